@@ -28,7 +28,7 @@ from espalier.shard import mechanism as sharded_states
 from espalier.shard import placement_plan
 from espalier.shard.offload import mechanism as offload
 from espalier.stages import mechanism as pipelined
-from espalier.stages import vertical, whole
+from espalier.stages import spindle, vertical, whole
 from espalier.sync import every_step, outer_rounds
 from espalier.tensor import mechanism as tensor_parallel
 
@@ -225,7 +225,7 @@ def properties(recipe: Recipe, plan: Plan) -> list[Claim]:
         (CUT_MATRICES, any(one.tensor > 1 for one in plan.stages)),
         (CUT_SEQUENCES, any(one.sequence > 1 for one in plan.stages)),
         (SPREAD_EXPERTS, len(plan.experts) > 1),
-        (CUT_LAYERS, len({one.layers for one in plan.stages}) > 1),
+        (CUT_LAYERS, len({one.layers for one in plan.stages}) > 1 or bool(plan.waves)),
         (COPIES, set(astuple(plan.offload)) == HERE if memory == "auto" else units.size(memory, "faults.memory") > 0),
         (ROLLBACK, recipe.faults.rollback != "never"),
     )
@@ -242,6 +242,8 @@ TABLE: tuple[Choose, ...] = (
     muon.choose_matrices,
     pipelined.choose_stages,
     pipelined.choose,
+    spindle.choose_towers,
+    spindle.choose,
     muon.choose,
     outer_rounds.choose,
     loongtrain.choose,

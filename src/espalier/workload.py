@@ -83,6 +83,19 @@ class Tagged(NamedTuple):
     batch: Any
 
 
+HEAD = "head"
+"""The part of a task that gives its losses."""
+
+
+class TaskNode(NamedTuple):
+    """A part of a task that ranks can run apart: a tower of so many operators, or its `HEAD`. `needs`: the parts whose
+    outputs it takes, in order."""
+
+    name: str
+    operators: int
+    needs: tuple[str, ...]
+
+
 class Outcome(NamedTuple):
     """What a rank computed in one step: sums over its micro-batches, detached float64 scalars.
 

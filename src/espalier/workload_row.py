@@ -90,6 +90,40 @@ def tally(model: nn.Module, embeddings: Iterable[nn.Parameter]) -> Tally:
 
 
 @dataclass(frozen=True)
+class PartCost:
+    """What a part of a task costs: a tower on the task's batch, or its head. See `workload.TaskNode`.
+
+    Attributes:
+        task, node: which; key: of both, `needs`: keys of the parts whose outputs it takes.
+        operators: how many; the following are of one of them.
+        tower: whose parameters it uses.
+        rows: samples of the task's batch; whole: they cannot be divided.
+        flops: forward and backward of one sample; launches: operations that are issued.
+        parameters: bytes of them; kept, output: bytes of activations of one sample, kept for backward and handed on.
+        seconds: measured, forward and backward on one thread: samples -> seconds; empty: not measured.
+    """
+
+    task: str
+    node: str
+    operators: int
+    needs: tuple[str, ...]
+    tower: str
+    rows: int
+    whole: bool = False
+    flops: float = 0.0
+    launches: int = 0
+    parameters: float = 0.0
+    kept: float = 0.0
+    output: float = 0.0
+    seconds: Mapping[int, float] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """Its name among the parts of all tasks."""
+        return f"{self.task}.{self.node}"
+
+
+@dataclass(frozen=True)
 class Profile:
     """What the planner is told of a model and its data.
 
@@ -105,6 +139,7 @@ class Profile:
         loaded: bytes of libraries that only this kind of workload loads.
         frozen: bytes of weights that are not trained, on every rank and in no checkpoint; None: as parameters are.
         stored: features that wait on disk (`graph.diskgnn.cost.StoredFeatures`); None: there are none.
+        parts: of several tasks, what ranks can run apart, in waves; empty: nothing.
     """
 
     tally: Tally
@@ -124,6 +159,7 @@ class Profile:
     loaded: int = 0
     frozen: int | None = None
     stored: Any = None
+    parts: tuple[PartCost, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -31,13 +31,18 @@ def workload() -> MultitaskWorkload:
     return found
 
 
-def trained(folder: Path | None, stop_after: int | None = None) -> list[dict[str, Any]]:
-    """The events of a run on one rank."""
-    found = tiny_tasks.resolved()
-    plan = plans.Plan(ranks=(plans.Rank(share=(0, 1)),), precision="fp64")
-    told: list[dict[str, Any]] = []
+ALONE = plans.Plan(ranks=(plans.Rank(share=(0, 1)),), precision="fp64")
+
+
+def trained(
+    folder: Path | None, stop_after: int | None = None, plan: plans.Plan = ALONE, **changes: Any
+) -> list[dict[str, Any]]:
+    """The events of a run."""
+    found = tiny_tasks.resolved(**changes)
 
     def life(place: launch.RankSpec) -> list[dict[str, Any]]:
+        told: list[dict[str, Any]] = []
+
         def emit(event: str, **fields: Any) -> None:
             told.append({"event": event, **fields})
 

@@ -1,5 +1,4 @@
 """How are several tasks trained on several towers?"""
 
 from espalier.multitask.towers import Multitask as Multitask
-from espalier.multitask.towers import Node as Node
 from espalier.multitask.workload import ROW as ROW

@@ -17,25 +17,17 @@ from torch.nn import functional as F
 
 from espalier.config import Recipe, TaskOptions, Tower
 from espalier.config.multitask import with_inputs
+from espalier.workload import HEAD, TaskNode
 
 Fields = Mapping[str, Tensor]
 """A batch: of each field, [samples, ...]."""
 Figures = dict[str, tuple[Tensor, Tensor]]
 """Of each figure of a task, (sum over the samples, weight); `loss` is one of them."""
 
-HEAD = "head"
 PATCH = 4
 """Pixels of the side of an image's patch."""
 TEMPERATURE = 0.07
 """Of a contrastive loss at the beginning (CLIP, arXiv 2103.00020)."""
-
-
-class Node(NamedTuple):
-    """A part of a task: a tower, or the task's head. `needs`: the nodes whose outputs it takes, in order."""
-
-    name: str
-    operators: int
-    needs: tuple[str, ...]
 
 
 class Shapes(NamedTuple):
@@ -112,13 +104,13 @@ class TowerModule(nn.Module):
         if self.kind == "text":
             own = self.table(fields["text"]) + self.places
         elif self.kind == "image":
-            image = fields["image"]
+            image = fields["image"].to(self.places.dtype)
             samples, channels, rows, columns = image.shape
             patches = image.unfold(2, PATCH, PATCH).unfold(3, PATCH, PATCH).permute(0, 2, 3, 1, 4, 5)
             count = (rows // PATCH) * (columns // PATCH)
             own = self.table(patches.reshape(samples, count, channels * PATCH * PATCH)) + self.places
         else:
-            nodes = fields["nodes"]  # the node itself first
+            nodes = fields["nodes"].to(self.places.dtype)  # the node itself first
             first = (torch.arange(nodes.shape[1], device=nodes.device) > 0).long()
             own = self.table(nodes) + self.places[first]
         return torch.cat([*(adapt(one) for adapt, one in zip(self.adapters, taken, strict=True)), own], 1)
@@ -188,12 +180,12 @@ class Multitask(nn.Module):
             {one.name: Head(one, [widths[name] for name in one.towers], shapes, joint) for one in self.tasks}
         )
 
-    def nodes(self, task: int) -> list[Node]:
+    def nodes(self, task: int) -> list[TaskNode]:
         """The parts of a task in the order in which they run, its head last."""
         own = self.tasks[task]
         towers = with_inputs(own.towers, list(self.options.values()))
-        found = [Node(name, self.options[name].depth, tuple(self.options[name].takes)) for name in towers]
-        return [*found, Node(HEAD, 1, own.towers)]
+        found = [TaskNode(name, self.options[name].depth, tuple(self.options[name].takes)) for name in towers]
+        return [*found, TaskNode(HEAD, 1, own.towers)]
 
     def compute(
         self, task: int, node: str, operators: tuple[int, int], inputs: Sequence[Tensor], fields: Fields

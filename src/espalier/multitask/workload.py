@@ -7,6 +7,7 @@ samples of all. To the planner a step is one sample: what is divided over ranks 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,11 @@ from espalier.cost import Product, Work
 from espalier.import_function import Author
 from espalier.module.parts import Parts, Task, collated, length
 from espalier.module.workload import ModuleWorkload
-from espalier.multitask import sources
+from espalier.multitask import costs, sources
 from espalier.multitask.towers import Figures, Multitask, Shapes, TowerModule
 from espalier.shard.wrap_policy import profile
 from espalier.workload import Shard, Tagged, Workload, to_device
-from espalier.workload_row import Opening, Profile, Row
+from espalier.workload_row import Opening, PartCost, Profile, Row
 
 
 class MultitaskWorkload(ModuleWorkload):
@@ -34,6 +35,7 @@ class MultitaskWorkload(ModuleWorkload):
         super().__init__(recipe, parts, author)
         self.batch = [one.batch for one in recipe.tasks or ()]
         self.global_batch = 1
+        self._parts: dict[bool, tuple[PartCost, ...]] = {}
         self.nominal_weight = float(sum(self.batch))
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
@@ -66,6 +68,15 @@ class MultitaskWorkload(ModuleWorkload):
             for k, (name, task) in enumerate(self._tasks.items())
             for one in self._drawn(k, step, length(task.dataset))
         ]
+
+    def parts_of(self, measures: bool) -> tuple[PartCost, ...]:
+        """What each part of each task costs; `measures`: in seconds too. Asked once: measurements differ."""
+        if measures not in self._parts:
+            model = self.build(torch.device("cpu"), torch.float32)
+            assert isinstance(model, Multitask)
+            fields = [to_device(one.batch, dtype=torch.float32) for one in self.batches(0, Shard(0, 1, 1))]
+            self._parts[measures] = costs.parts(model, fields, measures)
+        return self._parts[measures]
 
     def figures(self, model: nn.Module, batch: Tagged) -> Figures:
         """The figures of a task's micro-batch."""
@@ -160,7 +171,11 @@ def _open(recipe: Recipe, opening: Opening) -> MultitaskWorkload:
 def _profile(recipe: Recipe, opened: Callable[[], Workload]) -> Profile:
     workload = opened()
     assert isinstance(workload, MultitaskWorkload)
-    return profile(workload, workload.anatomy)
+    return replace(
+        profile(workload, workload.anatomy),
+        parts=workload.parts_of(recipe.plan.trial),
+        tokens_per_sample=float(sum(workload.batch)),
+    )
 
 
 def _contents(recipe: Recipe, workload: Workload) -> Mapping[str, str]:

@@ -87,6 +87,19 @@ class Stage(PlanStruct, frozen=True):
         return self.heads * self.context
 
 
+class WaveSlice(PlanStruct, frozen=True):
+    """Operators `[first, last)` of a tower, or the head, on the batch of a task: its ranks divide the samples in their
+    order here. `begin`, `end`: seconds of a step, as predicted."""
+
+    task: str
+    node: str
+    first: int
+    last: int
+    ranks: tuple[int, ...]
+    begin: float = 0.0
+    end: float = 0.0
+
+
 class Exchange(PlanStruct, frozen=True):
     """How one class of traffic crosses one level of links."""
 
@@ -153,6 +166,7 @@ class Layout(PlanStruct, frozen=True):
     placement: Placement = "head_first"
     schedule: str = "1f1b"
     interleave: int = 1
+    waves: int = 0
     algorithm: str = "data"
     shard: dict[str, int] = msgspec.field(default_factory=lambda: {"params": 1, "grads": 1, "optimizer": 1})
     micro_batch: int = 1
@@ -174,6 +188,7 @@ class Layout(PlanStruct, frozen=True):
         parts += [self.placement.replace("_", " ")] * (self.placement != "head_first")
         parts += [f"ep {self.ep}"] * (self.ep > 1)
         parts += [f"pp {self.pp}"] * (self.pp > 1) + [self.schedule] * (self.schedule != "1f1b")
+        parts += [f"waves {self.waves}"] * (self.waves > 0)
         return (*parts, *[f"interleave {self.interleave}"] * (self.interleave > 1))
 
     @property
@@ -241,6 +256,8 @@ class Plan(PlanStruct, frozen=True):
     experts: tuple[tuple[int, ...], ...] = ()
     """Of each rank of an expert group, the experts of every layer that it holds; empty: every rank holds all. The
     groups are consecutive ranks of those that hold the same parameters."""
+    waves: tuple[tuple[WaveSlice, ...], ...] = ()
+    """Of several tasks, what runs side by side (Spindle). All ranks have the same samples. Empty: each runs all."""
     exchanges: tuple[Exchange, ...] = ()
     outer: Outer | None = None
     rules: tuple[AdaptiveRule, ...] = ()
@@ -311,7 +328,7 @@ class Plan(PlanStruct, frozen=True):
         stage = stages[0]
         copies = len(self.outer.replicas) if self.outer is not None and stage.ranks else 1
         return Layout(
-            dp=copies * len(stage.ranks or trainers) // (stage.tensor * stage.sequence),
+            dp=1 if self.waves else copies * len(stage.ranks or trainers) // (stage.tensor * stage.sequence),
             tp=stage.tensor,
             sp=stage.sequence,
             pp=len({one.layers for one in stages}) // self.interleave,
@@ -321,6 +338,7 @@ class Plan(PlanStruct, frozen=True):
             placement=self.placement,
             schedule=self.schedule,
             interleave=self.interleave,
+            waves=len(self.waves),
             algorithm=self.algorithm,
             shard={
                 "params": len(unit.params) or 1,
@@ -385,6 +403,8 @@ def check(plan: Plan, samples: int, origin: str = "plan.json") -> Plan:
 def _cells(plan: Plan, origin: str) -> list[tuple[tuple[int, int], tuple[int, ...]]]:
     """(share, ranks) of each data coordinate: the ranks of a tensor or sequence group have the same samples, and so has
     their like in every stage of a pipeline. Raises UserError where they have not."""
+    if plan.waves:
+        return [_wave_cell(plan, origin)]
     if plan.outer is not None or not plan.stages:
         return [(plan.ranks[index].share, (index,)) for index in plan.trainers]
     if sorted(rank for stage in plan.stages for rank in stage.ranks) != sorted(plan.trainers * plan.interleave):
@@ -408,6 +428,15 @@ def _cells(plan: Plan, origin: str) -> list[tuple[tuple[int, int], tuple[int, ..
                 raise _nonsense(origin, f"ranks {cell[0]} to {cell[-1]} compute one sample together and have {told}")
             found.append((shares.pop(), cell))
     return found
+
+
+def _wave_cell(plan: Plan, origin: str) -> tuple[tuple[int, int], tuple[int, ...]]:
+    """(share, ranks) of a plan of waves. Raises UserError for ranks that do not train."""
+    strangers = {rank for wave in plan.waves for one in wave for rank in one.ranks} - set(plan.trainers)
+    if strangers:
+        told = ", ".join(map(str, sorted(strangers)))
+        raise _nonsense(origin, f"its waves have the ranks {told}, which do not train")
+    return plan.ranks[plan.trainers[0]].share, plan.trainers
 
 
 def _check_stage(plan: Plan, stage: Stage, origin: str) -> None:

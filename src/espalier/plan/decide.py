@@ -32,6 +32,7 @@ from espalier.plan import (
     refusals,
     rounds_at_nodes,
     search,
+    task_waves,
     trials,
     unequal,
 )
@@ -89,6 +90,9 @@ def decide(
     Raises:
         UserError: pins that cannot be met. (That nothing fits is said by `PlanDecision.taken`.)
     """
+    if request.parts and task_waves.ranks_of(request, cluster) > 1:
+        found = decide(task_waves.alone(request), cluster, calibration)
+        return replace(found, plan=task_waves.with_waves(found.plan, request, cluster)) if found.fits else found
     there = gpus(cluster)
     if request.precision == AUTO and there:
         return _in_the_fastest_precision(request, cluster, calibration, trials)

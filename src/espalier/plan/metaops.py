@@ -65,7 +65,7 @@ class Curve:
         return found[-1] if found else (0, math.inf)
 
 
-def fit(seconds: Mapping[int, float]) -> tuple[float, float]:
+def fit(seconds: Mapping[float, float]) -> tuple[float, float]:
     """`a` and `b` of `T(n) = a + b / n`, neither negative, by least squares of relative errors over measured n."""
     from scipy.optimize import nnls
 

@@ -96,6 +96,7 @@ def _headline(plan: Plan, predicted: Predicted, cluster: Cluster) -> str:
     splits = "/".join(str(layout.shard[name]) for name in ("params", "grads", "optimizer"))
     parts = [
         (layout.dp > 1, f"{layout.dp} replicas"),
+        (layout.waves > 0, f"{layout.waves} waves"),
         (plan.outer is not None, f"rounds of {plan.outer.steps if plan.outer else 0} local steps"),
         (layout.tp > 1, f"matrices cut over {layout.tp}"),
         (layout.heads > 1, f"heads over {layout.heads}"),

@@ -16,6 +16,7 @@ from espalier.shard.cost import StateBytes
 if TYPE_CHECKING:
     from espalier.graph.diskgnn.cost import StoredFeatures
     from espalier.shard.wrap_policy import Sized
+    from espalier.workload_row import PartCost
 
 Kernel = Literal["auto", "flash", "efficient", "written"]
 """An attention kernel: the best the device has; FlashAttention; another that writes no scores; one that does."""
@@ -91,6 +92,7 @@ class Request:
         loaded: bytes of libraries that only this kind of workload loads, in host memory.
         frozen: bytes of weights that are not trained, on every rank and in no checkpoint; None: as parameters are.
         stored: features of a graph that wait on disk.
+        parts: of several tasks, what ranks can run apart, in waves.
         saves: steps between checkpoints, or `auto`; None: who trains saves by other means. write_rate: bytes/s that a
             machine writes of them at most; None: any.
         copies: bytes that copies of the state may take of a machine's memory (`faults.memory`); 0: there are none.
@@ -147,6 +149,7 @@ class Request:
     loaded: int = 0
     frozen: int | None = None
     stored: StoredFeatures | None = None
+    parts: tuple[PartCost, ...] = ()
     saves: int | Literal["auto"] | None = None
     write_rate: float | None = None
     copies: int | Literal["auto"] = 0

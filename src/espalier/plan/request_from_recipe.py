@@ -76,6 +76,7 @@ def of_recipe(recipe: Recipe, workload: Callable[[], Workload] | None = None) ->
         loaded=profile.loaded,
         frozen=profile.frozen,
         stored=profile.stored,
+        parts=profile.parts,
         with_sequence=partial(_with_sequence, recipe, opened) if profile.heads else None,
         refuses=partial(mechanisms.refusal, recipe),
     )

@@ -31,14 +31,22 @@ RECORD = Record(
     aliases=("multi-task waves",),
     paper="ASPLOS 2025, arXiv 2409.03365",
     question="Who does what?",
-    files=("plan/spindle.py", "plan/metaops.py", "plan/wave_solver.py", "plan/wave_placement.py"),
+    files=(
+        "plan/spindle.py",
+        "plan/metaops.py",
+        "plan/wave_solver.py",
+        "plan/wave_placement.py",
+        "plan/task_waves.py",
+        "stages/spindle.py",
+    ),
     chosen="a recipe with several tasks or towers whose sizes differ, on more devices than the small ones can use",
     cost="T_m(n) = a + b/n per tower and group size, fitted to measurements; per level the towers end together at C* "
     "with sum of n = N; step = sum of the waves + re-sharding between them",
     law="any plan of waves gives the loss and gradients of running the tasks one after the other",
+    law_test="tests/stages/test_spindle.py::test_waves_give_the_loss_and_gradients_of_one_task_after_the_other",
     state="partly",
-    remark="espalier.plan.waves plans the waves of a step; missing: recipes with several towers, and the execution of "
-    "waves over ranks",
+    remark="recipes of several tasks and towers are planned and trained in waves over ranks, and taken up under other "
+    "waves; missing: a measured comparison, and a tower's passes in the slots of a pipeline",
 )
 
 Method = Literal["program", "greedy", "static", "sequential"]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from espalier import cache_dir
-from espalier.plan.base import Layout, Plan, Predicted
+from espalier.plan.base import Layout, Plan, Predicted, WaveSlice
 from espalier.stages.action_list import Action, Kind, Pipeline, Timed, timetable
 from espalier.stages.cost import hand_overs
 from espalier.stages.schedules import action_lists
@@ -21,6 +21,8 @@ from espalier.verbs import printing
 
 NAMES = {"data": "data parallel", "megatron": "Megatron", "fsp": "FSP", "isp": "ISP"}
 """Algorithms as people call them."""
+HEAD = "head"
+"""The part of a task that gives its losses, as `workload.HEAD`, which loads torch."""
 
 
 class Rung(NamedTuple):
@@ -82,6 +84,8 @@ def words(layout: Layout) -> list[str]:
     shard = layout.shard
     split = [(name, shard.get(key, 1)) for name, key in _STATES if shard.get(key, 1) > 1]
     said = [plural(layout.dp, "replica")]
+    if layout.waves:
+        said = [plural(layout.waves, "wave")]
     if layout.pp > 1:
         said.append(f"{layout.pp} stages")
     if layout.tp > 1:
@@ -154,7 +158,9 @@ DRAWN = 2000
 
 
 def _spans(plan: Plan, predicted: Predicted) -> list[Span]:
-    """The passes of the first pipeline, on the first rank of each stage; none where there is one stage."""
+    """The passes of the first pipeline, on the first rank of each stage, or the slices of waves; none of one stage."""
+    if plan.waves:
+        return _wave_spans(plan)
     stages = sorted((one for one in plan.stages if one.pipeline == 0), key=lambda one: one.layers)
     if len(stages) < 2:
         return []
@@ -179,6 +185,20 @@ def _spans(plan: Plan, predicted: Predicted) -> list[Span]:
         for one in sorted(found, key=lambda one: (pipeline.ranks.index(one.rank), one.start))
         if one.action.computes
     ]
+
+
+def _wave_spans(plan: Plan) -> list[Span]:
+    """The slices of each rank, forward and backward together, coloured by task."""
+    slices = [(rank, one) for wave in plan.waves for one in wave for rank in one.ranks]
+    return [
+        Span(f"rank {rank}", one.begin, one.end, one.task, _slice_told(one))
+        for rank, one in sorted(slices, key=lambda pair: (pair[0], pair[1].begin))
+    ]
+
+
+def _slice_told(one: WaveSlice) -> str:
+    blocks = f", blocks {one.first} to {one.last}" if one.node != HEAD else ""
+    return f"{one.node} of {one.task}{blocks} on {plural(len(one.ranks), 'rank')}: {show_seconds(one.end - one.begin)}"
 
 
 def _told(one: Timed) -> str:

@@ -1,0 +1,113 @@
+"""What the parts of tasks cost: operations, bytes and, on processors, seconds of real passes on one thread."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
+
+from espalier.multitask.towers import Multitask
+from espalier.workload import HEAD
+from espalier.workload_row import PartCost
+
+COUNTED = 2
+"""Samples of a pass that is counted."""
+PASSES = 3
+"""Passes of which the fastest is taken."""
+LAUNCHES = 60
+"""Operations of a block, forward and backward, that a host issues: counted on a transformer block, and rounded."""
+
+
+def parts(model: Multitask, batches: Sequence[Mapping[str, Tensor]], measures: bool) -> tuple[PartCost, ...]:
+    """The parts of all tasks with their costs, from a batch of each task."""
+    threads, found = torch.get_num_threads(), list[PartCost]()
+    torch.set_num_threads(1)
+    try:
+        for task, fields in enumerate(batches):
+            found += _of_task(model, task, fields, measures)
+    finally:
+        torch.set_num_threads(threads)
+        model.zero_grad(set_to_none=True)
+    return tuple(found)
+
+
+def _of_task(model: Multitask, task: int, fields: Mapping[str, Tensor], measures: bool) -> list[PartCost]:
+    name, size = model.tasks[task].name, len(next(iter(fields.values())))
+    outputs: dict[str, Tensor] = {}
+    found = []
+    for node in model.nodes(task):
+        pass_ = _Pass(model, task, node.name, node.operators, [outputs[need] for need in node.needs], fields)
+        whole = node.name == HEAD and bool(model.heads[name].whole)
+        flops, kept = pass_.counted(size if whole else min(COUNTED, size))
+        counts = sorted({size, -(-size // 2), -(-size // 4)}) if not whole else [size]
+        seconds = {rows: pass_.seconds(rows) / node.operators for rows in counts} if measures else {}
+        output = 0.0
+        if node.name != HEAD:
+            with torch.no_grad():
+                outputs[node.name] = pass_.run(size)
+            output = outputs[node.name].nbytes / size
+        module = model.heads[name] if node.name == HEAD else model.towers[node.name]
+        found.append(
+            PartCost(
+                name,
+                node.name,
+                node.operators,
+                tuple(f"{name}.{need}" for need in node.needs),
+                f"{HEAD}.{name}" if node.name == HEAD else node.name,
+                size,
+                whole,
+                flops=3 * flops / node.operators,
+                launches=LAUNCHES,
+                parameters=_bytes(module) / node.operators,
+                kept=kept / node.operators,
+                output=output,
+                seconds=seconds,
+            )
+        )
+    return found
+
+
+def _bytes(module: nn.Module) -> float:
+    return float(sum(one.nbytes for one in module.parameters()))
+
+
+class _Pass:
+    """A part of a task on some of its samples."""
+
+    def __init__(self, model: Multitask, task: int, node: str, operators: int, inputs: Sequence[Tensor], fields: Any):
+        self.call = lambda taken, own: model.compute(task, node, (0, operators), taken, own)
+        self.inputs, self.fields = inputs, fields
+
+    def run(self, rows: int, gradient: bool = False) -> Any:
+        """Forward."""
+        taken = [one[:rows].detach().requires_grad_(gradient) for one in self.inputs]
+        return self.call(taken, {name: value[:rows] for name, value in self.fields.items()})
+
+    def counted(self, rows: int) -> tuple[float, float]:
+        """Operations of the forward pass, and bytes that it keeps, of one sample."""
+        kept: dict[int, int] = {}
+
+        def save(tensor: Tensor) -> Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.nbytes
+            return tensor.detach()
+
+        counter = FlopCounterMode(display=False)
+        with counter, saved_tensors_hooks(save, lambda tensor: tensor):
+            self.run(rows, True)
+        return counter.get_total_flops() / rows, sum(kept.values()) / rows
+
+    def seconds(self, rows: int) -> float:
+        """Of forward and backward."""
+        taken = []
+        for _ in range(PASSES + 1):
+            begun = time.perf_counter()
+            made = self.run(rows, True)
+            root = made["loss"][0] if isinstance(made, dict) else made.sum()
+            root.backward()
+            taken.append(time.perf_counter() - begun)
+        return min(taken[1:])

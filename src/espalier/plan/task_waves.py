@@ -1,0 +1,215 @@
+"""Waves of a recipe with several tasks: its parts as MetaOps on the devices of a cluster, and the plan of their ranks.
+
+The seconds of a part on n devices are those of its share of the batch: `T(n) = a + b / n` fitted to what was measured
+on one thread, else from its operations and the device's speed. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from espalier import units
+from espalier.errors import UserError
+from espalier.plan import device_model
+from espalier.plan.base import Plan, Predicted, Rank, WaveSlice
+from espalier.plan.metaops import MetaOp, fit
+from espalier.plan.spindle import Method, WavePlan, waves
+from espalier.plan.wave_placement import Devices
+
+if TYPE_CHECKING:
+    from espalier.cluster import Cluster, Place
+    from espalier.plan.request import Request
+    from espalier.workload_row import PartCost
+
+TOLD = 8
+"""Waves that the reasons of a plan name, each."""
+
+
+def ranks_of(request: Request, cluster: Cluster) -> int:
+    """How many ranks run the parts: as pinned, else one for each GPU or machine."""
+    places = [place for place in cluster.devices() if place.table.device.kind == cluster.devices()[0].table.device.kind]
+    most = request.max_devices or len(places)
+    return request.pin.ranks or min(most, len(places))
+
+
+def alone(request: Request) -> Request:
+    """The request for one rank that runs all parts: its memory and its optimizer step are those of a wave plan without
+    waves."""
+    return replace(request, parts=(), pin=msgspec.structs.replace(request.pin, ranks=1))
+
+
+def with_waves(plan: Plan, request: Request, cluster: Cluster, method: Method | None = None) -> Plan:
+    """The plan of one rank as one of waves over the ranks of `request`, where there are several.
+
+    Raises:
+        UserError: there are more ranks than cores, or no waves fit into memory.
+    """
+    count = ranks_of(request, cluster)
+    if count == 1:
+        return plan
+    seats = _seats(cluster, count)
+    metaops = [_metaop(one, seats[0], request, count) for one in request.parts]
+    limit = plan.predicted.memory_limit if plan.predicted is not None else float("inf")
+    fixed = plan.predicted.memory_bytes.get("runtime", 0.0) if plan.predicted is not None else 0.0
+    devices = Devices(tuple(place.node for place in seats), limit - fixed, *_seconds_per_byte(cluster, seats))
+    found = waves(metaops, devices, method)
+    made = _waves(found, request.parts)
+    ranks = tuple(
+        Rank(share=(0, 1), device=_device(place), node=place.node, threads=request.pin.threads or 1) for place in seats
+    )
+    told = _reasons(found, request.parts, count)
+    changed = msgspec.structs.replace(plan, ranks=ranks, waves=made, runners_up=(), why=(*told, *plan.why))
+    if plan.predicted is None:
+        return changed
+    exchange, sent = _exchange(changed, request.parts, devices)
+    return msgspec.structs.replace(
+        changed, predicted=_predicted(plan.predicted, found, (exchange, sent), fixed, (request, count))
+    )
+
+
+def _seats(cluster: Cluster, count: int) -> list[Place]:
+    """A place for each rank: machine by machine, the GPUs of each in turn; on processors ranks share their machine."""
+    places = list(cluster.devices())
+    cpu = places[0].table.device.kind == "cpu"
+    if count > len(places) and not cpu:
+        raise UserError(f"{count} ranks for {len(places)} GPUs.", do=f"plan.pin.ranks={len(places)}")
+    cores = sum(max(1, place.table.cores) for place in places)
+    if count > max(cores, len(places)):
+        raise UserError(f"{count} ranks for {cores} cores.", do=f"plan.pin.ranks={cores}")
+    each = -(-count // len(places))
+    return [places[index // each] if cpu else places[index] for index in range(count)]
+
+
+def _device(place: Place) -> str:
+    return "cpu" if place.table.device.kind == "cpu" else f"cuda:{place.slot}"
+
+
+def _seconds_per_byte(cluster: Cluster, seats: Sequence[Place]) -> tuple[float, float]:
+    """Of links inside a machine and between machines."""
+    ranks = {place.rank for place in seats}
+    inside = 1 / seats[0].table.inside.bandwidth
+    several = len({place.node for place in seats}) > 1
+    return inside, 1 / cluster.slowest(ranks, "between").bandwidth if several else inside
+
+
+def _metaop(one: PartCost, seat: Place, request: Request, count: int) -> MetaOp:
+    """A part on 1, 2, 4, ... devices and on all of them."""
+    sizes = [1] if one.whole else sorted({n for n in (*(2**k for k in range(12)), count) if n <= min(count, one.rows)})
+    device, fitted = seat.table.device, _per_sample(one)
+
+    def seconds(devices: int) -> float:
+        rows = -(-one.rows // devices)
+        if fitted is not None:
+            return fitted[0] + fitted[1] * rows
+        speed = device_model.sustained(device, request.precision) or device_model.peak(device, request.precision)
+        share = 1.0 if device.kind == "cuda" else 1 / max(1, seat.table.cores)
+        return one.flops * rows / (speed * share) + one.launches * device_model.issue_seconds(device)
+
+    rest = {n: seconds(n) for n in sizes}
+    states = 4 * one.parameters  # parameter, gradient and two moments
+    return MetaOp(
+        one.key, one.operators, rest, one.needs, one.tower, states=states, kept=one.kept * one.rows,
+        output=one.output * one.rows,
+    )  # fmt: skip
+
+
+def _per_sample(one: PartCost) -> tuple[float, float] | None:
+    """(seconds of a pass without samples, of each sample), as measured; None: it was not."""
+    if not one.seconds:
+        return None
+    if len(one.seconds) == 1:
+        ((rows, seconds),) = one.seconds.items()
+        return 0.0, seconds / rows
+    return fit({1 / rows: seconds for rows, seconds in one.seconds.items()})
+
+
+def _waves(found: WavePlan, parts: Sequence[PartCost]) -> tuple[tuple[WaveSlice, ...], ...]:
+    by_key, spans = {one.key: one for one in parts}, iter(found.spans)
+    made = []
+    for wave in found.waves:
+        row = []
+        for one in wave:
+            begin, end = next(spans)
+            part = by_key[one.metaop]
+            row.append(
+                WaveSlice(
+                    task=part.task,
+                    node=part.node,
+                    first=one.first,
+                    last=one.first + one.operators,
+                    ranks=one.devices,
+                    begin=begin,
+                    end=end,
+                )
+            )
+        made.append(tuple(row))
+    return tuple(made)
+
+
+def _exchange(plan: Plan, parts: Sequence[PartCost], devices: Devices) -> tuple[float, dict[str, float]]:
+    """Seconds of summing gradients over the holders of each operator, one group after the other; and payload bytes of
+    the rank that sends most: activations and their gradients, and gradients of parameters in rings."""
+    holders: dict[tuple[str, int], tuple[float, set[int]]] = {}
+    by_key = {(one.task, one.node): one for one in parts}
+    for one in (one for wave in plan.waves for one in wave):
+        part = by_key[one.task, one.node]
+        for operator in range(one.first, one.last):
+            holders.setdefault((part.tower, operator), (part.parameters, set()))[1].update(one.ranks)
+    seconds, sent = 0.0, [0.0] * len(devices.nodes)
+    for size, ranks in holders.values():
+        ring = 2 * (len(ranks) - 1) / len(ranks) * size
+        far = len({devices.nodes[rank] for rank in ranks}) > 1
+        seconds += ring * (devices.between if far else devices.inside)
+        for rank in ranks:
+            sent[rank] += ring
+    return seconds, {"gradients": max(sent)}
+
+
+def _predicted(
+    alone: Predicted,
+    found: WavePlan,
+    exchanged: tuple[float, dict[str, float]],
+    fixed: float,
+    asked: tuple[Request, int],
+) -> Predicted:
+    request, count = asked
+    moved = alone.terms.get("optimizer", 0.0) * max(found.held, default=0.0) / max(1.0, alone.state_bytes["params"] * 4)
+    terms = {"waves": found.seconds, "exchange": exchanged[0], "optimizer": moved}
+    step = sum(terms.values())
+    tokens = request.global_batch * request.tokens_per_sample
+    held = {"waves": max(found.held, default=0.0), "runtime": fixed}
+    sources = {"waves": "the timetable of the slices, from seconds of their parts", **alone.sources}
+    return msgspec.structs.replace(
+        alone,
+        step_seconds=step,
+        tokens_per_second=tokens / step,
+        tokens_per_second_per_device=tokens / step / count,
+        mfu=min(1.0, alone.mfu * alone.step_seconds / step),
+        terms=terms,
+        memory_bytes={**held, "peak": sum(held.values())},
+        sent_bytes=exchanged[1],
+        sources=sources,
+    )
+
+
+def _reasons(found: WavePlan, parts: Sequence[PartCost], count: int) -> tuple[str, ...]:
+    """What the waves are, and what they are compared with."""
+    show, names = units.show_seconds, {"program": "a linear program", "greedy": "the greedy wavefront"}
+    beside = {"static": "the best fixed groups of ranks take", "sequential": "one task after the other takes"}
+    told = [f"{words} {show(found.compared[name])}" for name, words in beside.items() if name in found.compared]
+    how = names.get(found.method, f"a {found.method} plan")
+    first = f"{units.plural(len(found.waves), 'wave')} over {count} ranks, by {how}: {show(found.seconds)} a step"
+    lines = [f"{first} before gradients are exchanged; {', '.join(told)}."]
+    by_key = {one.key: one for one in parts}
+    for number, wave in enumerate(found.waves[:TOLD], 1):
+        said = []
+        for one in wave:
+            part, ranks = by_key[one.metaop], ", ".join(map(str, one.devices))
+            blocks = f" {one.first} to {one.first + one.operators}" if one.operators < part.operators else ""
+            said.append(f"{part.node} of {part.task}{blocks} on {'rank' if len(one.devices) == 1 else 'ranks'} {ranks}")
+        lines.append(f"Wave {number}: {'; '.join(said)}.")
+    return tuple(lines)

@@ -1,0 +1,113 @@
+"""Waves over ranks train as one rank does: any cut of towers, groups of any size, shared towers, a task absent."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tiny_tasks
+import torch
+from torch import Tensor
+
+from espalier import workload_registry
+from espalier.launch import base as launch
+from espalier.multitask import Multitask
+from espalier.multitask.workload import MultitaskWorkload
+from espalier.parallel.mesh import ProcessMesh
+from espalier.plan import base as plans
+from espalier.plan.base import WaveSlice
+from espalier.rank_setup import RankSetup
+from espalier.testing import forks
+from espalier.trainer import build
+from espalier.workload import HEAD, Shard, to_device
+
+RESOLVED = tiny_tasks.resolved()
+TASKS = ["match", "write", "sort"]
+
+
+def opened(**changes: Any) -> MultitaskWorkload:
+    found = workload_registry.open_workload(tiny_tasks.resolved(**changes) if changes else RESOLVED)
+    assert isinstance(found, MultitaskWorkload)
+    return found
+
+
+WORKLOAD = opened()
+
+
+def drawn(seed: int, ranks: int, workload: MultitaskWorkload = WORKLOAD) -> plans.Plan:
+    """Waves at random: towers cut anywhere, on groups of any ranks in any order, tasks in any order."""
+    r, model = random.Random(seed), workload.parts.model
+    assert isinstance(model, Multitask)
+    waiting = []
+    for k, task in enumerate(workload.tasks()):
+        chain = []
+        for node in model.nodes(k):
+            cuts = sorted(r.sample(range(1, node.operators), r.randint(0, node.operators - 1)))
+            for first, last in itertools.pairwise([0, *cuts, node.operators]):
+                most = 1 if node.name == HEAD and model.heads[task].whole else ranks
+                group = tuple(r.sample(range(ranks), r.randint(1, most)))
+                chain.append(WaveSlice(task=task, node=node.name, first=first, last=last, ranks=group))
+        waiting.append(chain)
+    waves = []
+    while any(waiting):
+        chain = r.choice([one for one in waiting if one])
+        waves.append((chain.pop(0),))
+    return plans.Plan(ranks=tuple(plans.Rank(share=(0, 1)) for _ in range(ranks)), waves=tuple(waves), precision="fp64")
+
+
+def stepped(plan: plans.Plan, absent: int | None = None) -> Callable[[Any], dict[str, Tensor]]:
+    """Of a rank: the gradients that it holds after a step, and its part of the loss."""
+
+    def life(channel: Any) -> dict[str, Tensor]:
+        rank = channel.rank()
+        setting = RankSetup(RESOLVED.recipe, plan, WORKLOAD, launch.RankSpec(rank=rank, world=len(plan.ranks)))
+        built = build(setting, ProcessMesh(setting.mesh, channel, rank))
+        batches = [
+            to_device(one, torch.device("cpu"), torch.float64)
+            for one in WORKLOAD.batches(3, setting.shard)
+            if one.task != absent
+        ]
+        built.sharding.clear()
+        outcome = built.schedule.run(built.model, batches, WORKLOAD.loss)
+        values = torch.zeros(1, dtype=torch.float64)
+        built.sharding.wait(values)
+        found = {name: one.grad.clone() for name, one in built.model.named_parameters() if one.grad is not None}
+        return {**found, "loss": outcome.loss, "weight": outcome.weight}
+
+    return life
+
+
+def alone(absent: int | None) -> dict[str, Tensor]:
+    """The same of one rank, task after task, in plain PyTorch."""
+    model = WORKLOAD.build(torch.device("cpu"), torch.float64)
+    shares, loss, weights = list(WORKLOAD.tasks().values()), torch.zeros((), dtype=torch.float64), 0.0
+    for one in WORKLOAD.batches(3, Shard(0, 1, 1)):
+        if one.task != absent:
+            value, weight = WORKLOAD.loss(model, one)
+            loss = loss + shares[one.task] * value
+            weights += float(weight)
+    model.zero_grad()
+    (loss / WORKLOAD.nominal_weight).backward()
+    found = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+    return {**found, "loss": loss.detach(), "weight": torch.tensor(weights, dtype=torch.float64)}
+
+
+@pytest.mark.parametrize(("ranks", "absent"), [(2, None), (3, None), (4, 0), (4, 1)])
+def test_waves_give_the_loss_and_gradients_of_one_task_after_the_other(ranks: int, absent: int | None) -> None:
+    expected = alone(absent)
+    for seed in range(3):
+        plan = drawn(10 * ranks + seed, ranks)
+        parts = forks(ranks, stepped(plan, absent))
+        for name in ("loss", "weight"):
+            assert float(sum(part[name] for part in parts)) == pytest.approx(float(expected[name]), rel=1e-12)
+        seen = set()
+        for part in parts:
+            for name, gradient in part.items():
+                if name not in ("loss", "weight"):
+                    seen.add(name)
+                    like = expected.get(name, torch.zeros_like(gradient))
+                    torch.testing.assert_close(gradient.view_as(like), like, rtol=1e-12, atol=1e-14)
+        assert seen >= set(expected) - {"loss", "weight"}
