@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,7 +42,8 @@ def _of_task(model: Multitask, task: int, fields: Mapping[str, Tensor], measures
     outputs: dict[str, Tensor] = {}
     found = []
     for node in model.nodes(task):
-        pass_ = _Pass(model, task, node.name, node.operators, [outputs[need] for need in node.needs], fields)
+        call = partial(model.compute, task, node.name, (0, node.operators))
+        pass_ = _Pass(call, [outputs[need] for need in node.needs], fields)
         whole = node.name == HEAD and bool(model.heads[name].whole)
         flops, kept = pass_.counted(size if whole else min(COUNTED, size))
         counts = sorted({size, -(-size // 2), -(-size // 4)}) if not whole else [size]
@@ -79,9 +81,8 @@ def _bytes(module: nn.Module) -> float:
 class _Pass:
     """A part of a task on some of its samples."""
 
-    def __init__(self, model: Multitask, task: int, node: str, operators: int, inputs: Sequence[Tensor], fields: Any):
-        self.call = lambda taken, own: model.compute(task, node, (0, operators), taken, own)
-        self.inputs, self.fields = inputs, fields
+    def __init__(self, call: Callable[[Sequence[Tensor], Any], Any], inputs: Sequence[Tensor], fields: Any) -> None:
+        self.call, self.inputs, self.fields = call, inputs, fields
 
     def run(self, rows: int, gradient: bool = False) -> Any:
         """Forward."""
