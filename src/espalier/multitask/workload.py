@@ -6,6 +6,7 @@ samples of all. To the planner a step is one sample: what is divided over ranks 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -37,6 +38,11 @@ class MultitaskWorkload(ModuleWorkload):
         self.global_batch = 1
         self._parts: dict[bool, tuple[PartCost, ...]] = {}
         self.nominal_weight = float(sum(self.batch))
+
+    def build(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        """The towers with their initial weights: a copy, as a rank may free parts of it."""
+        self._dtype = dtype
+        return copy.deepcopy(self.parts.model).to(device=device, dtype=dtype)
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """The blocks of all towers."""
