@@ -4,11 +4,11 @@
 
 In `waits` four hosts with 200 Mbit/s each (bench/netlab.py; needs root) run our executor with parts that wait instead
 of computing, as if each host had a device of its own: four ranks on two cores have no idle time to fill. A part takes
-a + b / n seconds on n ranks, a being 20 % of an average one on one rank. `computes` trains real towers on two hosts of one
-core each: glyphs with names, source text, a package graph, whole steps with gradients and optimizer. All plans take turns
-in the same processes. The peers are plans of the same executor, as no public system runs such tasks: all ranks for one
-task after the other (data parallel), and the best partition of the ranks into fixed groups. Predictions are those of the
-planner; of `computes` from the parts measured at the start.
+a + b / n seconds on n ranks, a being 20 % of an average one on one rank. `computes` trains real towers on two hosts of
+one core each: glyphs with names, source text, a package graph, whole steps with gradients and optimizer. All plans take
+turns in the same processes. The peers are plans of the same executor, as no public system runs such tasks: all ranks
+for one task after the other (data parallel), and the best partition of the ranks into fixed groups. Predictions are
+those of the planner; of `computes` from the parts measured at the start.
 """
 
 from __future__ import annotations
