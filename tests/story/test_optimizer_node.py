@@ -15,6 +15,7 @@ import pytest
 from espalier import cli
 from espalier.shard.luwu import role
 from espalier.store.generations import Generations
+from espalier.units import show_seconds, show_size
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DISK = 'disks = [{ path = "/", write = 1e9, read = 1e9, iops = 1e4 }]\n'
@@ -34,6 +35,25 @@ def losses(run: Path) -> dict[int, float]:
     return {event["step"]: event["loss"] for event in lines if event["event"] == "step"}
 
 
+def check_what_is_told(run: Path, predicted: dict[str, Any]) -> None:
+    """Of a step: bytes pulled and pushed, seconds waited, bytes of the nodes' disks; and the same in the report."""
+    lines = map(json.loads, (run / "events.jsonl").read_text().splitlines())
+    *_, latest = (event for event in lines if event["event"] == "step")
+    told = latest["node"]
+    assert told["pushed"] == latest["bytes"]["gradients"] == predicted["sent_bytes"]["gradients"]
+    assert told["pushed"] < told["pulled"] <= 2 * told["pushed"]
+    assert 0 < told["stalled"] < latest["seconds"]
+    assert told["written"] >= 3 * told["pushed"]
+    assert told["read"] >= 3 * told["pushed"] + 2 * told["pulled"]
+    page = (run / "report.html").read_text()
+    for words in (
+        f"{show_size(told['pulled'])} pulled, {show_size(told['pushed'])} pushed",
+        f"a step, which waited {show_seconds(told['stalled'])} for them",
+        f"{show_size(told['read'])} read, {show_size(told['written'])} written",
+    ):
+        assert words in page
+
+
 def test_one_command_trains_on_a_node_and_goes_on_where_it_stood(tmp_path: Path) -> None:
     recipe = str(EXAMPLES / "luwu.toml")
     data = f"data.path={EXAMPLES.parent / 'src' / 'espalier' / 'shard' / 'luwu'}"
@@ -49,6 +69,7 @@ def test_one_command_trains_on_a_node_and_goes_on_where_it_stood(tmp_path: Path)
     assert sorted(found) == list(range(1, 7))
     assert [found[step] for step in range(1, 4)] == pytest.approx([expected[step] for step in range(1, 4)], rel=1e-5)
     assert (tmp_path / "node" / "logs" / "optimizer-2.log").exists()
+    check_what_is_told(tmp_path / "node", plan["predicted"])
     ended = programs.forked(tmp_path, "export", "node", "--to", "hf")
     assert ended.returncode == 0, ended.stderr
     assert "after step 6" in ended.stdout

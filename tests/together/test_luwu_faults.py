@@ -4,15 +4,30 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
+import socket
+import statistics
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
-from node_runs import STRUCK, OnNode, on_node, recipe
+from lossy_proxy import LossyProxy
+from node_runs import STEPS, STRUCK, OnNode, on_node, recipe
 from struck import same, write_corpus
 
 from espalier.errors import Interrupted, UserError
 from espalier.launch import base as launch
+from espalier.plan import base as plans
+from espalier.shard.luwu import role
+from espalier.shard.luwu.client import Client
+from espalier.shard.luwu.node import OptimizerNode
 from espalier.store.generations import Generations
+from espalier.testing.faults import Fault
 
 
 @pytest.fixture(scope="module")
@@ -122,3 +137,164 @@ def test_a_bit_flipped_while_the_run_goes_on_ends_it_by_name_and_the_same_comman
     assert max(run.losses) == STRUCK
     assert same(run.run(), whole)
     assert [one["step"] for one in run.all("incident") if one["kind"] == "damaged"] == [STRUCK - 1]
+
+
+# --- a node that stops, a network that loses, a worker that is killed ----------------------------------------------
+
+
+def once(step: int, action: Callable[[], None], marker: Path) -> Callable[[launch.RankSpec], None]:
+    """In the process of a node: `action` when it has committed `step` for the first time."""
+
+    def arm(place: launch.RankSpec) -> None:
+        plain = Generations.commit
+
+        def commit(state: Generations, committed: int) -> None:
+            plain(state, committed)
+            if committed == step and not marker.exists():
+                marker.touch()
+                action()
+
+        Generations.commit = commit  # type: ignore[method-assign]
+
+    return arm
+
+
+def test_a_stopped_node_is_named_and_started_again_and_no_bit_changes(
+    corpus: Path, tmp_path: Path, whole: OnNode
+) -> None:
+    asked = recipe(corpus)
+    arm = once(STRUCK, lambda: os.kill(os.getpid(), signal.SIGSTOP), tmp_path / "stopped")
+    run = OnNode(asked, 3, tmp_path / "run", plan=on_node(asked, 2), arm=arm, heartbeat=0.2).run()
+    assert same(run, whole)
+    incident = next(one for one in run.all("incident") if one["kind"] == "stopped")
+    assert incident["what"] == "Rank 2 was stopped (SIGSTOP)."
+    (recovered,) = run.all("recovered")
+    assert recovered["step"] == STRUCK
+
+
+class Behind(socket.socket):
+    """The door of a node whose workers come through a proxy."""
+
+    proxy: LossyProxy
+
+    def getsockname(self) -> Any:
+        return self.proxy.address
+
+
+def through(proxies: list[LossyProxy], **network: float) -> Callable[[launch.RankSpec], None]:
+    """In the process of a node: workers reach it through a network that loses so many frames."""
+
+    def arm(place: launch.RankSpec) -> None:
+        plain = role._door
+
+        def door(own: role.NodePlace) -> socket.socket:
+            made = plain(own)
+            proxies.append(LossyProxy(made.getsockname(), **network))
+            behind = Behind(fileno=made.detach())
+            behind.proxy = proxies[-1]
+            return behind
+
+        role._door = door
+
+    return arm
+
+
+def test_frames_lost_and_damaged_change_no_bit_of_a_run(
+    corpus: Path, tmp_path: Path, whole: OnNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(role, "TIMES", replace(role.TIMES, heartbeat=0.02, resend=0.1))
+    proxies: list[LossyProxy] = []
+    network, told, plain = through(proxies, loss=0.01, damage=0.01), tmp_path / "lost", role._until_left
+
+    def until_left(*arguments: Any) -> None:
+        plain(*arguments)
+        told.write_text(f"{proxies[0].lost} {proxies[0].damaged}")
+
+    monkeypatch.setattr(role, "_until_left", until_left)
+    asked = recipe(corpus)
+    run = OnNode(asked, 3, tmp_path / "run", plan=on_node(asked, 2), arm=network).run()
+    assert same(run, whole)
+    lost, damaged = map(int, told.read_text().split())
+    assert lost > 2
+    assert damaged > 0
+    assert not run.all("incident")
+
+
+@pytest.mark.parametrize("seconds", [2.0, pytest.param(30.0, marks=pytest.mark.slow)])
+def test_links_that_are_cut_for_a_while_change_no_bit_of_a_run(
+    corpus: Path, tmp_path: Path, whole: OnNode, seconds: float
+) -> None:
+    proxies: list[LossyProxy] = []
+
+    def cut() -> None:
+        proxies[0].cut()
+        threading.Timer(seconds, proxies[0].mend).start()
+
+    network, struck = through(proxies), once(STRUCK, cut, tmp_path / "cut")
+    asked = recipe(corpus)
+    run = OnNode(
+        asked, 3, tmp_path / "run", plan=on_node(asked, 2), arm=lambda place: (network(place), struck(place))[0]
+    ).run()
+    assert (tmp_path / "cut").exists()
+    assert same(run, whole)
+    assert len(run.all("run")) == 1
+
+
+def test_a_worker_killed_in_a_push_changes_no_bit(corpus: Path, tmp_path: Path, whole: OnNode) -> None:
+    asked = recipe(corpus)
+    faults = (Fault(1, STRUCK, "kill"),)
+    run = OnNode(asked, 3, tmp_path / "run", faults, plan=on_node(asked, 2), inside=(Client, "encode")).run()
+    assert same(run, whole)
+    assert run.all("recovered")[0]["step"] >= STRUCK - 2
+
+
+# --- workers -------------------------------------------------------------------------------------------------------
+
+
+def test_workers_come_and_go_between_starts_and_have_unequal_shares(
+    corpus: Path, tmp_path: Path, whole: OnNode
+) -> None:
+    asked, folder = recipe(corpus), tmp_path / "run"
+    for cuts, until in (((0, 8), 3), ((0, 1, 6, 8), 7), ((0, 3, 8), None)):
+        trainers = tuple(plans.Rank(share=share) for share in pairwise(cuts))
+        how = plans.Plan(ranks=(*trainers, plans.Rank(role="optimizer")), micro_batch=2, precision="fp32")
+        run = OnNode(asked, len(how.ranks), folder, plan=how, restarts=0, stop_after=until)
+        with pytest.raises(Interrupted) if until else nullcontext():
+            run.run()
+    assert [one["step"] for one in run.all("run")] == [0, 3, 7]
+    assert run.losses.keys() == whole.losses.keys()
+    assert all(abs(run.losses[step] - loss) < 1e-5 * loss for step, loss in whole.losses.items())
+
+
+# --- what the disk reads and writes ----------------------------------------------------------------------------------
+
+
+def test_events_have_the_bytes_that_the_kernel_counts_at_the_nodes_disk_and_the_formula_says(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step reads and writes 12 bytes of state for each parameter, reads 4 for each that a worker pulls, and writes 4
+    of gradients in case that it has to be done again (without clipping it never is)."""
+    counted, plain = tmp_path / "counted", OptimizerNode._totals
+
+    def totals(node: OptimizerNode, step: Any) -> bool:
+        lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+        with counted.open("a") as file:
+            file.write(f"{lines['read_bytes']} {lines['write_bytes']}\n")
+        return plain(node, step)
+
+    monkeypatch.setattr(OptimizerNode, "_totals", totals)
+    asked = recipe(
+        corpus, model={"depth": 2, "width": 128, "feed_forward": 512}, train={"validate_every": 1000, "clip": 0.0}
+    )
+    run = OnNode(asked, 3, tmp_path / "run", plan=on_node(asked, 2)).run()
+    kernel = [tuple(map(int, line.split())) for line in counted.read_text().splitlines()]
+    assert len(kernel) == STEPS
+    if kernel[-1][1] == 0:
+        pytest.skip("the kernel counts no bytes on this file system")
+    told = [(one["node"]["read"], one["node"]["written"]) for one in run.all("step")]
+    numel = sum(one.numel() for one in run.parameters.values())
+    for way, each in ((0, 12 * numel + 2 * run.all("step")[-1]["node"]["pulled"]), (1, 16 * numel)):
+        seen = kernel[-1][way] - kernel[2][way]
+        assert sum(one[way] for one in told[3:]) == pytest.approx(seen, rel=0.02)
+        usual = statistics.median(one[way] for one in told)  # after some steps the model is validated
+        assert usual == pytest.approx(each, rel=0.02)

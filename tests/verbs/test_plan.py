@@ -98,6 +98,48 @@ def test_what_if_of_what_cannot_run_says_why_not_beside_the_plan(
     assert "muon" in json.loads(capsys.readouterr().out)["what_if"]["why"]
 
 
+SERVED = """
+[[nodes]]
+count = 2
+device = "cpu"
+cores = 1
+memory = "4GiB"
+
+[[nodes]]
+device = "cpu"
+cores = 2
+memory = "4GiB"
+role = "optimizer"
+disks = [{ path = "/", write = 1e9, read = 1e9, iops = 1e4 }]
+
+[links]
+between = "1Gbit/s"
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "longer", "roles"),
+    [
+        ("nodes.1.disks=2MB/s", True, ["optimizer"]),
+        ("nodes.1.count=2", False, ["optimizer", "optimizer"]),
+        ('plan.pin.roles=["standby"]', False, ["optimizer", "standby"]),
+    ],
+)
+def test_what_if_an_optimizer_node_were_another(
+    tmp_path: Path, change: str, longer: bool, roles: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "served.toml").write_text(SERVED)
+    (tmp_path / "text.py").write_text("".join(f"x{one} = {one} * {one}\n" for one in range(2000)))
+    recipe = str(Path(__file__).parents[2] / "examples" / "luwu.toml")
+    more = ["--cluster", str(tmp_path / "served.toml"), f"data.path={tmp_path / 'text.py'}", "--json"]
+    assert cli.main(["plan", recipe, *more, "--what-if", change]) == 0
+    both = json.loads(capsys.readouterr().out)
+    assert [one["role"] for one in both["ranks"]] == ["trainer", "trainer", "optimizer"]
+    assert [one["role"] for one in both["what_if"]["ranks"]][2 : 2 + len(roles)] == roles
+    now, then = (one["predicted"]["step_seconds"] for one in (both, both["what_if"]))
+    assert then > 1.5 * now if longer else then <= now * 1.001
+
+
 def test_what_if_of_an_unknown_option_names_the_nearest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(planned(tmp_path, "", "--what-if", "model.dpth=16")) == 2
     assert "did you mean model.depth" in capsys.readouterr().err

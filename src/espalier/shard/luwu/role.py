@@ -370,7 +370,7 @@ def connect(context: Build, layers: Sequence[Layer]) -> Connected:
     client = Client(addresses, rank, job, _token(posts), times)
     client.ledger = getattr(context.mesh.channel, "ledger", client.ledger)
     predicted = {} if plan.predicted is None else plan.predicted.memory_bytes
-    spare = rank_memory(context) - sum(predicted.values())
+    spare = rank_memory(context) - predicted.get("peak", 0.0)
     client.feedback = sum(4 * layer.numel for layer in layers) <= spare
     return client if plan.outer is None else _local(context, plan.outer, client)
 

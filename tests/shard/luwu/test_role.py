@@ -1,0 +1,33 @@
+"""What a worker is told of the nodes, and what it keeps where its memory allows."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from espalier.config import Adamw, Gpt, Planning, Recipe, Train
+from espalier.plan import base as plans
+from espalier.shard.luwu import role
+from espalier.shard.luwu.base import Layer
+
+LAYERS = [Layer("block", (("weight", (256, 1024)),)), Layer("head", (("head", (64, 1024)),))]
+NUMEL = 320 * 1024
+
+
+@pytest.mark.parametrize(("spare", "kept"), [(4 * NUMEL, True), (4 * NUMEL - 1, False)])
+def test_what_rounding_leaves_is_kept_where_the_plan_leaves_four_bytes_a_parameter(
+    monkeypatch: pytest.MonkeyPatch, spare: int, kept: bool
+) -> None:
+    planned = {"window": 3_000_000.0, "runtime": 250_000_000.0, "peak": 253_000_000.0}
+    asked = Recipe(model=Gpt(), train=Train(optimizer=Adamw()), plan=Planning(memory=f"{253_000_000 + spare}B"))
+    predicted = plans.Predicted(1.0, 1.0, 1.0, 0.1, {}, planned, 1e9, {})
+    how = plans.Plan(ranks=(plans.Rank(share=(0, 4)), plans.Rank(role="optimizer")), micro_batch=4, predicted=predicted)
+    post = role.Post(1, (("127.0.0.1", 1),), "token")
+    monkeypatch.setattr(role, "_told", lambda own, channel: [post])
+    monkeypatch.setattr(role, "Client", lambda *arguments: SimpleNamespace(ledger=None))
+    here = {"mesh": SimpleNamespace(rank=0, channel=None), "device": torch.device("cpu")}
+    context: Any = SimpleNamespace(recipe=asked, plan=how, damaged=[], **here)
+    assert role.connect(context, LAYERS).feedback is kept
