@@ -80,9 +80,10 @@ class Abroad(Struck):
             line = Meeting(host, self.count, here.host, here.port, "run", self.heartbeat, life, TOKEN, gate)
             found: Any = None
             plan = self.plan or plan_of(self.recipe, self.world)
+            roles = tuple(one.role for one in plan.ranks)
             try:
                 found = leader.run(
-                    self.life(plan), HostMap(line, NAMES[: self.count], self.hosts, self.absence), self.care
+                    self.life(plan), HostMap(line, NAMES[: self.count], self.hosts, self.absence, roles), self.care
                 )
             except EspalierError as error:
                 found = error

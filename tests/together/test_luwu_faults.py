@@ -159,12 +159,15 @@ def once(step: int, action: Callable[[], None], marker: Path) -> Callable[[launc
     return arm
 
 
-def test_a_stopped_node_is_named_and_started_again_and_no_bit_changes(
-    corpus: Path, tmp_path: Path, whole: OnNode
+@pytest.mark.parametrize("standby", [False])
+def test_a_stopped_node_is_named_and_all_go_on_and_no_bit_changes(
+    corpus: Path, tmp_path: Path, whole: OnNode, standby: bool
 ) -> None:
     asked = recipe(corpus)
     arm = once(STRUCK, lambda: os.kill(os.getpid(), signal.SIGSTOP), tmp_path / "stopped")
-    run = OnNode(asked, 3, tmp_path / "run", plan=on_node(asked, 2), arm=arm, heartbeat=0.2).run()
+    ranks = (*on_node(asked, 2).ranks, *(plans.Rank(role="standby"),) * standby)
+    how = plans.Plan(ranks=ranks, micro_batch=2, precision="fp32")
+    run = OnNode(asked, len(ranks), tmp_path / "run", plan=how, arm=arm, heartbeat=0.2).run()
     assert same(run, whole)
     incident = next(one for one in run.all("incident") if one["kind"] == "stopped")
     assert incident["what"] == "Rank 2 was stopped (SIGSTOP)."

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from espalier.errors import HostLost
-from espalier.launch import host_check, postmortem
+from espalier.launch import host_check, postmortem, rank_process
 from espalier.launch.agent import Attempt, LocalAgent
 from espalier.launch.base import RankSpec
 from espalier.launch.host_map import HostMap
@@ -48,6 +48,7 @@ class Follower:
         self.budget = Budget(care.restarts)
         self._reported = self._looked = 0.0
         self._ends = 0
+        self._revived: list[tuple[int, int, str]] = []
 
     def run(self) -> list[Any] | None:
         """Obeys until the leader says that the run is over; what the ranks returned, None where they have not."""
@@ -107,6 +108,7 @@ class Follower:
             self.pulses = Pulses(len(self.places), self.care.heartbeat)
         self.pulses.begin(self.clock.monotonic())
         attempt = Attempt.of(order.attempt - 1, self.places, self.pulses, order.between_failures, order.later)
+        self._revived.clear()
         if stays:
             self.agent.replace(attempt, order.replaced or ())
         else:
@@ -118,6 +120,8 @@ class Follower:
             sign = self.pulses.read()[child.place.local_rank]
             failure = Failure("killed", child.place.rank, "It was killed.", step=sign.step)
             if served(child, sign) and not self.signals.seen and self.budget.decide(failure).restart:
+                self._revived.append((child.place.rank, sign.step, rank_process.died(child).what))
+                self._reported = 0.0
                 self.agent.revive(child)
         ended = sum(child.status is not None for child in self.agent.children)
         if ended != self._ends:
@@ -136,6 +140,7 @@ class Follower:
                 signs=tuple(aged(sign, now) for sign in self.pulses.read()) if self.agent.children else (),
                 vitals=tuple(self.agent.vitals()),
                 ends=tuple(End.of(child) for child in self.agent.children if child.status is not None),
+                revived=tuple(self._revived),
                 stacks=self.stacks,
                 asked=bool(self.signals.seen),
                 life=self.team.line.life,

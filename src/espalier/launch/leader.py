@@ -27,7 +27,7 @@ from espalier.launch.host_map import HostMap
 from espalier.launch.postmortem import Ended
 from espalier.launch.process_stats import GONE
 from espalier.launch.rank_process import Child
-from espalier.launch.supervisor import RestartOptions, Supervisor
+from espalier.launch.supervisor import AGAIN_ALONE, RestartOptions, Supervisor
 from espalier.launch.supervisor_protocol import Command, ControlLink, End, Report, dated
 from espalier.resilience.acme import restart_advice
 from espalier.resilience.base import Failure
@@ -168,6 +168,8 @@ class HostAgents:
         """Hosts that are not heard, and since when (seconds of the clock)."""
         self.lost: dict[int, float] = {}
         """Hosts whose supervisor of this attempt is gone and another is there, and when the former was last heard."""
+        self.revived: dict[int, int] = {}
+        """Of each host, how many ranks that were started again alone have been told."""
         self.lives = [0] * team.line.hosts
         """Which supervisor of each host it is that is there, and `meant` of the present attempt."""
         self.meant = tuple(self.lives)
@@ -286,6 +288,7 @@ class HostAgents:
         self.attempt, self.over = attempt, False
         self.ordered, self.meant = attempt.number + 1, tuple(self.lives)
         self.lost.clear()
+        self.revived.clear()
 
     def told_to_stay(self, ended: Ended) -> Failure | None:
         """See `Agent`. To the others a lost host is as if its ranks were killed: its supervisor, another one, starts
@@ -359,6 +362,7 @@ class HostAgents:
         for host in self.others:
             age, said = self.exchange.age(host), self.exchange.said(host)
             self._mind(host, said, now - age)
+            self._tell_revived(host, said)
             if said is not None and said.asked and not self.signals.seen:
                 self.asked = self.asked or now
                 if now - self.asked >= ASKED_SECONDS:
@@ -378,6 +382,15 @@ class HostAgents:
         self.heard[host] = heard
         for one in [self.distant[rank] for rank in self._on(host) if host in self.lost and rank in self.distant]:
             one.hear(End(one.place.rank, -signal.SIGKILL, well=False))
+
+    def _tell_revived(self, host: int, said: Report | None) -> None:
+        """Ranks that serve, were killed there and started again alone by the host's supervisor."""
+        if said is None or said.attempt != self.ordered:
+            return
+        for rank, step, what in said.revived[self.revived.get(host, 0) :]:
+            told = {"rank": rank, "step": step, "attempt": self.attempt.number, "action": AGAIN_ALONE}
+            self.care.tell("incident", kind="killed", what=f"On host {self.team.names[host]}: {what}", why="", **told)
+        self.revived[host] = len(said.revived)
 
     def _lost(self, host: int, age: float) -> HostLost:
         return HostLost(

@@ -40,6 +40,7 @@ _HEARING_SECONDS = 1.0
 """How long to wait for the cause when a rank only knows that it lost another."""
 _LOOKS = 2  # at every rank, between two heartbeats
 _COMPARED = 10  # looks between two comparisons of the ranks
+AGAIN_ALONE = "start it again, the others stay"
 _OF_ONE = frozenset({"killed", "exit", "exception", "stopped", "hang"})
 """Kinds of failure that are one rank's, and leave the others as they were."""
 
@@ -205,7 +206,7 @@ class Supervisor:
             decision = self.budget.decide(failure)
             if not decision.restart or decision.wait:
                 return False
-            action = decision.action("start it again, the others stay")
+            action = decision.action(AGAIN_ALONE)
             self.agent.revive(child)
         else:
             others = (one for one in self.agent.children if one is not child and one.place.when_killed == "leave")

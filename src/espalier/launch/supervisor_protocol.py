@@ -107,6 +107,7 @@ class Report:
         signs: what each showed, by its number on the host; times are ages in seconds (-1: never).
         vitals: what the system says of each.
         ends: of those that have ended.
+        revived: rank, step and what became of each that was killed in this attempt and started again alone.
         stacks: where each was, by rank, once that was asked.
         asked: whether somebody asked this supervisor to stop.
         left: whether it will say no more.
@@ -118,6 +119,7 @@ class Report:
     signs: tuple[Sign, ...] = ()
     vitals: tuple[Vital, ...] = ()
     ends: tuple[End, ...] = ()
+    revived: tuple[tuple[int, int, str], ...] = ()
     stacks: dict[int, str] | None = None
     asked: bool = False
     left: bool = False

@@ -72,7 +72,7 @@ class OnNode(Struck):
             emit = log.write if log else lambda event, **fields: None
             setting = RankSetup(self.recipe, plan, workload, place, self.folder, emit, self.stop_after)
             with worker.joined(place, self.timeout) as channel:
-                if place.role == "optimizer":
+                if place.role != "trainer":
                     self._arm_node()
                     if self.arm is not None:
                         self.arm(place)

@@ -1,0 +1,53 @@
+"""Workers and an optimizer node on three hosts: who is killed on one of them is named with it, and no bit differs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from abroad import Abroad
+from node_runs import STRUCK, OnNode, on_node, recipe
+from struck import same, write_corpus
+
+from espalier.shard.luwu.client import Client
+from espalier.testing.faults import Fault
+
+
+@dataclass
+class Apart(OnNode, Abroad):
+    """A worker on each of two hosts, and the node on a third."""
+
+    hosts: tuple[int, ...] = (0, 1, 2)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("luwu") / "corpus")
+
+
+@pytest.fixture(scope="module")
+def whole(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> OnNode:
+    asked = recipe(corpus)
+    return OnNode(asked, 3, tmp_path_factory.mktemp("whole") / "run", plan=on_node(asked, 2)).run()
+
+
+def test_a_worker_that_is_killed_in_a_push_is_replaced_on_its_host(corpus: Path, tmp_path: Path, whole: OnNode) -> None:
+    asked, faults = recipe(corpus), (Fault(1, STRUCK, "kill"),)
+    run = Apart(asked, 3, tmp_path / "run", faults, plan=on_node(asked, 2), inside=(Client, "encode")).run()
+    assert same(run, whole), run.said()
+    incident = next(one for one in run.all("incident") if one["kind"] == "killed")
+    assert incident["what"].startswith("On host there: Rank 1 was killed")
+    assert run.all("recovered")[0]["step"] >= STRUCK - 2
+
+
+def test_a_node_that_is_killed_on_its_host_is_started_again_there_and_the_workers_stay(
+    corpus: Path, tmp_path: Path, whole: OnNode
+) -> None:
+    asked = recipe(corpus)
+    run = Apart(asked, 3, tmp_path / "run", plan=on_node(asked, 2), killed=(STRUCK, "before")).run()
+    assert same(run, whole), run.said()
+    (incident,) = (one for one in run.all("incident") if one["kind"] == "killed")
+    assert incident["what"].startswith("On host yonder: Rank 2 was killed")
+    assert (incident["rank"], incident["action"]) == (2, "start it again, the others stay")
+    assert len(run.all("run")) == 1
