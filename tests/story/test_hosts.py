@@ -290,7 +290,7 @@ path = "planted:nodes=20000,degree=8,features=64,train=0.1"
 fanout = [5, 5]
 
 [store]
-memory = "16MiB"
+memory = "8MiB"
 path = "packed"
 resample = 0.5
 
@@ -337,5 +337,6 @@ def test_two_hosts_train_on_packed_batches_as_as_many_local_ranks_do(lab, home) 
     assert len(apart) == 20
     period = -(-2000 // 256)
     assert apart[:period] == pytest.approx(beside[:period], rel=1e-5)
-    assert all(event["store"]["packed"] > 0 for event in events(home, "apart", "step")[1:])
+    read = [event["store"]["packed"] for event in events(home, "apart", "step")]
+    assert sum(read) > len(apart) * 86 * 64 * 4  # batches are read ahead, so steps count them together
     assert none_left(lab)

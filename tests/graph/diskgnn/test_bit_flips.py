@@ -11,7 +11,7 @@ import torch
 
 from espalier.errors import UserError
 from espalier.graph.diskgnn import manifest
-from espalier.graph.diskgnn.pack import PackedSet, repack
+from espalier.graph.diskgnn.pack import HOT_ROWS, PackedSet, repack
 from espalier.graph.diskgnn.reader import ReaderOptions, TieredFeatures
 
 from .packing import graph_of, packed, request_of
@@ -88,9 +88,11 @@ def test_flipped_rows_are_named_and_packed_again(world, tmp_path):
         assert (changed / "rows.extents").read_bytes() == (folder / "rows.extents").read_bytes()
 
 
-def test_mapped_hot_rows_are_those_in_memory_and_take_none_of_their_own(tmp_path):
+@pytest.mark.parametrize("disks", [1, 2])
+def test_mapped_hot_rows_are_those_in_memory_and_take_none_of_their_own(tmp_path, disks):
     graph = graph_of(nodes=20_000, width=256, edges=40_000)
-    made = packed(graph, tmp_path, batch=4000, memory=12_000 * 1024)
+    folders = [tmp_path / str(number) for number in range(disks)]
+    made = packed(graph, folders, batch=4000, memory=12_000 * 1024)
 
     def anonymous():
         text = Path("/proc/self/status").read_text()
@@ -102,4 +104,19 @@ def test_mapped_hot_rows_are_those_in_memory_and_take_none_of_their_own(tmp_path
         with TieredFeatures(made, ReaderOptions(device_rows=50)) as own:
             assert torch.equal(shared.read(0), own.read(0))
             assert shared.stats.bytes() == own.stats.bytes()
+    made.close()
+
+
+def test_a_flipped_bit_of_gathered_hot_rows_is_named_and_they_are_gathered_again(tmp_path):
+    graph = graph_of(nodes=600, width=100, edges=3000)
+    made = packed(graph, [tmp_path / "a", tmp_path / "b"], batch=64, memory=40 * 400)
+    rows, _ = made.map_hot()
+    kept, file = rows.clone(), tmp_path / "a" / HOT_ROWS
+    data = bytearray(file.read_bytes())
+    data[5] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(UserError, match="hot"):
+        made.map_hot()
+    assert torch.equal(made.map_hot()[0], kept)
+    assert sorted(one.name for one in (tmp_path / "a").glob("hot*")) == [HOT_ROWS]
     made.close()

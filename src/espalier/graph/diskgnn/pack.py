@@ -11,6 +11,7 @@ folders.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -34,13 +35,15 @@ from espalier.graph.diskgnn.pool import Draws, Pool
 from espalier.graph.diskgnn.row_format import Kind, RowFormat
 from espalier.graph.neighbor_sampler import NeighborSampling
 from espalier.store.cost import PAGE
-from espalier.store.direct_io import aligned, bytes_of, open_file
+from espalier.store.direct_io import DirectFile, aligned, bytes_of, open_file
 from espalier.store.extent_filler import ExtentFiller
-from espalier.store.extents import ExtentFile, ExtentWriter
+from espalier.store.extents import DamagedExtent, Extent, ExtentFile, ExtentWriter
 from espalier.store.io_queue import IoQueue
 from espalier.workload import Progress
 
 PLAN, ROWS = "plan.extents", "rows.extents"
+HOT_ROWS = "hot.rows"
+"""Hot rows of a striped set, in one file."""
 BUFFER = 256 << 20
 LOADED = 4 << 20
 """Bytes of the rows in memory that are read at once."""
@@ -420,13 +423,41 @@ class PackedSet:
     def map_hot(self) -> tuple[Tensor, Array]:
         """The same rows as they lie on disk, mapped, and int32 [hot rows], where each one lies, the most used first.
 
-        All processes of a machine that map them hold them once. The set lies on one disk.
+        All processes of a machine that map them hold them once. Those of a set on several disks are written to one
+        file first, in its first folder.
         """
-        extent = self.rows.extent("hot")
-        file = torch.from_file(str(self.rows.path), True, extent.offset + extent.bytes, dtype=torch.uint8)
-        table = file[extent.offset :].view(-1, self.row.row_bytes)
-        self.rows.check("hot", table)
+        extent, path, start = self.rows.extent("hot"), self.rows.path, 0
+        if len(self.folders) == 1:
+            start = extent.offset
+        else:
+            path = self._gathered(extent)
+        file = torch.from_file(str(path), True, start + extent.bytes, dtype=torch.uint8)
+        table = file[start:].view(-1, self.row.row_bytes)
+        try:
+            self.rows.check("hot", table)
+        except DamagedExtent:
+            if len(self.folders) > 1:
+                path.unlink(missing_ok=True)  # written again when the set is mended
+            raise
         return table, np.argsort(self._hot_order).astype(np.int32)
+
+    def _gathered(self, extent: Extent) -> Path:
+        """The file that holds the hot rows of a striped set, written by whoever comes first."""
+        path = self.folders[0] / HOT_ROWS
+        if path.exists() and path.stat().st_size == extent.bytes:
+            return path
+        own = path.with_suffix(f".{os.getpid()}")
+        try:
+            with DirectFile(own, "create", extent.bytes) as file:
+                for at in range(0, extent.bytes, LOADED):
+                    piece = aligned(min(LOADED, extent.bytes - at))
+                    self.rows.file.read_into(piece, extent.offset + at)
+                    file.write_from(piece, at)
+            os.truncate(own, extent.bytes)
+            own.replace(path)
+        finally:
+            own.unlink(missing_ok=True)
+        return path
 
     @property
     def _hot_order(self) -> Array:

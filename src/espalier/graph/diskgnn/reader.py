@@ -277,7 +277,7 @@ class TieredFeatures:
 
     def _hot_rows(self) -> tuple[Tensor, Array | None]:
         """Hot rows, and where each lies, None: by rank. They are packed again where they are damaged."""
-        mapped = self.options.shared and len(self.packed.folders) == 1 and self.packed.hot_rows
+        mapped = self.options.shared and self.packed.hot_rows
         load = self.packed.map_hot if mapped else lambda: (self.packed.load_hot(), None)
         try:
             return load()
