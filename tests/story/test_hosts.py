@@ -290,7 +290,7 @@ path = "planted:nodes=20000,degree=8,features=64,train=0.1"
 fanout = [5, 5]
 
 [store]
-memory = "8MiB"
+memory = "9MiB"
 path = "packed"
 resample = 0.5
 
@@ -331,7 +331,8 @@ def test_two_hosts_train_on_packed_batches_as_as_many_local_ranks_do(lab, home) 
     sets = list((home / "packed").glob("packed-*"))
     assert len(sets) == 2
     assert all(list(one.glob("epoch-*")) for one in sets)
-    local = espalier(home, "train", "packed.toml", "plan.pin.ranks=3", "plan.cluster=one.toml", "--run", "runs/beside")
+    pinned = ["plan.pin.ranks=3", "plan.cluster=one.toml", "store.memory=16MiB", "--run", "runs/beside"]
+    local = espalier(home, "train", "packed.toml", *pinned)
     assert local.returncode == 0, local.stderr
     apart, beside = ([one["loss"] for one in events(home, run, "step")] for run in ("apart", "beside"))
     assert len(apart) == 20

@@ -1,6 +1,7 @@
 """Offload beside the mechanisms that own, cut, save and compute again what waits elsewhere: no bit changes."""
 
 import itertools
+import resource
 import time
 from pathlib import Path
 
@@ -155,6 +156,24 @@ def test_activations_elsewhere_change_no_bit_and_are_read_once(corpus, recompute
     for fields in away[2]:
         assert fields["activations"][tier]["read"] == fields["activations"][tier]["written"]
         assert fields["activations"][tier]["written"] == 2 * rows * 32 * 32 * 4
+
+
+def test_a_disk_that_activations_fill_is_named_with_what_is_missing_and_the_run_goes_on(corpus, tmp_path):
+    """The limit on file sizes stands for a small disk."""
+    recipe, folder = recipe_of(corpus, model=UNTIED), tmp_path / "run"
+    whole = train(recipe, plan_of(plans.Offload(), recompute="block"))
+    away = plan_of(plans.Offload(activations="disk"), recompute="block")
+    folder.mkdir()
+    before = train(recipe, away, folder, stop_after=2)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))
+    try:
+        with pytest.raises(UserError, match=r"[\d,]+ bytes more"):
+            train(recipe, away, folder)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    after = train(recipe, away, folder)
+    assert [*before[0], *after[0]] == whole[0]
 
 
 def test_activations_wait_only_where_they_are_computed_again(corpus):
