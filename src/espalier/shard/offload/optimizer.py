@@ -7,6 +7,7 @@ on pieces of the same parameters: results are those of states in memory, to the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,7 +40,7 @@ class StateFolder:
         self, folder: Path, name: str, chunk: int = CHUNK, through: Callable[[StateFile], States] = lambda file: file
     ) -> None:
         self._folder, self._name, self._count, self._through = folder, name, 0, through
-        self.tier, self.chunk = DiskTier(IoQueue(), TransferMeter("disk")), chunk
+        self.tier, self.chunk = DiskTier(IoQueue(), TransferMeter("disk"), ThreadPoolExecutor(2, "checksums")), chunk
         self.meter = self.tier.meter
 
     def group(self, optimizer: torch.optim.Optimizer, owned: Sequence[Owned], kinds: StateKinds) -> OffloadedGroup:

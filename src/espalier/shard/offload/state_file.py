@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
@@ -69,10 +69,11 @@ class States(Protocol):
 
 
 class DiskTier(NamedTuple):
-    """How this process reaches its disk."""
+    """How this process reaches its disk. `hashing`: threads in which checksums are computed beside the step."""
 
     queue: IoQueue
     meter: TransferMeter
+    hashing: Executor
 
 
 class StateFile:
@@ -90,7 +91,8 @@ class StateFile:
         self, path: Path, extents: Sequence[Extent], names: Sequence[str], tier: DiskTier, kept: int = 0
     ) -> None:
         self.extents = list(extents)
-        self.path, self._queue, self._meter, self._first = path, tier.queue, tier.meter, kept
+        self.path, self._first = path, kept
+        self._queue, self._meter, self._hashing = tier
         self._names = {extent.offset: name for extent, name in zip(extents, names, strict=True)}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -119,7 +121,6 @@ class StateFile:
             if number + 1 < len(jobs):
                 self._wait(writes[number + 1 - BUFFERS] if number + 1 >= BUFFERS else [])
                 reads = self._read(jobs[number + 1], views[number + 1])
-            self._check(job, view)
             yield view
             writes.append(self._write(job, view))
         for pending in writes[-BUFFERS:]:
@@ -127,20 +128,28 @@ class StateFile:
 
     def _read(self, job: Job, views: Sequence[Tensor]) -> list[Future[None]]:
         self._meter.read_bytes += job_bytes(job)
-        return [
+        pending = [
             self._queue.read(self._file, extent.offset, view.view(-1)) for extent, view in zip(job, views, strict=True)
         ]
+        return [self._hashing.submit(self._check, job, views, pending)]
 
     def _write(self, job: Job, views: Sequence[Tensor]) -> list[Future[None]]:
         self._meter.written_bytes += sum(extent.bytes - self._first * extent.row_bytes for extent in job)
-        pending = []
+        pending = [
+            self._queue.write(self._file, _place(extent, self._first), view[self._first :].view(-1))
+            for extent, view in zip(job, views, strict=True)
+        ]
+        return [*pending, self._hashing.submit(self._sum, job, views)]
+
+    def _sum(self, job: Job, views: Sequence[Tensor]) -> None:
         for extent, view in zip(job, views, strict=True):
             for row in range(self._first, extent.rows):
                 self._sums[_place(extent, row)] = checksum(view[row, : extent.used])
-            pending.append(self._queue.write(self._file, _place(extent, self._first), view[self._first :].view(-1)))
-        return pending
 
-    def _check(self, job: Job, views: Sequence[Tensor]) -> None:
+    def _check(self, job: Job, views: Sequence[Tensor], pending: Sequence[Future[None]]) -> None:
+        """Compares what has arrived with its checksums."""
+        for one in pending:
+            one.result()
         for extent, view in zip(job, views, strict=True):
             for row in range(extent.rows):
                 self._verify(extent, row, view[row, : extent.used], self._sums.get(_place(extent, row)))
