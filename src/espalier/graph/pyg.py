@@ -147,7 +147,8 @@ def load(path: Path, *, pickle: bool, undirected: bool) -> Graph:
         raise UserError(
             f"{path} is pickled, and is not read.",
             why="unpickling can execute arbitrary code",
-            do="graph.pickle = true if you trust it; or torch.save(data.to_dict(), path), for a list one dict each",
+            do="torch.save(data.to_dict(), path), for a list one dict each; or pip install torch_geometric, if it is a "
+            "Data of PyG; or graph.pickle=true if you trust it",
         ) from None
     if isinstance(found, list) or (isinstance(found, tuple) and all(hasattr(one, "edge_index") for one in found)):
         return from_many(found, undirected=undirected, origin=str(path))
