@@ -10,8 +10,9 @@ import pytest
 
 from espalier import run as runs
 from espalier import serialization
+from espalier.config import recipe_file
 from espalier.errors import UserError
-from espalier.verbs import kept_files
+from espalier.verbs import kept_files, load_run
 
 
 def test_files_that_lead_out_of_the_folder_are_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,3 +37,24 @@ def test_a_killed_replacement_leaves_the_folder_that_was_there(tmp_path: Path) -
     (tmp_path / "preprocessing").rename(tmp_path / "preprocessing.before")  # killed between the two renames
     assert folder.kept() == tmp_path / "preprocessing"
     assert {one.name for one in tmp_path.iterdir()} == {"preprocessing"}
+
+
+def test_folders_of_another_machine_are_looked_for_in_the_run_and_the_cache(tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "checkpoints").mkdir()
+    table = {"model": {"kind": "sage"}, "data": {"path": "planted:nodes=9"}, "graph": {"fanout": [2]}}
+    folder = runs.RunFolder(tmp_path)
+
+    def located(there: str) -> tuple[str | None, object]:
+        paths = {"checkpoint": {"target": there}, "store": {"path": [str(tmp_path / "here"), there]}}
+        folder.recipe.write_text(recipe_file.dump(recipe_file.from_table({**table, **paths})))
+        found = load_run.located_here(folder)
+        assert found.store is not None
+        return found.checkpoint.target, found.store.path
+
+    here = str(tmp_path / "here")
+    assert located(here) == (here, (here, here))
+    assert located("/nowhere/at/all") == (None, None)
+    assert located("s3://bucket/run")[0] == "s3://bucket/run"
+    (tmp_path / "checkpoints").rmdir()
+    assert located("/nowhere/at/all")[0] == "/nowhere/at/all"

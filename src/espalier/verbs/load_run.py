@@ -44,7 +44,7 @@ def trained(path: str | Path, trust: bool = False, data: DataChoice = NOTHING) -
     Raises UserError when there is none.
     """
     folder = runs.find(path)
-    recipe = _with_checkpoints(folder)
+    recipe = located_here(folder)
     workload = open_workload(folder, recipe, trust, data)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     saved = phases.checkpoints(recipe, str(folder.checkpoints))
@@ -68,14 +68,19 @@ def trained(path: str | Path, trust: bool = False, data: DataChoice = NOTHING) -
     return Trained(folder, recipe, workload, model.eval(), step)
 
 
-def _with_checkpoints(folder: runs.RunFolder) -> Recipe:
-    """The recipe of the run. Its checkpoints are those in its folder where `checkpoint.target` is not there, as on a
-    machine to which both were copied."""
+def located_here(folder: runs.RunFolder) -> Recipe:
+    """The recipe of the run, as on a machine to which its folder was copied: where `checkpoint.target` is not there,
+    checkpoints are those in the folder; where `store.path` is not there, rows of features wait in the cache, and what
+    optimizer nodes hold is in the folder."""
     recipe = folder.read()
-    target = recipe.checkpoint.target
-    if target is None or "://" in target or os.path.exists(target) or not folder.checkpoints.exists():
-        return recipe
-    return msgspec.structs.replace(recipe, checkpoint=msgspec.structs.replace(recipe.checkpoint, target=None))
+    target, store = recipe.checkpoint.target, recipe.store
+    if target is not None and "://" not in target and not os.path.exists(target) and folder.checkpoints.exists():
+        recipe = msgspec.structs.replace(recipe, checkpoint=msgspec.structs.replace(recipe.checkpoint, target=None))
+    if store is not None and store.path is not None:
+        paths = (store.path,) if isinstance(store.path, str) else store.path
+        if not all(map(os.path.exists, paths)):
+            recipe = msgspec.structs.replace(recipe, store=msgspec.structs.replace(store, path=None))
+    return recipe
 
 
 def open_workload(folder: runs.RunFolder, recipe: Recipe, trust: bool, data: DataChoice) -> Workload:
