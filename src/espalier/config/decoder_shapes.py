@@ -3,14 +3,37 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from espalier.config.base import Model
+from espalier.config.sections import Options
 from espalier.errors import UserError, nearest
+
+Family = Literal["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2"]
+
+
+class Rope(Options, frozen=True):
+    """How rotary positions are stretched beyond the `original` context, by `factor`: all rates alike (`linear`); the
+    slow ones (`llama3`, arXiv 2407.21783, as in its release: `low`, `high` are turns in the original context); or by a
+    ramp between `high` and `low` turns, attention sharpened by `attention` (`yarn`, arXiv 2309.00071)."""
+
+    kind: Literal["linear", "llama3", "yarn"] = "yarn"
+    factor: float = 1.0
+    original: int | None = None
+    low: float = 1.0
+    high: float | None = None
+    attention: float | None = None
 
 
 class Decoder(Model, frozen=True):
-    """What the language decoders share. Give `depth`, or `shape`, or the numbers themselves."""
+    """What the language decoders share. Give `depth`, or `shape`, or the numbers themselves.
+
+    `family`: whose blocks these are: Qwen 2 adds biases to query, key and value, Qwen 3 norms of queries and keys;
+    Gemma counts norms from 1, multiplies embeddings by sqrt(width) and uses GELU, Gemma 2 also norms what is added to
+    the stream. `head_size`: where it is not width / heads; `window`: tokens a query sees (of Gemma 2 in even layers);
+    `attention_cap`, `logit_cap`: c tanh(x / c) of attention's scores and of logits; `attention_scale`: of scores, where
+    it is not 1 / sqrt(head_size).
+    """
 
     depth: int | None = None
     shape: str | None = None
@@ -24,6 +47,13 @@ class Decoder(Model, frozen=True):
     rope_theta: float = 10_000.0
     norm_epsilon: float = 1e-5
     initial: str | None = None
+    family: Family = "llama"
+    head_size: int | None = None
+    window: int | None = None
+    attention_cap: float | None = None
+    logit_cap: float | None = None
+    attention_scale: float | None = None
+    rope: Rope | None = None
 
 
 class Gpt(Decoder, frozen=True, tag="gpt"):
@@ -117,11 +147,34 @@ class Sizes:
     experts: int = 1
     active: int = 1
     balance: float = 0.0
+    family: Family = "llama"
+    head: int | None = None
+    window: int | None = None
+    attention_cap: float | None = None
+    logit_cap: float | None = None
+    attention_scale: float | None = None
+    rope: Rope | None = None
 
     @property
     def head_size(self) -> int:
         """Columns of one attention head."""
-        return self.width // self.heads
+        return self.head or self.width // self.heads
+
+    @property
+    def query_width(self) -> int:
+        """Columns of all queries of one token."""
+        return self.heads * self.head_size
+
+    @property
+    def gemma(self) -> bool:
+        """Norms count from 1, embeddings are scaled, GELU."""
+        return self.family in ("gemma", "gemma2")
+
+    @property
+    def cuttable(self) -> bool:
+        """Ranks may share its matrices, its layers and its sequences: blocks are Llama's."""
+        own = self.window, self.attention_cap, self.logit_cap, self.attention_scale
+        return self.family in ("llama", "mistral") and not any(own) and self.query_width == self.width
 
     @property
     def kv_width(self) -> int:
@@ -136,7 +189,9 @@ def sizes(model: Gpt | Moe) -> Sizes:
     unset = [name for name, value in values.items() if value is None]
     assert not unset, f"model options not resolved: {', '.join(unset)}"
     layers = values.pop("depth")
-    dense = Sizes(layers=layers, rope_theta=model.rope_theta, norm_epsilon=model.norm_epsilon, **values)
+    more = ("rope_theta", "norm_epsilon", "family", "window", "attention_cap", "logit_cap", "attention_scale", "rope")
+    values |= {name: getattr(model, name) for name in more}
+    dense = Sizes(layers=layers, head=model.head_size, **values)
     if not isinstance(model, Moe):
         return dense
     return replace(dense, experts=model.experts, active=model.active, balance=model.balance)
@@ -153,7 +208,9 @@ def active_parameter_count(model: Gpt | Moe) -> int:
 
 
 def _count(size: Sizes, every_expert: bool) -> int:
-    attention = size.width * (2 * size.width + 2 * size.kv_width)
+    attention = size.width * (2 * size.query_width + 2 * size.kv_width)
+    attention += (size.query_width + 2 * size.kv_width) * (size.family == "qwen2")
+    attention += 2 * size.head_size * (size.family == "qwen3") + 2 * size.width * (size.family == "gemma2")
     experts = size.experts if every_expert else size.active
     router = size.experts * size.width if size.experts > 1 else 0
     feed_forward = experts * 3 * size.width * size.feed_forward + router

@@ -32,6 +32,12 @@ def export(model: gpt.GPT, tokenizer: Any, template: str | None, target: Path, k
 
     Raises UserError for a tokenizer that GGUF cannot hold, a folder of something else or a full disk.
     """
+    if not model.size.cuttable or model.size.rope is not None:
+        raise UserError(
+            f"GGUF is written of plain decoders, and this one is of the family {model.size.family}.",
+            why="stretched positions, windows, caps, biases and norms of heads have no place in GGUF's llama",
+            do="espalier export --to hf, then llama.cpp's convert_hf_to_gguf.py",
+        )
     words = _words(tokenizer)
     wanted = _exported(model, kind)
     differences: list[float] = []

@@ -1,5 +1,6 @@
-"""A decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU, no bias (Llama 2, arXiv 2307.09288). It knows
-nothing of ranks: what `attend` does, and what stands in the place of a block's feed-forward, is replaced from outside.
+"""A decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU, no bias (Llama 2, arXiv 2307.09288), and what
+other families have besides (`block_variants`). It knows nothing of ranks: what `attend` does, and what stands in the
+place of a block's feed-forward, is replaced from outside.
 
 Query, key, value, gate and up are matrices of their own, as in Hugging Face's Llama. Joined into `qkv` and `gate_up`
 they ran no faster on the CPU (within 2 % at width 192); Muon would take several matrices for one; and tensor
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from espalier import config
 from espalier.config.decoder_shapes import Sizes, sizes
 from espalier.cost import Anatomy, Product
+from espalier.language.block_variants import attention_of, capped, geglu, rates
 from espalier.language.elementwise import rms_norm, rotate, swiglu
 from espalier.language.kv_cache import Cache, Past
 from espalier.language.operation_counts import DecoderLoad, Feed, decoder_work
@@ -45,16 +47,17 @@ class Rotary(NamedTuple):
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + epsilon) * weight over the last dim (arXiv 1910.07467)."""
+    """x / sqrt(mean(x^2) + epsilon) * (offset + weight) over the last dim (arXiv 1910.07467; Gemma's offset is 1)."""
 
-    def __init__(self, width: int, epsilon: float) -> None:
+    def __init__(self, width: int, epsilon: float, offset: float = 0.0) -> None:
         super().__init__()
-        self.epsilon = epsilon
-        self.weight = nn.Parameter(torch.ones(width))
+        self.epsilon, self.offset = epsilon, offset
+        self.weight = nn.Parameter(torch.full((width,), 1.0 - offset))
 
     def forward(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
         """The normalised x, in the dtype of the products that follow (under autocast: cast once, not for each)."""
-        normal = rms_norm(x, self.weight, self.epsilon)
+        weight = self.offset + self.weight if self.offset else self.weight
+        normal = rms_norm(x, weight, self.epsilon)
         device = x.device.type
         return normal.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else normal
 
@@ -67,7 +70,7 @@ class Rotation(nn.Module):
 
     def __init__(self, size: Sizes) -> None:
         super().__init__()
-        self.theta, self.head_size = size.rope_theta, size.head_size
+        self.size = size
         for name in ("cos", "sin"):
             self.register_buffer(name, torch.empty(size.context, size.head_size // 2), persistent=False)
         self._fill()
@@ -81,10 +84,11 @@ class Rotation(nn.Module):
         if self.cos.is_meta:
             return
         place: dict[str, Any] = {"dtype": torch.float64, "device": self.cos.device}
-        rates = self.theta ** (-torch.arange(0, self.head_size, 2, **place) / self.head_size)
-        angles = torch.outer(torch.arange(self.cos.shape[0], **place), rates)
-        self.cos.copy_(angles.cos())
-        self.sin.copy_(angles.sin())
+        theta, head_size = self.size.rope_theta, self.size.head_size
+        turning, sharper = rates(self.size, theta ** (-torch.arange(0, head_size, 2, **place) / head_size))
+        angles = torch.outer(torch.arange(self.cos.shape[0], **place), turning)
+        self.cos.copy_(sharper * angles.cos())
+        self.sin.copy_(sharper * angles.sin())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rotation:
         super()._apply(fn, recurse)
@@ -97,14 +101,18 @@ class CausalAttention(nn.Module):
 
     seams: ClassVar = {"attend": ("attend",)}
 
-    def __init__(self, size: Sizes) -> None:
+    def __init__(self, size: Sizes, layer: int = 0) -> None:
         super().__init__()
         self.head_size = size.head_size
-        self.query = nn.Linear(size.width, size.width, bias=False)
-        self.key = nn.Linear(size.width, size.kv_width, bias=False)
-        self.value = nn.Linear(size.width, size.kv_width, bias=False)
-        self.out = nn.Linear(size.width, size.width, bias=False)
-        self.attend: Attend = causal
+        biased = size.family == "qwen2"
+        self.query = nn.Linear(size.width, size.query_width, bias=biased)
+        self.key = nn.Linear(size.width, size.kv_width, bias=biased)
+        self.value = nn.Linear(size.width, size.kv_width, bias=biased)
+        self.out = nn.Linear(size.query_width, size.width, bias=False)
+        self.query_norm, self.key_norm = (
+            RMSNorm(size.head_size, size.norm_epsilon) if size.family == "qwen3" else None for _ in range(2)
+        )
+        self.attend: Attend = attention_of(size, layer) or causal
 
     @property
     def heads(self) -> tuple[int, int]:
@@ -118,6 +126,8 @@ class CausalAttention(nn.Module):
         query, key, value = (
             project(x).unflatten(-1, (-1, self.head_size)) for project in (self.query, self.key, self.value)
         )
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
         query, key, value = (part.transpose(1, 2) for part in (_turned(query, turn), _turned(key, turn), value))
         if past is not None:
             key, value = past.extend(key, value)
@@ -137,26 +147,36 @@ class FeedForward(nn.Module):
         self.gate = nn.Linear(size.width, size.feed_forward, bias=False)
         self.up = nn.Linear(size.width, size.feed_forward, bias=False)
         self.down = nn.Linear(size.feed_forward, size.width, bias=False)
+        self.joined = geglu if size.gemma else swiglu
 
     def forward(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
         """Each token by itself."""
-        return self.down(swiglu(self.gate(x), self.up(x)))
+        return self.down(self.joined(self.gate(x), self.up(x)))
 
 
 class DecoderBlock(nn.Module):
     """One layer: attention, then feed-forward, each on the normalised residual stream and added to it."""
 
-    def __init__(self, size: Sizes, feed_forward: nn.Module | None = None) -> None:
+    def __init__(self, size: Sizes, layer: int = 0, feed_forward: nn.Module | None = None) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(size.width, size.norm_epsilon)
-        self.attention = CausalAttention(size)
-        self.feed_forward_norm = RMSNorm(size.width, size.norm_epsilon)
+        self.attention_norm = norm_of(size)
+        self.attention = CausalAttention(size, layer)
+        self.feed_forward_norm = norm_of(size)
         self.feed_forward = feed_forward or FeedForward(size)
+        twice = size.family == "gemma2"
+        self.attention_end, self.feed_forward_end = (norm_of(size) if twice else None for _ in range(2))
 
     def forward(self, x: Float[Tensor, "batch seq width"], turn: Rotary, past: Past | None = None) -> Any:
         """The residual stream after this layer."""
-        x = x + self.attention(self.attention_norm(x), turn, past)
-        return x + self.feed_forward(self.feed_forward_norm(x))
+        mixed = self.attention(self.attention_norm(x), turn, past)
+        x = x + (mixed if self.attention_end is None else self.attention_end(mixed))
+        fed = self.feed_forward(self.feed_forward_norm(x))
+        return x + (fed if self.feed_forward_end is None else self.feed_forward_end(fed))
+
+
+def norm_of(size: Sizes) -> RMSNorm:
+    """A norm of the residual stream."""
+    return RMSNorm(size.width, size.norm_epsilon, 1.0 if size.gemma else 0.0)
 
 
 Through = Callable[[nn.Module, Tensor, Rotary, Past | None], Any]
@@ -186,17 +206,17 @@ class GPT(nn.Module):
         table = torch.empty(size.vocabulary, size.width)
         self.embedding = nn.Embedding(size.vocabulary, size.width, _weight=table)
         self.rotation = Rotation(size)
-        self.blocks = nn.ModuleList(self.block() for _ in range(size.layers))
-        self.norm = RMSNorm(size.width, size.norm_epsilon)
+        self.blocks = nn.ModuleList(self.block(layer) for layer in range(size.layers))
+        self.norm = norm_of(size)
         # Tied: no second name for the table, so that moving from the meta device cannot tear the two apart.
         self.head = None if size.tied else nn.Linear(size.width, size.vocabulary, bias=False)
         self.through: Through = plainly
         self.predict: Callable[[Tensor, Tensor], Tensor] = F.linear
-        self.score: Callable[[Tensor, Tensor, Tensor], Tensor] = score
+        self.score: Callable[[Tensor, Tensor, Tensor], Tensor] = partial(score, cap=size.logit_cap)
 
-    def block(self) -> DecoderBlock:
+    def block(self, layer: int) -> DecoderBlock:
         """A new layer."""
-        return DecoderBlock(self.size)
+        return DecoderBlock(self.size, layer)
 
     def forward(
         self,
@@ -224,7 +244,8 @@ class GPT(nn.Module):
         return Pieces(self._embedded, blocks, self._ended, modules, self._given)
 
     def _embedded(self, tokens: Tensor, *others: Any, **options: Any) -> Any:
-        return self.embedding(tokens)
+        found = self.embedding(tokens)
+        return found * self.size.width**0.5 if self.size.gemma else found
 
     def _given(
         self,
@@ -244,7 +265,7 @@ class GPT(nn.Module):
 
     def logits(self, x: Float[Tensor, "batch seq width"]) -> Float[Tensor, "batch seq vocabulary"]:
         """Logits from the residual stream after the last block."""
-        return self.predict(self.norm(x), self.words)
+        return capped(self.predict(self.norm(x), self.words), self.size.logit_cap)
 
     def losses(self, x: Float[Tensor, "batch seq width"], targets: Int[Tensor, "batch seq"]) -> Float[Tensor, ""]:
         """Sum of the cross entropies of `targets`, from the residual stream after the last block."""
@@ -267,10 +288,14 @@ class GPT(nn.Module):
 
 
 def score(
-    x: Float[Tensor, "batch seq width"], words: Float[Tensor, "vocabulary width"], targets: Int[Tensor, "batch seq"]
+    x: Float[Tensor, "batch seq width"],
+    words: Float[Tensor, "vocabulary width"],
+    targets: Int[Tensor, "batch seq"],
+    cap: float | None = None,
 ) -> Float[Tensor, ""]:
-    """Sum of the cross entropies of `targets` by the head `words`, from the normalised residual stream."""
-    return cross_entropy_sum(F.linear(x, words), targets)
+    """Sum of the cross entropies of `targets` by the head `words`, from the normalised residual stream. `cap`: of the
+    logits."""
+    return cross_entropy_sum(capped(F.linear(x, words), cap), targets)
 
 
 def cross_entropy_sum(
@@ -288,7 +313,7 @@ def initialise(model: GPT, seed: int, values: Mapping[str, Tensor] | None = None
     every device, and whatever else the model holds. `values`: fills these, by name, and not the model."""
     for name, parameter in (dict(model.named_parameters()) if values is None else values).items():
         if parameter.dim() == 1:
-            parameter.fill_(1.0)
+            parameter.fill_(0.0 if name.endswith("bias") or model.size.gemma else 1.0)
             continue
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         residual = name.endswith((".out.weight", ".down.weight"))

@@ -1,4 +1,4 @@
-"""Hugging Face weights in and out: a Llama-format folder (Mixtral format for a mixture of experts).
+"""Hugging Face weights in and out: folders of the families that `hf_config` knows.
 
 The tensors are ours under other names, bit for bit. An export is written beside its place, reloaded, compared, and only
 then moved there.
@@ -21,13 +21,14 @@ from torch import Tensor
 from espalier import cache_dir, config
 from espalier.config.decoder_shapes import Sizes
 from espalier.errors import UserError
-from espalier.language import gguf_file
+from espalier.language import gguf_file, hf_config
 from espalier.language.gpt import GPT
+from espalier.language.hf_config import CONFIG
 
 FILE_BYTES = 5 * 10**9
 """Most bytes in one weights file, as `save_pretrained` splits them."""
 
-INDEX, CONFIG = "model.safetensors.index.json", "config.json"
+INDEX = "model.safetensors.index.json"
 
 # Ours, theirs. `{}` stands for the number of a layer, then of an expert.
 _NAMES = (
@@ -40,6 +41,11 @@ _NAMES = (
     ("blocks.{}.attention.key.weight", "model.layers.{}.self_attn.k_proj.weight"),
     ("blocks.{}.attention.value.weight", "model.layers.{}.self_attn.v_proj.weight"),
     ("blocks.{}.attention.out.weight", "model.layers.{}.self_attn.o_proj.weight"),
+    ("blocks.{}.attention.query.bias", "model.layers.{}.self_attn.q_proj.bias"),
+    ("blocks.{}.attention.key.bias", "model.layers.{}.self_attn.k_proj.bias"),
+    ("blocks.{}.attention.value.bias", "model.layers.{}.self_attn.v_proj.bias"),
+    ("blocks.{}.attention.query_norm.weight", "model.layers.{}.self_attn.q_norm.weight"),
+    ("blocks.{}.attention.key_norm.weight", "model.layers.{}.self_attn.k_norm.weight"),
     ("blocks.{}.feed_forward.gate.weight", "model.layers.{}.mlp.gate_proj.weight"),
     ("blocks.{}.feed_forward.up.weight", "model.layers.{}.mlp.up_proj.weight"),
     ("blocks.{}.feed_forward.down.weight", "model.layers.{}.mlp.down_proj.weight"),
@@ -48,8 +54,19 @@ _NAMES = (
     ("blocks.{}.feed_forward.experts.{}.down.weight", "model.layers.{}.block_sparse_moe.experts.{}.w2.weight"),
     ("blocks.{}.feed_forward.experts.{}.up.weight", "model.layers.{}.block_sparse_moe.experts.{}.w3.weight"),
 )
-_THEIRS = dict(_NAMES)
-_OURS = {theirs: ours for ours, theirs in _NAMES}
+_GEMMA2 = (
+    ("blocks.{}.attention_end.weight", "model.layers.{}.post_attention_layernorm.weight"),
+    ("blocks.{}.feed_forward_norm.weight", "model.layers.{}.pre_feedforward_layernorm.weight"),
+    ("blocks.{}.feed_forward_end.weight", "model.layers.{}.post_feedforward_layernorm.weight"),
+)
+
+
+def _theirs(family: str) -> dict[str, str]:
+    return dict(_NAMES) | (dict(_GEMMA2) if family == "gemma2" else {})
+
+
+def _ours(family: str) -> dict[str, str]:
+    return {theirs: ours for ours, theirs in _theirs(family).items()}
 
 
 class SavedTokenizer(Protocol):
@@ -69,10 +86,13 @@ def export(model: GPT, tokenizer: SavedTokenizer, folder: str | Path) -> None:
     An earlier export in `folder` is replaced. Raises UserError when the folder holds something else or cannot be
     written.
     """
-    tensors = {_renamed(name, _THEIRS): value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
+    names, state = _theirs(model.size.family), model.state_dict()
+    tensors = {_renamed(name, names): value.detach().cpu().contiguous() for name, value in state.items()}
+    dtype = str(tensors["model.norm.weight"].dtype).removeprefix("torch.")
+    table = hf_config.table_of(model.size, getattr(tokenizer, "boundary", None), dtype)
 
     def fill(partial: Path) -> None:
-        _write(partial, tensors, _config(model.size, tensors, getattr(tokenizer, "boundary", None)))
+        _write(partial, tensors, table)
         tokenizer.save(partial)
         _compare(partial, tensors)
 
@@ -123,36 +143,6 @@ def _split(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     return {f"model-{i:05}-of-{len(parts):05}.safetensors": part for i, part in enumerate(parts, 1)}
 
 
-def _config(size: Sizes, tensors: Mapping[str, Tensor], boundary: int | None) -> dict[str, Any]:
-    sparse = size.experts > 1
-    table = {
-        "architectures": ["MixtralForCausalLM" if sparse else "LlamaForCausalLM"],
-        "model_type": "mixtral" if sparse else "llama",
-        "hidden_size": size.width,
-        "intermediate_size": size.feed_forward,
-        "num_hidden_layers": size.layers,
-        "num_attention_heads": size.heads,
-        "num_key_value_heads": size.kv_heads,
-        "head_dim": size.head_size,
-        "vocab_size": size.vocabulary,
-        "max_position_embeddings": size.context,
-        "rms_norm_eps": size.norm_epsilon,
-        "rope_theta": size.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": size.rope_theta},
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "tie_word_embeddings": size.tied,
-        "bos_token_id": boundary,
-        "eos_token_id": boundary,
-        "torch_dtype": str(tensors["model.norm.weight"].dtype).removeprefix("torch."),
-    }
-    if not sparse:
-        return table | {"mlp_bias": False}
-    experts = {"num_local_experts": size.experts, "num_experts_per_tok": size.active, "sliding_window": None}
-    return table | experts | {"router_aux_loss_coef": size.balance}
-
-
 def _compare(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Reads the folder back. A difference is the disk's fault: raises OSError naming the tensor."""
     seen = set()
@@ -170,16 +160,16 @@ def _compare(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def load(folder: str | Path, dtype: torch.dtype) -> tuple[config.Gpt | config.Moe, dict[str, Tensor]]:
-    """The options a Llama- or Mixtral-format folder stands for, and its weights under our names, as `dtype`.
+    """The options that a folder of one of `hf_config.FAMILIES` stands for, and its weights under our names, as `dtype`.
 
     Raises UserError naming the file or setting that this decoder cannot take over.
     """
     found = options(folder)
-    state = {}
+    state, names = {}, _ours(found.family)
     for name, tensor in _stored(opened(folder)):
         if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and found.tied):
             continue  # positions are computed; a tied head is the embedding itself
-        state[_renamed(name, _OURS)] = tensor.to(dtype)
+        state[_renamed(name, names)] = tensor.to(dtype)
     return found, state
 
 
@@ -201,7 +191,7 @@ def weights_of(model: GPT, folder: Path) -> Callable[[str], Tensor]:
     require_same(options_of(model.size), options(folder), str(folder))
 
     def value(name: str) -> Tensor:
-        theirs = _renamed(name, _THEIRS)
+        theirs = _renamed(name, _theirs(model.size.family))
         for file in _files(opened(folder)):
             with safe_open(file, "pt") as stored:
                 if theirs in stored.keys():  # noqa: SIM118 - not a dict
@@ -232,62 +222,29 @@ def require_same(wanted: config.Gpt | config.Moe, found: config.Gpt | config.Moe
 
 
 def options(folder: str | Path) -> config.Gpt | config.Moe:
-    """The model options that the `config.json` in `folder` says, every one of them set."""
+    """The model options that the `config.json` in `folder` says, every one of them set.
+
+    Raises UserError for an architecture that this decoder does not express, naming the first module that differs.
+    """
     table = _read_json(opened(folder) / CONFIG)
     kind = table.get("model_type")
-    if kind not in ("llama", "mixtral"):
-        why = "Llama and Mixtral formats can be loaded"
-        raise UserError(f"{folder} holds a {kind!r} model.", why=why, do="convert it, or leave model.initial out")
-    try:
-        _refuse_foreign(table, str(folder))
-        shared: dict[str, Any] = {
-            "depth": table["num_hidden_layers"],
-            "width": table["hidden_size"],
-            "heads": table["num_attention_heads"],
-            "kv_heads": table.get("num_key_value_heads") or table["num_attention_heads"],
-            "feed_forward": table["intermediate_size"],
-            "vocabulary": table["vocab_size"],
-            "context": table["max_position_embeddings"],
-            "tied": bool(table.get("tie_word_embeddings", False)),
-            "rope_theta": float(_rope(table).get("rope_theta", table.get("rope_theta", 10_000.0))),
-            "norm_epsilon": float(table.get("rms_norm_eps", 1e-6)),
-        }
-        if kind == "llama":
-            return config.Gpt(**shared)
-        return config.Moe(**shared, experts=table["num_local_experts"], active=table["num_experts_per_tok"])
-    except KeyError as missing:
-        raise UserError(f"{folder}/{CONFIG} does not say {missing}.", do="download the folder again") from None
-    except (TypeError, ValueError, AttributeError) as error:
-        raise UserError(f"{folder}/{CONFIG} has an invalid value: {error}.", do="download the folder again") from None
+    if kind not in hf_config.FAMILIES:
+        known = set(_ours("llama"))
+        strange = (name for name, _ in _stored(opened(folder)) if _pattern(name) not in known)
+        named = next(strange, None)
+        differs = f"{named.rpartition('.')[0]} is no module of this decoder; " if named else ""
+        raise UserError(
+            f"{folder} holds a {kind!r} model.",
+            why=f"{differs}{', '.join(hf_config.FAMILIES)} can be loaded",
+            do="convert it, or leave model.initial out",
+        )
+    return hf_config.options(table, str(folder))
 
 
 def tokenizer_of(folder: str | Path) -> Path | None:
     """The `tokenizer.json` beside the weights in `folder`; None where there is none."""
     file = opened(folder) / "tokenizer.json"
     return file if file.is_file() else None
-
-
-def _rope(table: Mapping[str, Any]) -> Mapping[str, Any]:
-    return table.get("rope_parameters") or table.get("rope_scaling") or {}
-
-
-def _refuse_foreign(table: Mapping[str, Any], folder: str) -> None:
-    """Settings this decoder does not have."""
-    rope = _rope(table).get("rope_type", _rope(table).get("type", "default"))
-    odd_heads = table.get("head_dim") and table["head_dim"] * table["num_attention_heads"] != table["hidden_size"]
-    refused = {
-        "attention_bias": bool(table.get("attention_bias")),
-        "mlp_bias": bool(table.get("mlp_bias")),
-        "hidden_act": table.get("hidden_act", "silu") != "silu",
-        "sliding_window": table.get("sliding_window") is not None,
-        "head_dim": bool(odd_heads),
-        "rope_parameters": rope != "default",
-    }
-    for name, foreign in refused.items():
-        if foreign:
-            value = rope if name == "rope_parameters" else table[name]
-            why = "this decoder has no such thing"
-            raise UserError(f"{folder}/{CONFIG} says {name} = {value!r}.", why=why, do="start from another model")
 
 
 def options_of(size: Sizes) -> config.Gpt | config.Moe:
@@ -302,8 +259,15 @@ def options_of(size: Sizes) -> config.Gpt | config.Moe:
         "tied",
         "rope_theta",
         "norm_epsilon",
+        "family",
+        "window",
+        "attention_cap",
+        "logit_cap",
+        "attention_scale",
+        "rope",
     )
-    shared: dict[str, Any] = {"depth": size.layers} | {name: getattr(size, name) for name in names}
+    head = size.head_size if size.query_width != size.width else None
+    shared: dict[str, Any] = {"depth": size.layers, "head_size": head} | {name: getattr(size, name) for name in names}
     if size.experts == 1:
         return config.Gpt(**shared)
     return config.Moe(**shared, experts=size.experts, active=size.active, balance=size.balance)
@@ -339,17 +303,20 @@ def _beside(folder: Path, name: str) -> Path:
 
 def renamed(name: str) -> str:
     """Their name for our tensor `name`."""
-    return _renamed(name, _THEIRS)
+    return _renamed(name, _theirs("llama"))
 
 
 def ours(name: str) -> str:
     """Our name for their tensor `name`."""
-    return _renamed(name, _OURS)
+    return _renamed(name, _ours("llama"))
+
+
+def _pattern(name: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.)", "{}", name)
 
 
 def _renamed(name: str, table: Mapping[str, str]) -> str:
-    numbers = re.findall(r"(?<=\.)\d+(?=\.)", name)
-    pattern = re.sub(r"(?<=\.)\d+(?=\.)", "{}", name)
+    numbers, pattern = re.findall(r"(?<=\.)\d+(?=\.)", name), _pattern(name)
     return table[pattern].format(*numbers) if pattern in table else name
 
 

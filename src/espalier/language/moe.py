@@ -77,8 +77,8 @@ def imbalance(
 class MoeBlock(DecoderBlock):
     """One layer with experts. Gives the residual stream and the layer's imbalance `[batch]`."""
 
-    def __init__(self, size: Sizes) -> None:
-        super().__init__(size, Experts(size))
+    def __init__(self, size: Sizes, layer: int = 0) -> None:
+        super().__init__(size, layer, Experts(size))
 
     def forward(
         self, x: Float[Tensor, "batch seq width"], turn: Rotary, past: Past | None = None
@@ -92,9 +92,9 @@ class MoeBlock(DecoderBlock):
 class MOE(GPT):
     """The decoder of resolved `config.Moe` options."""
 
-    def block(self) -> DecoderBlock:
+    def block(self, layer: int) -> DecoderBlock:
         """A new layer."""
-        return MoeBlock(self.size)
+        return MoeBlock(self.size, layer)
 
     def _embedded(self, tokens: Tensor, *others: Any, **options: Any) -> Any:
         x = self.embedding(tokens)

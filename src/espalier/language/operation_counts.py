@@ -57,11 +57,11 @@ def decoder_work(setting: DecoderLoad, feed: Feed) -> Anatomy:
     """The work of a decoder with that feed-forward part."""
     size, tokens, whole, tensor = setting.size, setting.tokens, setting.whole, setting.cut.tensor
     attention_products = (
-        Product(tokens, size.width, size.width / tensor),  # query
-        Product(tokens, size.width / tensor, size.width),  # out
+        Product(tokens, size.width, size.query_width / tensor),  # query
+        Product(tokens, size.query_width / tensor, size.width),  # out
         Product(tokens, size.width, size.kv_width / tensor, 2),  # key, value
     )
-    core = 2.0 * tokens * setting.sequence * size.width / tensor  # 2 products x 2 FLOPs, half of the square
+    core = 2.0 * tokens * setting.sequence * size.query_width / tensor  # 2 products x 2 FLOPs, half of the square
     products = (*attention_products, *feed.products)
     forward = sum(product.flops for product in products) + core
     repeated = sum(product.flops for product in (*attention_products, *feed.again))
@@ -69,7 +69,7 @@ def decoder_work(setting: DecoderLoad, feed: Feed) -> Anatomy:
     kept = _kept(setting, feed)
     norms = 5 * size.width * whole  # read for the scale; read, written; read, written with the weight
     residual = 2 * 3 * size.width * whole
-    turns = 8 * (size.width + size.kv_width) * setting.compute  # a copy, then five passes over halves
+    turns = 8 * (size.query_width + size.kv_width) * setting.compute  # a copy, then five passes over halves
     tail = (size.width + 1) * whole + size.width * setting.compute  # the last norm's input, scale and output
     # The worst moment is in the head (the log-softmax and two gradients of its size) or in the last layer, when the
     # head's share is gone, the stream's gradient has come, and what was not kept has been computed again.
@@ -104,8 +104,8 @@ def _kept(setting: DecoderLoad, feed: Feed) -> dict[str, Number]:
     """Bytes per token that one layer keeps in each mode of recomputation."""
     size, whole, compute, tensor = setting.size, setting.whole, setting.compute, setting.cut.tensor
     norms = 2 * ((size.width + 1) * whole + size.width * compute)  # input, scale, output of both
-    core = size.width * compute + size.heads * whole  # its output and log-sum-exp
-    everything = norms + (size.width + 2 * size.kv_width) * compute + core + feed.kept
+    core = size.query_width * compute + size.heads * whole  # its output and log-sum-exp
+    everything = norms + (size.query_width + 2 * size.kv_width) * compute + core + feed.kept
     gathered = 2 * size.width * compute * (1 - 1 / tensor) if setting.cut.gathered else 0.0
     # Ranks that share heads keep attention's output as they have computed it and as they got it back, and copies of
     # keys and values where these are fewer than ranks.

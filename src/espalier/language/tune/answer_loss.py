@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from espalier.cost import Anatomy
+from espalier.language.block_variants import capped
 from espalier.language.gpt import IGNORED
 
 if TYPE_CHECKING:
@@ -26,20 +27,26 @@ CHUNK_BYTES = 64 * 2**20
 
 
 def answer_loss(
-    x: Float[Tensor, "batch seq width"], words: Float[Tensor, "vocabulary width"], targets: Int[Tensor, "batch seq"]
+    x: Float[Tensor, "batch seq width"],
+    words: Float[Tensor, "vocabulary width"],
+    targets: Int[Tensor, "batch seq"],
+    cap: float | None = None,
 ) -> Float[Tensor, ""]:
     """As `gpt.score`: the sum of the cross entropies (nats) of `targets` that are not `IGNORED`, in at least fp32."""
     kept = targets != IGNORED
-    loss: Tensor = _Fused.apply(x[kept], words, targets[kept])
+    loss: Tensor = _Fused.apply(x[kept], words, targets[kept], cap)
     return loss
 
 
 def row_log_probability(
-    x: Float[Tensor, "rows seq width"], words: Float[Tensor, "vocabulary width"], targets: Int[Tensor, "rows seq"]
+    x: Float[Tensor, "rows seq width"],
+    words: Float[Tensor, "vocabulary width"],
+    targets: Int[Tensor, "rows seq"],
+    cap: float | None = None,
 ) -> Float[Tensor, " rows"]:
     """The sum over each row of log p(target), targets of `IGNORED` left out."""
     kept = targets != IGNORED
-    losses = F.cross_entropy(_wide(F.linear(x[kept], words)), targets[kept], reduction="none")
+    losses = F.cross_entropy(capped(_wide(F.linear(x[kept], words)), cap), targets[kept], reduction="none")
     rows = torch.arange(len(targets), device=targets.device)[:, None].expand_as(targets)[kept]
     return losses.new_zeros(len(targets)).index_add(0, rows, -losses)
 
@@ -56,7 +63,7 @@ def work(anatomy: Anatomy, vocabulary: int, width: int) -> Anatomy:
 
 class _Fused(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, words: Tensor, targets: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, words: Tensor, targets: Tensor, cap: float | None) -> Tensor:
         needs = ctx.needs_input_grad
         of_x = torch.empty_like(x) if needs[0] else None
         of_words = torch.zeros_like(words) if needs[1] else None
@@ -64,14 +71,15 @@ class _Fused(torch.autograd.Function):
         rows = max(1, CHUNK_BYTES // (4 * len(words)))
         for start in range(0, len(x), rows):
             part, wanted = x[start : start + rows], targets[start : start + rows]
-            logits = _wide(F.linear(part, words.to(part.dtype)))
+            logits = capped(_wide(F.linear(part, words.to(part.dtype))), cap)
+            slope = None if cap is None else 1 - (logits / cap).square()
             norm = logits.logsumexp(1, keepdim=True)
             total += (norm - logits.gather(1, wanted[:, None])).sum()
             if of_x is None and of_words is None:
                 continue
             gradient = logits.sub_(norm).exp_()  # softmax, then less 1 at the target
             gradient[torch.arange(len(wanted), device=x.device), wanted] -= 1
-            gradient = gradient.to(part.dtype)
+            gradient = (gradient if slope is None else gradient * slope).to(part.dtype)
             if of_x is not None:
                 of_x[start : start + rows] = gradient @ words.to(part.dtype)
             if of_words is not None:
@@ -80,9 +88,9 @@ class _Fused(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         of_x, of_words = ctx.saved_tensors
         for one in (of_x, of_words):
             if one is not None:
                 one.mul_(gradients[0].to(one.dtype))
-        return of_x, of_words, None
+        return of_x, of_words, None, None

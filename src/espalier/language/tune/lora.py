@@ -39,7 +39,9 @@ class LoraLinear(nn.Linear):
         self.scale = scale_of(options)
         self.weight = inner.weight
         self.weight.requires_grad_(False)
-        self.register_parameter("bias", None)
+        self.register_parameter("bias", inner.bias)
+        if inner.bias is not None:
+            inner.bias.requires_grad_(False)
         wide = torch.promote_types(inner.weight.dtype, torch.float32)
         place: dict[str, Any] = {"device": inner.weight.device, "dtype": wide}
         self.lora_a = nn.Parameter(torch.empty(options.rank, self.in_features, **place))
@@ -48,14 +50,13 @@ class LoraLinear(nn.Linear):
 
     def forward(self, x: Float[Tensor, "*batch in"]) -> Float[Tensor, "*batch out"]:
         """The frozen layer's answer and the adapter's."""
-        plain = F.linear(x, self.weight)
-        if not self.active:
-            return plain
-        answer = plain + self.scale * F.linear(F.linear(x, self.lora_a), self.lora_b)
-        if self.magnitude is None:
-            return answer
+        if self.magnitude is None or not self.active:
+            plain = F.linear(x, self.weight, self.bias)
+            return plain + self.scale * F.linear(F.linear(x, self.lora_a), self.lora_b) if self.active else plain
+        answer = F.linear(x, self.weight) + self.scale * F.linear(F.linear(x, self.lora_a), self.lora_b)
         length = self.merged_directions().norm(dim=1).detach()  # a constant in backward (section 4.3 of the paper)
-        return answer * (self.magnitude / length)
+        scaled = answer * (self.magnitude / length)
+        return scaled if self.bias is None else scaled + self.bias
 
     def merged_directions(self) -> Float[Tensor, "out in"]:
         """The frozen matrix and the product of the adapter's."""
@@ -187,6 +188,7 @@ class CompressedLora(LoraLinear):
     def forward(self, x: Float[Tensor, "*batch in"]) -> Float[Tensor, "*batch out"]:
         """See `LoraLinear`."""
         plain: Tensor = FrozenLinear.apply(x, self.codes, self.scales, self.bits)
+        plain = plain if self.bias is None else plain + self.bias
         return plain + self.scale * F.linear(F.linear(x, self.lora_a), self.lora_b) if self.active else plain
 
     def merged_directions(self) -> Float[Tensor, "out in"]:

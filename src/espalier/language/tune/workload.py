@@ -6,7 +6,7 @@ import copy
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from espalier import data_hash
 from espalier.artifacts import Artifact, Text
-from espalier.config import Adapters, Dpo, Lora, Recipe, Tuning
+from espalier.config import Adapters, Dpo, Gpt, Lora, Moe, Recipe, Tuning
+from espalier.config.decoder_shapes import sizes
 from espalier.cost import Work
 from espalier.errors import UserError
 from espalier.language import generate, gpt, hf, text_sources
@@ -203,7 +204,8 @@ class TuneWorkload(DecoderWorkload):
 def adapted(model: gpt.GPT, recipe: Recipe) -> gpt.GPT:
     """`model` as `recipe.tune` trains it: with adapters, with a reference, or as it is."""
     tune = recipe.tune
-    model.score = row_log_probability if isinstance(tune, Dpo) else answer_loss
+    scored = row_log_probability if isinstance(tune, Dpo) else answer_loss
+    model.score = partial(scored, cap=model.size.logit_cap)
     if isinstance(tune, Adapters) and tune.rank:
         model = lora.adapt(model, tune, recipe.train.seed)
         if isinstance(tune, Lora) and tune.adapter is not None and not model.embedding.weight.is_meta:
@@ -213,7 +215,8 @@ def adapted(model: gpt.GPT, recipe: Recipe) -> gpt.GPT:
 
 
 def _plain(recipe: Recipe) -> bool:
-    return not isinstance(recipe.tune, Adapters)
+    assert isinstance(recipe.model, Gpt | Moe)
+    return not isinstance(recipe.tune, Adapters) and sizes(recipe.model).cuttable
 
 
 def batch_of(recipe: Recipe) -> int:
@@ -353,9 +356,9 @@ def plain(model: gpt.GPT) -> gpt.GPT:
     for name, layer in lora.layers(found).items():
         parent, _, own = name.rpartition(".")
         whole = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
-        whole.weight = nn.Parameter(layer.merged())
+        whole.weight, whole.bias = nn.Parameter(layer.merged()), layer.bias
         setattr(found.get_submodule(parent), own, whole)
-    found.score = gpt.score
+    found.score = partial(gpt.score, cap=found.size.logit_cap)
     found._state_dict_hooks.clear()
     found._load_state_dict_post_hooks.clear()
     return found.requires_grad_(True)

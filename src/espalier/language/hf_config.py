@@ -1,0 +1,208 @@
+"""`config.json` of Hugging Face's decoders, in and out: Llama, Mistral, Qwen 2 and 3, Gemma 1 and 2, Mixtral.
+
+A setting that is left out has the value that transformers gives it (its configuration classes).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from espalier import config
+from espalier.config.decoder_shapes import Rope, Sizes
+from espalier.errors import UserError
+
+CONFIG = "config.json"
+_GELU = "gelu_pytorch_tanh"
+FAMILIES: Mapping[str, str] = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+}
+"""`model_type` and class."""
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "mistral": {"sliding_window": 4096},
+    "qwen3": {"head_dim": 128},
+    "gemma": {"head_dim": 256, "tie_word_embeddings": True},
+    "gemma2": {
+        "head_dim": 256,
+        "tie_word_embeddings": True,
+        "sliding_window": 4096,
+        "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+}
+
+
+# --- out ---------------------------------------------------------------------------------------------------------
+
+
+def table_of(size: Sizes, boundary: int | None, dtype: str) -> dict[str, Any]:
+    """`config.json` of a decoder of `size` whose weights are `dtype`; texts begin and end with the token `boundary`."""
+    kind = "mixtral" if size.experts > 1 else size.family
+    table = {
+        "architectures": [FAMILIES[kind]],
+        "model_type": kind,
+        "hidden_size": size.width,
+        "intermediate_size": size.feed_forward,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.kv_heads,
+        "head_dim": size.head_size,
+        "vocab_size": size.vocabulary,
+        "max_position_embeddings": size.context,
+        "rms_norm_eps": size.norm_epsilon,
+        "rope_theta": size.rope_theta,
+        "rope_parameters": _rope_table(size),
+        "hidden_act": _GELU if size.gemma else "silu",
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": size.tied,
+        "bos_token_id": boundary,
+        "eos_token_id": boundary,
+        "torch_dtype": dtype,
+    }
+    if kind not in ("qwen2", "mistral"):
+        table["attention_bias"] = False
+    if kind == "llama":
+        table["mlp_bias"] = False
+    if kind in ("mistral", "gemma2", "mixtral"):
+        table["sliding_window"] = size.window
+    if kind in ("qwen2", "qwen3"):
+        table["use_sliding_window"] = False
+    if size.gemma:
+        table["hidden_activation"] = _GELU
+    if kind == "gemma2":
+        scalar = float(size.head_size) if size.attention_scale is None else round(size.attention_scale**-2, 6)
+        kinds = ["sliding_attention", "full_attention"] if size.window else ["full_attention"] * 2
+        table |= {
+            "query_pre_attn_scalar": int(scalar) if scalar.is_integer() else scalar,
+            "attn_logit_softcapping": size.attention_cap,
+            "final_logit_softcapping": size.logit_cap,
+            "layer_types": [kinds[layer % 2] for layer in range(size.layers)],
+        }
+    if kind == "mixtral":
+        experts = {"num_local_experts": size.experts, "num_experts_per_tok": size.active}
+        table |= experts | {"router_aux_loss_coef": size.balance}
+    return table
+
+
+def _rope_table(size: Sizes) -> dict[str, Any]:
+    rope = size.rope
+    if rope is None:
+        return {"rope_type": "default", "rope_theta": size.rope_theta}
+    found = {
+        "rope_type": rope.kind,
+        "rope_theta": size.rope_theta,
+        "factor": rope.factor,
+        "original_max_position_embeddings": rope.original,
+        "attention_factor": rope.attention,
+    }
+    if rope.kind == "llama3":
+        found |= {"low_freq_factor": rope.low, "high_freq_factor": rope.high}
+    if rope.kind == "yarn":
+        found |= {"beta_slow": rope.low, "beta_fast": rope.high}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+# --- in ----------------------------------------------------------------------------------------------------------
+
+
+def options(table: Mapping[str, Any], folder: str) -> config.Gpt | config.Moe:
+    """The model options that `table` says, every one of them set; its `model_type` is one of `FAMILIES`.
+
+    Raises UserError naming a setting that this decoder does not have.
+    """
+    kind = table["model_type"]
+    table = {**_DEFAULTS.get(kind, {}), **table}
+    try:
+        _refuse_foreign(table, kind, folder)
+        width, heads = table["hidden_size"], table["num_attention_heads"]
+        head = table.get("head_dim") or width // heads
+        shared: dict[str, Any] = {
+            "depth": table["num_hidden_layers"],
+            "width": width,
+            "heads": heads,
+            "kv_heads": table.get("num_key_value_heads") or heads,
+            "feed_forward": table["intermediate_size"],
+            "vocabulary": table["vocab_size"],
+            "context": table["max_position_embeddings"],
+            "tied": bool(table.get("tie_word_embeddings", False)),
+            "rope_theta": float(_rope(table).get("rope_theta", table.get("rope_theta", 10_000.0))),
+            "norm_epsilon": float(table.get("rms_norm_eps", 1e-6)),
+            "rope": _rope_options(table),
+            "head_size": head if head * heads != width else None,
+        }
+        if kind == "mixtral":
+            return config.Moe(**shared, experts=table["num_local_experts"], active=table["num_experts_per_tok"])
+        if kind in ("mistral", "gemma2"):
+            kinds = table.get("layer_types") or ["sliding_attention"]
+            shared["window"] = table.get("sliding_window") if "sliding_attention" in kinds else None
+        if kind == "gemma2":
+            scalar = table["query_pre_attn_scalar"]
+            shared["attention_scale"] = None if scalar == head else float(scalar) ** -0.5
+            shared |= {
+                "attention_cap": table["attn_logit_softcapping"],
+                "logit_cap": table["final_logit_softcapping"],
+            }
+        return config.Gpt(**shared, family=kind)
+    except KeyError as missing:
+        raise UserError(f"{folder}/{CONFIG} does not say {missing}.", do="download the folder again") from None
+    except (TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"{folder}/{CONFIG} has an invalid value: {error}.", do="download the folder again") from None
+
+
+def _rope(table: Mapping[str, Any]) -> Mapping[str, Any]:
+    return table.get("rope_parameters") or table.get("rope_scaling") or {}
+
+
+def _rope_kind(table: Mapping[str, Any]) -> str:
+    return str(_rope(table).get("rope_type", _rope(table).get("type", "default")))
+
+
+def _rope_options(table: Mapping[str, Any]) -> Rope | None:
+    kind, given = _rope_kind(table), _rope(table)
+    if kind == "default":
+        return None
+    low, high = ("low_freq_factor", "high_freq_factor") if kind == "llama3" else ("beta_slow", "beta_fast")
+    attention = given.get("attention_factor")
+    original = given.get("original_max_position_embeddings") or table.get("original_max_position_embeddings")
+    return Rope(
+        kind=kind,  # type: ignore[arg-type]
+        factor=float(given["factor"]),
+        original=original,
+        low=float(given.get(low) or 1.0),
+        high=None if given.get(high) is None else float(given[high]),
+        attention=None if attention is None else float(attention),
+    )
+
+
+def _refuse_foreign(table: Mapping[str, Any], kind: str, folder: str) -> None:
+    """Settings this decoder does not have."""
+    gelu, rope = kind in ("gemma", "gemma2"), _rope(table)
+    acts = {table.get("hidden_activation") or _GELU, _GELU} if gelu else {table.get("hidden_act", "silu"), "silu"}
+    types = table.get("layer_types") or []
+    alternate = [("sliding_attention", "full_attention")[layer % 2] for layer in range(len(types))]
+    same = len(set(types)) < 2 and (kind != "gemma2" or "sliding_attention" not in types)
+    refused = {
+        "attention_bias": bool(table.get("attention_bias")),
+        "mlp_bias": bool(table.get("mlp_bias")),
+        "hidden_activation" if gelu else "hidden_act": len(acts) > 1,
+        "sliding_window": table.get("sliding_window") is not None and kind in ("llama", "mixtral"),
+        "use_sliding_window": bool(table.get("use_sliding_window")),
+        "layer_types": not same and (kind != "gemma2" or types != alternate),
+        "use_bidirectional_attention": bool(table.get("use_bidirectional_attention")),
+        "partial_rotary_factor": rope.get("partial_rotary_factor", table.get("partial_rotary_factor", 1.0)) != 1.0,
+        "rope_parameters": _rope_kind(table) not in ("default", "linear", "llama3", "yarn")
+        or any(rope.get(name) for name in ("mscale", "mscale_all_dim"))
+        or rope.get("truncate") is False,
+    }
+    for name, foreign in refused.items():
+        if foreign:
+            value = dict(rope) if name == "rope_parameters" else table.get(name, rope.get(name))
+            why = "this decoder has no such thing"
+            raise UserError(f"{folder}/{CONFIG} says {name} = {value!r}.", why=why, do="start from another model")
