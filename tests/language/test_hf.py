@@ -181,8 +181,8 @@ def test_another_context_is_no_difference(tmp_path):
         ({"model_type": "gpt2"}, "gpt2"),
         ({"attention_bias": True}, "attention_bias"),
         ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"head_dim": 16}, "head_dim"),
-        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}}, "llama3"),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 5e5}}, "longrope"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}}, "does not say 'factor'"),
         ({"hidden_size": None}, "hidden_size"),
         ({"rope_parameters": 3}, "an invalid value"),
     ],
@@ -206,6 +206,10 @@ def test_missing_and_unknown_weights_are_named(tmp_path):
         hf.load_into(made(), tmp_path / "out")
     assert "norm.weight is missing" in refused.value.why
     assert "strange.weight is not known" in refused.value.why
+    stored["model.norm.weight"] = stored.pop("strange.weight")[:3].clone()
+    save_file(stored, path)
+    with pytest.raises(UserError, match=r"norm.weight is \[3\], and its config.json says"):
+        hf.load_into(made(), tmp_path / "out")
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])

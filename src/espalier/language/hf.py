@@ -178,12 +178,23 @@ def load_into(model: GPT, folder: str | Path) -> None:
     weight = model.embedding.weight
     found, state = load(folder, weight.dtype)
     require_same(options_of(model.size), found, str(folder))
-    missing, unknown = model.load_state_dict(state, strict=False)
-    if missing or unknown:
-        named = ", ".join([f"{name} is missing" for name in missing] + [f"{name} is not known" for name in unknown])
+    wanted = {name: value.shape for name, value in model.state_dict().items()}
+    differing = [
+        *(f"{name} is missing" for name in wanted if name not in state),
+        *(f"{name} is not known" for name in state if name not in wanted),
+        *(
+            f"{name} is {list(value.shape)}, and its {CONFIG} says {list(wanted[name])}"
+            for name, value in state.items()
+            if wanted.get(name, value.shape) != value.shape
+        ),
+    ]
+    if differing:
+        more = f" (and {len(differing) - 5} more)" if len(differing) > 5 else ""
+        named = ", ".join(differing[:5]) + more
         raise UserError(
             f"{folder} does not hold the weights its {CONFIG} describes.", why=named, do="download it again"
         )
+    model.load_state_dict(state)
 
 
 def weights_of(model: GPT, folder: Path) -> Callable[[str], Tensor]:
