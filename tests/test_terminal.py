@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from espalier import cli
-from espalier.terminal import rows, say, visible
+from espalier.terminal import line, rows, say, visible
 from espalier.track.events import Log
 from espalier.track.progress import Progress, Waiting
 from espalier.verbs import printing
@@ -31,6 +31,17 @@ def test_what_is_said_holds_no_control_character_and_is_text(text):
 @given(st.text(st.characters(categories=("L", "M", "N", "P", "S", "Zs"))))
 def test_other_text_is_not_changed(text):
     assert visible(text) == text
+
+
+def test_answers_between_marks_are_green_on_a_terminal_and_nothing_of_theirs_is_obeyed(monkeypatch, capsys):
+    line(f"asked ⟦{ATTACK}⟧ then")
+    assert "\x1b" not in capsys.readouterr().out
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    line(f"asked ⟦{ATTACK}⟧ then ⟦b⟧", 0)
+    said = capsys.readouterr().out.replace("\n", " ")
+    assert said.count("\x1b[32m") == said.count("\x1b[0m") == 2
+    assert said.count("\x1b") == 4
+    assert "⟦b⟧" in said
 
 
 def test_errors_are_shown_and_not_obeyed(capsys, tmp_path):

@@ -35,8 +35,15 @@ def columns() -> int | None:
 
 
 def line(text: str, hang: int = 4) -> None:
-    """One line; on a terminal wrapped to its width, what follows the first line `hang` columns in."""
-    say("\n".join(wrapped(visible(text), columns(), hang)))
+    """One line; on a terminal wrapped to its width, what follows the first line `hang` columns in, and what stands
+    between ⟦ and ⟧ in green."""
+    told = "\n".join(wrapped(visible(text), columns(), hang))
+    sys.stdout.write((green(told) if sys.stdout.isatty() else told) + "\n")
+
+
+def green(text: str) -> str:
+    """`text` that is `visible` already, with what stands between ⟦ and ⟧ in green."""
+    return re.sub("⟦[^⟧]*⟧?", lambda found: f"\x1b[32m{found[0]}\x1b[0m", text)
 
 
 def rows(head: Sequence[str], body: Sequence[Sequence[str]], cut: bool = False) -> None:
