@@ -56,6 +56,7 @@ def parser() -> argparse.ArgumentParser:
         "runs", nargs="*", help="a run folder, such as runs/language; several are compared; none: a list of runs/"
     )
     _options(made)
+    _answers(made["predict"])
     return top
 
 
@@ -94,16 +95,6 @@ def _options(made: dict[str, argparse.ArgumentParser]) -> None:
     watch.add_argument("--workers", type=int, metavar="N", help="inference processes (default: one for each core)")
     for name, what in (("eval", "evaluate on the held-out part of"), ("predict", "of a graph: predict for")):
         made[name].add_argument("--data", metavar="PATH", help=f"{what} this data instead of the run's")
-    made["predict"].add_argument(
-        "input",
-        nargs="?",
-        help="text to go on from; of a graph: nodes, pairs or graphs (default all); @FILE; -: each line of stdin",
-    )
-    made["predict"].add_argument("--chat", action="store_true", help="a chat: lines of the terminal, until Ctrl-D")
-    made["predict"].add_argument("--tokens", type=int, default=200, help="tokens to generate (default 200)")
-    made["predict"].add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest (default)")
-    made["predict"].add_argument("--top-k", type=int, help="sample among the k likeliest only; links of a node")
-    made["predict"].add_argument("--seed", type=int, default=0, help="of the sampling (default 0)")
     made["report"].add_argument(
         "--trace", metavar="FILE", help="of a cluster's jobs: Acme's columns, sacct -P, or a folder of runs"
     )
@@ -119,6 +110,22 @@ def _options(made: dict[str, argparse.ArgumentParser]) -> None:
     made["explain"].add_argument("names", nargs="*", metavar="NAME", help="systems, such as amsp (default: all twenty)")
     made["diagnose"].add_argument("logs", nargs="+", metavar="LOG", help="logs, or a run's folder")
     made["diagnose"].add_argument("--rules", metavar="FILE", help="rules and incidents of your own")
+
+
+def _answers(predict: argparse.ArgumentParser) -> None:
+    """Of `predict`."""
+    predict.add_argument(
+        "input",
+        nargs="?",
+        help="text to go on from; of a graph: nodes, pairs or graphs (default all); @FILE; -: each line of stdin",
+    )
+    predict.add_argument("--chat", action="store_true", help="a chat: lines of the terminal, until Ctrl-D")
+    predict.add_argument("--serve", action="store_true", help="answer OpenAI's protocol on loopback")
+    predict.add_argument("--port", type=int, default=0, help="port for --serve (default: any free one)")
+    predict.add_argument("--tokens", type=int, default=200, help="tokens to generate (default 200)")
+    predict.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest (default)")
+    predict.add_argument("--top-k", type=int, help="sample among the k likeliest only; links of a node")
+    predict.add_argument("--seed", type=int, default=0, help="of the sampling (default 0)")
 
 
 FORMS = ("hf", "safetensors", "embeddings", "peft", "gguf", "gguf-q8_0", "gguf-q4_0")

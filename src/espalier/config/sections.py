@@ -417,9 +417,11 @@ Sync = Auto | EveryStep | LocalSgd | SlowMo | DiLoCo | StreamingDiLoCo | Co2 | E
 
 
 class Track(Options, frozen=True):
-    """What is recorded beside the run log. `profile = [from, to]` writes a Chrome trace of those steps."""
+    """What is recorded beside the run log. `profile = [from, to]` writes a Chrome trace of those steps; `to`: trackers
+    that are shown the run log as it is written."""
 
     tensorboard: bool = False
+    to: tuple[Literal["tensorboard", "trackio", "mlflow", "wandb"], ...] = ()
     profile: tuple[int, int] | None = None
     sample: str | None = None
 

@@ -32,7 +32,7 @@ class TensorBoard:
         from tensorboard.compat.proto.event_pb2 import Event as Record
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        values = list(_scalars(event))
+        values = list(scalars(event))
         if not values:
             return
         summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values])
@@ -43,7 +43,8 @@ class TensorBoard:
         self._writer.close()
 
 
-def _scalars(event: Event) -> Iterator[tuple[str, float]]:
+def scalars(event: Event) -> Iterator[tuple[str, float]]:
+    """(name, value) of the numbers in an event of a step, a validation or a checkpoint."""
     kind = _KINDS.get(event["event"])
     if kind is None or event.get("step") is None:
         return

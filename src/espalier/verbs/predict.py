@@ -1,5 +1,6 @@
 """`espalier predict RUN INPUT`: text that goes on from INPUT; what nodes, links or graphs named by INPUT are. With `-`
-each line of standard input is an input, and is answered as it comes; with `--chat` lines are the turns of a chat."""
+each line of standard input is an input, and is answered as it comes; with `--chat` lines are the turns of a chat; with
+`--serve` programs ask over HTTP."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from espalier import run as runs
@@ -22,6 +24,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints the answers as they are made. 2 where some line of standard input has none."""
     if arguments.chat:
         return _chat(arguments)
+    if arguments.serve:
+        return _serve(arguments)
     from espalier.verbs.input_check import prompt  # has asked already, without torch, whether it can be read
 
     prompts = _lines() if arguments.input == "-" else [None if arguments.input is None else prompt(arguments.input)]
@@ -80,6 +84,22 @@ def _chat(arguments: argparse.Namespace) -> int:
         turns.append(("assistant", "".join(pieces)))
         if arguments.json:
             print(json.dumps({"question": line, "text": turns[-1][1], "step": trained.step}), flush=True)
+    return 0
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    """Answers requests until Ctrl-C."""
+    from espalier.verbs import chat_server
+
+    if arguments.input is not None:
+        raise UserError("--serve takes its questions from requests.", do="leave the input out, or leave out --serve")
+    trained = open_trained(arguments.run, arguments.trust)
+    reply = workload_registry.row(trained.recipe).reply
+    if reply is None:
+        raise UserError(f"The run in {arguments.run} does not answer in text.", do=f"espalier predict {arguments.run}")
+    reply(trained.workload, trained.model, [], _sampling(arguments))  # refused before anything is asked
+    answers = partial(reply, trained.workload, trained.model)
+    chat_server.serve(trained.folder.path.name, answers, _sampling(arguments), arguments.port)
     return 0
 
 

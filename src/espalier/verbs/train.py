@@ -452,10 +452,10 @@ def recording(
     log, views = Log(folder.events), list[Any]()
     checks: list[PredictionCheck] = []
     with ExitStack() as open_views:
-        if recipe.track.tensorboard:
-            from espalier.track.tensorboard import TensorBoard
+        for name in dict.fromkeys([*["tensorboard"] * recipe.track.tensorboard, *recipe.track.to]):
+            from espalier.track import trackers
 
-            views.append(open_views.enter_context(closing(TensorBoard(folder.path / "tensorboard"))))
+            views.append(open_views.enter_context(closing(trackers.opened(name, folder.path))))
 
         def emit(event: str, **fields: Any) -> None:
             log.write(event, **fields)

@@ -1,0 +1,113 @@
+"""The run log for the trackers that people use: trackio, MLflow and Weights & Biases, each behind its extra.
+
+Each reads events as they are written (`track.to`) and works without a network: trackio and MLflow keep files of their
+own, W&B writes offline files where nobody is logged in (`wandb sync` sends them later). Where a tracker's server is,
+its own settings say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from espalier.errors import UserError, missing_extra
+from espalier.track.events import Event
+from espalier.track.tensorboard import TensorBoard, scalars
+
+PROJECT = "espalier"
+
+
+class Tracker(Protocol):
+    """What takes the events of a run."""
+
+    def event(self, event: Event) -> None:
+        """Takes one event of the run log; those without a step or numbers leave no trace."""
+        ...
+
+    def close(self) -> None:
+        """Writes out what is buffered."""
+        ...
+
+
+def opened(name: str, folder: Path) -> Tracker:
+    """The tracker `name` of the run in `folder`. Raises UserError naming the extra where it is not installed, or what
+    keeps it from starting."""
+    if name == "tensorboard":
+        return TensorBoard(folder / "tensorboard")
+    kind = _KINDS[name]
+    try:
+        return kind(folder)
+    except ImportError:
+        raise missing_extra(name, name, f'track.to = ["{name}"]') from None
+    except UserError:
+        raise
+    except Exception as error:  # a tracker's own errors have no common kind
+        raise UserError(
+            f'track.to = ["{name}"]: {name} cannot start.',
+            why=f"{type(error).__name__}: {error}",
+            do="mend its settings, or leave it out: the run log is written all the same",
+        ) from error
+
+
+class Wandb:
+    """Weights & Biases. Has state: an open run."""
+
+    def __init__(self, folder: Path) -> None:
+        import wandb
+
+        mode: Any = None if wandb.api.api_key else "offline"
+        self._run = wandb.init(project=PROJECT, name=folder.name, dir=str(folder), mode=mode)
+
+    def event(self, event: Event) -> None:
+        """See `Tracker`. Validations of a step come after it, so steps are a column and not W&B's own."""
+        if values := dict(scalars(event)):
+            self._run.log({**values, "step": event["step"]})
+
+    def close(self) -> None:
+        """See `Tracker`."""
+        self._run.finish(quiet=True)
+
+
+class Mlflow:
+    """MLflow: into `RUN/mlflow.db` where no server is set. Has state: an open run."""
+
+    def __init__(self, folder: Path) -> None:
+        import mlflow
+
+        own = None if mlflow.is_tracking_uri_set() else f"sqlite:///{folder.absolute() / 'mlflow.db'}"
+        self._client = mlflow.MlflowClient(own)
+        found = self._client.get_experiment_by_name(PROJECT)
+        experiment = self._client.create_experiment(PROJECT) if found is None else found.experiment_id
+        self._run = self._client.create_run(experiment, run_name=folder.name).info.run_id
+
+    def event(self, event: Event) -> None:
+        """See `Tracker`."""
+        for key, value in scalars(event):
+            self._client.log_metric(self._run, key, value, step=event["step"])
+
+    def close(self) -> None:
+        """See `Tracker`."""
+        self._client.set_terminated(self._run)
+
+
+class Trackio:
+    """trackio: into its local database. Has state: an open run."""
+
+    def __init__(self, folder: Path) -> None:
+        import trackio
+
+        self._trackio = trackio
+        trackio.init(project=PROJECT, name=folder.name, resume="allow")
+
+    def event(self, event: Event) -> None:
+        """See `Tracker`."""
+        if values := dict(scalars(event)):
+            self._trackio.log(values, step=event["step"])
+
+    def close(self) -> None:
+        """See `Tracker`."""
+        self._trackio.finish()
+
+
+_KINDS: dict[str, Callable[[Path], Tracker]] = {"wandb": Wandb, "mlflow": Mlflow, "trackio": Trackio}
