@@ -13,7 +13,8 @@ import pytest
 from espalier.errors import UserError
 from espalier.track import trackers
 from espalier.track.events import read
-from espalier.track.tensorboard import scalars
+from espalier.track.run_tables import open_run
+from espalier.track.trackers import TensorBoard, scalars
 
 
 class Library:
@@ -113,3 +114,30 @@ def test_mlflow_keeps_the_curves_in_the_run_s_folder(tmp_path: Path) -> None:
     (run,) = client.search_runs([client.get_experiment_by_name("espalier").experiment_id])
     found = [(one.step, one.value) for one in client.get_metric_history(run.info.run_id, "train/loss")]
     assert found == [(event["step"], event["loss"]) for event in events if event["event"] == "step"]
+
+
+def test_scalars_equal_the_log(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    folder = made.make(tmp_path, 210)
+    board = TensorBoard(folder / "tensorboard")
+    for event in read(folder / "events.jsonl"):
+        board.event(event)
+    board.close()
+    (file,) = (folder / "tensorboard").iterdir()
+    seen: dict[str, list[tuple[int, float]]] = {}
+    for record in EventFileLoader(str(file)).Load():
+        for value in record.summary.value:
+            number = value.simple_value or (value.tensor.float_val[0] if value.tensor.float_val else 0.0)
+            seen.setdefault(value.tag, []).append((record.step, number))
+    steps = open_run(folder).steps
+    assert [step for step, _ in seen["train/loss"]] == steps["step"].tolist()
+    assert [loss for _, loss in seen["train/loss"]] == pytest.approx(steps["loss"].tolist(), rel=1e-6)
+    assert len(seen["train/bytes/gradients"]) == 210
+    assert [step for step, _ in seen["validation/bits_per_byte"]] == [200]
+
+
+def test_without_tensorboard_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.event_file_writer", None)
+    with pytest.raises(UserError, match=r"espalier\[track\]"):
+        TensorBoard(tmp_path)

@@ -1,4 +1,4 @@
-"""The run log for the trackers that people use: trackio, MLflow and Weights & Biases, each behind its extra.
+"""The run log for the trackers that people use: TensorBoard, trackio, MLflow, Weights & Biases, each behind its extra.
 
 Each reads events as they are written (`track.to`) and works without a network: trackio and MLflow keep files of their
 own, W&B writes offline files where nobody is logged in (`wandb sync` sends them later). Where a tracker's server is,
@@ -7,13 +7,13 @@ its own settings say.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 from espalier.errors import UserError, missing_extra
 from espalier.track.events import Event
-from espalier.track.tensorboard import TensorBoard, scalars
 
 PROJECT = "espalier"
 
@@ -48,6 +48,57 @@ def opened(name: str, folder: Path) -> Tracker:
             why=f"{type(error).__name__}: {error}",
             do="mend its settings, or leave it out: the run log is written all the same",
         ) from error
+
+
+_EVENTS = {"step": "train", "validation": "validation", "checkpoint": "checkpoint"}
+_QUIET = ("event", "time", "step")
+
+
+class TensorBoard:
+    """Writes events as scalars into `folder`, step by step. Has state: an open event file.
+
+    Raises UserError when tensorboard is not installed.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        try:
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        except ImportError:
+            raise missing_extra("tensorboard", "track", 'track.to = ["tensorboard"]') from None
+        self._writer = EventFileWriter(str(folder))
+
+    def event(self, event: Event) -> None:
+        """Takes one event of the run log; those without a step or numbers leave no trace."""
+        from tensorboard.compat.proto.event_pb2 import Event as Record
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = list(scalars(event))
+        if not values:
+            return
+        summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values])
+        self._writer.add_event(Record(wall_time=event.get("time") or time.time(), step=event["step"], summary=summary))
+
+    def close(self) -> None:
+        """Writes out what is buffered."""
+        self._writer.close()
+
+
+def scalars(event: Event) -> Iterator[tuple[str, float]]:
+    """(name, value) of the numbers in an event of a step, a validation or a checkpoint."""
+    kind = _EVENTS.get(event["event"])
+    if kind is None or event.get("step") is None:
+        return
+    for key, value in event.items():
+        if key in _QUIET:
+            continue
+        if isinstance(value, dict):
+            yield from ((f"{kind}/{key}/{name}", float(item)) for name, item in value.items() if _number(item))
+        elif _number(value):
+            yield f"{kind}/{key}", float(value)
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 class Wandb:
