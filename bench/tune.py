@@ -34,7 +34,7 @@ from espalier.language.tune.conversations import DOCSTRINGS, Turn, conversations
 from table import Row, arguments, interval, publish
 
 HERE = Path(__file__).parent
-SEQUENCE, ROWS, RANK = 512, 4, 16
+SEQUENCE, ROWS, RANK, LIMIT = 512, 4, 16, 400.0
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ENDED = CHATML.replace("{{ '\n' }}", "")
 """ChatML without a line break after a turn, which trl's DPOTrainer takes for a part of the answer."""
@@ -101,7 +101,7 @@ def prepare(folder: Path, depth: int) -> None:
         if min(map(len, found.values())) > 200:
             break
     for name, rows in found.items():
-        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows[:2000])) + "\n", encoding="utf-8")
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows[:400])) + "\n", encoding="utf-8")
 
 
 def ours(case: Case, folder: Path, steps: int) -> list[str]:
@@ -174,7 +174,7 @@ def run_ours(case: Case, folder: Path, steps: int) -> Found:
     import espalier
 
     command = ours(case, folder, steps)
-    memory, first, log = watched(command, folder, 200.0)
+    memory, first, log = watched(command, folder, LIMIT)
     events = [json.loads(line) for line in log.splitlines()]
     seconds = [one["seconds"] for one in events if one["event"] == "step"]
     return Found(seconds[1:], tokens_of(espalier.open(command[-1]), case, folder, steps)[1:], memory, first)
@@ -198,7 +198,7 @@ def tokens_of(run: Any, case: Case, folder: Path, steps: int) -> list[float]:
 
 def run_theirs(case: Case, folder: Path, steps: int) -> Found:
     """One run of trl."""
-    memory, first, said = watched(theirs(case, folder, steps), folder, 200.0)
+    memory, first, said = watched(theirs(case, folder, steps), folder, LIMIT)
     told = json.loads(said.splitlines()[-1])
     return Found(told["seconds"][1:], told["tokens"][1:], memory, first)
 
@@ -236,7 +236,7 @@ def rows(case: Case, their: Found, our: Found, label: str) -> list[Row]:
 def main() -> None:
     """All cases, theirs and ours in turn."""
     given = arguments(__doc__.splitlines()[0], cases={"nargs": "*", "default": [], "help": "kinds: full lora dpo"})
-    depth, steps = (1, 3) if given.quick else (4, 7)
+    depth, steps = (1, 3) if given.quick else (4, 6)
     made: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="bench-tune-") as place:
         folder = Path(place)

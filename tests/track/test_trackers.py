@@ -23,7 +23,6 @@ class Library:
     def __init__(self) -> None:
         self.told: list[tuple[str, float, int]] = []
         self.ended = False
-        self.api = SimpleNamespace(api_key=None)
         self.started: dict[str, Any] = {}
 
     def is_tracking_uri_set(self) -> bool:
@@ -37,7 +36,11 @@ class Library:
         step = int(values["step"]) if step is None else step
         self.told += [(name, value, step) for name, value in values.items() if name != "step"]
 
-    def finish(self, quiet: bool = True) -> None:
+    def login(self, prompt: bool) -> bool:
+        assert not prompt
+        return False
+
+    def finish(self) -> None:
         self.ended = True
 
     def MlflowClient(self, where: str) -> Library:

@@ -107,7 +107,7 @@ class Wandb:
     def __init__(self, folder: Path) -> None:
         import wandb
 
-        mode: Any = None if wandb.api.api_key else "offline"
+        mode: Any = None if wandb.login(prompt=False) else "offline"
         self._run = wandb.init(project=PROJECT, name=folder.name, dir=str(folder), mode=mode)
 
     def event(self, event: Event) -> None:
@@ -117,7 +117,7 @@ class Wandb:
 
     def close(self) -> None:
         """See `Tracker`."""
-        self._run.finish(quiet=True)
+        self._run.finish()
 
 
 class Mlflow:
