@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import struck
 import tiny_tasks
 import torch
 from test_multitask import ALONE, of, trained
@@ -19,7 +20,8 @@ from espalier.parallel.mesh import of_plan
 from espalier.plan import base as plans
 from espalier.plan.decide import decide
 from espalier.plan.request_from_recipe import of_recipe
-from espalier.stages.spindle import Slices
+from espalier.stages.spindle import Slices, WaveSchedule
+from espalier.testing.faults import Fault
 from espalier.verbs import plan_page
 
 MACHINE = clusters.loads('[[nodes]]\ndevice = "cpu"\ncores = 4\nmemory = "8GiB"\n')
@@ -88,6 +90,20 @@ def test_a_run_in_waves_is_taken_up_by_other_waves_and_by_one_rank(
     for folder, plan in ((other, msgspec.structs.replace(two, waves=swapped)), (third, ALONE)):
         rest = of(trained(folder, plan=plan), "step")
         assert [one["loss"] for one in rest] == pytest.approx([one["loss"] for one in whole[2:4]], rel=1e-9)
+
+
+def test_a_rank_killed_in_the_middle_of_a_wave_changes_no_bit(
+    two: plans.Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = tiny_tasks.resolved(checkpoint={"every": 2}, train={"steps": 4, "validate_every": 4, "precision": "fp64"})
+    monkeypatch.setattr(struck, "open_language", lambda recipe: workload_registry.open_workload(found))
+    unbroken = struck.Struck(found.recipe, 2, tmp_path / "whole", plan=two).run()
+    killed = struck.Struck(
+        found.recipe, 2, tmp_path / "run", (Fault(1, 4, "kill"),), plan=two, inside=(WaveSchedule, "_backward")
+    ).run()
+    assert [one["kind"] for one in killed.all("incident")] == ["killed"]
+    assert killed.parameters
+    assert struck.same(killed, unbroken)
 
 
 def test_machines_get_a_rank_each_and_the_reasons_compare_the_plain_forms() -> None:
