@@ -118,6 +118,11 @@ def test_machines_get_a_rank_each_and_the_reasons_compare_the_plain_forms() -> N
     ends = [one.end for wave in plan.waves for one in wave]
     assert max(ends) == pytest.approx(plan.predicted.terms["waves"])
     assert plan == planned(HOSTS)
+    left_open = planned(HOSTS, train={"steps": 4})
+    assert left_open.precision == "fp32"
+    assert left_open.waves
+    assert "on 1 rank" not in told
+    assert "Rounds" not in told
 
 
 def test_the_page_of_a_plan_draws_its_waves() -> None:

@@ -44,9 +44,10 @@ RECORD = Record(
     "with sum of n = N; step = sum of the waves + re-sharding between them",
     law="any plan of waves gives the loss and gradients of running the tasks one after the other",
     law_test="tests/stages/test_spindle.py::test_waves_give_the_loss_and_gradients_of_one_task_after_the_other",
+    bench="bench/spindle.py",
     state="partly",
     remark="recipes of several tasks and towers are planned and trained in waves over ranks, and taken up under other "
-    "waves; missing: a measured comparison, and a tower's passes in the slots of a pipeline",
+    "waves; missing: figures of bench/spindle.py from a quiet machine, and a tower's passes in the slots of a pipeline",
 )
 
 Method = Literal["program", "greedy", "static", "sequential"]

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from espalier import units
+from espalier.config import EveryStep
 from espalier.errors import UserError
-from espalier.plan import device_model
+from espalier.plan import device_model, plan_summary
 from espalier.plan.base import Plan, Predicted, Rank, WaveSlice
 from espalier.plan.metaops import MetaOp, fit
 from espalier.plan.spindle import Method, WavePlan, waves
@@ -39,7 +40,7 @@ def ranks_of(request: Request, cluster: Cluster) -> int:
 def alone(request: Request) -> Request:
     """The request for one rank that runs all parts: its memory and its optimizer step are those of a wave plan without
     waves."""
-    return replace(request, parts=(), pin=msgspec.structs.replace(request.pin, ranks=1))
+    return replace(request, parts=(), sync=EveryStep(), pin=msgspec.structs.replace(request.pin, ranks=1))
 
 
 def with_waves(plan: Plan, request: Request, cluster: Cluster, method: Method | None = None) -> Plan:
@@ -51,6 +52,7 @@ def with_waves(plan: Plan, request: Request, cluster: Cluster, method: Method | 
     count = ranks_of(request, cluster)
     if count == 1:
         return plan
+    request = replace(request, precision=plan.precision)
     seats = _seats(cluster, count)
     metaops = [_metaop(one, seats[0], request, count) for one in request.parts]
     limit = plan.predicted.memory_limit if plan.predicted is not None else float("inf")
@@ -61,8 +63,9 @@ def with_waves(plan: Plan, request: Request, cluster: Cluster, method: Method | 
     ranks = tuple(
         Rank(share=(0, 1), device=_device(place), node=place.node, threads=request.pin.threads or 1) for place in seats
     )
-    told = _reasons(found, request.parts, count)
-    changed = msgspec.structs.replace(plan, ranks=ranks, waves=made, runners_up=(), why=(*told, *plan.why))
+    told, alone = _reasons(found, request.parts, count), plan_summary.sentences(plan, cluster)  # of one rank
+    kept = (line for line in plan.why if line not in alone and not line.startswith("It is the best of"))
+    changed = msgspec.structs.replace(plan, ranks=ranks, waves=made, runners_up=(), why=(*told, *kept))
     if plan.predicted is None:
         return changed
     exchange, sent = _exchange(changed, request.parts, devices)
@@ -212,4 +215,6 @@ def _reasons(found: WavePlan, parts: Sequence[PartCost], count: int) -> tuple[st
             blocks = f" {one.first} to {one.first + one.operators}" if one.operators < part.operators else ""
             said.append(f"{part.node} of {part.task}{blocks} on {'rank' if len(one.devices) == 1 else 'ranks'} {ranks}")
         lines.append(f"Wave {number}: {'; '.join(said)}.")
+    held = units.show_size(max(found.held, default=0.0))
+    lines.append(f"The fullest rank holds {held} of parameters, gradients, optimizer states and activations.")
     return tuple(lines)
