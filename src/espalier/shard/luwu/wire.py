@@ -41,6 +41,7 @@ HEADER = _HEADER.size + 8
 RAW = 5
 """In place of the width of integers: the payload is float32 as it is."""
 _SLICE = 1 << 18
+_FIRST = 1 << 12  # bytes of a payload in one packet with the header
 _WAKE = 1 << 17
 _OPENING = 5.0
 _FRAMES = 2
@@ -153,7 +154,7 @@ class Link:
         self._one_reader = threading.Lock()
         self._threads: dict[str, threading.Thread] = {}
         self._socket: socket.socket | None = None
-        self._gap = self._large = False
+        self._gap = False
         self._told = (-1, -1)
         self._since = self._advanced = time.monotonic()
         self._next_beat = 0.0
@@ -210,7 +211,8 @@ class Link:
             self._told, self._since = (-1, -1), time.monotonic()
             self._changed.notify_all()
         hang_up(old)
-        _call(done)
+        for call in done:
+            call()
         self._begin(f"{self.me} from {self.peer}", self._read, connection)
 
     def close(self, error: EspalierError | None = None) -> None:
@@ -229,15 +231,10 @@ class Link:
             self._wait(lambda: self.sending.acked == self.sending.following, what, wait or self.times.patience)
 
     def _wait(self, ready: Callable[[], bool], what: str, seconds: float) -> None:
-        until = time.monotonic() + seconds
-        while not ready():
-            if self.error is not None:
-                raise self.error
-            rest = until - time.monotonic()
-            if rest <= 0:
-                credit = self.sending.credit
-                raise late(self.me, f"{self.peer}: {what.format(credit)}", seconds)
-            self._changed.wait(rest)
+        if not self._changed.wait_for(lambda: ready() or self.error is not None, seconds):
+            raise late(self.me, f"{self.peer}: {what.format(self.sending.credit)}", seconds)
+        if not ready() and self.error is not None:
+            raise self.error
 
     @property
     def connected(self) -> bool:
@@ -285,13 +282,7 @@ class Link:
     def _due(self, now: float) -> bool:
         window = self.receiving
         many = window.expected - self._told[0] >= _FRAMES
-        return (
-            now >= self._next_beat
-            or self._gap
-            or self._large
-            or many
-            or (self.room is None and window.credit > self._told[1])
-        )
+        return now >= self._next_beat or self._gap or many or (self.room is None and window.credit > self._told[1])
 
     def _beat(self) -> tuple[int, int, int] | None:
         now = time.monotonic()
@@ -300,7 +291,7 @@ class Link:
             window.grant(window.expected + self.room)
         if not self._due(now):
             return None
-        gap, self._gap, self._large = self._gap, False, False
+        gap, self._gap = self._gap, False
         self._told = (window.expected, window.credit)
         self._next_beat = now + self.times.heartbeat
         return window.expected, window.credit, int(gap)
@@ -308,23 +299,12 @@ class Link:
     def _put(self, connection: socket.socket, frame: Frame, number: int) -> None:
         payload = frame.payload
         sum_ = xxhash.xxh3_64_intdigest(payload) if payload.nbytes else 0
-        head = _HEADER.pack(
-            frame.kind,
-            frame.width,
-            frame.layer,
-            frame.step,
-            frame.chunk,
-            number,
-            payload.nbytes,
-            frame.count,
-            sum_,
-        )
+        place = frame.kind, frame.width, frame.layer, frame.step, frame.chunk
+        head = _HEADER.pack(*place, number, payload.nbytes, frame.count, sum_)
         head += xxhash.xxh3_64_digest(head)
-        sent = connection.sendmsg([head, payload[:_SLICE]]) - len(head)
-        if sent < 0:
-            connection.sendall(head[sent:])
-            sent = 0
-        while sent < payload.nbytes:  # the timeout of a socket is then that of a slice
+        connection.sendall(head + payload[:_FIRST])
+        sent = _FIRST
+        while sent < payload.nbytes:  # the timeout of a socket is then that of a slice's beginning
             sent += connection.send(payload[sent : sent + _SLICE])
         self.bytes_sent += len(head) + payload.nbytes
 
@@ -364,7 +344,8 @@ class Link:
         self.receiver.deliver(replace(frame, payload=memory))
         with self._changed:
             self.receiving.arrived()
-            self._large = self._large or size > _SLICE
+            if size > _SLICE:
+                self._told = (-1, -1)  # is told at once
             if self._due(time.monotonic()):
                 self._changed.notify_all()
 
@@ -374,17 +355,17 @@ class Link:
             if gap and self.sending.cursor > self.sending.acked:
                 self.sending.resend()
             self._changed.notify_all()
-        _call(done)
+        for call in done:
+            call()
 
     def _heard(self, ack: int, credit: int) -> list[Callable[[], None]]:
+        """Takes what the other side told. Returns what is to be called, without the lock, as frames have arrived."""
         done = []
         if self.sending.heard(ack, credit):
             self._advanced = time.monotonic()
             while self._kept and self._kept[0][0] < self.sending.acked:
-                _, _, call = self._kept.popleft()
-                if call is not None:
-                    done.append(call)
-        return done
+                done.append(self._kept.popleft()[2])
+        return [call for call in done if call is not None]
 
     def _broken(self, connection: socket.socket) -> None:
         with self._changed:
@@ -436,11 +417,6 @@ def unreachable(who: str, peer: str, seconds: float) -> PeerLost:
     )
 
 
-def _call(done: list[Callable[[], None]]) -> None:
-    for one in done:
-        one()
-
-
 def hang_up(connection: socket.socket | None) -> None:
     """Ends a connection, if there is one."""
     if connection is not None:
@@ -464,12 +440,9 @@ def _exactly(connection: socket.socket, memory: bytearray | memoryview) -> Any:
 
 
 def _drain(connection: socket.socket, size: int) -> None:
-    scratch = bytearray(min(size, _SLICE))
-    while size:
-        count = connection.recv_into(memoryview(scratch)[: min(size, len(scratch))])
-        if not count:
-            raise ConnectionResetError("the other side has hung up")
-        size -= count
+    scratch = memoryview(bytearray(min(size, _SLICE)))
+    for at in range(0, size, _SLICE):
+        _exactly(connection, scratch[: size - at])
 
 
 # The opening of a connection
