@@ -1,6 +1,7 @@
 """Ranks that srun has started: who they are, and where they meet."""
 
 import os
+import socket
 
 import pytest
 from hypothesis import given
@@ -25,9 +26,20 @@ STEP = {
 
 @pytest.fixture(autouse=True)
 def _only_these(monkeypatch):
+    monkeypatch.setattr(socket, "getaddrinfo", known("gpu03", "10.0.0.3"))
     for name in os.environ:
         if name.startswith(("SLURM_", "OMPI_", "MV2_", "PMI_", "MPI_", "MASTER_")) or name in ("RANK", "WORLD_SIZE"):
             monkeypatch.delenv(name)
+
+
+def known(*hosts):
+    """A name service that has these."""
+
+    def look_up(host, _):
+        if host not in hosts:
+            raise socket.gaierror(host)
+
+    return look_up
 
 
 def under(monkeypatch, **changes):
@@ -41,6 +53,19 @@ def test_srun_says_rank_world_and_first_host(monkeypatch):
     assert (place.rank, place.world, place.local_rank, place.attempt) == (3, 4, 1, 2)
     assert (place.host, place.serves) == ("gpu03", False)
     assert under(monkeypatch, SLURM_PROCID="0").serves
+
+
+def test_a_node_that_only_slurm_knows_is_asked_for_there(monkeypatch, tmp_path):
+    monkeypatch.setattr(socket, "getaddrinfo", known("10.0.0.3"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match="No address is known for gpu03, the first host of this job"):
+        under(monkeypatch)
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text("""#!/bin/bash
+[ "$*" = "show node gpu03 --oneliner" ] && echo "NodeName=gpu03 Gres=(null) NodeAddr=10.0.0.3 NodeHostName=x"
+""")
+    scontrol.chmod(0o755)
+    assert under(monkeypatch).host == "10.0.0.3"
 
 
 def test_all_tasks_of_a_step_meet_at_one_port_and_other_jobs_elsewhere(monkeypatch):

@@ -7,8 +7,11 @@ places to supervise ranks from. What mpiexec starts inside an allocation is `mpi
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import socket
+import subprocess
 
 from espalier.errors import UserError
 from espalier.launch.base import RankSpec
@@ -18,6 +21,8 @@ _MPIEXEC = ("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "MPI_LOCALRANKID")
 """Set by mpiexec, also where it starts its daemons by srun, whose variables their children inherit."""
 _PORTS = (10_000, 20_000)
 """First port and how many: below those that Linux gives out by itself (32768 and more)."""
+_ASKING = 20.0
+"""Seconds that scontrol may take."""
 
 
 def place(threads: int | None = None) -> RankSpec | None:
@@ -75,7 +80,35 @@ def first_host(nodes: str) -> str:
 def _first_host() -> str:
     if number("SLURM_STEP_NUM_NODES", number("SLURM_NNODES", 1)) == 1:
         return "127.0.0.1"
-    return first_host(os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", ""))
+    return _address(first_host(os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", "")))
+
+
+def _address(node: str) -> str:
+    """A host name for Slurm's name of a node: the same where it has an address, else Slurm's NodeAddr.
+
+    Raises UserError where neither can be found: ranks would wait for one another in vain.
+    """
+    if _resolves(node):
+        return node
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        shown = ["scontrol", "show", "node", node, "--oneliner"]
+        said = subprocess.run(shown, capture_output=True, text=True, timeout=_ASKING, check=True).stdout
+        found = re.search(r"\bNodeAddr=([\w.:-]+)", said)
+        if found and _resolves(found[1]):
+            return found[1]
+    raise UserError(
+        f"No address is known for {node}, the first host of this job.",
+        why="neither the name service nor `scontrol show node` has one",
+        do="set MASTER_ADDR to an address of the first host",
+    )
+
+
+def _resolves(host: str) -> bool:
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError:
+        return False
+    return True
 
 
 def _port() -> int:

@@ -22,13 +22,15 @@ trap 'hear TERM' TERM
 
 saved() { grep -c '"event":"checkpoint"' @EVENTS@ 2>/dev/null; }
 
-# USR1: the time is nearly up, or the job is to be preempted. TERM comes then too, but also when somebody cancels it.
+# USR1: the time is nearly up, or the job is to be preempted. TERM comes then too, but also when somebody cancels it; with
+# a partition's GraceTime it comes to the tasks alone, which then save and end as signalled (128 and more).
 wanted() {
     case "$asked" in
         *USR1*) return 0 ;;
-        *TERM*) scontrol show job "$SLURM_JOB_ID" | grep -q JobState=PREEMPTED ;;
-        *) return 1 ;;
+        *TERM*) ;;
+        *) [ "$status" -ge 128 ] || return 1 ;;
     esac
+    scontrol show job "$SLURM_JOB_ID" | grep -qE 'JobState=PREEMPTED|PreemptTime=[0-9]'
 }
 
 before=$(saved)
