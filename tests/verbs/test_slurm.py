@@ -208,8 +208,10 @@ def test_a_preempted_job_saves_is_requeued_and_ends_with_the_undisturbed_steps(h
 
 
 def test_a_job_whose_time_is_nearly_up_is_requeued(home, capsys):
-    job = submitted(capsys, "ntasks=1 cpus-per-task=2 time=0:01:00 signal=B:USR1@30", "train.steps=100000")
-    until(lambda: len([event for event in events(home) if event["event"] == "run"]) > 1)
+    job = submitted(capsys, "ntasks=1 cpus-per-task=2 time=0:02:00 signal=B:USR1@60", "train.steps=100000")
+    until(
+        lambda: len([event for event in events(home) if event["event"] == "run"]) > 1, 500
+    )  # Slurm lets two minutes pass
     begun = [event["step"] for event in events(home) if event["event"] == "run"]
     assert begun[0] == 0 < begun[1]
     assert state(job) in ("RUNNING", "COMPLETING")
