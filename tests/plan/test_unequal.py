@@ -16,6 +16,7 @@ from espalier.plan import request_from_recipe, unequal
 from espalier.plan.calibrate import DATASHEET
 from espalier.plan.decide import decide
 from espalier.plan.request import Request
+from espalier.verbs import plan_page
 
 ROOT = Path(__file__).parents[2]
 
@@ -66,6 +67,8 @@ def test_what_does_not_help_is_left_out_and_it_is_said() -> None:
     told = [why for why in plan.why if "core 2 is left out" in why]
     assert told
     assert "with it a step takes" in told[0]
+    page = plan_page.render(plan, [], "three", 10)
+    assert told[0].split(":")[0] in page
 
 
 def test_equal_devices_are_planned_as_before() -> None:

@@ -143,6 +143,27 @@ def test_a_checkpoint_is_taken_up_under_another_cut(
     same(together(ended), one_rank.weights, relative=1e-10)
 
 
+LAYOUTS = {
+    "one rank": plans.Plan(ranks=(plans.Rank(share=(0, 8)),), precision="fp64"),
+    "equal stages": ragged([((2, 4), 4), ((2, 4), 4)]),
+    "unequal": ragged([((2, 4), 5), ((4,), 3)]),
+    "unequal, sharded": ragged([((3, 4), 3), ((1, 4), 5)], units=(plans.Unit(optimizer=(0, 1)),)),
+}
+
+
+@pytest.mark.parametrize(("first", "second"), [("unequal, sharded", "equal stages"), ("equal stages", "unequal")])
+def test_a_checkpoint_of_any_layout_is_that_of_any_other_to_the_bit(
+    folder: Path, tmp_path: Path, first: str, second: str
+) -> None:
+    """Weights after two steps, as the first layout left them and as the second takes them up."""
+    begun = train(recipe_of(folder), LAYOUTS[first], tmp_path, until=2)
+    taken = train(recipe_of(folder), LAYOUTS[second], tmp_path, until=2)
+    found, left = together(taken), together(begun)
+    assert found.keys() == left.keys()
+    assert all((found[name] == value).all() for name, value in left.items())
+    assert not taken[0].losses
+
+
 def test_gradients_cross_by_the_codec_of_the_plan(folder: Path, one_rank: Trained) -> None:
     exchange = plans.Exchange(traffic="gradients", codec="bf16")
     ranks = train(recipe_of(folder, train={"precision": "fp32"}), _single(ragged([((2, 4), 5), ((4,), 3)]), exchange))

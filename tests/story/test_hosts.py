@@ -57,15 +57,21 @@ command = "ip netns exec {host} sh -c {command}"
 """
 
 
-@pytest.fixture(scope="module")
-def lab() -> Iterator[str]:
-    """Four namespaces at 50 Mbit/s and 5 ms; their names with commas."""
+def netlab_of() -> Any:
+    """The module of bench/netlab.py."""
     file = Path(__file__).parents[2] / "bench" / "netlab.py"
     spec = importlib.util.spec_from_file_location("netlab", file)
     assert spec is not None
     assert spec.loader is not None
     netlab = sys.modules["netlab"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(netlab)
+    return netlab
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[str]:
+    """Four namespaces at 50 Mbit/s and 5 ms; their names with commas."""
+    netlab = netlab_of()
     before = signal.getsignal(signal.SIGTERM)
     try:
         with netlab.Lab(netlab.Shape(nodes=4, hosts=1, rate=RATE, delay=DELAY)) as made:

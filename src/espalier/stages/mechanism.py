@@ -138,7 +138,9 @@ class Pipelined(Mechanism):
         group = context.mesh.of(ranks) or context.mesh.alone
         found: dict[str, Stateful] = {}
         for name, part in parts.items():
-            if name.startswith("feedback"):
+            if name.startswith("feedback of"):  # of parameters, whose holders may stand in unlike stages
+                found[name] = part
+            elif name.startswith("feedback"):
                 found[f"{name} of stage {stages.held[0]}"] = part
             else:
                 found[name] = AllNames(part, group)

@@ -1,0 +1,121 @@
+"""Three unlike hosts, end to end: namespaces with slow links, control groups of 1.0, 0.5 and 0.25 of a core.
+
+A user describes them, looks at the plan, trains on all of them by one command, and gets the losses of one rank.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from espalier.plan import base as plans
+
+from .test_hosts import RECIPE, environment, espalier, events, netlab_of, none_left
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+CORES = (1.0, 0.5, 0.25)
+GROUPS = Path("/sys/fs/cgroup/cpu")
+ENTER = """#!/bin/sh
+echo $$ > {groups}/$1/cgroup.procs || exit 1
+exec ip netns exec "$1" sh -c "$2"
+"""
+HOST = """
+[[nodes]]
+name = "{name}"
+cores = 1
+memory = "2GiB"
+[nodes.device]
+name = "core"
+kind = "cpu"
+memory = 2147483648
+memory_bandwidth = {bandwidth}
+flops = {{ fp32 = {flops} }}
+peak = false
+"""
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[str]:
+    """Three namespaces at 200 Mbit/s, each with a control group of its name; their names with commas."""
+    if os.geteuid() or not GROUPS.is_dir():
+        pytest.skip("needs root and control groups")
+    netlab, before, made = netlab_of(), signal.getsignal(signal.SIGTERM), list[Path]()
+    try:
+        with netlab.Lab(netlab.Shape(nodes=3, hosts=1, rate=200e6)) as network:
+            names = [network._host(index) for index in range(3)]
+            for name, cores in zip(names, CORES, strict=True):
+                made.append(GROUPS / name)
+                made[-1].mkdir()
+                (made[-1] / "cpu.cfs_period_us").write_text("20000")
+                (made[-1] / "cpu.cfs_quota_us").write_text(str(int(20000 * cores)))
+            yield ",".join(names)
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        for group in made:
+            group.rmdir()
+
+
+@pytest.fixture(scope="module")
+def home(lab: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("unlike")
+    enter = folder / "enter"
+    enter.write_text(ENTER.format(groups=GROUPS))
+    enter.chmod(0o755)
+    recipe = RECIPE.replace("ip netns exec {host} sh -c {command}", f"{enter} {{host}} {{command}}")
+    recipe = recipe.replace("depth = 1", "depth = 6").replace("steps = 4", "steps = 6")
+    (folder / "recipe.toml").write_text(recipe.replace("width = 32", "width = 64"))
+    (folder / "corpus").mkdir()
+    for number in range(12):
+        (folder / "corpus" / f"{number}.txt").write_text(f"The number {number} comes before {number + 1}.\n" * 40)
+    hosts = (
+        HOST.format(name=name, flops=40e9 * cores, bandwidth=1e10 * cores)
+        for name, cores in zip(lab.split(","), CORES, strict=True)
+    )
+    links = '\n[links]\nbetween = { bandwidth = "200Mbit/s", latency = "100us", launch = "100us" }\n'
+    (folder / "three.toml").write_text("".join(hosts) + links)
+    return folder
+
+
+def test_three_unlike_hosts_are_planned_by_speed_and_train_as_one_rank_does(lab: str, home: Path) -> None:
+    unequal = "plan.pin.pipelines=unequal"
+    told = espalier(home, "plan", "recipe.toml", "--cluster", "three.toml", unequal)
+    assert told.returncode == 0, told.stderr
+    assert "Devices differ, so layers and samples go by speed" in told.stdout
+    arguments = ("recipe.toml", "--hosts", lab, "plan.cluster=three.toml", unequal, "plan.pin.ranks=3")
+    done = espalier(home, "train", *arguments, "name=unlike")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Devices differ, so layers and samples go by speed" in done.stdout
+    plan = plans.read(home / "runs" / "unlike" / "plan.json")
+    assert plan.planner == "flashflex"
+    assert sorted(rank.node for rank in plan.ranks) == [0, 1, 2]
+    work = dict.fromkeys(range(3), 0)
+    for stage in plan.stages:
+        start, stop = plan.ranks[stage.ranks[0]].share
+        work[plan.ranks[stage.ranks[0]].node] += (stop - start) * (stage.layers[1] - stage.layers[0])
+    assert work[0] > work[1] >= work[2] > 0, "layers and samples follow the speed of the host"
+    near = espalier(home, "train", "recipe.toml", "plan.pin.ranks=1", "name=near")
+    assert near.returncode == 0, near.stdout + near.stderr
+    expected = [event["loss"] for event in events(home, "near", "step")]
+    assert len(expected) == 6
+    assert [event["loss"] for event in events(home, "unlike", "step")] == pytest.approx(expected, rel=1e-4)
+    assert (home / "runs" / "unlike" / "report.html").exists()
+    assert none_left(lab)
+
+
+def test_the_run_goes_on_under_another_plan_of_the_same_hosts(lab: str, home: Path) -> None:
+    """What was cut unequally is taken up by one rank, under its own plan."""
+    command = [sys.executable, "-m", "espalier", "train", "recipe.toml", "name=unlike", "train.steps=8"]
+    done = subprocess.run(
+        [*command, "plan.pin.ranks=1"], cwd=home, env=environment(home), capture_output=True, text=True, timeout=200,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [event["step"] for event in events(home, "unlike", "step")][-2:] == [7, 8]

@@ -1,0 +1,78 @@
+"""Unequal pipelines with what they meet in a run: shards, killed ranks, replicas by rounds, codecs."""
+
+from __future__ import annotations
+
+import itertools
+
+import msgspec
+import pytest
+from struck import Struck, recipe_of, same, write_corpus
+
+from espalier.plan import base as plans
+from espalier.testing.faults import Fault
+
+from .test_rounds import close, plan_of, train
+from .test_rounds import recipe_of as rounds_recipe
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("ragged") / "corpus")
+
+
+def ragged(ends=((2, 4), (1, 4), (4,)), shares=((0, 3), (3, 6), (6, 8)), **fields):
+    """Pipelines whose stages end at these layers, each with a share of the samples."""
+    ranks, stages = [], []
+    for number, (pipeline, share) in enumerate(zip(ends, shares, strict=True)):
+        for layers in itertools.pairwise((0, *pipeline)):
+            stages.append(plans.Stage(pipeline=number, ranks=(len(ranks),), layers=layers))
+            ranks.append(plans.Rank(share=share))
+    return plans.Plan(ranks=tuple(ranks), stages=tuple(stages), micro_batch=2, **fields)
+
+
+SHARDED = (plans.Unit(optimizer=(0, 1), whole=True),)
+
+
+def of(corpus, every=4):
+    tables = {"steps": 14, "optimizer": {"kind": "adamw"}}
+    return recipe_of(corpus, model={"depth": 4}, train=tables, checkpoint={"every": every})
+
+
+@pytest.mark.parametrize("memory", [0, pytest.param(1 << 26, marks=pytest.mark.slow)])
+def test_a_rank_of_unequal_pipelines_with_sharded_states_is_killed_and_no_bit_changes(corpus, tmp_path, memory):
+    recipe, plan = of(corpus, 100 if memory else 4), ragged(units=SHARDED, schedule="zero_bubble")
+    whole = Struck(recipe, len(plan.ranks), tmp_path / "whole", plan=plan).run()
+    fault = Fault(2, 11, "kill")
+    run = Struck(recipe, len(plan.ranks), tmp_path / "run", (fault,), memory=memory, plan=plan).run()
+    assert same(run, whole)
+    (recovered,) = run.all("recovered")
+    assert recovered["source"] == ("memory" if memory else "disk")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", ["split", "int8"])
+def test_gradients_of_unequal_pipelines_cross_by_a_codec_with_its_feedback(corpus, tmp_path, codec):
+    """A killed rank changes no bit: the residuals of each set of holders come back. Losses are those of exact sums, up
+    to rounding or within the codec's bound."""
+    recipe, ranks, plain = of(corpus), 5, ragged(units=SHARDED)
+    plan = msgspec.structs.replace(plain, exchanges=(plans.Exchange(traffic="gradients", codec=codec),))
+    run = Struck(recipe, ranks, tmp_path / "run", (Fault(1, 11, "kill"),), plan=plan).run()
+    assert same(run, Struck(recipe, ranks, tmp_path / "whole", plan=plan).run())
+    exact = Struck(recipe, ranks, tmp_path / "plain", plan=plain).run()
+    bound = 1e-5 if codec == "split" else 3e-2
+    assert list(run.losses.values()) == pytest.approx(list(exact.losses.values()), rel=bound)
+    assert codec == "split" or run.losses != exact.losses
+
+
+def test_replicas_that_are_unequal_pipelines_agree_by_rounds(corpus):
+    """Two replicas of three stages of unlike layers, beside two of one rank: the same model by rounds."""
+    recipe = rounds_recipe(corpus, depth=4)
+    whole = train(recipe, plan_of())[0]
+    layers = ((0, 1), (1, 2), (2, 4))
+    stages = tuple(plans.Stage(ranks=(rank,), layers=one) for rank, one in enumerate(layers))
+    shares = tuple(plans.Rank(share=share) for share in ((0, 4), (4, 8)) for _ in stages)
+    outer = plans.Outer(replicas=((0, 1, 2), (3, 4, 5)), method="co2", steps=4, adapt=False)
+    ranks = train(recipe, plans.Plan(ranks=shares, stages=stages, micro_batch=2, precision="fp64", outer=outer))
+    assert ranks[0][0] == pytest.approx(whole[0], rel=1e-6)
+    for one in ranks:
+        close({name: whole[1][name] for name in one[1]}, one[1], 1e-6)
