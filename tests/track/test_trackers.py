@@ -105,7 +105,7 @@ def test_wandb_writes_offline_where_nobody_is_logged_in(tmp_path: Path, monkeypa
 
 
 def test_mlflow_keeps_the_curves_in_the_run_s_folder(tmp_path: Path) -> None:
-    mlflow = pytest.importorskip("mlflow")
+    mlflow = pytest.importorskip("mlflow", exc_type=ImportError)
     pytest.importorskip("sqlalchemy")
     folder = made.make(tmp_path, 3)
     tracker = trackers.opened("mlflow", folder)

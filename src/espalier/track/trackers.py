@@ -38,7 +38,7 @@ def opened(name: str, folder: Path) -> Tracker:
     kind = _KINDS[name]
     try:
         return kind(folder)
-    except ImportError:
+    except ModuleNotFoundError:
         raise missing_extra(name, name, f'track.to = ["{name}"]') from None
     except UserError:
         raise
