@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -75,6 +76,15 @@ def test_experts_over_ranks_train_as_on_one(folder, alone, ranks, experts):
     same(found, alone)
     held = [{int(name.split(".")[4]) for name in one.weights if ".experts." in name} for one in found]
     assert held == [set(experts[rank % len(experts)]) for rank in range(ranks)]
+
+
+def test_a_bias_and_a_z_loss_over_ranks_train_as_on_one(folder):
+    recipe = moe_recipe(folder)
+    model = msgspec.structs.replace(recipe.model, balancing="bias", z_loss=0.01)
+    recipe = msgspec.structs.replace(recipe, model=model)
+    whole = train(recipe, plan_of(1, ()))[0]
+    assert any(name.endswith("feed_forward.router.bias") and value.any() for name, value in whole.weights.items())
+    same(train(recipe, plan_of(2, even(2))), whole)
 
 
 def test_a_checkpoint_goes_on_with_experts_elsewhere(folder, alone, tmp_path):

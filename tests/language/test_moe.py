@@ -7,7 +7,8 @@ import torch
 
 from espalier import config
 from espalier.config import defaults
-from espalier.language import gpt, moe
+from espalier.errors import UserError
+from espalier.language import gpt, hf, moe
 
 pytestmark = pytest.mark.quick
 
@@ -86,7 +87,7 @@ def test_evaluation_leaves_the_penalty_out():
 
 def test_the_penalty_drives_the_router_towards_even_use():
     torch.manual_seed(0)
-    experts = moe.Experts(made().size)
+    experts = moe.Experts(made(balance=1.0).size)
     with torch.no_grad():
         experts.router.weight[2] = 0.1  # with inputs round 0.5, everybody likes expert 2
     optimizer = torch.optim.SGD(experts.router.parameters(), lr=0.2)
@@ -123,3 +124,60 @@ def test_route_can_be_replaced():
         block.feed_forward.route = route
     assert torch.equal(model(tokens), plain)
     assert calls == [((64, 32), (64, 2), 4)] * 2
+
+
+def test_the_z_loss_is_the_mean_square_of_logsumexp():
+    without, with_it = made(balance=0.0), made(balance=0.0, z_loss=0.5)
+    tokens, targets = batch()
+    seen = []
+    for block in with_it.blocks:
+        block.feed_forward.router.register_forward_hook(lambda *one: seen.append(one[2]))
+    difference = with_it.loss_sum(tokens, targets) - without.loss_sum(tokens, targets)
+    wanted = sum(0.5 * one.logsumexp(-1).square().sum() for one in seen)
+    torch.testing.assert_close(difference, wanted, rtol=1e-9, atol=1e-9)
+
+
+def test_a_bias_picks_experts_and_leaves_weights_and_loss_alone():
+    model, plain = made(balancing="bias"), made(balance=0.0)
+    tokens, targets = batch()
+    torch.testing.assert_close(model.loss_sum(tokens, targets), plain.loss_sum(tokens, targets))
+    with torch.no_grad():
+        model.blocks[0].feed_forward.router.bias[3] = 2.0
+    seen = []
+    inner = model.blocks[0].feed_forward.route
+    model.blocks[0].feed_forward.route = lambda *one: seen.append(one[1]) or inner(*one)
+    model.loss_sum(tokens, targets).backward()
+    assert (seen[0] == 3).any(1).all()
+    shares = seen[0].flatten().bincount(minlength=4) / seen[0].numel()
+    wanted = (shares.double() - 0.25) * targets.numel()
+    torch.testing.assert_close(model.blocks[0].feed_forward.router.bias.grad, wanted, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("cut", [[1, 1, 1, 1], [3, 1]])
+def test_gradients_of_bias_and_z_loss_do_not_depend_on_how_the_batch_is_cut(cut):
+    model, (tokens, targets) = made(balancing="bias", z_loss=0.1), batch()
+    whole = gradients(model, tokens, targets)
+    parts = zip(tokens.split(cut), targets.split(cut), strict=True)
+    added = [sum(each) for each in zip(*(gradients(model, *part) for part in parts), strict=True)]
+    torch.testing.assert_close(whole, added, rtol=1e-9, atol=1e-12)
+
+
+def test_the_bias_drives_experts_towards_even_use():
+    torch.manual_seed(0)
+    experts = moe.Experts(made(balancing="bias").size)
+    with torch.no_grad():
+        experts.router.weight[2] = 0.1
+    optimizer = torch.optim.AdamW([experts.router.bias], lr=0.02, weight_decay=0.0)
+    x, shares = torch.randn(8, 16, 32) + 0.5, []
+    experts.route = lambda x, chosen, *_: shares.append(chosen.flatten().bincount(minlength=4)) or x
+    for _ in range(80):
+        optimizer.zero_grad()
+        experts(x)[1].sum().backward()
+        optimizer.step()
+    assert shares[0].max() > 1.6 * shares[0].sum() / 4
+    assert shares[-1].max() < 1.3 * shares[-1].sum() / 4
+
+
+def test_a_bias_is_not_exported_as_mixtral(tmp_path):
+    with pytest.raises(UserError, match="has no bias"):
+        hf.export(made(balancing="bias"), None, tmp_path / "out")

@@ -146,6 +146,10 @@ CASES = {
     "2 replicas of 2, all states sharded, FSP": (4, 2, (2, 2, 2), {"algorithm": "fsp"}, {"tied": True}),
     "2 by 2 heads of a sequence": (4, 2, (1, 1, 1), {"heads": 2}, {}),
     "experts": (2, 2, (1, 1, 1), {}, {"kind": "moe", "experts": 3, "active": 2}),
+    "experts picked with a bias": (
+        *(2, 2, (1, 1, 1), {}),
+        {"kind": "moe", "experts": 3, "active": 2, "balancing": "bias", "z_loss": 0.01},
+    ),
 }
 
 

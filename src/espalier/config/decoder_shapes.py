@@ -61,11 +61,17 @@ class Gpt(Decoder, frozen=True, tag="gpt"):
 
 
 class Moe(Decoder, frozen=True, tag="moe"):
-    """The same decoder with a mixture of experts in place of each feed-forward block."""
+    """The same decoder with a mixture of experts in place of each feed-forward block.
+
+    `balancing`: what keeps experts evenly used, a `"loss"` with the weight `balance`, or a `"bias"` of each expert
+    when they are picked (auxiliary-loss-free); `z_loss`: weight of the penalty of large router scores.
+    """
 
     experts: int = 8
     active: int = 2
     balance: float = 0.01
+    balancing: Literal["loss", "bias"] = "loss"
+    z_loss: float = 0.0
 
 
 # --- published shapes ----------------------------------------------------------------------------------------------
@@ -154,6 +160,8 @@ class Sizes:
     logit_cap: float | None = None
     attention_scale: float | None = None
     rope: Rope | None = None
+    z_loss: float = 0.0
+    bias: bool = False
 
     @property
     def head_size(self) -> int:
@@ -194,7 +202,8 @@ def sizes(model: Gpt | Moe) -> Sizes:
     dense = Sizes(layers=layers, head=model.head_size, **values)
     if not isinstance(model, Moe):
         return dense
-    return replace(dense, experts=model.experts, active=model.active, balance=model.balance)
+    routing = {name: getattr(model, name) for name in ("experts", "active", "balance", "z_loss")}
+    return replace(dense, **routing, bias=model.balancing == "bias")
 
 
 def parameter_count(model: Gpt | Moe) -> int:
@@ -212,7 +221,7 @@ def _count(size: Sizes, every_expert: bool) -> int:
     attention += (size.query_width + 2 * size.kv_width) * (size.family == "qwen2")
     attention += 2 * size.head_size * (size.family == "qwen3") + 2 * size.width * (size.family == "gemma2")
     experts = size.experts if every_expert else size.active
-    router = size.experts * size.width if size.experts > 1 else 0
+    router = size.experts * (size.width + size.bias) if size.experts > 1 else 0
     feed_forward = experts * 3 * size.width * size.feed_forward + router
     embeddings = size.vocabulary * size.width * (1 if size.tied else 2)
     return size.layers * (attention + feed_forward + 2 * size.width) + embeddings + size.width

@@ -34,6 +34,7 @@ _LIMITS: dict[Limit, tuple[str, ...]] = {
     ),
     _NOT_NEGATIVE: (
         "model.balance",
+        "model.z_loss",
         "train.seed",
         "train.clip",
         "train.optimizer.weight_decay",

@@ -309,8 +309,8 @@ def cross_entropy_sum(
 @torch.no_grad()
 def initialise(model: GPT, seed: int, values: Mapping[str, Tensor] | None = None) -> None:
     """Fills the weights: normal with deviation 0.02, matrices that write into the residual stream 0.02 / sqrt(2 layers)
-    (GPT-2), norms 1. Each weight has a generator of its own on the CPU, from `seed` and its name: the same values on
-    every device, and whatever else the model holds. `values`: fills these, by name, and not the model."""
+    (GPT-2), norms 1, biases 0. Each weight has a generator of its own on the CPU, from `seed` and its name: the same
+    values on every device, and whatever else the model holds. `values`: fills these, by name, and not the model."""
     for name, parameter in (dict(model.named_parameters()) if values is None else values).items():
         if parameter.dim() == 1:
             parameter.fill_(0.0 if name.endswith("bias") or model.size.gemma else 1.0)

@@ -84,8 +84,14 @@ def export(model: GPT, tokenizer: SavedTokenizer, folder: str | Path) -> None:
     """Writes `model` as a folder that `transformers` loads, reloads it and compares every tensor bit for bit.
 
     An earlier export in `folder` is replaced. Raises UserError when the folder holds something else or cannot be
-    written.
+    written, and for experts that are picked with a bias, which Mixtral does not have.
     """
+    if model.size.bias:
+        raise UserError(
+            "A mixture whose experts are picked with a bias has no Hugging Face folder.",
+            why="the Mixtral format has no bias, and without it other experts would be picked",
+            do='a run with model.balancing = "loss"',
+        )
     names, state = _theirs(model.size.family), model.state_dict()
     tensors = {_renamed(name, names): value.detach().cpu().contiguous() for name, value in state.items()}
     dtype = str(tensors["model.norm.weight"].dtype).removeprefix("torch.")
@@ -218,7 +224,7 @@ def require_same(wanted: config.Gpt | config.Moe, found: config.Gpt | config.Moe
 
     The context may differ: nothing in the weights depends on it.
     """
-    free = {"shape", "initial", "context", "balance"}
+    free = {"shape", "initial", "context", "balance", "balancing", "z_loss"}
     names = [name for name in wanted.__struct_fields__ if name not in free and getattr(wanted, name) is not None]
     differing = [
         f"model.{name} = {getattr(wanted, name)}, but {getattr(found, name)} there"
@@ -281,7 +287,8 @@ def options_of(size: Sizes) -> config.Gpt | config.Moe:
     shared: dict[str, Any] = {"depth": size.layers, "head_size": head} | {name: getattr(size, name) for name in names}
     if size.experts == 1:
         return config.Gpt(**shared)
-    return config.Moe(**shared, experts=size.experts, active=size.active, balance=size.balance)
+    routing = {name: getattr(size, name) for name in ("experts", "active", "balance", "z_loss")}
+    return config.Moe(**shared, **routing, balancing="bias" if size.bias else "loss")
 
 
 def _stored(folder: Path) -> Iterator[tuple[str, Tensor]]:

@@ -3,7 +3,11 @@
 
 A penalty keeps the experts evenly used: Switch's E · sum_e f_e · P_e (arXiv 2101.03961, equation 4), taken over each
 sequence by itself as in DeepSeek-V3 (arXiv 2412.19437, equations 17-20). Taken over a batch it would depend on how the
-batch is cut into micro-batches and ranks; over sequences it is a sum over samples, like the cross entropy.
+batch is cut into micro-batches and ranks; over sequences it is a sum over samples, like the cross entropy. Instead of
+the penalty a bias of each expert may balance (loss-free balancing, arXiv 2408.15664): it counts when experts are picked
+and not in their weights. There its sign steps against the load; here the load beyond an even share is its gradient, so
+that it is summed over ranks, moved by the optimizer and saved like every parameter. A second penalty keeps the router's
+scores small: ST-MoE's z-loss, the mean of logsumexp squared (arXiv 2202.08906, equation 5).
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from espalier.cost import Anatomy, Product
@@ -27,6 +32,19 @@ if TYPE_CHECKING:
     from espalier.config.decoder_shapes import Sizes
 
 
+class Router(nn.Linear):
+    """Scores of experts. Its `bias`, where it has one, is not in them."""
+
+    def __init__(self, width: int, experts: int, bias: bool) -> None:
+        super().__init__(width, experts, bias=False)
+        if bias:
+            self.bias = nn.Parameter(torch.zeros(experts))
+
+    def forward(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch experts"]:
+        """Scores before any softmax."""
+        return F.linear(x, self.weight)
+
+
 class Experts(nn.Module):
     """A router and its experts. Two seams: `route` brings tokens to the experts that were chosen for them, and `total`
     adds up what is counted of sequences over the ranks that share them."""
@@ -35,8 +53,8 @@ class Experts(nn.Module):
 
     def __init__(self, size: Sizes) -> None:
         super().__init__()
-        self.active = size.active
-        self.router = nn.Linear(size.width, size.experts, bias=False)
+        self.active, self.balance, self.z_loss = size.active, size.balance, size.z_loss
+        self.router = Router(size.width, size.experts, size.bias)
         self.experts = nn.ModuleList(FeedForward(size) for _ in range(size.experts))
         self.route: Route = local
         self.total: Callable[[Tensor], Tensor] = own
@@ -44,12 +62,28 @@ class Experts(nn.Module):
     def forward(
         self, x: Float[Tensor, "batch seq width"]
     ) -> tuple[Float[Tensor, "batch seq width"], Float[Tensor, " batch"]]:
-        """What the experts say of each token, and how unevenly each sequence used them (1 is even)."""
+        """What the experts say of each token, and the penalties of each sequence, per token."""
         scores = self.router(x)
         scores = scores if scores.dtype == torch.float64 else scores.float()
-        best, chosen = scores.topk(self.active, -1)
+        bias: Tensor | None = getattr(self.router, "bias", None)
+        if bias is None:
+            best, chosen = scores.topk(self.active, -1)
+            penalty = self.balance * imbalance(scores, chosen, self.total)
+        else:
+            chosen = (scores.detach().softmax(-1) + bias.detach()).topk(self.active, -1).indices
+            best = scores.gather(-1, chosen)
+            penalty = steering(bias, chosen)
+        if self.z_loss:
+            penalty = penalty + self.z_loss * scores.logsumexp(-1).square().mean(-1)
         flat = x.flatten(0, 1), chosen.flatten(0, 1), best.softmax(-1).flatten(0, 1)
-        return self.route(*flat, list(self.experts.children())).view_as(x), imbalance(scores, chosen, self.total)
+        return self.route(*flat, list(self.experts.children())).view_as(x), penalty
+
+
+def steering(bias: Float[Tensor, " experts"], chosen: Int[Tensor, "batch seq active"]) -> Float[Tensor, " batch"]:
+    """Zeros [batch], whose gradient by an expert's bias is its share of a sequence's choices beyond an even one."""
+    choices = chosen.flatten(1)
+    counts = bias.new_zeros(len(chosen), len(bias)).scatter_add_(1, choices, bias.new_ones(choices.shape))
+    return (counts / choices.shape[1] - 1 / len(bias)) @ (bias - bias.detach())
 
 
 def own(counts: Tensor) -> Tensor:
@@ -75,7 +109,7 @@ def imbalance(
 
 
 class MoeBlock(DecoderBlock):
-    """One layer with experts. Gives the residual stream and the layer's imbalance `[batch]`."""
+    """One layer with experts. Gives the residual stream and the layer's penalties `[batch]`."""
 
     def __init__(self, size: Sizes, layer: int = 0) -> None:
         super().__init__(size, layer, Experts(size))
@@ -83,10 +117,10 @@ class MoeBlock(DecoderBlock):
     def forward(
         self, x: Float[Tensor, "batch seq width"], turn: Rotary, past: Past | None = None
     ) -> tuple[Float[Tensor, "batch seq width"], Float[Tensor, " batch"]]:
-        """The residual stream after this layer, and its imbalance."""
+        """The residual stream after this layer, and its penalties."""
         x = x + self.attention(self.attention_norm(x), turn, past)
-        answer, uneven = self.feed_forward(self.feed_forward_norm(x))
-        return x + answer, uneven
+        answer, penalty = self.feed_forward(self.feed_forward_norm(x))
+        return x + answer, penalty
 
 
 class MOE(GPT):
@@ -102,21 +136,21 @@ class MOE(GPT):
 
     def _passed(self, index: int, x: Any, given: Given) -> Any:
         stream, total = x
-        stream, uneven = super()._passed(index, stream, given)
-        return stream, total + uneven
+        stream, penalty = super()._passed(index, stream, given)
+        return stream, total + penalty
 
     def _ended(self, x: Any, given: Given) -> Any:
-        """While training, losses are cross entropies and `balance` x imbalance, summed over layers and targets.
+        """While training, losses are cross entropies and penalties, summed over layers and targets.
 
-        Each target carries the imbalance of its sequence, so the whole is a sum over samples whose weight is the
+        Each target carries the penalties of its sequence, so the whole is a sum over samples whose weight is the
         number of targets: it does not matter how a batch is cut.
         """
-        stream, uneven = x
+        stream, penalty = x
         found = super()._ended(stream, given)
         if given.targets is None or not self.training:
             return found
         counted = (given.targets != IGNORED).sum(1)
-        return found + self.size.balance * (uneven * counted).sum()
+        return found + (penalty * counted).sum()
 
 
 def work(setting: DecoderLoad) -> Anatomy:
