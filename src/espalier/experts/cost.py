@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import comb
 from typing import NamedTuple
 
+import numpy as np
+
+from espalier.cost import Cost, Number
 from espalier.errors import UserError
 
 COUNT_BYTES = 4
@@ -22,9 +25,9 @@ class Routed(NamedTuple):
     """
 
     experts: int
-    fresh: float
-    again: float
-    answers: float
+    fresh: Number
+    again: Number
+    answers: Number
 
 
 @dataclass(frozen=True)
@@ -47,16 +50,36 @@ class ExpertLoad:
         return self.width + 4 if self.int8 else self.row
 
 
-def sent_bytes(load: ExpertLoad, others: Sequence[Routed], forwards: float = 1.0, backward: bool = True) -> float:
+def sent_bytes(load: ExpertLoad, others: Sequence[Routed], forwards: float = 1.0, backward: bool = True) -> Number:
     """Payload bytes that a rank sends in a layer of a micro-batch (`experts.flashmoe`), as on its ledger.
 
     Forward: two counts for each expert, references, fresh rows, and answers. Backward: a weight for each entry, the
     gradients of fresh rows, and those of inputs. Nothing is padded. `forwards`: 2 where the layer is recomputed.
     """
-    there = sum(2 * COUNT_BYTES * one.experts + COUNT_BYTES * one.again + load.fresh * one.fresh for one in others)
-    back = sum(load.row * one.answers for one in others)
-    again = sum(load.element_bytes * (one.fresh + one.again) + load.fresh * one.fresh for one in others)
+    there, again, back = _ways(load, others)
     return forwards * (there + back) + backward * (again + back)
+
+
+def _ways(load: ExpertLoad, others: Sequence[Routed]) -> tuple[Number, Number, Number]:
+    """Bytes to experts forward and backward, and of answers in either pass."""
+    there: Number = sum(
+        2 * COUNT_BYTES * one.experts + COUNT_BYTES * one.again + load.fresh * one.fresh for one in others
+    )
+    again: Number = sum(load.element_bytes * (one.fresh + one.again) + load.fresh * one.fresh for one in others)
+    return there, again, sum(load.row * one.answers for one in others)
+
+
+def cost(load: ExpertLoad, others: Sequence[Routed], wire: Callable[..., Number], recomputed: float = 0.0) -> Cost:
+    """Of a layer in a micro-batch: rows to experts and answers from them cross full-duplex links at once, so that a
+    pass takes as long as the larger of both. `wire`: as in `shard.cost`; `recomputed`: 1 where forward runs twice."""
+    there, again, back = _ways(load, others)
+    ranks = len(others) + 1
+
+    def taken(ways: Number) -> Number:
+        return wire("all_to_all", np.maximum(ways, back) * ranks / max(1, ranks - 1), ranks, 1, "experts")
+
+    seconds = (1 + recomputed) * taken(there) + taken(again)
+    return Cost({"experts": seconds}, sent={"experts": sent_bytes(load, others, 1 + recomputed)})
 
 
 def placed(
@@ -91,7 +114,7 @@ def placed(
     return tuple(tuple(sorted(one)) for one in found)
 
 
-def expected(tokens: float, active: int, sizes: Sequence[int], me: int = 0) -> list[Routed]:
+def expected(tokens: Number, active: int, sizes: Sequence[int], me: int = 0) -> list[Routed]:
     """What rank `me` of ranks with `sizes` experts sends if every set of `active` experts is equally likely.
 
     A token has an expert on a rank of n experts out of E with probability 1 - C(E - n, k) / C(E, k).

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from espalier.experts.base import spread_evenly
-from espalier.experts.cost import ExpertLoad, expected, sent_bytes
-from espalier.plan import collective_time, explain, optimizer_node
+from espalier.cluster import Place
+from espalier.experts.cost import placed
+from espalier.plan import collective_time, device_model, explain, optimizer_node
 from espalier.plan.base import Plan, Predicted, Rank, Stage, Unit
 from espalier.plan.calibrate import DATASHEET, Calibration, own_stack
 from espalier.plan.collective_time import seats
@@ -42,7 +42,7 @@ def make(request: Request, found: Found, option: Option, calibration: Calibratio
             ),
         ),
         stages=_stages(request, option),
-        experts=(held := _experts(request)),
+        experts=(held := _experts(request, option)),
         exchanges=exchanges(request.crossings) if layout.shards > 1 else (),
         algorithm=layout.algorithm,
         placement=layout.placement,
@@ -56,10 +56,10 @@ def make(request: Request, found: Found, option: Option, calibration: Calibratio
         recompute="none" if request.offload.parameters != "device" else layout.recompute,
         precision=request.precision,
         compile=request.compile,
-        predicted=predicted if not held else _with_messages(request, option, predicted, held),
+        predicted=predicted,
         why=(
             *explain.why(request, found, option),
-            *_spread(held),
+            *_spread(request, held),
             *filter(None, [calibration.doubt(own_stack(option.cluster))]),
         ),
         runners_up=tuple(explain.runners_up(request, found, option)),
@@ -82,31 +82,40 @@ def predict(request: Request, option: Option, calibration: Calibration) -> Predi
     )
 
 
-def _experts(request: Request) -> tuple[tuple[int, ...], ...]:
-    """Who holds which experts; empty: every rank all of them."""
-    ep = request.pin.ep or 1
-    return spread_evenly(request.experts, ep).ranks if ep > 1 else ()
+def _experts(request: Request, option: Option) -> tuple[tuple[int, ...], ...]:
+    """Who holds which experts: more on faster ranks with faster links, as memory allows. Empty: every rank all of
+    them."""
+    ep = request.expert_ranks
+    if ep == 1:
+        return ()
+    places = seats(option.cluster, int(option.layout.world))
+    each = request.expert_parameters / request.experts
+    work, crossing = 6 * each, 4.0 * request.width * request.compute  # of a row: operations, and bytes each way
+
+    def rate(place: Place) -> float:
+        table = place.table
+        used = option.layout.threads / max(1, table.cores) if table.device.kind == "cpu" else 1.0
+        flops = device_model.sustained(table.device, request.precision) * used
+        link = table.between or option.cluster.between
+        return 1 / max(work / max(flops, 1.0), crossing / link.bandwidth if link is not None else 0.0)
+
+    rates = [min(map(rate, places[first::ep])) for first in range(ep)]
+    stored = 4 * request.bytes_each * each * max(1, request.layers // option.layout.pp)
+    most = -(-request.experts // ep) + max(0, int(-option.over / stored))
+    return placed(rates, [1.0] * request.experts, [most] * ep)
 
 
-def _with_messages(request: Request, option: Option, predicted: Predicted, held: Sequence[Sequence[int]]) -> Predicted:
-    """The prediction with the bytes of experts' messages, for routing that is even."""
-    layout, load = option.layout, ExpertLoad(request.width, request.compute)
-    tokens = max(_samples(request, option)) * request.tokens_per_sample / layout.sp
-    routed = expected(tokens, request.active, [len(experts) for experts in held])
-    layers = -(-request.layers // layout.pp)
-    sent = layers * sent_bytes(load, routed, 1.0 + (layout.recompute != "none"))
-    return msgspec.structs.replace(predicted, sent_bytes={**predicted.sent_bytes, "experts": sent})
-
-
-def _spread(held: Sequence[Sequence[int]]) -> list[str]:
-    """Why experts lie where they lie, and what of it is not priced."""
+def _spread(request: Request, held: Sequence[Sequence[int]]) -> list[str]:
+    """Why experts lie where they lie."""
     if not held:
         return []
-    told = " and ".join(dict.fromkeys(str(len(experts)) for experts in held))
+    sizes = [len(experts) for experts in held]
+    told = " and ".join(map(str, dict.fromkeys(sizes)))
+    pinned = f", as pinned: plan.pin.ep = {len(held)}" if request.pin.ep else ""
+    unlike = max(sizes) - min(sizes) > 1
     return [
-        f"Experts are spread over groups of {len(held)} ranks ({told} each), as pinned: plan.pin.ep = {len(held)}. The "
-        "prediction has the bytes of their messages for even routing, not their seconds, and memory and gradients as "
-        "if every rank held all experts."
+        f"Experts are spread over groups of {len(held)} ranks ({told} each{pinned}). Messages are priced for even "
+        f"routing.{' Ranks that compute or send faster hold more.' if unlike else ''}"
     ]
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from espalier.cost import Cost, Cut, Number
+from espalier.experts.cost import ExpertLoad, expected
+from espalier.experts.cost import cost as expert_cost
 from espalier.plan import collective_time, offload, optimizer_node
 from espalier.plan.base import RESIDENT
 from espalier.plan.collective_time import DeviceGroup, Fleet
@@ -129,7 +131,7 @@ class CostInputs:
         return StateSizes(
             storage=self.storage,
             exact=StateBytes(request.bytes_each, request.bytes_each, self._moments) if keeps else None,
-            sizes=request.sizes if request.storage is None else (),
+            sizes=request.sizes if request.storage is None and request.expert_ranks == 1 else (),
             whole=muon,
             elements=self.stage_parameters,
             layers=self.stage_layers,
@@ -141,6 +143,30 @@ class CostInputs:
             bucket_bytes=self.bucket_bytes,
             lossy=crossing.level if crossing is not None and crossing.lossy else "",
         )
+
+    @cached_property
+    def summed(self) -> StateSizes:
+        """The same as far as gradients are summed and parameters gathered: experts over ranks have fewer replicas."""
+        request, ranks = self.request, np.maximum(2, np.asarray(self.layouts.shards))
+        if request.expert_ranks == 1:
+            return self.states
+        replicas = np.maximum(1, ranks // request.expert_ranks)
+        less = (1 - (replicas - 1) / replicas * ranks / (ranks - 1)) * request.rank_experts
+        states = self.states
+        return replace(states, elements=states.elements - self.stage_layers * less, layer=states.layer - less)
+
+    def experts(self, samples: Number, rounds: Number) -> Cost:
+        """What tokens for other ranks' experts cost in a step; nothing where every rank holds all."""
+        request, layouts = self.request, self.layouts
+        if request.expert_ranks == 1:
+            return Cost()
+        few, over = divmod(request.experts, request.expert_ranks)
+        sizes = [few + (rank < over) for rank in range(request.expert_ranks)]
+        load = ExpertLoad(request.width, request.compute)
+        tokens = samples * request.tokens_per_sample / np.asarray(layouts.sp) / rounds
+        again = float(layouts.recompute != "none")
+        one = expert_cost(load, expected(tokens, request.active, sizes), self.wire, again)
+        return one.times(rounds * self.stage_layers)
 
     @cached_property
     def division(self) -> Division:
@@ -234,4 +260,4 @@ class CostInputs:
     @cached_property
     def exchanged(self) -> Cost:
         """What a step of one micro-batch exchanges."""
-        return cost(self.states, self.division, wire=self.wire)
+        return cost(self.summed, self.division, wire=self.wire)

@@ -7,6 +7,7 @@ copies in memory take.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,7 +37,7 @@ from espalier.plan import (
     trials,
     unequal,
 )
-from espalier.plan.base import Plan
+from espalier.plan.base import RESIDENT, Plan
 from espalier.plan.calibrate import DATASHEET, Calibration
 from espalier.plan.collective_time import gpus
 from espalier.plan.estimate import scaled
@@ -253,7 +254,7 @@ def _every_step(
     request, told = codecs.encoded(request, cluster)
     request = replace(request, factors=calibration.factors)
     found = _searched(request, cluster, calibration, trials)
-    remarks = (*request.remarks, *told, *explain.seating(cluster))
+    remarks = (*found.request.remarks, *told, *explain.seating(cluster))
     why = (*found.plan.why, *remarks)
     return replace(found, plan=msgspec.structs.replace(found.plan, why=why))
 
@@ -291,9 +292,19 @@ def _searched(request: Request, cluster: Cluster, calibration: Calibration, tria
     free = request.pin.shard is None and request.redundancy == 1
     processor = not gpus(cluster) and len(cluster.devices()) == 1
     found = search.search(request, cluster, calibration, whole=free and processor)
-    if request.pin.offload != "none" and not (request.pin.offload is None and found.options):
+    spread = _over_ranks(request, cluster, calibration)
+    if spread and (found.options or request.pin.offload == "none"):
+        alone = [(request, found)]
+        if request.pin.offload is None:
+            alone.append(search.elsewhere(request, cluster, found, calibration))
+        alone = [one for one in alone if one[1].options] or alone
+        request, found, told = _expert_ranks(*min(alone, key=_fastest_of), spread)
+        request = replace(request, remarks=(*request.remarks, *told))
+    elif request.pin.offload != "none" and not (request.pin.offload is None and found.options):
         pins.check_offload(request, cluster)
         request, found = search.elsewhere(request, cluster, found, calibration, whole=free and processor)
+        request, found, told = _expert_ranks(request, found, spread)
+        request = replace(request, remarks=(*request.remarks, *told))
         trials = None  # of states that would be written to begin with
     option = found.best()
     if option is None:
@@ -305,6 +316,54 @@ def _searched(request: Request, cluster: Cluster, calibration: Calibration, tria
     plans = [make(one) for one in (_tied(found, option) if trials else [option])]
     plan, measured = _fastest(plans, trials)
     return PlanDecision(request, cluster, found, _told(plan, plans, measured))
+
+
+def _over_ranks(request: Request, cluster: Cluster, calibration: Calibration) -> list[tuple[Request, Found]]:
+    """Searches with experts over ranks, where nobody said over how many and that can run: over all ranks of a machine,
+    and over 2, 4 and so on. Ranks of one processor gain nothing: one rank has its memory and threads."""
+    pin, places = request.pin, _ranks_of(request, cluster)
+    cut = (pin.tp or 1) > 1 or (pin.shard is not None and max(pin.shard.params or 1, pin.shard.grads or 1) > 1)
+    if not request.experts or pin.ep is not None or cut or request.compile or len(cluster.devices()) == 1:
+        return []
+    most = min(request.experts, request.global_batch)
+    counts = {2, 4, 8, 16, 32, 64, places, *(table.devices for table in cluster.nodes)}
+    found = []
+    for count in sorted(one for one in counts if 1 < one <= most and places % one == 0):
+        asked = replace(request, ep=count)
+        found.append((asked, search.search(asked, cluster, calibration)))
+    return [one for one in found if one[1].options]
+
+
+def _fastest_of(searched: tuple[Request, Found]) -> float:
+    """Seconds of the fastest that was found."""
+    return min((one.seconds for one in searched[1].options), default=math.inf)
+
+
+def _ranks_of(request: Request, cluster: Cluster) -> int:
+    """Ranks that a plan of the whole cluster has."""
+    return request.pin.ranks or gpus(cluster) or len(cluster.devices())
+
+
+def _expert_ranks(
+    request: Request, whole: Found, spread: Sequence[tuple[Request, Found]]
+) -> tuple[Request, Found, tuple[str, ...]]:
+    """With every expert on each rank (`whole`; what does not fit waits in host memory or on disk), or spread over
+    ranks where that is faster by more than a tie: over few where links are slow, as each token crosses them."""
+    if not spread:
+        return request, whole, ()
+    asked, best = min(spread, key=_fastest_of)
+    least, taken = _fastest_of((request, whole)), _fastest_of((asked, best))
+    shown = f"over {asked.ep} ranks {units.show_seconds(taken)}"
+    where = "" if request.offload == RESIDENT else " and states that wait outside the devices"
+    here = f"with every expert on each rank{where} {units.show_seconds(least)}" if whole.options else ""
+    if least <= taken * (1 + whole.tie):
+        told = f"A step takes {units.show_seconds(least)} with every expert on each rank{where}, spread {shown}."
+        return request, whole, (told,)
+    others = [
+        f"over {one.ep} {units.show_seconds(each.options[0].seconds)}" for one, each in spread if one is not asked
+    ]
+    beside = ", ".join([*([here] if here else ["every expert on each rank does not fit"]), *others])
+    return asked, best, (f"Experts are spread {shown} a step; {beside}.",)
 
 
 def _tied(found: Found, best: Option) -> list[Option]:

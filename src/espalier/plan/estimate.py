@@ -69,6 +69,7 @@ MECHANISMS: Mapping[str, tuple[str, ...]] = {
     "computation": ("forward", "backward", "recompute", "launch"),
     "tensor": ("tensor",),
     "sequence": ("sequence",),
+    "experts": ("experts",),
     "pipeline": ("pipeline", "send"),
     "shards": ("weights", "refresh"),
     "replicas": ("all_reduce",),
@@ -207,7 +208,7 @@ def sent(step: CostInputs, samples: int, nodes: Sequence[int]) -> dict[str, floa
     rounds = -(-samples // int(layout.micro_batch))
     if request.offload == NODE:
         return {"gradients": optimizer_node.pushed(request)}
-    found = dict(cost(step.states, step.division, rounds=rounds).sent)
+    found = dict(cost(step.summed, step.division, rounds=rounds).sent)
     codecs = placement_plan.codecs(exchanges(request.crossings))
     if codecs and step.states.sizes and not np.any(step.states.cut):
         chosen = Shards(int(layout.params), int(layout.grads), int(layout.optimizer))
@@ -216,6 +217,7 @@ def sent(step: CostInputs, samples: int, nodes: Sequence[int]) -> dict[str, floa
         gathered = ring_bytes("all_gather", float(np.max(step.sharded["params"])), int(layout.dp))
         found["parameters"] = (1 + offload.again(request)) * gathered
     found |= {name: size for name, size in step_time.pipeline(step, 1, samples).sent.items() if size}
+    found |= step.experts(samples, rounds).sent
     world = int(layout.world)
     totals = TOTALS + world + task_totals(request.tasks)
     steering = TOTAL_BYTES * placement_plan.control_values(request.tensors, world, totals)

@@ -69,7 +69,8 @@ class Request:
         outside: trainable parameters outside the layers, in `tables` tables (2: embedding and head).
         heads, kv_heads, width, kv_width: of a decoder; 0: a module.
         tensor: ranks that share a module's matrices by its own plan, as pinned; the search takes no other number.
-        experts: of each layer, of which each token has `active`; 0: none.
+        experts: of each layer, of which each token has `active`; 0: none. expert_parameters: of all of a layer's.
+        ep: ranks over which they are spread, as chosen; 0: not chosen.
         storage: bytes per parameter; None: what Espalier's own trainer keeps.
         temporaries: bytes per parameter that the optimizer step needs for a moment (torch's foreach AdamW: 4).
         fsdp: sharded parameters are PyTorch's FSDP's: fp32 masters and gradients, and in pipelines stages that stay
@@ -126,6 +127,8 @@ class Request:
     tensor: int = 1
     experts: int = 0
     active: int = 0
+    expert_parameters: float = 0.0
+    ep: int = 0
     storage: StateBytes | None = None
     temporaries: float = 0.0
     fsdp: bool = False
@@ -176,9 +179,20 @@ class Request:
         return self.low or self.bytes_each
 
     @property
+    def expert_ranks(self) -> int:
+        """Ranks over which the experts of a layer are spread."""
+        return self.pin.ep or self.ep or 1
+
+    @property
+    def rank_experts(self) -> float:
+        """Parameters of the experts of one layer on a rank that holds most."""
+        return self.expert_parameters * -(-self.experts // self.expert_ranks) / max(1, self.experts)
+
+    @property
     def layer_parameters(self) -> float:
-        """Trainable parameters of one layer."""
-        return (self.trainable - self.outside) / max(1, self.layers)
+        """Trainable parameters of one layer on a rank."""
+        whole = (self.trainable - self.outside) / max(1, self.layers)
+        return whole - self.expert_parameters + self.rank_experts
 
     @property
     def model_flops(self) -> float:

@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from espalier import mechanisms, units, workload_registry
-from espalier.config import Muon, Recipe
+from espalier.config import Moe, Muon, Recipe, decoder_shapes
 from espalier.cost import Anatomy, Cut, Product, Work
 from espalier.errors import UserError
 from espalier.plan.request import Request
@@ -53,6 +53,7 @@ def of_recipe(recipe: Recipe, workload: Callable[[], Workload] | None = None) ->
         tensor=profile.tensor,
         experts=getattr(recipe.model, "experts", 0),
         active=getattr(recipe.model, "active", 0),
+        expert_parameters=_expert_parameters(recipe),
         remarks=profile.remarks,
         tasks=profile.tasks,
         optimizer="muon" if is_muon else "adamw",
@@ -80,6 +81,14 @@ def of_recipe(recipe: Recipe, workload: Callable[[], Workload] | None = None) ->
         with_sequence=partial(_with_sequence, recipe, opened) if profile.heads else None,
         refuses=partial(mechanisms.refusal, recipe),
     )
+
+
+def _expert_parameters(recipe: Recipe) -> float:
+    """Of the experts of one layer; 0: there are none."""
+    if not isinstance(recipe.model, Moe):
+        return 0.0
+    size = decoder_shapes.sizes(recipe.model)
+    return 3.0 * size.width * size.feed_forward * size.experts
 
 
 def _with_sequence(recipe: Recipe, workload: Callable[[], Workload], length: int) -> Request:

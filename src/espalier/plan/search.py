@@ -351,7 +351,7 @@ def _limits(request: Request, on: collective_time.Fleet, threads: int) -> Limits
         per_node=on.per_node,
         threads=threads,
         redundancy=request.redundancy,
-        experts=pin.ep or 1,
+        experts=request.expert_ranks,
         pins=tuple((name, value) for name, value in names.items() if value is not None),
     )
 
@@ -425,7 +425,7 @@ def leaving(request: Request, on: collective_time.Fleet, layouts: Layouts) -> An
         return 0.0
     step, samples, machine = CostInputs(request, on, on.kinds[0], layouts), samples_each(request, layouts), on.per_node
     rounds, found = -(-samples // np.minimum(layouts.micro_batch, samples)), np.zeros(len(layouts))
-    for one in exchanges(volumes(step.states, step.division), step.division, rounds):
+    for one in exchanges(volumes(step.summed, step.division), step.division, rounds):
         inside = np.clip(machine // one.stride, 1, one.ranks)
         sent = ring_bytes(one.operation, one.size, one.ranks) * machine / inside
         found = found + np.where(one.ranks * one.stride > machine, sent, 0.0)
@@ -433,6 +433,8 @@ def leaving(request: Request, on: collective_time.Fleet, layouts: Layouts) -> An
     if np.any(np.asarray(layouts.sp) > 1):
         sent = sum(step.sequence(tokens).sent.values()) * step.stage_layers * machine
         found = found + np.where((np.asarray(layouts.sp) > 1) & (layouts.sp * layouts.tp > machine), sent, 0.0)
+    if request.expert_ranks > machine:
+        found = found + step.experts(samples, rounds).sent["experts"] * machine
     value = tokens * request.width * request.compute  # of the residual stream; a stage's machines pass it on and back
     hands = np.where(np.asarray(layouts.pp) > 1, 2.0 * layouts.chunks * value, 0.0)
     shared = np.where(np.asarray(layouts.tp) > machine, 8.0 * step.stage_layers * value, 0.0)

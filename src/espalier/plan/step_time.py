@@ -97,6 +97,7 @@ def step_seconds(step: CostInputs, samples: Number) -> dict[str, Number]:
     layers = step.stage_layers
     found = pipeline(step, size, micro_batches, layers * whole.total, layers * whole.weight).seconds
     terms |= {name: value + 0.0 * size for name, value in found.items()}
+    terms |= {name: value + 0.0 * size for name, value in step.experts(samples, micro_batches).seconds.items()}
     terms |= _once(step, last)
     if not step.cuda:  # a GPU's host runs ahead
         issue = step.on.factors.issue * device_model.issue_seconds(step.kind.table.device)
@@ -394,7 +395,7 @@ def gradients(step: CostInputs) -> dict[str, Number]:
     from the gradients' shards to the optimizer's, then summed over that shard's replicas."""
     layouts = step.layouts
     if step.request.refresh != "broadcast":
-        units = sum(one.units for one in volumes(step.states, step.division))
+        units = sum(one.units for one in volumes(step.summed, step.division))
         return {"seconds": step.exchanged.seconds["reduce"], "units": units}
     size = step.storage.grads * step.stage_parameters / layouts.grads
     units = np.maximum(1, np.ceil(size / step.bucket_bytes))
