@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from espalier.experts.cost import ExpertLoad, Routed, sent_bytes
 from espalier.experts.flashmoe import FlashMoE
 from espalier.experts.flashmoe.transport import Messages, row_codec
 from espalier.experts.local import local
+from espalier.experts.mechanism import LoadMeter
 from espalier.testing import ranks
 
 WIDTH = 6
@@ -256,3 +258,25 @@ def test_a_router_that_sends_everything_to_one_expert(kind, chosen):
     rows, feeds = made(7, [5, 4, 0], 4, 1)
     rows = [(x, torch.full_like(picked, chosen), weights, pull) for x, picked, weights, pull in rows]
     check(kind, ExpertMap(((0,), (1, 2), (3,))), rows, feeds)
+
+
+def test_a_step_says_the_rows_of_every_expert_and_how_long_ranks_waited():
+    held = ExpertMap(((2, 0), (1, 3)))
+    rows, feeds = made(8, [6, 3], 4, 2)
+
+    def life(channel):
+        own = held.ranks[channel.rank()]
+        routes = [FlashMoE(channel, held) for _ in range(2)]
+        meter = LoadMeter([SimpleNamespace(route=one) for one in routes], own, 4, channel)
+        found = []
+        for _ in range(2):
+            for route in routes:
+                gradients(route, rows[channel.rank()], [feeds[expert] for expert in own])
+            found.append((meter.load(), meter.waited()))
+        return found
+
+    counts = sum(chosen.flatten().bincount(minlength=4) for _, chosen, _, _ in rows)
+    for one in ranks(2, life):
+        for load, waited in one:
+            assert load == {str(expert): 2.0 * int(count) for expert, count in enumerate(counts)}
+            assert 0 < waited["waited"] <= waited["longest"]

@@ -9,10 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from espalier import config
 from espalier.errors import UserError
 from espalier.experts.base import spread_evenly
+from espalier.language import gpt, hf, moe
 from espalier.plan import base as plans
 from espalier.plan import pins
 
@@ -149,3 +151,25 @@ def test_a_map_of_another_model_or_with_an_expert_twice_is_refused(folder):
 def test_sharded_gradients_beside_experts_are_refused_by_name(folder):
     with pytest.raises(UserError, match="expert_parallel"):
         train(moe_recipe(folder), plan_of(2, even(2), shard=(1, 2, 2)))
+
+
+def test_a_mixtral_folder_goes_into_ranks_and_comes_out_as_from_one(folder, tmp_path):
+    recipe = moe_recipe(folder)
+    start = moe.MOE(recipe.model)
+    gpt.initialise(start, 7)
+    tokenizer = type("NoTokenizer", (), {"save": lambda self, folder: None})()
+    hf.export(start, tokenizer, tmp_path / "start")
+    recipe = msgspec.structs.replace(
+        recipe, model=msgspec.structs.replace(recipe.model, initial=str(tmp_path / "start"))
+    )
+    whole = train(recipe, plan_of(1, ()), until=1)[0]
+    train(recipe, plan_of(2, even(2)), tmp_path / "saved", until=1)
+    read = train(recipe, plan_of(1, ()), tmp_path / "saved", until=1)[0]  # makes no step of its own
+    assert read.losses == []
+    for name, run in {"whole": whole, "ranks": read}.items():
+        model = moe.MOE(recipe.model).double()
+        model.load_state_dict(run.weights)
+        hf.export(model, tokenizer, tmp_path / name)
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("ranks", "whole"))
+    torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=TOLERANCE)
+    assert any("block_sparse_moe.experts.4.w2" in name for name in ours)

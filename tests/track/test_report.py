@@ -257,3 +257,16 @@ def test_predicted_is_beside_the_latest_attempt_and_tiles_say_the_same(tmp_path:
     tiles = {figure.label: figure.value for figure in report._figures(run)}
     assert tiles["samples per second"] == rows["Samples per second"].measured
     assert tiles["MFU"] == rows["MFU"].measured
+
+
+def test_loads_of_experts_stand_beside_an_even_share(tmp_path: Path) -> None:
+    with Log(tmp_path / "events.jsonl") as log:
+        log.write("run", step=0, steps=2, name="mixture", workload="language", parameters=10, ranks=2)
+        for step, rows in enumerate(((30, 10), (50, 10)), start=1):
+            experts = {str(number): count for number, count in enumerate(rows)}
+            waits = {"waited": 0.5, "longest": 2.0}
+            log.write("step", step=step, loss=1.0, tokens=8, seconds=1.0, experts=experts, dispatch=waits)
+    text = checked(report.write(tmp_path))
+    assert re.search(r"<td>0</td><td>40</td><td>1\.60</td>.*<td>1</td><td>10</td><td>0\.40</td>", text, re.DOTALL)
+    assert "Ranks wait 500 ms per step" in text
+    assert "waits most 2.0 s" in text

@@ -6,12 +6,15 @@ these sum all other gradients together, and the gradients of an expert only with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
 from espalier.checkpoint.all_names import AllNames
+from espalier.comm.base import Traffic, traffic
 from espalier.compose import Claim
 from espalier.errors import UserError
 from espalier.experts.base import ExpertMap
@@ -63,7 +66,10 @@ class ExpertParallel(Filled):
             own_names |= {prefix + name for name, _ in module.get_submodule("experts").named_parameters()}
         cut.peers = {name: same if name in own_names else everyone for name, _ in model.named_parameters()}
         super().wrap(context)
-        cut.idle = [getattr(module, field).idle for module, field in fields_of(model, self.seam)]
+        routes: list[ExpertGroup] = [getattr(module, field) for module, field in fields_of(model, self.seam)]
+        cut.idle = [one.idle for one in routes]
+        meter = LoadMeter(routes, own, self.held.count, mesh.replica)
+        context.meters |= {"experts": meter.load, "dispatch": meter.waited}
 
     def replacement(self, context: Build, module: nn.Module, plain: Callable[..., Any]) -> Callable[..., Any]:
         """Dispatch among the ranks of this one's expert group."""
@@ -80,6 +86,38 @@ class ExpertParallel(Filled):
         return {name: AllNames(part, context.mesh.replica) for name, part in parts.items()}
 
 
+class LoadMeter:
+    """What the experts of a replica's ranks did since the last step. Has state: what was counted before.
+
+    Args:
+        routes: of this rank's layers; own: its experts in each, of `count`; group: all ranks of the replica, which ask
+            together.
+    """
+
+    def __init__(self, routes: Sequence[ExpertGroup], own: Sequence[int], count: int, group: dist.ProcessGroup) -> None:
+        self._routes, self._own, self._group = [one.route for one in routes], own, group
+        self._before, self._found = torch.zeros(count + 1, dtype=torch.float64), torch.zeros(0)
+
+    def load(self) -> dict[str, float]:
+        """Rows that each expert got, in all layers."""
+        now = torch.zeros_like(self._before)
+        for route in self._routes:
+            now[list(self._own)] += torch.tensor(route.load, dtype=torch.float64)
+            now[-1] += route.links.idle
+        waited = torch.zeros(self._group.size(), dtype=torch.float64)
+        waited[self._group.rank()] = now[-1] - self._before[-1]
+        self._found = torch.cat([now[:-1] - self._before[:-1], waited])
+        self._before = now
+        with traffic(Traffic.CONTROL):
+            dist.all_reduce(self._found, group=self._group)
+        return {str(expert): float(rows) for expert, rows in enumerate(self._found[: len(now) - 1])}
+
+    def waited(self) -> dict[str, float]:
+        """Seconds in which a rank had nothing to do in its layers of experts: on average, and the one that had most."""
+        seconds = self._found[-self._group.size() :]
+        return {"waited": float(seconds.mean()), "longest": float(seconds.max())}
+
+
 class ExpertGroup:
     """A route that a rank can also take part in without tokens of its own. Has state: what the last rows looked like.
 
@@ -87,7 +125,7 @@ class ExpertGroup:
         route: the exchange; module: whose seam it fills, for its dtype and width; experts: those of this rank.
     """
 
-    def __init__(self, route: Callable[..., Any], module: nn.Module, experts: list[nn.Module]) -> None:
+    def __init__(self, route: FlashMoE, module: nn.Module, experts: list[nn.Module]) -> None:
         self.route, self.experts = route, experts
         self._rows = next(module.parameters()).detach().new_empty(0, next(module.parameters()).shape[-1])
 

@@ -237,6 +237,8 @@ def sent(step: CostInputs, samples: int, nodes: Sequence[int]) -> dict[str, floa
         tokens = samples * request.tokens_per_sample / layout.sp
         exchanged = step.sequence(tokens).sent
         found |= {name: found.get(name, 0.0) + step.stage_layers * size for name, size in exchanged.items()}
+    if request.expert_ranks > 1:  # how many rows each expert got, and how long each rank waited
+        found["control"] += ring_bytes("all_reduce", TOTAL_BYTES * (request.experts + world), world)
     return {name: float(size) for name, size in found.items() if size or name != "parameters"}
 
 

@@ -23,6 +23,8 @@ writes these; a reader ignores names and fields it does not know:
 |            | node: on optimizer nodes, pulled and pushed (bytes of parameters and gradients of the rank), stalled |
 |            | (seconds that it waited for them), read and written (bytes, by the disks of all nodes) |
 |            | store {tier: bytes of features read from it for this step and those ahead} with a [store] |
+|            | of experts over ranks: experts {number: rows that it got, in all layers}, dispatch {waited: seconds |
+|            | that a rank had nothing to do in these, on average; longest: the rank that had most} |
 | data       | changed (files that are not what they were when the run was begun), action |
 | phase      | name, step (its first), steps (its last), parameters: a phase begins; a plan of its own follows |
 | validation | step, loss, bits_per_byte (language) and whatever else the workload's `summary` says |

@@ -70,6 +70,7 @@ def _context(run: Run) -> dict[str, Any]:
         "step_seconds": predicted.get("step_seconds") or 0.0,
         "traffic": _traffic(run, predicted),
         "encoded": _encoded(run),
+        "experts": _experts(run),
         "compared": _compared(run, predicted),
         "plan": run.plan,
         "layout": _layout(run.plan),
@@ -317,6 +318,22 @@ def _encoded(run: Run) -> list[tuple[str, float, float, float]]:
             saved, seconds, lost = (float(np.nanmean(one)) for one in (column, *others))
             found.append((kind.replace("_", " "), saved, seconds, lost))
     return found
+
+
+def _experts(run: Run) -> dict[str, Any]:
+    """Of experts over ranks: (number, rows a step, times an even share) of each, the busiest first, and what ranks
+    waited for them a step. Empty: there are none."""
+    found = [
+        (int(name.removeprefix("experts.")), float(np.nanmean(column)))
+        for name, column in run.attempt.items()
+        if name.startswith("experts.") and np.isfinite(column).any()
+    ]
+    if not found:
+        return {}
+    even = max(1e-9, sum(rows for _, rows in found) / len(found))
+    loads = sorted(((expert, rows, rows / even) for expert, rows in found), key=lambda one: -one[1])
+    waited, longest = (float(np.nanmean(run.attempt[f"dispatch.{name}"])) for name in ("waited", "longest"))
+    return {"loads": loads, "waited": waited, "longest": longest}
 
 
 def _compared(run: Run, predicted: Mapping[str, Any]) -> list[ComparedRow]:
