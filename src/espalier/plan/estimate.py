@@ -242,20 +242,6 @@ def sent(step: CostInputs, samples: int, nodes: Sequence[int]) -> dict[str, floa
     return {name: float(size) for name, size in found.items() if size or name != "parameters"}
 
 
-def longer(predicted: Predicted, term: str, seconds: float) -> Predicted:
-    """The prediction of a step that takes so many seconds more, for what `term` names."""
-    step = predicted.step_seconds + seconds
-    share = predicted.step_seconds / step
-    return msgspec.structs.replace(
-        predicted,
-        step_seconds=step,
-        tokens_per_second=predicted.tokens_per_second * share,
-        tokens_per_second_per_device=predicted.tokens_per_second_per_device * share,
-        mfu=predicted.mfu * share,
-        terms={**predicted.terms, term: seconds},
-    )
-
-
 def scaled(predicted: Predicted, measured: float) -> Predicted:
     """The prediction with every time term scaled so that the step takes the `measured` seconds."""
     factor = measured / predicted.step_seconds

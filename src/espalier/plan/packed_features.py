@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from espalier import units
-from espalier.plan.base import Plan
-from espalier.plan.estimate import longer
+from espalier.plan.base import Plan, Predicted
 from espalier.plan.plan_summary import FEATURES, table_of
 
 if TYPE_CHECKING:
@@ -85,4 +84,18 @@ def _packing(levels: Levels, stored: StoredFeatures, disk: Disk) -> str:
     told = f"{units.show_size(levels.epoch_bytes)} are read in an epoch, in {show(read)}"
     return (
         f"{FEATURES} are packed once, in {show(once)}; {told}, page by page from their file {show(gathered)}: {pays}."
+    )
+
+
+def longer(predicted: Predicted, term: str, seconds: float) -> Predicted:
+    """The prediction of a step that takes so many seconds more, for what `term` names."""
+    step = predicted.step_seconds + seconds
+    share = predicted.step_seconds / step
+    return msgspec.structs.replace(
+        predicted,
+        step_seconds=step,
+        tokens_per_second=predicted.tokens_per_second * share,
+        tokens_per_second_per_device=predicted.tokens_per_second_per_device * share,
+        mfu=predicted.mfu * share,
+        terms={**predicted.terms, term: seconds},
     )
