@@ -29,16 +29,25 @@ RECORD = Record(
     aliases=("flash-moe", "flashdmoe"),
     paper="NeurIPS 2025, arXiv 2506.04667",
     question="How does a token reach its expert?",
-    files=("experts/flashmoe/", "experts/mechanism.py", "experts/alltoall.py", "experts/cost.py"),
-    chosen="experts are spread over ranks (plan.pin.ep)",
+    files=(
+        "experts/flashmoe/",
+        "experts/mechanism.py",
+        "experts/alltoall.py",
+        "experts/cost.py",
+        "experts/routed_experts.py",
+    ),
+    chosen="on several machines or GPUs, where a step with experts over ranks is faster than with every expert on each "
+    "rank, or all do not fit; plan.pin.ep says over how many",
     cost="per layer and micro-batch: counts, fresh rows and answers forward, weights, gradients of fresh rows and of "
     "inputs backward; only real rows, a token for two experts of one rank once",
     law="outputs and gradients equal those of the experts run on one rank, for every map of experts, with the same "
     "bits in whatever order messages come",
     law_test="tests/experts/test_flashmoe.py::test_ranks_equal_all_experts_on_one",
+    bench="bench/flashmoe.py",
     state="partly",
-    remark="runs and trains on processors, forward and backward; the planner does not choose the number of expert "
-    "ranks and prices bytes only; no shared-memory transport, no benchmark and no kernel for GPUs yet",
+    remark="trains on processors over Gloo, and the planner chooses the ranks and the place of experts; no transport "
+    "in shared memory, no ranks that also share an expert's matrices, int8 rows only in programs of one's own; nothing "
+    "runs on GPUs",
 )
 
 HEADER, REFS, WEIGHTS, ROWS = 0, 2, 4, 16
