@@ -34,6 +34,8 @@ from espalier.module import workload as _modules  # noqa: F401
 from espalier.verbs import eval as _eval  # noqa: F401
 from espalier.verbs import export, host_supervisor, kept_files, predict, prepare, run_data, train  # noqa: F401
 
+pytestmark = pytest.mark.timeout(400)  # the first test waits for a run of every workload
+
 TEXT = "document {number}: the same words again and again, {number} times over. " * 60
 
 NETWORK = """
