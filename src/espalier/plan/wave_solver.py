@@ -12,7 +12,7 @@ import numpy as np
 
 from espalier.plan.metaops import EPSILON, MetaOp, Span
 
-BISECTIONS = 80
+BISECTIONS = 60
 COLUMNS = 400
 """Configurations that are priced at most; a number, as a clock would make plans differ from run to run."""
 
@@ -80,12 +80,12 @@ def _bi_point(one: MetaOp, devices: float, seconds: float) -> list[Share]:
 # --- the greedy wavefront ------------------------------------------------------------------------------------------
 
 
-def greedy(level: Sequence[MetaOp], devices: int) -> list[list[Share]]:
-    """Waves of one level: the longest remaining MetaOps first, as large as their allocation says; groups that end last
-    grow while devices are free; a wave ends with the first of its groups."""
+def greedy(level: Sequence[MetaOp], devices: int, shares: Sequence[Share]) -> list[list[Share]]:
+    """Waves of one level: the longest remaining MetaOps first, as large as their `shares` of the allocation say; groups
+    that end last grow while devices are free; a wave ends with the first of its groups."""
     by_name = {one.name: one for one in level}
     rest: dict[str, list[list[int]]] = {one.name: [] for one in level}  # [devices, operators]
-    for name, size, count in allocate(level, devices).shares:
+    for name, size, count in shares:
         rest[name].append([size, count])
     waves = []
     while any(rest.values()):
