@@ -27,10 +27,13 @@ import psutil
 import torch
 
 from espalier import config
+from espalier import run as runs
 from espalier.language import gpt, hf
 from espalier.language.tokenizer import open_tokenizer
+from espalier.language.tune import workload as tuning
 from espalier.language.tune.chat_template import CHATML, FILE, ChatTemplate
 from espalier.language.tune.conversations import DOCSTRINGS, Turn, conversations
+from espalier.workload import Shard
 from table import Row, arguments, interval, publish
 
 HERE = Path(__file__).parent
@@ -171,22 +174,16 @@ def held(pid: int) -> int:
 
 def run_ours(case: Case, folder: Path, steps: int) -> Found:
     """One run of `espalier train`."""
-    import espalier
-
     command = ours(case, folder, steps)
     memory, first, log = watched(command, folder, LIMIT)
     events = [json.loads(line) for line in log.splitlines()]
     seconds = [one["seconds"] for one in events if one["event"] == "step"]
-    return Found(seconds[1:], tokens_of(espalier.open(command[-1]), case, folder, steps)[1:], memory, first)
+    return Found(seconds[1:], tokens_of(command[-1], folder, steps)[1:], memory, first)
 
 
-def tokens_of(run: Any, case: Case, folder: Path, steps: int) -> list[float]:
+def tokens_of(run: str, folder: Path, steps: int) -> list[float]:
     """Tokens of conversations in each step."""
-    from espalier.config import recipe_file
-    from espalier.language.tune import workload as tuning
-    from espalier.workload import Shard
-
-    recipe = recipe_file.read(Path(run.path) / "run.toml") if hasattr(run, "path") else run.recipe
+    recipe = runs.find(run).read()
     read = tuning.read(recipe, open_tokenizer(str(folder / "base" / "tokenizer.json")), None, None)
     workload = tuning.TuneWorkload(recipe, tuning.chats_of(recipe, read))
     train = workload.chats.train
