@@ -94,6 +94,7 @@ BESIDE = (
     "Format:",  # of one sparse product
     "The exchange of all parameters", "Over the link",  # a round's flight, and other plans
     "Gradients are exchanged in pieces",  # of a bucket
+    "Experts are spread over",  # steps of plans with other groups
 )  # fmt: skip
 """How sentences begin that tell of something else than the step and memory of a rank."""
 

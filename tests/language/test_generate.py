@@ -9,7 +9,7 @@ from espalier import config
 from espalier.config import defaults
 from espalier.errors import UserError
 from espalier.language import generate, gpt, moe
-from espalier.verbs import predict
+from espalier.verbs import input_check
 
 pytestmark = pytest.mark.quick
 
@@ -145,15 +145,15 @@ def test_any_seed_of_64_bits_draws(seed):
 
 
 def test_a_prompt_of_bytes_that_are_not_text_is_mended(tmp_path):
-    assert predict._prompt("a\udcff") == "a\N{REPLACEMENT CHARACTER}"
+    assert input_check.prompt("a\udcff") == "a\N{REPLACEMENT CHARACTER}"
     (tmp_path / "prompt.txt").write_text("né")
-    assert predict._prompt(f"@{tmp_path}/prompt.txt") == "né"
-    assert predict._prompt("né") == "né"
+    assert input_check.prompt(f"@{tmp_path}/prompt.txt") == "né"
+    assert input_check.prompt("né") == "né"
 
 
 @pytest.mark.parametrize("text", ["@", "@absent\udcff.txt", "@/"])
 def test_an_input_file_that_cannot_be_read_is_named(text):
     with pytest.raises(UserError) as refused:
-        predict._prompt(text)
+        input_check.prompt(text)
     assert str(refused.value).encode()
     assert ("@FILE" if text == "@" else "cannot be read") in str(refused.value)

@@ -33,7 +33,9 @@ def test_times_travel_as_ages_and_never_stays_never(now, there, ever) -> None:
 def test_a_report_is_the_same_on_the_other_side() -> None:
     sign = Sign(1.0, 2.0, "storing", 0.1, 7, 3, 0.0, 0.0)
     error = ("UserError", "what", "why", "do")
-    report = Report(2, True, (sign,), (Vital(1.5, "D"),), (End(4, -9, False, error, "x"),), {4: "stack"}, True)
+    report = Report(
+        2, True, (sign,), (Vital(1.5, "D"),), (End(4, -9, False, error, "x"),), ((4, 7, "started"),), {4: "stack"}, True
+    )
     assert msgspec.json.decode(msgspec.json.encode(report), type=Report) == report
 
 

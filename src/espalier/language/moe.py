@@ -171,5 +171,5 @@ def _feed(setting: DecoderLoad) -> Feed:
     kept = active * (2 * width + 3 * inner) * compute + 3 * 8 * active + (experts + 2 * active) * setting.whole
     moved = active * (6 * width + 5 * inner) * compute
     products = (router, gate_up, down, combine)
-    # Recomputation repeats them all: the last thing kept is the imbalance's softmax, after them.
-    return Feed(products, products, moved, kept, working=2 * active * width * compute)
+    # Recomputation stops where the answers are combined: nothing that is kept comes after.
+    return Feed(products, (router, gate_up, down), moved, kept, working=2 * active * width * compute)

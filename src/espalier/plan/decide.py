@@ -360,10 +360,10 @@ def _expert_ranks(
         told = f"A step takes {units.show_seconds(least)} with every expert on each rank{where}, spread {shown}."
         return request, whole, (told,)
     others = [
-        f"over {one.ep} {units.show_seconds(each.options[0].seconds)}" for one, each in spread if one is not asked
+        f"over {one.ep} ranks {units.show_seconds(each.options[0].seconds)}" for one, each in spread if one is not asked
     ]
     beside = ", ".join([*([here] if here else ["every expert on each rank does not fit"]), *others])
-    return asked, best, (f"Experts are spread {shown} a step; {beside}.",)
+    return asked, best, (f"Experts are spread over {asked.ep} ranks: {units.show_seconds(taken)} a step; {beside}.",)
 
 
 def _tied(found: Found, best: Option) -> list[Option]:
