@@ -53,10 +53,11 @@ RECORD = Record(
     "in them; step = slowest pipeline + gradient exchange per layer between its holders",
     law="layers and shares are those of brute force; gradients weighted by samples equal those of one device",
     law_test="tests/stages/test_flashflex.py::test_unequal_pipelines_train_as_one_rank_does",
+    bench="bench/flashflex.py",
     state="partly",
     remark="recipes are planned and trained with unequal pipelines, also those of FlashFlex's JSON, whose stages may "
     "have unequal tensor degrees; a rank that is lost for good or stays slow is planned round on one machine; missing: "
-    "unequal tensor degrees of one layer in two pipelines, the same over several machines, and a measured comparison",
+    "unequal tensor degrees of one layer in two pipelines, and the same over several machines",
 )
 
 TENSOR = (1, 2, 4, 8)
