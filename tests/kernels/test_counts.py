@@ -64,6 +64,13 @@ def test_joules_are_the_sum_over_the_constants() -> None:
     assert all(one.source for one in ENERGY.values())
 
 
+def test_few_bits_take_in_proportion_to_their_product_and_every_constant_is_told() -> None:
+    assert counts.low_bit(640, 2, 4) == Counts(int8_macs=80)
+    assert counts.low_bit(5, 8, 8).joules() == pytest.approx(5 * 0.3e-12)
+    assert {name: picojoules for name, picojoules, _ in counts.constants()}["hbm_byte"] == pytest.approx(7 * 8)
+    assert Counts(bytes_moved=2).joules("hbm") == pytest.approx(112e-12)
+
+
 def test_an_error_inside_leaves_no_counter_open() -> None:
     layer = nn.Linear(8, 4)
     with pytest.raises(RuntimeError), Counter(layer):

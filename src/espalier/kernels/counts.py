@@ -39,6 +39,7 @@ ENERGY: Mapping[str, Joules] = {
     "other": Joules(0.9 * PICO, f"fp32, as an addition; {HOROWITZ}"),
     "sram_byte": Joules(1.25 * PICO, f"5 pJ for 32 bits of an SRAM; {HAN}"),
     "dram_byte": Joules(160 * PICO, f"640 pJ for 32 bits of DRAM; {HAN}"),
+    "hbm_byte": Joules(56 * PICO, "7 pJ for a bit of HBM, as Yan et al. count it (HyGCN, HPCA 2020, arXiv 2001.02514)"),
 }
 """Joules of one operation. A MAC multiplies and accumulates; an AC accumulates (what a spike asks for)."""
 
@@ -68,13 +69,26 @@ class Counts:
         return Counts(*(factor * getattr(self, one.name) for one in fields(self)))
 
     def joules(self, memory: str = "none", energy: Mapping[str, Joules] = ENERGY) -> float:
-        """Energy of the arithmetic; with `memory = "sram"` or `"dram"` that of moving the bytes too."""
+        """Energy of the arithmetic; with `memory`, `"sram"`, `"dram"` or `"hbm"`, that of moving the bytes
+        too."""
         found = self.macs * energy["mac"].value + self.acs * energy["ac"].value
         found += self.int8_macs * energy["int8_mac"].value + self.other * energy["other"].value
         return found + (0.0 if memory == "none" else self.bytes_moved * energy[f"{memory}_byte"].value)
 
 
 NOTHING = Counts()
+
+
+def low_bit(macs: float, left: float, right: float) -> Counts:
+    """So many MACs of codes of `left` and `right` bits, as 8-bit ones: the energy of a multiplier is in proportion to
+    the product of the widths, as its array of partial products is. That is a model, not a measurement."""
+    return Counts(int8_macs=macs * left * right / 64)
+
+
+def constants(energy: Mapping[str, Joules] = ENERGY) -> list[tuple[str, float, str]]:
+    """(operation, picojoules, source) of each constant: what stands beside every figure made from them."""
+    return [(name, one.value / PICO, one.source) for name, one in energy.items()]
+
 
 _ACTIVE = threading.local()
 
