@@ -118,7 +118,7 @@ def unpack_row(source: int, end: int, bits: Any, sign: Any, columns: int, to: in
 
 
 @njit
-def _pack_row(source: int, columns: int, bits: Any, to: int, end: int) -> None:
+def pack_row(source: int, columns: int, bits: Any, to: int, end: int) -> None:
     _, _, single = field_masks(bits)
     at = to
     for j in range(0, columns, 8):
@@ -153,7 +153,7 @@ def pack(codes: Any, widths: Any, offsets: Any, packed: Any, options: Any) -> in
             if bad[piece] < 0 and not _fits(codes[row], bits, signed):
                 bad[piece] = row
             if bits:
-                _pack_row(source + row * columns, columns, bits, to + offsets[row], to + offsets[row + 1])
+                pack_row(source + row * columns, columns, bits, to + offsets[row], to + offsets[row + 1])
     for piece in range(pieces):
         if bad[piece] >= 0:
             return bad[piece]

@@ -1,0 +1,85 @@
+"""Rows of few bits: the fast form writes the plain one's bytes, the mean of what comes back is the row, and bad rows are
+found."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from espalier.kernels import quantize_rows as kernels
+
+FORMS = (kernels.quantize_by_words, kernels.quantize_rows.reference.run)
+
+
+def placed(columns: int, widths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where rows begin, three bytes from the start on, and a buffer."""
+    ends = torch.cumsum(kernels.wire_bytes(columns, widths.long()), 0)
+    size = int(ends[-1]) if len(ends) else 0
+    return ends - kernels.wire_bytes(columns, widths.long()) + 3, torch.zeros(size + 3, dtype=torch.uint8)
+
+
+def back(rows: torch.Tensor, width: int, key: int) -> torch.Tensor:
+    chosen, widths = torch.arange(len(rows)), torch.full((len(rows),), width, dtype=torch.uint8)
+    places = placed(rows.shape[1], widths)
+    assert kernels.quantize_rows(rows, chosen, widths, places, key) == -1
+    found = torch.empty_like(rows)
+    kernels.restore_rows(places[1], places[0], widths, found)
+    return found
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.integers(1, 8), max_size=20), st.integers(0, 70), st.integers(0, 2**32 - 1))
+def test_the_fast_form_writes_the_bytes_of_the_plain_one(given: list[int], columns: int, key: int) -> None:
+    random = np.random.default_rng(key)
+    sizes = 10.0 ** random.integers(-44, 30, (len(given) + 3, 1))
+    rows = torch.from_numpy((random.normal(size=(len(given) + 3, columns)) * sizes).astype(np.float32))
+    rows[:1] = -2.5
+    chosen = torch.from_numpy(random.integers(0, len(rows), len(given)))
+    widths = torch.tensor(given, dtype=torch.uint8)
+    wires, found = [], []
+    for form, restore in zip(FORMS, (kernels.restore_by_words, kernels.restore_rows.reference.run), strict=True):
+        begins, wire = placed(columns, widths)
+        assert form(rows, chosen, widths, (begins, wire), key) == -1
+        out = torch.empty(len(given), columns)
+        restore(wire, begins, widths, out)
+        wires.append(wire)
+        found.append(out)
+    assert torch.equal(*wires)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 4, 8])
+def test_the_mean_of_what_comes_back_is_the_row(width: int) -> None:
+    """A z-test by element over magnitudes from 1e-6 to 100: an exact scale sent rounded would fail in small rows."""
+    random = np.random.default_rng(width)
+    rows = torch.from_numpy((random.normal(size=(24, 40)) * np.logspace(-6, 2, 24)[:, None]).astype(np.float32))
+    draws = 400
+    found = torch.stack([back(rows, width, key) for key in range(draws)]).double()
+    step = (found.amax((0, 2)) - found.amin((0, 2)))[:, None] / ((1 << width) - 1)
+    z = (found.mean(0) - rows) / (step / (2 * draws**0.5))
+    assert z.abs().max() < 5
+    assert z.abs().mean() < 1.1 * (2 / np.pi) ** 0.5  # variances are at most S^2 / 4
+
+
+@pytest.mark.parametrize("width", range(1, 9))
+def test_equally_spaced_values_come_back_as_they_are(width: int) -> None:
+    levels = 1 << width
+    rows = (torch.arange(64) % levels).float().repeat(3, 1) * torch.tensor([[0.5], [2.0], [64.0]])
+    rows[:, 0], rows[:, 1] = 0, rows[:, 1:].amax(1) if levels > 64 else (levels - 1) * torch.tensor([0.5, 2.0, 64.0])
+    if levels > 64:  # all levels have to be there
+        rows = torch.arange(levels).float()[None] * torch.tensor([[0.5], [2.0], [64.0]])
+    assert torch.equal(back(rows, width, 7), rows)
+    constant = torch.full((2, 33), -1.5)
+    assert torch.equal(back(constant, width, 7), constant)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 3.4e38])
+def test_a_row_that_is_not_finite_is_found(form, value: float) -> None:  # type: ignore[no-untyped-def]
+    rows = torch.randn(9, 20)
+    rows[4, 3], rows[4, 4] = value, -3.4e38
+    widths = torch.full((6,), 2, dtype=torch.uint8)
+    assert form(rows, torch.tensor([0, 1, 2, 4, 4, 5]), widths, placed(20, widths), 1) == 3
