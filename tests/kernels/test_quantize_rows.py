@@ -1,5 +1,5 @@
-"""Rows of few bits: the fast form writes the plain one's bytes, the mean of what comes back is the row, and bad rows are
-found."""
+"""Rows of few bits: the fast form writes the plain one's bytes, the mean of what comes back is the row, and bad
+rows are found."""
 
 from __future__ import annotations
 

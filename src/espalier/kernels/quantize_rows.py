@@ -122,9 +122,7 @@ def _mixed(h: np.ndarray) -> np.ndarray:
 
 
 @quantize_rows.fast("cpu")
-def quantize_by_words(
-    rows: Tensor, chosen: Tensor, widths: Tensor, places: tuple[Tensor, Tensor], key: int
-) -> int:
+def quantize_by_words(rows: Tensor, chosen: Tensor, widths: Tensor, places: tuple[Tensor, Tensor], key: int) -> int:
     """numba."""
     from espalier.kernels import quantize_rows_cpu
 

@@ -1,7 +1,5 @@
 """Rows to codes rounded at random on the CPU, in numba: see quantize_rows.py."""
 
-# ruff: noqa: PLR0913, PLR0917
-
 from __future__ import annotations
 
 from typing import Any
@@ -103,9 +101,7 @@ def quantize(rows: Any, chosen: Any, widths: Any, begins: Any, wire: Any, option
     return -1
 
 
-@jit(
-    "(uint8[::1], int64[::1], uint8[::1], float32[:, ::1], int64)", parallel=True, uses=(simd, row_bits_cpu)
-)
+@jit("(uint8[::1], int64[::1], uint8[::1], float32[:, ::1], int64)", parallel=True, uses=(simd, row_bits_cpu))
 def restore(wire: Any, begins: Any, widths: Any, out: Any, pieces: int) -> None:
     """Fills `out`."""
     count, columns = out.shape

@@ -119,6 +119,8 @@ def unpack_row(source: int, end: int, bits: Any, sign: Any, columns: int, to: in
 
 @njit
 def pack_row(source: int, columns: int, bits: Any, to: int, end: int) -> None:
+    """One row of bytes at `source` to the address `to`. Writes no byte from `end` on; reads whole words of `source`
+    but at its end."""
     _, _, single = field_masks(bits)
     at = to
     for j in range(0, columns, 8):

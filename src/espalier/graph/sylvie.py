@@ -1,0 +1,235 @@
+"""Sylvie: rows of boundary nodes cross with few bits, and most of them one step late. After arXiv 2303.01277.
+
+A `Sylvie` is the transport of a `Halo`. Each peer gets one message for each layer and direction: a stamp (the step,
+layer and direction, which the receiver compares), then rows of 1 to 8 bits (`kernels.quantize_rows`), or of 32 as they
+are. In a synchronous step a rank waits for the rows of this step; in others it takes those that were sent in the step
+before, whose flight was hidden behind that step. Gradients travel likewise.
+
+Deviations from the authors: the first step of a run, also of one that is resumed, is synchronous instead of reading
+zeros; scales are bfloat16 and codes are made with the rounded ones; no rule reads a clock.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from espalier.comm.base import Traffic, traffic
+from espalier.errors import UserError
+from espalier.graph.halo import Crossing, Halo
+from espalier.graph.neighbor_sampler import stream
+from espalier.kernels import quantize_rows as kernels
+
+WHOLE = 32
+"""As bits: values cross as they are."""
+STAMP = 8
+"""Bytes before the rows of a message: the step (4), the layer (2), the direction and the bits (1 each)."""
+SHARES = {1: (1, 2, 4, 8), 2: (2, 4, 8), 4: (4, 8), 8: (8,)}
+"""Bits by degree: of the rows for one peer, as many shares of equal size, the lowest degrees first."""
+
+
+class Choice(NamedTuple):
+    """What one step does: whether it waits for fresh rows, and the bits of a value (of the least important rows)."""
+
+    synchronous: bool
+    bits: int
+
+
+class Every(NamedTuple):
+    """The Bounded Staleness Adaptor: every `synchronize`-th step is synchronous, with the same bits in all.
+
+    `synchronize`: 1: all steps are; 0: none after the first.
+    """
+
+    bits: int = WHOLE
+    synchronize: int = 1
+
+    def next(self, step: int) -> Choice:
+        """Of the step that comes after `step` steps."""
+        return Choice(self.synchronize > 0 and (step + 1) % self.synchronize == 0, self.bits)
+
+
+class _Layout(NamedTuple):
+    """Where rows lie in the messages of one crossing: by row its bits and place, by peer the bytes of its message."""
+
+    widths: Tensor
+    begins: Tensor
+    splits: list[int]
+
+    @property
+    def stamps(self) -> list[int]:
+        """Where messages begin; those without rows have no stamp."""
+        ends = np.cumsum(self.splits)
+        return [int(end) - size for end, size in zip(ends, self.splits, strict=True) if size]
+
+
+class _Flight(NamedTuple):
+    """Messages under way. `outgoing` is kept until they have left."""
+
+    work: Any
+    outgoing: Tensor
+    arriving: Tensor
+    layout: _Layout
+    step: int
+    bits: int
+
+
+class Sylvie:
+    """The transport: see the module. Has state: the step, and the messages of the step before.
+
+    Args:
+        policy: which steps are synchronous, and with how many bits.
+        by_degree: rows of nodes with more neighbours get more bits (see `SHARES`); else all get as many.
+        seed: of the random numbers.
+    """
+
+    def __init__(self, policy: Every, *, by_degree: bool = False, seed: int = 0) -> None:
+        self.policy, self.by_degree, self.seed = policy, by_degree, seed
+        self.step = 0
+        self.choice = Choice(True, policy.bits)
+        self._flights: dict[tuple[Crossing, torch.dtype], _Flight] = {}
+        self._layouts: dict[tuple[bool, int, int], _Layout] = {}
+        self._shares: tuple[Tensor, Tensor] | None = None
+
+    def begin(self, step: int) -> None:
+        """Before the forward pass that comes after `step` steps. Where steps were left out or are made anew, the rows
+        of the step before are not there, and this one is synchronous."""
+        if step != self.step + 1:
+            self.drain()
+        self.step, self.choice = step, self.policy.next(step)
+
+    def drain(self) -> None:
+        """Waits for what is under way and drops it."""
+        for flight in self._flights.values():
+            flight.work.wait()
+        self._flights = {}
+
+    def __call__(self, halo: Halo, sent: Tensor, received: Tensor, crossing: Crossing) -> None:
+        """See `halo.Transport`. Raises UserError for rows that are not finite, by layer and node."""
+        if self.by_degree and self._shares is None:
+            self._shares = degree_shares(halo)
+        key = (crossing, sent.dtype)
+        flight, before = self._launch(halo, sent, received, crossing), self._flights.get(key)
+        fresh = before is None or self.choice.synchronous
+        if fresh and before is not None:
+            before.work.wait()
+        used = flight if fresh or before is None else before
+        used.work.wait()
+        self._flights[key] = flight
+        self._read(used, received, crossing)
+
+    def _launch(self, halo: Halo, sent: Tensor, received: Tensor, crossing: Crossing) -> _Flight:
+        bits = self.choice.bits if sent.is_floating_point() else WHOLE
+        out = self._layout(halo, sent, crossing, bits)
+        back = self._layout(halo, received, crossing._replace(backward=not crossing.backward), bits)
+        wire, arriving = (torch.empty(sum(one.splits), dtype=torch.uint8) for one in (out, back))
+        for begin in out.stamps:
+            wire[begin : begin + STAMP] = _stamp(self.step, crossing, bits)
+        if bits == WHOLE:
+            _copy(out, sent, wire, into=True)
+        else:
+            key = stream(self.seed, self.step, 2 * crossing.layer + crossing.backward) + _rank(halo)
+            rows = sent.detach().float().flatten(1)
+            every = torch.arange(len(rows))
+            bad = kernels.quantize_rows(rows, every, out.widths, (out.begins, wire), key & 0xFFFF_FFFF)
+            if bad >= 0:
+                raise _not_finite(halo, crossing, bad)
+        with traffic(Traffic.HALO):
+            work = dist.all_to_all_single(arriving, wire, back.splits, out.splits, group=halo.group, async_op=True)
+        return _Flight(work, wire, arriving, back, self.step, bits)
+
+    def _layout(self, halo: Halo, rows: Tensor, crossing: Crossing, bits: int) -> _Layout:
+        """Of rows that leave in the direction of `crossing`."""
+        columns = int(np.prod(rows.shape[1:]))
+        size = columns * rows.element_size() if bits == WHOLE else columns
+        known = (crossing.backward, size, bits)
+        if known not in self._layouts:
+            counts = halo.leaving(crossing)
+            widths = self._widths(crossing.backward, sum(counts), bits)
+            each = torch.full((sum(counts),), size) if bits == WHOLE else kernels.wire_bytes(columns, widths.long())
+            splits = [int(one.sum()) + STAMP * bool(len(one)) for one in each.split(counts)]
+            stamped = torch.tensor([count > 0 for count in counts]).cumsum(0)  # stamps up to this peer's
+            before = torch.repeat_interleave(stamped, torch.tensor(counts), output_size=sum(counts))
+            self._layouts[known] = _Layout(widths, each.cumsum(0) - each + STAMP * before, splits)
+        return self._layouts[known]
+
+    def _widths(self, backward: bool, rows: int, bits: int) -> Tensor:
+        if bits == WHOLE or self._shares is None:
+            return torch.full((rows,), bits, dtype=torch.uint8)
+        steps = torch.tensor(SHARES[bits], dtype=torch.uint8)
+        place = self._shares[backward].long() * len(steps) >> 8
+        return steps[place]
+
+    def _read(self, flight: _Flight, received: Tensor, crossing: Crossing) -> None:
+        layout, wire = flight.layout, flight.arriving
+        for begin in layout.stamps:
+            found, expected = wire[begin : begin + STAMP], _stamp(flight.step, crossing, flight.bits)
+            assert torch.equal(found, expected), f"a message of {found.tolist()} instead of {expected.tolist()}"
+        if flight.bits == WHOLE:
+            _copy(layout, received, wire, into=False)
+            return
+        rows = torch.empty(len(received), int(np.prod(received.shape[1:])))
+        kernels.restore_rows(wire, layout.begins, layout.widths, rows)
+        received.copy_(rows.view(received.shape))
+
+
+def _stamp(step: int, crossing: Crossing, bits: int) -> Tensor:
+    found = np.zeros(STAMP, np.uint8)
+    found[:4].view(np.uint32)[0], found[4:6].view(np.uint16)[0] = step, crossing.layer
+    found[6], found[7] = crossing.backward, bits
+    return torch.from_numpy(found)
+
+
+def _copy(layout: _Layout, rows: Tensor, wire: Tensor, into: bool) -> None:
+    """Rows as they are to their places behind the stamps (`into`), or from there."""
+    flat = rows.detach().flatten(1)
+    size = flat.shape[1] * rows.element_size()
+    at = 0
+    for begin, length in zip(layout.stamps, filter(None, layout.splits), strict=True):
+        count = (length - STAMP) // max(1, size)
+        part, own = wire[begin + STAMP : begin + length], flat[at : at + count]
+        if into:
+            part.copy_(own.contiguous().view(torch.uint8).flatten())
+        else:
+            own.copy_(part.clone().view(rows.dtype).view(count, -1))
+        at += count
+
+
+def degree_shares(halo: Halo) -> tuple[Tensor, Tensor]:
+    """uint8 by row that leaves forward, and backward: 256 times the share of the rows for the same peer whose nodes
+    have fewer neighbours (ties in order). All ranks call it alike; owners tell the others once."""
+    degrees, found = halo.indptr.diff(), []
+    for one in halo.sends:
+        place = torch.empty(len(one), dtype=torch.int64)
+        place[torch.argsort(degrees[one], stable=True)] = torch.arange(len(one))
+        found.append((place * 256 // max(1, len(one))).to(torch.uint8))
+    own = torch.cat(found)
+    forward = Crossing(0, backward=False)
+    others = torch.empty(sum(halo.receives), dtype=torch.uint8)
+    with traffic(Traffic.HALO):
+        dist.all_to_all_single(others, own, halo.arriving(forward), halo.leaving(forward), group=halo.group)
+    return own, others
+
+
+def _rank(halo: Halo) -> int:
+    return 0 if halo.group is None else halo.group.rank()
+
+
+def _not_finite(halo: Halo, crossing: Crossing, at: int) -> UserError:
+    nodes = halo.outer if crossing.backward else halo.owned[torch.cat(halo.sends)]
+    what = "gradient" if crossing.backward else "row"
+    return UserError(
+        f"Rank {_rank(halo)} cannot send the {what} of node {int(nodes[at])} for layer {crossing.layer + 1}: "
+        "it is not finite.",
+        why="few bits between a smallest and a largest value cannot say that",
+        do="look at the node's features; where they are finite, a smaller learning rate",
+    )
+
+
+def row_bytes(columns: int, bits: Any, size: int = 4) -> Any:
+    """Bytes of a boundary row of so many values of `size` bytes on the wire."""
+    return columns * size if bits == WHOLE else kernels.wire_bytes(columns, bits)

@@ -1,0 +1,323 @@
+"""Sylvie's laws: whole values cross to the bit, few bits without bias, late ones as a simulator of stale halos
+has them, and the bytes are those of the formula."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from espalier.comm.base import Traffic
+from espalier.errors import UserError
+from espalier.graph import halo, sylvie
+from espalier.graph.halo import Crossing
+from espalier.graph.node_classification import summed_loss
+from espalier.graph.subgraphs import View
+from espalier.graph.sylvie import Every, Sylvie
+from espalier.graph.workload import _style
+from espalier.kernels import quantize_rows, row_bits
+from espalier.testing import forks, ranks
+
+from .test_halo import LABELLED, NETWORKS, graph_of, network_of, parts_of
+
+STEPS, RATE = 7, 0.3
+
+
+def part_of(channel, kind, graph, parts):
+    view = View(graph, _style(NETWORKS[kind]), 3)
+    cut = halo.boundary(graph.indptr, graph.indices, parts, channel.size())
+    return view, halo.Halo.of(view.block.indptr, view.block.indices, cut, channel.rank(), channel)
+
+
+def loss_of(logits, graph, owned):
+    chosen = np.flatnonzero(np.isin(owned, LABELLED))
+    labels = torch.from_numpy(graph.labels)[owned[chosen]]
+    return summed_loss(logits, labels, torch.from_numpy(chosen))[0] / len(LABELLED)
+
+
+def descend(network, gradients):
+    """One step against gradients, by rank, that are added up in order of rank."""
+    with torch.no_grad():
+        for parameter, *each in zip(network.parameters(), *gradients, strict=True):
+            total = each[0].clone()
+            for one in each[1:]:
+                total += one
+            parameter.sub_(RATE * total)
+        network.zero_grad()
+
+
+def train(channel, kind, graph, parts, made=None, network=None):
+    """Logits of this rank's nodes after each of the steps, and bytes of halos by step."""
+    view, own = part_of(channel, kind, graph, parts)
+    transport = halo.synchronous if made is None else made()
+    features = own.exchange(view.features[own.owned])
+    travelling = dataclasses.replace(own, transport=transport)
+    blocks = travelling.blocks(view.block, 3)
+    network, found, sent = halo.equip(copy.deepcopy(network)), [], []
+    for step in range(STEPS):
+        before = channel.ledger.by_class().get(Traffic.HALO.value, 0)
+        if isinstance(transport, Sylvie):
+            transport.begin(step)
+        logits = network(features, blocks)
+        loss_of(logits, graph, own.owned.numpy()).backward()
+        sent.append(channel.ledger.by_class().get(Traffic.HALO.value, 0) - before)
+        every = [None] * channel.size()
+        torch.distributed.all_gather_object(every, [parameter.grad for parameter in network.parameters()])
+        descend(network, every)
+        found.append(logits.detach())
+    if isinstance(transport, Sylvie):
+        transport.drain()
+    return found, sent
+
+
+class FakeHalo:
+    """Takes down the rows that a layer would exchange, and joins them with given ones; adds to their gradient."""
+
+    def __init__(self, outer=None, homecoming=None):
+        self.outer, self.homecoming, self.rows = outer, homecoming, None
+
+    def exchange(self, rows):
+        self.rows = rows.detach()
+        if self.outer is None:
+            return torch.cat([rows, rows.new_zeros(1, *rows.shape[1:]).expand(self.more, *rows.shape[1:])])
+        rows = rows.view_as(rows)
+        rows.register_hook(lambda gradient: self.homecoming(gradient.clone()))
+        return torch.cat([rows, self.outer])
+
+    both = exchange
+
+
+class Simulator:
+    """All parts in one process, layer by layer, without messages: rows of others are those of the step before."""
+
+    def __init__(self, kind, graph, parts, world, network):
+        self.graph, view = graph, View(graph, _style(NETWORKS[kind]), 3)
+        cut = halo.boundary(graph.indptr, graph.indices, parts, world)
+        self.owns = [halo.Halo.of(view.block.indptr, view.block.indices, cut, rank) for rank in range(world)]
+        self.blocks = [one.block(view.block) for one in self.owns]
+        self.features = view.features
+        self.network = halo.equip(copy.deepcopy(network))
+        self.old_rows, self.old_gradients = {}, {}
+
+    def layer(self, at, inputs, late):
+        """(outputs, rows of others, hooks) by part."""
+        made, sent = [], torch.zeros(0)
+        fakes = [FakeHalo() for _ in self.owns]
+        if at:
+            for fake, one, block, x in zip(fakes, self.owns, self.blocks, inputs, strict=True):
+                fake.more = len(one.outer)
+                self.network.step(at, block._replace(halo=fake), x)
+            sent = torch.zeros(self.graph.nodes, *fakes[0].rows.shape[1:])
+            for fake, one in zip(fakes, self.owns, strict=True):
+                sent[one.owned] = fake.rows
+        used = self.old_rows.get(at, sent) if late else sent
+        self.old_rows[at] = sent
+        for fake, one, block, x in zip(fakes, self.owns, self.blocks, inputs, strict=True):
+            fake.outer = used[one.outer].requires_grad_() if at else None
+            made.append(self.network.step(at, block._replace(halo=fake) if at else block, x))
+        return made, fakes
+
+    def home(self, rank, gradients):
+        """Adds the gradients that others have of this part's rows."""
+
+        def add(found):
+            for peer, other in enumerate(self.owns):
+                ends = np.cumsum([0, *other.receives])
+                found.index_add_(0, self.owns[rank].sends[peer], gradients[peer][ends[rank] : ends[rank + 1]])
+            return found
+
+        return add
+
+    def step(self, late):
+        """Logits by part; updates the network."""
+        parameters, states = list(self.network.parameters()), []
+        rows = [self.features[one.nodes] for one in self.owns]
+        for at in range(3):
+            rows = [x.detach().requires_grad_(at > 0) for x in rows]
+            made, fakes = self.layer(at, rows, late)
+            states.append((rows, made, fakes))
+            rows = made
+        totals = [[torch.zeros_like(one) for one in parameters] for _ in self.owns]
+        above = [None] * len(self.owns)
+        targets = [loss_of(y, self.graph, one.owned.numpy()) for y, one in zip(rows, self.owns, strict=True)]
+        for at in (2, 1, 0):
+            rows, made, fakes = states[at]
+            targets = made if at < 2 else targets
+            if at:
+                fresh = [
+                    torch.autograd.grad(target, fake.outer, weight, retain_graph=True)[0]
+                    for target, fake, weight in self._hooked(targets, fakes, above)
+                ]
+                used = self.old_gradients.get(at, fresh) if late else fresh
+                self.old_gradients[at] = fresh
+            found = []
+            for rank, (target, fake, weight) in enumerate(zip(targets, fakes, above, strict=True)):
+                fake.homecoming = self.home(rank, used) if at else None
+                every = torch.autograd.grad(
+                    target, parameters + rows[rank : rank + 1] * (at > 0), weight, allow_unused=True
+                )
+                for total, part in zip(totals[rank], every, strict=False):
+                    total.add_(0 if part is None else part)
+                found.append(every[-1])
+            above = found
+        logits = [y.detach() for y in states[2][1]]
+        descend(self.network, totals)
+        return logits
+
+    def _hooked(self, targets, fakes, above):
+        for target, fake, weight in zip(targets, fakes, above, strict=True):
+            fake.homecoming = lambda gradient: gradient
+            yield target, fake, weight
+
+
+@pytest.mark.parametrize("kind", ["gcn", "sage", "gat", "gin"])
+@pytest.mark.parametrize("synchronize", [0, 3])
+def test_late_rows_give_the_bits_of_a_simulator_of_stale_halos(kind, synchronize):
+    graph, network = graph_of(), network_of(kind, torch.float32)
+    for world, name in [(2, "random"), (3, "isolated"), (4, "unequal")]:
+        parts = parts_of(name, world)
+        simulator = Simulator(kind, graph, parts, world, network)
+        late = [step > 0 and not (synchronize and (step + 1) % synchronize == 0) for step in range(STEPS)]
+        expected = [simulator.step(one) for one in late]
+        made = lambda: Sylvie(Every(synchronize=synchronize))  # noqa: E731
+        found = ranks(world, train, kind, graph, parts, made, network)
+        for rank, (logits, _) in enumerate(found):
+            for step in range(STEPS):
+                assert torch.equal(logits[step], expected[step][rank]), (world, rank, step)
+
+
+@pytest.mark.parametrize("kind", ["gat", "maxk"])
+def test_whole_values_in_synchronous_steps_are_the_plain_exchange_to_the_bit(kind):
+    graph, network, parts = graph_of(), network_of(kind, torch.float32), parts_of("random", 3)
+    plain = ranks(3, train, kind, graph, parts, None, network)
+    found = ranks(3, train, kind, graph, parts, lambda: Sylvie(Every()), network)
+    for (one, _), (other, _) in zip(found, plain, strict=True):
+        assert all(map(torch.equal, one, other))
+
+
+def expected_bytes(own, widths, columns):
+    """Of a step that leaves this rank: layers 2 and 3, forward and backward."""
+    total = 0
+    for layer in (1, 2):
+        for backward in (False, True):
+            counts = own.leaving(Crossing(layer, backward))
+            each = 4 + np.ceil(np.asarray(widths[backward], int) * columns[layer] / 8)
+            total += sum(sylvie.STAMP for count in counts if count) + int(each.sum())
+    return total
+
+
+@pytest.mark.parametrize("by_degree", [False, True])
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_bytes_of_few_bits_are_those_of_the_formula(bits, by_degree):
+    graph, network, parts = graph_of(), network_of("gcn", torch.float32), parts_of("random", 3)
+
+    def counted(channel):
+        made = lambda: Sylvie(Every(bits), by_degree=by_degree)  # noqa: E731
+        _, sent = train(channel, "gcn", graph, parts, made, network)
+        _, own = part_of(channel, "gcn", graph, parts)
+        shares = sylvie.degree_shares(own)
+        levels = np.asarray(sylvie.SHARES[bits] if by_degree else (bits,))
+        widths = [levels[one.long().numpy() * len(levels) >> 8] for one in shares]
+        return sent, expected_bytes(own, widths, {1: 16, 2: 5}), [one.tolist() for one in shares], own
+
+    found = ranks(3, counted)
+    for sent, expected, shares, own in found:
+        once = sum(own.leaving(Crossing(0, False))) if by_degree else 0  # shares of degrees, once
+        assert sent == [expected + once] + [expected] * (STEPS - 1)
+        for one, part in zip(torch.tensor(shares[0]).split(own.leaving(Crossing(0, False))), own.sends, strict=True):
+            order = own.indptr.diff()[part]
+            assert (torch.sort(one).indices == torch.argsort(order, stable=True)).all() or not len(one)
+
+
+def over_sockets(channel, graph, parts, network, bits):
+    torch.set_num_threads(1)
+    made = lambda: Sylvie(Every(bits, 3), seed=5)  # noqa: E731
+    return train(channel, "gcn", graph, parts, made, network)
+
+
+def test_late_rows_of_few_bits_are_the_same_over_processes_and_in_another_run():
+    graph, network, parts = graph_of(), network_of("gcn", torch.float32), parts_of("random", 2)
+    runs = [forks(2, over_sockets, graph, parts, network, 1) for _ in range(2)]
+    threads = ranks(2, over_sockets, graph, parts, network, 1)
+    for one, other, third in zip(*runs, threads, strict=True):
+        assert all(map(torch.equal, one[0], other[0]))
+        assert all(map(torch.equal, one[0], third[0]))
+        assert one[1] == other[1] == third[1]
+
+
+def test_one_bit_rows_arrive_without_bias():
+    """A z-test of every value of the halo rows, over seeds of the transport."""
+    graph, parts, draws = graph_of(), parts_of("random", 2), 300
+
+    def drawn(channel):
+        _, own = part_of(channel, "gcn", graph, parts)
+        rows = torch.from_numpy(np.random.default_rng(1).normal(size=(graph.nodes, 9)).astype(np.float32))[own.owned]
+        exact, found = own.exchange(rows), []
+        for seed in range(draws):
+            transport = Sylvie(Every(1), seed=seed)
+            transport.begin(0)
+            found.append(dataclasses.replace(own, transport=transport).exchange(rows))
+        return exact, torch.stack(found)
+
+    for exact, found in ranks(2, drawn):
+        error = found.double().mean(0) - exact
+        spread = found.double().std(0).clamp(min=1e-9)
+        outer = spread > 1e-6
+        z = (error / (spread / draws**0.5))[outer]
+        assert outer.any()
+        assert z.abs().max() < 5
+        assert abs(float(z.square().mean()) - 1) < 0.25
+
+
+def test_a_row_that_is_not_finite_is_named_by_rank_layer_and_node():
+    graph, parts = graph_of(), parts_of("contiguous", 3)
+    cut = halo.boundary(graph.indptr, graph.indices, parts, 3)
+    node = int(cut.node[(cut.receiver == 0) & (cut.owner == 2)][1])
+    graph.features[node, 3] = np.inf
+
+    def sent(channel):
+        own = halo.Halo.of(graph.indptr, graph.indices, cut, channel.rank(), channel)
+        dataclasses.replace(own, layer=1, transport=Sylvie(Every(2))).exchange(
+            torch.from_numpy(graph.features)[own.owned]
+        )
+
+    with pytest.raises(UserError, match=f"Rank 2 cannot send the row of node {node} for layer 2: it is not finite"):
+        ranks(3, sent)
+
+
+def test_a_message_of_another_step_is_noticed(monkeypatch):
+    graph, parts = graph_of(), parts_of("random", 2)
+
+    def mixed(channel):
+        own = part_of(channel, "gcn", graph, parts)[1]
+        transport = Sylvie(Every(synchronize=0))
+        transport.begin(channel.rank())
+        dataclasses.replace(own, transport=transport).exchange(torch.from_numpy(graph.features)[own.owned])
+
+    with pytest.raises(AssertionError, match="instead of"):
+        ranks(2, mixed)
+
+
+def test_a_step_that_does_not_follow_the_last_is_synchronous():
+    graph, parts = graph_of(), parts_of("random", 2)
+
+    def left_out(channel):
+        own = part_of(channel, "gcn", graph, parts)[1]
+        transport = Sylvie(Every(synchronize=0))
+        travelling = dataclasses.replace(own, transport=transport)
+        rows = torch.from_numpy(graph.features)[own.owned]
+        seen = []
+        for step in (0, 1, 2, 5, 6):
+            transport.begin(step)
+            seen.append(float(travelling.exchange(torch.full_like(rows, step))[-1, 0]))
+        return seen
+
+    assert ranks(2, left_out) == [[0, 0, 1, 5, 5]] * 2
+
+
+def test_one_bit_at_width_256_is_less_than_a_27th():
+    assert 27 * sylvie.row_bytes(256, 1) <= sylvie.row_bytes(256, 32)
+    assert sylvie.row_bytes(256, 1) == quantize_rows.SCALES + row_bits.row_bytes(256, 1) == 36
