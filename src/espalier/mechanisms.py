@@ -20,6 +20,7 @@ from espalier.compose import Claim
 from espalier.config import Precision
 from espalier.errors import UserError
 from espalier.experts import mechanism as expert_parallel
+from espalier.graph import halo_parallel
 from espalier.mechanism import Build, Choose, Mechanism
 from espalier.optim import adamw, muon
 from espalier.optim.loss_scale import LossScale
@@ -248,6 +249,7 @@ TABLE: tuple[Choose, ...] = (
     outer_rounds.choose,
     loongtrain.choose,
     expert_parallel.choose,
+    halo_parallel.choose,
 )
 """Rows that a recipe or a plan asks for."""
 AWAY: tuple[Choose, ...] = (

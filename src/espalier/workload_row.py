@@ -140,6 +140,7 @@ class Profile:
         frozen: bytes of weights that are not trained, on every rank and in no checkpoint; None: as parameters are.
         stored: features that wait on disk (`graph.diskgnn.cost.StoredFeatures`); None: there are none.
         parts: of several tasks, what ranks can run apart, in waves; empty: nothing.
+        halos: of a graph that is cut over ranks (`graph.halo_parallel.Halos`); None: none is.
     """
 
     tally: Tally
@@ -159,6 +160,7 @@ class Profile:
     loaded: int = 0
     frozen: int | None = None
     stored: Any = None
+    halos: Any = None
     parts: tuple[PartCost, ...] = ()
 
 

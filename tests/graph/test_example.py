@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,7 +23,33 @@ def test_the_page_shows_the_example_as_it_is():
 
 def test_the_page_shows_the_example_on_disk_and_lines_of_the_loop_as_they_are():
     assert blocks("toml")[1] == (ROOT / "examples" / "graph-on-disk.toml").read_text(encoding="utf-8")
+    assert blocks("toml")[2] == (ROOT / "examples" / "sylvie.toml").read_text(encoding="utf-8")
     assert blocks("python")[0] in (ROOT / "examples" / "disk_loop.py").read_text(encoding="utf-8")
+
+
+def test_the_example_of_parts_trains_over_two_ranks_as_it_stands(tmp_path):
+    (tmp_path / "machine.toml").write_text('[[nodes]]\ndevice = "cpu"\ncores = 2\nmemory = "8GiB"\n')
+    small = ["plan.cluster=machine.toml", "plan.trial=false", "train.steps=12", "train.validate_every=12"]
+    found = subprocess.run(
+        [sys.executable, "-m", "espalier", "train", str(ROOT / "examples" / "sylvie.toml"), *small, "--run", "run"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=150, check=False,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr
+    assert "finished at step 12 of 12" in found.stdout
+    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
+    assert len(plan["ranks"]) == 2
+    assert any("the graph is cut into 2 parts" in one and "1 bits" not in one for one in plan["why"])
+    steps = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    sent = [one["bytes"]["halo"] for one in steps if one["event"] == "step"]
+    assert sent[3] == pytest.approx(plan["predicted"]["sent_bytes"]["halo"])
+    told = subprocess.run(
+        [sys.executable, "-m", "espalier", "predict", "run", "0"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert told.returncode == 0, told.stderr
 
 
 def test_anybodys_loop_learns_from_features_on_disk():

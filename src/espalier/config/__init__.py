@@ -38,6 +38,7 @@ from espalier.config.sections import EveryStep as EveryStep
 from espalier.config.sections import Faults as Faults
 from espalier.config.sections import Full as Full
 from espalier.config.sections import GraphOptions as GraphOptions
+from espalier.config.sections import HaloOptions as HaloOptions
 from espalier.config.sections import Launch as Launch
 from espalier.config.sections import LocalSgd as LocalSgd
 from espalier.config.sections import Lora as Lora

@@ -9,7 +9,7 @@ from msgspec import field
 
 from espalier import units
 from espalier.config.base import Draft, Kind, Model, RecipeBase
-from espalier.config.sections import GraphOptions, Stable, Store
+from espalier.config.sections import GraphOptions, HaloOptions, Stable, Store
 from espalier.errors import UserError
 
 
@@ -197,8 +197,43 @@ def _graph(graph: GraphOptions, model: Model) -> None:
             why="each small graph is taken whole",
             do="leave graph.fanout out",
         )
+    if graph.halo is not None:
+        _halo(graph.halo, graph, model)
     if graph.task == "graph" and graph.inductive:
         raise UserError("graph.inductive has no effect when whole graphs are held out.", do="leave it out")
+
+
+def _halo(halo: HaloOptions, graph: GraphOptions, model: Model) -> None:
+    if graph.task != "node" or graph.fanout:
+        raise UserError(
+            f"[graph.halo] is not possible with graph.task = {graph.task!r} and graph.fanout = {list(graph.fanout)}.",
+            why="the whole graph is cut into parts, and each rank trains on the nodes of its own",
+            do='graph.task = "node" without graph.fanout, or leave [graph.halo] out',
+        )
+    if not isinstance(model, Network):
+        raise UserError(
+            "[graph.halo] is not possible with a network of your own.",
+            why="its layers do not say where they read the rows of neighbours",
+            do='model.kind = "gcn", "sage", "gat" or "gin", or espalier.graph.halo in your own loop',
+        )
+    if halo.synchronize < 0:
+        raise UserError(f"graph.halo.synchronize = {halo.synchronize} is below 0.", do="graph.halo.synchronize = 1")
+    if halo.by_degree and halo.bits == WHOLE:
+        raise UserError(
+            "graph.halo.by_degree has no effect when values cross as they are.",
+            why=f"graph.halo.bits = {WHOLE}",
+            do="graph.halo.bits = 1",
+        )
+    if halo.synchronize != 1 and model.activation == "maxk":
+        raise UserError(
+            f'graph.halo.synchronize = {halo.synchronize} is not possible with model.activation = "maxk".',
+            why="the gradients of a late row are for columns that its owner no longer keeps",
+            do="graph.halo.synchronize = 1",
+        )
+
+
+WHOLE = 32
+"""Bits of a value that crosses as it is."""
 
 
 def _store(store: Store, graph: GraphOptions) -> None:

@@ -47,13 +47,27 @@ class Data(Options, frozen=True):
 # --- [graph] ---------------------------------------------------------------------------------------------------------
 
 
+class HaloOptions(Options, frozen=True):
+    """A part of the graph for each rank, which exchange the rows of boundary nodes before each layer (Sylvie).
+
+    `bits` of a value that crosses between hidden layers: 32 as it is, 1 to 8 rounded at random; `by_degree`: more for
+    rows of nodes with more neighbours. Every `synchronize`-th step waits for fresh rows, the others take those of the
+    step before (1: all wait; 0: none but the first).
+    """
+
+    bits: Literal[1, 2, 4, 8, 32] = 32
+    by_degree: bool = False
+    synchronize: int = 1
+
+
 class GraphOptions(Options, frozen=True):
     """What is asked of a graph, and how it is read.
 
     `fanout` neighbours are drawn at each layer, the one next to the targets first (-1: all of them); empty trains on
     the whole graph. `split` are the shares of training, validation and test where the data brings none.
     `inductive` hides held-out nodes while training; `undirected` lets messages flow both ways along each edge;
-    `negatives` are drawn for each true link; `pickle` allows files whose loading may run code.
+    `negatives` are drawn for each true link; `pickle` allows files whose loading may run code. `halo`: the whole graph
+    is cut over the ranks; without it each rank passes over all of it.
     """
 
     task: Literal["node", "link", "graph"] = "node"
@@ -65,6 +79,7 @@ class GraphOptions(Options, frozen=True):
     pickle: bool = False
     order: Literal["auto", "none", "rcmpp", "clusters"] = "auto"
     format: Literal["auto", "csr", "cbm"] = "auto"
+    halo: HaloOptions | None = None
 
 
 # --- [store] -----------------------------------------------------------------------------------------------------

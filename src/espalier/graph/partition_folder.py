@@ -131,6 +131,24 @@ def read(folder: str | Path, rank: int, group: dist.ProcessGroup | None = None, 
     return Part(own, block, found["features"], found.get("labels"), manifest.style, rows)
 
 
+def intact(folder: Path, rank: int, graph: str) -> bool:
+    """Whether the part of `rank` is there, of that graph, and not damaged."""
+    try:
+        manifest, _ = _manifest(folder)
+        return manifest.graph == graph and _checksum(folder / _name(rank)) == manifest.checksums[rank]
+    except (UserError, OSError, IndexError):
+        return False
+
+
+def rows_of(folder: Path) -> np.ndarray | None:
+    """int64 [ranks, ranks], what crosses between the parts of a folder; None where there is none."""
+    try:
+        rows = _manifest(folder)[0].rows
+    except UserError:
+        return None
+    return np.asarray(rows, np.int64).reshape(len(rows), len(rows))
+
+
 def _manifest(folder: Path) -> tuple[Manifest, int]:
     """And a number that is the same where the manifest is."""
     try:

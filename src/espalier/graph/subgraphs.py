@@ -31,6 +31,7 @@ class SubgraphBatch(NamedTuple):
         labels: of what is asked: classes, rows of tasks, or 1 for true links and 0 for drawn ones.
         pairs: int64 [2, links], rows of the result that are joined, when links are asked for.
         members: int64 [nodes], the small graph each row belongs to, when graphs are asked for.
+        step: that it is made for, where a graph is cut over ranks.
     """
 
     features: Tensor
@@ -39,6 +40,7 @@ class SubgraphBatch(NamedTuple):
     chosen: Tensor | None = None
     pairs: Tensor | None = None
     members: Tensor | None = None
+    step: int = 0
 
 
 class View:

@@ -11,7 +11,7 @@ zeros; scales are bfloat16 and codes are made with the rounded ones; no rule rea
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,9 +20,14 @@ from torch import Tensor
 
 from espalier.comm.base import Traffic, traffic
 from espalier.errors import UserError
+from espalier.graph import halo
+from espalier.graph.gnn import Gnn, Layer
 from espalier.graph.halo import Crossing, Halo
 from espalier.graph.neighbor_sampler import stream
 from espalier.kernels import quantize_rows as kernels
+
+if TYPE_CHECKING:
+    from espalier.config import HaloOptions
 
 WHOLE = 32
 """As bits: values cross as they are."""
@@ -233,3 +238,29 @@ def _not_finite(halo: Halo, crossing: Crossing, at: int) -> UserError:
 def row_bytes(columns: int, bits: Any, size: int = 4) -> Any:
     """Bytes of a boundary row of so many values of `size` bytes on the wire."""
     return columns * size if bits == WHOLE else kernels.wire_bytes(columns, bits)
+
+
+# --- cost ------------------------------------------------------------------------------------------------------------
+
+
+def step_bytes(network: Gnn, rows: Any, options: HaloOptions, size: int = 4) -> Any:
+    """float [ranks, ranks]: payload bytes that each rank sends each other in a step, forward and backward together: the
+    ledger's row `halo` (with `by_degree` to within the rounding of shares).
+
+    Args:
+        network: whose layers exchange; rows: `halo.Boundary.rows`; options: of `[graph.halo]`; size: bytes of a value.
+    """
+    rows, sent = np.asarray(rows, np.float64), 0.0
+    plain = options.bits == WHOLE and options.synchronize == 1
+    steps = SHARES[options.bits] if options.by_degree else (options.bits,)
+    for at, layer in enumerate(network.layers):
+        forward, backward = halo.row_bytes(network, at, size)
+        if at == 0 or plain:
+            sent = sent + rows * forward + rows.T * backward
+            continue
+        kept = isinstance(layer, Layer) and network.options.activation == "maxk"
+        beside = forward - backward if kept else 0  # columns of kept values
+        each = np.mean([row_bytes(backward // size, one, size) for one in steps])
+        sent = sent + (rows + rows.T) * each + rows * beside
+        sent = sent + STAMP * ((1 + kept) * (rows > 0) + 1.0 * (rows.T > 0))
+    return sent

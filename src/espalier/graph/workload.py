@@ -22,7 +22,7 @@ from espalier.graph.gnn import Gnn, GraphAttention, Isomorphism, Layer, Mean
 from espalier.graph.graph_classification import GraphTask
 from espalier.graph.link_prediction import Links, LinkTask
 from espalier.graph.neighbor_sampler import Style
-from espalier.graph.node_classification import NodeTask
+from espalier.graph.node_classification import NodeTask, held_out_figures
 from espalier.graph.subgraphs import SubgraphBatch, View
 from espalier.import_function import function
 from espalier.workload import ALONE, PackStart, Plain, Progress, Shard, Skeleton, to_device, whole_skeleton
@@ -30,6 +30,7 @@ from espalier.workload import ALONE, PackStart, Plain, Progress, Shard, Skeleton
 if TYPE_CHECKING:
     from espalier.graph.diskgnn.cost import StoredFeatures
     from espalier.graph.diskgnn.mini_batches import RunBatches
+    from espalier.graph.halo_parallel import Halos, RankPart
 
 Task = NodeTask | LinkTask | GraphTask
 
@@ -69,6 +70,8 @@ class GraphWorkload(Plain):
         self._reach: list[Reach] | None = None
         self._said = tuple(said)
         self._format: str | None = None
+        self.part: RankPart | None = None
+        """This rank's, where the graph is cut over ranks."""
         self.stored: RunBatches | None = None
         if recipe.store is not None:
             from espalier.graph.diskgnn.mini_batches import RunBatches
@@ -83,7 +86,7 @@ class GraphWorkload(Plain):
     def build(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
         """The network with its seeded weights and the kernels in its seam."""
         self.decisions()  # before ranks are forked, so that they share what was made
-        self._dtype, self._device, self._moved = dtype, device, {}
+        self._dtype, self._device, self._moved, self.part = dtype, device, {}, None
         return compiled_aggregate.equip(self.bare()).to(device=device, dtype=dtype)
 
     def skeleton(self) -> Skeleton:
@@ -127,6 +130,8 @@ class GraphWorkload(Plain):
 
     def batches(self, step: int, shard: Shard) -> list[SubgraphBatch]:
         """Targets of a seeded permutation per epoch, with what they hear from; the whole graph's stay as they are."""
+        if self.part is not None:
+            return [self.part.batch(step)]
         if isinstance(self.task, NodeTask) and not self.task.fanout:
             return self._standing(shard)
         made = None if self.stored is None else self.stored.batches(step, shard)
@@ -181,7 +186,15 @@ class GraphWorkload(Plain):
 
     def loss(self, model: nn.Module, batch: SubgraphBatch) -> tuple[Tensor, Tensor]:
         """The task's sum of losses, and how many answers it is of."""
+        if self.part is not None:
+            return self.part.loss(model, batch)
         return self.task.loss(model, batch)
+
+    @property
+    def whole_task(self) -> NodeTask:
+        """The task of a run that passes over the whole graph for its nodes."""
+        assert isinstance(self.task, NodeTask)
+        return self.task
 
     def validation_samples(self) -> int:
         """Held-out nodes, links or graphs."""
@@ -189,6 +202,9 @@ class GraphWorkload(Plain):
 
     def evaluate(self, model: nn.Module, shard: Shard) -> Mapping[str, tuple[float, float]]:
         """The task's figures with all neighbours; under `test_` those of the test part, which chooses nothing."""
+        if self.part is not None and self.whole_task.train is self.whole_task.held and isinstance(model, Gnn):
+            logits = self.part.logits(model)
+            return held_out_figures(self.whole_task, shard, lambda ids: logits[ids])
         return self.task.evaluate(model, shard)
 
     def summary(self, totals: Mapping[str, float]) -> Mapping[str, float]:
@@ -253,7 +269,11 @@ class GraphWorkload(Plain):
         bare = self.bare()
         if not isinstance(bare, Gnn):
             return self._foreign_work(bare, micro_batch)
-        return layer_work(bare, self.reach(), micro_batch, precision, self._each)
+        reach = self.reach()
+        if self.recipe.graph is not None and self.recipe.graph.halo is not None:  # a rank has its share of the graph
+            share = micro_batch / self.global_batch
+            reach = [Reach(one.sources * share, one.targets * share, one.edges * share) for one in reach]
+        return layer_work(bare, reach, micro_batch, precision, self._each)
 
     @property
     def _each(self) -> bool:
@@ -276,6 +296,17 @@ class GraphWorkload(Plain):
 
         assert isinstance(self.task, NodeTask), "others have no [store]"
         return mini_batches.stored_features(self.recipe, self.task.train.graph, self.task.items, self._inputs())
+
+    def halos(self) -> Halos | None:
+        """What a plan is told of rows that cross; None where the graph is not cut."""
+        options = None if self.recipe.graph is None else self.recipe.graph.halo
+        if options is None:
+            return None
+        from espalier.graph.halo_parallel import Halos
+
+        network = self.bare()
+        assert isinstance(network, Gnn)
+        return Halos(self.whole_task.train.graph, self.whole_task.train.style, network, options)
 
     def _inputs(self) -> tuple[int, float]:
         """Targets of the whole batch, and the input nodes of one that was drawn."""

@@ -116,7 +116,8 @@ def _profile(recipe: Recipe, opened: Callable[[], Workload]) -> Profile:
     workload = opened()
     assert isinstance(workload, GraphWorkload)
     found = profile(workload, workload.anatomy, workload.decisions())
-    return replace(found, loaded=LIBRARIES, stored=workload.stored_features() if recipe.store is not None else None)
+    stored = workload.stored_features() if recipe.store is not None else None
+    return replace(found, loaded=LIBRARIES, stored=stored, halos=workload.halos())
 
 
 def _answer(workload: Workload, model: nn.Module, text: str | None, sampling: Sampling) -> Answer:

@@ -26,6 +26,7 @@ from espalier.plan import (
     codecs,
     explain,
     flashflex_json,
+    halo_exchange,
     memory_model,
     pins,
     plan_summary,
@@ -114,16 +115,31 @@ def decide(
         found = _or_unequal(_every_step(request, cluster, calibration, trials), calibration)
         if isinstance(request.sync, Auto) and replicas.machines > 1 and found.fits:
             found = _if_rounds_pay(found, request, replicas, calibration)
-    plan = found.plan
-    if request.stored is not None:
-        from espalier.plan import packed_features  # loads torch
-
-        plan = packed_features.with_levels(plan, request.stored, cluster)
+    plan = _with_graph(found, request, cluster, calibration)
     plan = checkpoint_cost.paced(plan, request.saves, cluster, request.write_rate)
     plan = checkpoint_cost.with_copies(plan, request.copies, cluster)
     told = plan_summary.sentences(plan, cluster if plan.outer is None else replicas)
     why = (*told, *plan.why, *(precision.faster(request, found.found) if there else ()))
     return replace(found, plan=msgspec.structs.replace(plan, why=why))
+
+
+def _with_graph(found: PlanDecision, request: Request, cluster: Cluster, calibration: Calibration) -> Plan:
+    """What a graph adds: features that wait on disk, and rows that cross; one rank instead of several where that is
+    faster than their exchange."""
+    plan = found.plan
+    if request.stored is not None:
+        from espalier.plan import packed_features  # loads torch
+
+        plan = packed_features.with_levels(plan, request.stored, cluster)
+    if request.halos is None or not found.fits:
+        return plan
+    several = halo_exchange.with_halos(plan, request.halos, cluster)
+    if len(plan.trainers) == 1 or request.pin.ranks is not None or isinstance(request.sync, ByRounds):
+        return several
+    alone = _every_step(replace(request, pin=msgspec.structs.replace(request.pin, ranks=1)), cluster, calibration)
+    if not alone.fits or halo_exchange.seconds(alone.plan) >= halo_exchange.seconds(several):
+        return several
+    return halo_exchange.with_halos(alone.plan, request.halos, cluster, instead_of=several)
 
 
 def _in_the_fastest_precision(

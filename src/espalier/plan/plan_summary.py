@@ -115,7 +115,7 @@ def _headline(plan: Plan, predicted: Predicted, cluster: Cluster) -> str:
 
 def hardware(plan: Plan, cluster: Cluster) -> str:
     """The devices of a plan, by kind: `8 RTX 4090 in one machine`."""
-    places = {place.rank: place for place in _places(plan, cluster)}.values()
+    places = {place.rank: place for place in places_of(plan, cluster)}.values()
     machines = len({place.node for place in places})
     where = f" in {machines:,} machines" if machines > 1 else " in one machine" if len(places) > 1 else ""
     told = []
@@ -138,10 +138,10 @@ def link_words(link: Link, level: Literal["inside", "between"]) -> str:
 
 def table_of(plan: Plan, cluster: Cluster) -> Node:
     """The machine of the first rank."""
-    return _places(plan, cluster)[0].table
+    return places_of(plan, cluster)[0].table
 
 
-def _places(plan: Plan, cluster: Cluster) -> list[Place]:
+def places_of(plan: Plan, cluster: Cluster) -> list[Place]:
     """Where each rank sits."""
     known = {(place.node, place.slot): place for place in cluster.devices()}
     ranks = [plan.ranks[index] for index in plan.trainers]
@@ -154,7 +154,7 @@ def _places(plan: Plan, cluster: Cluster) -> list[Place]:
 
 def _waits(plan: Plan, predicted: Predicted, cluster: Cluster) -> list[str]:
     """What takes most of the step, and of each mechanism everything that it makes a step wait for."""
-    places, said, most = _places(plan, cluster), [], (0.0, "")
+    places, said, most = places_of(plan, cluster), [], (0.0, "")
     for what, names, groups in _mechanisms(plan):
         taken = {words: predicted.terms.get(name, 0.0) for name, words in names.items()}
         total = sum(taken.values())

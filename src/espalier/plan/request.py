@@ -15,6 +15,7 @@ from espalier.shard.cost import StateBytes
 
 if TYPE_CHECKING:
     from espalier.graph.diskgnn.cost import StoredFeatures
+    from espalier.graph.halo_parallel import Halos
     from espalier.shard.wrap_policy import Sized
     from espalier.workload_row import PartCost
 
@@ -93,6 +94,7 @@ class Request:
         loaded: bytes of libraries that only this kind of workload loads, in host memory.
         frozen: bytes of weights that are not trained, on every rank and in no checkpoint; None: as parameters are.
         stored: features of a graph that wait on disk.
+        halos: what crosses where a graph is cut over ranks; None: none is.
         parts: of several tasks, what ranks can run apart, in waves.
         saves: steps between checkpoints, or `auto`; None: who trains saves by other means. write_rate: bytes/s that a
             machine writes of them at most; None: any.
@@ -152,6 +154,7 @@ class Request:
     loaded: int = 0
     frozen: int | None = None
     stored: StoredFeatures | None = None
+    halos: Halos | None = None
     parts: tuple[PartCost, ...] = ()
     saves: int | Literal["auto"] | None = None
     write_rate: float | None = None

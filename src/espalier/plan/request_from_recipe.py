@@ -77,6 +77,7 @@ def of_recipe(recipe: Recipe, workload: Callable[[], Workload] | None = None) ->
         loaded=profile.loaded,
         frozen=profile.frozen,
         stored=profile.stored,
+        halos=profile.halos,
         parts=profile.parts,
         with_sequence=partial(_with_sequence, recipe, opened) if profile.heads else None,
         refuses=partial(mechanisms.refusal, recipe),

@@ -8,6 +8,7 @@ propagation with capacities, after Ugander and Backstrom, WSDM 2013).
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -23,19 +24,26 @@ SWEEPS = 10
 """Half of the nodes may move in each, so each node five times. A choice, not a measurement."""
 
 
-def clusters(indptr: Any, indices: Any, parts: int) -> np.ndarray:
+def clusters(indptr: Any, indices: Any, parts: int, shares: Sequence[float] | None = None) -> np.ndarray:
     """The part of each node, int32 [nodes] in 0 .. parts-1; deterministic.
 
     `indptr` [nodes + 1] and `indices` [entries] as for `rcmpp`; directions and repeated entries do not matter.
-    Raises UserError: arrays that fit not, or a number of parts that is not between 1 and the number of nodes.
+    `shares`: of the nodes for each part, in any unit (devices of unequal speed); None: equal. Unequal ones are always
+    made by our own sweeps.
+    Raises UserError: arrays that fit not, or a number of parts that is not between 1 and the number of nodes, or shares
+    that are not one above 0 for each.
     """
     pattern = Pattern.of(indptr, indices)
     if isinstance(parts, bool) or not isinstance(parts, int) or not 1 <= parts <= max(1, pattern.nodes):
         raise UserError(
             f"parts={parts!r} cannot be made of {pattern.nodes} nodes.", do=f"parts from 1 to {max(1, pattern.nodes)}"
         )
+    if shares is not None and (len(shares) != parts or min(shares) <= 0):
+        raise UserError(f"shares={list(shares)} are not for {parts} parts.", do="a number above 0 for each part")
     if parts == 1:
         return np.zeros(pattern.nodes, np.int32)
+    if shares is not None and max(shares) > (1 + SLACK) * min(shares):
+        return by_sweeps(pattern, parts, shares)
     return by_metis(pattern, parts) if importlib.util.find_spec("pymetis") else by_sweeps(pattern, parts)
 
 
@@ -49,15 +57,18 @@ def by_metis(pattern: Pattern, parts: int) -> np.ndarray:
     return np.asarray(found.vertex_part, np.int32)
 
 
-def by_sweeps(pattern: Pattern, parts: int) -> np.ndarray:
-    """As `clusters`, without METIS: never a larger cut than that of equal pieces of the RCM++ order."""
+def by_sweeps(pattern: Pattern, parts: int, shares: Sequence[float] | None = None) -> np.ndarray:
+    """As `clusters`, without METIS: never a larger cut than that of pieces of the RCM++ order."""
     nodes, matrix = pattern.nodes, symmetric(pattern)
     labels = np.empty(nodes, np.int32)
-    labels[trace(pattern).permutation] = np.arange(nodes) * parts // max(1, nodes)
+    each = np.ones(parts) if shares is None else np.asarray(shares, np.float64)
+    ends = np.cumsum(each)[:-1] * (nodes / each.sum())
+    labels[trace(pattern).permutation] = np.searchsorted(ends, np.arange(nodes), side="right")
     best, least = labels, cut(matrix, labels)
-    room = int(np.ceil(nodes / parts * (1 + SLACK)))
+    room = np.ceil(nodes * each / each.sum() * (1 + SLACK)).astype(np.int64)
+    least_room = np.zeros(parts, np.int64) if shares is None else (room * (1 - 2 * SLACK)).astype(np.int64)
     for sweep in range(SWEEPS):
-        labels = _moved(matrix, labels, parts, room, sweep)
+        labels = _moved(matrix, labels, (least_room, room), sweep)
         if (found := cut(matrix, labels)) < least:
             best, least = labels, found
     return best
@@ -82,9 +93,12 @@ def cut(matrix: sparse.csr_array, labels: np.ndarray) -> int:
     return int((np.repeat(labels, np.diff(matrix.indptr)) != labels[matrix.indices]).sum())
 
 
-def _moved(matrix: sparse.csr_array, labels: np.ndarray, parts: int, room: int, sweep: int) -> np.ndarray:
-    """Half of the nodes (each sweep another) move to the part of most of their neighbours, the most eager first."""
-    nodes = len(labels)
+def _moved(
+    matrix: sparse.csr_array, labels: np.ndarray, sizes: tuple[np.ndarray, np.ndarray], sweep: int
+) -> np.ndarray:
+    """Half of the nodes (each sweep another) move to the part of most of their neighbours, the most eager first.
+    `sizes`: nodes of each part at least, and at most."""
+    (fewest, room), nodes, parts = sizes, len(labels), len(sizes[1])
     ids = np.arange(nodes)
     members = sparse.csr_array((np.ones(nodes, np.float32), labels, np.arange(nodes + 1)), shape=(nodes, parts))
     near = sparse.csr_array(matrix @ members)  # [nodes, parts]: neighbours in each part
@@ -95,8 +109,12 @@ def _moved(matrix: sparse.csr_array, labels: np.ndarray, parts: int, room: int, 
     movers = movers[np.lexsort((movers, -eager[movers], wanted[movers]))]
     target = wanted[movers]
     turn = np.arange(len(movers)) - np.searchsorted(target, target)  # who is how manieth to enter a part
-    free = room - np.bincount(labels, minlength=parts)
+    counts = np.bincount(labels, minlength=parts)
+    source = labels[movers]
+    leaving = np.lexsort((movers, -eager[movers], source))
+    out = np.empty(len(movers), np.int64)  # who is how manieth to leave one
+    out[leaving] = np.arange(len(movers)) - np.searchsorted(source[leaving], source[leaving])
     moved = labels.copy()
-    accepted = turn < free[target]
+    accepted = (turn < (room - counts)[target]) & (out < (counts - fewest)[source])
     moved[movers[accepted]] = target[accepted]
     return moved

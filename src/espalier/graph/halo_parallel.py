@@ -1,0 +1,232 @@
+"""Full-graph training over ranks: each trains on its part of the graph, and rows of boundary nodes cross.
+
+The graph is cut once, into a folder in the cache with a checksum for every part (`partition_folder`); each rank then
+computes on its own part alone. Parts are in proportion to the shares of the plan, so that faster devices get more
+nodes. Losses are sums over a rank's own training nodes and divided by the number of all of them. Weights are whole on
+every rank, so that a checkpoint is that of a run on one rank, and goes on with any number of parts.
+"""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from espalier import plain_collectives
+from espalier.cache_dir import cache_folder, hashed
+from espalier.comm.base import Traffic, traffic
+from espalier.compose import Claim
+from espalier.errors import PeerLost, UserError
+from espalier.graph import halo, partition_folder
+from espalier.graph.base import dense
+from espalier.graph.neighbor_sampler import whole
+from espalier.graph.subgraphs import SubgraphBatch
+from espalier.graph.sylvie import WHOLE, Every, Sylvie, step_bytes
+from espalier.mechanism import Build, Mechanism
+from espalier.parallel.mesh import REPLICA
+from espalier.sparse.partition import clusters
+from espalier.workload import to_device
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from espalier.config import HaloOptions, Recipe
+    from espalier.graph.data import Array, Graph
+    from espalier.graph.gnn import Gnn
+    from espalier.graph.neighbor_sampler import Style
+    from espalier.graph.node_classification import NodeTask
+    from espalier.plan.base import Plan
+
+CLAIM = Claim(
+    "halo",
+    question="aggregate",
+    needs=frozenset({"a model"}),
+    changes=frozenset({"rows of the graph cross"}),
+    forbids=frozenset(
+        {"replicas differ between rounds", "compiles blocks", "a schedule of stages", "a window of layers"}
+    ),
+    instead=("every_step",),
+    option="graph.halo",
+)
+"""Ranks read one another's rows within a step, so all make the same steps with the same weights."""
+
+
+class RankPart:
+    """What one rank trains on, and how it evaluates with the others. Has state: the transport.
+
+    Args:
+        part: of the graph that training sees; task: whose nodes are trained on; options: of `[graph.halo]`.
+        placed: device and dtype of the model; seed: of random rounding.
+    """
+
+    def __init__(
+        self, part: partition_folder.Part, task: NodeTask, options: HaloOptions, placed: dict[str, Any], seed: int
+    ) -> None:
+        self.task = task
+        self.transport = Sylvie(Every(options.bits, options.synchronize), by_degree=options.by_degree, seed=seed)
+        depth = task.train.depth
+        part = part._replace(halo=part.halo.to(placed["device"]))
+        self.features, blocks = part._replace(features=part.features.to(**placed)).inputs(depth)
+        first = to_device(blocks[0], **placed)
+        plain = options.bits == WHOLE and options.synchronize == 1
+        travelling = part.halo if plain else replace(part.halo, transport=self.transport)
+        self.blocks, self.exact = travelling.by_layer(first, depth), part.halo.by_layer(first, depth)
+        owned = part.halo.owned.cpu().numpy()
+        own = np.isin(owned, task.parts.train)
+        self.owned, chosen = owned, torch.from_numpy(np.flatnonzero(own)).to(placed["device"])
+        labels = task.labels[owned[own]].to(placed["device"])
+        self._batch = SubgraphBatch(self.features, self.blocks, labels, chosen=chosen)
+        self.group = part.halo.group
+
+    def batch(self, step: int) -> SubgraphBatch:
+        """All of the part: the same for every step."""
+        return self._batch._replace(step=step)
+
+    def loss(self, model: nn.Module, batch: SubgraphBatch) -> tuple[Tensor, Tensor]:
+        """See `Workload.loss`, of the rank's own training nodes."""
+        self.transport.begin(batch.step)
+        return self.task.loss(model, batch)
+
+    @torch.no_grad()
+    def logits(self, model: Gnn) -> Tensor:
+        """[nodes, outputs] of all nodes, on every rank, with rows that cross as they are. All ranks call it alike."""
+        rows: Any = self.features
+        for at, block in enumerate(self.exact):
+            rows = model.step(at, block, rows)
+        own = dense(rows).cpu()
+        own = own if own.dtype == torch.float64 else own.float()
+        found = own.new_zeros(len(self.task.labels), own.shape[1])
+        found[self.owned] = own
+        with traffic(Traffic.ACTIVATIONS):
+            dist.all_reduce(found, group=self.group)
+        return found
+
+
+class HaloParallel(Mechanism):
+    """Each rank trains on its part of the graph."""
+
+    claim = CLAIM
+    record = "sylvie"
+
+    def __init__(self, options: HaloOptions) -> None:
+        self.options = options
+
+    def wrap(self, context: Build) -> None:
+        """Opens this rank's part, which is cut first where it is not there; all ranks do it together."""
+        from espalier.graph.workload import GraphWorkload
+
+        workload, mesh, model = context.workload, context.mesh, context.model
+        assert isinstance(workload, GraphWorkload)
+        assert model is not None
+        task, group = workload.whole_task, mesh.replica
+        assert group is not None, "parts are of several ranks"
+        members = mesh.mesh.members(mesh.rank, *REPLICA)
+        ranks = [context.plan.ranks[rank] for rank in members]
+        shares = [one.share[1] - one.share[0] for one in ranks]
+        nodes = [one.node for one in ranks]
+        writes = nodes.index(nodes[group.rank()]) == group.rank()
+        part = open_part(task.train.graph, task.train.style, shares, group, writes=writes)
+        halo.equip(model)
+        one = next(model.parameters())
+        placed = {"device": one.device, "dtype": one.dtype}
+        workload.part = RankPart(part, task, self.options, placed, context.recipe.train.seed)
+
+    def close(self, context: Build) -> None:
+        """Takes in what is under way."""
+        if (part := getattr(context.workload, "part", None)) is not None:
+            with suppress(PeerLost):
+                part.transport.drain()
+
+
+def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:
+    """Where the recipe asks for it and there are several ranks."""
+    options = None if recipe.graph is None else recipe.graph.halo
+    return HaloParallel(options) if options is not None and len(plan.trainers) > 1 else None
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Halos:
+    """What a plan is told of a graph that is cut over ranks. `rows` cuts it, once for each division of the nodes."""
+
+    graph: Graph
+    style: Style
+    network: Gnn
+    options: HaloOptions
+    _known: dict[tuple[int, ...], Array] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        """All that a plan depends on."""
+        return f"Halos({self.graph.fingerprint()}, {self.style}, {self.options})"
+
+    def rows(self, shares: Sequence[int]) -> Array:
+        """int64 [ranks, ranks]: rows that rank i sends rank j before a layer aggregates."""
+        if tuple(shares) not in self._known:
+            known = partition_folder.rows_of(folder_of(self.graph.fingerprint(), self.style, shares))
+            if known is None:
+                parts = parts_of(self.graph, shares)
+                known = halo.boundary(self.graph.indptr, self.graph.indices, parts, len(shares)).rows
+            self._known[tuple(shares)] = known
+        return self._known[tuple(shares)]
+
+    def step_bytes(self, shares: Sequence[int], size: int) -> Array:
+        """float [ranks, ranks]: see `sylvie.step_bytes`."""
+        found: Array = step_bytes(self.network, self.rows(shares), self.options, size)
+        return found
+
+
+# --- the parts, in the cache ---------------------------------------------------------------------------------------
+
+
+def open_part(
+    graph: Graph, style: Style, shares: Sequence[int], group: dist.ProcessGroup, *, writes: bool = True
+) -> partition_folder.Part:
+    """The part of this rank of `group`. All ranks call it alike; the graph is cut by the first where it was not.
+
+    Args:
+        shares: of the nodes, for each rank; writes: whether this rank writes the parts for its machine.
+    """
+    identity, rank = graph.fingerprint(), group.rank()
+    folder = folder_of(identity, style, shares)
+    intact = partition_folder.intact(folder, rank, identity)
+    if not all(plain_collectives.all_gather(intact, group)):
+        made = parts_of(graph, shares).tobytes() if rank == 0 else b""
+        parts = np.frombuffer(plain_collectives.broadcast(made, group), np.int32)
+        if writes:
+            with _locked(folder):
+                if not all(partition_folder.intact(folder, one, identity) for one in range(len(shares))):
+                    block = whole(graph, style)
+                    cut = halo.boundary(block.indptr, block.indices, parts, len(shares))
+                    partition_folder.write(folder, graph, style, cut)
+        plain_collectives.all_gather(True, group)
+    return partition_folder.read(folder, rank, group, identity)
+
+
+def folder_of(identity: str, style: Style, shares: Sequence[int]) -> Path:
+    """Where the parts of a graph wait."""
+    return cache_folder() / "partitions" / hashed([identity, style.loops, style.scale, list(shares)])
+
+
+def parts_of(graph: Graph, shares: Sequence[int]) -> Array:
+    """int32 [nodes]: the rank of each node. Raises UserError for more ranks than nodes."""
+    if graph.nodes < len(shares):
+        raise UserError(
+            f"{graph.origin} has {graph.nodes:,} nodes for {len(shares)} ranks.", do=f"plan.pin.ranks={graph.nodes}"
+        )
+    return clusters(graph.indptr, graph.indices, len(shares), shares)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One process of a machine at a time."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with (folder.parent / f"{folder.name}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,92 @@
+"""Halo exchange in plans (Sylvie): the rows that cross when a graph is cut over ranks, over which links, and how long
+that takes. No torch.
+
+Ranks of a machine share its link to others: a machine sends what its ranks send to other machines at the link's
+bandwidth. Late rows have a step to arrive in.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from espalier import units
+from espalier.plan.base import Plan
+from espalier.plan.packed_features import longer
+from espalier.plan.plan_summary import COMPUTING, link_words, places_of
+
+if TYPE_CHECKING:
+    from espalier.cluster import Cluster
+    from espalier.graph.halo_parallel import Halos
+
+HALOS = "Halos"
+"""How sentences about rows that cross begin."""
+ALL_BITS = 32
+
+
+def seconds(plan: Plan) -> float:
+    """Of a step, as predicted."""
+    return plan.predicted.step_seconds if plan.predicted is not None else 0.0
+
+
+def _alone(plan: Plan, instead_of: Plan | None) -> Plan:
+    """One rank has all of the graph."""
+    beside = "" if instead_of is None else (
+        f"; over {len(instead_of.trainers)} ranks a step would take {units.show_seconds(seconds(instead_of))}, here "
+        f"{units.show_seconds(seconds(plan))}, by estimate (plan.pin.ranks={len(instead_of.trainers)} cuts it anyway)"
+    )  # fmt: skip
+    return msgspec.structs.replace(plan, why=(f"{HALOS}: one rank has the whole graph, none cross{beside}.", *plan.why))
+
+
+def with_halos(plan: Plan, halos: Halos, cluster: Cluster, instead_of: Plan | None = None) -> Plan:
+    """The plan with the bytes and seconds of its exchanges, in sentences too; each rank takes its part at once.
+    `instead_of`: a plan of several ranks that is slower than this one."""
+    if len(plan.trainers) == 1:
+        return _alone(plan, instead_of)
+    ranks = [plan.ranks[rank] for rank in plan.trainers]
+    shares = [one.share[1] - one.share[0] for one in ranks]
+    plan = msgspec.structs.replace(plan, micro_batch=max(shares))
+    rows, size = halos.rows(shares), 8 if plan.precision == "fp64" else 4
+    sent, options = np.asarray(halos.step_bytes(shares, size)), halos.options
+    node = np.array([one.node for one in ranks])
+    far = node[:, None] != node[None]
+    level, crossing = ("between", sent * far) if far.any() else ("inside", sent)
+    devices = {place.rank for place in places_of(plan, cluster)}
+    link = cluster.slowest(devices, "between" if far.any() else "inside")
+    groups = node if far.any() else np.arange(len(ranks))
+    most = max(crossing[groups == one].sum() for one in set(groups.tolist()))
+    exchanges = 2 * (len(halos.network.layers) - 1)
+    wait = float(most) / link.bandwidth + exchanges * (link.latency + link.launch)
+    words, show = link_words(link, "between" if level == "between" else "inside"), units.show_size
+    low = f"{units.plural(options.bits, 'bit')} a value" if options.bits < ALL_BITS else "values as they are"
+    told = [
+        f"{HALOS}: the graph is cut into {len(ranks)} parts; {int(rows.sum()):,} rows of other parts are read before "
+        f"each layer, {show(float(sent.sum(1).max()))} leave a rank in a step ({low})."
+    ]
+    exposed, predicted = wait, plan.predicted
+    if predicted is not None:
+        computing = sum(predicted.terms.get(name, 0.0) for name in COMPUTING)
+        late = 0.0 if options.synchronize == 1 else 1 - 1 / options.synchronize if options.synchronize else 1.0
+        exposed = (1 - late) * wait + late * max(0.0, wait - computing)
+        alone = computing * len(ranks)
+        predicted = longer(predicted, "halo", exposed)
+        predicted = msgspec.structs.replace(
+            predicted, sent_bytes={**predicted.sent_bytes, "halo": float(sent.sum(1).max())}
+        )
+        if alone < predicted.step_seconds:
+            told.append(
+                f"{HALOS}: one rank would be faster, {units.show_seconds(alone)} a step by estimate: plan.pin.ranks=1."
+            )
+    hidden = "" if options.synchronize == 1 else f", {units.show_seconds(exposed)} of them beyond computing"
+    stale = (
+        "every step waits for fresh rows"
+        if options.synchronize == 1
+        else "rows are one step late"
+        + (f", and every {options.synchronize}th step waits for fresh ones" if options.synchronize else "")
+    )
+    told.append(f"{HALOS} take {units.show_seconds(wait)} of a step over {words}{hidden}; {stale}.")
+    if options.bits == ALL_BITS and exposed > 0.5 * (predicted.step_seconds if predicted else 0.0) > 0:
+        told.append(f"{HALOS} take most of the step: graph.halo.bits=1 sends about a 28th of the bytes.")
+    return msgspec.structs.replace(plan, predicted=predicted, why=(*told, *plan.why))

@@ -1,0 +1,247 @@
+"""Training over parts of a graph: any number of ranks trains as one does, evaluates as one does, and goes on as one."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from espalier import cluster as clusters_
+from espalier import config, trainer, worker
+from espalier.checkpoint.save_and_restore import Checkpoints
+from espalier.config import defaults, recipe_file
+from espalier.errors import UserError
+from espalier.graph import halo_parallel, partition_folder
+from espalier.graph.data import Graph
+from espalier.graph.neighbor_sampler import Style
+from espalier.graph.workload import GraphWorkload
+from espalier.launch import agent
+from espalier.launch import base as launch
+from espalier.plan import base as plans
+from espalier.plan import decide, halo_exchange, request_from_recipe
+from espalier.rank_setup import RankSetup
+from espalier.sparse.partition import clusters
+from espalier.testing import ranks
+
+from .conftest import made
+from .test_workload import STEPS, recipe_of
+
+HALO = {"bits": 32}
+
+
+def plan_of(recipe, workload, cuts):
+    """Ranks with the shares between `cuts`, in percent of the training nodes."""
+    ends = [workload.global_batch * one // 100 for one in (0, *cuts, 100)]
+    shares = tuple(plans.Rank(share=(a, b)) for a, b in itertools.pairwise(ends))
+    return plans.Plan(ranks=shares, micro_batch=workload.global_batch, precision=recipe.train.precision)
+
+
+def train(recipe, graph, cuts=(), folder=None, stop=None):
+    """The events of rank 0: losses of steps, figures of validations, halo bytes."""
+    workload = GraphWorkload(recipe, graph)
+    plan = plan_of(recipe, workload, cuts)
+
+    def life(place):
+        found = {"losses": [], "validation": [], "halo": []}
+
+        def emit(event, **fields):
+            if event == "step":
+                found["losses"].append(fields["loss"])
+                found["halo"].append(fields["bytes"].get("halo", 0))
+            if event == "validation":
+                found["validation"].append({k: v for k, v in fields.items() if k != "step"})
+
+        with worker.joined(place, 90.0) as channel:
+            setting = RankSetup(recipe, plan, workload, place, emit=emit, stop_after=stop)
+            made = trainer.Trainer(setting, channel)
+            saved = None
+            if folder is not None:
+                saved = Checkpoints(str(folder), group=worker.saving_group(made.mesh.trainers))
+                made.restore(saved)
+            try:
+                made.run(saved)
+            except trainer.Interrupted:
+                pass
+            finally:
+                made.built.close()
+            if saved is not None:
+                saved.wait()
+        return found
+
+    places = launch.places(plan)
+    return agent.run(life, places)[0] if cuts else life(places[0])
+
+
+def close(found, expected, rel):
+    assert found["losses"] == pytest.approx(expected["losses"], rel=rel)
+    assert len(found["validation"]) == len(expected["validation"]) > 0
+    for one, other in zip(found["validation"], expected["validation"], strict=True):
+        assert one == pytest.approx(other, rel=rel)
+
+
+@pytest.mark.parametrize("kind", ["gcn", "sage", "gat", "gin", "maxk"])
+def test_any_parts_train_and_validate_as_one_rank(kind):
+    model = {"kind": "gcn", "activation": "maxk", "k": 3} if kind == "maxk" else {"kind": kind}
+    alone = train(recipe_of(model), made())
+    assert not sum(alone["halo"])
+    recipe = recipe_of(model, {"halo": HALO})
+    for cuts in [(50,), (10, 40)] if kind == "gcn" else [(20,)]:
+        found = train(recipe, made(), cuts)
+        close(found, alone, rel=1e-9)
+        assert sum(found["halo"]) > 0
+
+
+def test_fp32_and_labels_on_few_ranks_train_as_one_rank():
+    """All training nodes are in one cluster, so that some rank has none."""
+    graph = made()
+    parts = clusters(graph.indptr, graph.indices, 3)
+    order = np.argsort(parts, kind="stable")
+    assert graph.parts is not None
+    split = type(graph.parts)(*(np.sort(one) for one in (order[:12], order[12:30], order[30:])))
+    graph = Graph(**{**vars(graph), "parts": split})
+    alone = train(recipe_of(precision="fp32"), graph)
+    close(train(recipe_of(graph={"halo": HALO}, precision="fp32"), graph, (33, 66)), alone, rel=1e-5)
+
+
+def test_inductive_training_hides_edges_from_parts_too():
+    alone = train(recipe_of(graph={"inductive": True}), made())
+    close(train(recipe_of(graph={"inductive": True, "halo": HALO}), made(), (50,)), alone, rel=1e-9)
+
+
+def test_a_checkpoint_goes_on_with_another_number_of_parts(tmp_path):
+    recipe = recipe_of({"kind": "sage"}, {"halo": HALO})
+    whole = train(recipe, made(), (50,), tmp_path / "whole")
+    first = train(recipe, made(), (30, 60), tmp_path / "cut", stop=2)
+    for cuts in [(), (40,)]:
+        folder = tmp_path / f"again {len(cuts)}"
+        shutil.copytree(tmp_path / "cut", folder)
+        then = train(recipe, made(), cuts, folder)
+        assert first["losses"] + then["losses"] == pytest.approx(whole["losses"], rel=1e-9)
+
+
+@pytest.mark.parametrize("options", [{"bits": 1}, {"bits": 4, "synchronize": 3}, {"bits": 1, "by_degree": True}])
+def test_few_bits_send_less_and_still_learn(options):
+    plain = train(recipe_of({"width": 64}, {"halo": HALO}, precision="fp32"), made(edges=600), (50,))
+    found = train(recipe_of({"width": 64}, {"halo": options}, precision="fp32"), made(edges=600), (50,))
+    assert found["losses"][-1] < found["losses"][0]
+    assert found["halo"][2] < 0.6 * plain["halo"][2]
+
+
+@pytest.mark.parametrize("kind", ["gcn", "gat", "maxk"])
+def test_bytes_of_a_step_are_those_of_the_plan(kind):
+    model = {"activation": "maxk", "k": 3} if kind == "maxk" else {"kind": kind}
+    for options in ({}, {"bits": 2}, {"synchronize": 0}):
+        if options.get("synchronize") == 0 and kind == "maxk":
+            continue
+        recipe = recipe_of({**model, "depth": 3}, {"halo": options}, precision="fp32")
+        workload = GraphWorkload(recipe, made())
+        plan = plan_of(recipe, workload, (20, 60))
+        shares = [one.share[1] - one.share[0] for one in plan.ranks]
+        halos = workload.halos()
+        assert halos is not None
+        sent = train(recipe, made(), (20, 60))["halo"][1:]
+        assert sent == [halos.step_bytes(shares, 4)[0].sum()] * (STEPS - 1)
+
+
+def machines(count, mbit):
+    node = f'[[nodes]]\ndevice = "cpu"\ncores = 1\nmemory = "8GiB"\ncount = {count}\n'
+    return clusters_.loads(node + (f'[links]\nbetween = "{mbit}Mbit/s"\n' if count > 1 else ""))
+
+
+def asked(options, ranks):
+    recipe = recipe_of({"width": 64, "depth": 3}, {"halo": options}, precision="fp32")
+    recipe = msgspec.structs.replace(recipe, plan=config.Planning(pin=config.Pin(ranks=ranks)))
+    workload = GraphWorkload(recipe, made(nodes=600, edges=4000))
+    return request_from_recipe.of_recipe(recipe, lambda: workload)
+
+
+def over_machines(options):
+    """The plan of three ranks, and the same on three machines."""
+    request = asked(options, 3)
+    here = decide.decide(request, machines(1, 0)).taken
+    bare = msgspec.structs.replace(
+        here, ranks=tuple(msgspec.structs.replace(one, node=at) for at, one in enumerate(here.ranks))
+    )
+    terms = {name: value for name, value in here.predicted.terms.items() if name != "halo"}
+    predicted = msgspec.structs.replace(here.predicted, terms=terms, step_seconds=sum(terms.values()))
+    bare = msgspec.structs.replace(bare, why=(), predicted=predicted)
+    return request.halos, here, halo_exchange.with_halos(bare, request.halos, machines(3, 1))
+
+
+def test_the_plan_says_what_crosses_each_link_how_long_it_takes_and_when_one_rank_is_faster():
+    halos, here, plan = over_machines({})
+    shares = [one.share[1] - one.share[0] for one in plan.ranks]
+    sent = halos.step_bytes(shares, 4).sum(1).max()
+    assert plan.predicted.sent_bytes["halo"] == here.predicted.sent_bytes["halo"] == sent
+    assert plan.predicted.terms["halo"] == pytest.approx(sent / (1e6 / 8), rel=0.01)
+    assert plan.predicted.step_seconds == pytest.approx(sum(plan.predicted.terms.values()))
+    assert here.micro_batch == plan.micro_batch == max(shares)
+    said = "\n".join(plan.why)
+    assert "cut into 3 parts" in said
+    assert "over 1 Mbit/s between machines" in said
+    assert "one rank would be faster" in said
+    assert "graph.halo.bits=1" in said
+    *_, low = over_machines({"bits": 1, "synchronize": 5})
+    assert low.predicted.terms["halo"] < 0.1 * plan.predicted.terms["halo"]
+    assert any("rows are one step late, and every 5th step waits" in one for one in low.why)
+
+
+def test_one_rank_is_planned_where_it_is_faster():
+    plan = decide.decide(asked({}, None), machines(3, 1)).taken
+    assert len(plan.ranks) == 1
+    assert any("one rank has the whole graph" in one for one in plan.why)
+
+
+def test_parts_follow_the_shares_of_unequal_devices():
+    graph = made(nodes=400, edges=1600)
+    sizes = np.bincount(halo_parallel.parts_of(graph, [1, 2, 5]), minlength=3)
+    np.testing.assert_allclose(sizes, [50, 100, 250], rtol=0.07, atol=1)
+    with pytest.raises(UserError, match="shares"):
+        clusters(graph.indptr, graph.indices, 3, [1, 2])
+
+
+def test_a_damaged_part_in_the_cache_is_written_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    graph, style = made(), Style(True, "symmetric")
+
+    def opened(channel):
+        part = halo_parallel.open_part(graph, style, [1, 1], channel, writes=channel.rank() == 0)
+        return part.halo.owned
+
+    first = ranks(2, opened)
+    folder = halo_parallel.folder_of(graph.fingerprint(), style, [1, 1])
+    path = folder / "part-1.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1]))
+    assert not partition_folder.intact(folder, 1, graph.fingerprint())
+    assert all(map(torch.equal, first, ranks(2, opened)))
+    assert partition_folder.intact(folder, 1, graph.fingerprint())
+
+
+def test_more_ranks_than_nodes_are_refused():
+    with pytest.raises(UserError, match="60 nodes for 61 ranks"):
+        halo_parallel.parts_of(made(), [1] * 61)
+
+
+@pytest.mark.parametrize(
+    ("model", "graph", "message"),
+    [
+        ({}, {"task": "link"}, "graph.task = 'link'"),
+        ({}, {"fanout": [3, 3]}, r"graph.fanout = \[3, 3\]"),
+        ({}, {"halo": {"synchronize": -1}}, "below 0"),
+        ({}, {"halo": {"by_degree": True}}, "by_degree has no effect"),
+        ({"activation": "maxk", "k": 3}, {"halo": {"synchronize": 0}}, "maxk"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_by_name(model, graph, message):
+    with pytest.raises(UserError, match=message):
+        recipe_of(model, {"halo": {}, **graph})
+
+
+def test_a_network_of_ones_own_is_refused():
+    table = {"model": {"kind": "messages", "build": "nowhere:make"}, "data": {"path": "made"}, "graph": {"halo": {}}}
+    with pytest.raises(UserError, match="network of your own"):
+        defaults.resolve(recipe_file.from_table(table))
