@@ -88,6 +88,6 @@ RESUMABLE = (
         "train.compile",
         "name",
     ),
-    *("graph.order", "graph.format", "graph.pickle"),
+    *("graph.order", "graph.format", "graph.halo", "graph.pickle"),
     *("store.memory", "store.path", "store.disk"),
 )
