@@ -1,0 +1,242 @@
+"""One rank of bench/sylvie.py: contestants train the same network on the same parts of a planted graph.
+
+    torchrun's environment; argument: a Task as JSON. Rank 0 prints an Outcome as JSON.
+
+A turn is a block of epochs, with what is under way at its end waited for, so that late messages are not hidden behind
+others' turns. Held-out accuracy is measured between turns and not timed.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent))
+from espalier import config
+from espalier.comm.base import Traffic, traffic
+from espalier.graph import halo, synthetic
+from espalier.graph.compiled_aggregate import equip
+from espalier.graph.gnn import Gnn
+from espalier.graph.halo import Crossing, Halo
+from espalier.graph.neighbor_sampler import Sampler, Style, whole
+from espalier.graph.node_classification import summed_loss
+from espalier.graph.subgraphs import forward
+from espalier.graph.sylvie import Every, Sylvie
+from espalier.sparse.partition import clusters
+from rank import late, run, stock
+
+BNS = 0.1
+"""Share of the boundary that BNS-GCN keeps (arXiv 2203.10983, section 4)."""
+FANOUTS = (10, 10, 5)
+SEEDS = 256
+"""Targets of a rank's sampled batch."""
+
+
+class Task(msgspec.Struct, frozen=True):
+    """What to measure: contestants, blocks of `epochs` each, the graph and the network; seconds at most."""
+
+    contestants: tuple[str, ...]
+    rounds: int
+    epochs: int
+    folder: str
+    nodes: int
+    degree: int = 30
+    width: int = 256
+    depth: int = 3
+    limit: float = 100.0
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """By contestant: seconds of an epoch in each block; bytes of halos and gradients that all ranks sent in an epoch;
+    held-out accuracy after each block."""
+
+    seconds: dict[str, list[float]]
+    sent: dict[str, float]
+    accuracy: dict[str, list[float]]
+
+
+class Sampled:
+    """BNS-GCN's transport: of each pair's boundary a share, drawn anew in each step, scaled up; the rest are zeros."""
+
+    def __init__(self) -> None:
+        self.step = 0
+
+    def begin(self, step: int) -> None:
+        """Another draw."""
+        self.step = step
+
+    def __call__(self, own: Halo, sent: Tensor, received: Tensor, crossing: Crossing) -> None:
+        """See `halo.Transport`. Both ends draw the same."""
+        rank = dist.get_rank()
+        out = self._drawn(own.leaving(crossing), crossing, rank, leaves=True)
+        into = self._drawn(own.arriving(crossing), crossing, rank, leaves=False)
+        rows = torch.cat([part[one] for part, one in zip(sent.split(own.leaving(crossing)), out, strict=True)])
+        found = sent.new_empty(sum(map(len, into)), *sent.shape[1:])
+        with traffic(Traffic.HALO):
+            dist.all_to_all_single(found, rows, list(map(len, into)), list(map(len, out)), group=own.group)
+        received.zero_()
+        parts = zip(received.split(own.arriving(crossing)), found.split(list(map(len, into))), into, strict=True)
+        for part, rows_, one in parts:
+            part[one] = rows_ / BNS
+
+    def _drawn(self, counts: list[int], crossing: Crossing, rank: int, leaves: bool) -> list[Tensor]:
+        drawn = []
+        for peer, count in enumerate(counts):
+            owner, reader = (rank, peer) if leaves != crossing.backward else (peer, rank)
+            random = np.random.default_rng([self.step, owner, reader])
+            drawn.append(torch.from_numpy(np.flatnonzero(random.random(count) < BNS)))
+        return drawn
+
+
+TRANSPORTS: dict[str, Callable[[], Any]] = {
+    "fp32 synchronous": lambda: None,
+    "fp32 pipelined (PipeGCN)": lambda: Sylvie(Every(32, 0)),
+    "8-bit synchronous (AdaQP-like)": lambda: Sylvie(Every(8, 1)),
+    "boundary sampling 0.1 (BNS-GCN)": Sampled,
+    "sylvie 1 bit": lambda: Sylvie(Every(1, 1)),
+    "sylvie 1 bit, late": lambda: Sylvie(Every(1, 5)),
+}
+
+
+class Parts:
+    """A contestant that trains on parts."""
+
+    def __init__(self, name: str, network: Gnn, graph: Any, own: Halo, block: Any) -> None:
+        self.transport, self.own = TRANSPORTS[name](), own
+        self.network = halo.equip(copy.deepcopy(network))
+        self.optimizer = torch.optim.Adam(self.network.parameters(), 0.003)
+        self.features = own.exchange(torch.from_numpy(np.asarray(graph.features))[own.owned])
+        depth = len(network.layers)
+        travelling = own if self.transport is None else replace(own, transport=self.transport)
+        self.blocks, self.exact = travelling.by_layer(block, depth), own.by_layer(block, depth)
+        ids = own.owned.numpy()
+        labels = torch.from_numpy(np.asarray(graph.labels))[ids]
+        self.chosen, self.held = (
+            torch.from_numpy(np.flatnonzero(np.isin(ids, one))) for one in (graph.parts.train, graph.parts.test)
+        )
+        self.labels, self.all, self.step = labels, len(graph.parts.train), 0
+
+    def epoch(self) -> None:
+        """One step on the whole graph."""
+        if self.transport is not None:
+            self.transport.begin(self.step)
+        self.step += 1
+        self.optimizer.zero_grad()
+        logits = self.network(self.features, self.blocks)
+        loss, _ = summed_loss(logits, self.labels[self.chosen], self.chosen)
+        (loss / self.all).backward()
+        summed(self.network, self.own.group)
+        self.optimizer.step()
+
+    def settle(self) -> None:
+        """Waits for what is under way."""
+        for flight in getattr(self.transport, "_flights", {}).values():
+            flight.work.wait()
+
+    @torch.no_grad()
+    def accuracy(self) -> float:
+        """Of all test nodes, with rows as they are."""
+        self.network.eval()
+        found = self.network(self.features, self.exact)[self.held].argmax(1) == self.labels[self.held]
+        self.network.train()
+        return mean(found)
+
+
+class Batches(Parts):
+    """DDP over sampled batches: every rank has the whole graph; an epoch passes over all training nodes."""
+
+    def __init__(self, name: str, network: Gnn, graph: Any, own: Halo, block: Any) -> None:
+        super().__init__("fp32 synchronous", network, graph, own, block)
+        self.graph, self.sampler, self.drawn = graph, Sampler(graph, Style(loops=False, scale="mean")), 0
+        self.every = torch.from_numpy(np.asarray(graph.features))
+        self.targets = torch.from_numpy(np.asarray(graph.labels))
+
+    def epoch(self) -> None:
+        """All training nodes once."""
+        order = np.random.default_rng(self.drawn).permutation(self.graph.parts.train)
+        ranks, rank = dist.get_world_size(), dist.get_rank()
+        for first in range(0, len(order), SEEDS * ranks):
+            batch = order[first : first + SEEDS * ranks]
+            seeds = batch[rank::ranks]
+            self.drawn += 1
+            nodes, blocks = self.sampler.draw(seeds, FANOUTS[: len(self.network.layers)], 0, self.drawn)
+            self.optimizer.zero_grad()
+            logits = forward(self.network, self.every[nodes], blocks)
+            (summed_loss(logits, self.targets[seeds])[0] / len(batch)).backward()
+            summed(self.network, self.own.group)
+            self.optimizer.step()
+
+
+def summed(network: Gnn, group: Any) -> None:
+    """Adds gradients up over the ranks."""
+    flat = torch.cat([one.grad.flatten() for one in network.parameters()])
+    with traffic(Traffic.GRADIENTS):
+        dist.all_reduce(flat, group=group)
+    for one, part in zip(network.parameters(), flat.split([p.numel() for p in network.parameters()]), strict=True):
+        one.grad.copy_(part.view_as(one))
+
+
+def mean(found: Tensor) -> float:
+    """Over all ranks."""
+    total = torch.tensor([float(found.sum()), float(len(found))], dtype=torch.float64)
+    dist.all_reduce(total, group=stock())
+    return float(total[0] / total[1])
+
+
+def measure(task: Task, channel: Any) -> Outcome:
+    """All contestants in turn, after one block to warm up (which counts for accuracy and not for seconds)."""
+    graph = synthetic.opened(Path(task.folder))
+    options = config.Sage(depth=task.depth, width=task.width, dropout=0.0, activation="relu", norm=True)
+    torch.manual_seed(0)
+    network = equip(Gnn(options, graph.features.shape[1], graph.outputs))
+    style = Style(loops=False, scale="mean")
+    block = whole(graph, style)
+    ranks, rank = channel.size(), channel.rank()
+    cut = halo.boundary(block.indptr, block.indices, clusters(graph.indptr, graph.indices, ranks), ranks)
+    own = Halo.of(block.indptr, block.indices, cut, rank, channel)
+    local = own.block(block)
+    made = {
+        name: (Parts if name in TRANSPORTS else Batches)(name, network, graph, own, local) for name in task.contestants
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in made}
+    accuracy: dict[str, list[float]] = {name: [] for name in made}
+    sent: dict[str, float] = {}
+    begun = time.perf_counter()
+    for number in range(task.rounds + 1):
+        for name, one in made.items():
+            dist.barrier(stock())
+            before, start = _bytes(channel), time.perf_counter()
+            for _ in range(task.epochs if number else 1):
+                one.epoch()
+            one.settle()
+            dist.barrier(stock())
+            took = time.perf_counter() - start
+            if number:
+                seconds[name].append(took / task.epochs)
+                total = torch.tensor([(_bytes(channel) - before) / task.epochs], dtype=torch.float64)
+                dist.all_reduce(total, group=stock())
+                sent[name] = float(total)
+                accuracy[name].append(one.accuracy())
+        if late(begun, task.limit):
+            break
+    return Outcome(seconds, sent, accuracy)
+
+
+def _bytes(channel: Any) -> float:
+    found = channel.ledger.by_class()
+    return sum(found.get(kind.value, 0.0) for kind in (Traffic.HALO, Traffic.GRADIENTS))
+
+
+if __name__ == "__main__":
+    run(Task, measure)

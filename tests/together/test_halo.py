@@ -1,0 +1,153 @@
+"""Parts of a graph over ranks with what they meet in a run: MaxK, CBM, int8 gradients, sharded states, a rank that is
+killed while rows are late, fewer ranks afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import pytest
+import struck
+from struck import Struck, same
+
+from espalier import mechanisms, trainer, worker
+from espalier.config import defaults, recipe_file
+from espalier.errors import Interrupted, UserError
+from espalier.graph.data import DataSplit, Graph
+from espalier.graph.sylvie import Sylvie
+from espalier.graph.workload import GraphWorkload
+from espalier.launch import agent
+from espalier.launch import base as launch
+from espalier.plan import base as plans
+from espalier.rank_setup import RankSetup
+from espalier.testing.faults import Fault
+
+STEPS = 8
+
+
+def graph_of(nodes=240, edges=1400) -> Graph:
+    random = np.random.default_rng(0)
+    labels = random.integers(0, 4, nodes)
+    features = random.normal(size=(nodes, 12)) + 2 * np.eye(4, 12)[labels]
+    order = random.permutation(nodes)
+    split = DataSplit(*(np.sort(one) for one in (order[:120], order[120:180], order[180:])))
+    ends = random.integers(0, nodes, (2, edges))
+    return Graph.from_edges(*ends, features=features, labels=labels, parts=split, undirected=True)
+
+
+def recipe_of(model=None, halo=None, graph=None, precision="fp64", **tables):
+    table = {
+        "model": {"kind": "gcn", "depth": 2, "width": 32, "dropout": 0.0, **(model or {})},
+        "data": {"path": "made"},
+        "graph": {"halo": halo or {}, **(graph or {})},
+        "train": {"steps": STEPS, "precision": precision},
+        **tables,
+    }
+    return defaults.resolve(recipe_file.from_table(table))[0]
+
+
+def plan_of(recipe, ranks, items=120, **changes):
+    ends = [items * one // ranks for one in range(ranks + 1)]
+    shares = tuple(plans.Rank(share=(ends[one], ends[one + 1])) for one in range(ranks))
+    return plans.Plan(ranks=shares, micro_batch=items, precision=recipe.train.precision, **changes)
+
+
+def losses(recipe, graph, ranks, **changes):
+    workload = GraphWorkload(recipe, graph)
+    plan = plan_of(recipe, ranks, **changes)
+
+    def life(place):
+        found = []
+        with worker.joined(place, 60.0) as channel:
+            setting = RankSetup(
+                recipe, plan, workload, place, emit=lambda event, **fields: found.append((event, fields))
+            )
+            made = trainer.Trainer(setting, channel)
+            made.run()
+            made.built.close()
+        return [fields["loss"] for event, fields in found if event == "step"]
+
+    places = launch.places(plan)
+    return agent.run(life, places)[0] if ranks > 1 else life(places[0])
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    return graph_of()
+
+
+@pytest.fixture(scope="module")
+def alone(graph):
+    return losses(recipe_of(), graph, 1)
+
+
+def test_int8_gradients_stay_near_exact_ones_beside_rows_of_one_bit(graph):
+    exchange = plans.Exchange(traffic="gradients", codec="int8")
+    recipe = recipe_of({"width": 512}, {"bits": 8}, precision="fp32")
+    plain, found = losses(recipe, graph, 2), losses(recipe, graph, 2, exchanges=(exchange,))
+    assert found == pytest.approx(plain, rel=0.05)
+    assert found != plain
+
+
+def test_sharded_optimizer_states_change_nothing(graph, alone):
+    unit = plans.Unit(optimizer=(0, 1))
+    assert losses(recipe_of(), graph, 2, units=(unit,)) == pytest.approx(alone, rel=1e-9)
+
+
+def test_kept_columns_cross_with_few_bits(graph):
+    model = {"activation": "maxk", "k": 8}
+    exact = losses(recipe_of(model), graph, 1)
+    assert losses(recipe_of(model), graph, 3) == pytest.approx(exact, rel=1e-9)
+    few = losses(recipe_of(model, {"bits": 4}, precision="fp32"), graph, 3)
+    assert few == pytest.approx(exact, rel=0.1)
+
+
+def test_the_compressed_format_is_of_the_whole_graph_and_parts_take_rows(graph, alone):
+    found = losses(recipe_of(graph={"format": "cbm"}), graph, 2)
+    assert found == pytest.approx(alone, rel=1e-9)
+
+
+@pytest.mark.parametrize(("changes", "named"), [("rounds", "replicas differ"), ("compile", "compiles")])
+def test_what_cannot_stand_beside_parts_is_refused_with_the_reason(changes, named):
+    recipe = recipe_of(**({"sync": {"kind": "co2"}} if changes == "rounds" else {}))
+    more = {"outer": plans.Outer(replicas=((0,), (1,)))} if changes == "rounds" else {"compile": True}
+    with pytest.raises(UserError, match="halo") as told:
+        mechanisms.ordered(recipe, plan_of(recipe, 2, **more))
+    assert named in str(told.value)
+
+
+@pytest.fixture
+def strike(graph, monkeypatch, tmp_path):
+    """Runs a supervised run of two ranks on the graph."""
+    monkeypatch.setattr(struck, "open_language", lambda recipe: GraphWorkload(recipe, graph))
+
+    def run(halo, name, *faults, ranks=2, **options):
+        recipe = recipe_of({"kind": "sage"}, halo, precision="fp32", checkpoint={"every": 3})
+        return Struck(
+            recipe, ranks, tmp_path / name, faults, plan=plan_of(recipe, ranks), memory=1 << 26, **options
+        ).run()
+
+    return run
+
+
+@pytest.mark.parametrize("halo", [{}, {"bits": 1}])
+def test_a_rank_that_is_killed_in_an_exchange_changes_no_bit(strike, halo):
+    whole = strike(halo, "whole")
+    inside = {"inside": (Sylvie, "_launch")} if halo else {}
+    run = strike(halo, "run", Fault(1, 5, "kill"), **inside)
+    assert same(run, whole)
+    assert run.all("recovered")[0]["step"] > 0
+
+
+def test_a_rank_that_is_killed_while_rows_are_late_goes_on_as_a_run_that_was_stopped_there(strike):
+    """Late rows are not saved: the first step after a start waits for fresh ones, whatever ended the run before."""
+    halo = {"bits": 4, "synchronize": 0}
+    run = strike(halo, "run", Fault(1, 5, "kill"), inside=(Sylvie, "_launch"))
+    step = run.all("recovered")[0]["step"]
+    assert step > 0
+    with contextlib.suppress(Interrupted):
+        strike(halo, "stopped", stop_after=step)
+    stopped = strike(halo, "stopped")
+    assert same(run, stopped)
+    assert run.losses == stopped.losses
+    assert run.losses[STEPS] < run.losses[1]
