@@ -18,6 +18,7 @@ from espalier.errors import UserError
 from espalier.graph import halo_parallel, partition_folder
 from espalier.graph.data import Graph
 from espalier.graph.neighbor_sampler import Style
+from espalier.graph.sylvie import Adaptive
 from espalier.graph.workload import GraphWorkload
 from espalier.launch import agent
 from espalier.launch import base as launch
@@ -46,12 +47,13 @@ def train(recipe, graph, cuts=(), folder=None, stop=None):
     plan = plan_of(recipe, workload, cuts)
 
     def life(place):
-        found = {"losses": [], "validation": [], "halo": []}
+        found = {"losses": [], "validation": [], "halo": [], "adapted": []}
 
         def emit(event, **fields):
             if event == "step":
                 found["losses"].append(fields["loss"])
                 found["halo"].append(fields["bytes"].get("halo", 0))
+                found["adapted"].append(fields.get("halo"))
             if event == "validation":
                 found["validation"].append({k: v for k, v in fields.items() if k != "step"})
 
@@ -196,6 +198,26 @@ def test_one_rank_is_planned_where_it_is_faster():
     assert any("one rank has the whole graph" in one for one in plan.why)
 
 
+def test_what_adapts_follows_from_the_losses_in_the_log_also_after_a_stop(tmp_path):
+    halo = {"bits": 1, "synchronize": 4, "adapt": True}
+    recipe = recipe_of({"kind": "gcn"}, {"halo": halo}, precision="fp32", steps=60)
+    whole = train(recipe, made(), (50,), tmp_path / "whole")
+    policy = Adaptive(1, 4)
+    expected = []
+    for step, loss in enumerate(whole["losses"]):
+        choice = policy.next(step)
+        expected.append({"bits": choice.bits, "late": float(not choice.synchronous)})
+        policy.heard(loss)
+    assert whole["adapted"][1:] == expected[1:]  # the first step is never late
+    assert len({one["bits"] for one in expected}) > 1
+    first = train(recipe, made(), (50,), tmp_path / "stopped", stop=30)
+    then = train(recipe, made(), (50,), tmp_path / "stopped")
+    policy = Adaptive(1, 4)
+    for loss in first["losses"]:
+        policy.heard(loss)
+    assert then["adapted"][0]["bits"] == policy.bits
+
+
 def test_parts_follow_the_shares_of_unequal_devices():
     graph = made(nodes=400, edges=1600)
     sizes = np.bincount(halo_parallel.parts_of(graph, [1, 2, 5]), minlength=3)
@@ -233,6 +255,7 @@ def test_more_ranks_than_nodes_are_refused():
         ({}, {"fanout": [3, 3]}, r"graph.fanout = \[3, 3\]"),
         ({}, {"halo": {"synchronize": -1}}, "below 0"),
         ({}, {"halo": {"by_degree": True}}, "by_degree has no effect"),
+        ({}, {"halo": {"adapt": True}}, "adapt has no effect"),
         ({"activation": "maxk", "k": 3}, {"halo": {"synchronize": 0}}, "maxk"),
     ],
 )

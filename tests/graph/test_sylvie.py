@@ -16,7 +16,7 @@ from espalier.graph import halo, sylvie
 from espalier.graph.halo import Crossing
 from espalier.graph.node_classification import summed_loss
 from espalier.graph.subgraphs import View
-from espalier.graph.sylvie import Every, Sylvie
+from espalier.graph.sylvie import Adaptive, Every, Sylvie
 from espalier.graph.workload import _style
 from espalier.kernels import quantize_rows, row_bits
 from espalier.testing import forks, ranks
@@ -321,3 +321,35 @@ def test_a_step_that_does_not_follow_the_last_is_synchronous():
 def test_one_bit_at_width_256_is_less_than_a_27th():
     assert 27 * sylvie.row_bytes(256, 1) <= sylvie.row_bytes(256, 32)
     assert sylvie.row_bytes(256, 1) == quantize_rows.SCALES + row_bits.row_bytes(256, 1) == 36
+
+
+def test_bits_double_where_the_loss_slows_down_and_halve_where_it_speeds_up():
+    policy = Adaptive(2, 4)
+    for loss in np.exp(-0.05 * np.arange(40)):  # the average's speed rises at first, then falls
+        policy.heard(float(loss))
+    assert policy.bits == 8
+    assert not policy.late
+    assert policy.next(0).synchronous
+    for loss in 1 + 0.01 * np.arange(30) ** 2:
+        policy.heard(float(loss))
+    assert policy.bits < 8
+    assert policy.late
+    assert [policy.next(step).synchronous for step in range(4)] == [False, False, False, True]
+
+
+def test_equal_speeds_decide_nothing_and_a_restored_rule_goes_on_as_it_was():
+    policy = Adaptive(2, 4)
+    for _ in range(50):
+        policy.heard(0.0)
+    assert policy.bits == 2
+    assert policy.late
+    losses = np.random.default_rng(0).normal(size=60).cumsum()
+    whole, first = Adaptive(2, 4), Adaptive(2, 4)
+    for loss in losses[:30]:
+        whole.heard(loss), first.heard(loss)
+    second = Adaptive(1, 4)
+    second.load_state_dict(first.state_dict())
+    for loss in losses[30:]:
+        whole.heard(loss), second.heard(loss)
+        assert whole.next(0) == second.next(0)
+    assert whole.state_dict() == second.state_dict()

@@ -218,9 +218,9 @@ def _halo(halo: HaloOptions, graph: GraphOptions, model: Model) -> None:
         )
     if halo.synchronize < 0:
         raise UserError(f"graph.halo.synchronize = {halo.synchronize} is below 0.", do="graph.halo.synchronize = 1")
-    if halo.by_degree and halo.bits == WHOLE:
+    if (halo.by_degree or halo.adapt) and halo.bits == WHOLE:
         raise UserError(
-            "graph.halo.by_degree has no effect when values cross as they are.",
+            f"graph.halo.{'by_degree' if halo.by_degree else 'adapt'} has no effect when values cross as they are.",
             why=f"graph.halo.bits = {WHOLE}",
             do="graph.halo.bits = 1",
         )

@@ -29,15 +29,16 @@ from espalier.graph import halo, partition_folder
 from espalier.graph.base import dense
 from espalier.graph.neighbor_sampler import whole
 from espalier.graph.subgraphs import SubgraphBatch
-from espalier.graph.sylvie import WHOLE, Every, Sylvie, step_bytes
+from espalier.graph.sylvie import WHOLE, Adaptive, Every, Sylvie, step_bytes
 from espalier.mechanism import Build, Mechanism
 from espalier.parallel.mesh import REPLICA
 from espalier.sparse.partition import clusters
 from espalier.workload import to_device
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
+    from espalier.checkpoint.base import Stateful
     from espalier.config import HaloOptions, Recipe
     from espalier.graph.data import Array, Graph
     from espalier.graph.gnn import Gnn
@@ -71,7 +72,8 @@ class RankPart:
         self, part: partition_folder.Part, task: NodeTask, options: HaloOptions, placed: dict[str, Any], seed: int
     ) -> None:
         self.task = task
-        self.transport = Sylvie(Every(options.bits, options.synchronize), by_degree=options.by_degree, seed=seed)
+        self.policy = (Adaptive if options.adapt else Every)(options.bits, options.synchronize)
+        self.transport = Sylvie(self.policy, by_degree=options.by_degree, seed=seed)
         depth = task.train.depth
         part = part._replace(halo=part.halo.to(placed["device"]))
         self.features, blocks = part._replace(features=part.features.to(**placed)).inputs(depth)
@@ -85,6 +87,7 @@ class RankPart:
         labels = task.labels[owned[own]].to(placed["device"])
         self._batch = SubgraphBatch(self.features, self.blocks, labels, chosen=chosen)
         self.group = part.halo.group
+        self._outcome = torch.zeros(2, dtype=torch.float64)
 
     def batch(self, step: int) -> SubgraphBatch:
         """All of the part: the same for every step."""
@@ -93,7 +96,18 @@ class RankPart:
     def loss(self, model: nn.Module, batch: SubgraphBatch) -> tuple[Tensor, Tensor]:
         """See `Workload.loss`, of the rank's own training nodes."""
         self.transport.begin(batch.step)
-        return self.task.loss(model, batch)
+        loss, weight = self.task.loss(model, batch)
+        self._outcome = torch.stack([loss.detach().double().cpu(), weight.detach().double().cpu()])
+        return loss, weight
+
+    def adapted(self) -> dict[str, float]:
+        """Tells the policy the loss of the step, and says how rows crossed in it. All ranks call it alike."""
+        bits, late = self.transport.choice.bits, not self.transport.choice.synchronous
+        total = self._outcome.clone()
+        with traffic(Traffic.CONTROL):
+            dist.all_reduce(total, group=self.group)
+        self.policy.heard(float(total[0] / total[1]))
+        return {"bits": bits, "late": float(late)}
 
     @torch.no_grad()
     def logits(self, model: Gnn) -> Tensor:
@@ -138,6 +152,14 @@ class HaloParallel(Mechanism):
         one = next(model.parameters())
         placed = {"device": one.device, "dtype": one.dtype}
         workload.part = RankPart(part, task, self.options, placed, context.recipe.train.seed)
+        if self.options.adapt:
+            context.meters["halo"] = workload.part.adapted
+
+    def state(self, context: Build, parts: Mapping[str, Stateful]) -> Mapping[str, Stateful]:
+        """With what bits and lateness follow from."""
+        if not self.options.adapt:
+            return parts
+        return {**parts, "halo rule": context.workload.part.policy}  # type: ignore[attr-defined]
 
     def close(self, context: Build) -> None:
         """Takes in what is under way."""

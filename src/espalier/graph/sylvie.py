@@ -11,7 +11,7 @@ zeros; scales are bfloat16 and codes are made with the rounded ones; no rule rea
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -44,6 +44,23 @@ class Choice(NamedTuple):
     bits: int
 
 
+class StalenessPolicy(Protocol):
+    """Which steps wait for fresh rows, and with how many bits rows cross. All ranks decide alike."""
+
+    @property
+    def bits(self) -> int:
+        """Of the next step."""
+        ...
+
+    def next(self, step: int) -> Choice:
+        """Of the step that comes after `step` steps."""
+        ...
+
+    def heard(self, loss: float) -> None:
+        """The loss of a step, over all ranks."""
+        ...
+
+
 class Every(NamedTuple):
     """The Bounded Staleness Adaptor: every `synchronize`-th step is synchronous, with the same bits in all.
 
@@ -56,6 +73,60 @@ class Every(NamedTuple):
     def next(self, step: int) -> Choice:
         """Of the step that comes after `step` steps."""
         return Choice(self.synchronize > 0 and (step + 1) % self.synchronize == 0, self.bits)
+
+    def heard(self, loss: float) -> None:
+        """Nothing follows from it."""
+
+
+LEAST_BITS, MOST_BITS = 1, 8
+WINDOW = 5
+"""Steps whose speeds are compared."""
+FIRST = 9
+"""Steps before the first decision; the loss falls fast in these whatever is done."""
+KEPT = 0.9
+"""Weight of the past in the average of losses."""
+
+
+class Adaptive:
+    """Bits and lateness that follow the speed at which the loss changes (the time and execution rules of Sylvie's later
+    version). Has state.
+
+    The average f of losses moves by |f - f before| in a step. Where that has not risen in any of `WINDOW` steps (and
+    fallen in one), progress slows: bits double, and all steps wait for fresh rows. Where it has not fallen in any (and
+    risen in one), bits halve, and rows are late within `synchronize`. A decision begins a window anew. What is decided
+    depends on the losses alone, so that the log of a run says why.
+    """
+
+    def __init__(self, bits: int, synchronize: int) -> None:
+        self.bits, self.synchronize, self.late = bits, synchronize, True
+        self.steps, self.average, self.speeds = 0, 0.0, [0.0][:0]
+
+    def next(self, step: int) -> Choice:
+        """See `StalenessPolicy.next`."""
+        return Every(self.bits, self.synchronize if self.late else 1).next(step)
+
+    def heard(self, loss: float) -> None:
+        """See `StalenessPolicy.heard`."""
+        before = self.average
+        self.average = KEPT * before + (1 - KEPT) * loss if self.steps else loss
+        self.steps += 1
+        self.speeds = [*self.speeds[-WINDOW + 1 :], abs(self.average - before)]
+        if self.steps <= FIRST or len(self.speeds) < WINDOW:
+            return
+        changes = np.diff(self.speeds)
+        if (changes <= 0).all() and (changes < 0).any():
+            self.bits, self.late, self.speeds = min(MOST_BITS, 2 * self.bits), False, []
+        elif (changes >= 0).all() and (changes > 0).any():
+            self.bits, self.late, self.speeds = max(LEAST_BITS, self.bits // 2), True, []
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that decisions follow from."""
+        return {name: getattr(self, name) for name in ("bits", "late", "steps", "average", "speeds")}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes back what `state_dict` gave; of a checkpoint without it, nothing."""
+        for name in ("bits", "late", "steps", "average", "speeds"):
+            setattr(self, name, state.get(name, getattr(self, name)))
 
 
 class _Layout(NamedTuple):
@@ -92,7 +163,7 @@ class Sylvie:
         seed: of the random numbers.
     """
 
-    def __init__(self, policy: Every, *, by_degree: bool = False, seed: int = 0) -> None:
+    def __init__(self, policy: StalenessPolicy, *, by_degree: bool = False, seed: int = 0) -> None:
         self.policy, self.by_degree, self.seed = policy, by_degree, seed
         self.step = 0
         self.choice = Choice(True, policy.bits)

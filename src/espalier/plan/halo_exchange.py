@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from espalier import units
-from espalier.plan.base import Plan
+from espalier.plan.base import AdaptiveRule, Plan
 from espalier.plan.packed_features import longer
 from espalier.plan.plan_summary import COMPUTING, link_words, places_of
 
@@ -89,4 +89,13 @@ def with_halos(plan: Plan, halos: Halos, cluster: Cluster, instead_of: Plan | No
     told.append(f"{HALOS} take {units.show_seconds(wait)} of a step over {words}{hidden}; {stale}.")
     if options.bits == ALL_BITS and exposed > 0.5 * (predicted.step_seconds if predicted else 0.0) > 0:
         told.append(f"{HALOS} take most of the step: graph.halo.bits=1 sends about a 28th of the bytes.")
-    return msgspec.structs.replace(plan, predicted=predicted, why=(*told, *plan.why))
+    rules = plan.rules
+    if options.adapt:
+        rules = (
+            *rules,
+            AdaptiveRule(name="graph.halo.bits", start=options.bits, low=1, high=8, signal="speed of the loss"),
+        )
+        told.append(
+            f"{HALOS}: bits begin at {options.bits} and follow how fast the loss changes, from 1 to 8; see the log."
+        )
+    return msgspec.structs.replace(plan, predicted=predicted, rules=rules, why=(*told, *plan.why))
