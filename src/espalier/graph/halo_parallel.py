@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -124,6 +124,17 @@ class RankPart:
         return found
 
 
+class CutWorkload(Protocol):
+    """What a graph's workload has for a run over parts."""
+
+    part: RankPart | None
+
+    @property
+    def whole_task(self) -> NodeTask:
+        """Whose nodes are trained on."""
+        ...
+
+
 class HaloParallel(Mechanism):
     """Each rank trains on its part of the graph."""
 
@@ -135,10 +146,7 @@ class HaloParallel(Mechanism):
 
     def wrap(self, context: Build) -> None:
         """Opens this rank's part, which is cut first where it is not there; all ranks do it together."""
-        from espalier.graph.workload import GraphWorkload
-
-        workload, mesh, model = context.workload, context.mesh, context.model
-        assert isinstance(workload, GraphWorkload)
+        workload, mesh, model = cast("CutWorkload", context.workload), context.mesh, context.model
         assert model is not None
         task, group = workload.whole_task, mesh.replica
         assert group is not None, "parts are of several ranks"
@@ -159,7 +167,10 @@ class HaloParallel(Mechanism):
         """With what bits and lateness follow from."""
         if not self.options.adapt:
             return parts
-        return {**parts, "halo rule": context.workload.part.policy}  # type: ignore[attr-defined]
+        part = cast("CutWorkload", context.workload).part
+        assert part is not None
+        assert isinstance(part.policy, Adaptive)
+        return {**parts, "halo rule": part.policy}
 
     def close(self, context: Build) -> None:
         """Takes in what is under way."""
