@@ -65,7 +65,7 @@ def train(recipe, graph, ranks=1, micro_batch=None):
     return agent.run(life, places)[0] if ranks > 1 else life(places[0])
 
 
-@pytest.mark.parametrize("kind", ["gcn", "sage", "gat", "gin"])
+@pytest.mark.parametrize("kind", ["gcn", "sage", "gat", "gin", "graph-transformer"])
 def test_ranks_and_micro_batches_change_nothing_but_rounding(kind):
     graph, recipe = made(), recipe_of({"kind": kind})
     alone = train(recipe, graph)
@@ -95,6 +95,22 @@ def test_narrow_products_follow_the_curve_of_fp32(kind, precision):
     graph = made()
     exact = train(recipe_of({"kind": kind}, precision="fp32"), graph)
     assert train(recipe_of({"kind": kind}, precision=precision), graph) == pytest.approx(exact, rel=2e-2)
+
+
+TRANSFORMER = {"kind": "graph-transformer", "attention": "interleaved", "interleave": 2, "encodings": ["laplacian"]}
+
+
+def test_a_graph_transformer_predicts_links_alike_on_any_number_of_ranks():
+    recipe = recipe_of(TRANSFORMER, {"task": "link"}, batch_tokens=24)
+    assert train(recipe, made(), ranks=2, micro_batch=5) == pytest.approx(train(recipe, made()), rel=1e-6)
+
+
+@pytest.mark.parametrize("graph", [{"fanout": [3, 2]}, {"task": "link", "fanout": [3, 2]}])
+def test_a_graph_transformer_learns_from_samples_and_says_what_they_attend_to(graph):
+    recipe = recipe_of(TRANSFORMER, graph, batch_tokens=24, steps=40, precision="fp32")
+    losses = train(recipe, made())
+    assert losses[-2] < 0.9 * losses[0]
+    assert "graph.fanout" in GraphWorkload(recipe, made()).notes()[0]
 
 
 def test_sums_over_neighbours_overflow_fp16_at_first_and_then_learn():

@@ -14,6 +14,7 @@ from espalier.config.decoder_shapes import Moe as Moe
 from espalier.config.graphs import Gat as Gat
 from espalier.config.graphs import Gcn as Gcn
 from espalier.config.graphs import Gin as Gin
+from espalier.config.graphs import GraphTransformer as GraphTransformer
 from espalier.config.graphs import Messages as Messages
 from espalier.config.graphs import Network as Network
 from espalier.config.graphs import Sage as Sage

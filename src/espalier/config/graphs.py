@@ -47,6 +47,34 @@ class Gin(Network, frozen=True, tag="gin"):
     norm: bool | None = None
 
 
+Encoding = Literal["degree", "laplacian", "random-walk"]
+
+
+class GraphTransformer(Model, frozen=True, tag="graph-transformer"):
+    """A transformer whose tokens are nodes (TorchGT, arXiv 2407.14106): attention along edges, in some steps over all.
+
+    `encodings` are columns beside the features: the logarithm of the degree, `encoding_size` eigenvectors of the
+    Laplacian, returns of `encoding_size` steps of a random walk. `distance`: scores have a learned bias for each number
+    of hops up to it (Graphormer, arXiv 2106.05234). `virtual` tokens attend to all and all to them, `expander` random
+    permutations add edges (Exphormer, arXiv 2303.06147), `path` joins each node and the next. `attention`: along the
+    edges (`sparse`), over all in each `interleave`-th step (`interleaved`) or in all of them (`full`).
+    """
+
+    depth: int | None = None
+    width: int | None = None
+    heads: int | None = None
+    feed_forward: int | None = None
+    dropout: float | None = None
+    encodings: tuple[Encoding, ...] = ()
+    encoding_size: int = 8
+    distance: int = 0
+    virtual: int = 1
+    expander: int = 0
+    path: bool = False
+    attention: Literal["auto", "sparse", "interleaved", "full"] = "auto"
+    interleave: int = 5
+
+
 class Messages(Model, frozen=True, tag="messages"):
     """Anybody's PyG network: `build = "package.module:function"` is called with (features, classes, **arguments)."""
 
@@ -98,6 +126,8 @@ def _fill(draft: Draft) -> None:
     assert graph is not None
     if isinstance(model, Network):
         _network(draft, type(model).__struct_config__.tag, graph)
+    if isinstance(model, GraphTransformer):
+        _transformer(draft)
     draft.fill("train.sequence", 1, "one target (node, link or graph) counts as one token")
     whole = not graph.fanout and graph.task == "node"
     if not whole:
@@ -108,6 +138,15 @@ def _fill(draft: Draft) -> None:
     if isinstance(draft.get("train.schedule"), Stable):
         draft.fill("train.schedule.warmup", *_WARMUP)
     draft.rates(0.01, "the rate of GCN's authors (arXiv 1609.02907, section 5.2)")
+
+
+def _transformer(draft: Draft) -> None:
+    source = "GPH_slim (arXiv 2407.14106, section 4.1)"
+    draft.fill("model.depth", 4, source)
+    draft.fill("model.width", 64, source)
+    draft.fill("model.heads", 8 if draft.get("model.width") % 8 == 0 else 1, source)
+    draft.fill("model.feed_forward", draft.get("model.width"), source)
+    draft.fill("model.dropout", 0.3, source)
 
 
 def _network(draft: Draft, kind: Any, graph: GraphOptions) -> None:
@@ -133,6 +172,8 @@ def _check(recipe: RecipeBase) -> None:
     model, graph = recipe.model, recipe.graph
     if isinstance(model, Network):
         _width(model)
+    if isinstance(model, GraphTransformer):
+        _attention(model)
     if graph is not None:
         _graph(graph, model)
     if recipe.store is not None:
@@ -168,6 +209,20 @@ def _width(model: Network) -> None:
                 why="attention weighs every column of a neighbour",
                 do='model.kind = "sage", "gcn" or "gin"',
             )
+
+
+def _attention(model: GraphTransformer) -> None:
+    if model.width and model.heads and model.width % model.heads:
+        raise UserError(
+            f"model.heads = {model.heads} does not divide model.width = {model.width}.", do="model.heads = 1"
+        )
+    least = {"virtual": 0, "expander": 0, "distance": 0, "encoding_size": 1, "interleave": 2, "heads": 1}
+    for name, lowest in least.items():
+        value = getattr(model, name)
+        if value is not None and value < lowest:
+            raise UserError(f"model.{name} = {value} is not possible.", do=f"model.{name} = {lowest} or more")
+    if len(set(model.encodings)) < len(model.encodings):
+        raise UserError(f"model.encodings = {list(model.encodings)} names one twice.", do="each once")
 
 
 def _graph(graph: GraphOptions, model: Model) -> None:
@@ -274,7 +329,7 @@ def _usual(table: dict[str, Any]) -> dict[str, Any]:
 
 KIND = Kind(
     name="a graph model",
-    options=(Gcn, Sage, Gat, Gin, Messages),
+    options=(Gcn, Sage, Gat, Gin, GraphTransformer, Messages),
     row="espalier.graph.workload_row",
     fill=_fill,
     check=_check,

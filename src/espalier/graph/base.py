@@ -67,6 +67,7 @@ class MessageBlock(NamedTuple):
         weights: float [edges]; left: float [targets]; right: float [sources].
         features: float [edges, columns], for foreign networks.
         halo: brings the rows of sources that other ranks own; None: rows are those of all sources.
+        full: a graph transformer attends over all nodes in this step.
     """
 
     indptr: Tensor
@@ -78,6 +79,7 @@ class MessageBlock(NamedTuple):
     right: Tensor | None = None
     features: Tensor | None = None
     halo: RowExchange | None = None
+    full: bool = False
 
     @property
     def targets(self) -> int:

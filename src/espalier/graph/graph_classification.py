@@ -48,6 +48,7 @@ class GraphTask(Examples):
         """Those graphs side by side."""
         some, sizes = joined(self.graph, ids)
         block = neighbor_sampler.whole(some, self.style)
+        block.forms.known["sizes"] = torch.from_numpy(sizes)
         members = torch.repeat_interleave(torch.arange(len(ids)), torch.from_numpy(sizes))
         features = torch.from_numpy(some.features)
         return SubgraphBatch(features, (block,) * max(1, self.depth), self.labels[ids], members=members)

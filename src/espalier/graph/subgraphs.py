@@ -16,6 +16,7 @@ from espalier.graph.base import Kept, MessageBlock, Rows, dense
 from espalier.graph.data import Array, Graph
 from espalier.graph.gnn import Gnn, Layer
 from espalier.graph.neighbor_sampler import ALL, Drawn, NeighborSampling, Sampler, Style
+from espalier.graph.torchgt.model import GraphTransformer
 
 MOST = 1 << 31
 """Bytes of messages that inference makes at once; larger graphs go through a layer in pieces."""
@@ -87,9 +88,12 @@ class View:
 
 
 def forward(model: nn.Module, features: Tensor, blocks: tuple[MessageBlock, ...]) -> Tensor:
-    """What `model` says of the last block's targets. A foreign network gets the first block's edges."""
+    """What `model` says of the last block's targets. Transformers and foreign networks get the first block's edges."""
     if isinstance(model, Gnn):
         return model(features, blocks)
+    if isinstance(model, GraphTransformer):
+        answers: Tensor = model(features, blocks[0])
+        return answers[: blocks[-1].targets]
     first = blocks[0]
     found = model(features, edge_index(first), *_edge_values(model, first))
     if not isinstance(found, Tensor) or found.ndim != 2 or len(found) != len(features):

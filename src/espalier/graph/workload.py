@@ -24,6 +24,9 @@ from espalier.graph.link_prediction import Links, LinkTask
 from espalier.graph.neighbor_sampler import Style
 from espalier.graph.node_classification import NodeTask, held_out_figures
 from espalier.graph.subgraphs import SubgraphBatch, View
+from espalier.graph.torchgt.encodings import encoded
+from espalier.graph.torchgt.model import GraphTransformer, tokens_of
+from espalier.graph.torchgt.schedule import Schedule, schedule
 from espalier.import_function import function
 from espalier.workload import ALONE, PackStart, Plain, Progress, Shard, Skeleton, to_device, whole_skeleton
 
@@ -58,6 +61,7 @@ class GraphWorkload(Plain):
         self.recipe, self.folder = recipe, folder
         self.graph = graph
         self.task = _task(recipe, graph, links)
+        self._schedule: tuple[Schedule, str] | None = None
         whole = recipe.graph.task == "node" and not recipe.graph.fanout
         asked = self.task.items if whole else recipe.train.batch_tokens or self.task.items
         self.global_batch = min(asked, self.task.items)
@@ -95,27 +99,47 @@ class GraphWorkload(Plain):
 
     def bare(self) -> nn.Module:
         """The network with plain aggregation, seeded, on the CPU."""
-        inputs, options = self.graph.features.shape[1], self.recipe.model
+        inputs, options = self.task.graph.features.shape[1], self.recipe.model
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.recipe.train.seed)
             if isinstance(options, config.Messages):
                 return built(options, inputs, self._outputs(), self.folder)
+            if isinstance(options, config.GraphTransformer):
+                model = GraphTransformer(options, inputs, self._outputs())
+                model.schedule = self._attention()[0]
+                return model
             assert isinstance(options, config.Network)
             return Gnn(options, inputs, self._outputs())
+
+    def _attention(self) -> tuple[Schedule, str]:
+        """In which steps attention is full, and why; decided once."""
+        if self._schedule is None:
+            options, pattern, nodes = self.recipe.model, None, 0
+            assert isinstance(options, config.GraphTransformer)
+            if not isinstance(self.task, GraphTask) and not self.task.fanout and options.attention == "auto":
+                view = self.task.view if isinstance(self.task, LinkTask) else self.task.train
+                pattern, nodes = tokens_of(view.block, options, options.path, full=False).pattern, view.graph.nodes
+            self._schedule = schedule(options, pattern, nodes)
+        return self._schedule
 
     def _outputs(self) -> int:
         """Columns of the network's answer: classes or tasks; for links, an embedding as wide as the layers."""
         if not isinstance(self.task, LinkTask):
             return self.task.outputs
         options = self.recipe.model
-        return (options.width if isinstance(options, config.Network) else None) or 64
+        return (options.width if isinstance(options, config.Network | config.GraphTransformer) else None) or 64
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
         """The layers; a foreign network is one."""
-        return list(model.layers) if isinstance(model, Gnn) else [model]
+        return list(model.layers) if isinstance(model, Gnn | GraphTransformer) else [model]
 
     def embeddings(self, model: nn.Module) -> Sequence[nn.Parameter]:
         """The matrices of the first layer and of the last: what Muon leaves to AdamW."""
+        if isinstance(model, GraphTransformer):
+            return [
+                *(one for part in (model.embed, model.head) for one in part.parameters() if one.ndim == 2),
+                model.virtual,
+            ]
         if isinstance(model, Gnn):
             return [parameter for at in (0, -1) for parameter in model.layers[at].parameters() if parameter.ndim == 2]
         matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
@@ -132,6 +156,14 @@ class GraphWorkload(Plain):
         """Targets of a seeded permutation per epoch, with what they hear from; the whole graph's stay as they are."""
         if self.part is not None:
             return [self.part.batch(step)]
+        if isinstance(self.recipe.model, config.GraphTransformer) and self._attention()[0].full(step):
+            return [
+                batch._replace(blocks=(batch.blocks[0]._replace(full=True), *batch.blocks[1:]))
+                for batch in self._batches(step, shard)
+            ]
+        return self._batches(step, shard)
+
+    def _batches(self, step: int, shard: Shard) -> list[SubgraphBatch]:
         if isinstance(self.task, NodeTask) and not self.task.fanout:
             return self._standing(shard)
         made = None if self.stored is None else self.stored.batches(step, shard)
@@ -241,6 +273,14 @@ class GraphWorkload(Plain):
     def notes(self) -> list[str]:
         """What was mended in the graph, and what of it cannot be learned."""
         found = list(self.graph.notes)
+        if (
+            isinstance(self.recipe.model, config.GraphTransformer)
+            and not isinstance(self.task, GraphTask)
+            and self.task.fanout
+        ):
+            found.append(
+                "nodes attend to those of their micro-batch, so its size changes what is learned (graph.fanout)"
+            )
         alone = int((self.graph.degrees() == 0).sum())
         if alone:
             found.append(f"{alone:,} of {self.graph.nodes:,} nodes have no neighbour; they see only themselves")
@@ -249,6 +289,8 @@ class GraphWorkload(Plain):
     def decisions(self) -> tuple[str, ...]:
         """What was decided of the graph, in sentences; makes the format on first use."""
         model = self.bare()
+        if isinstance(model, GraphTransformer):
+            return (*self._said, self._attention()[1])
         if not isinstance(model, Gnn):
             return ()
         layers = [layer for layer in model.layers if isinstance(layer, Layer)]
@@ -267,6 +309,8 @@ class GraphWorkload(Plain):
     def work(self, micro_batch: Any, recompute: str, precision: str) -> Work:
         """By layer from its reach: of the whole graph, or of one step's drawn neighbourhood, per target."""
         bare = self.bare()
+        if isinstance(bare, GraphTransformer):
+            return self._transformer_work(bare, micro_batch)
         if not isinstance(bare, Gnn):
             return self._foreign_work(bare, micro_batch)
         reach = self.reach()
@@ -312,13 +356,21 @@ class GraphWorkload(Plain):
         """Targets of the whole batch, and the input nodes of one that was drawn."""
         return self.global_batch, self.reach()[0].sources * (self.global_batch if self._each else 1)
 
+    def _transformer_work(self, model: GraphTransformer, micro_batch: Any) -> Work:
+        first = self.reach()[0]
+        times = micro_batch if self._each else micro_batch * 0 + 1.0
+        pairs, entries = first.sources**2 * times, (first.edges + first.sources) * times
+        products, attention, moved, kept = model.work(first.sources * times, entries, pairs)
+        made = tuple(Product(rows, inner, columns, leaf=at == 0) for at, (rows, inner, columns) in enumerate(products))
+        return Work(made, attention, moved, kept, 0.0, 0.0, micro_batch, micro_batch)
+
     def _foreign_work(self, model: nn.Module, micro_batch: Any) -> Work:
         """Two operations per parameter and node: what a foreign network does inside is not known."""
         first = self.reach()[0]
         times = micro_batch if self._each else micro_batch * 0 + 1.0
         rows = first.sources * times
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        width = self.graph.features.shape[1]
+        width = self.task.graph.features.shape[1]
         moved = 4.0 * width * (first.edges * times + 2 * rows)
         return Work((Product(rows, parameters, 1),), 0.0, moved, moved, 0.0, 0.0, micro_batch, micro_batch)
 
@@ -332,18 +384,28 @@ def _task(recipe: Recipe, graph: Graph, links: Links | None) -> Task:
     options, model = recipe.graph, recipe.model
     assert options is not None
     style, depth = _style(model), _depth(model, options)
+
+    def placed(graph: Graph) -> Graph:
+        if not isinstance(model, config.GraphTransformer):
+            return graph
+        return encoded(graph, model.encodings, model.encoding_size)
+
     if options.task == "graph":
-        return GraphTask(graph, style, depth, summed=isinstance(model, config.Gin))
+        return GraphTask(placed(graph), style, depth, summed=isinstance(model, config.Gin))
     if graph.starts is not None:
         raise UserError(
             f"{graph.origin} holds many graphs, and graph.task is {options.task!r}.", do='graph.task = "graph"'
         )
     if options.task == "link":
         links = links or link_prediction.split(graph, options.split, recipe.train.seed)
-        return LinkTask(View(links.rest, style, depth), links, options.fanout, recipe.train.seed, options.negatives)
+        return LinkTask(
+            View(placed(links.rest), style, depth), links, options.fanout, recipe.train.seed, options.negatives
+        )
     seen = data.seen_in_training(graph) if options.inductive else graph
-    held = View(graph, style, depth)
-    return NodeTask(View(seen, style, depth) if options.inductive else held, held, options.fanout, recipe.train.seed)
+    held = View(placed(graph), style, depth)
+    return NodeTask(
+        View(placed(seen), style, depth) if options.inductive else held, held, options.fanout, recipe.train.seed
+    )
 
 
 def _style(model: config.Model) -> Style:

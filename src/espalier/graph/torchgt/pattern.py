@@ -228,6 +228,9 @@ class Additions:
         virtual: tokens behind the last one that attend to all, and all to them.
         expander: random permutations whose edges are added, both ways (each adds 2 to the degree).
         seed: of the permutations.
+        sizes: int64 [graphs], nodes of each of several graphs side by side: nothing is added between two of them, and
+            each has virtual tokens of its own. None: one graph.
+        complete: every node and its graph's others attend to one another.
     """
 
     loops: bool = True
@@ -235,6 +238,8 @@ class Additions:
     virtual: int = 0
     expander: int = 0
     seed: int = 0
+    sizes: Tensor | None = None
+    complete: bool = False
 
 
 def pattern(edges: Any, nodes: int, additions: Additions | None = None) -> Pattern:
@@ -256,19 +261,22 @@ def pattern(edges: Any, nodes: int, additions: Additions | None = None) -> Patte
             f"edges names nodes from {int(edges.min())} to {int(edges.max())}; there are {nodes}.",
             do="ids from 0 to nodes - 1",
         )
-    tokens, every = nodes + added.virtual, torch.arange(nodes)
+    groups = torch.tensor([nodes]) if added.sizes is None else added.sizes
+    if int(groups.sum()) != nodes:
+        raise UserError(
+            f"sizes sum up to {int(groups.sum())}, and there are {nodes} nodes.", do="the nodes of each graph"
+        )
+    owner = torch.repeat_interleave(torch.arange(len(groups)), groups)
+    tokens = nodes + added.virtual * len(groups)
     pieces, kinds = [edges[:, edges[0] != edges[1]]], [1]
     if added.loops:
         pieces, kinds = [torch.arange(tokens).expand(2, -1), *pieces], [0, *kinds]
     else:
         pieces, kinds = [edges[:, edges[0] == edges[1]], *pieces], [0, *kinds]
-    if added.path:
-        pieces, kinds = [*pieces, _both(every[:-1], every[1:])], [*kinds, 2]
-    for number in range(added.expander):
-        order = torch.from_numpy(np.random.default_rng([added.seed, number]).permutation(nodes))
-        pieces, kinds = [*pieces, _both(order, order.roll(1))], [*kinds, 2]
-    for number in range(nodes, tokens):
-        pieces, kinds = [*pieces, _both(torch.full_like(every, number), every)], [*kinds, 3]
+    for one in _added(added, groups, owner):
+        pieces, kinds = [*pieces, one], [*kinds, 2]
+    for number in range(added.virtual):
+        pieces, kinds = [*pieces, _both(nodes + number * len(groups) + owner, torch.arange(nodes))], [*kinds, 3]
     whole = torch.cat(pieces, 1)
     kind = torch.repeat_interleave(
         torch.tensor(kinds, dtype=torch.int8), torch.tensor([one.shape[1] for one in pieces])
@@ -282,6 +290,26 @@ def pattern(edges: Any, nodes: int, additions: Additions | None = None) -> Patte
     rows, columns = whole[1][kept], whole[0][kept]
     matrix = CSR(_offsets(rows.numpy(), tokens), columns.int(), (tokens, tokens))
     return Pattern(matrix, tokens, kind[kept])
+
+
+def _added(added: Additions, groups: Tensor, owner: Tensor) -> list[Tensor]:
+    """Edges [2, edges] of the path, of the permutations and of all pairs, inside each graph."""
+    every, found = torch.arange(len(owner)), []
+    if added.path:
+        inside = owner[:-1] == owner[1:]
+        found.append(_both(every[:-1][inside], every[1:][inside]))
+    starts = groups.cumsum(0) - groups
+    for number in range(added.expander):
+        shuffled = torch.from_numpy(np.random.default_rng([added.seed, number]).permutation(len(owner)))
+        order = shuffled[torch.argsort(owner[shuffled], stable=True)]
+        following = torch.where(every + 1 == (starts + groups)[owner], starts[owner], every + 1)
+        found.append(_both(order, order[following]))
+    if added.complete:
+        count = groups[owner]
+        targets = torch.repeat_interleave(every, count)
+        before = torch.repeat_interleave(count.cumsum(0) - count, count)
+        found.append(torch.stack([torch.arange(len(targets)) - before + starts[owner][targets], targets]))
+    return found
 
 
 def _both(left: Tensor, right: Tensor) -> Tensor:

@@ -1,0 +1,160 @@
+"""Graph transformer: nodes are tokens, attention runs along the edges of a block or over all its nodes.
+
+The layers of TorchGT's slim Graphormer (arXiv 2407.14106, section 4.1; Graphormer: arXiv 2106.05234): layer norm before
+attention and before the feed-forward part, both added to the stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from scipy import sparse
+from torch import Tensor, nn
+
+from espalier import config
+from espalier.graph.base import MessageBlock
+from espalier.graph.torchgt.attention import attention
+from espalier.graph.torchgt.encodings import hops
+from espalier.graph.torchgt.pattern import Additions, Pattern, pattern
+from espalier.graph.torchgt.schedule import Schedule
+from espalier.kernels.dropout import activated
+
+Attend = Callable[..., Tensor]
+"""(q, k, v [tokens, heads, width], pattern, *, bias, plan) -> [tokens, heads, width]: `attention`."""
+
+
+class Tokens(NamedTuple):
+    """What a layer attends over.
+
+    Attributes:
+        pattern: of nodes, then virtual tokens.
+        kinds: what bias each entry has, uint8 [entries], of a full pattern [tokens, tokens]; None: no bias.
+        graphs: small graphs side by side, each with virtual tokens of its own.
+    """
+
+    pattern: Pattern
+    kinds: Tensor | None
+    graphs: int
+
+
+def tokens_of(block: MessageBlock, options: config.GraphTransformer, path: bool, full: bool) -> Tokens:
+    """The tokens of a block and their pattern; made once. Several graphs are told by the form `sizes` of the block."""
+    name = f"tokens {full} {path} {options.virtual} {options.expander} {options.distance}"
+    made: Tokens = block.forms.get(name, lambda: _tokens(block, options, path, full))
+    return made
+
+
+def _tokens(block: MessageBlock, options: config.GraphTransformer, path: bool, full: bool) -> Tokens:
+    sizes: Tensor | None = block.forms.known.get("sizes")
+    nodes, virtual = block.sources, options.virtual
+    edges = torch.stack([block.indices.long(), block.rows()]).cpu()
+    if full and sizes is None:
+        made = Pattern.full(nodes + virtual)
+    else:
+        added = Additions(path=path, virtual=virtual, expander=options.expander, sizes=sizes, complete=full)
+        made = pattern(edges, nodes, added)
+    kinds = None if not options.distance else _kinds(made, edges, nodes, options.distance)
+    return Tokens(made, kinds, 1 if sizes is None else len(sizes))
+
+
+def _kinds(made: Pattern, edges: Tensor, nodes: int, most: int) -> Tensor:
+    """Of each entry: its hops, most + 1 for more, most + 2 where one token is virtual."""
+    ones = np.ones(edges.shape[1], np.int8)
+    keys, far = hops(sparse.csr_array((ones, (edges[1].numpy(), edges[0].numpy())), shape=(nodes, nodes)), most)
+    if made.matrix is None:
+        dense = torch.full((made.tokens, made.tokens), most + 2, dtype=torch.uint8)
+        dense[:nodes, :nodes] = most + 1
+        rows, columns = torch.from_numpy(keys // nodes), torch.from_numpy(keys % nodes)
+        dense[rows, columns] = torch.from_numpy(far)
+        return dense
+    rows, columns = made.matrix.rows, made.matrix.indices.long()
+    found = torch.full((made.entries,), most + 2, dtype=torch.uint8)
+    real = torch.nonzero((rows < nodes) & (columns < nodes)).flatten()
+    asked = (rows * nodes + columns)[real].numpy()
+    at = np.minimum(np.searchsorted(keys, asked), len(keys) - 1)
+    found[real] = torch.from_numpy(np.where(keys[at] == asked, far[at], most + 1).astype(np.uint8))
+    return found
+
+
+class TransformerLayer(nn.Module):
+    """x + attention(norm(x)), then x + feed_forward(norm(x)). `attend` is the seam."""
+
+    def __init__(self, options: config.GraphTransformer) -> None:
+        super().__init__()
+        width, inner = options.width or 0, options.feed_forward or 0
+        self.heads, self.dropout = options.heads or 1, options.dropout or 0.0
+        self.attention_norm, self.feed_forward_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
+        self.bias = nn.Parameter(torch.zeros(options.distance + 3, self.heads)) if options.distance else None
+        self.attend: Attend = attention
+
+    def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
+        """[tokens, width] -> the same."""
+        share = self.dropout if self.training else 0.0
+        q, k, v = self.qkv(self.attention_norm(x)).view(len(x), 3, self.heads, -1).unbind(1)
+        if tokens.pattern.matrix is not None and q.dtype not in (torch.float32, torch.float64):
+            q, k, v = q.float(), k.float(), v.float()
+        found = self.attend(q, k, v, tokens.pattern, bias=self._bias(tokens, q.dtype), plan="auto")
+        x = x + activated(self.out(found.flatten(1)), "none", share)
+        inner = activated(F.gelu(self.up(self.feed_forward_norm(x))), "none", share)
+        return x + activated(self.down(inner), "none", share)
+
+    def _bias(self, tokens: Tokens, dtype: torch.dtype) -> Tensor | None:
+        if self.bias is None or tokens.kinds is None:
+            return None
+        found = self.bias[tokens.kinds.to(self.bias.device).int()].to(dtype)
+        return found if tokens.pattern.matrix is not None else found.permute(2, 0, 1)
+
+
+class GraphTransformer(nn.Module):
+    """Features [nodes, inputs] to outputs [nodes, outputs], over the tokens of a block.
+
+    With a `schedule` that has full steps as well as others, answers (not in training) are the mean of both attentions'.
+    """
+
+    def __init__(self, options: config.GraphTransformer, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.options, width = options, options.width or 0
+        self.embed, self.head = nn.Linear(inputs, width), nn.Linear(width, outputs)
+        self.virtual = nn.Parameter(torch.randn(options.virtual, width) * 0.02)
+        self.layers = nn.ModuleList(TransformerLayer(options) for _ in range(options.depth or 0))
+        self.norm = nn.LayerNorm(width)
+        self.schedule = Schedule(0, options.path)
+
+    def forward(self, features: Tensor, block: MessageBlock) -> Tensor:
+        """[sources of the block, inputs] -> [sources, outputs]; in training attention is full where the block is."""
+        if self.training or self.schedule.every < 2:
+            return self.run(features, block, block.full or (not self.training and self.schedule.every == 1))
+        return (self.run(features, block, False) + self.run(features, block, True)) / 2
+
+    def run(self, features: Tensor, block: MessageBlock, full: bool) -> Tensor:
+        """Under one of the two attentions."""
+        tokens = tokens_of(block, self.options, self.schedule.path, full)
+        share = (self.options.dropout or 0.0) if self.training else 0.0
+        x = activated(self.embed(features), "none", share)
+        if len(self.virtual):
+            x = torch.cat([x, torch.repeat_interleave(self.virtual, tokens.graphs, 0).to(x.dtype)])
+        for layer in self.layers:
+            x = layer(x, tokens)
+        found: Tensor = self.head(self.norm(x[: block.sources]))
+        return found
+
+    def work(self, nodes: Any, entries: Any, pairs: Any) -> tuple[list[tuple[Any, int, int]], Any, Any, Any]:
+        """Products (rows, inner, columns), FLOPs of full attention, bytes moved and kept, all in one forward pass over
+        `nodes` tokens, by `entries` of the pattern or, in full steps, by `pairs`."""
+        options = self.options
+        width, inner, depth, heads = (
+            x or 0 for x in (options.width, options.feed_forward, options.depth, options.heads)
+        )
+        layer = [(nodes, width, 3 * width), (nodes, width, width), (nodes, width, inner), (nodes, inner, width)]
+        inputs, outputs = self.embed.in_features, self.head.out_features
+        products = [(nodes, inputs, width), *layer * depth, (nodes, width, outputs)]
+        flops = 4.0 * pairs * width * depth * self.schedule.share
+        moved = depth * 4.0 * ((1 - self.schedule.share) * entries * 2 * (width + heads) + nodes * 12 * width)
+        kept = 4.0 * nodes * (inputs + depth * (10 * width + 3 * inner))
+        return products, flops, moved, kept
