@@ -110,7 +110,7 @@ def test_a_graph_transformer_learns_from_samples_and_says_what_they_attend_to(gr
     recipe = recipe_of(TRANSFORMER, graph, batch_tokens=24, steps=40, precision="fp32")
     losses = train(recipe, made())
     assert losses[-2] < 0.9 * losses[0]
-    assert "graph.fanout" in GraphWorkload(recipe, made()).notes()[0]
+    assert any("graph.fanout" in one for one in GraphWorkload(recipe, made()).notes())
 
 
 def test_sums_over_neighbours_overflow_fp16_at_first_and_then_learn():

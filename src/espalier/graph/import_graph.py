@@ -151,11 +151,11 @@ def _read(modules: list[SourceModule], progress: Progress | None) -> dict[str, A
             if (other := _nearest(imported, known)) is not None and other != at:
                 sources.append(other)
                 targets.append(at)
-        _count(text[:READ], counted[at], column)
+        count_words(text[:READ], counted[at], column)
         if progress is not None and at % 64 == 0:
             progress(at, len(modules))
     ends = {"sources": np.array(sources, np.int64), "targets": np.array(targets, np.int64)}
-    return {**ends, "features": _weighted(counted)}
+    return {**ends, "features": weighted(counted)}
 
 
 def _imported(module: SourceModule, text: bytes) -> Iterator[str]:
@@ -187,15 +187,16 @@ def _nearest(name: str, known: dict[str, int]) -> int | None:
     return known.get(name)
 
 
-def _count(text: bytes, row: Array, column: dict[bytes, int]) -> None:
+def count_words(text: bytes, row: Array, column: dict[bytes, int]) -> None:
+    """Adds the words of `text` to `row`, each hashed to a column, which `column` keeps."""
     for word in _WORD.findall(text):
         at = column.get(word)
         if at is None:
-            at = column[word] = xxhash.xxh32_intdigest(word) % COLUMNS
+            at = column[word] = xxhash.xxh32_intdigest(word) % len(row)
         row[at] += 1
 
 
-def _weighted(counted: Array) -> Array:
+def weighted(counted: Array) -> Array:
     """TF-IDF, rows of length one (Salton and Buckley, 1988): log-damped counts, columns that all have count little."""
     spread = np.log((1 + len(counted)) / (1 + (counted > 0).sum(0))) + 1
     rows = np.log1p(counted) * spread.astype(np.float32)

@@ -10,24 +10,28 @@ from espalier import config
 from espalier.cache_dir import cache_folder
 from espalier.config import Data, data_path
 from espalier.errors import UserError, nearest
-from espalier.graph import edge_lists, import_graph, planetoid, pyg, synthetic
+from espalier.graph import debian_packages, edge_lists, import_graph, planetoid, pyg, synthetic
 from espalier.graph.data import Graph
 
-KNOWN = (
-    *("python:imports", "pyg:Planetoid/Cora", "rmat:scale=16", "planted:nodes=10000", "a .pt file"),
-    *("an edge list (.csv, .npz, .parquet)", "a Planetoid folder", "an OGB folder"),
-)
 _SCHEME = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]+:")
 
 Progress = Callable[[int, int], None]
+
+MACHINE = {"python:imports": import_graph.load, "debian:packages": debian_packages.load}
+"""Graphs of what is installed here."""
+
+KNOWN = (
+    *(*MACHINE, "pyg:Planetoid/Cora", "rmat:scale=16", "planted:nodes=10000", "a .pt file"),
+    *("an edge list (.csv, .npz, .parquet)", "a Planetoid folder", "an OGB folder"),
+)
 
 
 def load(data: Data, options: config.GraphOptions, progress: Progress | None = None) -> Graph:
     """The graph that `data.path` names. Raises UserError naming what is wrong with it."""
     path = data.path
     both = options.undirected
-    if path == "python:imports":
-        return import_graph.load(progress)
+    if path in MACHINE:
+        return MACHINE[path](progress)
     if path.startswith("pyg:"):
         return pyg.dataset(path.removeprefix("pyg:"), _cache(data) / "pyg", undirected=both)
     if path.partition(":")[0] in synthetic.KINDS:
@@ -82,7 +86,7 @@ def _folder(place: Path, undirected: bool) -> Graph:
 
 def _missing(path: str) -> UserError:
     if _SCHEME.match(path):
-        near = nearest(path, ["python:imports"])
+        near = nearest(path, MACHINE)
         return UserError(
             f"data.path = {path!r}: unknown kind of source.",
             do=f"did you mean {near}? known: {'; '.join(KNOWN)}" if near else f"known: {'; '.join(KNOWN)}",
