@@ -1,0 +1,311 @@
+"""Graph transformers on one graph: seconds of a training step and memory beside dense attention and PyG's networks.
+
+    python bench/torchgt.py [--quick] [--pairs N] [--json FILE] [--only WORD] [--data FOLDER]
+
+`step`: forward, loss and backward of four layers, width 64, 8 heads, over a whole planted graph with clusters of 128
+nodes (90 % of 20 edges inside), in the order of METIS clusters. All have the same linear maps around attention: `dense`
+is scaled_dot_product_attention over all pairs, `TransformerConv` PyG's attention along the edges; `GPSConv` (multihead,
+performer), `SGFormer` and `Polynormer` are PyG's own layers. Each contestant is a process of its own; two are up at a
+time and take turns. Memory is the most that a process held beyond what it held before its first step. `million`: 2^20
+tokens of degree 10. `planning`: making the order and the pattern, in steps. `accuracy`: Cora and CiteSeer (--data,
+folder `planetoid`) and the packages of this machine beside GCN. Needs PyG for its rows.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+import graph as bench_graph
+from espalier import config
+from espalier.config import defaults, recipe_file
+from espalier.graph import graph_plan, synthetic
+from espalier.graph.torchgt.attention import LEAST
+from espalier.graph.torchgt.model import tokens_of
+from espalier.graph.workload import GraphWorkload, open_graph
+from espalier.workload import Shard
+from table import Row, arguments, compare, publish
+
+DEPTH, WIDTH, HEADS = 4, 64, 8
+PEERS = ("TransformerConv", "GPSConv performer", "SGFormer", "Polynormer")
+QUADRATIC = ("dense", "GPSConv multihead")
+DENSE = 16384
+"""Tokens up to which peers that look at all pairs take part."""
+
+
+def path_of(tokens: int, degree: int) -> str:
+    return f"planted:nodes={tokens},degree={degree},features=64,classes={max(2, tokens // 128)},homophily=0.9,skew=1"
+
+
+# --- contestants -------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """A layer norm, some attention, a layer norm, a feed-forward part: as our layers, around anybody's attention."""
+
+    def __init__(self, attend: nn.Module) -> None:
+        super().__init__()
+        self.attend = attend
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        x = x + self.attend(self.norms[0](x), edges)
+        return x + self.down(F.gelu(self.up(self.norms[1](x))))
+
+
+class Stack(nn.Module):
+    def __init__(self, layers: list[nn.Module], inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(inputs, WIDTH), nn.Linear(WIDTH, outputs)
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x, edges)
+        return self.head(x)
+
+
+class Dense(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(len(x), 3, HEADS, -1).permute(1, 2, 0, 3)
+        found = F.scaled_dot_product_attention(q[None], k[None], v[None])[0]
+        return self.out(found.transpose(0, 1).flatten(1))
+
+
+def peer(name: str, inputs: int, outputs: int) -> nn.Module:
+    if name == "dense":
+        return Stack([Block(Dense()) for _ in range(DEPTH)], inputs, outputs)
+    from torch_geometric.nn import GPSConv, TransformerConv
+    from torch_geometric.nn.models import Polynormer, SGFormer
+
+    if name == "TransformerConv":
+        return Stack(
+            [Block(TransformerConv(WIDTH, WIDTH // HEADS, heads=HEADS)) for _ in range(DEPTH)], inputs, outputs
+        )
+    if name.startswith("GPSConv"):
+        kind = name.partition(" ")[2]
+        return Stack([GPSConv(WIDTH, None, heads=HEADS, attn_type=kind) for _ in range(DEPTH)], inputs, outputs)
+    if name == "SGFormer":
+        made: nn.Module = SGFormer(inputs, WIDTH, outputs, trans_num_heads=HEADS, gnn_num_layers=DEPTH)
+        return Batched(made)
+    return Batched(Polynormer(inputs, WIDTH, outputs, local_layers=DEPTH, global_layers=1, num_heads=HEADS))
+
+
+class Batched(nn.Module):
+    """A network that asks which graph each node belongs to."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        return self.model(x, edges, torch.zeros(len(x), dtype=torch.int64))
+
+
+def step_of(name: str, path: str, cache: str) -> Callable[[], float]:
+    """A training step of a contestant over the graph, and what it returns: its loss."""
+    torch.manual_seed(0)
+    workload = opened(path, cache)
+    if name == "ours":
+        model = workload.build(torch.device("cpu"), torch.float32).train()
+        count = workload.global_batch
+        shard = Shard(0, count, count)
+
+        def run() -> float:
+            model.zero_grad()
+            (batch,) = workload.batches(0, shard)
+            loss, weight = workload.loss(model, batch)
+            (loss / weight).backward()
+            return float(loss / weight)
+
+        return run
+    graph = workload.task.graph
+    edges = torch.stack([torch.from_numpy(graph.indices).long(), torch.from_numpy(graph.targets()).long()])
+    features, labels = torch.from_numpy(graph.features), torch.from_numpy(graph.labels).long()
+    assert graph.parts is not None
+    train = torch.from_numpy(graph.parts.train)
+    other = peer(name, features.shape[1], graph.outputs).train()
+
+    def theirs() -> float:
+        other.zero_grad()
+        loss = F.cross_entropy(other(features, edges)[train], labels[train])
+        loss.backward()
+        return float(loss)
+
+    return theirs
+
+
+def opened(path: str, cache: str, **model: Any) -> GraphWorkload:
+    sizes = {"depth": DEPTH, "width": WIDTH, "heads": HEADS, "dropout": 0.0, "virtual": 0, "attention": "sparse"}
+    table = {
+        "model": {"kind": "graph-transformer", **sizes, **model},
+        "data": {"path": path, "cache": cache},
+        "graph": {"order": "clusters"},
+        "train": {"steps": 10, "precision": "fp32"},
+    }
+    return open_graph(resolved(table))
+
+
+def held() -> tuple[int, int]:
+    """Bytes this process holds, and the most it did since the last `clear_refs`."""
+    lines = dict(
+        line.split(":") for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("Vm")
+    )
+    return tuple(int(lines[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))  # type: ignore[return-value]
+
+
+def contestant(name: str, path: str, cache: str) -> None:
+    """One process: a step for each line that is read; says its seconds, and the bytes that the first one needed."""
+    run = step_of(name, path, cache)
+    before = held()[0]
+    Path("/proc/self/clear_refs").write_text("5")
+    run()
+    print(json.dumps({"bytes": held()[1] - before}), flush=True)
+    for _ in sys.stdin:
+        start = time.perf_counter()
+        run()
+        print(json.dumps({"seconds": time.perf_counter() - start}), flush=True)
+
+
+# --- rows --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def up(name: str, path: str, cache: str) -> Iterator[tuple[Callable[[], float], float]]:
+    """A contestant in its process: what takes a step and returns its seconds, and the MiB that a step needs."""
+    command = [sys.executable, __file__, "--contestant", name, path, cache]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None
+    assert process.stdout is not None
+
+    def ask() -> float:
+        process.stdin.write("\n")
+        process.stdin.flush()
+        return float(json.loads(process.stdout.readline())["seconds"])
+
+    try:
+        first = process.stdout.readline()
+        if not first:
+            raise RuntimeError(f"{name} ended with {process.wait()} on {path}")
+        yield ask, json.loads(first)["bytes"] / 2**20
+    finally:
+        process.stdin.close()
+        process.wait()
+
+
+def steps(tokens: int, degree: int, name: str, pairs: int, cache: str) -> list[Row]:
+    path = path_of(tokens, degree)
+    with up("ours", path, cache) as (ours, our_bytes), up(name, path, cache) as (theirs, their_bytes):
+        taken = [(ours(), theirs()) for _ in range(pairs)]
+    said = f"{tokens:,} tokens, degree {degree}"
+    return [
+        compare(f"training step, {said}", name, "s", taken, higher_is_better=False),
+        compare(f"memory of a step, {said}", name, "MiB", [(our_bytes, their_bytes)], higher_is_better=False),
+    ]
+
+
+def million(quick: bool, pairs: int, cache: str) -> list[Row]:
+    tokens = 1 << (16 if quick else 20)
+    with up("ours", path_of(tokens, 10), cache) as (ours, our_bytes):
+        taken = [ours() for _ in range(max(1, pairs // 2))]
+    said = f"{tokens:,} tokens, degree 10, 4 layers of 64"
+    limit = 24 * 1024.0
+    return [
+        compare(f"training step, {said}", "(alone)", "s", [(one, one) for one in taken]),
+        compare(f"memory of a step, {said}", "a limit of 24 GiB", "MiB", [(our_bytes, limit)], higher_is_better=False),
+    ]
+
+
+def planning(tokens: int, pairs: int, cache: str) -> list[Row]:
+    """Order and pattern beside a step."""
+    path = path_of(tokens, 20)
+    graph = synthetic.load(path, Path(cache))
+    run, taken = step_of("ours", path, cache), []
+    run()
+    for _ in range(pairs):
+        start = time.perf_counter()
+        ordered, _ = graph_plan.ordered(graph, "clusters")
+        workload = GraphWorkload(opened(path, cache).recipe, ordered)
+        (batch,) = workload.batches(0, Shard(0, workload.global_batch, workload.global_batch))
+        model = workload.recipe.model
+        assert isinstance(model, config.GraphTransformer)
+        tokens_of(batch.blocks[0], model, path=False, full=False).pattern.divided(LEAST)
+        made = time.perf_counter() - start
+        start = time.perf_counter()
+        run()
+        taken.append((made, time.perf_counter() - start))
+    return [compare(f"planning, {tokens:,} tokens, degree 20", "a training step", "s", taken, higher_is_better=False)]
+
+
+def trained(kind: str, path: str, seed: int, count: int) -> float:
+    """Test accuracy in % after `count` steps of Adam with L2, as GCN's authors have it (bench/graph.py)."""
+    width = {"width": 16} if kind == "gcn" else {"depth": 2, "virtual": 0, "dropout": 0.6, "attention": "sparse"}
+    how = {"kind": "adamw", "coupled": True, "weight_decay": 5e-4, "betas": [0.9, 0.999]}
+    train = {"steps": count, "seed": seed, "clip": 0.0, "schedule": {"kind": "constant"}}
+    train["optimizer"] = {**how, "learning_rate": 0.01 if kind == "gcn" else 0.002}
+    workload = open_graph(resolved({"model": {"kind": kind, **width}, "data": {"path": path}, "train": train}))
+    return 100 * bench_graph.trained(workload)
+
+
+def accuracy(path: str, seeds: int, count: int) -> list[Row]:
+    """Ours beside our GCN, whose accuracy is PyG's (bench/graph.py)."""
+    pairs = [tuple(trained(kind, path, seed, count) for kind in ("graph-transformer", "gcn")) for seed in range(seeds)]
+    return [compare(f"test accuracy, {Path(path).name}, {count} steps", "gcn", "%", pairs)]  # type: ignore[arg-type]
+
+
+def resolved(table: dict[str, Any]) -> config.Recipe:
+    return defaults.resolve(recipe_file.from_table(table))[0]
+
+
+def main() -> None:
+    if "--contestant" in sys.argv:
+        contestant(*sys.argv[2:5])
+        return
+    data = {"metavar": "FOLDER", "help": "with a folder planetoid", "default": ""}
+    args = arguments(str(__doc__), **{"--only": {"metavar": "WORD", "default": ""}, "--data": data})
+    pairs = args.pairs or (3 if args.quick else 5)
+    sizes = (1024, 4096) if args.quick else (256, 4096, 16384, 65536)
+    known = importlib.util.find_spec("torch_geometric") is not None
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["XDG_CACHE_HOME"] = cache
+        rows: list[Row] = []
+        for tokens in sizes:
+            names = [*(PEERS if known else ()), *(QUADRATIC if known else QUADRATIC[:1]) * (tokens <= DENSE)]
+            for name in names:
+                if args.only in f"step {name}":
+                    rows += steps(tokens, 20, name, pairs, cache)
+        if args.only in "planning":
+            rows += planning(sizes[-1], min(3, pairs), cache)
+        if args.only in "million":
+            rows += million(args.quick, pairs, cache)
+        for name in ("cora", "citeseer"):
+            if args.data and args.only in "accuracy":
+                rows += accuracy(str(Path(args.data) / "planetoid" / name), 2 if args.quick else 10, 200)
+        if args.only in "accuracy packages" and shutil.which("apt-cache"):
+            rows += accuracy("debian:packages", 1, 20 if args.quick else 80)
+        publish(rows, args.json)
+
+
+if __name__ == "__main__":
+    main()
