@@ -266,8 +266,9 @@ def _halo(halo: HaloOptions, graph: GraphOptions, model: Model) -> None:
             do='graph.task = "node" without graph.fanout, or leave [graph.halo] out',
         )
     if not isinstance(model, Network):
+        whose = "a graph transformer" if isinstance(model, GraphTransformer) else "a network of your own"
         raise UserError(
-            "[graph.halo] is not possible with a network of your own.",
+            f"[graph.halo] is not possible with {whose}.",
             why="its layers do not say where they read the rows of neighbours",
             do='model.kind = "gcn", "sage", "gat" or "gin", or espalier.graph.halo in your own loop',
         )
