@@ -36,9 +36,10 @@ from diskgnn_accuracy import GRAPH, accuracy
 from espalier.graph import synthetic
 from espalier.graph.diskgnn import manifest
 from espalier.graph.diskgnn.features import open_features
-from espalier.graph.diskgnn.mini_batches import MemoryShare
+from espalier.graph.diskgnn.mini_batches import HELD, QUEUES, MemoryShare
 from espalier.graph.diskgnn.pack import PackedSet, PackRequest, pack
 from espalier.graph.diskgnn.pool import Draws, Pool
+from espalier.graph.diskgnn.reader import WINDOW, LargestBatch
 from espalier.graph.neighbor_sampler import Sampler, Style
 from espalier.store.direct_io import DirectFile, aligned
 from table import Row, arguments, compare, publish
@@ -105,13 +106,14 @@ class World:
         largest = max(map(len, self.nodes)) * WIDTH * 4
         request = {"folder": str(folder), "graph": str(self.graph_folder), "threads": torch.get_num_threads()}
         request |= {"fanouts": FANOUTS, "batch": size.batch, "sizes": [WIDTH, size.hidden, size.hidden, CLASSES]}
-        request |= {"memory": self.memory(largest), "limit": size.memory + 2 * largest}
+        request |= {"memory": self.memory(LargestBatch.of(pool)), "limit": size.memory + 2 * largest}
         request |= {"epoch_limit": size.memory + 24 * largest + size.spare}
         (folder / "request.json").write_text(json.dumps(request))
 
-    def memory(self, largest: int) -> int:
-        """What ours may hold: as the others, and the batches that training holds."""
-        return self.size.memory + 5 * largest
+    def memory(self, largest: LargestBatch) -> int:
+        """What ours may hold: as the others, the batches that training holds, and blocks and positions."""
+        beside = largest.beside(*QUEUES[0], HELD) + largest.positions(WINDOW)
+        return self.size.memory + 5 * largest.inputs * WIDTH * 4 + beside
 
     @property
     def writing(self) -> float:
@@ -133,8 +135,8 @@ class World:
 
         def memory(pool: Pool) -> int:
             nonlocal sampled
-            sampled, largest = time.perf_counter() - begun, pool.most_inputs
-            share = MemoryShare(self.memory(largest * request.row.row_bytes))
+            sampled, largest = time.perf_counter() - begun, LargestBatch.of(pool)
+            share = MemoryShare(self.memory(largest))
             return share.hot_bytes(largest, request.row) if self.size.held else 0
 
         pack(replace(request, memory=memory)).close()

@@ -1,4 +1,4 @@
-"""Optimizer states on disk, beside states in memory, mapped files, and DeepSpeed's ZeRO-3 with `offload_optimizer`.
+"""Optimizer states on disk and in memory, beside plain PyTorch, mapped files, and DeepSpeed's ZeRO-3 with offload.
 
     python bench/offload.py --quick
     python bench/offload.py --deepspeed VENV/bin/python --json docs/measured/offload.json
@@ -34,6 +34,13 @@ PEERS = {
     "deepspeed cpu": "DeepSpeed 0.19.8 ZeRO-3, optimizer on cpu",
     "deepspeed nvme": "DeepSpeed 0.19.8 ZeRO-3, optimizer on nvme",
 }
+
+
+BESIDE = {
+    "resident": ["on disk"], "by hand": ["on disk"], "deepspeed cpu": ["in memory", "on disk"],
+    "deepspeed nvme": ["on disk"],
+}  # fmt: skip
+"""Where ours has its states."""
 
 
 class Found(NamedTuple):
@@ -135,12 +142,15 @@ def main() -> None:
     turns: list[dict[str, Found]] = []
     for _ in range(given.pairs or (1 if given.quick else 3)):
         turns.append({})
-        for name, python in {**pythons, "ours": sys.executable}.items():
+        ours = {f"ours {where}": sys.executable for peer in pythons for where in BESIDE[peer]}
+        for name, python in {**pythons, **ours}.items():
             found = turns[-1][name] = run(name, request, python)
             print(f"{name}: {found.seconds:.2f} s a step, {found.memory / 2**20:,.0f} MiB, loss {found.losses[-1]:.6f}")
     made: list[Row] = []
     for peer in pythons:
-        made += rows(peer, [(turn[peer], turn["ours"]) for turn in turns], tokens, case)
+        for where in BESIDE[peer]:
+            pairs = [(turn[peer], turn[f"ours {where}"]) for turn in turns]
+            made += rows(peer, pairs, tokens, f"{case}, states {where}")
     publish(made, given.json)
 
 

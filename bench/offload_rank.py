@@ -67,23 +67,42 @@ class ByHand(Resident):
 
 
 class Ours(Resident):
-    """Espalier's optimizer on disk."""
+    """Espalier's optimizer, with its states in memory."""
 
     def made(self, model: nn.Module, request: dict[str, Any]) -> Any:
         from espalier.config import Adamw
         from espalier.hardware.malloc_trim import keep_freed
         from espalier.optim import adamw
         from espalier.optim.base import owned_by
-        from espalier.shard.offload.optimizer import StateFolder
 
         keep_freed()  # as `espalier train` begins
         options = Adamw(learning_rate=RATE, weight_decay=DECAY, betas=(0.9, 0.999))
-        return adamw.build(options, owned_by(model), StateFolder(Path(request["folder"]), "states").group)
+        return adamw.build(options, owned_by(model), self.group(model, request))
+
+    def group(self, model: nn.Module, request: dict[str, Any]) -> Any:
+        from espalier.optim.base import OptimizerGroup
+
+        return OptimizerGroup
 
     def step(self) -> None:
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step(1.0)
         self.model.zero_grad(set_to_none=True)
+
+
+class OnDisk(Ours):
+    """The same with states on disk; until backward, writes go on in the memory of gradients."""
+
+    def group(self, model: nn.Module, request: dict[str, Any]) -> Any:
+        from espalier.shard.offload.optimizer import StateFolder
+
+        self.states = StateFolder(Path(request["folder"]), "states")
+        self.states.behind.room = sum(one.nbytes for one in model.parameters())
+        return self.states.group
+
+    def backward(self, loss: Tensor) -> None:
+        self.states.behind.drain()
+        loss.backward()
 
 
 class DeepSpeed:
@@ -117,7 +136,10 @@ class DeepSpeed:
         """Taken by the last of `model.step`."""
 
 
-KINDS = {"resident": Resident, "by hand": ByHand, "ours": Ours, "deepspeed cpu": DeepSpeed, "deepspeed nvme": DeepSpeed}
+KINDS = {
+    "resident": Resident, "by hand": ByHand, "ours in memory": Ours, "ours on disk": OnDisk,
+    "deepspeed cpu": DeepSpeed, "deepspeed nvme": DeepSpeed,
+}  # fmt: skip
 
 
 def main(request: dict[str, Any]) -> None:

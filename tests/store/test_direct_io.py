@@ -45,6 +45,19 @@ def test_memory_for_direct_transfers_is_aligned_and_zero() -> None:
     assert len(aligned(0)) == 0
 
 
+@pytest.mark.parametrize("size", [HUGE + PAGE, 3 * HUGE - PAGE, 5 * PAGE])
+def test_a_buffer_takes_its_own_pages_and_no_huge_page_beyond_them(size: int) -> None:
+    def taken() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+    before = taken()
+    buffers = [aligned(size).fill_(1) for _ in range(20)]
+    assert 20 * size <= taken() - before + HUGE
+    assert taken() - before <= 20 * size + HUGE
+    assert all(int(one[-1]) for one in buffers)
+
+
 @given(offset=st.integers(0, SIZE - 1), size=st.integers(0, SIZE), shift=st.integers(0, 2))
 def test_a_read_at_any_place_into_any_memory_is_the_file(
     file: tuple[DirectFile, torch.Tensor], offset: int, size: int, shift: int

@@ -11,18 +11,20 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from programs import forked, launched
 
-from espalier import trainer, worker
+from espalier import cli, trainer, worker
 from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.config import defaults, recipe_file
 from espalier.errors import Interrupted
 from espalier.graph import synthetic
 from espalier.graph.data import divided
-from espalier.graph.diskgnn import rolling_pool, topology
+from espalier.graph.diskgnn import pack, rolling_pool, topology
 from espalier.graph.diskgnn.topology import DiskSampler
 from espalier.graph.workload import GraphWorkload
 from espalier.launch import agent
@@ -163,7 +165,7 @@ path = "planted:nodes=30000,degree=8,features=64,train=0.1"
 fanout = [5, 5]
 [store]
 memory = "{memory}"
-path = "packed"
+path = {path}
 resample = {resample}
 [train]
 steps = 24
@@ -180,15 +182,57 @@ keep_best = false
 MACHINE = '[[nodes]]\ndevice = "cpu"\ncores = 2\nmemory = "8GiB"\n'
 
 
-def started(folder: Path, ranks: int, resample: float) -> subprocess.Popen[str]:
+def written(folder: Path, ranks: int, resample: float = 0.0, path: str = '"packed"') -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "machine.toml").write_text(MACHINE)
-    (folder / "disk.toml").write_text(RECIPE.format(memory=f"{8 * ranks}MiB", ranks=ranks, resample=resample))
+    given = {"memory": f"{8 * ranks}MiB", "ranks": ranks, "resample": resample, "path": path}
+    (folder / "disk.toml").write_text(RECIPE.format(**given))
+
+
+def started(folder: Path, ranks: int, resample: float) -> subprocess.Popen[str]:
+    written(folder, ranks, resample)
     environment = {**os.environ, "XDG_CACHE_HOME": str(folder.parent / "cache"), "COLUMNS": "100"}
     return subprocess.Popen(
         [sys.executable, "-m", "espalier", "train", "disk.toml"],
         cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_ranks_that_torchrun_starts_hold_striped_hot_rows_once_and_train_as_local_ranks(tmp_path):
+    def run() -> Any:
+        plain = pack.PackedSet.map_hot
+
+        def told(self):
+            found = plain(self)
+            maps = [line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()]
+            (mapped,) = {one for one in maps if one.endswith(pack.HOT_ROWS)}
+            Path(f"mapped-{os.environ['RANK']}").write_text(mapped)
+            return found
+
+        pack.PackedSet.map_hot = told
+        return cli.main(["train", "disk.toml"])
+
+    kinds = {"local": '"packed"', "torchrun": '["disk-a", "disk-b"]'}
+    for name, path in kinds.items():
+        written(tmp_path / name, 2, path=path)
+    done = forked(tmp_path / "local", "train", "disk.toml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for one in launched(tmp_path / "torchrun", run):
+        assert one.returncode == 0, one.stdout + one.stderr
+    local, torchrun = (losses(tmp_path / name / "runs" / "disk") for name in kinds)
+    assert torchrun == local
+    mapped = {(tmp_path / "torchrun" / f"mapped-{rank}").read_text() for rank in (0, 1)}
+    assert len(mapped) == 1
+    (packed,) = (tmp_path / "torchrun" / "disk-a").glob("packed-*")
+    assert mapped == {str(packed / pack.HOT_ROWS)}
+    rows = [
+        path.stat().st_size
+        for path in (tmp_path / "torchrun").glob("disk-*/*/rows.extents*")
+        if ".index" not in path.name
+    ]
+    assert len(rows) == 2
+    assert min(rows) > 0
 
 
 def losses(run: Path) -> list[float]:

@@ -133,6 +133,16 @@ def test_a_model_larger_than_its_cgroup_trains_from_disk_as_the_plan_says_by_its
     assert any(event["event"] == "checkpoint" for event in done.events)
 
 
+def test_a_model_larger_than_its_address_space_trains_from_disk(home, resident):
+    """The limit is that of `ulimit -v`: with everything in memory the same run does not end."""
+    space = resident.space - (160 << 20)
+    done = run(home, "narrow-540", DECODER, "540MiB", space=space)
+    assert done.code == 0, done.text
+    assert [event["loss"] for event in done.steps] == [event["loss"] for event in resident.steps]
+    beyond = run(home, "beyond-540", DECODER + "[faults]\nrestarts = 0\n", space=space)
+    assert beyond.code != 0
+
+
 # --- graphs on disk --------------------------------------------------------------------------------------------------
 
 NODES, BUDGET = 200_000, 10

@@ -25,6 +25,7 @@ def with_levels(plan: Plan, stored: StoredFeatures, cluster: Cluster) -> Plan:
     Raises UserError where `store.memory` is too small for a batch."""
     from espalier.graph.diskgnn import cost
     from espalier.graph.diskgnn.mini_batches import MemoryShare
+    from espalier.graph.diskgnn.reader import LargestBatch
 
     predicted, here = plan.predicted, max(Counter(rank.node for rank in plan.ranks).values())
     rank, draws = plan.ranks[0], stored.draws
@@ -32,7 +33,8 @@ def with_levels(plan: Plan, stored: StoredFeatures, cluster: Cluster) -> Plan:
     ratio = (draws.inputs or 1.0) / replace(draws, inputs=None).used
     draws = replace(draws, items=draws.items * here // len(plan.ranks), batch=plan.micro_batch, inputs=None)
     draws = replace(draws, inputs=draws.used * ratio)
-    hot = MemoryShare(stored.memory, here, cuts).hot_bytes(int(draws.inputs or 0), stored.row)
+    largest = LargestBatch(int(draws.inputs or 0), int(4 * (draws.edges + draws.used)))
+    hot = MemoryShare(stored.memory, here, cuts).hot_bytes(largest, stored.row)
     limit = None if stored.disk is None else stored.disk // stored.row_bytes
     levels = cost.expected(draws, hot // stored.row_bytes, limit, stored.row_bytes)
     disks = table_of(plan, cluster).disks

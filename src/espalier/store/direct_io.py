@@ -101,9 +101,11 @@ def aligned(size: int) -> Tensor:
     found = torch.frombuffer(memory, dtype=torch.uint8)
     if size < HUGE:
         return found
+    begin, whole = -found.data_ptr() % HUGE, pages(size) // HUGE * HUGE
     with suppress(OSError, AttributeError):  # a kernel without them
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return found[-found.data_ptr() % HUGE :][: pages(size)]
+        memory.madvise(mmap.MADV_HUGEPAGE, begin, whole)
+        memory.madvise(mmap.MADV_NOHUGEPAGE, begin + whole)  # the last would take more than was asked for
+    return found[begin:][: pages(size)]
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

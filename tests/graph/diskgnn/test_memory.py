@@ -49,8 +49,8 @@ def epoch(graph, features, folder, options):
 
 folder, memory = Path(sys.argv[1]), int(sys.argv[2])
 epoch(*made(2000, folder / "small"), PrepareOptions(memory="64MiB", batch=100))  # what libraries take
-nodes = (100_000,) if len(sys.argv) < 5 else (10 * memory // 512 + 1, folder / "wide", 24_000)
-arguments = *made(nodes[0], *nodes[1:] or [folder / "large"]), PrepareOptions(fanout=(5, 5), batch=512, memory=memory)
+nodes = (300_000, folder / "large") if len(sys.argv) < 5 else (10 * memory // 512 + 1, folder / "wide")
+arguments = *made(*nodes, 24_000), PrepareOptions(fanout=(5, 5), batch=512, memory=memory)
 if os.fork() == 0:  # packs; what that freed would hide what reading takes
     prepare(*arguments).close()
     os._exit(0)
@@ -91,11 +91,11 @@ def run(folder, *arguments):
 
 @pytest.mark.slow
 def test_memory_grows_by_the_budget_and_is_kept_under_a_limit_of_the_address_space(tmp_path):
-    memory = 40 << 20
+    """Within five per cent: stacks of threads and Python's own objects take 1 to 3 MiB whatever the budget."""
+    memory = 64 << 20
     free = run(tmp_path, memory)
-    more = 10 << 20  # positions and blocks of batches under way, and what malloc keeps of them: 4 to 8 MiB were seen
-    assert 0.4 * memory <= free["grown"] <= 1.05 * memory + more
-    assert free["rows"] * 512 > 8 * memory
+    assert 0.8 * memory <= free["grown"] <= 1.05 * memory
+    assert free["rows"] * 512 > 2 * memory
     limited = run(tmp_path, memory, free["address space"])
     assert limited["rows"] == free["rows"]
 

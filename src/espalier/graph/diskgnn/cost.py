@@ -68,6 +68,12 @@ class Draws:
         """Input nodes of a batch, in the mean."""
         return float(self.chance @ self.groups[1])
 
+    @property
+    def edges(self) -> float:
+        """Edges of a batch, in the mean; those that two layers share are counted once."""
+        degrees, counts = self.groups
+        return self._met(min(1.0, self.batch / counts.sum()), degrees / max(1.0, float(degrees @ counts)))
+
     def _met(self, seeds: float, share: Array) -> float:
         """Edges that all layers follow, each once: a node that draws again in the next layer meets some neighbours
         anew, and one of its neighbours is whom it was met by."""

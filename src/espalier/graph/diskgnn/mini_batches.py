@@ -33,7 +33,16 @@ from espalier.graph.diskgnn.features import Features, FeatureTable
 from espalier.graph.diskgnn.inference import InferenceFolder
 from espalier.graph.diskgnn.pack import BUFFER, PackedSet, PackRequest, pack, repack
 from espalier.graph.diskgnn.pool import Draws, epoch_seeds
-from espalier.graph.diskgnn.reader import TIERS, PackedBatches, ReadBatch, ReaderOptions, TieredFeatures, batch_order
+from espalier.graph.diskgnn.reader import (
+    TIERS,
+    WINDOW,
+    LargestBatch,
+    PackedBatches,
+    ReadBatch,
+    ReaderOptions,
+    TieredFeatures,
+    batch_order,
+)
 from espalier.graph.diskgnn.rolling_pool import RollingFeatures, RollingPool
 from espalier.graph.diskgnn.row_format import RowFormat
 from espalier.graph.gnn import Gnn, Layer
@@ -88,37 +97,36 @@ class MemoryShare:
     cuts: int = 1
     shared: bool = False
 
-    def taken(self, read: int, assembled: int, queues: tuple[int, int]) -> int:
-        """Bytes of the buffers of all ranks: `read` and `assembled` bytes of the largest batch each."""
+    def taken(self, read: int, largest: LargestBatch, width: int, queues: tuple[int, int]) -> int:
+        """Bytes of what all ranks read into, and hold of batches on their way: `read` bytes of each, `largest`, of rows
+        of `width` values."""
         buffers, ahead = queues
-        return self.ranks * (buffers * read + (HELD * self.cuts + ahead + 1) * assembled)
+        held = HELD * self.cuts
+        rows = buffers * read + (held + ahead + 1) * 4 * largest.inputs * width
+        return self.ranks * (rows + largest.beside(buffers, ahead, held))
 
-    def hot_bytes(self, largest: int, row: RowFormat) -> int:
-        """What is left for hot rows when buffers have taken theirs, half of all at most. Raises UserError.
-
-        Args:
-            largest: input nodes of the largest batch.
-        """
-        read, assembled = pages(largest * row.row_bytes), 4 * largest * row.width
-        sizes = [self.taken(read, assembled, queues) for queues in QUEUES]
+    def hot_bytes(self, largest: LargestBatch, row: RowFormat) -> int:
+        """What is left for hot rows beside batches on their way, which take half of all at most. Raises UserError."""
+        read = pages(largest.inputs * row.row_bytes)
+        sizes = [self.taken(read, largest, row.width, queues) for queues in QUEUES]
         taken = next((one for one in sizes if one <= self.memory // 2), sizes[-1])
         if taken > self.memory:
-            raise self._too_small(taken, f"its largest batch has {largest:,} rows of {4 * row.width} bytes")
+            raise self._too_small(taken, f"its largest batch has {largest.inputs:,} rows of {4 * row.width} bytes")
         return self.memory - taken
 
     def options(self, packed: PackedSet) -> ReaderOptions:
         """The longest queues that fit beside the hot rows; what is left holds pages. Raises UserError."""
         most = max(map(packed.pages, range(len(packed))), default=0)
-        largest = packed.pool.most_inputs
+        cached = any(packed.shared_pages(one) for one in range(len(packed)))
+        largest = LargestBatch.of(packed.pool)
         left = self.memory - packed.hot_rows * packed.row.row_bytes
-        sizes = {queues: self.taken(most * PAGE, 4 * largest * packed.row.width, queues) for queues in QUEUES}
+        sizes = {queues: self.taken(most * PAGE, largest, packed.row.width, queues) for queues in QUEUES}
         found = next((queues for queues, size in sizes.items() if size <= left), None)
         if found is None:
             hot = self.memory - left
             why = f"{packed.folders[0]} was packed for {units.show_size(hot)} of hot rows, and its largest batch reads"
             raise self._too_small(hot + sizes[QUEUES[-1]], f"{why} {most:,} pages")
-        cached = any(packed.shared_pages(one) for one in range(len(packed)))
-        pages_each = (left - sizes[found]) // self.ranks // PAGE if cached else 0
+        pages_each = max(0, (left - sizes[found]) // self.ranks - largest.positions(WINDOW)) // PAGE if cached else 0
         share = self.memory - left + left // self.ranks
         return ReaderOptions(*found, HELD * self.cuts, pages_each, memory=share, shared=self.shared)
 
@@ -156,7 +164,7 @@ class Packing:
             self.rows, min(BUFFER, self.share.memory), self.waits,
         )  # fmt: skip
         row = request.row
-        request = replace(request, memory=lambda pool: self.share.hot_bytes(pool.most_inputs, row))
+        request = replace(request, memory=lambda pool: self.share.hot_bytes(LargestBatch.of(pool), row))
         rolling = RollingPool(request, self.resample, progress, self.share.ranks) if self.resample else None
         packed = rolling.first if rolling else pack(request, progress)
 

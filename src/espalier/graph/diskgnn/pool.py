@@ -113,6 +113,11 @@ class Pool(Sequence[SampledBatch]):
         """Input nodes of the largest batch."""
         return max((self.file.bytes(f"nodes/{batch}") // 8 for batch in range(self._length)), default=0)
 
+    @cached_property
+    def most_blocks(self) -> int:
+        """Bytes of the blocks of the largest batch, as they are read."""
+        return max((self.file.bytes(f"blocks/{batch}") for batch in range(self._length)), default=0)
+
     @property
     def node_lists(self) -> NodeLists:
         """The input nodes of all batches."""

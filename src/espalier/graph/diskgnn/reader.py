@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from espalier.graph.data import Array
 from espalier.graph.diskgnn.access import Split
 from espalier.graph.diskgnn.pack import PackedSet
-from espalier.graph.diskgnn.pool import SampledBatch
+from espalier.graph.diskgnn.pool import Pool, SampledBatch
 from espalier.store.budget import Budget
 from espalier.store.cost import PAGE
 from espalier.store.direct_io import aligned
@@ -64,6 +64,28 @@ class TierStats:
 
 
 TIERS = ("device", "host", "page_cache", "disk_cache", "packed")
+
+
+class LargestBatch(NamedTuple):
+    """Of a pool: input nodes, and bytes of the blocks as they are read."""
+
+    inputs: int
+    blocks: int = 0
+
+    @classmethod
+    def of(cls, pool: Pool) -> Self:
+        """Of one that was sampled."""
+        return cls(pool.most_inputs, pool.most_blocks)
+
+    def positions(self, batches: int) -> int:
+        """Bytes of where the rows of so many batches come from, as it lies on disk."""
+        return 8 * self.inputs * batches
+
+    def beside(self, buffers: int, ahead: int, held: int) -> int:
+        """Bytes that batches on their way hold beside their rows: blocks, whose int32 is widened, from the first stage
+        until training has ended; positions, which are widened when rows are read."""
+        blocks = 2 * self.blocks * (held + buffers + 3 * (ahead + 1))
+        return blocks + self.positions(1 + ahead) + 3 * self.positions(buffers)
 
 
 @dataclass(frozen=True)
@@ -300,7 +322,10 @@ class TieredFeatures:
         options, pool = self.options, self.packed.pool
         size = PAGE * max((self.packed.pages(one) for one in range(len(pool))), default=0)
         assembled = 4 * self.packed.row.width * pool.most_inputs
-        take = self.budget.take
+        take, largest = self.budget.take, LargestBatch.of(pool)
+        beside = largest.beside(options.buffers, options.ahead, options.held)
+        beside += largest.positions(WINDOW) if options.cache_pages else 0
+        self._open.enter_context(take(beside, "blocks and positions of batches"))
         self._open.enter_context(take(options.buffers * size, f"{options.buffers} batches that are read"))
         waiting = options.held + options.ahead + 1
         self._open.enter_context(take(waiting * assembled, f"{waiting} batches that are assembled"))

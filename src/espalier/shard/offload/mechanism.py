@@ -19,7 +19,7 @@ from espalier.shard.offload.activations import FilePlaces, HostPlaces, Places, S
 from espalier.shard.offload.host_memory import DeviceFile, HostStates
 from espalier.shard.offload.optimizer import StateFolder
 from espalier.shard.offload.parameters import OffloadNode, OffloadSharding
-from espalier.shard.offload.state_file import TransferMeter
+from espalier.shard.offload.state_file import TransferMeter, WriteBehind
 
 if TYPE_CHECKING:
     from espalier.config import Recipe
@@ -30,6 +30,7 @@ OPTIMIZER = Claim(
     question="optimizer states",
     changes=frozenset({"states are on disk"}),
     forbids=frozenset({"states are copied"}),
+    after=frozenset({"precision"}),
 )
 HOST = Claim("offload_to_host", question="optimizer states", changes=frozenset({"states wait in host memory"}))
 
@@ -73,6 +74,25 @@ class OptimizerOnDisk(Mechanism):
         folder = states_of(context, "disk")
         context.group = folder.group
         context.meters["offload"] = folder.meter.read
+        if isinstance(folder, StateFolder) and len(context.plan.ranks) == 1 and context.device.type == "cpu":
+            write_behind(context, folder.behind)
+
+
+def write_behind(context: Build, behind: WriteBehind) -> None:
+    """The last writes of a step go on under the next forward pass, in memory that the plan leaves unused: malloc keeps
+    that of activations and gradients, so it cannot be theirs."""
+    if (predicted := context.plan.predicted) is not None:
+        unused = predicted.memory_limit - predicted.memory_bytes.get("peak", predicted.memory_limit)
+        behind.room = int(max(0.0, min(unused, predicted.memory_bytes.get("grads", 0.0))))
+    before = context.forward
+
+    @contextmanager
+    def forward() -> Iterator[None]:
+        with before():
+            yield
+        behind.drain()
+
+    context.forward = forward
 
 
 class OptimizerOnHost(Mechanism):

@@ -20,8 +20,11 @@ from espalier.checkpoint.tensor_slice import Slice
 from espalier.errors import UserError
 from espalier.optim.base import Owned, StateKinds, set_rates
 from espalier.shard.offload.layout import CHUNK, Elements, Extent, Piece, extents
-from espalier.shard.offload.state_file import DiskTier, Job, StateFile, States, TransferMeter
+from espalier.shard.offload.state_file import DiskTier, Job, StateFile, States, TransferMeter, WriteBehind
 from espalier.store.io_queue import IoQueue
+
+WAITING = 1024
+"""Pieces of transfers that may wait for the disk: memory is bounded by the buffers."""
 
 
 class StateFolder:
@@ -29,6 +32,8 @@ class StateFolder:
 
     Attributes:
         tier: what transfers go through; meter: what counts them.
+        behind: writes that go on when a step has ended. `behind.room` is 0 unless somebody says what memory is unused
+            until then, and calls `behind.drain` before it is used.
         chunk: bytes of an extent at most.
         device: what moves the states.
         through: what brings extents to that device.
@@ -40,8 +45,9 @@ class StateFolder:
         self, folder: Path, name: str, chunk: int = CHUNK, through: Callable[[StateFile], States] = lambda file: file
     ) -> None:
         self._folder, self._name, self._count, self._through = folder, name, 0, through
-        self.tier, self.chunk = DiskTier(IoQueue(), TransferMeter("disk"), ThreadPoolExecutor(2, "checksums")), chunk
-        self.meter = self.tier.meter
+        self.meter, self.chunk = TransferMeter("disk"), chunk
+        self.behind = WriteBehind(self.meter)
+        self.tier = DiskTier(IoQueue(WAITING), self.meter, ThreadPoolExecutor(2, "checksums"), self.behind)
 
     def group(self, optimizer: torch.optim.Optimizer, owned: Sequence[Owned], kinds: StateKinds) -> OffloadedGroup:
         """See `optim.base.MakeGroup`."""

@@ -6,6 +6,7 @@ The file is scratch space of one process: it has no name once it is open, and ch
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from pathlib import Path
@@ -68,12 +69,35 @@ class States(Protocol):
         """What `row` gave to be changed is there."""
 
 
+class WriteBehind:
+    """Buffers whose writes go on when a step has ended: `room` bytes at most, until `drain`. Has state: the buffers, of
+    `held` bytes."""
+
+    def __init__(self, meter: TransferMeter, room: int = 0) -> None:
+        self.room, self.held, self._meter = room, 0, meter
+        self._pending: deque[tuple[Tensor, Sequence[Future[None]]]] = deque()
+
+    def add(self, buffer: Tensor, writes: Sequence[Future[None]]) -> None:
+        """Keeps what is written until that has ended; waits for the oldest where there is no room."""
+        self._pending.append((buffer, writes))
+        self.held += buffer.nbytes
+        self.drain(self.room)
+
+    def drain(self, room: int = 0) -> None:
+        """Returns when at most `room` bytes are being written."""
+        while self.held > room:
+            for one in self._pending[0][1]:
+                wait_for(one.result, self._meter)
+            self.held -= self._pending.popleft()[0].nbytes
+
+
 class DiskTier(NamedTuple):
     """How this process reaches its disk. `hashing`: threads in which checksums are computed beside the step."""
 
     queue: IoQueue
     meter: TransferMeter
     hashing: Executor
+    behind: WriteBehind
 
 
 class StateFile:
@@ -92,7 +116,7 @@ class StateFile:
     ) -> None:
         self.extents = list(extents)
         self.path, self._first = path, kept
-        self._queue, self._meter, self._hashing = tier
+        self._queue, self._meter, self._hashing, self._behind = tier
         self._names = {extent.offset: name for extent, name in zip(extents, names, strict=True)}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -101,6 +125,7 @@ class StateFile:
         self._file = DirectFile(path, "create", sum(extent.bytes for extent in extents))
         path.unlink()
         self._sums: dict[int, int] = {}
+        self._late: list[Future[None]] = []
         self._buffers: list[Tensor] = []
         self._row: tuple[Extent, int, Tensor] | None = None
         self._changed = False
@@ -110,21 +135,39 @@ class StateFile:
     def walk(self, jobs: Sequence[Job]) -> Iterator[list[Tensor]]:
         """See `States.walk`."""
         self.settle()
-        writes: list[list[Future[None]]] = []
         room = max((job_bytes(job) for job in jobs), default=0)
-        if not self._buffers or self._buffers[0].nbytes < room:
-            self._buffers = [aligned(room) for _ in range(BUFFERS)]
-        views = [job_views(job, self._buffers[number % BUFFERS]) for number, job in enumerate(jobs)]
-        reads = self._read(jobs[0], views[0]) if jobs else []
-        for number, (job, view) in enumerate(zip(jobs, views, strict=True)):
+        ring: list[tuple[Tensor, list[Future[None]]]] = [(one, []) for one in self._buffers if one.nbytes >= room]
+        ring += [(aligned(room), []) for _ in range(BUFFERS - len(ring))]
+        views = job_views(jobs[0], ring[0][0]) if jobs else []
+        reads = self._read(jobs[0], views) if jobs else []
+        for number, job in enumerate(jobs):
             self._wait(reads)
+            view, at = views, number % BUFFERS
             if number + 1 < len(jobs):
-                self._wait(writes[number + 1 - BUFFERS] if number + 1 >= BUFFERS else [])
-                reads = self._read(jobs[number + 1], views[number + 1])
+                following = (number + 1) % BUFFERS
+                ring[following] = self._unused(*ring[following]), []
+                views = job_views(jobs[number + 1], ring[following][0])
+                reads = self._read(jobs[number + 1], views)
             yield view
-            writes.append(self._write(job, view))
-        for pending in writes[-BUFFERS:]:
-            self._wait(pending)
+            ring[at] = ring[at][0], self._write(job, view)
+        self._buffers = []
+        for buffer, writes in ring[len(jobs) % BUFFERS :] + ring[: len(jobs) % BUFFERS]:  # the oldest first
+            if writes and self._behind.room:
+                self._leave(buffer, writes)
+            else:
+                self._buffers.append(self._unused(buffer, writes))
+
+    def _unused(self, buffer: Tensor, writes: Sequence[Future[None]]) -> Tensor:
+        """The buffer when what is in it was written; at once another one, where writes may go on behind."""
+        if self._behind.room and not all(one.done() for one in writes):
+            self._leave(buffer, writes)
+            return aligned(buffer.nbytes)
+        self._wait(writes)
+        return buffer
+
+    def _leave(self, buffer: Tensor, writes: Sequence[Future[None]]) -> None:
+        self._late += writes
+        self._behind.add(buffer, writes)
 
     def _read(self, job: Job, views: Sequence[Tensor]) -> list[Future[None]]:
         self._meter.read_bytes += job_bytes(job)
@@ -205,6 +248,8 @@ class StateFile:
 
     def settle(self) -> None:
         """See `States.settle`."""
+        self._wait(self._late)
+        self._late = []
         if self._row is not None and self._changed:
             extent, row, values = self._row
             self._sums[_place(extent, row)] = checksum(values[: extent.used])
