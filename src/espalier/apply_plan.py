@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from espalier import comm, mechanisms
+from espalier import accelerator, comm, mechanisms
 from espalier.config import Adamw, Module, Recipe, Train
 from espalier.errors import UserError
 from espalier.launch import base as launch
@@ -179,7 +179,7 @@ def _refuse(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _spread(plan: Plan, ranks: Sequence[int], model: nn.Module) -> Spread:
-    on_gpus = any(parameter.is_cuda for parameter in model.parameters())
+    on_gpus = any(accelerator.is_on(parameter) for parameter in model.parameters())
     matrices = frozenset(name for name, parameter in model.named_parameters() if parameter.ndim >= 2)
     return Spread(
         factors=factors(plan.units),
@@ -211,7 +211,7 @@ def _channel(ranks: int) -> Any:
                 do=f"torchrun --nproc-per-node {ranks} your_script.py",
             )
         return None
-    inner = "nccl" if torch.cuda.is_available() else "gloo"
+    inner = "nccl" if accelerator.available() else "gloo"
     store = launch.store(place, TIMEOUT)
     return comm.connect(store, place.rank, place.world, timeout=TIMEOUT, inner=inner)
 

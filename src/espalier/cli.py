@@ -83,6 +83,14 @@ def _options(made: dict[str, argparse.ArgumentParser]) -> None:
         "--slurm", metavar="OPTIONS",
         help='submit it as a batch job, with options of sbatch, such as "nodes=2 time=4:00:00"',
     )  # fmt: skip
+    made["train"].add_argument(
+        "--kubernetes", metavar="FILE",
+        help='write a manifest, with its options: "train.yaml image=registry/espalier:1 claim=work" (docs/clusters.md)',
+    )  # fmt: skip
+    made["train"].add_argument(
+        "--ray", nargs="?", const="auto", metavar="ADDRESS",
+        help="ranks as actors of a Ray cluster: this host's (default), HOST:6379, or local",
+    )  # fmt: skip
     made["train"].add_argument("--run", help="run folder (default runs/<recipe name>)")
     watch = made["eval"]
     watch.add_argument(
@@ -132,6 +140,10 @@ FORMS = ("hf", "safetensors", "embeddings", "peft", "gguf", "gguf-q8_0", "gguf-q
 """What `export --to` writes."""
 
 
+LAUNCHERS = {"hosts": "multihost", "slurm": "sbatch", "kubernetes": "kubernetes", "ray": "ray_job"}
+"""Options that say where ranks are started, and the files of `verbs` that do it."""
+
+
 def main(argv: Sequence[str] | None = None, begin: Callable[[], None] = lambda: None) -> int:
     """Runs one verb, which is imported before `begin` is called. Returns the exit code: 0 good, 1 found something, 2
     the user's mistake, 130 interrupted."""
@@ -156,9 +168,10 @@ def main(argv: Sequence[str] | None = None, begin: Callable[[], None] = lambda: 
     store_client.own_process()
     try:
         importlib.import_module("espalier.verbs.input_check").check(arguments)  # before torch is imported
-        verb = arguments.verb if getattr(arguments, "hosts", None) is None else "multihost"
-        verb = verb if getattr(arguments, "slurm", None) is None else "sbatch"
-        run: Callable[[argparse.Namespace], int] = importlib.import_module(f"espalier.verbs.{verb}").run
+        verb = next((name for key, name in LAUNCHERS.items() if getattr(arguments, key, None) is not None), None)
+        run: Callable[[argparse.Namespace], int] = importlib.import_module(
+            f"espalier.verbs.{verb or arguments.verb}"
+        ).run
         begin()
         return run(arguments)
     except EspalierError as error:

@@ -15,7 +15,7 @@ from msgspec.structs import astuple
 from torch import nn
 
 import espalier.shard.luwu.mechanism as luwu
-from espalier import compose, units
+from espalier import accelerator, compose, units
 from espalier.compose import Claim
 from espalier.config import Precision
 from espalier.errors import UserError
@@ -157,7 +157,7 @@ def compile_blocks(blocks: Sequence[nn.Module]) -> None:
     """Compiles each block in place. Raises UserError when there is no compiler to do it with."""
     import shutil
 
-    if not torch.cuda.is_available() and not any(shutil.which(name) for name in ("g++", "clang++", "c++")):
+    if not accelerator.available() and not any(shutil.which(name) for name in ("g++", "clang++", "c++")):
         raise UserError(
             "train.compile = true needs a C++ compiler, and none is on the PATH.",
             do="apt-get install g++, or train.compile = false",

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from espalier import comm
+from espalier import accelerator, comm
 from espalier.artifacts import Artifact
 from espalier.checkpoint import save_and_restore as checkpoints
 from espalier.checkpoint.base import Stateful
@@ -459,5 +459,5 @@ def seed_step(device: torch.device, seed: int) -> None:
     """Seeds the generators a step can draw from. `torch.manual_seed` would, without a GPU in use, queue a call with its
     stack trace for later at every step."""
     torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(seed)
+    if accelerator.is_on(device):
+        accelerator.seed(seed)

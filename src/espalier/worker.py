@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from espalier import comm, units
+from espalier import accelerator, comm, units
 from espalier.checkpoint import divergence_check, peer_copy, young_daly
 from espalier.checkpoint.coordination import Coordinator
 from espalier.checkpoint.divergence_check import Alike
@@ -60,8 +60,8 @@ def joined(place: launch.RankSpec, timeout: float, *, mixed: bool = False) -> It
     """This rank's Channel to the others, or None when it is alone. `mixed`: some compute on CPUs, some on GPUs."""
     torch.set_num_threads(place.threads)
     malloc_trim.keep_freed()
-    if place.device.startswith("cuda"):
-        torch.cuda.set_device(torch.device(place.device))
+    device = torch.device(place.device)
+    accelerator.select(device)
     if place.world == 1 or place.alone:
         yield None
         return
@@ -70,7 +70,7 @@ def joined(place: launch.RankSpec, timeout: float, *, mixed: bool = False) -> It
     ]
     if loopback:  # Gloo listens where the ranks meet, not at the address of the machine's name
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
-    inner = "staged" if mixed else "nccl" if place.device.startswith("cuda") else "gloo"
+    inner = "staged" if mixed else "nccl" if accelerator.is_on(device) else "gloo"
     # Keys of a dead attempt would lead to its addresses.
     store = PrefixStore(place.keys, launch.store(place, timeout))
     channel = comm.connect(store, place.rank, place.world, timeout=max(timeout, place.patience), inner=inner)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from espalier import config
-from espalier.config import defaults
+from espalier.config import decoder_shapes, defaults
 from espalier.errors import UserError
 from espalier.language import gguf_export, gpt, hf
 from espalier.language.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
@@ -91,6 +91,59 @@ def test_what_is_read_again_is_what_was_written_and_the_tokenizer_is_the_same(
     assert (tmp_path / "out" / "Modelfile").read_text() == 'FROM ./model.gguf\nPARAMETER stop "<|im_end|>"\n'
 
 
+KINDS: dict[str, dict[str, object]] = {
+    "qwen2": {"family": "qwen2"},
+    "qwen2 tied": {"family": "qwen2", "tied": True},
+    "qwen3": {"family": "qwen3", "head_size": 128},
+    "llama with wide heads": {"head_size": 32},
+    "linear": {"rope": decoder_shapes.Rope(kind="linear", factor=2.0)},
+    "yarn": {"rope": decoder_shapes.Rope(kind="yarn", factor=4.0, original=32)},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_families_are_read_as_they_were_written_and_as_transformers_reads_them(
+    kind: str, words: Tokenizer, tmp_path: Path
+) -> None:
+    model = made(words.vocabulary, **KINDS[kind]).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)))
+    gguf_export.export(model, words, None, tmp_path / "one", "F16")
+    file = tmp_path / "one" / "model.gguf"
+    assert hf.options(file) == hf.options_of(model.size)
+    again = gpt.GPT(hf.options(file)).eval()  # type: ignore[arg-type]
+    hf.load_into(again, file)
+    gguf_export.export(again, open_tokenizer(str(hf.tokenizer_of(file))), None, tmp_path / "two", "F16")
+    assert (tmp_path / "two" / "model.gguf").read_bytes() == file.read_bytes()
+    if "rope" in KINDS[kind]:
+        return  # transformers does not read these fields
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        transformers = pytest.importorskip("transformers")
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "one", gguf_file="model.gguf", dtype=torch.float32
+        ).eval()
+    tokens = torch.randint(words.vocabulary, (2, 20), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(again(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"family": "gemma2"}, "the family gemma2"),
+        ({"family": "mistral", "window": 8}, "a window of attention"),
+        ({"rope": decoder_shapes.Rope(kind="llama3", factor=2.0, original=32, high=4.0)}, "stretched positions"),
+    ],
+)
+def test_what_no_field_can_say_is_not_written(
+    changes: dict[str, object], said: str, words: Tokenizer, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=said):
+        gguf_export.export(made(words.vocabulary, **changes), words, None, tmp_path / "out", "F16")
+
+
 def test_written_read_and_written_again_it_is_the_same_file(words: Tokenizer, tmp_path: Path) -> None:
     gguf_export.export(made(words.vocabulary), words, None, tmp_path / "one", "F16")
     file = tmp_path / "one" / "model.gguf"
@@ -139,3 +192,16 @@ def test_what_is_not_read_or_written_is_named(words: Tokenizer, tmp_path: Path) 
     writer.close()
     with pytest.raises(UserError, match="'rwkv' model"):
         hf.options(tmp_path / "other.gguf")
+
+
+def test_a_type_that_is_not_read_is_named(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "odd.gguf", "llama")
+    values = np.zeros((2, 40), np.uint8)  # blocks of 32 numbers in 40 bytes
+    writer.add_tensor("token_embd.weight", values, raw_dtype=gguf.GGMLQuantizationType.Q8_1)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(UserError, match="tensors of type Q8_1, which is not read") as told:
+        hf.options(tmp_path / "odd.gguf")
+    assert "token_embd.weight" in str(told.value)

@@ -104,6 +104,7 @@ def test_wandb_writes_offline_where_nobody_is_logged_in(tmp_path: Path, monkeypa
     assert list((folder / "wandb").glob("offline-run-*/*.wandb"))
 
 
+@pytest.mark.filterwarnings("ignore")  # its own libraries' deprecations
 def test_mlflow_keeps_the_curves_in_the_run_s_folder(tmp_path: Path) -> None:
     mlflow = pytest.importorskip("mlflow", exc_type=ImportError)
     pytest.importorskip("sqlalchemy")
@@ -116,6 +117,23 @@ def test_mlflow_keeps_the_curves_in_the_run_s_folder(tmp_path: Path) -> None:
     client = mlflow.MlflowClient(f"sqlite:///{folder.absolute() / 'mlflow.db'}")
     (run,) = client.search_runs([client.get_experiment_by_name("espalier").experiment_id])
     found = [(one.step, one.value) for one in client.get_metric_history(run.info.run_id, "train/loss")]
+    assert found == [(event["step"], event["loss"]) for event in events if event["event"] == "step"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_trackio_keeps_the_curves_in_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    pytest.importorskip("trackio", exc_type=ImportError)
+    from trackio.sqlite_storage import SQLiteStorage
+
+    folder = made.make(tmp_path, 3)
+    tracker = trackers.opened("trackio", folder)
+    events = list(read(folder / "events.jsonl"))
+    for event in events:
+        tracker.event(event)
+    tracker.close()
+    logs = SQLiteStorage.get_logs("espalier", folder.name)
+    found = [(one["step"], one["train/loss"]) for one in logs if "train/loss" in one]
     assert found == [(event["step"], event["loss"]) for event in events if event["event"] == "step"]
 
 

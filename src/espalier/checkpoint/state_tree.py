@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from espalier import serialization
+from espalier import accelerator, serialization
 from espalier.checkpoint.base import Stateful
 from espalier.checkpoint.stored_slice import StoredSlice
 from espalier.checkpoint.tensor_slice import Slice
@@ -91,15 +91,15 @@ class StagingBuffers:
         copies: dict[str, Kept] = {}
         fresh: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
-            if isinstance(tensor, StoredSlice) or not (changing or local(tensor).is_cuda):
+            if isinstance(tensor, StoredSlice) or not (changing or accelerator.is_on(local(tensor))):
                 copies[name] = tensor
                 continue
             own = local(tensor)
             buffer = fresh[name] = self._buffer(name, own)
-            buffer.copy_(own, non_blocking=own.is_cuda)
+            buffer.copy_(own, non_blocking=accelerator.is_on(own))
             copies[name] = _like(tensor, buffer)
-        if any(tensor.is_cuda for tensor in tensors.values()):
-            torch.cuda.synchronize()
+        if any(accelerator.is_on(tensor.device) for tensor in tensors.values()):
+            accelerator.synchronize()
         self._buffers = fresh
         return copies
 
@@ -107,7 +107,7 @@ class StagingBuffers:
         kept = self._buffers.get(name)
         if kept is not None and kept.shape == like.shape and kept.dtype == like.dtype:
             return kept
-        return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=like.is_cuda)
+        return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=accelerator.is_on(like))
 
 
 def local(tensor: Kept) -> Tensor:

@@ -79,9 +79,9 @@ class Slice:
         return self.local.dtype
 
     @property
-    def is_cuda(self) -> bool:
-        """Whether the elements are on a GPU."""
-        return self.local.is_cuda
+    def device(self) -> torch.device:
+        """Where the elements are."""
+        return self.local.device
 
     def size(self) -> torch.Size:
         """Of the whole tensor."""

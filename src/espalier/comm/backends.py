@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 from torch.distributed import Work
 from torch.utils._pytree import tree_map
 
+from espalier import accelerator
 from espalier.errors import UserError
 
 _DEFAULT = timedelta(0)
@@ -95,7 +96,7 @@ def _gloo(asked: GroupRequest) -> dict[str, Any]:
 
 
 def _nccl(asked: GroupRequest) -> dict[str, Any]:
-    if not (dist.is_nccl_available() and torch.cuda.is_available()):
+    if not (dist.is_nccl_available() and accelerator.available()):
         raise UserError("inner = 'nccl' needs a CUDA device and a PyTorch with NCCL.", do="use inner = 'gloo'")
     from torch.distributed import ProcessGroupNCCL
 

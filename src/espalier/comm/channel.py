@@ -27,6 +27,7 @@ from torch._C._distributed_c10d import (
     Store,
 )
 
+from espalier import accelerator
 from espalier.comm.backends import INNER, GroupRequest
 from espalier.comm.base import Carrying, Codec, Ledger, Traffic, current_traffic, sent_bytes
 from espalier.comm.c10d_arguments import (
@@ -255,7 +256,7 @@ class Channel(_ProcessGroup):
             kept, mean = residual_of(inputs), averages(options)
             starts = [coded.reduce_scatter(o, i, kept, mean) for o, i in zip(outputs, inputs, strict=True)]
             return self._encoded(coded, "reduce_scatter", inputs, starts)
-        if self._stream is not None and outputs[0].is_cuda:
+        if self._stream is not None and accelerator.is_on(outputs[0]):
             carrier, entry = self._begin("reduce_scatter", inputs)
             pairs = list(zip(outputs, inputs, strict=True))
             return self._end(entry, lambda: [carrier._reduce_scatter_base(o, i, options) for o, i in pairs])

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
+from espalier import accelerator
 from espalier.comm import wire_format
 from espalier.comm.base import Codec, Spent, check_feedback, stays
 from espalier.comm.comm_thread import CommThread, QueuedWork
@@ -436,15 +437,15 @@ def _tag(tag: int, index: int) -> int:
 def following() -> AbstractContextManager[None]:
     """Called where a collective is launched. What is done inside the block, in whatever thread, begins after all that
     the launcher's current stream was given so far, and has ended when the block ends. Without a GPU: nothing."""
-    if not torch.cuda.is_initialized():
+    if not accelerator.begun():
         return nullcontext()
-    return _after(torch.cuda.current_device(), torch.cuda.current_stream().record_event())
+    return _after(accelerator.current(), accelerator.current_stream().record_event())
 
 
 @contextmanager
-def _after(device: int, ready: torch.cuda.Event) -> Iterator[None]:
-    with torch.cuda.device(device):
-        stream = torch.cuda.current_stream()
+def _after(device: torch.device, ready: torch.Event) -> Iterator[None]:
+    with accelerator.selected(device):
+        stream = accelerator.current_stream()
         stream.wait_event(ready)
         yield
         stream.synchronize()

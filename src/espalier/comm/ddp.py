@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import AllreduceOptions, GradBucket
 
+from espalier import accelerator
 from espalier.comm import hybrid_compression
 from espalier.comm.base import Codec, Spent, Traffic, sent_bytes
 from espalier.comm.c10d_arguments import residual_like
@@ -80,8 +81,8 @@ def pays(plain: float, encoded: float) -> bool:
 
 def _tried(through: Coded, group: Any, feedback: bool) -> tuple[float, float]:
     """Seconds of a sum of `SAMPLE` values as they are and encoded, of the slowest rank; the same on all ranks."""
-    on_gpu = torch.cuda.is_available() and "cuda" in {one.type for one in group._device_types}
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    on_gpu = accelerator.available() and accelerator.KIND in {one.type for one in group._device_types}
+    device = accelerator.current() if on_gpu else accelerator.CPU
     draw = torch.Generator().manual_seed(group.rank())
     values = (torch.randn(SAMPLE, generator=draw) * 1e-3).to(device)
     residual = residual_like(values, [through.codec]) if feedback else None
@@ -92,7 +93,7 @@ def _tried(through: Coded, group: Any, feedback: bool) -> tuple[float, float]:
         begin = time.perf_counter()
         way(copy)
         if on_gpu:
-            torch.cuda.synchronize(device)
+            accelerator.synchronize(device)
         return time.perf_counter() - begin
 
     ways = (

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
+from espalier import accelerator
 from espalier.comm.backends import INNER, GroupRequest
 from espalier.comm.base import Ledger, Traffic
 from espalier.comm.channel import Channel, SharedRecords
@@ -129,7 +129,7 @@ def _create(options: Any, inner: Any) -> Channel:
     asked = GroupRequest(options.store, options.group_rank, options.group_size, limit, members, name)
     if isinstance(parent, Channel):
         return Channel(asked, INNER[parent.line.inner](asked), parent.line)
-    kind = inner or ("nccl" if torch.cuda.is_available() else "gloo")
+    kind = inner or ("nccl" if accelerator.available() else "gloo")
     groups = INNER[kind](asked)  # first: it may fail, and the watch has a thread
     return Channel(
         asked, groups, SharedRecords(Ledger(), FlightRecorder(asked.store, members[asked.rank], members), kind)

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from espalier import accelerator
 from espalier.cluster import Link, Pair
 
 SMALL = 8
@@ -181,10 +182,10 @@ def _median(run: Callable[[torch.Tensor], Any], size: int, device: torch.device,
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
     if dist.get_backend(group) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
+        return accelerator.current()
     return torch.device("cpu")
 
 
 def _wait(message: torch.Tensor) -> None:
-    if message.is_cuda:
-        torch.cuda.synchronize(message.device)
+    if accelerator.is_on(message):
+        accelerator.synchronize(message.device)

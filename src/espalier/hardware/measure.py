@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from espalier import serialization
+from espalier import accelerator, serialization
 from espalier.cluster import Link
 from espalier.hardware.peak_memory import held
 
@@ -222,15 +222,15 @@ def _best(run: Callable[[], Any], seconds: float, one_thread: bool = True) -> fl
 
 def _cuda(seconds: float) -> Table:
     """Measured tables of the CUDA devices, one for each, in their order; empty when none can be used."""
-    if not torch.cuda.is_available():
+    count = accelerator.count()
+    if not count:
         return {}
-    count = torch.cuda.device_count()
     return {"cuda": [_cuda_device(index, seconds) for index in range(count)], "peer": _peer() if count > 1 else None}
 
 
 def _cuda_device(index: int, seconds: float) -> Table:
-    properties = torch.cuda.get_device_properties(index)
-    torch.cuda.set_device(index)
+    properties = accelerator.properties(index)
+    accelerator.select(torch.device(accelerator.KIND, index))
     rates = []
     for precision in ("fp32", "tf32", "bf16", "fp16"):
         if precision in ("tf32", "bf16") and properties.major < 8:
@@ -265,12 +265,12 @@ def _cuda_product(shape: Sequence[int], dtype: torch.dtype, seconds: float) -> f
 
 def _cuda_seconds(run: Callable[[], Any], repeats: int) -> float:
     run()
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin, end = accelerator.timer(), accelerator.timer()
     begin.record()
     for _ in range(repeats):
         run()
     end.record()
-    torch.cuda.synchronize()
+    accelerator.synchronize()
     return float(begin.elapsed_time(end)) / 1e3 / repeats
 
 
@@ -278,7 +278,7 @@ def _peer() -> float:
     """Bytes/s of a copy from device 0 to device 1."""
     source = torch.ones(2**26, device="cuda:0")
     target = torch.empty(2**26, device="cuda:1")
-    torch.cuda.set_device(0)
+    accelerator.select(source.device)
     return 4.0 * source.numel() / _cuda_seconds(lambda: target.copy_(source), 10)
 
 

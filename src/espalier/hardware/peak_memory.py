@@ -71,10 +71,10 @@ def held() -> int:
 def peak_memory(device: torch.device) -> int:
     """Most bytes this rank held at any look so far: allocated on a GPU; on a CPU anonymous and shared pages, also
     between two looks as far as the kernel tells."""
-    if device.type == "cuda":
-        import torch
+    if device.type != "cpu":
+        from espalier import accelerator
 
-        return torch.cuda.max_memory_allocated(device)
+        return accelerator.peak_memory(device)
     return _look(_status())
 
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from espalier import cache_dir
+from espalier.config.decoder_shapes import Sizes
 from espalier.errors import UserError
 from espalier.language import gguf_file, gpt, hf
 
@@ -32,12 +33,7 @@ def export(model: gpt.GPT, tokenizer: Any, template: str | None, target: Path, k
 
     Raises UserError for a tokenizer that GGUF cannot hold, a folder of something else or a full disk.
     """
-    if not model.size.cuttable or model.size.rope is not None:
-        raise UserError(
-            f"GGUF is written of plain decoders, and this one is of the family {model.size.family}.",
-            why="stretched positions, windows, caps, biases and norms of heads have no place in GGUF's llama",
-            do="espalier export --to hf, then llama.cpp's convert_hf_to_gguf.py",
-        )
+    _refuse_foreign(model.size)
     words = _words(tokenizer)
     wanted = _exported(model, kind)
     differences: list[float] = []
@@ -52,30 +48,59 @@ def export(model: gpt.GPT, tokenizer: Any, template: str | None, target: Path, k
     return differences[0]
 
 
+def _refuse_foreign(size: Sizes) -> None:
+    """What the fields of the architectures that are written cannot say."""
+    rope = size.rope
+    stretched = rope is not None and (
+        rope.kind not in gguf_file.SCALINGS or (rope.high, rope.attention) != (None, None) or rope.low != 1.0
+    )
+    foreign = {
+        "a mixture of experts": size.experts > 1,
+        f"a decoder of the family {size.family}": size.gemma,
+        "a window of attention": size.window is not None,
+        "stretched positions of this kind": stretched,
+        "a scale of attention of its own": size.attention_scale is not None,
+    }
+    for what, there in foreign.items():
+        if there:
+            raise UserError(
+                f"No GGUF file is written of {what}.",
+                why=f"{', '.join(gguf_file.ARCHITECTURES)} are written",
+                do="espalier export --to hf, then llama.cpp's convert_hf_to_gguf.py",
+            )
+
+
+def architecture(size: Sizes) -> str:
+    """GGUF's name for a decoder's kind; Mistral's is Llama's."""
+    return size.family if size.family in gguf_file.ARCHITECTURES else "llama"
+
+
 def _exported(model: gpt.GPT, kind: str) -> dict[str, tuple[NDArray[Any], Any]]:
     """GGUF's name to (the values as stored, their type)."""
     library, size = gguf_file.library(), model.size
-    types = library.GGMLQuantizationType
+    types, heads = library.GGMLQuantizationType, _permuted(size)
     found = {}
     for name, value in _own(model):
         part = name.split(".")[-2]
         array = value.detach().float().cpu().numpy()
-        if part in ("attn_q", "attn_k"):
-            array = gguf_file.interleaved(array, size.heads if part == "attn_q" else size.kv_heads)
+        if part in heads:
+            array = gguf_file.interleaved(array, heads[part])
         own = types.F32 if array.ndim == 1 else types[kind] if array.shape[-1] % _BLOCK == 0 else types.F16
         found[name] = library.quants.quantize(np.ascontiguousarray(array), own), own
     return found
 
 
+def _permuted(size: Sizes) -> dict[str, int]:
+    return gguf_file.permuted(architecture(size), size.heads, size.kv_heads)
+
+
 def _own(model: gpt.GPT) -> Iterator[tuple[str, Tensor]]:
-    theirs = {other: name for name, other in gguf_file.NAMES.items()}
+    theirs = {other: name for name, other in gguf_file.ALL_NAMES.items()}
     for name, value in model.state_dict().items():
         parts = hf.renamed(name).split(".")
         pattern = ".".join("{}" if one.isdigit() else one for one in parts)
         if pattern not in theirs:
-            raise UserError(
-                f"GGUF's llama has no place for {name}.", why="dense decoders are written", do="export --to hf"
-            )
+            raise UserError(f"GGUF has no place for {name}.", why="dense decoders are written", do="export --to hf")
         yield theirs[pattern].format(*(one for one in parts if one.isdigit())), value
 
 
@@ -131,7 +156,7 @@ def _write(
     template: str | None,
     tensors: Mapping[str, tuple[NDArray[Any], Any]],
 ) -> None:
-    size, writer = model.size, gguf_file.library().GGUFWriter(file, "llama")
+    size, writer = model.size, gguf_file.library().GGUFWriter(file, architecture(model.size))
     writer.add_block_count(size.layers)
     writer.add_context_length(size.context)
     writer.add_embedding_length(size.width)
@@ -141,6 +166,14 @@ def _write(
     writer.add_layer_norm_rms_eps(size.norm_epsilon)
     writer.add_rope_freq_base(size.rope_theta)
     writer.add_rope_dimension_count(size.head_size)
+    if size.query_width != size.width:
+        writer.add_key_length(size.head_size)
+        writer.add_value_length(size.head_size)
+    if size.rope is not None:
+        writer.add_rope_scaling_type(gguf_file.library().RopeScalingType(size.rope.kind))
+        writer.add_rope_scaling_factor(size.rope.factor)
+        if size.rope.original is not None:
+            writer.add_rope_scaling_orig_ctx_len(size.rope.original)
     writer.add_vocab_size(size.vocabulary)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(words["split"])
@@ -174,7 +207,7 @@ def _compare(file: Path, model: gpt.GPT, wanted: Mapping[str, tuple[NDArray[Any]
     if {name for name, _ in tensors} != set(wanted):
         raise OSError("the file was read back with other tensors")
     size = model.size
-    heads = {"attn_q": size.heads, "attn_k": size.kv_heads}
+    heads = _permuted(size)
     again = gpt.GPT(hf.options_of(size))
     state = {}
     for name, value in tensors:

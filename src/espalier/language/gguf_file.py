@@ -1,8 +1,8 @@
-"""GGUF files in, by the `gguf` package: what llama.cpp and Ollama read (architecture `llama`).
+"""GGUF files in, by the `gguf` package: what llama.cpp and Ollama read (architectures `llama`, `qwen2`, `qwen3`).
 
 A file that is read becomes a Hugging Face folder in the cache, so that all else reads one form. Rotary positions turn
-pairs of columns: in llama.cpp neighbours, in Hugging Face's Llama columns half a head apart, so the rows of queries and
-keys are permuted.
+pairs of columns: in llama.cpp's Llama neighbours, in Hugging Face's and in Qwen columns half a head apart, so the rows
+of Llama's queries and keys are permuted.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from espalier import cache_dir
 from espalier.errors import UserError, missing_extra
+from espalier.language import hf_config
 
 SUFFIX = ".gguf"
 
@@ -38,6 +39,13 @@ NAMES = {
     "blk.{}.ffn_up.weight": "model.layers.{}.mlp.up_proj.weight",
     "blk.{}.ffn_down.weight": "model.layers.{}.mlp.down_proj.weight",
 }
+_BIASES = {f"blk.{{}}.attn_{one}.bias": f"model.layers.{{}}.self_attn.{one}_proj.bias" for one in "qkv"}
+_NORMS = {f"blk.{{}}.attn_{one}_norm.weight": f"model.layers.{{}}.self_attn.{one}_norm.weight" for one in "qk"}
+ARCHITECTURES: Mapping[str, Mapping[str, str]] = {"llama": {}, "qwen2": _BIASES, "qwen3": _NORMS}
+"""Those that are read and written, by the names of both worlds: their tensors beside `NAMES`."""
+ALL_NAMES = NAMES | _BIASES | _NORMS
+SCALINGS = ("linear", "yarn")
+"""Stretched rotary positions that a file's fields can say."""
 _LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 
 
@@ -91,7 +99,7 @@ def _convert(file: Path, folder: Path) -> None:
     fields, tensors = opened(file)
     config = _config(fields, file, {name for name, _ in tensors})
     _tokenizer(fields, file, folder)
-    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    heads = permuted(config["model_type"], config["num_attention_heads"], config["num_key_value_heads"])
     found: dict[str, Tensor] = {}
     for name, value in tensors:
         found[renamed(name, file)] = in_order(name, value, heads)
@@ -125,40 +133,56 @@ def opened(file: Path) -> tuple[dict[str, Any], list[tuple[str, NDArray[Any]]]]:
 
 
 def _config(fields: Mapping[str, Any], file: Path, names: set[str]) -> dict[str, Any]:
-    kind = fields.get("general.architecture")
-    if kind != "llama":
-        raise UserError(
-            f"{file} holds a {kind!r} model.", why="of GGUF files the architecture llama is read", do="another file"
-        )
+    kind = str(fields.get("general.architecture"))
+    if kind not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise UserError(f"{file} holds a {kind!r} model.", why=f"of GGUF files {known} are read", do="another file")
+    own = {name.removeprefix(f"{kind}."): value for name, value in fields.items()}
     try:
-        heads = int(fields["llama.attention.head_count"])
+        heads, width = int(own["attention.head_count"]), int(own["embedding_length"])
         return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "num_hidden_layers": int(fields["llama.block_count"]),
-            "hidden_size": int(fields["llama.embedding_length"]),
-            "intermediate_size": int(fields["llama.feed_forward_length"]),
+            "architectures": [hf_config.FAMILIES[kind]],
+            "model_type": kind,
+            "num_hidden_layers": int(own["block_count"]),
+            "hidden_size": width,
+            "intermediate_size": int(own["feed_forward_length"]),
             "num_attention_heads": heads,
-            "num_key_value_heads": int(fields.get("llama.attention.head_count_kv", heads)),
+            "num_key_value_heads": int(own.get("attention.head_count_kv", heads)),
+            "head_dim": int(own.get("attention.key_length", width // heads)),
             "vocab_size": len(fields["tokenizer.ggml.tokens"]),
-            "max_position_embeddings": int(fields["llama.context_length"]),
+            "max_position_embeddings": int(own["context_length"]),
             "tie_word_embeddings": "output.weight" not in names,
-            "rope_theta": float(fields.get("llama.rope.freq_base", 10_000.0)),
-            "rms_norm_eps": float(f"{fields['llama.attention.layer_norm_rms_epsilon']:.6g}"),
+            "rope_theta": float(own.get("rope.freq_base", 10_000.0)),
+            "rms_norm_eps": float(f"{own['attention.layer_norm_rms_epsilon']:.6g}"),
             "hidden_act": "silu",
-            **({"rope_scaling": {"rope_type": kind}} if (kind := fields.get("llama.rope.scaling.type")) else {}),
+            **_scaling(own),
         }
     except KeyError as missing:
         raise UserError(f"{file} does not say {missing}.", do="download it again") from None
+
+
+def _scaling(own: Mapping[str, Any]) -> dict[str, Any]:
+    kind = own.get("rope.scaling.type", "none")
+    if kind == "none":
+        return {}
+    found = {"rope_type": kind, "factor": float(own["rope.scaling.factor"])}
+    if "rope.scaling.original_context_length" in own:
+        found["original_max_position_embeddings"] = int(own["rope.scaling.original_context_length"])
+    return {"rope_scaling": found}
+
+
+def permuted(kind: str, heads: int, kv_heads: int) -> dict[str, int]:
+    """Tensors whose rows a file of the architecture `kind` has in another order, and their heads."""
+    return {"attn_q": heads, "attn_k": kv_heads} if kind == "llama" else {}
 
 
 def renamed(name: str, file: Path) -> str:
     """Hugging Face's name for the tensor `name` of `file`. Raises UserError for one that has no place."""
     parts = name.split(".")
     pattern = ".".join("{}" if one.isdigit() else one for one in parts)
-    if pattern not in NAMES:
+    if pattern not in ALL_NAMES:
         raise UserError(f"{file} holds the tensor {name}, which this decoder does not have.", do="another model")
-    return NAMES[pattern].format(*(one for one in parts if one.isdigit()))
+    return ALL_NAMES[pattern].format(*(one for one in parts if one.isdigit()))
 
 
 def interleaved(weight: NDArray[Any], heads: int, back: bool = False) -> NDArray[Any]:

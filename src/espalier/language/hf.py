@@ -61,12 +61,21 @@ _GEMMA2 = (
 )
 
 
-def _theirs(family: str) -> dict[str, str]:
-    return dict(_NAMES) | (dict(_GEMMA2) if family == "gemma2" else {})
+_QWEN_MOE = (
+    ("blocks.{}.feed_forward.router.weight", "model.layers.{}.mlp.gate.weight"),
+    ("blocks.{}.feed_forward.experts.{}.gate.weight", "model.layers.{}.mlp.experts.{}.gate_proj.weight"),
+    ("blocks.{}.feed_forward.experts.{}.down.weight", "model.layers.{}.mlp.experts.{}.down_proj.weight"),
+    ("blocks.{}.feed_forward.experts.{}.up.weight", "model.layers.{}.mlp.experts.{}.up_proj.weight"),
+)
+_OWN = {"gemma2": _GEMMA2, "qwen3_moe": _QWEN_MOE}
 
 
-def _ours(family: str) -> dict[str, str]:
-    return {theirs: ours for ours, theirs in _theirs(family).items()}
+def _theirs(kind: str) -> dict[str, str]:
+    return dict(_NAMES) | dict(_OWN.get(kind, ()))
+
+
+def _ours(kind: str) -> dict[str, str]:
+    return {theirs: ours for ours, theirs in _theirs(kind).items()}
 
 
 class SavedTokenizer(Protocol):
@@ -92,7 +101,7 @@ def export(model: GPT, tokenizer: SavedTokenizer, folder: str | Path) -> None:
             why="the Mixtral format has no bias, and without it other experts would be picked",
             do='a run with model.balancing = "loss"',
         )
-    names, state = _theirs(model.size.family), model.state_dict()
+    names, state = _theirs(hf_config.kind_of(model.size)), model.state_dict()
     tensors = {_renamed(name, names): value.detach().cpu().contiguous() for name, value in state.items()}
     dtype = str(tensors["model.norm.weight"].dtype).removeprefix("torch.")
     table = hf_config.table_of(model.size, getattr(tokenizer, "boundary", None), dtype)
@@ -171,7 +180,7 @@ def load(folder: str | Path, dtype: torch.dtype) -> tuple[config.Gpt | config.Mo
     Raises UserError naming the file or setting that this decoder cannot take over.
     """
     found = options(folder)
-    state, names = {}, _ours(found.family)
+    state, names = {}, _ours(hf_config.kind_of(found))
     for name, tensor in _stored(opened(folder)):
         if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and found.tied):
             continue  # positions are computed; a tied head is the embedding itself
@@ -208,7 +217,7 @@ def weights_of(model: GPT, folder: Path) -> Callable[[str], Tensor]:
     require_same(options_of(model.size), options(folder), str(folder))
 
     def value(name: str) -> Tensor:
-        theirs = _renamed(name, _theirs(model.size.family))
+        theirs = _renamed(name, _theirs(hf_config.kind_of(model.size)))
         for file in _files(opened(folder)):
             with safe_open(file, "pt") as stored:
                 if theirs in stored.keys():  # noqa: SIM118 - not a dict

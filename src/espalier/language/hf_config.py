@@ -1,4 +1,5 @@
-"""`config.json` of Hugging Face's decoders, in and out: Llama, Mistral, Qwen 2 and 3, Gemma 1 and 2, Mixtral.
+"""`config.json` of Hugging Face's decoders, in and out: Llama, Mistral, Qwen 2 and 3, Gemma 1 and 2, Mixtral,
+Qwen 3 MoE.
 
 A setting that is left out has the value that transformers gives it (its configuration classes).
 """
@@ -22,11 +23,13 @@ FAMILIES: Mapping[str, str] = {
     "gemma": "GemmaForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 """`model_type` and class."""
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "mistral": {"sliding_window": 4096},
     "qwen3": {"head_dim": 128},
+    "qwen3_moe": {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
     "gemma": {"head_dim": 256, "tie_word_embeddings": True},
     "gemma2": {
         "head_dim": 256,
@@ -44,7 +47,7 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 
 def table_of(size: Sizes, boundary: int | None, dtype: str) -> dict[str, Any]:
     """`config.json` of a decoder of `size` whose weights are `dtype`; texts begin and end with the token `boundary`."""
-    kind = "mixtral" if size.experts > 1 else size.family
+    kind = kind_of(size)
     table = {
         "architectures": [FAMILIES[kind]],
         "model_type": kind,
@@ -72,7 +75,7 @@ def table_of(size: Sizes, boundary: int | None, dtype: str) -> dict[str, Any]:
         table["mlp_bias"] = False
     if kind in ("mistral", "gemma2", "mixtral"):
         table["sliding_window"] = size.window
-    if kind in ("qwen2", "qwen3"):
+    if kind in ("qwen2", "qwen3", "qwen3_moe"):
         table["use_sliding_window"] = False
     if size.gemma:
         table["hidden_activation"] = _GELU
@@ -88,7 +91,24 @@ def table_of(size: Sizes, boundary: int | None, dtype: str) -> dict[str, Any]:
     if kind == "mixtral":
         experts = {"num_local_experts": size.experts, "num_experts_per_tok": size.active}
         table |= experts | {"router_aux_loss_coef": size.balance}
+    if kind == "qwen3_moe":
+        table |= {
+            "moe_intermediate_size": size.feed_forward,
+            "num_experts": size.experts,
+            "num_experts_per_tok": size.active,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "router_aux_loss_coef": size.balance,
+        }
     return table
+
+
+def kind_of(size: Sizes | config.Gpt | config.Moe) -> str:
+    """The `model_type` of a decoder: mixtures are Mixtral's, or with q/k norms Qwen's."""
+    if getattr(size, "experts", 1) == 1:
+        return size.family
+    return "qwen3_moe" if size.family == "qwen3" else "mixtral"
 
 
 def _rope_table(size: Sizes) -> dict[str, Any]:
@@ -139,6 +159,10 @@ def options(table: Mapping[str, Any], folder: str) -> config.Gpt | config.Moe:
         }
         if kind == "mixtral":
             return config.Moe(**shared, experts=table["num_local_experts"], active=table["num_experts_per_tok"])
+        if kind == "qwen3_moe":
+            shared |= {"feed_forward": table["moe_intermediate_size"], "family": "qwen3"}
+            experts = table.get("num_local_experts") or table["num_experts"]  # transformers 5 writes the first
+            return config.Moe(**shared, experts=experts, active=table["num_experts_per_tok"])
         if kind in ("mistral", "gemma2"):
             kinds = table.get("layer_types") or ["sliding_attention"]
             shared["window"] = table.get("sliding_window") if "sliding_attention" in kinds else None
@@ -193,6 +217,9 @@ def _refuse_foreign(table: Mapping[str, Any], kind: str, folder: str) -> None:
         "mlp_bias": bool(table.get("mlp_bias")),
         "hidden_activation" if gelu else "hidden_act": len(acts) > 1,
         "sliding_window": table.get("sliding_window") is not None and kind in ("llama", "mixtral"),
+        "norm_topk_prob": kind == "qwen3_moe" and not table.get("norm_topk_prob"),
+        "decoder_sparse_step": table.get("decoder_sparse_step", 1) != 1,
+        "mlp_only_layers": bool(table.get("mlp_only_layers")),
         "use_sliding_window": bool(table.get("use_sliding_window")),
         "layer_types": not same and (kind != "gemma2" or types != alternate),
         "use_bidirectional_attention": bool(table.get("use_bidirectional_attention")),

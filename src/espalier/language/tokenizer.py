@@ -145,8 +145,8 @@ class ByteTokenizer:
         return found
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`, boundaries left out, broken characters replaced."""
-        return bytes(int(token) for token in ids if token).decode("utf-8", "replace")
+        """The text of `ids`, boundaries and what is no byte left out, broken characters replaced."""
+        return bytes(int(token) for token in ids if 0 < token < self.vocabulary).decode("utf-8", "replace")
 
     def save(self, folder: Path) -> None:
         """Writes a byte-level BPE without merges whose ids are the bytes; its special token is NUL, id 0."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from espalier import accelerator
 from espalier.compose import Claim
 from espalier.config import Muon, Recipe
 from espalier.mechanism import Build, Mechanism
@@ -53,7 +54,7 @@ def orthogonalize(matrices: Tensor, iterations: int) -> Tensor:
     """
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if tall else matrices
-    if x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 0):
+    if accelerator.has_bf16(x.device):
         x = x.bfloat16()
     x = x / (torch.linalg.matrix_norm(x, keepdim=True) + 1e-7)
     for _ in range(iterations):

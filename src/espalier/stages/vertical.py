@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from espalier import accelerator
 from espalier.compose import Claim
 from espalier.errors import UserError
 from espalier.mechanism import Build, Mechanism
@@ -281,13 +282,13 @@ def _same(saved: Tensor) -> Tensor:
 
 def _generators() -> list[Tensor]:
     """States of the generators that layers draw from: the processor's, and the current GPU's where there is one."""
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
+    return [torch.get_rng_state(), *([accelerator.generator_state()] if accelerator.begun() else [])]
 
 
 def _set_generators(states: Sequence[Tensor]) -> None:
     torch.set_rng_state(states[0])
     if len(states) > 1:
-        torch.cuda.set_rng_state(states[1])
+        accelerator.set_generator_state(states[1])
 
 
 @contextmanager

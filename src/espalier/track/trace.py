@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from espalier import accelerator
 from espalier.cache_dir import unwritable
 from espalier.errors import UserError
 
@@ -78,10 +79,9 @@ class StepProfiler:
 
 
 def _started() -> profile:
-    import torch
     from torch.profiler import ProfilerActivity, profile
 
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * accelerator.available()
     profiler = profile(activities=activities)
     profiler.start()
     return profiler

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from espalier import phases, workload_registry
+from espalier import accelerator, phases, workload_registry
 from espalier import run as runs
 from espalier.config import Recipe
 from espalier.errors import UserError
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     saved.trust = arguments.trust
     open_ = partial(open_in_worker, arguments.run, arguments.task, arguments.trust, workload.phases()[0])
     # Counted by the driver's library, without touching a GPU: the workers do.
-    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())] or [torch.device("cpu")]
+    devices = [accelerator.of_rank(index) for index in range(max(1, accelerator.count()))]
     by_name, dtype = {task.name: task for task in found}, DTYPES[recipe.train.precision]
     with CheckpointWatcher(folder.path, saved, dtype, by_name) as watcher:
         if not arguments.json:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from espalier import cache_dir, config, plain_collectives, units, worker
+from espalier import accelerator, cache_dir, config, plain_collectives, units, worker
 from espalier import cluster as clusters
 from espalier.config import recipe_file
 from espalier.errors import UserError
@@ -175,5 +175,5 @@ def _threads(team: HostMap) -> int:
 
 def seated(place: RankSpec, recipe: config.Recipe) -> RankSpec:
     """With the device it computes on, and the threads that the recipe pins. In the rank: who asks a GPU cannot fork."""
-    device = f"cuda:{place.local_rank % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
+    device = str(accelerator.of_rank(place.local_rank))
     return replace(place, device=device, threads=recipe.plan.pin.threads or place.threads)

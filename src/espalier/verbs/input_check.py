@@ -15,7 +15,11 @@ from espalier.errors import UserError
 
 def check(arguments: argparse.Namespace) -> None:
     """Raises UserError for a recipe, a cluster file, a run folder or a path of data that cannot be used."""
-    elsewhere = any(getattr(arguments, name, None) for name in ("hosts", "slurm"))  # where the data may lie
+    launchers = [name for name in ("hosts", "slurm", "kubernetes", "ray") if getattr(arguments, name, None) is not None]
+    if len(launchers) > 1:
+        first, second = launchers[:2]
+        raise UserError(f"--{first} and --{second} were both given.", do="give one: each chooses the hosts")
+    elsewhere = any(getattr(arguments, name, None) for name in ("hosts", "slurm", "ray"))  # where the data may lie
     if getattr(arguments, "recipe", None) is not None and getattr(arguments, "score", None) is None:
         recipe = recipe_file.load(arguments.recipe, arguments.overrides)
         if getattr(recipe.model, "initial", None) is None:  # else the weights say the sizes

@@ -10,7 +10,7 @@ import msgspec
 import torch
 from torch import nn
 
-from espalier import phases, workload_registry
+from espalier import accelerator, phases, workload_registry
 from espalier import run as runs
 from espalier.config import Recipe
 from espalier.errors import UserError
@@ -46,7 +46,7 @@ def trained(path: str | Path, trust: bool = False, data: DataChoice = NOTHING) -
     folder = runs.find(path)
     recipe = located_here(folder)
     workload = open_workload(folder, recipe, trust, data)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = accelerator.of_rank(0)
     saved = phases.checkpoints(recipe, str(folder.checkpoints))
     saved.trust = trust
     workload = phases.held(workload, saved)

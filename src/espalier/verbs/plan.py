@@ -41,14 +41,15 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError("--out goes with --score.", do="--html FILE for the picture, --json > plan.json for the plan")
     resolved = prepare.resolve(arguments.recipe, arguments.overrides)
     cluster = prepare.machines(resolved.recipe, arguments.cluster)
-    decision = _decide(resolved, cluster, arguments.calibrate_on)
+    decision = decided(resolved, cluster, arguments.calibrate_on)
     changed = _what_if(arguments, resolved, cluster)
     if arguments.html is not None:
         _page(arguments.html, decision, resolved.recipe)
     return _tell(arguments.json, resolved, decision, changed)
 
 
-def _decide(resolved: prepare.Resolved, cluster: clusters.Cluster, calibrate_on: str | None) -> PlanDecision:
+def decided(resolved: prepare.Resolved, cluster: clusters.Cluster, calibrate_on: str | None) -> PlanDecision:
+    """The plan of a recipe on a cluster, which may not fit. `calibrate_on`: see `measurements.calibration`."""
     known, asked = measurements.calibration(resolved.recipe, calibrate_on), prepare.request(resolved)
     if not cluster.machine:  # described in a file: this machine's disk is not theirs
         asked = replace(asked, free=None)
@@ -68,7 +69,7 @@ def _what_if(
     others = [change for change in arguments.what_if if change not in options]
     changed = whatif.changed(cluster, others) if others else cluster
     try:
-        return _decide(resolved, changed, arguments.calibrate_on)
+        return decided(resolved, changed, arguments.calibrate_on)
     except UserError as error:
         return error
 

@@ -11,8 +11,8 @@ from functools import partial
 import msgspec
 import torch
 
+from espalier import accelerator, phases
 from espalier import cluster as clusters
-from espalier import phases
 from espalier import run as runs
 from espalier.config import Recipe
 from espalier.errors import UserError
@@ -127,7 +127,7 @@ def _here(plan: plans.Plan) -> bool:
     """Whether this machine has what the plan needs. Ranks on GPUs are tried as those on processors are: a step ends
     when its loss was read, so that the clock needs no synchronization."""
     wanted = {rank.device for rank in plan.ranks if rank.device != "cpu"}
-    return all(rank.node == 0 for rank in plan.ranks) and len(wanted) <= (torch.cuda.device_count() if wanted else 0)
+    return all(rank.node == 0 for rank in plan.ranks) and len(wanted) <= (accelerator.count() if wanted else 0)
 
 
 def _seconds(plan: plans.Plan, resolved: prepare.Resolved, workload: Workload) -> float:
@@ -144,8 +144,8 @@ def _seconds(plan: plans.Plan, resolved: prepare.Resolved, workload: Workload) -
 
 def refuse_elsewhere(plan: plans.Plan, world: int | None) -> None:
     """Raises UserError when this machine has not what `plan` needs. With `world`, its ranks are started by others."""
-    here = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    wanted = {rank.device for rank in plan.ranks if rank.device.startswith("cuda")}
+    here = accelerator.count()
+    wanted = {rank.device for rank in plan.ranks if rank.device != "cpu"}
     elsewhere = max(rank.node for rank in plan.ranks) if world is None else 0
     if elsewhere or (world is None and len(wanted) > here) or (wanted and not here):
         raise UserError(

@@ -32,8 +32,6 @@ _SEVERAL = "nodes|ntasks|ntasks-per-node|ntasks-per-gpu"
 
 def run(arguments: argparse.Namespace) -> int:
     """Writes the script into the run's folder and submits it."""
-    if getattr(arguments, "hosts", None) is not None:
-        raise UserError("--hosts and --slurm were both given.", do="leave --hosts out: Slurm chooses the hosts")
     recipe = recipe_file.load(arguments.recipe, arguments.overrides)
     value_ranges.check(recipe)
     folder = Path(arguments.run or Path("runs") / recipe.name).absolute()

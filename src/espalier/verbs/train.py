@@ -16,8 +16,8 @@ from typing import Any, TextIO, cast
 import msgspec
 import torch
 
+from espalier import accelerator, config, mechanisms, phases, units, worker, workload_registry
 from espalier import cluster as clusters
-from espalier import config, mechanisms, phases, units, worker, workload_registry
 from espalier import run as runs
 from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.checkpoint.storage import open_place
@@ -243,7 +243,7 @@ def _measured(place: launch.RankSpec, recipe: Recipe) -> clusters.Cluster:
 
 def _seated(place: launch.RankSpec) -> launch.RankSpec:
     """With the device it computes on, and keys of its own where agents of torchrun count attempts each for itself."""
-    device = f"cuda:{place.local_rank}" if torch.cuda.is_available() else "cpu"
+    device = str(accelerator.of_rank(place.local_rank))
     place = replace(place, device=device)
     return announcement.named(place, WAIT) if torchrun.restarts() is not None else place
 

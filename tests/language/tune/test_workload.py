@@ -9,8 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from espalier import config
+from espalier import config, workload_registry
+from espalier.config import defaults
+from espalier.errors import UserError
 from espalier.language import gpt, hf
+from espalier.language.tokenizer import ByteTokenizer
 from espalier.language.tune import workload as tuning
 from espalier.language.tune.chat_recipe import before
 from espalier.language.tune.workload import TuneWorkload
@@ -125,3 +128,33 @@ def test_a_run_keeps_what_its_adapters_stand_on(
     assert thawed.template.text == workload.chats.template.text
     state = hf.load(tmp_path / "kept" / tuning.BASE, torch.float32)[1]
     assert all(torch.equal(value, state[name]) for name, value in hf.load(base, torch.float32)[1].items())
+
+
+def test_a_vocabulary_larger_than_the_tokenizer_s_gives_text_and_a_smaller_one_is_refused(
+    chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Published weights have rows without a token, so that matrices divide well."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    size = {"depth": 1, "width": 32, "heads": 2, "feed_forward": 48, "context": 512}
+    for vocabulary in (300, 128):
+        options = defaults.resolve(config.Recipe(model=config.Gpt(**size, vocabulary=vocabulary)))[0].model
+        model = gpt.GPT(options)  # type: ignore[arg-type]
+        gpt.initialise(model, 1)
+        folder = tmp_path / str(vocabulary)
+        hf.export(model, ByteTokenizer(), folder)
+        train = config.Train(sequence=128, batch_tokens=256, steps=2, validate_tokens=128)
+        data = (config.Data(path=str(chats), validation=0.2),)
+        recipe = config.Recipe(model=config.Gpt(initial=str(folder)), data=data, tune=FULL, train=train)
+        if vocabulary < 256:
+            with pytest.raises(UserError, match="is smaller than the tokenizer's 256 tokens"):
+                workload_registry.settle(recipe, tmp_path)
+            continue
+        resolved = workload_registry.settle(recipe, tmp_path)
+        workload = workload_registry.open_workload(resolved)
+        assert resolved.recipe.model.vocabulary == 300  # type: ignore[union-attr]
+        ready = workload.build(torch.device("cpu"), torch.float32)
+        total, weight = workload.loss(ready, workload.batches(0, Shard(0, 1, 1))[0])
+        assert torch.isfinite(total)
+        assert weight > 0
+        assert workload.sample(ready.eval())
+        assert ByteTokenizer().decode([104, 299, 105]) == "hi"

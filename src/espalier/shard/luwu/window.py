@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from espalier import units
+from espalier import accelerator, units
 from espalier.errors import UserError
 from espalier.hardware import resource_limits
 from espalier.mechanism import Build
@@ -291,8 +291,8 @@ def rank_memory(context: Build) -> float:
     here = sum(one.node == ranks[context.mesh.rank].node for one in ranks)
     if asked is not None:
         most = float(units.size(asked, "plan.memory"))
-    elif context.device.type == "cuda":
-        most = float(torch.cuda.get_device_properties(context.device).total_memory)
+    elif accelerator.is_on(context.device):
+        most = float(accelerator.properties(context.device).total_memory)
     else:
         most = resource_limits.memory() / here
-    return most if context.device.type == "cuda" else min(most, resource_limits.address_space())
+    return most if accelerator.is_on(context.device) else min(most, resource_limits.address_space())

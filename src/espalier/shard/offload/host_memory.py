@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from espalier import accelerator
 from espalier.optim.base import Owned, StateKinds
 from espalier.shard.offload.layout import BUFFERS, CHUNK, Extent
 from espalier.shard.offload.optimizer import OffloadedGroup, lay_out
@@ -55,18 +56,18 @@ class CudaStreams(Streams):
     """A stream for each way. Has state: CUDA's."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._streams = device, [torch.cuda.Stream(device) for _ in range(2)]
+        self._device, self._streams = device, [accelerator.stream(device) for _ in range(2)]
 
     def beside(self, way: int) -> AbstractContextManager[Any]:
         """See `Streams.beside`."""
-        self._streams[way].wait_stream(torch.cuda.current_stream(self._device))
+        self._streams[way].wait_stream(accelerator.current_stream(self._device))
         if way == 0:
             self._streams[way].wait_stream(self._streams[1])
-        return torch.cuda.stream(self._streams[way])
+        return self._streams[way]
 
     def wait(self, way: int) -> None:
         """See `Streams.wait`."""
-        torch.cuda.current_stream(self._device).wait_stream(self._streams[way])
+        accelerator.current_stream(self._device).wait_stream(self._streams[way])
 
     def finish(self) -> None:
         """See `Streams.finish`."""
@@ -75,7 +76,7 @@ class CudaStreams(Streams):
 
 def streams_of(device: torch.device) -> Streams:
     """Of a GPU two, else none."""
-    return CudaStreams(device) if device.type == "cuda" else Streams()
+    return CudaStreams(device) if accelerator.is_on(device) else Streams()
 
 
 class HostMemory:

@@ -1,0 +1,85 @@
+"""Tensors are on the device that computes: one step of every workload and mechanism on `cuda`, without a GPU."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from espalier import accelerator
+
+HERE = Path(__file__).parent
+SOURCES = HERE.parent / "src" / "espalier"
+CASES = re.findall(r'^    "([a-z0-9 ]+)": \(', (HERE / "cuda_steps.py").read_text(), re.M)
+CASES += [f"graph, {kind}" for kind in ("gcn", "sage", "gat", "gin")]
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Of each case an empty text, or where it failed."""
+    if (compiler := shutil.which("g++")) is None:
+        pytest.skip("needs a C++ compiler: apt-get install g++")
+    if torch.version.cuda or torch.version.hip:
+        pytest.skip("this PyTorch knows the device by itself")
+    folder, root = tmp_path_factory.mktemp("cuda"), Path(torch.__file__).parent
+    library = folder / "library.so"
+    link = [f"-I{root}/include", f"-L{root}/lib", f"-Wl,-rpath,{root}/lib", "-lc10", "-ltorch_cpu"]
+    source = str(HERE / "cuda_without_gpu.cpp")
+    built = [compiler, "-O0", "-std=c++20", "-shared", "-fPIC", source, "-o", str(library), *link]
+    subprocess.run(built, check=True, timeout=170)
+    (folder / "data").mkdir()
+    command = [sys.executable, "-W", "ignore", str(HERE / "cuda_steps.py"), str(library), str(folder / "data")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_on_cuda_finds_all_its_tensors_there(steps: dict[str, str], case: str) -> None:
+    assert steps[case] == ""
+
+
+def test_every_case_is_one_of_these(steps: dict[str, str]) -> None:
+    assert sorted(steps) == sorted([*CASES, "one tensor forgotten"])
+
+
+def test_a_tensor_that_was_forgotten_on_the_processor_is_found(steps: dict[str, str]) -> None:
+    """So the steps above can fail."""
+    assert "FakeTensorDeviceMismatchError" in steps["one tensor forgotten"]
+
+
+def test_only_one_module_and_gpu_kernels_name_the_driver() -> None:
+    named = re.compile(r"torch\.cuda\b|\.is_cuda\b")
+    found = {str(path.relative_to(SOURCES)) for path in SOURCES.rglob("*.py") if named.search(path.read_text())}
+    allowed = {one for one in found if one.startswith("kernels/") and one.endswith("_gpu.py")}
+    assert found - allowed <= {"accelerator.py"}
+
+
+def test_a_machine_without_an_accelerator_computes_on_its_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
+    assert not accelerator.available()
+    assert accelerator.count() == 0
+    assert [accelerator.of_rank(rank) for rank in (0, 3)] == [torch.device("cpu")] * 2
+    accelerator.select(accelerator.CPU)
+
+
+def test_another_maker_s_accelerator_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    assert accelerator.of_rank(0) == torch.device("cpu")
+
+
+def test_a_rank_that_sees_its_own_gpu_only_uses_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    assert accelerator.of_rank(5) == torch.device("cuda", 0)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
+    assert accelerator.of_rank(5) == torch.device("cuda", 5)
