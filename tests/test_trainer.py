@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from espalier import cluster, mechanisms, trainer, worker
+from espalier import accelerator, cluster, mechanisms, trainer, worker
 from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.config import defaults, recipe_file
 from espalier.errors import Interrupted, RunFailed, UserError
@@ -265,7 +265,7 @@ def test_compiled_blocks_follow_the_eager_curve(corpus, tmp_path, shard):
 
 def test_compiling_without_a_compiler_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(accelerator, "available", lambda: False)
     with pytest.raises(UserError, match=r"train\.compile = true needs a C\+\+ compiler"):
         mechanisms.compile_blocks([torch.nn.Linear(2, 2)])
 

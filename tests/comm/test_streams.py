@@ -7,13 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
+from espalier import accelerator
 from espalier.comm.compressed_collectives import following
 
 
 def test_without_a_gpu_there_is_nothing_to_follow() -> None:
-    if torch.cuda.is_initialized():
+    if accelerator.begun():
         pytest.skip("a GPU is in use")
     with following():
         pass
@@ -33,9 +33,9 @@ def test_what_is_done_inside_comes_after_the_launcher_and_has_ended_behind(monke
         told.append(("on", number))
         yield
 
-    fake = {"is_initialized": lambda: True, "current_device": lambda: 3, "current_stream": lambda: streams.pop(0)}
-    for name, stand_in in {**fake, "device": device}.items():
-        monkeypatch.setattr(torch.cuda, name, stand_in)
+    fake = {"begun": lambda: True, "current": lambda: 3, "current_stream": lambda: streams.pop(0)}
+    for name, stand_in in {**fake, "selected": device}.items():
+        monkeypatch.setattr(accelerator, name, stand_in)
     after = following()
     told.append("launched")
     with after:

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from espalier import accelerator
 from espalier.optim import adamw
 from espalier.optim.base import Owned
 from espalier.shard.luwu.base import Layer
@@ -114,7 +115,7 @@ class NoGuard(TorchFunctionMode):
 
 
 class FakeStream:
-    """Of torch.cuda, for a Race."""
+    """Of an accelerator, for a Race; in its block it is the current one."""
 
     def __init__(self, race: Race, name: str) -> None:
         self.race, self.name = race, name
@@ -125,21 +126,20 @@ class FakeStream:
     def synchronize(self) -> None:
         self.race.joined(HOST, self.name)
 
+    def __enter__(self) -> None:
+        self.before, self.race.stream = self.race.stream, self.name
+
+    def __exit__(self, *_: object) -> None:
+        self.race.stream = self.before
+
 
 @contextmanager
 def fake_cuda(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
     race = Race()
     names = iter(f"copies {number}" for number in range(100))
 
-    @contextmanager
-    def current(stream: FakeStream):  # type: ignore[no-untyped-def]
-        before, race.stream = race.stream, stream.name
-        yield
-        race.stream = before
-
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: FakeStream(race, next(names)))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: FakeStream(race, race.stream))
-    monkeypatch.setattr(torch.cuda, "stream", current)
+    monkeypatch.setattr(accelerator, "stream", lambda device: FakeStream(race, next(names)))
+    monkeypatch.setattr(accelerator, "current_stream", lambda device: FakeStream(race, race.stream))
     with FakeTensorMode(), race, NoGuard():
         yield race
 
@@ -254,7 +254,7 @@ def test_a_wait_that_is_left_out_is_a_race(work, lost, monkeypatch):
 
     @contextmanager
     def unordered(self, way):  # type: ignore[no-untyped-def]
-        with torch.cuda.stream(self._streams[way]):
+        with self._streams[way]:
             yield
 
     monkeypatch.setattr(CudaStreams, lost, unordered if lost == "beside" else lambda *_: None)
