@@ -7,16 +7,16 @@ no aggregator. All contestants are up at once and take turns of a few steps. FSD
 (`reshard_after_forward=True`), with Gloo's reduce-scatter and with one that sends half of its bytes (`direct`); ZeRO-1
 by hand overlaps its exchanges with forward and backward. `plain` is one process without links. Bytes per link and step
 are those of the interface, headers left out, beside the cost function's; seconds stand beside the planner's too, which
-is told what `plain` and the node's parts took, and so do the seconds in which the first worker waits for pulls and
-pushes. Hosts use CUBIC, as Linux does by default. `tiny`: the same with a model of a few thousand numbers, and whether
-two runs leave the same files. `node`: four workers that compute nothing push and pull over the same links, and one over
-loopback; parameters/s beside the least of what link, disk and AdamW sustain alone. `stages`: threads that belong to
-steps beside threads that own layers, on the same O_DIRECT files. Needs root (bench/netlab.py).
+is told what the node's parts took, and the workers' own part of a step on the same hosts with unlimited links; and so
+do the seconds in which the first worker waits. Hosts use CUBIC, as Linux does by default. `tiny`: the same with a model
+of a few thousand numbers, and whether two runs leave the same files. `node`: four workers that compute nothing push and
+pull over the same links, and with a quarter of rate and layers, and one over loopback; parameters/s beside the least of
+what link, disk and AdamW sustain alone. `stages`: threads that belong to steps beside threads that own layers, on the
+same O_DIRECT files. Needs root (bench/netlab.py).
 """
 
 from __future__ import annotations
 
-import os
 import shutil
 import socket
 import statistics
@@ -140,6 +140,8 @@ def links(task: Task, rate: float, pairs: int, steps: int) -> list[Row]:
     kinds = ("luwu", "luwu int8", "fsdp2", "fsdp2 direct", "zero1", "plain")
     began = parts(job_of(4, 2**20), Path(task.folder))
     found = turns(kinds, task, rate, pairs, steps)
+    free = turns(kinds[:2], task, 0.0, pairs, steps)
+    own = {kind: statistics.median(one.seconds - one.stalled for one in ones) for kind, ones in free.items()}
     case = f"{sum(found['luwu'][0].numel) / 1e6:.3g} M parameters, {rate / 1e6:.0f} Mbit/s"
     rows = []
     for kind in ("luwu int8", "luwu"):
@@ -158,9 +160,7 @@ def links(task: Task, rate: float, pairs: int, steps: int) -> list[Row]:
                 )
             )
     for kind in kinds[:2]:
-        planned = [
-            predicted(one, plain.seconds, rate, began) for one, plain in zip(found[kind], found["plain"], strict=True)
-        ]
+        planned = [predicted(one, own[kind], rate, began) for one in found[kind]]
         pair = [(one.seconds, sum(parts)) for one, parts in zip(found[kind], planned, strict=True)]
         rows.append(compare(f"{kind}: a step, {case}", "as predicted", "s", pair, higher_is_better=False))
         waits = [(one.stalled, exposed) for one, (_, exposed) in zip(found[kind], planned, strict=True)]
@@ -169,12 +169,8 @@ def links(task: Task, rate: float, pairs: int, steps: int) -> list[Row]:
     return rows
 
 
-def predicted(turn: Turn, plain: float, rate: float, alone: dict[str, float]) -> tuple[float, float]:
-    """Seconds of computing, and those that the cost function adds to them, from `plain` seconds of all workers'
-    sequences one after the other: a worker computes a third more (forward again in backward) on its share of this
-    machine's cores."""
-    share = min(WORKERS, len(os.sched_getaffinity(0)))
-    computing = plain * 4 / 3 / share
+def predicted(turn: Turn, computing: float, rate: float, alone: dict[str, float]) -> tuple[float, float]:
+    """Seconds of computing, and those that the cost function adds to them."""
     layers = cost.Layers(turn.numel, turn.uses)
     wire = 4.0, turn.expected_sent / sum(turn.numel)
     rates = cost.Rates(rate / 8 * ALONE, alone["disk"] * cost.STATE_BYTES, alone["adam"])
@@ -266,31 +262,37 @@ def loopback(size: int) -> float:
         return size / (time.perf_counter() - began)
 
 
-def node(task: Task, rate: float, pairs: int) -> list[Row]:
-    """The node beside the slowest of its parts: fed by four workers over their links, and by one over loopback."""
-    folder, found, fed = Path(task.folder), [], []
+def fed(task: Task, rate: float, pairs: int) -> list[tuple[float, float]]:
+    """Parameters/s of a node that four workers feed over links of that rate, and of the slowest of its parts."""
+    folder, found = Path(task.folder), []
     link = rate / 8 * ALONE / 8  # a worker's link brings each number twice a step, in fp32
     with contest(rate) as made:
-        made.start(msgspec.structs.replace(task, kind="feed", folder=str(folder / "feed")))
+        made.start(msgspec.structs.replace(task, kind="feed", folder=f"{folder}/feed {rate:g}"))
         made.turn("feed", 1)
         for _ in range(pairs):
             alone = parts(job_of(1, task.width), folder)
             took = made.turn("feed", 2)
-            fed.append((task.depth * task.width / took.seconds, min(link, alone["disk"], alone["adam"])))
-            print(f"fed over links: {fed[-1][0] / 1e6:.2f} M/s of {fed[-1][1] / 1e6:.2f}", flush=True)
-    job = job_of(6, task.width)
+            found.append((task.depth * task.width / took.seconds, min(link, alone["disk"], alone["adam"])))
+            print(f"fed over links: {found[-1][0] / 1e6:.2f} M/s of {found[-1][1] / 1e6:.2f}", flush=True)
+    return found
+
+
+def node(task: Task, rate: float, pairs: int) -> list[Row]:
+    """The node beside the slowest of its parts: fed by four workers over their links, and by one over loopback."""
+    name, rows = "least of link, disk and AdamW", []
+    for slower in (1, 4):
+        pair = fed(msgspec.structs.replace(task, width=task.width // slower), rate / slower, pairs)
+        case = f"node fed by {WORKERS} workers, {rate / slower / 1e6:.0f} Mbit/s each"
+        rows.append(compare(case, name, "parameters/s", pair))
+    job, found = job_of(6, task.width), []
     for number in range(pairs):
-        place = folder / f"node{number}"
+        place = Path(task.folder) / f"node{number}"
         alone = parts(job, place)
         settle()
         found.append((statistics.median(loopback_rate(job, place, 3)), min(alone.values())))
-        print({name: f"{value / 1e6:.0f} M/s" for name, value in alone.items()}, f"{found[-1][0] / 1e6:.0f} M/s")
+        print({part: f"{value / 1e6:.0f} M/s" for part, value in alone.items()}, f"{found[-1][0] / 1e6:.0f} M/s")
         shutil.rmtree(place)
-    name = "least of link, disk and AdamW"
-    return [
-        compare(f"node fed by {WORKERS} workers, {rate / 1e6:.0f} Mbit/s each", name, "parameters/s", fed),
-        compare("node fed by one worker over loopback, unlimited", name, "parameters/s", found),
-    ]
+    return [*rows, compare("node fed by one worker over loopback, unlimited", name, "parameters/s", found)]
 
 
 def _state(task: Task) -> bytes:

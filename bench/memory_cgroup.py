@@ -15,8 +15,9 @@ from typing import Any
 ROOT = Path("/sys/fs/cgroup")
 
 
-def join(limit: int) -> None:
-    """Puts this process into a cgroup of `limit` bytes, which goes when it ends. Raises OSError where it may not."""
+def join(limit: int) -> Path:
+    """Puts this process into a cgroup of `limit` bytes, which goes when it ends (by `atexit`), and returns its folder.
+    Raises OSError where it may not."""
     first = (ROOT / "memory").is_dir()  # cgroup v1
     root = ROOT / "memory" if first else ROOT
     before = root / _own(first).lstrip("/")
@@ -30,6 +31,7 @@ def join(limit: int) -> None:
         group.rmdir()
 
     atexit.register(leave)
+    return group
 
 
 def _own(first: bool) -> str:

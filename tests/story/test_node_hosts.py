@@ -85,6 +85,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / "corpus" / f"{number}.txt").write_text(f"The number {number} comes before {number + 1}.\n" * 40)
     (folder / "recipe.toml").write_text(RECIPE)
     (folder / "served.toml").write_text(SERVED)
+    (folder / "fewer.toml").write_text(SERVED.replace("count = 2", "count = 1"))
     for host in (*HOSTS, "disk"):
         (folder / host).mkdir()
     return folder
@@ -215,3 +216,23 @@ def test_a_node_goes_on_at_another_host_from_files_that_were_copied_there(
     code, errors = ended(begin(home, "moved", hosts="hosta,hostb,hostd"))
     assert code == 0, errors
     assert losses(home, "moved") == unbroken
+
+
+def test_the_same_command_without_the_host_of_a_worker_goes_on_from_the_nodes_step(
+    home: Path, unbroken: dict[int, float]
+) -> None:
+    """What the error of a worker that always dies says (`tests/together/test_luwu_hosts.py`)."""
+    process = begin(home, "fewer")
+    reach(home, "fewer", process, STRUCK)
+    process.send_signal(signal.SIGINT)
+    code, errors = ended(process)
+    assert code == 130, errors
+    code, errors = ended(begin(home, "fewer", "plan.cluster=fewer.toml", hosts="hosta,hostc"))
+    assert code == 0, errors
+    found = losses(home, "fewer")
+    assert found.keys() == unbroken.keys()
+    begun = events(home, "fewer", "run")[-1]["step"]
+    assert STRUCK <= begun < STEPS
+    for step in range(1, min(begun + 10, STEPS) + 1):  # sums of floats, no more of integers: rounding grows from there
+        assert found[step] == pytest.approx(unbroken[step], rel=1e-4)
+    assert len(events(home, "fewer", "run")) == 2

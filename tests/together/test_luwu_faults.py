@@ -78,7 +78,7 @@ def stopped(corpus: Path, tmp_path: Path, half: Path) -> tuple[OnNode, Path]:
     return OnNode(asked, 3, folder, plan=on_node(asked, 2)), folder / "optimizer" / "node-0" / "state"
 
 
-@pytest.mark.parametrize("what", ["parameters", "moments", "header"])
+@pytest.mark.parametrize("what", ["parameters", "moments", "totals", "header"])
 def test_a_flipped_bit_in_the_nodes_files_is_named_and_costs_one_step_made_again(
     stopped: tuple[OnNode, Path], whole: OnNode, what: str
 ) -> None:
@@ -89,7 +89,7 @@ def test_a_flipped_bit_in_the_nodes_files_is_named_and_costs_one_step_made_again
     assert same(run.run(), whole)
     (incident,) = (one for one in run.all("incident") if one["kind"] == "damaged")
     assert incident["step"] == STRUCK - 1
-    assert ("header" if what == "header" else f"/{what}'") in incident["what"]
+    assert ("header" if what == "header" else f"{what}'") in incident["what"]
     assert str(file) in incident["what"]
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from abroad import Abroad
 from node_runs import STRUCK, OnNode, on_node, recipe
 from struck import same, write_corpus
 
+from espalier.errors import RunFailed
+from espalier.launch.base import RankSpec
 from espalier.shard.luwu.client import Client
 from espalier.testing.faults import Fault
 
@@ -19,6 +24,21 @@ class Apart(OnNode, Abroad):
     """A worker on each of two hosts, and the node on a third."""
 
     hosts: tuple[int, ...] = (0, 1, 2)
+
+
+class Mortal(Apart):
+    """One worker never outlives a step."""
+
+    def _arm(self, workload: Any, place: RankSpec) -> None:
+        super()._arm(workload, place)
+        plain = workload.loss
+
+        def loss(model: Any, batch: Any) -> Any:
+            if place.rank == 1 and model.training and self.trainer.step + 1 == STRUCK:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return plain(model, batch)
+
+        workload.loss = loss
 
 
 @pytest.fixture(scope="module")
@@ -51,3 +71,15 @@ def test_a_node_that_is_killed_on_its_host_is_started_again_there_and_the_worker
     assert incident["what"].startswith("On host yonder: Rank 2 was killed")
     assert (incident["rank"], incident["action"]) == (2, "start it again, the others stay")
     assert len(run.all("run")) == 1
+
+
+def test_a_worker_that_always_dies_on_its_host_ends_the_run_which_names_the_host_and_how_to_go_on_without_it(
+    corpus: Path, tmp_path: Path
+) -> None:
+    asked = recipe(corpus)
+    run = Mortal(asked, 3, tmp_path / "run", plan=on_node(asked, 2), restarts=1).run()
+    error = run.outcome(0)
+    assert isinstance(error, RunFailed), run.said()
+    assert error.what.startswith("On host there: Rank 1 was killed")
+    assert "came back after 1 restart with no step gained" in error.why
+    assert "repair there, or go on without it: the same command with the other hosts in --hosts" in error.do

@@ -99,6 +99,8 @@ class Reshaping:
         self.shapes, self.tell = shapes, tell
         self.turn: PlannedResize | None = None
         """Set once ranks are to end for the sake of another plan."""
+        self.blamed: int | None = None
+        """The rank whose place is to blame for the last failure, after which nothing is started again."""
         self._blame, self._turns = Blame(), Turns()
         self._starting = 0.0
         self._begun = 0.0
@@ -122,7 +124,7 @@ class Reshaping:
     def after(self, failure: Failure, decision: Decision) -> tuple[Decision, RunShape | None]:
         """What becomes of `decision` where a place is to blame: the run without it, or why that cannot be had."""
         self._blame.take(failure)
-        rank = self._blame.place() if len(self._seats) > 1 and not decision.restart else None
+        self.blamed = rank = self._blame.place() if len(self._seats) > 1 and not decision.restart else None
         if rank is None or self.shapes is None:
             return decision, None
         try:

@@ -373,8 +373,13 @@ class Supervisor:
         """The error that ends the run."""
         if self.signals.seen:
             return postmortem.error(next((child for child in children if child.failed), children[0]), children, True)
-        tried = self.attempt > 1 and not isinstance(ended.error, UserError)
-        return decision.last(ended.error) if tried else ended.error
+        if self.attempt <= 1 or isinstance(ended.error, UserError):
+            return ended.error
+        error, blamed = decision.last(ended.error), self.reshaping.blamed
+        if blamed is not None and (host := self.agent.host(blamed)):  # on one machine the run went on without it
+            do = f"repair {host}, or go on without it: the same command with the other hosts in --hosts, and a machine "
+            error = type(error)(error.what, why=error.why, do=f"{do}fewer in plan.cluster, if that is given")
+        return error
 
     def _recovered(self, finished: bool) -> None:
         """Tells how long the last trouble took, once every rank has made a step since."""

@@ -65,7 +65,8 @@ def seconds(request: Request, on: Fleet, kind: DeviceGroup, computing: Number) -
 def _seconds(request: Request, on: Fleet, kind: DeviceGroup, computing: Number, summed: bool) -> Number:
     crossing = request.crossing("gradients")
     wire = 4.0, 4.0 / (crossing.ratio if crossing is not None else 1.0)
-    return luwu.cost(layers(request), computing, rates(on, kind, summed), on.ranks, wire).seconds["pull and push"]
+    readers = on.nodes if summed else on.ranks
+    return luwu.cost(layers(request), computing, rates(on, kind, summed), readers, wire).seconds["pull and push"]
 
 
 def _several(request: Request, on: Fleet) -> bool:

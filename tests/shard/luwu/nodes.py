@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,10 +15,11 @@ from torch import Tensor
 from espalier.config import Adamw
 from espalier.shard.luwu.base import Fill, Layer
 from espalier.shard.luwu.client import Client
-from espalier.shard.luwu.layout import Job
+from espalier.shard.luwu.layout import Chunk, Job
 from espalier.shard.luwu.node import OptimizerNode
-from espalier.shard.luwu.state_file import Entries, MemoryState, MemorySums, State, Sums, fill, open_state, open_sums
+from espalier.shard.luwu.state_file import DiskSums, Entries, fill, open_state, open_sums
 from espalier.shard.luwu.wire import Address, Times
+from espalier.store.generations import Generations
 
 TOKEN = "0123456789abcdef"
 FAST = Times(heartbeat=0.01, resend=0.1, silence=2.0, patience=10.0, answer=20.0)
@@ -49,7 +50,7 @@ def filler(one: Job) -> Fill:
     return lambda number, out: out.copy_(first(one, number))
 
 
-def memory(one: Job) -> State:
+def memory(one: Job) -> MemoryState:
     made = MemoryState(Entries(one).sizes())
     fill(made, one, filler(one))
     return made
@@ -72,7 +73,7 @@ def again(start: Callable[[], OptimizerNode]) -> OptimizerNode:
             time.sleep(0.01)
 
 
-def on_disk(one: Job, folder: Path) -> tuple[State, Sums]:
+def on_disk(one: Job, folder: Path) -> tuple[Generations, DiskSums]:
     return open_state(folder, one, filler(one)), open_sums(folder, one)
 
 
@@ -103,6 +104,60 @@ def push_all(worker: Client, step: int, gradients: Sequence[Tensor]) -> None:
     order = range(len(worker.job.layers) - 1, -1, -1)
     for handle in [worker.push(number, step, gradients[number]) for number in order]:
         worker.wait(handle)
+
+
+class MemoryState:
+    """Entries in memory. Has state."""
+
+    read_bytes = written_bytes = 0
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        self.step = -1
+        self._sizes = dict(sizes)
+        self._now: dict[str, Tensor] = {}
+        self._before: tuple[int, dict[str, Tensor]] = (-1, {})
+        self._written: dict[str, Tensor] = {}
+
+    def read(self, name: str, buffer: Tensor) -> None:
+        """See `store.generations.Generations`."""
+        buffer[: self._sizes[name]].copy_(self._now[name])
+
+    def write(self, name: str, buffer: Tensor) -> None:
+        """See `store.generations.Generations`."""
+        self._written[name] = buffer[: self._sizes[name]].clone()
+
+    def commit(self, step: int) -> None:
+        """See `store.generations.Generations`."""
+        self._before = (self.step, dict(self._now))
+        self._now |= self._written
+        self._written = {}
+        self.step = step
+
+    def rollback(self) -> None:
+        """See `store.generations.Generations`."""
+        self._written = {}
+
+    def revert(self) -> None:
+        """See `store.generations.Generations`."""
+        self.step, self._now = self._before
+        self._written = {}
+
+
+class MemorySums:
+    """Sums in memory. Has state."""
+
+    read_bytes = written_bytes = 0
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Tensor] = {}
+
+    def read(self, chunk: Chunk, gradient: Tensor) -> None:
+        """See `state_file.DiskSums`."""
+        gradient.copy_(self._kept[chunk.name])
+
+    def write(self, chunk: Chunk, gradient: Tensor) -> None:
+        """See `state_file.DiskSums`."""
+        self._kept[chunk.name] = gradient.clone()
 
 
 class Plain:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,15 +11,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from nodes import TOKEN, client, gradient, job, node, pulled, push_all
+from nodes import TOKEN, MemoryState, client, gradient, job, node, pulled, push_all
 
 from espalier.errors import UserError
 from espalier.shard.luwu.base import Layer
 from espalier.shard.luwu.client import Client
 from espalier.shard.luwu.layout import chunks_of
-from espalier.shard.luwu.state_file import DiskSums, MemoryState, open_state
+from espalier.shard.luwu.state_file import DiskSums, open_state
 from espalier.store import direct_io
 from espalier.store.direct_io import DiskFull
+from espalier.store.extents import DamagedExtent
 
 NODE = """
 import json, socket, sys, threading, time
@@ -164,6 +166,17 @@ def test_sums_on_disk_come_back(tmp_path: Path) -> None:
         found = torch.empty(chunk.elements)
         sums.read(chunk, found)
         assert found.equal(kept[chunk.name])
+
+
+def test_a_flipped_bit_in_sums_is_named(tmp_path: Path) -> None:
+    (chunk, *others) = chunks_of(job(chunk=128), 0)
+    sums = DiskSums(tmp_path / "sums", [chunk, *others])
+    sums.write(chunk, torch.randn(chunk.elements))
+    with (tmp_path / "sums").open("r+b", buffering=0) as file:
+        byte = file.read(1)
+        os.pwrite(file.fileno(), bytes([byte[0] ^ 4]), 0)
+    with pytest.raises(DamagedExtent, match=r"(?s)'0/0' of .*sums is damaged"):
+        sums.read(chunk, torch.empty(chunk.elements))
 
 
 def test_memory_state_forgets_what_was_not_committed_and_goes_back_one_step() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import resource
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,8 +60,9 @@ class Held(NamedTuple):
     layer: int = 0
 
 
-def run(folder: Path, depth: int, width: int, limit: int = 0, steps: int = 2) -> list[Held]:
-    """Of two workers, and of their node. `limit`: bytes that the address space of a worker may grow by."""
+def run(folder: Path, depth: int, width: int, limit: int = 0, groups: Sequence[int] = (), steps: int = 2) -> list[Held]:
+    """Of two workers, and of their node. `limit`: bytes that the address space of a worker may grow by; `groups`: of
+    the memory cgroup of each process."""
     folder.mkdir(exist_ok=True)
     model = {"depth": depth, "width": width, "heads": 4, "feed_forward": 4 * width}
     asked = recipe(folder / "data", steps=steps, model=model, sequence=SEQUENCE, batch_tokens=SAMPLES * SEQUENCE)
@@ -67,6 +70,9 @@ def run(folder: Path, depth: int, width: int, limit: int = 0, steps: int = 2) ->
 
     def life(place: launch.RankSpec) -> Any:
         setting, peak = RankSetup(asked, how, workload, place, folder=folder / "run"), Peak()
+        if groups:
+            made = memory_cgroup().join(groups[place.rank])
+            (folder / f"group-{place.rank}").write_text(str(made))
         with worker.joined(place, 150.0) as channel:
             if place.role == "optimizer":
                 with buffers() as found:
@@ -105,11 +111,26 @@ def buffers() -> Iterator[list[int]]:
         yield found
 
 
+def memory_cgroup() -> Any:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.syspath_prepend(str(Path(__file__).parents[3] / "bench"))
+        return importlib.import_module("memory_cgroup")
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Held], list[Held]]:
+    """Of a model of the same depth and next to no width, which shows what is loaded, and of a large one."""
+    folder = tmp_path_factory.mktemp("measured")
+    return run(folder / "thin", DEPTH, 32), run(folder / "large", DEPTH, WIDTH)
+
+
 @pytest.mark.slow
-def test_processes_of_a_run_hold_a_window_and_buffers_of_a_model_eight_times_as_large(tmp_path: Path) -> None:
-    """Beside what is loaded, which a model of the same depth and next to no width shows. A worker has three layers of
-    parameters, the gradients of one that is computed and of those that are sent, and integers on their way."""
-    thin, large = run(tmp_path / "thin", DEPTH, 32), run(tmp_path / "large", DEPTH, WIDTH)
+def test_processes_of_a_run_hold_a_window_and_buffers_of_a_model_eight_times_as_large(
+    measured: tuple[list[Held], list[Held]],
+) -> None:
+    """Beside what is loaded. A worker has three layers of parameters, the gradients of one that is computed and of
+    those that are sent, and integers on their way."""
+    thin, large = measured
     for loaded, found in zip(thin[:2], large[:2], strict=True):
         allowed = found.own + found.layer + CODING * min(found.layer, 4 * CHUNK) + found.activations
         assert found.peak - loaded.peak <= 1.05 * allowed, (found, loaded)
@@ -122,3 +143,29 @@ def test_workers_train_in_an_address_space_that_may_grow_by_a_quarter_of_the_mod
     limit = 96 * MIB
     for found in run(tmp_path, DEPTH, WIDTH, limit=limit)[:2]:
         assert found.parameters >= 4 * limit
+
+
+GROUPS = Path("/sys/fs/cgroup/memory")
+
+
+def used(folder: Path, rank: int) -> int:
+    """Bytes that the cgroup of a process had at most, files that the kernel kept for it left out; the cgroup goes."""
+    group = Path((folder / f"group-{rank}").read_text())
+    kept = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    most = int((group / "memory.max_usage_in_bytes").read_text()) - int(kept["cache"])
+    group.rmdir()
+    return most
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0 or not GROUPS.is_dir(), reason="memory cgroups (v1) need root")
+def test_a_run_ends_in_memory_cgroups_of_an_eighth_of_the_model_for_workers_and_the_buffers_for_the_node(
+    tmp_path: Path, measured: tuple[list[Held], list[Held]]
+) -> None:
+    """Beside what is loaded. The kernel ends a process that takes more."""
+    run(tmp_path / "thin", DEPTH, 32, groups=(2**32,) * 3)
+    more = [found.parameters // 8 for found in measured[1][:2]] + [int(1.15 * measured[1][2].own)]
+    limits = [used(tmp_path / "thin", rank) + size for rank, size in enumerate(more)]
+    run(tmp_path / "large", DEPTH, WIDTH, groups=limits)
+    for rank, limit in enumerate(limits):
+        assert used(tmp_path / "large", rank) <= limit

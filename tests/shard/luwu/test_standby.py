@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from nodes import TOKEN, equal, free_port, job, memory, on_disk
+from nodes import TOKEN, MemorySums, equal, free_port, job, memory, on_disk
 from test_recovery import expected, train
 
 from espalier.errors import RunFailed
@@ -21,7 +21,6 @@ from espalier.shard.luwu.client import Client
 from espalier.shard.luwu.layout import Job
 from espalier.shard.luwu.node import OptimizerNode
 from espalier.shard.luwu.standby import Replica, Standby
-from espalier.shard.luwu.state_file import MemorySums
 from espalier.shard.luwu.wire import Address, Times
 
 TIMES = Times(heartbeat=0.02, resend=0.1, silence=0.4, patience=10.0, answer=20.0)

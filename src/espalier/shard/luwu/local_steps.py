@@ -51,7 +51,7 @@ def _zeros(layer: int, flat: Tensor) -> None:
 
 
 class _Open:
-    """A state as it was written last. See `state_file.State`."""
+    """A state as it was written last."""
 
     def __init__(self, state: Generations) -> None:
         self.write, self._state = state.write, state

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -28,9 +28,12 @@ from espalier.shard.luwu import fixed_point
 from espalier.shard.luwu.chunk_update import update
 from espalier.shard.luwu.layout import BITS, Chunk, Job
 from espalier.shard.luwu.reduction import Agreed, Member, Reduction, Slot
-from espalier.shard.luwu.state_file import ChunkState, Entries, State, Sums
+from espalier.shard.luwu.state_file import ChunkState, DiskSums, Entries, keep_totals, totals_of
 from espalier.shard.luwu.wire import Frame, Kind, Link, Times
 from espalier.store.direct_io import aligned
+
+if TYPE_CHECKING:
+    from espalier.store.generations import Generations
 
 DEPTH = 3
 """Chunks between reading and writing."""
@@ -100,7 +103,7 @@ class Replication(Protocol):
 
     refused: Callable[[EspalierError], None]
 
-    def begin(self, state: State, turn: int) -> None:
+    def begin(self, state: Generations, turn: int) -> None:
         """From round `turn` on, with the standby at the step of `state`."""
 
     def gradient(self, turn: int, chunk: Chunk, values: Tensor) -> None:
@@ -129,7 +132,7 @@ class OptimizerNode:
     """
 
     def __init__(
-        self, job: Job, kept: tuple[State, Sums], door: socket.socket, token: str, times: Times | None = None
+        self, job: Job, kept: tuple[Generations, DiskSums], door: socket.socket, token: str, times: Times | None = None
     ) -> None:
         self.job = job
         self.state, self._sums = kept
@@ -212,7 +215,7 @@ class OptimizerNode:
 
     def status(self, greeting: dict[str, Any]) -> dict[str, Any]:
         """See Above."""
-        return {"step": self.state.step, "totals": self._sums.totals(self.state.step)}
+        return {"step": self.state.step, "totals": totals_of(self.state, self.job)}
 
     def exponents(self, step: int, layer: int, agreed: Agreed) -> None:
         """See Above."""
@@ -416,7 +419,7 @@ class OptimizerNode:
             if step.decision == SKIP:
                 self.state.rollback()
             else:
-                self._sums.keep_totals(following.number, step.totals)
+                keep_totals(self.state, self.job, following.number, step.totals)
                 self.state.commit(following.number)
                 if step.following is not None and step.decision.scale == 1.0:
                     following.expected = Decision(1.0, step.following)

@@ -26,8 +26,9 @@ from espalier.shard.luwu.layout import Chunk, Job, chunks_of
 from espalier.shard.luwu.node import OptimizerNode
 from espalier.shard.luwu.reduction import Member, summary
 from espalier.shard.luwu.session import Session
-from espalier.shard.luwu.state_file import Entries, State
+from espalier.shard.luwu.state_file import Entries
 from espalier.shard.luwu.wire import RAW, Address, Frame, Kind, Times
+from espalier.store.generations import Generations
 
 PRIMARY = -1_000_000
 """Rank of a node at its standby."""
@@ -103,7 +104,7 @@ class Replica:
         self.refused: Callable[[EspalierError], None] = lambda _: None
         self._open: tuple[Session, int] | None = None
 
-    def begin(self, state: State, turn: int) -> None:
+    def begin(self, state: Generations, turn: int) -> None:
         """From round `turn` on the standby gets all; before, it is brought to where `state` stands.
 
         Raises:
@@ -134,7 +135,7 @@ class Replica:
                 connection.close()
                 return int(reply["step"])
 
-    def _copy(self, state: State, session: Session) -> None:
+    def _copy(self, state: Generations, session: Session) -> None:
         entries = Entries(self.job)
         for number in range(len(self.job.layers)):
             for chunk in chunks_of(self.job, number):

@@ -52,6 +52,11 @@ class HeldLayer:
         """Of its parameters."""
         return 4 * self.layer.numel
 
+    @property
+    def busy(self) -> bool:
+        """Whether its values are here or on their way."""
+        return self.here or self.pulling is not None
+
     def make_room(self) -> Tensor:
         """Memory for the values, in which they are pulled."""
         with torch.no_grad():
@@ -83,17 +88,25 @@ class LayerWindow:
         layers: all layers, in the order of the client's.
         uses: of each piece of the model, the layers that it uses.
         size: how many are held at once, those on their way counted; at least the most that one piece uses.
+        stays: whether layers stay between forward and backward where they have room; else all are pulled again.
 
     Attributes:
         step: of the values that are pulled.
         usual: the order of a training step, once known.
-        stalled: seconds that this worker has waited for pulls and pushes.
+        stalled: seconds that this worker has waited for pulls, for pushes, and for the gradients of the others.
         pulled, pushed: bytes of parameters and gradients so far, as the worker has them.
         peak: the most bytes of parameters held at once.
     """
 
-    def __init__(self, client: Client, layers: Sequence[HeldLayer], uses: Sequence[Sequence[int]], size: int) -> None:
-        self.client, self.layers, self.uses, self.size = client, list(layers), uses, size
+    def __init__(
+        self,
+        client: Client,
+        layers: Sequence[HeldLayer],
+        uses: Sequence[Sequence[int]],
+        size: int,
+        stays: bool = True,
+    ) -> None:
+        self.client, self.layers, self.uses, self.size, self.stays = client, list(layers), uses, size, stays
         self.step, self.stalled, self.peak = client.step, 0.0, 0
         self.pulled = self.pushed = 0
         self._read = (0.0, 0, 0)
@@ -117,18 +130,33 @@ class LayerWindow:
     def need(self, index: int) -> None:
         """Returns when the layer is here. Layers are needed in the order of `begin`; others are pulled now."""
         layer = self.layers[index]
-        if self._ahead and self._ahead[0] == index and layer.pulling is None and not layer.here:
-            self._ahead.popleft()
-        if layer.pulling is None and not layer.here:
+        if not layer.busy:
+            if self._ahead and self._ahead[0] == index:
+                self._ahead.popleft()
             self._pull(layer, index)
         if layer.pulling is not None:
             self._wait(*layer.pulling)
             layer.pulling, layer.here = None, True
 
     def release(self, index: int) -> None:
-        """The layer is not needed until its next turn."""
-        self.layers[index].free()
+        """The layer is not needed until its next turn. Where that comes before others would have its room, it stays:
+        backward begins with the layers that forward ended with."""
+        if self._next(index):
+            self._ahead.remove(index)
+        else:
+            self.layers[index].free()
         self._advance()
+
+    def _next(self, index: int) -> bool:
+        """Whether the layer, if it were freed, would be pulled again at once or as soon as those before it are here."""
+        room = self.size - sum(one.busy for one in self.layers) + 1
+        for one in self._ahead:
+            if one == index:
+                return self.stays
+            room -= not self.layers[one].busy
+            if not room:
+                break
+        return False
 
     def summarize(self, index: int) -> None:
         """See `stages.base.Window.summarize`."""
@@ -169,7 +197,10 @@ class LayerWindow:
         try:
             self.flush()
             self.drop()  # another worker may end the step before what is on its way has left the node
-            return self.client.totals(self.step, values)
+            begun = time.perf_counter()
+            found = self.client.totals(self.step, values)
+            self.stalled += time.perf_counter() - begun
+            return found
         except StepLost as error:
             self._expect(self.step + 1, error)
             self.step -= 1  # the nodes have ended it, as the other workers decided, and this one will
@@ -248,8 +279,7 @@ class LayerWindow:
         """Pulls ahead as far as the window has room, in the order of need."""
         while self._ahead:
             layer = self.layers[self._ahead[0]]
-            busy = sum(one.here or one.pulling is not None for one in self.layers)
-            if busy >= self.size or layer.here or layer.pulling is not None:
+            if sum(one.busy for one in self.layers) >= self.size or layer.busy:
                 return
             self._pull(layer, self._ahead.popleft())
 

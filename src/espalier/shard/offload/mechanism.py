@@ -127,7 +127,7 @@ class OffloadedParameters(Mechanism):
             return OffloadNode(layers, options, fill, folder, context.mesh.same_parameters)
 
         assert context.model is not None
-        context.window = window = luwu.make_window(context, connect)
+        context.window = window = luwu.make_window(context, connect, stays=False)
         context.sharding = OffloadSharding(context.model, window)
         context.meters["offload"] = folder.meter.read
 
