@@ -79,11 +79,11 @@ class OptimizerOnDisk(Mechanism):
 
 
 def write_behind(context: Build, behind: WriteBehind) -> None:
-    """The last writes of a step go on under the next forward pass, in memory that the plan leaves unused: malloc keeps
-    that of activations and gradients, so it cannot be theirs."""
+    """The last writes of a step go on under the next forward pass, in half the memory that the plan leaves unused:
+    malloc keeps that of activations and gradients, so it cannot be theirs."""
     if (predicted := context.plan.predicted) is not None:
         unused = predicted.memory_limit - predicted.memory_bytes.get("peak", predicted.memory_limit)
-        behind.room = int(max(0.0, min(unused, predicted.memory_bytes.get("grads", 0.0))))
+        behind.room = int(max(0.0, min(unused / 2, predicted.memory_bytes.get("grads", 0.0))))
     before = context.forward
 
     @contextmanager
