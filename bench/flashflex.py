@@ -4,8 +4,9 @@
 
 Four hosts that may use 0.25, 0.25, 0.5 and 1.0 of a core (control groups), with links of so many Mbit/s between them
 (bench/netlab.py; needs root). Their speeds are to one another as those of two RTX 3090, an RTX 4090 and an A100, and
-what the planner is told of their memory is as that of these cards. All train the same decoder in float32 on the same
-tokens, in turn, in the same processes:
+what the planner is told of their memory is as that of these cards. All train the same decoder of 32 layers (as many as
+LLaMA-7B, the paper's; of 16 the memory rule gives 2, 2, 3 and 9, where rounding makes shares by memory nearly those by
+speed) in float32 on the same tokens, in turn, in the same processes:
 
 - ours: the plan that the planner makes when it has to use all four hosts;
 - memory rule: our engine with the best plan whose layers are in proportion to memory, as FlashFlex's released scheduler
@@ -45,8 +46,8 @@ CORES = (0.25, 0.25, 0.5, 1.0)
 MEMORY = (24, 24, 24, 80)
 """GiB of the cards whose speeds are as these."""
 PERIOD = 5_000
-ROOM = 1.15
-"""The largest memory over what the whole model takes."""
+ROOM = 2.0
+"""The largest memory over what the whole model takes: what the memory rule gives a host has to fit into its share."""
 SIX = """
 nodes = [
     { device = "A100-80GB", devices = 8, count = 2 },

@@ -42,11 +42,11 @@ class Task(msgspec.Struct, frozen=True):
     further round begins.
     """
 
-    depth: int = 16
-    width: int = 96
+    depth: int = 32
+    width: int = 64
     heads: int = 4
     vocabulary: int = 512
-    batch: int = 32
+    batch: int = 64
     micro_batch: int = 2
     sequence: int = 128
     rounds: int = 7

@@ -203,13 +203,33 @@ def open_folder(path: str | Path) -> RunFolder:
     return folder
 
 
+def _in_common(before: config.Recipe, after: config.Recipe) -> tuple[config.Recipe, config.Recipe]:
+    """Both with the tasks and towers that are in both only: others may come and go. As they are where no task stays."""
+
+    def named(rows: Any, others: Any) -> Any:
+        names = {one.name for one in others or ()}
+        return tuple(sorted((one for one in rows or () if one.name in names), key=lambda one: one.name))
+
+    if not named(before.tasks, after.tasks):
+        return before, after
+    train = msgspec.structs.replace(before.train, batch_tokens=after.train.batch_tokens)  # that of all tasks
+    return (
+        msgspec.structs.replace(
+            before, tasks=named(before.tasks, after.tasks), towers=named(before.towers, after.towers), train=train
+        ),
+        msgspec.structs.replace(
+            after, tasks=named(after.tasks, before.tasks), towers=named(after.towers, before.towers)
+        ),
+    )
+
+
 def refuse_other_meaning(folder: RunFolder, recipe: config.Recipe) -> None:
     """Raises UserError when `recipe` (resolved) means another run than the one in `folder`."""
     before = folder.read()
     if recipe.train.precision == "auto":  # the plan decides it
         train = msgspec.structs.replace(before.train, precision="auto")
         before = msgspec.structs.replace(before, train=train)
-    changed = recipe_file.changed(located(before), located(recipe))
+    changed = recipe_file.changed(*map(located, _in_common(before, recipe)))
     if changed:
         key, old, new = changed[0]
         more = f" (and {len(changed) - 1} that follow from it)" if len(changed) > 1 else ""

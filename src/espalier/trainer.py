@@ -21,6 +21,7 @@ from torch import nn
 from espalier import accelerator, comm
 from espalier.artifacts import Artifact
 from espalier.checkpoint import save_and_restore as checkpoints
+from espalier.checkpoint.all_names import OwnNames
 from espalier.checkpoint.base import Stateful
 from espalier.checkpoint.in_memory import Memory, take_up
 from espalier.checkpoint.save_interval import Pace
@@ -323,7 +324,10 @@ class Trainer:
         with comm.phase("restoring"):
             most = None if self.healing is None else self.healing.skips.back_to
             most = most if most is None else max(most, self.workload.phases()[0].start)
-            loaded, self.source = take_up(self.memory, saved, self.parts(), most)
+            parts = self.parts()
+            if self.setting.recipe.tasks:  # some may have come since, and others gone
+                parts = {name: OwnNames(part) for name, part in parts.items()}
+            loaded, self.source = take_up(self.memory, saved, parts, most)
         if loaded is not None:
             self.step, self.tokens = int(loaded.meta["step"]), int(loaded.meta["tokens"])
             self.kept = self.step if self.source.startswith("disk") else 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import threading
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -15,11 +17,12 @@ from torch import nn
 from espalier.experts.alltoall import AllToAll
 from espalier.experts.base import ExpertMap, spread_evenly
 from espalier.experts.cost import ExpertLoad, Routed, sent_bytes
-from espalier.experts.flashmoe import FlashMoE
+from espalier.experts.flashmoe import FlashMoE, shared_memory
+from espalier.experts.flashmoe.shared_memory import SharedMemory, neighbours
 from espalier.experts.flashmoe.transport import Messages, row_codec
 from espalier.experts.local import local
 from espalier.experts.mechanism import LoadMeter
-from espalier.testing import ranks
+from espalier.testing import forks, ranks
 
 WIDTH = 6
 
@@ -83,7 +86,12 @@ def check(kind, held, rows, feeds, run=ranks):
                 torch.testing.assert_close(mine, whole, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", [AllToAll, FlashMoE])
+def by_messages(channel, held):
+    """Without shared memory, as between machines."""
+    return FlashMoE(channel, held, Messages(channel))
+
+
+@pytest.mark.parametrize("kind", [AllToAll, FlashMoE, by_messages])
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_ranks_equal_all_experts_on_one(kind, data):
@@ -97,12 +105,12 @@ def test_ranks_equal_all_experts_on_one(kind, data):
     check(kind, held, *made(data.draw(st.integers(0, 99)), tokens, experts, active))
 
 
-class Shuffled(Messages):
+class Shuffling:
     """Tells what has come in an order of its own."""
 
-    def __init__(self, group, seed):
-        super().__init__(group)
+    def shuffled(self, seed):
         self.random, self.kept = random.Random(seed), []
+        return self
 
     def next(self, wait):
         while (event := super().next(wait and not self.kept)) is not None:
@@ -112,16 +120,25 @@ class Shuffled(Messages):
         return self.kept.pop(self.random.randrange(len(self.kept)))
 
 
-def test_every_order_of_arrival_gives_the_same_bits(monkeypatch):
+class ShuffledMessages(Shuffling, Messages):
+    pass
+
+
+class ShuffledMemory(Shuffling, SharedMemory):
+    pass
+
+
+def test_every_order_of_arrival_gives_the_same_bits_by_messages_and_by_shared_memory(monkeypatch):
     monkeypatch.setattr("espalier.experts.flashmoe.layer.tile_rows", lambda *_: 2)
     held = spread_evenly(5, 3)
     rows, feeds = made(1, [9, 4, 6], 5, 3, torch.float32)
 
     def life(channel):
         own = [feeds[expert] for expert in held.ranks[channel.rank()]]
-        found = []
+        found, near = [], neighbours(channel)
         for seed in range(100):
-            route = FlashMoE(channel, held, Shuffled(channel, 1000 * channel.rank() + seed))
+            links = ShuffledMessages(channel) if seed % 2 else ShuffledMemory(channel, near)
+            route = FlashMoE(channel, held, links.shuffled(1000 * channel.rank() + seed))
             answer, grads = gradients(route, rows[channel.rank()], own)
             found.append([answer, *grads])
         return all(torch.equal(a, b) for one in found for a, b in zip(one, found[0], strict=True))
@@ -129,8 +146,9 @@ def test_every_order_of_arrival_gives_the_same_bits(monkeypatch):
     assert ranks(3, life) == [True] * 3
 
 
+@pytest.mark.parametrize("kind", [FlashMoE, by_messages])
 @pytest.mark.parametrize("choice", ["any", "one expert"])
-def test_the_ledger_has_the_bytes_of_real_tokens_only(choice):
+def test_the_ledger_has_the_bytes_of_real_tokens_only(choice, kind):
     held, width = ExpertMap(((3, 0), (1,), (4, 2))), WIDTH
     rows, feeds = made(2, [9, 0, 6], 5, 2)
     if choice == "one expert":
@@ -138,7 +156,7 @@ def test_the_ledger_has_the_bytes_of_real_tokens_only(choice):
 
     def life(channel):
         own = [feeds[expert] for expert in held.ranks[channel.rank()]]
-        gradients(FlashMoE(channel, held), rows[channel.rank()], own)
+        gradients(kind(channel, held), rows[channel.rank()], own)
         return channel.ledger.by_class()["experts"]
 
     owner = {expert: rank for rank, experts in enumerate(held.ranks) for expert in experts}
@@ -280,3 +298,50 @@ def test_a_step_says_the_rows_of_every_expert_and_how_long_ranks_waited():
         for load, waited in one:
             assert load == {str(expert): 2.0 * int(count) for expert, count in enumerate(counts)}
             assert 0 < waited["waited"] <= waited["longest"]
+
+
+def test_processes_of_one_machine_share_memory_and_keep_no_more_than_a_pass_needs(monkeypatch):
+    """Chunks of two tiles, so that some are taken again and some are new; of 20 passes' bytes a small part is
+    kept."""
+    monkeypatch.setattr(shared_memory, "CHUNK", 4096)
+    held = spread_evenly(5, 3)
+    rows, feeds = made(9, [70, 3, 40], 5, 3)
+
+    def life(channel):
+        own, row = [feeds[expert] for expert in held.ranks[channel.rank()]], rows[channel.rank()]
+        links = shared_memory.links(channel)
+        route, kept = FlashMoE(channel, held, links), []
+        for _ in range(20):
+            found = gradients(route, row, own)
+            channel.barrier().wait()
+            kept.append(sum(len(chunks) for chunks in links._chunks.values()))
+        plain = gradients(FlashMoE(channel, held, Messages(channel)), row, own)
+        sent = channel.ledger.bytes[("experts", "shared memory")] / 20
+        return sorted(links.near), kept, found, plain, sent, channel.ledger.bytes[("experts", "send")]
+
+    for rank, (near, kept, found, plain, sent, by_messages) in enumerate(forks(3, life)):
+        assert near == [one for one in range(3) if one != rank]
+        assert 2 < kept[-1] <= 2 * max(kept[:4])
+        assert torch.equal(found[0], plain[0])
+        assert all(torch.equal(a, b) for a, b in zip(found[1], plain[1], strict=True))
+        assert sent == by_messages
+
+
+def test_ranks_of_two_machines_share_memory_with_their_own_only(monkeypatch):
+    """A token in the file, not the path alone, says that it is the same process: paths are alike on two machines."""
+    here = threading.local()
+    monkeypatch.setattr(shared_memory, "_machine", lambda: getattr(here, "machine", "machine 0"))
+    held = spread_evenly(7, 4)
+    rows, feeds = made(11, [6, 5, 0, 4], 7, 2)
+    seen = {}
+
+    def kind(channel, held):
+        here.machine = f"machine {channel.rank() % 2}"
+        route = FlashMoE(channel, held)
+        seen[channel.rank()] = route.links.near
+        return route
+
+    check(kind, held, rows, feeds)
+    assert seen == {rank: frozenset({(rank + 2) % 4}) for rank in range(4)}
+    assert not shared_memory._reads(f"/proc/{os.getpid()}/fd/0 token machine 0")
+    assert not shared_memory._reads("nowhere")

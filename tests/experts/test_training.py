@@ -12,11 +12,12 @@ import torch
 from safetensors.torch import load_file
 
 from espalier import config
+from espalier.config import recipe_file, value_ranges
 from espalier.errors import UserError
 from espalier.experts.base import spread_evenly
 from espalier.language import gpt, hf, moe
 from espalier.plan import base as plans
-from espalier.plan import pins
+from espalier.plan import decide, pins
 
 from ..plan import asked
 from ..stages.runs import Trained, corpus, recipe_of, train
@@ -173,3 +174,27 @@ def test_a_mixtral_folder_goes_into_ranks_and_comes_out_as_from_one(folder, tmp_
     ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("ranks", "whole"))
     torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=TOLERANCE)
     assert any("block_sparse_moe.experts.4.w2" in name for name in ours)
+
+
+def test_rows_in_eight_bits_are_in_the_plan_and_train_nearly_alike(folder, alone):
+    """`comm.experts`: the plan says it, the planner prices it, and losses stay within rounding of eight bits."""
+    recipe = moe_recipe(folder)
+    plan = plan_of(2, even(2), exchanges=(plans.Exchange(traffic="experts", codec="int8"),))
+    found = train(recipe, plan)[0]
+    assert found.losses != alone.losses
+    assert found.losses == pytest.approx(alone.losses, rel=2e-3)
+    pin = config.Pin(ranks=2, pp=1, ep=2)
+    request = replace(asked.decoder(batch=16), experts=8, active=2, expert_parameters=1e5, codec="exact", pin=pin)
+    whole, coded = (
+        decide.decide(replace(request, expert_rows=rows), asked.processor(count=2, between="200Mbit/s")).plan
+        for rows in ("exact", "int8")
+    )
+    assert not any(one.traffic == "experts" for one in whole.exchanges)
+    assert plans.Exchange(traffic="experts", codec="int8") in coded.exchanges
+    assert coded.predicted.sent_bytes["experts"] < 0.75 * whole.predicted.sent_bytes["experts"]
+
+
+def test_rows_in_eight_bits_need_experts():
+    table = {"model": {"kind": "gpt"}, "data": {"path": "python:stdlib"}, "comm": {"experts": "int8"}}
+    with pytest.raises(UserError, match="this model has none"):
+        value_ranges.check(recipe_file.from_table(table))

@@ -17,11 +17,13 @@ from espalier.config import recipe_file
 from espalier.errors import Interrupted, UserError
 from espalier.launch import agent
 from espalier.launch import base as launch
-from espalier.multitask import Multitask, sources
+from espalier.module.parts import length
+from espalier.multitask import Multitask, answers, sources
 from espalier.multitask.workload import MultitaskWorkload
 from espalier.plan import base as plans
 from espalier.rank_setup import RankSetup
 from espalier.workload import Shard
+from espalier.workload_row import Sampling
 
 
 @pytest.fixture(scope="module")
@@ -208,3 +210,36 @@ def test_windows_of_text_and_neighbours_of_nodes_are_samples(tmp_path: Path) -> 
     rows = sources.windows(str(tmp_path / "text.txt"), 8)
     assert len(rows) == 10
     assert bytes(rows[3]["text"].tolist()) == b"abcdefgh"
+
+
+def test_answers_are_those_that_a_validation_counts(workload: MultitaskWorkload) -> None:
+    """Of every held-out sample; a text goes on with the byte that the head scores highest; what is no task is told."""
+    model = workload.build(torch.device("cpu"), torch.float32)
+    assert isinstance(model, Multitask)
+    assert workload.parts.tasks is not None
+    counts = {name: length(task.held_out) for name, task in workload.parts.tasks.items()}
+    rows = [answered(workload, model, f"sort {number}")["answers"][0] for number in range(counts["sort"])]
+    with torch.no_grad():
+        figures = workload.evaluate(model, Shard(0, 1, 1))
+    right, weight = figures["sort.accuracy"]
+    assert sum(one["class"] == one["label"] for one in rows) / len(rows) == pytest.approx(float(right / weight))
+    (pick,) = answered(workload, model, "match 1")["answers"]
+    assert pick["among"] == min(counts["match"], workload.batch[0])
+    text = bytes(workload.parts.tasks["write"].held_out[0]["text"].tolist())
+    fields = {"text": torch.tensor([list(text)])}
+    hidden = model.compute(1, "text", (0, model.nodes(1)[0].operators), [], fields)
+    scores = model.heads["write"].out[0](hidden)[0]
+    begun = text[: len(text) // 2]
+    (found,) = answers._written(model, 1, begun, {}, Sampling(tokens=1))
+    assert found == bytes([int(scores[len(begun) - 1].argmax())]).decode("utf-8", "replace")
+    assert [one["task"] for one in answered(workload, model, None)["answers"]] == ["match", "write", "sort"]
+    for asked, said in (("sort 99", "no held-out sample"), ("", "is no task of this run")):
+        with pytest.raises(UserError, match=said):
+            answered(workload, model, asked)
+
+
+def answered(workload: MultitaskWorkload, model: Any, asked: str | None) -> Any:
+    found = answers.answer(workload.parts.tasks or {}, workload.batch, model, asked, Sampling(tokens=3))
+    record = found.record()
+    assert "".join(found.text)
+    return record

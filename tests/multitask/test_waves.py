@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -14,15 +15,18 @@ import torch
 from test_multitask import ALONE, of, trained
 
 from espalier import cluster as clusters
+from espalier import run as runs
 from espalier import workload_registry
 from espalier.errors import UserError
 from espalier.parallel.mesh import of_plan
 from espalier.plan import base as plans
+from espalier.plan import task_waves
 from espalier.plan.decide import decide
 from espalier.plan.request_from_recipe import of_recipe
 from espalier.stages.spindle import Slices, WaveSchedule
 from espalier.testing.faults import Fault
 from espalier.verbs import plan_page
+from espalier.workload import Shard
 
 MACHINE = clusters.loads('[[nodes]]\ndevice = "cpu"\ncores = 4\nmemory = "8GiB"\n')
 HOSTS = clusters.loads(
@@ -167,3 +171,59 @@ def test_waves_on_ranks_that_there_are_not_are_refused(two: plans.Plan) -> None:
 def test_more_ranks_than_cores_are_refused() -> None:
     with pytest.raises(UserError, match="9 ranks for 4 cores"):
         planned(MACHINE, "plan.pin.ranks=9")
+
+
+def some(*names: str) -> dict[str, Any]:
+    """The tables of the recipe with these tasks, and the towers that they take."""
+    tasks = [one for one in tiny_tasks.TABLE["tasks"] if one["name"] in names]
+    used = {name for one in tasks for name in one["towers"]}
+    return {"tasks": tasks, "towers": [one for one in tiny_tasks.TABLE["towers"] if one["name"] in used]}
+
+
+def test_a_task_comes_and_goes_between_runs_and_the_others_do_not_notice(two: plans.Plan, tmp_path: Path) -> None:
+    """What stays goes on from the same bits: losses of its third step are those of the run that nobody changed. What
+    comes has its initial weights. By waves, too."""
+    few = some("match", "write")
+    unbroken = {name: of(trained(None, **tables), "step")[2]["tasks"] for name, tables in (("all", {}), ("few", few))}
+    trained(tmp_path, stop_after=2)
+    (gone,) = (one["tasks"] for one in of(trained(tmp_path, stop_after=3, **few), "step"))
+    assert gone == {name: unbroken["all"][name] for name in ("match", "write")}
+    other, third = tmp_path.parent / "other", tmp_path.parent / "again"
+    trained(other, stop_after=2, **few)
+    shutil.copytree(other, third)
+    (came,) = (one["tasks"] for one in of(trained(other, stop_after=3), "step"))
+    assert {name: came[name] for name in ("match", "write")} == unbroken["few"]
+    opened = workload_registry.open_workload(tiny_tasks.resolved())
+    model = opened.build(torch.device("cpu"), torch.float64)
+    batch = next(one for one in opened.batches(2, Shard(0, 1, 1)) if one.task == 2)
+    value, weight = opened.loss(model, batch)
+    assert came["sort"] == pytest.approx(float((value / weight).detach()), rel=1e-9)
+    (waves,) = (one["tasks"] for one in of(trained(third, stop_after=3, plan=two), "step"))
+    assert waves == pytest.approx(came, rel=1e-9)
+
+
+def test_tasks_that_stay_have_to_stay_what_they_are(tmp_path: Path) -> None:
+    folder = runs.open_folder(tmp_path / "run")
+    folder.write(tiny_tasks.resolved().recipe, MACHINE, ALONE)
+    runs.refuse_other_meaning(folder, tiny_tasks.resolved(**some("match", "write")).recipe)
+    for changes in (
+        {"write_batch": 4},
+        {"text_width": 32},
+        {**some("match"), "model": {"kind": "multitask", "length": 5}},
+    ):
+        with pytest.raises(UserError, match="holds a run with"):
+            runs.refuse_other_meaning(folder, tiny_tasks.resolved(**changes).recipe)
+    folder.release()
+
+
+def test_unlike_machines_are_priced_by_their_own_speeds() -> None:
+    """A core of the second machine computes a quarter of what one of the first does."""
+    rows = (
+        f'[[nodes]]\nname = "h{k}"\ncores = {cores}\nmemory = "8GiB"\n[nodes.device]\nname = "d{k}"\nkind = "cpu"\n'
+        f"memory = 8589934592\nmemory_bandwidth = 1e10\nflops = {{ fp32 = {flops} }}\npeak = false\n"
+        for k, (flops, cores) in enumerate([(4e10, 1), (2e10, 2)])
+    )
+    seats = task_waves._seats(clusters.loads("\n".join(rows) + '\n[links]\nbetween = "1Gbit/s"\n'), 2)
+    request = SimpleNamespace(precision="fp32")
+    assert task_waves._slower(seats, request) == pytest.approx((1.0, 4.0))  # type: ignore[arg-type]
+    assert task_waves._slower(task_waves._seats(HOSTS, 3), request) == ()  # type: ignore[arg-type]

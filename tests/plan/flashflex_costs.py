@@ -34,6 +34,7 @@ class ReleasedCosts:
     sequence: int = 4096
     vocabulary: int = 32000
     recompute: bool = True
+    awaits_sends: bool = True
 
     def _tokens(self) -> float:
         return float(self.size * self.sequence)

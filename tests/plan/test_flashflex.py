@@ -135,7 +135,7 @@ def test_partitions_are_each_there_once() -> None:
 
 @dataclass(frozen=True)
 class RandomCosts:
-    """A cluster and a model drawn from a seed."""
+    """A cluster and a model drawn from a seed; of every second one sends are hidden."""
 
     classes: list[DeviceClass]
     speeds: list[float]
@@ -145,6 +145,7 @@ class RandomCosts:
     micro_batches: int
     tensor: float
     gradients: float
+    awaits_sends: bool = True
 
     @classmethod
     def drawn(cls, seed: int, devices: int) -> RandomCosts:
@@ -163,6 +164,7 @@ class RandomCosts:
             draw.randint(4, 24),
             draw.choice([0.05, 0.3]),
             draw.choice([0.0, 0.5, 5.0]),
+            seed % 2 == 0,
         )
 
     def degrees(self, kind: int) -> list[int]:

@@ -260,3 +260,16 @@ def test_the_program_alone_is_the_optimum_over_configurations() -> None:
     pair = [MetaOp("x", 3, {1: 1.0, 2: 0.5}), MetaOp("y", 4, {1: 1.0, 2: 0.5})]
     found = solve_program(pair, spans(pair), 3)
     assert found.seconds == pytest.approx(7 / 3)
+
+
+def test_unlike_devices_take_their_own_time_and_the_longest_slice_the_fastest() -> None:
+    """One after the other the same slices would take 3 times as long on the slow device; divided, both wait for it."""
+    big, small = MetaOp("big", 4, {1: 3.0}), MetaOp("small", 4, {1: 1.0})
+    found = waves([big, small], Devices((0, 0), slower=(3.0, 1.0)))
+    where = {one.metaop: one.devices for wave in found.waves for one in wave}
+    assert where == {"big": (1,), "small": (0,)}
+    assert found.seconds == pytest.approx(12.0)
+    both = waves([MetaOp("both", 2, {2: 1.0})], Devices((0, 0), slower=(3.0, 1.0)))
+    assert both.seconds == pytest.approx(6.0)
+    alike = waves([big, small], Devices((0, 0), slower=(1.0, 1.0)))
+    assert alike.seconds == waves([big, small], 2).seconds

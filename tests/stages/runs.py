@@ -105,8 +105,10 @@ def train(
     workload: Workload | None = None,
     until: int | None = None,
     sample: bool = False,
+    into: Path | None = None,
 ) -> list[Trained]:
-    """The run of each rank. With `saved`, it begins with the newest checkpoint there and saves at its end."""
+    """The run of each rank. With `saved`, it begins with the newest checkpoint there and saves at its end; with `into`
+    it saves there what it has begun with, and ends."""
     opened = workload or open_language(recipe)
 
     def life(place: launch.RankSpec) -> tuple[Any, ...]:
@@ -126,7 +128,12 @@ def train(
                 checkpoints = Checkpoints(saved, keep=9, group=worker.saving_group(made.mesh.trainers))
                 made.restore(checkpoints)
             made.steps = until or made.steps
-            made.run(checkpoints)
+            if into is None:
+                made.run(checkpoints)
+            else:
+                copies = Checkpoints(into, keep=9, group=worker.saving_group(made.mesh.trainers))
+                made.save(copies, None, wait=True)
+                copies.close()
             if checkpoints is not None:
                 checkpoints.close()
             texts = [str(one) for one in made.sample()] if sample else []

@@ -164,6 +164,18 @@ def test_a_checkpoint_of_any_layout_is_that_of_any_other_to_the_bit(
     assert not taken[0].losses
 
 
+def test_optimizer_states_go_through_any_layout_to_the_bit(folder: Path, tmp_path: Path) -> None:
+    """A third step on one rank from what a layout left, and from what three others in turn took up and saved again."""
+    recipe, at = recipe_of(folder), [tmp_path / str(number) for number in range(4)]
+    train(recipe, LAYOUTS["unequal, sharded"], at[0], until=2)
+    for number, name in enumerate(("equal stages", "unequal", "one rank")):
+        train(recipe, LAYOUTS[name], at[number], until=2, into=at[number + 1])
+    direct, round_about = (train(recipe, LAYOUTS["one rank"], folder)[0] for folder in (at[0], at[-1]))
+    assert direct.losses == round_about.losses
+    assert len(direct.losses) == 1
+    assert all((round_about.weights[name] == value).all() for name, value in direct.weights.items())
+
+
 def test_gradients_cross_by_the_codec_of_the_plan(folder: Path, one_rank: Trained) -> None:
     exchange = plans.Exchange(traffic="gradients", codec="bf16")
     ranks = train(recipe_of(folder, train={"precision": "fp32"}), _single(ragged([((2, 4), 5), ((4,), 3)]), exchange))

@@ -19,6 +19,7 @@ from espalier.multitask.workload import MultitaskWorkload
 from espalier.parallel.mesh import ProcessMesh
 from espalier.plan import base as plans
 from espalier.plan.base import WaveSlice
+from espalier.plan.task_waves import handed_on
 from espalier.rank_setup import RankSetup
 from espalier.testing import forks
 from espalier.trainer import build
@@ -59,7 +60,7 @@ def drawn(seed: int, ranks: int, workload: MultitaskWorkload = WORKLOAD) -> plan
 
 
 def stepped(plan: plans.Plan, absent: int | None = None) -> Callable[[Any], dict[str, Tensor]]:
-    """Of a rank: the gradients that it holds after a step, and its part of the loss."""
+    """Of a rank: the gradients that it holds after a step, its part of the loss, bytes of activations that it sent."""
 
     def life(channel: Any) -> dict[str, Tensor]:
         rank = channel.rank()
@@ -71,11 +72,13 @@ def stepped(plan: plans.Plan, absent: int | None = None) -> Callable[[Any], dict
             if one.task != absent
         ]
         built.sharding.clear()
+        before = channel.ledger.by_class().get("activations", 0.0)
         outcome = built.schedule.run(built.model, batches, WORKLOAD.loss)
         values = torch.zeros(1, dtype=torch.float64)
         built.sharding.wait(values)
         found = {name: one.grad.clone() for name, one in built.model.named_parameters() if one.grad is not None}
-        return {**found, "loss": outcome.loss, "weight": outcome.weight}
+        sent = torch.tensor(channel.ledger.by_class().get("activations", 0.0) - before)
+        return {**found, "loss": outcome.loss, "weight": outcome.weight, "sent": sent}
 
     return life
 
@@ -106,8 +109,18 @@ def test_waves_give_the_loss_and_gradients_of_one_task_after_the_other(ranks: in
         seen = set()
         for part in parts:
             for name, gradient in part.items():
-                if name not in ("loss", "weight"):
+                if name not in ("loss", "weight", "sent"):
                     seen.add(name)
                     like = expected.get(name, torch.zeros_like(gradient))
                     torch.testing.assert_close(gradient.view_as(like), like, rtol=1e-12, atol=1e-14)
         assert seen >= set(expected) - {"loss", "weight"}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_plan_knows_the_bytes_that_slices_hand_on(ranks: int) -> None:
+    """Of every rank, as on its ledger; outputs were counted in float32, and cross in float64."""
+    parts = WORKLOAD.parts_of(False)
+    for seed in range(3):
+        plan = drawn(50 * ranks + seed, ranks)
+        sent = [float(one["sent"]) for one in forks(ranks, stepped(plan))]
+        assert sent == [2 * one for one in handed_on(plan, parts)]

@@ -76,3 +76,23 @@ def test_replicas_that_are_unequal_pipelines_agree_by_rounds(corpus):
     assert ranks[0][0] == pytest.approx(whole[0], rel=1e-6)
     for one in ranks:
         close({name: whole[1][name] for name in one[1]}, one[1], 1e-6)
+
+
+def test_replicas_of_several_unequal_pipelines_agree_by_rounds(corpus):
+    """In each of two replicas pipelines of unlike depth, layers and shares sum their gradients at every step."""
+    recipe = rounds_recipe(corpus, depth=4)
+    whole = train(recipe, plan_of())[0]
+    stages = tuple(
+        plans.Stage(pipeline=number, ranks=(rank,), layers=layers)
+        for rank, (number, layers) in enumerate([(0, (0, 1)), (0, (1, 4)), (1, (0, 4))])
+    )
+    shares = tuple(
+        plans.Rank(share=(4 * half + a, 4 * half + b)) for half in (0, 1) for a, b in ((0, 3), (0, 3), (3, 4))
+    )
+    outer = plans.Outer(replicas=((0, 1, 2), (3, 4, 5)), method="co2", steps=4, adapt=False)
+    ranks = train(
+        recipe, plans.Plan(ranks=shares, stages=stages, units=SHARDED, micro_batch=1, precision="fp64", outer=outer)
+    )
+    assert ranks[0][0] == pytest.approx(whole[0], rel=1e-6)
+    for one in ranks:
+        close({name: whole[1][name] for name in one[1]}, one[1], 1e-6)

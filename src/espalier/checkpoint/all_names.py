@@ -57,3 +57,25 @@ class AllNames:
 
 def _whole(value: Any, like: Any) -> Any:
     return value.local.view(like.shape) if isinstance(like, Tensor) and isinstance(value, Slice) else value
+
+
+class OwnNames:
+    """A part that takes of a saved state what it has itself: what was not saved stays as it began, and what it does not
+    have is left out. Of runs whose tasks come and go. Stateful."""
+
+    def __init__(self, part: Stateful) -> None:
+        self._part = part
+
+    def state_dict(self) -> dict[str, Any]:
+        """The part's."""
+        return self._part.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes the entries that are in both, at any depth of names."""
+        self._part.load_state_dict(_common(self._part.state_dict(), state))
+
+
+def _common(own: Any, saved: Any) -> Any:
+    if isinstance(own, dict) and isinstance(saved, dict):
+        return {name: _common(one, saved[name]) if name in saved else one for name, one in own.items()}
+    return own if isinstance(own, list) and len(own) != len(saved) else saved

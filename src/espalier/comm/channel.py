@@ -383,6 +383,11 @@ class Channel(_ProcessGroup):
         carrier, entry = self._message("send", tensors, peer, tag)
         return self._end(entry, lambda: carrier.send(tensors, peer, tag))
 
+    def signal(self, tensors: Any, peer: int, tag: int = 0) -> Pending:
+        """Sends what tells of bytes that went another way and are booked there; itself it is not booked."""
+        carrier, entry = self._message("send", tensors, peer, tag, 0.0)
+        return self._end(entry, lambda: carrier.send(tensors, peer, tag))
+
     def recv(self, tensors: Any, peer: int, tag: int = 0) -> Pending:
         """Receives into `tensors` from rank `peer` of this group."""
         carrier, entry = self._message("recv", tensors, peer, tag)

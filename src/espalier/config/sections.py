@@ -322,12 +322,14 @@ class Comm(Options, frozen=True):
     `"zhybrid"`) or the codec of gradients (`"int8"`, `"zfp:8"` …), which on one machine is used there.
     `nonfinite`: what becomes of NaN and infinity in what is encoded: `"pass"` (they arrive as they are), `"stop"` (the
     run ends, and names the rank).
+    `experts`: how rows go to experts of other ranks: `"exact"`, or in eight bits (`"int8"`).
     """
 
     timeout: str = "60s"
     bucket: str = "auto"
     codec: str = "auto"
     nonfinite: Literal["pass", "stop"] = "pass"
+    experts: Literal["exact", "int8"] = "exact"
 
 
 class Launch(Options, frozen=True):

@@ -135,6 +135,11 @@ def _faults(faults: config.Faults) -> None:
 
 
 def _places(recipe: config.Recipe) -> None:
+    if recipe.comm.experts != "exact" and not hasattr(recipe.model, "experts"):
+        raise UserError(
+            f"comm.experts = {recipe.comm.experts!r} encodes rows of experts, and this model has none.",
+            do='model.kind = "moe", or leave it out',
+        )
     profile, target = recipe.track.profile, recipe.checkpoint.target
     if profile is not None and not 1 <= profile[0] <= profile[1]:
         raise UserError(

@@ -19,6 +19,7 @@ from espalier.compose import Claim
 from espalier.errors import UserError
 from espalier.experts.base import ExpertMap
 from espalier.experts.flashmoe import FlashMoE
+from espalier.experts.flashmoe.shared_memory import links
 from espalier.mechanism import Build, Mechanism
 from espalier.parallel.model_cut import ModelCut
 from espalier.parallel.seams import Filled, Seam, fields_of
@@ -46,8 +47,8 @@ class ExpertParallel(Filled):
     record = "flashmoe"
     seam: Seam = "route"
 
-    def __init__(self, held: ExpertMap) -> None:
-        self.held = held
+    def __init__(self, held: ExpertMap, codec: str = "exact") -> None:
+        self.held, self.codec = held, codec
 
     def wrap(self, context: Build) -> None:
         """Frees the others' experts; the model was built whole, so initial weights are the same whatever the map.
@@ -58,7 +59,10 @@ class ExpertParallel(Filled):
         cut = context.cut = context.cut or ModelCut(mesh.replica)
         everyone, same = mesh.mesh.same_parameters(mesh.rank), mesh.mesh.same_experts(mesh.rank)
         names = {id(module): name for name, module in model.named_modules()}
-        own = self.held.ranks[mesh.mesh.expert_group(mesh.rank).index(mesh.rank)]
+        place = mesh.mesh.expert_group(mesh.rank)
+        own, group = self.held.ranks[place.index(mesh.rank)], mesh.of(place)
+        assert group is not None
+        self.links, self.group = links(group), group
         own_names: set[str] = set()
         for module, _ in fields_of(model, self.seam):
             keep(module, own, self.held.count)
@@ -73,11 +77,8 @@ class ExpertParallel(Filled):
 
     def replacement(self, context: Build, module: nn.Module, plain: Callable[..., Any]) -> Callable[..., Any]:
         """Dispatch among the ranks of this one's expert group."""
-        mesh = context.mesh
-        group = mesh.of(mesh.mesh.expert_group(mesh.rank))
-        assert group is not None
         experts = list(module.get_submodule("experts").children())
-        return ExpertGroup(FlashMoE(group, self.held), module, experts)
+        return ExpertGroup(FlashMoE(self.group, self.held, self.links, self.codec), module, experts)
 
     def state(self, context: Build, parts: Mapping[str, Stateful]) -> Mapping[str, Stateful]:
         """Under the names of all experts; stages of a pipeline see to that themselves."""
@@ -103,7 +104,7 @@ class LoadMeter:
         now = torch.zeros_like(self._before)
         for route in self._routes:
             now[list(self._own)] += torch.tensor(route.load, dtype=torch.float64)
-            now[-1] += route.links.idle
+        now[-1] = sum(links.idle for links in {id(route.links): route.links for route in self._routes}.values())
         waited = torch.zeros(self._group.size(), dtype=torch.float64)
         waited[self._group.rank()] = now[-1] - self._before[-1]
         self._found = torch.cat([now[:-1] - self._before[:-1], waited])
@@ -153,4 +154,5 @@ def keep(module: nn.Module, own: tuple[int, ...], count: int) -> None:
 
 def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:
     """Where the plan spreads the experts."""
-    return ExpertParallel(ExpertMap(plan.experts)) if len(plan.experts) > 1 else None
+    codec = next((one.codec for one in plan.exchanges if one.traffic == Traffic.EXPERTS), "exact")
+    return ExpertParallel(ExpertMap(plan.experts), codec) if len(plan.experts) > 1 else None

@@ -22,11 +22,11 @@ from espalier.cost import Product, Work
 from espalier.import_function import Author
 from espalier.module.parts import Parts, Task, collated, length
 from espalier.module.workload import ModuleWorkload
-from espalier.multitask import costs, sources
+from espalier.multitask import answers, costs, sources
 from espalier.multitask.towers import Figures, Multitask, Shapes, TowerModule
 from espalier.shard.wrap_policy import profile
 from espalier.workload import Shard, Tagged, Workload, to_device
-from espalier.workload_row import Opening, PartCost, Profile, Row
+from espalier.workload_row import Answer, Opening, PartCost, Profile, Row, Sampling
 
 
 class MultitaskWorkload(ModuleWorkload):
@@ -189,4 +189,20 @@ def _contents(recipe: Recipe, workload: Workload) -> Mapping[str, str]:
     return workload.contents()
 
 
-ROW = Row(open=_open, profile=_profile, contents=_contents, reading="Reading the data of all tasks")
+def _answer(workload: Workload, model: nn.Module, asked: str | None, sampling: Sampling) -> Answer:
+    assert isinstance(workload, MultitaskWorkload)
+    return answers.answer(workload.parts.tasks or {}, workload.batch, model, asked, sampling)
+
+
+def _usage(recipe: Mapping[str, Any]) -> tuple[str, str]:
+    return "answers", f" {recipe['tasks'][0]['name']}"
+
+
+ROW = Row(
+    open=_open,
+    profile=_profile,
+    contents=_contents,
+    reading="Reading the data of all tasks",
+    answer=_answer,
+    usage=_usage,
+)

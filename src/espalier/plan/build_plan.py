@@ -10,7 +10,7 @@ import msgspec
 from espalier.cluster import Place
 from espalier.experts.cost import placed
 from espalier.plan import collective_time, device_model, explain, optimizer_node
-from espalier.plan.base import Plan, Predicted, Rank, Stage, Unit
+from espalier.plan.base import Exchange, Plan, Predicted, Rank, Stage, Unit
 from espalier.plan.calibrate import DATASHEET, Calibration, own_stack
 from espalier.plan.collective_time import seats
 from espalier.plan.estimate import Shares, estimate
@@ -43,7 +43,14 @@ def make(request: Request, found: Found, option: Option, calibration: Calibratio
         ),
         stages=_stages(request, option),
         experts=(held := _experts(request, option)),
-        exchanges=exchanges(request.crossings) if layout.shards > 1 else (),
+        exchanges=(
+            *(exchanges(request.crossings) if layout.shards > 1 else ()),
+            *(
+                Exchange(traffic="experts", codec=request.expert_rows)
+                for _ in held[:1]
+                if request.expert_rows != "exact"
+            ),
+        ),
         algorithm=layout.algorithm,
         placement=layout.placement,
         offload=request.offload,

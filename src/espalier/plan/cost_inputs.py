@@ -162,7 +162,7 @@ class CostInputs:
             return Cost()
         few, over = divmod(request.experts, request.expert_ranks)
         sizes = [few + (rank < over) for rank in range(request.expert_ranks)]
-        load = ExpertLoad(request.width, request.compute)
+        load = ExpertLoad(request.width, request.compute, request.expert_rows == "int8")
         tokens = samples * request.tokens_per_sample / np.asarray(layouts.sp) / rounds
         again = float(layouts.recompute != "none")
         one = expert_cost(load, expected(tokens, request.active, sizes), self.wire, again)

@@ -49,8 +49,8 @@ RECORD = Record(
         "shard/layer_holders.py",
     ),
     chosen="devices or links of a job differ enough that equal shares leave the fast ones waiting",
-    cost="pipeline of S stages and n micro-batches: sum of stage times + (n-1)*slowest stage, transfers between stages "
-    "in them; step = slowest pipeline + gradient exchange per layer between its holders",
+    cost="pipeline of S stages and n micro-batches: sum of stage times and of transfers both ways + (n-1)*slowest "
+    "stage or transfer; step = slowest pipeline + gradient exchange per layer between its holders",
     law="layers and shares are those of brute force; gradients weighted by samples equal those of one device",
     law_test="tests/stages/test_flashflex.py::test_unequal_pipelines_train_as_one_rank_does",
     bench="bench/flashflex.py",
@@ -356,7 +356,8 @@ def stage_rates(order: Sequence[Group], costs: StageCosts) -> list[StageRate]:
     rates, last = [], len(order) - 1
     for number, group in enumerate(order):
         slot = Slot(number, len(order))
-        extra = costs.extra(group, slot) + (costs.send(group, order[number + 1]) if number < last else 0.0)
+        awaited = number < last and costs.awaits_sends
+        extra = costs.extra(group, slot) + (costs.send(group, order[number + 1]) if awaited else 0.0)
         rates.append(StageRate(costs.layer(group), extra, costs.most_layers(group, slot)))
     return rates
 
@@ -367,7 +368,12 @@ def pipeline_of(
     """The pipeline of stages in this order with these layers."""
     seconds = [one.extra + n * one.layer for one, n in zip(rates, layers, strict=True)]
     stages = tuple(SolvedStage(*one) for one in zip(order, layers, seconds, strict=True))
-    return SolvedPipeline(stages, *costs.profile(seconds))
+    fixed, each = costs.profile(seconds)
+    if costs.awaits_sends or len(order) == 1:
+        return SolvedPipeline(stages, fixed, each)
+    sends = [costs.send(*pair) for pair in itertools.pairwise(order)]
+    slower = max(0.0, max(sends) / 2 - each)  # each way a link carries a message for each micro-batch
+    return SolvedPipeline(stages, fixed + sum(sends) - slower, each + slower)
 
 
 def _faster(one: SolvedPipeline | None, other: SolvedPipeline | None, weight: float) -> SolvedPipeline | None:

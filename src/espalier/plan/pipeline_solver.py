@@ -63,6 +63,11 @@ class StageCosts(Protocol):
     def extra(self, group: Group, slot: Slot) -> float:
         """Seconds of what a stage computes beside its layers: embedding, head and loss."""
 
+    @property
+    def awaits_sends(self) -> bool:
+        """Whether a stage computes nothing while it hands over; else that is hidden but where a pipeline fills and
+        drains, or takes longer than the passes."""
+
     def send(self, group: Group, following: Group) -> float:
         """Seconds that a stage spends on handing over to the next one and back."""
 

@@ -71,7 +71,7 @@ class Request:
         heads, kv_heads, width, kv_width: of a decoder; 0: a module.
         tensor: ranks that share a module's matrices by its own plan, as pinned; the search takes no other number.
         experts: of each layer, of which each token has `active`; 0: none. expert_parameters: of all of a layer's.
-        ep: ranks over which they are spread, as chosen; 0: not chosen.
+        ep: ranks over which they are spread, as chosen; 0: not chosen. expert_rows: codec of rows on their way there.
         storage: bytes per parameter; None: what Espalier's own trainer keeps.
         temporaries: bytes per parameter that the optimizer step needs for a moment (torch's foreach AdamW: 4).
         fsdp: sharded parameters are PyTorch's FSDP's: fp32 masters and gradients, and in pipelines stages that stay
@@ -131,6 +131,7 @@ class Request:
     active: int = 0
     expert_parameters: float = 0.0
     ep: int = 0
+    expert_rows: str = "exact"
     storage: StateBytes | None = None
     temporaries: float = 0.0
     fsdp: bool = False

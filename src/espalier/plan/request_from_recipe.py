@@ -54,6 +54,7 @@ def of_recipe(recipe: Recipe, workload: Callable[[], Workload] | None = None) ->
         experts=getattr(recipe.model, "experts", 0),
         active=getattr(recipe.model, "active", 0),
         expert_parameters=_expert_parameters(recipe),
+        expert_rows=recipe.comm.experts,
         remarks=profile.remarks,
         tasks=profile.tasks,
         optimizer="muon" if is_muon else "adamw",

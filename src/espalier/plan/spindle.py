@@ -169,7 +169,7 @@ def simulate(metaops: Sequence[MetaOp], planned: Sequence[Wave], devices: Device
         for name in sources:
             ended, where = done[name]
             ready = max(ready, ended + reshard(by_name[name].output, where, one.devices, devices))
-        end = ready + metaop.curve.within(one.size)[1] * one.operators
+        end = ready + metaop.curve.within(one.size)[1] * one.operators * devices.slowest(one.devices)
         for device in one.devices:
             free[device] = end
         done[one.metaop] = (end, one.devices)

@@ -6,6 +6,7 @@ on one thread, else from its operations and the device's speed. No torch.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -57,7 +58,8 @@ def with_waves(plan: Plan, request: Request, cluster: Cluster, method: Method | 
     metaops = [_metaop(one, seats[0], request, count) for one in request.parts]
     limit = plan.predicted.memory_limit if plan.predicted is not None else float("inf")
     fixed = plan.predicted.memory_bytes.get("runtime", 0.0) if plan.predicted is not None else 0.0
-    devices = Devices(tuple(place.node for place in seats), limit - fixed, *_seconds_per_byte(cluster, seats))
+    links = _seconds_per_byte(cluster, seats)
+    devices = Devices(tuple(place.node for place in seats), limit - fixed, *links, _slower(seats, request))
     found = waves(metaops, devices, method)
     made = _waves(found, request.parts)
     ranks = tuple(
@@ -97,6 +99,18 @@ def _seconds_per_byte(cluster: Cluster, seats: Sequence[Place]) -> tuple[float, 
     inside = 1 / seats[0].table.inside.bandwidth
     several = len({place.node for place in seats}) > 1
     return inside, 1 / cluster.slowest(ranks, "between").bandwidth if several else inside
+
+
+def _slower(seats: Sequence[Place], request: Request) -> tuple[float, ...]:
+    """How many times as long each seat takes as the first, of which the seconds of parts are; empty: all alike."""
+
+    def speed(place: Place) -> float:
+        device = place.table.device
+        whole = device_model.sustained(device, request.precision) or device_model.peak(device, request.precision)
+        return whole if device.kind == "cuda" else whole / max(1, place.table.cores)
+
+    found = tuple(speed(seats[0]) / speed(place) for place in seats)
+    return found if max(found) > min(found) * (1 + 1e-9) else ()
 
 
 def _metaop(one: PartCost, seat: Place, request: Request, count: int) -> MetaOp:
@@ -163,13 +177,35 @@ def _exchange(plan: Plan, parts: Sequence[PartCost], devices: Devices) -> tuple[
         for operator in range(one.first, one.last):
             holders.setdefault((part.tower, operator), (part.parameters, set()))[1].update(one.ranks)
     seconds, sent = 0.0, [0.0] * len(devices.nodes)
+    handed = handed_on(plan, parts)
     for size, ranks in holders.values():
         ring = 2 * (len(ranks) - 1) / len(ranks) * size
         far = len({devices.nodes[rank] for rank in ranks}) > 1
         seconds += ring * (devices.between if far else devices.inside)
         for rank in ranks:
             sent[rank] += ring
-    return seconds, {"gradients": max(sent)}
+    activations = {"activations": max(handed)} if any(handed) else {}
+    return seconds, {"gradients": max(sent), **activations}
+
+
+def handed_on(plan: Plan, parts: Sequence[PartCost]) -> list[float]:
+    """Payload bytes of activations and of their gradients that each rank sends in a step: samples whose next slice is
+    another rank's."""
+    found, by_key = [0.0] * len(plan.ranks), {one.key: one for one in parts}
+    latest: dict[str, WaveSlice] = {}
+    for one in (one for wave in plan.waves for one in wave):
+        part = by_key[f"{one.task}.{one.node}"]
+        for key in [part.key] if one.first else part.needs:
+            source = latest[key].ranks
+            for (a, sender), (b, receiver) in itertools.product(enumerate(source), enumerate(one.ranks)):
+                # As `stages.spindle.rows` divides samples.
+                low, high = (part.rows * (a + end) // len(source) for end in (0, 1))
+                start, stop = (part.rows * (b + end) // len(one.ranks) for end in (0, 1))
+                size = by_key[key].output * max(0, min(high, stop) - max(low, start))
+                for rank in (sender, receiver) if sender != receiver else ():
+                    found[rank] += size
+        latest[part.key] = one
+    return found
 
 
 def _predicted(

@@ -85,6 +85,8 @@ class EngineCosts:
     ) -> None:
         self.request, self.cluster, self.size, self.tensor, self.recompute = request, cluster, size, tensor, recompute
         self.layers, self.micro_batches = request.layers, request.global_batch // size
+        self.awaits_sends = request.refuses is None
+        """As others begin 1F1B; `train` has more micro-batches on their way where links are slow."""
         self.places: list[list[Place]] = []
         """The devices of each class."""
         known: dict[tuple[int, int], list[Place]] = {}
@@ -373,14 +375,15 @@ def predicted(costs: EngineCosts, layout: UnequalLayout, spread: float = 0.0) ->
     request, slowest = costs.request, max(layout.pipelines, key=lambda one: one.seconds)
     at = max(range(len(slowest.stages)), key=lambda n: slowest.stages[n].seconds)
     stage, count = slowest.stages[at], slowest.micro_batches
-    sends = costs.send(stage.group, slowest.stages[at + 1].group) if at + 1 < len(slowest.stages) else 0.0
-    computing = stage.seconds - sends
+    between = [costs.send(*pair) for pair in itertools.pairwise(one.group for one in slowest.stages)]
+    own = between[at] if costs.awaits_sends and at < len(between) else 0.0
+    computing, sends = stage.seconds - own, count * own if costs.awaits_sends else sum(between)
     optimizer = min(layout.sync, costs.optimizer(stage.group, Slot(at, len(slowest.stages)), stage.layers))
     terms = {
         "forward": count * computing / 3,
         "backward": count * computing * 2 / 3,
-        "send": count * sends,
-        "pipeline": slowest.seconds - count * stage.seconds,
+        "send": sends,
+        "pipeline": slowest.seconds - count * computing - sends,
         "all_reduce": layout.sync - optimizer,
         "optimizer": optimizer,
     }

@@ -15,12 +15,18 @@ from espalier.plan.wave_solver import Slice, Wave
 
 @dataclass(frozen=True)
 class Devices:
-    """The node of each device; `memory` of one in bytes; seconds per byte `inside` a node and `between` nodes."""
+    """The node of each device; `memory` of one in bytes; seconds per byte `inside` a node and `between` nodes;
+    `slower`: seconds of each device over those of the MetaOps, empty where all are alike."""
 
     nodes: tuple[int, ...]
     memory: float = math.inf
     inside: float = 0.0
     between: float = 0.0
+    slower: tuple[float, ...] = ()
+
+    def slowest(self, group: Sequence[int]) -> float:
+        """Of devices that divide samples evenly, the one that the others wait for."""
+        return max((self.slower[device] for device in group), default=1.0) if self.slower else 1.0
 
 
 class PlacedWaves(NamedTuple):
@@ -73,6 +79,12 @@ class _Placing:
         new = sum((metaop.parameters, k) not in own for k in range(first, first + one.operators))
         return new * metaop.states
 
+    def order(self, one: Slice) -> tuple[float, float, int, str]:
+        """By traffic; where devices differ, what takes longest gets the fastest."""
+        metaop = self.by_name[one.metaop]
+        work = metaop.curve.within(one.size)[1] * one.operators if self.devices.slower else 0.0
+        return -work, -metaop.output, -one.size, one.metaop
+
     def take(self, one: Slice) -> None:
         """The slice's devices hold it from now on."""
         metaop = self.by_name[one.metaop]
@@ -97,7 +109,9 @@ class _Placing:
         def rank(device: int) -> tuple[float, ...]:
             memory = (self.grown(one, device), self.held(device))
             local = (float(device not in place),)
-            return (*memory[::-1], *local, device) if self.memory_first else (memory[0], *local, memory[1], device)
+            if self.memory_first:
+                return (*memory[::-1], *local, device)
+            return (self.devices.slowest([device]), memory[0], *local, memory[1], device)
 
         best = [sorted(free, key=rank)[: one.size]]
         for node in sorted(set(self.devices.nodes)):
@@ -109,7 +123,9 @@ class _Placing:
             crossing = len({self.devices.nodes[device] for device in group})
             new, fullest = sum(self.grown(one, d) for d in group), max(self.held(d) for d in group)
             moved = sum(device not in place for device in group)
-            return (fullest, crossing, new, moved) if self.memory_first else (crossing, new, moved, fullest)
+            if self.memory_first:
+                return (fullest, crossing, new, moved)
+            return (self.devices.slowest(group), crossing, new, moved, fullest)
 
         group = min(best, key=cost)
         return tuple(sorted(group, key=lambda device: (place.get(device, len(place)), device)))
@@ -130,8 +146,7 @@ def _placed(metaops: Sequence[MetaOp], waves: Sequence[Wave], devices: Devices, 
     for wave in waves:
         free = sorted(set(range(len(devices.nodes))) - {device for one in wave for device in one.devices})
         placed = {}
-        by_traffic = sorted(wave, key=lambda one: (-placing.by_name[one.metaop].output, -one.size, one.metaop))
-        for one in by_traffic:
+        for one in sorted(wave, key=placing.order):
             group = one.devices or placing.chosen(one, free)
             free = [device for device in free if device not in group]
             placed[one.metaop] = one._replace(devices=group)

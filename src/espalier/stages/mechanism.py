@@ -158,7 +158,8 @@ def ahead(plan: Plan, layers: Sequence[tuple[int, int]]) -> list[int]:
     if not each:
         return []
     link = predicted.terms.get("send", 0.0) / float(hand_overs(len(sizes), count, ahead=True))
-    passes = [each * size / max(sizes) for size in sizes]
+    alike = plan.planner == "flashflex"  # the more layers, the faster the device
+    passes = [each * (1.0 if alike else size / max(sizes)) for size in sizes]
     more = schedules.warm_up_for_links(passes, [link] * (len(sizes) - 1))
     memory = predicted.memory_bytes
     one = memory.get("activations", 0.0) / min(len(sizes), count)

@@ -257,7 +257,8 @@ def engine(plan: Plan, mesh: ProcessMesh, owned: Sequence[Tensor], timeout: floa
     assert outer is not None
     replica = mesh.coordinates.replica
     ranks = world.replicas[replica]
-    alike = len(world.same_parameters(rank))
+    pipelines = len({one.pipeline for one in plan.stages})  # of unequal ones each holds each layer once
+    alike = pipelines if plan.unequal else len(world.same_parameters(rank))
     if any((len(unit.optimizer) or 1) != alike for unit in plan.units):
         raise UserError(
             f"A replica has {alike} ranks with the same parameters, and not all of them share the optimizer's state.",

@@ -46,7 +46,11 @@ def data_of(folder: runs.RunFolder, recipe: Recipe, workload: Workload) -> DataH
     before = _before(folder)
     if before is None:
         return DataHashes(now, notes=[f"{folder.path} has no data hashes: the present data is accepted"])
-    changed = _changes(before, now)
+    if recipe.tasks:  # each has data of its own, and may have come since
+        both = before.keys() & now.keys()
+        changed = _changes({name: before[name] for name in both}, {name: now[name] for name in both})
+    else:
+        changed = _changes(before, now)
     if not changed:
         return DataHashes(now)
     first, more = changed[0], f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""

@@ -86,7 +86,9 @@ def _resumed_plan(
         return None
     before = folder.read()
     plan = plans.check(plans.read(folder.plan), samples, str(folder.plan))
-    same_recipe = before.plan == resolved.recipe.plan and before.train.compile == resolved.recipe.train.compile
+    asked = resolved.recipe
+    same_recipe = before.plan == asked.plan and before.train.compile == asked.train.compile
+    same_recipe = same_recipe and (before.tasks, before.towers) == (asked.tasks, asked.towers)
     same_machines = folder.cluster.read_text() == clusters.dumps(cluster)
     return plan if same_recipe and same_machines else None
 

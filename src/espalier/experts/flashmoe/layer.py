@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from espalier.experts.base import OverRanks, Tokens
 from espalier.experts.flashmoe.cells import Outgoing, Tile, outgoing, tile_rows, tiles_of
 from espalier.experts.flashmoe.protocol import Pass, Task
-from espalier.experts.flashmoe.transport import Messages, Transport, row_codec
+from espalier.experts.flashmoe.shared_memory import links
+from espalier.experts.flashmoe.transport import Transport, row_codec
 from espalier.records import Record
 
 RECORD = Record(
@@ -45,9 +46,8 @@ RECORD = Record(
     law_test="tests/experts/test_flashmoe.py::test_ranks_equal_all_experts_on_one",
     bench="bench/flashmoe.py",
     state="partly",
-    remark="trains on processors over Gloo, and the planner chooses the ranks and the place of experts; no transport "
-    "in shared memory, no ranks that also share an expert's matrices, int8 rows only in programs of one's own; nothing "
-    "runs on GPUs",
+    remark="trains on processors, over Gloo and in shared memory, and the planner chooses the ranks and the place of "
+    "experts; no ranks that also share an expert's matrices; nothing runs on GPUs",
 )
 
 HEADER, REFS, WEIGHTS, ROWS = 0, 2, 4, 16
@@ -59,7 +59,7 @@ class FlashMoE(OverRanks):
     """See `experts.base.OverRanks`. Has state.
 
     Attributes:
-        transport: of messages among the ranks; None: the group's own point-to-point.
+        transport: of messages among the ranks; None: shared memory on one machine, else the group's point-to-point.
         codec: of rows on their way to experts, tokens as well as gradients: `exact` or `int8` (`transport.Int8Rows`).
         load: rows that each expert here has got so far.
 
@@ -72,7 +72,7 @@ class FlashMoE(OverRanks):
     load: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.links: Transport = self.transport or Messages(self.group)
+        self.links: Transport = self.transport or links(self.group)
         self.rows = row_codec(self.codec)
         self.load = [0] * len(self.held.ranks[self.group.rank()])
 
