@@ -44,7 +44,8 @@ SEEDS = 256
 
 
 class Task(msgspec.Struct, frozen=True):
-    """What to measure: contestants, blocks of `epochs` each, the graph and the network; seconds at most."""
+    """What to measure: contestants, blocks of `epochs` each, the graph and the network; seconds at most. `evaluates`:
+    after each block."""
 
     contestants: tuple[str, ...]
     rounds: int
@@ -55,6 +56,7 @@ class Task(msgspec.Struct, frozen=True):
     width: int = 256
     depth: int = 3
     limit: float = 100.0
+    evaluates: bool = True
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -227,7 +229,8 @@ def measure(task: Task, channel: Any) -> Outcome:
                 total = torch.tensor([(_bytes(channel) - before) / task.epochs], dtype=torch.float64)
                 dist.all_reduce(total, group=stock())
                 sent[name] = float(total)
-                accuracy[name].append(one.accuracy())
+                if task.evaluates:
+                    accuracy[name].append(one.accuracy())
         if late(begun, task.limit):
             break
     return Outcome(seconds, sent, accuracy)

@@ -1,0 +1,86 @@
+"""A graph over four hosts on slow links, end to end: planned, cut, trained with few bits and late rows, gone on with by
+fewer hosts, and answered by one machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from espalier.plan import base as plans
+
+from .test_hosts import espalier, events, lab, none_left, pytestmark
+
+__all__ = ["lab", "pytestmark"]
+RECIPE = """
+[model]
+kind = "sage"
+width = 64
+
+[data]
+path = "planted:nodes=3000,degree=20,features=32,classes=6"
+
+[graph.halo]
+
+[train]
+steps = 12
+validate_every = 12
+
+[plan]
+cluster = "four.toml"
+trial = false
+
+[plan.pin]
+ranks = 4
+threads = 1
+
+[launch]
+command = "ip netns exec {host} sh -c {command}"
+"""
+HOST = '[[nodes]]\nname = "{name}"\ndevice = "cpu"\ncores = 1\nmemory = "4GiB"\n'
+LINKS = '[links]\nbetween = { bandwidth = "50Mbit/s", latency = "5ms", launch = "1ms" }\n'
+
+
+@pytest.fixture(scope="module")
+def home(lab: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("graph")
+    (folder / "recipe.toml").write_text(RECIPE)
+    for number, hosts in (("four", lab.split(",")), ("two", lab.split(",")[:2])):
+        (folder / f"{number}.toml").write_text("".join(HOST.format(name=one) for one in hosts) + LINKS)
+    return folder
+
+
+def test_four_hosts_train_on_their_parts_as_one_rank_does_and_send_what_the_plan_says(lab: str, home: Path) -> None:
+    done = espalier(home, "train", "recipe.toml", "--hosts", lab, "name=four", "model.dropout=0")
+    assert done.returncode == 0, done.stdout + done.stderr
+    plan = plans.read(home / "runs" / "four" / "plan.json")
+    assert sorted(rank.node for rank in plan.ranks) == [0, 1, 2, 3]
+    assert any("the graph is cut into 4 parts" in one for one in plan.why)
+    assert any("over 50 Mbit/s between machines" in one for one in plan.why)
+    steps = events(home, "four", "step")
+    assert plan.predicted is not None
+    assert 0 < steps[5]["bytes"]["halo"] <= plan.predicted.sent_bytes["halo"]
+    near = espalier(home, "train", "recipe.toml", "plan.pin.ranks=1", "name=near", "model.dropout=0")
+    assert near.returncode == 0, near.stdout + near.stderr
+    expected = [event["loss"] for event in events(home, "near", "step")]
+    assert [event["loss"] for event in steps] == pytest.approx(expected, rel=1e-4)
+    assert none_left(lab)
+
+
+def test_few_bits_and_late_rows_send_less_and_two_hosts_go_on_where_four_stopped(lab: str, home: Path) -> None:
+    low = ("graph.halo.bits=1", "graph.halo.synchronize=4", "name=low")
+    done = espalier(home, "train", "recipe.toml", "--hosts", lab, *low)
+    assert done.returncode == 0, done.stdout + done.stderr
+    sent = [event["bytes"]["halo"] for event in events(home, "low", "step")]
+    assert 8 * sent[5] < events(home, "four", "step")[5]["bytes"]["halo"]
+    losses = [event["loss"] for event in events(home, "low", "step")]
+    assert losses[-1] < losses[0]
+    two = ",".join(lab.split(",")[:2])
+    more = (*low, "train.steps=16", "plan.cluster=two.toml", "plan.pin.ranks=2")
+    done = espalier(home, "train", "recipe.toml", "--hosts", two, *more)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [event["step"] for event in events(home, "low", "step")][-4:] == [13, 14, 15, 16]
+    told = espalier(home, "predict", "runs/low", "0,1,2")
+    assert told.returncode == 0, told.stderr
+    assert len(told.stdout.strip().splitlines()) == 3
+    assert none_left(lab)
