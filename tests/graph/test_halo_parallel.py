@@ -15,8 +15,9 @@ from espalier import config, trainer, worker
 from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.config import defaults, recipe_file
 from espalier.errors import UserError
-from espalier.graph import halo_parallel, partition_folder
+from espalier.graph import partition_folder
 from espalier.graph.data import Graph
+from espalier.graph.halo_parallel import Cutting, open_part
 from espalier.graph.neighbor_sampler import Style
 from espalier.graph.sylvie import Adaptive
 from espalier.graph.workload import GraphWorkload
@@ -107,6 +108,32 @@ def test_fp32_and_labels_on_few_ranks_train_as_one_rank():
     graph = Graph(**{**vars(graph), "parts": split})
     alone = train(recipe_of(precision="fp32"), graph)
     close(train(recipe_of(graph={"halo": HALO}, precision="fp32"), graph, (33, 66)), alone, rel=1e-5)
+
+
+def hubs() -> Graph:
+    """Two nodes that hear from everybody, and everybody from them."""
+    graph = made(edges=80)
+    assert graph.parts is not None
+    others = np.arange(2, 60)
+    ends = np.concatenate([np.stack([graph.indices, graph.targets()]), [others, others % 2]], 1)
+    return Graph.from_edges(*ends, features=graph.features, labels=graph.labels, parts=graph.parts, undirected=True)
+
+
+@pytest.mark.parametrize("kind", ["gcn", "sage", "gin"])
+def test_sums_cross_around_hubs_and_train_as_one_rank(kind):
+    graph = hubs()
+    alone = train(recipe_of({"kind": kind}), graph)
+    recipe = recipe_of({"kind": kind}, {"halo": HALO})
+    found = train(recipe, graph, (50,))
+    close(found, alone, rel=1e-9)
+    workload = GraphWorkload(recipe, graph)
+    halos = workload.halos()
+    assert halos is not None
+    shares = [one.share[1] - one.share[0] for one in plan_of(recipe, workload, (50,)).ranks]
+    cut, every = halos.cutting.boundary(halos.cutting.parts(shares), 2)
+    assert every is not None
+    assert halos.rows(shares).sum() < 0.9 * cut.rows.sum()
+    assert found["halo"][1] == halos.step_bytes(shares, 8)[0].sum()
 
 
 def test_inductive_training_hides_edges_from_parts_too():
@@ -220,7 +247,7 @@ def test_what_adapts_follows_from_the_losses_in_the_log_also_after_a_stop(tmp_pa
 
 def test_parts_follow_the_shares_of_unequal_devices():
     graph = made(nodes=400, edges=1600)
-    sizes = np.bincount(halo_parallel.parts_of(graph, [1, 2, 5]), minlength=3)
+    sizes = np.bincount(Cutting(graph, Style(True, "symmetric")).parts([1, 2, 5]), minlength=3)
     np.testing.assert_allclose(sizes, [50, 100, 250], rtol=0.07, atol=1)
     with pytest.raises(UserError, match="shares"):
         clusters(graph.indptr, graph.indices, 3, [1, 2])
@@ -228,14 +255,15 @@ def test_parts_follow_the_shares_of_unequal_devices():
 
 def test_a_damaged_part_in_the_cache_is_written_again(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    graph, style = made(), Style(True, "symmetric")
+    graph = made()
+    cutting = Cutting(graph, Style(True, "symmetric"))
 
     def opened(channel):
-        part = halo_parallel.open_part(graph, style, [1, 1], channel, writes=channel.rank() == 0)
+        part = open_part(cutting, [1, 1], channel, writes=channel.rank() == 0)
         return part.halo.owned
 
     first = ranks(2, opened)
-    folder = halo_parallel.folder_of(graph.fingerprint(), style, [1, 1])
+    folder = cutting.folder([1, 1])
     path = folder / "part-1.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1]))
     assert not partition_folder.intact(folder, 1, graph.fingerprint())
@@ -245,7 +273,7 @@ def test_a_damaged_part_in_the_cache_is_written_again(tmp_path, monkeypatch):
 
 def test_more_ranks_than_nodes_are_refused():
     with pytest.raises(UserError, match="60 nodes for 61 ranks"):
-        halo_parallel.parts_of(made(), [1] * 61)
+        Cutting(made(), Style(True, "symmetric")).parts([1] * 61)
 
 
 @pytest.mark.parametrize(

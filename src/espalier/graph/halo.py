@@ -111,6 +111,8 @@ class Halo:
             numbered as `owned`, then `outer`, ascending in each row.
         group: of the ranks; None: this one is alone.
         layer: that the next exchange is for; transport: what it goes through.
+        sums: makes the rows that leave of own rows, a SciPy matrix [leaving, owned] (`partial_sums`); None: they are
+            those of `sends`.
     """
 
     owned: Tensor
@@ -123,6 +125,7 @@ class Halo:
     group: dist.ProcessGroup | None = None
     layer: int = 0
     transport: Transport = synchronous
+    sums: Any = None
 
     @classmethod
     def of(cls, indptr: Any, indices: Any, cut: Boundary, rank: int, group: dist.ProcessGroup | None = None) -> Halo:
@@ -240,7 +243,7 @@ class _Exchange(torch.autograd.Function):
         ctx.halo = halo
         made = rows.new_empty(halo.sources, *rows.shape[1:])
         made[: len(rows)] = rows
-        sent = torch.cat([rows[one] for one in halo.sends])
+        sent = torch.cat([rows[one] for one in halo.sends]) if halo.sums is None else _product(halo.sums, rows)
         halo.transport(halo, sent, made[len(rows) :], Crossing(halo.layer, backward=False))
         halo.check(made[len(rows) :])
         return made
@@ -253,9 +256,18 @@ class _Exchange(torch.autograd.Function):
         counts = halo.arriving(crossing)
         received = gradient.new_empty(sum(counts), *gradient.shape[1:])
         halo.transport(halo, gradient[own:], received, crossing)
+        if halo.sums is not None:
+            return found + _product(halo.sums.T.tocsr(), received), None
         for rows, part in zip(halo.sends, received.split(counts), strict=True):
             found.index_add_(0, rows, part)  # a node is there once: the same bits on any device
         return found, None
+
+
+def _product(matrix: Any, rows: Tensor) -> Tensor:
+    """`matrix` times `rows` [columns, ...], in the dtype of `rows`, on the CPU."""
+    flat = rows.detach().flatten(1).cpu().numpy()
+    made = torch.from_numpy(np.ascontiguousarray(matrix.astype(flat.dtype) @ flat))
+    return made.view(-1, *rows.shape[1:]).to(rows.device)
 
 
 def equip(model: nn.Module) -> nn.Module:

@@ -25,8 +25,9 @@ from espalier.cache_dir import cache_folder, hashed
 from espalier.comm.base import Traffic, traffic
 from espalier.compose import Claim
 from espalier.errors import PeerLost, UserError
-from espalier.graph import halo, partition_folder
+from espalier.graph import halo, partial_sums, partition_folder
 from espalier.graph.base import dense
+from espalier.graph.gnn import Gnn, GraphAttention, Layer
 from espalier.graph.neighbor_sampler import whole
 from espalier.graph.subgraphs import SubgraphBatch
 from espalier.graph.sylvie import WHOLE, Adaptive, Every, Sylvie, step_bytes
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from espalier.checkpoint.base import Stateful
     from espalier.config import HaloOptions, Recipe
     from espalier.graph.data import Array, Graph
-    from espalier.graph.gnn import Gnn
     from espalier.graph.neighbor_sampler import Style
     from espalier.graph.node_classification import NodeTask
     from espalier.plan.base import Plan
@@ -155,7 +155,9 @@ class HaloParallel(Mechanism):
         shares = [one.share[1] - one.share[0] for one in ranks]
         nodes = [one.node for one in ranks]
         writes = nodes.index(nodes[group.rank()]) == group.rank()
-        part = open_part(task.train.graph, task.train.style, shares, group, writes=writes)
+        assert isinstance(model, Gnn)
+        cutting = Cutting(task.train.graph, task.train.style, takes_sums(model))
+        part = open_part(cutting, shares, group, writes=writes)
         halo.equip(model)
         one = next(model.parameters())
         placed = {"device": one.device, "dtype": one.dtype}
@@ -185,27 +187,71 @@ def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:
     return HaloParallel(options) if options is not None and len(plan.trainers) > 1 else None
 
 
+# --- cutting -------------------------------------------------------------------------------------------------------
+
+PAYS = 0.9
+"""Share of the rows up to which partial sums are sent: they are made by a product of their own."""
+
+
+def takes_sums(network: Gnn) -> bool:
+    """Whether every layer adds rows up with weights that are known, so that sums may cross instead."""
+    kinds = all(isinstance(layer, Layer) and not isinstance(layer, GraphAttention) for layer in network.layers)
+    return kinds and network.options.activation != "maxk" and not network.drops_features
+
+
+@dataclass(frozen=True, eq=False)
+class Cutting:
+    """How a graph is cut for networks of `style`; `sums`: whether partial sums may cross."""
+
+    graph: Graph
+    style: Style
+    sums: bool = False
+
+    def folder(self, shares: Sequence[int]) -> Path:
+        """Where the parts wait."""
+        key = [self.graph.fingerprint(), self.style.loops, self.style.scale, self.sums, list(shares)]
+        return cache_folder() / "partitions" / hashed(key)
+
+    def parts(self, shares: Sequence[int]) -> Array:
+        """int32 [nodes]: the rank of each node. Raises UserError for more ranks than nodes."""
+        graph = self.graph
+        if graph.nodes < len(shares):
+            raise UserError(
+                f"{graph.origin} has {graph.nodes:,} nodes for {len(shares)} ranks.", do=f"plan.pin.ranks={graph.nodes}"
+            )
+        return clusters(graph.indptr, graph.indices, len(shares), shares)
+
+    def boundary(self, parts: Array, ranks: int) -> tuple[halo.Boundary, partial_sums.Covers | None]:
+        """What crosses between `parts`: rows, or where they are fewer by a tenth rows and sums."""
+        block = whole(self.graph, self.style)
+        cut = halo.boundary(block.indptr, block.indices, parts, ranks)
+        if not self.sums:
+            return cut, None
+        every = partial_sums.covers(block, cut)
+        few = partial_sums.crossing_rows(every, ranks).sum() <= PAYS * cut.rows.sum()
+        return cut, every if few else None
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Halos:
     """What a plan is told of a graph that is cut over ranks. `rows` cuts it, once for each division of the nodes."""
 
-    graph: Graph
-    style: Style
+    cutting: Cutting
     network: Gnn
     options: HaloOptions
     _known: dict[tuple[int, ...], Array] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         """All that a plan depends on."""
-        return f"Halos({self.graph.fingerprint()}, {self.style}, {self.options})"
+        return f"Halos({self.cutting.folder([])}, {self.options})"
 
     def rows(self, shares: Sequence[int]) -> Array:
-        """int64 [ranks, ranks]: rows that rank i sends rank j before a layer aggregates."""
+        """int64 [ranks, ranks]: rows (and sums) that rank i sends rank j before a layer aggregates."""
         if tuple(shares) not in self._known:
-            known = partition_folder.rows_of(folder_of(self.graph.fingerprint(), self.style, shares))
+            known = partition_folder.rows_of(self.cutting.folder(shares))
             if known is None:
-                parts = parts_of(self.graph, shares)
-                known = halo.boundary(self.graph.indptr, self.graph.indices, parts, len(shares)).rows
+                cut, every = self.cutting.boundary(self.cutting.parts(shares), len(shares))
+                known = cut.rows if every is None else partial_sums.crossing_rows(every, cut.ranks)
             self._known[tuple(shares)] = known
         return self._known[tuple(shares)]
 
@@ -215,45 +261,26 @@ class Halos:
         return found
 
 
-# --- the parts, in the cache ---------------------------------------------------------------------------------------
-
-
 def open_part(
-    graph: Graph, style: Style, shares: Sequence[int], group: dist.ProcessGroup, *, writes: bool = True
+    cutting: Cutting, shares: Sequence[int], group: dist.ProcessGroup, *, writes: bool = True
 ) -> partition_folder.Part:
     """The part of this rank of `group`. All ranks call it alike; the graph is cut by the first where it was not.
 
     Args:
         shares: of the nodes, for each rank; writes: whether this rank writes the parts for its machine.
     """
-    identity, rank = graph.fingerprint(), group.rank()
-    folder = folder_of(identity, style, shares)
+    identity, folder, rank = cutting.graph.fingerprint(), cutting.folder(shares), group.rank()
     intact = partition_folder.intact(folder, rank, identity)
     if not all(plain_collectives.all_gather(intact, group)):
-        made = parts_of(graph, shares).tobytes() if rank == 0 else b""
+        made = cutting.parts(shares).tobytes() if rank == 0 else b""
         parts = np.frombuffer(plain_collectives.broadcast(made, group), np.int32)
         if writes:
             with _locked(folder):
                 if not all(partition_folder.intact(folder, one, identity) for one in range(len(shares))):
-                    block = whole(graph, style)
-                    cut = halo.boundary(block.indptr, block.indices, parts, len(shares))
-                    partition_folder.write(folder, graph, style, cut)
+                    cut, every = cutting.boundary(parts, len(shares))
+                    partition_folder.write(folder, cutting.graph, cutting.style, cut, every)
         plain_collectives.all_gather(True, group)
     return partition_folder.read(folder, rank, group, identity)
-
-
-def folder_of(identity: str, style: Style, shares: Sequence[int]) -> Path:
-    """Where the parts of a graph wait."""
-    return cache_folder() / "partitions" / hashed([identity, style.loops, style.scale, list(shares)])
-
-
-def parts_of(graph: Graph, shares: Sequence[int]) -> Array:
-    """int32 [nodes]: the rank of each node. Raises UserError for more ranks than nodes."""
-    if graph.nodes < len(shares):
-        raise UserError(
-            f"{graph.origin} has {graph.nodes:,} nodes for {len(shares)} ranks.", do=f"plan.pin.ranks={graph.nodes}"
-        )
-    return clusters(graph.indptr, graph.indices, len(shares), shares)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ edges with the scales of the whole graph, its halo lists, and the features and l
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 from safetensors.torch import load_file, save_file
+from scipy import sparse
 from torch import Tensor
 
 from espalier import cache_dir, serialization
@@ -23,6 +25,7 @@ from espalier.errors import UserError
 from espalier.graph.base import Forms, MessageBlock
 from espalier.graph.halo import Boundary, Halo
 from espalier.graph.neighbor_sampler import Style, whole
+from espalier.graph.partial_sums import Covers, crossing_rows, summing
 
 if TYPE_CHECKING:
     from espalier.graph.data import Graph
@@ -32,6 +35,8 @@ PIECE = 1 << 24
 """Bytes of a file that are hashed at once."""
 SCALES = ("weights", "left", "right", "features")
 """Of a block."""
+MATRIX = ("data", "indices", "indptr")
+"""Of a sparse matrix by rows."""
 AGAIN = "write the partition again"
 
 
@@ -68,9 +73,10 @@ class Part(NamedTuple):
         return self.halo.exchange(self.features), self.halo.by_layer(self.block, depth)
 
 
-def write(folder: str | Path, graph: Graph, style: Style, cut: Boundary) -> None:
+def write(folder: str | Path, graph: Graph, style: Style, cut: Boundary, every: Covers | None = None) -> None:
     """Writes the parts of `graph` that `cut` makes, for networks of `style`, whole or not at all. An older partition is
-    replaced. Raises UserError when `cut` is of another graph, or `folder` is something else or cannot be written."""
+    replaced. `every`: partial sums cross too (`partial_sums.covers`). Raises UserError when `cut` is of another graph,
+    or `folder` is something else or cannot be written."""
     if len(cut.parts) != graph.nodes:
         raise UserError(
             f"The cut is of {len(cut.parts):,} nodes, and {graph.origin} has {graph.nodes:,}.",
@@ -80,20 +86,27 @@ def write(folder: str | Path, graph: Graph, style: Style, cut: Boundary) -> None
 
     def fill(target: Path) -> None:
         for rank in range(cut.ranks):
-            save_file(_tensors(graph, block, cut, rank), target / _name(rank))
+            save_file(_tensors(graph, block, (cut, every), rank), target / _name(rank))
         sums = [_checksum(target / _name(rank)) for rank in range(cut.ranks)]
-        made = Manifest(FORMAT, graph.fingerprint(), graph.nodes, style, cut.rows.tolist(), sums)
+        rows = cut.rows if every is None else crossing_rows(every, cut.ranks)
+        made = Manifest(FORMAT, graph.fingerprint(), graph.nodes, style, rows.tolist(), sums)
         (target / MANIFEST).write_bytes(msgspec.json.encode(made))
 
     cache_dir.export(Path(folder), MANIFEST, fill)
 
 
-def _tensors(graph: Graph, block: MessageBlock, cut: Boundary, rank: int) -> dict[str, Tensor]:
-    own = Halo.of(block.indptr, block.indices, cut, rank)
-    local, ids = own.block(block), own.owned.numpy()
+def _tensors(graph: Graph, block: MessageBlock, cut: tuple[Boundary, Covers | None], rank: int) -> dict[str, Tensor]:
+    if cut[1] is None:
+        own = Halo.of(block.indptr, block.indices, cut[0], rank)
+        local = own.block(block)
+    else:
+        own, local = summing(block, cut[0], rank, every=cut[1])
+    ids = own.owned.numpy()
     found = {"owned": own.owned, "outer": own.outer, "edges": own.edges, "indptr": own.indptr, "indices": own.indices}
     found |= {"sends": torch.cat(own.sends), "features": torch.from_numpy(np.asarray(graph.features[ids]))}
     found |= {f"block {name}": one for name in SCALES if (one := getattr(local, name)) is not None}
+    if own.sums is not None:
+        found |= {f"sums {name}": torch.from_numpy(getattr(own.sums, name)) for name in MATRIX}
     if graph.labels is not None:
         found["labels"] = torch.from_numpy(np.asarray(graph.labels[ids]))
     return {name: one.contiguous().clone() for name, one in found.items()}  # tensors of a file share no memory
@@ -126,6 +139,9 @@ def read(folder: str | Path, rank: int, group: dist.ProcessGroup | None = None, 
     lists = tuple(found["sends"].split(rows[rank].tolist()))
     edges = (found["edges"], found["indptr"], found["indices"])
     own = Halo(found["owned"], found["outer"], lists, tuple(rows[:, rank].tolist()), *edges, group)
+    if "sums data" in found:
+        parts = tuple(found[f"sums {name}"].numpy() for name in MATRIX)
+        own = replace(own, sums=sparse.csr_array(parts, shape=(int(rows[rank].sum()), len(own.owned))))
     scales: dict[str, Any] = {name: found.get(f"block {name}") for name in SCALES}
     block = MessageBlock(own.indptr, own.indices.int(), own.sources, Forms(), **scales)
     return Part(own, block, found["features"], found.get("labels"), manifest.style, rows)

@@ -346,11 +346,12 @@ class GraphWorkload(Plain):
         options = None if self.recipe.graph is None else self.recipe.graph.halo
         if options is None:
             return None
-        from espalier.graph.halo_parallel import Halos
+        from espalier.graph.halo_parallel import Cutting, Halos, takes_sums
 
         network = self.bare()
         assert isinstance(network, Gnn)
-        return Halos(self.whole_task.train.graph, self.whole_task.train.style, network, options)
+        view = self.whole_task.train
+        return Halos(Cutting(view.graph, view.style, takes_sums(network)), network, options)
 
     def _inputs(self) -> tuple[int, float]:
         """Targets of the whole batch, and the input nodes of one that was drawn."""
