@@ -353,3 +353,46 @@ def test_equal_speeds_decide_nothing_and_a_restored_rule_goes_on_as_it_was():
         whole.heard(loss), second.heard(loss)
         assert whole.next(0) == second.next(0)
     assert whole.state_dict() == second.state_dict()
+
+
+@pytest.mark.parametrize(("bits", "synchronize"), [(2, 1), (4, 1), (8, 1), (4, 3), (4, 0)])
+def test_differences_bring_rows_that_stand_still_nearer_at_every_step(bits, synchronize):
+    graph, parts = graph_of(), parts_of("random", 2)
+
+    def errors(channel):
+        own = part_of(channel, "gcn", graph, parts)[1]
+        rows = torch.from_numpy(graph.features)[own.owned]
+        exact, found = own.exchange(rows), []
+        for delta in (False, True):
+            transport = Sylvie(Every(bits, synchronize), delta=delta)
+            travelling = dataclasses.replace(own, transport=transport)
+            for step in range(12):
+                transport.begin(step)
+                arrived = travelling.exchange(rows)
+            found.append(float((arrived - exact).abs().max()))
+        return found
+
+    for plain, delta in ranks(2, errors):
+        assert delta < 4 * plain / ((1 << bits) - 1) ** 3
+        assert delta < plain / 4
+
+
+def test_late_differences_of_rows_that_move_are_those_of_the_step_before():
+    """Eight bits of differences, one step late: nearer to the rows of the step before than to those of this one."""
+    graph, parts = graph_of(), parts_of("random", 2)
+
+    def moved(channel):
+        own = part_of(channel, "gcn", graph, parts)[1]
+        transport = Sylvie(Every(8, 0), delta=True)
+        travelling = dataclasses.replace(own, transport=transport)
+        start, before = torch.from_numpy(graph.features)[own.owned], None
+        for step in range(9):
+            transport.begin(step)
+            rows = start * (1 + 0.1 * step)
+            exact, arrived = own.exchange(rows), travelling.exchange(rows)
+            if before is not None:
+                assert (arrived - before)[len(own.owned) :].abs().max() < 0.02
+            before = exact
+        return True
+
+    assert ranks(2, moved) == [True, True]

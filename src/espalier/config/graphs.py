@@ -280,6 +280,18 @@ def _halo(halo: HaloOptions, graph: GraphOptions, model: Model) -> None:
             why=f"graph.halo.bits = {WHOLE}",
             do="graph.halo.bits = 1",
         )
+    if halo.delta and (halo.bits in (1, WHOLE) or halo.adapt):
+        raise UserError(
+            f"graph.halo.delta is not possible with graph.halo.bits = {halo.bits}{' and adapt' * halo.adapt}.",
+            why="one bit may lose more of a difference than it says, and values that cross as they are lose nothing",
+            do="graph.halo.bits = 2, without adapt",
+        )
+    if halo.delta and model.activation == "maxk":
+        raise UserError(
+            'graph.halo.delta is not possible with model.activation = "maxk".',
+            why="kept values are of other columns in each step",
+            do="graph.halo.delta = false",
+        )
     if halo.synchronize != 1 and model.activation == "maxk":
         raise UserError(
             f'graph.halo.synchronize = {halo.synchronize} is not possible with model.activation = "maxk".',

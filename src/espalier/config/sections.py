@@ -53,12 +53,14 @@ class HaloOptions(Options, frozen=True):
     `bits` of a value that crosses between hidden layers: 32 as it is, 1 to 8 rounded at random; `by_degree`: more for
     rows of nodes with more neighbours. Every `synchronize`-th step waits for fresh rows, the others take those of the
     step before (1: all wait; 0: none but the first). `adapt`: bits and late rows follow how fast the loss changes.
+    `delta`: what crosses is the difference to what crossed before, with what rounding lost of it (2 bits or more).
     """
 
     bits: Literal[1, 2, 4, 8, 32] = 32
     by_degree: bool = False
     synchronize: int = 1
     adapt: bool = False
+    delta: bool = False
 
 
 class GraphOptions(Options, frozen=True):

@@ -73,7 +73,7 @@ class RankPart:
     ) -> None:
         self.task = task
         self.policy = (Adaptive if options.adapt else Every)(options.bits, options.synchronize)
-        self.transport = Sylvie(self.policy, by_degree=options.by_degree, seed=seed)
+        self.transport = Sylvie(self.policy, by_degree=options.by_degree, delta=options.delta, seed=seed)
         depth = task.train.depth
         part = part._replace(halo=part.halo.to(placed["device"]))
         self.features, blocks = part._replace(features=part.features.to(**placed)).inputs(depth)

@@ -77,6 +77,8 @@ def covers(block: MessageBlock, cut: Boundary) -> Covers:
     pair = owner[crossing] * cut.ranks + receiver[crossing]
     order = np.argsort(pair, kind="stable")
     crossing, found = crossing[order], {}
+    if not len(crossing):
+        return {}
     names, firsts = np.unique(pair[order], return_index=True)
     for name, places in zip(names.tolist(), np.split(crossing, firsts[1:]), strict=True):
         found[divmod(name, cut.ranks)] = cover(indices[places], target[places], places)
@@ -159,7 +161,8 @@ def _edges(
     served = np.concatenate([one.edges for one in theirs])
     kept = ~np.isin(places, served)
     node = plain.nodes.numpy()[local]
-    position = np.full(int(max(node.max(initial=0), outer.max(initial=0))) + 1, -1)
+    most = max(int(one.max(initial=0)) for one in (plain.owned.numpy(), node, outer))
+    position = np.full(most + 1, -1)
     position[plain.owned.numpy()] = np.arange(own)
     position[outer[~summed]] = own + np.flatnonzero(~summed)
     sums = np.flatnonzero(summed)

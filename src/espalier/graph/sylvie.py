@@ -159,15 +159,20 @@ class Sylvie:
 
     Args:
         policy: which steps are synchronous, and with how many bits.
+        delta: both ends keep the rows as they last arrived, and what crosses is the difference to these, so that what
+            rounding lost is sent with the next step (error feedback). From 2 bits on: the error of rows that do not
+            change shrinks by 1 / (2^bits - 1) a step; one bit between smallest and largest would not shrink it.
         by_degree: rows of nodes with more neighbours get more bits (see `SHARES`); else all get as many.
         seed: of the random numbers.
     """
 
-    def __init__(self, policy: StalenessPolicy, *, by_degree: bool = False, seed: int = 0) -> None:
-        self.policy, self.by_degree, self.seed = policy, by_degree, seed
+    def __init__(self, policy: StalenessPolicy, *, by_degree: bool = False, delta: bool = False, seed: int = 0) -> None:
+        self.policy, self.by_degree, self.delta, self.seed = policy, by_degree, delta, seed
         self.step = 0
         self.choice = Choice(True, policy.bits)
         self._flights: dict[tuple[Crossing, torch.dtype], _Flight] = {}
+        self._sent: dict[Crossing, Tensor] = {}
+        self._arrived: dict[Crossing, tuple[int, Tensor]] = {}
         self._layouts: dict[tuple[bool, int, int], _Layout] = {}
         self._shares: tuple[Tensor, Tensor] | None = None
 
@@ -182,7 +187,7 @@ class Sylvie:
         """Waits for what is under way and drops it."""
         for flight in self._flights.values():
             flight.work.wait()
-        self._flights = {}
+        self._flights, self._sent, self._arrived = {}, {}, {}
 
     def __call__(self, halo: Halo, sent: Tensor, received: Tensor, crossing: Crossing) -> None:
         """See `halo.Transport`. Raises UserError for rows that are not finite, by layer and node."""
@@ -193,6 +198,8 @@ class Sylvie:
         fresh = before is None or self.choice.synchronous
         if fresh and before is not None:
             before.work.wait()
+            if self.delta and before.bits != WHOLE:
+                self._read(before, received, crossing)
         used = flight if fresh or before is None else before
         used.work.wait()
         self._flights[key] = flight
@@ -209,11 +216,17 @@ class Sylvie:
             _copy(out, sent, wire, into=True)
         else:
             key = stream(self.seed, self.step, 2 * crossing.layer + crossing.backward) + _rank(halo)
-            rows = sent.detach().float().flatten(1)
+            rows = sent.detach().float().flatten(1).cpu()
+            if self.delta:
+                known = self._sent.setdefault(crossing, torch.zeros_like(rows))
+                rows = rows - known
             every = torch.arange(len(rows))
             bad = kernels.quantize_rows(rows, every, out.widths, (out.begins, wire), key & 0xFFFF_FFFF)
             if bad >= 0:
                 raise _not_finite(halo, crossing, bad)
+            if self.delta:
+                kernels.restore_rows(wire, out.begins, out.widths, rows)
+                known += rows
         with traffic(Traffic.HALO):
             work = dist.all_to_all_single(arriving, wire, back.splits, out.splits, group=halo.group, async_op=True)
         return _Flight(work, wire, arriving, back, self.step, bits)
@@ -249,7 +262,14 @@ class Sylvie:
             _copy(layout, received, wire, into=False)
             return
         rows = torch.empty(len(received), int(np.prod(received.shape[1:])))
-        kernels.restore_rows(wire, layout.begins, layout.widths, rows)
+        if self.delta:
+            step, arrived = self._arrived.get(crossing, (-1, torch.zeros_like(rows)))
+            if flight.step > step:  # each message counts once
+                kernels.restore_rows(wire, layout.begins, layout.widths, rows)
+                self._arrived[crossing] = flight.step, arrived.add_(rows)
+            rows = arrived
+        else:
+            kernels.restore_rows(wire, layout.begins, layout.widths, rows)
         received.copy_(rows.view(received.shape))
 
 
