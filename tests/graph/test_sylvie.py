@@ -390,7 +390,7 @@ def test_late_differences_of_rows_that_move_are_those_of_the_step_before():
             transport.begin(step)
             rows = start * (1 + 0.1 * step)
             exact, arrived = own.exchange(rows), travelling.exchange(rows)
-            if before is not None:
+            if step > 2:  # the first message is of whole rows
                 assert (arrived - before)[len(own.owned) :].abs().max() < 0.02
             before = exact
         return True
