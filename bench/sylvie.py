@@ -59,10 +59,11 @@ def rows_of(case: str, found: Outcome) -> list[Row]:
 
 
 def bytes_of(case: str, found: Outcome) -> list[Row]:
-    """Bytes that all hosts sent in an epoch."""
+    """Bytes of halos that all hosts sent in an epoch; those of gradients are the same for all that cut the graph, and
+    are what sampled batches send."""
     mine = found.sent[OURS] / 2**20
     return [
-        Row(f"{case}: bytes of an epoch", name, one / 2**20, mine, one / 2**20 / mine, "MiB", "exact")
+        Row(f"{case}: halo bytes of an epoch", name, one / 2**20, mine, one / 2**20 / mine, "MiB", "exact")
         for name, one in found.sent.items()
         if name not in (OURS, SYNCHRONOUS)
     ]

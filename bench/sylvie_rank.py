@@ -60,8 +60,8 @@ class Task(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """By contestant: seconds of an epoch in each block; bytes of halos and gradients that all ranks sent in an epoch;
-    held-out accuracy after each block."""
+    """By contestant: seconds of an epoch in each block; bytes of halos (of sampled batches: of gradients) that all
+    ranks sent in an epoch; held-out accuracy after each block."""
 
     seconds: dict[str, list[float]]
     sent: dict[str, float]
@@ -218,7 +218,8 @@ def measure(task: Task, channel: Any) -> Outcome:
     for number in range(task.rounds + 1):
         for name, one in made.items():
             dist.barrier(stock())
-            before, start = _bytes(channel), time.perf_counter()
+            kind = Traffic.GRADIENTS if isinstance(one, Batches) else Traffic.HALO
+            before, start = _bytes(channel, kind), time.perf_counter()
             for _ in range(task.epochs if number else 1):
                 one.epoch()
             one.settle()
@@ -226,7 +227,7 @@ def measure(task: Task, channel: Any) -> Outcome:
             took = time.perf_counter() - start
             if number:
                 seconds[name].append(took / task.epochs)
-                total = torch.tensor([(_bytes(channel) - before) / task.epochs], dtype=torch.float64)
+                total = torch.tensor([(_bytes(channel, kind) - before) / task.epochs], dtype=torch.float64)
                 dist.all_reduce(total, group=stock())
                 sent[name] = float(total)
                 if task.evaluates:
@@ -236,9 +237,8 @@ def measure(task: Task, channel: Any) -> Outcome:
     return Outcome(seconds, sent, accuracy)
 
 
-def _bytes(channel: Any) -> float:
-    found = channel.ledger.by_class()
-    return sum(found.get(kind.value, 0.0) for kind in (Traffic.HALO, Traffic.GRADIENTS))
+def _bytes(channel: Any, kind: Traffic) -> float:
+    return float(channel.ledger.by_class().get(kind.value, 0.0))
 
 
 if __name__ == "__main__":
