@@ -138,6 +138,16 @@ def test_sums_cross_around_hubs_and_train_as_one_rank(kind, monkeypatch, tmp_pat
     assert found["halo"][1] == halos.step_bytes(shares, 8)[0].sum()
 
 
+@pytest.mark.parametrize("options", [{}, {"bits": 2, "synchronize": 2}])
+def test_bf16_rows_and_sums_cross_too(options, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(halo_parallel, "PAYS", 1.0)
+    graph, model = hubs(), {"kind": "sage", "depth": 3}
+    alone = train(recipe_of(model, precision="fp32"), graph)
+    found = train(recipe_of(model, {"halo": options}, precision="bf16"), graph, (50,))
+    assert found["losses"] == pytest.approx(alone["losses"], rel=0.1)
+
+
 def test_inductive_training_hides_edges_from_parts_too():
     alone = train(recipe_of(graph={"inductive": True}), made())
     close(train(recipe_of(graph={"inductive": True, "halo": HALO}), made(), (50,)), alone, rel=1e-9)

@@ -264,10 +264,10 @@ class _Exchange(torch.autograd.Function):
 
 
 def _product(matrix: Any, rows: Tensor) -> Tensor:
-    """`matrix` times `rows` [columns, ...], in the dtype of `rows`, on the CPU."""
-    flat = rows.detach().flatten(1).cpu().numpy()
+    """`matrix` times `rows` [columns, ...], in float64 for that and in float32 for others, on the CPU."""
+    flat = rows.detach().flatten(1).to("cpu", torch.promote_types(rows.dtype, torch.float32)).numpy()
     made = torch.from_numpy(np.ascontiguousarray(matrix.astype(flat.dtype) @ flat))
-    return made.view(-1, *rows.shape[1:]).to(rows.device)
+    return made.view(-1, *rows.shape[1:]).to(rows.device, rows.dtype)
 
 
 def equip(model: nn.Module) -> nn.Module:
