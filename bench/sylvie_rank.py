@@ -117,7 +117,7 @@ class Parts:
     def __init__(self, name: str, network: Gnn, graph: Any, own: Halo, block: Any) -> None:
         self.transport, self.own = TRANSPORTS[name](), own
         self.network = halo.equip(copy.deepcopy(network))
-        self.optimizer = torch.optim.Adam(self.network.parameters(), 0.003)
+        self.optimizer = torch.optim.Adam(self.network.parameters(), 0.01)
         self.features = own.exchange(torch.from_numpy(np.asarray(graph.features))[own.owned])
         depth = len(network.layers)
         travelling = own if self.transport is None else replace(own, transport=self.transport)
