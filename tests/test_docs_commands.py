@@ -49,6 +49,7 @@ OWN = {
     "pipelines.md": 2,
     "planner.md": 1,
     "rounds.md": 2,
+    "scenes.md": 1,
     "sparse.md": 5,
     "store.md": 3,
     "tasks.md": 1,

@@ -125,8 +125,10 @@ def _answers(predict: argparse.ArgumentParser) -> None:
     predict.add_argument(
         "input",
         nargs="?",
-        help="text to go on from; of a graph: nodes, pairs or graphs (default all); @FILE; -: each line of stdin",
+        help="text to go on from; of a graph: nodes, pairs or graphs (default all); of a scene: cameras in a file, "
+        "or a test view's number; @FILE; -: each line of stdin",
     )
+    predict.add_argument("--turntable", metavar="GIF", help="of a scene: write an animation of a way round it")
     predict.add_argument("--chat", action="store_true", help="a chat: lines of the terminal, until Ctrl-D")
     predict.add_argument("--serve", action="store_true", help="answer OpenAI's protocol on loopback")
     predict.add_argument("--port", type=int, default=0, help="port for --serve (default: any free one)")

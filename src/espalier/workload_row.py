@@ -219,6 +219,7 @@ class Row:
         usage: of the recipe's tables, how people ask a trained model: (word, what follows `espalier predict RUN`).
         reply: (workload, model, turns of a chat as (role, text), sampling) -> the next answer in pieces; raises
             UserError for a run that was not trained on conversations. None: no run of this kind is.
+        turntable: of a scene, (workload, model, file) -> what was written: an animation of a way round it.
     """
 
     open: Callable[[Recipe, Opening], Workload]
@@ -235,3 +236,4 @@ class Row:
     tokenizer: Callable[[Workload], Any] | None = None
     usage: Callable[[Mapping[str, Any]], tuple[str, str]] = lambda recipe: ("answers", "")
     reply: Callable[[Workload, nn.Module, Sequence[tuple[str, str]], Sampling], Iterator[str]] | None = None
+    turntable: Callable[[Workload, nn.Module, Path], str] | None = None

@@ -21,6 +21,8 @@ from espalier.config.graphs import Sage as Sage
 from espalier.config.model_kinds import KINDS
 from espalier.config.modules import Module as Module
 from espalier.config.multitask import Multitask as Multitask
+from espalier.config.scenes import SpikingNerf as SpikingNerf
+from espalier.config.scenes import Voxels as Voxels
 from espalier.config.sections import Adamw as Adamw
 from espalier.config.sections import Adapters as Adapters
 from espalier.config.sections import Auto as Auto

@@ -15,6 +15,7 @@ ROWS = (
     "espalier.config.modules",
     "espalier.config.graphs",
     "espalier.config.multitask",
+    "espalier.config.scenes",
 )
 
 KINDS: tuple[Kind, ...] = tuple(import_module(row).KIND for row in ROWS)

@@ -162,9 +162,11 @@ def _metrics(run: Run) -> list[Figure]:
     table, found = run.validations, []
     for name in run.metrics()[:METRICS]:
         test = table.get(f"test_{name}", np.array([math.nan]))[-1]
-        note = f"validation; test {test:.3f}" if math.isfinite(test) else "held out"
-        if math.isfinite(table[name][-1]):
-            found.append(Figure(name.replace("_", " "), f"{table[name][-1]:.3f}", note))
+        note, last = f"validation; test {test:.3f}" if math.isfinite(test) else "held out", table[name][-1]
+        if math.isfinite(last):
+            found.append(
+                Figure(name.replace("_", " "), f"{last:.3f}" if last == 0 or abs(last) > 0.01 else _three(last), note)
+            )
     return found
 
 

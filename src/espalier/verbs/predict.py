@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from espalier import run as runs
@@ -26,6 +27,8 @@ def run(arguments: argparse.Namespace) -> int:
         return _chat(arguments)
     if arguments.serve:
         return _serve(arguments)
+    if arguments.turntable is not None:
+        return _turntable(arguments)
     from espalier.verbs.input_check import prompt  # has asked already, without torch, whether it can be read
 
     prompts = _lines() if arguments.input == "-" else [None if arguments.input is None else prompt(arguments.input)]
@@ -54,6 +57,18 @@ def run(arguments: argparse.Namespace) -> int:
             else:
                 say(f"espalier: {error}", file=sys.stderr, flush=True)
     return 2 if failed else 0
+
+
+def _turntable(arguments: argparse.Namespace) -> int:
+    """Writes an animation of a way round a scene."""
+    turntable = workload_registry.row(runs.find(arguments.run).read()).turntable
+    if turntable is None or arguments.input is not None:
+        what = f"The run in {arguments.run} is of no scene." if turntable is None else "--turntable takes no input."
+        raise UserError(what, do=f"espalier predict {arguments.run}")
+    trained = open_trained(arguments.run, arguments.trust, DataChoice(predicts=True))
+    said = turntable(trained.workload, trained.model, Path(arguments.turntable))
+    _print({"turntable": arguments.turntable, "step": trained.step} if arguments.json else iter([f"{said}\n"]))
+    return 0
 
 
 def _sampling(arguments: argparse.Namespace) -> Sampling:

@@ -1,0 +1,1 @@
+"""How is a scene trained? Radiance fields on voxel grids, with plain and with spiking colour networks."""

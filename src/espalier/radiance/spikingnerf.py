@@ -1,0 +1,277 @@
+"""SpikingNeRF: a spiking colour network whose time steps are the samples along a ray, from near to far.
+
+After Yao et al., arXiv 2309.10987 (Frontiers in Neuroscience 2025). A leaky integrate-and-fire (LIF) neuron starts at 0
+on every ray and carries its membrane from sample to sample:
+
+    m = v + (x - v) / tau,  s = [m >= threshold],  v = m (1 - s)          tau = 2, threshold = 1, hard reset
+
+Backward takes ds/dm for 4 q (1 - q) with q = sigmoid(4 (m - threshold)), and does not differentiate the reset. The
+paper gives rays equal lengths by temporal condensing and padding (TCP). Without biases a tail of zeros cannot fire, so
+here rays stay ragged: the spikes are the same, and padding is neither stored nor calculated. The other alignments are
+there to be compared: `tp` keeps samples at their numbers on the ray, so that membranes leak over gaps; `repeated` shows
+each sample to the network four times and takes the mean.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from espalier.config import SpikingNerf, Voxels
+from espalier.kernels import counts, row_bits
+from espalier.kernels.base import operation
+from espalier.kernels.ragged import Ragged, offsets_of
+from espalier.radiance.volume import Samples
+from espalier.radiance.voxels import VIEW, ColourNetwork
+from espalier.records import Record
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int64
+
+REPEATS = 4
+"""Time steps of each sample under `repeated`."""
+
+
+FIRING = 3.0
+"""Times PyTorch's initial weights: with these alone hardly a neuron of the second layer fires at first."""
+
+
+class Neuron(NamedTuple):
+    """A LIF neuron: its time constant in steps, its threshold, and the steepness of the surrogate gradient."""
+
+    tau: float = 2.0
+    threshold: float = 1.0
+    steepness: float = 4.0
+
+
+LIF = Neuron()
+
+
+class _Spike(torch.autograd.Function):
+    """1 where a membrane reaches 0, with the derivative of sigmoid(steepness x)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, steepness: float) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.steepness = steepness
+        return (x >= 0).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        smooth = torch.sigmoid(ctx.steepness * x)
+        return gradients[0] * ctx.steepness * smooth * (1 - smooth), None
+
+
+def lif_scan_padded(currents: Float[Tensor, "rays time channels"], neuron: Neuron = LIF) -> Tensor:
+    """Spikes of a rectangle, a time step after the other: the paper's TCP, and what SpikingJelly's `LIFNode` gives with
+    `step_mode="m"` and `detach_reset=True`."""
+    membrane, spikes = torch.zeros_like(currents[:, 0]) if currents.shape[1] else currents[:, :0], []
+    for x in currents.unbind(1):
+        charged = membrane + (x - membrane) / neuron.tau
+        spikes.append(_Spike.apply(charged - neuron.threshold, neuron.steepness))
+        membrane = charged * (1 - spikes[-1].detach())
+    return torch.stack(spikes, 1) if spikes else currents
+
+
+@operation("lif_scan")
+def lif_scan(
+    currents: Float[Tensor, "samples channels"], offsets: Int64[Tensor, " rays_and_one"], neuron: Neuron = LIF
+) -> Float[Tensor, "samples channels"]:
+    """Spikes (0 or 1) of LIF neurons along ragged rays; membranes start at 0 on each.
+
+    Args:
+        currents: inputs of each sample, those of a ray one after the other.
+        offsets: of the rays (`Ragged.offsets`).
+    Differentiable, by the surrogate gradient.
+    """
+    rows = Ragged(currents, offsets)
+    spikes = lif_scan_padded(rows.padded(), neuron)
+    return Ragged.of_padded(spikes, rows.lengths).values
+
+
+@lif_scan.fast("cpu", wins=lambda currents, *_: currents.dtype in (torch.float32, torch.float64))
+def lif_scan_ragged(currents: Tensor, offsets: Tensor, neuron: Neuron = LIF) -> Tensor:
+    """numba: each real sample once; for backward the spikes are kept as bits."""
+    found: Tensor = _Scan.apply(currents, offsets, neuron)
+    return found
+
+
+class _Scan(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, currents: Tensor, offsets: Tensor, neuron: Neuron) -> Tensor:
+        from espalier.radiance import lif_cpu
+
+        currents = currents.detach().contiguous()
+        spikes = torch.empty_like(currents)
+        ctx.neuron = torch.tensor(neuron, dtype=currents.dtype)
+        lif_cpu.scan(currents, offsets, ctx.neuron, spikes)
+        ctx.save_for_backward(currents, offsets, packed(spikes))
+        return spikes
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        from espalier.radiance import lif_cpu
+
+        currents, offsets, bits = ctx.saved_tensors
+        gradient = gradients[0].clone(memory_format=torch.contiguous_format)
+        lif_cpu.scan_backward(currents, offsets, ctx.neuron, bits, gradient)
+        return gradient, None, None
+
+
+def packed(spikes: Tensor) -> Tensor:
+    """Spikes [samples, channels] as bits: uint8 [samples, ceil(channels / 8)]."""
+    codes, ones = spikes.to(torch.uint8), torch.ones(len(spikes), dtype=torch.uint8)
+    return row_bits.pack_rows(codes, ones).view(len(spikes), -1) if len(spikes) else codes[:, :0]
+
+
+class _SpikeProduct(torch.autograd.Function):
+    """spikes @ weight.T that keeps the spikes as bits."""
+
+    @staticmethod
+    def forward(ctx: Any, spikes: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(packed(spikes), weight)
+        return spikes @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        bits, weight = ctx.saved_tensors
+        ones = torch.ones(len(bits), dtype=torch.uint8)
+        spikes = row_bits.unpack_rows(bits.view(-1), ones, weight.shape[1]).to(weight.dtype)
+        return gradients[0] @ weight, gradients[0].T @ spikes
+
+
+def spike_product(spikes: Tensor, weight: Tensor) -> Tensor:
+    """`spikes @ weight.T` [samples, outputs]. Counted as one accumulation for each spike and output (SOPs)."""
+    with counts.hidden():
+        if spikes.device.type != "cpu" or not torch.is_grad_enabled():
+            found = spikes @ weight.T
+        else:
+            found = _SpikeProduct.apply(spikes, weight)
+    if counts.is_counting():
+        counts.record(counts.Counts(acs=float(spikes.detach().sum()) * weight.shape[0]))
+    return found
+
+
+# --- the colour network ------------------------------------------------------------------------------------------
+
+
+class SpikingColours(ColourNetwork):
+    """Colours from spikes: linear, LIF, linear, LIF, linear, sigmoid, without biases.
+
+    The first product has real inputs, those after have spikes. `alignment`: `tcp`, `tp` or `repeated`; `flip`: samples
+    are time steps from far to near.
+    """
+
+    def __init__(self, features: int, width: int, alignment: str = "tcp", flip: bool = False) -> None:
+        super().__init__(features, width)
+        self.alignment, self.flip = alignment, flip
+        for layer in (self.first, self.second):
+            layer.weight.data *= FIRING
+
+    def forward(self, features: Tensor, views: Tensor, found: Samples) -> tuple[Tensor, Tensor]:
+        """(colours [samples, 3], spikes of both layers: int64 [2])."""
+        currents = self.currents(features, views, found)
+        order = Ragged(found.numbers, found.offsets).reversal() if self.flip else None
+        times, offsets = found.numbers, found.offsets
+        if order is not None:
+            currents, times = currents[order], -times[order]
+        if self.alignment == "tcp" and self._infers(currents):
+            logits, spikes = self._from_spikes(currents, offsets)
+        else:
+            currents, offsets, places = aligned(currents, times, offsets, self.alignment)
+            logits, spikes = self._layers(currents, offsets)
+            logits = logits.view(-1, REPEATS, 3).mean(1) if self.alignment == "repeated" else logits[places]
+        if order is not None:
+            logits = logits[order]  # its own inverse
+        return logits.sigmoid(), spikes
+
+    def _layers(self, currents: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+        one = scanned(currents, offsets)
+        two = scanned(spike_product(one, self.second.weight), offsets)
+        return spike_product(two, self.last.weight), torch.stack([one.detach().sum(), two.detach().sum()]).long()
+
+    def _infers(self, currents: Tensor) -> bool:
+        return not torch.is_grad_enabled() and currents.device.type == "cpu" and currents.dtype == torch.float32
+
+    def _from_spikes(self, currents: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+        """By the kernel that adds the rows of neurons that fire."""
+        from espalier.radiance import lif_cpu
+
+        out, per_ray = torch.empty(len(currents), 3), torch.zeros(len(offsets) - 1, 2, dtype=torch.int64)
+        with counts.hidden():
+            weights = torch.cat([self.second.weight, self.last.weight]).T.contiguous()
+            lif_cpu.infer(currents.contiguous(), offsets, torch.tensor(LIF), weights, out, per_ray)
+            spikes = per_ray.sum(0)
+        if counts.is_counting():
+            acs = float(spikes[0]) * currents.shape[1] + float(spikes[1]) * 3
+            counts.record(counts.Counts(acs=acs, other=4.0 * currents.numel()))
+        return out, spikes
+
+
+def scanned(currents: Tensor, offsets: Tensor) -> Tensor:
+    """`lif_scan`, counted as two operations for each neuron and step."""
+    with counts.hidden():
+        found = lif_scan(currents, offsets)
+    if counts.is_counting():
+        counts.record(counts.Counts(other=2.0 * currents.numel()))
+    return found
+
+
+def aligned(currents: Tensor, times: Tensor, offsets: Tensor, how: str) -> tuple[Tensor, Tensor, Tensor]:
+    """(currents in time, their offsets, where each sample is among them).
+
+    `tcp`: as they are. `tp`: a ray's samples at their `times`, the gaps between them zero. `repeated`: each sample four
+    times in a row of its own.
+    """
+    numbers = torch.arange(len(currents) + 1, device=currents.device)
+    if how == "tcp":
+        return currents, offsets, numbers[:-1]
+    if how == "repeated":
+        return currents.repeat_interleave(REPEATS, 0), REPEATS * numbers, REPEATS * numbers[:-1]
+    full = offsets.diff() > 0
+    firsts, lasts = torch.zeros(2, len(full), dtype=torch.int64, device=currents.device)
+    firsts[full], lasts[full] = times[offsets[:-1][full]], times[offsets[1:][full] - 1]
+    spans = torch.where(full, lasts - firsts + 1, 0)
+    wider = offsets_of(spans)
+    rays = Ragged(times, offsets).row_ids()
+    places = wider[rays] + times - firsts[rays]
+    return currents.new_zeros(int(wider[-1]), currents.shape[1]).index_copy(0, places, currents), wider, places
+
+
+# --- energy ------------------------------------------------------------------------------------------------------
+
+
+def operations(options: Voxels, samples: float, rays: float, spikes: Tensor, hoists: bool = True) -> counts.Counts:
+    """What the colour network does: multiplications of real values, and an accumulation for each spike and output.
+
+    Args:
+        samples, rays: with a colour, and rays that have some; with `hoists` directions are multiplied once a ray.
+        spikes: of both layers of a spiking network.
+    """
+    width = options.width
+    first = width * (samples * options.features + (rays if hoists else samples) * VIEW)
+    if not isinstance(options, SpikingNerf):
+        return counts.Counts(macs=first + samples * (width * width + 3 * width))
+    one, two = (float(count) for count in spikes)
+    return counts.Counts(macs=first, acs=one * width + two * 3)
+
+
+RECORD = Record(
+    name="spikingnerf",
+    title="SpikingNeRF: spiking colour networks that take the samples along a ray as time steps",
+    aliases=("spiking-nerf", "spinerf"),
+    paper="Frontiers in Neuroscience 2025, arXiv 2309.10987",
+    question="How is a scene trained?",
+    files=("radiance/spikingnerf.py", "radiance/lif_cpu.py"),
+    chosen="model.kind = spikingnerf; never by itself, since it trades picture quality for energy",
+    cost="energy = 4.6 pJ * multiply-accumulates + 0.9 pJ * additions (45 nm), counted by operation: a model, not a "
+    "measurement",
+    law="the ragged scan equals the padded one spike for spike, and their gradients to 1e-6",
+    law_test="tests/radiance/test_spikingnerf.py::test_ragged_and_padded_scans_fire_the_same_spikes",
+    state="partly",
+    remark="trained, resumed, shared by ranks and rendered like any workload; bench/spikingnerf.py has run at reduced "
+    "sizes only, so that neither quality nor energy of a full scene is measured",
+)

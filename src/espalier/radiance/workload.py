@@ -1,0 +1,296 @@
+"""The Workload Protocol's answer for scenes: `model.kind = "voxels"` or `"spikingnerf"`, in two phases.
+
+A sample is a ray, drawn from all pixels of the training views. The first phase trains a coarse density with colours; at
+its end cells where nothing is are left out, and the second trains a fine density, features and a colour network.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from espalier.artifacts import Artifact, Image, Table
+from espalier.config import Recipe, SpikingNerf, Voxels
+from espalier.cost import Anatomy, Cut, Product, Work
+from espalier.errors import UserError
+from espalier.radiance import spikingnerf
+from espalier.radiance.rays import Lens, Rays, rays_of
+from espalier.radiance.scenes import Scene
+from espalier.radiance.spikingnerf import SpikingColours
+from espalier.radiance.volume import Box
+from espalier.radiance.voxels import VIEW, ColourNetwork, Field, Rendered, refined
+from espalier.workload import Phase, Plain, Shard, Skeleton, whole_skeleton
+
+EMPTY = 1e-4
+"""Opacity that the coarse stage begins with."""
+THIN = 1e-2
+"""Opacity that the fine stage has where the coarse one found nothing."""
+_LOSSES = {"coarse": (0.01, 0.1), "fine": (0.001, 0.01)}
+"""Weights of the entropy of what passes, and of the colours of single samples, by stage (DVGO's)."""
+CHUNK = 8192
+"""Rays rendered at once."""
+SHOWN = 2
+"""Held-out views shown beside the truth."""
+
+
+class RayBatch(NamedTuple):
+    """Rays with their true colours [rays, 3]."""
+
+    rays: Rays
+    colours: Tensor
+
+
+class RadianceWorkload(Plain):
+    """One field of one scene. `train.batch_tokens` counts rays. Has state: what the latest steps met on their rays.
+
+    `phase`: of the workload of one phase, which it is.
+    """
+
+    whole_evaluation = False
+
+    def __init__(self, recipe: Recipe, scene: Scene, phase: Phase | None = None) -> None:
+        assert isinstance(recipe.model, Voxels)
+        self.recipe, self.scene, self.options, self._phase = recipe, scene, recipe.model, phase
+        self.global_batch = recipe.train.batch_tokens or 2048
+        self.nominal_weight = float(self.global_batch)
+        self._dtype = torch.float32
+        self._met = (0, 0, (0, 0))
+        self.meters: Mapping[str, Callable[[], Any]] = {"scene": self._seen}
+        self._train, self._held = (torch.tensor(scene.parts[name], dtype=torch.int64) for name in ("train", "val"))
+
+    # --- phases and the model ------------------------------------------------------------------------------------
+
+    def phases(self) -> Sequence[Phase]:
+        """Coarse, then fine."""
+        if self._phase is not None:
+            return [self._phase]
+        steps = self.recipe.train.steps or 2
+        boundary = min(max(1, round(self.options.coarse * steps)), steps - 1)
+        return [Phase(0, boundary, "coarse"), Phase(boundary, steps, "fine")]
+
+    def at(self, phase: Phase) -> RadianceWorkload:
+        """With the field of that phase."""
+        return self if self._phase is not None else RadianceWorkload(self.recipe, self.scene, phase)
+
+    @property
+    def stage(self) -> str:
+        """The phase's name; of the whole run, its last."""
+        return "fine" if self._phase is None else self._phase.name
+
+    def build(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        """The field of the phase, seeded."""
+        self._dtype = dtype
+        return self._field(self.stage).to(device=device, dtype=dtype)
+
+    def _field(self, stage: str) -> Field:
+        options, box = self.options, Box(self.scene.box[0], self.scene.box[1])
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.recipe.train.seed)
+            if stage == "coarse":
+                field = Field(box, max(8, options.resolution // 2), 3, EMPTY, None)
+            else:
+                field = Field(box, options.resolution, options.features, THIN, self._network())
+        field.background = self.scene.background
+        return field
+
+    def _network(self) -> ColourNetwork:
+        options = self.options
+        if isinstance(options, SpikingNerf):
+            return SpikingColours(options.features, options.width, options.alignment, options.flip)
+        return ColourNetwork(options.features, options.width)
+
+    def carry(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The fine field's mask, box and density from the coarse field's."""
+        if self.stage == "coarse":
+            return state
+        coarse, fine = self._field("coarse"), self._field("fine")
+        coarse.load_state_dict(dict(state))
+        return refined(coarse.float(), fine)
+
+    def skeleton(self) -> Skeleton:
+        """The model as it is built, whole."""
+        return whole_skeleton(self.build(torch.device("cpu"), torch.float32))
+
+    def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
+        """The field is one."""
+        return [model]
+
+    def embeddings(self, model: nn.Module) -> Sequence[nn.Parameter]:
+        """The matrices of the first layer and of the last: what Muon leaves to AdamW. Grids are no matrices."""
+        network = model.colours if isinstance(model, Field) else None
+        layers = [network.first, network.last] if isinstance(network, ColourNetwork) else []
+        return [parameter for layer in layers for parameter in layer.parameters()]
+
+    def recompute(self, model: nn.Module, mode: str) -> None:
+        """Only `none`."""
+        if mode != "none":
+            raise UserError(f"train.recompute = {mode!r} is not possible for a scene.", do='train.recompute = "none"')
+
+    # --- the data ------------------------------------------------------------------------------------------------
+
+    def batches(self, step: int, shard: Shard) -> list[RayBatch]:
+        """Rays of the step, drawn from all pixels of the training views."""
+        drawn = torch.Generator().manual_seed(self.recipe.train.seed * 1_000_003 + step)
+        pixels = self._pixels
+        chosen = torch.randint(len(self._train) * pixels, (self.global_batch,), generator=drawn)
+        return [self._batch(self._train, chosen[start:stop]) for start, stop in shard.cuts if stop > start]
+
+    @property
+    def _pixels(self) -> int:
+        return self.scene.lens.width * self.scene.lens.height
+
+    def _batch(self, views: Tensor, chosen: Tensor) -> RayBatch:
+        """Rays by number among all pixels of `views`."""
+        which, pixels = views[chosen // self._pixels], chosen % self._pixels
+        return RayBatch(self.scene.rays(which, pixels), self.scene.colours(which, pixels))
+
+    def loss(self, model: nn.Module, batch: RayBatch) -> tuple[Tensor, Tensor]:
+        """Sum over rays of the squared error of colours (a mean over the three), of the entropy of what passes all
+        samples, and of single samples' colours; and the number of rays."""
+        found: Rendered = model(batch.rays)
+        entropy, single = _LOSSES[self.stage]
+        true = batch.colours.to(found.colours.dtype)
+        rest = found.rest.clamp(1e-6, 1 - 1e-6)
+        unsure = -(rest * rest.log() + (1 - rest) * (1 - rest).log())
+        rows = torch.repeat_interleave(true, found.offsets.diff(), 0)
+        points = found.weights.detach() * (found.points - rows).square().sum(1)
+        self._met = (len(true), len(found.points), tuple(found.spikes.tolist()) or (0, 0))
+        whole = (found.colours - true).square().mean(1).sum() + entropy * unsure.sum() + single * points.sum()
+        return whole, torch.tensor(float(len(true)))
+
+    def _seen(self) -> dict[str, float]:
+        """Samples that got a colour, and spikes of each layer, of a ray of the latest micro-batch."""
+        rays, samples, spikes = self._met
+        found = {"samples": samples / max(1, rays)}
+        if self.stage == "fine" and isinstance(self.options, SpikingNerf):
+            found |= {f"spikes_{k}": count / max(1, rays) for k, count in enumerate(spikes, 1)}
+        return found
+
+    def validation_samples(self) -> int:
+        """Rays of the held-out views, up to `train.validate_tokens`."""
+        return min(len(self._held) * self._pixels, self.recipe.train.validate_tokens)
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module, shard: Shard) -> Mapping[str, tuple[float, float]]:
+        """Squared error; and of rays spikes, and joules of the colour network with all of an image's rays."""
+        every, samples = len(self._held) * self._pixels, self.validation_samples()
+        names = ["loss", *(self._figures() if self.stage == "fine" else [])]
+        found = {name: [0.0, 0.0] for name in names}
+        for start, stop in shard.cuts:
+            chosen = torch.arange(start, stop) * every // max(1, samples)
+            batch = self._batch(self._held, chosen)
+            device = next(model.parameters()).device
+            rays = Rays(*(one.to(device, self._dtype) for one in batch.rays))
+            made: Rendered = model(rays)
+            error = float((made.colours.cpu() - batch.colours).square().mean(1).double().sum())
+            sums = {"loss": error, **self._spent(made)}
+            for name, value in sums.items():
+                found[name][0] += value
+                found[name][1] += len(chosen)
+        return {name: (pair[0], pair[1]) for name, pair in found.items()}
+
+    def _figures(self) -> list[str]:
+        spikes = ["spikes_per_ray"] if isinstance(self.options, SpikingNerf) else []
+        return [*spikes, "joules_per_image"]
+
+    def _spent(self, made: Rendered) -> dict[str, float]:
+        """Spikes of these rays; joules of as many images as they have pixels for one."""
+        if self.stage == "coarse":
+            return {}
+        met = int((made.offsets.diff() > 0).sum())
+        done = spikingnerf.operations(self.options, len(made.points), met, made.spikes)
+        figures = {"joules_per_image": done.joules() * self._pixels}
+        return figures | ({"spikes_per_ray": float(made.spikes.sum())} if isinstance(self.options, SpikingNerf) else {})
+
+    def summary(self, totals: Mapping[str, float]) -> Mapping[str, float]:
+        """With the peak signal-to-noise ratio of all held-out rays, in decibels."""
+        others = {name: value for name, value in totals.items() if name != "loss"}
+        return {"loss": totals["loss"], "psnr": psnr(totals["loss"]), **others}
+
+    def documents(self, step: int, shard: Shard) -> list[str]:
+        """The views are the same in all batches."""
+        return [f"the rays of step {step + 1}"]
+
+    # --- pictures ------------------------------------------------------------------------------------------------
+
+    def sample(self, model: nn.Module) -> Sequence[Artifact]:
+        """Held-out views as they are rendered, the truth, and depths; and the figures of the test views."""
+        test = list(self.scene.parts["test"]) or self._held.tolist()
+        if not test or not len(self.scene.images):
+            return []
+        shown, rows = [], list[Sequence[str | float]]()
+        for view in test[:: max(1, len(test) // SHOWN)][:SHOWN]:
+            made = self.render(model, self.scene.lens, self.scene.poses[view])
+            truth = self.scene.images[view]
+            error = float((made.image.float() - truth.float()).square().mean()) / 255**2
+            rows.append([f"view {view}", psnr(error)])
+            row = torch.cat([made.image, truth, made.depth[:, :, None].expand(-1, -1, 3)], 1)
+            shown.append(Image(row, f"view {view}: rendered, the truth, its depth"))
+        return [*shown, Table(("held-out view", "PSNR in dB"), rows)]
+
+    @torch.no_grad()
+    def render(self, model: nn.Module, lens: Lens, pose: Tensor, chunk: int = CHUNK) -> Picture:
+        """One view, `chunk` rays at a time; the size of chunks changes nothing."""
+        device, count = next(model.parameters()).device, lens.width * lens.height
+        pixels, parts = torch.arange(count), []
+        for start in range(0, count, chunk):
+            own = pixels[start : start + chunk]
+            rays = rays_of(lens, pose.expand(len(own), 4, 4), own, self.scene.forward)
+            parts.append(model(Rays(*(one.to(device, self._dtype) for one in rays))))
+        colours = torch.cat([part.colours for part in parts]).view(lens.height, lens.width, 3)
+        depths = torch.cat([part.depths for part in parts]).view(lens.height, lens.width)
+        return Picture(byte(colours), byte(self._nearness(depths)))
+
+    def _nearness(self, depths: Tensor) -> Tensor:
+        """1 at the nearest, 0 at what lies behind everything."""
+        low, high = depths.amin(), depths.amax()
+        return (high - depths) / (high - low).clamp(min=1e-6)
+
+    # --- the rest ------------------------------------------------------------------------------------------------
+
+    def fingerprint(self) -> str:
+        """Of images and cameras."""
+        return self.scene.fingerprint()
+
+    def notes(self) -> Sequence[str]:
+        """What was found in the scene's folder."""
+        return list(self.scene.notes)
+
+    def work(self, micro_batch: Any, recompute: str, precision: str) -> Work:
+        """Of rays: about as many samples as a side has cells, of which in the fine stage a third gets a colour."""
+        options, coarse = self.options, self.stage == "coarse"
+        crossed = micro_batch * options.resolution
+        columns = 3 if coarse else options.features
+        coloured = crossed * (1.0 if coarse else 0.3)
+        grids = Product(crossed, 8, 1), Product(coloured, 8, columns)
+        width = 0 if coarse else options.width
+        network = () if coarse else (Product(coloured, width, width + columns + 3), Product(micro_batch, VIEW, width))
+        moved = 4.0 * (12 * crossed + 10 * columns * coloured + 6 * width * coloured)
+        kept = 4.0 * (6 * crossed + (columns + 4 * width) * coloured + VIEW * micro_batch)
+        return Work((*grids, *network), 0.0, moved, kept, 0.0, 0.0, micro_batch, micro_batch)
+
+    def anatomy(self, micro_batch: Any, recompute: str, precision: str, cut: Cut) -> Anatomy:
+        """All of it is one layer: a field is not cut."""
+        nothing = Work((), 0.0, 0.0, 0.0, 0.0, 0.0, micro_batch, micro_batch)
+        return Anatomy(1, self.work(micro_batch, recompute, precision), nothing)
+
+
+class Picture(NamedTuple):
+    """A rendered view: uint8 [height, width, 3], and nearness in grey [height, width]."""
+
+    image: Tensor
+    depth: Tensor
+
+
+def byte(values: Tensor) -> Tensor:
+    """0 to 1 as uint8."""
+    return (values.clamp(0, 1) * 255).round().to(torch.uint8).cpu()
+
+
+def psnr(error: float) -> float:
+    """Decibels of a mean squared error of colours from 0 to 1."""
+    return -10 * math.log10(max(error, 1e-12))

@@ -1,0 +1,135 @@
+"""Scenes in the table of kinds: opened, planned, frozen into the run folder, and rendered by `espalier predict`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from espalier import artifacts, data_hash
+from espalier.config import Recipe
+from espalier.errors import UserError
+from espalier.radiance import scenes
+from espalier.radiance.rays import Lens, turntable_poses
+from espalier.radiance.workload import RadianceWorkload
+from espalier.shard.wrap_policy import profile
+from espalier.workload import Workload
+from espalier.workload_row import Answer, Opening, Profile, Row, Sampling
+
+CAMERAS = "scene.json"
+TURNS = 36
+"""Pictures of a turntable."""
+_MOST = 4096
+
+
+def _open(recipe: Recipe, opening: Opening) -> RadianceWorkload:
+    kept = None if opening.kept is None else opening.kept / CAMERAS
+    if kept is not None and kept.exists() and not opening.reads:
+        return RadianceWorkload(recipe, scenes.of_cameras(json.loads(kept.read_text(encoding="utf-8"))))
+    return RadianceWorkload(recipe, scenes.load(recipe.data[0].path, opening.folder, opening.progress))
+
+
+def _freeze(workload: Workload, folder: Path) -> None:
+    assert isinstance(workload, RadianceWorkload)
+    (folder / CAMERAS).write_text(json.dumps(workload.scene.cameras()), encoding="utf-8")
+
+
+def _profile(recipe: Recipe, opened: Callable[[], Workload]) -> Profile:
+    workload = opened()
+    assert isinstance(workload, RadianceWorkload)
+    return profile(workload, workload.anatomy)
+
+
+def _contents(recipe: Recipe, workload: Workload) -> Mapping[str, str]:
+    assert isinstance(workload, RadianceWorkload)
+    files = workload.scene.files
+    return data_hash.hashes({one: one for one in files}) if files else {recipe.data[0].path: workload.fingerprint()}
+
+
+def _answer(workload: Workload, model: nn.Module, text: str | None, sampling: Sampling) -> Answer:
+    """Renders the views of a JSON file, or test views by number, into PNG files here."""
+    assert isinstance(workload, RadianceWorkload)
+    wanted = views_of(workload, text)
+
+    def write() -> Iterator[str]:
+        for name, lens, pose in wanted:
+            made = workload.render(model, lens, pose)
+            try:
+                Path(name).write_bytes(artifacts.encode(made.image.numpy()))
+            except OSError as error:
+                raise UserError(f"{name} cannot be written: {error}.", do="another working directory") from None
+            yield f"{name}\n"
+
+    return Answer(write(), lambda: {"images": [line.strip() for line in write()]})
+
+
+def views_of(workload: RadianceWorkload, text: str | None) -> list[tuple[str, Lens, Tensor]]:
+    """(file to write, lens, pose) of what is asked for. Raises UserError."""
+    scene = workload.scene
+    if text is None or text.isdecimal():
+        test = list(scene.parts["test"]) or list(scene.parts["val"]) or list(scene.parts["train"])
+        if text is not None and int(text) >= len(test):
+            raise UserError(f"There is no test view {text}.", do=f"a number up to {len(test) - 1}, or a JSON file")
+        return [
+            (f"view-{k}.png", scene.lens, scene.poses[test[k]]) for k in ([int(text)] if text else range(len(test)))
+        ]
+    if text.lstrip().startswith("{"):
+        raise UserError("The input is JSON itself.", do="the name of the file, without @")
+    file = Path(text).expanduser()
+    table = scenes.read_json(file)
+    frames = table.get("frames", [table])
+    if not isinstance(frames, list) or not frames or not all(isinstance(one, dict) for one in frames):
+        raise UserError(f"{file} has no frames.", do='"frames": [{"transform_matrix": …}, …], or one transform_matrix')
+    lens = _lens(scene.lens, table, str(file))
+    names = [file.stem + (f"-{k}" if len(frames) > 1 else "") + ".png" for k in range(len(frames))]
+    poses = [scenes.pose_of(one, f"{file}, frame {k}") for k, one in enumerate(frames)]
+    return [(name, lens, pose) for name, pose in zip(names, poses, strict=True)]
+
+
+def _lens(own: Lens, table: Mapping[str, Any], where: str) -> Lens:
+    """The scene's lens in the file's size, or the file's own."""
+    width, height = table.get("w", own.width), table.get("h", own.height)
+    if not all(isinstance(one, int) and 1 <= one <= _MOST for one in (width, height)):
+        raise UserError(f"{where} asks for {width} × {height} pixels.", do=f"w and h from 1 to {_MOST}")
+    if {"camera_angle_x", "fl_x"} & set(table):
+        return scenes.lens_of(table, width, height, where)
+    return own.resized(width, height)
+
+
+def _turntable(workload: Workload, model: nn.Module, file: Path) -> str:
+    """An animation of a way round the scene."""
+    assert isinstance(workload, RadianceWorkload)
+    try:
+        from PIL import Image
+    except ImportError:
+        raise UserError("Animations are written with Pillow.", do='pip install "espalier[scenes]"') from None
+    if file.suffix.lower() != ".gif":
+        raise UserError(f"--turntable {file} is no GIF.", do=f"--turntable {file.with_suffix('.gif')}")
+    scene = workload.scene
+    poses = torch.from_numpy(turntable_poses(scene.poses.numpy(), TURNS, scene.forward))
+    pictures = [Image.fromarray(workload.render(model, scene.lens, pose).image.numpy()) for pose in poses]
+    try:
+        pictures[0].save(file, save_all=True, append_images=pictures[1:], duration=80, loop=0)
+    except OSError as error:
+        raise UserError(f"{file} cannot be written: {error}.", do="check the path") from None
+    return f"{file}: {TURNS} views of {scene.lens.width} × {scene.lens.height}"
+
+
+def _usage(recipe: Mapping[str, Any]) -> tuple[str, str]:
+    return "views", " 0"
+
+
+ROW = Row(
+    open=_open,
+    profile=_profile,
+    contents=_contents,
+    reading="Reading the scene",
+    answer=_answer,
+    freeze=_freeze,
+    turntable=_turntable,
+    usage=_usage,
+)

@@ -1,0 +1,165 @@
+"""Scenes: what is rendered can be read back from folders, and folders that are none say why."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from espalier.errors import UserError
+from espalier.radiance import rendered_scenes, scenes
+from espalier.radiance.rays import Lens, look_at, rays_of, turntable_poses
+from espalier.radiance.scenes import Scene
+
+
+def load(path: str | Path) -> Scene:
+    return scenes.load(str(path), None, lambda done, total: None)
+
+
+@pytest.fixture(scope="module")
+def rendered() -> dict[str, rendered_scenes.Views]:
+    return rendered_scenes.render(rendered_scenes.parse("knot:views=8,size=24"))
+
+
+@pytest.fixture
+def folder(rendered: dict[str, rendered_scenes.Views], tmp_path: Path) -> Path:
+    """The rendered scene in Blender's layout."""
+    for part, (images, poses) in rendered.items():
+        frames = []
+        for number, (image, pose) in enumerate(zip(images, poses, strict=True)):
+            Image.fromarray(image.numpy()).save(tmp_path / f"{part}_{number}.png")
+            frames.append({"file_path": f"./{part}_{number}", "transform_matrix": pose.tolist()})
+        table = {"camera_angle_x": rendered_scenes.ANGLE, "frames": frames}
+        (tmp_path / f"transforms_{part}.json").write_text(json.dumps(table))
+    return tmp_path
+
+
+def changed(folder: Path, **values: object) -> Path:
+    """With other values in the second training frame, or in the whole table."""
+    file = folder / "transforms_train.json"
+    table = json.loads(file.read_text())
+    (table if set(values) & {"frames", "camera_angle_x"} else table["frames"][1]).update(values)
+    file.write_text(json.dumps(table))
+    return folder
+
+
+def test_a_folder_of_blender_holds_what_was_rendered(folder: Path) -> None:
+    found, own = load(folder), load("knot:views=8,size=24")
+    assert torch.equal(found.images, own.images)
+    assert torch.allclose(found.poses, own.poses, atol=1e-6)
+    assert found.parts == own.parts
+    assert found.lens == own.lens
+    assert torch.allclose(found.box, own.box, atol=1e-5)
+    assert scenes.of_cameras(json.loads(json.dumps(found.cameras()))).cameras() == found.cameras()
+
+
+def test_a_ray_goes_through_its_pixel() -> None:
+    lens, pose = Lens.of_angle(30, 20, 0.7), torch.from_numpy(look_at(np.float32([1, 2, 3]), np.zeros(3, np.float32)))
+    pixels = torch.arange(600)
+    found = rays_of(lens, pose.expand(600, 4, 4), pixels)
+    local = (found.origins + 2.5 * found.directions - pose[:3, 3]) @ pose[:3, :3]
+    x = lens.center[0] + lens.focal * local[:, 0] / -local[:, 2]
+    y = lens.center[1] - lens.focal * local[:, 1] / -local[:, 2]
+    assert torch.allclose(x, pixels % 30 + 0.5, atol=1e-3)
+    assert torch.allclose(y, pixels // 30 + 0.5, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", rendered_scenes.KINDS)
+def test_edges_of_rendered_scenes_are_smooth(kind: str) -> None:
+    made = rendered_scenes.render(rendered_scenes.parse(f"{kind}:views=3,size=40"))["train"]
+    alpha = made.images[..., 3]
+    assert 0.02 < float(((alpha > 0) & (alpha < 255)).float().mean()) < 0.3
+    assert 0.1 < float((alpha == 255).float().mean()) < 0.7
+
+
+def test_a_turntable_looks_at_the_scene_from_the_cameras_distance(folder: Path) -> None:
+    found = load(folder)
+    poses = turntable_poses(found.poses.numpy(), 12, forward=False)
+    distances = np.linalg.norm(poses[:, :3, 3], axis=1)
+    assert distances == pytest.approx(rendered_scenes.RADIUS, rel=0.1)
+    assert (poses[:, 1, 1] > 0).all(), "upright"
+
+
+def test_a_folder_of_llff_has_rays_in_device_coordinates(tmp_path: Path) -> None:
+    """Depth -1 is the near plane, 1 is infinity, and a point of the scene is seen at one place of all views."""
+    (tmp_path / "images").mkdir()
+    point, rows, seen = np.float32([0.2, 0.1, -6.0]), [], []
+    for number in range(6):
+        pose = look_at(np.float32([0.3 * number - 0.7, 0.2 * (number % 2), 0]), np.float32([0, 0, -8]))
+        axes = np.stack([-pose[:3, 1], pose[:3, 0], pose[:3, 2]], 1)  # LLFF: down, right, back
+        matrix = np.concatenate([axes, pose[:3, 3:], [[20], [30], [25]]], 1)
+        rows.append([*matrix.ravel(), 4.0, 10.0])
+        local = (point - pose[:3, 3]) @ pose[:3, :3]
+        seen.append((15 + 25 * local[0] / -local[2], 10 - 25 * local[1] / -local[2]))
+        Image.fromarray(np.full((20, 30, 3), 40 * number, np.uint8)).save(tmp_path / "images" / f"{number}.png")
+    np.save(tmp_path / "poses_bounds.npy", np.array(rows))
+    found = load(tmp_path)
+    assert found.forward
+    assert found.notes
+    views = torch.arange(6)
+    pixels = torch.tensor([int(y) * 30 + int(x) for x, y in seen])
+    rays = found.rays(views, pixels)
+    assert torch.allclose(rays.origins[:, 2], torch.tensor(-1.0), atol=1e-5)
+    assert float(found.box[0, 2]) == pytest.approx(-1, abs=1e-5)
+    assert float(found.box[1, 2]) == pytest.approx(1, abs=1e-5)
+    t = (rays.origins[:1, 2] - rays.origins[0, 2] + 1.5 - 1 / 3) / rays.directions[:, 2]  # where z = 1/6 + ...
+    across = (rays.origins + t[:, None] * rays.directions)[:, :2]
+    assert float(across.std(0).max()) < 0.15, "rays of one point meet"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"transform_matrix": [[float("nan")] * 4] * 4}, "not finite"),
+        ({"transform_matrix": [[1.0, 1.0, 0.0, 0.0]] * 4}, "singular"),
+        ({"transform_matrix": [[1.0, 2.0]] * 4}, "transform_matrix"),
+        ({"transform_matrix": "none"}, "of numbers"),
+        ({"file_path": "nowhere"}, "not there"),
+        ({"camera_angle_x": 0.0}, "lens"),
+        ({"frames": []}, "no frames"),
+    ],
+)
+def test_a_bad_frame_is_named(folder: Path, values: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load(changed(folder, **values))
+
+
+def test_images_of_different_sizes_and_missing_alpha_are_named(folder: Path) -> None:
+    Image.new("RGBA", (20, 24)).save(folder / "train_1.png")
+    with pytest.raises(UserError, match=r"train_1.png is 20 × 24, and .*train_0.png is 24 × 24"):
+        load(folder)
+    Image.new("RGB", (24, 24)).save(folder / "train_1.png")
+    with pytest.raises(UserError, match=r"train_0.png has an alpha channel, and .*train_1.png has none"):
+        load(folder)
+    (folder / "train_1.png").write_bytes(b"none")
+    with pytest.raises(UserError, match="no image"):
+        load(folder)
+
+
+def test_fewer_than_three_views_and_folders_without_a_scene_are_refused(folder: Path, tmp_path: Path) -> None:
+    frames = json.loads((folder / "transforms_train.json").read_text())["frames"]
+    with pytest.raises(UserError, match="2 views"):
+        load(changed(folder, frames=frames[:2]))
+    (folder / "transforms_train.json").write_text("[")
+    with pytest.raises(UserError, match="no JSON"):
+        load(folder)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="holds no scene"):
+        load(tmp_path / "empty")
+    with pytest.raises(UserError, match="does not exist"):
+        load(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="did you mean"):
+        load("knot:view=8")
+    with pytest.raises(UserError, match="not possible"):
+        load("knot:views=0")
+
+
+def test_one_file_holds_every_eighth_view_out(folder: Path) -> None:
+    (folder / "transforms_train.json").rename(folder / "transforms.json")
+    found = load(folder / "transforms.json")
+    assert found.parts["val"] == [0]
+    assert len(found.parts["train"]) == 7

@@ -1,0 +1,206 @@
+"""Spikes along rays: ragged and padded scans fire alike, as SpikingJelly's neurons do, and are counted one by one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from espalier.config import SpikingNerf, Voxels
+from espalier.kernels import counts
+from espalier.kernels.ragged import Ragged, offsets_of
+from espalier.radiance import spikingnerf
+from espalier.radiance.spikingnerf import LIF, SpikingColours, aligned, lif_scan, lif_scan_padded, lif_scan_ragged
+from espalier.radiance.volume import Samples
+from espalier.radiance.voxels import ColourNetwork, encoded
+
+LENGTHS = torch.tensor([3, 0, 17, 1, 0, 9])
+
+
+def rows(channels: int = 13, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ragged:
+    drawn = torch.Generator().manual_seed(seed)
+    values = 1 + 1.5 * torch.randn(int(LENGTHS.sum()), channels, generator=drawn, dtype=dtype)
+    return Ragged.of_lengths(values, LENGTHS)
+
+
+def samples(seed: int = 0) -> Samples:
+    """Survivors with gaps between them."""
+    drawn = torch.Generator().manual_seed(seed)
+    total = int(LENGTHS.sum())
+    steps = torch.randint(1, 4, (total,), generator=drawn)
+    offsets = offsets_of(LENGTHS)
+    rays = Ragged(steps, offsets).row_ids()
+    numbers = torch.cat([steps[rays == ray].cumsum(0) for ray in range(len(LENGTHS))])
+    return Samples(torch.randn(total, 3, generator=drawn), numbers.float(), numbers, offsets)
+
+
+def inputs(features: int = 6) -> tuple[torch.Tensor, torch.Tensor, Samples]:
+    drawn = torch.Generator().manual_seed(5)
+    found = samples()
+    views = torch.nn.functional.normalize(torch.randn(len(LENGTHS), 3, generator=drawn), dim=1)
+    return 3 * torch.randn(len(found.points), features, generator=drawn), views, found
+
+
+@pytest.fixture
+def network() -> SpikingColours:
+    torch.manual_seed(0)
+    return SpikingColours(6, 24)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_ragged_and_padded_scans_fire_the_same_spikes(seed: int) -> None:
+    """Bit for bit, and their gradients to 1e-6: no tail of zeros fires."""
+    given, wanted = rows(seed=seed), torch.randn(int(LENGTHS.sum()), 13)
+    gradients = []
+    for form in (lif_scan_ragged, lif_scan.reference.run):
+        currents = given.values.clone().requires_grad_(True)
+        spikes = form(currents, given.offsets, LIF)
+        gradients.append(torch.autograd.grad((spikes * wanted).sum(), currents)[0])
+        assert torch.equal(spikes.detach(), lif_scan_ragged(given.values, given.offsets))
+        assert 0.1 < float(spikes.detach().mean()) < 0.9
+    assert torch.allclose(*gradients, atol=1e-6)
+    tail = lif_scan_padded(given.padded())
+    assert not tail[torch.arange(tail.shape[1])[None] >= LENGTHS[:, None]].any()
+
+
+def test_spikes_are_those_of_spikingjelly() -> None:
+    neuron = pytest.importorskip("spikingjelly.activation_based.neuron")
+    given, wanted = rows(64, dtype=torch.float32), torch.randn(int(LENGTHS.sum()), 64)
+    theirs = neuron.LIFNode(tau=2.0, detach_reset=True, step_mode="m")
+    padded = given.padded().transpose(0, 1).contiguous().requires_grad_(True)
+    fired = theirs(padded)
+    mask = (torch.arange(padded.shape[0])[None] < LENGTHS[:, None]).T
+    own = given.values.clone().requires_grad_(True)
+    spikes = lif_scan_ragged(own, given.offsets)
+    assert torch.equal(spikes, fired.transpose(0, 1)[mask.T])
+    (spikes * wanted).sum().backward()
+    (fired.transpose(0, 1)[mask.T] * wanted).sum().backward()
+    assert torch.allclose(own.grad, padded.grad.transpose(0, 1)[mask.T], atol=1e-6)  # type: ignore[union-attr]
+
+
+def test_a_neuron_leaks_fires_and_resets_as_written() -> None:
+    x = torch.tensor([[1.5], [1.5], [0.0], [2.0]])
+    assert lif_scan(x, torch.tensor([0, 4])).flatten().tolist() == [0, 1, 0, 1]  # membranes 0.75, 1.125 → 0, 0, 1
+
+
+def test_a_product_of_spikes_keeps_bits_and_has_the_dense_gradient() -> None:
+    spikes = (torch.rand(40, 13) < 0.3).float().requires_grad_(True)
+    weight, wanted = torch.randn(7, 13, requires_grad=True), torch.randn(40, 7)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
+        found = spikingnerf.spike_product(spikes, weight)
+    own = torch.autograd.grad((found * wanted).sum(), (spikes, weight))
+    plain = torch.autograd.grad(((spikes @ weight.T) * wanted).sum(), (spikes, weight))
+    assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(own, plain, strict=True))
+    assert sum(one.numel() * one.element_size() for one in kept if one.shape[0] == 40) == 40 * 2, "two bytes a row"
+
+
+def test_condensing_is_a_permutation_and_no_gaps_make_tp_the_same() -> None:
+    given, found = rows(), samples()
+    values, offsets, places = aligned(given.values, found.numbers, found.offsets, "tp")
+    assert torch.equal(values[places], given.values)
+    assert int(offsets[-1]) > len(given.values)
+    assert float(values.sum()) == pytest.approx(float(given.values.sum()), rel=1e-4)
+    straight = torch.cat([torch.arange(int(length)) for length in LENGTHS])
+    values, offsets, places = aligned(given.values, straight, found.offsets, "tp")
+    assert torch.equal(values, given.values)
+    assert torch.equal(offsets, found.offsets)
+
+
+def test_a_gap_leaks_as_time_that_passes(network: SpikingColours) -> None:
+    """TP is the padded scan with zeros where nothing is."""
+    features, views, found = inputs()
+    network.alignment = "tp"
+    currents = network.currents(features, views, found)
+    values, offsets, places = aligned(currents, found.numbers, found.offsets, "tp")
+    spikes = lif_scan_padded(Ragged(values, offsets).padded())
+    assert torch.equal(Ragged.of_padded(spikes, offsets.diff()).values[places], lif_scan(values, offsets)[places])
+    assert network(features, views, found)[0].shape == (len(features), 3)
+
+
+def test_flipping_rays_reverses_time(network: SpikingColours) -> None:
+    features, views, found = inputs()
+    network.flip = True
+    flipped, _ = network(features, views, found)
+    network.flip = False
+    order = Ragged(found.numbers, found.offsets).reversal()
+    turned = Samples(found.points[order], found.distances[order], found.numbers[order], found.offsets)
+    assert torch.equal(flipped, network(features[order], views, turned)[0][order])
+    assert torch.equal(order[order], torch.arange(len(order))), "twice is as before"
+
+
+@pytest.mark.parametrize("alignment", ["tcp", "tp", "repeated"])
+@pytest.mark.parametrize("flip", [False, True])
+def test_the_kernel_of_spikes_renders_what_dense_products_render(
+    network: SpikingColours, alignment: str, flip: bool
+) -> None:
+    features, views, found = inputs()
+    network.alignment, network.flip = alignment, flip
+    dense, spikes = network(features, views, found)
+    with torch.no_grad():
+        fast, counted = network(features, views, found)
+    assert torch.allclose(fast, dense, atol=1e-5)
+    assert counted.tolist() == spikes.tolist()
+    assert min(spikes.tolist()) > 0
+
+
+def test_repeated_steps_are_the_mean_of_four(network: SpikingColours) -> None:
+    features, views, found = inputs()
+    network.alignment = "repeated"
+    own = network(features, views, found)[0]
+    x = network.currents(features, views, found)
+    one = lif_scan_padded(x[:, None].expand(-1, 4, -1))
+    two = lif_scan_padded(one @ network.second.weight.T)
+    assert torch.allclose(own, (two @ network.last.weight.T).mean(1).sigmoid(), atol=1e-6)
+
+
+def test_synaptic_operations_are_the_products_that_are_not_zero(network: SpikingColours) -> None:
+    """Counted one by one, in backward's forms and in the kernel's; multiplications of real inputs stay MACs."""
+    features, views, found = inputs()
+    x = network.currents(features, views, found)
+    one = lif_scan(x, found.offsets)
+    two = lif_scan(one @ network.second.weight.T, found.offsets)
+    brute = float((one[:, None] * torch.ones_like(network.second.weight)[None] != 0).sum())
+    brute += float((two[:, None] * torch.ones_like(network.last.weight)[None] != 0).sum())
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad), counts.Counter() as counter:
+            _, spikes = network(features, views, found)
+        assert counter.total.acs == brute
+        assert counter.total.macs == len(features) * 6 * 24 + len(LENGTHS) * 27 * 24
+    options = SpikingNerf(features=6, width=24)
+    done = spikingnerf.operations(options, len(features), len(LENGTHS), spikes)
+    assert (done.acs, done.macs) == (brute, counter.total.macs)
+
+
+def test_energy_is_the_papers_formula_by_hand() -> None:
+    """10 samples on 2 rays, hidden 4: MACs at 4.6 pJ, accumulations at 0.9 pJ."""
+    plain, spiking = Voxels(features=2, width=4), SpikingNerf(features=2, width=4)
+    none, all_ = torch.zeros(2), torch.tensor([40.0, 40.0])
+    ann = spikingnerf.operations(plain, 10, 2, none, hoists=False)
+    assert ann.macs == 10 * (29 * 4 + 4 * 4 + 4 * 3)
+    snn = spikingnerf.operations(spiking, 10, 2, all_, hoists=False)
+    assert (snn.macs, snn.acs) == (10 * 29 * 4, 40 * 4 + 40 * 3)
+    assert snn.joules() == pytest.approx(4.6e-12 * 1160 + 0.9e-12 * 280)
+    assert ann.macs == snn.macs + snn.acs, "at a rate of 1 an accumulation for each product"
+    hoisted = spikingnerf.operations(plain, 10, 2, none)
+    assert ann.macs - hoisted.macs == 8 * 27 * 4
+
+
+def test_directions_are_multiplied_once_a_ray_with_the_same_result() -> None:
+    torch.manual_seed(1)
+    network, (features, views, found) = ColourNetwork(6, 24), inputs()
+    whole = torch.cat([features, encoded(views)[found.rays]], 1) @ network.first.weight.T
+    assert torch.allclose(network.currents(features, views, found), whole, atol=1e-5)
+
+
+def test_no_survivor_gives_no_colour_and_a_gradient_of_nothing(network: SpikingColours) -> None:
+    none = Samples(
+        torch.zeros(0, 3), torch.zeros(0), torch.zeros(0, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
+    )
+    features = torch.zeros(0, 6, requires_grad=True)
+    for alignment in ("tcp", "tp", "repeated"):
+        network.alignment = alignment
+        found, spikes = network(features, torch.ones(3, 3), none)
+        assert found.shape == (0, 3)
+        assert spikes.tolist() == [0, 0]
+        found.sum().backward()
+        assert not network.last.weight.grad.any()  # type: ignore[union-attr]

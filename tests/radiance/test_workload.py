@@ -1,0 +1,276 @@
+"""Scenes as a workload: ranks, phases, kills and resumes change nothing, views are rendered, and pictures are right."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from programs import MACHINE, forked
+
+from espalier import workload_registry
+from espalier.config import recipe_file
+from espalier.errors import UserError
+from espalier.radiance import rendered_scenes
+from espalier.radiance.rays import look_at, rays_of
+from espalier.radiance.voxels import Field
+from espalier.radiance.workload import RadianceWorkload
+from espalier.track import events
+from espalier.verbs import load_run
+from espalier.workload import Shard
+
+ROOT = Path(__file__).parents[2]
+SMALL = [
+    *("data.path=knot:views=6,size=16", "model.resolution=16", "model.width=8", "train.batch_tokens=128"),
+    *("train.steps=12", "train.validate_every=6", "train.validate_tokens=256", "checkpoint.every=3"),
+    *("plan.cluster=machine.toml", "plan.trial=false"),
+]
+BOUNDARY = 3
+"""The step after which the fine stage begins."""
+
+
+def train(home: Path, *changes: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    torch.set_num_threads(1)
+    done = forked(home, "train", str(ROOT / "examples" / "scene.toml"), *SMALL, *changes)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+def steps_of(home: Path, name: str, *kinds: str) -> list[dict[str, Any]]:
+    return [one for one in events.read(home / "runs" / name / "events.jsonl") if one["event"] in kinds]
+
+
+def state_of(home: Path, name: str) -> dict[str, torch.Tensor]:
+    return dict(load_run.trained(home / "runs" / name).model.state_dict())
+
+
+def opened(*changes: str, steps: int = 12) -> RadianceWorkload:
+    recipe = recipe_file.load(ROOT / "examples" / "scene.toml", [*SMALL, *changes, f"train.steps={steps}"])
+    found = workload_registry.open_workload(workload_registry.settle(recipe, ROOT))
+    assert isinstance(found, RadianceWorkload)
+    return found
+
+
+def picture(file: Path) -> Image.Image:
+    with Image.open(file) as opened_:
+        return opened_.copy()
+
+
+def pinned(ranks: int) -> list[str]:
+    shards = [f"plan.pin.shard.{what}={ranks}" for what in ("params", "grads", "optimizer")]
+    return [f"plan.pin.ranks={ranks}", *(shards if ranks > 1 else [])]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One spiking run on one rank, one on two that share grids, gradients and states, undisturbed."""
+    found = tmp_path_factory.mktemp("scenes")
+    (found / "machine.toml").write_text(MACHINE)
+    for ranks in (1, 2):
+        train(found, "model.kind=spikingnerf", *pinned(ranks), f"name=on{ranks}")
+    return found
+
+
+def test_two_ranks_train_as_one_does(home: Path) -> None:
+    one, two = ([e["loss"] for e in steps_of(home, f"on{n}", "step")] for n in (1, 2))
+    assert len(one) == 12
+    assert one == pytest.approx(two, rel=1e-4)
+    left, right = state_of(home, "on1"), state_of(home, "on2")
+    assert torch.equal(left["mask"], right["mask"])
+    assert torch.allclose(left["colours.first.weight"], right["colours.first.weight"], atol=1e-4)
+
+
+def test_the_run_has_two_phases_with_a_plan_each_and_says_what_spikes_cost(home: Path) -> None:
+    found = steps_of(home, "on1", "phase", "plan")
+    assert [(one["event"], one.get("name"), one.get("step")) for one in found] == [
+        *(("phase", "coarse", 0), ("plan", None, None)),
+        *(("phase", "fine", BOUNDARY), ("plan", None, None)),
+    ]
+    last = steps_of(home, "on1", "validation")[-1]
+    assert last["psnr"] == pytest.approx(-10 * np.log10(last["loss"]), abs=1e-6)
+    assert last["spikes_per_ray"] >= 0
+    assert last["joules_per_image"] > 0
+    report = (home / "runs" / "on1" / "report.html").read_text()
+    assert "Psnr" in report or "psnr" in report
+    assert "joules per image" in report
+    assert report.count("data:image/png") >= 2
+
+
+def test_a_killed_and_a_stopped_run_end_as_the_undisturbed_one(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank dies in the first step after the boundary of the phases, and another one later."""
+    loss, began = RadianceWorkload.loss, os.getpid()
+
+    def struck(self: RadianceWorkload, model: torch.nn.Module, batch: Any) -> Any:
+        self.__dict__["calls"] = self.__dict__.get("calls", 0) + 1
+        mark = home / f"struck{self.stage}{self.__dict__['calls']}"
+        due = {("coarse", BOUNDARY), ("fine", 1), ("fine", 5)}
+        if os.getpid() != began and (self.stage, self.__dict__["calls"]) in due and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(1)
+        return loss(self, model, batch)
+
+    monkeypatch.setattr(RadianceWorkload, "loss", struck)
+    train(home, "model.kind=spikingnerf", *pinned(2), "name=killed")
+    assert len(list(home.glob("struck*"))) == 3
+    found, expected = state_of(home, "killed"), state_of(home, "on2")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_predict_renders_test_views_and_cameras_of_a_file(home: Path) -> None:
+    assert forked(home, "predict", "runs/on1", "0").returncode == 0
+    assert picture(home / "view-0.png").size == (16, 16)
+    pose = rendered_scenes.round_poses(3, 3.2)[1]
+    table = {"w": 20, "h": 12, "frames": [{"transform_matrix": pose.tolist()}] * 2}
+    (home / "cameras.json").write_text(json.dumps(table))
+    done = forked(home, "predict", "runs/on1", "cameras.json", "--json")
+    assert json.loads(done.stdout)["images"] == ["cameras-0.png", "cameras-1.png"]
+    assert picture(home / "cameras-1.png").size == (20, 12)
+    assert forked(home, "predict", "runs/on1", "--turntable", "round.gif").returncode == 0
+    with Image.open(home / "round.gif") as turning:
+        assert turning.n_frames == 36  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["99"], "no test view 99"),
+        (["nowhere.json"], "no JSON"),
+        (["bad.json"], "singular pose"),
+        (["0", "--turntable", "x.gif"], "takes no input"),
+        (["--turntable", "x.png"], "no GIF"),
+    ],
+)
+def test_views_that_cannot_be_rendered_are_named(home: Path, arguments: list[str], message: str) -> None:
+    (home / "bad.json").write_text(json.dumps({"transform_matrix": [[0.0] * 4] * 4}))
+    done = forked(home, "predict", "runs/on1", *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("model.coarse=1.0", "model.coarse"),
+        ("model.resolution=4", "model.resolution = 4"),
+        ("train.recompute=block", "recompute"),
+        ("train.precision=bf16", "precision"),
+        ("model.alignment=tp", "alignment"),
+        ("train.steps=1", "two stages"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(change: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        opened(change) if "steps" not in change else opened(steps=1)
+
+
+def test_batches_are_a_function_of_step_and_shard_alone() -> None:
+    workload = opened()
+    whole = workload.batches(5, Shard(0, 128, 128))[0]
+    parts = [one for start, stop in ((0, 50), (50, 128)) for one in workload.batches(5, Shard(start, stop, 32))]
+    assert torch.equal(torch.cat([one.colours for one in parts]), whole.colours)
+    assert torch.equal(torch.cat([one.rays.directions for one in parts]), whole.rays.directions)
+    assert not torch.equal(workload.batches(6, Shard(0, 128, 128))[0].colours, whole.colours)
+
+
+def test_a_forward_facing_capture_is_learned(tmp_path: Path) -> None:
+    """LLFF's layout: the knot before a dark wall, from cameras that look the same way."""
+    (tmp_path / "images").mkdir()
+    lens, rows = rendered_scenes.lens_of(rendered_scenes.Made("knot", size=16)), []
+    for number in range(12):
+        eye = np.float32([0.5 * np.cos(number), 0.5 * np.sin(number), 3.2])
+        pose = look_at(eye, np.float32([eye[0] / 2, eye[1] / 2, 0]))
+        image = rendered_scenes.render_view("knot", lens, pose).numpy().astype(float)
+        shown = image[..., :3] * image[..., 3:] / 255 + 30 * (1 - image[..., 3:] / 255)
+        Image.fromarray(shown.astype(np.uint8)).save(tmp_path / "images" / f"{number:02}.png")
+        axes = np.stack([-pose[:3, 1], pose[:3, 0], pose[:3, 2]], 1)
+        rows.append([*np.concatenate([axes, pose[:3, 3:], [[16], [16], [lens.focal]]], 1).ravel(), 2.2, 4.2])
+    np.save(tmp_path / "poses_bounds.npy", np.array(rows))
+    workload, model = fitted("voxels", 120, f"data.path={tmp_path}")
+    totals = workload.evaluate(model, Shard(0, 256, 256))
+    assert workload.scene.forward
+    mean = workload.scene.images.float().view(-1, 3).mean(0) / 255
+    blind = float((workload.scene.images.float() / 255 - mean).square().mean())
+    assert totals["loss"][0] / totals["loss"][1] < 0.4 * blind
+
+
+def fitted(kind: str = "voxels", steps: int = 60, *changes: str) -> tuple[RadianceWorkload, Field]:
+    """A short training without a trainer."""
+    workload, state = opened(f"model.kind={kind}", "train.batch_tokens=512", *changes, steps=steps), None
+    for phase in workload.phases():
+        own = workload.at(phase)
+        model = own.build(torch.device("cpu"), torch.float32)
+        if state is not None:
+            model.load_state_dict({**model.state_dict(), **own.carry(state)})
+        optimizer = torch.optim.Adam(model.parameters(), lr=2e-3, fused=True)
+        for step in range(phase.start, phase.stop):
+            loss, weight = own.loss(model, own.batches(step, Shard(0, 512, 512))[0])
+            optimizer.zero_grad()
+            (loss / weight).backward()
+            optimizer.step()
+        state = model.state_dict()
+    assert isinstance(model, Field)
+    return own, model.eval()
+
+
+@pytest.mark.parametrize("kind", ["voxels", "spikingnerf"])
+def test_the_size_of_chunks_changes_no_pixel(kind: str) -> None:
+    workload, model = fitted(kind)
+    lens, pose = workload.scene.lens, workload.scene.poses[-1]
+    whole = workload.render(model, lens, pose)
+    for chunk in (1, 7, 100):
+        assert torch.equal(workload.render(model, lens, pose, chunk).image, whole.image)
+    assert float(whole.image.float().std()) > 4, "there is a picture"
+
+
+def test_a_field_learns_its_scene_and_masks_change_little() -> None:
+    """The carried density is that of the coarse field, and samples that are left out have next to no weight."""
+    workload, model = fitted(steps=120)
+    totals = workload.evaluate(model, Shard(0, 256, 256))
+    figures = workload.summary({name: value / weight for name, (value, weight) in totals.items()})
+    assert figures["psnr"] > 16
+    pixels = torch.arange(256)
+    rays = rays_of(workload.scene.lens, workload.scene.poses[-1].expand(256, 4, 4), pixels)
+    with torch.no_grad():
+        found = model(rays)
+        model.mask.fill_(True)
+        assert bool(model.mask.all())
+        whole = model(rays)
+    ones = torch.zeros(256).index_add(
+        0, torch.repeat_interleave(torch.arange(256), found.offsets.diff()), found.weights
+    )
+    most = found.offsets.diff().max() * 1e-4 + 60 * 1e-4
+    assert bool(((ones + found.rest - 1).abs() <= most).all())
+    assert float((whole.colours - found.colours).abs().median()) < 1e-3
+
+
+def test_rays_that_meet_nothing_have_the_background_and_no_gradient() -> None:
+    workload = opened()
+    model = workload.build(torch.device("cpu"), torch.float32)
+    assert isinstance(model, Field)
+    model.mask.fill_(False)
+    batch = workload.batches(0, Shard(0, 32, 32))[0]
+    found = model(batch.rays)
+    assert torch.equal(found.colours, torch.ones(32, 3))
+    loss, _ = workload.loss(model, batch)
+    loss.backward()
+    assert all(not parameter.grad.any() for parameter in model.parameters() if parameter.grad is not None)
+
+
+@pytest.mark.slow
+def test_the_example_reaches_thirty_decibels(tmp_path: Path) -> None:
+    (tmp_path / "machine.toml").write_text(MACHINE)
+    command = [sys.executable, "-m", "espalier", "train", str(ROOT / "examples" / "scene.toml")]
+    command += ["plan.cluster=machine.toml", "plan.trial=false", "--run", "run"]
+    subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=900, check=True)
+    last = [one for one in events.read(tmp_path / "run" / "events.jsonl") if one["event"] == "validation"][-1]
+    assert last["psnr"] > 30
