@@ -42,7 +42,7 @@ class Sage(torch.nn.Module):
 model = Sage(32, 4)
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
 # loader = NeighborLoader(data, num_neighbors=[5], batch_size=256)
-loader = prepare(graph, folder / "features.npy", folder / "packed", PrepareOptions((5,), 256, memory="1MiB"))
+loader = prepare(graph, folder / "features.npy", folder / "packed", PrepareOptions((5,), 256, memory="2MiB"))
 for epoch in range(5):
     for batch in loader:
         logits = model(batch.x, batch.edge_index)[: batch.batch_size]
