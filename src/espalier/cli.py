@@ -111,11 +111,13 @@ def _options(made: dict[str, argparse.ArgumentParser]) -> None:
     made["export"].add_argument(
         "--to",
         choices=FORMS,
-        help="hf (Llama-format folder; of text the default), gguf (llama.cpp, Ollama), peft, safetensors, embeddings",
+        help="hf (Llama-format folder; of text the default), gguf (llama.cpp, Ollama), peft, safetensors, "
+        "of graphs embeddings, packed (few bits)",
     )
     made["export"].add_argument("--merge", action="store_true", help="whole weights, with the adapters in them")
     made["export"].add_argument("--out", help="folder to write (default RUN/export-FORMAT)")
     made["explain"].add_argument("names", nargs="*", metavar="NAME", help="systems, such as amsp (default: all twenty)")
+    made["explain"].add_argument("--energy", action="store_true", help="of runs: joules of an inference")
     made["diagnose"].add_argument("logs", nargs="+", metavar="LOG", help="logs, or a run's folder")
     made["diagnose"].add_argument("--rules", metavar="FILE", help="rules and incidents of your own")
 
@@ -138,7 +140,7 @@ def _answers(predict: argparse.ArgumentParser) -> None:
     predict.add_argument("--seed", type=int, default=0, help="of the sampling (default 0)")
 
 
-FORMS = ("hf", "safetensors", "embeddings", "peft", "gguf", "gguf-q8_0", "gguf-q4_0")
+FORMS = ("hf", "safetensors", "embeddings", "packed", "peft", "gguf", "gguf-q8_0", "gguf-q4_0")
 """What `export --to` writes."""
 
 

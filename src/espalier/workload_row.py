@@ -181,6 +181,15 @@ class Answer(NamedTuple):
     record: Callable[[], Mapping[str, Any]]
 
 
+class EnergyTables(NamedTuple):
+    """What an inference takes: `what` it is of, operations and bytes by part (`kernels.counts.Counts`), and tables
+    besides, each (title, columns, rows)."""
+
+    what: str
+    parts: Mapping[str, Any]
+    tables: Sequence[tuple[str, Sequence[str], Sequence[Sequence[Any]]]] = ()
+
+
 def _fingerprint(recipe: Recipe, workload: Workload) -> Mapping[str, str]:
     """All data as one."""
     return {"the data": workload.fingerprint()}
@@ -220,6 +229,7 @@ class Row:
         reply: (workload, model, turns of a chat as (role, text), sampling) -> the next answer in pieces; raises
             UserError for a run that was not trained on conversations. None: no run of this kind is.
         turntable: of a scene, (workload, model, file) -> what was written: an animation of a way round it.
+        energy: (workload, model) -> what an inference takes. None: nobody has counted it.
     """
 
     open: Callable[[Recipe, Opening], Workload]
@@ -237,3 +247,4 @@ class Row:
     usage: Callable[[Mapping[str, Any]], tuple[str, str]] = lambda recipe: ("answers", "")
     reply: Callable[[Workload, nn.Module, Sequence[tuple[str, str]], Sampling], Iterator[str]] | None = None
     turntable: Callable[[Workload, nn.Module, Path], str] | None = None
+    energy: Callable[[Workload, nn.Module], EnergyTables] | None = None

@@ -23,6 +23,7 @@ from espalier.config.modules import Module as Module
 from espalier.config.multitask import Multitask as Multitask
 from espalier.config.scenes import SpikingNerf as SpikingNerf
 from espalier.config.scenes import Voxels as Voxels
+from espalier.config.sections import A2q as A2q
 from espalier.config.sections import Adamw as Adamw
 from espalier.config.sections import Adapters as Adapters
 from espalier.config.sections import Auto as Auto
@@ -45,11 +46,13 @@ from espalier.config.sections import HaloOptions as HaloOptions
 from espalier.config.sections import Launch as Launch
 from espalier.config.sections import LocalSgd as LocalSgd
 from espalier.config.sections import Lora as Lora
+from espalier.config.sections import Mega as Mega
 from espalier.config.sections import Muon as Muon
 from espalier.config.sections import Options as Options
 from espalier.config.sections import Pin as Pin
 from espalier.config.sections import Planning as Planning
 from espalier.config.sections import Precision as Precision
+from espalier.config.sections import Quant as Quant
 from espalier.config.sections import RecipeBase as RecipeBase
 from espalier.config.sections import Recompute as Recompute
 from espalier.config.sections import ShardPin as ShardPin
@@ -63,6 +66,7 @@ from espalier.config.sections import Tower as Tower
 from espalier.config.sections import Track as Track
 from espalier.config.sections import Train as Train
 from espalier.config.sections import Tuning as Tuning
+from espalier.config.sections import Uniform as Uniform
 
 if TYPE_CHECKING:
     from espalier.config.sections import Model as Model

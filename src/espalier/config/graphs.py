@@ -9,7 +9,7 @@ from msgspec import field
 
 from espalier import units
 from espalier.config.base import Draft, Kind, Model, RecipeBase
-from espalier.config.sections import GraphOptions, HaloOptions, Stable, Store
+from espalier.config.sections import GraphOptions, HaloOptions, Quant, Stable, Store, Uniform
 from espalier.errors import UserError
 
 
@@ -178,6 +178,8 @@ def _check(recipe: RecipeBase) -> None:
         _graph(graph, model)
     if recipe.store is not None:
         _store(recipe.store, graph or GraphOptions())
+    if recipe.quant is not None:
+        _quant(recipe.quant, model, graph or GraphOptions())
     if len(recipe.data) > 1:
         raise UserError(f"A graph recipe has one [data] table; this one has {len(recipe.data)}.", do="keep one of them")
     if recipe.train.recompute not in (None, "none"):
@@ -327,6 +329,42 @@ def _store(store: Store, graph: GraphOptions) -> None:
         )
 
 
+def _quant(quant: Quant, model: Model, graph: GraphOptions) -> None:
+    for name, value, least in (
+        ("bits", quant.bits, 1),
+        ("weights", quant.weights, 2),
+        ("messages", quant.messages, 2),
+        ("aggregates", quant.aggregates, 2),
+    ):
+        if not least <= value <= 8 and not (value == 0 and name != "bits"):
+            raise UserError(
+                f"quant.{name} = {value} is not possible.",
+                why=f"a value takes {least} to 8 bits" + ("" if name == "bits" else "; 0: it is not quantized"),
+                do=f"quant.{name} = 4",
+            )
+    if not isinstance(model, Network):
+        raise UserError(
+            f"[quant] is not possible with model.kind = {type(model).__struct_config__.tag!r}.",
+            why="quantizers stand round layers that aggregate, in our own networks",
+            do="espalier.quant.a2q.quantize_inputs around its layers in your own loop",
+        )
+    if graph.halo is not None:
+        raise UserError(
+            "[quant] is not possible with [graph.halo].",
+            why="a rank has the rows of its own part, and widths are of all nodes",
+            do="leave one of them out; graph.halo.bits has rows cross in few bits",
+        )
+    if quant.target is None:
+        return
+    if isinstance(quant, Uniform):
+        raise UserError(
+            'quant.target has no effect with quant.kind = "uniform".',
+            why="quant.bits are the bits of every value",
+            do='quant.bits, or quant.kind = "a2q"',
+        )
+    units.size(quant.target, "quant.target")
+
+
 def _usual(table: dict[str, Any]) -> dict[str, Any]:
     """A graph network gets its authors' optimizer where none is named: Adam with L2 (arXiv 1609.02907, section 5.2).
     None leaves a value to `_fill`, which sees the task."""
@@ -346,7 +384,7 @@ KIND = Kind(
     row="espalier.graph.workload_row",
     fill=_fill,
     check=_check,
-    sections=("graph", "store"),
+    sections=("graph", "store", "quant"),
     usual=_usual,
     validation=lambda recipe: VALIDATION_COST,
     data="python:imports",

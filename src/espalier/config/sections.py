@@ -103,6 +103,36 @@ class Store(Options, frozen=True):
     resample: float = 0.0
 
 
+# --- [quant] -----------------------------------------------------------------------------------------------------
+
+
+class Quant(Choice, frozen=True):
+    """Features, messages, sums and weights of a graph network in few bits, while training and after.
+
+    `target`: bytes that the codes of features may take (default: 2 bits a value); `bits`: of a feature, learned from
+    there on, with `uniform` as they are; `weights`, `messages`, `aggregates`: bits of the matrices, of rows that were
+    multiplied and are about to be summed, and of the sums (0: not quantized).
+    """
+
+    target: str | int | None = None
+    bits: float = 4.0
+    weights: int = 4
+    messages: int = 4
+    aggregates: int = 0
+
+
+class A2q(Quant, frozen=True, tag="a2q"):
+    """A width and a step for each node; graphs that are classified whole share a bank of them (arXiv 2302.00193)."""
+
+
+class Mega(Quant, frozen=True, tag="mega"):
+    """A width and a step for each in-degree, so that nodes nobody has seen have one (arXiv 2311.09775)."""
+
+
+class Uniform(Quant, frozen=True, tag="uniform"):
+    """One width, which is given, and one learned step for each layer (LSQ, arXiv 1902.08153)."""
+
+
 # --- [[towers]] and [[tasks]] ------------------------------------------------------------------------------------
 
 
@@ -453,6 +483,7 @@ class RecipeBase(Options, frozen=True):
     data: tuple[Data, ...] = ()
     graph: GraphOptions | None = None
     store: Store | None = None
+    quant: A2q | Mega | Uniform | None = None
     tune: Full | Lora | Dpo | None = None
     towers: tuple[Tower, ...] | None = None
     tasks: tuple[TaskOptions, ...] | None = None

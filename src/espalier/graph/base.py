@@ -68,6 +68,7 @@ class MessageBlock(NamedTuple):
         features: float [edges, columns], for foreign networks.
         halo: brings the rows of sources that other ranks own; None: rows are those of all sources.
         full: a graph transformer attends over all nodes in this step.
+        nodes: int64 [sources], which nodes of the graph they are; None: all of them, in order.
     """
 
     indptr: Tensor
@@ -80,6 +81,7 @@ class MessageBlock(NamedTuple):
     features: Tensor | None = None
     halo: RowExchange | None = None
     full: bool = False
+    nodes: Tensor | None = None
 
     @property
     def targets(self) -> int:

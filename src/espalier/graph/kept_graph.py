@@ -185,7 +185,7 @@ def divided(graph: Graph, kept: KeptGraph, shares: tuple[float, float, float], s
     if graph.parts is not None or before is None or fresh.parts is None:
         return fresh
     labelled = np.sort(np.concatenate([ids for _, ids in fresh.parts.named()]))
-    place = _places(graph, kept.graph, items=True)[labelled]
+    place = places(graph, kept.graph, items=True)[labelled]
     return replace(graph, parts=_dealt(labelled, place, before, shares, seed))
 
 
@@ -195,7 +195,7 @@ def split(graph: Graph, kept: KeptGraph, shares: tuple[float, float, float], see
     if kept.links is None:
         return found
     count = kept.graph.nodes
-    ends = _places(graph, kept.graph)[found.pairs]
+    ends = places(graph, kept.graph)[found.pairs]
     keys = np.where((ends >= 0).all(0), ends.min(0) * np.int64(count) + ends.max(0), -1)
     known = kept.links.pairs.min(0) * np.int64(count) + kept.links.pairs.max(0)
     parts = _dealt(np.arange(len(keys)), _positions(keys, known), kept.links.parts, shares, seed)
@@ -214,7 +214,7 @@ def _dealt(ids: Array, place: Array, before: DataSplit, shares: tuple[float, flo
     return DataSplit(*(np.sort(np.concatenate([ids[of == at], new])) for at, (_, new) in enumerate(fresh.named())))
 
 
-def _places(graph: Graph, before: Graph, items: bool = False) -> Array:
+def places(graph: Graph, before: Graph, items: bool = False) -> Array:
     """int64: which node (or, with `items`, small graph) of `before` each of `graph` is; -1: none."""
     if items and graph.starts is not None:
         return np.where(np.arange(graph.items) < before.items, np.arange(graph.items), -1)

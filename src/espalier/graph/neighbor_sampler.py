@@ -125,7 +125,7 @@ class Sampler:
             finally:
                 sampler_kernels.forget(nodes, known, self._place)
         nodes = nodes[:known]
-        return Drawn(nodes, tuple(self._block(hop, targets, nodes) for hop, targets in reversed(hops)))
+        return Drawn(nodes, named(tuple(self._block(hop, targets, nodes) for hop, targets in reversed(hops)), nodes))
 
     def _capacity(self, seeds: int, fanouts: Sequence[int]) -> int:
         most = seeds
@@ -152,6 +152,12 @@ class Sampler:
         root = self.root[sources] if self.style.scale == "symmetric" else np.zeros(0, np.float32)
         degrees = Degrees(self.degrees(nodes[:targets]), root)
         return message_block(hop, self.style, degrees, graph.weights, graph.edge_features)
+
+
+def named(blocks: Sequence[MessageBlock], nodes: Array) -> tuple[MessageBlock, ...]:
+    """The blocks of a neighbourhood, told which `nodes` their sources are."""
+    ids = torch.from_numpy(nodes)
+    return tuple(block._replace(nodes=ids[: block.sources]) for block in blocks)
 
 
 class Degrees(NamedTuple):

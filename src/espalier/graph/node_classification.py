@@ -47,6 +47,8 @@ class NodeTask(Examples):
         self.labels = torch.from_numpy(np.asarray(graph.labels))
         self.outputs = graph.outputs
         self._fixed: dict[tuple[int, ...], SubgraphBatch] = {}
+        self.every_node = False
+        """Whether each step passes over all nodes, as something is learned of those that no label hears from."""
         self.inference: Callable[[nn.Module], Callable[[Array], Tensor]] = self._infer
         """Of a model, what it says of all nodes: int64 ids -> their logits, on the CPU."""
 
@@ -66,7 +68,7 @@ class NodeTask(Examples):
 
     def _whole(self, ids: Array) -> SubgraphBatch:
         train = self.train
-        if train.depth and sum(train.reach(ids)) <= WORTH * train.depth * train.graph.edges:
+        if not self.every_node and train.depth and sum(train.reach(ids)) <= WORTH * train.depth * train.graph.edges:
             features, drawn = train.around(ids, (ALL,) * train.depth)
             return SubgraphBatch(features, drawn.blocks, self.labels[ids])
         chosen = None if len(ids) == train.graph.nodes else torch.from_numpy(ids)

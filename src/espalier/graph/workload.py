@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,16 @@ from espalier.artifacts import Artifact, Table
 from espalier.config import Recipe
 from espalier.cost import VALUE_BYTES, Anatomy, Cut, Number, Product, Work
 from espalier.errors import UserError
-from espalier.graph import compiled_aggregate, data, graph_plan, kept_graph, link_prediction, metrics, sources
+from espalier.graph import (
+    compiled_aggregate,
+    data,
+    graph_plan,
+    kept_graph,
+    link_prediction,
+    metrics,
+    quantized,
+    sources,
+)
 from espalier.graph.data import Array, Graph
 from espalier.graph.gnn import Gnn, GraphAttention, Isomorphism, Layer, Mean
 from espalier.graph.graph_classification import GraphTask
@@ -59,6 +69,8 @@ class GraphWorkload(Plain):
     ) -> None:
         assert recipe.graph is not None
         self.recipe, self.folder = recipe, folder
+        self.trained: tuple[int, Array] | None = None
+        """Nodes of the graph that the run was begun on, and which of them each of this one is; None: they are one."""
         self.graph = graph
         self.task = _task(recipe, graph, links)
         self._schedule: tuple[Schedule, str] | None = None
@@ -76,6 +88,9 @@ class GraphWorkload(Plain):
         self._format: str | None = None
         self.part: RankPart | None = None
         """This rank's, where the graph is cut over ranks."""
+        self._bits: str | None = None
+        if recipe.quant is not None and isinstance(self.task, NodeTask):
+            self.task.every_node = True
         self.stored: RunBatches | None = None
         if recipe.store is not None:
             from espalier.graph.diskgnn.mini_batches import RunBatches
@@ -91,7 +106,13 @@ class GraphWorkload(Plain):
         """The network with its seeded weights and the kernels in its seam."""
         self.decisions()  # before ranks are forked, so that they share what was made
         self._dtype, self._device, self._moved, self.part = dtype, device, {}, None
-        return compiled_aggregate.equip(self.bare()).to(device=device, dtype=dtype)
+        model = self.bare()
+        if self.recipe.quant is not None:
+            assert isinstance(model, Gnn)
+            batch = self.task.batch(self.task.ids(np.arange(min(self.global_batch, quantized.PROBED))), 0)
+            quantized.built(model, self.recipe.quant, self._told, batch)
+            return model.to(device=device, dtype=dtype)
+        return compiled_aggregate.equip(model).to(device=device, dtype=dtype)
 
     def skeleton(self) -> Skeleton:
         """The model as it is built, whole."""
@@ -220,7 +241,11 @@ class GraphWorkload(Plain):
         """The task's sum of losses, and how many answers it is of."""
         if self.part is not None:
             return self.part.loss(model, batch)
-        return self.task.loss(model, batch)
+        if (found := quantized.quantization_of(model)) is None:
+            return self.task.loss(model, batch)
+        known = (batch.labels >= 0) if batch.labels.ndim == 1 else ~batch.labels.isnan()
+        found.share(float(known.sum()) / self.nominal_weight)
+        return found.loss(self.task.loss(model, batch))
 
     @property
     def whole_task(self) -> NodeTask:
@@ -246,6 +271,8 @@ class GraphWorkload(Plain):
     def sample(self, model: nn.Module) -> list[Artifact]:
         """Some held-out answers beside the truth; with a [store], what was read from where."""
         found = self._glimpses(model)
+        if (quantization := quantized.quantization_of(model)) is not None:
+            found = [*found, *quantized.tables(quantization)]
         return [*found, self.stored.table()] if self.stored is not None and self.stored.features is not None else found
 
     def _glimpses(self, model: nn.Module) -> list[Artifact]:
@@ -295,14 +322,30 @@ class GraphWorkload(Plain):
             return ()
         layers = [layer for layer in model.layers if isinstance(layer, Layer)]
         assert self.recipe.graph is not None
+        said = self._said if self.recipe.quant is None else (*self._said, self._quantization())
         k = model.options.k if model.options.activation == "maxk" else None
         if self._each or not isinstance(self.task, NodeTask):
-            return (*self._said, *graph_plan.passes(layers, k, once=False))
+            return (*said, *graph_plan.passes(layers, k, once=False))
         if self._format is None:
             self._format = graph_plan.formatted(
                 self.task.train.block, layers, self.recipe.graph.format, self.recipe.train.steps or 0
             )
-        return (*self._said, self._format, *graph_plan.passes(layers, k, once=model.aggregates_once))
+        return (*said, self._format, *graph_plan.passes(layers, k, once=model.aggregates_once))
+
+    @cached_property
+    def _told(self) -> quantized.QuantizedGraph:
+        nodes, places = self.trained or (None, None)
+        whole = isinstance(self.task, GraphTask)
+        return quantized.QuantizedGraph(self.graph, whole, nodes, places, self.stored is not None)
+
+    def _quantization(self) -> str:
+        """The plan's sentence on [quant]."""
+        if self._bits is None:
+            model, options = self.bare(), self.recipe.quant
+            assert isinstance(model, Gnn)
+            assert options is not None
+            self._bits = quantized.sentence(quantized.equip(model, options, self._told))
+        return self._bits
 
     # --- cost ----------------------------------------------------------------------------------------------------
 
@@ -447,7 +490,12 @@ def open_graph(
         said.append(sentence)
     if asked.task == "link" and kept is not None:
         links = kept_graph.split(graph, kept, asked.split, seed)
-    return GraphWorkload(recipe, graph, folder, said, links)
+    found = GraphWorkload(recipe, graph, folder, said, links)
+    if kept is not None and isinstance(recipe.quant, config.A2q) and asked.task != "graph":
+        place = kept_graph.places(graph, kept.graph)
+        if len(place) != kept.graph.nodes or bool((place != np.arange(len(place))).any()):
+            found.trained = kept.graph.nodes, place
+    return found
 
 
 # --- work ------------------------------------------------------------------------------------------------------------

@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from espalier import cache_dir, data_hash
 from espalier.config import Messages, Recipe
 from espalier.errors import UserError
-from espalier.graph import kept_graph
+from espalier.graph import kept_graph, quantized
 from espalier.graph.gnn import Gnn
 from espalier.graph.graph_classification import GraphTask
 from espalier.graph.link_prediction import LinkTask
@@ -22,9 +23,11 @@ from espalier.graph.node_classification import NodeTask
 from espalier.graph.subgraphs import infer
 from espalier.graph.workload import GraphWorkload, open_graph
 from espalier.import_function import keep_sources
+from espalier.quant.mega import package
 from espalier.shard.wrap_policy import profile
+from espalier.units import show_size
 from espalier.workload import PackStart, Shard, Workload
-from espalier.workload_row import Answer, Opening, Profile, Row, Sampling
+from espalier.workload_row import Answer, EnergyTables, Opening, Profile, Row, Sampling
 
 LIBRARIES = 45 * 2**20
 """Bytes of Numba, SciPy and compiled kernels in a rank: 44 to 59 MiB measured, graphs of 10,000 to 50,000 nodes
@@ -123,6 +126,8 @@ def _profile(recipe: Recipe, opened: Callable[[], Workload]) -> Profile:
 def _answer(workload: Workload, model: nn.Module, text: str | None, sampling: Sampling) -> Answer:
     assert isinstance(workload, GraphWorkload)
     task = workload.task
+    if (quantization := quantized.quantization_of(model)) is not None:
+        quantization.packed = next(model.parameters()).device.type == "cpu"
     if text is None and isinstance(task, NodeTask):  # one by one: there may be more than memory holds
         each = task.each(model, range(workload.graph.items))
         return Answer(_lines(each), lambda: {"answers": list(each)})
@@ -155,6 +160,65 @@ def _embeddings(workload: Workload, model: nn.Module, folder: Path) -> str:
     return f"numpy.load({str(folder / 'embeddings.npy')!r})  # float32 {list(shape)}"
 
 
+def _energy(workload: Workload, model: nn.Module) -> EnergyTables:
+    from espalier.graph import energy
+
+    assert isinstance(workload, GraphWorkload)
+    parts = energy.parts(workload, model)
+    assert isinstance(model, Gnn)
+    results = energy.accelerators(workload, model)
+    best = results[0]
+    rows = [
+        (one.name, f"{one.cycles:,.0f}", show_size(one.bytes), f"{one.row_hits:.0%}", f"{1e6 * one.joules:.3g} µJ",
+         f"{one.cycles / best.cycles:.2f}", f"{one.bytes / best.bytes:.2f}", f"{one.joules / best.joules:.2f}")
+        for one in results
+    ]  # fmt: skip
+    columns = ("accelerator", "cycles", "DRAM", "row hits", "energy", "x cycles", "x DRAM", "x energy")
+    title = "Simulated on the trained network; the others in fp32 (espalier.quant.mega.simulator)"
+    what = f"an inference of all {workload.graph.nodes:,} nodes"
+    return EnergyTables(what, parts, [(title, columns, rows)])
+
+
+PACKED = "packed.pkg"
+"""Packages of features and matrices; what else the model has is in model.safetensors."""
+
+
+def _packed(workload: Workload, model: nn.Module, folder: Path) -> str:
+    """`packed.pkg` (matrices and rows of features as packages) and `model.safetensors` (all else), read back and
+    compared."""
+    assert isinstance(workload, GraphWorkload)
+    found = quantized.quantization_of(model)
+    task = workload.task
+    if found is None or not isinstance(model, Gnn) or not isinstance(task, NodeTask) or workload.stored is not None:
+        raise UserError(
+            "This run has nothing to pack.",
+            why="networks that were trained with [quant] to predict nodes of a graph in memory have",
+            do="--to safetensors, or a run of a recipe with [quant]",
+        )
+    found.packed = True
+    infer(model, task.held)
+    rest = {name: one for name, one in model.state_dict().items() if not name.endswith("weight.original")}
+    matrices = {**found.stored, **quantized.packed_weights(model)}
+    if "layers.0.rows" not in matrices:
+        matrices["layers.0.rows"], rest["layers.0.scale"] = quantized.packed_input(workload.graph.features)
+    data = package.to_bytes(matrices, {"quant": type(found.options).__struct_config__.tag})
+
+    def fill(place: Path) -> None:
+        (place / PACKED).write_bytes(data)
+        save_file({name: one.contiguous() for name, one in rest.items()}, place / "model.safetensors")
+        back, _ = package.read(place / PACKED)
+        for name, one in matrices.items():
+            if not torch.equal(back[name].decoded().codes, one.decoded().codes):
+                raise OSError(f"{name} was read back changed")
+
+    cache_dir.export(folder, PACKED, fill)
+    sizes = package.file_sizes(data)
+    parts = {name: getattr(sizes, name) / 8 for name in ("payload", "header", "padding", "bitmap", "index", "steps")}
+    floats = sum(4 * one.rows * one.columns for one in matrices.values())
+    told = ", ".join(f"{name} {show_size(round(size))}" for name, size in parts.items())
+    return f"{show_size(len(data))} where fp32 takes {show_size(floats)}: {told}"
+
+
 def _lines(found: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     for one in found:
         chances = one["probabilities"] if "probabilities" in one else [one["probability"]]
@@ -168,9 +232,10 @@ ROW = Row(
     contents=_contents,
     reading="Reading the graph",
     answer=_answer,
-    exports={"embeddings": _embeddings},
+    exports={"embeddings": _embeddings, "packed": _packed},
     freeze=_freeze,
     evaluates=True,
     lacks=kept_graph.lacks,
     pack=_pack,
+    energy=_energy,
 )

@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     if form not in known and form != "safetensors":
         raise UserError(
             f"The run in {arguments.run} has no `{form}` form.",
-            why="hf is for language models, embeddings for graphs",
+            why="hf is for language models, embeddings and packed for graphs",
             do=f"espalier export {arguments.run} --to safetensors",
         )
     if arguments.merge:

@@ -46,7 +46,7 @@ from espalier.graph.diskgnn.reader import (
 from espalier.graph.diskgnn.rolling_pool import RollingFeatures, RollingPool
 from espalier.graph.diskgnn.row_format import RowFormat
 from espalier.graph.gnn import Gnn, Layer
-from espalier.graph.neighbor_sampler import ALL, NeighborSampling, Sampler, Style
+from espalier.graph.neighbor_sampler import ALL, NeighborSampling, Sampler, Style, named
 from espalier.graph.node_classification import NodeTask
 from espalier.graph.subgraphs import SubgraphBatch, View
 from espalier.records import Record
@@ -225,6 +225,7 @@ class RunBatches:
         self.store, self.fanouts, self.seed = recipe.store, recipe.graph.fanout, recipe.train.seed
         self.pool_steps, self.steps = -(-task.items // global_batch), recipe.train.steps or 0
         self.task, self.memory = task, units.size(recipe.store.memory, "store.memory")
+        self.names_nodes = recipe.quant is not None
         self.features: TieredFeatures | None = None
         for view in (task.train, task.held):
             if topology.stays_on_disk(view.graph, self.memory):
@@ -284,7 +285,11 @@ class RunBatches:
             for one in self._read(step, shard):
                 assert one.sampled is not None
                 assert one.features is not None
-                found.append(SubgraphBatch(one.features, one.sampled.blocks, self.task.labels[one.sampled.seeds]))
+                blocks = one.sampled.blocks
+                if self.names_nodes:
+                    packed, batch = self.features.place(one.index)
+                    blocks = named(blocks, packed.pool.nodes(batch))
+                found.append(SubgraphBatch(one.features, blocks, self.task.labels[one.sampled.seeds]))
         return found
 
     def infer(self, model: nn.Module) -> Callable[[Array], Tensor]:

@@ -18,7 +18,7 @@ import torch
 
 from espalier.errors import UserError
 from espalier.graph.data import Array, Graph
-from espalier.graph.neighbor_sampler import Degrees, Drawn, Hop, Style, message_block, stream, symmetric_root
+from espalier.graph.neighbor_sampler import Degrees, Drawn, Hop, Style, message_block, named, stream, symmetric_root
 from espalier.store.base import Rows
 from espalier.store.io_queue import IoQueue
 from espalier.store.rows import MEMORY, RowFile, RowLayout
@@ -224,4 +224,4 @@ class _Batch:
             own = hop._replace(edges=np.where(hop.edges >= 0, np.cumsum(hop.edges >= 0) - 1, -1))
             block = message_block(own, style, Degrees(self.degree[:targets], root[: hop.known]), *known)
             blocks.append(block)
-        return Drawn(self.nodes, tuple(blocks))
+        return Drawn(self.nodes, named(tuple(blocks), self.nodes))

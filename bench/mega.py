@@ -1,0 +1,108 @@
+"""MEGA: packages beside simple forms of the same features, decoding, and accelerators simulated on trained networks.
+
+    python bench/mega.py [--quick] [--pairs N] [--data FOLDER] [--only NAME] [--json FILE]
+
+A GCN of two layers and 128 columns, `quant.kind = "mega"`, 60 steps on Cora and CiteSeer. Sizes: the package of
+hidden features, all parts counted, beside fp32, int4 (a float32 scale a row), CSR with int8 values, zstd (level 3) of
+int8 codes. With --pairs also decoding: the package to codes, in fp32-equivalent GB/s, beside zstd's of the int8 codes,
+one thread. Simulation: cycles, DRAM bytes and energy of an inference of all nodes beside MEGA's; "published" are the
+paper's means over five graphs and three networks, which nothing here is fitted to.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import zstandard
+
+sys.path.insert(0, str(Path(__file__).parent))
+from espalier.config import defaults, recipe_file
+from espalier.graph import energy, quantized
+from espalier.graph.subgraphs import infer
+from espalier.graph.workload import GraphWorkload, open_graph
+from espalier.workload import Shard
+from table import Row, arguments, compare, publish
+
+WIDTH = 128
+PUBLISHED = {"hygcn": (38.3, 108.1, 47.6), "gcnax": (7.1, 10.5, 7.2), "grow": (4.0, 8.4, 5.4), "sgcn": (3.6, 7.3, 4.5)}
+
+
+def trained(path: Path, steps: int) -> tuple[GraphWorkload, torch.nn.Module]:
+    table = {"model": {"kind": "gcn", "width": WIDTH}, "data": {"path": str(path)}, "quant": {"kind": "mega"}}
+    workload = open_graph(defaults.resolve(recipe_file.from_table({**table, "train": {"steps": steps}}))[0])
+    model = workload.build(torch.device("cpu"), torch.float32).train()
+    optimizer = torch.optim.Adam([one for one in model.parameters() if one.requires_grad], lr=0.01)
+    for step in range(steps):
+        torch.manual_seed(step)
+        (batch,) = workload.batches(step, Shard(0, workload.global_batch, workload.global_batch))
+        optimizer.zero_grad()
+        loss, weight = workload.loss(model, batch)
+        (loss / weight).backward()
+        optimizer.step()
+    return workload, model.eval()
+
+
+def sizes_and_decoding(name: str, workload: GraphWorkload, model: torch.nn.Module, pairs: int) -> list[Row]:
+    found = quantized.quantization_of(model)
+    assert found is not None
+    found.packed = True
+    infer(model, workload.task.held)
+    packed = found.stored["layers.1.rows"]
+    codes = packed.decoded().codes.numpy()
+    squeezed = zstandard.ZstdCompressor(level=3).compress(codes.tobytes())
+    values = int((codes != 0).sum())
+    peers = {
+        "fp32": 4 * codes.size,
+        "int4": codes.size // 2 + 4 * len(codes),
+        "CSR, int8": values * 5 + 4 * len(codes),
+        "zstd of int8": len(squeezed) + 4 * len(codes),
+    }
+    rows = [
+        compare(f"{name}: hidden features", peer, "KiB", [(packed.nbytes / 1024, size / 1024)], higher_is_better=False)
+        for peer, size in peers.items()
+    ]
+    speeds = []
+    for _ in range(pairs):
+        begun = time.perf_counter()
+        packed.decoded()
+        middle = time.perf_counter()
+        np.frombuffer(zstandard.ZstdDecompressor().decompress(squeezed), np.uint8)
+        speeds.append(tuple(4e-9 * codes.size / took for took in (middle - begun, time.perf_counter() - middle)))
+    return [*rows, compare(f"{name}: decoding", "zstd of int8", "GB/s of fp32", speeds)] if speeds else rows
+
+
+def simulated(name: str, workload: GraphWorkload, model: torch.nn.Module) -> list[Row]:
+    results = {one.name: one for one in energy.accelerators(workload, model)}
+    ours, rows = results["mega"], []
+    for peer, published in PUBLISHED.items():
+        other = results[peer]
+        figures = (("cycles", 1e-3, "thousands"), ("bytes", 2**-20, "MiB of DRAM"), ("joules", 1e6, "µJ"))
+        for (field, scale, unit), known in zip(figures, published, strict=True):
+            pair = scale * getattr(ours, field), scale * getattr(other, field)
+            case = f"{name}, simulated: {field} (published {known})"
+            rows.append(compare(case, peer, unit, [pair], higher_is_better=False))
+    return rows
+
+
+def main() -> None:
+    options = arguments(
+        __doc__ or "",
+        data={"default": ".", "help": "folder of cora/ and citeseer/"},
+        only={"default": "", "help": "cora or citeseer"},
+    )
+    torch.set_num_threads(1)
+    rows: list[Row] = []
+    for name in ("cora", "citeseer"):
+        if options.only in ("", name):
+            workload, model = trained(Path(options.data) / name, 20 if options.quick else 60)
+            rows += sizes_and_decoding(name, workload, model, options.pairs or 0)
+            rows += simulated(name, workload, model)
+    publish(rows, options.json)
+
+
+if __name__ == "__main__":
+    main()

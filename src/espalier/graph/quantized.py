@@ -1,0 +1,415 @@
+"""Quantized graph networks: what `[quant]` puts round the layers of a network, and what its codes take.
+
+Rows are quantized where a layer reads them (a width and a step by node, degree or layer), weights by output, rows that
+were multiplied and are about to be summed by column, sums by column. Where the edges of a layer have no weights, the
+scale of a message's source is multiplied in before it is quantized, so that sums are those of integers, exactly (as
+MixQ has it, arXiv 2505.09361).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from espalier import config, units
+from espalier.artifacts import Table
+from espalier.graph import compiled_aggregate
+from espalier.graph.base import Forms, Kept, MessageBlock, Rows, dense
+from espalier.graph.gnn import Gnn, GraphAttention, Layer
+from espalier.graph.neighbor_sampler import symmetric_root
+from espalier.quant import a2q
+from espalier.quant.a2q import ColumnQuantizer, FeatureQuantizer, Rule
+from espalier.quant.base import (
+    STEP_RATE,
+    STEPS,
+    BankBits,
+    BitAllocator,
+    DegreeBits,
+    MemoryTarget,
+    NodeBits,
+    RowIndex,
+    UniformBits,
+    step_codes,
+)
+from espalier.quant.mega.package import PackedRows, encode
+from espalier.quant.packed_spmm import PackedMatrix, packed_matmul
+
+if TYPE_CHECKING:
+    from espalier.graph.data import Array, Graph
+    from espalier.graph.subgraphs import SubgraphBatch
+
+PROBED = 4096
+"""Targets whose values steps begin with, and rows of the input that are looked at: whether they have a sign, and if
+each has one value but zero."""
+
+MOST_PROBED = 1 << 28
+"""Edges times columns of the pass that steps begin with; a larger one is not made."""
+
+
+@dataclass(frozen=True)
+class QuantizedGraph:
+    """What quantizers are told of a graph.
+
+    Attributes:
+        graph: the one at hand; whole: small graphs are classified, each of them new.
+        trained: nodes of the graph that the network was trained on; places: which of them each node is, -1: none
+            (None: they are the same).
+        stored: features wait on disk, in a format of their own.
+    """
+
+    graph: Graph
+    whole: bool = False
+    trained: int | None = None
+    places: Array | None = None
+    stored: bool = False
+
+    def allocator(self, options: config.Quant, bits: float) -> BitAllocator:
+        """By the kind of the options."""
+        nodes = self.trained or self.graph.nodes
+        match options:
+            case config.Uniform():
+                return UniformBits(nodes, bits)
+            case config.Mega():
+                return DegreeBits(torch.from_numpy(self.graph.degrees().astype(np.int64)), bits)
+            case _ if self.whole:
+                return BankBits(nodes, bits)
+            case _:
+                places = None if self.places is None else torch.from_numpy(self.places)
+                return NodeBits(nodes, bits, places)
+
+    def input_signed(self) -> bool | None:
+        """Whether features have negative values; None: they are left as they are, since each row has one value but 0
+        (bags of words), or they are on disk."""
+        some = np.asarray(self.graph.features[:PROBED])
+        if self.stored or not some.size:
+            return None
+        largest = np.abs(some).max(1, keepdims=True)
+        return None if bool(((some == 0) | (some == largest)).all()) else bool((some < 0).any())
+
+
+class Quantization:
+    """The quantizers of a network. Has state: its parts are those of the network.
+
+    Attributes:
+        packed: rows that layers read are put in packages and taken out of them, and messages summed as they are packed;
+            the results are the same but for rounding of float32.
+        stored: those packages by the name of what they are rows of, while `packed`.
+    """
+
+    def __init__(self, options: config.Quant, told: QuantizedGraph) -> None:
+        self.options, self.told = options, told
+        self.features: list[FeatureQuantizer] = []
+        self.columns: list[ColumnQuantizer] = []
+        self.target: MemoryTarget | None = None
+        self.packed, self.first = False, 0
+        self.stored: dict[str, PackedRows] = {}
+        self.degrees = None if told.whole else torch.from_numpy(told.graph.degrees().astype(np.int64))
+        self.root = None if told.whole else torch.from_numpy(symmetric_root(told.graph))
+
+    @property
+    def every(self) -> list[FeatureQuantizer | ColumnQuantizer]:
+        """All that learn."""
+        return [*self.features, *self.columns]
+
+    def index(self, block: MessageBlock) -> RowIndex:
+        """Of the sources of `block`."""
+        if self.degrees is None:
+            return RowIndex(block.nodes, block.indptr.diff())
+        degrees = self.degrees.to(block.indptr.device)
+        return RowIndex(block.nodes, degrees if block.nodes is None else degrees[block.nodes])
+
+    def loss(self, found: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """(sum, weight) with the gradient of the target's penalty; the value stays that of the task."""
+        if self.target is None or not self.target.layers:
+            return found
+        total, weight = found
+        penalty = self.target.penalty().to(total.dtype)
+        return total + weight * (penalty - penalty.detach()), weight
+
+    def share(self, share: float) -> None:
+        """See `FeatureQuantizer.share`."""
+        for one in self.every:
+            one.share = share
+
+
+def quantization_of(model: nn.Module) -> Quantization | None:
+    """Of a network that `equip` was called with."""
+    found = getattr(model, "quantization", None)
+    return found if isinstance(found, Quantization) else None
+
+
+class _Aggregate(nn.Module):
+    """A layer's aggregation over quantized messages, its sums quantized. Has state: the steps."""
+
+    def __init__(self, layer: Layer, found: Quantization) -> None:
+        super().__init__()
+        options, self.found = found.options, found
+        self.root = found.root if layer.scale == "symmetric" else None
+        columns = layer.outputs
+        if isinstance(layer, GraphAttention):
+            columns = layer.heads * layer.columns
+        self.plain, self.attention = layer.aggregate, layer.attend
+        self.first = layer.inputs <= layer.outputs and not isinstance(layer, GraphAttention)
+        messages = options.messages and not self.first
+        self.messages = ColumnQuantizer(columns, options.messages, local=True) if messages else None
+        width = layer.inputs if self.first else columns
+        self.sums = ColumnQuantizer(width, options.aggregates, local=True) if options.aggregates else None
+
+    def forward(self, block: MessageBlock, rows: Rows, start: Tensor | None = None) -> Tensor:
+        """See `graph.base.aggregate`."""
+        if self.messages is not None and not isinstance(rows, Kept):
+            scale, block = _source_scale(block, self.root)
+            rows = rows if scale is None else rows * scale[:, None]
+            if self.found.packed:
+                return self._finished(_packed_sums(self.messages, block, rows), start)
+            rows = self.messages(rows)
+        if self.sums is None or isinstance(rows, Kept):
+            return self.plain(block, rows, start)
+        return self._finished(self.plain(block, rows), start)
+
+    def _finished(self, sums: Tensor, start: Tensor | None) -> Tensor:
+        sums = sums if self.sums is None else self.sums(sums)
+        return sums if start is None else sums + start
+
+    def attend(self, block: MessageBlock, rows: Tensor, scores: tuple[Tensor, Tensor], dropout: float) -> Tensor:
+        """See `graph.base.attend`."""
+        if self.messages is not None:
+            rows = self.messages(rows.flatten(1)).view_as(rows)
+        found = self.attention(block, rows, scores, dropout)
+        return found if self.sums is None else self.sums(found.flatten(1)).view_as(found)
+
+
+def _packed_sums(messages: ColumnQuantizer, block: MessageBlock, rows: Tensor) -> Tensor:
+    """Sums over `block` of messages that lie packed, in integers where edges have no weights."""
+    codes, step = messages.codes(rows)
+    widths = torch.full((len(codes),), messages.bits, dtype=torch.uint8)
+    matrix = PackedMatrix.of(codes, widths, torch.ones(len(codes)))
+    found = packed_matmul(matrix, block.indptr, block.indices, block.weights) * step
+    return found if block.left is None else found * block.left[:, None]
+
+
+def _source_scale(block: MessageBlock, root: Tensor | None) -> tuple[Tensor | None, MessageBlock]:
+    """What the block multiplies its sources by, and the block without it. Blocks that were drawn have it in their
+    weights; `root` is then that of all nodes, where the network scales by it."""
+    if block.right is not None:
+        forms: Forms = block.forms.get("without the scale of sources", Forms)
+        return block.right, block._replace(right=None, forms=forms)
+    if root is None or block.nodes is None or block.weights is None:
+        return None, block
+    scale = root.to(block.weights)[block.nodes]
+    return scale, block._replace(weights=block.weights / scale[block.indices], forms=Forms())
+
+
+def equip(model: nn.Module, options: config.Quant, told: QuantizedGraph) -> Quantization:
+    """Puts quantizers round the layers of `model`, whose `quantization` is what is returned. The kernels of its seam
+    have to be there already. Raises UserError: a target that is too small."""
+    assert isinstance(model, Gnn)
+    found = Quantization(options, told)
+    dropout, elu = model.options.dropout or 0.0, model.options.activation in ("elu", "maxk")
+    for at, layer in enumerate(model.layers):
+        assert isinstance(layer, Layer)
+        signed = told.input_signed() if at == 0 else elu
+        if signed is not None:
+            bits = options.bits + (not signed)
+            rule = Rule(signed=signed, local=1.0 if not told.whole else 0.0)
+            quantizer = FeatureQuantizer(told.allocator(options, bits), layer.inputs, rule)
+            dropped = dropout if at or model.drops_features else 0.0
+            quantizer.gain = 1 / (1 - dropped) if dropped < 1 else 1.0
+            layer.add_module("quantizer", quantizer)
+            layer.register_forward_pre_hook(_before(found))
+            found.first = found.first if found.features else at
+            found.features.append(quantizer)
+        if options.weights:
+            a2q.quantize_weights(layer, options.weights)
+        if options.messages or options.aggregates:
+            aggregate = _Aggregate(layer, found)
+            found.columns += [one for one in (aggregate.messages, aggregate.sums) if one is not None]
+            layer.add_module("quantized", aggregate)
+            layer.aggregate, layer.attend = aggregate.forward, aggregate.attend
+    layers = [one.layer for one in found.features]
+    values = sum(float(one.allocator.counts.sum()) * one.columns for one in layers)
+    asked = math.ceil(values / 4) if options.target is None else units.size(options.target, "quant.target")
+    found.target = MemoryTarget(layers, max(asked, 1))
+    for one in found.features:
+        one.shift = found.target.shift
+    vars(model)["quantization"] = found
+    return found
+
+
+def _before(found: Quantization) -> Any:
+    def before(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        (block, rows), quantizer = inputs, module.quantizer
+        assert isinstance(quantizer, FeatureQuantizer)
+        index = found.index(block)
+        values = rows.values if isinstance(rows, Kept) else rows
+        if found.packed:
+            name = f"layers.{found.features.index(quantizer) + found.first}.rows"
+            found.stored[name] = encode(quantizer.codes(values, index))
+            coded = found.stored[name].decoded()
+            values = (coded.codes * STEPS[coded.steps.long()][:, None]).to(values.dtype)
+        else:
+            values = quantizer(values, index)
+        return block, rows._replace(values=values) if isinstance(rows, Kept) else values
+
+    return before
+
+
+def built(model: Gnn, options: config.Quant, told: QuantizedGraph, batch: SubgraphBatch) -> None:
+    """`model` with kernels, quantizers round them, and steps that fit what the untrained network makes of `batch`.
+    Computes in one thread, since ranks may be forked later."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        equip(compiled_aggregate.equip(model), options, told)
+        if batch.blocks[0].edges * (model.options.width or 1) <= MOST_PROBED:
+            begin(model, batch.features, batch.blocks)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@torch.no_grad()
+def begin(model: Gnn, features: Tensor, blocks: tuple[MessageBlock, ...]) -> None:
+    """Steps that fit what the untrained network makes of `features`."""
+    found = quantization_of(model)
+    assert found is not None
+    training = model.training
+    model.eval()
+    for one in found.every:
+        one.beginning = True
+    model(features, blocks)
+    for one in found.every:
+        one.beginning = False
+    model.train(training)
+
+
+# --- what it says of itself ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StoredBytes:
+    """Bytes of the rows of all layers: `codes`; `pairs`: widths and steps, 12 bits of each entry, and of each row where
+    it takes one of a bank; `floats`: what fp32 takes."""
+
+    codes: float
+    pairs: float
+    floats: float
+    values: float
+
+
+def stored_bytes(found: Quantization) -> StoredBytes:
+    """As evaluation has it."""
+    codes = pairs = floats = values = 0.0
+    shift = 0.0 if found.target is None else found.target.shift()
+    for one in found.features:
+        allocator, rows = one.allocator, float(one.allocator.counts.sum())
+        codes += MemoryTarget.bytes_of(one.layer, shift)
+        pairs += (12 * len(allocator.counts) + allocator.side * rows) / 8
+        floats += 4 * rows * one.columns
+        values += rows * one.columns
+    return StoredBytes(codes, pairs, floats, values)
+
+
+def sentence(found: Quantization) -> str:
+    """What a plan says."""
+    options, target = found.options, found.target
+    kind = type(options).__struct_config__.tag
+    one = stored_bytes(found)
+    parts = [f"{name} {bits} bits" for name, bits in _components(options)]
+    if not found.features:
+        return f"Quantization ({kind}): no features, as rows of the input have one value each; {', '.join(parts)}."
+    aim = f"features {options.bits:g} bits"
+    if target is not None and target.layers:
+        aim = f"features at most {units.show_size(target.target)} of codes"
+        aim += f" ({8 * target.target / one.values:.3g} bits a value)"
+    return (
+        f"Quantization ({kind}): {aim}, widths and steps {units.show_size(one.pairs)}, "
+        f"where fp32 takes {units.show_size(one.floats)}; {', '.join(parts)}."
+    )
+
+
+def _components(options: config.Quant) -> list[tuple[str, int]]:
+    named = (("weights", options.weights), ("messages", options.messages), ("sums", options.aggregates))
+    return [(name, bits) for name, bits in named if bits]
+
+
+GROUPS = ((0, 1), (1, 2), (2, 3), (3, 5), (5, 9), (9, 17), (17, 65), (65, 1 << 62))
+"""Degrees in the table of bits."""
+
+
+def tables(found: Quantization) -> list[Table]:
+    """Bits against degree, and bytes, for the report."""
+    if not found.features or found.degrees is None:
+        return []
+    one = stored_bytes(found)
+    sizes: list[tuple[str, str, float]] = [
+        ("codes", units.show_size(one.codes), 8 * one.codes / one.values),
+        ("widths and steps", units.show_size(one.pairs), 8 * one.pairs / one.values),
+        ("fp32", units.show_size(one.floats), 32.0),
+    ]
+    rows: list[list[str | int | float]] = []
+    for low, high in GROUPS:
+        chosen = (found.degrees >= low) & (found.degrees < high)
+        if bool(chosen.any()):
+            label = str(low) if high == low + 1 else f"{low} to {high - 1}" if high < 1 << 62 else f"{low} and more"
+            rows.append([label, int(chosen.sum()), *(_mean_width(found, one, chosen) for one in found.features)])
+    names = [f"bits, rows of {one.columns}" for one in found.features]
+    return [
+        Table(("features", "bytes", "bits a value"), sizes),
+        Table(("degree", "nodes", *names), rows),
+    ]
+
+
+@torch.no_grad()
+def node_widths(found: Quantization, quantizer: FeatureQuantizer) -> Tensor:
+    """float [nodes]: the stored width of each node of the graph; a bank's depends on values and is its mean."""
+    from espalier.quant.base import stored
+
+    allocator = quantizer.allocator
+    shift = 0.0 if found.target is None else found.target.shift()
+    widths = stored((allocator.bits.abs() - shift).clamp(min=1), quantizer.rule.signed).float()
+    assert found.degrees is not None
+    if isinstance(allocator, DegreeBits):
+        entries = allocator.entries_of(widths, RowIndex(None, found.degrees), quantizer.rule.signed)
+        return widths[entries]
+    if isinstance(allocator, NodeBits):
+        return widths[allocator.places.clamp(min=0)]
+    return widths.mean().expand(len(found.degrees))
+
+
+def _mean_width(found: Quantization, quantizer: FeatureQuantizer, chosen: Tensor) -> float:
+    return node_widths(found, quantizer)[chosen].mean().item()
+
+
+# --- the packed model ------------------------------------------------------------------------------------------------
+
+
+def dense_rows(rows: Rows) -> Tensor:
+    """float32, on the CPU."""
+    return dense(rows).detach().float().cpu()
+
+
+def packed_weights(model: nn.Module) -> dict[str, PackedRows]:
+    """The quantized matrices of `model` by name, in packages: a row for each output."""
+    found = {}
+    for name, module in model.named_modules():
+        inner: Any = getattr(module, "parametrizations", None)
+        one = inner["weight"][0] if parametrize.is_parametrized(module, "weight") else None
+        if isinstance(one, ColumnQuantizer):
+            codes, _ = one.codes(inner["weight"].original)
+            widths = torch.full((len(codes),), one.bits, dtype=torch.uint8)
+            found[f"{name}.weight"] = encode(a2q.Coded(codes, widths, step_codes(one.raw_step * STEP_RATE)))
+    return found
+
+
+def packed_input(features: Array) -> tuple[PackedRows, Tensor]:
+    """Features of which each row has one value but 0, as one bit each, and float32 [rows] of that value."""
+    rows = torch.from_numpy(np.ascontiguousarray(features, np.float32))
+    codes = (rows != 0).to(torch.uint8)
+    ones = torch.ones(len(codes), dtype=torch.uint8)
+    return encode(a2q.Coded(codes, ones, ones * 128)), rows.abs().amax(1)

@@ -1,0 +1,238 @@
+"""A2Q: rows of features quantized with a width and a step of their own, both learned. After Zhu et al., ICLR 2023,
+arXiv 2302.00193.
+
+Most nodes of a graph have small aggregates and few have large ones, so a width for each node takes far fewer bits than
+one for all. In semi-supervised tasks few nodes hear of the loss; widths and steps are therefore learned from a node's
+own quantization error (the local gradient), while features get the gradient of the task.
+
+Deviations: a row's error is measured in its own step (mean |x_q - x| / step, the divisor held fixed), and for the width
+in its range (step 2^(B-1)), so that rows of all sizes learn alike and one weight of the memory loss fits all; steps are
+powers of 2^(1/8), see base.py; the gradient of the task passes clipped values (`ste = "pass"`), as in the authors'
+code, whose mask never applies, unless the paper's rule is asked for (`"clip"`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from espalier.errors import UserError
+from espalier.quant.base import MOST, STEP_RATE, BitAllocator, Layer, RowIndex, _Step, largest_code, step_codes, stored
+from espalier.records import Record
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Integer, UInt8
+
+
+RECORD = Record(
+    name="a2q",
+    title="A2Q: a bit width and step size learned for every node",
+    aliases=("a-2q", "aggregation-aware quantization"),
+    paper="ICLR 2023, arXiv 2302.00193",
+    question="How few bits does a value need?",
+    files=("quant/a2q.py", "quant/base.py", "graph/quantized.py"),
+    chosen='graph models whose features, not weights, fill memory or the wire: `quant.kind = "a2q"`, with a target for '
+    "the bytes of their codes",
+    cost="bytes = sum over nodes of width * bits(node) / 8 + 12 bits per node for width and step; one more gradient "
+    "for step and bits per row",
+    law="unpacked codes times step equal the fake-quantized values bit for bit, for every width from 1 to 8",
+    law_test="tests/quant/test_a2q.py::test_unpacked_codes_times_steps_are_the_quantized_values_bit_for_bit",
+    state="partly",
+    remark="graph networks train with learned widths under a target, on whole graphs, drawn neighbourhoods and graphs "
+    "that are classified whole; nodes that training has not seen take the nearest pairs; predictions read packed rows",
+)
+
+
+class Rule(NamedTuple):
+    """How a quantizer rounds and learns.
+
+    Attributes:
+        signed: codes have a sign; else negative values become 0.
+        local: widths and steps follow the quantization error of their own row, times this (0: the gradient of the
+            task).
+        ste: whether the gradient of the task passes values that were clipped.
+    """
+
+    signed: bool = True
+    local: float = 0.0
+    ste: Literal["clip", "pass"] = "pass"
+
+
+def codes_of(x: Tensor, step: Tensor, bits: Tensor, signed: bool) -> Tensor:
+    """sign(x) min(floor(|x| / step + 0.5), 2^(B-1) - 1), in the dtype of `x`; `step` and `bits` broadcast."""
+    x = x if signed else x.clamp(min=0)
+    return x.sign() * torch.minimum((x.abs() / step + 0.5).floor(), largest_code(bits, signed))
+
+
+class FakeQuantize(torch.autograd.Function):
+    """`apply(x, step, bits, rule)`: step * code, with the gradients of the paper's equations 3 to 5.
+
+    With `in` where |x| <= step (2^(B-1) - 1): dx_q/dstep = code - x/step if in, else the largest code with its sign;
+    dx_q/dbits = 0 if in, else sign(x) 2^(B-1) ln 2 step.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, step: Tensor, bits: Tensor, rule: Rule) -> Tensor:
+        """See the class."""
+        ctx.rule = rule
+        ctx.save_for_backward(x, step, bits)
+        return codes_of(x, step, bits, rule.signed) * step
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        """See the class."""
+        x, step, bits = ctx.saved_tensors
+        rule: Rule = ctx.rule
+        upstream = gradients[0]
+        code, largest = codes_of(x, step, bits, rule.signed), largest_code(bits, rule.signed)
+        inside = (x.abs() <= step * largest) if rule.signed else (x <= step * largest) & (x >= 0)
+        dx = upstream if rule.ste == "pass" else upstream * inside
+        unit: Tensor | float = 1.0
+        if rule.local:
+            upstream = (code * step - x).sign() / step * (rule.local * step.numel() / x.numel())
+            unit = largest + 1
+        dstep = upstream * torch.where(inside, code - x / step, code)
+        sign = x.sign() if rule.signed else (x > 0).to(x.dtype)
+        dbits = upstream * torch.where(inside, 0, sign * (largest + 1) / unit * math.log(2) * step)
+        return dx, dstep.sum_to_size(step.shape), dbits.sum_to_size(bits.shape), None
+
+
+class Coded(NamedTuple):
+    """Rows as they are stored: codes int8 (signed) or uint8 [rows, columns]; of each row the stored width, the code of
+    its step (`base.STEPS`), and the entry of its allocator."""
+
+    codes: Integer[Tensor, "rows columns"]
+    widths: UInt8[Tensor, " rows"]
+    steps: UInt8[Tensor, " rows"]
+
+
+class FeatureQuantizer(nn.Module):
+    """Rows of features, quantized. Has state: its allocator's pairs.
+
+    >>> from espalier.quant.base import NodeBits
+    >>> quantizer = FeatureQuantizer(NodeBits(3, bits=4), columns=2, rule=Rule(signed=False, local=1.0))
+    >>> x = torch.tensor([[0.5, 1.0], [0.0, 0.2], [3.0, 0.1]])
+    >>> quantizer.begin(x)
+    >>> bool((quantizer(x) - x).abs().max() < 0.5)
+    True
+
+    Attributes:
+        gain: what dropout multiplies values by while training, and steps with them.
+        share: of the batch that this pass is over: local gradients of several passes then add up to those of one.
+        shift: taken from widths in evaluation, see `base.MemoryTarget`.
+    """
+
+    def __init__(self, allocator: BitAllocator, columns: int, rule: Rule) -> None:
+        super().__init__()
+        self.allocator, self.columns, self.rule = allocator, columns, rule
+        self.gain, self.share, self.beginning = 1.0, 1.0, False
+        self.shift: Any = float
+
+    @property
+    def layer(self) -> Layer:
+        """For a target."""
+        return Layer(self.allocator, self.columns, self.rule.signed)
+
+    def begin(self, x: Float[Tensor, "rows columns"], index: RowIndex | None = None) -> None:
+        """Steps that fit the values `x`."""
+        self.allocator.begin(x, index or RowIndex(), self.rule.signed)
+
+    def _pairs(self, x: Tensor, index: RowIndex) -> tuple[Tensor, Tensor, Tensor | None]:
+        at = self.allocator.entries_of(x, index, self.rule.signed)
+        bits, logarithm = self.allocator.bits, self.allocator.logarithm
+        if not self.training:
+            bits = (bits.abs() - self.shift()).clamp(min=1)
+        return (bits, logarithm, at) if at is None else (bits[at], logarithm[at], at)
+
+    def forward(self, x: Float[Tensor, "rows columns"], index: RowIndex | None = None) -> Float[Tensor, "rows columns"]:
+        """step * code of every value."""
+        index = index or RowIndex()
+        if self.beginning:
+            self.begin(x, index)
+        bits, logarithm, _ = self._pairs(x, index)
+        rule = self.rule._replace(local=self.rule.local * self.share)
+        step = _Step.apply(logarithm)
+        step = step * self.gain if self.training and self.gain != 1 else step
+        found: Tensor = FakeQuantize.apply(x, step.to(x.dtype)[:, None], bits.to(x.dtype)[:, None], rule)
+        return found
+
+    @torch.no_grad()
+    def codes(self, x: Float[Tensor, "rows columns"], index: RowIndex | None = None) -> Coded:
+        """What `forward` rounds `x` to, in integers: `codes * STEPS[steps]` are its very numbers."""
+        bits, logarithm, _ = self._pairs(x, index or RowIndex())
+        steps = _Step.apply(logarithm).to(x.dtype)[:, None]
+        kind = torch.int8 if self.rule.signed else torch.uint8
+        codes = codes_of(x, steps, bits.to(x.dtype)[:, None], self.rule.signed).to(kind)
+        return Coded(codes, stored(bits, self.rule.signed), step_codes(logarithm))
+
+
+class ColumnQuantizer(nn.Module):
+    """Columns of a matrix of `bits` each with a learned step: weights (by output), messages X W, and sums. Has state:
+    the steps. A `local` one learns them from its own error, else from the task."""
+
+    def __init__(self, columns: int, bits: int, local: bool, dim: int = 1) -> None:
+        super().__init__()
+        if not 2 <= bits <= MOST:
+            raise UserError(f"{bits} bits of signed codes are not possible.", do=f"2 to {MOST}")
+        self.raw_step = nn.Parameter(torch.full((columns,), -3 / STEP_RATE))
+        self.bits, self.local, self.dim = bits, local, dim
+        self.share, self.beginning = 1.0, False
+
+    def _step(self, x: Tensor) -> Tensor:
+        step: Tensor = _Step.apply(self.raw_step * STEP_RATE).to(x.dtype)
+        return step[None, :] if self.dim == 1 else step[:, None]
+
+    @torch.no_grad()
+    def begin(self, x: Float[Tensor, "rows columns"]) -> None:
+        """Steps that fit the values of `x`, as LSQ begins."""
+        sizes = x.abs().mean(1 - self.dim)
+        middle = sizes[sizes > 0].median() if bool((sizes > 0).any()) else torch.ones(())
+        sizes = torch.where(sizes > 0, sizes, middle)
+        self.raw_step.copy_((2 * sizes / math.sqrt(2 ** (self.bits - 1) - 1)).log2() / STEP_RATE)
+
+    def forward(self, x: Float[Tensor, "rows columns"]) -> Float[Tensor, "rows columns"]:
+        """step * code of every value."""
+        if self.beginning:
+            self.begin(x)
+        step = self._step(x)
+        bits = step.new_full(step.shape, self.bits).detach()
+        found: Tensor = FakeQuantize.apply(x, step, bits, Rule(local=self.share if self.local else 0.0))
+        return found
+
+    @torch.no_grad()
+    def codes(self, x: Float[Tensor, "rows columns"]) -> tuple[Tensor, Tensor]:
+        """int8 codes, and the step of each column (or row): `codes * step` is what `forward` gives."""
+        step = self._step(x)
+        return codes_of(x, step, step.new_full(step.shape, self.bits), True).to(torch.int8), step
+
+
+def quantize_weights(module: nn.Module, bits: int) -> None:
+    """Every `nn.Linear` (and PyG's) below `module` multiplies by a weight of `bits` bits, a learned step for each
+    output. Raises UserError: bits outside 2 to 8."""
+    for layer in [one for one in module.modules() if isinstance(getattr(one, "weight", None), nn.Parameter)]:
+        weight = layer.weight
+        if isinstance(weight, Tensor) and weight.ndim == 2 and not isinstance(layer, nn.Embedding):
+            quantizer = ColumnQuantizer(len(weight), bits, local=False, dim=0)
+            quantizer.begin(weight)
+            parametrize.register_parametrization(layer, "weight", quantizer, unsafe=True)
+
+
+def quantize_inputs(layer: nn.Module, quantizer: FeatureQuantizer) -> None:
+    """The rows that `layer` is called with (its first argument) are quantized: for anybody's layer of message passing,
+    PyG's among them. The quantizer becomes a part of the layer."""
+    layer.add_module("quantizer", quantizer)
+
+    def before(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (quantizer(inputs[0]), *inputs[1:])
+
+    layer.register_forward_pre_hook(before)
+
+
+def quantizers_of(model: nn.Module) -> Iterable[FeatureQuantizer]:
+    """All in `model`, in order."""
+    return [one for one in model.modules() if isinstance(one, FeatureQuantizer)]

@@ -1,0 +1,343 @@
+"""BitAllocator: which width and which step each row of a matrix has. Four policies: one pair for every node, for every
+degree, from a bank by the row's largest value, or one for all.
+
+The widths are those of A2Q (arXiv 2302.00193): a row of `bits` B = round(|b|) has codes of at most 2^(B-1) - 1. Signed
+codes take B bits; of rows without negative values the sign is left out, and they take B - 1. B = 1 leaves zero alone,
+which takes nothing. Deviations: steps are learned by their logarithm and are powers of 2^(1/8), so that a step is one
+byte in a file and the file holds the very numbers that training saw.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from espalier.errors import UserError
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Float32, Int64, Shaped, UInt8
+
+MOST = 8
+"""Bits of a stored code at most."""
+OCTAVE = 8
+"""Steps between one and its double."""
+BIT_RATE, STEP_RATE = 10.0, 8.0
+"""How much faster than the weights, at GCN's rate of 0.01, A2Q's authors move bits (0.1) and steps (0.04); Adam moves
+every parameter by its rate, whatever the size of its gradient, so a factor on the parameter is one on the rate."""
+GRADIENT = 1e-3
+"""What gradients of widths and steps are multiplied by, which Adam does not see: thousands of them together would else
+be most of the norm by which all gradients are clipped."""
+
+
+def _steps() -> Tensor:
+    octaves, parts = np.divmod(np.arange(-128, 128), OCTAVE)
+    short = np.round(np.exp2(np.arange(OCTAVE) / OCTAVE) * 128) / 128
+    return torch.from_numpy(np.ldexp(short.astype(np.float32)[parts], octaves))
+
+
+STEPS: Float32[Tensor, " 256"] = _steps()
+"""The step of each step code, which is a byte: 2^((code - 128) / 8) to 8 binary digits, 1.5e-5 to 6e4. A code of 8 bits
+times a step is then a float32 without rounding, and so is every sum of less than 2^16 codes of one step: sums of
+quantized values are those of the integers, to the bit."""
+
+
+class RowIndex(NamedTuple):
+    """Which nodes rows are of: `ids` int64 [rows] (None: all nodes in order), and their in-degrees int64 [rows]."""
+
+    ids: Tensor | None = None
+    degrees: Tensor | None = None
+
+
+class _Learned(torch.autograd.Function):
+    """A parameter times its rate, its gradient made small."""
+
+    @staticmethod
+    def forward(ctx: Any, raw: Tensor, rate: float) -> Tensor:
+        ctx.rate = rate
+        return raw * rate
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] * (ctx.rate * GRADIENT), None
+
+
+class _Step(torch.autograd.Function):
+    """The step nearest to 2^logarithm; the gradient is that of the logarithm as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, logarithm: Tensor) -> Tensor:
+        step = STEPS.to(logarithm.device)[step_codes(logarithm).long()].to(logarithm.dtype)
+        ctx.save_for_backward(step)
+        return step
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (step,) = ctx.saved_tensors
+        return gradients[0] * step * math.log(2)
+
+
+def step_codes(logarithm: Shaped[Tensor, " entries"]) -> UInt8[Tensor, " entries"]:
+    """The step code of log2(step)."""
+    return ((logarithm * OCTAVE).round().clamp(-128, 127) + 128).to(torch.uint8)
+
+
+def rounded(bits: Tensor, signed: bool) -> Tensor:
+    """B of real-valued bits: 1 to 8, or to 9 where codes have no sign."""
+    return bits.abs().round().clamp(1, MOST if signed else MOST + 1)
+
+
+def stored(bits: Tensor, signed: bool) -> UInt8[Tensor, " entries"]:
+    """Bits that a code takes in memory: of B = 1 none."""
+    whole = rounded(bits, signed)
+    return torch.where(whole == 1, 0, whole if signed else whole - 1).to(torch.uint8)
+
+
+def largest_code(bits: Tensor, signed: bool) -> Tensor:
+    """2^(B-1) - 1."""
+    return torch.exp2(rounded(bits, signed) - 1) - 1
+
+
+class BitAllocator(nn.Module):
+    """A width and a step for each row. Has state: the pairs, learned, and how many rows each stands for.
+
+    Attributes:
+        counts: float [entries], rows of the whole matrix that have the pair.
+        learned: whether widths are; else they stay as they begin.
+    """
+
+    counts: Tensor
+    side = 0.0
+    """Bits beside the pairs that a stored row takes, to say which pair it has."""
+
+    def __init__(self, entries: int, bits: float, counts: Tensor | None = None, learned: bool = True) -> None:
+        super().__init__()
+        self.raw_bits = nn.Parameter(torch.full((entries,), bits / BIT_RATE), requires_grad=learned)
+        self.raw_step = nn.Parameter(torch.full((entries,), -3 / STEP_RATE))
+        self.learned = learned
+        self.register_buffer("counts", torch.ones(entries) if counts is None else counts.float())
+
+    @property
+    def bits(self) -> Float[Tensor, " entries"]:
+        """Real-valued, the sign included."""
+        found: Tensor = _Learned.apply(self.raw_bits, BIT_RATE)
+        return found
+
+    @property
+    def logarithm(self) -> Float[Tensor, " entries"]:
+        """log2 of the steps before they are rounded."""
+        found: Tensor = _Learned.apply(self.raw_step, STEP_RATE)
+        return found
+
+    @property
+    def steps(self) -> Float[Tensor, " entries"]:
+        """As stored."""
+        found: Tensor = _Step.apply(self.logarithm)
+        return found
+
+    def entries_of(self, x: Tensor, index: RowIndex, signed: bool) -> Int64[Tensor, " rows"] | None:
+        """The entry of each row of `x`; None: row i has entry i."""
+        return torch.zeros(len(x), dtype=torch.int64, device=x.device)
+
+    @torch.no_grad()
+    def begin(self, x: Float[Tensor, "rows columns"], index: RowIndex, signed: bool) -> None:
+        """Steps from values: 2 mean|x| / sqrt(largest code), as LSQ begins (arXiv 1902.08153, section 2.1); of pairs
+        without values the median of the others. Rows of zeros do not count."""
+        at, sizes = self.entries_of(x, index, signed), x.abs().mean(1)
+        at = torch.arange(len(x), device=x.device) if at is None else at
+        at, sizes = at[sizes > 0], sizes[sizes > 0]
+        if not len(at):
+            return
+        zeros = self.counts.new_zeros(len(self.counts))
+        sums, found = zeros.index_add(0, at, sizes.to(zeros.dtype)), zeros.index_add(0, at, torch.ones_like(at).float())
+        means = torch.where(found > 0, sums / found.clamp(min=1), sizes.median().to(zeros.dtype))
+        largest = largest_code(self.bits, signed).clamp(min=1)
+        self.raw_step.copy_((2 * means / largest.sqrt()).log2() / STEP_RATE)
+
+
+class UniformBits(BitAllocator):
+    """One pair for all rows; its width is fixed."""
+
+    def __init__(self, rows: int, bits: float) -> None:
+        super().__init__(1, bits, torch.tensor([float(rows)]), learned=False)
+
+
+class NodeBits(BitAllocator):
+    """One pair for each node (A2Q). A node that no step has seen takes the pair of those that some has, whose range is
+    nearest to its largest value. Has state besides: `seen` float [entries], 1 where a step has.
+
+    `places`: which entry each node of the graph at hand has, -1: none, as it was not there in training.
+    """
+
+    places: Tensor
+    seen: Tensor
+
+    def __init__(self, nodes: int, bits: float, places: Tensor | None = None) -> None:
+        super().__init__(nodes, bits)
+        self.register_buffer("places", torch.arange(nodes) if places is None else places, persistent=False)
+        self.register_buffer("seen", torch.zeros(nodes))
+
+    def entries_of(self, x: Tensor, index: RowIndex, signed: bool) -> Int64[Tensor, " rows"] | None:
+        """By the node, unseen ones by value."""
+        at = self.places if index.ids is None else self.places[index.ids]
+        if self.training:
+            self.seen[at] = 1.0
+            return at
+        strange = (at < 0) | (self.seen[at] == 0)
+        if not bool(strange.any()) or not bool(self.seen.any()):
+            return at
+        known = torch.nonzero(self.seen)[:, 0]
+        found = known[nearest(x, self.bits[known], self.steps[known], signed)]
+        return torch.where(strange, found, at)
+
+
+def _thresholds() -> Tensor:
+    single = np.arange(1, 65)
+    wider = 64 * np.exp2(np.arange(1, 8 * 18 + 1) / 8)
+    return torch.from_numpy(np.concatenate([single, np.unique(wider.astype(np.int64))]))
+
+
+DEGREES: Int64[Tensor, " entries-1"] = _thresholds()
+"""The least degree of each entry but the first: up to 64 each has its own, above eight share each doubling."""
+
+
+class DegreeBits(BitAllocator):
+    """One pair for each in-degree (MEGA), so that a node nobody has seen has one. A degree that the training graph
+    lacks has the pair of the nearest degree that it has."""
+
+    def __init__(self, degrees: Int64[Tensor, " nodes"], bits: float) -> None:
+        counts = torch.bincount(torch.bucketize(degrees, DEGREES, right=True), minlength=len(DEGREES) + 1)
+        super().__init__(len(DEGREES) + 1, bits, counts)
+
+    def entries_of(self, x: Tensor, index: RowIndex, signed: bool) -> Int64[Tensor, " rows"] | None:
+        """By degree."""
+        assert index.degrees is not None
+        at = torch.bucketize(index.degrees, DEGREES.to(index.degrees.device), right=True)
+        known = torch.nonzero(self.counts > 0)[:, 0]
+        if len(known) in (0, len(self.counts)):
+            return at
+        above = torch.searchsorted(known, torch.arange(len(self.counts), device=known.device)).clamp(max=len(known) - 1)
+        below, here = (above - 1).clamp(min=0), torch.arange(len(self.counts), device=known.device)
+        nearer = (known[above] - here).abs() < (here - known[below]).abs()
+        return torch.where(nearer, known[above], known[below])[at]
+
+
+class BankBits(BitAllocator):
+    """A bank of pairs for graphs that nobody has seen: each row takes the pair whose range is nearest to its largest
+    value (A2Q's nearest neighbour strategy)."""
+
+    side = 16.0
+
+    def __init__(self, rows: int, bits: float, pairs: int = 1000) -> None:
+        super().__init__(pairs, bits, torch.full((pairs,), rows / pairs))
+        spread = torch.linspace(-8, 2, pairs)
+        self.raw_step.data.copy_(spread / STEP_RATE)
+
+    def entries_of(self, x: Tensor, index: RowIndex, signed: bool) -> Int64[Tensor, " rows"] | None:
+        """By value."""
+        return nearest(x, self.bits, self.steps, signed)
+
+    def begin(self, x: Tensor, index: RowIndex, signed: bool) -> None:
+        """Steps over the range of the rows' largest values, evenly by their logarithm."""
+        largest = x.detach().abs().amax(1)
+        largest = largest[largest > 0]
+        if len(largest):
+            ends = (largest.quantile(torch.tensor([0.001, 0.999], dtype=x.dtype))).log2()
+            code = math.log2(max(1.0, float(largest_code(self.bits[:1].detach(), signed))))
+            spread = torch.linspace(float(ends[0]) - 0.5, float(ends[1]) + 0.5, len(self.counts)) - code
+            self.raw_step.data.copy_(spread / STEP_RATE)
+
+
+@torch.no_grad()
+def nearest(x: Float[Tensor, "rows columns"], bits: Tensor, steps: Tensor, signed: bool) -> Int64[Tensor, " rows"]:
+    """The pair whose largest value is nearest to that of each row; of equal ones the first by (value, number).
+
+    O(rows log pairs): the pairs are sorted, and of each row's two neighbours the nearer one is taken.
+    """
+    ranges = steps * largest_code(bits, signed)
+    order = torch.argsort(ranges, stable=True)
+    found, wanted = ranges[order], x.detach().abs().amax(1)
+    above = torch.searchsorted(found, wanted).clamp(max=len(found) - 1)
+    below = (above - 1).clamp(min=0)
+    nearer = (found[above] - wanted).abs() < (wanted - found[below]).abs()
+    ends = torch.where(nearer, above, below)
+    return order[torch.searchsorted(found, found[ends])]
+
+
+# --- a target ---------------------------------------------------------------------------------------------------------
+
+
+class Layer(NamedTuple):
+    """What a target is over: an allocator, the columns of its rows, and whether its codes are signed."""
+
+    allocator: BitAllocator
+    columns: int
+    signed: bool
+
+
+class MemoryTarget:
+    """Codes of all layers in at most `target` bytes, as A2Q counts them: steps and widths come on top. Has state: the
+    shift it has found last.
+
+    `penalty` moves widths there while training, as A2Q's memory loss does: relu(bytes - target)^2, here as a share of
+    the target and in proportion to the rows, so that one weight fits all graphs. Evaluation keeps to the target
+    exactly: all widths are taken down by the same `shift`, the least that is enough.
+
+    Raises UserError: a target in which not every row of every layer could have one bit.
+    """
+
+    weight = 1.0
+
+    def __init__(self, layers: Sequence[Layer], target: int) -> None:
+        self.layers, self.target = [one for one in layers if one.allocator.learned], target
+        self.rows = sum(float(one.allocator.counts.sum()) for one in self.layers)
+        least = math.ceil(self.rows / 8)
+        if self.layers and target < least:
+            raise UserError(
+                f"quant.target is {target:,} bytes, and one bit for each of {round(self.rows):,} rows takes {least:,}.",
+                why="a row with less has no value at all",
+                do=f'quant.target = "{least}B" or more; with 2 bits for each value it is '
+                f"{math.ceil(sum(float(one.allocator.counts.sum()) * one.columns for one in self.layers) / 4):,} bytes",
+            )
+        self._known: tuple[list[Tensor], float] = ([], 0.0)
+
+    def bytes_at(self, shift: float = 0.0) -> float:
+        """Bytes of the codes where every width is taken down by `shift` before it is rounded."""
+        return sum(self.bytes_of(one, shift) for one in self.layers)
+
+    @staticmethod
+    def bytes_of(layer: Layer, shift: float = 0.0) -> float:
+        """Of one layer; each row begins with a byte."""
+        bits = (layer.allocator.bits.detach().abs() - shift).clamp(min=1)
+        rows = torch.ceil(stored(bits, layer.signed).double() * layer.columns / 8)
+        return float(rows @ layer.allocator.counts.double())
+
+    def penalty(self) -> Tensor:
+        """The loss that counts in gradients; 0 at and below the target."""
+        total: Any = 0.0
+        for one in self.layers:
+            width = (one.allocator.bits.abs() - (1 - one.signed)).clamp(min=0)
+            total = total + (width @ one.allocator.counts.to(width.dtype)) * one.columns / 8
+        excess = torch.as_tensor(total / self.target - 1).clamp(min=0)
+        return self.weight * self.rows * excess.square()
+
+    def shift(self) -> float:
+        """See the class; found anew when widths have changed."""
+        now, (before, found) = [one.allocator.raw_bits.detach() for one in self.layers], self._known
+        if not before or not all(map(torch.equal, now, before)):
+            found = self._least()
+            self._known = ([one.clone() for one in now], found)
+        return found
+
+    def _least(self) -> float:
+        low, high = 0.0, MOST + 1.0
+        if self.bytes_at() <= self.target:
+            return low
+        for _ in range(30):
+            middle = (low + high) / 2
+            low, high = (low, middle) if self.bytes_at(middle) <= self.target else (middle, high)
+        return high

@@ -1,0 +1,406 @@
+"""Adaptive-Package: rows of codes of different widths and sparsity, in packages of 64, 128 or 192 bits. After MEGA
+(Zhu et al., HPCA 2024, arXiv 2311.09775, section IV).
+
+A package is `mode (2 bits) | width - 1 (3 bits) | codes | zeros`: the mode tells its length (0: 64, 1: 128, 2: 192), a
+code never straddles two packages. Only codes that are not 0 are stored; which those are stands in a bitmap, or (our
+mode `index`) in lists of columns, which are shorter where few are left; `dense` stores all codes and no list.
+Consecutive rows of one width share packages. The paper leaves the file open; ours is
+
+    b"ESPKG1\\0\\0" | length of the header (u32) | header (JSON) | streams, each filled up to 8 bytes
+
+with the streams `packages`, `occupied` (bitmap or lists), `index` (for every 64 rows where their first code is),
+`rows` (for each row the number of its pair) and `pairs` (width and step code, two bytes each).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+
+from espalier.errors import UserError
+from espalier.quant.a2q import Coded
+from espalier.records import Record
+
+RECORD = Record(
+    name="mega",
+    title="MEGA: bits by node degree, a packed format for mixed widths, and edges condensed for sequential reads",
+    aliases=("adaptive-package", "condense-edge"),
+    paper="HPCA 2024, arXiv 2311.09775",
+    question="How few bits does a value need?",
+    files=("quant/mega/", "quant/packed_spmm.py"),
+    chosen='quantized graph features of nodes that training has not seen: `quant.kind = "mega"`; its accelerator '
+    "simulator runs on request only",
+    cost="bytes = packages + bitmaps + index + degree table, counted apart; one write and one read per source of a "
+    "cross-part edge",
+    law="decoding a stream gives back every code; every cross-part edge is served exactly once",
+    law_test="tests/quant/test_package.py::test_decoding_gives_back_every_code",
+    bench="bench/mega.py",
+    state="partly",
+    remark="widths by degree, the packed format and its file (`export --to packed`), products that read packed rows, "
+    "condensed edges, the simulator (`espalier explain RUN --energy`); the plan of condensed edges orders no disk "
+    "layout and no halo message yet",
+)
+
+Array = NDArray[Any]
+Occupied = Literal["bitmap", "index", "dense"]
+
+MAGIC = b"ESPKG1\0\0"
+GROUP = 64
+"""Rows of an entry of the index."""
+HEADER = 5
+"""Bits of a package's header."""
+STREAMS = ("packages", "occupied", "index", "rows", "pairs")
+
+
+def capacity(words: Any, width: Any) -> Any:
+    """Codes of `width` bits in a package of so many 64-bit words."""
+    return (64 * words - HEADER) // width
+
+
+def greedy(codes: int, width: int) -> list[int]:
+    """Words of the packages of a run: the longest while more is left than a middle one holds, then the shortest that
+    holds the rest."""
+    most = capacity(3, width)
+    whole, rest = divmod(codes, most)
+    return [3] * whole + [next(words for words in (1, 2, 3) if capacity(words, width) >= rest)] * bool(rest)
+
+
+def optimal(codes: int, width: int) -> list[int]:
+    """Words of packages that hold so many codes in the least space.
+
+    Three of one length are never better than longer ones of as many words, nor is a short one beside a middle one; two
+    short or two middle ones beside long ones remain to be tried.
+    """
+    most, best = capacity(3, width), None
+    for ends in ([], [1], [2], [1, 1], [2, 2]):
+        rest = max(0, codes - sum(capacity(words, width) for words in ends))
+        found = [3] * -(-rest // most) + ends
+        if best is None or sum(found) < sum(best):
+            best = found
+    assert best is not None
+    return best
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bits of a packed matrix by what they are for; together the file's, less what is around the matrix."""
+
+    payload: int
+    header: int
+    padding: int
+    bitmap: int
+    index: int
+    steps: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return sum(astuple(self))
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """A matrix of codes in packages.
+
+    Attributes:
+        rows, columns, signed: of the codes (int8 or uint8).
+        occupied: how the columns of stored codes are told.
+        streams: uint8 arrays by name, see the module. sizes: what their bits are.
+    """
+
+    rows: int
+    columns: int
+    signed: bool
+    occupied: Occupied
+    streams: Mapping[str, Array]
+    sizes: Sizes
+
+    @property
+    def nbytes(self) -> int:
+        """Of all streams."""
+        return sum(one.nbytes for one in self.streams.values())
+
+    def decoded(self, start: int = 0, stop: int | None = None) -> Coded:
+        """Codes, widths and steps of rows `[start, stop)`; of packages only those of their groups of 64 are read.
+
+        Raises UserError naming the bit at which packages are damaged.
+        """
+        from espalier.quant.mega import package_cpu
+
+        stop = self.rows if stop is None else stop
+        widths, steps = self.pairs()
+        counts = self._counts()
+        first, last = start // GROUP, -(-stop // GROUP)
+        begin, end = first * GROUP, min(self.rows, last * GROUP)
+        codes = np.zeros((end - begin, self.columns), np.uint8)
+        found = package_cpu.decode(
+            self.streams["packages"].view(np.uint64),
+            (widths, counts, self._occupied(counts), self.streams["index"].view(np.uint64).reshape(-1, 3)),
+            (begin, end, int(self.signed), ("bitmap", "index", "dense").index(self.occupied)),
+            codes,
+        )
+        if found >= 0:
+            raise UserError(f"The package at bit {found} is damaged.", why="its mode or width is not that of its rows")
+        kept = slice(start - begin, stop - begin)
+        whole = torch.from_numpy(codes[kept])
+        told = torch.from_numpy(widths[start:stop]), torch.from_numpy(steps[start:stop])
+        return Coded(whole.view(torch.int8) if self.signed else whole, *told)
+
+    def pairs(self) -> tuple[Array, Array]:
+        """uint8 [rows] widths and step codes."""
+        pairs = self.streams["pairs"].reshape(-1, 2)
+        if not self.rows:
+            return np.zeros(0, np.uint8), np.zeros(0, np.uint8)
+        bits = _bits_for(len(pairs))
+        at = _read_bits(self.streams["rows"], self.rows, bits)
+        if int(at.max(initial=0)) >= len(pairs):
+            raise UserError(f"Row {int(at.argmax())} names pair {int(at.max())} of {len(pairs)}.", do="pack it anew")
+        return np.ascontiguousarray(pairs[at, 0]), np.ascontiguousarray(pairs[at, 1])
+
+    def _counts(self) -> Array:
+        """int64 [rows]: stored codes of each row."""
+        stream = self.streams["occupied"]
+        if self.occupied == "dense":
+            return np.where(self.pairs()[0] > 0, self.columns, 0).astype(np.int64)
+        if self.occupied == "bitmap":
+            width = -(-self.columns // 8)
+            return np.bitwise_count(stream[: self.rows * width].reshape(self.rows, width)).sum(1, dtype=np.int64)
+        return _read_bits(stream, self.rows, _bits_for(self.columns + 1)).astype(np.int64)
+
+    def _occupied(self, counts: Array) -> Array:
+        """Bitmap bytes [rows * ceil(columns / 8)], or the columns of all stored codes as uint32."""
+        stream = self.streams["occupied"]
+        if self.occupied != "index":
+            return stream
+        begin = -(-self.rows * _bits_for(self.columns + 1) // 8)
+        return _read_bits(stream[begin:], int(counts.sum()), _bits_for(self.columns)).astype(np.uint32).view(np.uint8)
+
+
+def _bits_for(values: int) -> int:
+    """Bits that tell so many values apart."""
+    return max(1, (max(values, 1) - 1).bit_length())
+
+
+def _write_bits(values: Array, bits: int) -> Array:
+    """`values` of `bits` bits each, the lowest first, as bytes."""
+    spread = (values.astype(np.uint32)[:, None] >> np.arange(bits, dtype=np.uint32)) & 1
+    return np.packbits(spread.astype(np.uint8).reshape(-1), bitorder="little")
+
+
+def _read_bits(stream: Array, count: int, bits: int) -> Array:
+    """What `_write_bits` wrote."""
+    if not count:
+        return np.zeros(0, np.uint32)
+    found = np.unpackbits(stream, count=count * bits, bitorder="little").reshape(count, bits)
+    return found.astype(np.uint32) @ (np.uint32(1) << np.arange(bits, dtype=np.uint32))
+
+
+def encode(coded: Coded, packages: Any = optimal, occupied: Occupied | None = None) -> PackedRows:
+    """`coded` in packages.
+
+    Args:
+        coded: codes int8 or uint8 [rows, columns] that fit the widths 0 to 8 of their rows; rows of width 0 are 0.
+        packages: `optimal` or `greedy`, which say how a run of codes is cut.
+        occupied: None: whatever takes the least.
+    Raises UserError: a code that its width cannot hold.
+    """
+    codes, widths = coded.codes.numpy(), coded.widths.numpy().astype(np.int64)
+    signed = codes.dtype == np.int8
+    _refuse(codes, widths, signed)
+    if occupied is None:
+        found = [encode(coded, packages, one) for one in ("bitmap", "index", "dense")]
+        return min(found, key=lambda one: one.nbytes)
+    rows, columns = codes.shape
+    stored = (widths > 0)[:, None] & ((codes != 0) if occupied != "dense" else np.ones_like(codes, bool))
+    counts = stored.sum(1).astype(np.int64)
+    values = codes[stored].view(np.uint8).astype(np.uint64)
+    layout = _laid_out(widths, counts, packages)
+    streams = {"packages": _packages(layout, np.repeat(widths, counts), values)}
+    streams["occupied"], told = _told(stored, counts, occupied)
+    streams["index"] = _index(layout, counts)
+    pairs, at = np.unique(np.stack([widths, coded.steps.numpy()], 1).astype(np.uint8), axis=0, return_inverse=True)
+    streams["rows"] = _write_bits(at.reshape(-1), _bits_for(len(pairs)))
+    streams["pairs"] = pairs.reshape(-1)
+    bits = {name: 8 * one.nbytes for name, one in streams.items()}
+    payload, headers = int(np.repeat(widths, counts).sum()), HEADER * len(layout.widths)
+    steps = 16 * len(pairs) + rows * _bits_for(len(pairs))
+    padding = bits["packages"] - payload - headers + bits["occupied"] - told + bits["rows"] + bits["pairs"] - steps
+    sizes = Sizes(payload, headers, padding, told, bits["index"], steps)
+    return PackedRows(rows, columns, bool(signed), occupied, streams, sizes)
+
+
+def _refuse(codes: Array, widths: Array, signed: bool) -> None:
+    if len(widths) and (widths.min() < 0 or widths.max() > 8):
+        at = int(np.flatnonzero((widths < 0) | (widths > 8))[0])
+        raise UserError(f"Row {at} has {int(widths[at])} bits.", do="give it 0 to 8")
+    shift = widths[:, None]
+    low, high = (-(1 << shift >> 1), (1 << shift >> 1)) if signed else (0 * shift, 1 << shift)
+    bad = np.flatnonzero(((codes < low) | (codes >= np.maximum(high, 1))).any(1))
+    if len(bad):
+        raise UserError(f"Row {int(bad[0])} holds codes that {int(widths[bad[0]])} bits cannot hold.")
+
+
+class Layout(NamedTuple):
+    """Packages: their width and words, the words before them; of each value its package and place in it."""
+
+    widths: Array
+    words: Array
+    before: Array
+    package: Array
+    place: Array
+
+
+def _laid_out(widths: Array, counts: Array, packages: Any) -> Layout:
+    """One run for consecutive rows of one width; rows without codes end none."""
+    some = np.flatnonzero(counts)
+    starts = np.flatnonzero(np.diff(widths[some], prepend=-1))
+    totals = np.add.reduceat(counts[some], starts) if len(some) else np.zeros(0, np.int64)
+    of_run = widths[some][starts] if len(some) else np.zeros(0, np.int64)
+    known: dict[tuple[int, int], list[int]] = {}
+    cut = []
+    for total, width in zip(totals.tolist(), of_run.tolist(), strict=True):
+        if (total, width) not in known:
+            known[total, width] = packages(total, width)
+        cut.append(known[total, width])
+    lengths = np.array([len(one) for one in cut], np.int64)
+    words = np.array([word for one in cut for word in one], np.int64)
+    each = np.repeat(of_run, lengths)
+    room = capacity(words, np.maximum(each, 1))
+    ends = np.cumsum(room) if len(room) else room
+    first = np.concatenate([[0], np.cumsum(lengths)])[:-1].astype(np.int64)  # first package of each run
+    base = np.concatenate([[0], ends])[first] if len(first) else first
+    within = np.arange(int(totals.sum())) - np.repeat(np.concatenate([[0], np.cumsum(totals)])[:-1], totals)
+    spot = np.repeat(base, totals) + within
+    package = np.searchsorted(ends, spot, side="right")
+    place = spot - np.concatenate([[0], ends])[package] if len(ends) else spot
+    return Layout(each, words, np.concatenate([[0], np.cumsum(words)]).astype(np.int64), package, place)
+
+
+def _packages(layout: Layout, width_of: Array, values: Array) -> Array:
+    bits = np.zeros(64 * int(layout.before[-1]), np.uint8)
+    starts = 64 * layout.before[:-1]
+    header = (layout.words - 1) | ((layout.widths - 1) << 2)
+    for bit in range(HEADER):
+        bits[starts + bit] = (header >> bit) & 1
+    at = starts[layout.package] + HEADER + layout.place * width_of if len(values) else np.zeros(0, np.int64)
+    for bit in range(8):
+        some = width_of > bit
+        bits[at[some] + bit] = (values[some] >> np.uint64(bit)) & np.uint64(1)
+    return np.packbits(bits, bitorder="little")
+
+
+def _told(stored: Array, counts: Array, occupied: Occupied) -> tuple[Array, int]:
+    """Which columns are stored, and the bits that say so."""
+    if occupied == "dense":
+        return np.zeros(0, np.uint8), 0
+    if occupied == "bitmap":
+        return np.packbits(stored, axis=1, bitorder="little").reshape(-1), stored.size
+    of_count, of_column = _bits_for(stored.shape[1] + 1), _bits_for(stored.shape[1])
+    columns = np.nonzero(stored)[1]
+    streams = [_write_bits(counts, of_count), _write_bits(columns, of_column)]
+    return np.concatenate(streams), len(counts) * of_count + len(columns) * of_column
+
+
+def _index(layout: Layout, counts: Array) -> Array:
+    """For every 64 rows: words before the package of their first code, its place there, and codes before it; uint64."""
+    before = np.concatenate([[0], np.cumsum(counts)])[: len(counts) : GROUP].astype(np.int64)
+    inside = before < len(layout.package)
+    package = layout.package[before[inside]]
+    found = np.zeros((len(before), 3), np.uint64)
+    found[inside, 0], found[inside, 1] = layout.before[package], layout.place[before[inside]]
+    found[:, 2] = before
+    return found.reshape(-1).view(np.uint8)
+
+
+# --- the file ---------------------------------------------------------------------------------------------------------
+
+
+def write(path: Path, matrices: Mapping[str, PackedRows], facts: Mapping[str, Any] | None = None) -> int:
+    """Writes named matrices, and `facts` (plain values) beside them; the file's length in bytes."""
+    return path.write_bytes(to_bytes(matrices, facts))
+
+
+def to_bytes(matrices: Mapping[str, PackedRows], facts: Mapping[str, Any] | None = None) -> bytes:
+    """The file."""
+    table: dict[str, Any] = {"facts": dict(facts or {}), "matrices": {}}
+    body = bytearray()
+    for name, one in matrices.items():
+        places = {}
+        for stream in STREAMS:
+            data = one.streams[stream].tobytes()
+            places[stream] = [len(body), len(data), xxhash.xxh3_64_hexdigest(data)]
+            body += data + b"\0" * (-len(data) % 8)
+        table["matrices"][name] = {
+            "rows": one.rows,
+            "columns": one.columns,
+            "signed": one.signed,
+            "occupied": one.occupied,
+            "sizes": astuple(one.sizes),
+            "streams": places,
+        }
+    table["length"] = len(body)
+    header = json.dumps(table, separators=(",", ":")).encode()
+    header += b" " * (-(len(MAGIC) + 4 + len(header)) % 8)
+    return MAGIC + len(header).to_bytes(4, "little") + header + bytes(body)
+
+
+def file_sizes(data: bytes) -> Sizes:
+    """What the bits of a file are for: together 8 times its length."""
+    length = len(MAGIC) + 4 + int.from_bytes(data[len(MAGIC) : len(MAGIC) + 4], "little")
+    found = [one["sizes"] for one in json.loads(data[len(MAGIC) + 4 : length])["matrices"].values()]
+    total = Sizes(*(sum(parts) for parts in zip((0,) * 6, *found, strict=True)))
+    filled = 8 * (len(data) - length) - total.total
+    return replace(total, header=total.header + 8 * length, padding=total.padding + filled)
+
+
+def read(path: Path) -> tuple[dict[str, PackedRows], dict[str, Any]]:
+    """Matrices and facts of the file at `path`. Raises UserError naming the byte at which it is cut off or damaged."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.", do="espalier export RUN --to packed") from None
+    return from_bytes(data, str(path))
+
+
+def from_bytes(data: bytes, name: str = "the package") -> tuple[dict[str, PackedRows], dict[str, Any]]:
+    """See `read`."""
+
+    def damaged(at: int, why: str) -> UserError:
+        return UserError(f"{name} is damaged at byte {at:,}: {why}.", do="espalier export RUN --to packed")
+
+    first = len(MAGIC) + 4
+    if len(data) < first or data[: len(MAGIC)] != MAGIC:
+        short = MAGIC.startswith(data[: len(MAGIC)]) and len(data) < first
+        raise damaged(len(data) if short else 0, "it ends there" if short else "it does not begin as a package does")
+    length = int.from_bytes(data[len(MAGIC) : first], "little")
+    body = first + length
+    if len(data) < body:
+        raise damaged(len(data), f"it ends there, and its header at {body:,}")
+    try:
+        table = json.loads(data[first:body])
+        wanted, found = body + int(table["length"]), {}
+        if len(data) != wanted:
+            raise damaged(min(len(data), wanted), f"{len(data):,} bytes are there, and {wanted:,} were written")
+        for key, one in table["matrices"].items():
+            streams = {}
+            for stream in STREAMS:
+                start, count, digest = one["streams"][stream]
+                piece = data[body + start : body + start + count]
+                if xxhash.xxh3_64_hexdigest(piece) != digest:
+                    raise damaged(body + start, f"{stream} of {key} are not what was written")
+                if any(data[body + start + count : body + start + count + -count % 8]):
+                    raise damaged(body + start + count, f"{stream} of {key} end there, and more follows")
+                streams[stream] = np.frombuffer(bytearray(piece), np.uint8)
+            shape = one["rows"], one["columns"], one["signed"], one["occupied"]
+            found[key] = PackedRows(*shape, streams, Sizes(*one["sizes"]))
+        return found, table["facts"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise damaged(first, f"its header cannot be read ({error})") from None

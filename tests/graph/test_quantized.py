@@ -1,0 +1,276 @@
+"""Recipes with [quant]: the plan tells the bytes, training learns widths under the target, sums are exact."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from espalier import config
+from espalier.config import defaults, recipe_file
+from espalier.errors import UserError
+from espalier.graph import base, pyg, quantized, synthetic
+from espalier.graph.data import Graph, divided
+from espalier.graph.subgraphs import infer
+from espalier.graph.workload import GraphWorkload
+from espalier.quant.base import STEPS, BankBits, DegreeBits, RowIndex
+from espalier.quant.mega import package
+from espalier.workload import Shard
+
+
+def recipe(quant: dict, kind: str = "gcn", **sections) -> config.Recipe:
+    table = {"model": {"kind": kind, "width": 8, "dropout": 0.2}, "data": {"path": "made"}, "train": {"steps": 60}}
+    if kind == "gat":
+        table["model"]["heads"] = 2
+    return defaults.resolve(recipe_file.from_table({**table, "quant": quant, **sections}))[0]
+
+
+def trained(graph: Graph, options: config.Recipe, steps: int = 60):
+    workload = GraphWorkload(options, graph)
+    model = workload.build(torch.device("cpu"), torch.float32).train()
+    optimizer = torch.optim.Adam([one for one in model.parameters() if one.requires_grad], lr=0.01)
+    for step in range(steps):
+        torch.manual_seed(step)
+        optimizer.zero_grad()
+        for batch in workload.batches(step, Shard(0, workload.global_batch, workload.global_batch)):
+            loss, weight = workload.loss(model, batch)
+            (loss / weight).backward()
+        optimizer.step()
+    return workload, model.eval()
+
+
+@pytest.mark.parametrize("kind", ["gcn", "sage", "gin", "gat"])
+@pytest.mark.parametrize("quant", ["a2q", "mega", "uniform"])
+def test_every_network_learns_with_every_policy(tmp_path, kind, quant):
+    graph = synthetic.load("planted:nodes=150,degree=5,features=12,classes=3,train=0.5", tmp_path)
+    workload, model = trained(graph, recipe({"kind": quant, "aggregates": 8}, kind))
+    logits, parts = infer(model, workload.task.held), workload.task.parts
+    assert (logits[parts.train].argmax(1) == workload.task.labels[parts.train]).float().mean() > 0.6
+    found = quantized.quantization_of(model)
+    if quant != "uniform":
+        assert quantized.stored_bytes(found).codes <= found.target.target
+
+
+def test_the_plan_tells_the_target_and_what_fp32_takes(make_graph):
+    workload = GraphWorkload(recipe({"kind": "a2q", "target": "150B"}), make_graph())
+    told = " ".join(workload.decisions())
+    assert "features at most 150 B of codes (1.54 bits a value)" in told
+    assert "fp32 takes 3.05 KiB" in told
+    assert "weights 4 bits, messages 4 bits" in told
+
+
+def test_a_target_below_one_bit_a_node_is_refused_before_training(make_graph):
+    with pytest.raises(UserError, match="one bit for each of 120 rows takes 15"):
+        GraphWorkload(recipe({"kind": "a2q", "target": "14B"}), make_graph()).decisions()
+
+
+@pytest.mark.parametrize(
+    ("quant", "message"),
+    [
+        ({"kind": "a2q", "bits": 9}, "quant.bits = 9"),
+        ({"kind": "a2q", "bits": 0.5}, "quant.bits = 0.5"),
+        ({"kind": "mega", "weights": 1}, "quant.weights = 1"),
+        ({"kind": "mega", "messages": 12}, "quant.messages = 12"),
+        ({"kind": "uniform", "target": "5KB"}, "quant.target has no effect"),
+        ({"kind": "a2q", "target": "5 potatoes"}, "quant.target"),
+    ],
+)
+def test_options_that_no_width_has_are_refused(quant, message):
+    with pytest.raises(UserError, match=message):
+        recipe(quant)
+
+
+def test_other_kinds_of_model_have_no_such_section():
+    table = {"model": {"kind": "gpt"}, "data": {"path": "x"}, "quant": {"kind": "a2q"}}
+    with pytest.raises(UserError, match=r"\[quant\] belongs to"):
+        defaults.resolve(recipe_file.from_table(table))
+    with pytest.raises(UserError, match=r"not possible with model\.kind = 'messages'"):
+        defaults.resolve(recipe_file.from_table({**table, "model": {"kind": "messages", "build": "a:b"}}))
+
+
+def test_a_graph_that_is_cut_over_ranks_is_not_quantized():
+    with pytest.raises(UserError, match=r"not possible with \[graph.halo\]"):
+        recipe({"kind": "a2q"}, graph={"halo": {}})
+
+
+def test_widths_follow_degrees_where_each_degree_has_its_own(make_graph):
+    _, model = trained(make_graph(), recipe({"kind": "mega"}))
+    found = quantized.quantization_of(model)
+    for one in found.features:
+        widths = quantized.node_widths(found, one)
+        for degree in found.degrees.unique().tolist():
+            assert len(widths[found.degrees == degree].unique()) == 1
+
+
+def test_a_degree_that_training_lacked_has_the_pair_of_the_nearest(make_graph):
+    bits = DegreeBits(torch.tensor([1, 1, 5, 9]), 4)
+    entry = bits.entries_of(torch.zeros(6, 2), RowIndex(None, torch.tensor([0, 2, 4, 6, 8, 1000])), True)
+    assert entry.tolist() == [1, 1, 5, 5, 9, 9]
+
+
+def test_sampled_neighbourhoods_have_the_pairs_of_their_nodes(make_graph):
+    graph = make_graph()
+    workload, model = trained(graph, recipe({"kind": "a2q"}, graph={"fanout": [-1, -1]}, train={"steps": 5}), steps=5)
+    whole = infer(model, workload.task.held)
+    features, drawn = workload.task.held.around(workload.task.parts.validation, (-1, -1))
+    found = model(features, drawn.blocks)
+    assert torch.allclose(found, whole[workload.task.parts.validation], atol=1e-5)
+
+
+def test_nodes_that_no_step_saw_take_the_nearest_pair(make_graph):
+    workload, model = trained(make_graph(), recipe({"kind": "a2q"}), steps=20)
+    quantizer = quantized.quantization_of(model).features[0]
+    before = infer(model, workload.task.held)
+    assert torch.equal(infer(model, workload.task.held), before)
+    quantizer.allocator.seen[:30] = 0
+    after = infer(model, workload.task.held)
+    assert not torch.equal(after, before)
+    assert torch.isfinite(after).all()
+
+
+def test_sums_of_messages_are_those_of_their_codes_bit_for_bit(make_graph):
+    workload, model = trained(make_graph(), recipe({"kind": "a2q"}), steps=20)
+    layer = model.layers[1]
+    block = workload.task.held.block
+    seen = {}
+    messages = layer.quantized.messages
+    messages.register_forward_hook(lambda module, inputs, out: seen.update(x=inputs[0], out=out))
+    infer(model, workload.task.held)
+    codes, step = messages.codes(seen["x"])
+    assert torch.equal(codes * step, seen["out"])
+    plain = block._replace(left=None, right=None, forms=base.Forms())
+    whole = base.aggregate(plain, codes.double())
+    assert torch.equal((whole.float() * step), base.aggregate(plain, seen["out"]))
+    assert float(whole.abs().max()) < 2**16
+
+
+def test_the_quantized_rows_are_codes_of_the_stored_steps(make_graph):
+    workload, model = trained(make_graph(), recipe({"kind": "mega"}), steps=20)
+    found = quantized.quantization_of(model)
+    layer, quantizer = model.layers[1], found.features[1]
+    seen = {}
+    quantizer.register_forward_hook(lambda module, inputs, out: seen.update(inputs=inputs, out=out))
+    infer(model, workload.task.held)
+    coded = quantizer.codes(*seen["inputs"])
+    assert torch.equal(coded.codes * STEPS[coded.steps.long()][:, None], seen["out"])
+    assert layer.quantizer is quantizer
+
+
+def test_the_report_shows_bits_against_degree_and_bytes(make_graph):
+    workload, model = trained(make_graph(), recipe({"kind": "a2q"}), steps=5)
+    sizes, degrees = (one for one in workload.sample(model) if one.columns[0] in ("features", "degree"))
+    assert [row[0] for row in sizes.rows] == ["codes", "widths and steps", "fp32"]
+    assert sum(row[1] for row in degrees.rows) == workload.graph.nodes
+
+
+def test_small_graphs_share_a_bank():
+    items = [
+        {"x": torch.rand(n, 5), "edge_index": torch.tensor([range(n - 1), range(1, n)]), "y": torch.tensor([n % 2])}
+        for n in range(3, 23)
+    ]
+    graph = divided(pyg.from_many(items, origin="paths"), (0.6, 0.2, 0.2), 1)
+    options = recipe({"kind": "a2q", "target": "1KB"}, "gin", graph={"task": "graph"})
+    workload, model = trained(graph, options, steps=3)
+    found = quantized.quantization_of(model)
+    assert all(isinstance(one.allocator, BankBits) for one in found.features)
+    assert torch.isfinite(workload.task.infer(model, workload.task.parts.validation)).all()
+    assert "a2q" in " ".join(workload.decisions())
+
+
+@pytest.mark.parametrize("kind", ["gcn", "sage", "gin", "gat"])
+def test_the_packed_network_says_what_the_quantized_one_says(make_graph, kind):
+    workload, model = trained(make_graph(), recipe({"kind": "a2q"}, kind), steps=10)
+    plain = infer(model, workload.task.held)
+    found = quantized.quantization_of(model)
+    found.packed = True
+    torch.testing.assert_close(infer(model, workload.task.held), plain, rtol=1e-4, atol=1e-5)
+    for name, packed in found.stored.items():
+        coded = packed.decoded()
+        assert coded.codes.shape[0] == workload.graph.nodes, name
+    codes = sum(8 * -(-int(packed.decoded().widths[row]) * packed.columns // 8)
+                for packed in found.stored.values() for row in range(packed.rows))  # fmt: skip
+    assert codes == 8 * quantized.stored_bytes(found).codes
+
+
+ROOT = Path(__file__).parents[2]
+MACHINE = '[[nodes]]\ndevice = "cpu"\ncores = 2\nmemory = "8GiB"\n'
+SMALL = ("data.path=planted:nodes=400,degree=6,features=16,classes=3,train=0.5", "train.steps=6", "model.width=8")
+
+
+def espalier(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "espalier", *words]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=150, check=False)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """The example, small, trained by the command line."""
+    folder = tmp_path_factory.mktemp("quantized")
+    (folder / "machine.toml").write_text(MACHINE)
+    found = espalier(folder, *TRAIN, *SMALL, f"data.cache={folder}", "--run", "run")
+    assert found.returncode == 0, found.stderr
+    assert "Quantization (a2q): features at most" in found.stdout + found.stderr
+    return folder
+
+
+TRAIN = ("train", str(ROOT / "examples" / "quantized-graph.toml"), "plan.cluster=machine.toml", "plan.trial=false",
+         "plan.pin.ranks=1", "plan.pin.threads=1")  # fmt: skip
+
+
+def test_the_example_trains_reports_and_predicts(run):
+    assert "bits, rows of 8" in (run / "run" / "report.html").read_text()
+    found = espalier(run, "predict", "run", "3")
+    assert found.returncode == 0, found.stderr
+    assert len(found.stdout.split("\t")) == 3
+
+
+def test_the_packed_export_is_as_long_as_its_parts_and_reads_back(run):
+    found = espalier(run, "export", "run", "--to", "packed")
+    assert found.returncode == 0, found.stderr
+    data = (run / "run" / "export-packed" / "packed.pkg").read_bytes()
+    assert package.file_sizes(data).total == 8 * len(data)
+    matrices, facts = package.from_bytes(data)
+    assert facts == {"quant": "a2q"}
+    assert {"layers.0.rows", "layers.1.rows", "layers.0.weight.weight"} <= set(matrices)
+    assert "where fp32 takes" in found.stdout
+
+
+def test_the_energy_of_a_run_is_the_sum_of_its_parts_with_sources(run):
+    found = espalier(run, "explain", "run", "--energy", "--json")
+    assert found.returncode == 0, found.stderr
+    told = json.loads(found.stdout)
+    assert [part["part"] for part in told["parts"] if part["macs"] > 0]
+    for part in told["parts"]:
+        assert part["joules_with_dram"] == pytest.approx(part["joules"] + 160e-12 * part["bytes"])
+    names = [row["accelerator"] for row in told["tables"][0]["rows"]]
+    assert names == ["mega", "sgcn", "grow", "gcnax", "hygcn"]
+    assert all(source for _, _, source in told["constants"])
+    shown = espalier(run, "explain", "run", "--energy").stdout
+    assert "Horowitz" in shown
+    assert "a model, not a measurement" in shown
+
+
+@pytest.mark.parametrize("kind", ["a2q", "mega"])
+def test_features_on_disk_and_quantized_layers_train_together(tmp_path, kind):
+    (tmp_path / "machine.toml").write_text(MACHINE)
+    words = ("train", str(ROOT / "examples" / "graph-on-disk.toml"), *TRAIN[2:], f"quant.kind={kind}")
+    small = ["data.path=planted:nodes=2000,degree=6,features=16,classes=4,train=0.05", "store.memory=1MiB"]
+    small += ["train.steps=4", "train.batch_tokens=16", f"data.cache={tmp_path}", f"store.path={tmp_path / 'packed'}"]
+    found = espalier(tmp_path, *words, *small, "--run", "run")
+    assert found.returncode == 0, found.stderr
+    assert "finished at step 4 of 4" in found.stdout
+    assert f"Quantization ({kind})" in found.stdout
+
+
+def test_a_quantized_run_is_not_taken_up_without_quantization(run):
+    table = (ROOT / "examples" / "quantized-graph.toml").read_text()
+    (run / "plain.toml").write_text(table.replace('[quant]\nkind = "a2q"', ""))
+    words = list(TRAIN)
+    words[1] = "plain.toml"
+    found = espalier(run, *words, *SMALL, f"data.cache={run}", "train.steps=8", "--run", "run")
+    assert found.returncode == 2
+    assert "quant" in found.stderr

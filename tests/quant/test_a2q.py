@@ -1,0 +1,251 @@
+"""A2Q: codes times steps are the quantized values to the bit; gradients are those of the formulas; a target is kept."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from espalier.errors import UserError
+from espalier.kernels.row_bits import pack_rows, unpack_rows
+from espalier.quant import a2q, base
+from espalier.quant.a2q import ColumnQuantizer, FakeQuantize, FeatureQuantizer, Rule
+from espalier.quant.base import STEPS, BankBits, BitAllocator, Layer, MemoryTarget, NodeBits, RowIndex, UniformBits
+
+
+def rows(count: int, columns: int, seed: int, signed: bool = True) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, columns, generator=generator) * torch.rand(count, 1, generator=generator) * 4
+    return x if signed else x.relu()
+
+
+def quantizer_of(bits: list[float], columns: int, signed: bool = True, **rule) -> FeatureQuantizer:
+    allocator = NodeBits(len(bits), 4)
+    allocator.raw_bits.data = torch.tensor(bits) / base.BIT_RATE
+    return FeatureQuantizer(allocator, columns, Rule(signed=signed, **rule))
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.floats(-1.0, 12.0), min_size=1, max_size=12), st.integers(1, 40), st.booleans(), st.integers(0, 99))
+def test_unpacked_codes_times_steps_are_the_quantized_values_bit_for_bit(
+    bits: list[float], columns: int, signed: bool, seed: int
+) -> None:
+    x = rows(len(bits), columns, seed, signed)
+    quantizer = quantizer_of(bits, columns, signed).eval()
+    quantizer.begin(x)
+    coded = quantizer.codes(x)
+    back = unpack_rows(pack_rows(coded.codes, coded.widths), coded.widths, columns, signed)
+    assert torch.equal(back * STEPS[coded.steps.long()][:, None], quantizer(x))
+    assert int(coded.widths.max()) <= 8
+
+
+@pytest.mark.parametrize("width", range(1, 9))
+@pytest.mark.parametrize("signed", [False, True])
+def test_every_width_uses_its_whole_range_and_rounds_within_half_a_step(width: int, signed: bool) -> None:
+    bits = float(width if signed else width + 1)
+    x = rows(5, 200, width, signed)
+    quantizer = quantizer_of([bits] * 5, 200, signed).eval()
+    quantizer.allocator.raw_step.data.fill_(-1.0 / base.STEP_RATE)
+    coded, found = quantizer.codes(x), quantizer(x)
+    largest = 2 ** (width - 1) - 1 if signed else 2**width - 1
+    assert set(coded.widths.tolist()) == {0 if largest == 0 else width}
+    inside = x.abs() <= 0.5 * largest
+    assert bool(((found - x).abs()[inside] <= 0.25).all())
+    assert bool((found.abs()[~inside] == 0.5 * largest).all())
+
+
+def test_eight_bits_and_the_largest_value_is_plain_int8() -> None:
+    x = rows(4, 30, 1).double()
+    step = x.abs().amax(1, keepdim=True) / 127
+    codes = a2q.codes_of(x, step, torch.full((4, 1), 8.0), True)
+    assert torch.equal(codes, (x / step).sign() * ((x / step).abs() + 0.5).floor())
+
+
+@pytest.mark.parametrize("signed", [False, True])
+def test_gradients_are_finite_differences_of_the_steps_and_the_closed_forms(signed: bool) -> None:
+    x = rows(6, 25, 3).double()
+    step = torch.full((6, 1), 0.37, dtype=torch.float64)
+    bits = torch.full((6, 1), 3.0, dtype=torch.float64)
+    for one in (x, step, bits):
+        one.requires_grad_()
+    weight = rows(6, 25, 4).double()
+    (FakeQuantize.apply(x, step, bits, Rule(signed=signed, ste="clip")) * weight).sum().backward()
+    largest, e = 3.0, 1e-7
+    inside = (x.abs() <= 0.37 * largest) if signed else (x >= 0) & (x <= 0.37 * largest)
+    assert torch.equal(x.grad, weight * inside)
+
+    def value(step: torch.Tensor, largest: float) -> torch.Tensor:  # the quantizer with its rounding taken as linear
+        code = a2q.codes_of(x, torch.full((6, 1), 0.37), torch.full((6, 1), 3.0), signed).detach()
+        straight = (code - x / 0.37 + x / step) * step
+        sign = x.sign() if signed else (x > 0).double()
+        return torch.where(inside, straight, sign * largest * step).detach()
+
+    slope = (value(step + e, largest) - value(step - e, largest)) / (2 * e)
+    code = a2q.codes_of(x, step, bits, signed)
+    closed = torch.where(inside, code - x / step, code)
+    assert torch.allclose(step.grad, (weight * closed).sum(1, keepdim=True))
+    assert torch.allclose(torch.where(inside, 0, slope), torch.where(inside, 0, closed), atol=1e-6)
+    up, down = (value(step, 2 ** (3 + d - 1) - 1) for d in (e, -e))
+    assert torch.allclose(bits.grad, (weight * (up - down) / (2 * e)).sum(1, keepdim=True), atol=1e-5)
+
+
+def test_the_step_gradient_inside_is_that_of_the_difference_quotient_at_a_fixed_code() -> None:
+    x = torch.tensor([[0.9, -0.4]], dtype=torch.float64)
+    step = torch.tensor([[0.37]], dtype=torch.float64, requires_grad=True)
+    FakeQuantize.apply(x, step, torch.tensor([[4.0]], dtype=torch.float64), Rule()).sum().backward()
+    assert step.grad.item() == pytest.approx((2 - 0.9 / 0.37) + (-1 + 0.4 / 0.37))
+
+
+def test_the_local_gradient_is_that_of_the_rows_own_error_and_features_keep_the_tasks() -> None:
+    x = rows(5, 16, 7).double().requires_grad_()
+    step = torch.full((5, 1), 0.2, dtype=torch.float64, requires_grad=True)
+    bits = torch.full((5, 1), 2.0, dtype=torch.float64, requires_grad=True)
+    found = FakeQuantize.apply(x, step, bits, Rule(local=1.0))
+    weight = rows(5, 16, 8).double()
+    (found * weight).sum().backward()
+    assert torch.equal(x.grad, weight)
+    other = [one.detach().clone().requires_grad_() for one in (x, step, bits)]
+    again = FakeQuantize.apply(*other, Rule())
+    ((again - x.detach()).abs().mean(1) / 0.2).sum().backward()
+    assert torch.allclose(step.grad, other[1].grad)
+    assert torch.allclose(bits.grad, other[2].grad / 2), "in its range, which is twice the step here"
+    assert bool((bits.grad <= 0).all()), "clipping error pushes bits up"
+
+
+def test_rows_that_no_loss_reaches_learn_by_the_local_gradient_alone() -> None:
+    x, quantizer = rows(10, 8, 2), quantizer_of([3.0] * 10, 8, local=1.0)
+    quantizer(x)[:2].sum().backward()
+    told = quantizer_of([3.0] * 10, 8)
+    told(x)[:2].sum().backward()
+    assert int((quantizer.allocator.raw_step.grad != 0).sum()) == 10
+    assert int((told.allocator.raw_step.grad != 0).sum()) == 2
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 40), st.integers(1, 30), st.integers(0, 99))
+def test_the_nearest_pair_is_that_of_a_search_through_all(pairs: int, count: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    bits = torch.randint(1, 9, (pairs,), generator=generator).float()
+    steps = torch.rand(pairs, generator=generator) + 0.01
+    x = rows(count, 4, seed)
+    ranges = steps * base.largest_code(bits, True)
+    distance = (x.abs().amax(1)[:, None] - ranges[None]).abs()
+    found = base.nearest(x, bits, steps, True)
+    assert torch.allclose(distance[torch.arange(count), found], distance.min(1).values)
+
+
+def test_permuting_rows_permutes_what_they_become() -> None:
+    x, order = rows(7, 9, 5), torch.randperm(7)
+    quantizer = quantizer_of([2.0, 3, 4, 5, 6, 7, 8], 9).eval()
+    assert torch.equal(quantizer(x)[order], quantizer(x[order], RowIndex(order)))
+
+
+def test_bits_beside_a_gain_of_dropout_are_those_without() -> None:
+    x, quantizer = rows(4, 6, 1), quantizer_of([4.0] * 4, 6)
+    plain = quantizer(x)
+    quantizer.gain = 2.0
+    assert torch.equal(quantizer(2 * x), 2 * plain)
+    assert torch.equal(quantizer.eval()(x), plain)
+
+
+def allocators() -> list[BitAllocator]:
+    return [NodeBits(50, 4), BankBits(50, 4, pairs=20), UniformBits(50, 4)]
+
+
+@pytest.mark.parametrize("allocator", allocators(), ids=lambda one: type(one).__name__)
+def test_every_policy_begins_near_its_values(allocator: BitAllocator) -> None:
+    x = rows(50, 32, 6)
+    quantizer = FeatureQuantizer(allocator, 32, Rule())
+    quantizer.begin(x)
+    assert float((quantizer(x).detach() - x).norm() / x.norm()) < 0.3
+
+
+def target_of(bytes_: int, bits: float = 4.0) -> tuple[MemoryTarget, NodeBits]:
+    allocator = NodeBits(100, bits)
+    return MemoryTarget([Layer(allocator, 16, False)], bytes_), allocator
+
+
+def test_evaluation_keeps_to_the_target_exactly_and_takes_no_more_than_it_must() -> None:
+    target, allocator = target_of(400)
+    allocator.raw_bits.data = torch.linspace(1, 8, 100) / base.BIT_RATE
+    assert target.bytes_at() > 400
+    assert 350 < target.bytes_at(target.shift()) <= 400
+    allocator.raw_bits.data.fill_(0.2)
+    assert target.shift() == 0
+
+
+def test_a_heavier_penalty_takes_bits_down_further() -> None:
+    left = []
+    for weight in (0.0, 0.01, 0.1, 1.0):
+        target, allocator = target_of(200)
+        target.weight = weight
+        x, quantizer = rows(100, 16, 4, signed=False), FeatureQuantizer(allocator, 16, Rule(False, local=1.0))
+        quantizer.begin(x)
+        optimizer = torch.optim.Adam(quantizer.parameters(), lr=0.01)
+        for _ in range(60):
+            optimizer.zero_grad()
+            (quantizer(x).sum() * 0 + target.penalty()).backward()
+            optimizer.step()
+        left.append(allocator.bits.abs().mean().item())
+    assert left == sorted(left, reverse=True)
+    assert left[-1] < left[0] - 1
+
+
+def test_a_target_without_a_bit_for_every_row_says_the_least() -> None:
+    target_of(13)
+    with pytest.raises(UserError, match=r"one bit for each of 100 rows takes 13"):
+        target_of(12)
+
+
+@pytest.mark.parametrize("bits", [1, 0, 9])
+def test_weights_of_impossible_widths_are_refused(bits: int) -> None:
+    with pytest.raises(UserError, match="bits of signed codes"):
+        ColumnQuantizer(3, bits, local=False)
+
+
+def test_columns_are_quantized_by_their_own_steps_exactly() -> None:
+    x = rows(20, 5, 9) * torch.tensor([0.1, 1, 10, 100, 1])
+    quantizer = ColumnQuantizer(5, 4, local=True)
+    quantizer.begin(x)
+    codes, step = quantizer.codes(x)
+    assert torch.equal(codes * step, quantizer(x))
+    assert float((quantizer(x).detach() - x).norm() / x.norm()) < 0.3
+
+
+def test_anybodys_layer_takes_quantized_rows_and_weights() -> None:
+    layer = nn.Linear(8, 3)
+    before = layer.weight.detach().clone()
+    a2q.quantize_weights(layer, 4)
+    assert 0 < (layer.weight - before).abs().max().item() < before.abs().max().item()
+    quantizer = quantizer_of([4.0] * 6, 8)
+    a2q.quantize_inputs(layer, quantizer)
+    x = rows(6, 8, 3)
+    quantizer.begin(x)
+    expected = torch.nn.functional.linear(quantizer(x), layer.weight, layer.bias)
+    assert torch.equal(layer(x), expected)
+    layer(x).sum().backward()
+    assert quantizer.allocator.raw_step.grad is not None
+    assert layer.parametrizations.weight.original.grad is not None
+
+
+def test_integer_products_and_sums_are_those_of_the_quantized_values_exactly() -> None:
+    """A (X_q W_q) in integers, as MixQ has it (arXiv 2505.09361); X_q W_q in float64, sums in float32."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = rows(30, 12, 1), rows(5, 12, 2)
+    quantizer = quantizer_of([float(one) for one in torch.randint(1, 9, (30,), generator=generator)], 12).eval()
+    quantizer.begin(x)
+    columns = ColumnQuantizer(5, 4, local=False, dim=0)
+    columns.begin(weight)
+    coded, (codes, step) = quantizer.codes(x), columns.codes(weight)
+    whole = (coded.codes.long() @ codes.long().T).double()
+    scales = STEPS[coded.steps.long()].double()[:, None] * step.double().T
+    assert torch.equal(whole * scales, quantizer(x).double() @ columns(weight).double().T)
+    messages = ColumnQuantizer(5, 4, local=True)
+    xw = (whole * scales).float()
+    messages.begin(xw)
+    adjacency = (torch.rand(30, 30, generator=generator) < 0.3).long()
+    codes, step = messages.codes(xw)
+    summed = (adjacency @ codes.long()).float() * step
+    assert torch.equal(summed, adjacency.float() @ messages(xw)), "in float32, in whatever order"

@@ -1,0 +1,37 @@
+"""Products that read packed rows equal those of the rows unpacked, sums of integers to the bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from espalier.quant.packed_spmm import PackedMatrix, packed_matmul
+
+
+def matrix(rows: int, columns: int, signed: bool, seed: int, whole: bool) -> PackedMatrix:
+    random = np.random.default_rng(seed)
+    widths = torch.from_numpy(random.integers(0, 9, rows).astype(np.uint8))
+    codes = random.integers(0, 256, (rows, columns)) & ((1 << widths.numpy()[:, None].astype(int)) - 1)
+    if signed:
+        half = 1 << widths.numpy()[:, None].astype(int) >> 1
+        codes = (codes ^ half) - half
+    scales = torch.ones(rows) if whole else torch.rand(rows)
+    return PackedMatrix.of(torch.from_numpy(codes).to(torch.int8 if signed else torch.uint8), widths, scales)
+
+
+@pytest.mark.parametrize("signed", [False, True])
+@pytest.mark.parametrize("columns", [1, 7, 64, 129])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_packed_products_are_those_of_the_rows_unpacked(signed: bool, columns: int, weighted: bool) -> None:
+    rows = matrix(50, columns, signed, columns, whole=not weighted)
+    degrees = torch.randint(0, 9, (40,))
+    indptr = torch.nn.functional.pad(degrees.cumsum(0), (1, 0))
+    indices = torch.randint(0, 50, (int(indptr[-1]),))
+    weights = torch.rand(len(indices)) if weighted else None
+    plain = packed_matmul.reference.run(rows, indptr, indices, weights)
+    found = packed_matmul(rows, indptr, indices, weights)
+    if weighted:
+        torch.testing.assert_close(found, plain)
+    else:
+        assert torch.equal(found, plain)
