@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,7 @@ from espalier.graph.torchgt.attention import LEAST
 from espalier.graph.torchgt.model import tokens_of
 from espalier.graph.workload import GraphWorkload, open_graph
 from espalier.workload import Shard
-from table import Row, arguments, compare, publish
+from table import Row, arguments, compare, markdown, publish
 
 DEPTH, WIDTH, HEADS = 4, 64, 8
 PEERS = ("TransformerConv", "GPSConv performer", "SGFormer", "Polynormer")
@@ -109,7 +108,7 @@ def peer(name: str, inputs: int, outputs: int) -> nn.Module:
     if name == "SGFormer":
         made: nn.Module = SGFormer(inputs, WIDTH, outputs, trans_num_heads=HEADS, gnn_num_layers=DEPTH)
         return Batched(made)
-    return Batched(Polynormer(inputs, WIDTH, outputs, local_layers=DEPTH, global_layers=1, num_heads=HEADS))
+    return Batched(Polynormer(inputs, WIDTH // HEADS, outputs, local_layers=DEPTH, global_layers=1, heads=HEADS))
 
 
 class Batched(nn.Module):
@@ -137,7 +136,7 @@ def step_of(name: str, path: str, cache: str) -> Callable[[], float]:
             (batch,) = workload.batches(0, shard)
             loss, weight = workload.loss(model, batch)
             (loss / weight).backward()
-            return float(loss / weight)
+            return float((loss / weight).detach())
 
         return run
     graph = workload.task.graph
@@ -151,7 +150,7 @@ def step_of(name: str, path: str, cache: str) -> Callable[[], float]:
         other.zero_grad()
         loss = F.cross_entropy(other(features, edges)[train], labels[train])
         loss.backward()
-        return float(loss)
+        return float(loss.detach())
 
     return theirs
 
@@ -214,15 +213,15 @@ def up(name: str, path: str, cache: str) -> Iterator[tuple[Callable[[], float], 
         process.wait()
 
 
-def steps(tokens: int, degree: int, name: str, pairs: int, cache: str) -> list[Row]:
-    path = path_of(tokens, degree)
-    with up("ours", path, cache) as (ours, our_bytes), up(name, path, cache) as (theirs, their_bytes):
-        taken = [(ours(), theirs()) for _ in range(pairs)]
-    said = f"{tokens:,} tokens, degree {degree}"
-    return [
-        compare(f"training step, {said}", name, "s", taken, higher_is_better=False),
-        compare(f"memory of a step, {said}", name, "MiB", [(our_bytes, their_bytes)], higher_is_better=False),
-    ]
+def steps(tokens: int, degree: int, names: Sequence[str], pairs: int, cache: str) -> Iterator[Row]:
+    path, said = path_of(tokens, degree), f"{tokens:,} tokens, degree {degree}"
+    with up("ours", path, cache) as (ours, our_bytes):
+        for name in names:
+            with up(name, path, cache) as (theirs, their_bytes):
+                taken = [(ours(), theirs()) for _ in range(pairs)]
+            yield compare(f"training step, {said}", name, "s", taken, higher_is_better=False)
+            both = [(our_bytes, their_bytes)]
+            yield compare(f"memory of a step, {said}", name, "MiB", both, higher_is_better=False)
 
 
 def million(quick: bool, pairs: int, cache: str) -> list[Row]:
@@ -283,25 +282,24 @@ def main() -> None:
         contestant(*sys.argv[2:5])
         return
     data = {"metavar": "FOLDER", "help": "with a folder planetoid", "default": ""}
-    args = arguments(str(__doc__), **{"--only": {"metavar": "WORD", "default": ""}, "--data": data})
+    args = arguments(str(__doc__), **{"only": {"metavar": "WORD", "default": ""}, "data": data})
     pairs = args.pairs or (3 if args.quick else 5)
     sizes = (1024, 4096) if args.quick else (256, 4096, 16384, 65536)
     known = importlib.util.find_spec("torch_geometric") is not None
     with tempfile.TemporaryDirectory() as cache:
-        os.environ["XDG_CACHE_HOME"] = cache
         rows: list[Row] = []
         for tokens in sizes:
             names = [*(PEERS if known else ()), *(QUADRATIC if known else QUADRATIC[:1]) * (tokens <= DENSE)]
-            for name in names:
-                if args.only in f"step {name}":
-                    rows += steps(tokens, 20, name, pairs, cache)
+            if args.only in "step":
+                rows += steps(tokens, 20, names, pairs, cache)
+                print("\n".join(markdown(rows[-2 * len(names) :])), file=sys.stderr, flush=True)
         if args.only in "planning":
             rows += planning(sizes[-1], min(3, pairs), cache)
         if args.only in "million":
             rows += million(args.quick, pairs, cache)
         for name in ("cora", "citeseer"):
             if args.data and args.only in "accuracy":
-                rows += accuracy(str(Path(args.data) / "planetoid" / name), 2 if args.quick else 10, 200)
+                rows += accuracy(str(Path(args.data) / "planetoid" / name), 2 if args.quick else 5, 200)
         if args.only in "accuracy packages" and shutil.which("apt-cache"):
             rows += accuracy("debian:packages", 1, 20 if args.quick else 80)
         publish(rows, args.json)

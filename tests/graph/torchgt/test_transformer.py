@@ -13,15 +13,18 @@ from scipy import sparse
 from tests.graph.conftest import made
 
 from espalier import cache_dir, config
+from espalier.config import defaults, recipe_file
 from espalier.errors import UserError
 from espalier.graph import neighbor_sampler
-from espalier.graph.data import Graph, relabelled
+from espalier.graph.data import Graph, divided, relabelled
 from espalier.graph.graph_classification import joined
 from espalier.graph.neighbor_sampler import Style
 from espalier.graph.torchgt import encodings
 from espalier.graph.torchgt.model import GraphTransformer, tokens_of
 from espalier.graph.torchgt.pattern import Additions, Pattern, pattern
 from espalier.graph.torchgt.schedule import FULL, Schedule, conditions, schedule
+from espalier.graph.workload import GraphWorkload
+from espalier.workload import Shard
 
 STYLE = Style(loops=False, scale="none")
 
@@ -266,3 +269,50 @@ def test_what_cannot_be_encoded_is_refused(monkeypatch):
     monkeypatch.setattr(encodings, "PAIRS", 100)
     with pytest.raises(UserError, match="over 100 pairs of nodes"):
         encodings.hops(encodings._adjacency(made()), 4)
+
+
+# --- far away ----------------------------------------------------------------------------------------------------
+
+
+def rings(count, size=16):
+    """Rings with a random bit on each node and one node marked: the answer is the bit of the node opposite to it."""
+    random = np.random.default_rng(0)
+    place, ring = np.tile(np.arange(size), count), np.repeat(np.arange(count), size)
+    bits, marked = random.integers(0, 2, count * size), random.integers(0, size, count)
+    features = np.stack([2.0 * bits - 1, 2.0 * (place == marked[ring]), np.ones(count * size)], 1).astype(np.float32)
+    labels = bits[np.arange(count) * size + (marked + size // 2) % size]
+    ends = np.arange(count * size), ring * size + (place + 1) % size
+    known = {"features": features, "labels": labels, "undirected": True, "starts": np.arange(count + 1) * size}
+    return divided(Graph.from_edges(*ends, **known), (0.8, 0.1, 0.1), 0)
+
+
+def accuracy_far_away(attention, steps):
+    model = {"depth": 2, "width": 64, "heads": 4, "dropout": 0.0, "attention": attention, "interleave": 2, "virtual": 0}
+    table = {
+        "model": {"kind": "graph-transformer", **model, "encodings": ["laplacian"], "encoding_size": 15},
+        "data": {"path": "made"},
+        "graph": {"task": "graph"},
+        "train": {"steps": steps, "precision": "fp32", "batch_tokens": 64},
+    }
+    workload = GraphWorkload(defaults.resolve(recipe_file.from_table(table))[0], rings(6000))
+    model = workload.build(torch.device("cpu"), torch.float32).train()
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.01)
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = 3e-3 * min(1, (step + 1) / 20) * (1 - 0.9 * step / steps)
+        (batch,) = workload.batches(step, Shard(0, 64, 64))
+        loss, weight = workload.loss(model, batch)
+        (loss / weight).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    held = workload.validation_samples()
+    right, count = workload.evaluate(model.eval(), Shard(0, held, held))["test_accuracy"]
+    return right / count
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_full_steps_find_what_lies_eight_hops_away_and_edges_alone_do_not():
+    assert accuracy_far_away("sparse", 600) < 0.6
+    assert accuracy_far_away("interleaved", 2500) >= 0.95
