@@ -20,7 +20,6 @@ from espalier.compose import Claim
 from espalier.config import Precision
 from espalier.errors import UserError
 from espalier.experts import mechanism as expert_parallel
-from espalier.graph import halo_parallel
 from espalier.mechanism import Build, Choose, Mechanism
 from espalier.optim import adamw, muon
 from espalier.optim.loss_scale import LossScale
@@ -233,6 +232,15 @@ def properties(recipe: Recipe, plan: Plan) -> list[Claim]:
     return [claim for claim, holds in asked if holds]
 
 
+def _halo(recipe: Recipe, plan: Plan) -> Mechanism | None:
+    """Imports graphs only where one is cut."""
+    if recipe.graph is None or recipe.graph.halo is None:
+        return None
+    from espalier.graph import halo_parallel
+
+    return halo_parallel.choose(recipe, plan)
+
+
 # --- the table -----------------------------------------------------------------------------------------------------
 
 TABLE: tuple[Choose, ...] = (
@@ -249,7 +257,7 @@ TABLE: tuple[Choose, ...] = (
     outer_rounds.choose,
     loongtrain.choose,
     expert_parallel.choose,
-    halo_parallel.choose,
+    _halo,
 )
 """Rows that a recipe or a plan asks for."""
 AWAY: tuple[Choose, ...] = (

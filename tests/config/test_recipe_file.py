@@ -163,6 +163,8 @@ def test_a_slip_in_any_known_key_is_an_error_that_names_it(key: str) -> None:
     owners = {"model.experts": "moe", "model.active": "moe", "model.balance": "moe"}
     owners |= {"model.build": "module", "model.arguments": "module"}
     owners |= {f"model.{name}": "gcn" for name in ("activation", "k", "dropout", "norm")}
+    of_nodes = ("encodings", "encoding_size", "distance", "virtual", "expander", "path", "attention", "interleave")
+    owners |= {f"model.{name}": "graph-transformer" for name in of_nodes}
     if key in owners:
         table["model"] = {"kind": owners[key]}
     if key.startswith("train.optimizer.") and last in ("betas", "epsilon") and "adamw" not in above:

@@ -76,7 +76,8 @@ def test_frozen_weights_send_no_byte_and_adapters_train_to_the_last_bit(home: Pa
     columns = 2 * (4 * (32 + 32) + 3 * (32 + 48))  # of two layers: four matrices of attention, three of the rest
     adapters = 4 * 4 * columns
     assert [one["bytes"]["gradients"] for one in found] == [adapters] * 4
-    assert [(one["node"]["pulled"], one["node"]["pushed"]) for one in found[1:]] == [(2 * adapters, adapters)] * 3
+    # both layers stay in the window between forward and backward: each is pulled once
+    assert [(one["node"]["pulled"], one["node"]["pushed"]) for one in found[1:]] == [(adapters, adapters)] * 3
     layers, *_ = json.loads((home / "node" / "optimizer" / "node-0" / "job.json").read_text())
     assert all(".lora_" in name for layer in layers for name, _ in layer["tensors"])
     done = programs.forked(home, "export", "node", "--to", "peft")
