@@ -1,14 +1,15 @@
 """Graph transformers on one graph: seconds of a training step and memory beside dense attention and PyG's networks.
 
-    python bench/torchgt.py [--quick] [--pairs N] [--json FILE] [--only WORD] [--data FOLDER]
+    python bench/torchgt.py [--quick] [--pairs N] [--json FILE] [--only WORD] [--sizes N,N] [--peers NAME,NAME]
+        [--data FOLDER]
 
 `step`: forward, loss and backward of four layers, width 64, 8 heads, over a whole planted graph with clusters of 128
-nodes (90 % of 20 edges inside), in the order of METIS clusters. All have the same linear maps around attention: `dense`
-is scaled_dot_product_attention over all pairs, `TransformerConv` PyG's attention along the edges; `GPSConv` (multihead,
-performer), `SGFormer` and `Polynormer` are PyG's own layers. Each contestant is a process of its own; two are up at a
-time and take turns. Memory is the most that a process held beyond what it held before its first step. `million`: 2^20
-tokens of degree 10. `planning`: making the order and the pattern, in steps. `accuracy`: Cora and CiteSeer (--data,
-folder `planetoid`) and the packages of this machine beside GCN. Needs PyG for its rows.
+nodes (at most 512 clusters; 90 % of 20 edges inside), in the order of METIS clusters. All have the same linear maps
+around attention: `dense` is scaled_dot_product_attention over all pairs, `TransformerConv` PyG's attention along the
+edges; `GPSConv` (multihead, performer), `SGFormer` and `Polynormer` are PyG's own layers. Each contestant is a process
+of its own; two are up at a time and take turns. Memory is the most that a process held beyond what it held before its
+first step. `million`: 2^20 tokens of degree 10. `planning`: making the order and the pattern, in steps. `accuracy`:
+Cora and CiteSeer (--data, folder `planetoid`) and the packages of this machine beside GCN. Needs PyG for its rows.
 """
 
 from __future__ import annotations
@@ -43,12 +44,13 @@ from table import Row, arguments, compare, markdown, publish
 DEPTH, WIDTH, HEADS = 4, 64, 8
 PEERS = ("TransformerConv", "GPSConv performer", "SGFormer", "Polynormer")
 QUADRATIC = ("dense", "GPSConv multihead")
-DENSE = 16384
+DENSE = 4096
 """Tokens up to which peers that look at all pairs take part."""
 
 
 def path_of(tokens: int, degree: int) -> str:
-    return f"planted:nodes={tokens},degree={degree},features=64,classes={max(2, tokens // 128)},homophily=0.9,skew=1"
+    classes = min(512, max(2, tokens // 128))  # of more the logits would take most of the memory
+    return f"planted:nodes={tokens},degree={degree},features=64,classes={classes},homophily=0.9,skew=1"
 
 
 # --- contestants -------------------------------------------------------------------------------------------------
@@ -282,14 +284,18 @@ def main() -> None:
         contestant(*sys.argv[2:5])
         return
     data = {"metavar": "FOLDER", "help": "with a folder planetoid", "default": ""}
-    args = arguments(str(__doc__), **{"only": {"metavar": "WORD", "default": ""}, "data": data})
+    more: dict[str, Any] = {"only": {"metavar": "WORD", "default": ""}, "data": data}
+    more["sizes"] = {"metavar": "N,N", "default": "256,4096,16384,65536", "help": "tokens"}
+    more["peers"] = {"metavar": "NAME,NAME", "default": ",".join((*PEERS, *QUADRATIC))}
+    args = arguments(str(__doc__), **more)
     pairs = args.pairs or (3 if args.quick else 5)
-    sizes = (1024, 4096) if args.quick else (256, 4096, 16384, 65536)
+    sizes = [1024, 4096] if args.quick else [int(one) for one in args.sizes.split(",")]
     known = importlib.util.find_spec("torch_geometric") is not None
     with tempfile.TemporaryDirectory() as cache:
         rows: list[Row] = []
         for tokens in sizes:
-            names = [*(PEERS if known else ()), *(QUADRATIC if known else QUADRATIC[:1]) * (tokens <= DENSE)]
+            able = [*(PEERS if known else ()), *(QUADRATIC if known else QUADRATIC[:1]) * (tokens <= DENSE)]
+            names = [name for name in able if name in args.peers.split(",")]
             if args.only in "step":
                 rows += steps(tokens, 20, names, pairs, cache)
                 print("\n".join(markdown(rows[-2 * len(names) :])), file=sys.stderr, flush=True)

@@ -1,8 +1,8 @@
 """Attention over a graph's pattern: one operator, exact under every plan: edge, block and hybrid.
 
 After TorchGT (arXiv 2407.14106). Its two attentions differ here in their mask alone: the same softmax, the same scale.
-Where the authors move entries into dense blocks at other places, these plans keep every entry; `plan.reformed` drops
-some, and says how many. Partial softmaxes over blocks and over single entries are merged by log-sum-exp.
+Where the authors move entries into dense blocks at other places, these plans keep every entry. Partial
+softmaxes over blocks and over single entries are merged by log-sum-exp.
 """
 
 from __future__ import annotations
