@@ -21,7 +21,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from espalier.config import defaults, recipe_file
-from espalier.graph import quantized
+from espalier.graph import quantization
 from espalier.graph.subgraphs import infer
 from espalier.graph.workload import GraphWorkload, open_graph
 from espalier.quant.packed_spmm import PackedMatrix, packed_matmul
@@ -80,7 +80,7 @@ def trained(path: Path, kind: str, seed: int) -> tuple[float, int]:
         optimizer.step()
         if step % EVERY == EVERY - 1 and (now := accuracy(workload, model))[0] > best[0]:
             best = now
-    found = quantized.quantization_of(model)
+    found = quantization.quantization_of(model)
     if found is None:
         return best[1], 4 * workload.graph.nodes * WIDTH
     found.packed = True

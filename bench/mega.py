@@ -21,7 +21,7 @@ import zstandard
 
 sys.path.insert(0, str(Path(__file__).parent))
 from espalier.config import defaults, recipe_file
-from espalier.graph import energy, quantized
+from espalier.graph import energy, quantization
 from espalier.graph.subgraphs import infer
 from espalier.graph.workload import GraphWorkload, open_graph
 from espalier.workload import Shard
@@ -47,7 +47,7 @@ def trained(path: Path, steps: int) -> tuple[GraphWorkload, torch.nn.Module]:
 
 
 def sizes_and_decoding(name: str, workload: GraphWorkload, model: torch.nn.Module, pairs: int) -> list[Row]:
-    found = quantized.quantization_of(model)
+    found = quantization.quantization_of(model)
     assert found is not None
     found.packed = True
     infer(model, workload.task.held)

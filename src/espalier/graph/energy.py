@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from espalier.errors import UserError
-from espalier.graph import quantized
+from espalier.graph import quantization
 from espalier.graph.gnn import Gnn, GraphAttention, Layer
 from espalier.graph.node_classification import NodeTask
 from espalier.graph.subgraphs import infer
@@ -43,11 +43,11 @@ def row_stats(workload: GraphWorkload, model: Gnn) -> list[RowStats]:
             why="it is of networks that predict nodes of a graph in memory",
             do='a recipe with graph.task = "node" and no [store]',
         )
-    found = quantized.quantization_of(model)
+    found = quantization.quantization_of(model)
     read: list[torch.Tensor] = []
     hooks = [
         layer.register_forward_pre_hook(
-            lambda module, inputs: read.append(quantized.dense_rows(inputs[1])), prepend=True
+            lambda module, inputs: read.append(quantization.dense_rows(inputs[1])), prepend=True
         )
         for layer in model.layers
     ]
@@ -68,7 +68,9 @@ def row_stats(workload: GraphWorkload, model: Gnn) -> list[RowStats]:
         else:
             counts = (one != 0).sum(1).numpy()
             binary = found is not None and at == 0
-            size = float(quantized.packed_input(one.numpy())[0].nbytes + 4 * len(one)) if binary else 4.0 * one.numel()
+            size = (
+                float(quantization.packed_input(one.numpy())[0].nbytes + 4 * len(one)) if binary else 4.0 * one.numel()
+            )
             rows.append(RowStats(counts, np.full(len(one), 1 if binary else 32), size))
     return rows
 
@@ -79,7 +81,7 @@ def parts(workload: GraphWorkload, model: nn.Module) -> dict[str, Counts]:
         raise UserError(
             "A network of your own is not counted.", do="espalier.kernels.counts.Counter(model) around a call"
         )
-    found, options = quantized.quantization_of(model), workload.recipe.quant
+    found, options = quantization.quantization_of(model), workload.recipe.quant
     nodes, edges = workload.graph.nodes, workload.graph.edges
     counted: dict[str, Counts] = {}
     for at, (layer, rows) in enumerate(zip(model.layers, row_stats(workload, model), strict=True)):

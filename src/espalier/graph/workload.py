@@ -24,7 +24,7 @@ from espalier.graph import (
     kept_graph,
     link_prediction,
     metrics,
-    quantized,
+    quantization,
     sources,
 )
 from espalier.graph.data import Array, Graph
@@ -109,8 +109,8 @@ class GraphWorkload(Plain):
         model = self.bare()
         if self.recipe.quant is not None:
             assert isinstance(model, Gnn)
-            batch = self.task.batch(self.task.ids(np.arange(min(self.global_batch, quantized.PROBED))), 0)
-            quantized.built(model, self.recipe.quant, self._told, batch)
+            batch = self.task.batch(self.task.ids(np.arange(min(self.global_batch, quantization.PROBED))), 0)
+            quantization.built(model, self.recipe.quant, self._told, batch)
             return model.to(device=device, dtype=dtype)
         return compiled_aggregate.equip(model).to(device=device, dtype=dtype)
 
@@ -241,7 +241,7 @@ class GraphWorkload(Plain):
         """The task's sum of losses, and how many answers it is of."""
         if self.part is not None:
             return self.part.loss(model, batch)
-        if (found := quantized.quantization_of(model)) is None:
+        if (found := quantization.quantization_of(model)) is None:
             return self.task.loss(model, batch)
         known = (batch.labels >= 0) if batch.labels.ndim == 1 else ~batch.labels.isnan()
         found.share(float(known.sum()) / self.nominal_weight)
@@ -271,8 +271,8 @@ class GraphWorkload(Plain):
     def sample(self, model: nn.Module) -> list[Artifact]:
         """Some held-out answers beside the truth; with a [store], what was read from where."""
         found = self._glimpses(model)
-        if (quantization := quantized.quantization_of(model)) is not None:
-            found = [*found, *quantized.tables(quantization)]
+        if (bits := quantization.quantization_of(model)) is not None:
+            found = [*found, *quantization.tables(bits)]
         return [*found, self.stored.table()] if self.stored is not None and self.stored.features is not None else found
 
     def _glimpses(self, model: nn.Module) -> list[Artifact]:
@@ -333,10 +333,10 @@ class GraphWorkload(Plain):
         return (*said, self._format, *graph_plan.passes(layers, k, once=model.aggregates_once))
 
     @cached_property
-    def _told(self) -> quantized.QuantizedGraph:
+    def _told(self) -> quantization.QuantizedGraph:
         nodes, places = self.trained or (None, None)
         whole = isinstance(self.task, GraphTask)
-        return quantized.QuantizedGraph(self.graph, whole, nodes, places, self.stored is not None)
+        return quantization.QuantizedGraph(self.graph, whole, nodes, places, self.stored is not None)
 
     def _quantization(self) -> str:
         """The plan's sentence on [quant]."""
@@ -344,7 +344,7 @@ class GraphWorkload(Plain):
             model, options = self.bare(), self.recipe.quant
             assert isinstance(model, Gnn)
             assert options is not None
-            self._bits = quantized.sentence(quantized.equip(model, options, self._told))
+            self._bits = quantization.sentence(quantization.equip(model, options, self._told))
         return self._bits
 
     # --- cost ----------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch import nn
 from espalier import cache_dir, data_hash
 from espalier.config import Messages, Recipe
 from espalier.errors import UserError
-from espalier.graph import kept_graph, quantized
+from espalier.graph import kept_graph, quantization
 from espalier.graph.gnn import Gnn
 from espalier.graph.graph_classification import GraphTask
 from espalier.graph.link_prediction import LinkTask
@@ -126,8 +126,8 @@ def _profile(recipe: Recipe, opened: Callable[[], Workload]) -> Profile:
 def _answer(workload: Workload, model: nn.Module, text: str | None, sampling: Sampling) -> Answer:
     assert isinstance(workload, GraphWorkload)
     task = workload.task
-    if (quantization := quantized.quantization_of(model)) is not None:
-        quantization.packed = next(model.parameters()).device.type == "cpu"
+    if (bits := quantization.quantization_of(model)) is not None:
+        bits.packed = next(model.parameters()).device.type == "cpu"
     if text is None and isinstance(task, NodeTask):  # one by one: there may be more than memory holds
         each = task.each(model, range(workload.graph.items))
         return Answer(_lines(each), lambda: {"answers": list(each)})
@@ -187,7 +187,7 @@ def _packed(workload: Workload, model: nn.Module, folder: Path) -> str:
     """`packed.pkg` (matrices and rows of features as packages) and `model.safetensors` (all else), read back and
     compared."""
     assert isinstance(workload, GraphWorkload)
-    found = quantized.quantization_of(model)
+    found = quantization.quantization_of(model)
     task = workload.task
     if found is None or not isinstance(model, Gnn) or not isinstance(task, NodeTask) or workload.stored is not None:
         raise UserError(
@@ -198,9 +198,9 @@ def _packed(workload: Workload, model: nn.Module, folder: Path) -> str:
     found.packed = True
     infer(model, task.held)
     rest = {name: one for name, one in model.state_dict().items() if not name.endswith("weight.original")}
-    matrices = {**found.stored, **quantized.packed_weights(model)}
+    matrices = {**found.stored, **quantization.packed_weights(model)}
     if "layers.0.rows" not in matrices:
-        matrices["layers.0.rows"], rest["layers.0.scale"] = quantized.packed_input(workload.graph.features)
+        matrices["layers.0.rows"], rest["layers.0.scale"] = quantization.packed_input(workload.graph.features)
     data = package.to_bytes(matrices, {"quant": type(found.options).__struct_config__.tag})
 
     def fill(place: Path) -> None:

@@ -35,7 +35,7 @@ RECORD = Record(
     aliases=("a-2q", "aggregation-aware quantization"),
     paper="ICLR 2023, arXiv 2302.00193",
     question="How few bits does a value need?",
-    files=("quant/a2q.py", "quant/base.py", "graph/quantized.py"),
+    files=("quant/a2q.py", "quant/base.py", "graph/quantization.py"),
     chosen='graph models whose features, not weights, fill memory or the wire: `quant.kind = "a2q"`, with a target for '
     "the bytes of their codes",
     cost="bytes = sum over nodes of width * bits(node) / 8 + 12 bits per node for width and step; one more gradient "

@@ -13,7 +13,7 @@ import torch
 from espalier import config
 from espalier.config import defaults, recipe_file
 from espalier.errors import UserError
-from espalier.graph import base, pyg, quantized, synthetic
+from espalier.graph import base, pyg, quantization, synthetic
 from espalier.graph.data import Graph, divided
 from espalier.graph.subgraphs import infer
 from espalier.graph.workload import GraphWorkload
@@ -50,9 +50,9 @@ def test_every_network_learns_with_every_policy(tmp_path, kind, quant):
     workload, model = trained(graph, recipe({"kind": quant, "aggregates": 8}, kind))
     logits, parts = infer(model, workload.task.held), workload.task.parts
     assert (logits[parts.train].argmax(1) == workload.task.labels[parts.train]).float().mean() > 0.6
-    found = quantized.quantization_of(model)
+    found = quantization.quantization_of(model)
     if quant != "uniform":
-        assert quantized.stored_bytes(found).codes <= found.target.target
+        assert quantization.stored_bytes(found).codes <= found.target.target
 
 
 def test_the_plan_tells_the_target_and_what_fp32_takes(make_graph):
@@ -99,9 +99,9 @@ def test_a_graph_that_is_cut_over_ranks_is_not_quantized():
 
 def test_widths_follow_degrees_where_each_degree_has_its_own(make_graph):
     _, model = trained(make_graph(), recipe({"kind": "mega"}))
-    found = quantized.quantization_of(model)
+    found = quantization.quantization_of(model)
     for one in found.features:
-        widths = quantized.node_widths(found, one)
+        widths = quantization.node_widths(found, one)
         for degree in found.degrees.unique().tolist():
             assert len(widths[found.degrees == degree].unique()) == 1
 
@@ -123,7 +123,7 @@ def test_sampled_neighbourhoods_have_the_pairs_of_their_nodes(make_graph):
 
 def test_nodes_that_no_step_saw_take_the_nearest_pair(make_graph):
     workload, model = trained(make_graph(), recipe({"kind": "a2q"}), steps=20)
-    quantizer = quantized.quantization_of(model).features[0]
+    quantizer = quantization.quantization_of(model).features[0]
     before = infer(model, workload.task.held)
     assert torch.equal(infer(model, workload.task.held), before)
     quantizer.allocator.seen[:30] = 0
@@ -150,7 +150,7 @@ def test_sums_of_messages_are_those_of_their_codes_bit_for_bit(make_graph):
 
 def test_the_quantized_rows_are_codes_of_the_stored_steps(make_graph):
     workload, model = trained(make_graph(), recipe({"kind": "mega"}), steps=20)
-    found = quantized.quantization_of(model)
+    found = quantization.quantization_of(model)
     layer, quantizer = model.layers[1], found.features[1]
     seen = {}
     quantizer.register_forward_hook(lambda module, inputs, out: seen.update(inputs=inputs, out=out))
@@ -175,7 +175,7 @@ def test_small_graphs_share_a_bank():
     graph = divided(pyg.from_many(items, origin="paths"), (0.6, 0.2, 0.2), 1)
     options = recipe({"kind": "a2q", "target": "1KB"}, "gin", graph={"task": "graph"})
     workload, model = trained(graph, options, steps=3)
-    found = quantized.quantization_of(model)
+    found = quantization.quantization_of(model)
     assert all(isinstance(one.allocator, BankBits) for one in found.features)
     assert torch.isfinite(workload.task.infer(model, workload.task.parts.validation)).all()
     assert "a2q" in " ".join(workload.decisions())
@@ -185,7 +185,7 @@ def test_small_graphs_share_a_bank():
 def test_the_packed_network_says_what_the_quantized_one_says(make_graph, kind):
     workload, model = trained(make_graph(), recipe({"kind": "a2q"}, kind), steps=10)
     plain = infer(model, workload.task.held)
-    found = quantized.quantization_of(model)
+    found = quantization.quantization_of(model)
     found.packed = True
     torch.testing.assert_close(infer(model, workload.task.held), plain, rtol=1e-4, atol=1e-5)
     for name, packed in found.stored.items():
@@ -193,7 +193,7 @@ def test_the_packed_network_says_what_the_quantized_one_says(make_graph, kind):
         assert coded.codes.shape[0] == workload.graph.nodes, name
     codes = sum(8 * -(-int(packed.decoded().widths[row]) * packed.columns // 8)
                 for packed in found.stored.values() for row in range(packed.rows))  # fmt: skip
-    assert codes == 8 * quantized.stored_bytes(found).codes
+    assert codes == 8 * quantization.stored_bytes(found).codes
 
 
 ROOT = Path(__file__).parents[2]
