@@ -37,8 +37,8 @@ PEERS = {
 
 
 BESIDE = {
-    "resident": ["on disk"], "by hand": ["on disk"], "deepspeed cpu": ["in memory", "on disk"],
-    "deepspeed nvme": ["on disk"],
+    "resident": ["on disk", "half on disk"], "by hand": ["on disk"],
+    "deepspeed cpu": ["in memory", "half on disk", "on disk"], "deepspeed nvme": ["on disk"],
 }  # fmt: skip
 """Where ours has its states."""
 

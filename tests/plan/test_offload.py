@@ -7,6 +7,7 @@ import random
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -226,6 +227,30 @@ def test_a_processor_offers_its_disk_before_it_says_that_nothing_fits() -> None:
     assert plan.predicted.memory_bytes["peak"] <= plan.predicted.memory_limit
     with pytest.raises(DoesNotFit):
         _ = decide(request, machine("cpu", memory=3)).taken
+
+
+def test_states_that_fit_stay_in_memory_and_a_pinned_disk_writes_behind_a_step_instead() -> None:
+    """A disk that moves all states in 1.6 s each way, and an optimizer that is faster."""
+    request, cluster = decoder(1024, 16, 256, 4), machine("cpu", memory=3, disk=1)
+    free, pinned = (decide(replace(request, pin=Pin(offload=pin)), cluster).taken.predicted for pin in (None, "disk"))
+    assert free
+    assert pinned
+    total, write = 8.0 * request.trainable, total_seconds(request, cluster, pinned.terms)
+    room = pinned.memory_limit - pinned.memory_bytes["peak"]
+    assert 0 < room < total
+    assert pinned.waiting_bytes == {"optimizer": total}
+    assert free.memory_bytes["optimizer"] == pytest.approx(room / 2)
+    assert free.waiting_bytes["optimizer"] == pytest.approx(total - room / 2)
+    assert free.memory_bytes["peak"] == pytest.approx(pinned.memory_bytes["peak"] + room / 2)
+    assert free.terms["offload"] == pytest.approx(write - room / 2 / 1e9, rel=0.01)
+    assert pinned.terms["offload"] == pytest.approx(write - room / 2 / 1e9, rel=0.01)
+
+
+def total_seconds(request: Request, cluster: Cluster, terms: Mapping[str, float]) -> float:
+    """By which a step gets longer where all states move and nothing goes on behind it."""
+    size, pieces = 8.0 * request.trainable, -(-8 * request.trainable // layout.CHUNK)
+    disk = cluster.nodes[0].disks[0]
+    return size / disk.write - terms["optimizer"] + size * (1 / disk.read + 1 / disk.write) / pieces
 
 
 def test_activations_wait_on_disk_where_that_is_the_fastest_way_to_fit() -> None:

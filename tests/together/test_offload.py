@@ -18,6 +18,7 @@ from espalier.launch import agent
 from espalier.launch import base as launch
 from espalier.plan import base as plans
 from espalier.rank_setup import RankSetup
+from espalier.shard.offload.optimizer import StateFolder
 from espalier.shard.offload.state_file import WriteBehind
 from espalier.store.direct_io import DirectFile
 
@@ -137,6 +138,25 @@ def test_writes_of_a_step_end_under_the_next_forward_pass(corpus, optimizer, mon
     assert all(after <= room for room, _, after in told)
     assert {room for room, _, _ in told} == {0, 2_000_000}
     assert sum(before > 0 for room, before, _ in told if room == 0) >= STEPS - 1
+
+
+class SmallExtents(StateFolder):
+    def __init__(self, *given):
+        super().__init__(*given, chunk=1 << 14)
+
+
+@OPTIMIZERS
+def test_states_for_which_the_plan_has_memory_stay_there(corpus, optimizer, monkeypatch):
+    monkeypatch.setattr("espalier.shard.offload.mechanism.StateFolder", SmallExtents)
+    recipe = recipe_of(corpus, optimizer={"kind": optimizer})
+    resident = train(recipe, plan_of(plans.Offload()))
+    moved = []
+    for size in (0.0, 60e3, 1e9):
+        predicted = plans.Predicted(1.0, 1.0, 1.0, 0.1, {}, {"peak": 1e8, "optimizer": size}, 1e8, {})
+        away = train(recipe, plan_of(DISK, predicted=predicted))
+        same(away, resident)
+        moved.append(away[2][-1]["offload"]["disk"]["read"])
+    assert moved[0] > moved[1] > moved[2] == 0
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

@@ -39,13 +39,14 @@ EACH, LARGEST = 2**20, 2**29
 @dataclass(frozen=True)
 class CostInputs:
     """What a price is of: request, fleet, the kind of rank at hand, and layouts. `speed`: of this kind's ranks over the
-    mean, where they share sequences in proportion to it."""
+    mean, where they share sequences in proportion to it. `unused`: see `plan.offload`."""
 
     request: Request
     on: Fleet
     kind: DeviceGroup
     layouts: Layouts
     speed: Number = 1.0
+    unused: offload.Unused = offload.NONE
 
     @property
     def cut(self) -> Cut:
@@ -233,6 +234,8 @@ class CostInputs:
             size = np.minimum(np.maximum(1, np.asarray(self.layouts.micro_batch)), each)
             anatomy = self.request.anatomy(size, self.layouts.recompute, self.request.precision, self.cut)
             found["activations"] = offload_cost.activations(anatomy.layer.kept, self.stage_layers)
+        if "optimizer" in found:
+            found["optimizer"] = found["optimizer"] - self.unused.resident
         return found
 
     def lacking(self, over: Number) -> Number:
@@ -246,7 +249,10 @@ class CostInputs:
         if offload.windowed(way):
             found = {name: 0.0 * size for name, size in found.items()}
             found["window"] = optimizer_node.held(self.request) + found["params"]
-        return found if way == offload.NODE else offload.resident(self.waiting, found)
+        if way == offload.NODE:
+            return found
+        held = offload.resident(self.waiting, found)
+        return {**held, "optimizer": held["optimizer"] + self.unused.resident}
 
     @cached_property
     def held(self) -> Mapping[str, Number]:

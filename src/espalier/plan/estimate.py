@@ -127,13 +127,15 @@ def samples_each(request: Request, layouts: Layouts) -> Number:
     return -(-request.global_batch // np.asarray(layouts.dp))
 
 
-def price(request: Request, on: Fleet, layouts: Layouts, shares: Shares = EQUAL) -> list[Priced]:
+def price(
+    request: Request, on: Fleet, layouts: Layouts, shares: Shares = EQUAL, unused: offload.Unused = offload.NONE
+) -> list[Priced]:
     """Prices `layouts` on every kind of rank of a fleet."""
     found = []
     samples_of, speeds = shares.samples, shares.speeds
     for index, kind in enumerate(on.kinds):
         samples = samples_each(request, layouts) if samples_of is None else np.asarray(samples_of[index])
-        step = CostInputs(request, on, kind, layouts, 1.0 if speeds is None else np.asarray(speeds[index]))
+        step = CostInputs(request, on, kind, layouts, 1.0 if speeds is None else np.asarray(speeds[index]), unused)
         size = np.minimum(np.maximum(1, np.asarray(layouts.micro_batch)), samples)
         held = memory_model.held(step, size, -(-samples // size))
         limit, peak = memory_model.limit(kind, request), sum(held.values())
@@ -172,6 +174,9 @@ def estimate(
     ranks = int(layout.world)
     on = replace(collective_time.fleet(cluster, ranks, layout.threads), factors=factors or request.factors)
     costs = price(request, on, layout, shares)
+    if ranks == 1 and not on.cuda and (waiting := costs[0].waiting):
+        unused = offload.unused(request, -float(costs[0].over), waiting, costs[0].held["grads"])
+        costs = price(request, on, layout, shares, unused)
     slow = int(np.argmax([float(one.step) for one in costs]))
     tight = costs[int(np.argmin([-float(one.over) for one in costs]))]
     terms = {name: float(value) for name, value in costs[slow].seconds.items()}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
@@ -16,7 +16,7 @@ import numpy as np
 from espalier.config import Pin, ShardPin
 from espalier.cost import Number
 from espalier.plan.base import Offload, Tier
-from espalier.shard.offload.cost import TierRate, buffers
+from espalier.shard.offload.cost import UNUSED, TierRate, buffers
 
 if TYPE_CHECKING:
     from espalier.cluster import Cluster
@@ -33,6 +33,28 @@ HOST_MEMORY = 0.9
 SCRATCH = 0.95
 """Share of the free space of a disk that may hold what devices do not: checkpoints and logs go there as well."""
 NODE = Offload(optimizer="node", parameters="node")
+
+
+class Unused(NamedTuple):
+    """Bytes of memory that a plan leaves unused, by what takes them: optimizer states that stay there, and writes that
+    go on behind a step."""
+
+    resident: Number = 0.0
+    behind: Number = 0.0
+
+
+NONE = Unused()
+
+
+def unused(request: Request, room: float, waiting: Mapping[str, Number], grads: Number) -> Unused:
+    """Of a single rank on a processor whose optimizer states wait on disk, and that has `room` bytes left: states, or
+    where they were pinned to the disk, what a step writes last."""
+    half = UNUSED * max(0.0, room)
+    if (request.offload.optimizer, request.offload.parameters) != ("disk", "device"):
+        return NONE
+    if request.pin.offload is None:
+        return Unused(resident=np.minimum(half, waiting["optimizer"]))
+    return Unused(behind=np.minimum(half, grads))
 
 
 def rate(kind: DeviceGroup, tier: Tier, free: float | None = None) -> TierRate:

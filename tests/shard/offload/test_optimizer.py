@@ -60,10 +60,12 @@ def same(one, other):
     assert all(torch.equal(one[key], other[key]) for key in one)
 
 
-def compare(folder, options, shapes, chunk, dtype=torch.float32, missing=(), steps=4):
+def compare(folder, options, shapes, chunk, dtype=torch.float32, missing=(), steps=4, kept=0):
     resident, away = owned(shapes, dtype), owned(shapes, dtype)
     plain = build(options, resident, OptimizerGroup)
-    ours = build(options, away, StateFolder(folder, "rank0", chunk).group)
+    states = StateFolder(folder, "rank0", chunk)
+    states.resident = kept
+    ours = build(options, away, states.group)
     for step in range(steps):
         for parameters, optimizer in ((resident, plain), (away, ours)):
             gradients(parameters, step, missing)
@@ -76,10 +78,13 @@ def compare(folder, options, shapes, chunk, dtype=torch.float32, missing=(), ste
 SHAPES = st.lists(st.sampled_from([(), (1,), (7,), (3000,), (17, 61), (64, 64), (40, 130), (1, 5000)]), max_size=6)
 
 
+KEPT = st.sampled_from([0, 0, 3 * PAGE, 9 * PAGE, 1 << 30])
+
+
 @settings(deadline=None, max_examples=25)
-@given(shapes=SHAPES, chunk=st.sampled_from([2 * PAGE, 6 * PAGE, 2**20]), dtype=st.sampled_from([32, 64]))
-def test_adamw_on_disk_is_adamw_in_memory_to_the_bit(folder, shapes, chunk, dtype):
-    compare(folder, ADAMW, [(3, 4), *shapes], chunk, {32: torch.float32, 64: torch.float64}[dtype])
+@given(shapes=SHAPES, chunk=st.sampled_from([2 * PAGE, 6 * PAGE, 2**20]), dtype=st.sampled_from([32, 64]), kept=KEPT)
+def test_adamw_on_disk_is_adamw_in_memory_to_the_bit(folder, shapes, chunk, dtype, kept):
+    compare(folder, ADAMW, [(3, 4), *shapes], chunk, {32: torch.float32, 64: torch.float64}[dtype], kept=kept)
 
 
 @pytest.mark.parametrize("room", [0, 3 * PAGE, 1 << 20])
@@ -129,10 +134,10 @@ def test_a_write_that_fails_behind_a_step_is_raised(folder, monkeypatch):
 
 
 @settings(deadline=None, max_examples=10)
-@given(shapes=SHAPES, skipped=st.integers(0, 5))
-def test_muon_on_disk_is_muon_in_memory_to_the_bit_also_where_gradients_lack(folder, shapes, skipped):
+@given(shapes=SHAPES, skipped=st.integers(0, 5), kept=KEPT)
+def test_muon_on_disk_is_muon_in_memory_to_the_bit_also_where_gradients_lack(folder, shapes, skipped, kept):
     shapes = [(13, 8), (24, 40), *shapes, (24, 40), (24, 40)]
-    compare(folder, MUON, shapes, 2 * PAGE, missing={(f"p{skipped}", 1), (f"p{skipped}", 2)})
+    compare(folder, MUON, shapes, 2 * PAGE, missing={(f"p{skipped}", 1), (f"p{skipped}", 2)}, kept=kept)
 
 
 def test_parameters_of_several_dtypes_and_adam_with_l2(folder):
@@ -174,6 +179,25 @@ def test_a_step_reads_and_writes_the_bytes_of_the_states(folder):
         one.tensor.grad = None
     optimizer.step(1.0)
     assert states.tier.meter.read()["disk"]["read"] == 0  # what has no gradient stays where it is
+
+
+@pytest.mark.parametrize("kept", [0, 700_000, 10**9])
+def test_states_that_fit_stay_in_memory_evenly_and_a_step_moves_the_others(folder, kept):
+    states = StateFolder(folder, "rank0", 2**16)
+    states.resident = kept
+    optimizer = build(ADAMW, owned([(300, 1000)]), states.group)
+    file, total = optimizer.file, sum(one.bytes for one in optimizer.file.extents)
+    held = [one.bytes * (one.offset in file._resident) for one in file.extents]
+    assert file.resident_bytes + states.resident == kept
+    assert file.resident_bytes >= min(kept, total) - 2**16
+    assert os.fstat(file._file.fd).st_size == total - file.resident_bytes
+    for count in range(1, len(held)):  # of the first so many, in proportion
+        seen = sum(one.bytes for one in file.extents[:count])
+        assert -1 <= min(kept, total) * seen / total - sum(held[:count]) <= 2**16
+    gradients(optimizer.owned, 0)
+    optimizer.step(1.0)
+    moved = states.meter.read()["disk"]
+    assert moved["read"] == moved["written"] == total - file.resident_bytes
 
 
 def test_a_flipped_bit_is_named(folder, monkeypatch):

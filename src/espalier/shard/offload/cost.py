@@ -16,6 +16,9 @@ from espalier.shard.offload.layout import BUFFERS, CHUNK
 
 STATES = ("params", "grads", "optimizer")
 """Kinds that the optimizer's step walks through."""
+UNUSED = 0.5
+"""Share of the memory that a plan leaves unused which what waits on disk takes after all; the rest is for errors of the
+prediction."""
 PENDING = 2
 """Activations at once that are on their way to the disk."""
 HELD = PENDING + 2
@@ -46,6 +49,7 @@ class Beside:
         layers: so many passes go through.
         rounds: micro-batches of a step.
         again: share of the parameters that backward reads once more.
+        behind: bytes of the walk's writes that may go on under forward.
     """
 
     optimizer: Number
@@ -54,6 +58,7 @@ class Beside:
     layers: Number
     rounds: Number = 1
     again: Number = 1.0
+    behind: Number = 0.0
 
 
 def walked(away: Mapping[str, Number]) -> Moved:
@@ -102,7 +107,8 @@ def seconds(away: Mapping[str, Number], speed: TierRate, beside: Beside) -> Numb
     writing, and begins with a read and ends with a write; passes wait for what they do not hide, and for the first
     layer."""
     step, values, kept = walked(away), passed(away, beside.again), saved(away, beside.rounds)
-    read, write = step.read / speed.read, step.written / speed.write
+    behind = np.minimum(np.minimum(beside.behind, step.written), beside.forward * speed.write)
+    read, write = step.read / speed.read, (step.written - behind) / speed.write
     pieces = np.maximum(1, np.ceil(step.read / CHUNK))
     taken = np.maximum(0.0, np.maximum(read, write) - beside.optimizer) + (read + write) / pieces
     if "params" in away:

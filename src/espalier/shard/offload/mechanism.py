@@ -15,6 +15,7 @@ from espalier.compose import Claim
 from espalier.config import Adamw
 from espalier.mechanism import Build, Mechanism
 from espalier.shard.luwu.base import Client, Layer, filler
+from espalier.shard.offload import cost
 from espalier.shard.offload.activations import FilePlaces, HostPlaces, Places, SavedActivations
 from espalier.shard.offload.host_memory import DeviceFile, HostStates
 from espalier.shard.offload.optimizer import StateFolder
@@ -65,7 +66,7 @@ ADAMW = Claim(
 
 
 class OptimizerOnDisk(Mechanism):
-    """The optimizer's states wait in a file."""
+    """The optimizer's states wait in a file; those for which the plan has memory stay there."""
 
     claim = OPTIMIZER
 
@@ -74,8 +75,11 @@ class OptimizerOnDisk(Mechanism):
         folder = states_of(context, "disk")
         context.group = folder.group
         context.meters["offload"] = folder.meter.read
+        predicted = context.plan.predicted
         if isinstance(folder, StateFolder) and len(context.plan.ranks) == 1 and context.device.type == "cpu":
-            write_behind(context, folder.behind)
+            folder.resident = 0 if predicted is None else int(predicted.memory_bytes.get("optimizer", 0.0))
+            if not folder.resident:
+                write_behind(context, folder.behind)
 
 
 def write_behind(context: Build, behind: WriteBehind) -> None:
@@ -83,7 +87,7 @@ def write_behind(context: Build, behind: WriteBehind) -> None:
     malloc keeps that of activations and gradients, so it cannot be theirs."""
     if (predicted := context.plan.predicted) is not None:
         unused = predicted.memory_limit - predicted.memory_bytes.get("peak", predicted.memory_limit)
-        behind.room = int(max(0.0, min(unused / 2, predicted.memory_bytes.get("grads", 0.0))))
+        behind.room = int(max(0.0, min(cost.UNUSED * unused, predicted.memory_bytes.get("grads", 0.0))))
     before = context.forward
 
     @contextmanager

@@ -34,12 +34,14 @@ class StateFolder:
         tier: what transfers go through; meter: what counts them.
         behind: writes that go on when a step has ended. `behind.room` is 0 unless somebody says what memory is unused
             until then, and calls `behind.drain` before it is used.
+        resident: bytes of states that stay in memory, of files that are made from now on (ZeRO-Offload++'s ratio).
         chunk: bytes of an extent at most.
         device: what moves the states.
         through: what brings extents to that device.
     """
 
     device = torch.device("cpu")
+    resident = 0
 
     def __init__(
         self, folder: Path, name: str, chunk: int = CHUNK, through: Callable[[StateFile], States] = lambda file: file
@@ -59,7 +61,9 @@ class StateFolder:
         self._count += 1
         path = self._folder / f"{self._name}-{self._count}.states"
         names = [owned[extent.pieces[0].number].name for extent in laid_out]
-        return self._through(StateFile(path, laid_out, names, self.tier, kept))
+        made = StateFile(path, laid_out, names, self.tier._replace(resident=self.resident), kept)
+        self.resident -= made.resident_bytes
+        return self._through(made)
 
 
 def lay_out(owned: Sequence[Owned], rows: int, chunk: int | None) -> list[Extent]:

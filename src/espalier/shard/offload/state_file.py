@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
+from itertools import accumulate
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from espalier.cache_dir import unwritable
 from espalier.errors import RESUME, RunFailed
 from espalier.shard.offload.layout import BUFFERS, Extent
-from espalier.store.direct_io import DirectFile, aligned, checksum
+from espalier.store.direct_io import DirectFile, aligned, checksum, flat_bytes
 from espalier.store.io_queue import IoQueue
 
 Job = Sequence[Extent]
@@ -92,12 +93,14 @@ class WriteBehind:
 
 
 class DiskTier(NamedTuple):
-    """How this process reaches its disk. `hashing`: threads in which checksums are computed beside the step."""
+    """How this process reaches its disk. `hashing`: threads in which checksums are computed beside the step;
+    `resident`: bytes of a file's extents that stay in memory."""
 
     queue: IoQueue
     meter: TransferMeter
     hashing: Executor
     behind: WriteBehind
+    resident: int = 0
 
 
 class StateFile:
@@ -112,17 +115,29 @@ class StateFile:
     """
 
     def __init__(
-        self, path: Path, extents: Sequence[Extent], names: Sequence[str], tier: DiskTier, kept: int = 0
+        self,
+        path: Path,
+        extents: Sequence[Extent],
+        names: Sequence[str],
+        tier: DiskTier,
+        kept: int = 0,
     ) -> None:
         self.extents = list(extents)
         self.path, self._first = path, kept
-        self._queue, self._meter, self._hashing, self._behind = tier
+        self._resident = {
+            one.offset: aligned(one.bytes).view(one.rows, one.row_bytes) for one in spread(extents, tier.resident)
+        }
+        self._queue, self._meter, self._hashing, self._behind = tier[:4]
         self._names = {extent.offset: name for extent, name in zip(extents, names, strict=True)}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise unwritable(str(path.parent), error) from error
-        self._file = DirectFile(path, "create", sum(extent.bytes for extent in extents))
+        away = self._away(extents)
+        self._begins = dict(
+            zip((one.offset for one in away), accumulate((one.bytes for one in away), initial=0), strict=False)
+        )
+        self._file = DirectFile(path, "create", job_bytes(away))
         path.unlink()
         self._sums: dict[int, int] = {}
         self._late: list[Future[None]] = []
@@ -130,28 +145,44 @@ class StateFile:
         self._row: tuple[Extent, int, Tensor] | None = None
         self._changed = False
 
+    @property
+    def resident_bytes(self) -> int:
+        """Of extents that stay in memory."""
+        return sum(one.nbytes for one in self._resident.values())
+
+    def _away(self, job: Job) -> Job:
+        """The extents that are not in memory."""
+        return tuple(one for one in job if one.offset not in self._resident)
+
     # --- extents, in a ring ------------------------------------------------------------------------------------------
 
     def walk(self, jobs: Sequence[Job]) -> Iterator[list[Tensor]]:
         """See `States.walk`."""
         self.settle()
-        room = max((job_bytes(job) for job in jobs), default=0)
+        away = [self._away(job) for job in jobs]
+        moving = [job for job in away if job]
+        room = max((job_bytes(job) for job in moving), default=0)
         ring: list[tuple[Tensor, list[Future[None]]]] = [(one, []) for one in self._buffers if one.nbytes >= room]
         ring += [(aligned(room), []) for _ in range(BUFFERS - len(ring))]
-        views = job_views(jobs[0], ring[0][0]) if jobs else []
-        reads = self._read(jobs[0], views) if jobs else []
-        for number, job in enumerate(jobs):
+        views = job_views(moving[0], ring[0][0]) if moving else []
+        reads = self._read(moving[0], views) if moving else []
+        turn = 0
+        for job, moved in zip(jobs, away, strict=True):
+            if not moved:
+                yield [self._resident[one.offset] for one in job]
+                continue
             self._wait(reads)
-            view, at = views, number % BUFFERS
-            if number + 1 < len(jobs):
-                following = (number + 1) % BUFFERS
+            view, at, turn = views, turn % BUFFERS, turn + 1
+            if turn < len(moving):
+                following = turn % BUFFERS
                 ring[following] = self._unused(*ring[following]), []
-                views = job_views(jobs[number + 1], ring[following][0])
-                reads = self._read(jobs[number + 1], views)
-            yield view
-            ring[at] = ring[at][0], self._write(job, view)
+                views = job_views(moving[turn], ring[following][0])
+                reads = self._read(moving[turn], views)
+            here = {one.offset: values for one, values in zip(moved, view, strict=True)}
+            yield [here[one.offset] if one.offset in here else self._resident[one.offset] for one in job]
+            ring[at] = ring[at][0], self._write(moved, view)
         self._buffers = []
-        for buffer, writes in ring[len(jobs) % BUFFERS :] + ring[: len(jobs) % BUFFERS]:  # the oldest first
+        for buffer, writes in ring[turn % BUFFERS :] + ring[: turn % BUFFERS]:  # the oldest first
             if writes and self._behind.room:
                 self._leave(buffer, writes)
             else:
@@ -172,14 +203,15 @@ class StateFile:
     def _read(self, job: Job, views: Sequence[Tensor]) -> list[Future[None]]:
         self._meter.read_bytes += job_bytes(job)
         pending = [
-            self._queue.read(self._file, extent.offset, view.view(-1)) for extent, view in zip(job, views, strict=True)
+            self._queue.read(self._file, self._place(extent), view.view(-1))
+            for extent, view in zip(job, views, strict=True)
         ]
         return [self._hashing.submit(self._check, job, views, pending)]
 
     def _write(self, job: Job, views: Sequence[Tensor]) -> list[Future[None]]:
         self._meter.written_bytes += sum(extent.bytes - self._first * extent.row_bytes for extent in job)
         pending = [
-            self._queue.write(self._file, _place(extent, self._first), view[self._first :].view(-1))
+            self._queue.write(self._file, self._place(extent, self._first), view[self._first :].view(-1))
             for extent, view in zip(job, views, strict=True)
         ]
         return [*pending, self._hashing.submit(self._sum, job, views)]
@@ -187,7 +219,7 @@ class StateFile:
     def _sum(self, job: Job, views: Sequence[Tensor]) -> None:
         for extent, view in zip(job, views, strict=True):
             for row in range(self._first, extent.rows):
-                self._sums[_place(extent, row)] = checksum(view[row, : extent.used])
+                self._sums[self._place(extent, row)] = checksum(view[row, : extent.used])
 
     def _check(self, job: Job, views: Sequence[Tensor], pending: Sequence[Future[None]]) -> None:
         """Compares what has arrived with its checksums."""
@@ -195,12 +227,12 @@ class StateFile:
             one.result()
         for extent, view in zip(job, views, strict=True):
             for row in range(extent.rows):
-                self._verify(extent, row, view[row, : extent.used], self._sums.get(_place(extent, row)))
+                self._verify(extent, row, view[row, : extent.used], self._sums.get(self._place(extent, row)))
 
     def _verify(self, extent: Extent, row: int, values: Tensor, written: int | None) -> None:
         """Raises RunFailed where the checksum of `values` is not that of what was `written`."""
         if written is not None and checksum(values) != written:
-            place = _place(extent, row)
+            place = self._place(extent, row)
             raise RunFailed(
                 f"What was offloaded of {self._names[extent.offset]!r} in {self.path} is not what was written there "
                 f"(bytes {place} to {place + extent.row_bytes}).",
@@ -216,9 +248,12 @@ class StateFile:
 
     def fetch(self, extent: Extent, row: int, out: Tensor) -> Callable[[], None]:
         """See `States.fetch`."""
+        if (here := self._resident.get(extent.offset)) is not None:
+            flat_bytes(out).copy_(here[row, : out.nbytes])
+            return nothing
         self._meter.read_bytes += out.nbytes
-        written = self._sums.get(_place(extent, row))
-        pending = self._queue.read(self._file, _place(extent, row), out)
+        written = self._sums.get(self._place(extent, row))
+        pending = self._queue.read(self._file, self._place(extent, row), out)
 
         def arrived() -> None:
             self._wait([pending])
@@ -228,20 +263,25 @@ class StateFile:
 
     def store(self, extent: Extent, row: int, values: Tensor) -> Callable[[], None]:
         """See `States.store`."""
+        if (here := self._resident.get(extent.offset)) is not None:
+            here[row, : values.nbytes].copy_(flat_bytes(values))
+            return nothing
         self._meter.written_bytes += values.nbytes
-        self._sums[_place(extent, row)] = checksum(values)
-        pending = self._queue.write(self._file, _place(extent, row), values)
+        self._sums[self._place(extent, row)] = checksum(values)
+        pending = self._queue.write(self._file, self._place(extent, row), values)
         return lambda: self._wait([pending])
 
     # --- single rows, for checkpoints --------------------------------------------------------------------------------
 
     def row(self, extent: Extent, row: int, change: bool = False) -> Tensor:
         """See `States.row`."""
+        if (here := self._resident.get(extent.offset)) is not None:
+            return here[row]
         if self._row is None or self._row[:2] != (extent, row):
             self.settle()
             values = aligned(extent.row_bytes)
-            self._file.read_into(values, _place(extent, row))
-            self._verify(extent, row, values[: extent.used], self._sums.get(_place(extent, row)))
+            self._file.read_into(values, self._place(extent, row))
+            self._verify(extent, row, values[: extent.used], self._sums.get(self._place(extent, row)))
             self._row = extent, row, values
         self._changed |= change
         return self._row[2]
@@ -252,13 +292,29 @@ class StateFile:
         self._late = []
         if self._row is not None and self._changed:
             extent, row, values = self._row
-            self._sums[_place(extent, row)] = checksum(values[: extent.used])
-            self._file.write_from(values, _place(extent, row))
+            self._sums[self._place(extent, row)] = checksum(values[: extent.used])
+            self._file.write_from(values, self._place(extent, row))
         self._row, self._changed = None, False
 
+    def _place(self, extent: Extent, row: int = 0) -> int:
+        """The byte of the file where a row begins."""
+        return self._begins[extent.offset] + row * extent.row_bytes
 
-def _place(extent: Extent, row: int) -> int:
-    return extent.offset + row * extent.row_bytes
+
+def nothing() -> None:
+    """Of what is done at once."""
+
+
+def spread(found: Sequence[Extent], size: int) -> list[Extent]:
+    """Extents of at most `size` bytes together, evenly among all: what moves them is at work while others are read."""
+    total, seen, taken = job_bytes(found), 0, 0
+    chosen = []
+    for extent in found:
+        seen += extent.bytes
+        if taken + extent.bytes <= min(size, -(-size * seen // total)):
+            chosen.append(extent)
+            taken += extent.bytes
+    return chosen
 
 
 def job_bytes(job: Job) -> int:
