@@ -197,6 +197,8 @@ SPREAD_EXPERTS = Claim(
     needs=frozenset({"tokens reach their experts"}),
     changes=frozenset({"the model is cut"}),
 )
+LIMITED = Claim("limited_attention", question="attention", forbids=frozenset({"attention over cut sequences"}))
+"""Windows, caps and scales of attention, which rings over ranks do not have."""
 COPIES = Claim("faults.memory", question="copies", changes=frozenset({"states are copied"}))
 ROLLBACK = Claim("faults.rollback", question="rollback", changes=frozenset({"steps are taken back"}))
 HERE = {"device"}
@@ -227,6 +229,7 @@ def properties(recipe: Recipe, plan: Plan) -> list[Claim]:
         (SPREAD_EXPERTS, len(plan.experts) > 1),
         (CUT_LAYERS, len({one.layers for one in plan.stages}) > 1 or bool(plan.waves)),
         (COPIES, set(astuple(plan.offload)) == HERE if memory == "auto" else units.size(memory, "faults.memory") > 0),
+        (LIMITED, loongtrain.limited(recipe)),
         (ROLLBACK, recipe.faults.rollback != "never"),
     )
     return [claim for claim, holds in asked if holds]

@@ -46,6 +46,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 16, "sliding_window": 11, "query_pre_attn_scalar": 24, "final_logit_softcapping": 3.0,
          "attn_logit_softcapping": 2.0},
     ),
+    "qwen2 moe": (
+        "Qwen2Moe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+         "shared_expert_intermediate_size": 40},
+    ),
+    "qwen2 moe, normalized": (
+        "Qwen2Moe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True,
+         "shared_expert_intermediate_size": 16},
+    ),
+    "qwen3 moe, not normalized": (
+        "Qwen3Moe",
+        {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+         "norm_topk_prob": False},
+    ),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "head_dim": 8}),
     "qwen3 moe": (
         "Qwen3Moe",
         {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
@@ -132,7 +148,7 @@ def test_adapters_and_parameter_counts_hold_for_every_family(theirs: Any, tmp_pa
         ({"rope_parameters": {"rope_type": "longrope", "factor": 2}}, "rope_parameters"),
         ({"sliding_window": 8}, "sliding_window = 8"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        ({"model_type": "qwen3_moe", "norm_topk_prob": False}, "norm_topk_prob = False"),
+        ({"model_type": "qwen2_moe", "qkv_bias": False}, "qkv_bias = False"),
         ({"model_type": "qwen3_moe", "norm_topk_prob": True, "decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
         ({"model_type": "qwen3_moe", "norm_topk_prob": True, "mlp_only_layers": [0]}, "mlp_only_layers"),
         ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window = True"),

@@ -54,9 +54,21 @@ def test_a_cut_model_trains_as_one_rank_does(folder, one_rank, name) -> None:
 
 @pytest.mark.parametrize(
     ("model", "optimizer", "schedule"),
-    [({"tied": False}, "muon", "1f1b"), ({"kind": "moe", "experts": 4, "active": 2}, "adamw", "zero_bubble")],
+    [
+        ({"tied": False}, "muon", "1f1b"),
+        (
+            {"kind": "moe", "experts": 4, "active": 2, "family": "qwen2", "shared": 24, "normalized": False},
+            *("adamw", "zero_bubble"),
+        ),
+        (
+            {"family": "gemma2", "head_size": 8, "window": 5, "attention_cap": 1.0, "logit_cap": 2.0, "tied": True},
+            *("adamw", "1f1b"),
+        ),
+    ],
 )
-def test_heads_of_their_own_experts_and_muon_are_cut_likewise(folder, model, optimizer, schedule) -> None:
+def test_heads_of_their_own_experts_muon_and_other_families_are_cut_likewise(
+    folder, model, optimizer, schedule
+) -> None:
     recipe = recipe_of(folder, model, {"optimizer": {"kind": optimizer}})
     whole = train(recipe, Cut((4,)).plan())[0]
     ranks = train(recipe, Cut((1, 4), schedule=schedule).plan())

@@ -29,8 +29,13 @@ def options(**changes: Any) -> Gpt | Moe:
 
 
 def whole(**changes: Any) -> GPT:
-    """The decoder of one rank, in float64."""
-    return new_model(options(**changes), SEED, torch.device("cpu")).double()
+    """The decoder of one rank, in float64; norms and biases are no defaults."""
+    model = new_model(options(**changes), SEED, torch.device("cpu")).double()
+    draw = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=draw, dtype=torch.float64))
+    return model
 
 
 def batch(samples: int = 3, sequence: int = 7) -> tuple[Tensor, Tensor]:

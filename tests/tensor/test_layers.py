@@ -40,6 +40,10 @@ def alone(changes: dict[str, Any]) -> tuple[float, Tensor, dict[str, Tensor]]:
 
 
 EXPERTS = {"experts": 3, "active": 2, "balance": 0.1}
+GEMMA2 = {
+    "family": "gemma2", "head_size": 8, "window": 3, "attention_cap": 0.5, "logit_cap": 0.7, "attention_scale": 0.3,
+    "tied": True,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("regather", [False, True])
@@ -55,6 +59,13 @@ EXPERTS = {"experts": 3, "active": 2, "balance": 0.1}
         (4, "selective", {"heads": 4, "kv_heads": 1}),
         (2, "none", EXPERTS),
         (3, "block", {**EXPERTS, "kv_heads": 4}),
+        (4, "none", {"family": "qwen2"}),
+        (4, "block", {"family": "qwen3", "head_size": 10}),
+        (2, "selective", {"family": "mistral", "window": 3}),
+        (2, "none", {"family": "gemma", "head_size": 8, "tied": True}),
+        (4, "block", GEMMA2),
+        (2, "block", {**EXPERTS, "family": "qwen2", "shared": 10, "normalized": False}),
+        (2, "none", {**EXPERTS, "family": "qwen3"}),
     ],
 )  # fmt: skip
 def test_loss_logits_and_gradients_are_those_of_one_rank(

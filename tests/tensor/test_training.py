@@ -145,6 +145,7 @@ CASES = {
     "tensor of 4, more ranks than key-value heads, tied": (4, 4, (1, 1, 1), {}, {"tied": True}),
     "2 replicas of 2, all states sharded, FSP": (4, 2, (2, 2, 2), {"algorithm": "fsp"}, {"tied": True}),
     "2 by 2 heads of a sequence": (4, 2, (1, 1, 1), {"heads": 2}, {}),
+    "norms of heads, shards": (4, 2, (1, 2, 2), {}, {"family": "qwen3", "head_size": 16}),
     "experts": (2, 2, (1, 1, 1), {}, {"kind": "moe", "experts": 3, "active": 2}),
     "experts picked with a bias": (
         *(2, 2, (1, 1, 1), {}),
@@ -169,7 +170,7 @@ def test_curve_weights_validation_and_sample_are_those_of_one_rank(
     assert wanted.keys() == found.keys()
     for name, value in found.items():
         torch.testing.assert_close(value, wanted[name], rtol=1e-8, atol=1e-10)
-    assert cut["matrices"]["blocks.0.attention.out.weight"] == (32, 32 // tensor)
+    assert cut["matrices"]["blocks.0.attention.out.weight"] == (32, 4 * model.get("head_size", 8) // tensor)
 
 
 def test_a_checkpoint_of_one_cut_resumes_under_any_other(corpus: Path, one_rank: Any, tmp_path: Path) -> None:

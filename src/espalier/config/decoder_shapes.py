@@ -64,7 +64,9 @@ class Moe(Decoder, frozen=True, tag="moe"):
     """The same decoder with a mixture of experts in place of each feed-forward block.
 
     `balancing`: what keeps experts evenly used, a `"loss"` with the weight `balance`, or a `"bias"` of each expert
-    when they are picked (auxiliary-loss-free); `z_loss`: weight of the penalty of large router scores.
+    when they are picked (auxiliary-loss-free); `z_loss`: weight of the penalty of large router scores. `normalized`:
+    whether the weights of a token's experts add up to 1 (else they are probabilities among all experts); `shared`:
+    columns of an expert that every token takes too, by a gate of its own (Qwen 2 MoE; 0: there is none).
     """
 
     experts: int = 8
@@ -72,6 +74,8 @@ class Moe(Decoder, frozen=True, tag="moe"):
     balance: float = 0.01
     balancing: Literal["loss", "bias"] = "loss"
     z_loss: float = 0.0
+    normalized: bool = True
+    shared: int = 0
 
 
 # --- published shapes ----------------------------------------------------------------------------------------------
@@ -136,6 +140,10 @@ def published(name: str) -> Shape:
     return SHAPES[name]
 
 
+ROUTING = ("experts", "active", "balance", "z_loss", "normalized", "shared")
+"""Options of a mixture that `Sizes` takes over as they are."""
+
+
 @dataclass(frozen=True)
 class Sizes:
     """A decoder in plain integers. `experts` = `active` = 1 for a dense model; `balance` is then 0."""
@@ -162,6 +170,8 @@ class Sizes:
     rope: Rope | None = None
     z_loss: float = 0.0
     bias: bool = False
+    normalized: bool = True
+    shared: int = 0
 
     @property
     def head_size(self) -> int:
@@ -177,12 +187,6 @@ class Sizes:
     def gemma(self) -> bool:
         """Norms count from 1, embeddings are scaled, GELU."""
         return self.family in ("gemma", "gemma2")
-
-    @property
-    def cuttable(self) -> bool:
-        """Ranks may share its matrices, its layers and its sequences: blocks are Llama's."""
-        own = self.window, self.attention_cap, self.logit_cap, self.attention_scale
-        return self.family in ("llama", "mistral") and not any(own) and self.query_width == self.width
 
     @property
     def kv_width(self) -> int:
@@ -202,7 +206,7 @@ def sizes(model: Gpt | Moe) -> Sizes:
     dense = Sizes(layers=layers, head=model.head_size, **values)
     if not isinstance(model, Moe):
         return dense
-    routing = {name: getattr(model, name) for name in ("experts", "active", "balance", "z_loss")}
+    routing = {name: getattr(model, name) for name in ROUTING}
     return replace(dense, **routing, bias=model.balancing == "bias")
 
 
@@ -222,6 +226,7 @@ def _count(size: Sizes, every_expert: bool) -> int:
     attention += 2 * size.head_size * (size.family == "qwen3") + 2 * size.width * (size.family == "gemma2")
     experts = size.experts if every_expert else size.active
     router = size.experts * (size.width + size.bias) if size.experts > 1 else 0
-    feed_forward = experts * 3 * size.width * size.feed_forward + router
+    shared = size.width * (3 * size.shared + 1) if size.shared else 0
+    feed_forward = experts * 3 * size.width * size.feed_forward + router + shared
     embeddings = size.vocabulary * size.width * (1 if size.tied else 2)
     return size.layers * (attention + feed_forward + 2 * size.width) + embeddings + size.width

@@ -95,12 +95,12 @@ class DecoderWorkload(Plain):
     def pieces(self, model: nn.Module) -> Pieces | None:
         """The table, the layers, and the last norm with the head."""
         assert isinstance(model, gpt.GPT)
-        return model.pieces() if model.size.cuttable else None
+        return model.pieces()
 
     def roles(self, model: nn.Module) -> Mapping[str, Role] | None:
         """Heads, the feed-forward's columns and the vocabulary are divided; norms see each rank's tokens."""
         assert isinstance(model, gpt.GPT)
-        return gpt.roles(model) if model.size.cuttable else None
+        return gpt.roles(model)
 
     def embeddings(self, model: nn.Module) -> Sequence[nn.Parameter]:
         """The token table and the head."""

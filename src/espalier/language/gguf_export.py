@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from espalier import cache_dir
 from espalier.config.decoder_shapes import Sizes
 from espalier.errors import UserError
-from espalier.language import gguf_file, gpt, hf
+from espalier.language import gguf_file, gpt, hf, hf_config
+from espalier.language.block_variants import rates
+from espalier.language.decoder_workload import new_model
 
 FORMS = {"gguf": "F16", "gguf-q8_0": "Q8_0", "gguf-q4_0": "Q4_0"}
 """What `espalier export --to` calls each type of matrices."""
@@ -50,58 +51,64 @@ def export(model: gpt.GPT, tokenizer: Any, template: str | None, target: Path, k
 
 def _refuse_foreign(size: Sizes) -> None:
     """What the fields of the architectures that are written cannot say."""
-    rope = size.rope
+    rope, gemma2, kind = size.rope, size.family == "gemma2", _kind(size)
     stretched = rope is not None and (
-        rope.kind not in gguf_file.SCALINGS or (rope.high, rope.attention) != (None, None) or rope.low != 1.0
+        architecture(size) != "llama"
+        if rope.kind == "llama3"
+        else (rope.high, rope.attention) != (None, None) or rope.low != 1.0
     )
+    scale = size.head_size if size.attention_scale is None else size.attention_scale**-2
+    large = gemma2 and size.layers == gguf_file.LARGEST_GEMMA2
     foreign = {
-        "a mixture of experts": size.experts > 1,
-        f"a decoder of the family {size.family}": size.gemma,
-        "a window of attention": size.window is not None,
+        f"this mixture of experts: {hf_config.mixture_refusal(size)}": hf_config.mixture_refusal(size) is not None,
+        "weights of experts that are normalized otherwise": size.experts > 1
+        and size.normalized == (kind == "qwen2_moe"),
+        "a window of attention": size.window is not None and not gemma2,
+        "caps of scores": [one is not None for one in (size.attention_cap, size.logit_cap)] != [gemma2] * 2,
+        "a head of its own beside Gemma's blocks": size.gemma and not size.tied,
         "stretched positions of this kind": stretched,
-        "a scale of attention of its own": size.attention_scale is not None,
+        "a scale of attention of its own": abs(scale - (size.width / size.heads if large else size.head_size)) > 1e-3,
     }
     for what, there in foreign.items():
         if there:
+            known = sorted({one.name for one in gguf_file.ARCHITECTURES.values()})
             raise UserError(
                 f"No GGUF file is written of {what}.",
-                why=f"{', '.join(gguf_file.ARCHITECTURES)} are written",
+                why=f"the fields of {', '.join(known)} do not say it",
                 do="espalier export --to hf, then llama.cpp's convert_hf_to_gguf.py",
             )
 
 
+def _kind(size: Sizes) -> str:
+    """Hugging Face's name for the kind of decoder whose file is written; Mistral's is Llama's."""
+    kind = hf_config.kind_of(size)
+    return "llama" if kind == "mistral" else kind
+
+
 def architecture(size: Sizes) -> str:
-    """GGUF's name for a decoder's kind; Mistral's is Llama's."""
-    return size.family if size.family in gguf_file.ARCHITECTURES else "llama"
+    """GGUF's name for a decoder's kind."""
+    return gguf_file.ARCHITECTURES[_kind(size)].name
+
+
+def _order(size: Sizes) -> gguf_file.Order:
+    return gguf_file.Order(_kind(size), size.heads, size.kv_heads)
 
 
 def _exported(model: gpt.GPT, kind: str) -> dict[str, tuple[NDArray[Any], Any]]:
     """GGUF's name to (the values as stored, their type)."""
     library, size = gguf_file.library(), model.size
-    types, heads = library.GGMLQuantizationType, _permuted(size)
+    types, named = library.GGMLQuantizationType, hf_config.kind_of(size)
+    given = {hf.renamed(name, named): value.float().cpu().numpy() for name, value in model.state_dict().items()}
+    arrays = _order(size).joined(given)
+    if size.rope is not None and size.rope.kind == "llama3":
+        plain = size.rope_theta ** (-torch.arange(0, size.head_size, 2, dtype=torch.float64) / size.head_size)
+        arrays[gguf_file.FREQUENCIES] = (plain / rates(size, plain)[0]).float().numpy()
     found = {}
-    for name, value in _own(model):
-        part = name.split(".")[-2]
-        array = value.detach().float().cpu().numpy()
-        if part in heads:
-            array = gguf_file.interleaved(array, heads[part])
-        own = types.F32 if array.ndim == 1 else types[kind] if array.shape[-1] % _BLOCK == 0 else types.F16
+    for name, array in arrays.items():
+        whole = array.ndim == 1 or name.endswith(gguf_file.WHOLE_FLOATS)
+        own = types.F32 if whole else types[kind] if array.shape[-1] % _BLOCK == 0 else types.F16
         found[name] = library.quants.quantize(np.ascontiguousarray(array), own), own
     return found
-
-
-def _permuted(size: Sizes) -> dict[str, int]:
-    return gguf_file.permuted(architecture(size), size.heads, size.kv_heads)
-
-
-def _own(model: gpt.GPT) -> Iterator[tuple[str, Tensor]]:
-    theirs = {other: name for name, other in gguf_file.ALL_NAMES.items()}
-    for name, value in model.state_dict().items():
-        parts = hf.renamed(name).split(".")
-        pattern = ".".join("{}" if one.isdigit() else one for one in parts)
-        if pattern not in theirs:
-            raise UserError(f"GGUF has no place for {name}.", why="dense decoders are written", do="export --to hf")
-        yield theirs[pattern].format(*(one for one in parts if one.isdigit())), value
 
 
 def _words(tokenizer: Any) -> dict[str, Any]:
@@ -166,14 +173,10 @@ def _write(
     writer.add_layer_norm_rms_eps(size.norm_epsilon)
     writer.add_rope_freq_base(size.rope_theta)
     writer.add_rope_dimension_count(size.head_size)
-    if size.query_width != size.width:
+    if size.query_width != size.width or size.gemma:
         writer.add_key_length(size.head_size)
         writer.add_value_length(size.head_size)
-    if size.rope is not None:
-        writer.add_rope_scaling_type(gguf_file.library().RopeScalingType(size.rope.kind))
-        writer.add_rope_scaling_factor(size.rope.factor)
-        if size.rope.original is not None:
-            writer.add_rope_scaling_orig_ctx_len(size.rope.original)
+    _write_variants(writer, size)
     writer.add_vocab_size(size.vocabulary)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(words["split"])
@@ -195,6 +198,28 @@ def _write(
     os.chmod(file, 0o644)
 
 
+def _write_variants(writer: Any, size: Sizes) -> None:
+    """Fields of positions, experts, and Gemma 2."""
+    if size.rope is not None:
+        if size.rope.kind != "llama3":  # whose rates are a tensor
+            writer.add_rope_scaling_type(gguf_file.library().RopeScalingType(size.rope.kind))
+            writer.add_rope_scaling_factor(size.rope.factor)
+        if size.rope.original is not None:
+            writer.add_rope_scaling_orig_ctx_len(size.rope.original)
+    if size.experts > 1:
+        writer.add_expert_count(size.experts)
+        writer.add_expert_used_count(size.active)
+        if _kind(size) != "mixtral":
+            writer.add_expert_feed_forward_length(size.feed_forward)
+        if size.shared:
+            writer.add_expert_shared_feed_forward_length(size.shared)
+    if size.family == "gemma2":
+        writer.add_attn_logit_softcapping(size.attention_cap)
+        writer.add_final_logit_softcapping(size.logit_cap)
+        if size.window is not None:
+            writer.add_sliding_window(size.window)
+
+
 @torch.no_grad()
 def _compare(file: Path, model: gpt.GPT, wanted: Mapping[str, tuple[NDArray[Any], Any]]) -> float:
     """Reads the file back. Raises OSError where logits are not those of what was written."""
@@ -207,12 +232,10 @@ def _compare(file: Path, model: gpt.GPT, wanted: Mapping[str, tuple[NDArray[Any]
     if {name for name, _ in tensors} != set(wanted):
         raise OSError("the file was read back with other tensors")
     size = model.size
-    heads = _permuted(size)
-    again = gpt.GPT(hf.options_of(size))
-    state = {}
-    for name, value in tensors:
-        state[hf.ours(gguf_file.renamed(name, file))] = gguf_file.in_order(name, value, heads)
-    again.load_state_dict(state)
+    order, named = _order(size), hf_config.kind_of(size)
+    again = new_model(hf.options_of(size), 0, torch.device("cpu"))
+    parts = (part for name, value in tensors for part in order.split(name, value, file))
+    again.load_state_dict({hf.ours(name, named): value for name, value in parts})
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(size.vocabulary, (1, min(_PROBE, size.context)), generator=generator)
     ours, theirs = (one.eval()(tokens).float() for one in (model.to("cpu").float(), again))

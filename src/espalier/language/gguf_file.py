@@ -1,8 +1,8 @@
-"""GGUF files in, by the `gguf` package: what llama.cpp and Ollama read (architectures `llama`, `qwen2`, `qwen3`).
+"""GGUF files in, by the `gguf` package: what llama.cpp and Ollama read (`ARCHITECTURES`).
 
 A file that is read becomes a Hugging Face folder in the cache, so that all else reads one form. Rotary positions turn
 pairs of columns: in llama.cpp's Llama neighbours, in Hugging Face's and in Qwen columns half a head apart, so the rows
-of Llama's queries and keys are permuted.
+of Llama's queries and keys are permuted. The conventions are those of llama.cpp's `convert_hf_to_gguf.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,8 +24,9 @@ from espalier.language import hf_config
 
 SUFFIX = ".gguf"
 
-# Theirs, Hugging Face's. `{}` stands for the number of a layer.
-NAMES = {
+# Theirs, Hugging Face's. `{}` stands for the number of a layer; a second one for that of an expert, whose matrices are
+# one tensor in GGUF.
+_COMMON = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
@@ -35,15 +36,54 @@ NAMES = {
     "blk.{}.attn_k.weight": "model.layers.{}.self_attn.k_proj.weight",
     "blk.{}.attn_v.weight": "model.layers.{}.self_attn.v_proj.weight",
     "blk.{}.attn_output.weight": "model.layers.{}.self_attn.o_proj.weight",
-    "blk.{}.ffn_gate.weight": "model.layers.{}.mlp.gate_proj.weight",
-    "blk.{}.ffn_up.weight": "model.layers.{}.mlp.up_proj.weight",
-    "blk.{}.ffn_down.weight": "model.layers.{}.mlp.down_proj.weight",
 }
+_THREE = ("gate", "up", "down")
+_DENSE = {f"blk.{{}}.ffn_{one}.weight": f"model.layers.{{}}.mlp.{one}_proj.weight" for one in _THREE}
 _BIASES = {f"blk.{{}}.attn_{one}.bias": f"model.layers.{{}}.self_attn.{one}_proj.bias" for one in "qkv"}
 _NORMS = {f"blk.{{}}.attn_{one}_norm.weight": f"model.layers.{{}}.self_attn.{one}_norm.weight" for one in "qk"}
-ARCHITECTURES: Mapping[str, Mapping[str, str]] = {"llama": {}, "qwen2": _BIASES, "qwen3": _NORMS}
-"""Those that are read and written, by the names of both worlds: their tensors beside `NAMES`."""
-ALL_NAMES = NAMES | _BIASES | _NORMS
+_GEMMA2 = {
+    "blk.{}.ffn_norm.weight": "model.layers.{}.pre_feedforward_layernorm.weight",
+    "blk.{}.post_attention_norm.weight": "model.layers.{}.post_attention_layernorm.weight",
+    "blk.{}.post_ffw_norm.weight": "model.layers.{}.post_feedforward_layernorm.weight",
+}
+_ROUTER = "blk.{}.ffn_gate_inp.weight"
+_MIXTRAL = {_ROUTER: "model.layers.{}.block_sparse_moe.gate.weight"} | {
+    f"blk.{{}}.ffn_{one}_exps.weight": f"model.layers.{{}}.block_sparse_moe.experts.{{}}.{name}.weight"
+    for one, name in zip(_THREE, ("w1", "w3", "w2"), strict=True)
+}
+_QWEN_MOE = {_ROUTER: "model.layers.{}.mlp.gate.weight"} | {
+    f"blk.{{}}.ffn_{one}_exps.weight": f"model.layers.{{}}.mlp.experts.{{}}.{one}_proj.weight" for one in _THREE
+}
+_SHARED_GATE = "blk.{}.ffn_gate_inp_shexp.weight"
+_SHARED = {_SHARED_GATE: "model.layers.{}.mlp.shared_expert_gate.weight"} | {
+    f"blk.{{}}.ffn_{one}_shexp.weight": f"model.layers.{{}}.mlp.shared_expert.{one}_proj.weight" for one in _THREE
+}
+FREQUENCIES = "rope_freqs.weight"
+"""By what each rate of Llama 3's rotary positions is divided."""
+WHOLE_FLOATS = (_ROUTER, FREQUENCIES)
+"""Tensors that are fp32 in files of any type."""
+
+
+class Architecture(NamedTuple):
+    """GGUF's name of a kind of decoder, and its tensors by both names."""
+
+    name: str
+    names: Mapping[str, str]
+
+
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "llama": Architecture("llama", _COMMON | _DENSE),
+    "mixtral": Architecture("llama", _COMMON | _MIXTRAL),
+    "qwen2": Architecture("qwen2", _COMMON | _DENSE | _BIASES),
+    "qwen2_moe": Architecture("qwen2moe", _COMMON | _BIASES | _QWEN_MOE | _SHARED),
+    "qwen3": Architecture("qwen3", _COMMON | _DENSE | _NORMS),
+    "qwen3_moe": Architecture("qwen3moe", _COMMON | _NORMS | _QWEN_MOE),
+    "gemma": Architecture("gemma", _COMMON | _DENSE),
+    "gemma2": Architecture("gemma2", _COMMON | _DENSE | _GEMMA2),
+}
+"""Those that are read and written, by Hugging Face's `model_type`; a file of Mistral's is Llama's."""
+LARGEST_GEMMA2 = 46
+"""Layers of the Gemma 2 whose scores llama.cpp scales by width / heads instead of the size of a head."""
 SCALINGS = ("linear", "yarn")
 """Stretched rotary positions that a file's fields can say."""
 _LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
@@ -97,12 +137,10 @@ def folder_of(file: Path) -> Path:
 
 def _convert(file: Path, folder: Path) -> None:
     fields, tensors = opened(file)
-    config = _config(fields, file, {name for name, _ in tensors})
+    config = _config(fields, file, dict(tensors))
     _tokenizer(fields, file, folder)
-    heads = permuted(config["model_type"], config["num_attention_heads"], config["num_key_value_heads"])
-    found: dict[str, Tensor] = {}
-    for name, value in tensors:
-        found[renamed(name, file)] = in_order(name, value, heads)
+    order = Order(config["model_type"], config["num_attention_heads"], config["num_key_value_heads"])
+    found = {name: value for given, stored in tensors for name, value in order.split(given, stored, file)}
     save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
@@ -132,15 +170,16 @@ def opened(file: Path) -> tuple[dict[str, Any], list[tuple[str, NDArray[Any]]]]:
     return fields, tensors
 
 
-def _config(fields: Mapping[str, Any], file: Path, names: set[str]) -> dict[str, Any]:
-    kind = str(fields.get("general.architecture"))
-    if kind not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
-        raise UserError(f"{file} holds a {kind!r} model.", why=f"of GGUF files {known} are read", do="another file")
-    own = {name.removeprefix(f"{kind}."): value for name, value in fields.items()}
+def _config(fields: Mapping[str, Any], file: Path, tensors: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
+    name = str(fields.get("general.architecture"))
+    own = {key.removeprefix(f"{name}."): value for key, value in fields.items()}
+    kind = "mixtral" if name == "llama" and own.get("expert_count") else _KINDS.get(name)
+    if kind is None:
+        known = ", ".join(_KINDS)
+        raise UserError(f"{file} holds a {name!r} model.", why=f"of GGUF files {known} are read", do="another file")
     try:
         heads, width = int(own["attention.head_count"]), int(own["embedding_length"])
-        return {
+        found = {
             "architectures": [hf_config.FAMILIES[kind]],
             "model_type": kind,
             "num_hidden_layers": int(own["block_count"]),
@@ -151,14 +190,48 @@ def _config(fields: Mapping[str, Any], file: Path, names: set[str]) -> dict[str,
             "head_dim": int(own.get("attention.key_length", width // heads)),
             "vocab_size": len(fields["tokenizer.ggml.tokens"]),
             "max_position_embeddings": int(own["context_length"]),
-            "tie_word_embeddings": "output.weight" not in names,
+            "tie_word_embeddings": "output.weight" not in tensors,
             "rope_theta": float(own.get("rope.freq_base", 10_000.0)),
             "rms_norm_eps": float(f"{own['attention.layer_norm_rms_epsilon']:.6g}"),
             "hidden_act": "silu",
             **_scaling(own),
         }
+        found |= _experts(kind, own, tensors) if "expert_count" in own else {}
+        found |= _gemma2(own, found) if kind == "gemma2" else {}
     except KeyError as missing:
         raise UserError(f"{file} does not say {missing}.", do="download it again") from None
+    if FREQUENCIES in tensors:
+        found["rope_scaling"] = _llama3(tensors[FREQUENCIES], own, found, file)
+    return found
+
+
+_KINDS = {one.name: kind for kind, one in ARCHITECTURES.items() if kind != "mixtral"}
+
+
+def _experts(kind: str, own: Mapping[str, Any], tensors: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
+    count, active = int(own["expert_count"]), int(own["expert_used_count"])
+    if kind == "mixtral":
+        return {"num_local_experts": count, "num_experts_per_tok": active}
+    inner = int(tensors["blk.0.ffn_up_exps.weight"].shape[1])
+    found = {"num_experts": count, "num_experts_per_tok": active, "moe_intermediate_size": inner}
+    if kind == "qwen2_moe":
+        found["shared_expert_intermediate_size"] = int(tensors["blk.0.ffn_up_shexp.weight"].shape[0])
+    return found | {"norm_topk_prob": kind == "qwen3_moe"}
+
+
+def _gemma2(own: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+    large = found["num_hidden_layers"] == LARGEST_GEMMA2
+    return {
+        "query_pre_attn_scalar": found["hidden_size"] / found["num_attention_heads"] if large else found["head_dim"],
+        "attn_logit_softcapping": _short(own.get("attn_logit_softcapping", 50.0)),
+        "final_logit_softcapping": _short(own.get("final_logit_softcapping", 30.0)),
+        "sliding_window": int(own.get("attention.sliding_window", 4096)),
+    }
+
+
+def _short(value: float) -> float:
+    """A float32 as it was before it was rounded."""
+    return float(f"{value:.7g}")
 
 
 def _scaling(own: Mapping[str, Any]) -> dict[str, Any]:
@@ -171,18 +244,94 @@ def _scaling(own: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_scaling": found}
 
 
-def permuted(kind: str, heads: int, kv_heads: int) -> dict[str, int]:
-    """Tensors whose rows a file of the architecture `kind` has in another order, and their heads."""
-    return {"attn_q": heads, "attn_k": kv_heads} if kind == "llama" else {}
+def _llama3(table: NDArray[Any], own: Mapping[str, Any], found: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """The options of Llama 3's positions whose factors are `table`; its ramp is a line over turns. Raises UserError."""
+    original = int(own.get("rope.scaling.original_context_length", 8192))
+    factor = float(table.max())
+    half = len(table)
+    turns = original * found["rope_theta"] ** (-np.arange(half) / half) / (2 * np.pi)
+    kept = (1 / table.astype(np.float64) - 1 / factor) / (1 - 1 / factor)
+    inside = np.flatnonzero((kept > 1e-6) & (kept < 1 - 1e-6))
+    low, high = 1.0, 4.0
+    if len(inside) > 1:
+        slope, offset = np.polyfit(turns[inside], kept[inside], 1)
+        low, high = (float(f"{(edge - offset) / slope:.4g}") for edge in (0.0, 1.0))
+    share = ((turns - low) / (high - low)).clip(0, 1)
+    if factor <= 1 or not np.allclose(1 / ((1 - share) / factor + share), table, rtol=1e-4):
+        raise UserError(
+            f"{file} turns positions at rates that no option says.", why=f"see {FREQUENCIES}", do="another model"
+        )
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }
 
 
-def renamed(name: str, file: Path) -> str:
-    """Hugging Face's name for the tensor `name` of `file`. Raises UserError for one that has no place."""
-    parts = name.split(".")
-    pattern = ".".join("{}" if one.isdigit() else one for one in parts)
-    if pattern not in ALL_NAMES:
-        raise UserError(f"{file} holds the tensor {name}, which this decoder does not have.", do="another model")
-    return ALL_NAMES[pattern].format(*(one for one in parts if one.isdigit()))
+class Order(NamedTuple):
+    """How the tensors of a decoder of a `kind` (Hugging Face's name) lie in a file: experts are stacked, rows of Llama's
+    queries and keys permuted, Gemma's norms counted from 0."""
+
+    kind: str
+    heads: int
+    kv_heads: int
+
+    @property
+    def permuted(self) -> dict[str, int]:
+        """Matrices whose rows have another order, and their heads."""
+        both = {"attn_q": self.heads, "attn_k": self.kv_heads}
+        return both if ARCHITECTURES[self.kind].name == "llama" else {}
+
+    @property
+    def norm_offset(self) -> float:
+        """What norms have more in a file."""
+        return 1.0 if self.kind.startswith("gemma") else 0.0
+
+    def split(self, name: str, value: NDArray[Any], file: Path) -> list[tuple[str, Tensor]]:
+        """The tensors, by Hugging Face's names, that are `name` in `file`. Raises UserError for one without a place."""
+        if name == FREQUENCIES:
+            return []
+        parts, pattern = name.split("."), _pattern(name)
+        theirs = ARCHITECTURES[self.kind].names.get(pattern)
+        if theirs is None:
+            raise UserError(f"{file} holds the tensor {name}, which this decoder does not have.", do="another model")
+        layer, own = [one for one in parts if one.isdigit()], parts[-2]
+        if theirs.count("{}") > 1:
+            return [(theirs.format(*layer, at), torch.from_numpy(one.copy())) for at, one in enumerate(value)]
+        if own in self.permuted and value.ndim > 1:
+            value = interleaved(value, self.permuted[own], back=True)
+        if own.endswith("norm") and self.norm_offset:
+            value = value - np.float32(self.norm_offset)
+        if pattern == _SHARED_GATE:
+            value = value.reshape(1, -1)
+        return [(theirs.format(*layer), torch.from_numpy(np.ascontiguousarray(value)))]
+
+    def joined(self, tensors: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        """What `split` takes apart, from float32 `tensors` by Hugging Face's names. Raises KeyError for a name without
+        a place."""
+        ours = {theirs: name for name, theirs in ARCHITECTURES[self.kind].names.items()}
+        found: dict[str, NDArray[Any]] = {}
+        stacks: dict[str, list[NDArray[Any]]] = {}
+        for theirs, value in tensors.items():
+            numbers, name = [one for one in theirs.split(".") if one.isdigit()], ours[_pattern(theirs)]
+            own = name.split(".")[-2]
+            name = name.format(*numbers[:1])
+            if len(numbers) > 1:
+                stacks.setdefault(name, []).append(value)
+                found[name] = value  # keeps the place
+                continue
+            if own in self.permuted and value.ndim > 1:
+                value = interleaved(value, self.permuted[own])
+            if own.endswith("norm") and self.norm_offset:
+                value = value + np.float32(self.norm_offset)
+            found[name] = value.reshape(-1) if _pattern(name) == _SHARED_GATE else value
+        return found | {name: np.stack(parts) for name, parts in stacks.items()}
+
+
+def _pattern(name: str) -> str:
+    return ".".join("{}" if one.isdigit() else one for one in name.split("."))
 
 
 def interleaved(weight: NDArray[Any], heads: int, back: bool = False) -> NDArray[Any]:
@@ -190,14 +339,6 @@ def interleaved(weight: NDArray[Any], heads: int, back: bool = False) -> NDArray
     half = weight.shape[0] // heads // 2
     shape = (heads, half, 2, -1) if back else (heads, 2, half, -1)
     return weight.reshape(shape).swapaxes(1, 2).reshape(weight.shape)
-
-
-def in_order(name: str, value: NDArray[Any], heads: Mapping[str, int]) -> Tensor:
-    """The tensor `name` of a file with its rows as Hugging Face has them."""
-    part = name.split(".")[-2]
-    return torch.from_numpy(
-        np.ascontiguousarray(interleaved(value, heads[part], back=True) if part in heads else value)
-    )
 
 
 def _tokenizer(fields: Mapping[str, Any], file: Path, folder: Path) -> None:

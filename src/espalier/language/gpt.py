@@ -366,7 +366,8 @@ def roles(model: GPT) -> dict[str, Role]:
         "embedding": Role("table", unit="words of the vocabulary"),
         "head": Role("table", unit="words of the vocabulary"),
         "norm": Role("partial"),
-        "blocks.*_norm": Role("partial"),
+        "blocks.*_norm": Role("partial"),  # of queries and keys too: each rank has its own heads
+        "blocks.*_end": Role("partial"),
         "blocks.*.attention.query": Role("column", heads.queries, unit=told),
         "blocks.*.attention.key": keys,
         "blocks.*.attention.value": keys,
@@ -378,7 +379,9 @@ def roles(model: GPT) -> dict[str, Role]:
         return found | {f"blocks.*.feed_forward.{name}": role for name, role in inner.items()}
     inner = {"gate": Role("columns", unit=feed), "up": Role("columns", unit=feed), "down": Role("rows", unit=feed)}
     found |= {f"blocks.*.feed_forward.experts.*.{name}": role for name, role in inner.items()}
-    return found | {"blocks.*.feed_forward": Role("region"), "blocks.*.router": Role("partial")}
+    found |= {f"blocks.*.feed_forward.shared.{name}": role for name, role in inner.items()}
+    whole = {f"blocks.*.feed_forward.{name}": Role("partial") for name in ("router", "shared_gate")}
+    return found | whole | {"blocks.*.feed_forward": Role("region")}
 
 
 # --- activation recomputation ------------------------------------------------------------------------------------

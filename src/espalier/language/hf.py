@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from espalier import cache_dir, config
-from espalier.config.decoder_shapes import Sizes
+from espalier.config.decoder_shapes import ROUTING, Sizes
 from espalier.errors import UserError
 from espalier.language import gguf_file, hf_config
 from espalier.language.gpt import GPT
@@ -67,7 +67,14 @@ _QWEN_MOE = (
     ("blocks.{}.feed_forward.experts.{}.down.weight", "model.layers.{}.mlp.experts.{}.down_proj.weight"),
     ("blocks.{}.feed_forward.experts.{}.up.weight", "model.layers.{}.mlp.experts.{}.up_proj.weight"),
 )
-_OWN = {"gemma2": _GEMMA2, "qwen3_moe": _QWEN_MOE}
+_SHARED = (
+    ("blocks.{}.feed_forward.shared_gate.weight", "model.layers.{}.mlp.shared_expert_gate.weight"),
+    *(
+        (f"blocks.{{}}.feed_forward.shared.{one}.weight", f"model.layers.{{}}.mlp.shared_expert.{one}_proj.weight")
+        for one in ("gate", "up", "down")
+    ),
+)
+_OWN = {"gemma2": _GEMMA2, "qwen2_moe": (*_QWEN_MOE, *_SHARED), "qwen3_moe": _QWEN_MOE}
 
 
 def _theirs(kind: str) -> dict[str, str]:
@@ -93,13 +100,15 @@ def export(model: GPT, tokenizer: SavedTokenizer, folder: str | Path) -> None:
     """Writes `model` as a folder that `transformers` loads, reloads it and compares every tensor bit for bit.
 
     An earlier export in `folder` is replaced. Raises UserError when the folder holds something else or cannot be
-    written, and for experts that are picked with a bias, which Mixtral does not have.
+    written, and for mixtures that no family has.
     """
-    if model.size.bias:
+    if (why := hf_config.mixture_refusal(model.size)) is not None:
         raise UserError(
-            "A mixture whose experts are picked with a bias has no Hugging Face folder.",
-            why="the Mixtral format has no bias, and without it other experts would be picked",
-            do='a run with model.balancing = "loss"',
+            "This mixture of experts has no Hugging Face folder.",
+            why=why,
+            do='a run with model.balancing = "loss"'
+            if model.size.bias
+            else "model.family and model.shared of Mixtral or of Qwen",
         )
     names, state = _theirs(hf_config.kind_of(model.size)), model.state_dict()
     tensors = {_renamed(name, names): value.detach().cpu().contiguous() for name, value in state.items()}
@@ -296,7 +305,7 @@ def options_of(size: Sizes) -> config.Gpt | config.Moe:
     shared: dict[str, Any] = {"depth": size.layers, "head_size": head} | {name: getattr(size, name) for name in names}
     if size.experts == 1:
         return config.Gpt(**shared)
-    routing = {name: getattr(size, name) for name in ("experts", "active", "balance", "z_loss")}
+    routing = {name: getattr(size, name) for name in ROUTING}
     return config.Moe(**shared, **routing, balancing="bias" if size.bias else "loss")
 
 
@@ -328,14 +337,14 @@ def _beside(folder: Path, name: str) -> Path:
     return folder / name
 
 
-def renamed(name: str) -> str:
-    """Their name for our tensor `name`."""
-    return _renamed(name, _theirs("llama"))
+def renamed(name: str, kind: str = "llama") -> str:
+    """The name that our tensor `name` has in a model of `kind`."""
+    return _renamed(name, _theirs(kind))
 
 
-def ours(name: str) -> str:
-    """Our name for their tensor `name`."""
-    return _renamed(name, _ours("llama"))
+def ours(name: str, kind: str = "llama") -> str:
+    """Our name for the tensor `name` of a model of `kind`."""
+    return _renamed(name, _ours(kind))
 
 
 def _pattern(name: str) -> str:

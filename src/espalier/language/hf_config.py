@@ -1,5 +1,5 @@
 """`config.json` of Hugging Face's decoders, in and out: Llama, Mistral, Qwen 2 and 3, Gemma 1 and 2, Mixtral,
-Qwen 3 MoE.
+Qwen 2 and 3 MoE.
 
 A setting that is left out has the value that transformers gives it (its configuration classes).
 """
@@ -23,12 +23,21 @@ FAMILIES: Mapping[str, str] = {
     "gemma": "GemmaForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "mixtral": "MixtralForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 """`model_type` and class."""
+QWEN_MOE = {"qwen2": "qwen2_moe", "qwen3": "qwen3_moe"}
+"""Family to `model_type`."""
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "mistral": {"sliding_window": 4096},
     "qwen3": {"head_dim": 128},
+    "qwen2_moe": {
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+    },
     "qwen3_moe": {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
     "gemma": {"head_dim": 256, "tie_word_embeddings": True},
     "gemma2": {
@@ -69,13 +78,13 @@ def table_of(size: Sizes, boundary: int | None, dtype: str) -> dict[str, Any]:
         "eos_token_id": boundary,
         "torch_dtype": dtype,
     }
-    if kind not in ("qwen2", "mistral"):
+    if kind not in ("qwen2", "mistral", "qwen2_moe"):
         table["attention_bias"] = False
     if kind == "llama":
         table["mlp_bias"] = False
     if kind in ("mistral", "gemma2", "mixtral"):
         table["sliding_window"] = size.window
-    if kind in ("qwen2", "qwen3", "qwen3_moe"):
+    if kind in ("qwen2", "qwen3", *QWEN_MOE.values()):
         table["use_sliding_window"] = False
     if size.gemma:
         table["hidden_activation"] = _GELU
@@ -91,12 +100,13 @@ def table_of(size: Sizes, boundary: int | None, dtype: str) -> dict[str, Any]:
     if kind == "mixtral":
         experts = {"num_local_experts": size.experts, "num_experts_per_tok": size.active}
         table |= experts | {"router_aux_loss_coef": size.balance}
-    if kind == "qwen3_moe":
+    if kind in QWEN_MOE.values():
+        table |= {"shared_expert_intermediate_size": size.shared} if size.shared else {}
         table |= {
             "moe_intermediate_size": size.feed_forward,
             "num_experts": size.experts,
             "num_experts_per_tok": size.active,
-            "norm_topk_prob": True,
+            "norm_topk_prob": size.normalized,
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
             "router_aux_loss_coef": size.balance,
@@ -105,10 +115,24 @@ def table_of(size: Sizes, boundary: int | None, dtype: str) -> dict[str, Any]:
 
 
 def kind_of(size: Sizes | config.Gpt | config.Moe) -> str:
-    """The `model_type` of a decoder: mixtures are Mixtral's, or with q/k norms Qwen's."""
+    """The `model_type` of a decoder: mixtures are Mixtral's or Qwen's."""
     if getattr(size, "experts", 1) == 1:
         return size.family
-    return "qwen3_moe" if size.family == "qwen3" else "mixtral"
+    return QWEN_MOE.get(size.family, "mixtral")
+
+
+def mixture_refusal(size: Sizes) -> str | None:
+    """Why a mixture of `size` has no `model_type`; None: it has one."""
+    kind, family = kind_of(size), size.family
+    if size.experts == 1:
+        return None
+    if size.bias:
+        return "experts are picked with a bias, which no format has: without it other experts would be picked"
+    if size.gemma:
+        return f"the family {family} has no mixture"
+    if bool(size.shared) != (kind == "qwen2_moe"):
+        return f"of the family {family}, {'no' if size.shared else 'each'} mixture has a shared expert"
+    return None if size.normalized or kind != "mixtral" else "Mixtral's weights of experts add up to 1"
 
 
 def _rope_table(size: Sizes) -> dict[str, Any]:
@@ -159,10 +183,16 @@ def options(table: Mapping[str, Any], folder: str) -> config.Gpt | config.Moe:
         }
         if kind == "mixtral":
             return config.Moe(**shared, experts=table["num_local_experts"], active=table["num_experts_per_tok"])
-        if kind == "qwen3_moe":
-            shared |= {"feed_forward": table["moe_intermediate_size"], "family": "qwen3"}
+        if kind in QWEN_MOE.values():
+            shared |= {"feed_forward": table["moe_intermediate_size"], "family": kind.removesuffix("_moe")}
             experts = table.get("num_local_experts") or table["num_experts"]  # transformers 5 writes the first
-            return config.Moe(**shared, experts=experts, active=table["num_experts_per_tok"])
+            return config.Moe(
+                **shared,
+                experts=experts,
+                active=table["num_experts_per_tok"],
+                normalized=bool(table.get("norm_topk_prob", False)),
+                shared=table["shared_expert_intermediate_size"] if kind == "qwen2_moe" else 0,
+            )
         if kind in ("mistral", "gemma2"):
             kinds = table.get("layer_types") or ["sliding_attention"]
             shared["window"] = table.get("sliding_window") if "sliding_attention" in kinds else None
@@ -217,7 +247,7 @@ def _refuse_foreign(table: Mapping[str, Any], kind: str, folder: str) -> None:
         "mlp_bias": bool(table.get("mlp_bias")),
         "hidden_activation" if gelu else "hidden_act": len(acts) > 1,
         "sliding_window": table.get("sliding_window") is not None and kind in ("llama", "mixtral"),
-        "norm_topk_prob": kind == "qwen3_moe" and not table.get("norm_topk_prob"),
+        "qkv_bias": table.get("qkv_bias") is False,
         "decoder_sparse_step": table.get("decoder_sparse_step", 1) != 1,
         "mlp_only_layers": bool(table.get("mlp_only_layers")),
         "use_sliding_window": bool(table.get("use_sliding_window")),

@@ -13,6 +13,7 @@ scores small: ST-MoE's z-loss, the mean of logsumexp squared (arXiv 2202.08906, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -46,16 +47,20 @@ class Router(nn.Linear):
 
 
 class Experts(nn.Module):
-    """A router and its experts. Two seams: `route` brings tokens to the experts that were chosen for them, and `total`
-    adds up what is counted of sequences over the ranks that share them."""
+    """A router, its experts, and one that every token takes (`size.shared` columns of it). Two seams: `route` brings
+    tokens to the experts that were chosen for them, `total` adds up what is counted of sequences over the ranks that
+    share them."""
 
     seams: ClassVar = {"route": ("route",), "total": ("total",)}
 
     def __init__(self, size: Sizes) -> None:
         super().__init__()
         self.active, self.balance, self.z_loss = size.active, size.balance, size.z_loss
+        self.normalized = size.normalized
         self.router = Router(size.width, size.experts, size.bias)
         self.experts = nn.ModuleList(FeedForward(size) for _ in range(size.experts))
+        self.shared = FeedForward(replace(size, feed_forward=size.shared)) if size.shared else None
+        self.shared_gate = nn.Linear(size.width, 1, bias=False) if size.shared else None
         self.route: Route = local
         self.total: Callable[[Tensor], Tensor] = own
 
@@ -75,8 +80,12 @@ class Experts(nn.Module):
             penalty = steering(bias, chosen)
         if self.z_loss:
             penalty = penalty + self.z_loss * scores.logsumexp(-1).square().mean(-1)
-        flat = x.flatten(0, 1), chosen.flatten(0, 1), best.softmax(-1).flatten(0, 1)
-        return self.route(*flat, list(self.experts.children())).view_as(x), penalty
+        weights = best.softmax(-1) if self.normalized else scores.softmax(-1).gather(-1, chosen)
+        flat = x.flatten(0, 1), chosen.flatten(0, 1), weights.flatten(0, 1)
+        answer = self.route(*flat, list(self.experts.children())).view_as(x)
+        if self.shared is not None and self.shared_gate is not None:
+            answer = answer + self.shared_gate(x).sigmoid() * self.shared(x)
+        return answer, penalty
 
 
 def steering(bias: Float[Tensor, " experts"], chosen: Int[Tensor, "batch seq active"]) -> Float[Tensor, " batch"]:
@@ -170,6 +179,13 @@ def _feed(setting: DecoderLoad) -> Feed:
     # token each row is, where its answer goes); the router's two softmaxes.
     kept = active * (2 * width + 3 * inner) * compute + 3 * 8 * active + (experts + 2 * active) * setting.whole
     moved = active * (6 * width + 5 * inner) * compute
-    products = (router, gate_up, down, combine)
+    products: tuple[Product, ...] = (router, gate_up, down, combine)
+    again: tuple[Product, ...] = (router, gate_up, down)
+    if shared := size.shared:
+        gate, always = Product(setting.tokens, width, 1), shared / setting.cut.tensor
+        both = Product(setting.tokens, width, always, 2), Product(setting.tokens, always, width)
+        products, again = (*products, gate, *both), (*again, gate, *both)
+        kept += (3 * shared + width + 2) * compute  # gate, up and their product; its answer, which the gate weighs
+        moved += (5 * shared + 4 * width) * compute
     # Recomputation stops where the answers are combined: nothing that is kept comes after.
-    return Feed(products, (router, gate_up, down), moved, kept, working=2 * active * width * compute)
+    return Feed(products, again, moved, kept, working=2 * active * width * compute)

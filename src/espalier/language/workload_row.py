@@ -174,8 +174,6 @@ def _profile(recipe: Recipe, opened: Callable[[], Workload]) -> Profile:
         each = 8 if recipe.train.precision == "fp64" else 4
         least, more = (lora.frozen_bytes(model, recipe.tune, each) for model in models)
         return replace(found, frozen=least + (depth - 1) * (more - least))
-    if not size.cuttable:  # windows, caps, biases and norms of heads are whole on every rank
-        return found
     return replace(
         found,
         layers=size.layers,

@@ -203,7 +203,7 @@ class CostInputs:
             tokens=tokens * layouts.sp / self.speed,
             heads=request.heads / layouts.tp,
             kv_heads=np.maximum(1, request.kv_heads / layouts.tp),
-            head_size=request.width / request.heads,
+            head_size=request.kv_width / request.kv_heads,
             element_bytes=request.compute,
             seconds=attention,
             recompute=layouts.recompute,

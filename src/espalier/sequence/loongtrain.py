@@ -302,7 +302,13 @@ def _total(mesh: ProcessMesh, module: nn.Module) -> Callable[[Tensor], Tensor]:
     return found
 
 
+def limited(recipe: Recipe) -> bool:
+    """Whether the model attends with a window, a cap or a scale of its own."""
+    return any(getattr(recipe.model, name, None) for name in ("window", "attention_cap", "attention_scale"))
+
+
 def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:
-    """Where ranks share a sequence, or it holds several documents: between them nothing is computed."""
-    packed = any(data.packing == "documents" for data in recipe.data)
+    """Where ranks share a sequence, or it holds several documents: between them nothing is computed. A model whose
+    attention is limited keeps documents apart itself."""
+    packed = any(data.packing == "documents" for data in recipe.data) and not limited(recipe)
     return CutAttention() if packed or any(one.sequence > 1 for one in plan.stages) else None

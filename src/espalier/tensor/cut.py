@@ -177,6 +177,7 @@ def _install_head(model: Any, stream: Stream) -> None:
         return layers.whole_words(columns.product(0, x), stream, total)
 
     def score(x: Tensor, words: Tensor, targets: Tensor) -> Tensor:
-        return layers.cross_entropy_sum(columns.product(0, x), targets, stream, first)
+        logits, cap = columns.product(0, x), model.size.logit_cap
+        return layers.cross_entropy_sum(logits if cap is None else cap * (logits / cap).tanh(), targets, stream, first)
 
     model.predict, model.score = predict, score

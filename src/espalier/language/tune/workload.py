@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from espalier import data_hash
 from espalier.artifacts import Artifact, Text
-from espalier.config import Adapters, Dpo, Gpt, Lora, Moe, Recipe, Tuning
-from espalier.config.decoder_shapes import sizes
+from espalier.config import Adapters, Dpo, Lora, Recipe, Tuning
 from espalier.cost import Work
 from espalier.errors import UserError
 from espalier.language import generate, gpt, hf, text_sources
@@ -83,7 +82,7 @@ class TuneWorkload(DecoderWorkload):
 
     def roles(self, model: nn.Module) -> Mapping[str, Role] | None:
         """Of a decoder that is trained whole; None: a frozen part has no optimizer."""
-        return super().roles(model) if _plain(self.recipe) else None
+        return None if isinstance(self.tune, Adapters) else super().roles(model)
 
     def work(self, micro_batch: Any, recompute: str, precision: str) -> Work:
         """Of so many rows, or pairs of rows."""
@@ -212,11 +211,6 @@ def adapted(model: gpt.GPT, recipe: Recipe) -> gpt.GPT:
             peft.load(model, Path(tune.adapter), f"model.initial = {recipe.model.initial!r}")  # type: ignore[attr-defined]
         return model
     return dpo.with_reference(model) if isinstance(tune, Dpo) else model
-
-
-def _plain(recipe: Recipe) -> bool:
-    assert isinstance(recipe.model, Gpt | Moe)
-    return not isinstance(recipe.tune, Adapters) and sizes(recipe.model).cuttable
 
 
 def batch_of(recipe: Recipe) -> int:
