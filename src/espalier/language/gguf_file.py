@@ -271,8 +271,8 @@ def _llama3(table: NDArray[Any], own: Mapping[str, Any], found: Mapping[str, Any
 
 
 class Order(NamedTuple):
-    """How the tensors of a decoder of a `kind` (Hugging Face's name) lie in a file: experts are stacked, rows of Llama's
-    queries and keys permuted, Gemma's norms counted from 0."""
+    """How the tensors of a decoder of a `kind` (Hugging Face's name) lie in a file: experts are stacked, rows of
+    Llama's queries and keys permuted, Gemma's norms counted from 0."""
 
     kind: str
     heads: int
@@ -323,10 +323,11 @@ class Order(NamedTuple):
                 found[name] = value  # keeps the place
                 continue
             if own in self.permuted and value.ndim > 1:
-                value = interleaved(value, self.permuted[own])
-            if own.endswith("norm") and self.norm_offset:
-                value = value + np.float32(self.norm_offset)
-            found[name] = value.reshape(-1) if _pattern(name) == _SHARED_GATE else value
+                found[name] = interleaved(value, self.permuted[own])
+            elif own.endswith("norm") and self.norm_offset:
+                found[name] = value + np.float32(self.norm_offset)
+            else:
+                found[name] = value.reshape(-1) if _pattern(name) == _SHARED_GATE else value
         return found | {name: np.stack(parts) for name, parts in stacks.items()}
 
 
