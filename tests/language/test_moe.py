@@ -179,5 +179,5 @@ def test_the_bias_drives_experts_towards_even_use():
 
 
 def test_a_bias_is_not_exported_as_mixtral(tmp_path):
-    with pytest.raises(UserError, match="has no bias"):
+    with pytest.raises(UserError, match="picked with a bias, which no format has"):
         hf.export(made(balancing="bias"), None, tmp_path / "out")
