@@ -55,6 +55,7 @@ class Build:
         meters: what every step says of itself besides, by name of the event's field.
         damaged: what was damaged in files that outlive ranks, of which the step before was taken.
         stalled: seconds in all that forward and backward passes have waited for other ranks.
+        reconnects: see `Pulse.reconnects`.
     """
 
     recipe: Recipe
@@ -79,6 +80,7 @@ class Build:
     meters: dict[str, Callable[[], Any]] = field(default_factory=dict)
     damaged: list[str] = field(default_factory=list)
     stalled: Callable[[], float] = float
+    reconnects: Callable[[], object] = float
 
 
 class Mechanism:

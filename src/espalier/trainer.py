@@ -82,7 +82,7 @@ def build(setting: RankSetup, mesh: ProcessMesh, table: Sequence[Choose] = TABLE
     """Wraps the workload's model in the mechanisms of the plan, in the order that `compose` finds."""
     mechanisms = ordered(setting.recipe, setting.plan, table)
     context = Build(setting.recipe, setting.plan, setting.workload, mesh, setting.device, mechanisms=mechanisms)
-    context.folder = setting.folder
+    context.folder, context.reconnects = setting.folder, setting.place.pulse.reconnects
     context.meters |= setting.workload.meters
     for mechanism in mechanisms:
         mechanism.wrap(context)

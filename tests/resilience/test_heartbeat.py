@@ -56,6 +56,21 @@ def test_the_first_step_does_not_count_as_a_usual_one(clock):
     assert pulses.read()[0].usual == 0.01
 
 
+def test_a_rank_that_waits_for_a_peer_it_does_not_hear_has_moved_and_that_is_no_part_of_its_step(clock):
+    pulses = Pulses(1, 1.0)
+    pulse = pulses.of(0)
+    for _ in range(2):
+        clock.passes(0.01)
+        pulse.stepped(1)
+    clock.passes(5.0)
+    pulse.reconnects()
+    assert pulses.read()[0].moved == 1e-9 * clock.nanoseconds
+    clock.passes(0.01)
+    pulse.stepped(2)
+    assert pulses.read()[0].usual == pytest.approx(0.01)
+    SILENT.reconnects()
+
+
 def test_waits_are_averaged_like_steps():
     pulses = Pulses(1, 1.0)
     pulse = pulses.of(0)

@@ -78,6 +78,11 @@ class Pulse:
         if self._cells is not None:
             _begin(self._cells, "standing", time.monotonic_ns())
 
+    def reconnects(self) -> None:
+        """A peer of this rank is not heard, and waited for under a deadline of its own: that is no hang."""
+        if self._cells is not None:
+            self._cells[_MOVED] = time.monotonic_ns()
+
     def starts(self) -> None:
         """This rank begins anew."""
         if self._cells is not None:

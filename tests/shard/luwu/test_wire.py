@@ -7,6 +7,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -76,18 +77,21 @@ def test_lossy_links_of_several_workers_change_no_bit_of_their_sum() -> None:
     ],
 )
 def test_a_link_that_is_cut_for_a_while_changes_no_bit(seconds: float, times: Times) -> None:
-    one = job(chunk=64)
+    one, told = job(chunk=64), list[float]()
     with node(one, times=times) as (_, address):
         proxy = LossyProxy(address)
-        worker = client(proxy.address, one, times=times)
+        worker = client(proxy.address, one, times=replace(times, unheard=lambda: told.append(time.monotonic())))
         plain = Plain(one)
         steps_of(worker, plain, range(2))
         with ThreadPoolExecutor(1) as pool:
             rest = pool.submit(steps_of, worker, plain, range(2, 6))
             time.sleep(0.02)
             proxy.cut()
+            begun = time.monotonic()
             time.sleep(seconds)
             assert not rest.done()
+            told = [begun, *(one for one in told if one > begun), time.monotonic()]
+            assert max(after - before for before, after in pairwise(told)) < 0.5 * seconds, "it is said all the time"
             proxy.mend()
             rest.result(60)
         assert proxy.connections > 2

@@ -188,9 +188,10 @@ def serve(place: NodePlace, channel: dist.ProcessGroup | None, stepped: Callable
         token, rank = _token(posts), place.spec.rank
         pair = serving(place.plan, {one.rank: one.step for one in posts.values()})[place.number]
         kept = state, open_sums(place.folder, job)
-        made = (OptimizerNode if rank == pair[0] else Standby)(job, kept, door, token, TIMES)
+        times = replace(TIMES, unheard=place.spec.pulse.reconnects)
+        made = (OptimizerNode if rank == pair[0] else Standby)(job, kept, door, token, times)
         if rank == pair[0] and len(pair) > 1:
-            made.replica = Replica(job, (posts[pair[1]].addresses[0], token), made.name, TIMES)
+            made.replica = Replica(job, (posts[pair[1]].addresses[0], token), made.name, times)
         made.start()
         try:
             _until_left(place, made, stepped)
@@ -213,7 +214,8 @@ def _aggregate(
         for job, door, pair in zip(jobs, doors, pairs, strict=True):
             nodes = [posts[rank].addresses[0] for rank in pair]
             own = replace(job, workers=workers)
-            made.append(Aggregator(own, (nodes, _token(posts)), door, place.number, TIMES).start())
+            times = replace(TIMES, unheard=place.spec.pulse.reconnects)
+            made.append(Aggregator(own, (nodes, _token(posts)), door, place.number, times).start())
             opened.callback(made[-1].close)
         stepped(0)
         came = False
@@ -366,7 +368,8 @@ def connect(context: Build, layers: Sequence[Layer]) -> Connected:
     addresses = [[posts[one].addresses[0] for one in order] for order in orders]
     if site is not None:
         addresses = [[one] for one in posts[site].addresses]
-    times = TIMES if plan.outer is None else replace(TIMES, answer=LONGEST_ROUND)
+    answer = TIMES.answer if plan.outer is None else LONGEST_ROUND
+    times = replace(TIMES, answer=answer, unheard=context.reconnects)
     client = Client(addresses, rank, job, _token(posts), times)
     client.ledger = getattr(context.mesh.channel, "ledger", client.ledger)
     predicted = {} if plan.predicted is None else plan.predicted.memory_bytes

@@ -98,6 +98,7 @@ def reach(addresses: Sequence[Address], token: str, name: str, times: Times) -> 
     """The first of the addresses where a node answers, and its status; they are asked again until one does."""
     until = time.monotonic() + times.patience
     while True:
+        times.unheard()
         for address in addresses:
             try:
                 connection, reply = wire.dial(address, token, {"ask": "status"}, times.silence)

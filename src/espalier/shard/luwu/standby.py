@@ -124,6 +124,7 @@ class Replica:
     def _step(self) -> int:
         until, at = time.monotonic() + self.times.patience, (self._address, self._token)
         while True:
+            self.times.unheard()
             try:
                 connection, reply = wire.dial(*at, {"ask": "status", "rank": PRIMARY}, self.times.silence)
             except OSError:

@@ -47,6 +47,8 @@ _OPENING = 5.0
 _FRAMES = 2
 """So many frames, or one of more than `_SLICE` bytes, are told at once, before the next heartbeat is due: the sender
 waits for that with its few buffers."""
+_SILENT = 4
+"""Heartbeats without a word after which a peer is told to be unheard."""
 
 Address = tuple[str, int]
 Greeting = dict[str, Any]
@@ -62,6 +64,7 @@ class Times:
         silence: a connection on which nothing is heard for so long is closed and dialed again.
         patience: a peer that cannot be reached for so long is given up.
         answer: a worker waits so long for what the node owes it, which other workers may delay.
+        unheard: is called again and again while a peer is not heard.
     """
 
     heartbeat: float = 0.05
@@ -69,6 +72,7 @@ class Times:
     silence: float = 10.0
     patience: float = 60.0
     answer: float = 600.0
+    unheard: Callable[[], object] = float
 
 
 @dataclass(frozen=True)
@@ -156,7 +160,7 @@ class Link:
         self._socket: socket.socket | None = None
         self._gap = False
         self._told = (-1, -1)
-        self._since = self._advanced = time.monotonic()
+        self._since = self._advanced = self._heard_at = time.monotonic()
         self._next_beat = 0.0
 
     def start(self) -> Link:
@@ -247,6 +251,8 @@ class Link:
         while self.error is None:
             with self._changed:
                 connection = self._socket
+            if connection is None or time.monotonic() > self._heard_at + _SILENT * self.times.heartbeat:
+                self.times.unheard()
             if connection is None:
                 self._connect()
                 continue
@@ -324,6 +330,7 @@ class Link:
             raise OSError("a damaged header")  # what follows cannot be told apart: over a new connection
         kind, width, layer, step, chunk, number, size, count, sum_ = _HEADER.unpack(head[:-8])
         self.bytes_received += HEADER + size
+        self._heard_at = time.monotonic()
         if kind == Kind.HEARTBEAT:
             self._heartbeat(step, count, bool(width))
             return
