@@ -64,7 +64,7 @@ def test_a_rank_that_waits_for_a_peer_it_does_not_hear_has_moved_and_that_is_no_
         pulse.stepped(1)
     clock.passes(5.0)
     pulse.reconnects()
-    assert pulses.read()[0].moved == 1e-9 * clock.nanoseconds
+    assert pulses.read()[0].moved == pytest.approx(1e-9 * clock.nanoseconds)
     clock.passes(0.01)
     pulse.stepped(2)
     assert pulses.read()[0].usual == pytest.approx(0.01)
