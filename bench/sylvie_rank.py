@@ -25,6 +25,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent))
 from espalier import config
 from espalier.comm.base import Traffic, traffic
+from espalier.comm.codecs import codec
+from espalier.comm.ddp import coded
 from espalier.graph import halo, synthetic
 from espalier.graph.compiled_aggregate import equip
 from espalier.graph.gnn import Gnn
@@ -41,6 +43,10 @@ BNS = 0.1
 FANOUTS = (10, 10, 5)
 SEEDS = 256
 """Targets of a rank's sampled batch."""
+RATES = {"full": 0.003, "sampled": 0.01}
+"""Adam's learning rates: the fastest of 0.001, 0.003 and 0.01 for the whole graph in fp32 on one rank, and for batches,
+of which an epoch has several."""
+INT8 = "sylvie 1 bit, late, int8 gradients"
 
 
 class Task(msgspec.Struct, frozen=True):
@@ -108,6 +114,7 @@ TRANSPORTS: dict[str, Callable[[], Any]] = {
     "boundary sampling 0.1 (BNS-GCN)": Sampled,
     "sylvie 1 bit": lambda: Sylvie(Every(1, 1)),
     "sylvie 1 bit, late": lambda: Sylvie(Every(1, 5)),
+    INT8: lambda: Sylvie(Every(1, 5)),
 }
 
 
@@ -117,7 +124,9 @@ class Parts:
     def __init__(self, name: str, network: Gnn, graph: Any, own: Halo, block: Any) -> None:
         self.transport, self.own = TRANSPORTS[name](), own
         self.network = halo.equip(copy.deepcopy(network))
-        self.optimizer = torch.optim.Adam(self.network.parameters(), 0.01)
+        self.optimizer = torch.optim.Adam(self.network.parameters(), RATES["full"])
+        self.coded = coded(codec("int8"), own.group, Traffic.GRADIENTS) if name == INT8 else None
+        self.residual = torch.zeros(sum(one.numel() for one in self.network.parameters()))
         self.features = own.exchange(torch.from_numpy(np.asarray(graph.features))[own.owned])
         depth = len(network.layers)
         travelling = own if self.transport is None else replace(own, transport=self.transport)
@@ -138,8 +147,17 @@ class Parts:
         logits = self.network(self.features, self.blocks)
         loss, _ = summed_loss(logits, self.labels[self.chosen], self.chosen)
         (loss / self.all).backward()
-        summed(self.network, self.own.group)
+        if self.coded is None:
+            summed(self.network, self.own.group)
+        else:
+            self._summed_in_8_bits()
         self.optimizer.step()
+
+    def _summed_in_8_bits(self) -> None:
+        """As `comm.codec = "int8"` has it, with error feedback."""
+        flat = torch.cat([one.grad.flatten() for one in self.network.parameters()])
+        self.coded.all_reduce(flat, self.residual, True)(lambda spent: None).wait()
+        dealt(self.network, flat.mul_(dist.get_world_size()))
 
     def settle(self) -> None:
         """Waits for what is under way."""
@@ -160,6 +178,7 @@ class Batches(Parts):
 
     def __init__(self, name: str, network: Gnn, graph: Any, own: Halo, block: Any) -> None:
         super().__init__("fp32 synchronous", network, graph, own, block)
+        self.optimizer = torch.optim.Adam(self.network.parameters(), RATES["sampled"])
         self.graph, self.sampler, self.drawn = graph, Sampler(graph, Style(loops=False, scale="mean")), 0
         self.every = torch.from_numpy(np.asarray(graph.features))
         self.targets = torch.from_numpy(np.asarray(graph.labels))
@@ -185,6 +204,11 @@ def summed(network: Gnn, group: Any) -> None:
     flat = torch.cat([one.grad.flatten() for one in network.parameters()])
     with traffic(Traffic.GRADIENTS):
         dist.all_reduce(flat, group=group)
+    dealt(network, flat)
+
+
+def dealt(network: Gnn, flat: Tensor) -> None:
+    """Gradients in a row, to their parameters."""
     for one, part in zip(network.parameters(), flat.split([p.numel() for p in network.parameters()]), strict=True):
         one.grad.copy_(part.view_as(one))
 

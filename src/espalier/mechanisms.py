@@ -240,8 +240,9 @@ def _halo(recipe: Recipe, plan: Plan) -> Mechanism | None:
     if recipe.graph is None or recipe.graph.halo is None:
         return None
     from espalier.graph import halo_parallel
+    from espalier.graph.torchgt import token_parallel
 
-    return halo_parallel.choose(recipe, plan)
+    return token_parallel.choose(recipe, plan) or halo_parallel.choose(recipe, plan)
 
 
 # --- the table -----------------------------------------------------------------------------------------------------

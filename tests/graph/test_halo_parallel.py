@@ -48,12 +48,13 @@ def train(recipe, graph, cuts=(), folder=None, stop=None):
     plan = plan_of(recipe, workload, cuts)
 
     def life(place):
-        found = {"losses": [], "validation": [], "halo": [], "adapted": []}
+        found = {"losses": [], "validation": [], "halo": [], "sent": [], "adapted": []}
 
         def emit(event, **fields):
             if event == "step":
                 found["losses"].append(fields["loss"])
                 found["halo"].append(fields["bytes"].get("halo", 0))
+                found["sent"].append(fields["bytes"].get("activations", 0))
                 found["adapted"].append(fields.get("halo"))
             if event == "validation":
                 found["validation"].append({k: v for k, v in fields.items() if k != "step"})

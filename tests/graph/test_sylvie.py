@@ -198,14 +198,18 @@ def test_whole_values_in_synchronous_steps_are_the_plain_exchange_to_the_bit(kin
         assert all(map(torch.equal, one, other))
 
 
-def expected_bytes(own, widths, columns):
-    """Of a step that leaves this rank: layers 2 and 3, forward and backward."""
+def expected_bytes(own, widths, columns, alone):
+    """Of a step that leaves this rank: layers 2 and 3, forward and backward. `alone`: every row has a scale."""
     total = 0
     for layer in (1, 2):
         for backward in (False, True):
             counts = own.leaving(Crossing(layer, backward))
-            each = 4 + np.ceil(np.asarray(widths[backward], int) * columns[layer] / 8)
-            total += sum(sylvie.STAMP for count in counts if count) + int(each.sum())
+            total += sum(sylvie.STAMP for count in counts if count)
+            if alone:
+                total += int((4 + np.ceil(np.asarray(widths[backward], int) * columns[layer] / 8)).sum())
+                continue
+            bits, together = int(widths[backward][0]), 64 // columns[layer]
+            total += sum(-(-count // together) * (4 + -(-bits * columns[layer] * together // 8)) for count in counts)
     return total
 
 
@@ -221,7 +225,7 @@ def test_bytes_of_few_bits_are_those_of_the_formula(bits, by_degree):
         shares = sylvie.degree_shares(own)
         levels = np.asarray(sylvie.SHARES[bits] if by_degree else (bits,))
         widths = [levels[one.long().numpy() * len(levels) >> 8] for one in shares]
-        return sent, expected_bytes(own, widths, {1: 16, 2: 5}), [one.tolist() for one in shares], own
+        return sent, expected_bytes(own, widths, {1: 16, 2: 5}, by_degree), [one.tolist() for one in shares], own
 
     found = ranks(3, counted)
     for sent, expected, shares, own in found:

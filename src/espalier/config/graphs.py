@@ -267,10 +267,17 @@ def _halo(halo: HaloOptions, graph: GraphOptions, model: Model) -> None:
             why="the whole graph is cut into parts, and each rank trains on the nodes of its own",
             do='graph.task = "node" without graph.fanout, or leave [graph.halo] out',
         )
+    if isinstance(model, GraphTransformer):
+        if halo != HaloOptions():
+            raise UserError(
+                "[graph.halo] has no options for a graph transformer.",
+                why="its ranks exchange queries, keys and values, as they are and in every step",
+                do="[graph.halo] without options",
+            )
+        return
     if not isinstance(model, Network):
-        whose = "a graph transformer" if isinstance(model, GraphTransformer) else "a network of your own"
         raise UserError(
-            f"[graph.halo] is not possible with {whose}.",
+            "[graph.halo] is not possible with a network of your own.",
             why="its layers do not say where they read the rows of neighbours",
             do='model.kind = "gcn", "sage", "gat" or "gin", or espalier.graph.halo in your own loop',
         )

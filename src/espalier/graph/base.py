@@ -69,6 +69,8 @@ class MessageBlock(NamedTuple):
         halo: brings the rows of sources that other ranks own; None: rows are those of all sources.
         full: a graph transformer attends over all nodes in this step.
         nodes: int64 [sources], which nodes of the graph they are; None: all of them, in order.
+        tokens: how the nodes are cut over ranks for a graph transformer (`torchgt.over_ranks.TokenExchange`); None: a
+            layer is given all of them.
     """
 
     indptr: Tensor
@@ -82,6 +84,7 @@ class MessageBlock(NamedTuple):
     halo: RowExchange | None = None
     full: bool = False
     nodes: Tensor | None = None
+    tokens: Any = None
 
     @property
     def targets(self) -> int:

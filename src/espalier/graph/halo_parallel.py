@@ -24,6 +24,7 @@ from espalier import plain_collectives
 from espalier.cache_dir import cache_folder, hashed
 from espalier.comm.base import Traffic, traffic
 from espalier.compose import Claim
+from espalier.config import Network
 from espalier.errors import PeerLost, UserError
 from espalier.graph import halo, partial_sums, partition_folder
 from espalier.graph.base import dense
@@ -110,8 +111,9 @@ class RankPart:
         return {"bits": bits, "late": float(late)}
 
     @torch.no_grad()
-    def logits(self, model: Gnn) -> Tensor:
+    def logits(self, model: nn.Module) -> Tensor:
         """[nodes, outputs] of all nodes, on every rank, with rows that cross as they are. All ranks call it alike."""
+        assert isinstance(model, Gnn)
         rows: Any = self.features
         for at, block in enumerate(self.exact):
             rows = model.step(at, block, rows)
@@ -184,7 +186,8 @@ class HaloParallel(Mechanism):
 def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:
     """Where the recipe asks for it and there are several ranks."""
     options = None if recipe.graph is None else recipe.graph.halo
-    return HaloParallel(options) if options is not None and len(plan.trainers) > 1 else None
+    taken = options is not None and len(plan.trainers) > 1 and isinstance(recipe.model, Network)
+    return HaloParallel(options) if options is not None and taken else None
 
 
 # --- cutting -------------------------------------------------------------------------------------------------------
@@ -244,6 +247,20 @@ class Halos:
     def __repr__(self) -> str:
         """All that a plan depends on."""
         return f"Halos({self.cutting.folder([])}, {self.options})"
+
+    traffic = Traffic.HALO.value
+    most_ranks = None
+    """Above which parts are not made."""
+
+    @property
+    def exchanges(self) -> int:
+        """In a step, forward and backward."""
+        return 2 * (len(self.network.layers) - 1)
+
+    def told(self, shares: Sequence[int]) -> str:
+        """How the graph is cut, for people."""
+        rows = int(self.rows(shares).sum())
+        return f"the graph is cut into {len(shares)} parts; {rows:,} rows of other parts are read before each layer"
 
     def rows(self, shares: Sequence[int]) -> Array:
         """int64 [ranks, ranks]: rows (and sums) that rank i sends rank j before a layer aggregates."""

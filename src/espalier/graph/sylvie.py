@@ -2,8 +2,9 @@
 
 A `Sylvie` is the transport of a `Halo`. Each peer gets one message for each layer and direction: a stamp (the step,
 layer and direction, which the receiver compares), then rows of 1 to 8 bits (`kernels.quantize_rows`), or of 32 as they
-are. In a synchronous step a rank waits for the rows of this step; in others it takes those that were sent in the step
-before, whose flight was hidden behind that step. Gradients travel likewise.
+are. Of narrow rows for one peer some share a scale, which would take more bytes than their codes. In a synchronous step
+a rank waits for the rows of this step; in others it takes those that were sent in the step before, whose flight was
+hidden behind that step. Gradients travel likewise.
 
 Deviations from the authors: the first step of a run, also of one that is resumed, is synchronous instead of reading
 zeros; scales are bfloat16 and codes are made with the rounded ones; no rule reads a clock.
@@ -33,6 +34,8 @@ WHOLE = 32
 """As bits: values cross as they are."""
 STAMP = 8
 """Bytes before the rows of a message: the step (4), the layer (2), the direction and the bits (1 each)."""
+NARROW = 64
+"""Values from which on a row has a scale of its own; of narrower rows as many share one as have so many values."""
 SHARES = {1: (1, 2, 4, 8), 2: (2, 4, 8), 4: (4, 8), 8: (8,)}
 """Bits by degree: of the rows for one peer, as many shares of equal size, the lowest degrees first."""
 
@@ -129,12 +132,42 @@ class Adaptive:
             setattr(self, name, state.get(name, getattr(self, name)))
 
 
+def sharing(columns: int) -> int:
+    """How many rows of so many values share a scale."""
+    return max(1, NARROW // max(1, columns))
+
+
 class _Layout(NamedTuple):
-    """Where rows lie in the messages of one crossing: by row its bits and place, by peer the bytes of its message."""
+    """Where rows lie in the messages of one crossing: by group its bits and place, by peer the bytes of its message.
+
+    Attributes:
+        order: int64 [groups, rows of a group], which rows a group has; the last row for a peer fills up its last group.
+            None: every row is a group.
+        places: int64 [rows], where each row is in `order`, flat.
+    """
 
     widths: Tensor
     begins: Tensor
     splits: list[int]
+    order: Tensor | None = None
+    places: Tensor | None = None
+
+    def grouped(self, rows: Tensor) -> Tensor:
+        """Rows [rows, columns] as [groups, columns of a group]."""
+        return rows if self.order is None else rows[self.order.flatten()].view(len(self.order), -1)
+
+    def alone(self, groups: Tensor) -> Tensor:
+        """What `grouped` was given."""
+        if self.order is None:
+            return groups
+        return groups.view(self.order.numel(), -1)[self.places]
+
+    def row(self, group: int, values: Tensor) -> int:
+        """The first row of a group whose values are not finite; the first of all where none is."""
+        if self.order is None:
+            return group
+        bad = ~values.view(self.order.shape[1], -1).isfinite().all(1)
+        return int(self.order[group, int(bad.int().argmax())])
 
     @property
     def stamps(self) -> list[int]:
@@ -216,14 +249,14 @@ class Sylvie:
             _copy(out, sent, wire, into=True)
         else:
             key = stream(self.seed, self.step, 2 * crossing.layer + crossing.backward) + _rank(halo)
-            rows = sent.detach().float().flatten(1).cpu()
+            rows = out.grouped(sent.detach().float().flatten(1).cpu())
             if self.delta:
                 known = self._sent.setdefault(crossing, torch.zeros_like(rows))
                 rows = rows - known
             every = torch.arange(len(rows))
             bad = kernels.quantize_rows(rows, every, out.widths, (out.begins, wire), key & 0xFFFF_FFFF)
             if bad >= 0:
-                raise _not_finite(halo, crossing, bad)
+                raise _not_finite(halo, crossing, out.row(bad, rows[bad]))
             if self.delta:
                 kernels.restore_rows(wire, out.begins, out.widths, rows)
                 known += rows
@@ -237,13 +270,16 @@ class Sylvie:
         size = columns * rows.element_size() if bits == WHOLE else columns
         known = (crossing.backward, size, bits)
         if known not in self._layouts:
-            counts = halo.leaving(crossing)
+            counts, order, places = halo.leaving(crossing), None, None
+            if bits != WHOLE and self._shares is None and (together := sharing(columns)) > 1:
+                order, places = _groups(counts, together)
+                counts, columns = [-(-count // together) for count in counts], columns * together
             widths = self._widths(crossing.backward, sum(counts), bits)
             each = torch.full((sum(counts),), size) if bits == WHOLE else kernels.wire_bytes(columns, widths.long())
             splits = [int(one.sum()) + STAMP * bool(len(one)) for one in each.split(counts)]
             stamped = torch.tensor([count > 0 for count in counts]).cumsum(0)  # stamps up to this peer's
             before = torch.repeat_interleave(stamped, torch.tensor(counts), output_size=sum(counts))
-            self._layouts[known] = _Layout(widths, each.cumsum(0) - each + STAMP * before, splits)
+            self._layouts[known] = _Layout(widths, each.cumsum(0) - each + STAMP * before, splits, order, places)
         return self._layouts[known]
 
     def _widths(self, backward: bool, rows: int, bits: int) -> Tensor:
@@ -261,7 +297,12 @@ class Sylvie:
         if flight.bits == WHOLE:
             _copy(layout, received, wire, into=False)
             return
-        rows = torch.empty(len(received), int(np.prod(received.shape[1:])))
+        flat, plain = received.flatten(1), received.dtype == torch.float32 and received.device.type == "cpu"
+        if plain and received.is_contiguous() and layout.order is None and not self.delta:
+            kernels.restore_rows(wire, layout.begins, layout.widths, flat)
+            return
+        columns = flat.shape[1] * (1 if layout.order is None else layout.order.shape[1])
+        rows = torch.empty(len(layout.widths), columns)
         if self.delta:
             step, arrived = self._arrived.get(crossing, (-1, torch.zeros_like(rows)))
             if flight.step > step:  # each message counts once
@@ -270,7 +311,18 @@ class Sylvie:
             rows = arrived
         else:
             kernels.restore_rows(wire, layout.begins, layout.widths, rows)
-        received.copy_(rows.view(received.shape))
+        received.copy_(layout.alone(rows).view(received.shape))
+
+
+def _groups(counts: list[int], together: int) -> tuple[Tensor, Tensor]:
+    """See `_Layout`, of rows for each peer."""
+    order, places, first, slot = [], [], 0, 0
+    for count in counts:
+        groups = -(-count // together)
+        order.append((first + torch.arange(groups * together).clamp(max=count - 1)).view(groups, together))
+        places.append(slot + torch.arange(count))
+        first, slot = first + count, slot + groups * together
+    return torch.cat(order), torch.cat(places)
 
 
 def _stamp(step: int, crossing: Crossing, bits: int) -> Tensor:
@@ -351,7 +403,9 @@ def step_bytes(network: Gnn, rows: Any, options: HaloOptions, size: int = 4) -> 
             continue
         kept = isinstance(layer, Layer) and network.options.activation == "maxk"
         beside = forward - backward if kept else 0  # columns of kept values
-        each = np.mean([row_bytes(backward // size, one, size) for one in steps])
-        sent = sent + (rows + rows.T) * each + rows * beside
+        columns = backward // size
+        together = 1 if options.by_degree or options.bits == WHOLE else sharing(columns)
+        each = np.mean([row_bytes(columns * together, one, size) for one in steps])
+        sent = sent + (np.ceil(rows / together) + np.ceil(rows.T / together)) * each + rows * beside
         sent = sent + STAMP * ((1 + kept) * (rows > 0) + 1.0 * (rows.T > 0))
     return sent

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from espalier.graph.diskgnn.cost import StoredFeatures
     from espalier.graph.diskgnn.mini_batches import RunBatches
     from espalier.graph.halo_parallel import Halos, RankPart
+    from espalier.graph.torchgt.token_parallel import TokenCut, TokenPart
 
 Task = NodeTask | LinkTask | GraphTask
 
@@ -86,7 +87,7 @@ class GraphWorkload(Plain):
         self._reach: list[Reach] | None = None
         self._said = tuple(said)
         self._format: str | None = None
-        self.part: RankPart | None = None
+        self.part: RankPart | TokenPart | None = None
         """This rank's, where the graph is cut over ranks."""
         self._bits: str | None = None
         if recipe.quant is not None and isinstance(self.task, NodeTask):
@@ -259,7 +260,7 @@ class GraphWorkload(Plain):
 
     def evaluate(self, model: nn.Module, shard: Shard) -> Mapping[str, tuple[float, float]]:
         """The task's figures with all neighbours; under `test_` those of the test part, which chooses nothing."""
-        if self.part is not None and self.whole_task.train is self.whole_task.held and isinstance(model, Gnn):
+        if self.part is not None and self.whole_task.train is self.whole_task.held:
             logits = self.part.logits(model)
             return held_out_figures(self.whole_task, shard, lambda ids: logits[ids])
         return self.task.evaluate(model, shard)
@@ -384,14 +385,19 @@ class GraphWorkload(Plain):
         assert isinstance(self.task, NodeTask), "others have no [store]"
         return mini_batches.stored_features(self.recipe, self.task.train.graph, self.task.items, self._inputs())
 
-    def halos(self) -> Halos | None:
+    def halos(self) -> Halos | TokenCut | None:
         """What a plan is told of rows that cross; None where the graph is not cut."""
         options = None if self.recipe.graph is None else self.recipe.graph.halo
         if options is None:
             return None
+        network = self.bare()
+        if isinstance(network, GraphTransformer):
+            from espalier.graph.torchgt.token_parallel import TokenCut
+
+            graph = self.whole_task.train.graph
+            return TokenCut(network, graph.nodes, options, graph.fingerprint())
         from espalier.graph.halo_parallel import Cutting, Halos, takes_sums
 
-        network = self.bare()
         assert isinstance(network, Gnn)
         view = self.whole_task.train
         return Halos(Cutting(view.graph, view.style, takes_sums(network)), network, options)
@@ -402,7 +408,9 @@ class GraphWorkload(Plain):
 
     def _transformer_work(self, model: GraphTransformer, micro_batch: Any) -> Work:
         first = self.reach()[0]
+        cut = self.recipe.graph is not None and self.recipe.graph.halo is not None
         times = micro_batch if self._each else micro_batch * 0 + 1.0
+        times = micro_batch / self.global_batch if cut else times  # a rank has its share of tokens and of heads
         pairs, entries = first.sources**2 * times, (first.edges + first.sources) * times
         products, attention, moved, kept = model.work(first.sources * times, entries, pairs)
         made = tuple(Product(rows, inner, columns, leaf=at == 0) for at, (rows, inner, columns) in enumerate(products))

@@ -133,6 +133,10 @@ def _with_graph(found: PlanDecision, request: Request, cluster: Cluster, calibra
         plan = packed_features.with_levels(plan, request.stored, cluster)
     if request.halos is None or not found.fits:
         return plan
+    most = request.halos.most_ranks
+    if most is not None and len(plan.trainers) > most and request.pin.ranks is None:
+        fewer = replace(request, pin=msgspec.structs.replace(request.pin, ranks=most))
+        plan = _every_step(fewer, cluster, calibration).plan
     several = halo_exchange.with_halos(plan, request.halos, cluster)
     if len(plan.trainers) == 1 or request.pin.ranks is not None or isinstance(request.sync, ByRounds):
         return several

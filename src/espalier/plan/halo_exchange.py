@@ -20,6 +20,7 @@ from espalier.plan.plan_summary import COMPUTING, link_words, places_of
 if TYPE_CHECKING:
     from espalier.cluster import Cluster
     from espalier.graph.halo_parallel import Halos
+    from espalier.graph.torchgt.token_parallel import TokenCut
 
 HALOS = "Halos"
 """How sentences about rows that cross begin."""
@@ -40,7 +41,7 @@ def _alone(plan: Plan, instead_of: Plan | None) -> Plan:
     return msgspec.structs.replace(plan, why=(f"{HALOS}: one rank has the whole graph, none cross{beside}.", *plan.why))
 
 
-def with_halos(plan: Plan, halos: Halos, cluster: Cluster, instead_of: Plan | None = None) -> Plan:
+def with_halos(plan: Plan, halos: Halos | TokenCut, cluster: Cluster, instead_of: Plan | None = None) -> Plan:
     """The plan with the bytes and seconds of its exchanges, in sentences too; each rank takes its part at once.
     `instead_of`: a plan of several ranks that is slower than this one."""
     if len(plan.trainers) == 1:
@@ -48,7 +49,7 @@ def with_halos(plan: Plan, halos: Halos, cluster: Cluster, instead_of: Plan | No
     ranks = [plan.ranks[rank] for rank in plan.trainers]
     shares = [one.share[1] - one.share[0] for one in ranks]
     plan = msgspec.structs.replace(plan, micro_batch=max(shares))
-    rows, size = halos.rows(shares), 8 if plan.precision == "fp64" else 4
+    size = 8 if plan.precision == "fp64" else 4
     sent, options = np.asarray(halos.step_bytes(shares, size)), halos.options
     node = np.array([one.node for one in ranks])
     far = node[:, None] != node[None]
@@ -57,14 +58,10 @@ def with_halos(plan: Plan, halos: Halos, cluster: Cluster, instead_of: Plan | No
     link = cluster.slowest(devices, "between" if far.any() else "inside")
     groups = node if far.any() else np.arange(len(ranks))
     most = max(crossing[groups == one].sum() for one in set(groups.tolist()))
-    exchanges = 2 * (len(halos.network.layers) - 1)
-    wait = float(most) / link.bandwidth + exchanges * (link.latency + link.launch)
+    wait = float(most) / link.bandwidth + halos.exchanges * (link.latency + link.launch)
     words, show = link_words(link, "between" if level == "between" else "inside"), units.show_size
     low = f"{units.plural(options.bits, 'bit')} a value" if options.bits < ALL_BITS else "values as they are"
-    told = [
-        f"{HALOS}: the graph is cut into {len(ranks)} parts; {int(rows.sum()):,} rows of other parts are read before "
-        f"each layer, {show(float(sent.sum(1).max()))} leave a rank in a step ({low})."
-    ]
+    told = [f"{HALOS}: {halos.told(shares)}, {show(float(sent.sum(1).max()))} leave a rank in a step ({low})."]
     exposed, predicted = wait, plan.predicted
     if predicted is not None:
         computing = sum(predicted.terms.get(name, 0.0) for name in COMPUTING)
@@ -73,7 +70,7 @@ def with_halos(plan: Plan, halos: Halos, cluster: Cluster, instead_of: Plan | No
         alone = computing * len(ranks)
         predicted = longer(predicted, "halo", exposed)
         predicted = msgspec.structs.replace(
-            predicted, sent_bytes={**predicted.sent_bytes, "halo": float(sent.sum(1).max())}
+            predicted, sent_bytes={**predicted.sent_bytes, halos.traffic: float(sent.sum(1).max())}
         )
         if alone < predicted.step_seconds:
             told.append(
@@ -87,7 +84,8 @@ def with_halos(plan: Plan, halos: Halos, cluster: Cluster, instead_of: Plan | No
         + (f", and every {options.synchronize}th step waits for fresh ones" if options.synchronize else "")
     )
     told.append(f"{HALOS} take {units.show_seconds(wait)} of a step over {words}{hidden}; {stale}.")
-    if options.bits == ALL_BITS and exposed > 0.5 * (predicted.step_seconds if predicted else 0.0) > 0:
+    exact = options.bits == ALL_BITS and halos.most_ranks is None  # queries, keys and values always are
+    if exact and exposed > 0.5 * (predicted.step_seconds if predicted else 0.0) > 0:
         told.append(f"{HALOS} take most of the step: graph.halo.bits=1 sends about a 28th of the bytes.")
     rules = plan.rules
     if options.adapt:

@@ -16,6 +16,7 @@ from espalier.shard.cost import StateBytes
 if TYPE_CHECKING:
     from espalier.graph.diskgnn.cost import StoredFeatures
     from espalier.graph.halo_parallel import Halos
+    from espalier.graph.torchgt.token_parallel import TokenCut
     from espalier.shard.wrap_policy import Sized
     from espalier.workload_row import PartCost
 
@@ -155,7 +156,7 @@ class Request:
     loaded: int = 0
     frozen: int | None = None
     stored: StoredFeatures | None = None
-    halos: Halos | None = None
+    halos: Halos | TokenCut | None = None
     parts: tuple[PartCost, ...] = ()
     saves: int | Literal["auto"] | None = None
     write_rate: float | None = None

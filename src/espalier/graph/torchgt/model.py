@@ -34,11 +34,13 @@ class Tokens(NamedTuple):
         pattern: of nodes, then virtual tokens.
         kinds: what bias each entry has, uint8 [entries], of a full pattern [tokens, tokens]; None: no bias.
         graphs: small graphs side by side, each with virtual tokens of its own.
+        attend: attention over ranks, where tokens are cut; None: a layer's own.
     """
 
     pattern: Pattern
     kinds: Tensor | None
     graphs: int
+    attend: Attend | None = None
 
 
 def tokens_of(block: MessageBlock, options: config.GraphTransformer, path: bool, full: bool) -> Tokens:
@@ -99,7 +101,8 @@ class TransformerLayer(nn.Module):
         q, k, v = self.qkv(self.attention_norm(x)).view(len(x), 3, self.heads, -1).unbind(1)
         if tokens.pattern.matrix is not None and q.dtype not in (torch.float32, torch.float64):
             q, k, v = q.float(), k.float(), v.float()
-        found = self.attend(q, k, v, tokens.pattern, bias=self._bias(tokens, q.dtype), plan="auto")
+        attend = tokens.attend or self.attend
+        found = attend(q, k, v, tokens.pattern, bias=self._bias(tokens, q.dtype), plan="auto")
         x = x + activated(self.out(found.flatten(1)), "none", share)
         inner = activated(F.gelu(self.up(self.feed_forward_norm(x))), "none", share)
         return x + activated(self.down(inner), "none", share)
@@ -127,7 +130,8 @@ class GraphTransformer(nn.Module):
         self.schedule = Schedule(0, options.path)
 
     def forward(self, features: Tensor, block: MessageBlock) -> Tensor:
-        """[sources of the block, inputs] -> [sources, outputs]; in training attention is full where the block is."""
+        """[sources of the block, inputs] -> [sources, outputs]; in training attention is full where the block is. Of
+        tokens that are cut over ranks, those of this one; all ranks call it alike."""
         if self.training or self.schedule.every < 2:
             return self.run(features, block, block.full or (not self.training and self.schedule.every == 1))
         return (self.run(features, block, False) + self.run(features, block, True)) / 2
@@ -136,12 +140,15 @@ class GraphTransformer(nn.Module):
         """Under one of the two attentions."""
         tokens = tokens_of(block, self.options, self.schedule.path, full)
         share = (self.options.dropout or 0.0) if self.training else 0.0
-        x = activated(self.embed(features), "none", share)
-        if len(self.virtual):
-            x = torch.cat([x, torch.repeat_interleave(self.virtual, tokens.graphs, 0).to(x.dtype)])
+        x, cut = activated(self.embed(features), "none", share), block.tokens
+        virtual: Tensor = self.virtual
+        if cut is not None:
+            tokens, virtual = tokens._replace(attend=cut.attend), virtual if cut.last else virtual[:0]
+        if len(self.virtual):  # an empty share of them too, so that every parameter has a gradient
+            x = torch.cat([x, torch.repeat_interleave(virtual, tokens.graphs, 0).to(x.dtype)])
         for layer in self.layers:
             x = layer(x, tokens)
-        found: Tensor = self.head(self.norm(x[: block.sources]))
+        found: Tensor = self.head(self.norm(x[: len(features)]))
         return found
 
     def work(self, nodes: Any, entries: Any, pairs: Any) -> tuple[list[tuple[Any, int, int]], Any, Any, Any]:

@@ -7,7 +7,8 @@ padded.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -56,6 +57,23 @@ class RankedAttention:
         q, k, v = exchange.to_heads(_by_head(q), _by_head(k), _by_head(v))
         out = attention(_by_token(q), _by_token(k), _by_token(v), self.pattern, bias=bias, plan=plan)
         return _by_token(exchange.to_tokens(_by_head(out)))
+
+
+@dataclass(frozen=True, eq=False)
+class TokenExchange:
+    """How the tokens of a block are cut over ranks: rank after rank holds the next `pieces[rank]` of them."""
+
+    pieces: tuple[int, ...]
+    group: dist.ProcessGroup
+
+    @property
+    def last(self) -> bool:
+        """Whether this rank holds the last tokens, which are the virtual ones."""
+        return self.group.rank() == len(self.pieces) - 1
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, **options: Any) -> Tensor:
+        """As `attention`, of the tokens of this rank."""
+        return RankedAttention(pattern, self.pieces, self.group)(q, k, v, **options)
 
 
 def _by_head(one: Tensor) -> Tensor:

@@ -1,0 +1,181 @@
+"""A graph transformer over ranks: each holds a range of the tokens, and in attention computes all tokens of some heads.
+
+After TorchGT's cluster-aware graph parallelism (arXiv 2407.14106, section 3.2). The nodes are cut in their order, in
+which clusters are contiguous where `graph.order` makes them so, in proportion to the ranks' shares; every rank knows
+all edges. Deviations: virtual tokens are the last rank's alone, where the authors average copies; nothing is padded;
+ranks may have unequal numbers of heads; losses are divided by the number of all training nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from espalier.comm.base import Traffic, traffic
+from espalier.compose import Claim
+from espalier.config import GraphTransformer as Options
+from espalier.errors import UserError
+from espalier.graph.subgraphs import SubgraphBatch
+from espalier.graph.torchgt.model import GraphTransformer
+from espalier.graph.torchgt.over_ranks import TokenExchange
+from espalier.mechanism import Build, Mechanism
+from espalier.parallel.mesh import REPLICA
+from espalier.sequence.slots import divided
+from espalier.sequence.ulysses import HeadSplit
+from espalier.workload import to_device
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from espalier.config import HaloOptions, Recipe
+    from espalier.graph.node_classification import NodeTask
+    from espalier.graph.workload import GraphWorkload
+    from espalier.plan.base import Plan
+
+CLAIM = Claim(
+    "tokens",
+    question="aggregate",
+    needs=frozenset({"a model"}),
+    changes=frozenset({"rows of the graph cross"}),
+    forbids=frozenset(
+        {"replicas differ between rounds", "compiles blocks", "a schedule of stages", "a window of layers"}
+    ),
+    instead=("every_step",),
+    option="graph.halo",
+)
+"""Ranks compute one another's heads within a step, so all make the same steps with the same weights."""
+
+
+def tokens_by_rank(nodes: int, virtual: int, shares: Sequence[int]) -> list[int]:
+    """How many tokens each rank holds: nodes in proportion to `shares`, and the last one the virtual tokens too."""
+    found = np.diff(divided(nodes, shares)).tolist()
+    return [*found[:-1], found[-1] + virtual]
+
+
+class TokenPart:
+    """What one rank trains on, and how it evaluates with the others.
+
+    Args:
+        task: whose nodes are trained on; model: that is trained; shares: of the nodes, for each rank.
+        placed: device and dtype of the model.
+    """
+
+    def __init__(
+        self, task: NodeTask, model: GraphTransformer, shares: Sequence[int], placed: dict[str, Any], group: Any
+    ) -> None:
+        view, rank = task.train, group.rank()
+        pieces = tokens_by_rank(view.graph.nodes, len(model.virtual), shares)
+        start = sum(pieces[:rank])
+        stop = min(start + pieces[rank], view.graph.nodes)
+        self.task, self.group, self.schedule, self.range = task, group, model.schedule, (start, stop)
+        self.features = view.features[start:stop].to(**placed)
+        whole = to_device(view.block, **placed)
+        self.block = whole._replace(tokens=TokenExchange(tuple(pieces), group))
+        train = task.parts.train
+        own = train[(train >= start) & (train < stop)]
+        chosen, labels = torch.from_numpy(own - start), task.labels[own]
+        self._batch = SubgraphBatch(
+            self.features, (self.block,), labels.to(placed["device"]), chosen=chosen.to(placed["device"])
+        )
+
+    def batch(self, step: int) -> SubgraphBatch:
+        """Own tokens, under the attention of the step."""
+        return self._batch._replace(blocks=(self.block._replace(full=self.schedule.full(step)),), step=step)
+
+    def loss(self, model: nn.Module, batch: SubgraphBatch) -> tuple[Tensor, Tensor]:
+        """See `Workload.loss`, of the rank's own training nodes."""
+        return self.task.loss(model, batch)
+
+    @torch.no_grad()
+    def logits(self, model: nn.Module) -> Tensor:
+        """[nodes, outputs] of all nodes, on every rank. All ranks call it alike."""
+        own = model(self.features, self.block).cpu()
+        own = own if own.dtype == torch.float64 else own.float()
+        found = own.new_zeros(len(self.task.labels), own.shape[1])
+        found[self.range[0] : self.range[1]] = own
+        with traffic(Traffic.ACTIVATIONS):
+            dist.all_reduce(found, group=self.group)
+        return found
+
+
+class TokenParallel(Mechanism):
+    """Each rank trains on its tokens."""
+
+    claim = CLAIM
+    record = "torchgt"
+
+    def wrap(self, context: Build) -> None:
+        """Gives this rank its tokens."""
+        workload, mesh, model = cast("GraphWorkload", context.workload), context.mesh, context.model
+        group = mesh.replica
+        assert group is not None, "tokens are of several ranks"
+        assert isinstance(model, GraphTransformer)
+        ranks = [context.plan.ranks[rank] for rank in mesh.mesh.members(mesh.rank, *REPLICA)]
+        one = next(model.parameters())
+        placed = {"device": one.device, "dtype": one.dtype}
+        shares = [each.share[1] - each.share[0] for each in ranks]
+        workload.part = TokenPart(workload.whole_task, model, shares, placed, group)
+
+
+def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:
+    """Where the recipe asks for it and there are several ranks. Raises UserError for more ranks than heads."""
+    options, ranks = recipe.model, len(plan.trainers)
+    if ranks < 2 or not isinstance(options, Options):
+        return None
+    if ranks > (options.heads or 1):
+        raise UserError(
+            f"model.heads = {options.heads} cannot be computed by {ranks} ranks.",
+            why="in attention each rank computes all tokens of some heads",
+            do=f"plan.pin.ranks={options.heads or 1}",
+        )
+    return TokenParallel()
+
+
+# --- cost ------------------------------------------------------------------------------------------------------------
+
+
+class TokenCut:
+    """What a plan is told of tokens that are cut over ranks; has what `halo_parallel.Halos` has.
+
+    Args:
+        model: that is trained; nodes: of the graph; options: of `[graph.halo]`; origin: a name of the graph.
+    """
+
+    traffic = Traffic.ACTIVATIONS.value
+
+    def __init__(self, model: GraphTransformer, nodes: int, options: HaloOptions, origin: str) -> None:
+        self.model, self.nodes, self.options, self._origin = model, nodes, options, origin
+        self.exchanges = 4 * len(model.layers)
+        self.most_ranks = model.options.heads or 1
+
+    def __repr__(self) -> str:
+        """All that a plan depends on."""
+        return f"TokenCut({self._origin}, {self.nodes}, {self.model.options})"
+
+    def step_bytes(self, shares: Sequence[int], size: int) -> Any:
+        """float [ranks, ranks]: payload bytes that each rank sends each other in a step, forward and backward.
+
+        Rank i sends j its tokens' queries, keys and values of j's heads, and of its own heads the answers for j's
+        tokens; backward as many.
+        """
+        pieces = np.array(tokens_by_rank(self.nodes, len(self.model.virtual), shares), float)
+        heads = self.model.options.heads or 1
+        each = (self.model.options.width or 0) // heads
+        split = HeadSplit(heads, heads, len(shares)).queries
+        widths = np.array([each * (stop - start) for start, stop in split], float)
+        to_heads = pieces[:, None] * widths[None]
+        return 4.0 * size * len(self.model.layers) * (to_heads + to_heads.T) * (1 - np.eye(len(shares)))
+
+    def told(self, shares: Sequence[int]) -> str:
+        """How the graph is cut, for people."""
+        pieces = tokens_by_rank(self.nodes, len(self.model.virtual), shares)
+        heads = [stop - start for start, stop in HeadSplit(self.most_ranks, self.most_ranks, len(shares)).queries]
+        return (
+            f"{sum(pieces):,} tokens are cut into {len(pieces)} ranges of {min(pieces):,} to {max(pieces):,}; in each "
+            f"layer a rank computes all tokens of {min(heads)} to {max(heads)} heads"
+        )
