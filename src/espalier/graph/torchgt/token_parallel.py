@@ -9,7 +9,7 @@ ranks may have unequal numbers of heads; losses are divided by the number of all
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
     from espalier.config import HaloOptions, Recipe
     from espalier.graph.node_classification import NodeTask
-    from espalier.graph.workload import GraphWorkload
     from espalier.plan.base import Plan
 
 CLAIM = Claim(
@@ -103,6 +102,17 @@ class TokenPart:
         return found
 
 
+class CutWorkload(Protocol):
+    """What a graph's workload has for a run over ranks."""
+
+    part: TokenPart | None
+
+    @property
+    def whole_task(self) -> NodeTask:
+        """Whose nodes are trained on."""
+        ...
+
+
 class TokenParallel(Mechanism):
     """Each rank trains on its tokens."""
 
@@ -111,7 +121,7 @@ class TokenParallel(Mechanism):
 
     def wrap(self, context: Build) -> None:
         """Gives this rank its tokens."""
-        workload, mesh, model = cast("GraphWorkload", context.workload), context.mesh, context.model
+        workload, mesh, model = cast("CutWorkload", context.workload), context.mesh, context.model
         group = mesh.replica
         assert group is not None, "tokens are of several ranks"
         assert isinstance(model, GraphTransformer)
