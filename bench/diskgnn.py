@@ -42,7 +42,7 @@ from espalier.graph.diskgnn.pool import Draws, Pool
 from espalier.graph.diskgnn.reader import WINDOW, LargestBatch
 from espalier.graph.neighbor_sampler import Sampler, Style
 from espalier.store.direct_io import DirectFile, aligned
-from table import Row, arguments, compare, publish
+from table import Row, arguments, compare, publish, save
 
 FANOUTS, WIDTH, CLASSES = (10, 10, 10), 128, 16
 HERE = Path(__file__).parent
@@ -387,6 +387,8 @@ def main() -> None:
             begun = time.perf_counter()
             fresh = run()
             rows += fresh
+            if options.json:  # of a run that is cut short
+                save(rows, options.json)
             tell(f"{name}: {msgspec.json.encode(fresh).decode()}", begun)
     publish(rows, options.json)
 

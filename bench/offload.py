@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from table import Row, arguments, interval, publish
+from table import Row, arguments, interval, publish, save
 
 HERE = Path(__file__).parent
 SMOLLM2 = {
@@ -130,7 +130,7 @@ def main() -> None:
     )
     sizes = {**SMOLLM2, "sequence": 64 if given.quick else 128, **({"depth": 4} if given.quick else {})}
     request = {
-        "sizes": sizes, "steps": 3 if given.quick else 5, "batch": 8, "micro_batch": 4, "threads": 2, "port": 29511,
+        "sizes": sizes, "steps": 3 if given.quick else 4, "batch": 8, "micro_batch": 4, "threads": 2, "port": 29511,
         "place": given.place, "limit": 300.0,
     }  # fmt: skip
     tokens = request["batch"] * sizes["sequence"]
@@ -140,17 +140,20 @@ def main() -> None:
         print(f"{PEERS[peer]}: left out, as --deepspeed names no interpreter")
         del pythons[peer]
     turns: list[dict[str, Found]] = []
+    made: list[Row] = []
     for _ in range(given.pairs or (1 if given.quick else 3)):
         turns.append({})
         ours = {f"ours {where}": sys.executable for peer in pythons for where in BESIDE[peer]}
         for name, python in {**pythons, **ours}.items():
             found = turns[-1][name] = run(name, request, python)
             print(f"{name}: {found.seconds:.2f} s a step, {found.memory / 2**20:,.0f} MiB, loss {found.losses[-1]:.6f}")
-    made: list[Row] = []
-    for peer in pythons:
-        for where in BESIDE[peer]:
-            pairs = [(turn[peer], turn[f"ours {where}"]) for turn in turns]
-            made += rows(peer, pairs, tokens, f"{case}, states {where}")
+        made = []
+        for peer in pythons:
+            for where in BESIDE[peer]:
+                pairs = [(turn[peer], turn[f"ours {where}"]) for turn in turns]
+                made += rows(peer, pairs, tokens, f"{case}, states {where}")
+        if given.json:  # of a run that is cut short
+            save(made, given.json)
     publish(made, given.json)
 
 

@@ -149,12 +149,20 @@ def arguments(description: str, **more: dict[str, Any]) -> argparse.Namespace:
 
 def publish(rows: Sequence[Row], json_file: str | None) -> None:
     """Prints the Markdown table with the machine's name; writes the JSON if asked."""
-    command = " ".join(["python", *_told(sys.argv)])
     print("\n".join(markdown(rows)))
-    print(f"\nMachine: {machine()}. Command: `{command}`.")
+    print(f"\nMachine: {machine()}. Command: `{_command()}`.")
     if json_file:
-        table = msgspec.json.encode(Measured(machine(), command, tuple(rows)))
-        Path(json_file).write_bytes(msgspec.json.format(table, indent=1))
+        save(rows, json_file)
+
+
+def save(rows: Sequence[Row], json_file: str) -> None:
+    """Writes the JSON alone."""
+    table = msgspec.json.encode(Measured(machine(), _command(), tuple(rows)))
+    Path(json_file).write_bytes(msgspec.json.format(table, indent=1))
+
+
+def _command() -> str:
+    return " ".join(["python", *_told(sys.argv)])
 
 
 def _told(arguments: Sequence[str]) -> list[str]:

@@ -65,6 +65,23 @@ def test_rows_striped_over_disks_and_rows_on_the_device_are_the_graphs(tmp_path,
     assert bool(stats.disk_cache) == (disk is not None)
 
 
+@pytest.mark.parametrize("rows", ["fp32", "bf16", "int8"])
+def test_batches_are_put_together_on_the_device_with_the_hot_rows_there(tmp_path, rows):
+    """`meta` stands for an accelerator: only shapes are known."""
+    graph = graph_of(nodes=500, width=40, edges=3000)
+    made = packed(graph, tmp_path, batch=100, memory=60 * 160, rows=rows)
+    options = ReaderOptions(device=torch.device("meta"), device_rows=30)
+    with PackedBatches(TieredFeatures(made, options), range(len(made))) as batches:
+        found = [one.features for one in batches]
+        stats, near = batches.features.stats, batches.features._near.rows
+    assert near.shape == (30, made.row.row_bytes)
+    assert {near.device.type, *(x.device.type for x in found)} == {"meta"}
+    assert [x.shape for x in found] == [(len(made.pool.nodes(at)), 40) for at in range(len(made))]
+    near_uses = sum(int((made.split(at).hot_slots < 30).sum()) for at in range(len(made)))
+    assert stats.device == near_uses * made.row.row_bytes > 0
+    assert stats.host > 0
+
+
 def test_the_kernel_reads_what_the_plan_says(tmp_path):
     graph = graph_of(nodes=3000, width=256, edges=12000)
     made = packed(graph, tmp_path, batch=300)
