@@ -181,6 +181,20 @@ def test_a_step_reads_and_writes_the_bytes_of_the_states(folder):
     assert states.tier.meter.read()["disk"]["read"] == 0  # what has no gradient stays where it is
 
 
+@pytest.mark.parametrize("threads", [2, 3])
+def test_a_step_takes_half_of_the_threads_with_the_bits_of_all(folder, threads, monkeypatch):
+    before, used = torch.get_num_threads(), []
+    plain = torch.optim.AdamW.step
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: used.append(torch.get_num_threads()) or plain(self))
+    try:
+        torch.set_num_threads(threads)
+        compare(folder, ADAMW, [(1201, 333), (70_001,), (5,)], 2**19, steps=2)
+        assert torch.get_num_threads() == threads
+        assert set(used) == {threads, 1}  # those of states in memory, and of states on disk
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("kept", [0, 700_000, 10**9])
 def test_states_that_fit_stay_in_memory_evenly_and_a_step_moves_the_others(folder, kept):
     states = StateFolder(folder, "rank0", 2**16)

@@ -14,8 +14,10 @@ LINE = 64
 """Bytes of a cache line."""
 CHUNK = 16 * 2**20
 """Bytes of an extent at most, where parameters may be moved piece by piece."""
-BUFFERS = 3
-"""Extents in memory: one is read ahead, one computed, one written behind."""
+AHEAD = 2
+"""Extents that are read at once: a disk would be idle while the checksums of the only one are compared."""
+BUFFERS = AHEAD + 2
+"""Extents in memory: those read ahead, one computed, one written behind."""
 
 
 class Piece(NamedTuple):

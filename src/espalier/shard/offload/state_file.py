@@ -18,7 +18,7 @@ from torch import Tensor
 
 from espalier.cache_dir import unwritable
 from espalier.errors import RESUME, RunFailed
-from espalier.shard.offload.layout import BUFFERS, Extent
+from espalier.shard.offload.layout import AHEAD, BUFFERS, Extent
 from espalier.store.direct_io import DirectFile, aligned, checksum, flat_bytes
 from espalier.store.io_queue import IoQueue
 
@@ -164,23 +164,23 @@ class StateFile:
         room = max((job_bytes(job) for job in moving), default=0)
         ring: list[tuple[Tensor, list[Future[None]]]] = [(one, []) for one in self._buffers if one.nbytes >= room]
         ring += [(aligned(room), []) for _ in range(BUFFERS - len(ring))]
-        views = job_views(moving[0], ring[0][0]) if moving else []
-        reads = self._read(moving[0], views) if moving else []
-        turn = 0
+        coming: deque[tuple[list[Tensor], list[Future[None]]]] = deque()
+        turn = begun = 0
         for job, moved in zip(jobs, away, strict=True):
             if not moved:
                 yield [self._resident[one.offset] for one in job]
                 continue
+            for number, one in enumerate(moving[begun : turn + AHEAD + 1], begun):
+                at, begun = number % BUFFERS, number + 1
+                ring[at] = self._unused(*ring[at]), []
+                views = job_views(one, ring[at][0])
+                coming.append((views, self._read(one, views)))
+            views, reads = coming.popleft()
             self._wait(reads)
-            view, at, turn = views, turn % BUFFERS, turn + 1
-            if turn < len(moving):
-                following = turn % BUFFERS
-                ring[following] = self._unused(*ring[following]), []
-                views = job_views(moving[turn], ring[following][0])
-                reads = self._read(moving[turn], views)
-            here = {one.offset: values for one, values in zip(moved, view, strict=True)}
+            here = {one.offset: values for one, values in zip(moved, views, strict=True)}
             yield [here[one.offset] if one.offset in here else self._resident[one.offset] for one in job]
-            ring[at] = ring[at][0], self._write(moved, view)
+            at, turn = turn % BUFFERS, turn + 1
+            ring[at] = ring[at][0], self._write(moved, views)
         self._buffers = []
         for buffer, writes in ring[turn % BUFFERS :] + ring[: turn % BUFFERS]:  # the oldest first
             if writes and self._behind.room:
