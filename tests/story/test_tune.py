@@ -6,10 +6,16 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from programs import MACHINE, forked
 
-from espalier.language import text_sources
+from espalier import config
+from espalier.config import defaults
+from espalier.language import gguf_file, hf, text_sources
 from espalier.language import workload_row as _language  # noqa: F401 - loaded once, before programs are forked
+from espalier.language.decoder_workload import new_model
+from espalier.language.tokenizer import ByteTokenizer
+from espalier.language.tune.workload import TuneWorkload
 from espalier.verbs import export, load_run, plan, predict, train  # noqa: F401
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -26,6 +32,48 @@ def ran(folder: Path, *words: str) -> str:
     done = forked(folder, *words)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def test_a_folder_of_chats_becomes_a_file_for_ollama_by_two_commands(tmp_path: Path) -> None:
+    """The stranger's: files of two formats, weights of somebody, no recipe of their own."""
+    pytest.importorskip("gguf")
+    size = {"depth": 2, "width": 32, "heads": 4, "kv_heads": 2, "feed_forward": 64, "vocabulary": 256, "context": 512}
+    options = defaults.resolve(config.Recipe(model=config.Gpt(**size)))[0].model  # type: ignore[arg-type]
+    assert isinstance(options, config.Gpt)
+    hf.export(new_model(options, 1, torch.device("cpu")), ByteTokenizer(), tmp_path / "weights")
+    (tmp_path / "machine.toml").write_text(MACHINE)
+    chats = tmp_path / "chats"
+    chats.mkdir()
+    for part in range(2):
+        roles = ("human", "gpt") if part else ("user", "assistant")
+        keys = ("conversations", "from", "value") if part else ("messages", "role", "content")
+        rows = [
+            {
+                keys[0]: [
+                    {keys[1]: who, keys[2]: f"{text} {n}"}
+                    for who, text in zip(roles, ("what is", "it is"), strict=True)
+                ]
+            }
+            for n in range(20 * part, 20 * part + 20)
+        ]
+        (chats / f"{part}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    given = ("model.initial=weights", "data.path=chats", "--run", "runs/mine")
+    ran(tmp_path, "train", str(EXAMPLES / "chat.toml"), *given, *SHORT, "plan.cluster=machine.toml", "plan.pin.ranks=1")
+    said = ran(tmp_path, "export", "runs/mine", "--to", "gguf", "--out", "ollama")
+    assert "ollama create" in said
+    file = tmp_path / "ollama" / "model.gguf"
+    assert (tmp_path / "ollama" / "Modelfile").read_text().startswith("FROM ./model.gguf\n")
+
+    trained = load_run.trained(tmp_path / "runs" / "mine")
+    assert isinstance(trained.workload, TuneWorkload)
+    theirs = new_model(hf.options(file), 0, torch.device("cpu")).eval()
+    hf.load_into(theirs, file)
+    asked = trained.workload.prompt([("user", "what is 3")])
+    with torch.no_grad():
+        ours, read = (model(torch.tensor([asked])) for model in (trained.model.eval(), theirs))
+    torch.testing.assert_close(read, ours, rtol=1e-2, atol=1e-2)  # matrices are rounded to F16
+    template = gguf_file.opened(file)[0]["tokenizer.chat_template"]
+    assert template == trained.workload.chats.template.text
 
 
 def test_a_chat_model_is_tuned_by_adapters_and_preferences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,47 +15,12 @@ from espalier import cli
 from espalier.errors import RunFailed, UserError
 from espalier.verbs import ray_job
 
-RECIPE = """
-name = "job"
-[model]
-depth = 1
-width = 32
-heads = 2
-[data]
-path = "corpus"
-[train]
-steps = 300
-sequence = 32
-batch_tokens = 256
-validate_tokens = 64
-validate_every = 1000
-optimizer = { kind = "adamw" }
-[checkpoint]
-every = 20
-[plan]
-trial = false
-cluster = "cluster.toml"
-[plan.pin]
-ranks = 2
-threads = 1
-"""
-CLUSTER = """
-[[nodes]]
-device = "cpu"
-cores = 2
-memory = "4GiB"
-"""
+from . import job_recipe
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    (tmp_path / "recipe.toml").write_text(RECIPE)
-    (tmp_path / "cluster.toml").write_text(CLUSTER)
-    (tmp_path / "corpus").mkdir()
-    for number in range(12):
-        (tmp_path / "corpus" / f"{number}.txt").write_text(f"The number {number} comes before {number + 1}.\n" * 40)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    job_recipe.write(tmp_path, monkeypatch, ranks=2, every=20)
     return tmp_path
 
 

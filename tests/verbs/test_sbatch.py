@@ -18,6 +18,8 @@ from espalier import cli
 from espalier.errors import UserError
 from espalier.verbs import sbatch
 
+from . import job_recipe
+
 SBATCH = """#!/bin/bash
 echo "sbatch $*" >> "$FAKE/calls"
 cp "${@: -1}" "$FAKE/script"
@@ -63,35 +65,6 @@ case "$1" in
     show) echo "   JobState=$(cat "$FAKE/state" 2> /dev/null || echo RUNNING) Reason=None" ;;
 esac
 """
-RECIPE = """
-name = "job"
-[model]
-depth = 1
-width = 32
-heads = 2
-[data]
-path = "corpus"
-[train]
-steps = 300
-sequence = 32
-batch_tokens = 256
-validate_every = 1000
-optimizer = { kind = "adamw" }
-[checkpoint]
-every = 1000
-[plan]
-trial = false
-cluster = "cluster.toml"
-[plan.pin]
-ranks = 1
-threads = 1
-"""
-CLUSTER = """
-[[nodes]]
-device = "cpu"
-cores = 2
-memory = "4GiB"
-"""
 
 
 @pytest.fixture
@@ -103,15 +76,9 @@ def cluster(tmp_path, monkeypatch):
     for name, text in (("sbatch", SBATCH), ("srun", SRUN), ("scontrol", SCONTROL)):
         (tools / name).write_text(text)
         (tools / name).chmod(stat.S_IRWXU)
-    (tmp_path / "recipe.toml").write_text(RECIPE)
-    (tmp_path / "cluster.toml").write_text(CLUSTER)
-    (tmp_path / "corpus").mkdir()
-    for number in range(12):
-        (tmp_path / "corpus" / f"{number}.txt").write_text(f"The number {number} comes before {number + 1}.\n" * 40)
-    monkeypatch.chdir(tmp_path)
+    job_recipe.write(tmp_path, monkeypatch, ranks=1)
     monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
     monkeypatch.setenv("FAKE", str(fake))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     yield tmp_path
     for life in fake.glob("life-*"):
         with contextlib.suppress(ProcessLookupError):

@@ -15,6 +15,8 @@ import pytest
 
 from espalier import cli
 
+from . import job_recipe
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scancel", "scontrol", "squeue")
 CONFIGURATION = """
@@ -43,35 +45,6 @@ NodeName=one NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2 State
 NodeName=two NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2 State=UNKNOWN
 PartitionName=normal Nodes=one,two Default=YES State=UP PriorityTier=1 GraceTime=60
 PartitionName=urgent Nodes=one,two State=UP PriorityTier=9 PreemptMode=OFF
-"""
-RECIPE = """
-name = "job"
-[model]
-depth = 1
-width = 32
-heads = 2
-[data]
-path = "corpus"
-[train]
-steps = 400
-sequence = 32
-batch_tokens = 256
-validate_every = 1000
-optimizer = { kind = "adamw" }
-[checkpoint]
-every = 1000
-[plan]
-trial = false
-cluster = "cluster.toml"
-[plan.pin]
-ranks = 2
-threads = 1
-"""
-CLUSTER = """
-[[nodes]]
-device = "cpu"
-cores = 2
-memory = "4GiB"
 """
 
 
@@ -143,13 +116,7 @@ MUNGE = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "
 @pytest.fixture
 def home(slurm, tmp_path, monkeypatch):
     """A folder with a recipe for two ranks."""
-    (tmp_path / "recipe.toml").write_text(RECIPE)
-    (tmp_path / "cluster.toml").write_text(CLUSTER)
-    (tmp_path / "corpus").mkdir()
-    for number in range(12):
-        (tmp_path / "corpus" / f"{number}.txt").write_text(f"The number {number} comes before {number + 1}.\n" * 40)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    job_recipe.write(tmp_path, monkeypatch, ranks=2, steps=400)
     yield tmp_path
     subprocess.run(["scancel", "--user=root"], check=False)
 
