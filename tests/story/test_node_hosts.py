@@ -198,6 +198,29 @@ def test_who_is_lost_on_another_host_is_replaced_and_no_bit_changes(
     assert events(home, run, "incident")
 
 
+def test_a_worker_that_always_dies_is_left_out_with_its_host_and_the_others_go_on_from_the_nodes_step(
+    home: Path, unbroken: dict[int, float]
+) -> None:
+    process = begin(home, "mortal", "faults.restarts=1")
+    reach(home, "mortal", process, STRUCK)
+    while "left out" not in "".join(one["action"] for one in events(home, "mortal", "incident")):
+        assert process.poll() is None, process.communicate()
+        for pid in ranks(home, "hostb"):
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+    code, errors = ended(process)
+    assert code == 0, errors
+    assert "On host hostb: Rank 1 was killed" in errors
+    found, begun = losses(home, "mortal"), events(home, "mortal", "run")[-1]
+    assert (begun["ranks"], found.keys()) == (2, unbroken.keys())
+    assert begun["step"] >= STRUCK - 1
+    for step in range(1, min(begun["step"] + 10, STEPS) + 1):
+        assert found[step] == pytest.approx(unbroken[step], rel=1e-4)
+    code, errors = ended(begin(home, "mortal", f"train.steps={STEPS + 5}"))  # with all hosts again
+    assert code == 0, errors
+    assert max(losses(home, "mortal")) == STEPS + 5
+
+
 def test_a_node_goes_on_at_another_host_from_files_that_were_copied_there(
     home: Path, unbroken: dict[int, float]
 ) -> None:

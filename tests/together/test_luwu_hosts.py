@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import signal
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from abroad import Abroad
-from node_runs import STRUCK, OnNode, on_node, recipe
+from node_runs import STEPS, STRUCK, FewerOnNode, OnNode, on_node, recipe
 from struck import same, write_corpus
 
 from espalier.errors import RunFailed
+from espalier.launch import base as launch
 from espalier.launch.base import RankSpec
+from espalier.launch.resize import RunShape
+from espalier.launch.supervisor import RestartOptions
+from espalier.plan import base as plans
 from espalier.shard.luwu.client import Client
 from espalier.testing.faults import Fault
 
@@ -39,6 +46,30 @@ class Mortal(Apart):
             return plain(model, batch)
 
         workload.loss = loss
+
+
+class FewerApart(FewerOnNode):
+    """See there: the others stay on their hosts."""
+
+    def without(self, ranks: Collection[int]) -> RunShape:
+        shape = super().without(ranks)
+        hosts = tuple(self.run.hosts[rank] for rank in shape.kept)
+        return dataclasses.replace(shape, hosts=hosts, told=json.dumps([plans.dumps(self.made), hosts]), copies=False)
+
+
+class Abandoned(Mortal):
+    """The others go on without that worker."""
+
+    @property
+    def care(self) -> RestartOptions:
+        plan = self.plan or on_node(self.recipe, self.world - 1)
+
+        def heard(told: str) -> RunShape:
+            text, hosts = json.loads(told)
+            made = plans.loads(text)
+            return RunShape(self.life(made), launch.places(made), (), False, 1.0, "", "", tuple(hosts), told)
+
+        return dataclasses.replace(super().care, shapes=FewerApart(self, plan), heard=heard)
 
 
 @pytest.fixture(scope="module")
@@ -83,3 +114,20 @@ def test_a_worker_that_always_dies_on_its_host_ends_the_run_which_names_the_host
     assert error.what.startswith("On host there: Rank 1 was killed")
     assert "came back after 1 restart with no step gained" in error.why
     assert "repair there, or go on without it: the same command with the other hosts in --hosts" in error.do
+
+
+def test_a_worker_that_always_dies_on_its_host_is_left_out_and_the_others_go_on_from_the_nodes_step(
+    corpus: Path, tmp_path: Path, whole: OnNode
+) -> None:
+    asked = recipe(corpus)
+    run = Abandoned(asked, 3, tmp_path / "run", plan=on_node(asked, 2), restarts=1).run()
+    assert isinstance(run.outcome(0), list), run.said()
+    assert run.outcome(1) == [], "its host has no rank any more, and all went well"
+    last = [one for one in run.all("incident") if one["kind"] == "killed"][-1]
+    assert last["what"].startswith("On host there: Rank 1 was killed")
+    assert "rank 1 (place 0), which is left out from now on: 2 ranks" in last["action"]
+    assert [one["ranks"] for one in run.all("run")][-1] == 2
+    assert run.all("run")[-1]["step"] >= STRUCK - 1
+    assert run.losses.keys() == whole.losses.keys()
+    assert len(whole.losses) == STEPS
+    assert all(abs(run.losses[step] - loss) < 1e-4 * loss for step, loss in whole.losses.items())

@@ -22,6 +22,7 @@ from espalier.launch.postmortem import Ended
 from espalier.launch.process_stats import GONE, vital
 from espalier.launch.rank_process import Child
 from espalier.launch.rejoin_signal import Call
+from espalier.launch.resize import RunShape
 from espalier.launch.signal_handling import handling
 from espalier.resilience.base import Failure
 from espalier.resilience.hang_detector import Vital
@@ -118,11 +119,9 @@ class Agent(Protocol):
     """What a supervisor asks of the processes of its ranks: `LocalAgent` on one host, `leader.HostAgents` on several.
 
     Attributes:
-        task: what ranks run.
         signals: who passes Ctrl-C on.
     """
 
-    task: Entrypoint
     signals: Signals
 
     @property
@@ -135,6 +134,9 @@ class Agent(Protocol):
 
     def start(self, attempt: Attempt) -> None:
         """Starts all ranks of `attempt`."""
+
+    def take(self, shape: RunShape) -> Sequence[RankSpec]:
+        """The next attempt is of `shape`; its places."""
 
     def replace(self, attempt: Attempt, gone: Sequence[int]) -> None:
         """Starts the ranks `gone` anew; the others are told to rejoin, in the processes that they are."""
@@ -206,6 +208,11 @@ class LocalAgent(Agent):
         except BaseException:
             self.end(0.0)
             raise
+
+    def take(self, shape: RunShape) -> Sequence[RankSpec]:
+        """See `Agent.take`."""
+        self.task = shape.task
+        return shape.places
 
     def replace(self, attempt: Attempt, gone: Sequence[int]) -> None:
         """See `Agent.replace`. Ranks meet where their specs say, or at a store that the first of the new ones

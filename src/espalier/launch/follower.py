@@ -7,6 +7,7 @@ It decides one thing alone: a leader that is not heard for too long is given up,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from espalier.errors import HostLost
@@ -49,6 +50,7 @@ class Follower:
         self._reported = self._looked = 0.0
         self._ends = 0
         self._revived: list[tuple[int, int, str]] = []
+        self._shape = ""
 
     def run(self) -> list[Any] | None:
         """Obeys until the leader says that the run is over; what the ranks returned, None where they have not."""
@@ -61,6 +63,8 @@ class Follower:
                 self._mind_the_leader()
                 self.exchange.wait(_POLL)
             children = self.agent.children
+            if not self.places:
+                return []
             well = bool(children) and all(one.status is not None and not one.failed for one in children)
             return [child.returned for child in children] if well else None
         finally:
@@ -103,6 +107,8 @@ class Follower:
 
     def _start(self, order: Command) -> None:
         """The ranks of another attempt, those that stay among them."""
+        if order.shape != self._shape:
+            self._take(order.shape)
         stays = bool(self.agent.children)
         if not stays:
             self.pulses = Pulses(len(self.places), self.care.heartbeat)
@@ -113,6 +119,15 @@ class Follower:
             self.agent.replace(attempt, order.replaced or ())
         else:
             self.agent.start(attempt)
+
+    def _take(self, told: str) -> None:
+        """The next attempt is of another shape, of which this host may have no rank."""
+        assert self.care.heard is not None, "who lets shapes be told makes them"
+        self._shape, shape = told, self.care.heard(told)
+        self.agent.take(shape)
+        self.team = self.team.shaped(shape)
+        places, own = self.team.places(shape), zip(self.team.own, self.places, strict=False)
+        self.places = [replace(places[rank], stacks=one.stacks, refuge=one.refuge) for rank, one in own]
 
     def _reap(self) -> None:
         self.agent.reap()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from espalier.launch.base import RankSpec, when_killed
+from espalier.launch.resize import RunShape
 from espalier.launch.supervisor_protocol import Meeting
 
 
@@ -30,6 +31,14 @@ class HostMap:
     def own(self) -> list[int]:
         """The ranks on this host."""
         return [rank for rank, host in enumerate(self.hosts) if host == self.line.host]
+
+    def shaped(self, shape: RunShape) -> HostMap:
+        """The same hosts with the ranks of that shape."""
+        return replace(self, hosts=shape.hosts, roles=tuple(place.role for place in shape.places))
+
+    def places(self, shape: RunShape) -> list[RankSpec]:
+        """Of all ranks of that shape, which is the team's."""
+        return [self.place(rank, place.threads) for rank, place in enumerate(shape.places)]
 
     def place(self, rank: int, threads: int = 1) -> RankSpec:
         """Of a rank: where its store is, and keys that no other part of the run has."""

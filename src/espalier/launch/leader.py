@@ -27,6 +27,7 @@ from espalier.launch.host_map import HostMap
 from espalier.launch.postmortem import Ended
 from espalier.launch.process_stats import GONE
 from espalier.launch.rank_process import Child
+from espalier.launch.resize import RunShape
 from espalier.launch.supervisor import AGAIN_ALONE, RestartOptions, Supervisor
 from espalier.launch.supervisor_protocol import Command, ControlLink, End, Report, dated
 from espalier.resilience.acme import restart_advice
@@ -82,7 +83,7 @@ def lead(
     hosts = HostAgents(here, team, care, link)
     with hosts.listening():
         returned = Supervisor(places, care, hosts, here.clock).run()
-        return [returned[rank] for rank in team.own]
+        return [returned[rank] for rank in hosts.team.own]
 
 
 @dataclass
@@ -176,19 +177,25 @@ class HostAgents:
         self.heard: dict[int, float] = {}
         self.ordered = 0
         """The attempt that all hosts were last told of."""
+        self.shape = ""
+        """See `Command.shape`."""
         self.over = True
         """Whether the attempt is over, and another may follow."""
         self.quiet_until = self.listened = self.asked = 0.0
         self.exchange = link(team.line, Report, self._news)
 
-    @property
-    def task(self) -> Entrypoint:
-        """What each rank runs."""
-        return self.here.task
+    def take(self, shape: RunShape) -> Sequence[RankSpec]:
+        """See `Agent.take`. A host whose ranks are all left out stays, and is waited for no more."""
+        self.here.take(shape)
+        self.shape = shape.told
+        self.team = self.team.shaped(shape)
+        self.away = {host: since for host, since in self.away.items() if host in shape.hosts}
+        return self.team.places(shape)
 
-    @task.setter
-    def task(self, task: Entrypoint) -> None:
-        self.here.task = task
+    @property
+    def _needed(self) -> list[int]:
+        """Other hosts that have ranks."""
+        return [host for host in self.others if host in self.team.hosts]
 
     @property
     def current(self) -> bool:
@@ -212,7 +219,7 @@ class HostAgents:
 
     def _tell(self, **what: Any) -> None:
         """Gives an order for the present attempt."""
-        self.exchange.tell(Command(self.ordered, lives=self.meant, **what))
+        self.exchange.tell(Command(self.ordered, lives=self.meant, shape=self.shape, **what))
 
     def _leave(self) -> None:
         """Lets the others hear that the run is over, those that are heard."""
@@ -325,7 +332,7 @@ class HostAgents:
     def _until_idle(self) -> None:
         """Waits until the ranks of the last attempt are gone everywhere. Raises HostLost naming a host that is silent
         for too long. Once the run is asked to stop, nobody waits for a host that is not heard."""
-        while not all(self._idle(host) for host in self.others) and len(self.signals.seen) < 2:
+        while not all(self._idle(host) for host in self._needed) and len(self.signals.seen) < 2:
             self._listen(self.clock.monotonic())
             self.exchange.wait(_POLL)
 
@@ -341,7 +348,7 @@ class HostAgents:
     def listen(self, now: float) -> bool:
         """See `Agent.listen`: what is not known of ranks elsewhere is no idleness."""
         self._listen(now)
-        late = any(self.exchange.age(host) >= self.care.heartbeat for host in self.others)
+        late = any(self.exchange.age(host) >= self.care.heartbeat for host in self._needed)
         return not (late or self.away or now < self.quiet_until)
 
     def vitals(self) -> list[Vital]:
@@ -359,7 +366,7 @@ class HostAgents:
         if now - self.listened > 2 * self.care.heartbeat + 1.0:
             self.exchange.excuse()  # this process itself did not listen
         self.listened = now
-        for host in self.others:
+        for host in self._needed:
             age, said = self.exchange.age(host), self.exchange.said(host)
             self._mind(host, said, now - age)
             self._tell_revived(host, said)
@@ -440,9 +447,9 @@ class HostAgents:
         postmortem.write(found)
         deadline = self.clock.monotonic() + STACKS_SECONDS
         told: dict[int, dict[int, str]] = {}
-        while len(told) < len(self.others) and self.clock.monotonic() < deadline:
+        while len(told) < len(self._needed) and self.clock.monotonic() < deadline:
             self.exchange.wait(_POLL)
-            said = {host: self.exchange.said(host) for host in self.others}
+            said = {host: self.exchange.said(host) for host in self._needed}
             told = {host: one.stacks for host, one in said.items() if one is not None and one.stacks is not None}
         for stacks in told.values():
             found.update(stacks)

@@ -31,6 +31,8 @@ class RunShape:
         copies: whether copies in memory of those ranks serve this shape as they are.
         ratio: its step as a multiple of the step before, by the cost model.
         plan: what tells it from others, the same text for the same decisions; says: it in words.
+        hosts: of each rank, the number of its host, where there are several; told: what their supervisors need to make
+            this shape themselves (`supervisor.RestartOptions.heard`).
     """
 
     task: Entrypoint
@@ -40,6 +42,8 @@ class RunShape:
     ratio: float
     plan: str
     says: str
+    hosts: tuple[int, ...] = ()
+    told: str = ""
 
 
 class Resizer(Protocol):

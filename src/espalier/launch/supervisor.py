@@ -60,6 +60,7 @@ class RestartOptions:
         continues: whether the run goes on with another phase after these ranks; a signal that they are too late to hear
             then ends it.
         shapes: who plans the run anew where a place is lost or stays slow; None: it keeps its ranks.
+        heard: makes the shape that the first of several hosts tells (`RunShape.told`).
     """
 
     restarts: int | None = None
@@ -69,6 +70,7 @@ class RestartOptions:
     shapes: Resizer | None = None
     stays: Literal["", "alike", "rounds"] = ""
     continues: bool = False
+    heard: Callable[[str], RunShape] | None = None
 
 
 def run(task: Entrypoint, places: Sequence[RankSpec], care: RestartOptions) -> list[Any]:
@@ -353,10 +355,10 @@ class Supervisor:
         before, self.next = self.places, None
         if not shape.copies:
             shared_memory.clear(place.refuge for place in before if place.refuge is not None)
-        self.agent.task = shape.task
+        places = self.agent.take(shape)
         self.places = [
-            replace(place, seat=before[rank].seat, refuge=before[rank].refuge)
-            for place, rank in zip(shape.places, shape.kept, strict=True)
+            replace(place, seat=before[rank].seat, refuge=before[rank].refuge, stacks=before[rank].stacks)
+            for place, rank in zip(places, shape.kept, strict=True)
         ]
         self.budget = Budget(self.care.restarts)
         self.reshaping.took(shape)

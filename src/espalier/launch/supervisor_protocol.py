@@ -50,6 +50,7 @@ class Command:
         testing: the number of the test (`host_check`) that is under way, from 1; 0: none is.
         between_failures: seconds, as `checkpoint.shared_memory` wants them.
         lives: of each host, which of its supervisors (`Meeting.life`) is meant; empty: whoever is there.
+        shape: `RunShape.told` of what runs now; empty: what all began with.
     """
 
     attempt: int = 0
@@ -61,6 +62,7 @@ class Command:
     testing: int = 0
     between_failures: float = 0.0
     lives: tuple[int, ...] = ()
+    shape: str = ""
 
     def to(self, host: int, life: int) -> Command:
         """As that supervisor is to take it: what was meant for one before it, whose ranks ended with it, is not to be

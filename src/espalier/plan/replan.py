@@ -4,8 +4,8 @@ After FlashFlex (arXiv 2409.01143), which plans for unequal devices, and Acme (a
 search and the cost model are those of any plan: each rank becomes a device of its own, slowed by what was measured.
 Where we deviate: only data-parallel ranks of one machine, and unequal pipelines (`replan_pipelines`); what slowness has
 nothing to do with (precision, micro-batch, recomputation, whether states are whole) stays as it was where that fits, so
-that only what was measured decides. Workers of optimizer nodes hold no state: they share the batch anew, and nothing
-else changes.
+that only what was measured decides. Workers of optimizer nodes hold no state: they share the batch anew, on
+any machines, and nothing else changes.
 """
 
 from __future__ import annotations
@@ -42,6 +42,9 @@ PIPELINES = Claim(
     "replan_pipelines", question="replan", forbids=frozenset({"replicas differ between rounds", "several machines"})
 )
 """The same of unequal pipelines, which take up a checkpoint under another cut."""
+
+WORKERS = Claim("replan_workers", question="replan", forbids=frozenset({"replicas differ between rounds"}))
+"""The same of workers whose state is on optimizer nodes, on any machines."""
 
 FEWER = 3
 """So many of the slowest are left out at most, one after the other; and all but one, and the slower half."""

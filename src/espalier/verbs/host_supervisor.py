@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from espalier.errors import UserError
 from espalier.hardware import multihost_probe, probe, resource_limits
 from espalier.launch import leader, rank_assignment, store_server, supervisor_protocol
 from espalier.launch.announcement import Announcement
-from espalier.launch.base import RankSpec
+from espalier.launch.base import Entrypoint, RankSpec
 from espalier.launch.host_agent import Launcher, Told
 from espalier.launch.host_map import HostMap
 from espalier.launch.supervisor import RestartOptions
@@ -27,7 +28,7 @@ from espalier.launch.supervisor_protocol import Meeting
 from espalier.launch.version_check import identity
 from espalier.plan import codecs
 from espalier.run import RunFolder
-from espalier.verbs import kept_files, prepare, train
+from espalier.verbs import kept_files, prepare, run_resizer, train
 from espalier.verbs.run_start import RunStart
 
 _DECIDED = "espalier/decided"
@@ -69,10 +70,18 @@ class Post:
 
     def run(self, job: RunStart, hosts: Sequence[int]) -> bool:
         """See `train.Ranks`."""
-        recipe, life, care = job.resolved.recipe, train.life(job), train.care_of(job)
+        recipe, care = job.resolved.recipe, train.care_of(job)
         team = self.doing("training", care.heartbeat, hosts)
         team = replace(team, roles=tuple(one.role for one in job.plan.ranks))
-        return leader.run(lambda place: life(seated(place, recipe)), team, care, _threads(team)) is not None
+
+        def start(job: RunStart) -> Entrypoint:
+            life = train.life(job)
+            return lambda place: life(seated(place, recipe))
+
+        if "optimizer" in team.roles and recipe.faults.restarts:
+            shapes = run_resizer.HostResizer(job, start, hosts)
+            care = replace(care, shapes=shapes, heard=partial(run_resizer.heard, job, start))
+        return leader.run(start(job), team, care, _threads(team)) is not None
 
     def measured(self) -> list[Any] | None:
         """The hosts as they are, and the machine of each rank as the launcher counts them, from each rank of this host;

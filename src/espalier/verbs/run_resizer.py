@@ -6,13 +6,17 @@ planner and the run's folder. `plan.json` becomes the new plan, so that the same
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
+
+import msgspec
 
 from espalier import mechanisms
 from espalier.errors import UserError
 from espalier.launch import base as launch
 from espalier.launch.resize import RunShape
+from espalier.plan import base as plans
 from espalier.plan import codecs, replan, replan_pipelines
 from espalier.plan.base import Plan
 from espalier.plan.request import Request
@@ -106,13 +110,17 @@ class RunResizer:
         claim = replan.PIPELINES if replan_pipelines.pipelined(plan) else replan.CLAIM
         mechanisms.require_beside(self.job.resolved.recipe, plan, claim)
 
+    def _where(self, option: replan.Replan) -> dict[str, Any]:
+        """What a shape says of hosts."""
+        run_plan.refuse_elsewhere(option.plan, None)
+        return {}
+
     def _offer(self, option: replan.Replan) -> RunShape:
         made, before = option.plan, len(self.job.plan.ranks)
         pipelined = replan_pipelines.pipelined(made)
         samples = ", ".join(str(one.share[1] - one.share[0]) for one in map(made.ranks.__getitem__, made.trainers))
         work = replan_pipelines.told(made) if pipelined else f"{samples} samples each step"
         count = f"{len(made.ranks)} of {before}" if len(made.ranks) < before else f"all {before}"
-        run_plan.refuse_elsewhere(made, None)
         shape = RunShape(
             task=self._start(replace(self.job, plan=made)),
             places=launch.places(made, self.job.folder.logs),
@@ -121,6 +129,7 @@ class RunResizer:
             ratio=option.ratio,
             plan=_key(made),
             says=f"{count} ranks with {work}; by estimate a step takes {option.ratio:.2g} times as long",
+            **self._where(option),
         )
         self._offered.append((shape, made))
         return shape
@@ -131,6 +140,46 @@ class RunResizer:
         asked = prepare.request(job.resolved, None, job.workload)
         asked, _ = codecs.encoded(asked, job.cluster)
         return replace(asked, factors=measurements.calibration(job.resolved.recipe).factors)
+
+
+class HostResizer(RunResizer):
+    """Answers for a run over several hosts whose state is on optimizer nodes: a worker that is left out takes nothing
+    with it. Who is slow stays. Has state as `RunResizer`, and the hosts as they are now.
+
+    Args:
+        job, start: as there.
+        hosts: of each rank, the number of its host.
+    """
+
+    def __init__(self, job: RunStart, start: Start, hosts: Sequence[int]) -> None:
+        super().__init__(job, start)
+        self.hosts = tuple(hosts)
+
+    def faster(self, evidence: Evidence) -> tuple[list[RunShape], Mapping[int, float]]:
+        """See `Resizer.faster`: none."""
+        return [], {}
+
+    def adopt(self, shape: RunShape) -> None:
+        """See `Resizer.adopt`."""
+        super().adopt(shape)
+        self.hosts = shape.hosts
+
+    def _refuse(self, plan: Plan) -> None:
+        mechanisms.require_beside(self.job.resolved.recipe, plan, replan.WORKERS)
+
+    def _where(self, option: replan.Replan) -> dict[str, Any]:
+        hosts = tuple(self.hosts[rank] for rank in option.kept)
+        if hosts[0]:
+            raise UserError("The first host keeps the run's folder.", do="repair it and run the same command")
+        return {"hosts": hosts, "told": msgspec.json.encode((plans.dumps(option.plan), hosts)).decode()}
+
+
+def heard(job: RunStart, start: Start, told: str) -> RunShape:
+    """The shape that the first host has told (`RunShape.told`)."""
+    text, hosts = msgspec.json.decode(told, type=tuple[str, tuple[int, ...]])
+    plan = plans.loads(text)
+    task, places = start(replace(job, plan=plan)), launch.places(plan)
+    return RunShape(task, places, kept=(), copies=False, ratio=1.0, plan="", says="", hosts=hosts, told=told)
 
 
 def _key(plan: Plan) -> str:
