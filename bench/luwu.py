@@ -1,6 +1,6 @@
 """The optimizer on a node of its own, on slow links: LuWu beside FSDP2 and ZeRO-1, and what the node sustains.
 
-    python bench/luwu.py [--quick] [--pairs N] [--json FILE] [--rate 200mbit] [--only links|tiny|node|stages]
+    python bench/luwu.py [--quick] [--pairs N] [--json FILE] [--rate 200mbit] [--only links|waits|tiny|node|stages]
 
 `links`: four workers with an uplink of 200 Mbit/s each, and a node whose uplink is four times as fast, so that it needs
 no aggregator. All contestants are up at once and take turns of a few steps. FSDP2 gathers each block anew in backward
@@ -8,10 +8,13 @@ no aggregator. All contestants are up at once and take turns of a few steps. FSD
 by hand overlaps its exchanges with forward and backward. `plain` is one process without links. Bytes per link and step
 are those of the interface, headers left out, beside the cost function's; seconds stand beside the planner's too, which
 is told what the node's parts took, and the workers' own part of a step on the same hosts with unlimited links; and so
-do the seconds in which the first worker waits. Hosts use CUBIC, as Linux does by default. `tiny`: the same with a model
+do the seconds in which the first worker waits. Hosts use CUBIC, as Linux does by default. `waits`: two workers whose
+computing of a layer takes longer than its two pulls, and the share of a step in which the first waits for pulls, beside
+the goal of 5 %. `tiny`: the same with a model
 of a few thousand numbers, and whether two runs leave the same files. `node`: four workers that compute nothing push and
 pull over the same links, and with a quarter of rate and layers, and one over loopback; parameters/s beside the least of
-what link, disk and AdamW sustain alone. `stages`: threads that belong to steps beside threads that own layers, on the
+what link, disk and AdamW sustain alone; and AdamW alone, as a node runs it on one core, beside torch's default.
+`stages`: threads that belong to steps beside threads that own layers, on the
 same O_DIRECT files. Needs root (bench/netlab.py).
 """
 
@@ -36,10 +39,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from espalier.optim import adamw
 from espalier.optim.base import Owned
 from espalier.shard.luwu import cost
+from espalier.shard.luwu.chunk_update import update
 from espalier.shard.luwu.client import Client
-from espalier.shard.luwu.layout import Job
+from espalier.shard.luwu.layout import Job, chunks_of
 from espalier.shard.luwu.node import OptimizerNode
-from espalier.shard.luwu.state_file import open_state, open_sums
+from espalier.shard.luwu.state_file import ChunkState, Entries, open_state, open_sums
 from espalier.store.direct_io import aligned
 from espalier.store.generations import Generations
 from luwu_rank import Task, Turn, job_of, zero
@@ -55,6 +59,8 @@ NAMES = {
     "zero1": "ZeRO-1 with states in host memory, by hand",
     "plain": "one process, no links",
 }
+GOAL = 0.05
+"""Of a step that may be waits for pulls."""
 ALONE = 1448 / 1514
 """Payload of a full packet: what `tc tbf` counts are whole frames."""
 
@@ -62,8 +68,8 @@ ALONE = 1448 / 1514
 class Contestants:
     """Programs that wait on the hosts of a lab until it is their turn. Has state: their processes."""
 
-    def __init__(self, lab: Lab) -> None:
-        self.lab = lab
+    def __init__(self, lab: Lab, workers: int) -> None:
+        self.lab, self.workers = lab, workers
         self._ranks: dict[str, list[Popen[str]]] = {}
 
     def start(self, task: Task) -> None:
@@ -76,7 +82,7 @@ class Contestants:
 
     def turn(self, kind: str, steps: int) -> Turn:
         """What `steps` steps of it took. Raises RuntimeError where it has ended."""
-        for rank in self._ranks[kind][:WORKERS]:
+        for rank in self._ranks[kind][: self.workers]:
             assert rank.stdin is not None
             rank.stdin.write(f"{steps}\n")
             rank.stdin.flush()
@@ -90,7 +96,7 @@ class Contestants:
     def end(self) -> None:
         """Lets all of them end, and raises RuntimeError where one failed."""
         codes = []
-        for place in (slice(WORKERS), slice(WORKERS, None)):  # an optimizer node last
+        for place in (slice(self.workers), slice(self.workers, None)):  # an optimizer node last
             some = [rank for ranks in self._ranks.values() for rank in ranks[place]]
             for rank in some:
                 assert rank.stdin is not None
@@ -107,11 +113,11 @@ class Contestants:
 
 
 @contextmanager
-def contest(rate: float) -> Iterator[Contestants]:
+def contest(rate: float, workers: int = WORKERS) -> Iterator[Contestants]:
     """A lab with nobody in it yet; the last node's uplink is as fast as all others together."""
-    rates = (rate,) * WORKERS + (rate * WORKERS,)
-    with Lab(Shape(nodes=WORKERS + 1, hosts=1, rates=rates, congestion="cubic")) as lab:
-        found = Contestants(lab)
+    rates = (rate,) * workers + (rate * workers,)
+    with Lab(Shape(nodes=workers + 1, hosts=1, rates=rates, congestion="cubic")) as lab:
+        found = Contestants(lab, workers)
         try:
             yield found
             found.end()
@@ -122,7 +128,7 @@ def contest(rate: float) -> Iterator[Contestants]:
 def turns(kinds: Sequence[str], task: Task, rate: float, pairs: int, steps: int) -> dict[str, list[Turn]]:
     """`pairs` interleaved turns of each kind, after one that does not count."""
     found: dict[str, list[Turn]] = {kind: [] for kind in kinds}
-    with contest(rate) as made:
+    with contest(rate, task.workers) as made:
         for kind in kinds:
             shutil.rmtree(f"{task.folder}/{kind}", ignore_errors=True)
             made.start(msgspec.structs.replace(task, kind=kind, folder=f"{task.folder}/{kind}"))
@@ -175,6 +181,18 @@ def predicted(turn: Turn, computing: float, rate: float, alone: dict[str, float]
     wire = 4.0, turn.expected_sent / sum(turn.numel)
     rates = cost.Rates(rate / 8 * ALONE, alone["disk"] * cost.STATE_BYTES, alone["adam"])
     return computing, float(cost.cost(layers, computing, rates, WORKERS, wire).seconds["pull and push"])
+
+
+def waits(task: Task, rate: float, pairs: int) -> list[Row]:
+    """Of a step the share in which the first worker waits for pulls, where computing takes longer than they do."""
+    found = turns(("luwu",), task, rate, pairs, 1)["luwu"]
+    each = statistics.median((one.seconds - one.stalled) / task.depth for one in found)
+    both = 2 * 4 * max(found[0].numel) / (rate / 8 * ALONE)
+    print(f"a layer is computed in {each:.2f} s and pulled twice in {both:.2f} s", flush=True)
+    longer = f"a layer computed in {each / both:.1f} times its two pulls"
+    case = f"luwu: share of a step that waits for pulls, {task.workers} workers, {longer}"
+    pair = [(one.pulls / one.seconds, GOAL) for one in found]
+    return [compare(case, "the goal", "of a step", pair, higher_is_better=False)]
 
 
 def tiny(task: Task, rate: float, pairs: int) -> list[Row]:
@@ -292,7 +310,35 @@ def node(task: Task, rate: float, pairs: int) -> list[Row]:
         found.append((statistics.median(loopback_rate(job, place, 3)), min(alone.values())))
         print({part: f"{value / 1e6:.0f} M/s" for part, value in alone.items()}, f"{found[-1][0] / 1e6:.0f} M/s")
         shutil.rmtree(place)
-    return [*rows, compare("node fed by one worker over loopback, unlimited", name, "parameters/s", found)]
+    rows.append(compare("node fed by one worker over loopback, unlimited", name, "parameters/s", found))
+    return [
+        *rows,
+        compare("AdamW of a node, one core", "torch's default AdamW", "parameters/s", adam_rates(job, pairs)),
+    ]
+
+
+def adam_rates(job: Job, pairs: int) -> list[tuple[float, float]]:
+    """Parameters/s of a chunk in a node's buffers, and of the same tensor by `torch.optim.AdamW` as it comes."""
+    chunk, found = chunks_of(job, 0)[0], []
+    buffers = ChunkState(chunk.elements, Entries(job))
+    buffers.open(chunk)
+    for memory in (buffers.master, buffers.first, buffers.second):
+        memory.zero_()
+    buffers.gradient.fill_(1e-3)
+    parameter = torch.nn.Parameter(torch.zeros(job.layers[0].tensors[0][1]))
+    parameter.grad = torch.full_like(parameter, 1e-3)
+    optimizer = torch.optim.AdamW([parameter], lr=1e-3)
+    for number in range(pairs + 1):
+        settle()
+        took = []
+        for step in (lambda number=number: update(job, buffers, number + 1, 1.0), optimizer.step):
+            began = time.perf_counter()
+            for _ in range(8):
+                step()
+            took.append(8 * chunk.elements / (time.perf_counter() - began))
+        if number:
+            found.append((took[0], took[1]))
+    return found
 
 
 def _state(task: Task) -> bytes:
@@ -305,7 +351,7 @@ def main() -> int:
     given = arguments(
         __doc__ or "",
         rate={"default": "200mbit", "help": "of a worker's uplink, each way"},
-        only={"choices": ("links", "tiny", "node", "stages"), "help": "one part"},
+        only={"choices": ("links", "waits", "tiny", "node", "stages"), "help": "one part"},
     )
     quick, rows, rate = given.quick, list[Row](), rate_of(given.rate)
     pairs = given.pairs or (3 if quick else 5)
@@ -315,6 +361,7 @@ def main() -> int:
         made_by: dict[str, Callable[[], list[Row]]] = {
             "stages": lambda: stages(2**19 if quick else 2**20, pairs, Path(made)),
             "node": lambda: node(Task("feed", 6 if quick else 8, 2**20, 0, made, WORKERS), rate, pairs),
+            "waits": lambda: waits(Task("", 3, 256, 512 if quick else 1024, f"{made}/waits", 2), rate, min(pairs, 3)),
             "tiny": lambda: tiny(Task("", 1, 32, 16, f"{made}/tiny", WORKERS), rate, pairs),
             "links": lambda: links(Task("", *size, 64, f"{made}/links", WORKERS), rate, pairs, 2),
         }

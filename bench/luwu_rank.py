@@ -53,8 +53,8 @@ class Task(msgspec.Struct, frozen=True):
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """Seconds of a step on average, and those of them in which rank 0 waited for pulls and pushes; bytes that this
-    host's link sent and received in one, headers left out, and what the cost function says of both."""
+    """Seconds of a step on average, those of them in which rank 0 waited for exchanges, and of these those for pulls;
+    bytes that this host's link sent and received in one, headers left out, and what the cost function says of both."""
 
     seconds: float = 0.0
     sent: float = 0.0
@@ -64,18 +64,19 @@ class Turn(msgspec.Struct, frozen=True):
     numel: tuple[int, ...] = ()
     uses: tuple[tuple[int, ...], ...] = ()
     stalled: float = 0.0
+    pulls: float = 0.0
 
 
 class Contestant:
     """What is timed: `step(number)`, `finish()` of what a step has left under way, what is expected of it, and seconds
-    `stalled()` so far."""
+    `stalled()` so far, in all and for pulls."""
 
     def __init__(
         self,
         step: Callable[[int], None],
         expected: Turn,
         finish: Callable[[], None] = lambda: None,
-        stalled: Callable[[], float] = lambda: 0.0,
+        stalled: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0),
     ) -> None:
         self.step, self.expected, self.finish, self.stalled = step, expected, finish, stalled
         self.number = 0
@@ -89,8 +90,10 @@ class Contestant:
             self.number += 1
         seconds = (time.perf_counter() - began) / steps
         sent, received = ((after - first) / steps for after, first in zip(link_bytes(), before, strict=True))
-        stalled = (self.stalled() - waited) / steps
-        return msgspec.structs.replace(self.expected, seconds=seconds, sent=sent, received=received, stalled=stalled)
+        stalled, pulls = ((after - first) / steps for after, first in zip(self.stalled(), waited, strict=True))
+        return msgspec.structs.replace(
+            self.expected, seconds=seconds, sent=sent, received=received, stalled=stalled, pulls=pulls
+        )
 
 
 def recipe_of(task: Task) -> Recipe:
@@ -155,10 +158,18 @@ def ours(task: Task, rank: int) -> Iterator[Contestant | None]:
         layers = cost.Layers(numel, uses)
         sent = cost.pushed_bytes(layers, 1 if exchanges else 4)
         expected = Turn(0.0, 0.0, 0.0, sent, cost.pulled_bytes(layers), numel, uses)
+        pulls, need = [0.0], window.need
+
+        def timed(index: int) -> None:
+            before = window.stalled
+            need(index)
+            pulls[0] += window.stalled - before
+
+        window.need = timed
         yield Contestant(
             lambda number: made.train_step(workload.batches(number, setting.shard)),
             expected,
-            stalled=lambda: window.stalled,
+            stalled=lambda: (window.stalled, pulls[0]),
         )
         made.built.close()
 
