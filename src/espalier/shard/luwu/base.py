@@ -193,8 +193,3 @@ def filler(layers: Sequence[Layer], value: Callable[[str], Tensor]) -> Fill:
             view.copy_(value(name))
 
     return fill
-
-
-def of_state(state: Mapping[str, Tensor]) -> Callable[[str], Tensor]:
-    """The values of a model that is there as a whole."""
-    return lambda name: state[name].detach()

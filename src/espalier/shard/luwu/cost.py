@@ -17,8 +17,6 @@ from espalier.cost import Cost, Number
 
 STATE_BYTES = 14
 """Read and written per parameter by a node's step: fp32 parameter, two moments, and the bf16 copy that is pulled."""
-OPERATIONS = 17
-"""Of Adam, per parameter."""
 WINDOW = 3
 """Layers that a worker holds at once: one computed, one pulled, one pushed."""
 PUSHES = 2
@@ -89,11 +87,6 @@ class Rates:
     disk: float
     adam: float
 
-    @property
-    def parameters(self) -> Any:
-        """Parameters/s that a node keeps up with in backward, by gradients of two bytes: the least of the three."""
-        return np.minimum(np.minimum(self.link / 2, self.disk / STATE_BYTES), self.adam)
-
 
 def pulled_bytes(layers: Layers, value_bytes: float = 4, window: int = WINDOW) -> Any:
     """That a worker receives in a step, with a window of so many layers."""
@@ -103,12 +96,6 @@ def pulled_bytes(layers: Layers, value_bytes: float = 4, window: int = WINDOW) -
 def pushed_bytes(layers: Layers, value_bytes: float = 4) -> Any:
     """That a worker sends in a step, whatever the number of micro-batches."""
     return float(sum(layers.numel)) * value_bytes
-
-
-def sharded_bytes(layers: Layers, ranks: Any, value_bytes: float = 4) -> Any:
-    """That a rank sends, and receives, with fully sharded states instead: two all-gathers and a reduce-scatter."""
-    ranks = np.asarray(ranks)
-    return 3 * (ranks - 1) / ranks * float(sum(layers.numel)) * value_bytes
 
 
 def window_bytes(layers: Layers, window: int) -> int:
