@@ -95,6 +95,27 @@ def test_workers_take_steps_of_their_own_by_one_option(tmp_path: Path) -> None:
     assert "after step 5" in ended.stdout
 
 
+def test_a_folder_for_the_node_that_holds_another_runs_state_or_cannot_be_written_is_refused_by_name(
+    tmp_path: Path,
+) -> None:
+    data = f"data.path={EXAMPLES.parent / 'src' / 'espalier' / 'shard' / 'luwu'}"
+    (tmp_path / "machine.toml").write_text(programs.MACHINE + DISK)
+    command = ["train", str(EXAMPLES / "luwu.toml"), *SMALL, data, "train.steps=1"]
+    ended = programs.forked(tmp_path, *command, "--run", "first")
+    assert ended.returncode == 0, ended.stderr
+    for folder, told in (
+        (tmp_path / "first" / "optimizer", "node-0 is of step 1, and the run is new."),
+        (Path("/proc/none"), "Cannot write /proc/none/node-0."),
+    ):
+        ended = programs.forked(tmp_path, *command, f"store.path={folder}", "--run", "second")
+        assert ended.returncode == 2, ended.stderr
+        assert told in ended.stderr
+        assert "store.path" in ended.stderr.partition("try:")[2]
+        assert not (tmp_path / "second" / "checkpoints").exists() or not any(
+            (tmp_path / "second" / "checkpoints").iterdir()
+        )
+
+
 def kill_node(monkeypatch: pytest.MonkeyPatch, step: int, marker: Path) -> None:
     """The first optimizer node of runs from now on kills itself before it commits `step`, once."""
     serve, commit = role.serve, Generations.commit

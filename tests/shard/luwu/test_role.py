@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,9 +10,11 @@ import pytest
 import torch
 
 from espalier.config import Adamw, Gpt, Planning, Recipe, Train
+from espalier.errors import UserError
 from espalier.plan import base as plans
 from espalier.shard.luwu import role
 from espalier.shard.luwu.base import Layer
+from espalier.shard.luwu.state_file import locked
 
 LAYERS = [Layer("block", (("weight", (256, 1024)),)), Layer("head", (("head", (64, 1024)),))]
 NUMEL = 320 * 1024
@@ -29,5 +32,16 @@ def test_what_rounding_leaves_is_kept_where_the_plan_leaves_four_bytes_a_paramet
     monkeypatch.setattr(role, "_told", lambda own, channel: [post])
     monkeypatch.setattr(role, "Client", lambda *arguments: SimpleNamespace(ledger=None))
     here = {"mesh": SimpleNamespace(rank=0, channel=None), "device": torch.device("cpu")}
-    context: Any = SimpleNamespace(recipe=asked, plan=how, damaged=[], **here)
+    context: Any = SimpleNamespace(recipe=asked, plan=how, damaged=[], reconnects=float, **here)
     assert role.connect(context, LAYERS).feedback is kept
+
+
+def test_two_runs_do_not_serve_from_one_folder(tmp_path: Path) -> None:
+    with (
+        locked(tmp_path),
+        pytest.raises(UserError, match=r"(?s)Another process serves from .*try: name another folder in store.path"),
+        locked(tmp_path, wait=0.0),
+    ):
+        pass
+    with locked(tmp_path, wait=0.0):
+        pass

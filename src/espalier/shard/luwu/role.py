@@ -36,7 +36,7 @@ from espalier.shard.luwu.layout import Job, outer_method, push_of
 from espalier.shard.luwu.local_steps import LocalSteps, Round
 from espalier.shard.luwu.node import OptimizerNode
 from espalier.shard.luwu.standby import Replica, Standby
-from espalier.shard.luwu.state_file import open_state, open_sums, read_layer
+from espalier.shard.luwu.state_file import locked, open_state, open_sums, read_layer
 from espalier.shard.luwu.window import rank_memory
 from espalier.shard.luwu.wire import Address, Times
 
@@ -177,7 +177,11 @@ def serve(place: NodePlace, channel: dist.ProcessGroup | None, stepped: Callable
     if place.spec.role == "aggregator":
         return _aggregate(place, jobs, channel, stepped)
     job = jobs[place.number]
-    with closing(open_state(place.folders, job, filler(job.layers, value))) as state, ExitStack() as opened:
+    with (
+        locked(place.folder),
+        closing(open_state(place.folders, job, filler(job.layers, value))) as state,
+        ExitStack() as opened,
+    ):
         if place.new and state.step and not place.spec.alone:
             raise UserError(
                 f"{place.folder} is of step {state.step}, and the run is new.",

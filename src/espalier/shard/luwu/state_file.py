@@ -7,8 +7,12 @@ what AdamW needs besides; one more is for `TOTALS`.
 
 from __future__ import annotations
 
+import fcntl
+import os
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -129,6 +133,31 @@ def fill(state: Generations, job: Job, values: Fill) -> None:
             buffers.write(state)
     keep_totals(state, job, 0, b"")
     state.commit(0)
+
+
+@contextmanager
+def locked(folder: Path, wait: float = 5.0) -> Iterator[None]:
+    """Inside, no other process serves from `folder`. Raises UserError where one does for longer than `wait` seconds."""
+    until, file = time.monotonic() + wait, os.open(folder, os.O_RDONLY)
+    try:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise UserError(
+                        f"Another process serves from {folder}.",
+                        why="two runs cannot share the state of one",
+                        do="name another folder in store.path, or wait until that run has ended",
+                    ) from None
+                time.sleep(0.02)
+            except OSError:  # a file system without locks
+                break
+            else:
+                break
+        yield
+    finally:
+        os.close(file)
 
 
 def open_state(
