@@ -109,6 +109,8 @@ class Follower:
         """The ranks of another attempt, those that stay among them."""
         if order.shape != self._shape:
             self._take(order.shape)
+        if not self.places:
+            return
         stays = bool(self.agent.children)
         if not stays:
             self.pulses = Pulses(len(self.places), self.care.heartbeat)
