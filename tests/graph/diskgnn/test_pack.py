@@ -214,6 +214,18 @@ def test_packing_killed_at_any_time_ends_with_the_same_bytes(tmp_path):
     assert hashes(tmp_path / "whole" / "set") == hashes(tmp_path / "killed" / "set")
 
 
+def test_sampling_and_packing_tell_how_far_they_are(tmp_path):
+    told = []
+    asked = request(tmp_path / "set", buffer=40_000)
+    pack(asked, lambda done, total: told.append((done, total))).close()
+    batches, nodes = len(asked.draws.seeds), len(asked.features)
+    assert [done for done, total in told if total == batches] == list(range(batches))
+    ranges = [done for done, total in told if total == nodes]
+    assert ranges == sorted(set(ranges)) != []
+    assert len(ranges) > 3
+    assert max(ranges) < nodes
+
+
 def test_a_packed_set_is_not_packed_again(tmp_path):
     wanted = request(tmp_path / "set")
     pack.pack(wanted)

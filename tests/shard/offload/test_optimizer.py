@@ -13,7 +13,7 @@ from espalier.config import Adamw, Muon
 from espalier.errors import RunFailed, UserError
 from espalier.optim import adamw, muon
 from espalier.optim.base import OptimizerGroup, Owned
-from espalier.shard.offload.layout import Elements, extents
+from espalier.shard.offload.layout import AHEAD, Elements, extents
 from espalier.shard.offload.optimizer import StateFolder
 from espalier.store.direct_io import DirectFile, DiskFull
 
@@ -179,6 +179,20 @@ def test_a_step_reads_and_writes_the_bytes_of_the_states(folder):
         one.tensor.grad = None
     optimizer.step(1.0)
     assert states.tier.meter.read()["disk"]["read"] == 0  # what has no gradient stays where it is
+
+
+def test_extents_are_read_ahead_in_buffers_that_are_written_before_they_are_used_again(folder):
+    states = StateFolder(folder, "rank0", 2**16)
+    file = build(ADAMW, owned([(300, 1000)]), states.group).file
+    jobs = [(extent,) for extent in file.extents]
+    for turn in range(3):
+        for at, (values,) in enumerate(file.walk(jobs)):
+            begun = jobs[: at + 1 + AHEAD]
+            assert states.meter.read_bytes == sum(one.bytes for (one,) in begun)
+            assert bool((values == turn).all())
+            values.add_(1)
+        written = states.meter.read()["disk"]["written"]
+        assert written == sum(one.bytes for (one,) in jobs)
 
 
 @pytest.mark.parametrize("threads", [2, 3])
