@@ -217,7 +217,7 @@ def test_packing_killed_at_any_time_ends_with_the_same_bytes(tmp_path):
 def test_sampling_and_packing_tell_how_far_they_are(tmp_path):
     told = []
     asked = request(tmp_path / "set", buffer=40_000)
-    pack(asked, lambda done, total: told.append((done, total))).close()
+    pack.pack(asked, lambda done, total: told.append((done, total))).close()
     batches, nodes = len(asked.draws.seeds), len(asked.features)
     assert [done for done, total in told if total == batches] == list(range(batches))
     ranges = [done for done, total in told if total == nodes]
