@@ -185,7 +185,7 @@ MACHINE = '[[nodes]]\ndevice = "cpu"\ncores = 2\nmemory = "8GiB"\n'
 def written(folder: Path, ranks: int, resample: float = 0.0, path: str = '"packed"') -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "machine.toml").write_text(MACHINE)
-    given = {"memory": f"{8 * ranks}MiB", "ranks": ranks, "resample": resample, "path": path}
+    given = {"memory": f"{6 + 4 * ranks}MiB", "ranks": ranks, "resample": resample, "path": path}
     (folder / "disk.toml").write_text(RECIPE.format(**given))
 
 
