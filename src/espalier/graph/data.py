@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -63,6 +64,14 @@ class Examples:
         return self.parts.train[positions]
 
 
+class Partition(NamedTuple):
+    """A graph whose parts wait in `folder`: how many they are, and the edges of all of them."""
+
+    folder: Path
+    ranks: int
+    edges: int
+
+
 @dataclass(frozen=True)
 class Graph:
     """One graph, or many small ones side by side.
@@ -77,6 +86,7 @@ class Graph:
         classes: names of the classes; names: of the nodes; both may be empty.
         origin: where it came from. notes: what was mended while reading.
         columns: names of the features; edge_columns: of the edges' features; both may be empty.
+        partition: where the parts are that hold the edges and the features, which this graph then has none of.
         numbers: int64 [nodes], the nodes' ids as they were given, None: as they are.
         identity: stands for the content where reading all of it would take long; empty: the content is hashed.
     """
@@ -97,6 +107,7 @@ class Graph:
     identity: str = ""
     columns: tuple[str, ...] = ()
     edge_columns: tuple[str, ...] = ()
+    partition: Partition | None = None
 
     @property
     def nodes(self) -> int:

@@ -159,7 +159,11 @@ class HaloParallel(Mechanism):
         writes = nodes.index(nodes[group.rank()]) == group.rank()
         assert isinstance(model, Gnn)
         cutting = Cutting(task.train.graph, task.train.style, takes_sums(model))
-        part = open_part(cutting, shares, group, writes=writes)
+        if (known := task.train.graph.partition) is None:
+            part = open_part(cutting, shares, group, writes=writes)
+        else:
+            part = partition_folder.read(known.folder, group.rank(), group, task.train.graph.identity)
+            _check_sums(part, model)
         halo.equip(model)
         one = next(model.parameters())
         placed = {"device": one.device, "dtype": one.dtype}
@@ -194,6 +198,15 @@ def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:
 
 PAYS = 0.9
 """Share of the rows up to which partial sums are sent: they are made by a product of their own."""
+
+
+def _check_sums(part: partition_folder.Part, network: Gnn) -> None:
+    if part.halo.sums is not None and not takes_sums(network):
+        raise UserError(
+            "The graph was cut for a network that adds rows up as they are.",
+            why="sums of rows cross between its parts, which attention and kept columns cannot read",
+            do="the graph itself as data.path: it is cut anew",
+        )
 
 
 def takes_sums(network: Gnn) -> bool:
@@ -265,7 +278,8 @@ class Halos:
     def rows(self, shares: Sequence[int]) -> Array:
         """int64 [ranks, ranks]: rows (and sums) that rank i sends rank j before a layer aggregates."""
         if tuple(shares) not in self._known:
-            known = partition_folder.rows_of(self.cutting.folder(shares))
+            there = self.cutting.graph.partition
+            known = partition_folder.rows_of(self.cutting.folder(shares) if there is None else there.folder)
             if known is None:
                 cut, every = self.cutting.boundary(self.cutting.parts(shares), len(shares))
                 known = cut.rows if every is None else partial_sums.crossing_rows(every, cut.ranks)

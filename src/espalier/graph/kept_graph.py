@@ -56,7 +56,7 @@ class KeptGraph:
 def write(folder: Path, graph: Graph, links: Links | None) -> None:
     """Keeps `graph` and its split in `folder`."""
     arrays = {name: getattr(graph, name) for name in _LARGE}
-    whole = sum(0 if one is None else one.nbytes for one in arrays.values()) <= LIMIT
+    whole = sum(0 if one is None else one.nbytes for one in arrays.values()) <= LIMIT and graph.partition is None
     arrays = arrays if whole else {}
     arrays |= {"labels": graph.labels, "numbers": graph.numbers, "starts": graph.starts}
     arrays["names"] = np.asarray(graph.names, str) if len(graph.names) else None

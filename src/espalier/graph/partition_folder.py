@@ -2,13 +2,15 @@
 
 `manifest.json` names the graph, the cut and the checksum of every part. `part-N.safetensors` is what rank N sees: its
 edges with the scales of the whole graph, its halo lists, and the features and labels of its own nodes.
+`nodes.safetensors` has the labels and the split of all nodes, so that a run can be opened without edges and features
+(`outlined`): a machine then needs the manifest, this file, and the parts of its own ranks.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -21,16 +23,17 @@ from torch import Tensor
 
 from espalier import cache_dir, serialization
 from espalier.comm.base import Traffic, traffic
+from espalier.config import Network, Recipe
 from espalier.errors import UserError
 from espalier.graph.base import Forms, MessageBlock
+from espalier.graph.data import DataSplit, Graph, Partition
 from espalier.graph.halo import Boundary, Halo
 from espalier.graph.neighbor_sampler import Style, whole
 from espalier.graph.partial_sums import Covers, crossing_rows, summing
 
-if TYPE_CHECKING:
-    from espalier.graph.data import Graph
-
-MANIFEST, FORMAT = "manifest.json", 1
+MANIFEST, FORMAT = "manifest.json", 2
+NODES = "nodes.safetensors"
+SPLIT = ("train", "validation", "test")
 PIECE = 1 << 24
 """Bytes of a file that are hashed at once."""
 SCALES = ("weights", "left", "right", "features")
@@ -41,7 +44,9 @@ AGAIN = "write the partition again"
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a folder holds. `rows`: of `Boundary`; `checksums`: of the parts, in order of rank."""
+    """What a folder holds. `rows`: of `Boundary`; `checksums`: of the parts, in order of rank. The rest is of the whole
+    graph: `width` of its features, `outputs` of a network for its labels, names of the classes, and where it came from.
+    """
 
     format: int
     graph: str
@@ -49,6 +54,10 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     style: Style
     rows: list[list[int]]
     checksums: list[str]
+    edges: int
+    width: int
+    classes: tuple[str, ...]
+    origin: str
 
 
 class Part(NamedTuple):
@@ -89,10 +98,66 @@ def write(folder: str | Path, graph: Graph, style: Style, cut: Boundary, every: 
             save_file(_tensors(graph, block, (cut, every), rank), target / _name(rank))
         sums = [_checksum(target / _name(rank)) for rank in range(cut.ranks)]
         rows = cut.rows if every is None else crossing_rows(every, cut.ranks)
-        made = Manifest(FORMAT, graph.fingerprint(), graph.nodes, style, rows.tolist(), sums)
+        save_file(_nodes(graph), target / NODES)
+        about = (graph.edges, graph.features.shape[1], graph.classes, graph.origin)
+        made = Manifest(FORMAT, graph.fingerprint(), graph.nodes, style, rows.tolist(), sums, *about)
         (target / MANIFEST).write_bytes(msgspec.json.encode(made))
 
     cache_dir.export(Path(folder), MANIFEST, fill)
+
+
+def check(recipe: Recipe, partition: Partition, style: Style) -> None:
+    """Raises UserError where a recipe, whose network is of `style`, cannot train on parts that were cut before."""
+    options, ranks = recipe.graph, partition.ranks
+    assert options is not None
+    there = outlined(partition.folder)[1]
+    what = f"data.path = {str(partition.folder)!r} is a graph that is cut into {ranks} parts"
+    if options.halo is None or options.inductive or not isinstance(recipe.model, Network):
+        raise UserError(
+            f"{what}; this recipe needs the whole graph.",
+            why="each rank reads the edges and features of its own part alone",
+            do="[graph.halo], a network such as sage, without graph.inductive; or the graph itself as data.path",
+        )
+    if recipe.plan.pin.ranks != ranks:
+        raise UserError(f"{what}, for as many ranks.", do=f"plan.pin.ranks={ranks}, or the graph itself as data.path")
+    if style != there:
+        raise UserError(
+            f"{what} for networks whose loops and scales are others.",
+            why=f"loops {there.loops}, scale {there.scale}",
+            do="the model.kind that it was cut for, or the graph itself as data.path",
+        )
+
+
+def _nodes(graph: Graph) -> dict[str, Tensor]:
+    found = {} if graph.labels is None else {"labels": torch.from_numpy(np.array(graph.labels))}
+    if graph.parts is not None:
+        found |= {name: torch.from_numpy(np.array(ids)) for name, ids in graph.parts.named()}
+    return found
+
+
+def is_partition(folder: Path) -> bool:
+    """Whether `folder` is meant to hold the parts of a graph."""
+    return (folder / MANIFEST).exists() and (folder / NODES).exists()
+
+
+def outlined(folder: Path) -> tuple[Graph, Style]:
+    """The graph whose parts are in `folder`, with labels and split, but without edges, and with features that are zeros
+    without memory; and the style of the networks that it was cut for. Raises UserError as `read`."""
+    manifest, _ = _manifest(folder)
+    nodes = load_file(folder / NODES)
+    split = [nodes[name].numpy() for name in SPLIT if name in nodes]
+    graph = Graph(
+        indptr=np.zeros(manifest.nodes + 1, np.int64),
+        indices=np.zeros(0, np.int32),
+        features=np.broadcast_to(np.float32(0), (manifest.nodes, manifest.width)),
+        labels=nodes["labels"].numpy() if "labels" in nodes else None,
+        parts=DataSplit(*split) if split else None,
+        classes=manifest.classes,
+        origin=manifest.origin,
+        identity=manifest.graph,
+        partition=Partition(folder, len(manifest.checksums), manifest.edges),
+    )
+    return graph, manifest.style
 
 
 def _tensors(graph: Graph, block: MessageBlock, cut: tuple[Boundary, Covers | None], rank: int) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from espalier import config
 from espalier.cache_dir import cache_folder
 from espalier.config import Data, data_path
 from espalier.errors import UserError, nearest
-from espalier.graph import debian_packages, edge_lists, import_graph, planetoid, pyg, synthetic
+from espalier.graph import debian_packages, edge_lists, import_graph, partition_folder, planetoid, pyg, synthetic
 from espalier.graph.data import Graph
 
 _SCHEME = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]+:")
@@ -63,6 +63,8 @@ def _cache(data: Data) -> Path:
 def _folder(place: Path, undirected: bool) -> Graph:
     if synthetic.is_store(place):
         return synthetic.opened(place)
+    if partition_folder.is_partition(place):
+        return partition_folder.outlined(place)[0]
     if edge_lists.is_ogb(place):
         return edge_lists.load_ogb(place, undirected=undirected)
     for folder in (place, place / "raw"):

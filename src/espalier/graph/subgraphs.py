@@ -131,7 +131,13 @@ def _edge_values(model: nn.Module, block: MessageBlock) -> tuple[Tensor, ...]:
 @torch.no_grad()
 def infer(model: nn.Module, view: View, layers: int | None = None) -> Tensor:
     """[nodes, outputs] for all nodes with all their neighbours, layer by layer, in pieces where memory is scarce; with
-    `layers`, what the first ones give."""
+    `layers`, what the first ones give. Raises UserError for a graph whose edges are in parts."""
+    if view.graph.partition is not None:
+        raise UserError(
+            f"{view.graph.partition.folder} holds the parts of a graph, and this needs the whole.",
+            why="its edges and features are in as many files as there were ranks",
+            do="the graph that they were cut from, as --data or data.path",
+        )
     parameter = next(model.parameters())
     placed: dict[str, Any] = {"device": parameter.device, "dtype": parameter.dtype}
     if not isinstance(model, Gnn):

@@ -24,6 +24,7 @@ from espalier.graph import (
     kept_graph,
     link_prediction,
     metrics,
+    partition_folder,
     quantization,
     sources,
 )
@@ -277,6 +278,8 @@ class GraphWorkload(Plain):
         return [*found, self.stored.table()] if self.stored is not None and self.stored.features is not None else found
 
     def _glimpses(self, model: nn.Module) -> list[Artifact]:
+        if self.graph.partition is not None:  # answers need the whole graph
+            return []
         ids = self.task.parts.validation[:: max(1, self.task.validation // GLIMPSES)][:GLIMPSES].tolist()
         rows: list[Sequence[str | float]] = []
         if isinstance(self.task, LinkTask):
@@ -309,7 +312,7 @@ class GraphWorkload(Plain):
             found.append(
                 "nodes attend to those of their micro-batch, so its size changes what is learned (graph.fanout)"
             )
-        alone = int((self.graph.degrees() == 0).sum())
+        alone = 0 if self.graph.partition else int((self.graph.degrees() == 0).sum())
         if alone:
             found.append(f"{alone:,} of {self.graph.nodes:,} nodes have no neighbour; they see only themselves")
         return found
@@ -327,6 +330,8 @@ class GraphWorkload(Plain):
         k = model.options.k if model.options.activation == "maxk" else None
         if self._each or not isinstance(self.task, NodeTask):
             return (*said, *graph_plan.passes(layers, k, once=False))
+        if self._format is None and self.graph.partition is not None:
+            self._format = f"Format: CSR; each rank reads its part of {self.graph.partition.ranks} alone."
         if self._format is None:
             self._format = graph_plan.formatted(
                 self.task.train.block, layers, self.recipe.graph.format, self.recipe.train.steps or 0
@@ -370,6 +375,9 @@ class GraphWorkload(Plain):
 
     def reach(self) -> list[Reach]:
         """What each layer passes over, the farthest from the targets first; per target where batches are drawn."""
+        if self._reach is None and self.graph.partition is not None:
+            nodes, edges = self.graph.nodes, self.graph.partition.edges
+            self._reach = [Reach(nodes, nodes, edges)] * self.whole_task.train.depth
         if self._reach is None:
             batches = self.task.batch(self.task.ids(np.arange(self.global_batch)), 0)
             share = self.global_batch if self._each else 1
@@ -487,13 +495,17 @@ def open_graph(
     if not recipe.data:
         raise UserError("The recipe has no [data].", do='[data] path = "python:imports"')
     graph = sources.load(recipe.data[0], recipe.graph, progress)
+    if graph.partition is not None:
+        partition_folder.check(recipe, graph.partition, _style(recipe.model))
     asked, seed, links = recipe.graph, recipe.train.seed, None
     if kept is not None:
         graph = kept_graph.mapped(graph, kept)
     if asked.task != "link":
         graph = kept_graph.divided(graph, kept, asked.split, seed) if kept else data.divided(graph, asked.split, seed)
     said: list[str] = []
-    if recipe.graph.task != "graph" and not recipe.graph.fanout and graph.starts is None:
+    if graph.partition is not None:
+        said.append(f"Order: that in which {graph.origin} was cut.")
+    elif recipe.graph.task != "graph" and not recipe.graph.fanout and graph.starts is None:
         graph, sentence = graph_plan.ordered(graph, recipe.graph.order)
         said.append(sentence)
     if asked.task == "link" and kept is not None:

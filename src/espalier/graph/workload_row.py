@@ -15,7 +15,7 @@ from torch import nn
 from espalier import cache_dir, data_hash
 from espalier.config import Messages, Recipe
 from espalier.errors import UserError
-from espalier.graph import kept_graph, quantization
+from espalier.graph import kept_graph, partition_folder, quantization
 from espalier.graph.gnn import Gnn
 from espalier.graph.graph_classification import GraphTask
 from espalier.graph.link_prediction import LinkTask
@@ -109,6 +109,10 @@ def _contents(recipe: Recipe, workload: Workload) -> Mapping[str, str]:
     """Of each file of the graph; a graph that has none is one by what is in it."""
     path = recipe.data[0].path
     place = Path(path).expanduser()
+    if place.is_dir() and partition_folder.is_partition(place):  # the manifest has the checksums of the parts
+        return data_hash.hashes(
+            {str(one): one for one in (place / partition_folder.MANIFEST, place / partition_folder.NODES)}
+        )
     if place.exists():
         return data_hash.below(place)
     found = {str(one): one for one in sorted(place.parent.glob(f"*.{place.name}.*"))}  # one of several in a folder

@@ -1,0 +1,104 @@
+"""A partition folder as `data.path`: a run over parts that were cut before reads no file of the whole graph."""
+
+from __future__ import annotations
+
+import os
+
+import msgspec
+import pytest
+
+from espalier import config
+from espalier.errors import UserError
+from espalier.graph import halo_parallel, partition_folder
+from espalier.graph.gnn import Gnn
+from espalier.graph.halo_parallel import Cutting
+from espalier.graph.subgraphs import infer
+from espalier.graph.workload import GraphWorkload, open_graph
+from espalier.plan import decide, request_from_recipe
+
+from .conftest import made
+from .test_halo_parallel import HALO, machines, train
+from .test_workload import recipe_of
+
+SAGE = {"kind": "sage", "depth": 3}
+
+
+def cut(folder, model=SAGE, ranks=2, nodes=60):
+    """A graph, and the folder of its parts."""
+    graph = made(nodes=nodes)
+    workload = GraphWorkload(recipe_of(model, {"halo": HALO}), graph)
+    view = workload.whole_task.train
+    cutting = Cutting(graph, view.style, halo_parallel.takes_sums(workload.bare()))
+    parts = cutting.parts([1] * ranks)
+    partition_folder.write(folder, graph, view.style, *cutting.boundary(parts, ranks))
+    return graph
+
+
+def of_parts(folder, model=SAGE, ranks=2, **graph):
+    recipe = recipe_of(model, {"halo": HALO, **graph})
+    pinned = config.Planning(pin=config.Pin(ranks=ranks))
+    return msgspec.structs.replace(recipe, data=(config.Data(path=str(folder)),), plan=pinned)
+
+
+def test_ranks_train_and_validate_on_parts_as_one_rank_on_the_graph_and_each_reads_its_own_alone(tmp_path, monkeypatch):
+    graph = cut(tmp_path / "parts")
+    alone = train(recipe_of(SAGE), graph)
+    log, load, check = tmp_path / "log", partition_folder.load_file, partition_folder._checksum
+
+    def told(path, read):
+        if path.name.startswith("part-"):
+            with log.open("a") as file:
+                file.write(f"{os.getpid()} {path.name}\n")
+        return read(path)
+
+    monkeypatch.setattr(partition_folder, "load_file", lambda path: told(path, load))
+    monkeypatch.setattr(partition_folder, "_checksum", lambda path: told(path, check))
+    recipe = of_parts(tmp_path / "parts")
+    found = train(recipe, open_graph(recipe).graph, (50,))
+    assert found["losses"] == pytest.approx(alone["losses"], rel=1e-9)
+    for one, other in zip(found["validation"], alone["validation"], strict=True):
+        assert one == pytest.approx(other, rel=1e-9)
+    opened = {tuple(line.split()) for line in log.read_text().splitlines()}
+    assert len(opened) == 2
+    assert {name for _, name in opened} == {"part-0.safetensors", "part-1.safetensors"}
+
+
+def test_an_opened_partition_has_no_edges_and_no_features_in_memory_and_plans_as_the_graph(tmp_path):
+    graph = cut(tmp_path / "parts", nodes=300)
+    recipe = of_parts(tmp_path / "parts")
+    workload = open_graph(recipe)
+    assert workload.graph.edges == 0
+    assert workload.graph.features.strides == (0, 0)
+    assert workload.graph.labels.tolist() == graph.labels.tolist()
+    asked = request_from_recipe.of_recipe(recipe, lambda: workload)
+    whole = GraphWorkload(msgspec.structs.replace(recipe, data=()), graph)
+    other = request_from_recipe.of_recipe(recipe, lambda: whole)
+    plan, expected = (decide.decide(one, machines(1, 0)).taken for one in (asked, other))
+    assert plan.predicted.sent_bytes["halo"] == expected.predicted.sent_bytes["halo"] > 0
+    assert plan.predicted.step_seconds == pytest.approx(expected.predicted.step_seconds, rel=0.05)
+    assert any("reads its part of 2 alone" in one for one in workload.decisions())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ranks": 3}, "plan.pin.ranks=2"),
+        ({"model": {"kind": "gcn"}}, "loops and scales are others"),
+        ({"inductive": True}, "needs the whole graph"),
+        ({"halo": None}, "needs the whole graph"),
+    ],
+)
+def test_recipes_that_cannot_train_on_parts_are_refused(tmp_path, changes, message):
+    cut(tmp_path / "parts")
+    with pytest.raises(UserError, match=message):
+        open_graph(of_parts(tmp_path / "parts", **changes))
+
+
+def test_answers_need_the_whole_graph_and_say_so(tmp_path):
+    cut(tmp_path / "parts")
+    workload = open_graph(of_parts(tmp_path / "parts"))
+    model = workload.bare()
+    assert isinstance(model, Gnn)
+    with pytest.raises(UserError, match="holds the parts of a graph, and this needs the whole"):
+        infer(model, workload.whole_task.held)
+    assert workload.sample(model) == []
