@@ -17,7 +17,7 @@ from torch import nn
 import espalier.shard.luwu.mechanism as luwu
 from espalier import accelerator, compose, units
 from espalier.compose import Claim
-from espalier.config import Precision
+from espalier.config import GraphTransformer, Precision
 from espalier.errors import UserError
 from espalier.experts import mechanism as expert_parallel
 from espalier.mechanism import Build, Choose, Mechanism
@@ -235,6 +235,15 @@ def properties(recipe: Recipe, plan: Plan) -> list[Claim]:
     return [claim for claim, holds in asked if holds]
 
 
+def _reformation(recipe: Recipe, plan: Plan) -> Mechanism | None:
+    """Imports graphs only for a transformer of theirs."""
+    if recipe.graph is None or not isinstance(recipe.model, GraphTransformer):
+        return None
+    from espalier.graph.torchgt import reformation
+
+    return reformation.choose(recipe, plan)
+
+
 def _halo(recipe: Recipe, plan: Plan) -> Mechanism | None:
     """Imports graphs only where one is cut."""
     if recipe.graph is None or recipe.graph.halo is None:
@@ -262,6 +271,7 @@ TABLE: tuple[Choose, ...] = (
     loongtrain.choose,
     expert_parallel.choose,
     _halo,
+    _reformation,
 )
 """Rows that a recipe or a plan asks for."""
 AWAY: tuple[Choose, ...] = (

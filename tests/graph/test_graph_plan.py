@@ -71,3 +71,21 @@ def test_an_order_renames_nodes_and_nothing_else(wanted):
     assert loss_of(workload_of(other)) == pytest.approx(loss_of(workload_of(graph)), rel=1e-5)
     assert graph.called(other.find("7")) in {f"node {at}" for at in range(graph.nodes)}
     np.testing.assert_array_equal(other.features[other.find("7")], graph.features[7])
+
+
+@pytest.mark.parametrize("wanted", ["clusters", "auto"])
+def test_an_order_is_kept_and_read_again_without_being_made(wanted, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(graph_plan, "SMALL", 0)
+    graph = cliques()
+    first, said = graph_plan.ordered(graph, wanted)
+    for name in ("_advised", "_clusters"):
+        monkeypatch.setattr(graph_plan, name, lambda graph: pytest.fail("it was made again"))
+    again, told = graph_plan.ordered(graph, wanted)
+    assert told == said
+    assert (again.features == first.features).all()
+    assert (again.indices == first.indices).all()
+    (kept,) = (tmp_path / "espalier" / "orders").glob("*.npz")
+    kept.write_bytes(kept.read_bytes()[:40])  # damaged: it is made again
+    with pytest.raises(pytest.fail.Exception, match="made again"):
+        graph_plan.ordered(graph, wanted)

@@ -15,7 +15,7 @@ from espalier import config, trainer, worker
 from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.config import defaults, recipe_file
 from espalier.errors import UserError
-from espalier.graph import halo_parallel, partition_folder
+from espalier.graph import halo_parallel, partition_folder, synthetic
 from espalier.graph.data import Graph
 from espalier.graph.halo_parallel import Cutting, open_part
 from espalier.graph.neighbor_sampler import Style
@@ -48,7 +48,7 @@ def train(recipe, graph, cuts=(), folder=None, stop=None):
     plan = plan_of(recipe, workload, cuts)
 
     def life(place):
-        found = {"losses": [], "validation": [], "halo": [], "sent": [], "adapted": []}
+        found = {"losses": [], "validation": [], "halo": [], "sent": [], "adapted": [], "recall": []}
 
         def emit(event, **fields):
             if event == "step":
@@ -56,6 +56,7 @@ def train(recipe, graph, cuts=(), folder=None, stop=None):
                 found["halo"].append(fields["bytes"].get("halo", 0))
                 found["sent"].append(fields["bytes"].get("activations", 0))
                 found["adapted"].append(fields.get("halo"))
+                found["recall"].append(fields.get("recall"))
             if event == "validation":
                 found["validation"].append({k: v for k, v in fields.items() if k != "step"})
 
@@ -313,3 +314,21 @@ def test_a_network_of_ones_own_is_refused():
     table = {"model": {"kind": "messages", "build": "nowhere:make"}, "data": {"path": "made"}, "graph": {"halo": {}}}
     with pytest.raises(UserError, match="network of your own"):
         defaults.resolve(recipe_file.from_table(table))
+
+
+@pytest.mark.slow
+def test_one_bit_rows_are_within_half_a_point_of_whole_ones_over_five_seeds(tmp_path, monkeypatch):
+    """A planted graph of which 4 in 10 edges lead anywhere, so that nearly every node is at the boundary."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = "planted:nodes=6000,degree=20,classes=8,features=32,homophily=0.6,skew=1,signal=0.7"
+    graph = synthetic.load(path, tmp_path)
+    found = {}
+    for bits in (32, 1):
+        tests = []
+        for seed in range(5):
+            rates = {"optimizer": {"kind": "adamw", "learning_rate": 0.01}, "seed": seed, "steps": 60}
+            recipe = recipe_of({"kind": "sage", "width": 64}, {"halo": {"bits": bits}}, precision="fp32", **rates)
+            tests.append(100 * train(recipe, graph, (25, 50, 75))["validation"][-1]["test_accuracy"])
+        found[bits] = np.mean(tests)
+    assert 60 < found[32] < 99.5
+    assert found[1] > found[32] - 0.5

@@ -132,7 +132,7 @@ def test_another_format_is_refused(tmp_path):
     graph = graph_of()
     partition_folder.write(tmp_path, graph, MEAN, cut_of(graph, 1))
     path = tmp_path / "manifest.json"
-    path.write_text(path.read_text().replace('"format":1', '"format":2'))
+    path.write_text(path.read_text().replace('"format":2', '"format":3'))
     with pytest.raises(UserError, match="another version of espalier"):
         partition_folder.read(tmp_path, 0)
 
@@ -179,4 +179,5 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path):
 def test_a_partition_is_replaced_whole(folder):
     graph = graph_of()
     partition_folder.write(folder, graph, MEAN, cut_of(graph, 2))
-    assert sorted(one.name for one in folder.iterdir()) == ["manifest.json", "part-0.safetensors", "part-1.safetensors"]
+    names = ["manifest.json", "nodes.safetensors", "part-0.safetensors", "part-1.safetensors"]
+    assert sorted(one.name for one in folder.iterdir()) == names

@@ -56,7 +56,8 @@ class GraphTransformer(Model, frozen=True, tag="graph-transformer"):
     `encodings` are columns beside the features: the logarithm of the degree, `encoding_size` eigenvectors of the
     Laplacian, returns of `encoding_size` steps of a random walk. `distance`: scores have a learned bias for each number
     of hops up to it (Graphormer, arXiv 2106.05234). `virtual` tokens attend to all and all to them, `expander` random
-    permutations add edges (Exphormer, arXiv 2303.06147), `path` joins each node and the next. `attention`: along the
+    permutations add edges (Exphormer, arXiv 2303.06147), `path` joins each node and the next. `recall`: steps may leave
+    edges out down to this share (1: none), which follows how fast the loss changes. `attention`: along the
     edges (`sparse`), over all in each `interleave`-th step (`interleaved`) or in all of them (`full`).
     """
 
@@ -73,6 +74,7 @@ class GraphTransformer(Model, frozen=True, tag="graph-transformer"):
     path: bool = False
     attention: Literal["auto", "sparse", "interleaved", "full"] = "auto"
     interleave: int = 5
+    recall: float = 1.0
 
 
 class Messages(Model, frozen=True, tag="messages"):
@@ -223,6 +225,12 @@ def _attention(model: GraphTransformer) -> None:
         value = getattr(model, name)
         if value is not None and value < lowest:
             raise UserError(f"model.{name} = {value} is not possible.", do=f"model.{name} = {lowest} or more")
+    if not 0 < model.recall <= 1 or (model.recall < 1 and model.attention == "full"):
+        raise UserError(
+            f"model.recall = {model.recall} is not possible with model.attention = {model.attention!r}.",
+            why="it is the least share of the edges that steps along them keep",
+            do="model.recall = 0.9",
+        )
     if len(set(model.encodings)) < len(model.encodings):
         raise UserError(f"model.encodings = {list(model.encodings)} names one twice.", do="each once")
 

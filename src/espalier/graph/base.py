@@ -67,7 +67,7 @@ class MessageBlock(NamedTuple):
         weights: float [edges]; left: float [targets]; right: float [sources].
         features: float [edges, columns], for foreign networks.
         halo: brings the rows of sources that other ranks own; None: rows are those of all sources.
-        full: a graph transformer attends over all nodes in this step.
+        full: a graph transformer attends over all nodes in this step; recall: or along this share of the edges.
         nodes: int64 [sources], which nodes of the graph they are; None: all of them, in order.
         tokens: how the nodes are cut over ranks for a graph transformer (`torchgt.over_ranks.TokenExchange`); None: a
             layer is given all of them.
@@ -83,6 +83,7 @@ class MessageBlock(NamedTuple):
     features: Tensor | None = None
     halo: RowExchange | None = None
     full: bool = False
+    recall: float = 1.0
     nodes: Tensor | None = None
     tokens: Any = None
 

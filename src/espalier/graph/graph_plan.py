@@ -6,15 +6,20 @@ making only where the whole graph is passed over at every step: drawn neighbourh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
+import xxhash
 
+from espalier.cache_dir import cache_folder, hashed
 from espalier.errors import missing_extra
 from espalier.graph.base import MessageBlock
 from espalier.graph.compiled_aggregate import matrix
-from espalier.graph.data import Graph, relabelled
+from espalier.graph.data import Array, Graph, relabelled
 from espalier.graph.gnn import GraphAttention, Layer
 from espalier.sparse import CBM
 from espalier.sparse.cbm.matrix import pays
@@ -26,6 +31,8 @@ from espalier.units import show_seconds
 SMALL = 1 << 20
 """Edges times columns below which a product is a matter of microseconds, whatever the order."""
 
+ORDERS = 1
+"""Of kept orders: another number where the same edges are ordered otherwise."""
 PRODUCTS_TO_BUILD = 25
 """CSR products that compressing a matrix takes at most (bench/cbm.py's target)."""
 
@@ -37,26 +44,51 @@ def ordered(graph: Graph, wanted: str) -> tuple[Graph, str]:
     if wanted == "rcmpp":
         return relabelled(graph, rcmpp(graph.indptr, graph.indices)), "Order: RCM++ (graph.order = rcmpp)."
     if wanted == "clusters":
-        return _clustered(graph), "Order: METIS clusters (graph.order = clusters)."
+        kept = _kept(graph, wanted, lambda: (_clusters(graph), ""))[0]
+        return relabelled(graph, kept), "Order: METIS clusters (graph.order = clusters)."
     if graph.edges * graph.features.shape[1] < SMALL:
         return graph, "Order: as given; the graph is small."
     try:
-        advice = order(graph, for_="spmm")
+        permutation, said = _kept(graph, f"{wanted} {graph.features.shape[1]}", lambda: _advised(graph))
     except ImportError:
         return graph, "Order: as given; clusters could not be tried without pymetis."
+    return (relabelled(graph, permutation) if len(permutation) else graph), said
+
+
+def _advised(graph: Graph) -> tuple[Array, str]:
+    """The advisor's permutation, empty where it is none, and a sentence."""
+    advice = order(graph, for_="spmm")
     if advice.permutation is None:
-        return graph, f"Order: as given; {advice.reason}."
-    return relabelled(graph, np.asarray(advice.permutation, np.int64)), f"Order: {advice.method}; {advice.reason}."
+        return np.zeros(0, np.int64), f"Order: as given; {advice.reason}."
+    return np.asarray(advice.permutation, np.int64), f"Order: {advice.method}; {advice.reason}."
 
 
-def _clustered(graph: Graph) -> Graph:
+def _clusters(graph: Graph) -> Array:
     from espalier.sparse.partition import clusters
 
     try:
         labels = clusters(graph.indptr, graph.indices, max(1, graph.nodes // 4096))
     except ImportError:
         raise missing_extra("pymetis", "graph", "graph.order = 'clusters'") from None
-    return relabelled(graph, np.argsort(labels, kind="stable"))
+    return np.argsort(labels, kind="stable")
+
+
+def _kept(graph: Graph, wanted: str, make: Callable[[], tuple[Array, str]]) -> tuple[Array, str]:
+    """The order of a graph's nodes and its sentence, from the cache where the same edges were ordered before."""
+    digest = xxhash.xxh3_128()
+    for array in (graph.indptr, graph.indices):
+        digest.update(np.ascontiguousarray(array).tobytes())
+    place = cache_folder() / "orders" / f"{hashed([digest.hexdigest(), wanted, ORDERS])}.npz"
+    with suppress(OSError, ValueError, KeyError, BadZipFile), place.open("rb") as file:
+        found = np.load(file, allow_pickle=False)
+        return found["permutation"], str(found["said"])
+    permutation, said = make()
+    with suppress(OSError):  # a cache that cannot be written is none
+        place.parent.mkdir(parents=True, exist_ok=True)
+        partial = place.with_suffix(f".{os.getpid()}.partial.npz")
+        np.savez(partial, permutation=permutation, said=said)
+        partial.replace(place)
+    return permutation, said
 
 
 def formatted(block: MessageBlock, layers: Sequence[Layer], wanted: str, steps: int) -> str:

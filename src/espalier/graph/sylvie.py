@@ -24,6 +24,7 @@ from espalier.errors import UserError
 from espalier.graph import halo
 from espalier.graph.gnn import Gnn, Layer
 from espalier.graph.halo import Crossing, Halo
+from espalier.graph.loss_speed import LossSpeed
 from espalier.graph.neighbor_sampler import stream
 from espalier.kernels import quantize_rows as kernels
 
@@ -82,27 +83,20 @@ class Every(NamedTuple):
 
 
 LEAST_BITS, MOST_BITS = 1, 8
-WINDOW = 5
-"""Steps whose speeds are compared."""
-FIRST = 9
-"""Steps before the first decision; the loss falls fast in these whatever is done."""
-KEPT = 0.9
-"""Weight of the past in the average of losses."""
 
 
 class Adaptive:
     """Bits and lateness that follow the speed at which the loss changes (the time and execution rules of Sylvie's later
     version). Has state.
 
-    The average f of losses moves by |f - f before| in a step. Where that has not risen in any of `WINDOW` steps (and
-    fallen in one), progress slows: bits double, and all steps wait for fresh rows. Where it has not fallen in any (and
-    risen in one), bits halve, and rows are late within `synchronize`. A decision begins a window anew. What is decided
-    depends on the losses alone, so that the log of a run says why.
+    Where the average of losses moves ever less from step to step (`loss_speed`), progress slows: bits double, and all
+    steps wait for fresh rows. Where it moves ever more, bits halve, and rows are late within `synchronize`. What is
+    decided depends on the losses alone, so that the log of a run says why.
     """
 
     def __init__(self, bits: int, synchronize: int) -> None:
         self.bits, self.synchronize, self.late = bits, synchronize, True
-        self.steps, self.average, self.speeds = 0, 0.0, [0.0][:0]
+        self.speed = LossSpeed()
 
     def next(self, step: int) -> Choice:
         """See `StalenessPolicy.next`."""
@@ -110,26 +104,20 @@ class Adaptive:
 
     def heard(self, loss: float) -> None:
         """See `StalenessPolicy.heard`."""
-        before = self.average
-        self.average = KEPT * before + (1 - KEPT) * loss if self.steps else loss
-        self.steps += 1
-        self.speeds = [*self.speeds[-WINDOW + 1 :], abs(self.average - before)]
-        if self.steps <= FIRST or len(self.speeds) < WINDOW:
-            return
-        changes = np.diff(self.speeds)
-        if (changes <= 0).all() and (changes < 0).any():
-            self.bits, self.late, self.speeds = min(MOST_BITS, 2 * self.bits), False, []
-        elif (changes >= 0).all() and (changes > 0).any():
-            self.bits, self.late, self.speeds = max(LEAST_BITS, self.bits // 2), True, []
+        change = self.speed.heard(loss)
+        if change < 0:
+            self.bits, self.late = min(MOST_BITS, 2 * self.bits), False
+        elif change > 0:
+            self.bits, self.late = max(LEAST_BITS, self.bits // 2), True
 
     def state_dict(self) -> dict[str, Any]:
         """All that decisions follow from."""
-        return {name: getattr(self, name) for name in ("bits", "late", "steps", "average", "speeds")}
+        return {"bits": self.bits, "late": self.late, **self.speed.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes back what `state_dict` gave; of a checkpoint without it, nothing."""
-        for name in ("bits", "late", "steps", "average", "speeds"):
-            setattr(self, name, state.get(name, getattr(self, name)))
+        self.bits, self.late = state.get("bits", self.bits), state.get("late", self.late)
+        self.speed.load_state_dict(state)
 
 
 def sharing(columns: int) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,13 +14,14 @@ from torch import Tensor, nn
 from espalier import config
 from espalier.artifacts import Artifact, Table
 from espalier.config import Recipe
-from espalier.cost import VALUE_BYTES, Anatomy, Cut, Number, Product, Work
+from espalier.cost import Anatomy, Cut, Work
 from espalier.errors import UserError
 from espalier.graph import (
     compiled_aggregate,
     data,
     graph_plan,
     kept_graph,
+    layer_work,
     link_prediction,
     metrics,
     partition_folder,
@@ -29,8 +29,9 @@ from espalier.graph import (
     sources,
 )
 from espalier.graph.data import Array, Graph
-from espalier.graph.gnn import Gnn, GraphAttention, Isomorphism, Layer, Mean
+from espalier.graph.gnn import Gnn, Layer
 from espalier.graph.graph_classification import GraphTask
+from espalier.graph.layer_work import Reach
 from espalier.graph.link_prediction import Links, LinkTask
 from espalier.graph.neighbor_sampler import Style
 from espalier.graph.node_classification import NodeTask, held_out_figures
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from espalier.graph.diskgnn.cost import StoredFeatures
     from espalier.graph.diskgnn.mini_batches import RunBatches
     from espalier.graph.halo_parallel import Halos, RankPart
+    from espalier.graph.torchgt.reformation import Reformation
     from espalier.graph.torchgt.token_parallel import TokenCut, TokenPart
 
 Task = NodeTask | LinkTask | GraphTask
@@ -90,6 +92,8 @@ class GraphWorkload(Plain):
         self._format: str | None = None
         self.part: RankPart | TokenPart | None = None
         """This rank's, where the graph is cut over ranks."""
+        self.reformation: Reformation | None = None
+        """Of attention, where steps leave edges out."""
         self._bits: str | None = None
         if recipe.quant is not None and isinstance(self.task, NodeTask):
             self.task.every_node = True
@@ -107,7 +111,7 @@ class GraphWorkload(Plain):
     def build(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
         """The network with its seeded weights and the kernels in its seam."""
         self.decisions()  # before ranks are forked, so that they share what was made
-        self._dtype, self._device, self._moved, self.part = dtype, device, {}, None
+        self._dtype, self._device, self._moved, self.part, self.reformation = dtype, device, {}, None, None
         model = self.bare()
         if self.recipe.quant is not None:
             assert isinstance(model, Gnn)
@@ -177,14 +181,12 @@ class GraphWorkload(Plain):
 
     def batches(self, step: int, shard: Shard) -> list[SubgraphBatch]:
         """Targets of a seeded permutation per epoch, with what they hear from; the whole graph's stay as they are."""
-        if self.part is not None:
-            return [self.part.batch(step)]
-        if isinstance(self.recipe.model, config.GraphTransformer) and self._attention()[0].full(step):
-            return [
-                batch._replace(blocks=(batch.blocks[0]._replace(full=True), *batch.blocks[1:]))
-                for batch in self._batches(step, shard)
-            ]
-        return self._batches(step, shard)
+        made = self._batches(step, shard) if self.part is None else [self.part.batch(step)]
+        if not isinstance(self.recipe.model, config.GraphTransformer):
+            return made
+        recall = 1.0 if self.reformation is None else self.reformation.tuner.recall
+        how = {"full": self._attention()[0].full(step), "recall": recall}
+        return [one._replace(blocks=(one.blocks[0]._replace(**how), *one.blocks[1:])) for one in made]
 
     def _batches(self, step: int, shard: Shard) -> list[SubgraphBatch]:
         if isinstance(self.task, NodeTask) and not self.task.fanout:
@@ -241,6 +243,10 @@ class GraphWorkload(Plain):
 
     def loss(self, model: nn.Module, batch: SubgraphBatch) -> tuple[Tensor, Tensor]:
         """The task's sum of losses, and how many answers it is of."""
+        if self.reformation is not None:
+            loss, weight = self.task.loss(model, batch)
+            self.reformation.note(loss, weight)
+            return loss, weight
         if self.part is not None:
             return self.part.loss(model, batch)
         if (found := quantization.quantization_of(model)) is None:
@@ -359,14 +365,26 @@ class GraphWorkload(Plain):
         """By layer from its reach: of the whole graph, or of one step's drawn neighbourhood, per target."""
         bare = self.bare()
         if isinstance(bare, GraphTransformer):
-            return self._transformer_work(bare, micro_batch)
+            return layer_work.transformer_work(bare, self.reach()[0], micro_batch, self._times(micro_batch))
         if not isinstance(bare, Gnn):
-            return self._foreign_work(bare, micro_batch)
+            width = self.task.graph.features.shape[1]
+            return layer_work.foreign_work(bare, self.reach()[0], width, micro_batch, self._times(micro_batch))
         reach = self.reach()
-        if self.recipe.graph is not None and self.recipe.graph.halo is not None:  # a rank has its share of the graph
+        if self._over_ranks:
             share = micro_batch / self.global_batch
             reach = [Reach(one.sources * share, one.targets * share, one.edges * share) for one in reach]
-        return layer_work(bare, reach, micro_batch, precision, self._each)
+        return layer_work.layer_work(bare, reach, micro_batch, precision, self._each)
+
+    @property
+    def _over_ranks(self) -> bool:
+        """Whether a rank has its share of the graph."""
+        return self.recipe.graph is not None and self.recipe.graph.halo is not None
+
+    def _times(self, micro_batch: Any) -> Any:
+        """How often the reach is passed over."""
+        if self._each:
+            return micro_batch
+        return micro_batch / self.global_batch if self._over_ranks else micro_batch * 0 + 1.0
 
     @property
     def _each(self) -> bool:
@@ -413,26 +431,6 @@ class GraphWorkload(Plain):
     def _inputs(self) -> tuple[int, float]:
         """Targets of the whole batch, and the input nodes of one that was drawn."""
         return self.global_batch, self.reach()[0].sources * (self.global_batch if self._each else 1)
-
-    def _transformer_work(self, model: GraphTransformer, micro_batch: Any) -> Work:
-        first = self.reach()[0]
-        cut = self.recipe.graph is not None and self.recipe.graph.halo is not None
-        times = micro_batch if self._each else micro_batch * 0 + 1.0
-        times = micro_batch / self.global_batch if cut else times  # a rank has its share of tokens and of heads
-        pairs, entries = first.sources**2 * times, (first.edges + first.sources) * times
-        products, attention, moved, kept = model.work(first.sources * times, entries, pairs)
-        made = tuple(Product(rows, inner, columns, leaf=at == 0) for at, (rows, inner, columns) in enumerate(products))
-        return Work(made, attention, moved, kept, 0.0, 0.0, micro_batch, micro_batch)
-
-    def _foreign_work(self, model: nn.Module, micro_batch: Any) -> Work:
-        """Two operations per parameter and node: what a foreign network does inside is not known."""
-        first = self.reach()[0]
-        times = micro_batch if self._each else micro_batch * 0 + 1.0
-        rows = first.sources * times
-        parameters = sum(parameter.numel() for parameter in model.parameters())
-        width = self.task.graph.features.shape[1]
-        moved = 4.0 * width * (first.edges * times + 2 * rows)
-        return Work((Product(rows, parameters, 1),), 0.0, moved, moved, 0.0, 0.0, micro_batch, micro_batch)
 
     def anatomy(self, micro_batch: Any, recompute: str, precision: str, cut: Cut) -> Anatomy:
         """All of it is one layer: a graph network is not cut."""
@@ -516,76 +514,6 @@ def open_graph(
         if len(place) != kept.graph.nodes or bool((place != np.arange(len(place))).any()):
             found.trained = kept.graph.nodes, place
     return found
-
-
-# --- work ------------------------------------------------------------------------------------------------------------
-
-
-ATTENDED = 128
-"""What GAT's score, its exponential and its norm take for each edge and head, as bytes that could be moved meanwhile.
-Fitted to steps on an AMD EPYC (bench/processors.py)."""
-DRAWN = 80e-9
-"""Seconds in which a neighbour is drawn and its row copied; the same."""
-
-
-@dataclass(frozen=True)
-class Reach:
-    """What one layer passes over: rows it reads and writes, and edges; per sample where `each`, else in all."""
-
-    sources: Number
-    targets: Number
-    edges: Number
-
-
-def layer_work(network: Gnn, reach: Sequence[Reach], micro_batch: Any, precision: str, each: bool) -> Work:
-    """The work of a micro-batch of `micro_batch` targets (arrays allowed).
-
-    Args:
-        reach: of each layer of the network, the farthest from the targets first.
-        each: `reach` is per target (sampled); False: the graph is passed over whole, whatever the micro-batch.
-    """
-    size = max(4, VALUE_BYTES[precision])  # autocast leaves aggregation in fp32
-    times = micro_batch if each else micro_batch * 0 + 1.0
-    products: list[Product] = []
-    moved: Number = 0.0
-    back: Number = 0.0
-    kept: Number = 0.0
-    drawn: Number = 0.0
-    layers = [layer for layer in network.layers if isinstance(layer, Layer)]
-    for at, (layer, one) in enumerate(zip(layers, reach, strict=True)):
-        sources, targets, edges = one.sources * times, one.targets * times, one.edges * times
-        drawn = drawn + edges * each
-        if at == 0 and not each and network.aggregates_once:
-            edges = edges * 0
-        attends = isinstance(layer, GraphAttention)
-        first = layer.inputs <= layer.outputs and not attends
-        rows = targets if first else sources
-        narrow = layer.heads * layer.columns if isinstance(layer, GraphAttention) else min(layer.inputs, layer.outputs)
-        products.append(Product(rows, layer.inputs, layer.outputs, leaf=at == 0))
-        if isinstance(layer, Mean | Isomorphism):
-            products.append(Product(targets, layer.inputs, layer.outputs, leaf=at == 0))
-        if isinstance(layer, Isomorphism):
-            products.append(Product(targets, layer.outputs, layer.outputs))
-        scores = ATTENDED * layer.heads if isinstance(layer, GraphAttention) else 0
-        forward = edges * (size * narrow + scores + 4) + size * targets * (2 * narrow + 2 * layer.outputs)
-        moved = moved + forward
-        back = (
-            back + (2 if attends else 1) * forward
-        )  # a sum's gradient is a sum; of attention scores and rows have one
-        kept = kept + size * (sources * layer.inputs + targets * (narrow + 3 * layer.outputs))
-        kept = kept + (2 * size * layer.heads * edges if isinstance(layer, GraphAttention) else 0)  # scores, shares
-    return Work(
-        products=tuple(products),
-        attention=0.0,
-        moved=moved,
-        kept=kept,
-        transient=0.0,
-        again=0.0,
-        samples=micro_batch,
-        tokens=micro_batch,
-        moved_back=back,
-        reading=DRAWN * drawn,
-    )
 
 
 def built(options: config.Messages, features: int, classes: int, folder: str | Path | None) -> nn.Module:

@@ -20,6 +20,7 @@ from espalier.graph.base import MessageBlock
 from espalier.graph.torchgt.attention import attention
 from espalier.graph.torchgt.encodings import hops
 from espalier.graph.torchgt.pattern import Additions, Pattern, pattern
+from espalier.graph.torchgt.reformation import reformed
 from espalier.graph.torchgt.schedule import Schedule
 from espalier.kernels.dropout import activated
 
@@ -44,10 +45,19 @@ class Tokens(NamedTuple):
 
 
 def tokens_of(block: MessageBlock, options: config.GraphTransformer, path: bool, full: bool) -> Tokens:
-    """The tokens of a block and their pattern; made once. Several graphs are told by the form `sizes` of the block."""
+    """The tokens of a block and their pattern, with the block's recall; made once. Several graphs are told by the form
+    `sizes` of the block."""
     name = f"tokens {full} {path} {options.virtual} {options.expander} {options.distance}"
     made: Tokens = block.forms.get(name, lambda: _tokens(block, options, path, full))
-    return made
+    if full or block.recall == 1:
+        return made
+    fewer: Tokens = block.forms.get(f"{name} {block.recall}", lambda: _fewer(made, block.recall))
+    return fewer
+
+
+def _fewer(made: Tokens, recall: float) -> Tokens:
+    found = reformed(made.pattern, recall)
+    return Tokens(found.pattern, None if made.kinds is None else made.kinds[found.kept], made.graphs)
 
 
 def _tokens(block: MessageBlock, options: config.GraphTransformer, path: bool, full: bool) -> Tokens:

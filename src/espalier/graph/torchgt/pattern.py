@@ -67,7 +67,7 @@ def windows_of(matrix: CSR, least: int) -> Windows:
     count = -(-matrix.shape[0] // ROWS)
     windows = np.concatenate([[0], np.cumsum(np.bincount(window, minlength=count))])
     left = np.sort(order[~kept])
-    rest = CSR(_offsets(rows[left], matrix.shape[0]), matrix.indices[torch.from_numpy(left)], matrix.shape)
+    rest = CSR(offsets(rows[left], matrix.shape[0]), matrix.indices[torch.from_numpy(left)], matrix.shape)
     arrays = (
         windows.astype(np.int64),
         columns[order[first[dense]]].astype(np.int32),
@@ -79,7 +79,8 @@ def windows_of(matrix: CSR, least: int) -> Windows:
     return Windows(a, b, c, d, e, rest, torch.from_numpy(left))
 
 
-def _offsets(rows: Any, count: int) -> Tensor:
+def offsets(rows: Any, count: int) -> Tensor:
+    """int64 [count + 1]: where each row begins, given the row of each entry."""
     return torch.from_numpy(np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=count))]).astype(np.int64))
 
 
@@ -288,7 +289,7 @@ def pattern(edges: Any, nodes: int, additions: Additions | None = None) -> Patte
     fresh[1:] = keys[1:] != keys[:-1]
     kept = order[fresh]
     rows, columns = whole[1][kept], whole[0][kept]
-    matrix = CSR(_offsets(rows.numpy(), tokens), columns.int(), (tokens, tokens))
+    matrix = CSR(offsets(rows.numpy(), tokens), columns.int(), (tokens, tokens))
     return Pattern(matrix, tokens, kind[kept])
 
 

@@ -71,7 +71,7 @@ class TokenPart:
         pieces = tokens_by_rank(view.graph.nodes, len(model.virtual), shares)
         start = sum(pieces[:rank])
         stop = min(start + pieces[rank], view.graph.nodes)
-        self.task, self.group, self.schedule, self.range = task, group, model.schedule, (start, stop)
+        self.task, self.group, self.range = task, group, (start, stop)
         self.features = view.features[start:stop].to(**placed)
         whole = to_device(view.block, **placed)
         self.block = whole._replace(tokens=TokenExchange(tuple(pieces), group))
@@ -83,8 +83,8 @@ class TokenPart:
         )
 
     def batch(self, step: int) -> SubgraphBatch:
-        """Own tokens, under the attention of the step."""
-        return self._batch._replace(blocks=(self.block._replace(full=self.schedule.full(step)),), step=step)
+        """Own tokens."""
+        return self._batch._replace(step=step)
 
     def loss(self, model: nn.Module, batch: SubgraphBatch) -> tuple[Tensor, Tensor]:
         """See `Workload.loss`, of the rank's own training nodes."""

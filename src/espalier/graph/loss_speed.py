@@ -1,0 +1,50 @@
+"""Speed of the loss: what the tuners of Sylvie (bits, late rows) and of TorchGT (edges that are left out) follow.
+
+Both papers take the average f of losses, f <- 0.9 f + 0.1 loss, and compare how far it moved in the last five steps,
+over the seconds of a step. Deviations: no clock is read, so that the log of a run says why; all of a window equal
+decides nothing, where either rule would hold; a decision begins a window anew.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+WINDOW = 5
+"""Steps whose speeds are compared."""
+FIRST = 9
+"""Steps before the first decision; the loss falls fast in these whatever is done."""
+KEPT = 0.9
+"""Weight of the past in the average of losses."""
+
+
+class LossSpeed:
+    """What the losses of a run say of its progress. Has state."""
+
+    def __init__(self) -> None:
+        self.steps, self.average, self.speeds = 0, 0.0, [0.0][:0]
+
+    def heard(self, loss: float) -> int:
+        """Of the next step. -1: the average has moved less from step to step in a window (never more); 1: more (never
+        less); 0: neither, or it is too early."""
+        before = self.average
+        self.average = KEPT * before + (1 - KEPT) * loss if self.steps else loss
+        self.steps += 1
+        self.speeds = [*self.speeds[-WINDOW + 1 :], abs(self.average - before)]
+        if self.steps <= FIRST or len(self.speeds) < WINDOW:
+            return 0
+        changes = np.diff(self.speeds)
+        found = int((changes >= 0).all()) - int((changes <= 0).all())
+        if found:
+            self.speeds = []
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that decisions follow from."""
+        return {name: getattr(self, name) for name in ("steps", "average", "speeds")}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes back what `state_dict` gave; of a checkpoint without it, nothing."""
+        for name in ("steps", "average", "speeds"):
+            setattr(self, name, state.get(name, getattr(self, name)))

@@ -1,0 +1,148 @@
+"""Elastic computation reformation: entries that few tokens of a window read are left out, down to a bound of recall.
+
+TorchGT (arXiv 2407.14106, section 3.3) replaces sparse regions of the clustered adjacency by dense sub-blocks, whose
+positions are not those of the edges. Here windows of 16 rows keep the columns that most of their rows read, which are
+computed densely, and what is left out is counted: recall = edges that are kept / edges. Nothing is added. Self-loops,
+paths, expanders and virtual tokens all stay. How much is left out follows the speed of the loss, by the rule of the
+authors' tuner (`graph.loss_speed`), between no edge and the bound; answers are always given along all edges.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from espalier.comm.base import Traffic, traffic
+from espalier.compose import Claim
+from espalier.config import GraphTransformer
+from espalier.graph.loss_speed import LossSpeed
+from espalier.graph.torchgt.pattern import ROWS, Pattern, offsets
+from espalier.mechanism import Build, Mechanism
+from espalier.sparse import CSR
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from espalier.checkpoint.base import Stateful
+    from espalier.config import Recipe
+    from espalier.plan.base import Plan
+
+CLAIM = Claim(
+    "reformation",
+    question="attention pattern",
+    needs=frozenset({"a model"}),
+    changes=frozenset({"edges are left out"}),
+    after=frozenset({"tokens"}),
+    option="model.recall",
+)
+LEVELS = 5
+"""Of recall, from all edges to the bound."""
+
+
+class Reformed(NamedTuple):
+    """A pattern with fewer entries.
+
+    Attributes:
+        kept: int64, which entries of the whole pattern they are.
+        recall: the share of the graph's edges that are kept.
+    """
+
+    pattern: Pattern
+    kept: Tensor
+    recall: float
+
+
+def reformed(whole: Pattern, recall: float) -> Reformed:
+    """`whole` without edges of the columns that the fewest rows of a window read, but with at least `recall` of all.
+
+    Edges of a column stay or go in order of their numbers; as many go as may.
+    """
+    matrix, kinds = whole.matrix, whole.kinds
+    assert matrix is not None, "a full pattern has no edges to leave out"
+    rows, columns = matrix.rows.numpy(), matrix.indices.numpy()
+    real = np.ones(len(rows), bool) if kinds is None else kinds.numpy() == 1
+    keys = rows // ROWS * np.int64(whole.tokens) + columns
+    _, column, sizes = np.unique(keys, return_inverse=True, return_counts=True)
+    candidates = np.flatnonzero(real)
+    least = int(np.ceil(recall * len(candidates) - 1e-9))
+    gone = candidates[np.argsort(sizes[column[candidates]], kind="stable")][: len(candidates) - least]
+    keep = np.ones(len(rows), bool)
+    keep[gone] = False
+    kept = torch.from_numpy(np.flatnonzero(keep))
+    made = CSR(offsets(rows[keep], whole.tokens), matrix.indices[kept], matrix.shape)
+    share = 1.0 if not len(candidates) else 1 - len(gone) / len(candidates)
+    return Reformed(Pattern(made, whole.tokens, None if kinds is None else kinds[kept]), kept, share)
+
+
+class RecallTuner:
+    """Which recall a step has, from 1 to `bound`. Has state.
+
+    Training begins one level below 1, as the authors' does. Where the loss changes ever faster edges are left out,
+    where ever more slowly they come back.
+    """
+
+    def __init__(self, bound: float) -> None:
+        self.levels = np.linspace(1, bound, LEVELS).tolist()
+        self.level, self.speed = 1, LossSpeed()
+
+    @property
+    def recall(self) -> float:
+        """Of the next step."""
+        return float(self.levels[self.level])
+
+    def heard(self, loss: float) -> None:
+        """The loss of a step, over all ranks."""
+        self.level = min(LEVELS - 1, max(0, self.level + self.speed.heard(loss)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that decisions follow from."""
+        return {"level": self.level, **self.speed.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes back what `state_dict` gave."""
+        self.level = state.get("level", self.level)
+        self.speed.load_state_dict(state)
+
+
+class Reformation(Mechanism):
+    """Training steps leave edges out as the tuner says. Has state: the tuner, and what the step's loss was."""
+
+    claim = CLAIM
+    record = "torchgt"
+
+    def __init__(self, bound: float) -> None:
+        self.tuner, self._outcome, self._group = RecallTuner(bound), torch.zeros(2, dtype=torch.float64), None
+
+    def wrap(self, context: Build) -> None:
+        """Tells the workload of the tuner, and the tuner of the losses."""
+        workload: Any = context.workload
+        workload.reformation, self._group = self, cast("Any", context.mesh.replica)
+        context.meters["recall"] = self.adapted
+
+    def note(self, loss: Tensor, weight: Tensor) -> None:
+        """This rank's part of a step."""
+        self._outcome += torch.stack([loss.detach().double().cpu(), weight.detach().double().cpu()])
+
+    def adapted(self) -> float:
+        """Tells the tuner the loss of the step, and says the recall that the step had. All ranks call it alike."""
+        recall, total = self.tuner.recall, self._outcome
+        self._outcome = torch.zeros_like(total)
+        if self._group is not None and self._group.size() > 1:
+            with traffic(Traffic.CONTROL):
+                dist.all_reduce(total, group=self._group)
+        self.tuner.heard(float(total[0] / total[1]))
+        return recall
+
+    def state(self, context: Build, parts: Mapping[str, Stateful]) -> Mapping[str, Stateful]:
+        """With what the tuner decides from."""
+        return {**parts, "recall rule": self.tuner}
+
+
+def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:
+    """Where the recipe lets edges go."""
+    options = recipe.model
+    return Reformation(options.recall) if isinstance(options, GraphTransformer) and options.recall < 1 else None

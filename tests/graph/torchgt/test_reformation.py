@@ -1,0 +1,117 @@
+"""Reformed patterns: recall is what a count of the edges says, and never below the bound; the tuner follows the losses,
+and a run that was stopped goes on as one that was not."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from tests.graph.conftest import made
+from tests.graph.test_halo_parallel import train
+from tests.graph.test_workload import recipe_of
+
+from espalier.errors import UserError
+from espalier.graph.loss_speed import LossSpeed
+from espalier.graph.torchgt.attention import attention
+from espalier.graph.torchgt.pattern import ROWS, Additions, pattern
+from espalier.graph.torchgt.reformation import LEVELS, RecallTuner, reformed
+
+MODEL = {"kind": "graph-transformer", "depth": 2, "width": 16, "heads": 4, "feed_forward": 16, "dropout": 0.0}
+
+
+def whole(nodes=70, edges=600, seed=0):
+    random = np.random.default_rng(seed)
+    ends = (random.random((2, edges)) ** 2 * nodes).astype(np.int64)  # low numbers are in more edges
+    return pattern(torch.from_numpy(ends), nodes, Additions(path=True, virtual=1)), ends
+
+
+@pytest.mark.parametrize("recall", [0.0, 0.5, 0.83, 0.9, 1.0])
+def test_recall_is_that_of_a_count_and_not_below_the_bound_and_only_edges_go(recall):
+    known, ends = whole()
+    found = reformed(known, recall)
+    before, after = known.dense(), found.pattern.dense()
+    assert not (after & ~before).any()
+    edges = {(s, t) for s, t in ends.T.tolist() if s != t and abs(s - t) > 1}
+    edges |= {(s, t) for s, t in ends.T.tolist() if abs(s - t) == 1}  # an edge along the path is an edge
+    kept = sum(bool(after[t, s]) for s, t in edges)
+    assert found.recall == pytest.approx(kept / len(edges))
+    assert recall <= found.recall < recall + 1 / len(edges)
+    others = torch.ones_like(before)
+    for s, t in edges:
+        others[t, s] = False
+    assert torch.equal(before & others, after & others)
+    assert (reformed(known, 1.0).pattern.matrix.indices == known.matrix.indices).all()
+
+
+def test_what_goes_is_read_by_no_more_rows_of_a_window_than_what_stays():
+    known, _ = whole()
+    rows, columns = known.matrix.rows.numpy(), known.matrix.indices.numpy()
+    keys = rows // ROWS * known.tokens + columns
+    _, column, sizes = np.unique(keys, return_inverse=True, return_counts=True)
+    gone = np.ones(len(rows), bool)
+    gone[reformed(known, 0.6).kept.numpy()] = False
+    real = known.kinds.numpy() == 1
+    assert sizes[column[gone]].max() <= sizes[column[real & ~gone]].min()
+
+
+def test_attention_over_a_reformed_pattern_is_masked_attention_with_the_bias_of_what_is_kept():
+    known, _ = whole()
+    found = reformed(known, 0.7)
+    q, k, v = torch.randn(3, known.tokens, 2, 8, dtype=torch.float64)
+    bias = torch.randn(known.entries, 2, dtype=torch.float64)
+    out = attention(q, k, v, found.pattern, bias=bias[found.kept])
+    dense = torch.full((2, known.tokens, known.tokens), -torch.inf, dtype=torch.float64)
+    rows, columns = known.matrix.rows[found.kept], known.matrix.indices[found.kept].long()
+    dense[:, rows, columns] = bias[found.kept].T
+    expected = torch.nn.functional.scaled_dot_product_attention(*(one.transpose(0, 1) for one in (q, k, v)), dense)
+    assert torch.allclose(out, expected.transpose(0, 1), rtol=1e-10, atol=1e-10)
+
+
+def test_the_tuner_stays_between_all_edges_and_the_bound_and_replays_the_same_decisions():
+    random = np.random.default_rng(0)
+    falls = np.exp(-np.linspace(0, 3, 40))  # ever more slowly: edges come back
+    losses = [*falls, *(2 - np.exp(np.linspace(0, 0.6, 40))), *random.random(20)]
+    for bound in (0.5, 0.9):
+        tuner, again, seen = RecallTuner(bound), RecallTuner(bound), []
+        for at, loss in enumerate(losses):
+            if at == 50:
+                again = RecallTuner(bound)
+                again.load_state_dict(tuner.state_dict())
+            for one in (tuner, again):
+                one.heard(loss)
+            assert tuner.recall == again.recall
+            seen.append(tuner.recall)
+        assert min(seen) >= bound
+        assert max(seen) == seen[39] == 1
+        assert len(set(seen)) > 1
+        assert len(tuner.levels) == LEVELS
+
+
+def test_equal_speeds_decide_nothing():
+    speed = LossSpeed()
+    assert [speed.heard(1.0) for _ in range(30)] == [0] * 30
+
+
+@pytest.mark.parametrize("cuts", [(), (50,)])
+def test_a_run_leaves_edges_out_and_goes_on_after_a_stop_as_one_that_was_not_stopped(tmp_path, monkeypatch, cuts):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    halo = {"halo": {}} if cuts else {}
+    recipe = recipe_of({**MODEL, "recall": 0.5, "attention": "sparse"}, halo, steps=16)
+    run = train(recipe, made(), cuts, tmp_path / "whole")
+    first = train(recipe, made(), cuts, tmp_path / "cut", stop=8)
+    then = train(recipe, made(), cuts, tmp_path / "cut")
+    assert first["losses"] + then["losses"] == run["losses"]
+    assert first["recall"] + then["recall"] == run["recall"]
+    assert set(run["recall"]) <= {1.0, 0.875, 0.75, 0.625, 0.5}
+    assert run["recall"][0] == 0.875
+    exact = train(recipe_of({**MODEL, "attention": "sparse"}, halo, steps=16), made(), cuts)
+    assert run["losses"][0] != exact["losses"][0]
+    assert run["losses"][-1] < run["losses"][0]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"), [({"recall": 0.0}, "recall = 0.0"), ({"recall": 0.9, "attention": "full"}, "full")]
+)
+def test_recall_without_meaning_is_refused(options, told):
+    with pytest.raises(UserError, match=told):
+        recipe_of({**MODEL, **options})
