@@ -8,7 +8,7 @@ nodes (at most 512 clusters; 90 % of 20 edges inside), in the order of METIS clu
 around attention: `dense` is scaled_dot_product_attention over all pairs, `TransformerConv` PyG's attention along the
 edges; `GPSConv` (multihead, performer), `SGFormer` and `Polynormer` are PyG's own layers. Each contestant is a process
 of its own; two are up at a time and take turns. Memory is the most that a process held beyond what it held before its
-first step. `million`: 2^20 tokens of degree 10. `planning`: making the order and the pattern, in steps. `accuracy`:
+first step. `patterns`: ours beside itself with expander edges, and with a tenth of the edges left out. `million`: 2^20 tokens of degree 10. `planning`: making the order and the pattern, in steps. `accuracy`:
 Cora and CiteSeer (--data, folder `planetoid`) and the packages of this machine beside GCN. Needs PyG for its rows.
 """
 
@@ -43,6 +43,8 @@ from table import Row, arguments, compare, markdown, publish
 
 DEPTH, WIDTH, HEADS = 4, 64, 8
 PEERS = ("TransformerConv", "GPSConv performer", "SGFormer", "Polynormer")
+OURS = {"ours": {}, "ours, 3 permutations of expander edges": {"expander": 3}, "ours, recall 0.9": {"recall": 0.9}}
+"""With other patterns."""
 QUADRATIC = ("dense", "GPSConv multihead")
 DENSE = 4096
 """Tokens up to which peers that look at all pairs take part."""
@@ -127,8 +129,9 @@ class Batched(nn.Module):
 def step_of(name: str, path: str, cache: str) -> Callable[[], float]:
     """A training step of a contestant over the graph, and what it returns: its loss."""
     torch.manual_seed(0)
-    workload = opened(path, cache)
-    if name == "ours":
+    workload = opened(path, cache, **OURS.get(name, {}))
+    if name in OURS:
+        recall = OURS[name].get("recall", 1.0)
         model = workload.build(torch.device("cpu"), torch.float32).train()
         count = workload.global_batch
         shard = Shard(0, count, count)
@@ -136,6 +139,7 @@ def step_of(name: str, path: str, cache: str) -> Callable[[], float]:
         def run() -> float:
             model.zero_grad()
             (batch,) = workload.batches(0, shard)
+            batch = batch._replace(blocks=(batch.blocks[0]._replace(recall=recall), *batch.blocks[1:]))
             loss, weight = workload.loss(model, batch)
             (loss / weight).backward()
             return float((loss / weight).detach())
@@ -226,6 +230,17 @@ def steps(tokens: int, degree: int, names: Sequence[str], pairs: int, cache: str
             yield compare(f"memory of a step, {said}", name, "MiB", both, higher_is_better=False)
 
 
+def patterns(tokens: int, degree: int, pairs: int, cache: str) -> Iterator[Row]:
+    path, (plain, *others) = path_of(tokens, degree), OURS
+    with up(plain, path, cache) as (ours, _):
+        for name in others:
+            with up(name, path, cache) as (theirs, _):
+                taken = [(ours(), theirs()) for _ in range(pairs)]
+            yield compare(
+                f"training step, {tokens:,} tokens, degree {degree}", name, "s", taken, higher_is_better=False
+            )
+
+
 def million(quick: bool, pairs: int, cache: str) -> list[Row]:
     tokens = 1 << (16 if quick else 20)
     with up("ours", path_of(tokens, 10), cache) as (ours, our_bytes):
@@ -299,6 +314,8 @@ def main() -> None:
             if args.only in "step":
                 rows += steps(tokens, 20, names, pairs, cache)
                 print("\n".join(markdown(rows[-2 * len(names) :])), file=sys.stderr, flush=True)
+        if args.only in "patterns":
+            rows += patterns(sizes[-1], 20, pairs, cache)
         if args.only in "planning":
             rows += planning(sizes[-1], min(3, pairs), cache)
         if args.only in "million":

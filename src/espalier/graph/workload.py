@@ -185,8 +185,10 @@ class GraphWorkload(Plain):
         if not isinstance(self.recipe.model, config.GraphTransformer):
             return made
         recall = 1.0 if self.reformation is None else self.reformation.tuner.recall
-        how = {"full": self._attention()[0].full(step), "recall": recall}
-        return [one._replace(blocks=(one.blocks[0]._replace(**how), *one.blocks[1:])) for one in made]
+        full = self._attention()[0].full(step)
+        return [
+            one._replace(blocks=(one.blocks[0]._replace(full=full, recall=recall), *one.blocks[1:])) for one in made
+        ]
 
     def _batches(self, step: int, shard: Shard) -> list[SubgraphBatch]:
         if isinstance(self.task, NodeTask) and not self.task.fanout:

@@ -9,7 +9,7 @@ authors' tuner (`graph.loss_speed`), between no edge and the bound; answers are 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -115,12 +115,13 @@ class Reformation(Mechanism):
     record = "torchgt"
 
     def __init__(self, bound: float) -> None:
-        self.tuner, self._outcome, self._group = RecallTuner(bound), torch.zeros(2, dtype=torch.float64), None
+        self.tuner, self._outcome = RecallTuner(bound), torch.zeros(2, dtype=torch.float64)
+        self._group: dist.ProcessGroup | None = None
 
     def wrap(self, context: Build) -> None:
         """Tells the workload of the tuner, and the tuner of the losses."""
         workload: Any = context.workload
-        workload.reformation, self._group = self, cast("Any", context.mesh.replica)
+        workload.reformation, self._group = self, context.mesh.replica
         context.meters["recall"] = self.adapted
 
     def note(self, loss: Tensor, weight: Tensor) -> None:
