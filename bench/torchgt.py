@@ -8,8 +8,9 @@ nodes (at most 512 clusters; 90 % of 20 edges inside), in the order of METIS clu
 around attention: `dense` is scaled_dot_product_attention over all pairs, `TransformerConv` PyG's attention along the
 edges; `GPSConv` (multihead, performer), `SGFormer` and `Polynormer` are PyG's own layers. Each contestant is a process
 of its own; two are up at a time and take turns. Memory is the most that a process held beyond what it held before its
-first step. `patterns`: ours beside itself with expander edges, and with a tenth of the edges left out. `million`: 2^20 tokens of degree 10. `planning`: making the order and the pattern, in steps. `accuracy`:
-Cora and CiteSeer (--data, folder `planetoid`) and the packages of this machine beside GCN. Needs PyG for its rows.
+first step. `patterns`: ours beside itself with expander edges, and with a tenth of the edges left out. `million`: 2^20
+tokens of degree 10. `planning`: making the order and the pattern, in steps. `accuracy`: Cora and CiteSeer (--data,
+folder `planetoid`) and the packages of this machine beside GCN. Needs PyG for its rows.
 """
 
 from __future__ import annotations
