@@ -131,7 +131,7 @@ def turns(kinds: Sequence[str], task: Task, rate: float, pairs: int, steps: int)
     with contest(rate, task.workers) as made:
         for kind in kinds:
             shutil.rmtree(f"{task.folder}/{kind}", ignore_errors=True)
-            made.start(msgspec.structs.replace(task, kind=kind, folder=f"{task.folder}/{kind}"))
+            made.start(msgspec.structs.replace(task, kind=kind, folder=f"{task.folder}/{kind}", link=rate / 8))
         for kind in kinds:
             made.turn(kind, 1)
         for _ in range(pairs):
@@ -285,7 +285,7 @@ def fed(task: Task, rate: float, pairs: int) -> list[tuple[float, float]]:
     folder, found = Path(task.folder), []
     link = rate / 8 * ALONE / 8  # a worker's link brings each number twice a step, in fp32
     with contest(rate) as made:
-        made.start(msgspec.structs.replace(task, kind="feed", folder=f"{folder}/feed {rate:g}"))
+        made.start(msgspec.structs.replace(task, kind="feed", folder=f"{folder}/feed {rate:g}", link=rate / 8))
         made.turn("feed", 1)
         for _ in range(pairs):
             alone = parts(job_of(1, task.width), folder)

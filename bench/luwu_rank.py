@@ -34,6 +34,7 @@ from espalier.shard.luwu.client import Client
 from espalier.shard.luwu.layout import Job
 from espalier.shard.luwu.node import OptimizerNode
 from espalier.shard.luwu.state_file import open_state, open_sums
+from espalier.shard.luwu.wire import Times
 from espalier.workload import Shard, Workload
 
 PACKET = 66
@@ -42,7 +43,8 @@ FEED_PORT = 29700
 
 
 class Task(msgspec.Struct, frozen=True):
-    """`kind`: a key of KINDS; `folder`: for the node's files; of `feed`, `depth` layers of `width` numbers."""
+    """`kind`: a key of KINDS; `folder`: for the node's files; of `feed`, `depth` layers of `width` numbers. `link`:
+    bytes/s of a worker's link, as a plan knows it; 0: it is not limited."""
 
     kind: str
     depth: int
@@ -50,6 +52,7 @@ class Task(msgspec.Struct, frozen=True):
     sequence: int
     folder: str
     workers: int = 4
+    link: float = 0.0
 
 
 class Turn(msgspec.Struct, frozen=True):
@@ -140,8 +143,9 @@ def ours(task: Task, rank: int) -> Iterator[Contestant | None]:
     exchanges = (plans.Exchange(traffic="gradients", codec="int8"),) if task.kind.endswith("int8") else ()
     trainers = tuple(plans.Rank(share=(one, one + 1)) for one in range(task.workers))
     plan = plans.Plan(
-        ranks=(*trainers, plans.Rank(role="optimizer")), micro_batch=1, precision="fp32", exchanges=exchanges
-    )
+        ranks=(*trainers, plans.Rank(role="optimizer")), micro_batch=1, precision="fp32", exchanges=exchanges,
+        node_link=task.link,
+    )  # fmt: skip
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     place = RankSpec(rank=rank, world=world, role=plan.ranks[rank].role, host=host, port=port, serves=rank == 0)
     workload = open_language(recipe)
@@ -182,11 +186,12 @@ def feed(task: Task, rank: int) -> Iterator[Contestant | None]:
     if rank == task.workers:
         folder = Path(task.folder)
         with open_state(folder, job, zero) as state, socket.create_server(address) as door:
-            node = OptimizerNode(job, (state, open_sums(folder, job)), door, "bench").start()
+            times = Times(link=task.link)
+            node = OptimizerNode(job, (state, open_sums(folder, job)), door, "bench", times).start()
             sys.stdin.read()
             node.close()
         os._exit(0)  # a thread of the node that is inside torch would abort a process that ends
-    client = Client([[address]], rank, job, "bench")
+    client = Client([[address]], rank, job, "bench", Times(link=task.link))
     outs = [torch.empty(layer.numel) for layer in job.layers]
     gradient = torch.full((job.layers[0].numel,), 1e-3)
 

@@ -276,6 +276,8 @@ class Plan(PlanStruct, frozen=True):
     offload: Offload = RESIDENT
     layer_window: int = 0
     """Layers whose parameters a trainer holds at once, where ranks with the role `optimizer` hold the model; 0: all."""
+    node_link: float = 0.0
+    """Bytes/s, each way, between a worker (or what aggregates its machine's) and all optimizer nodes; 0: not known."""
     micro_batch: int = 1
     recompute: str = "none"
     precision: str = "fp32"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -60,6 +61,7 @@ def make(request: Request, found: Found, option: Option, calibration: Calibratio
         bucket=explain.bucket(request, option),
         micro_batch=int(min(layout.micro_batch, max(_samples(request, option)))),
         layer_window=optimizer_node.WINDOW if request.offload == NODE else 0,
+        node_link=_node_link(request, option, predicted) if request.offload == NODE else 0.0,
         recompute="none" if request.offload.parameters != "device" else layout.recompute,
         precision=request.precision,
         compile=request.compile,
@@ -132,6 +134,12 @@ def _serving(request: Request, option: Option, predicted: Predicted, trainers: S
     several = [node for node, count in Counter(one.node for one in trainers).items() if count > 1]
     sites = several if optimizer_node.summed(request, on, predicted.terms) else []
     return optimizer_node.ranks(request, option.cluster, option.nodes, sites)
+
+
+def _node_link(request: Request, option: Option, predicted: Predicted) -> float:
+    on = collective_time.fleet(option.cluster, int(option.layout.world), option.layout.threads)
+    found = float(optimizer_node.rates(on, on.kinds[0], optimizer_node.summed(request, on, predicted.terms)).link)
+    return found if math.isfinite(found) else 0.0
 
 
 def _samples(request: Request, option: Option) -> list[int]:

@@ -193,7 +193,9 @@ def serve(place: NodePlace, channel: dist.ProcessGroup | None, stepped: Callable
         pair = serving(place.plan, {one.rank: one.step for one in posts.values()})[place.number]
         kept = state, open_sums(place.folder, job)
         times = replace(TIMES, unheard=place.spec.pulse.reconnects)
-        made = (OptimizerNode if rank == pair[0] else Standby)(job, kept, door, token, times)
+        made = (OptimizerNode if rank == pair[0] else Standby)(
+            job, kept, door, token, replace(times, link=place.plan.node_link)
+        )
         if rank == pair[0] and len(pair) > 1:
             made.replica = Replica(job, (posts[pair[1]].addresses[0], token), made.name, times)
         made.start()
@@ -373,7 +375,8 @@ def connect(context: Build, layers: Sequence[Layer]) -> Connected:
     if site is not None:
         addresses = [[one] for one in posts[site].addresses]
     answer = TIMES.answer if plan.outer is None else LONGEST_ROUND
-    times = replace(TIMES, answer=answer, unheard=context.reconnects)
+    link = plan.node_link if site is None else 0.0
+    times = replace(TIMES, answer=answer, unheard=context.reconnects, link=link)
     client = Client(addresses, rank, job, _token(posts), times)
     client.ledger = getattr(context.mesh.channel, "ledger", client.ledger)
     predicted = {} if plan.predicted is None else plan.predicted.memory_bytes

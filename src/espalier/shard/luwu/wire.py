@@ -28,6 +28,7 @@ import xxhash
 from espalier import serialization
 from espalier.errors import EspalierError, PeerLost, RunFailed, UserError, from_words, words_of
 from espalier.shard.luwu.flow_control import ReceiveWindow, SendWindow
+from espalier.shard.luwu.pacing import Pacing
 
 VERSION = 1
 """Of the wire format. Both ends must have the same."""
@@ -65,6 +66,7 @@ class Times:
         patience: a peer that cannot be reached for so long is given up.
         answer: a worker waits so long for what the node owes it, which other workers may delay.
         unheard: is called again and again while a peer is not heard.
+        link: bytes/s that the plan knows of the link between, each way (`pacing.Pacing`); 0: nothing.
     """
 
     heartbeat: float = 0.05
@@ -73,6 +75,7 @@ class Times:
     patience: float = 60.0
     answer: float = 600.0
     unheard: Callable[[], object] = float
+    link: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -158,6 +161,7 @@ class Link:
         self._one_reader = threading.Lock()
         self._threads: dict[str, threading.Thread] = {}
         self._socket: socket.socket | None = None
+        self._pacing = Pacing(times.link)
         self._gap = False
         self._told = (-1, -1)
         self._since = self._advanced = self._heard_at = time.monotonic()
@@ -308,6 +312,8 @@ class Link:
         place = frame.kind, frame.width, frame.layer, frame.step, frame.chunk
         head = _HEADER.pack(*place, number, payload.nbytes, frame.count, sum_)
         head += xxhash.xxh3_64_digest(head)
+        if payload.nbytes > _SLICE:
+            self._pacing.sends(connection, number)
         connection.sendall(head + payload[:_FIRST])
         sent = _FIRST
         while sent < payload.nbytes:  # the timeout of a socket is then that of a slice's beginning
@@ -371,7 +377,10 @@ class Link:
         if self.sending.heard(ack, credit):
             self._advanced = time.monotonic()
             while self._kept and self._kept[0][0] < self.sending.acked:
-                done.append(self._kept.popleft()[2])
+                number, frame, call = self._kept.popleft()
+                if frame.payload.nbytes > _SLICE:
+                    self._pacing.arrived(number, frame.payload.nbytes)
+                done.append(call)
         return [call for call in done if call is not None]
 
     def _broken(self, connection: socket.socket) -> None:
