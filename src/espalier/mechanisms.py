@@ -219,7 +219,7 @@ def properties(recipe: Recipe, plan: Plan) -> list[Claim]:
         recipe.faults.memory,
     )  # states that wait elsewhere are copied only where that is asked for
     asked = (
-        (ENCODED, any(one.codec != "exact" and one.traffic != "experts" for one in plan.exchanges)),
+        (ENCODED, any(one.codec != "exact" and one.traffic not in ("experts", "halo") for one in plan.exchanges)),
         (NCCL, any(one.device != "cpu" for one in plan.ranks)),
         (ROLES, len(plan.trainers) < len(plan.ranks)),
         (MACHINES, len({one.node for one in plan.ranks}) > 1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import shutil
 
@@ -42,10 +43,10 @@ def plan_of(recipe, workload, cuts):
     return plans.Plan(ranks=shares, micro_batch=workload.global_batch, precision=recipe.train.precision)
 
 
-def train(recipe, graph, cuts=(), folder=None, stop=None):
-    """The events of rank 0: losses of steps, figures of validations, halo bytes."""
+def train(recipe, graph, cuts=(), folder=None, stop=None, **changes):
+    """The events of rank 0: losses of steps, figures of validations, halo bytes. `changes`: of the plan."""
     workload = GraphWorkload(recipe, graph)
-    plan = plan_of(recipe, workload, cuts)
+    plan = msgspec.structs.replace(plan_of(recipe, workload, cuts), **changes)
 
     def life(place):
         found = {"losses": [], "validation": [], "halo": [], "sent": [], "adapted": [], "recall": []}
@@ -235,6 +236,45 @@ def test_the_plan_says_what_crosses_each_link_how_long_it_takes_and_when_one_ran
     assert any("rows are one step late, and every 5th step waits" in one for one in low.why)
 
 
+def test_links_carry_the_bits_that_they_have_time_for():
+    halos = asked({"bits": "auto"}, 3).halos
+
+    def bits(mbit, computing, nodes=(0, 1, 2), synchronize=1):
+        known = dataclasses.replace(halos, options=msgspec.structs.replace(halos.options, synchronize=synchronize))
+        here = decide.decide(asked({}, 3), machines(1, 0)).taken
+        ranks = tuple(msgspec.structs.replace(one, node=at) for at, one in zip(nodes, here.ranks, strict=True))
+        predicted = msgspec.structs.replace(here.predicted, terms={"forward": computing}, step_seconds=computing)
+        plan = msgspec.structs.replace(here, ranks=ranks, why=(), predicted=predicted)
+        plan = halo_exchange.with_halos(plan, known, machines(len(set(nodes)), mbit))
+        assert sum("graph.halo.bits = auto" in one for one in plan.why) == 1
+        return plan, {one.level: halo_parallel.BITS[one.codec] for one in plan.exchanges if one.traffic == "halo"}
+
+    shares = [one.share[1] - one.share[0] for one in bits(1, 1.0)[0].ranks]
+    sent = {one: halos.step_bytes(shares, 4, np.full((3, 3), one)).sum(1).max() for one in (32, 8, 2)}
+    seconds = {one: size / (1e6 / 8) for one, size in sent.items()}
+    assert bits(1, 5 * seconds[32])[1] == {"between": 32}
+    assert bits(1, 5 * seconds[8])[1] == {"between": 8}
+    assert bits(1, 3.9 * seconds[2])[1] == {"between": 1}
+    assert bits(1, 1.1 * seconds[8], synchronize=0)[1] == {"between": 8}
+    plan, mixed = bits(1, 1.1 * seconds[2], nodes=(0, 1, 1), synchronize=0)
+    assert mixed["inside"] == 8 > mixed["between"]
+    options, peers = halo_parallel.bits_by_peer(halos.options, plan, [0, 1, 2], 1)
+    assert peers == [mixed["between"], 8, 8]
+    assert options.bits == mixed["between"]
+    pairs = np.where(np.array([[0, 1, 1], [1, 0, 0], [1, 0, 0]], bool), mixed["between"], 8)
+    assert plan.predicted.sent_bytes["halo"] == halos.step_bytes(shares, 4, pairs).sum(1).max()
+
+
+def test_bits_of_a_plan_are_those_that_cross():
+    recipe = recipe_of({"depth": 3}, {"halo": {"bits": "auto"}}, precision="fp32")
+    workload = GraphWorkload(recipe, made())
+    plan = plan_of(recipe, workload, (20, 60))
+    shares = [one.share[1] - one.share[0] for one in plan.ranks]
+    crossing = (plans.Exchange(traffic="halo", level="inside", codec="int2"),)
+    sent = train(recipe, made(), (20, 60), exchanges=crossing)["halo"][1:]
+    assert sent == [workload.halos().step_bytes(shares, 4, np.full((3, 3), 2))[0].sum()] * (STEPS - 1)
+
+
 def test_one_rank_is_planned_where_it_is_faster():
     plan = decide.decide(asked({}, None), machines(3, 1)).taken
     assert len(plan.ranks) == 1
@@ -300,6 +340,7 @@ def test_more_ranks_than_nodes_are_refused():
         ({}, {"halo": {"synchronize": -1}}, "below 0"),
         ({}, {"halo": {"by_degree": True}}, "by_degree has no effect"),
         ({}, {"halo": {"adapt": True}}, "adapt has no effect"),
+        ({}, {"halo": {"bits": "auto", "adapt": True}}, "not possible with by_degree, adapt and delta"),
         ({}, {"halo": {"bits": 1, "delta": True}}, "delta is not possible with graph.halo.bits = 1"),
         ({"activation": "maxk", "k": 3}, {"halo": {"bits": 2, "delta": True}}, "delta is not possible with model"),
         ({"activation": "maxk", "k": 3}, {"halo": {"synchronize": 0}}, "maxk"),

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from espalier.comm.base import Traffic
+from espalier.config import HaloOptions
 from espalier.errors import UserError
 from espalier.graph import halo, sylvie
 from espalier.graph.halo import Crossing
@@ -234,6 +235,30 @@ def test_bytes_of_few_bits_are_those_of_the_formula(bits, by_degree):
         for one, part in zip(torch.tensor(shares[0]).split(own.leaving(Crossing(0, False))), own.sends, strict=True):
             order = own.indptr.diff()[part]
             assert (torch.sort(one).indices == torch.argsort(order, stable=True)).all() or not len(one)
+
+
+def test_each_peer_has_its_bits():
+    """Errors of rows from a peer of more bits are smaller, and bytes are those of the formula by pair."""
+    graph, network, parts = graph_of(), network_of("gcn", torch.float32), parts_of("random", 3)
+    pairs = np.array([[0, 8, 1], [8, 0, 1], [1, 1, 0]])
+
+    def counted(channel):
+        rank = channel.rank()
+        made = lambda: Sylvie(Every(1), peers=np.maximum(1, pairs[rank]).tolist())  # noqa: E731
+        _, sent = train(channel, "gcn", graph, parts, made, network)
+        _, own = part_of(channel, "gcn", graph, parts)
+        rows = torch.from_numpy(np.random.default_rng(1).normal(size=(graph.nodes, 80)).astype(np.float32))[own.owned]
+        found = dataclasses.replace(own, transport=made()).exchange(rows) - own.exchange(rows)
+        errors = [float(one.abs().mean()) for one in found[len(own.owned) :].split(list(own.receives)) if len(one)]
+        return sent, errors
+
+    view = View(graph, _style(NETWORKS["gcn"]), 3)
+    cut = halo.boundary(view.block.indptr, view.block.indices, parts, 3)
+    expected = sylvie.step_bytes(network, cut.rows, HaloOptions(bits=1), 4, np.maximum(1, pairs))
+    for rank, (sent, errors) in enumerate(ranks(3, counted)):
+        assert sent == [expected[rank].sum()] * STEPS
+        if rank < 2:
+            assert errors[0] < 0.05 * errors[1]
 
 
 def over_sockets(channel, graph, parts, network, bits):

@@ -289,8 +289,18 @@ def _halo(halo: HaloOptions, graph: GraphOptions, model: Model) -> None:
             why="its layers do not say where they read the rows of neighbours",
             do='model.kind = "gcn", "sage", "gat" or "gin", or espalier.graph.halo in your own loop',
         )
+    _halo_options(halo, model)
+
+
+def _halo_options(halo: HaloOptions, model: Network) -> None:
     if halo.synchronize < 0:
         raise UserError(f"graph.halo.synchronize = {halo.synchronize} is below 0.", do="graph.halo.synchronize = 1")
+    if halo.bits == "auto" and (halo.by_degree or halo.adapt or halo.delta):
+        raise UserError(
+            'graph.halo.bits = "auto" is not possible with by_degree, adapt and delta.',
+            why="it gives all rows for a peer the bits that the link to it carries",
+            do="graph.halo.bits = 1",
+        )
     if (halo.by_degree or halo.adapt) and halo.bits == WHOLE:
         raise UserError(
             f"graph.halo.{'by_degree' if halo.by_degree else 'adapt'} has no effect when values cross as they are.",

@@ -50,14 +50,15 @@ class Data(Options, frozen=True):
 class HaloOptions(Options, frozen=True):
     """A part of the graph for each rank, which exchange the rows of boundary nodes before each layer (Sylvie).
 
-    `bits` of a value that crosses between hidden layers: 32 as it is, 1 to 8 rounded at random; `by_degree`: more for
+    `bits` of a value that crosses between hidden layers: 32 as it is, 1 to 8 rounded at random, `auto` what the links
+    inside and between machines carry while ranks compute; `by_degree`: more for
     rows of nodes with more neighbours. Every `synchronize`-th step waits for fresh rows, the others take those of the
     step before (1: all wait; 0: none but the first). `adapt`: bits and late rows follow how fast the loss changes.
     `delta`: what crosses is the difference to what crossed before, with what rounding lost of it (2 bits or more).
     A graph transformer takes none of these options: each rank has a range of the tokens, and computes some heads.
     """
 
-    bits: Literal[1, 2, 4, 8, 32] = 32
+    bits: Literal[1, 2, 4, 8, 32, "auto"] = 32
     by_degree: bool = False
     synchronize: int = 1
     adapt: bool = False

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -65,16 +66,23 @@ class RankPart:
     """What one rank trains on, and how it evaluates with the others. Has state: the transport.
 
     Args:
-        part: of the graph that training sees; task: whose nodes are trained on; options: of `[graph.halo]`.
+        part: of the graph that training sees; task: whose nodes are trained on.
+        how: `[graph.halo]`, and the bits by peer where these differ.
         placed: device and dtype of the model; seed: of random rounding.
     """
 
     def __init__(
-        self, part: partition_folder.Part, task: NodeTask, options: HaloOptions, placed: dict[str, Any], seed: int
+        self,
+        part: partition_folder.Part,
+        task: NodeTask,
+        how: tuple[HaloOptions, Sequence[int] | None],
+        placed: dict[str, Any],
+        seed: int,
     ) -> None:
-        self.task = task
+        self.task, (options, peers) = task, how
+        assert options.bits != "auto", "the plan has the bits"
         self.policy = (Adaptive if options.adapt else Every)(options.bits, options.synchronize)
-        self.transport = Sylvie(self.policy, by_degree=options.by_degree, delta=options.delta, seed=seed)
+        self.transport = Sylvie(self.policy, by_degree=options.by_degree, delta=options.delta, peers=peers, seed=seed)
         depth = task.train.depth
         part = part._replace(halo=part.halo.to(placed["device"]))
         self.features, blocks = part._replace(features=part.features.to(**placed)).inputs(depth)
@@ -167,7 +175,8 @@ class HaloParallel(Mechanism):
         halo.equip(model)
         one = next(model.parameters())
         placed = {"device": one.device, "dtype": one.dtype}
-        workload.part = RankPart(part, task, self.options, placed, context.recipe.train.seed)
+        how = bits_by_peer(self.options, context.plan, members, group.rank())
+        workload.part = RankPart(part, task, how, placed, context.recipe.train.seed)
         if self.options.adapt:
             context.meters["halo"] = workload.part.adapted
 
@@ -185,6 +194,27 @@ class HaloParallel(Mechanism):
         if (part := getattr(context.workload, "part", None)) is not None:
             with suppress(PeerLost):
                 part.transport.drain()
+
+
+def bits_by_peer(
+    options: HaloOptions, plan: Plan, members: Sequence[int], rank: int
+) -> tuple[HaloOptions, Sequence[int] | None]:
+    """`options` with the bits that the plan has where they are `auto`, and the bits for each of `members` where those
+    inside a machine and between machines are not the same."""
+    if options.bits != "auto":
+        return options, None
+    told: dict[str, int] = {one.level: BITS[one.codec] for one in plan.exchanges if one.traffic == Traffic.HALO.value}
+    node = plan.ranks[members[rank]].node
+    level = ["inside" if plan.ranks[one].node == node else "between" for one in members]
+    default = told.get("all", WHOLE)
+    each = [told.get(one, default) for one in level]
+    if len(set(told.values())) > 1:
+        return msgspec.structs.replace(options, bits=min(told.values())), each
+    return msgspec.structs.replace(options, bits=each[0] if told else WHOLE), None
+
+
+BITS = {"exact": WHOLE, "int8": 8, "int4": 4, "int2": 2, "int1": 1}
+"""Of the codecs by which a plan names how rows cross."""
 
 
 def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:
@@ -286,9 +316,9 @@ class Halos:
             self._known[tuple(shares)] = known
         return self._known[tuple(shares)]
 
-    def step_bytes(self, shares: Sequence[int], size: int) -> Array:
+    def step_bytes(self, shares: Sequence[int], size: int, by_pair: Array | None = None) -> Array:
         """float [ranks, ranks]: see `sylvie.step_bytes`."""
-        found: Array = step_bytes(self.network, self.rows(shares), self.options, size)
+        found: Array = step_bytes(self.network, self.rows(shares), self.options, size, by_pair)
         return found
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -29,6 +30,8 @@ from espalier.graph.neighbor_sampler import stream
 from espalier.kernels import quantize_rows as kernels
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from espalier.config import HaloOptions
 
 WHOLE = 32
@@ -184,11 +187,20 @@ class Sylvie:
             rounding lost is sent with the next step (error feedback). From 2 bits on: the error of rows that do not
             change shrinks by 1 / (2^bits - 1) a step; one bit between smallest and largest would not shrink it.
         by_degree: rows of nodes with more neighbours get more bits (see `SHARES`); else all get as many.
+        peers: the bits, 1 to 8, of the rows from and for each rank, in place of the policy's; None: the policy's.
         seed: of the random numbers.
     """
 
-    def __init__(self, policy: StalenessPolicy, *, by_degree: bool = False, delta: bool = False, seed: int = 0) -> None:
-        self.policy, self.by_degree, self.delta, self.seed = policy, by_degree, delta, seed
+    def __init__(
+        self,
+        policy: StalenessPolicy,
+        *,
+        by_degree: bool = False,
+        delta: bool = False,
+        peers: Sequence[int] | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.policy, self.by_degree, self.delta, self.peers, self.seed = policy, by_degree, delta, peers, seed
         self.step = 0
         self.choice = Choice(True, policy.bits)
         self._flights: dict[tuple[Crossing, torch.dtype], _Flight] = {}
@@ -262,7 +274,10 @@ class Sylvie:
             if bits != WHOLE and self._shares is None and (together := sharing(columns)) > 1:
                 order, places = _groups(counts, together)
                 counts, columns = [-(-count // together) for count in counts], columns * together
-            widths = self._widths(crossing.backward, sum(counts), bits)
+            if bits != WHOLE and self.peers is not None:
+                widths = torch.tensor(self.peers, dtype=torch.uint8).repeat_interleave(torch.tensor(counts))
+            else:
+                widths = self._widths(crossing.backward, sum(counts), bits)
             each = torch.full((sum(counts),), size) if bits == WHOLE else kernels.wire_bytes(columns, widths.long())
             splits = [int(one.sum()) + STAMP * bool(len(one)) for one in each.split(counts)]
             stamped = torch.tensor([count > 0 for count in counts]).cumsum(0)  # stamps up to this peer's
@@ -374,14 +389,19 @@ def row_bytes(columns: int, bits: Any, size: int = 4) -> Any:
 # --- cost ------------------------------------------------------------------------------------------------------------
 
 
-def step_bytes(network: Gnn, rows: Any, options: HaloOptions, size: int = 4) -> Any:
+def step_bytes(network: Gnn, rows: Any, options: HaloOptions, size: int = 4, by_pair: Any = None) -> Any:
     """float [ranks, ranks]: payload bytes that each rank sends each other in a step, forward and backward together: the
     ledger's row `halo` (with `by_degree` to within the rounding of shares).
 
     Args:
         network: whose layers exchange; rows: `halo.Boundary.rows`; options: of `[graph.halo]`; size: bytes of a value.
+        by_pair: int [ranks, ranks], bits of the rows between each two, symmetric; None: those of `options`.
     """
     rows, sent = np.asarray(rows, np.float64), 0.0
+    if by_pair is not None:
+        each = [(bits, msgspec.structs.replace(options, bits=int(bits))) for bits in np.unique(by_pair)]
+        return sum(step_bytes(network, np.where(by_pair == bits, rows, 0), one, size) for bits, one in each)
+    assert options.bits != "auto", "the plan has the bits"
     plain = options.bits == WHOLE and options.synchronize == 1
     steps = SHARES[options.bits] if options.by_degree else (options.bits,)
     for at, layer in enumerate(network.layers):

@@ -7,13 +7,13 @@ bandwidth. Late rows have a step to arrive in.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import msgspec
 import numpy as np
 
 from espalier import units
-from espalier.plan.base import AdaptiveRule, Plan
+from espalier.plan.base import AdaptiveRule, Exchange, Plan
 from espalier.plan.packed_features import longer
 from espalier.plan.plan_summary import COMPUTING, link_words, places_of
 
@@ -22,9 +22,12 @@ if TYPE_CHECKING:
     from espalier.graph.halo_parallel import Halos
     from espalier.graph.torchgt.token_parallel import TokenCut
 
+Level = Literal["inside", "between"]
 HALOS = "Halos"
 """How sentences about rows that cross begin."""
 ALL_BITS = 32
+HIDDEN = 0.25
+"""Of computing: what rows that a rank waits for may take, where the plan gives them bits."""
 
 
 def seconds(plan: Plan) -> float:
@@ -41,6 +44,38 @@ def _alone(plan: Plan, instead_of: Plan | None) -> Plan:
     return msgspec.structs.replace(plan, why=(f"{HALOS}: one rank has the whole graph, none cross{beside}.", *plan.why))
 
 
+def _with_bits(plan: Plan, halos: Any, cluster: Cluster, far: Any) -> tuple[Plan, Any]:
+    """The plan with the bits of each level of links, and bits by pair of ranks: the most that take no longer than
+    `HIDDEN` of computing, with late rows all of it."""
+    ranks, size = [plan.ranks[rank] for rank in plan.trainers], 8 if plan.precision == "fp64" else 4
+    shares = [one.share[1] - one.share[0] for one in ranks]
+    devices = {place.rank for place in places_of(plan, cluster)}
+    computing = sum(plan.predicted.terms.get(name, 0.0) for name in COMPUTING) if plan.predicted is not None else 0.0
+    limit = computing * (HIDDEN if halos.options.synchronize == 1 else 1.0)
+    found: dict[Level, int] = {}
+    masks: dict[Level, Any] = {"inside": ~far & ~np.eye(len(far), dtype=bool), "between": far}
+    for level, mask in masks.items():
+        if not mask.any():
+            continue
+        link, found[level] = cluster.slowest(devices, level), 1
+        for bits in (ALL_BITS, 8, 4, 2):
+            sent = halos.step_bytes(shares, size, np.full(far.shape, bits)) * mask
+            if sent.sum(1).max() / link.bandwidth + halos.exchanges * (link.latency + link.launch) <= limit:
+                found[level] = bits
+                break
+    if len(set(found.values())) > 1:  # rows as they are and rows of few bits have no message in common
+        found = {level: min(8, bits) for level, bits in found.items()}
+    names = {ALL_BITS: "exact"}
+    crossing = tuple(
+        Exchange(traffic="halo", level=level, codec=names.get(bits, f"int{bits}")) for level, bits in found.items()
+    )
+    words = " and ".join(f"{units.plural(bits, 'bit')} {level} machines" for level, bits in found.items())
+    told = f"{HALOS}: {words}, the most that cross in {units.show_seconds(limit)} (graph.halo.bits = auto)."
+    by_pair = np.where(far, found.get("between", 1), found.get("inside", found.get("between", 1)))
+    plan = msgspec.structs.replace(plan, exchanges=(*plan.exchanges, *crossing), why=(told, *plan.why))
+    return plan, by_pair
+
+
 def with_halos(plan: Plan, halos: Halos | TokenCut, cluster: Cluster, instead_of: Plan | None = None) -> Plan:
     """The plan with the bytes and seconds of its exchanges, in sentences too; each rank takes its part at once.
     `instead_of`: a plan of several ranks that is slower than this one."""
@@ -50,9 +85,11 @@ def with_halos(plan: Plan, halos: Halos | TokenCut, cluster: Cluster, instead_of
     shares = [one.share[1] - one.share[0] for one in ranks]
     plan = msgspec.structs.replace(plan, micro_batch=max(shares))
     size = 8 if plan.precision == "fp64" else 4
-    sent, options = np.asarray(halos.step_bytes(shares, size)), halos.options
-    node = np.array([one.node for one in ranks])
-    far = node[:, None] != node[None]
+    options, node = halos.options, np.array([one.node for one in ranks])
+    far, by_pair = node[:, None] != node[None], cast("Any", None)
+    if options.bits == "auto":
+        plan, by_pair = _with_bits(plan, halos, cluster, far)
+    sent = np.asarray(halos.step_bytes(shares, size, by_pair))
     level, crossing = ("between", sent * far) if far.any() else ("inside", sent)
     devices = {place.rank for place in places_of(plan, cluster)}
     link = cluster.slowest(devices, "between" if far.any() else "inside")
@@ -60,7 +97,9 @@ def with_halos(plan: Plan, halos: Halos | TokenCut, cluster: Cluster, instead_of
     most = max(crossing[groups == one].sum() for one in set(groups.tolist()))
     wait = float(most) / link.bandwidth + halos.exchanges * (link.latency + link.launch)
     words, show = link_words(link, "between" if level == "between" else "inside"), units.show_size
-    low = f"{units.plural(options.bits, 'bit')} a value" if options.bits < ALL_BITS else "values as they are"
+    bits = options.bits if isinstance(options.bits, int) else int(by_pair.min())
+    low = f"{units.plural(bits, 'bit')} a value" if bits < ALL_BITS else "values as they are"
+    low = low if by_pair is None or (by_pair == bits).all() else f"{bits} to {by_pair.max()} bits a value"
     told = [f"{HALOS}: {halos.told(shares)}, {show(float(sent.sum(1).max()))} leave a rank in a step ({low})."]
     exposed, predicted = wait, plan.predicted
     if predicted is not None:
@@ -91,7 +130,7 @@ def with_halos(plan: Plan, halos: Halos | TokenCut, cluster: Cluster, instead_of
     if options.adapt:
         rules = (
             *rules,
-            AdaptiveRule(name="graph.halo.bits", start=options.bits, low=1, high=8, signal="speed of the loss"),
+            AdaptiveRule(name="graph.halo.bits", start=bits, low=1, high=8, signal="speed of the loss"),
         )
         told.append(
             f"{HALOS}: bits begin at {options.bits} and follow how fast the loss changes, from 1 to 8; see the log."

@@ -167,7 +167,7 @@ class TokenCut:
         """All that a plan depends on."""
         return f"TokenCut({self._origin}, {self.nodes}, {self.model.options})"
 
-    def step_bytes(self, shares: Sequence[int], size: int) -> Any:
+    def step_bytes(self, shares: Sequence[int], size: int, by_pair: Any = None) -> Any:
         """float [ranks, ranks]: payload bytes that each rank sends each other in a step, forward and backward.
 
         Rank i sends j its tokens' queries, keys and values of j's heads, and of its own heads the answers for j's
