@@ -186,6 +186,11 @@ class TokenCut:
         pieces = tokens_by_rank(self.nodes, len(self.model.virtual), shares)
         heads = [stop - start for start, stop in HeadSplit(self.most_ranks, self.most_ranks, len(shares)).queries]
         return (
-            f"{sum(pieces):,} tokens are cut into {len(pieces)} ranges of {min(pieces):,} to {max(pieces):,}; in each "
-            f"layer a rank computes all tokens of {min(heads)} to {max(heads)} heads"
+            f"{sum(pieces):,} tokens are cut into {len(pieces)} ranges of {_span(pieces)}; in each layer a rank "
+            f"computes all tokens of {_span(heads)} heads"
         )
+
+
+def _span(counts: Sequence[int]) -> str:
+    least, most = min(counts), max(counts)
+    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
