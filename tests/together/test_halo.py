@@ -121,8 +121,8 @@ def strike(graph, monkeypatch, tmp_path):
     """Runs a supervised run of two ranks on the graph."""
     monkeypatch.setattr(struck, "open_language", lambda recipe: GraphWorkload(recipe, graph))
 
-    def run(halo, name, *faults, ranks=2, **options):
-        recipe = recipe_of({"kind": "sage"}, halo, precision="fp32", checkpoint={"every": 3})
+    def run(halo, name, *faults, ranks=2, model=None, **options):
+        recipe = recipe_of(model or {"kind": "sage"}, halo, precision="fp32", checkpoint={"every": 3})
         return Struck(
             recipe, ranks, tmp_path / name, faults, plan=plan_of(recipe, ranks), memory=1 << 26, **options
         ).run()
@@ -135,6 +135,15 @@ def test_a_rank_that_is_killed_in_an_exchange_changes_no_bit(strike, halo):
     whole = strike(halo, "whole")
     inside = {"inside": (Sylvie, "_launch")} if halo else {}
     run = strike(halo, "run", Fault(1, 5, "kill"), **inside)
+    assert same(run, whole)
+    assert run.all("recovered")[0]["step"] > 0
+
+
+def test_a_rank_of_a_graph_transformer_that_is_killed_changes_no_bit_also_of_the_recall_that_follows_losses(strike):
+    sizes = {"kind": "graph-transformer", "width": 16, "heads": 4, "feed_forward": 16}
+    model = {**sizes, "recall": 0.5, "attention": "sparse"}
+    whole = strike({}, "whole", model=model)
+    run = strike({}, "run", Fault(1, 5, "kill"), model=model)
     assert same(run, whole)
     assert run.all("recovered")[0]["step"] > 0
 

@@ -10,6 +10,7 @@ the whole graph. What crosses, and when, is the field `transport`: the plain one
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -165,6 +166,11 @@ class Halo:
         """int64 [sources]: the ids of own nodes, then of halo nodes."""
         return torch.cat([self.owned, self.outer])
 
+    @cached_property
+    def leaves(self) -> Tensor:
+        """int64: positions among `owned` of the rows for all peers."""
+        return torch.cat(self.sends)
+
     def to(self, device: torch.device | str) -> Halo:
         """The same with its tensors on `device`, where the rows are that it exchanges."""
         named = {name: getattr(self, name).to(device) for name in ("owned", "outer", "edges", "indptr", "indices")}
@@ -243,7 +249,7 @@ class _Exchange(torch.autograd.Function):
         ctx.halo = halo
         made = rows.new_empty(halo.sources, *rows.shape[1:])
         made[: len(rows)] = rows
-        sent = torch.cat([rows[one] for one in halo.sends]) if halo.sums is None else _product(halo.sums, rows)
+        sent = rows.index_select(0, halo.leaves) if halo.sums is None else _product(halo.sums, rows)
         halo.transport(halo, sent, made[len(rows) :], Crossing(halo.layer, backward=False))
         halo.check(made[len(rows) :])
         return made
