@@ -1,9 +1,11 @@
 """SpikingNeRF: picture quality, energy, time and memory of spiking colours, beside a plain network and other libraries.
 
-    python bench/spikingnerf.py [--quick] [--pairs N] [--json FILE] [--scene FOLDER] [--only CASES]
+    python bench/spikingnerf.py [--quick] [--pairs N] [--json FILE] [--scene FOLDER] [--only CASES] [--picture FILE]
 
 `quality` fits fields of both scenes (`--scene`, a folder in Blender's layout, else `spheres:`; and `knot:`) on several
-seeds, two fits at a time on a core each; a spiking one also for twice the steps. `alignments` compares the orders in
+seeds, two fits at a time on a core each; a spiking one also for twice the steps. It times nothing, so that it may run
+beside other work; `--picture` writes a test view of each scene as PNG: the truth, plain, spiking, and spiking after
+twice the steps. `alignments` compares the orders in
 which samples are time steps. `heads` times a training step of the colour network alone on the samples of a fitted
 field, and what it keeps for backward: ours, SpikingJelly's and snnTorch's neurons on padded rays (peers are left out
 where they cannot be imported), and rendering by the kernel that adds the rows of neurons that fire. `train` is
@@ -21,16 +23,17 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
-from espalier import workload_registry
+from espalier import artifacts, workload_registry
 from espalier.config import recipe_file
 from espalier.kernels import counts
 from espalier.kernels.ragged import Ragged
@@ -46,7 +49,7 @@ from table import Row, arguments, compare, interval, publish
 
 GOAL = 30.0
 """Decibels."""
-RAYS = 1024
+RAYS = 512
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class Fit:
 class Found:
     """PSNR, mean of the test views; of one image: joules without and with one product of directions a ray, and of all
     that is computed without and with the traffic of DRAM; spikes of a neuron and sample in both layers; operations on
-    spikes; seconds of a step."""
+    spikes; the first test view beside the truth, uint8 [height, 2 * width, 3]."""
 
     psnr: float
     joules: float
@@ -77,7 +80,7 @@ class Found:
     moved: float
     rates: tuple[float, float]
     sops: float
-    seconds: float
+    view: Any = field(repr=False, compare=False)
 
 
 # --- neurons of other libraries ----------------------------------------------------------------------------------
@@ -107,9 +110,9 @@ class JellyColours(SpikingColours):
         mask = torch.arange(int(rows.lengths.max()))[None] < rows.lengths[:, None]
         x = rows.padded().transpose(0, 1).contiguous()
         one = self.scan(self._nodes[0], x)
-        two = self.scan(self._nodes[1], self.second(one))
+        two = self.scan(self._nodes[1], one @ self.matrix(self.second).T)
         fired = torch.stack([(layer.detach() * mask.T[:, :, None]).sum() for layer in (one, two)]).long()
-        return self.last(two).transpose(0, 1)[mask], fired
+        return (two @ self.matrix(self.last).T).transpose(0, 1)[mask], fired
 
 
 class SnnTorchColours(JellyColours):
@@ -159,10 +162,10 @@ def opened(fit: Fit) -> RadianceWorkload:
     return found
 
 
-def fitted(fit: Fit) -> tuple[RadianceWorkload, Field, float]:
-    """The workload, its fitted field, and seconds of a step of the fine stage."""
+def fitted(fit: Fit) -> tuple[RadianceWorkload, Field]:
+    """The workload, and its fitted field."""
     torch.set_num_threads(1)
-    whole, state, begun = opened(fit), None, 0.0
+    whole, state = opened(fit), None
     train = whole.recipe.train
     for phase in whole.phases():
         own = whole.at(phase)
@@ -174,7 +177,6 @@ def fitted(fit: Fit) -> tuple[RadianceWorkload, Field, float]:
             field.load_state_dict({**field.state_dict(), **own.carry(state)})
         rate = train.optimizer.learning_rate or 1e-3
         optimizer = torch.optim.Adam(field.parameters(), lr=rate, betas=(0.9, 0.99), fused=True)
-        begun = time.perf_counter()
         for step in range(phase.start, phase.stop):
             optimizer.param_groups[0]["lr"] = rate * schedules.factor(train.schedule, step, fit.steps)
             loss, weight = own.loss(field, own.batches(step, Shard(0, RAYS, RAYS))[0])
@@ -182,12 +184,12 @@ def fitted(fit: Fit) -> tuple[RadianceWorkload, Field, float]:
             (loss / weight).backward()
             optimizer.step()
         state = field.state_dict()
-    return own, field, (time.perf_counter() - begun) / (phase.stop - phase.start)
+    return own, field
 
 
 def run(fit: Fit) -> Found:
     """Fits, renders the test views and counts."""
-    workload, field, seconds = fitted(fit)
+    workload, field = fitted(fit)
     scene, options = workload.scene, workload.options
     views, pixels = list(scene.parts["test"]), scene.lens.width * scene.lens.height
     decibels, met, coloured, spikes = [], 0, 0, torch.zeros(2)
@@ -199,6 +201,7 @@ def run(fit: Fit) -> Found:
             decibels.append(psnr(float(error)))
             met, coloured = met + int((made.offsets.diff() > 0).sum()), coloured + len(made.points)
             spikes += made.spikes if len(made.spikes) else 0
+        shown = workload.render(field, scene.lens, scene.poses[views[0]])
         with counts.Counter(field) as counter:
             field(rays)
     plain, hoisted = (spikingnerf.operations(options, coloured, met, spikes, hoists=one) for one in (False, True))
@@ -211,7 +214,7 @@ def run(fit: Fit) -> Found:
         counter.total.joules("dram"),
         (float(spikes[0]) / neurons, float(spikes[1]) / neurons),
         plain.acs / len(views),
-        seconds,
+        np.concatenate([scene.images[views[0]].numpy(), shown.image.numpy()], 1),
     )
 
 
@@ -246,6 +249,7 @@ class Sizes:
     resolution: int
     widths: tuple[int, ...]
     note: str
+    picture: str = ""
 
 
 def quality(sizes: Sizes) -> list[Row]:
@@ -253,14 +257,20 @@ def quality(sizes: Sizes) -> list[Row]:
     base = [
         Fit("voxels", scene, seed, sizes.steps, width, sizes.resolution)
         for scene in sizes.scenes
-        for width in sizes.widths
+        for width in (sizes.widths if scene == sizes.scenes[0] else sizes.widths[:1])
         for seed in range(1, (sizes.seeds if width == sizes.widths[0] else 1) + 1)
     ]
     longer = [replace(one, kind="spikingnerf", steps=2 * one.steps) for one in base]
     equal = [replace(one, kind="spikingnerf") for one in base]
     found, rows = together([*base, *longer, *equal]), []
+    if sizes.picture:
+        firsts = [place for place, one in enumerate(base) if one.seed == 1 and one.width == sizes.widths[0]]
+        views = [[found[each[place]].view for each in (base, equal, longer)] for place in firsts]
+        size = views[0][0].shape[1] // 2
+        lines = [np.concatenate([plain, *(one[:, size:] for one in spiking)], 1) for plain, *spiking in views]
+        Path(sizes.picture).write_bytes(artifacts.encode(np.concatenate(lines).repeat(2, 0).repeat(2, 1)))
     for scene in sizes.scenes:
-        for width in sizes.widths:
+        for width in sorted({one.width for one in base if one.scene == scene}, reverse=True):
             own = [one for one in base if (one.scene, one.width) == (scene, width)]
             case = f"{name_of(scene)}, hidden {width}, {sizes.steps} steps{sizes.note}"
             plain = [found[one] for one in own]
@@ -283,7 +293,6 @@ def quality(sizes: Sizes) -> list[Row]:
                 ),
                 row(f"{case}: all that is computed", "plain field", "J per image", pairs("counted", twice), -1),
                 row(f"{case}: and DRAM", "plain field", "J per image", pairs("moved", twice), -1),
-                row(f"{case}: a training step", "plain network", "s", pairs("seconds", same), -1),
             ]
             rates = [statistics.median(one.rates[layer] for one in twice) for layer in (0, 1)]
             rows.append(Row(f"{case}: spikes of a neuron and sample", "second layer", rates[1], rates[0],
@@ -314,7 +323,7 @@ def heads(sizes: Sizes) -> list[Row]:
     """The colour network alone, on the samples of one batch."""
     torch.set_num_threads(1)
     fit = Fit("spikingnerf", sizes.scenes[-1], 1, sizes.steps // 2, 64, sizes.resolution)
-    workload, field, _ = fitted(fit)
+    workload, field = fitted(fit)
     ours = field.colours
     assert isinstance(ours, SpikingColours)
     features, views, found = survivors(workload, field)
@@ -410,7 +419,7 @@ def rendering(case: str, ours: SpikingColours, given: tuple[Tensor, Tensor, Samp
 def train(sizes: Sizes) -> list[Row]:
     """`espalier train` of the plain field, whole: seconds until a validation has 30 dB, and the last PSNR."""
     example, rows = Path(__file__).parents[1] / "examples" / "scene.toml", []
-    for scene in sizes.scenes:
+    for scene in sizes.scenes[:1]:
         with tempfile.TemporaryDirectory() as place:
             changes = [f"data.path={scene}", f"train.steps={2 * sizes.steps}", f"model.resolution={sizes.resolution}"]
             command = [
@@ -453,11 +462,20 @@ def main() -> None:
     asked = arguments(
         __doc__ or "",
         only={"default": ",".join(CASES), "help": "cases, with commas"},
+        picture={"default": "", "help": "PNG that `quality` writes"},
         scene={"default": "spheres:", "help": "a folder in Blender's layout, or a scene that is rendered here"},
     )
-    sizes = Sizes((asked.scene, "knot:"), asked.pairs or 3, 400, 64, (128, 64), "")
+    sizes = Sizes((asked.scene, "knot:"), asked.pairs or 3, 400, 64, (128, 64), "", asked.picture)
     if asked.quick:
-        sizes = Sizes(("spheres:views=8,size=32", "knot:views=8,size=32"), asked.pairs or 1, 60, 24, (32,), ", quick")
+        sizes = Sizes(
+            ("spheres:views=8,size=32", "knot:views=8,size=32"),
+            asked.pairs or 1,
+            60,
+            24,
+            (32,),
+            ", quick",
+            asked.picture,
+        )
     begun, rows = time.monotonic(), []
     for name in asked.only.split(","):
         rows += CASES[name](sizes)

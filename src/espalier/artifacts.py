@@ -66,6 +66,23 @@ class Table:
         return {"kind": "table", "text": "\n".join(line.rstrip() for line in lines), "rows": rows}
 
 
+@dataclass(frozen=True)
+class Curve:
+    """Lines over what is not steps: each of `rows` begins with x, ascending, and has a value for each of `names`; None
+    where a line has none. `along` is what x counts."""
+
+    title: str
+    along: str
+    names: Sequence[str]
+    rows: Sequence[Sequence[float | None]]
+
+    @property
+    def fields(self) -> Mapping[str, Any]:
+        """See `Artifact.fields`."""
+        rows = [[self.along, *self.names], *([*row] for row in self.rows)]
+        return {"kind": "curve", "text": self.title, "rows": rows}
+
+
 def _shown(cell: str | int | float) -> str:
     return f"{cell:.4g}" if isinstance(cell, float) else str(cell)
 

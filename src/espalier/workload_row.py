@@ -230,6 +230,8 @@ class Row:
             UserError for a run that was not trained on conversations. None: no run of this kind is.
         turntable: of a scene, (workload, model, file) -> what was written: an animation of a way round it.
         energy: (workload, model) -> what an inference takes. None: nobody has counted it.
+        packed: (model, folder) -> whether the folder is an export that predicts by itself, with which the model is
+            filled then.
     """
 
     open: Callable[[Recipe, Opening], Workload]
@@ -248,3 +250,4 @@ class Row:
     reply: Callable[[Workload, nn.Module, Sequence[tuple[str, str]], Sampling], Iterator[str]] | None = None
     turntable: Callable[[Workload, nn.Module, Path], str] | None = None
     energy: Callable[[Workload, nn.Module], EnergyTables] | None = None
+    packed: Callable[[nn.Module, Path], bool] = lambda model, folder: False

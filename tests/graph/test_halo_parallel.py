@@ -101,6 +101,14 @@ def test_any_parts_train_and_validate_as_one_rank(kind):
         assert sum(found["halo"]) > 0
 
 
+@pytest.mark.parametrize("quant", ["a2q", "mega", "uniform"])
+def test_quantized_layers_over_parts_train_as_on_one_rank(quant):
+    alone = train(recipe_of(quant={"kind": quant}), made())
+    found = train(recipe_of(quant={"kind": quant}, graph={"halo": HALO}), made(), (30,))
+    close(found, alone, rel=1e-6)
+    assert sum(found["halo"]) > 0
+
+
 def test_fp32_and_labels_on_few_ranks_train_as_one_rank():
     """All training nodes are in one cluster, so that some rank has none."""
     graph = made()

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from espalier import config
+from espalier.artifacts import Curve, Table
 from espalier.config import defaults, recipe_file
 from espalier.errors import UserError
 from espalier.graph import base, pyg, quantization, synthetic
@@ -92,11 +93,6 @@ def test_other_kinds_of_model_have_no_such_section():
         defaults.resolve(recipe_file.from_table({**table, "model": {"kind": "messages", "build": "a:b"}}))
 
 
-def test_a_graph_that_is_cut_over_ranks_is_not_quantized():
-    with pytest.raises(UserError, match=r"not possible with \[graph.halo\]"):
-        recipe({"kind": "a2q"}, graph={"halo": {}})
-
-
 def test_widths_follow_degrees_where_each_degree_has_its_own(make_graph):
     _, model = trained(make_graph(), recipe({"kind": "mega"}))
     found = quantization.quantization_of(model)
@@ -162,9 +158,24 @@ def test_the_quantized_rows_are_codes_of_the_stored_steps(make_graph):
 
 def test_the_report_shows_bits_against_degree_and_bytes(make_graph):
     workload, model = trained(make_graph(), recipe({"kind": "a2q"}), steps=5)
-    sizes, degrees = (one for one in workload.sample(model) if one.columns[0] in ("features", "degree"))
+    shown = [one for one in workload.sample(model) if isinstance(one, Table)]
+    sizes, degrees = (one for one in shown if one.columns[0] in ("features", "degree"))
     assert [row[0] for row in sizes.rows] == ["codes", "widths and steps", "fp32"]
     assert sum(row[1] for row in degrees.rows) == workload.graph.nodes
+
+
+def test_curves_show_bits_against_degree_and_accuracy_against_bytes(make_graph):
+    workload, model = trained(make_graph(), recipe({"kind": "mega"}), steps=20)
+    found = quantization.quantization_of(model)
+    target, before = found.target.target, quantization.stored_bytes(found)
+    degrees, bytes_ = (one for one in workload.sample(model) if isinstance(one, Curve))
+    assert [row[0] for row in degrees.rows] == found.degrees.unique().tolist()
+    sizes = [row[0] for row in bytes_.rows]
+    assert len(sizes) == 4
+    assert sizes == sorted(sizes)
+    assert sizes[-1] == (before.codes + before.pairs) / 1024
+    assert all(0 <= row[1] <= 100 for row in bytes_.rows)
+    assert (found.target.target, quantization.stored_bytes(found)) == (target, before)
 
 
 def test_small_graphs_share_a_bank():
@@ -222,7 +233,10 @@ TRAIN = ("train", str(ROOT / "examples" / "quantized-graph.toml"), "plan.cluster
 
 
 def test_the_example_trains_reports_and_predicts(run):
-    assert "bits, rows of 8" in (run / "run" / "report.html").read_text()
+    report = (run / "run" / "report.html").read_text()
+    assert "bits, rows of 8" in report
+    assert report.count("Bits against degree") > 1, "a chart"
+    assert "Accuracy against bytes" in report
     found = espalier(run, "predict", "run", "3")
     assert found.returncode == 0, found.stderr
     assert len(found.stdout.split("\t")) == 3
@@ -237,6 +251,23 @@ def test_the_packed_export_is_as_long_as_its_parts_and_reads_back(run):
     assert facts == {"quant": "a2q"}
     assert {"layers.0.rows", "layers.1.rows", "layers.0.weight.weight"} <= set(matrices)
     assert "where fp32 takes" in found.stdout
+
+
+def test_the_packed_export_predicts_by_itself_what_the_run_predicts(run, tmp_path):
+    espalier(run, "export", "run", "--to", "packed", "--out", str(tmp_path / "packed"))
+    (run / "run" / "checkpoints").rename(run / "elsewhere")
+    try:
+        found = espalier(tmp_path, "predict", "packed")
+    finally:
+        (run / "elsewhere").rename(run / "run" / "checkpoints")
+    assert found.returncode == 0, found.stderr
+    assert found.stdout == espalier(run, "predict", "run").stdout
+    data = bytearray((tmp_path / "packed" / "packed.pkg").read_bytes())
+    data[-9] ^= 1
+    (tmp_path / "packed" / "packed.pkg").write_bytes(bytes(data[:-1]))
+    found = espalier(tmp_path, "predict", "packed", "3")
+    assert found.returncode == 2
+    assert "packed.pkg is damaged at byte" in found.stderr
 
 
 def test_the_energy_of_a_run_is_the_sum_of_its_parts_with_sources(run):

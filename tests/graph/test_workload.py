@@ -28,12 +28,13 @@ from .conftest import made
 STEPS = 4
 
 
-def recipe_of(model=None, graph=None, **train):
+def recipe_of(model=None, graph=None, quant=None, **train):
     table = {
         "model": {"kind": "gcn", "depth": 2, "width": 8, "dropout": 0.0, **(model or {})},
         "data": {"path": "made"},
         "graph": graph or {},
         "train": {"steps": STEPS, "precision": "fp64", **train},
+        **({"quant": quant} if quant else {}),
     }
     return defaults.resolve(recipe_file.from_table(table))[0]
 

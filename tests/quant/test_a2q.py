@@ -46,8 +46,8 @@ def test_unpacked_codes_times_steps_are_the_quantized_values_bit_for_bit(
 def test_every_width_uses_its_whole_range_and_rounds_within_half_a_step(width: int, signed: bool) -> None:
     bits = float(width if signed else width + 1)
     x = rows(5, 200, width, signed)
-    quantizer = quantizer_of([bits] * 5, 200, signed).eval()
-    quantizer.allocator.raw_step.data.fill_(-1.0 / base.STEP_RATE)
+    quantizer = quantizer_of([bits] * 5, 200, signed)  # in training, as inference fits steps
+    quantizer.allocator.raw_step.data.fill_(-1.0 / quantizer.allocator.rate)
     coded, found = quantizer.codes(x), quantizer(x)
     largest = 2 ** (width - 1) - 1 if signed else 2**width - 1
     assert set(coded.widths.tolist()) == {0 if largest == 0 else width}
@@ -102,7 +102,7 @@ def test_the_local_gradient_is_that_of_the_rows_own_error_and_features_keep_the_
     x = rows(5, 16, 7).double().requires_grad_()
     step = torch.full((5, 1), 0.2, dtype=torch.float64, requires_grad=True)
     bits = torch.full((5, 1), 2.0, dtype=torch.float64, requires_grad=True)
-    found = FakeQuantize.apply(x, step, bits, Rule(local=1.0))
+    found = FakeQuantize.apply(x, step, bits, Rule(local=1.0, ste="pass"))
     weight = rows(5, 16, 8).double()
     (found * weight).sum().backward()
     assert torch.equal(x.grad, weight)
@@ -147,6 +147,7 @@ def test_bits_beside_a_gain_of_dropout_are_those_without() -> None:
     plain = quantizer(x)
     quantizer.gain = 2.0
     assert torch.equal(quantizer(2 * x), 2 * plain)
+    quantizer.allocator.fits = False
     assert torch.equal(quantizer.eval()(x), plain)
 
 
@@ -183,7 +184,7 @@ def test_a_heavier_penalty_takes_bits_down_further() -> None:
         target.weight = weight
         x, quantizer = rows(100, 16, 4, signed=False), FeatureQuantizer(allocator, 16, Rule(False, local=1.0))
         quantizer.begin(x)
-        optimizer = torch.optim.Adam(quantizer.parameters(), lr=0.01)
+        optimizer = torch.optim.Adam(quantizer.parameters(), lr=0.01 * 10 / base.BIT_RATE)
         for _ in range(60):
             optimizer.zero_grad()
             (quantizer(x).sum() * 0 + target.penalty()).backward()
@@ -249,3 +250,15 @@ def test_integer_products_and_sums_are_those_of_the_quantized_values_exactly() -
     codes, step = messages.codes(xw)
     summed = (adjacency @ codes.long()).float() * step
     assert torch.equal(summed, adjacency.float() @ messages(xw)), "in float32, in whatever order"
+
+
+def test_inference_fits_each_rows_step_and_stores_the_steps_it_fitted() -> None:
+    x, quantizer = rows(40, 16, 5), quantizer_of([3.0] * 40, 16)
+    quantizer.allocator.raw_step.data.fill_(-1.0 / quantizer.allocator.rate)
+    learned = quantizer.train()(x)
+    fitted, coded = quantizer.eval()(x), quantizer.codes(x)
+    before, after = ((one - x).detach().square().sum(1) for one in (learned, fitted))
+    assert float(after.sum()) < 0.9 * float(before.sum())
+    assert torch.equal(coded.codes * STEPS[coded.steps.long()][:, None], fitted)
+    assert torch.equal(quantizer(x), fitted), "nothing is kept of it"
+    assert torch.equal(quantizer(x[:1], base.RowIndex(torch.tensor([0]))), fitted[:1])

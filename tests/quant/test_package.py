@@ -57,7 +57,7 @@ def test_decoding_gives_back_every_code(widths, columns, signed, share, occupied
 
 
 @settings(deadline=None, max_examples=20)
-@given(st.integers(1, 200), st.integers(0, 99), st.data())
+@given(st.integers(1, 900), st.integers(0, 99), st.data())
 def test_some_rows_are_decoded_as_among_all(rows, seed, data):
     widths = np.random.default_rng(seed).integers(0, 9, rows).tolist()
     given_ = coded(widths, 11, False, 0.5, seed)
@@ -140,6 +140,29 @@ def test_a_package_of_no_mode_or_of_another_width_is_refused_by_its_bit(word):
     broken = PackedRows(80, 8, False, "dense", {**packed.streams, "packages": words.view(np.uint8)}, packed.sizes)
     with pytest.raises(UserError, match="package at bit 192"):
         broken.decoded()
+
+
+@pytest.mark.parametrize("row", [3, 299])
+def test_a_bitmap_that_names_more_or_fewer_codes_than_there_are_is_refused(row):
+    given_ = coded([2, 4, 1] * 100, 16, False, 0.5, 5)
+    packed = encode(given_, optimal, "bitmap")
+    for changed in (0, 255):
+        bitmap = packed.streams["occupied"].copy()
+        assert bitmap[2 * row] != changed
+        bitmap[2 * row] = changed
+        broken = PackedRows(300, 16, False, "bitmap", {**packed.streams, "occupied": bitmap}, packed.sizes)
+        with pytest.raises(UserError, match="package at bit"):
+            broken.decoded()
+
+
+def test_widths_that_alternate_close_few_packages():
+    alternating, level = (
+        encode(coded(widths, 16, False, 1.0, 1), optimal, "dense") for widths in ([1, 2] * 512, [2] * 512)
+    )
+    codes = 512 * 16 * 3
+    assert 8 * alternating.streams["packages"].nbytes < 1.12 * codes
+    assert alternating.sizes.index == 8 * 24 * 5
+    assert level.sizes.index == 8 * 24 * 3
 
 
 def test_codes_beyond_their_width_are_refused():

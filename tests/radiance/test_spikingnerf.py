@@ -149,8 +149,8 @@ def test_repeated_steps_are_the_mean_of_four(network: SpikingColours) -> None:
     own = network(features, views, found)[0]
     x = network.currents(features, views, found)
     one = lif_scan_padded(x[:, None].expand(-1, 4, -1))
-    two = lif_scan_padded(one @ network.second.weight.T)
-    assert torch.allclose(own, (two @ network.last.weight.T).mean(1).sigmoid(), atol=1e-6)
+    two = lif_scan_padded(one @ network.matrix(network.second).T)
+    assert torch.allclose(own, (two @ network.matrix(network.last).T).mean(1).sigmoid(), atol=1e-6)
 
 
 def test_synaptic_operations_are_the_products_that_are_not_zero(network: SpikingColours) -> None:
@@ -158,7 +158,7 @@ def test_synaptic_operations_are_the_products_that_are_not_zero(network: Spiking
     features, views, found = inputs()
     x = network.currents(features, views, found)
     one = lif_scan(x, found.offsets)
-    two = lif_scan(one @ network.second.weight.T, found.offsets)
+    two = lif_scan(one @ network.matrix(network.second).T, found.offsets)
     brute = float((one[:, None] * torch.ones_like(network.second.weight)[None] != 0).sum())
     brute += float((two[:, None] * torch.ones_like(network.last.weight)[None] != 0).sum())
     for grad in (True, False):
@@ -188,7 +188,7 @@ def test_energy_is_the_papers_formula_by_hand() -> None:
 def test_directions_are_multiplied_once_a_ray_with_the_same_result() -> None:
     torch.manual_seed(1)
     network, (features, views, found) = ColourNetwork(6, 24), inputs()
-    whole = torch.cat([features, encoded(views)[found.rays]], 1) @ network.first.weight.T
+    whole = torch.cat([features, encoded(views)[found.rays]], 1) @ network.matrix(network.first).T
     assert torch.allclose(network.currents(features, views, found), whole, atol=1e-5)
 
 

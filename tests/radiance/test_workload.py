@@ -20,7 +20,7 @@ from programs import MACHINE, forked
 from espalier import workload_registry
 from espalier.config import recipe_file
 from espalier.errors import UserError
-from espalier.radiance import rendered_scenes
+from espalier.radiance import energy, rendered_scenes, spikingnerf
 from espalier.radiance.rays import look_at, rays_of
 from espalier.radiance.voxels import Field
 from espalier.radiance.workload import RadianceWorkload
@@ -103,6 +103,27 @@ def test_the_run_has_two_phases_with_a_plan_each_and_says_what_spikes_cost(home:
     assert "Psnr" in report or "psnr" in report
     assert "joules per image" in report
     assert report.count("data:image/png") >= 2
+
+
+def test_the_energy_of_an_image_is_told_by_part_and_for_the_colour_network(home: Path) -> None:
+    done = forked(home, "explain", "runs/on1", "--energy", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    parts = {one["part"]: one for one in found["parts"]}
+    assert {"grid of densities", "colours: first layer, neurons, spikes"} <= set(parts)
+    (table,) = found["tables"]
+    rows = {(one["colour network"], one["directions"]): one for one in table["rows"]}
+    assert set(rows) == {(kind, how) for kind in ("spiking", "plain") for how in ("once a ray", "for each sample")}
+    assert rows["plain", "once a ray"]["accumulations"] == "0"
+    assert [one[0] for one in found["constants"]][:2] == ["mac", "ac"]
+    shown = forked(home, "explain", "runs/on1", "--energy").stdout
+    assert "ISSCC 2014" in shown
+    workload, model = (getattr(load_run.trained(home / "runs" / "on1"), name) for name in ("workload", "model"))
+    made = energy.of_view(model, workload.rendered(model, workload.scene.lens, workload.scene.poses[0]))
+    by_hand = spikingnerf.operations(workload.options, made.samples, made.rays, made.spikes)
+    colours = made.parts["colours: first layer, neurons, spikes"]
+    assert (colours.macs, colours.acs) == (by_hand.macs, by_hand.acs)
+    assert "energy of an image" in (home / "runs" / "on1" / "report.html").read_text()
 
 
 def test_a_killed_and_a_stopped_run_end_as_the_undisturbed_one(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

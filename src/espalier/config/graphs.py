@@ -373,12 +373,6 @@ def _quant(quant: Quant, model: Model, graph: GraphOptions) -> None:
             why="quantizers stand round layers that aggregate, in our own networks",
             do="espalier.quant.a2q.quantize_inputs around its layers in your own loop",
         )
-    if graph.halo is not None:
-        raise UserError(
-            "[quant] is not possible with [graph.halo].",
-            why="a rank has the rows of its own part, and widths are of all nodes",
-            do="leave one of them out; graph.halo.bits has rows cross in few bits",
-        )
     if quant.target is None:
         return
     if isinstance(quant, Uniform):

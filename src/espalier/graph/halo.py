@@ -281,7 +281,11 @@ def equip(model: nn.Module) -> nn.Module:
     if isinstance(model, Gnn):
         for layer in model.layers:
             assert isinstance(layer, Layer)
-            layer.aggregate, layer.attend = _aggregating(layer.aggregate), _attending(layer.attend)
+            inner = getattr(layer, "quantized", None)  # rows are quantized before they cross
+            if inner is None:
+                layer.aggregate, layer.attend = _aggregating(layer.aggregate), _attending(layer.attend)
+            else:
+                inner.plain, inner.attention = _aggregating(inner.plain), _attending(inner.attention)
     return model
 
 

@@ -31,6 +31,7 @@ from espalier.graph import halo, partial_sums, partition_folder
 from espalier.graph.base import dense
 from espalier.graph.gnn import Gnn, GraphAttention, Layer
 from espalier.graph.neighbor_sampler import whole
+from espalier.graph.quantization import quantization_of
 from espalier.graph.subgraphs import SubgraphBatch
 from espalier.graph.sylvie import WHOLE, Adaptive, Every, Sylvie, step_bytes
 from espalier.mechanism import Build, Mechanism
@@ -166,16 +167,19 @@ class HaloParallel(Mechanism):
         nodes = [one.node for one in ranks]
         writes = nodes.index(nodes[group.rank()]) == group.rank()
         assert isinstance(model, Gnn)
-        cutting = Cutting(task.train.graph, task.train.style, takes_sums(model))
+        sums = takes_sums(model) and context.recipe.quant is None
+        cutting = Cutting(task.train.graph, task.train.style, sums)
         if (known := task.train.graph.partition) is None:
             part = open_part(cutting, shares, group, writes=writes)
         else:
             part = partition_folder.read(known.folder, group.rank(), group, task.train.graph.identity)
-            _check_sums(part, model)
+            _check_sums(part, sums)
         halo.equip(model)
         one = next(model.parameters())
         placed = {"device": one.device, "dtype": one.dtype}
         how = bits_by_peer(self.options, context.plan, members, group.rank())
+        if (bits := quantization_of(model)) is not None:
+            bits.trains_on(part.halo.to(one.device))
         workload.part = RankPart(part, task, how, placed, context.recipe.train.seed)
         if self.options.adapt:
             context.meters["halo"] = workload.part.adapted
@@ -230,8 +234,8 @@ PAYS = 0.9
 """Share of the rows up to which partial sums are sent: they are made by a product of their own."""
 
 
-def _check_sums(part: partition_folder.Part, network: Gnn) -> None:
-    if part.halo.sums is not None and not takes_sums(network):
+def _check_sums(part: partition_folder.Part, sums: bool) -> None:
+    if part.halo.sums is not None and not sums:
         raise UserError(
             "The graph was cut for a network that adds rows up as they are.",
             why="sums of rows cross between its parts, which attention and kept columns cannot read",

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from espalier import config, units
-from espalier.artifacts import Table
+from espalier.artifacts import Curve, Table
 from espalier.graph import compiled_aggregate
 from espalier.graph.base import Forms, Kept, MessageBlock, Rows, dense
 from espalier.graph.gnn import Gnn, GraphAttention, Layer
@@ -41,7 +41,10 @@ from espalier.quant.mega.package import PackedRows, encode
 from espalier.quant.packed_spmm import PackedMatrix, packed_matmul
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from espalier.graph.data import Array, Graph
+    from espalier.graph.halo import Halo
     from espalier.graph.subgraphs import SubgraphBatch
 
 PROBED = 4096
@@ -100,6 +103,7 @@ class Quantization:
         packed: rows that layers read are put in packages and taken out of them, and messages summed as they are packed;
             the results are the same but for rounding of float32.
         stored: those packages by the name of what they are rows of, while `packed`.
+        part: of the graph, that this rank trains on; None: all of it.
     """
 
     def __init__(self, options: config.Quant, told: QuantizedGraph) -> None:
@@ -108,6 +112,7 @@ class Quantization:
         self.columns: list[ColumnQuantizer] = []
         self.target: MemoryTarget | None = None
         self.packed, self.first = False, 0
+        self.part: Halo | None = None
         self.stored: dict[str, PackedRows] = {}
         self.degrees = None if told.whole else torch.from_numpy(told.graph.degrees().astype(np.int64))
         self.root = None if told.whole else torch.from_numpy(symmetric_root(told.graph))
@@ -122,7 +127,26 @@ class Quantization:
         if self.degrees is None:
             return RowIndex(block.nodes, block.indptr.diff())
         degrees = self.degrees.to(block.indptr.device)
+        if self.part is not None and (own := self.own(block)):
+            ids = self.part.nodes if block.halo is None else self.part.owned
+            return RowIndex(ids, degrees[ids], own)
         return RowIndex(block.nodes, degrees if block.nodes is None else degrees[block.nodes])
+
+    def own(self, block: MessageBlock) -> int:
+        """Rows that this rank owns where `block` is of its part; 0 where it is of the whole graph."""
+        if self.part is None or len(block.indptr) != len(self.part.owned) + 1:
+            return 0
+        return len(self.part.owned)
+
+    def trains_on(self, part: Halo) -> None:
+        """A part of the graph, on this rank: rows are quantized by the rank that owns them, before they cross. In every
+        step all ranks together see every node."""
+        self.part = part
+        for feature in self.features:
+            if isinstance(feature.allocator, NodeBits):
+                feature.allocator.seen.fill_(1.0)
+        for one in self.columns:
+            one.share = len(part.owned) / self.told.graph.nodes
 
     def loss(self, found: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """(sum, weight) with the gradient of the target's penalty; the value stays that of the task."""
@@ -165,10 +189,10 @@ class _Aggregate(nn.Module):
         """See `graph.base.aggregate`."""
         if self.messages is not None and not isinstance(rows, Kept):
             scale, block = _source_scale(block, self.root)
-            rows = rows if scale is None else rows * scale[:, None]
-            if self.found.packed:
+            rows = rows if scale is None else rows * scale[: len(rows), None]
+            if self.found.packed and block.halo is None:
                 return self._finished(_packed_sums(self.messages, block, rows), start)
-            rows = self.messages(rows)
+            rows = self.messages(rows, self.found.own(block))
         if self.sums is None or isinstance(rows, Kept):
             return self.plain(block, rows, start)
         return self._finished(self.plain(block, rows), start)
@@ -180,7 +204,7 @@ class _Aggregate(nn.Module):
     def attend(self, block: MessageBlock, rows: Tensor, scores: tuple[Tensor, Tensor], dropout: float) -> Tensor:
         """See `graph.base.attend`."""
         if self.messages is not None:
-            rows = self.messages(rows.flatten(1)).view_as(rows)
+            rows = self.messages(rows.flatten(1), self.found.own(block)).view_as(rows)
         found = self.attention(block, rows, scores, dropout)
         return found if self.sums is None else self.sums(found.flatten(1)).view_as(found)
 
@@ -340,6 +364,35 @@ def _components(options: config.Quant) -> list[tuple[str, int]]:
 
 GROUPS = ((0, 1), (1, 2), (2, 3), (3, 5), (5, 9), (9, 17), (17, 65), (65, 1 << 62))
 """Degrees in the table of bits."""
+
+
+SHARES = (0.25, 0.5, 0.75, 1.0)
+"""Of the target, at which accuracy is shown."""
+
+
+def curves(found: Quantization, accuracy: Callable[[], float] | None) -> list[Curve]:
+    """Bits against degree; accuracy against bytes, of the trained model under smaller targets (None: not shown).
+    `accuracy` evaluates the model as it is then, in per cent."""
+    if not found.features or found.degrees is None:
+        return []
+    rows = []
+    for degree in found.degrees.unique().tolist():
+        chosen = found.degrees == degree
+        rows.append([degree, *(_mean_width(found, one, chosen) for one in found.features)])
+    names = [f"bits, rows of {one.columns}" for one in found.features]
+    drawn = [Curve("Bits against degree", "degree", names, rows)]
+    target = found.target
+    if accuracy is None or target is None or not target.layers:
+        return drawn
+    whole, points = target.target, []
+    try:
+        for share in SHARES:
+            target.target = max(target.least, math.floor(share * whole))
+            one = stored_bytes(found)
+            points.append([(one.codes + one.pairs) / 1024, accuracy()])
+    finally:
+        target.target = whole
+    return [*drawn, Curve("Accuracy against bytes of features, widths and steps", "KiB", ["per cent"], points)]
 
 
 def tables(found: Quantization) -> list[Table]:

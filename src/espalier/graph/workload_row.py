@@ -9,13 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from espalier import cache_dir, data_hash
 from espalier.config import Messages, Recipe
 from espalier.errors import UserError
-from espalier.graph import kept_graph, partition_folder, quantization
+from espalier.graph import kept_graph, packed_run, partition_folder, quantization
 from espalier.graph.gnn import Gnn
 from espalier.graph.graph_classification import GraphTask
 from espalier.graph.link_prediction import LinkTask
@@ -23,7 +22,6 @@ from espalier.graph.node_classification import NodeTask
 from espalier.graph.subgraphs import infer
 from espalier.graph.workload import GraphWorkload, open_graph
 from espalier.import_function import keep_sources
-from espalier.quant.mega import package
 from espalier.shard.wrap_policy import profile
 from espalier.units import show_size
 from espalier.workload import PackStart, Shard, Workload
@@ -85,7 +83,9 @@ def _pairs(task: LinkTask, text: str | None) -> list[tuple[int, int]]:
 
 
 def _open(recipe: Recipe, opening: Opening) -> GraphWorkload:
-    kept = None if opening.kept is None else kept_graph.read(opening.kept)
+    kept = None
+    if opening.kept is not None:
+        kept = packed_run.with_features(kept_graph.read(opening.kept), opening.kept.parent)
     if kept is not None and not opening.reads:
         graph = kept.graph if kept.whole else kept.outlined()
         return GraphWorkload(recipe, graph, opening.folder, links=kept.links)
@@ -183,46 +183,6 @@ def _energy(workload: Workload, model: nn.Module) -> EnergyTables:
     return EnergyTables(what, parts, [(title, columns, rows)])
 
 
-PACKED = "packed.pkg"
-"""Packages of features and matrices; what else the model has is in model.safetensors."""
-
-
-def _packed(workload: Workload, model: nn.Module, folder: Path) -> str:
-    """`packed.pkg` (matrices and rows of features as packages) and `model.safetensors` (all else), read back and
-    compared."""
-    assert isinstance(workload, GraphWorkload)
-    found = quantization.quantization_of(model)
-    task = workload.task
-    if found is None or not isinstance(model, Gnn) or not isinstance(task, NodeTask) or workload.stored is not None:
-        raise UserError(
-            "This run has nothing to pack.",
-            why="networks that were trained with [quant] to predict nodes of a graph in memory have",
-            do="--to safetensors, or a run of a recipe with [quant]",
-        )
-    found.packed = True
-    infer(model, task.held)
-    rest = {name: one for name, one in model.state_dict().items() if not name.endswith("weight.original")}
-    matrices = {**found.stored, **quantization.packed_weights(model)}
-    if "layers.0.rows" not in matrices:
-        matrices["layers.0.rows"], rest["layers.0.scale"] = quantization.packed_input(workload.graph.features)
-    data = package.to_bytes(matrices, {"quant": type(found.options).__struct_config__.tag})
-
-    def fill(place: Path) -> None:
-        (place / PACKED).write_bytes(data)
-        save_file({name: one.contiguous() for name, one in rest.items()}, place / "model.safetensors")
-        back, _ = package.read(place / PACKED)
-        for name, one in matrices.items():
-            if not torch.equal(back[name].decoded().codes, one.decoded().codes):
-                raise OSError(f"{name} was read back changed")
-
-    cache_dir.export(folder, PACKED, fill)
-    sizes = package.file_sizes(data)
-    parts = {name: getattr(sizes, name) / 8 for name in ("payload", "header", "padding", "bitmap", "index", "steps")}
-    floats = sum(4 * one.rows * one.columns for one in matrices.values())
-    told = ", ".join(f"{name} {show_size(round(size))}" for name, size in parts.items())
-    return f"{show_size(len(data))} where fp32 takes {show_size(floats)}: {told}"
-
-
 def _lines(found: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     for one in found:
         chances = one["probabilities"] if "probabilities" in one else [one["probability"]]
@@ -236,10 +196,11 @@ ROW = Row(
     contents=_contents,
     reading="Reading the graph",
     answer=_answer,
-    exports={"embeddings": _embeddings, "packed": _packed},
+    exports={"embeddings": _embeddings, "packed": packed_run.write},
     freeze=_freeze,
     evaluates=True,
     lacks=kept_graph.lacks,
     pack=_pack,
     energy=_energy,
+    packed=packed_run.load,
 )

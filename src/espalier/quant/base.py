@@ -26,9 +26,14 @@ MOST = 8
 """Bits of a stored code at most."""
 OCTAVE = 8
 """Steps between one and its double."""
-BIT_RATE, STEP_RATE = 10.0, 8.0
-"""How much faster than the weights, at GCN's rate of 0.01, A2Q's authors move bits (0.1) and steps (0.04); Adam moves
-every parameter by its rate, whatever the size of its gradient, so a factor on the parameter is one on the rate."""
+BIT_RATE, STEP_RATE, OWN_RATE = 1.0, 8.0, 0.5
+"""How much faster than the weights widths and steps move; Adam moves every parameter by its rate, whatever the size of
+its gradient, so a factor on the parameter is one on the rate. All steps of a layer move together by STEP_RATE, since
+values grow while a network learns, and each of several by OWN_RATE besides. A2Q's authors move each by 4 times the
+weights' rate and widths by 10 times, in GCN: a row of 16 values, half of them dropped, then pulls its pair about from
+step to step, which on Cora loses three points against one step for all (bench/a2q.py)."""
+PRIOR = 64.0
+"""Values of a pair that weigh as much as all of the layer where steps begin: the mean of few values says little."""
 GRADIENT = 1e-3
 """What gradients of widths and steps are multiplied by, which Adam does not see: thousands of them together would else
 be most of the norm by which all gradients are clipped."""
@@ -47,10 +52,12 @@ quantized values are those of the integers, to the bit."""
 
 
 class RowIndex(NamedTuple):
-    """Which nodes rows are of: `ids` int64 [rows] (None: all nodes in order), and their in-degrees int64 [rows]."""
+    """Which nodes rows are of: `ids` int64 [rows] (None: all nodes in order), their in-degrees int64 [rows], and how
+    many of the first ones this rank owns (0: all)."""
 
     ids: Tensor | None = None
     degrees: Tensor | None = None
+    own: int = 0
 
 
 class _Learned(torch.autograd.Function):
@@ -108,16 +115,21 @@ class BitAllocator(nn.Module):
     Attributes:
         counts: float [entries], rows of the whole matrix that have the pair.
         learned: whether widths are; else they stay as they begin.
+        rate: of the steps: see OWN_RATE.
+        fits: whether each row has a step of its own, which inference may fit to its values.
     """
 
     counts: Tensor
+    fits = False
     side = 0.0
     """Bits beside the pairs that a stored row takes, to say which pair it has."""
 
     def __init__(self, entries: int, bits: float, counts: Tensor | None = None, learned: bool = True) -> None:
         super().__init__()
         self.raw_bits = nn.Parameter(torch.full((entries,), bits / BIT_RATE), requires_grad=learned)
-        self.raw_step = nn.Parameter(torch.full((entries,), -3 / STEP_RATE))
+        self.rate = STEP_RATE if entries == 1 else OWN_RATE
+        self.raw_step = nn.Parameter(torch.full((entries,), -3 / self.rate))
+        self.raw_common = nn.Parameter(torch.zeros(()), requires_grad=entries > 1)
         self.learned = learned
         self.register_buffer("counts", torch.ones(entries) if counts is None else counts.float())
 
@@ -130,7 +142,7 @@ class BitAllocator(nn.Module):
     @property
     def logarithm(self) -> Float[Tensor, " entries"]:
         """log2 of the steps before they are rounded."""
-        found: Tensor = _Learned.apply(self.raw_step, STEP_RATE)
+        found: Tensor = _Learned.apply(self.raw_step, self.rate) + _Learned.apply(self.raw_common, STEP_RATE)
         return found
 
     @property
@@ -145,18 +157,22 @@ class BitAllocator(nn.Module):
 
     @torch.no_grad()
     def begin(self, x: Float[Tensor, "rows columns"], index: RowIndex, signed: bool) -> None:
-        """Steps from values: 2 mean|x| / sqrt(largest code), as LSQ begins (arXiv 1902.08153, section 2.1); of pairs
-        without values the median of the others. Rows of zeros do not count."""
+        """Steps from values: 2 mean|x| / sqrt(largest code), as LSQ begins (arXiv 1902.08153, section 2.1), where the
+        mean is that of the pair's values and of the layer's, each by how many values it is of (PRIOR). Rows of zeros do
+        not count."""
         at, sizes = self.entries_of(x, index, signed), x.abs().mean(1)
         at = torch.arange(len(x), device=x.device) if at is None else at
-        at, sizes = at[sizes > 0], sizes[sizes > 0]
+        at, sizes = at[sizes > 0], sizes[sizes > 0].to(self.counts.dtype)
         if not len(at):
             return
         zeros = self.counts.new_zeros(len(self.counts))
-        sums, found = zeros.index_add(0, at, sizes.to(zeros.dtype)), zeros.index_add(0, at, torch.ones_like(at).float())
-        means = torch.where(found > 0, sums / found.clamp(min=1), sizes.median().to(zeros.dtype))
+        sums, found = zeros.index_add(0, at, sizes), zeros.index_add(0, at, torch.ones_like(sizes))
+        own = found * x.shape[1] / (found * x.shape[1] + PRIOR)
+        whole = sizes.mean().log2()
+        means = torch.where(found > 0, own * ((sums / found.clamp(min=1)).log2() - whole), 0) + whole
         largest = largest_code(self.bits, signed).clamp(min=1)
-        self.raw_step.copy_((2 * means / largest.sqrt()).log2() / STEP_RATE)
+        self.raw_common.zero_()
+        self.raw_step.copy_((1 + means - largest.log2() / 2) / self.rate)
 
 
 class UniformBits(BitAllocator):
@@ -173,6 +189,7 @@ class NodeBits(BitAllocator):
     `places`: which entry each node of the graph at hand has, -1: none, as it was not there in training.
     """
 
+    fits = True
     places: Tensor
     seen: Tensor
 
@@ -235,7 +252,7 @@ class BankBits(BitAllocator):
     def __init__(self, rows: int, bits: float, pairs: int = 1000) -> None:
         super().__init__(pairs, bits, torch.full((pairs,), rows / pairs))
         spread = torch.linspace(-8, 2, pairs)
-        self.raw_step.data.copy_(spread / STEP_RATE)
+        self.raw_step.data.copy_(spread / self.rate)
 
     def entries_of(self, x: Tensor, index: RowIndex, signed: bool) -> Int64[Tensor, " rows"] | None:
         """By value."""
@@ -249,7 +266,7 @@ class BankBits(BitAllocator):
             ends = (largest.quantile(torch.tensor([0.001, 0.999], dtype=x.dtype))).log2()
             code = math.log2(max(1.0, float(largest_code(self.bits[:1].detach(), signed))))
             spread = torch.linspace(float(ends[0]) - 0.5, float(ends[1]) + 0.5, len(self.counts)) - code
-            self.raw_step.data.copy_(spread / STEP_RATE)
+            self.raw_step.data.copy_(spread / self.rate)
 
 
 @torch.no_grad()
@@ -283,9 +300,10 @@ class MemoryTarget:
     """Codes of all layers in at most `target` bytes, as A2Q counts them: steps and widths come on top. Has state: the
     shift it has found last.
 
-    `penalty` moves widths there while training, as A2Q's memory loss does: relu(bytes - target)^2, here as a share of
-    the target and in proportion to the rows, so that one weight fits all graphs. Evaluation keeps to the target
-    exactly: all widths are taken down by the same `shift`, the least that is enough.
+    All widths are taken down by the same `shift`, the least that is enough, in training as in evaluation, so that steps
+    are learned for the widths that will be stored. `penalty` keeps the widths themselves near the target, as A2Q's
+    memory loss does: relu(bytes - target)^2, here as a share of the target and in proportion to the rows, so that one
+    weight fits all graphs.
 
     Raises UserError: a target in which not every row of every layer could have one bit.
     """
@@ -295,15 +313,16 @@ class MemoryTarget:
     def __init__(self, layers: Sequence[Layer], target: int) -> None:
         self.layers, self.target = [one for one in layers if one.allocator.learned], target
         self.rows = sum(float(one.allocator.counts.sum()) for one in self.layers)
-        least = math.ceil(self.rows / 8)
-        if self.layers and target < least:
+        self.least = math.ceil(self.rows / 8)
+        if self.layers and target < self.least:
             raise UserError(
-                f"quant.target is {target:,} bytes, and one bit for each of {round(self.rows):,} rows takes {least:,}.",
+                f"quant.target is {target:,} bytes, and one bit for each of {round(self.rows):,} rows takes "
+                f"{self.least:,}.",
                 why="a row with less has no value at all",
-                do=f'quant.target = "{least}B" or more; with 2 bits for each value it is '
+                do=f'quant.target = "{self.least}B" or more; with 2 bits for each value it is '
                 f"{math.ceil(sum(float(one.allocator.counts.sum()) * one.columns for one in self.layers) / 4):,} bytes",
             )
-        self._known: tuple[list[Tensor], float] = ([], 0.0)
+        self._known: tuple[int, list[Tensor], float] = (target, [], 0.0)
 
     def bytes_at(self, shift: float = 0.0) -> float:
         """Bytes of the codes where every width is taken down by `shift` before it is rounded."""
@@ -327,13 +346,13 @@ class MemoryTarget:
 
     def shift(self) -> float:
         """See the class; found anew when widths have changed."""
-        now, (before, found) = [one.allocator.raw_bits.detach() for one in self.layers], self._known
-        if not before or not all(map(torch.equal, now, before)):
-            found = self._least()
-            self._known = ([one.clone() for one in now], found)
+        now, (target, before, found) = [one.allocator.raw_bits.detach() for one in self.layers], self._known
+        if target != self.target or not before or not all(map(torch.equal, now, before)):
+            found = self._least_shift()
+            self._known = (self.target, [one.clone() for one in now], found)
         return found
 
-    def _least(self) -> float:
+    def _least_shift(self) -> float:
         low, high = 0.0, MOST + 1.0
         if self.bytes_at() <= self.target:
             return low

@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from espalier.config import SpikingNerf, Voxels
 from espalier.kernels import counts, row_bits
@@ -34,8 +34,12 @@ REPEATS = 4
 """Time steps of each sample under `repeated`."""
 
 
-FIRING = 3.0
-"""Times PyTorch's initial weights: with these alone hardly a neuron of the second layer fires at first."""
+FIRING = 6.0
+"""Times PyTorch's initial weights: with those, or three times as large ones, hardly a neuron of the second layer fires
+at first (rates below 0.01), and a neuron that does not fire passes little gradient."""
+RATE = 10.0
+"""Times the learning rate of a plain network, as matrices are ten times what Adam moves: thresholds do not shrink
+with the steps."""
 
 
 class Neuron(NamedTuple):
@@ -168,8 +172,12 @@ class SpikingColours(ColourNetwork):
     def __init__(self, features: int, width: int, alignment: str = "tcp", flip: bool = False) -> None:
         super().__init__(features, width)
         self.alignment, self.flip = alignment, flip
-        for layer in (self.first, self.second):
-            layer.weight.data *= FIRING
+        for layer, scale in ((self.first, FIRING), (self.second, FIRING), (self.last, 1.0)):
+            layer.weight.data *= scale / RATE
+
+    def matrix(self, layer: nn.Linear) -> Tensor:
+        """See `ColourNetwork.matrix`."""
+        return RATE * layer.weight
 
     def forward(self, features: Tensor, views: Tensor, found: Samples) -> tuple[Tensor, Tensor]:
         """(colours [samples, 3], spikes of both layers: int64 [2])."""
@@ -190,8 +198,8 @@ class SpikingColours(ColourNetwork):
 
     def _layers(self, currents: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
         one = scanned(currents, offsets)
-        two = scanned(spike_product(one, self.second.weight), offsets)
-        return spike_product(two, self.last.weight), torch.stack([one.detach().sum(), two.detach().sum()]).long()
+        two = scanned(spike_product(one, self.matrix(self.second)), offsets)
+        return spike_product(two, self.matrix(self.last)), torch.stack([one.detach().sum(), two.detach().sum()]).long()
 
     def _infers(self, currents: Tensor) -> bool:
         return not torch.is_grad_enabled() and currents.device.type == "cpu" and currents.dtype == torch.float32
@@ -202,7 +210,7 @@ class SpikingColours(ColourNetwork):
 
         out, per_ray = torch.empty(len(currents), 3), torch.zeros(len(offsets) - 1, 2, dtype=torch.int64)
         with counts.hidden():
-            weights = torch.cat([self.second.weight, self.last.weight]).T.contiguous()
+            weights = torch.cat([self.matrix(self.second), self.matrix(self.last)]).T.contiguous()
             lif_cpu.infer(currents.contiguous(), offsets, torch.tensor(LIF), weights, out, per_ray)
             spikes = per_ray.sum(0)
         if counts.is_counting():
@@ -272,6 +280,6 @@ RECORD = Record(
     law="the ragged scan equals the padded one spike for spike, and their gradients to 1e-6",
     law_test="tests/radiance/test_spikingnerf.py::test_ragged_and_padded_scans_fire_the_same_spikes",
     state="partly",
-    remark="trained, resumed, shared by ranks and rendered like any workload; bench/spikingnerf.py has run at reduced "
-    "sizes only, so that neither quality nor energy of a full scene is measured",
+    remark="trained, resumed, shared by ranks and rendered like any workload, its energy told by `explain RUN "
+    "--energy`; bench/spikingnerf.py has not run whole, so that neither quality nor energy of a full scene is measured",
 )

@@ -158,9 +158,13 @@ class ColourNetwork(nn.Module):
         self.last = nn.Linear(width, 3, bias=False)
         self.columns = features
 
+    def matrix(self, layer: nn.Linear) -> Tensor:
+        """What a layer multiplies by: [outputs, inputs]."""
+        return layer.weight
+
     def currents(self, features: Tensor, views: Tensor, found: Samples) -> Tensor:
         """What the first hidden layer gets: [samples, width]. Products for directions are made once a ray."""
-        own, towards = self.first.weight.split([self.columns, VIEW], 1)
+        own, towards = self.matrix(self.first).split([self.columns, VIEW], 1)
         return features @ own.T + (encoded(views).to(features.dtype) @ towards.T)[found.rays]
 
     def forward(self, features: Tensor, views: Tensor, found: Samples) -> tuple[Tensor, Tensor]:

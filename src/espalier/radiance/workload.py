@@ -7,7 +7,7 @@ its end cells where nothing is are left out, and the second trains a fine densit
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,8 @@ from espalier.artifacts import Artifact, Image, Table
 from espalier.config import Recipe, SpikingNerf, Voxels
 from espalier.cost import Anatomy, Cut, Product, Work
 from espalier.errors import UserError
-from espalier.radiance import spikingnerf
+from espalier.kernels import counts
+from espalier.radiance import energy, spikingnerf
 from espalier.radiance.rays import Lens, Rays, rays_of
 from espalier.radiance.scenes import Scene
 from espalier.radiance.spikingnerf import SpikingColours
@@ -230,20 +231,29 @@ class RadianceWorkload(Plain):
             rows.append([f"view {view}", psnr(error)])
             row = torch.cat([made.image, truth, made.depth[:, :, None].expand(-1, -1, 3)], 1)
             shown.append(Image(row, f"view {view}: rendered, the truth, its depth"))
-        return [*shown, Table(("held-out view", "PSNR in dB"), rows)]
+        found: list[Artifact] = [*shown, Table(("held-out view", "PSNR in dB"), rows)]
+        return found if self.stage == "coarse" else [*found, self._energy_table(model, self.scene.poses[test[0]])]
+
+    def _energy_table(self, model: nn.Module, pose: Tensor) -> Table:
+        """Of an image, by part: a model, not a measurement."""
+        parts = energy.of_view(model, self.rendered(model, self.scene.lens, pose)).parts
+        rows = [(name, 1e6 * joules, 1e6 * moved) for name, _, _, _, joules, moved in counts.table(parts)]
+        return Table(("energy of an image (modelled)", "µJ, arithmetic", "µJ, with DRAM"), rows)
 
     @torch.no_grad()
     def render(self, model: nn.Module, lens: Lens, pose: Tensor, chunk: int = CHUNK) -> Picture:
         """One view, `chunk` rays at a time; the size of chunks changes nothing."""
-        device, count = next(model.parameters()).device, lens.width * lens.height
-        pixels, parts = torch.arange(count), []
-        for start in range(0, count, chunk):
-            own = pixels[start : start + chunk]
-            rays = rays_of(lens, pose.expand(len(own), 4, 4), own, self.scene.forward)
-            parts.append(model(Rays(*(one.to(device, self._dtype) for one in rays))))
+        parts = list(self.rendered(model, lens, pose, chunk))
         colours = torch.cat([part.colours for part in parts]).view(lens.height, lens.width, 3)
         depths = torch.cat([part.depths for part in parts]).view(lens.height, lens.width)
         return Picture(byte(colours), byte(self._nearness(depths)))
+
+    def rendered(self, model: nn.Module, lens: Lens, pose: Tensor, chunk: int = CHUNK) -> Iterator[Rendered]:
+        """What the field makes of a view's rays, `chunk` at a time, row after row."""
+        device, pixels = next(model.parameters()).device, torch.arange(lens.width * lens.height)
+        for own in pixels.split(chunk):
+            rays = rays_of(lens, pose.expand(len(own), 4, 4), own, self.scene.forward)
+            yield model(Rays(*(one.to(device, self._dtype) for one in rays)))
 
     def _nearness(self, depths: Tensor) -> Tensor:
         """1 at the nearest, 0 at what lies behind everything."""

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from espalier import artifacts, data_hash
 from espalier.config import Recipe
 from espalier.errors import UserError
-from espalier.radiance import scenes
+from espalier.radiance import energy, scenes
 from espalier.radiance.rays import Lens, turntable_poses
 from espalier.radiance.workload import RadianceWorkload
 from espalier.shard.wrap_policy import profile
+from espalier.units import show_count
 from espalier.workload import Workload
-from espalier.workload_row import Answer, Opening, Profile, Row, Sampling
+from espalier.workload_row import Answer, EnergyTables, Opening, Profile, Row, Sampling
 
 CAMERAS = "scene.json"
 TURNS = 36
@@ -119,6 +120,24 @@ def _turntable(workload: Workload, model: nn.Module, file: Path) -> str:
     return f"{file}: {TURNS} views of {scene.lens.width} × {scene.lens.height}"
 
 
+def _energy(workload: Workload, model: nn.Module) -> EnergyTables:
+    """Of the first test view."""
+    assert isinstance(workload, RadianceWorkload)
+    ((_, lens, pose),) = views_of(workload, "0")
+    found = energy.of_view(model, workload.rendered(model, lens, pose))
+    rows = [
+        (name, where, show_count(macs), show_count(acs), f"{1e6 * joules:.3g} µJ", f"{share:.1%}")
+        for name, where, macs, acs, joules, share in energy.colour_rows(workload.options, found)
+    ]
+    columns = ("colour network", "directions", "MACs", "accumulations", "energy", "of the plain network's")
+    title = f"The colour network alone, without memory, on {found.samples:,} samples of {found.rays:,} rays"
+    if bool(found.spikes.any()):
+        rates = [f"{int(one) / max(1, found.samples * workload.options.width):.3f}" for one in found.spikes]
+        title += f"; spikes of a neuron and sample: {rates[0]} and {rates[1]}"
+    what = f"an image of {lens.width} × {lens.height} pixels (the first test view)"
+    return EnergyTables(what, found.parts, [(title, columns, rows)])
+
+
 def _usage(recipe: Mapping[str, Any]) -> tuple[str, str]:
     return "views", " 0"
 
@@ -132,4 +151,5 @@ ROW = Row(
     freeze=_freeze,
     turntable=_turntable,
     usage=_usage,
+    energy=_energy,
 )

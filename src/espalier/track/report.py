@@ -76,7 +76,7 @@ def _context(run: Run) -> dict[str, Any]:
         "layout": _layout(run.plan),
         "incidents": _rows(run.incidents),
         "account": run.account,
-        "samples": _rows(run.samples)[-4:][::-1],
+        "samples": [_drawn(one) for one in _rows(run.samples)[-6:][::-1]],
         "checkpoints": _rows(run.checkpoints)[-5:][::-1],
         "derivations": run.start.get("derivations") or [],
         "notes": run.start.get("notes") or [],
@@ -390,9 +390,21 @@ def _layout(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(key.replace("_", " "), said(value)) for key, value in layout.items()]
 
 
+def _drawn(sample: dict[str, Any]) -> dict[str, Any]:
+    """With its chart, where it is a curve."""
+    if sample["kind"] != "curve" or not sample["rows"]:
+        return sample
+    (along, *names), *rows = sample["rows"]
+    values = np.array(rows, float).reshape(len(rows), len(names) + 1)
+    lines = [
+        charts.Series(name, values[:, 0], values[:, at], "line", at, along) for at, name in enumerate(names, start=1)
+    ]
+    return {**sample, "chart": charts.line_chart(sample["text"], lines, _three)}
+
+
 def _rows(table: Mapping[str, Any]) -> list[dict[str, Any]]:
     names = list(table)
-    empty = dict.fromkeys(("what", "action", "kind", "text", "image"), "") | {"step": None, "rows": None}
+    empty = dict.fromkeys(("what", "action", "kind", "text", "image", "chart"), "") | {"step": None, "rows": None}
     rows = zip(*(table[name].tolist() for name in names), strict=True)
     return [empty | dict(zip(names, row, strict=True)) for row in rows]
 

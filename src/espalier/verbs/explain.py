@@ -55,7 +55,7 @@ def _energy(arguments: argparse.Namespace) -> int:
         if energy is None:
             raise UserError(
                 f"What an inference of {name} takes is not known.",
-                why="it is counted for graph networks",
+                why="it is counted for graph networks and scenes",
                 do="espalier.kernels.counts.Counter(model) around a call of the model, in Python",
             )
         found = energy(trained.workload, trained.model)

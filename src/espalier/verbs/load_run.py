@@ -47,6 +47,10 @@ def trained(path: str | Path, trust: bool = False, data: DataChoice = NOTHING) -
     recipe = located_here(folder)
     workload = open_workload(folder, recipe, trust, data)
     device = accelerator.of_rank(0)
+    if not folder.checkpoints.exists():
+        model = workload.build(device, DTYPES[recipe.train.precision])
+        if workload_registry.row(recipe).packed(model, folder.path):
+            return Trained(folder, recipe, workload, model.eval(), recipe.train.steps or 0)
     saved = phases.checkpoints(recipe, str(folder.checkpoints))
     saved.trust = trust
     workload = phases.held(workload, saved)

@@ -4,11 +4,13 @@
 A package is `mode (2 bits) | width - 1 (3 bits) | codes | zeros`: the mode tells its length (0: 64, 1: 128, 2: 192), a
 code never straddles two packages. Only codes that are not 0 are stored; which those are stands in a bitmap, or (our
 mode `index`) in lists of columns, which are shorter where few are left; `dense` stores all codes and no list.
-Consecutive rows of one width share packages. The paper leaves the file open; ours is
+Consecutive rows of one width share packages. So that widths which alternate from row to row do not close a package at
+each, blocks of 256 rows are stored in the order of their widths, rising in one block and falling in the next; the
+order follows from the widths and takes nothing. The paper leaves the file open; ours is
 
-    b"ESPKG1\\0\\0" | length of the header (u32) | header (JSON) | streams, each filled up to 8 bytes
+    b"ESPKG2\\0\\0" | length of the header (u32) | header (JSON) | streams, each filled up to 8 bytes
 
-with the streams `packages`, `occupied` (bitmap or lists), `index` (for every 64 rows where their first code is),
+with the streams `packages`, `occupied` (bitmap or lists), `index` (for every 256 rows where their first code is),
 `rows` (for each row the number of its pair) and `pairs` (width and step code, two bytes each).
 """
 
@@ -52,9 +54,9 @@ RECORD = Record(
 Array = NDArray[Any]
 Occupied = Literal["bitmap", "index", "dense"]
 
-MAGIC = b"ESPKG1\0\0"
-GROUP = 64
-"""Rows of an entry of the index."""
+MAGIC = b"ESPKG2\0\0"
+GROUP = 256
+"""Rows of an entry of the index, and of a block that is ordered by width."""
 HEADER = 5
 """Bits of a package's header."""
 STREAMS = ("packages", "occupied", "index", "rows", "pairs")
@@ -66,19 +68,15 @@ def capacity(words: Any, width: Any) -> Any:
 
 
 def greedy(codes: int, width: int) -> list[int]:
-    """Words of the packages of a run: the longest while more is left than a middle one holds, then the shortest that
-    holds the rest."""
+    """Words of the packages of a run: the longest while more is left than one holds, then the shortest that does."""
     most = capacity(3, width)
     whole, rest = divmod(codes, most)
     return [3] * whole + [next(words for words in (1, 2, 3) if capacity(words, width) >= rest)] * bool(rest)
 
 
 def optimal(codes: int, width: int) -> list[int]:
-    """Words of packages that hold so many codes in the least space.
-
-    Three of one length are never better than longer ones of as many words, nor is a short one beside a middle one; two
-    short or two middle ones beside long ones remain to be tried.
-    """
+    """Words of packages that hold so many codes in the least space: long ones, and at most one or two shorter ones of
+    one length, since three, or a short beside a middle one, are never better than longer ones of as many words."""
     most, best = capacity(3, width), None
     for ends in ([], [1], [2], [1, 1], [2, 2]):
         rest = max(0, codes - sum(capacity(words, width) for words in ends))
@@ -129,59 +127,49 @@ class PackedRows:
         return sum(one.nbytes for one in self.streams.values())
 
     def decoded(self, start: int = 0, stop: int | None = None) -> Coded:
-        """Codes, widths and steps of rows `[start, stop)`; of packages only those of their groups of 64 are read.
+        """Codes, widths and steps of rows `[start, stop)`; of packages only those of their groups of 256 are read.
 
         Raises UserError naming the bit at which packages are damaged.
         """
         from espalier.quant.mega import package_cpu
 
         stop = self.rows if stop is None else stop
-        widths, steps = self.pairs()
-        counts = self._counts()
-        first, last = start // GROUP, -(-stop // GROUP)
-        begin, end = first * GROUP, min(self.rows, last * GROUP)
-        codes = np.zeros((end - begin, self.columns), np.uint8)
+        begin, end = start // GROUP * GROUP, min(self.rows, -(-stop // GROUP) * GROUP)
+        pairs = self.pairs(begin, max(begin, end))
+        codes = np.zeros((len(pairs), self.columns), np.uint8)
+        kind, counted = ("bitmap", "index", "dense").index(self.occupied), _bits_for(self.columns + 1)
+        widths = np.ascontiguousarray(pairs[:, 0])
+        index = self.streams["index"].view(np.uint64).reshape(-1, 3)
         found = package_cpu.decode(
-            self.streams["packages"].view(np.uint64),
-            (widths, counts, self._occupied(counts), self.streams["index"].view(np.uint64).reshape(-1, 3)),
-            (begin, end, int(self.signed), ("bitmap", "index", "dense").index(self.occupied)),
+            (_words(self.streams["packages"]), _words(self.streams["occupied"]), index),
+            widths,
+            (self.rows, self.columns, int(self.signed), kind, counted, _bits_for(self.columns), begin),
             codes,
         )
         if found >= 0:
             raise UserError(f"The package at bit {found} is damaged.", why="its mode or width is not that of its rows")
         kept = slice(start - begin, stop - begin)
         whole = torch.from_numpy(codes[kept])
-        told = torch.from_numpy(widths[start:stop]), torch.from_numpy(steps[start:stop])
+        told = torch.from_numpy(widths[kept]), torch.from_numpy(np.ascontiguousarray(pairs[kept, 1]))
         return Coded(whole.view(torch.int8) if self.signed else whole, *told)
 
-    def pairs(self) -> tuple[Array, Array]:
-        """uint8 [rows] widths and step codes."""
+    def pairs(self, start: int = 0, stop: int | None = None) -> Array:
+        """uint8 [rows, 2]: width and step code of each of the rows `[start, stop)`."""
+        from espalier.quant.mega import package_cpu
+
         pairs = self.streams["pairs"].reshape(-1, 2)
-        if not self.rows:
-            return np.zeros(0, np.uint8), np.zeros(0, np.uint8)
-        bits = _bits_for(len(pairs))
-        at = _read_bits(self.streams["rows"], self.rows, bits)
-        if int(at.max(initial=0)) >= len(pairs):
-            raise UserError(f"Row {int(at.argmax())} names pair {int(at.max())} of {len(pairs)}.", do="pack it anew")
-        return np.ascontiguousarray(pairs[at, 0]), np.ascontiguousarray(pairs[at, 1])
+        out = np.zeros(((self.rows if stop is None else stop) - start, 2), np.uint8)
+        bad = package_cpu.pairs_of(_words(self.streams["rows"]), _bits_for(len(pairs)), start, pairs, out)
+        if bad >= 0:
+            raise UserError(f"Row {bad} names a pair beyond the {len(pairs)} that are there.", do="pack it anew")
+        return out
 
-    def _counts(self) -> Array:
-        """int64 [rows]: stored codes of each row."""
-        stream = self.streams["occupied"]
-        if self.occupied == "dense":
-            return np.where(self.pairs()[0] > 0, self.columns, 0).astype(np.int64)
-        if self.occupied == "bitmap":
-            width = -(-self.columns // 8)
-            return np.bitwise_count(stream[: self.rows * width].reshape(self.rows, width)).sum(1, dtype=np.int64)
-        return _read_bits(stream, self.rows, _bits_for(self.columns + 1)).astype(np.int64)
 
-    def _occupied(self, counts: Array) -> Array:
-        """Bitmap bytes [rows * ceil(columns / 8)], or the columns of all stored codes as uint32."""
-        stream = self.streams["occupied"]
-        if self.occupied != "index":
-            return stream
-        begin = -(-self.rows * _bits_for(self.columns + 1) // 8)
-        return _read_bits(stream[begin:], int(counts.sum()), _bits_for(self.columns)).astype(np.uint32).view(np.uint8)
+def _words(stream: Array) -> Array:
+    """uint64, filled up, and one word more, so that two words can be read wherever a value begins."""
+    found = np.zeros(8 * (-(-len(stream) // 8) + 1), np.uint8)
+    found[: len(stream)] = stream
+    return found.view(np.uint64)
 
 
 def _bits_for(values: int) -> int:
@@ -193,14 +181,6 @@ def _write_bits(values: Array, bits: int) -> Array:
     """`values` of `bits` bits each, the lowest first, as bytes."""
     spread = (values.astype(np.uint32)[:, None] >> np.arange(bits, dtype=np.uint32)) & 1
     return np.packbits(spread.astype(np.uint8).reshape(-1), bitorder="little")
-
-
-def _read_bits(stream: Array, count: int, bits: int) -> Array:
-    """What `_write_bits` wrote."""
-    if not count:
-        return np.zeros(0, np.uint32)
-    found = np.unpackbits(stream, count=count * bits, bitorder="little").reshape(count, bits)
-    return found.astype(np.uint32) @ (np.uint32(1) << np.arange(bits, dtype=np.uint32))
 
 
 def encode(coded: Coded, packages: Any = optimal, occupied: Occupied | None = None) -> PackedRows:
@@ -219,6 +199,8 @@ def encode(coded: Coded, packages: Any = optimal, occupied: Occupied | None = No
         found = [encode(coded, packages, one) for one in ("bitmap", "index", "dense")]
         return min(found, key=lambda one: one.nbytes)
     rows, columns = codes.shape
+    steps_of, pair_widths, order = coded.steps.numpy(), widths, stored_order(widths)
+    codes, widths = codes[order], widths[order]
     stored = (widths > 0)[:, None] & ((codes != 0) if occupied != "dense" else np.ones_like(codes, bool))
     counts = stored.sum(1).astype(np.int64)
     values = codes[stored].view(np.uint8).astype(np.uint64)
@@ -226,7 +208,7 @@ def encode(coded: Coded, packages: Any = optimal, occupied: Occupied | None = No
     streams = {"packages": _packages(layout, np.repeat(widths, counts), values)}
     streams["occupied"], told = _told(stored, counts, occupied)
     streams["index"] = _index(layout, counts)
-    pairs, at = np.unique(np.stack([widths, coded.steps.numpy()], 1).astype(np.uint8), axis=0, return_inverse=True)
+    pairs, at = np.unique(np.stack([pair_widths, steps_of], 1).astype(np.uint8), axis=0, return_inverse=True)
     streams["rows"] = _write_bits(at.reshape(-1), _bits_for(len(pairs)))
     streams["pairs"] = pairs.reshape(-1)
     bits = {name: 8 * one.nbytes for name, one in streams.items()}
@@ -235,6 +217,12 @@ def encode(coded: Coded, packages: Any = optimal, occupied: Occupied | None = No
     padding = bits["packages"] - payload - headers + bits["occupied"] - told + bits["rows"] + bits["pairs"] - steps
     sizes = Sizes(payload, headers, padding, told, bits["index"], steps)
     return PackedRows(rows, columns, bool(signed), occupied, streams, sizes)
+
+
+def stored_order(widths: Array) -> Array:
+    """int64 [rows]: which row is stored at each place."""
+    block = np.arange(len(widths)) // GROUP
+    return np.lexsort((np.where(block % 2, -widths, widths), block))
 
 
 def _refuse(codes: Array, widths: Array, signed: bool) -> None:
@@ -310,8 +298,10 @@ def _told(stored: Array, counts: Array, occupied: Occupied) -> tuple[Array, int]
 
 
 def _index(layout: Layout, counts: Array) -> Array:
-    """For every 64 rows: words before the package of their first code, its place there, and codes before it; uint64."""
-    before = np.concatenate([[0], np.cumsum(counts)])[: len(counts) : GROUP].astype(np.int64)
+    """For every 256 rows, and at the end: words before the package of their first code, its place there, and codes
+    before it; uint64."""
+    sums = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    before = np.append(sums[: len(counts) : GROUP], sums[-1])
     inside = before < len(layout.package)
     package = layout.package[before[inside]]
     found = np.zeros((len(before), 3), np.uint64)

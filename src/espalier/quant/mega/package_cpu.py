@@ -1,4 +1,4 @@
-"""Adaptive-Package on the CPU, in numba: rows out of packages, groups of 64 side by side. See package.py."""
+"""Adaptive-Package on the CPU: rows out of packages by loads of whole words, arrays one word longer than streams."""
 
 from __future__ import annotations
 
@@ -6,99 +6,139 @@ from typing import Any
 
 import numba
 import numpy as np
+from numba.cpython.unsafe.numbers import trailing_zeros
 
 from espalier.kernels.numba_compile import jit, njit
 
+GROUP = 256
+"""Rows of an entry of the index, and of a block that is ordered by width; as in package.py, which imports no numba."""
+
 
 @njit
-def _code(words: Any, bit: Any, width: Any) -> Any:
+def _bits(words: Any, bit: Any, width: Any) -> Any:
+    """`width` bits (1 to 64) from `bit` on, as uint64."""
     at, shift = bit >> 6, np.uint64(bit & 63)
-    found = words[at] >> shift
-    if (bit & 63) + width > 64:
-        found |= words[at + 1] << (np.uint64(64) - shift)
-    return found & ((np.uint64(1) << np.uint64(width)) - np.uint64(1))
+    found = (words[at] >> shift) | ((words[at + 1] << np.uint64(1)) << (np.uint64(63) - shift))
+    return found & (~np.uint64(0) >> np.uint64(64 - width))
 
 
 @njit
-def _fits(words: Any, word: Any, width: Any) -> Any:
+def _next(packages: Any, word: Any, width: Any) -> Any:
     """Words of the package at `word`; 0 where it is none of that width."""
-    if word >= words.size:
+    if word >= packages.size - 1:
         return 0
-    mode = np.int64(words[word] & np.uint64(3))
-    if mode == 3 or np.int64((words[word] >> np.uint64(2)) & np.uint64(7)) + 1 != width:
+    mode = np.int64(packages[word] & np.uint64(3))
+    if mode == 3 or np.int64((packages[word] >> np.uint64(2)) & np.uint64(7)) + 1 != width:
         return 0
-    return mode + 1 if word + mode + 1 <= words.size else 0
+    return mode + 1 if word + mode + 1 <= packages.size - 1 else 0
 
 
 @njit
-def _column_bitmap(occupied: Any, row: int, stride: int, column: int) -> Any:
-    """The next occupied column from `column` on."""
-    while not (occupied[row * stride + (column >> 3)] >> np.uint8(column & 7)) & np.uint8(1):
-        column += 1
-    return column
+def _order(widths: Any, falling: Any) -> Any:
+    """Rows by width, rising or `falling`, those of one width as they come."""
+    starts = np.zeros(10, np.int64)
+    for width in widths:
+        starts[(9 - width) if falling else (width + 1)] += 1
+    for width in range(1, 10):
+        starts[width] += starts[width - 1]
+    found = np.empty(widths.size, np.int64)
+    for row in range(widths.size):
+        at = (8 - widths[row]) if falling else widths[row]
+        found[starts[at]] = row
+        starts[at] += 1
+    return found
 
 
 @njit
-def _list_column(occupied: Any, at: Any) -> Any:
-    low = np.int64(occupied[4 * at]) | (np.int64(occupied[4 * at + 1]) << 8)
-    return low | (np.int64(occupied[4 * at + 2]) << 16) | (np.int64(occupied[4 * at + 3]) << 24)
-
-
-@njit
-def _group(words: Any, known: Any, options: Any, out: Any, group: int) -> Any:  # noqa: C901 - one pass over values
-    widths, counts, occupied, index = known
-    begin, end, signed, kind = options
-    columns, stride = out.shape[1], (out.shape[1] + 7) // 8
+def _group(streams: Any, widths: Any, options: Any, group: int, out: Any) -> Any:  # noqa: C901, PLR0912, PLR0915
+    # one pass over the codes of a group
+    packages, occupied, index = streams
+    rows, columns, signed, kind, count_bits, column_bits, begin = options
+    first, last = GROUP * group, min(GROUP * group + GROUP, rows)
+    order = _order(widths[first - begin : last - begin], group % 2 == 1)
     word: Any = np.int64(index[group, 0])
     place: Any = np.int64(index[group, 1])
     value: Any = np.int64(index[group, 2])
+    stride, listed = 8 * ((columns + 7) // 8), 8 * ((rows * count_bits + 7) // 8)
     current: Any = 0
     size: Any = 0
     room: Any = 0
-    for row in range(64 * group, min(64 * group + 64, end)):
-        width, count = np.int64(widths[row]), counts[row]
-        if width == 0 or count == 0:
+    half: Any = np.uint64(0)
+    for position in range(last - first):
+        row = first - begin + order[position]
+        width = np.int64(widths[row])
+        if width == 0:
             continue
-        column = -1
-        for k in range(count):
-            if current == 0 or place == room or width != current:
+        count, within, pending, base = columns, (first + position) * stride, np.uint64(0), -64
+        if kind == 1:
+            count = np.int64(_bits(occupied, (first + position) * count_bits, count_bits))
+        done = 0
+        while True:
+            if kind == 0:
+                while pending == 0 and base + 64 < columns:
+                    base += 64
+                    pending = _bits(occupied, within + base, min(64, columns - base))
+                if pending == 0:
+                    break
+            elif done == count:
+                break
+            if width != current or place == room:
                 if current:
-                    word += size
-                    place = 0
-                size = _fits(words, word, width)
+                    word, place = word + size, 0
+                size = _next(packages, word, width)
                 if size == 0:
                     return 64 * word
                 current, room = width, (64 * size - 5) // width
-            code = _code(words, 64 * word + 5 + place * width, width)
+                half = np.uint64(signed) << np.uint64(width - 1)
+            bit = 64 * word + 5 + place * width
             if kind == 0:
-                column = _column_bitmap(occupied, row, stride, column + 1)
-            elif kind == 1:
-                column = _list_column(occupied, value)
+                while pending != 0 and place < room:
+                    column: Any = base + np.int64(trailing_zeros(pending))
+                    pending &= pending - np.uint64(1)
+                    out[row, column] = np.uint8(((_bits(packages, bit, width) ^ half) - half) & np.uint64(255))
+                    bit += width
+                    place += 1
+                    value += 1
             else:
-                column = k
-            if signed and (code >> np.uint64(width - 1)) & np.uint64(1):
-                code |= ~((np.uint64(1) << np.uint64(width)) - np.uint64(1))
-            if column >= columns:
-                return 64 * word
-            out[row - begin, column] = np.uint8(code & np.uint64(255))
-            place += 1
-            value += 1
-    return -1
+                some = min(count - done, room - place)
+                for k in range(done, done + some):
+                    column = k
+                    if kind == 1:
+                        column = np.int64(_bits(occupied, listed + value * column_bits, column_bits))
+                    if column >= columns:
+                        return 64 * word
+                    out[row, column] = np.uint8(((_bits(packages, bit, width) ^ half) - half) & np.uint64(255))
+                    bit += width
+                    value += 1
+                done += some
+                place += some
+    return -1 if value == np.int64(index[group + 1, 2]) else 64 * word
 
 
-_KNOWN = "Tuple((uint8[::1], int64[::1], uint8[::1], uint64[:, ::1]))"
+_STREAMS = "Tuple((uint64[::1], uint64[::1], uint64[:, ::1]))"
 
 
-@jit(f"int64(uint64[::1], {_KNOWN}, UniTuple(int64, 4), uint8[:, ::1])", parallel=True)
-def decode(words: Any, known: Any, options: Any, out: Any) -> Any:
-    """Fills `out` with the codes of rows `options[0]` to `options[1]`, which are whole groups; -1, or the bit of the
-    first package that is not what its rows ask for. `known`: widths and counts of rows, what tells the columns, the
-    index."""
-    first, last = options[0] // 64, (options[1] + 63) // 64
-    bad = np.full(max(1, last - first), -1, np.int64)
-    for group in numba.prange(first, last):
-        bad[group - first] = _group(words, known, options, out, group)
+@jit(f"int64({_STREAMS}, uint8[::1], UniTuple(int64, 7), uint8[:, ::1])", parallel=True)
+def decode(streams: Any, widths: Any, options: Any, out: Any) -> Any:
+    """Fills `out` with the codes of whole groups of rows, from row `options[6]` on; -1, or the bit of a package that is
+    not what its rows ask for. `streams`: packages, what tells the columns, the index; `widths`: of the rows of `out`.
+    """
+    first = options[6] // GROUP
+    bad = np.full(max(1, (len(widths) + GROUP - 1) // GROUP), -1, np.int64)
+    for group in numba.prange((len(widths) + GROUP - 1) // GROUP):
+        bad[group] = _group(streams, widths, options, first + group, out)
     for at in bad:
         if at >= 0:
             return at
+    return -1
+
+
+@jit("int64(uint64[::1], int64, int64, uint8[:, ::1], uint8[:, ::1])")
+def pairs_of(words: Any, bits: Any, first: Any, pairs: Any, out: Any) -> Any:
+    """Fills `out` [rows, 2] with the pair that each row names, from row `first` on; -1, or the row whose is missing."""
+    for row in range(len(out)):
+        at = np.int64(_bits(words, (first + row) * bits, bits))
+        if at >= len(pairs):
+            return first + row
+        out[row, 0], out[row, 1] = pairs[at, 0], pairs[at, 1]
     return -1

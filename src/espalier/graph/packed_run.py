@@ -1,0 +1,120 @@
+"""`espalier export RUN --to packed`: a folder that predicts by itself, with features and matrices in Adaptive-Packages.
+
+`packed.pkg` has the rows that layers read and the matrices, `model.safetensors` what else the model has, `run.toml` the
+recipe, `preprocessing/` the graph without its features, which are in the package.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from espalier import cache_dir, data_hash
+from espalier.config import recipe_file
+from espalier.errors import UserError
+from espalier.graph import kept_graph, quantization
+from espalier.graph.gnn import Gnn
+from espalier.graph.kept_graph import KeptGraph
+from espalier.graph.node_classification import NodeTask
+from espalier.graph.subgraphs import infer
+from espalier.graph.workload import GraphWorkload
+from espalier.quant.base import STEPS
+from espalier.quant.mega import package
+from espalier.quant.mega.package import PackedRows
+from espalier.units import show_size
+from espalier.workload import Workload
+
+PACKED, REST = "packed.pkg", "model.safetensors"
+_INPUT, _SCALE, _MATRIX = "layers.0.rows", "layers.0.scale", ".parametrizations.weight.original"
+
+
+def write(workload: Workload, model: nn.Module, folder: Path) -> str:
+    """Writes the folder, read back and compared, and says what its bytes are for. Raises UserError."""
+    assert isinstance(workload, GraphWorkload)
+    found = quantization.quantization_of(model)
+    task = workload.task
+    if found is None or not isinstance(model, Gnn) or not isinstance(task, NodeTask) or workload.stored is not None:
+        raise UserError(
+            "This run has nothing to pack.",
+            why="networks that were trained with [quant] to predict nodes of a graph in memory have",
+            do="--to safetensors, or a run of a recipe with [quant]",
+        )
+    found.packed = True
+    infer(model, task.held)
+    rest = {name: one for name, one in model.state_dict().items() if not name.endswith(_MATRIX)}
+    matrices = {**found.stored, **quantization.packed_weights(model)}
+    if _INPUT not in matrices:
+        matrices[_INPUT], rest[_SCALE] = quantization.packed_input(workload.graph.features)
+    data = package.to_bytes(matrices, {"quant": type(found.options).__struct_config__.tag})
+
+    def fill(place: Path) -> None:
+        (place / PACKED).write_bytes(data)
+        save_file({name: one.contiguous() for name, one in rest.items()}, place / REST)
+        back, _ = package.read(place / PACKED)
+        for name, one in matrices.items():
+            if not torch.equal(back[name].decoded().codes, one.decoded().codes):
+                raise OSError(f"{name} was read back changed")
+        (place / "run.toml").write_text(recipe_file.dump(workload.recipe), encoding="utf-8")
+        kept = place / "preprocessing"
+        kept.mkdir()
+        graph = workload.graph
+        kept_graph.write(kept, replace(graph, features=np.zeros((graph.nodes, 0), np.float32)), None)
+        (kept / "hashes.json").write_text(json.dumps(data_hash.in_folder(kept)), encoding="utf-8")
+
+    cache_dir.export(folder, PACKED, fill)
+    sizes = package.file_sizes(data)
+    parts = {name: getattr(sizes, name) / 8 for name in ("payload", "header", "padding", "bitmap", "index", "steps")}
+    floats = sum(4 * one.rows * one.columns for one in matrices.values())
+    told = ", ".join(f"{name} {show_size(round(size))}" for name, size in parts.items())
+    return (
+        f"{PACKED} has {show_size(len(data))} where fp32 takes {show_size(floats)}: {told}\n"
+        f"  espalier predict {folder} answers from it"
+    )
+
+
+def with_features(kept: KeptGraph, folder: Path) -> KeptGraph:
+    """`kept` with the features of the package in `folder`; as it is where there is none."""
+    if not (folder / PACKED).exists():
+        return kept
+    matrices, _ = package.read(folder / PACKED)
+    rows = _values(matrices[_INPUT])
+    scale = _rest(folder).get(_SCALE)
+    features = (rows if scale is None else rows * scale[:, None]).numpy()
+    return replace(kept, graph=replace(kept.graph, features=features), widths=(features.shape[1], kept.widths[1]))
+
+
+def load(model: nn.Module, folder: Path) -> bool:
+    """Fills `model` from the package in `folder`; whether there is one. Raises UserError where it is damaged or of
+    another model."""
+    if not (folder / PACKED).exists():
+        return False
+    matrices, _ = package.read(folder / PACKED)
+    state = {name: one for name, one in _rest(folder).items() if name != _SCALE}
+    for name, one in matrices.items():
+        if name.endswith(".weight"):
+            state[name.removesuffix(".weight") + _MATRIX] = _values(one)
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        raise UserError(f"{folder} does not hold this model: {error}", do="espalier export RUN --to packed") from None
+    return True
+
+
+def _values(packed: PackedRows) -> Tensor:
+    coded = packed.decoded()
+    return coded.codes * STEPS[coded.steps.long()][:, None]
+
+
+def _rest(folder: Path) -> Mapping[str, Tensor]:
+    try:
+        return dict(load_file(folder / REST))
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{folder / REST} cannot be read: {error}.", do="espalier export RUN --to packed") from None
