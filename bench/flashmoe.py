@@ -7,7 +7,7 @@ same with one link four times as slow, whole training steps, and no slow link. P
 sources, on PyTorch's Gloo: all-to-all with grouped products (torchtitan's structure), an all-to-all of padded buffers
 (Tutel's and DeepSpeed-MoE's; as large as no token is dropped), and all-gather with reduce-scatter. Experts are as
 popular as Zipf's law has it. All contestants pass the same tokens in turn, in the same processes, and each output is
-compared with the plain form's.
+compared with the plain form's. About seven minutes.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class Task(msgspec.Struct, frozen=True):
     zipf: float = 1.0
     held: tuple[tuple[int, ...], ...] = ()
     layers: int = 0
-    limit: float = 100.0
+    limit: float = 90.0
 
 
 class Outcome(msgspec.Struct, frozen=True):

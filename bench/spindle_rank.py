@@ -216,7 +216,7 @@ def computing(task: Task, channel: dist.ProcessGroup) -> tuple[dict[str, Step], 
     request = of_recipe(resolved.recipe, lambda: workload)  # all ranks measure their parts at once
     nodes = f'[[nodes]]\ncount = {world}\ndevice = "cpu"\ncores = 1\nmemory = "4GiB"\n'
     cluster = clusters.loads(nodes + f'[links]\nbetween = "{task.rate / 1e6:g}Mbit/s"\n')
-    alone = decide(task_waves.alone(request), cluster).taken
+    alone = decide(*task_waves.alone(request, cluster)).taken
     pinned = msgspec.structs.replace(request.pin, ranks=world)
     asked = replace(request, pin=pinned)
     steps, predicted, count = dict[str, Step](), dict[str, float](), dict[str, int]()

@@ -89,11 +89,12 @@ HEAD = "head"
 
 class TaskNode(NamedTuple):
     """A part of a task that ranks can run apart: a tower of so many operators, or its `HEAD`. `needs`: the parts whose
-    outputs it takes, in order."""
+    outputs it takes, in order. `whole`: it needs all samples of the batch at once."""
 
     name: str
     operators: int
     needs: tuple[str, ...]
+    whole: bool = False
 
 
 class Outcome(NamedTuple):

@@ -122,6 +122,28 @@ def test_experts_beside_sequences_that_ranks_share(folder, alone):
     same(train(moe_recipe(folder), plan_of(4, even(4), ranks=ranks, stages=(stage,))), alone)
 
 
+def test_experts_of_which_ranks_also_share_the_matrices(folder, alone, tmp_path):
+    """experts x tensor x data: two groups of two hold the experts, and each rank half the columns of its own; taken up
+    by one rank."""
+    stage = plans.Stage(ranks=tuple(range(8)), layers=(0, 2), tensor=2)
+    ranks = tuple(plans.Rank(share=(2 * one, 2 * one + 2)) for one in range(4) for _ in range(2))
+    plan = plan_of(8, even(2), ranks=ranks, stages=(stage,), recompute="block", micro_batch=1)
+    recipe = moe_recipe(folder)
+    found = train(recipe, plan, tmp_path, until=2)
+    for rank, one in enumerate(found):
+        if rank % 2 == 0:  # the others compute the same losses, which count once
+            assert one.losses == pytest.approx(alone.losses[:2], rel=TOLERANCE)
+            assert one.norms == pytest.approx(alone.norms[:2], rel=TOLERANCE)
+            assert one.validation == pytest.approx(alone.validation[: len(one.validation)], rel=TOLERANCE)
+        own = {name: value for name, value in one.weights.items() if ".experts." in name}
+        assert {int(name.split(".")[4]) for name in own} == set(even(2)[rank // 2 % 2])
+        assert {tuple(value.shape) for value in own.values()} == {(12, 16), (16, 12)}
+    rest = train(recipe, plan_of(1, ()), tmp_path)[0]
+    assert rest.losses == pytest.approx(alone.losses[2:], rel=TOLERANCE)
+    for name, value in rest.weights.items():
+        torch.testing.assert_close(value, alone.weights[name], rtol=1e-7, atol=TOLERANCE)
+
+
 @pytest.mark.parametrize("recompute", ["block", "selective"])
 def test_recomputed_layers_dispatch_again(folder, alone, recompute):
     same(train(moe_recipe(folder), plan_of(2, even(2), recompute=recompute)), alone)
@@ -133,7 +155,7 @@ def test_recomputed_layers_dispatch_again(folder, alone, recompute):
         ("gpt", {"ep": 2}, "this model has none"),
         ("moe", {"ep": 9}, "plan.pin.ep=8 or less"),
         ("moe", {"ep": 2, "ranks": 3}, "does not divide"),
-        ("moe", {"ep": 2, "tp": 2}, "do not run together"),
+        ("moe", {"ep": 2, "tp": 2, "ranks": 6}, "does not divide"),
     ],
 )
 def test_pins_that_cannot_be_met_say_what_can(model, pin, said):

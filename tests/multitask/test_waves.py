@@ -216,14 +216,60 @@ def test_tasks_that_stay_have_to_stay_what_they_are(tmp_path: Path) -> None:
     folder.release()
 
 
-def test_unlike_machines_are_priced_by_their_own_speeds() -> None:
-    """A core of the second machine computes a quarter of what one of the first does."""
+def unlike(*machines: tuple[float, int]) -> clusters.Cluster:
+    """A machine for each (operations a second, cores)."""
     rows = (
         f'[[nodes]]\nname = "h{k}"\ncores = {cores}\nmemory = "8GiB"\n[nodes.device]\nname = "d{k}"\nkind = "cpu"\n'
-        f"memory = 8589934592\nmemory_bandwidth = 1e10\nflops = {{ fp32 = {flops} }}\npeak = false\n"
-        for k, (flops, cores) in enumerate([(4e10, 1), (2e10, 2)])
+        f"memory = 8589934592\nmemory_bandwidth = 1e10\nflops = {{ fp32 = {flops}, fp64 = {flops} }}\npeak = false\n"
+        for k, (flops, cores) in enumerate(machines)
     )
-    seats = task_waves._seats(clusters.loads("\n".join(rows) + '\n[links]\nbetween = "1Gbit/s"\n'), 2)
+    return clusters.loads("\n".join(rows) + '\n[links]\nbetween = "1Gbit/s"\n')
+
+
+def test_unlike_machines_are_priced_by_their_own_speeds() -> None:
+    """A core of the second machine computes a quarter of what one of the first does, so it gets the smaller parts."""
+    machines = unlike((4e10, 1), (2e10, 2))
     request = SimpleNamespace(precision="fp32")
-    assert task_waves._slower(seats, request) == pytest.approx((1.0, 4.0))  # type: ignore[arg-type]
+    assert task_waves._slower(task_waves._seats(machines, 2), request) == pytest.approx((1.0, 4.0))  # type: ignore[arg-type]
     assert task_waves._slower(task_waves._seats(HOSTS, 3), request) == ()  # type: ignore[arg-type]
+    plan = planned(machines)
+    assert [rank.node for rank in plan.ranks] == [0, 1]
+    assert {rank for wave in plan.waves for one in wave for rank in one.ranks} == {0, 1}
+    assert plan.predicted is not None
+    equal = planned(unlike((4e10, 1), (4e10, 1))).predicted
+    assert equal is not None
+    assert equal.step_seconds < plan.predicted.step_seconds
+
+
+BATCHES = some("write", "sort")
+"""Tasks whose heads need no whole batch."""
+BATCHES["tasks"] = [{**one, "batch": 24} for one in BATCHES["tasks"]]
+
+
+def with_room(room: float) -> tuple[plans.Plan, int]:
+    """The plan of two ranks with so many bytes each beside what a process takes, and the bytes that it predicts."""
+    found = tiny_tasks.resolved("plan.pin.ranks=2", **BATCHES)
+    request = of_recipe(found.recipe, lambda: workload_registry.open_workload(found))
+    one = decide(*task_waves.alone(request, MACHINE)).plan
+    assert one.predicted is not None
+    limit = one.predicted.memory_bytes["runtime"] + room
+    predicted = msgspec.structs.replace(one.predicted, memory_limit=limit)
+    plan = task_waves.with_waves(msgspec.structs.replace(one, predicted=predicted), request, MACHINE)
+    assert plan.predicted is not None
+    return plan, int(plan.predicted.memory_bytes["waves"])
+
+
+def test_passes_are_nested_where_memory_asks_for_it() -> None:
+    """The fewest micro-batches that fit; what a step then takes is more, and what is held less."""
+    whole, most = with_room(1e9)
+    nested, held = with_room(0.6 * most)
+    assert (whole.nested, nested.nested) == (1, 4)
+    assert held <= 0.6 * most
+    assert any("4 micro-batches of each task are nested" in line for line in nested.why)
+    assert not any("nested" in line for line in whole.why)
+    assert nested.predicted is not None
+    assert whole.predicted is not None
+    assert nested.predicted.step_seconds >= whole.predicted.step_seconds
+    assert nested.executable
+    with pytest.raises(UserError, match="No waves fit"):
+        with_room(0.1 * most)

@@ -38,7 +38,7 @@ def opened(**changes: Any) -> MultitaskWorkload:
 WORKLOAD = opened()
 
 
-def drawn(seed: int, ranks: int, workload: MultitaskWorkload = WORKLOAD) -> plans.Plan:
+def drawn(seed: int, ranks: int, nested: int = 1, workload: MultitaskWorkload = WORKLOAD) -> plans.Plan:
     """Waves at random: towers cut anywhere, on groups of any ranks in any order, tasks in any order."""
     r, model = random.Random(seed), workload.parts.model
     assert isinstance(model, Multitask)
@@ -56,7 +56,8 @@ def drawn(seed: int, ranks: int, workload: MultitaskWorkload = WORKLOAD) -> plan
     while any(waiting):
         chain = r.choice([one for one in waiting if one])
         waves.append((chain.pop(0),))
-    return plans.Plan(ranks=tuple(plans.Rank(share=(0, 1)) for _ in range(ranks)), waves=tuple(waves), precision="fp64")
+    own = tuple(plans.Rank(share=(0, 1)) for _ in range(ranks))
+    return plans.Plan(ranks=own, waves=tuple(waves), nested=nested, precision="fp64")
 
 
 def stepped(plan: plans.Plan, absent: int | None = None) -> Callable[[Any], dict[str, Tensor]]:
@@ -98,11 +99,16 @@ def alone(absent: int | None) -> dict[str, Tensor]:
     return {**found, "loss": loss.detach(), "weight": torch.tensor(weights, dtype=torch.float64)}
 
 
-@pytest.mark.parametrize(("ranks", "absent"), [(2, None), (3, None), (4, 0), (4, 1)])
-def test_waves_give_the_loss_and_gradients_of_one_task_after_the_other(ranks: int, absent: int | None) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "absent", "nested"), [(2, None, 1), (3, None, 1), (4, 0, 1), (4, 1, 1), (2, None, 4), (3, 0, 3)]
+)
+def test_waves_give_the_loss_and_gradients_of_one_task_after_the_other(
+    ranks: int, absent: int | None, nested: int
+) -> None:
+    """Micro-batches may be nested, more of them than samples too."""
     expected = alone(absent)
-    for seed in range(3):
-        plan = drawn(10 * ranks + seed, ranks)
+    for seed in range(3 if nested == 1 else 2):
+        plan = drawn(10 * ranks + seed, ranks, nested)
         parts = forks(ranks, stepped(plan, absent))
         for name in ("loss", "weight"):
             assert float(sum(part[name] for part in parts)) == pytest.approx(float(expected[name]), rel=1e-12)
@@ -121,6 +127,48 @@ def test_the_plan_knows_the_bytes_that_slices_hand_on(ranks: int) -> None:
     """Of every rank, as on its ledger; outputs were counted in float32, and cross in float64."""
     parts = WORKLOAD.parts_of(False)
     for seed in range(3):
-        plan = drawn(50 * ranks + seed, ranks)
+        plan = drawn(50 * ranks + seed, ranks, nested=1 + 3 * (seed == 2))
         sent = [float(one["sent"]) for one in forks(ranks, stepped(plan))]
         assert sent == [2 * one for one in handed_on(plan, parts)]
+
+
+def kept(nested: int) -> list[int]:
+    """Of each of two ranks, the most bytes that a step keeps for backward passes, parameters aside."""
+    tables = {name: tiny_tasks.TABLE[name] for name in ("tasks", "towers")}
+    tasks = [{**one, "batch": 24} for one in tables["tasks"] if one["name"] != "match"]  # whose head is not divided
+    towers = [one for one in tables["towers"] if one["name"] != "image"]
+    found = tiny_tasks.resolved(tasks=tasks, towers=towers)
+    workload = workload_registry.open_workload(found)
+    assert isinstance(workload, MultitaskWorkload)
+    plan = drawn(7, 2, nested, workload)
+
+    def life(channel: Any) -> int:
+        setting = RankSetup(found.recipe, plan, workload, launch.RankSpec(rank=channel.rank(), world=2))
+        built = build(setting, ProcessMesh(setting.mesh, channel, channel.rank()))
+        own = {one.untyped_storage().data_ptr() for one in built.model.parameters()}
+        live = most = 0
+
+        class Saved:
+            def __init__(self, tensor: Tensor) -> None:
+                nonlocal live, most
+                self.tensor = tensor
+                self.size = 0 if tensor.untyped_storage().data_ptr() in own else tensor.nbytes
+                live += self.size
+                most = max(most, live)
+
+            def __del__(self) -> None:
+                nonlocal live
+                live -= self.size
+
+        batches = [to_device(one, torch.device("cpu"), torch.float64) for one in workload.batches(0, setting.shard)]
+        with torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.tensor):
+            built.schedule.run(built.model, batches, workload.loss)
+        return most
+
+    return forks(2, life)
+
+
+def test_nested_passes_keep_the_activations_of_two_micro_batches() -> None:
+    """Of eight: a quarter of those of whole batches."""
+    for whole, nested in zip(kept(1), kept(8), strict=True):
+        assert 0 < nested <= 0.27 * whole

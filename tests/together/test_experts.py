@@ -52,6 +52,22 @@ def test_a_rank_lost_amid_a_dispatch_changes_no_bit(corpus, tmp_path, struck, me
     assert recovered["source"] == ("memory" if memory else "disk")
 
 
+@pytest.mark.slow
+def test_stages_recomputation_rounds_and_a_kill_amid_a_dispatch_change_no_bit(corpus, tmp_path):
+    """Two replicas of two stages of two ranks that share experts: one rank is lost in the second round."""
+    asked = recipe(corpus, 8, checkpoint={"every": 100})
+    one = staged(asked)
+    shares = [(0, 2), (2, 4)] * 2 + [(4, 6), (6, 8)] * 2
+    outer = plans.Outer(replicas=((0, 1, 2, 3), (4, 5, 6, 7)), method="co2", steps=4, adapt=False)
+    ranks = tuple(plans.Rank(share=share) for share in shares)
+    plan = msgspec.structs.replace(one, ranks=ranks, outer=outer)
+    whole = Struck(asked, 8, tmp_path / "whole", plan=plan).run()
+    faults = (Fault(5, 6, "kill"),)
+    run = Struck(asked, 8, tmp_path / "run", faults, memory=1 << 26, plan=plan, inside=(Layer, "_answer")).run()
+    assert same(run, whole)
+    assert len(run.all("recovered")) == 1
+
+
 def trained(asked, plan):
     """The common model of the replicas."""
     workload = open_language(asked)

@@ -69,14 +69,21 @@ def _ways(load: ExpertLoad, others: Sequence[Routed]) -> tuple[Number, Number, N
     return there, again, sum(load.row * one.answers for one in others)
 
 
-def cost(load: ExpertLoad, others: Sequence[Routed], wire: Callable[..., Number], recomputed: float = 0.0) -> Cost:
+def cost(
+    load: ExpertLoad,
+    others: Sequence[Routed],
+    wire: Callable[..., Number],
+    recomputed: float = 0.0,
+    stride: Number = 1,
+) -> Cost:
     """Of a layer in a micro-batch: rows to experts and answers from them cross full-duplex links at once, so that a
-    pass takes as long as the larger of both. `wire`: as in `shard.cost`; `recomputed`: 1 where forward runs twice."""
+    pass takes as long as the larger of both. `wire`: as in `shard.cost`; `recomputed`: 1 where forward runs twice;
+    `stride`: how far the ranks of an expert group are apart (ranks that share matrices stand between them)."""
     there, again, back = _ways(load, others)
     ranks = len(others) + 1
 
     def taken(ways: Number) -> Number:
-        return wire("all_to_all", np.maximum(ways, back) * ranks / max(1, ranks - 1), ranks, 1, "experts")
+        return wire("all_to_all", np.maximum(ways, back) * ranks / max(1, ranks - 1), ranks, stride, "experts")
 
     seconds = (1 + recomputed) * taken(there) + taken(again)
     return Cost({"experts": seconds}, sent={"experts": sent_bytes(load, others, 1 + recomputed)})

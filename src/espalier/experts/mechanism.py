@@ -34,7 +34,7 @@ CLAIM = Claim(
     question="route",
     needs=frozenset({"a model"}),
     changes=frozenset({"tokens reach their experts"}),
-    forbids=frozenset({"gradients are scattered", "matrices are cut", "compiles blocks"}),
+    forbids=frozenset({"gradients are scattered", "compiles blocks"}),
     after=frozenset({"model stages"}),
 )
 """Ranks hold unlike parameters, so that only optimizer states are sharded beside them (`shard.layer_holders`)."""

@@ -28,6 +28,8 @@ PATCH = 4
 """Pixels of the side of an image's patch."""
 TEMPERATURE = 0.07
 """Of a contrastive loss at the beginning (CLIP, arXiv 2103.00020)."""
+WHOLE = "contrastive"
+"""The loss that needs all samples of a batch at one place."""
 
 
 class Shapes(NamedTuple):
@@ -138,7 +140,7 @@ class Head(nn.Module):
     @property
     def whole(self) -> bool:
         """Whether it needs all samples of the batch at one place."""
-        return self.loss == "contrastive"
+        return self.loss == WHOLE
 
     def forward(self, outputs: Sequence[Tensor], fields: Fields) -> Figures:
         """Sums over the samples; the weight is their number."""
@@ -185,7 +187,7 @@ class Multitask(nn.Module):
         own = self.tasks[task]
         towers = with_inputs(own.towers, list(self.options.values()))
         found = [TaskNode(name, self.options[name].depth, tuple(self.options[name].takes)) for name in towers]
-        return [*found, TaskNode(HEAD, 1, own.towers)]
+        return [*found, TaskNode(HEAD, 1, own.towers, own.loss == WHOLE)]
 
     def compute(
         self, task: int, node: str, operators: tuple[int, int], inputs: Sequence[Tensor], fields: Fields

@@ -258,6 +258,8 @@ class Plan(PlanStruct, frozen=True):
     groups are consecutive ranks of those that hold the same parameters."""
     waves: tuple[tuple[WaveSlice, ...], ...] = ()
     """Of several tasks, what runs side by side (Spindle). All ranks have the same samples. Empty: each runs all."""
+    nested: int = 1
+    """Micro-batches of each task whose passes through the waves are nested (BigMac): see `stages.spindle`."""
     exchanges: tuple[Exchange, ...] = ()
     outer: Outer | None = None
     rules: tuple[AdaptiveRule, ...] = ()

@@ -152,7 +152,7 @@ class CostInputs:
         if request.expert_ranks == 1:
             return self.states
         replicas = np.maximum(1, ranks // request.expert_ranks)
-        less = (1 - (replicas - 1) / replicas * ranks / (ranks - 1)) * request.rank_experts
+        less = (1 - (replicas - 1) / replicas * ranks / (ranks - 1)) * request.rank_experts / self.layouts.tp
         states = self.states
         return replace(states, elements=states.elements - self.stage_layers * less, layer=states.layer - less)
 
@@ -166,7 +166,7 @@ class CostInputs:
         load = ExpertLoad(request.width, request.compute, request.expert_rows == "int8")
         tokens = samples * request.tokens_per_sample / np.asarray(layouts.sp) / rounds
         again = float(layouts.recompute != "none")
-        one = expert_cost(load, expected(tokens, request.active, sizes), self.wire, again)
+        one = expert_cost(load, expected(tokens, request.active, sizes), self.wire, again, layouts.tp)
         return one.times(rounds * self.stage_layers)
 
     @cached_property

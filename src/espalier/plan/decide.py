@@ -93,8 +93,8 @@ def decide(
         UserError: pins that cannot be met. (That nothing fits is said by `PlanDecision.taken`.)
     """
     if request.parts and task_waves.ranks_of(request, cluster) > 1:
-        found = decide(task_waves.alone(request), cluster, calibration)
-        return replace(found, plan=task_waves.with_waves(found.plan, request, cluster)) if found.fits else found
+        found = decide(*task_waves.alone(request, cluster), calibration)
+        return replace(found, cluster=cluster, plan=task_waves.with_waves(found.plan, request, cluster), fits=True)
     there = gpus(cluster)
     if request.precision == AUTO and there:
         return _in_the_fastest_precision(request, cluster, calibration, trials)
@@ -342,7 +342,7 @@ def _over_ranks(request: Request, cluster: Cluster, calibration: Calibration) ->
     """Searches with experts over ranks, where nobody said over how many and that can run: over all ranks of a machine,
     and over 2, 4 and so on. Ranks of one processor gain nothing: one rank has its memory and threads."""
     pin, places = request.pin, _ranks_of(request, cluster)
-    cut = (pin.tp or 1) > 1 or (pin.shard is not None and max(pin.shard.params or 1, pin.shard.grads or 1) > 1)
+    cut = pin.shard is not None and max(pin.shard.params or 1, pin.shard.grads or 1) > 1
     if not request.experts or pin.ep is not None or cut or request.compile or len(cluster.devices()) == 1:
         return []
     most = min(request.experts, request.global_batch)

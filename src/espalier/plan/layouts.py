@@ -294,9 +294,7 @@ class Limits:
         elif algorithm == "isp":
             found = [(1, *one) for sp in divisors(ranks) if sp > 1 for one in self._sequences(1, sp)]
         else:
-            tensor = [
-                d for d in divisors(ranks) if d > 1 and self.experts == 1 and self._heads(d) and self.sequence % d == 0
-            ]
+            tensor = [d for d in divisors(ranks) if d > 1 and self._heads(d) and self.sequence % d == 0]
             found = [
                 (tp, *one)
                 for tp in tensor

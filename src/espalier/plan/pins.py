@@ -99,12 +99,8 @@ def _check_experts(request: Request) -> None:
     _at_most("ep", ep, request.experts, "experts of a layer")
     if pin.ranks and pin.ranks % ep:
         raise _no_division("plan.pin.ep", ep, "ranks", pin.ranks)
-    if (pin.tp or 1) > 1:
-        raise UserError(
-            f"plan.pin.ep = {ep} and plan.pin.tp = {pin.tp} do not run together.",
-            why="ranks share whole experts or parts of each, not both",
-            do="plan.pin.tp=1, or plan.pin.ep=1",
-        )
+    if pin.ranks and pin.ranks % (ep * (pin.tp or 1)):
+        raise _no_division("plan.pin.ep x plan.pin.tp", ep * (pin.tp or 1), "ranks", pin.ranks)
     _at_most("ep", ep, request.global_batch, "samples of the global batch", "a larger train.batch_tokens")
 
 

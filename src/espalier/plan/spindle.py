@@ -46,9 +46,9 @@ RECORD = Record(
     law_test="tests/stages/test_spindle.py::test_waves_give_the_loss_and_gradients_of_one_task_after_the_other",
     bench="bench/spindle.py",
     state="works",
-    remark="recipes of several tasks and towers are planned and trained in waves over ranks, and taken up under other "
-    "waves; measured with parts that wait, as four ranks on two cores have no idle time to fill; a tower's passes in "
-    "the slots of a pipeline are not there",
+    remark="recipes of several tasks and towers are planned and trained in waves over ranks, unlike machines too, with "
+    "nested micro-batches where memory is short, and taken up under other waves; measured with parts that wait, as "
+    "four ranks on two cores have no idle time to fill",
 )
 
 Method = Literal["program", "greedy", "static", "sequential"]

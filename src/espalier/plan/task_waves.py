@@ -21,12 +21,15 @@ from espalier.plan.base import Plan, Predicted, Rank, WaveSlice
 from espalier.plan.metaops import MetaOp, fit
 from espalier.plan.spindle import Method, WavePlan, waves
 from espalier.plan.wave_placement import Devices
+from espalier.stages.cost import NESTED_IN_FLIGHT
 
 if TYPE_CHECKING:
     from espalier.cluster import Cluster, Place
     from espalier.plan.request import Request
     from espalier.workload_row import PartCost
 
+NESTED = (1, 4, 8, 16, 32, 64)
+"""Micro-batches of each task that are tried, the first with which waves fit into memory: nested passes keep two."""
 TOLD = 8
 """Waves that the reasons of a plan name, each."""
 
@@ -38,10 +41,12 @@ def ranks_of(request: Request, cluster: Cluster) -> int:
     return request.pin.ranks or min(most, len(places))
 
 
-def alone(request: Request) -> Request:
-    """The request for one rank that runs all parts: its memory and its optimizer step are those of a wave plan without
-    waves."""
-    return replace(request, parts=(), sync=EveryStep(), pin=msgspec.structs.replace(request.pin, ranks=1))
+def alone(request: Request, cluster: Cluster) -> tuple[Request, Cluster]:
+    """The request for one rank of the first machine that runs all parts: its optimizer step is that of a wave plan
+    without waves. It need not fit into memory: a rank of a wave plan holds its slices only."""
+    pin = msgspec.structs.replace(request.pin, ranks=1, offload=request.pin.offload or "none")
+    first = msgspec.structs.replace(cluster, nodes=cluster.nodes[:1], pairs=())
+    return replace(request, parts=(), sync=EveryStep(), pin=pin), first
 
 
 def with_waves(plan: Plan, request: Request, cluster: Cluster, method: Method | None = None) -> Plan:
@@ -55,25 +60,50 @@ def with_waves(plan: Plan, request: Request, cluster: Cluster, method: Method | 
         return plan
     request = replace(request, precision=plan.precision)
     seats = _seats(cluster, count)
-    metaops = [_metaop(one, seats[0], request, count) for one in request.parts]
     limit = plan.predicted.memory_limit if plan.predicted is not None else float("inf")
+    limit *= min(map(_memory, seats)) / _memory(seats[0])
     fixed = plan.predicted.memory_bytes.get("runtime", 0.0) if plan.predicted is not None else 0.0
     links = _seconds_per_byte(cluster, seats)
     devices = Devices(tuple(place.node for place in seats), limit - fixed, *links, _slower(seats, request))
-    found = waves(metaops, devices, method)
+    nested, found = _fitting(request, devices, seats[0], method)
     made = _waves(found, request.parts)
     ranks = tuple(
         Rank(share=(0, 1), device=_device(place), node=place.node, threads=request.pin.threads or 1) for place in seats
     )
     told, alone = _reasons(found, request.parts, count), plan_summary.sentences(plan, cluster)  # of one rank
+    if nested > 1:
+        told += (
+            f"The passes of {nested} micro-batches of each task are nested, as the activations of whole batches do not "
+            "fit; a task whose head needs its whole batch is not divided.",
+        )
     kept = (line for line in plan.why if line not in alone and not line.startswith("It is the best of"))
-    changed = msgspec.structs.replace(plan, ranks=ranks, waves=made, runners_up=(), why=(*told, *kept))
+    changed = msgspec.structs.replace(
+        plan, ranks=ranks, waves=made, nested=nested, executable=True, missing="", runners_up=(), why=(*told, *kept)
+    )
     if plan.predicted is None:
         return changed
     exchange, sent = _exchange(changed, request.parts, devices)
-    return msgspec.structs.replace(
-        changed, predicted=_predicted(plan.predicted, found, (exchange, sent), fixed, (request, count))
-    )
+    predicted = _predicted(plan.predicted, found, (exchange, sent), fixed, (request, count))
+    return msgspec.structs.replace(changed, predicted=msgspec.structs.replace(predicted, memory_limit=limit))
+
+
+def _memory(place: Place) -> float:
+    """Bytes of a device, or of its machine where that has them."""
+    return float(place.table.device.memory or place.table.memory or 1)
+
+
+def _fitting(request: Request, devices: Devices, seat: Place, method: Method | None) -> tuple[int, WavePlan]:
+    """The fewest nested micro-batches of `NESTED` with which waves fit into memory, and these. Raises what `waves`
+    raises where none do."""
+    refused: UserError | None = None
+    for nested in NESTED:
+        try:
+            metaops = [_metaop(one, seat, request, len(devices.nodes), nested) for one in request.parts]
+            return nested, waves(metaops, devices, method)
+        except UserError as error:
+            refused = error
+    assert refused is not None
+    raise refused
 
 
 def _seats(cluster: Cluster, count: int) -> list[Place]:
@@ -113,25 +143,33 @@ def _slower(seats: Sequence[Place], request: Request) -> tuple[float, ...]:
     return found if max(found) > min(found) * (1 + 1e-9) else ()
 
 
-def _metaop(one: PartCost, seat: Place, request: Request, count: int) -> MetaOp:
-    """A part on 1, 2, 4, ... devices and on all of them."""
-    sizes = [1] if one.whole else sorted({n for n in (*(2**k for k in range(12)), count) if n <= min(count, one.rows)})
+def micro_batches(one: PartCost, parts: Sequence[PartCost], nested: int) -> list[int]:
+    """Samples of each nested micro-batch of a part's task: all in one where its head needs them together."""
+    if any(other.whole for other in parts if other.task == one.task):
+        return [one.rows]
+    return [one.rows * (k + 1) // nested - one.rows * k // nested for k in range(nested)]  # as `stages.spindle.rows`
+
+
+def _metaop(one: PartCost, seat: Place, request: Request, count: int, nested: int = 1) -> MetaOp:
+    """A part on 1, 2, 4, ... devices and on all of them, its micro-batches together."""
+    batches = [size for size in micro_batches(one, request.parts, nested) if size]
+    most = 1 if one.whole else min(count, max(batches))
+    sizes = sorted({n for n in (*(2**k for k in range(12)), count) if n <= most})
     device, fitted = seat.table.device, _per_sample(one)
 
-    def seconds(devices: int) -> float:
-        rows = -(-one.rows // devices)
+    def seconds(rows: int) -> float:
         if fitted is not None:
             return fitted[0] + fitted[1] * rows
         speed = device_model.sustained(device, request.precision) or device_model.peak(device, request.precision)
         share = 1.0 if device.kind == "cuda" else 1 / max(1, seat.table.cores)
         return one.flops * rows / (speed * share) + one.launches * device_model.issue_seconds(device)
 
-    rest = {n: seconds(n) for n in sizes}
+    rest = {n: sum(seconds(-(-size // n)) for size in batches) for n in sizes}
     states = 4 * one.parameters  # parameter, gradient and two moments
+    kept = one.kept * min(one.rows, NESTED_IN_FLIGHT * max(batches))
     return MetaOp(
-        one.key, one.operators, rest, one.needs, one.tower, states=states, kept=one.kept * one.rows,
-        output=one.output * one.rows,
-    )  # fmt: skip
+        one.key, one.operators, rest, one.needs, one.tower, states=states, kept=kept, output=one.output * one.rows
+    )
 
 
 def _per_sample(one: PartCost) -> tuple[float, float] | None:
@@ -195,12 +233,14 @@ def handed_on(plan: Plan, parts: Sequence[PartCost]) -> list[float]:
     latest: dict[str, WaveSlice] = {}
     for one in (one for wave in plan.waves for one in wave):
         part = by_key[f"{one.task}.{one.node}"]
-        for key in [part.key] if one.first else part.needs:
+        for key, samples in itertools.product(
+            [part.key] if one.first else part.needs, micro_batches(part, parts, plan.nested)
+        ):
             source = latest[key].ranks
             for (a, sender), (b, receiver) in itertools.product(enumerate(source), enumerate(one.ranks)):
                 # As `stages.spindle.rows` divides samples.
-                low, high = (part.rows * (a + end) // len(source) for end in (0, 1))
-                start, stop = (part.rows * (b + end) // len(one.ranks) for end in (0, 1))
+                low, high = (samples * (a + end) // len(source) for end in (0, 1))
+                start, stop = (samples * (b + end) // len(one.ranks) for end in (0, 1))
                 size = by_key[key].output * max(0, min(high, stop) - max(low, start))
                 for rank in (sender, receiver) if sender != receiver else ():
                     found[rank] += size

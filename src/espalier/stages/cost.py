@@ -15,6 +15,9 @@ import numpy as np
 
 from espalier.cost import Cost, Number
 
+NESTED_IN_FLIGHT = 2
+"""Nested micro-batches of waves whose activations a rank keeps at most (`stages.spindle`)."""
+
 
 @dataclass(frozen=True)
 class PipelineLoad:

@@ -5,12 +5,17 @@ samples. Between slices samples go to the ranks that have them next, and their g
 barrier: a rank starts its next slice when the inputs are there. Parameters are held by the ranks whose slices use them,
 and their gradients are summed over these once a step (`ModelCut.peers`); the loss is divided by the weight of the whole
 step before backward, so that tasks and samples count alike wherever they are computed.
+
+Where memory asks for it, passes are nested as in BigMac (arXiv 2605.25451): the samples of each task go through the
+waves in micro-batches, and a micro-batch's backward passes run before the forward passes of the next but one. Towers
+then compute in the slots that the decoder behind them leaves, and keep the activations of two micro-batches.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
@@ -25,6 +30,7 @@ from espalier.errors import UserError
 from espalier.mechanism import Build, Mechanism
 from espalier.parallel.model_cut import ModelCut
 from espalier.stages.base import Accumulate, Loss
+from espalier.stages.cost import NESTED_IN_FLIGHT
 from espalier.stages.messages import Form, Messages, shapes_of
 from espalier.stages.model_stages import Elsewhere
 from espalier.stages.whole import divisor, outcome
@@ -153,7 +159,7 @@ def _nonsense(why: str) -> UserError:
 @dataclass(frozen=True)
 class Passes:
     """How forward and backward passes run: as those of `stages.whole.Whole`. `settle` returns when parameters are up to
-    date."""
+    date; `nested`: micro-batches of each task."""
 
     nominal_weight: float
     accumulate: Accumulate
@@ -161,6 +167,7 @@ class Passes:
     settle: Callable[[], None]
     shares: tuple[float, ...] = (1.0,)
     loss_scale: LossScale | None = None
+    nested: int = 1
 
 
 @dataclass
@@ -184,23 +191,47 @@ class WaveSchedule:
         """See `Schedule.run`. A task without a batch is absent from the step. Each rank's outcome is of the samples
         whose losses it has computed."""
         self.passes.settle()
-        fields = {one.task: one.batch for one in batches}
-        step, losses, weights, tasks = _Step(), list[Tensor](), list[Tensor](), list[int]()
+        losses: list[tuple[int, Tensor, Tensor]] = []
+        under_way: deque[tuple[_Step, Mapping[int, Any]]] = deque()
+        for fields in self._micro_batches({one.task: one.batch for one in batches}):
+            under_way.append((self._forwards(fields, losses), fields))
+            if len(under_way) == NESTED_IN_FLIGHT:
+                self._backwards(*under_way.popleft())
+        while under_way:
+            self._backwards(*under_way.popleft())
+        with self.passes.accumulate(True):
+            self.messages.finish()
+        tasks = [task for task, _, _ in losses]
+        return outcome([loss for _, loss, _ in losses], [weight for _, _, weight in losses], tasks, self.passes.shares)
+
+    def _micro_batches(self, whole: Mapping[int, Any]) -> Iterator[Mapping[int, Any]]:
+        """Of each task a part of its samples; of one whose head needs all of them, all in the first."""
+        for number in range(self.passes.nested):
+            found = {}
+            for task, fields in whole.items():
+                undivided = any(node.whole for node in self.slices.nodes[task])
+                samples = _samples(fields)
+                low, high = rows(samples, self.passes.nested, number) if not undivided else (0, samples * (number == 0))
+                if low < high:
+                    found[task] = {name: value[low:high] for name, value in fields.items()}
+            yield found
+
+    def _forwards(self, fields: Mapping[int, Any], losses: list[tuple[int, Tensor, Tensor]]) -> _Step:
+        """Adds (task, loss, weight) of the heads that are here."""
+        step = _Step()
         for number in self.own:
             task = self.slices.task[number]
             if task in fields:
                 self._forward(step, number, fields[task])
                 if self.slices.all[number].node == HEAD and number in step.made:
                     value, weight = step.made[number]["loss"]
-                    losses.append(value.detach().double())
-                    weights.append(weight.detach().double())
-                    tasks.append(task)
+                    losses.append((task, value.detach().double(), weight.detach().double()))
+        return step
+
+    def _backwards(self, step: _Step, fields: Mapping[int, Any]) -> None:
         for number in reversed(self.own):
             if self.slices.task[number] in fields:
                 self._backward(step, number, fields[self.slices.task[number]])
-        with self.passes.accumulate(True):
-            self.messages.finish()
-        return outcome(losses, weights, tasks, self.passes.shares)
 
     def apart(self, accumulate: Accumulate) -> WaveSchedule:
         """See `Schedule.apart`."""
@@ -369,6 +400,7 @@ class Waves(Mechanism):
             sharding.settle,
             tuple(context.workload.tasks().values()),
             context.loss_scale,
+            context.plan.nested,
         )
         slices, messages = _slices(context), Messages(mesh.replica, places, context.device)
         context.schedule = WaveSchedule(mesh.rank, model, slices, messages, passes)

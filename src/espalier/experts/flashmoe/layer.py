@@ -22,6 +22,7 @@ from espalier.experts.flashmoe.cells import Outgoing, Tile, outgoing, tile_rows,
 from espalier.experts.flashmoe.protocol import Pass, Task
 from espalier.experts.flashmoe.shared_memory import links
 from espalier.experts.flashmoe.transport import Transport, row_codec
+from espalier.experts.flashmoe.weight_gradients import FixedOrderSum, PutOff
 from espalier.records import Record
 
 RECORD = Record(
@@ -45,9 +46,9 @@ RECORD = Record(
     "bits in whatever order messages come",
     law_test="tests/experts/test_flashmoe.py::test_ranks_equal_all_experts_on_one",
     bench="bench/flashmoe.py",
-    state="partly",
-    remark="trains on processors, over Gloo and in shared memory, and the planner chooses the ranks and the place of "
-    "experts; no ranks that also share an expert's matrices; nothing runs on GPUs",
+    state="works",
+    remark="trains on processors, over Gloo and in shared memory, beside cut matrices too, and the planner chooses the "
+    "ranks and the place of experts; never run on GPUs, and no persistent kernel for them",
 )
 
 HEADER, REFS, WEIGHTS, ROWS = 0, 2, 4, 16
@@ -110,6 +111,7 @@ class Layer:
         self.rows: dict[int, Tensor] = {}
         self.refs: dict[int, Tensor] = {}
         self.done: dict[Task, Done] = {}
+        self.late = PutOff()
         self.active = 1
 
     # --- forward -----------------------------------------------------------------------------------------------------
@@ -155,7 +157,7 @@ class Layer:
     def _forward(self, task: Task, tile: Tile, x: Tensor) -> Tensor:
         rows = self._taken(task, tile, x, self.rows)
         # A graph of its own: recomputation of the layers around must not see in which order tiles ran.
-        with torch.autograd.graph.saved_tensors_hooks(_same, _same), torch.set_grad_enabled(self.keeps):
+        with torch.autograd.graph.saved_tensors_hooks(_same, _same), torch.set_grad_enabled(self.keeps), self.late:
             # With a version of its own: what comes into its source's other tiles is no change of this one.
             rows = rows.data.requires_grad_(self.keeps)
             answer = self.experts[tile.expert](rows).to(rows.dtype)
@@ -186,20 +188,26 @@ class Layer:
                 self.links.expect(factors[peer], peer, WEIGHTS, ("referred", peer))
             self._expect_rows(peer, pulls[peer])
             now.heard(peer, [tile.until > tile.fresh for tile in tiles], bool(tiles))
-        order = [Task(source, number) for source in sorted(self.tiles) for number in range(len(self.tiles[source]))]
+        order = {
+            Task(source, number): tile.expert
+            for source in sorted(self.tiles)
+            for number, tile in enumerate(self.tiles[source])
+        }
         sums = FixedOrderSum(order, self.parameters)
 
         def run(task: Task) -> None:
             tile = self.tiles[task.source][task.number]
             rows = self._taken(task, tile, pull, pulls)
             gradient = rows * factors[task.source][tile.start : tile.stop].unsqueeze(1)
-            done = self.done.pop(task)
+            done, self.late.late = self.done.pop(task), []
             mine, *others = torch.autograd.grad(done.answer, [done.rows, *self.parameters], gradient, allow_unused=True)
-            sums.add(task, others)
+            sums.add(task, others, self.late.late)
             self._answer(task, torch.zeros_like(done.rows) if mine is None else mine, found)
 
         self._expect_answers(found)
-        self._through(now, None, run, found)
+        self._through(now, None, run, found, sums.spare)
+        while sums.spare():
+            pass
         return found, sums.total()
 
     # --- both --------------------------------------------------------------------------------------------------------
@@ -258,12 +266,18 @@ class Layer:
         return torch.div(own.choices, self.active, rounding_mode="floor")
 
     def _through(
-        self, now: Pass, heard: Callable[[int], None] | None, run: Callable[[Task], None], found: Tensor
+        self,
+        now: Pass,
+        heard: Callable[[int], None] | None,
+        run: Callable[[Task], None],
+        found: Tensor,
+        spare: Callable[[], bool] = bool,
     ) -> None:
-        """Runs what is ready and takes what comes, until the pass has ended."""
+        """Runs what is ready and takes what comes, until the pass has ended. `spare`: work for a time when nothing is
+        ready; False: there is none."""
         while not now.done:
             task = now.take()
-            while (event := self.links.next(wait=task is None)) is not None:
+            while (event := self._event(task is None, spare)) is not None:
                 kind, what = event
                 if kind == "heard":
                     assert heard is not None
@@ -282,31 +296,13 @@ class Layer:
                 now.ran()
         self.links.ended()
 
-
-class FixedOrderSum:
-    """Gradients of parameters, added up in a fixed order of tiles whatever the order in which these ran. Has state: the
-    sums so far, and what has to wait for its turn."""
-
-    def __init__(self, order: Sequence[Task], parameters: Sequence[nn.Parameter]) -> None:
-        self._order, self._turn, self._parameters = order, 0, parameters
-        self._waiting: dict[Task, Sequence[Tensor | None]] = {}
-        self._sums: list[Tensor | None] = [None] * len(parameters)
-
-    def add(self, task: Task, gradients: Sequence[Tensor | None]) -> None:
-        """The gradients of one tile; None for parameters of other experts."""
-        self._waiting[task] = gradients
-        while self._turn < len(self._order) and self._order[self._turn] in self._waiting:
-            found = self._waiting.pop(self._order[self._turn])
-            for index, gradient in enumerate(found):
-                if gradient is not None:
-                    total = self._sums[index]
-                    self._sums[index] = gradient if total is None else total.add_(gradient)
-            self._turn += 1
-
-    def total(self) -> list[Tensor]:
-        """The sums; zeros for an expert without tokens."""
-        pairs = zip(self._sums, self._parameters, strict=True)
-        return [torch.zeros_like(parameter) if one is None else one for one, parameter in pairs]
+    def _event(self, idle: bool, spare: Callable[[], bool]) -> Any:
+        """The next event. None: none has come, and there is a task, or what was spare has been done instead."""
+        event = self.links.next(wait=False)
+        if event is not None or not idle:
+            return event
+        self.links.announce()
+        return None if spare() else self.links.next(wait=True)
 
 
 class _Route(torch.autograd.Function):

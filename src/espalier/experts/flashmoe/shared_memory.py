@@ -225,6 +225,10 @@ class SharedMemory(Messages):
             weakref.finalize(self, thread.close)
         self._threads[peer, 0].put(partial(_listen, self._group, peer, line, self._events.put))
 
+    def announce(self) -> None:
+        """See `Transport.announce`."""
+        self._say_all()
+
     def next(self, wait: bool) -> Any:
         """See `Transport.next`."""
         self._say_all(1 if wait or self._urgent else _TOGETHER)

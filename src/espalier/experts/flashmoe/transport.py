@@ -32,6 +32,9 @@ class Transport(Protocol):
         """Begins to receive into `room`; `event` follows. Of one peer, events of even tags come in the order of the
         calls, and so do those of odd ones: these are two lines, of which none waits for the other."""
 
+    def announce(self) -> None:
+        """Lets receivers know of all that was sent: this rank will be at work, or wait."""
+
     def next(self, wait: bool) -> Any:
         """The next event; None where there is none yet and the caller does not `wait`. Raises what a wait raises."""
 
@@ -65,6 +68,9 @@ class Messages:
         with traffic(Traffic.EXPERTS):
             work = self._group.recv([room], peer, tag)
         self._threads[line].put(partial(_tell, work, event, self._events.put))
+
+    def announce(self) -> None:
+        """See `Transport.announce`: a message announces itself."""
 
     def next(self, wait: bool) -> Any:
         """See `Transport.next`."""
