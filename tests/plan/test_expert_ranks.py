@@ -151,3 +151,16 @@ def test_a_pass_takes_as_long_as_the_fuller_direction():
     assert found.sent["experts"] == sent_bytes(load, routed, 2.0)
     many = expected(np.array([10.0, 20.0]), 2, [3, 3])
     assert sent_bytes(load, many).shape == (2,)
+
+
+def test_ranks_may_share_the_matrices_of_spread_experts():
+    """Two groups of two hold the experts, and each rank half of its own: half the parameters, and the same tokens."""
+    whole, cut = (
+        decided(mixture(pin=config.Pin(ranks=2 * tp, pp=1, ep=2, tp=tp)), count=4, between="1Gbit/s").plan
+        for tp in (1, 2)
+    )
+    assert (cut.layout.ep, cut.layout.tp, cut.layout.dp) == (2, 2, 2)
+    assert cut.stages[0].tensor == 2
+    assert cut.experts == whole.experts
+    assert cut.predicted.memory_bytes["params"] < 0.6 * whole.predicted.memory_bytes["params"]
+    assert cut.predicted.sent_bytes["experts"] == whole.predicted.sent_bytes["experts"]
