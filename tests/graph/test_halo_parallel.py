@@ -366,6 +366,7 @@ def test_a_network_of_ones_own_is_refused():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_one_bit_rows_are_within_half_a_point_of_whole_ones_over_five_seeds(tmp_path, monkeypatch):
     """A planted graph of which 4 in 10 edges lead anywhere, so that nearly every node is at the boundary."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -373,11 +374,13 @@ def test_one_bit_rows_are_within_half_a_point_of_whole_ones_over_five_seeds(tmp_
     graph = synthetic.load(path, tmp_path)
     found = {}
     for bits in (32, 1):
-        tests = []
+        held_out = []
         for seed in range(5):
-            rates = {"optimizer": {"kind": "adamw", "learning_rate": 0.01}, "seed": seed, "steps": 60}
-            recipe = recipe_of({"kind": "sage", "width": 64}, {"halo": {"bits": bits}}, precision="fp32", **rates)
-            tests.append(100 * train(recipe, graph, (25, 50, 75))["validation"][-1]["test_accuracy"])
-        found[bits] = np.mean(tests)
+            rates = {"optimizer": {"kind": "adamw", "learning_rate": 0.01}, "seed": seed, "steps": 160}
+            model = {"kind": "sage", "width": 64, "norm": True}  # a norm as the authors have it
+            recipe = recipe_of(model, {"halo": {"bits": bits}}, precision="fp32", **rates)
+            figures = train(recipe, graph, (25, 50, 75))["validation"][-1]
+            held_out += [100 * figures["accuracy"], 100 * figures["test_accuracy"]]  # of as many nodes
+        found[bits] = np.mean(held_out)
     assert 60 < found[32] < 99.5
     assert found[1] > found[32] - 0.5
