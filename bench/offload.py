@@ -37,7 +37,7 @@ PEERS = {
 
 
 BESIDE = {
-    "resident": ["on disk", "half on disk"], "by hand": ["on disk"],
+    "resident": ["on disk", "on disk, written behind", "half on disk"], "by hand": ["on disk"],
     "deepspeed cpu": ["in memory", "half on disk", "on disk"], "deepspeed nvme": ["on disk"],
 }  # fmt: skip
 """Where ours has its states."""
@@ -130,7 +130,7 @@ def main() -> None:
     )
     sizes = {**SMOLLM2, "sequence": 64 if given.quick else 128, **({"depth": 4} if given.quick else {})}
     request = {
-        "sizes": sizes, "steps": 3 if given.quick else 4, "batch": 8, "micro_batch": 4, "threads": 2, "port": 29511,
+        "sizes": sizes, "steps": 3, "batch": 8, "micro_batch": 4, "threads": 2, "port": 29511,
         "place": given.place, "limit": 300.0,
     }  # fmt: skip
     tokens = request["batch"] * sizes["sequence"]

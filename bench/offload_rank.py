@@ -154,7 +154,7 @@ class DeepSpeed:
 
 KINDS = {
     "resident": Resident, "by hand": ByHand, "ours in memory": Ours, "ours on disk": OnDisk,
-    "ours behind": Behind, "ours half on disk": HalfOnDisk,
+    "ours on disk, written behind": Behind, "ours half on disk": HalfOnDisk,
     "deepspeed cpu": DeepSpeed, "deepspeed nvme": DeepSpeed,
 }  # fmt: skip
 

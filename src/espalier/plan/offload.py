@@ -43,7 +43,7 @@ class Unused(NamedTuple):
     behind: Number = 0.0
 
 
-NONE = Unused()
+NONE: Unused = Unused()
 
 
 def unused(request: Request, room: float, waiting: Mapping[str, Number], grads: Number) -> Unused:
