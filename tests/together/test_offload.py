@@ -114,7 +114,7 @@ def test_states_on_disk_change_no_bit(corpus, optimizer, ranks, shard):
 
 @OPTIMIZERS
 def test_writes_of_a_step_end_under_the_next_forward_pass(corpus, optimizer, monkeypatch):
-    """In half the bytes that the plan leaves unused, on a slow disk."""
+    """In the buffers that the plan has beside those of the walk, on a slow disk."""
     told, plain, drain = [], DirectFile.write_from, WriteBehind.drain
 
     def slow(self, buffer, offset):
@@ -130,8 +130,7 @@ def test_writes_of_a_step_end_under_the_next_forward_pass(corpus, optimizer, mon
     monkeypatch.setattr(WriteBehind, "drain", drained)
     recipe = recipe_of(corpus, optimizer={"kind": optimizer})
     resident = train(recipe, plan_of(plans.Offload()))
-    memory = {"peak": 1e8, "grads": 9e6}
-    predicted = plans.Predicted(1.0, 1.0, 1.0, 0.1, {}, memory, 1.04e8, {})
+    predicted = plans.Predicted(1.0, 1.0, 1.0, 0.1, {}, {"buffers": 2.5e6}, 1e9, {}, {"optimizer": 5e5})
     away = train(recipe, plan_of(DISK, predicted=predicted), kernel=lambda: list(told))
     same(away, resident)
     told = away[2][-1]["kernel"]

@@ -251,8 +251,9 @@ class CostInputs:
             found["window"] = optimizer_node.held(self.request) + found["params"]
         if way == offload.NODE:
             return found
-        held = offload.resident(self.waiting, found)
-        return {**held, "optimizer": held["optimizer"] + self.unused.resident}
+        held, unused = offload.resident(self.waiting, found), self.unused
+        taken = {"optimizer": held["optimizer"] + unused.resident, "buffers": held["buffers"] + unused.behind}
+        return {**held, **taken}
 
     @cached_property
     def held(self) -> Mapping[str, Number]:

@@ -83,11 +83,10 @@ class OptimizerOnDisk(Mechanism):
 
 
 def write_behind(context: Build, behind: WriteBehind) -> None:
-    """The last writes of a step go on under the next forward pass, in half the memory that the plan leaves unused:
-    malloc keeps that of activations and gradients, so it cannot be theirs."""
+    """The last writes of a step go on under the next forward pass, in the buffers that the plan has for them: malloc
+    keeps the memory of activations and gradients, so it cannot be theirs."""
     if (predicted := context.plan.predicted) is not None:
-        unused = predicted.memory_limit - predicted.memory_bytes.get("peak", predicted.memory_limit)
-        behind.room = int(max(0.0, min(cost.UNUSED * unused, predicted.memory_bytes.get("grads", 0.0))))
+        behind.room = int(predicted.memory_bytes.get("buffers", 0.0) - cost.buffers(predicted.waiting_bytes))
     before = context.forward
 
     @contextmanager
