@@ -13,8 +13,8 @@ import time
 from contextlib import suppress
 
 SO_MAX_PACING_RATE = 47
-SHARE = 0.95
-"""Of the rate that the plan knows: headers are a part of it."""
+SHARE = 0.89
+"""Of the rate that the plan knows: headers take 4 % of it, and what is left keeps queues short (docs/benchmarks.md)."""
 PROBE = 16
 """Every so many frames one is sent as fast as it goes."""
 FASTER = 2.0
