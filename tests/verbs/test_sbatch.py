@@ -118,10 +118,12 @@ def reaches(folder, step, run="job"):
     until(lambda: log.exists() and f'"step":{step},' in log.read_text())
 
 
-def signalled_and_requeued(folder, options):
-    """A job that is asked to stop at step 10 or so, beside the run that nobody disturbs."""
-    assert cli.main(["train", "recipe.toml", "--slurm", options]) == 0
+def signalled_and_requeued(folder, options, *changes, saving=False):
+    """A job that is asked to stop at step 10 or so, or in the middle of a save, beside the run that nobody disturbs."""
+    assert cli.main(["train", "recipe.toml", "--slurm", options, *changes]) == 0
     reaches(folder, 10)
+    if saving:
+        until(lambda: any((folder / "runs" / "job" / "checkpoints").glob("step-*.tmp")))
     os.kill(int((folder / "fake" / "life-0").read_text()), signal.SIGUSR1)
     assert ended(folder) == [130, 0], (folder / "fake" / "out").read_text()
     assert cli.main(["train", "recipe.toml", "--run", "runs/whole"]) == 0
@@ -142,6 +144,14 @@ def test_usr1_saves_and_requeues_and_the_second_life_ends_with_the_unbroken_runs
     head = script.read_text()
     for line in ("--signal=B:USR1@120", "--open-mode=append", "--requeue", "--time=0:10:00", "--partition=short"):
         assert f"#SBATCH {line}\n" in head
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_preemption_in_the_middle_of_a_save_loses_no_step(cluster):
+    """A save takes seconds here; the checkpoint that it was to be is whole, or none."""
+    signalled_and_requeued(cluster, "time=0:10:00", "checkpoint.every=20", "checkpoint.rate=100kB/s", saving=True)
+    assert not list((cluster / "runs" / "job" / "checkpoints").glob("*.tmp"))
 
 
 @pytest.mark.slow
