@@ -146,7 +146,7 @@ class Answers(TorchDispatchMode):
             return True
         if func is aten.nonzero.default:
             return args[0].new_zeros((args[0].numel(), args[0].ndim), dtype=torch.int64)
-        if func is aten.repeat_interleave.Tensor:
+        if func is aten.repeat_interleave.Tensor and not (kwargs or {}).get("output_size"):
             return args[0].new_zeros(args[0].numel())
         if func is aten.bincount.default:
             return args[0].new_zeros(kwargs["minlength"] if kwargs else args[2])
