@@ -60,7 +60,8 @@ def test_stages_recomputation_rounds_and_a_kill_amid_a_dispatch_change_no_bit(co
     shares = [(0, 2), (2, 4)] * 2 + [(4, 6), (6, 8)] * 2
     outer = plans.Outer(replicas=((0, 1, 2, 3), (4, 5, 6, 7)), method="co2", steps=4, adapt=False)
     ranks = tuple(plans.Rank(share=share) for share in shares)
-    plan = msgspec.structs.replace(one, ranks=ranks, outer=outer)
+    units = (plans.Unit(optimizer=(0, 1)),)
+    plan = msgspec.structs.replace(one, ranks=ranks, units=units, outer=outer)
     whole = Struck(asked, 8, tmp_path / "whole", plan=plan).run()
     faults = (Fault(5, 6, "kill"),)
     run = Struck(asked, 8, tmp_path / "run", faults, memory=1 << 26, plan=plan, inside=(Layer, "_answer")).run()
