@@ -1,20 +1,29 @@
 """Training on unlike devices: our unequal pipelines beside an equal split, FlashFlex's own layer rule, and DDP.
 
-    python bench/flashflex.py [--quick] [--pairs N] [--json FILE] [--links 1000,200,50]
+    python bench/flashflex.py [--quick] [--pairs N] [--json FILE] [--cases 16:1000,16:200,16:50,32:200,32:50]
 
 Four hosts that may use 0.25, 0.25, 0.5 and 1.0 of a core (control groups), with links of so many Mbit/s between them
-(bench/netlab.py; needs root). Their speeds are to one another as those of two RTX 3090, an RTX 4090 and an A100, and
-what the planner is told of their memory is as that of these cards. All train the same decoder of 32 layers (as many as
-LLaMA-7B, the paper's; of 16 the memory rule gives 2, 2, 3 and 9, where rounding makes shares by memory nearly those by
-speed) in float32 on the same tokens, in turn, in the same processes:
+(bench/netlab.py; needs root). A case is layers of the decoder and Mbit/s. Two clusters of cards have speeds that are to
+one another as those of the hosts (datasheets):
 
-- ours: the plan that the planner makes when it has to use all four hosts;
+- cards A: two RTX 3090, an RTX 4090, an A100 (80, 165 and 312 TFLOP/s in 16 bits; 24, 24, 24 and 80 GB), the kinds of
+  FlashFlex's paper: memory grows with speed. Of 16 layers its rule gives 2, 2, 3 and 9, nearly shares by speed; of 32
+  it gives 5, 5, 5 and 17;
+- cards B: two Tesla P40, an RTX 4060 Ti, an RTX 4080 (11.8, 22.1 and 48.7 TFLOP/s in 32 bits; 24, 24, 16 and 16 GB),
+  old cards with much memory beside new ones with less.
+
+What the planner is told of memory is in proportion to that of the cards, of which the model takes 25 GB with its states
+(`MODEL`): more than any card holds but an A100. All train the same decoder in float32 on the same tokens, in turn, in
+the same processes:
+
+- ours: the plan that the planner makes when it has to use all four hosts, the same for both clusters unless memory
+  bounds a stage;
 - memory rule: our engine with the best plan whose layers are in proportion to memory, as FlashFlex's released scheduler
-  gives them (arXiv 2409.01143; layer_partition.py), shares of the batch by speed as ours;
+  gives them (arXiv 2409.01143; layer_partition.py), shares of the batch by speed as ours; for each cluster;
 - equal split: torch.distributed.pipelining, 1F1B, equal stages, the head on the fastest host;
 - DDP: torch's, equal batches; it may hold the whole model on every host.
 
-Seconds of a layer come from a few passes on each host before (`speeds`). Planning is timed on 64 GPUs of six classes.
+Seconds of a layer come from a few passes on each host before (`measured`). Planning is timed on 64 GPUs of six classes.
 """
 
 from __future__ import annotations
@@ -38,16 +47,18 @@ from espalier.plan import flashflex, replan, request_from_recipe, unequal
 from espalier.plan.memory_model import CPU_MEMORY, CPU_RUNTIME
 from espalier.plan.pipeline_solver import Group, Slot, SolvedPipeline
 from espalier.plan.request import Request
-from flashflex_rank import PEERS, Outcome, Speeds, Task
+from flashflex_rank import Outcome, Speeds, Task
 from netlab import Lab, Shape, first_said
 from table import Row, arguments, compare, publish
 
 CORES = (0.25, 0.25, 0.5, 1.0)
-MEMORY = (24, 24, 24, 80)
-"""GiB of the cards whose speeds are as these."""
+CARDS = {"A": (24, 24, 24, 80), "B": (24, 24, 16, 16)}
+"""GB of the cards of each cluster whose speeds are as these."""
+SHAPES = {16: Task(depth=16, width=96, batch=32), 32: Task(depth=32, width=64, batch=32)}
+"""What is trained, by its layers."""
 PERIOD = 5_000
-ROOM = 2.0
-"""The largest memory over what the whole model takes: what the memory rule gives a host has to fit into its share."""
+MODEL = 25.0
+"""GB of the cards that the whole model takes, with its states."""
 SIX = """
 nodes = [
     { device = "A100-80GB", devices = 8, count = 2 },
@@ -77,8 +88,8 @@ def request_of(task: Task) -> Request:
     return replace(request_from_recipe.of_recipe(task.recipe()), pin=pin)
 
 
-def hosts(request: Request, rate: float, slower: Sequence[float]) -> Cluster:
-    """The four hosts, each so many times as slow as half of this machine, with the memory that `MEMORY` says."""
+def hosts(request: Request, rate: float, slower: Sequence[float], cards: str = "A") -> Cluster:
+    """The four hosts, each so many times as slow as half of this machine, with memory as that of these cards."""
     ranks = [plans.Rank(device="cpu", node=0, threads=1)] * len(CORES)
     made = replan.measured(probe.ready(), ranks, replan.Speeds(tuple(slower)))
     link = Link(bandwidth=rate * 1e6 / 8, latency=clusters.default_link("cpu", "cpu").latency, source="declared")
@@ -86,8 +97,8 @@ def hosts(request: Request, rate: float, slower: Sequence[float]) -> Cluster:
     roomy = [_with_memory(one, 1 << 40) for one in nodes]
     costs = unequal.EngineCosts(request, msgspec.structs.replace(made, nodes=tuple(roomy)), task_size(request))
     held, _ = costs.held(Group(0), Slot(0, 1), request.layers)
-    own = ROOM * (float(sum(held.values())) - CPU_RUNTIME)
-    sizes = [int((CPU_RUNTIME + own * one / max(MEMORY)) / CPU_MEMORY) for one in MEMORY]
+    own = float(sum(held.values())) - CPU_RUNTIME
+    sizes = [int((CPU_RUNTIME + own * one / MODEL) / CPU_MEMORY) for one in CARDS[cards]]
     return msgspec.structs.replace(made, nodes=tuple(map(_with_memory, nodes, sizes)))
 
 
@@ -113,12 +124,14 @@ def measured(task: Task, rate: float) -> list[float]:
 
 
 class MemoryRule(flashflex.Search):
-    """Layers in proportion to memory, one after the other, what is left to the largest; memory that does not hold them
-    is a refusal."""
+    """Layers in proportion to the memory of the cards, one after the other, what is left to the largest; memory that
+    does not hold them is a refusal."""
+
+    cards = "A"
 
     def in_order(self, order: Sequence[Group], weight: float) -> SolvedPipeline | None:
         """The one pipeline of these stages that the rule gives."""
-        memory = [MEMORY[one.kind] * one.tensor for one in order]
+        memory = [CARDS[self.cards][one.kind] * one.tensor for one in order]
         layers, rates = by_memory(self.costs.layers, memory), flashflex.stage_rates(order, self.costs)
         if min(layers) < 1 or any(n > one.most for n, one in zip(layers, rates, strict=True)):
             return None
@@ -136,42 +149,58 @@ def by_memory(layers: int, memory: Sequence[float]) -> list[int]:
     return found
 
 
+class MemoryRuleB(MemoryRule):
+    """The same for the other cluster."""
+
+    cards = "B"
+
+
 def planned(task: Task, rate: float, slower: Sequence[float]) -> Task:
-    """`task` with our plan and that of the memory rule."""
-    request = request_of(task)
-    cluster = hosts(request, rate, slower)
-    made = []
-    for search in (flashflex.Search, MemoryRule):
-        costs = unequal.EngineCosts(request, cluster, task.micro_batch)
+    """`task` with our plan and those of the memory rule."""
+    request, made, seconds = request_of(task), dict[str, plans.Plan](), dict[str, float]()
+    for name, cards, search in (
+        ("ours", "A", flashflex.Search),
+        ("ours, cards B", "B", flashflex.Search),
+        (memory_rule("A"), "A", MemoryRule),
+        (memory_rule("B"), "B", MemoryRuleB),
+    ):
+        costs = unequal.EngineCosts(request, hosts(request, rate, slower, cards), task.micro_batch)
         layout = search(costs.classes, costs, whole=True).best()
-        made.append(unequal.plan_of(costs, layout))
+        made[name], seconds[name] = unequal.plan_of(costs, layout), layout.seconds
         for one in layout.pipelines:
             told = " + ".join(f"{stage.layers} on {CORES[stage.group.kind]}" for stage in one.stages)
-            print(f"  {search.__name__}: {told}; {one.micro_batches} micro-batches, {one.seconds:.3f} s")
-    return msgspec.structs.replace(task, ours=made[0], memory_rule=made[1])
+            print(f"  {name}: {told}; {one.micro_batches} micro-batches, {one.seconds:.3f} s")
+    if seconds["ours, cards B"] < 1.001 * seconds["ours"]:  # memory bounds no stage: another order of equal stages
+        made.pop("ours, cards B")
+    return msgspec.structs.replace(task, plans=made)
+
+
+def memory_rule(cards: str) -> str:
+    """The contestant's name."""
+    return f"memory rule, cards {cards}"
 
 
 # --- rows ----------------------------------------------------------------------------------------------------------
 
 
-def rows_of(task: Task, rate: float, note: str) -> list[Row]:
+def rows_of(task: Task, rate: float, note: str, slower: Sequence[float]) -> list[Row]:
     """One speed of the links."""
     case = f"4 hosts of 0.25, 0.25, 0.5 and 1.0 cores, {rate:g} Mbit/s, {task.depth} layers, {task.batch} x "
     case += f"{task.sequence} tokens{note}"
     print(f"{case}:")
-    task = planned(task, rate, measured(task, rate))
+    task = planned(task, rate, slower)
     found = msgspec.json.decode(started(task, rate), type=Outcome)
     for name, seconds in found.seconds.items():
         print(f"  {name:22} {statistics.median(seconds):7.3f} s ({min(seconds):.3f} to {max(seconds):.3f})")
     ours = found.seconds["ours"]
-    rows = [
-        compare(case, name, "s/step", list(zip(ours, found.seconds[name], strict=True)), higher_is_better=False)
-        for name in PEERS
-    ]
-    assert task.ours is not None
-    assert task.ours.predicted is not None
-    expected = task.ours.predicted.step_seconds
-    pairs = [(one, expected) for one in ours]
+    rows = []
+    for name, seconds in found.seconds.items():
+        if not name.startswith("ours"):
+            own = found.seconds.get("ours, cards B", ours) if name == memory_rule("B") else ours
+            rows.append(compare(case, name, "s/step", list(zip(own, seconds, strict=True)), higher_is_better=False))
+    predicted = task.plans["ours"].predicted
+    assert predicted is not None
+    pairs = [(one, predicted.step_seconds) for one in ours]
     return [*rows, compare(f"{case}: as predicted", "predicted", "s/step", pairs, higher_is_better=False)]
 
 
@@ -191,17 +220,23 @@ def planning(rounds: int) -> Row:
 
 def main() -> None:
     """Runs the cases and prints their rows."""
+    known = "16:1000,16:200,16:50,32:200,32:50"
     asked = arguments(
-        (__doc__ or "").splitlines()[0], links={"default": "1000,200,50", "help": "Mbit/s, with commas; empty: none"}
+        (__doc__ or "").splitlines()[0],
+        cases={"default": known, "help": "layers:Mbit/s, with commas; empty: planning alone"},
     )
-    rounds, note = (asked.pairs or 2, ", quick") if asked.quick else (asked.pairs or 7, "")
-    task, rows = Task(rounds=rounds), []
-    if asked.quick:
-        task = msgspec.structs.replace(task, batch=16)
+    rounds, note = (asked.pairs or 2, ", quick") if asked.quick else (asked.pairs or 5, "")
+    cases = [tuple(map(int, one.split(":"))) for one in asked.cases.split(",") if one]
+    rows: list[Row] = []
     try:
         rows.append(planning(5))
-        for rate in (one for one in asked.links.split(",") if one):
-            rows += rows_of(task, float(rate), note)
+        for depth in dict.fromkeys(depth for depth, _ in cases):
+            task = msgspec.structs.replace(SHAPES[depth], rounds=rounds)
+            if asked.quick:
+                task = msgspec.structs.replace(task, batch=16)
+            slower = measured(task, cases[0][1])
+            for rate in (rate for layers, rate in cases if layers == depth):
+                rows += rows_of(task, rate, note, slower)
     finally:
         publish(rows, asked.json)  # what is known when it is told to end
 

@@ -22,14 +22,13 @@ from cuts_rank import Place, RandomTokens, place_batches
 from espalier.config import Recipe, defaults, recipe_file
 from espalier.language.decoder_workload import new_model
 from espalier.launch import base as launch
-from espalier.plan import base as plans
+from espalier.plan.base import Plan
 from espalier.rank_setup import RankSetup
 from espalier.trainer import Trainer
 from peers.stock import Decoder, Degrees, Stock
 from rank import late, run, stock
 from table import settle
 
-PEERS = ("memory rule", "equal split", "DDP")
 CLOSE = 1e-3
 """Largest relative difference of losses that are still the same: AdamW makes steps of gradients of random tokens that
 are next to nothing, whose sums differ by rounding."""
@@ -39,7 +38,7 @@ class Task(msgspec.Struct, frozen=True):
     """What to train: a decoder, `batch` windows of `sequence` tokens a step, in micro-batches.
 
     `passes`: measure so many forward and backward passes of a micro-batch instead. `limit`: seconds after which no
-    further round begins.
+    further round begins. `plans`: those of our engine's contestants, by name.
     """
 
     depth: int = 32
@@ -52,8 +51,7 @@ class Task(msgspec.Struct, frozen=True):
     rounds: int = 7
     passes: int = 0
     limit: float = 120.0
-    ours: plans.Plan | None = None
-    memory_rule: plans.Plan | None = None
+    plans: dict[str, Plan] = {}
 
     def recipe(self) -> Recipe:
         """Resolved."""
@@ -88,7 +86,7 @@ class Outcome(msgspec.Struct, frozen=True):
 class Planned:
     """The Trainer with a plan."""
 
-    def __init__(self, place: Place, plan: plans.Plan) -> None:
+    def __init__(self, place: Place, plan: Plan) -> None:
         spec = launch.RankSpec(rank=dist.get_rank(), world=len(plan.ranks))
         self.setting = RankSetup(place.workload.recipe, plan, place.workload, spec)
         self.trainer = Trainer(self.setting, place.channel)
@@ -193,14 +191,8 @@ def measure(task: Task, channel: dist.ProcessGroup) -> Outcome | Speeds:
     if task.passes:
         return speeds(task, workload)
     place, begun = Place(task, workload, channel, ()), time.perf_counter()
-    assert task.ours is not None
-    assert task.memory_rule is not None
-    runners: dict[str, Any] = {
-        "ours": Planned(place, task.ours),
-        "memory rule": Planned(place, task.memory_rule),
-        "equal split": EqualSplit(place),
-        "DDP": Ddp(place),
-    }
+    runners: dict[str, Any] = {name: Planned(place, plan) for name, plan in task.plans.items()}
+    runners |= {"equal split": EqualSplit(place), "DDP": Ddp(place)}
     seconds: dict[str, list[float]] = {name: [] for name in runners}
     losses: dict[str, float] = {}
 

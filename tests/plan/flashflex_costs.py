@@ -62,12 +62,16 @@ class ReleasedCosts:
         scatter = (following.tensor - 1) * whole / (following.tensor * inside * GIGA)
         return 2 * (whole / (across * GIGA) + scatter)
 
-    def most_layers(self, group: Group, slot: Slot) -> int:
+    def held(self, group: Group, slot: Slot, layers: int) -> float:
+        """GiB of a device of a stage."""
         h, s, v, t = self.hidden, self.sequence, self.vocabulary, group.tensor
         ends = (slot.first * h * (v + s) + slot.last * (h + v * h)) * BYTES * 4 / GIGA
         ends += 2 * self.size * s * h * BYTES / GIGA
-        each = 12 * h * h / t * BYTES * 4 / GIGA + self.size * s * h / t * BYTES / GIGA
-        return max(0, int((self.cards[group.kind].memory - ends) / each))
+        return ends + layers * (12 * h * h / t * BYTES * 4 / GIGA + self.size * s * h / t * BYTES / GIGA)
+
+    def most_layers(self, group: Group, slot: Slot) -> int:
+        none, one = (self.held(group, slot, layers) for layers in (0, 1))
+        return max(0, int((self.cards[group.kind].memory - none) / (one - none)))
 
     def profile(self, seconds: Sequence[float]) -> tuple[float, float]:
         slowest = max(seconds)

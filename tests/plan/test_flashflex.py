@@ -15,6 +15,7 @@ from espalier.plan.flashflex import Search, fastest_path, partitions, place
 from espalier.plan.pipeline_solver import (
     DeviceClass,
     Group,
+    Slot,
     SolvedPipeline,
     StageRate,
     share_micro_batches,
@@ -52,6 +53,13 @@ def test_the_released_cost_model_gives_its_published_seconds() -> None:
     ]
     fixed, each = costs.profile(stages)
     assert tokens_per_second(costs.step(fixed + 12 * each, 0.0)) == pytest.approx(6134.5, rel=0.01)
+
+
+def test_the_released_memory_model_gives_its_published_sizes() -> None:
+    costs, one, two = released(), Group(0), Group(0, 2)
+    first, middle, last = Slot(0, 7), Slot(3, 7), Slot(6, 7)
+    stages = ((one, first, 2), (two, middle, 15), (one, middle, 7), (one, last, 2))
+    assert [round(costs.held(*stage), 4) for stage in stages] == [4.3516, 11.8438, 11.0625, 4.2266]
 
 
 def test_the_worked_example_is_beaten_with_some_devices_and_with_all() -> None:
@@ -271,6 +279,26 @@ def test_equal_devices_get_equal_pipelines() -> None:
 
 def test_the_same_cluster_gives_the_same_layout() -> None:
     assert place(NOTE, released()) == place(NOTE, released())
+
+
+@dataclass(frozen=True)
+class Sites(RandomCosts):
+    """Machines of one device in sites of four; links between sites are slow."""
+
+    def send(self, group: Group, following: Group) -> float:
+        return 0.01 if group.kind % 3 == following.kind % 3 else self.slow
+
+
+def test_machines_of_three_sites_get_a_pipeline_for_each_site() -> None:
+    """A machine holds a quarter of the model, so each pipeline needs four: along fast links, not across slow ones."""
+    classes = [DeviceClass(f"k{n}", n, 1) for n in range(12)]
+    costs = Sites(classes, [1.0] * 12, [6] * 12, 20.0, 16, 24, 0.3, 0.5)
+    found = place(classes, costs)
+    assert found == place(classes, costs)
+    assert {frozenset(stage.group.kind % 3 for stage in one.stages) for one in found.pipelines} == {
+        frozenset([site]) for site in range(3)
+    }
+    assert not found.unused
 
 
 def test_sixty_four_devices_of_six_classes_take_seconds() -> None:

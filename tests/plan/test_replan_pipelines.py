@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from espalier import cluster as clusters
 from espalier.errors import UserError
 from espalier.plan import base as plans
-from espalier.plan import replan, replan_pipelines
+from espalier.plan import replan, replan_pipelines, unequal
 from espalier.plan.calibrate import DATASHEET
 from espalier.plan.decide import decide
 from espalier.plan.measured_cluster import Speeds
@@ -90,3 +91,43 @@ def test_where_the_others_cannot_hold_it_that_is_said() -> None:
     assert len(made.ranks) == 2
     with pytest.raises(UserError, match="1 rank cannot hold this run"):
         replan.plan_on(deep, tight, made, [1], replan.equal(made))
+
+
+THREE = """
+[links]
+between = { bandwidth = "200Mbit/s", latency = "100us", launch = "100us" }
+""" + "".join(
+    f"""
+[[nodes]]
+name = "{name}"
+cores = 1
+memory = {GIB}
+inside = {{ bandwidth = "10GB/s", latency = "1us", launch = "1us" }}
+[nodes.device]
+name = "core"
+kind = "cpu"
+memory = {GIB}
+memory_bandwidth = 1e10
+flops = {{ fp32 = {flops} }}
+peak = false
+"""
+    for name, flops in (("a", 4e10), ("b", 2e10), ("c", 1e10))
+)
+
+
+def test_over_machines_what_is_left_is_planned_with_the_links_between_them() -> None:
+    there = clusters.loads(THREE)
+    plan = decide(REQUEST, there, DATASHEET).taken
+    assert replan_pipelines.pipelined(plan)
+    assert plan.predicted is not None
+    same = replan_pipelines.seconds(REQUEST, there, plan, replan.equal(plan))
+    assert same == pytest.approx(plan.predicted.step_seconds, rel=0.02)
+    kept = [rank for rank, one in enumerate(plan.ranks) if one.node != 1]
+    made = plans.check(replan.plan_on(REQUEST, there, plan, kept, replan.equal(plan)), 16)
+    assert [one.node for one in made.ranks] == [plan.ranks[rank].node for rank in kept]
+    costs = replan_pipelines._costs(REQUEST, there, plan, kept, replan.equal(plan))
+    assert costs.cluster.machines == len({plan.ranks[rank].node for rank in kept})
+    assert costs.link((0, 1)) == unequal.EngineCosts(REQUEST, there, 1).link((0, 2)), (
+        "what crosses machines, not what is inside"
+    )
+    assert costs.link((0, 1)).bandwidth < 200e6 / 8

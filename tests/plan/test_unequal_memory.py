@@ -73,9 +73,9 @@ def tracked(layers: tuple[int, int], flying: int, size: int, recompute: str) -> 
     return int(most["Total"])
 
 
-def drawn(count: int) -> list[tuple[unequal.EngineCosts, UnequalLayout]]:
+def drawn(count: int, seed: int) -> list[tuple[unequal.EngineCosts, UnequalLayout]]:
     """So many plans of random clusters, some of which are so small that memory bounds their layers."""
-    draw, found = random.Random(11), list[tuple[unequal.EngineCosts, UnequalLayout]]()
+    draw, found = random.Random(seed), list[tuple[unequal.EngineCosts, UnequalLayout]]()
     while len(found) < count:
         cores = [(draw.choice([1e9, 1e10, 4e10]), draw.randint(262, 330) * 2**20) for _ in range(draw.randint(2, 4))]
         recompute = draw.choice(["none", "none", "block"])
@@ -87,11 +87,13 @@ def drawn(count: int) -> list[tuple[unequal.EngineCosts, UnequalLayout]]:
     return found
 
 
-@pytest.mark.parametrize("count", [3, pytest.param(200, marks=pytest.mark.slow)])
-def test_no_stage_of_a_plan_really_holds_more_than_its_device_may(count: int) -> None:
-    """Nor more than the plan says; what the process itself takes is added to what is tracked."""
+@pytest.mark.parametrize(
+    ("count", "seed"), [(3, 11), *(pytest.param(25, seed, marks=pytest.mark.slow) for seed in range(100, 108))]
+)
+def test_no_stage_of_a_plan_really_holds_more_than_its_device_may(count: int, seed: int) -> None:
+    """Nor more than the plan says, for 200 plans in all; what the process itself takes is added to what is tracked."""
     stages = 0
-    for costs, layout in drawn(count):
+    for costs, layout in drawn(count, seed):
         for one in layout.pipelines:
             ends = [0, *itertools.accumulate(stage.layers for stage in one.stages)]
             for number, stage in enumerate(one.stages):

@@ -103,30 +103,118 @@ def test_more_stages_than_layers_are_refused(folder: Path) -> None:
         train(recipe_of(folder), ragged([((1, 2, 3, 4, 5), 4), ((4,), 4)]))
 
 
-def test_stages_share_matrices_over_unequal_numbers_of_ranks(folder: Path) -> None:
-    """Layers 0 and 1 over two ranks in both pipelines, 2 and 3 on one; in the second pipeline on one each."""
-    ends, stages, ranks = [(2, 4), (2, 3, 4)], [], []
-    for number, (pipeline, share) in enumerate(zip(ends, [(0, 5), (5, 8)], strict=True)):
-        for layers in itertools.pairwise((0, *pipeline)):
-            wide = 2 if layers == (0, 2) else 1
+# --- tensor degrees ---
+
+WIDE = {"tied": False, "heads": 4}
+
+
+@pytest.fixture(scope="module")
+def one_wide(folder: Path) -> Trained:
+    return train(recipe_of(folder, WIDE), plans.Plan(ranks=(plans.Rank(share=(0, 8)),), precision="fp64"))[0]
+
+
+def degrees(pipelines: Sequence[tuple[Sequence[tuple[int, int]], int]], **fields: object) -> plans.Plan:
+    """A plan of ((layer at which each stage ends, ranks to a matrix), samples) for each pipeline."""
+    ranks: list[plans.Rank] = []
+    stages, at = [], 0
+    for number, (pipeline, samples) in enumerate(pipelines):
+        first = 0
+        for end, wide in pipeline:
             held = tuple(range(len(ranks), len(ranks) + wide))
-            stages.append(plans.Stage(pipeline=number, ranks=held, layers=layers, tensor=wide))
-            ranks += [plans.Rank(share=share)] * wide
+            stages.append(plans.Stage(pipeline=number, ranks=held, layers=(first, end), tensor=wide))
+            ranks += [plans.Rank(share=(at, at + samples))] * wide
+            first = end
+        at += samples
     plan = plans.Plan(ranks=tuple(ranks), stages=tuple(stages), precision="fp64", algorithm="megatron")
-    recipe = recipe_of(folder, {"tied": False})
-    one = train(recipe, plans.Plan(ranks=(plans.Rank(share=(0, 8)),), precision="fp64"))[0]
-    found = train(recipe, plans.check(plan, 8))
-    assert found[0].losses == pytest.approx(one.losses, rel=1e-10)
-    assert found[-1].norms == pytest.approx(one.norms, rel=1e-10)
+    return plans.check(msgspec.structs.replace(plan, **fields), at)
 
 
-def test_matrices_that_pipelines_cut_differently_are_refused(folder: Path) -> None:
-    plan = ragged([((2, 4), 5), ((4,), 3)])
-    ranks = (*plan.ranks, plans.Rank(share=(5, 8)))
-    wide = msgspec.structs.replace(plan.stages[2], ranks=(2, 3), tensor=2)
-    other = msgspec.structs.replace(plan, ranks=ranks, stages=(*plan.stages[:2], wide), algorithm="megatron")
-    with pytest.raises(UserError, match=r"share matrices of layer [012] over 1 and 2 ranks"):
-        train(recipe_of(folder, {"tied": False}), other)
+def of_degrees(seed: int) -> plans.Plan:
+    """A random plan of at most 6 ranks, some of which share matrices."""
+    draw = random.Random(seed)
+    while True:
+        pipelines = []
+        for _ in range(draw.randint(2, 3)):
+            ends = (*sorted(draw.sample(range(1, 4), draw.randint(0, 2))), 4)
+            pipelines.append([(end, draw.choice([1, 1, 2, 4])) for end in ends])
+        if 3 <= sum(wide for one in pipelines for _, wide in one) <= 6:
+            break
+    cuts = sorted(draw.sample(range(1, 8), len(pipelines) - 1))
+    samples = [b - a for a, b in itertools.pairwise([0, *cuts, 8])]
+    split = draw.choice([(), (0, 1)])
+    return degrees(list(zip(pipelines, samples, strict=True)), units=(plans.Unit(optimizer=split),))
+
+
+NOTE = degrees([([(3, 2), (4, 1)], 5), ([(4, 1)], 3)])
+"""[[2, 1], [1]] with layers [[3, 1], [4]]: layers 0 to 2 over two ranks in one pipeline, on one in the other."""
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        NOTE,
+        degrees([([(2, 2), (4, 1)], 5), ([(2, 2), (3, 1), (4, 1)], 3)]),  # each layer alike in both
+        degrees([([(4, 1)], 2), ([(1, 1), (4, 4)], 6)], units=(plans.Unit(optimizer=(0, 1)),)),
+    ],
+)
+def test_pipelines_cut_matrices_over_unequal_numbers_of_ranks(
+    folder: Path, one_wide: Trained, plan: plans.Plan
+) -> None:
+    as_one_rank(train(recipe_of(folder, WIDE), plan), one_wide)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_random_tensor_degrees_train_as_one_rank_does(folder: Path, one_wide: Trained, seed: int) -> None:
+    as_one_rank(train(recipe_of(folder, WIDE), of_degrees(seed)), one_wide)
+
+
+def as_one_rank(ranks: Sequence[Trained], one: Trained) -> None:
+    """Weights are compared where a rank has all of them."""
+    assert ranks[0].losses == pytest.approx(one.losses, rel=1e-10)
+    assert ranks[-1].norms == pytest.approx(one.norms, rel=1e-10)
+    found = [(name, value) for rank in ranks for name, value in rank.weights.items()]
+    whole = [(name, value) for name, value in found if value.shape == one.weights[name].shape]
+    assert whole
+    for name, value in whole:
+        assert (value - one.weights[name]).abs().max() <= 1e-10 * one.weights[name].abs().max()
+
+
+@pytest.mark.parametrize(("precision", "bound"), [("fp64", 1e-10), ("fp32", 1e-5)])
+def test_ten_steps_in_either_precision_are_those_of_one_rank(folder: Path, precision: str, bound: float) -> None:
+    recipe = recipe_of(folder, WIDE, {"steps": 10, "precision": precision, "validate_every": 100})
+    plan = msgspec.structs.replace(NOTE, precision=precision)
+    one = train(recipe, plans.Plan(ranks=(plans.Rank(share=(0, 8)),), precision=precision))[0]
+    found = train(recipe, plan)
+    assert found[0].losses == pytest.approx(one.losses, rel=bound)
+    assert len(one.losses) == 10
+    largest = max(float(value.abs().max()) for value in one.weights.values())
+    for name, value in found[3].weights.items():  # the second pipeline has all of each
+        assert float((value - one.weights[name]).abs().max()) <= bound * largest, name
+
+
+def test_a_checkpoint_goes_from_one_tensor_degree_to_another(folder: Path, one_wide: Trained, tmp_path: Path) -> None:
+    recipe = recipe_of(folder, WIDE)
+    turned = degrees([([(4, 1)], 3), ([(1, 1), (4, 4)], 5)])
+    begun = train(recipe, NOTE, tmp_path, until=1)
+    middle = train(recipe, turned, tmp_path, until=2)
+    ended = train(recipe, plans.Plan(ranks=(plans.Rank(share=(0, 8)),), precision="fp64"), tmp_path)
+    losses = [*begun[0].losses, *middle[0].losses, *ended[0].losses]
+    assert losses == pytest.approx(one_wide.losses, rel=1e-10)
+    as_one_rank(ended, one_wide._replace(losses=one_wide.losses[2:], norms=one_wide.norms[2:]))
+
+
+def test_unlike_degrees_beside_shared_sequences_are_refused(folder: Path) -> None:
+    two = [plans.Stage(pipeline=n, ranks=(2 * n, 2 * n + 1), layers=(0, 4)) for n in (0, 1)]
+    stages = (
+        msgspec.structs.replace(two[0], layers=(0, 2), context=2),
+        plans.Stage(pipeline=0, ranks=(2, 3), layers=(2, 4), context=2),
+        plans.Stage(pipeline=1, ranks=(4, 5, 6, 7), layers=(0, 4), context=2, tensor=2),
+    )
+    ranks = tuple(plans.Rank(share=(0, 5) if rank < 4 else (5, 8)) for rank in range(8))
+    plan = plans.Plan(ranks=ranks, stages=stages, precision="fp64", algorithm="megatron")
+    with pytest.raises(UserError, match="over unlike numbers of ranks, and sequences too"):
+        train(recipe_of(folder, WIDE), plan)
 
 
 @pytest.mark.parametrize(

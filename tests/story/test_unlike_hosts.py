@@ -1,6 +1,7 @@
 """Three unlike hosts, end to end: namespaces with slow links, control groups of 1.0, 0.5 and 0.25 of a core.
 
-A user describes them, looks at the plan, trains on all of them by one command, and gets the losses of one rank.
+A user describes them, looks at the plan, trains on all of them by one command, and gets the losses of one rank. One
+host is lost in the middle of a step, another becomes slow: the run goes on by another plan.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,12 +18,13 @@ import pytest
 
 from espalier.plan import base as plans
 
-from .test_hosts import RECIPE, environment, espalier, events, netlab_of, none_left
+from .test_hosts import RECIPE, command_line, environment, espalier, events, netlab_of, none_left, processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 CORES = (1.0, 0.5, 0.25)
 GROUPS = Path("/sys/fs/cgroup/cpu")
 ENTER = """#!/bin/sh
+[ -e gone-$1 ] && exit 1
 echo $$ > {groups}/$1/cgroup.procs || exit 1
 exec ip netns exec "$1" sh -c "$2"
 """
@@ -119,3 +122,85 @@ def test_the_run_goes_on_under_another_plan_of_the_same_hosts(lab: str, home: Pa
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert [event["step"] for event in events(home, "unlike", "step")][-2:] == [7, 8]
+
+
+# --- what is lost or stays slow ---
+
+
+def begun(home: Path, lab: str, run: str, step: int, *more: str) -> subprocess.Popen[str]:
+    """A run on all hosts that has made so many steps."""
+    arguments = ("--hosts", lab, "plan.cluster=three.toml", "plan.pin.pipelines=unequal", f"name={run}", *more)
+    process = subprocess.Popen(
+        command_line("train", "recipe.toml", *arguments), cwd=home, env=environment(home), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    deadline = time.monotonic() + 150
+    while len(events(home, run, "step")) < step:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return process
+
+
+def expected(home: Path, run: str, steps: int) -> list[float]:
+    """Losses of one rank."""
+    done = espalier(home, "train", "recipe.toml", "plan.pin.ranks=1", f"name={run}", f"train.steps={steps}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [event["loss"] for event in events(home, run, "step")]
+
+
+def last_losses(home: Path, run: str) -> list[float]:
+    """Of each step, as it was made last."""
+    made = {event["step"]: event["loss"] for event in events(home, run, "step")}
+    return [made[step] for step in sorted(made)]
+
+
+def test_the_others_go_on_without_a_host_that_is_lost_in_a_step(lab: str, home: Path) -> None:
+    lost = lab.split(",")[2]
+    process = begun(home, lab, "lost", 12, "train.steps=40", "checkpoint.every=5", "comm.timeout=16s")
+    before = plans.read(home / "runs" / "lost" / "plan.json")
+    assert {rank.node for rank in before.ranks} == {0, 1, 2}
+    (home / f"gone-{lost}").touch()
+    for pid in processes(lost):
+        os.kill(int(pid), signal.SIGKILL)
+    output, errors = process.communicate(timeout=200)
+    (home / f"gone-{lost}").unlink()
+    assert process.returncode == 0, output + errors
+    incident = next(one for one in events(home, "lost", "incident") if "go on without it" in one["action"])
+    assert incident["what"].startswith(f"Host {lost} was not heard for")
+    assert "2 of 3 ranks" in incident["action"]
+    after = plans.read(home / "runs" / "lost" / "plan.json")
+    assert {rank.node for rank in after.ranks} == {0, 1}
+    (recovered,) = events(home, "lost", "recovered")
+    assert (recovered["kind"], recovered["source"]) == ("lost", "disk")
+    assert last_losses(home, "lost") == pytest.approx(expected(home, "lost-near", 40), rel=1e-3)
+    assert none_left(lab)
+
+
+def test_a_host_that_stays_slow_is_planned_round(lab: str, home: Path) -> None:
+    slow = lab.split(",", maxsplit=1)[0]
+    options = ("train.steps=400", "faults.heartbeat=0.5s", "checkpoint.every=1000", "plan.pin.ranks=3")
+    process = begun(home, lab, "slow", 20, *options)
+    before = work_of_the_first_host(home)
+    (GROUPS / slow / "cpu.cfs_quota_us").write_text("3000")  # as another user's job would
+    try:
+        output, errors = process.communicate(timeout=300)
+    finally:
+        (GROUPS / slow / "cpu.cfs_quota_us").write_text("20000")
+    assert process.returncode == 0, output + errors
+    told = next(one for one in events(home, "slow", "incident") if one["kind"] == "replanned")
+    assert told["predicted"] < told["before"]
+    assert work_of_the_first_host(home) < before
+    assert len(last_losses(home, "slow")) == 400
+    assert none_left(lab)
+
+
+def work_of_the_first_host(home: Path) -> int:
+    """Layers times samples, by the plan as it is now."""
+    plan = plans.read(home / "runs" / "slow" / "plan.json")
+    found = 0
+    for stage in plan.stages:
+        start, stop = plan.ranks[stage.ranks[0]].share
+        if plan.ranks[stage.ranks[0]].node == 0:
+            found += (stop - start) * (stage.layers[1] - stage.layers[0])
+    return found

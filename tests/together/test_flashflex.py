@@ -50,6 +50,30 @@ def test_a_rank_of_unequal_pipelines_with_sharded_states_is_killed_and_no_bit_ch
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("killed", [1, 3])
+def test_a_rank_of_pipelines_that_cut_matrices_unlike_is_killed_and_no_bit_changes(corpus, tmp_path, killed):
+    """Layers 0 to 2 over two ranks in one pipeline, on one in the other: rank 3 has all that rank 1 has half of."""
+    recipe = recipe_of(
+        corpus,
+        model={"depth": 4, "tied": False},
+        train={"steps": 14, "optimizer": {"kind": "adamw"}},
+        checkpoint={"every": 4},
+    )
+    stages = (
+        plans.Stage(pipeline=0, ranks=(0, 1), layers=(0, 3), tensor=2),
+        plans.Stage(pipeline=0, ranks=(2,), layers=(3, 4)),
+        plans.Stage(pipeline=1, ranks=(3,), layers=(0, 4)),
+    )
+    ranks = tuple(plans.Rank(share=(0, 5) if rank < 3 else (5, 8)) for rank in range(4))
+    plan = plans.Plan(ranks=ranks, stages=stages, micro_batch=1, algorithm="megatron")
+    whole = Struck(recipe, 4, tmp_path / "whole", plan=plan).run()
+    run = Struck(recipe, 4, tmp_path / "run", (Fault(killed, 11, "kill"),), plan=plan).run()
+    assert same(run, whole)
+    (recovered,) = run.all("recovered")
+    assert recovered["source"] == "disk"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["split", "int8"])
 def test_gradients_of_unequal_pipelines_cross_by_a_codec_with_its_feedback(corpus, tmp_path, codec):
     """A killed rank changes no bit: the residuals of each set of holders come back. Losses are those of exact sums, up

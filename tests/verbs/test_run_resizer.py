@@ -12,6 +12,7 @@ from struck import recipe_of, write_corpus
 
 from espalier import worker
 from espalier.config import recipe_file
+from espalier.errors import UserError
 from espalier.plan import base as plans
 from espalier.resilience.slowdown import Evidence
 from espalier.verbs import run_resizer, train
@@ -179,6 +180,21 @@ def test_unequal_pipelines_are_offered_without_a_rank_and_at_measured_speeds(job
     offers.adopt(found[0])
     assert offers.plan == found[0].plan != before
     assert plans.read(begun.folder.plan).planner == "flashflex"
+
+
+def test_over_hosts_the_first_one_keeps_the_run(job):
+    begun = unequal(job)
+    left = []
+    offers = run_resizer.HostResizer(begun, lambda job: len, (0, 1, 2), left.append)
+    with pytest.raises(UserError, match="The first host keeps the run"):
+        offers.without({0})
+    alone = offers.without({1, 2})
+    assert (alone.kept, alone.hosts) == ((0,), (0,))
+    found, _ = offers.faster(Evidence((0.8, 0.1, 0.1), 0.8, 0.0, (0,), False))
+    assert all(0 in one.kept for one in found)
+    fewer = offers.without({1})
+    offers.adopt(fewer)
+    assert (offers.hosts, left) == ((0, 2), [1])
 
 
 @pytest.mark.slow

@@ -159,6 +159,10 @@ class Agent(Protocol):
     def stack_dumps(self) -> dict[int, str]:
         """Where the threads of each living rank are."""
 
+    def lost(self) -> list[int]:
+        """The ranks of hosts that were not heard for too long."""
+        return []
+
     def located(self, ended: Ended) -> Ended:
         """With the host that is at fault, where there are several and it is known."""
         return ended

@@ -83,15 +83,21 @@ class Returning:
         self._lives: dict[int, int] = {}
         self._tried: dict[int, int] = {}
         self._back: dict[int, float] = {}
+        self._left: set[int] = set()
+
+    def leave(self, number: int) -> None:
+        """The others go on without that host: nobody waits for it any more."""
+        self._left.add(number)
 
     def awaits(self, far: Far) -> bool:
         """Whether `far` stands for a host that was lost: what becomes of it is said here."""
-        return any(self._crowd.all[number] is far for number in self._lost)
+        return any(self._crowd.all[number] is far for number in self._left.union(self._lost))
 
     def over(self) -> list[EspalierError]:
         """Why hosts will not come back, of those that will not."""
         led = not isinstance(self._crowd.all[0].error, HostLost)
-        found = [lost.over or (None if led else self._given_up(number)) for number, lost in self._lost.items()]
+        waited = {number: lost for number, lost in self._lost.items() if number not in self._left}
+        found = [lost.over or (None if led else self._given_up(number)) for number, lost in waited.items()]
         return [error for error in found if error is not None]
 
     def look(self, stopping: bool) -> None:
@@ -100,10 +106,10 @@ class Returning:
             return
         now = time.monotonic()
         for number, far in enumerate(self._crowd.all):
-            if number and number not in self._lost and far.joined and far.silent:
+            if number and number not in self._left.union(self._lost) and far.joined and far.silent:
                 self._goes(number, far, now)
         for number, lost in list(self._lost.items()):
-            if lost.over is not None:
+            if lost.over is not None or number in self._left:
                 continue
             try:
                 next(lost.tries)

@@ -5,7 +5,8 @@ The leader's policy is `supervisor`'s, over the signs of life of all hosts: it d
 whether another is worth while, the others do it (`follower`). A new attempt needs no new connection and no import, and
 begins only once the ranks of the last one are gone on every host, with keys of its own. A host that is not heard is
 waited for: while its link is cut nothing is concluded from the silence of its ranks. Where its supervisor died another
-may take its place (`host_rejoin`): then its ranks are known to be gone, and the next attempt is of all hosts again.
+may take its place (`host_rejoin`): then its ranks are known to be gone, and the next attempt is of all hosts again. A
+run that can be planned without it (`RestartOptions.leaves`) waits for `PATIENCE` of that time.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ STACKS_SECONDS = 1.5
 ASKED_SECONDS = 1.0
 """How long another host may have been asked to stop before this one takes it for the run's: what was said to all hosts
 comes here too, and a second word would end the ranks before they have saved."""
+PATIENCE = 0.5
+"""Of the time that a host may be silent for, how long a run waits that can be planned without it."""
 _POLL = 0.02  # seconds
 
 
@@ -165,9 +168,10 @@ class HostAgents:
         self.children: list[Child] = []
         self.attempt = Attempt(0, (), Pulses(len(team.hosts), care.heartbeat))
         self.others = list(range(1, team.line.hosts))
+        self.patience = team.absence * (PATIENCE if care.leaves else 1.0)
         self.away: dict[int, float] = {}
         """Hosts that are not heard, and since when (seconds of the clock)."""
-        self.lost: dict[int, float] = {}
+        self.replaced: dict[int, float] = {}
         """Hosts whose supervisor of this attempt is gone and another is there, and when the former was last heard."""
         self.revived: dict[int, int] = {}
         """Of each host, how many ranks that were started again alone have been told."""
@@ -294,7 +298,7 @@ class HostAgents:
         """The next attempt is of the supervisors that are there."""
         self.attempt, self.over = attempt, False
         self.ordered, self.meant = attempt.number + 1, tuple(self.lives)
-        self.lost.clear()
+        self.replaced.clear()
         self.revived.clear()
 
     def told_to_stay(self, ended: Ended) -> Failure | None:
@@ -304,7 +308,7 @@ class HostAgents:
             return None
         for one in self.distant.values():
             one.reap()
-        of_host = bool(self.lost) and ended.failure.kind == "lost"
+        of_host = bool(self.replaced) and ended.failure.kind == "lost"
         return replace(ended.failure, kind="killed") if of_host else ended.failure
 
     def endings(self, every: float) -> Iterator[Child | None]:
@@ -374,7 +378,7 @@ class HostAgents:
                 self.asked = self.asked or now
                 if now - self.asked >= ASKED_SECONDS:
                     self.signals.pass_on(signal.SIGINT)
-            if age >= self.team.absence:
+            if age >= self.patience:
                 raise self._lost(host, age)
             if age >= BEATS * self.care.heartbeat and host not in self.away:
                 self._goes(host, now, age)
@@ -385,9 +389,9 @@ class HostAgents:
         """Notices another supervisor in place of one whose ranks ended with it."""
         if said is not None and said.life > self.lives[host]:
             self.lives[host] = said.life
-            self.lost[host] = self.away.pop(host, self.heard.get(host, heard))
+            self.replaced[host] = self.away.pop(host, self.heard.get(host, heard))
         self.heard[host] = heard
-        for one in [self.distant[rank] for rank in self._on(host) if host in self.lost and rank in self.distant]:
+        for one in [self.distant[rank] for rank in self._on(host) if host in self.replaced and rank in self.distant]:
             one.hear(End(one.place.rank, -signal.SIGKILL, well=False))
 
     def _tell_revived(self, host: int, said: Report | None) -> None:
@@ -406,6 +410,10 @@ class HostAgents:
             do="run the same command to resume; comm.timeout is how long a host may be silent",
         )
 
+    def lost(self) -> list[int]:
+        """See `Agent.lost`."""
+        return [rank for host in self.away for rank in self._on(host)]
+
     def _goes(self, host: int, now: float, age: float) -> None:
         self.away[host] = now - age
         self.care.tell(
@@ -416,7 +424,7 @@ class HostAgents:
             rank=self._on(host)[0],
             step=self._step() if self.ordered else 0,
             attempt=self.attempt.number,
-            action=f"wait for it, {self.team.absence:.0f} s in all",
+            action=f"wait for it, {self.patience:.0f} s in all",
         )
 
     def _comes(self, host: int, now: float) -> None:
@@ -487,14 +495,14 @@ class HostAgents:
 
     def _of_host(self, ended: Ended) -> Ended:
         """Of a host that was lost, where ranks only know that they lost others, or it was its own ranks that ended."""
-        failure, absent = ended.failure, {**self.lost, **self.away}
-        own = failure.rank >= 0 and self.team.hosts[failure.rank] in self.lost
+        failure, absent = ended.failure, {**self.replaced, **self.away}
+        own = failure.rank >= 0 and self.team.hosts[failure.rank] in self.replaced
         if not absent or not (own or failure.kind == "lost") or failure.what.startswith("Host "):
             return ended
         host = self.team.hosts[failure.rank] if own else next(iter(absent))
         since = absent[host]
         what = f"Host {self.team.names[host]} was not heard for {self.clock.monotonic() - since:.1f} s."
-        why = "its supervisor ended, and another is there" if host in self.lost else ended.error.what
+        why = "its supervisor ended, and another is there" if host in self.replaced else ended.error.what
         error = PeerLost(what, why=why, do=ended.error.do)
         failure = replace(failure, kind="lost", rank=self._on(host)[0], what=what, why=why)
         return Ended(failure, error, min(since, ended.at), restart_advice.named("Node Failure", self.team.names[host]))

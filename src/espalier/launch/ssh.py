@@ -317,6 +317,8 @@ class Crowd:
                 far.error, far.told = retold(far.host, far.said.pop()), True
             elif far.said[-1]["is"] == "joined":
                 far.joined = bool(far.said.pop())
+            elif far.said[-1]["is"] == "without":
+                self.returning.leave(far.said.pop()["host"])
         if text or not mark:
             if name == "err" and text.strip():
                 far.last = text.strip()[-300:]

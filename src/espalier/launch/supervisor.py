@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from espalier.checkpoint import shared_memory, young_daly
 from espalier.checkpoint.shared_memory import SharedMemory
-from espalier.errors import Diverged, EspalierError, Interrupted, RunFailed, UserError
+from espalier.errors import Diverged, EspalierError, HostLost, Interrupted, RunFailed, UserError
 from espalier.launch import agent as agents
 from espalier.launch import postmortem, store_server
 from espalier.launch import rank_process as ranks
@@ -61,6 +61,7 @@ class RestartOptions:
             then ends it.
         shapes: who plans the run anew where a place is lost or stays slow; None: it keeps its ranks.
         heard: makes the shape that the first of several hosts tells (`RunShape.told`).
+        leaves: whether `shapes` plans without a host that does not come back.
     """
 
     restarts: int | None = None
@@ -71,6 +72,7 @@ class RestartOptions:
     stays: Literal["", "alike", "rounds"] = ""
     continues: bool = False
     heard: Callable[[str], RunShape] | None = None
+    leaves: bool = False
 
 
 def run(task: Entrypoint, places: Sequence[RankSpec], care: RestartOptions) -> list[Any]:
@@ -131,6 +133,32 @@ class Supervisor:
 
     def run(self) -> list[Any]:
         """See the function."""
+        while True:
+            try:
+                return self._attempts()
+            except HostLost as error:
+                self._leave_out(self.agent.lost(), error)
+
+    def _leave_out(self, lost: Sequence[int], error: HostLost) -> None:
+        """The run goes on without these ranks. Raises the error where it cannot."""
+        shapes = self.care.shapes
+        if shapes is None or not (self.care.leaves and lost) or self.signals.seen:
+            raise error
+        try:
+            shape = shapes.without(lost)
+        except UserError as refusal:
+            why = f"the others cannot go on without it: {refusal.what}"
+            raise HostLost(error.what, why=why, do=error.do) from None
+        failure = Failure("lost", lost[0], error.what, error.why, self._step())
+        told = {"rank": failure.rank, "step": failure.step, "attempt": self.attempt}
+        action = f"the others go on without it: {shape.says}"
+        self.care.tell("incident", kind="lost", what=failure.what, why=failure.why, **told, action=action)
+        at = max(sign.moved for sign in self.pulses.read())
+        self.trouble = Ended(failure, error, min(at, self.trouble.at) if self.trouble else at)
+        self.attempt += 1
+        self._take(shape)
+
+    def _attempts(self) -> list[Any]:
         self.agent.start(self._begin())
         while True:
             gone: list[int] = []

@@ -52,6 +52,20 @@ class Holders(NamedTuple):
 ALONE = Holders()
 
 
+class Recut(NamedTuple):
+    """A parameter that pipelines cut over unlike numbers of ranks: all that hold any of it are its `ModelCut.peers`.
+
+    Attributes:
+        pipelines: how many hold it.
+        first: this rank's pipeline is the first of them.
+        stands: this rank stands for its pipeline where each of its ranks has all of the parameter.
+    """
+
+    pipelines: int
+    first: bool
+    stands: bool
+
+
 class ShardedStream(Protocol):
     """A residual stream of which each rank has some tokens, between matrices that ranks share."""
 
@@ -74,6 +88,7 @@ class ModelCut:
         stream: how the residual stream lies on the ranks that share matrices; None: each has all of it.
         peers: where pipelines are cut at different layers or experts spread over ranks, the ranks of the run that hold
             the same part of each parameter, in order; empty: those of the mesh do.
+        recut: of each parameter that other pipelines cut otherwise.
     """
 
     replica: dist.ProcessGroup
@@ -82,6 +97,7 @@ class ModelCut:
     idle: list[Callable[[], None]] = field(default_factory=list)
     stream: ShardedStream | None = None
     peers: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    recut: dict[str, Recut] = field(default_factory=dict)
 
     def whole(self, name: str, part: Tensor) -> Tensor:
         """A tensor of the shape of parameter `name`, of which this rank has a part. All ranks that share it call this;

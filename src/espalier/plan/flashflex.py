@@ -7,7 +7,8 @@ After FlashFlex (arXiv 2409.01143), which searches such layouts by graph partiti
   them in proportion to memory.
 - Every level of the search may leave devices out.
 - Up to eight devices every partition into pipelines is tried. Beyond, seeds by links, classes and equal parts are
-  improved by local moves (where the paper takes METIS and random draws), so that the same input gives the same plan.
+  improved by local moves. By links, machines are joined along the fastest ones, where the paper takes METIS's minimum
+  cut: METIS is no part of a plain install, and the same input is to give the same plan everywhere.
 - 1F1B instead of GPipe; micro-batches of each pipeline are found together (`share_micro_batches`), not by device count.
 """
 
@@ -56,8 +57,9 @@ RECORD = Record(
     bench="bench/flashflex.py",
     state="partly",
     remark="recipes are planned and trained with unequal pipelines, also those of FlashFlex's JSON, whose stages may "
-    "have unequal tensor degrees; a rank that is lost for good or stays slow is planned round on one machine; missing: "
-    "unequal tensor degrees of one layer in two pipelines, and the same over several machines",
+    "have unequal tensor degrees, in two pipelines too; a rank that is lost for good or stays slow is planned round, "
+    "under --hosts too; missing: figures of GPUs, and a host that stays slow seen "
+    "in namespaces; rows of 32 layers were measured up to 200 Mbit/s",
 )
 
 TENSOR = (1, 2, 4, 8)
@@ -297,11 +299,14 @@ class Search:
                     break
 
     def _seeds(self) -> Iterator[Sequence[Counts]]:
-        """All together; machine by machine; class by class; equal parts of all classes, less one after the other of
-        the slowest; one class alone, in equal parts; each class in as many pipelines as hold the model."""
+        """All together; machine by machine; machines along fast links; class by class; equal parts of all classes, less
+        one after the other of the slowest; one class alone, in equal parts; each class in as many pipelines as hold the
+        model."""
         there, kinds = self.there, range(len(self.classes))
         machines = sorted({one.machine for one in self.classes})
         yield [_only(there, [k for k in kinds if self.classes[k].machine == machine]) for machine in machines]
+        for joined in self._joined(machines):
+            yield [_only(there, [k for k in kinds if self.classes[k].machine in some]) for some in joined]
         alone = [_only(there, [kind]) for kind in kinds if there[kind]]
         yield alone
         slowest = sorted((kind for kind in kinds if there[kind]), key=lambda kind: (self._speeds[kind], kind))
@@ -317,6 +322,22 @@ class Search:
                 if after is not None and (before is None or after.seconds < before.seconds):
                     at = fewer
         yield [piece for one in alone for piece in self._narrowest(one)]
+
+    def _joined(self, machines: Sequence[int]) -> Iterator[list[frozenset[int]]]:
+        """Sets of machines, fewer each time: the two that are joined have the fastest of the slowest links between
+        their machines (complete linkage)."""
+        heads = {one.machine: Group(kind) for kind, one in reversed(list(enumerate(self.classes))) if self.there[kind]}
+        at = [frozenset([machine]) for machine in machines if machine in heads]
+
+        def slowest(pair: tuple[frozenset[int], frozenset[int]]) -> tuple[float, list[int], list[int]]:
+            one, other = pair
+            seconds = max(self.costs.send(heads[a], heads[b]) for a in one for b in other)
+            return seconds, sorted(one), sorted(other)
+
+        while len(at) > 2:
+            one, other = min(itertools.combinations(at, 2), key=slowest)
+            at = [*(some for some in at if some not in (one, other)), one | other]
+            yield at
 
     def _narrowest(self, counts: Counts) -> list[Counts]:
         for parts in range(max(counts), 0, -1):

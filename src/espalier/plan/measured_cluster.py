@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 
-from espalier.cluster import Cluster, Node, Place
+from espalier.cluster import Cluster, Link, Node, Pair, Place
 from espalier.errors import UserError
 from espalier.plan import base as plans
 from espalier.plan import device_model
@@ -40,23 +41,35 @@ def equalised(ratio: float) -> float:
 def measured(
     cluster: Cluster, ranks: Sequence[plans.Rank], found: Speeds, places: Sequence[Place] | None = None
 ) -> Cluster:
-    """A cluster of one device for each of `ranks`, all in one machine, as slow as `found` (in the same order).
-    `places`: where they sit, if that is known."""
+    """A cluster of one device for each of `ranks`, as slow as `found` (in the same order). `places`: where they sit, on
+    one machine or several; None: all count as in one machine."""
+    apart = places is not None
     places = places or [_place(cluster, rank) for rank in ranks]
     used = [place.rank for place in places]
-    inside = cluster.slowest(used, "inside")
-    inside = msgspec.structs.replace(
-        inside,
-        bandwidth=inside.bandwidth / found.link,
-        latency=inside.latency * found.link,
-        launch=inside.launch * found.link,
-    )
+    inside = _slower(cluster.slowest(used, "inside"), found.link)
     tables = [
-        _table(place.table, rank.threads, used.count(place.rank), slower)
+        msgspec.structs.replace(
+            _table(place.table, rank.threads, used.count(place.rank), slower),
+            name=f"machine {place.node if apart else 0}",
+        )
         for place, rank, slower in zip(places, ranks, found.slower, strict=True)
     ]
+    pairs = []
+    for (a, one), (b, other) in itertools.combinations(enumerate(places), 2):
+        if apart and one.node != other.node:
+            link = _slower(cluster.link(one.rank, other.rank), found.link)
+            pairs.append(Pair(a, b, link.bandwidth, link.latency, link.launch))
     return Cluster(
-        nodes=tuple(msgspec.structs.replace(table, inside=inside) for table in tables), machine=cluster.machine
+        nodes=tuple(msgspec.structs.replace(table, inside=inside) for table in tables),
+        between=_slower(cluster.between, found.link) if apart and cluster.between else None,
+        pairs=tuple(pairs) if cluster.pairs else (),
+        machine=cluster.machine,
+    )
+
+
+def _slower(link: Link, times: float) -> Link:
+    return msgspec.structs.replace(
+        link, bandwidth=link.bandwidth / times, latency=link.latency * times, launch=link.launch * times
     )
 
 
@@ -87,4 +100,4 @@ def _table(table: Node, threads: int, ranks: int, slower: float) -> Node:
         copies=tuple(msgspec.structs.replace(copy, bandwidth=copy.bandwidth * left / slower) for copy in device.copies),
     )
     cores = table.cores // table.devices if cuda else threads
-    return msgspec.structs.replace(table, device=slowed, count=1, devices=1, cores=cores, name="here")
+    return msgspec.structs.replace(table, device=slowed, count=1, devices=1, cores=cores)

@@ -38,10 +38,8 @@ CLAIM = Claim(
     forbids=frozenset({"replicas differ between rounds", "the model is cut", "several machines"}),
 )
 """A run on fewer ranks, or on others, goes on from the same state: its ranks hold whole models, on one machine."""
-PIPELINES = Claim(
-    "replan_pipelines", question="replan", forbids=frozenset({"replicas differ between rounds", "several machines"})
-)
-"""The same of unequal pipelines, which take up a checkpoint under another cut."""
+PIPELINES = Claim("replan_pipelines", question="replan", forbids=frozenset({"replicas differ between rounds"}))
+"""The same of unequal pipelines, which take up a checkpoint under another cut, over several machines too."""
 
 WORKERS = Claim("replan_workers", question="replan", forbids=frozenset({"replicas differ between rounds"}))
 """The same of workers whose state is on optimizer nodes, on any machines."""
@@ -112,9 +110,10 @@ def plan_on(request: Request, cluster: Cluster, plan: Plan, kept: Sequence[int],
 
     Raises UserError where they cannot hold the run or share its batch.
     """
-    if not kept or len(kept) > request.global_batch:
+    sharing = len({*kept}.intersection(plan.trainers))
+    if not sharing or sharing > request.global_batch:
         raise UserError(
-            f"A batch of {request.global_batch} samples cannot be shared by {len(kept)} ranks.",
+            f"A batch of {request.global_batch} samples cannot be shared by {sharing} ranks.",
             do="train.batch_tokens as it is, on at least one rank",
         )
     if replan_pipelines.pipelined(plan):

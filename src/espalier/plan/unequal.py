@@ -2,15 +2,14 @@
 torch.
 
 Seconds of a layer, of an exchange and bytes held are those of any plan, for each kind of device. Stages may have
-unequal numbers of ranks to a matrix; a layer has as many in every pipeline, since gradients are summed over ranks that
-hold the same part of it. Sums of gradients count in full, as nothing is known of what hides them.
+unequal numbers of ranks to a matrix; where those of a layer differ between pipelines, its ranks sum whole gradients.
+Sums of gradients count in full, as nothing is known of what hides them.
 """
 
 from __future__ import annotations
 
 import bisect
 import itertools
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -124,7 +123,8 @@ class EngineCosts:
             threads=threads,
         )
         on = replace(on, factors=self.request.factors)
-        return StageInputs(self.request, on, DeviceGroup(table, use, tensor), layouts, 1.0, layers, outside)
+        group_of = DeviceGroup(table, use, tensor)
+        return StageInputs(self.request, on, group_of, layouts, layers_here=layers, outside_here=outside)
 
     def threads(self, kind: int) -> int:
         """Of each rank: all cores of a processor."""
@@ -195,8 +195,7 @@ class EngineCosts:
         return sum(seconds) - max(seconds), max(seconds)
 
     def sync(self, pipelines: Sequence[SolvedPipeline]) -> float:
-        """See `StageCosts.sync`: of the rank that spends most. Infinite where pipelines cut a layer's matrices over
-        unequal numbers of ranks, which cannot be run."""
+        """See `StageCosts.sync`: of the rank that spends most."""
         gradients = self.gradients(pipelines)
         return max(
             gradients[at] + self.optimizer(stage.group, Slot(number, len(one.stages)), stage.layers)
@@ -205,7 +204,8 @@ class EngineCosts:
 
     def gradients(self, pipelines: Sequence[SolvedPipeline], seconds: bool = True) -> list[float]:
         """Seconds (or bytes) that each stage, pipeline by pipeline, spends on sums of gradients: over the pipelines,
-        for each run of layers that the same stages hold."""
+        for each run of layers that the same stages hold. Of ranks that cut it alike each sums its part, else all sum
+        the whole (`shard.layer_holders.RecutSum`)."""
         count, first_stage = len(pipelines), [0, *itertools.accumulate(len(one.stages) for one in pipelines)]
         found = [0.0] * first_stage[-1]
         cuts = [[0, *itertools.accumulate(stage.layers for stage in one.stages)] for one in pipelines]
@@ -213,13 +213,14 @@ class EngineCosts:
         for first, last in itertools.pairwise(ends if count > 1 else ()):
             numbers = [bisect.bisect_left(at, last) - 1 for at in cuts]
             groups = [one.stages[n].group for one, n in zip(pipelines, numbers, strict=True)]
-            parts = groups[0].tensor if len({one.tensor for one in groups}) == 1 else 0
+            alike = len({one.tensor for one in groups}) == 1
+            parts, ranks = (groups[0].tensor, count) if alike else (1, sum(one.tensor for one in groups))
             size = (last - first) * self.request.layer_parameters
             size += self.request.outside / max(1, self.request.tables) * ((first == 0) + (last == self.layers))
-            moved = 2 * (count - 1) / count * size * self._storage / parts if parts else math.inf
+            moved = 2 * (ranks - 1) / ranks * size * self._storage / parts
             if seconds:
                 link = self.link([one.kind for one in groups])
-                moved = link.launch + 2 * (count - 1) * link.latency + moved / link.bandwidth
+                moved = link.launch + 2 * (ranks - 1) * link.latency + moved / link.bandwidth
             for start, number in zip(first_stage, numbers, strict=False):
                 found[start + number] += moved
         return found

@@ -303,12 +303,13 @@ class Amsp:
         self.deliver(used)
         return used
 
-    def flags(self, totals: Tensor | None = None) -> ControlMessage:
-        """The message that tells the ranks which parameters were used, with `totals`; not sent yet."""
+    def flags(self, totals: Tensor | None = None, channel: dist.ProcessGroup | None = None) -> ControlMessage:
+        """The message that tells the ranks (or those of `channel`) which parameters were used, with `totals`; not sent
+        yet."""
         assert self._channel is not None
         slots = sorted((slot for flat in self.flats for slot in flat.slots), key=lambda slot: slot.number)
         host = _host(self._channel, slots)
-        return ControlMessage(self._channel, totals, [slot.used for slot in slots], host)
+        return ControlMessage(channel or self._channel, totals, [slot.used for slot in slots], host)
 
     def complete(self) -> None:
         """Returns when the exchange of gradients is through; `deliver` hands them on."""

@@ -2,7 +2,9 @@
 
 The parameters with the same holders are a part, with buckets, codecs and shards of optimizer states of its own (AMSP,
 `shard.amsp`, inside each part). After FlashFlex (arXiv 2409.01143), which sums gradients layer by layer; here all
-layers of one set of holders go together. One small sum over all ranks steers a step: totals, and the norm of all parts.
+layers of one set of holders go together. Where pipelines cut a matrix over unlike numbers of ranks, the paper sums its
+pieces in groups of ranks, the narrow ones repeated; here all holders sum its whole form (`RecutSum`), so that any two
+cuts will do. One small sum over all ranks steers a step: totals, and the norm of all parts.
 """
 
 from __future__ import annotations
@@ -12,8 +14,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import AllreduceOptions
 
 from espalier import plain_collectives
 from espalier.checkpoint.base import Stateful
@@ -23,7 +27,7 @@ from espalier.optim.base import Optimizer, Owned
 from espalier.parallel.mesh import ProcessMesh
 from espalier.parallel.model_cut import ModelCut
 from espalier.shard.amsp import Amsp, ControlMessage
-from espalier.shard.flat_parameter import FlatParameter
+from espalier.shard.flat_parameter import FlatParameter, ParameterSlot
 from espalier.shard.placement import ShardFactors
 from espalier.shard.placement_plan import Spread
 from espalier.shard.sharded_state_dict import Kinds, ModelState, OptimizerState
@@ -59,9 +63,16 @@ class RaggedStates:
         for name, parameter in model.named_parameters():
             of_holders.setdefault(cut.peers[name], set()).add(id(parameter))
         self.members: list[Amsp] = []
+        self._recut: dict[Amsp, RecutSum] = {}
+        mesh.number_groups_alike()  # ranks that share matrices have made one more
         for ranks in _everyones(list(of_holders), self._replica):  # groups are made in one order
             if ranks in of_holders:
-                self.members.append(self._part_of(of_holders[ranks], ranks, mesh, nodes))
+                names = [name for name, one in model.named_parameters() if id(one) in of_holders[ranks]]
+                recut = names[0] in cut.recut
+                part = self._part_of(of_holders[ranks], ranks, mesh, nodes, recut)
+                self.members.append(part)
+                if recut and (group := mesh.of(ranks)) is not None:
+                    self._recut[part] = RecutSum(part, group, cut)
             mesh.number_groups_alike()
         self.owned: Sequence[Owned] = [one for part in self.members for one in part.owned]
         self.flats: list[FlatParameter] = [flat for part in self.members for flat in part.flats]
@@ -71,9 +82,13 @@ class RaggedStates:
         self.together = True
         self._norm = 0.0
 
-    def _part_of(self, own: set[int], ranks: tuple[int, ...], mesh: ProcessMesh, nodes: Sequence[int]) -> Amsp:
-        """The parameters `own`, which `ranks` hold."""
+    def _part_of(
+        self, own: set[int], ranks: tuple[int, ...], mesh: ProcessMesh, nodes: Sequence[int], recut: bool
+    ) -> Amsp:
+        """The parameters `own`, which `ranks` hold; `recut`: unlike parts of them, so that each has its states."""
         spread = self.spread
+        if recut:
+            ranks, spread = (mesh.rank,), replace(spread, codecs={})
         blocks = [one for one in spread.blocks or () if any(id(parameter) in own for parameter in one.parameters())]
         lying = replace(
             spread,
@@ -107,13 +122,16 @@ class RaggedStates:
 
     def wait(self, totals: Tensor | None = None) -> None:
         """See `Sharding.wait`."""
-        flags = [part.flags() for part in self.members]
+        recut = self._recut
+        flags = [part.flags(channel=recut[part].group if part in recut else None) for part in self.members]
         for one in flags:
             one.launch()
         for part in self.members:
             part.complete()
+        for unlike in recut.values():
+            unlike.sum()
         steering = ControlMessage(self._replica, totals, [], flags[0].device)
-        steering.launch(sum(part.square() for part in self.members))
+        steering.launch(sum(part.square() / (recut[part].pipelines if part in recut else 1) for part in self.members))
         for part, one in zip(self.members, flags, strict=True):
             used, _ = one.wait()
             part.deliver(used)
@@ -182,6 +200,52 @@ class RaggedStates:
             part.detach()
         self.owned = [one for part in self.members for one in part.owned]
         self.flats = []
+
+
+class RecutSum:
+    """Sums gradients of parameters that pipelines cut over unlike numbers of ranks: each writes what it has into the
+    whole form, all holders sum that, and each takes its part. Exact sums, as codecs keep residuals of parts.
+
+    Args:
+        part: the parameters, of which this rank has all states of its own part.
+        group: all ranks that hold any of them.
+        cut: what this rank holds of each.
+    """
+
+    def __init__(self, part: Amsp, group: dist.ProcessGroup, cut: ModelCut) -> None:
+        self.group, self._cut = group, cut
+        held = [(slot, flat) for flat in part.flats for slot in flat.slots]
+        self.pipelines = cut.recut[held[0][0].name].pipelines
+        self._buckets: list[list[tuple[ParameterSlot, FlatParameter, torch.Size]]] = []
+        size, kind = math.inf, torch.float32
+        for slot, flat in sorted(held, key=lambda one: (str(one[1].full.dtype), one[0].name)):
+            shape = cut.slabs[slot.name].shape if slot.name in cut.slabs else slot.shape
+            if size >= part.spread.bucket_bytes or flat.full.dtype != kind:
+                self._buckets.append([])
+                size, kind = 0, flat.full.dtype
+            self._buckets[-1].append((slot, flat, shape))
+            size += shape.numel() * kind.itemsize
+
+    def sum(self) -> None:
+        """All holders call it, once their own gradients are there."""
+        for bucket in self._buckets:
+            flat = bucket[0][1].full
+            whole = [flat.new_zeros(shape) for _, _, shape in bucket]
+            own = [self._own(slot, flat) for slot, flat, _ in bucket]
+            for (slot, _, _), form, gradient in zip(bucket, whole, own, strict=True):
+                slab = self._cut.slabs.get(slot.name)
+                if slab.stands if slab is not None else self._cut.recut[slot.name].stands:
+                    self._cut.part(slot.name, form, slot.shape).copy_(gradient)
+            together = torch.cat([one.view(-1) for one in whole])
+            with traffic(Traffic.GRADIENTS):
+                self.group.allreduce([together], AllreduceOptions()).wait()
+            summed = together.split([one.numel() for one in whole])
+            for (slot, _, shape), form, gradient in zip(bucket, summed, own, strict=True):
+                gradient.copy_(self._cut.part(slot.name, form.view(shape), slot.shape))
+
+    def _own(self, slot: ParameterSlot, flat: FlatParameter) -> Tensor:
+        assert flat.summed is not None
+        return flat.summed[slot.span.start : slot.span.stop].view(slot.shape)
 
 
 def part_of(model: nn.Module, own: set[int], blocks: Sequence[nn.Module] = ()) -> nn.Module:

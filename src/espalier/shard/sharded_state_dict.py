@@ -248,6 +248,8 @@ def piece(flat: FlatParameter, own: Tensor, slot: ParameterSlot) -> Slice:
 
 def placed(found: Slice, name: str, cut: ModelCut | None) -> Slice:
     """A slice of the parameter that this rank has, as one of the whole model's."""
+    if cut is not None and name in cut.recut and not cut.recut[name].first:
+        found = replace(found, writes=False)  # boxes of another cut would overlap those of the first
     slab = None if cut is None else cut.slabs.get(name)
     if slab is None:
         return found
@@ -258,7 +260,7 @@ def _plain(value: Any, name: str, cut: ModelCut | None) -> Any:
     if not isinstance(value, Tensor):
         return value
     value = value.detach()
-    if cut is None or name not in cut.slabs:
+    if cut is None or not (name in cut.slabs or name in cut.recut):
         return value
     return placed(Slice(value.contiguous().view(-1), value.shape, 0), name, cut)
 

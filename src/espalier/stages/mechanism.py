@@ -22,11 +22,11 @@ from espalier.stages.cost import hand_overs
 from espalier.stages.messages import Messages
 from espalier.stages.model_stages import (
     ModelStages,
+    add_peers,
     check_borrowed,
     check_layers,
     check_trained,
     no_pieces,
-    peers,
     pipelines,
 )
 from espalier.stages.pipeline import Passes, PipelineSchedule
@@ -87,7 +87,13 @@ class CutModel(Mechanism):
         context.stages = ModelStages(model, again, own, rank, context.cut.stream)
         check_borrowed(context.stages)
         if context.plan.unequal:
-            context.cut.peers = peers(context.stages, placed, _alike(mesh), mesh.rank)
+            add_peers(context.cut, context.stages, placed, _alike(mesh), mesh.rank)
+            if context.cut.recut and any(one.sequence > 1 for one in context.plan.stages):
+                raise UserError(
+                    "Pipelines share matrices of a layer over unlike numbers of ranks, and sequences too.",
+                    why="gradients of ranks that share sequences are summed over ranks that hold the same part",
+                    do="the same `tensor` for each layer in all pipelines, or no shared sequences",
+                )
 
 
 class Pipelined(Mechanism):

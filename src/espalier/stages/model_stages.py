@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from espalier.errors import UserError
+from espalier.parallel.model_cut import ModelCut, Recut
 from espalier.stages.action_list import Pipeline
 from espalier.workload import Pieces, Shard
 
@@ -208,39 +209,36 @@ def _first_use(model: nn.Module, pieces: Pieces) -> dict[str, int]:
     return {name: number[id(one)] for name, one in model.named_parameters() if id(one) in number}
 
 
-def peers(
-    stages: ModelStages, placed: Sequence[Placed], alike: Mapping[int, int], rank: int
-) -> dict[str, tuple[int, ...]]:
-    """The ranks that hold the same part of each parameter as `rank` does, one in each pipeline: gradients are summed
-    over them, as FlashFlex does layer by layer (arXiv 2409.01143). The loss is divided by the weight of the whole batch
-    before backward, so pipelines with more samples count more by themselves.
+def add_peers(
+    cut: ModelCut, stages: ModelStages, placed: Sequence[Placed], alike: Mapping[int, int], rank: int
+) -> None:
+    """Says in `cut` which ranks hold the same part of each parameter as `rank` does, one in each pipeline: gradients
+    are summed over them, as FlashFlex does layer by layer (arXiv 2409.01143). Where pipelines cut its matrices over
+    unlike numbers of ranks it is all of their ranks. The loss is divided by the weight of the whole batch before
+    backward, so pipelines with more samples count more by themselves.
 
     Args:
         stages: what this rank holds.
         placed: all pipelines, by ranks of the first replica.
         alike: of each rank of this replica, the one of the first replica in its place.
         rank: this one.
-
-    Raises:
-        UserError: pipelines cut the matrices of a layer over unequal numbers of ranks.
     """
     here = {first: one for one, first in alike.items()}
-    found = {}
+    found: dict[int, tuple[int, ...]] = {}
+    recut: dict[int, Recut] = {}
     for piece in sorted(set(stages.first_use.values())):
         groups = [_holders(one, piece) for one in placed]
         own = next((group for group in groups if alike[rank] in group), None)
         if own is None:
             continue
-        widths = {len(group) for group in groups}
-        if len(widths) > 1:
-            raise UserError(
-                f"Pipelines share matrices of layer {max(0, piece - 1)} over {min(widths)} and {max(widths)} ranks.",
-                why="gradients are summed over ranks that hold the same part of a matrix",
-                do="the same `tensor` for that layer in each pipeline",
-            )
         place = own.index(alike[rank])
-        found[piece] = tuple(sorted(here[group[place]] for group in groups))
-    return {name: found[piece] for name, piece in stages.first_use.items() if piece in found}
+        if len({len(group) for group in groups}) > 1:
+            found[piece] = tuple(sorted(here[one] for group in groups for one in group))
+            recut[piece] = Recut(len(groups), own is groups[0], place == 0)
+        else:
+            found[piece] = tuple(sorted(here[group[place]] for group in groups))
+    cut.peers = {name: found[piece] for name, piece in stages.first_use.items() if piece in found}
+    cut.recut = {name: recut[piece] for name, piece in stages.first_use.items() if piece in recut}
 
 
 def _holders(placed: Placed, piece: int) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ from espalier.launch.host_map import HostMap
 from espalier.launch.supervisor import RestartOptions
 from espalier.launch.supervisor_protocol import Meeting
 from espalier.launch.version_check import identity
-from espalier.plan import codecs
+from espalier.plan import codecs, replan_pipelines
 from espalier.run import RunFolder
 from espalier.verbs import kept_files, prepare, run_resizer, train
 from espalier.verbs.run_start import RunStart
@@ -42,10 +42,12 @@ class Post:
     Attributes:
         team: the hosts, with the ranks as the launcher counts them.
         given: the data, which each host has opened.
+        launcher: who is told of hosts that are left out.
     """
 
     team: HostMap
     given: train.OpenedRun
+    launcher: Launcher
 
     def decide(self) -> train.Begun:
         """See `train.Ranks`."""
@@ -78,10 +80,14 @@ class Post:
             life = train.life(job)
             return lambda place: life(seated(place, recipe))
 
-        if "optimizer" in team.roles and recipe.faults.restarts:
-            shapes = run_resizer.HostResizer(job, start, hosts)
-            care = replace(care, shapes=shapes, heard=partial(run_resizer.heard, job, start))
+        pipelined = replan_pipelines.pipelined(job.plan)
+        if ("optimizer" in team.roles or pipelined) and recipe.faults.restarts:
+            shapes = run_resizer.HostResizer(job, start, hosts, self._leave_out)
+            care = replace(care, shapes=shapes, leaves=pipelined, heard=partial(run_resizer.heard, job, start))
         return leader.run(start(job), team, care, _threads(team)) is not None
+
+    def _leave_out(self, host: int) -> None:
+        self.launcher.tell("without", host=host)
 
     def measured(self) -> list[Any] | None:
         """The hosts as they are, and the machine of each rank as the launcher counts them, from each rank of this host;
@@ -115,7 +121,7 @@ def supervise(launcher: Launcher, place: RankSpec, asked: Told, given: train.Ope
     own = identity(data=given.workload.fingerprint(), recipe=cache_dir.hashed(recipe_file.to_table(recipe)))
     absence = units.seconds(recipe.comm.timeout, "comm.timeout")
     team = _met(launcher, place, asked, {key: own[key] for key in ("data", "recipe")}, absence)
-    post, line = Post(team, given), team.line
+    post, line = Post(team, given, launcher), team.line
     store = supervisor_protocol.opened(line.address, line.port)
     others = Announcement(store, _DECIDED, f"Host {team.names[0]}", line.token)
     launcher.led = 0.0 if first else absence

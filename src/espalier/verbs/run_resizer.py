@@ -85,10 +85,13 @@ class RunResizer:
         if evidence.link and self.planned_wait is not None:
             found = replan.with_link(request, cluster, plan, found, evidence.wait - self.planned_wait)
         self._offered.clear()
-        pinned = self.job.resolved.recipe.plan.pin.ranks is not None
         made = replan.options(request, cluster, plan, found)
-        shapes = [self._offer(one) for one in made if not pinned or len(one.kept) == len(plan.ranks)]
-        return shapes, dict(enumerate(found.slower))
+        return [self._offer(one) for one in made if self._possible(one)], dict(enumerate(found.slower))
+
+    def _possible(self, option: replan.Replan) -> bool:
+        """Whether it may be offered for the sake of speed."""
+        pinned = self.job.resolved.recipe.plan.pin.ranks is not None
+        return not pinned or len(option.kept) == len(self.job.plan.ranks)
 
     def saving(self) -> float:
         """See `Resizer.saving`."""
@@ -143,33 +146,42 @@ class RunResizer:
 
 
 class HostResizer(RunResizer):
-    """Answers for a run over several hosts whose state is on optimizer nodes: a worker that is left out takes nothing
-    with it. Who is slow stays. Has state as `RunResizer`, and the hosts as they are now.
+    """Answers for a run over several hosts that has unequal pipelines, or whose state is on optimizer nodes: a worker
+    that is left out takes nothing with it, and who is slow stays. Has state as `RunResizer`, and the hosts as they are.
 
     Args:
         job, start: as there.
         hosts: of each rank, the number of its host.
+        left: called with the number of a host that has no rank any more.
     """
 
-    def __init__(self, job: RunStart, start: Start, hosts: Sequence[int]) -> None:
+    def __init__(
+        self, job: RunStart, start: Start, hosts: Sequence[int], left: Callable[[int], None] = lambda host: None
+    ) -> None:
         super().__init__(job, start)
-        self.hosts = tuple(hosts)
+        self.hosts, self._left = tuple(hosts), left
 
     def faster(self, evidence: Evidence) -> tuple[list[RunShape], Mapping[int, float]]:
-        """See `Resizer.faster`: none."""
-        return [], {}
+        """See `Resizer.faster`: of workers none."""
+        return super().faster(evidence) if replan_pipelines.pipelined(self.job.plan) else ([], {})
 
     def adopt(self, shape: RunShape) -> None:
         """See `Resizer.adopt`."""
         super().adopt(shape)
+        for host in sorted({*self.hosts} - {*shape.hosts}):
+            self._left(host)
         self.hosts = shape.hosts
 
     def _refuse(self, plan: Plan) -> None:
-        mechanisms.require_beside(self.job.resolved.recipe, plan, replan.WORKERS)
+        claim = replan.PIPELINES if replan_pipelines.pipelined(plan) else replan.WORKERS
+        mechanisms.require_beside(self.job.resolved.recipe, plan, claim)
+
+    def _possible(self, option: replan.Replan) -> bool:
+        return any(self.hosts[rank] == 0 for rank in option.kept) and super()._possible(option)
 
     def _where(self, option: replan.Replan) -> dict[str, Any]:
         hosts = tuple(self.hosts[rank] for rank in option.kept)
-        if hosts[0]:
+        if 0 not in hosts:
             raise UserError("The first host keeps the run's folder.", do="repair it and run the same command")
         return {"hosts": hosts, "told": msgspec.json.encode((plans.dumps(option.plan), hosts)).decode()}
 
