@@ -46,10 +46,9 @@ RECORD = Record(
     law_test="tests/quant/test_package.py::test_decoding_gives_back_every_code",
     bench="bench/mega.py",
     state="partly",
-    remark="widths by degree, the packed format and its file (`export --to packed`), products that read packed rows, "
-    "condensed edges, the simulator (`espalier explain RUN --energy`), whose order of the accelerators is the paper's "
-    "in DRAM bytes on CiteSeer; on Cora, and in cycles, GCNAX is ahead of GROW; the plan of condensed edges orders no "
-    "disk layout and no halo message yet, and decoding is not timed alone yet",
+    remark="widths by degree, packages and their file (`export --to packed`), products that read packed rows, condensed "
+    "edges (which order no disk layout and no halo message yet), the simulator (`espalier explain RUN --energy`), whose "
+    "order of accelerators is the paper's in DRAM bytes on CiteSeer; on Cora GCNAX is ahead of GROW",
 )
 
 Array = NDArray[Any]
