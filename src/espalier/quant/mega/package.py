@@ -46,8 +46,8 @@ RECORD = Record(
     law_test="tests/quant/test_package.py::test_decoding_gives_back_every_code",
     bench="bench/mega.py",
     state="partly",
-    remark="widths by degree, packages and their file (`export --to packed`), products that read packed rows, condensed "
-    "edges (which order no disk layout and no halo message yet), the simulator (`espalier explain RUN --energy`), whose "
+    remark="widths by degree, packages and their file (`export --to packed`), products that read packed rows, "
+    "condensed edges (they order no disk layout and no halo message yet), the simulator (`explain RUN --energy`), whose "
     "order of accelerators is the paper's in DRAM bytes on CiteSeer; on Cora GCNAX is ahead of GROW",
 )
 
