@@ -47,8 +47,8 @@ RECORD = Record(
     bench="bench/mega.py",
     state="partly",
     remark="widths by degree, packages and their file (`export --to packed`), products that read packed rows, "
-    "condensed edges (they order no disk layout and no halo message yet), the simulator (`explain RUN --energy`), whose "
-    "order of accelerators is the paper's in DRAM bytes on CiteSeer; on Cora GCNAX is ahead of GROW",
+    "condensed edges (they order no disk layout and no halo message yet), the simulator (`explain RUN --energy`), its "
+    "order of accelerators that of the paper in DRAM bytes on CiteSeer; on Cora GCNAX is ahead of GROW",
 )
 
 Array = NDArray[Any]
