@@ -229,22 +229,22 @@ def test_a_processor_offers_its_disk_before_it_says_that_nothing_fits() -> None:
         _ = decide(request, machine("cpu", memory=3)).taken
 
 
-def test_states_that_fit_stay_in_memory_and_a_pinned_disk_writes_behind_a_step_instead() -> None:
+def test_states_that_fit_stay_in_memory_but_where_the_disk_is_pinned() -> None:
     """A disk that moves all states in 1.6 s each way, and an optimizer that is faster."""
     request, cluster = decoder(1024, 16, 256, 4), machine("cpu", memory=3, disk=1)
     free, pinned = (decide(replace(request, pin=Pin(offload=pin)), cluster).taken.predicted for pin in (None, "disk"))
     assert free
     assert pinned
     total, write = 8.0 * request.trainable, total_seconds(request, cluster, pinned.terms)
-    half = pinned.memory_limit - pinned.memory_bytes["peak"]  # of what is unused: the other half is taken
+    half = (pinned.memory_limit - pinned.memory_bytes["peak"]) / 2
     assert 0 < half < total / 2
     assert pinned.waiting_bytes == {"optimizer": total}
+    assert pinned.memory_bytes["buffers"] == layout.BUFFERS * layout.CHUNK
     assert free.memory_bytes["optimizer"] == pytest.approx(half)
     assert free.waiting_bytes["optimizer"] == pytest.approx(total - half)
-    assert pinned.memory_bytes["buffers"] == pytest.approx(layout.BUFFERS * layout.CHUNK + half)
-    assert free.memory_bytes["peak"] == pytest.approx(pinned.memory_bytes["peak"])
+    assert free.memory_bytes["peak"] == pytest.approx(pinned.memory_bytes["peak"] + half)
+    assert pinned.terms["offload"] == pytest.approx(write, rel=0.01)
     assert free.terms["offload"] == pytest.approx(write - half / 1e9, rel=0.01)
-    assert pinned.terms["offload"] == pytest.approx(write - half / 1e9, rel=0.01)
 
 
 def total_seconds(request: Request, cluster: Cluster, terms: Mapping[str, float]) -> float:

@@ -175,7 +175,7 @@ def estimate(
     on = replace(collective_time.fleet(cluster, ranks, layout.threads), factors=factors or request.factors)
     costs = price(request, on, layout, shares)
     if ranks == 1 and not on.cuda and (waiting := costs[0].waiting):
-        unused = offload.unused(request, -float(costs[0].over), waiting, costs[0].held["grads"])
+        unused = offload.unused(request, -float(costs[0].over), waiting)
         costs = price(request, on, layout, shares, unused)
     slow = int(np.argmax([float(one.step) for one in costs]))
     tight = costs[int(np.argmin([-float(one.over) for one in costs]))]

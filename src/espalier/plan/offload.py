@@ -46,15 +46,13 @@ class Unused(NamedTuple):
 NONE: Unused = Unused()
 
 
-def unused(request: Request, room: float, waiting: Mapping[str, Number], grads: Number) -> Unused:
-    """Of a single rank on a processor whose optimizer states wait on disk, and that has `room` bytes left: states, or
-    where they were pinned to the disk, what a step writes last."""
-    half = UNUSED * max(0.0, room)
-    if (request.offload.optimizer, request.offload.parameters) != ("disk", "device"):
+def unused(request: Request, room: float, waiting: Mapping[str, Number]) -> Unused:
+    """Of a single rank on a processor whose optimizer states wait on disk, and that has `room` bytes left: states, but
+    where they were pinned to the disk. Writes behind a step are not planned: they made steps longer (docs/benchmarks.md
+    has what was measured)."""
+    if (request.offload.optimizer, request.offload.parameters, request.pin.offload) != ("disk", "device", None):
         return NONE
-    if request.pin.offload is None:
-        return Unused(resident=np.minimum(half, waiting["optimizer"]))
-    return Unused(behind=np.minimum(half, grads))
+    return Unused(resident=np.minimum(UNUSED * max(0.0, room), waiting["optimizer"]))
 
 
 def rate(kind: DeviceGroup, tier: Tier, free: float | None = None) -> TierRate:
