@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from espalier.shard.luwu import pacing
-from espalier.shard.luwu.pacing import PROBE, SHARE, SO_MAX_PACING_RATE, Pacing
+from espalier.shard.luwu import flow_control
+from espalier.shard.luwu.flow_control import PROBE, SHARE, SO_MAX_PACING_RATE, Pacing
 
 FREE = (1 << 64) - 1
 
@@ -24,7 +24,7 @@ def test_a_link_is_paced_unless_a_frame_now_and_then_shows_that_it_is_faster(
     monkeypatch: pytest.MonkeyPatch, faster: bool
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr(pacing, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(flow_control, "time", SimpleNamespace(monotonic=lambda: now[0]))
     with socket.socket() as connection:
         paced, free = Pacing(1e8), 0
         for number in range(4 * PROBE):

@@ -27,8 +27,7 @@ import xxhash
 
 from espalier import serialization
 from espalier.errors import EspalierError, PeerLost, RunFailed, UserError, from_words, words_of
-from espalier.shard.luwu.flow_control import ReceiveWindow, SendWindow
-from espalier.shard.luwu.pacing import Pacing
+from espalier.shard.luwu.flow_control import Pacing, ReceiveWindow, SendWindow
 
 VERSION = 1
 """Of the wire format. Both ends must have the same."""
