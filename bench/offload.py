@@ -37,7 +37,7 @@ PEERS = {
 
 
 BESIDE = {
-    "resident": ["on disk", "on disk, written behind", "half on disk"], "by hand": ["on disk"],
+    "resident": ["on disk", "half on disk"], "by hand": ["on disk"],
     "deepspeed cpu": ["in memory", "half on disk", "on disk"], "deepspeed nvme": ["on disk"],
 }  # fmt: skip
 """Where ours has its states."""

@@ -93,26 +93,16 @@ class Ours(Resident):
 class OnDisk(Ours):
     """The same with states on disk."""
 
-    behind, kept = 0, 0.0
-    """Writes that go on until backward, of bytes of the gradients; share of the states that stays in memory."""
+    kept = 0.0
+    """Share of the states that stays in memory."""
 
     def group(self, model: nn.Module, request: dict[str, Any]) -> Any:
         from espalier.shard.offload.optimizer import StateFolder
 
         size = sum(one.nbytes for one in model.parameters())
         self.states = StateFolder(Path(request["folder"]), "states")
-        self.states.behind.room, self.states.resident = self.behind * size, int(self.kept * 2 * size)
+        self.states.resident = int(self.kept * 2 * size)
         return self.states.group
-
-    def backward(self, loss: Tensor) -> None:
-        self.states.behind.drain()
-        loss.backward()
-
-
-class Behind(OnDisk):
-    """Until backward, writes go on in the memory of gradients."""
-
-    behind = 1
 
 
 class HalfOnDisk(OnDisk):
@@ -154,8 +144,7 @@ class DeepSpeed:
 
 KINDS = {
     "resident": Resident, "by hand": ByHand, "ours in memory": Ours, "ours on disk": OnDisk,
-    "ours on disk, written behind": Behind, "ours half on disk": HalfOnDisk,
-    "deepspeed cpu": DeepSpeed, "deepspeed nvme": DeepSpeed,
+    "ours half on disk": HalfOnDisk, "deepspeed cpu": DeepSpeed, "deepspeed nvme": DeepSpeed,
 }  # fmt: skip
 
 

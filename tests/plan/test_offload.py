@@ -248,7 +248,7 @@ def test_states_that_fit_stay_in_memory_but_where_the_disk_is_pinned() -> None:
 
 
 def total_seconds(request: Request, cluster: Cluster, terms: Mapping[str, float]) -> float:
-    """By which a step gets longer where all states move and nothing goes on behind it."""
+    """By which a step gets longer where all states move."""
     size, pieces = 8.0 * request.trainable, -(-8 * request.trainable // layout.CHUNK)
     disk = cluster.nodes[0].disks[0]
     return size / disk.write - terms["optimizer"] + size * (1 / disk.read + 1 / disk.write) / pieces

@@ -19,7 +19,6 @@ from espalier.launch import base as launch
 from espalier.plan import base as plans
 from espalier.rank_setup import RankSetup
 from espalier.shard.offload.optimizer import StateFolder
-from espalier.shard.offload.state_file import WriteBehind
 from espalier.store.direct_io import DirectFile
 
 STEPS = 5
@@ -110,33 +109,6 @@ def test_states_on_disk_change_no_bit(corpus, optimizer, ranks, shard):
     away = train(recipe, plan_of(DISK, ranks, shard))
     same(away, resident)
     assert all(fields["offload"]["disk"]["read"] > 0 for fields in away[2])
-
-
-@OPTIMIZERS
-def test_writes_of_a_step_end_under_the_next_forward_pass(corpus, optimizer, monkeypatch):
-    """In the buffers that the plan has beside those of the walk, on a slow disk."""
-    told, plain, drain = [], DirectFile.write_from, WriteBehind.drain
-
-    def slow(self, buffer, offset):
-        time.sleep(0.005)
-        plain(self, buffer, offset)
-
-    def drained(self, room=0):
-        before = self.held
-        drain(self, room)
-        told.append((room, before, self.held))
-
-    monkeypatch.setattr(DirectFile, "write_from", slow)
-    monkeypatch.setattr(WriteBehind, "drain", drained)
-    recipe = recipe_of(corpus, optimizer={"kind": optimizer})
-    resident = train(recipe, plan_of(plans.Offload()))
-    predicted = plans.Predicted(1.0, 1.0, 1.0, 0.1, {}, {"buffers": 2.5e6}, 1e9, {}, {"optimizer": 5e5})
-    away = train(recipe, plan_of(DISK, predicted=predicted), kernel=lambda: list(told))
-    same(away, resident)
-    told = away[2][-1]["kernel"]
-    assert all(after <= room for room, _, after in told)
-    assert {room for room, _, _ in told} == {0, 2_000_000}
-    assert sum(before > 0 for room, before, _ in told if room == 0) >= STEPS - 1
 
 
 class SmallExtents(StateFolder):

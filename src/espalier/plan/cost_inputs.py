@@ -39,14 +39,14 @@ EACH, LARGEST = 2**20, 2**29
 @dataclass(frozen=True)
 class CostInputs:
     """What a price is of: request, fleet, the kind of rank at hand, and layouts. `speed`: of this kind's ranks over the
-    mean, where they share sequences in proportion to it. `unused`: see `plan.offload`."""
+    mean, where they share sequences in proportion to it. `kept`: see `plan.offload`."""
 
     request: Request
     on: Fleet
     kind: DeviceGroup
     layouts: Layouts
     speed: Number = 1.0
-    unused: offload.Unused = offload.NONE
+    kept: Number = 0.0
 
     @property
     def cut(self) -> Cut:
@@ -235,7 +235,7 @@ class CostInputs:
             anatomy = self.request.anatomy(size, self.layouts.recompute, self.request.precision, self.cut)
             found["activations"] = offload_cost.activations(anatomy.layer.kept, self.stage_layers)
         if "optimizer" in found:
-            found["optimizer"] = found["optimizer"] - self.unused.resident
+            found["optimizer"] = found["optimizer"] - self.kept
         return found
 
     def lacking(self, over: Number) -> Number:
@@ -251,9 +251,8 @@ class CostInputs:
             found["window"] = optimizer_node.held(self.request) + found["params"]
         if way == offload.NODE:
             return found
-        held, unused = offload.resident(self.waiting, found), self.unused
-        taken = {"optimizer": held["optimizer"] + unused.resident, "buffers": held["buffers"] + unused.behind}
-        return {**held, **taken}
+        held = offload.resident(self.waiting, found)
+        return {**held, "optimizer": held["optimizer"] + self.kept}
 
     @cached_property
     def held(self) -> Mapping[str, Number]:

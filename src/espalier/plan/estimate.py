@@ -127,15 +127,13 @@ def samples_each(request: Request, layouts: Layouts) -> Number:
     return -(-request.global_batch // np.asarray(layouts.dp))
 
 
-def price(
-    request: Request, on: Fleet, layouts: Layouts, shares: Shares = EQUAL, unused: offload.Unused = offload.NONE
-) -> list[Priced]:
+def price(request: Request, on: Fleet, layouts: Layouts, shares: Shares = EQUAL, kept: Number = 0.0) -> list[Priced]:
     """Prices `layouts` on every kind of rank of a fleet."""
     found = []
     samples_of, speeds = shares.samples, shares.speeds
     for index, kind in enumerate(on.kinds):
         samples = samples_each(request, layouts) if samples_of is None else np.asarray(samples_of[index])
-        step = CostInputs(request, on, kind, layouts, 1.0 if speeds is None else np.asarray(speeds[index]), unused)
+        step = CostInputs(request, on, kind, layouts, 1.0 if speeds is None else np.asarray(speeds[index]), kept)
         size = np.minimum(np.maximum(1, np.asarray(layouts.micro_batch)), samples)
         held = memory_model.held(step, size, -(-samples // size))
         limit, peak = memory_model.limit(kind, request), sum(held.values())
@@ -175,8 +173,8 @@ def estimate(
     on = replace(collective_time.fleet(cluster, ranks, layout.threads), factors=factors or request.factors)
     costs = price(request, on, layout, shares)
     if ranks == 1 and not on.cuda and (waiting := costs[0].waiting):
-        unused = offload.unused(request, -float(costs[0].over), waiting)
-        costs = price(request, on, layout, shares, unused)
+        kept = offload.kept(request, -float(costs[0].over), waiting)
+        costs = price(request, on, layout, shares, kept)
     slow = int(np.argmax([float(one.step) for one in costs]))
     tight = costs[int(np.argmin([-float(one.over) for one in costs]))]
     terms = {name: float(value) for name, value in costs[slow].seconds.items()}

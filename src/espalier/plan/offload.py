@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -35,24 +35,12 @@ SCRATCH = 0.95
 NODE = Offload(optimizer="node", parameters="node")
 
 
-class Unused(NamedTuple):
-    """Bytes of memory that a plan leaves unused, by what takes them: optimizer states that stay there, and writes that
-    go on behind a step."""
-
-    resident: Number = 0.0
-    behind: Number = 0.0
-
-
-NONE: Unused = Unused()
-
-
-def unused(request: Request, room: float, waiting: Mapping[str, Number]) -> Unused:
-    """Of a single rank on a processor whose optimizer states wait on disk, and that has `room` bytes left: states, but
-    where they were pinned to the disk. Writes behind a step are not planned: they made steps longer (docs/benchmarks.md
-    has what was measured)."""
+def kept(request: Request, room: float, waiting: Mapping[str, Number]) -> Number:
+    """Bytes of optimizer states on disk for which there is memory after all, and which stay there: of a single rank on
+    a processor that has `room` bytes left, but where states were pinned to the disk."""
     if (request.offload.optimizer, request.offload.parameters, request.pin.offload) != ("disk", "device", None):
-        return NONE
-    return Unused(resident=np.minimum(UNUSED * max(0.0, room), waiting["optimizer"]))
+        return 0.0
+    return np.minimum(UNUSED * max(0.0, room), waiting["optimizer"])
 
 
 def rate(kind: DeviceGroup, tier: Tier, free: float | None = None) -> TierRate:

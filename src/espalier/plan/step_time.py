@@ -114,9 +114,7 @@ def _elsewhere(step: CostInputs, terms: Mapping[str, Number], rounds: Number) ->
         without = dict.fromkeys(("all_reduce", "refresh", "optimizer"), 0.0 * passes)
         return {**without, "offload": optimizer_node.seconds(step.request, step.on, step.kind, passes)}
     way, backward, again = step.request.offload, terms["backward"] + terms["recompute"], offload.again(step.request)
-    beside = offload_cost.Beside(
-        terms["optimizer"], terms["forward"], backward, step.stage_layers, rounds, again, step.unused.behind
-    )
+    beside = offload_cost.Beside(terms["optimizer"], terms["forward"], backward, step.stage_layers, rounds, again)
     rate = offload.rate(step.kind, offload.tier_of(way))
     found = {"offload": offload_cost.seconds(step.waiting, rate, beside)}
     if way.parameters in ("host", "disk"):

@@ -1,7 +1,6 @@
 """States that wait on disk: a step is the resident one's, to the bit, whatever the sizes of parameters and chunks."""
 
 import os
-import time
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from espalier.optim import adamw, muon
 from espalier.optim.base import OptimizerGroup, Owned
 from espalier.shard.offload.layout import AHEAD, Elements, extents
 from espalier.shard.offload.optimizer import StateFolder
-from espalier.store.direct_io import DirectFile, DiskFull
 
 ADAMW = Adamw(learning_rate=1e-2, weight_decay=0.3)
 MUON = Muon(learning_rate=1e-2, weight_decay=0.1, adamw=ADAMW)
@@ -85,52 +83,6 @@ KEPT = st.sampled_from([0, 0, 3 * PAGE, 9 * PAGE, 1 << 30])
 @given(shapes=SHAPES, chunk=st.sampled_from([2 * PAGE, 6 * PAGE, 2**20]), dtype=st.sampled_from([32, 64]), kept=KEPT)
 def test_adamw_on_disk_is_adamw_in_memory_to_the_bit(folder, shapes, chunk, dtype, kept):
     compare(folder, ADAMW, [(3, 4), *shapes], chunk, {32: torch.float32, 64: torch.float64}[dtype], kept=kept)
-
-
-@pytest.mark.parametrize("room", [0, 3 * PAGE, 1 << 20])
-def test_writes_that_go_on_behind_a_step_change_no_bit_and_hold_no_more_than_their_room(folder, monkeypatch, room):
-    """The disk is slow: what a step has written is not there when the next one begins."""
-    most, plain = 0, DirectFile.write_from
-
-    def slow(self, buffer, offset):
-        time.sleep(0.002)
-        plain(self, buffer, offset)
-
-    monkeypatch.setattr(DirectFile, "write_from", slow)
-    resident, away = owned([(40, 130), (3000,), (64, 64)]), owned([(40, 130), (3000,), (64, 64)])
-    states = StateFolder(folder, "behind", 3 * PAGE)
-    states.behind.room = room
-    optimizers = build(ADAMW, resident, OptimizerGroup), build(ADAMW, away, states.group)
-    for step in range(4):
-        for parameters, optimizer in zip((resident, away), optimizers, strict=True):
-            gradients(parameters, step)
-            optimizer.step(1.0)
-        most = max(most, states.behind.held)
-        if step == 2:
-            states.behind.drain()
-            assert states.behind.held == 0
-    assert most <= room
-    assert bool(most) == bool(room)
-    assert all(torch.equal(mine.tensor, other.tensor) for mine, other in zip(away, resident, strict=True))
-    same(values(optimizers[1]), values(optimizers[0]))
-
-
-def test_a_write_that_fails_behind_a_step_is_raised(folder, monkeypatch):
-    def full(self, buffer, offset):
-        raise DiskFull("no room")
-
-    parameters, states = owned([(40, 130), (3000,)]), StateFolder(folder, "behind", 3 * PAGE)
-    states.behind.room = 1 << 20
-    optimizer = build(ADAMW, parameters, states.group)
-    monkeypatch.setattr(DirectFile, "write_from", full)
-    gradients(parameters, 0)
-
-    def stepped():
-        optimizer.step(1.0)
-        states.behind.drain()
-
-    with pytest.raises(DiskFull):
-        stepped()
 
 
 @settings(deadline=None, max_examples=10)

@@ -49,7 +49,6 @@ class Beside:
         layers: so many passes go through.
         rounds: micro-batches of a step.
         again: share of the parameters that backward reads once more.
-        behind: bytes of the walk's writes that may go on under forward.
     """
 
     optimizer: Number
@@ -58,7 +57,6 @@ class Beside:
     layers: Number
     rounds: Number = 1
     again: Number = 1.0
-    behind: Number = 0.0
 
 
 def walked(away: Mapping[str, Number]) -> Moved:
@@ -107,8 +105,7 @@ def seconds(away: Mapping[str, Number], speed: TierRate, beside: Beside) -> Numb
     writing, and begins with a read and ends with a write; passes wait for what they do not hide, and for the first
     layer."""
     step, values, kept = walked(away), passed(away, beside.again), saved(away, beside.rounds)
-    behind = np.minimum(np.minimum(beside.behind, step.written), beside.forward * speed.write)
-    read, write = step.read / speed.read, (step.written - behind) / speed.write
+    read, write = step.read / speed.read, step.written / speed.write
     pieces = np.maximum(1, np.ceil(step.read / CHUNK))
     taken = np.maximum(0.0, np.maximum(read, write) - beside.optimizer) + (read + write) / pieces
     if "params" in away:

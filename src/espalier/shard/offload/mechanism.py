@@ -15,12 +15,11 @@ from espalier.compose import Claim
 from espalier.config import Adamw
 from espalier.mechanism import Build, Mechanism
 from espalier.shard.luwu.base import Client, Layer, filler
-from espalier.shard.offload import cost
 from espalier.shard.offload.activations import FilePlaces, HostPlaces, Places, SavedActivations
 from espalier.shard.offload.host_memory import DeviceFile, HostStates
 from espalier.shard.offload.optimizer import StateFolder
 from espalier.shard.offload.parameters import OffloadNode, OffloadSharding
-from espalier.shard.offload.state_file import TransferMeter, WriteBehind
+from espalier.shard.offload.state_file import TransferMeter
 
 if TYPE_CHECKING:
     from espalier.config import Recipe
@@ -78,24 +77,6 @@ class OptimizerOnDisk(Mechanism):
         predicted = context.plan.predicted
         if isinstance(folder, StateFolder) and len(context.plan.ranks) == 1 and context.device.type == "cpu":
             folder.resident = 0 if predicted is None else int(predicted.memory_bytes.get("optimizer", 0.0))
-            if not folder.resident:
-                write_behind(context, folder.behind)
-
-
-def write_behind(context: Build, behind: WriteBehind) -> None:
-    """The last writes of a step go on under the next forward pass, in the buffers that the plan has for them: malloc
-    keeps the memory of activations and gradients, so it cannot be theirs."""
-    if (predicted := context.plan.predicted) is not None:
-        behind.room = int(predicted.memory_bytes.get("buffers", 0.0) - cost.buffers(predicted.waiting_bytes))
-    before = context.forward
-
-    @contextmanager
-    def forward() -> Iterator[None]:
-        with before():
-            yield
-        behind.drain()
-
-    context.forward = forward
 
 
 class OptimizerOnHost(Mechanism):

@@ -21,7 +21,7 @@ from espalier.checkpoint.tensor_slice import Slice
 from espalier.errors import UserError
 from espalier.optim.base import Owned, StateKinds, set_rates
 from espalier.shard.offload.layout import CHUNK, Elements, Extent, Piece, extents
-from espalier.shard.offload.state_file import DiskTier, Job, StateFile, States, TransferMeter, WriteBehind
+from espalier.shard.offload.state_file import DiskTier, Job, StateFile, States, TransferMeter
 from espalier.store.io_queue import IoQueue
 
 WAITING = 1024
@@ -33,8 +33,6 @@ class StateFolder:
 
     Attributes:
         tier: what transfers go through; meter: what counts them.
-        behind: writes that go on when a step has ended. `behind.room` is 0 unless somebody says what memory is unused
-            until then, and calls `behind.drain` before it is used.
         resident: bytes of states that stay in memory, of files that are made from now on (ZeRO-Offload++'s ratio).
         chunk: bytes of an extent at most.
         device: what moves the states.
@@ -49,8 +47,7 @@ class StateFolder:
     ) -> None:
         self._folder, self._name, self._count, self._through = folder, name, 0, through
         self.meter, self.chunk = TransferMeter("disk"), chunk
-        self.behind = WriteBehind(self.meter)
-        self.tier = DiskTier(IoQueue(WAITING), self.meter, ThreadPoolExecutor(2, "checksums"), self.behind)
+        self.tier = DiskTier(IoQueue(WAITING), self.meter, ThreadPoolExecutor(2, "checksums"))
 
     def group(self, optimizer: torch.optim.Optimizer, owned: Sequence[Owned], kinds: StateKinds) -> OffloadedGroup:
         """See `optim.base.MakeGroup`."""

@@ -70,28 +70,6 @@ class States(Protocol):
         """What `row` gave to be changed is there."""
 
 
-class WriteBehind:
-    """Buffers whose writes go on when a step has ended: `room` bytes at most, until `drain`. Has state: the buffers, of
-    `held` bytes."""
-
-    def __init__(self, meter: TransferMeter, room: int = 0) -> None:
-        self.room, self.held, self._meter = room, 0, meter
-        self._pending: deque[tuple[Tensor, Sequence[Future[None]]]] = deque()
-
-    def add(self, buffer: Tensor, writes: Sequence[Future[None]]) -> None:
-        """Keeps what is written until that has ended; waits for the oldest where there is no room."""
-        self._pending.append((buffer, writes))
-        self.held += buffer.nbytes
-        self.drain(self.room)
-
-    def drain(self, room: int = 0) -> None:
-        """Returns when at most `room` bytes are being written."""
-        while self.held > room:
-            for one in self._pending[0][1]:
-                wait_for(one.result, self._meter)
-            self.held -= self._pending.popleft()[0].nbytes
-
-
 class DiskTier(NamedTuple):
     """How this process reaches its disk. `hashing`: threads in which checksums are computed beside the step;
     `resident`: bytes of a file's extents that stay in memory."""
@@ -99,7 +77,6 @@ class DiskTier(NamedTuple):
     queue: IoQueue
     meter: TransferMeter
     hashing: Executor
-    behind: WriteBehind
     resident: int = 0
 
 
@@ -127,7 +104,7 @@ class StateFile:
         self._resident = {
             one.offset: aligned(one.bytes).view(one.rows, one.row_bytes) for one in spread(extents, tier.resident)
         }
-        self._queue, self._meter, self._hashing, self._behind = tier[:4]
+        self._queue, self._meter, self._hashing = tier[:3]
         self._names = {extent.offset: name for extent, name in zip(extents, names, strict=True)}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -140,7 +117,6 @@ class StateFile:
         self._file = DirectFile(path, "create", job_bytes(away))
         path.unlink()
         self._sums: dict[int, int] = {}
-        self._late: list[Future[None]] = []
         self._buffers: list[Tensor] = []
         self._row: tuple[Extent, int, Tensor] | None = None
         self._changed = False
@@ -172,7 +148,7 @@ class StateFile:
                 continue
             for number, one in enumerate(moving[begun : turn + AHEAD + 1], begun):
                 at, begun = number % BUFFERS, number + 1
-                ring[at] = self._unused(*ring[at]), []
+                self._wait(ring[at][1])
                 views = job_views(one, ring[at][0])
                 coming.append((views, self._read(one, views)))
             views, reads = coming.popleft()
@@ -181,24 +157,9 @@ class StateFile:
             yield [here[one.offset] if one.offset in here else self._resident[one.offset] for one in job]
             at, turn = turn % BUFFERS, turn + 1
             ring[at] = ring[at][0], self._write(moved, views)
-        self._buffers = []
-        for buffer, writes in ring[turn % BUFFERS :] + ring[: turn % BUFFERS]:  # the oldest first
-            if writes and self._behind.room:
-                self._leave(buffer, writes)
-            else:
-                self._buffers.append(self._unused(buffer, writes))
-
-    def _unused(self, buffer: Tensor, writes: Sequence[Future[None]]) -> Tensor:
-        """The buffer when what is in it was written; at once another one, where writes may go on behind."""
-        if self._behind.room and not all(one.done() for one in writes):
-            self._leave(buffer, writes)
-            return aligned(buffer.nbytes)
-        self._wait(writes)
-        return buffer
-
-    def _leave(self, buffer: Tensor, writes: Sequence[Future[None]]) -> None:
-        self._late += writes
-        self._behind.add(buffer, writes)
+        for _, writes in ring:
+            self._wait(writes)
+        self._buffers = [buffer for buffer, _ in ring]
 
     def _read(self, job: Job, views: Sequence[Tensor]) -> list[Future[None]]:
         self._meter.read_bytes += job_bytes(job)
@@ -288,8 +249,6 @@ class StateFile:
 
     def settle(self) -> None:
         """See `States.settle`."""
-        self._wait(self._late)
-        self._late = []
         if self._row is not None and self._changed:
             extent, row, values = self._row
             self._sums[self._place(extent, row)] = checksum(values[: extent.used])
