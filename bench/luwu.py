@@ -41,6 +41,7 @@ from espalier.optim.base import Owned
 from espalier.shard.luwu import cost
 from espalier.shard.luwu.chunk_update import update
 from espalier.shard.luwu.client import Client
+from espalier.shard.luwu.flow_control import SHARE
 from espalier.shard.luwu.layout import Job, chunks_of
 from espalier.shard.luwu.node import OptimizerNode
 from espalier.shard.luwu.state_file import ChunkState, Entries, open_state, open_sums
@@ -179,7 +180,7 @@ def predicted(turn: Turn, computing: float, rate: float, alone: dict[str, float]
     """Seconds of computing, and those that the cost function adds to them."""
     layers = cost.Layers(turn.numel, turn.uses)
     wire = 4.0, turn.expected_sent / sum(turn.numel)
-    rates = cost.Rates(rate / 8 * ALONE, alone["disk"] * cost.STATE_BYTES, alone["adam"])
+    rates = cost.Rates(rate / 8 * SHARE, alone["disk"] * cost.STATE_BYTES, alone["adam"])
     return computing, float(cost.cost(layers, computing, rates, WORKERS, wire).seconds["pull and push"])
 
 
@@ -187,7 +188,7 @@ def waits(task: Task, rate: float, pairs: int) -> list[Row]:
     """Of a step the share in which the first worker waits for pulls, where computing takes longer than they do."""
     found = turns(("luwu",), task, rate, pairs, 1)["luwu"]
     each = statistics.median((one.seconds - one.stalled) / task.depth for one in found)
-    both = 2 * 4 * max(found[0].numel) / (rate / 8 * ALONE)
+    both = 2 * 4 * max(found[0].numel) / (rate / 8 * SHARE)
     print(f"a layer is computed in {each:.2f} s and pulled twice in {both:.2f} s", flush=True)
     longer = f"a layer computed in {each / both:.1f} times its two pulls"
     case = f"luwu: share of a step that waits for pulls, {task.workers} workers, {longer}"

@@ -50,7 +50,7 @@ def test_a_node_is_fed_over_loopback(luwu, tmp_path):
 
 def test_a_step_is_predicted_from_the_links_where_nothing_else_takes_time(luwu):
     turn = luwu.Turn(expected_sent=4e6, numel=(500_000, 500_000), uses=((0,), (1,)))
-    computing, seconds = luwu.predicted(turn, 0.0, 8e6 / luwu.ALONE, {"disk": 1e12, "adam": 1e12})
+    computing, seconds = luwu.predicted(turn, 0.0, 8e6 / luwu.SHARE, {"disk": 1e12, "adam": 1e12})
     assert computing == 0.0
     assert seconds == pytest.approx(4.0 + 4.0, rel=1e-3)  # all numbers down at 1 MB/s, and then up
 

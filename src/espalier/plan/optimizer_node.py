@@ -16,6 +16,7 @@ import espalier.shard.luwu.cost as luwu
 from espalier.cost import Number
 from espalier.plan.base import Rank
 from espalier.shard.luwu.cost import STATE_BYTES, Layers, Rates
+from espalier.shard.luwu.flow_control import SHARE
 
 if TYPE_CHECKING:
     from espalier.cluster import Cluster, Node
@@ -49,7 +50,8 @@ def rates(on: Fleet, kind: DeviceGroup, summed: bool = False) -> Rates:
     disks = [min(table.disks[0].read, table.disks[0].write) for table in tables]
     memory = sum(table.device.memory_bandwidth for table in tables)
     sharing = (1, on.nodes) if summed else (on.per_node, on.ranks)
-    return Rates(min(link.bandwidth / sharing[0], served / sharing[1]), sum(disks), memory / (2 * STATE_BYTES))
+    paced = SHARE * min(link.bandwidth / sharing[0], served / sharing[1])
+    return Rates(paced, sum(disks), memory / (2 * STATE_BYTES))
 
 
 def seconds(request: Request, on: Fleet, kind: DeviceGroup, computing: Number) -> Number:
