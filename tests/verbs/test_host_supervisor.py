@@ -56,7 +56,7 @@ def test_the_recipes_cluster_file_is_read_by_the_first_and_used_by_all(tmp_path)
 
 def test_ranks_may_be_numbered_anew_for_training_alone() -> None:
     team = HostMap(Meeting(0, 2, "x", 1, ""), ("a", "b"), (0, 0, 1))
-    post = host_supervisor.Post(team, None)
+    post = host_supervisor.Post(team, None, None)
     training = post.doing("training", 0.5, (0, 1, 0))
     assert (training.hosts, training.own, training.line.topic) == ((0, 1, 0), [0, 2], "training")
     assert [training.place(rank).local_rank for rank in range(3)] == [0, 0, 1]
