@@ -358,11 +358,11 @@ def main() -> int:
     pairs = given.pairs or (3 if quick else 5)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="luwu-", dir=Path.cwd()) as made:
-        size = (4, 192) if quick else (6, 256)
+        size, long = ((4, 192), (3, 256, 512)) if quick else ((6, 256), (8, 256, 2048))
         made_by: dict[str, Callable[[], list[Row]]] = {
             "stages": lambda: stages(2**19 if quick else 2**20, pairs, Path(made)),
             "node": lambda: node(Task("feed", 6 if quick else 8, 2**20, 0, made, WORKERS), rate, pairs),
-            "waits": lambda: waits(Task("", 3, 256, 512 if quick else 1024, f"{made}/waits", 2), rate, min(pairs, 3)),
+            "waits": lambda: waits(Task("", *long, f"{made}/waits", 2), rate, min(pairs, 3)),
             "tiny": lambda: tiny(Task("", 1, 32, 16, f"{made}/tiny", WORKERS), rate, pairs),
             "links": lambda: links(Task("", *size, 64, f"{made}/links", WORKERS), rate, pairs, 2),
         }
