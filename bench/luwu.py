@@ -358,7 +358,7 @@ def main() -> int:
     pairs = given.pairs or (3 if quick else 5)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="luwu-", dir=Path.cwd()) as made:
-        size, long = ((4, 192), (3, 256, 512)) if quick else ((6, 256), (8, 256, 2048))
+        size, long = ((4, 192), (3, 256, 512)) if quick else ((6, 256), (8, 256, 4096))
         made_by: dict[str, Callable[[], list[Row]]] = {
             "stages": lambda: stages(2**19 if quick else 2**20, pairs, Path(made)),
             "node": lambda: node(Task("feed", 6 if quick else 8, 2**20, 0, made, WORKERS), rate, pairs),
