@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,23 @@ def test_files_that_lead_out_of_the_folder_are_not_written(tmp_path: Path, monke
     with pytest.raises(UserError, match="in no run folder"):
         kept_files.unpacked(data)
     assert not list(tmp_path.rglob("out"))
+
+
+def test_hosts_that_share_a_cache_get_it_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = runs.RunFolder(tmp_path / "run")
+    for turn in range(3):
+        content = {str(number): f"{turn} {number}" for number in range(100)}
+        folder.freeze(lambda place, of=content: [(place / name).write_text(one) for name, one in of.items()] and None)
+        kept = folder.kept()
+        assert kept is not None
+        table = {one.name: one.read_bytes() for one in kept.iterdir()}
+        text = base64.b64encode(zlib.compress(serialization.dumps(table))).decode()
+        with ThreadPoolExecutor(4) as hosts:
+            (place,) = set(hosts.map(kept_files.unpacked, [text] * 4))
+        assert place is not None
+        assert {one.name: one.read_bytes() for one in place.iterdir()} == table
+        assert [one.name for one in place.parent.iterdir()] == ["preprocessing"]
 
 
 def test_a_killed_replacement_leaves_the_folder_that_was_there(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import base64
 import hashlib
 import zlib
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from espalier import serialization
@@ -53,7 +54,14 @@ def unpacked(text: str) -> Path | None:
     found = RunFolder(home)
     try:
         if found.kept() is None:
-            replace_folder(found.preprocessing, fill)
+            home.mkdir(parents=True, exist_ok=True)
+            with TemporaryDirectory(dir=home) as made:  # hosts may share a cache: who is first brings it, whole
+                replace_folder(Path(made, "made"), fill)
+                try:
+                    Path(made, "made").rename(found.preprocessing)
+                except OSError:
+                    if not found.preprocessing.exists():
+                        raise
     except OSError as error:
         raise unwritable(home, error) from error
     return found.kept()
