@@ -28,7 +28,7 @@ from espalier.shard.luwu.node import OptimizerNode
 from .test_window import plan, recipe
 
 MIB = 2**20
-DEPTH, WIDTH, SEQUENCE, SAMPLES = 96, 256, 32, 4
+DEPTH, WIDTH, SEQUENCE, SAMPLES = 112, 256, 32, 4
 
 
 def status(name: str) -> int:
