@@ -59,7 +59,7 @@ RECORD = Record(
     remark="recipes are planned and trained with unequal pipelines, also those of FlashFlex's JSON, whose stages may "
     "have unequal tensor degrees, in two pipelines too; a rank that is lost for good or stays slow is planned round, "
     "under --hosts too; missing: figures of GPUs, and a host that stays slow seen "
-    "in namespaces; rows of 32 layers were measured up to 200 Mbit/s",
+    "in namespaces; rows of 32 layers were measured at 200 Mbit/s, beside other work of lower priority",
 )
 
 TENSOR = (1, 2, 4, 8)
