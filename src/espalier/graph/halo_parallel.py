@@ -126,19 +126,24 @@ class RankPart:
         rows: Any = self.features
         for at, block in enumerate(self.exact):
             rows = model.step(at, block, rows)
-        own = dense(rows).cpu()
-        own = own if own.dtype == torch.float64 else own.float()
-        found = own.new_zeros(len(self.task.labels), own.shape[1])
-        found[self.owned] = own
-        with traffic(Traffic.ACTIVATIONS):
-            dist.all_reduce(found, group=self.group)
-        return found
+        return all_rows(dense(rows), self.owned, len(self.task.labels), self.group)
+
+
+def all_rows(own: Tensor, places: Array | slice, nodes: int, group: dist.ProcessGroup | None) -> Tensor:
+    """[nodes, columns] on every rank, of which each has its `own`, at least in float32, at `places`."""
+    own = own.cpu()
+    own = own if own.dtype == torch.float64 else own.float()
+    found = own.new_zeros(nodes, own.shape[1])
+    found[places] = own
+    with traffic(Traffic.ACTIVATIONS):
+        dist.all_reduce(found, group=group)
+    return found
 
 
 class CutWorkload(Protocol):
-    """What a graph's workload has for a run over parts."""
+    """What a graph's workload has for a run over ranks."""
 
-    part: RankPart | None
+    part: Any
 
     @property
     def whole_task(self) -> NodeTask:

@@ -9,17 +9,17 @@ ranks may have unequal numbers of heads; losses are divided by the number of all
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from espalier.comm.base import Traffic, traffic
+from espalier.comm.base import Traffic
 from espalier.compose import Claim
 from espalier.config import GraphTransformer as Options
 from espalier.errors import UserError
+from espalier.graph.halo_parallel import CutWorkload, all_rows
 from espalier.graph.subgraphs import SubgraphBatch
 from espalier.graph.torchgt.model import GraphTransformer
 from espalier.graph.torchgt.over_ranks import TokenExchange
@@ -93,24 +93,7 @@ class TokenPart:
     @torch.no_grad()
     def logits(self, model: nn.Module) -> Tensor:
         """[nodes, outputs] of all nodes, on every rank. All ranks call it alike."""
-        own = model(self.features, self.block).cpu()
-        own = own if own.dtype == torch.float64 else own.float()
-        found = own.new_zeros(len(self.task.labels), own.shape[1])
-        found[self.range[0] : self.range[1]] = own
-        with traffic(Traffic.ACTIVATIONS):
-            dist.all_reduce(found, group=self.group)
-        return found
-
-
-class CutWorkload(Protocol):
-    """What a graph's workload has for a run over ranks."""
-
-    part: TokenPart | None
-
-    @property
-    def whole_task(self) -> NodeTask:
-        """Whose nodes are trained on."""
-        ...
+        return all_rows(model(self.features, self.block), slice(*self.range), len(self.task.labels), self.group)
 
 
 class TokenParallel(Mechanism):
