@@ -9,6 +9,7 @@ ranks may have unequal numbers of heads; losses are divided by the number of all
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -16,9 +17,9 @@ import torch
 from torch import Tensor
 
 from espalier.comm.base import Traffic
-from espalier.compose import Claim
 from espalier.config import GraphTransformer as Options
 from espalier.errors import UserError
+from espalier.graph import halo_parallel
 from espalier.graph.halo_parallel import CutWorkload, all_rows
 from espalier.graph.subgraphs import SubgraphBatch
 from espalier.graph.torchgt.model import GraphTransformer
@@ -36,17 +37,7 @@ if TYPE_CHECKING:
     from espalier.graph.node_classification import NodeTask
     from espalier.plan.base import Plan
 
-CLAIM = Claim(
-    "tokens",
-    question="aggregate",
-    needs=frozenset({"a model"}),
-    changes=frozenset({"rows of the graph cross"}),
-    forbids=frozenset(
-        {"replicas differ between rounds", "compiles blocks", "a schedule of stages", "a window of layers"}
-    ),
-    instead=("every_step",),
-    option="graph.halo",
-)
+CLAIM = replace(halo_parallel.CLAIM, name="tokens")
 """Ranks compute one another's heads within a step, so all make the same steps with the same weights."""
 
 
