@@ -40,9 +40,18 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def recipe_of(corpus: Path, kind: str = "gpt", packing: str = "stream", **train: Any) -> Any:
+SIZE = {"depth": 2, "width": 32, "heads": 4, "kv_heads": 2, "feed_forward": 64}
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt": {"kind": "gpt"},
+    "moe": {"kind": "moe"},
+    "window": {"family": "mistral", "window": 5},
+    "caps": {"family": "gemma2", "tied": True, "window": 5, "attention_cap": 2.0, "attention_scale": 0.2},
+}
+
+
+def recipe_of(corpus: Path, model: str = "gpt", packing: str = "stream", **train: Any) -> Any:
     table = {
-        "model": {"kind": kind, "depth": 2, "width": 32, "heads": 4, "kv_heads": 2, "feed_forward": 64},
+        "model": SIZE | MODELS[model],
         "data": {"path": str(corpus), "cache": str(corpus.parent / "cache"), "validation": 0.2, "packing": packing},
         "train": {
             "steps": STEPS,
@@ -224,31 +233,32 @@ def short_documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["gpt", "moe"])
-def test_packed_documents_equal_documents_one_by_one(short_documents: Path, kind: str) -> None:
+@pytest.mark.parametrize("model", list(MODELS))
+def test_packed_documents_equal_documents_one_by_one(short_documents: Path, model: str) -> None:
     """Their losses and gradients add up. The penalty of uneven experts is of windows, so the router's is left out."""
-    workload = open_language(recipe_of(short_documents, kind, packing="documents", sequence=96, batch_tokens=192))
-    model = workload.build(torch.device("cpu"), torch.float64).eval()
+    workload = open_language(recipe_of(short_documents, model, packing="documents", sequence=96, batch_tokens=192))
+    built = workload.build(torch.device("cpu"), torch.float64).eval()
     (batch,) = workload.batches(0, Shard(0, 2, 2))
     assert batch.where is not None
     assert batch.where.documents is not None
-    workload.loss(model, batch)[0].backward()
-    found = {name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None}
-    model.zero_grad()
+    workload.loss(built, batch)[0].backward()
+    found = {name: value.grad.clone() for name, value in built.named_parameters() if value.grad is not None}
+    built.zero_grad()
     apart = 0
     for tokens, targets, documents in zip(batch.tokens, batch.targets, batch.where.documents, strict=True):
         for label in documents.unique():
             own = documents == label
-            workload.loss(model, Windows(tokens[None, own], targets[None, own]))[0].backward()
+            workload.loss(built, Windows(tokens[None, own], targets[None, own]))[0].backward()
             apart += 1
     assert apart > 6
-    for name, value in model.named_parameters():
+    for name, value in built.named_parameters():
         torch.testing.assert_close(value.grad, found.get(name), rtol=0, atol=1e-12)
 
 
-def test_packed_documents_train_as_under_a_mask(short_documents: Path) -> None:
-    """That of PyTorch's attention."""
-    recipe = recipe_of(short_documents, packing="documents", sequence=96, batch_tokens=4 * 96, validate_tokens=192)
+@pytest.mark.parametrize("model", ["gpt", "window", "caps"])
+def test_packed_documents_train_as_under_a_mask(short_documents: Path, model: str) -> None:
+    """That of PyTorch's attention, also where the model sees a window of its document or caps its scores."""
+    recipe = recipe_of(short_documents, model, "documents", sequence=96, batch_tokens=4 * 96, validate_tokens=192)
     plain = [row for row in mechanisms.TABLE if row is not loongtrain.choose]
     assert train(recipe, plan_of(1))[0] == pytest.approx(train(recipe, plan_of(1), plain)[0], rel=1e-9)
 
