@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from espalier import cluster as clusters_
-from espalier import config, trainer, worker
+from espalier import config, trainer, units, worker
 from espalier.checkpoint.save_and_restore import Checkpoints
-from espalier.config import defaults, recipe_file
 from espalier.errors import UserError
 from espalier.graph import halo_parallel, partition_folder, synthetic
 from espalier.graph.data import Graph
@@ -289,6 +288,17 @@ def test_one_rank_is_planned_where_it_is_faster():
     assert any("one rank has the whole graph" in one for one in plan.why)
 
 
+def test_drawn_batches_are_weighed_against_halos():
+    request = asked({}, 3)
+    sampled = request.halos.sampled()
+    recipe = msgspec.structs.replace(sampled.recipe, plan=config.Planning(pin=config.Pin(ranks=3)))
+    other = decide.decide(request_from_recipe.of_recipe(recipe, lambda: sampled), machines(1, 0)).taken
+    steps = -(-sampled.task.items // sampled.global_batch)
+    (said,) = (one for one in decide.decide(request, machines(1, 0)).taken.why if "drawn batches" in one)
+    assert "graph.fanout=[10, 10, 10] train.batch_tokens=300" in said
+    assert f"{steps} step in {units.show_seconds(steps * other.predicted.step_seconds)} on 3 ranks" in said
+
+
 def test_what_adapts_follows_from_the_losses_in_the_log_also_after_a_stop(tmp_path):
     halo = {"bits": 1, "synchronize": 4, "adapt": True}
     recipe = recipe_of({"kind": "gcn"}, {"halo": halo}, precision="fp32", steps=60)
@@ -357,12 +367,6 @@ def test_more_ranks_than_nodes_are_refused():
 def test_what_cannot_be_cut_is_refused_by_name(model, graph, message):
     with pytest.raises(UserError, match=message):
         recipe_of(model, {"halo": {}, **graph})
-
-
-def test_a_network_of_ones_own_is_refused():
-    table = {"model": {"kind": "messages", "build": "nowhere:make"}, "data": {"path": "made"}, "graph": {"halo": {}}}
-    with pytest.raises(UserError, match="network of your own"):
-        defaults.resolve(recipe_file.from_table(table))
 
 
 @pytest.mark.slow

@@ -6,11 +6,11 @@ import os
 
 import msgspec
 import pytest
+import torch
 
 from espalier import config
 from espalier.errors import UserError
 from espalier.graph import halo_parallel, partition_folder
-from espalier.graph.gnn import Gnn
 from espalier.graph.halo_parallel import Cutting
 from espalier.graph.subgraphs import infer
 from espalier.graph.workload import GraphWorkload, open_graph
@@ -94,11 +94,20 @@ def test_recipes_that_cannot_train_on_parts_are_refused(tmp_path, changes, messa
         open_graph(of_parts(tmp_path / "parts", **changes))
 
 
-def test_answers_need_the_whole_graph_and_say_so(tmp_path):
-    cut(tmp_path / "parts")
-    workload = open_graph(of_parts(tmp_path / "parts"))
-    model = workload.bare()
-    assert isinstance(model, Gnn)
-    with pytest.raises(UserError, match="holds the parts of a graph, and this needs the whole"):
-        infer(model, workload.whole_task.held)
-    assert workload.sample(model) == []
+@pytest.mark.parametrize("model", [SAGE, {"kind": "gat"}, {"kind": "sage", "depth": 3, "activation": "maxk", "k": 3}])
+def test_answers_from_parts_are_those_of_the_whole_graph(tmp_path, monkeypatch, model):
+    monkeypatch.setattr(halo_parallel, "PAYS", 1.0)  # sums cross too
+    graph = cut(tmp_path / "parts", model, ranks=3)
+    workload = open_graph(of_parts(tmp_path / "parts", model, 3))
+    network = workload.build(torch.device("cpu"), torch.float64).eval()
+    whole = GraphWorkload(recipe_of(model), graph)
+    expected = infer(network, whole.whole_task.held)
+    torch.testing.assert_close(infer(network, workload.whole_task.held), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        infer(network, workload.whole_task.held, 1), infer(network, whole.whole_task.held, 1), rtol=1e-6, atol=1e-6
+    )
+    assert [one["label"] for one in workload.task.answers(network, [0, 7])] == [
+        one["label"] for one in whole.task.answers(network, [0, 7])
+    ]
+    (table,) = workload.sample(network)
+    assert len(table.rows) == 5

@@ -283,16 +283,10 @@ def _halo(halo: HaloOptions, graph: GraphOptions, model: Model) -> None:
                 do="[graph.halo] without options",
             )
         return
-    if not isinstance(model, Network):
-        raise UserError(
-            "[graph.halo] is not possible with a network of your own.",
-            why="its layers do not say where they read the rows of neighbours",
-            do='model.kind = "gcn", "sage", "gat" or "gin", or espalier.graph.halo in your own loop',
-        )
-    _halo_options(halo, model)
+    _halo_options(halo, isinstance(model, Network) and model.activation == "maxk")
 
 
-def _halo_options(halo: HaloOptions, model: Network) -> None:
+def _halo_options(halo: HaloOptions, maxk: bool) -> None:
     if halo.synchronize < 0:
         raise UserError(f"graph.halo.synchronize = {halo.synchronize} is below 0.", do="graph.halo.synchronize = 1")
     if halo.bits == "auto" and (halo.by_degree or halo.adapt or halo.delta):
@@ -313,13 +307,13 @@ def _halo_options(halo: HaloOptions, model: Network) -> None:
             why="one bit may lose more of a difference than it says, and values that cross as they are lose nothing",
             do="graph.halo.bits = 2, without adapt",
         )
-    if halo.delta and model.activation == "maxk":
+    if halo.delta and maxk:
         raise UserError(
             'graph.halo.delta is not possible with model.activation = "maxk".',
             why="kept values are of other columns in each step",
             do="graph.halo.delta = false",
         )
-    if halo.synchronize != 1 and model.activation == "maxk":
+    if halo.synchronize != 1 and maxk:
         raise UserError(
             f'graph.halo.synchronize = {halo.synchronize} is not possible with model.activation = "maxk".',
             why="the gradients of a late row are for columns that its owner no longer keeps",

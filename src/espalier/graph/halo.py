@@ -79,6 +79,18 @@ def boundary(indptr: Any, indices: Any, parts: Any, ranks: int) -> Boundary:
     return Boundary(parts, ranks, *np.divmod(pair, ranks), node)
 
 
+class ForeignRows(NamedTuple):
+    """What crosses when a network that is not ours runs over parts (`foreign_halo.study`).
+
+    Attributes:
+        widths: values in a row that each layer reads; the first one's rows are there from the beginning.
+        deep: whether edges into halo nodes are needed.
+    """
+
+    widths: tuple[int, ...]
+    deep: bool
+
+
 class Crossing(NamedTuple):
     """Which rows cross: those that `layer` reads, or (`backward`) their gradients."""
 
@@ -249,7 +261,7 @@ class _Exchange(torch.autograd.Function):
         ctx.halo = halo
         made = rows.new_empty(halo.sources, *rows.shape[1:])
         made[: len(rows)] = rows
-        sent = rows.index_select(0, halo.leaves) if halo.sums is None else _product(halo.sums, rows)
+        sent = leaving_rows(halo, rows)
         halo.transport(halo, sent, made[len(rows) :], Crossing(halo.layer, backward=False))
         halo.check(made[len(rows) :])
         return made
@@ -267,6 +279,11 @@ class _Exchange(torch.autograd.Function):
         for rows, part in zip(halo.sends, received.split(counts), strict=True):
             found.index_add_(0, rows, part)  # a node is there once: the same bits on any device
         return found, None
+
+
+def leaving_rows(halo: Halo, rows: Tensor) -> Tensor:
+    """Of own rows [owned, ...] those, or the sums of those, that leave, by peer."""
+    return rows.index_select(0, halo.leaves) if halo.sums is None else _product(halo.sums, rows)
 
 
 def _product(matrix: Any, rows: Tensor) -> Tensor:
@@ -308,13 +325,20 @@ def _attending(inner: GraphAttend) -> GraphAttend:
     return attend
 
 
-def row_bytes(network: Gnn, at: int, size: int) -> tuple[int, int]:
+def depth(network: Gnn | ForeignRows) -> int:
+    """Layers that read rows of neighbours."""
+    return len(network.layers if isinstance(network, Gnn) else network.widths)
+
+
+def row_bytes(network: Gnn | ForeignRows, at: int, size: int) -> tuple[int, int]:
     """Bytes of a boundary row of layer `at`, forward and backward, for values of `size` bytes. Nothing crosses for the
     first: its halo rows are there from the beginning."""
-    layer = network.layers[at]
-    assert isinstance(layer, Layer)
     if at == 0:
         return 0, 0
+    if isinstance(network, ForeignRows):
+        return (same := size * network.widths[at]), same
+    layer = network.layers[at]
+    assert isinstance(layer, Layer)
     if isinstance(layer, GraphAttention):
         return (both := size * layer.heads * (layer.columns + 1)), both
     if network.options.activation == "maxk":
@@ -323,8 +347,8 @@ def row_bytes(network: Gnn, at: int, size: int) -> tuple[int, int]:
     return (one := size * min(layer.inputs, layer.outputs)), one
 
 
-def step_bytes(network: Gnn, rows: Array, size: int) -> Array:
+def step_bytes(network: Gnn | ForeignRows, rows: Array, size: int) -> Array:
     """int64 [ranks]: payload bytes that leave each rank in a step, given `Boundary.rows`: the ledger's row `halo`."""
-    each = [row_bytes(network, at, size) for at in range(len(network.layers))]
+    each = [row_bytes(network, at, size) for at in range(depth(network))]
     found: Array = rows.sum(1) * sum(one for one, _ in each) + rows.sum(0) * sum(one for _, one in each)
     return found

@@ -25,14 +25,14 @@ from espalier import plain_collectives
 from espalier.cache_dir import cache_folder, hashed
 from espalier.comm.base import Traffic, traffic
 from espalier.compose import Claim
-from espalier.config import Network
+from espalier.config import Messages, Network
 from espalier.errors import PeerLost, UserError
-from espalier.graph import halo, partial_sums, partition_folder
+from espalier.graph import foreign_halo, halo, partial_sums, partition_folder
 from espalier.graph.base import dense
 from espalier.graph.gnn import Gnn, GraphAttention, Layer
 from espalier.graph.neighbor_sampler import whole
 from espalier.graph.quantization import quantization_of
-from espalier.graph.subgraphs import SubgraphBatch
+from espalier.graph.subgraphs import SubgraphBatch, forward
 from espalier.graph.sylvie import WHOLE, Adaptive, Every, Sylvie, step_bytes
 from espalier.mechanism import Build, Mechanism
 from espalier.parallel.mesh import REPLICA
@@ -40,13 +40,14 @@ from espalier.sparse.partition import clusters
 from espalier.workload import to_device
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from espalier.checkpoint.base import Stateful
     from espalier.config import HaloOptions, Recipe
     from espalier.graph.data import Array, Graph
     from espalier.graph.neighbor_sampler import Style
     from espalier.graph.node_classification import NodeTask
+    from espalier.graph.workload import GraphWorkload
     from espalier.plan.base import Plan
 
 CLAIM = Claim(
@@ -69,6 +70,7 @@ class RankPart:
     Args:
         part: of the graph that training sees; task: whose nodes are trained on.
         how: `[graph.halo]`, and the bits by peer where these differ.
+        foreign: what a network that is not ours needs.
         placed: device and dtype of the model; seed: of random rounding.
     """
 
@@ -79,6 +81,7 @@ class RankPart:
         how: tuple[HaloOptions, Sequence[int] | None],
         placed: dict[str, Any],
         seed: int,
+        foreign: halo.ForeignRows | None = None,
     ) -> None:
         self.task, (options, peers) = task, how
         assert options.bits != "auto", "the plan has the bits"
@@ -86,11 +89,17 @@ class RankPart:
         self.transport = Sylvie(self.policy, by_degree=options.by_degree, delta=options.delta, peers=peers, seed=seed)
         depth = task.train.depth
         part = part._replace(halo=part.halo.to(placed["device"]))
-        self.features, blocks = part._replace(features=part.features.to(**placed)).inputs(depth)
-        first = to_device(blocks[0], **placed)
+        if foreign is not None and foreign.deep:
+            deep = foreign_halo.deepened(part.halo, task.train.block)
+            self.features, first = task.train.features[deep.nodes].to(**placed), deep.block
+        else:
+            self.features, (first, *_) = part._replace(features=part.features.to(**placed)).inputs(depth)
+        first = to_device(first, **placed)
         plain = options.bits == WHOLE and options.synchronize == 1
         travelling = part.halo if plain else replace(part.halo, transport=self.transport)
         self.blocks, self.exact = travelling.by_layer(first, depth), part.halo.by_layer(first, depth)
+        if foreign is not None:
+            self.blocks, self.exact = (first._replace(halo=travelling),), (first._replace(halo=part.halo),)
         owned = part.halo.owned.cpu().numpy()
         own = np.isin(owned, task.parts.train)
         self.owned, chosen = owned, torch.from_numpy(np.flatnonzero(own)).to(placed["device"])
@@ -122,9 +131,10 @@ class RankPart:
     @torch.no_grad()
     def logits(self, model: nn.Module) -> Tensor:
         """[nodes, outputs] of all nodes, on every rank, with rows that cross as they are. All ranks call it alike."""
-        assert isinstance(model, Gnn)
         rows: Any = self.features
-        for at, block in enumerate(self.exact):
+        if not isinstance(model, Gnn):
+            rows = forward(model, rows, self.exact)
+        for at, block in enumerate(self.exact if isinstance(model, Gnn) else ()):
             rows = model.step(at, block, rows)
         return all_rows(dense(rows), self.owned, len(self.task.labels), self.group)
 
@@ -171,8 +181,11 @@ class HaloParallel(Mechanism):
         shares = [one.share[1] - one.share[0] for one in ranks]
         nodes = [one.node for one in ranks]
         writes = nodes.index(nodes[group.rank()]) == group.rank()
-        assert isinstance(model, Gnn)
-        sums = takes_sums(model) and context.recipe.quant is None
+        foreign = None
+        if not isinstance(model, Gnn):
+            foreign = foreign_halo.study(model, task.train.graph.features, task.train.block)
+            foreign_halo.equip(model)
+        sums = isinstance(model, Gnn) and takes_sums(model) and context.recipe.quant is None
         cutting = Cutting(task.train.graph, task.train.style, sums)
         if (known := task.train.graph.partition) is None:
             part = open_part(cutting, shares, group, writes=writes)
@@ -185,7 +198,7 @@ class HaloParallel(Mechanism):
         how = bits_by_peer(self.options, context.plan, members, group.rank())
         if (bits := quantization_of(model)) is not None:
             bits.trains_on(part.halo.to(one.device))
-        workload.part = RankPart(part, task, how, placed, context.recipe.train.seed)
+        workload.part = RankPart(part, task, how, placed, context.recipe.train.seed, foreign)
         if self.options.adapt:
             context.meters["halo"] = workload.part.adapted
 
@@ -229,7 +242,7 @@ BITS = {"exact": WHOLE, "int8": 8, "int4": 4, "int2": 2, "int1": 1}
 def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:
     """Where the recipe asks for it and there are several ranks."""
     options = None if recipe.graph is None else recipe.graph.halo
-    taken = options is not None and len(plan.trainers) > 1 and isinstance(recipe.model, Network)
+    taken = options is not None and len(plan.trainers) > 1 and isinstance(recipe.model, Network | Messages)
     return HaloParallel(options) if options is not None and taken else None
 
 
@@ -289,11 +302,13 @@ class Cutting:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Halos:
-    """What a plan is told of a graph that is cut over ranks. `rows` cuts it, once for each division of the nodes."""
+    """What a plan is told of a graph that is cut over ranks. `rows` cuts it, once for each division of the nodes.
+    `sampled`: the same network trained on drawn batches, to be weighed against it; None: it cannot be."""
 
     cutting: Cutting
-    network: Gnn
+    network: Gnn | halo.ForeignRows
     options: HaloOptions
+    sampled: Callable[[], GraphWorkload] | None = None
     _known: dict[tuple[int, ...], Array] = field(default_factory=dict)
 
     def __repr__(self) -> str:
@@ -307,7 +322,7 @@ class Halos:
     @property
     def exchanges(self) -> int:
         """In a step, forward and backward."""
-        return 2 * (len(self.network.layers) - 1)
+        return 2 * (halo.depth(self.network) - 1)
 
     def told(self, shares: Sequence[int]) -> str:
         """How the graph is cut, for people."""

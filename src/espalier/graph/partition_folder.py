@@ -193,7 +193,16 @@ def read(folder: str | Path, rank: int, group: dist.ProcessGroup | None = None, 
         raise UserError(f"{folder} is of another graph, or of this one before it changed.", do=AGAIN)
     if group is not None:
         _compare(folder, digest, group)
-    path = folder / _name(rank)
+    return _part(folder, manifest, rank, group)
+
+
+def read_alone(folder: Path, rank: int) -> Part:
+    """The part of `rank`, for one process that reads all of them in turn. Raises UserError as `read`."""
+    return _part(folder, _manifest(folder)[0], rank, None)
+
+
+def _part(folder: Path, manifest: Manifest, rank: int, group: dist.ProcessGroup | None) -> Part:
+    ranks, path = len(manifest.checksums), folder / _name(rank)
     try:
         intact = _checksum(path) == manifest.checksums[rank]
     except OSError as error:

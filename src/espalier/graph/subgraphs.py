@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -20,6 +21,10 @@ from espalier.graph.torchgt.model import GraphTransformer
 
 MOST = 1 << 31
 """Bytes of messages that inference makes at once; larger graphs go through a layer in pieces."""
+
+
+MESSAGES = "messages_over_ranks"
+"""Attribute of a foreign network that runs over parts: its `foreign_halo.Messages`."""
 
 
 class SubgraphBatch(NamedTuple):
@@ -95,7 +100,9 @@ def forward(model: nn.Module, features: Tensor, blocks: tuple[MessageBlock, ...]
         answers: Tensor = model(features, blocks[0])
         return answers[: blocks[-1].targets]
     first = blocks[0]
-    found = model(features, edge_index(first), *_edge_values(model, first))
+    messages: Any = getattr(model, MESSAGES, None)
+    with nullcontext() if messages is None else messages.over(first.halo):
+        found = model(features, edge_index(first), *_edge_values(model, first))
     if not isinstance(found, Tensor) or found.ndim != 2 or len(found) != len(features):
         shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
         raise UserError(
@@ -103,7 +110,8 @@ def forward(model: nn.Module, features: Tensor, blocks: tuple[MessageBlock, ...]
             why="it must return a row for each node, [nodes, classes]",
             do="no pooling and no softmax inside; see docs/graph.md",
         )
-    return found[: blocks[-1].targets]
+    own: Any = first.halo
+    return found[: blocks[-1].targets if own is None else len(own.owned)]
 
 
 def edge_index(block: MessageBlock) -> Tensor:
@@ -131,13 +139,12 @@ def _edge_values(model: nn.Module, block: MessageBlock) -> tuple[Tensor, ...]:
 @torch.no_grad()
 def infer(model: nn.Module, view: View, layers: int | None = None) -> Tensor:
     """[nodes, outputs] for all nodes with all their neighbours, layer by layer, in pieces where memory is scarce; with
-    `layers`, what the first ones give. Raises UserError for a graph whose edges are in parts."""
+    `layers`, what the first ones give. Of a graph that is cut into parts, one part after the other."""
     if view.graph.partition is not None:
-        raise UserError(
-            f"{view.graph.partition.folder} holds the parts of a graph, and this needs the whole.",
-            why="its edges and features are in as many files as there were ranks",
-            do="the graph that they were cut from, as --data or data.path",
-        )
+        from espalier.graph.part_inference import infer_parts
+
+        assert isinstance(model, Gnn), "others are not cut beforehand"
+        return infer_parts(model, view.graph.partition.folder, view.graph.partition.ranks, layers)
     parameter = next(model.parameters())
     placed: dict[str, Any] = {"device": parameter.device, "dtype": parameter.dtype}
     if not isinstance(model, Gnn):
@@ -167,7 +174,7 @@ def _in_pieces(model: Gnn, at: int, view: View, rows: Rows) -> Rows:
         taken = _to(_taken(rows, torch.from_numpy(drawn.nodes)), placed)
         made.append(model.step(at, _placed(drawn.blocks[0], placed), taken))
         start = stop
-    return _joined(made)
+    return joined(made)
 
 
 def _taken(rows: Rows, ids: Tensor) -> Rows:
@@ -183,7 +190,8 @@ def _to(rows: Rows, placed: dict[str, Any]) -> Rows:
     return rows.to(**placed)
 
 
-def _joined(pieces: Sequence[Rows]) -> Rows:
+def joined(pieces: Sequence[Rows]) -> Rows:
+    """One behind the other."""
     first = pieces[0]
     if isinstance(first, Kept):
         kept = [piece for piece in pieces if isinstance(piece, Kept)]

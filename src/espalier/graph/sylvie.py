@@ -23,8 +23,8 @@ from torch import Tensor
 from espalier.comm.base import Traffic, traffic
 from espalier.errors import UserError
 from espalier.graph import halo
-from espalier.graph.gnn import Gnn, Layer
-from espalier.graph.halo import Crossing, Halo
+from espalier.graph.gnn import Gnn
+from espalier.graph.halo import Crossing, ForeignRows, Halo
 from espalier.graph.loss_speed import LossSpeed
 from espalier.graph.neighbor_sampler import stream
 from espalier.kernels import quantize_rows as kernels
@@ -389,7 +389,7 @@ def row_bytes(columns: int, bits: Any, size: int = 4) -> Any:
 # --- cost ------------------------------------------------------------------------------------------------------------
 
 
-def step_bytes(network: Gnn, rows: Any, options: HaloOptions, size: int = 4, by_pair: Any = None) -> Any:
+def step_bytes(network: Gnn | ForeignRows, rows: Any, options: HaloOptions, size: int = 4, by_pair: Any = None) -> Any:
     """float [ranks, ranks]: payload bytes that each rank sends each other in a step, forward and backward together: the
     ledger's row `halo` (with `by_degree` to within the rounding of shares).
 
@@ -404,12 +404,12 @@ def step_bytes(network: Gnn, rows: Any, options: HaloOptions, size: int = 4, by_
     assert options.bits != "auto", "the plan has the bits"
     plain = options.bits == WHOLE and options.synchronize == 1
     steps = SHARES[options.bits] if options.by_degree else (options.bits,)
-    for at, layer in enumerate(network.layers):
+    for at in range(halo.depth(network)):
         forward, backward = halo.row_bytes(network, at, size)
         if at == 0 or plain:
             sent = sent + rows * forward + rows.T * backward
             continue
-        kept = isinstance(layer, Layer) and network.options.activation == "maxk"
+        kept = isinstance(network, Gnn) and network.options.activation == "maxk"
         beside = forward - backward if kept else 0  # columns of kept values
         columns = backward // size
         together = 1 if options.by_degree or options.bits == WHOLE else sharing(columns)

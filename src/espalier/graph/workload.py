@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -53,6 +54,8 @@ Task = NodeTask | LinkTask | GraphTask
 
 GLIMPSES = 5
 """Held-out answers shown at the end of a run."""
+FANOUT, SAMPLED = 10, 1024
+"""Neighbours drawn at each layer, and targets of a batch, of the drawn batches that halos are weighed against."""
 CURVED = 1 << 20
 """Edges of a graph of which accuracy against bytes is shown: it takes four inferences more."""
 
@@ -299,8 +302,6 @@ class GraphWorkload(Plain):
         return 100 * found.get("accuracy", -found["loss"] / 100)
 
     def _glimpses(self, model: nn.Module) -> list[Artifact]:
-        if self.graph.partition is not None:  # answers need the whole graph
-            return []
         ids = self.task.parts.validation[:: max(1, self.task.validation // GLIMPSES)][:GLIMPSES].tolist()
         rows: list[Sequence[str | float]] = []
         if isinstance(self.task, LinkTask):
@@ -443,13 +444,26 @@ class GraphWorkload(Plain):
 
             graph = self.whole_task.train.graph
             return TokenCut(network, graph.nodes, options, graph.fingerprint())
+        from espalier.graph.halo import depth
         from espalier.graph.halo_parallel import Cutting, Halos, takes_sums
 
-        assert isinstance(network, Gnn)
-        view = self.whole_task.train
-        return Halos(
-            Cutting(view.graph, view.style, takes_sums(network) and self.recipe.quant is None), network, options
-        )
+        view, sums = self.whole_task.train, False
+        if isinstance(network, Gnn):
+            sums = takes_sums(network) and self.recipe.quant is None
+        else:
+            from espalier.graph.foreign_halo import study
+
+            network = study(network, view.graph.features, view.block)
+        weighed = None if self.graph.partition is not None else partial(self._sampled, depth(network))
+        return Halos(Cutting(view.graph, view.style, sums), network, options, weighed)
+
+    def _sampled(self, layers: int) -> GraphWorkload:
+        """The same network on drawn batches of the same graph, which ranks share."""
+        recipe, few = self.recipe, min(SAMPLED, self.task.items)
+        assert recipe.graph is not None
+        drawn = msgspec.structs.replace(recipe.graph, halo=None, fanout=(FANOUT,) * layers)
+        train = msgspec.structs.replace(recipe.train, batch_tokens=few)
+        return GraphWorkload(msgspec.structs.replace(recipe, graph=drawn, train=train, quant=None), self.graph)
 
     def _inputs(self) -> tuple[int, float]:
         """Targets of the whole batch, and the input nodes of one that was drawn."""

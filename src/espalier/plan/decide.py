@@ -137,13 +137,27 @@ def _with_graph(found: PlanDecision, request: Request, cluster: Cluster, calibra
     if most is not None and len(plan.trainers) > most and request.pin.ranks is None:
         fewer = replace(request, pin=msgspec.structs.replace(request.pin, ranks=most))
         plan = _every_step(fewer, cluster, calibration).plan
+    plan = _beside_batches(plan, request, cluster, calibration)
     several = halo_exchange.with_halos(plan, request.halos, cluster)
     if len(plan.trainers) == 1 or request.pin.ranks is not None or isinstance(request.sync, ByRounds):
         return several
     alone = _every_step(replace(request, pin=msgspec.structs.replace(request.pin, ranks=1)), cluster, calibration)
     if not alone.fits or halo_exchange.seconds(alone.plan) >= halo_exchange.seconds(several):
         return several
-    return halo_exchange.with_halos(alone.plan, request.halos, cluster, instead_of=several)
+    beside = _beside_batches(alone.plan, request, cluster, calibration)
+    return halo_exchange.with_halos(beside, request.halos, cluster, instead_of=several)
+
+
+def _beside_batches(plan: Plan, request: Request, cluster: Cluster, calibration: Calibration) -> Plan:
+    """The plan with a sentence on drawn batches, where a network could train on them instead."""
+    sampled = getattr(request.halos, "sampled", None)
+    if sampled is None:
+        return plan
+    drawn = sampled()
+    pin = msgspec.structs.replace(request.pin, micro_batch=None)
+    asked = replace(request, halos=None, anatomy=drawn.anatomy, global_batch=drawn.global_batch, pin=pin)
+    found = _every_step(asked, cluster, calibration)
+    return halo_exchange.beside_batches(plan, found.plan, drawn) if found.fits else plan
 
 
 def _in_the_fastest_precision(

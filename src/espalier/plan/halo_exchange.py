@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from espalier.cluster import Cluster
     from espalier.graph.halo_parallel import Halos
     from espalier.graph.torchgt.token_parallel import TokenCut
+    from espalier.graph.workload import GraphWorkload
 
 Level = Literal["inside", "between"]
 HALOS = "Halos"
@@ -74,6 +75,20 @@ def _with_bits(plan: Plan, halos: Any, cluster: Cluster, far: Any) -> tuple[Plan
     by_pair = np.where(far, found.get("between", 1), found.get("inside", found.get("between", 1)))
     plan = msgspec.structs.replace(plan, exchanges=(*plan.exchanges, *crossing), why=(told, *plan.why))
     return plan, by_pair
+
+
+def beside_batches(plan: Plan, other: Plan, drawn: GraphWorkload) -> Plan:
+    """The plan with a sentence on `other`, of a pass over the training nodes in drawn batches: what is computed
+    then is something else, so it is not taken by itself."""
+    size = drawn.global_batch
+    assert drawn.recipe.graph is not None
+    steps, fanout = -(-drawn.whole_task.items // size), list(drawn.recipe.graph.fanout)
+    told = (
+        f"{HALOS}: in drawn batches (graph.fanout={fanout} train.batch_tokens={size} without [graph.halo]) a pass over "
+        f"the training nodes makes {units.plural(steps, 'step')} in {units.show_seconds(steps * seconds(other))} on "
+        f"{units.plural(len(other.trainers), 'rank')}, by estimate."
+    )
+    return msgspec.structs.replace(plan, why=(told, *plan.why))
 
 
 def with_halos(plan: Plan, halos: Halos | TokenCut, cluster: Cluster, instead_of: Plan | None = None) -> Plan:

@@ -147,6 +147,29 @@ def test_windows_hold_each_entry_once():
         assert sorted(both.tolist()) == list(range(known.divided(least).rest.entries))
 
 
+def test_windows_are_found_again_in_the_cache_and_made_anew_where_they_are_damaged(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(patterns, "KEPT", 1)
+    matrix, make = made(70, 900).matrix, patterns.windows_of
+    expected = make(matrix, 3)
+
+    def same():
+        found = patterns.kept_windows(matrix, 3)
+        assert all(map(torch.equal, found[:5], expected[:5]))
+        assert all(map(torch.equal, found.rest.arrays, expected.rest.arrays))
+        assert torch.equal(found.rest_entries, expected.rest_entries)
+
+    same()
+    monkeypatch.setattr(patterns, "windows_of", None)
+    same()
+    with pytest.raises(TypeError):
+        patterns.kept_windows(matrix, 4)
+    monkeypatch.setattr(patterns, "windows_of", make)
+    (place,) = (tmp_path / "espalier" / "windows").iterdir()
+    place.write_bytes(place.read_bytes()[:100])
+    same()
+
+
 def test_what_a_pattern_adds():
     known = pattern(torch.tensor([[0], [1]]), 4, Additions(path=True, virtual=1, expander=1))
     dense = known.dense()

@@ -7,20 +7,28 @@ which sparse attention approximates what full attention does (Yun et al., arXiv 
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
+from espalier.cache_dir import cache_folder, hashed
 from espalier.errors import UserError
 from espalier.sparse import CSR
 
 ROWS = 16
 """Rows of a window, as in `window_kernels`."""
+KEPT, FORMAT = 1 << 21, 1
+"""Entries from which on windows are kept on disk; another number where the same entries are divided otherwise."""
+ARRAYS = ("windows", "columns", "masks", "starts", "entries", "rest indptr", "rest indices", "rest entries")
+"""Of kept windows."""
 HUB = 1024
 """Entries of a row from which on it is computed by a dense product, as long as such rows are few."""
 
@@ -77,6 +85,28 @@ def windows_of(matrix: CSR, least: int) -> Windows:
     )
     a, b, c, d, e = map(torch.from_numpy, arrays)
     return Windows(a, b, c, d, e, rest, torch.from_numpy(left))
+
+
+def kept_windows(matrix: CSR, least: int) -> Windows:
+    """As `windows_of`; of many entries from the cache folder, where the same ones were divided before."""
+    if matrix.entries < KEPT:
+        return windows_of(matrix, least)
+    digest = xxhash.xxh3_128()
+    for one in (matrix.indptr, matrix.indices):
+        digest.update(np.ascontiguousarray(one))
+    place = cache_folder() / "windows" / f"{hashed([digest.hexdigest(), list(matrix.shape), ROWS, least, FORMAT])}.npz"
+    with suppress(OSError, ValueError, KeyError, BadZipFile), place.open("rb") as file:
+        found = np.load(file, allow_pickle=False)
+        arrays = [torch.from_numpy(found[name]) for name in ARRAYS]
+        return Windows(*arrays[:5], CSR(arrays[5], arrays[6], matrix.shape), arrays[7])
+    made = windows_of(matrix, least)
+    known = (*made[:5], made.rest.indptr, made.rest.indices, made.rest_entries)
+    with suppress(OSError):  # a cache that cannot be written is none
+        place.parent.mkdir(parents=True, exist_ok=True)
+        partial = place.with_suffix(f".{os.getpid()}.partial.npz")
+        np.savez(partial, **{name: one.numpy() for name, one in zip(ARRAYS, known, strict=True)})
+        partial.replace(place)
+    return made
 
 
 def offsets(rows: Any, count: int) -> Tensor:
@@ -183,7 +213,7 @@ class Pattern:
             rest, entries = CSR(indptr, matrix.indices[kept], matrix.shape), torch.nonzero(kept).flatten()
         if not least or least > ROWS:
             return Divided(hubs, slices, matrix.indices, rest, entries, None, None)
-        both = (windows_of(one, least) for one in (rest, rest.transpose.pattern))
+        both = (kept_windows(one, least) for one in (rest, rest.transpose.pattern))
         return Divided(hubs, slices, matrix.indices, rest, entries, *both)
 
     def dense_columns(self, least: int) -> tuple[int, int]:

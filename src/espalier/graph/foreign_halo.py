@@ -1,0 +1,268 @@
+"""Anybody's network over parts of a graph: rows of halo nodes are made fresh before each layer that passes messages.
+
+Such a layer has a method `propagate`: PyG's `MessagePassing`, or one's own. It is given rows of own and halo nodes and
+makes right ones for its own nodes alone; the next layer first brings those of halo nodes from their owners. `study`
+finds on a small graph how many rows a network needs: layers that scale an edge by the degree of its source (GCN's)
+also need the edges into halo nodes. A network whose answers over parts are still others is refused. Batch
+normalization is over the nodes of all ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from espalier.comm.base import Traffic, traffic
+from espalier.errors import UserError
+from espalier.graph import halo
+from espalier.graph.base import Forms, MessageBlock
+from espalier.graph.halo import ForeignRows
+from espalier.graph.subgraphs import MESSAGES, forward
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from espalier.graph.data import Array
+    from espalier.graph.halo import Halo
+
+SAMPLE = 48
+"""Nodes of the small graph that a network is studied on."""
+CLOSE = 1e-6
+"""Of the largest answer: how far answers over parts may be from those of the whole, in float64."""
+
+
+class Messages:
+    """What the layers of a network ask for rows. Has state: the halo of the forward pass under way (None: the graph is
+    whole), how many layers it has passed, and how many ranks' nodes batch normalization is over."""
+
+    def __init__(self) -> None:
+        self.halo: Halo | None = None
+        self.calls = 0
+        self.fetch: Callable[[Tensor], Tensor] | None = None
+        """In place of the halo's exchange."""
+        self.seen: list[Tensor] | None = None
+        """Where rows that layers were given are kept."""
+        self.inside = False
+
+    @contextmanager
+    def over(self, own: Halo | None) -> Iterator[None]:
+        """One forward pass."""
+        self.halo, self.calls = own, 0
+        try:
+            yield
+        finally:
+            self.halo = None
+
+    def fresh(self, rows: Any) -> Any:
+        """Rows of own nodes, then of halo nodes, as their owners have them; also of a tuple of such."""
+        if isinstance(rows, tuple | list):
+            return type(rows)(self.fresh(one) if isinstance(one, Tensor) else one for one in rows)
+        if self.seen is not None:
+            self.seen.append(rows)
+        at, own = self.calls, self.halo
+        self.calls += 1
+        if own is None or at == 0:
+            return rows
+        kept, known = rows[: len(own.owned)], own.sources
+        exchange = replace(own, layer=at).exchange if self.fetch is None else self.fetch
+        found = exchange(kept)
+        return found if len(rows) == known else torch.cat([found, rows[known:].detach()])
+
+
+def equip(model: nn.Module) -> nn.Module:
+    """`model` with layers that ask for fresh rows, and with batch normalization over all ranks, in forward passes over
+    parts; it computes as before in others."""
+    if getattr(model, MESSAGES, None) is not None:
+        return model
+    messages = Messages()
+    setattr(model, MESSAGES, messages)
+    for module in model.modules():
+        if callable(getattr(module, "propagate", None)):
+            module.forward = _asking(messages, module.forward)
+            module.propagate = _propagating(messages, module.propagate)  # type: ignore[assignment, arg-type]
+        elif isinstance(module, _BatchNorm):
+            module.forward = functools.partial(_normalized, messages, module, module.forward)
+    return model
+
+
+def _asking(messages: Messages, inner: Callable[..., Any]) -> Callable[..., Any]:
+    """A layer's forward pass, with fresh rows."""
+
+    @functools.wraps(inner)
+    def asking(*args: Any, **named: Any) -> Any:
+        if args:
+            args = (messages.fresh(args[0]), *args[1:])
+        elif "x" in named:
+            named["x"] = messages.fresh(named["x"])
+        messages.inside = True
+        return inner(*args, **named)
+
+    return asking
+
+
+def _propagating(messages: Messages, inner: Callable[..., Any]) -> Callable[..., Any]:
+    """One pass of messages; a layer that makes several has fresh rows in each."""
+
+    @functools.wraps(inner)
+    def propagating(*args: Any, **named: Any) -> Any:
+        if not messages.inside and isinstance(named.get("x"), Tensor):
+            named["x"] = messages.fresh(named["x"])
+        messages.inside = False
+        return inner(*args, **named)
+
+    return propagating
+
+
+# --- batch normalization ---------------------------------------------------------------------------------------------
+
+
+class _Summed(torch.autograd.Function):
+    """The sum over ranks; so is its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return _summed(value, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _summed(gradients[0], ctx.group), None
+
+
+def _summed(value: Tensor, group: Any) -> Tensor:
+    found = value.detach().clone().contiguous()
+    if group is not None:
+        with traffic(Traffic.ACTIVATIONS):
+            dist.all_reduce(found, group=group)
+    return found
+
+
+def _normalized(messages: Messages, norm: Any, inner: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Batch normalization by mean and variance of own rows of all ranks."""
+    own = messages.halo
+    if own is None or messages.fetch is not None or not (norm.training or norm.running_mean is None):
+        return inner(x)
+    rows, group = x[: len(own.owned)], own.group
+    count = _summed(rows.new_tensor(float(len(rows))), group)
+    mean: Tensor = _Summed.apply(rows.sum(0), group) / count  # type: ignore[no-untyped-call]
+    variance: Tensor = _Summed.apply((rows - mean).square().sum(0), group) / count  # type: ignore[no-untyped-call]
+    if norm.training and norm.track_running_stats:
+        norm.num_batches_tracked.add_(1)
+        share = norm.momentum if norm.momentum is not None else 1.0 / float(norm.num_batches_tracked)
+        with torch.no_grad():
+            norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), share)
+            norm.running_var.lerp_((variance * count / (count - 1).clamp(min=1)).to(norm.running_var.dtype), share)
+    found = (x - mean) * (variance + norm.eps).rsqrt()
+    return found if norm.weight is None else found * norm.weight + norm.bias
+
+
+# --- edges into halo nodes -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Deep:
+    """A part with the edges into its halo nodes. `nodes`: int64, own nodes, halo nodes, then others that those hear
+    from."""
+
+    nodes: Tensor
+    block: MessageBlock
+
+
+def deepened(own: Halo, whole: MessageBlock) -> Deep:
+    """The part of `own` in the graph `whole`, with the edges into its halo nodes."""
+    indptr, indices = whole.indptr.cpu().numpy(), whole.indices.cpu().numpy()
+    near, outer = own.nodes.cpu().numpy(), own.outer.cpu().numpy()
+    counts = np.diff(indptr)[outer]
+    ends = np.concatenate([[0], np.cumsum(counts)])
+    more = np.repeat(indptr[outer] - ends[:-1], counts) + np.arange(ends[-1])
+    edges = np.concatenate([own.edges.cpu().numpy(), more])
+    beyond = np.setdiff1d(indices[more], near)
+    nodes = np.concatenate([near, beyond])
+    place = np.empty(whole.sources, np.int64)
+    place[nodes] = np.arange(len(nodes))
+    starts = own.indptr.cpu().numpy()
+    made = MessageBlock(
+        torch.from_numpy(np.concatenate([starts, starts[-1] + ends[1:]])),
+        torch.from_numpy(place[indices[edges]].astype(np.int32)),
+        len(nodes),
+        Forms(),
+    )
+    at = torch.from_numpy(edges)
+    return Deep(
+        torch.from_numpy(nodes),
+        made._replace(
+            weights=None if whole.weights is None else whole.weights.cpu()[at],
+            features=None if whole.features is None else whole.features.cpu()[at],
+        ),
+    )
+
+
+# --- what a network needs --------------------------------------------------------------------------------------------
+
+
+def study(model: nn.Module, features: Array, whole: MessageBlock) -> ForeignRows:
+    """What `model`, a network for the graph `whole` of nodes with `features`, needs over parts, found on a small graph
+    of its first nodes with edges of our own. Raises UserError where its answers over parts are others."""
+    rows = torch.from_numpy(np.array(features[:SAMPLE])).double()
+    block = _sample(len(rows), whole)
+    cut = halo.boundary(block.indptr, block.indices, np.arange(len(rows)) % 2, min(2, len(rows)))
+    own = halo.Halo.of(block.indptr, block.indices, cut, 0)
+    tried = copy.deepcopy(model).cpu().double().eval()
+    expected, seen = _run(copy.deepcopy(tried), rows, block, None)
+    if not seen:
+        raise UserError(
+            "[graph.halo] is not possible with this network.",
+            why="none of its layers has a method propagate, by which they would say where they read rows of neighbours",
+            do="layers of torch_geometric.nn, or leave [graph.halo] out",
+        )
+    wanted, widths = expected[own.owned], tuple(one.shape[1:].numel() for one in seen)
+    deep = deepened(own, block)
+    for nodes, local, is_deep in ((own.nodes, own.block(block), False), (deep.nodes, deep.block, True)):
+        found, asked = _run(copy.deepcopy(tried), rows[nodes], local._replace(halo=own), seen)
+        if len(asked) == len(seen) and (found - wanted).abs().max() <= CLOSE * wanted.abs().max().clamp(min=1):
+            return ForeignRows(widths, is_deep)
+    raise UserError(
+        "[graph.halo] is not possible with this network.",
+        why="on a small graph in two parts its answers are not those on the whole: something besides its layers that "
+        "pass messages looks at other nodes' rows (pooling, a norm over the graph, attention over all nodes)",
+        do="leave [graph.halo] out, or batch or layer norms",
+    )
+
+
+@torch.no_grad()
+def _run(
+    model: nn.Module, rows: Tensor, block: MessageBlock, whole: list[Tensor] | None
+) -> tuple[Tensor, list[Tensor]]:
+    """Answers for own nodes, and the rows that layers were given; those of halo nodes come from `whole`."""
+    messages: Messages = getattr(equip(model), MESSAGES)
+    messages.seen, own = [], block.halo
+    if own is not None and whole is not None:
+        outer: Tensor = own.outer  # type: ignore[attr-defined]
+        messages.fetch = lambda kept: torch.cat([kept, whole[messages.calls - 1][outer]])
+    found = forward(model, rows, (block,))
+    return found, messages.seen
+
+
+def _sample(nodes: int, whole: MessageBlock) -> MessageBlock:
+    """A small graph both ways, with weights and features of edges where `whole` has them."""
+    draw = np.random.default_rng(0)
+    ends = draw.integers(0, nodes, (2, 2 * nodes))
+    both = np.unique(np.concatenate([ends, ends[::-1]], 1), axis=1)
+    targets, sources = both
+    indptr = np.concatenate([[0], np.cumsum(np.bincount(targets, minlength=nodes))])
+    made = MessageBlock(torch.from_numpy(indptr), torch.from_numpy(sources.astype(np.int32)), nodes, Forms())
+    count = len(sources)
+    return made._replace(
+        weights=None if whole.weights is None else torch.from_numpy(draw.random(count)),
+        features=None if whole.features is None else torch.from_numpy(draw.random((count, whole.features.shape[1]))),
+    )

@@ -1,0 +1,54 @@
+"""What a network says of a graph that is cut into parts, in one process: layer by layer, one part after the other.
+
+No more than the edges of one part are in memory, beside the rows of all nodes. Rows cross as in training
+(`halo_parallel`), partial sums too.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from espalier.graph import halo, partition_folder
+from espalier.graph.base import Kept, Rows, dense
+from espalier.graph.gnn import Gnn
+from espalier.graph.partition_folder import Part
+from espalier.graph.subgraphs import joined
+from espalier.workload import to_device
+
+
+@torch.no_grad()
+def infer_parts(model: Gnn, folder: Path, ranks: int, layers: int | None = None) -> Tensor:
+    """[nodes, outputs] for all nodes of the graph whose parts are in `folder`; with `layers`, what the first ones give.
+    Raises UserError as `partition_folder.read`."""
+    parameter = next(model.parameters())
+    placed: dict[str, Any] = {"device": parameter.device, "dtype": parameter.dtype}
+    rows: list[Rows] = []
+    leaving: list[list[Rows]] = []
+    for rank in range(ranks):
+        part = partition_folder.read_alone(folder, rank)
+        rows.append(part.features.to(**placed))
+        leaving.append(_leaving(part, rows[-1]))
+    for at in range(len(model.layers) if layers is None else layers):
+        before, leaving = leaving, []
+        for rank in range(ranks):
+            part = partition_folder.read_alone(folder, rank)
+            own = joined([rows[rank], *(one[rank] for one in before)])
+            rows[rank] = model.step(at, to_device(part.block, placed["device"], placed["dtype"]), own)
+            leaving.append(_leaving(part, rows[rank]))
+    found = [dense(one) for one in rows]
+    owned = torch.cat([partition_folder.read_alone(folder, rank).halo.owned for rank in range(ranks)])
+    made = found[0].new_empty(len(owned), found[0].shape[1])
+    made[owned] = torch.cat(found)
+    return made
+
+
+def _leaving(part: Part, rows: Rows) -> list[Rows]:
+    """By rank, what it is sent of own rows."""
+    if isinstance(rows, Kept):
+        pairs = zip(_leaving(part, rows.values), _leaving(part, rows.columns), strict=True)
+        return [Kept(dense(values), dense(columns), rows.width) for values, columns in pairs]
+    return list(halo.leaving_rows(part.halo, rows).split([len(one) for one in part.halo.sends]))

@@ -1,0 +1,143 @@
+"""Networks that are not ours, over parts of a graph: they train, validate and normalize as on one rank."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from espalier.config import defaults, recipe_file
+from espalier.errors import UserError
+from espalier.graph.workload import GraphWorkload
+
+from .conftest import made
+from .test_halo_parallel import STEPS, close, plan_of, train
+
+CODE = '''
+import torch
+from torch import nn
+
+class Sum(nn.Module):
+    """Sums of neighbours; `symmetric`: scaled by the degrees of both ends; `hops` passes."""
+
+    def __init__(self, inputs, outputs, symmetric=False, hops=1):
+        super().__init__()
+        self.map, self.symmetric, self.hops = nn.Linear(inputs, outputs), symmetric, hops
+
+    def propagate(self, edge_index, x, weight):
+        return torch.zeros_like(x).index_add(0, edge_index[1], weight[:, None] * x[edge_index[0]])
+
+    def forward(self, x, edge_index):
+        own, weight = self.map(x), x.new_ones(edge_index.shape[1])
+        if self.symmetric:
+            degrees = x.new_zeros(len(x)).index_add(0, edge_index[1], weight).clamp(min=1).rsqrt()
+            weight = degrees[edge_index[0]] * degrees[edge_index[1]]
+        found = own
+        for _ in range(self.hops):
+            found = self.propagate(edge_index, x=found, weight=weight)
+        return own + found
+
+class Network(nn.Module):
+    def __init__(self, features, classes, norm, pooled=False, **how):
+        super().__init__()
+        self.embed = nn.Linear(features, 8)
+        self.norms = nn.ModuleList(nn.BatchNorm1d(8) if norm else nn.LayerNorm(8) for _ in range(2))
+        self.first, self.second = Sum(8, 8, **how), Sum(8, classes, **how)
+        self.pooled = pooled
+
+    def forward(self, x, edge_index):
+        x = self.first(self.norms[0](self.embed(x)), edge_index)
+        x = self.norms[1](x).relu()
+        return self.second(x - x.mean(0) if self.pooled else x, edge_index)
+
+def network(features, classes, norm=False, **how):
+    torch.manual_seed(0)
+    return Network(features, classes, norm, **how)
+
+def silent(features, classes):
+    class Silent(nn.Linear):
+        def forward(self, x, edge_index):
+            return super().forward(x)
+    return Silent(features, classes)
+
+def theirs(features, classes, name):
+    from torch_geometric import nn as pyg
+    torch.manual_seed(0)
+    if name == "APPNP":
+        class Hops(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.map, self.spread = nn.Linear(features, classes), pyg.APPNP(3, 0.2)
+            def forward(self, x, edge_index):
+                return self.spread(self.map(x), edge_index)
+        return Hops()
+    return getattr(pyg, name)(features, 8, num_layers=3, out_channels=classes, norm="batch_norm")
+'''
+
+
+@pytest.fixture(autouse=True)
+def networks(tmp_path, monkeypatch):
+    (tmp_path / "foreign_networks.py").write_text(CODE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    yield
+    sys.modules.pop("foreign_networks", None)
+
+
+def recipe_of(name="network", halo=None, precision="fp64", **arguments):
+    table = {
+        "model": {"kind": "messages", "build": f"foreign_networks:{name}", "arguments": arguments},
+        "data": {"path": "made"},
+        "graph": {} if halo is None else {"halo": halo},
+        "train": {"steps": STEPS, "precision": precision},
+    }
+    return defaults.resolve(recipe_file.from_table(table))[0]
+
+
+@pytest.mark.parametrize("how", [{}, {"norm": True}, {"symmetric": True, "norm": True}, {"hops": 3}])
+def test_any_parts_train_and_validate_as_one_rank(how):
+    alone = train(recipe_of(**how), made())
+    found = train(recipe_of(halo={}, **how), made(), (20, 60) if how.get("norm") else (30,))
+    close(found, alone, rel=1e-8)
+    assert sum(found["halo"]) > 0
+
+
+@pytest.mark.parametrize("name", ["GraphSAGE", "GCN", "GAT", "GIN", "APPNP"])
+def test_networks_of_pyg_train_over_parts_as_on_one_rank(name):
+    pytest.importorskip("torch_geometric")
+    alone = train(recipe_of("theirs", name=name), made())
+    close(train(recipe_of("theirs", halo={}, name=name), made(), (40,)), alone, rel=1e-6)
+
+
+def test_few_bits_cross_late_and_bytes_are_those_of_the_plan():
+    for halo in ({}, {"bits": 2, "synchronize": 2}):
+        recipe = recipe_of(halo=halo, precision="fp32", norm=True)
+        workload = GraphWorkload(recipe, made())
+        plan = plan_of(recipe, workload, (20, 60))
+        shares = [one.share[1] - one.share[0] for one in plan.ranks]
+        halos = workload.halos()
+        assert halos is not None
+        found = train(recipe, made(), (20, 60))
+        assert found["halo"][1:] == [halos.step_bytes(shares, 4)[0].sum()] * (STEPS - 1)
+        assert found["losses"][-1] < found["losses"][0]
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "message"),
+    [("network", {"pooled": True}, "its answers are not those on the whole"), ("silent", {}, "method propagate")],
+)
+def test_networks_that_cannot_be_cut_are_refused(name, how, message):
+    with pytest.raises(UserError, match=message):
+        GraphWorkload(recipe_of(name, halo={}, **how), made()).halos()
+
+
+def test_a_network_is_itself_where_the_graph_is_whole():
+    from espalier.graph import foreign_halo
+    from espalier.graph.subgraphs import infer
+
+    workload = GraphWorkload(recipe_of(norm=True), made())
+    model = workload.build(torch.device("cpu"), torch.float64)
+    expected = infer(model, workload.task.held)
+    torch.testing.assert_close(infer(foreign_halo.equip(model), workload.task.held), expected)
+    torch.testing.assert_close(infer(foreign_halo.equip(model), workload.task.held), expected)
