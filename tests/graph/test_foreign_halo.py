@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 
 import pytest
@@ -60,6 +61,12 @@ def silent(features, classes):
         def forward(self, x, edge_index):
             return super().forward(x)
     return Silent(features, classes)
+
+def counted(features, classes):
+    class Counted(Network):
+        def forward(self, x, edge_index):
+            return super().forward(x + torch.zeros(60, 1), edge_index)
+    return Counted(features, classes, False)
 
 def theirs(features, classes, name):
     from torch_geometric import nn as pyg
@@ -125,7 +132,11 @@ def test_few_bits_cross_late_and_bytes_are_those_of_the_plan():
 
 @pytest.mark.parametrize(
     ("name", "how", "message"),
-    [("network", {"pooled": True}, "its answers are not those on the whole"), ("silent", {}, "method propagate")],
+    [
+        ("network", {"pooled": True}, "its answers are not those on the whole"),
+        ("silent", {}, "method propagate"),
+        ("counted", {}, "on 48 nodes it raised RuntimeError"),
+    ],
 )
 def test_networks_that_cannot_be_cut_are_refused(name, how, message):
     with pytest.raises(UserError, match=message):
@@ -140,4 +151,7 @@ def test_a_network_is_itself_where_the_graph_is_whole():
     model = workload.build(torch.device("cpu"), torch.float64)
     expected = infer(model, workload.task.held)
     torch.testing.assert_close(infer(foreign_halo.equip(model), workload.task.held), expected)
-    torch.testing.assert_close(infer(foreign_halo.equip(model), workload.task.held), expected)
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        next(model.parameters()).zero_()
+    torch.testing.assert_close(infer(copied, workload.task.held), expected)

@@ -88,39 +88,35 @@ def equip(model: nn.Module) -> nn.Module:
     setattr(model, MESSAGES, messages)
     for module in model.modules():
         if callable(getattr(module, "propagate", None)):
-            module.forward = _asking(messages, module.forward)
-            module.propagate = _propagating(messages, module.propagate)  # type: ignore[assignment, arg-type]
+            module.forward = _instead(_asking, messages, module.forward)
+            module.propagate = _instead(_propagating, messages, module.propagate)  # type: ignore[assignment, arg-type]
         elif isinstance(module, _BatchNorm):
             module.forward = functools.partial(_normalized, messages, module, module.forward)
     return model
 
 
-def _asking(messages: Messages, inner: Callable[..., Any]) -> Callable[..., Any]:
+def _instead(with_: Callable[..., Any], messages: Messages, inner: Callable[..., Any]) -> Callable[..., Any]:
+    """`with_(messages, inner, ...)` in place of the method `inner`, with its signature; a copy of the module has its
+    own."""
+    return functools.update_wrapper(functools.partial(with_, messages, inner), inner)
+
+
+def _asking(messages: Messages, inner: Callable[..., Any], *args: Any, **named: Any) -> Any:
     """A layer's forward pass, with fresh rows."""
-
-    @functools.wraps(inner)
-    def asking(*args: Any, **named: Any) -> Any:
-        if args:
-            args = (messages.fresh(args[0]), *args[1:])
-        elif "x" in named:
-            named["x"] = messages.fresh(named["x"])
-        messages.inside = True
-        return inner(*args, **named)
-
-    return asking
+    if args:
+        args = (messages.fresh(args[0]), *args[1:])
+    elif "x" in named:
+        named["x"] = messages.fresh(named["x"])
+    messages.inside = True
+    return inner(*args, **named)
 
 
-def _propagating(messages: Messages, inner: Callable[..., Any]) -> Callable[..., Any]:
+def _propagating(messages: Messages, inner: Callable[..., Any], *args: Any, **named: Any) -> Any:
     """One pass of messages; a layer that makes several has fresh rows in each."""
-
-    @functools.wraps(inner)
-    def propagating(*args: Any, **named: Any) -> Any:
-        if not messages.inside and isinstance(named.get("x"), Tensor):
-            named["x"] = messages.fresh(named["x"])
-        messages.inside = False
-        return inner(*args, **named)
-
-    return propagating
+    if not messages.inside and isinstance(named.get("x"), Tensor):
+        named["x"] = messages.fresh(named["x"])
+    messages.inside = False
+    return inner(*args, **named)
 
 
 # --- batch normalization ---------------------------------------------------------------------------------------------
@@ -249,8 +245,16 @@ def _run(
     if own is not None and whole is not None:
         outer: Tensor = own.outer  # type: ignore[attr-defined]
         messages.fetch = lambda kept: torch.cat([kept, whole[messages.calls - 1][outer]])
-    found = forward(model, rows, (block,))
-    return found, messages.seen
+    try:
+        return forward(model, rows, (block,)), messages.seen
+    except UserError:
+        raise
+    except Exception as error:  # of the network's code
+        raise UserError(
+            f"[graph.halo] is not possible with this network: on {len(rows)} nodes it raised {type(error).__name__}.",
+            why=str(error),
+            do="a network that takes any number of nodes, or leave [graph.halo] out",
+        ) from error
 
 
 def _sample(nodes: int, whole: MessageBlock) -> MessageBlock:
