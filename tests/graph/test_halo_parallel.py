@@ -42,10 +42,13 @@ def plan_of(recipe, workload, cuts):
     return plans.Plan(ranks=shares, micro_batch=workload.global_batch, precision=recipe.train.precision)
 
 
-def train(recipe, graph, cuts=(), folder=None, stop=None, **changes):
-    """The events of rank 0: losses of steps, figures of validations, halo bytes. `changes`: of the plan."""
+def train(recipe, graph, cuts=(), folder=None, stop=None, nodes=(), **changes):
+    """The events of rank 0: losses of steps, figures of validations, halo bytes. `nodes`: of the ranks; `changes`: of
+    the plan."""
     workload = GraphWorkload(recipe, graph)
     plan = msgspec.structs.replace(plan_of(recipe, workload, cuts), **changes)
+    placed = tuple(msgspec.structs.replace(one, node=at) for at, one in zip(nodes, plan.ranks, strict=False))
+    plan = msgspec.structs.replace(plan, ranks=placed or plan.ranks)
 
     def life(place):
         found = {"losses": [], "validation": [], "halo": [], "sent": [], "adapted": [], "recall": []}
@@ -265,11 +268,35 @@ def test_links_carry_the_bits_that_they_have_time_for():
     assert bits(1, 1.1 * seconds[8], synchronize=0)[1] == {"between": 8}
     plan, mixed = bits(1, 1.1 * seconds[2], nodes=(0, 1, 1), synchronize=0)
     assert mixed["inside"] == 8 > mixed["between"]
-    options, peers = halo_parallel.bits_by_peer(halos.options, plan, [0, 1, 2], 1)
+    options, peers, fresh = halo_parallel.crossings(halos.options, plan, [0, 1, 2], 1)
+    assert fresh in (None, [False, True, True])
     assert peers == [mixed["between"], 8, 8]
     assert options.bits == mixed["between"]
     pairs = np.where(np.array([[0, 1, 1], [1, 0, 0], [1, 0, 0]], bool), mixed["between"], 8)
     assert plan.predicted.sent_bytes["halo"] == halos.step_bytes(shares, 4, pairs).sum(1).max()
+
+
+def test_rows_inside_a_machine_are_fresh_where_those_between_machines_are_late():
+    halos = asked({"bits": 1, "synchronize": 4}, 3).halos
+    here = decide.decide(asked({}, 3), machines(1, 0)).taken
+    ranks = tuple(msgspec.structs.replace(one, node=at) for at, one in zip((0, 1, 1), here.ranks, strict=True))
+
+    def planned(computing):
+        predicted = msgspec.structs.replace(here.predicted, terms={"forward": computing}, step_seconds=computing)
+        plan = msgspec.structs.replace(here, ranks=ranks, why=(), predicted=predicted)
+        return halo_exchange.with_halos(plan, halos, machines(2, 1))
+
+    plan = planned(10.0)
+    assert any("of ranks of the same machine are fresh in every step" in one for one in plan.why)
+    assert halo_parallel.crossings(halos.options, plan, [0, 1, 2], 1).fresh == [False, True, True]
+    assert halo_parallel.crossings(halos.options, plan, [0, 1, 2], 0).fresh == [True, False, False]
+    assert halo_parallel.crossings(halos.options, planned(1e-9), [0, 1, 2], 1).fresh is None
+    recipe = recipe_of({"depth": 3}, {"halo": {"synchronize": 4}}, precision="fp32")
+    exchanges = tuple(one for one in plan.exchanges if one.traffic == "halo")
+    late = train(recipe, made(), (20, 60), exchanges=exchanges, nodes=(0, 1, 2))["losses"]
+    mixed = train(recipe, made(), (20, 60), exchanges=exchanges, nodes=(0, 1, 1))["losses"]
+    assert late[0] == mixed[0]
+    assert late[1:] != mixed[1:]
 
 
 def test_bits_of_a_plan_are_those_that_cross():

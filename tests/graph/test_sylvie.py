@@ -17,7 +17,7 @@ from espalier.graph import halo, sylvie
 from espalier.graph.halo import Crossing
 from espalier.graph.node_classification import summed_loss
 from espalier.graph.subgraphs import View
-from espalier.graph.sylvie import Adaptive, Every, Sylvie
+from espalier.graph.sylvie import Adaptive, ByPeer, Every, Fresh, Sylvie
 from espalier.graph.workload import _style
 from espalier.kernels import quantize_rows, row_bits
 from espalier.testing import forks, ranks
@@ -235,6 +235,39 @@ def test_bytes_of_few_bits_are_those_of_the_formula(bits, by_degree):
         for one, part in zip(torch.tensor(shares[0]).split(own.leaving(Crossing(0, False))), own.sends, strict=True):
             order = own.indptr.diff()[part]
             assert (torch.sort(one).indices == torch.argsort(order, stable=True)).all() or not len(one)
+
+
+def test_some_peers_rows_are_fresh_and_others_late():
+    """Rows are the number of the step."""
+    graph = graph_of()
+    cut = halo.boundary(graph.indptr, graph.indices, np.arange(graph.nodes) % 3, 3)
+
+    def life(channel):
+        rank, found = channel.rank(), []
+        own = halo.Halo.of(graph.indptr, graph.indices, cut, rank, channel)
+        fresh = [(peer == 0) == (rank == 0) for peer in range(3)]
+        policy = Every(32, 0)
+        transport = ByPeer(fresh, Sylvie(Fresh(policy)), Sylvie(policy))
+        travelling = dataclasses.replace(own, transport=transport, layer=1)
+        for step in range(4):
+            transport.begin(step)
+            rows = torch.full((len(own.owned), 3), float(step), requires_grad=True)
+            both = travelling.exchange(rows)
+            (both * (step + 1.0)).sum().backward()
+            sent = sum(map(len, own.sends))
+            found.append([[set(one.flatten().tolist()) for one in both[len(own.owned) :].detach().split(own.receives)]])
+            found[-1].append(float(rows.grad.sum()) / 3 - (step + 1) * len(own.owned))
+            fresh_rows = sum(len(one) for one, now in zip(own.sends, fresh, strict=True) if now)
+            found[-1].append((step + 1) * fresh_rows + max(1, step) * (sent - fresh_rows))
+        transport.drain()
+        return found
+
+    for rank, every in enumerate(ranks(3, life)):
+        for step, (rows, gradient, expected) in enumerate(every):
+            for peer, values in enumerate(rows):
+                now = (peer == 0) == (rank == 0)
+                assert values <= {float(step if now else max(0, step - 1))}
+            assert gradient == pytest.approx(expected)
 
 
 def test_each_peer_has_its_bits():

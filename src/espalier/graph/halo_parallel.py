@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import msgspec
 import numpy as np
@@ -33,7 +33,7 @@ from espalier.graph.gnn import Gnn, GraphAttention, Layer
 from espalier.graph.neighbor_sampler import whole
 from espalier.graph.quantization import quantization_of
 from espalier.graph.subgraphs import SubgraphBatch, forward
-from espalier.graph.sylvie import WHOLE, Adaptive, Every, Sylvie, step_bytes
+from espalier.graph.sylvie import WHOLE, Adaptive, ByPeer, Every, Fresh, StalenessPolicy, Sylvie, step_bytes
 from espalier.mechanism import Build, Mechanism
 from espalier.parallel.mesh import REPLICA
 from espalier.sparse.partition import clusters
@@ -69,7 +69,7 @@ class RankPart:
 
     Args:
         part: of the graph that training sees; task: whose nodes are trained on.
-        how: `[graph.halo]`, and the bits by peer where these differ.
+        how: rows cross.
         foreign: what a network that is not ours needs.
         placed: device and dtype of the model; seed: of random rounding.
     """
@@ -78,15 +78,20 @@ class RankPart:
         self,
         part: partition_folder.Part,
         task: NodeTask,
-        how: tuple[HaloOptions, Sequence[int] | None],
+        how: Crossings,
         placed: dict[str, Any],
         seed: int,
         foreign: halo.ForeignRows | None = None,
     ) -> None:
-        self.task, (options, peers) = task, how
+        self.task, (options, peers, fresh) = task, how
         assert options.bits != "auto", "the plan has the bits"
         self.policy = (Adaptive if options.adapt else Every)(options.bits, options.synchronize)
-        self.transport = Sylvie(self.policy, by_degree=options.by_degree, delta=options.delta, peers=peers, seed=seed)
+
+        def transport(policy: StalenessPolicy) -> Sylvie:
+            return Sylvie(policy, by_degree=options.by_degree, delta=options.delta, peers=peers, seed=seed)
+
+        far = transport(self.policy)
+        self.transport = far if fresh is None else ByPeer(fresh, transport(Fresh(self.policy)), far)
         depth = task.train.depth
         part = part._replace(halo=part.halo.to(placed["device"]))
         if foreign is not None and foreign.deep:
@@ -195,7 +200,7 @@ class HaloParallel(Mechanism):
         halo.equip(model)
         one = next(model.parameters())
         placed = {"device": one.device, "dtype": one.dtype}
-        how = bits_by_peer(self.options, context.plan, members, group.rank())
+        how = crossings(self.options, context.plan, members, group.rank())
         if (bits := quantization_of(model)) is not None:
             bits.trains_on(part.halo.to(one.device))
         workload.part = RankPart(part, task, how, placed, context.recipe.train.seed, foreign)
@@ -218,23 +223,41 @@ class HaloParallel(Mechanism):
                 part.transport.drain()
 
 
-def bits_by_peer(
-    options: HaloOptions, plan: Plan, members: Sequence[int], rank: int
-) -> tuple[HaloOptions, Sequence[int] | None]:
-    """`options` with the bits that the plan has where they are `auto`, and the bits for each of `members` where those
-    inside a machine and between machines are not the same."""
-    if options.bits != "auto":
-        return options, None
-    told: dict[str, int] = {one.level: BITS[one.codec] for one in plan.exchanges if one.traffic == Traffic.HALO.value}
+class Crossings(NamedTuple):
+    """How rows cross between this rank and others.
+
+    Attributes:
+        options: `[graph.halo]`, with the bits that the plan has where they are `auto`.
+        bits: of the rows from and for each rank, where they differ; None: those of `options`.
+        fresh: whether those of each rank wait in every step, where others are late; None: all as `options` say.
+    """
+
+    options: HaloOptions
+    bits: Sequence[int] | None = None
+    fresh: Sequence[bool] | None = None
+
+
+def crossings(options: HaloOptions, plan: Plan, members: Sequence[int], rank: int) -> Crossings:
+    """What the plan says of links inside a machine and between machines, for the rank at place `rank` of `members`."""
+    told = {one.level: one for one in plan.exchanges if one.traffic == Traffic.HALO.value}
     node = plan.ranks[members[rank]].node
     level = ["inside" if plan.ranks[one].node == node else "between" for one in members]
-    default = told.get("all", WHOLE)
-    each = [told.get(one, default) for one in level]
-    if len(set(told.values())) > 1:
-        return msgspec.structs.replace(options, bits=min(told.values())), each
-    return msgspec.structs.replace(options, bits=each[0] if told else WHOLE), None
+    found = Crossings(options)
+    if len({one.agreement for one in told.values()}) > 1 and options.synchronize != 1:
+        found = found._replace(fresh=[told[one].agreement != LATE for one in level])
+    if options.bits != "auto":
+        return found
+    bits: dict[str, int] = {level: BITS[one.codec] for level, one in told.items()}
+    default = bits.get("all", WHOLE)
+    each = [bits.get(one, default) for one in level]
+    if len(set(bits.values())) > 1:
+        least = msgspec.structs.replace(options, bits=min(bits.values()))
+        return found._replace(options=least, bits=each)
+    return found._replace(options=msgspec.structs.replace(options, bits=each[0] if bits else WHOLE))
 
 
+LATE = "late"
+"""As agreement of an exchange: rows may be of the step before."""
 BITS = {"exact": WHOLE, "int8": 8, "int4": 4, "int2": 2, "int1": 1}
 """Of the codecs by which a plan names how rows cross."""
 

@@ -12,6 +12,7 @@ zeros; scales are bfloat16 and codes are made with the rounded ones; no rule rea
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
@@ -315,6 +316,67 @@ class Sylvie:
         else:
             kernels.restore_rows(wire, layout.begins, layout.widths, rows)
         received.copy_(layout.alone(rows).view(received.shape))
+
+
+class Fresh(NamedTuple):
+    """The bits of another policy, with fresh rows in every step."""
+
+    policy: StalenessPolicy
+
+    @property
+    def bits(self) -> int:
+        """See `StalenessPolicy.bits`."""
+        return self.policy.bits
+
+    def next(self, step: int) -> Choice:
+        """See `StalenessPolicy.next`."""
+        return Choice(True, self.policy.next(step).bits)
+
+    def heard(self, loss: float) -> None:
+        """The other policy hears it."""
+
+
+class ByPeer:
+    """Rows from and for some peers are fresh in every step, those of others late as the policy says: a bound of
+    staleness for each peer. Has state: both transports.
+
+    Args:
+        fresh: bool [ranks], alike between each two.
+        near, far: transports of the rows of those peers, and of all others.
+    """
+
+    def __init__(self, fresh: Sequence[bool], near: Sylvie, far: Sylvie) -> None:
+        self.near, self.far, self.fresh = near, far, torch.tensor(fresh)
+
+    @property
+    def choice(self) -> Choice:
+        """Of rows that may be late."""
+        return self.far.choice
+
+    def begin(self, step: int) -> None:
+        """See `Sylvie.begin`."""
+        self.near.begin(step)
+        self.far.begin(step)
+
+    def drain(self) -> None:
+        """See `Sylvie.drain`."""
+        self.near.drain()
+        self.far.drain()
+
+    def __call__(self, halo: Halo, sent: Tensor, received: Tensor, crossing: Crossing) -> None:
+        """See `halo.Transport`."""
+        for transport, taken in ((self.far, ~self.fresh), (self.near, self.fresh)):
+            out, into = (
+                taken.repeat_interleave(torch.tensor(counts)).to(sent.device)
+                for counts in (halo.leaving(crossing), halo.arriving(crossing))
+            )
+            outer = taken.repeat_interleave(torch.tensor(halo.receives)).to(halo.outer.device)
+            sends = tuple(one if own else one[:0] for one, own in zip(halo.sends, taken.tolist(), strict=True))
+            receives = tuple(one * own for one, own in zip(halo.receives, taken.tolist(), strict=True))
+            found = received[into]
+            part = replace(halo, sends=sends, receives=receives, outer=halo.outer[outer])
+            transport(part, sent[out], found, crossing)
+            received[into] = found
 
 
 def _groups(counts: list[int], together: int) -> tuple[Tensor, Tensor]:

@@ -91,6 +91,28 @@ def beside_batches(plan: Plan, other: Plan, drawn: GraphWorkload) -> Plan:
     return msgspec.structs.replace(plan, why=(told, *plan.why))
 
 
+def _fresh_inside(plan: Plan, halos: Any, cluster: Cluster, sent: Any) -> tuple[Plan, float]:
+    """The plan with fresh rows inside machines in every step where rows between machines may be late and those inside
+    take no longer than `HIDDEN` of computing; and the seconds that they take."""
+    options, nodes = halos.options, np.array([plan.ranks[rank].node for rank in plan.trainers])
+    if options.synchronize == 1 or not sent.any() or len(set(nodes.tolist())) == 1 or plan.predicted is None:
+        return plan, 0.0
+    computing = sum(plan.predicted.terms.get(name, 0.0) for name in COMPUTING)
+    link = cluster.slowest({place.rank for place in places_of(plan, cluster)}, "inside")
+    wait = float(sent.sum(1).max()) / link.bandwidth + halos.exchanges * (link.latency + link.launch)
+    if wait > HIDDEN * computing:
+        return plan, 0.0
+    known = {one.level: one.codec for one in plan.exchanges if one.traffic == "halo"}
+    others = tuple(one for one in plan.exchanges if one.traffic != "halo")
+    asked = "exact" if options.bits in (ALL_BITS, "auto") else f"int{options.bits}"
+    levels: tuple[tuple[Level, str], ...] = (("inside", "every_step"), ("between", "late"))
+    both = tuple(
+        Exchange(traffic="halo", level=level, codec=known.get(level, asked), agreement=how) for level, how in levels
+    )
+    told = f"{HALOS} of ranks of the same machine are fresh in every step, in {units.show_seconds(wait)}."
+    return msgspec.structs.replace(plan, exchanges=(*others, *both), why=(told, *plan.why)), wait
+
+
 def with_halos(plan: Plan, halos: Halos | TokenCut, cluster: Cluster, instead_of: Plan | None = None) -> Plan:
     """The plan with the bytes and seconds of its exchanges, in sentences too; each rank takes its part at once.
     `instead_of`: a plan of several ranks that is slower than this one."""
@@ -105,6 +127,7 @@ def with_halos(plan: Plan, halos: Halos | TokenCut, cluster: Cluster, instead_of
     if options.bits == "auto":
         plan, by_pair = _with_bits(plan, halos, cluster, far)
     sent = np.asarray(halos.step_bytes(shares, size, by_pair))
+    plan, near = _fresh_inside(plan, halos, cluster, sent * ~far)
     level, crossing = ("between", sent * far) if far.any() else ("inside", sent)
     devices = {place.rank for place in places_of(plan, cluster)}
     link = cluster.slowest(devices, "between" if far.any() else "inside")
@@ -120,7 +143,7 @@ def with_halos(plan: Plan, halos: Halos | TokenCut, cluster: Cluster, instead_of
     if predicted is not None:
         computing = sum(predicted.terms.get(name, 0.0) for name in COMPUTING)
         late = 0.0 if options.synchronize == 1 else 1 - 1 / options.synchronize if options.synchronize else 1.0
-        exposed = (1 - late) * wait + late * max(0.0, wait - computing)
+        exposed = (1 - late) * wait + late * max(0.0, wait - computing) + near
         alone = computing * len(ranks)
         predicted = longer(predicted, "halo", exposed)
         predicted = msgspec.structs.replace(
