@@ -1,4 +1,6 @@
-"""A compressed all-reduce over a real link: frames are lost, the link is cut for 2 s, and the bits are the same."""
+"""A compressed all-reduce over a real link: frames are lost, the link is cut for 2 s, and the bits are the same.
+
+Rows of a cut graph: the wire carries the bytes of the formula."""
 
 from __future__ import annotations
 
@@ -112,3 +114,71 @@ def test_lost_frames_change_no_bit(outcomes: Any, expected: str) -> None:
 def test_a_link_cut_for_two_seconds_delays_the_sum_and_changes_no_bit(outcomes: Any, expected: str) -> None:
     assert min(host[1][0] for host in outcomes) > CUT, "the cut struck the all-reduce"
     assert [host[1][1] for host in outcomes] == [expected, expected]
+
+
+FRAME = 66
+"""Bytes of Ethernet's, IP's and TCP's headers."""
+EPOCHS = 10
+
+
+def on_the_wire() -> int:
+    """Payload bytes that left this host so far."""
+    (line,) = (one for one in Path("/proc/thread-self/net/dev").read_text().splitlines() if "eth0:" in one)
+    sent, packets = (int(line.partition(":")[2].split()[at]) for at in (8, 9))
+    return sent - FRAME * packets
+
+
+def part_of_a_graph(lab: Any, index: int, said: Any) -> None:
+    """One host trains on its part; says for 32 bits and for one what the wire carried and what the formula has."""
+    from dataclasses import replace
+
+    from espalier.config import HaloOptions, Sage
+    from espalier.graph import halo, sylvie, synthetic
+    from espalier.graph.gnn import Gnn
+    from espalier.graph.neighbor_sampler import Style, whole
+
+    lab.enter(index)
+    os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+    place = RankSpec(index, 2, host="10.213.77.1", port=29500, serves=index == 0)
+    channel = connect(store(place, 60.0), place.rank, place.world, timeout=30.0)
+    graph = synthetic.load("planted:nodes=2000,degree=12,classes=4,features=8,homophily=0.5", Path(said[1]))
+    block = whole(graph, Style(loops=False, scale="mean"))
+    parts = torch.arange(graph.nodes).numpy() % 2
+    cut = halo.boundary(block.indptr, block.indices, parts, 2)
+    own = halo.Halo.of(block.indptr, block.indices, cut, index, channel)
+    network = halo.equip(Gnn(Sage(depth=3, width=64, dropout=0.0, activation="relu"), 8, 4))
+    features = torch.from_numpy(graph.features)[own.nodes]
+    found = []
+    for bits in (32, 1):
+        transport = sylvie.Sylvie(sylvie.Every(bits, 1))
+        blocks = replace(own, transport=transport).by_layer(own.block(block), 3)
+        dist.barrier()
+        before = on_the_wire()
+        for step in range(EPOCHS):
+            transport.begin(step)
+            network(features, blocks).square().mean().backward()
+        dist.barrier()
+        formula = sylvie.step_bytes(network, cut.rows, HaloOptions(bits=bits, synchronize=5))
+        found.append((on_the_wire() - before, EPOCHS * float(formula[index].sum())))
+    said[0].put(found)
+    dist.barrier()
+    disconnect()
+
+
+def test_rows_of_a_cut_graph_take_the_bytes_of_the_formula_on_the_wire(tmp_path: Path) -> None:
+    fork = multiprocessing.get_context("fork")
+    with lab(nodes=2, hosts=1) as made:
+        said = [fork.Queue() for _ in range(2)]
+        arguments = [(made, index, (said[index], str(tmp_path / str(index)))) for index in range(2)]
+        hosts = [fork.Process(target=part_of_a_graph, args=one, daemon=True) for one in arguments]
+        for one in hosts:
+            one.start()
+        try:
+            every = [queue.get(timeout=120) for queue in said]
+        finally:
+            for one in hosts:
+                one.join(20)
+                one.kill()
+    for whole, few in every:
+        assert whole[0] == pytest.approx(whole[1], rel=0.01)
+        assert few[0] == pytest.approx(few[1], rel=0.05)
