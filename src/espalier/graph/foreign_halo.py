@@ -14,7 +14,7 @@ import functools
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -86,10 +86,11 @@ def equip(model: nn.Module) -> nn.Module:
         return model
     messages = Messages()
     setattr(model, MESSAGES, messages)
+    module: Any
     for module in model.modules():
         if callable(getattr(module, "propagate", None)):
             module.forward = _instead(_asking, messages, module.forward)
-            module.propagate = _instead(_propagating, messages, module.propagate)  # type: ignore[assignment, arg-type]
+            module.propagate = _instead(_propagating, messages, module.propagate)
         elif isinstance(module, _BatchNorm):
             module.forward = functools.partial(_normalized, messages, module, module.forward)
     return model
@@ -150,8 +151,8 @@ def _normalized(messages: Messages, norm: Any, inner: Callable[[Tensor], Tensor]
         return inner(x)
     rows, group = x[: len(own.owned)], own.group
     count = _summed(rows.new_tensor(float(len(rows))), group)
-    mean: Tensor = _Summed.apply(rows.sum(0), group) / count  # type: ignore[no-untyped-call]
-    variance: Tensor = _Summed.apply((rows - mean).square().sum(0), group) / count  # type: ignore[no-untyped-call]
+    mean: Tensor = _Summed.apply(rows.sum(0), group) / count
+    variance: Tensor = _Summed.apply((rows - mean).square().sum(0), group) / count
     if norm.training and norm.track_running_stats:
         norm.num_batches_tracked.add_(1)
         share = norm.momentum if norm.momentum is not None else 1.0 / float(norm.num_batches_tracked)
@@ -241,10 +242,10 @@ def _run(
 ) -> tuple[Tensor, list[Tensor]]:
     """Answers for own nodes, and the rows that layers were given; those of halo nodes come from `whole`."""
     messages: Messages = getattr(equip(model), MESSAGES)
-    messages.seen, own = [], block.halo
+    messages.seen, own = [], cast("Halo | None", block.halo)
     if own is not None and whole is not None:
-        outer: Tensor = own.outer  # type: ignore[attr-defined]
-        messages.fetch = lambda kept: torch.cat([kept, whole[messages.calls - 1][outer]])
+        known, outer = whole, own.outer
+        messages.fetch = lambda kept: torch.cat([kept, known[messages.calls - 1][outer]])
     try:
         return forward(model, rows, (block,)), messages.seen
     except UserError:

@@ -91,7 +91,7 @@ class RankPart:
             return Sylvie(policy, by_degree=options.by_degree, delta=options.delta, peers=peers, seed=seed)
 
         far = transport(self.policy)
-        self.transport = far if fresh is None else ByPeer(fresh, transport(Fresh(self.policy)), far)
+        self.transport: Sylvie | ByPeer = far if fresh is None else ByPeer(fresh, transport(Fresh(self.policy)), far)
         depth = task.train.depth
         part = part._replace(halo=part.halo.to(placed["device"]))
         if foreign is not None and foreign.deep:

@@ -46,6 +46,7 @@ from espalier.workload import ALONE, PackStart, Plain, Progress, Shard, Skeleton
 if TYPE_CHECKING:
     from espalier.graph.diskgnn.cost import StoredFeatures
     from espalier.graph.diskgnn.mini_batches import RunBatches
+    from espalier.graph.halo import ForeignRows
     from espalier.graph.halo_parallel import Halos, RankPart
     from espalier.graph.torchgt.reformation import Reformation
     from espalier.graph.torchgt.token_parallel import TokenCut, TokenPart
@@ -448,14 +449,15 @@ class GraphWorkload(Plain):
         from espalier.graph.halo_parallel import Cutting, Halos, takes_sums
 
         view, sums = self.whole_task.train, False
+        crossing: Gnn | ForeignRows
         if isinstance(network, Gnn):
-            sums = takes_sums(network) and self.recipe.quant is None
+            crossing, sums = network, takes_sums(network) and self.recipe.quant is None
         else:
             from espalier.graph.foreign_halo import study
 
-            network = study(network, view.graph.features, view.block)
-        weighed = None if self.graph.partition is not None else partial(self._sampled, depth(network))
-        return Halos(Cutting(view.graph, view.style, sums), network, options, weighed)
+            crossing = study(network, view.graph.features, view.block)
+        weighed = None if self.graph.partition is not None else partial(self._sampled, depth(crossing))
+        return Halos(Cutting(view.graph, view.style, sums), crossing, options, weighed)
 
     def _sampled(self, layers: int) -> GraphWorkload:
         """The same network on drawn batches of the same graph, which ranks share."""
