@@ -12,11 +12,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
-from zipfile import BadZipFile
 
 import numpy as np
 import torch
 import xxhash
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from espalier.cache_dir import cache_folder, hashed
@@ -93,18 +94,19 @@ def kept_windows(matrix: CSR, least: int) -> Windows:
         return windows_of(matrix, least)
     digest = xxhash.xxh3_128()
     for one in (matrix.indptr, matrix.indices):
-        digest.update(np.ascontiguousarray(one))
-    place = cache_folder() / "windows" / f"{hashed([digest.hexdigest(), list(matrix.shape), ROWS, least, FORMAT])}.npz"
-    with suppress(OSError, ValueError, KeyError, BadZipFile), place.open("rb") as file:
-        found = np.load(file, allow_pickle=False)
-        arrays = [torch.from_numpy(found[name]) for name in ARRAYS]
-        return Windows(*arrays[:5], CSR(arrays[5], arrays[6], matrix.shape), arrays[7])
+        digest.update(one.numpy().tobytes())
+    name = hashed([digest.hexdigest(), list(matrix.shape), ROWS, least, FORMAT])
+    place = cache_folder() / "windows" / f"{name}.safetensors"
+    with suppress(OSError, SafetensorError, KeyError):
+        found = load_file(place)
+        a, b, c, d, e, indptr, indices, entries = (found[name] for name in ARRAYS)
+        return Windows(a, b, c, d, e, CSR(indptr, indices, matrix.shape), entries)
     made = windows_of(matrix, least)
     known = (*made[:5], made.rest.indptr, made.rest.indices, made.rest_entries)
-    with suppress(OSError):  # a cache that cannot be written is none
+    with suppress(OSError, SafetensorError):  # a cache that cannot be written is none
         place.parent.mkdir(parents=True, exist_ok=True)
-        partial = place.with_suffix(f".{os.getpid()}.partial.npz")
-        np.savez(partial, **{name: one.numpy() for name, one in zip(ARRAYS, known, strict=True)})
+        partial = place.with_suffix(f".{os.getpid()}.partial")
+        save_file(dict(zip(ARRAYS, known, strict=True)), partial)
         partial.replace(place)
     return made
 
