@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -456,7 +456,7 @@ class GraphWorkload(Plain):
             from espalier.graph.foreign_halo import study
 
             crossing = study(network, view.graph.features, view.block)
-        weighed = None if self.graph.partition is not None else partial(self._sampled, depth(crossing))
+        weighed = None if self.graph.partition is not None else cache(partial(self._sampled, depth(crossing)))
         return Halos(Cutting(view.graph, view.style, sums), crossing, options, weighed)
 
     def _sampled(self, layers: int) -> GraphWorkload:
