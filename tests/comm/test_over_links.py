@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -143,11 +144,10 @@ def part_of_a_graph(lab: Any, index: int, said: Any) -> None:
     channel = connect(store(place, 60.0), place.rank, place.world, timeout=30.0)
     graph = synthetic.load("planted:nodes=2000,degree=12,classes=4,features=8,homophily=0.5", Path(said[1]))
     block = whole(graph, Style(loops=False, scale="mean"))
-    parts = torch.arange(graph.nodes).numpy() % 2
-    cut = halo.boundary(block.indptr, block.indices, parts, 2)
+    cut = halo.boundary(block.indptr, block.indices, np.arange(graph.nodes) % 2, 2)
     own = halo.Halo.of(block.indptr, block.indices, cut, index, channel)
     network = halo.equip(Gnn(Sage(depth=3, width=64, dropout=0.0, activation="relu"), 8, 4))
-    features = torch.from_numpy(graph.features)[own.nodes]
+    features = torch.tensor(np.asarray(graph.features))[own.nodes]
     found = []
     for bits in (32, 1):
         transport = sylvie.Sylvie(sylvie.Every(bits, 1))
