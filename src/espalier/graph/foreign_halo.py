@@ -86,13 +86,13 @@ def equip(model: nn.Module) -> nn.Module:
         return model
     messages = Messages()
     setattr(model, MESSAGES, messages)
-    module: Any
     for module in model.modules():
-        if callable(getattr(module, "propagate", None)):
-            module.forward = _instead(_asking, messages, module.forward)
-            module.propagate = _instead(_propagating, messages, module.propagate)
+        layer: Any = module
+        if callable(getattr(layer, "propagate", None)):
+            layer.forward = _instead(_asking, messages, layer.forward)
+            layer.propagate = _instead(_propagating, messages, layer.propagate)
         elif isinstance(module, _BatchNorm):
-            module.forward = functools.partial(_normalized, messages, module, module.forward)
+            layer.forward = functools.partial(_normalized, messages, layer, layer.forward)
     return model
 
 

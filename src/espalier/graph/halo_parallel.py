@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from espalier.graph.neighbor_sampler import Style
     from espalier.graph.node_classification import NodeTask
     from espalier.graph.workload import GraphWorkload
-    from espalier.plan.base import Plan
+    from espalier.plan.base import Exchange, Plan
 
 CLAIM = Claim(
     "halo",
@@ -137,10 +137,11 @@ class RankPart:
     def logits(self, model: nn.Module) -> Tensor:
         """[nodes, outputs] of all nodes, on every rank, with rows that cross as they are. All ranks call it alike."""
         rows: Any = self.features
-        if not isinstance(model, Gnn):
+        if isinstance(model, Gnn):
+            for at, block in enumerate(self.exact):
+                rows = model.step(at, block, rows)
+        else:
             rows = forward(model, rows, self.exact)
-        for at, block in enumerate(self.exact if isinstance(model, Gnn) else ()):
-            rows = model.step(at, block, rows)
         return all_rows(dense(rows), self.owned, len(self.task.labels), self.group)
 
 
@@ -239,7 +240,7 @@ class Crossings(NamedTuple):
 
 def crossings(options: HaloOptions, plan: Plan, members: Sequence[int], rank: int) -> Crossings:
     """What the plan says of links inside a machine and between machines, for the rank at place `rank` of `members`."""
-    told = {one.level: one for one in plan.exchanges if one.traffic == Traffic.HALO.value}
+    told: dict[str, Exchange] = {one.level: one for one in plan.exchanges if one.traffic == Traffic.HALO.value}
     node = plan.ranks[members[rank]].node
     level = ["inside" if plan.ranks[one].node == node else "between" for one in members]
     found = Crossings(options)
