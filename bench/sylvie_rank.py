@@ -46,7 +46,7 @@ SEEDS = 256
 RATES = {"full": 0.003, "sampled": 0.01}
 """Adam's learning rates: the fastest of 0.001, 0.003 and 0.01 for the whole graph in fp32 on one rank, and for batches,
 of which an epoch has several."""
-INT8 = "sylvie 1 bit, late, int8 gradients"
+INT8, FRESH_INT8 = "sylvie 1 bit, late, int8 gradients", "sylvie 1 bit, int8 gradients"
 
 
 class Task(msgspec.Struct, frozen=True):
@@ -113,6 +113,7 @@ TRANSPORTS: dict[str, Callable[[], Any]] = {
     "8-bit synchronous (AdaQP-like)": lambda: Sylvie(Every(8, 1)),
     "boundary sampling 0.1 (BNS-GCN)": Sampled,
     "sylvie 1 bit": lambda: Sylvie(Every(1, 1)),
+    FRESH_INT8: lambda: Sylvie(Every(1, 1)),
     "sylvie 1 bit, late": lambda: Sylvie(Every(1, 5)),
     INT8: lambda: Sylvie(Every(1, 5)),
 }
@@ -125,7 +126,7 @@ class Parts:
         self.transport, self.own = TRANSPORTS[name](), own
         self.network = halo.equip(copy.deepcopy(network))
         self.optimizer = torch.optim.Adam(self.network.parameters(), RATES["full"])
-        self.coded = coded(codec("int8"), own.group, Traffic.GRADIENTS) if name == INT8 else None
+        self.coded = coded(codec("int8"), own.group, Traffic.GRADIENTS) if name in (INT8, FRESH_INT8) else None
         self.residual = torch.zeros(sum(one.numel() for one in self.network.parameters()))
         self.features = own.exchange(torch.from_numpy(np.asarray(graph.features))[own.owned])
         depth = len(network.layers)
