@@ -24,7 +24,7 @@ from espalier.graph.workload import GraphWorkload
 from espalier.launch import agent
 from espalier.launch import base as launch
 from espalier.plan import base as plans
-from espalier.plan import decide, halo_exchange, request_from_recipe
+from espalier.plan import decide, halo_exchange, request_from_recipe, trials
 from espalier.rank_setup import RankSetup
 from espalier.sparse.partition import clusters
 from espalier.testing import ranks
@@ -313,6 +313,17 @@ def test_one_rank_is_planned_where_it_is_faster():
     plan = decide.decide(asked({}, None), machines(3, 1)).taken
     assert len(plan.ranks) == 1
     assert any("one rank has the whole graph" in one for one in plan.why)
+    assert not any(one.startswith("Measured steps") for one in plan.why)
+
+
+def test_trials_decide_between_one_rank_and_several():
+    def fast(count):
+        return lambda every: {trials.key(one): 1.0 if len(one.ranks) == count else 2.0 for one in every}
+
+    for count in (1, 3):
+        plan = decide.decide(asked({}, None), machines(3, 1), trials=fast(count)).taken
+        assert len(plan.ranks) == count
+        assert any(one.startswith("Measured steps") for one in plan.why)
 
 
 def test_drawn_batches_are_weighed_against_halos():

@@ -115,7 +115,7 @@ def decide(
         found = _or_unequal(_every_step(request, cluster, calibration, trials), calibration)
         if isinstance(request.sync, Auto) and replicas.machines > 1 and found.fits:
             found = _if_rounds_pay(found, request, replicas, calibration)
-    plan = _with_graph(found, request, cluster, calibration)
+    plan = _with_graph(found, request, cluster, calibration, trials)
     plan = checkpoint_cost.paced(plan, request.saves, cluster, request.write_rate)
     plan = checkpoint_cost.with_copies(plan, request.copies, cluster)
     told = plan_summary.sentences(plan, cluster if plan.outer is None else replicas)
@@ -123,9 +123,11 @@ def decide(
     return replace(found, plan=msgspec.structs.replace(plan, why=why))
 
 
-def _with_graph(found: PlanDecision, request: Request, cluster: Cluster, calibration: Calibration) -> Plan:
+def _with_graph(
+    found: PlanDecision, request: Request, cluster: Cluster, calibration: Calibration, measure: Trials | None
+) -> Plan:
     """What a graph adds: features that wait on disk, and rows that cross; one rank instead of several where that is
-    faster than their exchange."""
+    faster than their exchange, in trials where both can be tried."""
     plan = found.plan
     if request.stored is not None:
         from espalier.plan import packed_features  # loads torch
@@ -142,8 +144,15 @@ def _with_graph(found: PlanDecision, request: Request, cluster: Cluster, calibra
     if len(plan.trainers) == 1 or request.pin.ranks is not None or isinstance(request.sync, ByRounds):
         return several
     alone = _every_step(replace(request, pin=msgspec.structs.replace(request.pin, ranks=1)), cluster, calibration)
-    if not alone.fits or halo_exchange.seconds(alone.plan) >= halo_exchange.seconds(several):
+    if not alone.fits:
         return several
+    both = [alone.plan, several]
+    measured = measure(both) if measure is not None else {}
+    tried = (trials.told(both, measured),) if measured else ()
+    one, more = (measured.get(trials.key(each), halo_exchange.seconds(each)) for each in both)
+    if one >= more:
+        return msgspec.structs.replace(several, why=(*tried, *several.why))
+    alone = replace(alone, plan=msgspec.structs.replace(alone.plan, why=(*tried, *alone.plan.why)))
     beside = _beside_batches(alone.plan, request, cluster, calibration)
     return halo_exchange.with_halos(beside, request.halos, cluster, instead_of=several)
 
