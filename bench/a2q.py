@@ -9,7 +9,7 @@ messages have 4 bits in all quantized networks, learned by the same rule. `unifo
 or 4 bits. `Degree-Quant` (arXiv 2008.05000): 4 or 2 bits, ranges from percentiles, nodes of high degree protected at
 random while training (its mask and ranges are written here; the rest is ours). A2Q and MEGA have a target in bits a
 value (SHARE). Bytes: the package of the hidden features (payload, headers, padding, lists, index, steps). `-64`: 64
-columns. Products that read packed rows: 4-bit rows of 128 columns beside `torch.sparse` in fp32, same edges.
+columns. Products that read packed rows: rows of 128 columns beside `torch.sparse` in fp32, same edges.
 """
 
 from __future__ import annotations
@@ -160,26 +160,31 @@ def means(case: str, peer: str, pairs: Sequence[tuple[float, float]]) -> Row:
     return Row(case, peer, theirs, ours, ours / theirs, "%, mean", spread)
 
 
-def products(nodes: int, pairs: int) -> Row:
+def products(nodes: int, pairs: int) -> list[Row]:
+    """A X from packed rows: all of 4 bits, and of widths by chance, seven of eight rows of 2."""
     random = np.random.default_rng(0)
     degree, columns = 8, 128
     indptr = torch.arange(nodes + 1) * degree
     indices = torch.from_numpy(np.sort(random.integers(0, nodes, (nodes, degree)), 1).reshape(-1))
-    codes = torch.from_numpy(random.integers(-7, 8, (nodes, columns), dtype=np.int8))
-    packed = PackedMatrix.of(codes, torch.full((nodes,), 4, dtype=torch.uint8), torch.ones(nodes))
-    dense = codes.float()
     matrix = torch.sparse_csr_tensor(indptr, indices, torch.ones(len(indices)), (nodes, nodes))
-    assert torch.equal(packed_matmul(packed, indptr, indices), matrix @ dense)
-    found = []
-    for _ in range(pairs):
-        took = []
-        for run in (lambda: packed_matmul(packed, indptr, indices), lambda: matrix @ dense):
-            begun = time.perf_counter()
-            run()
-            took.append(1e3 * (time.perf_counter() - begun))
-        found.append((took[0], took[1]))
-    size = f"{nodes:,} nodes x {columns}, degree {degree}, 4 bits, {torch.get_num_threads()} threads"
-    return compare(f"A X from packed rows: {size}", "torch.sparse fp32", "ms", found, higher_is_better=False)
+    mixed = torch.from_numpy(np.where(random.random(nodes) < 7 / 8, 2, random.integers(3, 9, nodes)).astype(np.uint8))
+    rows = []
+    for name, widths in (("4 bits", torch.full((nodes,), 4, dtype=torch.uint8)), ("2 to 8 bits", mixed)):
+        largest = (1 << (widths.numpy().astype(np.int64) - 1)) - 1
+        codes = torch.from_numpy(random.integers(-largest[:, None], largest[:, None] + 1, (nodes, columns), np.int8))
+        packed, dense = PackedMatrix.of(codes, widths, torch.ones(nodes)), codes.float()
+        assert torch.equal(packed_matmul(packed, indptr, indices), matrix @ dense)
+        found = []
+        for _ in range(pairs):
+            took = []
+            for run in (lambda: packed_matmul(packed, indptr, indices), lambda: matrix @ dense):  # noqa: B023
+                begun = time.perf_counter()
+                run()
+                took.append(1e3 * (time.perf_counter() - begun))
+            found.append((took[0], took[1]))
+        size = f"{nodes:,} nodes x {columns}, degree {degree}, {name}, {torch.get_num_threads()} threads"
+        rows.append(compare(f"A X from packed rows: {size}", "torch.sparse fp32", "ms", found, higher_is_better=False))
+    return rows
 
 
 def main() -> None:
@@ -195,7 +200,7 @@ def main() -> None:
         path = Path(options.data) / name.split("-")[0]
         if name == "products":
             torch.set_num_threads(2)
-            rows.append(products(100_000 if options.quick else 2_000_000, 5))
+            rows += products(100_000 if options.quick else 2_000_000, options.pairs or 7)
         elif (path / f"ind.{path.name}.allx").exists():
             rows += accuracies(path, seeds, 64 if name.endswith("-64") else 16)
         else:

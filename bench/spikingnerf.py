@@ -50,6 +50,7 @@ from table import Row, arguments, compare, interval, publish
 GOAL = 30.0
 """Decibels."""
 RAYS = 512
+"""Of a step, where nothing else is said."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class Fit:
     alignment: str = "tcp"
     flip: bool = False
     peer: str = ""
+    rays: int = RAYS
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,7 @@ def there() -> list[str]:
 def opened(fit: Fit) -> RadianceWorkload:
     """The workload of a fit."""
     options = [f"model.kind={fit.kind}", f"data.path={fit.scene}", f"train.seed={fit.seed}", f"train.steps={fit.steps}"]
-    options += [f"train.batch_tokens={RAYS}", f"model.width={fit.width}", f"model.resolution={fit.resolution}"]
+    options += [f"train.batch_tokens={fit.rays}", f"model.width={fit.width}", f"model.resolution={fit.resolution}"]
     if fit.kind == "spikingnerf":
         options += [f"model.alignment={fit.alignment}", f"model.flip={str(fit.flip).lower()}"]
     example = Path(__file__).parents[1] / "examples" / "scene.toml"
@@ -179,7 +181,7 @@ def fitted(fit: Fit) -> tuple[RadianceWorkload, Field]:
         optimizer = torch.optim.Adam(field.parameters(), lr=rate, betas=(0.9, 0.99), fused=True)
         for step in range(phase.start, phase.stop):
             optimizer.param_groups[0]["lr"] = rate * schedules.factor(train.schedule, step, fit.steps)
-            loss, weight = own.loss(field, own.batches(step, Shard(0, RAYS, RAYS))[0])
+            loss, weight = own.loss(field, own.batches(step, Shard(0, fit.rays, fit.rays))[0])
             optimizer.zero_grad()
             (loss / weight).backward()
             optimizer.step()
@@ -236,6 +238,14 @@ def row(case: str, peer: str, unit: str, pairs: Sequence[tuple[float, float]], b
     return Row(case, peer, theirs, ours, statistics.median(ratios), unit, f"{low:.3f}-{high:.3f} (n={len(ratios)})")
 
 
+def decibels(case: str, peer: str, pairs: Sequence[tuple[float, float]]) -> Row:
+    """Medians of PSNR of (ours, peer) over seeds, and how far they are apart."""
+    apart = [ours - theirs for ours, theirs in pairs]
+    ours, theirs = (statistics.median(one) for one in zip(*pairs, strict=True))
+    spread = f"{statistics.median(apart):+.2f} dB, {min(apart):+.2f} to {max(apart):+.2f} (n={len(apart)})"
+    return Row(case, peer, theirs, ours, ours / theirs, "dB", spread)
+
+
 # --- the cases ---------------------------------------------------------------------------------------------------
 
 
@@ -250,12 +260,14 @@ class Sizes:
     widths: tuple[int, ...]
     note: str
     picture: str = ""
+    rays: int = RAYS
+    """Of a step of `quality`."""
 
 
 def quality(sizes: Sizes) -> list[Row]:
     """PSNR at equal and at twice the steps, and energy, spiking beside plain."""
     base = [
-        Fit("voxels", scene, seed, sizes.steps, width, sizes.resolution)
+        Fit("voxels", scene, seed, sizes.steps, width, sizes.resolution, rays=sizes.rays)
         for scene in sizes.scenes
         for width in (sizes.widths if scene == sizes.scenes[0] else sizes.widths[:1])
         for seed in range(1, (sizes.seeds if width == sizes.widths[0] else 1) + 1)
@@ -272,7 +284,7 @@ def quality(sizes: Sizes) -> list[Row]:
     for scene in sizes.scenes:
         for width in sorted({one.width for one in base if one.scene == scene}, reverse=True):
             own = [one for one in base if (one.scene, one.width) == (scene, width)]
-            case = f"{name_of(scene)}, hidden {width}, {sizes.steps} steps{sizes.note}"
+            case = f"{name_of(scene)}, hidden {width}, {sizes.steps} steps of {sizes.rays:,} rays{sizes.note}"
             plain = [found[one] for one in own]
             same, twice = ([found[other] for one, other in zip(base, others, strict=True) if one in own]
                            for others in (equal, longer))  # fmt: skip
@@ -281,8 +293,8 @@ def quality(sizes: Sizes) -> list[Row]:
                 return [(getattr(s, field), getattr(p, field)) for s, p in zip(spiking, plain, strict=True)]
 
             rows += [
-                row(f"{case}: PSNR", "plain network", "dB", pairs("psnr", same)),
-                row(f"{case}: PSNR of twice the steps", "plain network", "dB", pairs("psnr", twice)),
+                decibels(f"{case}: PSNR", "plain network", pairs("psnr", same)),
+                decibels(f"{case}: PSNR of twice the steps", "plain network", pairs("psnr", twice)),
                 row(f"{case}: colour network", "plain network", "J per image", pairs("joules", twice), -1),
                 row(
                     f"{case}: directions once a ray",
@@ -314,7 +326,7 @@ def alignments(sizes: Sizes) -> list[Row]:
     found = together([base, *others.values()])
     case, rows = f"{name_of(scene)}, hidden {width}, {sizes.steps} steps{sizes.note}, tcp", []
     for name, fit in others.items():
-        rows.append(row(f"{case}: PSNR", name, "dB", [(found[base].psnr, found[fit].psnr)]))
+        rows.append(decibels(f"{case}: PSNR", name, [(found[base].psnr, found[fit].psnr)]))
         rows.append(row(f"{case}: operations on spikes", name, "per image", [(found[base].sops, found[fit].sops)], -1))
     return rows
 
@@ -465,7 +477,7 @@ def main() -> None:
         picture={"default": "", "help": "PNG that `quality` writes"},
         scene={"default": "spheres:", "help": "a folder in Blender's layout, or a scene that is rendered here"},
     )
-    sizes = Sizes((asked.scene, "knot:"), asked.pairs or 3, 400, 64, (128, 64), "", asked.picture)
+    sizes = Sizes((asked.scene, "knot:"), asked.pairs or 3, 400, 64, (128, 64), "", asked.picture, 2 * RAYS)
     if asked.quick:
         sizes = Sizes(
             ("spheres:views=8,size=32", "knot:views=8,size=32"),

@@ -128,4 +128,4 @@ def test_the_record_beside_the_code_wins_over_the_table(tmp_path: Path) -> None:
         law="l",
         state="works",
     )
-    assert found["buff"] == records.read(PACKAGE)["buff"]
+    assert found["sylvie"] == records.read(PACKAGE)["sylvie"]

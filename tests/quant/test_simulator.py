@@ -11,6 +11,7 @@ import pytest
 from espalier.errors import UserError
 from espalier.quant.mega import dram, simulator
 from espalier.quant.mega.condense import condense
+from espalier.quant.mega.dram_trace import Trace, read_trace, write_trace
 from espalier.quant.mega.simulator import DATAFLOWS, Chip, LayerShape, Network, simulate
 
 HBM = dram.device("HBM2_8Gb_x128")
@@ -147,3 +148,39 @@ def test_renumbering_nodes_changes_nothing_where_nothing_is_cached():
     bare = Chip(buffer=1, aggregation=1)
     whole = [one._replace(parts=lambda parts: np.zeros(400, np.int32)) for one in (one, other)]
     assert simulate("grow", whole[0], bare).bytes == simulate("grow", whole[1], bare).bytes
+
+
+def test_grow_reads_what_a_cluster_uses_most_once_and_all_else_at_each_edge():
+    """Two clusters of 10 nodes: sources 3 (three edges), 5 (two), 7 and 1; then 3 and 4 (twice)."""
+    keys = np.array([3, 5, 3, 7, 3, 5, 1, 13, 14, 14])
+    found = simulator._kept_and_missed(keys, 10, 1)
+    assert found.tolist() == [3, 5, 7, 5, 1, 14, 13]
+    assert simulator._kept_and_missed(keys, 10, 9).tolist() == [1, 3, 5, 7, 13, 14]
+
+
+@pytest.mark.parametrize("name", DATAFLOWS)
+def test_the_trace_of_an_inference_goes_out_and_comes_in_again(name, tmp_path):
+    """Its requests are those that the result counts; a file brings back each."""
+    out = simulator.trace(name, network(400))
+    assert len(out.blocks) * HBM.block == simulate(name, network(400)).bytes
+    write_trace(tmp_path / "trace", HBM, out)
+    back = read_trace(tmp_path / "trace", HBM)
+    assert np.array_equal(back.blocks, out.blocks)
+    assert np.array_equal(back.writes, out.writes)
+    assert back.served(HBM) == out.served(HBM)
+
+
+def test_requests_arrive_when_the_trace_says(tmp_path):
+    given = Trace(np.arange(9), np.arange(9) % 2 > 0, 100 * np.arange(9))
+    write_trace(tmp_path / "trace", HBM, given)
+    assert (tmp_path / "trace").read_text().splitlines()[1] == f"{HBM.block:#x} WRITE 100"
+    back = read_trace(tmp_path / "trace", HBM)
+    assert np.array_equal(back.arrivals, given.arrivals)
+    assert back.served(HBM).cycles >= 800
+
+
+@pytest.mark.parametrize("line", ["0x10 READ", "0x10 ROAD 7", "ten READ 7", "0x10 READ 3", "-0x40 READ 9"])
+def test_a_line_that_is_no_request_is_named(tmp_path, line):
+    (tmp_path / "trace").write_text(f"0x40 READ 5\n{line}\n")
+    with pytest.raises(UserError, match="line 2"):
+        read_trace(tmp_path / "trace", HBM)

@@ -22,6 +22,7 @@ from espalier.comm.base import Traffic, traffic
 from espalier.errors import UserError
 from espalier.graph.base import Aggregate, Forms, GraphAttend, Kept, MessageBlock, Rows
 from espalier.graph.gnn import Gnn, GraphAttention, Layer
+from espalier.quant.mega.condense import condense
 
 if TYPE_CHECKING:
     from espalier.graph.data import Array
@@ -31,7 +32,8 @@ COLUMN = 4
 
 
 class Boundary(NamedTuple):
-    """Who needs whose nodes: `receiver[i]` needs `node[i]`, of the part `owner[i]`; ascending in this order, once each.
+    """Who needs whose nodes: `receiver[i]` needs `node[i]`, of the part `owner[i]`; ascending in this order, once each:
+    the regions of MEGA's Condense-Edge (`quant.mega.condense`), each cut into a message from every owner.
 
     Attributes:
         parts: int32 [nodes], the rank that owns each node; ranks: how many there are.
@@ -71,12 +73,11 @@ def boundary(indptr: Any, indices: Any, parts: Any, ranks: int) -> Boundary:
             do=f"parts from 0 to {ranks - 1}",
         )
     parts = parts.astype(np.int32)
-    receiver = np.repeat(parts, np.diff(indptr)).astype(np.int64)
-    owner = parts[indices].astype(np.int64)
-    cut = np.flatnonzero(receiver != owner)
-    key = (receiver[cut] * ranks + owner[cut]) * nodes + indices[cut]
-    pair, node = np.divmod(np.unique(key), max(1, nodes))
-    return Boundary(parts, ranks, *np.divmod(pair, ranks), node)
+    plan = condense(indptr, indices, parts)
+    receiver = np.repeat(np.arange(plan.parts), np.diff(plan.bounds))
+    owner = parts[plan.regions].astype(np.int64)
+    order = np.lexsort((owner, receiver))  # stable: nodes ascend in a region
+    return Boundary(parts, ranks, receiver[order], owner[order], plan.regions[order])
 
 
 class ForeignRows(NamedTuple):

@@ -112,6 +112,12 @@ def load_one(builder: Any, place: Any) -> Any:
     return builder.load(builder.inttoptr(place, ir.FloatType().as_pointer()), align=4)
 
 
+@emitted(types.void)
+def store_one(builder: Any, place: Any, value: Any) -> None:
+    """One float32."""
+    builder.store(value, builder.inttoptr(place, ir.FloatType().as_pointer()), align=4)
+
+
 @emitted(floats)
 def load_bfloat16(builder: Any, place: Any) -> Any:
     """16 bfloat16, widened: the upper halves of float32."""

@@ -75,7 +75,9 @@ def packed_matmul_cpu(
     out = torch.empty(len(indptr) - 1, matrix.columns)
     edge = torch.zeros(0) if weights is None else weights.float().contiguous()
     ends = indptr.long().contiguous(), indices.int().contiguous(), edge
-    rows = matrix.offsets, matrix.widths, matrix.scales
-    given = [one.numpy() for one in (*ends, *rows)]
-    packed_spmm_cpu.aggregate(matrix.packed.contiguous(), tuple(given[:3]), tuple(given[3:]), int(matrix.signed), out)
+    scales = matrix.scales[:0] if bool((matrix.scales == 1).all()) else matrix.scales
+    given = [one.numpy() for one in (*ends, matrix.offsets, matrix.widths, scales)]
+    low, high = (int(one) for one in matrix.widths.aminmax()) if len(matrix.widths) else (0, 0)
+    options = int(matrix.signed), high if low == high else 0
+    packed_spmm_cpu.aggregate(matrix.packed.contiguous(), tuple(given[:3]), tuple(given[3:]), options, out)
     return out

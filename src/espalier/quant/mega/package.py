@@ -37,7 +37,7 @@ RECORD = Record(
     aliases=("adaptive-package", "condense-edge"),
     paper="HPCA 2024, arXiv 2311.09775",
     question="How few bits does a value need?",
-    files=("quant/mega/", "quant/packed_spmm.py"),
+    files=("quant/mega/", "quant/packed_spmm.py", "graph/condensed_file.py"),
     chosen='quantized graph features of nodes that training has not seen: `quant.kind = "mega"`; its accelerator '
     "simulator runs on request only",
     cost="bytes = packages + bitmaps + index + degree table, counted apart; one write and one read per source of a "

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from espalier.kernels.counts import ENERGY, PICO
 from espalier.quant.mega.condense import condense
-from espalier.quant.mega.dram import Device, device, serve
+from espalier.quant.mega.dram import Device, device
+from espalier.quant.mega.dram_trace import Trace
 
 Array = NDArray[Any]
 WORD = 4
@@ -69,6 +70,12 @@ class Phase(NamedTuple):
     products: float
     sums: float
 
+    @property
+    def requests(self) -> Trace:
+        """The reads, then the writes."""
+        blocks = np.concatenate([self.reads, self.writes])
+        return Trace(blocks, np.arange(len(blocks)) >= len(self.reads))
+
 
 class Result(NamedTuple):
     """What an inference takes. `bytes`: moved to and from DRAM, in whole requests."""
@@ -101,6 +108,10 @@ class Memory:
         count = (np.ceil((ids + 1) * size / self.block).astype(np.int64) - first).clip(min=1)
         spread = np.repeat(first - np.concatenate([[0], np.cumsum(count)[:-1]]), count) + np.arange(int(count.sum()))
         return begin + spread
+
+    def gathered(self, chip: Chip, total: int, ids: Array, size: float) -> Array:
+        """As `rows`; where the buffer holds the whole tensor, its blocks in sequence."""
+        return self.stream(total * size) if total * size <= chip.buffer else self.rows(total, ids, size)
 
 
 NONE = np.zeros(0, np.int64)
@@ -170,23 +181,31 @@ def gcnax(chip: Chip, network: Network) -> Iterator[Phase]:
 
 
 def grow(chip: Chip, network: Network) -> Iterator[Phase]:
-    """A (X W) by rows: rows of X W of the highest degrees stay in the buffer, all others are read at each edge, in the
-    order of clusters."""
+    """A (X W) by rows, cluster by cluster: the rows of X W that a cluster uses most, as many as the buffer holds, are
+    read once and stay; all others are read at each edge."""
     nodes, memory = len(network.indptr) - 1, Memory(chip)
-    uses = np.bincount(network.indices, minlength=nodes)
     for layer in network.layers:
         size = WORD * layer.outputs
         middle = nodes * size
         yield _combination(chip, memory, layer, _sparse_bytes(layer), middle)
-        kept = np.argsort(-uses, kind="stable")[: chip.buffer // size]
-        order = np.argsort(network.parts(max(1, nodes * size // chip.buffer))[_targets(network)], kind="stable")
-        stays = np.zeros(nodes, bool)
-        stays[kept] = True
-        missed = network.indices[order][~stays[network.indices[order]]]
-        reads = [memory.stream(min(len(kept), nodes) * size), memory.stream(2 * WORD * len(network.indices))]
+        labels = network.parts(max(1, math.ceil(middle / chip.buffer)))[_targets(network)]
+        keys = labels.astype(np.int64) * nodes + network.indices
+        read = _kept_and_missed(keys, nodes, chip.buffer // size)
+        reads = [memory.gathered(chip, nodes, read % nodes, size), memory.stream(2 * WORD * len(network.indices))]
         sums = len(network.indices) * layer.outputs
-        reads.append(memory.rows(nodes, missed, size))
         yield Phase(np.concatenate(reads), memory.stream(middle), sums / chip.sums, 0.0, sums)
+
+
+def _kept_and_missed(keys: Array, nodes: int, room: int) -> Array:
+    """Of `keys` (cluster * nodes + source, one an edge) those that are read: of each cluster first its `room` most used
+    sources, once, then those of all other edges."""
+    known, place, uses = np.unique(keys, return_inverse=True, return_counts=True)
+    order = np.lexsort((-uses, known // nodes))
+    cluster = known[order] // nodes
+    kept = np.zeros(len(known), bool)
+    kept[order] = np.arange(len(order)) - np.searchsorted(cluster, cluster) < room
+    read = np.concatenate([known[kept], keys[~kept[place]]])
+    return read[np.argsort(read // nodes, kind="stable")]
 
 
 def sgcn(chip: Chip, network: Network) -> Iterator[Phase]:
@@ -201,7 +220,7 @@ def sgcn(chip: Chip, network: Network) -> Iterator[Phase]:
         yield _combination(chip, memory, layer, bytes_, middle)
         labels = network.parts(max(1, math.ceil(nodes * size / chip.buffer)))
         keys = np.unique(labels[_targets(network)].astype(np.int64) * nodes + network.indices)
-        reads = [memory.rows(nodes, keys % nodes, size), memory.stream(WORD * len(network.indices))]
+        reads = [memory.gathered(chip, nodes, keys % nodes, size), memory.stream(WORD * len(network.indices))]
         sums = len(network.indices) * layer.outputs
         yield Phase(np.concatenate(reads), memory.stream(middle), sums / chip.sums, 0.0, sums)
 
@@ -238,9 +257,7 @@ def simulate(name: str, network: Network, chip: Chip | None = None) -> Result:
     products_pj = ENERGY["mac"].value / PICO
     sums_pj = ENERGY["ac"].value / PICO
     for phase in DATAFLOWS[name](chip, network):
-        blocks = np.concatenate([phase.reads, phase.writes])
-        writes = np.arange(len(blocks)) >= len(phase.reads)
-        served = serve(chip.dram, blocks, writes)
+        blocks, served = phase.requests.blocks, phase.requests.served(chip.dram)
         cycles += max(served.cycles * chip.dram.tck, phase.cycles)
         compute += phase.cycles
         moved += len(blocks) * chip.dram.block
@@ -249,6 +266,12 @@ def simulate(name: str, network: Network, chip: Chip | None = None) -> Result:
         picojoules += served.picojoules + (phase.products * products_pj + phase.sums * sums_pj) * share
         picojoules += len(blocks) * chip.dram.block * ENERGY["sram_byte"].value / PICO
     return Result(name, cycles, compute, moved, hits / max(1, requests), picojoules * PICO)
+
+
+def trace(name: str, network: Network, chip: Chip | None = None) -> Trace:
+    """All requests of an inference to DRAM, in order, each as soon as there is room."""
+    phases = [phase.requests for phase in DATAFLOWS[name](chip or Chip(), network)]
+    return Trace(np.concatenate([one.blocks for one in phases]), np.concatenate([one.writes for one in phases]))
 
 
 def _quantized_share(name: str, network: Network) -> float:
