@@ -9,7 +9,7 @@ nothing is padded.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -88,6 +88,10 @@ class Outgoing:
     def header(self) -> Int[Tensor, " numbers"]:
         """The counts as int32 [2 x experts]: the first message."""
         return torch.tensor(self.counts, dtype=torch.int32).flatten()
+
+    def on(self, device: torch.device) -> Outgoing:
+        """With what indexes tokens and answers on their device; references are a message."""
+        return replace(self, tokens=self.tokens.to(device), choices=self.choices.to(device))
 
 
 def outgoing(chosen: Int[Tensor, "tokens active"], held: ExpertMap) -> list[Outgoing]:

@@ -120,7 +120,7 @@ class Layer:
         """[tokens x active, width] the answer to every choice."""
         self.active = chosen.shape[1]
         rows = tile_rows(x.shape[1], x.element_size())
-        self.out = outgoing(chosen, self.held)
+        self.out = [one.on(x.device) for one in outgoing(chosen, self.held)]
         self.sent = [tiles_of(one.counts, rows) for one in self.out]
         self.tiles[self.me] = self.sent[self.me]
         answers = x.new_empty(chosen.numel(), x.shape[1])
@@ -256,7 +256,8 @@ class Layer:
         source = others[task.source]
         found = source[tile.fresh : tile.until]
         if tile.refs < tile.refs_until:
-            found = torch.cat([found, source.index_select(0, self.refs[task.source][tile.refs : tile.refs_until])])
+            again = self.refs[task.source][tile.refs : tile.refs_until].to(source.device)
+            found = torch.cat([found, source.index_select(0, again)])
         return self.codec.unpack(found, own)
 
     @property
