@@ -5,10 +5,9 @@
 FOLDER gets the data, LIBRARY is made from cuda_without_gpu.cpp. Prints JSON: of each case an empty text, or where it
 failed.
 
-Left out, since they read values and not shapes alone: codecs and rounds (kernels of the processor read gradients by
-address), LuWu and experts over ranks (rows are messages of other processes), graphs on disk and over ranks (what was
-drawn or cut decides the sizes of all that follows). What copies beside computation, offloading and LuWu, is tested on
-recorded streams (shard/offload/test_cuda_streams.py).
+What reads values is in cuda_values.py: codecs, rounds, experts over ranks, graphs over parts and on disk, optimizer
+nodes. What copies beside computation, offloading and LuWu, is tested on recorded streams
+(shard/offload/test_cuda_streams.py).
 """
 
 from __future__ import annotations

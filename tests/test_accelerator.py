@@ -18,11 +18,12 @@ HERE = Path(__file__).parent
 SOURCES = HERE.parent / "src" / "espalier"
 CASES = re.findall(r'^    "([a-z0-9 ]+)": \(', (HERE / "cuda_steps.py").read_text(), re.M)
 CASES += [f"graph, {kind}" for kind in ("gcn", "sage", "gat", "gin")]
+WITH_VALUES = re.findall(r'^    "([a-z0-9 -]+)": \(', (HERE / "cuda_values.py").read_text(), re.M)
 
 
 @pytest.fixture(scope="module")
-def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Of each case an empty text, or where it failed."""
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With it PyTorch takes `cuda` for a device of this machine."""
     if (compiler := shutil.which("g++")) is None:
         pytest.skip("needs a C++ compiler: apt-get install g++")
     if torch.version.cuda or torch.version.hip:
@@ -33,12 +34,26 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     source = str(HERE / "cuda_without_gpu.cpp")
     built = [compiler, "-O0", "-std=c++20", "-shared", "-fPIC", source, "-o", str(library), *link]
     subprocess.run(built, check=True, timeout=170)
-    (folder / "data").mkdir()
-    command = [sys.executable, "-W", "ignore", str(HERE / "cuda_steps.py"), str(library), str(folder / "data")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
+    return library
+
+
+def told_by(program: str, library: Path, folder: Path) -> dict[str, str]:
+    """Of each case an empty text, or where it failed."""
+    command = [sys.executable, "-W", "ignore", str(HERE / program), str(library), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
     return found
+
+
+@pytest.fixture(scope="module")
+def steps(library: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return told_by("cuda_steps.py", library, tmp_path_factory.mktemp("steps"))
+
+
+@pytest.fixture(scope="module")
+def steps_of_ranks(library: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return told_by("cuda_values.py", library, tmp_path_factory.mktemp("values"))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -48,6 +63,13 @@ def test_a_step_on_cuda_finds_all_its_tensors_there(steps: dict[str, str], case:
 
 def test_every_case_is_one_of_these(steps: dict[str, str]) -> None:
     assert sorted(steps) == sorted([*CASES, "one tensor forgotten"])
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("case", WITH_VALUES)
+def test_steps_of_ranks_that_read_values_find_their_tensors_on_cuda(steps_of_ranks: dict[str, str], case: str) -> None:
+    assert steps_of_ranks[case] == ""
+    assert len(steps_of_ranks) == len(WITH_VALUES)
 
 
 def test_a_tensor_that_was_forgotten_on_the_processor_is_found(steps: dict[str, str]) -> None:
