@@ -5,8 +5,8 @@
 FOLDER gets the data, LIBRARY is made from cuda_without_gpu.cpp. Prints JSON: of each case an empty text, or where it
 failed.
 
-What reads values is in cuda_values.py: codecs, rounds, experts over ranks, graphs over parts and on disk, optimizer
-nodes. What copies beside computation, offloading and LuWu, is tested on recorded streams
+What reads values is in cuda_values.py: codecs, rounds, experts over ranks, graphs over parts and on disk. What copies
+beside computation, offloading and optimizer nodes (LuWu), is tested on recorded streams
 (shard/offload/test_cuda_streams.py).
 """
 

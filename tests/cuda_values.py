@@ -16,7 +16,6 @@ import tempfile
 import threading
 import traceback
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 ctypes.CDLL(sys.argv[1])
@@ -67,9 +66,6 @@ class OnCuda(Tensor):
     def data_ptr(self) -> int:
         """For comparison alone: a kernel of the processor is not given it."""
         return self.held.data_ptr()
-
-    def untyped_storage(self) -> Any:
-        return self.held.untyped_storage()
 
     def tolist(self) -> Any:
         return self.held.tolist()
@@ -146,7 +142,6 @@ def everywhere() -> None:
     torch._C._set_only_lift_cpu_tensors(True)
     accelerator.has_bf16 = accelerator.is_on
     accelerator.peak_memory = lambda device: 0
-    accelerator.properties = lambda device: SimpleNamespace(total_memory=2**34)
     torch.__future__.set_overwrite_module_params_on_conversion(True)
 
 
@@ -181,18 +176,15 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "sylvie": ({**GRAPH, "graph": {"halo": {"bits": 1}}}, {}),
     "sampled graph": (SAMPLED, {}),
     "features on disk": ({**SAMPLED, "store": {"path": "packed", "memory": "1MiB"}}, {}),
-    "optimizer node": (TEXT, {"node": True}),
 }
 
 
 def plan_of(workload: Any, changes: dict[str, Any]) -> plans.Plan:
-    """Of two ranks that divide a batch, and a node of states where one is asked for."""
+    """Of two ranks that divide a batch."""
     samples = workload.global_batch
     shares = ((0, samples // 2), (samples // 2, samples))
-    ranks = [plans.Rank(device="cuda:0", share=share) for share in shares]
-    node = [plans.Rank(role="optimizer")] * bool(changes.get("node"))
-    changes = {key: value for key, value in changes.items() if key != "node"}
-    return plans.Plan(ranks=(*ranks, *node), micro_batch=samples // 2, precision="fp32", **changes)
+    ranks = tuple(plans.Rank(device="cuda:0", share=share) for share in shares)
+    return plans.Plan(ranks=ranks, micro_batch=samples // 2, precision="fp32", **changes)
 
 
 def step(tables: dict[str, Any], changes: dict[str, Any]) -> None:
@@ -214,9 +206,6 @@ def step(tables: dict[str, Any], changes: dict[str, Any]) -> None:
 
         setting = RankSetup(resolved.recipe, plan, workload, place, folder, emit)
         with Device(), worker.joined(place, 20.0, mixed=True) as channel:
-            if place.role != "trainer":
-                worker.as_optimizer(setting, channel)
-                return []
             one = trainer.Trainer(setting, channel)
             where = {type(parameter.detach()) for parameter in one.built.model.parameters()}
             assert where == {OnCuda}, where
