@@ -33,6 +33,7 @@ def run(task: type[Task], measure: Callable[[Task, dist.ProcessGroup], msgspec.S
         print(msgspec.json.encode(outcome).decode(), flush=True)
     dist.barrier(stock())
     comm.disconnect()
+    os._exit(0)  # torch's threads that are still in C++ when the interpreter ends may abort the process
 
 
 @functools.cache

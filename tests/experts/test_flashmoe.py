@@ -134,7 +134,8 @@ class ShuffledMemory(Shuffling, SharedMemory):
     pass
 
 
-def test_every_order_of_arrival_gives_the_same_bits_by_messages_and_by_shared_memory(monkeypatch):
+@pytest.mark.parametrize("at_once", [False, True], ids=["tile by tile", "all sources at once"])
+def test_every_order_of_arrival_gives_the_same_bits_by_messages_and_by_shared_memory(monkeypatch, at_once):
     monkeypatch.setattr("espalier.experts.flashmoe.layer.tile_rows", lambda *_: 2)
     held = spread_evenly(5, 3)
     rows, feeds = made(1, [9, 4, 6], 5, 3, torch.float32)
@@ -144,7 +145,7 @@ def test_every_order_of_arrival_gives_the_same_bits_by_messages_and_by_shared_me
         found, near = [], neighbours(channel)
         for seed in range(100):
             links = ShuffledMessages(channel) if seed % 2 else ShuffledMemory(channel, near)
-            route = FlashMoE(channel, held, links.shuffled(1000 * channel.rank() + seed))
+            route = FlashMoE(channel, held, links.shuffled(1000 * channel.rank() + seed), at_once=at_once)
             answer, grads = gradients(route, rows[channel.rank()], own)
             found.append([answer, *grads])
         return all(torch.equal(a, b) for one in found for a, b in zip(one, found[0], strict=True))
@@ -321,7 +322,7 @@ def test_processes_of_one_machine_share_memory_and_keep_no_more_than_a_pass_need
             found = gradients(route, row, own)
             channel.barrier().wait()
             kept.append(sum(len(chunks) for chunks in links._chunks.values()))
-        plain = gradients(FlashMoE(channel, held, Messages(channel)), row, own)
+        plain = gradients(FlashMoE(channel, held, Messages(channel), at_once=True), row, own)
         sent = channel.ledger.bytes[("experts", "shared memory")] / 20
         return sorted(links.near), kept, found, plain, sent, channel.ledger.bytes[("experts", "send")]
 

@@ -193,6 +193,7 @@ class Fewer:
     """`Shapes` of a struck run: equal shares on the ranks that are left."""
 
     planned_wait = None
+    planned_work = ()
     plan = ""
 
     def __init__(self, run: Struck, plan: plans.Plan) -> None:

@@ -42,6 +42,7 @@ class Toy:
     """A run that sleeps: each sample takes as long as its seat needs, and ranks wait for the slowest."""
 
     planned_wait = None
+    planned_work = ()
 
     def __init__(self, folder, steps, seconds, shares=(4, 4)):
         self.folder, self.steps, self.seconds, self.shares = folder, steps, seconds, shares

@@ -63,7 +63,7 @@ def test_the_batch_stays_whole_and_in_order_on_any_places_that_are_left(ranks, s
 def test_a_slow_rank_gets_less_and_the_step_shorter_by_the_model():
     asked, cluster = request(), machine()
     plan = planned(asked, cluster, 4)
-    found = replan.speeds(plan, [0.1, 0.1, 0.4, 0.11])
+    found = replan.speeds(asked, cluster, plan, [0.1, 0.1, 0.4, 0.11])
     assert found.slower == pytest.approx((1.0, 1.0, 4.0, 1.0))
     best = replan.options(asked, cluster, plan, found)[0]
     given = dict(zip(best.kept, shares(best.plan), strict=True))
@@ -115,7 +115,7 @@ def test_workers_of_optimizer_nodes_share_the_batch_anew_and_their_nodes_stay(wo
     roles = ("optimizer", "standby") if standby else ("optimizer",)
     plan = on_nodes([samples // workers] * (workers - 1) + [samples - samples // workers * (workers - 1)], roles)
     own = data.draw(st.lists(st.sampled_from([1.0, 2.0, 5.0]), min_size=workers, max_size=workers))
-    found = replan.speeds(plan, own)
+    found = replan.speeds(request(samples), machine(), plan, own)
     assert found.slower[workers:] == (1.0,) * len(roles)
     kept = sorted(data.draw(st.sets(st.integers(0, workers - 1), min_size=1)))
     serving = [*range(workers, len(plan.ranks))]
@@ -134,7 +134,8 @@ def test_workers_of_optimizer_nodes_share_the_batch_anew_and_their_nodes_stay(wo
 
 def test_a_slow_worker_of_an_optimizer_node_has_fewer_samples_or_is_left_out_and_the_node_never_is():
     plan = on_nodes([8, 8])
-    best = replan.options(request(16), machine(), plan, replan.speeds(plan, [8.0, 24.0]))[0]
+    asked, cluster = request(16), machine()
+    best = replan.options(asked, cluster, plan, replan.speeds(asked, cluster, plan, [8.0, 24.0]))[0]
     assert best.kept == (0, 1, 2)
     assert shares(best.plan) == [12, 4, 0]
     assert best.ratio == 0.5

@@ -55,8 +55,8 @@ def test_the_cost_of_a_plan_as_it_is_is_the_one_it_was_planned_with(plan: plans.
 
 def test_ranks_that_compute_as_planned_count_as_equal_though_their_seconds_differ(plan: plans.Plan) -> None:
     seconds = own(plan, (1.0,) * 4)
-    assert replan_pipelines.speeds(REQUEST, CLUSTER, plan, seconds).slower == (1.0,) * 4
-    found = replan_pipelines.speeds(REQUEST, CLUSTER, plan, own(plan, (3.0, 1.0, 1.0, 1.0))).slower
+    assert replan.speeds(REQUEST, CLUSTER, plan, seconds).slower == (1.0,) * 4
+    found = replan.speeds(REQUEST, CLUSTER, plan, own(plan, (3.0, 1.0, 1.0, 1.0))).slower
     assert found == pytest.approx((3.0, 1.0, 1.0, 1.0))
 
 

@@ -20,6 +20,15 @@ def test_what_stays_is_found_after_the_stated_comparisons_and_again_after_as_man
     assert not found[-1].link
 
 
+def test_what_a_plan_gives_unlike_work_is_not_slow_but_what_is_slower_than_that_is():
+    work = [1.0, 0.4, 0.5]
+    assert not any(looks(Slowness(work=work), [0.3] * 3, [0.3 - 0.2 * one for one in work], 2 * STAYS))
+    found = looks(Slowness(work=work), [0.3] * 3, [0.1, 0.3 - 0.2 * 0.8, 0.2], STAYS)[-1]
+    assert found is not None
+    assert found.slow == (1,)
+    assert found.own == pytest.approx((0.2, 0.16, 0.1)), "as measured"
+
+
 def test_what_does_not_stay_is_not_found():
     watch = Slowness()
     for _ in range(5):

@@ -61,6 +61,10 @@ class Resizer(Protocol):
     def planned_wait(self) -> float | None:
         """Seconds a step that ranks wait for exchanges by the present plan; None: not known."""
 
+    @property
+    def planned_work(self) -> Sequence[float]:
+        """Of each rank that trains, what it computes in a step by the present plan, in any unit; empty: all as much."""
+
     def without(self, ranks: Collection[int]) -> RunShape:
         """The run without these of its present ranks, or without more of them."""
 
@@ -105,6 +109,8 @@ class Reshaping:
         """Set once ranks are to end for the sake of another plan."""
         self.blamed: int | None = None
         """The rank whose place is to blame for the last failure, after which nothing is started again."""
+        self.work: Sequence[float] = ()
+        """See `Resizer.planned_work`, of the attempt; empty also where nobody plans."""
         self._blame, self._turns = Blame(), Turns()
         self._starting = 0.0
         self._begun = 0.0
@@ -116,7 +122,8 @@ class Reshaping:
         """An attempt starts at `now`."""
         self._begun, self.turn, self._refused = now, None, None
         self._seats = [place.seat for place in places]
-        self._slowness = Slowness(self.shapes.planned_wait if self.shapes is not None else None)
+        self.work = self.shapes.planned_work if self.shapes is not None else ()
+        self._slowness = Slowness(self.shapes.planned_wait if self.shapes is not None else None, self.work)
 
     def took(self, shape: RunShape) -> None:
         """The next attempt is of `shape`."""

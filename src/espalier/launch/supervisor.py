@@ -206,8 +206,8 @@ class Supervisor:
     def _watch(self) -> Ended | None:
         """Waits until all have ended well (None) or one has not, or none goes on."""
         self.watcher = Watcher(self.care.heartbeat, self.patience, self.spins)
-        self.stragglers = Stragglers()
         self.reshaping.begin(self.clock.monotonic(), self.places)
+        self.stragglers = Stragglers(self.reshaping.work)
         every = self.care.heartbeat / _LOOKS
         looked, looks = 0.0, 0
         for child in self.agent.endings(every):

@@ -57,9 +57,9 @@ RECORD = Record(
     bench="bench/flashflex.py",
     state="partly",
     remark="recipes are planned and trained with unequal pipelines, also those of FlashFlex's JSON, whose stages may "
-    "have unequal tensor degrees, in two pipelines too; a rank that is lost for good or stays slow is planned round, "
-    "under --hosts too; missing: figures of GPUs, and a host that stays slow seen "
-    "in namespaces; rows of 32 layers were measured at 200 Mbit/s, beside other work of lower priority",
+    "have unequal tensor degrees, in two pipelines too; a rank or host that is lost for good or stays slow is planned "
+    "round, under --hosts too; missing: figures of GPUs, and a host that stays slow seen in namespaces; measured while "
+    "other work ran at the lowest priority, from which the first rows, at 1000 Mbit/s, suffered most",
 )
 
 TENSOR = (1, 2, 4, 8)

@@ -2,7 +2,8 @@
 
 After FlashFlex (arXiv 2409.01143), which plans for unequal devices, and Acme (arXiv 2403.07648), section 6.1. The
 search and the cost model are those of any plan: each rank becomes a device of its own, slowed by what was measured.
-Where we deviate: only data-parallel ranks of one machine, and unequal pipelines (`replan_pipelines`); what slowness has
+Where we deviate: only data-parallel ranks of one machine, unequal pipelines (`replan_pipelines`) and waves of tasks
+(`replan_waves`); what slowness has
 nothing to do with (precision, micro-batch, recomputation, whether states are whole) stays as it was where that fits, so
 that only what was measured decides. Workers of optimizer nodes hold no state: they share the batch anew, on
 any machines, and nothing else changes.
@@ -23,7 +24,7 @@ from espalier.compose import Claim
 from espalier.config import EveryStep, Pin, Recompute, ShardPin
 from espalier.errors import UserError
 from espalier.plan import base as plans
-from espalier.plan import collective_time, replan_pipelines
+from espalier.plan import collective_time, replan_pipelines, replan_waves
 from espalier.plan.base import Plan
 from espalier.plan.calibrate import Calibration
 from espalier.plan.decide import decide
@@ -39,7 +40,7 @@ CLAIM = Claim(
 )
 """A run on fewer ranks, or on others, goes on from the same state: its ranks hold whole models, on one machine."""
 PIPELINES = Claim("replan_pipelines", question="replan", forbids=frozenset({"replicas differ between rounds"}))
-"""The same of unequal pipelines, which take up a checkpoint under another cut, over several machines too."""
+"""The same of unequal pipelines and waves, which take up a checkpoint under another cut, over several machines too."""
 
 WORKERS = Claim("replan_workers", question="replan", forbids=frozenset({"replicas differ between rounds"}))
 """The same of workers whose state is on optimizer nodes, on any machines."""
@@ -59,13 +60,27 @@ class Replan:
     ratio: float
 
 
+def cut(plan: Plan) -> bool:
+    """Whether its ranks hold unlike parts of the model, cut by their speeds."""
+    return replan_pipelines.pipelined(plan) or bool(plan.waves)
+
+
+def planned_work(request: Request, cluster: Cluster, plan: Plan) -> tuple[float, ...]:
+    """Of each trainer, what it computes in a step as planned, in seconds of any unit; empty: all as much, by speed."""
+    if plan.waves:
+        return replan_waves.planned_work(plan)
+    return replan_pipelines.planned_work(request, cluster, plan) if replan_pipelines.pipelined(plan) else ()
+
+
 def equal(plan: Plan) -> Speeds:
     """All as planned."""
     return Speeds((1.0,) * len(plan.ranks))
 
 
-def speeds(plan: Plan, own: Sequence[float]) -> Speeds:
+def speeds(request: Request, cluster: Cluster, plan: Plan, own: Sequence[float]) -> Speeds:
     """Of ranks that train and spend `own` seconds a step on their samples. Those that serve them count as equal."""
+    if cut(plan):
+        return replan_pipelines.relative(own, planned_work(request, cluster, plan))
     ranks = [plan.ranks[rank] for rank in plan.trainers]
     each = [seconds / (rank.share[1] - rank.share[0]) for seconds, rank in zip(own, ranks, strict=True)]
     middle = statistics.median_low(each)
@@ -94,6 +109,8 @@ def seconds(request: Request, cluster: Cluster, plan: Plan, found: Speeds) -> fl
     workers of optimizer nodes in units of a usual worker's sample: links are as before."""
     if replan_pipelines.pipelined(plan):
         return replan_pipelines.seconds(request, cluster, plan, found)
+    if request.parts:
+        return replan_waves.seconds(request, cluster, plan, found)
     if _serving(plan):
         return max(found.slower[one] * (plan.ranks[one].share[1] - plan.ranks[one].share[0]) for one in plan.trainers)
     threads = plan.ranks[0].threads
@@ -110,6 +127,8 @@ def plan_on(request: Request, cluster: Cluster, plan: Plan, kept: Sequence[int],
 
     Raises UserError where they cannot hold the run or share its batch.
     """
+    if plan.waves:
+        return replan_waves.plan_on(request, cluster, plan, kept, found)
     sharing = len({*kept}.intersection(plan.trainers))
     if not sharing or sharing > request.global_batch:
         raise UserError(

@@ -82,18 +82,23 @@ def seconds(request: Request, cluster: Cluster, plan: Plan, found: Speeds) -> fl
     return costs.step(max(one.seconds for one in made), costs.sync(made))
 
 
-def speeds(request: Request, cluster: Cluster, plan: Plan, own: Sequence[float]) -> Speeds:
-    """Of ranks that compute `own` seconds a step: over what the plan lets each compute, which differs, and over the
-    rank in the middle."""
+def planned_work(request: Request, cluster: Cluster, plan: Plan) -> tuple[float, ...]:
+    """Seconds that the plan lets each rank compute in a step."""
     costs = _costs(request, cluster, plan, range(len(plan.ranks)), Speeds((1.0,) * len(plan.ranks)))
     planned = [0.0] * len(plan.ranks)
     for one in _pipelines(plan, costs):
         for number, (group, layers, _) in enumerate(one.stages):
             each = layers * costs.layer(group) + costs.extra(group, Slot(number, len(one.stages)))
             planned[group.kind] += one.micro_batches * each
-    ratios = [taken / expected for taken, expected in zip(own, planned, strict=True)]
-    middle = statistics.median_low(ratios)
-    return Speeds(tuple(equalised(one / middle if middle > 0 else 1.0) for one in ratios))
+    return tuple(planned)
+
+
+def relative(own: Sequence[float], planned: Sequence[float]) -> Speeds:
+    """Of ranks that compute `own` seconds a step: over what the plan lets each compute, which differs, and over the
+    rank in the middle. A rank without work counts as equal."""
+    ratios = [taken / expected if expected > 0 else 0.0 for taken, expected in zip(own, planned, strict=True)]
+    middle = statistics.median_low([one for one in ratios if one > 0] or [0.0])
+    return Speeds(tuple(equalised(one / middle) if one > 0 and middle > 0 else 1.0 for one in ratios))
 
 
 def plan_on(request: Request, cluster: Cluster, plan: Plan, kept: Sequence[int], found: Speeds) -> Plan:

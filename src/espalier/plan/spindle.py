@@ -37,6 +37,7 @@ RECORD = Record(
         "plan/wave_solver.py",
         "plan/wave_placement.py",
         "plan/task_waves.py",
+        "plan/replan_waves.py",
         "stages/spindle.py",
     ),
     chosen="a recipe with several tasks or towers whose sizes differ, on more devices than the small ones can use",
@@ -47,8 +48,8 @@ RECORD = Record(
     bench="bench/spindle.py",
     state="works",
     remark="recipes of several tasks and towers are planned and trained in waves over ranks, unlike machines too, with "
-    "nested micro-batches where memory is short, and taken up under other waves; measured with parts that wait, as "
-    "four ranks on two cores have no idle time to fill",
+    "nested micro-batches where memory is short, and taken up under other waves, also when a rank is lost for good or "
+    "stays slow; measured with parts that wait, as four ranks on two cores have no idle time to fill",
 )
 
 Method = Literal["program", "greedy", "static", "sequential"]

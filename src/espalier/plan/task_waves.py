@@ -7,6 +7,7 @@ on one thread, else from its operations and the device's speed. No torch.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -19,8 +20,9 @@ from espalier.errors import UserError
 from espalier.plan import device_model, plan_summary
 from espalier.plan.base import Plan, Predicted, Rank, WaveSlice
 from espalier.plan.metaops import MetaOp, fit
-from espalier.plan.spindle import Method, WavePlan, waves
+from espalier.plan.spindle import Method, WavePlan, simulate, waves
 from espalier.plan.wave_placement import Devices
+from espalier.plan.wave_solver import Slice
 from espalier.stages.cost import NESTED_IN_FLIGHT
 
 if TYPE_CHECKING:
@@ -49,8 +51,19 @@ def alone(request: Request, cluster: Cluster) -> tuple[Request, Cluster]:
     return replace(request, parts=(), sync=EveryStep(), pin=pin), first
 
 
-def with_waves(plan: Plan, request: Request, cluster: Cluster, method: Method | None = None) -> Plan:
+def with_waves(
+    plan: Plan,
+    request: Request,
+    cluster: Cluster,
+    method: Method | None = None,
+    seats: Sequence[Place] = (),
+    found: Sequence[float] = (),
+) -> Plan:
     """The plan of one rank as one of waves over the ranks of `request`, where there are several.
+
+    Args:
+        seats: where the ranks sit; empty: machine by machine.
+        found: of each rank, how many times as slow as its seat it has shown to be; empty: as planned.
 
     Raises:
         UserError: there are more ranks than cores, or no waves fit into memory.
@@ -59,18 +72,17 @@ def with_waves(plan: Plan, request: Request, cluster: Cluster, method: Method | 
     if count == 1:
         return plan
     request = replace(request, precision=plan.precision)
-    seats = _seats(cluster, count)
+    seats = seats or _seats(cluster, count)
     limit = plan.predicted.memory_limit if plan.predicted is not None else float("inf")
-    limit *= min(map(_memory, seats)) / _memory(seats[0])
+    limit *= min(map(_memory, seats)) / _memory(first_seat(cluster))
     fixed = plan.predicted.memory_bytes.get("runtime", 0.0) if plan.predicted is not None else 0.0
-    links = _seconds_per_byte(cluster, seats)
-    devices = Devices(tuple(place.node for place in seats), limit - fixed, *links, _slower(seats, request))
-    nested, found = _fitting(request, devices, seats[0], method)
-    made = _waves(found, request.parts)
+    devices = devices_of(request, cluster, seats, found, limit - fixed)
+    nested, solved = _fitting(request, devices, first_seat(cluster), method)
+    made = _waves(solved, request.parts)
     ranks = tuple(
         Rank(share=(0, 1), device=_device(place), node=place.node, threads=request.pin.threads or 1) for place in seats
     )
-    told, alone = _reasons(found, request.parts, count), plan_summary.sentences(plan, cluster)  # of one rank
+    told, alone = _reasons(solved, request.parts, count), plan_summary.sentences(plan, cluster)  # of one rank
     if nested > 1:
         told += (
             f"The passes of {nested} micro-batches of each task are nested, as the activations of whole batches do not "
@@ -83,8 +95,40 @@ def with_waves(plan: Plan, request: Request, cluster: Cluster, method: Method | 
     if plan.predicted is None:
         return changed
     exchange, sent = _exchange(changed, request.parts, devices)
-    predicted = _predicted(plan.predicted, found, (exchange, sent), fixed, (request, count))
+    predicted = _predicted(plan.predicted, solved, (exchange, sent), fixed, (request, count))
     return msgspec.structs.replace(changed, predicted=msgspec.structs.replace(predicted, memory_limit=limit))
+
+
+def devices_of(
+    request: Request, cluster: Cluster, seats: Sequence[Place], found: Sequence[float] = (), memory: float = math.inf
+) -> Devices:
+    """The devices of ranks that sit at `seats` and are `found` times as slow as these, with `memory` bytes each."""
+    slower = _slower(seats, request, first_seat(cluster))
+    if any(one != 1 for one in found):
+        slower = tuple(one * own for one, own in zip(slower or (1.0,) * len(seats), found, strict=True))
+    return Devices(tuple(place.node for place in seats), memory, *_seconds_per_byte(cluster, seats), slower)
+
+
+def seconds(plan: Plan, request: Request, seat: Place, devices: Devices) -> float:
+    """Of the waves of `plan`, and of its sums of gradients, on other devices than it was made for; of one rank of all
+    parts. `seat`: whose seconds those of parts are."""
+    count, parts = len(devices.nodes), request.parts
+    metaops = [_metaop(one, seat, request, count, plan.nested) for one in parts]
+    if not plan.waves:
+        return sum(one.operators * one.curve(1) for one in metaops) * devices.slowest((0,))
+    planned = [
+        tuple(
+            Slice(f"{one.task}.{one.node}", one.first, one.last - one.first, len(one.ranks), one.ranks) for one in wave
+        )
+        for wave in plan.waves
+    ]
+    ends = (end for _, end in simulate(metaops, planned, devices))
+    return max(ends, default=0.0) + _exchange(plan, parts, devices)[0]
+
+
+def first_seat(cluster: Cluster) -> Place:
+    """The place whose seconds those of parts are."""
+    return _seats(cluster, 1)[0]
 
 
 def _memory(place: Place) -> float:
@@ -131,16 +175,17 @@ def _seconds_per_byte(cluster: Cluster, seats: Sequence[Place]) -> tuple[float, 
     return inside, 1 / cluster.slowest(ranks, "between").bandwidth if several else inside
 
 
-def _slower(seats: Sequence[Place], request: Request) -> tuple[float, ...]:
-    """How many times as long each seat takes as the first, of which the seconds of parts are; empty: all alike."""
+def _slower(seats: Sequence[Place], request: Request, first: Place | None = None) -> tuple[float, ...]:
+    """How many times as long each seat takes as `first` (None: the first of them), of which the seconds of parts are;
+    empty: all as long."""
 
     def speed(place: Place) -> float:
         device = place.table.device
         whole = device_model.sustained(device, request.precision) or device_model.peak(device, request.precision)
         return whole if device.kind == "cuda" else whole / max(1, place.table.cores)
 
-    found = tuple(speed(seats[0]) / speed(place) for place in seats)
-    return found if max(found) > min(found) * (1 + 1e-9) else ()
+    found = tuple(speed(first or seats[0]) / speed(place) for place in seats)
+    return found if any(abs(one - 1) > 1e-9 for one in found) else ()
 
 
 def micro_batches(one: PartCost, parts: Sequence[PartCost], nested: int) -> list[int]:

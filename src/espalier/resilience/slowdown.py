@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from espalier.resilience.straggler import FACTOR, LEAST
+from espalier.resilience.straggler import FACTOR, LEAST, leveled
 
 STAYS = 6
 """Comparisons one after the other in which the same must be found."""
@@ -51,10 +51,11 @@ class Slowness:
 
     Args:
         planned: seconds a step that the plan lets ranks wait for exchanges; None: not known, links are not judged.
+        work: of each rank, as planned (`straggler.leveled`).
     """
 
-    def __init__(self, planned: float | None = None) -> None:
-        self._planned = planned
+    def __init__(self, planned: float | None = None, work: Sequence[float] = ()) -> None:
+        self._planned, self._work = planned, work
         self._row: list[_Look] = []
 
     def take(self, usual: Sequence[float], waited: Sequence[float]) -> Evidence | None:
@@ -76,7 +77,8 @@ class Slowness:
 
     def _look(self, usual: Sequence[float], waited: Sequence[float]) -> _Look:
         own = tuple(max(0.0, step - wait) for step, wait in zip(usual, waited, strict=True))
-        middle, step, wait = statistics.median_low(own), max(usual), min(waited)
-        slow = frozenset(r for r, value in enumerate(own) if value >= FACTOR * middle and value - middle >= LEAST)
+        even = leveled(own, self._work)
+        middle, step, wait = statistics.median_low(even), max(usual), min(waited)
+        slow = frozenset(r for r, value in enumerate(even) if value >= FACTOR * middle and value - middle >= LEAST)
         link = self._planned is not None and wait >= max(LINK * self._planned, SHARE * step, LEAST)
         return _Look(slow, link, own, step, wait)

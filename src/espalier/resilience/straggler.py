@@ -1,7 +1,8 @@
 """Stragglers: finds the ranks that delay the others, by step time minus the time of waiting. Pure, no torch.
 
 After MegaScale (arXiv 2402.15627), section 5, which finds stragglers by comparing ranks' own compute times. Where we
-deviate: one factor for all, since the planner gave every rank work for the same time.
+deviate: a plan may give ranks unlike work (stages of unequal pipelines, slices of waves), by which their times are
+divided first; and one factor for all.
 """
 
 from __future__ import annotations
@@ -17,6 +18,19 @@ LOOKS = 3
 """Times in a row that it must be so."""
 
 
+LIGHTEST = 0.25
+"""Of the most work of a rank: less counts as this, since what a step takes besides would look like slowness."""
+
+
+def leveled(own: Sequence[float], work: Sequence[float]) -> Sequence[float]:
+    """Each rank's own seconds a step as if it had as much work as the one that has most. `work`: of each rank, as
+    planned, in any unit; empty: all have as much."""
+    most = max(work, default=0.0)
+    if most <= 0:
+        return own
+    return [one / max(planned / most, LIGHTEST) for one, planned in zip(own, work, strict=True)]
+
+
 def scores(own: Sequence[float]) -> list[float]:
     """Each rank's own seconds a step as a multiple of the lower median; 1 where nothing is known."""
     middle = statistics.median_low(own)
@@ -24,14 +38,17 @@ def scores(own: Sequence[float]) -> list[float]:
 
 
 class Stragglers:
-    """Looks now and then. Has state: how often each rank was slow in a row, and who was named already."""
+    """Looks now and then. Has state: how often each rank was slow in a row, and who was named already. `work`: as
+    `leveled` has it."""
 
-    def __init__(self) -> None:
+    def __init__(self, work: Sequence[float] = ()) -> None:
+        self._work = work
         self._row: dict[int, int] = {}
         self._named: set[int] = set()
 
     def look(self, own: Sequence[float]) -> list[tuple[int, float]]:
         """Ranks that are found slow now, each once, with their score. `own`: seconds a step without waits, by rank."""
+        own = leveled(own, self._work)
         found, middle = [], statistics.median_low(own)
         for rank, score in enumerate(scores(own)):
             slow = score >= FACTOR and own[rank] - middle >= LEAST

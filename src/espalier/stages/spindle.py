@@ -403,6 +403,7 @@ class Waves(Mechanism):
             context.plan.nested,
         )
         slices, messages = _slices(context), Messages(mesh.replica, places, context.device)
+        context.stalled = lambda: messages.waited
         context.schedule = WaveSchedule(mesh.rank, model, slices, messages, passes)
         self.state(context, {})
         mesh.number_groups_alike()

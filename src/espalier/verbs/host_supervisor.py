@@ -26,7 +26,7 @@ from espalier.launch.host_map import HostMap
 from espalier.launch.supervisor import RestartOptions
 from espalier.launch.supervisor_protocol import Meeting
 from espalier.launch.version_check import identity
-from espalier.plan import codecs, replan_pipelines
+from espalier.plan import codecs, replan
 from espalier.run import RunFolder
 from espalier.verbs import kept_files, prepare, run_resizer, train
 from espalier.verbs.run_start import RunStart
@@ -80,10 +80,10 @@ class Post:
             life = train.life(job)
             return lambda place: life(seated(place, recipe))
 
-        pipelined = replan_pipelines.pipelined(job.plan)
-        if ("optimizer" in team.roles or pipelined) and recipe.faults.restarts:
+        cut = replan.cut(job.plan)
+        if ("optimizer" in team.roles or cut) and recipe.faults.restarts:
             shapes = run_resizer.HostResizer(job, start, hosts, self._leave_out)
-            care = replace(care, shapes=shapes, leaves=pipelined, heard=partial(run_resizer.heard, job, start))
+            care = replace(care, shapes=shapes, leaves=cut, heard=partial(run_resizer.heard, job, start))
         return leader.run(start(job), team, care, _threads(team)) is not None
 
     def _leave_out(self, host: int) -> None:

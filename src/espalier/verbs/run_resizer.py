@@ -17,7 +17,7 @@ from espalier.errors import UserError
 from espalier.launch import base as launch
 from espalier.launch.resize import RunShape
 from espalier.plan import base as plans
-from espalier.plan import codecs, replan, replan_pipelines
+from espalier.plan import codecs, replan, replan_pipelines, replan_waves
 from espalier.plan.base import Plan
 from espalier.plan.request import Request
 from espalier.resilience.slowdown import Evidence
@@ -55,8 +55,18 @@ class RunResizer:
     def planned_wait(self) -> float | None:
         """See `Resizer.planned_wait`. Of states that are whole: others are waited for elsewhere too."""
         plan = self.job.plan
-        whole = plan.replicated and len(plan.trainers) == len(plan.ranks) and not replan_pipelines.pipelined(plan)
+        whole = plan.replicated and len(plan.trainers) == len(plan.ranks) and not replan.cut(plan)
         return plan.predicted.terms.get("all_reduce") if plan.predicted is not None and whole else None
+
+    @property
+    def planned_work(self) -> Sequence[float]:
+        """See `Resizer.planned_work`."""
+        if not replan.cut(self.job.plan):
+            return ()
+        try:
+            return replan.planned_work(self._request(), self.job.cluster, self.job.plan)
+        except UserError:
+            return ()  # the run goes on; it is only not known
 
     def without(self, ranks: Collection[int]) -> RunShape:
         """See `Resizer.without`: without further ranks, the last first, where the batch or the memory wants it so."""
@@ -78,10 +88,7 @@ class RunResizer:
         """See `Resizer.faster`. Ranks that the recipe asks for by number are all kept."""
         plan, request, cluster = self.job.plan, self._request(), self.job.cluster
         self._refuse(plan)
-        if replan_pipelines.pipelined(plan):
-            found = replan_pipelines.speeds(request, cluster, plan, evidence.own)
-        else:
-            found = replan.speeds(plan, evidence.own)
+        found = replan.speeds(request, cluster, plan, evidence.own)
         if evidence.link and self.planned_wait is not None:
             found = replan.with_link(request, cluster, plan, found, evidence.wait - self.planned_wait)
         self._offered.clear()
@@ -110,7 +117,7 @@ class RunResizer:
 
     def _refuse(self, plan: Plan) -> None:
         """Raises UserError where the run cannot go on by another plan."""
-        claim = replan.PIPELINES if replan_pipelines.pipelined(plan) else replan.CLAIM
+        claim = replan.PIPELINES if replan.cut(plan) else replan.CLAIM
         mechanisms.require_beside(self.job.resolved.recipe, plan, claim)
 
     def _where(self, option: replan.Replan) -> dict[str, Any]:
@@ -120,15 +127,16 @@ class RunResizer:
 
     def _offer(self, option: replan.Replan) -> RunShape:
         made, before = option.plan, len(self.job.plan.ranks)
-        pipelined = replan_pipelines.pipelined(made)
         samples = ", ".join(str(one.share[1] - one.share[0]) for one in map(made.ranks.__getitem__, made.trainers))
-        work = replan_pipelines.told(made) if pipelined else f"{samples} samples each step"
+        work = f"{samples} samples each step"
+        if replan.cut(self.job.plan):
+            work = replan_waves.told(made) if self.job.plan.waves else replan_pipelines.told(made)
         count = f"{len(made.ranks)} of {before}" if len(made.ranks) < before else f"all {before}"
         shape = RunShape(
             task=self._start(replace(self.job, plan=made)),
             places=launch.places(made, self.job.folder.logs),
             kept=option.kept,
-            copies=made.replicated and self.job.plan.replicated and not pipelined,
+            copies=made.replicated and self.job.plan.replicated and not replan.cut(self.job.plan),
             ratio=option.ratio,
             plan=_key(made),
             says=f"{count} ranks with {work}; by estimate a step takes {option.ratio:.2g} times as long",
@@ -146,8 +154,9 @@ class RunResizer:
 
 
 class HostResizer(RunResizer):
-    """Answers for a run over several hosts that has unequal pipelines, or whose state is on optimizer nodes: a worker
-    that is left out takes nothing with it, and who is slow stays. Has state as `RunResizer`, and the hosts as they are.
+    """Answers for a run over several hosts that has unequal pipelines or waves, or whose state is on optimizer nodes: a
+    worker that is left out takes nothing with it, and who is slow stays. Has state as `RunResizer`, and the hosts as
+    they are.
 
     Args:
         job, start: as there.
@@ -163,7 +172,7 @@ class HostResizer(RunResizer):
 
     def faster(self, evidence: Evidence) -> tuple[list[RunShape], Mapping[int, float]]:
         """See `Resizer.faster`: of workers none."""
-        return super().faster(evidence) if replan_pipelines.pipelined(self.job.plan) else ([], {})
+        return super().faster(evidence) if replan.cut(self.job.plan) else ([], {})
 
     def adopt(self, shape: RunShape) -> None:
         """See `Resizer.adopt`."""
@@ -173,7 +182,7 @@ class HostResizer(RunResizer):
         self.hosts = shape.hosts
 
     def _refuse(self, plan: Plan) -> None:
-        claim = replan.PIPELINES if replan_pipelines.pipelined(plan) else replan.WORKERS
+        claim = replan.PIPELINES if replan.cut(plan) else replan.WORKERS
         mechanisms.require_beside(self.job.resolved.recipe, plan, claim)
 
     def _possible(self, option: replan.Replan) -> bool:
@@ -196,4 +205,5 @@ def heard(job: RunStart, start: Start, told: str) -> RunShape:
 
 def _key(plan: Plan) -> str:
     cuts = (f"{one.pipeline}:{one.layers[0]}-{one.layers[1]}" for one in plan.stages)
-    return " ".join((*(f"{rank.share[0]}-{rank.share[1]}" for rank in plan.ranks), *cuts))
+    waves = (f"{one.task}.{one.node}:{one.first}-{one.last}@{one.ranks}" for wave in plan.waves for one in wave)
+    return " ".join((*(f"{rank.share[0]}-{rank.share[1]}" for rank in plan.ranks), *cuts, *waves))

@@ -5,11 +5,13 @@ tiles, and runs whatever tile has come, the others' before its own, whose tokens
 as soon as it is there. There is no barrier and no collective. Backward is the same machine with the roles turned:
 gradients of outputs go to the experts, those of inputs come back. Deviations: no capacity, so that no token is dropped;
 a token for two experts of one rank is sent once; answers are kept by choice and added up in the order of the choices,
-where the original adds atomically, so that the result has the same bits in whatever order messages come.
+where the original adds atomically, so that the result has the same bits in whatever order messages come. Where all
+ranks share memory there is little to overlap with: an expert then works on the tiles of all sources in one product.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -51,6 +53,7 @@ RECORD = Record(
     "ranks and the place of experts; never run on GPUs, and no persistent kernel for them",
 )
 
+_WHOLE = 2**62  # rows of a tile where each source's rows for an expert are one
 HEADER, REFS, WEIGHTS, ROWS = 0, 2, 4, 16
 """Tags: what goes ahead of rows, and the first tag of rows; answers have odd numbers from there, rows even ones."""
 
@@ -62,6 +65,8 @@ class FlashMoE(OverRanks):
     Attributes:
         transport: of messages among the ranks; None: shared memory on one machine, else the group's point-to-point.
         codec: of rows on their way to experts, tokens as well as gradients: `exact` or `int8` (`transport.Int8Rows`).
+        at_once: whether an expert works on the rows of all sources at once, as soon as all have come, instead of tile
+            by tile as they come; None: where all ranks share memory.
         load: rows that each expert here has got so far.
 
     Raises:
@@ -70,11 +75,14 @@ class FlashMoE(OverRanks):
 
     transport: Transport | None = None
     codec: str = "exact"
+    at_once: bool | None = None
     load: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.links: Transport = self.transport or links(self.group)
         self.rows = row_codec(self.codec)
+        near = getattr(self.links, "near", frozenset())
+        self.joins = len(near) == self.group.size() - 1 if self.at_once is None else self.at_once
         self.load = [0] * len(self.held.ranks[self.group.rank()])
 
     def _routed(self, tokens: Tokens, experts: Sequence[nn.Module]) -> Tensor:
@@ -85,8 +93,12 @@ class FlashMoE(OverRanks):
         return found
 
 
+Batch = tuple[Task, ...]
+"""Tiles of one expert that run in one product, by source."""
+
+
 class Done(NamedTuple):
-    """A tile that was run: what went in and came out, with its graph."""
+    """Tiles that were run: what went in and came out, with its graph."""
 
     rows: Tensor
     answer: Tensor
@@ -105,12 +117,13 @@ class Layer:
         self.links, self.me, self.experts, self.parameters = route.links, route.group.rank(), experts, parameters
         self.held, self.keeps, self.load, self.codec = route.held, keeps, route.load, route.rows
         self.others = [(self.me + turn) % len(route.held.ranks) for turn in range(1, len(route.held.ranks))]
+        self.joins, self.waiting = route.joins, dict[int, list[Task]]()
         self.out: list[Outgoing] = []
         self.sent: list[list[Tile]] = []
         self.tiles: dict[int, list[Tile]] = {}
         self.rows: dict[int, Tensor] = {}
         self.refs: dict[int, Tensor] = {}
-        self.done: dict[Task, Done] = {}
+        self.done: dict[Batch, Done] = {}
         self.late = PutOff()
         self.active = 1
 
@@ -119,7 +132,7 @@ class Layer:
     def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
         """[tokens x active, width] the answer to every choice."""
         self.active = chosen.shape[1]
-        rows = tile_rows(x.shape[1], x.element_size())
+        rows = _WHOLE if self.joins else tile_rows(x.shape[1], x.element_size())
         self.out = [one.on(x.device) for one in outgoing(chosen, self.held)]
         self.sent = [tiles_of(one.counts, rows) for one in self.out]
         self.tiles[self.me] = self.sent[self.me]
@@ -143,26 +156,29 @@ class Layer:
                 self.links.expect(self.refs[peer], peer, REFS, ("referred", peer))
             self._expect_rows(peer, self.rows[peer])
             now.heard(peer, [tile.until > tile.fresh for tile in tiles], len(self.refs[peer]) > 0)
+            run(None)
 
-        def run(task: Task) -> None:
-            tile = self.tiles[task.source][task.number]
-            self.load[tile.expert] += tile.stop - tile.start
-            answer = self._forward(task, tile, x)
-            self._answer(task, answer, answers)
+        def run(task: Task | None) -> None:
+            for batch in self._batches(task):
+                tiles = self._tiles(batch)
+                self.load[tiles[0].expert] += sum(_sizes(tiles))
+                for one, answer in zip(batch, self._forward(batch, tiles, x).split(_sizes(tiles)), strict=True):
+                    self._answer(one, answer, answers)
 
         self._expect_answers(answers)
         self._through(now, heard, run, answers)
         return answers
 
-    def _forward(self, task: Task, tile: Tile, x: Tensor) -> Tensor:
-        rows = self._taken(task, tile, x, self.rows)
+    def _forward(self, batch: Batch, tiles: Sequence[Tile], x: Tensor) -> Tensor:
+        taken = [self._taken(task, tile, x, self.rows) for task, tile in zip(batch, tiles, strict=True)]
+        rows = taken[0] if len(taken) == 1 else torch.cat(taken)
         # A graph of its own: recomputation of the layers around must not see in which order tiles ran.
         with torch.autograd.graph.saved_tensors_hooks(_same, _same), torch.set_grad_enabled(self.keeps), self.late:
             # With a version of its own: what comes into its source's other tiles is no change of this one.
             rows = rows.data.requires_grad_(self.keeps)
-            answer = self.experts[tile.expert](rows).to(rows.dtype)
+            answer = self.experts[tiles[0].expert](rows).to(rows.dtype)
         if self.keeps:
-            self.done[task] = Done(rows, answer)
+            self.done[batch] = Done(rows, answer)
         return answer.detach()
 
     # --- backward ----------------------------------------------------------------------------------------------------
@@ -188,21 +204,22 @@ class Layer:
                 self.links.expect(factors[peer], peer, WEIGHTS, ("referred", peer))
             self._expect_rows(peer, pulls[peer])
             now.heard(peer, [tile.until > tile.fresh for tile in tiles], bool(tiles))
-        order = {
-            Task(source, number): tile.expert
-            for source in sorted(self.tiles)
-            for number, tile in enumerate(self.tiles[source])
-        }
-        sums = FixedOrderSum(order, self.parameters)
+        sums = FixedOrderSum(self._order(), self.parameters)
 
-        def run(task: Task) -> None:
-            tile = self.tiles[task.source][task.number]
-            rows = self._taken(task, tile, pull, pulls)
-            gradient = rows * factors[task.source][tile.start : tile.stop].unsqueeze(1)
-            done, self.late.late = self.done.pop(task), []
-            mine, *others = torch.autograd.grad(done.answer, [done.rows, *self.parameters], gradient, allow_unused=True)
-            sums.add(task, others, self.late.late)
-            self._answer(task, torch.zeros_like(done.rows) if mine is None else mine, found)
+        def run(task: Task | None) -> None:
+            for batch in self._batches(task):
+                tiles = self._tiles(batch)
+                pairs = list(zip(batch, tiles, strict=True))
+                scales = (factors[one.source][tile.start : tile.stop].unsqueeze(1) for one, tile in pairs)
+                parts = [self._taken(*pair, pull, pulls) * scale for pair, scale in zip(pairs, scales, strict=True)]
+                gradient = parts[0] if len(parts) == 1 else torch.cat(parts)
+                done, self.late.late = self.done.pop(batch), []
+                wanted = [done.rows, *self.parameters]
+                mine, *others = torch.autograd.grad(done.answer, wanted, gradient, allow_unused=True)
+                sums.add(batch[0], others, self.late.late)
+                back = torch.zeros_like(done.rows) if mine is None else mine
+                for one, answer in zip(batch, back.split(_sizes(tiles)), strict=True):
+                    self._answer(one, answer, found)
 
         self._expect_answers(found)
         self._through(now, None, run, found, sums.spare)
@@ -210,7 +227,32 @@ class Layer:
             pass
         return found, sums.total()
 
+    def _order(self) -> dict[Task, int]:
+        """The expert of each tile, in the order in which gradients of weights are summed; of tiles that run at once the
+        first."""
+        found: dict[Task, int] = {}
+        for source in sorted(self.tiles):
+            for number, tile in enumerate(self.tiles[source]):
+                if not (self.joins and tile.expert in found.values()):
+                    found[Task(source, number)] = tile.expert
+        return found
+
     # --- both --------------------------------------------------------------------------------------------------------
+
+    def _batches(self, task: Task | None) -> list[Batch]:
+        """The tiles to run now that `task` is ready (None: now that another source was heard)."""
+        if not self.joins:
+            return [] if task is None else [(task,)]
+        if task is not None:
+            self.waiting.setdefault(self.tiles[task.source][task.number].expert, []).append(task)
+        if len(self.tiles) <= len(self.others):
+            return []
+        there = Counter(tile.expert for tiles in self.tiles.values() for tile in tiles)
+        whole = [expert for expert, tasks in self.waiting.items() if len(tasks) == there[expert]]
+        return [tuple(sorted(self.waiting.pop(expert))) for expert in whole]
+
+    def _tiles(self, batch: Batch) -> list[Tile]:
+        return [self.tiles[task.source][task.number] for task in batch]
 
     def _send_rows(self, x: Tensor, refs: bool) -> None:
         """The fresh rows of all tiles, in turns: every link has work from the beginning. With `refs`, these first."""
@@ -334,6 +376,11 @@ def _combined(answers: Tensor, weights: Tensor) -> Tensor:
     """The weighted sum of each token's answers, in the order of its choices and in fp32 at least."""
     by_choice = _wide(answers).view(*weights.shape, answers.shape[1])
     return torch.bmm(_wide(weights).unsqueeze(1), by_choice).squeeze(1).to(answers.dtype)
+
+
+def _sizes(tiles: Sequence[Tile]) -> list[int]:
+    """Rows of each."""
+    return [tile.stop - tile.start for tile in tiles]
 
 
 def _wide(values: Tensor) -> Tensor:
