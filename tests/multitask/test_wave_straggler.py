@@ -13,14 +13,16 @@ import pytest
 import tiny_tasks
 import torch
 
+from espalier import worker
 from espalier.config import recipe_file
 from espalier.stages import spindle
 from espalier.verbs import train
 
 STEPS = 60
 MACHINE = """[[nodes]]
+name = "here"
 device = "cpu"
-cores = 4
+cores = 1
 memory = "8GiB"
 """
 
@@ -28,10 +30,10 @@ memory = "8GiB"
 def prepared(folder: Path) -> Any:
     """A run on three ranks about to begin."""
     shutil.copy(Path(tiny_tasks.__file__), folder)
-    (folder / "cluster.toml").write_text(MACHINE)
+    (folder / "cluster.toml").write_text(3 * MACHINE)
     table = tiny_tasks.table(
         train={"steps": STEPS, "validate_every": STEPS, "precision": "fp64"},
-        plan={"cluster": str(folder / "cluster.toml"), "trial": False, "pin": {"ranks": 3, "threads": 1}},
+        plan={"cluster": str(folder / "cluster.toml"), "trial": False, "pin": {"threads": 1}},
         faults={"heartbeat": "0.1s"},
     )
     path = folder / "recipe.toml"
@@ -45,15 +47,22 @@ def prepared(folder: Path) -> Any:
 def told(monkeypatch: pytest.MonkeyPatch, folder: Path, slow: int | None) -> list[dict[str, Any]]:
     """The events of a run whose rank `slow` waits in its slices, by their operators and samples."""
     folder.mkdir()
-    job, plain = prepared(folder), spindle.WaveSchedule._forward
+    job, plain, begun = prepared(folder), spindle.WaveSchedule._forward, worker.train
+    assert len(job.plan.ranks) == 3
+    seat: list[int] = []
 
     def forward(schedule: Any, step: Any, number: int, fields: Any) -> None:
         one = schedule.slices.all[number]
         low, high = schedule._rows(number, spindle._samples(fields))
-        if torch.is_grad_enabled() and schedule.rank == slow:
+        if torch.is_grad_enabled() and seat == [slow]:
             time.sleep(0.006 * (high - low) * (one.last - one.first))
         plain(schedule, step, number, fields)
 
+    def armed(setting: Any, identity: Any) -> Any:
+        seat[:] = [setting.place.seat]
+        return begun(setting, identity)
+
+    monkeypatch.setattr(train.worker, "train", armed)
     monkeypatch.setattr(spindle.WaveSchedule, "_forward", forward)
     torch.set_num_threads(1)
     try:

@@ -273,3 +273,17 @@ def test_unlike_devices_take_their_own_time_and_the_longest_slice_the_fastest() 
     assert both.seconds == pytest.approx(6.0)
     alike = waves([big, small], Devices((0, 0), slower=(1.0, 1.0)))
     assert alike.seconds == waves([big, small], 2).seconds
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_two_devices_of_unlike_speed_are_not_faster_the_other_way_round(seed: int) -> None:
+    r = random.Random(seed)
+    slower, first = r.uniform(1.1, 8.0), r.random() < 0.5
+    metaops = [MetaOp(str(k), r.randint(1, 4), {1: r.uniform(0.5, 3.0)}) for k in range(3)]
+    devices = Devices((0, 0), slower=(slower, 1.0) if first else (1.0, slower))
+    found = waves(metaops, devices)
+    assert found.seconds == max(end for _, end in simulate(metaops, found.waves, devices))
+    other = [
+        tuple(one._replace(devices=tuple(1 - each for each in one.devices)) for one in wave) for wave in found.waves
+    ]
+    assert found.seconds <= max(end for _, end in simulate(metaops, other, devices)) * (1 + 1e-6)
