@@ -227,7 +227,7 @@ def properties(recipe: Recipe, plan: Plan) -> list[Claim]:
         (CUT_MATRICES, any(one.tensor > 1 for one in plan.stages)),
         (CUT_SEQUENCES, any(one.sequence > 1 for one in plan.stages)),
         (SPREAD_EXPERTS, len(plan.experts) > 1),
-        (CUT_LAYERS, len({one.layers for one in plan.stages}) > 1 or bool(plan.waves)),
+        (CUT_LAYERS, len({one.layers for one in plan.stages}) > 1 or plan.unequal or bool(plan.waves)),
         (COPIES, set(astuple(plan.offload)) == HERE if memory == "auto" else units.size(memory, "faults.memory") > 0),
         (LIMITED, loongtrain.limited(recipe)),
         (ROLLBACK, recipe.faults.rollback != "never"),

@@ -155,6 +155,8 @@ NOTE = degrees([([(3, 2), (4, 1)], 5), ([(4, 1)], 3)])
         NOTE,
         degrees([([(2, 2), (4, 1)], 5), ([(2, 2), (3, 1), (4, 1)], 3)]),  # each layer alike in both
         degrees([([(4, 1)], 2), ([(1, 1), (4, 4)], 6)], units=(plans.Unit(optimizer=(0, 1)),)),
+        degrees([([(4, 1)], 3), ([(4, 2)], 5)]),  # one stage each
+        degrees([([(2, 1), (4, 1)], 3), ([(4, 2)], 5)]),  # all of a pipeline's ranks share matrices
     ],
 )
 def test_pipelines_cut_matrices_over_unequal_numbers_of_ranks(

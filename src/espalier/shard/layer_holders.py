@@ -64,6 +64,8 @@ class RaggedStates:
             of_holders.setdefault(cut.peers[name], set()).add(id(parameter))
         self.members: list[Amsp] = []
         self._recut: dict[Amsp, RecutSum] = {}
+        if cut.recut:
+            _ = mesh.alone  # made before the groups of holders: ranks would else have made unlike numbers of groups
         mesh.number_groups_alike()  # ranks that share matrices have made one more
         for ranks in _everyones(list(of_holders), self._replica):  # groups are made in one order
             if ranks in of_holders:

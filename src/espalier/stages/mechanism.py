@@ -216,4 +216,4 @@ def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:
 
 
 def _several(plan: Plan) -> bool:
-    return len({one.layers for one in plan.stages}) > 1
+    return len({one.layers for one in plan.stages}) > 1 or plan.unequal

@@ -81,7 +81,7 @@ class FlashMoE(OverRanks):
     def __post_init__(self) -> None:
         self.links: Transport = self.transport or links(self.group)
         self.rows = row_codec(self.codec)
-        near = getattr(self.links, "near", frozenset())
+        near: frozenset[int] = getattr(self.links, "near", frozenset())
         self.joins = len(near) == self.group.size() - 1 if self.at_once is None else self.at_once
         self.load = [0] * len(self.held.ranks[self.group.rank()])
 
