@@ -295,16 +295,16 @@ def quality(sizes: Sizes) -> list[Row]:
             rows += [
                 decibels(f"{case}: PSNR", "plain network", pairs("psnr", same)),
                 decibels(f"{case}: PSNR of twice the steps", "plain network", pairs("psnr", twice)),
-                row(f"{case}: colour network", "plain network", "J per image", pairs("joules", twice), -1),
-                row(
-                    f"{case}: directions once a ray",
-                    "plain network, likewise",
-                    "J per image",
-                    pairs("hoisted", twice),
-                    -1,
+                *(
+                    row(f"{case}: {what}{after}", f"plain network{likewise}", "J per image", pairs(field, spiking), -1)
+                    for after, spiking in (("", same), (" after twice the steps", twice))
+                    for what, likewise, field in (
+                        ("colour network", "", "joules"),
+                        ("directions once a ray", ", likewise", "hoisted"),
+                    )
                 ),
-                row(f"{case}: all that is computed", "plain field", "J per image", pairs("counted", twice), -1),
-                row(f"{case}: and DRAM", "plain field", "J per image", pairs("moved", twice), -1),
+                row(f"{case}: all that is computed", "plain field", "J per image", pairs("counted", same), -1),
+                row(f"{case}: and DRAM", "plain field", "J per image", pairs("moved", same), -1),
             ]
             rates = [statistics.median(one.rates[layer] for one in twice) for layer in (0, 1)]
             rows.append(Row(f"{case}: spikes of a neuron and sample", "second layer", rates[1], rates[0],

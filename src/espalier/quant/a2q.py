@@ -47,7 +47,8 @@ RECORD = Record(
     state="works",
     remark="graph networks train with learned widths under a target, on whole graphs, parts over ranks, drawn "
     "neighbourhoods and graphs that are classified whole; nodes that training has not seen take the nearest pairs; "
-    "predictions read packed rows, and exports predict by themselves; accuracy is measured on Cora alone so far",
+    "predictions read packed rows, and exports predict by themselves; on Cora, 10 seeds, 64 columns: a2q "
+    "0.6 points below fp32 in a 17th of its bytes, mega 0.0 in a 17th; PubMed is not measured",
 )
 
 
