@@ -320,8 +320,10 @@ def test_trials_decide_between_one_rank_and_several():
     def fast(count):
         return lambda every: {trials.key(one): 1.0 if len(one.ranks) == count else 2.0 for one in every}
 
+    cluster, free = machines(3, 1), asked({}, None)
+    found = decide._every_step(asked({}, 3), cluster, decide.DATASHEET)
     for count in (1, 3):
-        plan = decide.decide(asked({}, None), machines(3, 1), trials=fast(count)).taken
+        plan = decide._with_graph(found, free, cluster, decide.DATASHEET, fast(count))
         assert len(plan.ranks) == count
         assert any(one.startswith("Measured steps") for one in plan.why)
 
