@@ -279,7 +279,11 @@ RECORD = Record(
     "measurement",
     law="the ragged scan equals the padded one spike for spike, and their gradients to 1e-6",
     law_test="tests/radiance/test_spikingnerf.py::test_ragged_and_padded_scans_fire_the_same_spikes",
-    state="partly",
+    bench="bench/spikingnerf.py",
+    state="works",
     remark="trained, resumed, shared by ranks and rendered like any workload, its energy told by `explain RUN "
-    "--energy`; bench/spikingnerf.py has not run whole, so that neither quality nor energy of a full scene is measured",
+    "--energy`; with 128 neurons a colour network of spikes needs 72 % less energy by the paper's formula "
+    "after as many steps as a plain one, at its PSNR, and 81 % after twice as many, part of it from fewer "
+    "samples; quality is measured on two scenes with one seed, on fields that are not trained to their "
+    "end",
 )
