@@ -1,8 +1,8 @@
 """What each of the twenty systems is for, costs, obeys, and whether it works, and what the words of a plan mean:
 `espalier explain`, docs/systems.md.
 
-A system that is built carries its record beside its code, as `RECORD = Record(...)` of plain literals; the others stand
-in records.toml. Records are read from the source text, so that explaining a system imports neither it nor torch.
+A system carries its record beside its code, as `RECORD = Record(...)` of plain literals. Records are read from the
+source text, so that explaining a system imports neither it nor torch.
 """
 
 from __future__ import annotations
@@ -78,9 +78,8 @@ def word(name: str) -> Word | None:
 
 
 def read(package: Path) -> dict[str, Record]:
-    """All records of the package in folder `package`, by name; the code's own win over those of records.toml."""
-    table = tomllib.loads((package / "records.toml").read_text(encoding="utf-8"))
-    found = {name: msgspec.convert({"name": name, **entry}, Record) for name, entry in table.items()}
+    """All records of the package in folder `package`, by name."""
+    found = {}
     for path in sorted(package.rglob("*.py")):
         text = path.read_text(encoding="utf-8")
         if text.startswith(_MARK) or f"\n{_MARK}" in text:
