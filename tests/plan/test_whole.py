@@ -140,9 +140,13 @@ def test_cut_plans_within_the_tie_are_all_tried_and_the_fastest_is_taken(cluster
     assert "10 % slower (measured 1.1 s)" in [other.loses for other in plan.runners_up]
 
 
-def test_two_cut_plans_are_tried_in_real_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_cut_plans_are_tried_in_real_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where that takes long, which here everything does, it is said."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(run_plan, "TRIAL_SECONDS", 0.05)
+    monkeypatch.setattr(run_plan, "LONG_STEP", 0.0)
     (tmp_path / "corpus").mkdir()
     for number in range(9):
         (tmp_path / "corpus" / f"{number}.txt").write_text(f"{number} and {number}\n" * 30)
@@ -159,6 +163,9 @@ def test_two_cut_plans_are_tried_in_real_ranks(tmp_path: Path, monkeypatch: pyte
     assert plan.predicted is not None
     assert plan.predicted.step_seconds in known.values()
     assert plan.predicted.step_seconds <= NEAR * min(known.values())
+    said = capsys.readouterr().err
+    assert "trying steps of " in said
+    assert "4 ranks x 1 thread, heads 2, context 2, context first, micro-batch 1" in said
 
 
 def test_all_gpus_are_used_and_others_stand_beside() -> None:

@@ -22,11 +22,15 @@ from espalier.plan import base as plans
 from espalier.plan import decision_cache
 from espalier.plan.decide import decide
 from espalier.plan.trials import Trials
+from espalier.plan.trials import key as tried_key
 from espalier.rank_setup import RankSetup
 from espalier.track import events
+from espalier.units import show_seconds
 from espalier.verbs import measurements, prepare
 from espalier.workload import Workload
 
+LONG_STEP = 5.0
+"""Of a predicted step, above which it is said that one is tried: a trial takes several."""
 TRIAL_SECONDS = 0.6
 """How long each candidate runs in each round, warm-up not counted."""
 
@@ -105,6 +109,9 @@ def choose(
         )
 
     def run(plan: plans.Plan) -> float:
+        foreseen = 0.0 if plan.predicted is None else plan.predicted.step_seconds
+        if foreseen > LONG_STEP:
+            prepare.say(f"trying steps of {show_seconds(foreseen)} with {tried_key(plan)}")
         return _seconds(plan, resolved, workload)
 
     phase = workload.phases()[0].start
