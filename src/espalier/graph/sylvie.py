@@ -60,7 +60,7 @@ RECORD = Record(
     "for bit",
     law_test="tests/graph/test_sylvie.py::test_late_rows_give_the_bits_of_a_simulator_of_stale_halos",
     bench="bench/sylvie.py",
-    state="partly",
+    state="works",
     remark="on processors; recipes train over parts with [graph.halo], and any program does with graph/halo.py; every "
     "machine opens the whole graph when a run starts, unless data.path is a folder of parts, of which each rank reads "
     "its own; networks of PyG's layers and batch normalization over all ranks too; graph.halo.bits = auto gives links "
