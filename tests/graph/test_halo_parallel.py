@@ -268,7 +268,7 @@ def test_links_carry_the_bits_that_they_have_time_for():
     assert bits(1, 1.1 * seconds[8], synchronize=0)[1] == {"between": 8}
     plan, mixed = bits(1, 1.1 * seconds[2], nodes=(0, 1, 1), synchronize=0)
     assert mixed["inside"] == 8 > mixed["between"]
-    options, peers, fresh = halo_parallel.crossings(halos.options, plan, [0, 1, 2], 1)
+    options, peers, fresh, _ = halo_parallel.crossings(halos.options, plan, [0, 1, 2], 1)
     assert fresh in (None, [False, True, True])
     assert peers == [mixed["between"], 8, 8]
     assert options.bits == mixed["between"]

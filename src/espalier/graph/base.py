@@ -6,7 +6,7 @@ the plain forms here and are replaced when a run is built.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -112,6 +112,15 @@ class MessageBlock(NamedTuple):
 def dense(rows: Rows) -> Tensor:
     """`rows` as a matrix."""
     return rows.dense() if isinstance(rows, Kept) else rows
+
+
+def joined(pieces: Sequence[Rows]) -> Rows:
+    """One behind the other."""
+    first = pieces[0]
+    if isinstance(first, Kept):
+        kept = [piece for piece in pieces if isinstance(piece, Kept)]
+        return Kept(torch.cat([one.values for one in kept]), torch.cat([one.columns for one in kept]), first.width)
+    return torch.cat([dense(piece) for piece in pieces])
 
 
 def project(rows: Rows, weight: Tensor, start: Tensor | None = None) -> Tensor:

@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from espalier.graph.data import Array, Graph
     from espalier.graph.neighbor_sampler import Style
     from espalier.graph.node_classification import NodeTask
-    from espalier.graph.workload import GraphWorkload
     from espalier.plan.base import Exchange, Plan
 
 CLAIM = Claim(
@@ -70,7 +69,6 @@ class RankPart:
     Args:
         part: of the graph that training sees; task: whose nodes are trained on.
         how: rows cross.
-        foreign: what a network that is not ours needs.
         placed: device and dtype of the model; seed: of random rounding.
     """
 
@@ -81,9 +79,8 @@ class RankPart:
         how: Crossings,
         placed: dict[str, Any],
         seed: int,
-        foreign: halo.ForeignRows | None = None,
     ) -> None:
-        self.task, (options, peers, fresh) = task, how
+        self.task, (options, peers, fresh, foreign) = task, how
         assert options.bits != "auto", "the plan has the bits"
         self.policy = (Adaptive if options.adapt else Every)(options.bits, options.synchronize)
 
@@ -201,10 +198,10 @@ class HaloParallel(Mechanism):
         halo.equip(model)
         one = next(model.parameters())
         placed = {"device": one.device, "dtype": one.dtype}
-        how = crossings(self.options, context.plan, members, group.rank())
+        how = crossings(self.options, context.plan, members, group.rank())._replace(foreign=foreign)
         if (bits := quantization_of(model)) is not None:
             bits.trains_on(part.halo.to(one.device))
-        workload.part = RankPart(part, task, how, placed, context.recipe.train.seed, foreign)
+        workload.part = RankPart(part, task, how, placed, context.recipe.train.seed)
         if self.options.adapt:
             context.meters["halo"] = workload.part.adapted
 
@@ -231,11 +228,13 @@ class Crossings(NamedTuple):
         options: `[graph.halo]`, with the bits that the plan has where they are `auto`.
         bits: of the rows from and for each rank, where they differ; None: those of `options`.
         fresh: whether those of each rank wait in every step, where others are late; None: all as `options` say.
+        foreign: what a network that is not ours needs.
     """
 
     options: HaloOptions
     bits: Sequence[int] | None = None
     fresh: Sequence[bool] | None = None
+    foreign: halo.ForeignRows | None = None
 
 
 def crossings(options: HaloOptions, plan: Plan, members: Sequence[int], rank: int) -> Crossings:
@@ -332,7 +331,7 @@ class Halos:
     cutting: Cutting
     network: Gnn | halo.ForeignRows
     options: HaloOptions
-    sampled: Callable[[], GraphWorkload] | None = None
+    sampled: Callable[[], Any] | None = None
     _known: dict[tuple[int, ...], Array] = field(default_factory=dict)
 
     def __repr__(self) -> str:

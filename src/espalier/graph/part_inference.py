@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from espalier.graph import halo, partition_folder
-from espalier.graph.base import Kept, Rows, dense
+from espalier.graph.base import Kept, Rows, dense, joined
 from espalier.graph.gnn import Gnn
 from espalier.graph.partition_folder import Part
-from espalier.graph.subgraphs import joined
 from espalier.workload import to_device
 
 

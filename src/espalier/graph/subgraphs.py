@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from espalier.errors import UserError
 from espalier.graph import neighbor_sampler
-from espalier.graph.base import Kept, MessageBlock, Rows, dense
+from espalier.graph.base import Kept, MessageBlock, Rows, dense, joined
 from espalier.graph.data import Array, Graph
 from espalier.graph.gnn import Gnn, Layer
 from espalier.graph.neighbor_sampler import ALL, Drawn, NeighborSampling, Sampler, Style
@@ -188,15 +188,6 @@ def _to(rows: Rows, placed: dict[str, Any]) -> Rows:
     if isinstance(rows, Kept):
         return Kept(rows.values.to(**placed), rows.columns.to(placed["device"]), rows.width)
     return rows.to(**placed)
-
-
-def joined(pieces: Sequence[Rows]) -> Rows:
-    """One behind the other."""
-    first = pieces[0]
-    if isinstance(first, Kept):
-        kept = [piece for piece in pieces if isinstance(piece, Kept)]
-        return Kept(torch.cat([one.values for one in kept]), torch.cat([one.columns for one in kept]), first.width)
-    return torch.cat([dense(piece) for piece in pieces])
 
 
 def _placed(block: MessageBlock, placed: dict[str, Any]) -> MessageBlock:
