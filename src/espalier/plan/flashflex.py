@@ -55,11 +55,11 @@ RECORD = Record(
     law="layers and shares are those of brute force; gradients weighted by samples equal those of one device",
     law_test="tests/stages/test_flashflex.py::test_unequal_pipelines_train_as_one_rank_does",
     bench="bench/flashflex.py",
-    state="partly",
+    state="works",
     remark="recipes are planned and trained with unequal pipelines, also those of FlashFlex's JSON, whose stages may "
     "have unequal tensor degrees, in two pipelines too; a rank or host that is lost for good or stays slow is planned "
-    "round, under --hosts too; missing: figures of GPUs, and a host that stays slow seen in namespaces; measured while "
-    "other work ran at the lowest priority, from which the first rows, at 1000 Mbit/s, suffered most",
+    "round, under --hosts too; no figures of GPUs; measured while other work ran at the lowest priority, from which "
+    "the first rows, at 1000 Mbit/s, suffered most",
 )
 
 TENSOR = (1, 2, 4, 8)
