@@ -7,6 +7,9 @@ the 60 lines of bench/plain_loop.py, and the Hugging Face Trainer with its own L
 with AdamW and clip at 1.0. Each measurement is a fresh set of forked ranks that runs a few steps; ours and every peer
 take turns, so that the machine's mood strikes all alike. Also measured: peak memory, and the time from command to first
 step.
+
+Where there is a GPU, one rank trains on it by Espalier's own plan, as do the plain loop (under autocast to bfloat16, as
+it stands and through torch.compile) and the Trainer (bf16); a row more says how far the plan's prediction was off.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
-from espalier import trainer, worker
+from espalier import accelerator, trainer, worker
 from espalier.config import defaults, recipe_file
 from espalier.errors import Interrupted
 from espalier.hardware.peak_memory import peak_memory
@@ -42,6 +45,7 @@ from table import Row, arguments, compare, publish, within
 TURN = 180.0
 """Seconds in which a contestant takes its turn, else it is ended: ranks of a plain loop may hang as they part."""
 CORES = len(os.sched_getaffinity(0))
+DEVICE = accelerator.of_rank(0)
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,7 @@ SHAPES = (
     Shape("10M-256", 6, 384, 256, 2048),
     Shape("20M-1024", 6, 512, 1024, 2048),
 )
+ON_GPU = (Shape("120M-1024", 12, 768, 1024, 32768), Shape("350M-2048", 24, 1024, 2048, 32768))
 
 
 @dataclass(frozen=True)
@@ -130,7 +135,7 @@ def ours(case: Case, steps: int) -> Measured:
             one = trainer.Trainer(setting, channel)
             with contextlib.suppress(Interrupted):
                 one.run()
-        return seconds, peak_memory(torch.device("cpu"))
+        return seconds, peak_memory(setting.device)
 
     return _summary(case, agent.run(life, launch.places(plan)))
 
@@ -199,7 +204,12 @@ def _loop(case: Case, steps: int, world: int, threads: int, wrap: Callable[..., 
     return _summary(case, agent.run(life, places))
 
 
-def plain_loop(case: Case, steps: int) -> Measured:
+def compiled(case: Case, steps: int) -> Measured:
+    """The same 60 lines, the model through torch.compile."""
+    return plain_loop(case, steps, compiled=True)
+
+
+def plain_loop(case: Case, steps: int, compiled: bool = False) -> Measured:
     """The 60 lines of bench/plain_loop.py: the same decoder in plain PyTorch, one process with a thread per core."""
     options = case.resolved.recipe.model
     names = ("width", "depth", "heads", "kv_heads", "feed_forward", "vocabulary")
@@ -210,7 +220,9 @@ def plain_loop(case: Case, steps: int) -> Measured:
         rows = [torch.cat([tokens, targets[:, -1:]], dim=1) for tokens, targets in case.batches(0, 1, steps)]
         torch.save(torch.cat(rows), data)
         rate = case.resolved.recipe.train.optimizer.learning_rate
-        request = {"sizes": sizes, "data": str(data), "batch": len(rows[0]), "micro_batch": len(rows[0])}
+        micro_batch = len(rows[0]) if DEVICE.type == "cpu" else case.plan.micro_batch
+        request = {"sizes": sizes, "data": str(data), "batch": len(rows[0]), "micro_batch": micro_batch}
+        request |= {"device": str(DEVICE), "compiled": compiled}
         file.write_text(json.dumps({**request, "threads": CORES, "learning_rate": rate}))
         program = Path(__file__).parent / "plain_loop.py"
         done = subprocess.run([sys.executable, program, file], capture_output=True, text=True, check=False, timeout=600)
@@ -240,7 +252,9 @@ def hf_trainer(case: Case, steps: int) -> Measured:
         request = {
             "shape": shape,
             "data": str(data),
-            "batch": len(rows[0]),
+            "batch": len(rows[0]) if DEVICE.type == "cpu" else case.plan.micro_batch,
+            "accumulate": 1 if DEVICE.type == "cpu" else len(rows[0]) // case.plan.micro_batch,
+            "device": DEVICE.type,
             "steps": steps,
             "threads": CORES,
             "learning_rate": case.resolved.recipe.train.optimizer.learning_rate,
@@ -268,6 +282,8 @@ PEERS = {
     "plain-loop": plain_loop,
     "hf-trainer": hf_trainer,
 }
+if DEVICE.type != "cpu":
+    PEERS = {"plain-loop": plain_loop, "plain-loop, compiled": compiled, "hf-trainer": hf_trainer}
 
 
 # --- the measurements --------------------------------------------------------------------------------------------
@@ -285,8 +301,8 @@ def throughput(case: Case, pairs: int, steps: int, note: str) -> list[Row]:
         }
         print(f"  {case.shape.name}: " + ", ".join(f"{name} {said}" for name, said in last.items()))
     plan = f"{len(case.plan.ranks)}x{case.plan.ranks[0].threads}"
-    label = f"{case.shape.name} (ours {plan}){note}"
-    rows = []
+    label = f"{case.shape.name} (ours {plan}, {case.plan.precision}){note}"
+    rows = [_predicted(case, label, found["ours"])] if DEVICE.type != "cpu" else []
     for name in PEERS:
         both = [(a, b) for a, b in zip(found["ours"], found[name], strict=True) if a is not None and b is not None]
         late = f", {pairs - len(both)} of {pairs} turns left out: not done in {TURN:.0f} s" if len(both) < pairs else ""
@@ -295,10 +311,17 @@ def throughput(case: Case, pairs: int, steps: int, note: str) -> list[Row]:
             continue
         speeds = [(a.tokens_per_second, b.tokens_per_second) for a, b in both]
         rows.append(compare(label + late, name, "tokens/s", speeds))
-        if name in ("ddp", "plain-loop"):
+        if name in ("ddp", "plain-loop") or DEVICE.type != "cpu":
             memory = [(a.memory / 2**20, b.memory / 2**20) for a, b in both]
             rows.append(compare(label + late, name, "MiB peak, all ranks", memory, higher_is_better=False))
     return rows
+
+
+def _predicted(case: Case, label: str, turns: list[Measured | None]) -> Row:
+    """Seconds of a step beside the plan's."""
+    said = case.plan.predicted.step_seconds
+    seconds = [(case.shape.batch_tokens / one.tokens_per_second, said) for one in turns if one is not None]
+    return compare(f"{label}: a step, as planned", "prediction", "s", seconds, higher_is_better=False)
 
 
 def turn(contestant: Callable[[Case, int], Measured], case: Case, steps: int) -> Measured | None:
@@ -364,14 +387,15 @@ def main() -> None:
     wanted = arguments(__doc__ or "", only={"help": "names of shapes, or first-step"})
     torch.set_num_threads(1)
     note = ", quick" if wanted.quick else ""
-    every = [shape.name for shape in (SHAPES[:2] if wanted.quick else SHAPES)] + ["first-step"]
+    known = SHAPES if DEVICE.type == "cpu" else ON_GPU
+    every = [shape.name for shape in (known[:2] if wanted.quick else known)] + ["first-step"]
     asked = wanted.only.split(",") if wanted.only else every
-    shapes = [shape for shape in SHAPES if shape.name in asked]
+    shapes = [shape for shape in known if shape.name in asked]
     pairs = wanted.pairs or (3 if wanted.quick else 15)
     rows = []
     for shape in shapes:
         case = make_case(shape, Path())
-        rows += throughput(case, pairs, 5, note)
+        rows += throughput(case, pairs, 5 if DEVICE.type == "cpu" else 12, note)
     if "first-step" in asked:
         rows += first_step(3 if wanted.quick else 5, note)
     publish(rows, wanted.json)

@@ -63,15 +63,18 @@ class Decoder(nn.Module):
 def train(request: dict[str, Any]) -> tuple[list[float], int]:
     """Seconds of each step, and the parameters trained."""
     torch.set_num_threads(request["threads"])
+    device = torch.device(request.get("device", "cpu"))
     rows = torch.load(request["data"], weights_only=True)
-    model = Decoder(request["sizes"])
+    model = Decoder(request["sizes"]).to(device)
+    run = torch.compile(model) if request.get("compiled") else model
     optimizer = torch.optim.AdamW(model.parameters(), request["learning_rate"], weight_decay=0.1, fused=True)
     seconds = []
     for batch in rows.split(request["batch"]):
         begun = time.perf_counter()
         optimizer.zero_grad(set_to_none=True)
-        for part in batch.split(request["micro_batch"]):
-            loss = F.cross_entropy(model(part[:, :-1]).flatten(0, 1), part[:, 1:].flatten())
+        for part in batch.to(device).split(request["micro_batch"]):
+            with torch.autocast(device.type, torch.bfloat16, enabled=device.type != "cpu"):
+                loss = F.cross_entropy(run(part[:, :-1]).flatten(0, 1), part[:, 1:].flatten())
             (loss * len(part) / len(batch)).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -83,6 +86,7 @@ def train(request: dict[str, Any]) -> tuple[list[float], int]:
 if __name__ == "__main__":
     from espalier.hardware.peak_memory import peak_memory
 
-    seconds, parameters = train(json.loads(Path(sys.argv[1]).read_text()))
-    memory = peak_memory(torch.device("cpu"))
+    request = json.loads(Path(sys.argv[1]).read_text())
+    seconds, parameters = train(request)
+    memory = peak_memory(torch.device(request.get("device", "cpu")))
     print(json.dumps({"seconds": seconds, "memory": memory, "parameters": parameters}))

@@ -94,13 +94,20 @@ def test_a_machine_without_an_accelerator_computes_on_its_processor(monkeypatch:
 
 def test_another_maker_s_accelerator_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     assert accelerator.of_rank(0) == torch.device("cpu")
+
+
+def test_counting_does_not_start_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`is_available` does, and ranks forked afterwards could not use it (seen on an H100)."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: pytest.fail("the driver was started"))
+    assert accelerator.available()
+    assert accelerator.of_rank(3) == torch.device("cuda", 1)
 
 
 def test_a_rank_that_sees_its_own_gpu_only_uses_that(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     assert accelerator.of_rank(5) == torch.device("cuda", 0)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)

@@ -47,7 +47,10 @@ def options_of(wanted: dict[str, Any]) -> Any:
         max_grad_norm=1.0,
         optim="adamw_torch_fused",
         lr_scheduler_type="constant",
-        use_cpu=True,
+        use_cpu=wanted["device"] == "cpu",
+        bf16=wanted["device"] != "cpu",
+        gradient_accumulation_steps=wanted["accumulate"],
+        dataloader_num_workers=2 if wanted["device"] != "cpu" else 0,
         report_to=[],
         logging_steps=1,
         save_strategy="no",
@@ -69,13 +72,13 @@ def main() -> None:
 
         def on_step_end(self, *args: object, **kwargs: object) -> None:
             self.seconds.append(time.perf_counter() - self.begun)
-            peak_memory(torch.device("cpu"))  # looks as often as ours
+            peak_memory(torch.device(wanted["device"]))  # looks as often as ours
 
     rows = torch.load(wanted["data"])
     clock = Clock()
     model = model_of(wanted["shape"], rows.shape[1])
     Trainer(model=model, args=options_of(wanted), train_dataset=Rows(rows), callbacks=[clock]).train()
-    memory = peak_memory(torch.device("cpu"))
+    memory = peak_memory(torch.device(wanted["device"]))
     print(json.dumps({"seconds": clock.seconds, "memory": memory}))
 
 

@@ -6,6 +6,8 @@ accelerator of a machine (`mps`, `xpu`) is left alone: its kernels and collectiv
 
 from __future__ import annotations
 
+import os
+import warnings
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,14 +19,15 @@ CPU = torch.device("cpu")
 
 
 def available() -> bool:
-    """Whether there is one that Espalier computes on. Does not start its driver, so that ranks can be forked after."""
-    found = torch.accelerator.current_accelerator()
-    return found is not None and found.type == KIND and torch.accelerator.is_available()
+    """Whether there is one that Espalier computes on."""
+    return count() > 0
 
 
 def count() -> int:
-    """How many there are. Does not start the driver."""
-    return torch.accelerator.device_count() if available() else 0
+    """How many there are. NVML counts them, which does not start the driver, so that ranks can be forked after:
+    `torch.accelerator.is_available` starts it."""
+    found = torch.accelerator.current_accelerator()
+    return torch.accelerator.device_count() if found is not None and found.type == KIND else 0
 
 
 def of_rank(local_rank: int) -> torch.device:
@@ -49,9 +52,23 @@ def current() -> torch.device:
 
 
 def select(device: torch.device) -> None:
-    """Makes it the current one of this process; the processor needs no such thing."""
+    """Makes it the current one of this process; the processor needs no such thing.
+
+    Two runs of one seed then have the same bits: what has a deterministic form takes it. Convolutions in float32 are
+    not rounded to TF32 unless that was asked for.
+    """
     if is_on(device):
         torch.accelerator.set_device_index(device.index or 0)
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # with other workspaces cuBLAS's sums vary
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        warnings.filterwarnings("ignore", ".*does not have a deterministic implementation", UserWarning)
+        round_convolutions(False)
+
+
+def round_convolutions(on: bool) -> None:
+    """Whether convolutions round float32 to TF32, as PyTorch has them do."""
+    torch.backends.cudnn.conv.fp32_precision = "tf32" if on else "ieee"
 
 
 def selected(device: torch.device) -> AbstractContextManager[Any]:

@@ -135,6 +135,7 @@ class Tf32(Mechanism):
     def wrap(self, context: Build) -> None:
         """Tells torch, for this process."""
         torch.set_float32_matmul_precision("high")
+        accelerator.round_convolutions(True)
 
 
 PRECISIONS: Mapping[str, type[Mechanism]] = {"bf16": Autocast, "fp16": Fp16, "tf32": Tf32}

@@ -56,8 +56,8 @@ LONGEST = timedelta(days=1)
 
 
 @contextlib.contextmanager
-def joined(place: launch.RankSpec, timeout: float, *, mixed: bool = False) -> Iterator[dist.ProcessGroup | None]:
-    """This rank's Channel to the others, or None when it is alone. `mixed`: some compute on CPUs, some on GPUs."""
+def joined(place: launch.RankSpec, timeout: float, *, staged: bool = False) -> Iterator[dist.ProcessGroup | None]:
+    """This rank's Channel to the others, or None when it is alone. `staged`: see `Plan.staged`."""
     torch.set_num_threads(place.threads)
     malloc_trim.keep_freed()
     device = torch.device(place.device)
@@ -70,7 +70,7 @@ def joined(place: launch.RankSpec, timeout: float, *, mixed: bool = False) -> It
     ]
     if loopback:  # Gloo listens where the ranks meet, not at the address of the machine's name
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
-    inner = "staged" if mixed else "nccl" if accelerator.is_on(device) else "gloo"
+    inner = "staged" if staged else "nccl" if accelerator.is_on(device) else "gloo"
     # Keys of a dead attempt would lead to its addresses.
     store = PrefixStore(place.keys, launch.store(place, timeout))
     channel = comm.connect(store, place.rank, place.world, timeout=max(timeout, place.patience), inner=inner)
@@ -119,7 +119,7 @@ def train(
             do="a plan whose ranks are all trainers",
         )
     timeout = units.seconds(setting.recipe.comm.timeout, "comm.timeout")
-    with joined(place, timeout, mixed=setting.plan.mixed) as channel:
+    with joined(place, timeout, staged=setting.plan.staged) as channel:
         if identity is not None:
             version_check.compare(identity, channel)
         return program(setting, channel)

@@ -65,6 +65,10 @@ def test_a_sharded_model_trains_the_same_through_host_memory(factors: ShardFacto
         same(staged, plain, bitwise=True)
 
 
-def test_a_plan_of_both_kinds_says_so() -> None:
-    assert Plan(ranks=(Rank(device="cpu"), Rank(device="cuda:0"))).mixed
-    assert not Plan(ranks=(Rank(device="cuda:1"), Rank(device="cuda:0"))).mixed
+def test_ranks_of_both_kinds_or_of_one_gpu_go_through_host_memory() -> None:
+    assert Plan(ranks=(Rank(device="cpu"), Rank(device="cuda:0"))).staged
+    assert Plan(ranks=(Rank(device="cuda:0"), Rank(device="cuda:0"))).staged
+    assert not Plan(ranks=(Rank(device="cuda:1"), Rank(device="cuda:0"))).staged
+    assert not Plan(ranks=(Rank(device="cuda:0"), Rank(device="cuda:0", node=1))).staged
+    assert not Plan(ranks=(Rank(device="cuda:0"), Rank(role="optimizer"))).staged
+    assert not Plan(ranks=(Rank(), Rank())).staged

@@ -92,8 +92,8 @@ def test_kernels_compile_for_gpus(capability: int, width: int) -> None:
     packing |= {"length": "i32", "key": "i64", "ceiling": "fp32"}
     unpacking = {"scales_ptr": "*fp32", "codes_ptr": "*u8", "values_ptr": "*fp32", "length": "i32"}
     for kernel, arguments, constants in (
-        (bits_gpu.pack_blocks, packing, {"BITS": width, "DRAWN": False}),
-        (bits_gpu.pack_blocks, packing, {"BITS": width, "DRAWN": True}),
+        (bits_gpu.pack_blocks, packing, {"BITS": width, "DRAWN": False, "EACH": bits_gpu.EACH[width]}),
+        (bits_gpu.pack_blocks, packing, {"BITS": width, "DRAWN": True, "EACH": bits_gpu.EACH[width]}),
         (bits_gpu.unpack_blocks, unpacking, {"BITS": width}),
     ):
         signature = {**arguments, **dict.fromkeys(constants, "constexpr")}

@@ -77,9 +77,9 @@ def main(cores: int, seconds: float) -> Table:
     busy = os.getloadavg()[0] > cores + 0.5  # more was runnable than there are cores
     if torch.version.cuda is not None:
         _say("measuring CUDA devices")
-        result |= _together(1, lambda _gate, _index: _cuda(seconds))[0]
+        result |= together(1, lambda _gate, _index: _cuda(seconds))[0]
     if not result.get("cuda"):
-        low = _together(1, lambda _gate, _index: _low(seconds))[0]["fast"]
+        low = together(1, lambda _gate, _index: _low(seconds))[0]["fast"]
         for processes, threads in settings(cores):
             _say(f"multiplying matrices in {processes} process(es) of {threads} thread(s)")
             _add(result, (processes, threads), asked(processes * threads == 1, low), seconds, busy)
@@ -118,7 +118,7 @@ def _add(result: Table, setting: tuple[int, int], asked: Sequence[Asked], second
     """
     processes, threads = setting
     rounds = BUSY_ROUNDS if busy else ROUNDS
-    parts = _together(processes, lambda gate, _index: _processor(gate, setting, asked, (seconds, rounds)))
+    parts = together(processes, lambda gate, _index: _processor(gate, setting, asked, (seconds, rounds)))
     alone = {tuple(row[:5]): row[-1] for row in result["rates"] if row[5:7] == [1, 1]} if busy else {}
     for rows in zip(*(part["rates"] for part in parts), strict=True):
         mean = sum(row[-1] for row in rows) / len(rows)
@@ -285,7 +285,7 @@ def _peer() -> float:
 # --- many processes ----------------------------------------------------------------------------------------------
 
 
-def _together(processes: int, job: Callable[[Gate, int], Table]) -> list[Table]:
+def together(processes: int, job: Callable[[Gate, int], Table]) -> list[Table]:
     """What `job(gate, index)` returns in each of `processes` forked processes; `gate()` waits for all of them."""
     context = mp.get_context("fork")
     barrier = context.Barrier(processes)
@@ -322,7 +322,7 @@ def _loopback() -> tuple[Table | None, list[str]]:
     """The link between two gloo ranks on this machine; None with a note when gloo cannot start here."""
     with tempfile.TemporaryDirectory() as folder:
         try:
-            return _together(2, lambda _gate, index: _gloo(folder, index))[0], []
+            return together(2, lambda _gate, index: _gloo(folder, index))[0], []
         except (EOFError, OSError) as error:  # a rank that died closes its pipe
             return None, [f"link: gloo over loopback could not be measured ({error or 'its process ended'})"]
 

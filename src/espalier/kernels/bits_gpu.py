@@ -1,4 +1,4 @@
-"""Blocks of values to codes of 8, 4 or 1 bits on a GPU, in Triton: see bits.py. A block of 256 values is a program.
+"""Blocks of values to codes of 8, 4 or 1 bits on a GPU, in Triton: see bits.py. Programs pack several blocks of 256 values.
 
 Bit for bit what bits_cpu.py writes (one bit rounded to nearest: its mean may be summed in another order): divisions are
 IEEE's, nothing is fused, and values are rounded by adding 1.5 * 2^23.
@@ -12,6 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 _OPTIONS = {"num_warps": 1, "enable_fp_fusion": False}
+EACH = {8: 1, 4: 8, 1: 8}
+"""Blocks that a program packs, by bits. On an H100 64 Mi values took 0.21 ms in 4 bits and 0.19 in 1 by eights, and 0.24
+and 0.28 one by one; in 8 bits 0.34 and 0.24."""
 
 
 @triton.jit
@@ -24,37 +27,39 @@ def _noise(index, key):  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["length", "key"])  # type: ignore[untyped-decorator]
-def pack_blocks(x_ptr, scales_ptr, codes_ptr, bad_ptr, length, key, ceiling, BITS: tl.constexpr, DRAWN: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
-    """Scale and codes of block `program_id`; 1 in `bad` where a value is not finite."""
-    block = tl.program_id(0).to(tl.int64)
+def pack_blocks(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
+    x_ptr, scales_ptr, codes_ptr, bad_ptr, length, key, ceiling, BITS: tl.constexpr, DRAWN: tl.constexpr, EACH: tl.constexpr
+):
+    """Scales and codes of `EACH` blocks; 1 in `bad` where a value is not finite."""
+    block = tl.program_id(0).to(tl.int64) * EACH + tl.arange(0, EACH)
     first = block * 256
-    count = tl.minimum(length - first, 256)
+    count = tl.minimum(tl.maximum(length - first, 0), 256)
     place = tl.arange(0, 256)
-    x = tl.load(x_ptr + first + place, mask=place < count, other=0.0)
-    high = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
-    tl.store(bad_ptr + block, (high >= 0x7F800000).to(tl.uint8))
+    x = tl.load(x_ptr + first[:, None] + place[None, :], mask=place[None, :] < count[:, None], other=0.0)
+    high = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+    tl.store(bad_ptr + tl.zeros((EACH,), tl.int32), tl.full((EACH,), 1, tl.uint8), mask=high >= 0x7F800000)
     top = high.to(tl.float32, bitcast=True)
     some = (top >= 3.009265538105056e-36) & (high < 0x7F800000)  # 2^-118
     levels: tl.constexpr = 127.0 if BITS == 8 else 7.0 if BITS == 4 else 1.0
     divisor = tl.where(some, top, 1.0)
     scale = tl.where(some, tl.minimum(tl.div_rn(divisor, levels), ceiling), 0.0)
-    inverse = tl.where(some, tl.div_rn(tl.full((), levels, tl.float32), divisor), 0.0)
+    inverse = tl.where(some, tl.div_rn(tl.full((EACH,), levels, tl.float32), divisor), 0.0)
     if BITS == 1 and not DRAWN:
-        mean = (tl.sum(tl.abs(x).to(tl.float64), 0) / count.to(tl.float64)).to(tl.float32)
+        mean = (tl.sum(tl.abs(x).to(tl.float64), 1) / tl.maximum(count, 1).to(tl.float64)).to(tl.float32)
         scale = tl.where(some, mean, 0.0)
-    tl.store(scales_ptr + block, scale)
+    tl.store(scales_ptr + block, scale, mask=count > 0)
 
-    each: tl.constexpr = 32 * BITS
+    width: tl.constexpr = 32 * BITS
     stride = (count * BITS + 7) // 8
-    byte = tl.arange(0, each)
-    out = tl.zeros((each,), tl.int32)
+    byte = tl.arange(0, width)
+    out = tl.zeros((EACH, width), tl.int32)
     for lane in tl.static_range(8 // BITS):
-        here = byte + lane * stride
-        valid = (byte < stride) & (here < count)
-        value = tl.load(x_ptr + first + here, mask=valid, other=0.0)
-        scaled = tl.where(some, value, 0.0) * inverse
+        here = byte[None, :] + lane * stride[:, None]
+        valid = (byte[None, :] < stride[:, None]) & (here < count[:, None])
+        value = tl.load(x_ptr + first[:, None] + here, mask=valid, other=0.0)
+        scaled = tl.where(some[:, None], value, 0.0) * inverse[:, None]
         if DRAWN:
-            noise = _noise(first + here, key)
+            noise = _noise(first[:, None] + here, key)
             if BITS == 1:
                 code = (scaled + (noise + noise - 1.0) >= 0).to(tl.int32)
             else:
@@ -66,7 +71,8 @@ def pack_blocks(x_ptr, scales_ptr, codes_ptr, bad_ptr, length, key, ceiling, BIT
         if BITS == 4:
             code = (code + 8) & 15
         out |= tl.where(valid, (code & 255) << (lane * BITS), 0)
-    tl.store(codes_ptr + block * each + byte, out.to(tl.uint8), mask=byte < stride)
+    to = codes_ptr + block[:, None] * width + byte[None, :]
+    tl.store(to, out.to(tl.uint8), mask=byte[None, :] < stride[:, None])
 
 
 @triton.jit(do_not_specialize=["length"])  # type: ignore[untyped-decorator]
@@ -97,14 +103,16 @@ def pack(x: Tensor, bits: int, key: int, scales: Tensor, codes: Tensor) -> bool:
     used). Asking that waits for the GPU."""
     if not x.numel():
         return False
-    bad = torch.empty(scales.numel(), dtype=torch.uint8, device=x.device)
+    bad = torch.zeros(1, dtype=torch.uint8, device=x.device)
     levels = {8: 127.0, 4: 7.0, 1: 1.0}[bits]
     ceiling = float((torch.tensor(3.4028234663852886e38) / levels).double() * (1 - 2.0**-23))
     with torch.cuda.device_of(x):
-        pack_blocks[scales.numel(),](
-            x, scales, codes, bad, x.numel(), max(key, 0), ceiling, BITS=bits, DRAWN=key >= 0, **_OPTIONS
+        each = EACH[bits]
+        options = {**_OPTIONS, "num_warps": 1 if each == 1 else 4}
+        pack_blocks[-(-scales.numel() // each),](
+            x, scales, codes, bad, x.numel(), max(key, 0), ceiling, BITS=bits, DRAWN=key >= 0, EACH=each, **options
         )
-    return bool(bad.any())
+    return bool(bad.item())
 
 
 def unpack(scales: Tensor, codes: Tensor, bits: int, values: Tensor) -> None:

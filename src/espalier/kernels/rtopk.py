@@ -36,7 +36,7 @@ RECORD = Record(
     law_test="tests/kernels/test_rtopk.py::test_fast_form_finds_the_values_of_torch_topk",
     bench="bench/rtopk.py",
     state="works",
-    remark="on CPUs with AVX2 or AVX-512; the Triton form is checked in the interpreter and compiled, not yet timed",
+    remark="on CPUs with AVX2 or AVX-512; on an H100 the Triton form takes 0.10 to 0.78 of torch.topk's time in float32",
 )
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -58,8 +58,9 @@ _SERIAL = 65536
 _FEW = 128
 """So few elements are sorted in no time. Up to this width torch's maximum takes less time than a search: at 64, 240 µs
 for 1563 rows, against 370."""
-_WIDEST_ON_GPU = 8192
-"""A row is held in the registers of one block."""
+_WIDEST_ON_GPU = {torch.float32: 8192, torch.bfloat16: 4096, torch.float16: 4096}
+"""A row is held in the registers of one block. On an H100 rows of 8192 take torch 1.3 to 1.6 times as long in float32, but
+in bfloat16 mostly less."""
 
 
 _ENOUGH = 1100
@@ -208,7 +209,7 @@ def _is_small(elements: int, width: int, k: int) -> bool:
 
 
 def _wins_on_gpu(x: Tensor, k: int, max_iterations: int | None, sorted: bool) -> bool:
-    fits = x.dtype in KINDS and 0 < k < x.shape[-1] <= _WIDEST_ON_GPU and x.numel() >= _SMALL
+    fits = x.dtype in KINDS and 0 < k < x.shape[-1] <= _WIDEST_ON_GPU[x.dtype] and x.numel() >= _SMALL
     return fits and not _transformed(x)
 
 

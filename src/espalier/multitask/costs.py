@@ -7,11 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
+from espalier import accelerator
+from espalier.hardware import measure
 from espalier.multitask.towers import Multitask
 from espalier.workload import HEAD
 from espalier.workload_row import PartCost
@@ -25,7 +28,20 @@ LAUNCHES = 60
 
 
 def parts(model: Multitask, batches: Sequence[Mapping[str, Tensor]], measures: bool) -> tuple[PartCost, ...]:
-    """The parts of all tasks with their costs, from a batch of each task."""
+    """The parts of all tasks with their costs, from a batch of each task.
+
+    Where there are GPUs, a pass backward starts threads for them, and ranks are forked later: a child does it.
+    """
+    if not accelerator.available():
+        return _parts(model, batches, measures)
+
+    def apart(gate: measure.Gate, index: int) -> measure.Table:
+        return {"parts": [msgspec.to_builtins(one) for one in _parts(model, batches, measures)]}
+
+    return msgspec.convert(measure.together(1, apart)[0]["parts"], tuple[PartCost, ...])
+
+
+def _parts(model: Multitask, batches: Sequence[Mapping[str, Tensor]], measures: bool) -> tuple[PartCost, ...]:
     threads, found = torch.get_num_threads(), list[PartCost]()
     torch.set_num_threads(1)
     try:

@@ -297,9 +297,11 @@ class Plan(PlanStruct, frozen=True):
         return tuple(index for index, rank in enumerate(self.ranks) if rank.role == "trainer")
 
     @property
-    def mixed(self) -> bool:
-        """Whether some ranks compute on processors and some on GPUs."""
-        return len({self.ranks[index].device.split(":")[0] for index in self.trainers}) > 1
+    def staged(self) -> bool:
+        """Whether messages of GPUs go through host memory, as NCCL has no way for them: some ranks compute on
+        processors, or share a GPU."""
+        on_gpus = [(one.node, one.device) for one in map(self.ranks.__getitem__, self.trainers) if one.device != "cpu"]
+        return 0 < len(on_gpus) < len(self.trainers) or len(set(on_gpus)) < len(on_gpus)
 
     @property
     def unequal(self) -> bool:

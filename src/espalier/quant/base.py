@@ -346,7 +346,7 @@ class MemoryTarget:
 
     def shift(self) -> float:
         """See the class; found anew when widths have changed."""
-        now, (target, before, found) = [one.allocator.raw_bits.detach() for one in self.layers], self._known
+        now, (target, before, found) = [one.allocator.raw_bits.detach().cpu() for one in self.layers], self._known
         if target != self.target or not before or not all(map(torch.equal, now, before)):
             found = self._least_shift()
             self._known = (self.target, [one.clone() for one in now], found)

@@ -47,7 +47,7 @@ def spread(context: Build) -> spreading.Spread:
     recipe, plan, mesh = context.recipe, context.plan, context.mesh
     assert context.model is not None
     low = LOW.get(plan.precision) if any(unit.optimizer for unit in plan.units) else None
-    nccl = context.device.type == "cuda" and not plan.mixed  # finds the way through machines by itself
+    nccl = context.device.type == "cuda" and not plan.staged  # finds the way through machines by itself
     ranks = mesh.mesh.same_parameters(mesh.rank)
     return spreading.Spread(
         factors=spreading.factors(plan.units),

@@ -10,6 +10,7 @@ from espalier import graph
 from espalier.errors import UserError
 from espalier.graph.torchgt import attention as operator
 from espalier.graph.torchgt import pattern as patterns
+from espalier.graph.torchgt import edge_attention
 from espalier.graph.torchgt.attention import AttentionPlan, attention, reference
 from espalier.graph.torchgt.over_ranks import RankedAttention
 from espalier.graph.torchgt.pattern import Additions, Pattern, pattern
@@ -61,6 +62,22 @@ def test_every_plan_is_dense_masked_attention_in_float64(shape, kind, biased):
     wanted = outcome(lambda: reference(q, k, v, known, bias), leaves, gradient)
     for plan in PLANS:
         compare(outcome(lambda p=plan: attention(q, k, v, known, bias=bias, plan=p), leaves, gradient), wanted, 1e-10)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("kind", PATTERNS)
+@pytest.mark.parametrize("gathered", [1 << 26, 99])
+def test_attention_of_accelerators_is_dense_masked_attention_in_float64(monkeypatch, gathered, kind, biased):
+    """Its rows in one piece, and in many."""
+    monkeypatch.setattr(edge_attention, "GATHERED", gathered)
+    known = made(37, 150, PATTERNS[kind])
+    q, k, v = inputs(known.tokens, 3, 5)
+    bias = torch.randn(known.entries, 3, dtype=torch.float64, requires_grad=True) if biased else None
+    leaves, gradient = [q, k, v, *([bias] if biased else [])], torch.randn_like(q)
+    wanted = outcome(lambda: reference(q, k, v, known, bias), leaves, gradient)
+    entries = known.on(torch.device("cpu"))
+    found = outcome(lambda: edge_attention.EdgeAttention.apply(q, k, v, bias, entries), leaves, gradient)
+    compare(found, wanted, 1e-10)
 
 
 def test_the_reference_is_scaled_dot_product_attention():

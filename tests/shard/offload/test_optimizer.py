@@ -37,7 +37,7 @@ def gradients(parameters, step, missing=()):
     draw = torch.Generator().manual_seed(step)
     for one in parameters:
         grad = torch.randn(one.tensor.shape, dtype=one.tensor.dtype, generator=draw)
-        one.tensor.grad = None if (one.name, step) in missing else grad
+        one.tensor.grad = None if (one.name, step) in missing else grad.to(one.tensor.device)
 
 
 def build(options, parameters, group):
@@ -55,7 +55,7 @@ def values(optimizer):
 
 def same(one, other):
     assert one.keys() == other.keys()
-    assert all(torch.equal(one[key], other[key]) for key in one)
+    assert all(torch.equal(one[key].cpu(), other[key].cpu()) for key in one)
 
 
 def compare(folder, options, shapes, chunk, dtype=torch.float32, missing=(), steps=4, kept=0):

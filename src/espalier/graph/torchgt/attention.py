@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from espalier.errors import UserError, nearest
 from espalier.graph.torchgt.pattern import Divided, Pattern, Windows
 from espalier.kernels.merge import merge
+from espalier.graph.torchgt.edge_attention import EdgeAttention
 from espalier.sparse import CSR
 
 Plan = Literal["auto", "edge", "block", "hybrid"]
@@ -69,7 +70,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, **options: Unpa
         mask = None if bias is None else bias[None]
         return F.scaled_dot_product_attention(one, two, three, attn_mask=mask)[0].transpose(0, 1)
     if q.device.type != "cpu":
-        return reference(q, k, v, pattern, bias)
+        gathered: Tensor = EdgeAttention.apply(q, k, v, bias, pattern.on(q.device))
+        return gathered
     found: Tensor = _Attention.apply(q, k, v, bias, (pattern, chosen))
     return found
 

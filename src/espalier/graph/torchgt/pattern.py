@@ -22,6 +22,7 @@ from torch import Tensor
 
 from espalier.cache_dir import cache_folder, hashed
 from espalier.errors import UserError
+from espalier.graph.torchgt.edge_attention import Entries
 from espalier.sparse import CSR
 
 ROWS = 16
@@ -188,6 +189,17 @@ class Pattern:
         assert self.matrix is not None
         degrees = self.matrix.degrees
         return torch.nonzero((degrees >= HUB) & (degrees * 4 >= self.tokens)).flatten()
+
+    @cached_property
+    def _entries(self) -> dict[torch.device, Entries]:
+        return {}
+
+    def on(self, device: torch.device) -> Entries:
+        """Its entries by rows and by columns on `device`; made once."""
+        if device not in self._entries:
+            assert self.matrix is not None
+            self._entries[device] = Entries.of(self.matrix, device)
+        return self._entries[device]
 
     @cached_property
     def _divided(self) -> dict[int, Divided]:
