@@ -4,8 +4,8 @@
 
 `steps`: each case of bench/gpu_case.py takes its first steps on the GPU, on the GPU once more but interrupted and
 resumed, and on the processor, by the same plan. A row says by how much the losses differ at most, in parts of the loss,
-and whether the resumed run had the same bits. Several run at once, so nothing is timed. `kernels`: milliseconds by events on the device, ours and the peer
-in turn. Training is timed by bench/language.py, on the GPU where there is one.
+and whether the resumed run had the same bits. Several run at once, so nothing is timed. `kernels`: milliseconds by
+events on the device, ours and the peer in turn. Training is timed by bench/language.py, on the GPU where there is one.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,8 @@ def steps(names: list[str]) -> list[Row]:
         answers = list(pool.map(lambda job: taken(job[0], *job[1]), jobs))
     rows = []
     for name, one, other, plain in zip(names, answers[::3], answers[1::3], answers[2::3], strict=True):
-        failed = [f"  {name}, {kind}: {it['error']}" for kind, it in zip("ab-", (one, other, plain)) if "error" in it]
+        three = {"on the GPU": one, "resumed": other, "on the processor": plain}
+        failed = [f"  {name}, {kind}: {it['error']}" for kind, it in three.items() if "error" in it]
         if failed:
             print("\n".join(failed))
             continue
@@ -101,14 +103,11 @@ def largest(pairs: int) -> list[Row]:
     rows = []
     for count, width, k in LARGE:
         x = torch.randn(count, width, device="cuda")
-        for kind, given in (("fp32", x), ("bf16", x.bfloat16())):
+        for kind, given, limit in (("fp32", x, None), ("bf16", x.bfloat16(), None), ("fp32, 6 bisections", x, 6)):
+            ours = partial(rtopk, given, k, limit)
+            theirs = partial(torch.topk, given, k, sorted=False)
             case = f"rtopk, {count} x {width}, k = {k}, {kind}"
-            peer = "torch.topk(sorted=False)"
-            rows.append(beside(case, peer, lambda: rtopk(given, k), lambda: torch.topk(given, k, sorted=False), pairs))
-        early = f"rtopk, {count} x {width}, k = {k}, fp32, 6 bisections"
-        rows.append(
-            beside(early, "torch.topk(sorted=False)", lambda: rtopk(x, k, 6), lambda: torch.topk(x, k, sorted=False), pairs)
-        )
+            rows.append(beside(case, "torch.topk(sorted=False)", ours, theirs, pairs))
         values, columns = rtopk(x, k)
         assert torch.equal(values.sort().values, torch.topk(x, k).values.sort().values)
         assert torch.equal(x.gather(1, columns), values)
@@ -126,27 +125,30 @@ def codecs(pairs: int) -> list[Row]:
     """Codecs of gradients on 256 MiB of normal values: a call reads all, and says how fast it does."""
     x = torch.randn(VALUES, device="cuda")
     compiled = torch.compile(plain_int8)
-    size = f"{VALUES >> 20} Mi values"
+    size, copy = f"{VALUES >> 20} Mi values", ("copy of the values", x.clone)
     rows = []
+
+    def add(case: str, ours: Callable[[], Any], peer: tuple[str, Callable[[], Any]]) -> None:
+        rows.append(beside(f"{case}, {size}", peer[0], ours, peer[1], pairs))
+
     for width in bits.BITS:
-        pack: Callable[[], Any] = lambda width=width: bits.pack(x, width, bits.NEAREST)
+        pack = partial(bits.pack, x, width, bits.NEAREST)
         codes = pack()
         assert codes is not None
         if width == 8:
-            rows.append(beside(f"int8 pack, {size}", "PyTorch's operations", pack, lambda: plain_int8(x), pairs))
-            rows.append(beside(f"int8 pack, {size}", "torch.compile", pack, lambda: compiled(x), pairs))
-        rows.append(beside(f"int{width} pack, {size}", "copy of the values", pack, x.clone, pairs))
-        unpack: Callable[[], Any] = lambda codes=codes, width=width: bits.unpack(*codes, width, VALUES)
-        rows.append(beside(f"int{width} unpack, {size}", "copy of the values", unpack, x.clone, pairs))
+            add("int8 pack", pack, ("PyTorch's operations", lambda: plain_int8(x)))
+            add("int8 pack", pack, ("torch.compile", lambda: compiled(x)))
+        add(f"int{width} pack", pack, copy)
+        add(f"int{width} unpack", partial(bits.unpack, *codes, width, VALUES), copy)
     stream = zfp.pack(x, 8)
     assert stream is not None
-    rows.append(beside(f"zfp:8 pack, {size}", "copy of the values", lambda: zfp.pack(x, 8), x.clone, pairs))
-    rows.append(beside(f"zfp:8 unpack, {size}", "copy of the values", lambda: zfp.unpack(stream, 8, VALUES), x.clone, pairs))
+    add("zfp:8 pack", partial(zfp.pack, x, 8), copy)
+    add("zfp:8 unpack", partial(zfp.unpack, stream, 8, VALUES), copy)
     words = x.view(mpc.WORDS[4])
     wire = mpc.pack(words, 1)
     assert torch.equal(mpc.unpack(wire, 4), words)
-    rows.append(beside(f"MPC pack, {size}", "copy of the values", lambda: mpc.pack(words, 1), x.clone, pairs))
-    rows.append(beside(f"MPC unpack, {size}", "copy of the values", lambda: mpc.unpack(wire, 4), x.clone, pairs))
+    add("MPC pack", partial(mpc.pack, words, 1), copy)
+    add("MPC unpack", partial(mpc.unpack, wire, 4), copy)
     return rows
 
 

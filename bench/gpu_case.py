@@ -2,8 +2,9 @@
 
     python bench/gpu_case.py NAME cuda|cpu STEPS [STOP]
 
-The plan is made for a machine with as many GPUs as the case has ranks. Its ranks share this machine's one GPU, and their
-messages go through host memory. With STOP the run is interrupted after that step, and resumed. Prints JSON: the losses, seconds of a step, bytes allocated on the GPU.
+The plan is made for a machine with as many GPUs as the case has ranks. Its ranks share this machine's one GPU, and
+their messages go through host memory. With STOP the run is interrupted after that step, and resumed. Prints JSON: the
+losses, seconds of a step, bytes allocated on the GPU.
 """
 
 from __future__ import annotations
@@ -192,8 +193,9 @@ def main() -> None:
         resolved, workload, plan = planned(name, steps)
         where = "cuda:0" if device == "cuda" else "cpu"
         devices = [where if one.role == "trainer" else "cpu" for one in plan.ranks]
-        ranks = [msgspec.structs.replace(one, device=on, threads=2) for one, on in zip(plan.ranks, devices, strict=True)]
-        plan = msgspec.structs.replace(plan, ranks=tuple(ranks))
+        both = zip(plan.ranks, devices, strict=True)
+        ranks = tuple(msgspec.structs.replace(one, device=on, threads=2) for one, on in both)
+        plan = msgspec.structs.replace(plan, ranks=ranks)
 
         def life(place: launch.RankSpec, stop: int | None) -> dict[str, Any]:
             found: list[tuple[float, float]] = []

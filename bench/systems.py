@@ -8,7 +8,10 @@ import sys
 from espalier import records
 from table import markdown, measured
 
-OTHERS = {"tune": ("Fine-tuning", "bench/tune.py", "bench/smollm2.py")}
+OTHERS = {
+    "tune": ("Fine-tuning", "bench/tune.py", "bench/smollm2.py"),
+    "gpu": ("On one GPU", "bench/gpu.py", "bench/language.py"),
+}
 """Name of the tables in docs/measured, and what stands over them: a heading, and the scripts that print them."""
 
 

@@ -205,7 +205,7 @@ def step(tables: dict[str, Any], changes: dict[str, Any]) -> None:
                 losses.append(fields["loss"])
 
         setting = RankSetup(resolved.recipe, plan, workload, place, folder, emit)
-        with Device(), worker.joined(place, 20.0, mixed=True) as channel:
+        with Device(), worker.joined(place, 20.0, staged=True) as channel:
             one = trainer.Trainer(setting, channel)
             where = {type(parameter.detach()) for parameter in one.built.model.parameters()}
             assert where == {OnCuda}, where

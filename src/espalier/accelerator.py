@@ -61,14 +61,14 @@ def select(device: torch.device) -> None:
         torch.accelerator.set_device_index(device.index or 0)
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # with other workspaces cuBLAS's sums vary
         torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         warnings.filterwarnings("ignore", ".*does not have a deterministic implementation", UserWarning)
         round_convolutions(False)
 
 
 def round_convolutions(on: bool) -> None:
     """Whether convolutions round float32 to TF32, as PyTorch has them do."""
-    torch.backends.cudnn.conv.fp32_precision = "tf32" if on else "ieee"
+    torch.backends.cudnn.conv.fp32_precision = "tf32" if on else "ieee"  # type: ignore[attr-defined]
 
 
 def selected(device: torch.device) -> AbstractContextManager[Any]:

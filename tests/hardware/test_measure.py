@@ -42,7 +42,7 @@ def row(rate: float, threads: int) -> list[Any]:
 
 
 @pytest.mark.parametrize(("busy", "rate"), [(True, 5e10), (False, 1e9)])
-def test_on_a_busy_machine_threads_that_never_run_together_count_as_one(
+def test_on_a_busy_machine_threads_that_never_runtogether_count_as_one(
     monkeypatch: pytest.MonkeyPatch, busy: bool, rate: float
 ) -> None:
     """Else a plan for such a machine would foretell steps a hundred times too long."""
@@ -52,7 +52,7 @@ def test_on_a_busy_machine_threads_that_never_run_together_count_as_one(
         asked.append(processes)
         return [{"rates": [["product", "fp32", 64, 64, 64, 1e9]], "copy": 1e9}]
 
-    monkeypatch.setattr(measure, "_together", together)
+    monkeypatch.setattr(measure, "together", together)
     result: dict[str, Any] = {"rates": [row(5e10, 1)], "copies": [[1, 1, 4e10]]}
     measure._add(result, (1, 2), [("product", "fp32", (64, 64, 64))], 0.01, busy)
     assert asked == [1]

@@ -50,6 +50,7 @@ RECORD = Record(
     "nearest pairs; predictions read packed rows, and exports predict by themselves; on Cora, 10 seeds, "
     "64 columns: a2q 0.6 points below fp32 in a 17th of its bytes, mega 0.0 in a 17th; on CiteSeer 16 "
     "columns vary by seed and lose 4 points, as uniform 2-bit ones do; PubMed is not measured",
+    gpu="NVIDIA H100, November 2026",
 )
 
 

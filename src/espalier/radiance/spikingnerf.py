@@ -286,4 +286,5 @@ RECORD = Record(
     "after as many steps as a plain one, at its PSNR, and 81 % after twice as many, part of it from fewer "
     "samples; quality is measured on two scenes with one seed, on fields that are not trained to their "
     "end",
+    gpu="NVIDIA H100, November 2026",
 )

@@ -64,6 +64,7 @@ RECORD = Record(
     bench="bench/loongtrain.py",
     state="works",
     remark="on CPUs; on GPUs the same rings call PyTorch's FlashAttention for bf16, which has not run there",
+    gpu="NVIDIA H100, November 2026",
 )
 
 

@@ -68,6 +68,7 @@ RECORD = Record(
     law_test="tests/shard/test_amsp.py::test_every_triple_on_four_gloo_ranks_trains_as_one_rank_does",
     bench="bench/amsp.py",
     state="works",
+    gpu="NVIDIA H100, November 2026",
 )
 
 _WRAPPINGS: WeakKeyDictionary[nn.Module, ref[Amsp]] = WeakKeyDictionary()

@@ -58,6 +58,7 @@ RECORD = Record(
     state="works",
     remark="on processors; a lost replica is dropped from the mean, and another let in at a round; in `espalier train` "
     "that holds for replicas of one rank each",
+    gpu="NVIDIA H100, November 2026",
 )
 
 

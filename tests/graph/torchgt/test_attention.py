@@ -9,8 +9,8 @@ from torch.nn import functional
 from espalier import graph
 from espalier.errors import UserError
 from espalier.graph.torchgt import attention as operator
-from espalier.graph.torchgt import pattern as patterns
 from espalier.graph.torchgt import edge_attention
+from espalier.graph.torchgt import pattern as patterns
 from espalier.graph.torchgt.attention import AttentionPlan, attention, reference
 from espalier.graph.torchgt.over_ranks import RankedAttention
 from espalier.graph.torchgt.pattern import Additions, Pattern, pattern

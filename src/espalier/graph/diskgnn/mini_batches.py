@@ -72,6 +72,7 @@ RECORD = Record(
     state="works",
     remark="on processors; packing reaches 0.66 of the disk's sequential write, with its planning 0.48",
     bench="bench/diskgnn.py",
+    gpu="NVIDIA H100, November 2026",
 )
 
 HELD = 2

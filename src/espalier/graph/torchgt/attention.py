@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from espalier.errors import UserError, nearest
+from espalier.graph.torchgt.edge_attention import EdgeAttention
 from espalier.graph.torchgt.pattern import Divided, Pattern, Windows
 from espalier.kernels.merge import merge
-from espalier.graph.torchgt.edge_attention import EdgeAttention
 from espalier.sparse import CSR
 
 Plan = Literal["auto", "edge", "block", "hybrid"]

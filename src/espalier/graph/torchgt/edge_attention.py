@@ -64,6 +64,7 @@ class EdgeAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, entries: Entries) -> Tensor:
+        """See the class."""
         out, logs = torch.zeros_like(q), q.new_zeros(q.shape[:2])
         for rows, here in entries.side.pieces(q[0].numel()):
             scores = _scores(q, k, bias, entries.side, here)
@@ -82,6 +83,7 @@ class EdgeAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of q, k, v and the bias."""
         q, k, v, bias, out, logs = ctx.saved_tensors
         (side, turned, order), gradient, scale = ctx.entries, gradients[0], q.shape[2] ** -0.5
         weighted = (gradient * out).sum(-1)

@@ -44,6 +44,7 @@ RECORD = Record(
     "Polynormer is faster; [graph.halo] cuts the tokens over ranks: each holds some tokens, and computes all of them "
     "for some heads; model.recall lets steps leave edges out, counted and bounded (a tenth of them: 6 % faster at "
     "65,536 tokens); windows of over 2,097,152 entries wait in the cache",
+    gpu="NVIDIA H100, November 2026",
 )
 
 Attend = Callable[..., Tensor]

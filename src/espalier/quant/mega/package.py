@@ -50,6 +50,7 @@ RECORD = Record(
     "condensed edges as a disk layout and as halo messages, the simulator (`explain RUN --energy`), whose "
     "order of accelerators is that of the paper on CiteSeer, and on Cora but for the cycles of GROW, 2 % "
     "behind GCNAX; not measured: PubMed, NELL and Reddit, for want of their features",
+    gpu="NVIDIA H100, November 2026",
 )
 
 Array = NDArray[Any]

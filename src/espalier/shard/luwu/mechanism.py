@@ -51,6 +51,7 @@ RECORD = Record(
     state="works",
     remark="on processors; models that come in pieces; a node fed at 200 Mbit/s reaches 0.87 of what link, disk and "
     "AdamW allow (goal 0.9; docs/benchmarks.md)",
+    gpu="NVIDIA H100, November 2026",
 )
 CLAIM = Claim(
     "luwu",

@@ -40,6 +40,7 @@ RECORD = Record(
     bench="bench/cbm.py",
     state="works",
     remark="on processors; binary matrices and such with a scale for each row and column",
+    gpu="NVIDIA H100, November 2026",
 )
 PAYS = 1.15
 """With "auto", entries over additions from which on the compressed form is kept: the note of the paper's own authors
