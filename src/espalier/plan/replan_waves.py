@@ -49,8 +49,8 @@ def plan_on(request: Request, cluster: Cluster, plan: Plan, kept: Sequence[int],
     asked = replace(request, precision=plan.precision, sync=EveryStep(), pin=pin)
     seats = replan_pipelines.seats(cluster, plan)
     alone = decide(*task_waves.alone(asked, cluster), Calibration(factors=request.factors)).plan
-    there = [seats[rank] for rank in kept]
-    made = task_waves.with_waves(alone, asked, cluster, seats=there, found=found.of(kept).slower)
+    there = [(seats[rank], found.slower[rank]) for rank in kept]
+    made = task_waves.with_waves(alone, asked, cluster, seats=there)
     if not made.waves:  # one rank runs all parts
         only = msgspec.structs.replace(made.ranks[0], device=plan.ranks[kept[0]].device, node=plan.ranks[kept[0]].node)
         made = msgspec.structs.replace(made, ranks=(only,), runners_up=())

@@ -56,14 +56,13 @@ def with_waves(
     request: Request,
     cluster: Cluster,
     method: Method | None = None,
-    seats: Sequence[Place] = (),
-    found: Sequence[float] = (),
+    seats: Sequence[tuple[Place, float]] = (),
 ) -> Plan:
     """The plan of one rank as one of waves over the ranks of `request`, where there are several.
 
     Args:
-        seats: where the ranks sit; empty: machine by machine.
-        found: of each rank, how many times as slow as its seat it has shown to be; empty: as planned.
+        seats: where the ranks sit, and how many times as slow as its seat each has shown to be; empty: machine by
+            machine, as planned.
 
     Raises:
         UserError: there are more ranks than cores, or no waves fit into memory.
@@ -72,15 +71,15 @@ def with_waves(
     if count == 1:
         return plan
     request = replace(request, precision=plan.precision)
-    seats = seats or _seats(cluster, count)
+    found, places = [slower for _, slower in seats], [place for place, _ in seats] or _seats(cluster, count)
     limit = plan.predicted.memory_limit if plan.predicted is not None else float("inf")
-    limit *= min(map(_memory, seats)) / _memory(first_seat(cluster))
+    limit *= min(map(_memory, places)) / _memory(first_seat(cluster))
     fixed = plan.predicted.memory_bytes.get("runtime", 0.0) if plan.predicted is not None else 0.0
-    devices = devices_of(request, cluster, seats, found, limit - fixed)
+    devices = devices_of(request, cluster, places, found, limit - fixed)
     nested, solved = _fitting(request, devices, first_seat(cluster), method)
     made = _waves(solved, request.parts)
     ranks = tuple(
-        Rank(share=(0, 1), device=_device(place), node=place.node, threads=request.pin.threads or 1) for place in seats
+        Rank(share=(0, 1), device=_device(place), node=place.node, threads=request.pin.threads or 1) for place in places
     )
     told, alone = _reasons(solved, request.parts, count), plan_summary.sentences(plan, cluster)  # of one rank
     if nested > 1:
