@@ -30,7 +30,7 @@ espalier.units espalier.cluster espalier.compose espalier.records espalier.plan.
 # options.
 ENVIRONMENT = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|OMP_NUM_THREADS|HOME|PYTHONPATH"
-    r"|(TORCH|TORCHELASTIC|PYTORCH|CUDA|NCCL|GLOO|SLURM|XDG)_\w+"
+    r"|(TORCH|TORCHELASTIC|PYTORCH|CUDA|CUBLAS|NCCL|GLOO|SLURM|XDG)_\w+"
     r"|(OMPI_COMM|MV2_COMM|PMI|MPI)_\w+"
 )
 

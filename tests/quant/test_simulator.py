@@ -11,7 +11,7 @@ import pytest
 from espalier.errors import UserError
 from espalier.quant.mega import dram, simulator
 from espalier.quant.mega.condense import condense
-from espalier.quant.mega.dram_trace import Trace, read_trace, write_trace
+from espalier.quant.mega.dram import Trace, read_trace, write_trace
 from espalier.quant.mega.simulator import DATAFLOWS, Chip, LayerShape, Network, simulate
 
 HBM = dram.device("HBM2_8Gb_x128")

@@ -3,7 +3,8 @@
 Channels serve their requests in order, banks side by side, rows stay open. Timings kept: tRCD, tRP, tRAS, CL, CWL,
 tRRD, tFAW, tCCD (short and long), tWR, tWTR, and refresh as a share of the cycles of a trace without arrivals. Energy
 is counted as DRAMsim3 does (Li et al., IEEE CAL 19(2), 2020): an activation, a burst and background (rows open), each
-by its currents; that of refresh is left out.
+by its currents; that of refresh is left out. Traces are read and written as DRAMsim3 has them: an address, READ or
+WRITE, and a cycle on each line.
 """
 
 from __future__ import annotations
@@ -159,3 +160,50 @@ def serve(dram: Device, blocks: Array, writes: Array | bool = False, arrivals: A
     act, read, write, idle = dram.energies
     energy = acts * act + (count - wrote) * read + wrote * write + idle * dram.channels * cycles
     return Served(cycles, hits, count, acts, waited / count, energy)
+
+
+# --- traces as text ----------------------------------------------------------------------------------------------
+
+KINDS = {"READ": False, "WRITE": True}
+
+
+class Trace(NamedTuple):
+    """Requests in order: int64 addresses in blocks of the device, whether each writes, and int64 cycles at which they
+    arrive (None: as soon as there is room, cycle 0 in a file)."""
+
+    blocks: Array
+    writes: Array
+    arrivals: Array | None = None
+
+    def served(self, dram: Device) -> Served:
+        """What `dram` takes for them."""
+        return serve(dram, self.blocks, self.writes, self.arrivals)
+
+
+def write_trace(path: Path, dram: Device, trace: Trace) -> None:
+    """Writes `trace` with addresses in bytes, hexadecimal."""
+    cycles = np.zeros(len(trace.blocks), np.int64) if trace.arrivals is None else trace.arrivals
+    rows = zip(trace.blocks.tolist(), trace.writes.tolist(), cycles.tolist(), strict=True)
+    with path.open("w", encoding="ascii") as file:
+        file.writelines(f"{block * dram.block:#x} {'WRITE' if write else 'READ'} {at}\n" for block, write, at in rows)
+
+
+def read_trace(path: Path, dram: Device) -> Trace:
+    """The requests of a file. Raises UserError with the line that is no request, or comes before the one above it."""
+    blocks, writes, cycles = [], [], [0]
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+        try:
+            address, kind, at = line.split()
+            blocks.append(int(address, 16) // dram.block)
+            writes.append(KINDS[kind])
+            cycles.append(int(at))
+        except (ValueError, KeyError):
+            raise _bad(path, number, line, "that is no request") from None
+        if blocks[-1] < 0 or cycles[-1] < cycles[-2]:
+            raise _bad(path, number, line, "addresses are positive, and cycles do not fall")
+    arrivals = np.array(cycles[1:], np.int64)
+    return Trace(np.array(blocks, np.int64), np.array(writes, bool), arrivals if arrivals.any() else None)
+
+
+def _bad(path: Path, number: int, line: str, why: str) -> UserError:
+    return UserError(f"{path}, line {number}: {line[:60]!r}.", why=why, do="lines such as 0x1f40 READ 120")

@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 
 from espalier.kernels.counts import ENERGY, PICO
 from espalier.quant.mega.condense import condense
-from espalier.quant.mega.dram import Device, device
-from espalier.quant.mega.dram_trace import Trace
+from espalier.quant.mega.dram import Device, Trace, device
 
 Array = NDArray[Any]
 WORD = 4
