@@ -50,7 +50,7 @@ RECORD = Record(
     state="works",
     remark="recipes of several tasks and towers are planned and trained in waves over ranks, unlike machines too, with "
     "nested micro-batches where memory is short, and taken up under other waves, also when a rank is lost for good or "
-    "stays slow; measured with parts that wait, as four ranks on two cores have no idle time to fill",
+    "stays slow; steps of real towers take 19 % longer than predicted",
 )
 
 Method = Literal["program", "greedy", "static", "sequential"]
