@@ -50,8 +50,7 @@ RECORD = Record(
     bench="bench/flashmoe.py",
     state="works",
     remark="trains on processors, over Gloo and in shared memory, beside cut matrices too, and the planner chooses the "
-    "ranks and the place of experts; two ranks that share a GPU ran, no persistent kernel is there; the table is older "
-    "than rows in shared memory and products over the rows of all ranks of a machine",
+    "ranks and the place of experts; two ranks that share a GPU ran, no persistent kernel is there",
     gpu="NVIDIA H100, November 2026",
 )
 
