@@ -17,20 +17,24 @@ import threading
 import traceback
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 ctypes.CDLL(sys.argv[1])
 
+import msgspec  # noqa: E402
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing  # noqa: E402
 from torch.utils._pytree import tree_leaves, tree_map  # noqa: E402
 
 from espalier import accelerator, trainer, worker, workload_registry  # noqa: E402
+from espalier import cluster as clusters  # noqa: E402
 from espalier.config import recipe_file  # noqa: E402
 from espalier.launch import agent  # noqa: E402
 from espalier.launch import base as launch  # noqa: E402
 from espalier.plan import base as plans  # noqa: E402
 from espalier.rank_setup import RankSetup  # noqa: E402
+from espalier.verbs import run_plan  # noqa: E402
 
 CUDA = torch.device("cuda", 0)
 aten = torch.ops.aten
@@ -139,6 +143,7 @@ def everywhere() -> None:
 
     threading.Thread.run = ran  # type: ignore[method-assign]
     torch.cuda._lazy_init = lambda: None
+    torch.cuda.get_device_capability = lambda device=None: (8, 0)
     torch._C._set_only_lift_cpu_tensors(True)
     accelerator.has_bf16 = accelerator.is_on
     accelerator.peak_memory = lambda device: 0
@@ -157,6 +162,15 @@ GRAPH = {
     "train": {"steps": 4, "precision": "fp32"},
 }  # fmt: skip
 SAMPLED = {**GRAPH, "model": {"kind": "sage", "width": 16}, "graph": {"fanout": [4, 3]}}
+TASKS: dict[str, Any] = {
+    "model": {"kind": "multitask", "length": 16},
+    "towers": [{"name": name, "kind": "text", "width": 32, "depth": 2} for name in ("one", "two")],
+    "tasks": [
+        {"name": name, "data": "corpus", "towers": [tower], "loss": "next_token", "batch": 4}
+        for name, tower in (("source", "one"), ("other", "two"))
+    ],
+    "train": {"steps": 4, "precision": "fp32"},
+}
 ROUNDS = plans.Outer(replicas=((0,), (1,)), method="co2", steps=2, adapt=False)
 HELD = ((0, 2), (1, 3))
 
@@ -175,6 +189,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "graph over parts": (GRAPH, {}),
     "sylvie": ({**GRAPH, "graph": {"halo": {"bits": 1}}}, {}),
     "sampled graph": (SAMPLED, {}),
+    "a2q": ({**GRAPH, "quant": {"kind": "a2q"}}, {}),
+    "mega": ({**GRAPH, "quant": {"kind": "mega"}}, {}),
+    "transformer over parts": ({**GRAPH, "model": {"kind": "graph-transformer", "width": 16, "heads": 2}}, {}),
+    "waves of tasks": (TASKS, {}),
     "features on disk": ({**SAMPLED, "store": {"path": "packed", "memory": "1MiB"}}, {}),
 }
 
@@ -187,11 +205,23 @@ def plan_of(workload: Any, changes: dict[str, Any]) -> plans.Plan:
     return plans.Plan(ranks=ranks, micro_batch=samples // 2, precision="fp32", **changes)
 
 
+def waves_of(resolved: Any, workload: Any) -> plans.Plan:
+    """Of two ranks, as planned for two GPUs."""
+    Path("cluster.toml").write_text('[[nodes]]\ndevice = "H100"\ndevices = 2\n')
+    with mock.patch.object(accelerator, "available", return_value=True):  # parts are timed in a child then
+        plan = run_plan.choose(resolved, workload, clusters.read("cluster.toml"), 2)
+    assert plan.waves
+    ranks = tuple(msgspec.structs.replace(one, device="cuda:0", threads=1) for one in plan.ranks)
+    return msgspec.structs.replace(plan, ranks=ranks)
+
+
 def step(tables: dict[str, Any], changes: dict[str, Any]) -> None:
     """Four steps on both ranks."""
     resolved = workload_registry.settle(recipe_file.from_table(tables), Path.cwd())
     workload = workload_registry.open_workload(resolved)
     plan, folder = plan_of(workload, changes), Path(tempfile.mkdtemp(dir="."))
+    if "tasks" in tables:
+        plan = waves_of(resolved, workload)
     places = launch.places(plan)
     if resolved.recipe.store is not None:
         workload.pack([RankSetup(resolved.recipe, plan, workload, place).shard for place in places])
