@@ -58,8 +58,7 @@ RECORD = Record(
     state="works",
     remark="recipes are planned and trained with unequal pipelines, also those of FlashFlex's JSON, whose stages may "
     "have unequal tensor degrees, in two pipelines too; a rank or host that is lost for good or stays slow is planned "
-    "round, under --hosts too; no figures of GPUs; measured while other work ran at the lowest priority, from which "
-    "the first rows, at 1000 Mbit/s, suffered most",
+    "round, under --hosts too; no figures of GPUs",
 )
 
 TENSOR = (1, 2, 4, 8)
