@@ -268,6 +268,7 @@ class Trainer:
     @torch.no_grad()
     def validate(self) -> float | None:
         """Held-out loss over all ranks, or None when there is nothing held out."""
+        begun = time.perf_counter()
         samples, own = self.workload.validation_samples(), self.setting.mesh.data_part(self.setting.place.rank)
         if samples == 0:
             return None
@@ -286,7 +287,8 @@ class Trainer:
                 totals if self.setting.mesh.counts(self.setting.place.rank) else totals.zero_(), self.mesh.trainers
             )
         means = {name: float(totals[i, 0] / totals[i, 1]) for i, name in enumerate(names)}
-        self.setting.emit("validation", step=self.step, **self.workload.summary(means))
+        seconds = time.perf_counter() - begun
+        self.setting.emit("validation", step=self.step, seconds=seconds, **self.workload.summary(means))
         return means.get("loss")
 
     @torch.no_grad()

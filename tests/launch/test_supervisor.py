@@ -100,6 +100,9 @@ def test_several_failures_in_one_run_change_no_bit(corpus, unbroken, tmp_path):
     assert same(run, unbroken(2))
     assert [event["kind"] for event in run.all("incident")] == ["exit", "killed", "exception"]
     assert [event["attempt"] for event in run.all("recovered")] == [1, 2, 3]
+    spent = account(run.events).parts
+    assert spent["recovering"] > 0
+    assert min(spent.values()) > -0.05, "seconds of the clock, and of perf_counter"
 
 
 @pytest.mark.soak

@@ -17,6 +17,7 @@ from programs import environment, forked, launched, started
 from espalier import cli
 from espalier import cluster as clusters
 from espalier.hardware import multihost_probe, probe
+from espalier.track.goodput import account
 
 RECIPE = """
 [model]
@@ -77,6 +78,9 @@ def test_training_leaves_the_whole_run_folder(home):
     last = [event for event in finished if event["event"] == "validation"][-1]
     assert last["step"] == 8
     assert 0 < last["bits_per_byte"] < 9
+    spent = account(finished).parts
+    assert min(spent["computing"], spent["validating"], spent["saving"]) > 0
+    assert min(spent.values()) > -0.05, "seconds of the clock, and of perf_counter"
     assert len(json.loads((run / "plan.json").read_text())["ranks"]) == 2
 
 

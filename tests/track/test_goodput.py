@@ -37,6 +37,23 @@ def test_a_run_without_failures_has_only_its_own_work():
     assert math.isinf(found.between_failures)
 
 
+def test_the_seconds_of_a_run_are_divided_by_what_they_were_spent_on():
+    waits = {"exposed": 0.25, "waited": 0.125}
+    validation = {"event": "validation", "time": 9.0, "step": 8, "seconds": 0.5}
+    checkpoint = {"event": "checkpoint", "time": 9.5, "step": 8, "seconds": 3.0, "blocked": 0.25}
+    events = [run(0.0, 0), *({**step, **waits} for step in steps(1, 8, 0.0)), validation, checkpoint, end(10.0)]
+    assert account(events).parts == {
+        "computing": 5.0,
+        "waiting for communication": 2.0,
+        "waiting for batches": 1.0,
+        "validating": 0.5,
+        "saving": 0.25,
+        "steps done again": 0.0,
+        "recovering": 0.0,
+        "starting and other": 1.25,
+    }
+
+
 def test_work_done_again_and_the_way_back_are_booked_on_their_cause():
     events = [run(0.0, 0), *steps(1, 6, 0.0), incident(6.5), run(7.0, 4), *steps(5, 5, 7.0), recovered(8.0, 1.5)]
     events += [*steps(6, 10, 8.0), end(13.0)]
@@ -47,6 +64,7 @@ def test_work_done_again_and_the_way_back_are_booked_on_their_cause():
         *("killed", 1, 1, 2, 2.0, 1.5),
     )
     assert found.between_failures == 13.0
+    assert (found.parts["recovering"], found.parts["starting and other"]) == (1.0, 0.0)
 
 
 def test_failures_of_one_kind_are_told_apart_by_their_diagnosis():
@@ -90,4 +108,6 @@ def test_every_step_is_counted_once_as_useful_and_all_others_as_done_again(attem
     assert found.useful == step
     assert found.useful + found.again == worked
     assert found.wall == pytest.approx(now)
+    assert sum(found.parts.values()) == pytest.approx(found.wall)
+    assert min(found.parts.values()) > -1e-9
     assert found.failures == len(attempts)

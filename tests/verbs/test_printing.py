@@ -173,5 +173,11 @@ def test_what_failures_cost_is_a_table_by_cause(capsys: pytest.CaptureFixture[st
     assert "80.0% of" in out
     assert re.search(r"killed +ECC Error \(Infrastructure\) +3 +3 +4\.5 s +7 +2", out)
     assert re.search(r"hang +- +1 +0", out), "nobody diagnosed it"
-    printing.account(Account(wall=100.0, useful=80.0))
-    assert capsys.readouterr().out == ""
+    printing.account(Account())
+    assert capsys.readouterr().out == "", "no step was made"
+
+
+def test_where_the_time_went_is_told_without_what_took_none_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    printing.account(Account(wall=100.0, useful=80.0, exposed=30.0, waited=0.1, saving=5.0))
+    out = " ".join(capsys.readouterr().out.split())
+    assert out.endswith(": 49.9% computing, 30.0% waiting for communication, 5.0% saving, 15.0% starting and other.")

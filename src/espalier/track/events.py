@@ -27,7 +27,7 @@ writes these; a reader ignores names and fields it does not know:
 |            | that a rank had nothing to do in these, on average; longest: the rank that had most} |
 | data       | changed (files that are not what they were when the run was begun), action |
 | phase      | name, step (its first), steps (its last), parameters: a phase begins; a plan of its own follows |
-| validation | step, loss, bits_per_byte (language) and whatever else the workload's `summary` says |
+| validation | step, seconds, loss, bits_per_byte (language) and whatever else the workload's `summary` says |
 | checkpoint | step, seconds (in the background), blocked (seconds training stood still), bytes, path, |
 |            | rate (bytes/s of all ranks together while they wrote) |
 | incident   | kind, what, rank, step, action; of ranks that failed also why and attempt, and of their diagnosis |

@@ -1,4 +1,4 @@
-"""Goodput: what failures cost a run, work done again and time to recover by cause. Computed from the run log; no torch.
+"""Where the time of a run went, and goodput: what failures cost it, by cause. Computed from the run log; no torch.
 
 After Acme (arXiv 2403.07648), section 5, which counts failures and the GPU time they cost by reason. Goodput is the
 time of the steps that count as a share of the time somebody wanted the run to go on: from a `run` event to the `end` or
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from espalier.track.events import Event
 
@@ -44,11 +44,19 @@ class Account:
 
     Attributes:
         wall: while somebody wanted it to go on; useful: of the steps that count; again: of steps done again.
-        down: from failures to next steps; failures: how many; causes: the dearest first.
+        exposed, waited: of `useful`, waits for communication and for batches, on the rank that writes the run log.
+        validating; saving: while training stood still for a checkpoint.
+        recovering: from the last event before a failure to the begin of the next step.
+        down: from failures to the ends of next steps; failures: how many; causes: the dearest first.
     """
 
     wall: float = 0.0
     useful: float = 0.0
+    exposed: float = 0.0
+    waited: float = 0.0
+    validating: float = 0.0
+    saving: float = 0.0
+    recovering: float = 0.0
     again: float = 0.0
     down: float = 0.0
     failures: int = 0
@@ -60,9 +68,32 @@ class Account:
         return self.useful / self.wall if self.wall else 0.0
 
     @property
+    def parts(self) -> dict[str, float]:
+        """Seconds by what they were spent on. They sum to `wall`; `starting and other` is what nothing else names:
+        the start, the first plan, samples, the end."""
+        known = {
+            "computing": self.useful - self.exposed - self.waited,
+            "waiting for communication": self.exposed,
+            "waiting for batches": self.waited,
+            "validating": self.validating,
+            "saving": self.saving,
+            "steps done again": self.again,
+            "recovering": self.recovering,
+        }
+        return {**known, "starting and other": self.wall - sum(known.values())}
+
+    @property
     def between_failures(self) -> float:
         """Mean seconds between failures; infinite without any."""
         return self.wall / self.failures if self.failures else float("inf")
+
+
+class _Step(NamedTuple):
+    """Seconds of a step, and of these the waits for communication and for batches."""
+
+    seconds: float
+    exposed: float
+    waited: float
 
 
 _Key = tuple[str, str, str]
@@ -77,7 +108,12 @@ class GoodputMeter:
     _wall: float = 0.0
     _began: float | None = None
     _last: float = 0.0
-    _done: dict[int, float] = field(default_factory=dict)
+    _done: dict[int, _Step] = field(default_factory=dict)
+    _validating: float = 0.0
+    _saving: float = 0.0
+    _recovering: float = 0.0
+    _lost_since: float | None = None
+    """The time of the last event before a failure after which no step was made yet, and the validations since."""
     _causes: dict[_Key, FailureCost] = field(default_factory=dict)
     _failed: _Key | None = None
     """The failure that the run has not got over."""
@@ -88,10 +124,18 @@ class GoodputMeter:
         if kind == "run":
             self._begins(event, now)
         elif kind == "step":
-            self._done[int(event["step"])] = float(event.get("seconds") or 0.0)
+            self._goes_on(now - float(event.get("seconds") or 0.0))
+            self._done[int(event["step"])] = _Step(*(float(event.get(name) or 0.0) for name in _Step._fields))
+        elif kind == "validation":
+            self._validating += (seconds := float(event.get("seconds") or 0.0))
+            if self._lost_since is not None:
+                self._lost_since += seconds
+        elif kind == "checkpoint":
+            self._saving += float(event.get("blocked") or 0.0)
         elif kind == "incident" and "attempt" in event:
             self._failed = _key(event)
             self._book(self._failed, count=1)
+            self._lost_since = self._last if self._lost_since is None else self._lost_since
         elif kind == "recovered":
             self._book(_key(event), recovered=1, down=float(event.get("seconds") or 0.0))
             self._failed = None
@@ -105,7 +149,12 @@ class GoodputMeter:
         causes = self._causes.values()
         return Account(
             wall=wall,
-            useful=sum(self._done.values()),
+            useful=sum(step.seconds for step in self._done.values()),
+            exposed=sum(step.exposed for step in self._done.values()),
+            waited=sum(step.waited for step in self._done.values()),
+            validating=self._validating,
+            saving=self._saving,
+            recovering=self._recovering,
             again=sum(one.again for one in causes),
             down=sum(one.down for one in causes),
             failures=sum(one.count for one in causes),
@@ -119,7 +168,7 @@ class GoodputMeter:
             self._book(_NOBODYS, count=1)
             self._close()
         again = [step for step in self._done if step > int(event.get("step") or 0)]
-        seconds = sum(self._done.pop(step) for step in again)
+        seconds = sum(self._done.pop(step).seconds for step in again)
         if self._failed:
             self._book(self._failed, steps=len(again), again=seconds)
         if self._failed == _NOBODYS:
@@ -134,7 +183,14 @@ class GoodputMeter:
         sums: dict[str, Any] = {name: getattr(cause, name) + value for name, value in more.items()}
         self._causes[key] = replace(cause, **sums)
 
+    def _goes_on(self, now: float) -> None:
+        """At `now` a step began: a failure before it is over."""
+        if self._lost_since is not None:
+            self._recovering += max(0.0, now - self._lost_since)
+            self._lost_since = None
+
     def _close(self) -> None:
+        self._goes_on(self._last)
         if self._began is not None:
             self._wall += self._last - self._began
         self._began, self._failed = None, None if self._failed != _NOBODYS else self._failed

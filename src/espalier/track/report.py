@@ -68,6 +68,7 @@ def _context(run: Run) -> dict[str, Any]:
         "memory": _memory(run, predicted),
         "time": charts.shares(predicted.get("terms") or {}, show_seconds),
         "step_seconds": predicted.get("step_seconds") or 0.0,
+        "spent": charts.shares(run.account.parts, show_seconds),
         "traffic": _traffic(run, predicted),
         "encoded": _encoded(run),
         "experts": _experts(run),

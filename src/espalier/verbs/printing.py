@@ -224,10 +224,13 @@ def finished(folder: Path, page: Path, seconds: float) -> None:
 
 
 def account(found: Account) -> None:
-    """What failures cost; nothing where there were none."""
+    """Where the time went, and what failures cost where there were any."""
+    seconds = units.show_seconds
+    if found.useful:
+        spent = ((name, took) for name, took in found.parts.items() if took >= 0.005 * found.wall)
+        line(f"Of {seconds(found.wall)}: {', '.join(f'{took / found.wall:.1%} {name}' for name, took in spent)}.")
     if not found.failures:
         return
-    seconds = units.show_seconds
     line(f"Goodput {found.goodput:.1%} of {seconds(found.wall)}; a failure every {seconds(found.between_failures)}.")
     head = (
         "cause",

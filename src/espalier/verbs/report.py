@@ -36,7 +36,8 @@ def run(arguments: argparse.Namespace) -> int:
     account = run_tables.open_run(folder.path).account
     if arguments.json:
         ledger = {"goodput": account.goodput, "failures": account.failures} if account.failures else {}
-        print(json.dumps({"report": str(page), **printing.results(folder.path), **ledger}))
+        spent = {"time": account.parts} if account.useful else {}
+        print(json.dumps({"report": str(page), **printing.results(folder.path), **spent, **ledger}))
     else:
         printing.account(account)
         say(str(page))
