@@ -15,10 +15,9 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import xxhash
 
-from espalier.cache_dir import cache_folder
 from espalier.errors import UserError
 from espalier.graph.data import IGNORED, Array, Graph
-from espalier.graph.import_graph import count_words, weighted
+from espalier.graph.import_graph import count_words, kept_arrays, weighted
 
 COLUMNS = 512
 FEWEST = 30
@@ -38,16 +37,8 @@ def load(progress: Progress | None = None) -> Graph:
     Raises UserError where there is no apt, or it knows no package.
     """
     text = available()
-    file = cache_folder() / "graphs" / f"debian-{xxhash.xxh3_128_hexdigest(text)[:16]}.npz"
-    if file.exists():
-        with np.load(file) as kept:
-            found = dict(kept)
-    else:
-        found = read(text.decode(errors="replace"), progress)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        fresh = file.with_suffix(".tmp.npz")
-        np.savez(fresh, **found)  # type: ignore[arg-type]  # its stubs take the names for options
-        fresh.replace(file)
+    name = f"debian-{xxhash.xxh3_128_hexdigest(text)[:16]}"
+    found = kept_arrays(name, lambda: read(text.decode(errors="replace"), progress))
     return Graph.from_edges(
         found["sources"],
         found["targets"],

@@ -54,16 +54,7 @@ def load(progress: Progress | None = None) -> Graph:
     modules = installed()
     if not modules:
         raise UserError("data.path = 'python:imports': no Python sources are installed here.", do="give another path")
-    file = cache_folder() / "graphs" / f"imports-{_state(modules)}.npz"
-    if file.exists():
-        with np.load(file) as kept:
-            found = dict(kept)
-    else:
-        found = _read(modules, progress)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        fresh = file.with_suffix(".tmp.npz")
-        np.savez(fresh, **found)  # type: ignore[arg-type]  # its stubs take the names for options
-        fresh.replace(file)
+    found = kept_arrays(f"imports-{_state(modules)}", lambda: _read(modules, progress))
     labels, classes = _labels(modules)
     return Graph.from_edges(
         found["sources"],
@@ -185,6 +176,20 @@ def _absolute(module: SourceModule, base: str) -> str | None:
 def _nearest(name: str, known: dict[str, int]) -> int | None:
     """The module called `name`, else nothing: `a.b` of `from a import b` may be a function."""
     return known.get(name)
+
+
+def kept_arrays(name: str, make: Callable[[], dict[str, Array]]) -> dict[str, Array]:
+    """What `make` returns, kept in the cache folder under `name`."""
+    file = cache_folder() / "graphs" / f"{name}.npz"
+    if file.exists():
+        with np.load(file) as kept:
+            return dict(kept)
+    found = make()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    fresh = file.with_suffix(f".{os.getpid()}.tmp.npz")
+    np.savez(fresh, **found)  # type: ignore[arg-type]  # its stubs take the names for options
+    fresh.replace(file)
+    return found
 
 
 def count_words(text: bytes, row: Array, column: dict[bytes, int]) -> None:

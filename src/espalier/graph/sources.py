@@ -10,15 +10,28 @@ from espalier import config
 from espalier.cache_dir import cache_folder
 from espalier.config import Data, data_path
 from espalier.errors import UserError, nearest
-from espalier.graph import debian_packages, edge_lists, import_graph, partition_folder, planetoid, pyg, synthetic
+from espalier.graph import (
+    debian_packages,
+    edge_lists,
+    import_graph,
+    partition_folder,
+    planetoid,
+    pyg,
+    synthetic,
+    wordnet,
+)
 from espalier.graph.data import Graph
 
 _SCHEME = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]+:")
 
 Progress = Callable[[int, int], None]
 
-MACHINE = {"python:imports": import_graph.load, "debian:packages": debian_packages.load}
-"""Graphs of what is installed here."""
+MACHINE = {
+    "python:imports": import_graph.load,
+    "debian:packages": debian_packages.load,
+    "debian:wordnet": wordnet.load,
+}
+"""Graphs of what is installed here, or known to apt."""
 
 KNOWN = (
     *(*MACHINE, "pyg:Planetoid/Cora", "rmat:scale=16", "planted:nodes=10000", "a .pt file"),
