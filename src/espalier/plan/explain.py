@@ -260,8 +260,8 @@ def slower(there: float, here: float) -> str:
 
 
 def _change(there: float, here: float) -> str:
-    beside = "" if there > 1.005 * here else ", and more complex or larger"
-    return f"it is {slower(there, here)}{beside}"
+    """How much longer the best plan without something takes. Trials and ties are stronger than an estimate."""
+    return f"{'it' if there > 1.005 * here else 'by estimate it'} is {slower(there, here)}"
 
 
 # --- what the others lose ----------------------------------------------------------------------------------------
