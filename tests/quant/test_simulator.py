@@ -150,6 +150,20 @@ def test_renumbering_nodes_changes_nothing_where_nothing_is_cached():
     assert simulate("grow", whole[0], bare).bytes == simulate("grow", whole[1], bare).bytes
 
 
+def test_grow_numbers_nodes_by_cluster():
+    """Parts that interleave are served as those of the graph that was numbered by hand."""
+    one = network(400)
+    parts = (np.arange(400) * 7 % 5).astype(np.int32)
+    order = np.argsort(parts, kind="stable")
+    place = np.argsort(order)
+    edges = [place[one.indices[one.indptr[n] : one.indptr[n + 1]]] for n in order]
+    indptr = np.concatenate([[0], np.cumsum(np.diff(one.indptr)[order])])
+    other = Network(indptr, np.concatenate(edges), lambda count: parts[order], one.layers)
+    small = Chip(buffer=4096)
+    mixed, renumbered = (simulate("grow", each, small) for each in (one._replace(parts=lambda count: parts), other))
+    assert mixed == renumbered
+
+
 def test_grow_reads_what_a_cluster_uses_most_once_and_all_else_at_each_edge():
     """Two clusters of 10 nodes: sources 3 (three edges), 5 (two), 7 and 1; then 3 and 4 (twice)."""
     keys = np.array([3, 5, 3, 7, 3, 5, 1, 13, 14, 14])

@@ -180,15 +180,17 @@ def gcnax(chip: Chip, network: Network) -> Iterator[Phase]:
 
 
 def grow(chip: Chip, network: Network) -> Iterator[Phase]:
-    """A (X W) by rows, cluster by cluster: the rows of X W that a cluster uses most, as many as the buffer holds, are
-    read once and stay; all others are read at each edge."""
+    """A (X W) by rows, cluster by cluster, nodes numbered by cluster beforehand: the rows of X W that a cluster uses
+    most, as many as the buffer holds, are read once and stay; all others are read at each edge. Rows ahead of one that
+    waits go on, so that latencies are hidden."""
     nodes, memory = len(network.indptr) - 1, Memory(chip)
     for layer in network.layers:
         size = WORD * layer.outputs
         middle = nodes * size
         yield _combination(chip, memory, layer, _sparse_bytes(layer), middle)
-        labels = network.parts(max(1, math.ceil(middle / chip.buffer)))[_targets(network)]
-        keys = labels.astype(np.int64) * nodes + network.indices
+        clusters = np.asarray(network.parts(max(1, math.ceil(middle / chip.buffer))))
+        numbers = np.argsort(np.argsort(clusters, kind="stable"))
+        keys = clusters[_targets(network)].astype(np.int64) * nodes + numbers[network.indices]
         read = _kept_and_missed(keys, nodes, chip.buffer // size)
         reads = [memory.gathered(chip, nodes, read % nodes, size), memory.stream(2 * WORD * len(network.indices))]
         sums = len(network.indices) * layer.outputs
