@@ -101,7 +101,7 @@ class Store(Options, frozen=True):
     memory: str | int = "512MiB"
     path: str | tuple[str, ...] | None = None
     disk: str | int | None = None
-    rows: Literal["fp32", "bf16", "int8"] = "fp32"
+    rows: Literal["fp32", "bf16", "int8", "int4"] = "fp32"
     resample: float = 0.0
 
 

@@ -21,7 +21,9 @@ from espalier.errors import UserError
 from espalier.graph.diskgnn import manifest, pack
 from espalier.graph.diskgnn.features import FeatureTable
 from espalier.graph.diskgnn.pool import Draws
+from espalier.graph.diskgnn.row_format import RowFormat
 from espalier.graph.neighbor_sampler import Sampler, Style
+from espalier.kernels import row_bits
 from espalier.store.cost import pages
 from espalier.store.direct_io import DiskFull
 from espalier.store.extents import DamagedExtent
@@ -108,7 +110,7 @@ def test_a_range_that_no_batch_uses_is_not_read(tmp_path):
     assert counted.reads.tolist() == [1] * 100 + [0] * 300
 
 
-@pytest.mark.parametrize(("kind", "share"), [("bf16", 2.0**-8), ("int8", 1 / 253)])
+@pytest.mark.parametrize(("kind", "share"), [("bf16", 2.0**-8), ("int8", 1 / 253), ("int4", 1 / 13.9)])
 def test_the_stated_error_bounds_the_rows(tmp_path, kind, share):
     wanted = request(tmp_path / "set", rows=kind, buffer=9000)
     packed = pack.pack(wanted)
@@ -125,14 +127,24 @@ def test_the_stated_error_bounds_the_rows(tmp_path, kind, share):
     assert relative == pytest.approx((square / total) ** 0.5, rel=0.2)
 
 
+@pytest.mark.parametrize("width", [1, 6, 7])
+def test_rows_of_int4_are_codes_of_row_bits_times_a_scale(width):
+    row, rows = RowFormat("int4", width, torch.float32), torch.randn(50, width)
+    data = row.encode(rows)
+    packed = data[:, 4 : 4 + -(-width // 2)].contiguous().view(-1)
+    codes = row_bits.unpack_rows(packed, row_bits.widths_of(50, 4), width, signed=True)
+    assert codes.abs().amax(1).tolist() == [7] * 50
+    assert torch.equal(row.decode(data), codes * data[:, :4].view(torch.float32))
+
+
 @pytest.mark.parametrize("dtype", ["float16", "float64", "int8", "uint8"])
-@pytest.mark.parametrize("kind", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "int8", "int4"])
 def test_small_dtypes_stay_as_they_are(tmp_path, dtype, kind):
     rows = (np.random.default_rng(2).normal(size=(400, 6)) * 5).astype(dtype)
     wanted = request(tmp_path / "set", values=rows, rows=kind)
     packed = pack.pack(wanted)
     size = np.dtype(dtype).itemsize
-    assert packed.row.stored.itemsize == min(size, {"fp32": 4, "bf16": 2, "int8": 1}[kind])
+    assert packed.row.stored.itemsize == min(size, {"fp32": 4, "bf16": 2, "int8": 1, "int4": 1}[kind])
     if size <= packed.row.stored.itemsize or kind == "fp32":
         same_rows(packed, wanted)
 

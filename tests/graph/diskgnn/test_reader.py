@@ -65,7 +65,7 @@ def test_rows_striped_over_disks_and_rows_on_the_device_are_the_graphs(tmp_path,
     assert bool(stats.disk_cache) == (disk is not None)
 
 
-@pytest.mark.parametrize("rows", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("rows", ["fp32", "bf16", "int8", "int4"])
 def test_batches_are_put_together_on_the_device_with_the_hot_rows_there(tmp_path, rows):
     """`meta` stands for an accelerator: only shapes are known."""
     graph = graph_of(nodes=500, width=40, edges=3000)
@@ -101,7 +101,7 @@ def test_the_kernel_reads_what_the_plan_says(tmp_path):
     assert planned * 0.98 <= read() - before <= planned * 1.02 + extra
 
 
-@pytest.mark.parametrize("rows", ["bf16", "int8"])
+@pytest.mark.parametrize("rows", ["bf16", "int8", "int4"])
 def test_narrow_rows_are_the_same_from_memory_and_disk(tmp_path, rows):
     graph = graph_of(width=33)
     made = [packed(graph, tmp_path / str(memory), rows=rows, memory=memory) for memory in (0, 2000, 1 << 20)]

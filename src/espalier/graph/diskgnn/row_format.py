@@ -1,4 +1,5 @@
-"""Row format: how a packed feature row is stored, as it is (fp32), in bfloat16, or in int8 with a scale of its own.
+"""Row format: how a packed feature row is stored, as it is (fp32), in bfloat16, or in int8 or int4 with a scale of its
+own.
 
 `fp32` keeps the bytes of the feature file where its dtype converts to float32 without loss, and float32 of float64.
 """
@@ -14,9 +15,10 @@ import torch
 from torch import Tensor
 
 from espalier.errors import UserError
+from espalier.kernels import row_bits
 
-Kind = Literal["fp32", "bf16", "int8"]
-LEVELS = 127
+Kind = Literal["fp32", "bf16", "int8", "int4"]
+BITS = {"int8": 8, "int4": 4}
 _SCALE = 4  # bytes of a row's float32 scale, which stand first
 
 
@@ -25,8 +27,8 @@ class RowFormat:
     """Rows of `width` values as bytes.
 
     Attributes:
-        kind: "fp32", "bf16" or "int8". The error of a value is at most 2^-8 of it with bf16, and 1/254 of the largest
-            magnitude in its row with int8.
+        kind: "fp32", "bf16", "int8" or "int4". The error of a value is at most 2^-8 of it with bf16, and of the largest
+            magnitude in its row 1/254 with int8, 1/14 with int4.
         dtype: of the feature file.
     """
 
@@ -36,11 +38,14 @@ class RowFormat:
 
     @property
     def stored(self) -> torch.dtype:
-        """The dtype of values on disk."""
-        small = {"fp32": 4, "bf16": 2, "int8": 1}[self.kind]
-        if self.dtype.itemsize <= small:  # nothing would be gained
-            return self.dtype
-        return {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}[self.kind]
+        """The dtype of values on disk; two of int4 are in a byte."""
+        wide = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(self.kind, torch.int8)
+        return self.dtype if self.dtype.itemsize <= wide.itemsize else wide  # nothing would be gained
+
+    @property
+    def levels(self) -> int:
+        """The largest code of int8 or int4."""
+        return (1 << (BITS[self.kind] - 1)) - 1
 
     @property
     def lossless(self) -> bool:
@@ -49,9 +54,12 @@ class RowFormat:
 
     @property
     def row_bytes(self) -> int:
-        """Of a row; int8's are a multiple of four, so that every scale is aligned."""
-        size = self.width * self.stored.itemsize
-        return size if not self._scaled else _SCALE + -(-size // 4) * 4
+        """Of a row; those with a scale are a multiple of four, so that every scale is aligned."""
+        return _SCALE + -(-self._code_bytes // 4) * 4 if self._scaled else self.width * self.stored.itemsize
+
+    @property
+    def _code_bytes(self) -> int:
+        return int(row_bits.row_bytes(self.width, BITS[self.kind]))
 
     @property
     def _scaled(self) -> bool:
@@ -66,11 +74,15 @@ class RowFormat:
         if not self._scaled:
             return rows.to(self.stored).view(torch.uint8).view(len(rows), self.row_bytes)
         values = rows.float()
-        scale = values.abs().amax(1, keepdim=True) / LEVELS if self.width else values.new_zeros(len(values), 1)
+        scale = values.abs().amax(1, keepdim=True) / self.levels if self.width else values.new_zeros(len(values), 1)
         out = torch.zeros(len(rows), self.row_bytes, dtype=torch.uint8)
         out[:, :_SCALE] = scale.view(torch.uint8)
-        codes = (values / scale.clamp_min(torch.finfo(torch.float32).tiny)).round_().clamp_(-LEVELS, LEVELS)
-        out[:, _SCALE : _SCALE + self.width] = codes.to(torch.int8).view(torch.uint8)
+        levels, tiny = self.levels, torch.finfo(torch.float32).tiny
+        codes = (values / scale.clamp_min(tiny)).round_().clamp_(-levels, levels)
+        packed = codes.to(torch.int8)
+        if self.kind == "int4":
+            packed = row_bits.pack_rows(packed, row_bits.widths_of(len(rows), 4)).view(len(rows), self._code_bytes)
+        out[:, _SCALE : _SCALE + self._code_bytes] = packed.view(torch.uint8)
         return out
 
     def decode(self, data: Tensor, out: Tensor | None = None) -> Tensor:
@@ -78,7 +90,11 @@ class RowFormat:
         out = torch.empty(len(data), self.width) if out is None else out
         if not self._scaled:
             return out.copy_(data.view(self.stored).view(len(data), self.width))
-        out.copy_(data[:, _SCALE : _SCALE + self.width].view(torch.int8))
+        codes = data[:, _SCALE : _SCALE + self._code_bytes]
+        if self.kind == "int4":  # as `row_bits.unpack_rows`, on any device
+            halves = torch.stack([codes & 15, codes >> 4], 2).flatten(1)[:, : self.width]
+            codes = (halves ^ 8) - 8
+        out.copy_(codes.view(torch.int8))
         return out.mul_(data[:, :_SCALE].view(torch.float32))
 
 
