@@ -87,6 +87,21 @@ TABLE: dict[str, Any] = {
 }
 
 
+FIELD: dict[str, Any] = {
+    "towers": [
+        {"name": "field", "kind": "voxels", "width": 8, "resolution": 8},
+        {"name": "package", "kind": "graph", "width": 8, "depth": 2},
+        {"name": "text", "kind": "text", "width": 8, "depth": 2},
+    ],
+    "tasks": [
+        {"name": "scene", "data": "spheres:views=24,size=12", "towers": ["field"], "loss": "colours", "batch": 33},
+        {"name": "sort", "data": "tiny_tasks:modules", "towers": ["package"], "loss": "classes", "batch": 3},
+        {"name": "write", "data": "tiny_tasks:pictures", "towers": ["text"], "loss": "next_token", "batch": 5},
+    ],
+}
+"""A radiance field beside a graph's task and a decoder."""
+
+
 def table(**changes: Any) -> dict[str, Any]:
     """The recipe; `changes`: a row's name with an underscore and key, such as `write_weight=2`, or a table."""
     made = copy.deepcopy(TABLE)

@@ -60,21 +60,23 @@ def drawn(seed: int, ranks: int, nested: int = 1, workload: MultitaskWorkload = 
     return plans.Plan(ranks=own, waves=tuple(waves), nested=nested, precision="fp64")
 
 
-def stepped(plan: plans.Plan, absent: int | None = None) -> Callable[[Any], dict[str, Tensor]]:
+def stepped(
+    plan: plans.Plan, absent: int | None = None, workload: MultitaskWorkload = WORKLOAD
+) -> Callable[[Any], dict[str, Tensor]]:
     """Of a rank: the gradients that it holds after a step, its part of the loss, bytes of activations that it sent."""
 
     def life(channel: Any) -> dict[str, Tensor]:
         rank = channel.rank()
-        setting = RankSetup(RESOLVED.recipe, plan, WORKLOAD, launch.RankSpec(rank=rank, world=len(plan.ranks)))
+        setting = RankSetup(workload.recipe, plan, workload, launch.RankSpec(rank=rank, world=len(plan.ranks)))
         built = build(setting, ProcessMesh(setting.mesh, channel, rank))
         batches = [
             to_device(one, torch.device("cpu"), torch.float64)
-            for one in WORKLOAD.batches(3, setting.shard)
+            for one in workload.batches(3, setting.shard)
             if one.task != absent
         ]
         built.sharding.clear()
         before = channel.ledger.by_class().get("activations", 0.0)
-        outcome = built.schedule.run(built.model, batches, WORKLOAD.loss)
+        outcome = built.schedule.run(built.model, batches, workload.loss)
         values = torch.zeros(1, dtype=torch.float64)
         built.sharding.wait(values)
         found = {name: one.grad.clone() for name, one in built.model.named_parameters() if one.grad is not None}
@@ -84,17 +86,17 @@ def stepped(plan: plans.Plan, absent: int | None = None) -> Callable[[Any], dict
     return life
 
 
-def alone(absent: int | None) -> dict[str, Tensor]:
+def alone(absent: int | None, workload: MultitaskWorkload = WORKLOAD) -> dict[str, Tensor]:
     """The same of one rank, task after task, in plain PyTorch."""
-    model = WORKLOAD.build(torch.device("cpu"), torch.float64)
-    shares, loss, weights = list(WORKLOAD.tasks().values()), torch.zeros((), dtype=torch.float64), 0.0
-    for one in WORKLOAD.batches(3, Shard(0, 1, 1)):
+    model = workload.build(torch.device("cpu"), torch.float64)
+    shares, loss, weights = list(workload.tasks().values()), torch.zeros((), dtype=torch.float64), 0.0
+    for one in workload.batches(3, Shard(0, 1, 1)):
         if one.task != absent:
-            value, weight = WORKLOAD.loss(model, one)
+            value, weight = workload.loss(model, one)
             loss = loss + shares[one.task] * value
             weights += float(weight)
     model.zero_grad()
-    (loss / WORKLOAD.nominal_weight).backward()
+    (loss / workload.nominal_weight).backward()
     found = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
     return {**found, "loss": loss.detach(), "weight": torch.tensor(weights, dtype=torch.float64)}
 
@@ -106,20 +108,31 @@ def test_waves_give_the_loss_and_gradients_of_one_task_after_the_other(
     ranks: int, absent: int | None, nested: int
 ) -> None:
     """Micro-batches may be nested, more of them than samples too."""
-    expected = alone(absent)
     for seed in range(3 if nested == 1 else 2):
-        plan = drawn(10 * ranks + seed, ranks, nested)
-        parts = forks(ranks, stepped(plan, absent))
-        for name in ("loss", "weight"):
-            assert float(sum(part[name] for part in parts)) == pytest.approx(float(expected[name]), rel=1e-12)
-        seen = set()
-        for part in parts:
-            for name, gradient in part.items():
-                if name not in ("loss", "weight", "sent"):
-                    seen.add(name)
-                    like = expected.get(name, torch.zeros_like(gradient))
-                    torch.testing.assert_close(gradient.view_as(like), like, rtol=1e-12, atol=1e-14)
-        assert seen >= set(expected) - {"loss", "weight"}
+        trains_as_one(drawn(10 * ranks + seed, ranks, nested), absent, WORKLOAD)
+
+
+@pytest.mark.parametrize(("ranks", "nested"), [(2, 1), (3, 4)])
+def test_a_radiance_field_trains_in_waves_as_on_one_rank(ranks: int, nested: int) -> None:
+    """Rays of a scene are divided over ranks beside glyphs and nodes; the head of a field may be elsewhere."""
+    workload = opened(**tiny_tasks.FIELD)
+    for seed in range(2):
+        trains_as_one(drawn(70 * ranks + seed, ranks, nested, workload), None, workload)
+
+
+def trains_as_one(plan: plans.Plan, absent: int | None, workload: MultitaskWorkload) -> None:
+    """Loss, weight and gradients, on the ranks that hold them."""
+    expected, parts = alone(absent, workload), forks(len(plan.ranks), stepped(plan, absent, workload))
+    for name in ("loss", "weight"):
+        assert float(sum(part[name] for part in parts)) == pytest.approx(float(expected[name]), rel=1e-12)
+    seen = set()
+    for part in parts:
+        for name, gradient in part.items():
+            if name not in ("loss", "weight", "sent"):
+                seen.add(name)
+                like = expected.get(name, torch.zeros_like(gradient))
+                torch.testing.assert_close(gradient.view_as(like), like, rtol=1e-12, atol=1e-14)
+    assert seen >= set(expected) - {"loss", "weight"}
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -1,4 +1,4 @@
-"""Waves beside what the other workloads are made of: nodes of a graph and rendered views of a scene, taken up again."""
+"""Waves beside what the other workloads are made of: nodes of a graph, views of a scene and its field, taken up again."""
 
 from __future__ import annotations
 
@@ -49,10 +49,12 @@ def resolved() -> workload_registry.Resolved:
     tasks = [
         {"name": "nodes", "data": graph, "towers": ["package"], "loss": "classes", "batch": 6},
         {"name": "views", "data": scene, "towers": ["image"], "loss": "classes", "batch": 5, "weight": 2.0},
+        {"name": "rays", "data": "spheres:views=24,size=12", "towers": ["field"], "loss": "colours", "batch": 40},
     ]
     towers = [
         {"name": "package", "kind": "graph", "width": 8, "depth": 2},
         {"name": "image", "kind": "image", "width": 8, "depth": 3},
+        {"name": "field", "kind": "voxels", "width": 8, "resolution": 12},
     ]
     table = {
         "model": {"kind": "multitask"},
@@ -74,11 +76,15 @@ WAVES = {
         ("views", "image", 0, 2, (1, 0)),
         ("nodes", "package", 0, 2, (0,)),
         ("views", "image", 2, 3, (1,)),
+        ("rays", "field", 0, 1, (0, 1)),
         ("views", HEAD, 0, 1, (1,)),
+        ("rays", HEAD, 0, 1, (1,)),
         ("nodes", HEAD, 0, 1, (0, 1)),
     ),
     "the other way round": slices(
         ("nodes", "package", 0, 1, (1,)),
+        ("rays", "field", 0, 1, (1,)),
+        ("rays", HEAD, 0, 1, (1, 0)),
         ("views", "image", 0, 3, (0,)),
         ("nodes", "package", 1, 2, (0, 1)),
         ("nodes", HEAD, 0, 1, (1,)),
@@ -112,10 +118,10 @@ def losses(found: workload_registry.Resolved, plan: plans.Plan, folder: Path | N
     return result
 
 
-def test_nodes_of_a_graph_and_views_of_a_scene_are_taken_up_in_waves(
+def test_nodes_of_a_graph_and_a_scene_with_its_field_are_taken_up_in_waves(
     found: workload_registry.Resolved, tmp_path: Path
 ) -> None:
-    """Both tasks train as on one rank, whatever the waves; taken up by the same waves, with the same bits; by others,
+    """All tasks train as on one rank, whatever the waves; taken up by the same waves, with the same bits; by others,
     by nested micro-batches and by one rank, to rounding."""
     apart = plans.Plan(ranks=RANKS, waves=WAVES["apart"], precision="fp64")
     other = msgspec.structs.replace(apart, waves=WAVES["the other way round"])

@@ -20,8 +20,12 @@ class Multitask(Model, frozen=True, tag="multitask"):
     joint: int = 64
 
 
-LOSSES = {"contrastive": 2, "next_token": 1, "classes": 1}
+LOSSES = {"contrastive": 2, "next_token": 1, "classes": 1, "colours": 1}
 """Towers whose outputs each loss takes."""
+LAYERS = 2
+"""Hidden layers of the colours of a field."""
+CELLS = 8, 512
+"""Of a side of a field, at least and at most."""
 
 
 def with_inputs(names: Sequence[str], towers: Sequence[Tower]) -> list[str]:
@@ -66,11 +70,13 @@ def _check(recipe: RecipeBase) -> None:
                 f"The tower {one.name!r} has width {one.width} and depth {one.depth}.",
                 do="a multiple of 8 for its width, and a depth of 1 or more",
             )
-        if one.takes and one.kind == "graph":
-            raise UserError(f"The tower {one.name!r} is a graph's and takes {one.takes[0]!r}.", do="leave `takes` out")
+        if one.takes and one.kind in ("graph", "voxels"):
+            whose = "a graph's" if one.kind == "graph" else "a scene's"
+            raise UserError(f"The tower {one.name!r} is {whose} and takes {one.takes[0]!r}.", do="leave `takes` out")
         _known(one.takes, known, f"The tower {one.name!r} takes")
     with_inputs(known, towers)
     used = {name for task in tasks for name in _towers_of(task, towers, known)}
+    _check_fields(recipe, tasks, towers)
     unused = [name for name in known if name not in used]
     if unused:
         raise UserError(f"No task uses the tower {unused[0]!r}.", do="name it in a task, or leave it out")
@@ -101,6 +107,43 @@ def _towers_of(task: TaskOptions, towers: Sequence[Tower], known: list[str]) -> 
     return with_inputs(task.towers, towers)
 
 
+def _check_fields(recipe: RecipeBase, tasks: Sequence[TaskOptions], towers: Sequence[Tower]) -> None:
+    """Raises UserError for radiance fields that cannot be trained, or for what is none."""
+    fields = {one.name: one for one in towers if one.kind == "voxels"}
+    for one in fields.values():
+        if one.depth != LAYERS:
+            raise UserError(
+                f"The field {one.name!r} has depth {one.depth}.",
+                why=f"the network of its colours has {LAYERS} layers",
+                do="leave `depth` out; `resolution` and `width` make it larger",
+            )
+        if not CELLS[0] <= one.resolution <= CELLS[1]:
+            raise UserError(f"The field {one.name!r} has resolution {one.resolution}.", do="from 8 to 512; 64 is usual")
+        users = [task.name for task in tasks if one.name in task.towers]
+        if len(users) > 1:
+            raise UserError(
+                f"The tasks {' and '.join(users)} share the field {one.name!r}.",
+                why="a field is one scene's",
+                do="a field for each",
+            )
+        others = [other.name for other in towers if one.name in other.takes]
+        if others:
+            raise UserError(f"The tower {others[0]!r} takes the field {one.name!r}.", do="leave it out of `takes`")
+    for task in tasks:
+        if (task.loss == "colours") != any(name in fields for name in task.towers):
+            raise UserError(
+                f"The task {task.name!r} has loss = {task.loss!r} and the tower {task.towers[0]!r}.",
+                why='the colours of a scene are what a tower of kind = "voxels" gives, and nothing else is',
+                do='loss = "colours" with a tower of kind = "voxels"',
+            )
+    if fields and recipe.train.precision not in ("auto", "fp32", "fp64"):
+        raise UserError(
+            f"train.precision = {recipe.train.precision!r} is not possible with a field.",
+            why="compositing is computed in single precision",
+            do='train.precision = "fp32"',
+        )
+
+
 def _known(names: Sequence[str], known: Sequence[str], what: str) -> None:
     for name in names:
         if name not in known:
@@ -120,9 +163,20 @@ def _fill(draft: Draft) -> None:
 
 
 def _usual(table: dict[str, object]) -> dict[str, object]:
-    """AdamW, as towers differ too much for one setting of Muon."""
-    train = table.get("train", {})
-    return table if not isinstance(train, dict) else {**table, "train": {"optimizer": "adamw", **train}}
+    """AdamW, as towers differ too much for one setting of Muon; single precision where one is a field. Raises UserError
+    for a field that is to be trained in two stages."""
+    train, towers = table.get("train", {}), table.get("towers", [])
+    rows = [one for one in towers if isinstance(one, dict)] if isinstance(towers, list) else []
+    fields = [one for one in rows if one.get("kind") == "voxels"]
+    for one in fields:
+        if "coarse" in one:
+            raise UserError(
+                f"The field {one.get('name', '')!r} has `coarse`, and is trained in one stage.",
+                why="between two stages a field changes its shape, and the tasks beside it would be planned anew then",
+                do='leave `coarse` out; a scene alone (model.kind = "voxels") is trained in two',
+            )
+    usual = {"optimizer": "adamw"} | ({"precision": "fp32"} if fields else {})
+    return table if not isinstance(train, dict) else {**table, "train": {**usual, **train}}
 
 
 KIND = Kind(

@@ -141,28 +141,30 @@ class Uniform(Quant, frozen=True, tag="uniform"):
 class Tower(Options, frozen=True):
     """One tower of a model of several tasks: `depth` blocks of `width` columns.
 
-    `kind`: what it reads of a sample: the `text`, the `image`, or the node and its neighbours in a `graph`. `takes`:
-    towers whose outputs stand before what it reads itself.
+    `kind`: what it reads of a sample: the `text`, the `image`, the node and its neighbours in a `graph`, or the ray of
+    a scene, whose field on `voxels` it is (`resolution`: cells of a side; two layers of colours). `takes`: towers whose
+    outputs stand before what it reads itself.
     """
 
     name: str
-    kind: Literal["text", "image", "graph"] = "text"
+    kind: Literal["text", "image", "graph", "voxels"] = "text"
     width: int = 64
     depth: int = 2
+    resolution: int = 64
     takes: tuple[str, ...] = ()
 
 
 class TaskOptions(Options, frozen=True):
     """One of several tasks: its data, the towers whose outputs its loss takes, samples in a step, and its weight.
 
-    `data`: `python:glyphs` (pictures of named characters), a text or a graph as `[data]` has them, or
+    `data`: `python:glyphs` (pictures of named characters), a text, a graph or a scene as `[data]` has them, or
     `module:function`, which returns a dataset of dictionaries.
     """
 
     name: str
     data: str
     towers: tuple[str, ...]
-    loss: Literal["contrastive", "next_token", "classes"]
+    loss: Literal["contrastive", "next_token", "classes", "colours"]
     batch: int = 32
     weight: float = 1.0
 

@@ -249,8 +249,9 @@ def _described(found: Any) -> str:
 
 
 def collated(dataset: Any, indices: Sequence[int]) -> Any:
-    """The samples at `indices` as one batch."""
-    return default_collate([dataset[index] for index in indices])
+    """The samples at `indices` as one batch; a dataset may give several at once (`__getitems__`, as torch's loader asks)."""
+    several = getattr(dataset, "__getitems__", None)
+    return default_collate(several(list(indices)) if several else [dataset[index] for index in indices])
 
 
 def tensors(batch: Any) -> list[Tensor]:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from espalier import artifacts
 from espalier.errors import UserError
 from espalier.module.parts import Task, collated, length
+from espalier.multitask.sources import SceneRays
 from espalier.multitask.towers import Fields, Head, Multitask, TowerModule
+from espalier.radiance.workload import CHUNK, byte, psnr
 from espalier.workload import to_device
 from espalier.workload_row import Answer, Sampling
 
@@ -54,10 +58,13 @@ def _of_sample(
     """What the task says of one held-out sample."""
     name, loss = model.tasks[task].name, model.tasks[task].loss
     held = tasks[name].held_out
-    size = length(held) if held is not None else 0
+    scene = held.scene if isinstance(held, SceneRays) else None
+    size = len(held.views) if isinstance(held, SceneRays) else length(held) if held is not None else 0
     if held is None or not number.isdecimal() or int(number) >= size:
         raise UserError(f"{name} has no held-out sample {number!r}.", do=f"a number below {size}")
     at = int(number)
+    if scene is not None:
+        return _rendered(model, task, held, at)
     first = min(at, max(0, size - batches[task]))
     indices = range(first, min(size, first + batches[task])) if loss == "contrastive" else range(at, at + 1)
     device = next(model.parameters())
@@ -79,6 +86,23 @@ def _of_sample(
     told = f"{name} {at}: of {len(one)} it picks {_named(fields, picked - first) or picked}"
     told += ", which is right" if picked == at else f"; right is {_named(fields, at - first) or at}"
     return {"task": name, "sample": at, "picked": picked, "among": len(one), "text": told}
+
+
+def _rendered(model: Multitask, task: int, held: SceneRays, at: int) -> dict[str, Any]:
+    """A held-out view, written into a PNG file here, and how near it is to the truth."""
+    name, device, rays = model.tasks[task].name, next(model.parameters()), held.view(at)
+    parts = [{key: one[start : start + CHUNK] for key, one in rays.items()} for start in range(0, len(rays["rays"]), CHUNK)]
+    made = (_outputs(model, task, to_device(part, device.device, device.dtype))[0] for part in parts)
+    colours = torch.cat([one[:, 0, :3].cpu() for one in made])
+    file = f"{name}-{at}.png"
+    try:
+        picture = byte(colours).view(held.scene.lens.height, held.scene.lens.width, 3)
+        Path(file).write_bytes(artifacts.encode(picture.numpy()))
+    except OSError as error:
+        raise UserError(f"{file} cannot be written: {error}.", do="another working directory") from None
+    ratio = psnr(float((colours - rays["colour"]).square().mean()))
+    told = f"{name} {at}: {file}, PSNR {ratio:.2f} dB"
+    return {"task": name, "sample": at, "image": file, "psnr": ratio, "text": told}
 
 
 def _named(fields: Fields, row: int) -> str:

@@ -15,7 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from espalier import accelerator
 from espalier.hardware import measure
-from espalier.multitask.towers import Multitask
+from espalier.kernels.counts import Counter
+from espalier.multitask.towers import FieldTower, Multitask
 from espalier.workload import HEAD
 from espalier.workload_row import PartCost
 
@@ -61,7 +62,9 @@ def _of_task(model: Multitask, task: int, fields: Mapping[str, Tensor], measures
         call = partial(model.compute, task, node.name, (0, node.operators))
         pass_ = _Pass(call, [outputs[need] for need in node.needs], fields)
         whole = node.name == HEAD and bool(model.heads[name].whole)
-        flops, kept = pass_.counted(size if whole else min(COUNTED, size))
+        module = model.heads[name] if node.name == HEAD else model.towers[node.name]
+        unlike = whole or isinstance(module, FieldTower)  # rays cross more or less of a field
+        flops, kept = pass_.counted(size if unlike else min(COUNTED, size))
         counts = sorted({size, -(-size // 2), -(-size // 4)}) if not whole else [size]
         seconds = {rows: pass_.seconds(rows) / node.operators for rows in counts} if measures else {}
         output = 0.0
@@ -69,7 +72,6 @@ def _of_task(model: Multitask, task: int, fields: Mapping[str, Tensor], measures
             with torch.no_grad():
                 outputs[node.name] = pass_.run(size)
             output = outputs[node.name].nbytes / size
-        module = model.heads[name] if node.name == HEAD else model.towers[node.name]
         found.append(
             PartCost(
                 name,
@@ -113,10 +115,10 @@ class _Pass:
             kept[tensor.untyped_storage().data_ptr()] = tensor.nbytes
             return tensor.detach()
 
-        counter = FlopCounterMode(display=False)
-        with counter, saved_tensors_hooks(save, lambda tensor: tensor):
+        counter, kernels = FlopCounterMode(display=False), Counter()  # the latter sees kernels of our own too
+        with counter, kernels, saved_tensors_hooks(save, lambda tensor: tensor):
             self.run(rows, True)
-        return counter.get_total_flops() / rows, sum(kept.values()) / rows
+        return max(counter.get_total_flops(), 2 * kernels.total.macs) / rows, sum(kept.values()) / rows
 
     def seconds(self, rows: int) -> float:
         """Of forward and backward."""

@@ -1,4 +1,5 @@
-"""Data of tasks: glyph pictures with their names, windows of text, nodes of a graph with neighbours, or anybody's."""
+"""Data of tasks: glyph pictures with their names, windows of text, nodes of a graph with neighbours, rays of a scene, or
+anybody's."""
 
 from __future__ import annotations
 
@@ -20,6 +21,8 @@ from espalier.errors import UserError
 from espalier.graph import sources as graphs
 from espalier.import_function import function
 from espalier.language import text_sources
+from espalier.radiance import scenes
+from espalier.radiance.scenes import Scene
 
 Sample = dict[str, Tensor]
 
@@ -34,6 +37,9 @@ FANOUT = 8
 HELD_OUT = 20
 """One of so many samples is held out, and at most `VALIDATED` of them."""
 VALIDATED = 256
+
+RAYS = 4096
+"""Rays of held-out views that validations look at, at most."""
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
@@ -72,8 +78,41 @@ class Nodes(Dataset[Sample]):
         return {"nodes": torch.from_numpy(rows), "label": torch.tensor(int(self.graph.labels[node]))}
 
 
+class SceneRays(Dataset[Sample]):
+    """Rays of a scene's views, by number among all their pixels: `rays` float32 [9], origin, direction and the direction
+    that colours see; `colour` float32 [3]. `most`: so many at most, spread evenly."""
+
+    def __init__(self, scene: Scene, views: Sequence[int], most: int | None = None) -> None:
+        self.scene, self.views = scene, torch.tensor(list(views), dtype=torch.int64)
+        self.every = len(self.views) * scene.lens.width * scene.lens.height
+        self.size = min(self.every, most or self.every)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Sample:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
+        found = self.fields(torch.tensor(list(indices), dtype=torch.int64) * self.every // self.size)
+        return [{name: one[row] for name, one in found.items()} for row in range(len(indices))]
+
+    def view(self, number: int) -> Sample:
+        """All rays of a view, row after row."""
+        pixels = self.scene.lens.width * self.scene.lens.height
+        return self.fields(torch.arange(number * pixels, (number + 1) * pixels))
+
+    def fields(self, pixels: Tensor) -> Sample:
+        """Of pixels, numbered over all views."""
+        which, place = self.views[pixels // (each := self.every // len(self.views))], pixels % each
+        return {"rays": torch.cat(self.scene.rays(which, place), 1), "colour": self.scene.colours(which, place)}
+
+
 def load(task: TaskOptions, recipe: Recipe, folder: Path | None) -> tuple[Dataset[Sample], Dataset[Sample]]:
     """(training, held-out) samples of a task. Raises UserError where it has none, or they are of the wrong kind."""
+    if task.loss == "colours":
+        scene = scenes.load(task.data, folder, lambda done, total: None)
+        return SceneRays(scene, scene.parts["train"]), SceneRays(scene, scene.parts["val"], RAYS)
     length = getattr(recipe.model, "length", 64)
     if task.data == "python:glyphs":
         whole: Dataset[Sample] = glyphs(length)
@@ -102,7 +141,7 @@ def load(task: TaskOptions, recipe: Recipe, folder: Path | None) -> tuple[Datase
 
 def check_fields(task: TaskOptions, kinds: Sequence[str], sample: Sample) -> None:
     """Raises UserError where a sample lacks what the task's towers or its loss read."""
-    fields = {"text": "text", "image": "image", "graph": "nodes"}
+    fields = {"text": "text", "image": "image", "graph": "nodes", "voxels": "rays"}
     wanted = [fields[kind] for kind in kinds] + ["label"] * (task.loss == "classes")
     missing = [name for name in wanted if name not in sample]
     if missing:

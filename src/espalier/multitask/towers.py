@@ -2,7 +2,8 @@
 
 A task runs its towers, those that others take first, then its head, which gives its losses. A tower is `depth` equal
 blocks; what makes tokens of samples belongs to the first, the norm to the last. What goes from block to block is one
-tensor [samples, tokens, width], so that samples can be divided over ranks anew between any two blocks.
+tensor [samples, tokens, width], so that samples can be divided over ranks anew between any two blocks. A radiance field
+is a tower of one block, whose samples are rays.
 """
 
 from __future__ import annotations
@@ -17,6 +18,12 @@ from torch.nn import functional as F
 
 from espalier.config import Recipe, TaskOptions, Tower
 from espalier.config.multitask import with_inputs
+from espalier.kernels.ragged import Ragged
+from espalier.radiance.rays import Rays
+from espalier.radiance.scenes import Scene
+from espalier.radiance.volume import Box
+from espalier.radiance.voxels import ColourNetwork, Field, ray_losses, sample_losses
+from espalier.radiance.workload import LOSSES, THIN
 from espalier.workload import HEAD, TaskNode
 
 Fields = Mapping[str, Tensor]
@@ -34,13 +41,14 @@ WHOLE = "contrastive"
 
 class Shapes(NamedTuple):
     """Of the samples: bytes that a text may have, pixels of an image's side and its channels, columns of a node's
-    features, and classes of each task that has some."""
+    features, classes of each task that has some, and scenes of towers that are fields."""
 
     length: int = 64
     side: int = 28
     channels: int = 1
     columns: int = 1
     classes: Mapping[str, int] = {}
+    scenes: Mapping[str, Scene] = {}
 
 
 class Attention(nn.Module):
@@ -101,6 +109,15 @@ class TowerModule(nn.Module):
         self.blocks = nn.ModuleList(block() for _ in range(options.depth))
         self.norm = nn.LayerNorm(width)
 
+    def run(self, operators: tuple[int, int], inputs: Sequence[Tensor], fields: Fields) -> Tensor:
+        """Blocks `[first, last)`. `inputs`: what it takes, or behind the first block, what came out of the one before."""
+        first, last = operators
+        x = self.tokens(fields, inputs) if first == 0 else inputs[0]
+        for block in self.blocks[first:last]:
+            x = block(x)
+        found: Tensor = self.norm(x) if last == len(self.blocks) else x
+        return found
+
     def tokens(self, fields: Fields, taken: Sequence[Tensor]) -> Tensor:
         """[samples, tokens, width] of what a batch has for it, after what it takes."""
         if self.kind == "text":
@@ -126,14 +143,43 @@ class TowerModule(nn.Module):
         yield len(self.blocks) - 1, "norm"
 
 
+FEATURES = 12
+"""Columns of a cell of a field, as scenes have by default."""
+
+
+class FieldTower(nn.Module):
+    """A radiance field on voxels: of a ray its colour, what passes all samples, and the error of single ones. It is
+    trained in one stage: no coarse field comes before, so that no cell is known to be empty. Its box is the scene's."""
+
+    def __init__(self, options: Tower, scene: Scene) -> None:
+        super().__init__()
+        box = Box(scene.box[0], scene.box[1])
+        self.field = Field(box, options.resolution, FEATURES, THIN, ColourNetwork(FEATURES, options.width))
+        self.field.background = scene.background
+        for module in self.field.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                module.register_buffer(name, buffer, persistent=False)  # said by the scene, and no state of the run
+
+    def run(self, operators: tuple[int, int], inputs: Sequence[Tensor], fields: Fields) -> Tensor:
+        """[rays, 1, 5]. `fields`: `rays` [rays, 9], origins, directions and views; `colour` [rays, 3]."""
+        dtype = self.field.density.values.dtype
+        found = self.field(Rays(*(one.contiguous() for one in fields["rays"].to(dtype).split(3, 1))))
+        single = Ragged(sample_losses(found, fields["colour"].to(dtype))[:, None], found.offsets).sums()
+        return torch.cat([found.colours, found.rest[:, None], single], 1)[:, None]
+
+    def parts(self) -> Iterator[tuple[int, str]]:
+        """All of it is one operator."""
+        yield 0, "field"
+
+
 class Head(nn.Module):
     """What makes figures of the outputs of a task's towers."""
 
     def __init__(self, task: TaskOptions, widths: Sequence[int], shapes: Shapes, joint: int) -> None:
         super().__init__()
         self.loss = task.loss
-        columns = {"contrastive": joint, "next_token": 256}.get(task.loss) or shapes.classes[task.name]
-        self.out = nn.ModuleList(nn.Linear(one, columns) for one in widths)
+        columns = {"contrastive": joint, "next_token": 256}.get(task.loss) or shapes.classes.get(task.name, 0)
+        self.out = nn.ModuleList(nn.Linear(one, columns) for one in (widths if columns else ()))
         if self.loss == "contrastive":
             self.temperature = nn.Parameter(torch.tensor(math.log(1 / TEMPERATURE)))
 
@@ -145,6 +191,11 @@ class Head(nn.Module):
     def forward(self, outputs: Sequence[Tensor], fields: Fields) -> Figures:
         """Sums over the samples; the weight is their number."""
         count = torch.tensor(float(len(outputs[0])))
+        if self.loss == "colours":
+            colours, rest, single = outputs[0][:, 0].split([3, 1, 1], 1)
+            (entropy, weight), true = LOSSES["fine"], fields["colour"].to(colours.dtype)
+            loss = ray_losses(colours, rest[:, 0], true, entropy).sum() + weight * single.sum()
+            return {"loss": (loss, count), "error": ((colours.detach() - true).square().mean(1).sum(), count)}
         if self.loss == "next_token":
             text = fields["text"]
             scores = self.out[0](outputs[0][:, -text.shape[1] :][:, :-1])
@@ -176,7 +227,12 @@ class Multitask(nn.Module):
         self.options, self.tasks = options, tuple(recipe.tasks or ())
         widths = {name: one.width for name, one in options.items()}
         self.towers = nn.ModuleDict(
-            {name: TowerModule(one, shapes, [widths[other] for other in one.takes]) for name, one in options.items()}
+            {
+                name: FieldTower(one, shapes.scenes[name])
+                if one.kind == "voxels"
+                else TowerModule(one, shapes, [widths[other] for other in one.takes])
+                for name, one in options.items()
+            }
         )
         self.heads = nn.ModuleDict(
             {one.name: Head(one, [widths[name] for name in one.towers], shapes, joint) for one in self.tasks}
@@ -186,7 +242,8 @@ class Multitask(nn.Module):
         """The parts of a task in the order in which they run, its head last."""
         own = self.tasks[task]
         towers = with_inputs(own.towers, list(self.options.values()))
-        found = [TaskNode(name, self.options[name].depth, tuple(self.options[name].takes)) for name in towers]
+        depths = {name: 1 if self.options[name].kind == "voxels" else self.options[name].depth for name in towers}
+        found = [TaskNode(name, depths[name], tuple(self.options[name].takes)) for name in towers]
         return [*found, TaskNode(HEAD, 1, own.towers, own.loss == WHOLE)]
 
     def compute(
@@ -196,12 +253,9 @@ class Multitask(nn.Module):
         if node == HEAD:
             found: Figures = self.heads[self.tasks[task].name](inputs, fields)
             return found
-        tower, (first, last) = self.towers[node], operators
-        assert isinstance(tower, TowerModule)
-        x = tower.tokens(fields, inputs) if first == 0 else inputs[0]
-        for block in tower.blocks[first:last]:
-            x = block(x)
-        return tower.norm(x) if last == len(tower.blocks) else x
+        tower = self.towers[node]
+        assert isinstance(tower, TowerModule | FieldTower)
+        return tower.run(operators, inputs, fields)
 
     def forward(self, task: int, fields: Fields) -> Figures:
         """The figures of a task's batch."""
@@ -217,7 +271,7 @@ class Multitask(nn.Module):
         """Of each parameter, the node and the operator that it belongs to; a head is `head.TASK`."""
         places: dict[str, tuple[str, int]] = {f"heads.{one.name}": (f"{HEAD}.{one.name}", 0) for one in self.tasks}
         for name, tower in self.towers.items():
-            assert isinstance(tower, TowerModule)
+            assert isinstance(tower, TowerModule | FieldTower)
             places |= {f"towers.{name}.{part}": (name, operator) for operator, part in tower.parts()}
         found = {}
         for name, _ in self.named_parameters():

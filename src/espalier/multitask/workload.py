@@ -24,6 +24,8 @@ from espalier.module.parts import Parts, Task, collated, length
 from espalier.module.workload import ModuleWorkload
 from espalier.multitask import answers, costs, sources
 from espalier.multitask.towers import Figures, Multitask, Shapes, TowerModule
+from espalier.radiance.workload import psnr
+from espalier.radiance.scenes import Scene
 from espalier.shard.wrap_policy import profile
 from espalier.workload import Shard, Tagged, Workload, to_device
 from espalier.workload_row import Answer, Opening, PartCost, Profile, Row, Sampling
@@ -45,9 +47,8 @@ class MultitaskWorkload(ModuleWorkload):
         return copy.deepcopy(self.parts.model).to(device=device, dtype=dtype)
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
-        """The blocks of all towers."""
-        assert isinstance(model, Multitask)
-        return [block for tower in model.towers.values() if isinstance(tower, TowerModule) for block in tower.blocks]
+        """The blocks of all towers that are here."""
+        return [block for tower in model.modules() if isinstance(tower, TowerModule) for block in tower.blocks]
 
     def batches(self, step: int, shard: Shard) -> list[Any]:
         """One micro-batch of each task."""
@@ -105,6 +106,11 @@ class MultitaskWorkload(ModuleWorkload):
                 found[name] += torch.tensor([float(one) for one in pair], dtype=torch.float64)
         return found
 
+    def summary(self, totals: Mapping[str, float]) -> Mapping[str, float]:
+        """Errors of colours as peak signal-to-noise ratios, in decibels."""
+        named = ((name.removesuffix("error"), name, value) for name, value in totals.items())
+        return {f"{of}psnr" if of != name else name: psnr(value) if of != name else value for of, name, value in named}
+
     def _share(self, task: Task, start: int, stop: int) -> range:
         """All held-out samples: nobody else has any."""
         return range(length(task.held_out) if task.held_out is not None else 0)
@@ -144,6 +150,7 @@ def open_multitask(recipe: Recipe, folder: Path | None = None) -> MultitaskWorkl
     tasks: dict[str, Task] = {}
     shape: dict[str, tuple[int, ...]] = {}
     classes: dict[str, int] = {}
+    fields: dict[str, Scene] = {}
     for k, one in enumerate(options):
         dataset, held_out = sources.load(one, recipe, folder)
         sample = dataset[0]
@@ -151,6 +158,8 @@ def open_multitask(recipe: Recipe, folder: Path | None = None) -> MultitaskWorkl
         shape |= {name: tuple(value.shape) for name, value in sample.items()}
         if one.loss == "classes":
             classes[one.name] = 1 + max(int(dataset[index]["label"]) for index in range(length(dataset)))
+        if isinstance(dataset, sources.SceneRays):
+            fields[one.towers[0]] = dataset.scene
         metrics = None if one.loss == "next_token" else partial(_metrics, k)
         tasks[one.name] = Task(dataset, partial(_loss, k), held_out, one.weight, metrics)
     text, image, nodes = (shape.get(name) for name in ("text", "image", "nodes"))
@@ -160,6 +169,7 @@ def open_multitask(recipe: Recipe, folder: Path | None = None) -> MultitaskWorkl
         channels=image[0] if image else 1,
         columns=nodes[-1] if nodes else 1,
         classes=classes,
+        scenes=fields,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.train.seed)

@@ -58,6 +58,20 @@ def encoded(views: Tensor) -> Tensor:
     return torch.cat([views, bands.sin(), bands.cos()], 1)
 
 
+def ray_losses(colours: Tensor, rest: Tensor, true: Tensor, entropy: float) -> Tensor:
+    """[rays]: the squared error of colours [rays, 3], a mean over the three, and `entropy` times that of `rest` [rays],
+    what passes all samples (DVGO's loss)."""
+    passed = rest.clamp(1e-6, 1 - 1e-6)
+    unsure = -(passed * passed.log() + (1 - passed) * (1 - passed).log())
+    return (colours - true).square().mean(1) + entropy * unsure
+
+
+def sample_losses(found: Rendered, true: Tensor) -> Tensor:
+    """[samples]: the squared error of each sample's colour, by its weight. `true`: [rays, 3]."""
+    rows = torch.repeat_interleave(true, found.offsets.diff(), 0)
+    return found.weights.detach() * (found.points - rows).square().sum(1)
+
+
 class Grid(nn.Module):
     """A voxel grid over a box: [x, y, z, columns]; its corners lie in the box's."""
 

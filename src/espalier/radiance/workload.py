@@ -23,14 +23,14 @@ from espalier.radiance.rays import Lens, Rays, rays_of
 from espalier.radiance.scenes import Scene
 from espalier.radiance.spikingnerf import SpikingColours
 from espalier.radiance.volume import Box
-from espalier.radiance.voxels import VIEW, ColourNetwork, Field, Rendered, refined
+from espalier.radiance.voxels import VIEW, ColourNetwork, Field, Rendered, ray_losses, refined, sample_losses
 from espalier.workload import Phase, Plain, Shard, Skeleton, whole_skeleton
 
 EMPTY = 1e-4
 """Opacity that the coarse stage begins with."""
 THIN = 1e-2
 """Opacity that the fine stage has where the coarse one found nothing."""
-_LOSSES = {"coarse": (0.01, 0.1), "fine": (0.001, 0.01)}
+LOSSES = {"coarse": (0.01, 0.1), "fine": (0.001, 0.01)}
 """Weights of the entropy of what passes, and of the colours of single samples, by stage (DVGO's)."""
 CHUNK = 8192
 """Rays rendered at once."""
@@ -153,14 +153,10 @@ class RadianceWorkload(Plain):
         """Sum over rays of the squared error of colours (a mean over the three), of the entropy of what passes all
         samples, and of single samples' colours; and the number of rays."""
         found: Rendered = model(batch.rays)
-        entropy, single = _LOSSES[self.stage]
+        entropy, single = LOSSES[self.stage]
         true = batch.colours.to(found.colours.dtype)
-        rest = found.rest.clamp(1e-6, 1 - 1e-6)
-        unsure = -(rest * rest.log() + (1 - rest) * (1 - rest).log())
-        rows = torch.repeat_interleave(true, found.offsets.diff(), 0)
-        points = found.weights.detach() * (found.points - rows).square().sum(1)
         self._met = (len(true), len(found.points), tuple(found.spikes.tolist()) or (0, 0))
-        whole = (found.colours - true).square().mean(1).sum() + entropy * unsure.sum() + single * points.sum()
+        whole = ray_losses(found.colours, found.rest, true, entropy).sum() + single * sample_losses(found, true).sum()
         return whole, torch.tensor(float(len(true)))
 
     def _seen(self) -> dict[str, float]:
