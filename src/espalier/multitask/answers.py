@@ -91,7 +91,9 @@ def _of_sample(
 def _rendered(model: Multitask, task: int, held: SceneRays, at: int) -> dict[str, Any]:
     """A held-out view, written into a PNG file here, and how near it is to the truth."""
     name, device, rays = model.tasks[task].name, next(model.parameters()), held.view(at)
-    parts = [{key: one[start : start + CHUNK] for key, one in rays.items()} for start in range(0, len(rays["rays"]), CHUNK)]
+    parts = [
+        {key: one[start : start + CHUNK] for key, one in rays.items()} for start in range(0, len(rays["rays"]), CHUNK)
+    ]
     made = (_outputs(model, task, to_device(part, device.device, device.dtype))[0] for part in parts)
     colours = torch.cat([one[:, 0, :3].cpu() for one in made])
     file = f"{name}-{at}.png"
