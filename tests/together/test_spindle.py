@@ -1,4 +1,4 @@
-"""Waves beside what the other workloads are made of: nodes of a graph, views of a scene and its field, taken up again."""
+"""Waves beside what other workloads are made of: nodes of a graph, views of a scene and its field, taken up again."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Data of tasks: glyph pictures with their names, windows of text, nodes of a graph with neighbours, rays of a scene, or
-anybody's."""
+"""Data of tasks: glyph pictures with their names, windows of text, nodes of a graph with neighbours, rays of a scene,
+or anybody's."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ class Nodes(Dataset[Sample]):
 
 
 class SceneRays(Dataset[Sample]):
-    """Rays of a scene's views, by number among all their pixels: `rays` float32 [9], origin, direction and the direction
-    that colours see; `colour` float32 [3]. `most`: so many at most, spread evenly."""
+    """Rays of a scene's views, by number among all their pixels: `rays` float32 [9], origin, direction and what colours
+    see of it; `colour` float32 [3]. `most`: so many at most, spread evenly."""
 
     def __init__(self, scene: Scene, views: Sequence[int], most: int | None = None) -> None:
         self.scene, self.views = scene, torch.tensor(list(views), dtype=torch.int64)

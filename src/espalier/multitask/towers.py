@@ -110,7 +110,7 @@ class TowerModule(nn.Module):
         self.norm = nn.LayerNorm(width)
 
     def run(self, operators: tuple[int, int], inputs: Sequence[Tensor], fields: Fields) -> Tensor:
-        """Blocks `[first, last)`. `inputs`: what it takes, or behind the first block, what came out of the one before."""
+        """Blocks `[first, last)`. `inputs`: what it takes, or behind the first block, what the one before gave."""
         first, last = operators
         x = self.tokens(fields, inputs) if first == 0 else inputs[0]
         for block in self.blocks[first:last]:

@@ -24,8 +24,8 @@ from espalier.module.parts import Parts, Task, collated, length
 from espalier.module.workload import ModuleWorkload
 from espalier.multitask import answers, costs, sources
 from espalier.multitask.towers import Figures, Multitask, Shapes, TowerModule
-from espalier.radiance.workload import psnr
 from espalier.radiance.scenes import Scene
+from espalier.radiance.workload import psnr
 from espalier.shard.wrap_policy import profile
 from espalier.workload import Shard, Tagged, Workload, to_device
 from espalier.workload_row import Answer, Opening, PartCost, Profile, Row, Sampling
