@@ -249,7 +249,7 @@ def _described(found: Any) -> str:
 
 
 def collated(dataset: Any, indices: Sequence[int]) -> Any:
-    """The samples at `indices` as one batch; a dataset may give several at once (`__getitems__`, as for torch's loader)."""
+    """The samples at `indices` as one batch; a dataset may give several at once (`__getitems__`, as torch has it)."""
     several = getattr(dataset, "__getitems__", None)
     return default_collate(several(list(indices)) if several else [dataset[index] for index in indices])
 
