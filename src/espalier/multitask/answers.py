@@ -58,12 +58,11 @@ def _of_sample(
     """What the task says of one held-out sample."""
     name, loss = model.tasks[task].name, model.tasks[task].loss
     held = tasks[name].held_out
-    scene = held.scene if isinstance(held, SceneRays) else None
     size = len(held.views) if isinstance(held, SceneRays) else length(held) if held is not None else 0
     if held is None or not number.isdecimal() or int(number) >= size:
         raise UserError(f"{name} has no held-out sample {number!r}.", do=f"a number below {size}")
     at = int(number)
-    if scene is not None:
+    if isinstance(held, SceneRays):
         return _rendered(model, task, held, at)
     first = min(at, max(0, size - batches[task]))
     indices = range(first, min(size, first + batches[task])) if loss == "contrastive" else range(at, at + 1)
