@@ -61,7 +61,7 @@ def train(recipe, graph, cuts=(), folder=None, stop=None, nodes=(), **changes):
                 found["adapted"].append(fields.get("halo"))
                 found["recall"].append(fields.get("recall"))
             if event == "validation":
-                found["validation"].append({k: v for k, v in fields.items() if k != "step"})
+                found["validation"].append({k: v for k, v in fields.items() if k not in ("step", "seconds")})
 
         with worker.joined(place, 90.0) as channel:
             setting = RankSetup(recipe, plan, workload, place, emit=emit, stop_after=stop)
@@ -246,6 +246,11 @@ def test_the_plan_says_what_crosses_each_link_how_long_it_takes_and_when_one_ran
     assert any("rows are one step late, and every 5th step waits" in one for one in low.why)
 
 
+def every(halos, bits):
+    """All crossings with so many bits, or the bits [ranks, ranks]."""
+    return {key: np.broadcast_to(bits, (3, 3)) for key in halos.counts([1, 1, 1])}
+
+
 def test_links_carry_the_bits_that_they_have_time_for():
     halos = asked({"bits": "auto"}, 3).halos
 
@@ -257,23 +262,31 @@ def test_links_carry_the_bits_that_they_have_time_for():
         plan = msgspec.structs.replace(here, ranks=ranks, why=(), predicted=predicted)
         plan = halo_exchange.with_halos(plan, known, machines(len(set(nodes)), mbit))
         assert sum("graph.halo.bits = auto" in one for one in plan.why) == 1
-        return plan, {one.level: halo_parallel.BITS[one.codec] for one in plan.exchanges if one.traffic == "halo"}
+        return plan, {halo_parallel.BITS[one.codec] for one in plan.exchanges if one.traffic == "halo"}
 
     shares = [one.share[1] - one.share[0] for one in bits(1, 1.0)[0].ranks]
-    sent = {one: halos.step_bytes(shares, 4, np.full((3, 3), one)).sum(1).max() for one in (32, 8, 2)}
-    seconds = {one: size / (1e6 / 8) for one, size in sent.items()}
-    assert bits(1, 5 * seconds[32])[1] == {"between": 32}
-    assert bits(1, 5 * seconds[8])[1] == {"between": 8}
-    assert bits(1, 3.9 * seconds[2])[1] == {"between": 1}
-    assert bits(1, 1.1 * seconds[8], synchronize=0)[1] == {"between": 8}
+    sent = {one: halos.step_bytes(shares, 4, every(halos, one)) for one in (32, 8, 2, 1)}
+    seconds = {one: float(max(size.sum(0).max(), size.sum(1).max())) / (1e6 / 8) for one, size in sent.items()}
+    assert bits(1, 5 * seconds[32])[1] == {32}
+    assert bits(1, 4.1 * seconds[8])[1] == {8}
+    assert bits(1, 1e-6)[1] == {1}
+    assert min(bits(1, 1.1 * seconds[8], synchronize=0)[1]) == 8
+    plan, between = bits(1, 4 * (seconds[2] + seconds[8]) / 2)
+    assert len(between) > 1
+    assert plan.predicted.terms["halo"] <= (seconds[2] + seconds[8]) / 2 * 1.001
     plan, mixed = bits(1, 1.1 * seconds[2], nodes=(0, 1, 1), synchronize=0)
-    assert mixed["inside"] == 8 > mixed["between"]
-    options, peers, fresh, _ = halo_parallel.crossings(halos.options, plan, [0, 1, 2], 1)
-    assert fresh in (None, [False, True, True])
-    assert peers == [mixed["between"], 8, 8]
-    assert options.bits == mixed["between"]
-    pairs = np.where(np.array([[0, 1, 1], [1, 0, 0], [1, 0, 0]], bool), mixed["between"], 8)
-    assert plan.predicted.sent_bytes["halo"] == halos.step_bytes(shares, 4, pairs).sum(1).max()
+    assert 8 in mixed
+    found = [halo_parallel.crossings(halos.options, plan, [0, 1, 2], rank) for rank in range(3)]
+    assert found[1].fresh in (None, [False, True, True])
+    assert found[0].options.bits == min(mixed) < 8
+    by_peer = {key: np.array([one.bits(key)[0] for one in found]) for key in halos.counts(shares)}
+    arriving = {key: np.array([one.bits(key)[1] for one in found]).T for key in halos.counts(shares)}
+    for key, one in by_peer.items():
+        np.testing.assert_array_equal(one, arriving[key])
+        assert one[1, 2] == one[2, 1] == 8
+        assert one[0, 1] == one[0, 2] <= 8
+    assert plan.predicted.sent_bytes["halo"] == halos.step_bytes(shares, 4, by_peer).sum(1).max()
+    assert plans.loads(plans.dumps(plan)) == plan
 
 
 def test_rows_inside_a_machine_are_fresh_where_those_between_machines_are_late():
@@ -302,11 +315,21 @@ def test_rows_inside_a_machine_are_fresh_where_those_between_machines_are_late()
 def test_bits_of_a_plan_are_those_that_cross():
     recipe = recipe_of({"depth": 3}, {"halo": {"bits": "auto"}}, precision="fp32")
     workload = GraphWorkload(recipe, made())
-    plan = plan_of(recipe, workload, (20, 60))
+    plan, halos = plan_of(recipe, workload, (20, 60)), workload.halos()
     shares = [one.share[1] - one.share[0] for one in plan.ranks]
-    crossing = (plans.Exchange(traffic="halo", level="inside", codec="int2"),)
-    sent = train(recipe, made(), (20, 60), exchanges=crossing)["halo"][1:]
-    assert sent == [workload.halos().step_bytes(shares, 4, np.full((3, 3), 2))[0].sum()] * (STEPS - 1)
+    crossing = plans.Exchange(traffic="halo", level="inside", codec="int2")
+    sent = train(recipe, made(), (20, 60), exchanges=(crossing,))["halo"][1:]
+    assert sent == [halos.step_bytes(shares, 4, every(halos, 2))[0].sum()] * (STEPS - 1)
+    rows = {key: plans.HaloRows(layer=key[0], backward=key[1]) for key in halos.counts(shares)}
+    one, other = plans.HaloRows(layer=1, backward=True, nodes=((0, 1),)), (1, True)
+    bits = {key: "exact" if key == (2, False) else "int4" for key in rows}
+    told = [msgspec.structs.replace(crossing, level="all", codec=bits[key], rows=rows[key]) for key in rows]
+    told.insert(0, msgspec.structs.replace(crossing, level="all", codec="int1", rows=one))
+    sent = train(recipe, made(), (20, 60), exchanges=tuple(told), nodes=(0, 1, 1))["halo"][1:]
+    by_peer = every(halos, 4)
+    by_peer[2, False] = np.full((3, 3), 32)
+    by_peer[other] = np.array([[4, 1, 1], [4, 4, 4], [4, 4, 4]])
+    assert sent == [halos.step_bytes(shares, 4, by_peer)[0].sum()] * (STEPS - 1)
 
 
 def test_one_rank_is_planned_where_it_is_faster():

@@ -270,24 +270,28 @@ def test_some_peers_rows_are_fresh_and_others_late():
             assert gradient == pytest.approx(expected)
 
 
-def test_each_peer_has_its_bits():
-    """Errors of rows from a peer of more bits are smaller, and bytes are those of the formula by pair."""
+def test_each_peer_layer_and_direction_has_its_bits():
+    """Errors of rows from a peer of more bits are smaller, and bytes are those of the formula by crossing and pair."""
     graph, network, parts = graph_of(), network_of("gcn", torch.float32), parts_of("random", 3)
-    pairs = np.array([[0, 8, 1], [8, 0, 1], [1, 1, 0]])
+    draw = np.random.default_rng(3)
+    bits = {one: draw.choice([1, 2, 4, 8], (3, 3)) for one in sylvie.crossings(network)}
+    bits[Crossing(1, False)] = np.array([[1, 8, 1], [8, 1, 1], [1, 1, 1]])
+    bits[Crossing(2, True)] = np.full((3, 3), 32)
 
     def counted(channel):
         rank = channel.rank()
-        made = lambda: Sylvie(Every(1), peers=np.maximum(1, pairs[rank]).tolist())  # noqa: E731
+        peers = lambda crossing: (bits[crossing][rank].tolist(), bits[crossing][:, rank].tolist())  # noqa: E731
+        made = lambda: Sylvie(Every(1), peers=peers)  # noqa: E731
         _, sent = train(channel, "gcn", graph, parts, made, network)
         _, own = part_of(channel, "gcn", graph, parts)
         rows = torch.from_numpy(np.random.default_rng(1).normal(size=(graph.nodes, 80)).astype(np.float32))[own.owned]
-        found = dataclasses.replace(own, transport=made()).exchange(rows) - own.exchange(rows)
+        found = dataclasses.replace(own, transport=made(), layer=1).exchange(rows) - own.exchange(rows)
         errors = [float(one.abs().mean()) for one in found[len(own.owned) :].split(list(own.receives)) if len(one)]
         return sent, errors
 
     view = View(graph, _style(NETWORKS["gcn"]), 3)
     cut = halo.boundary(view.block.indptr, view.block.indices, parts, 3)
-    expected = sylvie.step_bytes(network, cut.rows, HaloOptions(bits=1), 4, np.maximum(1, pairs))
+    expected = sylvie.step_bytes(network, cut.rows, HaloOptions(bits=1), 4, bits)
     for rank, (sent, errors) in enumerate(ranks(3, counted)):
         assert sent == [expected[rank].sum()] * STEPS
         if rank < 2:

@@ -27,13 +27,23 @@ from espalier.comm.base import Traffic, traffic
 from espalier.compose import Claim
 from espalier.config import Messages, Network
 from espalier.errors import PeerLost, UserError
-from espalier.graph import foreign_halo, halo, partial_sums, partition_folder
+from espalier.graph import foreign_halo, halo, partial_sums, partition_folder, sylvie
 from espalier.graph.base import dense
 from espalier.graph.gnn import Gnn, GraphAttention, Layer
 from espalier.graph.neighbor_sampler import whole
 from espalier.graph.quantization import quantization_of
 from espalier.graph.subgraphs import SubgraphBatch, forward
-from espalier.graph.sylvie import WHOLE, Adaptive, ByPeer, Every, Fresh, StalenessPolicy, Sylvie, step_bytes
+from espalier.graph.sylvie import (
+    WHOLE,
+    Adaptive,
+    ByPeer,
+    Every,
+    Fresh,
+    StalenessPolicy,
+    Sylvie,
+    crossing_bytes,
+    step_bytes,
+)
 from espalier.mechanism import Build, Mechanism
 from espalier.parallel.mesh import REPLICA
 from espalier.sparse.partition import clusters
@@ -221,39 +231,67 @@ class HaloParallel(Mechanism):
                 part.transport.drain()
 
 
+class PeerBits:
+    """Bits of the rows for and from each rank, as a plan has them for links, layers and directions.
+
+    Args:
+        told: exchanges of halos; nodes: the machine of each rank of the group; rank: this one's place among them.
+    """
+
+    def __init__(self, told: Sequence[Exchange], nodes: Sequence[int], rank: int) -> None:
+        self.told, self.nodes, self.rank = tuple(told), nodes, rank
+        self._known: dict[halo.Crossing, tuple[list[int], list[int]]] = {}
+
+    def __call__(self, crossing: halo.Crossing) -> tuple[list[int], list[int]]:
+        """See `sylvie.Sylvie.peers`."""
+        if crossing not in self._known:
+            own = self.nodes[self.rank]
+            out = [self._of(crossing, own, peer) for peer in self.nodes]
+            self._known[crossing] = out, [self._of(crossing, peer, own) for peer in self.nodes]
+        return self._known[crossing]
+
+    def _of(self, crossing: halo.Crossing, source: int, target: int) -> int:
+        level = "inside" if source == target else "between"
+        for one in self.told:
+            rows = one.rows
+            if one.level not in (level, "all"):
+                continue
+            if rows is None or (
+                (rows.layer, rows.backward) == crossing and (not rows.nodes or (source, target) in rows.nodes)
+            ):
+                return BITS[one.codec]
+        return min(BITS[one.codec] for one in self.told)  # no rows cross there
+
+
 class Crossings(NamedTuple):
     """How rows cross between this rank and others.
 
     Attributes:
-        options: `[graph.halo]`, with the bits that the plan has where they are `auto`.
-        bits: of the rows from and for each rank, where they differ; None: those of `options`.
+        options: `[graph.halo]`, with the bits that the plan has where they are `auto`: the fewest of all.
+        bits: where they differ; None: those of `options`.
         fresh: whether those of each rank wait in every step, where others are late; None: all as `options` say.
         foreign: what a network that is not ours needs.
     """
 
     options: HaloOptions
-    bits: Sequence[int] | None = None
+    bits: PeerBits | None = None
     fresh: Sequence[bool] | None = None
     foreign: halo.ForeignRows | None = None
 
 
 def crossings(options: HaloOptions, plan: Plan, members: Sequence[int], rank: int) -> Crossings:
-    """What the plan says of links inside a machine and between machines, for the rank at place `rank` of `members`."""
-    told: dict[str, Exchange] = {one.level: one for one in plan.exchanges if one.traffic == Traffic.HALO.value}
-    node = plan.ranks[members[rank]].node
-    level = ["inside" if plan.ranks[one].node == node else "between" for one in members]
+    """What the plan says of halos, for the rank at place `rank` of `members`."""
+    told = [one for one in plan.exchanges if one.traffic == Traffic.HALO.value]
+    nodes = [plan.ranks[one].node for one in members]
     found = Crossings(options)
-    if len({one.agreement for one in told.values()}) > 1 and options.synchronize != 1:
-        found = found._replace(fresh=[told[one].agreement != LATE for one in level])
+    late = {one.level: one.agreement == LATE for one in told}
+    if len(set(late.values())) > 1 and options.synchronize != 1:
+        found = found._replace(fresh=[not late["inside" if one == nodes[rank] else "between"] for one in nodes])
     if options.bits != "auto":
         return found
-    bits: dict[str, int] = {level: BITS[one.codec] for level, one in told.items()}
-    default = bits.get("all", WHOLE)
-    each = [bits.get(one, default) for one in level]
-    if len(set(bits.values())) > 1:
-        least = msgspec.structs.replace(options, bits=min(bits.values()))
-        return found._replace(options=least, bits=each)
-    return found._replace(options=msgspec.structs.replace(options, bits=each[0] if bits else WHOLE))
+    bits = {BITS[one.codec] for one in told} or {WHOLE}
+    found = found._replace(options=msgspec.structs.replace(options, bits=min(bits)))
+    return found if len(bits) == 1 else found._replace(bits=PeerBits(told, nodes, rank))
 
 
 LATE = "late"
@@ -363,10 +401,22 @@ class Halos:
             self._known[tuple(shares)] = known
         return self._known[tuple(shares)]
 
-    def step_bytes(self, shares: Sequence[int], size: int, by_pair: Array | None = None) -> Array:
+    def step_bytes(
+        self, shares: Sequence[int], size: int, by_peer: Mapping[tuple[int, bool], Any] | None = None
+    ) -> Array:
         """float [ranks, ranks]: see `sylvie.step_bytes`."""
-        found: Array = step_bytes(self.network, self.rows(shares), self.options, size, by_pair)
+        found: Array = step_bytes(self.network, self.rows(shares), self.options, size, by_peer)
         return found
+
+    def crossing_bytes(self, shares: Sequence[int], size: int, key: tuple[int, bool], bits: int) -> Array:
+        """float [ranks, ranks]: see `sylvie.crossing_bytes`."""
+        found: Array = crossing_bytes(self.network, self.rows(shares), self.options, key, sylvie.Values(bits, size))
+        return found
+
+    def counts(self, shares: Sequence[int]) -> dict[tuple[int, bool], Array]:
+        """int64 [ranks, ranks]: rows that rank i sends rank j, of each layer and direction."""
+        rows = self.rows(shares)
+        return {key: rows.T if key.backward else rows for key in sylvie.crossings(self.network)}
 
 
 def open_part(

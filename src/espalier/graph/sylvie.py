@@ -15,7 +15,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -32,7 +31,7 @@ from espalier.kernels import quantize_rows as kernels
 from espalier.records import Record
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from espalier.config import HaloOptions
 
@@ -53,6 +52,7 @@ RECORD = Record(
         "graph/part_inference.py",
         "kernels/quantize_rows.py",
         "plan/halo_exchange.py",
+        "plan/halo_bits.py",
     ),
     chosen="a full graph split over ranks, when the halo exchange of each layer takes longer than its compute",
     cost="per layer, direction and boundary row of width d: d*bits/8 + 4 bytes; hidden behind an epoch when pipelined",
@@ -63,10 +63,10 @@ RECORD = Record(
     state="works",
     remark="on processors; recipes train over parts with [graph.halo], and any program does with graph/halo.py; every "
     "machine opens the whole graph when a run starts, unless data.path is a folder of parts, of which each rank reads "
-    "its own; networks of PyG's layers and batch normalization over all ranks too; graph.halo.bits = auto gives links "
-    "inside machines and between them the bits that they have time for; rows of ranks of one machine are fresh where "
-    "those between machines are late; the plan says what drawn batches would take and does not choose them; not "
-    "there: bits by layer; over four links of 100 Mbit/s an epoch with late 1-bit rows takes a twelfth of fp32's (of "
+    "its own; networks of PyG's layers and batch normalization over all ranks too; graph.halo.bits = auto gives each "
+    "layer, direction and pair of machines the bits that its link has time for; rows of ranks of one machine are "
+    "fresh where those between machines are late; the plan says what drawn batches would take and does not choose "
+    "them; over four links of 100 Mbit/s an epoch with late 1-bit rows takes a twelfth of fp32's (of "
     "40,000 nodes a fourteenth) and sends 1/28 of its bytes; on a graph of which 4 in 10 edges lead anywhere fresh "
     "1-bit rows reach 95 % in 56 epochs as fp32's do, at 100 Mbit/s in 16 s against 125 (boundary sampling 23, drawn "
     "batches, of which an epoch has many steps, 20), while late rows, of 1 bit or of 32, do not in 56",
@@ -226,7 +226,8 @@ class Sylvie:
             rounding lost is sent with the next step (error feedback). From 2 bits on: the error of rows that do not
             change shrinks by 1 / (2^bits - 1) a step; one bit between smallest and largest would not shrink it.
         by_degree: rows of nodes with more neighbours get more bits (see `SHARES`); else all get as many.
-        peers: the bits, 1 to 8, of the rows from and for each rank, in place of the policy's; None: the policy's.
+        peers: for a crossing the bits of the rows for each rank, and of those from each, in place of the policy's: 1
+            to 8, or `WHOLE` for all of that crossing; None: the policy's.
         seed: of the random numbers.
     """
 
@@ -236,7 +237,7 @@ class Sylvie:
         *,
         by_degree: bool = False,
         delta: bool = False,
-        peers: Sequence[int] | None = None,
+        peers: Callable[[Crossing], tuple[Sequence[int], Sequence[int]]] | None = None,
         seed: int = 0,
     ) -> None:
         self.policy, self.by_degree, self.delta, self.peers, self.seed = policy, by_degree, delta, peers, seed
@@ -245,7 +246,7 @@ class Sylvie:
         self._flights: dict[tuple[Crossing, torch.dtype], _Flight] = {}
         self._sent: dict[Crossing, Tensor] = {}
         self._arrived: dict[Crossing, tuple[int, Tensor]] = {}
-        self._layouts: dict[tuple[bool, int, int], _Layout] = {}
+        self._layouts: dict[tuple[Crossing, bool, int, int], _Layout] = {}
         self._shares: tuple[Tensor, Tensor] | None = None
 
     def begin(self, step: int) -> None:
@@ -278,9 +279,9 @@ class Sylvie:
         self._read(used, received, crossing)
 
     def _launch(self, halo: Halo, sent: Tensor, received: Tensor, crossing: Crossing) -> _Flight:
-        bits = self.choice.bits if sent.is_floating_point() else WHOLE
-        out = self._layout(halo, sent, crossing, bits)
-        back = self._layout(halo, received, crossing._replace(backward=not crossing.backward), bits)
+        bits = self._bits(crossing) if sent.is_floating_point() else WHOLE
+        out = self._layout(halo, sent, crossing, bits, leaves=True)
+        back = self._layout(halo, received, crossing, bits, leaves=False)
         wire, arriving = (torch.empty(sum(one.splits), dtype=torch.uint8) for one in (out, back))
         for begin in out.stamps:
             wire[begin : begin + STAMP] = _stamp(self.step, crossing, bits)
@@ -303,20 +304,29 @@ class Sylvie:
             work = dist.all_to_all_single(arriving, wire, back.splits, out.splits, group=halo.group, async_op=True)
         return _Flight(work, wire, arriving, back, self.step, bits)
 
-    def _layout(self, halo: Halo, rows: Tensor, crossing: Crossing, bits: int) -> _Layout:
-        """Of rows that leave in the direction of `crossing`."""
+    def _bits(self, crossing: Crossing) -> int:
+        """Of the stamp of messages with floating-point rows."""
+        if self.peers is None:
+            return self.choice.bits
+        return WHOLE if any(WHOLE in one for one in self.peers(crossing)) else self.choice.bits
+
+    def _layout(self, halo: Halo, rows: Tensor, crossing: Crossing, bits: int, leaves: bool) -> _Layout:
+        """Of rows that cross for, or (not `leaves`) from, this rank."""
         columns = int(np.prod(rows.shape[1:]))
         size = columns * rows.element_size() if bits == WHOLE else columns
-        known = (crossing.backward, size, bits)
+        alike = crossing if self.peers is not None else crossing._replace(layer=0)
+        known = (alike, leaves, size, bits)
         if known not in self._layouts:
-            counts, order, places = halo.leaving(crossing), None, None
+            counts = halo.leaving(crossing) if leaves else halo.arriving(crossing)
+            order, places = None, None
             if bits != WHOLE and self._shares is None and (together := sharing(columns)) > 1:
                 order, places = _groups(counts, together)
                 counts, columns = [-(-count // together) for count in counts], columns * together
             if bits != WHOLE and self.peers is not None:
-                widths = torch.tensor(self.peers, dtype=torch.uint8).repeat_interleave(torch.tensor(counts))
+                own = self.peers(crossing)[0 if leaves else 1]
+                widths = torch.tensor(own, dtype=torch.uint8).repeat_interleave(torch.tensor(counts))
             else:
-                widths = self._widths(crossing.backward, sum(counts), bits)
+                widths = self._widths(crossing.backward == leaves, sum(counts), bits)
             each = torch.full((sum(counts),), size) if bits == WHOLE else kernels.wire_bytes(columns, widths.long())
             splits = [int(one.sum()) + STAMP * bool(len(one)) for one in each.split(counts)]
             stamped = torch.tensor([count > 0 for count in counts]).cumsum(0)  # stamps up to this peer's
@@ -489,31 +499,62 @@ def row_bytes(columns: int, bits: Any, size: int = 4) -> Any:
 # --- cost ------------------------------------------------------------------------------------------------------------
 
 
-def step_bytes(network: Gnn | ForeignRows, rows: Any, options: HaloOptions, size: int = 4, by_pair: Any = None) -> Any:
+def step_bytes(
+    network: Gnn | ForeignRows,
+    rows: Any,
+    options: HaloOptions,
+    size: int = 4,
+    by_peer: Mapping[tuple[int, bool], Any] | None = None,
+) -> Any:
     """float [ranks, ranks]: payload bytes that each rank sends each other in a step, forward and backward together: the
     ledger's row `halo` (with `by_degree` to within the rounding of shares).
 
     Args:
         network: whose layers exchange; rows: `halo.Boundary.rows`; options: of `[graph.halo]`; size: bytes of a value.
-        by_pair: int [ranks, ranks], bits of the rows between each two, symmetric; None: those of `options`.
+        by_peer: int [ranks, ranks] for each crossing, bits of the rows that rank i sends rank j; None: those of
+            `options`.
     """
-    rows, sent = np.asarray(rows, np.float64), 0.0
-    if by_pair is not None:
-        each = [(bits, msgspec.structs.replace(options, bits=int(bits))) for bits in np.unique(by_pair)]
-        return sum(step_bytes(network, np.where(by_pair == bits, rows, 0), one, size) for bits, one in each)
-    assert options.bits != "auto", "the plan has the bits"
-    plain = options.bits == WHOLE and options.synchronize == 1
-    steps = SHARES[options.bits] if options.by_degree else (options.bits,)
-    for at in range(halo.depth(network)):
-        forward, backward = halo.row_bytes(network, at, size)
-        if at == 0 or plain:
-            sent = sent + rows * forward + rows.T * backward
-            continue
-        kept = isinstance(network, Gnn) and network.options.activation == "maxk"
-        beside = forward - backward if kept else 0  # columns of kept values
-        columns = backward // size
-        together = 1 if options.by_degree or options.bits == WHOLE else sharing(columns)
-        each = np.mean([row_bytes(columns * together, one, size) for one in steps])
-        sent = sent + (np.ceil(rows / together) + np.ceil(rows.T / together)) * each + rows * beside
-        sent = sent + STAMP * ((1 + kept) * (rows > 0) + 1.0 * (rows.T > 0))
+    assert options.bits != "auto" or by_peer is not None, "the plan has the bits"
+    bits = dict.fromkeys(crossings(network), options.bits) if by_peer is None else by_peer
+    plain = options.synchronize == 1 and all((np.asarray(one) == WHOLE).all() for one in bits.values())
+    sent = np.zeros(np.shape(rows))
+    for key, chosen in bits.items():
+        for one in np.unique(chosen):
+            sent = sent + np.where(
+                chosen == one, crossing_bytes(network, rows, options, key, Values(int(one), size, plain)), 0
+            )
     return sent
+
+
+def crossings(network: Gnn | ForeignRows) -> list[Crossing]:
+    """All of a step, in order of layers."""
+    return [Crossing(at, backward) for at in range(1, halo.depth(network)) for backward in (False, True)]
+
+
+class Values(NamedTuple):
+    """How the values of a crossing are sent: with so many `bits`, of `size` bytes otherwise; `plain`: as they are,
+    without stamps."""
+
+    bits: int
+    size: int = 4
+    plain: bool = False
+
+
+def crossing_bytes(
+    network: Gnn | ForeignRows, rows: Any, options: HaloOptions, key: tuple[int, bool], values: Values
+) -> Any:
+    """float [ranks, ranks]: of one crossing all of whose rows are sent alike; see `step_bytes`."""
+    bits, size, plain = values
+    at, back = key
+    forward, backward = halo.row_bytes(network, at, size)
+    count = np.asarray(rows, np.float64)
+    count = count.T if back else count
+    if plain:
+        return count * (backward if back else forward)
+    kept = isinstance(network, Gnn) and network.options.activation == "maxk" and not back
+    beside = forward - backward if kept else 0  # columns of kept values
+    columns = backward // size
+    steps = SHARES[bits] if options.by_degree else (bits,)
+    together = 1 if options.by_degree or bits == WHOLE else sharing(columns)
+    each = np.mean([row_bytes(columns * together, one, size) for one in steps])
+    return np.ceil(count / together) * each + count * beside + STAMP * (1 + kept) * (count > 0)

@@ -100,13 +100,26 @@ class WaveSlice(PlanStruct, frozen=True):
     end: float = 0.0
 
 
+class HaloRows(PlanStruct, frozen=True):
+    """Which rows of a cut graph: those that `layer` reads, or (`backward`) their gradients.
+
+    Attributes:
+        nodes: from which machine to which; empty: between all.
+    """
+
+    layer: int
+    backward: bool
+    nodes: tuple[tuple[int, int], ...] = ()
+
+
 class Exchange(PlanStruct, frozen=True):
-    """How one class of traffic crosses one level of links."""
+    """How one class of traffic crosses one level of links. `rows`: of halos, which; None: all."""
 
     traffic: str
     level: Literal["inside", "between", "all"] = "all"
     codec: str = "exact"
     agreement: str = "every_step"
+    rows: HaloRows | None = None
 
 
 class Outer(PlanStruct, frozen=True):

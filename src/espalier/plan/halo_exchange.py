@@ -13,7 +13,8 @@ import msgspec
 import numpy as np
 
 from espalier import units
-from espalier.plan.base import AdaptiveRule, Exchange, Plan
+from espalier.plan import halo_bits
+from espalier.plan.base import AdaptiveRule, Exchange, HaloRows, Plan
 from espalier.plan.packed_features import longer
 from espalier.plan.plan_summary import COMPUTING, link_words, places_of
 
@@ -45,36 +46,71 @@ def _alone(plan: Plan, instead_of: Plan | None) -> Plan:
     return msgspec.structs.replace(plan, why=(f"{HALOS}: one rank has the whole graph, none cross{beside}.", *plan.why))
 
 
-def _with_bits(plan: Plan, halos: Any, cluster: Cluster, far: Any) -> tuple[Plan, Any]:
-    """The plan with the bits of each level of links, and bits by pair of ranks: the most that take no longer than
-    `HIDDEN` of computing, with late rows all of it."""
+def _with_bits(plan: Plan, halos: Any, cluster: Cluster) -> tuple[Plan, Any]:
+    """The plan with the bits of each layer, direction and pair of machines, and these by crossing and ranks: what
+    crosses in `HIDDEN` of computing, with late rows in all of it, with the least error."""
     ranks, size = [plan.ranks[rank] for rank in plan.trainers], 8 if plan.precision == "fp64" else 4
     shares = [one.share[1] - one.share[0] for one in ranks]
-    devices = {place.rank for place in places_of(plan, cluster)}
     computing = sum(plan.predicted.terms.get(name, 0.0) for name in COMPUTING) if plan.predicted is not None else 0.0
     limit = computing * (HIDDEN if halos.options.synchronize == 1 else 1.0)
-    found: dict[Level, int] = {}
-    masks: dict[Level, Any] = {"inside": ~far & ~np.eye(len(far), dtype=bool), "between": far}
-    for level, mask in masks.items():
-        if not mask.any():
-            continue
-        link, found[level] = cluster.slowest(devices, level), 1
-        for bits in (ALL_BITS, 8, 4, 2):
-            sent = halos.step_bytes(shares, size, np.full(far.shape, bits)) * mask
-            if sent.sum(1).max() / link.bandwidth + halos.exchanges * (link.latency + link.launch) <= limit:
-                found[level] = bits
-                break
-    if len(set(found.values())) > 1:  # rows as they are and rows of few bits have no message in common
-        found = {level: min(8, bits) for level, bits in found.items()}
-    names = {ALL_BITS: "exact"}
-    crossing = tuple(
-        Exchange(traffic="halo", level=level, codec=names.get(bits, f"int{bits}")) for level, bits in found.items()
+    places = [place.rank for place in places_of(plan, cluster)]
+    each = [[cluster.link(a, b) if a != b else None for b in places] for a in places]
+    known = [link for row in each for link in row if link is not None]
+    waits = halos.exchanges * max((link.latency + link.launch for link in known), default=0.0)
+    bandwidth = np.array([[np.inf if link is None else link.bandwidth for link in row] for row in each])
+    links = halo_bits.Links(np.array([one.node for one in ranks]), bandwidth)
+    counts = halos.counts(shares)
+    found = halo_bits.allotted(
+        counts, lambda key, bits: halos.crossing_bytes(shares, size, key, bits), links, limit - waits
     )
-    words = " and ".join(f"{units.plural(bits, 'bit')} {level} machines" for level, bits in found.items())
-    told = f"{HALOS}: {words}, the most that cross in {units.show_seconds(limit)} (graph.halo.bits = auto)."
-    by_pair = np.where(far, found.get("between", 1), found.get("inside", found.get("between", 1)))
-    plan = msgspec.structs.replace(plan, exchanges=(*plan.exchanges, *crossing), why=(told, *plan.why))
-    return plan, by_pair
+    crossing = _exchanges(found, counts, links)
+    used = sorted({int(one) for key, bits in found.items() for one in np.unique(bits[counts[key] > 0])})
+    words = units.plural(used[0], "bit") if len(used) == 1 else f"{used[0]} to {used[-1]} bits"
+    told = (
+        f"{HALOS}: {words}, by layer, direction and link those of the least error that cross in "
+        f"{units.show_seconds(limit)} (graph.halo.bits = auto){_most(found, counts)}."
+    )
+    return msgspec.structs.replace(plan, exchanges=(*plan.exchanges, *crossing), why=(told, *plan.why)), found
+
+
+def _most(found: Any, counts: Any) -> str:
+    """In words, the bits by layer and direction, where they differ."""
+    said = {
+        f"layer {layer + 1}'s {'gradients' if backward else 'rows'}": sorted(
+            {int(one) for one in bits[counts[layer, backward] > 0]}
+        )
+        for (layer, backward), bits in found.items()
+    }
+    if len({tuple(one) for one in said.values()}) < 2:
+        return ""
+    return ": " + ", ".join(f"{name} {'-'.join(map(str, (one[0], one[-1])[: len(one)]))}" for name, one in said.items())
+
+
+CODECS = {ALL_BITS: "exact"}
+"""Names in plans; of others int and the bits."""
+
+
+def _exchanges(found: Any, counts: Any, links: halo_bits.Links) -> tuple[Exchange, ...]:
+    """As few entries of the plan as say it."""
+    nodes, made = links.nodes.tolist(), []
+    levels: tuple[tuple[Level, Any], ...] = (("inside", ~links.far), ("between", links.far))
+    for level, mask in levels:
+        bits: dict[Any, dict[tuple[int, int], int]] = {}
+        for key, one in found.items():
+            places = np.argwhere(mask & (counts[key] > 0)).tolist()
+            bits[key] = {(nodes[a], nodes[b]): int(one[a, b]) for a, b in places}
+        every = {one for pairs in bits.values() for one in pairs.values()}
+        if len(every) == 1:
+            (one,) = every
+            made.append(Exchange(traffic="halo", level=level, codec=CODECS.get(one, f"int{one}")))
+            continue
+        for (layer, backward), pairs in bits.items():
+            for one in sorted(set(pairs.values())):
+                alike = len(set(pairs.values())) == 1
+                among = () if alike else tuple(sorted(pair for pair, its in pairs.items() if its == one))
+                rows = HaloRows(layer=layer, backward=backward, nodes=among)
+                made.append(Exchange(traffic="halo", level=level, codec=CODECS.get(one, f"int{one}"), rows=rows))
+    return tuple(made)
 
 
 def beside_batches(plan: Plan, other: Plan, drawn: GraphWorkload) -> Plan:
@@ -102,13 +138,14 @@ def _fresh_inside(plan: Plan, halos: Any, cluster: Cluster, sent: Any) -> tuple[
     wait = float(sent.sum(1).max()) / link.bandwidth + halos.exchanges * (link.latency + link.launch)
     if wait > HIDDEN * computing:
         return plan, 0.0
-    known = {one.level: one.codec for one in plan.exchanges if one.traffic == "halo"}
-    others = tuple(one for one in plan.exchanges if one.traffic != "halo")
     asked = "exact" if options.bits in (ALL_BITS, "auto") else f"int{options.bits}"
-    levels: tuple[tuple[Level, str], ...] = (("inside", "every_step"), ("between", "late"))
-    both = tuple(
-        Exchange(traffic="halo", level=level, codec=known.get(level, asked), agreement=how) for level, how in levels
-    )
+    levels: tuple[Level, ...] = ("inside", "between")
+    known = [one for one in plan.exchanges if one.traffic == "halo"]
+    missing = [one for one in levels if one not in {each.level for each in known}]
+    known += [Exchange(traffic="halo", level=one, codec=asked) for one in missing]
+    hows = {"inside": "every_step", "between": "late"}
+    both = tuple(msgspec.structs.replace(one, agreement=hows[one.level]) for one in known)
+    others = tuple(one for one in plan.exchanges if one.traffic != "halo")
     told = f"{HALOS} of ranks of the same machine are fresh in every step, in {units.show_seconds(wait)}."
     return msgspec.structs.replace(plan, exchanges=(*others, *both), why=(told, *plan.why)), wait
 
@@ -123,10 +160,10 @@ def with_halos(plan: Plan, halos: Halos | TokenCut, cluster: Cluster, instead_of
     plan = msgspec.structs.replace(plan, micro_batch=max(shares))
     size = 8 if plan.precision == "fp64" else 4
     options, node = halos.options, np.array([one.node for one in ranks])
-    far, by_pair = node[:, None] != node[None], cast("Any", None)
+    far, by_peer = node[:, None] != node[None], cast("Any", None)
     if options.bits == "auto":
-        plan, by_pair = _with_bits(plan, halos, cluster, far)
-    sent = np.asarray(halos.step_bytes(shares, size, by_pair))
+        plan, by_peer = _with_bits(plan, halos, cluster)
+    sent = np.asarray(halos.step_bytes(shares, size, by_peer))
     plan, near = _fresh_inside(plan, halos, cluster, sent * ~far)
     level, crossing = ("between", sent * far) if far.any() else ("inside", sent)
     devices = {place.rank for place in places_of(plan, cluster)}
@@ -135,9 +172,14 @@ def with_halos(plan: Plan, halos: Halos | TokenCut, cluster: Cluster, instead_of
     most = max(crossing[groups == one].sum() for one in set(groups.tolist()))
     wait = float(most) / link.bandwidth + halos.exchanges * (link.latency + link.launch)
     words, show = link_words(link, "between" if level == "between" else "inside"), units.show_size
-    bits = options.bits if isinstance(options.bits, int) else int(by_pair.min())
+    used = (
+        [options.bits]
+        if isinstance(options.bits, int)
+        else [int(one) for bits in by_peer.values() for one in bits.flat]
+    )
+    bits, most_bits = min(used), max(used)
     low = f"{units.plural(bits, 'bit')} a value" if bits < ALL_BITS else "values as they are"
-    low = low if by_pair is None or (by_pair == bits).all() else f"{bits} to {by_pair.max()} bits a value"
+    low = low if bits == most_bits else f"{bits} to {most_bits} bits a value"
     told = [f"{HALOS}: {halos.told(shares)}, {show(float(sent.sum(1).max()))} leave a rank in a step ({low})."]
     exposed, predicted = wait, plan.predicted
     if predicted is not None:
