@@ -77,6 +77,23 @@ def test_spikes_are_those_of_spikingjelly() -> None:
     assert torch.allclose(own.grad, padded.grad.transpose(0, 1)[mask.T], atol=1e-6)  # type: ignore[union-attr]
 
 
+SPIKES = "001000 000001 000000 101000 000101 000000 100000 010100 000010 000000 010000 001010"
+GRADIENTS = (0.5650944, -0.067912, 0.4050245, 0.6199867, 1.1312923, 0.6688883)
+
+
+@pytest.mark.parametrize("form", [lif_scan_ragged, lif_scan.reference.run])
+def test_spikes_are_those_that_spikingjelly_gave(form) -> None:
+    """Of its `LIFNode(tau=2.0, detach_reset=True, step_mode="m")`, version 2.0.0, on currents without rounding:
+    six neurons, twelve steps; and the gradient of each neuron's currents."""
+    time, neuron = torch.arange(12)[:, None], torch.arange(6)[None]
+    currents = ((time * 7 + neuron * 5) % 11 / 4 - 0.5).requires_grad_(True)
+    spikes = form(currents, torch.tensor([0, 12]), LIF)
+    assert " ".join("".join(str(int(one)) for one in step) for step in spikes.tolist()) == SPIKES
+    (spikes * ((time * 3 + neuron * 2) % 7 / 4 - 0.75)).sum().backward()
+    assert currents.grad is not None
+    assert torch.allclose(currents.grad.sum(0), torch.tensor(GRADIENTS), atol=1e-6)
+
+
 def test_a_neuron_leaks_fires_and_resets_as_written() -> None:
     x = torch.tensor([[1.5], [1.5], [0.0], [2.0]])
     assert lif_scan(x, torch.tensor([0, 4])).flatten().tolist() == [0, 1, 0, 1]  # membranes 0.75, 1.125 → 0, 0, 1
