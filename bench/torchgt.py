@@ -47,6 +47,9 @@ DEPTH, WIDTH, HEADS = 4, 64, 8
 PEERS = ("TransformerConv", "GPSConv performer", "SGFormer", "Polynormer")
 OURS = {"ours": {}, "ours, 3 permutations of expander edges": {"expander": 3}, "ours, recall 0.9": {"recall": 0.9}}
 """With other patterns."""
+LARGE = ("TransformerConv", "Polynormer")
+"""Peers that take part on the real graphs."""
+REAL = ("debian:packages", "debian:wordnet")
 QUADRATIC = ("dense", "GPSConv multihead")
 DENSE = 4096
 """Tokens up to which peers that look at all pairs take part."""
@@ -224,8 +227,7 @@ def up(name: str, path: str, cache: str) -> Iterator[tuple[Callable[[], float], 
         process.wait()
 
 
-def steps(tokens: int, degree: int, names: Sequence[str], pairs: int, cache: str) -> Iterator[Row]:
-    path, said = path_of(tokens, degree), f"{tokens:,} tokens, degree {degree}"
+def steps(path: str, said: str, names: Sequence[str], pairs: int, cache: str) -> Iterator[Row]:
     with up("ours", path, cache) as (ours, our_bytes):
         for name in names:
             with up(name, path, cache) as (theirs, their_bytes):
@@ -315,30 +317,34 @@ def main() -> None:
     more: dict[str, Any] = {"only": {"metavar": "WORD", "default": ""}, "data": data}
     more["sizes"] = {"metavar": "N,N", "default": "256,4096,16384,65536", "help": "tokens"}
     more["peers"] = {"metavar": "NAME,NAME", "default": ",".join((*PEERS, *QUADRATIC))}
+    more["seeds"] = {"metavar": "N", "type": int, "default": 10, "help": "of the accuracy on Cora and CiteSeer"}
     args = arguments(str(__doc__), **more)
     pairs = args.pairs or (3 if args.quick else 5)
     sizes = [1024, 4096] if args.quick else [int(one) for one in args.sizes.split(",")]
-    known = importlib.util.find_spec("torch_geometric") is not None
+    names = [name for name in args.peers.split(",") if importlib.util.find_spec("torch_geometric") or name == "dense"]
     with tempfile.TemporaryDirectory() as cache:
         rows: list[Row] = []
-        for tokens in sizes:
-            able = [*(PEERS if known else ()), *(QUADRATIC if known else QUADRATIC[:1]) * (tokens <= DENSE)]
-            names = [name for name in able if name in args.peers.split(",")]
-            if args.only in "step":
-                rows += steps(tokens, 20, names, pairs, cache)
-                print("\n".join(markdown(rows[-2 * len(names) :])), file=sys.stderr, flush=True)
-        if args.only in "patterns":
-            rows += patterns(sizes[-1], 20, pairs, cache)
-        if args.only in "planning":
-            rows += planning(sizes[-1], min(3, pairs), cache)
+        for tokens in sizes if args.only in "step" else ():
+            able = [name for name in names if name not in QUADRATIC or tokens <= DENSE]
+            rows += steps(path_of(tokens, 20), f"{tokens:,} tokens, degree 20", able, pairs, cache)
+            print("\n".join(markdown(rows[-2 * len(able) :])), file=sys.stderr, flush=True)
+        for path in REAL if args.only in "real" else ():
+            rows += steps(path, path, [name for name in names if name in LARGE], pairs, cache)
+        rows += alone(args.only, sizes[-1], pairs, cache)
         if args.only in "million":
             rows += million(args.quick, pairs, cache)
         for name in ("cora", "citeseer"):
-            if args.data and args.only in "accuracy":
-                rows += accuracy(str(Path(args.data) / "planetoid" / name), 2 if args.quick else 5, 200)
-        if args.only in "accuracy packages" and shutil.which("apt-cache"):
-            rows += accuracy("debian:packages", 1, 20 if args.quick else 80)
+            if args.data and args.only in f"accuracy {name}":
+                rows += accuracy(str(Path(args.data) / "planetoid" / name), args.seeds, 200)
+        for path in REAL if args.only in "accuracy real" and shutil.which("apt-cache") else ():
+            rows += accuracy(path, 1, 20 if args.quick else 80)
         publish(rows, args.json)
+
+
+def alone(only: str, tokens: int, pairs: int, cache: str) -> list[Row]:
+    """Ours beside itself."""
+    rows = list(patterns(tokens, 20, pairs, cache)) if only in "patterns" else []
+    return [*rows, *(planning(tokens, min(3, pairs), cache) if only in "planning" else [])]
 
 
 if __name__ == "__main__":

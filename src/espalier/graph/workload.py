@@ -155,6 +155,16 @@ class GraphWorkload(Plain):
             self._schedule = schedule(options, pattern, nodes)
         return self._schedule
 
+    @cached_property
+    def _measured_plan(self) -> str:
+        from espalier.graph.torchgt import plan_choice
+
+        options, whole = self.recipe.model, self.whole_task.train.block
+        assert isinstance(options, config.GraphTransformer)
+        known = tokens_of(whole, options, self._attention()[0].path, full=False).pattern
+        heads = options.heads or 1
+        return plan_choice.choose(known, heads, (options.width or 0) // heads)
+
     def _outputs(self) -> int:
         """Columns of the network's answer: classes or tasks; for links, an embedding as wide as the layers."""
         if not isinstance(self.task, LinkTask):
@@ -344,7 +354,9 @@ class GraphWorkload(Plain):
         """What was decided of the graph, in sentences; makes the format on first use."""
         model = self.bare()
         if isinstance(model, GraphTransformer):
-            return (*self._said, self._attention()[1])
+            told = (*self._said, self._attention()[1])
+            standing = isinstance(self.task, NodeTask) and not self.task.fanout and model.schedule.every != 1
+            return (*told, *filter(None, [self._measured_plan])) if standing else told
         if not isinstance(model, Gnn):
             return ()
         layers = [layer for layer in model.layers if isinstance(layer, Layer)]

@@ -44,7 +44,8 @@ class AttentionOptions(TypedDict, total=False):
     """[entries, heads] in the order of the pattern's entries (`Pattern.entry` finds them); of a full pattern
     [heads, tokens, tokens]. Has a gradient. -inf removes an entry."""
     plan: Plan | AttentionPlan
-    """`edge` (default), `block`, `hybrid`, or `auto`: the one that takes less time by the pattern's counts."""
+    """`edge` (default), `block`, `hybrid`, or `auto`: the one that takes less time, measured or by the
+    pattern's counts."""
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, **options: Unpack[AttentionOptions]) -> Tensor:
@@ -98,7 +99,8 @@ def _plan(plan: str | AttentionPlan, pattern: Pattern) -> AttentionPlan:
         near = nearest(str(plan), PLANS)
         raise UserError(f"plan = {plan!r} is not known.", why=f"there are {', '.join(PLANS)}", do=f"{near or 'edge'!r}")
     if plan == "auto":
-        return by_counts(pattern)
+        measured: AttentionPlan | None = pattern.chosen.get("auto")
+        return measured or by_counts(pattern)
     return {"edge": EDGE, "block": BLOCK, "hybrid": HYBRID}[plan]
 
 

@@ -80,6 +80,7 @@ def tokens_of(block: MessageBlock, options: config.GraphTransformer, path: bool,
 
 def _fewer(made: Tokens, recall: float) -> Tokens:
     found = reformed(made.pattern, recall)
+    found.pattern.chosen.update(made.pattern.chosen)
     return Tokens(found.pattern, None if made.kinds is None else made.kinds[found.kept], made.graphs)
 
 

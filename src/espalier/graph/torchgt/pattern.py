@@ -202,8 +202,18 @@ class Pattern:
         return self._entries[device]
 
     @cached_property
+    def chosen(self) -> dict[str, Any]:
+        """The plan that `auto` is, under its name, where it was measured (`plan_choice`)."""
+        return {}
+
+    @cached_property
     def _divided(self) -> dict[int, Divided]:
         return {}
+
+    def forget(self, keep: int) -> None:
+        """Drops what was made for plans with another `least`."""
+        for least in set(self._divided) - {keep}:
+            del self._divided[least]
 
     def divided(self, least: int) -> Divided:
         """For a plan whose windows hold the columns that `least` of their rows read; 0: neither windows nor hubs."""

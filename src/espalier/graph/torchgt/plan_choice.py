@@ -1,0 +1,71 @@
+"""Attention plan by measured cost: each plan is timed once on a pattern, and the fastest is kept on disk.
+
+TorchGT (arXiv 2407.14106, section 3.3) chooses how much of a clustered adjacency it computes in dense blocks by its
+auto-tuner. Plans here are exact, so that only their time counts. Small patterns are decided by counts.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import msgspec
+import torch
+
+from espalier.cache_dir import cache_folder, hashed, write_atomic
+from espalier.graph.torchgt.attention import EDGE, HYBRID, AttentionPlan, attention, by_counts
+from espalier.graph.torchgt.pattern import Pattern
+from espalier.units import show_seconds
+
+MEASURED = 1 << 20
+"""Entries from which on plans are timed: below, a step is a matter of milliseconds whatever the plan."""
+CANDIDATES = {"edge": EDGE, "hybrid": HYBRID, "hybrid of 8 rows": AttentionPlan("hybrid", 8)}
+"""`block` computes columns that a single row reads sixteen times: it is never the fastest of so large a pattern."""
+RUNS, FORMAT = 3, 1
+"""Times that each is run, of which the median counts; another number where plans are computed otherwise."""
+
+
+def choose(pattern: Pattern, heads: int, width: int) -> str:
+    """Decides how `auto` computes `pattern` for heads of so many columns. A sentence; empty where counts decide.
+
+    Ranks that are forked share it, and a run that goes on finds it again; elsewhere another plan changes answers by
+    their rounding alone.
+    """
+    if pattern.matrix is None or pattern.entries < MEASURED or torch.cuda.is_available():
+        return ""
+    content = [pattern.identity, heads, width, torch.get_num_threads(), sorted(CANDIDATES), FORMAT]
+    place = cache_folder() / "attention plans" / f"{hashed(content)}.json"
+    with suppress(OSError, msgspec.DecodeError):
+        taken = msgspec.json.decode(place.read_bytes(), type=dict[str, float])
+        if set(taken) == set(CANDIDATES):
+            return _said(pattern, taken)
+    taken = {name: seconds(pattern, plan, heads, width) for name, plan in CANDIDATES.items()}
+    with suppress(OSError):  # a cache that cannot be written is none
+        place.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(place, msgspec.json.encode(taken))
+    return _said(pattern, taken)
+
+
+def _said(pattern: Pattern, taken: dict[str, float]) -> str:
+    best, counted = min(taken, key=lambda name: taken[name]), by_counts(pattern)
+    pattern.forget(keep=CANDIDATES[best].least)
+    pattern.chosen["auto"] = CANDIDATES[best]
+    beside = ", ".join(f"{name} {show_seconds(taken[name])}" for name in sorted(taken, key=lambda name: taken[name]))
+    by = "as counts foretell" if CANDIDATES[best] == counted else f"where counts foretell {counted.name}"
+    return f"Attention along {pattern.entries:,} entries: {best}, {by}; forward and backward of a layer: {beside}."
+
+
+def seconds(
+    pattern: Pattern, plan: AttentionPlan, heads: int, width: int, clock: Callable[[], float] = time.perf_counter
+) -> float:
+    """The median of forward and backward passes over `pattern`, its windows made before."""
+    drawn = torch.Generator().manual_seed(0)
+    rows = [torch.randn(pattern.tokens, heads, width, generator=drawn).requires_grad_() for _ in range(3)]
+    taken = []
+    for _ in range(RUNS + 1):
+        start = clock()
+        attention(rows[0], rows[1], rows[2], pattern, plan=plan).sum().backward()
+        taken.append(clock() - start)
+    return statistics.median(taken[1:])
