@@ -262,7 +262,9 @@ class World:
             if broken and not (one.hangs or one.stopped):
                 self._lost(one)
             elif one.asked and not one.hangs and not one.stopped:
+                self.saved = max(self.saved, one.step)
                 one.ends(130, Interrupted("Stopped; the state is saved."))
+        living = [one for one in living if one.status is None]
         whole = len(living) == self.world and all(self.now >= one.ready for one in living)
         if not whole or any(one.hangs or one.stopped or one.alone for one in living):
             return

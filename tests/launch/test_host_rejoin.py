@@ -48,20 +48,25 @@ try:
     if place.rank and host != "early":
         launcher.tell("joined")
     print(f"{{host}} is {{place.rank}} of {{place.world}} at {{place.port > 0}}", flush=True)
-    if not life and host not in ("a", "b") or life == 1 and host == "twice":
+    if not life and host not in ("a", "b", "without") or life == 1 and host == "twice":
         time.sleep(0.2)
         os.kill(os.getpid(), signal.SIGKILL)
     (folder / f"{{host}}-back").touch()
     asleep = []
     signal.signal(signal.SIGINT, lambda *_: asleep.append(1))
     deadline = time.monotonic() + asked["patience"]
+    if host == "without":
+        launcher.tell("without", host=1)
+        left = asked["names"][1]
+        asked["names"] = [one for one in asked["names"] if one != left or left != "away"]
+        time.sleep(asked["absence"] + 1.0)
     while not all((folder / f"{{one}}-back").exists() for one in asked["names"]):
         if asleep:
             raise Interrupted("saved")
         if time.monotonic() > deadline:
             raise HostLost("somebody was not heard")
         time.sleep(0.02)
-    launcher.tell("done", pids=(folder / "a-pids").read_text().split())
+    launcher.tell("done", pids=(folder / f"{{asked['names'][0]}}-pids").read_text().split())
     launcher.hear()
 except EspalierError as error:
     launcher.refuse(error)
@@ -90,7 +95,7 @@ class Outcome:
         options = Launch(command="env PRETENDED={host} sh -c {command}", python=str(program))
         with ssh.Crowd(options, "x", lambda *_: None) as crowd:
             crowd.gather(parse(names))
-            crowd.prepare({"is": "task", "patience": patience})
+            crowd.prepare({"is": "task", "patience": patience, "absence": absence})
             crowd.log_to(self.folder / "hosts.log")
             crowd.returning = Returning(crowd, absence, self.said.extend)
             try:
@@ -173,6 +178,16 @@ def test_the_first_host_one_before_there_is_a_plan_and_one_without_restarts_end_
     assert "was killed (SIGKILL)" in str(outcome.error)
     assert outcome.vanished is outcome.error, "all may be started again"
     assert outcome.said == []
+
+
+@pytest.mark.parametrize("host", ["late", pytest.param("away", marks=pytest.mark.slow)])
+def test_a_host_that_the_others_go_on_without_is_started_whenever_that_works(outcome, host) -> None:
+    outcome.carry_out(f"without,{host}", absence=0.3)
+    assert outcome.error is None
+    assert outcome.done
+    assert len(outcome.pids(host)) >= 4
+    back = [line for line in outcome.said if line.startswith(f"Host {host} is back after")]
+    assert [line.endswith("it has ranks again where that pays.") for line in back] == [True] * (host == "late")
 
 
 def test_an_interrupt_while_a_host_is_waited_for_ends_all(outcome) -> None:

@@ -3,6 +3,7 @@ faults, and a supervisor that is killed at every line."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from espalier.errors import HostLost, RunFailed, UserError
 from espalier.launch import host_check, leader
 from espalier.launch.follower import Follower
 from espalier.launch.host_map import HostMap
+from espalier.launch.resize import RunShape
 from espalier.launch.supervisor import RestartOptions, Supervisor
 from espalier.launch.supervisor_protocol import Meeting
 
@@ -295,3 +297,105 @@ def test_a_host_that_stays_away_ends_the_run_and_is_named() -> None:
     error = run.world.actors[0].outcome
     assert isinstance(error, HostLost)
     assert error.what.startswith("Host b was not heard for")
+
+
+# --- a host that is left out and comes back --------------------------------------------------------------------------
+
+
+class Fewer:
+    """Plans a run of a rank on each of the hosts that are there."""
+
+    planned_wait = None
+    planned_work = ()
+
+    def __init__(self, world: World, ratio: float) -> None:
+        self.world, self.ratio, self.steps = world, ratio, world.steps
+        self.hosts = tuple(range(world.world))
+        self.shapes: dict[str, RunShape] = {}
+
+    @property
+    def plan(self) -> str:
+        return repr(self.hosts)
+
+    def shape(self, hosts: tuple[int, ...], ratio: float) -> RunShape:
+        kept = tuple(self.hosts.index(host) if host in self.hosts else -1 for host in hosts)
+        places, told = specs(len(hosts)), repr(hosts)
+        made = RunShape(lambda place: None, places, kept, False, ratio, told, f"{len(hosts)} ranks", hosts, told)
+        return self.shapes.setdefault(told, made) if not kept else made
+
+    def heard(self, told: str) -> RunShape:
+        hosts = tuple(int(one) for one in told.strip("(),").split(","))
+        return self.shape(hosts, 1.0)
+
+    def without(self, ranks: Any) -> RunShape:
+        return self.shape(tuple(host for rank, host in enumerate(self.hosts) if rank not in ranks), 2.0)
+
+    def again(self, hosts: Any) -> RunShape:
+        return self.shape(tuple(sorted({*self.hosts, *hosts})), self.ratio)
+
+    def saving(self) -> float:
+        return 0.1
+
+    def adopt(self, shape: RunShape) -> None:
+        self.hosts, self.world.world = shape.hosts, len(shape.hosts)
+
+
+class Leaving(Hosts):
+    """Hosts of which one that stays away is left out. What the first host has done at its saves is kept."""
+
+    def __init__(self, hosts: int, steps: int, returns: float, ratio: float = 0.5) -> None:
+        super().__init__(World(hosts, steps), hosts, returns=returns)
+        self.shapes = Fewer(self.world, ratio)
+        planned = {"shapes": self.shapes, "heard": self.shapes.heard, "leaves": True}
+        self.care = replace(self.care, **planned)  # type: ignore[arg-type]
+
+    def incidents(self) -> list[dict[str, Any]]:
+        return [fields for event, fields in self.told if event == "incident"]
+
+
+@pytest.mark.parametrize("hosts", [2, 3])
+def test_a_host_that_was_left_out_has_ranks_again_when_it_is_back_and_no_step_is_lost(hosts: int) -> None:
+    run = Leaving(hosts, 2000, returns=60.0)
+    run.run(1, 4000)
+    actors = run.world.actors
+    assert isinstance(actors[0].outcome, list), actors[0].outcome
+    assert set(actors[0].outcome) == {2000}
+    out, back = (one for one in run.incidents() if not one["action"].startswith("wait"))
+    assert out["action"].startswith("the others go on without it")
+    assert (back["kind"], back["why"]) == ("replanned", "host b, which was left out, is there again")
+    assert run.shapes.hosts == tuple(range(hosts))
+    recovered = [fields for event, fields in run.told if event == "recovered" and fields["source"] != "place"]
+    assert [one["kind"] for one in recovered] == ["lost", "replanned"]
+    assert recovered[1]["lost_steps"] == 0
+    assert actors[-1].name == "host 1"
+    assert actors[-1].outcome == [2000], "its new supervisor has run ranks"
+
+
+@pytest.mark.parametrize(("steps", "ratio"), [(500, 0.5), (2000, 0.95)])
+def test_a_host_that_is_back_has_no_ranks_where_that_does_not_pay(steps: int, ratio: float) -> None:
+    run = Leaving(2, steps, returns=60.0, ratio=ratio)
+    run.run(1, 4000)
+    assert isinstance(run.world.actors[0].outcome, list), run.world.actors[0].outcome
+    told = [one["what"] for one in run.incidents()][2:]
+    assert len(told) <= 1, "it is said once"
+    assert all(one.startswith("Host b is there again, which does not pay") for one in told)
+    assert run.shapes.hosts == (0,)
+
+
+def test_a_host_that_comes_and_goes_is_taken_in_ever_less() -> None:
+    run = Leaving(2, 6000, returns=60.0)
+    run.start(0)
+    run.start(1)
+
+    def kill() -> None:
+        others = [actor for actor in run.world.actors if actor.name == "host 1" and not actor.over]
+        if others and run.shapes.hosts == (0, 1):
+            run.world.kill(others[0])
+        run.world.later.append((run.world.now + 40.0, kill))
+
+    run.world.later.append((run.world.now + 20.0, kill))
+    while run.world._next() and not run.world.actors[0].over:
+        pass
+    assert isinstance(run.world.actors[0].outcome, list), run.world.actors[0].outcome
+    taken_in = sum(one["kind"] == "replanned" for one in run.incidents())
+    assert 1 <= taken_in <= 6

@@ -204,3 +204,34 @@ def work_of_the_first_host(home: Path) -> int:
         if plan.ranks[stage.ranks[0]].node == 0:
             found += (stop - start) * (stage.layers[1] - stage.layers[0])
     return found
+
+
+def test_a_host_that_was_left_out_is_taken_in_again_when_it_is_back(lab: str, home: Path) -> None:
+    lost = lab.split(",")[2]
+    options = ("train.steps=600", "checkpoint.every=5", "comm.timeout=12s", "plan.pin.ranks=3", "faults.heartbeat=0.5s")
+    process = begun(home, lab, "back", 12, *options)
+    before = plans.read(home / "runs" / "back" / "plan.json")
+    (home / f"gone-{lost}").touch()
+    for pid in processes(lost):
+        os.kill(int(pid), signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while not any("go on without it" in one["action"] for one in events(home, "back", "incident")):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    (home / f"gone-{lost}").unlink()  # its machine can be reached again
+    output, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, output + errors
+    (told,) = [one for one in events(home, "back", "incident") if one["kind"] == "replanned"]
+    assert told["why"] == f"host {lost}, which was left out, is there again"
+    assert "all 3 ranks with" in told["what"]
+    assert f"Host {lost} is back after" in errors
+    assert plans.read(home / "runs" / "back" / "plan.json").ranks == before.ranks
+    out, again = events(home, "back", "recovered")
+    assert (out["kind"], again["kind"], again["lost_steps"]) == ("lost", "replanned", 0)
+    assert [one["ranks"] for one in events(home, "back", "run")] == [3, 2, 3]
+    assert sorted({one["step"] for one in events(home, "back", "step")}) == list(range(1, 601))
+    near = range(1, again["step"] + 11)  # rounding grows from step to step
+    found, whole = last_losses(home, "back"), expected(home, "back-near", again["step"] + 10)
+    assert [found[step - 1] for step in near] == pytest.approx([whole[step - 1] for step in near], rel=1e-3)
+    assert none_left(lab)

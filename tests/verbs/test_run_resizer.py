@@ -185,7 +185,7 @@ def test_unequal_pipelines_are_offered_without_a_rank_and_at_measured_speeds(job
 def test_over_hosts_the_first_one_keeps_the_run(job):
     begun = unequal(job)
     left = []
-    offers = run_resizer.HostResizer(begun, lambda job: len, (0, 1, 2), left.append)
+    offers = run_resizer.HostResizer(begun, lambda job: len, (0, 1, 2), lambda *told: left.append(told))
     with pytest.raises(UserError, match="The first host keeps the run"):
         offers.without({0})
     alone = offers.without({1, 2})
@@ -194,7 +194,35 @@ def test_over_hosts_the_first_one_keeps_the_run(job):
     assert all(0 in one.kept for one in found)
     fewer = offers.without({1})
     offers.adopt(fewer)
-    assert (offers.hosts, left) == ((0, 2), [1])
+    assert (offers.hosts, left) == ((0, 2), [(1, True)])
+
+
+def test_a_host_that_is_back_is_offered_with_the_plan_of_all_and_some_of_several_with_a_new_one(job):
+    begun = unequal(job)
+    told = []
+    offers = run_resizer.HostResizer(begun, lambda job: len, (0, 1, 2), lambda *one: told.append(one))
+    whole = offers.plan
+    offers.adopt(offers.without({1, 2}))
+    assert offers.hosts == (0,)
+    some = offers.again([2])
+    assert (some.kept, some.hosts, some.copies) == ((0, -1), (0, 2), False)
+    assert some.ratio < 1
+    assert some.says.startswith("all 2 ranks with")
+    offers.adopt(some)
+    back = offers.again([1])
+    assert (back.kept, back.hosts, back.plan) == ((0, -1, 1), (0, 1, 2), whole)
+    heard = run_resizer.heard(begun, lambda job: len, back.told)
+    assert (heard.hosts, heard.copies, len(heard.places)) == ((0, 1, 2), False, 3)
+    offers.adopt(back)
+    assert plans.dumps(offers.job.plan) == plans.dumps(begun.plan), "the plan that the run was begun with"
+    assert told == [(1, True), (2, True), (2, False), (1, False)]
+    offers.adopt(offers.without({1}))
+    assert offers.again([1]).kept == (0, -1, 1)
+
+
+def test_on_one_machine_nothing_comes_back(job):
+    with pytest.raises(UserError, match="no other hosts"):
+        run_resizer.RunResizer(unequal(job), lambda job: len).again([1])
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import FrameType
@@ -162,6 +162,10 @@ class Agent(Protocol):
     def lost(self) -> list[int]:
         """The ranks of hosts that were not heard for too long."""
         return []
+
+    def back(self) -> Mapping[int, str]:
+        """Number and name of each host that was left out and could have ranks again."""
+        return {}
 
     def located(self, ended: Ended) -> Ended:
         """With the host that is at fault, where there are several and it is known."""

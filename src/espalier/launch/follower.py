@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from espalier.checkpoint import shared_memory
 from espalier.errors import HostLost
 from espalier.launch import host_check, postmortem, rank_process
 from espalier.launch.agent import Attempt, LocalAgent
@@ -39,6 +40,8 @@ class Follower:
         link: type[ControlLink] = ControlLink,
     ) -> None:
         self.places, self.team, self.care, self.agent = places, team, care, agent
+        self.seats = places
+        """Those it began with: a host may lose all of its ranks, and have them again."""
         self.signals, self.clock = agent.signals, agent.clock
         self.attempt = 0
         self.pulses = Pulses(len(places), care.heartbeat)
@@ -128,7 +131,9 @@ class Follower:
         self._shape, shape = told, self.care.heard(told)
         self.agent.take(shape)
         self.team = self.team.shaped(shape)
-        places, own = self.team.places(shape), zip(self.team.own, self.places, strict=False)
+        if not shape.copies:
+            shared_memory.clear(place.refuge for place in self.seats if place.refuge is not None)
+        places, own = self.team.places(shape), zip(self.team.own, self.seats, strict=False)
         self.places = [replace(places[rank], stacks=one.stacks, refuge=one.refuge) for rank, one in own]
 
     def _reap(self) -> None:

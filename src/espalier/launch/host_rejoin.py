@@ -86,8 +86,12 @@ class Returning:
         self._left: set[int] = set()
 
     def leave(self, number: int) -> None:
-        """The others go on without that host: nobody waits for it any more."""
+        """The others go on without that host: nobody waits for it any more, and it may come back at any time."""
         self._left.add(number)
+
+    def join(self, number: int) -> None:
+        """The others go on with that host again, which had been left out."""
+        self._left.discard(number)
 
     def awaits(self, far: Far) -> bool:
         """Whether `far` stands for a host that was lost: what becomes of it is said here."""
@@ -106,10 +110,11 @@ class Returning:
             return
         now = time.monotonic()
         for number, far in enumerate(self._crowd.all):
-            if number and number not in self._left.union(self._lost) and far.joined and far.silent:
+            out = number in self._left and far.code is not None and far.error is not None
+            if number and number not in self._lost and far.joined and (far.silent or out):
                 self._goes(number, far, now)
         for number, lost in list(self._lost.items()):
-            if lost.over is not None or number in self._left:
+            if lost.over is not None:
                 continue
             try:
                 next(lost.tries)
@@ -118,21 +123,23 @@ class Returning:
             except EspalierError as error:
                 lost.over = error
             else:
-                lost.over = self._given_up(number) if now - lost.since >= self._absence else None
+                late = now - lost.since >= self._absence and number not in self._left
+                lost.over = self._given_up(number) if late else None
 
     def _goes(self, number: int, far: Far, now: float) -> None:
         assert far.error is not None
         if now - self._back.get(number, -math.inf) >= self._absence:
             self._tried[number] = 0  # it had come to stay
         self._lost[number] = Lost(far.error, now, self._tries(number))
-        self._say([
-            f"incident: {far.error.what} -> start it again; the other hosts wait, {self._absence:.0f} s at most"
-        ])  # fmt: skip
+        waits = f"the other hosts wait, {self._absence:.0f} s at most"
+        others = "the other hosts go on without it" if number in self._left else waits
+        self._say([f"incident: {far.error.what} -> start it again; {others}"])
 
     def _comes(self, number: int, now: float) -> None:
         lost = self._lost.pop(number)
         self._back[number] = now
-        self._say([f"Host {self._name(number)} is back after {now - lost.since:.1f} s; the run goes on with it."])
+        goes_on = "it has ranks again where that pays" if number in self._left else "the run goes on with it"
+        self._say([f"Host {self._name(number)} is back after {now - lost.since:.1f} s; {goes_on}."])
 
     def _given_up(self, number: int) -> RunFailed:
         lost = self._lost[number]

@@ -6,7 +6,8 @@ whether another is worth while, the others do it (`follower`). A new attempt nee
 begins only once the ranks of the last one are gone on every host, with keys of its own. A host that is not heard is
 waited for: while its link is cut nothing is concluded from the silence of its ranks. Where its supervisor died another
 may take its place (`host_rejoin`): then its ranks are known to be gone, and the next attempt is of all hosts again. A
-run that can be planned without it (`RestartOptions.leaves`) waits for `PATIENCE` of that time.
+run that can be planned without it (`RestartOptions.leaves`) waits for `PATIENCE` of that time, and may give it ranks
+again once it is heard (`HostAgents.back`).
 """
 
 from __future__ import annotations
@@ -173,6 +174,9 @@ class HostAgents:
         """Hosts that are not heard, and since when (seconds of the clock)."""
         self.replaced: dict[int, float] = {}
         """Hosts whose supervisor of this attempt is gone and another is there, and when the former was last heard."""
+        self.out: dict[int, int] = {}
+        """Hosts that have no rank any more, and the last of their supervisors (see `lives`) that is given none: -1 of a
+        host that was lost, as it may be the same one once it is heard again."""
         self.revived: dict[int, int] = {}
         """Of each host, how many ranks that were started again alone have been told."""
         self.lives = [0] * team.line.hosts
@@ -192,6 +196,8 @@ class HostAgents:
         """See `Agent.take`. A host whose ranks are all left out stays, and is waited for no more."""
         self.here.take(shape)
         self.shape = shape.told
+        out = {host: -1 if host in self.away else self.lives[host] for host in self._needed}
+        self.out = {host: life for host, life in {**self.out, **out}.items() if host not in shape.hosts}
         self.team = self.team.shaped(shape)
         self.away = {host: since for host, since in self.away.items() if host in shape.hosts}
         return self.team.places(shape)
@@ -413,6 +419,18 @@ class HostAgents:
     def lost(self) -> list[int]:
         """See `Agent.lost`."""
         return [rank for host in self.away for rank in self._on(host)]
+
+    def back(self) -> dict[int, str]:
+        """See `Agent.back`: those whose supervisors say so, with no rank of theirs left from before."""
+        found = {}
+        for host, former in self.out.items():
+            said = self.exchange.said(host)
+            if said is None or said.left or self.exchange.age(host) >= self.care.heartbeat:
+                continue
+            self.lives[host] = max(self.lives[host], said.life)
+            if said.life > former and said.attempt == self.ordered and not said.living:
+                found[host] = self.team.names[host]
+        return found
 
     def _goes(self, host: int, now: float, age: float) -> None:
         self.away[host] = now - age

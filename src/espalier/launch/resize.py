@@ -27,7 +27,7 @@ class RunShape:
 
     Attributes:
         task, places: as `supervisor.run` takes them.
-        kept: which rank of the shape before each rank is.
+        kept: which rank of the shape before each rank is; -1: none, its host was left out before.
         copies: whether copies in memory of those ranks serve this shape as they are.
         ratio: its step as a multiple of the step before, by the cost model.
         plan: what tells it from others, the same text for the same decisions; says: it in words.
@@ -68,6 +68,9 @@ class Resizer(Protocol):
     def without(self, ranks: Collection[int]) -> RunShape:
         """The run without these of its present ranks, or without more of them."""
 
+    def again(self, hosts: Collection[int]) -> RunShape:
+        """The run with the ranks that these hosts had, which were left out, beside the present ones."""
+
     def faster(self, evidence: Evidence) -> tuple[list[RunShape], Mapping[int, float]]:
         """Other shapes at measured speeds, the fastest first; and, by present rank, how many times as long as on the
         others its samples take."""
@@ -81,12 +84,13 @@ class Resizer(Protocol):
 
 @dataclass(frozen=True)
 class PlannedResize:
-    """A decided change, of a run whose ranks still go on: what it goes on as, why, and since when (seconds of
-    `time.monotonic`)."""
+    """A decided change, of a run whose ranks still go on: what it goes on as, whether that pays, since when (seconds of
+    `time.monotonic`), and why if not for what stays slow."""
 
     shape: RunShape
     verdict: Payoff
     at: float
+    why: str = ""
 
     @property
     def told(self) -> dict[str, float]:
@@ -116,6 +120,8 @@ class Reshaping:
         self._begun = 0.0
         self._seats: list[int] = []
         self._refused: tuple[float, ...] | None = None
+        self._declined: dict[int, str] = {}
+        self._joined: dict[int, int] = {}
         self._slowness = Slowness()
 
     def begin(self, now: float, places: Sequence[RankSpec]) -> None:
@@ -151,7 +157,7 @@ class Reshaping:
 
     def compared(self, now: float, signs: Sequence[Sign]) -> PlannedResize | None:
         """One comparison of ranks that have all made steps. A turn to carry out, if one pays."""
-        self._starting = max(self._starting, max(sign.first for sign in signs) - self._begun)
+        self._notice(signs)
         if self.shapes is None or self.turn is not None:
             return None
         evidence = self._slowness.take([sign.usual for sign in signs], [sign.waited for sign in signs])
@@ -160,6 +166,41 @@ class Reshaping:
         step = max(sign.step for sign in signs)
         self.turn = self._decided(now, step, evidence)
         return self.turn
+
+    def _notice(self, signs: Sequence[Sign]) -> None:
+        """How long this attempt took to begin."""
+        self._starting = max(self._starting, max(sign.first for sign in signs) - self._begun)
+
+    # --- what comes back ---------------------------------------------------------------------------------------------
+
+    def joined(self, now: float, signs: Sequence[Sign], back: Mapping[int, str]) -> PlannedResize | None:
+        """The turn to carry out for the sake of hosts that are `back` (number and name of each), if it pays. One that
+        was taken in before and then lost must save four times as much each time. What does not pay now pays less later,
+        so a host is asked about once."""
+        self._notice(signs)
+        self._declined = {host: name for host, name in self._declined.items() if host in back}
+        if self.shapes is None or self.turn is not None or not {*back} - {*self._declined}:
+            return None
+        step, usual = max(sign.step for sign in signs), max(sign.usual for sign in signs)
+        names = " and ".join(back.values())
+        try:
+            shape = self.shapes.again(back)
+        except UserError as error:
+            return self._without(back, step, f"Host {names} is there again, and is left out: {error.what}")
+        cost = (self._starting + self.shapes.saving()) * 4 ** max(self._joined.get(host, 0) for host in back)
+        verdict = replan_payoff.weigh(usual, shape.ratio, self.shapes.steps - step, cost)
+        if not verdict.worth:
+            return self._without(back, step, f"Host {names} is there again, which does not pay: {verdict}.")
+        for host in back:
+            self._joined[host] = self._joined.get(host, 0) + 1
+        self.turn = PlannedResize(shape, verdict, now, f"host {names}, which was left out, is there again")
+        return self.turn
+
+    def _without(self, back: Mapping[int, str], step: int, what: str) -> None:
+        self._declined = dict(back)
+        self.tell("incident", kind="slow", what=what, step=step, action="none")
+
+    # --- what stays slow ---------------------------------------------------------------------------------------------
 
     def _decided(self, now: float, step: int, evidence: Evidence) -> PlannedResize | None:
         assert self.shapes is not None

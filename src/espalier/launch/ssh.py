@@ -319,6 +319,8 @@ class Crowd:
                 far.joined = bool(far.said.pop())
             elif far.said[-1]["is"] == "without":
                 self.returning.leave(far.said.pop()["host"])
+            elif far.said[-1]["is"] == "again":
+                self.returning.join(far.said.pop()["host"])
         if text or not mark:
             if name == "err" and text.strip():
                 far.last = text.strip()[-300:]

@@ -259,6 +259,10 @@ class Supervisor:
         if not all(sign.usual for sign in signs):
             return
         restart_advice.ready()  # a tenth of a second, while nothing waits for it
+        back = self.agent.back()
+        if back and not self.signals.seen and self.reshaping.joined(now, signs, back) is not None:
+            self.signals.ask()
+            return
         if len(signs) < 2:
             return
         for rank, score in self.stragglers.look([max(0.0, sign.usual - sign.waited) for sign in signs]):
@@ -286,7 +290,8 @@ class Supervisor:
             self.clock.sleep(0.01)
         cause, turn = known or first, self.reshaping.turn
         if turn is not None and isinstance(cause.error, Interrupted):
-            failure = Failure("replanned", -1, f"Ranks were ended to go on as {turn.shape.says}.", step=self._step())
+            what = f"Ranks were ended to go on as {turn.shape.says}."
+            failure = Failure("replanned", -1, what, turn.why, step=self._step())
             return Ended(failure, cause.error, turn.at)
         failure = self._failure(cause)
         at = min(at, max(sign.moved for sign in self.pulses.read())) if failure.kind == "lost" else at
@@ -386,6 +391,8 @@ class Supervisor:
         places = self.agent.take(shape)
         self.places = [
             replace(place, seat=before[rank].seat, refuge=before[rank].refuge, stacks=before[rank].stacks)
+            if rank >= 0
+            else place
             for place, rank in zip(places, shape.kept, strict=True)
         ]
         self.budget = Budget(self.care.restarts)

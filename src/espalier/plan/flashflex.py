@@ -58,7 +58,7 @@ RECORD = Record(
     state="works",
     remark="recipes are planned and trained with unequal pipelines, also those of FlashFlex's JSON, whose stages may "
     "have unequal tensor degrees, in two pipelines too; a rank or host that is lost for good or stays slow is planned "
-    "round, under --hosts too; no figures of GPUs",
+    "round, under --hosts too, where a host that is back is taken in again; no figures of GPUs",
 )
 
 TENSOR = (1, 2, 4, 8)

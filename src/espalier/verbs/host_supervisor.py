@@ -42,7 +42,7 @@ class Post:
     Attributes:
         team: the hosts, with the ranks as the launcher counts them.
         given: the data, which each host has opened.
-        launcher: who is told of hosts that are left out.
+        launcher: who is told of hosts that are left out, and that have ranks again.
     """
 
     team: HostMap
@@ -82,12 +82,12 @@ class Post:
 
         cut = replan.cut(job.plan)
         if ("optimizer" in team.roles or cut) and recipe.faults.restarts:
-            shapes = run_resizer.HostResizer(job, start, hosts, self._leave_out)
+            shapes = run_resizer.HostResizer(job, start, hosts, self._changed)
             care = replace(care, shapes=shapes, leaves=cut, heard=partial(run_resizer.heard, job, start))
         return leader.run(start(job), team, care, _threads(team)) is not None
 
-    def _leave_out(self, host: int) -> None:
-        self.launcher.tell("without", host=host)
+    def _changed(self, host: int, out: bool) -> None:
+        self.launcher.tell("without" if out else "again", host=host)
 
     def measured(self) -> list[Any] | None:
         """The hosts as they are, and the machine of each rank as the launcher counts them, from each rank of this host;

@@ -115,32 +115,41 @@ class RunResizer:
         self.job.folder.write(self.job.resolved.recipe, self.job.cluster, plan)
         self._offered.clear()
 
+    def again(self, hosts: Collection[int]) -> RunShape:
+        """See `Resizer.again`: of one machine there is none."""
+        raise UserError(f"The run has no other hosts than its own, not {sorted(hosts)}.", do="--hosts")
+
     def _refuse(self, plan: Plan) -> None:
         """Raises UserError where the run cannot go on by another plan."""
         claim = replan.PIPELINES if replan.cut(plan) else replan.CLAIM
         mechanisms.require_beside(self.job.resolved.recipe, plan, claim)
 
-    def _where(self, option: replan.Replan) -> dict[str, Any]:
-        """What a shape says of hosts."""
+    def _where(self, option: replan.Replan, hosts: tuple[int, ...]) -> dict[str, Any]:
+        """What a shape says of hosts. `hosts`: of each rank, where not all of them had one before."""
         run_plan.refuse_elsewhere(option.plan, None)
         return {}
 
-    def _offer(self, option: replan.Replan) -> RunShape:
+    def _copies(self, made: Plan) -> bool:
+        """Whether copies in memory serve that plan too."""
+        now = self.job.plan
+        return made.replicated and now.replicated and not (replan.cut(made) or replan.cut(now))
+
+    def _offer(self, option: replan.Replan, hosts: tuple[int, ...] = ()) -> RunShape:
         made, before = option.plan, len(self.job.plan.ranks)
         samples = ", ".join(str(one.share[1] - one.share[0]) for one in map(made.ranks.__getitem__, made.trainers))
         work = f"{samples} samples each step"
-        if replan.cut(self.job.plan):
-            work = replan_waves.told(made) if self.job.plan.waves else replan_pipelines.told(made)
-        count = f"{len(made.ranks)} of {before}" if len(made.ranks) < before else f"all {before}"
+        if replan.cut(made) or replan.cut(self.job.plan):
+            work = replan_waves.told(made) if made.waves or self.job.plan.waves else replan_pipelines.told(made)
+        count = f"{len(made.ranks)} of {before}" if len(made.ranks) < before else f"all {len(made.ranks)}"
         shape = RunShape(
             task=self._start(replace(self.job, plan=made)),
             places=launch.places(made, self.job.folder.logs),
             kept=option.kept,
-            copies=made.replicated and self.job.plan.replicated and not replan.cut(self.job.plan),
+            copies=self._copies(made),
             ratio=option.ratio,
             plan=_key(made),
             says=f"{count} ranks with {work}; by estimate a step takes {option.ratio:.2g} times as long",
-            **self._where(option),
+            **self._where(option, hosts),
         )
         self._offered.append((shape, made))
         return shape
@@ -161,25 +170,52 @@ class HostResizer(RunResizer):
     Args:
         job, start: as there.
         hosts: of each rank, the number of its host.
-        left: called with the number of a host that has no rank any more.
+        left: called with the number of a host and whether it has no rank any more, or ranks again.
     """
 
     def __init__(
-        self, job: RunStart, start: Start, hosts: Sequence[int], left: Callable[[int], None] = lambda host: None
+        self,
+        job: RunStart,
+        start: Start,
+        hosts: Sequence[int],
+        left: Callable[[int, bool], None] = lambda host, out: None,
     ) -> None:
         super().__init__(job, start)
         self.hosts, self._left = tuple(hosts), left
+        self._all = job.plan, self.hosts
+        """The plan of all ranks, the last one there was, and the hosts of them."""
+        self._seats = tuple(range(len(self.hosts)))
+        """Which of all ranks each present one is."""
+        self._coming: tuple[RunShape, tuple[int, ...]] | None = None
 
     def faster(self, evidence: Evidence) -> tuple[list[RunShape], Mapping[int, float]]:
         """See `Resizer.faster`: of workers none."""
         return super().faster(evidence) if replan.cut(self.job.plan) else ([], {})
 
+    def again(self, hosts: Collection[int]) -> RunShape:
+        """See `Resizer.again`: with all ranks by the plan that they had, else by a new one."""
+        (plan, homes), request, cluster = self._all, self._request(), self.job.cluster
+        self._refuse(plan)
+        seats = tuple(seat for seat, host in enumerate(homes) if seat in self._seats or host in hosts)
+        whole = len(seats) == len(plan.ranks)
+        made = plan if whole else replan.plan_on(request, cluster, plan, seats, replan.equal(plan))
+        now, then = (replan.seconds(request, cluster, one, replan.equal(one)) for one in (self.job.plan, made))
+        before = {seat: rank for rank, seat in enumerate(self._seats)}
+        kept = tuple(before.get(seat, -1) for seat in seats)
+        shape = self._offer(replan.Replan(made, kept, then / now), tuple(homes[seat] for seat in seats))
+        self._coming = shape, seats
+        return shape
+
     def adopt(self, shape: RunShape) -> None:
         """See `Resizer.adopt`."""
         super().adopt(shape)
-        for host in sorted({*self.hosts} - {*shape.hosts}):
-            self._left(host)
-        self.hosts = shape.hosts
+        for host in sorted({*self.hosts} ^ {*shape.hosts}):
+            self._left(host, host in self.hosts)
+        joins = self._coming is not None and self._coming[0] is shape
+        self._seats = self._coming[1] if joins and self._coming else tuple(self._seats[rank] for rank in shape.kept)
+        self.hosts, self._coming = shape.hosts, None
+        if len(self._seats) == len(self._all[1]):
+            self._all = self.job.plan, self.hosts
 
     def _refuse(self, plan: Plan) -> None:
         claim = replan.PIPELINES if replan.cut(plan) else replan.WORKERS
@@ -188,19 +224,20 @@ class HostResizer(RunResizer):
     def _possible(self, option: replan.Replan) -> bool:
         return any(self.hosts[rank] == 0 for rank in option.kept) and super()._possible(option)
 
-    def _where(self, option: replan.Replan) -> dict[str, Any]:
-        hosts = tuple(self.hosts[rank] for rank in option.kept)
+    def _where(self, option: replan.Replan, hosts: tuple[int, ...]) -> dict[str, Any]:
+        hosts = hosts or tuple(self.hosts[rank] for rank in option.kept)
         if 0 not in hosts:
             raise UserError("The first host keeps the run's folder.", do="repair it and run the same command")
-        return {"hosts": hosts, "told": msgspec.json.encode((plans.dumps(option.plan), hosts)).decode()}
+        told = plans.dumps(option.plan), hosts, self._copies(option.plan)
+        return {"hosts": hosts, "told": msgspec.json.encode(told).decode()}
 
 
 def heard(job: RunStart, start: Start, told: str) -> RunShape:
     """The shape that the first host has told (`RunShape.told`)."""
-    text, hosts = msgspec.json.decode(told, type=tuple[str, tuple[int, ...]])
+    text, hosts, copies = msgspec.json.decode(told, type=tuple[str, tuple[int, ...], bool])
     plan = plans.loads(text)
     task, places = start(replace(job, plan=plan)), launch.places(plan)
-    return RunShape(task, places, kept=(), copies=False, ratio=1.0, plan="", says="", hosts=hosts, told=told)
+    return RunShape(task, places, kept=(), copies=copies, ratio=1.0, plan="", says="", hosts=hosts, told=told)
 
 
 def _key(plan: Plan) -> str:
