@@ -186,11 +186,13 @@ class Reshaping:
         try:
             shape = self.shapes.again(back)
         except UserError as error:
-            return self._without(back, step, f"Host {names} is there again, and is left out: {error.what}")
+            self._without(back, step, f"Host {names} is there again, and is left out: {error.what}")
+            return None
         cost = (self._starting + self.shapes.saving()) * 4 ** max(self._joined.get(host, 0) for host in back)
         verdict = replan_payoff.weigh(usual, shape.ratio, self.shapes.steps - step, cost)
         if not verdict.worth:
-            return self._without(back, step, f"Host {names} is there again, which does not pay: {verdict}.")
+            self._without(back, step, f"Host {names} is there again, which does not pay: {verdict}.")
+            return None
         for host in back:
             self._joined[host] = self._joined.get(host, 0) + 1
         self.turn = PlannedResize(shape, verdict, now, f"host {names}, which was left out, is there again")
