@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from espalier import cluster as clusters
 from espalier import plain_collectives, workload_registry
 from espalier.config import recipe_file
+from espalier.hardware import link
 from espalier.launch.base import RankSpec
 from espalier.parallel.mesh import ProcessMesh
 from espalier.plan import base as plans
@@ -215,7 +216,8 @@ def computing(task: Task, channel: dist.ProcessGroup) -> tuple[dict[str, Step], 
     dist.barrier(stock())
     request = of_recipe(resolved.recipe, lambda: workload)  # all ranks measure their parts at once
     nodes = f'[[nodes]]\ncount = {world}\ndevice = "cpu"\ncores = 1\nmemory = "4GiB"\n'
-    cluster = clusters.loads(nodes + f'[links]\nbetween = "{task.rate / 1e6:g}Mbit/s"\n')
+    slowest = float(link.measure(stock()).bandwidth[0, 1])  # as `espalier probe` does
+    cluster = clusters.loads(nodes + f'[links]\nbetween = "{8 * slowest / 1e6:g}Mbit/s"\n')
     alone = decide(*task_waves.alone(request, cluster)).taken
     pinned = msgspec.structs.replace(request.pin, ranks=world)
     asked = replace(request, pin=pinned)

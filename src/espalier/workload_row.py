@@ -101,6 +101,7 @@ class PartCost:
         flops: forward and backward of one sample; launches: operations that are issued.
         parameters: bytes of them; kept, output: bytes of activations of one sample, kept for backward and handed on.
         seconds: measured, forward and backward on one thread: samples -> seconds; empty: not measured.
+        forward: share of these that the forward pass takes; a third where it was not measured.
     """
 
     task: str
@@ -116,6 +117,7 @@ class PartCost:
     kept: float = 0.0
     output: float = 0.0
     seconds: Mapping[int, float] = field(default_factory=dict)
+    forward: float = 1 / 3
 
     @property
     def key(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import random
@@ -16,8 +17,8 @@ from espalier.errors import UserError
 from espalier.plan import waves
 from espalier.plan.metaops import Curve, MetaOp, Operator, contract, fit, spans
 from espalier.plan.spindle import Method, WavePlan, simulate
-from espalier.plan.wave_placement import Devices, reshard
-from espalier.plan.wave_solver import allocate, solve_program
+from espalier.plan.wave_placement import Devices, Links
+from espalier.plan.wave_solver import Slice, allocate, solve_program
 
 SIZES = (1, 2, 4, 8)
 TEXT = MetaOp("text", 12, dict(zip(SIZES, (4.0, 2.2, 1.3, 0.9), strict=True)))
@@ -202,10 +203,32 @@ def test_operators_are_contracted_where_they_follow_one_another_alike() -> None:
 
 def test_samples_that_move_are_counted_once() -> None:
     devices = Devices((0, 0, 1, 1), inside=1.0, between=10.0)
-    assert reshard(8.0, (0, 1), (0, 1), devices) == 0.0
-    assert reshard(8.0, (0, 1), (0,), devices) == 4.0
-    assert reshard(8.0, (0,), (0, 2), devices) == 40.0
-    assert reshard(8.0, (0, 1), (1, 0), devices) == 4.0
+    for groups, seconds in ((((0, 1), (0, 1)), 0), (((0, 1), (0,)), 4), (((0,), (0, 2)), 40), (((0, 1), (1, 0)), 4)):
+        assert Links(devices).moved(8.0, groups, 1.0) == 1.0 + seconds
+
+
+def test_messages_of_a_device_follow_one_another() -> None:
+    links = Links(Devices((0, 1, 2), inside=1.0, between=10.0))
+    assert links.moved(2.0, ((0,), (1,)), 5.0) == 25.0
+    assert links.moved(2.0, ((0,), (2,)), 5.0) == 45.0
+    assert links.moved(2.0, ((1,), (2,)), 5.0) == 65.0
+    assert links.moved(2.0, ((1,), (0,)), 0.0) == 85.0
+
+
+def test_backward_passes_wait_for_the_gradients_that_come_back() -> None:
+    """x on device 0 gives 3 bytes to y on device 1: forward 4, over the link 3, y 2 + 6, back 3, then x's 8."""
+    x, y = MetaOp("x", 1, {1: 12.0}, output=3.0, forward=1 / 3), MetaOp("y", 1, {1: 8.0}, ("x",), forward=0.25)
+    planned = [(Slice("x", 0, 1, 1, (0,)),), (Slice("y", 0, 1, 1, (1,)),)]
+    assert simulate([x, y], planned, Devices((0, 1), between=1.0)) == [(0, 4), (7, 9), (18, 26), (9, 15)]
+
+
+def test_passes_apart_never_take_longer_than_together_where_links_are_free() -> None:
+    for seed in range(40):
+        metaops, devices = drawn(seed, chains=True)
+        apart = [dataclasses.replace(one, forward=1 / 3) for one in metaops]
+        plan, count = waves(metaops, devices), Devices((0,) * devices)
+        ends = [max(end for _, end in simulate(one, plan.waves, count)) for one in (metaops, apart)]
+        assert ends[1] <= ends[0] * (1 + 1e-9)
 
 
 def test_devices_that_hold_the_tower_and_the_input_are_preferred() -> None:

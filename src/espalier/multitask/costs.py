@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,8 +24,8 @@ from espalier.workload_row import PartCost
 
 COUNTED = 2
 """Samples of a pass that is counted."""
-PASSES = 3
-"""Passes of which the fastest is taken."""
+ROUNDS = 7
+"""Passes of which the middle one is taken."""
 LAUNCHES = 60
 """Operations of a block, forward and backward, that a host issues: counted on a transformer block, and rounded."""
 
@@ -43,18 +45,35 @@ def parts(model: Multitask, batches: Sequence[Mapping[str, Tensor]], measures: b
 
 
 def _parts(model: Multitask, batches: Sequence[Mapping[str, Tensor]], measures: bool) -> tuple[PartCost, ...]:
-    threads, found = torch.get_num_threads(), list[PartCost]()
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        for task, fields in enumerate(batches):
-            found += _of_task(model, task, fields, measures)
+        known = [pair for task, fields in enumerate(batches) for pair in _of_task(model, task, fields)]
+        found = _measured(known) if measures else [part for part, _ in known]
     finally:
         torch.set_num_threads(threads)
         model.zero_grad(set_to_none=True)
     return tuple(found)
 
 
-def _of_task(model: Multitask, task: int, fields: Mapping[str, Tensor], measures: bool) -> list[PartCost]:
+def _measured(known: Sequence[tuple[PartCost, _Pass]]) -> list[PartCost]:
+    """With seconds of passes of all, half and a quarter of the samples. All parts run in turn, round after round, so
+    that what one has in the caches another has driven out, as in a step."""
+    taken: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    for _ in range(ROUNDS + 1):
+        for part, pass_ in known:
+            for rows in sorted({part.rows, -(-part.rows // 2), -(-part.rows // 4)}) if not part.whole else [part.rows]:
+                taken.setdefault((part.key, rows), []).append(pass_.seconds(rows))
+    found = []
+    for part, _ in known:
+        own = {rows: passes[1:] for (key, rows), passes in taken.items() if key == part.key}
+        seconds = {rows: statistics.median(map(sum, passes)) / part.operators for rows, passes in own.items()}
+        forward = statistics.median(there / (there + back) for there, back in own[part.rows])
+        found.append(replace(part, seconds=seconds, forward=forward))
+    return found
+
+
+def _of_task(model: Multitask, task: int, fields: Mapping[str, Tensor]) -> list[tuple[PartCost, _Pass]]:
     name, size = model.tasks[task].name, len(next(iter(fields.values())))
     outputs: dict[str, Tensor] = {}
     found = []
@@ -65,30 +84,26 @@ def _of_task(model: Multitask, task: int, fields: Mapping[str, Tensor], measures
         module = model.heads[name] if node.name == HEAD else model.towers[node.name]
         unlike = whole or isinstance(module, FieldTower)  # rays cross more or less of a field
         flops, kept = pass_.counted(size if unlike else min(COUNTED, size))
-        counts = sorted({size, -(-size // 2), -(-size // 4)}) if not whole else [size]
-        seconds = {rows: pass_.seconds(rows) / node.operators for rows in counts} if measures else {}
         output = 0.0
         if node.name != HEAD:
             with torch.no_grad():
                 outputs[node.name] = pass_.run(size)
             output = outputs[node.name].nbytes / size
-        found.append(
-            PartCost(
-                name,
-                node.name,
-                node.operators,
-                tuple(f"{name}.{need}" for need in node.needs),
-                f"{HEAD}.{name}" if node.name == HEAD else node.name,
-                size,
-                whole,
-                flops=3 * flops / node.operators,
-                launches=LAUNCHES,
-                parameters=_bytes(module) / node.operators,
-                kept=kept / node.operators,
-                output=output,
-                seconds=seconds,
-            )
+        part = PartCost(
+            name,
+            node.name,
+            node.operators,
+            tuple(f"{name}.{need}" for need in node.needs),
+            f"{HEAD}.{name}" if node.name == HEAD else node.name,
+            size,
+            whole,
+            flops=3 * flops / node.operators,
+            launches=LAUNCHES,
+            parameters=_bytes(module) / node.operators,
+            kept=kept / node.operators,
+            output=output,
         )
+        found.append((part, pass_))
     return found
 
 
@@ -120,13 +135,11 @@ class _Pass:
             self.run(rows, True)
         return max(counter.get_total_flops(), 2 * kernels.total.macs) / rows, sum(kept.values()) / rows
 
-    def seconds(self, rows: int) -> float:
-        """Of forward and backward."""
-        taken = []
-        for _ in range(PASSES + 1):
-            begun = time.perf_counter()
-            made = self.run(rows, True)
-            root = made["loss"][0] if isinstance(made, dict) else made.sum()
-            root.backward()
-            taken.append(time.perf_counter() - begun)
-        return min(taken[1:])
+    def seconds(self, rows: int) -> tuple[float, float]:
+        """Of a forward and a backward pass."""
+        begun = time.perf_counter()
+        made = self.run(rows, True)
+        root = made["loss"][0] if isinstance(made, dict) else made
+        between = time.perf_counter()
+        torch.autograd.backward(root, None if isinstance(made, dict) else torch.ones_like(made))
+        return between - begun, time.perf_counter() - between

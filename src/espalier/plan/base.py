@@ -89,7 +89,8 @@ class Stage(PlanStruct, frozen=True):
 
 class WaveSlice(PlanStruct, frozen=True):
     """Operators `[first, last)` of a tower, or the head, on the batch of a task: its ranks divide the samples in their
-    order here. `begin`, `end`: seconds of a step, as predicted."""
+    order here. `begin`, `end`: seconds of a step, as predicted, and `back` those of the backward pass, where it is
+    apart."""
 
     task: str
     node: str
@@ -98,6 +99,7 @@ class WaveSlice(PlanStruct, frozen=True):
     ranks: tuple[int, ...]
     begin: float = 0.0
     end: float = 0.0
+    back: tuple[float, float] = (0.0, 0.0)
 
 
 class HaloRows(PlanStruct, frozen=True):

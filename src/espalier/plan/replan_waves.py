@@ -36,7 +36,7 @@ def planned_work(plan: Plan) -> tuple[float, ...]:
     found = [0.0] * len(plan.ranks)
     for one in (one for wave in plan.waves for one in wave):
         for rank in one.ranks:
-            found[rank] += one.end - one.begin
+            found[rank] += one.end - one.begin + one.back[1] - one.back[0]
     return tuple(found)
 
 

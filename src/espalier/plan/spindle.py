@@ -22,7 +22,7 @@ from typing import Literal
 
 from espalier.errors import UserError
 from espalier.plan.metaops import EPSILON, MetaOp, Span, components, spans
-from espalier.plan.wave_placement import Devices, place_waves, reshard
+from espalier.plan.wave_placement import Devices, Links, exchange, place_waves
 from espalier.plan.wave_solver import Share, Slice, Wave, allocate, greedy, repair, solve_program
 from espalier.records import Record
 
@@ -58,6 +58,8 @@ PROGRAM = 12
 """MetaOps up to which the linear program is the default."""
 SLOWEST = 8
 """Of devices of unlike speed, so many of the slowest may change places with others."""
+STATIC = 6
+"""Static partitions whose timetables are compared."""
 PARTITIONS = 5
 """Tasks up to which every way to put them into groups is tried for a static partition."""
 
@@ -72,9 +74,10 @@ class WavePlan:
         method: which solver's waves these are.
         ideal: sum over levels of the continuous optimum, where devices and operators could be divided.
         fractional: what the linear program takes with operators that can be divided; 0 where it was not asked.
-        compared: seconds of each method's waves that were considered.
+        compared: seconds of each method's waves that were considered, and of the exchange after them.
         held: bytes on each device.
-        spans: of each slice, in the order of `waves`, when it starts and ends.
+        spans: of each slice, in the order of `waves`, when it starts and ends; then of backward passes (`simulate`).
+        exchange: seconds in which gradients are summed afterwards.
     """
 
     waves: tuple[Wave, ...]
@@ -85,6 +88,7 @@ class WavePlan:
     compared: Mapping[str, float] = field(default_factory=dict)
     held: tuple[float, ...] = ()
     spans: tuple[tuple[float, float], ...] = ()
+    exchange: float = 0.0
 
 
 def waves(metaops: Sequence[MetaOp], devices: int | Devices, method: Method | None = None) -> WavePlan:
@@ -125,20 +129,19 @@ def waves(metaops: Sequence[MetaOp], devices: int | Devices, method: Method | No
             fewest = min(fewest, placed.most)
             if placed.most > devices.memory:
                 continue
-            timed = simulate(metaops, placed.waves, devices)
+            timed, after = simulate(metaops, placed.waves, devices), exchange(metaops, placed.waves, devices)
             seconds = max((end for _, end in timed), default=0.0)
-            compared[name] = min(seconds, compared.get(name, math.inf))
-            if best is None or seconds < best.seconds * (1 - EPSILON):
-                best = WavePlan(placed.waves, seconds, name, 0.0, held=placed.bytes, spans=tuple(timed))
+            compared[name] = min(seconds + after, compared.get(name, math.inf))
+            if best is None or seconds + after < (best.seconds + best.exchange) * (1 - EPSILON):
+                best = WavePlan(placed.waves, seconds, name, 0.0, 0.0, {}, placed.bytes, tuple(timed), after)
     if best is None:
         raise UserError(
             f"No waves fit into {devices.memory:.3g} bytes per device: the least that a plan needs is {fewest:.3g}.",
             do="smaller batches of the tasks, or more devices",
         )
     best = _exchanged(best, metaops, devices)
-    compared[best.method] = min(best.seconds, compared[best.method])
-    ideal = sum(one.seconds for one in best_of)
-    return WavePlan(best.waves, best.seconds, best.method, ideal, fractional, compared, best.held, best.spans)
+    compared[best.method] = min(best.seconds + best.exchange, compared[best.method])
+    return replace(best, ideal=sum(one.seconds for one in best_of), fractional=fractional, compared=compared)
 
 
 def _exchanged(best: WavePlan, metaops: Sequence[MetaOp], devices: Devices) -> WavePlan:
@@ -153,9 +156,10 @@ def _exchanged(best: WavePlan, metaops: Sequence[MetaOp], devices: Devices) -> W
         )
         timed = simulate(metaops, made, devices)
         seconds = max((end for _, end in timed), default=0.0)
-        if seconds < best.seconds * (1 - EPSILON):
+        after = exchange(metaops, made, devices)
+        if seconds + after < (best.seconds + best.exchange) * (1 - EPSILON):
             held = tuple(best.held[swap.get(device, device)] for device in range(count))
-            best = replace(best, waves=made, seconds=seconds, held=held, spans=tuple(timed))
+            best = replace(best, waves=made, seconds=seconds, held=held, spans=tuple(timed), exchange=after)
     return best
 
 
@@ -180,25 +184,54 @@ def _levels(span: Mapping[str, Span]) -> range:
 
 
 def simulate(metaops: Sequence[MetaOp], planned: Sequence[Wave], devices: Devices) -> list[tuple[float, float]]:
-    """When each slice starts and ends. A slice waits for its devices, for the operators before its own, for what its
-    MetaOp needs, and for the activations that come from other devices."""
+    """When each slice starts and ends; where MetaOps have backward passes, then also those of these, in the same order.
+
+    A forward pass waits for its devices, for the operators before its own, for what its MetaOp needs, and for the
+    activations that come from other devices. Backward passes follow in the reverse order, and wait for the gradients of
+    their outputs, which go the same ways back. A device sends one message after the other.
+    """
     by_name = {one.name: one for one in metaops}
-    free = [0.0] * len(devices.nodes)
-    done: dict[str, tuple[float, tuple[int, ...]]] = {}
-    found = []
-    for one in (slice_ for wave in planned for slice_ in wave):
-        metaop = by_name[one.metaop]
-        sources = [one.metaop] if one.first else list(metaop.needs)
-        ready = max((free[device] for device in one.devices), default=0.0)
-        for name in sources:
-            ended, where = done[name]
-            ready = max(ready, ended + reshard(by_name[name].output, where, one.devices, devices))
-        end = ready + metaop.curve.within(one.size)[1] * one.operators * devices.slowest(one.devices)
-        for device in one.devices:
-            free[device] = end
-        done[one.metaop] = (end, one.devices)
-        found.append((ready, end))
-    return found
+    slices = [one for wave in planned for one in wave]
+    takes = [
+        by_name[one.metaop].curve.within(one.size)[1] * one.operators * devices.slowest(one.devices) for one in slices
+    ]
+    shares, (forward, backward) = [by_name[one.metaop].forward for one in slices], _routes(by_name, slices)
+    free, links = [0.0] * len(devices.nodes), Links(devices)
+
+    def run(number: int, seconds: float, ready: float) -> tuple[float, float]:
+        ready = max(ready, *(free[device] for device in slices[number].devices), 0.0)
+        for device in slices[number].devices:
+            free[device] = ready + seconds
+        return ready, ready + seconds
+
+    def passes(order: Sequence[int], part: Sequence[float], after: Sequence[list[int]]) -> list[tuple[float, float]]:
+        """`after`: of each slice those that take what it gives, in the order in which it is sent."""
+        found, arrived = [(0.0, 0.0)] * len(slices), [0.0] * len(slices)
+        for number in order:
+            found[number] = run(number, takes[number] * part[number], arrived[number])
+            for target in after[number]:
+                size = by_name[slices[min(number, target)].metaop].output
+                groups = slices[number].devices, slices[target].devices
+                arrived[target] = max(arrived[target], links.moved(size, groups, found[number][1]))
+        return found
+
+    order = list(range(len(slices)))
+    there = passes(order, shares, forward)
+    if all(one == 1 for one in shares):
+        return there
+    return there + passes(order[::-1], [1 - one for one in shares], backward)
+
+
+def _routes(by_name: Mapping[str, MetaOp], slices: Sequence[Slice]) -> tuple[list[list[int]], list[list[int]]]:
+    """Of each slice those that take what it gives, and those whose outputs it takes."""
+    latest: dict[str, int] = {}
+    after, before = [list[int]() for _ in slices], [list[int]() for _ in slices]
+    for number, one in enumerate(slices):
+        before[number] = [latest[name] for name in ([one.metaop] if one.first else by_name[one.metaop].needs)]
+        for source in before[number]:
+            after[source].append(number)
+        latest[one.metaop] = number
+    return after, before
 
 
 def _candidates(
@@ -231,20 +264,19 @@ def _numbered(shares: Sequence[Sequence[Share]]) -> list[Wave]:
 
 
 def _static(metaops: Sequence[MetaOp], count: int) -> Iterator[list[Wave]]:
-    """The best partition of the devices into fixed groups, each for some of the tasks one after the other."""
-    tasks = components(metaops)
-    best: tuple[float, list[list[int]], list[int]] | None = None
+    """The best partitions of the devices into fixed groups, each for some of the tasks one after the other: by their
+    computation, as what crosses between groups is seen in a timetable only."""
+    tasks, found = components(metaops), list[tuple[float, list[list[int]], list[int]]]()
     for groups in _groupings(tasks, count):
         sizes = _group_sizes([[tasks[k] for k in group] for group in groups], count)
         if sizes is None:
             continue
         seconds = max(_alone([tasks[k] for k in group], size) for group, size in zip(groups, sizes, strict=True))
-        if best is None or seconds < best[0] * (1 - EPSILON):
-            best = (seconds, groups, sizes)
-    if best is not None:
-        ends = [sum(best[2][: k + 1]) for k in range(len(best[2]))]
-        ranks = [tuple(range(end - size, end)) for end, size in zip(ends, best[2], strict=True)]
-        yield _static_waves([[tasks[k] for k in group] for group in best[1]], ranks)
+        found.append((seconds, groups, sizes))
+    for _, groups, sizes in sorted(found, key=lambda one: one[0])[:STATIC]:
+        ends = list(itertools.accumulate(sizes))
+        ranks = [tuple(range(end - size, end)) for end, size in zip(ends, sizes, strict=True)]
+        yield _static_waves([[tasks[k] for k in group] for group in groups], ranks)
 
 
 def _alone(tasks: Sequence[Sequence[MetaOp]], size: int) -> float:

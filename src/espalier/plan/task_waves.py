@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -21,7 +21,7 @@ from espalier.plan import device_model, plan_summary
 from espalier.plan.base import Plan, Predicted, Rank, WaveSlice
 from espalier.plan.metaops import MetaOp, fit
 from espalier.plan.spindle import Method, WavePlan, simulate, waves
-from espalier.plan.wave_placement import Devices
+from espalier.plan.wave_placement import Devices, summed
 from espalier.plan.wave_solver import Slice
 from espalier.stages.cost import NESTED_IN_FLIGHT
 
@@ -93,8 +93,8 @@ def with_waves(
     )
     if plan.predicted is None:
         return changed
-    exchange, sent = _exchange(changed, request.parts, devices)
-    predicted = _predicted(plan.predicted, solved, (exchange, sent), fixed, (request, count))
+    exchanged = _exchange(changed, request.parts, devices)
+    predicted = _predicted(plan.predicted, solved, exchanged, fixed, (request, count))
     return msgspec.structs.replace(changed, predicted=msgspec.structs.replace(predicted, memory_limit=limit))
 
 
@@ -122,7 +122,7 @@ def seconds(plan: Plan, request: Request, seat: Place, devices: Devices) -> floa
         for wave in plan.waves
     ]
     ends = (end for _, end in simulate(metaops, planned, devices))
-    return max(ends, default=0.0) + _exchange(plan, parts, devices)[0]
+    return max(ends, default=0.0) + _exchange(plan, parts, devices).seconds
 
 
 def first_seat(cluster: Cluster) -> Place:
@@ -212,7 +212,16 @@ def _metaop(one: PartCost, seat: Place, request: Request, count: int, nested: in
     states = 4 * one.parameters  # parameter, gradient and two moments
     kept = one.kept * min(one.rows, NESTED_IN_FLIGHT * max(batches))
     return MetaOp(
-        one.key, one.operators, rest, one.needs, one.tower, states=states, kept=kept, output=one.output * one.rows
+        one.key,
+        one.operators,
+        rest,
+        one.needs,
+        one.tower,
+        states=states,
+        kept=kept,
+        output=one.output * one.rows,
+        gradients=one.parameters,
+        forward=one.forward,
     )
 
 
@@ -227,12 +236,14 @@ def _per_sample(one: PartCost) -> tuple[float, float] | None:
 
 
 def _waves(found: WavePlan, parts: Sequence[PartCost]) -> tuple[tuple[WaveSlice, ...], ...]:
-    by_key, spans = {one.key: one for one in parts}, iter(found.spans)
+    by_key, count = {one.key: one for one in parts}, sum(map(len, found.waves))
+    backs = found.spans[count:] or ((0.0, 0.0),) * count
+    spans = zip(found.spans, backs, strict=False)
     made = []
     for wave in found.waves:
         row = []
         for one in wave:
-            begin, end = next(spans)
+            (begin, end), back = next(spans)
             part = by_key[one.metaop]
             row.append(
                 WaveSlice(
@@ -243,31 +254,41 @@ def _waves(found: WavePlan, parts: Sequence[PartCost]) -> tuple[tuple[WaveSlice,
                     ranks=one.devices,
                     begin=begin,
                     end=end,
+                    back=back,
                 )
             )
         made.append(tuple(row))
     return tuple(made)
 
 
-def _exchange(plan: Plan, parts: Sequence[PartCost], devices: Devices) -> tuple[float, dict[str, float]]:
-    """Seconds of summing gradients over the holders of each operator, one group after the other; and payload bytes of
-    the rank that sends most: activations and their gradients, and gradients of parameters in rings."""
+class _Exchanged(NamedTuple):
+    """Seconds of summing gradients over the holders of each operator, one group after the other; payload bytes of the
+    rank that sends most: activations and their gradients, and gradients of parameters in rings; and the largest share
+    of all parameters that a rank holds."""
+
+    seconds: float
+    sent: dict[str, float]
+    held: float
+
+
+def _exchange(plan: Plan, parts: Sequence[PartCost], devices: Devices) -> _Exchanged:
     holders: dict[tuple[str, int], tuple[float, set[int]]] = {}
     by_key = {(one.task, one.node): one for one in parts}
     for one in (one for wave in plan.waves for one in wave):
         part = by_key[one.task, one.node]
         for operator in range(one.first, one.last):
             holders.setdefault((part.tower, operator), (part.parameters, set()))[1].update(one.ranks)
-    seconds, sent = 0.0, [0.0] * len(devices.nodes)
+    seconds, sent, held = 0.0, [0.0] * len(devices.nodes), [0.0] * len(devices.nodes)
     handed = handed_on(plan, parts)
     for size, ranks in holders.values():
         ring = 2 * (len(ranks) - 1) / len(ranks) * size
-        far = len({devices.nodes[rank] for rank in ranks}) > 1
-        seconds += ring * (devices.between if far else devices.inside)
+        seconds += summed(size, ranks, devices)
         for rank in ranks:
             sent[rank] += ring
+            held[rank] += size
     activations = {"activations": max(handed)} if any(handed) else {}
-    return seconds, {"gradients": max(sent), **activations}
+    whole = sum(size for size, _ in holders.values())
+    return _Exchanged(seconds, {"gradients": max(sent), **activations}, max(held) / max(1.0, whole))
 
 
 def handed_on(plan: Plan, parts: Sequence[PartCost]) -> list[float]:
@@ -295,13 +316,13 @@ def handed_on(plan: Plan, parts: Sequence[PartCost]) -> list[float]:
 def _predicted(
     alone: Predicted,
     found: WavePlan,
-    exchanged: tuple[float, dict[str, float]],
+    exchanged: _Exchanged,
     fixed: float,
     asked: tuple[Request, int],
 ) -> Predicted:
     request, count = asked
-    moved = alone.terms.get("optimizer", 0.0) * max(found.held, default=0.0) / max(1.0, alone.state_bytes["params"] * 4)
-    terms = {"waves": found.seconds, "exchange": exchanged[0], "optimizer": moved}
+    moved = alone.terms.get("optimizer", 0.0) * exchanged.held
+    terms = {"waves": found.seconds, "exchange": exchanged.seconds, "optimizer": moved}
     step = sum(terms.values())
     tokens = request.global_batch * request.tokens_per_sample
     held = {"waves": max(found.held, default=0.0), "runtime": fixed}
@@ -314,7 +335,7 @@ def _predicted(
         mfu=min(1.0, alone.mfu * alone.step_seconds / step),
         terms=terms,
         memory_bytes={**held, "peak": sum(held.values())},
-        sent_bytes=exchanged[1],
+        sent_bytes=exchanged.sent,
         sources=sources,
     )
 
@@ -325,8 +346,9 @@ def _reasons(found: WavePlan, parts: Sequence[PartCost], count: int) -> tuple[st
     beside = {"static": "the best fixed groups of ranks take", "sequential": "one task after the other takes"}
     told = [f"{words} {show(found.compared[name])}" for name, words in beside.items() if name in found.compared]
     how = names.get(found.method, f"a {found.method} plan")
-    first = f"{units.plural(len(found.waves), 'wave')} over {count} ranks, by {how}: {show(found.seconds)} a step"
-    lines = [f"{first} before gradients are exchanged; {', '.join(told)}."]
+    took = show(found.seconds + found.exchange)
+    first = f"{units.plural(len(found.waves), 'wave')} over {count} ranks, by {how}: {took} a step"
+    lines = [f"{first} before the optimizer; {', '.join(told)}."]
     by_key = {one.key: one for one in parts}
     for number, wave in enumerate(found.waves[:TOLD], 1):
         said = []

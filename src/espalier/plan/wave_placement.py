@@ -5,7 +5,7 @@ Pure; no torch. See `plan.spindle`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -41,21 +41,53 @@ class PlacedWaves(NamedTuple):
         return max(self.bytes)
 
 
-def reshard(size: float, source: Sequence[int], target: Sequence[int], devices: Devices) -> float:
-    """Seconds to bring `size` bytes from one group to another. Each divides the samples evenly, in the order of its
-    devices; a device sends and receives one message after the other."""
-    if size == 0 or tuple(source) == tuple(target) or not (devices.inside or devices.between):
-        return 0.0
-    busy: dict[tuple[int, str], float] = {}
+def crossing(source: Sequence[int], target: Sequence[int]) -> Iterator[tuple[int, int, float]]:
+    """(sender, receiver, share of the samples) that go from one group to another. Each divides the samples evenly, in
+    the order of its devices."""
     for a, sender in enumerate(source):
         for b, receiver in enumerate(target):
-            low = max(a / len(source), b / len(target))
-            high = min((a + 1) / len(source), (b + 1) / len(target))
+            low, high = max(a / len(source), b / len(target)), min((a + 1) / len(source), (b + 1) / len(target))
             if high > low and sender != receiver:
-                each = devices.inside if devices.nodes[sender] == devices.nodes[receiver] else devices.between
-                for key in ((sender, "out"), (receiver, "in")):
-                    busy[key] = busy.get(key, 0.0) + (high - low) * size * each
-    return max(busy.values(), default=0.0)
+                yield sender, receiver, high - low
+
+
+def summed(size: float, ranks: Collection[int], devices: Devices) -> float:
+    """Seconds in which devices sum `size` bytes in a ring."""
+    far = len({devices.nodes[rank] for rank in ranks}) > 1
+    return 2 * (len(ranks) - 1) / len(ranks) * size * (devices.between if far else devices.inside)
+
+
+def exchange(metaops: Sequence[MetaOp], planned: Sequence[Wave], devices: Devices) -> float:
+    """Seconds of summing the gradients of each operator over the devices that hold it, one after the other."""
+    by_name = {one.name: one for one in metaops}
+    held: dict[tuple[str, int], set[int]] = {}
+    size: dict[tuple[str, int], float] = {}
+    for one in (one for wave in planned for one in wave):
+        metaop = by_name[one.metaop]
+        for k in range(metaop.first + one.first, metaop.first + one.first + one.operators):
+            held.setdefault((metaop.parameters, k), set()).update(one.devices)
+            size[metaop.parameters, k] = metaop.gradients
+    return sum(summed(size[place], ranks, devices) for place, ranks in held.items())
+
+
+class Links:
+    """Links of devices, each of which sends and receives one message after the other. Has state: until when each is
+    busy."""
+
+    def __init__(self, devices: Devices) -> None:
+        self.devices, self.fast = devices, not (devices.inside or devices.between)
+        self._busy: dict[tuple[int, str], float] = {}
+
+    def moved(self, size: float, groups: tuple[Sequence[int], Sequence[int]], at: float) -> float:
+        """When `size` bytes that are ready `at` have come from one group to the other."""
+        arrived, nodes = at, self.devices.nodes
+        for sender, receiver, share in crossing(*groups) if size and not self.fast else ():
+            ends = ((sender, "out"), (receiver, "in"))
+            each = self.devices.inside if nodes[sender] == nodes[receiver] else self.devices.between
+            end = max(at, *(self._busy.get(key, 0.0) for key in ends)) + share * size * each
+            self._busy.update(dict.fromkeys(ends, end))
+            arrived = max(arrived, end)
+        return arrived
 
 
 class _Placing:

@@ -188,17 +188,21 @@ def _spans(plan: Plan, predicted: Predicted) -> list[Span]:
 
 
 def _wave_spans(plan: Plan) -> list[Span]:
-    """The slices of each rank, forward and backward together, coloured by task."""
+    """The slices of each rank, forward and backward, coloured by task."""
     slices = [(rank, one) for wave in plan.waves for one in wave for rank in one.ranks]
-    return [
-        Span(f"rank {rank}", one.begin, one.end, one.task, _slice_told(one))
-        for rank, one in sorted(slices, key=lambda pair: (pair[0], pair[1].begin))
+    drawn = [
+        Span(f"rank {rank}", *span, one.task, told)
+        for rank, one in slices
+        for span, told in (((one.begin, one.end), _slice_told(one)), (one.back, f"{_slice_told(one)}, backward"))
+        if span[1] > span[0]
     ]
+    return sorted(drawn, key=lambda one: (int(one.row.removeprefix("rank ")), one.start))
 
 
 def _slice_told(one: WaveSlice) -> str:
     blocks = f", blocks {one.first} to {one.last}" if one.node != HEAD else ""
-    return f"{one.node} of {one.task}{blocks} on {plural(len(one.ranks), 'rank')}: {show_seconds(one.end - one.begin)}"
+    took = one.end - one.begin + one.back[1] - one.back[0]
+    return f"{one.node} of {one.task}{blocks} on {plural(len(one.ranks), 'rank')}: {show_seconds(took)}"
 
 
 def _told(one: Timed) -> str:

@@ -6,13 +6,14 @@ as soon as it is there. There is no barrier and no collective. Backward is the s
 gradients of outputs go to the experts, those of inputs come back. Deviations: no capacity, so that no token is dropped;
 a token for two experts of one rank is sent once; answers are kept by choice and added up in the order of the choices,
 where the original adds atomically, so that the result has the same bits in whatever order messages come. Where all
-ranks share memory there is little to overlap with: an expert then works on the tiles of all sources in one product.
+ranks share memory there is little to overlap with: an expert then works on the tiles of all sources in one product, and
+rows cross in one message for each peer.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -119,6 +120,7 @@ class Layer:
         self.held, self.keeps, self.load, self.codec = route.held, keeps, route.load, route.rows
         self.others = [(self.me + turn) % len(route.held.ranks) for turn in range(1, len(route.held.ranks))]
         self.joins, self.waiting = route.joins, dict[int, list[Task]]()
+        self.ready: dict[int, dict[int, Tensor]] = {}
         self.out: list[Outgoing] = []
         self.sent: list[list[Tile]] = []
         self.tiles: dict[int, list[Tile]] = {}
@@ -211,9 +213,10 @@ class Layer:
             for batch in self._batches(task):
                 tiles = self._tiles(batch)
                 pairs = list(zip(batch, tiles, strict=True))
-                scales = (factors[one.source][tile.start : tile.stop].unsqueeze(1) for one, tile in pairs)
-                parts = [self._taken(*pair, pull, pulls) * scale for pair, scale in zip(pairs, scales, strict=True)]
-                gradient = parts[0] if len(parts) == 1 else torch.cat(parts)
+                scales = [factors[one.source][tile.start : tile.stop] for one, tile in pairs]
+                parts = [self._taken(*pair, pull, pulls) for pair in pairs]
+                scale = torch.cat(scales).unsqueeze(1)
+                gradient = parts[0] * scale if len(parts) == 1 else torch.cat(parts).mul_(scale)
                 done, self.late.late = self.done.pop(batch), []
                 wanted = [done.rows, *self.parameters]
                 mine, *others = torch.autograd.grad(done.answer, wanted, gradient, allow_unused=True)
@@ -260,37 +263,59 @@ class Layer:
         for peer in self.others if refs else ():
             if len(self.out[peer].refs):
                 self.links.send(self.out[peer].refs, peer, REFS)
-        for number in range(max((len(self.sent[peer]) for peer in self.others), default=0)):
+        for number, peer, tiles in self._in_turns():
+            fresh = self.out[peer].tokens[tiles[0].fresh : tiles[-1].until]
+            if len(fresh):
+                self.links.send(self.codec.pack(x.index_select(0, fresh)), peer, ROWS + 2 * number)
+
+    def _messages(self, tiles: Sequence[Tile]) -> list[Sequence[Tile]]:
+        """Those that cross together: where all run at once, all of them; nobody could begin earlier with fewer."""
+        return [tiles] if self.joins and tiles else [[tile] for tile in tiles]
+
+    def _in_turns(self) -> Iterator[tuple[int, int, Sequence[Tile]]]:
+        """(number, peer, tiles) of each message with rows of this rank: the first to every peer, then the second."""
+        messages = {peer: self._messages(self.sent[peer]) for peer in self.others}
+        for number in range(max(map(len, messages.values()), default=0)):
             for peer in self.others:
-                if number < len(self.sent[peer]) and (tile := self.sent[peer][number]).until > tile.fresh:
-                    rows = x.index_select(0, self.out[peer].tokens[tile.fresh : tile.until])
-                    self.links.send(self.codec.pack(rows), peer, ROWS + 2 * number)
+                if number < len(messages[peer]):
+                    yield number, peer, messages[peer][number]
 
     def _expect_rows(self, peer: int, room: Tensor) -> None:
-        for number, tile in enumerate(self.tiles[peer]):
-            if tile.until > tile.fresh:
-                event = ("arrived", Task(peer, number))
-                self.links.expect(room[tile.fresh : tile.until], peer, ROWS + 2 * number, event)
+        first = 0
+        for number, tiles in enumerate(self._messages(self.tiles[peer])):
+            if tiles[-1].until > tiles[0].fresh:
+                event = ("arrived", [Task(peer, first + k) for k in range(len(tiles))])
+                self.links.expect(room[tiles[0].fresh : tiles[-1].until], peer, ROWS + 2 * number, event)
+            first += len(tiles)
 
     def _expect_answers(self, like: Tensor) -> None:
-        self._rooms: dict[Task, Tensor] = {}
-        for number in range(max((len(self.sent[peer]) for peer in self.others), default=0)):
-            for peer in self.others:
-                if number < len(self.sent[peer]):
-                    tile, task = self.sent[peer][number], Task(peer, number)
-                    room = self._rooms[task] = like.new_empty(tile.stop - tile.start, like.shape[1])
-                    self.links.expect(room, peer, ROWS + 2 * number + 1, ("answered", task))
+        self._rooms: dict[tuple[int, int], Tensor] = {}
+        for number, peer, tiles in self._in_turns():
+            room = like.new_empty(tiles[-1].stop - tiles[0].start, like.shape[1])
+            self._rooms[peer, number] = room
+            self.links.expect(room, peer, ROWS + 2 * number + 1, ("answered", (peer, number)))
 
     def _answer(self, task: Task, answer: Tensor, found: Tensor) -> None:
-        """Sends what a tile gave to its source; here it is put where it belongs."""
+        """Sends what tiles gave to their source, those of a message together; here it is put where it belongs."""
         if task.source == self.me:
-            self._put(task, answer, found)
-        else:
-            self.links.send(answer.contiguous(), task.source, ROWS + 2 * task.number + 1)
+            self._put(task.source, [self.sent[self.me][task.number]], answer, found)
+            return
+        number, ready = (0, self.ready.setdefault(task.source, {})) if self.joins else (task.number, {})
+        ready[task.number] = answer
+        if len(ready) == (len(self.tiles[task.source]) if self.joins else 1):
+            self.ready.pop(task.source, None)
+            parts = [ready[one] for one in sorted(ready)]
+            whole = parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
+            self.links.send(whole, task.source, ROWS + 2 * number + 1)
 
-    def _put(self, task: Task, answer: Tensor, found: Tensor) -> None:
-        tile = self.sent[task.source][task.number]
-        found.index_copy_(0, self.out[task.source].choices[tile.start : tile.stop], answer)
+    def _answered(self, now: Pass, peer: int, number: int, found: Tensor) -> None:
+        tiles = self._messages(self.sent[peer])[number]
+        self._put(peer, tiles, self._rooms.pop((peer, number)), found)
+        for k in range(len(tiles)):
+            now.answered(Task(peer, number + k))
+
+    def _put(self, source: int, tiles: Sequence[Tile], answer: Tensor, found: Tensor) -> None:
+        found.index_copy_(0, self.out[source].choices[tiles[0].start : tiles[-1].stop], answer)
 
     def _taken(self, task: Task, tile: Tile, own: Tensor, others: Mapping[int, Tensor]) -> Tensor:
         """The rows of a tile, out of a source's fresh rows as they came, or for this rank's own out of all tokens."""
@@ -329,10 +354,10 @@ class Layer:
                 elif kind == "referred":
                     now.referred(what)
                 elif kind == "arrived":
-                    now.arrived(what)
+                    for one in what:
+                        now.arrived(one)
                 else:
-                    self._put(what, self._rooms.pop(what), found)
-                    now.answered(what)
+                    self._answered(now, *what, found)
                 if task is None:
                     break
             if task is not None:
@@ -369,7 +394,7 @@ class _Route(torch.autograd.Function):
         rows, sums = handle.layer.backward(pull, weights)
         shape = (*weights.shape, pull.shape[1])
         own = _wide(rows).view(shape).sum(1).to(pull.dtype)
-        scores = (_wide(answers).view(shape) * _wide(pull).unsqueeze(1)).sum(-1).to(weights.dtype)
+        scores = torch.bmm(_wide(answers).view(shape), _wide(pull).unsqueeze(2)).squeeze(2).to(weights.dtype)
         return own, scores, None, None, None, *sums
 
 
