@@ -308,9 +308,10 @@ class Layer:
             whole = parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
             self.links.send(whole, task.source, ROWS + 2 * number + 1)
 
-    def _answered(self, now: Pass, peer: int, number: int, found: Tensor) -> None:
+    def _answered(self, now: Pass, message: tuple[int, int], found: Tensor) -> None:
+        peer, number = message
         tiles = self._messages(self.sent[peer])[number]
-        self._put(peer, tiles, self._rooms.pop((peer, number)), found)
+        self._put(peer, tiles, self._rooms.pop(message), found)
         for k in range(len(tiles)):
             now.answered(Task(peer, number + k))
 
@@ -357,7 +358,7 @@ class Layer:
                     for one in what:
                         now.arrived(one)
                 else:
-                    self._answered(now, *what, found)
+                    self._answered(now, what, found)
                 if task is None:
                     break
             if task is not None:
