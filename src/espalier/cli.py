@@ -22,6 +22,7 @@ VERBS = {
     "eval": "evaluate the newest checkpoint of a run on its held-out data",
     "predict": "let a trained run answer an input",
     "report": "write report.html for a run or show it live; list runs, or compare several",
+    "replay": "make a step of a run again, and say whether it has the same bits",
     "export": "write a run's model in another program's format",
     "explain": "what each system in Espalier is, when it is chosen, and its state",
     "diagnose": "why a job failed, from the logs of any framework, and whether a restart can help",
@@ -44,9 +45,9 @@ def parser() -> argparse.ArgumentParser:
     made["train"].add_argument("recipe", help="a recipe file (TOML)")
     for name in ("plan", "train", "probe"):
         made[name].add_argument("overrides", nargs="*", metavar="key=value", help="changes, such as train.steps=50")
-    for name in ("eval", "predict", "export"):
+    for name in ("eval", "predict", "replay", "export"):
         made[name].add_argument("run", help="a run folder, such as runs/language")
-    for name in ("train", "eval", "predict", "export"):
+    for name in ("train", "eval", "predict", "replay", "export"):
         made[name].add_argument(
             "--trust",
             action="store_true",
@@ -55,6 +56,7 @@ def parser() -> argparse.ArgumentParser:
     made["report"].add_argument(
         "runs", nargs="*", help="a run folder, such as runs/language; several are compared; none: a list of runs/"
     )
+    made["replay"].add_argument("--step", type=int, required=True, metavar="N", help="the step, as the report counts")
     _options(made)
     _answers(made["predict"])
     return top

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -94,6 +95,38 @@ def test_training_prints_derivations_plan_progress_sample_and_what_to_do_next(ho
 def test_skipped_files_are_counted_and_named(home):
     assert "1 file was skipped" in (home / "output.txt").read_text()
     assert "picture.bin" in (home / "output.txt").read_text()
+
+
+def test_a_step_made_again_has_the_same_bits_and_one_that_has_not_is_told(home, tmp_path):
+    run, log = tmp_path / "run", tmp_path / "run" / "events.jsonl"
+    shutil.copytree(home / "runs" / "recipe", run)
+    before = sorted(path.name for path in run.rglob("*"))
+    done = forked(home, "replay", str(run), "--step", "7", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["same"]
+    assert [one["step"] for one in found["steps"]] == list(range(found["from"] + 1, 8))
+    assert sorted(path.name for path in run.rglob("*")) == before
+
+    rows = read(log)
+    last = [row for row in rows if row["event"] == "step" and row["step"] == 7][-1]
+    last["loss"] = math.nextafter(last["loss"], 0.0)
+    log.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = forked(home, "replay", str(run), "--step", "7")
+    assert done.returncode == 1, done.stderr
+    assert "Step 7, made again" in done.stdout
+    assert "is not the same" in done.stdout
+    assert "nothing else that the run log knows" in done.stdout
+    done = forked(home, "replay", str(run), "--step", "99")
+    assert done.returncode == 2
+    assert "no step 99" in done.stderr
+    assert "steps 1 to" in done.stderr
+    plan = json.loads((run / "plan.json").read_text())
+    plan["ranks"][1]["role"] = "optimizer"
+    (run / "plan.json").write_text(json.dumps(plan))
+    done = forked(home, "replay", str(run), "--step", "7")
+    assert done.returncode == 2
+    assert "optimizer nodes keep the state of the last step only" in done.stderr
 
 
 def test_the_same_command_with_more_steps_goes_on(home):

@@ -32,7 +32,7 @@ def check(arguments: argparse.Namespace) -> None:
             for data in recipe.data:
                 if _plain(data.path) and not _there(data.path):
                     raise data_path.missing(data.path, known)
-    elif arguments.verb in ("eval", "predict", "export", "report"):
+    elif arguments.verb in ("eval", "predict", "replay", "export", "report"):
         for run in [arguments.run] if arguments.verb != "report" else arguments.runs:
             runs.find(run)
         _check_inputs(arguments)

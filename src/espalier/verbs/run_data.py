@@ -100,15 +100,16 @@ def refuse_changed(folder: runs.RunFolder, recipe: Recipe, workload: Workload) -
 @dataclass(frozen=True)
 class DataChoice:
     """What of its data a run is opened with where its folder does not keep that: nothing; what evaluation needs
-    (`evaluates`), or predictions (`predicts`); or the data at `path`, in place of its own."""
+    (`evaluates`), or predictions (`predicts`); all of it (`trains`); or the data at `path`, in place of its own."""
 
     evaluates: bool = False
     predicts: bool = False
+    trains: bool = False
     path: str | None = None
 
     def reads(self, recipe: Recipe, kept: Path | None) -> bool:
         """Whether the data itself is read, of a run that has `kept` this."""
-        if self.path is not None or kept is None:
+        if self.trains or self.path is not None or kept is None:
             return True
         row = workload_registry.row(recipe)
         return (self.evaluates and not row.evaluates) or ((self.evaluates or self.predicts) and row.lacks(kept))

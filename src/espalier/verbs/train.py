@@ -153,7 +153,7 @@ def forked(prepare: Callable[[], RunStart]) -> Ranks:
 
 def _fork(job: RunStart, hosts: Sequence[int]) -> bool:
     task, recipe = partial(life, forked=True), job.resolved.recipe
-    for part in _phased(job):
+    for part in phased(job):
         if recipe.store is not None:
             part.pack()  # before ranks are forked, which then share the rows in memory
         shapes = run_resizer.RunResizer(part, task) if recipe.faults.restarts else None
@@ -248,7 +248,7 @@ def _seated(place: launch.RankSpec) -> launch.RankSpec:
     return announcement.named(place, WAIT) if torchrun.restarts() is not None else place
 
 
-def _phased(job: RunStart) -> Iterator[RunStart]:
+def phased(job: RunStart) -> Iterator[RunStart]:
     """The job of each phase that is left, planned once the phase before has ended."""
     resolved, folder = job.resolved, job.folder
     while True:
@@ -388,12 +388,14 @@ def _stretched(before: config.Recipe, recipe: config.Recipe) -> list[str]:
 Life = Callable[[launch.RankSpec], Any]
 
 
-def life(job: RunStart, forked: bool = False) -> Life:
-    """What each rank of the job does. `forked`: all ranks of it come from this process, and need not compare."""
+def life(job: RunStart, forked: bool = False, stop_after: int | None = None) -> Life:
+    """What each rank of the job does. `forked`: all ranks of it come from this process, and need not compare.
+    `stop_after`: raises Interrupted after so many steps."""
 
     def live(place: launch.RankSpec) -> Any:
         setting, identity = job.setting(place), None if forked else job.identity()
         setting.new = forked and job.new and place.attempt == 0
+        setting.stop_after = stop_after
         if place.rank != 0:
             return worker.train(setting, identity)
         with recording(job.folder, job.resolved.recipe, job.quiet, job.plan.predicted) as emit:
