@@ -163,16 +163,18 @@ class Ddp(Peer):
 
 
 def speeds(task: Task, workload: RandomTokens) -> Speeds:
-    """All ranks compute at once."""
+    """Hosts compute one after the other: in a step they wait for one another, and all of them together have the cores
+    that their shares need only as long as nobody else does anything."""
     model = new_model(workload.options, 1, torch.device("cpu"))
     (batch, *_) = workload.batches(0, launch_shard(task))
     taken = []
-    for number in range(task.passes + 1):
+    for rank in range(dist.get_world_size()):
         dist.barrier(stock())
-        begun = time.perf_counter()
-        loss, _ = workload.loss(model, batch)
-        loss.backward()
-        taken += [time.perf_counter() - begun] if number else []
+        for number in range(task.passes + 1 if rank == dist.get_rank() else 0):
+            begun = time.perf_counter()
+            loss, _ = workload.loss(model, batch)
+            loss.backward()
+            taken += [time.perf_counter() - begun] if number else []
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, sorted(taken)[len(taken) // 2], group=stock())
     return Speeds(found)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,3 +74,19 @@ def test_ranks_of_both_kinds_or_of_one_gpu_go_through_host_memory() -> None:
     assert not Plan(ranks=(Rank(device="cuda:0"), Rank(device="cuda:0", node=1))).staged
     assert not Plan(ranks=(Rank(device="cuda:0"), Rank(role="optimizer"))).staged
     assert not Plan(ranks=(Rank(), Rank())).staged
+
+
+def _threads(channel: comm.Channel) -> Any:
+    """What serves connections, once many groups have exchanged something; and what they got."""
+    groups = [torch.distributed.new_group(list(range(channel.size()))) for _ in range(6)]
+    found = torch.ones(1) * (channel.rank() + 1)
+    for group in groups:
+        torch.distributed.all_reduce(found, group=group)
+    names = [Path(f"/proc/self/task/{one}/comm").read_text().strip() for one in os.listdir("/proc/self/task")]
+    return names.count("gloo_tcp_loop"), found
+
+
+def test_one_thread_serves_the_connections_of_all_groups_of_a_rank() -> None:
+    for loops, found in forks(2, _threads):
+        assert loops == 1
+        assert float(found) == 3.0 * 2**5

@@ -18,6 +18,7 @@ import pytest
 
 from espalier.plan import base as plans
 
+from .programs import MACHINE
 from .test_hosts import RECIPE, command_line, environment, espalier, events, netlab_of, none_left, processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -84,6 +85,7 @@ def home(lab: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     links = '\n[links]\nbetween = { bandwidth = "200Mbit/s", latency = "100us", launch = "100us" }\n'
     (folder / "three.toml").write_text("".join(hosts) + links)
+    (folder / "one.toml").write_text(MACHINE)
     return folder
 
 
@@ -144,7 +146,8 @@ def begun(home: Path, lab: str, run: str, step: int, *more: str) -> subprocess.P
 
 def expected(home: Path, run: str, steps: int, *more: str) -> list[float]:
     """Losses of one rank."""
-    done = espalier(home, "train", "recipe.toml", "plan.pin.ranks=1", f"name={run}", f"train.steps={steps}", *more)
+    alone = ("plan.pin.ranks=1", "plan.cluster=one.toml")
+    done = espalier(home, "train", "recipe.toml", *alone, f"name={run}", f"train.steps={steps}", *more)
     assert done.returncode == 0, done.stdout + done.stderr
     return [event["loss"] for event in events(home, run, "step")]
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from espalier import accelerator
-from espalier.comm.backends import INNER, GroupRequest
+from espalier.comm.backends import INNER, GroupRequest, gloo
 from espalier.comm.base import Ledger, Traffic
 from espalier.comm.channel import Channel, SharedRecords
 from espalier.comm.flight_recorder import FlightRecorder
@@ -29,7 +29,7 @@ def beside(group: dist.ProcessGroup, kind: Traffic, limit: timedelta) -> Process
     """
     store, rank = group.get_group_store(), group.rank()
     number = store.add(f"espalier/{kind._value_}/{rank}", 1)
-    return ProcessGroupGloo(PrefixStore(f"espalier/{kind._value_} {number}", store), rank, group.size(), limit)
+    return gloo(PrefixStore(f"espalier/{kind._value_} {number}", store), rank, group.size(), limit)
 
 
 def within(channel: Channel, ranks: Sequence[int], name: str) -> Channel:
