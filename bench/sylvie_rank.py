@@ -84,7 +84,7 @@ class Sampled:
         """Another draw."""
         self.step = step
 
-    def __call__(self, own: Halo, sent: Tensor, received: Tensor, crossing: Crossing) -> None:
+    def __call__(self, own: Halo, sent: Tensor, received: Tensor, crossing: Crossing) -> Callable[[], None]:
         """See `halo.Transport`. Both ends draw the same."""
         rank = dist.get_rank()
         out = self._drawn(own.leaving(crossing), crossing, rank, leaves=True)
@@ -92,11 +92,17 @@ class Sampled:
         rows = torch.cat([part[one] for part, one in zip(sent.split(own.leaving(crossing)), out, strict=True)])
         found = sent.new_empty(sum(map(len, into)), *sent.shape[1:])
         with traffic(Traffic.HALO):
-            dist.all_to_all_single(found, rows, list(map(len, into)), list(map(len, out)), group=own.group)
-        received.zero_()
-        parts = zip(received.split(own.arriving(crossing)), found.split(list(map(len, into))), into, strict=True)
-        for part, rows_, one in parts:
-            part[one] = rows_ / BNS
+            sizes = list(map(len, into)), list(map(len, out))
+            work = dist.all_to_all_single(found, rows, *sizes, group=own.group, async_op=True)
+
+        def arrive(kept: Tensor = rows) -> None:
+            work.wait()
+            received.zero_()
+            parts = zip(received.split(own.arriving(crossing)), found.split(sizes[0]), into, strict=True)
+            for part, rows_, one in parts:
+                part[one] = rows_ / BNS
+
+        return arrive
 
     def _drawn(self, counts: list[int], crossing: Crossing, rank: int, leaves: bool) -> list[Tensor]:
         drawn = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 
 import numpy as np
 import pytest
@@ -155,6 +156,69 @@ def test_backward_is_the_transpose_of_the_exchange(name):
 def over_gloo(channel, kind, graph, parts, network):
     torch.set_num_threads(1)
     return over(channel, kind, graph, parts, network)
+
+
+@pytest.mark.parametrize("kind", ["sage", "gin"])
+def test_own_rows_are_computed_while_rows_travel_both_ways(kind):
+    """In a layer that aggregates rows as they are the map of own rows stands between a message and the wait for it."""
+    graph, parts, happened = graph_of(), parts_of("random", 2), []
+
+    def told(own, sent, received, crossing):
+        arrive = halo.synchronous(own, sent, received, crossing)
+        happened.append((*crossing, "leaves"))
+
+        def done():
+            arrive()
+            happened.append((*crossing, "arrives"))
+
+        return done
+
+    def mapped(inner):
+        def project(rows, weight, start=None):
+            if not happened.count("own rows"):  # later ones are of sums
+                happened.append("own rows")
+                rows.register_hook(lambda gradient: happened.append("gradients of own rows"))
+                rows = rows * 1.0  # the hook is called when the map has gone backward
+            return inner(rows, weight, start)
+
+        return project
+
+    view = View(graph, _style(NETWORKS[kind]), 3)
+    cut = halo.boundary(graph.indptr, graph.indices, parts, 2)
+
+    def life(channel):
+        own = halo.Halo.of(view.block.indptr, view.block.indices, cut, channel.rank(), channel)
+        own = dataclasses.replace(own, layer=1, transport=halo.synchronous if channel.rank() else told)
+        block = own.block(view.block)._replace(halo=own)
+        layer = halo.equip(network_of(kind, torch.float32)).layers[1]
+        if not channel.rank():
+            layer.project = mapped(layer.project)
+        rows = torch.randn(len(own.owned), 16, requires_grad=True)
+        layer(block, rows * 1.0).sum().backward()
+
+    ranks(2, life)
+    order = [happened.index(one) for one in [(1, False, "leaves"), "own rows", (1, False, "arrives")]]
+    assert order == sorted(order)
+    order = [happened.index(one) for one in [(1, True, "leaves"), "gradients of own rows", (1, True, "arrives")]]
+    assert order == sorted(order)
+
+
+def test_rows_that_crossed_are_freed_with_the_graph():
+    """Without the collector of cycles, which does not see those through autograd."""
+    graph = graph_of()
+    cut = halo.boundary(graph.indptr, graph.indices, parts_of("random", 2), 2)
+
+    def life(channel):
+        own = halo.Halo.of(graph.indptr, graph.indices, cut, channel.rank(), channel)
+        own.exchange(torch.ones(len(own.owned), 3, requires_grad=True) * 1.0).sum().backward()
+
+    gc.collect()
+    gc.disable()
+    try:
+        ranks(2, life)
+        assert not [one for one in gc.get_objects() if isinstance(one, halo._Trip)]
+    finally:
+        gc.enable()
 
 
 def test_two_runs_over_processes_give_the_same_bits():

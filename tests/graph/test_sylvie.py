@@ -90,6 +90,9 @@ class FakeHalo:
 
     both = exchange
 
+    def begin(self, rows):
+        return self
+
 
 class Simulator:
     """All parts in one process, layer by layer, without messages: rows of others are those of the step before."""

@@ -55,6 +55,10 @@ class RowExchange(Protocol):
         """The same, of kept rows too."""
         ...
 
+    def begin(self, rows: Rows) -> RowExchange:
+        """What brings them later; they begin to travel now."""
+        ...
+
 
 class MessageBlock(NamedTuple):
     """The edges of one layer, by target: target t hears from `indices[indptr[t]:indptr[t + 1]]`.
@@ -144,6 +148,19 @@ class Aggregate(Protocol):
     def __call__(self, block: MessageBlock, rows: Rows, start: Tensor | None = None) -> Tensor:
         """Differentiable in `rows` and `start`."""
         ...
+
+
+class Begin(Protocol):
+    """Told of rows that a block will aggregate as they are, before a layer does what it can with own rows alone."""
+
+    def __call__(self, block: MessageBlock, rows: Rows) -> MessageBlock:
+        """The block to aggregate them with."""
+        ...
+
+
+def alone(block: MessageBlock, rows: Rows) -> MessageBlock:
+    """The plain form: all rows are here."""
+    return block
 
 
 class GraphAttend(Protocol):

@@ -17,12 +17,14 @@ from torch import Tensor, nn
 from espalier import config
 from espalier.graph.base import (
     Aggregate,
+    Begin,
     GraphAttend,
     Kept,
     MessageBlock,
     Project,
     Rows,
     aggregate,
+    alone,
     attend,
     dense,
     project,
@@ -31,7 +33,8 @@ from espalier.kernels.dropout import activated
 
 
 class Layer(nn.Module):
-    """One layer of message passing, `inputs` to `outputs` columns. `aggregate`, `attend` and `project` are the seam."""
+    """One layer of message passing, `inputs` to `outputs` columns. `aggregate`, `attend`, `project` and `begin` are the
+    seam."""
 
     loops = False
     """Each node hears from itself through an edge of its own."""
@@ -45,10 +48,15 @@ class Layer(nn.Module):
         self.aggregate: Aggregate = aggregate
         self.attend: GraphAttend = attend
         self.project: Project = project
+        self.begin: Begin = alone
 
     def aggregated_first(self, rows: Rows) -> bool:
         """Whether the neighbours are summed before the linear map: the cheaper order of the two."""
         return isinstance(rows, Kept) or self.inputs <= self.outputs
+
+    def begun(self, block: MessageBlock, rows: Rows) -> MessageBlock:
+        """The block, after rows that it aggregates as they are have begun to travel where they do."""
+        return self.begin(block, rows) if self.aggregated_first(rows) else block
 
     def mapped(self, block: MessageBlock, rows: Rows, weight: Tensor, start: Tensor | None = None) -> Tensor:
         """The aggregate of `rows` through `weight`, in the cheaper order, added to `start`."""
@@ -91,6 +99,7 @@ class Mean(Layer):
 
     def forward(self, block: MessageBlock, rows: Rows) -> Tensor:
         """The node itself and the mean of its neighbours (zero where it has none)."""
+        block = self.begun(block, rows)
         own = self.project(_first(rows, block.targets), self.own.weight, self.own.bias)
         return self.mapped(block, rows, self.weight.weight, own)
 
@@ -106,8 +115,9 @@ class Isomorphism(Layer):
 
     def forward(self, block: MessageBlock, rows: Rows) -> Tensor:
         """The perceptron of the sum; its first matrix before the sum where that is narrower."""
-        sums = self.mapped(block, rows, self.first.weight)
+        block = self.begun(block, rows)
         own = self.project(_first(rows, block.targets), self.first.weight)
+        sums = self.mapped(block, rows, self.first.weight)
         hidden = F.relu(self.norm(sums + (1 + self.epsilon) * own + self.first.bias))
         return self.second(hidden)
 

@@ -9,6 +9,7 @@ the whole graph. What crosses, and when, is the field `transport`: the plain one
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from espalier.comm.base import Traffic, traffic
 from espalier.errors import UserError
-from espalier.graph.base import Aggregate, Forms, GraphAttend, Kept, MessageBlock, Rows
+from espalier.graph.base import Aggregate, Forms, GraphAttend, Kept, MessageBlock, Rows, dense
 from espalier.graph.gnn import Gnn, GraphAttention, Layer
 from espalier.quant.mega.condense import condense
 
@@ -99,19 +100,30 @@ class Crossing(NamedTuple):
     backward: bool
 
 
+Arrival = Callable[[], None]
+"""Waits for rows, and puts them where they belong."""
+
+
 class Transport(Protocol):
     """How rows cross. Later ones encode them by layer, peer and direction, or give those of the epoch before."""
 
-    def __call__(self, halo: Halo, sent: Tensor, received: Tensor, crossing: Crossing) -> None:
-        """Fills `received`, by peer as `halo.arriving(crossing)` counts its rows, with what peers have in `sent`, by
-        peer as `halo.leaving(crossing)` counts. All ranks call it alike."""
+    def __call__(self, halo: Halo, sent: Tensor, received: Tensor, crossing: Crossing) -> Arrival:
+        """Begins to send `sent`, by peer as `halo.leaving(crossing)` counts its rows. What is returned fills
+        `received`, by peer as `halo.arriving(crossing)` counts. All ranks call both alike."""
         ...
 
 
-def synchronous(halo: Halo, sent: Tensor, received: Tensor, crossing: Crossing) -> None:
+def synchronous(halo: Halo, sent: Tensor, received: Tensor, crossing: Crossing) -> Arrival:
     """The plain transport: one message per peer, as it is, and a wait for all of them."""
     with traffic(Traffic.HALO):
-        dist.all_to_all_single(received, sent, halo.arriving(crossing), halo.leaving(crossing), group=halo.group)
+        counts = halo.arriving(crossing), halo.leaving(crossing)
+        work = dist.all_to_all_single(received, sent, *counts, group=halo.group, async_op=True)
+
+    def arrive(kept: Tensor = sent) -> None:
+        """`kept` until it has left."""
+        work.wait()
+
+    return arrive
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,15 +213,7 @@ class Halo:
         """Rows of own nodes [owned, ...] to those of own and halo nodes [sources, ...]. Differentiable; all ranks call
         it alike, and go backward through it alike. Raises UserError for another number of rows, and for NaN from a
         peer."""
-        if len(rows) != len(self.owned):
-            raise UserError(
-                f"This rank owns {len(self.owned):,} nodes, and there are {len(rows):,} rows.",
-                do="one row for each of halo.owned",
-            )
-        if self.group is None:
-            return rows
-        found: Tensor = _Exchange.apply(rows, self)
-        return found
+        return dense(self.begin(rows).both(rows))
 
     def check(self, received: Tensor) -> None:
         """Raises UserError for the first of the halo rows [outer, ...] that has NaN, by its node and owner."""
@@ -229,9 +233,22 @@ class Halo:
 
     def both(self, rows: Rows) -> Rows:
         """As `exchange`; of kept rows (MaxK) values and columns cross, a message each."""
-        if isinstance(rows, Kept):
-            return Kept(self.exchange(rows.values), self.exchange(rows.columns.int()), rows.width)
-        return self.exchange(rows)
+        return self.begin(rows).both(rows)
+
+    def begin(self, rows: Rows) -> Begun:
+        """Sends what others need of own rows; the gradients of halo rows are waited for when those of own rows are all
+        there. So what is computed of own rows between this and `Begun.both` is computed while rows travel, both ways.
+        Raises UserError for another number of rows."""
+        count = len(rows.values if isinstance(rows, Kept) else rows)
+        if count != len(self.owned):
+            raise UserError(
+                f"This rank owns {len(self.owned):,} nodes, and there are {count:,} rows.",
+                do="one row for each of halo.owned",
+            )
+        if self.group is None:
+            return Begun(rows, ())
+        kept = [rows.values, rows.columns.int()] if isinstance(rows, Kept) else [rows]
+        return Begun(rows, tuple((_Leave.apply(one, trip), trip) for one in kept if (trip := _Trip(self))))
 
     def block(self, whole: MessageBlock) -> MessageBlock:
         """The edges into own nodes, with the scales they have in the `whole` graph. A layer is given the rows of own
@@ -254,32 +271,91 @@ class Halo:
         return (first, *(first._replace(halo=replace(self, layer=layer)) for layer in range(1, depth)))
 
 
-class _Exchange(torch.autograd.Function):
-    """Own rows to own and halo rows; backward brings the gradients of halo rows home."""
+class _Trip:
+    """Rows under way, or their gradients. Has state."""
+
+    def __init__(self, halo: Halo) -> None:
+        self.halo = halo
+        self.rows = self.gradients = torch.zeros(0)
+        self.arrive: Arrival = _nothing
+
+    def taken(self) -> tuple[Tensor, Tensor]:
+        """Rows and gradients, which have arrived and are let go: who keeps rows of its own graph is never freed."""
+        self.arrive()
+        found, self.arrive = (self.rows, self.gradients), _nothing
+        self.rows = self.gradients = torch.zeros(0)
+        return found
+
+    def home(self, own: Tensor) -> Tensor:
+        """Gradients of own rows with those that others have of them."""
+        halo, found, (_, received) = self.halo, own.clone(), self.taken()
+        if halo.sums is not None:
+            return found + _product(halo.sums.T.tocsr(), received)
+        counts = halo.arriving(Crossing(halo.layer, backward=True))
+        for rows, part in zip(halo.sends, received.split(counts), strict=True):
+            found.index_add_(0, rows, part)  # a node is there once: the same bits on any device
+        return found
+
+
+def _nothing() -> None:
+    """Nothing is under way."""
+
+
+class Begun(NamedTuple):
+    """Own rows whose boundary is under way: see `Halo.begin`."""
+
+    given: Rows
+    sent: tuple[tuple[Tensor, _Trip], ...]
+
+    def both(self, rows: Rows) -> Rows:
+        """Own and halo rows; `rows` are those that were sent."""
+        assert rows is self.given, "other rows were sent"
+        if not self.sent:
+            return rows
+        found: list[Tensor] = [_Arrive.apply(one, trip) for one, trip in self.sent]
+        return Kept(found[0], found[1], rows.width) if isinstance(rows, Kept) else found[0]
+
+    def exchange(self, rows: Tensor) -> Tensor:
+        """As `both`."""
+        return dense(self.both(rows))
+
+    def begin(self, rows: Rows) -> Begun:
+        """They have begun."""
+        return self
+
+
+class _Leave(torch.autograd.Function):
+    """Own rows, which leave; backward waits for the gradients of halo rows, and adds them."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, halo: Halo) -> Tensor:
-        ctx.halo = halo
-        made = rows.new_empty(halo.sources, *rows.shape[1:])
-        made[: len(rows)] = rows
-        sent = leaving_rows(halo, rows)
-        halo.transport(halo, sent, made[len(rows) :], Crossing(halo.layer, backward=False))
-        halo.check(made[len(rows) :])
+    def forward(ctx: Any, rows: Tensor, trip: _Trip) -> Tensor:
+        ctx.trip, halo, own = trip, trip.halo, len(rows)
+        trip.rows = rows.new_empty(halo.sources, *rows.shape[1:])
+        trip.rows[:own] = rows
+        trip.arrive = halo.transport(halo, leaving_rows(halo, rows), trip.rows[own:], Crossing(halo.layer, False))
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.trip.home(gradients[0]), None
+
+
+class _Arrive(torch.autograd.Function):
+    """Own rows to own and halo rows; backward sends the gradients of halo rows home."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, trip: _Trip) -> Tensor:
+        ctx.trip, (made, _) = trip, trip.taken()
+        trip.halo.check(made[len(rows) :])
         return made
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        halo, gradient = ctx.halo, gradients[0].contiguous()
+        trip, gradient, halo = ctx.trip, gradients[0].contiguous(), ctx.trip.halo
         own, crossing = len(halo.owned), Crossing(halo.layer, backward=True)
-        found = gradient[:own].clone()
-        counts = halo.arriving(crossing)
-        received = gradient.new_empty(sum(counts), *gradient.shape[1:])
-        halo.transport(halo, gradient[own:], received, crossing)
-        if halo.sums is not None:
-            return found + _product(halo.sums.T.tocsr(), received), None
-        for rows, part in zip(halo.sends, received.split(counts), strict=True):
-            found.index_add_(0, rows, part)  # a node is there once: the same bits on any device
-        return found, None
+        trip.gradients = gradient.new_empty(sum(halo.arriving(crossing)), *gradient.shape[1:])
+        trip.arrive = halo.transport(halo, gradient[own:], trip.gradients, crossing)
+        return gradient[:own], None
 
 
 def leaving_rows(halo: Halo, rows: Tensor) -> Tensor:
@@ -302,9 +378,15 @@ def equip(model: nn.Module) -> nn.Module:
             inner = getattr(layer, "quantized", None)  # rows are quantized before they cross
             if inner is None:
                 layer.aggregate, layer.attend = _aggregating(layer.aggregate), _attending(layer.attend)
+                layer.begin = _begun
             else:
                 inner.plain, inner.attention = _aggregating(inner.plain), _attending(inner.attention)
     return model
+
+
+def _begun(block: MessageBlock, rows: Rows) -> MessageBlock:
+    """Rows leave before the layer needs those of others."""
+    return block if block.halo is None else block._replace(halo=block.halo.begin(rows))
 
 
 def _aggregating(inner: Aggregate) -> Aggregate:

@@ -24,7 +24,7 @@ from espalier.comm.base import Traffic, traffic
 from espalier.errors import UserError
 from espalier.graph import halo
 from espalier.graph.gnn import Gnn
-from espalier.graph.halo import Crossing, ForeignRows, Halo
+from espalier.graph.halo import Arrival, Crossing, ForeignRows, Halo
 from espalier.graph.loss_speed import LossSpeed
 from espalier.graph.neighbor_sampler import stream
 from espalier.kernels import quantize_rows as kernels
@@ -262,21 +262,25 @@ class Sylvie:
             flight.work.wait()
         self._flights, self._sent, self._arrived = {}, {}, {}
 
-    def __call__(self, halo: Halo, sent: Tensor, received: Tensor, crossing: Crossing) -> None:
+    def __call__(self, halo: Halo, sent: Tensor, received: Tensor, crossing: Crossing) -> Arrival:
         """See `halo.Transport`. Raises UserError for rows that are not finite, by layer and node."""
         if self.by_degree and self._shares is None:
             self._shares = degree_shares(halo)
         key = (crossing, sent.dtype)
         flight, before = self._launch(halo, sent, received, crossing), self._flights.get(key)
         fresh = before is None or self.choice.synchronous
-        if fresh and before is not None:
-            before.work.wait()
-            if self.delta and before.bits != WHOLE:
-                self._read(before, received, crossing)
         used = flight if fresh or before is None else before
-        used.work.wait()
         self._flights[key] = flight
-        self._read(used, received, crossing)
+
+        def arrive() -> None:
+            if fresh and before is not None:
+                before.work.wait()
+                if self.delta and before.bits != WHOLE:
+                    self._read(before, received, crossing)
+            used.work.wait()
+            self._read(used, received, crossing)
+
+        return arrive
 
     def _launch(self, halo: Halo, sent: Tensor, received: Tensor, crossing: Crossing) -> _Flight:
         bits = self._bits(crossing) if sent.is_floating_point() else WHOLE
@@ -411,8 +415,9 @@ class ByPeer:
         self.near.drain()
         self.far.drain()
 
-    def __call__(self, halo: Halo, sent: Tensor, received: Tensor, crossing: Crossing) -> None:
+    def __call__(self, halo: Halo, sent: Tensor, received: Tensor, crossing: Crossing) -> Arrival:
         """See `halo.Transport`."""
+        arrivals = []
         for transport, taken in ((self.far, ~self.fresh), (self.near, self.fresh)):
             out, into = (
                 taken.repeat_interleave(torch.tensor(counts)).to(sent.device)
@@ -423,8 +428,14 @@ class ByPeer:
             receives = tuple(one * own for one, own in zip(halo.receives, taken.tolist(), strict=True))
             found = received[into]
             part = replace(halo, sends=sends, receives=receives, outer=halo.outer[outer])
-            transport(part, sent[out], found, crossing)
-            received[into] = found
+            arrivals.append((transport(part, sent[out], found, crossing), into, found))
+
+        def arrive() -> None:
+            for one, into, found in arrivals:
+                one()
+                received[into] = found
+
+        return arrive
 
 
 def _groups(counts: list[int], together: int) -> tuple[Tensor, Tensor]:
