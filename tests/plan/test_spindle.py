@@ -17,7 +17,7 @@ from espalier.errors import UserError
 from espalier.plan import waves
 from espalier.plan.metaops import Curve, MetaOp, Operator, contract, fit, spans
 from espalier.plan.spindle import Method, WavePlan, simulate
-from espalier.plan.wave_placement import Devices, Links
+from espalier.plan.wave_placement import Devices, Links, exchange
 from espalier.plan.wave_solver import Slice, allocate, solve_program
 
 SIZES = (1, 2, 4, 8)
@@ -310,3 +310,33 @@ def test_two_devices_of_unlike_speed_are_not_faster_the_other_way_round(seed: in
         tuple(one._replace(devices=tuple(1 - each for each in one.devices)) for one in wave) for wave in found.waves
     ]
     assert found.seconds <= max(end for _, end in simulate(metaops, other, devices)) * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_links_never_make_waves_slower_than_a_plan_that_knows_of_them(seed: int) -> None:
+    """With links between devices and parameters that are shared: every method that stands earlier is as fast, the
+    exchange of gradients counted, and what engines rely on holds for MetaOps that were moved."""
+    metaops, count = drawn(seed, chains=True)
+    linked = [dataclasses.replace(one, gradients=2.0, forward=1 / 3) for one in metaops]
+    devices, order = Devices(tuple(range(count)), between=0.5), ("program", "greedy", "static", "sequential")
+    plans = [waves(linked, devices, method) for method in order]  # type: ignore[arg-type]
+    for faster, slower in itertools.pairwise(plans):
+        assert faster.step <= slower.step * (1 + 1e-9)
+    for plan in plans:
+        checked(linked, plan, count)
+        assert plan.step == pytest.approx(
+            max(end for _, end in simulate(linked, plan.waves, devices)) + exchange(linked, plan.waves, devices)
+        )
+    assert plans[0] == waves(linked, devices, "program")
+
+
+def test_a_metaop_is_moved_to_its_input_where_the_link_costs_more_than_it_saves() -> None:
+    """A head that two devices would halve stays where its tower is; where links are free, both have it."""
+    tower = MetaOp("tower", 1, {1: 8.0}, output=10.0, forward=0.5)
+    head = MetaOp("head", 1, {1: 4.0, 2: 2.0}, ("tower",), gradients=10.0, forward=0.5)
+    slow, fast = Devices((0, 1), between=1.0), Devices((0, 1), between=1e-6)
+    where = [
+        {one.metaop: one.devices for wave in waves([tower, head], on).waves for one in wave} for on in (slow, fast)
+    ]
+    assert where[0]["head"] == where[0]["tower"]
+    assert len(where[1]["head"]) == 2

@@ -145,6 +145,42 @@ def test_the_plan_knows_the_bytes_that_slices_hand_on(ranks: int) -> None:
         assert sent == [2 * one for one in handed_on(plan, parts)]
 
 
+def test_what_others_send_is_received_while_a_rank_computes() -> None:
+    """From the second step on, when shapes are known: every receive of an input begins before the first slice runs, and
+    that of a gradient as soon as the output was sent."""
+    plan = drawn(31, 3)
+
+    def life(channel: Any) -> list[list[str]]:
+        setting = RankSetup(RESOLVED.recipe, plan, WORKLOAD, launch.RankSpec(rank=channel.rank(), world=3))
+        built = build(setting, ProcessMesh(setting.mesh, channel, channel.rank()))
+        schedule: Any = built.schedule
+        told: list[str] = []
+
+        def logged(where: Any, name: str, word: Callable[..., str]) -> None:
+            own = getattr(where, name)
+            setattr(where, name, lambda *given, **more: (told.append(word(*given)), own(*given, **more))[1])
+
+        logged(schedule.graph, "compute", lambda *given: "compute")
+        logged(schedule.messages, "expect", lambda rooms, peer, tag, *kind: "gradient" if tag % 2 else "input")
+        logged(schedule.messages, "wait", lambda works: "wait")
+        batches = [to_device(one, torch.device("cpu"), torch.float64) for one in WORKLOAD.batches(3, setting.shard)]
+        found = []
+        for _ in range(2):
+            told.clear()
+            schedule.run(built.model, batches, WORKLOAD.loss)
+            found.append(list(told))
+        return found
+
+    steps = [second for _, second in forks(3, life)]
+    assert any("input" in one for one in steps)
+    assert any("gradient" in one for one in steps)
+    for told in steps:
+        inputs = [place for place, word in enumerate(told) if word == "input"]
+        assert inputs == list(range(len(inputs)))
+        gradients = [place for place, word in enumerate(told) if word == "gradient"]
+        assert all(told[place - 1] in ("compute", "gradient", "input") for place in gradients)
+
+
 def kept(nested: int) -> list[int]:
     """Of each of two ranks, the most bytes that a step keeps for backward passes, parameters aside."""
     tables = {name: tiny_tasks.TABLE[name] for name in ("tasks", "towers")}

@@ -15,14 +15,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from itertools import islice
 from typing import Literal
 
 from espalier.errors import UserError
 from espalier.plan.metaops import EPSILON, MetaOp, Span, components, spans
-from espalier.plan.wave_placement import Devices, Links, exchange, place_waves
+from espalier.plan.wave_placement import Devices, Links, PlacedWaves, exchange, place_waves
 from espalier.plan.wave_solver import Share, Slice, Wave, allocate, greedy, repair, solve_program
 from espalier.records import Record
 
@@ -58,6 +59,8 @@ PROGRAM = 12
 """MetaOps up to which the linear program is the default."""
 SLOWEST = 8
 """Of devices of unlike speed, so many of the slowest may change places with others."""
+MOVES = 200
+"""Changes of the groups of MetaOps that are tried from each method's waves."""
 STATIC = 6
 """Static partitions whose timetables are compared."""
 PARTITIONS = 5
@@ -90,6 +93,11 @@ class WavePlan:
     spans: tuple[tuple[float, float], ...] = ()
     exchange: float = 0.0
 
+    @property
+    def step(self) -> float:
+        """Seconds of both."""
+        return self.seconds + self.exchange
+
 
 def waves(metaops: Sequence[MetaOp], devices: int | Devices, method: Method | None = None) -> WavePlan:
     """The waves of a step of several tasks and towers. Pure: the same input gives the same plan.
@@ -115,8 +123,7 @@ def waves(metaops: Sequence[MetaOp], devices: int | Devices, method: Method | No
     wavefront = [
         (level, wave) for level, own in enumerate(levels) for wave in greedy(own, count, best_of[level].shares)
     ]
-    fractional, best, compared = 0.0, None, dict[str, float]()
-    fewest = math.inf
+    fractional, found, fewest = 0.0, dict[str, WavePlan](), math.inf
     for name in order[order.index(chosen) :]:
         if name == "program":
             seeds = [(level, {one: size for one, size, _ in wave}) for level, wave in wavefront]
@@ -129,19 +136,70 @@ def waves(metaops: Sequence[MetaOp], devices: int | Devices, method: Method | No
             fewest = min(fewest, placed.most)
             if placed.most > devices.memory:
                 continue
-            timed, after = simulate(metaops, placed.waves, devices), exchange(metaops, placed.waves, devices)
-            seconds = max((end for _, end in timed), default=0.0)
-            compared[name] = min(seconds + after, compared.get(name, math.inf))
-            if best is None or seconds + after < (best.seconds + best.exchange) * (1 - EPSILON):
-                best = WavePlan(placed.waves, seconds, name, 0.0, 0.0, {}, placed.bytes, tuple(timed), after)
-    if best is None:
+            made = _timed(metaops, placed, devices, name)
+            if name not in found or made.step < found[name].step * (1 - EPSILON):
+                found[name] = made
+    if not found:
         raise UserError(
             f"No waves fit into {devices.memory:.3g} bytes per device: the least that a plan needs is {fewest:.3g}.",
             do="smaller batches of the tasks, or more devices",
         )
+    compared = {name: one.step for name, one in found.items()}
+    best = _first_least(found.values())
+    if chosen in order[:2] and (devices.inside or devices.between):
+        best = _first_least([best, *(_moved(one, metaops, devices, chosen) for one in found.values())])
     best = _exchanged(best, metaops, devices)
-    compared[best.method] = min(best.seconds + best.exchange, compared[best.method])
+    compared[best.method] = min(best.step, compared.get(best.method, math.inf))
     return replace(best, ideal=sum(one.seconds for one in best_of), fractional=fractional, compared=compared)
+
+
+def _timed(metaops: Sequence[MetaOp], placed: PlacedWaves, devices: Devices, method: Method) -> WavePlan:
+    """Waves with devices, and what they take."""
+    spans_ = tuple(simulate(metaops, placed.waves, devices))
+    seconds, after = max((end for _, end in spans_), default=0.0), exchange(metaops, placed.waves, devices)
+    return WavePlan(placed.waves, seconds, method, 0.0, 0.0, {}, placed.bytes, spans_, after)
+
+
+def _first_least(plans: Iterable[WavePlan]) -> WavePlan:
+    """The fastest; of those that differ by rounding only, the first."""
+    return reduce(lambda best, one: one if one.step < best.step * (1 - EPSILON) else best, plans)
+
+
+def _moved(best: WavePlan, metaops: Sequence[MetaOp], devices: Devices, method: Method) -> WavePlan:
+    """The waves with whole MetaOps moved to other groups as long as that is faster: allocation knows nothing of links,
+    on which it may be better to compute where the inputs are, or the parameters."""
+    left, before = MOVES, None
+    while best is not before and left:
+        before = best
+        groups = dict.fromkeys(one.devices for wave in best.waves for one in wave)
+        groups |= dict.fromkeys((device,) for device in range(len(devices.nodes)) if len(devices.nodes) <= SLOWEST)
+        for metaop, group in islice(itertools.product(metaops, groups), left):
+            left -= 1
+            slices = [one for wave in best.waves for one in wave]
+            if metaop.curve.within(len(group))[0] != len(group):
+                continue
+            changed = [
+                one._replace(size=len(group), devices=group) if one.metaop == metaop.name else one for one in slices
+            ]
+            if changed == slices:
+                continue
+            placed = place_waves(metaops, _apart(changed, metaops), devices)
+            if placed.most <= devices.memory:
+                best = _first_least([best, _timed(metaops, placed, devices, method)])
+    return best
+
+
+def _apart(slices: Sequence[Slice], metaops: Sequence[MetaOp]) -> list[Wave]:
+    """Slices in the same order, as many in a wave as have devices of their own and do not need one another."""
+    needs, found = {one.name: {one.name, *one.needs} for one in metaops}, list[list[Slice]]()
+    for one in slices:
+        wave = found[-1] if found else []
+        busy = {device for other in wave for device in other.devices}
+        if not wave or busy & set(one.devices) or needs[one.metaop] & {other.metaop for other in wave}:
+            found.append([one])
+        else:
+            wave.append(one)
+    return [tuple(wave) for wave in found]
 
 
 def _exchanged(best: WavePlan, metaops: Sequence[MetaOp], devices: Devices) -> WavePlan:
@@ -154,12 +212,8 @@ def _exchanged(best: WavePlan, metaops: Sequence[MetaOp], devices: Devices) -> W
             tuple(one._replace(devices=tuple(swap.get(device, device) for device in one.devices)) for one in wave)
             for wave in best.waves
         )
-        timed = simulate(metaops, made, devices)
-        seconds = max((end for _, end in timed), default=0.0)
-        after = exchange(metaops, made, devices)
-        if seconds + after < (best.seconds + best.exchange) * (1 - EPSILON):
-            held = tuple(best.held[swap.get(device, device)] for device in range(count))
-            best = replace(best, waves=made, seconds=seconds, held=held, spans=tuple(timed), exchange=after)
+        held = tuple(best.held[swap.get(device, device)] for device in range(count))
+        best = _first_least([best, _timed(metaops, PlacedWaves(made, held), devices, best.method)])
     return best
 
 

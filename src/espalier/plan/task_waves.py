@@ -346,7 +346,7 @@ def _reasons(found: WavePlan, parts: Sequence[PartCost], count: int) -> tuple[st
     beside = {"static": "the best fixed groups of ranks take", "sequential": "one task after the other takes"}
     told = [f"{words} {show(found.compared[name])}" for name, words in beside.items() if name in found.compared]
     how = names.get(found.method, f"a {found.method} plan")
-    took = show(found.seconds + found.exchange)
+    took = show(found.step)
     first = f"{units.plural(len(found.waves), 'wave')} over {count} ranks, by {how}: {took} a step"
     lines = [f"{first} before the optimizer; {', '.join(told)}."]
     by_key = {one.key: one for one in parts}

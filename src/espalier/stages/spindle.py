@@ -172,10 +172,12 @@ class Passes:
 
 @dataclass
 class _Step:
-    """The slices of this rank that have run forward. Has state: their inputs and outputs."""
+    """The slices of this rank that have run forward. Has state: their inputs and outputs, and what is on its way here,
+    (room, waits) by tag and sender."""
 
     taken: dict[int, list[Tensor]] = field(default_factory=dict)
     made: dict[int, Any] = field(default_factory=dict)
+    coming: dict[tuple[int, int], tuple[Tensor, list[Any]]] = field(default_factory=dict)
 
 
 class WaveSchedule:
@@ -219,6 +221,7 @@ class WaveSchedule:
     def _forwards(self, fields: Mapping[int, Any], losses: list[tuple[int, Tensor, Tensor]]) -> _Step:
         """Adds (task, loss, weight) of the heads that are here."""
         step = _Step()
+        self._expect_inputs(step, fields)
         for number in self.own:
             task = self.slices.task[number]
             if task in fields:
@@ -246,6 +249,7 @@ class WaveSchedule:
     def _evaluated(self, task: int, fields: Mapping[str, Tensor]) -> Any:
         """The model's forward, outside of steps: figures of the samples whose head is here; of none, nothing."""
         step, found = _Step(), {}
+        self._expect_inputs(step, {task: fields})
         for number in self.own:
             if self.slices.task[number] == task:
                 self._forward(step, number, fields)
@@ -260,27 +264,59 @@ class WaveSchedule:
         ranks = self.slices.all[number].ranks
         return rows(samples, len(ranks), ranks.index(self.rank))
 
-    def _forward(self, step: _Step, number: int, fields: Mapping[str, Tensor]) -> None:
-        one, samples, key = self.slices.all[number], _samples(fields), shapes_of(dict(fields))
-        low, high = self._rows(number, samples)
-        inputs = []
+    def _arriving(self, number: int, samples: int) -> Iterator[tuple[Route, int, int, int]]:
+        """(route, sender, first, last) of the inputs of a slice that come from other ranks."""
         for route in self.slices.into[number]:
-            pieces = []
+            for sender, receiver, first, last in self.slices.parts(route, samples):
+                if receiver == self.rank != sender:
+                    yield route, sender, first, last
+
+    def _expect_inputs(self, step: _Step, fields: Mapping[int, Any]) -> None:
+        """Begins to receive what other ranks will send: a message crosses the link only once somebody wants it, and
+        this rank is at work until then."""
+        for number in self.own:
+            if (task := self.slices.task[number]) in fields:
+                key = shapes_of(dict(fields[task]))
+                for route, sender, first, last in self._arriving(number, _samples(fields[task])):
+                    tag = self._tag(route)
+                    form = self.messages.known(sender, tag, (first, last, key))
+                    if form is not None:
+                        self._expect(step, self.messages.rooms(form)[0], sender, tag)
+
+    def _expect(self, step: _Step, room: Tensor, peer: int, tag: int) -> None:
+        step.coming[tag, peer] = room, self.messages.expect([room], peer, tag)
+
+    def _received(self, step: _Step, peer: int, tag: int) -> Tensor:
+        """What `_expect` began to receive."""
+        room, works = step.coming.pop((tag, peer))
+        self.messages.wait(works)
+        return room
+
+    def _inputs(self, step: _Step, number: int, fields: Mapping[str, Tensor]) -> list[Tensor]:
+        """What a slice takes: of each route its samples, from here and from others."""
+        samples, key, inputs = _samples(fields), shapes_of(dict(fields)), []
+        for route in self.slices.into[number]:
+            pieces, tag = [], self._tag(route)
             for sender, receiver, first, last in self.slices.parts(route, samples):
                 if receiver != self.rank:
                     continue
                 if sender == self.rank:
                     begin, _ = self._rows(route.source, samples)
                     pieces.append(step.made[route.source].detach()[first - begin : last - begin])
-                else:
-                    tag = self._tag(route)
-                    rooms = self.messages.rooms(self.messages.form(sender, tag, (first, last, key)))
-                    self.messages.receive(rooms, sender, tag)
-                    pieces += rooms
+                    continue
+                if (tag, sender) not in step.coming:
+                    form = self.messages.form(sender, tag, (first, last, key))
+                    self._expect(step, self.messages.rooms(form)[0], sender, tag)
+                pieces.append(self._received(step, sender, tag))
             if pieces:
-                inputs.append(
-                    (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).requires_grad_(torch.is_grad_enabled())
-                )
+                whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+                inputs.append(whole.requires_grad_(torch.is_grad_enabled()))
+        return inputs
+
+    def _forward(self, step: _Step, number: int, fields: Mapping[str, Tensor]) -> None:
+        one, samples = self.slices.all[number], _samples(fields)
+        low, high = self._rows(number, samples)
+        inputs = self._inputs(step, number, fields)
         if low == high:
             return
         part = {name: value[low:high] for name, value in fields.items()}
@@ -288,11 +324,14 @@ class WaveSchedule:
             made = self.graph.compute(self.slices.task[number], one.node, (one.first, one.last), inputs, part)
         step.taken[number], step.made[number] = inputs, made
         for route in self.slices.out[number]:
+            tag, key = self._tag(route), shapes_of(dict(fields))
             for sender, receiver, first, last in self.slices.parts(route, samples):
                 if sender == self.rank != receiver:
                     piece = made.detach()[first - low : last - low]
-                    self.messages.announce(Form.of(piece, one.node), receiver, self._tag(route), (first, last, key))
-                    self.messages.send([piece], receiver, self._tag(route))
+                    self.messages.announce(Form.of(piece, one.node), receiver, tag, (first, last, key))
+                    self.messages.send([piece], receiver, tag)
+                    if self.messages.early and torch.is_grad_enabled():
+                        self._expect(step, torch.empty_like(piece), receiver, tag + 1)
 
     def _tag(self, route: Route) -> int:
         """Of activations; their gradients have the next one."""
@@ -331,9 +370,10 @@ class WaveSchedule:
                     if leaf.grad is not None:
                         found[first - low : last - low] += leaf.grad[first - begin : last - begin]
                 else:
-                    room = torch.empty_like(made[first - low : last - low])
-                    self.messages.receive([room], receiver, self._tag(route) + 1)
-                    found[first - low : last - low] += room
+                    tag = self._tag(route) + 1
+                    if (tag, receiver) not in step.coming:
+                        self._expect(step, torch.empty_like(made[first - low : last - low]), receiver, tag)
+                    found[first - low : last - low] += self._received(step, receiver, tag)
         return found
 
 
