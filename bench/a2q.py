@@ -1,10 +1,12 @@
 """A2Q and MEGA's widths by degree beside learned-step uniform widths, Degree-Quant and fp32: accuracy and the bytes
 really stored.
 
-    python bench/a2q.py [--quick] [--pairs SEEDS] [--data FOLDER] [--only NAMES] [--json FILE]
+    python bench/a2q.py [--quick] [--pairs SEEDS] [--data FOLDER] [--only NAMES] [--keep FOLDER] [--json FILE]
 
 GCN of two layers on Cora, CiteSeer and PubMed (raw files in FOLDER/NAME; what is not there is left out), standard
-split, 200 steps of Adam, test accuracy at the step of the best validation accuracy, every ten steps. Weights and
+split, 200 steps of Adam, and with `--only debian` on the packages that apt knows, 64 columns, 60 steps; test accuracy
+at the step of the best validation accuracy, every ten steps. Nothing of that is timed: it may run in pieces (`--keep`
+takes up what was trained before) and beside other work. Weights and
 messages have 4 bits in all quantized networks, learned by the same rule. `uniform`: one learned step for the layer, 2
 or 4 bits. `Degree-Quant` (arXiv 2008.05000): 4 or 2 bits, ranges from percentiles, nodes of high degree protected at
 random while training (its mask and ranges are written here; the rest is ours). A2Q and MEGA have a target in bits a
@@ -14,6 +16,7 @@ columns. Products that read packed rows: rows of 128 columns beside `torch.spars
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 import sys
@@ -28,6 +31,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from espalier.config import defaults, recipe_file
 from espalier.graph import quantization
+from espalier.graph.quantization import QuantizedGraph
 from espalier.graph.subgraphs import infer
 from espalier.graph.workload import GraphWorkload, open_graph
 from espalier.quant.a2q import Coded, FeatureQuantizer
@@ -37,6 +41,7 @@ from espalier.workload import Shard
 from table import Row, arguments, compare, publish
 
 EVERY = 10
+DEBIAN = "debian:packages"
 KINDS: dict[str, dict[str, Any] | None] = {
     "fp32": None,
     "uniform 4-bit": {"kind": "uniform", "bits": 4},
@@ -83,16 +88,22 @@ class DegreeQuant(FeatureQuantizer):
         return Coded(codes.to(torch.uint8), width, torch.full_like(width, 128))
 
 
+def steps_of(path: Path) -> int:
+    return 60 if str(path) == DEBIAN else 200
+
+
 def opened(path: Path, kind: str, seed: int, width: int) -> GraphWorkload:
     table: dict[str, Any] = {"model": {"kind": "gcn", "width": width}, "data": {"path": str(path)}}
-    table["train"] = {"steps": 200, "seed": seed}
+    table["train"] = {"steps": steps_of(path), "seed": seed}
     quant = KINDS[kind]
     if quant is not None:
         table["quant"] = dict(quant)
         if kind in SHARE:
-            nodes = open_graph(defaults.resolve(recipe_file.from_table({**table, "quant": None}))[0]).graph.nodes
-            table["quant"]["target"] = int(nodes * width * SHARE[kind] / 8)
-    return open_graph(defaults.resolve(recipe_file.from_table({k: v for k, v in table.items() if v is not None}))[0])
+            plain = {name: section for name, section in table.items() if name != "quant"}
+            graph = open_graph(defaults.resolve(recipe_file.from_table(plain))[0]).graph
+            inputs = graph.features.shape[1] if QuantizedGraph(graph).input_signed() is not None else 0
+            table["quant"]["target"] = int(graph.nodes * (inputs + width) * SHARE[kind] / 8)
+    return open_graph(defaults.resolve(recipe_file.from_table(table))[0])
 
 
 def accuracy(workload: GraphWorkload, model: torch.nn.Module) -> tuple[float, float]:
@@ -118,7 +129,7 @@ def trained(path: Path, kind: str, seed: int, width: int = 16) -> tuple[float, i
         [{"params": matrices, "weight_decay": 5e-4}, {"params": others, "weight_decay": 0.0}], lr=0.01
     )
     best, count = (-1.0, 0.0), workload.global_batch
-    for step in range(200):
+    for step in range(steps_of(path)):
         torch.manual_seed(1000 * seed + step)
         model.train()
         (batch,) = workload.batches(step, Shard(0, count, count))
@@ -135,9 +146,23 @@ def trained(path: Path, kind: str, seed: int, width: int = 16) -> tuple[float, i
     return best[1], found.stored["layers.1.rows"].nbytes
 
 
-def accuracies(path: Path, seeds: int, width: int = 16) -> list[Row]:
+def once(keep: str, path: Path, kind: str, seed: int, width: int) -> tuple[float, int]:
+    """`trained`, or what a file in `keep` says of it."""
+    file = Path(keep) / f"{path.name}-{width}-{kind.replace(' ', '-')}-{seed}.json"
+    if keep and file.exists():
+        accuracy, size = json.loads(file.read_text())
+        return accuracy, size
+    found = trained(path, kind, seed, width)
+    print(f"  {path.name}, {width} columns, {kind}, seed {seed}: {found}", flush=True)
+    if keep:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(found))
+    return found
+
+
+def accuracies(path: Path, seeds: int, width: int, keep: str) -> list[Row]:
     kinds = [kind for kind in KINDS if width == 16 or kind in ("fp32", "uniform 2-bit", "a2q", "mega")]
-    runs = {kind: [trained(path, kind, seed, width) for seed in range(1, seeds + 1)] for kind in kinds}
+    runs = {kind: [once(keep, path, kind, seed, width) for seed in range(1, seeds + 1)] for kind in kinds}
     name, rows = path.name + (f", {width} columns" if width != 16 else ""), []
     for kind, found in runs.items():
         print(f"{name}, {kind}: {found}", flush=True)
@@ -191,7 +216,11 @@ def main() -> None:
     options = arguments(
         __doc__ or "",
         data={"default": ".", "help": "folder of cora/, citeseer/ and pubmed/"},
-        only={"default": "cora,citeseer,pubmed,cora-64,citeseer-64,products", "help": "of these, with commas"},
+        only={
+            "default": "cora,citeseer,pubmed,cora-64,citeseer-64,products",
+            "help": "of these and debian, with commas",
+        },
+        keep={"default": "", "help": "folder of what was trained"},
     )
     torch.set_num_threads(1)
     seeds = options.pairs or (3 if options.quick else 10)
@@ -201,8 +230,11 @@ def main() -> None:
         if name == "products":
             torch.set_num_threads(2)
             rows += products(100_000 if options.quick else 2_000_000, options.pairs or 7)
+        elif name == "debian":
+            torch.set_num_threads(2)
+            rows += accuracies(Path(DEBIAN), options.pairs or 1, 64, options.keep)
         elif (path / f"ind.{path.name}.allx").exists():
-            rows += accuracies(path, seeds, 64 if name.endswith("-64") else 16)
+            rows += accuracies(path, seeds, 64 if name.endswith("-64") else 16, options.keep)
         else:
             print(f"without {name}: {path} has no features")
     publish(rows, options.json)

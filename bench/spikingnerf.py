@@ -1,21 +1,25 @@
 """SpikingNeRF: picture quality, energy, time and memory of spiking colours, beside a plain network and other libraries.
 
     python bench/spikingnerf.py [--quick] [--pairs N] [--json FILE] [--scene FOLDER] [--only CASES] [--picture FILE]
+        [--keep FOLDER]
 
-`quality` fits fields of both scenes (`--scene`, a folder in Blender's layout, else `spheres:`; and `knot:`) on several
-seeds, two fits at a time on a core each; a spiking one also for twice the steps. It times nothing, so that it may run
-beside other work; `--picture` writes a test view of each scene as PNG: the truth, plain, spiking, and spiking after
-twice the steps. `alignments` compares the orders in
-which samples are time steps. `heads` times a training step of the colour network alone on the samples of a fitted
-field, and what it keeps for backward: ours, SpikingJelly's and snnTorch's neurons on padded rays (peers are left out
-where they cannot be imported), and rendering by the kernel that adds the rows of neurons that fire. `train` is
-`espalier train`.
+`quality` fits fields of both scenes (`--scene`, a folder in Blender's layout, else `spheres:`; and `knot:`) on
+several seeds, two fits at a time on a core each; a spiking one also for twice the steps. `--picture` writes a test
+view of each scene as PNG: the truth, plain, spiking, and spiking after twice the steps. `alignments` compares the
+orders in which samples are time steps, `peers` fields that are trained with SpikingJelly's and snnTorch's neurons.
+These three time nothing: they may run beside other work and in pieces, where `--keep` holds what is fitted. `heads`
+times a training step of the colour network alone on the samples of a fitted field, and what it keeps for backward:
+ours, SpikingJelly's and snnTorch's neurons on padded rays (peers are left out where they cannot be imported), and
+rendering by the kernel that adds the rows of neurons that fire. `train` is `espalier train`.
 Energy is the paper's formula, 4.6 pJ a multiplication and 0.9 pJ an accumulation: a model, not a measurement.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import pickle
 import statistics
 import subprocess
 import sys
@@ -220,11 +224,36 @@ def run(fit: Fit) -> Found:
     )
 
 
-def together(fits: Sequence[Fit]) -> dict[Fit, Found]:
-    """All of them, two at a time, the longest first."""
-    order = sorted(fits, key=lambda one: -one.steps * one.width * (4 if one.alignment == "repeated" or one.peer else 1))
+def kept(keep: str, fit: Fit) -> Path:
+    """Where what `run` found of a fit is kept."""
+    return Path(keep) / f"{hashlib.sha1(repr(fit).encode()).hexdigest()}.pickle"
+
+
+def run_once(keep: str, fit: Fit) -> Found:
+    """`run`, or what is kept of it."""
+    path = kept(keep, fit)
+    if keep and path.exists():
+        found: Found = pickle.loads(path.read_bytes())
+        return found
+    found = run(fit)
+    print(f"  {fit}: {found.psnr:.2f} dB", flush=True)
+    if keep:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_suffix(f".{os.getpid()}")
+        fresh.write_bytes(pickle.dumps(found))
+        fresh.replace(path)
+    return found
+
+
+def together(fits: Sequence[Fit], keep: str = "") -> dict[Fit, Found]:
+    """All of them, two at a time, by seed, the longest first."""
+
+    def order_of(one: Fit) -> tuple[int, int]:
+        return one.seed, -one.steps * one.width * (4 if one.alignment == "repeated" or one.peer else 1)
+
+    order = sorted(fits, key=order_of)
     with ProcessPoolExecutor(2, get_context("spawn")) as pool:
-        found = dict(zip(order, pool.map(run, order), strict=True))
+        found = dict(zip(order, pool.map(run_once, [keep] * len(order), order), strict=True))
     for fit, one in found.items():
         print(f"  {fit}: {one}")
     return found
@@ -262,6 +291,7 @@ class Sizes:
     picture: str = ""
     rays: int = RAYS
     """Of a step of `quality`."""
+    keep: str = ""
 
 
 def quality(sizes: Sizes) -> list[Row]:
@@ -274,7 +304,7 @@ def quality(sizes: Sizes) -> list[Row]:
     ]
     longer = [replace(one, kind="spikingnerf", steps=2 * one.steps) for one in base]
     equal = [replace(one, kind="spikingnerf") for one in base]
-    found, rows = together([*base, *longer, *equal]), []
+    found, rows = together([*base, *longer, *equal], sizes.keep), []
     if sizes.picture:
         firsts = [place for place, one in enumerate(base) if one.seed == 1 and one.width == sizes.widths[0]]
         views = [[found[each[place]].view for each in (base, equal, longer)] for place in firsts]
@@ -323,8 +353,21 @@ def alignments(sizes: Sizes) -> list[Row]:
     base = Fit("spikingnerf", scene, 1, sizes.steps, width, sizes.resolution)
     others = {"tp": replace(base, alignment="tp"), "repeated": replace(base, alignment="repeated")}
     others["tcp from far to near"] = replace(base, flip=True)
-    found = together([base, *others.values()])
+    found = together([base, *others.values()], sizes.keep)
     case, rows = f"{name_of(scene)}, hidden {width}, {sizes.steps} steps{sizes.note}, tcp", []
+    for name, fit in others.items():
+        rows.append(decibels(f"{case}: PSNR", name, [(found[base].psnr, found[fit].psnr)]))
+        rows.append(row(f"{case}: operations on spikes", name, "per image", [(found[base].sops, found[fit].sops)], -1))
+    return rows
+
+
+def peers(sizes: Sizes) -> list[Row]:
+    """PSNR after training, and operations on spikes, beside other libraries' neurons on the same field."""
+    scene, width = sizes.scenes[0], 64
+    base = Fit("spikingnerf", scene, 1, sizes.steps, width, sizes.resolution)
+    others = {name: replace(base, peer=name) for name in there()}
+    found, rows = together([base, *others.values()], sizes.keep), []
+    case = f"{name_of(scene)}, hidden {width}, {sizes.steps} steps{sizes.note}"
     for name, fit in others.items():
         rows.append(decibels(f"{case}: PSNR", name, [(found[base].psnr, found[fit].psnr)]))
         rows.append(row(f"{case}: operations on spikes", name, "per image", [(found[base].sops, found[fit].sops)], -1))
@@ -466,7 +509,7 @@ def validations(log: Path, begun: float) -> Iterator[tuple[float, float]]:
             yield event["time"] - begun, event["psnr"]
 
 
-CASES = {"train": train, "heads": heads, "alignments": alignments, "quality": quality}
+CASES = {"train": train, "heads": heads, "alignments": alignments, "peers": peers, "quality": quality}
 
 
 def main() -> None:
@@ -475,9 +518,10 @@ def main() -> None:
         __doc__ or "",
         only={"default": ",".join(CASES), "help": "cases, with commas"},
         picture={"default": "", "help": "PNG that `quality` writes"},
+        keep={"default": "", "help": "folder of what was fitted"},
         scene={"default": "spheres:", "help": "a folder in Blender's layout, or a scene that is rendered here"},
     )
-    sizes = Sizes((asked.scene, "knot:"), asked.pairs or 3, 400, 64, (128, 64), "", asked.picture, 2 * RAYS)
+    sizes = Sizes((asked.scene, "knot:"), asked.pairs or 3, 400, 64, (128, 64), "", asked.picture, 2 * RAYS, asked.keep)
     if asked.quick:
         sizes = Sizes(
             ("spheres:views=8,size=32", "knot:views=8,size=32"),
@@ -487,6 +531,7 @@ def main() -> None:
             (32,),
             ", quick",
             asked.picture,
+            keep=asked.keep,
         )
     begun, rows = time.monotonic(), []
     for name in asked.only.split(","):

@@ -46,7 +46,8 @@ def test_unpacked_codes_times_steps_are_the_quantized_values_bit_for_bit(
 def test_every_width_uses_its_whole_range_and_rounds_within_half_a_step(width: int, signed: bool) -> None:
     bits = float(width if signed else width + 1)
     x = rows(5, 200, width, signed)
-    quantizer = quantizer_of([bits] * 5, 200, signed)  # in training, as inference fits steps
+    quantizer = quantizer_of([bits] * 5, 200, signed)
+    quantizer.allocator.fits = False
     quantizer.allocator.raw_step.data.fill_(-1.0 / quantizer.allocator.rate)
     coded, found = quantizer.codes(x), quantizer(x)
     largest = 2 ** (width - 1) - 1 if signed else 2**width - 1
@@ -147,8 +148,24 @@ def test_bits_beside_a_gain_of_dropout_are_those_without() -> None:
     plain = quantizer(x)
     quantizer.gain = 2.0
     assert torch.equal(quantizer(2 * x), 2 * plain)
-    quantizer.allocator.fits = False
     assert torch.equal(quantizer.eval()(x), plain)
+
+
+@pytest.mark.parametrize("signed", [False, True])
+def test_fitted_steps_have_the_least_error_in_either_form(signed: bool) -> None:
+    x, bits = rows(300, 23, 3), torch.linspace(1, 8, 300)
+    x[7] = 0
+    middle = x.abs().mean(1).clamp(min=0.01).log2() - 1
+    errors = []
+    for form in (a2q.fitted.reference.run, a2q.fitted_by_rows):
+        found = form(x, middle, bits, signed)
+        step = STEPS[base.step_codes(found).long()][:, None]
+        errors.append((a2q.codes_of(x, step, bits[:, None], signed) * step - x).square().sum(1))
+        assert float((found - middle).abs().max()) <= 2 + 0.5 / a2q.PARTS
+    assert torch.allclose(*errors, rtol=1e-5)
+    step = STEPS[base.step_codes((a2q.PARTS * middle).round() / a2q.PARTS + 0.5).long()][:, None]
+    other = (a2q.codes_of(x, step, bits[:, None], signed) * step - x).square().sum(1)
+    assert bool((errors[0] <= other).all())
 
 
 def allocators() -> list[BitAllocator]:
@@ -252,13 +269,17 @@ def test_integer_products_and_sums_are_those_of_the_quantized_values_exactly() -
     assert torch.equal(summed, adjacency.float() @ messages(xw)), "in float32, in whatever order"
 
 
-def test_inference_fits_each_rows_step_and_stores_the_steps_it_fitted() -> None:
+def test_each_rows_step_is_fitted_to_its_values_and_stored() -> None:
     x, quantizer = rows(40, 16, 5), quantizer_of([3.0] * 40, 16)
     quantizer.allocator.raw_step.data.fill_(-1.0 / quantizer.allocator.rate)
-    learned = quantizer.train()(x)
+    quantizer.allocator.fits = False
+    learned = quantizer(x)
+    quantizer.allocator.fits = True
+    trained = quantizer.train()(x)
     fitted, coded = quantizer.eval()(x), quantizer.codes(x)
     before, after = ((one - x).detach().square().sum(1) for one in (learned, fitted))
     assert float(after.sum()) < 0.9 * float(before.sum())
     assert torch.equal(coded.codes * STEPS[coded.steps.long()][:, None], fitted)
+    assert torch.equal(trained, fitted), "in training as after it"
     assert torch.equal(quantizer(x), fitted), "nothing is kept of it"
     assert torch.equal(quantizer(x[:1], base.RowIndex(torch.tensor([0]))), fitted[:1])

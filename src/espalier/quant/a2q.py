@@ -7,7 +7,8 @@ own quantization error (the local gradient), while features get the gradient of 
 
 Deviations: a row's error is measured in its own step (mean |x_q - x| / step, the divisor held fixed), and for the width
 in its range (step 2^(B-1)), so that rows of all sizes learn alike and one weight of the memory loss fits all; steps are
-powers of 2^(1/8), see base.py; inference fits the step of each row round the learned one (`fitted`). The gradient of
+powers of 2^(1/8), see base.py; each row's step is fitted to its values round the learned one, in training as after it
+(`fitted`). The gradient of
 the task does not pass clipped values (`ste = "clip"`), as in the paper; in the authors' code the mask never applies
 (`"pass"`), which costs two points on Cora at 2 bits.
 """
@@ -18,12 +19,25 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from espalier.errors import UserError
-from espalier.quant.base import MOST, STEP_RATE, BitAllocator, Layer, RowIndex, _Step, largest_code, step_codes, stored
+from espalier.kernels.base import operation
+from espalier.quant.base import (
+    MOST,
+    STEP_RATE,
+    STEPS,
+    BitAllocator,
+    Layer,
+    RowIndex,
+    _Step,
+    largest_code,
+    step_codes,
+    stored,
+)
 from espalier.records import Record
 
 if TYPE_CHECKING:
@@ -112,16 +126,18 @@ class FakeQuantize(torch.autograd.Function):
         return dx, dstep.sum_to_size(step.shape), dbits.sum_to_size(bits.shape), None
 
 
-OFFSETS = tuple(one / 4 for one in range(-8, 5))
-"""Octaves from the learned step of those that inference tries."""
+PARTS = 2
+"""Of an octave, that the steps of rows are apart."""
+OFFSETS = tuple(one / PARTS for one in range(-2 * PARTS, PARTS + 1))
+"""Octaves from the learned step of those that a row's is taken from."""
 
 
+@operation("fitted_steps")
 @torch.no_grad()
 def fitted(x: Tensor, logarithm: Tensor, bits: Tensor, signed: bool) -> Tensor:
-    """log2 of the step of each row of `x` that has the least squared error, among those in OFFSETS of the learned one:
-    what dropout let a row learn from in training is a part of its values. In quarters of an octave, so that few steps
-    are to be told apart in a package."""
-    middle = (4 * logarithm).round() / 4
+    """log2 of the step of each row of `x` that has the least squared error, among those in OFFSETS of the learned one.
+    In so many PARTS of an octave, so that few steps are to be told apart in a package."""
+    middle = (PARTS * logarithm).round() / PARTS
     best, least = middle, None
     for offset in OFFSETS:
         step = _Step.apply(middle + offset)[:, None].to(x.dtype)
@@ -130,6 +146,19 @@ def fitted(x: Tensor, logarithm: Tensor, bits: Tensor, signed: bool) -> Tensor:
         least = error if least is None else torch.where(better, error, least)
         best = torch.where(better, middle + offset, best)
     return best
+
+
+@fitted.fast("cpu", wins=lambda x, *_: x.dtype == torch.float32)
+@torch.no_grad()
+def fitted_by_rows(x: Tensor, logarithm: Tensor, bits: Tensor, signed: bool) -> Tensor:
+    """numba: a row's values are read once."""
+    from espalier.quant import row_steps_cpu
+
+    middle = ((PARTS * logarithm).round() / PARTS).float().contiguous()
+    pairs = middle.numpy(), largest_code(bits, signed).float().contiguous().numpy()
+    tables, out = (STEPS.numpy(), np.array(OFFSETS, np.float32)), torch.empty_like(middle)
+    row_steps_cpu.fit(x.contiguous(), pairs, tables, int(signed), out)
+    return out
 
 
 class Coded(NamedTuple):
@@ -179,8 +208,10 @@ class FeatureQuantizer(nn.Module):
         bits = shifted + (shifted.clamp(min=1) - shifted).detach()  # what has no bits may get some again
         if at is not None:
             bits, logarithm = bits[at], logarithm[at]
-        if self.allocator.fits and not self.training:
-            logarithm = fitted(x, logarithm, bits, self.rule.signed)
+        if self.allocator.fits:
+            values = x / self.gain if self.training and self.gain != 1 else x
+            own = fitted(values, logarithm, bits, self.rule.signed)
+            logarithm = own + (logarithm - logarithm.detach())
         return bits, logarithm, at
 
     def forward(self, x: Float[Tensor, "rows columns"], index: RowIndex | None = None) -> Float[Tensor, "rows columns"]:
