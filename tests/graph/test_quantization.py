@@ -19,7 +19,7 @@ from espalier.graph import base, pyg, quantization, synthetic
 from espalier.graph.data import Graph, divided
 from espalier.graph.subgraphs import infer
 from espalier.graph.workload import GraphWorkload
-from espalier.quant.base import STEPS, BankBits, DegreeBits, RowIndex
+from espalier.quant.base import BIT_RATE, STEPS, BankBits, DegreeBits, RowIndex
 from espalier.quant.mega import package
 from espalier.workload import Shard
 
@@ -139,6 +139,7 @@ def test_sampled_neighbourhoods_have_the_pairs_of_their_nodes(make_graph):
 def test_nodes_that_no_step_saw_take_the_nearest_pair(make_graph):
     workload, model = trained(make_graph(), recipe({"kind": "a2q"}), steps=20)
     quantizer = quantization.quantization_of(model).features[0]
+    quantizer.allocator.raw_bits.data[:30] = 3.0 / BIT_RATE
     before = infer(model, workload.task.held)
     assert torch.equal(infer(model, workload.task.held), before)
     quantizer.allocator.seen[:30] = 0

@@ -8,9 +8,8 @@ own quantization error (the local gradient), while features get the gradient of 
 Deviations: a row's error is measured in its own step (mean |x_q - x| / step, the divisor held fixed), and for the width
 in its range (step 2^(B-1)), so that rows of all sizes learn alike and one weight of the memory loss fits all; steps are
 powers of 2^(1/8), see base.py; each row's step is fitted to its values round the learned one, in training as after it
-(`fitted`). The gradient of
-the task does not pass clipped values (`ste = "clip"`), as in the paper; in the authors' code the mask never applies
-(`"pass"`), which costs two points on Cora at 2 bits.
+(`fitted`). The gradient of the task does not pass clipped values (`ste = "clip"`), as in the paper; in the authors'
+code the mask never applies (`"pass"`), which costs two points on Cora at 2 bits.
 """
 
 from __future__ import annotations
