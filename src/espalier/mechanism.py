@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from espalier.stages.base import Schedule, Window
     from espalier.stages.model_stages import ModelStages
     from espalier.sync.base import Agreement
+    from espalier.track.decision_log import Decisions
     from espalier.workload import Workload
 
 
@@ -53,6 +54,7 @@ class Build:
         sharding, optimizer, schedule, agreement: what trains it; None until a mechanism has made it.
         folder: of the run; None: nothing is kept.
         meters: what every step says of itself besides, by name of the event's field.
+        decisions: what follows signals while it runs.
         damaged: what was damaged in files that outlive ranks, of which the step before was taken.
         stalled: seconds in all that forward and backward passes have waited for other ranks.
         reconnects: see `Pulse.reconnects`.
@@ -78,6 +80,7 @@ class Build:
     mechanisms: tuple[Mechanism, ...] = field(default=())
     folder: Path | None = None
     meters: dict[str, Callable[[], Any]] = field(default_factory=dict)
+    decisions: list[Decisions] = field(default_factory=list)
     damaged: list[str] = field(default_factory=list)
     stalled: Callable[[], float] = float
     reconnects: Callable[[], object] = float

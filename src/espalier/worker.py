@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -42,7 +41,7 @@ from espalier.plan.oom_advice import exhausted, is_exhausted
 from espalier.rank_setup import RankSetup
 from espalier.rollback import Healing
 from espalier.track import events
-from espalier.track.decision_log import Recorded, recorded
+from espalier.track.decision_log import Decisions, Recorded, recorded
 from espalier.trainer import Trainer
 from espalier.workload import to_device
 
@@ -248,26 +247,27 @@ def _begin(trainer: Trainer, found: Mapping[str, Any]) -> None:
 
 
 def _replay(trainer: Trainer, saved: Checkpoints | None) -> None:
-    """What follows measurements is decided as the log of this run says, for steps that are done again, then as the log
-    does that the recipe names; what is decided beyond goes into the log."""
-    setting, agreement = trainer.setting, trainer.built.agreement
-    if not agreement.rule:
-        return
+    """What follows measurements is decided as the log of this run says, for steps that are done again, then as logs do
+    that the recipe names; what is decided beyond goes into the log."""
+    setting = trainer.setting
     own = [] if setting.folder is None else [setting.folder / events.NAME]
-    named = getattr(setting.recipe.sync, "adapt", True)
-
-    def read() -> list[tuple[Any, ...]]:
-        logs: list[str | Path] = [*(log for log in own if log.exists()), *([named] if isinstance(named, str) else [])]
-        return [tuple(recorded(log, agreement.rule)) for log in logs]
-
-    def tell(step: int, value: int) -> None:
-        setting.emit(
-            "rule", name=agreement.rule, step=step, value=value, why="measured waits, or the log that it follows"
-        )
-
     team = saved.team if saved is not None else Coordinator(None)
-    found = team.agree("reading what was decided", lambda: None, lambda all_: [read()] * len(all_))
-    agreement.replay([Recorded(*one) for one in found], tell)
+    for one in trainer.built.context.decisions:
+        why = f"{one.signal}, or the log that it follows"
+
+        def read(decisions: Decisions = one) -> dict[str, list[tuple[Any, ...]]]:
+            logs = [*(log for log in own if log.exists()), *decisions.logs]
+            return {name: [tuple(recorded(log, name)) for log in logs] for name in decisions.now.values}
+
+        def tell(name: str, step: int, value: int, why: str = why) -> None:
+            setting.emit("rule", name=name, step=step, value=value, why=why)
+
+        found = team.agree("reading what was decided", lambda: None, lambda all_: [read()] * len(all_))
+        one.tell = tell
+        if trainer.step == 0:
+            for name, value in one.now.values.items():
+                tell(name, 0, value)
+        one.replay({name: [Recorded(*log) for log in logs] for name, logs in found.items()})
 
 
 def _leave(trainer: Trainer, saved: Checkpoints | None) -> None:

@@ -371,14 +371,14 @@ def test_what_adapts_follows_from_the_losses_in_the_log_also_after_a_stop(tmp_pa
     for step, loss in enumerate(whole["losses"]):
         choice = policy.next(step)
         expected.append({"bits": choice.bits, "late": float(not choice.synchronous)})
-        policy.heard(loss)
+        policy.heard([loss]).turned({})
     assert whole["adapted"][1:] == expected[1:]  # the first step is never late
     assert len({one["bits"] for one in expected}) > 1
     first = train(recipe, made(), (50,), tmp_path / "stopped", stop=30)
     then = train(recipe, made(), (50,), tmp_path / "stopped")
     policy = Adaptive(1, 4)
     for loss in first["losses"]:
-        policy.heard(loss)
+        policy.heard([loss]).turned({})
     assert then["adapted"][0]["bits"] == policy.bits
 
 

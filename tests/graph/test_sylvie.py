@@ -20,7 +20,9 @@ from espalier.graph.subgraphs import View
 from espalier.graph.sylvie import Adaptive, ByPeer, Every, Fresh, Sylvie
 from espalier.graph.workload import _style
 from espalier.kernels import quantize_rows, row_bits
+from espalier.sync.round_length import Length
 from espalier.testing import forks, ranks
+from espalier.track.decision_log import Decisions, Recorded
 
 from .test_halo import LABELLED, NETWORKS, graph_of, network_of, parts_of
 
@@ -395,12 +397,12 @@ def test_one_bit_at_width_256_is_less_than_a_27th():
 def test_bits_double_where_the_loss_slows_down_and_halve_where_it_speeds_up():
     policy = Adaptive(2, 4)
     for loss in np.exp(-0.05 * np.arange(40)):  # the average's speed rises at first, then falls
-        policy.heard(float(loss))
+        policy.heard([float(loss)]).turned({})
     assert policy.bits == 8
     assert not policy.late
     assert policy.next(0).synchronous
     for loss in 1 + 0.01 * np.arange(30) ** 2:
-        policy.heard(float(loss))
+        policy.heard([float(loss)]).turned({})
     assert policy.bits < 8
     assert policy.late
     assert [policy.next(step).synchronous for step in range(4)] == [False, False, False, True]
@@ -409,19 +411,48 @@ def test_bits_double_where_the_loss_slows_down_and_halve_where_it_speeds_up():
 def test_equal_speeds_decide_nothing_and_a_restored_rule_goes_on_as_it_was():
     policy = Adaptive(2, 4)
     for _ in range(50):
-        policy.heard(0.0)
+        policy.heard([0.0]).turned({})
     assert policy.bits == 2
     assert policy.late
     losses = np.random.default_rng(0).normal(size=60).cumsum()
     whole, first = Adaptive(2, 4), Adaptive(2, 4)
     for loss in losses[:30]:
-        whole.heard(loss), first.heard(loss)
+        whole.heard([loss]).turned({}), first.heard([loss]).turned({})
     second = Adaptive(1, 4)
     second.load_state_dict(first.state_dict())
     for loss in losses[30:]:
-        whole.heard(loss), second.heard(loss)
+        whole.heard([loss]).turned({}), second.heard([loss]).turned({})
         assert whole.next(0) == second.next(0)
     assert whole.state_dict() == second.state_dict()
+
+
+def test_what_a_log_says_counts_more_than_what_is_heard():
+    """The rule of bits and lateness and that of CO2's rounds are replayed by the same `Decisions`."""
+    losses = np.random.default_rng(0).normal(size=80).cumsum()
+    first, told = Decisions(Adaptive(2, 4), "speed of the loss"), []
+    first.tell = lambda *decided: told.append(decided)
+    chosen = []
+    for step, loss in enumerate(losses):
+        first.turn(step)
+        chosen.append(first.now.next(step))
+        first.heard([loss])
+    assert {rule for rule, _, _ in told} == {"graph.halo.bits", "graph.halo.late"} == set(first.now.values)
+    logs = {
+        rule: Recorded(tuple((at, value) for name, at, value in told if name == rule), 70) for rule in first.now.values
+    }
+    again = Decisions(Adaptive(2, 4), "speed of the loss")
+    again.replay({rule: [Recorded(), log] for rule, log in logs.items()})
+    begun = min(at for _, at, _ in told)
+    for step in range(len(losses)):
+        again.turn(step)
+        assert again.now.next(step) == (chosen[step] if begun <= step <= 70 else again.now.next(step))
+        again.heard([0.0])
+    rounds = Decisions(Length(4, True), "measured waits")
+    rounds.replay({"sync.steps": [Recorded(((0, 4), (8, 6)), 12)]})
+    for step, steps in ((0, 4), (8, 6), (14, 9)):
+        rounds.heard([9.0])
+        rounds.turn(step)
+        assert rounds.now.values == {"sync.steps": steps}
 
 
 @pytest.mark.parametrize(("bits", "synchronize"), [(2, 1), (4, 1), (8, 1), (4, 3), (4, 0)])

@@ -15,7 +15,7 @@ from torch import Tensor
 from espalier.optim.diloco_slowmo import METHODS, OuterMethod
 from espalier.sync.membership import CommitVote, Members
 from espalier.sync.outer_loop import OuterSync
-from espalier.sync.round_length import Length, Rounds
+from espalier.sync.round_length import NAME, Length, Rounds
 from espalier.track.decision_log import Recorded
 
 Make = Callable[..., OuterSync]
@@ -91,7 +91,7 @@ def _stepped(rank: Rank) -> Rank:
 
 
 def _turned(rank: Rank, wish: float) -> Rank:
-    return rank._replace(does="step", round=rank.round + 1, clock=0, length=rank.length._replace(wish=wish).turned())
+    return rank._replace(does="step", round=rank.round + 1, clock=0, length=rank.length._replace(wish=wish).turned({}))
 
 
 def trouble(
@@ -140,7 +140,7 @@ def test_ranks_of_a_replica_that_each_send_their_own_wish_are_found_out() -> Non
 
 def test_a_length_that_holds_as_soon_as_it_is_heard_is_found_out() -> None:
     def at_once(length: Length, wishes: list[float]) -> Length:
-        return length.heard(wishes).turned()
+        return length.heard(wishes).turned({})
 
     assert trouble((2, 2), 5, hear=at_once)
 
@@ -151,7 +151,7 @@ def test_lengths_settle_where_a_flight_fits_into_two_steps_and_not_into_one() ->
     for _ in range(1000):
         late = length.steps == 1
         wish = length.wished(seconds=length.steps + 0.1 * late, waited=0.1 * late, flown=0.4)
-        after = length.heard([wish]).turned()
+        after = length.heard([wish]).turned({})
         changes += after.steps != length.steps
         length = after
     assert 2 <= changes <= 20
@@ -162,7 +162,7 @@ def test_rounds_become_shorter_in_the_end_when_a_link_becomes_faster() -> None:
     for number in range(60):
         flown = 8.0 if number < 20 else 0.1
         waited = max(0.0, flown - length.steps)
-        length = length.heard([length.wished(length.steps + waited, waited, flown)]).turned()
+        length = length.heard([length.wished(length.steps + waited, waited, flown)]).turned({})
         assert number != 19 or length.steps == 9
     assert length.steps == 1
 
@@ -225,9 +225,9 @@ def test_recorded_lengths_are_followed_and_no_flight_is_lost(method: str) -> Non
     def run(member: int, make: Make) -> Any:
         replica = Replica(member)
         engine = make(replica, choices, Rounds(8, adapt=True))
-        engine.replay([Recorded(tuple(lengths.items()), until=32)])
+        engine.decisions.replay({NAME: [Recorded(tuple(lengths.items()), until=32)]})
         told: list[tuple[int, int]] = []
-        engine.on_length = lambda begun, steps: told.append((begun, steps))
+        engine.decisions.tell = lambda name, begun, steps: told.append((begun, steps))
         launched, landed = _counted(engine)
         for _ in range(31):
             replica.step()
@@ -270,8 +270,8 @@ def test_a_run_that_is_given_what_another_decided_is_that_run() -> None:
         replica = Replica(member)
         engine = make(replica, METHODS["eager"], Rounds(1, adapt=True))
         told = [(0, 1)]
-        engine.on_length = lambda begun, steps: told.append((begun, steps))
-        engine.replay(recorded)
+        engine.decisions.tell = lambda name, begun, steps: told.append((begun, steps))
+        engine.decisions.replay({NAME: recorded})
         for _ in range(60):
             replica.step()
             time.sleep(0.001 * (1 + member) * (len(recorded) + 1))

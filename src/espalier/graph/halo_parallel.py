@@ -47,6 +47,7 @@ from espalier.graph.sylvie import (
 from espalier.mechanism import Build, Mechanism
 from espalier.parallel.mesh import REPLICA
 from espalier.sparse.partition import clusters
+from espalier.track.decision_log import Decisions
 from espalier.workload import to_device
 
 if TYPE_CHECKING:
@@ -93,6 +94,7 @@ class RankPart:
         self.task, (options, peers, fresh, foreign) = task, how
         assert options.bits != "auto", "the plan has the bits"
         self.policy = (Adaptive if options.adapt else Every)(options.bits, options.synchronize)
+        self.decisions = Decisions(self.policy, "speed of the loss") if isinstance(self.policy, Adaptive) else None
 
         def transport(policy: StalenessPolicy) -> Sylvie:
             return Sylvie(policy, by_degree=options.by_degree, delta=options.delta, peers=peers, seed=seed)
@@ -126,18 +128,21 @@ class RankPart:
 
     def loss(self, model: nn.Module, batch: SubgraphBatch) -> tuple[Tensor, Tensor]:
         """See `Workload.loss`, of the rank's own training nodes."""
+        if self.decisions is not None:
+            self.decisions.turn(batch.step)
         self.transport.begin(batch.step)
         loss, weight = self.task.loss(model, batch)
         self._outcome = torch.stack([loss.detach().double().cpu(), weight.detach().double().cpu()])
         return loss, weight
 
     def adapted(self) -> dict[str, float]:
-        """Tells the policy the loss of the step, and says how rows crossed in it. All ranks call it alike."""
+        """Tells the controller the loss of the step, and says how rows crossed in it. All ranks call it alike."""
+        assert self.decisions is not None, "what does not adapt is not told"
         bits, late = self.transport.choice.bits, not self.transport.choice.synchronous
         total = self._outcome.clone()
         with traffic(Traffic.CONTROL):
             dist.all_reduce(total, group=self.group)
-        self.policy.heard(float(total[0] / total[1]))
+        self.decisions.heard([float(total[0] / total[1])])
         return {"bits": bits, "late": float(late)}
 
     @torch.no_grad()
@@ -212,8 +217,9 @@ class HaloParallel(Mechanism):
         if (bits := quantization_of(model)) is not None:
             bits.trains_on(part.halo.to(one.device))
         workload.part = RankPart(part, task, how, placed, context.recipe.train.seed)
-        if self.options.adapt:
+        if workload.part.decisions is not None:
             context.meters["halo"] = workload.part.adapted
+            context.decisions.append(workload.part.decisions)
 
     def state(self, context: Build, parts: Mapping[str, Stateful]) -> Mapping[str, Stateful]:
         """With what bits and lateness follow from."""

@@ -31,7 +31,7 @@ from espalier.kernels import quantize_rows as kernels
 from espalier.records import Record
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from espalier.config import HaloOptions
 
@@ -102,10 +102,6 @@ class StalenessPolicy(Protocol):
         """Of the step that comes after `step` steps."""
         ...
 
-    def heard(self, loss: float) -> None:
-        """The loss of a step, over all ranks."""
-        ...
-
 
 class Every(NamedTuple):
     """The Bounded Staleness Adaptor: every `synchronize`-th step is synchronous, with the same bits in all.
@@ -120,16 +116,14 @@ class Every(NamedTuple):
         """Of the step that comes after `step` steps."""
         return Choice(self.synchronize > 0 and (step + 1) % self.synchronize == 0, self.bits)
 
-    def heard(self, loss: float) -> None:
-        """Nothing follows from it."""
-
 
 LEAST_BITS, MOST_BITS = 1, 8
+BITS_RULE, LATE_RULE = "graph.halo.bits", "graph.halo.late"
+"""In plans and logs: the time and execution rules of Sylvie's later version. Late: 1, rows may be; 0: none are."""
 
 
 class Adaptive:
-    """Bits and lateness that follow the speed at which the loss changes (the time and execution rules of Sylvie's later
-    version). Has state.
+    """Bits and lateness that follow the speed at which the loss changes: a `track.decision_log.Controller`. Has state.
 
     Where the average of losses moves ever less from step to step (`loss_speed`), progress slows: bits double, and all
     steps wait for fresh rows. Where it moves ever more, bits halve, and rows are late within `synchronize`. What is
@@ -138,27 +132,42 @@ class Adaptive:
 
     def __init__(self, bits: int, synchronize: int) -> None:
         self.bits, self.synchronize, self.late = bits, synchronize, True
+        self.coming = 0
         self.speed = LossSpeed()
+
+    @property
+    def values(self) -> dict[str, int]:
+        """See `Controller.values`."""
+        return {BITS_RULE: self.bits, LATE_RULE: int(self.late)}
 
     def next(self, step: int) -> Choice:
         """See `StalenessPolicy.next`."""
         return Every(self.bits, self.synchronize if self.late else 1).next(step)
 
-    def heard(self, loss: float) -> None:
-        """See `StalenessPolicy.heard`."""
-        change = self.speed.heard(loss)
+    def heard(self, signals: Iterable[float]) -> Adaptive:
+        """The loss of a step, over all ranks."""
+        for loss in signals:
+            self.coming = self.speed.heard(loss)
+        return self
+
+    def turned(self, recorded: Mapping[str, int]) -> Adaptive:
+        """The next step begins."""
+        change, self.coming = self.coming, 0
         if change < 0:
             self.bits, self.late = min(MOST_BITS, 2 * self.bits), False
         elif change > 0:
             self.bits, self.late = max(LEAST_BITS, self.bits // 2), True
+        self.bits, self.late = recorded.get(BITS_RULE, self.bits), bool(recorded.get(LATE_RULE, self.late))
+        return self
 
     def state_dict(self) -> dict[str, Any]:
         """All that decisions follow from."""
-        return {"bits": self.bits, "late": self.late, **self.speed.state_dict()}
+        return {"bits": self.bits, "late": self.late, "coming": self.coming, **self.speed.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes back what `state_dict` gave; of a checkpoint without it, nothing."""
         self.bits, self.late = state.get("bits", self.bits), state.get("late", self.late)
+        self.coming = state.get("coming", 0)
         self.speed.load_state_dict(state)
 
 
@@ -383,9 +392,6 @@ class Fresh(NamedTuple):
     def next(self, step: int) -> Choice:
         """See `StalenessPolicy.next`."""
         return Choice(True, self.policy.next(step).bits)
-
-    def heard(self, loss: float) -> None:
-        """The other policy hears it."""
 
 
 class ByPeer:

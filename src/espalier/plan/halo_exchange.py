@@ -211,8 +211,10 @@ def with_halos(plan: Plan, halos: Halos | TokenCut, cluster: Cluster, instead_of
         rules = (
             *rules,
             AdaptiveRule(name="graph.halo.bits", start=bits, low=1, high=8, signal="speed of the loss"),
+            AdaptiveRule(name="graph.halo.late", start=1, low=0, high=1, signal="speed of the loss"),
         )
         told.append(
-            f"{HALOS}: bits begin at {options.bits} and follow how fast the loss changes, from 1 to 8; see the log."
+            f"{HALOS}: bits begin at {options.bits} and follow how fast the loss changes, from 1 to 8; where it slows "
+            "down rows are fresh; see the log."
         )
     return msgspec.structs.replace(plan, predicted=predicted, rules=rules, why=(*told, *plan.why))

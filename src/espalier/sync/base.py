@@ -7,12 +7,11 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
 
     from espalier.optim.base import Owned
-    from espalier.track.decision_log import Recorded
     from espalier.workload import Outcome
 
 
@@ -113,16 +112,6 @@ class Agreement(Protocol):
 
     def follow(self, launcher: LauncherNews) -> None:
         """Learns from the launcher which ranks were lost, and when a replacement waits to be met."""
-        ...
-
-    @property
-    def rule(self) -> str:
-        """The rule by which it follows what it measures, as the log names it; empty: it follows nothing."""
-        ...
-
-    def replay(self, recorded: Sequence[Recorded], tell: Callable[[int, int], None]) -> None:
-        """Decides as the first of `recorded` says that knows the step, beyond them as measured, and tells what holds
-        from which step on. All ranks call it alike, after the state was restored."""
         ...
 
     def close(self) -> None:

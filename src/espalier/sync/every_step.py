@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, TypeVar
 
@@ -21,7 +20,6 @@ from espalier.workload import Outcome
 if TYPE_CHECKING:
     from espalier.config import Recipe
     from espalier.plan.base import Plan
-    from espalier.track.decision_log import Recorded
 
 CLAIM = Claim(
     "every_step",
@@ -94,9 +92,6 @@ class StepAgreement:
 
     def follow(self, launcher: LauncherNews) -> None:
         """See `Agreement.follow`: a lost rank ends the step."""
-
-    def replay(self, recorded: Sequence[Recorded], tell: Callable[[int, int], None]) -> None:
-        """See `Agreement.replay`: nothing is decided."""
 
     def close(self) -> None:
         """See `Agreement.close`: there are none."""

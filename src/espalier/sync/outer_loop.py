@@ -21,10 +21,7 @@ from espalier.optim.outer_optimizer import Sum
 from espalier.sync.fragment import Fragment, fragment_of, split, views_of
 from espalier.sync.membership import MemberReport, Members, OuterSum
 from espalier.sync.round_length import Length, Rounds
-from espalier.track.decision_log import Recorded
-
-Decided = Callable[[int, int], None]
-"""Told after how many steps rounds begin to have how many."""
+from espalier.track.decision_log import Decisions
 
 
 class OuterSync:
@@ -38,8 +35,7 @@ class OuterSync:
         total: adds small tensors over the ranks of one replica (norms of what is sharded in it).
 
     Attributes:
-        length: of rounds of the fastest replica, as agreed; recorded: what was decided of it before.
-        on_length: told when a round begins that is longer or shorter than the one before.
+        decisions: how long rounds of the fastest replica are, as agreed.
         rounds: that are over; clock: local steps in this one; begun: steps of the fastest replica before it.
         waited, stood: seconds spent standing still for flights, of the last round and in all; flown: of its flights.
         on_moving, on_moved: called before and after live tensors are set.
@@ -57,9 +53,9 @@ class OuterSync:
         total: Sum | None = None,
     ) -> None:
         self.choices, self.members = choices, members
-        self.length, self.pace, self.weight = Length(rounds.steps, rounds.adapt), rounds.pace, rounds.weight
-        self.recorded: Sequence[Recorded] = ()
-        self.on_length: Decided = _unheard
+        self.decisions = Decisions(Length(rounds.steps, rounds.adapt), "measured waits")
+        self.decisions.replayed = self._follow
+        self.pace, self.weight = rounds.pace, rounds.weight
         self.rounds = self.clock = self.begun = 0
         self.waited = self.flown = 0.0
         self.stopping = self.leaving = False
@@ -82,6 +78,17 @@ class OuterSync:
         return members is None or (len(members.members) == len(members.crew.members) and not self.summoned())
 
     # --- local steps -----------------------------------------------------------------------------------------------
+
+    @property
+    def length(self) -> Length:
+        """Of rounds."""
+        found = self.decisions.now
+        assert isinstance(found, Length)
+        return found
+
+    @length.setter
+    def length(self, value: Length) -> None:
+        self.decisions.now = value
 
     @property
     def steps(self) -> int:
@@ -130,11 +137,8 @@ class OuterSync:
 
     def _turn(self) -> None:
         """A round begins."""
-        before, self.clock = self.steps, 0
-        known = (one.at(self.begun) for one in self.recorded)
-        self.length = self.length.turned(next((steps for steps in known if steps is not None), None))
-        if self.steps != before:
-            self.on_length(self.begun, self.steps)
+        self.clock = 0
+        self.decisions.turn(self.begun)
 
     def _largest(self, wish: float) -> float:
         """Of the ranks of this replica, whose flights are different ones: all ask for one length."""
@@ -147,9 +151,8 @@ class OuterSync:
         wishes[crew.shard] = wish
         return float(self._total(wishes).max())
 
-    def replay(self, recorded: Sequence[Recorded]) -> None:
-        """Rounds are as long as the first of `recorded` that knows says, else as measured. All ranks call it alike."""
-        self.recorded = recorded
+    def _follow(self) -> None:
+        """A log is to be followed, from the round on that begins now."""
         if self.clock == 0:
             self._turn()
 
@@ -243,7 +246,7 @@ class OuterSync:
         """What all members take from the same flight in the same round."""
         self.stopping = self.stopping or any(note.stop for note in notes.values())
         self.leaving = self.leaving or any(note.called for note in notes.values())
-        self.length = self.length.heard(note.steps for note in notes.values())
+        self.decisions.heard(note.steps for note in notes.values())
 
     def _put(self, fragment: Fragment, mixing: float = 0.0) -> None:
         self.on_moving()
@@ -391,7 +394,3 @@ def _nothing() -> None:
 
 def _no() -> bool:
     return False
-
-
-def _unheard(begun: int, steps: int) -> None:
-    pass

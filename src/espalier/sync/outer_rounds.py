@@ -28,9 +28,8 @@ from espalier.sync import every_step, overlap_cost
 from espalier.sync.base import Agreed, Agreement, LauncherNews
 from espalier.sync.co2 import CLAIM, chosen_of, refuse_pieces
 from espalier.sync.membership import MemberGroup, Members
-from espalier.sync.outer_loop import Decided, OuterSync
-from espalier.sync.round_length import NAME, Rounds
-from espalier.track.decision_log import Recorded
+from espalier.sync.outer_loop import OuterSync
+from espalier.sync.round_length import Rounds
 from espalier.workload import Outcome
 
 if TYPE_CHECKING:
@@ -132,18 +131,6 @@ class RoundsAgreement:
 
             self.engine.members.crew = self.engine.members.crew._replace(lost=lost)
 
-    @property
-    def rule(self) -> str:
-        """See `Agreement.rule`: how long rounds are."""
-        return NAME if self.engine.length.adapt else ""
-
-    def replay(self, recorded: Sequence[Recorded], tell: Decided) -> None:
-        """See `Agreement.replay`."""
-        if self.engine.begun == 0:
-            tell(0, self.engine.steps)
-        self.engine.on_length = tell
-        self.engine.replay(recorded)
-
     def close(self) -> None:
         """See `Agreement.close`."""
         self.engine.close()
@@ -232,6 +219,10 @@ class OuterRounds(Mechanism):
         found = engine(context.plan, mesh, [one.tensor for one in sharding.owned], timeout)
         rate = context.recipe.train.optimizer.learning_rate or 0.0
         context.agreement = RoundsAgreement(every_step.agreement(context), found, sharding, rate, mesh.mesh.replicas)
+        if found.length.adapt:
+            named = getattr(context.recipe.sync, "adapt", True)
+            found.decisions.logs = (named,) if isinstance(named, str) else ()
+            context.decisions.append(found.decisions)
 
     def state(self, context: Build, found: Mapping[str, Stateful]) -> Mapping[str, Stateful]:
         """The common model, each replica's optimizer, and the engine's halves."""

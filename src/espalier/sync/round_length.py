@@ -8,7 +8,7 @@ was decided is in the run's log, and a run that is given the log decides the sam
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -50,7 +50,7 @@ class Rounds:
 
 
 class Length(NamedTuple):
-    """The lengths that one rank knows of, in steps of the fastest replica.
+    """The lengths that one rank knows of, in steps of the fastest replica: a `track.decision_log.Controller`.
 
     Attributes:
         steps: of this round.
@@ -77,14 +77,19 @@ class Length(NamedTuple):
             return max(1.0, fits)
         return float(self.steps)
 
-    def heard(self, wishes: Iterable[float]) -> Length:
+    @property
+    def values(self) -> dict[str, int]:
+        """See `Controller.values`."""
+        return {NAME: self.steps}
+
+    def heard(self, signals: Iterable[float]) -> Length:
         """With the wishes of all members, as a flight brought them."""
-        wish = max(wishes)
+        wish = max(signals)
         return self._replace(coming=int(wish)) if self.adapt and wish else self
 
-    def turned(self, recorded: int | None = None) -> Length:
+    def turned(self, recorded: Mapping[str, int]) -> Length:
         """The next round begins. What was `recorded` of it counts more than what was measured now."""
-        steps = recorded or self.coming or self.steps
+        steps = recorded.get(NAME) or self.coming or self.steps
         if steps > self.steps:
             return self._replace(steps=steps, coming=0, stays=self.stay, stay=2 * self.stay)
         return self._replace(steps=steps, coming=0, stays=max(0, self.stays - 1))
