@@ -106,6 +106,11 @@ def test_a_graph_transformer_predicts_links_alike_on_any_number_of_ranks():
     assert train(recipe, made(), ranks=2, micro_batch=5) == pytest.approx(train(recipe, made()), rel=1e-6)
 
 
+def test_a_graph_transformer_classifies_graphs_alike_on_any_number_of_ranks():
+    recipe, small = recipe_of(TRANSFORMER, {"task": "graph"}, batch_tokens=12), many()
+    assert train(recipe, small, ranks=2, micro_batch=5) == pytest.approx(train(recipe, small), rel=1e-6)
+
+
 @pytest.mark.parametrize("graph", [{"fanout": [3, 2]}, {"task": "link", "fanout": [3, 2]}])
 def test_a_graph_transformer_learns_from_samples_and_says_what_they_attend_to(graph):
     recipe = recipe_of(TRANSFORMER, graph, batch_tokens=24, steps=40, precision="fp32")

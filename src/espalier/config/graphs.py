@@ -56,9 +56,10 @@ class GraphTransformer(Model, frozen=True, tag="graph-transformer"):
     `encodings` are columns beside the features: the logarithm of the degree, `encoding_size` eigenvectors of the
     Laplacian, returns of `encoding_size` steps of a random walk. `distance`: scores have a learned bias for each number
     of hops up to it (Graphormer, arXiv 2106.05234). `virtual` tokens attend to all and all to them, `expander` random
-    permutations add edges (Exphormer, arXiv 2303.06147), `path` joins each node and the next. `recall`: steps may leave
-    edges out down to this share (1: none), which follows how fast the loss changes. `attention`: along the
-    edges (`sparse`), over all in each `interleave`-th step (`interleaved`) or in all of them (`full`).
+    permutations add edges (Exphormer, arXiv 2303.06147), `path` joins each node and the next. `local`: features are
+    averages over so many hops (SGC, arXiv 1902.07153), whose linear map the layers correct: for few labels. `recall`:
+    steps may leave edges out down to this share (1: none), which follows how fast the loss changes. `attention`: along
+    the edges (`sparse`), over all in each `interleave`-th step (`interleaved`) or in all of them (`full`).
     """
 
     depth: int | None = None
@@ -72,6 +73,7 @@ class GraphTransformer(Model, frozen=True, tag="graph-transformer"):
     virtual: int = 1
     expander: int = 0
     path: bool = False
+    local: int = 0
     attention: Literal["auto", "sparse", "interleaved", "full"] = "auto"
     interleave: int = 5
     recall: float = 1.0
@@ -220,7 +222,7 @@ def _attention(model: GraphTransformer) -> None:
         raise UserError(
             f"model.heads = {model.heads} does not divide model.width = {model.width}.", do="model.heads = 1"
         )
-    least = {"virtual": 0, "expander": 0, "distance": 0, "encoding_size": 1, "interleave": 2, "heads": 1}
+    least = {"virtual": 0, "expander": 0, "distance": 0, "local": 0, "encoding_size": 1, "interleave": 2, "heads": 1}
     for name, lowest in least.items():
         value = getattr(model, name)
         if value is not None and value < lowest:

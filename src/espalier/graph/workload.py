@@ -37,7 +37,7 @@ from espalier.graph.link_prediction import Links, LinkTask
 from espalier.graph.neighbor_sampler import Style
 from espalier.graph.node_classification import NodeTask, held_out_figures
 from espalier.graph.subgraphs import SubgraphBatch, View
-from espalier.graph.torchgt.encodings import encoded
+from espalier.graph.torchgt.encodings import averaged, encoded
 from espalier.graph.torchgt.model import GraphTransformer, tokens_of
 from espalier.graph.torchgt.schedule import Schedule, schedule
 from espalier.import_function import function
@@ -181,6 +181,7 @@ class GraphWorkload(Plain):
         if isinstance(model, GraphTransformer):
             return [
                 *(one for part in (model.embed, model.head) for one in part.parameters() if one.ndim == 2),
+                *(one for name, one in model.named_parameters() if name.endswith(".gates")),
                 model.virtual,
             ]
         if isinstance(model, Gnn):
@@ -497,7 +498,7 @@ def _task(recipe: Recipe, graph: Graph, links: Links | None) -> Task:
     def placed(graph: Graph) -> Graph:
         if not isinstance(model, config.GraphTransformer):
             return graph
-        return encoded(graph, model.encodings, model.encoding_size)
+        return encoded(averaged(graph, model.local), model.encodings, model.encoding_size)
 
     if options.task == "graph":
         return GraphTask(placed(graph), style, depth, summed=isinstance(model, config.Gin))

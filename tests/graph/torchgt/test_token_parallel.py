@@ -23,6 +23,7 @@ from espalier.plan import decide, request_from_recipe
 MODEL = {"kind": "graph-transformer", "depth": 2, "width": 20, "heads": 5, "feed_forward": 16, "dropout": 0.0}
 OPTIONS = {
     "edges, a virtual token and biases": {"attention": "sparse", "virtual": 1, "distance": 2},
+    "averages over two hops that layers correct": {"local": 2},
     "interleaved with full steps": {"attention": "interleaved", "interleave": 2, "virtual": 0, "path": True},
 }
 

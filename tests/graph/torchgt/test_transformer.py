@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 
+import msgspec
 import networkx
 import numpy as np
 import pytest
@@ -197,6 +198,65 @@ def test_one_token_alone():
     assert torch.allclose(answers(model, one), answers(model, one, full=True))
     assert conditions(pattern(np.zeros((2, 0)), 1)) == (True, True, 0)
     assert conditions(Pattern.full(1)).hold(1)
+
+
+# --- few labels ---------------------------------------------------------------------------------------------------
+
+
+def test_averages_over_hops_are_those_of_the_dense_matrix():
+    graph = made(nodes=30)
+    matrix = encodings._adjacency(graph).toarray() + np.eye(30)
+    step = matrix / np.sqrt(matrix.sum(1, keepdims=True) * matrix.sum(0, keepdims=True))
+    assert np.allclose(encodings.averaged(graph, 2).features, step @ step @ graph.features, atol=1e-6)
+    assert encodings.averaged(graph, 0) is graph
+
+
+def test_a_local_model_begins_as_a_linear_map_and_training_leaves_its_layers_out_for_most_nodes():
+    model, graph = transformer(local=2), made(nodes=300)
+    features = torch.from_numpy(graph.features).double()
+    linear = model.head(model.embed(features))
+    for full in (False, True):
+        assert torch.equal(answers(model, graph, full), linear)
+    for layer in model.layers:
+        torch.nn.init.ones_(layer.gates)
+    moved = (answers(model, graph) != linear).any(1)
+    assert moved.all()
+    torch.manual_seed(0)
+    assert torch.allclose(answers(model.train(), graph), answers(model.eval(), graph))  # without dropout nothing is
+    model.options = msgspec.structs.replace(model.options, dropout=1e-12)
+    changed = ((answers(model.train(), graph) - linear).abs() > 1e-9).any(1).float().mean()
+    assert 0.1 < changed < 0.3
+    assert {id(layer.gates) for layer in model.layers} <= {
+        id(one)
+        for one in GraphWorkload.embeddings(None, model)  # type: ignore[arg-type]
+    }
+
+
+def test_the_layers_of_a_local_model_learn():
+    losses = []
+    for steps in (1, 40):
+        table = {
+            "model": {"kind": "graph-transformer", "local": 2, "depth": 1, "width": 16, "heads": 2, "dropout": 0.1}
+        }
+        table |= {"data": {"path": "made"}, "train": {"steps": steps}}
+        workload = GraphWorkload(defaults.resolve(recipe_file.from_table(table))[0], made(nodes=200, edges=600))
+        losses.append(trained(workload, steps))
+    assert losses[1][0] < 0.85 * losses[0][0]
+    assert losses[1][1] > 0.05
+
+
+def trained(workload, steps):
+    """The last loss, and the largest gate."""
+    model = workload.build(torch.device("cpu"), torch.float32).train()
+    optimizer, count = torch.optim.Adam(model.parameters(), lr=0.02), workload.global_batch
+    for step in range(steps):
+        (batch,) = workload.batches(step, Shard(0, count, count))
+        loss, weight = workload.loss(model, batch)
+        optimizer.zero_grad()
+        (loss / weight).backward()
+        optimizer.step()
+    largest = max(float(layer.gates.detach().abs().max()) for layer in model.layers)
+    return float(loss.detach() / weight), largest
 
 
 # --- encodings ---------------------------------------------------------------------------------------------------

@@ -37,6 +37,19 @@ def encoded(graph: Graph, names: Sequence[str], size: int) -> Graph:
     return replace(graph, features=np.concatenate([graph.features, *columns], axis=1), columns=())
 
 
+def averaged(graph: Graph, hops: int) -> Graph:
+    """`graph` with features (D^-1/2 (A + I) D^-1/2)^hops X: SGC's (Wu et al., arXiv 1902.07153, equation 8)."""
+    if not hops:
+        return graph
+    matrix = sparse.csr_array(_adjacency(graph) + sparse.eye_array(graph.nodes))
+    scale = sparse.diags_array(1 / np.sqrt(matrix.sum(1)))
+    step = sparse.csr_array((scale @ matrix @ scale).astype(np.float32))
+    features = np.asarray(graph.features, np.float32)
+    for _ in range(hops):
+        features = step @ features
+    return replace(graph, features=features)
+
+
 def _kept(graph: Graph, name: str, size: int) -> Array:
     if name == "degree":
         return np.log1p(graph.degrees())[:, None].astype(np.float32)

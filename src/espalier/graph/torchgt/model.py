@@ -47,6 +47,8 @@ RECORD = Record(
     gpu="NVIDIA H100, November 2026",
 )
 
+WITHOUT = 0.8
+"""Share of the nodes that a training step does without the layers for, where `local` is set."""
 Attend = Callable[..., Tensor]
 """(q, k, v [tokens, heads, width], pattern, *, bias, plan) -> [tokens, heads, width]: `attention`."""
 
@@ -123,10 +125,11 @@ class TransformerLayer(nn.Module):
         super().__init__()
         width, inner = options.width or 0, options.feed_forward or 0
         self.heads, self.dropout = options.heads or 1, options.dropout or 0.0
-        self.attention_norm, self.feed_forward_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention_norm, self.feed_forward_norm = _norm(options), _norm(options)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
         self.bias = nn.Parameter(torch.zeros(options.distance + 3, self.heads)) if options.distance else None
+        self.gates = nn.Parameter(torch.zeros(2, width)) if options.local else None
         self.attend: Attend = attention
 
     def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
@@ -137,9 +140,12 @@ class TransformerLayer(nn.Module):
             q, k, v = q.float(), k.float(), v.float()
         attend = tokens.attend or self.attend
         found = attend(q, k, v, tokens.pattern, bias=self._bias(tokens, q.dtype), plan="auto")
-        x = x + activated(self.out(found.flatten(1)), "none", share)
+        x = x + self._gated(0, activated(self.out(found.flatten(1)), "none", share))
         inner = activated(F.gelu(self.up(self.feed_forward_norm(x))), "none", share)
-        return x + activated(self.down(inner), "none", share)
+        return x + self._gated(1, activated(self.down(inner), "none", share))
+
+    def _gated(self, part: int, x: Tensor) -> Tensor:
+        return x if self.gates is None else self.gates[part] * x
 
     def _bias(self, tokens: Tokens, dtype: torch.dtype) -> Tensor | None:
         if self.bias is None or tokens.kinds is None:
@@ -148,8 +154,17 @@ class TransformerLayer(nn.Module):
         return found if tokens.pattern.matrix is not None else found.permute(2, 0, 1)
 
 
+def _norm(options: config.GraphTransformer) -> nn.Module:
+    return nn.Identity() if options.local else nn.LayerNorm(options.width or 0)
+
+
 class GraphTransformer(nn.Module):
     """Features [nodes, inputs] to outputs [nodes, outputs], over the tokens of a block.
+
+    With `local`, features are averages over neighbours (`encodings.averaged`) and the model begins as SGC (Wu et al.,
+    arXiv 1902.07153): layers have gates that begin at 0 (arXiv 2003.04887) and no norms, so that weight decay bounds
+    them as it does GCN, and most nodes of a training step do without the layers (arXiv 1603.09382), so that the linear
+    map alone has to answer, and the layers learn what it leaves.
 
     With a `schedule` that has full steps as well as others, answers (not in training) are the mean of both attentions'.
     """
@@ -160,7 +175,7 @@ class GraphTransformer(nn.Module):
         self.embed, self.head = nn.Linear(inputs, width), nn.Linear(width, outputs)
         self.virtual = nn.Parameter(torch.randn(options.virtual, width) * 0.02)
         self.layers = nn.ModuleList(TransformerLayer(options) for _ in range(options.depth or 0))
-        self.norm = nn.LayerNorm(width)
+        self.norm = _norm(options)
         self.schedule = Schedule(0, options.path)
 
     def forward(self, features: Tensor, block: MessageBlock) -> Tensor:
@@ -174,7 +189,10 @@ class GraphTransformer(nn.Module):
         """Under one of the two attentions."""
         tokens = tokens_of(block, self.options, self.schedule.path, full)
         share = (self.options.dropout or 0.0) if self.training else 0.0
+        if self.options.local:
+            features = activated(features, "none", share)
         x, cut = activated(self.embed(features), "none", share), block.tokens
+        embedded = x
         virtual: Tensor = self.virtual
         if cut is not None:
             tokens, virtual = tokens._replace(attend=cut.attend), virtual if cut.last else virtual[:0]
@@ -182,7 +200,10 @@ class GraphTransformer(nn.Module):
             x = torch.cat([x, torch.repeat_interleave(virtual, tokens.graphs, 0).to(x.dtype)])
         for layer in self.layers:
             x = layer(x, tokens)
-        found: Tensor = self.head(self.norm(x[: len(features)]))
+        x = x[: len(features)]
+        if self.options.local and self.training and share:
+            x = embedded + F.dropout(torch.ones_like(x[:, :1]), WITHOUT) * (x - embedded)
+        found: Tensor = self.head(self.norm(x))
         return found
 
     def work(self, nodes: Any, entries: Any, pairs: Any) -> tuple[list[tuple[Any, int, int]], Any, Any, Any]:
