@@ -2,9 +2,10 @@
 
     python bench/flashflex.py [--quick] [--pairs N] [--json FILE] [--cases 16:1000,16:200,16:50,32:200,32:50]
 
-Four hosts that may use 0.25, 0.25, 0.5 and 1.0 of a core (control groups), with links of so many Mbit/s between them
-(bench/netlab.py; needs root). A case is layers of the decoder and Mbit/s. Two clusters of cards have speeds that are to
-one another as those of the hosts (datasheets):
+Four hosts whose speeds are as 0.25, 0.25, 0.5 and 1.0 (control groups of 0.2 to 0.8 of a core: what is left of two
+cores is for links and for what else runs), with links of so many Mbit/s between them (bench/netlab.py; needs root). A
+case is layers of the decoder and Mbit/s. Two clusters of cards have speeds that are to one another as those of the
+hosts (datasheets):
 
 - cards A: two RTX 3090, an RTX 4090, an A100 (80, 165 and 312 TFLOP/s in 16 bits; 24, 24, 24 and 80 GB), the kinds of
   FlashFlex's paper: memory grows with speed. Of 16 layers its rule gives 2, 2, 3 and 9, nearly shares by speed; of 32
@@ -23,7 +24,8 @@ the same processes:
 - equal split: torch.distributed.pipelining, 1F1B, equal stages, the head on the fastest host;
 - DDP: torch's, equal batches; it may hold the whole model on every host.
 
-Seconds of a layer come from a few passes on each host before (`measured`). Planning is timed on 64 GPUs of six classes.
+Seconds of a layer come from a few passes on each host before, one host after the other, and bytes/s of sums from those
+over all hosts (`measured`). Planning is timed on 64 GPUs of six classes.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -43,7 +45,7 @@ from espalier.cluster import Cluster, Link
 from espalier.config import Pin
 from espalier.hardware import probe
 from espalier.plan import base as plans
-from espalier.plan import flashflex, replan, request_from_recipe, unequal
+from espalier.plan import collective_time, flashflex, replan, request_from_recipe, unequal
 from espalier.plan.memory_model import CPU_MEMORY, CPU_RUNTIME
 from espalier.plan.pipeline_solver import Group, Slot, SolvedPipeline
 from espalier.plan.request import Request
@@ -51,7 +53,8 @@ from flashflex_rank import Outcome, Speeds, Task
 from netlab import Lab, Shape, first_said
 from table import Row, arguments, compare, publish
 
-CORES = (0.25, 0.25, 0.5, 1.0)
+SPEEDS = (0.25, 0.25, 0.5, 1.0)
+CORES = (0.2, 0.2, 0.4, 0.8)
 CARDS = {"A": (24, 24, 24, 80), "B": (24, 24, 16, 16)}
 """GB of the cards of each cluster whose speeds are as these."""
 SHAPES = {16: Task(depth=16, width=96, batch=32), 32: Task(depth=32, width=64, batch=32)}
@@ -88,11 +91,22 @@ def request_of(task: Task) -> Request:
     return replace(request_from_recipe.of_recipe(task.recipe()), pin=pin)
 
 
-def hosts(request: Request, rate: float, slower: Sequence[float], cards: str = "A") -> Cluster:
-    """The four hosts, each so many times as slow as half of this machine, with memory as that of these cards."""
+@dataclass(frozen=True)
+class Found:
+    """What was measured of the hosts: how many times as slow each is as the cost model has half of this machine, and
+    bytes/s of sums over all of them where links are fast."""
+
+    slower: tuple[float, ...]
+    sums: float
+
+
+def hosts(request: Request, rate: float, found: Found, cards: str = "A") -> Cluster:
+    """The four hosts, with links of `rate` Mbit/s and memory as that of these cards."""
     ranks = [plans.Rank(device="cpu", node=0, threads=1)] * len(CORES)
-    made = replan.measured(probe.ready(), ranks, replan.Speeds(tuple(slower)))
-    link = Link(bandwidth=rate * 1e6 / 8, latency=clusters.default_link("cpu", "cpu").latency, source="declared")
+    made = replan.measured(probe.ready(), ranks, replan.Speeds(found.slower))
+    bandwidth = collective_time.LINK_SHARE["inside"] * rate * 1e6 / 8
+    latency, share = clusters.default_link("cpu", "cpu").latency, min(1.0, found.sums / bandwidth)
+    link = Link(bandwidth=bandwidth, latency=latency, share=share, measured=True, source="sums are measured")
     nodes = [msgspec.structs.replace(one, inside=link) for one in made.nodes]
     roomy = [_with_memory(one, 1 << 40) for one in nodes]
     costs = unequal.EngineCosts(request, msgspec.structs.replace(made, nodes=tuple(roomy)), task_size(request))
@@ -111,16 +125,15 @@ def task_size(request: Request) -> int:
     return request.pin.micro_batch or 1
 
 
-def measured(task: Task, rate: float) -> list[float]:
-    """How many times as slow each host is as the cost model has half of this machine, from passes of the model."""
+def measured(task: Task, rate: float) -> Found:
+    """The hosts, from passes of the model and sums over links of `rate` Mbit/s."""
     found = msgspec.json.decode(started(msgspec.structs.replace(task, passes=6), rate), type=Speeds)
-    request = request_of(task)
-    costs = unequal.EngineCosts(request, hosts(request, rate, (1.0,) * len(CORES)), task.micro_batch)
+    request, alike = request_of(task), Found((1.0,) * len(CORES), found.sums)
+    costs = unequal.EngineCosts(request, hosts(request, rate, alike), task.micro_batch)
     whole = task.depth * costs.layer(Group(0)) + costs.extra(Group(0), Slot(0, 1))
-    print(
-        f"  passes take {', '.join(f'{1e3 * one:.0f} ms' for one in found.seconds)}; by the probe {1e3 * whole:.0f} ms"
-    )
-    return [one / whole for one in found.seconds]
+    passes = ", ".join(f"{1e3 * one:.0f} ms" for one in found.seconds)
+    print(f"  passes take {passes}; by the probe {1e3 * whole:.0f} ms; sums at {found.sums * 8e-6:.0f} Mbit/s")
+    return Found(tuple(one / whole for one in found.seconds), found.sums)
 
 
 class MemoryRule(flashflex.Search):
@@ -155,7 +168,7 @@ class MemoryRuleB(MemoryRule):
     cards = "B"
 
 
-def planned(task: Task, rate: float, slower: Sequence[float]) -> Task:
+def planned(task: Task, rate: float, found: Found) -> Task:
     """`task` with our plan and those of the memory rule."""
     request, made, seconds = request_of(task), dict[str, plans.Plan](), dict[str, float]()
     for name, cards, search in (
@@ -164,11 +177,11 @@ def planned(task: Task, rate: float, slower: Sequence[float]) -> Task:
         (memory_rule("A"), "A", MemoryRule),
         (memory_rule("B"), "B", MemoryRuleB),
     ):
-        costs = unequal.EngineCosts(request, hosts(request, rate, slower, cards), task.micro_batch)
+        costs = unequal.EngineCosts(request, hosts(request, rate, found, cards), task.micro_batch)
         layout = search(costs.classes, costs, whole=True).best()
         made[name], seconds[name] = unequal.plan_of(costs, layout), layout.seconds
         for one in layout.pipelines:
-            told = " + ".join(f"{stage.layers} on {CORES[stage.group.kind]}" for stage in one.stages)
+            told = " + ".join(f"{stage.layers} on {SPEEDS[stage.group.kind]}" for stage in one.stages)
             print(f"  {name}: {told}; {one.micro_batches} micro-batches, {one.seconds:.3f} s")
     if seconds["ours, cards B"] < 1.001 * seconds["ours"]:  # memory bounds no stage: another order of equal stages
         made.pop("ours, cards B")
@@ -183,12 +196,12 @@ def memory_rule(cards: str) -> str:
 # --- rows ----------------------------------------------------------------------------------------------------------
 
 
-def rows_of(task: Task, rate: float, note: str, slower: Sequence[float]) -> list[Row]:
+def rows_of(task: Task, rate: float, note: str, known: Found) -> list[Row]:
     """One speed of the links."""
-    case = f"4 hosts of 0.25, 0.25, 0.5 and 1.0 cores, {rate:g} Mbit/s, {task.depth} layers, {task.batch} x "
+    case = f"4 hosts of speeds 0.25, 0.25, 0.5 and 1.0, {rate:g} Mbit/s, {task.depth} layers, {task.batch} x "
     case += f"{task.sequence} tokens{note}"
     print(f"{case}:")
-    task = planned(task, rate, slower)
+    task = planned(task, rate, known)
     found = msgspec.json.decode(started(task, rate), type=Outcome)
     for name, seconds in found.seconds.items():
         print(f"  {name:22} {statistics.median(seconds):7.3f} s ({min(seconds):.3f} to {max(seconds):.3f})")
@@ -234,9 +247,9 @@ def main() -> None:
             task = msgspec.structs.replace(SHAPES[depth], rounds=rounds)
             if asked.quick:
                 task = msgspec.structs.replace(task, batch=16)
-            slower = measured(task, cases[0][1])
+            known = measured(task, max(rate for _, rate in cases))
             for rate in (rate for layers, rate in cases if layers == depth):
-                rows += rows_of(task, rate, note, slower)
+                rows += rows_of(task, rate, note, known)
     finally:
         publish(rows, asked.json)  # what is known when it is told to end
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parent))
 from cuts_rank import Place, RandomTokens, place_batches
 from espalier.config import Recipe, defaults, recipe_file
+from espalier.hardware import link as links
 from espalier.language.decoder_workload import new_model
 from espalier.launch import base as launch
 from espalier.plan.base import Plan
@@ -71,9 +73,11 @@ class Task(msgspec.Struct, frozen=True):
 
 
 class Speeds(msgspec.Struct, frozen=True):
-    """Seconds of a forward and backward pass of the whole decoder on one micro-batch, by rank."""
+    """Seconds of a forward and backward pass of the whole decoder on one micro-batch, by rank, and bytes/s of sums over
+    all ranks."""
 
     seconds: list[float]
+    sums: float
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -177,7 +181,9 @@ def speeds(task: Task, workload: RandomTokens) -> Speeds:
             taken += [time.perf_counter() - begun] if number else []
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, sorted(taken)[len(taken) // 2], group=stock())
-    return Speeds(found)
+    matrix = links.measure(stock())
+    apart = ~np.eye(dist.get_world_size(), dtype=bool)
+    return Speeds(found, matrix.share * float(matrix.bandwidth[apart].min()))
 
 
 def launch_shard(task: Task) -> Any:

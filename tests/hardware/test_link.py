@@ -28,6 +28,8 @@ def test_every_pair_of_ranks_is_measured_and_all_ranks_agree() -> None:
     assert [(pair.a, pair.b) for pair in first.pairs([0, 8, 16])] == [(0, 8), (0, 16), (8, 16)]
     assert first.link(2, 1).bandwidth == first.bandwidth[1, 2]
     assert first.link(2, 1).measured
+    assert all(0 < matrix.share == first.share <= 1 for matrix in found)
+    assert {pair.share for pair in first.pairs()} == {first.link(2, 1).share} == {first.share}
 
 
 def test_round_trips_give_latency_and_bandwidth() -> None:

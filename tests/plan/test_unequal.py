@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from espalier import cluster as clusters
@@ -15,6 +16,8 @@ from espalier.plan import base as plans
 from espalier.plan import request_from_recipe, unequal
 from espalier.plan.calibrate import DATASHEET
 from espalier.plan.decide import decide
+from espalier.plan.flashflex import pipeline_of, stage_rates
+from espalier.plan.pipeline_solver import Group
 from espalier.plan.request import Request
 from espalier.verbs import plan_page
 
@@ -167,3 +170,19 @@ def test_the_example_is_planned_with_unequal_stages() -> None:
     assert plan.planner == "flashflex"
     layers = [stage.layers[1] - stage.layers[0] for stage in plan.stages]
     assert len(set(layers)) > 1
+
+
+def test_sums_of_gradients_take_what_they_reach_of_a_measured_link() -> None:
+    """Processors that are slower than the link bound sums; hand-overs of stages do not add anything up."""
+    cluster = processors((1e10, GIB), (1e10, GIB))
+    seconds = []
+    for share in (1.0, 0.25):
+        link = clusters.Link(bandwidth=1e8, latency=1e-4, measured=True, share=share)
+        nodes = tuple(msgspec.structs.replace(one, inside=link) for one in cluster.nodes)
+        costs = unequal.EngineCosts(asked(), msgspec.structs.replace(cluster, nodes=nodes), 2)
+        one = pipeline_of([Group(0)], [8], stage_rates([Group(0)], costs), costs)
+        other = pipeline_of([Group(1)], [8], stage_rates([Group(1)], costs), costs)
+        seconds.append((costs.gradients([one, other])[0], costs.send(Group(0), Group(1))))
+    (fast, send), (slow, same) = seconds
+    assert slow == pytest.approx(4 * fast, rel=0.02)
+    assert send == same

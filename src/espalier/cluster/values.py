@@ -77,8 +77,8 @@ class Device(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit
 class Link(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """alpha-beta plus a price per launch: seconds = launch + latency·hops + bytes / bandwidth.
 
-    `bandwidth` is of one direction: per device inside a node, per node between nodes. Collectives reach `share` of it,
-    unless it was `measured`.
+    `bandwidth` is of one direction: per device inside a node, per node between nodes. Collectives reach `share` of it;
+    where it was `measured`, sums of gradients of unequal pipelines do (`hardware.link`).
     """
 
     bandwidth: float  # bytes/s
@@ -121,13 +121,15 @@ class Node(Struct, frozen=True, kw_only=True):
 
 
 class Pair(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The measured link between devices `a` and `b`, both ways: bytes/s, seconds, seconds."""
+    """The measured link between devices `a` and `b`, both ways: bytes/s, seconds, seconds; and what sums over all
+    devices reach of the slowest such link (0: not measured)."""
 
     a: int
     b: int
     bandwidth: float
     latency: float
     launch: float = 0.0
+    share: float = 0.0
 
 
 class Place(NamedTuple):
@@ -252,4 +254,11 @@ def _speed(device: Device) -> tuple[Any, ...]:
 
 def _measured(pair: Pair) -> Link:
     source = f"measured between {pair.a} and {pair.b}"
-    return Link(bandwidth=pair.bandwidth, latency=pair.latency, launch=pair.launch, measured=True, source=source)
+    return Link(
+        bandwidth=pair.bandwidth,
+        latency=pair.latency,
+        launch=pair.launch,
+        share=pair.share,
+        measured=True,
+        source=source,
+    )

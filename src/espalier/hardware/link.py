@@ -1,8 +1,9 @@
 """How fast are the links? Latency, bandwidth and the price of a launch for every pair of ranks of a process group.
 
 Ping-pong of a small and of a large message for each pair, one pair after the other; the launch price is what a small
-all-reduce costs beyond its hops. A pair whose repeated transfers fall into two groups (two routes, a shared link) is
-flagged, after the survey arXiv 2407.20018, section on congestion.
+all-reduce costs beyond its hops. What a large one costs says how much of the slowest link sums reach: ranks send,
+receive and add at once, on processors that may be slower than the link. A pair whose repeated transfers fall into two
+groups (two routes, a shared link) is flagged, after the survey arXiv 2407.20018, section on congestion.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ class Matrix:
     """Seconds per collective beyond its hops."""
     bimodal: NDArray[np.bool_]
     """Pairs whose transfers came at two speeds."""
+    share: float = 0.0
+    """Of the slowest pair's bandwidth, what an all-reduce over all ranks reaches; 0: not measured."""
 
     def link(self, a: int, b: int) -> Link:
         """The link between ranks `a` and `b`."""
@@ -49,6 +52,7 @@ class Matrix:
             bandwidth=float(self.bandwidth[a, b]),
             latency=float(self.latency[a, b]),
             launch=self.launch,
+            share=self.share,
             measured=True,
             source="probe: ping-pong and small all-reduce",
         )
@@ -57,7 +61,7 @@ class Matrix:
         """All pairs, for a cluster file; `devices[rank]` is a rank's device there (default: the same number)."""
         number = list(devices) if devices is not None else list(range(len(self.latency)))
         return tuple(
-            Pair(number[a], number[b], float(self.bandwidth[a, b]), float(self.latency[a, b]), self.launch)
+            Pair(number[a], number[b], float(self.bandwidth[a, b]), float(self.latency[a, b]), self.launch, self.share)
             for a, b in itertools.combinations(range(len(number)), 2)
         )
 
@@ -89,7 +93,12 @@ def measure(group: dist.ProcessGroup | None = None, *, large: int = LARGE, repea
     dist.all_reduce(everything, group=group)
     table = everything[:-1].reshape(rows.shape).cpu().numpy()
     hops = 2 * (ranks - 1) * float(table[0].max())
-    return Matrix(table[0], table[1], max(0.0, float(everything[-1]) - hops), table[2] > 0)
+    fixed = float(everything[-1])
+    share = 0.0
+    if ranks > 1:
+        apart = ~np.eye(ranks, dtype=bool)
+        share = _share(group, device, float(table[1][apart].min()), fixed, large)
+    return Matrix(table[0], table[1], max(0.0, fixed - hops), table[2] > 0, share)
 
 
 def bimodal(times: Sequence[float]) -> bool:
@@ -167,6 +176,18 @@ def _launch(group: dist.ProcessGroup | None, device: torch.device, repeats: int)
     times = np.array([_median(lambda t: dist.all_reduce(t, group=group), int(s), device, repeats) for s in sizes])
     slope_and_intercept = np.polyfit(sizes, times, 1, w=1 / times)
     return max(0.0, float(slope_and_intercept[1]))
+
+
+def _share(group: dist.ProcessGroup | None, device: torch.device, bandwidth: float, fixed: float, large: int) -> float:
+    """Of `bandwidth` (bytes/s), what an all-reduce of `large` bytes, or of what a link carries in `TRANSFER_SECONDS`,
+    reaches beyond its `fixed` seconds: at most 1. Of the slowest rank, as all have to know the same."""
+    ranks = dist.get_world_size(group)
+    size = max(4, min(large, int(TRANSFER_SECONDS * bandwidth)) // 4 * 4)
+    taken = _median(lambda t: dist.all_reduce(t, group=group), size, device, 3) - fixed
+    share = min(1.0, 2 * (ranks - 1) / ranks * size / bandwidth / max(taken, 1e-9))
+    least = torch.tensor([share], dtype=torch.float64, device=device)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
+    return float(least)
 
 
 def _median(run: Callable[[torch.Tensor], Any], size: int, device: torch.device, repeats: int) -> float:

@@ -58,7 +58,8 @@ def measured(
     for (a, one), (b, other) in itertools.combinations(enumerate(places), 2):
         if apart and one.node != other.node:
             link = _slower(cluster.link(one.rank, other.rank), found.link)
-            pairs.append(Pair(a, b, link.bandwidth, link.latency, link.launch))
+            share = link.share if link.measured else 0.0
+            pairs.append(Pair(a, b, link.bandwidth, link.latency, link.launch, share))
     return Cluster(
         nodes=tuple(msgspec.structs.replace(table, inside=inside) for table in tables),
         between=_slower(cluster.between, found.link) if apart and cluster.between else None,

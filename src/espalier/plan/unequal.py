@@ -220,7 +220,8 @@ class EngineCosts:
             moved = 2 * (ranks - 1) / ranks * size * self._storage / parts
             if seconds:
                 link = self.link([one.kind for one in groups])
-                moved = link.launch + 2 * (ranks - 1) * link.latency + moved / link.bandwidth
+                rate = link.bandwidth * (link.share or 1.0 if link.measured else 1.0)
+                moved = link.launch + 2 * (ranks - 1) * link.latency + moved / rate
             for start, number in zip(first_stage, numbers, strict=False):
                 found[start + number] += moved
         return found
