@@ -24,8 +24,8 @@ the same processes:
 - equal split: torch.distributed.pipelining, 1F1B, equal stages, the head on the fastest host;
 - DDP: torch's, equal batches; it may hold the whole model on every host.
 
-Seconds of a layer come from a few passes on each host before, one host after the other, and bytes/s of sums from those
-over all hosts (`measured`). Planning is timed on 64 GPUs of six classes.
+Seconds of a layer come from a few passes on all hosts at once before, and bytes/s of sums from those over all hosts
+(`measured`). Planning is timed on 64 GPUs of six classes.
 """
 
 from __future__ import annotations

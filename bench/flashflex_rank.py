@@ -167,18 +167,16 @@ class Ddp(Peer):
 
 
 def speeds(task: Task, workload: RandomTokens) -> Speeds:
-    """Hosts compute one after the other: in a step they wait for one another, and all of them together have the cores
-    that their shares need only as long as nobody else does anything."""
+    """All ranks compute at once, as they do in a step: what they share of a processor (caches, memory) counts."""
     model = new_model(workload.options, 1, torch.device("cpu"))
     (batch, *_) = workload.batches(0, launch_shard(task))
     taken = []
-    for rank in range(dist.get_world_size()):
+    for number in range(task.passes + 1):
         dist.barrier(stock())
-        for number in range(task.passes + 1 if rank == dist.get_rank() else 0):
-            begun = time.perf_counter()
-            loss, _ = workload.loss(model, batch)
-            loss.backward()
-            taken += [time.perf_counter() - begun] if number else []
+        begun = time.perf_counter()
+        loss, _ = workload.loss(model, batch)
+        loss.backward()
+        taken += [time.perf_counter() - begun] if number else []
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, sorted(taken)[len(taken) // 2], group=stock())
     matrix = links.measure(stock())
