@@ -1,16 +1,18 @@
 """Graph transformers on one graph: seconds of a training step and memory beside dense attention and PyG's networks.
 
     python bench/torchgt.py [--quick] [--pairs N] [--json FILE] [--only WORD] [--sizes N,N] [--peers NAME,NAME]
-        [--data FOLDER]
+        [--data FOLDER] [--seeds N]
 
 `step`: forward, loss and backward of four layers, width 64, 8 heads, over a whole planted graph with clusters of 128
 nodes (at most 512 clusters; 90 % of 20 edges inside), in the order of METIS clusters. All have the same linear maps
 around attention: `dense` is scaled_dot_product_attention over all pairs, `TransformerConv` PyG's attention along the
 edges; `GPSConv` (multihead, performer), `SGFormer` and `Polynormer` are PyG's own layers. Each contestant is a process
 of its own; two are up at a time and take turns. Memory is the most that a process held beyond what it held before its
-first step. `patterns`: ours beside itself with expander edges, and with a tenth of the edges left out. `million`: 2^20
-tokens of degree 10. `planning`: making the order and the pattern, in steps. `accuracy`: Cora and CiteSeer (--data,
-folder `planetoid`) and the packages of this machine beside GCN. Needs PyG for its rows.
+first step. `real`: the same on the packages that apt knows here and on WordNet (`data.path = "debian:packages"`,
+"debian:wordnet"). `patterns`: ours beside itself with expander edges, and with a tenth of the edges left out.
+`million`: 2^20 tokens of degree 10. `planning`: making order, pattern and its measured plan, in steps. `accuracy`:
+beside GCN, Cora and CiteSeer (--data, folder `planetoid`; --seeds) with `model.local`, and the real graphs without, one
+seed; `--only cora`, `--only debian:wordnet` and so on: one of them. Needs PyG for its rows.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ import graph as bench_graph
 from espalier import config
 from espalier.config import defaults, recipe_file
 from espalier.graph import graph_plan, synthetic
-from espalier.graph.torchgt.attention import LEAST
+from espalier.graph.torchgt.attention import by_counts
 from espalier.graph.torchgt.model import tokens_of
 from espalier.graph.workload import GraphWorkload, open_graph
 from espalier.workload import Shard
@@ -263,12 +265,12 @@ def million(quick: bool, pairs: int, cache: str) -> list[Row]:
 
 
 def planning(tokens: int, pairs: int, cache: str) -> list[Row]:
-    """Order and pattern beside a step: made anew, and with the order from the cache."""
+    """Order, pattern and its measured plan beside a step: made anew, and with what the cache keeps of them."""
     path = path_of(tokens, 20)
     graph = synthetic.load(path, Path(cache))
     run = step_of("ours", path, cache)
     run()
-    taken: dict[str, list[tuple[float, float]]] = {"planning": [], "planning, with the order in the cache": []}
+    taken: dict[str, list[tuple[float, float]]] = {"planning": [], "planning, again": []}
     known = os.environ.get("XDG_CACHE_HOME")
     for number in range(pairs):
         os.environ["XDG_CACHE_HOME"] = str(Path(cache) / f"planned-{number}")
@@ -276,10 +278,12 @@ def planning(tokens: int, pairs: int, cache: str) -> list[Row]:
             start = time.perf_counter()
             ordered, _ = graph_plan.ordered(graph, "clusters")
             workload = GraphWorkload(resolved(table_of(path, cache)), ordered)
+            workload.decisions()
             (batch,) = workload.batches(0, Shard(0, workload.global_batch, workload.global_batch))
             model = workload.recipe.model
             assert isinstance(model, config.GraphTransformer)
-            tokens_of(batch.blocks[0], model, path=False, full=False).pattern.divided(LEAST)
+            known = tokens_of(batch.blocks[0], model, path=False, full=False).pattern
+            known.divided((known.chosen.get("auto") or by_counts(known)).least)
             made = time.perf_counter() - start
             start = time.perf_counter()
             run()
@@ -295,7 +299,8 @@ def trained(kind: str, path: str, seed: int, count: int) -> float:
     """Test accuracy in % at the last of `count` steps of Adam with L2, as GCN's authors have it (bench/graph.py)."""
     model: dict[str, Any] = {"width": 16}
     if kind == "graph-transformer":
-        model = {"local": 2, "depth": 2, "virtual": 0, "dropout": 0.5, "attention": "sparse"}
+        few = path not in REAL  # labels
+        model = {"local": 2 * few, "depth": 2, "virtual": 0, "dropout": 0.5 if few else 0.1, "attention": "sparse"}
     how = {"kind": "adamw", "coupled": True, "weight_decay": 5e-4, "betas": [0.9, 0.999], "learning_rate": 0.01}
     train = {"steps": count, "seed": seed, "clip": 0.0, "schedule": {"kind": "constant"}, "optimizer": how}
     workload = open_graph(resolved({"model": {"kind": kind, **model}, "data": {"path": path}, "train": train}))
