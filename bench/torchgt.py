@@ -302,7 +302,8 @@ def trained(kind: str, path: str, seed: int, count: int) -> float:
         few = path not in REAL  # labels
         model = {"local": 2 * few, "depth": 2, "virtual": 0, "dropout": 0.5 if few else 0.1, "attention": "sparse"}
     how = {"kind": "adamw", "coupled": True, "weight_decay": 5e-4, "betas": [0.9, 0.999], "learning_rate": 0.01}
-    train = {"steps": count, "seed": seed, "clip": 0.0, "schedule": {"kind": "constant"}, "optimizer": how}
+    schedule = {} if kind == "graph-transformer" else {"schedule": {"kind": "constant"}}  # GCN's, and our default
+    train = {"steps": count, "seed": seed, "clip": 0.0, "optimizer": how, **schedule}
     workload = open_graph(resolved({"model": {"kind": kind, **model}, "data": {"path": path}, "train": train}))
     return 100 * bench_graph.trained(workload)
 

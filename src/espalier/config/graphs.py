@@ -146,11 +146,12 @@ def _fill(draft: Draft) -> None:
 
 def _transformer(draft: Draft) -> None:
     source = "GPH_slim (arXiv 2407.14106, section 4.1)"
-    draft.fill("model.depth", 4, source)
+    local, few = draft.get("model.local"), "few labels: as GCN's (arXiv 1609.02907, section 5.2)"
+    draft.fill("model.depth", *((2, few) if local else (4, source)))
     draft.fill("model.width", 64, source)
     draft.fill("model.heads", 8 if draft.get("model.width") % 8 == 0 else 1, source)
     draft.fill("model.feed_forward", draft.get("model.width"), source)
-    draft.fill("model.dropout", 0.3, source)
+    draft.fill("model.dropout", *((0.5, few) if local else (0.3, source)))
 
 
 def _network(draft: Draft, kind: Any, graph: GraphOptions) -> None:

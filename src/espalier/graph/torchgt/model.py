@@ -189,8 +189,6 @@ class GraphTransformer(nn.Module):
         """Under one of the two attentions."""
         tokens = tokens_of(block, self.options, self.schedule.path, full)
         share = (self.options.dropout or 0.0) if self.training else 0.0
-        if self.options.local:
-            features = activated(features, "none", share)
         x, cut = activated(self.embed(features), "none", share), block.tokens
         embedded = x
         virtual: Tensor = self.virtual
