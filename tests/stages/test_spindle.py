@@ -120,6 +120,26 @@ def test_a_radiance_field_trains_in_waves_as_on_one_rank(ranks: int, nested: int
         trains_as_one(drawn(70 * ranks + seed, ranks, nested, workload), None, workload)
 
 
+def test_a_rank_may_have_nothing_to_do_or_a_head_without_parameters() -> None:
+    """Rank 1 runs the head of a field alone, rank 2 nothing."""
+    workload = opened(**tiny_tasks.FIELD)
+    plan = drawn(5, 1, 1, workload)
+    there = tuple(
+        tuple(
+            WaveSlice(
+                task=one.task,
+                node=one.node,
+                first=one.first,
+                last=one.last,
+                ranks=(1,) if (one.task, one.node) == ("scene", HEAD) else (0,),
+            )
+            for one in wave
+        )
+        for wave in plan.waves
+    )
+    trains_as_one(plans.Plan(ranks=plan.ranks * 3, waves=there, precision="fp64"), None, workload)
+
+
 def trains_as_one(plan: plans.Plan, absent: int | None, workload: MultitaskWorkload) -> None:
     """Loss, weight and gradients, on the ranks that hold them."""
     expected, parts = alone(absent, workload), forks(len(plan.ranks), stepped(plan, absent, workload))

@@ -57,20 +57,28 @@ def _parts(model: Multitask, batches: Sequence[Mapping[str, Tensor]], measures: 
 
 
 def _measured(known: Sequence[tuple[PartCost, _Pass]]) -> list[PartCost]:
-    """With seconds of passes of all, half and a quarter of the samples. All parts run in turn, round after round, so
-    that what one has in the caches another has driven out, as in a step."""
+    """With seconds of passes of all, half and a quarter of the samples. As in a step all parts run forward, then all of
+    them backward in the reverse order, so that what one has in the caches others have driven out."""
     taken: dict[tuple[str, int], list[tuple[float, float]]] = {}
-    for _ in range(ROUNDS + 1):
-        for part, pass_ in known:
-            for rows in sorted({part.rows, -(-part.rows // 2), -(-part.rows // 4)}) if not part.whole else [part.rows]:
-                taken.setdefault((part.key, rows), []).append(pass_.seconds(rows))
+    for number in range(ROUNDS + 1):
+        for share in (1, 2, 4):
+            made = [(part, pass_, rows_of(part, share), *pass_.forward(rows_of(part, share))) for part, pass_ in known]
+            for part, pass_, rows, root, there in reversed(made):
+                back = pass_.backward(root)
+                if number:  # the first round warms up
+                    taken.setdefault((part.key, rows), []).append((there, back))
     found = []
     for part, _ in known:
-        own = {rows: passes[1:] for (key, rows), passes in taken.items() if key == part.key}
-        seconds = {rows: statistics.median(map(sum, passes)) / part.operators for rows, passes in own.items()}
+        own = {rows: passes for (key, rows), passes in taken.items() if key == part.key}
+        seconds = {rows: statistics.median(map(sum, passes)) / part.operators for rows, passes in sorted(own.items())}
         forward = statistics.median(there / (there + back) for there, back in own[part.rows])
         found.append(replace(part, seconds=seconds, forward=forward))
     return found
+
+
+def rows_of(part: PartCost, share: int) -> int:
+    """Samples of one of so many ranks that share them."""
+    return part.rows if part.whole else -(-part.rows // share)
 
 
 def _of_task(model: Multitask, task: int, fields: Mapping[str, Tensor]) -> list[tuple[PartCost, _Pass]]:
@@ -135,11 +143,14 @@ class _Pass:
             self.run(rows, True)
         return max(counter.get_total_flops(), 2 * kernels.total.macs) / rows, sum(kept.values()) / rows
 
-    def seconds(self, rows: int) -> tuple[float, float]:
-        """Of a forward and a backward pass."""
+    def forward(self, rows: int) -> tuple[Tensor, float]:
+        """What backward begins at, and seconds."""
         begun = time.perf_counter()
         made = self.run(rows, True)
-        root = made["loss"][0] if isinstance(made, dict) else made
-        between = time.perf_counter()
-        torch.autograd.backward(root, None if isinstance(made, dict) else torch.ones_like(made))
-        return between - begun, time.perf_counter() - between
+        return made["loss"][0] if isinstance(made, dict) else made, time.perf_counter() - begun
+
+    def backward(self, root: Tensor) -> float:
+        """Seconds."""
+        begun = time.perf_counter()
+        torch.autograd.backward(root, torch.ones_like(root))
+        return time.perf_counter() - begun

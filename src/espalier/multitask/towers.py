@@ -192,10 +192,7 @@ class Head(nn.Module):
         """Sums over the samples; the weight is their number."""
         count = torch.tensor(float(len(outputs[0])))
         if self.loss == "colours":
-            colours, rest, single = outputs[0][:, 0].split([3, 1, 1], 1)
-            (entropy, weight), true = LOSSES["fine"], fields["colour"].to(colours.dtype)
-            loss = ray_losses(colours, rest[:, 0], true, entropy).sum() + weight * single.sum()
-            return {"loss": (loss, count), "error": ((colours.detach() - true).square().mean(1).sum(), count)}
+            return colour_figures(outputs[0], fields)
         if self.loss == "next_token":
             text = fields["text"]
             scores = self.out[0](outputs[0][:, -text.shape[1] :][:, :-1])
@@ -216,6 +213,15 @@ class Head(nn.Module):
     def compared(self, outputs: Sequence[Tensor]) -> list[Tensor]:
         """[samples, joint] of each tower, rows of length one."""
         return [F.normalize(out(one.mean(1)), dim=-1) for out, one in zip(self.out, outputs, strict=True)]
+
+
+def colour_figures(output: Tensor, fields: Fields) -> Figures:
+    """Of rays, from what a field gives. There are no parameters: a rank that runs nothing else holds nothing."""
+    colours, rest, single = output[:, 0].split([3, 1, 1], 1)
+    (entropy, weight), true = LOSSES["fine"], fields["colour"].to(colours.dtype)
+    loss, count = ray_losses(colours, rest[:, 0], true, entropy).sum(), torch.tensor(float(len(output)))
+    error = (colours.detach() - true).square().mean(1).sum()
+    return {"loss": (loss + weight * single.sum(), count), "error": (error, count)}
 
 
 class Multitask(nn.Module):
@@ -250,6 +256,8 @@ class Multitask(nn.Module):
         self, task: int, node: str, operators: tuple[int, int], inputs: Sequence[Tensor], fields: Fields
     ) -> Tensor | Figures:
         """Operators `[first, last)` of a node. `inputs`: what its needs give, or behind its first operator, that."""
+        if node == HEAD and self.tasks[task].loss == "colours":
+            return colour_figures(inputs[0], fields)
         if node == HEAD:
             found: Figures = self.heads[self.tasks[task].name](inputs, fields)
             return found

@@ -402,6 +402,11 @@ class OwnTowers(Mechanism):
         graph = cast("TaskGraph", model)
         context.cut = context.cut or ModelCut(mesh.replica)
         here = _slices(context).holders(graph.owners())
+        ranks = {rank for some in here.values() for rank in some}
+        if idle := [rank for rank in range(len(context.plan.ranks)) if rank not in ranks]:
+            # An optimizer needs something to hold: the smallest parameter, of which these never have a gradient.
+            least = min(model.named_parameters(), key=lambda pair: (pair[1].numel(), pair[0]))[0]
+            here[least] = tuple(sorted({*here[least], *idle}))
         own = {name for name, ranks in here.items() if mesh.rank in ranks}
         context.cut.peers = {name: here[name] for name in own}
         _free(model, own)
