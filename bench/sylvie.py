@@ -1,6 +1,7 @@
 """Full-graph training over four hosts: Sylvie beside fp32 exchanges, PipeGCN, 8 bits, BNS-GCN and sampled batches.
 
     python bench/sylvie.py [--quick] [--pairs N] [--json FILE] [--only CASES]
+    python bench/sylvie.py --only "100 Mbit/s, 200,000 nodes" --json FILE
 
 Four hosts of bench/netlab.py (needs root), each with a link of 1 Gbit/s, 100 or 20 Mbit/s, train GraphSAGE of 3 layers
 of 256 columns on a planted graph of degree 30, which is cut into four parts; the cut is large, as 4 in 10 edges lead
@@ -9,7 +10,8 @@ are counted over 1 Gbit/s, as no link changes what is computed; seconds to it ar
 first. Peers are written here after their papers: PipeGCN
 (arXiv 2203.10428) without its smoothing, 8 bits for all rows (AdaQP, arXiv 2306.01381, without its solver), BNS-GCN
 (arXiv 2203.10983) at 0.1, and DDP over sampled batches, of which an epoch passes over all training nodes. All hosts
-share the machine's cores, so computing is slower than on hosts of their own.
+share the machine's cores, so computing is slower than on hosts of their own: the row of computing alone, without any
+message, is what no exchange can be faster than.
 """
 
 from __future__ import annotations
@@ -20,18 +22,24 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 from espalier.cache_dir import cache_folder
 from espalier.graph import synthetic
+from espalier.sparse.partition import clusters
 from netlab import Lab, Shape, first_said
-from sylvie_rank import INT8, TRANSPORTS, Outcome, Task
+from sylvie_rank import ALONE, FRESH_INT8, INT8, TRANSPORTS, Outcome, Task
 from table import Row, arguments, compare, publish
 
 WORLD = 4
 OURS, FP32 = INT8, "fp32 synchronous"
 BATCHES = "DDP over sampled batches"
-SMALL = ("fp32 synchronous", "8-bit synchronous (AdaQP-like)", "sylvie 1 bit, late", INT8)
+PIPELINED = "fp32 pipelined (PipeGCN)"
+SMALL = (FP32, "8-bit synchronous (AdaQP-like)", FRESH_INT8, INT8, ALONE)
+SLOW = tuple(name for name in TRANSPORTS if name != PIPELINED)
+"""Five epochs of `PIPELINED` take a minute there, as five of fp32 do: nothing hides messages that take longer than
+computing."""
 NEAR = 0.01
 """Accuracy below the best that counts as reached."""
 
@@ -48,11 +56,14 @@ class Case(NamedTuple):
     evaluates: bool = False
 
 
+LARGEST = "100 Mbit/s, 200,000 nodes"
+"""Takes five minutes and 16 GB: not among those that run unasked."""
 CASES = {
     "1 Gbit/s": Case(1e9, 10_000, 12, 5, evaluates=True),
     "100 Mbit/s": Case(100e6, 10_000, 5, 1),
     "100 Mbit/s, large": Case(100e6, 40_000, 3, 1, SMALL),
-    "20 Mbit/s": Case(20e6, 10_000, 3, 1, tuple(TRANSPORTS)),
+    "20 Mbit/s": Case(20e6, 10_000, 3, 1, SLOW),
+    LARGEST: Case(100e6, 200_000, 3, 1, (FP32, FRESH_INT8, INT8, ALONE)),
 }
 
 
@@ -85,7 +96,7 @@ def bytes_of(case: str, found: Outcome) -> list[Row]:
     return [
         Row(f"{case}: halo bytes of an epoch", name, one / 2**20, mine, one / 2**20 / mine, "MiB", "exact")
         for name, one in found.sent.items()
-        if found.sent[name] != found.sent[OURS]
+        if one not in (0.0, found.sent[OURS])
     ]
 
 
@@ -94,6 +105,8 @@ def epochs_to(found: Outcome, epochs: int) -> tuple[float, dict[str, int]]:
     target = max(found.accuracy[FP32]) - NEAR
     reached = {}
     for name, accuracies in found.accuracy.items():
+        if name == ALONE:
+            continue
         told = " ".join(f"{one:.3f}" for one in accuracies)
         print(f"  {name:34} held-out accuracy after 1 + {epochs}, 1 + {2 * epochs}, … epochs: {told}")
         blocks = [number for number, accuracy in enumerate(accuracies, 1) if accuracy >= target]
@@ -110,7 +123,7 @@ def time_to(told: str, target: float, reached: dict[str, int], found: Outcome) -
     times = {
         name: epochs * statistics.median(found.seconds[name])
         for name, epochs in reached.items()
-        if name in found.seconds
+        if name in found.seconds and name != ALONE
     }
     ours = sorted((seconds, name) for name, seconds in times.items() if name.startswith("sylvie"))
     rows = []
@@ -133,9 +146,19 @@ def graph_folder(nodes: int) -> str:
     return str(folder)
 
 
+def parts_of(folder: str) -> str:
+    """The file of its four parts, made once."""
+    path = Path(folder) / f"parts-{WORLD}.npy"
+    if not path.exists():
+        graph = synthetic.opened(Path(folder))
+        np.save(path, clusters(graph.indptr, graph.indices, WORLD))
+    return str(path)
+
+
 def main() -> None:
     """Runs the cases and prints their rows."""
-    asked = arguments(__doc__ or "", only={"default": ";".join(CASES), "help": "cases, with semicolons"})
+    unasked = ";".join(name for name in CASES if name != LARGEST)
+    asked = arguments(__doc__ or "", only={"default": unasked, "help": "cases, with semicolons"})
     rows: list[Row] = []
     target, reached = 1.0, dict[str, int]()
     for name in asked.only.split(";"):
@@ -145,13 +168,15 @@ def main() -> None:
         told = f"planted graph, {case.nodes:,} nodes, 4 x {name.partition(',')[0]}{', quick' * asked.quick}"
         print(f"{told}:")
         rounds, folder = asked.pairs or case.rounds, graph_folder(case.nodes)
-        task = Task(case.contestants, rounds, case.epochs, folder, case.nodes, limit=200.0, evaluates=case.evaluates)
+        limit = 400.0 if name == LARGEST else 200.0
+        graph = (folder, parts_of(folder), case.nodes)
+        task = Task(case.contestants, rounds, case.epochs, *graph, limit=limit, evaluates=case.evaluates)
         found = over_links(task, case.rate)
         rows += rows_of(told, found)
         if case.evaluates:
             target, reached = epochs_to(found, case.epochs)
             rows += bytes_of(told, found)
-        if name == "100 Mbit/s":
+        if name in ("100 Mbit/s", "20 Mbit/s"):
             rows += time_to(told, target, reached, found)
     publish(rows, asked.json)
 

@@ -3,7 +3,8 @@
     torchrun's environment; argument: a Task as JSON. Rank 0 prints an Outcome as JSON.
 
 A turn is a block of epochs, with what is under way at its end waited for, so that late messages are not hidden behind
-others' turns. Held-out accuracy is measured between turns and not timed.
+others' turns; where messages are late a block has at least the epochs from one fresh one to the next. Held-out accuracy
+is measured between turns and not timed.
 """
 
 from __future__ import annotations
@@ -35,7 +36,6 @@ from espalier.graph.neighbor_sampler import Sampler, Style, whole
 from espalier.graph.node_classification import summed_loss
 from espalier.graph.subgraphs import forward
 from espalier.graph.sylvie import Every, Sylvie
-from espalier.sparse.partition import clusters
 from rank import late, run, stock
 
 BNS = 0.1
@@ -46,17 +46,22 @@ SEEDS = 256
 RATES = {"full": 0.003, "sampled": 0.01}
 """Adam's learning rates: the fastest of 0.001, 0.003 and 0.01 for the whole graph in fp32 on one rank, and for batches,
 of which an epoch has several."""
+PERIOD = 5
+"""Epochs from a fresh one to the next, of late rows."""
+ALONE = "computing alone"
+"""Nothing crosses, gradients neither: what no way to exchange can be faster than."""
 INT8, FRESH_INT8 = "sylvie 1 bit, late, int8 gradients", "sylvie 1 bit, int8 gradients"
 
 
 class Task(msgspec.Struct, frozen=True):
-    """What to measure: contestants, blocks of `epochs` each, the graph and the network; seconds at most. `evaluates`:
-    after each block."""
+    """What to measure: contestants, blocks of `epochs` each, the graph, the file of its parts, and the network; seconds
+    at most. `evaluates`: after each block."""
 
     contestants: tuple[str, ...]
     rounds: int
     epochs: int
     folder: str
+    parts: str
     nodes: int
     degree: int = 30
     width: int = 256
@@ -113,6 +118,18 @@ class Sampled:
         return drawn
 
 
+class Nothing:
+    """Rows of others are zeros."""
+
+    def begin(self, step: int) -> None:
+        """Nothing is sent."""
+
+    def __call__(self, own: Halo, sent: Tensor, received: Tensor, crossing: Crossing) -> Callable[[], None]:
+        """See `halo.Transport`."""
+        received.zero_()
+        return lambda: None
+
+
 TRANSPORTS: dict[str, Callable[[], Any]] = {
     "fp32 synchronous": lambda: None,
     "fp32 pipelined (PipeGCN)": lambda: Sylvie(Every(32, 0)),
@@ -120,8 +137,9 @@ TRANSPORTS: dict[str, Callable[[], Any]] = {
     "boundary sampling 0.1 (BNS-GCN)": Sampled,
     "sylvie 1 bit": lambda: Sylvie(Every(1, 1)),
     FRESH_INT8: lambda: Sylvie(Every(1, 1)),
-    "sylvie 1 bit, late": lambda: Sylvie(Every(1, 5)),
-    INT8: lambda: Sylvie(Every(1, 5)),
+    "sylvie 1 bit, late": lambda: Sylvie(Every(1, PERIOD)),
+    INT8: lambda: Sylvie(Every(1, PERIOD)),
+    ALONE: Nothing,
 }
 
 
@@ -129,7 +147,7 @@ class Parts:
     """A contestant that trains on parts."""
 
     def __init__(self, name: str, network: Gnn, graph: Any, own: Halo, block: Any) -> None:
-        self.transport, self.own = TRANSPORTS[name](), own
+        self.transport, self.own, self.name = TRANSPORTS[name](), own, name
         self.network = halo.equip(copy.deepcopy(network))
         self.optimizer = torch.optim.Adam(self.network.parameters(), RATES["full"])
         self.coded = coded(codec("int8"), own.group, Traffic.GRADIENTS) if name in (INT8, FRESH_INT8) else None
@@ -154,7 +172,9 @@ class Parts:
         logits = self.network(self.features, self.blocks)
         loss, _ = summed_loss(logits, self.labels[self.chosen], self.chosen)
         (loss / self.all).backward()
-        if self.coded is None:
+        if self.name == ALONE:
+            pass
+        elif self.coded is None:
             summed(self.network, self.own.group)
         else:
             self._summed_in_8_bits()
@@ -165,6 +185,11 @@ class Parts:
         flat = torch.cat([one.grad.flatten() for one in self.network.parameters()])
         self.coded.all_reduce(flat, self.residual, True)(lambda spent: None).wait()
         dealt(self.network, flat.mul_(dist.get_world_size()))
+
+    def block(self, epochs: int) -> int:
+        """Epochs of a block."""
+        late = isinstance(self.transport, Sylvie) and not self.transport.policy.next(0).synchronous
+        return max(epochs, PERIOD) if late else epochs
 
     def settle(self) -> None:
         """Waits for what is under way."""
@@ -236,7 +261,7 @@ def measure(task: Task, channel: Any) -> Outcome:
     style = Style(loops=False, scale="mean")
     block = whole(graph, style)
     ranks, rank = channel.size(), channel.rank()
-    cut = halo.boundary(block.indptr, block.indices, clusters(graph.indptr, graph.indices, ranks), ranks)
+    cut = halo.boundary(block.indptr, block.indices, np.load(task.parts), ranks)
     own = Halo.of(block.indptr, block.indices, cut, rank, channel)
     local = own.block(block)
     made = {
@@ -251,14 +276,15 @@ def measure(task: Task, channel: Any) -> Outcome:
             dist.barrier(stock())
             kind = Traffic.GRADIENTS if isinstance(one, Batches) else Traffic.HALO
             before, start = _bytes(channel, kind), time.perf_counter()
-            for _ in range(task.epochs if number else 1):
+            epochs = one.block(task.epochs) if number else 1
+            for _ in range(epochs):
                 one.epoch()
             one.settle()
             dist.barrier(stock())
             took = time.perf_counter() - start
             if number:
-                seconds[name].append(took / task.epochs)
-                total = torch.tensor([(_bytes(channel, kind) - before) / task.epochs], dtype=torch.float64)
+                seconds[name].append(took / epochs)
+                total = torch.tensor([(_bytes(channel, kind) - before) / epochs], dtype=torch.float64)
                 dist.all_reduce(total, group=stock())
                 sent[name] = float(total)
                 if task.evaluates:
