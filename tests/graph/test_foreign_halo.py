@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import copy
+import os
 import sys
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
+from espalier import config
 from espalier.config import defaults, recipe_file
 from espalier.errors import UserError
-from espalier.graph.workload import GraphWorkload
+from espalier.graph import partition_folder
+from espalier.graph.halo_parallel import Cutting
+from espalier.graph.subgraphs import infer
+from espalier.graph.workload import GraphWorkload, open_graph
 
 from .conftest import made
 from .test_halo_parallel import STEPS, close, plan_of, train
@@ -156,3 +162,55 @@ def test_a_network_is_itself_where_the_graph_is_whole():
     with torch.no_grad():
         next(model.parameters()).zero_()
     torch.testing.assert_close(infer(copied, workload.task.held), expected)
+
+
+def of_parts(folder, **how):
+    """A graph of whose parts there is a folder, and a recipe for two ranks that read it."""
+    graph, recipe = made(), recipe_of(halo={}, **how)
+    view = GraphWorkload(recipe, graph).whole_task.train
+    cutting = Cutting(graph, view.style)
+    partition_folder.write(folder, graph, view.style, *cutting.boundary(cutting.parts([1, 1]), 2))
+    pinned = config.Planning(pin=config.Pin(ranks=2))
+    return graph, msgspec.structs.replace(recipe, data=(config.Data(path=str(folder)),), plan=pinned)
+
+
+@pytest.mark.parametrize("how", [{"norm": True}, {"hops": 3}])
+def test_own_networks_train_on_a_folder_of_parts_as_on_one_rank_and_each_reads_its_own_alone(
+    tmp_path, monkeypatch, how
+):
+    graph, recipe = of_parts(tmp_path / "parts", **how)
+    alone = train(recipe_of(**how), graph)
+    log, load = tmp_path / "log", partition_folder.load_file
+
+    def told(path):
+        if path.name.startswith("part-"):
+            with log.open("a") as file:
+                file.write(f"{os.getpid()} {path.name}\n")
+        return load(path)
+
+    opened = open_graph(recipe).graph
+    assert opened.edges == 0
+    whole = GraphWorkload(recipe_of(halo={}, **how), graph)
+    assert GraphWorkload(recipe, opened).halos().network == whole.halos().network
+    monkeypatch.setattr(partition_folder, "load_file", told)
+    close(train(recipe, opened, (50,)), alone, rel=1e-9)
+    read = {tuple(line.split()) for line in log.read_text().splitlines()}
+    assert len(read) == 2
+    assert {name for _, name in read} == {"part-0.safetensors", "part-1.safetensors"}
+
+
+def test_answers_of_own_networks_from_parts_are_those_of_the_whole_graph(tmp_path):
+    graph, recipe = of_parts(tmp_path / "parts")
+    workload = open_graph(recipe)
+    network = workload.build(torch.device("cpu"), torch.float64).eval()
+    expected = infer(network, GraphWorkload(recipe_of(), graph).whole_task.held)
+    torch.testing.assert_close(infer(network, workload.whole_task.held), expected)
+    assert workload.reach()[0].edges == graph.edges
+
+
+def test_a_network_that_needs_edges_of_others_is_refused_on_a_folder_of_parts(tmp_path):
+    _, recipe = of_parts(tmp_path / "parts", symmetric=True)
+    workload = open_graph(recipe)
+    with pytest.raises(UserError, match="cut beforehand") as told:
+        workload.halos()
+    assert "degrees of their sources" in str(told.value)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from espalier.graph.data import Array
     from espalier.graph.halo import Halo
+    from espalier.graph.partition_folder import Part
 
 SAMPLE = 48
 """Nodes of the small graph that a network is studied on."""
@@ -210,7 +211,7 @@ def deepened(own: Halo, whole: MessageBlock) -> Deep:
 def study(model: nn.Module, features: Array, whole: MessageBlock) -> ForeignRows:
     """What `model`, a network for the graph `whole` of nodes with `features`, needs over parts, found on a small graph
     of its first nodes with edges of our own. Raises UserError where its answers over parts are others."""
-    rows = torch.from_numpy(np.array(features[:SAMPLE])).double()
+    rows = torch.from_numpy(np.array(features[:SAMPLE], np.float64))
     block = _sample(len(rows), whole)
     cut = halo.boundary(block.indptr, block.indices, np.arange(len(rows)) % 2, min(2, len(rows)))
     own = halo.Halo.of(block.indptr, block.indices, cut, 0)
@@ -234,6 +235,19 @@ def study(model: nn.Module, features: Array, whole: MessageBlock) -> ForeignRows
         "pass messages looks at other nodes' rows (pooling, a norm over the graph, attention over all nodes)",
         do="leave [graph.halo] out, or batch or layer norms",
     )
+
+
+def study_part(model: nn.Module, part: Part) -> ForeignRows:
+    """As `study`, of a graph of which a part is here, with edges into its own nodes alone. Raises UserError for a
+    network that needs more."""
+    found = study(model, part.features.numpy(), part.block)
+    if found.deep:
+        raise UserError(
+            "This network cannot train on a graph that was cut beforehand.",
+            why="it scales edges by the degrees of their sources, and a part has no edges into nodes of others",
+            do="the graph itself as data.path, or a network such as PyG's SAGEConv, GATConv or GINConv",
+        )
+    return found
 
 
 @torch.no_grad()

@@ -199,10 +199,6 @@ class HaloParallel(Mechanism):
         shares = [one.share[1] - one.share[0] for one in ranks]
         nodes = [one.node for one in ranks]
         writes = nodes.index(nodes[group.rank()]) == group.rank()
-        foreign = None
-        if not isinstance(model, Gnn):
-            foreign = foreign_halo.study(model, task.train.graph.features, task.train.block)
-            foreign_halo.equip(model)
         sums = isinstance(model, Gnn) and takes_sums(model) and context.recipe.quant is None
         cutting = Cutting(task.train.graph, task.train.style, sums)
         if (known := task.train.graph.partition) is None:
@@ -210,6 +206,13 @@ class HaloParallel(Mechanism):
         else:
             part = partition_folder.read(known.folder, group.rank(), group, task.train.graph.identity)
             _check_sums(part, sums)
+        foreign = None
+        if not isinstance(model, Gnn):
+            if known is None:
+                foreign = foreign_halo.study(model, task.train.graph.features, task.train.block)
+            else:
+                foreign = foreign_halo.study_part(model, part)
+            foreign_halo.equip(model)
         halo.equip(model)
         one = next(model.parameters())
         placed = {"device": one.device, "dtype": one.dtype}

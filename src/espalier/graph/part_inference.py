@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from espalier.graph import halo, partition_folder
-from espalier.graph.base import Kept, Rows, dense, joined
+from espalier.graph.base import Forms, Kept, MessageBlock, Rows, dense, joined
 from espalier.graph.gnn import Gnn
 from espalier.graph.partition_folder import Part
 from espalier.workload import to_device
@@ -43,6 +43,31 @@ def infer_parts(model: Gnn, folder: Path, ranks: int, layers: int | None = None)
     made = found[0].new_empty(len(owned), found[0].shape[1])
     made[owned] = torch.cat(found)
     return made
+
+
+def gathered(folder: Path, ranks: int) -> tuple[Tensor, MessageBlock]:
+    """Features of all nodes, and all edges: what a network whose layers are not ours is called with. Raises UserError
+    as `partition_folder.read`."""
+    parts = [partition_folder.read_alone(folder, rank) for rank in range(ranks)]
+    owned = torch.cat([one.halo.owned for one in parts])
+    counts = torch.cat([one.block.indptr.diff() for one in parts])
+    starts = torch.cat([one.block.indptr[:-1] for one in parts])
+    edges = [one.block.edges for one in parts]
+    begins = torch.tensor([0, *edges[:-1]]).cumsum(0)
+    before = begins.repeat_interleave(torch.tensor([len(one.halo.owned) for one in parts]))
+    order = torch.argsort(owned)
+    lengths = counts[order]
+    indptr = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    place = torch.repeat_interleave((starts + before)[order] - indptr[:-1], lengths) + torch.arange(sum(edges))
+    sources = torch.cat([one.halo.nodes[one.block.indices.long()] for one in parts])
+
+    def together(name: str) -> Tensor | None:
+        found = [getattr(one.block, name) for one in parts]
+        return None if found[0] is None else torch.cat(found)[place]
+
+    made = MessageBlock(indptr, sources[place].int(), len(owned), Forms())
+    made = made._replace(weights=together("weights"), features=together("features"))
+    return torch.cat([one.features for one in parts])[order], made
 
 
 def _leaving(part: Part, rows: Rows) -> list[Rows]:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from espalier import cache_dir, serialization
 from espalier.comm.base import Traffic, traffic
-from espalier.config import Network, Recipe
+from espalier.config import Messages, Network, Recipe
 from espalier.errors import UserError
 from espalier.graph.base import Forms, MessageBlock
 from espalier.graph.data import DataSplit, Graph, Partition
@@ -112,11 +112,12 @@ def check(recipe: Recipe, partition: Partition, style: Style) -> None:
     assert options is not None
     there = outlined(partition.folder)[1]
     what = f"data.path = {str(partition.folder)!r} is a graph that is cut into {ranks} parts"
-    if options.halo is None or options.inductive or not isinstance(recipe.model, Network):
+    if options.halo is None or options.inductive or not isinstance(recipe.model, Network | Messages):
         raise UserError(
             f"{what}; this recipe needs the whole graph.",
             why="each rank reads the edges and features of its own part alone",
-            do="[graph.halo], a network such as sage, without graph.inductive; or the graph itself as data.path",
+            do="[graph.halo], a network such as sage or your own, without graph.inductive; or the graph itself as "
+            "data.path",
         )
     if recipe.plan.pin.ranks != ranks:
         raise UserError(f"{what}, for as many ranks.", do=f"plan.pin.ranks={ranks}, or the graph itself as data.path")
@@ -194,6 +195,12 @@ def read(folder: str | Path, rank: int, group: dist.ProcessGroup | None = None, 
     if group is not None:
         _compare(folder, digest, group)
     return _part(folder, manifest, rank, group)
+
+
+def any_part(folder: Path) -> Part:
+    """The first of the parts that this machine has. Raises UserError as `read`."""
+    ranks = len(_manifest(folder)[0].checksums)
+    return read_alone(folder, next((rank for rank in range(ranks) if (folder / _name(rank)).exists()), 0))
 
 
 def read_alone(folder: Path, rank: int) -> Part:

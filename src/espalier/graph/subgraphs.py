@@ -140,13 +140,16 @@ def _edge_values(model: nn.Module, block: MessageBlock) -> tuple[Tensor, ...]:
 def infer(model: nn.Module, view: View, layers: int | None = None) -> Tensor:
     """[nodes, outputs] for all nodes with all their neighbours, layer by layer, in pieces where memory is scarce; with
     `layers`, what the first ones give. Of a graph that is cut into parts, one part after the other."""
-    if view.graph.partition is not None:
-        from espalier.graph.part_inference import infer_parts
-
-        assert isinstance(model, Gnn), "others are not cut beforehand"
-        return infer_parts(model, view.graph.partition.folder, view.graph.partition.ranks, layers)
     parameter = next(model.parameters())
     placed: dict[str, Any] = {"device": parameter.device, "dtype": parameter.dtype}
+    if view.graph.partition is not None:
+        from espalier.graph import part_inference
+
+        where = view.graph.partition.folder, view.graph.partition.ranks
+        if isinstance(model, Gnn):
+            return part_inference.infer_parts(model, *where, layers)
+        features, block = part_inference.gathered(*where)
+        return forward(model, features.to(**placed), (_placed(block, placed),))
     if not isinstance(model, Gnn):
         features, blocks = view.whole()
         return forward(model, features.to(**placed), tuple(_placed(block, placed) for block in blocks[:1]))

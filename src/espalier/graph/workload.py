@@ -431,7 +431,7 @@ class GraphWorkload(Plain):
         """What each layer passes over, the farthest from the targets first; per target where batches are drawn."""
         if self._reach is None and self.graph.partition is not None:
             nodes, edges = self.graph.nodes, self.graph.partition.edges
-            self._reach = [Reach(nodes, nodes, edges)] * self.whole_task.train.depth
+            self._reach = [Reach(nodes, nodes, edges)] * max(1, self.whole_task.train.depth)
         if self._reach is None:
             batches = self.task.batch(self.task.ids(np.arange(self.global_batch)), 0)
             share = self.global_batch if self._each else 1
@@ -466,9 +466,12 @@ class GraphWorkload(Plain):
         if isinstance(network, Gnn):
             crossing, sums = network, takes_sums(network) and self.recipe.quant is None
         else:
-            from espalier.graph.foreign_halo import study
+            from espalier.graph.foreign_halo import study, study_part
 
-            crossing = study(network, view.graph.features, view.block)
+            if view.graph.partition is None:
+                crossing = study(network, view.graph.features, view.block)
+            else:
+                crossing = study_part(network, partition_folder.any_part(view.graph.partition.folder))
         weighed = None if self.graph.partition is not None else cache(partial(self._sampled, depth(crossing)))
         return Halos(Cutting(view.graph, view.style, sums), crossing, options, weighed)
 
