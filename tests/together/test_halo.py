@@ -121,8 +121,9 @@ def strike(graph, monkeypatch, tmp_path):
     """Runs a supervised run of two ranks on the graph."""
     monkeypatch.setattr(struck, "open_language", lambda recipe: GraphWorkload(recipe, graph))
 
-    def run(halo, name, *faults, ranks=2, model=None, **options):
-        recipe = recipe_of(model or {"kind": "sage"}, halo, precision="fp32", checkpoint={"every": 3})
+    def run(halo, name, *faults, ranks=2, model=None, steps=STEPS, **options):
+        train = {"steps": steps, "precision": "fp32"}
+        recipe = recipe_of(model or {"kind": "sage"}, halo, checkpoint={"every": 3}, train=train)
         return Struck(
             recipe, ranks, tmp_path / name, faults, plan=plan_of(recipe, ranks), memory=1 << 26, **options
         ).run()
@@ -160,3 +161,17 @@ def test_a_rank_that_is_killed_while_rows_are_late_goes_on_as_a_run_that_was_sto
     assert same(run, stopped)
     assert run.losses == stopped.losses
     assert run.losses[STEPS] < run.losses[1]
+
+
+def test_bits_that_follow_losses_are_in_the_log_and_steps_that_are_made_again_have_them(strike):
+    run = strike({"bits": 1, "synchronize": 2, "adapt": True}, "run", Fault(1, 21, "kill"), steps=24)
+    assert 0 < run.all("recovered")[0]["step"] < 24
+    decided = {"graph.halo.bits": {}, "graph.halo.late": {}}
+    for event in run.all("rule"):
+        if event["name"] in decided:
+            decided[event["name"]][event["step"]] = event["value"]
+    assert len(decided["graph.halo.bits"]) > 1
+    assert decided["graph.halo.bits"][0] == decided["graph.halo.late"][0] == 1
+    for event in run.all("step"):
+        known = decided["graph.halo.bits"]
+        assert event["halo"]["bits"] == known[max(step for step in known if step < event["step"])]
