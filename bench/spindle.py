@@ -8,8 +8,8 @@ a + b / n seconds on n ranks, a being 20 % of an average one on one rank. `compu
 one core each: glyphs with names, source text, a package graph, whole steps with gradients and optimizer. All plans take
 turns in the same processes. The peers are plans of the same executor, as no public system runs such tasks: all ranks
 for one task after the other (data parallel), and the best partition of the ranks into fixed groups. Predictions are
-those of the planner; of `computes` from the parts measured at the start. `planning` and `estimator` start no ranks.
-Seven minutes at most.
+those of the planner; of `computes` from the parts and the link measured at the start. `planning` and `estimator` start
+no ranks. Seven minutes at most.
 """
 
 from __future__ import annotations

@@ -174,6 +174,7 @@ def waiting(task: Task, channel: dist.ProcessGroup) -> tuple[dict[str, Step], di
             },
             tuple(f"{name}.{need}" for need in needs),
             output=size,
+            forward=1 / 3,
         )
         for (name, node), (_, operators, needs) in PARTS.items()
     ]

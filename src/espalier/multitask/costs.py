@@ -24,7 +24,7 @@ from espalier.workload_row import PartCost
 
 COUNTED = 2
 """Samples of a pass that is counted."""
-ROUNDS = 7
+ROUNDS = 11
 """Passes of which the middle one is taken."""
 LAUNCHES = 60
 """Operations of a block, forward and backward, that a host issues: counted on a transformer block, and rounded."""
