@@ -297,9 +297,9 @@ def planning(tokens: int, pairs: int, cache: str) -> list[Row]:
 
 def trained(kind: str, path: str, seed: int, count: int) -> float:
     """Test accuracy in % at the last of `count` steps of Adam with L2, as GCN's authors have it (bench/graph.py)."""
-    model: dict[str, Any] = {"width": 16}
+    few = path not in REAL  # labels
+    model: dict[str, Any] = {"width": 16} if few else {}  # GCN's authors'; else as wide as ours
     if kind == "graph-transformer":
-        few = path not in REAL  # labels
         model = {"local": 2 * few, "depth": 2, "virtual": 0, "dropout": 0.5 if few else 0.1, "attention": "sparse"}
     how = {"kind": "adamw", "coupled": True, "weight_decay": 5e-4, "betas": [0.9, 0.999], "learning_rate": 0.01}
     schedule = {} if kind == "graph-transformer" else {"schedule": {"kind": "constant"}}  # GCN's, and our default
