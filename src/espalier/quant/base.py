@@ -116,7 +116,7 @@ class BitAllocator(nn.Module):
         counts: float [entries], rows of the whole matrix that have the pair.
         learned: whether widths are; else they stay as they begin.
         rate: of the steps: see OWN_RATE.
-        fits: whether each row has a step of its own, which inference may fit to its values.
+        fits: whether each row has a step of its own, which is fitted to its values.
     """
 
     counts: Tensor
