@@ -194,6 +194,20 @@ def test_evaluation_keeps_to_the_target_exactly_and_takes_no_more_than_it_must()
     assert target.shift() == 0
 
 
+def test_widths_that_begin_apart_lose_no_more_bits_than_the_target_asks_for() -> None:
+    """1.5 bits a value: half of the rows keep two; of equal widths none would."""
+    kept = []
+    for spreads in (False, True):
+        allocator = NodeBits(40, 3.0)
+        if spreads:
+            allocator.spread(torch.arange(40).flip(0))
+            assert torch.equal(allocator.raw_bits.argsort(), torch.arange(40).flip(0))
+            assert float(allocator.raw_bits.detach().mean()) == pytest.approx(3.0 / base.BIT_RATE)
+        target = MemoryTarget([Layer(allocator, 16, signed=False)], 40 * 16 * 3 // 16)
+        kept.append(target.bytes_at(target.shift()))
+    assert kept == [80, 120]
+
+
 def test_a_heavier_penalty_takes_bits_down_further() -> None:
     left = []
     for weight in (0.0, 0.01, 0.1, 1.0):

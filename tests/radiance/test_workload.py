@@ -288,6 +288,7 @@ def test_rays_that_meet_nothing_have_the_background_and_no_gradient() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_example_reaches_thirty_decibels(tmp_path: Path) -> None:
     (tmp_path / "machine.toml").write_text(MACHINE)
     command = [sys.executable, "-m", "espalier", "train", str(ROOT / "examples" / "scene.toml")]

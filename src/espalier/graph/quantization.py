@@ -73,18 +73,23 @@ class QuantizedGraph:
     stored: bool = False
 
     def allocator(self, options: config.Quant, bits: float) -> BitAllocator:
-        """By the kind of the options."""
-        nodes = self.trained or self.graph.nodes
+        """By the kind of the options; learned widths begin higher for higher degrees (a bank's for larger values)."""
+        nodes, degrees = self.trained or self.graph.nodes, torch.from_numpy(self.graph.degrees().astype(np.int64))
+        places = None if self.places is None else torch.from_numpy(self.places)
+        found: BitAllocator
         match options:
             case config.Uniform():
                 return UniformBits(nodes, bits)
             case config.Mega():
-                return DegreeBits(torch.from_numpy(self.graph.degrees().astype(np.int64)), bits)
+                found = DegreeBits(degrees, bits)
             case _ if self.whole:
-                return BankBits(nodes, bits)
+                found = BankBits(nodes, bits)
             case _:
-                places = None if self.places is None else torch.from_numpy(self.places)
-                return NodeBits(nodes, bits, places)
+                found = NodeBits(nodes, bits, places)
+        entries = len(found.counts)
+        by_node = isinstance(found, NodeBits) and len(degrees) == entries
+        found.spread(degrees if by_node else torch.arange(entries))
+        return found
 
     def input_signed(self) -> bool | None:
         """Whether features have negative values; None: they are left as they are, since each row has one value but 0

@@ -156,6 +156,15 @@ class BitAllocator(nn.Module):
         return torch.zeros(len(x), dtype=torch.int64, device=x.device)
 
     @torch.no_grad()
+    def spread(self, order: Shaped[Tensor, " entries"]) -> None:
+        """Widths begin up to half a bit apart, rising with `order`. A target between two widths then takes a bit from
+        some rows; from equal ones it takes it from all at once, and a network that begins with one bit for all loses
+        units for good: on CiteSeer two seeds of ten ended 12 points lower."""
+        places = order.argsort(stable=True)
+        share = self.counts[places].cumsum(0) - self.counts[places] / 2
+        self.raw_bits[places] += (share / self.counts.sum() - 0.5) / BIT_RATE
+
+    @torch.no_grad()
     def begin(self, x: Float[Tensor, "rows columns"], index: RowIndex, signed: bool) -> None:
         """Steps from values: 2 mean|x| / sqrt(largest code), as LSQ begins (arXiv 1902.08153, section 2.1), where the
         mean is that of the pair's values and of the layer's, each by how many values it is of (PRIOR). Rows of zeros do
