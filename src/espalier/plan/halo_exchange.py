@@ -150,6 +150,23 @@ def _fresh_inside(plan: Plan, halos: Any, cluster: Cluster, sent: Any) -> tuple[
     return msgspec.structs.replace(plan, exchanges=(*others, *both), why=(told, *plan.why)), wait
 
 
+def _said_bits(options: Any, by_peer: Any) -> tuple[int, str]:
+    """The fewest bits of a value, and all of them in words."""
+    every = [options.bits] if by_peer is None else [int(one) for bits in by_peer.values() for one in bits.flat]
+    low, high = min(every), max(every)
+    if low < high:
+        return low, f"{low} to {high} bits a value"
+    return low, f"{units.plural(low, 'bit')} a value" if low < ALL_BITS else "values as they are"
+
+
+def _rules(bits: int) -> tuple[AdaptiveRule, ...]:
+    """What follows the losses (`graph.halo.adapt`)."""
+    return (
+        AdaptiveRule(name="graph.halo.bits", start=bits, low=1, high=8, signal="speed of the loss"),
+        AdaptiveRule(name="graph.halo.late", start=1, low=0, high=1, signal="speed of the loss"),
+    )
+
+
 def with_halos(plan: Plan, halos: Halos | TokenCut, cluster: Cluster, instead_of: Plan | None = None) -> Plan:
     """The plan with the bytes and seconds of its exchanges, in sentences too; each rank takes its part at once.
     `instead_of`: a plan of several ranks that is slower than this one."""
@@ -172,14 +189,7 @@ def with_halos(plan: Plan, halos: Halos | TokenCut, cluster: Cluster, instead_of
     most = max(crossing[groups == one].sum() for one in set(groups.tolist()))
     wait = float(most) / link.bandwidth + halos.exchanges * (link.latency + link.launch)
     words, show = link_words(link, "between" if level == "between" else "inside"), units.show_size
-    used = (
-        [options.bits]
-        if isinstance(options.bits, int)
-        else [int(one) for bits in by_peer.values() for one in bits.flat]
-    )
-    bits, most_bits = min(used), max(used)
-    low = f"{units.plural(bits, 'bit')} a value" if bits < ALL_BITS else "values as they are"
-    low = low if bits == most_bits else f"{bits} to {most_bits} bits a value"
+    bits, low = _said_bits(options, by_peer)
     told = [f"{HALOS}: {halos.told(shares)}, {show(float(sent.sum(1).max()))} leave a rank in a step ({low})."]
     exposed, predicted = wait, plan.predicted
     if predicted is not None:
@@ -208,11 +218,7 @@ def with_halos(plan: Plan, halos: Halos | TokenCut, cluster: Cluster, instead_of
         told.append(f"{HALOS} take most of the step: graph.halo.bits=1 sends about a 28th of the bytes.")
     rules = plan.rules
     if options.adapt:
-        rules = (
-            *rules,
-            AdaptiveRule(name="graph.halo.bits", start=bits, low=1, high=8, signal="speed of the loss"),
-            AdaptiveRule(name="graph.halo.late", start=1, low=0, high=1, signal="speed of the loss"),
-        )
+        rules = (*rules, *_rules(bits))
         told.append(
             f"{HALOS}: bits begin at {options.bits} and follow how fast the loss changes, from 1 to 8; where it slows "
             "down rows are fresh; see the log."
