@@ -185,7 +185,7 @@ def test_a_host_that_the_others_go_on_without_is_started_whenever_that_works(out
     outcome.carry_out(f"without,{host}", absence=0.3, patience=90.0)
     assert outcome.error is None
     assert outcome.done
-    assert len(outcome.pids(host)) >= 4
+    assert len(outcome.pids(host)) >= (4 if host == "late" else 2)
     back = [line for line in outcome.said if line.startswith(f"Host {host} is back after")]
     assert [line.endswith("it has ranks again where that pays.") for line in back] == [True] * (host == "late")
 
