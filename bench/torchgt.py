@@ -54,8 +54,8 @@ OURS = {"ours": {}, "ours, 3 permutations of expander edges": {"expander": 3}, "
 LARGE = ("TransformerConv", "Polynormer")
 """Peers that take part on the real graphs."""
 REAL = ("debian:packages", "debian:wordnet")
-HOPS = {"cora": 4, "citeseer": 2}
-"""`model.local`: those that were the best of 2, 3 and 4 on the validation nodes, over seeds 0 and 1."""
+HOPS = 4
+"""`model.local` on Cora and CiteSeer: the best of 2, 3 and 4 on the validation nodes of each, over seeds 0 and 1."""
 QUADRATIC = ("dense", "GPSConv multihead")
 DENSE = 4096
 """Tokens up to which peers that look at all pairs take part."""
@@ -303,7 +303,7 @@ def trained(kind: str, path: str, seed: int, count: int) -> float:
     model: dict[str, Any] = {"width": 16} if few else {}  # GCN's authors'; else as wide as ours
     if kind == "graph-transformer":
         model = {
-            "local": HOPS.get(Path(path).name, 0),
+            "local": HOPS * few,
             "depth": 2,
             "virtual": 0,
             "dropout": 0.5 if few else 0.1,
