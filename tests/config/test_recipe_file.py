@@ -337,3 +337,20 @@ def test_a_recipe_is_called_as_its_file_as_far_as_that_is_a_name(tmp_path: Path)
 def test_an_interpreter_is_a_program(python: str) -> None:
     with pytest.raises(UserError, match=r"launch\.python"):
         value_ranges.check(reload(LEAST, f"launch.python={json.dumps(python)}"))
+
+
+def test_one_of_several_tables_is_changed_or_left_out_by_its_name(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "examples" / "tasks.toml").read_text()
+    (tmp_path / "recipe.toml").write_text(text)
+
+    def tasks(*overrides: str) -> dict[str, float]:
+        found = recipe_file.load(tmp_path / "recipe.toml", overrides).tasks
+        return {one.name: one.weight for one in found or ()}
+
+    assert tasks("tasks.source.weight=0.25") == {**tasks(), "source": 0.25}
+    assert tasks("tasks.source=none") == {name: weight for name, weight in tasks().items() if name != "source"}
+    with pytest.raises(UserError, match="tasks has no such part") as caught:
+        tasks("tasks.sorce.weight=2")
+    assert all(name in str(caught.value) for name in ("glyphs", "source", "packages"))
+    with pytest.raises(UserError, match=r"tasks\.source is a table"):
+        tasks("tasks.source=2")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import tomllib
 import unicodedata
@@ -124,20 +125,39 @@ def _override(table: Table, text: str) -> str:
     parts = [part.strip() for part in key.split(".")]
     if not equals or not all(parts):
         raise UserError(f"Not an override: {text!r}.", do="write key=value, such as train.steps=50")
-    node = table
-    for position, part in enumerate(parts[:-1]):
-        child = node.setdefault(part, {})
+    node: Any = table
+    for position, (part, following) in enumerate(itertools.pairwise(parts)):
+        child = _named(node, part) if isinstance(node, list) else node.setdefault(part, {})
         taken = ".".join(parts[: position + 1])
-        if isinstance(child, list) and len(child) == 1:
+        if isinstance(child, list) and len(child) == 1 and _named(child, following) is None:
             child = child[0]
         elif isinstance(child, str) and f"{taken}.kind" in recipe_errors.known_keys():
             child = node[part] = {"kind": child}
-        if not isinstance(child, dict):
-            why = "it stands for several tables" if isinstance(child, list) else "it is a value, not a table"
-            raise UserError(f"{key.strip()} cannot be set: {taken} has no such part.", why=why)
+        if not isinstance(child, dict) and not (isinstance(child, list) and _named(child, following) is not None):
+            raise _no_such_part(key.strip(), taken, child)
         node = child
-    node[parts[-1]] = _value(value.strip())
+    found = _value(value.strip())
+    if not isinstance(node, list):
+        node[parts[-1]] = found
+    elif found == "none":
+        node.remove(_named(node, parts[-1]))
+    else:
+        raise UserError(f"{key.strip()} is a table.", do=f"{key.strip()}.KEY=value, or {key.strip()}=none without it")
     return ".".join(parts)
+
+
+def _named(tables: Sequence[Any], name: str) -> Any:
+    """The one of several tables with that name; None: there is none."""
+    return next((one for one in tables if isinstance(one, dict) and one.get("name") == name), None)
+
+
+def _no_such_part(key: str, taken: str, value: Any) -> UserError:
+    what = f"{key} cannot be set: {taken} has no such part."
+    if not isinstance(value, list):
+        return UserError(what, why="it is a value, not a table")
+    names = [one["name"] for one in value if isinstance(one, dict) and isinstance(one.get("name"), str)]
+    do = f"{taken}.{names[0]}.KEY=value" if names else ""
+    return UserError(what, why=f"it stands for several tables{': ' if names else ''}{', '.join(names)}", do=do)
 
 
 def _value(text: str) -> Any:
