@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -29,6 +29,19 @@ ENTER = """#!/bin/sh
 echo $$ > {groups}/$1/cgroup.procs || exit 1
 exec ip netns exec "$1" sh -c "$2"
 """
+UNEQUAL = ("recipe.toml", "plan.pin.pipelines=unequal")
+PARTS = {
+    "waves": ("tasks.toml", "plan.pin.ranks=3"),
+    "dispatch": (
+        "recipe.toml",
+        "model.kind=moe",
+        "model.depth=2",
+        "model.experts=6",
+        "plan.pin.ep=3",
+        "plan.pin.ranks=3",
+    ),
+}
+"""Runs whose ranks wait for one another within a step."""
 HOST = """
 [[nodes]]
 name = "{name}"
@@ -76,6 +89,8 @@ def home(lab: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     recipe = RECIPE.replace("ip netns exec {host} sh -c {command}", f"{enter} {{host}} {{command}}")
     recipe = recipe.replace("depth = 1", "depth = 6").replace("steps = 4", "steps = 6")
     (folder / "recipe.toml").write_text(recipe.replace("width = 32", "width = 64"))
+    tasks = (Path(__file__).parents[2] / "examples" / "tasks.toml").read_text()
+    (folder / "tasks.toml").write_text(tasks.split("[train]")[0] + "[plan]" + recipe.split("[plan]")[1])
     (folder / "corpus").mkdir()
     for number in range(12):
         (folder / "corpus" / f"{number}.txt").write_text(f"The number {number} comes before {number + 1}.\n" * 40)
@@ -129,11 +144,13 @@ def test_the_run_goes_on_under_another_plan_of_the_same_hosts(lab: str, home: Pa
 # --- what is lost or stays slow ---
 
 
-def begun(home: Path, lab: str, run: str, step: int, *more: str) -> subprocess.Popen[str]:
-    """A run on all hosts that has made so many steps."""
-    arguments = ("--hosts", lab, "plan.cluster=three.toml", "plan.pin.pipelines=unequal", f"name={run}", *more)
+def begun(
+    home: Path, lab: str, run: str, step: int, *more: str, start: Sequence[str] = UNEQUAL
+) -> subprocess.Popen[str]:
+    """A run on all hosts that has made so many steps. `start`: its recipe, and what it is pinned to."""
+    arguments = ("--hosts", lab, "plan.cluster=three.toml", f"name={run}", *more)
     process = subprocess.Popen(
-        command_line("train", "recipe.toml", *arguments), cwd=home, env=environment(home), text=True,
+        command_line("train", *start, *arguments), cwd=home, env=environment(home), text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     deadline = time.monotonic() + 150
@@ -239,4 +256,27 @@ def test_a_host_that_was_left_out_is_taken_in_again_when_it_is_back(lab: str, ho
     near = range(1, again["step"] + 11)
     found, whole = last_losses(home, "back"), expected(home, "back-near", again["step"] + 10, *model, *slowly)
     assert [found[step - 1] for step in near] == pytest.approx([whole[step - 1] for step in near], rel=1e-3)
+    assert none_left(lab)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_host_lost_amid_waves_or_a_dispatch_is_started_again_and_no_loss_changes(
+    lab: str, home: Path, part: str
+) -> None:
+    options = ("train.steps=40", "checkpoint.every=5", "faults.heartbeat=0.5s")
+    lost = lab.split(",")[1]
+    process = begun(home, lab, part, 12, *options, start=PARTS[part])
+    before = (home / "runs" / part / "plan.json").read_text()
+    for pid in processes(lost):
+        os.kill(int(pid), signal.SIGKILL)
+    output, errors = process.communicate(timeout=200)
+    assert process.returncode == 0, output + errors
+    assert f"Host {lost} is back after" in errors
+    (recovered,) = events(home, part, "recovered")
+    assert recovered["kind"] == "lost"
+    assert (home / "runs" / part / "plan.json").read_text() == before
+    undisturbed = begun(home, lab, f"{part}-whole", 1, *options, start=PARTS[part])
+    output, errors = undisturbed.communicate(timeout=200)
+    assert undisturbed.returncode == 0, output + errors
+    assert last_losses(home, part) == last_losses(home, f"{part}-whole")
     assert none_left(lab)
