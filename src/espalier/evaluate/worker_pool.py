@@ -186,7 +186,8 @@ class _Worker:
         self._pool = pool
         with _no_main_program():
             self._pool.submit(os.getpid)  # the first call starts the process
-        (self._process,) = set(multiprocessing.active_children()) - set(others)
+        started = set(multiprocessing.active_children()) - set(others)
+        self._process = next(iter(started), None)  # None: it has died already, as its futures say
         self._used, self._since = -1.0, time.monotonic()
 
     def submit(self, call: Callable[..., T], *arguments: Any) -> Future[T]:
@@ -196,6 +197,8 @@ class _Worker:
 
     def end_if_silent(self, seconds: float) -> None:
         """Kills it when it and its children have used no processor time for so long: it was stopped, or waits."""
+        if self._process is None:
+            return
         try:
             own = psutil.Process(self._process.pid)
             used = sum(sum(one.cpu_times()[:2]) for one in [own, *own.children(recursive=True)])
@@ -208,7 +211,8 @@ class _Worker:
 
     def end(self) -> None:
         """Kills it."""
-        self._process.kill()
+        if self._process is not None:
+            self._process.kill()
         self._pool.shutdown(cancel_futures=True)
 
 

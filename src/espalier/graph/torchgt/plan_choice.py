@@ -14,6 +14,7 @@ from contextlib import suppress
 import msgspec
 import torch
 
+from espalier import accelerator
 from espalier.cache_dir import cache_folder, hashed, write_atomic
 from espalier.graph.torchgt.attention import EDGE, HYBRID, AttentionPlan, attention, by_counts
 from espalier.graph.torchgt.pattern import Pattern
@@ -33,7 +34,7 @@ def choose(pattern: Pattern, heads: int, width: int) -> str:
     Ranks that are forked share it, and a run that goes on finds it again; elsewhere another plan changes answers by
     their rounding alone.
     """
-    if pattern.matrix is None or pattern.entries < MEASURED or torch.cuda.is_available():
+    if pattern.matrix is None or pattern.entries < MEASURED or accelerator.available():
         return ""
     content = [pattern.identity, heads, width, torch.get_num_threads(), sorted(CANDIDATES), FORMAT]
     place = cache_folder() / "attention plans" / f"{hashed(content)}.json"
