@@ -3,6 +3,8 @@ and a run that was stopped goes on as one that was not."""
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from tests.graph.conftest import made
 from tests.graph.test_halo_parallel import train
 from tests.graph.test_workload import recipe_of
 
+from espalier import trainer
 from espalier.errors import UserError
 from espalier.graph.loss_speed import LossSpeed
 from espalier.graph.torchgt.attention import attention
@@ -107,6 +110,27 @@ def test_a_run_leaves_edges_out_and_goes_on_after_a_stop_as_one_that_was_not_sto
     exact = train(recipe_of({**MODEL, "attention": "sparse"}, halo, steps=16), made(), cuts)
     assert run["losses"][0] != exact["losses"][0]
     assert run["losses"][-1] < run["losses"][0]
+
+
+def test_a_step_is_the_same_whether_its_batch_was_made_ahead_or_when_it_was_needed(monkeypatch):
+    @contextlib.contextmanager
+    def at_once(numbers, make, finish, waiting=None):
+        def each():
+            number = next(numbers, None)
+            while number is not None:
+                found = finish(make(number))
+                number = next(numbers, None)
+                yield found, 0.0
+
+        yield each()
+
+    recipe = recipe_of({**MODEL, "recall": 0.5, "attention": "sparse"}, steps=16)
+    before = train(recipe, made())
+    monkeypatch.setattr(trainer, "ahead", at_once)
+    found = train(recipe, made())
+    assert found["losses"] == before["losses"]
+    assert found["recall"] == before["recall"]
+    assert len(set(found["recall"])) > 1
 
 
 @pytest.mark.parametrize(
