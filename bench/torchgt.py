@@ -273,7 +273,7 @@ def planning(tokens: int, pairs: int, cache: str) -> list[Row]:
     run = step_of("ours", path, cache)
     run()
     taken: dict[str, list[tuple[float, float]]] = {"planning": [], "planning, again": []}
-    known = os.environ.get("XDG_CACHE_HOME")
+    home = os.environ.get("XDG_CACHE_HOME")
     for number in range(pairs):
         os.environ["XDG_CACHE_HOME"] = str(Path(cache) / f"planned-{number}")
         for pairs_of in taken.values():
@@ -290,7 +290,7 @@ def planning(tokens: int, pairs: int, cache: str) -> list[Row]:
             start = time.perf_counter()
             run()
             pairs_of.append((made, time.perf_counter() - start))
-    os.environ.pop("XDG_CACHE_HOME") if known is None else os.environ.update(XDG_CACHE_HOME=known)
+    os.environ.pop("XDG_CACHE_HOME") if home is None else os.environ.update(XDG_CACHE_HOME=home)
     said = f"{tokens:,} tokens, degree 20"
     return [
         compare(f"{name}, {said}", "a training step", "s", one, higher_is_better=False) for name, one in taken.items()
