@@ -44,7 +44,8 @@ RECORD = Record(
     "Polynormer is faster; [graph.halo] cuts the tokens over ranks: each holds some tokens, and computes all of them "
     "for some heads; model.recall lets steps leave edges out, counted and bounded (a tenth of them: 6 % faster at "
     "65,536 tokens); windows of over 2,097,152 entries, and the plan measured for over 1,048,576, wait in the cache; "
-    "model.local is for few labels, which other transformers learn by heart",
+    "model.local is for few labels, which other transformers learn by heart: 0.4 points below GCN on Cora, 1.3 on "
+    "CiteSeer (10 seeds)",
     gpu="NVIDIA H100, November 2026",
 )
 
