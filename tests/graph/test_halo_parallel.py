@@ -362,8 +362,33 @@ def test_drawn_batches_are_weighed_against_halos():
     assert f"{steps} step in {units.show_seconds(steps * other.predicted.step_seconds)} on 3 ranks" in said
 
 
-def test_what_adapts_follows_from_the_losses_in_the_log_also_after_a_stop(tmp_path):
-    halo = {"bits": 1, "synchronize": 4, "adapt": True}
+def test_bits_by_degree_are_a_rule_of_the_plan_and_what_it_says_is_sent():
+    options = {"bits": 2, "by_degree": True, "adapt": True}
+    halos, here, _ = over_machines(options)
+    assert next((one.name, one.start, one.low, one.high, one.signal) for one in here.rules) == (
+        "graph.halo.by_degree", 2, 2, 8, "in-degree"
+    )  # fmt: skip
+    assert {one.name for one in here.rules} >= {"graph.halo.bits", "graph.halo.late"}
+    said = "\n".join(here.why)
+    assert "rows have 2, 4 and 8 bits by the in-degree of their node, a third of the rows for a peer each" in said
+    assert "(2, 4 and 8 bits a value by degree)" in said
+    assert plans.loads(plans.dumps(here)) == here
+    shares = [one.share[1] - one.share[0] for one in here.ranks]
+    even = dataclasses.replace(halos, options=config.HaloOptions(bits=2)).step_bytes(shares, 4).sum()
+    most = dataclasses.replace(halos, options=config.HaloOptions(bits=8)).step_bytes(shares, 4).sum()
+    assert even < halos.step_bytes(shares, 4).sum() < most
+    recipe = recipe_of({"depth": 3}, {"halo": {"bits": 2, "by_degree": True}}, precision="fp32")
+    workload = GraphWorkload(recipe, made())
+    plan = plan_of(recipe, workload, (20, 60))
+    cut = workload.halos()
+    sent = train(recipe, made(), (20, 60))["halo"][1:]
+    planned = cut.step_bytes([one.share[1] - one.share[0] for one in plan.ranks], 4)[0].sum()
+    assert sent == [planned] * (STEPS - 1)
+
+
+@pytest.mark.parametrize("by_degree", [False, True])
+def test_what_adapts_follows_from_the_losses_in_the_log_also_after_a_stop(tmp_path, by_degree):
+    halo = {"bits": 1, "synchronize": 4, "adapt": True, "by_degree": by_degree}
     recipe = recipe_of({"kind": "gcn"}, {"halo": halo}, precision="fp32", steps=60)
     whole = train(recipe, made(), (50,), tmp_path / "whole")
     policy = Adaptive(1, 4)

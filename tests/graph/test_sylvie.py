@@ -20,6 +20,7 @@ from espalier.graph.subgraphs import View
 from espalier.graph.sylvie import Adaptive, ByPeer, Every, Fresh, Sylvie
 from espalier.graph.workload import _style
 from espalier.kernels import quantize_rows, row_bits
+from espalier.quant import row_widths
 from espalier.sync.round_length import Length
 from espalier.testing import forks, ranks
 from espalier.track.decision_log import Decisions, Recorded
@@ -229,17 +230,45 @@ def test_bytes_of_few_bits_are_those_of_the_formula(bits, by_degree):
         _, sent = train(channel, "gcn", graph, parts, made, network)
         _, own = part_of(channel, "gcn", graph, parts)
         shares = sylvie.degree_shares(own)
-        levels = np.asarray(sylvie.SHARES[bits] if by_degree else (bits,))
-        widths = [levels[one.long().numpy() * len(levels) >> 8] for one in shares]
+        every = [row_widths.widths_of(bits, one.numpy()) for one in shares]
+        widths = every if by_degree else [np.full_like(one, bits) for one in every]
         return sent, expected_bytes(own, widths, {1: 16, 2: 5}, by_degree), [one.tolist() for one in shares], own
 
     found = ranks(3, counted)
-    for sent, expected, shares, own in found:
+    view = View(graph, _style(NETWORKS["gcn"]), 3)
+    cut = halo.boundary(view.block.indptr, view.block.indices, parts, 3)
+    planned = sylvie.step_bytes(network, cut.rows, HaloOptions(bits=bits, by_degree=by_degree)).sum(1)
+    for (sent, expected, shares, own), plan in zip(found, planned, strict=True):
+        assert plan == expected
         once = sum(own.leaving(Crossing(0, False))) if by_degree else 0  # shares of degrees, once
         assert sent == [expected + once] + [expected] * (STEPS - 1)
         for one, part in zip(torch.tensor(shares[0]).split(own.leaving(Crossing(0, False))), own.sends, strict=True):
             order = own.indptr.diff()[part]
             assert (torch.sort(one).indices == torch.argsort(order, stable=True)).all() or not len(one)
+
+
+def test_the_mean_of_rows_with_bits_by_degree_is_the_row():
+    """A z-test by value: their variance is a quarter of the squared step between codes at most."""
+    graph, parts, draws = graph_of(), parts_of("random", 2), 400
+
+    def seen(channel):
+        _, own = part_of(channel, "gcn", graph, parts)
+        transport = Sylvie(Every(1), by_degree=True)
+        travelling = dataclasses.replace(own, transport=transport, layer=1)
+        rows = torch.from_numpy(np.random.default_rng(2).normal(size=(graph.nodes, 40)).astype(np.float32))[own.owned]
+        exact, total = own.exchange(rows)[len(own.owned) :].double(), 0.0
+        for step in range(draws):
+            transport.begin(step)
+            total = total + travelling.exchange(rows)[len(own.owned) :].double()
+        widths = row_widths.widths_of(1, sylvie.degree_shares(own)[1].numpy())
+        return exact, total / draws, torch.from_numpy(widths)
+
+    for exact, mean, widths in ranks(2, seen):
+        assert set(widths.tolist()) == {1, 2, 4, 8}
+        step = (exact.amax(1) - exact.amin(1)) * 1.02 / (2.0 ** widths.double() - 1)  # with rounded scales
+        z = (mean - exact).abs() / (step / (2 * draws**0.5))[:, None]
+        assert float(z.max()) < 5
+        assert float(z.square().mean()) > 0.1, "some of them do vary"
 
 
 def test_some_peers_rows_are_fresh_and_others_late():

@@ -426,11 +426,9 @@ def tables(found: Quantization) -> list[Table]:
 @torch.no_grad()
 def node_widths(found: Quantization, quantizer: FeatureQuantizer) -> Tensor:
     """float [nodes]: the stored width of each node of the graph; a bank's depends on values and is its mean."""
-    from espalier.quant.base import stored
-
     allocator = quantizer.allocator
     shift = 0.0 if found.target is None else found.target.shift()
-    widths = stored((allocator.bits.abs() - shift).clamp(min=1), quantizer.rule.signed).float()
+    widths = allocator.widths(quantizer.rule.signed, shift).bits.float()
     assert found.degrees is not None
     if isinstance(allocator, DegreeBits):
         entries = allocator.entries_of(widths, RowIndex(None, found.degrees), quantizer.rule.signed)

@@ -13,6 +13,7 @@ zeros; scales are bfloat16 and codes are made with the rounded ones; no rule rea
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -28,6 +29,7 @@ from espalier.graph.halo import Arrival, Crossing, ForeignRows, Halo
 from espalier.graph.loss_speed import LossSpeed
 from espalier.graph.neighbor_sampler import stream
 from espalier.kernels import quantize_rows as kernels
+from espalier.quant import row_widths
 from espalier.records import Record
 
 if TYPE_CHECKING:
@@ -53,6 +55,7 @@ RECORD = Record(
         "kernels/quantize_rows.py",
         "plan/halo_exchange.py",
         "plan/halo_bits.py",
+        "quant/row_widths.py",
     ),
     chosen="a full graph split over ranks, when the halo exchange of each layer takes longer than its compute",
     cost="per layer, direction and boundary row of width d: d*bits/8 + 4 bytes; hidden behind an epoch when pipelined",
@@ -81,8 +84,6 @@ STAMP = 8
 """Bytes before the rows of a message: the step (4), the layer (2), the direction and the bits (1 each)."""
 NARROW = 64
 """Values from which on a row has a scale of its own; of narrower rows as many share one as have so many values."""
-SHARES = {1: (1, 2, 4, 8), 2: (2, 4, 8), 4: (4, 8), 8: (8,)}
-"""Bits by degree: of the rows for one peer, as many shares of equal size, the lowest degrees first."""
 
 
 class Choice(NamedTuple):
@@ -236,7 +237,7 @@ class Sylvie:
         delta: both ends keep the rows as they last arrived, and what crosses is the difference to these, so that what
             rounding lost is sent with the next step (error feedback). From 2 bits on: the error of rows that do not
             change shrinks by 1 / (2^bits - 1) a step; one bit between smallest and largest would not shrink it.
-        by_degree: rows of nodes with more neighbours get more bits (see `SHARES`); else all get as many.
+        by_degree: rows of nodes with more neighbours get more bits (see `quant.row_widths`); else all get as many.
         peers: for a crossing the bits of the rows for each rank, and of those from each, in place of the policy's: 1
             to 8, or `WHOLE` for all of that crossing; None: the policy's.
         seed: of the random numbers.
@@ -352,9 +353,7 @@ class Sylvie:
     def _widths(self, backward: bool, rows: int, bits: int) -> Tensor:
         if bits == WHOLE or self._shares is None:
             return torch.full((rows,), bits, dtype=torch.uint8)
-        steps = torch.tensor(SHARES[bits], dtype=torch.uint8)
-        place = self._shares[backward].long() * len(steps) >> 8
-        return steps[place]
+        return torch.from_numpy(row_widths.widths_of(bits, self._shares[backward].numpy()))
 
     def _read(self, flight: _Flight, received: Tensor, crossing: Crossing) -> None:
         layout, wire = flight.layout, flight.arriving
@@ -482,12 +481,8 @@ def _copy(layout: _Layout, rows: Tensor, wire: Tensor, into: bool) -> None:
 def degree_shares(halo: Halo) -> tuple[Tensor, Tensor]:
     """uint8 by row that leaves forward, and backward: 256 times the share of the rows for the same peer whose nodes
     have fewer neighbours (ties in order). All ranks call it alike; owners tell the others once."""
-    degrees, found = halo.indptr.diff(), []
-    for one in halo.sends:
-        place = torch.empty(len(one), dtype=torch.int64)
-        place[torch.argsort(degrees[one], stable=True)] = torch.arange(len(one))
-        found.append((place * 256 // max(1, len(one))).to(torch.uint8))
-    own = torch.cat(found)
+    degrees = halo.indptr.diff()
+    own = torch.cat([torch.from_numpy(row_widths.shares(degrees[one].cpu().numpy())) for one in halo.sends])
     forward = Crossing(0, backward=False)
     others = torch.empty(sum(halo.receives), dtype=torch.uint8)
     with traffic(Traffic.HALO):
@@ -512,7 +507,7 @@ def _not_finite(halo: Halo, crossing: Crossing, at: int) -> UserError:
 
 def row_bytes(columns: int, bits: Any, size: int = 4) -> Any:
     """Bytes of a boundary row of so many values of `size` bytes on the wire."""
-    return columns * size if bits == WHOLE else kernels.wire_bytes(columns, bits)
+    return np.where(np.equal(bits, WHOLE), columns * size, kernels.wire_bytes(columns, bits))
 
 
 # --- cost ------------------------------------------------------------------------------------------------------------
@@ -526,7 +521,7 @@ def step_bytes(
     by_peer: Mapping[tuple[int, bool], Any] | None = None,
 ) -> Any:
     """float [ranks, ranks]: payload bytes that each rank sends each other in a step, forward and backward together: the
-    ledger's row `halo` (with `by_degree` to within the rounding of shares).
+    ledger's row `halo`.
 
     Args:
         network: whose layers exchange; rows: `halo.Boundary.rows`; options: of `[graph.halo]`; size: bytes of a value.
@@ -566,14 +561,15 @@ def crossing_bytes(
     bits, size, plain = values
     at, back = key
     forward, backward = halo.row_bytes(network, at, size)
-    count = np.asarray(rows, np.float64)
-    count = count.T if back else count
+    count = np.asarray(rows).T if back else np.asarray(rows)
     if plain:
         return count * (backward if back else forward)
     kept = isinstance(network, Gnn) and network.options.activation == "maxk" and not back
     beside = forward - backward if kept else 0  # columns of kept values
     columns = backward // size
-    steps = SHARES[bits] if options.by_degree else (bits,)
-    together = 1 if options.by_degree or bits == WHOLE else sharing(columns)
-    each = np.mean([row_bytes(columns * together, one, size) for one in steps])
-    return np.ceil(count / together) * each + count * beside + STAMP * (1 + kept) * (count > 0)
+    by_degree = options.by_degree and bits != WHOLE
+    together = 1 if by_degree or bits == WHOLE else sharing(columns)
+    rows = np.ceil(count / together).astype(np.int64)
+    widths = row_widths.by_degree(bits, rows) if by_degree else row_widths.uniform(bits, rows)
+    each = partial(row_bytes, columns * together, size=size)
+    return widths.total(each) + count * beside + STAMP * (1 + kept) * (count > 0)

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-LEVELS = (1, 2, 4, 8)
+from espalier.quant.row_widths import LEVELS
+
 WHOLE = 32
 Key = tuple[int, bool]
 """A layer, and whether gradients of its rows cross (backward)."""

@@ -17,6 +17,7 @@ from espalier.plan import halo_bits
 from espalier.plan.base import AdaptiveRule, Exchange, HaloRows, Plan
 from espalier.plan.packed_features import longer
 from espalier.plan.plan_summary import COMPUTING, link_words, places_of
+from espalier.quant import row_widths
 
 if TYPE_CHECKING:
     from espalier.cluster import Cluster
@@ -152,6 +153,8 @@ def _fresh_inside(plan: Plan, halos: Any, cluster: Cluster, sent: Any) -> tuple[
 
 def _said_bits(options: Any, by_peer: Any) -> tuple[int, str]:
     """The fewest bits of a value, and all of them in words."""
+    if options.by_degree:
+        return options.bits, f"{_by_degree(options.bits)} a value by degree"
     every = [options.bits] if by_peer is None else [int(one) for bits in by_peer.values() for one in bits.flat]
     low, high = min(every), max(every)
     if low < high:
@@ -159,12 +162,32 @@ def _said_bits(options: Any, by_peer: Any) -> tuple[int, str]:
     return low, f"{units.plural(low, 'bit')} a value" if low < ALL_BITS else "values as they are"
 
 
-def _rules(bits: int) -> tuple[AdaptiveRule, ...]:
-    """What follows the losses (`graph.halo.adapt`)."""
-    return (
-        AdaptiveRule(name="graph.halo.bits", start=bits, low=1, high=8, signal="speed of the loss"),
-        AdaptiveRule(name="graph.halo.late", start=1, low=0, high=1, signal="speed of the loss"),
-    )
+def _by_degree(bits: int) -> str:
+    """The bits of rows by in-degree, in words."""
+    every = [str(one) for one in row_widths.levels(bits)]
+    return f"{', '.join(every[:-1])} and {every[-1]} bits" if len(every) > 1 else f"{bits} bits"
+
+
+def _rules(options: Any, bits: int) -> tuple[list[AdaptiveRule], list[str]]:
+    """What the bits of a row follow from besides links, and rows that are late, in sentences too: the node
+    (`graph.halo.by_degree`), losses (`graph.halo.adapt`)."""
+    rules, told = [], []
+    if options.by_degree:
+        rules.append(AdaptiveRule(name="graph.halo.by_degree", start=bits, low=bits, high=8, signal="in-degree"))
+        share = {2: "half", 3: "third", 4: "quarter"}.get(len(row_widths.levels(bits)))
+        each = f", a {share} of the rows for a peer each, the lowest degrees first" if share else ""
+        told.append(f"{HALOS}: rows have {_by_degree(bits)} by the in-degree of their node{each}.")
+    if options.adapt:
+        rules += [
+            AdaptiveRule(name="graph.halo.bits", start=bits, low=1, high=8, signal="speed of the loss"),
+            AdaptiveRule(name="graph.halo.late", start=1, low=0, high=1, signal="speed of the loss"),
+        ]
+        lowest = " of the lowest degrees" if options.by_degree else ""
+        told.append(
+            f"{HALOS}: bits{lowest} begin at {bits} and follow how fast the loss changes, from 1 to 8; where it slows "
+            "down rows are fresh; see the log."
+        )
+    return rules, told
 
 
 def with_halos(plan: Plan, halos: Halos | TokenCut, cluster: Cluster, instead_of: Plan | None = None) -> Plan:
@@ -216,11 +239,6 @@ def with_halos(plan: Plan, halos: Halos | TokenCut, cluster: Cluster, instead_of
     exact = options.bits == ALL_BITS and halos.most_ranks is None  # queries, keys and values always are
     if exact and exposed > 0.5 * (predicted.step_seconds if predicted else 0.0) > 0:
         told.append(f"{HALOS} take most of the step: graph.halo.bits=1 sends about a 28th of the bytes.")
-    rules = plan.rules
-    if options.adapt:
-        rules = (*rules, *_rules(bits))
-        told.append(
-            f"{HALOS}: bits begin at {options.bits} and follow how fast the loss changes, from 1 to 8; where it slows "
-            "down rows are fresh; see the log."
-        )
-    return msgspec.structs.replace(plan, predicted=predicted, rules=rules, why=(*told, *plan.why))
+    rules, ruled = _rules(options, bits)
+    why, rules = (*told, *ruled, *plan.why), [*plan.rules, *rules]
+    return msgspec.structs.replace(plan, predicted=predicted, rules=tuple(rules), why=why)

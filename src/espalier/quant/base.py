@@ -1,5 +1,5 @@
 """BitAllocator: which width and which step each row of a matrix has. Four policies: one pair for every node, for every
-degree, from a bank by the row's largest value, or one for all.
+degree, from a bank by the row's largest value, or one for all. Widths that are not learned are in `row_widths`.
 
 The widths are those of A2Q (arXiv 2302.00193): a row of `bits` B = round(|b|) has codes of at most 2^(B-1) - 1. Signed
 codes take B bits; of rows without negative values the sign is left out, and they take B - 1. B = 1 leaves zero alone,
@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from espalier.errors import UserError
+from espalier.kernels.row_bits import row_bytes
+from espalier.quant.row_widths import RowWidths
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Float32, Int64, Shaped, UInt8
@@ -150,6 +152,11 @@ class BitAllocator(nn.Module):
         """As stored."""
         found: Tensor = _Step.apply(self.logarithm)
         return found
+
+    @torch.no_grad()
+    def widths(self, signed: bool, shift: float = 0.0) -> RowWidths:
+        """Of the entries, uint8 as stored and float64, where all are taken down by `shift` before they are rounded."""
+        return RowWidths(stored((self.bits.abs() - shift).clamp(min=1), signed), self.counts.double())
 
     def entries_of(self, x: Tensor, index: RowIndex, signed: bool) -> Int64[Tensor, " rows"] | None:
         """The entry of each row of `x`; None: row i has entry i."""
@@ -340,9 +347,8 @@ class MemoryTarget:
     @staticmethod
     def bytes_of(layer: Layer, shift: float = 0.0) -> float:
         """Of one layer; each row begins with a byte."""
-        bits = (layer.allocator.bits.detach().abs() - shift).clamp(min=1)
-        rows = torch.ceil(stored(bits, layer.signed).double() * layer.columns / 8)
-        return float(rows @ layer.allocator.counts.double())
+        widths = layer.allocator.widths(layer.signed, shift)
+        return float(widths.total(lambda bits: row_bytes(layer.columns, bits.to(torch.int64))))
 
     def penalty(self) -> Tensor:
         """The loss that counts in gradients; 0 at and below the target."""

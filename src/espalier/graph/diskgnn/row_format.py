@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -16,6 +16,8 @@ from torch import Tensor
 
 from espalier.errors import UserError
 from espalier.kernels import row_bits
+from espalier.quant import row_widths
+from espalier.quant.row_widths import RowWidths
 
 Kind = Literal["fp32", "bf16", "int8", "int4"]
 BITS = {"int8": 8, "int4": 4}
@@ -55,7 +57,15 @@ class RowFormat:
     @property
     def row_bytes(self) -> int:
         """Of a row; those with a scale are a multiple of four, so that every scale is aligned."""
-        return _SCALE + -(-self._code_bytes // 4) * 4 if self._scaled else self.width * self.stored.itemsize
+        return int(self.widths(1).total(self._bytes))
+
+    def widths(self, rows: int) -> RowWidths:
+        """Of the values of so many rows: all have as many bits, since rows are read by their numbers."""
+        return row_widths.uniform(BITS[self.kind] if self._scaled else 8 * self.stored.itemsize, rows)
+
+    def _bytes(self, bits: Any) -> Any:
+        codes = row_bits.row_bytes(self.width, bits)
+        return _SCALE + -(-codes // 4) * 4 if self._scaled else codes
 
     @property
     def _code_bytes(self) -> int:
