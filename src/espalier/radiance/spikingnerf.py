@@ -283,8 +283,8 @@ RECORD = Record(
     state="works",
     remark="trained, resumed, shared by ranks and rendered like any workload, its energy told by `explain RUN "
     "--energy`; with 128 neurons a colour network of spikes needs 72 % less energy by the paper's formula "
-    "after as many steps as a plain one, at its PSNR, and 81 % after twice as many, part of it from fewer "
-    "samples; quality is measured on two scenes with one seed, on fields that are not trained to their "
+    "after as many steps as a plain one, at its PSNR, and 82 % after twice as many, part of it from fewer "
+    "samples; quality is measured on two scenes with three seeds, on fields that are not trained to their "
     "end",
     gpu="NVIDIA H100, November 2026",
 )
