@@ -72,6 +72,7 @@ def train(recipe, graph, cuts=(), folder=None, stop=None, nodes=(), **changes):
                 made.restore(saved)
             try:
                 made.run(saved)
+                made.sample()
             except trainer.Interrupted:
                 pass
             finally:

@@ -213,7 +213,10 @@ def _part(folder: Path, manifest: Manifest, rank: int, group: dist.ProcessGroup 
     try:
         intact = _checksum(path) == manifest.checksums[rank]
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}.", do=f"copy it here, or {AGAIN}") from None
+        raise UserError(
+            f"{path} cannot be read: {error.strerror}.",
+            do=f"copy it here, or start a rank where it is (torchrun, srun, mpiexec), or {AGAIN}",
+        ) from None
     if not intact:
         raise UserError(f"{path} is damaged.", why="its checksum does not match", do=f"copy it anew, or {AGAIN}")
     found, rows = load_file(path), np.asarray(manifest.rows, np.int64).reshape(ranks, ranks)

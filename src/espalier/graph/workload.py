@@ -35,7 +35,7 @@ from espalier.graph.graph_classification import GraphTask
 from espalier.graph.layer_work import Reach
 from espalier.graph.link_prediction import Links, LinkTask
 from espalier.graph.neighbor_sampler import Style
-from espalier.graph.node_classification import NodeTask, held_out_figures
+from espalier.graph.node_classification import NodeTask, held_out_figures, told
 from espalier.graph.subgraphs import SubgraphBatch, View
 from espalier.graph.torchgt.encodings import averaged, encoded
 from espalier.graph.torchgt.model import GraphTransformer, tokens_of
@@ -100,6 +100,8 @@ class GraphWorkload(Plain):
         """This rank's, where the graph is cut over ranks."""
         self.reformation: Reformation | None = None
         """Of attention, where steps leave edges out."""
+        self._evaluated: Tensor | None = None
+        """What the model said of all nodes, over ranks, when it was evaluated last."""
         self._bits: str | None = None
         if recipe.quant is not None and isinstance(self.task, NodeTask):
             self.task.every_node = True
@@ -287,7 +289,7 @@ class GraphWorkload(Plain):
     def evaluate(self, model: nn.Module, shard: Shard) -> Mapping[str, tuple[float, float]]:
         """The task's figures with all neighbours; under `test_` those of the test part, which chooses nothing."""
         if self.part is not None and self.whole_task.train is self.whole_task.held:
-            logits = self.part.logits(model)
+            logits = self._evaluated = self.part.logits(model)
             return held_out_figures(self.whole_task, shard, lambda ids: logits[ids])
         return self.task.evaluate(model, shard)
 
@@ -318,7 +320,11 @@ class GraphWorkload(Plain):
             pairs = [(int(head), int(tail)) for head, tail in self.task.links.pairs[:, ids].T]
             rows += ([one["name"], one["probability"]] for one in self.task.answers(model, pairs))
             return [Table(("link", "probability that it is there (it is)"), rows)] if rows else []
-        for item, one in zip(ids, self.task.answers(model, ids), strict=True):
+        names = [self.task.name(item) for item in ids]
+        found = (
+            self.task.answers(model, ids) if self._evaluated is None else told(self._evaluated[ids], self.graph, names)
+        )
+        for item, one in zip(ids, found, strict=True):
             if "label" in one:
                 truth = int(self.task.labels[item])
                 true = self.graph.classes[truth] if truth < len(self.graph.classes) else str(truth)

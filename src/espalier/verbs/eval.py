@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
         return eval_watch.run(arguments)
     import torch
 
-    from espalier.verbs.load_run import open_trained
+    from espalier.verbs.infer_over_ranks import open_trained
     from espalier.verbs.run_data import DataChoice
     from espalier.workload import Shard
 

@@ -38,15 +38,18 @@ def open_trained(path: str | Path, trust: bool = False, data: DataChoice = NOTHI
     return trained(path, trust, data)
 
 
-def trained(path: str | Path, trust: bool = False, data: DataChoice = NOTHING) -> Trained:
-    """The newest good checkpoint of the run in `path`. `trust`: who made the run is trusted, see `Checkpoints.trust`.
+def trained(
+    path: str | Path, trust: bool = False, data: DataChoice = NOTHING, device: torch.device | None = None
+) -> Trained:
+    """The newest good checkpoint of the run in `path`, on `device` (None: the first accelerator, if there is one).
+    `trust`: who made the run is trusted, see `Checkpoints.trust`.
 
     Raises UserError when there is none.
     """
     folder = runs.find(path)
     recipe = located_here(folder)
     workload = open_workload(folder, recipe, trust, data)
-    device = accelerator.of_rank(0)
+    device = device or accelerator.of_rank(0)
     if not folder.checkpoints.exists():
         model = workload.build(device, DTYPES[recipe.train.precision])
         if workload_registry.row(recipe).packed(model, folder.path):

@@ -16,6 +16,7 @@ from espalier import run as runs
 from espalier import workload_registry
 from espalier.errors import UserError
 from espalier.terminal import say, visible
+from espalier.verbs import infer_over_ranks
 from espalier.verbs.load_run import open_trained
 from espalier.verbs.run_data import DataChoice
 from espalier.workload_row import Sampling
@@ -34,7 +35,8 @@ def run(arguments: argparse.Namespace) -> int:
     prompts = _lines() if arguments.input == "-" else [None if arguments.input is None else prompt(arguments.input)]
     if arguments.data is not None and workload_registry.row(runs.find(arguments.run).read()).tokenizer is not None:
         raise UserError("--data is for runs on graphs.", do=f"espalier predict {arguments.run} 'text to go on from'")
-    trained = open_trained(arguments.run, arguments.trust, DataChoice(predicts=True, path=arguments.data))
+    choice = DataChoice(predicts=True, path=arguments.data)
+    trained = infer_over_ranks.open_trained(arguments.run, arguments.trust, choice)
     answer = workload_registry.row(trained.recipe).answer
     if answer is None:
         raise UserError(

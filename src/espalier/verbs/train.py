@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     torch.set_num_threads(1)  # ranks are forked from here; see launch.agent
     sys.stdout = cast("TextIO", Forgiving(sys.stdout))
     place = detect_launcher.place()
-    ranks = forked(lambda: prepared(arguments)) if place is None else _launched(arguments, _seated(place))
+    ranks = forked(lambda: prepared(arguments)) if place is None else _launched(arguments, seated(place))
     return carry_out(ranks, arguments.json)
 
 
@@ -166,7 +166,7 @@ def _fork(job: RunStart, hosts: Sequence[int]) -> bool:
 def _launched(arguments: argparse.Namespace, place: launch.RankSpec) -> Ranks:
     """Ranks that torchrun or its like has started; this process is the one at `place`."""
 
-    hosts = _hosts(place)
+    hosts = hosts_of(place)
     names = list(dict.fromkeys(hosts))
     resolved = _resolved(arguments, place if len(names) > 1 else None)
     measures = len(names) > 1 and resolved.recipe.plan.cluster is None
@@ -226,7 +226,7 @@ def _live(place: launch.RankSpec, started: Sequence[str], job: RunStart, hosts: 
     return True
 
 
-def _hosts(place: launch.RankSpec) -> list[str]:
+def hosts_of(place: launch.RankSpec) -> list[str]:
     """The host of each rank, as the launcher numbers them."""
     if place.world == 1:
         return [multihost_probe.host()]
@@ -241,7 +241,7 @@ def _measured(place: launch.RankSpec, recipe: Recipe) -> clusters.Cluster:
         return ready.machines_of(channel, place, recipe)
 
 
-def _seated(place: launch.RankSpec) -> launch.RankSpec:
+def seated(place: launch.RankSpec) -> launch.RankSpec:
     """With the device it computes on, and keys of its own where agents of torchrun count attempts each for itself."""
     device = str(accelerator.of_rank(place.local_rank))
     place = replace(place, device=device)

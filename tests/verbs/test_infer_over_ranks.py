@@ -1,0 +1,128 @@
+"""`espalier eval` and `predict` of a graph in parts: any number of ranks says what one says, each from its own part."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import pytest
+from tests.story.programs import MACHINE, forked, launched
+
+from espalier import cli
+from espalier import run as runs
+from espalier.graph import halo_parallel, partition_folder
+from espalier.graph.halo_parallel import Cutting
+from espalier.graph.workload import open_graph
+from espalier.plan import base as plans
+from espalier.verbs import load_run
+from espalier.verbs.run_data import DataChoice
+
+NODES = 90
+SAGE = ["model.kind=sage", "model.depth=2", "model.width=8", "model.dropout=0.2"]
+TOKENS = ["model.kind=graph-transformer", "model.depth=2", "model.width=16", "model.heads=4"]
+COMMON = [f"data.path=planted:nodes={NODES},degree=5,features=6,classes=3", "train.steps=3", "train.validate_every=3"]
+PLAN = ["plan.cluster=machine.toml", "plan.trial=false", "plan.pin.threads=1"]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ranks")
+    (folder / "machine.toml").write_text(MACHINE)
+    (folder / "recipe.toml").write_text("[model]\nkind = 'sage'\n[data]\npath = 'planted'\n[graph.halo]\nbits = 32\n")
+    for name, model in (("sage", SAGE), ("tokens", TOKENS)):
+        more = (*COMMON, *PLAN, "plan.pin.ranks=2", f"name={name}", "--run", f"runs/{name}")
+        done = forked(folder, "train", "recipe.toml", *model, *more)
+        assert done.returncode == 0, done.stderr
+    return folder
+
+
+def over(home: Path, name: str, count: int) -> None:
+    """The run `name` as if `count` ranks had trained it."""
+    run = runs.RunFolder(home / "runs" / name)
+    plan = plans.read(run.plan)
+    ranks = tuple(plans.Rank(share=(at, at + 1)) for at in range(count))
+    run.plan.write_text(plans.dumps(msgspec.structs.replace(plan, ranks=ranks, stages=(), units=(plans.Unit(),))))
+
+
+def told(done: Any) -> dict[str, Any]:
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert len(found["answers"]) == len(expected["answers"]) == NODES
+    for one, other in zip(found["answers"], expected["answers"], strict=True):
+        assert one["label"] == other["label"]
+        assert one["probability"] == pytest.approx(other["probability"], abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["sage", "tokens"])
+def test_any_number_of_ranks_evaluates_and_predicts_as_one(home: Path, name: str) -> None:
+    over(home, name, 1)
+    answers, figures = (told(forked(home, verb, f"runs/{name}", "--json")) for verb in ("predict", "eval"))
+    (last,) = (
+        event
+        for event in map(json.loads, (home / "runs" / name / "events.jsonl").read_text().splitlines())
+        if event["event"] == "validation"
+    )
+    assert figures["loss"] == pytest.approx(last["loss"], rel=1e-5)  # two ranks had validated
+    for count in (2, 3, 4):
+        over(home, name, count)
+        same(told(forked(home, "predict", f"runs/{name}", "--json")), answers)
+    found = told(forked(home, "eval", f"runs/{name}", "--json"))
+    assert found.pop("run") == figures.pop("run")
+    assert found == pytest.approx(figures, rel=1e-5)
+
+
+def test_ranks_of_a_launcher_evaluate_together_and_the_first_answers(home: Path) -> None:
+    over(home, "sage", 1)
+    answers = told(forked(home, "predict", "runs/sage", "--json"))
+    over(home, "sage", 2)
+    first, second, third = launched(home, partial(cli.main, ["predict", "runs/sage", "--json"]), ranks=3)
+    same(told(first), answers)
+    assert (second.returncode, third.returncode) == (0, 0), second.stderr
+    assert second.stdout == third.stdout == ""
+
+
+@pytest.fixture(scope="module")
+def parts(home: Path) -> Path:
+    """A run on a graph that was cut into three parts before."""
+    recipe = runs.RunFolder(home / "runs" / "sage").read()
+    workload = open_graph(recipe)
+    view = workload.whole_task.train
+    cutting = Cutting(view.graph, view.style, halo_parallel.takes_sums(workload.bare()))
+    cut = cutting.boundary(cutting.parts([1] * 3), 3)
+    partition_folder.write(home / "parts", view.graph, view.style, *cut)
+    more = ("data.path=parts", "train.steps=3", "train.validate_every=3", *PLAN, "plan.pin.ranks=3", "name=parts")
+    done = forked(home, "train", "recipe.toml", *SAGE, *more, "--run", "runs/parts")
+    assert done.returncode == 0, done.stderr
+    return home / "parts"
+
+
+def test_each_rank_reads_its_own_part_and_a_part_that_is_elsewhere_is_named(
+    home: Path, parts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, load = home / "log", partition_folder.load_file
+
+    def noted(path: Path) -> Any:
+        if path.name.startswith("part-"):
+            with log.open("a") as file:
+                file.write(f"{path.name}\n")
+        return load(path)
+
+    monkeypatch.setattr(partition_folder, "load_file", noted)
+    answers = told(forked(home, "predict", "runs/parts", "--json"))
+    assert sorted(log.read_text().split()) == [f"part-{rank}.safetensors" for rank in range(3)]
+    monkeypatch.chdir(home)
+    alone = load_run.trained("runs/parts", data=DataChoice(predicts=True))
+    same(answers, {"answers": cast("Any", alone.workload).task.answers(alone.model, range(NODES))})
+    (parts / "part-1.safetensors").rename(parts / "away")
+    done = forked(home, "eval", "runs/parts")
+    assert done.returncode == 2
+    assert "part-1.safetensors cannot be read" in done.stderr
+    assert "start a rank where it is (torchrun, srun, mpiexec)" in done.stderr
+    (parts / "away").rename(parts / "part-1.safetensors")
