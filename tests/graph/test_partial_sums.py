@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from espalier.comm.base import Traffic
+from espalier.errors import UserError
 from espalier.graph import halo, partial_sums
 from espalier.graph.data import Graph
 from espalier.graph.subgraphs import View
@@ -98,3 +99,24 @@ def test_sums_cross_with_few_bits():
         assert one[4][0] < other[4][0]
         torch.testing.assert_close(one[1], other[1], rtol=0.1, atol=0.1)
         assert not torch.equal(one[1], other[1])
+
+
+@pytest.mark.parametrize("transport", [halo.synchronous, Sylvie(Every(2))])
+def test_a_row_that_is_not_finite_is_named_by_the_rank_that_owns_it_not_by_whose_sum_it_is_in(transport):
+    graph, parts = hub_graph(), parts_of("random", 2)
+    view = View(graph, _style(NETWORKS["sage"]), 2)
+    cut = halo.boundary(graph.indptr, graph.indices, parts, 2)
+    sums = partial_sums.summing(view.block, cut, 1)[0].sums
+    alone = np.flatnonzero(np.diff(sums.tocsr().indptr) > 1)  # rows that leave as sums
+    place = sums.tocsr()[alone].indices[-1]
+    node = int(np.flatnonzero(parts == 1)[place])
+
+    def sends(channel):
+        own, _ = partial_sums.summing(view.block, cut, channel.rank(), channel)
+        own = dataclasses.replace(own, layer=1, transport=transport)
+        features = torch.from_numpy(graph.features).float()
+        features[node, 3] = np.nan
+        own.exchange(features[own.owned])
+
+    with pytest.raises(UserError, match=f"Rank 1 cannot send sums with the row of node {node} for layer 2"):
+        ranks(2, sends)

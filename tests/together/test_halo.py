@@ -13,6 +13,7 @@ from struck import Struck, same
 from espalier import mechanisms, trainer, worker
 from espalier.config import defaults, recipe_file
 from espalier.errors import Interrupted, UserError
+from espalier.graph import graph_plan
 from espalier.graph.data import DataSplit, Graph
 from espalier.graph.sylvie import Sylvie
 from espalier.graph.workload import GraphWorkload
@@ -83,7 +84,7 @@ def alone(graph):
 
 def test_int8_gradients_stay_near_exact_ones_beside_rows_of_one_bit(graph):
     exchange = plans.Exchange(traffic="gradients", codec="int8")
-    recipe = recipe_of({"width": 512}, {"bits": 8}, precision="fp32")
+    recipe = recipe_of({"width": 512}, {"bits": 1}, precision="fp32")
     plain, found = losses(recipe, graph, 2), losses(recipe, graph, 2, exchanges=(exchange,))
     assert found == pytest.approx(plain, rel=0.05)
     assert found != plain
@@ -102,9 +103,35 @@ def test_kept_columns_cross_with_few_bits(graph):
     assert few == pytest.approx(exact, rel=0.1)
 
 
-def test_the_compressed_format_is_of_the_whole_graph_and_parts_take_rows(graph, alone):
-    found = losses(recipe_of(graph={"format": "cbm"}), graph, 2)
-    assert found == pytest.approx(alone, rel=1e-9)
+def test_each_rank_compresses_its_part_where_rows_are_alike(monkeypatch, tmp_path):
+    """Cliques of forty nodes, none in one part alone."""
+    made = graph_of(edges=1)
+    nodes = np.arange(240)
+    ends = (nodes[:, None] + 6 * np.arange(1, 40)) % 240
+    sources = np.concatenate([np.repeat(nodes, 39), made.indices])
+    cliques = Graph.from_edges(
+        sources,
+        np.concatenate([ends.ravel(), np.repeat(nodes, np.diff(made.indptr))]),
+        features=made.features,
+        labels=made.labels,
+        parts=made.parts,
+        undirected=True,
+    )
+    formats, inner = tmp_path / "formats", graph_plan.formatted
+
+    def formatted(*given):
+        with formats.open("a") as file:
+            file.write(f"{(said := inner(*given))[:11]}\n")
+        assert ("compressed" in given[0].forms.known) == ("CBM" in said)
+        return said
+
+    monkeypatch.setattr(graph_plan, "formatted", formatted)
+    plain = losses(recipe_of(graph={"format": "csr"}), cliques, 1)
+    formats.write_text("")
+    assert losses(recipe_of(graph={"format": "cbm"}), cliques, 2) == pytest.approx(plain, rel=1e-9)
+    found = formats.read_text().splitlines()
+    assert set(found) == {"Format: CBM"}
+    assert len(found) >= 2
 
 
 @pytest.mark.parametrize(("changes", "named"), [("rounds", "replicas differ"), ("compile", "compiles")])
@@ -175,3 +202,18 @@ def test_bits_that_follow_losses_are_in_the_log_and_steps_that_are_made_again_ha
     for event in run.all("step"):
         known = decided["graph.halo.bits"]
         assert event["halo"]["bits"] == known[max(step for step in known if step < event["step"])]
+
+
+def test_a_run_of_three_ranks_goes_on_with_two_as_if_it_had_been_stopped_there(strike):
+    """One bit and late rows: the two ranks begin with fresh rows from the checkpoint of the three."""
+    halo = {"bits": 1, "synchronize": 4}
+    with contextlib.suppress(Interrupted):
+        strike(halo, "run", ranks=3, stop_after=6)
+    run = strike(halo, "run", ranks=2)
+    assert set(run.losses) == set(range(1, STEPS + 1))
+    with contextlib.suppress(Interrupted):
+        strike(halo, "again", ranks=3, stop_after=6)
+    again = strike(halo, "again", ranks=2)
+    assert same(run, again)
+    assert run.losses == again.losses
+    assert run.losses[STEPS] < run.losses[1]

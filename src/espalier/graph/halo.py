@@ -223,10 +223,12 @@ class Halo:
         if not len(bad):  # infinities of both signs
             return
         at, group = int(bad[0]), self.group
-        owner = int(np.searchsorted(np.cumsum(self.receives), at, side="right"))
+        owner, node = int(np.searchsorted(np.cumsum(self.receives), at, side="right")), int(self.outer[at])
+        what = f"the row of node {node}, which rank {owner} owns"
+        if (self.owned == node).any():
+            what = f"a sum for node {node}, from rank {owner}"
         raise UserError(
-            f"Rank {0 if group is None else group.rank()} received NaN for layer {self.layer + 1}: "
-            f"the row of node {int(self.outer[at])}, which rank {owner} owns.",
+            f"Rank {0 if group is None else group.rank()} received NaN for layer {self.layer + 1}: {what}.",
             why=f"{len(bad):,} of {len(received):,} rows have it, and sums over neighbours would spread it",
             do="look at the node's features; where they are finite, a smaller learning rate",
         )
@@ -359,8 +361,22 @@ class _Arrive(torch.autograd.Function):
 
 
 def leaving_rows(halo: Halo, rows: Tensor) -> Tensor:
-    """Of own rows [owned, ...] those, or the sums of those, that leave, by peer."""
-    return rows.index_select(0, halo.leaves) if halo.sums is None else _product(halo.sums, rows)
+    """Of own rows [owned, ...] those, or the sums of those, that leave, by peer. Raises UserError for sums of rows that
+    are not finite, by the first such node."""
+    if halo.sums is None:
+        return rows.index_select(0, halo.leaves)
+    made = _product(halo.sums, rows)
+    if made.is_floating_point() and not made.sum().isfinite():
+        read = torch.from_numpy(np.unique(halo.sums.indices)).long()
+        bad = read[~rows.detach().flatten(1)[read.to(rows.device)].isfinite().all(1).cpu()]
+        if len(bad):
+            raise UserError(
+                f"Rank {0 if halo.group is None else halo.group.rank()} cannot send sums with the row of node "
+                f"{int(halo.owned[bad[0]])} for layer {halo.layer + 1}: it is not finite.",
+                why=f"{len(bad):,} of {len(read):,} rows that others need are not",
+                do="look at the node's features; where they are finite, a smaller learning rate",
+            )
+    return made
 
 
 def _product(matrix: Any, rows: Tensor) -> Tensor:

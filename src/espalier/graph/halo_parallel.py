@@ -27,7 +27,7 @@ from espalier.comm.base import Traffic, traffic
 from espalier.compose import Claim
 from espalier.config import Messages, Network
 from espalier.errors import PeerLost, UserError
-from espalier.graph import foreign_halo, halo, partial_sums, partition_folder, sylvie
+from espalier.graph import foreign_halo, graph_plan, halo, partial_sums, partition_folder, sylvie
 from espalier.graph.base import dense
 from espalier.graph.gnn import Gnn, GraphAttention, Layer
 from espalier.graph.neighbor_sampler import whole
@@ -220,6 +220,11 @@ class HaloParallel(Mechanism):
         if (bits := quantization_of(model)) is not None:
             bits.trains_on(part.halo.to(one.device))
         workload.part = RankPart(part, task, how, placed, context.recipe.train.seed)
+        if known is None and isinstance(model, Gnn):
+            assert context.recipe.graph is not None
+            layers = [layer for layer in model.layers if isinstance(layer, Layer)]
+            wanted, steps = context.recipe.graph.format, context.recipe.train.steps or 0
+            graph_plan.formatted(workload.part.blocks[0], layers, wanted, steps)
         if workload.part.decisions is not None:
             context.meters["halo"] = workload.part.adapted
             context.decisions.append(workload.part.decisions)
