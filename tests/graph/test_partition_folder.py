@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from espalier import config
+from espalier.config import defaults, recipe_file
 from espalier.errors import UserError
-from espalier.graph import halo, partition_folder
+from espalier.graph import halo, halo_parallel, partition_folder
 from espalier.graph.data import Graph
 from espalier.graph.gnn import Gnn
 from espalier.graph.neighbor_sampler import Style
 from espalier.graph.subgraphs import View
+from espalier.graph.workload import open_graph
 from espalier.testing import ranks
 
 NODES, WIDTH, CLASSES = 41, 6, 4
@@ -181,3 +183,59 @@ def test_a_partition_is_replaced_whole(folder):
     partition_folder.write(folder, graph, MEAN, cut_of(graph, 2))
     names = ["manifest.json", "nodes.safetensors", "part-0.safetensors", "part-1.safetensors"]
     assert sorted(one.name for one in folder.iterdir()) == names
+
+
+@pytest.fixture
+def asked(tmp_path):
+    """A recipe for a graph in a file, whose parts are in another."""
+
+    def recipe(parts, ranks=3, **graph):
+        made = graph_of(labels=np.arange(NODES) % CLASSES)
+        np.savez(
+            tmp_path / "graph.npz", edge_index=np.stack([made.indices, made.targets()]), x=made.features, y=made.labels
+        )
+        if parts is not None:
+            np.save(tmp_path / "parts.npy", parts)
+        table = {
+            "model": {"kind": "sage"},
+            "data": {"path": str(tmp_path / "graph.npz")},
+            "graph": {"halo": {"parts": str(tmp_path / "parts.npy")}, "order": "rcmpp", **graph},
+            "plan": {"pin": {"ranks": ranks} if ranks else {}},
+        }
+        return defaults.resolve(recipe_file.from_table(table))[0]
+
+    return recipe
+
+
+def test_parts_are_those_that_the_recipe_gives_also_where_nodes_are_reordered(asked, monkeypatch, tmp_path):
+    monkeypatch.setattr(halo_parallel, "cache_folder", lambda: tmp_path / "cache")
+    parts = np.arange(NODES) * 7 % 3
+    graph = open_graph(asked(parts)).whole_task.train.graph
+    place = graph.numbers
+    assert (place != np.arange(NODES)).any()
+    cutting = halo_parallel.Cutting(graph, Style(loops=False, scale="mean"))
+    assert (cutting.parts([1, 1, 1]) == parts[place]).all()
+
+    def own(channel):
+        return halo_parallel.open_part(cutting, [1, 1, 1], channel).halo.owned
+
+    for rank, owned in enumerate(ranks(3, own)):
+        assert (place[owned.numpy()] % NODES * 7 % 3 == rank).all()
+    assert len(np.unique(cutting.parts([1, 1]))) == 2  # fewer ranks: cut anew
+    other = open_graph(asked((parts + 1) % 3)).whole_task.train.graph
+    assert halo_parallel.Cutting(other, cutting.style).folder([1]) != cutting.folder([1])
+
+
+@pytest.mark.parametrize(
+    ("parts", "count", "message"),
+    [
+        (None, 3, "cannot be read"),
+        (np.zeros(NODES - 1, int), 3, "the graph has"),
+        (np.full(NODES, 3), 3, "there are 3 ranks"),
+        (np.zeros(NODES), 3, "parts is float64"),
+        (np.arange(NODES) % 2, 0, "is for 2 ranks, and the number of ranks is open"),
+    ],
+)
+def test_parts_that_cannot_be_taken_are_refused(asked, parts, count, message):
+    with pytest.raises(UserError, match=message):
+        open_graph(asked(parts, count))

@@ -55,6 +55,7 @@ class HaloOptions(Options, frozen=True):
     rows of nodes with more neighbours. Every `synchronize`-th step waits for fresh rows, the others take those of the
     step before (1: all wait; 0: none but the first). `adapt`: bits and late rows follow how fast the loss changes.
     `delta`: what crosses is the difference to what crossed before, with what rounding lost of it (2 bits or more).
+    `parts`: a `.npy` file with the rank of each node, in the order of the data; empty: the graph is cut for the plan.
     A graph transformer takes none of these options: each rank has a range of the tokens, and computes some heads.
     """
 
@@ -63,6 +64,7 @@ class HaloOptions(Options, frozen=True):
     synchronize: int = 1
     adapt: bool = False
     delta: bool = False
+    parts: str = ""
 
 
 class GraphOptions(Options, frozen=True):

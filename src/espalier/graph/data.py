@@ -88,6 +88,7 @@ class Graph:
         columns: names of the features; edge_columns: of the edges' features; both may be empty.
         partition: where the parts are that hold the edges and the features, which this graph then has none of.
         numbers: int64 [nodes], the nodes' ids as they were given, None: as they are.
+        cut: int32 [nodes], the rank of each node where the recipe gives it (`graph.halo.parts`).
         identity: stands for the content where reading all of it would take long; empty: the content is hashed.
     """
 
@@ -108,6 +109,7 @@ class Graph:
     columns: tuple[str, ...] = ()
     edge_columns: tuple[str, ...] = ()
     partition: Partition | None = None
+    cut: Array | None = None
 
     @property
     def nodes(self) -> int:
@@ -421,6 +423,7 @@ def relabelled(graph: Graph, permutation: Array) -> Graph:
         edge_features=None if graph.edge_features is None else graph.edge_features[order],
         names=[graph.names[at] for at in permutation] if len(graph.names) else (),
         numbers=np.asarray(permutation, np.int64) if own is None else own[permutation],
+        cut=None if graph.cut is None else graph.cut[permutation],
     )
 
 

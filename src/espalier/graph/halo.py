@@ -53,11 +53,10 @@ class Boundary(NamedTuple):
         return counts.reshape(self.ranks, self.ranks)
 
 
-def boundary(indptr: Any, indices: Any, parts: Any, ranks: int) -> Boundary:
-    """Of a graph whose node v hears from `indices[indptr[v]:indptr[v + 1]]`, cut into `parts` [nodes], 0 .. ranks-1. A
-    rank may own no node. Raises UserError for parts that do not cover the graph, and for more ranks than nodes."""
-    indptr, indices = np.asarray(indptr, np.int64), np.asarray(indices, np.int64)
-    parts, nodes = np.asarray(parts), len(indptr) - 1
+def checked(parts: Any, nodes: int, ranks: int) -> Array:
+    """int32 [nodes]: `parts`, the rank of each node. Raises UserError where they are of another number of nodes, or
+    name a rank that is not there."""
+    parts = np.asarray(parts)
     if parts.shape != (nodes,) or parts.dtype.kind not in "iu":
         raise UserError(
             f"parts is {parts.dtype}{list(parts.shape)}, and the graph has {nodes:,} nodes.",
@@ -73,7 +72,15 @@ def boundary(indptr: Any, indices: Any, parts: Any, ranks: int) -> Boundary:
             why=f"{len(outside):,} nodes are in no part",
             do=f"parts from 0 to {ranks - 1}",
         )
-    parts = parts.astype(np.int32)
+    found: Array = parts.astype(np.int32)
+    return found
+
+
+def boundary(indptr: Any, indices: Any, parts: Any, ranks: int) -> Boundary:
+    """Of a graph whose node v hears from `indices[indptr[v]:indptr[v + 1]]`, cut into `parts` [nodes], 0 .. ranks-1. A
+    rank may own no node. Raises UserError for parts that do not cover the graph, and for more ranks than nodes."""
+    indptr, indices = np.asarray(indptr, np.int64), np.asarray(indices, np.int64)
+    parts = checked(parts, len(indptr) - 1, ranks)
     plan = condense(indptr, indices, parts)
     receiver = np.repeat(np.arange(plan.parts), np.diff(plan.bounds))
     owner = parts[plan.regions].astype(np.int64)

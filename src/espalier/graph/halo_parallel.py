@@ -353,11 +353,16 @@ class Cutting:
     def folder(self, shares: Sequence[int]) -> Path:
         """Where the parts wait."""
         key = [self.graph.fingerprint(), self.style.loops, self.style.scale, self.sums, list(shares)]
+        if self.graph.cut is not None:
+            key.append(hashed([self.graph.cut.tobytes().hex()]))
         return cache_folder() / "partitions" / hashed(key)
 
     def parts(self, shares: Sequence[int]) -> Array:
-        """int32 [nodes]: the rank of each node. Raises UserError for more ranks than nodes."""
+        """int32 [nodes]: the rank of each node, as given where it is for as many ranks. Raises UserError for more ranks
+        than nodes."""
         graph = self.graph
+        if graph.cut is not None and int(graph.cut.max()) < len(shares):
+            return graph.cut
         if graph.nodes < len(shares):
             raise UserError(
                 f"{graph.origin} has {graph.nodes:,} nodes for {len(shares)} ranks.", do=f"plan.pin.ranks={graph.nodes}"

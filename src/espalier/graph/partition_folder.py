@@ -27,7 +27,7 @@ from espalier.config import Messages, Network, Recipe
 from espalier.errors import UserError
 from espalier.graph.base import Forms, MessageBlock
 from espalier.graph.data import DataSplit, Graph, Partition
-from espalier.graph.halo import Boundary, Halo
+from espalier.graph.halo import Boundary, Halo, checked
 from espalier.graph.neighbor_sampler import Style, whole
 from espalier.graph.partial_sums import Covers, crossing_rows, summing
 
@@ -106,6 +106,16 @@ def write(folder: str | Path, graph: Graph, style: Style, cut: Boundary, every: 
     cache_dir.export(Path(folder), MANIFEST, fill)
 
 
+def checked_for(recipe: Recipe, graph: Graph, style: Style) -> Graph:
+    """`graph` for a recipe whose network is of `style`, with the parts that the recipe gives. Raises UserError as
+    `check` and `given`."""
+    if graph.partition is not None:
+        check(recipe, graph.partition, style)
+    elif recipe.graph is not None and recipe.graph.halo is not None and recipe.graph.halo.parts:
+        return replace(graph, cut=given(recipe, graph))
+    return graph
+
+
 def check(recipe: Recipe, partition: Partition, style: Style) -> None:
     """Raises UserError where a recipe, whose network is of `style`, cannot train on parts that were cut before."""
     options, ranks = recipe.graph, partition.ranks
@@ -119,6 +129,8 @@ def check(recipe: Recipe, partition: Partition, style: Style) -> None:
             do="[graph.halo], a network such as sage or your own, without graph.inductive; or the graph itself as "
             "data.path",
         )
+    if options.halo.parts:
+        raise UserError(f"{what}, and graph.halo.parts says how to cut one.", do='graph.halo.parts = ""')
     if recipe.plan.pin.ranks != ranks:
         raise UserError(f"{what}, for as many ranks.", do=f"plan.pin.ranks={ranks}, or the graph itself as data.path")
     if style != there:
@@ -127,6 +139,29 @@ def check(recipe: Recipe, partition: Partition, style: Style) -> None:
             why=f"loops {there.loops}, scale {there.scale}",
             do="the model.kind that it was cut for, or the graph itself as data.path",
         )
+
+
+def given(recipe: Recipe, graph: Graph) -> np.ndarray:
+    """int32 [nodes]: what `graph.halo.parts` names. Raises UserError for a file that has no array, parts that do not
+    cover the graph, and a plan for another number of ranks."""
+    assert recipe.graph is not None
+    assert recipe.graph.halo is not None
+    path, ranks = recipe.graph.halo.parts, recipe.plan.pin.ranks
+    what = f"graph.halo.parts = {path!r}"
+    try:
+        parts = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise UserError(
+            f"{what} cannot be read: {error}.", do="numpy.save(path, parts), with a whole number for each node"
+        ) from None
+    if not isinstance(parts, np.ndarray):
+        raise UserError(f"{what} has several arrays.", do="numpy.save(path, parts), one array")
+    if not ranks and parts.size:
+        raise UserError(
+            f"{what} is for {int(parts.max()) + 1} ranks, and the number of ranks is open.",
+            do=f"plan.pin.ranks={int(parts.max()) + 1}",
+        )
+    return checked(parts, graph.nodes, ranks or 1)
 
 
 def _nodes(graph: Graph) -> dict[str, Tensor]:

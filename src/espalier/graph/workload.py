@@ -552,8 +552,7 @@ def open_graph(
     if not recipe.data:
         raise UserError("The recipe has no [data].", do='[data] path = "python:imports"')
     graph = sources.load(recipe.data[0], recipe.graph, progress)
-    if graph.partition is not None:
-        partition_folder.check(recipe, graph.partition, _style(recipe.model))
+    graph = partition_folder.checked_for(recipe, graph, _style(recipe.model))
     asked, seed, links = recipe.graph, recipe.train.seed, None
     if kept is not None:
         graph = kept_graph.mapped(graph, kept)
