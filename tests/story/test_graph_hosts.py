@@ -3,6 +3,7 @@ fewer hosts, and answered by one machine."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -85,4 +86,24 @@ def test_few_bits_and_late_rows_send_less_and_two_hosts_go_on_where_four_stopped
     told = espalier(home, "predict", "runs/low", "0,1,2")
     assert told.returncode == 0, told.stderr
     assert len(told.stdout.strip().splitlines()) == 3
+    assert none_left(lab)
+
+
+def test_each_host_that_has_its_own_part_alone_trains_as_hosts_that_have_the_graph(lab: str, home: Path) -> None:
+    """The machine that plans has no part; each host sees a folder of its own where the recipe names `parts`."""
+    cut = next(
+        one for one in (home / "cache").rglob("part-3.safetensors") if not (one.parent / "part-4.safetensors").exists()
+    )
+    hosts = lab.split(",")
+    for place, name in ((home / "parts", None), *((home / f"own-{host}", at) for at, host in enumerate(hosts))):
+        place.mkdir()
+        for file in ("manifest.json", "nodes.safetensors", *([] if name is None else [f"part-{name}.safetensors"])):
+            shutil.copy(cut.parent / file, place)
+    mount = f"mount --bind {home}/own-{{host}} {home}/parts"
+    command = f"launch.command=ip netns exec {{host}} unshare -m sh -c '{mount} && exec sh -c \"$0\"' {{command}}"
+    data = (f"data.path={home}/parts", command, "name=apart", "model.dropout=0")
+    done = espalier(home, "train", "recipe.toml", "--hosts", lab, *data)
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = [event["loss"] for event in events(home, "apart", "step")]
+    assert losses == [event["loss"] for event in events(home, "four", "step")]
     assert none_left(lab)
