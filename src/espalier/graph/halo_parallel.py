@@ -9,6 +9,7 @@ every rank, so that a checkpoint is that of a run on one rank, and goes on with 
 from __future__ import annotations
 
 import fcntl
+import sys
 from collections.abc import Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -48,6 +49,7 @@ from espalier.mechanism import Build, Mechanism
 from espalier.parallel.mesh import REPLICA
 from espalier.sparse.partition import clusters
 from espalier.track.decision_log import Decisions
+from espalier.track.progress import Waiting
 from espalier.workload import to_device
 
 if TYPE_CHECKING:
@@ -367,7 +369,13 @@ class Cutting:
             raise UserError(
                 f"{graph.origin} has {graph.nodes:,} nodes for {len(shares)} ranks.", do=f"plan.pin.ranks={graph.nodes}"
             )
-        return clusters(graph.indptr, graph.indices, len(shares), shares)
+        with Waiting("Cutting the graph", 0, out=sys.stderr) as bar:
+
+            def told(done: int, total: int) -> None:
+                bar.total = total
+                bar.advance(done - bar.done)
+
+            return clusters(graph.indptr, graph.indices, len(shares), shares, told)
 
     def boundary(self, parts: Array, ranks: int) -> tuple[halo.Boundary, partial_sums.Covers | None]:
         """What crosses between `parts`: rows, or where they are fewer by a tenth rows and sums."""

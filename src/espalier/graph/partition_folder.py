@@ -8,6 +8,7 @@ edges with the scales of the whole graph, its halo lists, and the features and l
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ from espalier.graph.data import DataSplit, Graph, Partition
 from espalier.graph.halo import Boundary, Halo, checked
 from espalier.graph.neighbor_sampler import Style, whole
 from espalier.graph.partial_sums import Covers, crossing_rows, summing
+from espalier.track.progress import Waiting
 
 MANIFEST, FORMAT = "manifest.json", 2
 NODES = "nodes.safetensors"
@@ -94,8 +96,10 @@ def write(folder: str | Path, graph: Graph, style: Style, cut: Boundary, every: 
     block = whole(graph, style)
 
     def fill(target: Path) -> None:
-        for rank in range(cut.ranks):
-            save_file(_tensors(graph, block, (cut, every), rank), target / _name(rank))
+        with Waiting("Writing the parts of the graph", cut.ranks, out=sys.stderr) as bar:
+            for rank in range(cut.ranks):
+                save_file(_tensors(graph, block, (cut, every), rank), target / _name(rank))
+                bar.advance()
         sums = [_checksum(target / _name(rank)) for rank in range(cut.ranks)]
         rows = cut.rows if every is None else crossing_rows(every, cut.ranks)
         save_file(_nodes(graph), target / NODES)

@@ -8,7 +8,7 @@ propagation with capacities, after Ugander and Backstrom, WSDM 2013).
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,14 +18,18 @@ from espalier.errors import UserError
 from espalier.sparse.rcmpp.cuthill_mckee import trace
 from espalier.sparse.rcmpp.pattern import Pattern
 
+Progress = Callable[[int, int], None]
 SLACK = 0.03
 """A part may be this much larger than the mean: METIS's own default (its ufactor 30)."""
 SWEEPS = 10
 """Half of the nodes may move in each, so each node five times. A choice, not a measurement."""
 
 
-def clusters(indptr: Any, indices: Any, parts: int, shares: Sequence[float] | None = None) -> np.ndarray:
-    """The part of each node, int32 [nodes] in 0 .. parts-1; deterministic.
+def clusters(
+    indptr: Any, indices: Any, parts: int, shares: Sequence[float] | None = None, progress: Progress | None = None
+) -> np.ndarray:
+    """The part of each node, int32 [nodes] in 0 .. parts-1; deterministic. `progress` is called with sweeps done and
+    their number.
 
     `indptr` [nodes + 1] and `indices` [entries] as for `rcmpp`; directions and repeated entries do not matter.
     `shares`: of the nodes for each part, in any unit (devices of unequal speed); None: equal. Unequal ones are always
@@ -43,8 +47,10 @@ def clusters(indptr: Any, indices: Any, parts: int, shares: Sequence[float] | No
     if parts == 1:
         return np.zeros(pattern.nodes, np.int32)
     if shares is not None and max(shares) > (1 + SLACK) * min(shares):
-        return by_sweeps(pattern, parts, shares)
-    return by_metis(pattern, parts) if importlib.util.find_spec("pymetis") else by_sweeps(pattern, parts)
+        return by_sweeps(pattern, parts, shares, progress)
+    if importlib.util.find_spec("pymetis"):
+        return by_metis(pattern, parts)
+    return by_sweeps(pattern, parts, progress=progress)
 
 
 def by_metis(pattern: Pattern, parts: int) -> np.ndarray:
@@ -57,7 +63,9 @@ def by_metis(pattern: Pattern, parts: int) -> np.ndarray:
     return np.asarray(found.vertex_part, np.int32)
 
 
-def by_sweeps(pattern: Pattern, parts: int, shares: Sequence[float] | None = None) -> np.ndarray:
+def by_sweeps(
+    pattern: Pattern, parts: int, shares: Sequence[float] | None = None, progress: Progress | None = None
+) -> np.ndarray:
     """As `clusters`, without METIS: never a larger cut than that of pieces of the RCM++ order."""
     nodes, matrix = pattern.nodes, symmetric(pattern)
     labels = np.empty(nodes, np.int32)
@@ -71,6 +79,8 @@ def by_sweeps(pattern: Pattern, parts: int, shares: Sequence[float] | None = Non
         labels = _moved(matrix, labels, (least_room, room), sweep)
         if (found := cut(matrix, labels)) < least:
             best, least = labels, found
+        if progress is not None:
+            progress(sweep + 1, SWEEPS)
     return best
 
 
