@@ -15,7 +15,7 @@ from espalier import cluster as clusters_
 from espalier import config, trainer, units, worker
 from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.errors import UserError
-from espalier.graph import halo_parallel, partition_folder, synthetic
+from espalier.graph import coded_rows, halo, halo_parallel, partition_folder, quantization, synthetic
 from espalier.graph.data import Graph
 from espalier.graph.halo_parallel import Cutting, open_part
 from espalier.graph.neighbor_sampler import Style
@@ -104,12 +104,96 @@ def test_any_parts_train_and_validate_as_one_rank(kind):
         assert sum(found["halo"]) > 0
 
 
+def sent_by_plan(recipe, cuts, nodes=60):
+    """Bytes that rank 0 sends in a step, and of those the rows', of networks whose dtype has `size` bytes."""
+    workload = GraphWorkload(recipe, made(nodes))
+    shares = [one.share[1] - one.share[0] for one in plan_of(recipe, workload, cuts).ranks]
+    size = 8 if recipe.train.precision == "fp64" else 4
+    return workload.halos(), shares, workload.halos().step_bytes(shares, size)[0].sum()
+
+
 @pytest.mark.parametrize("quant", ["a2q", "mega", "uniform"])
 def test_quantized_layers_over_parts_train_as_on_one_rank(quant):
     alone = train(recipe_of(quant={"kind": quant}), made())
-    found = train(recipe_of(quant={"kind": quant}, graph={"halo": HALO}), made(), (30,))
+    recipe = recipe_of(quant={"kind": quant}, graph={"halo": HALO})
+    found = train(recipe, made(), (30,))
     close(found, alone, rel=1e-6)
-    assert sum(found["halo"]) > 0
+    assert found["halo"][1:] == [sent_by_plan(recipe, (30,))[2]] * (STEPS - 1)
+
+
+CODED = {
+    "messages": ({}, {}, {}),
+    "rows that are summed, dropped too": ({"kind": "gcn", "depth": 3, "dropout": 0.5}, {"kind": "a2q"}, {}),
+    "rows of one width": ({"kind": "gin", "depth": 3}, {"kind": "uniform", "messages": 0}, {}),
+    "attention": ({"kind": "gat", "heads": 2}, {"kind": "mega", "messages": 3}, {}),
+    "late": ({"depth": 3}, {"kind": "a2q"}, {"synchronize": 0}),
+    "few bits of gradients": ({"kind": "sage", "depth": 3}, {"kind": "mega"}, {"bits": 2, "by_degree": True}),
+}
+
+
+@pytest.mark.parametrize("name", CODED)
+def test_rows_cross_as_codes_with_the_same_result_in_the_bytes_of_the_plan(name, monkeypatch):
+    model, quant, options = CODED[name]
+    recipe = recipe_of(
+        {"width": 16, **model}, {"halo": {**HALO, **options}}, {"kind": "a2q", **quant}, precision="fp32", steps=3
+    )
+    halos, shares, expected = sent_by_plan(recipe, (20, 60))
+    found = train(recipe, made(), (20, 60))
+    assert found["halo"][1:] == [expected] * 2
+    assert "codes of [quant]" in halos.told(shares)
+    if options.get("bits", 32) < 32:
+        return
+    monkeypatch.setattr(quantization, "_coded", lambda block, coding: block)
+    floats = train(recipe, made(), (20, 60))
+    assert found["losses"] == floats["losses"]
+    assert found["validation"] == floats["validation"]
+    assert found["halo"][1] < floats["halo"][1]
+
+
+def test_a_row_of_codes_takes_its_bits_and_its_step():
+    """One part to another, 64 columns to 7: forward 4 bits a value and a step for each column, back as it was."""
+    recipe = recipe_of({"width": 64}, {"halo": HALO}, {"kind": "a2q"}, precision="fp32")
+    halos, shares, _ = sent_by_plan(recipe, (50,))
+    rows = halos.rows(shares)[0, 1]
+    forward = halos.crossing_bytes(shares, 4, (1, False), 32)[0, 1]
+    outputs = 3
+    assert forward - 8 == (rows + 2) * -(-outputs * 4 // 8)  # a stamp, and 3 steps in two rows of 2 bytes
+    deep = sent_by_plan(recipe_of({"width": 64, "depth": 3}, {"halo": HALO}, {"kind": "mega"}, precision="fp32"), (50,))
+    learned = deep[0].crossing_bytes(shares, 4, (1, False), 32)[0, 1] - 8
+    assert learned == rows * (64 + 1)
+    assert learned < 0.26 * rows * 64 * 4
+
+
+@pytest.mark.parametrize("by_row", [False, True])
+@pytest.mark.parametrize("signed", [False, True])
+def test_codes_of_rows_come_back_bit_for_bit_at_every_width(by_row, signed):
+    random = torch.Generator().manual_seed(0)
+    for bits in range(2 if signed else 1, 9):
+        most = (1 << bits - 1) - 1 if signed else (1 << bits) - 1
+        codes = torch.randint(-most if signed else 0, most + 1, (6, 5), generator=random)
+        steps = torch.randint(0, 256, (6 if by_row else 5,), generator=random, dtype=torch.uint8)
+        for kind in (torch.float32, torch.float64, torch.bfloat16):
+            coding = coded_rows.Coding(bits, steps, by_row, signed, 1.0 if by_row else 4 / 3)
+            unit = coding.unit(steps).to(kind)
+            rows = codes.to(kind) * (unit[:, None] if by_row else unit)
+            beside = torch.randn(6, 0 if by_row else 2, generator=random).to(kind)
+            rows, out = torch.cat([rows, beside], 1), torch.zeros(6, 5 + beside.shape[1], dtype=kind)
+            lines = coding.encoded(rows, steps)
+            assert lines.shape == (6, coding.size(rows.shape[1], rows.element_size()).bytes)
+            coding.decode(lines, steps, out)
+            assert torch.equal(out, rows)
+
+
+def test_a_row_that_codes_cannot_say_is_named():
+    graph = made()
+    seen = halo.Halo.of(
+        graph.indptr, graph.indices, halo.boundary(graph.indptr, graph.indices, np.arange(60) % 2, 2), 0
+    )
+    leaving, at = torch.zeros(len(seen.leaves), 3), halo.Crossing(1, False)
+    leaving[4, 2] = torch.nan
+    coding = coded_rows.Coding(4, torch.zeros(3, dtype=torch.uint8))
+    with pytest.raises(UserError, match=f"Rank 0 cannot send the row of node {seen.owned[seen.leaves[4]]} for layer 2"):
+        coded_rows.send(seen, coding, leaving, torch.zeros(len(seen.outer), 3), at)
 
 
 def test_fp32_and_labels_on_few_ranks_train_as_one_rank():

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from espalier.comm.base import Traffic, traffic
 from espalier.errors import UserError
+from espalier.graph import coded_rows
 from espalier.graph.base import Aggregate, Forms, GraphAttend, Kept, MessageBlock, Rows, dense
 from espalier.graph.gnn import Gnn, GraphAttention, Layer
 from espalier.quant.mega.condense import condense
@@ -146,6 +147,7 @@ class Halo:
         layer: that the next exchange is for; transport: what it goes through.
         sums: makes the rows that leave of own rows, a SciPy matrix [leaving, owned] (`partial_sums`); None: they are
             those of `sends`.
+        coding: of rows that are codes times steps, so that codes cross; None: rows cross as they are.
     """
 
     owned: Tensor
@@ -159,6 +161,7 @@ class Halo:
     layer: int = 0
     transport: Transport = synchronous
     sums: Any = None
+    coding: coded_rows.Coding | None = None
 
     @classmethod
     def of(cls, indptr: Any, indices: Any, cut: Boundary, rank: int, group: dist.ProcessGroup | None = None) -> Halo:
@@ -341,7 +344,11 @@ class _Leave(torch.autograd.Function):
         ctx.trip, halo, own = trip, trip.halo, len(rows)
         trip.rows = rows.new_empty(halo.sources, *rows.shape[1:])
         trip.rows[:own] = rows
-        trip.arrive = halo.transport(halo, leaving_rows(halo, rows), trip.rows[own:], Crossing(halo.layer, False))
+        crossing, leaving = Crossing(halo.layer, False), leaving_rows(halo, rows)
+        if halo.coding is not None and rows.is_floating_point():
+            trip.arrive = coded_rows.send(halo, halo.coding, leaving, trip.rows[own:], crossing)
+        else:
+            trip.arrive = halo.transport(halo, leaving, trip.rows[own:], crossing)
         return rows.view_as(rows)
 
     @staticmethod

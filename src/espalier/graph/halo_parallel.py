@@ -32,7 +32,7 @@ from espalier.graph import foreign_halo, graph_plan, halo, partial_sums, partiti
 from espalier.graph.base import dense
 from espalier.graph.gnn import Gnn, GraphAttention, Layer
 from espalier.graph.neighbor_sampler import whole
-from espalier.graph.quantization import quantization_of
+from espalier.graph.quantization import crossing_codes, quantization_of
 from espalier.graph.subgraphs import SubgraphBatch, forward
 from espalier.graph.sylvie import (
     WHOLE,
@@ -57,6 +57,7 @@ if TYPE_CHECKING:
 
     from espalier.checkpoint.base import Stateful
     from espalier.config import HaloOptions, Recipe
+    from espalier.graph.coded_rows import RowSize
     from espalier.graph.data import Array, Graph
     from espalier.graph.neighbor_sampler import Style
     from espalier.graph.node_classification import NodeTask
@@ -401,7 +402,7 @@ class Halos:
 
     def __repr__(self) -> str:
         """All that a plan depends on."""
-        return f"Halos({self.cutting.folder([])}, {self.options})"
+        return f"Halos({self.cutting.folder([])}, {self.options}, {self._codes()})"
 
     traffic = Traffic.HALO.value
     most_ranks = None
@@ -415,7 +416,16 @@ class Halos:
     def told(self, shares: Sequence[int]) -> str:
         """How the graph is cut, for people."""
         rows = int(self.rows(shares).sum())
-        return f"the graph is cut into {len(shares)} parts; {rows:,} rows of other parts are read before each layer"
+        said = f"the graph is cut into {len(shares)} parts; {rows:,} rows of other parts are read before each layer"
+        if not (codes := self._codes()):
+            return said
+        of = ", ".join(f"of layer {layer + 1} in {one.bytes:,} bytes" for layer, one in codes.items())
+        return f"{said}, {of} a row as the codes of [quant] (graph.halo.bits are those of gradients)"
+
+    def _codes(self) -> dict[int, RowSize]:
+        """Of layers whose rows cross as codes."""
+        layers = range(1, halo.depth(self.network))
+        return {at: one for at in layers if (one := crossing_codes(self.network, at, 4)) is not None}
 
     def rows(self, shares: Sequence[int]) -> Array:
         """int64 [ranks, ranks]: rows (and sums) that rank i sends rank j before a layer aggregates."""
@@ -441,9 +451,19 @@ class Halos:
         return found
 
     def counts(self, shares: Sequence[int]) -> dict[tuple[int, bool], Array]:
-        """int64 [ranks, ranks]: rows that rank i sends rank j, of each layer and direction."""
+        """int64 [ranks, ranks]: rows that rank i sends rank j, of each layer and direction, but those that
+        cross as codes."""
+        rows, codes = self.rows(shares), self._codes()
+        every = [key for key in sylvie.crossings(self.network) if key.backward or key.layer not in codes]
+        return {key: rows.T if key.backward else rows for key in every}
+
+    def coded_bytes(self, shares: Sequence[int], size: int) -> Array:
+        """float [ranks, ranks]: of rows that cross as codes, for which there are no bits to choose."""
         rows = self.rows(shares)
-        return {key: rows.T if key.backward else rows for key in sylvie.crossings(self.network)}
+        sent = np.zeros(rows.shape)
+        for at in self._codes():
+            sent = sent + crossing_bytes(self.network, rows, self.options, (at, False), sylvie.Values(WHOLE, size))
+        return sent
 
 
 def open_part(

@@ -9,7 +9,7 @@ MixQ has it, arXiv 2505.09361).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,11 +21,14 @@ from espalier import config, units
 from espalier.artifacts import Curve, Table
 from espalier.graph import compiled_aggregate
 from espalier.graph.base import Forms, Kept, MessageBlock, Rows, dense
+from espalier.graph.coded_rows import Coding, RowSize, row_size
 from espalier.graph.gnn import Gnn, GraphAttention, Layer
+from espalier.graph.halo import Halo
 from espalier.graph.neighbor_sampler import symmetric_root
 from espalier.quant import a2q
 from espalier.quant.a2q import ColumnQuantizer, FeatureQuantizer, Rule
 from espalier.quant.base import (
+    MOST,
     STEP_RATE,
     STEPS,
     BankBits,
@@ -36,6 +39,7 @@ from espalier.quant.base import (
     RowIndex,
     UniformBits,
     step_codes,
+    stored,
 )
 from espalier.quant.mega.package import PackedRows, encode
 from espalier.quant.packed_spmm import PackedMatrix, packed_matmul
@@ -44,7 +48,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from espalier.graph.data import Array, Graph
-    from espalier.graph.halo import Halo
     from espalier.graph.subgraphs import SubgraphBatch
 
 PROBED = 4096
@@ -197,10 +200,16 @@ class _Aggregate(nn.Module):
             rows = rows if scale is None else rows * scale[: len(rows), None]
             if self.found.packed and block.halo is None:
                 return self._finished(_packed_sums(self.messages, block, rows), start)
-            rows = self.messages(rows, self.found.own(block))
+            coded: Tensor = self.messages(rows, self.found.own(block))
+            rows, block = coded, self._crossing(self.messages, block, coded.dtype)
         if self.sums is None or isinstance(rows, Kept):
             return self.plain(block, rows, start)
         return self._finished(self.plain(block, rows), start)
+
+    @staticmethod
+    def _crossing(messages: ColumnQuantizer, block: MessageBlock, rounded: torch.dtype) -> MessageBlock:
+        steps = step_codes(messages.raw_step.detach() * STEP_RATE)
+        return _coded(block, Coding(messages.bits, steps, kind=messages.raw_step.dtype, rounded=rounded))
 
     def _finished(self, sums: Tensor, start: Tensor | None) -> Tensor:
         sums = sums if self.sums is None else self.sums(sums)
@@ -210,8 +219,37 @@ class _Aggregate(nn.Module):
         """See `graph.base.attend`."""
         if self.messages is not None:
             rows = self.messages(rows.flatten(1), self.found.own(block)).view_as(rows)
+            block = self._crossing(self.messages, block, rows.dtype)
         found = self.attention(block, rows, scores, dropout)
         return found if self.sums is None else self.sums(found.flatten(1)).view_as(found)
+
+
+def _coded(block: MessageBlock, coding: Coding) -> MessageBlock:
+    """Rows that other ranks need cross as codes."""
+    return block._replace(halo=replace(block.halo, coding=coding)) if isinstance(block.halo, Halo) else block
+
+
+def crossing_codes(model: object, at: int, size: int) -> RowSize | None:
+    """What a row that layer `at` of `model` sums takes where it crosses between ranks as codes (values beside them take
+    `size` bytes each); None: it crosses as it is."""
+    if not isinstance(model, Gnn) or quantization_of(model) is None or not at or model.options.activation == "maxk":
+        return None
+    layer: Any = model.layers[at]
+    messages = layer.quantized.messages if hasattr(layer, "quantized") else None
+    if messages is not None:
+        beside = layer.heads * size if isinstance(layer, GraphAttention) else 0
+        return row_size(len(messages.raw_step), messages.bits, beside)
+    return row_size(layer.inputs, _code_bits(layer.quantizer), by_row=True) if _sums_read_rows(layer) else None
+
+
+def _sums_read_rows(layer: Any) -> bool:
+    return hasattr(layer, "quantizer") and bool(layer.aggregated_first(torch.empty(0)))
+
+
+def _code_bits(quantizer: FeatureQuantizer) -> int:
+    """Of rows that cross: learned widths change from step to step, so theirs take 8."""
+    allocator = quantizer.allocator
+    return MOST if allocator.learned else int(stored(allocator.bits.detach(), quantizer.rule.signed).max())
 
 
 def _packed_sums(messages: ColumnQuantizer, block: MessageBlock, rows: Tensor) -> Tensor:
@@ -283,7 +321,11 @@ def _before(found: Quantization) -> Any:
             coded = found.stored[name].decoded()
             values = (coded.codes * STEPS[coded.steps.long()][:, None]).to(values.dtype)
         else:
-            values = quantizer(values, index)
+            values, logarithm = quantizer(values, index), quantizer.last
+            if not isinstance(rows, Kept) and _sums_read_rows(module):
+                bits, signed, steps = _code_bits(quantizer), quantizer.rule.signed, step_codes(logarithm)
+                gain, kind = quantizer.factor, logarithm.dtype
+                block = _coded(block, Coding(bits, steps, True, signed, gain, kind, values.dtype))
         return block, rows._replace(values=values) if isinstance(rows, Kept) else values
 
     return before

@@ -22,12 +22,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from espalier.comm.base import Traffic, traffic
-from espalier.errors import UserError
 from espalier.graph import halo
+from espalier.graph.coded_rows import not_finite
 from espalier.graph.gnn import Gnn
 from espalier.graph.halo import Arrival, Crossing, ForeignRows, Halo
 from espalier.graph.loss_speed import LossSpeed
 from espalier.graph.neighbor_sampler import stream
+from espalier.graph.quantization import crossing_codes
 from espalier.kernels import quantize_rows as kernels
 from espalier.quant import row_widths
 from espalier.records import Record
@@ -48,6 +49,7 @@ RECORD = Record(
         "graph/loss_speed.py",
         "graph/halo_parallel.py",
         "graph/halo.py",
+        "graph/coded_rows.py",
         "graph/partition_folder.py",
         "graph/partial_sums.py",
         "graph/foreign_halo.py",
@@ -78,6 +80,7 @@ RECORD = Record(
     gpu="NVIDIA H100, November 2026",
 )
 
+TOO_FEW = "few bits between a smallest and a largest value cannot say that"
 WHOLE = 32
 """As bits: values cross as they are."""
 STAMP = 8
@@ -258,7 +261,7 @@ class Sylvie:
         self._flights: dict[tuple[Crossing, torch.dtype], _Flight] = {}
         self._sent: dict[Crossing, Tensor] = {}
         self._arrived: dict[Crossing, tuple[int, Tensor]] = {}
-        self._layouts: dict[tuple[Crossing, bool, int, int], _Layout] = {}
+        self._layouts: dict[tuple[Crossing, bool, int, int, int], _Layout] = {}
         self._shares: tuple[Tensor, Tensor] | None = None
 
     def begin(self, step: int) -> None:
@@ -276,7 +279,7 @@ class Sylvie:
 
     def __call__(self, halo: Halo, sent: Tensor, received: Tensor, crossing: Crossing) -> Arrival:
         """See `halo.Transport`. Raises UserError for rows that are not finite, by layer and node."""
-        if self.by_degree and self._shares is None:
+        if self.by_degree and self._shares is None and sent.is_floating_point():
             self._shares = degree_shares(halo)
         key = (crossing, sent.dtype)
         flight, before = self._launch(halo, sent, received, crossing), self._flights.get(key)
@@ -312,7 +315,7 @@ class Sylvie:
             every = torch.arange(len(rows))
             bad = kernels.quantize_rows(rows, every, out.widths, (out.begins, wire), key & 0xFFFF_FFFF)
             if bad >= 0:
-                raise _not_finite(halo, crossing, out.row(bad, rows[bad]))
+                raise not_finite(halo, crossing, out.row(bad, rows[bad]), TOO_FEW)
             if self.delta:
                 kernels.restore_rows(wire, out.begins, out.widths, rows)
                 known += rows
@@ -331,9 +334,9 @@ class Sylvie:
         columns = int(np.prod(rows.shape[1:]))
         size = columns * rows.element_size() if bits == WHOLE else columns
         alike = crossing if self.peers is not None else crossing._replace(layer=0)
-        known = (alike, leaves, size, bits)
+        counts = halo.leaving(crossing) if leaves else halo.arriving(crossing)
+        known = (alike, leaves, size, bits, sum(counts))
         if known not in self._layouts:
-            counts = halo.leaving(crossing) if leaves else halo.arriving(crossing)
             order, places = None, None
             if bits != WHOLE and self._shares is None and (together := sharing(columns)) > 1:
                 order, places = _groups(counts, together)
@@ -494,17 +497,6 @@ def _rank(halo: Halo) -> int:
     return 0 if halo.group is None else halo.group.rank()
 
 
-def _not_finite(halo: Halo, crossing: Crossing, at: int) -> UserError:
-    nodes = halo.outer if crossing.backward else halo.owned[torch.cat(halo.sends)]
-    what = "gradient" if crossing.backward else "row"
-    return UserError(
-        f"Rank {_rank(halo)} cannot send the {what} of node {int(nodes[at])} for layer {crossing.layer + 1}: "
-        "it is not finite.",
-        why="few bits between a smallest and a largest value cannot say that",
-        do="look at the node's features; where they are finite, a smaller learning rate",
-    )
-
-
 def row_bytes(columns: int, bits: Any, size: int = 4) -> Any:
     """Bytes of a boundary row of so many values of `size` bytes on the wire."""
     return np.where(np.equal(bits, WHOLE), columns * size, kernels.wire_bytes(columns, bits))
@@ -526,10 +518,11 @@ def step_bytes(
     Args:
         network: whose layers exchange; rows: `halo.Boundary.rows`; options: of `[graph.halo]`; size: bytes of a value.
         by_peer: int [ranks, ranks] for each crossing, bits of the rows that rank i sends rank j; None: those of
-            `options`.
+            `options` (of rows that have codes none, which take the bits of `[quant]` whatever is said here).
     """
     assert options.bits != "auto" or by_peer is not None, "the plan has the bits"
-    bits = dict.fromkeys(crossings(network), options.bits) if by_peer is None else by_peer
+    bits: dict[tuple[int, bool], Any] = dict.fromkeys(crossings(network), WHOLE if by_peer else options.bits)
+    bits.update(by_peer or {})
     plain = options.synchronize == 1 and all((np.asarray(one) == WHOLE).all() for one in bits.values())
     sent = np.zeros(np.shape(rows))
     for key, chosen in bits.items():
@@ -562,6 +555,8 @@ def crossing_bytes(
     at, back = key
     forward, backward = halo.row_bytes(network, at, size)
     count = np.asarray(rows).T if back else np.asarray(rows)
+    if not back and (coded := crossing_codes(network, at, size)) is not None:
+        return (count + coded.steps * (count > 0)) * coded.bytes + STAMP * (not plain) * (count > 0)
     if plain:
         return count * (backward if back else forward)
     kept = isinstance(network, Gnn) and network.options.activation == "maxk" and not back

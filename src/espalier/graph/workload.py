@@ -469,6 +469,8 @@ class GraphWorkload(Plain):
         crossing: Gnn | ForeignRows
         if isinstance(network, Gnn):
             crossing, sums = network, takes_sums(network) and self.recipe.quant is None
+            if self.recipe.quant is not None:
+                quantization.equip(network, self.recipe.quant, self._told)
         else:
             from espalier.graph.foreign_halo import study, study_part
 

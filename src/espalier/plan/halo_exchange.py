@@ -60,9 +60,9 @@ def _with_bits(plan: Plan, halos: Any, cluster: Cluster) -> tuple[Plan, Any]:
     waits = halos.exchanges * max((link.latency + link.launch for link in known), default=0.0)
     bandwidth = np.array([[np.inf if link is None else link.bandwidth for link in row] for row in each])
     links = halo_bits.Links(np.array([one.node for one in ranks]), bandwidth)
-    counts = halos.counts(shares)
+    counts, coded = halos.counts(shares), links.seconds(halos.coded_bytes(shares, size))
     found = halo_bits.allotted(
-        counts, lambda key, bits: halos.crossing_bytes(shares, size, key, bits), links, limit - waits
+        counts, lambda key, bits: halos.crossing_bytes(shares, size, key, bits), links, limit - waits - coded
     )
     crossing = _exchanges(found, counts, links)
     used = sorted({int(one) for key, bits in found.items() for one in np.unique(bits[counts[key] > 0])})

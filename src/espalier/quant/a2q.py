@@ -184,6 +184,7 @@ class FeatureQuantizer(nn.Module):
         gain: what dropout multiplies values by while training, and steps with them.
         share: of the batch that this pass is over: local gradients of several passes then add up to those of one.
         shift: taken from all widths, see `base.MemoryTarget`.
+        last: log2 of each row's step in the last pass, before `factor`.
     """
 
     def __init__(self, allocator: BitAllocator, columns: int, rule: Rule) -> None:
@@ -191,6 +192,7 @@ class FeatureQuantizer(nn.Module):
         self.allocator, self.columns, self.rule = allocator, columns, rule
         self.gain, self.share, self.beginning = 1.0, 1.0, False
         self.shift: Any = float
+        self.last = torch.zeros(0)
 
     @property
     def layer(self) -> Layer:
@@ -222,9 +224,15 @@ class FeatureQuantizer(nn.Module):
         bits, logarithm, _ = self._pairs(x, index)
         rule = self.rule._replace(local=self.rule.local * self.share, own=index.own)
         step = _Step.apply(logarithm)
-        step = step * self.gain if self.training and self.gain != 1 else step
+        step = step * self.factor if self.factor != 1 else step
         found: Tensor = FakeQuantize.apply(x, step.to(x.dtype)[:, None], bits.to(x.dtype)[:, None], rule)
+        self.last = logarithm.detach()
         return found
+
+    @property
+    def factor(self) -> float:
+        """What steps are multiplied by: the gain, while training."""
+        return self.gain if self.training else 1.0
 
     @torch.no_grad()
     def codes(self, x: Float[Tensor, "rows columns"], index: RowIndex | None = None) -> Coded:

@@ -1,0 +1,149 @@
+"""Rows that cross between ranks as integer codes: what `[quant]` has rounded takes its own bits on the wire.
+
+Rows are codes times steps. Messages (rows that were multiplied and are about to be summed) have a step for each column:
+their codes are packed in the bits of a message, and behind the rows for a peer its message has the steps, a byte each.
+Rows that a layer sums as it reads them have a step each, which follows the row, and codes of 8 bits, or of the width
+that all have. What arrives is multiplied as it was where it came from: the same bits. Gradients cross as the transport
+has them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from espalier.errors import UserError
+from espalier.kernels.row_bits import pack_rows, row_bytes, unpack_rows, widths_of
+from espalier.quant.base import STEPS
+
+if TYPE_CHECKING:
+    from espalier.graph.halo import Arrival, Crossing, Halo
+
+
+class RowSize(NamedTuple):
+    """Bytes of a row on the wire, and how many such rows behind those for each peer have the steps of columns."""
+
+    bytes: int
+    steps: int = 0
+
+
+def row_size(columns: int, bits: int, beside: int = 0, *, by_row: bool = False) -> RowSize:
+    """Of rows of `columns` codes of `bits` bits and `beside` bytes of values without codes; `by_row`: see `Coding`."""
+    packed = int(row_bytes(columns, bits))
+    if by_row:
+        return RowSize(packed + 1 + beside)
+    return RowSize(packed + beside, -(-columns // (packed + beside)))
+
+
+class Coding(NamedTuple):
+    """How floating-point rows [owned, columns] are codes times steps.
+
+    Attributes:
+        bits: of a code, 1 to 8; signed: whether codes have a sign.
+        steps: uint8, places in `quant.base.STEPS`: of the first columns of a row (others cross as they are); or,
+            `by_row`, of own rows [owned].
+        gain: what steps are multiplied by, as `kind`; rounded: dtype of codes times steps (None: that of the rows).
+    """
+
+    bits: int
+    steps: Tensor
+    by_row: bool = False
+    signed: bool = True
+    gain: float = 1.0
+    kind: torch.dtype = torch.float32
+    rounded: torch.dtype | None = None
+
+    def unit(self, steps: Tensor) -> Tensor:
+        """Steps as numbers."""
+        found = STEPS.to(steps.device, self.kind)[steps.long()]
+        return found if self.gain == 1 else found * self.gain
+
+    def columns(self, width: int) -> int:
+        """How many columns of rows of `width` have codes."""
+        return width if self.by_row else len(self.steps)
+
+    def size(self, width: int, value: int) -> RowSize:
+        """Of rows of `width` values of `value` bytes."""
+        columns = self.columns(width)
+        return row_size(columns, self.bits, (width - columns) * value, by_row=self.by_row)
+
+    def encoded(self, rows: Tensor, steps: Tensor) -> Tensor:
+        """uint8 [rows, bytes] of `rows`, of which `steps` [rows] are the steps where each has its own."""
+        columns = self.columns(rows.shape[1])
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        unit = self.unit(steps)[:, None] if self.by_row else self.unit(self.steps)
+        whole = (rows[:, :columns].to(wide) / unit.to(self.rounded or rows.dtype).to(wide)).round()
+        codes = whole.to(torch.int8 if self.signed else torch.uint8).cpu()
+        packed = pack_rows(codes, widths_of(len(codes), self.bits)).view(len(rows), -1 if len(rows) else 0)
+        parts = [packed.to(rows.device), steps[:, None]] if self.by_row else [packed.to(rows.device)]
+        if columns < rows.shape[1]:
+            parts.append(rows[:, columns:].contiguous().view(torch.uint8))
+        return torch.cat(parts, 1)
+
+    def decode(self, lines: Tensor, steps: Tensor, out: Tensor) -> None:
+        """`encoded` into `out`; `steps` of columns, where rows have none of their own."""
+        columns = self.columns(out.shape[1])
+        packed = int(row_bytes(columns, self.bits))
+        widths = widths_of(len(lines), self.bits)
+        codes = unpack_rows(lines[:, :packed].flatten().cpu(), widths, columns, self.signed).to(out.device)
+        unit, kind = (
+            self.unit(lines[:, packed])[:, None] if self.by_row else self.unit(steps),
+            self.rounded or out.dtype,
+        )
+        out[:, :columns] = codes.to(kind) * unit.to(kind)
+        if columns < out.shape[1]:
+            out[:, columns:] = lines[:, packed:].contiguous().view(out.dtype)
+
+
+def send(halo: Halo, coding: Coding, leaving: Tensor, received: Tensor, crossing: Crossing) -> Arrival:
+    """As `halo.transport(halo, leaving, received, crossing)`, in codes. Raises UserError: NaN, by the row's node."""
+    bad = leaving.isnan().any(1).nonzero()
+    if len(bad):
+        raise not_finite(halo, crossing, int(bad[0]), "codes cannot say that")
+    size = coding.size(leaving.shape[1], leaving.element_size())
+    lines = coding.encoded(leaving, coding.steps[halo.leaves] if coding.by_row else coding.steps)
+    wire = _longer(halo, size.steps)
+    if size.steps:
+        room = size.steps * size.bytes
+        last = torch.nn.functional.pad(coding.steps, (0, room - len(coding.steps))).view(size.steps, size.bytes)
+        parts = lines.split(halo.leaving(crossing))
+        lines = torch.cat([torch.cat([part, last]) if len(part) else part for part in parts])
+    arriving = lines.new_empty(sum(wire.receives), size.bytes)
+    done = halo.transport(wire, lines, arriving, crossing)
+
+    def arrive() -> None:
+        done()
+        parts = zip(arriving.split(list(wire.receives)), received.split(list(halo.receives)), strict=True)
+        for part, out in parts:
+            if len(out):
+                coding.decode(part[: len(out)], part[len(out) :].flatten()[: len(coding.steps)], out)
+
+    return arrive
+
+
+def _longer(halo: Halo, rows: int) -> Halo:
+    """With so many rows more in each message that is not empty."""
+    if not rows:
+        return halo
+
+    def longer(ids: Tensor) -> Tensor:
+        return torch.cat([ids, ids[-1:].repeat(rows)])
+
+    receives = tuple(count + rows if count else 0 for count in halo.receives)
+    outer = torch.cat([longer(one) for one in halo.outer.split(list(halo.receives))])
+    return replace(halo, sends=tuple(longer(one) for one in halo.sends), receives=receives, outer=outer)
+
+
+def not_finite(halo: Halo, crossing: Crossing, at: int, why: str) -> UserError:
+    """Of the row at place `at` of those that leave."""
+    nodes = halo.outer if crossing.backward else halo.owned[halo.leaves]
+    what = "gradient" if crossing.backward else "row"
+    return UserError(
+        f"Rank {0 if halo.group is None else halo.group.rank()} cannot send the {what} of node {int(nodes[at])} for "
+        f"layer {crossing.layer + 1}: it is not finite.",
+        why=why,
+        do="look at the node's features; where they are finite, a smaller learning rate",
+    )
