@@ -8,9 +8,11 @@ import torch
 
 from espalier.config import defaults, recipe_file
 from espalier.graph import graph_plan
-from espalier.graph.data import DataSplit, Graph
+from espalier.graph.data import DataSplit, Graph, relabelled
+from espalier.graph.torchgt.pattern import pattern as tokens
 from espalier.graph.workload import GraphWorkload
 from espalier.plan import request_from_recipe
+from espalier.sparse.partition import clusters
 from espalier.workload import Shard
 
 
@@ -63,14 +65,33 @@ def test_every_layer_is_said_and_the_planner_is_told():
 
 @pytest.mark.parametrize("wanted", ["none", "rcmpp", "clusters", "auto"])
 def test_an_order_renames_nodes_and_nothing_else(wanted):
-    if wanted == "clusters":
-        pytest.importorskip("pymetis")
     graph = cliques()
     other, sentence = graph_plan.ordered(graph, wanted)
     assert sentence.startswith("Order: ")
     assert loss_of(workload_of(other)) == pytest.approx(loss_of(workload_of(graph)), rel=1e-5)
     assert graph.called(other.find("7")) in {f"node {at}" for at in range(graph.nodes)}
     np.testing.assert_array_equal(other.features[other.find("7")], graph.features[7])
+
+
+@pytest.mark.parametrize("made_by", ["METIS", "our own sweeps"])
+def test_clusters_bring_rows_of_a_window_to_the_same_columns_and_say_who_made_them(made_by, monkeypatch, tmp_path):
+    """Communities of which a cluster holds several: the order inside it brings each together."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    if made_by == "METIS":
+        pytest.importorskip("pymetis")
+    else:
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    graph = cliques(50, 14)
+    ordered, said = graph_plan.ordered(graph, "clusters")
+    assert said.startswith(f"Order: 2 clusters by {made_by}")
+
+    def dense(one, least):
+        return tokens(torch.from_numpy(np.stack([one.indices, one.targets()])), one.nodes).dense_columns(least)[1]
+
+    labels = clusters(graph.indptr, graph.indices, 2, volume=False)
+    only = relabelled(graph, np.argsort(labels, kind="stable"))
+    assert dense(ordered, 2) > 2 * dense(only, 2)
+    assert dense(ordered, 5) > 5 * dense(only, 5)
 
 
 @pytest.mark.parametrize("wanted", ["clusters", "auto"])

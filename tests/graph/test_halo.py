@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+import importlib.util
 
 import numpy as np
 import pytest
@@ -21,7 +22,8 @@ from espalier.graph.gnn import Gnn
 from espalier.graph.node_classification import summed_loss
 from espalier.graph.subgraphs import View
 from espalier.graph.workload import _style
-from espalier.sparse.partition import clusters
+from espalier.sparse.partition import by_metis, by_sweeps, clusters
+from espalier.sparse.rcmpp.pattern import Pattern
 from espalier.testing import forks, ranks
 from espalier.workload import to_device
 
@@ -54,9 +56,9 @@ def parts_of(kind: str, world: int) -> np.ndarray:
             return at * world // NODES
         case "unequal":  # the last rank has most nodes
             return np.minimum(np.searchsorted([2, 9, 20], at, side="right"), world - 1)
-        case "clusters":  # by METIS, where it is installed
+        case "metis" | "sweeps":
             graph = graph_of()
-            return clusters(graph.indptr, graph.indices, world)
+            return (by_metis if kind == "metis" else by_sweeps)(Pattern.of(graph.indptr, graph.indices), world)
         case "isolated":  # the last rank has only nodes without an edge, and no boundary
             return np.where(at < NODES - 7, at % (world - 1), world - 1)
         case _:  # "empty": only the first rank has nodes
@@ -109,8 +111,9 @@ def over(channel, kind, graph, parts, network):
 
 CUTS = [
     *((1, "random"), (2, "random"), (3, "contiguous"), (4, "random"), (4, "unequal")),
-    *((2, "clusters"), (3, "clusters"), (4, "clusters"), (3, "isolated"), (3, "empty")),
+    *((2, "metis"), (3, "sweeps"), (4, "metis"), (3, "isolated"), (3, "empty")),
 ]
+CUTS = [cut for cut in CUTS if cut[1] != "metis" or importlib.util.find_spec("pymetis")]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

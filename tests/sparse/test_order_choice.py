@@ -12,7 +12,7 @@ from scipy import sparse
 
 from espalier.errors import UserError
 from espalier.sparse.order_choice import PURPOSES, order
-from espalier.sparse.partition import by_metis, by_sweeps, clusters, cut, symmetric
+from espalier.sparse.partition import by_metis, by_sweeps, clusters, crossing, cut, symmetric
 from espalier.sparse.rcmpp.cuthill_mckee import trace
 from espalier.sparse.rcmpp.pattern import Pattern
 from espalier.sparse.rcmpp.pattern_passes import touched
@@ -27,9 +27,9 @@ def mesh(side: int) -> sparse.csr_array:
     return sparse.csr_array(found[places][:, places])
 
 
-def communities(count: int, size: int, degree: int, across: float) -> sparse.csr_array:
+def communities(count: int, size: int, degree: int, across: float, seed: int = 1) -> sparse.csr_array:
     """Random graphs of `size` nodes, a share of their edges to anywhere: levels are wide, yet clusters are there."""
-    draw = np.random.default_rng(1)
+    draw = np.random.default_rng(seed)
     nodes = count * size
     rows = np.repeat(np.arange(nodes), degree)
     near = rows // size * size + draw.integers(0, size, len(rows))
@@ -117,6 +117,42 @@ def test_parts_are_even_and_cut_less_than_pieces_of_an_order(divide: Any, parts:
     assert np.bincount(labels).max() <= np.ceil(700 / parts * 1.03) + 1
     assert cut(symmetric(pattern), labels) < 0.9 * cut(symmetric(pattern), pieces)
     assert (divide(pattern, parts) == labels).all()
+
+
+@pytest.mark.parametrize("library", ["metis", "sweeps"])
+@pytest.mark.parametrize("shares", [[1, 2, 3, 6], [5.0, 1.0]])
+def test_parts_have_the_shares_that_are_asked_for(library: str, shares: list[float], monkeypatch: Any) -> None:
+    if library == "sweeps":
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    else:
+        pytest.importorskip("pymetis")
+    matrix = communities(12, 60, 8, 0.05)
+    labels = clusters(matrix.indptr, matrix.indices, len(shares), shares)
+    wanted = 720 * np.array(shares) / sum(shares)
+    assert (np.abs(np.bincount(labels, minlength=len(shares)) - wanted) <= 0.07 * wanted + 1).all()
+    other = clusters(matrix.indptr, matrix.indices, len(shares), [100 * one for one in shares])
+    assert (labels == other).all()
+
+
+def test_metis_cuts_less_than_sweeps_and_the_less_volume_of_its_two_objectives_counts() -> None:
+    pytest.importorskip("pymetis")
+    for seed in range(4):
+        matrix = communities(8, 80, 6, 0.2, seed)
+        pattern = Pattern.of(matrix.indptr, matrix.indices)
+        both = symmetric(pattern)
+        few, edges = by_metis(pattern, 6), by_metis(pattern, 6, volume=False)
+        assert crossing(both, few) <= crossing(both, edges)
+        assert cut(both, edges) <= cut(both, by_sweeps(pattern, 6))
+
+
+def test_rows_that_cross_are_counted_as_sets_count() -> None:
+    matrix = communities(5, 20, 4, 0.3)
+    both = symmetric(Pattern.of(matrix.indptr, matrix.indices))
+    labels = np.random.default_rng(0).integers(0, 4, 100)
+    rows, columns = both.nonzero()
+    pairs = zip(rows.tolist(), columns.tolist(), strict=True)
+    read = {(int(labels[row]), column) for row, column in pairs if labels[row] != labels[column]}
+    assert crossing(both, labels) == len(read)
 
 
 def test_parts_of_odd_numbers() -> None:

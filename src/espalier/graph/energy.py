@@ -122,7 +122,7 @@ def network(workload: GraphWorkload, model: Gnn) -> Network:
 
     def cut(count: int) -> Any:
         if count not in known:
-            known[count] = clusters(graph.indptr, graph.indices, min(count, graph.nodes))
+            known[count] = clusters(graph.indptr, graph.indices, min(count, graph.nodes), volume=False)
         return known[count]
 
     return Network(np.asarray(graph.indptr), np.asarray(graph.indices), cut, layers)

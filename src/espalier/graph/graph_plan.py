@@ -16,7 +16,6 @@ import torch
 import xxhash
 
 from espalier.cache_dir import cache_folder, hashed
-from espalier.errors import missing_extra
 from espalier.graph.base import MessageBlock
 from espalier.graph.compiled_aggregate import matrix
 from espalier.graph.data import Array, Graph, relabelled
@@ -24,15 +23,20 @@ from espalier.graph.gnn import GraphAttention, Layer
 from espalier.sparse import CBM
 from espalier.sparse.cbm.matrix import pays
 from espalier.sparse.format_choice import cost
-from espalier.sparse.order_choice import order
+from espalier.sparse.order_choice import MOST_PARTS, grouped, order
+from espalier.sparse.partition import library
 from espalier.sparse.rcmpp import rcmpp
+from espalier.sparse.rcmpp.cuthill_mckee import trace
+from espalier.sparse.rcmpp.pattern import Pattern
 from espalier.units import show_seconds
 
 SMALL = 1 << 20
 """Edges times columns below which a product is a matter of microseconds, whatever the order."""
 
-ORDERS = 1
+ORDERS = 2
 """Of kept orders: another number where the same edges are ordered otherwise."""
+CLUSTER = 256
+"""Nodes of a cluster of `graph.order = "clusters"`."""
 PRODUCTS_TO_BUILD = 25
 """CSR products that compressing a matrix takes at most (bench/cbm.py's target)."""
 
@@ -44,14 +48,11 @@ def ordered(graph: Graph, wanted: str) -> tuple[Graph, str]:
     if wanted == "rcmpp":
         return relabelled(graph, rcmpp(graph.indptr, graph.indices)), "Order: RCM++ (graph.order = rcmpp)."
     if wanted == "clusters":
-        kept = _kept(graph, wanted, lambda: (_clusters(graph), ""))[0]
-        return relabelled(graph, kept), "Order: METIS clusters (graph.order = clusters)."
+        permutation, said = _kept(graph, wanted, lambda: _clusters(graph))
+        return relabelled(graph, permutation), said
     if graph.edges * graph.features.shape[1] < SMALL:
         return graph, "Order: as given; the graph is small."
-    try:
-        permutation, said = _kept(graph, f"{wanted} {graph.features.shape[1]}", lambda: _advised(graph))
-    except ImportError:
-        return graph, "Order: as given; clusters could not be tried without pymetis."
+    permutation, said = _kept(graph, f"{wanted} {graph.features.shape[1]}", lambda: _advised(graph))
     return (relabelled(graph, permutation) if len(permutation) else graph), said
 
 
@@ -60,17 +61,16 @@ def _advised(graph: Graph) -> tuple[Array, str]:
     advice = order(graph, for_="spmm")
     if advice.permutation is None:
         return np.zeros(0, np.int64), f"Order: as given; {advice.reason}."
-    return np.asarray(advice.permutation, np.int64), f"Order: {advice.method}; {advice.reason}."
+    named = f"clusters by {library()}, RCM++ inside" if advice.method == "clusters" else "RCM++"
+    return np.asarray(advice.permutation, np.int64), f"Order: {named}; {advice.reason}."
 
 
-def _clusters(graph: Graph) -> Array:
-    from espalier.sparse.partition import clusters
-
-    try:
-        labels = clusters(graph.indptr, graph.indices, max(1, graph.nodes // 4096))
-    except ImportError:
-        raise missing_extra("pymetis", "graph", "graph.order = 'clusters'") from None
-    return np.argsort(labels, kind="stable")
+def _clusters(graph: Graph) -> tuple[Array, str]:
+    """Clusters in the order in which RCM++ passes them, their nodes too, and a sentence."""
+    pattern = Pattern.of(graph.indptr, graph.indices)
+    parts = max(1, min(MOST_PARTS, graph.nodes // CLUSTER))
+    said = f"Order: {parts:,} clusters by {library()}, RCM++ inside (graph.order = clusters)."
+    return grouped(pattern, trace(pattern).permutation, parts).astype(np.int64), said
 
 
 def _kept(graph: Graph, wanted: str, make: Callable[[], tuple[Array, str]]) -> tuple[Array, str]:
@@ -78,7 +78,7 @@ def _kept(graph: Graph, wanted: str, make: Callable[[], tuple[Array, str]]) -> t
     digest = xxhash.xxh3_128()
     for array in (graph.indptr, graph.indices):
         digest.update(np.ascontiguousarray(array).tobytes())
-    place = cache_folder() / "orders" / f"{hashed([digest.hexdigest(), wanted, ORDERS])}.npz"
+    place = cache_folder() / "orders" / f"{hashed([digest.hexdigest(), wanted, library(), ORDERS])}.npz"
     with suppress(OSError, ValueError, KeyError, BadZipFile), place.open("rb") as file:
         found = np.load(file, allow_pickle=False)
         return found["permutation"], str(found["said"])

@@ -204,7 +204,7 @@ class GraphWorkload(Plain):
         if not isinstance(self.recipe.model, config.GraphTransformer):
             return made
         full = self._attention()[0].full(step)
-        return [one._replace(blocks=(one.blocks[0]._replace(full=full), *one.blocks[1:])) for one in made]
+        return [one._replace(blocks=(one.blocks[0]._replace(full=full), *one.blocks[1:]), step=step) for one in made]
 
     def _batches(self, step: int, shard: Shard) -> list[SubgraphBatch]:
         if isinstance(self.task, NodeTask) and not self.task.fanout:
@@ -262,7 +262,7 @@ class GraphWorkload(Plain):
     def loss(self, model: nn.Module, batch: SubgraphBatch) -> tuple[Tensor, Tensor]:
         """The task's sum of losses, and how many answers it is of."""
         if self.reformation is not None:  # here, as batches are made while the step before is under way
-            fewer = batch.blocks[0]._replace(recall=self.reformation.tuner.recall)
+            fewer = batch.blocks[0]._replace(recall=self.reformation.begin(batch.step))
             loss, weight = self.task.loss(model, batch._replace(blocks=(fewer, *batch.blocks[1:])))
             self.reformation.note(loss, weight)
             return loss, weight

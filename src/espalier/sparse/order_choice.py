@@ -88,10 +88,11 @@ def order(graph: Any, for_: str = "spmm") -> NodeOrder:
     after = _count(pattern, permutation, purpose)
     said = f"the widest level of a traversal holds {share:.1%} of the nodes"
     if share > SMALL_WORLD:
-        grouped = _grouped(pattern, permutation, purpose)
-        counted = _count(pattern, grouped, purpose)
+        parts = min(MOST_PARTS, max(1, pattern.nodes // max(purpose.window, 256)))
+        other = grouped(pattern, permutation, parts)
+        counted = _count(pattern, other, purpose)
         if counted < after:
-            method, permutation, after = "clusters", grouped, counted
+            method, permutation, after = "clusters", other, counted
         said += ", so there is no narrow band; parts with few edges between them were tried"
     gain = predicted(pattern, before, after, for_)
     counts = f"{before:,} {purpose.unit} become {after:,}, predicted gain {gain:.2f}"
@@ -115,10 +116,9 @@ def _count(pattern: Pattern, permutation: np.ndarray, purpose: Purpose) -> int:
     return int(touched(pattern.indptr, pattern.indices, permutation, new, purpose.window, purpose.page))
 
 
-def _grouped(pattern: Pattern, permutation: np.ndarray, purpose: Purpose) -> np.ndarray:
-    """Cluster after cluster, by their mean place in `permutation`; within a cluster as in `permutation`."""
-    parts = min(MOST_PARTS, max(1, pattern.nodes // max(purpose.window, 256)))
-    labels = clusters(pattern.indptr, pattern.indices, parts)
+def grouped(pattern: Pattern, permutation: np.ndarray, parts: int) -> np.ndarray:
+    """Cluster after cluster, by their mean place in `permutation`; within a cluster as in `permutation`. uint32."""
+    labels = clusters(pattern.indptr, pattern.indices, parts, volume=False)
     place = positions(permutation, pattern.nodes)
     mean = np.bincount(labels, place, parts) / np.maximum(1, np.bincount(labels, minlength=parts))
     return np.lexsort((place, labels, mean[labels])).astype(np.uint32)

@@ -1,7 +1,7 @@
 """Decision log: what a run decides from measurements, on all ranks alike, and so that it can be replayed. No torch.
 
-How long CO2's rounds are and how Sylvie's rows cross follow signals: both are a `Controller`, whose `Decisions` go into
-the run's log and are taken from there for steps that are made again.
+How long CO2's rounds are, how Sylvie's rows cross and which edges TorchGT leaves out follow signals: each is a
+`Controller`, whose `Decisions` go into the run's log and are taken from there for steps that are made again.
 """
 
 from __future__ import annotations

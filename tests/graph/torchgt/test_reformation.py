@@ -17,7 +17,8 @@ from espalier.errors import UserError
 from espalier.graph.loss_speed import LossSpeed
 from espalier.graph.torchgt.attention import attention
 from espalier.graph.torchgt.pattern import ROWS, Additions, pattern
-from espalier.graph.torchgt.reformation import LEVELS, RecallTuner, reformed
+from espalier.graph.torchgt.reformation import LEVEL_RULE, LEVELS, RecallTuner, reformed
+from espalier.track.decision_log import Decisions, Recorded
 
 MODEL = {"kind": "graph-transformer", "depth": 2, "width": 16, "heads": 4, "feed_forward": 16, "dropout": 0.0}
 
@@ -81,13 +82,35 @@ def test_the_tuner_stays_between_all_edges_and_the_bound_and_replays_the_same_de
                 again = RecallTuner(bound)
                 again.load_state_dict(tuner.state_dict())
             for one in (tuner, again):
-                one.heard(loss)
+                one.heard([loss]).turned({})
             assert tuner.recall == again.recall
             seen.append(tuner.recall)
         assert min(seen) >= bound
         assert max(seen) == seen[39] == 1
         assert len(set(seen)) > 1
         assert len(tuner.levels) == LEVELS
+
+
+def test_decisions_are_told_and_taken_from_a_log_where_it_knows_the_step():
+    losses = [*np.exp(-np.linspace(0, 3, 40)), *(2 - np.exp(np.linspace(0, 0.6, 40)))]
+
+    def levels(decisions, heard):
+        for step, loss in enumerate(heard):
+            decisions.turn(step)
+            decisions.turn(step)  # of another micro-batch
+            yield decisions.now.level
+            decisions.heard([loss])
+
+    first, told = Decisions(RecallTuner(0.5), "speed of the loss"), []
+    first.tell = lambda *decided: told.append(decided)
+    chosen = list(levels(first, losses))
+    assert {rule for rule, _, _ in told} == {LEVEL_RULE}
+    assert chosen == list(levels(Decisions(RecallTuner(0.5), ""), losses))  # of the losses alone
+    log = Recorded(((0, 1), *((at, value) for _, at, value in told)), 70)
+    again = Decisions(RecallTuner(0.5), "speed of the loss")
+    again.replay({LEVEL_RULE: [Recorded(), log]})
+    assert list(levels(again, [0.0] * len(losses)))[:71] == chosen[:71]
+    assert len(set(chosen[:71])) > 2
 
 
 def test_equal_speeds_decide_nothing():

@@ -4,11 +4,13 @@ TorchGT (arXiv 2407.14106, section 3.3) replaces sparse regions of the clustered
 positions are not those of the edges. Here windows of 16 rows keep the columns that most of their rows read, which are
 computed densely, and what is left out is counted: recall = edges that are kept / edges. Nothing is added. Self-loops,
 paths, expanders and virtual tokens all stay. How much is left out follows the speed of the loss, by the rule of the
-authors' tuner (`graph.loss_speed`), between no edge and the bound; answers are always given along all edges.
+authors' tuner (`graph.loss_speed`), between no edge and the bound, and is in the log, from which steps that are made
+again take it; answers are always given along all edges.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -23,10 +25,9 @@ from espalier.graph.loss_speed import LossSpeed
 from espalier.graph.torchgt.pattern import ROWS, Pattern, offsets
 from espalier.mechanism import Build, Mechanism
 from espalier.sparse import CSR
+from espalier.track.decision_log import Decisions
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from espalier.checkpoint.base import Stateful
     from espalier.config import Recipe
     from espalier.plan.base import Plan
@@ -78,8 +79,12 @@ def reformed(whole: Pattern, recall: float) -> Reformed:
     return Reformed(Pattern(made, whole.tokens, None if kinds is None else kinds[kept]), kept, share)
 
 
+LEVEL_RULE = "model.recall.level"
+"""In logs: 0, all edges, to `LEVELS - 1`, the bound."""
+
+
 class RecallTuner:
-    """Which recall a step has, from 1 to `bound`. Has state.
+    """Which recall a step has, from 1 to `bound`: a `track.decision_log.Controller`. Has state.
 
     Training begins one level below 1, as the authors' does. Where the loss changes ever faster edges are left out,
     where ever more slowly they come back.
@@ -87,24 +92,37 @@ class RecallTuner:
 
     def __init__(self, bound: float) -> None:
         self.levels = np.linspace(1, bound, LEVELS).tolist()
-        self.level, self.speed = 1, LossSpeed()
+        self.level, self.coming, self.speed = 1, 0, LossSpeed()
 
     @property
     def recall(self) -> float:
-        """Of the next step."""
+        """Of the step under way."""
         return float(self.levels[self.level])
 
-    def heard(self, loss: float) -> None:
+    @property
+    def values(self) -> dict[str, int]:
+        """See `Controller.values`."""
+        return {LEVEL_RULE: self.level}
+
+    def heard(self, signals: Iterable[float]) -> RecallTuner:
         """The loss of a step, over all ranks."""
-        self.level = min(LEVELS - 1, max(0, self.level + self.speed.heard(loss)))
+        for loss in signals:
+            self.coming = self.speed.heard(loss)
+        return self
+
+    def turned(self, recorded: Mapping[str, int]) -> RecallTuner:
+        """The next step begins."""
+        level, self.coming = self.level + self.coming, 0
+        self.level = min(LEVELS - 1, max(0, recorded.get(LEVEL_RULE, level)))
+        return self
 
     def state_dict(self) -> dict[str, Any]:
         """All that decisions follow from."""
-        return {"level": self.level, **self.speed.state_dict()}
+        return {"level": self.level, "coming": self.coming, **self.speed.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes back what `state_dict` gave."""
-        self.level = state.get("level", self.level)
+        self.level, self.coming = state.get("level", self.level), state.get("coming", 0)
         self.speed.load_state_dict(state)
 
 
@@ -116,6 +134,7 @@ class Reformation(Mechanism):
 
     def __init__(self, bound: float) -> None:
         self.tuner, self._outcome = RecallTuner(bound), torch.zeros(2, dtype=torch.float64)
+        self.decisions = Decisions(self.tuner, "speed of the loss")
         self._group: dist.ProcessGroup | None = None
 
     def wrap(self, context: Build) -> None:
@@ -123,6 +142,12 @@ class Reformation(Mechanism):
         workload: Any = context.workload
         workload.reformation, self._group = self, context.mesh.replica
         context.meters["recall"] = self.adapted
+        context.decisions.append(self.decisions)
+
+    def begin(self, step: int) -> float:
+        """The recall that holds after `step` steps. All ranks call it alike, once or more in a step."""
+        self.decisions.turn(step)
+        return self.tuner.recall
 
     def note(self, loss: Tensor, weight: Tensor) -> None:
         """This rank's part of a step."""
@@ -135,7 +160,7 @@ class Reformation(Mechanism):
         if self._group is not None and self._group.size() > 1:
             with traffic(Traffic.CONTROL):
                 dist.all_reduce(total, group=self._group)
-        self.tuner.heard(float(total[0] / total[1]))
+        self.decisions.heard([float(total[0] / total[1])])
         return recall
 
     def state(self, context: Build, parts: Mapping[str, Stateful]) -> Mapping[str, Stateful]:
