@@ -5,12 +5,13 @@
 
 `quality` fits fields of both scenes (`--scene`, a folder in Blender's layout, else `spheres:`; and `knot:`) on
 several seeds, two fits at a time on a core each; a spiking one also for twice the steps. `--picture` writes a test
-view of each scene as PNG: the truth, plain, spiking, and spiking after twice the steps. `alignments` compares the
-orders in which samples are time steps, `peers` fields that are trained with SpikingJelly's and snnTorch's neurons.
-These three time nothing: they may run beside other work and in pieces, where `--keep` holds what is fitted. `heads`
-times a training step of the colour network alone on the samples of a fitted field, and what it keeps for backward:
-ours, SpikingJelly's and snnTorch's neurons on padded rays (peers are left out where they cannot be imported), and
-rendering by the kernel that adds the rows of neurons that fire. `train` is `espalier train`.
+view of each scene as PNG: the truth, plain, spiking, and spiking after twice the steps. `penalty` fits fields whose
+spikes are penalized, `alignments` compares the orders in which samples are time steps, `peers` fields that are trained
+with SpikingJelly's and snnTorch's neurons. These four time nothing: they may run beside other work and in pieces, where
+`--keep` holds what is fitted. `heads` times a training step of the colour network alone on the samples of a fitted
+field, with what it keeps for backward and has in tensors at most: ours, SpikingJelly's and snnTorch's neurons on padded
+rays (peers are left out where they cannot be imported), and rendering by the kernel that adds the rows of neurons that
+fire. `train` is `espalier train`, plain and spiking.
 Energy is the paper's formula, 4.6 pJ a multiplication and 0.9 pJ an accumulation: a model, not a measurement.
 """
 
@@ -25,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
@@ -35,6 +36,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).parent))
 from espalier import artifacts, workload_registry
@@ -55,6 +57,8 @@ GOAL = 30.0
 """Decibels."""
 RAYS = 512
 """Of a step, where nothing else is said."""
+PENALTY = 1e-3
+"""`model.spike_penalty` of the case of that name."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,7 @@ class Fit:
     flip: bool = False
     peer: str = ""
     rays: int = RAYS
+    penalty: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -117,8 +122,8 @@ class JellyColours(SpikingColours):
         x = rows.padded().transpose(0, 1).contiguous()
         one = self.scan(self._nodes[0], x)
         two = self.scan(self._nodes[1], one @ self.matrix(self.second).T)
-        fired = torch.stack([(layer.detach() * mask.T[:, :, None]).sum() for layer in (one, two)]).long()
-        return (two @ self.matrix(self.last).T).transpose(0, 1)[mask], fired
+        own = [layer.transpose(0, 1)[mask] for layer in (one, two)]
+        return own[1] @ self.matrix(self.last).T, torch.stack([spikingnerf.number(layer) for layer in own])
 
 
 class SnnTorchColours(JellyColours):
@@ -162,6 +167,7 @@ def opened(fit: Fit) -> RadianceWorkload:
     options += [f"train.batch_tokens={fit.rays}", f"model.width={fit.width}", f"model.resolution={fit.resolution}"]
     if fit.kind == "spikingnerf":
         options += [f"model.alignment={fit.alignment}", f"model.flip={str(fit.flip).lower()}"]
+        options += [f"model.spike_penalty={fit.penalty}"]
     example = Path(__file__).parents[1] / "examples" / "scene.toml"
     found = workload_registry.open_workload(workload_registry.settle(recipe_file.load(example, options), None))
     assert isinstance(found, RadianceWorkload)
@@ -198,7 +204,7 @@ def run(fit: Fit) -> Found:
     workload, field = fitted(fit)
     scene, options = workload.scene, workload.options
     views, pixels = list(scene.parts["test"]), scene.lens.width * scene.lens.height
-    decibels, met, coloured, spikes = [], 0, 0, torch.zeros(2)
+    decibels, met, coloured, spikes = [], 0, 0, torch.zeros(2, dtype=torch.float64)
     with torch.no_grad():
         for view in views:
             rays = scene.rays(torch.full((pixels,), view), torch.arange(pixels))
@@ -342,6 +348,32 @@ def quality(sizes: Sizes) -> list[Row]:
     return rows
 
 
+def penalty(sizes: Sizes) -> list[Row]:
+    """Fields whose spikes are penalized, beside plain ones after as many steps, and beside those that are not."""
+    base = [
+        Fit("voxels", scene, seed, sizes.steps, sizes.widths[0], sizes.resolution, rays=sizes.rays)
+        for scene in sizes.scenes
+        for seed in range(1, sizes.seeds + 1)
+    ]
+    free = [replace(one, kind="spikingnerf") for one in base]
+    bound = [replace(one, penalty=PENALTY) for one in free]
+    found, rows = together([*base, *free, *bound], sizes.keep), []
+    for scene in sizes.scenes:
+        case = f"{name_of(scene)}, hidden {sizes.widths[0]}, {sizes.steps} steps of {sizes.rays:,} rays{sizes.note}"
+        case += f", spike penalty {PENALTY:g}"
+        for name, others in (("plain network", base), ("no penalty", free)):
+            pairs = [(found[b], found[o]) for b, o in zip(bound, others, strict=True) if b.scene == scene]
+            rows.append(decibels(f"{case}: PSNR", name, [(one.psnr, other.psnr) for one, other in pairs]))
+            joules = [(one.joules, other.joules) for one, other in pairs]
+            rows.append(row(f"{case}: colour network", name, "J per image", joules, -1))
+            joules = [(one.hoisted, other.hoisted) for one, other in pairs]
+            rows.append(row(f"{case}: directions once a ray", f"{name}, likewise", "J per image", joules, -1))
+        rates = [statistics.median(found[b].rates[layer] for b in bound if b.scene == scene) for layer in (0, 1)]
+        what = f"{case}: spikes of a neuron and sample"
+        rows.append(Row(what, "second layer", rates[1], rates[0], rates[0] / max(1e-9, rates[1]), "rate", ""))
+    return rows
+
+
 def name_of(scene: str) -> str:
     """A scene as rows call it."""
     return scene if ":" in scene else Path(scene).name
@@ -349,29 +381,28 @@ def name_of(scene: str) -> str:
 
 def alignments(sizes: Sizes) -> list[Row]:
     """TCP beside TP, repeated steps and the flip: PSNR, and operations on spikes."""
+    others = {"tp": {"alignment": "tp"}, "repeated": {"alignment": "repeated"}, "tcp from far to near": {"flip": True}}
+    return beside(sizes, others, ", tcp")
+
+
+def beside(sizes: Sizes, others: Mapping[str, Mapping[str, Any]], what: str = "") -> list[Row]:
+    """PSNR and operations on spikes of the usual spiking field, beside that of other fields of `Fit`."""
     scene, width = sizes.scenes[0], 64
-    base = Fit("spikingnerf", scene, 1, sizes.steps, width, sizes.resolution)
-    others = {"tp": replace(base, alignment="tp"), "repeated": replace(base, alignment="repeated")}
-    others["tcp from far to near"] = replace(base, flip=True)
-    found = together([base, *others.values()], sizes.keep)
-    case, rows = f"{name_of(scene)}, hidden {width}, {sizes.steps} steps{sizes.note}, tcp", []
-    for name, fit in others.items():
-        rows.append(decibels(f"{case}: PSNR", name, [(found[base].psnr, found[fit].psnr)]))
-        rows.append(row(f"{case}: operations on spikes", name, "per image", [(found[base].sops, found[fit].sops)], -1))
+    base = [Fit("spikingnerf", scene, seed, sizes.steps, width, sizes.resolution) for seed in range(1, sizes.seeds + 1)]
+    fits = {name: [replace(one, **changes) for one in base] for name, changes in others.items()}
+    found = together([*base, *(one for each in fits.values() for one in each)], sizes.keep)
+    case, rows = f"{name_of(scene)}, hidden {width}, {sizes.steps} steps of {RAYS} rays{sizes.note}{what}", []
+    for name, each in fits.items():
+        pairs = [(found[own], found[other]) for own, other in zip(base, each, strict=True)]
+        rows.append(decibels(f"{case}: PSNR", name, [(own.psnr, other.psnr) for own, other in pairs]))
+        sops = [(own.sops, other.sops) for own, other in pairs]
+        rows.append(row(f"{case}: operations on spikes", name, "per image", sops, -1))
     return rows
 
 
 def peers(sizes: Sizes) -> list[Row]:
     """PSNR after training, and operations on spikes, beside other libraries' neurons on the same field."""
-    scene, width = sizes.scenes[0], 64
-    base = Fit("spikingnerf", scene, 1, sizes.steps, width, sizes.resolution)
-    others = {name: replace(base, peer=name) for name in there()}
-    found, rows = together([base, *others.values()], sizes.keep), []
-    case = f"{name_of(scene)}, hidden {width}, {sizes.steps} steps{sizes.note}"
-    for name, fit in others.items():
-        rows.append(decibels(f"{case}: PSNR", name, [(found[base].psnr, found[fit].psnr)]))
-        rows.append(row(f"{case}: operations on spikes", name, "per image", [(found[base].sops, found[fit].sops)], -1))
-    return rows
+    return beside(sizes, {name: {"peer": name} for name in there()})
 
 
 def heads(sizes: Sizes) -> list[Row]:
@@ -398,6 +429,8 @@ def heads(sizes: Sizes) -> list[Row]:
         rows.append(compare(f"{case}: forward and backward", name, "s", pairs, higher_is_better=False))
         kept = [(float(kept_by(own)), float(kept_by(other)))]
         rows.append(row(f"{case}: kept for backward", name, "bytes", kept, -1))
+        most = [(float(peak_of(own)), float(peak_of(other)))]
+        rows.append(row(f"{case}: at most in tensors at a time", name, "bytes", most, -1))
         same = (network(features, views, found)[0] - ours(features, views, found)[0]).detach().abs().max()
         print(f"  {name}: colours differ by {float(same):.2g}")
     return rows + rendering(case, ours, (features, views, found), sizes)
@@ -458,6 +491,18 @@ def kept_by(step: Callable[[], Any]) -> int:
     return sum(kept.values())
 
 
+def peak_of(step: Callable[[], Any]) -> int:
+    """Bytes of the tensors that a pass allocates, at most at a time."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        step()
+    now, most = 0, 0
+    for event in seen.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    return most
+
+
 def rendering(case: str, ours: SpikingColours, given: tuple[Tensor, Tensor, Samples], sizes: Sizes) -> list[Row]:
     """The last two layers from spikes, beside dense products, without gradients."""
     features, views, found = given
@@ -472,33 +517,33 @@ def rendering(case: str, ours: SpikingColours, given: tuple[Tensor, Tensor, Samp
 
 
 def train(sizes: Sizes) -> list[Row]:
-    """`espalier train` of the plain field, whole: seconds until a validation has 30 dB, and the last PSNR."""
-    example, rows = Path(__file__).parents[1] / "examples" / "scene.toml", []
-    for scene in sizes.scenes[:1]:
-        with tempfile.TemporaryDirectory() as place:
-            changes = [f"data.path={scene}", f"train.steps={2 * sizes.steps}", f"model.resolution={sizes.resolution}"]
-            command = [
-                sys.executable,
-                "-m",
-                "espalier",
-                "train",
-                str(example),
-                *changes,
-                "plan.trial=false",
-                "--run",
-                "run",
-            ]
-            begun = time.time()
-            subprocess.run(command, cwd=place, check=True, capture_output=True)
-            found = list(validations(Path(place) / "run" / "events.jsonl", begun))
-        seconds = next((at for at, decibels in found if decibels >= GOAL), float("inf"))
-        case = f"{name_of(scene)}, espalier train, 2 cores{sizes.note}"
-        rows.append(
-            Row(f"{case}: seconds to {GOAL:g} dB, start included", "goal", 120.0, seconds, 120 / seconds, "s", "n=1")
-        )
-        rows.append(Row(f"{case}: PSNR of {2 * sizes.steps} steps in {found[-1][0]:.0f} s", "goal", GOAL, found[-1][1],
-                        found[-1][1] / GOAL, "dB", "n=1"))  # fmt: skip
-    return rows
+    """`espalier train` of the first scene, whole: seconds until a validation of the plain field has 30 dB, its last
+    PSNR, and how long the spiking field takes for as many steps."""
+    scene = sizes.scenes[0]
+    plain, spiking = (trained(kind, sizes) for kind in ("voxels", "spikingnerf"))
+    case, steps = f"{name_of(scene)}, espalier train, 2 cores{sizes.note}", 2 * sizes.steps
+    rows = []
+    for goal, most in ((25.0, 45.0), (GOAL, 120.0)):
+        seconds = next((at for at, decibels in plain if decibels >= goal), float("inf"))
+        what = f"{case}: seconds to {goal:g} dB, start included"
+        rows.append(Row(what, "goal", most, seconds, most / seconds, "s", "n=1"))
+    last, found = plain[-1], spiking[-1]
+    what = f"{case}: PSNR of {steps} steps in {last[0]:.0f} s"
+    rows.append(Row(what, "goal", GOAL, last[1], last[1] / GOAL, "dB", "n=1"))
+    what = f"{case}: {steps} steps of the spiking field, {found[1]:.1f} dB"
+    return [*rows, Row(what, "plain field", last[0], found[0], last[0] / found[0], "s", "n=1")]
+
+
+def trained(kind: str, sizes: Sizes) -> list[tuple[float, float]]:
+    """`validations` of the example on the first scene."""
+    example = Path(__file__).parents[1] / "examples" / "scene.toml"
+    changes = [f"data.path={sizes.scenes[0]}", f"train.steps={2 * sizes.steps}", f"model.resolution={sizes.resolution}"]
+    changes += [f"model.kind={kind}", "plan.trial=false", "--run", "run"]
+    with tempfile.TemporaryDirectory() as place:
+        begun = time.time()
+        command = [sys.executable, "-m", "espalier", "train", str(example), *changes]
+        subprocess.run(command, cwd=place, check=True, capture_output=True)
+        return list(validations(Path(place) / "run" / "events.jsonl", begun))
 
 
 def validations(log: Path, begun: float) -> Iterator[tuple[float, float]]:
@@ -509,7 +554,14 @@ def validations(log: Path, begun: float) -> Iterator[tuple[float, float]]:
             yield event["time"] - begun, event["psnr"]
 
 
-CASES = {"train": train, "heads": heads, "alignments": alignments, "peers": peers, "quality": quality}
+CASES = {
+    "train": train,
+    "heads": heads,
+    "alignments": alignments,
+    "peers": peers,
+    "quality": quality,
+    "penalty": penalty,
+}
 
 
 def main() -> None:

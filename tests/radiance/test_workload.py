@@ -24,7 +24,7 @@ from espalier.radiance import energy, rendered_scenes, spikingnerf
 from espalier.radiance.rays import look_at, rays_of
 from espalier.radiance.voxels import Field
 from espalier.radiance.workload import RadianceWorkload
-from espalier.track import events
+from espalier.track import events, goodput
 from espalier.verbs import load_run
 from espalier.workload import Shard
 
@@ -103,6 +103,8 @@ def test_the_run_has_two_phases_with_a_plan_each_and_says_what_spikes_cost(home:
     assert "Psnr" in report or "psnr" in report
     assert "joules per image" in report
     assert report.count("data:image/png") >= 2
+    assert "in 2 attempts" not in report
+    assert goodput.account(events.read(home / "runs" / "on1" / "events.jsonl")).failures == 0
 
 
 def test_the_energy_of_an_image_is_told_by_part_and_for_the_colour_network(home: Path) -> None:
@@ -186,6 +188,7 @@ def test_views_that_cannot_be_rendered_are_named(home: Path, arguments: list[str
         ("train.recompute=block", "recompute"),
         ("train.precision=bf16", "precision"),
         ("model.alignment=tp", "alignment"),
+        ("model.spike_penalty=2", "spike_penalty"),
         ("train.steps=1", "two stages"),
     ],
 )
@@ -251,6 +254,18 @@ def test_the_size_of_chunks_changes_no_pixel(kind: str) -> None:
     for chunk in (1, 7, 100):
         assert torch.equal(workload.render(model, lens, pose, chunk).image, whole.image)
     assert float(whole.image.float().std()) > 4, "there is a picture"
+
+
+def test_a_penalty_on_spikes_adds_their_share_of_products_and_leaves_fewer() -> None:
+    (free, dense), (bound, sparse) = (
+        fitted("spikingnerf", 60, f"model.spike_penalty={one}") for one in ("0", "0.0003")
+    )
+    batch = free.batches(0, Shard(0, 256, 256))[0]
+    with torch.no_grad():
+        one, two = dense(batch.rays).spikes.tolist()
+        apart = float(bound.loss(dense, batch)[0] - free.loss(dense, batch)[0])
+        assert apart == pytest.approx(0.0003 * (one * 8 + two * 3) / (8 * 8 + 8 * 3), rel=5e-3)
+        assert 0 < float(sparse(batch.rays).spikes.sum()) < 0.8 * (one + two)
 
 
 def test_a_field_learns_its_scene_and_masks_change_little() -> None:

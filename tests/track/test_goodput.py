@@ -67,6 +67,14 @@ def test_work_done_again_and_the_way_back_are_booked_on_their_cause():
     assert (found.parts["recovering"], found.parts["starting and other"]) == (1.0, 0.0)
 
 
+def test_the_next_phase_is_no_failure():
+    events = [{**run(0.0, 0), "until": 4}, *steps(1, 4, 0.0), {**run(6.0, 4), "until": 8}, *steps(5, 8, 6.0), end(10.0)]
+    found = account(events)
+    assert (found.wall, found.useful, found.failures, found.again) == (10.0, 8.0, 0, 0.0)
+    lost = account([*events[:-1], {**run(11.0, 6), "until": 8}])
+    assert (lost.failures, lost.again) == (1, 2.0)
+
+
 def test_failures_of_one_kind_are_told_apart_by_their_diagnosis():
     named = {"category": "Infrastructure", "reason": "ECC Error"}
     events = [run(0.0, 0), *steps(1, 6, 0.0), {**incident(6.5), **named}, run(7.0, 6), {**recovered(8.0, 1.5), **named}]

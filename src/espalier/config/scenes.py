@@ -26,10 +26,12 @@ class SpikingNerf(Voxels, frozen=True, tag="spikingnerf"):
 
     `alignment`: samples of a ray as time steps, one after the other (`"tcp"`) or with gaps where nothing is (`"tp"`);
     `"repeated"` shows each sample four times, as usual spiking networks do. `flip`: rays run from far to near.
+    `spike_penalty`: weight in the loss of a ray of the share of products that its spikes ask for, summed over samples.
     """
 
     alignment: Literal["tcp", "tp", "repeated"] = "tcp"
     flip: bool = False
+    spike_penalty: float = 0.0
 
 
 def _fill(draft: Draft) -> None:
@@ -56,6 +58,12 @@ def _check(recipe: RecipeBase) -> None:
             f"model.coarse = {model.coarse} is not possible.",
             why="it is the share of the steps in which the coarse grid is trained",
             do="model.coarse = 0.25",
+        )
+    if isinstance(model, SpikingNerf) and not 0 <= model.spike_penalty <= 1:
+        raise UserError(
+            f"model.spike_penalty = {model.spike_penalty} is not possible.",
+            why="it weighs spikes in the loss, from 0 to 1",
+            do="model.spike_penalty = 0.001, or 0 for none",
         )
     if recipe.train.steps is not None and recipe.train.steps < 2:
         raise UserError("A scene is trained in two stages.", why=f"train.steps = {recipe.train.steps}", do="2 or more")

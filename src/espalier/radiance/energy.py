@@ -18,10 +18,11 @@ _NAMES = {
     "": "rays: samples, opacity, compositing",
     "density": "grid of densities",
     "features": "grid of features",
-    "colours": "colours: first layer, neurons, spikes",
+    "colours": "colours: first layer",
     "colours.second": "colours: second layer",
     "colours.last": "colours: last layer",
 }
+_SPIKING = {"colours": "colours: first layer, neurons, spikes"}
 
 
 class ImageEnergy(NamedTuple):
@@ -36,13 +37,14 @@ class ImageEnergy(NamedTuple):
 @torch.no_grad()
 def of_view(model: nn.Module, view: Iterator[Rendered]) -> ImageEnergy:
     """Counts while `view` renders with `model`, chunk by chunk."""
-    samples, met, spikes = 0, 0, torch.zeros(2, dtype=torch.int64)
+    samples, met, spikes, names = 0, 0, torch.zeros(2, dtype=torch.float64), _NAMES
     with counts.Counter(model) as counter:
         for made in view:
             with counts.hidden():
                 samples, met = samples + len(made.points), met + int((made.offsets.diff() > 0).sum())
-                spikes = spikes + made.spikes.cpu() if len(made.spikes) else spikes
-    parts = {_NAMES.get(name, name): one for name, one in counter.parts.items()}
+                if len(made.spikes):
+                    spikes, names = spikes + made.spikes.cpu(), _NAMES | _SPIKING
+    parts = {names.get(name, name): one for name, one in counter.parts.items()}
     return ImageEnergy(parts, samples, met, spikes)
 
 

@@ -180,7 +180,7 @@ class SpikingColours(ColourNetwork):
         return RATE * layer.weight
 
     def forward(self, features: Tensor, views: Tensor, found: Samples) -> tuple[Tensor, Tensor]:
-        """(colours [samples, 3], spikes of both layers: int64 [2])."""
+        """(colours [samples, 3], spikes of both layers: float64 [2], differentiable)."""
         currents = self.currents(features, views, found)
         order = Ragged(found.numbers, found.offsets).reversal() if self.flip else None
         times, offsets = found.numbers, found.offsets
@@ -199,7 +199,7 @@ class SpikingColours(ColourNetwork):
     def _layers(self, currents: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
         one = scanned(currents, offsets)
         two = scanned(spike_product(one, self.matrix(self.second)), offsets)
-        return spike_product(two, self.matrix(self.last)), torch.stack([one.detach().sum(), two.detach().sum()]).long()
+        return spike_product(two, self.matrix(self.last)), torch.stack([number(one), number(two)])
 
     def _infers(self, currents: Tensor) -> bool:
         return not torch.is_grad_enabled() and currents.device.type == "cpu" and currents.dtype == torch.float32
@@ -212,11 +212,17 @@ class SpikingColours(ColourNetwork):
         with counts.hidden():
             weights = torch.cat([self.matrix(self.second), self.matrix(self.last)]).T.contiguous()
             lif_cpu.infer(currents.contiguous(), offsets, torch.tensor(LIF), weights, out, per_ray)
-            spikes = per_ray.sum(0)
+            spikes = per_ray.sum(0).double()
         if counts.is_counting():
             acs = float(spikes[0]) * currents.shape[1] + float(spikes[1]) * 3
             counts.record(counts.Counts(acs=acs, other=4.0 * currents.numel()))
         return out, spikes
+
+
+def number(spikes: Tensor) -> Tensor:
+    """How many of [samples, channels]: float64, exact, differentiable."""
+    with counts.hidden():
+        return spikes.sum(0).double().sum()
 
 
 def scanned(currents: Tensor, offsets: Tensor) -> Tensor:
@@ -263,8 +269,12 @@ def operations(options: Voxels, samples: float, rays: float, spikes: Tensor, hoi
     first = width * (samples * options.features + (rays if hoists else samples) * VIEW)
     if not isinstance(options, SpikingNerf):
         return counts.Counts(macs=first + samples * (width * width + 3 * width))
-    one, two = (float(count) for count in spikes)
-    return counts.Counts(macs=first, acs=one * width + two * 3)
+    return counts.Counts(macs=first, acs=float(accumulations(options.width, spikes.detach())))
+
+
+def accumulations(width: int, spikes: Tensor) -> Tensor:
+    """One for each output of the layer after, of spikes [2] of both layers."""
+    return spikes[0] * width + spikes[1] * 3
 
 
 RECORD = Record(

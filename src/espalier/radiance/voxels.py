@@ -40,7 +40,7 @@ class Rendered(NamedTuple):
     Attributes:
         colours: [rays, 3]; rest: [rays], what passes all samples; depths: [rays], mean distance.
         weights, points: [samples] and [samples, 3], of the samples that have a colour; offsets: int64 [rays + 1].
-        spikes: int64 [layers] of a spiking network; empty otherwise.
+        spikes: float64 [layers] of a spiking network, differentiable; empty otherwise.
     """
 
     colours: Tensor
@@ -149,7 +149,7 @@ class Field(nn.Module):
     def _colours(self, found: Samples, views: Tensor) -> tuple[Tensor, Tensor]:
         features = self.features(found.points)
         if self.colours is None:
-            return features.sigmoid(), torch.zeros(0, dtype=torch.int64)
+            return features.sigmoid(), torch.zeros(0, dtype=torch.float64)
         points, spikes = self.colours(features, views, found)
         return points, spikes
 
@@ -184,7 +184,7 @@ class ColourNetwork(nn.Module):
     def forward(self, features: Tensor, views: Tensor, found: Samples) -> tuple[Tensor, Tensor]:
         """(colours [samples, 3], no spikes)."""
         hidden = F.relu(self.second(F.relu(self.currents(features, views, found))))
-        return self.last(hidden).sigmoid(), torch.zeros(0, dtype=torch.int64)
+        return self.last(hidden).sigmoid(), torch.zeros(0, dtype=torch.float64)
 
 
 # --- from coarse to fine -----------------------------------------------------------------------------------------

@@ -151,12 +151,17 @@ class RadianceWorkload(Plain):
 
     def loss(self, model: nn.Module, batch: RayBatch) -> tuple[Tensor, Tensor]:
         """Sum over rays of the squared error of colours (a mean over the three), of the entropy of what passes all
-        samples, and of single samples' colours; and the number of rays."""
+        samples, of single samples' colours, and of spikes; and the number of rays."""
         found: Rendered = model(batch.rays)
         entropy, single = LOSSES[self.stage]
         true = batch.colours.to(found.colours.dtype)
         self._met = (len(true), len(found.points), tuple(found.spikes.tolist()) or (0, 0))
         whole = ray_losses(found.colours, found.rest, true, entropy).sum() + single * sample_losses(found, true).sum()
+        if len(found.spikes):
+            assert isinstance(self.options, SpikingNerf)
+            width = self.options.width
+            share = spikingnerf.accumulations(width, found.spikes) / (width * (width + 3))
+            whole = whole + (self.options.spike_penalty * share).to(whole.dtype)
         return whole, torch.tensor(float(len(true)))
 
     def _seen(self) -> dict[str, float]:

@@ -117,6 +117,8 @@ class GoodputMeter:
     _causes: dict[_Key, FailureCost] = field(default_factory=dict)
     _failed: _Key | None = None
     """The failure that the run has not got over."""
+    _until: int | None = None
+    """The last step of the phase that began last."""
 
     def take(self, event: Event) -> None:
         """One more event of the run log, in its order."""
@@ -162,7 +164,9 @@ class GoodputMeter:
         )
 
     def _begins(self, event: Event, now: float) -> None:
-        if self._began is not None and not self._failed:
+        phase_over = self._until == int(event.get("step") or 0)
+        self._until = event.get("until")
+        if self._began is not None and not self._failed and not phase_over:
             # The last attempt neither ended nor failed by any record: nobody was left to write it.
             self._failed = _NOBODYS
             self._book(_NOBODYS, count=1)

@@ -196,8 +196,9 @@ class Run:
         self._ledger.take(event)
         self.last_time = max(self.last_time, event.get("time") or 0.0)
         if kind == "run":
+            phase_over = bool(self.start.get("until")) and not self.finish and self.start["until"] == event.get("step")
             self.start, self.finish = event, {}
-            self.attempts += 1
+            self.attempts += not phase_over
             self._forget(event.get("step", None), after=True)
             kept = [row for row in self._rows["eval"] if row["step"] <= (event.get("step") or 0)]
             self._rows["eval"] = kept  # in the order of their evaluation, not by step
