@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
@@ -18,6 +19,7 @@ from espalier.cluster import whatif
 from espalier.config import model_kinds
 from espalier.plan import refusals
 from espalier.plan.decide import PlanDecision, decide
+from espalier.sparse import partition
 from espalier.verbs import prepare
 
 HEAD = """# What to expect from the hardware you have
@@ -70,7 +72,8 @@ class Question:
         sys.path.insert(0, str(HERE))  # where a module's function is looked for
         try:
             torch.set_num_threads(1)  # as `espalier plan` does: what a product of a graph takes depends on it
-            return decide(replace(prepare.request(self.asked), saves=None), cluster)
+            with patch.object(partition, "installed", return_value=False):  # as after a plain install
+                return decide(replace(prepare.request(self.asked), saves=None), cluster)
         finally:
             sys.path.remove(str(HERE))
 

@@ -1,24 +1,30 @@
 """Graph transformers on one graph: seconds of a training step and memory beside dense attention and PyG's networks.
 
-    python bench/torchgt.py [--quick] [--pairs N] [--json FILE] [--only WORD] [--sizes N,N] [--peers NAME,NAME]
-        [--data FOLDER] [--seeds N]
+    python bench/torchgt.py [--quick] [--pairs N] [--json FILE] [--only WORD] [--sizes N,N] [--degrees N,N]
+        [--peers NAME,NAME] [--data FOLDER] [--seeds N] [--steps N]
 
 `step`: forward, loss and backward of four layers, width 64, 8 heads, over a whole planted graph with clusters of 128
-nodes (at most 512 clusters; 90 % of 20 edges inside), in the order of METIS clusters. All have the same linear maps
-around attention: `dense` is scaled_dot_product_attention over all pairs, `TransformerConv` PyG's attention along the
-edges; `GPSConv` (multihead, performer), `SGFormer` and `Polynormer` are PyG's own layers. Each contestant is a process
-of its own; two are up at a time and take turns. Memory is the most that a process held beyond what it held before its
-first step. `real`: the same on the packages that apt knows here and on WordNet (`data.path = "debian:packages"`,
-"debian:wordnet"). `patterns`: ours beside itself with expander edges, and with a tenth of the edges left out.
-`million`: 2^20 tokens of degree 10. `planning`: making order, pattern and its measured plan, in steps. `accuracy`:
-beside GCN, Cora and CiteSeer (--data, folder `planetoid`; --seeds) with `model.local`, and the real graphs without, one
-seed; `--only cora`, `--only debian:wordnet` and so on: one of them. Needs PyG for its rows.
+nodes (at most 512 clusters; 90 % of the edges inside, --degrees of each node), in the order `graph.order = "clusters"`.
+All have the same linear maps around attention: `dense` is scaled_dot_product_attention over all pairs,
+`TransformerConv` PyG's attention along the edges; `GPSConv` (multihead, performer), `SGFormer` and `Polynormer` are
+PyG's own layers (Polynormer without its global attention, as it begins). Each contestant is a process of its own; two
+are up at a time and take turns. Memory is the most that a process held beyond what it held before its first step. Rows
+of ours name the plan that `auto` took. `real`: the same on the packages that apt knows here and on WordNet
+(`data.path = "debian:packages"`, "debian:wordnet"). `patterns`: ours beside itself under each plan, with expander
+edges, and with a tenth of the edges left out. `million`: 2^20 tokens of degree 10 and a virtual token that attends to
+all, with the optimizer's step; its memory is the whole process's at its most, preparing included. `planning`: making
+order, pattern and its measured plan, in steps. `accuracy`: beside GCN, Cora and CiteSeer (--data, folder `planetoid`;
+--seeds) with `model.local`, and the real graphs without, one seed; `--only cora`, `--only debian:wordnet` and so on:
+one of them. `equals`, which runs where it is named: test accuracy of ours, of PyG's networks and of an MLP, two layers
+of width 64, on the packages that apt knows, after --steps of the same Adam, one seed. Needs PyG for its rows.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
+import math
 import os
 import shutil
 import statistics
@@ -29,7 +35,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -41,17 +47,28 @@ import graph as bench_graph
 from espalier import config
 from espalier.config import defaults, recipe_file
 from espalier.graph import graph_plan, synthetic
-from espalier.graph.torchgt.attention import by_counts
+from espalier.graph.data import Graph
+from espalier.graph.torchgt.attention import BLOCK, EDGE, HYBRID, by_counts
 from espalier.graph.torchgt.model import tokens_of
+from espalier.graph.torchgt.pattern import Pattern
 from espalier.graph.workload import GraphWorkload, open_graph
 from espalier.workload import Shard
 from table import Row, arguments, compare, markdown, publish
 
 DEPTH, WIDTH, HEADS = 4, 64, 8
 PEERS = ("TransformerConv", "GPSConv performer", "SGFormer", "Polynormer")
-OURS = {"ours": {}, "ours, 3 permutations of expander edges": {"expander": 3}, "ours, recall 0.9": {"recall": 0.9}}
-"""With other patterns."""
-LARGE = ("TransformerConv", "Polynormer")
+OURS: dict[str, dict[str, Any]] = {
+    "ours": {},
+    "ours, edge plan": {},
+    "ours, block plan": {},
+    "ours, hybrid plan": {},
+    "ours, 3 permutations of expander edges": {"expander": 3},
+    "ours, recall 0.9": {"recall": 0.9},
+}
+"""With other plans and patterns."""
+FIXED = {"ours, edge plan": EDGE, "ours, block plan": BLOCK, "ours, hybrid plan": HYBRID}
+MILLION = "ours, with a virtual token and the optimizer's step"
+LARGE = ("TransformerConv", "Polynormer", "SGFormer")
 """Peers that take part on the real graphs."""
 REAL = ("debian:packages", "debian:wordnet")
 HOPS = 4
@@ -107,23 +124,29 @@ class Dense(nn.Module):
         return self.out(found.transpose(0, 1).flatten(1))
 
 
-def peer(name: str, inputs: int, outputs: int) -> nn.Module:
-    if name == "dense":
-        return Stack([Block(Dense()) for _ in range(DEPTH)], inputs, outputs)
+class Nothing(nn.Module):
+    """In place of attention: what is left is a multilayer perceptron."""
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        return torch.zeros_like(x)
+
+
+def peer(name: str, inputs: int, outputs: int, depth: int = DEPTH) -> nn.Module:
+    if name in ("dense", "MLP"):
+        made = Dense if name == "dense" else Nothing
+        return Stack([Block(made()) for _ in range(depth)], inputs, outputs)
     from torch_geometric.nn import GPSConv, TransformerConv
     from torch_geometric.nn.models import Polynormer, SGFormer
 
     if name == "TransformerConv":
-        return Stack(
-            [Block(TransformerConv(WIDTH, WIDTH // HEADS, heads=HEADS)) for _ in range(DEPTH)], inputs, outputs
-        )
+        layers = [Block(TransformerConv(WIDTH, WIDTH // HEADS, heads=HEADS)) for _ in range(depth)]
+        return Stack(layers, inputs, outputs)
     if name.startswith("GPSConv"):
         kind = name.partition(" ")[2]
-        return Stack([GPSConv(WIDTH, None, heads=HEADS, attn_type=kind) for _ in range(DEPTH)], inputs, outputs)
+        return Stack([GPSConv(WIDTH, None, heads=HEADS, attn_type=kind) for _ in range(depth)], inputs, outputs)
     if name == "SGFormer":
-        made: nn.Module = SGFormer(inputs, WIDTH, outputs, trans_num_heads=HEADS, gnn_num_layers=DEPTH)
-        return Batched(made)
-    return Batched(Polynormer(inputs, WIDTH // HEADS, outputs, local_layers=DEPTH, global_layers=1, heads=HEADS))
+        return Batched(SGFormer(inputs, WIDTH, outputs, trans_num_heads=HEADS, gnn_num_layers=depth))
+    return Batched(Polynormer(inputs, WIDTH // HEADS, outputs, local_layers=depth, global_layers=1, heads=HEADS))
 
 
 class Batched(nn.Module):
@@ -137,30 +160,13 @@ class Batched(nn.Module):
         return self.model(x, edges, torch.zeros(len(x), dtype=torch.int64))
 
 
-def step_of(name: str, path: str, cache: str) -> Callable[[], float]:
-    """A training step of a contestant over the graph, and what it returns: its loss."""
+def step_of(name: str, path: str, cache: str) -> tuple[Callable[[], float], str]:
+    """A training step of a contestant over the graph, which returns its loss, and the plan of ours."""
     torch.manual_seed(0)
-    workload = opened(path, cache, **OURS.get(name, {}))
-    if name in OURS:
-        recall = OURS[name].get("recall", 1.0)
-        model = workload.build(torch.device("cpu"), torch.float32).train()
-        count = workload.global_batch
-        shard = Shard(0, count, count)
-
-        def run() -> float:
-            model.zero_grad()
-            (batch,) = workload.batches(0, shard)
-            batch = batch._replace(blocks=(batch.blocks[0]._replace(recall=recall), *batch.blocks[1:]))
-            loss, weight = workload.loss(model, batch)
-            (loss / weight).backward()
-            return float((loss / weight).detach())
-
-        return run
-    graph = workload.task.graph
-    edges = torch.stack([torch.from_numpy(graph.indices).long(), torch.from_numpy(graph.targets()).long()])
-    features, labels = torch.from_numpy(graph.features), torch.from_numpy(graph.labels).long()
-    assert graph.parts is not None
-    train = torch.from_numpy(graph.parts.train)
+    if name == MILLION or name in OURS:
+        return step_of_ours(name, opened(path, cache, **({"virtual": 1} if name == MILLION else OURS[name])))
+    graph = opened(path, cache).task.graph
+    edges, features, labels, train = tensors_of(graph)
     other = peer(name, features.shape[1], graph.outputs).train()
 
     def theirs() -> float:
@@ -169,7 +175,47 @@ def step_of(name: str, path: str, cache: str) -> Callable[[], float]:
         loss.backward()
         return float(loss.detach())
 
-    return theirs
+    return theirs, ""
+
+
+def step_of_ours(name: str, workload: GraphWorkload) -> tuple[Callable[[], float], str]:
+    recall = OURS.get(name, {}).get("recall", 1.0)
+    model = workload.build(torch.device("cpu"), torch.float32).train()
+    optimizer = torch.optim.AdamW(model.parameters()) if name == MILLION else None
+    count = workload.global_batch
+    shard = Shard(0, count, count)
+    known = pattern_of(workload)
+    if name in FIXED:
+        known.chosen["auto"] = FIXED[name]
+
+    def run() -> float:
+        model.zero_grad()
+        (batch,) = workload.batches(0, shard)
+        batch = batch._replace(blocks=(batch.blocks[0]._replace(recall=recall), *batch.blocks[1:]))
+        loss, weight = workload.loss(model, batch)
+        (loss / weight).backward()
+        if optimizer is not None:
+            optimizer.step()
+        return float((loss / weight).detach())
+
+    return run, (known.chosen.get("auto") or by_counts(known)).name
+
+
+def pattern_of(workload: GraphWorkload) -> Pattern:
+    """That a step attends along, with the plan that was measured for it."""
+    workload.decisions()
+    (batch,) = workload.batches(0, Shard(0, workload.global_batch, workload.global_batch))
+    model = workload.recipe.model
+    assert isinstance(model, config.GraphTransformer)
+    return tokens_of(batch.blocks[0], model, path=False, full=False).pattern
+
+
+def tensors_of(graph: Graph) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Edges, features, labels, and the nodes that are trained on."""
+    assert graph.parts is not None
+    edges = torch.stack([torch.from_numpy(graph.indices).long(), torch.from_numpy(graph.targets()).long()])
+    labels = torch.from_numpy(graph.labels).long()
+    return edges, torch.from_numpy(graph.features), labels, torch.from_numpy(graph.parts.train)
 
 
 def opened(path: str, cache: str, **model: Any) -> GraphWorkload:
@@ -196,11 +242,12 @@ def held() -> tuple[int, int]:
 
 def contestant(name: str, path: str, cache: str) -> None:
     """One process: a step for each line that is read; says its seconds, and the bytes that the first one needed."""
-    run = step_of(name, path, cache)
-    before = held()[0]
+    run, plan = step_of(name, path, cache)
+    before, most = held()
     Path("/proc/self/clear_refs").write_text("5")
     run()
-    print(json.dumps({"bytes": held()[1] - before}), flush=True)
+    peak = held()[1]
+    print(json.dumps({"bytes": peak - before, "peak": max(most, peak), "plan": plan}), flush=True)
     for _ in sys.stdin:
         start = time.perf_counter()
         run()
@@ -210,9 +257,17 @@ def contestant(name: str, path: str, cache: str) -> None:
 # --- rows --------------------------------------------------------------------------------------------------------
 
 
+class Told(NamedTuple):
+    """MiB that a step needs, and that the process held at its most; the plan of ours."""
+
+    step: float
+    peak: float
+    plan: str
+
+
 @contextmanager
-def up(name: str, path: str, cache: str) -> Iterator[tuple[Callable[[], float], float]]:
-    """A contestant in its process: what takes a step and returns its seconds, and the MiB that a step needs."""
+def up(name: str, path: str, cache: str) -> Iterator[tuple[Callable[[], float], Told]]:
+    """A contestant in its process: what takes a step and returns its seconds, and what it said."""
     command = [sys.executable, __file__, "--contestant", name, path, cache]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None
@@ -227,42 +282,45 @@ def up(name: str, path: str, cache: str) -> Iterator[tuple[Callable[[], float], 
         first = process.stdout.readline()
         if not first:
             raise RuntimeError(f"{name} ended with {process.wait()} on {path}")
-        yield ask, json.loads(first)["bytes"] / 2**20
+        told = json.loads(first)
+        yield ask, Told(told["bytes"] / 2**20, told["peak"] / 2**20, told["plan"])
     finally:
         process.stdin.close()
         process.wait()
 
 
 def steps(path: str, said: str, names: Sequence[str], pairs: int, cache: str) -> Iterator[Row]:
-    with up("ours", path, cache) as (ours, our_bytes):
+    with up("ours", path, cache) as (ours, our):
+        said = f"{said}, {our.plan} plan"
         for name in names:
-            with up(name, path, cache) as (theirs, their_bytes):
+            with up(name, path, cache) as (theirs, their):
                 taken = [(ours(), theirs()) for _ in range(pairs)]
             yield compare(f"training step, {said}", name, "s", taken, higher_is_better=False)
-            both = [(our_bytes, their_bytes)]
-            yield compare(f"memory of a step, {said}", name, "MiB", both, higher_is_better=False)
+            yield compare(f"memory of a step, {said}", name, "MiB", [(our.step, their.step)], higher_is_better=False)
 
 
 def patterns(tokens: int, degree: int, pairs: int, cache: str) -> Iterator[Row]:
     path, (plain, *others) = path_of(tokens, degree), OURS
-    with up(plain, path, cache) as (ours, _):
+    with up(plain, path, cache) as (ours, our):
+        said = f"{tokens:,} tokens, degree {degree}, {our.plan} plan"
         for name in others:
-            with up(name, path, cache) as (theirs, _):
+            with up(name, path, cache) as (theirs, their):
                 taken = [(ours(), theirs()) for _ in range(pairs)]
-            yield compare(
-                f"training step, {tokens:,} tokens, degree {degree}", name, "s", taken, higher_is_better=False
-            )
+            yield compare(f"training step, {said}", name, "s", taken, higher_is_better=False)
+            if name in FIXED:
+                both = [(our.step, their.step)]
+                yield compare(f"memory of a step, {said}", name, "MiB", both, higher_is_better=False)
 
 
 def million(quick: bool, pairs: int, cache: str) -> list[Row]:
     tokens = 1 << (16 if quick else 20)
-    with up("ours", path_of(tokens, 10), cache) as (ours, our_bytes):
+    with up(MILLION, path_of(tokens, 10), cache) as (ours, our):
         taken = [ours() for _ in range(max(1, pairs // 2))]
-    said = f"{tokens:,} tokens, degree 10, 4 layers of 64"
-    limit = 24 * 1024.0
+    said = f"{tokens:,} tokens and a virtual one, degree 10, 4 layers of 64, {our.plan} plan"
+    limit = [(our.peak, 24 * 1024.0)]
     return [
-        compare(f"training step, {said}", "(alone)", "s", [(one, one) for one in taken]),
-        compare(f"memory of a step, {said}", "a limit of 24 GiB", "MiB", [(our_bytes, limit)], higher_is_better=False),
+        compare(f"training step with AdamW's, {said}", "(alone)", "s", [(one, one) for one in taken]),
+        compare(f"memory of the process at its most, {said}", "a limit of 24 GiB", "MiB", limit, False),
     ]
 
 
@@ -270,7 +328,7 @@ def planning(tokens: int, pairs: int, cache: str) -> list[Row]:
     """Order, pattern and its measured plan beside a step: made anew, and with what the cache keeps of them."""
     path = path_of(tokens, 20)
     graph = synthetic.load(path, Path(cache))
-    run = step_of("ours", path, cache)
+    run, _ = step_of("ours", path, cache)
     run()
     taken: dict[str, list[tuple[float, float]]] = {"planning": [], "planning, again": []}
     home = os.environ.get("XDG_CACHE_HOME")
@@ -280,11 +338,7 @@ def planning(tokens: int, pairs: int, cache: str) -> list[Row]:
             start = time.perf_counter()
             ordered, _ = graph_plan.ordered(graph, "clusters")
             workload = GraphWorkload(resolved(table_of(path, cache)), ordered)
-            workload.decisions()
-            (batch,) = workload.batches(0, Shard(0, workload.global_batch, workload.global_batch))
-            model = workload.recipe.model
-            assert isinstance(model, config.GraphTransformer)
-            known = tokens_of(batch.blocks[0], model, path=False, full=False).pattern
+            known = pattern_of(workload)
             known.divided((known.chosen.get("auto") or by_counts(known)).least)
             made = time.perf_counter() - start
             start = time.perf_counter()
@@ -328,6 +382,44 @@ def accuracy(path: str, seeds: int, count: int) -> list[Row]:
     return [msgspec.structs.replace(row, peer_value=theirs, ours=ours, ratio=ours / theirs)]
 
 
+EQUALS = ("MLP", "TransformerConv", "SGFormer", "Polynormer")
+
+
+def equals(path: str, names: Sequence[str], count: int, cache: str) -> Iterator[Row]:
+    """Accuracy after `count` steps of the same Adam, whose rate rises for a tenth of them and falls as a cosine."""
+    workload = opened(path, cache, depth=2, dropout=0.1)
+    graph, model = workload.task.graph, workload.build(torch.device("cpu"), torch.float32)
+    (batch,) = workload.batches(0, Shard(0, workload.global_batch, workload.global_batch))
+    inputs, edges = tensors_of(graph)[1], tensors_of(graph)[0]
+    ours = fitted(model, lambda: model(batch.features, batch.blocks[0]), graph, count)
+    for name in names:
+        torch.manual_seed(0)
+        other = peer(name, inputs.shape[1], graph.outputs, depth=2)
+        found = fitted(other, lambda other=other: other(inputs, edges), graph, count)  # type: ignore[misc]
+        said = f"test accuracy, {path}, {count} steps, {ours[1]:,} parameters, one seed"
+        yield compare(said, f"{name}, {found[1]:,} parameters", "%", [(ours[0], found[0])])
+        print("\n".join(markdown([compare(said, name, "%", [(ours[0], found[0])])])), file=sys.stderr, flush=True)
+
+
+def fitted(model: nn.Module, logits: Callable[[], Tensor], graph: Graph, count: int) -> tuple[float, int]:
+    """Test accuracy in %, and the number of parameters. Polynormer attends globally in the second half, as its authors
+    train it."""
+    _, _, labels, train = tensors_of(graph)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=5e-4)
+    for step in range(count):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 * min(1, 10 * (step + 1) / count) * (1 + math.cos(math.pi * step / count)) / 2
+        for one in model.modules():
+            if hasattr(one, "_global"):
+                one._global = step >= count // 2
+        model.train().zero_grad()
+        F.cross_entropy(logits()[train], labels[train], ignore_index=-1).backward()
+        optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        return 100 * bench_graph.right(logits(), graph), sum(one.numel() for one in model.parameters())
+
+
 def resolved(table: dict[str, Any]) -> config.Recipe:
     return defaults.resolve(recipe_file.from_table(table))[0]
 
@@ -339,6 +431,8 @@ def main() -> None:
     data = {"metavar": "FOLDER", "help": "with a folder planetoid", "default": ""}
     more: dict[str, Any] = {"only": {"metavar": "WORD", "default": ""}, "data": data}
     more["sizes"] = {"metavar": "N,N", "default": "256,4096,16384,65536", "help": "tokens"}
+    more["degrees"] = {"metavar": "N,N", "default": "20"}
+    more["steps"] = {"metavar": "N", "type": int, "default": 80, "help": "of `equals`"}
     more["peers"] = {"metavar": "NAME,NAME", "default": ",".join((*PEERS, *QUADRATIC))}
     more["seeds"] = {"metavar": "N", "type": int, "default": 10, "help": "of the accuracy on Cora and CiteSeer"}
     args = arguments(str(__doc__), **more)
@@ -347,15 +441,19 @@ def main() -> None:
     names = [name for name in args.peers.split(",") if importlib.util.find_spec("torch_geometric") or name == "dense"]
     with tempfile.TemporaryDirectory() as cache:
         rows: list[Row] = []
-        for tokens in sizes if args.only in "step" else ():
+        degrees = [int(one) for one in args.degrees.split(",")]
+        for tokens, degree in itertools.product(sizes, degrees) if args.only in "step" else ():
             able = [name for name in names if name not in QUADRATIC or tokens <= DENSE]
-            rows += steps(path_of(tokens, 20), f"{tokens:,} tokens, degree 20", able, pairs, cache)
+            rows += steps(path_of(tokens, degree), f"{tokens:,} tokens, degree {degree}", able, pairs, cache)
             print("\n".join(markdown(rows[-2 * len(able) :])), file=sys.stderr, flush=True)
         for path in REAL if args.only in "real" else ():
             rows += steps(path, path, [name for name in names if name in LARGE], pairs, cache)
         rows += alone(args.only, sizes[-1], pairs, cache)
         if args.only in "million":
             rows += million(args.quick, pairs, cache)
+        if args.only == "equals":
+            path = path_of(4096, 20) if args.quick else REAL[0]
+            rows += equals(path, [name for name in EQUALS if name in names or name == "MLP"], args.steps, cache)
         for name in ("cora", "citeseer"):
             if args.data and args.only in f"accuracy {name}":
                 rows += accuracy(str(Path(args.data) / "planetoid" / name), args.seeds, 200)

@@ -44,7 +44,7 @@ OWN = {
     "codecs.md": 2,
     "experts.md": 1,
     "faults.md": 1,
-    "graph.md": 3,
+    "graph.md": 4,
     "kernels.md": 1,
     "pipelines.md": 2,
     "planner.md": 1,

@@ -62,6 +62,21 @@ def test_anybodys_loop_learns_from_features_on_disk():
 
 
 def test_the_example_of_a_graph_transformer_trains_as_it_stands(tmp_path):
+    """In fewer steps; those that the planner chooses, on the modules of this machine."""
+    (tmp_path / "machine.toml").write_text('[[nodes]]\ndevice = "cpu"\ncores = 2\nmemory = "8GiB"\n')
+    small = ["plan.cluster=machine.toml", "train.steps=3", "train.validate_every=3"]
+    command = [sys.executable, "-m", "espalier", "train", str(ROOT / "examples" / "graph-transformer.toml"), *small]
+    found = subprocess.run([*command, "--run", "run"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    assert "Attention: " in found.stdout
+    assert "finished at step 3 of 3" in found.stdout
+    asked = [sys.executable, "-m", "espalier", "predict", "run", "json"]
+    answer = subprocess.run(asked, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout.startswith("json\t")
+
+
+def test_the_example_of_a_graph_transformer_trains_over_two_ranks(tmp_path):
     table = tomllib.loads((ROOT / "examples" / "graph-transformer.toml").read_text(encoding="utf-8"))
     assert table["model"]["kind"] == "graph-transformer"
     (tmp_path / "machine.toml").write_text('[[nodes]]\ndevice = "cpu"\ncores = 2\nmemory = "8GiB"\n')

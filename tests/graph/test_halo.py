@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
-import importlib.util
 
 import numpy as np
 import pytest
@@ -22,7 +21,7 @@ from espalier.graph.gnn import Gnn
 from espalier.graph.node_classification import summed_loss
 from espalier.graph.subgraphs import View
 from espalier.graph.workload import _style
-from espalier.sparse.partition import by_metis, by_sweeps, clusters
+from espalier.sparse.partition import by_metis, by_sweeps, clusters, installed
 from espalier.sparse.rcmpp.pattern import Pattern
 from espalier.testing import forks, ranks
 from espalier.workload import to_device
@@ -113,7 +112,7 @@ CUTS = [
     *((1, "random"), (2, "random"), (3, "contiguous"), (4, "random"), (4, "unequal")),
     *((2, "metis"), (3, "sweeps"), (4, "metis"), (3, "isolated"), (3, "empty")),
 ]
-CUTS = [cut for cut in CUTS if cut[1] != "metis" or importlib.util.find_spec("pymetis")]
+CUTS = [cut for cut in CUTS if cut[1] != "metis" or installed()]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -52,7 +52,7 @@ def test_a_shuffled_mesh_is_ordered_by_rcmpp(purpose: str) -> None:
 @pytest.mark.parametrize("library", ["metis", "sweeps"])
 def test_a_small_world_of_communities_is_ordered_by_clusters(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if library == "sweeps":
-        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        monkeypatch.setattr("espalier.sparse.partition.installed", lambda: False)
     else:
         pytest.importorskip("pymetis")
     matrix = communities(40, 256, 12, 0.01)
@@ -123,7 +123,7 @@ def test_parts_are_even_and_cut_less_than_pieces_of_an_order(divide: Any, parts:
 @pytest.mark.parametrize("shares", [[1, 2, 3, 6], [5.0, 1.0]])
 def test_parts_have_the_shares_that_are_asked_for(library: str, shares: list[float], monkeypatch: Any) -> None:
     if library == "sweeps":
-        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        monkeypatch.setattr("espalier.sparse.partition.installed", lambda: False)
     else:
         pytest.importorskip("pymetis")
     matrix = communities(12, 60, 8, 0.05)

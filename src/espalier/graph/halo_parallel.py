@@ -47,7 +47,7 @@ from espalier.graph.sylvie import (
 )
 from espalier.mechanism import Build, Mechanism
 from espalier.parallel.mesh import REPLICA
-from espalier.sparse.partition import clusters
+from espalier.sparse.partition import clusters, library
 from espalier.track.decision_log import Decisions
 from espalier.track.progress import Waiting
 from espalier.workload import to_device
@@ -355,7 +355,7 @@ class Cutting:
 
     def folder(self, shares: Sequence[int]) -> Path:
         """Where the parts wait."""
-        key = [self.graph.fingerprint(), self.style.loops, self.style.scale, self.sums, list(shares)]
+        key = [self.graph.fingerprint(), self.style.loops, self.style.scale, self.sums, list(shares), library()]
         if self.graph.cut is not None:
             key.append(hashed([self.graph.cut.tobytes().hex()]))
         return cache_folder() / "partitions" / hashed(key)
@@ -416,7 +416,9 @@ class Halos:
     def told(self, shares: Sequence[int]) -> str:
         """How the graph is cut, for people."""
         rows = int(self.rows(shares).sum())
-        said = f"the graph is cut into {len(shares)} parts; {rows:,} rows of other parts are read before each layer"
+        graph = self.cutting.graph
+        by = "" if graph.partition is not None or graph.cut is not None else f" by {library()}"
+        said = f"the graph is cut into {len(shares)} parts{by}; {rows:,} rows of other parts are read before each layer"
         if not (codes := self._codes()):
             return said
         of = ", ".join(f"of layer {layer + 1} in {one.bytes:,} bytes" for layer, one in codes.items())

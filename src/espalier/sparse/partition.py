@@ -25,9 +25,14 @@ SWEEPS = 10
 """Half of the nodes may move in each, so each node five times. A choice, not a measurement."""
 
 
+def installed() -> bool:
+    """Whether METIS makes parts here."""
+    return importlib.util.find_spec("pymetis") is not None
+
+
 def library() -> str:
     """What makes parts here, for people."""
-    return "METIS" if importlib.util.find_spec("pymetis") else "our own sweeps (pymetis is not installed)"
+    return "METIS" if installed() else "our own sweeps (pymetis is not installed)"
 
 
 def clusters(
@@ -58,7 +63,7 @@ def clusters(
         return np.zeros(pattern.nodes, np.int32)
     if shares is not None and max(shares) <= (1 + SLACK) * min(shares):
         shares = None
-    if importlib.util.find_spec("pymetis"):
+    if installed():
         found = by_metis(pattern, parts, shares, volume=volume)
         if shares is None or _as_wanted(found, parts, shares):
             return found

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
 
 from espalier import graph
@@ -111,16 +115,28 @@ def test_a_full_pattern_is_full_attention_with_its_bias():
     compare([attention(q, k, v, every, plan="block")], [attention(q, k, v, full)], 1e-10)
 
 
-@pytest.mark.parametrize("plan", ["edge", "hybrid"])
-def test_the_order_of_the_tokens_does_not_matter(plan):
+@pytest.mark.parametrize("plan", ["edge", "block", "hybrid"])
+def test_the_order_of_the_tokens_changes_neither_answers_nor_gradients(plan):
     edges = torch.randint(0, 60, (2, 400), generator=torch.Generator().manual_seed(3))
     order = torch.randperm(60, generator=torch.Generator().manual_seed(4))
     place = torch.empty_like(order)
     place[order] = torch.arange(60)
-    q, k, v = inputs(60, 2, 8)
-    here = attention(q, k, v, pattern(edges, 60), plan=plan)
-    there = attention(q[order], k[order], v[order], pattern(place[edges], 60), plan=plan)
-    torch.testing.assert_close(there, here[order], rtol=0, atol=1e-12)
+    here, there = pattern(edges, 60), pattern(place[edges], 60)
+    rows, columns = here.matrix.rows, here.matrix.indices.long()
+    at = there.entry(place[columns], place[rows])  # the other pattern's entry of each of this one's
+    bias = torch.randn(here.entries, 2, dtype=torch.float64)
+    leaves, gradient = [*inputs(60, 2, 8), bias.requires_grad_()], torch.randn(60, 2, 8, dtype=torch.float64)
+    moved = torch.empty_like(bias)
+    moved[at] = bias.detach()
+    others = [*(one.detach()[order].requires_grad_() for one in leaves[:3]), moved.requires_grad_()]
+
+    def of(leaves, known):
+        return lambda: attention(*leaves[:3], known, bias=leaves[3], plan=plan)
+
+    out, *slopes, of_bias = outcome(of(leaves, here), leaves, gradient)
+    found, *others_slopes, of_moved = outcome(of(others, there), others, gradient[order])
+    compare([found, *others_slopes], [one[order] for one in (out, *slopes)], 1e-10)
+    compare([of_moved[at]], [of_bias], 1e-10)
 
 
 def test_the_gradient_of_a_bias_of_minus_infinity_is_zero_and_its_entry_is_gone():
@@ -198,22 +214,71 @@ def test_what_a_pattern_adds():
     assert known.kinds[known.entry([0], [1])].item() == 1
 
 
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("plan", ["edge", "block", "hybrid"])
 @pytest.mark.parametrize(("world", "pieces"), [(1, [31]), (2, [20, 11]), (4, [9, 0, 15, 7])])
-def test_any_number_of_ranks_equals_one(world, pieces, biased):
+def test_any_number_of_ranks_equals_one(world, pieces, plan):
+    """With gradients, also of a bias: each rank has that of its heads."""
     known = made(30, 160, Additions(virtual=1))
     q, k, v = inputs(31, 5, 8)  # 5 heads: uneven
-    bias = torch.randn(known.entries, 5, dtype=torch.float64) if biased else None
     gradient = torch.randn_like(q)
-    wanted = outcome(lambda: attention(q, k, v, known, bias=bias), [q, k, v], gradient)
+    for biased in (False, True):
+        bias = [torch.randn(known.entries, 5, dtype=torch.float64, requires_grad=True)] if biased else []
+        wanted = outcome(
+            lambda b=bias: attention(q, k, v, known, bias=b[0] if b else None, plan=plan), [q, k, v, *bias], gradient
+        )
 
-    def one(channel):
-        rank, cut = channel.rank(), RankedAttention(known, pieces)
-        own = [one.detach().split(pieces)[rank].clone().requires_grad_() for one in (q, k, v)]
-        return outcome(lambda: cut(*own, bias=bias), own, gradient.split(pieces)[rank])
+        def one(channel, bias=bias):
+            rank, cut = channel.rank(), RankedAttention(known, pieces)
+            own = [one.detach().split(pieces)[rank].clone().requires_grad_() for one in (q, k, v)]
+            kept = [one.detach().clone().requires_grad_() for one in bias]
+            out = functools.partial(cut, *own, bias=kept[0] if kept else None, plan=plan)
+            return outcome(out, [*own, *kept], gradient.split(pieces)[rank])
 
-    found = [torch.cat(parts) for parts in zip(*ranks(world, one), strict=True)]
-    compare(found, wanted, 1e-10)
+        parts = ranks(world, one)
+        compare([torch.cat(each) for each in list(zip(*parts, strict=True))[:4]], wanted[:4], 1e-10)
+        if biased:
+            compare([torch.stack([part[4] for part in parts]).sum(0)], wanted[4:], 1e-10)
+            assert sum(bool(part[4].any()) for part in parts) == world
+
+
+class Layer(nn.Module):
+    """A layer as PyG's are called, on our operator, with the maps of `TransformerConv`."""
+
+    def __init__(self, theirs, heads):
+        super().__init__()
+        self.maps = nn.ModuleList(copy.deepcopy(one) for one in (theirs.lin_query, theirs.lin_key, theirs.lin_value))
+        self.heads = heads
+
+    def forward(self, x, edge_index):
+        q, k, v = (one(x).view(len(x), self.heads, -1) for one in self.maps)
+        return graph.attention(q, k, v, pattern(edge_index, len(x), Additions(loops=False))).flatten(1)
+
+
+def test_a_layer_of_a_pyg_model_trains_as_theirs():
+    """One step of Adam: the same loss, and the same parameters after it."""
+    theirs = pytest.importorskip("torch_geometric.nn")
+    edges = torch.unique(torch.randint(0, 50, (2, 300), generator=torch.Generator().manual_seed(1)), dim=1)
+    edges = edges[:, edges[0] != edges[1]]
+    x, labels = torch.randn(50, 16), torch.arange(50) % 4
+    kept = [theirs.TransformerConv(16, 4, heads=4, root_weight=False) for _ in range(2)]
+    outcomes = []
+    for layers in (kept, [Layer(one, 4) for one in kept]):
+        steps = [(layers[0], "x, edge_index -> x"), nn.ReLU(), (layers[1], "x, edge_index -> x"), nn.Linear(16, 4)]
+        torch.manual_seed(0)
+        nn.init.normal_(steps[-1].weight)
+        nn.init.zeros_(steps[-1].bias)
+        model = theirs.Sequential("x, edge_index", steps)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        losses = []
+        for _ in range(2):
+            loss = functional.cross_entropy(model(x, edges), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        outcomes.append([*losses, model(x, edges).detach()])
+    compare(*outcomes, 1e-4)
+    assert outcomes[1][1] < outcomes[1][0]
 
 
 @pytest.mark.parametrize(

@@ -372,7 +372,7 @@ def accuracy_far_away(attention, steps):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_full_steps_find_what_lies_eight_hops_away_and_edges_alone_do_not():
-    assert accuracy_far_away("sparse", 600) < 0.7  # the more frequent bit of a ring is right in 60 % of the cases
+@pytest.mark.timeout(1200)
+def test_full_steps_find_what_lies_eight_hops_away_and_edges_alone_do_not_in_as_many_steps():
+    assert accuracy_far_away("sparse", 2500) < 0.7  # the more frequent bit of a ring is right in 60 % of the cases
     assert accuracy_far_away("interleaved", 2500) >= 0.95
