@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from tests.graph.conftest import made
-from tests.graph.test_halo_parallel import train
+from tests.graph.test_halo_parallel import plan_of, train
 from tests.graph.test_workload import recipe_of
 
 from espalier import trainer
@@ -18,6 +18,9 @@ from espalier.graph.loss_speed import LossSpeed
 from espalier.graph.torchgt.attention import attention
 from espalier.graph.torchgt.pattern import ROWS, Additions, pattern
 from espalier.graph.torchgt.reformation import LEVEL_RULE, LEVELS, RecallTuner, reformed
+from espalier.graph.workload import GraphWorkload
+from espalier.launch import base as launch
+from espalier.rank_setup import RankSetup
 from espalier.track.decision_log import Decisions, Recorded
 
 MODEL = {"kind": "graph-transformer", "depth": 2, "width": 16, "heads": 4, "feed_forward": 16, "dropout": 0.0}
@@ -133,6 +136,31 @@ def test_a_run_leaves_edges_out_and_goes_on_after_a_stop_as_one_that_was_not_sto
     exact = train(recipe_of({**MODEL, "attention": "sparse"}, halo, steps=16), made(), cuts)
     assert run["losses"][0] != exact["losses"][0]
     assert run["losses"][-1] < run["losses"][0]
+
+
+def test_a_run_follows_a_log_as_far_as_it_goes_and_decides_beyond():
+    recipe = recipe_of({**MODEL, "recall": 0.5, "attention": "sparse"}, steps=16)
+
+    def run(log):
+        workload, found = GraphWorkload(recipe, made()), []
+        plan = plan_of(recipe, workload, ())
+        setting = RankSetup(recipe, plan, workload, launch.places(plan)[0], emit=lambda *_, **said: found.append(said))
+        one = trainer.Trainer(setting, None)
+        (decisions,) = one.built.context.decisions
+        assert set(decisions.now.values) == {LEVEL_RULE}
+        told = []
+        decisions.tell = lambda *decided: told.append(decided)
+        decisions.replay({LEVEL_RULE: log})
+        one.run(None)
+        one.built.close()
+        return [said["recall"] for said in found if "recall" in said], told
+
+    recall, told = run([])
+    decided = {0: 1, **{step: level for _, step, level in told}}
+    assert len(decided) > 1
+    assert recall == [1 - decided[max(one for one in decided if one <= step)] / 8 for step in range(16)]
+    followed, _ = run([Recorded(((0, 4), (6, 0)), 8)])
+    assert followed[:9] == [0.5] * 6 + [1.0] * 3
 
 
 def test_a_step_is_the_same_whether_its_batch_was_made_ahead_or_when_it_was_needed(monkeypatch):
