@@ -143,6 +143,48 @@ TRANSPORTS: dict[str, Callable[[], Any]] = {
 }
 
 
+class Sums:
+    """Gradients of a layer are summed over the ranks as soon as they are all there, while backward goes on, as
+    DistributedDataParallel does; in 8 bits as `comm.codec = "int8"` has it, with error feedback."""
+
+    def __init__(self, network: Gnn, group: Any, int8: bool) -> None:
+        self.group = group
+        self.coded = coded(codec("int8"), group, Traffic.GRADIENTS) if int8 else None
+        self.under_way: list[tuple[list[Tensor], Tensor, Any]] = []
+        for at, layer in enumerate(network.layers):
+            own = [*layer.parameters(), *(one for norm in network.norms[at : at + 1] for one in norm.parameters())]
+            state = {"missing": len(own), "residual": torch.zeros(sum(one.numel() for one in own))}
+
+            def there(_: Tensor, own: list[Any] = own, state: dict[str, Any] = state) -> None:
+                state["missing"] -= 1
+                if not state["missing"]:
+                    state["missing"] = len(own)
+                    self.begin(own, state["residual"])
+
+            for one in own:
+                one.register_post_accumulate_grad_hook(there)
+
+    def begin(self, own: list[Any], residual: Tensor) -> None:
+        """Of one layer."""
+        flat = torch.cat([one.grad.flatten() for one in own])
+        if self.coded is not None:
+            work = self.coded.all_reduce(flat, residual, True)(lambda spent: None)
+        else:
+            with traffic(Traffic.GRADIENTS):
+                work = dist.all_reduce(flat, group=self.group, async_op=True)
+        self.under_way.append((own, flat, work))
+
+    def wait(self) -> None:
+        """Until parameters have the sums."""
+        for own, flat, work in self.under_way:
+            work.wait()
+            if self.coded is not None:
+                flat.mul_(dist.get_world_size())
+            for one, part in zip(own, flat.split([p.numel() for p in own]), strict=True):
+                one.grad.copy_(part.view_as(one))
+        self.under_way = []
+
+
 class Parts:
     """A contestant that trains on parts."""
 
@@ -150,8 +192,7 @@ class Parts:
         self.transport, self.own, self.name = TRANSPORTS[name](), own, name
         self.network = halo.equip(copy.deepcopy(network))
         self.optimizer = torch.optim.Adam(self.network.parameters(), RATES["full"])
-        self.coded = coded(codec("int8"), own.group, Traffic.GRADIENTS) if name in (INT8, FRESH_INT8) else None
-        self.residual = torch.zeros(sum(one.numel() for one in self.network.parameters()))
+        self.sums = None if name == ALONE else Sums(self.network, own.group, name in (INT8, FRESH_INT8))
         self.features = own.exchange(torch.from_numpy(np.asarray(graph.features))[own.owned])
         depth = len(network.layers)
         travelling = own if self.transport is None else replace(own, transport=self.transport)
@@ -172,24 +213,15 @@ class Parts:
         logits = self.network(self.features, self.blocks)
         loss, _ = summed_loss(logits, self.labels[self.chosen], self.chosen)
         (loss / self.all).backward()
-        if self.name == ALONE:
-            pass
-        elif self.coded is None:
-            summed(self.network, self.own.group)
-        else:
-            self._summed_in_8_bits()
+        if self.sums is not None:
+            self.sums.wait()
         self.optimizer.step()
-
-    def _summed_in_8_bits(self) -> None:
-        """As `comm.codec = "int8"` has it, with error feedback."""
-        flat = torch.cat([one.grad.flatten() for one in self.network.parameters()])
-        self.coded.all_reduce(flat, self.residual, True)(lambda spent: None).wait()
-        dealt(self.network, flat.mul_(dist.get_world_size()))
 
     def block(self, epochs: int) -> int:
         """Epochs of a block."""
-        late = isinstance(self.transport, Sylvie) and not self.transport.policy.next(0).synchronous
-        return max(epochs, PERIOD) if late else epochs
+        if not isinstance(self.transport, Sylvie) or self.transport.policy.synchronize == 1:
+            return epochs
+        return max(epochs, PERIOD if self.transport.policy.bits < 32 else 2)  # whole rows are never fresh again
 
     def settle(self) -> None:
         """Waits for what is under way."""
@@ -227,22 +259,9 @@ class Batches(Parts):
             self.optimizer.zero_grad()
             logits = forward(self.network, self.every[nodes], blocks)
             (summed_loss(logits, self.targets[seeds])[0] / len(batch)).backward()
-            summed(self.network, self.own.group)
+            assert self.sums is not None
+            self.sums.wait()
             self.optimizer.step()
-
-
-def summed(network: Gnn, group: Any) -> None:
-    """Adds gradients up over the ranks."""
-    flat = torch.cat([one.grad.flatten() for one in network.parameters()])
-    with traffic(Traffic.GRADIENTS):
-        dist.all_reduce(flat, group=group)
-    dealt(network, flat)
-
-
-def dealt(network: Gnn, flat: Tensor) -> None:
-    """Gradients in a row, to their parameters."""
-    for one, part in zip(network.parameters(), flat.split([p.numel() for p in network.parameters()]), strict=True):
-        one.grad.copy_(part.view_as(one))
 
 
 def mean(found: Tensor) -> float:
