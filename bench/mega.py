@@ -6,16 +6,21 @@ A GCN of two layers and 128 columns, `quant.kind = "mega"`, 60 steps (20 on the 
 (raw files in FOLDER/NAME; what is not there is left out) and on the graph of the packages that apt knows. Sizes: the
 package of hidden features, all parts counted, beside the same features in fp32, int4 (16 levels, a float32 scale a
 row), CSR with int8 values, zstd (level 3) of int8; and beside zstd of the very codes that the package holds, an
-entropy coder that nothing reads rows from. With --pairs also decoding: the package to codes, in fp32-equivalent GB/s,
-beside zstd's of the int8 features, one thread. Simulation: cycles, DRAM bytes and energy of an inference of all nodes
-beside MEGA's; "published" are the paper's means over five graphs and three networks, which nothing here is fitted to.
+entropy coder that nothing reads rows from. Condensed edges: requests and bytes that inference of all nodes in little
+memory makes of the disk for the results of the first layer, beside rows by node. With --pairs also decoding: the
+package to codes, in fp32-equivalent GB/s, beside zstd's of the int8 features, one thread. Simulation: cycles, DRAM
+bytes and energy of an inference of all nodes beside MEGA's; "published" are the paper's means over five graphs and
+three networks, which nothing here is fitted to.
 """
 
 from __future__ import annotations
 
 import sys
+import tempfile
 import time
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -24,8 +29,14 @@ import zstandard
 sys.path.insert(0, str(Path(__file__).parent))
 from espalier.config import defaults, recipe_file
 from espalier.graph import energy, quantization
+from espalier.graph.condensed_file import Foretold, outside_sources
+from espalier.graph.diskgnn import inference
+from espalier.graph.diskgnn.inference import InferenceFolder
+from espalier.graph.gnn import Gnn
 from espalier.graph.subgraphs import infer
 from espalier.graph.workload import GraphWorkload, open_graph
+from espalier.store.io_queue import IoQueue
+from espalier.store.memory import MemoryRows
 from espalier.workload import Shard
 from table import Row, arguments, compare, publish
 
@@ -98,6 +109,38 @@ def simulated(name: str, workload: GraphWorkload, model: torch.nn.Module) -> lis
     return rows
 
 
+def condensed(name: str, workload: GraphWorkload, model: torch.nn.Module) -> list[Row]:
+    """Results of inner layers read from disk where all nodes are inferred in as little memory as the node of the most
+    neighbours allows: by ranges with the rows of their outside sources, beside rows by node."""
+    assert isinstance(model, Gnn)
+    held, counted, real = workload.task.held, [0, 0], IoQueue.read_runs
+    memory = inference.least_memory(model, int(held.graph.degrees().max()))
+    starts = inference._starts(model, 1, held.sampler, memory)
+    ranges = zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)
+    outside = sum(len(outside_sources(held.sampler, *one)) for one in ranges)
+
+    def count(queue: IoQueue, file: Any, runs: Any, *more: Any) -> Any:
+        counted[0], counted[1] = counted[0] + len(runs), counted[1] + int(runs[:, 1].sum())
+        return real(queue, file, runs, *more)
+
+    found = []
+    for pays in (True, False):
+        counted[:] = 0, 0
+        with tempfile.TemporaryDirectory() as folder, mock.patch.object(Foretold, "pays", pays):
+            with mock.patch.object(IoQueue, "read_runs", count):
+                inference.infer(model, held.sampler, MemoryRows(held.features), InferenceFolder(Path(folder), memory))
+            found.append(tuple(counted))
+    (ours, moved), (by_node, pages) = found
+    needed = 4 * WIDTH * (workload.graph.nodes + outside)
+    case, low = f"{name}: results of layer 1 from disk, {len(starts) - 1} ranges", {"higher_is_better": False}
+    return [
+        compare(case, "one by one, outside sources", "requests", [(ours, outside)], **low),
+        compare(case, "pages by node, neighbours together", "requests", [(ours, by_node)], **low),
+        compare(case, "pages by node, neighbours together", "MiB read", [(moved / 2**20, pages / 2**20)], **low),
+        compare(case, "the rows themselves", "MiB read", [(moved / 2**20, needed / 2**20)], **low),
+    ]
+
+
 def main() -> None:
     options = arguments(
         __doc__ or "",
@@ -113,6 +156,7 @@ def main() -> None:
             continue
         steps = (5 if options.quick else 20) if name == "debian" else (20 if options.quick else 60)
         workload, model = trained("debian:packages" if name == "debian" else str(path), steps)
+        rows += condensed(name, workload, workload.bare().eval())
         rows += sizes_and_decoding(name, workload, model, options.pairs or 0)
         rows += simulated(name, workload, model)
     publish(rows, options.json)

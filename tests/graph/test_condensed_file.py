@@ -7,73 +7,81 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from espalier.errors import UserError
-from espalier.graph.condensed_file import sums_from, write_condensed
+from espalier.graph.condensed_file import CondensedLayout, CondensedRows, outside_sources, write_at
+from espalier.graph.data import Graph
 from espalier.graph.halo import boundary
-from espalier.quant.mega.condense import Condensed, condense
+from espalier.graph.neighbor_sampler import Sampler, Style
+from espalier.quant.mega.condense import condense
 from espalier.store.cost import PAGE
-from espalier.store.direct_io import DirectFile
-from espalier.store.extents import DamagedExtent
 
-NODES, PARTS = 600, 7
+NODES = 600
 
 
-@pytest.fixture(scope="module")
-def graph() -> tuple[np.ndarray, np.ndarray, Condensed]:
-    random = np.random.default_rng(0)
-    counts = random.integers(0, 12, NODES)
-    indptr = np.concatenate([[0], np.cumsum(counts)])
+def sampler_of(seed: int) -> Sampler:
+    random = np.random.default_rng(seed)
+    indptr = np.concatenate([[0], np.cumsum(random.integers(0, 12, NODES))])
     indices = random.integers(0, NODES, int(indptr[-1])).astype(np.int32)
-    return indptr, indices, condense(indptr, indices, random.integers(0, PARTS, NODES).astype(np.int32))
+    return Sampler(Graph(indptr, indices, np.zeros((NODES, 1), np.float32)), Style(False, "sum"))
 
 
-def test_sums_from_disk_are_those_in_memory_with_one_read_a_part(graph, tmp_path: Path, monkeypatch) -> None:
-    indptr, indices, plan = graph
-    rows = torch.randint(-99, 99, (NODES, 16), dtype=torch.int32)
-    write_condensed(plan, rows, tmp_path / "rows")
-    read: list[int] = []
-    real = DirectFile.read_into
-
-    def counted(self: DirectFile, buffer: torch.Tensor, offset: int, needed: int | None = None) -> None:
-        read.append(buffer.nbytes)
-        real(self, buffer, offset, needed)
-
-    monkeypatch.setattr(DirectFile, "read_into", counted)
-    found = sums_from(tmp_path / "rows", plan, indptr, indices, torch.empty(NODES, 16, dtype=torch.int32))
-    targets = torch.from_numpy(np.repeat(np.arange(NODES), np.diff(indptr)))
-    whole = torch.zeros(NODES, 16, dtype=torch.int32).index_add(0, targets, rows[torch.from_numpy(indices).long()])
-    assert torch.equal(found, whole)
-    assert len(read) == PARTS, "one read for each part"
-    assert 4 * len(read) <= len(plan.regions), "a fourth of the reads of outside sources one by one, at most"
-    stored = (NODES + len(plan.regions)) * rows[0].nbytes
-    assert stored <= sum(read) <= stored + PARTS * PAGE, "rows and the rest of a page"
+def laid_out(sampler: Sampler, starts: np.ndarray, path: Path, row_bytes: int) -> CondensedLayout:
+    ranges = zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)
+    CondensedLayout.write(path, starts, (outside_sources(sampler, *one) for one in ranges))
+    return CondensedLayout.read(path, row_bytes)
 
 
-def test_a_region_is_what_a_halo_message_brings(graph) -> None:
-    indptr, indices, plan = graph
-    cut = boundary(indptr, indices, plan.labels, PARTS)
-    for part in range(PARTS):
+@settings(deadline=None, max_examples=20)
+@given(
+    st.sets(st.integers(1, NODES - 1), max_size=12), st.sets(st.integers(1, NODES - 1), max_size=12),
+    st.sampled_from([1, 3, 16, 1030]), st.integers(0, 3),
+)  # fmt: skip
+def test_rows_written_as_they_are_produced_are_there_for_every_edge(
+    tmp_path_factory: pytest.TempPathFactory, cuts: set[int], produced: set[int], columns: int, seed: int
+) -> None:
+    """Whatever the ranges of those who write; regions are those of Condense-Edge; each range is read in sequence."""
+    folder, sampler = tmp_path_factory.mktemp("condensed"), sampler_of(seed)
+    starts, rows = np.array([0, *sorted(cuts), NODES]), torch.randn(NODES, columns)
+    layout = laid_out(sampler, starts, folder / "layout", 4 * columns)
+    labels = np.repeat(np.arange(len(starts) - 1), np.diff(starts)).astype(np.int32)
+    plan = condense(sampler.indptr, sampler.indices, labels)
+    assert np.array_equal(layout.sources, plan.regions)
+    assert np.array_equal(layout.bounds, plan.bounds)
+    each = np.diff(starts) + np.diff(plan.bounds)
+    assert layout.offsets[-1] == (-(-each * 4 * columns // PAGE) * PAGE).sum()
+    written = 0
+    with (folder / "rows").open("wb") as file:
+        file.truncate(int(layout.offsets[-1]))
+        for first, last in zip([0, *sorted(produced)], [*sorted(produced), NODES], strict=True):
+            for offset, chosen in layout.pieces(first, last - first):
+                write_at(file.fileno(), rows[first:last][torch.from_numpy(np.array(chosen))], offset)
+                written += len(chosen)
+    assert written == NODES + len(plan.regions), "each row once for its range, and once for every other that needs it"
+    with CondensedRows(folder / "rows", layout, torch.float32) as found:
+        for at, (start, stop) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)):
+            ids = torch.from_numpy(np.concatenate([np.arange(start, stop), plan.region(at)[::-1]]))
+            out = torch.empty(len(ids), columns)
+            found.read(ids, out)
+            assert torch.equal(out, rows[ids])
+        assert found.queue.stats.bytes_read == layout.offsets[-1]
+
+
+def test_rows_of_another_range_are_not_found(tmp_path: Path) -> None:
+    sampler = sampler_of(0)
+    layout = laid_out(sampler, np.array([0, 200, NODES]), tmp_path / "layout", 8)
+    strange = np.setdiff1d(np.arange(200, NODES), layout.outside(0))
+    with pytest.raises(AssertionError, match="no edge from there"):
+        layout.places(0, np.array([0, int(strange[0])]))
+
+
+def test_a_region_is_what_a_halo_message_brings() -> None:
+    sampler, parts = sampler_of(1), 7
+    labels = np.random.default_rng(0).integers(0, parts, NODES).astype(np.int32)
+    plan = condense(sampler.indptr, sampler.indices, labels)
+    cut = boundary(sampler.indptr, sampler.indices, plan.labels, parts)
+    for part in range(parts):
         assert np.array_equal(np.sort(cut.node[cut.receiver == part]), plan.region(part))
-    key = (cut.receiver * PARTS + cut.owner) * NODES + cut.node
+    key = (cut.receiver * parts + cut.owner) * NODES + cut.node
     assert bool((np.diff(key) > 0).all()), "by receiver, owner and node, each once"
-
-
-def test_other_rows_and_other_plans_are_refused(graph, tmp_path: Path) -> None:
-    indptr, indices, plan = graph
-    with pytest.raises(UserError, match="600 nodes have 3 rows"):
-        write_condensed(plan, torch.zeros(3, 2), tmp_path / "rows")
-    write_condensed(plan, torch.zeros(NODES, 2), tmp_path / "rows")
-    other = condense(indptr, indices, np.zeros(NODES, np.int32))
-    with pytest.raises(UserError, match="holds 7 parts, and the plan has 1"):
-        sums_from(tmp_path / "rows", other, indptr, indices, torch.zeros(NODES, 2))
-
-
-def test_damaged_rows_are_named(graph, tmp_path: Path) -> None:
-    indptr, indices, plan = graph
-    write_condensed(plan, torch.ones(NODES, 2), tmp_path / "rows")
-    with (tmp_path / "rows").open("r+b") as file:
-        file.seek(8)
-        file.write(b"\xff")
-    with pytest.raises(DamagedExtent, match="checksum"):
-        sums_from(tmp_path / "rows", plan, indptr, indices, torch.zeros(NODES, 2))

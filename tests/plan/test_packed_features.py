@@ -110,3 +110,25 @@ def test_what_if_there_were_more_memory_for_them(tmp_path: Path, capsys: pytest.
     before, _, after = capsys.readouterr().out.partition("What if")
     assert "store.memory = 4.00 MiB" in before
     assert "store.memory = 8.00 MiB" in after
+
+
+@pytest.mark.parametrize(("nodes", "pays"), [(20000, True), (6000, False)])
+def test_how_results_of_layers_lie_on_disk_is_said_with_the_bytes_of_both_forms(
+    tmp_path: Path, nodes: int, pays: bool
+) -> None:
+    recipe = RECIPE.replace("nodes=6000", f"nodes={nodes}").format(folder=tmp_path, memory="3MiB")
+    (tmp_path / "recipe.toml").write_text(recipe)
+    request = prepare.request(prepare.resolve(tmp_path / "recipe.toml", []))
+    plan = decide(request, clusters.loads(MACHINE)).plan
+    (told,) = (line for line in plan.why if "results of layer 1" in line)
+    assert ("are written by ranges with the rows that each reads (condensed)" in told) == pays
+    assert ("are written by node" in told) != pays
+    shown = [units.size(size.replace(" ", ""), "test") for size in re.findall(r"[\d.]+ [KMG]?i?B", told)]
+    condensed, plain, written = shown
+    assert condensed < plain
+    assert pays or condensed + 1.5 * written > plain, "rows, and which these are"
+    assert request.stored is not None
+    assert request.stored.inferred is not None
+    (few,) = request.stored.inferred(1 << 30)
+    assert not few.pays, "all of it is one range"
+    assert few.plain == few.condensed

@@ -87,6 +87,72 @@ def test_no_cut_into_packages_takes_less_than_the_optimal_one(width):
     assert differs or width != 3, "two middle ones may take less than a long and a short one"
 
 
+def longest_only(codes: int, width: int) -> list[int]:
+    """Packages of 192 bits alone."""
+    return [3] * -(-codes // capacity(3, width))
+
+
+def counted(given_: Coded, packages, occupied: str) -> dict[str, int]:
+    """Bits of the matrix by what they are for, from its codes one by one: runs of rows of one width, each cut into
+    packages of which every one is filled before the next."""
+    order = package.stored_order(given_.widths.numpy().astype(np.int64))
+    found = dict.fromkeys(("payload", "header", "padding", "bitmap"), 0)
+    runs: list[list[int]] = []
+    for row in order.tolist():
+        width = int(given_.widths[row])
+        stored = given_.codes.shape[1] if occupied == "dense" else int((given_.codes[row] != 0).sum())
+        if width and stored:
+            if runs and runs[-1][0] == width:
+                runs[-1][1] += stored
+            else:
+                runs.append([width, stored])
+    for width, codes in runs:
+        left = codes
+        for words in packages(codes, width):
+            inside = min(left, (64 * words - 5) // width)
+            left -= inside
+            found["payload"] += inside * width
+            found["header"] += 5
+            found["padding"] += 64 * words - 5 - inside * width
+        assert left == 0
+    found["bitmap"] = given_.codes.numel() if occupied == "bitmap" else 0
+    return found
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.lists(st.integers(0, 8), max_size=120),
+    st.integers(1, 70),
+    st.sampled_from([0.03, 0.5, 1.0]),
+    st.sampled_from(["bitmap", "dense"]),
+    st.integers(0, 99),
+)
+def test_optimal_is_at_most_greedy_at_most_192_bits_and_parts_counted_one_by_one_are_the_file(
+    widths, columns, share, occupied, seed
+):
+    given_, totals = coded(widths, columns, False, share, seed), []
+    for cut in (optimal, greedy, longest_only):
+        packed = encode(given_, cut, occupied)
+        assert same(packed.decoded(), given_)
+        found, sizes = counted(given_, cut, occupied), packed.sizes
+        assert (sizes.payload, sizes.header, sizes.bitmap) == (found["payload"], found["header"], found["bitmap"])
+        totals.append(8 * packed.streams["packages"].nbytes)
+        assert totals[-1] == found["payload"] + found["header"] + found["padding"]
+        entries = -(-len(widths) // package.GROUP) + 1
+        assert sizes.index == 64 * 3 * entries
+        distinct = len({(int(a), int(b)) for a, b in zip(given_.widths, given_.steps, strict=True)})
+        each = max(1, (max(distinct, 1) - 1).bit_length())
+        assert sizes.steps == 16 * distinct + each * len(widths)
+        filled = -found["bitmap"] % 8 if columns % 8 == 0 else len(widths) * (-columns % 8) * (occupied == "bitmap")
+        assert sizes.padding == found["padding"] + filled + -each * len(widths) % 8
+        data = package.to_bytes({"x": packed})
+        start = 12 + int.from_bytes(data[8:12], "little")
+        streams = [one.nbytes for one in packed.streams.values()]
+        assert len(data) == start + sum(-(-one // 8) * 8 for one in streams)
+        assert 8 * sum(streams) == sum(found.values()) + sizes.index + sizes.steps + filled + -each * len(widths) % 8
+    assert totals == sorted(totals)
+
+
 def test_bytes_of_a_small_matrix_are_those_written_by_hand():
     """Two rows of 2 bits, codes 1 2 0 3 and 0 0 1 0: one package of 64 bits, mode 0, width 2 (1 << 2)."""
     given_ = Coded(

@@ -84,19 +84,25 @@ def test_a_turntable_looks_at_the_scene_from_the_cameras_distance(folder: Path) 
     assert (poses[:, 1, 1] > 0).all(), "upright"
 
 
+def forward_facing(folder: Path, views: int = 6) -> tuple[Path, np.ndarray]:
+    """A capture in LLFF's layout, and the poses of its views [views, 4, 4]."""
+    (folder / "images").mkdir()
+    rows, poses = [], []
+    for number in range(views):
+        poses.append(look_at(np.float32([0.3 * number - 0.7, 0.2 * (number % 2), 0]), np.float32([0, 0, -8])))
+        axes = np.stack([-poses[-1][:3, 1], poses[-1][:3, 0], poses[-1][:3, 2]], 1)  # LLFF: down, right, back
+        matrix = np.concatenate([axes, poses[-1][:3, 3:], [[20], [30], [25]]], 1)
+        rows.append([*matrix.ravel(), 4.0, 10.0])
+        Image.fromarray(np.full((20, 30, 3), 40 * number, np.uint8)).save(folder / "images" / f"{number}.png")
+    np.save(folder / "poses_bounds.npy", np.array(rows))
+    return folder, np.stack(poses)
+
+
 def test_a_folder_of_llff_has_rays_in_device_coordinates(tmp_path: Path) -> None:
     """Depth -1 is the near plane, 1 is infinity, and a point of the scene is seen at one place of all views."""
-    (tmp_path / "images").mkdir()
-    point, rows, seen = np.float32([0.2, 0.1, -6.0]), [], []
-    for number in range(6):
-        pose = look_at(np.float32([0.3 * number - 0.7, 0.2 * (number % 2), 0]), np.float32([0, 0, -8]))
-        axes = np.stack([-pose[:3, 1], pose[:3, 0], pose[:3, 2]], 1)  # LLFF: down, right, back
-        matrix = np.concatenate([axes, pose[:3, 3:], [[20], [30], [25]]], 1)
-        rows.append([*matrix.ravel(), 4.0, 10.0])
-        local = (point - pose[:3, 3]) @ pose[:3, :3]
-        seen.append((15 + 25 * local[0] / -local[2], 10 - 25 * local[1] / -local[2]))
-        Image.fromarray(np.full((20, 30, 3), 40 * number, np.uint8)).save(tmp_path / "images" / f"{number}.png")
-    np.save(tmp_path / "poses_bounds.npy", np.array(rows))
+    _, poses = forward_facing(tmp_path)
+    local = np.stack([(np.float32([0.2, 0.1, -6.0]) - pose[:3, 3]) @ pose[:3, :3] for pose in poses])
+    seen = [(15 + 25 * one[0] / -one[2], 10 - 25 * one[1] / -one[2]) for one in local]
     found = load(tmp_path)
     assert found.forward
     assert found.notes
@@ -109,6 +115,70 @@ def test_a_folder_of_llff_has_rays_in_device_coordinates(tmp_path: Path) -> None
     t = (rays.origins[:1, 2] - rays.origins[0, 2] + 1.5 - 1 / 3) / rays.directions[:, 2]  # where z = 1/6 + ...
     across = (rays.origins + t[:, None] * rays.directions)[:, :2]
     assert float(across.std(0).max()) < 0.15, "rays of one point meet"
+
+
+@pytest.mark.parametrize(
+    ("places", "value", "message"),
+    [
+        ((2, 0), float("nan"), r"poses_bounds.npy, row 2 has a pose that is not finite"),
+        ((3, [0, 5, 10]), 0.0, r"row 3 has a singular pose"),
+        ((slice(None), 15), float("nan"), "nearest depth of nan"),
+        ((0, 15), 0.0, "nearest depth of 0"),
+        ((0, 14), 0.0, r"row 0 says nothing of the lens"),
+        ((0, 9), float("nan"), r"row 0 says nothing of the lens"),
+    ],
+)
+def test_a_bad_row_of_llff_is_named(tmp_path: Path, places: object, value: float, message: str) -> None:
+    folder, _ = forward_facing(tmp_path)
+    table = np.load(folder / "poses_bounds.npy")
+    table[places] = value
+    np.save(folder / "poses_bounds.npy", table)
+    with pytest.raises(UserError, match=message) as told:
+        load(folder)
+    assert told.value.do
+
+
+def test_cameras_of_llff_that_look_away_from_one_another_are_refused(tmp_path: Path) -> None:
+    folder, _ = forward_facing(tmp_path, 4)
+    table = np.load(folder / "poses_bounds.npy")
+    table[:, :15] = table[0, :15]
+    turned = table[2:, :15].reshape(2, 3, 5)
+    turned[:, :, [1, 2]] *= -1  # right and back: turned round
+    np.save(folder / "poses_bounds.npy", table)
+    with pytest.raises(UserError, match="do not face one side"):
+        load(folder)
+
+
+def test_images_of_llff_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    folder, _ = forward_facing(tmp_path)
+    image = folder / "images" / "2.png"
+    Image.new("RGBA", (30, 20)).save(image)
+    with pytest.raises(UserError, match=r"2.png has an alpha channel, and .*0.png has none"):
+        load(folder)
+    Image.new("RGB", (20, 20)).save(image)
+    with pytest.raises(UserError, match=r"2.png is 20 × 20, and .*0.png is 30 × 20"):
+        load(folder)
+    for other in (folder / "images").iterdir():
+        Image.new("RGBA", (30, 20)).save(other)
+    assert load(folder).background == (1.0, 1.0, 1.0)
+    Image.new("RGB", (30, 20)).save(image)
+    with pytest.raises(UserError, match=r"0.png has an alpha channel, and .*2.png has none"):
+        load(folder)
+    image.unlink()
+    with pytest.raises(UserError, match="5 images and 6 poses"):
+        load(folder)
+
+
+def test_a_folder_of_llff_of_two_views_or_another_table_is_refused(tmp_path: Path) -> None:
+    folder, _ = forward_facing(tmp_path, 2)
+    with pytest.raises(UserError, match="2 views to train on"):
+        load(folder)
+    np.save(folder / "poses_bounds.npy", np.zeros((2, 16)))
+    with pytest.raises(UserError, match=r"the shape \[2, 16\]"):
+        load(folder)
+    (folder / "poses_bounds.npy").write_bytes(b"none")
+    with pytest.raises(UserError, match="cannot be read"):
+        load(folder)
 
 
 @pytest.mark.parametrize(
@@ -134,6 +204,12 @@ def test_images_of_different_sizes_and_missing_alpha_are_named(folder: Path) -> 
         load(folder)
     Image.new("RGB", (24, 24)).save(folder / "train_1.png")
     with pytest.raises(UserError, match=r"train_0.png has an alpha channel, and .*train_1.png has none"):
+        load(folder)
+    for image in folder.glob("*.png"):
+        Image.new("RGB", (24, 24)).save(image)
+    assert "images without alpha" in load(folder).notes[0]
+    Image.new("RGBA", (24, 24)).save(folder / "train_1.png")
+    with pytest.raises(UserError, match=r"train_1.png has an alpha channel, and .*train_0.png has none"):
         load(folder)
     (folder / "train_1.png").write_bytes(b"none")
     with pytest.raises(UserError, match="no image"):

@@ -67,6 +67,15 @@ class NeighborSampling(Protocol):
         """int64: edges into each of `nodes`."""
         ...
 
+    @property
+    def source_bytes(self) -> int:
+        """Bytes that are read from disk for the source of an edge; 0: it is in memory."""
+        ...
+
+    def sources(self, start: int, stop: int) -> Array:
+        """Where all edges into the nodes `[start, stop)` come from."""
+        ...
+
     def draw(self, seeds: Array, fanouts: Sequence[int], seed: int = 0, step: int = 0) -> Drawn:
         """See Sampler.draw."""
         ...
@@ -74,6 +83,8 @@ class NeighborSampling(Protocol):
 
 class Sampler:
     """Draws neighbourhoods of one graph. Has state: a table of the nodes met, empty between calls, under a lock."""
+
+    source_bytes = 0
 
     def __init__(self, graph: Graph, style: Style) -> None:
         self.graph, self.style = graph, style
@@ -98,6 +109,10 @@ class Sampler:
     def degrees(self, nodes: Array) -> Array:
         """int64: edges into each of `nodes`."""
         return self.indptr[nodes + 1] - self.indptr[nodes]
+
+    def sources(self, start: int, stop: int) -> Array:
+        """See NeighborSampling."""
+        return self.indices[self.indptr[start] : self.indptr[stop]]
 
     def draw(self, seeds: Array, fanouts: Sequence[int], seed: int = 0, step: int = 0) -> Drawn:
         """The neighbourhood of `seeds`.

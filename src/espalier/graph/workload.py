@@ -449,7 +449,7 @@ class GraphWorkload(Plain):
         from espalier.graph.diskgnn import mini_batches
 
         assert isinstance(self.task, NodeTask), "others have no [store]"
-        return mini_batches.stored_features(self.recipe, self.task.train.graph, self.task.items, self._inputs())
+        return mini_batches.stored_features(self.recipe, self.task, self._inputs(), self.bare())
 
     def halos(self) -> Halos | TokenCut | None:
         """What a plan is told of rows that cross; None where the graph is not cut."""

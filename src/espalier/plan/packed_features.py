@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -16,6 +16,8 @@ from espalier.plan.base import Plan, Predicted
 from espalier.plan.plan_summary import FEATURES, table_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from espalier.cluster import Cluster, Disk
     from espalier.graph.diskgnn.cost import Levels, StoredFeatures
 
@@ -41,6 +43,8 @@ def with_levels(plan: Plan, stored: StoredFeatures, cluster: Cluster) -> Plan:
     why = (_levels(levels, stored), *([_packing(levels, stored, disks[0])] if disks else []))
     if stored.edge_bytes:
         why = (*why, _edges(stored, disks[0] if disks else None))
+    if stored.inferred is not None:
+        why = (*why, *_inference(stored.inferred(int((stored.memory - min(hot, levels.hot_bytes)) // here))))
     if predicted is not None:
         held = (stored.memory - hot + min(hot, levels.hot_bytes)) / here
         steps = max(1.0, levels.batches / (here * cuts))
@@ -70,6 +74,20 @@ def _edges(stored: StoredFeatures, disk: Disk | None) -> str:
         told = f": {size(read)} are read once for the pool, in {units.show_seconds(seconds)}"
     does_not_fit = f"as they do not fit in store.memory = {size(stored.memory)}"
     return f"{FEATURES} come with edges ({size(stored.edge_bytes)}) that are sampled on disk, {does_not_fit}{told}."
+
+
+def _inference(layers: Sequence[Any]) -> list[str]:
+    """How results of layers lie on disk where all nodes are inferred, and what reading them takes."""
+    told, show = [], units.show_size
+    for at, one in enumerate(layers, 1):
+        results = f"{FEATURES}: where all nodes are predicted, results of layer {at}"
+        both = f"{show(one.condensed)} are read instead of {show(one.plain)}"
+        more = f"{show(one.written)} more are written"
+        if one.pays:
+            told.append(f"{results} are written by ranges with the rows that each reads (condensed): {both}, {more}.")
+        elif one.written:
+            told.append(f"{results} are written by node: condensed by ranges {both}, but {more}.")
+    return told
 
 
 def _packing(levels: Levels, stored: StoredFeatures, disk: Disk) -> str:

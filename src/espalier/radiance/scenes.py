@@ -327,27 +327,38 @@ def _llff(place: Path, progress: Progress) -> Scene:
     near = float(table[:, 15].min())
     if not (math.isfinite(near) and near > 0):
         raise UserError(f"{file} has a nearest depth of {near}.", do="depths above 0 in column 16")
-    centred = _centred(torch.stack(rows).numpy(), 1 / (0.75 * near))
-    _, width, focal = matrices[0, :, 4]
-    lens = Lens.of_angle(images.shape[2], images.shape[1], 2 * math.atan(0.5 * float(width) / float(focal)))
     parts = _split(len(table))
+    _, width, focal = map(float, matrices[0, :, 4])
+    if not (0 < width < math.inf and 0 < focal < math.inf):
+        raise UserError(f"{file}, row 0 says nothing of the lens.", do="width and focal length above 0, in pixels")
+    lens = Lens.of_angle(images.shape[2], images.shape[1], 2 * math.atan(0.5 * width / focal))
     _enough(parts["train"], str(place))
+    centred = _centred(torch.stack(rows).numpy(), 1 / (0.75 * near), str(file))
     box = _device_box(lens, centred)
     return Scene(lens, images, centred, parts, box, background, True, tuple(notes), tuple(map(str, [file, *paths])))
 
 
-def _centred(poses: Array, scale: float) -> Tensor:
-    """Poses seen from their mean, which looks along -z, and times `scale`."""
-    back = poses[:, :3, 2].mean(0)
-    back /= np.linalg.norm(back)
-    right = np.cross(poses[:, :3, 1].mean(0), back)
-    right /= np.linalg.norm(right)
+def _centred(poses: Array, scale: float, where: str) -> Tensor:
+    """Poses seen from their mean, which looks along -z, and times `scale`. Raises UserError where there is none."""
+    back = _unit(poses[:, :3, 2].mean(0), where)
+    right = _unit(np.cross(poses[:, :3, 1].mean(0), back), where)
     mean = np.eye(4, dtype=np.float32)
     mean[:3, :3] = np.stack([right, np.cross(back, right), back], 1)
     mean[:3, 3] = poses[:, :3, 3].mean(0)
     found = np.linalg.inv(mean) @ poses
     found[:, :3, 3] *= scale
     return torch.from_numpy(found.astype(np.float32))
+
+
+def _unit(vector: Array, where: str) -> Array:
+    length = float(np.linalg.norm(vector))
+    if length < 1e-3:
+        raise UserError(
+            f"The cameras of {where} do not face one side.",
+            why="their directions add up to nothing, and scenes in LLFF's layout are forward-facing",
+            do="Blender's layout (transforms.json) for cameras round a scene",
+        )
+    return vector / length
 
 
 def _device_box(lens: Lens, poses: Tensor) -> Tensor:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import resource
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
 from espalier import config
 from espalier.errors import UserError
-from espalier.graph import compiled_aggregate, gnn
+from espalier.graph import compiled_aggregate, condensed_file, gnn
+from espalier.graph.condensed_file import Foretold
 from espalier.graph.diskgnn import inference
 from espalier.graph.diskgnn.inference import InferenceFolder, infer
 from espalier.graph.diskgnn.topology import DiskSampler
 from espalier.graph.neighbor_sampler import Sampler, Style
 from espalier.graph.subgraphs import View
 from espalier.graph.subgraphs import infer as infer_in_memory
+from espalier.store.io_queue import IoQueue
 from espalier.store.memory import MemoryRows
 
 from ..conftest import made
@@ -55,8 +58,15 @@ def values(rows) -> torch.Tensor:
     return out
 
 
+@pytest.fixture(params=[False, True], ids=["by node", "condensed"])
+def condensed(request, monkeypatch):
+    """How results of inner layers lie on disk, whatever takes less."""
+    monkeypatch.setattr(Foretold, "pays", request.param)
+    return request.param
+
+
 @pytest.mark.parametrize("name", NETWORKS)
-def test_all_nodes_equal_inference_in_memory(world, name):
+def test_all_nodes_equal_inference_in_memory(world, name, condensed):
     graph, topology, features, folder = world
     model = network(name)
     found = infer(model, DiskSampler(topology, style(model)), features, InferenceFolder(folder, 50_000))
@@ -68,8 +78,53 @@ def test_all_nodes_equal_inference_in_memory(world, name):
     assert [path.name for path in sorted(folder.glob("*.rows"))] == ["layer-1.rows", "layer-2.rows"]
 
 
+@pytest.mark.parametrize("name", NETWORKS)
+def test_condensed_rows_change_no_bit_and_take_the_bytes_foretold(world, name, monkeypatch):
+    """On a larger graph, in few ranges, all of which are looked at."""
+    graph = made(nodes=3000, edges=12000)
+    model, features = network(name), MemoryRows(torch.from_numpy(graph.features))
+    sampler, folder, read, asked = Sampler(graph, style(model)), world[-1], [], []
+    starts = inference._starts(model, 1, sampler, 2_000_000)
+    assert 2 < len(starts) <= condensed_file.SAMPLED + 1
+    told = inference.foretold(model, sampler, 2_000_000)
+    real = IoQueue.read_runs
+
+    def counted(self, file, runs, buffer, end):
+        read.append(int(runs[:, 1].sum()))
+        asked.append(len(runs))
+        return real(self, file, runs, buffer, end)
+
+    found = []
+    for pays in (False, True):
+        monkeypatch.setattr(Foretold, "pays", pays)
+        with monkeypatch.context() as patch:
+            patch.setattr(IoQueue, "read_runs", counted)
+            rows = infer(model, sampler, features, InferenceFolder(folder / str(pays), 2_000_000))
+        assert sum(read) == sum(one.condensed if pays else one.plain for one in told)
+        assert pays or sum(asked) >= len(told)
+        read.clear()
+        found.append(values(rows))
+    assert torch.equal(*found)
+    assert not list((folder / "True").glob("*.layout"))
+
+
+def test_ranges_that_need_too_much_of_one_another_are_not_condensed(world):
+    """Where a row fills its pages and each range needs all of them, condensing writes them once for each range."""
+    graph = made(nodes=64, edges=3000)
+    sampler = Sampler(graph, Style(False, "sum"))
+    starts = np.arange(0, 65, 8)
+    every = condensed_file.foretell(sampler, starts, 4096)
+    assert not every.pays
+    assert every.plain == every.condensed == 8 * 64 * 4096
+    assert every.written == 7 * 64 * 4096
+    few = condensed_file.foretell(
+        Sampler(made(nodes=3000, edges=3000), Style(False, "sum")), np.arange(0, 3001, 300), 8
+    )
+    assert few.plain > few.condensed
+
+
 @pytest.mark.parametrize("name", ["sage", "maxk"])
-def test_a_killed_inference_goes_on_where_it_stood(world, name, monkeypatch):
+def test_a_killed_inference_goes_on_where_it_stood(world, name, monkeypatch, condensed):
     _, topology, features, folder = world
     monkeypatch.setattr(inference, "COMMIT", 1)
     model = network(name)
@@ -109,13 +164,14 @@ def test_a_killed_inference_goes_on_where_it_stood(world, name, monkeypatch):
 
 
 @pytest.mark.parametrize("commit", [1, 64 << 20])
-def test_a_full_disk_says_how_much_is_missing_and_inference_goes_on(world, commit, monkeypatch):
+def test_a_full_disk_says_how_much_is_missing_and_inference_goes_on(world, commit, monkeypatch, condensed):
     _, topology, features, folder = world
     monkeypatch.setattr(inference, "COMMIT", commit)
     model = network("sage")
     sampler, place = DiskSampler(topology, style(model)), InferenceFolder(folder / "full", 50_000)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (400 * 8 * 4 // 2, limits[1]))  # half of a layer of 8 columns
+    room = 40_000 if condensed else 400 * 8 * 4 // 2  # half of a layer of 8 columns
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
     try:
         with pytest.raises(
             UserError, match=r"(?s)cannot be written to .*full: File too large.*more are needed there.*"
@@ -124,7 +180,10 @@ def test_a_full_disk_says_how_much_is_missing_and_inference_goes_on(world, commi
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     there = (folder / "full" / "layer-0.rows").stat().st_size
-    assert inference._missing(model, 400, place) == 2 * 400 * 8 * 4 - there
+    first = inference._layer_bytes(model, 0, 400, place)
+    assert (first > 400 * 8 * 4) == condensed
+    assert inference._missing(model, 400, place) == first + 400 * 8 * 4 - there
+    assert there == 0 or not condensed, "room for all of them is reserved first"
     whole = values(infer(model, sampler, features, InferenceFolder(folder / "whole", 50_000)))
     assert torch.equal(values(infer(model, sampler, features, place)), whole)
 

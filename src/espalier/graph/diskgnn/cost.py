@@ -7,7 +7,8 @@ batch is known (one drawn batch says it), the estimate is fitted to it. Imports 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -104,6 +105,8 @@ class StoredFeatures:
         row: a `RowFormat`; row_bytes: of a packed row. file_bytes: of the feature file.
         memory, disk: bytes that a machine may take of each; None: what the fastest layout takes.
         folder: where they are packed. edge_bytes: of edges that are sampled where they lie; 0: they are in memory.
+        inferred: with so many bytes of memory, what rows of each layer but the first take when all nodes are inferred
+            (`condensed_file.Foretold`); None: the network takes the graph as a whole.
     """
 
     draws: Draws
@@ -114,6 +117,7 @@ class StoredFeatures:
     disk: int | None
     folder: str
     edge_bytes: int = 0
+    inferred: Callable[[int], Sequence[Any]] | None = field(default=None, repr=False, compare=False)
 
     def sampling(self, disk: Disk) -> tuple[float, float]:
         """Bytes that drawing the pool reads of the edges, `TOGETHER` batches at once, and its seconds."""

@@ -1,14 +1,17 @@
 """Full-neighbour inference out of core: all nodes of a graph, layer by layer, the rows of every layer on disk.
 
 A layer goes through the nodes in ascending ranges that fit into the memory allowed: the full-neighbour block of a range
-is read through the sampler, the rows of its sources from the layer before, and the results are appended to the
-layer's file. The rows done are committed with what is written, so that a run that was killed goes on where it stood.
+is read through the sampler, the rows of its sources from the layer before, and the results are written to the layer's
+file: by node, or, where that takes fewer bytes, by the ranges of the next layer, each with the rows that it will read
+(`graph.condensed_file`). The rows done are committed with what is written, so that a run that was killed goes on where
+it stood.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,8 +22,9 @@ import xxhash
 from torch import Tensor
 
 from espalier.errors import UserError
-from espalier.graph import base
+from espalier.graph import base, condensed_file
 from espalier.graph.base import Kept
+from espalier.graph.condensed_file import CondensedLayout, CondensedRows, Foretold
 from espalier.graph.data import Array
 from espalier.graph.gnn import Gnn, Layer
 from espalier.graph.neighbor_sampler import ALL, NeighborSampling
@@ -54,6 +58,10 @@ class InferenceFolder:
     def layer(self, at: int) -> Path:
         """The file of a layer's results."""
         return self.path / f"layer-{at}.rows"
+
+    def layout(self, at: int) -> Path:
+        """Where they lie in it, if they are condensed; no such file: by node."""
+        return self.path / f"layer-{at}.layout"
 
 
 class _State(msgspec.Struct, frozen=True):
@@ -97,27 +105,105 @@ def _infer(
     for at in range(state.layer, depth):
         for old in range(at - 1):
             folder.layer(old).unlink(missing_ok=True)
-        rows = features if at == 0 else _results(model, at - 1, nodes, folder)
-        layer = _LayerPass(model, at, sampler, rows)
-        for done in layer.write(folder, state if state.layer == at else _State(state.key, at)):
-            if progress is not None:
-                progress(at * nodes + done, depth * nodes)
+        with nullcontext(features) if at == 0 else _results(model, at - 1, nodes, folder) as rows:
+            layer, layout = _LayerPass(model, at, sampler, rows), _layout(model, at, sampler, folder)
+            for done in layer.write(folder, state if state.layer == at else _State(state.key, at), layout):
+                if progress is not None:
+                    progress(at * nodes + done, depth * nodes)
         _State(state.key, at + 1).save(folder.path)
-    return _results(model, depth - 1, nodes, folder)
+        for old in range(at):
+            folder.layout(old).unlink(missing_ok=True)
+    found = _results(model, depth - 1, nodes, folder)
+    assert isinstance(found, RowFile)
+    return found
 
 
 def _missing(model: Gnn, nodes: int, folder: InferenceFolder) -> int:
     """Bytes that the folder still has to take at once: the largest two layers to come, one after the other, without
     what is there."""
-    sizes = [4 * nodes * _columns(model, at) for at in range(len(model.layers))]
+    sizes = [_layer_bytes(model, at, nodes, folder) for at in range(len(model.layers))]
     there = [path.stat().st_size if path.exists() else 0 for path in map(folder.layer, range(len(sizes)))]
     at = max((number for number, size in enumerate(there) if size), default=0)
     peak = max(sum(sizes[max(0, later - 1) : later + 1]) for later in range(at, len(sizes)))
     return max(0, peak - sum(there[max(0, at - 1) :]))
 
 
-def _results(model: Gnn, at: int, nodes: int, folder: InferenceFolder) -> RowFile:
+def _layer_bytes(model: Gnn, at: int, nodes: int, folder: InferenceFolder) -> int:
+    """Of the file of a layer's results."""
+    layout = _known_layout(model, at, folder)
+    return 4 * nodes * _columns(model, at) if layout is None else int(layout.offsets[-1])
+
+
+def _results(model: Gnn, at: int, nodes: int, folder: InferenceFolder) -> RowFile | CondensedRows:
+    layout = _known_layout(model, at, folder)
+    if layout is not None:
+        return CondensedRows(folder.layer(at), layout, torch.float32)
     return RowFile(folder.layer(at), RowLayout(nodes, torch.float32, (_columns(model, at),)))
+
+
+def _known_layout(model: Gnn, at: int, folder: InferenceFolder) -> CondensedLayout | None:
+    path = folder.layout(at)
+    return CondensedLayout.read(path, 4 * _columns(model, at)) if path.exists() else None
+
+
+def _layout(model: Gnn, at: int, sampler: NeighborSampling, folder: InferenceFolder) -> CondensedLayout | None:
+    """How the results of a layer lie in its file, by the ranges in which the next one reads them; None: by node."""
+    if at + 1 == len(model.layers):
+        return None
+    if not folder.layout(at).exists():
+        starts = _starts(model, at + 1, sampler, folder.memory)
+        if not condensed_file.foretell(sampler, starts, 4 * _columns(model, at)).pays:
+            return None
+        ranges = zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)
+        CondensedLayout.write(
+            folder.layout(at), starts, (condensed_file.outside_sources(sampler, *one) for one in ranges)
+        )
+    return _known_layout(model, at, folder)
+
+
+def foretold(model: Gnn, sampler: NeighborSampling, memory: int) -> list[Foretold]:
+    """What the rows of each layer but the first take, by node and condensed: see `condensed_file.foretell`."""
+    found = []
+    for at in range(1, len(model.layers)):
+        starts = _starts(model, at, sampler, memory)
+        found.append(condensed_file.foretell(sampler, starts, 4 * _columns(model, at - 1)))
+    return found
+
+
+def least_memory(model: Gnn, degree: int) -> int:
+    """Bytes that a node of this degree takes."""
+    layers = [layer for layer in model.layers if isinstance(layer, Layer)]
+    row = max(4 * (3 * max(one.inputs, one.outputs) + 2 * one.outputs + one.inputs) for one in layers)
+    return (degree + 2) * (row + EDGE_BYTES)
+
+
+def _starts(model: Gnn, at: int, sampler: NeighborSampling, memory: int) -> Array:
+    """int64 [ranges + 1]: the ranges of a layer but the first."""
+    columns = _columns(model, at - 1)
+    return np.array([0, *(stop for _, stop in _ranges(model, at, sampler, (columns, memory)))], np.int64)
+
+
+def _ranges(
+    model: Gnn, at: int, sampler: NeighborSampling, held: tuple[int, int], start: int = 0
+) -> Iterator[tuple[int, int]]:
+    """Ranges of nodes whose blocks, sources and results take at most so many bytes. `held`: columns of a row that the
+    layer reads, and the bytes."""
+    layer, nodes, (columns, memory) = model.layers[at], sampler.nodes, held
+    assert isinstance(layer, Layer)
+    row = 4 * (columns + 2 * layer.inputs + 2 * layer.outputs)
+    while start < nodes:
+        ids = np.arange(start, min(start + _AHEAD, nodes))
+        sizes = np.cumsum((sampler.degrees(ids) + 2) * (row + EDGE_BYTES))
+        count = int(np.searchsorted(sizes, memory, side="right"))
+        if not count:
+            degree, needed = int(sampler.degrees(ids[:1])[0]), show_size(int(sizes[0]))
+            raise UserError(
+                f"store.memory = {show_size(memory)} is too small to infer node {start}.",
+                why=f"it and its {degree:,} neighbours take {needed}",
+                do=f'store.memory = "{needed}" or more',
+            )
+        yield start, start + count
+        start += count
 
 
 def _kept(model: Gnn, at: int) -> int | None:
@@ -146,7 +232,7 @@ def _state(model: Gnn, features: Rows, folder: InferenceFolder) -> _State:
         found = msgspec.json.decode(path.read_bytes(), type=_State)
         if found.key == key:
             return found
-    for old in folder.path.glob("layer-*.rows"):
+    for old in folder.path.glob("layer-*"):
         old.unlink()
     return _State(key)
 
@@ -160,42 +246,35 @@ class _LayerPass:
     sampler: NeighborSampling
     rows: Rows
 
-    def write(self, folder: InferenceFolder, state: _State) -> Iterator[int]:
-        """Appends the results to the layer's file from where it stands; yields the rows done."""
+    def write(self, folder: InferenceFolder, state: _State, layout: CondensedLayout | None) -> Iterator[int]:
+        """Writes the results to the layer's file, from the rows done on; yields the rows done."""
         size = 4 * _columns(self.model, self.at)
         with folder.layer(self.at).open("r+b" if state.rows else "wb") as file:
-            file.truncate(state.rows * size)
-            file.seek(state.rows * size)
-            since = 0
-            for start, stop in self._ranges(state.rows, folder.memory):
-                found = self._results(start, stop)
-                file.write(found.contiguous().numpy().data)
-                since += found.nbytes
+            if layout is None:
+                file.truncate(state.rows * size)
+            elif not state.rows:
+                os.posix_fallocate(file.fileno(), 0, int(layout.offsets[-1]))
+            since, held = 0, (self.rows.shape[0], folder.memory)
+            for start, stop in _ranges(self.model, self.at, self.sampler, held, state.rows):
+                found = self._results(start, stop).contiguous()
+                since += self._put(file.fileno(), found, start, layout)
                 if since >= COMMIT or stop == self.sampler.nodes:
-                    file.flush()
                     os.fsync(file.fileno())
                     _State(state.key, self.at, stop).save(folder.path)
                     since = 0
                 yield stop
 
-    def _ranges(self, start: int, memory: int) -> Iterator[tuple[int, int]]:
-        """Ranges of nodes whose blocks, sources and results take at most `memory` bytes."""
-        layer, nodes = self.model.layers[self.at], self.sampler.nodes
-        assert isinstance(layer, Layer)
-        row = 4 * (self.rows.shape[0] + 2 * layer.inputs + 2 * layer.outputs)
-        while start < nodes:
-            ids = np.arange(start, min(start + _AHEAD, nodes))
-            held = np.cumsum((self.sampler.degrees(ids) + 2) * (row + EDGE_BYTES))
-            count = int(np.searchsorted(held, memory, side="right"))
-            if not count:
-                degree, needed = int(self.sampler.degrees(ids[:1])[0]), show_size(int(held[0]))
-                raise UserError(
-                    f"store.memory = {show_size(memory)} is too small to infer node {start}.",
-                    why=f"it and its {degree:,} neighbours take {needed}",
-                    do=f'store.memory = "{needed}" or more',
-                )
-            yield start, start + count
-            start += count
+    def _put(self, file: int, found: Tensor, start: int, layout: CondensedLayout | None) -> int:
+        """Writes the rows from `start` on; the bytes written."""
+        if layout is None:
+            condensed_file.write_at(file, found, start * found[0].nbytes)
+            return found.nbytes
+        written = 0
+        for offset, chosen in layout.pieces(start, len(found)):
+            rows = found[torch.from_numpy(chosen)]
+            condensed_file.write_at(file, rows, offset)
+            written += rows.nbytes
+        return written
 
     def _results(self, start: int, stop: int) -> Tensor:
         """float32 [stop - start, columns on disk]."""

@@ -26,6 +26,7 @@ from espalier.cache_dir import cache_folder
 from espalier.errors import UserError
 from espalier.graph import subgraphs
 from espalier.graph.base import MessageBlock
+from espalier.graph.condensed_file import Foretold
 from espalier.graph.data import Array, Graph
 from espalier.graph.diskgnn import cost, inference, manifest, topology
 from espalier.graph.diskgnn import features as feature_files
@@ -45,7 +46,7 @@ from espalier.graph.diskgnn.reader import (
 )
 from espalier.graph.diskgnn.rolling_pool import RollingFeatures, RollingPool
 from espalier.graph.diskgnn.row_format import RowFormat
-from espalier.graph.gnn import Gnn, Layer
+from espalier.graph.gnn import Gnn
 from espalier.graph.neighbor_sampler import ALL, NeighborSampling, Sampler, Style, named
 from espalier.graph.node_classification import NodeTask
 from espalier.graph.subgraphs import SubgraphBatch, View
@@ -190,9 +191,17 @@ def set_folders(path: str | Sequence[str] | None, key: str) -> tuple[Path, ...]:
     return tuple(Path(one).expanduser() / key for one in named)
 
 
-def stored_features(recipe: config.Recipe, graph: Graph, items: int, batch: tuple[int, float]) -> cost.StoredFeatures:
-    """What a plan is told of the features of `graph`. `batch`: targets of the whole one, and its input nodes."""
-    store = recipe.store
+def stored_features(
+    recipe: config.Recipe, task: NodeTask, batch: tuple[int, float], model: nn.Module
+) -> cost.StoredFeatures:
+    """What a plan is told of the features of a task's graph. `batch`: targets of the whole one, and its input nodes."""
+    store, graph, held = recipe.store, task.train.graph, task.held
+
+    def inferred(memory: int) -> list[Foretold]:
+        assert isinstance(model, Gnn)
+        least = inference.least_memory(model, int(held.graph.degrees().max(initial=0)))
+        return inference.foretold(model, held.sampler, max(memory, least))
+
     assert store is not None
     assert recipe.graph is not None
     row, memory = (
@@ -200,7 +209,7 @@ def stored_features(recipe: config.Recipe, graph: Graph, items: int, batch: tupl
         units.size(store.memory, "store.memory"),
     )
     return cost.StoredFeatures(
-        cost.Draws(graph.degrees(), items, batch[0], recipe.graph.fanout, batch[1]),
+        cost.Draws(graph.degrees(), task.items, batch[0], recipe.graph.fanout, batch[1]),
         row,
         row.row_bytes,
         int(graph.features.nbytes),
@@ -208,6 +217,7 @@ def stored_features(recipe: config.Recipe, graph: Graph, items: int, batch: tupl
         None if store.disk is None else units.size(store.disk, "store.disk"),
         str(set_folders(store.path, "packed")[0].parent),
         topology.edge_bytes(graph) if topology.stays_on_disk(graph, memory) else 0,
+        inferred if isinstance(model, Gnn) else None,
     )
 
 
@@ -354,9 +364,7 @@ class RunBatches:
 
     def _hub(self, model: Gnn) -> int:
         """Bytes that the node with the most neighbours takes in inference, which a smaller budget does not shrink."""
-        layers = [layer for layer in model.layers if isinstance(layer, Layer)]
-        row = max(4 * (3 * max(one.inputs, one.outputs) + 2 * one.outputs + one.inputs) for one in layers)
-        return (int(self.task.held.graph.degrees().max(initial=0)) + 2) * (row + inference.EDGE_BYTES)
+        return inference.least_memory(model, int(self.task.held.graph.degrees().max(initial=0)))
 
     def _spare(self) -> int:
         """Bytes of a rank beside its hot rows."""

@@ -144,6 +144,15 @@ class DiskSampler:
         """int64: edges into each of `nodes`."""
         return self.topology.rows(nodes)[1]
 
+    @property
+    def source_bytes(self) -> int:
+        """See NeighborSampling."""
+        return self.topology.indices.row_bytes
+
+    def sources(self, start: int, stop: int) -> Array:
+        """See NeighborSampling."""
+        return self.topology.sources(np.arange(*_values(self.topology.indptr, np.array([start, stop]))))
+
     def draw(self, seeds: Array, fanouts: Sequence[int], seed: int = 0, step: int = 0) -> Drawn:
         """The neighbourhood of `seeds`, as `Sampler.draw` gives it."""
         return self.draw_together([seeds], fanouts, seed, [step])[0]

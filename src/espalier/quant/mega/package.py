@@ -47,7 +47,8 @@ RECORD = Record(
     bench="bench/mega.py",
     state="works",
     remark="widths by degree, packages and their file (`export --to packed`), products that read packed rows, "
-    "condensed edges as a disk layout and as halo messages, the simulator (`explain RUN --energy`), whose "
+    "condensed edges as halo messages and as the layout of layers on disk, where inference of all nodes takes fewer "
+    "bytes by it, the simulator (`explain RUN --energy`), whose "
     "order of accelerators is that of the paper on CiteSeer, and on Cora but for the cycles of GROW, 1 % "
     "behind GCNAX, whose tiles, chosen for each layer, waste nothing here; not measured: PubMed, NELL and "
     "Reddit, for want of their features",
