@@ -112,11 +112,11 @@ def test_what_if_there_were_more_memory_for_them(tmp_path: Path, capsys: pytest.
     assert "store.memory = 8.00 MiB" in after
 
 
-@pytest.mark.parametrize(("nodes", "pays"), [(20000, True), (6000, False)])
+@pytest.mark.parametrize(("nodes", "memory", "pays"), [(20000, "8MiB", True), (6000, "3MiB", False)])
 def test_how_results_of_layers_lie_on_disk_is_said_with_the_bytes_of_both_forms(
-    tmp_path: Path, nodes: int, pays: bool
+    tmp_path: Path, nodes: int, memory: str, pays: bool
 ) -> None:
-    recipe = RECIPE.replace("nodes=6000", f"nodes={nodes}").format(folder=tmp_path, memory="3MiB")
+    recipe = RECIPE.replace("nodes=6000", f"nodes={nodes}").format(folder=tmp_path, memory=memory)
     (tmp_path / "recipe.toml").write_text(recipe)
     request = prepare.request(prepare.resolve(tmp_path / "recipe.toml", []))
     plan = decide(request, clusters.loads(MACHINE)).plan
