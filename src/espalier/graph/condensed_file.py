@@ -157,7 +157,7 @@ class CondensedRows(base.Closing):
 
     def __init__(self, path: Path, layout: CondensedLayout, dtype: torch.dtype) -> None:
         self.layout, self.dtype = layout, dtype
-        self.shape = (layout.row_bytes // dtype.itemsize,)
+        self.shape: tuple[int, ...] = (layout.row_bytes // dtype.itemsize,)
         self.queue, self._file = IoQueue(), DirectFile(path, "read")
         self._buffer = aligned(int(np.diff(layout.offsets).max(initial=0)))
 
