@@ -349,29 +349,27 @@ def quality(sizes: Sizes) -> list[Row]:
 
 
 def penalty(sizes: Sizes) -> list[Row]:
-    """Fields whose spikes are penalized, beside plain ones after as many steps, and beside those that are not."""
-    base = [
-        Fit("voxels", scene, seed, sizes.steps, sizes.widths[0], sizes.resolution, rays=sizes.rays)
-        for scene in sizes.scenes
+    """Fields of the first scene whose spikes are penalized, beside plain ones after as many steps, and beside those
+    whose spikes are not."""
+    scene, width = sizes.scenes[0], sizes.widths[0]
+    plain = [
+        Fit("voxels", scene, seed, sizes.steps, width, sizes.resolution, rays=sizes.rays)
         for seed in range(1, sizes.seeds + 1)
     ]
-    free = [replace(one, kind="spikingnerf") for one in base]
+    free = [replace(one, kind="spikingnerf") for one in plain]
     bound = [replace(one, penalty=PENALTY) for one in free]
-    found, rows = together([*base, *free, *bound], sizes.keep), []
-    for scene in sizes.scenes:
-        case = f"{name_of(scene)}, hidden {sizes.widths[0]}, {sizes.steps} steps of {sizes.rays:,} rays{sizes.note}"
-        case += f", spike penalty {PENALTY:g}"
-        for name, others in (("plain network", base), ("no penalty", free)):
-            pairs = [(found[b], found[o]) for b, o in zip(bound, others, strict=True) if b.scene == scene]
-            rows.append(decibels(f"{case}: PSNR", name, [(one.psnr, other.psnr) for one, other in pairs]))
-            joules = [(one.joules, other.joules) for one, other in pairs]
-            rows.append(row(f"{case}: colour network", name, "J per image", joules, -1))
-            joules = [(one.hoisted, other.hoisted) for one, other in pairs]
-            rows.append(row(f"{case}: directions once a ray", f"{name}, likewise", "J per image", joules, -1))
-        rates = [statistics.median(found[b].rates[layer] for b in bound if b.scene == scene) for layer in (0, 1)]
-        what = f"{case}: spikes of a neuron and sample"
-        rows.append(Row(what, "second layer", rates[1], rates[0], rates[0] / max(1e-9, rates[1]), "rate", ""))
-    return rows
+    found, rows = together([*plain, *free, *bound], sizes.keep), []
+    case = f"{name_of(scene)}, hidden {width}, {sizes.steps} steps of {sizes.rays:,} rays{sizes.note}"
+    case += f", spike penalty {PENALTY:g}"
+    for name, others in (("plain network", plain), ("no penalty", free)):
+        pairs = [(found[own], found[other]) for own, other in zip(bound, others, strict=True)]
+        rows.append(decibels(f"{case}: PSNR", name, [(own.psnr, other.psnr) for own, other in pairs]))
+        for what, key in (("colour network", "joules"), ("directions once a ray", "hoisted")):
+            joules = [(getattr(own, key), getattr(other, key)) for own, other in pairs]
+            rows.append(row(f"{case}: {what}", name, "J per image", joules, -1))
+    one, two = (statistics.median(found[own].rates[layer] for own in bound) for layer in (0, 1))
+    what = f"{case}: spikes of a neuron and sample"
+    return [*rows, Row(what, "second layer", two, one, one / max(1e-9, two), "rate", f"n={len(bound)}")]
 
 
 def name_of(scene: str) -> str:
