@@ -2,6 +2,7 @@
 really stored.
 
     python bench/a2q.py [--quick] [--pairs SEEDS] [--data FOLDER] [--only NAMES] [--keep FOLDER] [--json FILE]
+                        [--picture FILE]
 
 GCN of two layers on Cora, CiteSeer and PubMed (raw files in FOLDER/NAME; what is not there is left out), standard
 split, 200 steps of Adam, and with `--only debian` on the packages that apt knows, 64 columns, 60 steps; test accuracy
@@ -11,7 +12,11 @@ messages have 4 bits in all quantized networks, learned by the same rule. `unifo
 or 4 bits. `Degree-Quant` (arXiv 2008.05000): 4 or 2 bits, ranges from percentiles, nodes of high degree protected at
 random while training (its mask and ranges are written here; the rest is ours). A2Q and MEGA have a target in bits a
 value (SHARE). Bytes: the package of the hidden features (payload, headers, padding, lists, index, steps). `-64`: 64
-columns. Products that read packed rows: rows of 128 columns beside `torch.sparse` in fp32, same edges.
+columns. `cora-curve`, `citeseer-curve`: 64 columns at 1 to 4 bits a value, three seeds, and a2q with the gradient of
+the task in place of the local one, with the share of nodes whose step it does not reach; `--picture` draws accuracy
+against bytes of what FOLDER has. Timed, two threads: `products` and `cached`, products that read packed rows beyond
+the last-level cache and within it, 128 columns, beside `torch.sparse` in fp32, same edges; `cost`, a step of training
+beside fp32.
 """
 
 from __future__ import annotations
@@ -29,6 +34,7 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+import a2q_picture
 from espalier.config import defaults, recipe_file
 from espalier.graph import quantization
 from espalier.graph.quantization import QuantizedGraph
@@ -53,6 +59,16 @@ KINDS: dict[str, dict[str, Any] | None] = {
 }
 SHARE = {"a2q": 1.7, "mega": 1.85}
 """Bits a value that the target asks for, so that packages are about as large as those of 2 bits for all."""
+TASK = "a2q by the task alone"
+CURVE = {"uniform": ("uniform 1-bit", "uniform 2-bit", "uniform 3-bit", "uniform 4-bit")}
+KINDS |= {f"uniform {bits}-bit": {"kind": "uniform", "bits": bits} for bits in (1, 3)} | {TASK: KINDS["a2q"]}
+SHARE[TASK] = SHARE["a2q"]
+for _kind in ("a2q", "mega"):
+    CURVE[_kind] = (f"{_kind} 1-bit", _kind, f"{_kind} 3-bit", f"{_kind} 4-bit")
+    for _name, _bits, _share in zip(CURVE[_kind], (2, 2, 3, 4), (0.9, SHARE[_kind], 2.6, 3.5), strict=True):
+        KINDS[_name], SHARE[_name] = {"kind": _kind, "bits": _bits}, _share
+PLAIN = ("fp32", "uniform 4-bit", "uniform 2-bit", "Degree-Quant 4-bit", "Degree-Quant 2-bit", "a2q", "mega")
+WIDE = ("fp32", "uniform 2-bit", "a2q", "mega")
 
 
 class DegreeQuant(FeatureQuantizer):
@@ -113,8 +129,16 @@ def accuracy(workload: GraphWorkload, model: torch.nn.Module) -> tuple[float, fl
     return tuple(100 * float(one) for one in found)  # type: ignore[return-value]
 
 
-def trained(path: Path, kind: str, seed: int, width: int = 16) -> tuple[float, int]:
-    """(test accuracy, bytes of the hidden features)."""
+def own_gradient(found: quantization.Quantization) -> None:
+    """Widths and steps learn from the loss of the task alone."""
+    for feature in found.features:
+        feature.rule = feature.rule._replace(local=0.0)
+    for column in found.columns:
+        column.local = False
+
+
+def trained(path: Path, kind: str, seed: int, width: int = 16) -> tuple[float, int, float]:
+    """(test accuracy, bytes of the hidden features, share of nodes whose step the first gradient does not reach)."""
     workload = opened(path, kind, seed, width)
     model = workload.build(torch.device("cpu"), torch.float32)
     found = quantization.quantization_of(model)
@@ -122,7 +146,10 @@ def trained(path: Path, kind: str, seed: int, width: int = 16) -> tuple[float, i
         assert found is not None
         own = DegreeQuant(found.features[-1], int(kind.split()[1][0]), torch.from_numpy(workload.graph.degrees()))
         model.layers[1].quantizer, found.features[-1] = own, own  # type: ignore[union-attr, operator, index]
-    parameters = [one for one in model.parameters() if one.requires_grad]
+    if kind == TASK:
+        assert found is not None
+        own_gradient(found)
+    parameters, silent = [one for one in model.parameters() if one.requires_grad], 0.0
     matrices = [one for one in parameters if one.ndim > 1]
     others = [one for one in parameters if one.ndim < 2]
     optimizer = torch.optim.Adam(
@@ -136,22 +163,27 @@ def trained(path: Path, kind: str, seed: int, width: int = 16) -> tuple[float, i
         optimizer.zero_grad()
         loss, weight = workload.loss(model, batch)
         (loss / weight).backward()
+        if step == 0 and found is not None and len(reached := found.features[-1].allocator.raw_step.grad) > 1:
+            silent = float((reached == 0).float().mean())
         optimizer.step()
         if step % EVERY == EVERY - 1 and (now := accuracy(workload, model))[0] > best[0]:
             best = now
     if found is None:
-        return best[1], 4 * workload.graph.nodes * width
+        return best[1], 4 * workload.graph.nodes * width, silent
     found.packed = True
     infer(model.eval(), workload.task.held)
-    return best[1], found.stored["layers.1.rows"].nbytes
+    return best[1], found.stored["layers.1.rows"].nbytes, silent
 
 
-def once(keep: str, path: Path, kind: str, seed: int, width: int) -> tuple[float, int]:
+def kept(keep: str, path: Path, kind: str, seed: int, width: int) -> Path:
+    return Path(keep) / f"{path.name}-{width}-{kind.replace(' ', '-')}-{seed}.json"
+
+
+def once(keep: str, path: Path, kind: str, seed: int, width: int) -> tuple[float, ...]:
     """`trained`, or what a file in `keep` says of it."""
-    file = Path(keep) / f"{path.name}-{width}-{kind.replace(' ', '-')}-{seed}.json"
+    file = kept(keep, path, kind, seed, width)
     if keep and file.exists():
-        accuracy, size = json.loads(file.read_text())
-        return accuracy, size
+        return tuple(json.loads(file.read_text()))
     found = trained(path, kind, seed, width)
     print(f"  {path.name}, {width} columns, {kind}, seed {seed}: {found}", flush=True)
     if keep:
@@ -161,7 +193,7 @@ def once(keep: str, path: Path, kind: str, seed: int, width: int) -> tuple[float
 
 
 def accuracies(path: Path, seeds: int, width: int, keep: str) -> list[Row]:
-    kinds = [kind for kind in KINDS if width == 16 or kind in ("fp32", "uniform 2-bit", "a2q", "mega")]
+    kinds = PLAIN if width == 16 else WIDE
     runs = {kind: [once(keep, path, kind, seed, width) for seed in range(1, seeds + 1)] for kind in kinds}
     name, rows = path.name + (f", {width} columns" if width != 16 else ""), []
     for kind, found in runs.items():
@@ -176,6 +208,80 @@ def accuracies(path: Path, seeds: int, width: int, keep: str) -> list[Row]:
     return rows
 
 
+def curve(path: Path, seeds: int, keep: str) -> list[Row]:
+    """Accuracy against bytes, 1 to 4 bits a value, 64 columns; and what the local gradient is worth."""
+    kinds = ("fp32", TASK, *(one for names in CURVE.values() for one in names))
+    runs: dict[str, list[tuple[float, ...]]] = {kind: [] for kind in kinds}
+    for seed in range(1, seeds + 1):  # all kinds of a seed, so that what is kept is whole early
+        for kind in kinds:
+            runs[kind].append(once(keep, path, kind, seed, 64))
+    name, rows = f"{path.name}, 64 columns", []
+    for kind in (one for one in kinds if one != "fp32"):
+        pairs = [(one[0], other[0]) for one, other in zip(runs[kind], runs["fp32"], strict=True)]
+        size = statistics.mean(one[1] for one in runs[kind]) / 1024
+        rows.append(means(f"{name}, {kind}, {size:.1f} KiB: accuracy", "fp32", pairs))
+    pairs = [(one[0], other[0]) for one, other in zip(runs["a2q"], runs[TASK], strict=True)]
+    rows.append(means(f"{name}, a2q: accuracy", TASK, pairs))
+    ours, theirs = (100 * statistics.mean(one[2] for one in runs[kind]) for kind in ("a2q", TASK))
+    case = f"{name}, a2q: nodes whose step the first gradient does not reach"
+    rows.append(Row(case, TASK, theirs, ours, theirs / max(ours, 1e-9), "%", f"n={seeds}"))
+    return rows
+
+
+def curves_kept(keep: str, data: Path) -> dict[str, a2q_picture.Lines]:
+    """By data set and policy, (KiB, accuracy) of each number of bits, means over the seeds that `keep` has."""
+    found: dict[str, a2q_picture.Lines] = {}
+    for name in ("cora", "citeseer"):
+        for policy, kinds in {**CURVE, "fp32": ("fp32",)}.items():
+            for kind in kinds:
+                paths = [kept(keep, data / name, kind, seed, 64) for seed in range(1, 11)]
+                runs = [json.loads(one.read_text()) for one in paths if one.exists()]
+                if runs:
+                    accuracy, size = (statistics.mean(run[at] for run in runs) for at in (0, 1))
+                    found.setdefault(name, {}).setdefault(policy, []).append((size / 1024, accuracy))
+    return found
+
+
+def costs(pairs: int) -> list[Row]:
+    """A step of training, beside the same network in fp32, taken in turn."""
+    rows = []
+    for nodes, width in ((3_000, 64), (30_000, 64)):
+        data = f"planted:nodes={nodes},degree=8,features=128,classes=7"
+        steps = {kind: step_of(data, kind, width) for kind in ("fp32", "a2q", "mega", "uniform 2-bit")}
+        took: dict[str, list[float]] = {kind: [] for kind in steps}
+        for turn in range(pairs + 2):
+            for kind, step in steps.items():
+                begun = time.perf_counter()
+                for _ in range(3):
+                    step()
+                if turn > 1:
+                    took[kind].append(1e3 * (time.perf_counter() - begun) / 3)
+        for kind in ("a2q", "mega", "uniform 2-bit"):
+            case = (
+                f"a step of {nodes:,} nodes, GCN of 128 to {width} columns, {kind}, {torch.get_num_threads()} threads"
+            )
+            found = list(zip(took[kind], took["fp32"], strict=True))
+            rows.append(compare(case, "fp32", "ms", found, higher_is_better=False))
+    return rows
+
+
+def step_of(data: str, kind: str, width: int) -> Any:
+    table: dict[str, Any] = {"model": {"kind": "gcn", "width": width}, "data": {"path": data}, "train": {"steps": 10}}
+    table |= {"quant": dict(quant)} if (quant := KINDS[kind]) is not None else {}
+    workload = open_graph(defaults.resolve(recipe_file.from_table(table))[0])
+    model = workload.build(torch.device("cpu"), torch.float32).train()
+    optimizer = torch.optim.Adam([one for one in model.parameters() if one.requires_grad], lr=0.01)
+    (batch,) = workload.batches(0, Shard(0, workload.global_batch, workload.global_batch))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss, weight = workload.loss(model, batch)
+        (loss / weight).backward()
+        optimizer.step()
+
+    return step
+
+
 def means(case: str, peer: str, pairs: Sequence[tuple[float, float]]) -> Row:
     """Mean accuracies over seeds, as the literature gives them, and the mean difference with its standard error."""
     ours, theirs = (statistics.mean(one) for one in zip(*pairs, strict=True))
@@ -188,7 +294,7 @@ def means(case: str, peer: str, pairs: Sequence[tuple[float, float]]) -> Row:
 def products(nodes: int, pairs: int) -> list[Row]:
     """A X from packed rows: all of 4 bits, and of widths by chance, seven of eight rows of 2."""
     random = np.random.default_rng(0)
-    degree, columns = 8, 128
+    degree, columns, times = 8, 128, max(1, 200_000 // nodes)
     indptr = torch.arange(nodes + 1) * degree
     indices = torch.from_numpy(np.sort(random.integers(0, nodes, (nodes, degree)), 1).reshape(-1))
     matrix = torch.sparse_csr_tensor(indptr, indices, torch.ones(len(indices)), (nodes, nodes))
@@ -204,8 +310,9 @@ def products(nodes: int, pairs: int) -> list[Row]:
             took = []
             for run in (lambda: packed_matmul(packed, indptr, indices), lambda: matrix @ dense):  # noqa: B023
                 begun = time.perf_counter()
-                run()
-                took.append(1e3 * (time.perf_counter() - begun))
+                for _ in range(times):
+                    run()
+                took.append(1e3 * (time.perf_counter() - begun) / times)
             found.append((took[0], took[1]))
         size = f"{nodes:,} nodes x {columns}, degree {degree}, {name}, {torch.get_num_threads()} threads"
         rows.append(compare(f"A X from packed rows: {size}", "torch.sparse fp32", "ms", found, higher_is_better=False))
@@ -217,27 +324,39 @@ def main() -> None:
         __doc__ or "",
         data={"default": ".", "help": "folder of cora/, citeseer/ and pubmed/"},
         only={
-            "default": "cora,citeseer,pubmed,cora-64,citeseer-64,products",
-            "help": "of these and debian, with commas",
+            "default": "cora,citeseer,pubmed,cora-64,citeseer-64,cora-curve,citeseer-curve,products,cached,cost",
+            "help": "of these and debian, with commas; none: nothing",
         },
         keep={"default": "", "help": "folder of what was trained"},
+        picture={"default": "", "help": "file: accuracy against bytes of what --keep has, as a PNG"},
     )
     torch.set_num_threads(1)
     seeds = options.pairs or (3 if options.quick else 10)
     rows: list[Row] = []
-    for name in options.only.split(","):
+    for name in options.only.replace("none", "").split(","):
         path = Path(options.data) / name.split("-")[0]
-        if name == "products":
+        if name in ("products", "cached"):
             torch.set_num_threads(2)
-            rows += products(100_000 if options.quick else 2_000_000, options.pairs or 7)
+            nodes = 4_000 if name == "cached" else 100_000 if options.quick else 2_000_000
+            rows += products(nodes, options.pairs or 7)
+        elif name == "cost":
+            torch.set_num_threads(2)
+            rows += costs(options.pairs or (3 if options.quick else 15))
         elif name == "debian":
             torch.set_num_threads(2)
             rows += accuracies(Path(DEBIAN), options.pairs or 1, 64, options.keep)
+        elif name.endswith("-curve") and (path / f"ind.{path.name}.allx").exists():
+            torch.set_num_threads(1)
+            rows += curve(path, options.pairs or 3, options.keep)
         elif (path / f"ind.{path.name}.allx").exists():
+            torch.set_num_threads(1)
             rows += accuracies(path, seeds, 64 if name.endswith("-64") else 16, options.keep)
-        else:
+        elif name:
             print(f"without {name}: {path} has no features")
-    publish(rows, options.json)
+    if options.picture:
+        a2q_picture.draw(Path(options.picture), curves_kept(options.keep, Path(options.data)))
+    if rows:
+        publish(rows, options.json)
 
 
 if __name__ == "__main__":

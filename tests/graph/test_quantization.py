@@ -306,15 +306,21 @@ def test_the_energy_of_a_run_is_the_sum_of_its_parts_with_sources(run):
 
 
 @pytest.mark.parametrize("kind", ["a2q", "mega"])
-def test_features_on_disk_and_quantized_layers_train_together(tmp_path, kind):
+def test_features_on_disk_and_quantized_layers_train_as_with_the_same_pool_in_memory(tmp_path, kind):
     (tmp_path / "machine.toml").write_text(MACHINE)
     words = ("train", str(ROOT / "examples" / "graph-on-disk.toml"), *TRAIN[2:], f"quant.kind={kind}")
-    small = ["data.path=planted:nodes=2000,degree=6,features=16,classes=4,train=0.05", "store.memory=1MiB"]
-    small += ["train.steps=4", "train.batch_tokens=16", f"data.cache={tmp_path}", f"store.path={tmp_path / 'packed'}"]
-    found = espalier(tmp_path, *words, *small, "--run", "run")
-    assert found.returncode == 0, found.stderr
-    assert "finished at step 4 of 4" in found.stdout
-    assert f"Quantization ({kind})" in found.stdout
+    small = ["data.path=planted:nodes=4000,degree=6,features=64,classes=4,train=0.05", "graph.fanout=[3,2]"]
+    small += ["train.steps=4", "train.batch_tokens=8", f"data.cache={tmp_path}", f"store.path={tmp_path / 'packed'}"]
+    losses = {}
+    for memory in ("192KiB", "64MiB"):
+        found = espalier(tmp_path, *words, *small, f"store.memory={memory}", "--run", memory)
+        assert found.returncode == 0, found.stderr
+        assert f"Quantization ({kind})" in found.stdout
+        events = [json.loads(line) for line in (tmp_path / memory / "events.jsonl").read_text().splitlines()]
+        losses[memory] = [one["loss"] for one in events if one["event"] == "step"]
+        assert ("packed by batch" in found.stdout) == (memory == "192KiB")
+    assert len(losses["192KiB"]) == 4
+    assert losses["192KiB"] == losses["64MiB"]
 
 
 def test_a_quantized_run_is_not_taken_up_without_quantization(run):
@@ -324,4 +330,4 @@ def test_a_quantized_run_is_not_taken_up_without_quantization(run):
     words[1] = "plain.toml"
     found = espalier(run, *words, *SMALL, f"data.cache={run}", "train.steps=8", "--run", "run")
     assert found.returncode == 2
-    assert "quant" in found.stderr
+    assert "with quant" in found.stderr

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
+import numpy as np
 from torch import nn
+from torch.nn.utils import parametrize
 
 from espalier.cost import VALUE_BYTES, Number, Product, Work
 from espalier.graph.gnn import Gnn, GraphAttention, Isomorphism, Layer, Mean
 from espalier.graph.torchgt.model import GraphTransformer
+from espalier.quant import a2q
 
 ATTENDED = 128
 """What GAT's score, its exponential and its norm take for each edge and head, as bytes that could be moved meanwhile.
@@ -46,7 +50,7 @@ def layer_work(network: Gnn, reach: Sequence[Reach], micro_batch: Any, precision
     for at, (layer, one) in enumerate(zip(layers, reach, strict=True)):
         sources, targets, edges = one.sources * times, one.targets * times, one.edges * times
         drawn = drawn + edges * each
-        if at == 0 and not each and network.aggregates_once:
+        if at == 0 and not each and network.aggregates_once and not hasattr(layer, "quantizer"):
             edges = edges * 0
         attends = isinstance(layer, GraphAttention)
         first = layer.inputs <= layer.outputs and not attends
@@ -76,6 +80,27 @@ def layer_work(network: Gnn, reach: Sequence[Reach], micro_batch: Any, precision
         tokens=micro_batch,
         moved_back=back,
         reading=DRAWN * drawn,
+    )
+
+
+def quantized_work(work: Work, network: Gnn, reach: Sequence[Reach], times: Any, precision: str) -> Work:
+    """`work` of a network that `quantization.equip` was called with: its quantizers' time and memory come on top."""
+    size, extra = max(4, VALUE_BYTES[precision]), []
+    for layer, one in zip(network.layers, reach, strict=True):
+        quantizer, inner = getattr(layer, "quantizer", None), getattr(layer, "quantized", None)
+        sources, targets = one.sources * times, one.targets * times
+        if quantizer is not None:
+            extra.append(a2q.cost(sources * quantizer.columns, size, quantizer.allocator.fits))
+        for part, rows in (("messages", sources), ("sums", targets)):
+            if (columns := getattr(inner, part, None)) is not None:
+                extra.append(a2q.cost(rows * len(columns.raw_step), size))
+        extra += [a2q.cost(one.weight.numel(), size) for one in layer.modules() if parametrize.is_parametrized(one)]
+    return replace(
+        work,
+        moved=work.moved + sum(one.moved for one in extra),
+        moved_back=work.moved_back + sum(one.moved_back for one in extra),
+        kept=work.kept + sum(one.kept for one in extra),
+        transient=reduce(np.maximum, (one.transient for one in extra), work.transient),
     )
 
 

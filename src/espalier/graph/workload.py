@@ -393,11 +393,19 @@ class GraphWorkload(Plain):
     def _quantization(self) -> str:
         """The plan's sentence on [quant]."""
         if self._bits is None:
-            model, options = self.bare(), self.recipe.quant
-            assert isinstance(model, Gnn)
-            assert options is not None
-            self._bits = quantization.sentence(quantization.equip(model, options, self._told))
+            found = quantization.quantization_of(self._quantized)
+            assert found is not None
+            self._bits = quantization.sentence(found)
         return self._bits
+
+    @cached_property
+    def _quantized(self) -> Gnn:
+        """The network with plain aggregation and quantizers, of which plans are told; it is not trained."""
+        model, options = self.bare(), self.recipe.quant
+        assert isinstance(model, Gnn)
+        assert options is not None
+        quantization.equip(model, options, self._told)
+        return model
 
     # --- cost ----------------------------------------------------------------------------------------------------
 
@@ -413,7 +421,11 @@ class GraphWorkload(Plain):
         if self._over_ranks:
             share = micro_batch / self.global_batch
             reach = [Reach(one.sources * share, one.targets * share, one.edges * share) for one in reach]
-        return layer_work.layer_work(bare, reach, micro_batch, precision, self._each)
+        if self.recipe.quant is None:
+            return layer_work.layer_work(bare, reach, micro_batch, precision, self._each)
+        work = layer_work.layer_work(self._quantized, reach, micro_batch, precision, self._each)
+        times = micro_batch if self._each else micro_batch * 0 + 1.0
+        return layer_work.quantized_work(work, self._quantized, reach, times, precision)
 
     @property
     def _over_ranks(self) -> bool:
@@ -468,9 +480,8 @@ class GraphWorkload(Plain):
         view, sums = self.whole_task.train, False
         crossing: Gnn | ForeignRows
         if isinstance(network, Gnn):
-            crossing, sums = network, takes_sums(network) and self.recipe.quant is None
-            if self.recipe.quant is not None:
-                quantization.equip(network, self.recipe.quant, self._told)
+            crossing = network if self.recipe.quant is None else self._quantized
+            sums = takes_sums(network) and self.recipe.quant is None
         else:
             from espalier.graph.foreign_halo import study, study_part
 
