@@ -180,7 +180,18 @@ def test_the_report_shows_bits_against_degree_and_bytes(make_graph):
     workload, model = trained(make_graph(), recipe({"kind": "a2q"}), steps=5)
     shown = [one for one in workload.sample(model) if isinstance(one, Table)]
     sizes, degrees = (one for one in shown if one.columns[0] in ("features", "degree"))
-    assert [row[0] for row in sizes.rows] == ["codes", "widths and steps", "fp32"]
+    names = [row[0] for row in sizes.rows]
+    assert names[:2] == ["codes", "widths and steps"]
+    assert names[2].startswith("packages, everything counted")
+    bits = {name: row[2] for name, row in zip(names, sizes.rows, strict=True)}
+    found = quantization.quantization_of(model)
+    assert (found.packed, found.stored) == (False, {})
+    found.packed = True
+    infer(model, workload.task.held)
+    stored = sum(one.nbytes for one in found.stored.values())
+    values = quantization.stored_bytes(found).values
+    assert bits[names[2]] == 8 * stored / values
+    assert 8 * stored == sum(one.sizes.total for one in found.stored.values())
     assert sum(row[1] for row in degrees.rows) == workload.graph.nodes
 
 
@@ -188,12 +199,13 @@ def test_curves_show_bits_against_degree_and_accuracy_against_bytes(make_graph):
     workload, model = trained(make_graph(), recipe({"kind": "mega"}), steps=20)
     found = quantization.quantization_of(model)
     target, before = found.target.target, quantization.stored_bytes(found)
+    whole = quantization.packed(found, lambda: float(infer(model, workload.task.held).mean())).bytes
     degrees, bytes_ = (one for one in workload.sample(model) if isinstance(one, Curve))
     assert [row[0] for row in degrees.rows] == found.degrees.unique().tolist()
     sizes = [row[0] for row in bytes_.rows]
     assert len(sizes) == 4
     assert sizes == sorted(sizes)
-    assert sizes[-1] == (before.codes + before.pairs) / 1024
+    assert sizes[-1] == whole / 1024
     assert all(0 <= row[1] <= 100 for row in bytes_.rows)
     assert (found.target.target, quantization.stored_bytes(found)) == (target, before)
 

@@ -86,7 +86,8 @@ def layer_work(network: Gnn, reach: Sequence[Reach], micro_batch: Any, precision
 def quantized_work(work: Work, network: Gnn, reach: Sequence[Reach], times: Any, precision: str) -> Work:
     """`work` of a network that `quantization.equip` was called with: its quantizers' time and memory come on top."""
     size, extra = max(4, VALUE_BYTES[precision]), []
-    for layer, one in zip(network.layers, reach, strict=True):
+    layers: list[Any] = list(network.layers)
+    for layer, one in zip(layers, reach, strict=True):
         quantizer, inner = getattr(layer, "quantizer", None), getattr(layer, "quantized", None)
         sources, targets = one.sources * times, one.targets * times
         if quantizer is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -174,6 +174,13 @@ def quantization_of(model: nn.Module) -> Quantization | None:
     """Of a network that `equip` was called with."""
     found = getattr(model, "quantization", None)
     return found if isinstance(found, Quantization) else None
+
+
+def equipped(model: nn.Module) -> Quantization:
+    """As `quantization_of`, of a network that has quantizers."""
+    found = quantization_of(model)
+    assert found is not None, "equip was not called"
+    return found
 
 
 class _Aggregate(nn.Module):
@@ -417,9 +424,27 @@ SHARES = (0.25, 0.5, 0.75, 1.0)
 """Of the target, at which accuracy is shown."""
 
 
-def curves(found: Quantization, accuracy: Callable[[], float] | None) -> list[Curve]:
-    """Bits against degree; accuracy against bytes, of the trained model under smaller targets (None: not shown).
-    `accuracy` evaluates the model as it is then, in per cent."""
+class Packed(NamedTuple):
+    """Bytes of the packages of all rows that layers read, everything counted, and what a model says that reads them, in
+    per cent."""
+
+    bytes: int
+    accuracy: float
+
+
+def packed(found: Quantization, accuracy: Callable[[], float]) -> Packed:
+    """`accuracy` infers the model whole, in per cent; its rows are packed for that and then let go."""
+    found.packed, found.stored = True, {}
+    try:
+        value = accuracy()
+        return Packed(sum(one.nbytes for one in found.stored.values()), value)
+    finally:
+        found.packed, found.stored = False, {}
+
+
+def curves(found: Quantization, now: Callable[[], Packed] | None) -> list[Curve]:
+    """Bits against degree; accuracy against bytes of packages, of the trained model under smaller targets (None: not
+    shown). `now` tells both of the model as it is then: see `packed`."""
     if not found.features or found.degrees is None:
         return []
     rows = []
@@ -429,21 +454,21 @@ def curves(found: Quantization, accuracy: Callable[[], float] | None) -> list[Cu
     names = [f"bits, rows of {one.columns}" for one in found.features]
     drawn = [Curve("Bits against degree", "degree", names, rows)]
     target = found.target
-    if accuracy is None or target is None or not target.layers:
+    if now is None or target is None or not target.layers:
         return drawn
     whole, points = target.target, []
     try:
         for share in SHARES:
             target.target = max(target.least, math.floor(share * whole))
-            one = stored_bytes(found)
-            points.append([(one.codes + one.pairs) / 1024, accuracy()])
+            one = now()
+            points.append([one.bytes / 1024, one.accuracy])
     finally:
         target.target = whole
-    return [*drawn, Curve("Accuracy against bytes of features, widths and steps", "KiB", ["per cent"], points)]
+    return [*drawn, Curve("Accuracy against bytes of packed features, all counted", "KiB", ["per cent"], points)]
 
 
-def tables(found: Quantization) -> list[Table]:
-    """Bits against degree, and bytes, for the report."""
+def tables(found: Quantization, stored: Packed | None = None) -> list[Table]:
+    """Bits against degree, and bytes, for the report; `stored`: of the packages too, and the accuracy from them."""
     if not found.features or found.degrees is None:
         return []
     one = stored_bytes(found)
@@ -452,6 +477,9 @@ def tables(found: Quantization) -> list[Table]:
         ("widths and steps", units.show_size(one.pairs), 8 * one.pairs / one.values),
         ("fp32", units.show_size(one.floats), 32.0),
     ]
+    if stored is not None:
+        label = f"packages, everything counted ({stored.accuracy:.1f} % from them)"
+        sizes.insert(2, (label, units.show_size(stored.bytes), 8 * stored.bytes / one.values))
     rows: list[list[str | int | float]] = []
     for low, high in GROUPS:
         chosen = (found.degrees >= low) & (found.degrees < high)

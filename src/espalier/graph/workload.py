@@ -36,7 +36,7 @@ from espalier.graph.layer_work import Reach
 from espalier.graph.link_prediction import Links, LinkTask
 from espalier.graph.neighbor_sampler import Style
 from espalier.graph.node_classification import NodeTask, held_out_figures, told
-from espalier.graph.subgraphs import SubgraphBatch, View
+from espalier.graph.subgraphs import SubgraphBatch, View, infer
 from espalier.graph.torchgt.encodings import averaged, encoded
 from espalier.graph.torchgt.model import GraphTransformer, tokens_of
 from espalier.graph.torchgt.schedule import Schedule, schedule
@@ -58,7 +58,7 @@ GLIMPSES = 5
 FANOUT, SAMPLED = 10, 1024
 """Neighbours drawn at each layer, and targets of a batch, of the drawn batches that halos are weighed against."""
 CURVED = 1 << 20
-"""Edges of a graph of which accuracy against bytes is shown: it takes four inferences more."""
+"""Edges of a graph of which packed bytes, and accuracy against them, are shown: it takes five inferences more."""
 
 
 class GraphWorkload(Plain):
@@ -102,7 +102,6 @@ class GraphWorkload(Plain):
         """Of attention, where steps leave edges out."""
         self._evaluated: Tensor | None = None
         """What the model said of all nodes, over ranks, when it was evaluated last."""
-        self._bits: str | None = None
         if recipe.quant is not None and isinstance(self.task, NodeTask):
             self.task.every_node = True
         self.stored: RunBatches | None = None
@@ -294,7 +293,7 @@ class GraphWorkload(Plain):
         return self.task.evaluate(model, shard)
 
     def summary(self, totals: Mapping[str, float]) -> Mapping[str, float]:
-        """Quotients as people read them."""
+        """As people read them."""
         return metrics.summary(totals)
 
     def sample(self, model: nn.Module) -> list[Artifact]:
@@ -302,16 +301,17 @@ class GraphWorkload(Plain):
         found = self._glimpses(model)
         if (bits := quantization.quantization_of(model)) is not None:
             small = isinstance(self.task, NodeTask) and self.stored is None and self.graph.edges <= CURVED
-            found = [*found, *quantization.tables(bits)]
-            found += quantization.curves(bits, (lambda: self._accuracy(model)) if small else None)
+            now = partial(quantization.packed, bits, lambda: self._accuracy(model)) if small and bits.features else None
+            found += [*quantization.tables(bits, None if now is None else now()), *quantization.curves(bits, now)]
         return [*found, self.stored.table()] if self.stored is not None and self.stored.features is not None else found
 
     @torch.no_grad()
     def _accuracy(self, model: nn.Module) -> float:
         """Of held-out nodes, in per cent; of tasks without classes minus the loss."""
-        totals = self.task.evaluate(model, Shard(0, self.task.validation, self.task.validation))
-        found = self.summary({name: total / weight for name, (total, weight) in totals.items() if weight})
-        return 100 * found.get("accuracy", -found["loss"] / 100)
+        logits, shard = infer(model, self.whole_task.held), Shard(0, self.task.validation, self.task.validation)
+        totals = held_out_figures(self.whole_task, shard, lambda ids: logits[ids])
+        mean = self.summary({name: total / weight for name, (total, weight) in totals.items() if weight})
+        return 100 * mean.get("accuracy", -mean["loss"] / 100)
 
     def _glimpses(self, model: nn.Module) -> list[Artifact]:
         ids = self.task.parts.validation[:: max(1, self.task.validation // GLIMPSES)][:GLIMPSES].tolist()
@@ -392,11 +392,7 @@ class GraphWorkload(Plain):
 
     def _quantization(self) -> str:
         """The plan's sentence on [quant]."""
-        if self._bits is None:
-            found = quantization.quantization_of(self._quantized)
-            assert found is not None
-            self._bits = quantization.sentence(found)
-        return self._bits
+        return quantization.sentence(quantization.equipped(self._quantized))
 
     @cached_property
     def _quantized(self) -> Gnn:
@@ -421,9 +417,10 @@ class GraphWorkload(Plain):
         if self._over_ranks:
             share = micro_batch / self.global_batch
             reach = [Reach(one.sources * share, one.targets * share, one.edges * share) for one in reach]
+        network = bare if self.recipe.quant is None else self._quantized
+        work = layer_work.layer_work(network, reach, micro_batch, precision, self._each)
         if self.recipe.quant is None:
-            return layer_work.layer_work(bare, reach, micro_batch, precision, self._each)
-        work = layer_work.layer_work(self._quantized, reach, micro_batch, precision, self._each)
+            return work
         times = micro_batch if self._each else micro_batch * 0 + 1.0
         return layer_work.quantized_work(work, self._quantized, reach, times, precision)
 
@@ -506,8 +503,8 @@ class GraphWorkload(Plain):
 
     def anatomy(self, micro_batch: Any, recompute: str, precision: str, cut: Cut) -> Anatomy:
         """All of it is one layer: a graph network is not cut."""
-        nothing = Work((), 0.0, 0.0, 0.0, 0.0, 0.0, micro_batch, micro_batch)
-        return Anatomy(1, self.work(micro_batch, recompute, precision), nothing)
+        rest = Work((), 0.0, 0.0, 0.0, 0.0, 0.0, micro_batch, micro_batch)
+        return Anatomy(1, self.work(micro_batch, recompute, precision), rest)
 
 
 def _task(recipe: Recipe, graph: Graph, links: Links | None) -> Task:
