@@ -330,7 +330,7 @@ def test_features_on_disk_and_quantized_layers_train_as_with_the_same_pool_in_me
         assert f"Quantization ({kind})" in found.stdout
         events = [json.loads(line) for line in (tmp_path / memory / "events.jsonl").read_text().splitlines()]
         losses[memory] = [one["loss"] for one in events if one["event"] == "step"]
-        assert ("packed by batch" in found.stdout) == (memory == "192KiB")
+        assert ("Features (1000 KiB): 1000 KiB in host memory" in found.stdout) == (memory == "64MiB")
     assert len(losses["192KiB"]) == 4
     assert losses["192KiB"] == losses["64MiB"]
 
