@@ -133,7 +133,7 @@ def _fill(draft: Draft) -> None:
     if isinstance(model, GraphTransformer):
         _transformer(draft)
     draft.fill("train.sequence", 1, "one target (node, link or graph) counts as one token")
-    whole = not graph.fanout and graph.task == "node"
+    whole = not graph.fanouts and graph.task == "node"
     if not whole:
         draft.fill("train.batch_tokens", 1024 if graph.task != "graph" else 64, f"{graph.task}s per step, as is usual")
     steps = (200, "as many passes as GCN's authors make (arXiv 1609.02907, section 5.2)")
@@ -157,8 +157,8 @@ def _transformer(draft: Draft) -> None:
 def _network(draft: Draft, kind: Any, graph: GraphOptions) -> None:
     depth, width, activation, dropout = _PAPERS[kind]
     source = _SOURCES[kind]
-    if graph.fanout:
-        draft.fill("model.depth", len(graph.fanout), "one layer for each entry of graph.fanout")
+    if graph.fanouts:
+        draft.fill("model.depth", len(graph.fanouts), "one layer for each entry of graph.fanout")
     draft.fill("model.depth", depth, source)
     draft.fill("model.width", width, source)
     draft.fill("model.activation", "maxk" if draft.get("model.k") is not None else activation, source)
@@ -239,16 +239,16 @@ def _attention(model: GraphTransformer) -> None:
 
 
 def _graph(graph: GraphOptions, model: Model) -> None:
-    if any(one < 1 and one != -1 for one in graph.fanout):
+    if any(one < 1 and one != -1 for one in graph.fanouts):
         raise UserError(
-            f"graph.fanout = {list(graph.fanout)} is not possible.",
+            f"graph.fanout = {list(graph.fanouts)} is not possible.",
             why="each entry is a number of neighbours above 0, or -1 for all",
             do="graph.fanout = [10, 10]",
         )
     depth = model.depth if isinstance(model, Network) else None
-    if graph.fanout and depth is not None and depth != len(graph.fanout):
+    if graph.fanouts and depth is not None and depth != len(graph.fanouts):
         raise UserError(
-            f"graph.fanout = {list(graph.fanout)} has {len(graph.fanout)} entries for model.depth = {depth} layers.",
+            f"graph.fanout = {list(graph.fanouts)} has {len(graph.fanouts)} entries for model.depth = {depth} layers.",
             do="one entry for each layer",
         )
     if min(graph.split) < 0 or graph.split[0] <= 0 or abs(sum(graph.split) - 1) > 1e-6:
@@ -259,6 +259,12 @@ def _graph(graph: GraphOptions, model: Model) -> None:
         )
     if graph.negatives < 1:
         raise UserError(f"graph.negatives = {graph.negatives} is not possible.", do="graph.negatives = 1")
+    if graph.fanout == "auto" and graph.task != "node":
+        raise UserError(
+            f'graph.fanout = "auto" is not possible with graph.task = {graph.task!r}.',
+            why="it is chosen between parts of the whole graph and drawn batches, and parts train on nodes",
+            do="graph.fanout = [10, 10]",
+        )
     if graph.task == "graph" and graph.fanout:
         raise UserError(
             'graph.fanout is not possible with graph.task = "graph".',
@@ -272,9 +278,9 @@ def _graph(graph: GraphOptions, model: Model) -> None:
 
 
 def _halo(halo: HaloOptions, graph: GraphOptions, model: Model) -> None:
-    if graph.task != "node" or graph.fanout:
+    if graph.task != "node" or graph.fanouts:
         raise UserError(
-            f"[graph.halo] is not possible with graph.task = {graph.task!r} and graph.fanout = {list(graph.fanout)}.",
+            f"[graph.halo] is not possible with graph.task = {graph.task!r} and graph.fanout = {list(graph.fanouts)}.",
             why="the whole graph is cut into parts, and each rank trains on the nodes of its own",
             do='graph.task = "node" without graph.fanout, or leave [graph.halo] out',
         )
@@ -329,7 +335,7 @@ WHOLE = 32
 
 
 def _store(store: Store, graph: GraphOptions) -> None:
-    if graph.task != "node" or not graph.fanout:
+    if graph.task != "node" or not graph.fanouts:
         raise UserError(
             f"[store] is not possible with graph.task = {graph.task!r} and graph.fanout = {list(graph.fanout)}.",
             why="the rows of sampled neighbourhoods of nodes are packed",
@@ -405,3 +411,30 @@ KIND = Kind(
     validation=lambda recipe: VALIDATION_COST,
     data="python:imports",
 )
+
+
+# --- what a step trains on, where the recipe leaves it open ----------------------------------------------------------
+
+
+class Batches(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What was chosen for `graph.fanout = "auto"`: `fanout` of drawn batches of `batch_tokens` nodes, of which `steps`
+    are a pass over the training nodes; empty: the whole graph, of which every step is one."""
+
+    fanout: tuple[int, ...] = ()
+    batch_tokens: int = 0
+    steps: int = 1
+
+
+def with_batches(recipe: Any, chosen: Batches) -> Any:
+    """`recipe` as if `chosen` had been asked for. Its steps, and those between validations and checkpoints, are passes
+    over the training nodes: they become as many times `chosen.steps`."""
+    graph, train, saves = recipe.graph, recipe.train, recipe.checkpoint
+    halo = None if chosen.fanout else graph.halo or HaloOptions()
+    recipe = msgspec.structs.replace(recipe, graph=msgspec.structs.replace(graph, fanout=chosen.fanout, halo=halo))
+    if not chosen.fanout:
+        return recipe
+    counts = {name: (getattr(train, name) or 0) * chosen.steps or None for name in ("steps", "validate_every")}
+    train = msgspec.structs.replace(train, batch_tokens=chosen.batch_tokens, **counts)
+    if isinstance(saves.every, int):
+        saves = msgspec.structs.replace(saves, every=saves.every * chosen.steps)
+    return msgspec.structs.replace(recipe, train=train, checkpoint=saves)

@@ -71,14 +71,16 @@ class GraphOptions(Options, frozen=True):
     """What is asked of a graph, and how it is read.
 
     `fanout` neighbours are drawn at each layer, the one next to the targets first (-1: all of them); empty trains on
-    the whole graph. `split` are the shares of training, validation and test where the data brings none.
+    the whole graph, `auto` on that (on one rank, or as `halo` says) or on drawn batches, whichever the plan finds
+    faster; steps are then passes over the training nodes. `split` are the shares of training, validation and test
+    where the data brings none.
     `inductive` hides held-out nodes while training; `undirected` lets messages flow both ways along each edge;
     `negatives` are drawn for each true link; `pickle` allows files whose loading may run code. `halo`: the whole graph
     is cut over the ranks; without it each rank passes over all of it.
     """
 
     task: Literal["node", "link", "graph"] = "node"
-    fanout: tuple[int, ...] = ()
+    fanout: tuple[int, ...] | Literal["auto"] = ()
     split: tuple[float, float, float] = (0.6, 0.2, 0.2)
     inductive: bool = False
     undirected: bool = True
@@ -87,6 +89,11 @@ class GraphOptions(Options, frozen=True):
     order: Literal["auto", "none", "rcmpp", "clusters"] = "auto"
     format: Literal["auto", "csr", "cbm"] = "auto"
     halo: HaloOptions | None = None
+
+    @property
+    def fanouts(self) -> tuple[int, ...]:
+        """`fanout`, where that is no longer open; empty: the whole graph."""
+        return () if self.fanout == "auto" else self.fanout
 
 
 # --- [store] -----------------------------------------------------------------------------------------------------

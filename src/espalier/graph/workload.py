@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from espalier import config
 from espalier.artifacts import Artifact, Table
 from espalier.config import Recipe
+from espalier.config.graphs import Batches
 from espalier.cost import Anatomy, Cut, Work
 from espalier.errors import UserError
 from espalier.graph import (
@@ -84,7 +85,7 @@ class GraphWorkload(Plain):
         self.graph = graph
         self.task = _task(recipe, graph, links)
         self._schedule: tuple[Schedule, str] | None = None
-        whole = recipe.graph.task == "node" and not recipe.graph.fanout
+        whole = recipe.graph.task == "node" and not recipe.graph.fanouts
         asked = self.task.items if whole else recipe.train.batch_tokens or self.task.items
         self.global_batch = min(asked, self.task.items)
         self.nominal_weight = float(self.global_batch)
@@ -489,9 +490,18 @@ class GraphWorkload(Plain):
         weighed = None if self.graph.partition is not None else cache(partial(self._sampled, depth(crossing)))
         return Halos(Cutting(view.graph, view.style, sums), crossing, options, weighed)
 
+    def drawn(self) -> Batches | None:
+        """The batches that a plan weighs the whole graph against; None: there are none."""
+        sampled = getattr(self.halos(), "sampled", None)
+        if sampled is None:
+            return None
+        made: GraphWorkload = sampled()
+        assert made.recipe.graph is not None
+        return Batches(made.recipe.graph.fanouts, made.global_batch, -(-self.whole_task.items // made.global_batch))
+
     def _sampled(self, layers: int) -> GraphWorkload:
         """The same network on drawn batches of the same graph, which ranks share."""
-        recipe, few = self.recipe, min(SAMPLED, self.task.items)
+        recipe, few = self.recipe, min(self.recipe.train.batch_tokens or SAMPLED, self.task.items)
         assert recipe.graph is not None
         drawn = msgspec.structs.replace(recipe.graph, halo=None, fanout=(FANOUT,) * layers)
         train = msgspec.structs.replace(recipe.train, batch_tokens=few)
@@ -526,12 +536,12 @@ def _task(recipe: Recipe, graph: Graph, links: Links | None) -> Task:
     if options.task == "link":
         links = links or link_prediction.split(graph, options.split, recipe.train.seed)
         return LinkTask(
-            View(placed(links.rest), style, depth), links, options.fanout, recipe.train.seed, options.negatives
+            View(placed(links.rest), style, depth), links, options.fanouts, recipe.train.seed, options.negatives
         )
     seen = data.seen_in_training(graph) if options.inductive else graph
     held = View(placed(graph), style, depth)
     return NodeTask(
-        View(placed(seen), style, depth) if options.inductive else held, held, options.fanout, recipe.train.seed
+        View(placed(seen), style, depth) if options.inductive else held, held, options.fanouts, recipe.train.seed
     )
 
 
@@ -547,7 +557,7 @@ def _depth(model: config.Model, options: config.GraphOptions) -> int:
     if isinstance(model, config.Network):
         assert model.depth is not None
         return model.depth
-    return len(options.fanout)
+    return len(options.fanouts)
 
 
 def open_graph(
@@ -571,7 +581,7 @@ def open_graph(
     said: list[str] = []
     if graph.partition is not None:
         said.append(f"Order: that in which {graph.origin} was cut.")
-    elif recipe.graph.task != "graph" and not recipe.graph.fanout and graph.starts is None:
+    elif recipe.graph.task != "graph" and not recipe.graph.fanouts and graph.starts is None:
         graph, sentence = graph_plan.ordered(graph, recipe.graph.order)
         said.append(sentence)
     if asked.task == "link" and kept is not None:

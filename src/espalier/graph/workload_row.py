@@ -13,6 +13,7 @@ from torch import nn
 
 from espalier import cache_dir, data_hash
 from espalier.config import Messages, Recipe
+from espalier.config.graphs import Batches, with_batches
 from espalier.errors import UserError
 from espalier.graph import kept_graph, packed_run, partition_folder, quantization
 from espalier.graph.gnn import Gnn
@@ -83,6 +84,8 @@ def _pairs(task: LinkTask, text: str | None) -> list[tuple[int, int]]:
 
 
 def _open(recipe: Recipe, opening: Opening) -> GraphWorkload:
+    if recipe.graph is not None and recipe.graph.fanout == "auto":  # what its plan weighs drawn batches against
+        recipe = with_batches(recipe, Batches())
     kept = None
     if opening.kept is not None:
         kept = packed_run.with_features(kept_graph.read(opening.kept), opening.kept.parent)

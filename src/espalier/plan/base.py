@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from espalier import serialization
+from espalier.config.graphs import Batches
 from espalier.errors import UserError
 from espalier.shard.flat_layout import BUCKET
 
@@ -299,6 +300,8 @@ class Plan(PlanStruct, frozen=True):
     recompute: str = "none"
     precision: str = "fp32"
     compile: bool = False
+    batches: Batches | None = None
+    """What a step trains on, where the recipe left that open (`graph.fanout = "auto"`)."""
     predicted: Predicted | None = None
     executable: bool = True
     """Whether it fits; `missing`: what it lacks."""

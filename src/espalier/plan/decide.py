@@ -143,7 +143,10 @@ def _with_graph(
     several = halo_exchange.with_halos(plan, request.halos, cluster)
     if len(plan.trainers) == 1 or request.pin.ranks is not None or isinstance(request.sync, ByRounds):
         return several
-    alone = _every_step(replace(request, pin=msgspec.structs.replace(request.pin, ranks=1)), cluster, calibration)
+    try:
+        alone = _every_step(replace(request, pin=msgspec.structs.replace(request.pin, ranks=1)), cluster, calibration)
+    except UserError:  # of machines that are named each has a rank
+        return several
     if not alone.fits:
         return several
     both = [alone.plan, several]

@@ -119,7 +119,7 @@ def beside_batches(plan: Plan, other: Plan, drawn: GraphWorkload) -> Plan:
     then is something else, so it is not taken by itself."""
     size = drawn.global_batch
     assert drawn.recipe.graph is not None
-    steps, fanout = -(-drawn.whole_task.items // size), list(drawn.recipe.graph.fanout)
+    steps, fanout = -(-drawn.whole_task.items // size), list(drawn.recipe.graph.fanouts)
     told = (
         f"{HALOS}: in drawn batches (graph.fanout={fanout} train.batch_tokens={size} without [graph.halo]) a pass over "
         f"the training nodes makes {units.plural(steps, 'step')} in {units.show_seconds(steps * seconds(other))} on "

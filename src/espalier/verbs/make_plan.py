@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from espalier import workload_registry
 from espalier.cluster import Cluster
-from espalier.config import Auto, EveryStep, Sync
+from espalier.config import Auto, EveryStep, Sync, graphs
 from espalier.errors import UserError
+from espalier.plan import drawn_batches
 from espalier.plan.base import Plan
 from espalier.plan.calibrate import DATASHEET, Calibration
 from espalier.plan.decide import decide
@@ -49,6 +52,12 @@ def make_plan(
     request, recipe = asked(model, batch, precision, pins)
     if sync is not None:
         request = dataclasses.replace(request, sync=_sync(sync))
+    if recipe is not None and drawn_batches.is_open(recipe):
+        folder = Path(model).absolute().parent if isinstance(model, str | Path) else None
+        drawn = cast("Any", workload_registry.open_workload(workload_registry.Resolved(recipe, folder=folder))).drawn()
+        planned = partial(make_plan, cluster=where, batch=batch, calibration=calibration, sync=sync, **pins)
+        chosen, why = drawn_batches.choose(recipe, drawn, planned)
+        return drawn_batches.told(planned(graphs.with_batches(recipe, chosen)), chosen, why)
     known = calibration or (DATASHEET if recipe is None else measurements.calibration(recipe))
     found = decide(request, where, known, None if recipe is None else Trials(recipe, where))
     if not found.fits:

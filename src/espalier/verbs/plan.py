@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -14,14 +15,15 @@ from espalier.config import Recipe, model_kinds, recipe_errors
 from espalier.config.base import Derivation
 from espalier.errors import UserError
 from espalier.plan import base as plans
-from espalier.plan import explain, search
+from espalier.plan import drawn_batches, explain, search
 from espalier.plan.collective_time import gpus
 from espalier.plan.decide import PlanDecision, decide
 from espalier.plan.layouts import view
 from espalier.plan.request import AUTO
 from espalier.plan.trials import Trials
 from espalier.terminal import say
-from espalier.verbs import measurements, prepare, printing
+from espalier.verbs import measurements, prepare, printing, run_plan
+from espalier.workload import Workload
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -48,9 +50,19 @@ def run(arguments: argparse.Namespace) -> int:
     return _tell(arguments.json, resolved, decision, changed)
 
 
-def decided(resolved: prepare.Resolved, cluster: clusters.Cluster, calibrate_on: str | None) -> PlanDecision:
-    """The plan of a recipe on a cluster, which may not fit. `calibrate_on`: see `measurements.calibration`."""
-    known, asked = measurements.calibration(resolved.recipe, calibrate_on), prepare.request(resolved)
+def decided(
+    resolved: prepare.Resolved, cluster: clusters.Cluster, calibrate_on: str | None, workload: Workload | None = None
+) -> PlanDecision:
+    """The plan of a recipe on a cluster, which may not fit. `calibrate_on`: see `measurements.calibration`; `workload`:
+    of the recipe, where it is open."""
+    if drawn_batches.is_open(resolved.recipe):
+        plan_of = partial(decided, cluster=cluster, calibrate_on=calibrate_on)
+        workload = prepare.open_workload(resolved)
+        chosen, why = run_plan.batches(resolved, workload, lambda asked, its: plan_of(asked, workload=its).plan)
+        asked, its = run_plan.with_batches(resolved, workload, chosen)
+        found = plan_of(asked, workload=its)
+        return replace(found, plan=drawn_batches.told(found.plan, chosen, why))
+    known, asked = measurements.calibration(resolved.recipe, calibrate_on), prepare.request(resolved, None, workload)
     if not cluster.machine:  # described in a file: this machine's disk is not theirs
         asked = replace(asked, free=None)
     return decide(asked, cluster, known, Trials(resolved.recipe, cluster))
@@ -94,7 +106,8 @@ def _tell(
         derived = [*resolved.derivations]
         if recipe.train.precision == AUTO:
             derived.append(Derivation("train.precision", plan.precision, prepare.PRECISION))
-        printing.plan(plan, derived, recipe.train.steps, model_kinds.of(recipe.model).unit)
+        steps = (recipe.train.steps or 0) * (1 if plan.batches is None else plan.batches.steps)
+        printing.plan(plan, derived, steps or None, model_kinds.of(recipe.model).unit)
         printing.sources(plan)
         if isinstance(changed, PlanDecision):
             printing.beside(plan, changed.plan, changed.fits)

@@ -5,8 +5,10 @@ A new one is decided by `plan.decide`, with trials of real steps in real ranks o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Any, cast
 
 import msgspec
 import torch
@@ -14,12 +16,13 @@ import torch
 from espalier import accelerator, phases
 from espalier import cluster as clusters
 from espalier import run as runs
-from espalier.config import Recipe
+from espalier.config import Recipe, graphs
+from espalier.config.graphs import Batches
 from espalier.errors import UserError
 from espalier.hardware.probe import BUSY
 from espalier.launch import rank_assignment, version_check
 from espalier.plan import base as plans
-from espalier.plan import decision_cache
+from espalier.plan import decision_cache, drawn_batches
 from espalier.plan.decide import decide
 from espalier.plan.trials import Trials
 from espalier.plan.trials import key as tried_key
@@ -61,6 +64,30 @@ def planned(
         plan = choose(resolved, workload, cluster, world)
     refuse_elsewhere(plan, world)
     return plan
+
+
+def batches(
+    resolved: prepare.Resolved, workload: Workload, planned: Callable[[prepare.Resolved, Workload], plans.Plan]
+) -> tuple[Batches, str]:
+    """What steps train on, and why, of a recipe that leaves it open and was opened with the whole graph (`workload`).
+    `planned`: the plan of a recipe that does not."""
+    drawn = cast("Any", workload).drawn()
+
+    def plan(recipe: Recipe) -> plans.Plan:
+        asked = replace(resolved, recipe=recipe)
+        return planned(asked, workload if recipe.graph and recipe.graph.halo else prepare.open_workload(asked))
+
+    return drawn_batches.choose(resolved.recipe, drawn, plan)
+
+
+def with_batches(
+    resolved: prepare.Resolved, workload: Workload, chosen: Batches | None
+) -> tuple[prepare.Resolved, Workload]:
+    """The recipe and its workload as `chosen`, of a recipe that leaves it open."""
+    if chosen is None or not drawn_batches.is_open(resolved.recipe):
+        return resolved, workload
+    resolved = replace(resolved, recipe=graphs.with_batches(resolved.recipe, chosen))
+    return resolved, prepare.open_workload(resolved) if chosen.fanout else workload
 
 
 def on_hosts(nodes: Sequence[int], plan: plans.Plan, cluster: clusters.Cluster) -> plans.Plan:

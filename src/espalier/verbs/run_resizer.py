@@ -111,6 +111,7 @@ class RunResizer:
     def adopt(self, shape: RunShape) -> None:
         """See `Resizer.adopt`."""
         plan = next(plan for offered, plan in self._offered if offered is shape)
+        plan = msgspec.structs.replace(plan, batches=self.job.plan.batches)
         self.job = replace(self.job, plan=plan)
         self.job.folder.write(self.job.resolved.recipe, self.job.cluster, plan)
         self._offered.clear()

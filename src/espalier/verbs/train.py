@@ -21,15 +21,16 @@ from espalier import cluster as clusters
 from espalier import run as runs
 from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.checkpoint.storage import open_place
-from espalier.config import Constant, Recipe, model_kinds, recipe_file
+from espalier.config import Constant, Recipe, graphs, model_kinds, recipe_file
 from espalier.config.base import Derivation
+from espalier.config.graphs import Batches
 from espalier.errors import EspalierError, Interrupted
 from espalier.hardware import multihost_probe, probe
 from espalier.launch import announcement, detect_launcher, rank_assignment, rank_process, supervisor, torchrun
 from espalier.launch import base as launch
 from espalier.launch.announcement import Announcement
 from espalier.plan import base as plans
-from espalier.plan import checkpoint_cost
+from espalier.plan import checkpoint_cost, drawn_batches
 from espalier.plan.prediction_check import OFF, PredictionCheck
 from espalier.plan.request import AUTO
 from espalier.plan.trials import Trials
@@ -138,9 +139,10 @@ def announced(decide: Callable[[], Begun], others: Announcement) -> Begun:
 def heard(opened: Callable[[], OpenedRun], others: Announcement) -> Begun:
     """What another process has decided. `opened`: opens the data, then."""
     decided = msgspec.json.decode(others.hear(WAIT), type=Decided)
-    given = opened()
+    given, plan = opened(), plans.loads(decided.plan)
+    resolved, workload = run_plan.with_batches(given.resolved, given.workload, plan.batches)
     job = RunStart(
-        given.resolved, given.workload, clusters.loads(decided.cluster), plans.loads(decided.plan), 0,
+        resolved, workload, clusters.loads(decided.cluster), plan, 0,
         RunFolder(given.path), True, finished=decided.finished,
     )  # fmt: skip
     return job, decided.hosts
@@ -304,6 +306,8 @@ class OpenedRun:
     quiet: bool
     launched: bool = False
     """Another launcher has started the ranks, which all train."""
+    batches: Batches | None = None
+    """What its steps train on, where the recipe leaves that open and the run has begun."""
 
 
 def asked(resolved: ready.Resolved, run: str | None, quiet: bool) -> OpenedRun:
@@ -312,10 +316,13 @@ def asked(resolved: ready.Resolved, run: str | None, quiet: bool) -> OpenedRun:
     path = ready.run_path(recipe, run)
     before = None
     runs.refuse_links(path)
+    batches = None
     if (existing := runs.RunFolder(path)).exists():
-        runs.refuse_other_meaning(existing, recipe)
+        if drawn_batches.is_open(recipe) and existing.plan.exists():
+            batches = plans.read(existing.plan).batches
+        runs.refuse_other_meaning(existing, recipe if batches is None else graphs.with_batches(recipe, batches))
         before = existing.read()
-    return OpenedRun(resolved, ready.open_workload(resolved), path, before, quiet)
+    return OpenedRun(resolved, ready.open_workload(resolved), path, before, quiet, batches=batches)
 
 
 def joining(resolved: ready.Resolved, run: str | None) -> OpenedRun:
@@ -337,15 +344,21 @@ def decided(
     nodes: Sequence[int] | None = None,
 ) -> RunStart:
     """Plans the run and opens its folder. `nodes`: the machine that each rank is on already."""
-    resolved, recipe = given.resolved, given.resolved.recipe
+    recipe = given.resolved.recipe
     if recipe.checkpoint.target is not None:
         open_place(recipe.checkpoint.target)  # an unknown scheme is refused before anything is written
     cluster = machines()
     folder = runs.open_folder(given.path)
     try:
         data = run_data.data_of(folder, recipe, given.workload)
-        workload = run_plan.entered(given.workload, recipe, folder, world)
-        plan = run_plan.planned(folder, resolved, workload, cluster, world)
+        chosen, why = given.batches, ""
+        if chosen is None and drawn_batches.is_open(recipe):
+            choose = partial(run_plan.choose, cluster=cluster, world=world)
+            chosen, why = run_plan.batches(given.resolved, given.workload, choose)
+        resolved, workload = run_plan.with_batches(given.resolved, given.workload, chosen)
+        given, recipe = replace(given, workload=workload), resolved.recipe
+        workload = run_plan.entered(workload, recipe, folder, world)
+        plan = drawn_batches.told(run_plan.planned(folder, resolved, workload, cluster, world), chosen, why)
         if given.launched:
             run_plan.refuse_roles(plan)
         if nodes is not None:

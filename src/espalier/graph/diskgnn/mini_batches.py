@@ -209,7 +209,7 @@ def stored_features(
         units.size(store.memory, "store.memory"),
     )
     return cost.StoredFeatures(
-        cost.Draws(graph.degrees(), task.items, batch[0], recipe.graph.fanout, batch[1]),
+        cost.Draws(graph.degrees(), task.items, batch[0], recipe.graph.fanouts, batch[1]),
         row,
         row.row_bytes,
         int(graph.features.nbytes),
@@ -233,7 +233,7 @@ class RunBatches:
     def __init__(self, recipe: config.Recipe, task: NodeTask, global_batch: int) -> None:
         assert recipe.store is not None
         assert recipe.graph is not None
-        self.store, self.fanouts, self.seed = recipe.store, recipe.graph.fanout, recipe.train.seed
+        self.store, self.fanouts, self.seed = recipe.store, recipe.graph.fanouts, recipe.train.seed
         self.pool_steps, self.steps = -(-task.items // global_batch), recipe.train.steps or 0
         self.task, self.memory = task, units.size(recipe.store.memory, "store.memory")
         self.names_nodes = recipe.quant is not None

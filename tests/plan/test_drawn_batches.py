@@ -1,0 +1,100 @@
+"""Whole graph or drawn batches: the plan takes what passes over the training nodes faster, and the run does it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.story.programs import forked
+
+from espalier import make_plan
+from espalier.config.graphs import Batches
+from espalier.plan import base as plans
+
+HOST = '[[nodes]]\ndevice = "cpu"\ncores = 1\nmemory = "8GiB"\ncount = {}\n'
+LINK = '[links]\nbetween = {{ bandwidth = "{}", latency = "{}", launch = "{}" }}\n'
+FAST, SLOW = ("10Gbit/s", "20us", "5us"), ("2Mbit/s", "1ms", "100us")
+MANY = "planted:nodes=6000,degree=20,features=16,classes=4,homophily=0.97"
+"""Most nodes are trained on, and few edges leave a cluster."""
+FEW = "planted:nodes=6000,degree=30,features=64,classes=4,train=0.003"
+"""A few nodes are trained on, whose neighbourhoods are a small part of the graph."""
+
+
+def recipe(home: Path, path: str, *more: str) -> Path:
+    (home / "recipe.toml").write_text(
+        f'name = "it"\n[model]\nkind = "sage"\nwidth = 64\n[data]\npath = "{path}"\n[graph]\nfanout = "auto"\n'
+        + "[train]\nsteps = 4\nvalidate_every = 2\n[plan]\ntrial = false\n"
+        + "\n".join(more)
+    )
+    return home / "recipe.toml"
+
+
+def cluster(home: Path, hosts: int, link: tuple[str, str, str] = FAST) -> Path:
+    (home / "hosts.toml").write_text(HOST.format(hosts) + LINK.format(*link))
+    return home / "hosts.toml"
+
+
+def said(plan: plans.Plan) -> str:
+    (found,) = (one for one in plan.why if one.startswith("Batches: "))
+    return found
+
+
+def test_parts_are_taken_where_their_boundary_is_small_and_drawn_batches_where_few_nodes_are_trained_on(tmp_path):
+    cut = make_plan(recipe(tmp_path, MANY), cluster(tmp_path, 4))
+    assert cut.batches == Batches()
+    assert len(cut.ranks) == 4
+    assert cut.predicted is not None
+    assert cut.predicted.sent_bytes["halo"] > 0
+    assert "graph.fanout=[10, 10] train.batch_tokens=1024" in said(cut)
+    drawn = make_plan(recipe(tmp_path, FEW), cluster(tmp_path, 4))
+    assert drawn.batches is not None
+    assert drawn.batches.fanout == (10, 10)
+    assert drawn.predicted is not None
+    assert "halo" not in drawn.predicted.sent_bytes
+    assert "the recipe's 4 steps are passes" in said(drawn)
+    slow = make_plan(recipe(tmp_path, MANY), cluster(tmp_path, 4, SLOW))
+    assert slow.batches == Batches()
+    assert len(slow.ranks) == 1
+    assert any("one rank has the whole graph" in one for one in slow.why)
+
+
+def test_named_machines_have_a_rank_each_and_no_plan_of_one(tmp_path):
+    named = "".join(f'[[nodes]]\nname = "h{one}"\ndevice = "cpu"\ncores = 1\nmemory = "8GiB"\n' for one in range(2))
+    (tmp_path / "named.toml").write_text(named + LINK.format(*SLOW))
+    plan = make_plan(recipe(tmp_path, FEW), tmp_path / "named.toml")
+    assert len(plan.ranks) == 2
+
+
+def steps(folder: Path) -> list[tuple[int, float]]:
+    events = map(json.loads, (folder / "events.jsonl").read_text().splitlines())
+    return [(one["step"], one["loss"]) for one in events if one["event"] == "step"]
+
+
+@pytest.mark.parametrize(("path", "pins"), [(FEW, "drawn"), (MANY, "parts")])
+def test_the_run_does_what_was_chosen_as_if_it_had_been_asked_for_and_keeps_it_when_it_goes_on(tmp_path, path, pins):
+    asked = recipe(tmp_path, path, "pin = { ranks = 2, threads = 1 }").name
+    cluster(tmp_path, 1)
+    more = ["plan.cluster=hosts.toml"]
+    assert forked(tmp_path, "train", asked, *more, "--run", "open").returncode == 0
+    plan = plans.read(tmp_path / "open" / "plan.json")
+    assert plan.batches is not None
+    assert bool(plan.batches.fanout) == (pins == "drawn")
+    if pins == "drawn":
+        size, each = plan.batches.batch_tokens, plan.batches.steps
+        taken = [f"graph.fanout={list(plan.batches.fanout)}", f"train.batch_tokens={size}", f"train.steps={4 * each}"]
+        taken.append(f"train.validate_every={2 * each}")
+    else:
+        taken = ["graph.fanout=[]", "graph.halo.bits=32"]
+    done = forked(tmp_path, "train", asked, *more, *taken, "--run", "pinned")
+    assert done.returncode == 0, done.stderr
+    assert steps(tmp_path / "open") == steps(tmp_path / "pinned")
+    sent = [json.loads(line) for line in (tmp_path / "open" / "events.jsonl").read_text().splitlines()]
+    ledger = [one["bytes"] for one in sent if one["event"] == "step"][-1]
+    assert plan.predicted is not None
+    for name in ("halo", "gradients"):
+        assert ledger.get(name, 0) == pytest.approx(plan.predicted.sent_bytes.get(name, 0), rel=0.01)
+    done = forked(tmp_path, "train", asked, *more, "train.steps=6", "--run", "open")
+    assert done.returncode == 0, done.stderr
+    assert plans.read(tmp_path / "open" / "plan.json").batches == plan.batches
+    assert [step for step, _ in steps(tmp_path / "open")] == list(range(1, 6 * plan.batches.steps + 1))
