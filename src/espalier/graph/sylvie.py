@@ -73,10 +73,10 @@ RECORD = Record(
     "fresh where those between machines are late; graph.fanout = auto lets the plan choose between them "
     "and drawn batches; evaluation and prediction run over as many ranks; over four links of 100 Mbit/s an epoch with "
     "late 1-bit rows takes a 14th of fp32's, of 10,000 and of 40,000 nodes, and sends 1/28 of its bytes (a 22nd of "
-    "fp32's time is computing; gradients that are summed layer by layer meanwhile, and late ones of rows that leave after "
-    "those of weights, do not make it faster); on a graph of which 4 in 10 edges lead anywhere fresh 1-bit rows reach "
-    "96.5 % in 56 epochs, fp32's in 61, at 100 Mbit/s in 9.5 s against 137 (drawn batches, of which an epoch has many "
-    "steps, 19; boundary sampling does not reach it), while late rows, of 1 bit or of 32, do not in 56",
+    "fp32's time is computing; gradients that are summed layer by layer meanwhile, and late ones of rows that leave "
+    "after those of weights, do not make it faster); on a graph of which 4 in 10 edges lead anywhere fresh 1-bit rows "
+    "reach 96.5 % in 56 epochs, fp32's in 61, at 100 Mbit/s in 9.5 s against 137 (drawn batches, of which an epoch has "
+    "many steps, 19; boundary sampling does not reach it), while late rows, of 1 bit or of 32, do not in 56",
     gpu="NVIDIA H100, November 2026",
 )
 
