@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -55,7 +54,10 @@ def make_plan(
     if recipe is not None and drawn_batches.is_open(recipe):
         folder = Path(model).absolute().parent if isinstance(model, str | Path) else None
         drawn = cast("Any", workload_registry.open_workload(workload_registry.Resolved(recipe, folder=folder))).drawn()
-        planned = partial(make_plan, cluster=where, batch=batch, calibration=calibration, sync=sync, **pins)
+
+        def planned(one: Any) -> Plan:
+            return make_plan(one, where, batch=batch, calibration=calibration, sync=sync, **pins)
+
         chosen, why = drawn_batches.choose(recipe, drawn, planned)
         return drawn_batches.told(planned(graphs.with_batches(recipe, chosen)), chosen, why)
     known = calibration or (DATASHEET if recipe is None else measurements.calibration(recipe))

@@ -59,8 +59,8 @@ def decided(
         plan_of = partial(decided, cluster=cluster, calibrate_on=calibrate_on)
         workload = prepare.open_workload(resolved)
         chosen, why = run_plan.batches(resolved, workload, lambda asked, its: plan_of(asked, workload=its).plan)
-        asked, its = run_plan.with_batches(resolved, workload, chosen)
-        found = plan_of(asked, workload=its)
+        settled, workload = run_plan.with_batches(resolved, workload, chosen)
+        found = plan_of(settled, workload=workload)
         return replace(found, plan=drawn_batches.told(found.plan, chosen, why))
     known, asked = measurements.calibration(resolved.recipe, calibrate_on), prepare.request(resolved, None, workload)
     if not cluster.machine:  # described in a file: this machine's disk is not theirs
