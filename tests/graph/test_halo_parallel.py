@@ -471,7 +471,7 @@ def test_bits_by_degree_are_a_rule_of_the_plan_and_what_it_says_is_sent():
     assert sent == [planned] * (STEPS - 1)
 
 
-@pytest.mark.parametrize("by_degree", [False, True])
+@pytest.mark.parametrize("by_degree", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_what_adapts_follows_from_the_losses_in_the_log_also_after_a_stop(tmp_path, by_degree):
     halo = {"bits": 1, "synchronize": 4, "adapt": True, "by_degree": by_degree}
     recipe = recipe_of({"kind": "gcn"}, {"halo": halo}, precision="fp32", steps=60)
