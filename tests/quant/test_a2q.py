@@ -193,6 +193,25 @@ def test_every_policy_begins_near_its_values(allocator: BitAllocator) -> None:
     assert float((quantizer(x).detach() - x).norm() / x.norm()) < 0.3
 
 
+def test_hidden_nodes_teach_nothing_and_take_the_nearest_pair_of_the_others() -> None:
+    x, hidden = rows(40, 16, 3, signed=False), torch.arange(30, 40)
+    allocator = NodeBits(40, 4.0, hidden=hidden)
+    quantizer = FeatureQuantizer(allocator, 16, Rule(signed=False, local=1.0))
+    quantizer.begin(x)
+    quantizer(x).sum().backward()
+    for one in (allocator.raw_bits, allocator.raw_step):
+        assert one.grad is not None
+        assert not one.grad[hidden].any()
+    assert allocator.raw_step.grad is not None
+    assert allocator.raw_step.grad[:30].any()
+    before = quantizer.eval()(x)
+    allocator.raw_bits.data[hidden] = 1.0 / base.BIT_RATE
+    assert torch.equal(quantizer(x), before)
+    others = MemoryTarget([Layer(allocator, 16, signed=False)], 400).bytes_at()
+    allocator.raw_bits.data[:30] += 1.0 / base.BIT_RATE
+    assert MemoryTarget([Layer(allocator, 16, signed=False)], 400).bytes_at() == pytest.approx(others + 40 * 2)
+
+
 def target_of(bytes_: int, bits: float = 4.0) -> tuple[MemoryTarget, NodeBits]:
     allocator = NodeBits(100, bits)
     return MemoryTarget([Layer(allocator, 16, False)], bytes_), allocator

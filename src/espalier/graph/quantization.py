@@ -67,6 +67,7 @@ class QuantizedGraph:
         trained: nodes of the graph that the network was trained on; places: which of them each node is, -1: none
             (None: they are the same).
         stored: features wait on disk, in a format of their own.
+        hidden: nodes that training does not see.
     """
 
     graph: Graph
@@ -74,6 +75,7 @@ class QuantizedGraph:
     trained: int | None = None
     places: Array | None = None
     stored: bool = False
+    hidden: Array | None = None
 
     def allocator(self, options: config.Quant, bits: float) -> BitAllocator:
         """By the kind of the options; learned widths begin higher for higher degrees (a bank's for larger values)."""
@@ -88,7 +90,8 @@ class QuantizedGraph:
             case _ if self.whole:
                 found = BankBits(nodes, bits)
             case _:
-                found = NodeBits(nodes, bits, places)
+                hidden = None if self.hidden is None or places is not None else torch.from_numpy(self.hidden)
+                found = NodeBits(nodes, bits, places, hidden)
         entries = len(found.counts)
         by_node = isinstance(found, NodeBits) and len(degrees) == entries
         found.spread(degrees if by_node else torch.arange(entries))
@@ -152,7 +155,8 @@ class Quantization:
         self.part = part
         for feature in self.features:
             if isinstance(feature.allocator, NodeBits):
-                feature.allocator.seen.fill_(1.0)
+                shown = feature.allocator.shown
+                feature.allocator.seen.copy_(torch.ones(()) if shown is None else shown)
         for one in self.columns:
             one.share = len(part.owned) / self.told.graph.nodes
 

@@ -389,7 +389,10 @@ class GraphWorkload(Plain):
             )
         nodes, places = self.trained or (None, None)
         whole = isinstance(self.task, GraphTask)
-        return quantization.QuantizedGraph(self.graph, whole, nodes, places, self.stored is not None)
+        hidden = None
+        if isinstance(self.task, NodeTask) and self.recipe.graph is not None and self.recipe.graph.inductive:
+            hidden = np.concatenate([self.task.parts.validation, self.task.parts.test])
+        return quantization.QuantizedGraph(self.graph, whole, nodes, places, self.stored is not None, hidden)
 
     def _quantization(self) -> str:
         """The plan's sentence on [quant]."""

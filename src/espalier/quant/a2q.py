@@ -235,6 +235,10 @@ class FeatureQuantizer(nn.Module):
         bits = shifted + (shifted.clamp(min=1) - shifted).detach()  # what has no bits may get some again
         if at is not None:
             bits, logarithm = bits[at], logarithm[at]
+        if self.training and at is not None and self.allocator.shown is not None:
+            learns = self.allocator.shown[at] > 0
+            bits = torch.where(learns, bits, bits.detach())
+            logarithm = torch.where(learns, logarithm, logarithm.detach())
         if self.allocator.fits:
             values = x / self.gain if self.training and self.gain != 1 else x
             own = fitted(values, logarithm, bits, self.rule.signed)

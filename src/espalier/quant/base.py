@@ -119,10 +119,12 @@ class BitAllocator(nn.Module):
         learned: whether widths are; else they stay as they begin.
         rate: of the steps: see OWN_RATE.
         fits: whether each row has a step of its own, which is fitted to its values.
+        shown: float [entries], 0 where a row's error teaches nothing; None: all do.
     """
 
     counts: Tensor
     fits = False
+    shown: Tensor | None
     side = 0.0
     """Bits beside the pairs that a stored row takes, to say which pair it has."""
 
@@ -134,6 +136,7 @@ class BitAllocator(nn.Module):
         self.raw_common = nn.Parameter(torch.zeros(()), requires_grad=entries > 1)
         self.learned = learned
         self.register_buffer("counts", torch.ones(entries) if counts is None else counts.float())
+        self.register_buffer("shown", None, persistent=False)
 
     @property
     def bits(self) -> Float[Tensor, " entries"]:
@@ -202,23 +205,29 @@ class NodeBits(BitAllocator):
     """One pair for each node (A2Q). A node that no step has seen takes the pair of those that some has, whose range is
     nearest to its largest value. Has state besides: `seen` float [entries], 1 where a step has.
 
-    `places`: which entry each node of the graph at hand has, -1: none, as it was not there in training.
+    `places`: which entry each node of the graph at hand has, -1: none, as it was not there in training. `hidden`: nodes
+    that an inductive run holds out; without their edges, as training has them, their rows are not those of answers: they
+    teach nothing and count as unseen. A target counts as many rows of the others in their place.
     """
 
     fits = True
     places: Tensor
     seen: Tensor
 
-    def __init__(self, nodes: int, bits: float, places: Tensor | None = None) -> None:
-        super().__init__(nodes, bits)
+    def __init__(self, nodes: int, bits: float, places: Tensor | None = None, hidden: Tensor | None = None) -> None:
+        shown = torch.ones(nodes)
+        if hidden is not None:
+            shown[hidden] = 0.0
+        super().__init__(nodes, bits, shown * (nodes / max(1.0, float(shown.sum()))))
         self.register_buffer("places", torch.arange(nodes) if places is None else places, persistent=False)
         self.register_buffer("seen", torch.zeros(nodes))
+        self.shown = None if hidden is None else shown
 
     def entries_of(self, x: Tensor, index: RowIndex, signed: bool) -> Int64[Tensor, " rows"] | None:
         """By the node, unseen ones by value."""
         at = self.places if index.ids is None else self.places[index.ids]
         if self.training:
-            self.seen[at] = 1.0
+            self.seen[at] = 1.0 if self.shown is None else self.shown[at]
             return at
         strange = (at < 0) | (self.seen[at] == 0)
         if not bool(strange.any()) or not bool(self.seen.any()):
