@@ -3,7 +3,7 @@
     python bench/mega.py [--quick] [--pairs N] [--data FOLDER] [--only NAMES] [--json FILE]
 
 A GCN of two layers and 128 columns, `quant.kind = "mega"`, 60 steps (20 on the last two), on Cora, CiteSeer and PubMed
-(raw files in FOLDER/NAME; what is not there is left out), the packages that apt knows and WordNet, of apt too. Sizes: the
+(raw files in FOLDER/NAME; what is not there is left out), the packages that apt knows and WordNet. Sizes: the
 package of hidden features, all parts counted, beside the same features in fp32, int4 (16 levels, a float32 scale a
 row), CSR with int8 values, zstd (level 3) of int8; and beside zstd of the very codes that the package holds, an
 entropy coder that nothing reads rows from. Condensed edges: requests and bytes that inference of all nodes in little

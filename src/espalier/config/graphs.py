@@ -57,7 +57,7 @@ class GraphTransformer(Model, frozen=True, tag="graph-transformer"):
     Laplacian, returns of `encoding_size` steps of a random walk. `distance`: scores have a learned bias for each number
     of hops up to it (Graphormer, arXiv 2106.05234). `virtual` tokens attend to all and all to them, `expander` random
     permutations add edges (Exphormer, arXiv 2303.06147), `path` joins each node and the next. `local`: features are
-    averages over so many hops (SGC, arXiv 1902.07153), whose linear map the layers correct: for few labels. `recall`:
+    averages over up to so many hops (S²GC, ICLR 2021), whose linear map the layers correct: for few labels. `recall`:
     steps may leave edges out down to this share (1: none), which follows how fast the loss changes. `attention`: along
     the edges (`sparse`), over all in each `interleave`-th step (`interleaved`) or in all of them (`full`).
     """
@@ -147,7 +147,8 @@ def _fill(draft: Draft) -> None:
 def _transformer(draft: Draft) -> None:
     source = "GPH_slim (arXiv 2407.14106, section 4.1)"
     local, few = draft.get("model.local"), "few labels: as GCN's (arXiv 1609.02907, section 5.2)"
-    draft.fill("model.depth", *((2, few) if local else (4, source)))
+    one = "few labels: one layer of attention, as SGFormer has (arXiv 2306.10759)"
+    draft.fill("model.depth", *((1, one) if local else (4, source)))
     draft.fill("model.width", 64, source)
     draft.fill("model.heads", 8 if draft.get("model.width") % 8 == 0 else 1, source)
     draft.fill("model.feed_forward", draft.get("model.width"), source)

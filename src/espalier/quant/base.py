@@ -206,8 +206,8 @@ class NodeBits(BitAllocator):
     nearest to its largest value. Has state besides: `seen` float [entries], 1 where a step has.
 
     `places`: which entry each node of the graph at hand has, -1: none, as it was not there in training. `hidden`: nodes
-    that an inductive run holds out; without their edges, as training has them, their rows are not those of answers: they
-    teach nothing and count as unseen. A target counts as many rows of the others in their place.
+    that an inductive run holds out; without their edges, as training has them, their rows are not those of answers:
+    they teach nothing and count as unseen. A target counts as many rows of the others in their place.
     """
 
     fits = True

@@ -207,12 +207,13 @@ def test_averages_over_hops_are_those_of_the_dense_matrix():
     graph = made(nodes=30)
     matrix = encodings._adjacency(graph).toarray() + np.eye(30)
     step = matrix / np.sqrt(matrix.sum(1, keepdims=True) * matrix.sum(0, keepdims=True))
-    assert np.allclose(encodings.averaged(graph, 2).features, step @ step @ graph.features, atol=1e-6)
+    wanted = 0.475 * (step + step @ step) @ graph.features + 0.05 * graph.features
+    assert np.allclose(encodings.averaged(graph, 2).features, wanted, atol=1e-6)
     assert encodings.averaged(graph, 0) is graph
 
 
 def test_a_local_model_begins_as_a_linear_map_and_training_leaves_its_layers_out_for_most_nodes():
-    model, graph = transformer(local=2), made(nodes=300)
+    model, graph = transformer(local=2), made(nodes=1000)
     features = torch.from_numpy(graph.features).double()
     linear = model.head(model.embed(features))
     for full in (False, True):
@@ -225,7 +226,7 @@ def test_a_local_model_begins_as_a_linear_map_and_training_leaves_its_layers_out
     assert torch.allclose(answers(model.train(), graph), answers(model.eval(), graph))  # without dropout nothing is
     model.options = msgspec.structs.replace(model.options, dropout=1e-12)
     changed = ((answers(model.train(), graph) - linear).abs() > 1e-9).any(1).float().mean()
-    assert 0.1 < changed < 0.3
+    assert 0.02 < changed < 0.1
     assert {id(layer.gates) for layer in model.layers} <= {
         id(one)
         for one in GraphWorkload.embeddings(None, model)  # type: ignore[arg-type]

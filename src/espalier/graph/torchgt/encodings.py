@@ -20,6 +20,8 @@ from espalier.graph.data import Array, Graph
 
 DENSE = 512
 """Nodes up to which all eigenvectors are made, by LAPACK; of larger graphs the wanted ones, by Lanczos iteration."""
+OWN = 0.05
+"""Share of a node's own features in averages over hops, as their authors have it."""
 WALKED = 2e12
 """Additions that the returns of random walks may take: about 20 minutes of one core."""
 PAIRS = 1 << 26
@@ -38,16 +40,20 @@ def encoded(graph: Graph, names: Sequence[str], size: int) -> Graph:
 
 
 def averaged(graph: Graph, hops: int) -> Graph:
-    """`graph` with features (D^-1/2 (A + I) D^-1/2)^hops X: SGC's (Wu et al., arXiv 1902.07153, equation 8)."""
+    """`graph` with features (1 - a) / hops (S + S² + ... + S^hops) X + a X, where S = D^-1/2 (A + I) D^-1/2: those of
+    simple spectral graph convolution (Zhu and Koniusz, ICLR 2021, equation 8), whose far hops do not drown near ones.
+    a is OWN."""
     if not hops:
         return graph
     matrix = sparse.csr_array(_adjacency(graph) + sparse.eye_array(graph.nodes))
     scale = sparse.diags_array(1 / np.sqrt(matrix.sum(1)))
     step = sparse.csr_array((scale @ matrix @ scale).astype(np.float32))
-    features = np.asarray(graph.features, np.float32)
+    own = features = np.asarray(graph.features, np.float32)
+    total = np.zeros_like(features)
     for _ in range(hops):
         features = step @ features
-    return replace(graph, features=features)
+        total += features
+    return replace(graph, features=(1 - OWN) / hops * total + OWN * own)
 
 
 def _kept(graph: Graph, name: str, size: int) -> Array:

@@ -49,7 +49,7 @@ RECORD = Record(
     gpu="NVIDIA H100, November 2026",
 )
 
-WITHOUT = 0.8
+WITHOUT = 0.95
 """Share of the nodes that a training step does without the layers for, where `local` is set."""
 Attend = Callable[..., Tensor]
 """(q, k, v [tokens, heads, width], pattern, *, bias, plan) -> [tokens, heads, width]: `attention`."""
@@ -163,10 +163,10 @@ def _norm(options: config.GraphTransformer) -> nn.Module:
 class GraphTransformer(nn.Module):
     """Features [nodes, inputs] to outputs [nodes, outputs], over the tokens of a block.
 
-    With `local`, features are averages over neighbours (`encodings.averaged`) and the model begins as SGC (Wu et al.,
-    arXiv 1902.07153): layers have gates that begin at 0 (arXiv 2003.04887) and no norms, so that weight decay bounds
-    them as it does GCN, and most nodes of a training step do without the layers (arXiv 1603.09382), so that the linear
-    map alone has to answer, and the layers learn what it leaves.
+    With `local`, features are averages over neighbours (`encodings.averaged`) and the model begins as a linear map of
+    them (Zhu and Koniusz, ICLR 2021): layers have gates that begin at 0 (arXiv 2003.04887) and no norms, so that weight
+    decay bounds them as it does GCN, and most nodes of a training step do without the layers (arXiv 1603.09382), so
+    that the linear map alone has to answer, and the layers learn what it leaves.
 
     With a `schedule` that has full steps as well as others, answers (not in training) are the mean of both attentions'.
     """
