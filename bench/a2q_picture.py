@@ -55,7 +55,7 @@ class Panel:
 
 def draw(file: Path, found: dict[str, Lines]) -> None:
     """Writes `file`, a PNG. Raises ValueError where no data set has a line."""
-    shown = {name: lines for name, lines in found.items() if set(lines) - {"fp32"}}
+    shown = {name: lines for name, lines in found.items() if max(map(len, lines.values())) > 1}
     if not shown:
         raise ValueError("no curves are kept: run with --only cora-curve --keep FOLDER first")
     image = Image.new("RGB", (SCALE * WIDTH * len(shown), SCALE * HEIGHT), "white")

@@ -44,7 +44,7 @@ OWN = {
     "codecs.md": 2,
     "experts.md": 1,
     "faults.md": 1,
-    "graph.md": 4,
+    "graph.md": 6,
     "kernels.md": 1,
     "pipelines.md": 2,
     "planner.md": 1,
@@ -250,6 +250,8 @@ def test_an_excerpt_is_in_its_file(block: Block) -> None:
 @pytest.mark.parametrize("block", [one for one in BLOCKS if one.language == "python"], ids=ids)
 def test_every_program_shown_compiles_and_what_it_imports_is_there(block: Block) -> None:
     tree = ast.parse(block.text, block.place)
+    if "torch_geometric" in block.text and block.mark == "not run":
+        pytest.importorskip("torch_geometric")
     imported = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     exec(compile(ast.Module(imported, []), block.place, "exec"), {})
 

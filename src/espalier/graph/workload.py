@@ -58,8 +58,8 @@ GLIMPSES = 5
 """Held-out answers shown at the end of a run."""
 FANOUT, SAMPLED = 10, 1024
 """Neighbours drawn at each layer, and targets of a batch, of the drawn batches that halos are weighed against."""
-CURVED = 1 << 20
-"""Edges of a graph of which packed bytes, and accuracy against them, are shown: it takes five inferences more."""
+CURVED = 1 << 27
+"""Edges times columns up to which packed bytes, and accuracy against them, are shown: it takes five inferences more."""
 
 
 class GraphWorkload(Plain):
@@ -301,8 +301,9 @@ class GraphWorkload(Plain):
         """Some held-out answers beside the truth; with a [store], what was read from where."""
         found = self._glimpses(model)
         if (bits := quantization.quantization_of(model)) is not None:
-            small = isinstance(self.task, NodeTask) and self.stored is None and self.graph.edges <= CURVED
-            now = partial(quantization.packed, bits, lambda: self._accuracy(model)) if small and bits.features else None
+            widest = max((one.columns for one in bits.features), default=0)
+            small = isinstance(self.task, NodeTask) and self.stored is None and self.graph.edges * widest <= CURVED
+            now = partial(quantization.packed, bits, lambda: self._accuracy(model)) if small and widest else None
             found += [*quantization.tables(bits, None if now is None else now()), *quantization.curves(bits, now)]
         return [*found, self.stored.table()] if self.stored is not None and self.stored.features is not None else found
 
@@ -421,12 +422,11 @@ class GraphWorkload(Plain):
         if self._over_ranks:
             share = micro_batch / self.global_batch
             reach = [Reach(one.sources * share, one.targets * share, one.edges * share) for one in reach]
-        network = bare if self.recipe.quant is None else self._quantized
-        work = layer_work.layer_work(network, reach, micro_batch, precision, self._each)
         if self.recipe.quant is None:
-            return work
-        times = micro_batch if self._each else micro_batch * 0 + 1.0
-        return layer_work.quantized_work(work, self._quantized, reach, times, precision)
+            return layer_work.layer_work(bare, reach, micro_batch, precision, self._each)
+        work = layer_work.layer_work(self._quantized, reach, micro_batch, precision, self._each)
+        each = micro_batch if self._each else micro_batch * 0 + 1.0
+        return layer_work.quantized_work(work, self._quantized, reach, each, precision)
 
     @property
     def _over_ranks(self) -> bool:
@@ -516,8 +516,8 @@ class GraphWorkload(Plain):
 
     def anatomy(self, micro_batch: Any, recompute: str, precision: str, cut: Cut) -> Anatomy:
         """All of it is one layer: a graph network is not cut."""
-        rest = Work((), 0.0, 0.0, 0.0, 0.0, 0.0, micro_batch, micro_batch)
-        return Anatomy(1, self.work(micro_batch, recompute, precision), rest)
+        nothing = Work((), 0.0, 0.0, 0.0, 0.0, 0.0, micro_batch, micro_batch)
+        return Anatomy(1, self.work(micro_batch, recompute, precision), nothing)
 
 
 def _task(recipe: Recipe, graph: Graph, links: Links | None) -> Task:

@@ -5,6 +5,8 @@ Most nodes of a graph have small aggregates and few have large ones, so a width 
 one for all. In semi-supervised tasks few nodes hear of the loss; widths and steps are therefore learned from a node's
 own quantization error (the local gradient), while features get the gradient of the task.
 
+A row of one value is its own to within half a step, not exactly: steps are those of a table, see base.py.
+
 Deviations: a row's error is measured in its own step (mean |x_q - x| / step, the divisor held fixed), and for the width
 in its range (step 2^(B-1)), so that rows of all sizes learn alike and one weight of the memory loss fits all; steps are
 powers of 2^(1/8), see base.py; each row's step is fitted to its values round the learned one, in training as after it
@@ -60,7 +62,9 @@ RECORD = Record(
     state="works",
     remark="graph networks train with learned widths under a target, on whole graphs, parts over ranks, drawn "
     "neighbourhoods and graphs that are classified whole; nodes that training has not seen take the "
-    "nearest pairs; predictions read packed rows, and exports predict by themselves; means of 10 "
+    "nearest pairs; predictions read packed rows, and exports predict by themselves; over ranks rows cross as codes; "
+    "on Cora, 64 columns, three seeds, the local gradient is worth 1.0 points (without it the first gradient does not "
+    "reach the step of 3 in 4 nodes), and a2q is above uniform widths of as many bytes at 2 and 3 bits; means of 10 "
     "seeds: on Cora, 64 columns, a2q is 0.6 points above fp32 and mega as good, in a 17th of its bytes; 16 "
     "columns, a2q 0.3 and mega 1.5 below; on CiteSeer, 16 columns, a2q 1.8 below fp32 in a 16th, 2.5 above "
     "uniform 2-bit rows, mega 0.8 below those; PubMed is not measured, for want of its features",

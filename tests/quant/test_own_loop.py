@@ -1,0 +1,27 @@
+"""docs/graph.md, few bits in your own loop: the block that needs PyG (tests/test_docs_commands.py runs the others)."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PAGE = (Path(__file__).parents[2] / "docs" / "graph.md").read_text(encoding="utf-8")
+SECTION = PAGE.split("### Few bits in your own loop\n")[1].split("\n### ")[0]
+
+
+def test_quantizers_stand_round_pygs_layers_as_printed() -> None:
+    pytest.importorskip("torch_geometric")
+    names: dict[str, Any] = {}
+    exec(re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)[0], names)
+    target = names["target"]
+    assert target.bytes_at(target.shift()) <= target.target
+    assert all((one.allocator.raw_step.grad != 0).any() for one in names["quantizers"])
+
+
+def test_each_door_has_its_block() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
+    for block, name in zip(blocks, ("GCNConv", "package.read", "Counter"), strict=True):
+        assert name in block
