@@ -143,6 +143,7 @@ class Profile:
         stored: features that wait on disk (`graph.diskgnn.cost.StoredFeatures`); None: there are none.
         parts: of several tasks, what ranks can run apart, in waves; empty: nothing.
         halos: of a graph that is cut over ranks (`graph.halo_parallel.Halos`); None: none is.
+        sparse: bytes of a step's gradients over those of the same encoded by `comm.sparse`; 1: few are zero.
     """
 
     tally: Tally
@@ -164,6 +165,7 @@ class Profile:
     stored: Any = None
     halos: Any = None
     parts: tuple[PartCost, ...] = ()
+    sparse: float = 1.0
 
 
 @dataclass(frozen=True)

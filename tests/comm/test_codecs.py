@@ -25,7 +25,7 @@ DIVERGING = {"zfp:2.25": "zfp:6", "zfp:4": "zfp:6", "zfp:4!": "zfp:6!", "zfp:5.7
 """With which it does not, and what to take."""
 WORST = [2.2058074, -3.1277483, -1.3475347, 3.9873135]
 """A block that `zfp:5.75` takes out of its range: it comes back with another sign."""
-LOSSLESS = ["exact", "split", "mpc", "mpc:7"]
+LOSSLESS = ["exact", "split", "sparse", "mpc", "mpc:7"]
 ERROR = {
     "bf16": 2**-8,
     "int8": 0.02,

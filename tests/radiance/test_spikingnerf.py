@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import json
 from collections.abc import Callable
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -94,6 +98,26 @@ def test_spikes_are_those_that_spikingjelly_gave(form) -> None:
     (spikes * ((time * 3 + neuron * 2) % 7 / 4 - 0.75)).sum().backward()
     assert currents.grad is not None
     assert torch.allclose(currents.grad.sum(0), torch.tensor(GRADIENTS), atol=1e-6)
+
+
+@pytest.mark.parametrize("setting", range(4))
+def test_random_rays_fire_as_in_spikingjelly_and_have_its_gradients(setting: int) -> None:
+    """What SpikingJelly 2.0.0 gave for random currents on rays of 5, 0, 12, 1 and 20 samples, spike for spike and sample
+    for sample, with several time constants, thresholds and surrogates (`LIFNode(tau, v_threshold, Sigmoid(alpha),
+    detach_reset=True, step_mode="m")`): its package would bring torchvision and torchaudio to every test."""
+    kept = json.loads((Path(__file__).parent / "spikingjelly_lif.json").read_text())[setting]
+
+    def read(name: str, dtype: type = np.float32) -> torch.Tensor:
+        return torch.from_numpy(np.frombuffer(base64.b64decode(kept[name]), dtype=dtype).reshape(-1, 8).copy())
+
+    neuron = spikingnerf.Neuron(kept["tau"], kept["threshold"], kept["steepness"])
+    given = Ragged.of_lengths(read("currents"), torch.tensor(kept["lengths"]))
+    for form in (lif_scan_ragged, lif_scan.reference.run):
+        currents = given.values.clone().requires_grad_(True)
+        spikes = form(currents, given.offsets, neuron)
+        assert torch.equal(spikes.detach(), read("spikes", np.uint8).float())
+        (spikes * read("wanted")).sum().backward()
+        assert torch.allclose(currents.grad, read("gradients"), atol=1e-6)  # type: ignore[arg-type]
 
 
 def test_a_neuron_leaks_fires_and_resets_as_written() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,9 +23,10 @@ from programs import MACHINE, forked
 from espalier import workload_registry
 from espalier.config import recipe_file
 from espalier.errors import UserError
-from espalier.radiance import energy, rendered_scenes, spikingnerf
+from espalier.kernels.ragged import Ragged
+from espalier.radiance import energy, rendered_scenes, spikingnerf, volume
 from espalier.radiance.rays import look_at, rays_of
-from espalier.radiance.voxels import Field
+from espalier.radiance.voxels import LEAST, Field
 from espalier.radiance.workload import RadianceWorkload
 from espalier.track import events, goodput
 from espalier.verbs import load_run
@@ -95,16 +99,27 @@ def test_the_run_has_two_phases_with_a_plan_each_and_says_what_spikes_cost(home:
         *(("phase", "coarse", 0), ("plan", None, None)),
         *(("phase", "fine", BOUNDARY), ("plan", None, None)),
     ]
-    last = steps_of(home, "on1", "validation")[-1]
+    first, *_, last = steps_of(home, "on1", "validation")
     assert last["psnr"] == pytest.approx(-10 * np.log10(last["loss"]), abs=1e-6)
     assert last["spikes_per_ray"] >= 0
     assert last["joules_per_image"] > 0
     report = (home / "runs" / "on1" / "report.html").read_text()
-    assert "Psnr" in report or "psnr" in report
+    curve = re.search(r'aria-label="Psnr: steps (\d+) to (\d+); validation from ([\d.]+) to ([\d.]+)"', report)
+    assert curve is not None
+    assert [float(one) for one in curve.groups()] == pytest.approx(
+        [first["step"], last["step"], first["psnr"], last["psnr"]], rel=1e-2
+    )
+    assert first["step"] < last["step"]
     assert "joules per image" in report
-    assert report.count("data:image/png") >= 2
     assert "in 2 attempts" not in report
     assert goodput.account(events.read(home / "runs" / "on1" / "events.jsonl")).failures == 0
+    assert re.search(r"view \d+: rendered, the truth, its depth", report)
+    pictures = [Image.open(io.BytesIO(base64.b64decode(one))) for one in re.findall(r"data:image/png;base64,([^\"]+)", report)]
+    shown = [np.asarray(one.convert("RGB")) for one in pictures if one.size == (3 * 16, 16)]
+    assert len(shown) == 2
+    depth = shown[0][:, 32:].astype(int)
+    assert (depth == depth[:, :, :1]).all(), "in grey"
+    assert depth.std() > 4, "and of different nearness"
 
 
 def test_the_energy_of_an_image_is_told_by_part_and_for_the_colour_network(home: Path) -> None:
@@ -276,17 +291,31 @@ def test_a_field_learns_its_scene_and_masks_change_little() -> None:
     assert figures["psnr"] > 16
     pixels = torch.arange(256)
     rays = rays_of(workload.scene.lens, workload.scene.poses[-1].expand(256, 4, 4), pixels)
+    mask, frame = model.mask.clone(), model.march().frame
     with torch.no_grad():
         found = model(rays)
         model.mask.fill_(True)
-        assert bool(model.mask.all())
-        whole = model(rays)
+        every = volume.sample_rays(rays.origins, rays.directions, model.march())
+        alpha = model.alpha(every.points)
+        weights, rest = volume.composite(alpha, every.offsets)
+        colours, _ = model.colours(model.features(every.points), rays.views, every)  # type: ignore[misc]
+    whole = Ragged(weights[:, None] * colours, every.offsets).sums() + rest[:, None] * torch.tensor(model.background)
+    occupied = mask[tuple(((every.points - frame[:3]) * frame[3:]).round().long().T)]
+    kept = occupied & (alpha > LEAST)
+    assert float(weights[occupied & ~kept].max()) <= LEAST
+    removed = Ragged(weights * ~kept, every.offsets).sums()
+    light = Ragged(kept.float(), every.offsets).sums() - found.offsets.diff()  # samples of a weight up to 1e-4
+    assert bool((light >= 0).all())
+    assert int(light.sum()) > 0
+    changes = (whole - found.colours).abs().amax(1)
+    assert bool((changes <= removed + LEAST * light + 1e-5).all())
+    assert float(changes.median()) < 1e-3
+    assert float(changes.max()) < 0.05
     ones = torch.zeros(256).index_add(
         0, torch.repeat_interleave(torch.arange(256), found.offsets.diff()), found.weights
     )
     most = found.offsets.diff().max() * 1e-4 + 60 * 1e-4
     assert bool(((ones + found.rest - 1).abs() <= most).all())
-    assert float((whole.colours - found.colours).abs().median()) < 1e-3
 
 
 def test_rays_that_meet_nothing_have_the_background_and_no_gradient() -> None:

@@ -10,6 +10,7 @@ from espalier.comm.exact import EXACT
 from espalier.comm.finite_check import MARK, FiniteCheck
 from espalier.comm.lowbit import Lowbit
 from espalier.comm.mpc import Mpc
+from espalier.comm.sparse import Sparse
 from espalier.comm.split import Split
 from espalier.comm.topk import Topk
 from espalier.comm.zfp import Zfp
@@ -49,6 +50,7 @@ FAMILIES: dict[str, Callable[[str], Codec]] = {
     "int4": _lowbit(4),
     "int1": _lowbit(1),
     "split": _plain(Split),
+    "sparse": _plain(Sparse),
     "mpc": lambda text: Mpc(int(_number("mpc", text or "1"))),
     "zfp": lambda text: Zfp(_number("zfp", text or "8")),
     "topk": lambda text: Topk(_number("topk", text or "0.01")),

@@ -42,6 +42,7 @@ RECORD = Record(
         "comm/zfp.py",
         "comm/mpc.py",
         "comm/split.py",
+        "comm/sparse.py",
     ),
     chosen="links between machines slower than the codec: min(coding, ratio * bandwidth) above 1.2 times the "
     "bandwidth, with 1 / coding = 1 / encode + 1 / decode as measured by `espalier probe`",
@@ -86,6 +87,8 @@ AUTO: dict[Traffic, str] = {
     Traffic.PARAMETERS: "split",
 }
 """What `auto` asks about, class by class: gradients hard, the rest without loss."""
+SPARSE = "sparse"
+"""What `auto` asks about beside it for gradients, where it is told how many of them are zero."""
 
 
 class CodecRate(NamedTuple):
@@ -115,7 +118,8 @@ def choose(option: str, bandwidth: float | None, rates: Mapping[str, CodecRate])
     Args:
         option: `auto`, `exact`, a policy, or a codec for gradients (`int8`, `zfp:8` …).
         bandwidth: bytes/s of the slowest such link; None: there is none, and `auto` compresses nothing.
-        rates: measured, by codec; what is missing `auto` does not choose.
+        rates: measured, by codec; what is missing `auto` does not choose. The ratio of `sparse` is that of the model's
+            gradients: of values without zeros it is below 1.
 
     Raises:
         UserError: there is no such policy or codec, or error feedback diverges with it.
@@ -135,7 +139,12 @@ def choose(option: str, bandwidth: float | None, rates: Mapping[str, CodecRate])
         return ChosenCodecs({}, "nothing is compressed inside one machine")
     if not rates:
         return ChosenCodecs({}, "nothing is compressed: no codec was measured here (espalier probe)")
-    found = {kind: name for kind, name in AUTO.items() if name in rates and pays(rates[name], bandwidth)}
+    found = {}
+    for kind, name in AUTO.items():
+        names = (SPARSE, name) if kind is Traffic.GRADIENTS else (name,)
+        paying = [one for one in names if one in rates and pays(rates[one], bandwidth)]
+        if paying:
+            found[kind] = max(paying, key=lambda one: rates[one].over(bandwidth))  # of equals the one without loss
     best = max((rates[name].over(bandwidth) / bandwidth for name in found.values()), default=1.0)
     shown = f"{8e-6 * bandwidth:,.0f} Mbit/s between machines"
     if not found:
@@ -159,7 +168,7 @@ def measure(names: Iterable[str] = (), seconds: float = 0.2) -> dict[str, CodecR
     values = torch.randn(PIECE, generator=torch.Generator().manual_seed(1)) * 1e-3
     told = (wire_format.Bucket(Traffic.GRADIENTS, 0), 0)
     found = {}
-    for name in names or sorted(set(AUTO.values())):
+    for name in names or sorted({*AUTO.values(), SPARSE}):
         one = codec(name)
         sends, _ = wire_format.seal(one, values, told[0])
         first, rest = sends[0], sends[1] if len(sends) > 1 else None

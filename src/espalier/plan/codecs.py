@@ -29,7 +29,9 @@ def encoded(request: Request, cluster: Cluster) -> tuple[Request, Sequence[str]]
         return request, ()
     devices = list(range(len(cluster.devices())))
     bandwidth = cluster.slowest(devices, "between").bandwidth if several and not gpus(cluster) else None
-    rates = _rates(cluster)
+    rates, sparse = _rates(cluster), hybrid_compression.SPARSE
+    if sparse in rates:
+        rates[sparse] = rates[sparse]._replace(ratio=request.sparse)
     chosen = hybrid_compression.choose(request.codec, bandwidth, rates)
     found = []
     for kind in TRAINED:
@@ -38,12 +40,13 @@ def encoded(request: Request, cluster: Cluster) -> tuple[Request, Sequence[str]]
             continue
         if kind is Traffic.PARAMETERS and not codec(name).lossless:
             name = LOSSLESS
-        rate = rates.get(name) or hybrid_compression.CodecRate(
-            compressed_collectives.ratio(codec(name)), float("inf"), float("inf")
-        )  # coding is free
+        ratio = request.sparse if name == sparse else compressed_collectives.ratio(codec(name))
+        rate = rates.get(name) or hybrid_compression.CodecRate(ratio, float("inf"), float("inf"))  # coding is free
         lossy = not codec(name).lossless
         found.append(Crossing(kind.value, "between" if several else "all", name, *rate, lossy))
     said = [chosen.why] if found or request.codec == "auto" else []
+    if said and request.sparse != 1.0:
+        said.append(f"gradients that are not zero, with their places, are {1 / request.sparse:.0%} of all (codec sparse)")
     return replace(request, crossings=tuple(found)), said
 
 

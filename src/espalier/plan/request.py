@@ -87,7 +87,7 @@ class Request:
         tasks: trained together.
         refresh: how sharded parameters come back after the optimizer step: one gather, or a broadcast per owner, as in
             InternEvo, which also sums gradients whole, or reduces them to each owner in turn.
-        codec: what the recipe says of that; crossings: what is encoded on its way.
+        codec: what the recipe says of that; crossings: what is encoded on its way; sparse: as of `Profile`.
         sync: when replicas are to agree; outer: copies of what a rank moves that rounds keep (`sync.overlap_cost`).
         offload: what waits outside the device; free: bytes of the disk that it may wait on; None: not known.
         sizes: of the trainable tensors, in the model's order; empty: not known.
@@ -147,6 +147,7 @@ class Request:
     tasks: int = 1
     codec: str = "exact"
     crossings: Sequence[Crossing] = ()
+    sparse: float = 1.0
     sync: Sync = field(default_factory=EveryStep)
     outer: float = 0.0
     offload: Offload = RESIDENT

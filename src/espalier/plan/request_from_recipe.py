@@ -69,6 +69,7 @@ def of_recipe(recipe: Recipe, workload: Callable[[], Workload] | None = None) ->
         redundancy=options.redundancy,
         max_devices=options.max_devices,
         codec=recipe.comm.codec,
+        sparse=profile.sparse,
         sync=recipe.sync,
         saves=recipe.checkpoint.every,
         write_rate=None if (rate := recipe.checkpoint.rate) is None else units.rate(rate, "checkpoint.rate"),

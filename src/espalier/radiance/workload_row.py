@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def _freeze(workload: Workload, folder: Path) -> None:
 def _profile(recipe: Recipe, opened: Callable[[], Workload]) -> Profile:
     workload = opened()
     assert isinstance(workload, RadianceWorkload)
-    return profile(workload, workload.anatomy)
+    return replace(profile(workload, workload.anatomy), sparse=workload.sparse_gradients())
 
 
 def _contents(recipe: Recipe, workload: Workload) -> Mapping[str, str]:
