@@ -11,7 +11,9 @@ with SpikingJelly's and snnTorch's neurons. These four time nothing: they may ru
 `--keep` holds what is fitted. `heads` times a training step of the colour network alone on the samples of a fitted
 field, with what it keeps for backward and has in tensors at most: ours, SpikingJelly's and snnTorch's neurons on padded
 rays (peers are left out where they cannot be imported), and rendering by the kernel that adds the rows of neurons that
-fire. `train` is `espalier train`, plain and spiking.
+fire. `steps` times a whole training step, plain and spiking, `gradients` counts bytes of their exchange between two
+ranks, `long` fits plain fields beyond 30 dB and spiking ones for twice the steps (it times nothing, and may be kept).
+`train` is `espalier train`, plain and spiking.
 Energy is the paper's formula, 4.6 pJ a multiplication and 0.9 pJ an accumulation: a model, not a measurement.
 """
 
@@ -40,6 +42,7 @@ from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).parent))
 from espalier import artifacts, workload_registry
+from espalier.comm import codecs, compressed_collectives
 from espalier.config import recipe_file
 from espalier.kernels import counts
 from espalier.kernels.ragged import Ragged
@@ -552,9 +555,97 @@ def validations(log: Path, begun: float) -> Iterator[tuple[float, float]]:
             yield event["time"] - begun, event["psnr"]
 
 
+# --- a whole step ------------------------------------------------------------------------------------------------
+
+
+def long(sizes: Sizes) -> list[Row]:
+    """PSNR of a plain field that is trained beyond 30 dB, and of a spiking one for twice the steps, seed by seed."""
+    fits = [
+        Fit("voxels", sizes.scenes[0], seed, 2 * sizes.steps, 64, sizes.resolution, rays=2 * sizes.rays)
+        for seed in range(1, sizes.seeds + 1)
+    ]
+    longer = [replace(one, kind="spikingnerf", steps=2 * one.steps) for one in fits]
+    found = together([*fits, *longer], sizes.keep)
+    case = f"{name_of(sizes.scenes[0])}, hidden 64, {fits[0].steps} steps of {fits[0].rays:,} rays{sizes.note}"
+    pairs = [(found[one].psnr, found[plain].psnr) for one, plain in zip(longer, fits, strict=True)]
+    return [decibels(f"{case}: PSNR of twice the steps (goal: at most 0.5 dB less)", "plain network", pairs)]
+
+
+def steps(sizes: Sizes) -> list[Row]:
+    """A whole training step of the fine stage, spiking beside plain, in turn on the same rays: its seconds on one
+    thread, and the bytes of the tensors that it has at most."""
+    torch.set_num_threads(1)
+    scene, rays = sizes.scenes[0], 2 * sizes.rays
+    made = []
+    for kind in ("spikingnerf", "voxels"):
+        fit = Fit(kind, scene, 1, sizes.steps // 2, 64, sizes.resolution, rays=rays)
+        made.append(whole_step(*fitted(fit), fit))
+    for one in made:
+        one()
+    pairs = [(timed(made[0]), timed(made[1])) for _ in range(sizes.seeds * 5)]
+    case = f"{name_of(scene)}, hidden 64, a training step of {rays:,} rays after {sizes.steps // 2}{sizes.note}"
+    most = [(float(peak_of(made[0])), float(peak_of(made[1])))]
+    return [
+        compare(f"{case} (goal: at most 1.5 times)", "plain network", "s", pairs, higher_is_better=False),
+        row(f"{case}: at most in tensors at a time", "plain network", "bytes", most, -1),
+    ]
+
+
+def whole_step(workload: RadianceWorkload, field: Field, fit: Fit) -> Callable[[], None]:
+    """Loss, backward and the optimizer's step, on the rays of one step again and again; the field moves no further."""
+    batch = workload.batches(0, Shard(0, fit.rays, fit.rays))[0]
+    optimizer = torch.optim.Adam(field.parameters(), lr=0.0, fused=True)
+
+    def step() -> None:
+        loss, weight = workload.loss(field, batch)
+        optimizer.zero_grad()
+        (loss / weight).backward()
+        optimizer.step()
+
+    return step
+
+
+def gradients(sizes: Sizes) -> list[Row]:
+    """Bytes that a rank of two sends of the gradients of a step in the fine stage: nonzero values with their places
+    (codec sparse), beside all values and int8. By content, not by time."""
+    torch.set_num_threads(1)
+    rows = []
+    for resolution in (sizes.resolution, sizes.resolution * 3 // 2, sizes.resolution * 5 // 2):
+        for rays in (1024, 4096):
+            fit = Fit("voxels", sizes.scenes[-1], 1, 8, 64, resolution, rays=rays)
+            workload, field = fitted(fit)
+            sent = {name: sent_of(workload, field, rays, name) for name in ("sparse", "exact", "int8")}
+            case = f"{name_of(fit.scene)}, gradients of {resolution}³ cells, {rays:,} rays on 2 ranks{sizes.note}"
+            for peer in ("exact", "int8"):
+                rows.append(row(f"{case}: sent by codec sparse", peer, "bytes", [(sent["sparse"], sent[peer])], -1))
+    return rows
+
+
+def sent_of(workload: RadianceWorkload, field: Field, rays: int, name: str) -> float:
+    """Bytes of the all-reduce that the first of two ranks sends, grid by grid: half of its own, and half of the sum."""
+    own: list[dict[str, Tensor]] = []
+    for rank in (0, 1):
+        field.zero_grad()
+        loss, _ = workload.loss(field, workload.batches(9, Shard(rank * rays // 2, (rank + 1) * rays // 2, rays))[0])
+        loss.backward()
+        own.append({n: p.grad.flatten().clone() for n, p in field.named_parameters() if p.grad is not None})
+    sent = 0.0
+    for key, mine in own[0].items():
+        half = len(mine) // 2
+        for part in (mine[half:], mine[:half] + own[1][key][:half]):
+            for piece in part.split(compressed_collectives.PIECE):
+                wire = codecs.codec(name).encode(piece)
+                assert wire is not None
+                sent += wire.nbytes
+    return sent
+
+
 CASES = {
     "train": train,
     "heads": heads,
+    "steps": steps,
+    "gradients": gradients,
+    "long": long,
     "alignments": alignments,
     "peers": peers,
     "quality": quality,
