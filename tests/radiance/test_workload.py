@@ -21,9 +21,12 @@ from PIL import Image
 from programs import MACHINE, forked
 
 from espalier import workload_registry
-from espalier.config import recipe_file
+from espalier.cluster import loads
+from espalier.config import SpikingNerf, recipe_file
 from espalier.errors import UserError
 from espalier.kernels.ragged import Ragged
+from espalier.plan import request_from_recipe
+from espalier.plan.decide import decide
 from espalier.radiance import energy, rendered_scenes, spikingnerf, volume
 from espalier.radiance.rays import look_at, rays_of
 from espalier.radiance.voxels import LEAST, Field
@@ -71,12 +74,13 @@ def picture(file: Path) -> Image.Image:
 
 def pinned(ranks: int) -> list[str]:
     shards = [f"plan.pin.shard.{what}={ranks}" for what in ("params", "grads", "optimizer")]
-    return [f"plan.pin.ranks={ranks}", *(shards if ranks > 1 else [])]
+    return [f"plan.pin.ranks={ranks}", *([*shards, "comm.codec=sparse"] if ranks > 1 else [])]
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One spiking run on one rank, one on two that share grids, gradients and states, undisturbed."""
+    """One spiking run on one rank, one on two that share grids, gradients and states and exchange sparse gradients,
+    undisturbed."""
     found = tmp_path_factory.mktemp("scenes")
     (found / "machine.toml").write_text(MACHINE)
     for ranks in (1, 2):
@@ -105,7 +109,7 @@ def test_the_run_has_two_phases_with_a_plan_each_and_says_what_spikes_cost(home:
     assert last["joules_per_image"] > 0
     report = (home / "runs" / "on1" / "report.html").read_text()
     curve = re.search(r'aria-label="Psnr: steps (\d+) to (\d+); validation from ([\d.]+) to ([\d.]+)"', report)
-    assert curve is not None
+    assert curve is not None, re.findall(r'aria-label="[^"]*"', report)
     assert [float(one) for one in curve.groups()] == pytest.approx(
         [first["step"], last["step"], first["psnr"], last["psnr"]], rel=1e-2
     )
@@ -114,12 +118,61 @@ def test_the_run_has_two_phases_with_a_plan_each_and_says_what_spikes_cost(home:
     assert "in 2 attempts" not in report
     assert goodput.account(events.read(home / "runs" / "on1" / "events.jsonl")).failures == 0
     assert re.search(r"view \d+: rendered, the truth, its depth", report)
-    pictures = [Image.open(io.BytesIO(base64.b64decode(one))) for one in re.findall(r"data:image/png;base64,([^\"]+)", report)]
+    pictures = [
+        Image.open(io.BytesIO(base64.b64decode(one))) for one in re.findall(r"data:image/png;base64,([^\"]+)", report)
+    ]
     shown = [np.asarray(one.convert("RGB")) for one in pictures if one.size == (3 * 16, 16)]
     assert len(shown) == 2
     depth = shown[0][:, 32:].astype(int)
     assert (depth == depth[:, :, :1]).all(), "in grey"
     assert depth.std() > 4, "and of different nearness"
+
+
+@pytest.mark.parametrize(("kind", "steps"), [("voxels", 1), ("tcp", 1), ("tp", 1), ("repeated", 4)])
+def test_what_a_colour_network_keeps_and_does_is_near_what_is_planned(kind: str, steps: int) -> None:
+    """Bytes of a pass, each piece of memory once; repeated steps are planned, and take, four times as long."""
+    alignment = [] if kind == "voxels" else [f"model.alignment={kind}"]
+    made = "voxels" if kind == "voxels" else "spikingnerf"
+    workload = opened(f"model.kind={made}", *alignment, "model.width=64", "model.resolution=24")
+    field, batch = workload.build(torch.device("cpu"), torch.float32), workload.batches(0, Shard(0, 128, 128))[0]
+    given: list[Any] = []
+    assert isinstance(field, Field)
+    assert field.colours is not None
+    hook = field.colours.register_forward_pre_hook(lambda module, taken: given.append(taken))
+    field(batch.rays)
+    hook.remove()
+    features, views, found = given[0]
+    kept, own = dict[int, int](), {one.data_ptr() for one in field.parameters()}
+
+    def keep(one: torch.Tensor) -> torch.Tensor:
+        if one.data_ptr() not in own:
+            kept[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
+        return one
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one):
+        field.colours(features.detach().requires_grad_(True), views, found)
+    planned = spikingnerf.network_work(workload.options, len(features), len(views))
+    assert planned.kept == pytest.approx(sum(kept.values()), rel=0.15)
+    once = spikingnerf.network_work(SpikingNerf(width=64), len(features), len(views))
+    assert planned.moved == pytest.approx(once.moved * steps) or kind == "voxels"
+    assert planned.model_flops > 0.9 * steps * once.model_flops
+    whole, samples = workload.work(128, "none", "fp32"), len(features)
+    assert 0.3 < whole.kept / (planned.kept + 88 * samples) < 1.1, "masks leave out what no coarse stage has seen yet"
+
+
+def test_the_plan_of_a_field_of_repeated_steps_has_more_seconds_and_bytes_than_of_one_step(home: Path) -> None:
+    machine = loads(MACHINE)
+    found = []
+    for changes in (["model.kind=voxels"], ["model.kind=spikingnerf"],
+                    ["model.kind=spikingnerf", "model.alignment=repeated"]):  # fmt: skip
+        workload = opened(*changes, "model.width=64", "train.batch_tokens=2048", "plan.pin.ranks=1")
+        taken = decide(request_from_recipe.of_recipe(workload.recipe, lambda own=workload: own), machine).taken  # type: ignore[misc]
+        assert taken.predicted is not None
+        found.append((taken.predicted.step_seconds, taken.predicted.memory_bytes["activations"]))
+    plain, once, repeated = found
+    assert 1.2 < once[0] / plain[0] < 3, "measured: 2.1 times, of the colour network alone"
+    assert 1.5 < repeated[0] / once[0] < 4, "measured: 3.7 times, likewise"
+    assert plain[1] < once[1] < repeated[1] / 2
 
 
 def test_the_energy_of_an_image_is_told_by_part_and_for_the_colour_network(home: Path) -> None:

@@ -46,7 +46,9 @@ def encoded(request: Request, cluster: Cluster) -> tuple[Request, Sequence[str]]
         found.append(Crossing(kind.value, "between" if several else "all", name, *rate, lossy))
     said = [chosen.why] if found or request.codec == "auto" else []
     if said and request.sparse != 1.0:
-        said.append(f"gradients that are not zero, with their places, are {1 / request.sparse:.0%} of all (codec sparse)")
+        said.append(
+            f"gradients that are not zero, with their places, are {1 / request.sparse:.0%} of all (codec sparse)"
+        )
     return replace(request, crossings=tuple(found)), said
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from espalier.config import SpikingNerf, Voxels
+from espalier.cost import Product, Work
 from espalier.kernels import counts, row_bits
 from espalier.kernels.base import operation
 from espalier.kernels.ragged import Ragged, offsets_of
@@ -40,6 +41,11 @@ at first (rates below 0.01), and a neuron that does not fire passes little gradi
 RATE = 10.0
 """Times the learning rate of a plain network, as matrices are ten times what Adam moves: thresholds do not shrink
 with the steps."""
+
+
+SCANNED = 9
+"""Values that a step of a neuron counts as moving in forward, and twice that in backward: measured on two processors'
+cores a step takes 10 ns of forward and backward, which is this at 10 GB/s."""
 
 
 class Neuron(NamedTuple):
@@ -253,6 +259,20 @@ def aligned(currents: Tensor, times: Tensor, offsets: Tensor, how: str) -> tuple
     rays = Ragged(times, offsets).row_ids()
     places = wider[rays] + times - firsts[rays]
     return currents.new_zeros(int(wider[-1]), currents.shape[1]).index_copy(0, places, currents), wider, places
+
+
+def network_work(options: Voxels, samples: Any, rays: Any) -> Work:
+    """What a colour network asks of a device for samples on rays: products, and by neuron and time step the scan and
+    its bits. Of `repeated` samples all but the first product is done for each of the steps."""
+    width, columns = options.width, options.features
+    steps, moved, kept = samples, 6.0 * width * samples, (columns + 2 * width + 6) * samples
+    if isinstance(options, SpikingNerf):
+        steps = samples * (REPEATS if options.alignment == "repeated" else 1)
+        gaps = width * (options.alignment == "tp")  # currents once more, at their places in time
+        moved = 2.0 * SCANNED * width * steps
+        kept = (columns + 8 + gaps) * samples + (2 + 4 / 32) * width * steps  # currents, and twice the bits of spikes
+    products = Product(samples, columns, width), Product(rays, VIEW, width), Product(steps, width, width + 3)
+    return Work(products, 0.0, 4.0 * moved, 4.0 * (kept + VIEW * rays), 0.0, 0.0, rays, rays)
 
 
 # --- energy ------------------------------------------------------------------------------------------------------

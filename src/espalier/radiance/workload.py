@@ -24,7 +24,7 @@ from espalier.radiance.rays import Lens, Rays, rays_of
 from espalier.radiance.scenes import Scene
 from espalier.radiance.spikingnerf import SpikingColours
 from espalier.radiance.volume import Box
-from espalier.radiance.voxels import VIEW, ColourNetwork, Field, Rendered, ray_losses, refined, sample_losses
+from espalier.radiance.voxels import ColourNetwork, Field, Rendered, ray_losses, refined, sample_losses
 from espalier.workload import Phase, Plain, Shard, Skeleton, whole_skeleton
 
 EMPTY = 1e-4
@@ -35,8 +35,11 @@ LOSSES = {"coarse": (0.01, 0.1), "fine": (0.001, 0.01)}
 """Weights of the entropy of what passes, and of the colours of single samples, by stage (DVGO's)."""
 TOUCHED = 4.6
 """Cells of a grid that a ray's samples touch, by the cells of a side: a cube of two cells, which is what a lookup
-reaches over, has a mean projection of 6, and a ray through a box's middle is 0.77 sides long. Measured before masks know
-what is empty: 4.1 to 4.7, at 32 to 160 cells and 512 to 4,096 rays."""
+reaches over, has a mean projection of 6, and a ray through a box's middle is 0.77 sides long. Measured before masks
+know what is empty: 4.1 to 4.7, at 32 to 160 cells and 512 to 4,096 rays."""
+SAMPLES, COLOURED = 1.75, 0.6
+"""Samples of a ray, by the cells of a side, in the box; and the share of them that has a colour in the fine stage once
+masks know what is empty (measured: 1.7 to 1.8, and 0.59)."""
 CHUNK = 8192
 """Rays rendered at once."""
 SHOWN = 2
@@ -277,24 +280,28 @@ class RadianceWorkload(Plain):
         return list(self.scene.notes)
 
     def work(self, micro_batch: Any, recompute: str, precision: str) -> Work:
-        """Of rays: about as many samples as a side has cells, of which in the fine stage a third gets a colour."""
-        options, coarse = self.options, self.stage == "coarse"
-        crossed = micro_batch * options.resolution
-        columns = 3 if coarse else options.features
-        coloured = crossed * (1.0 if coarse else 0.3)
-        grids = Product(crossed, 8, 1), Product(coloured, 8, columns)
-        width = 0 if coarse else options.width
-        network = () if coarse else (Product(coloured, width, width + columns + 3), Product(micro_batch, VIEW, width))
-        moved = 4.0 * (12 * crossed + 10 * columns * coloured + 6 * width * coloured)
-        kept = 4.0 * (6 * crossed + (columns + 4 * width) * coloured + VIEW * micro_batch)
-        return Work((*grids, *network), 0.0, moved, kept, 0.0, 0.0, micro_batch, micro_batch)
+        """Of rays: samples at half a cell, of which in the fine stage some get a colour."""
+        coarse = self.stage == "coarse"
+        cells, columns = self._grid()
+        crossed = SAMPLES * cells * micro_batch
+        coloured = crossed * (1.0 if coarse else COLOURED)
+        network = None if coarse else spikingnerf.network_work(self.options, coloured, micro_batch)
+        products = (Product(crossed, 8, 1), Product(coloured, 8, columns), *(network.products if network else ()))
+        moved = 4.0 * (12 * crossed + 10 * columns * coloured) + (network.moved if network else 0.0)
+        kept = 4.0 * (22 * crossed + 3 * coloured) + (network.kept if network else 0.0)
+        return Work(products, 0.0, moved, kept, 0.0, 0.0, micro_batch, micro_batch)
+
+    def _grid(self) -> tuple[int, int]:
+        """Cells of a side of the stage's grids, and columns of features."""
+        options = self.options
+        return (
+            (max(8, options.resolution // 2), 3) if self.stage == "coarse" else (options.resolution, options.features)
+        )
 
     def sparse_gradients(self) -> float:
         """Bytes of a step's gradients over those that `comm.sparse` makes of them, at least: samples beside each other
         share cells, and what masks leave out has no gradient."""
-        options = self.options
-        cells, columns = (max(8, options.resolution // 2), 3) if self.stage == "coarse" else (
-            options.resolution, options.features)
+        cells, columns = self._grid()
         share = -math.expm1(-TOUCHED * self.global_batch / cells**2)
         density, features = sparse.ratio(share, 2), sparse.ratio(share, 2 * columns)  # neighbours along z are touched
         return (1 + columns) / (1 / density + columns / features)
