@@ -103,7 +103,7 @@ def test_spikes_are_those_that_spikingjelly_gave(form) -> None:
 @pytest.mark.parametrize("setting", range(4))
 def test_random_rays_fire_as_in_spikingjelly_and_have_its_gradients(setting: int) -> None:
     """What SpikingJelly 2.0.0 gave for random currents on rays of 5, 0, 12, 1 and 20 samples, spike for spike and
-    sample for sample, with several time constants, thresholds and surrogates (`LIFNode(tau, v_threshold, Sigmoid(alpha),
+    sample for sample, with several settings (`LIFNode(tau, v_threshold, surrogate.Sigmoid(alpha),
     detach_reset=True, step_mode="m")`): its package would bring torchvision and torchaudio to every test."""
     kept = json.loads((Path(__file__).parent / "spikingjelly_lif.json").read_text())[setting]
 

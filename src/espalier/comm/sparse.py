@@ -1,9 +1,9 @@
 """Nonzero values and where they stand, without loss: for gradients of grids and tables, of which a step touches little.
 
 A list of (index, value) takes four bytes of index for each value; here places are bitmaps, as touched cells lie
-together: one of the blocks of 64 values that are not all zero, and one of the values in each of these. What is sent for a
-reduction is each rank's own, and the sum once more, which has the places of all (the union), so that the codec needs no
-round in which ranks agree about places. Zeros are those without a bit: -0.0 and NaN come back.
+together: one of the blocks of 64 values that are not all zero, and one of the values in each of these. What is sent for
+a reduction is each rank's own, and the sum once more, which has the places of all (the union), so that ranks need no
+round in which they agree about places. Zeros are those without a bit: -0.0 and NaN come back.
 """
 
 from __future__ import annotations
