@@ -108,7 +108,7 @@ def test_the_run_has_two_phases_with_a_plan_each_and_says_what_spikes_cost(home:
     assert last["spikes_per_ray"] >= 0
     assert last["joules_per_image"] > 0
     report = (home / "runs" / "on1" / "report.html").read_text()
-    curve = re.search(r'aria-label="Psnr: steps (\d+) to (\d+); validation from ([\d.]+) to ([\d.]+)"', report)
+    curve = re.search(r'(?i)aria-label="psnr: steps (\d+) to (\d+); validation from ([\d.]+) to ([\d.]+)"', report)
     assert curve is not None, re.findall(r'aria-label="[^"]*"', report)
     assert [float(one) for one in curve.groups()] == pytest.approx(
         [first["step"], last["step"], first["psnr"], last["psnr"]], rel=1e-2
@@ -155,7 +155,7 @@ def test_what_a_colour_network_keeps_and_does_is_near_what_is_planned(kind: str,
     assert planned.kept == pytest.approx(sum(kept.values()), rel=0.15)
     once = spikingnerf.network_work(SpikingNerf(width=64), len(features), len(views))
     assert planned.moved == pytest.approx(once.moved * steps) or kind == "voxels"
-    assert planned.model_flops > 0.9 * steps * once.model_flops
+    assert planned.model_flops > 0.85 * steps * once.model_flops
     whole, samples = workload.work(128, "none", "fp32"), len(features)
     assert 0.3 < whole.kept / (planned.kept + 88 * samples) < 1.1, "masks leave out what no coarse stage has seen yet"
 
