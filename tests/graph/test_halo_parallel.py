@@ -193,7 +193,7 @@ def test_a_row_that_codes_cannot_say_is_named():
     leaving[4, 2] = torch.nan
     coding = coded_rows.Coding(4, torch.zeros(3, dtype=torch.uint8))
     with pytest.raises(UserError, match=f"Rank 0 cannot send the row of node {seen.owned[seen.leaves[4]]} for layer 2"):
-        coded_rows.send(seen, coding, leaving, torch.zeros(len(seen.outer), 3), at)
+        halo.send_codes(seen, coding, leaving, torch.zeros(len(seen.outer), 3), at)
 
 
 def test_fp32_and_labels_on_few_ranks_train_as_one_rank():

@@ -9,18 +9,13 @@ has them.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from espalier.errors import UserError
 from espalier.kernels.row_bits import pack_rows, row_bytes, unpack_rows, widths_of
 from espalier.quant.base import STEPS
-
-if TYPE_CHECKING:
-    from espalier.graph.halo import Arrival, Crossing, Halo
 
 
 class RowSize(NamedTuple):
@@ -96,54 +91,3 @@ class Coding(NamedTuple):
         out[:, :columns] = codes.to(kind) * unit.to(kind)
         if columns < out.shape[1]:
             out[:, columns:] = lines[:, packed:].contiguous().view(out.dtype)
-
-
-def send(halo: Halo, coding: Coding, leaving: Tensor, received: Tensor, crossing: Crossing) -> Arrival:
-    """As `halo.transport(halo, leaving, received, crossing)`, in codes. Raises UserError: NaN, by the row's node."""
-    bad = leaving.isnan().any(1).nonzero()
-    if len(bad):
-        raise not_finite(halo, crossing, int(bad[0]), "codes cannot say that")
-    size = coding.size(leaving.shape[1], leaving.element_size())
-    lines = coding.encoded(leaving, coding.steps[halo.leaves] if coding.by_row else coding.steps)
-    wire = _longer(halo, size.steps)
-    if size.steps:
-        room = size.steps * size.bytes
-        last = torch.nn.functional.pad(coding.steps, (0, room - len(coding.steps))).view(size.steps, size.bytes)
-        parts = lines.split(halo.leaving(crossing))
-        lines = torch.cat([torch.cat([part, last]) if len(part) else part for part in parts])
-    arriving = lines.new_empty(sum(wire.receives), size.bytes)
-    done = halo.transport(wire, lines, arriving, crossing)
-
-    def arrive() -> None:
-        done()
-        parts = zip(arriving.split(list(wire.receives)), received.split(list(halo.receives)), strict=True)
-        for part, out in parts:
-            if len(out):
-                coding.decode(part[: len(out)], part[len(out) :].flatten()[: len(coding.steps)], out)
-
-    return arrive
-
-
-def _longer(halo: Halo, rows: int) -> Halo:
-    """With so many rows more in each message that is not empty."""
-    if not rows:
-        return halo
-
-    def longer(ids: Tensor) -> Tensor:
-        return torch.cat([ids, ids[-1:].repeat(rows)])
-
-    receives = tuple(count + rows if count else 0 for count in halo.receives)
-    outer = torch.cat([longer(one) for one in halo.outer.split(list(halo.receives))])
-    return replace(halo, sends=tuple(longer(one) for one in halo.sends), receives=receives, outer=outer)
-
-
-def not_finite(halo: Halo, crossing: Crossing, at: int, why: str) -> UserError:
-    """Of the row at place `at` of those that leave."""
-    nodes = halo.outer if crossing.backward else halo.owned[halo.leaves]
-    what = "gradient" if crossing.backward else "row"
-    return UserError(
-        f"Rank {0 if halo.group is None else halo.group.rank()} cannot send the {what} of node {int(nodes[at])} for "
-        f"layer {crossing.layer + 1}: it is not finite.",
-        why=why,
-        do="look at the node's features; where they are finite, a smaller learning rate",
-    )

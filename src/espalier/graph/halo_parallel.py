@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from espalier import plain_collectives
+from espalier import plain_collectives, terminal
 from espalier.cache_dir import cache_folder, hashed
 from espalier.comm.base import Traffic, traffic
 from espalier.compose import Claim
@@ -49,7 +49,6 @@ from espalier.mechanism import Build, Mechanism
 from espalier.parallel.mesh import REPLICA
 from espalier.sparse.partition import clusters, library
 from espalier.track.decision_log import Decisions
-from espalier.track.progress import Waiting
 from espalier.workload import to_device
 
 if TYPE_CHECKING:
@@ -326,6 +325,8 @@ def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:
 
 # --- cutting -------------------------------------------------------------------------------------------------------
 
+LARGE = 1 << 20
+"""Edges of a graph that takes over two seconds to cut."""
 PAYS = 0.9
 """Share of the rows up to which partial sums are sent: they are made by a product of their own."""
 
@@ -370,13 +371,13 @@ class Cutting:
             raise UserError(
                 f"{graph.origin} has {graph.nodes:,} nodes for {len(shares)} ranks.", do=f"plan.pin.ranks={graph.nodes}"
             )
-        with Waiting("Cutting the graph", 0, out=sys.stderr) as bar:
-
-            def told(done: int, total: int) -> None:
-                bar.total = total
-                bar.advance(done - bar.done)
-
-            return clusters(graph.indptr, graph.indices, len(shares), shares, told)
+        if graph.edges > LARGE:
+            terminal.say(
+                f"Cutting a graph of {graph.nodes:,} nodes into {len(shares)} parts (once).",
+                file=sys.stderr,
+                flush=True,
+            )
+        return clusters(graph.indptr, graph.indices, len(shares), shares)
 
     def boundary(self, parts: Array, ranks: int) -> tuple[halo.Boundary, partial_sums.Covers | None]:
         """What crosses between `parts`: rows, or where they are fewer by a tenth rows and sums."""

@@ -1,4 +1,5 @@
-"""To and from PyTorch Geometric: `Data` in, `Data` out, and saved files of it. Nothing of PyG is needed to convert.
+"""To and from PyTorch Geometric: `Data` in, `Data` out, saved files of it, and networks that are called as PyG's are.
+Nothing of PyG is needed for these.
 
 A heterogeneous graph is refused by name. Files are pickles: loading one may run any code, so they are read with
 torch's weights-only loader, which PyG's own classes of data pass where it is installed, and whole only if the user says
@@ -12,10 +13,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
+from espalier import config
 from espalier.errors import UserError, missing_extra
 from espalier.graph.data import Array, Graph
 from espalier.graph.edge_lists import both_ends, masked_parts, matrix_labels, whole_labels
+from espalier.import_function import function
 
 _MASKS = (("train", "train_mask"), ("validation", "val_mask"), ("test", "test_mask"))
 
@@ -259,3 +263,19 @@ def _labels(labels: Any) -> Array | None:
     if given.ndim == 2 and given.shape[1] == 1 and not (given.dtype.kind == "f" and np.isnan(given).any()):
         given = given[:, 0]
     return matrix_labels(given) if given.ndim == 2 else whole_labels(given)
+
+
+def built(options: config.Messages, features: int, classes: int, folder: str | Path | None) -> nn.Module:
+    """The network that `model.build` makes, called with (features, classes, **model.arguments): its forward takes
+    (x [nodes, features], edge_index int64 [2, edges]) and gives [nodes, classes]; a third argument called `edge_weight`
+    or `edge_attr` is filled where the graph has it. Raises UserError for whatever its code raises or does not give."""
+    made, author = function(options.build, folder)
+    with author.answers("when it was called"):
+        model = made(features, classes, **options.arguments)
+    if not isinstance(model, nn.Module) or not any(one.requires_grad for one in model.parameters()):
+        raise UserError(
+            f"model.build = {options.build!r} returned {type(model).__name__}.",
+            why="it must return a network with parameters to train",
+            do="see docs/graph.md",
+        )
+    return model

@@ -23,9 +23,8 @@ from torch import Tensor
 
 from espalier.comm.base import Traffic, traffic
 from espalier.graph import halo
-from espalier.graph.coded_rows import not_finite
 from espalier.graph.gnn import Gnn
-from espalier.graph.halo import Arrival, Crossing, ForeignRows, Halo
+from espalier.graph.halo import Arrival, Crossing, ForeignRows, Halo, not_finite
 from espalier.graph.loss_speed import LossSpeed
 from espalier.graph.neighbor_sampler import stream
 from espalier.graph.quantization import crossing_codes

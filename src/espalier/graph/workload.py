@@ -27,6 +27,7 @@ from espalier.graph import (
     link_prediction,
     metrics,
     partition_folder,
+    pyg,
     quantization,
     sources,
 )
@@ -41,7 +42,6 @@ from espalier.graph.subgraphs import SubgraphBatch, View, infer
 from espalier.graph.torchgt.encodings import averaged, encoded
 from espalier.graph.torchgt.model import GraphTransformer, tokens_of
 from espalier.graph.torchgt.schedule import Schedule, schedule
-from espalier.import_function import function
 from espalier.workload import ALONE, PackStart, Plain, Progress, Shard, Skeleton, to_device, whole_skeleton
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class GraphWorkload(Plain):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.recipe.train.seed)
             if isinstance(options, config.Messages):
-                return built(options, inputs, self._outputs(), self.folder)
+                return pyg.built(options, inputs, self._outputs(), self.folder)
             if isinstance(options, config.GraphTransformer):
                 model = GraphTransformer(options, inputs, self._outputs())
                 model.schedule = self._attention()[0]
@@ -595,19 +595,3 @@ def open_graph(
         if len(place) != kept.graph.nodes or bool((place != np.arange(len(place))).any()):
             found.trained = kept.graph.nodes, place
     return found
-
-
-def built(options: config.Messages, features: int, classes: int, folder: str | Path | None) -> nn.Module:
-    """The network that `model.build` makes, called with (features, classes, **model.arguments): its forward takes
-    (x [nodes, features], edge_index int64 [2, edges]) and gives [nodes, classes]; a third argument called `edge_weight`
-    or `edge_attr` is filled where the graph has it. Raises UserError for whatever its code raises or does not give."""
-    made, author = function(options.build, folder)
-    with author.answers("when it was called"):
-        model = made(features, classes, **options.arguments)
-    if not isinstance(model, nn.Module) or not any(one.requires_grad for one in model.parameters()):
-        raise UserError(
-            f"model.build = {options.build!r} returned {type(model).__name__}.",
-            why="it must return a network with parameters to train",
-            do="see docs/graph.md",
-        )
-    return model

@@ -8,7 +8,7 @@ propagation with capacities, after Ugander and Backstrom, WSDM 2013).
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,6 @@ from espalier.errors import UserError
 from espalier.sparse.rcmpp.cuthill_mckee import trace
 from espalier.sparse.rcmpp.pattern import Pattern
 
-Progress = Callable[[int, int], None]
 SLACK = 0.03
 """A part may be this much larger than the mean: METIS's own default (its ufactor 30)."""
 SWEEPS = 10
@@ -40,11 +39,9 @@ def clusters(
     indices: Any,
     parts: int,
     shares: Sequence[float] | None = None,
-    progress: Progress | None = None,
     volume: bool = True,
 ) -> np.ndarray:
-    """The part of each node, int32 [nodes] in 0 .. parts-1; deterministic. `progress` is called with sweeps done and
-    their number.
+    """The part of each node, int32 [nodes] in 0 .. parts-1; deterministic.
 
     `indptr` [nodes + 1] and `indices` [entries] as for `rcmpp`; directions and repeated entries do not matter.
     `shares`: of the nodes for each part, in any unit (devices of unequal speed); None: equal. `volume`: METIS minimizes
@@ -67,7 +64,7 @@ def clusters(
         found = by_metis(pattern, parts, shares, volume=volume)
         if shares is None or _as_wanted(found, parts, shares):
             return found
-    return by_sweeps(pattern, parts, shares, progress)
+    return by_sweeps(pattern, parts, shares)
 
 
 def _as_wanted(labels: np.ndarray, parts: int, shares: Sequence[float]) -> bool:
@@ -96,9 +93,7 @@ def by_metis(pattern: Pattern, parts: int, shares: Sequence[float] | None = None
     return min(few, found(pymetis.ObjType.VOL, False), key=lambda labels: crossing(matrix, labels))
 
 
-def by_sweeps(
-    pattern: Pattern, parts: int, shares: Sequence[float] | None = None, progress: Progress | None = None
-) -> np.ndarray:
+def by_sweeps(pattern: Pattern, parts: int, shares: Sequence[float] | None = None) -> np.ndarray:
     """As `clusters`, without METIS: never a larger cut than that of pieces of the RCM++ order."""
     nodes, matrix = pattern.nodes, symmetric(pattern)
     labels = np.empty(nodes, np.int32)
@@ -112,8 +107,6 @@ def by_sweeps(
         labels = _moved(matrix, labels, (least_room, room), sweep)
         if (found := cut(matrix, labels)) < least:
             best, least = labels, found
-        if progress is not None:
-            progress(sweep + 1, SWEEPS)
     return best
 
 
