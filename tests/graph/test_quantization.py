@@ -20,7 +20,7 @@ from espalier.graph.data import Graph, divided
 from espalier.graph.subgraphs import infer
 from espalier.graph.workload import GraphWorkload
 from espalier.quant.base import BIT_RATE, STEPS, BankBits, DegreeBits, RowIndex
-from espalier.quant.mega import package
+from espalier.quant.mega import package_file
 from espalier.workload import Shard
 
 
@@ -282,8 +282,8 @@ def test_the_packed_export_is_as_long_as_its_parts_and_reads_back(run):
     found = espalier(run, "export", "run", "--to", "packed")
     assert found.returncode == 0, found.stderr
     data = (run / "run" / "export-packed" / "packed.pkg").read_bytes()
-    assert package.file_sizes(data).total == 8 * len(data)
-    matrices, facts = package.from_bytes(data)
+    assert package_file.file_sizes(data).total == 8 * len(data)
+    matrices, facts = package_file.from_bytes(data)
     assert facts == {"quant": "a2q"}
     assert {"layers.0.rows", "layers.1.rows", "layers.0.weight.weight"} <= set(matrices)
     assert "where fp32 takes" in found.stdout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from espalier.errors import UserError
 from espalier.quant.a2q import Coded
-from espalier.quant.mega import package
+from espalier.quant.mega import package, package_file
 from espalier.quant.mega.package import PackedRows, capacity, encode, greedy, optimal
 
 
@@ -36,8 +37,8 @@ def same(one: Coded, other: Coded) -> bool:
 
 @settings(deadline=None, max_examples=40)
 @given(
-    st.lists(st.integers(0, 8), max_size=150),
-    st.integers(1, 70),
+    st.lists(st.integers(0, 8), max_size=80),
+    st.integers(1, 70) | st.sampled_from([8, 511, 2048]),
     st.booleans(),
     st.sampled_from([0.0, 0.03, 0.5, 1.0]),
     st.sampled_from(["bitmap", "index", "dense", None]),
@@ -49,9 +50,9 @@ def test_decoding_gives_back_every_code(widths, columns, signed, share, occupied
     packed = encode(given_, packages, occupied)
     assert same(packed.decoded(), given_)
     assert 8 * packed.nbytes == packed.sizes.total
-    data = package.to_bytes({"x": packed}, {"step": 3})
-    assert package.file_sizes(data).total == 8 * len(data)
-    back, facts = package.from_bytes(data)
+    data = package_file.to_bytes({"x": packed}, {"step": 3})
+    assert package_file.file_sizes(data).total == 8 * len(data)
+    back, facts = package_file.from_bytes(data)
     assert facts == {"step": 3}
     assert same(back["x"].decoded(), given_)
 
@@ -145,8 +146,8 @@ def test_optimal_is_at_most_greedy_at_most_192_bits_and_parts_counted_one_by_one
         assert sizes.steps == 16 * distinct + each * len(widths)
         filled = -found["bitmap"] % 8 if columns % 8 == 0 else len(widths) * (-columns % 8) * (occupied == "bitmap")
         assert sizes.padding == found["padding"] + filled + -each * len(widths) % 8
-        data = package.to_bytes({"x": packed})
-        start = 12 + int.from_bytes(data[8:12], "little")
+        data = package_file.to_bytes({"x": packed})
+        start = 20 + int.from_bytes(data[8:12], "little")
         streams = [one.nbytes for one in packed.streams.values()]
         assert len(data) == start + sum(-(-one // 8) * 8 for one in streams)
         assert 8 * sum(streams) == sum(found.values()) + sizes.index + sizes.steps + filled + -each * len(widths) % 8
@@ -177,25 +178,60 @@ def test_lists_of_columns_are_smaller_where_few_are_left():
 
 @pytest.fixture(scope="module")
 def file() -> bytes:
-    return package.to_bytes({"x": encode(coded([1, 4, 4, 8, 0, 3], 9, True, 0.6, 2))})
+    return package_file.to_bytes({"x": encode(coded([1, 4, 4, 8, 0, 3], 9, True, 0.6, 2))})
 
 
 def test_every_truncation_is_refused_with_its_offset(file):
     for length in range(len(file)):
         with pytest.raises(UserError, match=rf"damaged at byte {length:,}") as found:
-            package.from_bytes(file[:length])
+            package_file.from_bytes(file[:length])
         assert found.value.do
     with pytest.raises(UserError, match=rf"damaged at byte {len(file):,}"):
-        package.from_bytes(file + b"\0")
+        package_file.from_bytes(file + b"\0")
 
 
-def test_whatever_byte_of_a_stream_is_changed_is_found(file):
-    start = 12 + int.from_bytes(file[8:12], "little")
-    for at in range(start, len(file)):
+def test_whatever_bit_is_changed_is_found(file):
+    for at, bit in itertools.product(range(len(file)), range(8)):
         changed = bytearray(file)
-        changed[at] ^= 0x10
-        with pytest.raises(UserError, match="damaged at byte"):
-            package.from_bytes(bytes(changed))
+        changed[at] ^= 1 << bit
+        with pytest.raises(UserError, match=r"damaged at byte \d"):
+            package_file.from_bytes(bytes(changed))
+
+
+def of_version_2(file: bytes, change: tuple[bytes, bytes] = (b"", b"")) -> bytes:
+    """As `file`, without the hash of its header, and with a field of the header changed."""
+    end = 20 + int.from_bytes(file[8:12], "little")
+    header = file[20:end].rstrip().replace(*change)
+    header += b" " * (-(12 + len(header)) % 8)
+    return package_file.UNCHECKED + len(header).to_bytes(4, "little") + header + file[end:]
+
+
+def test_files_of_version_2_are_read(file):
+    old = of_version_2(file)
+    assert same(package_file.from_bytes(old)[0]["x"].decoded(), package_file.from_bytes(file)[0]["x"].decoded())
+    assert package_file.file_sizes(old).total == 8 * len(old)
+
+
+@pytest.mark.parametrize(
+    ("field", "instead"),
+    [
+        (b'"signed":true', b'"signed":null'),
+        (b'"rows":6', b'"rows":-6'),
+        (b'"columns":9', b'"columns":"9"'),
+        (b'"occupied":"', b'"occupied":"h'),
+        (b'"sizes":[', b'"sizes":[1,'),
+        (b'"facts"', b'"fact"'),
+    ],
+)
+def test_a_header_without_hash_that_says_what_cannot_be_is_refused(file, field, instead):
+    assert field in file
+    with pytest.raises(UserError, match="damaged at byte 12: its header cannot be read"):
+        package_file.from_bytes(of_version_2(file, (field, instead)))
+
+
+def test_a_version_to_come_is_not_read(file):
+    with pytest.raises(UserError, match="damaged at byte 5: its version is not known"):
+        package_file.from_bytes(file.replace(b"ESPKG3", b"ESPKG4"))
 
 
 @pytest.mark.parametrize("word", [0b11, 0b00 | (5 << 2)])

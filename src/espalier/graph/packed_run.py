@@ -27,7 +27,7 @@ from espalier.graph.node_classification import NodeTask
 from espalier.graph.subgraphs import infer
 from espalier.graph.workload import GraphWorkload
 from espalier.quant.base import STEPS
-from espalier.quant.mega import package
+from espalier.quant.mega import package_file
 from espalier.quant.mega.package import PackedRows
 from espalier.units import show_size
 from espalier.workload import Workload
@@ -53,12 +53,12 @@ def write(workload: Workload, model: nn.Module, folder: Path) -> str:
     matrices = {**found.stored, **quantization.packed_weights(model)}
     if _INPUT not in matrices:
         matrices[_INPUT], rest[_SCALE] = quantization.packed_input(workload.graph.features)
-    data = package.to_bytes(matrices, {"quant": type(found.options).__struct_config__.tag})
+    data = package_file.to_bytes(matrices, {"quant": type(found.options).__struct_config__.tag})
 
     def fill(place: Path) -> None:
         (place / PACKED).write_bytes(data)
         save_file({name: one.contiguous() for name, one in rest.items()}, place / REST)
-        back, _ = package.read(place / PACKED)
+        back, _ = package_file.read(place / PACKED)
         for name, one in matrices.items():
             if not torch.equal(back[name].decoded().codes, one.decoded().codes):
                 raise OSError(f"{name} was read back changed")
@@ -70,7 +70,7 @@ def write(workload: Workload, model: nn.Module, folder: Path) -> str:
         (kept / "hashes.json").write_text(json.dumps(data_hash.in_folder(kept)), encoding="utf-8")
 
     cache_dir.export(folder, PACKED, fill)
-    sizes = package.file_sizes(data)
+    sizes = package_file.file_sizes(data)
     parts = {name: getattr(sizes, name) / 8 for name in ("payload", "header", "padding", "bitmap", "index", "steps")}
     floats = sum(4 * one.rows * one.columns for one in matrices.values())
     told = ", ".join(f"{name} {show_size(round(size))}" for name, size in parts.items())
@@ -84,7 +84,7 @@ def with_features(kept: KeptGraph, folder: Path) -> KeptGraph:
     """`kept` with the features of the package in `folder`; as it is where there is none."""
     if not (folder / PACKED).exists():
         return kept
-    matrices, _ = package.read(folder / PACKED)
+    matrices, _ = package_file.read(folder / PACKED)
     rows = _values(matrices[_INPUT])
     scale = _rest(folder).get(_SCALE)
     features = (rows if scale is None else rows * scale[:, None]).numpy()
@@ -96,7 +96,7 @@ def load(model: nn.Module, folder: Path) -> bool:
     another model."""
     if not (folder / PACKED).exists():
         return False
-    matrices, _ = package.read(folder / PACKED)
+    matrices, _ = package_file.read(folder / PACKED)
     state = {name: one for name, one in _rest(folder).items() if name != _SCALE}
     for name, one in matrices.items():
         if name.endswith(".weight"):

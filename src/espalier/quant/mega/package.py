@@ -6,25 +6,17 @@ code never straddles two packages. Only codes that are not 0 are stored; which t
 mode `index`) in lists of columns, which are shorter where few are left; `dense` stores all codes and no list.
 Consecutive rows of one width share packages. So that widths which alternate from row to row do not close a package at
 each, blocks of 256 rows are stored in the order of their widths, rising in one block and falling in the next; the
-order follows from the widths and takes nothing. The paper leaves the file open; ours is
-
-    b"ESPKG2\\0\\0" | length of the header (u32) | header (JSON) | streams, each filled up to 8 bytes
-
-with the streams `packages`, `occupied` (bitmap or lists), `index` (for every 256 rows where their first code is),
-`rows` (for each row the number of its pair) and `pairs` (width and step code, two bytes each).
+order follows from the widths and takes nothing. The file is in `package_file`.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, replace
-from pathlib import Path
+from dataclasses import astuple, dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-import xxhash
 from numpy.typing import NDArray
 
 from espalier.errors import UserError
@@ -57,13 +49,12 @@ RECORD = Record(
 
 Array = NDArray[Any]
 Occupied = Literal["bitmap", "index", "dense"]
+OCCUPIED: tuple[Occupied, ...] = ("bitmap", "index", "dense")
 
-MAGIC = b"ESPKG2\0\0"
 GROUP = 256
 """Rows of an entry of the index, and of a block that is ordered by width."""
 HEADER = 5
 """Bits of a package's header."""
-STREAMS = ("packages", "occupied", "index", "rows", "pairs")
 
 
 def capacity(words: Any, width: Any) -> Any:
@@ -141,7 +132,7 @@ class PackedRows:
         begin, end = start // GROUP * GROUP, min(self.rows, -(-stop // GROUP) * GROUP)
         pairs = self.pairs(begin, max(begin, end))
         codes = np.zeros((len(pairs), self.columns), np.uint8)
-        kind, counted = ("bitmap", "index", "dense").index(self.occupied), _bits_for(self.columns + 1)
+        kind, counted = OCCUPIED.index(self.occupied), _bits_for(self.columns + 1)
         widths = np.ascontiguousarray(pairs[:, 0])
         index = self.streams["index"].view(np.uint64).reshape(-1, 3)
         found = package_cpu.decode(
@@ -200,7 +191,7 @@ def encode(coded: Coded, packages: Any = optimal, occupied: Occupied | None = No
     signed = codes.dtype == np.int8
     _refuse(codes, widths, signed)
     if occupied is None:
-        found = [encode(coded, packages, one) for one in ("bitmap", "index", "dense")]
+        found = [encode(coded, packages, one) for one in OCCUPIED]
         return min(found, key=lambda one: one.nbytes)
     rows, columns = codes.shape
     steps_of, pair_widths, order = coded.steps.numpy(), widths, stored_order(widths)
@@ -312,89 +303,3 @@ def _index(layout: Layout, counts: Array) -> Array:
     found[inside, 0], found[inside, 1] = layout.before[package], layout.place[before[inside]]
     found[:, 2] = before
     return found.reshape(-1).view(np.uint8)
-
-
-# --- the file ---------------------------------------------------------------------------------------------------------
-
-
-def write(path: Path, matrices: Mapping[str, PackedRows], facts: Mapping[str, Any] | None = None) -> int:
-    """Writes named matrices, and `facts` (plain values) beside them; the file's length in bytes."""
-    return path.write_bytes(to_bytes(matrices, facts))
-
-
-def to_bytes(matrices: Mapping[str, PackedRows], facts: Mapping[str, Any] | None = None) -> bytes:
-    """The file."""
-    table: dict[str, Any] = {"facts": dict(facts or {}), "matrices": {}}
-    body = bytearray()
-    for name, one in matrices.items():
-        places = {}
-        for stream in STREAMS:
-            data = one.streams[stream].tobytes()
-            places[stream] = [len(body), len(data), xxhash.xxh3_64_hexdigest(data)]
-            body += data + b"\0" * (-len(data) % 8)
-        table["matrices"][name] = {
-            "rows": one.rows,
-            "columns": one.columns,
-            "signed": one.signed,
-            "occupied": one.occupied,
-            "sizes": astuple(one.sizes),
-            "streams": places,
-        }
-    table["length"] = len(body)
-    header = json.dumps(table, separators=(",", ":")).encode()
-    header += b" " * (-(len(MAGIC) + 4 + len(header)) % 8)
-    return MAGIC + len(header).to_bytes(4, "little") + header + bytes(body)
-
-
-def file_sizes(data: bytes) -> Sizes:
-    """What the bits of a file are for: together 8 times its length."""
-    length = len(MAGIC) + 4 + int.from_bytes(data[len(MAGIC) : len(MAGIC) + 4], "little")
-    found = [one["sizes"] for one in json.loads(data[len(MAGIC) + 4 : length])["matrices"].values()]
-    total = Sizes(*(sum(parts) for parts in zip((0,) * 6, *found, strict=True)))
-    filled = 8 * (len(data) - length) - total.total
-    return replace(total, header=total.header + 8 * length, padding=total.padding + filled)
-
-
-def read(path: Path) -> tuple[dict[str, PackedRows], dict[str, Any]]:
-    """Matrices and facts of the file at `path`. Raises UserError naming the byte at which it is cut off or damaged."""
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}.", do="espalier export RUN --to packed") from None
-    return from_bytes(data, str(path))
-
-
-def from_bytes(data: bytes, name: str = "the package") -> tuple[dict[str, PackedRows], dict[str, Any]]:
-    """See `read`."""
-
-    def damaged(at: int, why: str) -> UserError:
-        return UserError(f"{name} is damaged at byte {at:,}: {why}.", do="espalier export RUN --to packed")
-
-    first = len(MAGIC) + 4
-    if len(data) < first or data[: len(MAGIC)] != MAGIC:
-        short = MAGIC.startswith(data[: len(MAGIC)]) and len(data) < first
-        raise damaged(len(data) if short else 0, "it ends there" if short else "it does not begin as a package does")
-    length = int.from_bytes(data[len(MAGIC) : first], "little")
-    body = first + length
-    if len(data) < body:
-        raise damaged(len(data), f"it ends there, and its header at {body:,}")
-    try:
-        table = json.loads(data[first:body])
-        wanted, found = body + int(table["length"]), {}
-        if len(data) != wanted:
-            raise damaged(min(len(data), wanted), f"{len(data):,} bytes are there, and {wanted:,} were written")
-        for key, one in table["matrices"].items():
-            streams = {}
-            for stream in STREAMS:
-                start, count, digest = one["streams"][stream]
-                piece = data[body + start : body + start + count]
-                if xxhash.xxh3_64_hexdigest(piece) != digest:
-                    raise damaged(body + start, f"{stream} of {key} are not what was written")
-                if any(data[body + start + count : body + start + count + -count % 8]):
-                    raise damaged(body + start + count, f"{stream} of {key} end there, and more follows")
-                streams[stream] = np.frombuffer(bytearray(piece), np.uint8)
-            shape = one["rows"], one["columns"], one["signed"], one["occupied"]
-            found[key] = PackedRows(*shape, streams, Sizes(*one["sizes"]))
-        return found, table["facts"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise damaged(first, f"its header cannot be read ({error})") from None

@@ -77,14 +77,22 @@ class Phase(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What an inference takes. `bytes`: moved to and from DRAM, in whole requests."""
+    """What an inference takes. `bytes`: moved to and from DRAM, in whole requests. Joules of DRAM, of products and
+    sums, and of the buffers, which each byte of DRAM passes once."""
 
     name: str
     cycles: float
     compute_cycles: float
     bytes: float
     row_hits: float
-    joules: float
+    dram_joules: float
+    arithmetic_joules: float
+    buffer_joules: float
+
+    @property
+    def joules(self) -> float:
+        """All of them."""
+        return self.dram_joules + self.arithmetic_joules + self.buffer_joules
 
 
 class Memory:
@@ -256,20 +264,19 @@ DATAFLOWS: dict[str, Dataflow] = {"mega": mega, "sgcn": sgcn, "grow": grow, "gcn
 def simulate(name: str, network: Network, chip: Chip | None = None) -> Result:
     """An inference of `network` by the accelerator `name`, a key of `DATAFLOWS`."""
     chip = chip or Chip()
-    cycles = compute = moved = picojoules = 0.0
+    cycles = compute = moved = picojoules = arithmetic = 0.0
     hits = requests = 0
-    products_pj = ENERGY["mac"].value / PICO
-    sums_pj = ENERGY["ac"].value / PICO
+    share = _quantized_share(name, network)
     for phase in DATAFLOWS[name](chip, network):
         blocks, served = phase.requests.blocks, phase.requests.served(chip.dram)
         cycles += max(served.cycles * chip.dram.tck, phase.cycles)
         compute += phase.cycles
         moved += len(blocks) * chip.dram.block
         hits, requests = hits + served.hits, requests + served.requests
-        share = _quantized_share(name, network)
-        picojoules += served.picojoules + (phase.products * products_pj + phase.sums * sums_pj) * share
-        picojoules += len(blocks) * chip.dram.block * ENERGY["sram_byte"].value / PICO
-    return Result(name, cycles, compute, moved, hits / max(1, requests), picojoules * PICO)
+        picojoules += served.picojoules
+        arithmetic += (phase.products * ENERGY["mac"].value + phase.sums * ENERGY["ac"].value) * share
+    joules = picojoules * PICO, arithmetic, moved * ENERGY["sram_byte"].value
+    return Result(name, cycles, compute, moved, hits / max(1, requests), *joules)
 
 
 def trace(name: str, network: Network, chip: Chip | None = None) -> Trace:

@@ -1,0 +1,60 @@
+"""Operations and bytes of an inference: against operations that PyTorch makes, and cases by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from espalier import config
+from espalier.config import defaults, recipe_file
+from espalier.graph import energy
+from espalier.graph.data import Graph
+from espalier.graph.subgraphs import infer
+from espalier.graph.workload import GraphWorkload
+from espalier.kernels.counts import Counter, Counts
+
+
+def recipe(quant: dict | None = None) -> config.Recipe:
+    table = {"model": {"kind": "gcn", "width": 4}, "data": {"path": "made"}, "train": {"steps": 1}}
+    return defaults.resolve(recipe_file.from_table({**table, **({"quant": quant} if quant else {})}))[0]
+
+
+def model_of(graph: Graph, options: config.Recipe) -> tuple[GraphWorkload, torch.nn.Module]:
+    torch.manual_seed(0)
+    workload = GraphWorkload(options, graph)
+    return workload, workload.build(torch.device("cpu"), torch.float32).eval()
+
+
+def test_products_of_fp32_are_those_that_pytorch_makes(make_graph):
+    """Of values that are not 0: PyTorch multiplies by the others too."""
+    workload, model = model_of(make_graph(), recipe())
+    with Counter(model) as counter:
+        infer(model, workload.task.held)
+    made, stats = energy.parts(workload, model), energy.row_stats(workload, model)
+    assert len(stats) == len(model.layers) == 2
+    for at, (rows, layer) in enumerate(zip(stats, model.layers, strict=True)):
+        every = sum(one.macs for name, one in counter.parts.items() if name.startswith(f"layers.{at}"))
+        assert every == workload.graph.nodes * layer.inputs * layer.outputs
+        kept = rows.nonzeros.sum() / (workload.graph.nodes * layer.inputs)
+        assert made[f"layers.{at} product"].macs == pytest.approx(kept * every)
+        assert (kept == 1) == (at == 0)
+        sums = made[f"layers.{at} aggregation"].acs
+        assert sums == (workload.graph.edges + workload.graph.nodes) * layer.outputs
+
+
+def test_operations_of_few_bits_are_counted_by_hand(make_graph, monkeypatch):
+    """Three values in all, two of 2 bits and one of 4, by 4 columns of 4 bits: 12 products, which take of one of 8 by 8
+    bits (2 * 2 + 4) / 3 * 4 / 64. A sum of messages of 4 bits takes half of one of 8."""
+    workload, model = model_of(make_graph(), recipe({"kind": "mega"}))
+    nodes, edges = workload.graph.nodes, workload.graph.edges
+    counts, bits = np.zeros(nodes, np.int64), np.ones(nodes, np.int64)
+    counts[:2], bits[:2] = (2, 1), (2, 4)
+    monkeypatch.setattr(energy, "row_stats", lambda *_: [energy.RowStats(counts, bits, 100.0)] * 2)
+    made = energy.parts(workload, model)
+    product, summed = made["layers.0 product"], made["layers.0 aggregation"]
+    assert product == Counts(int8_macs=12 * (8 / 3) * 4 / 64, bytes_moved=100 + 5 * 4 / 2)
+    assert summed.int8_macs == (edges + nodes) * 4 / 2
+    assert summed.bytes_moved == 2 * nodes * 4 / 2 + 4 * (edges + nodes) + 4 * nodes * 4
+    assert product.joules() == pytest.approx(12 * (8 / 3) * 4 / 64 * 0.3e-12)
+    assert product.joules("dram") == pytest.approx(product.joules() + 110 * 160e-12)
