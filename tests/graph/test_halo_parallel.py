@@ -472,7 +472,8 @@ def test_bits_by_degree_are_a_rule_of_the_plan_and_what_it_says_is_sent():
 
 
 @pytest.mark.parametrize("by_degree", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_what_adapts_follows_from_the_losses_in_the_log_also_after_a_stop(tmp_path, by_degree):
+def test_what_adapts_follows_from_the_losses_in_the_log_also_after_a_stop(tmp_path, by_degree, monkeypatch):
+    monkeypatch.setattr("espalier.sparse.partition.installed", lambda: False)  # over METIS's parts no bit changes
     halo = {"bits": 1, "synchronize": 4, "adapt": True, "by_degree": by_degree}
     recipe = recipe_of({"kind": "gcn"}, {"halo": halo}, precision="fp32", steps=60)
     whole = train(recipe, made(), (50,), tmp_path / "whole")
