@@ -38,7 +38,7 @@ from espalier.graph.layer_work import Reach
 from espalier.graph.link_prediction import Links, LinkTask
 from espalier.graph.neighbor_sampler import Style
 from espalier.graph.node_classification import NodeTask, held_out_figures, told
-from espalier.graph.subgraphs import SubgraphBatch, View, infer
+from espalier.graph.subgraphs import SubgraphBatch, View, built
 from espalier.graph.torchgt.encodings import averaged, encoded
 from espalier.graph.torchgt.model import GraphTransformer, tokens_of
 from espalier.graph.torchgt.schedule import Schedule, schedule
@@ -101,6 +101,8 @@ class GraphWorkload(Plain):
         """This rank's, where the graph is cut over ranks."""
         self.reformation: Reformation | None = None
         """Of attention, where steps leave edges out."""
+        self.kept: Path | None = None
+        """Where the run keeps what it made of its graph."""
         self._evaluated: Tensor | None = None
         """What the model said of all nodes, over ranks, when it was evaluated last."""
         if recipe.quant is not None and isinstance(self.task, NodeTask):
@@ -158,14 +160,19 @@ class GraphWorkload(Plain):
         return self._schedule
 
     @cached_property
-    def _measured_plan(self) -> str:
+    def attention_plan(self) -> tuple[str, str]:
+        """How attention along all edges is computed, and why; empty where nobody has measured it."""
+        options, every = self.recipe.model, self._attention()[0].every
+        if not isinstance(self.task, NodeTask) or self.task.fanout or every == 1:
+            return "", ""
         from espalier.graph.torchgt import plan_choice
 
-        options, whole = self.recipe.model, self.whole_task.train.block
         assert isinstance(options, config.GraphTransformer)
+        whole = self.task.train.block
         known = tokens_of(whole, options, self._attention()[0].path, full=False).pattern
         heads = options.heads or 1
-        return plan_choice.choose(known, heads, (options.width or 0) // heads)
+        why = plan_choice.choose(known, heads, (options.width or 0) // heads, self.kept)
+        return plan_choice.name(known) if why else "", why
 
     def _outputs(self) -> int:
         """Columns of the network's answer: classes or tasks; for links, an embedding as wide as the layers."""
@@ -361,9 +368,7 @@ class GraphWorkload(Plain):
         """What was decided of the graph, in sentences; makes the format on first use."""
         model = self.bare()
         if isinstance(model, GraphTransformer):
-            told = (*self._said, self._attention()[1])
-            standing = isinstance(self.task, NodeTask) and not self.task.fanout and model.schedule.every != 1
-            return (*told, *filter(None, [self._measured_plan])) if standing else told
+            return (*self._said, self._attention()[1], *filter(None, [self.attention_plan[1]]))
         if not isinstance(model, Gnn):
             return ()
         layers = [layer for layer in model.layers if isinstance(layer, Layer)]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from espalier import cache_dir, data_hash
-from espalier.config import Messages, Recipe
+from espalier.config import GraphTransformer, Messages, Recipe
 from espalier.config.graphs import Batches, with_batches
 from espalier.errors import UserError
 from espalier.graph import kept_graph, packed_run, partition_folder, quantization
@@ -21,6 +21,7 @@ from espalier.graph.graph_classification import GraphTask
 from espalier.graph.link_prediction import LinkTask
 from espalier.graph.node_classification import NodeTask
 from espalier.graph.subgraphs import infer
+from espalier.graph.torchgt import plan_choice
 from espalier.graph.workload import GraphWorkload, open_graph
 from espalier.import_function import keep_sources
 from espalier.shard.wrap_policy import profile
@@ -91,8 +92,11 @@ def _open(recipe: Recipe, opening: Opening) -> GraphWorkload:
         kept = packed_run.with_features(kept_graph.read(opening.kept), opening.kept.parent)
     if kept is not None and not opening.reads:
         graph = kept.graph if kept.whole else kept.outlined()
-        return GraphWorkload(recipe, graph, opening.folder, links=kept.links)
-    return open_graph(recipe, opening.folder, opening.progress, kept)
+        made = GraphWorkload(recipe, graph, opening.folder, links=kept.links)
+    else:
+        made = open_graph(recipe, opening.folder, opening.progress, kept)
+    made.kept = opening.kept
+    return made
 
 
 def _freeze(workload: Workload, folder: Path) -> None:
@@ -101,6 +105,8 @@ def _freeze(workload: Workload, folder: Path) -> None:
     kept_graph.write(folder, workload.graph, links)
     if isinstance(workload.recipe.model, Messages):
         keep_sources(workload.recipe.model.build, folder)
+    if isinstance(workload.recipe.model, GraphTransformer) and (plan := workload.attention_plan[0]):
+        (folder / plan_choice.KEPT).write_text(plan, encoding="utf-8")
 
 
 def _pack(workload: Workload, shards: Sequence[Shard], packing: PackStart) -> None:

@@ -10,11 +10,13 @@ from tests.graph.conftest import made
 from tests.graph.test_workload import recipe_of
 
 from espalier.cache_dir import cache_folder
+from espalier.graph import workload_row
 from espalier.graph.torchgt import plan_choice
 from espalier.graph.torchgt.attention import EDGE, attention, by_counts, reference
 from espalier.graph.torchgt.model import tokens_of
 from espalier.graph.torchgt.pattern import pattern
 from espalier.graph.workload import GraphWorkload
+from espalier.workload_row import Opening
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +59,36 @@ def test_the_fastest_is_taken_kept_and_found_again_and_changes_only_rounding(mon
     plan_choice.choose(cliques(), 2, 4)
     plan_choice.choose(cliques(), 4, 4)  # other sizes have a choice of their own
     assert len(timed) == 3 * len(plan_choice.CANDIDATES)
+
+
+def test_where_nothing_can_be_kept_counts_decide_so_that_two_runs_are_alike(monkeypatch):
+    def full(path, content):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(plan_choice, "write_atomic", full)
+    monkeypatch.setattr(plan_choice, "seconds", lambda *given: pytest.fail("nothing is timed"))
+    for _ in range(2):
+        known = cliques()
+        assert "hybrid, by counts, as measurements cannot be kept" in plan_choice.choose(known, 2, 4)
+        assert not known.chosen
+        assert plan_choice.name(known) == "hybrid"
+
+
+def test_a_run_that_goes_on_takes_the_plan_that_it_began_with_whatever_is_measured_now(monkeypatch, tmp_path):
+    times = {"edge": 1.0, "hybrid": 2.0}
+    monkeypatch.setattr(plan_choice, "seconds", lambda known, plan, *sizes: times.get(plan.name, 3.0))
+    model = {"kind": "graph-transformer", "depth": 1, "width": 8, "heads": 2, "feed_forward": 8, "attention": "sparse"}
+    began = GraphWorkload(recipe_of(model), made())
+    assert began.attention_plan[0] == "edge"
+    (tmp_path / "kept").mkdir()
+    workload_row._freeze(began, tmp_path / "kept")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    times.update(edge=4.0)
+    assert GraphWorkload(recipe_of(model), made()).attention_plan[0] != "edge"
+    opening = Opening(kept=tmp_path / "kept", reads=False)
+    again = workload_row._open(recipe_of(model), opening)
+    assert again.attention_plan[0] == "edge"
+    assert "as when the run began" in again.decisions()[-1]
 
 
 def test_seconds_are_the_median_of_passes_after_the_first():

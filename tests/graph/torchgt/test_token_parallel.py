@@ -4,6 +4,7 @@ that its plan says."""
 from __future__ import annotations
 
 import shutil
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -16,7 +17,7 @@ from espalier import config, mechanisms
 from espalier.config import defaults
 from espalier.errors import UserError
 from espalier.graph.data import DataSplit, Graph
-from espalier.graph.torchgt.token_parallel import tokens_by_rank
+from espalier.graph.torchgt.token_parallel import TokenPart, tokens_by_rank
 from espalier.graph.workload import GraphWorkload
 from espalier.plan import decide, request_from_recipe
 
@@ -83,6 +84,13 @@ def test_no_more_ranks_are_planned_than_there_are_heads():
         mechanisms.ordered(recipe, plan_of(recipe, GraphWorkload(recipe, made()), (30, 60)))
     asked = request_from_recipe.of_recipe(recipe, lambda: GraphWorkload(recipe, made(nodes=600, edges=4000)))
     assert len(decide.decide(asked, machines(4, 10_000)).taken.trainers) <= 2
+
+
+def test_more_ranks_than_nodes_are_refused():
+    workload = GraphWorkload(recipe_of(MODEL, {"halo": {}}), made(nodes=6))
+    model, group = workload.bare(), SimpleNamespace(rank=lambda: 0)
+    with pytest.raises(UserError, match="6 nodes for 7 ranks"):
+        TokenPart(workload.whole_task, model, [1] * 7, {}, group)
 
 
 def test_nodes_follow_the_shares_and_virtual_tokens_are_with_the_last():

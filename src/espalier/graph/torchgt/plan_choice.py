@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 import msgspec
 import torch
@@ -28,25 +29,44 @@ RUNS, FORMAT = 3, 1
 """Times that each is run, of which the median counts; another number where plans are computed otherwise."""
 
 
-def choose(pattern: Pattern, heads: int, width: int) -> str:
+KEPT = "attention.txt"
+"""File of a run's folder with the name of its plan: another one changes answers by their rounding."""
+
+
+def choose(pattern: Pattern, heads: int, width: int, kept: Path | None = None) -> str:
     """Decides how `auto` computes `pattern` for heads of so many columns. A sentence; empty where counts decide.
 
-    Ranks that are forked share it, and a run that goes on finds it again; elsewhere another plan changes answers by
-    their rounding alone.
+    Ranks that are forked share it, and a run that goes on takes what it began with, from its folder `kept`. Where
+    measurements cannot be kept counts decide: the next run of the same seed could not find them, and measure others.
     """
     if pattern.matrix is None or pattern.entries < MEASURED or accelerator.available():
         return ""
+    if kept is not None and (kept / KEPT).exists():
+        began = (kept / KEPT).read_text(encoding="utf-8")
+        if began in CANDIDATES:
+            pattern.chosen["auto"] = CANDIDATES[began]
+            return f"Attention along {pattern.entries:,} entries: {began}, as when the run began."
     content = [pattern.identity, heads, width, torch.get_num_threads(), sorted(CANDIDATES), FORMAT]
     place = cache_folder() / "attention plans" / f"{hashed(content)}.json"
     with suppress(OSError, msgspec.DecodeError):
         taken = msgspec.json.decode(place.read_bytes(), type=dict[str, float])
         if set(taken) == set(CANDIDATES):
             return _said(pattern, taken)
-    taken = {name: seconds(pattern, plan, heads, width) for name, plan in CANDIDATES.items()}
-    with suppress(OSError):  # a cache that cannot be written is none
+    try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(place, msgspec.json.encode(taken))
+        write_atomic(place, b"{}")
+    except OSError as error:
+        why = f"by counts, as measurements cannot be kept in {place.parent}: {error.strerror}"
+        return f"Attention along {pattern.entries:,} entries: {by_counts(pattern).name}, {why}."
+    taken = {name: seconds(pattern, plan, heads, width) for name, plan in CANDIDATES.items()}
+    write_atomic(place, msgspec.json.encode(taken))
     return _said(pattern, taken)
+
+
+def name(pattern: Pattern) -> str:
+    """Of the candidate that computes `pattern`; empty: none of them does."""
+    taken = pattern.chosen.get("auto", by_counts(pattern))
+    return next((one for one, plan in CANDIDATES.items() if plan == taken), "")
 
 
 def _said(pattern: Pattern, taken: dict[str, float]) -> str:

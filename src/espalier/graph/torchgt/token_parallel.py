@@ -59,6 +59,12 @@ class TokenPart:
         self, task: NodeTask, model: GraphTransformer, shares: Sequence[int], placed: dict[str, Any], group: Any
     ) -> None:
         view, rank = task.train, group.rank()
+        if view.graph.nodes < len(shares):
+            raise UserError(
+                f"{view.graph.origin} has {view.graph.nodes:,} nodes for {len(shares)} ranks.",
+                why="each rank holds a range of the nodes",
+                do=f"plan.pin.ranks={view.graph.nodes}",
+            )
         pieces = tokens_by_rank(view.graph.nodes, len(model.virtual), shares)
         start = sum(pieces[:rank])
         stop = min(start + pieces[rank], view.graph.nodes)
