@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from espalier import config
 from espalier.errors import UserError
 from espalier.graph import neighbor_sampler
 from espalier.graph.base import Kept, MessageBlock, Rows, dense, joined
@@ -20,7 +18,6 @@ from espalier.graph.data import Array, Graph
 from espalier.graph.gnn import Gnn, Layer
 from espalier.graph.neighbor_sampler import ALL, Drawn, NeighborSampling, Sampler, Style
 from espalier.graph.torchgt.model import GraphTransformer
-from espalier.import_function import function
 
 MOST = 1 << 31
 """Bytes of messages that inference makes at once; larger graphs go through a layer in pieces."""
@@ -201,19 +198,3 @@ def _placed(block: MessageBlock, placed: dict[str, Any]) -> MessageBlock:
 
     moved: MessageBlock = to_device(block, placed["device"], placed["dtype"])
     return moved
-
-
-def built(options: config.Messages, features: int, classes: int, folder: str | Path | None) -> nn.Module:
-    """The network that `model.build` makes, called with (features, classes, **model.arguments): its forward takes
-    (x [nodes, features], edge_index int64 [2, edges]) and gives [nodes, classes]; a third argument called `edge_weight`
-    or `edge_attr` is filled where the graph has it. Raises UserError for whatever its code raises or does not give."""
-    made, author = function(options.build, folder)
-    with author.answers("when it was called"):
-        model = made(features, classes, **options.arguments)
-    if not isinstance(model, nn.Module) or not any(one.requires_grad for one in model.parameters()):
-        raise UserError(
-            f"model.build = {options.build!r} returned {type(model).__name__}.",
-            why="it must return a network with parameters to train",
-            do="see docs/graph.md",
-        )
-    return model

@@ -38,7 +38,7 @@ from espalier.graph.layer_work import Reach
 from espalier.graph.link_prediction import Links, LinkTask
 from espalier.graph.neighbor_sampler import Style
 from espalier.graph.node_classification import NodeTask, held_out_figures, told
-from espalier.graph.subgraphs import SubgraphBatch, View, built
+from espalier.graph.subgraphs import SubgraphBatch, View, infer
 from espalier.graph.torchgt.encodings import averaged, encoded
 from espalier.graph.torchgt.model import GraphTransformer, tokens_of
 from espalier.graph.torchgt.schedule import Schedule, schedule
@@ -168,8 +168,7 @@ class GraphWorkload(Plain):
         from espalier.graph.torchgt import plan_choice
 
         assert isinstance(options, config.GraphTransformer)
-        whole = self.task.train.block
-        known = tokens_of(whole, options, self._attention()[0].path, full=False).pattern
+        known = tokens_of(self.task.train.block, options, self._attention()[0].path, full=False).pattern
         heads = options.heads or 1
         why = plan_choice.choose(known, heads, (options.width or 0) // heads, self.kept)
         return plan_choice.name(known) if why else "", why
@@ -504,8 +503,7 @@ class GraphWorkload(Plain):
         if sampled is None:
             return None
         made: GraphWorkload = sampled()
-        assert made.recipe.graph is not None
-        return Batches(made.recipe.graph.fanouts, made.global_batch, -(-self.whole_task.items // made.global_batch))
+        return Batches(made.whole_task.fanout, made.global_batch, -(-self.whole_task.items // made.global_batch))
 
     def _sampled(self, layers: int) -> GraphWorkload:
         """The same network on drawn batches of the same graph, which ranks share."""
