@@ -37,15 +37,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 from espalier import artifacts, workload_registry
 from espalier.comm import codecs, compressed_collectives
 from espalier.config import recipe_file
 from espalier.kernels import counts
-from espalier.kernels.ragged import Ragged
 from espalier.optim import schedules
 from espalier.radiance import spikingnerf
 from espalier.radiance.rays import Rays
@@ -54,6 +52,7 @@ from espalier.radiance.volume import Samples
 from espalier.radiance.voxels import Field
 from espalier.radiance.workload import RadianceWorkload, psnr
 from espalier.workload import Shard
+from spikingnerf_heads import PEERS, PaddedColours, kept_by, peak_of, there, timed
 from table import Row, arguments, compare, interval, publish
 
 GOAL = 30.0
@@ -95,70 +94,6 @@ class Found:
     rates: tuple[float, float]
     sops: float
     view: Any = field(repr=False, compare=False)
-
-
-# --- neurons of other libraries ----------------------------------------------------------------------------------
-
-
-class JellyColours(SpikingColours):
-    """On padded rays with SpikingJelly's `LIFNode`."""
-
-    def neurons(self) -> list[nn.Module]:
-        from spikingjelly.activation_based import neuron
-
-        return [neuron.LIFNode(tau=2.0, detach_reset=True, step_mode="m") for _ in range(2)]
-
-    def scan(self, node: Any, x: Tensor) -> Tensor:
-        node.reset()
-        found: Tensor = node(x)
-        return found
-
-    def _infers(self, currents: Tensor) -> bool:
-        return False
-
-    def _layers(self, currents: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-        if not hasattr(self, "_nodes"):
-            object.__setattr__(self, "_nodes", self.neurons())
-        lengths = offsets.diff()
-        rows = Ragged.of_lengths(currents, lengths[lengths > 0])  # rays without samples are left out, as in the paper
-        mask = torch.arange(int(rows.lengths.max()))[None] < rows.lengths[:, None]
-        x = rows.padded().transpose(0, 1).contiguous()
-        one = self.scan(self._nodes[0], x)
-        two = self.scan(self._nodes[1], one @ self.matrix(self.second).T)
-        own = [layer.transpose(0, 1)[mask] for layer in (one, two)]
-        return own[1] @ self.matrix(self.last).T, torch.stack([spikingnerf.number(layer) for layer in own])
-
-
-class SnnTorchColours(JellyColours):
-    """On padded rays with snnTorch's `Leaky`, which resets in the step after a spike."""
-
-    def neurons(self) -> list[nn.Module]:
-        import snntorch
-
-        grad = snntorch.surrogate.sigmoid(slope=4)
-        return [snntorch.Leaky(beta=0.5, threshold=1.0, reset_mechanism="zero", spike_grad=grad) for _ in range(2)]
-
-    def scan(self, node: Any, x: Tensor) -> Tensor:
-        membrane, spikes = node.reset_mem(), []
-        for now in (0.5 * x).unbind(0):
-            fired, membrane = node(now, membrane)
-            spikes.append(fired)
-        return torch.stack(spikes)
-
-
-PEERS: dict[str, type[JellyColours]] = {"SpikingJelly": JellyColours, "snnTorch": SnnTorchColours}
-
-
-def there() -> list[str]:
-    """The peers that can be imported."""
-    found = []
-    for name, kind in PEERS.items():
-        try:
-            kind(1, 1).neurons()
-            found.append(name)
-        except ImportError as error:
-            print(f"without {name}: {error}")
-    return found
 
 
 # --- fits --------------------------------------------------------------------------------------------------------
@@ -437,16 +372,6 @@ def heads(sizes: Sizes) -> list[Row]:
     return rows + rendering(case, ours, (features, views, found), sizes)
 
 
-class PaddedColours(JellyColours):
-    """On padded rays, a step of time after the other in PyTorch."""
-
-    def neurons(self) -> list[nn.Module]:
-        return [nn.Identity(), nn.Identity()]
-
-    def scan(self, node: Any, x: Tensor) -> Tensor:
-        return spikingnerf.lif_scan_padded(x.transpose(0, 1)).transpose(0, 1)
-
-
 def survivors(workload: RadianceWorkload, field: Field) -> tuple[Tensor, Tensor, Samples]:
     """What the colour network gets of a batch of 2,048 rays."""
     taken: list[Any] = []
@@ -471,37 +396,6 @@ def head_step(network: SpikingColours, features: Tensor, views: Tensor, found: S
         return colours
 
     return step
-
-
-def timed(action: Callable[[], Any]) -> float:
-    begun = time.perf_counter()
-    action()
-    return time.perf_counter() - begun
-
-
-def kept_by(step: Callable[[], Any]) -> int:
-    """Bytes that a pass keeps for backward, each piece of memory once."""
-    kept: dict[int, int] = {}
-
-    def keep(one: Tensor) -> Tensor:
-        kept[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
-        return one
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one):
-        step()
-    return sum(kept.values())
-
-
-def peak_of(step: Callable[[], Any]) -> int:
-    """Bytes of the tensors that a pass allocates, at most at a time."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        step()
-    now, most = 0, 0
-    for event in seen.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            most = max(most, now)
-    return most
 
 
 def rendering(case: str, ours: SpikingColours, given: tuple[Tensor, Tensor, Samples], sizes: Sizes) -> list[Row]:
