@@ -1,5 +1,5 @@
-"""Colour networks with the neurons of other libraries, on padded rays, and what a pass of one takes: seconds, bytes that
-it keeps for backward, and bytes of its tensors at most."""
+"""Colour networks with the neurons of other libraries, on padded rays, and what a pass of one takes: seconds, bytes
+that it keeps for backward, and bytes of its tensors at most."""
 
 from __future__ import annotations
 
