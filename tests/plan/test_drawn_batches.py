@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
-from tests.story.programs import forked
+from tests.story.programs import forked, launched
 
-from espalier import make_plan
+from espalier import cli, make_plan
 from espalier.config.graphs import Batches
 from espalier.plan import base as plans
 
@@ -98,3 +99,14 @@ def test_the_run_does_what_was_chosen_as_if_it_had_been_asked_for_and_keeps_it_w
     assert done.returncode == 0, done.stderr
     assert plans.read(tmp_path / "open" / "plan.json").batches == plan.batches
     assert [step for step, _ in steps(tmp_path / "open")] == list(range(1, 6 * plan.batches.steps + 1))
+
+
+def test_ranks_of_a_launcher_hear_what_the_first_has_chosen(tmp_path):
+    asked = recipe(tmp_path, FEW).name
+    cluster(tmp_path, 1)
+    run = partial(cli.main, ["train", asked, "plan.cluster=hosts.toml", "--run", "both"])
+    for done in launched(tmp_path, run, ranks=2):
+        assert done.returncode == 0, done.stderr
+    chosen = plans.read(tmp_path / "both" / "plan.json").batches
+    assert chosen is not None
+    assert [step for step, _ in steps(tmp_path / "both")] == list(range(1, 4 * chosen.steps + 1))
