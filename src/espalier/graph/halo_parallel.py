@@ -222,7 +222,7 @@ class HaloParallel(Mechanism):
         if (bits := quantization_of(model)) is not None:
             bits.trains_on(part.halo.to(one.device))
         workload.part = RankPart(part, task, how, placed, context.recipe.train.seed)
-        if known is None and isinstance(model, Gnn):
+        if known is None and isinstance(model, Gnn) and one.device.type == "cpu":
             assert context.recipe.graph is not None
             layers = [layer for layer in model.layers if isinstance(layer, Layer)]
             wanted, steps = context.recipe.graph.format, context.recipe.train.steps or 0

@@ -22,7 +22,7 @@ from espalier.plan.layouts import view
 from espalier.plan.request import AUTO
 from espalier.plan.trials import Trials
 from espalier.terminal import say
-from espalier.verbs import measurements, prepare, printing, run_plan
+from espalier.verbs import measurements, prepare, printing
 from espalier.workload import Workload
 
 
@@ -56,6 +56,8 @@ def decided(
     """The plan of a recipe on a cluster, which may not fit. `calibrate_on`: see `measurements.calibration`; `workload`:
     of the recipe, where it is open."""
     if drawn_batches.is_open(resolved.recipe):
+        from espalier.verbs import run_plan
+
         plan_of = partial(decided, cluster=cluster, calibrate_on=calibrate_on)
         workload = prepare.open_workload(resolved)
         chosen, why = run_plan.batches(resolved, workload, lambda asked, its: plan_of(asked, workload=its).plan)
