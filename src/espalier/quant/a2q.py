@@ -67,7 +67,9 @@ RECORD = Record(
     "reach the step of 3 in 4 nodes), and a2q is above uniform widths of as many bytes at 2 and 3 bits; means of 10 "
     "seeds: on Cora, 64 columns, a2q is 0.6 points above fp32 and mega as good, in a 17th of its bytes; 16 "
     "columns, a2q 0.3 and mega 1.5 below; on CiteSeer, 16 columns, a2q 1.8 below fp32 in a 16th, 2.5 above "
-    "uniform 2-bit rows, mega 0.8 below those; PubMed is not measured, for want of its features",
+    "uniform 2-bit rows, mega 0.8 below those; a training step takes 7 to 10 times that of fp32 (1.5 was the goal: "
+    "rounding is eager), and products of packed rows 0.5 to 0.7 of torch.sparse's speed where features fit the cache; "
+    "PubMed is not measured, for want of its features",
     gpu="NVIDIA H100, November 2026",
 )
 
