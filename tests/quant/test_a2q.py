@@ -181,6 +181,30 @@ def test_fitted_steps_have_the_least_error_in_either_form(signed: bool) -> None:
     assert bool((errors[0] <= other).all())
 
 
+@pytest.mark.parametrize("signed", [False, True])
+@pytest.mark.parametrize("by_row", [False, True])
+@pytest.mark.parametrize("rule", [Rule(), Rule(ste="pass"), Rule(local=0.7), Rule(local=0.7, own=120)])
+def test_the_compiled_form_rounds_to_the_same_bits_and_has_the_same_gradients(signed, by_row, rule) -> None:
+    rule, x, upstream = rule._replace(signed=signed), rows(300, 23, 3), rows(300, 23, 4)
+    x[7], x[:, 5] = 0, 0
+    count = 300 if by_row else 23
+    step, bits = (
+        (rows(count, 1, 5).abs() + 0.05).view((count, 1) if by_row else (1, count)),
+        torch.linspace(1, 8, count),
+    )
+    given = x, step, bits.view(step.shape), rule
+    assert a2q.rounded_values.pick(*given).run is a2q.rounded_by_kernel
+    plain = a2q.rounded_values.reference.run(*given)
+    assert torch.equal(a2q.rounded_by_kernel(*given), plain)
+    assert torch.equal(a2q.rounded_by_kernel(x.T.contiguous().T, *given[1:]), plain)
+    expected = a2q.rounding_gradients.reference.run(*(one.double() for one in given[:3]), rule, upstream.double())
+    found = a2q.gradients_by_kernel(*given, upstream)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)
+    again = a2q.gradients_by_kernel(*given, upstream)
+    assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
+
+
 def allocators() -> list[BitAllocator]:
     return [NodeBits(50, 4), BankBits(50, 4, pairs=20), UniformBits(50, 4)]
 

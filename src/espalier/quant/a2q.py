@@ -109,27 +109,90 @@ class FakeQuantize(torch.autograd.Function):
         """See the class."""
         ctx.rule = rule
         ctx.save_for_backward(x, step, bits)
-        return codes_of(x, step, bits, rule.signed) * step
+        return rounded_values(x, step, bits, rule)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         """See the class."""
         x, step, bits = ctx.saved_tensors
-        rule: Rule = ctx.rule
-        upstream = gradients[0]
-        code, largest = codes_of(x, step, bits, rule.signed), largest_code(bits, rule.signed)
-        inside = (x.abs() <= step * largest) if rule.signed else (x <= step * largest) & (x >= 0)
-        dx = upstream if rule.ste == "pass" else upstream * inside
-        unit: Tensor | float = 1.0
-        if rule.local:
-            upstream = (code * step - x).sign() / step * (rule.local * step.numel() / x.numel())
-            unit = largest + 1
-            if rule.own:
-                upstream[rule.own :] = 0
-        dstep = upstream * torch.where(inside, code - x / step, code)
-        sign = x.sign() if rule.signed else (x > 0).to(x.dtype)
-        dbits = upstream * torch.where(inside, 0, sign * (largest + 1) / unit * math.log(2) * step)
-        return dx, dstep.sum_to_size(step.shape), dbits.sum_to_size(bits.shape), None
+        dx, dstep, dbits = rounding_gradients(x, step, bits, ctx.rule, gradients[0])
+        return dx, dstep, dbits, None
+
+
+def compiled(x: Tensor, step: Tensor, bits: Tensor, *_: Any) -> bool:
+    """Whether kernels round: float32 rows with a step for each row or column."""
+    shapes = ((len(x), 1), (1, x.shape[1])) if x.dim() == 2 else ()
+    return (
+        x.dtype == step.dtype == torch.float32 and x.numel() > 0 and step.shape == bits.shape and step.shape in shapes
+    )
+
+
+def _by_axis(x: Tensor, step: Tensor, bits: Tensor, signed: bool) -> tuple[int, Any]:
+    """Whether steps are of rows, and steps with the largest codes, as arrays."""
+
+    steps, largest = step.flatten().contiguous(), largest_code(bits, signed).flatten().contiguous()
+    return int(step.shape == (len(x), 1)), (steps.numpy(), largest.numpy())
+
+
+@operation("rounded_values")
+@torch.no_grad()
+def rounded_values(x: Tensor, step: Tensor, bits: Tensor, rule: Rule) -> Tensor:
+    """step * code of every value; `step` and `bits` alike: of rows [rows, 1] or columns [1, columns]."""
+    return codes_of(x, step, bits, rule.signed) * step
+
+
+@rounded_values.fast("cpu", wins=compiled)
+@torch.no_grad()
+def rounded_by_kernel(x: Tensor, step: Tensor, bits: Tensor, rule: Rule) -> Tensor:
+    """numba: one pass."""
+    from espalier.quant import row_steps_cpu
+
+    by_row, pairs = _by_axis(x, step, bits, rule.signed)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    row_steps_cpu.round_values(x.detach().contiguous().numpy(), pairs, by_row, int(rule.signed), out.numpy())
+    return out
+
+
+@operation("rounding_gradients")
+@torch.no_grad()
+def rounding_gradients(
+    x: Tensor, step: Tensor, bits: Tensor, rule: Rule, upstream: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of values, steps and bits: see `FakeQuantize`."""
+    code, largest = codes_of(x, step, bits, rule.signed), largest_code(bits, rule.signed)
+    inside = (x.abs() <= step * largest) if rule.signed else (x <= step * largest) & (x >= 0)
+    dx = upstream if rule.ste == "pass" else upstream * inside
+    unit: Tensor | float = 1.0
+    if rule.local:
+        upstream = (code * step - x).sign() / step * (rule.local * step.numel() / x.numel())
+        unit = largest + 1
+        if rule.own:
+            upstream[rule.own :] = 0
+    dstep = upstream * torch.where(inside, code - x / step, code)
+    sign = x.sign() if rule.signed else (x > 0).to(x.dtype)
+    dbits = upstream * torch.where(inside, 0, sign * (largest + 1) / unit * math.log(2) * step)
+    return dx, dstep.sum_to_size(step.shape), dbits.sum_to_size(bits.shape)
+
+
+@rounding_gradients.fast("cpu", wins=compiled)
+@torch.no_grad()
+def gradients_by_kernel(
+    x: Tensor, step: Tensor, bits: Tensor, rule: Rule, upstream: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """numba: one pass; sums in float64."""
+    from espalier.quant import row_steps_cpu
+
+    by_row, pairs = _by_axis(x, step, bits, rule.signed)
+    lines = (1, len(x)) if by_row else (row_steps_cpu.BLOCKS, x.shape[1])
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    of_steps, of_bits = np.zeros(lines), np.zeros(lines)
+    local = rule.local * step.numel() / x.numel() if rule.local else -1.0
+    asked = (int(rule.signed), int(rule.ste == "pass"), rule.own or len(x))
+    run = row_steps_cpu.row_gradients if by_row else row_steps_cpu.column_gradients
+    given = x.contiguous().numpy(), upstream.contiguous().numpy()
+    run(*given, pairs, asked, np.float32(local), (out.numpy(), of_steps, of_bits))
+    dstep, dbits = (torch.from_numpy(one.sum(0)).to(x.dtype).view(step.shape) for one in (of_steps, of_bits))
+    return out, dstep, dbits
 
 
 PARTS = 2

@@ -39,14 +39,16 @@ RECORD = Record(
     law_test="tests/graph/torchgt/test_attention.py::test_every_plan_is_dense_masked_attention_in_float64",
     bench="bench/torchgt.py",
     state="works",
-    remark="graph transformers train from recipes, and espalier.graph.attention serves any program; at 65,536 tokens "
-    "of degree 20 a step is 4.6 times as fast as PyG's TransformerConv in a fifth of its memory, at 4,096 tokens "
-    "Polynormer is faster; [graph.halo] cuts the tokens over ranks: each holds some tokens, and computes all of them "
-    "for some heads; model.recall lets steps leave edges out, counted and bounded (a tenth of them: 6 % faster at "
-    "65,536 tokens); windows of over 2,097,152 entries, and the plan measured for over 1,048,576, wait in the cache; "
-    "model.local is for few labels, where other transformers overfit: 0.1 points below GCN on Cora and level with it on "
-    "CiteSeer (10 seeds), where the layers add nothing to averages; 1,048,576 tokens and a virtual one train in 16 GiB, "
-    "38 s a step; clusters ordered by RCM++ are no faster here than in any order, and `auto` takes the plan by edges",
+    remark="graph transformers train from recipes, and espalier.graph.attention serves any program; at 65,536 "
+    "tokens of degree 20 a step is 4.6 times as fast as PyG's TransformerConv in about a fifth of its memory "
+    "(4.4 to 5.2 times less in four processes; 5 was the goal), 1.3 to 2.2 times as fast as Polynormer at all "
+    "sizes; the plan by edges is the fastest of the three exact ones there (by windows 1.6 times as long, "
+    "hybrid 1.2), and clusters ordered by RCM++ make no step faster; [graph.halo] cuts the tokens over ranks: "
+    "each holds some tokens, and computes all of them for some heads; model.recall lets steps leave edges out, "
+    "counted and bounded (a tenth of them saves nothing sure); windows of over 2,097,152 entries, and the plan "
+    "measured for over 1,048,576, wait in the cache; model.local is for few labels, where other transformers "
+    "overfit: 0.1 points below GCN on Cora and level with it on CiteSeer (10 seeds), where the layers add "
+    "nothing to averages; 1,048,576 tokens and a virtual one train in 16 GiB, 38 s a step",
     gpu="NVIDIA H100, November 2026",
 )
 
