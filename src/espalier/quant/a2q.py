@@ -67,8 +67,8 @@ RECORD = Record(
     "reach the step of 3 in 4 nodes), and a2q is above uniform widths of as many bytes at 2 and 3 bits; means of 10 "
     "seeds: on Cora, 64 columns, a2q is 0.6 points above fp32 and mega as good, in a 17th of its bytes; 16 "
     "columns, a2q 0.3 and mega 1.5 below; on CiteSeer, 16 columns, a2q 1.8 below fp32 in a 16th, 2.5 above "
-    "uniform 2-bit rows, mega 0.8 below those; a training step takes 7 to 10 times that of fp32 (1.5 was the goal: "
-    "rounding is eager), and products of packed rows 0.5 to 0.7 of torch.sparse's speed where features fit the cache; "
+    "uniform 2-bit rows, mega 0.8 below those; a training step takes 4 to 8 times that of fp32 (1.5 was the goal), and "
+    "products of packed rows 0.5 to 0.7 of torch.sparse's speed where features fit the cache; "
     "PubMed is not measured, for want of its features",
     gpu="NVIDIA H100, November 2026",
 )
@@ -230,10 +230,10 @@ def fitted_by_rows(x: Tensor, logarithm: Tensor, bits: Tensor, signed: bool) -> 
     return out
 
 
-FITTED, ROUNDED, ROUNDED_BACK = 240, 80, 450
+FITTED, ROUNDED, ROUNDED_BACK = 190, 20, 80
 """What fitting the steps of rows, rounding, and the gradients of both take for a value of 4 bytes, as bytes that could
-be copied meanwhile. Measured once, on one and two threads of an AMD EPYC, in the middle between rows whose arrays are
-reused (30,000 of 64 columns: 70 and 300) and those that are allocated anew (200,000 of 32: 80 and 900)."""
+be copied meanwhile. Measured once, rows of 30,000 x 64 and 200,000 x 32 on one and two threads of an AMD EPYC: 146 to
+244, 10 to 35, and 60 to 105."""
 TEMPORARY = 6
 """Arrays of the values' size that backward makes besides."""
 
