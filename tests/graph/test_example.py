@@ -61,38 +61,37 @@ def test_anybodys_loop_learns_from_features_on_disk():
     assert losses[-1] < 0.8 * losses[0]
 
 
+def transformer(folder, node, *changes):
+    """What a run of the example with `changes` prints, and what it then answers for `node`."""
+    (folder / "machine.toml").write_text('[[nodes]]\ndevice = "cpu"\ncores = 2\nmemory = "8GiB"\n')
+    command = [sys.executable, "-m", "espalier", "train", str(ROOT / "examples" / "graph-transformer.toml"), *changes]
+    command += ["plan.cluster=machine.toml", "plan.trial=false", "--run", "run"]
+    found = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    asked = [sys.executable, "-m", "espalier", "predict", "run", node]
+    answer = subprocess.run(asked, cwd=folder, capture_output=True, text=True, check=False)
+    assert answer.returncode == 0, answer.stderr
+    return found.stdout, answer.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_example_of_a_graph_transformer_trains_as_it_stands(tmp_path):
     """In fewer steps, on the modules of this machine. Answers attend over all pairs of them, which takes minutes."""
-    (tmp_path / "machine.toml").write_text('[[nodes]]\ndevice = "cpu"\ncores = 2\nmemory = "8GiB"\n')
-    small = ["plan.cluster=machine.toml", "plan.trial=false", "train.steps=3", "train.validate_every=3"]
-    command = [sys.executable, "-m", "espalier", "train", str(ROOT / "examples" / "graph-transformer.toml"), *small]
-    found = subprocess.run([*command, "--run", "run"], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert found.returncode == 0, found.stderr
-    assert "Attention: " in found.stdout
-    assert "finished at step 3 of 3" in found.stdout
-    asked = [sys.executable, "-m", "espalier", "predict", "run", "json"]
-    answer = subprocess.run(asked, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert answer.returncode == 0, answer.stderr
-    assert answer.stdout.startswith("json\t")
+    said, answer = transformer(tmp_path, "json", "train.steps=3", "train.validate_every=3")
+    assert "Attention: " in said
+    assert "finished at step 3 of 3" in said
+    assert answer.startswith("json\t")
 
 
 def test_the_example_of_a_graph_transformer_trains_over_two_ranks(tmp_path):
     table = tomllib.loads((ROOT / "examples" / "graph-transformer.toml").read_text(encoding="utf-8"))
     assert table["model"]["kind"] == "graph-transformer"
-    (tmp_path / "machine.toml").write_text('[[nodes]]\ndevice = "cpu"\ncores = 2\nmemory = "8GiB"\n')
     small = ["data.path=planted:nodes=300,degree=6,features=8,classes=3", f"data.cache={tmp_path}", "train.steps=10"]
-    small += ["plan.cluster=machine.toml", "plan.trial=false", "train.validate_every=5", "plan.pin.ranks=2"]
-    command = [sys.executable, "-m", "espalier", "train", str(ROOT / "examples" / "graph-transformer.toml"), *small]
-    found = subprocess.run([*command, "--run", "run"], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert found.returncode == 0, found.stderr
-    assert "Attention: one step in 5 is full, for no path through all tokens is known." in found.stdout
-    assert "finished at step 10 of 10" in found.stdout
-    asked = [sys.executable, "-m", "espalier", "predict", "run", "7"]
-    answer = subprocess.run(asked, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert answer.returncode == 0, answer.stderr
-    assert answer.stdout.startswith("node 7\t")
+    said, answer = transformer(tmp_path, "7", *small, "train.validate_every=5", "plan.pin.ranks=2")
+    assert "Attention: one step in 5 is full, for no path through all tokens is known." in said
+    assert "finished at step 10 of 10" in said
+    assert answer.startswith("node 7\t")
 
 
 def test_the_example_on_disk_trains_with_features_ten_times_the_memory(tmp_path):
