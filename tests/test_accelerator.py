@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -13,6 +15,7 @@ import pytest
 import torch
 
 from espalier import accelerator
+from espalier.cache_dir import cache_folder
 
 HERE = Path(__file__).parent
 SOURCES = HERE.parent / "src" / "espalier"
@@ -29,11 +32,17 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if torch.version.cuda or torch.version.hip:
         pytest.skip("this PyTorch knows the device by itself")
     folder, root = tmp_path_factory.mktemp("cuda"), Path(torch.__file__).parent
-    library = folder / "library.so"
     link = [f"-I{root}/include", f"-L{root}/lib", f"-Wl,-rpath,{root}/lib", "-lc10", "-ltorch_cpu"]
-    source = str(HERE / "cuda_without_gpu.cpp")
-    built = [compiler, "-O0", "-std=c++20", "-shared", "-fPIC", source, "-o", str(library), *link]
-    subprocess.run(built, check=True, timeout=170)
+    source = HERE / "cuda_without_gpu.cpp"
+    command = [compiler, "-O0", "-std=c++20", "-shared", "-fPIC", str(source), *link]
+    made = hashlib.sha256(source.read_bytes() + f"{command[:5]} {link} {torch.__version__}".encode()).hexdigest()[:32]
+    library = cache_folder() / "kernels" / made / "library.so"  # compiling takes half a minute
+    if not library.exists():
+        library.parent.mkdir(parents=True, exist_ok=True)
+        subprocess.run([*command, "-o", str(folder / "library.so")], check=True, timeout=170)
+        partial = library.with_name(f"library.so.{os.getpid()}")
+        shutil.copyfile(folder / "library.so", partial)
+        partial.replace(library)
     return library
 
 

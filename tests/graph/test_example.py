@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from programs import MACHINE, forked
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,12 +30,9 @@ def test_the_page_shows_the_example_on_disk_and_lines_of_the_loop_as_they_are():
 
 
 def test_the_example_of_parts_trains_over_two_ranks_as_it_stands(tmp_path):
-    (tmp_path / "machine.toml").write_text('[[nodes]]\ndevice = "cpu"\ncores = 2\nmemory = "8GiB"\n')
+    (tmp_path / "machine.toml").write_text(MACHINE)
     small = ["plan.cluster=machine.toml", "plan.trial=false", "train.steps=12", "train.validate_every=12"]
-    found = subprocess.run(
-        [sys.executable, "-m", "espalier", "train", str(ROOT / "examples" / "sylvie.toml"), *small, "--run", "run"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=150, check=False,
-    )  # fmt: skip
+    found = forked(tmp_path, "train", str(ROOT / "examples" / "sylvie.toml"), *small, "--run", "run")
     assert found.returncode == 0, found.stderr
     assert "finished at step 12 of 12" in found.stdout
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
@@ -43,13 +41,7 @@ def test_the_example_of_parts_trains_over_two_ranks_as_it_stands(tmp_path):
     steps = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     sent = [one["bytes"]["halo"] for one in steps if one["event"] == "step"]
     assert sent[3] == pytest.approx(plan["predicted"]["sent_bytes"]["halo"])
-    told = subprocess.run(
-        [sys.executable, "-m", "espalier", "predict", "run", "0"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    told = forked(tmp_path, "predict", "run", "0")
     assert told.returncode == 0, told.stderr
 
 
@@ -63,13 +55,11 @@ def test_anybodys_loop_learns_from_features_on_disk():
 
 def transformer(folder, node, *changes):
     """What a run of the example with `changes` prints, and what it then answers for `node`."""
-    (folder / "machine.toml").write_text('[[nodes]]\ndevice = "cpu"\ncores = 2\nmemory = "8GiB"\n')
-    command = [sys.executable, "-m", "espalier", "train", str(ROOT / "examples" / "graph-transformer.toml"), *changes]
-    command += ["plan.cluster=machine.toml", "plan.trial=false", "--run", "run"]
-    found = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    (folder / "machine.toml").write_text(MACHINE)
+    options = (*changes, "plan.cluster=machine.toml", "plan.trial=false")
+    found = forked(folder, "train", str(ROOT / "examples" / "graph-transformer.toml"), *options, "--run", "run")
     assert found.returncode == 0, found.stderr
-    asked = [sys.executable, "-m", "espalier", "predict", "run", node]
-    answer = subprocess.run(asked, cwd=folder, capture_output=True, text=True, check=False)
+    answer = forked(folder, "predict", "run", node)
     assert answer.returncode == 0, answer.stderr
     return found.stdout, answer.stdout
 
@@ -95,7 +85,7 @@ def test_the_example_of_a_graph_transformer_trains_over_two_ranks(tmp_path):
 
 
 def test_the_example_on_disk_trains_with_features_ten_times_the_memory(tmp_path):
-    (tmp_path / "machine.toml").write_text('[[nodes]]\ndevice = "cpu"\ncores = 2\nmemory = "8GiB"\n')
+    (tmp_path / "machine.toml").write_text(MACHINE)
     example = str(ROOT / "examples" / "graph-on-disk.toml")
     small = ["data.path=planted:nodes=8000,degree=6,features=64,classes=4,train=0.05", "store.memory=0.19MiB"]
     small += [
@@ -111,10 +101,7 @@ def test_the_example_on_disk_trains_with_features_ten_times_the_memory(tmp_path)
         "plan.cluster=machine.toml",
         "plan.trial=false",
     ]
-    found = subprocess.run(
-        [sys.executable, "-m", "espalier", "train", example, *small, "--run", "run"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=150, check=False,
-    )  # fmt: skip
+    found = forked(tmp_path, "train", example, *small, "--run", "run")
     assert found.returncode == 0, found.stderr
     assert "finished at step 10 of 10" in found.stdout
     assert "features from" in found.stdout

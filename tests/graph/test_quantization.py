@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from programs import MACHINE
+from programs import forked as espalier
 
 from espalier import config
 from espalier.artifacts import Curve, Table
@@ -244,13 +244,7 @@ def test_the_packed_network_says_what_the_quantized_one_says(make_graph, kind):
 
 
 ROOT = Path(__file__).parents[2]
-MACHINE = '[[nodes]]\ndevice = "cpu"\ncores = 2\nmemory = "8GiB"\n'
 SMALL = ("data.path=planted:nodes=400,degree=6,features=16,classes=3,train=0.5", "train.steps=6", "model.width=8")
-
-
-def espalier(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "espalier", *words]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=150, check=False)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from programs import environment, forked, launched, started
+from programs import environment, forked, launched
 
 from espalier import cli
 from espalier import cluster as clusters
@@ -54,7 +54,7 @@ def home(tmp_path_factory, machine):
         patch.setattr(probe, "probe", lambda **_: clusters.loads(machine["text"]))  # once a session
         probed = forked(folder, "probe", "--json")
     assert probed.returncode == 0, probed.stderr
-    done = started(folder, "train", "recipe.toml", "plan.pin.ranks=2")
+    done = forked(folder, "train", "recipe.toml", "plan.pin.ranks=2")
     assert done.returncode == 0, done.stdout + done.stderr
     (folder / "output.txt").write_text(done.stdout)
     shutil.copy(folder / "runs" / "recipe" / "events.jsonl", folder / "finished.jsonl")
@@ -179,7 +179,7 @@ def test_a_watch_evaluates_what_a_finished_run_left_once_and_ends(home):
         '{"question": "The number 3 comes", "choices": ["before", "after"], "answer": 0}\n'
     )
     command = ("eval", "runs/recipe", "--watch", "--task", "facts=facts.jsonl", "--workers", "1", "--json")
-    first, again = unhurried(home, *command), unhurried(home, *command)
+    first, again = unhurried(home, *command), forked(home, *command)
     assert first.returncode == again.returncode == 0, first.stderr + again.stderr
     rows = [json.loads(line) for line in first.stdout.splitlines()]
     kept = sorted(int(path.name[5:]) for path in (home / "runs" / "recipe" / "checkpoints").glob("step-*"))
@@ -216,23 +216,38 @@ def test_interrupting_saves_and_the_same_command_resumes(home):
     assert steps == list(range(1, len(steps) + 1))
 
 
-def test_torchrun_gives_the_same_curve_as_local_ranks(home):
-    common = ("name=elastic", "train.steps=8")  # torchrun takes --run for an option of its own
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
-    done = subprocess.run(
-        [*command, "espalier", "train", "recipe.toml", *common],
-        cwd=home,
-        env=environment(home),
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+@pytest.mark.parametrize("by_its_agent", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_torchrun_gives_the_same_curve_as_local_ranks(home, by_its_agent):
+    common = ("train", "recipe.toml", "name=elastic", "train.steps=8")  # torchrun takes --run for an option of its own
+    if by_its_agent:
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node=2",
+            "-m",
+            "espalier",
+        ]
+        done = [
+            subprocess.run(
+                [*command, *common],
+                cwd=home,
+                env=environment(home),
+                capture_output=True,
+                text=True,
+                timeout=150,
+                check=False,
+            )
+        ]
+    else:
+        done = launched(home, lambda: cli.main(common))
+    assert not any(one.returncode for one in done), [one.stderr for one in done]
     expected = {event["step"]: event["loss"] for event in events(home) if event["event"] == "step"}
     found = {event["step"]: event["loss"] for event in events(home, "elastic") if event["event"] == "step"}
     assert set(found) == set(range(1, 9))
     assert [found[step] for step in sorted(found)] == [expected[step] for step in sorted(found)]
+    shutil.rmtree(home / "runs" / "elastic")
 
 
 def test_ranks_that_torchrun_starts_on_two_hosts_measure_the_links_and_are_planned_for(home):
