@@ -171,7 +171,7 @@ class OptimizerNode:
     def start(self) -> Self:
         """Begins to serve; returns at once."""
         if self.replica is not None:
-            self.replica.refused = self._fail
+            self.replica.refused = self.fail
             self.replica.begin(self.state, 0)
         for stage in (self._read, self._compute, self._write, self._end_steps):
             threading.Thread(target=self._run, args=(stage,), daemon=True).start()
@@ -180,7 +180,7 @@ class OptimizerNode:
 
     def close(self) -> None:
         """Ends it at once, without a word to the workers, as if it were killed."""
-        self._fail(RunFailed(f"{self.name} was closed."), tell=False)
+        self.fail(RunFailed(f"{self.name} was closed."), tell=False)
 
     def wait(self) -> None:
         """Returns when it is closed; raises what it failed with."""
@@ -193,11 +193,12 @@ class OptimizerNode:
         try:
             stage()
         except EspalierError as error:
-            self._fail(error)
+            self.fail(error)
         except Exception as error:  # a bug, or a device that is gone: nobody may wait for this thread
-            self._fail(RunFailed(f"{self.name} has failed.", why=f"{type(error).__name__}: {error}"))
+            self.fail(RunFailed(f"{self.name} has failed.", why=f"{type(error).__name__}: {error}"))
 
-    def _fail(self, error: EspalierError, tell: bool = True) -> None:
+    def fail(self, error: EspalierError, tell: bool = True) -> None:
+        """Ends it: the workers raise `error`, unless they are not to be told."""
         with self._changed:
             if self._closed:
                 return

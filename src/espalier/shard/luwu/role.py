@@ -258,7 +258,9 @@ def _until_left(place: NodePlace, node: OptimizerNode, stepped: Callable[[int], 
         if node.state.step != step:
             step = node.state.step
             if not (place.folder / "state").exists():
-                raise _gone(place)
+                gone = _gone(place)
+                node.fail(gone)  # first: its threads find the closed file otherwise, and the workers hear of that
+                raise gone
             stepped(step)
         time.sleep(_LOOK)
 
