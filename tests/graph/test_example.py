@@ -15,18 +15,23 @@ from programs import MACHINE, forked
 ROOT = Path(__file__).parents[2]
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "docs" / "graph.md").read_text(encoding="utf-8"), re.S)
+def blocks(language: str, page: str = "graph") -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8"), re.S)
 
 
-def test_the_page_shows_the_example_as_it_is():
-    assert blocks("toml")[0] == (ROOT / "examples" / "graph.toml").read_text(encoding="utf-8")
+@pytest.mark.parametrize(
+    ("page", "example"),
+    [
+        ("graph", "graph"), ("graph-on-disk", "graph-on-disk"), ("graph-over-ranks", "sylvie"),
+        ("graph-transformers", "graph-transformer"), ("few-bits", "quantized-graph"),
+    ],
+)  # fmt: skip
+def test_the_page_shows_the_example_as_it_is(page, example):
+    assert blocks("toml", page)[0] == (ROOT / "examples" / f"{example}.toml").read_text(encoding="utf-8")
 
 
-def test_the_page_shows_the_example_on_disk_and_lines_of_the_loop_as_they_are():
-    assert blocks("toml")[1] == (ROOT / "examples" / "graph-on-disk.toml").read_text(encoding="utf-8")
-    assert blocks("toml")[2] == (ROOT / "examples" / "sylvie.toml").read_text(encoding="utf-8")
-    assert blocks("python")[0] in (ROOT / "examples" / "disk_loop.py").read_text(encoding="utf-8")
+def test_the_page_shows_lines_of_the_loop_as_they_are():
+    assert blocks("python", "graph-on-disk")[0] in (ROOT / "examples" / "disk_loop.py").read_text(encoding="utf-8")
 
 
 def test_the_example_of_parts_trains_over_two_ranks_as_it_stands(tmp_path):

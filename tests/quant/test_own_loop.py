@@ -1,4 +1,4 @@
-"""docs/graph.md, few bits in your own loop: the block that needs PyG (tests/test_docs_commands.py runs the others)."""
+"""docs/few-bits.md, in your own loop: the block that needs PyG (tests/test_docs_commands.py runs the others)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-PAGE = (Path(__file__).parents[2] / "docs" / "graph.md").read_text(encoding="utf-8")
-SECTION = PAGE.split("### Few bits in your own loop\n")[1].split("\n### ")[0]
+PAGE = (Path(__file__).parents[2] / "docs" / "few-bits.md").read_text(encoding="utf-8")
+SECTION = PAGE.split("## In your own loop\n")[1].split("\n## ")[0]
 
 
 def test_quantizers_stand_round_pygs_layers_as_printed() -> None:

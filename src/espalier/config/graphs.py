@@ -376,7 +376,7 @@ def _quant(quant: Quant, model: Model, graph: GraphOptions) -> None:
             f"[quant] is not possible with model.kind = {type(model).__struct_config__.tag!r}.",
             why="quantizers stand round layers that aggregate rows as they read them, in our own networks",
             do='model.kind = "gcn", "sage", "gat" or "gin"; or quantize_inputs and quantize_weights of '
-            "espalier.quant.a2q in your own loop, as docs/graph.md has it",
+            "espalier.quant.a2q in your own loop, as docs/few-bits.md has it",
         )
     if quant.target is None:
         return
