@@ -2,40 +2,42 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
 from espalier import config
 from espalier.errors import UserError
-from espalier.graph import halo_parallel, partition_folder
+from espalier.graph import halo_parallel, part_inference, partition_folder
 from espalier.graph.halo_parallel import Cutting
 from espalier.graph.subgraphs import infer
 from espalier.graph.workload import GraphWorkload, open_graph
 from espalier.plan import decide, request_from_recipe
 
 from .conftest import made
-from .test_halo_parallel import HALO, machines, train
+from .test_halo_parallel import HALO, close, machines, train
 from .test_workload import recipe_of
 
 SAGE = {"kind": "sage", "depth": 3}
 
 
-def cut(folder, model=SAGE, ranks=2, nodes=60):
+def cut(folder, model=SAGE, ranks=2, nodes=60, sums=True, **known):
     """A graph, and the folder of its parts."""
-    graph = made(nodes=nodes)
+    graph = made(nodes=nodes, **known)
     workload = GraphWorkload(recipe_of(model, {"halo": HALO}), graph)
     view = workload.whole_task.train
-    cutting = Cutting(graph, view.style, halo_parallel.takes_sums(workload.bare()))
+    cutting = Cutting(graph, view.style, sums and halo_parallel.takes_sums(workload.bare()))
     parts = cutting.parts([1] * ranks)
     partition_folder.write(folder, graph, view.style, *cutting.boundary(parts, ranks))
     return graph
 
 
-def of_parts(folder, model=SAGE, ranks=2, **graph):
-    recipe = recipe_of(model, {"halo": HALO, **graph})
+def of_parts(folder, model=SAGE, ranks=2, quant=None, **graph):
+    recipe = recipe_of(model, {"halo": HALO, **graph}, quant)
     pinned = config.Planning(pin=config.Pin(ranks=ranks))
     return msgspec.structs.replace(recipe, data=(config.Data(path=str(folder)),), plan=pinned)
 
@@ -111,3 +113,47 @@ def test_answers_from_parts_are_those_of_the_whole_graph(tmp_path, monkeypatch, 
     ]
     (table,) = workload.sample(network)
     assert len(table.rows) == 5
+
+
+QUANTIZED = {
+    "a2q, weighted": ({"kind": "gcn"}, {"kind": "a2q", "aggregates": 8}, {"weights": np.linspace(0.5, 2, 240)}),
+    "mega": (SAGE, {"kind": "mega"}, {}),
+    "uniform": ({"kind": "gat", "heads": 2}, {"kind": "uniform"}, {}),
+}
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_quantized_layers_on_parts_that_were_cut_before_train_as_on_the_graph(tmp_path, name):
+    """Widths by node and degree, steps that begin with the values of all ranks, answers and their packages."""
+    model, quant, known = QUANTIZED[name]
+    graph = cut(tmp_path / "parts", model, sums=False, **known)
+    alone = train(recipe_of(model, quant=quant), graph)
+    recipe = of_parts(tmp_path / "parts", model, quant=quant)
+    workload = open_graph(recipe)
+    close(train(recipe, workload.graph, (50,)), alone, rel=1e-6)
+    whole = GraphWorkload(recipe_of(model, quant=quant), graph)
+    network, expected = (one.build(torch.device("cpu"), torch.float32) for one in (workload, whole))
+    network.load_state_dict(expected.state_dict())
+    assert torch.equal(infer(network, workload.whole_task.held), infer(expected.eval(), whole.whole_task.held))
+    tables, others = ([one for one in each.sample(net)[1:]] for each, net in ((workload, network), (whole, expected)))
+    assert tables == others
+    assert workload.decisions()[1] == next(one for one in whole.decisions() if one.startswith("Quantization"))
+
+
+def test_parts_without_degrees_are_refused_for_few_bits_and_tell_what_to_do(tmp_path, monkeypatch):
+    given = partition_folder._nodes
+    monkeypatch.setattr(
+        partition_folder, "_nodes", lambda graph: {k: v for k, v in given(graph).items() if k != "degrees"}
+    )
+    cut(tmp_path / "parts")
+    open_graph(of_parts(tmp_path / "parts"))
+    with pytest.raises(UserError, match="has no degrees"):
+        open_graph(of_parts(tmp_path / "parts", quant={"kind": "a2q"}))
+
+
+def test_the_whole_graph_comes_back_from_its_parts(tmp_path):
+    for at, (model, known) in enumerate([({"kind": "gcn"}, {"weights": np.linspace(0.5, 2, 240)}), (SAGE, {})]):
+        graph = cut(tmp_path / str(at), model, **known)
+        back = part_inference.whole_graph(open_graph(of_parts(tmp_path / str(at), model)).graph)
+        assert back.fingerprint() == graph.fingerprint()
+        assert dataclasses.replace(back, identity="").fingerprint() == graph.fingerprint()

@@ -65,11 +65,20 @@ class Examples:
 
 
 class Partition(NamedTuple):
-    """A graph whose parts wait in `folder`: how many they are, and the edges of all of them."""
+    """A graph whose parts wait in `folder`: how many they are, and the edges of all of them.
+
+    Attributes:
+        degrees: int64 [nodes], of all edges; None: they were not written.
+        root: float32 [nodes], what GCN scales nodes by (`neighbor_sampler.symmetric_root`).
+        signed: see `signed`.
+    """
 
     folder: Path
     ranks: int
     edges: int
+    degrees: Array | None = None
+    root: Array | None = None
+    signed: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -215,6 +224,17 @@ class Graph:
             **known,
         )
         return checked(made)
+
+
+PROBED = 4096
+"""Rows of features that are looked at."""
+
+
+def signed(features: Array) -> bool | None:
+    """Whether features have negative values; None: each row has one value but 0 (bags of words). Of the first rows."""
+    some = np.asarray(features[:PROBED])
+    largest = np.abs(some).max(1, keepdims=True, initial=0)
+    return None if bool(((some == 0) | (some == largest)).all()) else bool((some < 0).any())
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from espalier.graph import foreign_halo, graph_plan, halo, partial_sums, partiti
 from espalier.graph.base import dense
 from espalier.graph.gnn import Gnn, GraphAttention, Layer
 from espalier.graph.neighbor_sampler import whole
-from espalier.graph.quantization import crossing_codes, quantization_of
+from espalier.graph.quantization import begin_over_ranks, crossing_codes, quantization_of
 from espalier.graph.subgraphs import SubgraphBatch, forward
 from espalier.graph.sylvie import (
     WHOLE,
@@ -221,7 +221,10 @@ class HaloParallel(Mechanism):
         how = crossings(self.options, context.plan, members, group.rank())._replace(foreign=foreign)
         if (bits := quantization_of(model)) is not None:
             bits.trains_on(part.halo.to(one.device))
-        workload.part = RankPart(part, task, how, placed, context.recipe.train.seed)
+        made = workload.part = RankPart(part, task, how, placed, context.recipe.train.seed)
+        if bits is not None and known is not None and model.training:  # one that is evaluated has its steps
+            assert isinstance(model, Gnn)
+            begin_over_ranks(model, made.features, made.exact, group)
         if known is None and isinstance(model, Gnn) and one.device.type == "cpu":
             assert context.recipe.graph is not None
             layers = [layer for layer in model.layers if isinstance(layer, Layer)]
@@ -335,7 +338,7 @@ def _check_sums(part: partition_folder.Part, sums: bool) -> None:
     if part.halo.sums is not None and not sums:
         raise UserError(
             "The graph was cut for a network that adds rows up as they are.",
-            why="sums of rows cross between its parts, which attention and kept columns cannot read",
+            why="sums of rows cross between its parts, which attention, kept columns and quantizers cannot read",
             do="the graph itself as data.path: it is cut anew",
         )
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from espalier import cache_dir, data_hash
 from espalier.config import recipe_file
 from espalier.errors import UserError
-from espalier.graph import kept_graph, quantization
+from espalier.graph import kept_graph, part_inference, quantization
 from espalier.graph.gnn import Gnn
 from espalier.graph.kept_graph import KeptGraph
 from espalier.graph.node_classification import NodeTask
@@ -47,6 +47,9 @@ def write(workload: Workload, model: nn.Module, folder: Path) -> str:
             why="networks that were trained with [quant] to predict nodes of a graph in memory have",
             do="--to safetensors, or a run of a recipe with [quant]",
         )
+    if workload.graph.partition is not None:
+        workload = GraphWorkload(workload.recipe, part_inference.whole_graph(workload.graph), workload.folder)
+        task = workload.whole_task
     found.packed = True
     infer(model, task.held)
     rest = {name: one for name, one in model.state_dict().items() if not name.endswith(_MATRIX)}

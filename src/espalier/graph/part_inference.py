@@ -6,14 +6,17 @@ No more than the edges of one part are in memory, beside the rows of all nodes. 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from espalier.graph import halo, partition_folder
 from espalier.graph.base import Forms, Kept, MessageBlock, Rows, dense, joined
+from espalier.graph.data import Graph
 from espalier.graph.gnn import Gnn
 from espalier.graph.partition_folder import Part
 from espalier.workload import to_device
@@ -68,6 +71,26 @@ def gathered(folder: Path, ranks: int) -> tuple[Tensor, MessageBlock]:
     made = MessageBlock(indptr, sources[place].int(), len(owned), Forms())
     made = made._replace(weights=together("weights"), features=together("features"))
     return torch.cat([one.features for one in parts])[order], made
+
+
+def whole_graph(outlined: Graph) -> Graph:
+    """The graph whose parts `outlined.partition` names, with its edges and features in memory. Raises UserError as
+    `partition_folder.read`."""
+    assert outlined.partition is not None
+    features, block = gathered(outlined.partition.folder, outlined.partition.ranks)
+    targets, sources = block.rows().numpy(), block.indices.numpy()
+    order = np.lexsort((sources, targets))
+    order = order[targets[order] != sources[order]]  # loops are those of the style
+    counts = np.bincount(targets[order], minlength=outlined.nodes)
+    return replace(
+        outlined,
+        indptr=np.concatenate([[0], np.cumsum(counts)]),
+        indices=sources[order],
+        features=features.numpy(),
+        weights=None if block.weights is None else block.weights.numpy()[order],
+        edge_features=None if block.features is None else block.features.numpy()[order],
+        partition=None,
+    )
 
 
 def _leaving(part: Part, rows: Rows) -> list[Rows]:

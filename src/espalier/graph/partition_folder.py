@@ -2,7 +2,7 @@
 
 `manifest.json` names the graph, the cut and the checksum of every part. `part-N.safetensors` is what rank N sees: its
 edges with the scales of the whole graph, its halo lists, and the features and labels of its own nodes.
-`nodes.safetensors` has the labels and the split of all nodes, so that a run can be opened without edges and features
+`nodes.safetensors` has the labels, the split and the degrees of all nodes, so that a run can be opened without edges and features
 (`outlined`): a machine then needs the manifest, this file, and the parts of its own ranks.
 """
 
@@ -27,9 +27,9 @@ from espalier.comm.base import Traffic, traffic
 from espalier.config import Messages, Network, Recipe
 from espalier.errors import UserError
 from espalier.graph.base import Forms, MessageBlock
-from espalier.graph.data import DataSplit, Graph, Partition
+from espalier.graph.data import DataSplit, Graph, Partition, signed
 from espalier.graph.halo import Boundary, Halo, checked
-from espalier.graph.neighbor_sampler import Style, whole
+from espalier.graph.neighbor_sampler import Style, symmetric_root, whole
 from espalier.graph.partial_sums import Covers, crossing_rows, summing
 from espalier.track.progress import Waiting
 
@@ -137,6 +137,12 @@ def check(recipe: Recipe, partition: Partition, style: Style) -> None:
         raise UserError(f"{what}, and graph.halo.parts says how to cut one.", do='graph.halo.parts = ""')
     if recipe.plan.pin.ranks != ranks:
         raise UserError(f"{what}, for as many ranks.", do=f"plan.pin.ranks={ranks}, or the graph itself as data.path")
+    if recipe.quant is not None and partition.degrees is None:
+        raise UserError(
+            f"{what}, and {NODES} has no degrees.",
+            why="widths of [quant] are of all nodes, and follow their degrees",
+            do=f"{AGAIN}, by this version of espalier",
+        )
     if style != there:
         raise UserError(
             f"{what} for networks whose loops and scales are others.",
@@ -169,7 +175,11 @@ def given(recipe: Recipe, graph: Graph) -> np.ndarray:
 
 
 def _nodes(graph: Graph) -> dict[str, Tensor]:
-    found = {} if graph.labels is None else {"labels": torch.from_numpy(np.array(graph.labels))}
+    found = {"degrees": torch.from_numpy(graph.degrees()), "root": torch.from_numpy(symmetric_root(graph))}
+    if (has := signed(graph.features)) is not None:
+        found["signed"] = torch.tensor(has)
+    if graph.labels is not None:
+        found["labels"] = torch.from_numpy(np.array(graph.labels))
     if graph.parts is not None:
         found |= {name: torch.from_numpy(np.array(ids)) for name, ids in graph.parts.named()}
     return found
@@ -178,6 +188,11 @@ def _nodes(graph: Graph) -> dict[str, Tensor]:
 def is_partition(folder: Path) -> bool:
     """Whether `folder` is meant to hold the parts of a graph."""
     return (folder / MANIFEST).exists() and (folder / NODES).exists()
+
+
+def complete(partition: Partition) -> bool:
+    """Whether all parts are on this machine."""
+    return all((partition.folder / _name(rank)).exists() for rank in range(partition.ranks))
 
 
 def outlined(folder: Path) -> tuple[Graph, Style]:
@@ -195,7 +210,14 @@ def outlined(folder: Path) -> tuple[Graph, Style]:
         classes=manifest.classes,
         origin=manifest.origin,
         identity=manifest.graph,
-        partition=Partition(folder, len(manifest.checksums), manifest.edges),
+        partition=Partition(
+            folder,
+            len(manifest.checksums),
+            manifest.edges,
+            nodes["degrees"].numpy() if "degrees" in nodes else None,
+            nodes["root"].numpy() if "root" in nodes else None,
+            bool(nodes["signed"]) if "signed" in nodes else None,
+        ),
     )
     return graph, manifest.style
 

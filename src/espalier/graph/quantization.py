@@ -14,17 +14,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from espalier import config, units
 from espalier.artifacts import Curve, Table
+from espalier.comm.base import Traffic, traffic
 from espalier.graph import compiled_aggregate
 from espalier.graph.base import Forms, Kept, MessageBlock, Rows, dense
 from espalier.graph.coded_rows import Coding, RowSize, row_size
+from espalier.graph.data import signed
 from espalier.graph.gnn import Gnn, GraphAttention, Layer
 from espalier.graph.halo import Halo
 from espalier.graph.neighbor_sampler import symmetric_root
+from espalier.graph.subgraphs import QUANTIZED, forward
 from espalier.quant import a2q
 from espalier.quant.a2q import ColumnQuantizer, FeatureQuantizer, Rule
 from espalier.quant.base import (
@@ -37,7 +41,9 @@ from espalier.quant.base import (
     MemoryTarget,
     NodeBits,
     RowIndex,
+    Total,
     UniformBits,
+    alone,
     step_codes,
     stored,
 )
@@ -51,8 +57,7 @@ if TYPE_CHECKING:
     from espalier.graph.subgraphs import SubgraphBatch
 
 PROBED = 4096
-"""Targets whose values steps begin with, and rows of the input that are looked at: whether they have a sign, and if
-each has one value but zero."""
+"""Targets whose values steps begin with."""
 
 MOST_PROBED = 1 << 28
 """Edges times columns of the pass that steps begin with; a larger one is not made."""
@@ -79,7 +84,7 @@ class QuantizedGraph:
 
     def allocator(self, options: config.Quant, bits: float) -> BitAllocator:
         """By the kind of the options; learned widths begin higher for higher degrees (a bank's for larger values)."""
-        nodes, degrees = self.trained or self.graph.nodes, torch.from_numpy(self.graph.degrees().astype(np.int64))
+        nodes, degrees = self.trained or self.graph.nodes, self.degrees()
         places = None if self.places is None else torch.from_numpy(self.places)
         found: BitAllocator
         match options:
@@ -98,13 +103,21 @@ class QuantizedGraph:
         return found
 
     def input_signed(self) -> bool | None:
-        """Whether features have negative values; None: they are left as they are, since each row has one value but 0
-        (bags of words), or they are on disk."""
-        some = np.asarray(self.graph.features[:PROBED])
-        if self.stored or not some.size:
-            return None
-        largest = np.abs(some).max(1, keepdims=True)
-        return None if bool(((some == 0) | (some == largest)).all()) else bool((some < 0).any())
+        """See `data.signed`; also None, which leaves features as they are: they are on disk."""
+        if self.graph.partition is not None:
+            return self.graph.partition.signed
+        return None if self.stored else signed(self.graph.features)
+
+    def degrees(self) -> Tensor:
+        """int64 [nodes]: edges into each node."""
+        there = self.graph.partition
+        found = self.graph.degrees() if there is None or there.degrees is None else there.degrees
+        return torch.from_numpy(found.astype(np.int64))
+
+    def root(self) -> Tensor:
+        """float32 [nodes]: see `neighbor_sampler.symmetric_root`."""
+        there = self.graph.partition
+        return torch.from_numpy(symmetric_root(self.graph) if there is None or there.root is None else there.root)
 
 
 class Quantization:
@@ -125,8 +138,8 @@ class Quantization:
         self.packed, self.first = False, 0
         self.part: Halo | None = None
         self.stored: dict[str, PackedRows] = {}
-        self.degrees = None if told.whole else torch.from_numpy(told.graph.degrees().astype(np.int64))
-        self.root = None if told.whole else torch.from_numpy(symmetric_root(told.graph))
+        self.degrees = None if told.whole else told.degrees()
+        self.root = None if told.whole else told.root()
 
     @property
     def every(self) -> list[FeatureQuantizer | ColumnQuantizer]:
@@ -176,7 +189,7 @@ class Quantization:
 
 def quantization_of(model: nn.Module) -> Quantization | None:
     """Of a network that `equip` was called with."""
-    found = getattr(model, "quantization", None)
+    found = getattr(model, QUANTIZED, None)
     return found if isinstance(found, Quantization) else None
 
 
@@ -316,7 +329,7 @@ def equip(model: nn.Module, options: config.Quant, told: QuantizedGraph) -> Quan
     found.target = MemoryTarget(layers, max(asked, 1))
     for one in found.features:
         one.shift = found.target.shift
-    vars(model)["quantization"] = found
+    vars(model)[QUANTIZED] = found
     return found
 
 
@@ -342,32 +355,43 @@ def _before(found: Quantization) -> Any:
     return before
 
 
-def built(model: Gnn, options: config.Quant, told: QuantizedGraph, batch: SubgraphBatch) -> None:
-    """`model` with kernels, quantizers round them, and steps that fit what the untrained network makes of `batch`.
-    Computes in one thread, since ranks may be forked later."""
+def built(model: Gnn, options: config.Quant, told: QuantizedGraph, batch: SubgraphBatch | None) -> None:
+    """`model` with kernels, quantizers round them, and steps that fit what the untrained network makes of `batch`;
+    None: they begin where the parts of the graph are. Computes in one thread, since ranks may be forked later."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         equip(compiled_aggregate.equip(model), options, told)
-        if batch.blocks[0].edges * (model.options.width or 1) <= MOST_PROBED:
+        if batch is not None and batch.blocks[0].edges * (model.options.width or 1) <= MOST_PROBED:
             begin(model, batch.features, batch.blocks)
     finally:
         torch.set_num_threads(threads)
 
 
 @torch.no_grad()
-def begin(model: Gnn, features: Tensor, blocks: tuple[MessageBlock, ...]) -> None:
-    """Steps that fit what the untrained network makes of `features`."""
-    found = quantization_of(model)
-    assert found is not None
+def begin(model: Gnn, features: Tensor, blocks: tuple[MessageBlock, ...], total: Total = alone) -> None:
+    """Steps that fit what the untrained network makes of `features`; `total`: adds up over ranks that have parts."""
     training = model.training
     model.eval()
-    for one in found.every:
-        one.beginning = True
-    model(features, blocks)
-    for one in found.every:
-        one.beginning = False
+    for one in equipped(model).every:
+        one.beginning = total
+    forward(model, features, blocks)
+    for one in equipped(model).every:
+        one.beginning = None
     model.train(training)
+
+
+def begin_over_ranks(model: Gnn, features: Tensor, blocks: tuple[MessageBlock, ...], group: Any) -> None:
+    """As `begin`, of the parts of a graph that ranks of `group` have; all call it alike."""
+
+    def total(value: Tensor) -> Tensor:
+        found = value.clone()
+        with traffic(Traffic.CONTROL):
+            dist.all_reduce(found, group=group)
+        return found
+
+    if float(total(torch.tensor(float(blocks[0].edges)))) * (model.options.width or 1) <= MOST_PROBED:
+        begin(model, features, blocks, total)
 
 
 # --- what it says of itself ------------------------------------------------------------------------------------------

@@ -27,6 +27,10 @@ MESSAGES = "messages_over_ranks"
 """Attribute of a foreign network that runs over parts: its `foreign_halo.Messages`."""
 
 
+QUANTIZED = "quantization"
+"""Attribute of a network with quantizers: its `quantization.Quantization`."""
+
+
 class SubgraphBatch(NamedTuple):
     """What `batches` yields.
 
@@ -145,6 +149,8 @@ def infer(model: nn.Module, view: View, layers: int | None = None) -> Tensor:
     if view.graph.partition is not None:
         from espalier.graph import part_inference
 
+        if getattr(model, QUANTIZED, None) is not None:  # packages are of all nodes
+            return infer(model, View(part_inference.whole_graph(view.graph), view.style, view.depth), layers)
         where = view.graph.partition.folder, view.graph.partition.ranks
         if isinstance(model, Gnn):
             return part_inference.infer_parts(model, *where, layers)

@@ -125,7 +125,8 @@ class GraphWorkload(Plain):
         model = self.bare()
         if self.recipe.quant is not None:
             assert isinstance(model, Gnn)
-            batch = self.task.batch(self.task.ids(np.arange(min(self.global_batch, quantization.PROBED))), 0)
+            ids = self.task.ids(np.arange(min(self.global_batch, quantization.PROBED)))
+            batch = self.task.batch(ids, 0) if self.graph.partition is None else None
             quantization.built(model, self.recipe.quant, self._told, batch)
             return model.to(device=device, dtype=dtype)
         return compiled_aggregate.equip(model).to(device=device, dtype=dtype)
@@ -308,10 +309,16 @@ class GraphWorkload(Plain):
         found = self._glimpses(model)
         if (bits := quantization.quantization_of(model)) is not None:
             widest = max((one.columns for one in bits.features), default=0)
-            small = isinstance(self.task, NodeTask) and self.stored is None and self.graph.edges * widest <= CURVED
+            small = isinstance(self.task, NodeTask) and self.stored is None and self._passes(widest)
             now = partial(quantization.packed, bits, lambda: self._accuracy(model)) if small and widest else None
             found += [*quantization.tables(bits, None if now is None else now()), *quantization.curves(bits, now)]
         return [*found, self.stored.table()] if self.stored is not None and self.stored.features is not None else found
+
+    def _passes(self, width: int) -> bool:
+        """Whether all edges are here, and so few that rows of `width` may pass over them several times."""
+        there = self.graph.partition
+        edges = self.graph.edges if there is None else there.edges
+        return edges * width <= CURVED and (there is None or partition_folder.complete(there))
 
     @torch.no_grad()
     def _accuracy(self, model: nn.Module) -> float:
@@ -386,12 +393,6 @@ class GraphWorkload(Plain):
 
     @cached_property
     def _told(self) -> quantization.QuantizedGraph:
-        if self.graph.partition is not None:
-            raise UserError(
-                "[quant] is not possible on a graph of which machines have their parts alone.",
-                why="widths are of all nodes",
-                do="the graph itself as data.path",
-            )
         nodes, places = self.trained or (None, None)
         whole = isinstance(self.task, GraphTask)
         hidden = None

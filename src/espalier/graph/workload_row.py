@@ -15,7 +15,7 @@ from espalier import cache_dir, data_hash
 from espalier.config import GraphTransformer, Messages, Recipe
 from espalier.config.graphs import Batches, with_batches
 from espalier.errors import UserError
-from espalier.graph import kept_graph, packed_run, partition_folder, quantization
+from espalier.graph import kept_graph, packed_run, part_inference, partition_folder, quantization
 from espalier.graph.gnn import Gnn
 from espalier.graph.graph_classification import GraphTask
 from espalier.graph.link_prediction import LinkTask
@@ -177,6 +177,8 @@ def _energy(workload: Workload, model: nn.Module) -> EnergyTables:
     from espalier.graph import energy
 
     assert isinstance(workload, GraphWorkload)
+    if workload.graph.partition is not None:
+        workload = GraphWorkload(workload.recipe, part_inference.whole_graph(workload.graph), workload.folder)
     parts = energy.parts(workload, model)
     assert isinstance(model, Gnn)
     results = energy.accelerators(workload, model)

@@ -34,7 +34,9 @@ from espalier.quant.base import (
     BitAllocator,
     Layer,
     RowIndex,
+    Total,
     _Step,
+    alone,
     largest_code,
     step_codes,
     stored,
@@ -284,7 +286,8 @@ class FeatureQuantizer(nn.Module):
     def __init__(self, allocator: BitAllocator, columns: int, rule: Rule) -> None:
         super().__init__()
         self.allocator, self.columns, self.rule = allocator, columns, rule
-        self.gain, self.share, self.beginning = 1.0, 1.0, False
+        self.gain, self.share = 1.0, 1.0
+        self.beginning: Total | None = None
         self.shift: Any = float
         self.last = torch.zeros(0)
 
@@ -293,9 +296,9 @@ class FeatureQuantizer(nn.Module):
         """For a target."""
         return Layer(self.allocator, self.columns, self.rule.signed)
 
-    def begin(self, x: Float[Tensor, "rows columns"], index: RowIndex | None = None) -> None:
-        """Steps that fit the values `x`."""
-        self.allocator.begin(x, index or RowIndex(), self.rule.signed)
+    def begin(self, x: Float[Tensor, "rows columns"], index: RowIndex | None = None, total: Total = alone) -> None:
+        """Steps that fit the values `x`; `total` adds up over ranks."""
+        self.allocator.begin(x, index or RowIndex(), self.rule.signed, total)
 
     def _pairs(self, x: Tensor, index: RowIndex) -> tuple[Tensor, Tensor, Tensor | None]:
         at = self.allocator.entries_of(x, index, self.rule.signed)
@@ -317,8 +320,8 @@ class FeatureQuantizer(nn.Module):
     def forward(self, x: Float[Tensor, "rows columns"], index: RowIndex | None = None) -> Float[Tensor, "rows columns"]:
         """step * code of every value."""
         index = index or RowIndex()
-        if self.beginning:
-            self.begin(x, index)
+        if self.beginning is not None:
+            self.begin(x, index, self.beginning)
         bits, logarithm, _ = self._pairs(x, index)
         rule = self.rule._replace(local=self.rule.local * self.share, own=index.own)
         step = _Step.apply(logarithm)
@@ -352,24 +355,26 @@ class ColumnQuantizer(nn.Module):
             raise UserError(f"{bits} bits of signed codes are not possible.", do=f"2 to {MOST}")
         self.raw_step = nn.Parameter(torch.full((columns,), -3 / STEP_RATE))
         self.bits, self.local, self.dim = bits, local, dim
-        self.share, self.beginning = 1.0, False
+        self.share = 1.0
+        self.beginning: Total | None = None
 
     def _step(self, x: Tensor) -> Tensor:
         step: Tensor = _Step.apply(self.raw_step * STEP_RATE).to(x.dtype)
         return step[None, :] if self.dim == 1 else step[:, None]
 
     @torch.no_grad()
-    def begin(self, x: Float[Tensor, "rows columns"]) -> None:
-        """Steps that fit the values of `x`, as LSQ begins."""
-        sizes = x.abs().mean(1 - self.dim)
+    def begin(self, x: Float[Tensor, "rows columns"], own: int = 0, total: Total = alone) -> None:
+        """Steps that fit the values of `x`, as LSQ begins; `own`: see `Rule`; `total` adds up over ranks."""
+        sizes = x[: own or None].abs()
+        sizes = total(sizes.sum(1 - self.dim)) / total(sizes.new_tensor(sizes.shape[1 - self.dim]))
         middle = sizes[sizes > 0].median() if bool((sizes > 0).any()) else torch.ones(())
         sizes = torch.where(sizes > 0, sizes, middle)
         self.raw_step.copy_((2 * sizes / math.sqrt(2 ** (self.bits - 1) - 1)).log2() / STEP_RATE)
 
     def forward(self, x: Float[Tensor, "rows columns"], own: int = 0) -> Float[Tensor, "rows columns"]:
         """step * code of every value. `own`: see `Rule`."""
-        if self.beginning:
-            self.begin(x)
+        if self.beginning is not None:
+            self.begin(x, own, self.beginning)
         step = self._step(x)
         bits = step.new_full(step.shape, self.bits).detach()
         rule = Rule(local=self.share * (len(x) / own if own else 1.0) if self.local else 0.0, own=own)

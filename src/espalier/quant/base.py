@@ -10,7 +10,7 @@ byte in a file and the file holds the very numbers that training saw.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -51,6 +51,15 @@ STEPS: Float32[Tensor, " 256"] = _steps()
 """The step of each step code, which is a byte: 2^((code - 128) / 8) to 8 binary digits, 1.5e-5 to 6e4. A code of 8 bits
 times a step is then a float32 without rounding, and so is every sum of less than 2^16 codes of one step: sums of
 quantized values are those of the integers, to the bit."""
+
+
+Total = Callable[[Tensor], Tensor]
+"""Adds up a tensor over all who call it: ranks that each have some of the rows."""
+
+
+def alone(value: Tensor) -> Tensor:
+    """The plain `Total`: all rows are here."""
+    return value
 
 
 class RowIndex(NamedTuple):
@@ -175,19 +184,21 @@ class BitAllocator(nn.Module):
         self.raw_bits[places] += (share / self.counts.sum() - 0.5) / BIT_RATE
 
     @torch.no_grad()
-    def begin(self, x: Float[Tensor, "rows columns"], index: RowIndex, signed: bool) -> None:
+    def begin(self, x: Float[Tensor, "rows columns"], index: RowIndex, signed: bool, total: Total = alone) -> None:
         """Steps from values: 2 mean|x| / sqrt(largest code), as LSQ begins (arXiv 1902.08153, section 2.1), where the
         mean is that of the pair's values and of the layer's, each by how many values it is of (PRIOR). Rows of zeros do
-        not count."""
+        not count; `total` adds up over ranks."""
         at, sizes = self.entries_of(x, index, signed), x.abs().mean(1)
         at = torch.arange(len(x), device=x.device) if at is None else at
+        at, sizes = at[: index.own or None], sizes[: index.own or None]
         at, sizes = at[sizes > 0], sizes[sizes > 0].to(self.counts.dtype)
-        if not len(at):
-            return
         zeros = self.counts.new_zeros(len(self.counts))
-        sums, found = zeros.index_add(0, at, sizes), zeros.index_add(0, at, torch.ones_like(sizes))
+        sums, found = (total(zeros.index_add(0, at, one)) for one in (sizes, torch.ones_like(sizes)))
+        layer = total(torch.stack([sizes.sum(), sizes.new_tensor(len(sizes))]))
+        if not layer[1]:
+            return
         own = found * x.shape[1] / (found * x.shape[1] + PRIOR)
-        whole = sizes.mean().log2()
+        whole = (layer[0] / layer[1]).log2()
         means = torch.where(found > 0, own * ((sums / found.clamp(min=1)).log2() - whole), 0) + whole
         largest = largest_code(self.bits, signed).clamp(min=1)
         self.raw_common.zero_()
@@ -283,7 +294,7 @@ class BankBits(BitAllocator):
         """By value."""
         return nearest(x, self.bits, self.steps, signed)
 
-    def begin(self, x: Tensor, index: RowIndex, signed: bool) -> None:
+    def begin(self, x: Tensor, index: RowIndex, signed: bool, total: Total = alone) -> None:
         """Steps over the range of the rows' largest values, evenly by their logarithm."""
         largest = x.detach().abs().amax(1)
         largest = largest[largest > 0]
