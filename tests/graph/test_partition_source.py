@@ -130,12 +130,16 @@ def test_quantized_layers_on_parts_that_were_cut_before_train_as_on_the_graph(tm
     alone = train(recipe_of(model, quant=quant), graph)
     recipe = of_parts(tmp_path / "parts", model, quant=quant)
     workload = open_graph(recipe)
-    close(train(recipe, workload.graph, (50,)), alone, rel=1e-6)
+    found = train(recipe, workload.graph, (50,))
+    close(found, alone, rel=1e-6)
     whole = GraphWorkload(recipe_of(model, quant=quant), graph)
     network, expected = (one.build(torch.device("cpu"), torch.float32) for one in (workload, whole))
     network.load_state_dict(expected.state_dict())
     assert torch.equal(infer(network, workload.whole_task.held), infer(expected.eval(), whole.whole_task.held))
-    tables, others = ([one for one in each.sample(net)[1:]] for each, net in ((workload, network), (whole, expected)))
+    first = train(recipe, workload.graph, (50,), tmp_path / "kept", stop=2)
+    then = train(recipe, workload.graph, (50,), tmp_path / "kept")
+    assert first["losses"] + then["losses"] == found["losses"]
+    tables, others = (list(each.sample(net)[1:]) for each, net in ((workload, network), (whole, expected)))
     assert tables == others
     assert workload.decisions()[1] == next(one for one in whole.decisions() if one.startswith("Quantization"))
 

@@ -126,3 +126,22 @@ def test_each_rank_reads_its_own_part_and_a_part_that_is_elsewhere_is_named(
     assert "part-1.safetensors cannot be read" in done.stderr
     assert "start a rank where it is (torchrun, srun, mpiexec)" in done.stderr
     (parts / "away").rename(parts / "part-1.safetensors")
+
+
+def test_few_bits_on_parts_predict_alone_over_ranks_and_from_what_was_packed(home: Path) -> None:
+    recipe = runs.RunFolder(home / "runs" / "sage").read()
+    view = open_graph(recipe).whole_task.train
+    cutting = Cutting(view.graph, view.style)
+    partition_folder.write(home / "plain", view.graph, view.style, *cutting.boundary(cutting.parts([1, 1]), 2))
+    quant = ("quant.kind=a2q", "data.path=plain", "train.steps=3", *PLAN, "plan.pin.ranks=2", "name=few")
+    done = forked(home, "train", "recipe.toml", *SAGE, *quant, "--run", "runs/few")
+    assert done.returncode == 0, done.stderr
+    assert "packages, everything counted" in (home / "runs" / "few" / "report.html").read_text()
+    answers = told(forked(home, "predict", "runs/few", "--json"))
+    done = forked(home, "export", "runs/few", "--to", "packed")
+    assert done.returncode == 0, done.stderr
+    same(told(forked(home, "predict", "runs/few/export-packed", "--json")), answers)
+    counted = told(forked(home, "explain", "runs/few", "--energy", "--json"))
+    assert all(one["macs"] + one["acs"] > 0 for one in counted["parts"] if "aggregation" in one["part"])
+    model = load_run.trained(home / "runs" / "few").model
+    assert len(list(model.named_parameters())) > 0

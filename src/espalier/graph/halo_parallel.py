@@ -223,7 +223,6 @@ class HaloParallel(Mechanism):
             bits.trains_on(part.halo.to(one.device))
         made = workload.part = RankPart(part, task, how, placed, context.recipe.train.seed)
         if bits is not None and known is not None and model.training:  # one that is evaluated has its steps
-            assert isinstance(model, Gnn)
             begin_over_ranks(model, made.features, made.exact, group)
         if known is None and isinstance(model, Gnn) and one.device.type == "cpu":
             assert context.recipe.graph is not None

@@ -2,8 +2,8 @@
 
 `manifest.json` names the graph, the cut and the checksum of every part. `part-N.safetensors` is what rank N sees: its
 edges with the scales of the whole graph, its halo lists, and the features and labels of its own nodes.
-`nodes.safetensors` has the labels, the split and the degrees of all nodes, so that a run can be opened without edges and features
-(`outlined`): a machine then needs the manifest, this file, and the parts of its own ranks.
+`nodes.safetensors` has the labels, the split and the degrees of all nodes, so that a run can be opened without edges
+and features (`outlined`): a machine then needs the manifest, this file, and the parts of its own ranks.
 """
 
 from __future__ import annotations

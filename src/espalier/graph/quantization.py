@@ -146,6 +146,11 @@ class Quantization:
         """All that learn."""
         return [*self.features, *self.columns]
 
+    @property
+    def widest(self) -> int:
+        """Columns of the widest rows but the input's."""
+        return max((one.columns for one in self.features[1 - self.first :]), default=1)
+
     def index(self, block: MessageBlock) -> RowIndex:
         """Of the sources of `block`."""
         if self.degrees is None:
@@ -355,21 +360,21 @@ def _before(found: Quantization) -> Any:
     return before
 
 
-def built(model: Gnn, options: config.Quant, told: QuantizedGraph, batch: SubgraphBatch | None) -> None:
+def built(model: nn.Module, options: config.Quant, told: QuantizedGraph, batch: SubgraphBatch | None) -> None:
     """`model` with kernels, quantizers round them, and steps that fit what the untrained network makes of `batch`;
     None: they begin where the parts of the graph are. Computes in one thread, since ranks may be forked later."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        equip(compiled_aggregate.equip(model), options, told)
-        if batch is not None and batch.blocks[0].edges * (model.options.width or 1) <= MOST_PROBED:
+        found = equip(compiled_aggregate.equip(model), options, told)
+        if batch is not None and batch.blocks[0].edges * found.widest <= MOST_PROBED:
             begin(model, batch.features, batch.blocks)
     finally:
         torch.set_num_threads(threads)
 
 
 @torch.no_grad()
-def begin(model: Gnn, features: Tensor, blocks: tuple[MessageBlock, ...], total: Total = alone) -> None:
+def begin(model: nn.Module, features: Tensor, blocks: tuple[MessageBlock, ...], total: Total = alone) -> None:
     """Steps that fit what the untrained network makes of `features`; `total`: adds up over ranks that have parts."""
     training = model.training
     model.eval()
@@ -381,7 +386,7 @@ def begin(model: Gnn, features: Tensor, blocks: tuple[MessageBlock, ...], total:
     model.train(training)
 
 
-def begin_over_ranks(model: Gnn, features: Tensor, blocks: tuple[MessageBlock, ...], group: Any) -> None:
+def begin_over_ranks(model: nn.Module, features: Tensor, blocks: tuple[MessageBlock, ...], group: Any) -> None:
     """As `begin`, of the parts of a graph that ranks of `group` have; all call it alike."""
 
     def total(value: Tensor) -> Tensor:
@@ -390,7 +395,7 @@ def begin_over_ranks(model: Gnn, features: Tensor, blocks: tuple[MessageBlock, .
             dist.all_reduce(found, group=group)
         return found
 
-    if float(total(torch.tensor(float(blocks[0].edges)))) * (model.options.width or 1) <= MOST_PROBED:
+    if float(total(torch.tensor(float(blocks[0].edges)))) * equipped(model).widest <= MOST_PROBED:
         begin(model, features, blocks, total)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import numpy as np
@@ -124,7 +124,6 @@ class GraphWorkload(Plain):
         self._dtype, self._device, self._moved, self.part, self.reformation = dtype, device, {}, None, None
         model = self.bare()
         if self.recipe.quant is not None:
-            assert isinstance(model, Gnn)
             ids = self.task.ids(np.arange(min(self.global_batch, quantization.PROBED)))
             batch = self.task.batch(ids, 0) if self.graph.partition is None else None
             quantization.built(model, self.recipe.quant, self._told, batch)
@@ -405,10 +404,9 @@ class GraphWorkload(Plain):
         return quantization.sentence(quantization.equipped(self._quantized))
 
     @cached_property
-    def _quantized(self) -> Gnn:
+    def _quantized(self) -> nn.Module:
         """The network with plain aggregation and quantizers, of which plans are told; it is not trained."""
         model, options = self.bare(), self.recipe.quant
-        assert isinstance(model, Gnn)
         assert options is not None
         quantization.equip(model, options, self._told)
         return model
@@ -431,7 +429,7 @@ class GraphWorkload(Plain):
             return layer_work.layer_work(bare, reach, micro_batch, precision, self._each)
         work = layer_work.layer_work(self._quantized, reach, micro_batch, precision, self._each)
         each = micro_batch if self._each else micro_batch * 0 + 1.0
-        return layer_work.quantized_work(work, self._quantized, reach, each, precision)
+        return layer_work.quantized_work(work, cast("Gnn", self._quantized), reach, each, precision)
 
     @property
     def _over_ranks(self) -> bool:
@@ -486,7 +484,7 @@ class GraphWorkload(Plain):
         view, sums = self.whole_task.train, False
         crossing: Gnn | ForeignRows
         if isinstance(network, Gnn):
-            crossing = network if self.recipe.quant is None else self._quantized
+            crossing = network if self.recipe.quant is None else cast("Gnn", self._quantized)
             sums = takes_sums(network) and self.recipe.quant is None
         else:
             from espalier.graph.foreign_halo import study, study_part
