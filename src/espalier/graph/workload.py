@@ -427,7 +427,7 @@ class GraphWorkload(Plain):
             reach = [Reach(one.sources * share, one.targets * share, one.edges * share) for one in reach]
         if self.recipe.quant is None:
             return layer_work.layer_work(bare, reach, micro_batch, precision, self._each)
-        work = layer_work.layer_work(self._quantized, reach, micro_batch, precision, self._each)
+        work = layer_work.layer_work(cast("Gnn", self._quantized), reach, micro_batch, precision, self._each)
         each = micro_batch if self._each else micro_batch * 0 + 1.0
         return layer_work.quantized_work(work, cast("Gnn", self._quantized), reach, each, precision)
 
