@@ -263,7 +263,7 @@ def test_a_checkpoint_goes_on_with_another_number_of_parts(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options", [{"bits": 1}, {"bits": 4, "synchronize": 3}, {"bits": 1, "by_degree": True}, {"bits": 2, "delta": True}]
+    "options", [{"bits": 1}, {"bits": 4, "synchronize": 3}, {"bits": 1, "by_degree": True}, {"bits": 1, "delta": True}]
 )
 def test_few_bits_send_less_and_still_learn(options):
     plain = train(recipe_of({"width": 64}, {"halo": HALO}, precision="fp32"), made(edges=600), (50,))
@@ -362,7 +362,7 @@ def test_links_carry_the_bits_that_they_have_time_for():
     plan, mixed = bits(1, 1.1 * seconds[2], nodes=(0, 1, 1), synchronize=0)
     assert 8 in mixed
     found = [halo_parallel.crossings(halos.options, plan, [0, 1, 2], rank) for rank in range(3)]
-    assert found[1].fresh in (None, [False, True, True])
+    assert found[1].ages in (None, [1, 0, 0])
     assert found[0].options.bits == min(mixed) < 8
     by_peer = {key: np.array([one.bits(key)[0] for one in found]) for key in halos.counts(shares)}
     arriving = {key: np.array([one.bits(key)[1] for one in found]).T for key in halos.counts(shares)}
@@ -384,17 +384,42 @@ def test_rows_inside_a_machine_are_fresh_where_those_between_machines_are_late()
         plan = msgspec.structs.replace(here, ranks=ranks, why=(), predicted=predicted)
         return halo_exchange.with_halos(plan, halos, machines(2, 1))
 
-    plan = planned(10.0)
+    sent = halos.step_bytes([one.share[1] - one.share[0] for one in ranks], 4)
+    plan = planned(2 * float(sent[0].sum()) / (1e6 / 8))
     assert any("of ranks of the same machine are fresh in every step" in one for one in plan.why)
-    assert halo_parallel.crossings(halos.options, plan, [0, 1, 2], 1).fresh == [False, True, True]
-    assert halo_parallel.crossings(halos.options, plan, [0, 1, 2], 0).fresh == [True, False, False]
-    assert halo_parallel.crossings(halos.options, planned(1e-9), [0, 1, 2], 1).fresh is None
+    assert plans.loads(plans.dumps(plan)) == plan
+    assert halo_parallel.crossings(halos.options, plan, [0, 1, 2], 1).ages == [1, 0, 0]
+    assert halo_parallel.crossings(halos.options, plan, [0, 1, 2], 0).ages == [1, 1, 1]
+    assert halo_parallel.crossings(halos.options, planned(1e-9), [0, 1, 2], 1).ages is None
     recipe = recipe_of({"depth": 3}, {"halo": {"synchronize": 4}}, precision="fp32")
-    exchanges = tuple(one for one in plan.exchanges if one.traffic == "halo")
-    late = train(recipe, made(), (20, 60), exchanges=exchanges, nodes=(0, 1, 2))["losses"]
-    mixed = train(recipe, made(), (20, 60), exchanges=exchanges, nodes=(0, 1, 1))["losses"]
+    late = train(recipe, made(), (20, 60), halo_ages=plan.halo_ages, nodes=(0, 2, 3))["losses"]
+    mixed = train(recipe, made(), (20, 60), halo_ages=plan.halo_ages, nodes=(0, 1, 1))["losses"]
     assert late[0] == mixed[0]
     assert late[1:] != mixed[1:]
+
+
+def test_rows_over_fast_links_are_fresh_and_over_slow_ones_as_old_as_their_latency_asks():
+    """Machines 0 and 1 have a fast link to one another, the third has a slow one."""
+    node = '[[nodes]]\ndevice = "cpu"\ncores = 1\nmemory = "8GiB"\n'
+    fast, slow = (1.25e9, 2e-5), (1.25e7, 0.3)  # bytes/s, seconds
+    pairs = [[0, 1, *fast], [0, 2, *slow], [1, 2, *slow]]
+    known = clusters_.loads(f"pairs = {pairs}\n" + 3 * node)
+    here = decide.decide(asked({}, 3), machines(1, 0)).taken
+    ranks = tuple(msgspec.structs.replace(one, node=at) for at, one in enumerate(here.ranks))
+    predicted = msgspec.structs.replace(here.predicted, terms={"forward": 1.0}, step_seconds=1.0)
+    plan = msgspec.structs.replace(here, ranks=ranks, why=(), predicted=predicted)
+    took = {}
+    for staleness in (1, 2, 9):
+        halos = asked({"bits": 1, "synchronize": 0, "staleness": staleness}, 3).halos
+        found = halo_exchange.with_halos(plan, halos, known)
+        oldest = min(staleness, 2)  # four exchanges of 300 ms each take over one step and under two
+        assert [(one.nodes, one.steps) for one in found.halo_ages] == [((0, 1), 0), ((0, 2), oldest), ((1, 2), oldest)]
+        assert halo_parallel.crossings(halos.options, found, [0, 1, 2], 1).ages == [0, 1, oldest]
+        said = "\n".join(found.why)
+        assert "between machines 0-1 are fresh in every step" in said
+        assert ("between machines 0-2, 1-2 are up to 2 steps old" in said) == (oldest == 2)
+        took[staleness] = found.predicted.step_seconds
+    assert took[9] == took[2] < took[1] - 0.1
 
 
 def test_bits_of_a_plan_are_those_that_cross():
@@ -533,7 +558,9 @@ def test_more_ranks_than_nodes_are_refused():
         ({}, {"halo": {"by_degree": True}}, "by_degree has no effect"),
         ({}, {"halo": {"adapt": True}}, "adapt has no effect"),
         ({}, {"halo": {"bits": "auto", "adapt": True}}, "not possible with by_degree, adapt and delta"),
-        ({}, {"halo": {"bits": 1, "delta": True}}, "delta is not possible with graph.halo.bits = 1"),
+        ({}, {"halo": {"delta": True}}, "delta is not possible with graph.halo.bits = 32"),
+        ({}, {"halo": {"staleness": 2}}, "staleness = 2 is not possible with graph.halo.synchronize = 1"),
+        ({}, {"halo": {"staleness": 0, "synchronize": 0}}, "staleness = 0 is not possible"),
         ({"activation": "maxk", "k": 3}, {"halo": {"bits": 2, "delta": True}}, "delta is not possible with model"),
         ({"activation": "maxk", "k": 3}, {"halo": {"synchronize": 0}}, "maxk"),
     ],

@@ -31,8 +31,10 @@ def back(rows: torch.Tensor, width: int, key: int) -> torch.Tensor:
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.lists(st.integers(1, 8), max_size=20), st.integers(0, 70), st.integers(0, 2**32 - 1))
-def test_the_fast_form_writes_the_bytes_of_the_plain_one(given: list[int], columns: int, key: int) -> None:
+@given(st.lists(st.integers(1, 8), max_size=20), st.integers(0, 70), st.integers(0, 2**32 - 1), st.booleans())
+def test_the_fast_form_writes_the_bytes_of_the_plain_one(
+    given: list[int], columns: int, key: int, nearest: bool
+) -> None:
     random = np.random.default_rng(key)
     sizes = 10.0 ** random.integers(-44, 30, (len(given) + 3, 1))
     rows = torch.from_numpy((random.normal(size=(len(given) + 3, columns)) * sizes).astype(np.float32))
@@ -42,7 +44,7 @@ def test_the_fast_form_writes_the_bytes_of_the_plain_one(given: list[int], colum
     wires, found = [], []
     for form, restore in zip(FORMS, (kernels.restore_by_words, kernels.restore_rows.reference.run), strict=True):
         begins, wire = placed(columns, widths)
-        assert form(rows, chosen, widths, (begins, wire), key) == -1
+        assert form(rows, chosen, widths, (begins, wire), key, nearest) == -1
         out = torch.empty(len(given), columns)
         restore(wire, begins, widths, out)
         wires.append(wire)
@@ -62,6 +64,21 @@ def test_the_mean_of_what_comes_back_is_the_row(width: int) -> None:
     z = (found.mean(0) - rows) / (step / (2 * draws**0.5))
     assert z.abs().max() < 5
     assert z.abs().mean() < 1.1 * (2 / np.pi) ** 0.5  # variances are at most S^2 / 4
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(1, 8), st.integers(1, 70), st.integers(0, 2**32 - 1))
+def test_what_the_nearest_code_loses_spans_a_2_to_the_bits_of_the_row(width: int, columns: int, seed: int) -> None:
+    """To the rounding of the scales to bfloat16."""
+    random = np.random.default_rng(seed)
+    rows = torch.from_numpy((random.standard_t(3, (5, columns)) * 10.0 ** random.integers(-9, 9)).astype(np.float32))
+    rows -= rows.mean(1, keepdim=True)
+    places, widths = placed(columns, torch.full((5,), width)), torch.full((5,), width, dtype=torch.uint8)
+    assert kernels.quantize_rows(rows, torch.arange(5), widths, places, 0, True) == -1
+    found = torch.empty_like(rows)
+    kernels.restore_rows(places[1], places[0], widths, found)
+    span = rows.amax(1) - rows.amin(1)
+    assert ((found - rows).abs().amax(1) <= span * 2.0 ** -(width + 1) + 0.012 * rows.abs().amax(1)).all()
 
 
 @pytest.mark.parametrize("width", range(1, 9))

@@ -63,6 +63,18 @@ def test_parts_are_taken_where_their_boundary_is_small_and_drawn_batches_where_f
     assert any("one rank has the whole graph" in one for one in slow.why)
 
 
+def test_over_a_slow_link_parts_are_taken_where_their_boundary_is_small_and_one_machine_where_it_is_large(tmp_path):
+    slow = cluster(tmp_path, 2, ("20Mbit/s", "200us", "50us"))
+    graph = "planted:nodes=20000,degree=40,features=64,classes=4,homophily={}"
+    small = make_plan(recipe(tmp_path, graph.format(0.999)), slow)
+    assert (small.batches, len(small.ranks)) == (Batches(), 2)
+    assert small.predicted is not None
+    assert 0 < small.predicted.terms["halo"] < 0.2 * small.predicted.step_seconds
+    large = make_plan(recipe(tmp_path, graph.format(0.3)), slow)
+    assert (large.batches, len(large.ranks)) == (Batches(), 1)
+    assert any("over 2 ranks a step would take" in one for one in large.why)
+
+
 def test_named_machines_have_a_rank_each_and_no_plan_of_one(tmp_path):
     named = "".join(f'[[nodes]]\nname = "h{one}"\ndevice = "cpu"\ncores = 1\nmemory = "8GiB"\n' for one in range(2))
     (tmp_path / "named.toml").write_text(named + LINK.format(*SLOW))

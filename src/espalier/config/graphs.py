@@ -311,11 +311,18 @@ def _halo_options(halo: HaloOptions, maxk: bool) -> None:
             why=f"graph.halo.bits = {WHOLE}",
             do="graph.halo.bits = 1",
         )
-    if halo.delta and (halo.bits in (1, WHOLE) or halo.adapt):
+    if halo.staleness < 1 or (halo.staleness > 1 and halo.synchronize == 1):
+        beside = f"graph.halo.synchronize = {halo.synchronize}"
+        raise UserError(
+            f"graph.halo.staleness = {halo.staleness} is not possible with {beside}.",
+            why="it is how many steps old rows may be, at least 1, in steps that do not wait for fresh ones",
+            do="graph.halo.staleness = 1" if halo.synchronize == 1 else "graph.halo.staleness = 2",
+        )
+    if halo.delta and (halo.bits == WHOLE or halo.adapt):
         raise UserError(
             f"graph.halo.delta is not possible with graph.halo.bits = {halo.bits}{' and adapt' * halo.adapt}.",
-            why="one bit may lose more of a difference than it says, and values that cross as they are lose nothing",
-            do="graph.halo.bits = 2, without adapt",
+            why="values that cross as they are lose nothing that could be sent later",
+            do="graph.halo.bits = 1, without adapt",
         )
     if halo.delta and maxk:
         raise UserError(

@@ -53,8 +53,9 @@ class HaloOptions(Options, frozen=True):
     `bits` of a value that crosses between hidden layers: 32 as it is, 1 to 8 rounded at random, `auto` what the links
     inside and between machines carry while ranks compute; `by_degree`: more for
     rows of nodes with more neighbours. Every `synchronize`-th step waits for fresh rows, the others take those of the
-    step before (1: all wait; 0: none but the first). `adapt`: bits and late rows follow how fast the loss changes.
-    `delta`: what crosses is the difference to what crossed before, with what rounding lost of it (2 bits or more).
+    step before (1: all wait; 0: none but the first), or of up to `staleness` steps before where a link takes so long,
+    and fresh ones from machines whose link is fast. `adapt`: bits and late rows follow how fast the loss changes.
+    `delta`: what crosses is the difference to what crossed before, with what rounding lost of it.
     `parts`: a `.npy` file with the rank of each node, in the order of the data; empty: the graph is cut for the plan.
     A graph transformer takes none of these options: each rank has a range of the tokens, and computes some heads.
     """
@@ -62,6 +63,7 @@ class HaloOptions(Options, frozen=True):
     bits: Literal[1, 2, 4, 8, 32, "auto"] = 32
     by_degree: bool = False
     synchronize: int = 1
+    staleness: int = 1
     adapt: bool = False
     delta: bool = False
     parts: str = ""

@@ -37,10 +37,7 @@ from espalier.graph.subgraphs import SubgraphBatch, forward
 from espalier.graph.sylvie import (
     WHOLE,
     Adaptive,
-    ByPeer,
     Every,
-    Fresh,
-    StalenessPolicy,
     Sylvie,
     crossing_bytes,
     step_bytes,
@@ -93,16 +90,12 @@ class RankPart:
         placed: dict[str, Any],
         seed: int,
     ) -> None:
-        self.task, (options, peers, fresh, foreign) = task, how
+        self.task, (options, peers, ages, foreign) = task, how
         assert options.bits != "auto", "the plan has the bits"
         self.policy = (Adaptive if options.adapt else Every)(options.bits, options.synchronize)
         self.decisions = Decisions(self.policy, "speed of the loss") if isinstance(self.policy, Adaptive) else None
-
-        def transport(policy: StalenessPolicy) -> Sylvie:
-            return Sylvie(policy, by_degree=options.by_degree, delta=options.delta, peers=peers, seed=seed)
-
-        far = transport(self.policy)
-        self.transport: Sylvie | ByPeer = far if fresh is None else ByPeer(fresh, transport(Fresh(self.policy)), far)
+        how_coded = {"by_degree": options.by_degree, "delta": options.delta}
+        self.transport = Sylvie(self.policy, **how_coded, peers=peers, ages=ages, seed=seed)
         depth = task.train.depth
         part = part._replace(halo=part.halo.to(placed["device"]))
         if foreign is not None and foreign.deep:
@@ -287,13 +280,13 @@ class Crossings(NamedTuple):
     Attributes:
         options: `[graph.halo]`, with the bits that the plan has where they are `auto`: the fewest of all.
         bits: where they differ; None: those of `options`.
-        fresh: whether those of each rank wait in every step, where others are late; None: all as `options` say.
+        ages: how many steps old those of each rank may be in steps that do not wait; None: one.
         foreign: what a network that is not ours needs.
     """
 
     options: HaloOptions
     bits: PeerBits | None = None
-    fresh: Sequence[bool] | None = None
+    ages: Sequence[int] | None = None
     foreign: halo.ForeignRows | None = None
 
 
@@ -302,9 +295,10 @@ def crossings(options: HaloOptions, plan: Plan, members: Sequence[int], rank: in
     told = [one for one in plan.exchanges if one.traffic == Traffic.HALO.value]
     nodes = [plan.ranks[one].node for one in members]
     found = Crossings(options)
-    late = {one.level: one.agreement == LATE for one in told}
-    if len(set(late.values())) > 1 and options.synchronize != 1:
-        found = found._replace(fresh=[not late["inside" if one == nodes[rank] else "between"] for one in nodes])
+    known = {frozenset(one.nodes): one.steps for one in plan.halo_ages}
+    ages = [known.get(frozenset((nodes[rank], one)), 1) for one in nodes]
+    if known and options.synchronize != 1:
+        found = found._replace(ages=ages)
     if options.bits != "auto":
         return found
     bits = {BITS[one.codec] for one in told} or {WHOLE}
@@ -312,8 +306,6 @@ def crossings(options: HaloOptions, plan: Plan, members: Sequence[int], rank: in
     return found if len(bits) == 1 else found._replace(bits=PeerBits(told, nodes, rank))
 
 
-LATE = "late"
-"""As agreement of an exchange: rows may be of the step before."""
 BITS = {"exact": WHOLE, "int8": 8, "int4": 4, "int2": 2, "int1": 1}
 """Of the codecs by which a plan names how rows cross."""
 

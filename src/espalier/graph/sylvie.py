@@ -3,8 +3,8 @@
 A `Sylvie` is the transport of a `Halo`. Each peer gets one message for each layer and direction: a stamp (the step,
 layer and direction, which the receiver compares), then rows of 1 to 8 bits (`kernels.quantize_rows`), or of 32 as they
 are. Of narrow rows for one peer some share a scale, which would take more bytes than their codes. In a synchronous step
-a rank waits for the rows of this step; in others it takes those that were sent in the step before, whose flight was
-hidden behind that step. Gradients travel likewise.
+a rank waits for the rows of this step; in others it takes those that each peer sent so many steps before as its age
+says (0: in this step), whose flight was hidden behind these steps. Gradients travel likewise.
 
 Deviations from the authors: the first step of a run, also of one that is resumed, is synchronous instead of reading
 zeros; scales are bfloat16 and codes are made with the rounded ones; no rule reads a clock.
@@ -12,7 +12,6 @@ zeros; scales are bfloat16 and codes are made with the rounded ones; no rule rea
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -68,17 +67,17 @@ RECORD = Record(
     remark="on processors; recipes train over parts with [graph.halo], and any program does with graph/halo.py; every "
     "machine opens the whole graph when a run starts, unless data.path is a folder of parts, of which each rank reads "
     "its own; networks of PyG's layers and batch normalization over all ranks too; graph.halo.bits = auto gives each "
-    "layer, direction and pair of machines the bits that its link has time for; rows of ranks of one machine are "
-    "fresh where those between machines are late; graph.fanout = auto lets the plan choose between them "
-    "and drawn batches; evaluation and prediction run over as many ranks; staleness is one step at most, also by peer; "
-    "rows of packages that Debian knows, in four parts, fall to 0.42 by partial sums; over four links of 100 Mbit/s an "
-    "epoch with late 1-bit rows takes 0.080 of fp32's for 10,000 nodes, 0.069 for 40,000 and 0.10 for 200,000 (a goal "
-    "of 1/15 is missed; computing alone takes 0.047, 0.049 and 0.091), at 20 Mbit/s 0.039, and "
-    "sends 1/28 of its bytes (gradients that are summed layer by layer meanwhile, and late ones of rows that leave "
-    "after those of weights, do not make it faster); on a graph of which 4 in 10 edges lead anywhere fresh 1-bit "
-    "rows reach 95.4 % in the 56 epochs that fp32's take, at 100 Mbit/s in 10 s against 120 (boundary sampling 21, "
-    "drawn batches 18: of fp32's variants the best is 1.8 times as long, where 5 was the goal), while late rows, of "
-    "1 bit or of 32, do not in 56",
+    "layer, direction and pair of machines the bits that its link has time for; late rows have a bound of age by pair "
+    "of machines, 0 over fast links, up to graph.halo.staleness over slow ones; graph.fanout = auto lets the plan "
+    "choose between them and drawn batches; evaluation and prediction run over as many ranks; differences with error "
+    "feedback also at 1 bit; rows of packages that Debian knows, in four parts, fall to 0.42 by partial sums; over "
+    "four links of 100 Mbit/s an epoch with late 1-bit rows takes 0.080 of fp32's for 10,000 nodes, 0.069 for 40,000 "
+    "and 0.10 for 200,000 (a goal of 1/15 is missed; computing alone takes 0.047, 0.049 and 0.091), at 20 Mbit/s "
+    "0.039, and sends 1/28 of its bytes (gradients that are summed layer by layer meanwhile, and late ones of rows "
+    "that leave after those of weights, do not make it faster); on a graph of which 4 in 10 edges lead anywhere fresh "
+    "1-bit rows reach 95.4 % in the 56 epochs that fp32's take, at 100 Mbit/s in 10 s against 120 (boundary sampling "
+    "21, drawn batches 18: of fp32's variants the best is 1.8 times as long, where 5 was the goal), while late rows, "
+    "of 1 bit or of 32, do not in 56",
     gpu="NVIDIA H100, November 2026",
 )
 
@@ -188,6 +187,7 @@ class _Layout(NamedTuple):
     """Where rows lie in the messages of one crossing: by group its bits and place, by peer the bytes of its message.
 
     Attributes:
+        rows, groups: of each peer.
         order: int64 [groups, rows of a group], which rows a group has; the last row for a peer fills up its last group.
             None: every row is a group.
         places: int64 [rows], where each row is in `order`, flat.
@@ -196,6 +196,8 @@ class _Layout(NamedTuple):
     widths: Tensor
     begins: Tensor
     splits: list[int]
+    rows: list[int]
+    groups: list[int]
     order: Tensor | None = None
     places: Tensor | None = None
 
@@ -224,27 +226,35 @@ class _Layout(NamedTuple):
 
 
 class _Flight(NamedTuple):
-    """Messages under way. `outgoing` is kept until they have left."""
+    """Messages under way. `works` are waited for, by peer; `outgoing` is kept until they have left."""
 
-    work: Any
+    works: list[list[Any]]
     outgoing: Tensor
     arriving: Tensor
     layout: _Layout
     step: int
     bits: int
 
+    def wait(self, peers: Iterable[int]) -> None:
+        """For messages to and from these; Gloo's can be waited for once."""
+        for works in (self.works[peer] for peer in peers):
+            while works:
+                works.pop().wait()
+
 
 class Sylvie:
-    """The transport: see the module. Has state: the step, and the messages of the step before.
+    """The transport: see the module. Has state: the step, and the messages of the steps before.
 
     Args:
         policy: which steps are synchronous, and with how many bits.
-        delta: both ends keep the rows as they last arrived, and what crosses is the difference to these, so that what
-            rounding lost is sent with the next step (error feedback). From 2 bits on: the error of rows that do not
-            change shrinks by 1 / (2^bits - 1) a step; one bit between smallest and largest would not shrink it.
+        delta: both ends keep the rows as they last arrived, and what crosses is the difference to these, rounded to the
+            nearest code, so that what rounding lost is sent with the next step (error feedback): the error of rows that
+            do not change shrinks by 2^bits a step.
         by_degree: rows of nodes with more neighbours get more bits (see `quant.row_widths`); else all get as many.
         peers: for a crossing the bits of the rows for each rank, and of those from each, in place of the policy's: 1
             to 8, or `WHOLE` for all of that crossing; None: the policy's.
+        ages: how many steps old each peer's rows may be where a step is not synchronous: its bound of staleness. Then a
+            message to or from one peer waits for no other. None: one step, in one collective for all.
         seed: of the random numbers.
     """
 
@@ -255,14 +265,16 @@ class Sylvie:
         by_degree: bool = False,
         delta: bool = False,
         peers: Callable[[Crossing], tuple[Sequence[int], Sequence[int]]] | None = None,
+        ages: Sequence[int] | None = None,
         seed: int = 0,
     ) -> None:
         self.policy, self.by_degree, self.delta, self.peers, self.seed = policy, by_degree, delta, peers, seed
+        self.ages = ages
         self.step = 0
         self.choice = Choice(True, policy.bits)
-        self._flights: dict[tuple[Crossing, torch.dtype], _Flight] = {}
+        self._flights: dict[tuple[Crossing, torch.dtype], list[_Flight]] = {}
         self._sent: dict[Crossing, Tensor] = {}
-        self._arrived: dict[Crossing, tuple[int, Tensor]] = {}
+        self._arrived: dict[tuple[Crossing, int], tuple[int, Tensor]] = {}
         self._layouts: dict[tuple[Crossing, bool, int, int, int], _Layout] = {}
         self._shares: tuple[Tensor, Tensor] | None = None
 
@@ -275,27 +287,25 @@ class Sylvie:
 
     def drain(self) -> None:
         """Waits for what is under way and drops it."""
-        for flight in self._flights.values():
-            flight.work.wait()
+        for flight in (one for flights in self._flights.values() for one in flights):
+            flight.wait(range(len(flight.works)))
         self._flights, self._sent, self._arrived = {}, {}, {}
 
     def __call__(self, halo: Halo, sent: Tensor, received: Tensor, crossing: Crossing) -> Arrival:
         """See `halo.Transport`. Raises UserError for rows that are not finite, by layer and node."""
         if self.by_degree and self._shares is None and sent.is_floating_point():
             self._shares = degree_shares(halo)
-        key = (crossing, sent.dtype)
-        flight, before = self._launch(halo, sent, received, crossing), self._flights.get(key)
-        fresh = before is None or self.choice.synchronous
-        used = flight if fresh or before is None else before
-        self._flights[key] = flight
+        key, peers = (crossing, sent.dtype), range(len(halo.receives))
+        flights = [*self._flights.get(key, []), self._launch(halo, sent, received, crossing)]
+        ages = [0 if self.choice.synchronous else 1 if self.ages is None else self.ages[one] for one in peers]
+        steps = [one.step for one in flights]
+        used = [next(at for at, step in enumerate(steps) if step >= self.step - age) for age in ages]
+        self._flights[key] = [one for one in flights[:-1] if one.step > self.step - max(ages)] + flights[-1:]
 
         def arrive() -> None:
-            if fresh and before is not None:
-                before.work.wait()
-                if self.delta and before.bits != WHOLE:
-                    self._read(before, received, crossing)
-            used.work.wait()
-            self._read(used, received, crossing)
+            for at, flight in enumerate(flights):
+                flight.wait([one for one in peers if at <= used[one]])
+            self._read([flights[: at + 1] for at in used], received, crossing, ages)
 
         return arrive
 
@@ -307,7 +317,7 @@ class Sylvie:
         for begin in out.stamps:
             wire[begin : begin + STAMP] = _stamp(self.step, crossing, bits)
         if bits == WHOLE:
-            _copy(out, sent, wire, into=True)
+            _copy(out, sent, wire)
         else:
             key = stream(self.seed, self.step, 2 * crossing.layer + crossing.backward) + _rank(halo)
             rows = out.grouped(sent.detach().float().flatten(1).cpu())
@@ -315,15 +325,19 @@ class Sylvie:
                 known = self._sent.setdefault(crossing, torch.zeros_like(rows))
                 rows = rows - known
             every = torch.arange(len(rows))
-            bad = kernels.quantize_rows(rows, every, out.widths, (out.begins, wire), key & 0xFFFF_FFFF)
+            bad = kernels.quantize_rows(rows, every, out.widths, (out.begins, wire), key & 0xFFFF_FFFF, self.delta)
             if bad >= 0:
                 raise not_finite(halo, crossing, out.row(bad, rows[bad]), TOO_FEW)
             if self.delta:
                 kernels.restore_rows(wire, out.begins, out.widths, rows)
                 known += rows
         with traffic(Traffic.HALO):
-            work = dist.all_to_all_single(arriving, wire, back.splits, out.splits, group=halo.group, async_op=True)
-        return _Flight(work, wire, arriving, back, self.step, bits)
+            if self.ages is None:
+                work = dist.all_to_all_single(arriving, wire, back.splits, out.splits, group=halo.group, async_op=True)
+                works: list[list[Any]] = [[work], *([] for _ in out.splits[1:])]
+            else:
+                works = _messages(halo, wire.split(out.splits), arriving.split(back.splits), crossing)
+        return _Flight(works, wire, arriving, back, self.step, bits)
 
     def _bits(self, crossing: Crossing) -> int:
         """Of the stamp of messages with floating-point rows."""
@@ -336,7 +350,7 @@ class Sylvie:
         columns = int(np.prod(rows.shape[1:]))
         size = columns * rows.element_size() if bits == WHOLE else columns
         alike = crossing if self.peers is not None else crossing._replace(layer=0)
-        counts = halo.leaving(crossing) if leaves else halo.arriving(crossing)
+        counts = each_peer = halo.leaving(crossing) if leaves else halo.arriving(crossing)
         known = (alike, leaves, size, bits, sum(counts))
         if known not in self._layouts:
             order, places = None, None
@@ -352,7 +366,8 @@ class Sylvie:
             splits = [int(one.sum()) + STAMP * bool(len(one)) for one in each.split(counts)]
             stamped = torch.tensor([count > 0 for count in counts]).cumsum(0)  # stamps up to this peer's
             before = torch.repeat_interleave(stamped, torch.tensor(counts), output_size=sum(counts))
-            self._layouts[known] = _Layout(widths, each.cumsum(0) - each + STAMP * before, splits, order, places)
+            begins = each.cumsum(0) - each + STAMP * before
+            self._layouts[known] = _Layout(widths, begins, splits, each_peer, counts, order, places)
         return self._layouts[known]
 
     def _widths(self, backward: bool, rows: int, bits: int) -> Tensor:
@@ -360,94 +375,54 @@ class Sylvie:
             return torch.full((rows,), bits, dtype=torch.uint8)
         return torch.from_numpy(row_widths.widths_of(bits, self._shares[backward].numpy()))
 
-    def _read(self, flight: _Flight, received: Tensor, crossing: Crossing) -> None:
-        layout, wire = flight.layout, flight.arriving
-        for begin in layout.stamps:
-            found, expected = wire[begin : begin + STAMP], _stamp(flight.step, crossing, flight.bits)
-            assert torch.equal(found, expected), f"a message of {found.tolist()} instead of {expected.tolist()}"
-        if flight.bits == WHOLE:
-            _copy(layout, received, wire, into=False)
-            return
-        flat, plain = received.flatten(1), received.dtype == torch.float32 and received.device.type == "cpu"
-        if plain and received.is_contiguous() and layout.order is None and not self.delta:
-            kernels.restore_rows(wire, layout.begins, layout.widths, flat)
-            return
+    def _read(self, sent: list[list[_Flight]], received: Tensor, crossing: Crossing, ages: list[int]) -> None:
+        """`sent`: the last messages of each peer, whose rows are those of the latest, or (differences) of all."""
+        newest, flat = sent[0][-1], received.flatten(1)
+        layout, whole = newest.layout, newest.bits == WHOLE
+        plain = received.dtype == torch.float32 and received.device.type == "cpu" and received.is_contiguous()
         columns = flat.shape[1] * (1 if layout.order is None else layout.order.shape[1])
-        rows = torch.empty(len(layout.widths), columns)
-        if self.delta:
-            step, arrived = self._arrived.get(crossing, (-1, torch.zeros_like(rows)))
-            if flight.step > step:  # each message counts once
-                kernels.restore_rows(wire, layout.begins, layout.widths, rows)
-                self._arrived[crossing] = flight.step, arrived.add_(rows)
-            rows = arrived
-        else:
-            kernels.restore_rows(wire, layout.begins, layout.widths, rows)
-        received.copy_(layout.alone(rows).view(received.shape))
+        into = whole or (plain and layout.order is None)
+        rows = flat if into else torch.empty(len(layout.widths), columns)
+        outs = rows.split(layout.rows if whole else layout.groups)
+        for peer, (flights, out, age) in enumerate(zip(sent, outs, ages, strict=True)):
+            for flight in flights if self.delta and not whole else flights[-1:]:
+                message = flight.arriving.split(flight.layout.splits)[peer]
+                if not len(message):
+                    continue
+                found, expected = message[:STAMP], _stamp(flight.step, crossing, flight.bits)
+                assert torch.equal(found, expected), f"a message of {found.tolist()} instead of {expected.tolist()}"
+                old = self.step - int(found[:4].numpy().view(np.uint32)[0])
+                assert flight is not flights[-1] or old <= age, f"rows of rank {peer} are {old} steps old, not {age}"
+                if whole:
+                    out.copy_(message[STAMP:].clone().view(received.dtype).view(out.shape))
+                else:
+                    self._restore(flight, (crossing, peer), out)
+        if not into:
+            received.copy_(layout.alone(rows).view(received.shape))
+
+    def _restore(self, flight: _Flight, source: tuple[Crossing, int], out: Tensor) -> None:
+        """The groups of rows of a peer. Of differences each message counts once."""
+        first, layout = sum(flight.layout.groups[: source[1]]), flight.layout
+        here = slice(first, first + len(out))
+        if not self.delta:
+            kernels.restore_rows(flight.arriving, layout.begins[here], layout.widths[here], out)
+            return
+        step, arrived = self._arrived.get(source, (-1, torch.zeros(out.shape)))
+        if flight.step > step:
+            more = torch.empty_like(arrived)
+            kernels.restore_rows(flight.arriving, layout.begins[here], layout.widths[here], more)
+            self._arrived[source] = flight.step, arrived.add_(more)
+        out.copy_(arrived)
 
 
-class Fresh(NamedTuple):
-    """The bits of another policy, with fresh rows in every step."""
-
-    policy: StalenessPolicy
-
-    @property
-    def bits(self) -> int:
-        """See `StalenessPolicy.bits`."""
-        return self.policy.bits
-
-    def next(self, step: int) -> Choice:
-        """See `StalenessPolicy.next`."""
-        return Choice(True, self.policy.next(step).bits)
-
-
-class ByPeer:
-    """Rows from and for some peers are fresh in every step, those of others late as the policy says: a bound of
-    staleness for each peer. Has state: both transports.
-
-    Args:
-        fresh: bool [ranks], alike between each two.
-        near, far: transports of the rows of those peers, and of all others.
-    """
-
-    def __init__(self, fresh: Sequence[bool], near: Sylvie, far: Sylvie) -> None:
-        self.near, self.far, self.fresh = near, far, torch.tensor(fresh)
-
-    @property
-    def choice(self) -> Choice:
-        """Of rows that may be late."""
-        return self.far.choice
-
-    def begin(self, step: int) -> None:
-        """See `Sylvie.begin`."""
-        self.near.begin(step)
-        self.far.begin(step)
-
-    def drain(self) -> None:
-        """See `Sylvie.drain`."""
-        self.near.drain()
-        self.far.drain()
-
-    def __call__(self, halo: Halo, sent: Tensor, received: Tensor, crossing: Crossing) -> Arrival:
-        """See `halo.Transport`."""
-        arrivals = []
-        for transport, taken in ((self.far, ~self.fresh), (self.near, self.fresh)):
-            out, into = (
-                taken.repeat_interleave(torch.tensor(counts)).to(sent.device)
-                for counts in (halo.leaving(crossing), halo.arriving(crossing))
-            )
-            outer = taken.repeat_interleave(torch.tensor(halo.receives)).to(halo.outer.device)
-            sends = tuple(one if own else one[:0] for one, own in zip(halo.sends, taken.tolist(), strict=True))
-            receives = tuple(one * own for one, own in zip(halo.receives, taken.tolist(), strict=True))
-            found = received[into]
-            part = replace(halo, sends=sends, receives=receives, outer=halo.outer[outer])
-            arrivals.append((transport(part, sent[out], found, crossing), into, found))
-
-        def arrive() -> None:
-            for one, into, found in arrivals:
-                one()
-                received[into] = found
-
-        return arrive
+def _messages(halo: Halo, out: Sequence[Tensor], into: Sequence[Tensor], crossing: Crossing) -> list[list[Any]]:
+    """Begins a message to and from each peer; by peer what is to be waited for."""
+    group, tag = halo.group, 2 * crossing.layer + crossing.backward
+    assert group is not None, "rows cross between ranks"
+    works: list[list[Any]] = [[group.recv([one], peer, tag)] if len(one) else [] for peer, one in enumerate(into)]
+    for peer, one in enumerate(out):
+        works[peer] += [group.send([one], peer, tag)] if len(one) else []
+    return works
 
 
 def _groups(counts: list[int], together: int) -> tuple[Tensor, Tensor]:
@@ -468,19 +443,12 @@ def _stamp(step: int, crossing: Crossing, bits: int) -> Tensor:
     return torch.from_numpy(found)
 
 
-def _copy(layout: _Layout, rows: Tensor, wire: Tensor, into: bool) -> None:
-    """Rows as they are to their places behind the stamps (`into`), or from there."""
+def _copy(layout: _Layout, rows: Tensor, wire: Tensor) -> None:
+    """Rows as they are to their places behind the stamps."""
     flat = rows.detach().flatten(1)
-    size = flat.shape[1] * rows.element_size()
-    at = 0
-    for begin, length in zip(layout.stamps, filter(None, layout.splits), strict=True):
-        count = (length - STAMP) // max(1, size)
-        part, own = wire[begin + STAMP : begin + length], flat[at : at + count]
-        if into:
-            part.copy_(own.contiguous().view(torch.uint8).flatten())
-        else:
-            own.copy_(part.clone().view(rows.dtype).view(count, -1))
-        at += count
+    for message, own in zip(wire.split(layout.splits), flat.split(layout.rows), strict=True):
+        if len(message):
+            message[STAMP:].copy_(own.contiguous().view(torch.uint8).flatten())
 
 
 def degree_shares(halo: Halo) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,10 @@ bytes. Z is the row's minimum rounded down, S is (maximum - Z) / (2^bits - 1) ro
 floor((h - Z) / S + u), u uniform in [0, 1), and comes back as Z + code * S. As codes are made with the rounded Z and S,
 the mean of what comes back is h (the low-bit module of Sylvie, arXiv 2303.01277, whose codes are made with the exact
 scale and sent with a rounded one). u depends on a key, the row's number and the column alone.
+
+The nearest form is for differences whose error is sent later: S is (maximum - Z) / 2^bits, and a value comes back as
+the middle of its interval, Z + (code + 1/2) S. What is lost of a row then spans 2^bits times less than the row, also
+with one bit, where rounding at random between smallest and largest can double it.
 """
 
 from __future__ import annotations
@@ -41,13 +45,14 @@ def quantize_rows(
     widths: UInt8[Tensor, " rows"],
     places: tuple[Int64[Tensor, " rows"], UInt8[Tensor, " bytes"]],
     key: int,
+    nearest: bool = False,
 ) -> int:
     """Writes the rows `chosen` of `rows` into a buffer.
 
     Args:
         widths: bits of each, 1 to 8.
         places: where each begins in the buffer, and the buffer.
-        key: of the random numbers, 0 to 2^32 - 1.
+        key: of the random numbers, 0 to 2^32 - 1; nearest: none are used, see the module.
 
     Returns:
         The first of `chosen` whose values are not all finite, or span more than a float32; or -1. What is after it may
@@ -60,16 +65,16 @@ def quantize_rows(
     if not rows.shape[1]:
         taken = taken.new_zeros(len(chosen), 1)
     low, levels = _down(taken.amin(1)), ((1 << widths.int()) - 1).float()
-    scale = _up((taken.amax(1) - low) / levels)
+    scale = _up((taken.amax(1) - low) / (levels + nearest))
     bad = (~taken.isfinite().all(1) | ~scale.isfinite()).nonzero()
     if len(bad):
         return int(bad[0])
     scale[scale < TINY] = 0
     inverse = torch.where(scale > 0, 1 / scale, 0)
-    noise = torch.from_numpy(_noise(key, len(chosen), taken.shape[1]))
+    noise = 0.0 if nearest else torch.from_numpy(_noise(key, len(chosen), taken.shape[1]))
     codes = torch.floor((taken - low[:, None]) * inverse[:, None] + noise)
     codes = torch.minimum(codes, levels[:, None]).to(torch.uint8)
-    scales = torch.stack([low, scale], 1).to(torch.bfloat16).view(torch.uint8)
+    scales = torch.stack([low + 0.5 * scale if nearest else low, scale], 1).to(torch.bfloat16).view(torch.uint8)
     for at, width in enumerate(widths.tolist()):
         begin, size = int(begins[at]), int(row_bits.row_bytes(rows.shape[1], width))
         wire[begin : begin + SCALES] = scales[at]
@@ -122,13 +127,15 @@ def _mixed(h: np.ndarray) -> np.ndarray:
 
 
 @quantize_rows.fast("cpu")
-def quantize_by_words(rows: Tensor, chosen: Tensor, widths: Tensor, places: tuple[Tensor, Tensor], key: int) -> int:
+def quantize_by_words(
+    rows: Tensor, chosen: Tensor, widths: Tensor, places: tuple[Tensor, Tensor], key: int, nearest: bool = False
+) -> int:
     """numba."""
     from espalier.kernels import quantize_rows_cpu
 
     begins, wire = places
     pieces = _pieces(len(chosen) * rows.shape[1])
-    found = quantize_rows_cpu.quantize(rows.contiguous(), chosen, widths, begins, wire, (key, pieces))
+    found = quantize_rows_cpu.quantize(rows.contiguous(), chosen, widths, begins, wire, (key, pieces, int(nearest)))
     return int(found)
 
 

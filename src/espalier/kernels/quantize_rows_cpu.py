@@ -40,10 +40,11 @@ def _range(words: Any) -> Any:
 
 
 @njit
-def _codes(row: Any, low: Any, inverse: Any, most: Any, start: Any, codes: Any) -> None:
+def _codes(row: Any, low: Any, inverse: Any, limits: Any, start: Any, codes: Any) -> None:
+    most, spread = limits
     for j in range(row.size):
         noise = np.float32(_mixed(np.uint32(start + np.uint32(np.uint32(j) * np.uint32(0x85EBCA6B)))) >> np.uint32(8))
-        code = np.int32((row[j] - low) * inverse + noise * np.float32(2.0**-24))
+        code = np.int32((row[j] - low) * inverse + noise * spread)
         codes[j] = np.uint8(min(code, most))
 
 
@@ -55,13 +56,15 @@ def _store_scales(to: int, words: Any) -> None:
 
 
 @jit(
-    "int64(float32[:, ::1], int64[::1], uint8[::1], int64[::1], uint8[::1], UniTuple(int64, 2))",
+    "int64(float32[:, ::1], int64[::1], uint8[::1], int64[::1], uint8[::1], UniTuple(int64, 3))",
     parallel=True,
     uses=(simd, row_bits_cpu),
 )
 def quantize(rows: Any, chosen: Any, widths: Any, begins: Any, wire: Any, options: Any) -> int:
-    """Fills `wire`; the first of `chosen` that is not finite, or -1. `options`: the key, pieces of work."""
-    key, pieces = options
+    """Fills `wire`; the first of `chosen` that is not finite, or -1. `options`: the key, pieces,
+    whether nearest."""
+    key, pieces, nearest = options
+    spread = np.float32(0.0) if nearest else np.float32(2.0**-24)
     columns, count = rows.shape[1], chosen.size
     words = rows.view(np.int32)
     to = address(wire)
@@ -82,7 +85,7 @@ def quantize(rows: Any, chosen: Any, widths: Any, begins: Any, wire: Any, option
             if columns == 0:
                 raw[:] = 0
             most = (1 << bits) - 1
-            scales[1] = (scales[1] - scales[0]) / np.float32(most)
+            scales[1] = (scales[1] - scales[0]) / np.float32(most + nearest)
             raw[1] = np.int32(np.int32(raw[1] + _LOW) & _HIGH)
             if not finite or np.int32(raw[1] & _SIGN) >= _INFINITE:
                 bad[piece] = at
@@ -91,8 +94,11 @@ def quantize(rows: Any, chosen: Any, widths: Any, begins: Any, wire: Any, option
                 raw[1] = 0
             inverse = np.float32(1.0) / scales[1] if scales[1] > 0 else np.float32(0.0)
             start = _mixed(np.uint32(np.uint32(np.uint32(at) * np.uint32(0x9E3779B1)) + np.uint32(key)))
-            _codes(rows[node], scales[0], inverse, np.int32(most), start, codes[:columns])
+            _codes(rows[node], scales[0], inverse, (np.int32(most), spread), start, codes[:columns])
             place = to + begins[at]
+            if nearest:
+                scales[0] += np.float32(0.5) * scales[1]
+                raw[0] = np.int32(raw[0] + np.int32(0x7FFF) + np.int32((raw[0] >> np.int32(16)) & np.int32(1)))
             _store_scales(place, raw)
             pack_row(address(codes), columns, bits, place + 4, place + 4 + (bits * columns + 7) // 8)
     for piece in range(pieces):

@@ -115,6 +115,13 @@ class HaloRows(PlanStruct, frozen=True):
     nodes: tuple[tuple[int, int], ...] = ()
 
 
+class HaloAge(PlanStruct, frozen=True):
+    """How many steps old rows between two machines, or inside one, may be where a step does not wait for all."""
+
+    nodes: tuple[int, int]
+    steps: int
+
+
 class Exchange(PlanStruct, frozen=True):
     """How one class of traffic crosses one level of links. `rows`: of halos, which; None: all."""
 
@@ -277,6 +284,8 @@ class Plan(PlanStruct, frozen=True):
     nested: int = 1
     """Micro-batches of each task whose passes through the waves are nested (BigMac): see `stages.spindle`."""
     exchanges: tuple[Exchange, ...] = ()
+    halo_ages: tuple[HaloAge, ...] = ()
+    """Of rows of a cut graph that may be late, where these differ from one step; see `graph.sylvie`."""
     outer: Outer | None = None
     rules: tuple[AdaptiveRule, ...] = ()
     algorithm: str = "data"

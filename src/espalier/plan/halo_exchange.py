@@ -7,14 +7,15 @@ bandwidth. Late rows have a step to arrive in.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, cast
+import itertools
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import msgspec
 import numpy as np
 
 from espalier import units
 from espalier.plan import halo_bits
-from espalier.plan.base import AdaptiveRule, Exchange, HaloRows, Plan
+from espalier.plan.base import AdaptiveRule, Exchange, HaloAge, HaloRows, Plan
 from espalier.plan.packed_features import longer
 from espalier.plan.plan_summary import COMPUTING, link_words, places_of
 from espalier.quant import row_widths
@@ -128,27 +129,63 @@ def beside_batches(plan: Plan, other: Plan, drawn: GraphWorkload) -> Plan:
     return msgspec.structs.replace(plan, why=(told, *plan.why))
 
 
-def _fresh_inside(plan: Plan, halos: Any, cluster: Cluster, sent: Any) -> tuple[Plan, float]:
-    """The plan with fresh rows inside machines in every step where rows between machines may be late and those inside
-    take no longer than `HIDDEN` of computing; and the seconds that they take."""
-    options, nodes = halos.options, np.array([plan.ranks[rank].node for rank in plan.trainers])
-    if options.synchronize == 1 or not sent.any() or len(set(nodes.tolist())) == 1 or plan.predicted is None:
-        return plan, 0.0
+class _Ages(NamedTuple):
+    """Of late rows: `stale` [ranks, ranks], how many steps old they may be, the most of these, and what the rows that
+    are fresh in every step take, in seconds."""
+
+    stale: Any
+    most: int = 1
+    fresh: float = 0.0
+
+
+def _with_ages(plan: Plan, halos: Any, cluster: Cluster, sent: Any) -> tuple[Plan, _Ages]:
+    """The plan with how old rows may be, by pair of machines, where there are several. Fastest first, those are fresh
+    in every step that together take no longer than `HIDDEN` of computing; of others the age is the fewest steps in
+    which they cross, `staleness` at most. An age of more than one hides latency alone: links carry every step's bytes.
+    """
+    options, node = halos.options, np.array([plan.ranks[rank].node for rank in plan.trainers])
+    one_step = _Ages(np.full(sent.shape, int(options.synchronize != 1)))
+    if options.synchronize == 1 or not sent.any() or plan.predicted is None:
+        return plan, one_step
     computing = sum(plan.predicted.terms.get(name, 0.0) for name in COMPUTING)
-    link = cluster.slowest({place.rank for place in places_of(plan, cluster)}, "inside")
-    wait = float(sent.sum(1).max()) / link.bandwidth + halos.exchanges * (link.latency + link.launch)
-    if wait > HIDDEN * computing:
-        return plan, 0.0
-    asked = "exact" if options.bits in (ALL_BITS, "auto") else f"int{options.bits}"
-    levels: tuple[Level, ...] = ("inside", "between")
-    known = [one for one in plan.exchanges if one.traffic == "halo"]
-    missing = [one for one in levels if one not in {each.level for each in known}]
-    known += [Exchange(traffic="halo", level=one, codec=asked) for one in missing]
-    hows = {"inside": "every_step", "between": "late"}
-    both = tuple(msgspec.structs.replace(one, agreement=hows[one.level]) for one in known)
-    others = tuple(one for one in plan.exchanges if one.traffic != "halo")
-    told = f"{HALOS} of ranks of the same machine are fresh in every step, in {units.show_seconds(wait)}."
-    return msgspec.structs.replace(plan, exchanges=(*others, *both), why=(told, *plan.why)), wait
+    places, machines = np.array([place.rank for place in places_of(plan, cluster)]), sorted(set(node.tolist()))
+    pairs, busy = {}, np.zeros(node.max() + 1)
+    for a, b in itertools.combinations_with_replacement(machines, 2):
+        out, back = sent[np.ix_(node == a, node == b)], sent[np.ix_(node == b, node == a)]
+        size = float(out.sum(1).max() if a == b else max(out.sum(), back.sum()))
+        if size:
+            ends = set(places[(node == a) | (node == b)].tolist())
+            link = cluster.slowest(ends, "inside" if a == b else "between")
+            pairs[a, b] = size / link.bandwidth, halos.exchanges * (link.latency + link.launch)
+    apart = [(pair, own) for pair, (own, _) in pairs.items() if pair[0] != pair[1]]
+    pace = max(computing, *(sum(own for pair, own in apart if one in pair) for one in machines))
+    known, delay = [], 0.0
+    for (a, b), (own, wait) in sorted(pairs.items(), key=lambda one: sum(one[1])):
+        steps = int(np.clip(np.ceil((own + wait) / pace), 1, options.staleness))
+        taken = busy[[a, b]] + own
+        if len(machines) > 1 and taken.max() + max(delay, wait) <= HIDDEN * computing:
+            steps, busy[[a, b]], delay = 0, taken, max(delay, wait)
+        known.append(HaloAge(nodes=(a, b), steps=steps))
+    ages = {frozenset(one.nodes): one.steps for one in known}
+    if set(ages.values()) == {1}:
+        return plan, one_step
+    stale = np.array([[ages.get(frozenset((a, b)), 1) for b in node.tolist()] for a in node.tolist()])
+    found = _Ages(stale, max(1, *ages.values()), float(busy.max()) + delay)
+    why = (*_said_ages(known, found.fresh), *plan.why)
+    return msgspec.structs.replace(plan, halo_ages=tuple(known), why=why), found
+
+
+def _said_ages(known: list[HaloAge], seconds: float) -> list[str]:
+    """In sentences."""
+    told, fresh = [], [one.nodes for one in known if one.steps == 0]
+    if any(a == b for a, b in fresh):
+        told.append(f"{HALOS} of ranks of the same machine are fresh in every step, in {units.show_seconds(seconds)}.")
+    for steps in sorted({one.steps for one in known}):
+        which = [f"{a}-{b}" for a, b in (one.nodes for one in known if one.steps == steps) if a != b]
+        if which and steps != 1:
+            how = "fresh in every step" if steps == 0 else f"up to {steps} steps old"
+            told.append(f"{HALOS} between machines {', '.join(which)} are {how}.")
+    return told
 
 
 def _said_bits(options: Any, by_peer: Any) -> tuple[int, str]:
@@ -204,13 +241,14 @@ def with_halos(plan: Plan, halos: Halos | TokenCut, cluster: Cluster, instead_of
     if options.bits == "auto":
         plan, by_peer = _with_bits(plan, halos, cluster)
     sent = np.asarray(halos.step_bytes(shares, size, by_peer))
-    plan, near = _fresh_inside(plan, halos, cluster, sent * ~far)
+    plan, ages = _with_ages(plan, halos, cluster, sent)
     level, crossing = ("between", sent * far) if far.any() else ("inside", sent)
     devices = {place.rank for place in places_of(plan, cluster)}
     link = cluster.slowest(devices, "between" if far.any() else "inside")
     groups = node if far.any() else np.arange(len(ranks))
     most = max(crossing[groups == one].sum() for one in set(groups.tolist()))
-    wait = float(most) / link.bandwidth + halos.exchanges * (link.latency + link.launch)
+    delay = halos.exchanges * (link.latency + link.launch)
+    wait, stale = float(most) / link.bandwidth + delay, crossing * (ages.stale > 0)
     words, show = link_words(link, "between" if level == "between" else "inside"), units.show_size
     bits, low = _said_bits(options, by_peer)
     told = [f"{HALOS}: {halos.told(shares)}, {show(float(sent.sum(1).max()))} leave a rank in a step ({low})."]
@@ -218,7 +256,9 @@ def with_halos(plan: Plan, halos: Halos | TokenCut, cluster: Cluster, instead_of
     if predicted is not None:
         computing = sum(predicted.terms.get(name, 0.0) for name in COMPUTING)
         late = 0.0 if options.synchronize == 1 else 1 - 1 / options.synchronize if options.synchronize else 1.0
-        exposed = (1 - late) * wait + late * max(0.0, wait - computing) + near
+        flying = max((stale[groups == one].sum() for one in set(groups.tolist())), default=0.0) / link.bandwidth
+        beyond = max(flying, (flying + delay * bool(flying)) / ages.most) - computing
+        exposed = wait if late == 0 else (1 - late) * wait + late * max(0.0, beyond) + ages.fresh
         alone = computing * len(ranks)
         predicted = longer(predicted, "halo", exposed)
         predicted = msgspec.structs.replace(
@@ -228,11 +268,11 @@ def with_halos(plan: Plan, halos: Halos | TokenCut, cluster: Cluster, instead_of
             told.append(
                 f"{HALOS}: one rank would be faster, {units.show_seconds(alone)} a step by estimate: plan.pin.ranks=1."
             )
-    hidden = "" if options.synchronize == 1 else f", {units.show_seconds(exposed)} of them beyond computing"
+    hidden = "" if not ages.stale.any() else f", {units.show_seconds(exposed)} of them beyond computing"
     stale = (
         "every step waits for fresh rows"
-        if options.synchronize == 1
-        else "rows are one step late"
+        if not ages.stale.any()
+        else f"rows are {'one step' if ages.most == 1 else f'up to {ages.most} steps'} late"
         + (f", and every {options.synchronize}th step waits for fresh ones" if options.synchronize else "")
     )
     told.append(f"{HALOS} take {units.show_seconds(wait)} of a step over {words}{hidden}; {stale}.")
