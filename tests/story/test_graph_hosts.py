@@ -3,14 +3,17 @@ fewer hosts, and answered by one machine."""
 
 from __future__ import annotations
 
+import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from espalier.plan import base as plans
 
-from .test_hosts import espalier, events, lab, none_left, pytestmark
+from .test_hosts import command_line, environment, espalier, events, lab, none_left, pytestmark
 
 __all__ = ["lab", "pytestmark"]
 RECIPE = """
@@ -89,6 +92,35 @@ def test_few_bits_and_late_rows_send_less_and_two_hosts_go_on_where_four_stopped
     assert none_left(lab)
 
 
+def test_hosts_share_drawn_batches_where_the_plan_finds_a_pass_over_few_nodes_faster_so(lab: str, home: Path) -> None:
+    few = ("data.path=planted:nodes=3000,degree=20,features=32,classes=6,train=0.01", "graph.fanout=auto")
+    done = espalier(home, "train", "recipe.toml", "--hosts", lab, *few, "train.steps=3", "name=drawn")
+    assert done.returncode == 0, done.stdout + done.stderr
+    plan = plans.read(home / "runs" / "drawn" / "plan.json")
+    assert plan.batches is not None
+    assert plan.batches.fanout
+    assert sorted(rank.node for rank in plan.ranks) == [0, 1, 2, 3]
+    sent = {name for event in events(home, "drawn", "step") for name, size in event["bytes"].items() if size}
+    assert sent
+    assert "halo" not in sent
+    assert none_left(lab)
+
+
+def apart(lab: str, home: Path, *arguments: str) -> list[subprocess.CompletedProcess[str]]:
+    """The command on every host as torchrun starts it, where each host sees its own part alone."""
+    running, address = [], sys.modules["netlab"]._address(0)
+    for rank, host in enumerate(lab.split(",")):
+        place = {"RANK": rank, "WORLD_SIZE": 4, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+        meeting = {"MASTER_ADDR": address, "MASTER_PORT": 29411, "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": 1}
+        known = {**environment(home), **{key: str(value) for key, value in {**place, **meeting}.items()}}
+        first = f'hostname {host} && mount --bind {home}/own-{host} {home}/parts && exec "$@"'
+        command = ["ip", "netns", "exec", host, "unshare", "-mu", "sh", "-c", first, "sh", *command_line(*arguments)]
+        running.append(
+            subprocess.Popen(command, cwd=home, env=known, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        )
+    return [subprocess.CompletedProcess(one.args, one.wait(), *one.communicate(timeout=300)) for one in running]
+
+
 def test_each_host_that_has_its_own_part_alone_trains_as_hosts_that_have_the_graph(lab: str, home: Path) -> None:
     """The machine that plans has no part; each host sees a folder of its own where the recipe names `parts`."""
     cut = next(
@@ -106,4 +138,12 @@ def test_each_host_that_has_its_own_part_alone_trains_as_hosts_that_have_the_gra
     assert done.returncode == 0, done.stdout + done.stderr
     losses = [event["loss"] for event in events(home, "apart", "step")]
     assert losses == [event["loss"] for event in events(home, "four", "step")]
+    for verb, more in (("predict", ("0,1,2",)), ("eval", ())):
+        here = espalier(home, verb, "runs/four", *more, "--json")
+        first, *others = apart(lab, home, verb, "runs/apart", *more, "--json")
+        assert [one.returncode for one in (here, first, *others)] == [0] * 5, [one.stderr for one in (first, *others)]
+        assert all(not one.stdout for one in others)
+        expected, found = json.loads(here.stdout), json.loads(first.stdout)
+        assert found.pop("run", "apart") != expected.pop("run", "four")
+        assert found == expected or (verb == "eval" and found == pytest.approx(expected, rel=1e-5))
     assert none_left(lab)

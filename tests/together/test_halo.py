@@ -148,11 +148,17 @@ def strike(graph, monkeypatch, tmp_path):
     """Runs a supervised run of two ranks on the graph."""
     monkeypatch.setattr(struck, "open_language", lambda recipe: GraphWorkload(recipe, graph))
 
-    def run(halo, name, *faults, ranks=2, model=None, steps=STEPS, **options):
+    def run(halo, name, *faults, ranks=2, model=None, steps=STEPS, ages=(), **options):
         train = {"steps": steps, "precision": "fp32"}
         recipe = recipe_of(model or {"kind": "sage"}, halo, checkpoint={"every": 3}, train=train)
         return Struck(
-            recipe, ranks, tmp_path / name, faults, plan=plan_of(recipe, ranks), memory=1 << 26, **options
+            recipe,
+            ranks,
+            tmp_path / name,
+            faults,
+            plan=plan_of(recipe, ranks, halo_ages=ages),
+            memory=1 << 26,
+            **options,
         ).run()
 
     return run
@@ -176,15 +182,16 @@ def test_a_rank_of_a_graph_transformer_that_is_killed_changes_no_bit_also_of_the
     assert run.all("recovered")[0]["step"] > 0
 
 
-def test_a_rank_that_is_killed_while_rows_are_late_goes_on_as_a_run_that_was_stopped_there(strike):
+@pytest.mark.parametrize("ages", [(), (plans.HaloAge(nodes=(0, 0), steps=3),)])
+def test_a_rank_that_is_killed_while_rows_are_late_goes_on_as_a_run_that_was_stopped_there(strike, ages):
     """Late rows are not saved: the first step after a start waits for fresh ones, whatever ended the run before."""
     halo = {"bits": 4, "synchronize": 0}
-    run = strike(halo, "run", Fault(1, 5, "kill"), inside=(Sylvie, "_launch"))
+    run = strike(halo, "run", Fault(1, 5, "kill"), ages=ages, inside=(Sylvie, "_launch"))
     step = run.all("recovered")[0]["step"]
     assert step > 0
     with contextlib.suppress(Interrupted):
-        strike(halo, "stopped", stop_after=step)
-    stopped = strike(halo, "stopped")
+        strike(halo, "stopped", ages=ages, stop_after=step)
+    stopped = strike(halo, "stopped", ages=ages)
     assert same(run, stopped)
     assert run.losses == stopped.losses
     assert run.losses[STEPS] < run.losses[1]

@@ -256,7 +256,7 @@ def with_halos(plan: Plan, halos: Halos | TokenCut, cluster: Cluster, instead_of
     if predicted is not None:
         computing = sum(predicted.terms.get(name, 0.0) for name in COMPUTING)
         late = 0.0 if options.synchronize == 1 else 1 - 1 / options.synchronize if options.synchronize else 1.0
-        flying = max((stale[groups == one].sum() for one in set(groups.tolist())), default=0.0) / link.bandwidth
+        flying = max(float(stale[groups == one].sum()) for one in set(groups.tolist())) / link.bandwidth
         beyond = max(flying, (flying + delay * bool(flying)) / ages.most) - computing
         exposed = wait if late == 0 else (1 - late) * wait + late * max(0.0, beyond) + ages.fresh
         alone = computing * len(ranks)
