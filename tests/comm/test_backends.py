@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -90,3 +92,46 @@ def test_one_thread_serves_the_connections_of_all_groups_of_a_rank() -> None:
     for loops, found in forks(2, _threads):
         assert loops == 1
         assert float(found) == 3.0 * 2**5
+
+
+LEAVES = """
+import os, socket, threading, time
+import torch, torch.distributed as dist
+from espalier import comm
+from espalier.launch import base
+
+torch.set_num_threads(1)
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    port = free.getsockname()[1]
+started = [os.fork()]
+if started[0]:
+    started.append(os.fork())
+rank = 0 if all(started) else len(started)
+place = base.RankSpec(rank=rank, world=3, host="127.0.0.1", port=port, serves=rank == 0)
+channel = comm.connect(base.store(place, 30.0), rank, 3, timeout=30.0)
+x = torch.full((3,), float(rank))
+dist.all_reduce(x)
+busy = 1
+if rank:  # Gloo's threads run only where nobody else wants to
+    ours = {str(one.native_id) for one in threading.enumerate()}
+    for thread in set(os.listdir("/proc/self/task")) - ours:
+        os.sched_setscheduler(int(thread), os.SCHED_IDLE, os.sched_param(0))
+elif (busy := os.fork()) == 0:
+    until = time.monotonic() + 4.0
+    while time.monotonic() < until:
+        pass
+    os._exit(0)
+dist.all_reduce(x)
+comm.disconnect()
+if rank == 0:
+    print([os.waitpid(one, 0)[1] for one in started])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="needs threads of lower priority than others")
+def test_the_interpreter_ends_once_gloo_has_let_go_of_tensors_though_its_threads_are_late() -> None:
+    done = subprocess.run([sys.executable, "-c", LEAVES], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "[0, 0]\\n"), done.stderr

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import wait
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -147,3 +149,29 @@ def test_closing_ends_the_threads_after_the_last_transfer(tmp_path: Path) -> Non
         assert all(future.done() for future in futures)
         assert file.size > SIZE
     assert threading.active_count() == before
+
+
+class Gated:
+    """A file whose transfers end when they may."""
+
+    def __init__(self) -> None:
+        self.begun: list[int] = []
+        self.may_end = threading.Event()
+
+    def parts(self, offset: int, count: int) -> list[Any]:
+        return [(self, offset, count)]
+
+    def write_from(self, piece: torch.Tensor, place: int) -> None:
+        self.begun.append(place)
+        self.may_end.wait(20.0)
+
+
+def test_a_process_that_ends_waits_for_transfers_under_way_and_begins_no_other() -> None:
+    queue, file = IoQueue(threads=1), Gated()
+    first, second = (queue.write(file, place, torch.zeros(4096, dtype=torch.uint8)) for place in (0, 4096))  # type: ignore[arg-type]
+    while not file.begun:
+        time.sleep(0.001)
+    threading.Timer(0.1, file.may_end.set).start()
+    queue.leave(time.monotonic() + 20.0)
+    assert (first.done(), second.done(), file.begun) == (True, False, [0])
+    assert not any(one.is_alive() for one in queue._threads)

@@ -174,12 +174,13 @@ def unhurried(folder, *arguments):
     )
 
 
+@pytest.mark.slow
 def test_a_watch_evaluates_what_a_finished_run_left_once_and_ends(home):
     (home / "facts.jsonl").write_text(
         '{"question": "The number 3 comes", "choices": ["before", "after"], "answer": 0}\n'
     )
     command = ("eval", "runs/recipe", "--watch", "--task", "facts=facts.jsonl", "--workers", "1", "--json")
-    first, again = unhurried(home, *command), forked(home, *command)
+    first, again = unhurried(home, *command), unhurried(home, *command)
     assert first.returncode == again.returncode == 0, first.stderr + again.stderr
     rows = [json.loads(line) for line in first.stdout.splitlines()]
     kept = sorted(int(path.name[5:]) for path in (home / "runs" / "recipe" / "checkpoints").glob("step-*"))

@@ -7,11 +7,15 @@ theirs as they are.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +31,8 @@ from espalier.errors import UserError
 _DEFAULT = timedelta(0)
 _THREADS = 2
 """Of a group, for each device, that wait for its work: torch's own number."""
+_PATIENCE = 2.0
+"""Seconds that leaving the process waits for them."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +118,34 @@ def _devices(process: int, interfaces: str) -> tuple[Any, ...]:
     names = [name for name in interfaces.split(",") if name]
     made: Any = ProcessGroupGloo
     return tuple(made.create_device(interface=name) for name in names) or (made.create_default_device(),)
+
+
+@atexit.register
+def rest() -> None:
+    """Waits, a little, until no thread of C++ runs or waits to run, once this process has made a Gloo group.
+
+    Such a thread lets go of a collective's tensors after it has woken who waits for that, and what Python knows of a
+    tensor is let go under the interpreter's lock (`decref_pyobject`, c10/util/intrusive_ptr.h). Where the interpreter
+    ends meanwhile, the thread ends in that lock, within a function that must not be left so: `std::terminate`.
+    """
+    looks, until = 0, time.monotonic() + _PATIENCE
+    while _devices.cache_info().currsize and looks < 2 and time.monotonic() < until:
+        looks = 0 if _runs() else looks + 1
+        time.sleep(0.001)  # they get the interpreter's lock
+
+
+def _runs() -> bool:
+    """Whether a thread that is not Python's is runnable; elsewhere than on Linux none is."""
+    ours = {str(one.native_id) for one in threading.enumerate()}
+    for folder in Path("/proc/self/task").glob("*"):
+        if folder.name not in ours:
+            try:
+                state = (folder / "stat").read_bytes().rpartition(b") ")[2][:1]
+            except OSError:
+                continue  # it has ended
+            if state in (b"R", b"D"):
+                return True
+    return False
 
 
 def _gloo(asked: GroupRequest) -> dict[str, Any]:

@@ -7,6 +7,7 @@ of io_uring per thread, or where there is none through more threads.
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import time
@@ -35,6 +36,8 @@ RING_THREADS = 8
 PIECE = 4 << 20
 """Longer transfers are cut into pieces of so many bytes, which different threads may do."""
 TURN = 16
+_PATIENCE = 30.0
+"""Seconds that leaving the process waits for the transfers under way."""
 
 
 @dataclass
@@ -198,6 +201,17 @@ class IoQueue(Closing):
             return self._writes.popleft()
         return None
 
+    def leave(self, until: float) -> None:
+        """Begins no transfer any more, and waits, until then, for those under way: a thread that ends with the
+        interpreter, in torch, aborts it."""
+        with self._lock:
+            self._closed = True
+            self._reads.clear()
+            self._writes.clear()
+            self._work_waits.notify_all()
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+
     def close(self) -> None:
         """Returns when all transfers have ended."""
         with self._lock:
@@ -240,6 +254,14 @@ def _forked() -> None:
     _threads.__dict__.clear()
     for queue in _queues:
         queue._begin()
+
+
+@atexit.register
+def leave_all() -> None:
+    """Ends the threads of all queues of this process that nobody has closed."""
+    until = time.monotonic() + _PATIENCE
+    for queue in list(_queues):
+        queue.leave(until)
 
 
 @cache
