@@ -193,6 +193,7 @@ def test_the_site_is_searched_and_shown_in_light_and_dark_and_asks_nobody_else(s
 # --- the notebook ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path, machine, monkeypatch):
     nbclient = pytest.importorskip("nbclient", reason="espalier[dev] is not installed")

@@ -126,7 +126,13 @@ def rounds(kind: str) -> list[str]:
 @pytest.mark.timeout(600)  # a dozen programs
 @pytest.mark.parametrize(
     ("ranks", "kind"),
-    [(1, ""), (2, ""), (2, "eager"), *(pytest.param(2, one, marks=pytest.mark.slow) for one in ROUNDS)],
+    [
+        (2, ""),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in ((1, ""), (2, "eager"), *((2, kind) for kind in ROUNDS))
+        ),
+    ],
 )
 def test_an_interrupted_run_ends_as_the_undisturbed_one(home: Path, ranks: int, kind: str) -> None:
     pin = [f"plan.pin.ranks={ranks}", *(rounds(kind) if kind else [])]

@@ -134,4 +134,4 @@ if rank == 0:
 @pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="needs threads of lower priority than others")
 def test_the_interpreter_ends_once_gloo_has_let_go_of_tensors_though_its_threads_are_late() -> None:
     done = subprocess.run([sys.executable, "-c", LEAVES], capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stdout) == (0, "[0, 0]\\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "[0, 0]\n"), done.stderr

@@ -48,7 +48,7 @@ def test_two_hosts_train_as_one_does_and_nothing_is_told(corpus, unbroken, tmp_p
     ("what", "rank"),
     [
         ("kill", 1),
-        ("stop", 1),
+        pytest.param("stop", 1, marks=pytest.mark.slow),
         *(pytest.param(*one, marks=pytest.mark.slow) for one in (("raise", 0), ("hang", 0), ("exit", 1))),
         pytest.param("terminate", 0, marks=pytest.mark.slow),
     ],

@@ -149,7 +149,14 @@ def shard(params: int, grads: int, optimizer: int) -> dict[str, int]:
     return {"params": params, "grads": grads, "optimizer": optimizer}
 
 
-@pytest.mark.parametrize(("ranks", "states"), [(2, (1, 1, 1)), (2, (2, 2, 2)), (3, (1, 3, 3)), (3, (3, 3, 3))])
+@pytest.mark.parametrize(
+    ("ranks", "states"),
+    [
+        (2, (2, 2, 2)),
+        (3, (1, 3, 3)),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in ((2, (1, 1, 1)), (3, (3, 3, 3)))),
+    ],
+)
 def test_of_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, states: Any) -> None:
     equal(module(tmp_path, monkeypatch), ranks, shard=shard(*states), micro_batch=2)
 
@@ -169,7 +176,7 @@ def test_of_a_graph(tmp_path: Path, ranks: int, states: Any) -> None:
     equal(graph(tmp_path), ranks, shard=shard(*states))
 
 
-@pytest.mark.parametrize("states", [(1, 1, 1), (1, 3, 3), (3, 3, 3)])
+@pytest.mark.parametrize("states", [pytest.param((1, 1, 1), marks=pytest.mark.slow), (1, 3, 3), (3, 3, 3)])
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_of_unequal_buckets_on_three_ranks(corpus: Path, states: Any, kind: str) -> None:
     """Buckets of 20,000 bytes: none is as long as another, and none a multiple of three."""
@@ -177,13 +184,19 @@ def test_of_unequal_buckets_on_three_ranks(corpus: Path, states: Any, kind: str)
     equal(recipe, 3, shard=shard(*states), micro_batch=2)
 
 
-@pytest.mark.parametrize("states", [(1, 1, 1), (1, 1, 2), (1, 2, 4), (2, 2, 2), (2, 2, 4)])
+@pytest.mark.parametrize(
+    "states",
+    [(1, 2, 4), (2, 2, 2), *(pytest.param(one, marks=pytest.mark.slow) for one in ((1, 1, 1), (1, 1, 2), (2, 2, 4)))],
+)
 def test_of_sixteen_bit_shards(corpus: Path, states: Any) -> None:
     """Norms stay in 32 bits beside them."""
     equal(language(corpus, train={"precision": "bf16"}), 4, shard=shard(*states))
 
 
-@pytest.mark.parametrize("states", [(1, 1, 1), (1, 2, 4), (2, 2, 4), (4, 4, 4)])
+@pytest.mark.parametrize(
+    "states",
+    [(1, 2, 4), (4, 4, 4), *(pytest.param(one, marks=pytest.mark.slow) for one in ((1, 1, 1), (2, 2, 4)))],
+)
 def test_of_two_machines(corpus: Path, states: Any) -> None:
     recipe = language(corpus, sync={"kind": "every_step"}, comm={"codec": "exact", "bucket": "20kB"})
     equal(recipe, 4, count=2, shard=shard(*states), micro_batch=1)
@@ -192,7 +205,9 @@ def test_of_two_machines(corpus: Path, states: Any) -> None:
 CODECS = ["bf16", "int8", "int4", "int1", "topk:0.03", "zfp:8"]
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize(
+    "codec", [pytest.param(one, marks=pytest.mark.slow if one in ("bf16", "int4", "int1") else ()) for one in CODECS]
+)
 @pytest.mark.parametrize(("ranks", "states"), [pytest.param(2, (1, 1, 2), marks=pytest.mark.slow), (3, (1, 3, 3))])
 def test_of_codecs_of_fixed_length(corpus: Path, codec: str, ranks: int, states: Any) -> None:
     """Headers included; what is too small to be encoded goes as it is."""

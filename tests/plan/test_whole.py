@@ -35,7 +35,7 @@ def planned(request, cluster, seconds: Seconds | None = None) -> Plan:  # type: 
     return decide(request, cluster, trials=measure if seconds else None).taken
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     st.integers(1, 70), st.sampled_from([16, 64, 512]), st.sampled_from(["none", "selective", "block", None]),
     st.sampled_from([processor(), processor(6), processor(4, count=3), gpus(devices=2), gpus("T4", 3, devices=1)]),
@@ -219,7 +219,7 @@ def test_recomputation_comes_only_when_memory_demands_it() -> None:
     assert "Activations are recomputed (block): without, nothing fits in 1.35 GiB." in tight.why
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.floats(0.5, 64), st.floats(1, 8))
 def test_more_memory_is_never_less_feasible(gibibytes: float, factor: float) -> None:
     request = decoder(width=512, layers=16, sequence=1024, batch=4)

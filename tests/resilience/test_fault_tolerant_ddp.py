@@ -126,7 +126,7 @@ def simulated(members: list[tuple[int, ...]]) -> str:
     return hashed(model)
 
 
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_death_loses_no_step_and_the_one_in_its_place_has_all(victim: int) -> None:
     with replicas(3) as crew:
         crew[1].until(10)

@@ -146,7 +146,11 @@ def sharded(*factors: int) -> tuple[plans.Unit, ...]:
     return (plans.Unit(**dict(zip(("params", "grads", "optimizer"), groups, strict=True))),)
 
 
-@pytest.mark.parametrize("cut", [(4, 1, 1), (1, 4, 2), (2, 1, 1), (1, 2, 2), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "cut",
+    [(1, 4, 2), (2, 2, 2), *(pytest.param(one, marks=pytest.mark.slow) for one in ((4, 1, 1), (2, 1, 1), (1, 2, 2)))],
+    ids=str,
+)
 def test_weights_are_sharded_over_ranks_of_their_own_number(
     corpus: Path, whole: list[float], cut: tuple[int, int, int]
 ) -> None:

@@ -212,7 +212,12 @@ def test_when_a_run_saves_changes_no_bit_of_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "factors"), [(2, ShardFactors(1, 1, 2)), (4, ShardFactors(1, 1, 4)), (6, ShardFactors(1, 1, 2))]
+    ("ranks", "factors"),
+    [
+        (2, ShardFactors(1, 1, 2)),
+        (4, ShardFactors(1, 1, 4)),
+        pytest.param(6, ShardFactors(1, 1, 2), marks=pytest.mark.slow),
+    ],
 )
 def test_on_other_ranks_and_shards_the_sum_of_the_residuals_is_kept(
     ranks: int, factors: ShardFactors, tmp_path: Path

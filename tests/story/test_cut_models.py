@@ -42,7 +42,7 @@ def planned(run: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", ["long", pytest.param("pipeline", marks=pytest.mark.slow)])
 def test_an_example_trains_as_one_rank_does_and_however_else_it_is_cut(name: str, tmp_path: Path) -> None:
     recipe, small = str(EXAMPLES / f"{name}.toml"), [*SMALL[name], *COMMON]
     (tmp_path / "machine.toml").write_text(programs.MACHINE)

@@ -9,7 +9,9 @@ import pytest
 from processes import crew, crew_and_store
 
 
-@pytest.mark.parametrize("method", ["co2", "streaming_diloco", pytest.param("diloco", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "method", ["co2", *(pytest.param(one, marks=pytest.mark.slow) for one in ("streaming_diloco", "diloco"))]
+)
 def test_one_of_four_is_killed_and_the_rest_finish_as_one(method: str) -> None:
     with crew(4, method, 40) as members:
         members[2].reach("round 6")

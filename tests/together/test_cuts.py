@@ -208,7 +208,10 @@ def proved(case: Case, folder: Path, saved: Path, known: dict[Any, Any], steps: 
     return True
 
 
-@pytest.mark.parametrize("axis", ["tensor", "heads", "context", "stages", "data", "shard"])
+@pytest.mark.parametrize(
+    "axis",
+    ["context", "stages", *(pytest.param(one, marks=pytest.mark.slow) for one in ("tensor", "heads", "data", "shard"))],
+)
 def test_a_drawn_factorisation_trains_as_one_rank_does(
     folder: Path, tmp_path: Path, known: dict[Any, Any], axis: str
 ) -> None:

@@ -57,7 +57,7 @@ def test_a_killed_worker_changes_no_bit(corpus: Path, tmp_path: Path, whole: OnN
     assert run.all("recovered")[0]["step"] >= STRUCK - 2
 
 
-@pytest.mark.parametrize("dead", [0, 1])
+@pytest.mark.parametrize("dead", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_worker_that_always_dies_is_left_out_and_the_others_go_on_from_the_nodes_step(
     corpus: Path, tmp_path: Path, dead: int
 ) -> None:
@@ -73,7 +73,7 @@ def test_a_worker_that_always_dies_is_left_out_and_the_others_go_on_from_the_nod
     assert same(fewer, run)
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", ["before", pytest.param("after", marks=pytest.mark.slow)])
 def test_a_node_killed_as_it_commits_goes_on_from_a_whole_step(
     corpus: Path, tmp_path: Path, whole: OnNode, when: str
 ) -> None:
@@ -86,7 +86,7 @@ def test_a_node_killed_as_it_commits_goes_on_from_a_whole_step(
 @pytest.mark.parametrize(
     ("name", "value", "told"),
     [
-        ("VERSION", 7, "speaks version 7 of the protocol, this process version 1"),
+        pytest.param("VERSION", 7, "speaks version 7 of the protocol, this process version 1", marks=pytest.mark.slow),
         ("release", lambda: "0.0.1", r"This process runs espalier .*, the optimizer node espalier 0\.0\.1"),
     ],
 )
@@ -184,7 +184,7 @@ def test_a_slow_disk_is_waited_for(corpus: Path, tmp_path: Path, whole: OnNode) 
     assert not run.all("incident")
 
 
-@pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.parametrize("killed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_where_the_files_of_a_node_are_taken_away_the_run_ends_and_goes_on_when_they_are_back(
     corpus: Path, tmp_path: Path, whole: OnNode, killed: bool
 ) -> None:
@@ -267,7 +267,7 @@ def test_rounds_of_differences_in_int8_train_as_well(corpus: Path, tmp_path: Pat
     assert abs(run.losses[STEPS] - rounds.losses[STEPS]) < 0.02 * rounds.losses[STEPS]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_worker_killed_in_a_round_changes_no_bit(corpus: Path, tmp_path: Path, rounds: OnNode, rank: int) -> None:
     asked = recipe(corpus)
     run = OnNode(asked, 3, tmp_path / "run", (Fault(rank, STRUCK - 1, "kill"),), plan=by_rounds(asked)).run()
@@ -275,7 +275,7 @@ def test_a_worker_killed_in_a_round_changes_no_bit(corpus: Path, tmp_path: Path,
     assert run.all("recovered")[0]["step"] == 3
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", [pytest.param("before", marks=pytest.mark.slow), "after"])
 def test_a_node_killed_as_a_round_ends_changes_no_bit(corpus: Path, tmp_path: Path, rounds: OnNode, when: str) -> None:
     asked = recipe(corpus)
     run = OnNode(asked, 3, tmp_path / "run", plan=by_rounds(asked), killed=(2, when)).run()

@@ -78,7 +78,9 @@ def stopped(corpus: Path, tmp_path: Path, half: Path) -> tuple[OnNode, Path]:
     return OnNode(asked, 3, folder, plan=on_node(asked, 2)), folder / "optimizer" / "node-0" / "state"
 
 
-@pytest.mark.parametrize("what", ["parameters", "moments", "totals", "header"])
+@pytest.mark.parametrize(
+    "what", ["parameters", *(pytest.param(one, marks=pytest.mark.slow) for one in ("moments", "totals")), "header"]
+)
 def test_a_flipped_bit_in_the_nodes_files_is_named_and_costs_one_step_made_again(
     stopped: tuple[OnNode, Path], whole: OnNode, what: str
 ) -> None:
@@ -159,7 +161,7 @@ def once(step: int, action: Callable[[], None], marker: Path) -> Callable[[launc
     return arm
 
 
-@pytest.mark.parametrize("standby", [False, True])
+@pytest.mark.parametrize("standby", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_stopped_node_is_named_and_all_go_on_and_no_bit_changes(
     corpus: Path, tmp_path: Path, whole: OnNode, standby: bool
 ) -> None:

@@ -145,7 +145,11 @@ def test_stopped_on_disk_and_resumed_in_memory_and_the_other_way_is_unbroken(cor
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [((2, (1, 1, 2)), (1, ())), ((1, ()), (2, (2, 2, 2))), ((4, (1, 2, 4)), (3, (1, 1, 3)))],
+    [
+        pytest.param((2, (1, 1, 2)), (1, ()), marks=pytest.mark.slow),
+        ((1, ()), (2, (2, 2, 2))),
+        ((4, (1, 2, 4)), (3, (1, 1, 3))),
+    ],
 )
 def test_resharded_on_disk_follows_the_curve_of_the_same_change_in_memory(corpus, tmp_path, before, after):
     recipe = recipe_of(corpus)

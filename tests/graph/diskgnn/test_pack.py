@@ -163,7 +163,7 @@ class Stop(Exception):
 
 
 @given(st.integers(0, 60), st.integers(0, 60))
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_packing_broken_off_anywhere_ends_with_the_same_bytes(tmp_path_factory, first, second):
     folder = tmp_path_factory.mktemp("sets")
     whole = request(folder / "whole", disk=400 * 96, buffer=9000)

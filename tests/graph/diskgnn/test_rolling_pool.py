@@ -84,7 +84,7 @@ def test_every_epoch_trains_on_every_seed_once(sizes, share):
         assert sorted(np.concatenate(seeds).tolist()) == list(range(cuts[-1]))
 
 
-@pytest.mark.parametrize("share", [0.0, 0.34, 1.0])
+@pytest.mark.parametrize("share", [0.0, 0.34, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_epochs_hold_what_the_sampler_draws_and_the_rows_of_its_nodes(world, share, monkeypatch):
     monkeypatch.setattr(rolling_pool, "AHEAD", BATCHES)
     graph, request = world
