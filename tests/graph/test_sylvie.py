@@ -414,6 +414,14 @@ def test_one_bit_rows_arrive_without_bias():
         assert abs(float(z.square().mean()) - 1) < 0.25
 
 
+@pytest.mark.parametrize("ages", [None, [2, 2, 2]])
+def test_ranks_without_nodes_or_boundary_send_nothing_of_few_bits(ages):
+    graph, network, parts = graph_of(), network_of("gcn", torch.float32), parts_of("empty", 3)
+    found = ranks(3, train, "gcn", graph, parts, lambda: Sylvie(Every(1, 3), ages=ages), network)
+    assert [len(logits[-1]) for logits, _ in found] == [graph.nodes, 0, 0]
+    assert all(not any(sent) for _, sent in found)
+
+
 def test_a_row_that_is_not_finite_is_named_by_rank_layer_and_node():
     graph, parts = graph_of(), parts_of("contiguous", 3)
     cut = halo.boundary(graph.indptr, graph.indices, parts, 3)

@@ -203,13 +203,16 @@ class _Layout(NamedTuple):
 
     def grouped(self, rows: Tensor) -> Tensor:
         """Rows [rows, columns] as [groups, columns of a group]."""
-        return rows if self.order is None else rows[self.order.flatten()].view(len(self.order), -1)
+        if self.order is None:
+            return rows
+        groups, together = self.order.shape
+        return rows[self.order.flatten()].view(groups, together * rows.shape[1])
 
     def alone(self, groups: Tensor) -> Tensor:
         """What `grouped` was given."""
         if self.order is None:
             return groups
-        return groups.view(self.order.numel(), -1)[self.places]
+        return groups.view(self.order.numel(), groups.shape[1] // self.order.shape[1])[self.places]
 
     def row(self, group: int, values: Tensor) -> int:
         """The first row of a group whose values are not finite; the first of all where none is."""
