@@ -39,11 +39,20 @@ def check(request: Request, cluster: Cluster) -> None:
             device_model.peak(devices[0], request.precision)  # raises UserError; those that have it do without the rest
         _check_devices(request, there)
         return
+    _check_ranks(request)
+    for table in cluster.nodes:
+        device_model.peak(table.device, request.precision)  # raises UserError where a processor has no such precision
+
+
+def _check_ranks(request: Request) -> None:
+    """Whether there is something for each rank to train on."""
+    pin = request.pin
+    if request.halos is not None:
+        _at_most("ranks", pin.ranks, request.global_batch, "training nodes of the graph")
+        return
     shared = (pin.tp or 1) * (pin.sp or (pin.hp or 1) * (pin.cp or 1)) * (pin.pp or 1)  # ranks that take one sample
     what = "samples of the global batch" + (f" x {shared} ranks that share each" if shared > 1 else "")
     _at_most("ranks", pin.ranks, request.global_batch * shared, what, "a larger train.batch_tokens")
-    for table in cluster.nodes:
-        device_model.peak(table.device, request.precision)  # raises UserError where a processor has no such precision
 
 
 def _check_devices(request: Request, there: int) -> None:
