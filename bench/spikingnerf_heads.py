@@ -42,7 +42,7 @@ class JellyColours(SpikingColours):
         one = self.scan(self._nodes[0], x)
         two = self.scan(self._nodes[1], one @ self.matrix(self.second).T)
         own = [layer.transpose(0, 1)[mask] for layer in (one, two)]
-        return own[1] @ self.matrix(self.last).T, torch.stack([spikingnerf.number(layer) for layer in own])
+        return own[1] @ self.matrix(self.last).T, torch.stack([layer.sum(0).double().sum() for layer in own])
 
 
 class SnnTorchColours(JellyColours):

@@ -125,16 +125,36 @@ def test_a_neuron_leaks_fires_and_resets_as_written() -> None:
     assert lif_scan(x, torch.tensor([0, 4])).flatten().tolist() == [0, 1, 0, 1]  # membranes 0.75, 1.125 → 0, 0, 1
 
 
-def test_a_product_of_spikes_keeps_bits_and_has_the_dense_gradient() -> None:
-    spikes = (torch.rand(40, 13) < 0.3).float().requires_grad_(True)
-    weight, wanted = torch.randn(7, 13, requires_grad=True), torch.randn(40, 7)
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
-        found = spikingnerf.spike_product(spikes, weight)
-    own = torch.autograd.grad((found * wanted).sum(), (spikes, weight))
-    plain = torch.autograd.grad(((spikes @ weight.T) * wanted).sum(), (spikes, weight))
-    assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(own, plain, strict=True))
-    assert sum(one.numel() * one.element_size() for one in kept if one.shape[0] == 40) == 40 * 2, "two bytes a row"
+@pytest.mark.parametrize("piece", [1, 5, 4096])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_layer_by_pieces_is_the_plain_one_and_keeps_only_membranes(
+    piece: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same spikes, and products and gradients to 1e-6, in pieces of one ray, of some, and of all; for backward four
+    (or eight) bytes a neuron and step are kept, whatever the number of spikes."""
+    monkeypatch.setattr(spikingnerf, "PIECE", piece)
+    given, wanted, weight = rows(dtype=dtype), torch.randn(int(LENGTHS.sum()), 7, dtype=dtype), torch.randn(7, 13)
+    found = []
+    for form in (spikingnerf.spiking_layer_by_pieces, spikingnerf.spiking_layer.reference.run):
+        currents, matrix = given.values.clone().requires_grad_(True), weight.to(dtype).requires_grad_(True)
+        kept = kept_by(lambda form=form, currents=currents, matrix=matrix: form(currents, given.offsets, matrix)[0])
+        product, number = form(currents, given.offsets, matrix)
+        ((product * wanted).sum() + 0.3 * number).backward()
+        found.append((product.detach(), currents.grad, matrix.grad, number.detach(), kept))
+    assert float(found[0][3]) == float(found[1][3]) == float(lif_scan_padded(given.padded()).sum())
+    for own, plain in zip(found[0][:3], found[1][:3], strict=True):
+        assert torch.allclose(own, plain, atol=1e-6)  # type: ignore[arg-type]
+    size = given.values.element_size()
+    assert found[0][4] == size * (given.values.numel() + weight.numel()) + 8 * len(given.offsets)
+
+
+def test_a_layer_has_its_gradient_where_only_spikes_count() -> None:
+    given = rows()
+    own, weight = given.values.clone().requires_grad_(True), torch.randn(7, 13)
+    spikingnerf.spiking_layer(own, given.offsets, weight)[1].backward()
+    plain = given.values.clone().requires_grad_(True)
+    lif_scan.reference.run(plain, given.offsets, LIF).sum().backward()
+    assert torch.allclose(own.grad, plain.grad, atol=1e-6)  # type: ignore[arg-type]
 
 
 def kept_by(action: Callable[[], torch.Tensor]) -> int:
@@ -158,9 +178,8 @@ def test_ragged_rays_keep_less_than_half_of_what_padded_ones_keep() -> None:
 
     def ragged() -> torch.Tensor:
         currents = given.values.clone().requires_grad_(True)
-        one = lif_scan(currents, given.offsets)
-        two = lif_scan(spikingnerf.spike_product(one, second), given.offsets)
-        return spikingnerf.spike_product(two, last)
+        one = spikingnerf.spiking_layer(currents, given.offsets, second)[0]
+        return spikingnerf.spiking_layer(one, given.offsets, last)[0]
 
     def padded() -> torch.Tensor:
         currents = given.padded().requires_grad_(True)

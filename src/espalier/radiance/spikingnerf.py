@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from espalier.config import SpikingNerf, Voxels
 from espalier.cost import Product, Work
-from espalier.kernels import counts, row_bits
+from espalier.kernels import counts
 from espalier.kernels.base import operation
 from espalier.kernels.ragged import Ragged, offsets_of
 from espalier.radiance.volume import Samples
@@ -29,6 +29,8 @@ from espalier.radiance.voxels import VIEW, ColourNetwork
 from espalier.records import Record
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from jaxtyping import Float, Int64
 
 REPEATS = 4
@@ -38,14 +40,16 @@ REPEATS = 4
 FIRING = 6.0
 """Times PyTorch's initial weights: with those, or three times as large ones, hardly a neuron of the second layer fires
 at first (rates below 0.01), and a neuron that does not fire passes little gradient."""
+PIECE = 4096
+"""Samples of a layer that is computed at a time: those of 64 neurons take 1 MB."""
 RATE = 10.0
 """Times the learning rate of a plain network, as matrices are ten times what Adam moves: thresholds do not shrink
 with the steps."""
 
 
-SCANNED = 9
-"""Values that a step of a neuron counts as moving in forward, and twice that in backward: measured on two processors'
-cores a step takes 10 ns of forward and backward, which is this at 10 GB/s."""
+SCANNED = 2
+"""Values that a step of a neuron counts as moving in forward, and twice that in backward: measured on a processor's
+core a step takes 2.5 ns of forward and backward, which is this at 10 GB/s."""
 
 
 class Neuron(NamedTuple):
@@ -104,65 +108,80 @@ def lif_scan(
 
 @lif_scan.fast("cpu", wins=lambda currents, *_: currents.dtype in (torch.float32, torch.float64))
 def lif_scan_ragged(currents: Tensor, offsets: Tensor, neuron: Neuron = LIF) -> Tensor:
-    """numba: each real sample once; for backward the spikes are kept as bits."""
-    found: Tensor = _Scan.apply(currents, offsets, neuron)
-    return found
+    """numba: each real sample once. For backward membranes before their reset are kept, which say who fired."""
+    spikes: Tensor = _Layer.apply(currents, offsets, None, neuron)[0]
+    return spikes
 
 
-class _Scan(torch.autograd.Function):
+@operation("spiking_layer")
+def spiking_layer(
+    currents: Float[Tensor, "samples channels"],
+    offsets: Int64[Tensor, " rays_and_one"],
+    weight: Float[Tensor, "outputs channels"],
+    neuron: Neuron = LIF,
+) -> tuple[Tensor, Tensor]:
+    """(`lif_scan` @ weight.T [samples, outputs], how many spikes: float64 [], exact). Differentiable."""
+    spikes = lif_scan(currents, offsets, neuron)
+    return spikes @ weight.T, spikes.sum(0).double().sum()
+
+
+@spiking_layer.fast("cpu", wins=lambda currents, *_: currents.dtype in (torch.float32, torch.float64))
+def spiking_layer_by_pieces(
+    currents: Tensor, offsets: Tensor, weight: Tensor, neuron: Neuron = LIF
+) -> tuple[Tensor, Tensor]:
+    """Some rays at a time: their spikes stay in a processor's cache, and are made again in backward from the membranes
+    before their reset, which are all that is kept."""
+    product, number = _Layer.apply(currents, offsets, weight, neuron)
+    return product, number
+
+
+def _pieces(offsets: Tensor) -> Iterator[tuple[Tensor, slice, slice]]:
+    """(offsets of some rays, which rays, which samples): at most `PIECE` samples at a time, or one ray."""
+    bounds, first = offsets.numpy(), 0
+    while first < len(bounds) - 1:
+        last = max(first + 1, int(bounds.searchsorted(bounds[first] + PIECE, "right")) - 1)
+        yield offsets[first : last + 1], slice(first, last), slice(int(bounds[first]), int(bounds[last]))
+        first = last
+
+
+class _Layer(torch.autograd.Function):
+    """Spikes, or their product with a matrix, and their number."""
+
     @staticmethod
-    def forward(ctx: Any, currents: Tensor, offsets: Tensor, neuron: Neuron) -> Tensor:
+    def forward(ctx: Any, currents: Tensor, offsets: Tensor, weight: Tensor | None, neuron: Neuron) -> Any:
         from espalier.radiance import lif_cpu
 
-        currents = currents.detach().contiguous()
-        spikes = torch.empty_like(currents)
-        ctx.neuron = torch.tensor(neuron, dtype=currents.dtype)
-        lif_cpu.scan(currents, offsets, ctx.neuron, spikes)
-        ctx.save_for_backward(currents, offsets, packed(spikes))
-        return spikes
+        currents, numbers = currents.detach().contiguous(), torch.zeros_like(offsets)
+        charged, ctx.neuron = torch.empty_like(currents), torch.tensor(neuron, dtype=currents.dtype)
+        out = torch.empty_like(currents) if weight is None else currents.new_empty(len(currents), len(weight))
+        for rays, which, rows in _pieces(offsets):
+            spikes = out[rows] if weight is None else torch.empty_like(currents[rows])
+            lif_cpu.scan(currents, rays, ctx.neuron, charged, spikes, numbers[which])
+            if weight is not None:
+                torch.mm(spikes, weight.T, out=out[rows])
+        ctx.save_for_backward(charged, offsets, weight)
+        return out, numbers.sum().double()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         from espalier.radiance import lif_cpu
 
-        currents, offsets, bits = ctx.saved_tensors
-        gradient = gradients[0].clone(memory_format=torch.contiguous_format)
-        lif_cpu.scan_backward(currents, offsets, ctx.neuron, bits, gradient)
-        return gradient, None, None
-
-
-def packed(spikes: Tensor) -> Tensor:
-    """Spikes [samples, channels] as bits: uint8 [samples, ceil(channels / 8)]."""
-    codes, ones = spikes.to(torch.uint8), torch.ones(len(spikes), dtype=torch.uint8)
-    return row_bits.pack_rows(codes, ones).view(len(spikes), -1) if len(spikes) else codes[:, :0]
-
-
-class _SpikeProduct(torch.autograd.Function):
-    """spikes @ weight.T that keeps the spikes as bits."""
-
-    @staticmethod
-    def forward(ctx: Any, spikes: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(packed(spikes), weight)
-        return spikes @ weight.T
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        bits, weight = ctx.saved_tensors
-        ones = torch.ones(len(bits), dtype=torch.uint8)
-        spikes = row_bits.unpack_rows(bits.view(-1), ones, weight.shape[1]).to(weight.dtype)
-        return gradients[0] @ weight, gradients[0].T @ spikes
-
-
-def spike_product(spikes: Tensor, weight: Tensor) -> Tensor:
-    """`spikes @ weight.T` [samples, outputs]. Counted as one accumulation for each spike and output (SOPs)."""
-    with counts.hidden():
-        if spikes.device.type != "cpu" or not torch.is_grad_enabled():
-            found = spikes @ weight.T
-        else:
-            found = _SpikeProduct.apply(spikes, weight)
-    if counts.is_counting():
-        counts.record(counts.Counts(acs=float(spikes.detach().sum()) * weight.shape[0]))
-    return found
+        charged, offsets, weight = ctx.saved_tensors
+        given, each = gradients[0], float(gradients[1])
+        found, of_weight = torch.empty_like(charged), None if weight is None else torch.zeros_like(weight)
+        taylor = torch.tensor(lif_cpu.TAYLOR, dtype=charged.dtype)
+        for rays, _, rows in _pieces(offsets):
+            own, spikes = found[rows], torch.empty_like(charged[rows])
+            if weight is None:
+                own.copy_(given[rows])
+            else:
+                torch.mm(given[rows], weight, out=own)
+            if each:
+                own += each
+            lif_cpu.scan_backward(charged, rays, ctx.neuron, taylor, found, spikes)
+            if of_weight is not None:
+                of_weight.addmm_(given[rows].T, spikes)
+        return found, None, of_weight, None
 
 
 # --- the colour network ------------------------------------------------------------------------------------------
@@ -203,9 +222,9 @@ class SpikingColours(ColourNetwork):
         return logits.sigmoid(), spikes
 
     def _layers(self, currents: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-        one = scanned(currents, offsets)
-        two = scanned(spike_product(one, self.matrix(self.second)), offsets)
-        return spike_product(two, self.matrix(self.last)), torch.stack([number(one), number(two)])
+        one, first = spiking_product(currents, offsets, self.matrix(self.second))
+        two, second = spiking_product(one, offsets, self.matrix(self.last))
+        return two, torch.stack([first, second])
 
     def _infers(self, currents: Tensor) -> bool:
         return not torch.is_grad_enabled() and currents.device.type == "cpu" and currents.dtype == torch.float32
@@ -225,19 +244,15 @@ class SpikingColours(ColourNetwork):
         return out, spikes
 
 
-def number(spikes: Tensor) -> Tensor:
-    """How many of [samples, channels]: float64, exact, differentiable."""
+def spiking_product(currents: Tensor, offsets: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """`spiking_layer`, counted as two operations for each neuron and step, and one accumulation for each spike and
+    output (SOPs)."""
     with counts.hidden():
-        return spikes.sum(0).double().sum()
-
-
-def scanned(currents: Tensor, offsets: Tensor) -> Tensor:
-    """`lif_scan`, counted as two operations for each neuron and step."""
-    with counts.hidden():
-        found = lif_scan(currents, offsets)
+        found, number = spiking_layer(currents, offsets, weight)
     if counts.is_counting():
-        counts.record(counts.Counts(other=2.0 * currents.numel()))
-    return found
+        acs = float(number.detach()) * weight.shape[0]
+        counts.record(counts.Counts(acs=acs, other=2.0 * currents.numel()))
+    return found, number
 
 
 def aligned(currents: Tensor, times: Tensor, offsets: Tensor, how: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -262,15 +277,14 @@ def aligned(currents: Tensor, times: Tensor, offsets: Tensor, how: str) -> tuple
 
 
 def network_work(options: Voxels, samples: Any, rays: Any) -> Work:
-    """What a colour network asks of a device for samples on rays: products, and by neuron and time step the scan and
-    its bits. Of `repeated` samples all but the first product is done for each of the steps."""
+    """What a colour network asks of a device for samples on rays: products, and by neuron and time step the scan. Of `repeated` samples all but the first product is done for each of the steps."""
     width, columns = options.width, options.features
     steps, moved, kept = samples, 6.0 * width * samples, (columns + 2 * width + 6) * samples
     if isinstance(options, SpikingNerf):
         steps = samples * (REPEATS if options.alignment == "repeated" else 1)
         gaps = width * (options.alignment == "tp")  # currents once more, at their places in time
         moved = 2.0 * SCANNED * width * steps
-        kept = (columns + 8 + gaps) * samples + (2 + 4 / 32) * width * steps  # currents, and twice the bits of spikes
+        kept = (columns + 8 + gaps) * samples + 2 * width * steps  # membranes of both layers
     products = Product(samples, columns, width), Product(rays, VIEW, width), Product(steps, width, width + 3)
     return Work(products, 0.0, 4.0 * moved, 4.0 * (kept + VIEW * rays), 0.0, 0.0, rays, rays)
 
