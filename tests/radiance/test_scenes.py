@@ -42,7 +42,7 @@ def changed(folder: Path, **values: object) -> Path:
     """With other values in the second training frame, or in the whole table."""
     file = folder / "transforms_train.json"
     table = json.loads(file.read_text())
-    (table if set(values) & {"frames", "camera_angle_x"} else table["frames"][1]).update(values)
+    (table["frames"][1] if set(values) & {"transform_matrix", "file_path"} else table).update(values)
     file.write_text(json.dumps(table))
     return folder
 
@@ -191,11 +191,23 @@ def test_a_folder_of_llff_of_two_views_or_another_table_is_refused(tmp_path: Pat
         ({"file_path": "nowhere"}, "not there"),
         ({"camera_angle_x": 0.0}, "lens"),
         ({"frames": []}, "no frames"),
+        ({"box": [[0, 0, 0]]}, "has a box"),
+        ({"box": [[0, 0, 0], [1, None, 1]]}, "has a box"),
+        ({"box": [[1, 0, 0], [0, 1, 1]]}, "has a box"),
+        ({"box": [[0, 0, 0], [1, 1, float("nan")]]}, "has a box"),
+        ({"cx": float("nan")}, "optical center"),
     ],
 )
 def test_a_bad_frame_is_named(folder: Path, values: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message):
         load(changed(folder, **values))
+
+
+def test_what_of_a_lens_is_left_out_is_said(folder: Path) -> None:
+    found = load(changed(folder, fl_x=30.0, fl_y=40.0, k1=0.1, box=[[0, 0, 0], [1, 1, 1]]))
+    assert found.box.tolist() == [[0, 0, 0], [1, 1, 1]]
+    assert [word in " ".join(found.notes) for word in ("k1", "fl_y")] == [True, True]
+    assert load(changed(folder, fl_y=30.0, k1=0)).notes == ()
 
 
 def test_images_of_different_sizes_and_missing_alpha_are_named(folder: Path) -> None:

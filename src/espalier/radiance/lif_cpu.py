@@ -61,8 +61,8 @@ def _surrogate(x: Any, taylor: Any) -> Any:
 
 @jit(*_each("(real[:, ::1], int64[::1], real[::1], real[::1], real[:, ::1], real[:, ::1])"), parallel=True)
 def scan_backward(charged: Any, offsets: Any, neuron: Any, taylor: Any, gradient: Any, spikes: Any) -> None:
-    """Turns the gradient of the spikes into that of the currents, in place, and makes the spikes again; the reset is not
-    differentiated.
+    """Turns the gradient of the spikes into that of the currents, in place, and makes the spikes again. The reset is
+    not differentiated.
 
     Args:
         charged, offsets, spikes: see `scan`; `gradient` has the rows of `charged`.
@@ -86,38 +86,47 @@ def scan_backward(charged: Any, offsets: Any, neuron: Any, taylor: Any, gradient
                 s[channel] = one if fires else zero
 
 
+@njit
+def _fire(membrane: Any, x: Any, neuron: Any, marks: Any, fired: Any) -> Any:
+    """A step of a layer's neurons with the inputs `x`: which fire, the first of `fired` (then three times what is no
+    neuron), and how many, returned. In two loops, of which the first has no order."""
+    zero, tau, threshold, firing = np.float32(0), neuron[0], neuron[1], 0
+    for channel in range(len(membrane)):
+        now = membrane[channel] + (x[channel] - membrane[channel]) / tau
+        marks[channel] = np.uint8(now >= threshold)
+        membrane[channel] = zero if now >= threshold else now
+    for channel in range(len(membrane)):
+        fired[firing] = channel
+        firing += marks[channel]
+    fired[firing : firing + 3] = len(membrane)
+    return firing
+
+
 @jit("(float32[:, ::1], int64[::1], float32[::1], float32[:, ::1], float32[:, ::1], int64[:, ::1])", parallel=True)
 def infer(currents: Any, offsets: Any, neuron: Any, weights: Any, out: Any, counts: Any) -> None:
     """Both hidden layers and the last product, sample by sample: a neuron that fires adds its row of the next matrix.
 
-    `weights` [inputs, outputs + 3]: those of the second layer, and of the last; `counts` [rays, 2]: spikes of both
-    layers.
+    `weights` [inputs + 1, outputs + 3]: those of the second layer, and of the last, and a row of zeros, since rows are
+    added four at a time; `counts` [rays, 2]: spikes of both layers.
     """
-    channels, tau, threshold = currents.shape[1], neuron[0], neuron[1]
+    channels = currents.shape[1]
     for ray in numba.prange(len(offsets) - 1):
         one, two = np.zeros(channels, np.float32), np.zeros(channels, np.float32)
-        sums, fired = np.empty(channels, np.float32), np.empty(channels, np.int64)
+        sums, fired = np.empty(channels, np.float32), np.empty(channels + 3, np.int64)
+        marks = np.empty(channels, np.uint8)
         for at in range(offsets[ray], offsets[ray + 1]):
-            firing = 0
             for channel in range(channels):
-                charged = one[channel] + (currents[at, channel] - one[channel]) / tau
-                fires = charged >= threshold
-                one[channel] = 0 if fires else charged
-                fired[firing] = channel
-                firing += fires
+                sums[channel] = currents[at, channel]
+            firing = _fire(one, sums, neuron, marks, fired)
             counts[ray, 0] += firing
-            sums[:] = 0
-            for index in range(firing):
-                row = fired[index]
-                for channel in range(channels):
-                    sums[channel] += weights[row, channel]
-            firing = 0
             for channel in range(channels):
-                charged = two[channel] + (sums[channel] - two[channel]) / tau
-                fires = charged >= threshold
-                two[channel] = 0 if fires else charged
-                fired[firing] = channel
-                firing += fires
+                sums[channel] = 0
+            for index in range(0, firing, 4):
+                a, b, c, d = fired[index], fired[index + 1], fired[index + 2], fired[index + 3]
+                for channel in range(channels):
+                    some = sums[channel] + weights[a, channel] + weights[b, channel]
+                    sums[channel] = some + weights[c, channel] + weights[d, channel]
+            firing = _fire(two, sums, neuron, marks, fired)
             counts[ray, 1] += firing
             red, green, blue = np.float32(0), np.float32(0), np.float32(0)
             for index in range(firing):

@@ -169,10 +169,27 @@ def _blender(files: Sequence[Path], progress: Progress) -> Scene:
     _enough(parts["train"], str(files[0]))
     bad = [key for key in ("k1", "k2", "p1", "p2") if tables[0].get(key)]
     notes += [f"the distortion of the lens ({', '.join(bad)}) is left out"] if bad else []
-    box = torch.tensor(tables[0]["box"], dtype=torch.float32) if "box" in tables[0] else box_of(lens, poses)
+    notes += ["fl_y is left out: pixels are taken for square, of the focal length fl_x"] if _oblong(tables[0]) else []
+    box = _box(tables[0]["box"], str(files[0])) if "box" in tables[0] else box_of(lens, poses)
     return Scene(
         lens, images, poses, parts, box, background, notes=tuple(notes), files=tuple(map(str, [*files, *paths]))
     )
+
+
+def _oblong(table: Mapping[str, Any]) -> bool:
+    one, other = table.get("fl_x"), table.get("fl_y")
+    return isinstance(one, int | float) and isinstance(other, int | float) and abs(other - one) > 0.01 * one
+
+
+def _box(given: Any, where: str) -> Tensor:
+    try:
+        box = torch.tensor(given, dtype=torch.float32)
+        good = box.shape == (2, 3) and bool((box[0] < box[1]).all()) and bool(box.isfinite().all())
+    except (TypeError, ValueError):
+        good = False
+    if not good:
+        raise UserError(f"{where} has a box {given!r}.", do='"box": [[x, y, z], [x, y, z]], the lower corner first')
+    return box
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -233,7 +250,9 @@ def lens_of(table: Mapping[str, Any], width: int, height: int, where: str) -> Le
         factor = width / float(table.get("w", width))
         center = (float(table.get("cx", 0.5 * width / factor)), float(table.get("cy", 0.5 * height / factor)))
     except (TypeError, ValueError, ZeroDivisionError):
-        angle = focal = math.nan
+        angle, focal, factor, center = math.nan, math.nan, 1.0, (0.0, 0.0)
+    if not all(map(math.isfinite, center)):
+        raise UserError(f"{where} has an optical center {center}.", do='"cx" and "cy" in pixels, or neither')
     if math.isfinite(focal) and focal > 0:
         return Lens(width, height, focal * factor, (center[0] * factor, center[1] * factor))
     if not 0 < angle < math.pi:
