@@ -33,8 +33,15 @@ os.register_at_fork(after_in_child=gc.freeze)  # what tests before left behind b
 COMPILE = Path(__file__).with_name("compile_kernels.py")
 
 # Shared machines stall for seconds now and then: how long a draw or an example took says nothing of the code.
-settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("shared")
+WHOLE = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("whole", WHOLE)
+settings.register_profile("normal", WHOLE, max_examples=40)
+settings.load_profile("normal")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """More examples where the slow tests run."""
+    settings.load_profile("normal" if "not slow" in config.option.markexpr else "whole")
 
 
 @pytest.hookimpl(optionalhook=True)

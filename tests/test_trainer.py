@@ -79,7 +79,9 @@ def train(recipe, plan, folder=None, stop_after=None):
     return agent.run(life, launch.places(plan))[0]
 
 
-@pytest.mark.parametrize(("precision", "tolerance"), [("fp64", 1e-9), ("fp32", 1e-4)])
+@pytest.mark.parametrize(
+    ("precision", "tolerance"), [("fp64", 1e-9), pytest.param("fp32", 1e-4, marks=pytest.mark.slow)]
+)
 def test_one_two_and_four_ranks_give_the_same_curve(corpus, tmp_path, precision, tolerance):
     recipe = recipe_of(corpus, tmp_path, precision=precision)
     whole, _ = train(recipe, plan_of(recipe, 1, 8))
@@ -104,8 +106,10 @@ def test_unequal_shares_equal_the_whole_batch(corpus, tmp_path):
     assert train(recipe, plan)[0] == pytest.approx(whole, rel=1e-10)
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("ranks", "optimizer"),
+    [(2, "muon"), (1, "adamw"), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((1, "muon"), (2, "adamw")))],
+)
 def test_interrupted_and_resumed_equals_unbroken_bit_for_bit(corpus, tmp_path, ranks, optimizer):
     recipe = recipe_of(corpus, tmp_path, optimizer={"kind": optimizer})
     plan = plan_of(recipe, ranks, 2)
@@ -222,7 +226,7 @@ def test_ledger_equals_the_formula_to_the_byte(corpus, tmp_path):
         assert sent[1] == predicted
 
 
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
+@pytest.mark.parametrize("kind", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
 def test_the_plans_bytes_of_sharded_states_are_the_ledgers(corpus, tmp_path, kind):
     """To the byte, padding included; whole matrices are dealt to their owners."""
     recipe = recipe_of(corpus, tmp_path, optimizer={"kind": kind})

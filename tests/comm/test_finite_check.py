@@ -35,7 +35,7 @@ def _summed(channel: Channel, name: str, bad: float) -> str:
 
 
 @pytest.mark.parametrize("name", ["int8!", "zfp:8!", "split!"])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("bad", [float("nan"), pytest.param(float("inf"), marks=pytest.mark.slow)])
 def test_the_rank_the_class_and_the_collective_are_named(name: str, bad: float) -> None:
     told = ranks(2, _summed, name, bad)[1]
     assert "Rank 1 was to send NaN or infinity in class 'gradients' (collective 3 of its group)" in told

@@ -115,7 +115,7 @@ CUTS = [
 CUTS = [cut for cut in CUTS if cut[1] != "metis" or installed()]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.float64])
 @pytest.mark.parametrize("kind", NETWORKS)
 def test_any_number_of_ranks_equals_one(kind, dtype):
     graph, limit = graph_of(weights=kind == "gcn"), 1e-10 if dtype == torch.float64 else 1e-5

@@ -45,8 +45,14 @@ def trained(graph: Graph, options: config.Recipe, steps: int = 60):
     return workload, model.eval()
 
 
-@pytest.mark.parametrize("kind", ["gcn", "sage", "gin", "gat"])
-@pytest.mark.parametrize("quant", ["a2q", "mega", "uniform"])
+@pytest.mark.parametrize(
+    ("kind", "quant"),
+    [
+        pytest.param(kind, quant, marks=() if kind == "gcn" or quant == "a2q" else pytest.mark.slow)
+        for kind in ("gcn", "sage", "gin", "gat")
+        for quant in ("a2q", "mega", "uniform")
+    ],
+)
 def test_every_network_learns_with_every_policy(tmp_path, kind, quant):
     graph = synthetic.load("planted:nodes=150,degree=5,features=12,classes=3,train=0.5", tmp_path)
     workload, model = trained(graph, recipe({"kind": quant, "aggregates": 8}, kind))
@@ -315,7 +321,7 @@ def test_the_energy_of_a_run_is_the_sum_of_its_parts_with_sources(run):
     assert "a model, not a measurement" in shown
 
 
-@pytest.mark.parametrize("kind", ["a2q", "mega"])
+@pytest.mark.parametrize("kind", ["a2q", pytest.param("mega", marks=pytest.mark.slow)])
 def test_features_on_disk_and_quantized_layers_train_as_with_the_same_pool_in_memory(tmp_path, kind):
     (tmp_path / "machine.toml").write_text(MACHINE)
     words = ("train", str(ROOT / "examples" / "graph-on-disk.toml"), *TRAIN[2:], f"quant.kind={kind}")

@@ -47,7 +47,7 @@ def stays(corpus, unbroken, folder, world, rank, what):
     ("what", "rank"),
     [
         ("kill", 0),
-        ("stop", 2),
+        pytest.param("stop", 2, marks=pytest.mark.slow),
         pytest.param("raise", 1, marks=pytest.mark.slow),
         pytest.param("hang", 0, marks=pytest.mark.slow),
     ],

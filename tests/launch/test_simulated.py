@@ -272,8 +272,10 @@ def strike(hosts: int, killed: int, at: int, stays: str) -> None:
             assert gave_up or ended_well(actor), (struck.lines[-1], actor.outcome)
 
 
-@pytest.mark.parametrize("stays", ["", "alike"])
-@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.parametrize(
+    ("killed", "stays"),
+    [(0, "alike"), (1, ""), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((0, ""), (1, "alike")))],
+)
 def test_a_supervisor_killed_at_some_lines_leaves_no_rank_and_the_run_goes_on_if_it_did_not_lead(killed, stays) -> None:
     for at in lines_of(2, killed, stays)[::12]:
         strike(2, killed, at, stays)

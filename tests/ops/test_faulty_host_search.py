@@ -81,7 +81,7 @@ def part(channel, port, how):
     return None
 
 
-@pytest.mark.parametrize("how", [{}, {2: "corrupts", 5: "refuses"}])
+@pytest.mark.parametrize("how", [pytest.param({}, marks=pytest.mark.slow), {2: "corrupts", 5: "refuses"}])
 def test_real_groups_find_who_corrupts_and_who_refuses(how):
     with served() as port:
         found = outcomes(7, part, port, how, timeout=60.0)[0]

@@ -265,7 +265,7 @@ def test_of_rounds(corpus: Path, kind: str, codec: str) -> None:
     assert plan.outer.steps == 4
 
 
-@pytest.mark.parametrize("penalty", ["none", "norm"])
+@pytest.mark.parametrize("penalty", [pytest.param("none", marks=pytest.mark.slow), "norm"])
 def test_of_rounds_of_replicas_of_two_ranks(corpus: Path, penalty: str) -> None:
     sync = {"kind": "co2", "replicas": 2, "steps": 4, "adapt": True, "codec": "int8", "penalty": penalty}
     plan = equal(language(corpus, sync=sync), 4)

@@ -184,7 +184,10 @@ def _resumed(channel: Channel, folder: Path, factors: ShardFactors) -> Any:
     return parameters(sharding), kept
 
 
-@pytest.mark.parametrize("factors", [ShardFactors(), ShardFactors(1, 2, 4), ShardFactors(4, 4, 4)])
+@pytest.mark.parametrize(
+    "factors",
+    [pytest.param(ShardFactors(), marks=pytest.mark.slow), ShardFactors(1, 2, 4), ShardFactors(4, 4, 4)],
+)
 def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(factors: ShardFactors, tmp_path: Path) -> None:
     unbroken = forks(4, _unbroken, tmp_path, factors)
     same(forks(4, _resumed, tmp_path, factors), unbroken, bitwise=True)

@@ -41,7 +41,10 @@ def _accumulating(channel: Channel, plan: Plan, way: str) -> Any:
 
 
 @pytest.mark.parametrize("way", ["no_sync", "all in no_sync", "every backward exchanges"])
-@pytest.mark.parametrize("shard", [(1, 1, 1), (1, 1, 2), (1, 2, 2), (2, 2, 2)])
+@pytest.mark.parametrize(
+    "shard",
+    [(1, 1, 1), *(pytest.param(one, marks=pytest.mark.slow) for one in ((1, 1, 2), (1, 2, 2))), (2, 2, 2)],
+)
 def test_accumulation_adds_up_however_it_is_written(shard: tuple[int, int, int], way: str) -> None:
     state = _skipping(None, plan_of(1), ())
     for found in forks(2, _accumulating, plan_of(2, shard), way):
@@ -125,7 +128,10 @@ def _odd_loop(channel: Channel | None, plan: Plan, way: str) -> Any:
 
 
 @pytest.mark.parametrize("way", [*ODD, "clamps", "zeros", "norm 0", "norm 1", "norm inf", "norm -inf"])
-@pytest.mark.parametrize("shard", [(1, 1, 1), (1, 1, 2), (1, 2, 2), (2, 2, 2)])
+@pytest.mark.parametrize(
+    "shard",
+    [(1, 1, 1), *(pytest.param(one, marks=pytest.mark.slow) for one in ((1, 1, 2), (1, 2, 2))), (2, 2, 2)],
+)
 def test_what_loops_do_beside_training_works_too(shard: tuple[int, int, int], way: str) -> None:
     if shard[0] > 1 and way in ("averages", "halves"):
         return  # parameters that are not here cannot be read or written: docs/sharding.md

@@ -90,7 +90,7 @@ def test_bf16_trains_as_on_one_rank(folder) -> None:
     assert cut[0].losses == pytest.approx(whole[0].losses, rel=1e-4)
 
 
-@pytest.mark.parametrize("first", [(2, 4), (4,)], ids=["cut", "whole"])
+@pytest.mark.parametrize("first", [(2, 4), pytest.param((4,), marks=pytest.mark.slow)], ids=["cut", "whole"])
 def test_a_checkpoint_of_one_cut_is_read_under_another(folder, tmp_path, one_rank, first) -> None:
     recipe = recipe_of(folder)
     begun = train(recipe, Cut(first).plan(), tmp_path, until=2)

@@ -116,7 +116,12 @@ def hour(folder: Path, paths: tuple[str, ...], options: tuple[str, ...]) -> tupl
     return run, done.stdout
 
 
-@pytest.mark.parametrize("name", STORIES)
+NORMAL = ("text", "weights", "nodes", "module")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=() if one in NORMAL else pytest.mark.slow) for one in STORIES]
+)
 def test_printed_commands_lead_from_what_one_has_to_a_model_on_another_machine(name: str, tmp_path: Path) -> None:
     story, folder, there = STORIES[name], tmp_path / "here", tmp_path / "there"
     folder.mkdir()

@@ -50,7 +50,7 @@ def train(replica: Replica, engine: OuterSync, rounds: int, sleepy: bool = False
     return found
 
 
-@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", FORMS)
 def test_twenty_rounds_are_those_of_the_recurrence_to_the_bit(count: int, name: str) -> None:
     choices = FORMS[name]

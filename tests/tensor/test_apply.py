@@ -88,7 +88,10 @@ def applied(channel: Channel, tensor: int, shard: int, tied: bool) -> Any:
     return *found, shape
 
 
-@pytest.mark.parametrize(("world", "tensor", "shard", "tied"), [(2, 2, 1, False), (2, 2, 1, True), (4, 2, 2, True)])
+@pytest.mark.parametrize(
+    ("world", "tensor", "shard", "tied"),
+    [(2, 2, 1, False), pytest.param(2, 2, 1, True, marks=pytest.mark.slow), (4, 2, 2, True)],
+)
 def test_a_llama_of_transformers_trains_as_it_does_uncut(world: int, tensor: int, shard: int, tied: bool) -> None:
     model = llama(tied)
     losses, norms, state, states = looped(model, torch.optim.AdamW(model.parameters(), lr=1e-2), 0, ROWS)

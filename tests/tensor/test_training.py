@@ -154,8 +154,15 @@ CASES = {
 }
 
 
+NORMAL = (
+    "tensor of 4, more ranks than key-value heads, tied",
+    "2 replicas of 2, all states sharded, FSP",
+    "experts picked with a bias",
+)
+
+
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.slow if "heads of" in case else ()) for case in CASES]
+    "case", [pytest.param(case, marks=() if case in NORMAL else pytest.mark.slow) for case in CASES]
 )
 def test_curve_weights_validation_and_sample_are_those_of_one_rank(
     corpus: Path, one_rank: Any, tmp_path: Path, case: str

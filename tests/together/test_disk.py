@@ -90,8 +90,10 @@ def train(recipe, graph, ranks=1, pack=True, folder=None, stop_after=None):
     return agent.run(life, places)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("disk", [None, "40KiB"])
+@pytest.mark.parametrize(
+    ("ranks", "disk"),
+    [(2, None), (3, "40KiB"), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((3, None), (2, "40KiB")))],
+)
 def test_ranks_share_one_packed_set_and_change_no_bit(graph, tmp_path, ranks, disk):
     recipe = recipe_of({"path": str(tmp_path), "memory": "1MiB", **({"disk": disk} if disk else {})})
     packed, plain = train(recipe, graph, ranks), train(recipe, graph, ranks, pack=False)
@@ -117,7 +119,7 @@ def test_stopped_and_resumed_on_another_budget_is_unbroken(graph, tmp_path):
     assert all(torch.equal(value, after[0][1][name]) for name, value in whole[0][1].items())
 
 
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("weighted", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_edges_sampled_on_disk_change_no_bit(graph, tmp_path, weighted, monkeypatch):
     if weighted:
         np.save(tmp_path / "weights.npy", np.random.default_rng(0).random(graph.edges, np.float32))

@@ -125,7 +125,9 @@ def exact(corpus):
     return train(recipe_of(corpus), plan_of(precision="fp32"))[0]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(one, marks=pytest.mark.slow if number % 2 else ()) for number, one in enumerate(WAYS)]
+)
 def test_the_curve_is_that_of_fp32(corpus, exact, way):
     ranks = train(recipe_of(corpus), plan_of(**WAYS[way]))
     assert ranks[0].losses == pytest.approx(exact.losses, rel=TOLERANCE)
@@ -139,7 +141,14 @@ def test_muon_takes_gradients_of_fp16(corpus):
     assert half.losses == pytest.approx(plain.losses, rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("way", ["one rank", "two ranks", "all states in shards", "matrices over 2", "two stages"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        "all states in shards",
+        "two stages",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("one rank", "two ranks", "matrices over 2")),
+    ],
+)
 def test_steps_that_overflow_are_left_out_on_all_ranks_alike(corpus, monkeypatch, way):
     """Each halves the factor; then the model learns as fp32's does."""
     monkeypatch.setattr(loss_scale, "START", TOO_LARGE)
@@ -195,7 +204,9 @@ def test_what_no_factor_mends_ends_the_run(corpus, monkeypatch):
         train(recipe, plan_of(), workload=Overflowing(open_language(recipe), step=2, sample=5))
 
 
-@pytest.mark.parametrize("way", ["one rank", "all states in shards", "two stages"])
+@pytest.mark.parametrize(
+    "way", [pytest.param("one rank", marks=pytest.mark.slow), "all states in shards", "two stages"]
+)
 def test_a_resumed_run_is_the_unbroken_one(corpus, tmp_path, monkeypatch, way):
     """Also in the middle of a series of overflows: the factor comes back with the rest."""
     monkeypatch.setattr(loss_scale, "START", TOO_LARGE)

@@ -164,7 +164,7 @@ def strike(graph, monkeypatch, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("halo", [{}, {"bits": 1}])
+@pytest.mark.parametrize("halo", [pytest.param({}, marks=pytest.mark.slow), {"bits": 1}])
 def test_a_rank_that_is_killed_in_an_exchange_changes_no_bit(strike, halo):
     whole = strike(halo, "whole")
     inside = {"inside": (Sylvie, "_launch")} if halo else {}

@@ -136,7 +136,10 @@ def fails(call: str, number: int, after: int, marker: Path) -> Callable[[launch.
     ("call", "number", "told"),
     [
         ("pwritev", errno.ENOSPC, r"The disk of .*state is full: [\d,]+ bytes more .* are needed"),
-        ("preadv", errno.EIO, r"state cannot be read at byte \d+: Input/output error.*try: check the disk"),
+        pytest.param(
+            *("preadv", errno.EIO, r"state cannot be read at byte \d+: Input/output error.*try: check the disk"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_disk_that_is_full_or_gone_ends_the_run_in_its_words_and_the_run_goes_on_when_it_is_there(

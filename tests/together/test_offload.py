@@ -99,9 +99,23 @@ def same(one, other):
 OPTIMIZERS = pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 
 
-@OPTIMIZERS
 @pytest.mark.parametrize(
-    ("ranks", "shard"), [(1, ()), (2, ()), (2, (1, 1, 2)), (2, (2, 2, 2))], ids=["1", "2", "zero 1", "zero 3"]
+    ("optimizer", "ranks", "shard"),
+    [
+        ("muon", 1, ()),
+        ("adamw", 2, (1, 1, 2)),
+        ("muon", 2, (2, 2, 2)),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in (
+                ("adamw", 1, ()),
+                ("adamw", 2, ()),
+                ("muon", 2, ()),
+                ("muon", 2, (1, 1, 2)),
+                ("adamw", 2, (2, 2, 2)),
+            )
+        ),
+    ],
 )
 def test_states_on_disk_change_no_bit(corpus, optimizer, ranks, shard):
     recipe = recipe_of(corpus, optimizer={"kind": optimizer})
@@ -234,7 +248,11 @@ def test_parameters_elsewhere_of_several_ranks_change_no_bit_of_two(corpus, away
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [((PARAMETERS, 2), (PARAMETERS, 1)), ((plans.Offload(), 1), (PARAMETERS, 2))]
+    ("before", "after"),
+    [
+        pytest.param((PARAMETERS, 2), (PARAMETERS, 1), marks=pytest.mark.slow),
+        ((plans.Offload(), 1), (PARAMETERS, 2)),
+    ],
 )
 def test_parameters_on_disk_resharded_follow_the_curve_of_the_same_change_in_memory(corpus, tmp_path, before, after):
     recipe = recipe_of(corpus, model=UNTIED)

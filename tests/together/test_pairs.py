@@ -159,7 +159,11 @@ def curve(recipe, ranks=1, cuts=None, shard=(), sequence=(1, 1), tensor=1, stage
     return agent.run(life, launch.places(plan))[0]
 
 
-@pytest.mark.parametrize("run", RUNS, ids=" x ".join)
+@pytest.mark.parametrize(
+    "run",
+    [pytest.param(run, marks=pytest.mark.slow if number % 3 else ()) for number, run in enumerate(RUNS)],
+    ids=" x ".join,
+)
 def test_the_run_changes_nothing_but_rounding(corpus, curves, run):
     train, plan, tolerance = {}, {}, 0.0
     for name in run:

@@ -96,7 +96,9 @@ def close(ours, theirs, tolerance):
         torch.testing.assert_close(ours[name], value, rtol=tolerance, atol=tolerance, msg=lambda text, n=name: n + text)
 
 
-@pytest.mark.parametrize("shard", [(1, 1, 2), (1, 2, 2), (2, 2, 2)])
+@pytest.mark.parametrize(
+    "shard", [(1, 1, 2), *(pytest.param(one, marks=pytest.mark.slow) for one in ((1, 2, 2), (2, 2, 2)))]
+)
 def test_replicas_of_two_ranks_with_shards_are_replicas_of_one(corpus, shard):
     recipe = recipe_of(corpus)
     whole, shards = (train(recipe, plan)[0] for plan in (plan_of(), plan_of(4, shard)))

@@ -229,7 +229,10 @@ def test_a_copied_run_without_its_data_gives_the_same_bits(
     assert len(weights) == len(model.state_dict())
 
 
-@pytest.mark.parametrize(("name", "lines"), [("bytes", ["the", "number é"]), ("node", ["n3", "n7,n9"])])
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [pytest.param("bytes", ["the", "number é"], marks=pytest.mark.slow), ("node", ["n3", "n7,n9"])],
+)
 def test_lines_of_standard_input_are_answered_as_each_alone(home: Path, name: str, lines: list[str]) -> None:
     ask = ["--tokens", "8"] if name == "bytes" else []
     alone = [said(home, "predict", f"runs/{name}", line, "--json", *ask) for line in lines]

@@ -158,7 +158,14 @@ def test_optimizers_that_a_node_does_not_run_are_refused_by_name() -> None:
         luwu.job_of(model, torch.optim.AdamW(model.parameters(), lr=0.1))
 
 
-@pytest.mark.parametrize("where", ["forward", "backward", "before the step", "after the step"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("forward", "before the step")),
+        "backward",
+        "after the step",
+    ],
+)
 def test_a_loop_whose_node_starts_again_goes_on_to_the_last_bit(tmp_path: Path, where: str) -> None:
     plain, other = made()
     expected = [one_step(plain, other, step) for step in range(10)]
