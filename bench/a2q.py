@@ -27,6 +27,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ for _kind in ("a2q", "mega"):
     CURVE[_kind] = (f"{_kind} 1-bit", _kind, f"{_kind} 3-bit", f"{_kind} 4-bit")
     for _name, _bits, _share in zip(CURVE[_kind], (2, 2, 3, 4), (0.9, SHARE[_kind], 2.6, 3.5), strict=True):
         KINDS[_name], SHARE[_name] = {"kind": _kind, "bits": _bits}, _share
-PLAIN = ("fp32", "uniform 4-bit", "uniform 2-bit", "Degree-Quant 4-bit", "Degree-Quant 2-bit", "a2q", "mega")
+PLAIN = ("fp32", "uniform 2-bit", "a2q", "mega", "uniform 4-bit", "Degree-Quant 4-bit", "Degree-Quant 2-bit")
 WIDE = ("fp32", "uniform 2-bit", "a2q", "mega")
 
 
@@ -86,10 +87,16 @@ class DegreeQuant(FeatureQuantizer):
         step = gain * self.top.clamp(min=1e-6) / (2**self.width - 1)
         return (x / step).round().clamp(0, 2**self.width - 1), step
 
+    @staticmethod
+    def _percentile(values: torch.Tensor) -> torch.Tensor:
+        if len(values) <= 1 << 24:  # what quantile takes
+            return values.quantile(0.999)
+        return values.kthvalue(round(0.999 * len(values))).values
+
     def forward(self, x: torch.Tensor, index: RowIndex | None = None) -> torch.Tensor:
         gain = self.gain if self.training else 1.0
         if self.training:
-            now = x.detach().flatten().quantile(0.999) / gain
+            now = self._percentile(x.detach().flatten()) / gain
             self.top = now if self.top == 0 else 0.9 * self.top + 0.1 * now
         codes, step = self._rounded(x, gain)
         found = x + (codes * step - x).detach()
@@ -108,6 +115,14 @@ def steps_of(path: Path) -> int:
     return 60 if str(path) == DEBIAN else 200
 
 
+@cache
+def size_of(path: Path) -> tuple[int, int]:
+    """Nodes, and columns of the input that are quantized."""
+    table: dict[str, Any] = {"model": {"kind": "gcn"}, "data": {"path": str(path)}, "train": {"steps": 1}}
+    graph = open_graph(defaults.resolve(recipe_file.from_table(table))[0]).graph
+    return graph.nodes, graph.features.shape[1] if QuantizedGraph(graph).input_signed() is not None else 0
+
+
 def opened(path: Path, kind: str, seed: int, width: int) -> GraphWorkload:
     table: dict[str, Any] = {"model": {"kind": "gcn", "width": width}, "data": {"path": str(path)}}
     table["train"] = {"steps": steps_of(path), "seed": seed}
@@ -115,10 +130,8 @@ def opened(path: Path, kind: str, seed: int, width: int) -> GraphWorkload:
     if quant is not None:
         table["quant"] = dict(quant)
         if kind in SHARE:
-            plain = {name: section for name, section in table.items() if name != "quant"}
-            graph = open_graph(defaults.resolve(recipe_file.from_table(plain))[0]).graph
-            inputs = graph.features.shape[1] if QuantizedGraph(graph).input_signed() is not None else 0
-            table["quant"]["target"] = int(graph.nodes * (inputs + width) * SHARE[kind] / 8)
+            nodes, inputs = size_of(path)
+            table["quant"]["target"] = int(nodes * (inputs + width) * SHARE[kind] / 8)
     return open_graph(defaults.resolve(recipe_file.from_table(table))[0])
 
 
@@ -138,14 +151,16 @@ def own_gradient(found: quantization.Quantization) -> None:
 
 
 def trained(path: Path, kind: str, seed: int, width: int = 16) -> tuple[float, int, float]:
-    """(test accuracy, bytes of the hidden features, share of nodes whose step the first gradient does not reach)."""
+    """(test accuracy, bytes of all quantized features, share of nodes whose step the first gradient does not reach)."""
     workload = opened(path, kind, seed, width)
     model = workload.build(torch.device("cpu"), torch.float32)
     found = quantization.quantization_of(model)
     if kind.startswith("Degree-Quant"):
         assert found is not None
-        own = DegreeQuant(found.features[-1], int(kind.split()[1][0]), torch.from_numpy(workload.graph.degrees()))
-        model.layers[1].quantizer, found.features[-1] = own, own  # type: ignore[union-attr, operator, index]
+        degrees, bits = torch.from_numpy(workload.graph.degrees()), int(kind.split()[1][0])
+        for at, like in enumerate(found.features):
+            found.features[at] = own = DegreeQuant(like, bits, degrees)
+            model.layers[at + found.first].quantizer = own  # type: ignore[union-attr, operator, index]
     if kind == TASK:
         assert found is not None
         own_gradient(found)
@@ -169,10 +184,11 @@ def trained(path: Path, kind: str, seed: int, width: int = 16) -> tuple[float, i
         if step % EVERY == EVERY - 1 and (now := accuracy(workload, model))[0] > best[0]:
             best = now
     if found is None:
-        return best[1], 4 * workload.graph.nodes * width, silent
+        nodes, inputs = size_of(path)
+        return best[1], 4 * nodes * (inputs + width), silent
     found.packed = True
     infer(model.eval(), workload.task.held)
-    return best[1], found.stored["layers.1.rows"].nbytes, silent
+    return best[1], sum(one.nbytes for one in found.stored.values()), silent
 
 
 def kept(keep: str, path: Path, kind: str, seed: int, width: int) -> Path:
@@ -193,18 +209,22 @@ def once(keep: str, path: Path, kind: str, seed: int, width: int) -> tuple[float
 
 
 def accuracies(path: Path, seeds: int, width: int, keep: str) -> list[Row]:
-    kinds = PLAIN if width == 16 else WIDE
-    runs = {kind: [once(keep, path, kind, seed, width) for seed in range(1, seeds + 1)] for kind in kinds}
+    kinds = WIDE if width == 64 and str(path) != DEBIAN else PLAIN
+    runs: dict[str, list[tuple[float, ...]]] = {kind: [] for kind in kinds}
+    for seed in range(1, seeds + 1):
+        for kind in kinds:
+            runs[kind].append(once(keep, path, kind, seed, width))
     name, rows = path.name + (f", {width} columns" if width != 16 else ""), []
     for kind, found in runs.items():
         print(f"{name}, {kind}: {found}", flush=True)
+    what = "input and hidden" if size_of(path)[1] else "hidden"
     for ours in ("a2q", "mega"):
         for peer in kinds:
             if peer not in ("a2q", "mega"):
                 pairs = [(one[0], other[0]) for one, other in zip(runs[ours], runs[peer], strict=True)]
                 rows.append(means(f"{name}, {ours}: accuracy", peer, pairs))
                 sizes = [(one[1] / 1024, other[1] / 1024) for one, other in zip(runs[ours], runs[peer], strict=True)]
-                rows.append(compare(f"{name}, {ours}: hidden features", peer, "KiB", sizes, higher_is_better=False))
+                rows.append(compare(f"{name}, {ours}: {what} features", peer, "KiB", sizes, higher_is_better=False))
     return rows
 
 
@@ -286,8 +306,8 @@ def means(case: str, peer: str, pairs: Sequence[tuple[float, float]]) -> Row:
     """Mean accuracies over seeds, as the literature gives them, and the mean difference with its standard error."""
     ours, theirs = (statistics.mean(one) for one in zip(*pairs, strict=True))
     apart = [one - other for one, other in pairs]
-    error = statistics.stdev(apart) / math.sqrt(len(apart)) if len(apart) > 1 else 0.0
-    spread = f"{statistics.mean(apart):+.2f} points, standard error {error:.2f} (n={len(apart)})"
+    error = f", standard error {statistics.stdev(apart) / math.sqrt(len(apart)):.2f}" if len(apart) > 1 else ""
+    spread = f"{statistics.mean(apart):+.2f} points{error} (n={len(apart)})"
     return Row(case, peer, theirs, ours, ours / theirs, "%, mean", spread)
 
 
@@ -343,7 +363,7 @@ def main() -> None:
             torch.set_num_threads(2)
             rows += costs(options.pairs or (3 if options.quick else 15))
         elif name == "debian":
-            torch.set_num_threads(2)
+            torch.set_num_threads(1)
             rows += accuracies(Path(DEBIAN), options.pairs or 1, 64, options.keep)
         elif name.endswith("-curve") and (path / f"ind.{path.name}.allx").exists():
             torch.set_num_threads(1)

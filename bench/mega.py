@@ -198,9 +198,13 @@ def main() -> None:
             continue
         steps = (5 if options.quick else 20) if name in LARGE else (20 if options.quick else 60)
         workload, model = trained(LARGE.get(name, str(path)), steps)
-        rows += condensed(name, workload, workload.bare().eval())
-        rows += sizes_and_decoding(name, workload, model, options.pairs or 0)
-        rows += simulated(name, workload, model, bool(options.pairs))
+        for part in (
+            lambda: sizes_and_decoding(name, workload, model, options.pairs or 0),  # noqa: B023
+            lambda: simulated(name, workload, model, bool(options.pairs)),  # noqa: B023
+            lambda: condensed(name, workload, workload.bare().eval()),  # noqa: B023
+        ):
+            rows += part()
+            publish(rows, options.json)  # what is there already, should the rest not end
         if name not in LARGE:
             plain = trained(str(path), steps, kind="")
             pair = accuracy(workload, model), accuracy(*plain)

@@ -12,7 +12,17 @@ from espalier.errors import UserError
 from espalier.kernels.row_bits import pack_rows, unpack_rows
 from espalier.quant import a2q, base
 from espalier.quant.a2q import ColumnQuantizer, FakeQuantize, FeatureQuantizer, Rule
-from espalier.quant.base import STEPS, BankBits, BitAllocator, Layer, MemoryTarget, NodeBits, RowIndex, UniformBits
+from espalier.quant.base import (
+    STEPS,
+    BankBits,
+    BitAllocator,
+    DegreeBits,
+    Layer,
+    MemoryTarget,
+    NodeBits,
+    RowIndex,
+    UniformBits,
+)
 
 
 def rows(count: int, columns: int, seed: int, signed: bool = True) -> torch.Tensor:
@@ -215,6 +225,47 @@ def test_every_policy_begins_near_its_values(allocator: BitAllocator) -> None:
     quantizer = FeatureQuantizer(allocator, 32, Rule())
     quantizer.begin(x)
     assert float((quantizer(x).detach() - x).norm() / x.norm()) < 0.3
+
+
+SPARSE_ROWS = [UniformBits(400, 3), NodeBits(400, 3), DegreeBits(torch.arange(400) % 7, 3)]
+
+
+@pytest.mark.parametrize("allocator", SPARSE_ROWS, ids=lambda one: type(one).__name__)
+def test_zeros_of_sparse_rows_do_not_count_where_steps_begin(allocator: BitAllocator) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(400, 40, generator=generator) * (torch.rand(400, 40, generator=generator) < 0.2)
+    x, index = x / x.norm(dim=1, keepdim=True).clamp(min=1e-6), RowIndex(None, torch.arange(400) % 7)
+    quantizer = FeatureQuantizer(allocator, 40, Rule(signed=False))
+    quantizer.begin(x, index)
+    steps, found = allocator.steps.clone(), quantizer(x, index)
+    assert float((found - x).norm() / x.norm()) < 0.3
+    quantizer.begin(torch.cat([x, torch.zeros(400, 2000)], 1), index)
+    assert torch.equal(allocator.steps, steps)
+
+
+def test_nodes_that_were_not_in_training_have_the_pair_of_trained_rows_like_theirs() -> None:
+    generator = torch.Generator().manual_seed(1)
+    allocator, trained = BankBits(60, 4, pairs=20), rows(60, 12, 2)
+    quantizer = FeatureQuantizer(allocator, 12, Rule())
+    quantizer.begin(trained)
+    allocator.raw_bits.data = torch.randint(1, 9, (20,), generator=generator) / base.BIT_RATE
+    quantizer(trained)
+    known = quantizer.eval().codes(trained)
+    assert len(known.widths.unique()) > 3
+    like = torch.randint(60, (200,), generator=generator)
+    for unseen in (like, like[:1], like.flip(0)):  # in a graph of another size and order
+        own = quantizer.codes(trained[unseen])
+        for one, other in zip(own, known, strict=True):
+            assert torch.equal(one, other[unseen])
+    turned = quantizer.codes(trained[like].flip(1) * torch.tensor([-1.0, 1.0] * 6))
+    assert torch.equal(turned.widths, known.widths[like])  # by the largest value alone
+    degrees = torch.tensor([1, 1, 2, 5, 40, 40])
+    by_degree = FeatureQuantizer(DegreeBits(degrees, 4), 12, Rule())
+    by_degree.allocator.raw_bits.data = torch.linspace(1, 8, len(by_degree.allocator.counts)) / base.BIT_RATE
+    seen = by_degree.codes(trained[:6], RowIndex(None, degrees)).widths
+    strange = torch.tensor([40, 2, 3, 4, 21, 9000, 1])
+    own = by_degree.codes(trained[6:13], RowIndex(None, strange)).widths
+    assert torch.equal(own, seen[[4, 2, 2, 3, 3, 4, 0]])
 
 
 def test_hidden_nodes_teach_nothing_and_take_the_nearest_pair_of_the_others() -> None:

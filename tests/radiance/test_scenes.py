@@ -196,11 +196,24 @@ def test_a_folder_of_llff_of_two_views_or_another_table_is_refused(tmp_path: Pat
         ({"box": [[1, 0, 0], [0, 1, 1]]}, "has a box"),
         ({"box": [[0, 0, 0], [1, 1, float("nan")]]}, "has a box"),
         ({"cx": float("nan")}, "optical center"),
+        ({"w": -24}, "a width of -24"),
     ],
 )
 def test_a_bad_frame_is_named(folder: Path, values: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message):
         load(changed(folder, **values))
+
+
+def test_cameras_that_turn_in_one_place_need_a_box(folder: Path) -> None:
+    for file in folder.glob("transforms_*.json"):
+        table = json.loads(file.read_text())
+        for frame in table["frames"]:
+            for row in frame["transform_matrix"][:3]:
+                row[3] = 0.5
+        file.write_text(json.dumps(table))
+    with pytest.raises(UserError, match="do not look at one point from outside"):
+        load(folder)
+    assert load(changed(folder, box=[[-1, -1, -1], [2, 2, 2]])).box.tolist() == [[-1, -1, -1], [2, 2, 2]]
 
 
 def test_what_of_a_lens_is_left_out_is_said(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import msgspec
@@ -378,6 +379,12 @@ def _quant(quant: Quant, model: Model, graph: GraphOptions) -> None:
                 why=f"a value takes {least} to 8 bits" + ("" if name == "bits" else "; 0: it is not quantized"),
                 do=f"quant.{name} = 4",
             )
+    if isinstance(quant, Uniform) and quant.bits != int(quant.bits):
+        raise UserError(
+            f'quant.bits = {quant.bits} is not possible with quant.kind = "uniform".',
+            why="all values have as many bits, and no value has a part of one",
+            do=f'quant.bits = {math.ceil(quant.bits)}, or quant.kind = "a2q", whose widths differ',
+        )
     if not isinstance(model, Network):
         raise UserError(
             f"[quant] is not possible with model.kind = {type(model).__struct_config__.tag!r}.",

@@ -39,6 +39,7 @@ from espalier.graph.link_prediction import Links, LinkTask
 from espalier.graph.neighbor_sampler import Style
 from espalier.graph.node_classification import NodeTask, held_out_figures, told
 from espalier.graph.subgraphs import SubgraphBatch, View, infer
+from espalier.graph.torchgt import reformation
 from espalier.graph.torchgt.encodings import averaged, encoded
 from espalier.graph.torchgt.model import GraphTransformer, tokens_of
 from espalier.graph.torchgt.schedule import Schedule, schedule
@@ -373,7 +374,8 @@ class GraphWorkload(Plain):
         """What was decided of the graph, in sentences; makes the format on first use."""
         model = self.bare()
         if isinstance(model, GraphTransformer):
-            return (*self._said, self._attention()[1], *filter(None, [self.attention_plan[1]]))
+            told = (self.attention_plan[1], reformation.sentence(self.recipe))
+            return (*self._said, self._attention()[1], *filter(None, told))
         if not isinstance(model, Gnn):
             return ()
         layers = [layer for layer in model.layers if isinstance(layer, Layer)]

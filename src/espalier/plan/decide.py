@@ -116,6 +116,7 @@ def decide(
         if isinstance(request.sync, Auto) and replicas.machines > 1 and found.fits:
             found = _if_rounds_pay(found, request, replicas, calibration)
     plan = _with_graph(found, request, cluster, calibration, trials)
+    plan = msgspec.structs.replace(plan, rules=(*plan.rules, *request.rules))
     plan = checkpoint_cost.paced(plan, request.saves, cluster, request.write_rate)
     plan = checkpoint_cost.with_copies(plan, request.copies, cluster)
     told = plan_summary.sentences(plan, cluster if plan.outer is None else replicas)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from espalier.compose import Refusal
 from espalier.config import EveryStep, Pin, Sync
 from espalier.cost import WHOLE, Anatomy, Cut
-from espalier.plan.base import RESIDENT, Exchange, Offload, Plan
+from espalier.plan.base import RESIDENT, AdaptiveRule, Exchange, Offload, Plan
 from espalier.plan.calibration_factors import PLAIN, CostFactors
 from espalier.shard.cost import StateBytes
 
@@ -100,6 +100,7 @@ class Request:
         saves: steps between checkpoints, or `auto`; None: who trains saves by other means. write_rate: bytes/s that a
             machine writes of them at most; None: any.
         copies: bytes that copies of the state may take of a machine's memory (`faults.memory`); 0: there are none.
+        rules: values that training changes by the recipe, whatever the plan.
         with_sequence: the same with so many tokens in a sample; None: they cannot be chosen.
         refuses: why whoever trains cannot run a plan; None where it can. Without it all plans can be run.
     """
@@ -162,6 +163,7 @@ class Request:
     saves: int | Literal["auto"] | None = None
     write_rate: float | None = None
     copies: int | Literal["auto"] = 0
+    rules: Sequence[AdaptiveRule] = ()
     with_sequence: Callable[[int], Request] | None = None
     refuses: Callable[[Plan], Refusal | None] | None = None
 

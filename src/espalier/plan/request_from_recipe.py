@@ -11,9 +11,10 @@ import msgspec
 import torch
 
 from espalier import mechanisms, units, workload_registry
-from espalier.config import Moe, Muon, Recipe, decoder_shapes
+from espalier.config import GraphTransformer, Moe, Muon, Recipe, decoder_shapes
 from espalier.cost import Anatomy, Cut, Product, Work
 from espalier.errors import UserError
+from espalier.plan.base import AdaptiveRule
 from espalier.plan.request import Request
 from espalier.shard.wrap_policy import running_of, sizes_of
 from espalier.tensor.mechanism import OWN_PLAN, check_ranks
@@ -81,9 +82,21 @@ def of_recipe(recipe: Recipe, workload: Callable[[], Workload] | None = None) ->
         stored=profile.stored,
         halos=profile.halos,
         parts=profile.parts,
+        rules=_attention_rules(recipe),
         with_sequence=partial(_with_sequence, recipe, opened) if profile.heads else None,
         refuses=partial(mechanisms.refusal, recipe),
     )
+
+
+def _attention_rules(recipe: Recipe) -> tuple[AdaptiveRule, ...]:
+    """Of edges that training steps of a graph transformer leave out."""
+    if not isinstance(recipe.model, GraphTransformer):
+        return ()
+    from espalier.graph.torchgt.reformation import FIRST, LEVEL_RULE, LEVELS, SIGNAL, bound
+
+    if bound(recipe) is None:
+        return ()
+    return (AdaptiveRule(name=LEVEL_RULE, start=FIRST, low=0, high=LEVELS - 1, signal=SIGNAL),)
 
 
 def _expert_parameters(recipe: Recipe) -> float:

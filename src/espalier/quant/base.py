@@ -36,6 +36,10 @@ weights' rate and widths by 10 times, in GCN: a row of 16 values, half of them d
 step to step, which on Cora loses three points against one step for all (bench/a2q.py)."""
 PRIOR = 64.0
 """Values of a pair that weigh as much as all of the layer where steps begin: the mean of few values says little."""
+SPARSE = 0.25
+"""Share of values other than 0 below which steps begin by those alone. LSQ's rule is for values that lie round zero as
+a bell does; of words weighted by how rare they are one in fifty is not 0, and by the mean of all 2 bits reach a
+fifteenth of the values."""
 GRADIENT = 1e-3
 """What gradients of widths and steps are multiplied by, which Adam does not see: thousands of them together would else
 be most of the norm by which all gradients are clipped."""
@@ -187,8 +191,8 @@ class BitAllocator(nn.Module):
     def begin(self, x: Float[Tensor, "rows columns"], index: RowIndex, signed: bool, total: Total = alone) -> None:
         """Steps from values: 2 mean|x| / sqrt(largest code), as LSQ begins (arXiv 1902.08153, section 2.1), where the
         mean is that of the pair's values and of the layer's, each by how many values it is of (PRIOR). Rows of zeros do
-        not count; `total` adds up over ranks."""
-        at, sizes = self.entries_of(x, index, signed), x.abs().mean(1)
+        not count, nor zeros where most values are (SPARSE); `total` adds up over ranks."""
+        at, (sizes, columns) = self.entries_of(x, index, signed), _sizes(x, index, total)
         at = torch.arange(len(x), device=x.device) if at is None else at
         at, sizes = at[: index.own or None], sizes[: index.own or None]
         at, sizes = at[sizes > 0], sizes[sizes > 0].to(self.counts.dtype)
@@ -197,12 +201,22 @@ class BitAllocator(nn.Module):
         layer = total(torch.stack([sizes.sum(), sizes.new_tensor(len(sizes))]))
         if not layer[1]:
             return
-        own = found * x.shape[1] / (found * x.shape[1] + PRIOR)
+        own = found * columns / (found * columns + PRIOR)
         whole = (layer[0] / layer[1]).log2()
         means = torch.where(found > 0, own * ((sums / found.clamp(min=1)).log2() - whole), 0) + whole
         largest = largest_code(self.bits, signed).clamp(min=1)
         self.raw_common.zero_()
         self.raw_step.copy_((1 + means - largest.log2() / 2) / self.rate)
+
+
+def _sizes(x: Tensor, index: RowIndex, total: Total) -> tuple[Tensor, float]:
+    """Of the values of each row that count where steps begin: their mean, and how many a row has."""
+    counted = (x != 0).sum(1)
+    mine = counted[: index.own or None]
+    values, rows = total(torch.stack([mine.sum(), mine.new_tensor(len(mine))]).double()).tolist()
+    if 0 < values < SPARSE * rows * x.shape[1]:
+        return x.abs().sum(1) / counted.clamp(min=1), values / rows
+    return x.abs().mean(1), float(x.shape[1])
 
 
 class UniformBits(BitAllocator):

@@ -170,7 +170,7 @@ def _blender(files: Sequence[Path], progress: Progress) -> Scene:
     bad = [key for key in ("k1", "k2", "p1", "p2") if tables[0].get(key)]
     notes += [f"the distortion of the lens ({', '.join(bad)}) is left out"] if bad else []
     notes += ["fl_y is left out: pixels are taken for square, of the focal length fl_x"] if _oblong(tables[0]) else []
-    box = _box(tables[0]["box"], str(files[0])) if "box" in tables[0] else box_of(lens, poses)
+    box = _box(tables[0]["box"], str(files[0])) if "box" in tables[0] else _seen(lens, poses, str(files[0]))
     return Scene(
         lens, images, poses, parts, box, background, notes=tuple(notes), files=tuple(map(str, [*files, *paths]))
     )
@@ -189,6 +189,17 @@ def _box(given: Any, where: str) -> Tensor:
         good = False
     if not good:
         raise UserError(f"{where} has a box {given!r}.", do='"box": [[x, y, z], [x, y, z]], the lower corner first')
+    return box
+
+
+def _seen(lens: Lens, poses: Tensor, where: str) -> Tensor:
+    box = box_of(lens, poses)
+    if not float((box[1] - box[0]).min()) > 1e-6:
+        raise UserError(
+            f"The cameras of {where} do not look at one point from outside.",
+            why="one of them stands where their axes meet, as in a panorama",
+            do='"box": [[x, y, z], [x, y, z]] in that file, the corners of what is looked at',
+        )
     return box
 
 
@@ -253,6 +264,8 @@ def lens_of(table: Mapping[str, Any], width: int, height: int, where: str) -> Le
         angle, focal, factor, center = math.nan, math.nan, 1.0, (0.0, 0.0)
     if not all(map(math.isfinite, center)):
         raise UserError(f"{where} has an optical center {center}.", do='"cx" and "cy" in pixels, or neither')
+    if not 0 < factor < math.inf:
+        raise UserError(f"{where} has a width of {table.get('w')}.", do='"w" in pixels, or leave it out')
     if math.isfinite(focal) and focal > 0:
         return Lens(width, height, focal * factor, (center[0] * factor, center[1] * factor))
     if not 0 < angle < math.pi:

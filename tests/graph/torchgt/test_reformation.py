@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from tests.graph.conftest import made
-from tests.graph.test_halo_parallel import plan_of, train
+from tests.graph.test_halo_parallel import machines, plan_of, train
 from tests.graph.test_workload import recipe_of
 
 from espalier import trainer
@@ -20,6 +20,8 @@ from espalier.graph.torchgt.pattern import ROWS, Additions, pattern
 from espalier.graph.torchgt.reformation import LEVEL_RULE, LEVELS, RecallTuner, reformed
 from espalier.graph.workload import GraphWorkload
 from espalier.launch import base as launch
+from espalier.plan import base as plans
+from espalier.plan import decide, request_from_recipe
 from espalier.rank_setup import RankSetup
 from espalier.track.decision_log import Decisions, Recorded
 
@@ -161,6 +163,28 @@ def test_a_run_follows_a_log_as_far_as_it_goes_and_decides_beyond():
     assert recall == [1 - decided[max(one for one in decided if one <= step)] / 8 for step in range(16)]
     followed, _ = run([Recorded(((0, 4), (6, 0)), 8)])
     assert followed[:9] == [0.5] * 6 + [1.0] * 3
+
+
+@pytest.mark.parametrize("bound", [0.5, 1.0])
+def test_edges_that_may_go_are_a_rule_of_the_plan_whose_start_and_bounds_are_those_of_the_run(bound):
+    recipe = recipe_of({**MODEL, "recall": bound, "attention": "sparse"}, steps=16)
+    workload = GraphWorkload(recipe, made())
+    plan = decide.decide(request_from_recipe.of_recipe(recipe, lambda: workload), machines(1, 0)).taken
+    rules = [one for one in plan.rules if one.name == LEVEL_RULE]
+    said = [one for one in plan.why if "model.recall" in one]
+    if bound == 1:
+        assert not rules
+        assert not said
+        return
+    (rule,), tuner = rules, RecallTuner(bound)
+    assert rule.start == tuner.values[LEVEL_RULE]
+    ends = [tuner.turned({LEVEL_RULE: level}).recall for level in (-9, int(rule.low), int(rule.high), 99)]
+    assert ends == [1, 1, bound, bound]
+    assert said == [
+        "Attention: training steps leave edges out; recall begins at 0.875 and follows how fast the loss changes, from "
+        "1 to 0.5 (model.recall); see the log."
+    ]
+    assert plans.loads(plans.dumps(plan)) == plan
 
 
 def test_a_step_is_the_same_whether_its_batch_was_made_ahead_or_when_it_was_needed(monkeypatch):

@@ -40,8 +40,8 @@ CLAIM = Claim(
     after=frozenset({"tokens"}),
     option="model.recall",
 )
-LEVELS = 5
-"""Of recall, from all edges to the bound."""
+LEVELS, FIRST = 5, 1
+"""Of recall, from all edges to the bound, and the one that training begins with."""
 
 
 class Reformed(NamedTuple):
@@ -79,8 +79,8 @@ def reformed(whole: Pattern, recall: float) -> Reformed:
     return Reformed(Pattern(made, whole.tokens, None if kinds is None else kinds[kept]), kept, share)
 
 
-LEVEL_RULE = "model.recall.level"
-"""In logs: 0, all edges, to `LEVELS - 1`, the bound."""
+LEVEL_RULE, SIGNAL = "model.recall.level", "speed of the loss"
+"""In plans and logs: 0, all edges, to `LEVELS - 1`, the bound."""
 
 
 class RecallTuner:
@@ -92,7 +92,7 @@ class RecallTuner:
 
     def __init__(self, bound: float) -> None:
         self.levels = np.linspace(1, bound, LEVELS).tolist()
-        self.level, self.coming, self.speed = 1, 0, LossSpeed()
+        self.level, self.coming, self.speed = FIRST, 0, LossSpeed()
 
     @property
     def recall(self) -> float:
@@ -134,7 +134,7 @@ class Reformation(Mechanism):
 
     def __init__(self, bound: float) -> None:
         self.tuner, self._outcome = RecallTuner(bound), torch.zeros(2, dtype=torch.float64)
-        self.decisions = Decisions(self.tuner, "speed of the loss")
+        self.decisions = Decisions(self.tuner, SIGNAL)
         self._group: dist.ProcessGroup | None = None
 
     def wrap(self, context: Build) -> None:
@@ -168,7 +168,23 @@ class Reformation(Mechanism):
         return {**parts, "recall rule": self.tuner}
 
 
+def bound(recipe: Recipe) -> float | None:
+    """The least recall; None: the recipe lets no edge go."""
+    options = recipe.model
+    return options.recall if isinstance(options, GraphTransformer) and options.recall < 1 else None
+
+
+def sentence(recipe: Recipe) -> str:
+    """What a plan says; empty where no edge goes."""
+    if (least := bound(recipe)) is None:
+        return ""
+    return (
+        f"Attention: training steps leave edges out; recall begins at {RecallTuner(least).recall:.4g} and follows how "
+        f"fast the loss changes, from 1 to {least:g} (model.recall); see the log."
+    )
+
+
 def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:
     """Where the recipe lets edges go."""
-    options = recipe.model
-    return Reformation(options.recall) if isinstance(options, GraphTransformer) and options.recall < 1 else None
+    least = bound(recipe)
+    return None if least is None else Reformation(least)
