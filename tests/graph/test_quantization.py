@@ -81,7 +81,7 @@ def test_a_target_below_one_bit_a_node_is_refused_before_training(make_graph):
     [
         ({"kind": "a2q", "bits": 9}, "quant.bits = 9"),
         ({"kind": "a2q", "bits": 0.5}, "quant.bits = 0.5"),
-        ({"kind": "a2q", "bits": float("nan")}, "quant.bits = nan"),
+        ({"kind": "a2q", "bits": float("nan")}, "quant.bits is not a number"),
         ({"kind": "uniform", "bits": 2.5}, "quant.bits = 2.5 is not possible with quant.kind"),
         ({"kind": "mega", "weights": 1}, "quant.weights = 1"),
         ({"kind": "mega", "messages": 12}, "quant.messages = 12"),

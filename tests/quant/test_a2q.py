@@ -237,10 +237,10 @@ def test_zeros_of_sparse_rows_do_not_count_where_steps_begin(allocator: BitAlloc
     x, index = x / x.norm(dim=1, keepdim=True).clamp(min=1e-6), RowIndex(None, torch.arange(400) % 7)
     quantizer = FeatureQuantizer(allocator, 40, Rule(signed=False))
     quantizer.begin(x, index)
-    steps, found = allocator.steps.clone(), quantizer(x, index)
-    assert float((found - x).norm() / x.norm()) < 0.3
+    steps = allocator.steps.clone()
     quantizer.begin(torch.cat([x, torch.zeros(400, 2000)], 1), index)
     assert torch.equal(allocator.steps, steps)
+    assert float((quantizer(x, index).detach() - x).norm() / x.norm()) < 0.35  # by the mean of all values 0.98
 
 
 def test_nodes_that_were_not_in_training_have_the_pair_of_trained_rows_like_theirs() -> None:
