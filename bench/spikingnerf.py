@@ -1,19 +1,20 @@
 """SpikingNeRF: picture quality, energy, time and memory of spiking colours, beside a plain network and other libraries.
 
     python bench/spikingnerf.py [--quick] [--pairs N] [--json FILE] [--scene FOLDER] [--only CASES] [--picture FILE]
-        [--keep FOLDER]
+        [--keep FOLDER [--kept]]
 
 `quality` fits fields of both scenes (`--scene`, a folder in Blender's layout, else `spheres:`; and `knot:`) on
 several seeds, two fits at a time on a core each; a spiking one also for twice the steps. `--picture` writes a test
 view of each scene as PNG: the truth, plain, spiking, and spiking after twice the steps. `penalty` fits fields whose
 spikes are penalized, `alignments` compares the orders in which samples are time steps, `peers` fields that are trained
 with SpikingJelly's and snnTorch's neurons. These four time nothing: they may run beside other work and in pieces, where
-`--keep` holds what is fitted. `heads` times a training step of the colour network alone on the samples of a fitted
-field, with what it keeps for backward and has in tensors at most: ours, SpikingJelly's and snnTorch's neurons on padded
-rays (peers are left out where they cannot be imported), and rendering by the kernel that adds the rows of neurons that
-fire. `steps` times a whole training step, plain and spiking, `gradients` counts bytes of their exchange between two
-ranks, `long` fits plain fields beyond 30 dB and spiking ones for twice the steps (it times nothing, and may be kept).
-`train` is `espalier train`, plain and spiking.
+`--keep` holds what is fitted; with `--kept` nothing more is fitted, and rows are of the seeds that are there. `heads`
+times a training step of the colour network alone on the samples of a fitted field, with what it keeps for backward and
+has in tensors at most: ours, SpikingJelly's and snnTorch's neurons on padded rays (peers are left out where they cannot
+be imported), and rendering by the kernel that adds the rows of neurons that fire. `steps` times a whole training step,
+plain and spiking, `gradients` counts bytes of their exchange between two ranks, `long` fits plain fields beyond 30 dB
+and spiking ones for twice the steps (it times nothing, and may be kept). `train` is `espalier train`, plain and
+spiking.
 Energy is the paper's formula, 4.6 pJ a multiplication and 0.9 pJ an accumulation: a model, not a measurement.
 """
 
@@ -189,18 +190,27 @@ def run_once(keep: str, fit: Fit) -> Found:
     return found
 
 
-def together(fits: Sequence[Fit], keep: str = "") -> dict[Fit, Found]:
-    """All of them, two at a time, by seed, the longest first."""
+def together(fits: Sequence[Fit], sizes: Sizes) -> dict[Fit, Found]:
+    """All of them, two at a time, by seed, the longest first; or what is kept of them."""
 
     def order_of(one: Fit) -> tuple[int, int]:
         return one.seed, -one.steps * one.width * (4 if one.alignment == "repeated" or one.peer else 1)
 
-    order = sorted(fits, key=order_of)
-    with ProcessPoolExecutor(2, get_context("spawn")) as pool:
-        found = dict(zip(order, pool.map(run_once, [keep] * len(order), order), strict=True))
+    keep = sizes.keep
+    there = [one for one in fits if keep and kept(keep, one).exists()]
+    missing = [] if sizes.kept else sorted(set(fits) - set(there), key=order_of)
+    found = {one: run_once(keep, one) for one in there}
+    if missing:
+        with ProcessPoolExecutor(2, get_context("spawn")) as pool:
+            found |= dict(zip(missing, pool.map(run_once, [keep] * len(missing), missing), strict=True))
     for fit, one in found.items():
         print(f"  {fit}: {one}")
     return found
+
+
+def paired(found: Mapping[Fit, Found], ours: Sequence[Fit], others: Sequence[Fit]) -> list[tuple[Found, Found]]:
+    """Seed by seed, of those that there are."""
+    return [(found[one], found[two]) for one, two in zip(ours, others, strict=True) if one in found and two in found]
 
 
 def row(case: str, peer: str, unit: str, pairs: Sequence[tuple[float, float]], better: float = 1.0) -> Row:
@@ -236,6 +246,8 @@ class Sizes:
     rays: int = RAYS
     """Of a step of `quality`."""
     keep: str = ""
+    kept: bool = False
+    """Nothing is fitted: rows are of what is kept."""
 
 
 def quality(sizes: Sizes) -> list[Row]:
@@ -248,7 +260,7 @@ def quality(sizes: Sizes) -> list[Row]:
     ]
     longer = [replace(one, kind="spikingnerf", steps=2 * one.steps) for one in base]
     equal = [replace(one, kind="spikingnerf") for one in base]
-    found, rows = together([*base, *longer, *equal], sizes.keep), []
+    found, rows = together([*base, *longer, *equal], sizes), []
     if sizes.picture:
         firsts = [place for place, one in enumerate(base) if one.seed == 1 and one.width == sizes.widths[0]]
         views = [[found[each[place]].view for each in (base, equal, longer)] for place in firsts]
@@ -296,18 +308,18 @@ def penalty(sizes: Sizes) -> list[Row]:
     ]
     free = [replace(one, kind="spikingnerf") for one in plain]
     bound = [replace(one, penalty=PENALTY) for one in free]
-    found, rows = together([*plain, *free, *bound], sizes.keep), []
+    found, rows = together([*plain, *free, *bound], sizes), []
     case = f"{name_of(scene)}, hidden {width}, {sizes.steps} steps of {sizes.rays:,} rays{sizes.note}"
     case += f", spike penalty {PENALTY:g}"
     for name, others in (("plain network", plain), ("no penalty", free)):
-        pairs = [(found[own], found[other]) for own, other in zip(bound, others, strict=True)]
+        pairs = paired(found, bound, others)
         rows.append(decibels(f"{case}: PSNR", name, [(own.psnr, other.psnr) for own, other in pairs]))
         for what, key in (("colour network", "joules"), ("directions once a ray", "hoisted")):
             joules = [(getattr(own, key), getattr(other, key)) for own, other in pairs]
             rows.append(row(f"{case}: {what}", name, "J per image", joules, -1))
-    one, two = (statistics.median(found[own].rates[layer] for own in bound) for layer in (0, 1))
+    one, two = (statistics.median(own.rates[layer] for own, _ in pairs) for layer in (0, 1))
     what = f"{case}: spikes of a neuron and sample"
-    return [*rows, Row(what, "second layer", two, one, one / max(1e-9, two), "rate", f"n={len(bound)}")]
+    return [*rows, Row(what, "second layer", two, one, one / max(1e-9, two), "rate", f"n={len(pairs)}")]
 
 
 def name_of(scene: str) -> str:
@@ -326,10 +338,12 @@ def beside(sizes: Sizes, others: Mapping[str, Mapping[str, Any]], what: str = ""
     scene, width = sizes.scenes[0], 64
     base = [Fit("spikingnerf", scene, seed, sizes.steps, width, sizes.resolution) for seed in range(1, sizes.seeds + 1)]
     fits = {name: [replace(one, **changes) for one in base] for name, changes in others.items()}
-    found = together([*base, *(one for each in fits.values() for one in each)], sizes.keep)
+    found = together([*base, *(one for each in fits.values() for one in each)], sizes)
     case, rows = f"{name_of(scene)}, hidden {width}, {sizes.steps} steps of {RAYS} rays{sizes.note}{what}", []
     for name, each in fits.items():
-        pairs = [(found[own], found[other]) for own, other in zip(base, each, strict=True)]
+        pairs = paired(found, base, each)
+        if not pairs:
+            continue
         rows.append(decibels(f"{case}: PSNR", name, [(own.psnr, other.psnr) for own, other in pairs]))
         sops = [(own.sops, other.sops) for own, other in pairs]
         rows.append(row(f"{case}: operations on spikes", name, "per image", sops, -1))
@@ -459,10 +473,10 @@ def long(sizes: Sizes) -> list[Row]:
         for seed in range(1, sizes.seeds + 1)
     ]
     longer = [replace(one, kind="spikingnerf", steps=2 * one.steps) for one in fits]
-    found = together([*fits, *longer], sizes.keep)
+    pairs = paired(together([*fits, *longer], sizes), longer, fits)
     case = f"{name_of(sizes.scenes[0])}, hidden 64, {fits[0].steps} steps of {fits[0].rays:,} rays{sizes.note}"
-    pairs = [(found[one].psnr, found[plain].psnr) for one, plain in zip(longer, fits, strict=True)]
-    return [decibels(f"{case}: PSNR of twice the steps (goal: at most 0.5 dB less)", "plain network", pairs)]
+    apart = [(spiking.psnr, plain.psnr) for spiking, plain in pairs]
+    return [decibels(f"{case}: PSNR of twice the steps (goal: at most 0.5 dB less)", "plain network", apart)]
 
 
 def steps(sizes: Sizes) -> list[Row]:
@@ -554,9 +568,11 @@ def main() -> None:
         only={"default": ",".join(CASES), "help": "cases, with commas"},
         picture={"default": "", "help": "PNG that `quality` writes"},
         keep={"default": "", "help": "folder of what was fitted"},
+        kept={"action": "store_true", "help": "fit nothing more"},
         scene={"default": "spheres:", "help": "a folder in Blender's layout, or a scene that is rendered here"},
     )
-    sizes = Sizes((asked.scene, "knot:"), asked.pairs or 3, 400, 64, (128, 64), "", asked.picture, 2 * RAYS, asked.keep)
+    scenes, keep = (asked.scene, "knot:"), (asked.keep, asked.kept)
+    sizes = Sizes(scenes, asked.pairs or 3, 400, 64, (128, 64), "", asked.picture, 2 * RAYS, *keep)
     if asked.quick:
         sizes = Sizes(
             ("spheres:views=8,size=32", "knot:views=8,size=32"),
