@@ -319,6 +319,7 @@ def equip(model: nn.Module, options: config.Quant, told: QuantizedGraph) -> Quan
             quantizer.gain = 1 / (1 - dropped) if dropped < 1 else 1.0
             layer.add_module("quantizer", quantizer)
             layer.register_forward_pre_hook(_before(found))
+            layer.register_forward_hook(_after)
             found.first = found.first if found.features else at
             found.features.append(quantizer)
         if options.weights:
@@ -350,7 +351,10 @@ def _before(found: Quantization) -> Any:
             coded = found.stored[name].decoded()
             values = (coded.codes * STEPS[coded.steps.long()][:, None]).to(values.dtype)
         else:
-            values, logarithm = quantizer(values, index), quantizer.last
+            values, learned = quantizer.rounded(values, index)
+            if learned is not None and block.halo is not None:
+                values, learned = learned(values), None
+            vars(module)["learned"], logarithm = learned, quantizer.last
             if not isinstance(rows, Kept) and _sums_read_rows(module):
                 bits, signed, steps = _code_bits(quantizer), quantizer.rule.signed, step_codes(logarithm)
                 gain, kind = quantizer.factor, logarithm.dtype
@@ -397,6 +401,11 @@ def begin_over_ranks(model: nn.Module, features: Tensor, blocks: tuple[MessageBl
 
     if float(total(torch.tensor(float(blocks[0].edges)))) * equipped(model).widest <= MOST_PROBED:
         begin(model, features, blocks, total)
+
+
+def _after(module: nn.Module, inputs: tuple[Any, ...], result: Tensor) -> Tensor:
+    learned = vars(module).pop("learned", None)
+    return result if learned is None else learned(result)
 
 
 # --- what it says of itself ------------------------------------------------------------------------------------------

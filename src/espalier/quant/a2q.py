@@ -17,7 +17,8 @@ code the mask never applies (`"pass"`), which costs two points on Cora at 2 bits
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -38,6 +39,7 @@ from espalier.quant.base import (
     _Step,
     alone,
     largest_code,
+    rounded,
     step_codes,
     stored,
 )
@@ -69,7 +71,8 @@ RECORD = Record(
     "reach the step of 3 in 4 nodes), and a2q is above uniform widths of as many bytes at 2 and 3 bits; means of 10 "
     "seeds: on Cora, 64 columns, a2q is 0.6 points above fp32 and mega as good, in a 17th of its bytes; 16 "
     "columns, a2q 0.3 and mega 1.5 below; on CiteSeer, 16 columns, a2q 1.8 below fp32 in a 16th, 2.5 above "
-    "uniform 2-bit rows, mega 0.8 below those; a training step takes 4 to 8 times that of fp32 (1.5 was the goal), and "
+    "uniform 2-bit rows, mega 0.8 below those; a training step of GCN takes 1.4 to 1.9 times "
+    "the CPU time of fp32 at 30,000 nodes (1.5 was the goal), and "
     "products of packed rows 0.5 to 0.7 of torch.sparse's speed where features fit the cache; "
     "PubMed is not measured, for want of its features",
     gpu="NVIDIA H100, November 2026",
@@ -110,15 +113,42 @@ class FakeQuantize(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, step: Tensor, bits: Tensor, rule: Rule) -> Tensor:
         """See the class."""
         ctx.rule = rule
-        ctx.save_for_backward(x, step, bits)
-        return rounded_values(x, step, bits, rule)
+        found = rounded_values(x, step, bits, rule)
+        ctx.save_for_backward(x, step, bits, found.dstep, found.dbits)
+        return found.values
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor, Tensor, None]:
         """See the class."""
-        x, step, bits = ctx.saved_tensors
+        x, step, bits, *local = ctx.saved_tensors
+        if ctx.rule.local and not ctx.needs_input_grad[0]:
+            return None, local[0], local[1], None
         dx, dstep, dbits = rounding_gradients(x, step, bits, ctx.rule, gradients[0])
-        return dx, dstep, dbits, None
+        return (dx, *local, None) if ctx.rule.local else (dx, dstep, dbits, None)  # type: ignore[return-value]
+
+
+class Learns(torch.autograd.Function):
+    """`apply(y, step, bits, dstep, dbits)`: y; the gradients of step and bits are those given. Where x needs none, its
+    codes go without gradients through a layer whose result is `y`."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, *pairs: Tensor) -> Tensor:
+        """See the class."""
+        ctx.save_for_backward(*pairs[2:])
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """See the class."""
+        return gradients[0], *ctx.saved_tensors, None, None
+
+
+class Rounded(NamedTuple):
+    """Step * code of every value, and the local gradients of steps and bits (None: the rule has none)."""
+
+    values: Tensor
+    dstep: Tensor | None = None
+    dbits: Tensor | None = None
 
 
 def compiled(x: Tensor, step: Tensor, bits: Tensor, *_: Any) -> bool:
@@ -129,50 +159,84 @@ def compiled(x: Tensor, step: Tensor, bits: Tensor, *_: Any) -> bool:
     )
 
 
-def _by_axis(x: Tensor, step: Tensor, bits: Tensor, signed: bool) -> tuple[int, Any]:
-    """Whether steps are of rows, and steps with the largest codes, as arrays."""
+def _by_axis(x: Tensor, step: Tensor, bits: Tensor, signed: bool) -> tuple[int, Any, Any]:
+    """Whether steps are of rows, steps with the largest codes, and zeros for two sums of each, as arrays."""
+    from espalier.quant import row_steps_cpu
 
     steps, largest = step.flatten().contiguous(), largest_code(bits, signed).flatten().contiguous()
-    return int(step.shape == (len(x), 1)), (steps.numpy(), largest.numpy())
+    by_row = int(step.shape == (len(x), 1))
+    sums = np.zeros((2, 1 if by_row else row_steps_cpu.BLOCKS, step.numel()), np.float32)
+    return by_row, (steps.numpy(), largest.numpy()), sums
+
+
+def _totals(sums: Any, step: Tensor) -> list[Tensor]:
+    found = sums[:, 0] if sums.shape[1] == 1 else sums.sum(1, dtype=np.float64).astype(np.float32)
+    return [torch.from_numpy(one).view(step.shape) for one in found]
+
+
+def _inside(x: Tensor, step: Tensor, bits: Tensor, signed: bool) -> Tensor:
+    top = step * largest_code(bits, signed)
+    return (x.abs() <= top) if signed else (x <= top) & (x >= 0)
 
 
 @operation("rounded_values")
 @torch.no_grad()
-def rounded_values(x: Tensor, step: Tensor, bits: Tensor, rule: Rule) -> Tensor:
-    """step * code of every value; `step` and `bits` alike: of rows [rows, 1] or columns [1, columns]."""
-    return codes_of(x, step, bits, rule.signed) * step
+def rounded_values(x: Tensor, step: Tensor, bits: Tensor, rule: Rule) -> Rounded:
+    """See `FakeQuantize`; `step` and `bits` alike: of rows [rows, 1] or columns [1, columns]."""
+    code = codes_of(x, step, bits, rule.signed)
+    if not rule.local:
+        return Rounded(code * step)
+    error = (code * step - x).sign() / step * (rule.local * step.numel() / x.numel())
+    if rule.own:
+        error[rule.own :] = 0
+    inside = _inside(x, step, bits, rule.signed)
+    sign = x.sign() if rule.signed else (x > 0).to(x.dtype)
+    dstep = error * torch.where(inside, code - x / step, code)
+    dbits = error * torch.where(inside, 0, sign * math.log(2) * step)
+    return Rounded(code * step, dstep.sum_to_size(step.shape), dbits.sum_to_size(bits.shape))
 
 
 @rounded_values.fast("cpu", wins=compiled)
 @torch.no_grad()
-def rounded_by_kernel(x: Tensor, step: Tensor, bits: Tensor, rule: Rule) -> Tensor:
+def rounded_by_kernel(x: Tensor, step: Tensor, bits: Tensor, rule: Rule) -> Rounded:
     """numba: one pass."""
     from espalier.quant import row_steps_cpu
 
-    by_row, pairs = _by_axis(x, step, bits, rule.signed)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    row_steps_cpu.round_values(x.detach().contiguous().numpy(), pairs, by_row, int(rule.signed), out.numpy())
-    return out
+    by_row, pairs, sums = _by_axis(x, step, bits, rule.signed)
+    x, out = x.detach().contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+    taught = rule.own or len(x)
+    run, options = row_steps_cpu.round_values, (by_row, int(rule.signed))
+    if by_row or taught == len(x):
+        run(x.numpy(), pairs, options, out.numpy(), sums)
+    else:
+        run(x[:taught].numpy(), pairs, options, out[:taught].numpy(), sums)
+        run(x[taught:].numpy(), pairs, options, out[taught:].numpy(), np.zeros_like(sums))
+    if not rule.local:
+        return Rounded(out)
+    errors, beyond = (
+        torch.from_numpy(one).view(step.shape) for one in sums.sum(1, dtype=np.float64).astype(np.float32)
+    )
+    weight = rule.local * step.numel() / x.numel()
+    dstep, dbits = errors / step * weight, beyond * (-weight * math.log(2))
+    if by_row:
+        dstep[taught:] = dbits[taught:] = 0
+    return Rounded(out, dstep, dbits)
 
 
 @operation("rounding_gradients")
 @torch.no_grad()
 def rounding_gradients(
     x: Tensor, step: Tensor, bits: Tensor, rule: Rule, upstream: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Of values, steps and bits: see `FakeQuantize`."""
-    code, largest = codes_of(x, step, bits, rule.signed), largest_code(bits, rule.signed)
-    inside = (x.abs() <= step * largest) if rule.signed else (x <= step * largest) & (x >= 0)
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Those of the task: of values, and, where the rule is not local, of steps and bits: see `FakeQuantize`."""
+    inside = _inside(x, step, bits, rule.signed)
     dx = upstream if rule.ste == "pass" else upstream * inside
-    unit: Tensor | float = 1.0
     if rule.local:
-        upstream = (code * step - x).sign() / step * (rule.local * step.numel() / x.numel())
-        unit = largest + 1
-        if rule.own:
-            upstream[rule.own :] = 0
+        return dx, None, None
+    code, largest = codes_of(x, step, bits, rule.signed), largest_code(bits, rule.signed)
     dstep = upstream * torch.where(inside, code - x / step, code)
     sign = x.sign() if rule.signed else (x > 0).to(x.dtype)
-    dbits = upstream * torch.where(inside, 0, sign * (largest + 1) / unit * math.log(2) * step)
+    dbits = upstream * torch.where(inside, 0, sign * (largest + 1) * math.log(2) * step)
     return dx, dstep.sum_to_size(step.shape), dbits.sum_to_size(bits.shape)
 
 
@@ -180,21 +244,19 @@ def rounding_gradients(
 @torch.no_grad()
 def gradients_by_kernel(
     x: Tensor, step: Tensor, bits: Tensor, rule: Rule, upstream: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """numba: one pass; sums in float64."""
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """numba: one pass."""
     from espalier.quant import row_steps_cpu
 
-    by_row, pairs = _by_axis(x, step, bits, rule.signed)
-    lines = (1, len(x)) if by_row else (row_steps_cpu.BLOCKS, x.shape[1])
+    by_row, pairs, sums = _by_axis(x, step, bits, rule.signed)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    of_steps, of_bits = np.zeros(lines), np.zeros(lines)
-    local = rule.local * step.numel() / x.numel() if rule.local else -1.0
-    asked = (int(rule.signed), int(rule.ste == "pass"), rule.own or len(x))
-    run = row_steps_cpu.row_gradients if by_row else row_steps_cpu.column_gradients
+    options = (by_row, int(rule.signed), int(rule.ste == "pass"), int(not rule.local))
     given = x.contiguous().numpy(), upstream.contiguous().numpy()
-    run(*given, pairs, asked, np.float32(local), (out.numpy(), of_steps, of_bits))
-    dstep, dbits = (torch.from_numpy(one.sum(0)).to(x.dtype).view(step.shape) for one in (of_steps, of_bits))
-    return out, dstep, dbits
+    row_steps_cpu.gradients(*given, pairs, options, out.numpy(), sums)
+    if rule.local:
+        return out, None, None
+    dstep, beyond = _totals(sums, step)
+    return out, dstep, beyond * (largest_code(bits, rule.signed) + 1) * math.log(2) * step
 
 
 PARTS = 2
@@ -205,11 +267,11 @@ OFFSETS = tuple(one / PARTS for one in range(-2 * PARTS, PARTS + 1))
 
 @operation("fitted_steps")
 @torch.no_grad()
-def fitted(x: Tensor, logarithm: Tensor, bits: Tensor, signed: bool) -> Tensor:
-    """log2 of the step of each row of `x` that has the least squared error, among those in OFFSETS of the learned one.
-    In so many PARTS of an octave, so that few steps are to be told apart in a package."""
+def fitted(x: Tensor, logarithm: Tensor, bits: Tensor, signed: bool, gain: float = 1.0) -> Tensor:
+    """log2 of the step of each row of `x / gain` that has the least squared error, among those in OFFSETS of the
+    learned one. In so many PARTS of an octave, so that few steps are to be told apart in a package."""
     middle = (PARTS * logarithm).round() / PARTS
-    best, least = middle, None
+    best, least, x = middle, None, x if gain == 1 else x / gain
     for offset in OFFSETS:
         step = _Step.apply(middle + offset)[:, None].to(x.dtype)
         error = (codes_of(x, step, bits[:, None].to(x.dtype), signed) * step - x).square().sum(1)
@@ -221,21 +283,21 @@ def fitted(x: Tensor, logarithm: Tensor, bits: Tensor, signed: bool) -> Tensor:
 
 @fitted.fast("cpu", wins=lambda x, *_: x.dtype == torch.float32)
 @torch.no_grad()
-def fitted_by_rows(x: Tensor, logarithm: Tensor, bits: Tensor, signed: bool) -> Tensor:
+def fitted_by_rows(x: Tensor, logarithm: Tensor, bits: Tensor, signed: bool, gain: float = 1.0) -> Tensor:
     """numba: a row's values are read once."""
     from espalier.quant import row_steps_cpu
 
     middle = ((PARTS * logarithm).round() / PARTS).float().contiguous()
     pairs = middle.numpy(), largest_code(bits, signed).float().contiguous().numpy()
     tables, out = (STEPS.numpy(), np.array(OFFSETS, np.float32)), torch.empty_like(middle)
-    row_steps_cpu.fit(x.contiguous(), pairs, tables, int(signed), out)
+    row_steps_cpu.fit(x.contiguous(), pairs, tables, (int(signed), np.float32(gain)), out)
     return out
 
 
-FITTED, ROUNDED, ROUNDED_BACK = 190, 20, 80
+FITTED, ROUNDED, ROUNDED_BACK = 45, 12, 12
 """What fitting the steps of rows, rounding, and the gradients of both take for a value of 4 bytes, as bytes that could
-be copied meanwhile. Measured once, rows of 30,000 x 64 and 200,000 x 32 on one and two threads of an AMD EPYC: 146 to
-244, 10 to 35, and 60 to 105."""
+be copied meanwhile. Measured once, rows of 30,000 x 64 and 200,000 x 32 on one and two threads of an AMD EPYC: 28 to
+66, 6 to 22, and 6 to 22."""
 TEMPORARY = 6
 """Arrays of the values' size that backward makes besides."""
 
@@ -266,6 +328,43 @@ class Coded(NamedTuple):
     steps: UInt8[Tensor, " rows"]
 
 
+class Unchanged:
+    """What is made of each row of a matrix and of its pair, kept from the second time on that the very same matrix
+    comes (features that no dropout changes do, every step): only rows whose pairs have changed are then made anew. Has
+    state: the matrix, the pairs, and what was made."""
+
+    def __init__(self) -> None:
+        self.of: tuple[Any, ...] = ()
+        self.pairs: tuple[Tensor, ...] = ()
+        self.made: tuple[Tensor, ...] = ()
+        self.versions: list[int] = []
+
+    def __reduce__(self) -> tuple[type[Unchanged], tuple[()]]:
+        return Unchanged, ()
+
+    @torch.no_grad()
+    def __call__(self, x: Tensor, tag: Any, pairs: tuple[Tensor, ...], make: Callable[..., Sequence[Tensor]]) -> Any:
+        """`make(x, *pairs)`: of each row on its own; it may depend on `tag` besides."""
+        if x.device.type != "cpu" or x.requires_grad or x.is_inference():
+            return make(x, *pairs)
+        same = self.of and self.of[0]() is x and self.of[1:] == (x._version, tag)
+        if not same:
+            self.of, self.pairs, self.made = (weakref.ref(x), x._version, tag), (), ()
+            return make(x, *pairs)
+        if not self.made or self.versions != [one._version for one in self.made]:
+            changed = torch.arange(len(x))
+        else:
+            changed = torch.stack([one != old for one, old in zip(pairs, self.pairs, strict=True)]).any(0).nonzero()
+        if 2 * len(changed) > len(x):
+            self.made = tuple(make(x, *pairs))
+        elif len(changed):
+            at = changed.flatten()
+            for old, new in zip(self.made, make(x[at], *(one[at] for one in pairs)), strict=True):
+                old[at] = new
+        self.pairs, self.versions = tuple(one.clone() for one in pairs), [one._version for one in self.made]
+        return self.made
+
+
 class FeatureQuantizer(nn.Module):
     """Rows of features, quantized. Has state: its allocator's pairs.
 
@@ -290,6 +389,7 @@ class FeatureQuantizer(nn.Module):
         self.beginning: Total | None = None
         self.shift: Any = float
         self.last = torch.zeros(0)
+        self.kept_steps, self.kept_values = Unchanged(), Unchanged()
 
     @property
     def layer(self) -> Layer:
@@ -307,18 +407,27 @@ class FeatureQuantizer(nn.Module):
         bits = shifted + (shifted.clamp(min=1) - shifted).detach()  # what has no bits may get some again
         if at is not None:
             bits, logarithm = bits[at], logarithm[at]
-        if self.training and at is not None and self.allocator.shown is not None:
-            learns = self.allocator.shown[at] > 0
+        shown = self.allocator.shown
+        if self.training and shown is not None:
+            learns = (shown if at is None else shown[at]) > 0
             bits = torch.where(learns, bits, bits.detach())
             logarithm = torch.where(learns, logarithm, logarithm.detach())
         if self.allocator.fits:
-            values = x / self.gain if self.training and self.gain != 1 else x
-            own = fitted(values, logarithm, bits, self.rule.signed)
+            with torch.no_grad():
+                given = (PARTS * logarithm).round() / PARTS, rounded(bits, self.rule.signed)
+            tag = self.rule.signed, self.factor
+            (own,) = self.kept_steps(x, tag, given, lambda *one: [fitted(*one, *tag)])
             logarithm = own + (logarithm - logarithm.detach())
         return bits, logarithm, at
 
     def forward(self, x: Float[Tensor, "rows columns"], index: RowIndex | None = None) -> Float[Tensor, "rows columns"]:
         """step * code of every value."""
+        values, learned = self.rounded(x, index)
+        return values if learned is None else learned(values)
+
+    def rounded(self, x: Tensor, index: RowIndex | None = None) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
+        """step * code of every value. Where these need no gradients to learn by (`x` has none, and the rule is local),
+        what is returned besides is called with a result of theirs, which then carries the local gradients."""
         index = index or RowIndex()
         if self.beginning is not None:
             self.begin(x, index, self.beginning)
@@ -326,9 +435,15 @@ class FeatureQuantizer(nn.Module):
         rule = self.rule._replace(local=self.rule.local * self.share, own=index.own)
         step = _Step.apply(logarithm)
         step = step * self.factor if self.factor != 1 else step
-        found: Tensor = FakeQuantize.apply(x, step.to(x.dtype)[:, None], bits.to(x.dtype)[:, None], rule)
-        self.last = logarithm.detach()
-        return found
+        step, bits, self.last = step.to(x.dtype)[:, None], bits.to(x.dtype)[:, None], logarithm.detach()
+        if x.requires_grad or not rule.local or not torch.is_grad_enabled():
+            return FakeQuantize.apply(x, step, bits, rule), None
+        pairs = step.detach(), rounded(bits.detach(), rule.signed)
+        if index.own:
+            values, *local = rounded_values(x, *pairs, rule)
+        else:
+            values, *local = self.kept_values(x, rule, pairs, lambda *one: rounded_values(*one, rule))
+        return values, lambda result: Learns.apply(result, step, bits, *local)
 
     @property
     def factor(self) -> float:

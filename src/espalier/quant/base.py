@@ -244,6 +244,7 @@ class NodeBits(BitAllocator):
         if hidden is not None:
             shown[hidden] = 0.0
         super().__init__(nodes, bits, shown * (nodes / max(1.0, float(shown.sum()))))
+        self.in_order = places is None
         self.register_buffer("places", torch.arange(nodes) if places is None else places, persistent=False)
         self.register_buffer("seen", torch.zeros(nodes))
         self.shown = None if hidden is None else shown
@@ -253,7 +254,7 @@ class NodeBits(BitAllocator):
         at = self.places if index.ids is None else self.places[index.ids]
         if self.training:
             self.seen[at] = 1.0 if self.shown is None else self.shown[at]
-            return at
+            return None if self.in_order and index.ids is None else at
         strange = (at < 0) | (self.seen[at] == 0)
         if not bool(strange.any()) or not bool(self.seen.any()):
             return at
@@ -402,6 +403,22 @@ class MemoryTarget:
         return found
 
     def _least_shift(self) -> float:
+        if any(one.allocator.raw_bits.dtype != torch.float32 for one in self.layers) or not self.layers:
+            return self.bisected()
+        from espalier.quant import row_steps_cpu
+
+        bits = [one.allocator.bits.detach().cpu() for one in self.layers]
+        of = np.repeat(np.arange(len(bits)), [len(one) for one in bits])
+        counts = torch.cat([one.allocator.counts.detach().cpu().double() for one in self.layers])
+        sizes = np.zeros((len(bits), MOST + 2))
+        for at, layer in enumerate(self.layers):
+            widths = stored(torch.arange(MOST + 2, dtype=torch.float32), layer.signed)
+            sizes[at] = row_bytes(layer.columns, widths.long().numpy())
+        options = (float(self.target), MOST + 1.0)
+        return float(row_steps_cpu.least_shift(torch.cat(bits), counts, of, sizes, options))
+
+    def bisected(self) -> float:
+        """The least shift, plainly."""
         low, high = 0.0, MOST + 1.0
         if self.bytes_at() <= self.target:
             return low

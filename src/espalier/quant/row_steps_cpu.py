@@ -1,4 +1,5 @@
-"""Fitted steps of rows (`a2q.fitted`), rounding, and its gradients (`a2q.FakeQuantize`) on the CPU, in numba."""
+"""Fitted steps of rows (`a2q.fitted`), rounding, its gradients (`a2q.FakeQuantize`) and the shift of widths under a
+target (`base.MemoryTarget`) on the CPU, in numba."""
 
 from __future__ import annotations
 
@@ -6,123 +7,281 @@ from typing import Any
 
 import numba
 import numpy as np
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba.core import cgutils
 
-from espalier.kernels.numba_compile import jit, njit
+from espalier.kernels import simd
+from espalier.kernels.numba_compile import emitted, jit, njit
+from espalier.kernels.simd import (
+    LANES,
+    address,
+    at_least,
+    count_lanes,
+    floats,
+    larger,
+    load,
+    load_part,
+    packed,
+    plus,
+    smaller,
+    spread,
+    store,
+    store_part,
+    times,
+    total,
+    where,
+)
 
 BLOCKS = 64
 """Pieces of the rows that sums for columns are taken over, so that they are the same for any number of threads."""
-LN2 = np.float32(np.log(2))
+ZERO, HALF, ONE = np.float32(0), np.float32(0.5), np.float32(1)
+
+
+def _named(builder: Any, name: str, *vectors: Any) -> Any:
+    kind = ir.FunctionType(vectors[0].type, [one.type for one in vectors])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.{name}.v16f32"), vectors)
+
+
+@emitted(floats)
+def minus(builder: Any, left: Any, right: Any) -> Any:
+    """The differences, lane by lane."""
+    return builder.fsub(left, right)
+
+
+@emitted(floats)
+def over(builder: Any, left: Any, right: Any) -> Any:
+    """The quotients, lane by lane."""
+    return builder.fdiv(left, right)
+
+
+@emitted(floats)
+def floors(builder: Any, vector: Any) -> Any:
+    """The largest integers that are not above."""
+    return _named(builder, "floor", vector)
+
+
+@emitted(floats)
+def absolute(builder: Any, vector: Any) -> Any:
+    """Without signs."""
+    return _named(builder, "fabs", vector)
+
+
+@emitted(floats)
+def with_sign(builder: Any, vector: Any, of: Any) -> Any:
+    """The lanes of `vector` with the signs of those of `of`."""
+    return _named(builder, "copysign", vector, of)
+
+
+@njit
+def _size(values: Any, signed: Any) -> Any:
+    """What codes are made of: |x|, without signs max(x, 0)."""
+    if signed:
+        return absolute(values)
+    return larger(spread(ZERO), values)
+
+
+@njit
+def _codes(sizes: Any, step: Any, largest: Any) -> Any:
+    """Sizes in steps, and the nearest codes."""
+    quotients = over(sizes, step)
+    return quotients, smaller(largest, floors(plus(quotients, spread(HALF))))
+
+
+@njit
+def _values(x: Any, row: int, options: Any, kept: Any) -> int:
+    """The sizes of a row's values that are not 0, to the front of `kept`; how many."""
+    signed, gain = options
+    count, columns = 0, x.shape[1]
+    for first in range(0, columns, LANES):
+        lanes = (1 << min(LANES, columns - first)) - 1
+        sizes = _size(load_part(address(x) + 4 * (row * columns + first), lanes), signed)
+        if gain != ONE:
+            sizes = over(sizes, spread(gain))
+        some = ~at_least(spread(ZERO), sizes) & lanes
+        store(address(kept) + 4 * count, packed(sizes, some))
+        count += count_lanes(some)
+    return count
+
+
+@njit
+def _errors(kept: Any, count: int, tried: Any, parts: int, largest: Any) -> Any:
+    """Squared errors of values in `kept[0]` by the steps `tried`, of which every second is twice the one before, unless
+    they end the table: two divisions then do for all, as halves are exact. The others lines of `kept` are for those."""
+    step, top, error = load(address(tried)), spread(largest), spread(ZERO)
+    doubles = True
+    for lane in range(2, parts):
+        doubles &= tried[lane] == 2 * tried[lane - 2]
+    places = address(kept), address(kept) + 4 * kept.shape[1], address(kept) + 8 * kept.shape[1]
+    share = over(where(0xAAAA, spread(tried[1]), spread(tried[0])), step)
+    for first in range(0, 4 * count, 4 * LANES):
+        for k in (0, 1):
+            store(places[k + 1] + first, over(load(places[0] + first), spread(tried[k])))
+    for one in range(count):
+        sizes = spread(kept[0, one])
+        if doubles:
+            quotients = times(where(0xAAAA, spread(kept[2, one]), spread(kept[1, one])), share)
+        else:
+            quotients = over(sizes, step)
+        apart = minus(sizes, times(smaller(top, floors(plus(quotients, spread(HALF)))), step))
+        error = plus(error, times(apart, apart))
+    return error
 
 
 @jit(
-    "(float32[:, ::1], Tuple((float32[::1], float32[::1])), Tuple((float32[::1], float32[::1])), int64, float32[::1])",
+    "(float32[:, ::1], Tuple((float32[::1], float32[::1])), Tuple((float32[::1], float32[::1])), "
+    "Tuple((int64, float32)), float32[::1])",
     parallel=True,
+    uses=(simd,),
 )
-def fit(x: Any, pairs: Any, tables: Any, signed: Any, out: Any) -> None:
+def fit(x: Any, pairs: Any, tables: Any, options: Any, out: Any) -> None:
     """Fills `out` with log2 of steps. `pairs`: of each row log2 of the step that others are tried round, and the
-    largest code; `tables`: the step of each step code, and octaves to try."""
+    largest code; `tables`: the step of each step code, and octaves to try, halves of one apart, at most 16, a lane
+    each; `options`: signed, and what values are divided by."""
     middle, largest = pairs
     steps, offsets = tables
-    for row in numba.prange(len(x)):
-        least, best = np.float32(np.inf), middle[row]
-        for offset in offsets:
-            logarithm = middle[row] + offset
-            step = steps[min(max(int(np.rint(logarithm * np.float32(8))), -128), 127) + 128]
-            error = np.float32(0)
-            for column in range(x.shape[1]):
-                value = x[row, column]
-                if not signed:
-                    value = max(value, np.float32(0))
-                size = abs(value)
-                code = min(np.floor(size / step + np.float32(0.5)), largest[row])
-                apart = size - code * step
-                if not signed and x[row, column] < 0:
-                    apart = x[row, column]
-                error += apart * apart
-            if error < least:
-                least, best = error, logarithm
-        out[row] = best
+    rows, columns = x.shape
+    for block in numba.prange(BLOCKS):
+        tried, errors = np.empty(LANES, np.float32), np.empty(LANES, np.float32)
+        kept = np.zeros((3, columns + LANES), np.float32)
+        for row in range(rows * np.int64(block) // BLOCKS, rows * np.int64(block + 1) // BLOCKS):
+            for lane in range(LANES):
+                logarithm = middle[row] + offsets[min(lane, len(offsets) - 1)]
+                tried[lane] = steps[min(max(int(np.rint(logarithm * np.float32(8))), -128), 127) + 128]
+            count = _values(x, row, options, kept)
+            store(address(errors), _errors(kept, count, tried, len(offsets), largest[row]))
+            least, best = np.float32(np.inf), middle[row]
+            for lane in range(len(offsets)):
+                if errors[lane] < least:
+                    least, best = errors[lane], middle[row] + offsets[lane]
+            out[row] = best
 
 
 @njit
-def coded(value: Any, step: Any, largest: Any, signed: Any) -> Any:
-    """The code of a value, with its sign."""
-    if not signed and value < 0:
-        return np.float32(0)
-    code = min(np.floor(abs(value) / step + np.float32(0.5)), largest)
-    return -code if value < 0 else code
+def _add(place: Any, values: Any, lanes: Any) -> None:
+    store_part(place, plus(load_part(place, lanes), values), lanes)
 
 
-@jit("(float32[:, ::1], Tuple((float32[::1], float32[::1])), int64, int64, float32[:, ::1])", parallel=True)
-def round_values(x: Any, pairs: Any, by_row: Any, signed: Any, out: Any) -> None:
-    """Fills `out` with step * code. `pairs`: steps and largest codes, of rows or of columns."""
+@jit(
+    "(float32[:, ::1], Tuple((float32[::1], float32[::1])), UniTuple(int64, 2), float32[:, ::1], float32[:, :, ::1])",
+    parallel=True,
+    uses=(simd,),
+)
+def round_values(x: Any, pairs: Any, options: Any, out: Any, sums: Any) -> None:
+    """Fills `out` with step * code, and adds to `sums` [2, 1, rows] or [2, BLOCKS, columns]: |x / step - code| within
+    the range, beyond it minus the largest code; and how many are beyond. `pairs`: steps and largest codes, of rows or
+    of columns; `options`: whether they are of rows, signed."""
     steps, largest = pairs
-    for row in numba.prange(len(x)):
-        for column in range(x.shape[1]):
-            at = np.int64(row) if by_row else np.int64(column)
-            out[row, column] = coded(x[row, column], steps[at], largest[at], signed) * steps[at]
+    by_row, signed = options
+    rows, columns = x.shape
+    for block in numba.prange(BLOCKS):
+        for row in range(rows * np.int64(block) // BLOCKS, rows * np.int64(block + 1) // BLOCKS):
+            step, top = spread(steps[row if by_row else 0]), spread(largest[row if by_row else 0])
+            errors, beyond = spread(ZERO), spread(ZERO)
+            for first in range(0, columns, LANES):
+                lanes, at = (1 << min(LANES, columns - first)) - 1, 4 * (row * columns + first)
+                if not by_row:
+                    step, top = (
+                        load_part(address(steps) + 4 * first, lanes),
+                        load_part(address(largest) + 4 * first, lanes),
+                    )
+                values = load_part(address(x) + at, lanes)
+                sizes = _size(values, signed)
+                quotients, codes = _codes(sizes, step, top)
+                found = times(codes, step)
+                store_part(address(out) + at, with_sign(found, values) if signed else found, lanes)
+                inside = at_least(times(step, top), sizes)
+                error = where(inside, absolute(minus(quotients, codes)), minus(spread(ZERO), top))
+                clipped = where(inside, spread(ZERO), spread(ONE))
+                if by_row:
+                    errors, beyond = plus(errors, error), plus(beyond, clipped)
+                else:
+                    _add(address(sums) + 4 * (block * columns + first), error, lanes)
+                    _add(address(sums) + 4 * ((BLOCKS + block) * columns + first), clipped, lanes)
+            if by_row:
+                sums[0, 0, row], sums[1, 0, row] = total(errors), total(beyond)
+
+
+@jit(
+    "(float32[:, ::1], float32[:, ::1], Tuple((float32[::1], float32[::1])), UniTuple(int64, 4), float32[:, ::1], "
+    "float32[:, :, ::1])",
+    parallel=True,
+    uses=(simd,),
+)
+def gradients(x: Any, upstream: Any, pairs: Any, options: Any, out: Any, sums: Any) -> None:
+    """Fills `out` with the gradients of values, and adds to `sums`, as `round_values` has them, the upstream gradient
+    with the sign of x times: code - x / step within the range, beyond it the largest code; and times 1 beyond it.
+    `options`: whether pairs are of rows, signed, whether gradients pass, and whether sums are wanted."""
+    steps, largest = pairs
+    by_row, signed, passes, wanted = options
+    rows, columns = x.shape
+    for block in numba.prange(BLOCKS):
+        for row in range(rows * np.int64(block) // BLOCKS, rows * np.int64(block + 1) // BLOCKS):
+            step, top = spread(steps[row if by_row else 0]), spread(largest[row if by_row else 0])
+            errors, beyond = spread(ZERO), spread(ZERO)
+            for first in range(0, columns, LANES):
+                lanes, at = (1 << min(LANES, columns - first)) - 1, 4 * (row * columns + first)
+                if not by_row:
+                    step, top = (
+                        load_part(address(steps) + 4 * first, lanes),
+                        load_part(address(largest) + 4 * first, lanes),
+                    )
+                values, given = load_part(address(x) + at, lanes), load_part(address(upstream) + at, lanes)
+                sizes = _size(values, signed)
+                inside = at_least(times(step, top), sizes)
+                own = given if passes else where(inside, given, spread(ZERO))
+                if not signed and not passes:
+                    own = where(at_least(values, spread(ZERO)), own, spread(ZERO))
+                store_part(address(out) + at, own, lanes)
+                if wanted:
+                    quotients, codes = _codes(sizes, step, top)
+                    turned = times(given, with_sign(spread(ONE), values))
+                    error = times(turned, where(inside, minus(codes, quotients), top))
+                    clipped = where(inside, spread(ZERO), turned)
+                    if by_row:
+                        errors, beyond = plus(errors, error), plus(beyond, clipped)
+                    else:
+                        _add(address(sums) + 4 * (block * columns + first), error, lanes)
+                        _add(address(sums) + 4 * ((BLOCKS + block) * columns + first), clipped, lanes)
+            if by_row and wanted:
+                sums[0, 0, row], sums[1, 0, row] = total(errors), total(beyond)
 
 
 @njit
-def _gradients(value: Any, upstream: Any, pair: Any, rule: Any, local: Any) -> Any:
-    """Of a value, of its step and of its bits, by equations 3 to 5; `rule`: signed, and whether gradients pass;
-    `local`: the weight of its own error, below 0: the task's gradient is taken."""
-    (step, largest), (signed, passes) = pair, rule
-    code = coded(value, step, largest, signed)
-    inside = abs(value) <= step * largest if signed else 0 <= value <= step * largest
-    own = upstream if inside or passes else np.float32(0)
-    unit = np.float32(1)
-    if local >= 0:
-        apart = code * step - value
-        upstream = np.float32(0) if apart == 0 else (local / step if apart > 0 else -local / step)
-        unit = largest + np.float32(1)
-    if inside:
-        return own, upstream * (code - value / step), np.float32(0)
-    sign = np.float32(1) if value > 0 else (np.float32(-1) if signed and value < 0 else np.float32(0))
-    return own, upstream * code, upstream * (sign * (largest + np.float32(1)) / unit * LN2 * step)
+def _width(bits: Any, shift: Any, most: Any) -> Any:
+    """Of real-valued bits taken down by `shift`."""
+    return min(max(np.rint(max(abs(bits) - np.float32(shift), ONE)), ONE), np.float32(most))
 
 
-@jit(
-    "(float32[:, ::1], float32[:, ::1], Tuple((float32[::1], float32[::1])), UniTuple(int64, 3), float32, "
-    "Tuple((float32[:, ::1], float64[:, ::1], float64[:, ::1])))",
-    parallel=True,
-)
-def row_gradients(x: Any, upstream: Any, pairs: Any, rule: Any, local: Any, out: Any) -> None:
-    """Fills `out`: gradients of values, and of rows' steps and bits [1, rows]. `rule`: signed, passes, and the rows
-    whose error counts."""
-    (steps, largest), (signed, passes, own) = pairs, rule
-    values, of_steps, of_bits = out
-    for row in numba.prange(len(x)):
-        share = np.float32(0) if local >= 0 and row >= own else local
-        step, bits = 0.0, 0.0
-        for column in range(x.shape[1]):
-            found = _gradients(
-                x[row, column], upstream[row, column], (steps[row], largest[row]), (signed, passes), share
-            )
-            values[row, column] = found[0]
-            step += found[1]
-            bits += found[2]
-        of_steps[0, row], of_bits[0, row] = step, bits
-
-
-@jit(
-    "(float32[:, ::1], float32[:, ::1], Tuple((float32[::1], float32[::1])), UniTuple(int64, 3), float32, "
-    "Tuple((float32[:, ::1], float64[:, ::1], float64[:, ::1])))",
-    parallel=True,
-)
-def column_gradients(x: Any, upstream: Any, pairs: Any, rule: Any, local: Any, out: Any) -> None:
-    """As `row_gradients`, of columns' steps and bits [BLOCKS, columns], to be summed."""
-    (steps, largest), (signed, passes, own) = pairs, rule
-    values, of_steps, of_bits = out
-    blocks = len(of_steps)
-    for block in numba.prange(blocks):
-        first, end = len(x) * np.int64(block) // blocks, len(x) * np.int64(block + 1) // blocks
-        for row in range(first, end):
-            share = np.float32(0) if local >= 0 and row >= own else local
-            for column in range(x.shape[1]):
-                found = _gradients(
-                    x[row, column], upstream[row, column], (steps[column], largest[column]), (signed, passes), share
-                )
-                values[row, column] = found[0]
-                of_steps[block, column] += found[1]
-                of_bits[block, column] += found[2]
+@jit("float64(float32[::1], float64[::1], int64[::1], float64[:, ::1], UniTuple(float64, 2))")
+def least_shift(bits: Any, counts: Any, layers: Any, sizes: Any, options: Any) -> Any:
+    """`base.least_shift` of entries by `layers`, whose widths take `sizes` [layers, widths] bytes. `options`: bytes
+    that are allowed, and the shift that always is enough. Entries whose width is the same at both ends of what is
+    searched are added once."""
+    target, high = options
+    low, fixed, left, most = 0.0, 0.0, len(bits), sizes.shape[1] - 1
+    order, widths = np.arange(left), np.empty((3, left), np.int8)
+    for one in range(left):
+        widths[0, one], widths[2, one] = _width(bits[one], low, most), _width(bits[one], high, most)
+        fixed += counts[one] * sizes[layers[one], widths[0, one]]
+    if fixed <= target:
+        return low
+    fixed = 0.0
+    for _ in range(30):
+        middle, found = (low + high) / 2, fixed
+        for k in range(left):
+            one = order[k]
+            widths[1, one] = _width(bits[one], middle, most)
+            found += counts[one] * sizes[layers[one], widths[1, one]]
+        end = 2 if found <= target else 0
+        low, high = (low, middle) if end else (middle, high)
+        kept = 0
+        for k in range(left):
+            one = order[k]
+            width = widths[end, one] = widths[1, one]
+            if width == widths[2 - end, one]:
+                fixed += counts[one] * sizes[layers[one], width]
+            else:
+                order[kept] = one
+                kept += 1
+        left = kept
+    return high
