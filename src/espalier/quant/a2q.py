@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -124,7 +124,7 @@ class FakeQuantize(torch.autograd.Function):
         if ctx.rule.local and not ctx.needs_input_grad[0]:
             return None, local[0], local[1], None
         dx, dstep, dbits = rounding_gradients(x, step, bits, ctx.rule, gradients[0])
-        return (dx, *local, None) if ctx.rule.local else (dx, dstep, dbits, None)  # type: ignore[return-value]
+        return (dx, *local, None) if ctx.rule.local else (dx, dstep, dbits, None)
 
 
 class Learns(torch.autograd.Function):
@@ -343,7 +343,7 @@ class Unchanged:
         return Unchanged, ()
 
     @torch.no_grad()
-    def __call__(self, x: Tensor, tag: Any, pairs: tuple[Tensor, ...], make: Callable[..., Sequence[Tensor]]) -> Any:
+    def __call__(self, x: Tensor, tag: Any, pairs: tuple[Tensor, ...], make: Callable[..., Any]) -> Any:
         """`make(x, *pairs)`: of each row on its own; it may depend on `tag` besides."""
         if x.device.type != "cpu" or x.requires_grad or x.is_inference():
             return make(x, *pairs)
@@ -416,7 +416,7 @@ class FeatureQuantizer(nn.Module):
             with torch.no_grad():
                 given = (PARTS * logarithm).round() / PARTS, rounded(bits, self.rule.signed)
             tag = self.rule.signed, self.factor
-            (own,) = self.kept_steps(x, tag, given, lambda *one: [fitted(*one, *tag)])
+            (own,) = self.kept_steps(x, tag, given, lambda *one: [fitted(one[0], one[1], one[2], *tag)])
             logarithm = own + (logarithm - logarithm.detach())
         return bits, logarithm, at
 
@@ -442,7 +442,7 @@ class FeatureQuantizer(nn.Module):
         if index.own:
             values, *local = rounded_values(x, *pairs, rule)
         else:
-            values, *local = self.kept_values(x, rule, pairs, lambda *one: rounded_values(*one, rule))
+            values, *local = self.kept_values(x, rule, pairs, lambda *one: rounded_values(one[0], one[1], one[2], rule))
         return values, lambda result: Learns.apply(result, step, bits, *local)
 
     @property
