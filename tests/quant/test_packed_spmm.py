@@ -23,7 +23,7 @@ def matrix(rows: int, columns: int, signed: bool, seed: int, whole: bool, width:
 
 
 @pytest.mark.parametrize("signed", [False, True])
-@pytest.mark.parametrize("columns", [1, 7, 64, 129])
+@pytest.mark.parametrize("columns", [1, 7, 64, 129, 300])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("width", [None, 0, 3, 8])
 def test_packed_products_are_those_of_the_rows_unpacked(
@@ -42,3 +42,12 @@ def test_packed_products_are_those_of_the_rows_unpacked(
         torch.testing.assert_close(found, plain, rtol=1e-6, atol=1e-6 * float(plain.abs().max()))
     else:
         assert torch.equal(found, plain)
+
+
+@pytest.mark.parametrize("signed", [False, True])
+def test_integers_of_many_rows_do_not_overflow(signed: bool) -> None:
+    codes = torch.full((3, 33), 127 if signed else 255, dtype=torch.int8 if signed else torch.uint8)
+    rows = PackedMatrix.of(codes, torch.full((3,), 8, dtype=torch.uint8), torch.ones(3))
+    indptr = torch.tensor([0, 127, 127, 255, 512, 1500])
+    indices = torch.arange(1500) % 3
+    assert torch.equal(packed_matmul(rows, indptr, indices), packed_matmul.reference.run(rows, indptr, indices))

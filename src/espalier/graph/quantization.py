@@ -351,10 +351,11 @@ def _before(found: Quantization) -> Any:
             coded = found.stored[name].decoded()
             values = (coded.codes * STEPS[coded.steps.long()][:, None]).to(values.dtype)
         else:
-            values, learned = quantizer.rounded(values, index)
-            if learned is not None and block.halo is not None:
-                values, learned = learned(values), None
-            vars(module)["learned"], logarithm = learned, quantizer.last
+            if values.requires_grad or block.halo is not None or not torch.is_grad_enabled():
+                values = quantizer(values, index)
+            else:
+                values, vars(module)["learned"] = quantizer.rounded(values, index)
+            logarithm = quantizer.last
             if not isinstance(rows, Kept) and _sums_read_rows(module):
                 bits, signed, steps = _code_bits(quantizer), quantizer.rule.signed, step_codes(logarithm)
                 gain, kind = quantizer.factor, logarithm.dtype

@@ -23,6 +23,7 @@ class PackedMatrix(NamedTuple):
     Attributes:
         packed: uint8 [bytes]; offsets: int64 [rows + 1]; widths: uint8 [rows].
         scales: float32 [rows], what a row's codes are multiplied by; columns: codes of a row; signed: two's complement.
+        same: the width that all rows have (0: see `widths`); whole: whether all scales are 1.
     """
 
     packed: UInt8[Tensor, " bytes"]
@@ -31,6 +32,8 @@ class PackedMatrix(NamedTuple):
     scales: Float32[Tensor, " rows"]
     columns: int
     signed: bool
+    same: int = 0
+    whole: bool = False
 
     @classmethod
     def of(cls, codes: Integer[Tensor, "rows columns"], widths: Tensor, scales: Tensor) -> PackedMatrix:
@@ -38,7 +41,9 @@ class PackedMatrix(NamedTuple):
         columns = codes.shape[1]
         packed = pack_rows(codes, widths)
         offsets = row_offsets(columns, widths)
-        return cls(packed, offsets, widths, scales.float().contiguous(), columns, codes.dtype == torch.int8)
+        low, high = (int(one) for one in widths.aminmax()) if len(widths) else (0, 0)
+        scales, same, whole = scales.float().contiguous(), high if low == high else 0, bool((scales == 1).all())
+        return cls(packed, offsets, widths, scales, columns, codes.dtype == torch.int8, same, whole)
 
     @property
     def device(self) -> torch.device:
@@ -75,9 +80,8 @@ def packed_matmul_cpu(
     out = torch.empty(len(indptr) - 1, matrix.columns)
     edge = torch.zeros(0) if weights is None else weights.float().contiguous()
     ends = indptr.long().contiguous(), indices.int().contiguous(), edge
-    scales = matrix.scales[:0] if bool((matrix.scales == 1).all()) else matrix.scales
+    scales = matrix.scales[:0] if matrix.whole else matrix.scales
     given = [one.numpy() for one in (*ends, matrix.offsets, matrix.widths, scales)]
-    low, high = (int(one) for one in matrix.widths.aminmax()) if len(matrix.widths) else (0, 0)
-    options = int(matrix.signed), high if low == high else 0
+    options = int(matrix.signed), matrix.same
     packed_spmm_cpu.aggregate(matrix.packed.contiguous(), tuple(given[:3]), tuple(given[3:]), options, out)
     return out
