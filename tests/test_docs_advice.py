@@ -6,10 +6,12 @@ of MFU, and which hardware the words name.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,7 @@ import advice  # noqa: E402
 
 PAGE = (ROOT / "docs" / "advice.md").read_text(encoding="utf-8")
 QUESTIONS = {one.title: one for one in advice.QUESTIONS}
+PLANTED = [title for title, one in QUESTIONS.items() if "planted:" in one.recipe]
 LIMIT = {
     "V100-16GB": 16,
     "A100-80GB": 80,
@@ -66,21 +69,26 @@ def test_the_page_says_what_the_planner_says(title: str) -> None:
 
 
 def answered(title: str) -> str:
-    """What the planner says. A graph's order begins where NumPy's argsort puts the first node of least degree, as
-    SciPy's does: which of several that is depends on the processor's vector instructions, so a program of its own
-    goes without them."""
-    if "planted:" not in QUESTIONS[title].recipe:
-        return "\n".join(advice.section(QUESTIONS[title]))
+    """What the planner says."""
+    return answered_apart()[title] if title in PLANTED else "\n".join(advice.section(QUESTIONS[title]))
+
+
+@cache
+def answered_apart() -> dict[str, str]:
+    """Of graphs: an order begins where NumPy's argsort puts the first node of least degree, as SciPy's does. Which of
+    several that is depends on the processor's vector instructions, so a program of its own goes without them."""
     program = (
-        f"import sys; sys.path.insert(0, {str(ROOT / 'bench')!r}); import advice\n"
-        f"print(*advice.section(next(one for one in advice.QUESTIONS if one.title == {title!r})), sep='\\n')"
+        f"import json, sys; sys.path.insert(0, {str(ROOT / 'bench')!r}); import advice\n"
+        f"told = [one for one in advice.QUESTIONS if one.title in {PLANTED!r}]\n"
+        "print(json.dumps({one.title: '\\n'.join(advice.section(one)) for one in told}))"
     )
     plain = {**os.environ, "NPY_DISABLE_CPU_FEATURES": "X86_V3 X86_V4 AVX512_ICL AVX512_SPR"}
     done = subprocess.run(
         [sys.executable, "-c", program], env=plain, capture_output=True, text=True, timeout=150, check=False
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    told: dict[str, str] = json.loads(done.stdout)
+    return told
 
 
 # --- text = numbers --------------------------------------------------------------------------------------------------

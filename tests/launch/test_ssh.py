@@ -154,10 +154,12 @@ def test_one_rank_alone_needs_nobody_to_meet(options, tmp_path) -> None:
     ("names", "named"),
     [
         ("a,otherpython,b", "do not agree on python: rank 1 on otherpython has 3.99; 2 of 3"),
-        ("a,b,otherdata", "do not agree on data: rank 2 on otherdata has other; 2 of 3"),
+        pytest.param(
+            *("a,b,otherdata", "do not agree on data: rank 2 on otherdata has other; 2 of 3"), marks=pytest.mark.slow
+        ),
         ("away,a", "Host away cannot be reached"),
         ("wrong,a", "On host wrong: the real cause"),
-        ("bereft,wrong", "On host wrong: the real cause"),
+        pytest.param("bereft,wrong", "On host wrong: the real cause", marks=pytest.mark.slow),
     ],
 )
 def test_the_host_at_fault_is_named(options, tmp_path, names, named) -> None:

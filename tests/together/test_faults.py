@@ -67,7 +67,7 @@ PLANS = {
 }
 
 
-EVERY_TIME = {("co2", True), ("ring", False), ("tensor_parallel", True), ("pipeline", True)}
+EVERY_TIME = {("co2", True), ("ring", False)}
 CASES = [
     pytest.param(kind, memory, marks=() if (kind, bool(memory)) in EVERY_TIME else pytest.mark.slow)
     for kind in PLANS
