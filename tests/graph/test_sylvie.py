@@ -582,7 +582,7 @@ def test_one_bit_differences_are_a_quarter_as_wrong_as_one_bit_rows_in_the_50th_
         train(channel, kind, graph, parts, lambda: made, network)
         return np.array(made.errors).reshape(50, -1)
 
-    plain, delta = (ranks(2, errors, one) for one in (False, True))
+    plain, delta = (ranks(2, errors, one, timeout=120) for one in (False, True))
     for one, other in zip(plain, delta, strict=True):
         assert one[49].min() > 0.2
         assert (other[49] <= one[49] / 4).all(), (other[49], one[49])
