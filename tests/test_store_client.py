@@ -92,6 +92,7 @@ def run(code, folder, *arguments):
     subprocess.run(command, check=True, timeout=100, stderr=subprocess.DEVNULL)
 
 
+@pytest.mark.slow
 def test_connecting_asks_no_name_server(asked, tmp_path):
     run(CONNECT, tmp_path)
     assert asked == []

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
-from programs import MACHINE, forked
+from programs import MACHINE, forked, scripted
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,9 +48,9 @@ def test_the_example_of_parts_trains_over_two_ranks_as_it_stands(tmp_path):
     assert told.returncode == 0, told.stderr
 
 
-def test_anybodys_loop_learns_from_features_on_disk():
-    command = [sys.executable, str(ROOT / "examples" / "disk_loop.py")]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+def test_anybodys_loop_learns_from_features_on_disk(tmp_path):
+    found = scripted(tmp_path, ROOT / "examples" / "disk_loop.py")
+    assert found.returncode == 0, found.stderr
     losses = [float(line.rpartition(" ")[2]) for line in found.stdout.splitlines()]
     assert len(losses) == 5
     assert losses[-1] < 0.8 * losses[0]

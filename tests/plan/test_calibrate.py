@@ -67,7 +67,7 @@ def test_a_calibrated_prediction_meets_steps_it_was_not_fitted_to(rows: list[Mea
     assert np.mean(abs(held_out / truth - 1)) < 0.02 < np.mean(abs(plain / truth - 1))
 
 
-@pytest.mark.parametrize("speed", [0.2, 8.0])
+@pytest.mark.parametrize("speed", [0.2, pytest.param(8.0, marks=pytest.mark.slow)])
 def test_no_measurement_makes_a_coefficient_unphysical(rows: list[Measurement], speed: float) -> None:
     some = timed(rows[::12])
     found = calibrate([replace(row, step_seconds=(row.step_seconds or 0) / speed) for row in some]).factors

@@ -44,10 +44,19 @@ def started(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def forked(folder: Path, *arguments: str, typed: str = "") -> subprocess.CompletedProcess[str]:
     """The same, of a fork of this process: without the seconds that importing takes. `typed`: its standard input."""
+    return _ended(folder, partial(cli.main, arguments), list(arguments), typed)
+
+
+def scripted(folder: Path, path: Path) -> subprocess.CompletedProcess[str]:
+    """The Python file at `path`, run by a fork of this process in `folder`."""
+    return _ended(folder, script(path), [str(path)], "")
+
+
+def _ended(folder: Path, run: Callable[[], Any], arguments: list[str], typed: str) -> subprocess.CompletedProcess[str]:
     out, err = folder / "stdout.txt", folder / "stderr.txt"
-    pid = _fork(folder, partial(cli.main, arguments), (out, err), environment(folder), typed)
+    pid = _fork(folder, run, (out, err), environment(folder), typed)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    return subprocess.CompletedProcess(list(arguments), code, out.read_text(), err.read_text())
+    return subprocess.CompletedProcess(arguments, code, out.read_text(), err.read_text())
 
 
 def launched(folder: Path, run: Callable[[], Any], ranks: int = 2) -> list[subprocess.CompletedProcess[str]]:

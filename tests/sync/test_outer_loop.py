@@ -163,7 +163,12 @@ def test_a_constant_gradient_gives_the_analytic_path() -> None:
             torch.testing.assert_close(x, found[0] - 3 * RATE * (t - 1), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", [*METHODS, "co2, parameters"])
+OFTEN = ("co2", "streaming_diloco", "co2, parameters")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=() if one in OFTEN else pytest.mark.slow) for one in [*METHODS, "co2, parameters"]]
+)
 def test_saved_in_flight_and_taken_up_again_to_the_bit(name: str) -> None:
     choices = METHODS.get(name) or FORMS[name]
 

@@ -176,7 +176,7 @@ def test_resharded_on_disk_follows_the_curve_of_the_same_change_in_memory(corpus
     same(*found)
 
 
-@pytest.mark.parametrize("recompute", ["block", "selective"])
+@pytest.mark.parametrize("recompute", [pytest.param("block", marks=pytest.mark.slow), "selective"])
 def test_beside_recomputation(corpus, recompute):
     recipe = recipe_of(corpus)
     same(train(recipe, plan_of(DISK, recompute=recompute)), train(recipe, plan_of(plans.Offload())))
@@ -185,9 +185,20 @@ def test_beside_recomputation(corpus, recompute):
 ACTIVATIONS = plans.Offload(optimizer="disk", activations="disk")
 
 
-@pytest.mark.parametrize("recompute", ["block", "selective"])
-@pytest.mark.parametrize(("ranks", "shard"), [(1, ()), (2, (2, 2, 2))], ids=["1", "zero 3"])
-@pytest.mark.parametrize("tier", ["disk", "host"])
+@pytest.mark.parametrize(
+    ("tier", "ranks", "shard", "recompute"),
+    [
+        ("disk", 2, (2, 2, 2), "selective"),
+        ("host", 1, (), "block"),
+        *(
+            pytest.param(tier, ranks, shard, recompute, marks=pytest.mark.slow)
+            for tier in ("disk", "host")
+            for ranks, shard in ((1, ()), (2, (2, 2, 2)))
+            for recompute in ("block", "selective")
+            if (tier, ranks, recompute) not in (("disk", 2, "selective"), ("host", 1, "block"))
+        ),
+    ],
+)
 def test_activations_elsewhere_change_no_bit_and_are_read_once(corpus, recompute, ranks, shard, tier):
     recipe = recipe_of(corpus, model=UNTIED)
     resident = train(recipe, plan_of(plans.Offload(), ranks, shard, recompute=recompute))
@@ -239,7 +250,12 @@ ON_HOST = plans.Offload(optimizer="host", parameters="host")
 
 @pytest.mark.parametrize(
     ("away", "micro_batch", "ranks", "equal"),
-    [(PARAMETERS, 4, 2, same), (PARAMETERS, 2, 2, same), (PARAMETERS, 2, 4, alike), (ON_HOST, 2, 2, same)],
+    [
+        pytest.param(PARAMETERS, 4, 2, same, marks=pytest.mark.slow),
+        (PARAMETERS, 2, 2, same),
+        (PARAMETERS, 2, 4, alike),
+        (ON_HOST, 2, 2, same),
+    ],
 )
 def test_parameters_elsewhere_of_several_ranks_change_no_bit_of_two(corpus, away, micro_batch, ranks, equal):
     recipe = recipe_of(corpus, model=UNTIED)
@@ -266,7 +282,7 @@ def test_parameters_on_disk_resharded_follow_the_curve_of_the_same_change_in_mem
     same(*found)
 
 
-@pytest.mark.parametrize("micro_batch", [8, 2])
+@pytest.mark.parametrize("micro_batch", [pytest.param(8, marks=pytest.mark.slow), 2])
 def test_parameters_elsewhere_change_no_bit(corpus, micro_batch):
     recipe = recipe_of(corpus, model=UNTIED)
     resident = train(recipe, plan_of(plans.Offload(), micro_batch=micro_batch))
@@ -314,7 +330,11 @@ def test_copies_in_memory_are_refused_where_the_recipe_asks_for_them(corpus):
     assert mechanisms.recovery(recipe_of(corpus), plan_of(ranks=2)) == ""
 
 
-@pytest.mark.parametrize("offload", [DISK, PARAMETERS, ACTIVATIONS], ids=["states", "parameters", "activations"])
+@pytest.mark.parametrize(
+    "offload",
+    [DISK, pytest.param(PARAMETERS, marks=pytest.mark.slow), ACTIVATIONS],
+    ids=["states", "parameters", "activations"],
+)
 def test_the_kernel_counts_the_bytes_that_steps_tell(corpus, tmp_path, offload):
     with DirectFile(tmp_path / "probe", "create") as probe:
         if not probe.direct:
