@@ -17,7 +17,7 @@ from espalier.graph import halo, sylvie
 from espalier.graph.halo import Crossing
 from espalier.graph.node_classification import summed_loss
 from espalier.graph.subgraphs import View
-from espalier.graph.sylvie import Adaptive, Every, Sylvie
+from espalier.graph.sylvie import Adaptive, ByPeer, Every, Sylvie
 from espalier.graph.workload import _style
 from espalier.kernels import quantize_rows, row_bits
 from espalier.quant import row_widths
@@ -212,7 +212,7 @@ def test_rows_of_unlike_age_give_the_bits_of_a_simulator_with_these_ages(kind, s
     expected = [simulator.step(one) for one in late]
 
     def life(channel):
-        made = lambda: Sylvie(Every(synchronize=synchronize), ages=AGES[channel.rank()])  # noqa: E731
+        made = lambda: Sylvie(Every(synchronize=synchronize), peers=ByPeer(ages=AGES[channel.rank()]))  # noqa: E731
         return train(channel, kind, graph, parts, made, network)
 
     for rank, (logits, _) in enumerate(ranks(3, life)):
@@ -304,7 +304,7 @@ def test_rows_of_each_peer_are_as_old_as_its_bound_says_and_never_older(bits, de
     def life(channel):
         rank, found, begun = channel.rank(), [], 0
         own = halo.Halo.of(graph.indptr, graph.indices, cut, rank, channel)
-        transport = Sylvie(Every(bits, 6), delta=delta, ages=AGES[rank])
+        transport = Sylvie(Every(bits, 6), delta=delta, peers=ByPeer(ages=AGES[rank]))
         travelling = dataclasses.replace(own, transport=transport, layer=1)
         for step in (*range(9), 12, 13, 14, 15):
             transport.begin(step)
@@ -331,7 +331,7 @@ def test_fresh_rows_of_a_near_peer_do_not_wait_for_a_far_one():
     def life(channel):
         rank = channel.rank()
         own = halo.Halo.of(graph.indptr, graph.indices, cut, rank, channel)
-        transport = Sylvie(Every(32, 0), ages=[[0, 0, 1], [0, 0, 1], [1, 1, 0]][rank])
+        transport = Sylvie(Every(32, 0), peers=ByPeer(ages=[[0, 0, 1], [0, 0, 1], [1, 1, 0]][rank]))
         travelling = dataclasses.replace(own, transport=transport, layer=1)
         for step in range(2):
             transport.begin(step)
@@ -357,7 +357,7 @@ def test_each_peer_layer_and_direction_has_its_bits():
     def counted(channel):
         rank = channel.rank()
         peers = lambda crossing: (bits[crossing][rank].tolist(), bits[crossing][:, rank].tolist())  # noqa: E731
-        made = lambda: Sylvie(Every(1), peers=peers)  # noqa: E731
+        made = lambda: Sylvie(Every(1), peers=ByPeer(peers))  # noqa: E731
         _, sent = train(channel, "gcn", graph, parts, made, network)
         _, own = part_of(channel, "gcn", graph, parts)
         rows = torch.from_numpy(np.random.default_rng(1).normal(size=(graph.nodes, 80)).astype(np.float32))[own.owned]
@@ -417,7 +417,7 @@ def test_one_bit_rows_arrive_without_bias():
 @pytest.mark.parametrize("ages", [None, [2, 2, 2]])
 def test_ranks_without_nodes_or_boundary_send_nothing_of_few_bits(ages):
     graph, network, parts = graph_of(), network_of("gcn", torch.float32), parts_of("empty", 3)
-    found = ranks(3, train, "gcn", graph, parts, lambda: Sylvie(Every(1, 3), ages=ages), network)
+    found = ranks(3, train, "gcn", graph, parts, lambda: Sylvie(Every(1, 3), peers=ByPeer(ages=ages)), network)
     assert [len(logits[-1]) for logits, _ in found] == [graph.nodes, 0, 0]
     assert all(not any(sent) for _, sent in found)
 
@@ -532,78 +532,3 @@ def test_what_a_log_says_counts_more_than_what_is_heard():
         rounds.heard([9.0])
         rounds.turn(step)
         assert rounds.now.values == {"sync.steps": steps}
-
-
-@pytest.mark.parametrize(("bits", "synchronize"), [(1, 1), (1, 3), (2, 1), (8, 1), (4, 0)])
-def test_differences_bring_rows_that_stand_still_nearer_at_every_step(bits, synchronize):
-    graph, parts = graph_of(), parts_of("random", 2)
-
-    def errors(channel):
-        own = part_of(channel, "gcn", graph, parts)[1]
-        rows = torch.from_numpy(graph.features)[own.owned]
-        exact, found = own.exchange(rows), []
-        for delta in (False, True):
-            transport = Sylvie(Every(bits, synchronize), delta=delta)
-            travelling = dataclasses.replace(own, transport=transport)
-            for step in range(12):
-                transport.begin(step)
-                arrived = travelling.exchange(rows)
-            found.append(float((arrived - exact).abs().max()))
-        return found
-
-    for plain, delta in ranks(2, errors):
-        assert delta < 4 * plain / ((1 << bits) - 1) ** 3
-        assert delta < plain / 4
-
-
-class Measured(Sylvie):
-    """Takes down how far rows that arrive are from those that were sent in the step (relative, in the mean square)."""
-
-    def __call__(self, halo_, sent, received, crossing):
-        exact, error = torch.empty_like(received), self.errors if not crossing.backward else []
-        arrive = super().__call__(halo_, sent, received, crossing)
-        plain = halo.synchronous(halo_, sent.detach(), exact, crossing)
-
-        def both():
-            arrive(), plain()
-            error.append(float((received - exact).norm() / exact.norm()))
-
-        return both
-
-
-@pytest.mark.parametrize("kind", ["gcn", "sage"])
-def test_one_bit_differences_are_a_quarter_as_wrong_as_one_bit_rows_in_the_50th_step_of_a_training(kind, monkeypatch):
-    monkeypatch.setitem(globals(), "STEPS", 50)
-    graph, network, parts = graph_of(), network_of(kind, torch.float32), parts_of("random", 2)
-
-    def errors(channel, delta):
-        made = Measured(Every(1), delta=delta)
-        made.errors = []
-        train(channel, kind, graph, parts, lambda: made, network)
-        return np.array(made.errors).reshape(50, -1)
-
-    plain, delta = (ranks(2, errors, one, timeout=120) for one in (False, True))
-    for one, other in zip(plain, delta, strict=True):
-        assert one[49].min() > 0.2
-        assert (other[49] <= one[49] / 4).all(), (other[49], one[49])
-
-
-def test_late_differences_of_rows_that_move_are_those_of_the_step_before():
-    """Eight bits of differences, one step late: nearer to the rows of the step before than to those of this one."""
-    graph, parts = graph_of(), parts_of("random", 2)
-
-    def moved(channel):
-        own = part_of(channel, "gcn", graph, parts)[1]
-        transport = Sylvie(Every(8, 0), delta=True)
-        travelling = dataclasses.replace(own, transport=transport)
-        start, before = torch.from_numpy(graph.features)[own.owned], None
-        for step in range(9):
-            transport.begin(step)
-            rows = start * (1 + 0.1 * step)
-            exact, arrived = own.exchange(rows), travelling.exchange(rows)
-            if step > 2:  # the first message is of whole rows
-                assert (arrived - before)[len(own.owned) :].abs().max() < 0.02
-            before = exact
-        return True
-
-    assert ranks(2, moved) == [True, True]

@@ -44,7 +44,7 @@ def test_the_fast_form_writes_the_bytes_of_the_plain_one(
     wires, found = [], []
     for form, restore in zip(FORMS, (kernels.restore_by_words, kernels.restore_rows.reference.run), strict=True):
         begins, wire = placed(columns, widths)
-        assert form(rows, chosen, widths, (begins, wire), key, nearest) == -1
+        assert form(rows, chosen, widths, (begins, wire), None if nearest else key) == -1
         out = torch.empty(len(given), columns)
         restore(wire, begins, widths, out)
         wires.append(wire)
@@ -74,7 +74,7 @@ def test_what_the_nearest_code_loses_spans_a_2_to_the_bits_of_the_row(width: int
     rows = torch.from_numpy((random.standard_t(3, (5, columns)) * 10.0 ** random.integers(-9, 9)).astype(np.float32))
     rows -= rows.mean(1, keepdim=True)
     places, widths = placed(columns, torch.full((5,), width)), torch.full((5,), width, dtype=torch.uint8)
-    assert kernels.quantize_rows(rows, torch.arange(5), widths, places, 0, True) == -1
+    assert kernels.quantize_rows(rows, torch.arange(5), widths, places, None) == -1
     found = torch.empty_like(rows)
     kernels.restore_rows(places[1], places[0], widths, found)
     span = rows.amax(1) - rows.amin(1)

@@ -37,6 +37,7 @@ from espalier.graph.subgraphs import SubgraphBatch, forward
 from espalier.graph.sylvie import (
     WHOLE,
     Adaptive,
+    ByPeer,
     Every,
     Sylvie,
     crossing_bytes,
@@ -90,12 +91,12 @@ class RankPart:
         placed: dict[str, Any],
         seed: int,
     ) -> None:
-        self.task, (options, peers, ages, foreign) = task, how
+        self.task, (options, bits, ages, foreign) = task, how
         assert options.bits != "auto", "the plan has the bits"
         self.policy = (Adaptive if options.adapt else Every)(options.bits, options.synchronize)
         self.decisions = Decisions(self.policy, "speed of the loss") if isinstance(self.policy, Adaptive) else None
         how_coded = {"by_degree": options.by_degree, "delta": options.delta}
-        self.transport = Sylvie(self.policy, **how_coded, peers=peers, ages=ages, seed=seed)
+        self.transport = Sylvie(self.policy, **how_coded, peers=ByPeer(bits, ages), seed=seed)
         depth = task.train.depth
         part = part._replace(halo=part.halo.to(placed["device"]))
         if foreign is not None and foreign.deep:

@@ -246,6 +246,20 @@ class _Flight(NamedTuple):
                 works.pop().wait()
 
 
+class ByPeer(NamedTuple):
+    """What differs between peers.
+
+    Attributes:
+        bits: for a crossing those of the rows for each rank, and of those from each, in place of the policy's: 1 to 8,
+            or `WHOLE` for all of that crossing; None: the policy's.
+        ages: how many steps old each peer's rows may be where a step is not synchronous: its bound of staleness. Then a
+            message to or from one peer waits for no other. None: one step, in one collective for all.
+    """
+
+    bits: Callable[[Crossing], tuple[Sequence[int], Sequence[int]]] | None = None
+    ages: Sequence[int] | None = None
+
+
 class Sylvie:
     """The transport: see the module. Has state: the step, and the messages of the steps before.
 
@@ -255,10 +269,7 @@ class Sylvie:
             nearest code, so that what rounding lost is sent with the next step (error feedback): the error of rows that
             do not change shrinks by 2^bits a step.
         by_degree: rows of nodes with more neighbours get more bits (see `quant.row_widths`); else all get as many.
-        peers: for a crossing the bits of the rows for each rank, and of those from each, in place of the policy's: 1
-            to 8, or `WHOLE` for all of that crossing; None: the policy's.
-        ages: how many steps old each peer's rows may be where a step is not synchronous: its bound of staleness. Then a
-            message to or from one peer waits for no other. None: one step, in one collective for all.
+        peers: what differs between them.
         seed: of the random numbers.
     """
 
@@ -268,12 +279,11 @@ class Sylvie:
         *,
         by_degree: bool = False,
         delta: bool = False,
-        peers: Callable[[Crossing], tuple[Sequence[int], Sequence[int]]] | None = None,
-        ages: Sequence[int] | None = None,
+        peers: ByPeer | None = None,
         seed: int = 0,
     ) -> None:
-        self.policy, self.by_degree, self.delta, self.peers, self.seed = policy, by_degree, delta, peers, seed
-        self.ages = ages
+        self.policy, self.by_degree, self.delta, self.seed = policy, by_degree, delta, seed
+        self.peers, self.ages = peers or ByPeer()
         self.step = 0
         self.choice = Choice(True, policy.bits)
         self._flights: dict[tuple[Crossing, torch.dtype], list[_Flight]] = {}
@@ -329,7 +339,9 @@ class Sylvie:
                 known = self._sent.setdefault(crossing, torch.zeros_like(rows))
                 rows = rows - known
             every = torch.arange(len(rows))
-            bad = kernels.quantize_rows(rows, every, out.widths, (out.begins, wire), key & 0xFFFF_FFFF, self.delta)
+            bad = kernels.quantize_rows(
+                rows, every, out.widths, (out.begins, wire), None if self.delta else key & 0xFFFF_FFFF
+            )
             if bad >= 0:
                 raise not_finite(halo, crossing, out.row(bad, rows[bad]), TOO_FEW)
             if self.delta:

@@ -44,15 +44,14 @@ def quantize_rows(
     chosen: Int64[Tensor, " rows"],
     widths: UInt8[Tensor, " rows"],
     places: tuple[Int64[Tensor, " rows"], UInt8[Tensor, " bytes"]],
-    key: int,
-    nearest: bool = False,
+    key: int | None,
 ) -> int:
     """Writes the rows `chosen` of `rows` into a buffer.
 
     Args:
         widths: bits of each, 1 to 8.
         places: where each begins in the buffer, and the buffer.
-        key: of the random numbers, 0 to 2^32 - 1; nearest: none are used, see the module.
+        key: of the random numbers, 0 to 2^32 - 1; None: the nearest form.
 
     Returns:
         The first of `chosen` whose values are not all finite, or span more than a float32; or -1. What is after it may
@@ -65,16 +64,16 @@ def quantize_rows(
     if not rows.shape[1]:
         taken = taken.new_zeros(len(chosen), 1)
     low, levels = _down(taken.amin(1)), ((1 << widths.int()) - 1).float()
-    scale = _up((taken.amax(1) - low) / (levels + nearest))
+    scale = _up((taken.amax(1) - low) / (levels + (key is None)))
     bad = (~taken.isfinite().all(1) | ~scale.isfinite()).nonzero()
     if len(bad):
         return int(bad[0])
     scale[scale < TINY] = 0
     inverse = torch.where(scale > 0, 1 / scale, 0)
-    noise = 0.0 if nearest else torch.from_numpy(_noise(key, len(chosen), taken.shape[1]))
+    noise = 0.0 if key is None else torch.from_numpy(_noise(key, len(chosen), taken.shape[1]))
     codes = torch.floor((taken - low[:, None]) * inverse[:, None] + noise)
     codes = torch.minimum(codes, levels[:, None]).to(torch.uint8)
-    scales = torch.stack([low + 0.5 * scale if nearest else low, scale], 1).to(torch.bfloat16).view(torch.uint8)
+    scales = torch.stack([low + 0.5 * scale if key is None else low, scale], 1).to(torch.bfloat16).view(torch.uint8)
     for at, width in enumerate(widths.tolist()):
         begin, size = int(begins[at]), int(row_bits.row_bytes(rows.shape[1], width))
         wire[begin : begin + SCALES] = scales[at]
@@ -128,14 +127,16 @@ def _mixed(h: np.ndarray) -> np.ndarray:
 
 @quantize_rows.fast("cpu")
 def quantize_by_words(
-    rows: Tensor, chosen: Tensor, widths: Tensor, places: tuple[Tensor, Tensor], key: int, nearest: bool = False
+    rows: Tensor, chosen: Tensor, widths: Tensor, places: tuple[Tensor, Tensor], key: int | None
 ) -> int:
     """numba."""
     from espalier.kernels import quantize_rows_cpu
 
     begins, wire = places
     pieces = _pieces(len(chosen) * rows.shape[1])
-    found = quantize_rows_cpu.quantize(rows.contiguous(), chosen, widths, begins, wire, (key, pieces, int(nearest)))
+    found = quantize_rows_cpu.quantize(
+        rows.contiguous(), chosen, widths, begins, wire, (key or 0, pieces, int(key is None))
+    )
     return int(found)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from math import inf
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Struct
@@ -119,7 +119,7 @@ class HaloAge(PlanStruct, frozen=True):
     """How many steps old rows between two machines, or inside one, may be where a step does not wait for all."""
 
     nodes: tuple[int, int]
-    steps: int
+    steps: Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Exchange(PlanStruct, frozen=True):

@@ -1,0 +1,118 @@
+"""What rounding costs: differences with error feedback bring rows nearer with every step, and accuracy over seeds."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from espalier.graph import halo, synthetic
+from espalier.graph.sylvie import Every, Sylvie
+from espalier.testing import ranks
+
+from . import test_sylvie
+from .test_halo import graph_of, network_of, parts_of
+from .test_halo_parallel import train as train_recipe
+from .test_sylvie import part_of, train
+from .test_workload import recipe_of
+
+
+@pytest.mark.parametrize(("bits", "synchronize"), [(1, 1), (1, 3), (2, 1), (8, 1), (4, 0)])
+def test_differences_bring_rows_that_stand_still_nearer_at_every_step(bits, synchronize):
+    graph, parts = graph_of(), parts_of("random", 2)
+
+    def errors(channel):
+        own = part_of(channel, "gcn", graph, parts)[1]
+        rows = torch.from_numpy(graph.features)[own.owned]
+        exact, found = own.exchange(rows), []
+        for delta in (False, True):
+            transport = Sylvie(Every(bits, synchronize), delta=delta)
+            travelling = dataclasses.replace(own, transport=transport)
+            for step in range(12):
+                transport.begin(step)
+                arrived = travelling.exchange(rows)
+            found.append(float((arrived - exact).abs().max()))
+        return found
+
+    for plain, delta in ranks(2, errors):
+        assert delta < 4 * plain / ((1 << bits) - 1) ** 3
+        assert delta < plain / 4
+
+
+class Measured(Sylvie):
+    """Takes down how far rows that arrive are from those that were sent in the step (relative, in the mean square)."""
+
+    def __call__(self, halo_, sent, received, crossing):
+        exact, error = torch.empty_like(received), self.errors if not crossing.backward else []
+        arrive = super().__call__(halo_, sent, received, crossing)
+        plain = halo.synchronous(halo_, sent.detach(), exact, crossing)
+
+        def both():
+            arrive(), plain()
+            error.append(float((received - exact).norm() / exact.norm()))
+
+        return both
+
+
+@pytest.mark.parametrize("kind", ["gcn", "sage"])
+def test_one_bit_differences_are_a_quarter_as_wrong_as_one_bit_rows_in_the_50th_step_of_a_training(kind, monkeypatch):
+    monkeypatch.setattr(test_sylvie, "STEPS", 50)
+    graph, network, parts = graph_of(), network_of(kind, torch.float32), parts_of("random", 2)
+
+    def errors(channel, delta):
+        made = Measured(Every(1), delta=delta)
+        made.errors = []
+        train(channel, kind, graph, parts, lambda: made, network)
+        return np.array(made.errors).reshape(50, -1)
+
+    plain, delta = (ranks(2, errors, one, timeout=120) for one in (False, True))
+    for one, other in zip(plain, delta, strict=True):
+        assert one[49].min() > 0.2
+        assert (other[49] <= one[49] / 4).all(), (other[49], one[49])
+
+
+def test_late_differences_of_rows_that_move_are_those_of_the_step_before():
+    """Eight bits of differences, one step late: nearer to the rows of the step before than to those of this one."""
+    graph, parts = graph_of(), parts_of("random", 2)
+
+    def moved(channel):
+        own = part_of(channel, "gcn", graph, parts)[1]
+        transport = Sylvie(Every(8, 0), delta=True)
+        travelling = dataclasses.replace(own, transport=transport)
+        start, before = torch.from_numpy(graph.features)[own.owned], None
+        for step in range(9):
+            transport.begin(step)
+            rows = start * (1 + 0.1 * step)
+            exact, arrived = own.exchange(rows), travelling.exchange(rows)
+            if step > 2:  # the first message is of whole rows
+                assert (arrived - before)[len(own.owned) :].abs().max() < 0.02
+            before = exact
+        return True
+
+    assert ranks(2, moved) == [True, True]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_one_bit_differences_and_late_rows_are_within_half_a_point_of_whole_ones_over_five_seeds(tmp_path, monkeypatch):
+    """A planted graph of which 4 in 10 edges lead anywhere, so that nearly every node is at the boundary. Measured in
+    points below: differences 0.04, late 1-bit rows 0.39, fresh 1-bit rows 0.53 (standard errors 0.1)."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = "planted:nodes=6000,degree=20,classes=8,features=32,homophily=0.6,skew=1,signal=0.7"
+    graph = synthetic.load(path, tmp_path)
+    below, found = {"rows": 1.0, "late": 0.5, "differences": 0.5}, {}
+    halos = {"whole": {"bits": 32}, "rows": {"bits": 1}, "late": {"bits": 1, "synchronize": 5}}
+    for name, options in {**halos, "differences": {"bits": 1, "delta": True}}.items():
+        held_out = []
+        for seed in range(5):
+            rates = {"optimizer": {"kind": "adamw", "learning_rate": 0.01}, "seed": seed, "steps": 160}
+            model = {"kind": "sage", "width": 64, "norm": True}  # a norm as the authors have it
+            recipe = recipe_of(model, {"halo": options}, precision="fp32", **rates)
+            figures = train_recipe(recipe, graph, (25, 50, 75))["validation"][-1]
+            held_out += [100 * figures["accuracy"], 100 * figures["test_accuracy"]]  # of as many nodes
+        found[name] = np.mean(held_out)
+    assert 60 < found["whole"] < 99.5
+    for name, points in below.items():
+        assert found[name] > found["whole"] - points
