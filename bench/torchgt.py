@@ -52,6 +52,7 @@ from espalier.graph.torchgt.attention import BLOCK, EDGE, HYBRID, by_counts
 from espalier.graph.torchgt.model import tokens_of
 from espalier.graph.torchgt.pattern import Pattern
 from espalier.graph.workload import GraphWorkload, open_graph
+from espalier.hardware import malloc_trim
 from espalier.workload import Shard
 from table import Row, arguments, compare, markdown, publish
 
@@ -247,6 +248,7 @@ def contestant(name: str, path: str, cache: str) -> None:
     step over a small graph has loaded all code."""
     step_of(name, path_of(256, 10), cache)[0]()
     run, plan = step_of(name, path, cache)
+    malloc_trim.give_back()
     before, most = held()
     Path("/proc/self/clear_refs").write_text("5")
     run()

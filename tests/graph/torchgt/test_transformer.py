@@ -12,6 +12,7 @@ import pytest
 import torch
 from scipy import sparse
 from tests.graph.conftest import made
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from espalier import cache_dir, config
 from espalier.config import defaults, recipe_file
@@ -21,7 +22,7 @@ from espalier.graph.data import Graph, divided, relabelled
 from espalier.graph.graph_classification import joined
 from espalier.graph.neighbor_sampler import Style
 from espalier.graph.torchgt import encodings
-from espalier.graph.torchgt.model import GraphTransformer, tokens_of
+from espalier.graph.torchgt.model import GraphTransformer, rebuilt, tokens_of
 from espalier.graph.torchgt.pattern import Additions, Pattern, pattern
 from espalier.graph.torchgt.schedule import FULL, Schedule, conditions, schedule
 from espalier.graph.workload import GraphWorkload
@@ -120,6 +121,37 @@ def test_gradients_reach_every_parameter_and_are_those_of_finite_differences():
             assert float(parameter.grad[place]) == pytest.approx((values[0] - values[1]) / 2e-5, rel=1e-4, abs=1e-6), (
                 name
             )
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_what_backward_computes_again_has_the_same_bits_and_is_not_kept(monkeypatch, dropout):
+    graph, model, seen = made(nodes=40), transformer(depth=1, dropout=dropout).train(), []
+
+    def watched(how):
+        def rebuilt(make, x, use):
+            def watching(x):
+                found = make(x)
+                seen.append(StorageWeakRef(found.untyped_storage()))
+                return found
+
+            return how(watching, x, use)
+
+        return rebuilt
+
+    def step(how):
+        monkeypatch.setattr("espalier.graph.torchgt.model.rebuilt", watched(how))
+        seen.clear()
+        torch.manual_seed(1)
+        model.zero_grad()
+        loss = answers(model, graph).square().sum()
+        gone = [one.expired() for one in seen]
+        loss.backward()
+        return [loss, *(one.grad for one in model.parameters())], gone
+
+    (found, gone), (plain, kept) = step(rebuilt), step(lambda make, x, use: use(make(x)))
+    assert all(torch.equal(one, other) for one, other in zip(found, plain, strict=True))
+    assert gone == [True] * (2 if dropout else 3)  # two norms and, without dropout, GELU
+    assert kept == [False] * len(gone)
 
 
 def test_answers_of_an_interleaved_model_are_the_mean_of_both_attentions():

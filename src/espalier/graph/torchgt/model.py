@@ -140,14 +140,15 @@ class TransformerLayer(nn.Module):
     def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
         """[tokens, width] -> the same."""
         share = self.dropout if self.training else 0.0
-        q, k, v = self.qkv(self.attention_norm(x)).view(len(x), 3, self.heads, -1).unbind(1)
+        q, k, v = rebuilt(self.attention_norm, x, self.qkv).view(len(x), 3, self.heads, -1).unbind(1)
         if tokens.pattern.matrix is not None and q.dtype not in (torch.float32, torch.float64):
             q, k, v = q.float(), k.float(), v.float()
         attend = tokens.attend or self.attend
         found = attend(q, k, v, tokens.pattern, bias=self._bias(tokens, q.dtype), plan="auto")
         x = x + self._gated(0, activated(self.out(found.flatten(1)), "none", share))
-        inner = activated(F.gelu(self.up(self.feed_forward_norm(x))), "none", share)
-        return x + self._gated(1, activated(self.down(inner), "none", share))
+        inner = rebuilt(self.feed_forward_norm, x, self.up)
+        down = self.down(activated(F.gelu(inner), "none", share)) if share else rebuilt(F.gelu, inner, self.down)
+        return x + self._gated(1, activated(down, "none", share))
 
     def _gated(self, part: int, x: Tensor) -> Tensor:
         return x if self.gates is None else self.gates[part] * x
@@ -157,6 +158,24 @@ class TransformerLayer(nn.Module):
             return None
         found = self.bias[tokens.kinds.to(self.bias.device).int()].to(dtype)
         return found if tokens.pattern.matrix is not None else found.permute(2, 0, 1)
+
+
+def rebuilt(make: Callable[[Tensor], Tensor], x: Tensor, use: Callable[[Tensor], Tensor]) -> Tensor:
+    """`use(make(x))`, whose backward pass computes `make(x)` again: the same bits, which are not kept meanwhile."""
+    made = make(x)
+    if made is x:
+        return use(x)
+    place = made.data_ptr()
+
+    def pack(kept: Tensor) -> Tensor | None:
+        return None if kept.data_ptr() == place else kept
+
+    def unpack(kept: Tensor | None) -> Tensor:
+        with torch.no_grad():
+            return make(x) if kept is None else kept
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        return use(made)
 
 
 def _norm(options: config.GraphTransformer) -> nn.Module:
@@ -221,5 +240,5 @@ class GraphTransformer(nn.Module):
         products = [(nodes, inputs, width), *layer * depth, (nodes, width, outputs)]
         flops = 4.0 * pairs * width * depth * self.schedule.share
         moved = depth * 4.0 * ((1 - self.schedule.share) * entries * 2 * (width + heads) + nodes * 12 * width)
-        kept = 4.0 * nodes * (inputs + depth * (10 * width + 3 * inner))
+        kept = 4.0 * nodes * (inputs + depth * (8 * width + 2 * inner))
         return products, flops, moved, kept
