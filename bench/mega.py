@@ -30,7 +30,7 @@ import zstandard
 
 sys.path.insert(0, str(Path(__file__).parent))
 from espalier.config import defaults, recipe_file
-from espalier.graph import energy, quantization
+from espalier.graph import energy, packed_run, quantization
 from espalier.graph.condensed_file import Foretold, outside_sources
 from espalier.graph.diskgnn import inference
 from espalier.graph.diskgnn.inference import InferenceFolder
@@ -85,7 +85,7 @@ def input_size(name: str, workload: GraphWorkload, model: torch.nn.Module) -> li
     if found is None or "layers.0.rows" in found.stored:
         return []
     features = np.asarray(workload.graph.features)
-    packed, values = quantization.packed_input(features)
+    packed, values = packed_run.packed_input(features)
     pair = (packed.nbytes + 4 * len(values)) / 1024, 4 * features.size / 1024
     return [compare(f"{name}: input ({packed.occupied})", "fp32", "KiB", [pair], higher_is_better=False)]
 

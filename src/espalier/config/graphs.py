@@ -385,12 +385,11 @@ def _quant(quant: Quant, model: Model, graph: GraphOptions) -> None:
             why="all values have as many bits, and no value has a part of one",
             do=f'quant.bits = {math.ceil(quant.bits)}, or quant.kind = "a2q", whose widths differ',
         )
-    if not isinstance(model, Network):
+    if isinstance(model, Messages) and quant.aggregates:
         raise UserError(
-            f"[quant] is not possible with model.kind = {type(model).__struct_config__.tag!r}.",
-            why="quantizers stand round layers that aggregate rows as they read them, in our own networks",
-            do='model.kind = "gcn", "sage", "gat" or "gin"; or quantize_inputs and quantize_weights of '
-            "espalier.quant.a2q in your own loop, as docs/few-bits.md has it",
+            f'quant.aggregates = {quant.aggregates} is not possible with model.kind = "messages".',
+            why="sums are made inside layers that are not ours: rows that they read are rounded, and their matrices",
+            do="quant.aggregates = 0",
         )
     if quant.target is None:
         return

@@ -98,6 +98,7 @@ class Graph:
         partition: where the parts are that hold the edges and the features, which this graph then has none of.
         numbers: int64 [nodes], the nodes' ids as they were given, None: as they are.
         cut: int32 [nodes], the rank of each node where the recipe gives it (`graph.halo.parts`).
+        placed: features have the averages and encodings that a graph transformer reads.
         identity: stands for the content where reading all of it would take long; empty: the content is hashed.
     """
 
@@ -119,6 +120,7 @@ class Graph:
     edge_columns: tuple[str, ...] = ()
     partition: Partition | None = None
     cut: Array | None = None
+    placed: bool = False
 
     @property
     def nodes(self) -> int:

@@ -16,6 +16,7 @@ from espalier.errors import UserError
 from espalier.graph import quantization
 from espalier.graph.gnn import Gnn, GraphAttention, Layer
 from espalier.graph.node_classification import NodeTask
+from espalier.graph.packed_run import packed_input
 from espalier.graph.subgraphs import infer
 from espalier.kernels.counts import Counts, low_bit
 
@@ -68,9 +69,7 @@ def row_stats(workload: GraphWorkload, model: Gnn) -> list[RowStats]:
         else:
             counts = (one != 0).sum(1).numpy()
             binary = found is not None and at == 0
-            size = (
-                float(quantization.packed_input(one.numpy())[0].nbytes + 4 * len(one)) if binary else 4.0 * one.numel()
-            )
+            size = float(packed_input(one.numpy())[0].nbytes + 4 * len(one)) if binary else 4.0 * one.numel()
             rows.append(RowStats(counts, np.full(len(one), 1 if binary else 32), size))
     return rows
 

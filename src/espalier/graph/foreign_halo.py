@@ -27,7 +27,7 @@ from espalier.errors import UserError
 from espalier.graph import halo
 from espalier.graph.base import Forms, MessageBlock
 from espalier.graph.halo import ForeignRows
-from espalier.graph.subgraphs import MESSAGES, forward
+from espalier.graph.subgraphs import MESSAGES, QUANTIZED, forward
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,6 +53,8 @@ class Messages:
         """In place of the halo's exchange."""
         self.seen: list[Tensor] | None = None
         """Where rows that layers were given are kept."""
+        self.rounded: Callable[[int, Tensor], Tensor] | None = None
+        """Rows that are read for the n-th time in a pass, in few bits (`quantized_networks`)."""
         self.inside = False
 
     @contextmanager
@@ -72,6 +74,8 @@ class Messages:
             self.seen.append(rows)
         at, own = self.calls, self.halo
         self.calls += 1
+        if self.rounded is not None:
+            rows = self.rounded(at, rows)
         if own is None or at == 0:
             return rows
         kept, known = rows[: len(own.owned)], own.sources
@@ -237,6 +241,14 @@ def study(model: nn.Module, features: Array, whole: MessageBlock) -> ForeignRows
     )
 
 
+def row_widths(model: nn.Module, features: Array, whole: MessageBlock) -> list[int | None]:
+    """Values in a row each time that a layer of `model` reads rows, in order, as it does on a small graph; None: those
+    are the features themselves. Raises UserError as `study`."""
+    rows = torch.from_numpy(np.array(features[:SAMPLE], np.float64))
+    _, seen = _run(copy.deepcopy(model).cpu().double().eval(), rows, _sample(len(rows), whole), None)
+    return [None if one is rows else one.shape[1:].numel() for one in seen]
+
+
 def study_part(model: nn.Module, part: Part) -> ForeignRows:
     """As `study`, of a graph of which a part is here, with edges into its own nodes alone. Raises UserError for a
     network that needs more."""
@@ -255,7 +267,9 @@ def _run(
     model: nn.Module, rows: Tensor, block: MessageBlock, whole: list[Tensor] | None
 ) -> tuple[Tensor, list[Tensor]]:
     """Answers for own nodes, and the rows that layers were given; those of halo nodes come from `whole`."""
+    vars(model).pop(QUANTIZED, None)
     messages: Messages = getattr(equip(model), MESSAGES)
+    messages.rounded = None
     messages.seen, own = [], cast("Halo | None", block.halo)
     if own is not None and whole is not None:
         known, outer = whole, own.outer

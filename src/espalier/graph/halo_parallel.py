@@ -99,9 +99,10 @@ class RankPart:
         self.transport = Sylvie(self.policy, **how_coded, peers=ByPeer(bits, ages), seed=seed)
         depth = task.train.depth
         part = part._replace(halo=part.halo.to(placed["device"]))
+        self.nodes = part.halo.nodes
         if foreign is not None and foreign.deep:
             deep = foreign_halo.deepened(part.halo, task.train.block)
-            self.features, first = task.train.features[deep.nodes].to(**placed), deep.block
+            self.features, first, self.nodes = task.train.features[deep.nodes].to(**placed), deep.block, deep.nodes
         else:
             self.features, (first, *_) = part._replace(features=part.features.to(**placed)).inputs(depth)
         first = to_device(first, **placed)
@@ -213,9 +214,12 @@ class HaloParallel(Mechanism):
         one = next(model.parameters())
         placed = {"device": one.device, "dtype": one.dtype}
         how = crossings(self.options, context.plan, members, group.rank())._replace(foreign=foreign)
-        if (bits := quantization_of(model)) is not None:
+        if (bits := quantization_of(model)) is not None and foreign is None:
             bits.trains_on(part.halo.to(one.device))
         made = workload.part = RankPart(part, task, how, placed, context.recipe.train.seed)
+        if bits is not None and foreign is not None:
+            owned = len(part.halo.owned)
+            bits.holds(made.nodes.to(one.device), owned, owned / task.train.graph.nodes)
         if bits is not None and known is not None and model.training:  # one that is evaluated has its steps
             begin_over_ranks(model, made.features, made.exact, group)
         if known is None and isinstance(model, Gnn) and one.device.type == "cpu":

@@ -83,19 +83,20 @@ def layer_work(network: Gnn, reach: Sequence[Reach], micro_batch: Any, precision
     )
 
 
-def quantized_work(work: Work, network: Gnn, reach: Sequence[Reach], times: Any, precision: str) -> Work:
-    """`work` of a network that `quantization.equip` was called with: its quantizers' time and memory come on top."""
+def quantized_work(work: Work, network: nn.Module, reach: Sequence[Reach], times: Any, precision: str) -> Work:
+    """`work` of a network that `quantization.equip` was called with: its quantizers' time and memory come on top. A
+    network that is not a `Gnn` is one layer, which passes over the first of `reach`."""
     size, extra = max(4, VALUE_BYTES[precision]), []
-    layers: list[Any] = list(network.layers)
+    layers: list[Any] = list(network.layers) if isinstance(network, Gnn) else [network]
     for layer, one in zip(layers, reach, strict=True):
-        quantizer, inner = getattr(layer, "quantizer", None), getattr(layer, "quantized", None)
         sources, targets = one.sources * times, one.targets * times
-        if quantizer is not None:
-            extra.append(a2q.cost(sources * quantizer.columns, size, quantizer.allocator.fits))
-        for part, rows in (("messages", sources), ("sums", targets)):
-            if (columns := getattr(inner, part, None)) is not None:
-                extra.append(a2q.cost(rows * len(columns.raw_step), size))
-        extra += [a2q.cost(one.weight.numel(), size) for one in layer.modules() if parametrize.is_parametrized(one)]
+        for name, part in layer.named_modules():
+            if isinstance(part, a2q.FeatureQuantizer):
+                extra.append(a2q.cost(sources * part.columns, size, part.allocator.fits))
+            elif isinstance(part, a2q.ColumnQuantizer) and part.dim:
+                extra.append(a2q.cost((targets if name.endswith("sums") else sources) * len(part.raw_step), size))
+            elif parametrize.is_parametrized(part):
+                extra.append(a2q.cost(part.weight.numel(), size))
     return replace(
         work,
         moved=work.moved + sum(one.moved for one in extra),

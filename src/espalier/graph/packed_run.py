@@ -10,27 +10,36 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from espalier import cache_dir, data_hash
-from espalier.config import recipe_file
+from espalier.config import GraphTransformer, Messages, recipe_file
 from espalier.errors import UserError
 from espalier.graph import kept_graph, part_inference, quantization
-from espalier.graph.gnn import Gnn
+from espalier.graph.data import Graph
 from espalier.graph.kept_graph import KeptGraph
+from espalier.graph.link_prediction import LinkTask
 from espalier.graph.node_classification import NodeTask
 from espalier.graph.subgraphs import infer
+from espalier.graph.torchgt import plan_choice
 from espalier.graph.workload import GraphWorkload
-from espalier.quant.base import STEPS
+from espalier.import_function import keep_sources
+from espalier.quant.a2q import Coded, ColumnQuantizer
+from espalier.quant.base import STEP_RATE, STEPS, step_codes
 from espalier.quant.mega import package_file
-from espalier.quant.mega.package import PackedRows
+from espalier.quant.mega.package import PackedRows, encode
 from espalier.units import show_size
 from espalier.workload import Workload
+
+if TYPE_CHECKING:
+    from espalier.graph.data import Array
 
 PACKED, REST = "packed.pkg", "model.safetensors"
 _INPUT, _SCALE, _MATRIX = "layers.0.rows", "layers.0.scale", ".parametrizations.weight.original"
@@ -41,7 +50,7 @@ def write(workload: Workload, model: nn.Module, folder: Path) -> str:
     assert isinstance(workload, GraphWorkload)
     found = quantization.quantization_of(model)
     task = workload.task
-    if found is None or not isinstance(model, Gnn) or not isinstance(task, NodeTask) or workload.stored is not None:
+    if found is None or not isinstance(task, NodeTask) or workload.stored is not None:
         raise UserError(
             "This run has nothing to pack.",
             why="networks that were trained with [quant] to predict nodes of a graph in memory have",
@@ -53,9 +62,9 @@ def write(workload: Workload, model: nn.Module, folder: Path) -> str:
     found.packed = True
     infer(model, task.held)
     rest = {name: one for name, one in model.state_dict().items() if not name.endswith(_MATRIX)}
-    matrices = {**found.stored, **quantization.packed_weights(model)}
+    matrices = {**found.stored, **packed_weights(model)}
     if _INPUT not in matrices:
-        matrices[_INPUT], rest[_SCALE] = quantization.packed_input(workload.graph.features)
+        matrices[_INPUT], rest[_SCALE] = packed_input(task.held.graph.features)
     data = package_file.to_bytes(matrices, {"quant": type(found.options).__struct_config__.tag})
 
     def fill(place: Path) -> None:
@@ -69,7 +78,7 @@ def write(workload: Workload, model: nn.Module, folder: Path) -> str:
         kept = place / "preprocessing"
         kept.mkdir()
         graph = workload.graph
-        kept_graph.write(kept, replace(graph, features=np.zeros((graph.nodes, 0), np.float32)), None)
+        freeze(workload, kept, replace(graph, features=np.zeros((graph.nodes, 0), np.float32)))
         (kept / "hashes.json").write_text(json.dumps(data_hash.in_folder(kept)), encoding="utf-8")
 
     cache_dir.export(folder, PACKED, fill)
@@ -83,6 +92,15 @@ def write(workload: Workload, model: nn.Module, folder: Path) -> str:
     )
 
 
+def freeze(workload: GraphWorkload, folder: Path, graph: Graph) -> None:
+    """Keeps in `folder` what a run on `graph` is opened with."""
+    kept_graph.write(folder, graph, workload.task.links if isinstance(workload.task, LinkTask) else None)
+    if isinstance(workload.recipe.model, Messages):
+        keep_sources(workload.recipe.model.build, folder)
+    if isinstance(workload.recipe.model, GraphTransformer) and (plan := workload.attention_plan[0]):
+        (folder / plan_choice.KEPT).write_text(plan, encoding="utf-8")
+
+
 def with_features(kept: KeptGraph, folder: Path) -> KeptGraph:
     """`kept` with the features of the package in `folder`; as it is where there is none."""
     if not (folder / PACKED).exists():
@@ -91,7 +109,8 @@ def with_features(kept: KeptGraph, folder: Path) -> KeptGraph:
     rows = _values(matrices[_INPUT])
     scale = _rest(folder).get(_SCALE)
     features = (rows if scale is None else rows * scale[:, None]).numpy()
-    return replace(kept, graph=replace(kept.graph, features=features), widths=(features.shape[1], kept.widths[1]))
+    graph = replace(kept.graph, features=features, placed=True)
+    return replace(kept, graph=graph, widths=(features.shape[1], kept.widths[1]))
 
 
 def load(model: nn.Module, folder: Path) -> bool:
@@ -109,6 +128,27 @@ def load(model: nn.Module, folder: Path) -> bool:
     except RuntimeError as error:
         raise UserError(f"{folder} does not hold this model: {error}", do="espalier export RUN --to packed") from None
     return True
+
+
+def packed_weights(model: nn.Module) -> dict[str, PackedRows]:
+    """The quantized matrices of `model` by name, in packages: a row for each output."""
+    found = {}
+    for name, module in model.named_modules():
+        inner: Any = getattr(module, "parametrizations", None)
+        one = inner["weight"][0] if parametrize.is_parametrized(module, "weight") else None
+        if isinstance(one, ColumnQuantizer):
+            codes, _ = one.codes(inner["weight"].original)
+            widths = torch.full((len(codes),), one.bits, dtype=torch.uint8)
+            found[f"{name}.weight"] = encode(Coded(codes, widths, step_codes(one.raw_step * STEP_RATE)))
+    return found
+
+
+def packed_input(features: Array) -> tuple[PackedRows, Tensor]:
+    """Features of which each row has one value but 0, as one bit each, and float32 [rows] of that value."""
+    rows = torch.from_numpy(np.ascontiguousarray(features, np.float32))
+    codes = (rows != 0).to(torch.uint8)
+    ones = torch.ones(len(codes), dtype=torch.uint8)
+    return encode(Coded(codes, ones, ones * 128)), rows.abs().amax(1)
 
 
 def _values(packed: PackedRows) -> Tensor:

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from espalier import config, units
 from espalier.artifacts import Curve, Table
@@ -82,6 +81,10 @@ class QuantizedGraph:
     stored: bool = False
     hidden: Array | None = None
 
+    def __deepcopy__(self, memo: object) -> QuantizedGraph:
+        """The same: it does not change."""
+        return self
+
     def allocator(self, options: config.Quant, bits: float) -> BitAllocator:
         """By the kind of the options; learned widths begin higher for higher degrees (a bank's for larger values)."""
         nodes, degrees = self.trained or self.graph.nodes, self.degrees()
@@ -128,7 +131,11 @@ class Quantization:
             the results are the same but for rounding of float32.
         stored: those packages by the name of what they are rows of, while `packed`.
         part: of the graph, that this rank trains on; None: all of it.
+        entry: of features, in networks other than `Gnn`; now: what the rows of the pass under way are of; rows: nodes
+            there; ids, owned: of rows on this rank, see `holds`.
     """
+
+    ids: Tensor | None
 
     def __init__(self, options: config.Quant, told: QuantizedGraph) -> None:
         self.options, self.told = options, told
@@ -137,6 +144,8 @@ class Quantization:
         self.target: MemoryTarget | None = None
         self.packed, self.first = False, 0
         self.part: Halo | None = None
+        self.entry: FeatureQuantizer | None = None
+        self.now, self.rows, self.ids, self.owned = RowIndex(), 0, None, 0
         self.stored: dict[str, PackedRows] = {}
         self.degrees = None if told.whole else told.degrees()
         self.root = None if told.whole else told.root()
@@ -150,6 +159,33 @@ class Quantization:
     def widest(self) -> int:
         """Columns of the widest rows but the input's."""
         return max((one.columns for one in self.features[1 - self.first :]), default=1)
+
+    def add(self, owner: nn.Module, at: int, columns: int, signed: bool, name: str = "quantizer") -> FeatureQuantizer:
+        """A quantizer of the rows that layer `at` reads, as the part `name` of `owner`."""
+        rule = Rule(signed=signed, local=1.0 if not self.told.whole else 0.0)
+        made = FeatureQuantizer(self.told.allocator(self.options, self.options.bits + (not signed)), columns, rule)
+        owner.add_module(name, made)
+        self.first = self.first if self.features else at
+        self.features.append(made)
+        return made
+
+    def rounded(self, quantizer: FeatureQuantizer, values: Tensor, index: RowIndex) -> Tensor:
+        """`values` as they are stored."""
+        if not self.packed:
+            found: Tensor = quantizer(values, index)
+            return found
+        name = f"layers.{self.features.index(quantizer) + self.first}.rows"
+        self.stored[name] = encode(quantizer.codes(values, index))
+        coded = self.stored[name].decoded()
+        return (coded.codes * STEPS[coded.steps.long()][:, None]).to(values.dtype)
+
+    def enters(self, block: MessageBlock, features: Tensor) -> Tensor:
+        """Features of a forward pass that begins, as they are stored. Of networks other than `Gnn`."""
+        self.now, self.rows = self.index(block), len(features)
+        if self.ids is not None and (block.halo is not None or block.tokens is not None):
+            degrees = None if self.degrees is None else self.degrees.to(self.ids.device)[self.ids]
+            self.now = RowIndex(self.ids, degrees, self.owned)
+        return features if self.entry is None else self.rounded(self.entry, features, self.now)
 
     def index(self, block: MessageBlock) -> RowIndex:
         """Of the sources of `block`."""
@@ -171,12 +207,21 @@ class Quantization:
         """A part of the graph, on this rank: rows are quantized by the rank that owns them, before they cross. In every
         step all ranks together see every node."""
         self.part = part
+        self._over_ranks(len(part.owned) / self.told.graph.nodes)
+
+    def holds(self, ids: Tensor, owned: int, share: float) -> None:
+        """As `trains_on`, of networks other than `Gnn`: rows are of the nodes `ids`, the first `owned` this rank's (0:
+        all), and `share` of all rows."""
+        self.ids, self.owned = ids, owned
+        self._over_ranks(share)
+
+    def _over_ranks(self, share: float) -> None:
         for feature in self.features:
             if isinstance(feature.allocator, NodeBits):
                 shown = feature.allocator.shown
                 feature.allocator.seen.copy_(torch.ones(()) if shown is None else shown)
         for one in self.columns:
-            one.share = len(part.owned) / self.told.graph.nodes
+            one.share = share
 
     def loss(self, found: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """(sum, weight) with the gradient of the target's penalty; the value stays that of the task."""
@@ -305,30 +350,13 @@ def _source_scale(block: MessageBlock, root: Tensor | None) -> tuple[Tensor | No
 def equip(model: nn.Module, options: config.Quant, told: QuantizedGraph) -> Quantization:
     """Puts quantizers round the layers of `model`, whose `quantization` is what is returned. The kernels of its seam
     have to be there already. Raises UserError: a target that is too small."""
-    assert isinstance(model, Gnn)
     found = Quantization(options, told)
-    dropout, elu = model.options.dropout or 0.0, model.options.activation in ("elu", "maxk")
-    for at, layer in enumerate(model.layers):
-        assert isinstance(layer, Layer)
-        signed = told.input_signed() if at == 0 else elu
-        if signed is not None:
-            bits = options.bits + (not signed)
-            rule = Rule(signed=signed, local=1.0 if not told.whole else 0.0)
-            quantizer = FeatureQuantizer(told.allocator(options, bits), layer.inputs, rule)
-            dropped = dropout if at or model.drops_features else 0.0
-            quantizer.gain = 1 / (1 - dropped) if dropped < 1 else 1.0
-            layer.add_module("quantizer", quantizer)
-            layer.register_forward_pre_hook(_before(found))
-            layer.register_forward_hook(_after)
-            found.first = found.first if found.features else at
-            found.features.append(quantizer)
-        if options.weights:
-            a2q.quantize_weights(layer, options.weights)
-        if options.messages or options.aggregates:
-            aggregate = _Aggregate(layer, found)
-            found.columns += [one for one in (aggregate.messages, aggregate.sums) if one is not None]
-            layer.add_module("quantized", aggregate)
-            layer.aggregate, layer.attend = aggregate.forward, aggregate.attend
+    if isinstance(model, Gnn):
+        _equip_layers(model, found)
+    else:
+        from espalier.graph import quantized_networks
+
+        quantized_networks.equip(model, found)
     layers = [one.layer for one in found.features]
     values = sum(float(one.allocator.counts.sum()) * one.columns for one in layers)
     asked = math.ceil(values / 4) if options.target is None else units.size(options.target, "quant.target")
@@ -339,27 +367,41 @@ def equip(model: nn.Module, options: config.Quant, told: QuantizedGraph) -> Quan
     return found
 
 
+def _equip_layers(model: Gnn, found: Quantization) -> None:
+    options, told = found.options, found.told
+    dropout, elu = model.options.dropout or 0.0, model.options.activation in ("elu", "maxk")
+    for at, layer in enumerate(model.layers):
+        assert isinstance(layer, Layer)
+        signed = told.input_signed() if at == 0 else elu
+        if signed is not None:
+            quantizer = found.add(layer, at, layer.inputs, signed)
+            dropped = dropout if at or model.drops_features else 0.0
+            quantizer.gain = 1 / (1 - dropped) if dropped < 1 else 1.0
+            layer.register_forward_pre_hook(_before(found))
+            layer.register_forward_hook(_after)
+        if options.weights:
+            a2q.quantize_weights(layer, options.weights)
+        if options.messages or options.aggregates:
+            aggregate = _Aggregate(layer, found)
+            found.columns += [one for one in (aggregate.messages, aggregate.sums) if one is not None]
+            layer.add_module("quantized", aggregate)
+            layer.aggregate, layer.attend = aggregate.forward, aggregate.attend
+
+
 def _before(found: Quantization) -> Any:
     def before(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         (block, rows), quantizer = inputs, module.quantizer
         assert isinstance(quantizer, FeatureQuantizer)
         index = found.index(block)
         values = rows.values if isinstance(rows, Kept) else rows
-        if found.packed:
-            name = f"layers.{found.features.index(quantizer) + found.first}.rows"
-            found.stored[name] = encode(quantizer.codes(values, index))
-            coded = found.stored[name].decoded()
-            values = (coded.codes * STEPS[coded.steps.long()][:, None]).to(values.dtype)
+        if found.packed or values.requires_grad or block.halo is not None or not torch.is_grad_enabled():
+            values = found.rounded(quantizer, values, index)
         else:
-            if values.requires_grad or block.halo is not None or not torch.is_grad_enabled():
-                values = quantizer(values, index)
-            else:
-                values, vars(module)["learned"] = quantizer.rounded(values, index)
-            logarithm = quantizer.last
-            if not isinstance(rows, Kept) and _sums_read_rows(module):
-                bits, signed, steps = _code_bits(quantizer), quantizer.rule.signed, step_codes(logarithm)
-                gain, kind = quantizer.factor, logarithm.dtype
-                block = _coded(block, Coding(bits, steps, True, signed, gain, kind, values.dtype))
+            values, vars(module)["learned"] = quantizer.rounded(values, index)
+        if not found.packed and not isinstance(rows, Kept) and _sums_read_rows(module):
+            bits, signed, logarithm = _code_bits(quantizer), quantizer.rule.signed, quantizer.last
+            gain, kind = quantizer.factor, logarithm.dtype
+            block = _coded(block, Coding(bits, step_codes(logarithm), True, signed, gain, kind, values.dtype))
         return block, rows._replace(values=values) if isinstance(rows, Kept) else values
 
     return before
@@ -441,7 +483,7 @@ def sentence(found: Quantization) -> str:
     options, target = found.options, found.target
     kind = type(options).__struct_config__.tag
     one = stored_bytes(found)
-    parts = [f"{name} {bits} bits" for name, bits in _components(options)]
+    parts = [f"{name} {bits} bits" for name, bits in _components(options, bool(found.columns))]
     if not found.features:
         return f"Quantization ({kind}): no features, as rows of the input have one value each; {', '.join(parts)}."
     aim = f"features {options.bits:g} bits"
@@ -454,9 +496,9 @@ def sentence(found: Quantization) -> str:
     )
 
 
-def _components(options: config.Quant) -> list[tuple[str, int]]:
+def _components(options: config.Quant, columns: bool) -> list[tuple[str, int]]:
     named = (("weights", options.weights), ("messages", options.messages), ("sums", options.aggregates))
-    return [(name, bits) for name, bits in named if bits]
+    return [(name, bits) for name, bits in named if bits and (columns or name == "weights")]
 
 
 GROUPS = ((0, 1), (1, 2), (2, 3), (3, 5), (5, 9), (9, 17), (17, 65), (65, 1 << 62))
@@ -555,30 +597,6 @@ def _mean_width(found: Quantization, quantizer: FeatureQuantizer, chosen: Tensor
     return node_widths(found, quantizer)[chosen].mean().item()
 
 
-# --- the packed model ------------------------------------------------------------------------------------------------
-
-
 def dense_rows(rows: Rows) -> Tensor:
     """float32, on the CPU."""
     return dense(rows).detach().float().cpu()
-
-
-def packed_weights(model: nn.Module) -> dict[str, PackedRows]:
-    """The quantized matrices of `model` by name, in packages: a row for each output."""
-    found = {}
-    for name, module in model.named_modules():
-        inner: Any = getattr(module, "parametrizations", None)
-        one = inner["weight"][0] if parametrize.is_parametrized(module, "weight") else None
-        if isinstance(one, ColumnQuantizer):
-            codes, _ = one.codes(inner["weight"].original)
-            widths = torch.full((len(codes),), one.bits, dtype=torch.uint8)
-            found[f"{name}.weight"] = encode(a2q.Coded(codes, widths, step_codes(one.raw_step * STEP_RATE)))
-    return found
-
-
-def packed_input(features: Array) -> tuple[PackedRows, Tensor]:
-    """Features of which each row has one value but 0, as one bit each, and float32 [rows] of that value."""
-    rows = torch.from_numpy(np.ascontiguousarray(features, np.float32))
-    codes = (rows != 0).to(torch.uint8)
-    ones = torch.ones(len(codes), dtype=torch.uint8)
-    return encode(a2q.Coded(codes, ones, ones * 128)), rows.abs().amax(1)

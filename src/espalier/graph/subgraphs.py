@@ -100,6 +100,9 @@ def forward(model: nn.Module, features: Tensor, blocks: tuple[MessageBlock, ...]
     """What `model` says of the last block's targets. Transformers and foreign networks get the first block's edges."""
     if isinstance(model, Gnn):
         return model(features, blocks)
+    quantizers: Any = getattr(model, QUANTIZED, None)
+    if quantizers is not None:
+        features = quantizers.enters(blocks[0], features)
     if isinstance(model, GraphTransformer):
         answers: Tensor = model(features, blocks[0])
         return answers[: blocks[-1].targets]

@@ -373,14 +373,15 @@ class GraphWorkload(Plain):
     def decisions(self) -> tuple[str, ...]:
         """What was decided of the graph, in sentences; makes the format on first use."""
         model = self.bare()
+        bits = () if self.recipe.quant is None else (quantization.sentence(quantization.equipped(self._quantized)),)
         if isinstance(model, GraphTransformer):
             told = (self.attention_plan[1], reformation.sentence(self.recipe))
-            return (*self._said, self._attention()[1], *filter(None, told))
+            return (*self._said, *bits, self._attention()[1], *filter(None, told))
         if not isinstance(model, Gnn):
-            return ()
+            return bits
         layers = [layer for layer in model.layers if isinstance(layer, Layer)]
         assert self.recipe.graph is not None
-        said = self._said if self.recipe.quant is None else (*self._said, self._quantization())
+        said = (*self._said, *bits)
         k = model.options.k if model.options.activation == "maxk" else None
         if self._each or not isinstance(self.task, NodeTask):
             return (*said, *graph_plan.passes(layers, k, once=False))
@@ -399,11 +400,8 @@ class GraphWorkload(Plain):
         hidden = None
         if isinstance(self.task, NodeTask) and self.recipe.graph is not None and self.recipe.graph.inductive:
             hidden = np.concatenate([self.task.parts.validation, self.task.parts.test])
-        return quantization.QuantizedGraph(self.graph, whole, nodes, places, self.stored is not None, hidden)
-
-    def _quantization(self) -> str:
-        """The plan's sentence on [quant]."""
-        return quantization.sentence(quantization.equipped(self._quantized))
+        graph = self.task.graph if isinstance(self.recipe.model, config.GraphTransformer) else self.graph
+        return quantization.QuantizedGraph(graph, whole, nodes, places, self.stored is not None, hidden)
 
     @cached_property
     def _quantized(self) -> nn.Module:
@@ -417,13 +415,16 @@ class GraphWorkload(Plain):
 
     def work(self, micro_batch: Any, recompute: str, precision: str) -> Work:
         """By layer from its reach: of the whole graph, or of one step's drawn neighbourhood, per target."""
-        bare = self.bare()
-        if isinstance(bare, GraphTransformer):
-            return layer_work.transformer_work(bare, self.reach()[0], micro_batch, self._times(micro_batch))
+        bare, reach, times = self.bare(), self.reach(), self._times(micro_batch)
         if not isinstance(bare, Gnn):
-            width = self.task.graph.features.shape[1]
-            return layer_work.foreign_work(bare, self.reach()[0], width, micro_batch, self._times(micro_batch))
-        reach = self.reach()
+            if isinstance(bare, GraphTransformer):
+                work = layer_work.transformer_work(bare, reach[0], micro_batch, times)
+            else:
+                width = self.task.graph.features.shape[1]
+                work = layer_work.foreign_work(bare, reach[0], width, micro_batch, times)
+            if self.recipe.quant is None:
+                return work
+            return layer_work.quantized_work(work, self._quantized, reach[:1], times, precision)
         if self._over_ranks:
             share = micro_batch / self.global_batch
             reach = [Reach(one.sources * share, one.targets * share, one.edges * share) for one in reach]
@@ -431,7 +432,7 @@ class GraphWorkload(Plain):
             return layer_work.layer_work(bare, reach, micro_batch, precision, self._each)
         work = layer_work.layer_work(cast("Gnn", self._quantized), reach, micro_batch, precision, self._each)
         each = micro_batch if self._each else micro_batch * 0 + 1.0
-        return layer_work.quantized_work(work, cast("Gnn", self._quantized), reach, each, precision)
+        return layer_work.quantized_work(work, self._quantized, reach, each, precision)
 
     @property
     def _over_ranks(self) -> bool:
@@ -530,7 +531,7 @@ def _task(recipe: Recipe, graph: Graph, links: Links | None) -> Task:
     style, depth = _style(model), _depth(model, options)
 
     def placed(graph: Graph) -> Graph:
-        if not isinstance(model, config.GraphTransformer):
+        if graph.placed or not isinstance(model, config.GraphTransformer):
             return graph
         return encoded(averaged(graph, model.local), model.encodings, model.encoding_size)
 

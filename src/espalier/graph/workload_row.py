@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from espalier import cache_dir, data_hash
-from espalier.config import GraphTransformer, Messages, Recipe
+from espalier.config import Recipe
 from espalier.config.graphs import Batches, with_batches
 from espalier.errors import UserError
 from espalier.graph import kept_graph, packed_run, part_inference, partition_folder, quantization
@@ -21,9 +21,7 @@ from espalier.graph.graph_classification import GraphTask
 from espalier.graph.link_prediction import LinkTask
 from espalier.graph.node_classification import NodeTask
 from espalier.graph.subgraphs import infer
-from espalier.graph.torchgt import plan_choice
 from espalier.graph.workload import GraphWorkload, open_graph
-from espalier.import_function import keep_sources
 from espalier.shard.wrap_policy import profile
 from espalier.units import show_size
 from espalier.workload import PackStart, Shard, Workload
@@ -101,12 +99,7 @@ def _open(recipe: Recipe, opening: Opening) -> GraphWorkload:
 
 def _freeze(workload: Workload, folder: Path) -> None:
     assert isinstance(workload, GraphWorkload)
-    links = workload.task.links if isinstance(workload.task, LinkTask) else None
-    kept_graph.write(folder, workload.graph, links)
-    if isinstance(workload.recipe.model, Messages):
-        keep_sources(workload.recipe.model.build, folder)
-    if isinstance(workload.recipe.model, GraphTransformer) and (plan := workload.attention_plan[0]):
-        (folder / plan_choice.KEPT).write_text(plan, encoding="utf-8")
+    packed_run.freeze(workload, folder, workload.graph)
 
 
 def _pack(workload: Workload, shards: Sequence[Shard], packing: PackStart) -> None:

@@ -21,7 +21,8 @@ from espalier.config import GraphTransformer as Options
 from espalier.errors import UserError
 from espalier.graph import halo_parallel
 from espalier.graph.halo_parallel import CutWorkload, all_rows
-from espalier.graph.subgraphs import SubgraphBatch
+from espalier.graph.quantization import quantization_of
+from espalier.graph.subgraphs import SubgraphBatch, forward
 from espalier.graph.torchgt.model import GraphTransformer
 from espalier.graph.torchgt.over_ranks import TokenExchange
 from espalier.mechanism import Build, Mechanism
@@ -90,7 +91,9 @@ class TokenPart:
     @torch.no_grad()
     def logits(self, model: nn.Module) -> Tensor:
         """[nodes, outputs] of all nodes, on every rank. All ranks call it alike."""
-        return all_rows(model(self.features, self.block), slice(*self.range), len(self.task.labels), self.group)
+        return all_rows(
+            forward(model, self.features, (self.block,)), slice(*self.range), len(self.task.labels), self.group
+        )
 
 
 class TokenParallel(Mechanism):
@@ -109,7 +112,10 @@ class TokenParallel(Mechanism):
         one = next(model.parameters())
         placed = {"device": one.device, "dtype": one.dtype}
         shares = [each.share[1] - each.share[0] for each in ranks]
-        workload.part = TokenPart(workload.whole_task, model, shares, placed, group)
+        made = workload.part = TokenPart(workload.whole_task, model, shares, placed, group)
+        if (bits := quantization_of(model)) is not None:
+            pieces = made.block.tokens.pieces
+            bits.holds(torch.arange(*made.range, device=one.device), 0, pieces[group.rank()] / sum(pieces))
 
 
 def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:
