@@ -98,10 +98,6 @@ def test_other_kinds_of_model_have_no_such_section():
     table = {"model": {"kind": "gpt"}, "data": {"path": "x"}, "quant": {"kind": "a2q"}}
     with pytest.raises(UserError, match=r"\[quant\] belongs to"):
         defaults.resolve(recipe_file.from_table(table))
-    for model in ({"kind": "messages", "build": "a:b"}, {"kind": "graph-transformer"}):
-        with pytest.raises(UserError, match=f"not possible with model.kind = '{model['kind']}'") as refused:
-            defaults.resolve(recipe_file.from_table({**table, "model": model}))
-        assert "in your own loop" in str(refused.value)
 
 
 def test_widths_follow_degrees_where_each_degree_has_its_own(make_graph):

@@ -87,6 +87,7 @@ def quantized_work(work: Work, network: nn.Module, reach: Sequence[Reach], times
     """`work` of a network that `quantization.equip` was called with: its quantizers' time and memory come on top. A
     network that is not a `Gnn` is one layer, which passes over the first of `reach`."""
     size, extra = max(4, VALUE_BYTES[precision]), []
+    back = 2 * work.moved if work.moved_back is None else work.moved_back
     layers: list[Any] = list(network.layers) if isinstance(network, Gnn) else [network]
     for layer, one in zip(layers, reach, strict=True):
         sources, targets = one.sources * times, one.targets * times
@@ -100,7 +101,7 @@ def quantized_work(work: Work, network: nn.Module, reach: Sequence[Reach], times
     return replace(
         work,
         moved=work.moved + sum(one.moved for one in extra),
-        moved_back=work.moved_back + sum(one.moved_back for one in extra),
+        moved_back=back + sum(one.moved_back for one in extra),
         kept=work.kept + sum(one.kept for one in extra),
         transient=reduce(np.maximum, (one.transient for one in extra), work.transient),
     )
