@@ -170,6 +170,12 @@ def test_a_network_whose_layers_read_other_rows_in_another_pass_is_refused(tmp_p
         )
 
 
+def test_a_network_that_takes_one_number_of_nodes_alone_is_refused():
+    workload = GraphWorkload(recipe_of({**OWN, "build": "foreign_networks:counted"}, {"kind": "a2q"}), made())
+    with pytest.raises(UserError, match=r"\[quant\] is not possible with this network: on 48 nodes it raised"):
+        workload.decisions()
+
+
 def told(done) -> list[list[str]]:
     assert done.returncode == 0, done.stderr
     return [line.split("\t") for line in done.stdout.splitlines()]

@@ -78,7 +78,9 @@ def parts(workload: GraphWorkload, model: nn.Module) -> dict[str, Counts]:
     """Operations and bytes of an inference of all nodes, by layer and step; UserError for what is not counted."""
     if not isinstance(model, Gnn):
         raise UserError(
-            "A network of your own is not counted.", do="espalier.kernels.counts.Counter(model) around a call"
+            "The energy of this network is not counted.",
+            why="operations are counted in layers that pass messages and come with the package",
+            do="espalier.kernels.counts.Counter(model) around a call",
         )
     found, options = quantization.quantization_of(model), workload.recipe.quant
     nodes, edges = workload.graph.nodes, workload.graph.edges

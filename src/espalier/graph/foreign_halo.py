@@ -245,7 +245,7 @@ def row_widths(model: nn.Module, features: Array, whole: MessageBlock) -> list[i
     """Values in a row each time that a layer of `model` reads rows, in order, as it does on a small graph; None: those
     are the features themselves. Raises UserError as `study`."""
     rows = torch.from_numpy(np.array(features[:SAMPLE], np.float64))
-    _, seen = _run(copy.deepcopy(model).cpu().double().eval(), rows, _sample(len(rows), whole), None)
+    _, seen = _run(copy.deepcopy(model).cpu().double().eval(), rows, _sample(len(rows), whole), None, "[quant]")
     return [None if one is rows else one.shape[1:].numel() for one in seen]
 
 
@@ -264,7 +264,7 @@ def study_part(model: nn.Module, part: Part) -> ForeignRows:
 
 @torch.no_grad()
 def _run(
-    model: nn.Module, rows: Tensor, block: MessageBlock, whole: list[Tensor] | None
+    model: nn.Module, rows: Tensor, block: MessageBlock, whole: list[Tensor] | None, section: str = "[graph.halo]"
 ) -> tuple[Tensor, list[Tensor]]:
     """Answers for own nodes, and the rows that layers were given; those of halo nodes come from `whole`."""
     vars(model).pop(QUANTIZED, None)
@@ -280,9 +280,9 @@ def _run(
         raise
     except Exception as error:  # of the network's code
         raise UserError(
-            f"[graph.halo] is not possible with this network: on {len(rows)} nodes it raised {type(error).__name__}.",
+            f"{section} is not possible with this network: on {len(rows)} nodes it raised {type(error).__name__}.",
             why=str(error),
-            do="a network that takes any number of nodes, or leave [graph.halo] out",
+            do=f"a network that takes any number of nodes, or leave {section} out",
         ) from error
 
 

@@ -55,7 +55,7 @@ RECORD = Record(
     aliases=("a-2q", "aggregation-aware quantization"),
     paper="ICLR 2023, arXiv 2302.00193",
     question="How few bits does a value need?",
-    files=("quant/a2q.py", "quant/base.py", "graph/quantization.py"),
+    files=("quant/a2q.py", "quant/base.py", "graph/quantization.py", "graph/quantized_networks.py"),
     chosen='graph models whose features, not weights, fill memory or the wire: `quant.kind = "a2q"`, with a target for '
     "the bytes of their codes",
     cost="bytes = sum over nodes of width * bits(node) / 8 + 12 bits per node for width and step; one more gradient "
@@ -64,8 +64,9 @@ RECORD = Record(
     law_test="tests/quant/test_a2q.py::test_unpacked_codes_times_steps_are_the_quantized_values_bit_for_bit",
     bench="bench/a2q.py",
     state="works",
-    remark="graph networks train with learned widths under a target, on whole graphs, parts over ranks, drawn "
-    "neighbourhoods and graphs that are classified whole; nodes that training has not seen take the "
+    remark="graph networks of every kind, transformers and one's own among them, train with learned widths under a "
+    "target, on whole graphs, parts over ranks, folders of parts, drawn neighbourhoods and graphs that are classified "
+    "whole; nodes that training has not seen take the "
     "nearest pairs; predictions read packed rows, and exports predict by themselves; over ranks rows cross as codes; "
     "on Cora, 64 columns, three seeds, the local gradient is worth 1.0 points (without it the first gradient does not "
     "reach the step of 3 in 4 nodes), and a2q is above uniform widths of as many bytes at 2 and 3 bits; means of 10 "
