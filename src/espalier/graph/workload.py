@@ -396,8 +396,7 @@ class GraphWorkload(Plain):
     @cached_property
     def _told(self) -> quantization.QuantizedGraph:
         nodes, places = self.trained or (None, None)
-        whole = isinstance(self.task, GraphTask)
-        hidden = None
+        hidden, whole = None, isinstance(self.task, GraphTask)
         if isinstance(self.task, NodeTask) and self.recipe.graph is not None and self.recipe.graph.inductive:
             hidden = np.concatenate([self.task.parts.validation, self.task.parts.test])
         graph = self.task.graph if isinstance(self.recipe.model, config.GraphTransformer) else self.graph
@@ -420,8 +419,7 @@ class GraphWorkload(Plain):
             if isinstance(bare, GraphTransformer):
                 work = layer_work.transformer_work(bare, reach[0], micro_batch, times)
             else:
-                width = self.task.graph.features.shape[1]
-                work = layer_work.foreign_work(bare, reach[0], width, micro_batch, times)
+                work = layer_work.foreign_work(bare, reach[0], len(self.task.graph.features[0]), micro_batch, times)
             if self.recipe.quant is None:
                 return work
             return layer_work.quantized_work(work, self._quantized, reach[:1], times, precision)
