@@ -135,8 +135,6 @@ class Quantization:
             there; ids, owned: of rows on this rank, see `holds`.
     """
 
-    ids: Tensor | None
-
     def __init__(self, options: config.Quant, told: QuantizedGraph) -> None:
         self.options, self.told = options, told
         self.features: list[FeatureQuantizer] = []
@@ -145,10 +143,10 @@ class Quantization:
         self.packed, self.first = False, 0
         self.part: Halo | None = None
         self.entry: FeatureQuantizer | None = None
-        self.now, self.rows, self.ids, self.owned = RowIndex(), 0, None, 0
+        self.ids: Tensor | None = None
+        self.now, self.rows, self.owned = RowIndex(), 0, 0
         self.stored: dict[str, PackedRows] = {}
-        self.degrees = None if told.whole else told.degrees()
-        self.root = None if told.whole else told.root()
+        self.degrees, self.root = (None, None) if told.whole else (told.degrees(), told.root())
 
     @property
     def every(self) -> list[FeatureQuantizer | ColumnQuantizer]:
