@@ -131,8 +131,7 @@ class Quantization:
             the results are the same but for rounding of float32.
         stored: those packages by the name of what they are rows of, while `packed`.
         part: of the graph, that this rank trains on; None: all of it.
-        entry: of features, in networks other than `Gnn`; now: what the rows of the pass under way are of; rows: nodes
-            there; ids, owned: of rows on this rank, see `holds`.
+        entry: of features, in networks other than `Gnn`; now, rows: of the pass under way; ids, owned: see `holds`.
     """
 
     def __init__(self, options: config.Quant, told: QuantizedGraph) -> None:
@@ -146,7 +145,8 @@ class Quantization:
         self.ids: Tensor | None = None
         self.now, self.rows, self.owned = RowIndex(), 0, 0
         self.stored: dict[str, PackedRows] = {}
-        self.degrees, self.root = (None, None) if told.whole else (told.degrees(), told.root())
+        self.degrees = None if told.whole else told.degrees()
+        self.root = None if told.whole else told.root()
 
     @property
     def every(self) -> list[FeatureQuantizer | ColumnQuantizer]:
