@@ -22,6 +22,8 @@ SOURCES = HERE.parent / "src" / "espalier"
 CASES = re.findall(r'^    "([a-z0-9 ]+)": \(', (HERE / "cuda_steps.py").read_text(), re.M)
 CASES += [f"graph, {kind}" for kind in ("gcn", "sage", "gat", "gin")]
 WITH_VALUES = re.findall(r'^    "([a-z0-9 -]+)": \(', (HERE / "cuda_values.py").read_text(), re.M)
+NORMAL = ("codec int8", "rounds of co2", "experts over ranks", "sylvie", "a2q", "waves of tasks", "features on disk")
+"""Of these, those that run every time; two ranks take two seconds each."""
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +48,9 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return library
 
 
-def told_by(program: str, library: Path, folder: Path) -> dict[str, str]:
+def told_by(program: str, library: Path, folder: Path, *cases: str) -> dict[str, str]:
     """Of each case an empty text, or where it failed."""
-    command = [sys.executable, "-W", "ignore", str(HERE / program), str(library), str(folder)]
+    command = [sys.executable, "-W", "ignore", str(HERE / program), str(library), str(folder), *cases]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
@@ -61,8 +63,11 @@ def steps(library: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 
 @pytest.fixture(scope="module")
-def steps_of_ranks(library: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return told_by("cuda_values.py", library, tmp_path_factory.mktemp("values"))
+def steps_of_ranks(
+    library: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> dict[str, str]:
+    cases = NORMAL if "not slow" in request.config.option.markexpr else ()  # all
+    return told_by("cuda_values.py", library, tmp_path_factory.mktemp("values"), *cases)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -75,10 +80,12 @@ def test_every_case_is_one_of_these(steps: dict[str, str]) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("case", WITH_VALUES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(one, marks=() if one in NORMAL else pytest.mark.slow) for one in WITH_VALUES]
+)
 def test_steps_of_ranks_that_read_values_find_their_tensors_on_cuda(steps_of_ranks: dict[str, str], case: str) -> None:
     assert steps_of_ranks[case] == ""
-    assert len(steps_of_ranks) == len(WITH_VALUES)
+    assert sorted(steps_of_ranks) in (sorted(WITH_VALUES), sorted(NORMAL))
 
 
 def test_a_tensor_that_was_forgotten_on_the_processor_is_found(steps: dict[str, str]) -> None:
