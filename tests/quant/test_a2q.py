@@ -182,7 +182,8 @@ def test_bits_beside_a_gain_of_dropout_are_those_without() -> None:
 def test_fitted_steps_have_the_least_error_in_either_form(signed: bool) -> None:
     x, bits = rows(300, 23, 3), torch.linspace(1, 8, 300)
     x[7] = 0
-    middle = x.abs().mean(1).clamp(min=0.01).log2() - 1
+    x[-9:] *= torch.logspace(-9, 9, 9, base=4)[:, None]  # beyond both ends of the table of steps
+    middle = x.abs().mean(1).clamp(min=2e-5).log2() - 1
     errors = []
     for form in (a2q.fitted.reference.run, a2q.fitted_by_rows):
         found = form(x, middle, bits, signed)

@@ -30,6 +30,7 @@ from espalier.errors import UserError
 from espalier.kernels.base import operation
 from espalier.quant.base import (
     MOST,
+    OCTAVE,
     STEP_RATE,
     STEPS,
     BitAllocator,
@@ -74,7 +75,7 @@ RECORD = Record(
     "columns, a2q 0.3 and mega 1.5 below; on CiteSeer, 16 columns, a2q 1.8 below fp32 in a 16th, 2.5 above "
     "uniform 2-bit rows, mega 0.8 below those; a training step of GCN takes 1.4 to 1.9 times "
     "the CPU time of fp32 at 30,000 nodes (1.5 was the goal), and "
-    "products of packed rows 0.5 to 0.7 of torch.sparse's speed where features fit the cache; "
+    "products of packed rows are about as fast as torch.sparse where features fit the cache; "
     "PubMed is not measured, for want of its features",
     gpu="NVIDIA H100, November 2026",
 )
@@ -160,19 +161,23 @@ def compiled(x: Tensor, step: Tensor, bits: Tensor, *_: Any) -> bool:
     )
 
 
-def _by_axis(x: Tensor, step: Tensor, bits: Tensor, signed: bool) -> tuple[int, Any, Any]:
-    """Whether steps are of rows, steps with the largest codes, and zeros for two sums of each, as arrays."""
+def _in_one_pass(
+    x: Tensor, step: Tensor, bits: Tensor, rule: Rule, upstream: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `row_steps_cpu.round_values` makes, and its two sums in the shape of steps."""
     from espalier.quant import row_steps_cpu
 
-    steps, largest = step.flatten().contiguous(), largest_code(bits, signed).flatten().contiguous()
-    by_row = int(step.shape == (len(x), 1))
+    pairs = step.flatten().contiguous(), largest_code(bits, rule.signed).flatten().contiguous()
+    by_row, out = step.shape == (len(x), 1), torch.empty_like(x, memory_format=torch.contiguous_format)
     sums = np.zeros((2, 1 if by_row else row_steps_cpu.BLOCKS, step.numel()), np.float32)
-    return by_row, (steps.numpy(), largest.numpy()), sums
-
-
-def _totals(sums: Any, step: Tensor) -> list[Tensor]:
-    found = sums[:, 0] if sums.shape[1] == 1 else sums.sum(1, dtype=np.float64).astype(np.float32)
-    return [torch.from_numpy(one).view(step.shape) for one in found]
+    added = (rule.own or len(x)) if (upstream is None) == (rule.local != 0) else 0
+    options = int(by_row), int(rule.signed), int(rule.ste == "pass"), added
+    given = x.detach().contiguous(), (x[:0] if upstream is None else upstream).detach().contiguous()
+    arrays = [one.numpy() for one in (*given, *pairs)]
+    row_steps_cpu.round_values(*arrays[:2], tuple(arrays[2:]), options, out.numpy(), sums)
+    totals = sums[:, 0] if by_row else sums.sum(1, dtype=np.float64).astype(np.float32)
+    errors, beyond = (torch.from_numpy(one).view(step.shape) for one in totals)
+    return out, errors, beyond
 
 
 def _inside(x: Tensor, step: Tensor, bits: Tensor, signed: bool) -> Tensor:
@@ -201,27 +206,9 @@ def rounded_values(x: Tensor, step: Tensor, bits: Tensor, rule: Rule) -> Rounded
 @torch.no_grad()
 def rounded_by_kernel(x: Tensor, step: Tensor, bits: Tensor, rule: Rule) -> Rounded:
     """numba: one pass."""
-    from espalier.quant import row_steps_cpu
-
-    by_row, pairs, sums = _by_axis(x, step, bits, rule.signed)
-    x, out = x.detach().contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
-    taught = rule.own or len(x)
-    run, options = row_steps_cpu.round_values, (by_row, int(rule.signed))
-    if by_row or taught == len(x):
-        run(x.numpy(), pairs, options, out.numpy(), sums)
-    else:
-        run(x[:taught].numpy(), pairs, options, out[:taught].numpy(), sums)
-        run(x[taught:].numpy(), pairs, options, out[taught:].numpy(), np.zeros_like(sums))
-    if not rule.local:
-        return Rounded(out)
-    errors, beyond = (
-        torch.from_numpy(one).view(step.shape) for one in sums.sum(1, dtype=np.float64).astype(np.float32)
-    )
+    out, errors, beyond = _in_one_pass(x, step, bits, rule)
     weight = rule.local * step.numel() / x.numel()
-    dstep, dbits = errors / step * weight, beyond * (-weight * math.log(2))
-    if by_row:
-        dstep[taught:] = dbits[taught:] = 0
-    return Rounded(out, dstep, dbits)
+    return Rounded(out, errors / step * weight, beyond * (-weight * math.log(2))) if rule.local else Rounded(out)
 
 
 @operation("rounding_gradients")
@@ -247,16 +234,9 @@ def gradients_by_kernel(
     x: Tensor, step: Tensor, bits: Tensor, rule: Rule, upstream: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """numba: one pass."""
-    from espalier.quant import row_steps_cpu
-
-    by_row, pairs, sums = _by_axis(x, step, bits, rule.signed)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    options = (by_row, int(rule.signed), int(rule.ste == "pass"), int(not rule.local))
-    given = x.contiguous().numpy(), upstream.contiguous().numpy()
-    row_steps_cpu.gradients(*given, pairs, options, out.numpy(), sums)
+    out, dstep, beyond = _in_one_pass(x, step, bits, rule, upstream)
     if rule.local:
         return out, None, None
-    dstep, beyond = _totals(sums, step)
     return out, dstep, beyond * (largest_code(bits, rule.signed) + 1) * math.log(2) * step
 
 
@@ -264,6 +244,7 @@ PARTS = 2
 """Of an octave, that the steps of rows are apart."""
 OFFSETS = tuple(one / PARTS for one in range(-2 * PARTS, PARTS + 1))
 """Octaves from the learned step of those that a row's is taken from."""
+_TRIED = torch.cat([STEPS[:1].expand(16), STEPS[:: OCTAVE // PARTS], STEPS[-1:].expand(16)]).numpy()
 
 
 @operation("fitted_steps")
@@ -290,7 +271,7 @@ def fitted_by_rows(x: Tensor, logarithm: Tensor, bits: Tensor, signed: bool, gai
 
     middle = ((PARTS * logarithm).round() / PARTS).float().contiguous()
     pairs = middle.numpy(), largest_code(bits, signed).float().contiguous().numpy()
-    tables, out = (STEPS.numpy(), np.array(OFFSETS, np.float32)), torch.empty_like(middle)
+    tables, out = (_TRIED, np.array(OFFSETS, np.float32)), torch.empty_like(middle)
     row_steps_cpu.fit(x.contiguous(), pairs, tables, (int(signed), np.float32(gain)), out)
     return out
 

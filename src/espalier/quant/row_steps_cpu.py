@@ -20,6 +20,7 @@ from espalier.kernels.simd import (
     floats,
     larger,
     load,
+    load_one,
     load_part,
     packed,
     plus,
@@ -104,18 +105,16 @@ def _values(x: Any, row: int, options: Any, kept: Any) -> int:
 
 
 @njit
-def _errors(kept: Any, count: int, tried: Any, parts: int, largest: Any) -> Any:
-    """Squared errors of values in `kept[0]` by the steps `tried`, of which every second is twice the one before, unless
-    they end the table: two divisions then do for all, as halves are exact. The others lines of `kept` are for those."""
-    step, top, error = load(address(tried)), spread(largest), spread(ZERO)
-    doubles = True
-    for lane in range(2, parts):
-        doubles &= tried[lane] == 2 * tried[lane - 2]
-    places = address(kept), address(kept) + 4 * kept.shape[1], address(kept) + 8 * kept.shape[1]
-    share = over(where(0xAAAA, spread(tried[1]), spread(tried[0])), step)
+def _errors(kept: Any, count: int, tried: Any, doubles: Any, largest: Any) -> Any:
+    """Squared errors of values in `kept[0]` by 16 steps from the address `tried` on. Where every second one `doubles`,
+    two divisions do for all, as halves are exact: the other lines of `kept` are for those."""
+    step, top, error = load(tried), spread(largest), spread(ZERO)
+    lines = address(kept), address(kept) + 4 * kept.shape[1], address(kept) + 8 * kept.shape[1]
+    bases = spread(load_one(tried)), spread(load_one(tried + 4))
+    share = over(where(0xAAAA, bases[1], bases[0]), step)
     for first in range(0, 4 * count, 4 * LANES):
-        for k in (0, 1):
-            store(places[k + 1] + first, over(load(places[0] + first), spread(tried[k])))
+        store(lines[1] + first, over(load(lines[0] + first), bases[0]))
+        store(lines[2] + first, over(load(lines[0] + first), bases[1]))
     for one in range(count):
         sizes = spread(kept[0, one])
         if doubles:
@@ -135,20 +134,20 @@ def _errors(kept: Any, count: int, tried: Any, parts: int, largest: Any) -> Any:
 )
 def fit(x: Any, pairs: Any, tables: Any, options: Any, out: Any) -> None:
     """Fills `out` with log2 of steps. `pairs`: of each row log2 of the step that others are tried round, and the
-    largest code; `tables`: the step of each step code, and octaves to try, halves of one apart, at most 16, a lane
-    each; `options`: signed, and what values are divided by."""
+    largest code; `tables`: steps half an octave apart, the middle one of which is 1, with 16 times the first before
+    and the last behind; and octaves to try, halves of one apart, at most 16, a lane each; `options`: signed, and what
+    values are divided by."""
     middle, largest = pairs
     steps, offsets = tables
     rows, columns = x.shape
+    most = len(steps) - LANES
     for block in numba.prange(BLOCKS):
-        tried, errors = np.empty(LANES, np.float32), np.empty(LANES, np.float32)
-        kept = np.zeros((3, columns + LANES), np.float32)
+        errors, kept = np.empty(LANES, np.float32), np.zeros((3, columns + LANES), np.float32)
         for row in range(rows * np.int64(block) // BLOCKS, rows * np.int64(block + 1) // BLOCKS):
-            for lane in range(LANES):
-                logarithm = middle[row] + offsets[min(lane, len(offsets) - 1)]
-                tried[lane] = steps[min(max(int(np.rint(logarithm * np.float32(8))), -128), 127) + 128]
+            at = min(max(int(np.rint(2 * (middle[row] + offsets[0]))) + len(steps) // 2, 0), most)
+            doubles = LANES <= at <= most - len(offsets)
             count = _values(x, row, options, kept)
-            store(address(errors), _errors(kept, count, tried, len(offsets), largest[row]))
+            store(address(errors), _errors(kept, count, address(steps) + 4 * at, doubles, largest[row]))
             least, best = np.float32(np.inf), middle[row]
             for lane in range(len(offsets)):
                 if errors[lane] < least:
@@ -162,87 +161,54 @@ def _add(place: Any, values: Any, lanes: Any) -> None:
 
 
 @jit(
-    "(float32[:, ::1], Tuple((float32[::1], float32[::1])), UniTuple(int64, 2), float32[:, ::1], float32[:, :, ::1])",
-    parallel=True,
-    uses=(simd,),
-)
-def round_values(x: Any, pairs: Any, options: Any, out: Any, sums: Any) -> None:
-    """Fills `out` with step * code, and adds to `sums` [2, 1, rows] or [2, BLOCKS, columns]: |x / step - code| within
-    the range, beyond it minus the largest code; and how many are beyond. `pairs`: steps and largest codes, of rows or
-    of columns; `options`: whether they are of rows, signed."""
-    steps, largest = pairs
-    by_row, signed = options
-    rows, columns = x.shape
-    for block in numba.prange(BLOCKS):
-        for row in range(rows * np.int64(block) // BLOCKS, rows * np.int64(block + 1) // BLOCKS):
-            step, top = spread(steps[row if by_row else 0]), spread(largest[row if by_row else 0])
-            errors, beyond = spread(ZERO), spread(ZERO)
-            for first in range(0, columns, LANES):
-                lanes, at = (1 << min(LANES, columns - first)) - 1, 4 * (row * columns + first)
-                if not by_row:
-                    step, top = (
-                        load_part(address(steps) + 4 * first, lanes),
-                        load_part(address(largest) + 4 * first, lanes),
-                    )
-                values = load_part(address(x) + at, lanes)
-                sizes = _size(values, signed)
-                quotients, codes = _codes(sizes, step, top)
-                found = times(codes, step)
-                store_part(address(out) + at, with_sign(found, values) if signed else found, lanes)
-                inside = at_least(times(step, top), sizes)
-                error = where(inside, absolute(minus(quotients, codes)), minus(spread(ZERO), top))
-                clipped = where(inside, spread(ZERO), spread(ONE))
-                if by_row:
-                    errors, beyond = plus(errors, error), plus(beyond, clipped)
-                else:
-                    _add(address(sums) + 4 * (block * columns + first), error, lanes)
-                    _add(address(sums) + 4 * ((BLOCKS + block) * columns + first), clipped, lanes)
-            if by_row:
-                sums[0, 0, row], sums[1, 0, row] = total(errors), total(beyond)
-
-
-@jit(
     "(float32[:, ::1], float32[:, ::1], Tuple((float32[::1], float32[::1])), UniTuple(int64, 4), float32[:, ::1], "
     "float32[:, :, ::1])",
     parallel=True,
     uses=(simd,),
 )
-def gradients(x: Any, upstream: Any, pairs: Any, options: Any, out: Any, sums: Any) -> None:
-    """Fills `out` with the gradients of values, and adds to `sums`, as `round_values` has them, the upstream gradient
-    with the sign of x times: code - x / step within the range, beyond it the largest code; and times 1 beyond it.
-    `options`: whether pairs are of rows, signed, whether gradients pass, and whether sums are wanted."""
+def round_values(x: Any, upstream: Any, pairs: Any, options: Any, out: Any, sums: Any) -> None:
+    """Fills `out` with step * code, or, where `upstream` has rows, with the gradients of values. Adds to `sums`
+    [2, 1, rows] or [2, BLOCKS, columns]: |x / step - code| within the range, beyond it minus the largest code, and how
+    many are beyond it; of gradients theirs, with the sign of x, times code - x / step, beyond the largest code; and
+    theirs beyond. `pairs`: steps and largest codes, of rows or columns; `options`: whether of rows, signed, whether
+    gradients pass, and how many rows are added."""
     steps, largest = pairs
-    by_row, signed, passes, wanted = options
+    by_row, signed, passes, added = options
     rows, columns = x.shape
+    back, zeros = upstream.size > 0, spread(ZERO)
     for block in numba.prange(BLOCKS):
         for row in range(rows * np.int64(block) // BLOCKS, rows * np.int64(block + 1) // BLOCKS):
             step, top = spread(steps[row if by_row else 0]), spread(largest[row if by_row else 0])
-            errors, beyond = spread(ZERO), spread(ZERO)
+            errors, beyond = zeros, zeros
             for first in range(0, columns, LANES):
                 lanes, at = (1 << min(LANES, columns - first)) - 1, 4 * (row * columns + first)
                 if not by_row:
-                    step, top = (
-                        load_part(address(steps) + 4 * first, lanes),
-                        load_part(address(largest) + 4 * first, lanes),
-                    )
-                values, given = load_part(address(x) + at, lanes), load_part(address(upstream) + at, lanes)
+                    step = load_part(address(steps) + 4 * first, lanes)
+                    top = load_part(address(largest) + 4 * first, lanes)
+                values = load_part(address(x) + at, lanes)
                 sizes = _size(values, signed)
+                quotients, codes = _codes(sizes, step, top)
                 inside = at_least(times(step, top), sizes)
-                own = given if passes else where(inside, given, spread(ZERO))
-                if not signed and not passes:
-                    own = where(at_least(values, spread(ZERO)), own, spread(ZERO))
-                store_part(address(out) + at, own, lanes)
-                if wanted:
-                    quotients, codes = _codes(sizes, step, top)
+                clipped = where(inside, zeros, spread(ONE))
+                if back:
+                    given = load_part(address(upstream) + at, lanes)
+                    found = given if passes else where(inside, given, zeros)
+                    if not signed and not passes:
+                        found = where(at_least(values, zeros), found, zeros)
                     turned = times(given, with_sign(spread(ONE), values))
                     error = times(turned, where(inside, minus(codes, quotients), top))
-                    clipped = where(inside, spread(ZERO), turned)
-                    if by_row:
-                        errors, beyond = plus(errors, error), plus(beyond, clipped)
-                    else:
-                        _add(address(sums) + 4 * (block * columns + first), error, lanes)
-                        _add(address(sums) + 4 * ((BLOCKS + block) * columns + first), clipped, lanes)
-            if by_row and wanted:
+                    clipped = times(turned, clipped)
+                else:
+                    found = times(codes, step)
+                    found = with_sign(found, values) if signed else found
+                    error = where(inside, absolute(minus(quotients, codes)), minus(zeros, top))
+                store_part(address(out) + at, found, lanes)
+                if by_row:
+                    errors, beyond = plus(errors, error), plus(beyond, clipped)
+                elif row < added:
+                    _add(address(sums) + 4 * (block * columns + first), error, lanes)
+                    _add(address(sums) + 4 * ((BLOCKS + block) * columns + first), clipped, lanes)
+            if by_row and row < added:
                 sums[0, 0, row], sums[1, 0, row] = total(errors), total(beyond)
 
 
