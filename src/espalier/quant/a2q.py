@@ -276,10 +276,10 @@ def fitted_by_rows(x: Tensor, logarithm: Tensor, bits: Tensor, signed: bool, gai
     return out
 
 
-FITTED, ROUNDED, ROUNDED_BACK = 45, 12, 12
+FITTED, ROUNDED, ROUNDED_BACK = 90, 25, 25
 """What fitting the steps of rows, rounding, and the gradients of both take for a value of 4 bytes, as bytes that could
-be copied meanwhile. Measured once, rows of 30,000 x 64 and 200,000 x 32 on one and two threads of an AMD EPYC: 28 to
-66, 6 to 22, and 6 to 22."""
+be read and written meanwhile. Measured once, rows of 30,000 x 64 and 200,000 x 32 on one and two threads of an AMD
+EPYC: 56 to 131, 12 to 44, and 11 to 43."""
 TEMPORARY = 6
 """Arrays of the values' size that backward makes besides."""
 
