@@ -112,7 +112,8 @@ class DataChoice:
         if self.trains or self.path is not None or kept is None:
             return True
         row = workload_registry.row(recipe)
-        return (self.evaluates and not row.evaluates) or ((self.evaluates or self.predicts) and row.lacks(kept))
+        needed = self.evaluates or self.predicts or recipe.quant is not None  # widths are of all nodes
+        return (self.evaluates and not row.evaluates) or (needed and row.lacks(kept))
 
 
 NOTHING = DataChoice()
