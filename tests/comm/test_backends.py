@@ -110,7 +110,7 @@ def _computing(told: Any) -> Any:
 
 def test_the_interpreter_does_not_end_before_threads_of_gloo_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such a thread, late, lets go of a tensor: in the end of the interpreter that aborted one of three ranks now and
-    then, and each time where threads of Gloo were given the lowest priority beside a busy program."""
+    then, and in 2 of 9 runs where threads of Gloo had the lowest priority beside a busy program."""
     told, thread = np.zeros(2, np.int64), ctypes.c_ulong()
     monkeypatch.setattr(backends, "_PATIENCE", 60.0)
     start = ctypes.CDLL(None).pthread_create
