@@ -2,7 +2,7 @@
 really stored.
 
     python bench/a2q.py [--quick] [--pairs SEEDS] [--data FOLDER] [--only NAMES] [--keep FOLDER] [--json FILE]
-                        [--picture FILE]
+                        [--picture FILE] [--kinds NAMES]
 
 GCN of two layers on Cora, CiteSeer and PubMed (raw files in FOLDER/NAME; what is not there is left out), standard
 split, 200 steps of Adam, and with `--only debian` on the packages that apt knows, 64 columns, 60 steps; test accuracy
@@ -208,8 +208,9 @@ def once(keep: str, path: Path, kind: str, seed: int, width: int) -> tuple[float
     return found
 
 
-def accuracies(path: Path, seeds: int, width: int, keep: str) -> list[Row]:
-    kinds = WIDE if width == 64 and str(path) != DEBIAN else PLAIN
+def accuracies(path: Path, seeds: int, width: int, keep: str, only: str = "") -> list[Row]:
+    kinds: Sequence[str] = WIDE if width == 64 and str(path) != DEBIAN else PLAIN
+    kinds = [one for one in kinds if not only or one in only.split(",")]
     runs: dict[str, list[tuple[float, ...]]] = {kind: [] for kind in kinds}
     for seed in range(1, seeds + 1):
         for kind in kinds:
@@ -218,7 +219,7 @@ def accuracies(path: Path, seeds: int, width: int, keep: str) -> list[Row]:
     for kind, found in runs.items():
         print(f"{name}, {kind}: {found}", flush=True)
     what = "input and hidden" if size_of(path)[1] else "hidden"
-    for ours in ("a2q", "mega"):
+    for ours in [one for one in ("a2q", "mega") if one in kinds]:
         for peer in kinds:
             if peer not in ("a2q", "mega"):
                 pairs = [(one[0], other[0]) for one, other in zip(runs[ours], runs[peer], strict=True)]
@@ -348,6 +349,7 @@ def main() -> None:
             "help": "of these and debian, with commas; none: nothing",
         },
         keep={"default": "", "help": "folder of what was trained"},
+        kinds={"default": "", "help": "of debian's networks, with commas; none: all"},
         picture={"default": "", "help": "file: accuracy against bytes of what --keep has, as a PNG"},
     )
     torch.set_num_threads(1)
@@ -364,7 +366,7 @@ def main() -> None:
             rows += costs(options.pairs or (3 if options.quick else 15))
         elif name == "debian":
             torch.set_num_threads(1)
-            rows += accuracies(Path(DEBIAN), options.pairs or 1, 64, options.keep)
+            rows += accuracies(Path(DEBIAN), options.pairs or 1, 64, options.keep, options.kinds)
         elif name.endswith("-curve") and (path / f"ind.{path.name}.allx").exists():
             torch.set_num_threads(1)
             rows += curve(path, options.pairs or 3, options.keep)

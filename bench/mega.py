@@ -1,6 +1,6 @@
 """MEGA: packages beside simple forms of the same features, decoding, and accelerators simulated on trained networks.
 
-    python bench/mega.py [--quick] [--pairs N] [--data FOLDER] [--only NAMES] [--json FILE]
+    python bench/mega.py [--quick] [--pairs N] [--data FOLDER] [--only NAMES] [--parts NAMES] [--json FILE]
 
 A GCN of two layers and 128 columns, `quant.kind = "mega"`, 60 steps (20 on the last two), on Cora, CiteSeer and PubMed
 (raw files in FOLDER/NAME; what is not there is left out), the packages that apt knows and WordNet. Sizes: the
@@ -20,6 +20,7 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -188,6 +189,7 @@ def main() -> None:
         __doc__ or "",
         data={"default": ".", "help": "folder of cora/, citeseer/ and pubmed/"},
         only={"default": "cora,citeseer,pubmed,debian,wordnet", "help": "of these, with commas"},
+        parts={"default": "sizes,simulation,disk,accuracy", "help": "of these, with commas"},
     )
     torch.set_num_threads(1)
     rows: list[Row] = []
@@ -198,14 +200,16 @@ def main() -> None:
             continue
         steps = (5 if options.quick else 20) if name in LARGE else (20 if options.quick else 60)
         workload, model = trained(LARGE.get(name, str(path)), steps)
-        for part in (
-            lambda: sizes_and_decoding(name, workload, model, options.pairs or 0),  # noqa: B023
-            lambda: simulated(name, workload, model, bool(options.pairs)),  # noqa: B023
-            lambda: condensed(name, workload, workload.bare().eval()),  # noqa: B023
-        ):
-            rows += part()
-            publish(rows, options.json)  # what is there already, should the rest not end
-        if name not in LARGE:
+        parts: dict[str, Callable[[], list[Row]]] = {
+            "sizes": lambda: sizes_and_decoding(name, workload, model, options.pairs or 0),  # noqa: B023
+            "simulation": lambda: simulated(name, workload, model, bool(options.pairs)),  # noqa: B023
+            "disk": lambda: condensed(name, workload, workload.bare().eval()),  # noqa: B023
+        }
+        for part in options.parts.split(","):
+            if part in parts:
+                rows += parts[part]()
+                publish(rows, options.json)  # what is there already, should the rest not end
+        if name not in LARGE and "accuracy" in options.parts:
             plain = trained(str(path), steps, kind="")
             pair = accuracy(workload, model), accuracy(*plain)
             rows.append(compare(f"{name}: accuracy, {WIDTH} columns", "fp32", "%", [pair]))
