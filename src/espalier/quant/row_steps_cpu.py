@@ -187,7 +187,9 @@ def round_values(x: Any, upstream: Any, pairs: Any, options: Any, out: Any, sums
                     top = load_part(address(largest) + 4 * first, lanes)
                 values = load_part(address(x) + at, lanes)
                 sizes = _size(values, signed)
-                quotients, codes = _codes(sizes, step, top)
+                quotients, codes = sizes, sizes
+                if added or not back:
+                    quotients, codes = _codes(sizes, step, top)
                 inside = at_least(times(step, top), sizes)
                 clipped = where(inside, zeros, spread(ONE))
                 if back:
