@@ -160,6 +160,13 @@ def _add(place: Any, values: Any, lanes: Any) -> None:
     store_part(place, plus(load_part(place, lanes), values), lanes)
 
 
+@njit
+def _within(given: Any, values: Any, inside: Any, signed: Any) -> Any:
+    """The gradients of values that are not clipped, else 0."""
+    found = where(inside, given, spread(ZERO))
+    return found if signed else where(at_least(values, spread(ZERO)), found, spread(ZERO))
+
+
 @jit(
     "(float32[:, ::1], float32[:, ::1], Tuple((float32[::1], float32[::1])), UniTuple(int64, 4), float32[:, ::1], "
     "float32[:, :, ::1])",
@@ -194,9 +201,7 @@ def round_values(x: Any, upstream: Any, pairs: Any, options: Any, out: Any, sums
                 clipped = where(inside, zeros, spread(ONE))
                 if back:
                     given = load_part(address(upstream) + at, lanes)
-                    found = given if passes else where(inside, given, zeros)
-                    if not signed and not passes:
-                        found = where(at_least(values, zeros), found, zeros)
+                    found = given if passes else _within(given, values, inside, signed)
                     turned = times(given, with_sign(spread(ONE), values))
                     error = times(turned, where(inside, minus(codes, quotients), top))
                     clipped = times(turned, clipped)
