@@ -170,8 +170,8 @@ def test_the_plan_of_a_field_of_repeated_steps_has_more_seconds_and_bytes_than_o
         assert taken.predicted is not None
         found.append((taken.predicted.step_seconds, taken.predicted.memory_bytes["activations"]))
     plain, once, repeated = found
-    assert 1.2 < once[0] / plain[0] < 3, "measured: 2.1 times, of the colour network alone"
-    assert 1.5 < repeated[0] / once[0] < 4, "measured: 3.7 times, likewise"
+    assert 1 < once[0] / plain[0] < 1.3, "measured: 1.1 times"
+    assert 1.5 < repeated[0] / once[0] < 4, "all but the first product is done four times"
     assert plain[1] < once[1] < repeated[1] / 2
 
 
