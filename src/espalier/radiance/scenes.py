@@ -168,26 +168,20 @@ def _blender(files: Sequence[Path], progress: Progress) -> Scene:
         parts["val"] = parts["val"] or parts["test"]
     _enough(parts["train"], str(files[0]))
     bad = [key for key in ("k1", "k2", "p1", "p2") if tables[0].get(key)]
+    bad += ["fl_y"] if tables[0].get("fl_y") not in (None, tables[0].get("fl_x")) else []
     notes += [f"the distortion of the lens ({', '.join(bad)}) is left out"] if bad else []
-    notes += ["fl_y is left out: pixels are taken for square, of the focal length fl_x"] if _oblong(tables[0]) else []
     box = _box(tables[0]["box"], str(files[0])) if "box" in tables[0] else _seen(lens, poses, str(files[0]))
     return Scene(
         lens, images, poses, parts, box, background, notes=tuple(notes), files=tuple(map(str, [*files, *paths]))
     )
 
 
-def _oblong(table: Mapping[str, Any]) -> bool:
-    one, other = table.get("fl_x"), table.get("fl_y")
-    return isinstance(one, int | float) and isinstance(other, int | float) and abs(other - one) > 0.01 * one
-
-
 def _box(given: Any, where: str) -> Tensor:
     try:
         box = torch.tensor(given, dtype=torch.float32)
-        good = box.shape == (2, 3) and bool((box[0] < box[1]).all()) and bool(box.isfinite().all())
     except (TypeError, ValueError):
-        good = False
-    if not good:
+        box = torch.empty(0)
+    if box.shape != (2, 3) or not bool((box[0] < box[1]).all() and box.isfinite().all()):
         raise UserError(f"{where} has a box {given!r}.", do='"box": [[x, y, z], [x, y, z]], the lower corner first')
     return box
 
@@ -207,6 +201,8 @@ def read_json(file: Path) -> dict[str, Any]:
     """An object in a file. Raises UserError."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{file} does not exist.", do="check the path") from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise UserError(f"{file} is no JSON: {error}.", do="a file as Blender's scenes have it") from None
     if not isinstance(found, dict):
