@@ -15,12 +15,14 @@ from torch.nn.utils import parametrize
 from espalier import config
 from espalier.config import defaults, recipe_file
 from espalier.errors import UserError
-from espalier.graph import packed_run, partition_folder, quantization, synthetic
+from espalier.graph import energy, packed_run, partition_folder, pyg, quantization, synthetic
+from espalier.graph.data import divided
 from espalier.graph.halo_parallel import Cutting
 from espalier.graph.subgraphs import infer
 from espalier.graph.workload import GraphWorkload, open_graph
 from espalier.quant.a2q import ColumnQuantizer
-from espalier.quant.base import STEPS
+from espalier.quant.base import STEPS, BankBits
+from espalier.workload import Shard
 
 from .conftest import made
 from .test_foreign_halo import CODE, networks
@@ -41,11 +43,11 @@ MODELS = {
 }
 
 
-def recipe_of(model, quant=None, halo=None, **train):
+def recipe_of(model, quant=None, halo=None, graph=None, **train):
     table = {
         "model": model,
         "data": {"path": "made"},
-        "graph": {} if halo is None else {"halo": halo},
+        "graph": graph or ({} if halo is None else {"halo": halo}),
         "train": {"steps": TRAINED, "precision": "fp32", **train},
         **({"quant": quant} if quant else {}),
     }
@@ -129,6 +131,27 @@ def test_own_networks_on_a_folder_of_parts_train_as_on_the_graph(tmp_path):
     close(
         train(recipe, open_graph(recipe).graph, (50,)), train(recipe_of(OWN, quant, precision="fp64"), graph), rel=1e-6
     )
+
+
+@pytest.mark.parametrize("name", ["virtual token, averages", "own layers"])
+def test_links_whole_graphs_and_drawn_neighbourhoods_have_few_bits_too(name):
+    items = [
+        {"x": torch.rand(n, 5), "edge_index": torch.tensor([range(n - 1), range(1, n)]), "y": torch.tensor([n % 2])}
+        for n in range(3, 23)
+    ]
+    small = divided(pyg.from_many(items, origin="paths"), (0.6, 0.2, 0.2), 1)
+    model = {**MODELS[name], **({"local": 0} if "local" in MODELS[name] else {})}
+    for graph, options in ((small, {"task": "graph"}), (made(), {"task": "link"}), (made(), {"fanout": [3, 2]})):
+        recipe = recipe_of(model, {"kind": "a2q", "target": "2KB"}, graph=options)
+        workload, network = trained(graph, recipe, steps=2)
+        found = quantization.equipped(network)
+        banks = [isinstance(one.allocator, BankBits) for one in found.features]
+        assert banks == [options.get("task") == "graph"] * 3
+        assert all(bool((one.allocator.raw_step.grad != 0).any()) for one in found.features)
+        figures = workload.evaluate(network, Shard(0, workload.task.validation, workload.task.validation))
+        assert all(torch.isfinite(torch.tensor(value)).all() for value in figures.values())
+    with pytest.raises(UserError, match="energy of this network is not counted"):
+        energy.parts(workload, network)
 
 
 def test_plans_say_what_is_rounded_and_count_it():
