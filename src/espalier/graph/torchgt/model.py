@@ -165,10 +165,10 @@ def rebuilt(make: Callable[[Tensor], Tensor], x: Tensor, use: Callable[[Tensor],
     made = make(x)
     if made is x:
         return use(x)
-    place = made.data_ptr()
+    place, layout = made.data_ptr(), (made.shape, made.stride())
 
     def pack(kept: Tensor) -> Tensor | None:
-        return None if kept.data_ptr() == place else kept
+        return None if kept.data_ptr() == place and (kept.shape, kept.stride()) == layout else kept
 
     def unpack(kept: Tensor | None) -> Tensor:
         with torch.no_grad():
