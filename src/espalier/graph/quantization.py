@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from espalier import config, units
 from espalier.artifacts import Curve, Table
 from espalier.comm.base import Traffic, traffic
-from espalier.graph import compiled_aggregate
 from espalier.graph.base import Forms, Kept, MessageBlock, Rows, dense
 from espalier.graph.coded_rows import Coding, RowSize, row_size
 from espalier.graph.data import signed
@@ -53,7 +52,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from espalier.graph.data import Array, Graph
-    from espalier.graph.subgraphs import SubgraphBatch
 
 PROBED = 4096
 """Targets whose values steps begin with."""
@@ -236,7 +234,7 @@ class Quantization:
 
 
 def quantization_of(model: nn.Module) -> Quantization | None:
-    """Of a network that `equip` was called with."""
+    """Of a network that `quantized_networks.equip` was called with."""
     found = getattr(model, QUANTIZED, None)
     return found if isinstance(found, Quantization) else None
 
@@ -345,27 +343,8 @@ def _source_scale(block: MessageBlock, root: Tensor | None) -> tuple[Tensor | No
     return scale, block._replace(weights=block.weights / scale[block.indices], forms=Forms())
 
 
-def equip(model: nn.Module, options: config.Quant, told: QuantizedGraph) -> Quantization:
-    """Puts quantizers round the layers of `model`, whose `quantization` is what is returned. The kernels of its seam
-    have to be there already. Raises UserError: a target that is too small."""
-    found = Quantization(options, told)
-    if isinstance(model, Gnn):
-        _equip_layers(model, found)
-    else:
-        from espalier.graph import quantized_networks
-
-        quantized_networks.equip(model, found)
-    layers = [one.layer for one in found.features]
-    values = sum(float(one.allocator.counts.sum()) * one.columns for one in layers)
-    asked = math.ceil(values / 4) if options.target is None else units.size(options.target, "quant.target")
-    found.target = MemoryTarget(layers, max(asked, 1))
-    for one in found.features:
-        one.shift = found.target.shift
-    vars(model)[QUANTIZED] = found
-    return found
-
-
-def _equip_layers(model: Gnn, found: Quantization) -> None:
+def equip_layers(model: Gnn, found: Quantization) -> None:
+    """Puts quantizers round the layers of `model`. The kernels of its seam have to be there already."""
     options, told = found.options, found.told
     dropout, elu = model.options.dropout or 0.0, model.options.activation in ("elu", "maxk")
     for at, layer in enumerate(model.layers):
@@ -403,19 +382,6 @@ def _before(found: Quantization) -> Any:
         return block, rows._replace(values=values) if isinstance(rows, Kept) else values
 
     return before
-
-
-def built(model: nn.Module, options: config.Quant, told: QuantizedGraph, batch: SubgraphBatch | None) -> None:
-    """`model` with kernels, quantizers round them, and steps that fit what the untrained network makes of `batch`;
-    None: they begin where the parts of the graph are. Computes in one thread, since ranks may be forked later."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        found = equip(compiled_aggregate.equip(model), options, told)
-        if batch is not None and batch.blocks[0].edges * found.widest <= MOST_PROBED:
-            begin(model, batch.features, batch.blocks)
-    finally:
-        torch.set_num_threads(threads)
 
 
 @torch.no_grad()

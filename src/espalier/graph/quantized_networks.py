@@ -1,4 +1,5 @@
-"""Quantizers in networks whose layers are not those of `gnn`: graph transformers, and networks of anybody's code.
+"""Quantizers put into a network: round the layers of `gnn` (`quantization`), into graph transformers, and into networks
+of anybody's code.
 
 Features are rounded where they enter. Of a transformer, rows are rounded where attention reads them (of nodes: virtual
 tokens stay as they are), queries, keys and values by column (`quant.messages`), what attention gives by column too
@@ -9,26 +10,61 @@ by output.
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from espalier import config, units
 from espalier.errors import UserError
-from espalier.graph import foreign_halo, partition_folder
+from espalier.graph import compiled_aggregate, foreign_halo, partition_folder, quantization
+from espalier.graph.gnn import Gnn
 from espalier.graph.neighbor_sampler import Style, whole
-from espalier.graph.subgraphs import MESSAGES
+from espalier.graph.quantization import Quantization, QuantizedGraph
+from espalier.graph.subgraphs import MESSAGES, QUANTIZED
 from espalier.graph.torchgt.model import GraphTransformer
 from espalier.quant import a2q
 from espalier.quant.a2q import ColumnQuantizer, FeatureQuantizer
+from espalier.quant.base import MemoryTarget
 
 if TYPE_CHECKING:
-    from espalier.graph.quantization import Quantization
+    from espalier.graph.subgraphs import SubgraphBatch
 
 
-def equip(model: nn.Module, found: Quantization) -> None:
-    """Puts the quantizers of `found` into `model`. Raises UserError for a network that does not run on a few nodes."""
+def equip(model: nn.Module, options: config.Quant, told: QuantizedGraph) -> Quantization:
+    """Puts quantizers into `model`, whose `quantization` is what is returned. Raises UserError: a target that is too
+    small, a network that does not run on a few nodes."""
+    found = Quantization(options, told)
+    if isinstance(model, Gnn):
+        quantization.equip_layers(model, found)
+    else:
+        _equip_other(model, found)
+    layers = [one.layer for one in found.features]
+    values = sum(float(one.allocator.counts.sum()) * one.columns for one in layers)
+    asked = math.ceil(values / 4) if options.target is None else units.size(options.target, "quant.target")
+    found.target = MemoryTarget(layers, max(asked, 1))
+    for one in found.features:
+        one.shift = found.target.shift
+    vars(model)[QUANTIZED] = found
+    return found
+
+
+def built(model: nn.Module, options: config.Quant, told: QuantizedGraph, batch: SubgraphBatch | None) -> None:
+    """`model` with kernels, quantizers round them, and steps that fit what the untrained network makes of `batch`;
+    None: they begin where the parts of the graph are. Computes in one thread, since ranks may be forked later."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        found = equip(compiled_aggregate.equip(model), options, told)
+        if batch is not None and batch.blocks[0].edges * found.widest <= quantization.MOST_PROBED:
+            quantization.begin(model, batch.features, batch.blocks)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _equip_other(model: nn.Module, found: Quantization) -> None:
     if (signed := found.told.input_signed()) is not None:
         found.entry = found.add(model, 0, found.told.graph.features.shape[1], signed, "entry")
     if isinstance(model, GraphTransformer):

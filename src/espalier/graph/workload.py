@@ -29,6 +29,7 @@ from espalier.graph import (
     partition_folder,
     pyg,
     quantization,
+    quantized_networks,
     sources,
 )
 from espalier.graph.data import Array, Graph
@@ -127,7 +128,7 @@ class GraphWorkload(Plain):
         if self.recipe.quant is not None:
             ids = self.task.ids(np.arange(min(self.global_batch, quantization.PROBED)))
             batch = self.task.batch(ids, 0) if self.graph.partition is None else None
-            quantization.built(model, self.recipe.quant, self._told, batch)
+            quantized_networks.built(model, self.recipe.quant, self._told, batch)
             return model.to(device=device, dtype=dtype)
         return compiled_aggregate.equip(model).to(device=device, dtype=dtype)
 
@@ -405,9 +406,8 @@ class GraphWorkload(Plain):
     @cached_property
     def _quantized(self) -> nn.Module:
         """The network with plain aggregation and quantizers, of which plans are told; it is not trained."""
-        model, options = self.bare(), self.recipe.quant
-        assert options is not None
-        quantization.equip(model, options, self._told)
+        model = self.bare()
+        quantized_networks.equip(model, cast("config.Quant", self.recipe.quant), self._told)
         return model
 
     # --- cost ----------------------------------------------------------------------------------------------------
