@@ -178,7 +178,8 @@ def trained(path: Path, kind: str, seed: int, width: int = 16) -> tuple[float, i
         optimizer.zero_grad()
         loss, weight = workload.loss(model, batch)
         (loss / weight).backward()
-        if step == 0 and found is not None and len(reached := found.features[-1].allocator.raw_step.grad) > 1:
+        reached = found.features[-1].allocator.raw_step.grad if step == 0 and found is not None else None
+        if reached is not None and len(reached) > 1:
             silent = float((reached == 0).float().mean())
         optimizer.step()
         if step % EVERY == EVERY - 1 and (now := accuracy(workload, model))[0] > best[0]:
