@@ -42,7 +42,8 @@ RECORD = Record(
     "condensed edges as halo messages and as the layout of layers on disk, where inference of all nodes takes fewer "
     "bytes by it, the simulator (`explain RUN --energy`), whose DRAM is that of DRAMsim3 and whose order of "
     "accelerators is that of the paper on Cora, CiteSeer, Debian's packages and WordNet, in cycles, bytes and joules; "
-    "hidden features of 128 columns take a 15th of fp32's and half of int4's there, less than CSR and zstd of int8; not measured: PubMed, NELL and Reddit, for want of their features",
+    "hidden features of 128 columns take a 15th of fp32's and half of int4's there, less than CSR and zstd of "
+    "int8; not measured: PubMed, NELL and Reddit, for want of their features",
     gpu="NVIDIA H100, November 2026",
 )
 
