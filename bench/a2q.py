@@ -16,7 +16,7 @@ columns. `cora-curve`, `citeseer-curve`: 64 columns at 1 to 4 bits a value, thre
 the task in place of the local one, with the share of nodes whose step it does not reach; `--picture` draws accuracy
 against bytes of what FOLDER has. Timed, two threads: `products` and `cached`, products that read packed rows beyond
 the last-level cache and within it, 128 columns, beside `torch.sparse` in fp32, same edges; `cost`, a step of training
-beside fp32.
+beside fp32, GCN's by the clock, GCN's and GraphSAGE's also by CPU time on one thread.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -265,30 +265,43 @@ def curves_kept(keep: str, data: Path) -> dict[str, a2q_picture.Lines]:
 
 
 def costs(pairs: int) -> list[Row]:
-    """A step of training, beside the same network in fp32, taken in turn."""
+    """A step of training, beside the same network in fp32, taken in turn: GCN's by the clock, and GCN's and GraphSAGE's
+    by the CPU time of the process on one thread."""
     rows = []
-    for nodes, width in ((3_000, 64), (30_000, 64)):
-        data = f"planted:nodes={nodes},degree=8,features=128,classes=7"
-        steps = {kind: step_of(data, kind, width) for kind in ("fp32", "a2q", "mega", "uniform 2-bit")}
-        took: dict[str, list[float]] = {kind: [] for kind in steps}
-        for turn in range(pairs + 2):
-            for kind, step in steps.items():
-                begun = time.perf_counter()
-                for _ in range(3):
-                    step()
-                if turn > 1:
-                    took[kind].append(1e3 * (time.perf_counter() - begun) / 3)
-        for kind in ("a2q", "mega", "uniform 2-bit"):
-            case = (
-                f"a step of {nodes:,} nodes, GCN of 128 to {width} columns, {kind}, {torch.get_num_threads()} threads"
-            )
-            found = list(zip(took[kind], took["fp32"], strict=True))
-            rows.append(compare(case, "fp32", "ms", found, higher_is_better=False))
+    for model, name in (("gcn", "GCN"), ("sage", "GraphSAGE")):
+        for nodes in (3_000, 30_000):
+            data = f"planted:nodes={nodes},degree=8,features=128,classes=7"
+            steps = {kind: step_of(data, kind, 64, model) for kind in ("fp32", "a2q", "mega", "uniform 2-bit")}
+            case = f"step of {nodes:,} nodes, {name} of 128 to 64 columns"
+            if model == "gcn":
+                torch.set_num_threads(2)
+                rows += in_turn(f"a {case}", steps, pairs, time.perf_counter)
+            torch.set_num_threads(1)
+            rows += in_turn(f"CPU time of a {case}", steps, pairs, time.process_time)
     return rows
 
 
-def step_of(data: str, kind: str, width: int) -> Any:
-    table: dict[str, Any] = {"model": {"kind": "gcn", "width": width}, "data": {"path": data}, "train": {"steps": 10}}
+def in_turn(case: str, steps: dict[str, Any], pairs: int, clock: Callable[[], float]) -> list[Row]:
+    """Milliseconds of each step by `clock` beside fp32's."""
+    took: dict[str, list[float]] = {kind: [] for kind in steps}
+    for turn in range(pairs + 2):
+        for kind, step in steps.items():
+            begun = clock()
+            for _ in range(3):
+                step()
+            if turn > 1:
+                took[kind].append(1e3 * (clock() - begun) / 3)
+    rows, threads = [], torch.get_num_threads()
+    for kind in [one for one in steps if one != "fp32"]:
+        found = list(zip(took[kind], took["fp32"], strict=True))
+        label = f"{case}, {kind}, {threads} thread{'s' * (threads > 1)}"
+        rows.append(compare(label, "fp32", "ms", found, higher_is_better=False))
+    return rows
+
+
+def step_of(data: str, kind: str, width: int, model_kind: str) -> Any:
+    table: dict[str, Any] = {"model": {"kind": model_kind, "width": width}, "data": {"path": data}}
+    table["train"] = {"steps": 10}
     table |= {"quant": dict(quant)} if (quant := KINDS[kind]) is not None else {}
     workload = open_graph(defaults.resolve(recipe_file.from_table(table))[0])
     model = workload.build(torch.device("cpu"), torch.float32).train()
@@ -363,7 +376,6 @@ def main() -> None:
             nodes = 4_000 if name == "cached" else 100_000 if options.quick else 2_000_000
             rows += products(nodes, options.pairs or 7)
         elif name == "cost":
-            torch.set_num_threads(2)
             rows += costs(options.pairs or (3 if options.quick else 15))
         elif name == "debian":
             torch.set_num_threads(1)
