@@ -93,7 +93,7 @@ class DegreeQuant(FeatureQuantizer):
             return values.quantile(0.999)
         return values.kthvalue(round(0.999 * len(values))).values
 
-    def forward(self, x: torch.Tensor, index: RowIndex | None = None) -> torch.Tensor:
+    def rounded(self, x: torch.Tensor, index: RowIndex | None = None) -> tuple[torch.Tensor, None]:
         gain = self.gain if self.training else 1.0
         if self.training:
             now = self._percentile(x.detach().flatten()) / gain
@@ -102,8 +102,8 @@ class DegreeQuant(FeatureQuantizer):
         found = x + (codes * step - x).detach()
         found = torch.where(x.detach() > (2**self.width - 1) * step, (codes * step).detach(), found)
         if not self.training:
-            return found
-        return torch.where((torch.rand(len(x)) < self.protected)[:, None], x, found)
+            return found, None
+        return torch.where((torch.rand(len(x)) < self.protected)[:, None], x, found), None
 
     def codes(self, x: torch.Tensor, index: RowIndex | None = None) -> Coded:
         codes, _ = self._rounded(x, 1.0)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from espalier import config, units
 from espalier.artifacts import Curve, Table
 from espalier.comm.base import Traffic, traffic
-from espalier.graph.base import Forms, Kept, MessageBlock, Rows, dense
+from espalier.graph.base import Aggregate, Forms, Kept, MessageBlock, Rows, dense
 from espalier.graph.coded_rows import Coding, RowSize, row_size
 from espalier.graph.data import signed
 from espalier.graph.gnn import Gnn, GraphAttention, Layer
@@ -271,7 +271,8 @@ class _Aggregate(nn.Module):
             if self.found.packed and block.halo is None:
                 return self._finished(_packed_sums(self.messages, block, rows), start)
             coded: Tensor = self.messages(rows, self.found.own(block))
-            rows, block = coded, self._crossing(self.messages, block, coded.dtype)
+            sums = _scaled_sums(self.plain, self._crossing(self.messages, block, coded.dtype), coded)
+            return self._finished(sums, start)
         if self.sums is None or isinstance(rows, Kept):
             return self.plain(block, rows, start)
         return self._finished(self.plain(block, rows), start)
@@ -329,6 +330,15 @@ def _packed_sums(messages: ColumnQuantizer, block: MessageBlock, rows: Tensor) -
     matrix = PackedMatrix.of(codes, widths, torch.ones(len(codes)))
     found = packed_matmul(matrix, block.indptr, block.indices, block.weights) * step
     return found if block.left is None else found * block.left[:, None]
+
+
+def _scaled_sums(plain: Aggregate, block: MessageBlock, rows: Tensor) -> Tensor:
+    """Sums over `block` of messages, and only then the scale of its targets, as `_packed_sums` has it: a scale within
+    each edge would round every term. (A compressed matrix is scaled last as it is.)"""
+    if block.left is None or "compressed" in block.forms.known:
+        return plain(block, rows)
+    forms: Forms = block.forms.get("without the scale of targets", Forms)
+    return plain(block._replace(left=None, forms=forms), rows) * block.left[:, None]
 
 
 def _source_scale(block: MessageBlock, root: Tensor | None) -> tuple[Tensor | None, MessageBlock]:
