@@ -51,6 +51,7 @@ PERIOD = 5
 ALONE = "computing alone"
 """Nothing crosses, gradients neither: what no way to exchange can be faster than."""
 INT8, FRESH_INT8 = "sylvie 1 bit, late, int8 gradients", "sylvie 1 bit, int8 gradients"
+DRAWN_INT8 = "sampled batches, int8 gradients"
 
 
 class Task(msgspec.Struct, frozen=True):
@@ -71,11 +72,11 @@ class Task(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """By contestant: seconds of an epoch in each block; bytes of halos (of sampled batches: of gradients) that all
-    ranks sent in an epoch; held-out accuracy after each block."""
+    """By contestant: seconds of an epoch in each block; bytes of halos, and of gradients, that all ranks sent in an
+    epoch; held-out accuracy after each block."""
 
     seconds: dict[str, list[float]]
-    sent: dict[str, float]
+    sent: dict[str, tuple[float, float]]
     accuracy: dict[str, list[float]]
 
 
@@ -221,12 +222,13 @@ class Parts:
         """Epochs of a block."""
         if not isinstance(self.transport, Sylvie) or self.transport.policy.synchronize == 1:
             return epochs
-        return max(epochs, PERIOD if self.transport.policy.bits < 32 else 2)  # whole rows are never fresh again
+        return max(epochs, PERIOD)
 
     def settle(self) -> None:
         """Waits for what is under way."""
-        for flight in getattr(self.transport, "_flights", {}).values():
-            flight.work.wait()
+        for flights in getattr(self.transport, "_flights", {}).values():
+            for flight in flights:
+                flight.wait(range(len(flight.works)))
 
     @torch.no_grad()
     def accuracy(self) -> float:
@@ -238,10 +240,11 @@ class Parts:
 
 
 class Batches(Parts):
-    """DDP over sampled batches: every rank has the whole graph; an epoch passes over all training nodes."""
+    """DDP over sampled batches, with gradients as they are or in 8 bits: every rank has the whole graph; an epoch
+    passes over all training nodes."""
 
     def __init__(self, name: str, network: Gnn, graph: Any, own: Halo, block: Any) -> None:
-        super().__init__("fp32 synchronous", network, graph, own, block)
+        super().__init__(FRESH_INT8 if name == DRAWN_INT8 else "fp32 synchronous", network, graph, own, block)
         self.optimizer = torch.optim.Adam(self.network.parameters(), RATES["sampled"])
         self.graph, self.sampler, self.drawn = graph, Sampler(graph, Style(loops=False, scale="mean")), 0
         self.every = torch.from_numpy(np.asarray(graph.features))
@@ -288,13 +291,12 @@ def measure(task: Task, channel: Any) -> Outcome:
     }
     seconds: dict[str, list[float]] = {name: [] for name in made}
     accuracy: dict[str, list[float]] = {name: [] for name in made}
-    sent: dict[str, float] = {}
+    sent: dict[str, tuple[float, float]] = {}
     begun = time.perf_counter()
     for number in range(task.rounds + 1):
         for name, one in made.items():
             dist.barrier(stock())
-            kind = Traffic.GRADIENTS if isinstance(one, Batches) else Traffic.HALO
-            before, start = _bytes(channel, kind), time.perf_counter()
+            before, start = _bytes(channel), time.perf_counter()
             epochs = one.block(task.epochs) if number else 1
             for _ in range(epochs):
                 one.epoch()
@@ -303,9 +305,9 @@ def measure(task: Task, channel: Any) -> Outcome:
             took = time.perf_counter() - start
             if number:
                 seconds[name].append(took / epochs)
-                total = torch.tensor([(_bytes(channel, kind) - before) / epochs], dtype=torch.float64)
-                dist.all_reduce(total, group=stock())
-                sent[name] = float(total)
+                both = (_bytes(channel) - before) / epochs
+                dist.all_reduce(both, group=stock())
+                sent[name] = (float(both[0]), float(both[1]))
                 if task.evaluates:
                     accuracy[name].append(one.accuracy())
         if late(begun, task.limit):
@@ -313,8 +315,10 @@ def measure(task: Task, channel: Any) -> Outcome:
     return Outcome(seconds, sent, accuracy)
 
 
-def _bytes(channel: Any, kind: Traffic) -> float:
-    return float(channel.ledger.by_class().get(kind.value, 0.0))
+def _bytes(channel: Any) -> Tensor:
+    """Of halos and of gradients, so far."""
+    found = channel.ledger.by_class()
+    return torch.tensor([found.get(one.value, 0.0) for one in (Traffic.HALO, Traffic.GRADIENTS)], dtype=torch.float64)
 
 
 if __name__ == "__main__":
