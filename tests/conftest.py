@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,17 @@ from espalier import cluster, store_client
 from espalier.hardware import probe
 
 torch.set_num_threads(1)
+WORKER, SET_NUM_THREADS = os.getpid(), torch.set_num_threads
+
+
+def set_num_threads(count: int) -> None:
+    """Of torch, but 1 in the main thread of this process, whatever is asked: a fork of a process whose main thread has
+    computed in several would hang at its first parallel operation."""
+    own = os.getpid() == WORKER and threading.current_thread() is threading.main_thread()
+    SET_NUM_THREADS(1 if own else count)
+
+
+torch.set_num_threads = set_num_threads
 torch.use_deterministic_algorithms(True)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell; programs of tests inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,6 +1,7 @@
 """States that wait on disk: a step is the resident one's, to the bit, whatever the sizes of parameters and chunks."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -149,16 +150,17 @@ def test_extents_are_read_ahead_in_buffers_that_are_written_before_they_are_used
 
 @pytest.mark.parametrize("threads", [2, 3])
 def test_a_step_takes_half_of_the_threads_with_the_bits_of_all(folder, threads, monkeypatch):
-    before, used = torch.get_num_threads(), []
-    plain = torch.optim.AdamW.step
+    plain, used = torch.optim.AdamW.step, []
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: used.append(torch.get_num_threads()) or plain(self))
-    try:
+
+    def steps():  # in a thread of its own: forks of a main thread that has computed in several would hang
         torch.set_num_threads(threads)
         compare(folder, ADAMW, [(1201, 333), (70_001,), (5,)], 2**19, steps=2)
-        assert torch.get_num_threads() == threads
-        assert set(used) == {threads, 1}  # those of states in memory, and of states on disk
-    finally:
-        torch.set_num_threads(before)
+        return torch.get_num_threads()
+
+    with ThreadPoolExecutor(1) as apart:
+        assert apart.submit(steps).result() == threads
+    assert set(used) == {threads, 1}  # those of states in memory, and of states on disk
 
 
 @pytest.mark.parametrize("kept", [0, 700_000, 10**9])
