@@ -44,7 +44,7 @@ OWN = {
     "codecs.md": 2,
     "experts.md": 1,
     "faults.md": 1,
-    "few-bits.md": 2,
+    "few-bits.md": 3,
     "graph-over-ranks.md": 2,
     "graph-transformers.md": 1,
     "graph.md": 1,

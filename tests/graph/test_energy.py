@@ -8,15 +8,18 @@ import torch
 
 from espalier import config
 from espalier.config import defaults, recipe_file
+from espalier.errors import UserError
 from espalier.graph import energy
 from espalier.graph.data import Graph
 from espalier.graph.subgraphs import infer
 from espalier.graph.workload import GraphWorkload
 from espalier.kernels.counts import Counter, Counts
+from espalier.quant.mega.simulator import DATAFLOWS, Chip
 
 
-def recipe(quant: dict | None = None) -> config.Recipe:
-    table = {"model": {"kind": "gcn", "width": 4}, "data": {"path": "made"}, "train": {"steps": 1}}
+def recipe(quant: dict | None = None, kind: str = "gcn") -> config.Recipe:
+    model = {"kind": kind, "width": 8 if kind == "gat" else 4}
+    table = {"model": model, "data": {"path": "made"}, "train": {"steps": 1}}
     return defaults.resolve(recipe_file.from_table({**table, **({"quant": quant} if quant else {})}))[0]
 
 
@@ -58,3 +61,49 @@ def test_operations_of_few_bits_are_counted_by_hand(make_graph, monkeypatch):
     assert summed.bytes_moved == 2 * nodes * 4 / 2 + 4 * (edges + nodes) + 4 * nodes * 4
     assert product.joules() == pytest.approx(12 * (8 / 3) * 4 / 64 * 0.3e-12)
     assert product.joules("dram") == pytest.approx(product.joules() + 110 * 160e-12)
+
+
+@pytest.mark.parametrize("kind", ["gcn", "sage", "gin", "gat"])
+def test_products_and_sums_of_each_kind_are_those_of_its_matrices_in_the_simulation_too(make_graph, kind):
+    """With values that are 0, products are those that PyTorch makes (which multiplies GIN's first matrix with own rows
+    once more, and GAT's scores by blocks of zeros); without, those of the accelerators that leave zeros out."""
+    workload, model = model_of(make_graph(), recipe(kind=kind))
+    nodes, edges = workload.graph.nodes, workload.graph.edges
+    with Counter(model) as counter:
+        infer(model, workload.task.held)
+    stats = energy.row_stats(workload, model)
+    full = [one._replace(nonzeros=np.full(nodes, layer.inputs)) for one, layer in zip(stats, model.layers, strict=True)]
+    full = [one._replace(hidden=one.hidden if one.hidden is None else np.full(nodes, 4)) for one in full]
+    full[-1] = full[-1]._replace(hidden=None if full[-1].hidden is None else np.full(nodes, 3))
+    made = energy.parts(workload, model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(energy, "row_stats", lambda *_: full)
+        every = energy.parts(workload, model)
+    more = 0.0
+    for layer in model.layers:
+        own = {"gin": layer.inputs * layer.outputs}
+        if kind == "gat":
+            width = layer.heads * layer.columns
+            own["gat"] = 2 * width * (layer.heads - 1)
+        more += nodes * own.get(kind, 0)
+    assert sum(one.macs for one in every.values()) + more == counter.total.macs
+    if kind == "gat":
+        with pytest.raises(UserError, match=r"not simulated for GAT"):
+            energy.network(workload, model)
+        return
+    found = energy.network(workload, model)
+    products = {name: sum(one.products for one in flow(Chip(), found)) for name, flow in DATAFLOWS.items()}
+    assert products.pop("hygcn") == sum(one.macs for one in every.values())
+    assert set(products.values()) == {sum(one.macs for one in made.values())}
+    loops = 0 if kind == "sage" else nodes
+    for name, flow in DATAFLOWS.items():
+        widths = [layer.inputs if name == "hygcn" else layer.outputs for layer in model.layers]
+        assert sum(one.sums for one in flow(Chip(), found)) == (edges + loops) * sum(widths)
+
+
+def test_rows_inside_gins_perceptron_are_what_its_second_matrix_reads(make_graph):
+    workload, model = model_of(make_graph(), recipe(kind="gin"))
+    stats = energy.row_stats(workload, model)
+    for one, shape in zip(stats, model.layers, strict=True):
+        assert one.hidden.max() <= shape.outputs
+        assert 0 < one.hidden.sum() < workload.graph.nodes * shape.outputs

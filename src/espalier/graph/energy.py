@@ -14,7 +14,7 @@ from torch import nn
 
 from espalier.errors import UserError
 from espalier.graph import quantization
-from espalier.graph.gnn import Gnn, GraphAttention, Layer
+from espalier.graph.gnn import Gnn, GraphAttention, Isomorphism, Layer, Mean
 from espalier.graph.node_classification import NodeTask
 from espalier.graph.packed_run import packed_input
 from espalier.graph.subgraphs import infer
@@ -29,11 +29,13 @@ INDEX = 4
 
 
 class RowStats(NamedTuple):
-    """Of the rows that a layer reads: values of each that are not 0, their bits, and bytes of all as stored."""
+    """Of the rows that a layer reads: values of each that are not 0, their bits, and bytes of all as stored; of the
+    rows inside GIN's perceptron, which stay fp32, the values that are not 0."""
 
     nonzeros: np.ndarray
     bits: np.ndarray
     size: float
+    hidden: np.ndarray | None = None
 
 
 def row_stats(workload: GraphWorkload, model: Gnn) -> list[RowStats]:
@@ -46,11 +48,17 @@ def row_stats(workload: GraphWorkload, model: Gnn) -> list[RowStats]:
         )
     found = quantization.quantization_of(model)
     read: list[torch.Tensor] = []
+    inside: list[np.ndarray] = []
     hooks = [
         layer.register_forward_pre_hook(
             lambda module, inputs: read.append(quantization.dense_rows(inputs[1])), prepend=True
         )
         for layer in model.layers
+    ]
+    hooks += [
+        layer.second.register_forward_pre_hook(lambda module, inputs: inside.append((inputs[0] != 0).sum(1).numpy()))
+        for layer in model.layers
+        if isinstance(layer, Isomorphism)
     ]
     try:
         if found is not None:
@@ -61,16 +69,17 @@ def row_stats(workload: GraphWorkload, model: Gnn) -> list[RowStats]:
             hook.remove()
     rows = []
     for at, one in enumerate(read):
+        hidden = inside[at] if inside else None
         packed = None if found is None else found.stored.get(f"layers.{at}.rows")
         if packed is not None:
             coded = packed.decoded()
             counts = (coded.codes != 0).sum(1).numpy()
-            rows.append(RowStats(counts, coded.widths.numpy().astype(np.int64), float(packed.nbytes)))
+            rows.append(RowStats(counts, coded.widths.numpy().astype(np.int64), float(packed.nbytes), hidden))
         else:
             counts = (one != 0).sum(1).numpy()
             binary = found is not None and at == 0
             size = float(packed_input(one.numpy())[0].nbytes + 4 * len(one)) if binary else 4.0 * one.numel()
-            rows.append(RowStats(counts, np.full(len(one), 1 if binary else 32), size))
+            rows.append(RowStats(counts, np.full(len(one), 1 if binary else 32), size, hidden))
     return rows
 
 
@@ -90,12 +99,14 @@ def parts(workload: GraphWorkload, model: nn.Module) -> dict[str, Counts]:
         width = layer.heads * layer.columns if isinstance(layer, GraphAttention) else layer.outputs
         weight = options.weights if options is not None and options.weights else 32
         matrix = sum(p.numel() for p in layer.parameters() if p.ndim == 2)
-        macs = float(rows.nonzeros.sum()) * width * matrix / max(1, layer.inputs * width)
+        macs = float(rows.nonzeros.sum()) * width * (2 if isinstance(layer, Mean) else 1)
+        hidden = 0.0 if rows.hidden is None else float(rows.hidden.sum()) * layer.outputs
+        scores = 2.0 * nodes * width if isinstance(layer, GraphAttention) else 0.0
         if found is None:
-            product = Counts(macs=macs)
+            product = Counts(macs=macs + hidden + scores)
         else:
             mean = float(rows.nonzeros @ np.maximum(rows.bits, 1)) / max(1.0, float(rows.nonzeros.sum()))
-            product = low_bit(macs, mean, weight)
+            product = low_bit(macs, mean, weight) + low_bit(hidden, 32, weight) + Counts(macs=scores)
         moved = rows.size + matrix * weight / 8
         counted[f"layers.{at} product"] = product + Counts(bytes_moved=moved)
         first = layer.aggregated_first(torch.zeros(0))
@@ -109,16 +120,32 @@ def parts(workload: GraphWorkload, model: nn.Module) -> dict[str, Counts]:
 
 
 def network(workload: GraphWorkload, model: Gnn) -> Network:
-    """The trained network for `quant.mega.simulator`, with the widths and the packages that it has."""
+    """The trained network for `quant.mega.simulator`, with the widths and the packages that it has: GCN's edges of a
+    node to itself, both matrices of GraphSAGE; GIN's perceptron as two layers, the first with (1 + epsilon) x as an
+    edge. Raises UserError: GAT."""
     from espalier.quant.mega.simulator import LayerShape, Network
     from espalier.sparse.partition import clusters
 
     options, graph = workload.recipe.quant, workload.graph
+    if any(isinstance(layer, GraphAttention) for layer in model.layers):
+        raise UserError(
+            "Accelerators are not simulated for GAT.",
+            why="the five dataflows have no form for a softmax over a node's edges",
+            do='model.kind = "gcn", "sage" or "gin"; operations and bytes are counted for GAT too',
+        )
     layers: list[LayerShape] = []
     for layer, rows in zip(model.layers, row_stats(workload, model), strict=True):
         assert isinstance(layer, Layer)
-        bits = options.messages if options is not None and options.messages else 32
-        layers.append(LayerShape(layer.inputs, layer.outputs, rows.nonzeros, rows.bits, bits, rows.size))
+        bits, own = options.messages if options is not None and options.messages else 32, isinstance(layer, Mean)
+        layers.append(LayerShape(layer.inputs, layer.outputs, rows.nonzeros, rows.bits, bits, rows.size, own))
+        if rows.hidden is not None:
+            inner, full = layer.outputs, np.full(graph.nodes, 32)
+            size = 4.0 * graph.nodes * inner
+            layers.append(LayerShape(inner, inner, rows.hidden, full, bits, size, aggregates=False))
+    indptr, indices = np.asarray(graph.indptr), np.asarray(graph.indices)
+    if any(isinstance(layer, Isomorphism) or layer.loops for layer in model.layers):
+        indices = np.insert(indices, indptr[1:], np.arange(graph.nodes))
+        indptr = indptr + np.arange(graph.nodes + 1)
     known: dict[int, Any] = {}
 
     def cut(count: int) -> Any:
@@ -126,7 +153,7 @@ def network(workload: GraphWorkload, model: Gnn) -> Network:
             known[count] = clusters(graph.indptr, graph.indices, min(count, graph.nodes), volume=False)
         return known[count]
 
-    return Network(np.asarray(graph.indptr), np.asarray(graph.indices), cut, layers)
+    return Network(indptr, indices, cut, layers)
 
 
 def accelerators(workload: GraphWorkload, model: Gnn) -> list[Result]:

@@ -174,7 +174,11 @@ def _energy(workload: Workload, model: nn.Module) -> EnergyTables:
         workload = GraphWorkload(workload.recipe, part_inference.whole_graph(workload.graph), workload.folder)
     parts = energy.parts(workload, model)
     assert isinstance(model, Gnn)
-    results = energy.accelerators(workload, model)
+    what = f"an inference of all {workload.graph.nodes:,} nodes"
+    try:
+        results = energy.accelerators(workload, model)
+    except UserError as error:
+        return EnergyTables(what, parts, [(error.what, ("why", "what to do"), [(error.why, error.do)])])
     best = results[0]
     rows = [
         (one.name, f"{one.cycles:,.0f}", show_size(one.bytes), f"{one.row_hits:.0%}", f"{1e6 * one.joules:.3g} µJ",
@@ -183,7 +187,6 @@ def _energy(workload: Workload, model: nn.Module) -> EnergyTables:
     ]  # fmt: skip
     columns = ("accelerator", "cycles", "DRAM", "row hits", "energy", "x cycles", "x DRAM", "x energy")
     title = "Simulated on the trained network; the others in fp32 (espalier.quant.mega.simulator)"
-    what = f"an inference of all {workload.graph.nodes:,} nodes"
     return EnergyTables(what, parts, [(title, columns, rows)])
 
 

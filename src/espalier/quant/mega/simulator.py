@@ -3,8 +3,10 @@
 The authors published no simulator; this one is ours. Each accelerator is a dataflow: for each layer phases of DRAM
 requests and of cycles of its engines, which overlap (a phase takes the longer of the two). All have the same clock
 (1 GHz), buffer, DRAM and multipliers, those of MEGA's table (HPCA 2024, arXiv 2311.09775, section VI). DRAM is
-simulated request by request (dram.py); no constant is fitted to a published figure. What the papers leave open is
-said beside each dataflow. After HyGCN (HPCA 2020), GCNAX (HPCA 2021), GROW and SGCN (HPCA 2023).
+simulated request by request (dram.py); no constant is fitted to a published figure. Two rules are the same for all:
+results of a layer are written, as the next one reads them; what a layer makes for itself stays in the buffer where it
+fits. What the papers leave open is said beside each dataflow. After HyGCN (HPCA 2020), GCNAX (HPCA 2021), GROW and
+SGCN (HPCA 2023).
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ from espalier.quant.mega.dram import Device, Trace, device
 Array = NDArray[Any]
 WORD = 4
 """Bytes of a value, and of an index, where nothing is quantized."""
+PARTIAL = 2
+"""Bytes of MEGA's partial sums."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,13 @@ class Chip:
 
 
 class LayerShape(NamedTuple):
-    """A layer: its widths, values of each row that are not 0, and, quantized, bits of each row and of a message."""
+    """A layer: its widths, values of each row that are not 0, and, quantized, bits of each row and of a message.
+
+    Attributes:
+        packed_bytes: of all rows as MEGA stores them.
+        own: a second matrix of the same shape maps each node's own row, and that is added to the sum (GraphSAGE).
+        aggregates: False: the next matrix of a perceptron, whose rows are the results before it (GIN).
+    """
 
     inputs: int
     outputs: int
@@ -49,6 +59,18 @@ class LayerShape(NamedTuple):
     bits: Array
     message_bits: int
     packed_bytes: float
+    own: bool = False
+    aggregates: bool = True
+
+    @property
+    def matrices(self) -> int:
+        """How many of inputs x outputs."""
+        return 2 if self.own else 1
+
+    @property
+    def weights(self) -> int:
+        """Values of its matrices."""
+        return self.matrices * self.inputs * self.outputs
 
 
 class Network(NamedTuple):
@@ -107,18 +129,12 @@ class Memory:
         self.next += count
         return np.arange(self.next - count, self.next)
 
-    def rows(self, total: int, ids: Array, size: float) -> Array:
-        """Blocks of the rows `ids` of a tensor of `total` rows of `size` bytes, each row by itself."""
-        begin = self.next
-        self.next += math.ceil(total * size / self.block)
+    def rows(self, tensor: Array, ids: Array, size: float) -> Array:
+        """Blocks of the rows `ids`, of `size` bytes, of the tensor in the blocks `tensor`, each row by itself."""
         first = np.floor(ids * size / self.block).astype(np.int64)
         count = (np.ceil((ids + 1) * size / self.block).astype(np.int64) - first).clip(min=1)
         spread = np.repeat(first - np.concatenate([[0], np.cumsum(count)[:-1]]), count) + np.arange(int(count.sum()))
-        return begin + spread
-
-    def gathered(self, chip: Chip, total: int, ids: Array, size: float) -> Array:
-        """As `rows`; where the buffer holds the whole tensor, its blocks in sequence."""
-        return self.stream(total * size) if total * size <= chip.buffer else self.rows(total, ids, size)
+        return tensor[spread]
 
 
 NONE = np.zeros(0, np.int64)
@@ -129,83 +145,120 @@ def _targets(network: Network) -> Array:
     return np.repeat(np.arange(len(network.indptr) - 1), np.diff(network.indptr))
 
 
-def _interval_sources(network: Network, rows: int) -> Iterator[Array]:
-    """For each interval of so many targets its sources, each once."""
-    for start in range(0, len(network.indptr) - 1, rows):
-        stop = min(start + rows, len(network.indptr) - 1)
-        yield np.unique(network.indices[network.indptr[start] : network.indptr[stop]])
+def _interval_sources(network: Network, rows: int, own: bool = False) -> Array:
+    """For each interval of so many targets its sources, each once; with `own` the targets too."""
+    nodes, found = len(network.indptr) - 1, [NONE]
+    for start in range(0, nodes, rows):
+        stop = min(start + rows, nodes)
+        ids = network.indices[network.indptr[start] : network.indptr[stop]]
+        found.append(np.unique(np.concatenate([ids, np.arange(start, stop)]) if own else ids))
+    return np.concatenate(found)
 
 
-def hygcn(chip: Chip, network: Network) -> Iterator[Phase]:
-    """(A X) W: for each interval of targets that fits the buffer their sources' dense rows, then the matrix."""
-    nodes, memory = len(network.indptr) - 1, Memory(chip)
-    for layer in network.layers:
-        rows = max(1, chip.aggregation // (WORD * layer.inputs))
-        found = list(_interval_sources(network, rows))
-        ids = np.concatenate(found) if found else NONE
-        reads = [memory.rows(nodes, ids, WORD * layer.inputs), memory.stream(WORD * len(network.indices))]
-        reads.append(memory.stream(WORD * layer.inputs * layer.outputs))
-        sums, products = len(network.indices) * layer.inputs, nodes * layer.inputs * layer.outputs
-        cycles = max(sums / chip.sums, products / chip.products)
-        yield Phase(np.concatenate(reads), memory.stream(WORD * nodes * layer.outputs), cycles, products, sums)
+def _layers(
+    network: Network, chip: Chip, memory: Memory, stored: Callable[[LayerShape], float]
+) -> Iterator[tuple[LayerShape, Array, Array]]:
+    """Of each layer the blocks of the rows it reads (`stored` bytes) and of its results, written as the next one reads
+    them, the last ones dense. Rows inside a perceptron stay in the buffer where they fit, and have no blocks."""
+    sizes = [0.0 if not one.aggregates and stored(one) <= chip.buffer else stored(one) for one in network.layers]
+    rows, last = memory.stream(sizes[0]), WORD * (len(network.indptr) - 1) * network.layers[-1].outputs
+    for layer, size in zip(network.layers, [*sizes[1:], last], strict=True):
+        results = memory.stream(size)
+        yield layer, rows, results
+        rows = results
 
 
-def _combination(chip: Chip, memory: Memory, layer: LayerShape, size: float, out: float) -> Phase:
-    """X W: rows as they are stored (`size` bytes), the result written (`out` bytes)."""
-    weights = memory.stream(WORD * layer.inputs * layer.outputs)
-    products = float(layer.nonzeros.sum()) * layer.outputs
-    return Phase(
-        np.concatenate([memory.stream(size), weights]), memory.stream(out), products / chip.products, products, 0.0
-    )
+def _intermediate(chip: Chip, memory: Memory, size: float, own: float) -> tuple[Array, Array]:
+    """Blocks of X W (`size` bytes) and of own rows' product; none where both fit the buffer and stay there."""
+    return (NONE, NONE) if size + own <= chip.buffer else (memory.stream(size), memory.stream(own))
+
+
+def _combination(chip: Chip, memory: Memory, layer: LayerShape, rows: Array, out: Array) -> Phase:
+    """X W: blocks of rows read, and of the result written; values that are 0 are not multiplied."""
+    weights = memory.stream(WORD * layer.weights)
+    products = float(layer.nonzeros.sum()) * layer.outputs * layer.matrices
+    return Phase(np.concatenate([rows, weights]), out, products / chip.products, products, 0.0)
+
+
+def _dense_bytes(layer: LayerShape) -> float:
+    """All values of the rows."""
+    return float(WORD * len(layer.nonzeros) * layer.inputs)
 
 
 def _sparse_bytes(layer: LayerShape) -> float:
     """Values and columns of what is not 0 (CSR), or all values where that is less."""
-    nodes = len(layer.nonzeros)
-    return min(2 * WORD * float(layer.nonzeros.sum()) + WORD * nodes, WORD * nodes * layer.inputs)
+    return min(2 * WORD * float(layer.nonzeros.sum()) + WORD * len(layer.nonzeros), _dense_bytes(layer))
+
+
+def _bitmap_bytes(layer: LayerShape) -> float:
+    """A bitmap of each row and the values that are not 0, or CSR, or all values where that is less."""
+    return min(len(layer.nonzeros) * layer.inputs / 8 + WORD * float(layer.nonzeros.sum()), _sparse_bytes(layer))
+
+
+def hygcn(chip: Chip, network: Network) -> Iterator[Phase]:
+    """(A X) W: for each interval of targets that fits the buffer their sources' dense rows, then the matrix. Zeros are
+    multiplied too."""
+    nodes, memory = len(network.indptr) - 1, Memory(chip)
+    for layer, rows, results in _layers(network, chip, memory, _dense_bytes):
+        reads, sums, products = [rows, memory.stream(WORD * layer.weights)], 0, nodes * layer.weights
+        if layer.aggregates:
+            height = max(1, chip.aggregation // (WORD * layer.inputs))
+            reads[0] = memory.rows(rows, _interval_sources(network, height, layer.own), WORD * layer.inputs)
+            reads.insert(1, memory.stream(WORD * len(network.indices)))
+            sums = len(network.indices) * layer.inputs
+        yield Phase(np.concatenate(reads), results, max(sums / chip.sums, products / chip.products), products, sums)
 
 
 def gcnax(chip: Chip, network: Network) -> Iterator[Phase]:
-    """A (X W): two sparse products; of the tilings of the second that fit the buffer the one of least DRAM bytes: by
-    columns (edges read again for each tile) or by targets (rows of X W read again for each). Tiles by targets and by
-    sources at once, whose few edges fill no request and by which GROW's authors explain their gain, are not tried.
-    Tiles by targets read the rows that their edges need and no others, which flatters GCNAX where they are taken: not
-    on Cora and CiteSeer."""
+    """A (X W): two sparse products; of these orders the one of least DRAM bytes. Fused: as many columns of X W as the
+    buffer holds are summed before the next ones are multiplied (rows of X and edges are read again for each tile; all
+    columns are one tile where they fit). By columns: X W is written, edges are read again for each tile. By targets:
+    rows of X W are read again for each. Tiles by targets and by sources at once, whose few edges fill no request and by
+    which GROW's authors explain their gain, are not tried. Tiles by targets read the rows that their edges need and no
+    others, which flatters GCNAX where they are taken."""
     nodes, memory = len(network.indptr) - 1, Memory(chip)
-    for layer in network.layers:
-        middle = WORD * nodes * layer.outputs
-        yield _combination(chip, memory, layer, _sparse_bytes(layer), middle)
-        columns = min(layer.outputs, chip.buffer // (2 * WORD * nodes))
-        edges, tiled = 2 * WORD * len(network.indices), None
-        by_columns = math.inf if not columns else middle + edges * math.ceil(layer.outputs / columns)
-        rows = max(1, chip.buffer // (2 * WORD * layer.outputs))
-        found = list(_interval_sources(network, rows))
-        ids = np.concatenate(found) if found else NONE
-        by_targets = WORD * layer.outputs * len(ids) + edges
-        if by_columns <= by_targets:
-            tiled = memory.stream(by_columns)
-        else:
-            tiled = np.concatenate([memory.rows(nodes, ids, WORD * layer.outputs), memory.stream(edges)])
+    for layer, rows, results in _layers(network, chip, memory, _sparse_bytes):
+        if not layer.aggregates:
+            yield _combination(chip, memory, layer, rows, results)
+            continue
+        size, edges = WORD * layer.outputs, memory.stream(2 * WORD * len(network.indices))
+        fused = _tiles(layer.outputs, chip.buffer // max(1, WORD * nodes * layer.matrices))
+        tiles = _tiles(layer.outputs, chip.buffer // max(1, WORD * nodes))
+        ids = _interval_sources(network, max(1, chip.buffer // (2 * size)))
+        own = nodes * size * (layer.matrices - 1)
+        features, once = memory.block * len(rows), memory.block * len(edges)
+        by_columns, by_targets = nodes * size + once * tiles, size * len(ids) + once
         sums = len(network.indices) * layer.outputs
-        yield Phase(tiled, memory.stream(middle), sums / chip.sums, 0.0, sums)
+        if (features + once) * fused <= features + nodes * size + 2 * own + min(by_columns, by_targets):
+            yield _combination(chip, memory, layer, np.tile(rows, int(fused)), NONE)
+            yield Phase(np.tile(edges, int(fused)), results, sums / chip.sums, 0.0, sums)
+            continue
+        middle, mapped = memory.stream(nodes * size), memory.stream(own)
+        yield _combination(chip, memory, layer, rows, np.concatenate([middle, mapped]))
+        if by_columns <= by_targets:
+            reads = [middle, np.tile(edges, int(tiles)), mapped]
+        else:
+            reads = [memory.rows(middle, ids, size), edges, mapped]
+        yield Phase(np.concatenate(reads), results, sums / chip.sums, 0.0, sums)
+
+
+def _tiles(columns: int, held: int) -> float:
+    """Of so many columns each, where any are held."""
+    return math.ceil(columns / held) if held else math.inf
 
 
 def grow(chip: Chip, network: Network) -> Iterator[Phase]:
     """A (X W) by rows, cluster by cluster, nodes numbered by cluster beforehand: the rows of X W that a cluster uses
     most, as many as the buffer holds, are read once and stay; all others are read at each edge. Rows ahead of one that
     waits go on, so that latencies are hidden."""
-    nodes, memory = len(network.indptr) - 1, Memory(chip)
-    for layer in network.layers:
-        size = WORD * layer.outputs
-        middle = nodes * size
-        yield _combination(chip, memory, layer, _sparse_bytes(layer), middle)
-        clusters = np.asarray(network.parts(max(1, math.ceil(middle / chip.buffer))))
+
+    def read(middle: Array, nodes: int, size: int, memory: Memory) -> Array:
+        clusters = np.asarray(network.parts(max(1, math.ceil(nodes * size / chip.buffer))))
         numbers = np.argsort(np.argsort(clusters, kind="stable"))
         keys = clusters[_targets(network)].astype(np.int64) * nodes + numbers[network.indices]
-        read = _kept_and_missed(keys, nodes, chip.buffer // size)
-        reads = [memory.gathered(chip, nodes, read % nodes, size), memory.stream(2 * WORD * len(network.indices))]
-        sums = len(network.indices) * layer.outputs
-        yield Phase(np.concatenate(reads), memory.stream(middle), sums / chip.sums, 0.0, sums)
+        return memory.rows(middle, _kept_and_missed(keys, nodes, chip.buffer // size) % nodes, size)
+
+    return _by_rows(chip, network, _sparse_bytes, 2 * WORD, read)
 
 
 def _kept_and_missed(keys: Array, nodes: int, room: int) -> Array:
@@ -223,39 +276,57 @@ def _kept_and_missed(keys: Array, nodes: int, room: int) -> Array:
 def sgcn(chip: Chip, network: Network) -> Iterator[Phase]:
     """A (X W), features between layers stored as a bitmap with the values that are not 0, rows of X W cached by
     clusters of targets."""
-    nodes, memory = len(network.indptr) - 1, Memory(chip)
-    for layer in network.layers:
-        size = WORD * layer.outputs
-        stored = nodes * layer.inputs / 8 + WORD * float(layer.nonzeros.sum())
-        middle = nodes * size
-        bytes_ = min(stored, _sparse_bytes(layer))
-        yield _combination(chip, memory, layer, bytes_, middle)
+
+    def read(middle: Array, nodes: int, size: int, memory: Memory) -> Array:
         labels = network.parts(max(1, math.ceil(nodes * size / chip.buffer)))
         keys = np.unique(labels[_targets(network)].astype(np.int64) * nodes + network.indices)
-        reads = [memory.gathered(chip, nodes, keys % nodes, size), memory.stream(WORD * len(network.indices))]
+        return memory.rows(middle, keys % nodes, size)
+
+    return _by_rows(chip, network, _bitmap_bytes, WORD, read)
+
+
+def _by_rows(
+    chip: Chip, network: Network, stored: Callable[[LayerShape], float], edge: int, read: Callable[..., Array]
+) -> Iterator[Phase]:
+    """A (X W) by rows: features as `stored`, edges of so many bytes, and the blocks of X W that are `read` where it
+    does not fit the buffer."""
+    nodes, memory = len(network.indptr) - 1, Memory(chip)
+    for layer, rows, results in _layers(network, chip, memory, stored):
+        if not layer.aggregates:
+            yield _combination(chip, memory, layer, rows, results)
+            continue
+        size = WORD * layer.outputs
+        middle, mapped = _intermediate(chip, memory, nodes * size, nodes * size * (layer.matrices - 1))
+        yield _combination(chip, memory, layer, rows, np.concatenate([middle, mapped]))
+        reads = [read(middle, nodes, size, memory) if len(middle) else NONE]
+        reads += [memory.stream(edge * len(network.indices)), mapped]
         sums = len(network.indices) * layer.outputs
-        yield Phase(np.concatenate(reads), memory.stream(middle), sums / chip.sums, 0.0, sums)
+        yield Phase(np.concatenate(reads), results, sums / chip.sums, 0.0, sums)
 
 
 def mega(chip: Chip, network: Network) -> Iterator[Phase]:
-    """A (X W) on packages: a product takes as many cycles as its row has bits; messages of few bits stay in the buffer
-    of their part, those that other parts need are condensed: written once for each part, read in sequence."""
+    """A (X W) on packages: a product takes as many cycles as its row has bits; where messages of few bits do not fit
+    the buffer, those that other parts need are condensed: written once for each part, read in sequence. A node's own
+    product waits as 16-bit partial sums. Results are packed for the next layer."""
     nodes, memory = len(network.indptr) - 1, Memory(chip)
-    for layer in network.layers:
-        products = float(layer.nonzeros.sum()) * layer.outputs
-        cycles = float(layer.nonzeros @ np.maximum(layer.bits, 1)) * layer.outputs / chip.products
-        size = layer.outputs * layer.message_bits / 8
-        labels = network.parts(max(1, math.ceil(nodes * layer.outputs * 2 / chip.aggregation)))
-        plan = condense(network.indptr, network.indices, labels)
-        own = nodes * size > chip.buffer
-        region = len(plan.regions) * size
-        written = region + (nodes * size if own else 0)
-        weights = memory.stream(layer.inputs * layer.outputs / 2)
-        packed = memory.stream(layer.packed_bytes)
-        yield Phase(np.concatenate([packed, weights]), memory.stream(written), cycles, products, 0.0)
+    for layer, rows, results in _layers(network, chip, memory, lambda one: one.packed_bytes):
+        products = float(layer.nonzeros.sum()) * layer.outputs * layer.matrices
+        serial = float(layer.nonzeros @ np.maximum(layer.bits, 1)) * layer.outputs * layer.matrices
+        read = np.concatenate([rows, memory.stream(layer.weights / 2)])
+        if not layer.aggregates:
+            yield Phase(read, results, serial / chip.products, products, 0.0)
+            continue
+        size, region = layer.outputs * layer.message_bits / 8, NONE
+        partial = nodes * layer.outputs * PARTIAL
+        middle, mapped = _intermediate(chip, memory, nodes * size, partial * (layer.matrices - 1))
+        if len(middle):
+            labels = network.parts(max(1, math.ceil(partial / chip.aggregation)))
+            region = memory.stream(len(condense(network.indptr, network.indices, labels).regions) * size)
+        written = np.concatenate([middle, region, mapped])
+        yield Phase(read, written, serial / chip.products, products, 0.0)
         sums = len(network.indices) * layer.outputs
-        read = memory.stream(region + (nodes * size if own else 0) + WORD * len(network.indices))
-        yield Phase(read, NONE, sums / chip.sums, 0.0, sums)
+        again = np.concatenate([written, memory.stream(WORD * len(network.indices))])
+        yield Phase(again, results, sums / chip.sums, 0.0, sums)
 
 
 DATAFLOWS: dict[str, Dataflow] = {"mega": mega, "sgcn": sgcn, "grow": grow, "gcnax": gcnax, "hygcn": hygcn}
