@@ -7,16 +7,18 @@ really stored.
 GCN of two layers on Cora, CiteSeer and PubMed (raw files in FOLDER/NAME; what is not there is left out), standard
 split, 200 steps of Adam, and with `--only debian` on the packages that apt knows, 64 columns, 60 steps; test accuracy
 at the step of the best validation accuracy, every ten steps. Nothing of that is timed: it may run in pieces (`--keep`
-takes up what was trained before) and beside other work. Weights and
-messages have 4 bits in all quantized networks, learned by the same rule. `uniform`: one learned step for the layer, 2
-or 4 bits. `Degree-Quant` (arXiv 2008.05000): 4 or 2 bits, ranges from percentiles, nodes of high degree protected at
-random while training (its mask and ranges are written here; the rest is ours). A2Q and MEGA have a target in bits a
-value (SHARE). Bytes: the package of the hidden features (payload, headers, padding, lists, index, steps). `-64`: 64
-columns. `cora-curve`, `citeseer-curve`: 64 columns at 1 to 4 bits a value, three seeds, and a2q with the gradient of
-the task in place of the local one, with the share of nodes whose step it does not reach; `--picture` draws accuracy
-against bytes of what FOLDER has. Timed, two threads: `products` and `cached`, products that read packed rows beyond
-the last-level cache and within it, 128 columns, beside `torch.sparse` in fp32, same edges; `cost`, a step of training
-beside fp32, GCN's by the clock, GCN's and GraphSAGE's also by CPU time on one thread.
+takes up what was trained before) and beside other work. Weights and messages have 4 bits in all quantized networks,
+learned by the same rule. `uniform`: one learned step for the layer, 2 or 4 bits. `LSQ`: the same, steps of rows and of
+messages learned from the gradient of the task, as its authors have it (arXiv 1902.08153), not from their own errors.
+`Degree-Quant` (arXiv 2008.05000): 4 or 2 bits, ranges from percentiles, nodes of high degree protected at random while
+training (its mask and ranges are written here; the rest is ours). A2Q and MEGA have a target in bits a value (SHARE).
+Bytes: the package of the hidden features (payload, headers, padding, lists, index, steps). `-64`: 64 columns.
+`cora-inductive`: nodes of the test are hidden while training. `cora-curve`, `citeseer-curve`: 64 columns at 1 to 4 bits
+a value, three seeds, and a2q with the gradient of the task in place of the local one, with the share of nodes whose
+step it does not reach; `--picture` draws accuracy against bytes of what FOLDER has. Timed, two threads: `products` and
+`cached`, products that read packed rows beyond the last-level cache and within it, 128 columns, beside `torch.sparse`
+in fp32, same edges; `cost`, a step of training beside fp32, GCN's by the clock, GCN's and GraphSAGE's also by CPU time
+on one thread.
 """
 
 from __future__ import annotations
@@ -25,17 +27,16 @@ import json
 import math
 import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 import a2q_picture
+import a2q_speed
 from espalier.config import defaults, recipe_file
 from espalier.graph import quantization
 from espalier.graph.quantization import QuantizedGraph
@@ -43,7 +44,6 @@ from espalier.graph.subgraphs import infer
 from espalier.graph.workload import GraphWorkload, open_graph
 from espalier.quant.a2q import Coded, FeatureQuantizer
 from espalier.quant.base import RowIndex
-from espalier.quant.packed_spmm import PackedMatrix, packed_matmul
 from espalier.workload import Shard
 from table import Row, arguments, compare, publish
 
@@ -60,9 +60,12 @@ KINDS: dict[str, dict[str, Any] | None] = {
 }
 SHARE = {"a2q": 1.7, "mega": 1.85}
 """Bits a value that the target asks for, so that packages are about as large as those of 2 bits for all."""
-TASK = "a2q by the task alone"
+DEBIAN_SHARE = SHARE | {}
+"""The same on Debian's packages, whose sparse rows of the input are packed as lists."""
+TASK, LSQ = "a2q by the task alone", "LSQ 2-bit"
 CURVE = {"uniform": ("uniform 1-bit", "uniform 2-bit", "uniform 3-bit", "uniform 4-bit")}
 KINDS |= {f"uniform {bits}-bit": {"kind": "uniform", "bits": bits} for bits in (1, 3)} | {TASK: KINDS["a2q"]}
+KINDS[LSQ] = KINDS["uniform 2-bit"]
 SHARE[TASK] = SHARE["a2q"]
 for _kind in ("a2q", "mega"):
     CURVE[_kind] = (f"{_kind} 1-bit", _kind, f"{_kind} 3-bit", f"{_kind} 4-bit")
@@ -111,8 +114,29 @@ class DegreeQuant(FeatureQuantizer):
         return Coded(codes.to(torch.uint8), width, torch.full_like(width, 128))
 
 
-def steps_of(path: Path) -> int:
-    return 60 if str(path) == DEBIAN else 200
+class Case(NamedTuple):
+    """A data set, hidden columns, and whether nodes of the test are hidden while training."""
+
+    path: Path
+    width: int = 16
+    inductive: bool = False
+
+    @property
+    def debian(self) -> bool:
+        return str(self.path) == DEBIAN
+
+    @property
+    def steps(self) -> int:
+        return 60 if self.debian else 200
+
+    @property
+    def name(self) -> str:
+        columns = f", {self.width} columns" if self.width != 16 else ""
+        return self.path.name + columns + (", inductive" if self.inductive else "")
+
+    def share(self, kind: str) -> float | None:
+        """Of a target in bits a value, where the kind has one."""
+        return DEBIAN_SHARE.get(kind) if self.debian else SHARE.get(kind)
 
 
 @cache
@@ -123,15 +147,17 @@ def size_of(path: Path) -> tuple[int, int]:
     return graph.nodes, graph.features.shape[1] if QuantizedGraph(graph).input_signed() is not None else 0
 
 
-def opened(path: Path, kind: str, seed: int, width: int) -> GraphWorkload:
-    table: dict[str, Any] = {"model": {"kind": "gcn", "width": width}, "data": {"path": str(path)}}
-    table["train"] = {"steps": steps_of(path), "seed": seed}
-    quant = KINDS[kind]
+def opened(case: Case, kind: str, seed: int) -> GraphWorkload:
+    table: dict[str, Any] = {"model": {"kind": "gcn", "width": case.width}, "data": {"path": str(case.path)}}
+    table["train"] = {"steps": case.steps, "seed": seed}
+    if case.inductive:
+        table["graph"] = {"inductive": True}
+    quant, share = KINDS[kind], case.share(kind)
     if quant is not None:
         table["quant"] = dict(quant)
-        if kind in SHARE:
-            nodes, inputs = size_of(path)
-            table["quant"]["target"] = int(nodes * (inputs + width) * SHARE[kind] / 8)
+        if share is not None:
+            nodes, inputs = size_of(case.path)
+            table["quant"]["target"] = int(nodes * (inputs + case.width) * share / 8)
     return open_graph(defaults.resolve(recipe_file.from_table(table))[0])
 
 
@@ -150,9 +176,9 @@ def own_gradient(found: quantization.Quantization) -> None:
         column.local = False
 
 
-def trained(path: Path, kind: str, seed: int, width: int = 16) -> tuple[float, int, float]:
+def trained(case: Case, kind: str, seed: int) -> tuple[float, int, float]:
     """(test accuracy, bytes of all quantized features, share of nodes whose step the first gradient does not reach)."""
-    workload = opened(path, kind, seed, width)
+    workload = opened(case, kind, seed)
     model = workload.build(torch.device("cpu"), torch.float32)
     found = quantization.quantization_of(model)
     if kind.startswith("Degree-Quant"):
@@ -161,7 +187,7 @@ def trained(path: Path, kind: str, seed: int, width: int = 16) -> tuple[float, i
         for at, like in enumerate(found.features):
             found.features[at] = own = DegreeQuant(like, bits, degrees)
             model.layers[at + found.first].quantizer = own  # type: ignore[union-attr, operator, index]
-    if kind == TASK:
+    if kind in (TASK, LSQ):
         assert found is not None
         own_gradient(found)
     parameters, silent = [one for one in model.parameters() if one.requires_grad], 0.0
@@ -171,7 +197,7 @@ def trained(path: Path, kind: str, seed: int, width: int = 16) -> tuple[float, i
         [{"params": matrices, "weight_decay": 5e-4}, {"params": others, "weight_decay": 0.0}], lr=0.01
     )
     best, count = (-1.0, 0.0), workload.global_batch
-    for step in range(steps_of(path)):
+    for step in range(case.steps):
         torch.manual_seed(1000 * seed + step)
         model.train()
         (batch,) = workload.batches(step, Shard(0, count, count))
@@ -185,68 +211,71 @@ def trained(path: Path, kind: str, seed: int, width: int = 16) -> tuple[float, i
         if step % EVERY == EVERY - 1 and (now := accuracy(workload, model))[0] > best[0]:
             best = now
     if found is None:
-        nodes, inputs = size_of(path)
-        return best[1], 4 * nodes * (inputs + width), silent
+        nodes, inputs = size_of(case.path)
+        return best[1], 4 * nodes * (inputs + case.width), silent
     found.packed = True
     infer(model.eval(), workload.task.held)
     return best[1], sum(one.nbytes for one in found.stored.values()), silent
 
 
-def kept(keep: str, path: Path, kind: str, seed: int, width: int) -> Path:
-    return Path(keep) / f"{path.name}-{width}-{kind.replace(' ', '-')}-{seed}.json"
+def kept(keep: str, case: Case, kind: str, seed: int) -> Path:
+    name = f"{case.path.name}-{case.width}{'-inductive' * case.inductive}"
+    return Path(keep) / f"{name}-{kind.replace(' ', '-')}-{seed}.json"
 
 
-def once(keep: str, path: Path, kind: str, seed: int, width: int) -> tuple[float, ...]:
+def once(keep: str, case: Case, kind: str, seed: int) -> tuple[float, ...]:
     """`trained`, or what a file in `keep` says of it."""
-    file = kept(keep, path, kind, seed, width)
+    file = kept(keep, case, kind, seed)
     if keep and file.exists():
         return tuple(json.loads(file.read_text()))
-    found = trained(path, kind, seed, width)
-    print(f"  {path.name}, {width} columns, {kind}, seed {seed}: {found}", flush=True)
+    found = trained(case, kind, seed)
+    print(f"  {case.name}, {kind}, seed {seed}: {found}", flush=True)
     if keep:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(found))
     return found
 
 
-def accuracies(path: Path, seeds: int, width: int, keep: str, only: str = "") -> list[Row]:
-    kinds: Sequence[str] = WIDE if width == 64 and str(path) != DEBIAN else PLAIN
-    kinds = [one for one in kinds if not only or one in only.split(",")]
+def runs_of(keep: str, case: Case, kinds: Sequence[str], seeds: int) -> dict[str, list[tuple[float, ...]]]:
+    """By kind; all kinds of a seed first, so that what is kept is whole early."""
     runs: dict[str, list[tuple[float, ...]]] = {kind: [] for kind in kinds}
     for seed in range(1, seeds + 1):
         for kind in kinds:
-            runs[kind].append(once(keep, path, kind, seed, width))
-    name, rows = path.name + (f", {width} columns" if width != 16 else ""), []
+            runs[kind].append(once(keep, case, kind, seed))
+    return runs
+
+
+def accuracies(case: Case, seeds: int, keep: str, only: str = "") -> list[Row]:
+    kinds: Sequence[str] = ("fp32", "a2q") if case.inductive else WIDE if case.width == 64 else PLAIN
+    kinds = PLAIN if case.debian else kinds
+    runs = runs_of(keep, case, only.split(",") if only else kinds, seeds)
+    rows = []
     for kind, found in runs.items():
-        print(f"{name}, {kind}: {found}", flush=True)
-    what = "input and hidden" if size_of(path)[1] else "hidden"
-    for ours in [one for one in ("a2q", "mega") if one in kinds]:
-        for peer in kinds:
-            if peer not in ("a2q", "mega"):
-                pairs = [(one[0], other[0]) for one, other in zip(runs[ours], runs[peer], strict=True)]
-                rows.append(means(f"{name}, {ours}: accuracy", peer, pairs))
-                sizes = [(one[1] / 1024, other[1] / 1024) for one, other in zip(runs[ours], runs[peer], strict=True)]
-                rows.append(compare(f"{name}, {ours}: {what} features", peer, "KiB", sizes, higher_is_better=False))
+        print(f"{case.name}, {kind}: {found}", flush=True)
+    what = "input and hidden" if size_of(case.path)[1] else "hidden"
+    for ours in [one for one in ("a2q", "mega") if one in runs]:
+        for peer in [one for one in runs if one not in ("a2q", "mega")]:
+            both = list(zip(runs[ours], runs[peer], strict=True))
+            rows.append(means(f"{case.name}, {ours}: accuracy", peer, [(one[0], other[0]) for one, other in both]))
+            sizes = [(one[1] / 1024, other[1] / 1024) for one, other in both]
+            label = f"{case.name}, {ours}: {what} features"
+            rows.append(compare(label, peer, "KiB", sizes, higher_is_better=False))
     return rows
 
 
-def curve(path: Path, seeds: int, keep: str) -> list[Row]:
+def curve(case: Case, seeds: int, keep: str) -> list[Row]:
     """Accuracy against bytes, 1 to 4 bits a value, 64 columns; and what the local gradient is worth."""
     kinds = ("fp32", TASK, *(one for names in CURVE.values() for one in names))
-    runs: dict[str, list[tuple[float, ...]]] = {kind: [] for kind in kinds}
-    for seed in range(1, seeds + 1):  # all kinds of a seed, so that what is kept is whole early
-        for kind in kinds:
-            runs[kind].append(once(keep, path, kind, seed, 64))
-    name, rows = f"{path.name}, 64 columns", []
+    runs, rows = runs_of(keep, case, kinds, seeds), []
     for kind in (one for one in kinds if one != "fp32"):
         pairs = [(one[0], other[0]) for one, other in zip(runs[kind], runs["fp32"], strict=True)]
         size = statistics.mean(one[1] for one in runs[kind]) / 1024
-        rows.append(means(f"{name}, {kind}, {size:.1f} KiB: accuracy", "fp32", pairs))
+        rows.append(means(f"{case.name}, {kind}, {size:.1f} KiB: accuracy", "fp32", pairs))
     pairs = [(one[0], other[0]) for one, other in zip(runs["a2q"], runs[TASK], strict=True)]
-    rows.append(means(f"{name}, a2q: accuracy", TASK, pairs))
+    rows.append(means(f"{case.name}, a2q: accuracy", TASK, pairs))
     ours, theirs = (100 * statistics.mean(one[2] for one in runs[kind]) for kind in ("a2q", TASK))
-    case = f"{name}, a2q: nodes whose step the first gradient does not reach"
-    rows.append(Row(case, TASK, theirs, ours, theirs / max(ours, 1e-9), "%", f"n={seeds}"))
+    label = f"{case.name}, a2q: nodes whose step the first gradient does not reach"
+    rows.append(Row(label, TASK, theirs, ours, theirs / max(ours, 1e-9), "%", f"n={seeds}"))
     return rows
 
 
@@ -256,65 +285,12 @@ def curves_kept(keep: str, data: Path) -> dict[str, a2q_picture.Lines]:
     for name in ("cora", "citeseer"):
         for policy, kinds in {**CURVE, "fp32": ("fp32",)}.items():
             for kind in kinds:
-                paths = [kept(keep, data / name, kind, seed, 64) for seed in range(1, 11)]
+                paths = [kept(keep, Case(data / name, 64), kind, seed) for seed in range(1, 11)]
                 runs = [json.loads(one.read_text()) for one in paths if one.exists()]
                 if runs:
                     accuracy, size = (statistics.mean(run[at] for run in runs) for at in (0, 1))
                     found.setdefault(name, {}).setdefault(policy, []).append((size / 1024, accuracy))
     return found
-
-
-def costs(pairs: int) -> list[Row]:
-    """A step of training, beside the same network in fp32, taken in turn: GCN's by the clock, and GCN's and GraphSAGE's
-    by the CPU time of the process on one thread."""
-    rows = []
-    for model, name in (("gcn", "GCN"), ("sage", "GraphSAGE")):
-        for nodes in (3_000, 30_000):
-            data = f"planted:nodes={nodes},degree=8,features=128,classes=7"
-            steps = {kind: step_of(data, kind, 64, model) for kind in ("fp32", "a2q", "mega", "uniform 2-bit")}
-            case = f"step of {nodes:,} nodes, {name} of 128 to 64 columns"
-            if model == "gcn":
-                torch.set_num_threads(2)
-                rows += in_turn(f"a {case}", steps, pairs, time.perf_counter)
-            torch.set_num_threads(1)
-            rows += in_turn(f"CPU time of a {case}", steps, pairs, time.process_time)
-    return rows
-
-
-def in_turn(case: str, steps: dict[str, Any], pairs: int, clock: Callable[[], float]) -> list[Row]:
-    """Milliseconds of each step by `clock` beside fp32's."""
-    took: dict[str, list[float]] = {kind: [] for kind in steps}
-    for turn in range(pairs + 2):
-        for kind, step in steps.items():
-            begun = clock()
-            for _ in range(3):
-                step()
-            if turn > 1:
-                took[kind].append(1e3 * (clock() - begun) / 3)
-    rows, threads = [], torch.get_num_threads()
-    for kind in [one for one in steps if one != "fp32"]:
-        found = list(zip(took[kind], took["fp32"], strict=True))
-        label = f"{case}, {kind}, {threads} thread{'s' * (threads > 1)}"
-        rows.append(compare(label, "fp32", "ms", found, higher_is_better=False))
-    return rows
-
-
-def step_of(data: str, kind: str, width: int, model_kind: str) -> Any:
-    table: dict[str, Any] = {"model": {"kind": model_kind, "width": width}, "data": {"path": data}}
-    table["train"] = {"steps": 10}
-    table |= {"quant": dict(quant)} if (quant := KINDS[kind]) is not None else {}
-    workload = open_graph(defaults.resolve(recipe_file.from_table(table))[0])
-    model = workload.build(torch.device("cpu"), torch.float32).train()
-    optimizer = torch.optim.Adam([one for one in model.parameters() if one.requires_grad], lr=0.01)
-    (batch,) = workload.batches(0, Shard(0, workload.global_batch, workload.global_batch))
-
-    def step() -> None:
-        optimizer.zero_grad()
-        loss, weight = workload.loss(model, batch)
-        (loss / weight).backward()
-        optimizer.step()
-
-    return step
 
 
 def means(case: str, peer: str, pairs: Sequence[tuple[float, float]]) -> Row:
@@ -326,32 +302,13 @@ def means(case: str, peer: str, pairs: Sequence[tuple[float, float]]) -> Row:
     return Row(case, peer, theirs, ours, ours / theirs, "%, mean", spread)
 
 
-def products(nodes: int, pairs: int) -> list[Row]:
-    """A X from packed rows: all of 4 bits, and of widths by chance, seven of eight rows of 2."""
-    random = np.random.default_rng(0)
-    degree, columns, times = 8, 128, max(1, 200_000 // nodes)
-    indptr = torch.arange(nodes + 1) * degree
-    indices = torch.from_numpy(np.sort(random.integers(0, nodes, (nodes, degree)), 1).reshape(-1))
-    matrix = torch.sparse_csr_tensor(indptr, indices, torch.ones(len(indices)), (nodes, nodes))
-    mixed = torch.from_numpy(np.where(random.random(nodes) < 7 / 8, 2, random.integers(3, 9, nodes)).astype(np.uint8))
-    rows = []
-    for name, widths in (("4 bits", torch.full((nodes,), 4, dtype=torch.uint8)), ("2 to 8 bits", mixed)):
-        largest = (1 << (widths.numpy().astype(np.int64) - 1)) - 1
-        codes = torch.from_numpy(random.integers(-largest[:, None], largest[:, None] + 1, (nodes, columns), np.int8))
-        packed, dense = PackedMatrix.of(codes, widths, torch.ones(nodes)), codes.float()
-        assert torch.equal(packed_matmul(packed, indptr, indices), matrix @ dense)
-        found = []
-        for _ in range(pairs):
-            took = []
-            for run in (lambda: packed_matmul(packed, indptr, indices), lambda: matrix @ dense):  # noqa: B023
-                begun = time.perf_counter()
-                for _ in range(times):
-                    run()
-                took.append(1e3 * (time.perf_counter() - begun) / times)
-            found.append((took[0], took[1]))
-        size = f"{nodes:,} nodes x {columns}, degree {degree}, {name}, {torch.get_num_threads()} threads"
-        rows.append(compare(f"A X from packed rows: {size}", "torch.sparse fp32", "ms", found, higher_is_better=False))
-    return rows
+def of_citations(name: str, path: Path, options: Any) -> list[Row]:
+    seeds = options.pairs or (3 if options.quick else 10)
+    if name.endswith("-curve"):
+        return curve(Case(path, 64), options.pairs or 3, options.keep)
+    if name.endswith("-inductive"):
+        return accuracies(Case(path, inductive=True), options.pairs or 3, options.keep)
+    return accuracies(Case(path, 64 if name.endswith("-64") else 16), seeds, options.keep, options.kinds)
 
 
 def main() -> None:
@@ -360,32 +317,25 @@ def main() -> None:
         data={"default": ".", "help": "folder of cora/, citeseer/ and pubmed/"},
         only={
             "default": "cora,citeseer,pubmed,cora-64,citeseer-64,cora-curve,citeseer-curve,products,cached,cost",
-            "help": "of these and debian, with commas; none: nothing",
+            "help": "of these, debian and cora-inductive, with commas; none: nothing",
         },
         keep={"default": "", "help": "folder of what was trained"},
-        kinds={"default": "", "help": "of debian's networks, with commas; none: all"},
+        kinds={"default": "", "help": "of networks, with commas; none: all"},
         picture={"default": "", "help": "file: accuracy against bytes of what --keep has, as a PNG"},
     )
-    torch.set_num_threads(1)
-    seeds = options.pairs or (3 if options.quick else 10)
     rows: list[Row] = []
     for name in options.only.replace("none", "").split(","):
         path = Path(options.data) / name.split("-")[0]
+        torch.set_num_threads(2 if name in ("products", "cached") else 1)
         if name in ("products", "cached"):
-            torch.set_num_threads(2)
             nodes = 4_000 if name == "cached" else 100_000 if options.quick else 2_000_000
-            rows += products(nodes, options.pairs or 7)
+            rows += a2q_speed.products(nodes, options.pairs or 7)
         elif name == "cost":
-            rows += costs(options.pairs or (3 if options.quick else 15))
+            rows += a2q_speed.costs(options.pairs or (3 if options.quick else 15))
         elif name == "debian":
-            torch.set_num_threads(1)
-            rows += accuracies(Path(DEBIAN), options.pairs or 1, 64, options.keep, options.kinds)
-        elif name.endswith("-curve") and (path / f"ind.{path.name}.allx").exists():
-            torch.set_num_threads(1)
-            rows += curve(path, options.pairs or 3, options.keep)
+            rows += accuracies(Case(Path(DEBIAN), 64), options.pairs or 1, options.keep, options.kinds)
         elif (path / f"ind.{path.name}.allx").exists():
-            torch.set_num_threads(1)
-            rows += accuracies(path, seeds, 64 if name.endswith("-64") else 16, options.keep)
+            rows += of_citations(name, path, options)
         elif name:
             print(f"without {name}: {path} has no features")
     if options.picture:

@@ -15,7 +15,7 @@ from espalier import config
 from espalier.artifacts import Curve, Table
 from espalier.config import defaults, recipe_file
 from espalier.errors import UserError
-from espalier.graph import base, pyg, quantization, synthetic
+from espalier.graph import base, compiled_aggregate, pyg, quantization, synthetic
 from espalier.graph.data import Graph, divided
 from espalier.graph.subgraphs import infer
 from espalier.graph.workload import GraphWorkload
@@ -156,20 +156,28 @@ def test_nodes_that_no_step_saw_take_the_nearest_pair(make_graph):
     assert torch.isfinite(after).all()
 
 
-def test_sums_of_messages_are_those_of_their_codes_bit_for_bit(make_graph):
-    workload, model = trained(make_graph(), recipe({"kind": "a2q"}), steps=20)
-    layer = model.layers[1]
-    block = workload.task.held.block
-    seen = {}
-    messages = layer.quantized.messages
+@pytest.mark.parametrize("kind", ["gcn", "sage", "gin"])
+def test_packed_sums_of_messages_are_the_fake_quantized_sums_and_those_of_integers_bit_for_bit(make_graph, kind):
+    """MixQ's theorem (arXiv 2505.09361) of what predictions and training compute: edges without weights."""
+    workload, model = trained(make_graph(), recipe({"kind": "a2q"}, kind), steps=20)
+    quantized = next(one.quantized for one in model.layers if one.quantized.messages is not None)
+    held, seen = workload.task.held, {}
+    messages = quantized.messages
     messages.register_forward_hook(lambda module, inputs, out: seen.update(x=inputs[0], out=out))
-    infer(model, workload.task.held)
+    infer(model, held)
+    _, block = quantization._source_scale(held.block, quantized.root)
+    assert (block.weights, block.right) == (None, None)
+    packed = quantization._packed_sums(messages, block, seen["x"])
+    for plain in (base.aggregate, compiled_aggregate.aggregate):
+        assert torch.equal(quantization._scaled_sums(plain, block, seen["out"]), packed)
     codes, step = messages.codes(seen["x"])
     assert torch.equal(codes * step, seen["out"])
-    plain = block._replace(left=None, right=None, forms=base.Forms())
-    whole = base.aggregate(plain, codes.double())
-    assert torch.equal((whole.float() * step), base.aggregate(plain, seen["out"]))
-    assert float(whole.abs().max()) < 2**16
+    adjacency = torch.zeros(block.targets, block.sources, dtype=torch.int64)
+    adjacency.index_put_((block.rows(), block.indices.long()), torch.tensor(1), accumulate=True)
+    whole = adjacency @ codes.long()
+    assert int(whole.abs().max()) < 2**16, "sums of so many codes are float32 without rounding"
+    sums = whole.float() * step
+    assert torch.equal(packed, sums if block.left is None else sums * block.left[:, None])
 
 
 def test_the_quantized_rows_are_codes_of_the_stored_steps(make_graph):
@@ -233,12 +241,12 @@ def test_small_graphs_share_a_bank():
 
 
 @pytest.mark.parametrize("kind", ["gcn", "sage", "gin", "gat"])
-def test_the_packed_network_says_what_the_quantized_one_says(make_graph, kind):
+def test_the_packed_network_says_what_the_quantized_one_says_bit_for_bit(make_graph, kind):
     workload, model = trained(make_graph(), recipe({"kind": "a2q"}, kind), steps=10)
     plain = infer(model, workload.task.held)
     found = quantization.quantization_of(model)
     found.packed = True
-    torch.testing.assert_close(infer(model, workload.task.held), plain, rtol=1e-4, atol=1e-5)
+    assert torch.equal(infer(model, workload.task.held), plain)
     for name, packed in found.stored.items():
         coded = packed.decoded()
         assert coded.codes.shape[0] == workload.graph.nodes, name

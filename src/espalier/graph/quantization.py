@@ -2,8 +2,8 @@
 
 Rows are quantized where a layer reads them (a width and a step by node, degree or layer), weights by output, rows that
 were multiplied and are about to be summed by column, sums by column. Where the edges of a layer have no weights, the
-scale of a message's source is multiplied in before it is quantized, so that sums are those of integers, exactly (as
-MixQ has it, arXiv 2505.09361).
+scale of a message's source is multiplied in before it is quantized, and that of its target after the sum, so that
+sums are those of integers, exactly (as MixQ has it, arXiv 2505.09361).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ Deviations: a row's error is measured in its own step (mean |x_q - x| / step, th
 in its range (step 2^(B-1)), so that rows of all sizes learn alike and one weight of the memory loss fits all; steps are
 powers of 2^(1/8), see base.py; each row's step is fitted to its values round the learned one, in training as after it
 (`fitted`). The gradient of the task does not pass clipped values (`ste = "clip"`), as in the paper; in the authors'
-code the mask never applies (`"pass"`), which costs two points on Cora at 2 bits.
+code the mask never applies (`"pass"`).
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ RECORD = Record(
     paper="ICLR 2023, arXiv 2302.00193",
     question="How few bits does a value need?",
     files=("quant/a2q.py", "quant/base.py", "graph/quantization.py", "graph/quantized_networks.py"),
-    chosen='graph models whose features, not weights, fill memory or the wire: `quant.kind = "a2q"`, with a target for '
-    "the bytes of their codes",
+    chosen='by the recipe, no plan does it: `quant.kind = "a2q"`, for graph models whose features, not weights, fill '
+    "memory or the wire; `quant.target`, bytes of codes, chooses the widths, and the plan tells both",
     cost="bytes = sum over nodes of width * bits(node) / 8 + 12 bits per node for width and step; one more gradient "
     "for step and bits per row",
     law="unpacked codes times step equal the fake-quantized values bit for bit, for every width from 1 to 8",

@@ -1,5 +1,6 @@
 """BitAllocator: which width and which step each row of a matrix has. Four policies: one pair for every node, for every
-degree, from a bank by the row's largest value, or one for all. Widths that are not learned are in `row_widths`.
+degree, from a bank by the row's largest value, or one for all. Widths that are not learned, those of Sylvie's rows
+between ranks and of DiskGNN's packed rows, are in `row_widths`.
 
 The widths are those of A2Q (arXiv 2302.00193): a row of `bits` B = round(|b|) has codes of at most 2^(B-1) - 1. Signed
 codes take B bits; of rows without negative values the sign is left out, and they take B - 1. B = 1 leaves zero alone,
@@ -33,7 +34,7 @@ BIT_RATE, STEP_RATE, OWN_RATE = 1.0, 8.0, 0.5
 its gradient, so a factor on the parameter is one on the rate. All steps of a layer move together by STEP_RATE, since
 values grow while a network learns, and each of several by OWN_RATE besides. A2Q's authors move each by 4 times the
 weights' rate and widths by 10 times, in GCN: a row of 16 values, half of them dropped, then pulls its pair about from
-step to step, which on Cora loses three points against one step for all (bench/a2q.py)."""
+step to step."""
 PRIOR = 64.0
 """Values of a pair that weigh as much as all of the layer where steps begin: the mean of few values says little."""
 SPARSE = 0.25
@@ -53,7 +54,7 @@ def _steps() -> Tensor:
 
 STEPS: Float32[Tensor, " 256"] = _steps()
 """The step of each step code, which is a byte: 2^((code - 128) / 8) to 8 binary digits, 1.5e-5 to 6e4. A code of 8 bits
-times a step is then a float32 without rounding, and so is every sum of less than 2^16 codes of one step: sums of
+times a step is then a float32 without rounding, and so is every sum of codes of one step that is below 2^16: sums of
 quantized values are those of the integers, to the bit."""
 
 
