@@ -97,13 +97,16 @@ def test_late_differences_of_rows_that_move_are_those_of_the_step_before():
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_one_bit_differences_and_late_rows_are_within_half_a_point_of_whole_ones_over_five_seeds(tmp_path, monkeypatch):
+def test_one_bit_differences_and_late_rows_are_within_half_a_point_over_five_seeds_and_fresh_rows_narrowly_miss_it(
+    tmp_path, monkeypatch
+):
     """A planted graph of which 4 in 10 edges lead anywhere, so that nearly every node is at the boundary. Measured in
-    points below: differences 0.04, late 1-bit rows 0.39, fresh 1-bit rows 0.53 (standard errors 0.1)."""
+    points below whole rows: differences 0.04, late 1-bit rows 0.39, fresh 1-bit rows 0.53 (standard errors 0.1): these
+    miss the goal of half a point, and are held to what was measured."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = "planted:nodes=6000,degree=20,classes=8,features=32,homophily=0.6,skew=1,signal=0.7"
     graph = synthetic.load(path, tmp_path)
-    below, found = {"rows": 1.0, "late": 0.5, "differences": 0.5}, {}
+    goal, missed, found = 0.5, 0.8, {}
     halos = {"whole": {"bits": 32}, "rows": {"bits": 1}, "late": {"bits": 1, "synchronize": 5}}
     for name, options in {**halos, "differences": {"bits": 1, "delta": True}}.items():
         held_out = []
@@ -115,8 +118,8 @@ def test_one_bit_differences_and_late_rows_are_within_half_a_point_of_whole_ones
             held_out += [100 * figures["accuracy"], 100 * figures["test_accuracy"]]  # of as many nodes
         found[name] = np.mean(held_out)
     assert 60 < found["whole"] < 99.5
-    for name, points in below.items():
-        assert found[name] > found["whole"] - points
+    for name, points in {"late": goal, "differences": goal, "rows": missed}.items():
+        assert found[name] > found["whole"] - points, (name, found)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import torch
 
 from espalier.comm.base import Traffic
 from espalier.config import HaloOptions
-from espalier.errors import UserError
+from espalier.errors import Corrupted, UserError
 from espalier.graph import halo, sylvie
 from espalier.graph.halo import Crossing
 from espalier.graph.node_classification import summed_loss
@@ -25,7 +25,7 @@ from espalier.sync.round_length import Length
 from espalier.testing import forks, ranks
 from espalier.track.decision_log import Decisions, Recorded
 
-from .test_halo import LABELLED, NETWORKS, graph_of, network_of, parts_of
+from .test_halo import LABELLED, METIS, NETWORKS, graph_of, network_of, parts_of
 
 STEPS, RATE = 7, 0.3
 AGES = [[0, 0, 2], [0, 0, 3], [2, 3, 0]]
@@ -220,9 +220,12 @@ def test_rows_of_unlike_age_give_the_bits_of_a_simulator_with_these_ages(kind, s
             assert torch.equal(logits[step], expected[step][rank]), (rank, step)
 
 
-@pytest.mark.parametrize("kind", ["gat", "maxk"])
-def test_whole_values_in_synchronous_steps_are_the_plain_exchange_to_the_bit(kind):
-    graph, network, parts = graph_of(), network_of(kind, torch.float32), parts_of("random", 3)
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [*((kind, "random") for kind in NETWORKS), *(pytest.param(kind, "metis", marks=METIS) for kind in ("gcn", "sage"))],
+)
+def test_whole_values_in_synchronous_steps_are_the_plain_exchange_to_the_bit(kind, name):
+    graph, network, parts = graph_of(), network_of(kind, torch.float32), parts_of(name, 3)
     plain = ranks(3, train, kind, graph, parts, None, network)
     found = ranks(3, train, kind, graph, parts, lambda: Sylvie(Every()), network)
     for (one, _), (other, _) in zip(found, plain, strict=True):
@@ -321,6 +324,69 @@ def test_rows_of_each_peer_are_as_old_as_its_bound_says_and_never_older(bits, de
         return found
 
     assert all(len(one) == 13 for one in ranks(3, life))
+
+
+class Tampered(Sylvie):
+    """Reads another byte at a place of the stamp of what rank 1 sent forward."""
+
+    place = value = 0
+
+    def _read(self, sent, received, crossing, ages):
+        flight = sent[1][-1]
+        message = flight.arriving.split(flight.layout.splits)[1]
+        if len(message) and not crossing.backward:
+            message[self.place] = self.value
+        super()._read(sent, received, crossing, ages)
+
+
+@pytest.mark.parametrize("bits", [4, 32])
+@pytest.mark.parametrize(
+    ("place", "value", "said"),
+    [
+        (0, 3, "rows for layer 2 of step 3 with {bits}"),
+        (4, 2, "rows for layer 3 of step 4 with {bits}"),
+        (6, 1, "gradients for layer 2 of step 4 with {bits}"),
+        (7, 8, "rows for layer 2 of step 4 with 8"),
+    ],
+)
+def test_a_message_of_another_step_layer_direction_or_width_is_refused(bits, place, value, said):
+    """As an error that is raised without Python's assertions too."""
+    graph, parts = graph_of(), parts_of("random", 2)
+
+    def life(channel):
+        _, own = part_of(channel, "gcn", graph, parts)
+        transport = Tampered(Every(bits))
+        transport.place, transport.value = place, value
+        transport.begin(4)
+        dataclasses.replace(own, transport=transport, layer=1).exchange(torch.ones(len(own.owned), 3))
+
+    awaited = f"rows for layer 2 of step 4 with {bits} bits a value were to come"
+    expected = f"A message of rank 1 in step 4 is {said.format(bits=bits)} bits a value, where {awaited}"
+    with pytest.raises(Corrupted, match=expected):
+        ranks(2, life)
+
+
+class Older(Sylvie):
+    """Reads late rows where fresh ones are due."""
+
+    def _read(self, sent, received, crossing, ages):
+        super()._read(sent, received, crossing, [0 for _ in ages])
+
+
+def test_rows_that_are_older_than_they_may_be_are_refused():
+    graph, parts = graph_of(), parts_of("random", 2)
+
+    def life(channel):
+        _, own = part_of(channel, "gcn", graph, parts)
+        transport = Older(Every(32, 0))
+        travelling = dataclasses.replace(own, transport=transport, layer=2)
+        for step in range(2):
+            transport.begin(step)
+            travelling.exchange(torch.ones(len(own.owned), 3))
+
+    said = r"Rows for layer 3 of rank [01] are 1 step old in step 1\.\n  why: they may be 0 steps old"
+    with pytest.raises(Corrupted, match=said):
+        ranks(2, life)
 
 
 def test_fresh_rows_of_a_near_peer_do_not_wait_for_a_far_one():

@@ -82,6 +82,25 @@ def test_named_machines_have_a_rank_each_and_no_plan_of_one(tmp_path):
     assert len(plan.ranks) == 2
 
 
+def test_without_halos_each_machine_passes_over_the_whole_graph_and_the_plan_says_what_cuts_it(tmp_path):
+    """As `espalier train examples/graph.toml --hosts a,b`: what a recipe leaves out is not chosen for it."""
+    named = "".join(f'[[nodes]]\nname = "h{one}"\ndevice = "cpu"\ncores = 1\nmemory = "8GiB"\n' for one in range(2))
+    (tmp_path / "named.toml").write_text(named + LINK.format(*FAST))
+    written = recipe(tmp_path, MANY)
+    whole = written.read_text().replace('[graph]\nfanout = "auto"\n', "")
+    written.write_text(whole)
+    plan = make_plan(written, tmp_path / "named.toml")
+    assert len(plan.ranks) == 2
+    assert "halo" not in plan.predicted.sent_bytes
+    assert any("each of 2 ranks passes over the whole graph" in one and "[graph.halo]" in one for one in plan.why)
+    assert not any("passes over the whole graph" in one for one in make_plan(written, cluster(tmp_path, 1)).why)
+    written.write_text(whole.replace("[train]", "[graph.halo]\n[train]"))
+    cut = make_plan(written, tmp_path / "named.toml")
+    assert cut.predicted.sent_bytes["halo"] > 0
+    assert not any("passes over the whole graph" in one for one in cut.why)
+    assert cut.predicted.step_seconds < plan.predicted.step_seconds
+
+
 def steps(folder: Path) -> list[tuple[int, float]]:
     events = map(json.loads, (folder / "events.jsonl").read_text().splitlines())
     return [(one["step"], one["loss"]) for one in events if one["event"] == "step"]

@@ -9,16 +9,23 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from espalier import config
+from espalier.graph import partition_folder
+from espalier.graph.gnn import Gnn
+from espalier.graph.sylvie import step_bytes
 from espalier.plan import base as plans
 
 from .test_hosts import command_line, environment, espalier, events, lab, none_left, pytestmark
 
 __all__ = ["lab", "pytestmark"]
-RECIPE = """
+STEPS = 24
+RECIPE = f"""
 [model]
 kind = "sage"
+depth = 3
 width = 64
 
 [data]
@@ -27,8 +34,8 @@ path = "planted:nodes=3000,degree=20,features=32,classes=6"
 [graph.halo]
 
 [train]
-steps = 12
-validate_every = 12
+steps = {STEPS}
+validate_every = {STEPS}
 
 [plan]
 cluster = "four.toml"
@@ -39,10 +46,46 @@ ranks = 4
 threads = 1
 
 [launch]
-command = "ip netns exec {host} sh -c {command}"
+command = "ip netns exec {{host}} sh -c {{command}}"
 """
 HOST = '[[nodes]]\nname = "{name}"\ndevice = "cpu"\ncores = 1\nmemory = "4GiB"\n'
 LINKS = '[links]\nbetween = { bandwidth = "50Mbit/s", latency = "5ms", launch = "1ms" }\n'
+
+
+PACKET = 66
+"""Bytes of Ethernet, IP and TCP headers with timestamps, which an interface counts once for what is handed to it."""
+
+
+def on_the_wire(lab: str) -> np.ndarray:
+    """int64 [2, hosts]: bytes that the interface of each host has sent, and packets."""
+    found = []
+    for host in lab.split(","):
+        files = [f"/sys/class/net/eth0/statistics/tx_{name}" for name in ("bytes", "packets")]
+        command = ["ip", "netns", "exec", host, "cat", *files]
+        found.append(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
+    return np.array(found, np.int64).T
+
+
+def parts_in_the_cache(home: Path) -> Path:
+    """The folder of the four parts."""
+    return next(
+        one.parent
+        for one in sorted((home / "cache").rglob("part-3.safetensors"))
+        if not (one.parent / "part-4.safetensors").exists()
+    )
+
+
+def planned(home: Path, **options: int) -> np.ndarray:
+    """float [hosts]: bytes of rows that leave each in a step, by the formula."""
+    network = Gnn(config.Sage(depth=3, width=64), 32, 6)
+    rows = partition_folder.rows_of(parts_in_the_cache(home))
+    return step_bytes(network, rows, config.HaloOptions(**options)).sum(1)
+
+
+@pytest.fixture(scope="module")
+def sent() -> dict[str, np.ndarray]:
+    """By run what `on_the_wire` counted of it."""
+    return {}
 
 
 @pytest.fixture(scope="module")
@@ -54,16 +97,23 @@ def home(lab: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_four_hosts_train_on_their_parts_as_one_rank_does_and_send_what_the_plan_says(lab: str, home: Path) -> None:
+def test_four_hosts_train_on_their_parts_as_one_rank_does_and_send_what_the_plan_says(
+    lab: str, home: Path, sent: dict[str, np.ndarray]
+) -> None:
+    before = on_the_wire(lab)
     done = espalier(home, "train", "recipe.toml", "--hosts", lab, "name=four", "model.dropout=0")
     assert done.returncode == 0, done.stdout + done.stderr
+    sent["four"] = on_the_wire(lab) - before
     plan = plans.read(home / "runs" / "four" / "plan.json")
     assert sorted(rank.node for rank in plan.ranks) == [0, 1, 2, 3]
     assert any("the graph is cut into 4 parts" in one for one in plan.why)
     assert any("over 50 Mbit/s between machines" in one for one in plan.why)
     steps = events(home, "four", "step")
     assert plan.predicted is not None
-    assert 0 < steps[5]["bytes"]["halo"] <= plan.predicted.sent_bytes["halo"]
+    each = planned(home)
+    assert plan.predicted.sent_bytes["halo"] == each.max()
+    assert [step["bytes"]["halo"] for step in steps[1:]] == [each[0]] * (STEPS - 1)
+    assert steps[0]["bytes"]["halo"] >= each[0] > 0
     near = espalier(
         home, "train", "recipe.toml", "plan.pin.ranks=1", "plan.cluster=one.toml", "name=near", "model.dropout=0"
     )
@@ -73,19 +123,30 @@ def test_four_hosts_train_on_their_parts_as_one_rank_does_and_send_what_the_plan
     assert none_left(lab)
 
 
-def test_few_bits_and_late_rows_send_less_and_two_hosts_go_on_where_four_stopped(lab: str, home: Path) -> None:
-    low = ("graph.halo.bits=1", "graph.halo.synchronize=4", "name=low")
+def test_few_bits_and_late_rows_send_less_and_two_hosts_go_on_where_four_stopped(
+    lab: str, home: Path, sent: dict[str, np.ndarray]
+) -> None:
+    """What else the hosts say is the same in both runs, so that the difference at their interfaces is that of rows:
+    the formula's, in payload, and with headers at most a tenth more."""
+    low, before = ("graph.halo.bits=1", "graph.halo.synchronize=4", "name=low"), on_the_wire(lab)
     done = espalier(home, "train", "recipe.toml", "--hosts", lab, *low)
     assert done.returncode == 0, done.stdout + done.stderr
-    sent = [event["bytes"]["halo"] for event in events(home, "low", "step")]
-    assert 4 * sent[5] < events(home, "four", "step")[5]["bytes"]["halo"]
+    less = sent["four"] - (on_the_wire(lab) - before)
+    whole, few = planned(home), planned(home, bits=1, synchronize=4)
+    ledger = [event["bytes"]["halo"] for event in events(home, "low", "step")]
+    assert ledger[1:] == [few[0]] * (STEPS - 1)
+    assert 4 * few.max() < whole.min()
+    expected = STEPS * (whole - few)
+    assert less[0] - PACKET * less[1] == pytest.approx(expected, rel=0.02)
+    assert (less[0] > expected).all()
+    assert (less[0] < 1.1 * expected).all()
     losses = [event["loss"] for event in events(home, "low", "step")]
     assert losses[-1] < losses[0]
     two = ",".join(lab.split(",")[:2])
-    more = (*low, "train.steps=16", "plan.cluster=two.toml", "plan.pin.ranks=2")
+    more = (*low, f"train.steps={STEPS + 4}", "plan.cluster=two.toml", "plan.pin.ranks=2")
     done = espalier(home, "train", "recipe.toml", "--hosts", two, *more)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [event["step"] for event in events(home, "low", "step")][-4:] == [13, 14, 15, 16]
+    assert [event["step"] for event in events(home, "low", "step")][-4:] == [*range(STEPS + 1, STEPS + 5)]
     told = espalier(home, "predict", "runs/low", "0,1,2")
     assert told.returncode == 0, told.stderr
     assert len(told.stdout.strip().splitlines()) == 3
@@ -123,14 +184,12 @@ def apart(lab: str, home: Path, *arguments: str) -> list[subprocess.CompletedPro
 
 def test_each_host_that_has_its_own_part_alone_trains_as_hosts_that_have_the_graph(lab: str, home: Path) -> None:
     """The machine that plans has no part; each host sees a folder of its own where the recipe names `parts`."""
-    cut = next(
-        one for one in (home / "cache").rglob("part-3.safetensors") if not (one.parent / "part-4.safetensors").exists()
-    )
+    cut = parts_in_the_cache(home)
     hosts = lab.split(",")
     for place, name in ((home / "parts", None), *((home / f"own-{host}", at) for at, host in enumerate(hosts))):
         place.mkdir()
         for file in ("manifest.json", "nodes.safetensors", *([] if name is None else [f"part-{name}.safetensors"])):
-            shutil.copy(cut.parent / file, place)
+            shutil.copy(cut / file, place)
     mount = f"mount --bind {home}/own-{{host}} {home}/parts"
     command = f"launch.command=ip netns exec {{host}} unshare -m sh -c '{mount} && exec sh -c \"$0\"' {{command}}"
     data = (f"data.path={home}/parts", command, "name=apart", "model.dropout=0")

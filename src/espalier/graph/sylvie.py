@@ -20,7 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from espalier import units
 from espalier.comm.base import Traffic, traffic
+from espalier.errors import RESUME, Corrupted
 from espalier.graph import halo
 from espalier.graph.gnn import Gnn
 from espalier.graph.halo import Arrival, Crossing, ForeignRows, Halo, not_finite
@@ -308,7 +310,8 @@ class Sylvie:
         self._flights, self._sent, self._arrived = {}, {}, {}
 
     def __call__(self, halo: Halo, sent: Tensor, received: Tensor, crossing: Crossing) -> Arrival:
-        """See `halo.Transport`. Raises UserError for rows that are not finite, by layer and node."""
+        """See `halo.Transport`. Raises UserError for rows that are not finite, by layer and node, and Corrupted for a
+        message of another step, layer, direction or width, or of rows that are older than they may be."""
         if self.by_degree and self._shares is None and sent.is_floating_point():
             self._shares = degree_shares(halo)
         key, peers = (crossing, sent.dtype), range(len(halo.receives))
@@ -407,10 +410,13 @@ class Sylvie:
                 message = flight.arriving.split(flight.layout.splits)[peer]
                 if not len(message):
                     continue
-                found, expected = message[:STAMP], _stamp(flight.step, crossing, flight.bits)
-                assert torch.equal(found, expected), f"a message of {found.tolist()} instead of {expected.tolist()}"
-                old = self.step - int(found[:4].numpy().view(np.uint32)[0])
-                assert flight is not flights[-1] or old <= age, f"rows of rank {peer} are {old} steps old, not {age}"
+                old = _checked(message[:STAMP], flight, crossing, peer, self.step)
+                if flight is flights[-1] and old > age:
+                    raise Corrupted(
+                        f"{_what(crossing)} of rank {peer} are {units.plural(old, 'step')} old in step {self.step}.",
+                        why=f"they may be {units.plural(age, 'step')} old",
+                        do=RESUME,
+                    )
                 if whole:
                     out.copy_(message[STAMP:].clone().view(received.dtype).view(out.shape))
                 else:
@@ -459,6 +465,30 @@ def _stamp(step: int, crossing: Crossing, bits: int) -> Tensor:
     found[:4].view(np.uint32)[0], found[4:6].view(np.uint16)[0] = step, crossing.layer
     found[6], found[7] = crossing.backward, bits
     return torch.from_numpy(found)
+
+
+def _checked(found: Tensor, flight: _Flight, crossing: Crossing, peer: int, now: int) -> int:
+    """How many steps before step `now` a message was sent that begins with the stamp `found` (uint8 [STAMP]). Raises
+    Corrupted where it is not the one that is awaited."""
+    if not torch.equal(found, _stamp(flight.step, crossing, flight.bits)):
+        raise Corrupted(
+            f"A message of rank {peer} in step {now} is {_said(found)}, where "
+            f"{_what(crossing).lower()} of step {flight.step} with {flight.bits} bits a value were to come.",
+            why="ranks that are not in the same step, layer and direction would mix their rows",
+            do=RESUME,
+        )
+    return now - flight.step
+
+
+def _what(crossing: Crossing) -> str:
+    return f"{'Gradients' if crossing.backward else 'Rows'} for layer {crossing.layer + 1}"
+
+
+def _said(stamp: Tensor) -> str:
+    """A stamp in words."""
+    at = stamp.numpy()
+    crossing = Crossing(int(at[4:6].view(np.uint16)[0]), bool(at[6]))
+    return f"{_what(crossing).lower()} of step {int(at[:4].view(np.uint32)[0])} with {int(at[7])} bits a value"
 
 
 def _copy(layout: _Layout, rows: Tensor, wire: Tensor) -> None:

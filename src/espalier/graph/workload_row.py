@@ -126,7 +126,14 @@ def _profile(recipe: Recipe, opened: Callable[[], Workload]) -> Profile:
     assert isinstance(workload, GraphWorkload)
     found = profile(workload, workload.anatomy, workload.decisions())
     stored = workload.stored_features() if recipe.store is not None else None
-    return replace(found, loaded=LIBRARIES, stored=stored, halos=workload.halos())
+    return replace(found, loaded=LIBRARIES, stored=stored, halos=workload.halos(), whole_graph=_whole_graph(workload))
+
+
+def _whole_graph(workload: GraphWorkload) -> bool:
+    """Whether each rank passes over the whole graph, which `[graph.halo]` could cut."""
+    options, task = workload.recipe.graph, workload.task
+    assert options is not None
+    return options.halo is None and isinstance(task, NodeTask) and not task.fanout
 
 
 def _answer(workload: Workload, model: nn.Module, text: str | None, sampling: Sampling) -> Answer:

@@ -48,6 +48,17 @@ def _alone(plan: Plan, instead_of: Plan | None) -> Plan:
     return msgspec.structs.replace(plan, why=(f"{HALOS}: one rank has the whole graph, none cross{beside}.", *plan.why))
 
 
+def with_whole_graph(plan: Plan) -> Plan:
+    """The plan of several ranks each of which passes over the whole graph, which says so: parts are not taken where
+    the recipe does not ask for them."""
+    told = (
+        f"{HALOS}: none cross; each of {len(plan.trainers)} ranks passes over the whole graph in every step. "
+        "[graph.halo] cuts it into a part for each, with the same results to rounding; graph.fanout=auto chooses "
+        "between parts, drawn batches and one rank."
+    )
+    return msgspec.structs.replace(plan, why=(told, *plan.why))
+
+
 def _with_bits(plan: Plan, halos: Any, cluster: Cluster) -> tuple[Plan, Any]:
     """The plan with the bits of each layer, direction and pair of machines, and these by crossing and ranks: what
     crosses in `HIDDEN` of computing, with late rows in all of it, with the least error."""

@@ -95,7 +95,7 @@ class Request:
         loaded: bytes of libraries that only this kind of workload loads, in host memory.
         frozen: bytes of weights that are not trained, on every rank and in no checkpoint; None: as parameters are.
         stored: features of a graph that wait on disk.
-        halos: what crosses where a graph is cut over ranks; None: none is.
+        halos: what crosses where a graph is cut over ranks; None: none is. whole_graph: as of `Profile`.
         parts: of several tasks, what ranks can run apart, in waves.
         saves: steps between checkpoints, or `auto`; None: who trains saves by other means. write_rate: bytes/s that a
             machine writes of them at most; None: any.
@@ -159,6 +159,7 @@ class Request:
     frozen: int | None = None
     stored: StoredFeatures | None = None
     halos: Halos | TokenCut | None = None
+    whole_graph: bool = False
     parts: tuple[PartCost, ...] = ()
     saves: int | Literal["auto"] | None = None
     write_rate: float | None = None

@@ -81,6 +81,7 @@ def of_recipe(recipe: Recipe, workload: Callable[[], Workload] | None = None) ->
         frozen=profile.frozen,
         stored=profile.stored,
         halos=profile.halos,
+        whole_graph=profile.whole_graph,
         parts=profile.parts,
         rules=_attention_rules(recipe),
         with_sequence=partial(_with_sequence, recipe, opened) if profile.heads else None,

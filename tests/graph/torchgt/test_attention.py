@@ -21,7 +21,9 @@ from espalier.graph.torchgt.pattern import Additions, Pattern, pattern
 from espalier.sparse import CSR
 from espalier.testing import ranks
 
-PLANS = ("edge", "block", "hybrid", AttentionPlan("hybrid", 2), AttentionPlan("hybrid", 16), "auto")
+THRESHOLDS = (1, 2, 3, 8, 16, 17)
+"""Rows of a window that read a column from which on it is dense, beside the 5 of `hybrid`: all, some, none."""
+PLANS = ("edge", "block", "hybrid", *(AttentionPlan("hybrid", least) for least in THRESHOLDS), "auto")
 PATTERNS = {
     "edges": Additions(),
     "no loops": Additions(loops=False),
