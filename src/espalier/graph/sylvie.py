@@ -60,29 +60,31 @@ RECORD = Record(
         "quant/row_widths.py",
     ),
     chosen="a full graph split over ranks, when the halo exchange of each layer takes longer than its compute",
-    cost="per layer, direction and boundary row of width d: d*bits/8 + 4 bytes; hidden behind an epoch when pipelined",
+    cost="per layer, direction and boundary row of width d: d*bits/8 + 4 bytes (rows of up to 32 values share the 4), "
+    "and 8 bytes for each message; hidden behind an epoch when pipelined",
     law="the exact codec without staleness equals the single-process run; stale halos equal a simulator of them bit "
     "for bit",
     law_test="tests/graph/test_sylvie.py::test_late_rows_give_the_bits_of_a_simulator_of_stale_halos",
     bench="bench/sylvie.py",
     state="works",
-    remark="on processors; recipes train over parts with [graph.halo], and any program does with graph/halo.py; every "
-    "machine opens the whole graph when a run starts, unless data.path is a folder of parts, of which each rank reads "
-    "its own; networks of PyG's layers and batch normalization over all ranks too; graph.halo.bits = auto gives each "
-    "layer, direction and pair of machines the bits that its link has time for; late rows have a bound of age by pair "
-    "of machines, 0 over fast links, up to graph.halo.staleness (1) over slow ones, where 2 hide more latency and "
-    "cost accuracy (after 40 steps of a planted graph 77.7 % against 82.3, and 86.0 with fresh rows; 3 seeds); "
-    "graph.fanout = auto lets the plan choose between them and drawn batches; evaluation and prediction run over as "
-    "many ranks; on a planted graph of 6,000 nodes, 4 in 10 of whose edges lead anywhere, accuracy is 0.5 points "
-    "below fp32's with 1-bit rows, 0.4 with late ones and 0.04 with 1-bit differences (graph.halo.delta; 5 seeds); "
-    "rows of packages that Debian knows, in four parts, fall to 0.42 by partial sums; over four links of 100 Mbit/s "
-    "an epoch with late 1-bit rows takes 0.080 of fp32's for 10,000 nodes, 0.069 for 40,000 and 0.10 for 200,000 (a "
-    "goal of 1/15 is missed; computing alone takes 0.047, 0.049 and 0.091), at 20 Mbit/s 0.039, and sends 1/28 of its "
-    "bytes (gradients that are summed layer by layer meanwhile, and late ones of rows that leave after those of "
-    "weights, do not make it faster); on a graph of which 4 in 10 edges lead anywhere fresh 1-bit rows reach 95.4 % "
-    "in the 56 epochs that fp32's take, at 100 Mbit/s in 10 s against 120 (boundary sampling 21, drawn batches 18: of "
-    "fp32's variants the best is 1.8 times as long, where 5 was the goal), while late rows, of 1 bit or of 32, do not "
-    "in 56",
+    remark="figures are of processors; on a GPU losses over parts, with 32 bits and 1, equal the processor's; recipes "
+    "train over parts with [graph.halo], and any program does with graph/halo.py; a limit: every machine opens the "
+    "whole graph when a run starts, unless data.path is a folder of parts, of which each rank reads its own; networks "
+    "of PyG's layers and batch normalization over all ranks too; graph.halo.bits = auto gives each layer, direction "
+    "and pair of machines the bits that its link has time for; late rows have a bound of age by pair of machines, 0 "
+    "over fast links, up to graph.halo.staleness (1) over slow ones, where 2 hide more latency and cost accuracy "
+    "(after 40 steps of a planted graph 77.7 % against 82.3, and 86.0 with fresh rows; 3 seeds); graph.fanout = auto "
+    "lets the plan choose between them and drawn batches; evaluation and prediction run over as many ranks; on a "
+    "planted graph of 6,000 nodes, 4 in 10 of whose edges lead anywhere, accuracy is 0.53 +- 0.1 points below fp32's "
+    "with 1-bit rows (a goal of 0.5 is missed narrowly), 0.39 with late ones and 0.04 with 1-bit differences "
+    "(graph.halo.delta; 5 seeds, standard error); rows of packages that Debian knows, in four parts, fall to 0.42 by "
+    "partial sums; over four links of 100 Mbit/s an epoch with late 1-bit rows takes 0.080 of fp32's for 10,000 nodes, "
+    "0.069 for 40,000 and 0.10 for 200,000 (a goal of 1/15 is missed; computing alone takes 0.047, 0.049 and 0.091), "
+    "at 20 Mbit/s 0.039, and sends 1/28 of its bytes (gradients that are summed layer by layer meanwhile, and late "
+    "ones of rows that leave after those of weights, do not make it faster); on a graph of which 4 in 10 edges lead "
+    "anywhere fresh 1-bit rows reach 95.4 % in the 56 epochs that fp32's take, at 100 Mbit/s in 10 s against 120 "
+    "(boundary sampling 21, drawn batches 18: of fp32's variants the best is 1.8 times as long, where 5 was the goal), "
+    "while late rows, of 1 bit or of 32, do not in 56",
     gpu="NVIDIA H100, November 2026",
 )
 

@@ -135,8 +135,8 @@ def _with_graph(
 
         plan = packed_features.with_levels(plan, request.stored, cluster)
     if request.halos is None or not found.fits:
-        several = request.whole_graph and len(plan.trainers) > 1 and plan.outer is None
-        return halo_exchange.with_whole_graph(plan) if several else plan
+        every_rank = request.whole_graph and len(plan.trainers) > 1 and plan.outer is None
+        return halo_exchange.with_whole_graph(plan) if every_rank else plan
     most = request.halos.most_ranks
     if most is not None and len(plan.trainers) > most and request.pin.ranks is None:
         fewer = replace(request, pin=msgspec.structs.replace(request.pin, ranks=most))
