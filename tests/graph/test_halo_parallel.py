@@ -531,19 +531,6 @@ def test_parts_follow_the_shares_of_unequal_devices():
         clusters(graph.indptr, graph.indices, 3, [1, 2])
 
 
-def test_cutting_a_large_graph_says_so_in_one_line_and_not_again(tmp_path, monkeypatch, capfd):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    graph = made()
-    cutting = Cutting(graph, Style(True, "symmetric"))
-    line = "Cutting a graph of 60 nodes into 2 parts (once).\n"
-    for least, said in ((graph.edges, ""), (graph.edges - 1, line), (0, "")):
-        monkeypatch.setattr(halo_parallel, "LARGE", least)
-        if said:
-            shutil.rmtree(cutting.folder([1, 1]))
-        ranks(2, lambda channel: open_part(cutting, [1, 1], channel, writes=channel.rank() == 0).halo.owned)
-        assert capfd.readouterr().err == said
-
-
 def test_a_damaged_part_in_the_cache_is_written_again(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     graph = made()

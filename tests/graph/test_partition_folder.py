@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 
 import numpy as np
 import pytest
@@ -16,8 +17,11 @@ from espalier.graph.data import Graph
 from espalier.graph.gnn import Gnn
 from espalier.graph.neighbor_sampler import Style
 from espalier.graph.subgraphs import View
-from espalier.graph.workload import open_graph
+from espalier.graph.workload import GraphWorkload, open_graph
 from espalier.testing import ranks
+
+from .conftest import made
+from .test_workload import recipe_of
 
 NODES, WIDTH, CLASSES = 41, 6, 4
 STYLES = {
@@ -217,7 +221,7 @@ def test_parts_are_those_that_the_recipe_gives_also_where_nodes_are_reordered(as
     assert (cutting.parts([1, 1, 1]) == parts[place]).all()
 
     def own(channel):
-        return halo_parallel.open_part(cutting, [1, 1, 1], channel).halo.owned
+        return halo_parallel.halo_parallel.open_part(cutting, [1, 1, 1], channel).halo.owned
 
     for rank, owned in enumerate(ranks(3, own)):
         assert (place[owned.numpy()] % NODES * 7 % 3 == rank).all()
@@ -239,3 +243,27 @@ def test_parts_are_those_that_the_recipe_gives_also_where_nodes_are_reordered(as
 def test_parts_that_cannot_be_taken_are_refused(asked, parts, count, message):
     with pytest.raises(UserError, match=message):
         open_graph(asked(parts, count))
+
+
+def test_cutting_a_large_graph_says_so_in_one_line_and_is_done_once_for_the_plan_and_the_ranks(
+    tmp_path, monkeypatch, capfd
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    recipe, line = recipe_of({"kind": "gcn"}, {"halo": {}}), "Cutting a graph of 60 nodes into 2 parts (once).\n"
+
+    def cut():
+        halos = GraphWorkload(recipe, made()).halos()
+        halos.rows([1, 1])
+        cutting, opened = halos.cutting, halo_parallel.open_part
+        ranks(2, lambda channel: opened(cutting, [1, 1], channel, writes=channel.rank() == 0).halo.owned)
+        return cutting.folder([1, 1]), cutting.parts([1, 1])
+
+    monkeypatch.setattr(halo_parallel, "LARGE", made().edges)
+    folder, expected = cut()
+    assert capfd.readouterr().err == ""
+    monkeypatch.setattr(halo_parallel, "LARGE", made().edges - 1)
+    for damage in (b"", b"1234", b"\xff" * 240):  # the last is of no part
+        shutil.rmtree(folder)
+        folder.with_suffix(".parts").write_bytes(damage)
+        assert np.array_equal(cut()[1], expected)
+        assert capfd.readouterr().err == line

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from espalier import plain_collectives, terminal
-from espalier.cache_dir import cache_folder, hashed
+from espalier.cache_dir import cache_folder, hashed, write_atomic
 from espalier.comm.base import Traffic, traffic
 from espalier.compose import Claim
 from espalier.config import Messages, Network
@@ -370,13 +370,25 @@ class Cutting:
             raise UserError(
                 f"{graph.origin} has {graph.nodes:,} nodes for {len(shares)} ranks.", do=f"plan.pin.ranks={graph.nodes}"
             )
-        if graph.edges > LARGE:
-            terminal.say(
-                f"Cutting a graph of {graph.nodes:,} nodes into {len(shares)} parts (once).",
-                file=sys.stderr,
-                flush=True,
-            )
-        return clusters(graph.indptr, graph.indices, len(shares), shares)
+        if graph.edges <= LARGE:
+            return clusters(graph.indptr, graph.indices, len(shares), shares)
+        return self._kept(self.folder(shares).with_suffix(".parts"), shares)
+
+    def _kept(self, file: Path, shares: Sequence[int]) -> Array:
+        """What a plan has cut is kept in `file` for the ranks."""
+        graph = self.graph
+        with suppress(OSError):
+            known = np.fromfile(file, np.int32)
+            if len(known) == graph.nodes and known.min() >= 0 and known.max() < len(shares):
+                return known
+        terminal.say(
+            f"Cutting a graph of {graph.nodes:,} nodes into {len(shares)} parts (once).", file=sys.stderr, flush=True
+        )
+        made = clusters(graph.indptr, graph.indices, len(shares), shares)
+        with suppress(OSError):  # a full disk: it is cut again
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(file, made.tobytes())
+        return made
 
     def boundary(self, parts: Array, ranks: int) -> tuple[halo.Boundary, partial_sums.Covers | None]:
         """What crosses between `parts`: rows, or where they are fewer by a tenth rows and sums."""
