@@ -77,7 +77,7 @@ def parts_in_the_cache(home: Path) -> Path:
 
 def planned(home: Path, **options: int) -> np.ndarray:
     """float [hosts]: bytes of rows that leave each in a step, by the formula."""
-    network = Gnn(config.Sage(depth=3, width=64), 32, 6)
+    network = Gnn(config.Sage(depth=3, width=64, dropout=0.0), 32, 6)
     rows = partition_folder.rows_of(parts_in_the_cache(home))
     return step_bytes(network, rows, config.HaloOptions(**options)).sum(1)
 

@@ -4,7 +4,6 @@ killed while rows are late, fewer ranks afterwards."""
 from __future__ import annotations
 
 import contextlib
-import shutil
 
 import numpy as np
 import pytest
@@ -212,18 +211,16 @@ def test_bits_that_follow_losses_are_in_the_log_and_steps_that_are_made_again_ha
         assert event["halo"]["bits"] == known[max(step for step in known if step < event["step"])]
 
 
-def test_a_run_of_three_ranks_goes_on_with_two_near_where_three_would_be_and_with_the_same_bits_again(strike, tmp_path):
+def test_a_run_of_three_ranks_goes_on_with_two_and_its_losses_are_near_those_of_three(strike):
     """One bit and late rows: the two ranks begin with fresh rows from the checkpoint of the three. Other rows are
-    rounded then, and fewer: losses are those of three ranks that were not stopped within 5 %."""
+    rounded then, and fewer: losses are those of three ranks that were not stopped within 2 %."""
     halo = {"bits": 1, "synchronize": 4}
     whole = strike(halo, "whole", ranks=3)
     with contextlib.suppress(Interrupted):
         strike(halo, "run", ranks=3, stop_after=6)
-    shutil.copytree(tmp_path / "run", tmp_path / "again")
-    run, again = (strike(halo, name, ranks=2) for name in ("run", "again"))
+    run = strike(halo, "run", ranks=2)
     assert set(run.losses) == set(range(1, STEPS + 1))
-    assert same(run, again)
-    assert run.losses == again.losses
     assert [run.losses[step] for step in range(1, 7)] == [whole.losses[step] for step in range(1, 7)]
-    assert run.losses == pytest.approx(whole.losses, rel=0.05)
+    assert run.losses == pytest.approx(whole.losses, rel=0.02)
+    assert run.losses != whole.losses
     assert run.losses[STEPS] < run.losses[1]
