@@ -221,7 +221,7 @@ def test_parts_are_those_that_the_recipe_gives_also_where_nodes_are_reordered(as
     assert (cutting.parts([1, 1, 1]) == parts[place]).all()
 
     def own(channel):
-        return halo_parallel.halo_parallel.open_part(cutting, [1, 1, 1], channel).halo.owned
+        return halo_parallel.open_part(cutting, [1, 1, 1], channel).halo.owned
 
     for rank, owned in enumerate(ranks(3, own)):
         assert (place[owned.numpy()] % NODES * 7 % 3 == rank).all()
