@@ -31,8 +31,7 @@ def of_recipe(recipe: Recipe, workload: Callable[[], Workload] | None = None) ->
     profile = workload_registry.row(recipe).profile(recipe, opened)
     train, options, counted = recipe.train, recipe.plan, profile.tally
     for name in ("redundancy", "max_devices"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
+        if (value := getattr(options, name)) is not None and value < 1:
             raise UserError(f"plan.{name} = {value} is not possible.", do=f"plan.{name}=1 or more")
     is_muon, sizes = isinstance(train.optimizer, Muon), counted.sizes
     if train.precision == "fp64":  # else as the trainer keeps them: fp32 masters also under bf16
