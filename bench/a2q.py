@@ -60,8 +60,6 @@ KINDS: dict[str, dict[str, Any] | None] = {
 }
 SHARE = {"a2q": 1.7, "mega": 1.85}
 """Bits a value that the target asks for, so that packages are about as large as those of 2 bits for all."""
-DEBIAN_SHARE = SHARE | {}
-"""The same on Debian's packages, whose sparse rows of the input are packed as lists."""
 TASK, LSQ = "a2q by the task alone", "LSQ 2-bit"
 CURVE = {"uniform": ("uniform 1-bit", "uniform 2-bit", "uniform 3-bit", "uniform 4-bit")}
 KINDS |= {f"uniform {bits}-bit": {"kind": "uniform", "bits": bits} for bits in (1, 3)} | {TASK: KINDS["a2q"]}
@@ -134,10 +132,6 @@ class Case(NamedTuple):
         columns = f", {self.width} columns" if self.width != 16 else ""
         return self.path.name + columns + (", inductive" if self.inductive else "")
 
-    def share(self, kind: str) -> float | None:
-        """Of a target in bits a value, where the kind has one."""
-        return DEBIAN_SHARE.get(kind) if self.debian else SHARE.get(kind)
-
 
 @cache
 def size_of(path: Path) -> tuple[int, int]:
@@ -152,7 +146,7 @@ def opened(case: Case, kind: str, seed: int) -> GraphWorkload:
     table["train"] = {"steps": case.steps, "seed": seed}
     if case.inductive:
         table["graph"] = {"inductive": True}
-    quant, share = KINDS[kind], case.share(kind)
+    quant, share = KINDS[kind], SHARE.get(kind)
     if quant is not None:
         table["quant"] = dict(quant)
         if share is not None:

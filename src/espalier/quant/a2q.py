@@ -68,16 +68,18 @@ RECORD = Record(
     remark="graph networks of every kind, transformers and one's own among them, train with learned widths under a "
     "target, on whole graphs, parts over ranks, folders of parts, drawn neighbourhoods and graphs that are classified "
     "whole; nodes that training has not seen take the "
-    "nearest pairs; predictions read packed rows, and exports predict by themselves; over ranks rows cross as codes; "
+    "nearest pairs; predictions read packed rows, bit for bit those of training where edges have no weights "
+    "(tests/graph/test_quantization.py), and exports predict by themselves; over ranks rows cross as codes; "
     "on Cora, 64 columns, three seeds, the local gradient is worth 1.0 points (without it the first gradient does not "
     "reach the step of 3 in 4 nodes), and a2q is above uniform widths of as many bytes at 2 and 3 bits; means of 10 "
     "seeds: on Cora, 64 columns, a2q is 0.6 points above fp32 and mega as good, in a 17th of its bytes; 16 "
     "columns, a2q 0.3 and mega 1.5 below; on CiteSeer, 16 columns, a2q 1.8 below fp32 in a 16th, 2.5 above "
-    "uniform 2-bit rows, mega 0.8 below those; a training step of GCN takes 1.4 to 1.9 times "
-    "the CPU time of fp32 at 30,000 nodes (1.5 was the goal), and "
+    "uniform 2-bit rows, mega 0.8 below those; 64 columns, a2q 1.3 below fp32 in a 19th (half a point was the goal), "
+    "as good as uniform 2-bit rows in 0.88 of their bytes; a training step of GCN takes 1.5 to 1.9 times "
+    "the CPU time of fp32 at 30,000 nodes (1.5 was the goal) and 2.3 to 3.0 times at 3,000, and "
     "products of packed rows are about as fast as torch.sparse where features fit the cache; "
-    "on Debian's packages (64 columns, 60 steps, one seed) a2q 46 %, mega and uniform 2-bit rows 38 and "
-    "40 %, fp32 63 %, not trained to the end; PubMed is not measured, for want of its features",
+    "on Debian's packages (64 columns, 60 steps, one seed) a2q 46 % in 1.07 times the bytes of uniform 2-bit rows, "
+    "which have 40 %, mega 38 %, fp32 63 %, not trained to the end; PubMed is not measured, for want of its features",
     gpu="NVIDIA H100, November 2026",
 )
 
