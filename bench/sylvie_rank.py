@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +170,8 @@ class Sums:
         """Of one layer."""
         flat = torch.cat([one.grad.flatten() for one in own])
         if self.coded is not None:
-            work = self.coded.all_reduce(flat, residual, True)(lambda spent: None)
+            book = partial(self.group.ledger.add_encoded, Traffic.GRADIENTS.value, "all_reduce")
+            work = self.coded.all_reduce(flat, residual, True)(book)
         else:
             with traffic(Traffic.GRADIENTS):
                 work = dist.all_reduce(flat, group=self.group, async_op=True)

@@ -48,7 +48,7 @@ RECORD = Record(
     "counted and bounded (a tenth of them saves nothing sure); windows of over 2,097,152 entries, and the plan "
     "measured for over 1,048,576, wait in the cache; model.local is for few labels, where other transformers "
     "overfit: 0.1 points below GCN on Cora and level with it on CiteSeer (10 seeds), where the layers add "
-    "nothing to averages; 1,048,576 tokens and a virtual one train in 16 GiB, 38 s a step",
+    "nothing to averages; 1,048,576 tokens and a virtual one train in 13 GiB, 37 s a step",
     gpu="NVIDIA H100, November 2026",
 )
 
