@@ -50,10 +50,10 @@ from espalier.radiance import spikingnerf
 from espalier.radiance.rays import Rays
 from espalier.radiance.spikingnerf import SpikingColours, lif_scan
 from espalier.radiance.volume import Samples
-from espalier.radiance.voxels import Field
+from espalier.radiance.voxels import VIEW, Field
 from espalier.radiance.workload import RadianceWorkload, psnr
 from espalier.workload import Shard
-from spikingnerf_heads import PEERS, PaddedColours, kept_by, peak_of, there, timed
+from spikingnerf_heads import PEERS, PaddedColours, head_step, kept_by, peak_of, there, timed
 from table import Row, arguments, compare, interval, publish
 
 GOAL = 30.0
@@ -215,7 +215,7 @@ def paired(found: Mapping[Fit, Found], ours: Sequence[Fit], others: Sequence[Fit
 
 def row(case: str, peer: str, unit: str, pairs: Sequence[tuple[float, float]], better: float = 1.0) -> Row:
     """Medians of (ours, peer) over seeds, and their ratio with its range; `better` -1: less is better."""
-    ratios = [(ours / theirs) ** better for ours, theirs in pairs]
+    ratios = [(max(ours, 1e-15) / max(theirs, 1e-15)) ** better for ours, theirs in pairs]
     low, high = interval(ratios)
     ours, theirs = (statistics.median(one) for one in zip(*pairs, strict=True))
     return Row(case, peer, theirs, ours, statistics.median(ratios), unit, f"{low:.3f}-{high:.3f} (n={len(ratios)})")
@@ -289,6 +289,7 @@ def quality(sizes: Sizes) -> list[Row]:
                         ("directions once a ray", ", likewise", "hoisted"),
                     )
                 ),
+                *spikes_alone(case, width, list(zip(same, plain, strict=True))),
                 row(f"{case}: all that is computed", "plain field", "J per image", pairs("counted", same), -1),
                 row(f"{case}: and DRAM", "plain field", "J per image", pairs("moved", same), -1),
             ]
@@ -296,6 +297,21 @@ def quality(sizes: Sizes) -> list[Row]:
             rows.append(Row(f"{case}: spikes of a neuron and sample", "second layer", rates[1], rates[0],
                             rates[0] / max(1e-9, rates[1]), "rate", f"n={len(twice)}"))  # fmt: skip
     return rows
+
+
+def spikes_alone(case: str, width: int, pairs: Sequence[tuple[Found, Found]]) -> list[Row]:
+    """What the additions of (spiking, plain) take by themselves, and how many samples have a colour, which follows from
+    the joules of their multiplications."""
+    joules, samples, columns = [], [], 12.0 + VIEW
+    for spiking, plain in pairs:
+        added = counts.Counts(acs=spiking.sops).joules()
+        joules.append((added, plain.joules))
+        of_one = [counts.Counts(macs=inputs * width).joules() for inputs in (columns, columns + width + 3)]
+        samples.append(((spiking.joules - added) / of_one[0], plain.joules / of_one[1]))
+    return [
+        row(f"{case}: additions for spikes alone", "plain network, all", "J per image", joules, -1),
+        row(f"{case}: samples with a colour", "plain network", "per image", samples, -1),
+    ]
 
 
 def penalty(sizes: Sizes) -> list[Row]:
@@ -317,9 +333,10 @@ def penalty(sizes: Sizes) -> list[Row]:
         for what, key in (("colour network", "joules"), ("directions once a ray", "hoisted")):
             joules = [(getattr(own, key), getattr(other, key)) for own, other in pairs]
             rows.append(row(f"{case}: {what}", name, "J per image", joules, -1))
-    one, two = (statistics.median(own.rates[layer] for own, _ in pairs) for layer in (0, 1))
-    what = f"{case}: spikes of a neuron and sample"
-    return [*rows, Row(what, "second layer", two, one, one / max(1e-9, two), "rate", f"n={len(pairs)}")]
+    for layer, name in enumerate(("first", "second")):
+        rates = [(own.rates[layer], other.rates[layer]) for own, other in pairs]
+        rows.append(row(f"{case}: spikes of a neuron and sample, {name} layer", "no penalty", "rate", rates, -1))
+    return rows
 
 
 def name_of(scene: str) -> str:
@@ -397,19 +414,6 @@ def survivors(workload: RadianceWorkload, field: Field) -> tuple[Tensor, Tensor,
     hook.remove()
     features, views, found = taken[0]
     return features.detach(), views, found
-
-
-def head_step(network: SpikingColours, features: Tensor, views: Tensor, found: Samples) -> Callable[[], Tensor]:
-    """A forward and backward pass."""
-
-    def step() -> Tensor:
-        given = features.clone().requires_grad_(True)
-        colours = network(given, views, found)[0]
-        colours.sum().backward()
-        network.zero_grad()
-        return colours
-
-    return step
 
 
 def rendering(case: str, ours: SpikingColours, given: tuple[Tensor, Tensor, Samples], sizes: Sizes) -> list[Row]:

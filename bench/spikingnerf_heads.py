@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from espalier.kernels.ragged import Ragged
 from espalier.radiance import spikingnerf
 from espalier.radiance.spikingnerf import SpikingColours
+from espalier.radiance.volume import Samples
 
 
 class JellyColours(SpikingColours):
@@ -85,6 +86,19 @@ def there() -> list[str]:
         except ImportError as error:
             print(f"without {name}: {error}")
     return found
+
+
+def head_step(network: SpikingColours, features: Tensor, views: Tensor, found: Samples) -> Callable[[], Tensor]:
+    """A forward and backward pass."""
+
+    def step() -> Tensor:
+        given = features.clone().requires_grad_(True)
+        colours = network(given, views, found)[0]
+        colours.sum().backward()
+        network.zero_grad()
+        return colours
+
+    return step
 
 
 def timed(action: Callable[[], Any]) -> float:

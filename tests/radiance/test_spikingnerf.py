@@ -267,6 +267,35 @@ def test_synaptic_operations_are_the_products_that_are_not_zero(network: Spiking
     assert (done.acs, done.macs) == (brute, counter.total.macs)
 
 
+def test_bytes_of_spiking_layers_are_those_counted_by_hand(network: SpikingColours) -> None:
+    """30 samples on 6 rays, hidden 24, fp32: each layer reads its currents and the rays' offsets, writes spikes, reads
+    them and its matrix, and writes its products; the kernel that renders counts as the layers do."""
+    _, _, found = inputs()
+    currents = 1 + torch.randn(30, 24, generator=torch.Generator().manual_seed(1))
+    layers = 4 * (30 * 24 + 30 * 24 + 30 * 24 + 24 * 24 + 30 * 24) + 8 * 7
+    layers += 4 * (30 * 24 + 30 * 24 + 30 * 24 + 3 * 24 + 30 * 3) + 8 * 7
+    scaled = 2 * 4 * (24 * 24 + 3 * 24)  # matrices are read and written
+    joined = 2 * 4 * 27 * 24 + 4 * (27 * 24 + 27 * 25) + 2 * 4 * 27 * 25  # put together, a row of zeros, transposed
+    membranes = 2 * 4 * 30 * 24
+    for form, moved in ((network._layers, layers + scaled), (network._from_spikes, layers + scaled + joined)):
+        with torch.no_grad(), counts.Counter() as counter:
+            form(currents, found.offsets)
+        assert counter.total.bytes_moved == pytest.approx(moved, abs=48), "what adds two numbers of spikes is left open"
+    with counts.Counter() as counter:
+        network._layers(currents, found.offsets)
+    assert counter.total.bytes_moved == pytest.approx(layers + scaled + membranes, abs=48)
+
+
+def test_a_layer_whose_neurons_all_fire_moves_what_a_relu_and_a_product_move() -> None:
+    currents, weight, offsets = torch.full((30, 24), 9.0), torch.randn(7, 24), offsets_of(LENGTHS)
+    with torch.no_grad(), counts.Counter() as plain:
+        torch.relu(currents) @ weight.T
+    with torch.no_grad(), counts.Counter() as spiking:
+        spikingnerf.spiking_product(currents, offsets, weight)
+    assert spiking.total.bytes_moved == plain.total.bytes_moved + 8 * len(offsets)
+    assert spiking.total.acs == plain.total.macs
+
+
 def test_energy_is_the_papers_formula_by_hand() -> None:
     """10 samples on 2 rays, hidden 4: MACs at 4.6 pJ, accumulations at 0.9 pJ."""
     plain, spiking = Voxels(features=2, width=4), SpikingNerf(features=2, width=4)

@@ -7,7 +7,10 @@ on every ray and carries its membrane from sample to sample:
 
 Backward takes ds/dm for 4 q (1 - q) with q = sigmoid(4 (m - threshold)), and does not differentiate the reset. The
 paper gives rays equal lengths by temporal condensing and padding (TCP). Without biases a tail of zeros cannot fire, so
-here rays stay ragged: the spikes are the same, and padding is neither stored nor calculated. The other alignments are
+here rays stay ragged: the spikes are the same, and padding is neither stored nor calculated. For backward a layer keeps
+its membranes before their reset, 4 bytes a neuron and step, and not spikes packed to bits: the surrogate gradient needs
+the membrane of each step, spikes follow from it, and to make it again from the currents would keep as many bytes of
+those. The other alignments are
 there to be compared: `tp` keeps samples at their numbers on the ray, so that membranes leak over gaps; `repeated` shows
 each sample to the network four times and takes the mean.
 """
@@ -233,27 +236,42 @@ class SpikingColours(ColourNetwork):
         """By the kernel that adds the rows of neurons that fire."""
         from espalier.radiance import lif_cpu
 
-        out, per_ray = torch.empty(len(currents), 3), torch.zeros(len(offsets) - 1, 2, dtype=torch.int64)
+        second, last = self.matrix(self.second), self.matrix(self.last)
+        rows = nn.functional.pad(torch.cat([second, last]), (0, 1)).T.contiguous()
         with counts.hidden():
-            weights = torch.cat([self.matrix(self.second), self.matrix(self.last)])
-            rows = nn.functional.pad(weights, (0, 1)).T.contiguous()
+            out, per_ray = torch.empty(len(currents), 3), torch.zeros(len(offsets) - 1, 2, dtype=torch.int64)
             lif_cpu.infer(currents.contiguous(), offsets, torch.tensor(LIF), rows, out, per_ray)
             spikes = per_ray.sum(0).double()
         if counts.is_counting():
-            acs = float(spikes[0]) * currents.shape[1] + float(spikes[1]) * 3
-            counts.record(counts.Counts(acs=acs, other=4.0 * currents.numel()))
+            counts.record(layer_counts(currents, offsets, second, spikes[0]))
+            counts.record(layer_counts(currents, offsets, last, spikes[1]))
         return out, spikes
 
 
 def spiking_product(currents: Tensor, offsets: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """`spiking_layer`, counted as two operations for each neuron and step, and one accumulation for each spike and
-    output (SOPs)."""
+    """`spiking_layer`, counted by `layer_counts`."""
     with counts.hidden():
         found, number = spiking_layer(currents, offsets, weight)
     if counts.is_counting():
-        acs = float(number.detach()) * weight.shape[0]
-        counts.record(counts.Counts(acs=acs, other=2.0 * currents.numel()))
+        counts.record(layer_counts(currents, offsets, weight, number, torch.is_grad_enabled()))
     return found, number
+
+
+def layer_counts(
+    currents: Tensor, offsets: Tensor, weight: Tensor, spikes: Tensor, keeps: bool = False
+) -> counts.Counts:
+    """What a layer of neurons and its product count for, whichever kernel makes them.
+
+    Two operations for each neuron and step, and one accumulation for each spike and output (SOPs). Bytes are those of a
+    scan and a product that are operations of their own, as a plain network's ReLU and product are counted: currents
+    and offsets are read; spikes are written and read, values of the currents' type, which are not packed; the matrix is
+    read once and the results are written. A kernel that keeps spikes in a processor's cache gets nothing off for it.
+    `keeps`: membranes are written for backward too.
+    """
+    values = (4 if keeps else 3) * currents.numel() + weight.numel() + len(currents) * len(weight)
+    moved = currents.element_size() * values + offsets.element_size() * offsets.numel()
+    acs = float(spikes.detach()) * len(weight)
+    return counts.Counts(acs=acs, other=2.0 * currents.numel(), bytes_moved=float(moved))
 
 
 def aligned(currents: Tensor, times: Tensor, offsets: Tensor, how: str) -> tuple[Tensor, Tensor, Tensor]:

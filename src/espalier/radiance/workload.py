@@ -251,7 +251,7 @@ class RadianceWorkload(Plain):
 
     @torch.no_grad()
     def render(self, model: nn.Module, lens: Lens, pose: Tensor, chunk: int = CHUNK) -> Picture:
-        """One view, `chunk` rays at a time; the size of chunks changes nothing."""
+        """One view, `chunk` rays at a time; the size of chunks changes no more than how products are rounded."""
         parts = list(self.rendered(model, lens, pose, chunk))
         colours = torch.cat([part.colours for part in parts]).view(lens.height, lens.width, 3)
         depths = torch.cat([part.depths for part in parts]).view(lens.height, lens.width)
