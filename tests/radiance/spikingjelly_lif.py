@@ -1,4 +1,4 @@
-"""Fills in what SpikingJelly gives for the currents in spikingjelly_lif.json: spikes, and gradients of the currents.
+"""Fills in what SpikingJelly gives for the currents in spikingjelly_lif.json: spikes, and gradients of currents.
 
 `python tests/radiance/spikingjelly_lif.py`, with spikingjelly 2.0.0; no test runs it. Currents and the gradients of
 spikes ("wanted") were drawn at random once, and stay.
