@@ -9,7 +9,7 @@ import torch
 from espalier import config
 from espalier.config import defaults, recipe_file
 from espalier.errors import UserError
-from espalier.graph import energy
+from espalier.graph import energy, workload_row
 from espalier.graph.data import Graph
 from espalier.graph.subgraphs import infer
 from espalier.graph.workload import GraphWorkload
@@ -90,6 +90,9 @@ def test_products_and_sums_of_each_kind_are_those_of_its_matrices_in_the_simulat
     if kind == "gat":
         with pytest.raises(UserError, match=r"not simulated for GAT"):
             energy.network(workload, model)
+        told = workload_row.ROW.energy(workload, model)
+        assert told.parts == made
+        assert [title for title, _, _ in told.tables] == ["Accelerators are not simulated for GAT."]
         return
     found = energy.network(workload, model)
     products = {name: sum(one.products for one in flow(Chip(), found)) for name, flow in DATAFLOWS.items()}
