@@ -378,7 +378,7 @@ def duration(text: str) -> float:
 def first_said(ranks: Sequence[subprocess.Popen[str]]) -> str:
     """The last line that rank 0 printed, once all have ended. Raises RuntimeError when one failed."""
     try:
-        said = [rank.communicate(timeout=1800)[0] for rank in ranks]
+        said = [rank.communicate(timeout=3600)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from espalier import comm
 from espalier.hardware.malloc_trim import keep_freed
 
-TIMEOUT = 120.0
+TIMEOUT = 300.0
 Task = TypeVar("Task", bound=msgspec.Struct)
 
 

@@ -56,8 +56,8 @@ DRAWN_INT8 = "sampled batches, int8 gradients"
 
 
 class Task(msgspec.Struct, frozen=True):
-    """What to measure: contestants, blocks of `epochs` each, the graph, the file of its parts, and the network; seconds
-    at most. `evaluates`: after each block."""
+    """What to measure: contestants, blocks of `epochs` each (of those whose messages are always late of `late` at
+    least), the graph, the file of its parts, and the network; seconds at most. `evaluates`: after each block."""
 
     contestants: tuple[str, ...]
     rounds: int
@@ -70,6 +70,7 @@ class Task(msgspec.Struct, frozen=True):
     depth: int = 3
     limit: float = 100.0
     evaluates: bool = True
+    late: int = PERIOD
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -220,11 +221,11 @@ class Parts:
             self.sums.wait()
         self.optimizer.step()
 
-    def block(self, epochs: int) -> int:
+    def block(self, task: Task) -> int:
         """Epochs of a block."""
         if not isinstance(self.transport, Sylvie) or self.transport.policy.synchronize == 1:
-            return epochs
-        return max(epochs, PERIOD)
+            return task.epochs
+        return max(task.epochs, self.transport.policy.synchronize or task.late)
 
     def settle(self) -> None:
         """Waits for what is under way."""
@@ -299,7 +300,7 @@ def measure(task: Task, channel: Any) -> Outcome:
         for name, one in made.items():
             dist.barrier(stock())
             before, start = _bytes(channel), time.perf_counter()
-            epochs = one.block(task.epochs) if number else 1
+            epochs = one.block(task) if number else 1
             for _ in range(epochs):
                 one.epoch()
             one.settle()
