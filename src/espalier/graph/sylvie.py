@@ -79,7 +79,7 @@ RECORD = Record(
     "with 1-bit rows (a goal of 0.5 is missed narrowly), 0.39 with late ones and 0.04 with 1-bit differences "
     "(graph.halo.delta; 5 seeds, standard error); rows of packages that Debian knows, in four parts, fall to 0.42 by "
     "partial sums; over four links of 100 Mbit/s an epoch with late 1-bit rows takes 0.080 of fp32's for 10,000 nodes, "
-    "0.069 for 40,000 and 0.10 for 200,000 (a goal of 1/15 is missed; computing alone takes 0.047, 0.049 and 0.091), "
+    "0.069 for 40,000 and 0.091 for 200,000 (a goal of 1/15 is missed; computing alone takes 0.047, 0.049 and 0.085), "
     "at 20 Mbit/s 0.039, and sends 1/28 of its bytes (gradients that are summed layer by layer meanwhile, and late "
     "ones of rows that leave after those of weights, do not make it faster); on a graph of which 4 in 10 edges lead "
     "anywhere fresh 1-bit rows reach 95.4 % in the 56 epochs that fp32's take, at 100 Mbit/s in 10 s against 120 "
