@@ -17,10 +17,9 @@ from espalier.errors import UserError
 from espalier.graph import halo
 from espalier.graph.compiled_aggregate import equip
 from espalier.graph.data import Graph
-from espalier.graph.gnn import Gnn
+from espalier.graph.gnn import Gnn, style_of
 from espalier.graph.node_classification import summed_loss
 from espalier.graph.subgraphs import View
-from espalier.graph.workload import _style
 from espalier.sparse.partition import by_metis, by_sweeps, clusters, installed
 from espalier.sparse.rcmpp.pattern import Pattern
 from espalier.testing import forks, ranks
@@ -84,14 +83,14 @@ def network_of(kind: str, dtype) -> Gnn:
 
 
 def whole(kind, graph, dtype):
-    view = View(graph, _style(NETWORKS[kind]), 3)
+    view = View(graph, style_of(NETWORKS[kind]), 3)
     batch = to_device(view.whole(), dtype=dtype)
     return one_step(network_of(kind, dtype), batch, graph, np.arange(NODES))
 
 
 def over(channel, kind, graph, parts, network):
     """The same on a rank: its logits, the summed gradients and losses, its bytes."""
-    view = View(graph, _style(NETWORKS[kind]), 3)
+    view = View(graph, style_of(NETWORKS[kind]), 3)
     cut = halo.boundary(graph.indptr, graph.indices, parts, channel.size())
     own = halo.Halo.of(view.block.indptr, view.block.indices, cut, channel.rank(), channel)
     dtype = next(network.parameters()).dtype
@@ -187,7 +186,7 @@ def test_own_rows_are_computed_while_rows_travel_both_ways(kind):
 
         return project
 
-    view = View(graph, _style(NETWORKS[kind]), 3)
+    view = View(graph, style_of(NETWORKS[kind]), 3)
     cut = halo.boundary(graph.indptr, graph.indices, parts, 2)
 
     def life(channel):

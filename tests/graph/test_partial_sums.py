@@ -16,9 +16,9 @@ from espalier.comm.base import Traffic
 from espalier.errors import UserError
 from espalier.graph import halo, partial_sums
 from espalier.graph.data import Graph
+from espalier.graph.gnn import style_of
 from espalier.graph.subgraphs import View
 from espalier.graph.sylvie import Every, Sylvie
-from espalier.graph.workload import _style
 from espalier.testing import ranks
 from espalier.workload import to_device
 
@@ -52,7 +52,7 @@ def hub_graph() -> Graph:
 
 def over(channel, kind, graph, parts, network, transport=None):
     """A step on a rank, through sums: as `test_halo.over`, and the rows that crossed."""
-    view = View(graph, _style(NETWORKS[kind]), 3)
+    view = View(graph, style_of(NETWORKS[kind]), 3)
     cut = halo.boundary(graph.indptr, graph.indices, parts, channel.size())
     own, first = partial_sums.summing(view.block, cut, channel.rank(), channel)
     dtype = next(network.parameters()).dtype
@@ -104,7 +104,7 @@ def test_sums_cross_with_few_bits():
 @pytest.mark.parametrize("transport", [halo.synchronous, Sylvie(Every(2))])
 def test_a_row_that_is_not_finite_is_named_by_the_rank_that_owns_it_not_by_whose_sum_it_is_in(transport):
     graph, parts = hub_graph(), parts_of("random", 2)
-    view = View(graph, _style(NETWORKS["sage"]), 2)
+    view = View(graph, style_of(NETWORKS["sage"]), 2)
     cut = halo.boundary(graph.indptr, graph.indices, parts, 2)
     sums = partial_sums.summing(view.block, cut, 1)[0].sums
     alone = np.flatnonzero(np.diff(sums.tocsr().indptr) > 1)  # rows that leave as sums

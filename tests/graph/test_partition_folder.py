@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shutil
 
 import numpy as np
@@ -18,7 +19,9 @@ from espalier.graph.gnn import Gnn
 from espalier.graph.neighbor_sampler import Style
 from espalier.graph.subgraphs import View
 from espalier.graph.workload import GraphWorkload, open_graph
+from espalier.sparse import partition
 from espalier.testing import ranks
+from espalier.track import progress
 
 from .conftest import made
 from .test_workload import recipe_of
@@ -243,6 +246,22 @@ def test_parts_are_those_that_the_recipe_gives_also_where_nodes_are_reordered(as
 def test_parts_that_cannot_be_taken_are_refused(asked, parts, count, message):
     with pytest.raises(UserError, match=message):
         open_graph(asked(parts, count))
+
+
+@pytest.mark.parametrize("metis", [True, False])
+def test_cutting_a_graph_shows_its_stages_where_it_takes_long(tmp_path, monkeypatch, capfd, metis):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(progress, "_PATIENCE", 0.0), monkeypatch.setattr(progress, "_EVERY", 0.0)
+    monkeypatch.setattr(partition, "installed", lambda: metis)
+    halos = GraphWorkload(recipe_of({"kind": "gcn"}, {"halo": {}}), made()).halos()
+    halos.rows([1, 1])
+    said = re.sub(r", [-\d.e]+ .?s\n", "\n", capfd.readouterr().err)
+    sweeps = [f"sweep {one} of 10, {one / 11:.0%}" for one in range(1, 11)]
+    metis_ = ["METIS, fewest edges between parts, 0%", "METIS, fewest rows between parts, 50%"]
+    each = metis_ if metis else ["RCM++, 0%", *sweeps]
+    for stage in [f"Cutting the graph: {one}" for one in each]:
+        assert f"{stage}\n" in said
+    assert "Finding the rows that cross: boundary, 0%\nFinding the rows that cross: partial sums, 50%\n" in said
 
 
 def test_cutting_a_large_graph_says_so_in_one_line_and_is_done_once_for_the_plan_and_the_ranks(

@@ -14,11 +14,11 @@ from espalier.comm.base import Traffic
 from espalier.config import HaloOptions
 from espalier.errors import Corrupted, UserError
 from espalier.graph import halo, sylvie
+from espalier.graph.gnn import style_of
 from espalier.graph.halo import Crossing
 from espalier.graph.node_classification import summed_loss
 from espalier.graph.subgraphs import View
 from espalier.graph.sylvie import Adaptive, ByPeer, Every, Sylvie
-from espalier.graph.workload import _style
 from espalier.kernels import quantize_rows, row_bits
 from espalier.quant import row_widths
 from espalier.sync.round_length import Length
@@ -33,7 +33,7 @@ AGES = [[0, 0, 2], [0, 0, 3], [2, 3, 0]]
 
 
 def part_of(channel, kind, graph, parts):
-    view = View(graph, _style(NETWORKS[kind]), 3)
+    view = View(graph, style_of(NETWORKS[kind]), 3)
     cut = halo.boundary(graph.indptr, graph.indices, parts, channel.size())
     return view, halo.Halo.of(view.block.indptr, view.block.indices, cut, channel.rank(), channel)
 
@@ -105,7 +105,7 @@ class Simulator:
 
     def __init__(self, kind, graph, parts, world, network, ages=None):
         self.ages, self.parts = np.ones((world, world), int) if ages is None else np.array(ages), np.asarray(parts)
-        self.graph, view = graph, View(graph, _style(NETWORKS[kind]), 3)
+        self.graph, view = graph, View(graph, style_of(NETWORKS[kind]), 3)
         cut = halo.boundary(graph.indptr, graph.indices, parts, world)
         self.owns = [halo.Halo.of(view.block.indptr, view.block.indices, cut, rank) for rank in range(world)]
         self.blocks = [one.block(view.block) for one in self.owns]
@@ -262,7 +262,7 @@ def test_bytes_of_few_bits_are_those_of_the_formula(bits, by_degree):
         return sent, expected_bytes(own, widths, {1: 16, 2: 5}, by_degree), [one.tolist() for one in shares], own
 
     found = ranks(3, counted)
-    view = View(graph, _style(NETWORKS["gcn"]), 3)
+    view = View(graph, style_of(NETWORKS["gcn"]), 3)
     cut = halo.boundary(view.block.indptr, view.block.indices, parts, 3)
     planned = sylvie.step_bytes(network, cut.rows, HaloOptions(bits=bits, by_degree=by_degree)).sum(1)
     for (sent, expected, shares, own), plan in zip(found, planned, strict=True):
@@ -431,7 +431,7 @@ def test_each_peer_layer_and_direction_has_its_bits():
         errors = [float(one.abs().mean()) for one in found[len(own.owned) :].split(list(own.receives)) if len(one)]
         return sent, errors
 
-    view = View(graph, _style(NETWORKS["gcn"]), 3)
+    view = View(graph, style_of(NETWORKS["gcn"]), 3)
     cut = halo.boundary(view.block.indptr, view.block.indices, parts, 3)
     expected = sylvie.step_bytes(network, cut.rows, HaloOptions(bits=1), 4, bits)
     for rank, (sent, errors) in enumerate(ranks(3, counted)):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import os
 import re
+import threading
 from contextlib import closing
 from typing import Any
 
 import pytest
 
-from espalier.track.progress import Forgiving, Progress, Waiting
+from espalier.track import progress as shown
+from espalier.track.progress import Forgiving, Progress, Stages, Waiting
 from espalier.units import show_size
 
 
@@ -105,6 +107,52 @@ def test_waiting_says_once_a_minute_how_far_what_is_long_has_come() -> None:
         "Tokenizing: 62% of 97.7 KiB",
         "Tokenizing: 97.7 KiB in 1 min 40 s",
     ]
+
+
+def test_stages_say_after_two_seconds_which_is_under_way_and_for_how_long() -> None:
+    out, clock = io.StringIO(), Clock()
+    with Stages("Cutting", out, clock, ticks=False) as stages:
+        stages.begin("METIS", 0, 2)
+        for _ in range(90):
+            clock.now += 1.0
+            stages.tick()
+        stages.begin("sweep 1 of 10", 1, 2)
+        clock.now += 40.0
+        stages.tick()
+    assert out.getvalue().splitlines() == [
+        "Cutting: METIS, 0%, 2.0 s",
+        "Cutting: METIS, 0%, 1 min 02 s",
+        "Cutting: sweep 1 of 10, 50%, 2 min 10 s",
+        "Cutting: 2 min 10 s",
+    ]
+    out = io.StringIO()
+    with Stages("Cutting", out, clock, ticks=False) as stages:
+        stages.begin("METIS", 0, 2)
+        clock.now += 1.0
+        stages.tick()
+    assert out.getvalue() == ""
+
+
+def test_stages_show_time_while_one_call_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call ends when its time was shown twice: a thread looks at the clock meanwhile, and ends with it."""
+    monkeypatch.setattr(shown, "_TICK", 0.001), monkeypatch.setattr(shown, "_EVERY", 0.0)
+    clock, before, many, twice = Clock(), threading.active_count(), [0], threading.Event()
+    clock.now = 1.0
+
+    class Seen(io.StringIO):
+        def write(self, text: str) -> int:
+            many[0] += "METIS" in text
+            if many[0] == 2:
+                twice.set()
+            return super().write(text)
+
+    out = Seen()
+    with Stages("Cutting", out, clock) as stages:
+        stages.begin("METIS")
+        clock.now += 100.0
+        assert twice.wait(30)
+    assert out.getvalue().splitlines()[1] == "Cutting: METIS, 1 min 40 s"
+    assert threading.active_count() == before
 
 
 def test_closing_after_the_last_step_is_a_finish() -> None:

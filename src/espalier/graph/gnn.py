@@ -29,6 +29,7 @@ from espalier.graph.base import (
     dense,
     project,
 )
+from espalier.graph.neighbor_sampler import Style
 from espalier.kernels.dropout import activated
 
 
@@ -240,3 +241,12 @@ def _layer(options: config.Network, inputs: int, outputs: int, joined: bool) -> 
             return Mean(inputs, outputs)
         case _:
             return Isomorphism(inputs, outputs, bool(options.norm))
+
+
+def style_of(model: config.Model) -> Style:
+    """What blocks a network of these options is called with."""
+    if isinstance(model, config.Gcn):
+        return Style(loops=True, scale="symmetric")
+    if isinstance(model, config.Gat):
+        return Style(loops=True, scale="none")
+    return Style(loops=False, scale="mean" if isinstance(model, config.Sage) else "none")

@@ -28,6 +28,7 @@ from espalier.sparse.partition import library
 from espalier.sparse.rcmpp import rcmpp
 from espalier.sparse.rcmpp.cuthill_mckee import trace
 from espalier.sparse.rcmpp.pattern import Pattern
+from espalier.track.progress import Stages
 from espalier.units import show_seconds
 
 SMALL = 1 << 20
@@ -82,7 +83,8 @@ def _kept(graph: Graph, wanted: str, make: Callable[[], tuple[Array, str]]) -> t
     with suppress(OSError, ValueError, KeyError, BadZipFile), place.open("rb") as file:
         found = np.load(file, allow_pickle=False)
         return found["permutation"], str(found["said"])
-    permutation, said = make()
+    with Stages("Ordering the graph"):
+        permutation, said = make()
     with suppress(OSError):  # a cache that cannot be written is none
         place.parent.mkdir(parents=True, exist_ok=True)
         partial = place.with_suffix(f".{os.getpid()}.partial.npz")

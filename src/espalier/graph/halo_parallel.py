@@ -47,6 +47,7 @@ from espalier.mechanism import Build, Mechanism
 from espalier.parallel.mesh import REPLICA
 from espalier.sparse.partition import clusters, library
 from espalier.track.decision_log import Decisions
+from espalier.track.progress import Stages
 from espalier.workload import to_device
 
 if TYPE_CHECKING:
@@ -371,7 +372,7 @@ class Cutting:
                 f"{graph.origin} has {graph.nodes:,} nodes for {len(shares)} ranks.", do=f"plan.pin.ranks={graph.nodes}"
             )
         if graph.edges <= LARGE:
-            return clusters(graph.indptr, graph.indices, len(shares), shares)
+            return self._made(shares)
         return self._kept(self.folder(shares).with_suffix(".parts"), shares)
 
     def _kept(self, file: Path, shares: Sequence[int]) -> Array:
@@ -384,19 +385,26 @@ class Cutting:
         terminal.say(
             f"Cutting a graph of {graph.nodes:,} nodes into {len(shares)} parts (once).", file=sys.stderr, flush=True
         )
-        made = clusters(graph.indptr, graph.indices, len(shares), shares)
+        made = self._made(shares)
         with suppress(OSError):  # a full disk: it is cut again
             file.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(file, made.tobytes())
         return made
 
+    def _made(self, shares: Sequence[int]) -> Array:
+        with Stages("Cutting the graph") as stages:
+            return clusters(self.graph.indptr, self.graph.indices, len(shares), shares, begin=stages.begin)
+
     def boundary(self, parts: Array, ranks: int) -> tuple[halo.Boundary, partial_sums.Covers | None]:
         """What crosses between `parts`: rows, or where they are fewer by a tenth rows and sums."""
-        block = whole(self.graph, self.style)
-        cut = halo.boundary(block.indptr, block.indices, parts, ranks)
-        if not self.sums:
-            return cut, None
-        every = partial_sums.covers(block, cut)
+        with Stages("Finding the rows that cross") as stages:
+            block = whole(self.graph, self.style)
+            stages.begin("boundary", 0, 1 + self.sums)
+            cut = halo.boundary(block.indptr, block.indices, parts, ranks)
+            if not self.sums:
+                return cut, None
+            stages.begin("partial sums", 1, 2)
+            every = partial_sums.covers(block, cut)
         few = partial_sums.crossing_rows(every, ranks).sum() <= PAYS * cut.rows.sum()
         return cut, every if few else None
 

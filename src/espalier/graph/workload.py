@@ -33,17 +33,17 @@ from espalier.graph import (
     sources,
 )
 from espalier.graph.data import Array, Graph
-from espalier.graph.gnn import Gnn, Layer
+from espalier.graph.gnn import Gnn, Layer, style_of
 from espalier.graph.graph_classification import GraphTask
 from espalier.graph.layer_work import Reach
 from espalier.graph.link_prediction import Links, LinkTask
-from espalier.graph.neighbor_sampler import Style
 from espalier.graph.node_classification import NodeTask, held_out_figures, told
 from espalier.graph.subgraphs import SubgraphBatch, View, infer
 from espalier.graph.torchgt import reformation
 from espalier.graph.torchgt.encodings import averaged, encoded
 from espalier.graph.torchgt.model import GraphTransformer, tokens_of
 from espalier.graph.torchgt.schedule import Schedule, schedule
+from espalier.track.progress import Stages
 from espalier.workload import ALONE, PackStart, Plain, Progress, Shard, Skeleton, to_device, whole_skeleton
 
 if TYPE_CHECKING:
@@ -157,8 +157,10 @@ class GraphWorkload(Plain):
             assert isinstance(options, config.GraphTransformer)
             if not isinstance(self.task, GraphTask) and not self.task.fanout and options.attention == "auto":
                 view = self.task.view if isinstance(self.task, LinkTask) else self.task.train
-                pattern, nodes = tokens_of(view.block, options, options.path, full=False).pattern, view.graph.nodes
-            self._schedule = schedule(options, pattern, nodes)
+                with Stages("Making the pattern of attention"):
+                    pattern, nodes = tokens_of(view.block, options, options.path, full=False).pattern, view.graph.nodes
+                    self._schedule = schedule(options, pattern, nodes)
+            self._schedule = self._schedule or schedule(options, pattern, nodes)
         return self._schedule
 
     @cached_property
@@ -526,7 +528,7 @@ class GraphWorkload(Plain):
 def _task(recipe: Recipe, graph: Graph, links: Links | None) -> Task:
     options, model = recipe.graph, recipe.model
     assert options is not None
-    style, depth = _style(model), _depth(model, options)
+    style, depth = style_of(model), _depth(model, options)
 
     def placed(graph: Graph) -> Graph:
         if graph.placed or not isinstance(model, config.GraphTransformer):
@@ -551,14 +553,6 @@ def _task(recipe: Recipe, graph: Graph, links: Links | None) -> Task:
     )
 
 
-def _style(model: config.Model) -> Style:
-    if isinstance(model, config.Gcn):
-        return Style(loops=True, scale="symmetric")
-    if isinstance(model, config.Gat):
-        return Style(loops=True, scale="none")
-    return Style(loops=False, scale="mean" if isinstance(model, config.Sage) else "none")
-
-
 def _depth(model: config.Model, options: config.GraphOptions) -> int:
     if isinstance(model, config.Network):
         assert model.depth is not None
@@ -578,7 +572,7 @@ def open_graph(
     if not recipe.data:
         raise UserError("The recipe has no [data].", do='[data] path = "python:imports"')
     graph = sources.load(recipe.data[0], recipe.graph, progress)
-    graph = partition_folder.checked_for(recipe, graph, _style(recipe.model))
+    graph = partition_folder.checked_for(recipe, graph, style_of(recipe.model))
     asked, seed, links = recipe.graph, recipe.train.seed, None
     if kept is not None:
         graph = kept_graph.mapped(graph, kept)

@@ -8,7 +8,7 @@ propagation with capacities, after Ugander and Backstrom, WSDM 2013).
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,14 @@ from scipy import sparse
 from espalier.errors import UserError
 from espalier.sparse.rcmpp.cuthill_mckee import trace
 from espalier.sparse.rcmpp.pattern import Pattern
+
+Begin = Callable[[str, int, int], None]
+"""Called with the name of a stage that begins, how many are done and how many there are."""
+
+
+def _unseen(stage: str, done: int, total: int) -> None:
+    """Nobody looks."""
+
 
 SLACK = 0.03
 """A part may be this much larger than the mean: METIS's own default (its ufactor 30)."""
@@ -40,12 +48,13 @@ def clusters(
     parts: int,
     shares: Sequence[float] | None = None,
     volume: bool = True,
+    begin: Begin = _unseen,
 ) -> np.ndarray:
     """The part of each node, int32 [nodes] in 0 .. parts-1; deterministic.
 
     `indptr` [nodes + 1] and `indices` [entries] as for `rcmpp`; directions and repeated entries do not matter.
     `shares`: of the nodes for each part, in any unit (devices of unequal speed); None: equal. `volume`: METIS minimizes
-    the rows that parts send one another, else the edges between parts.
+    the rows that parts send one another, else the edges between parts. `begin` is told of its stages.
     Raises UserError: arrays that fit not, or a number of parts that is not between 1 and the number of nodes, or shares
     that are not one above 0 for each.
     """
@@ -61,10 +70,10 @@ def clusters(
     if shares is not None and max(shares) <= (1 + SLACK) * min(shares):
         shares = None
     if installed():
-        found = by_metis(pattern, parts, shares, volume=volume)
+        found = by_metis(pattern, parts, shares, volume=volume, begin=begin)
         if shares is None or _as_wanted(found, parts, shares):
             return found
-    return by_sweeps(pattern, parts, shares)
+    return by_sweeps(pattern, parts, shares, begin)
 
 
 def _as_wanted(labels: np.ndarray, parts: int, shares: Sequence[float]) -> bool:
@@ -73,7 +82,14 @@ def _as_wanted(labels: np.ndarray, parts: int, shares: Sequence[float]) -> bool:
     return bool((np.abs(np.bincount(labels, minlength=parts) - wanted) <= 2 * SLACK * wanted + 1).all())
 
 
-def by_metis(pattern: Pattern, parts: int, shares: Sequence[float] | None = None, *, volume: bool = True) -> np.ndarray:
+def by_metis(
+    pattern: Pattern,
+    parts: int,
+    shares: Sequence[float] | None = None,
+    *,
+    volume: bool = True,
+    begin: Begin = _unseen,
+) -> np.ndarray:
     """As `clusters`, by METIS. For `volume` of the parts by either of its objectives those with less of it: its search
     for the volume sometimes ends with more than that for the cut."""
     import pymetis
@@ -87,14 +103,19 @@ def by_metis(pattern: Pattern, parts: int, shares: Sequence[float] | None = None
         made = pymetis.part_graph(parts, rows, tpwgts=weights, recursive=recursive, options=options)
         return np.asarray(made.vertex_part, np.int32)
 
+    begin("METIS, fewest edges between parts", 0, 1 + volume)
     few = found(pymetis.ObjType.CUT, parts <= 8)
     if not volume:
         return few
+    begin("METIS, fewest rows between parts", 1, 2)
     return min(few, found(pymetis.ObjType.VOL, False), key=lambda labels: crossing(matrix, labels))
 
 
-def by_sweeps(pattern: Pattern, parts: int, shares: Sequence[float] | None = None) -> np.ndarray:
+def by_sweeps(
+    pattern: Pattern, parts: int, shares: Sequence[float] | None = None, begin: Begin = _unseen
+) -> np.ndarray:
     """As `clusters`, without METIS: never a larger cut than that of pieces of the RCM++ order."""
+    begin("RCM++", 0, SWEEPS + 1)
     nodes, matrix = pattern.nodes, symmetric(pattern)
     labels = np.empty(nodes, np.int32)
     each = np.ones(parts) if shares is None else np.asarray(shares, np.float64)
@@ -104,6 +125,7 @@ def by_sweeps(pattern: Pattern, parts: int, shares: Sequence[float] | None = Non
     room = np.ceil(nodes * each / each.sum() * (1 + SLACK)).astype(np.int64)
     least_room = np.zeros(parts, np.int64) if shares is None else (room * (1 - 2 * SLACK)).astype(np.int64)
     for sweep in range(SWEEPS):
+        begin(f"sweep {sweep + 1} of {SWEEPS}", sweep + 1, SWEEPS + 1)
         labels = _moved(matrix, labels, (least_room, room), sweep)
         if (found := cut(matrix, labels)) < least:
             best, least = labels, found

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import shutil
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from typing import TYPE_CHECKING, Any, Self, TextIO, cast
 
 from espalier.terminal import visible
 from espalier.track.events import Event
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 _WINDOW = 50
 """Steps over which the rate and the time left are averaged."""
 _EVERY = 60.0
-_PATIENCE = 2.0
+_PATIENCE, _TICK = 2.0, 1.0
 _WIDTHS = {"loss": 13, "speed": 12, "mfu": 9, "memory": 8, "left": 17}
 """Columns of each figure beside the bar, so that nothing jumps when a number gets longer."""
 _BAR, _DROPPED = 24, ("mfu", "memory", "speed", "left")
@@ -253,8 +254,7 @@ class Waiting:
             self._draw()
         elif self._said is None or now - self._said >= _EVERY:
             self._said = now
-            share = f"{self.done / self.total:.0%} of " if self.total else ""
-            self._write(f"{self.what}: {share}{self._show(self.total or self.done)}")
+            self._write(f"{self.what}: {self._so_far(now - self._began)}")
 
     def close(self) -> None:
         """Takes the bar away; says how long it took if it was long."""
@@ -263,13 +263,20 @@ class Waiting:
             self._bars[0].stop()
         if self._bars or self._said is not None:
             self._bars, self._said = None, None
-            self._write(f"{self.what}: {self._show(self.done)} in {show_seconds(took)}")
+            self._write(f"{self.what}: {self._in_all(took)}")
 
-    def __enter__(self) -> Waiting:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _so_far(self, took: float) -> str:
+        share = f"{self.done / self.total:.0%} of " if self.total else ""
+        return f"{share}{self._show(self.total or self.done)}"
+
+    def _in_all(self, took: float) -> str:
+        return f"{self._show(self.done)} in {show_seconds(took)}"
 
     def _draw(self) -> None:
         from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -288,6 +295,59 @@ class Waiting:
     def _write(self, text: str) -> None:
         self._out.write(visible(text) + "\n")
         self._out.flush()
+
+
+class Stages(Waiting):
+    """As `Waiting`, of what cannot say in between how far it is: shows the stage, and the seconds since the beginning.
+    Has state: a thread that looks at the clock every second (`ticks`).
+
+    `with Stages("Ordering a graph") as stages: stages.begin("RCM++", 0, 2); …; stages.begin("clusters", 1, 2); …`.
+    """
+
+    def __init__(
+        self, what: str, out: TextIO | None = None, clock: Callable[[], float] = time.monotonic, ticks: bool = True
+    ) -> None:
+        super().__init__(what, 0.0, out=out if out is not None else sys.stderr, clock=clock)
+        self._stage = ""
+        self._lock, self._over = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="stages", daemon=True) if ticks else None
+        if self._thread is not None:
+            self._thread.start()
+
+    def begin(self, stage: str, done: float = 0.0, total: float = 0.0) -> None:
+        """The next stage begins, when `done` of `total` is done; 0: nobody knows of how much."""
+        with self._lock:
+            self._stage, self.done, self.total = stage, done, total
+            self.advance(0.0)
+
+    def tick(self) -> None:
+        """Shows what there is to show by now."""
+        with self._lock:
+            self.advance(0.0)
+
+    def close(self) -> None:
+        """Ends the thread; says how long all of it took if it was long."""
+        if self._thread is not None:
+            self._over.set()
+            self._thread.join()
+        super().close()
+
+    def _so_far(self, took: float) -> str:
+        share = f"{self.done / self.total:.0%}" if self.total else ""
+        return ", ".join(filter(None, (self._stage, share, show_seconds(took))))
+
+    def _in_all(self, took: float) -> str:
+        return show_seconds(took)
+
+    def _draw(self) -> None:
+        super()._draw()
+        assert self._bars is not None
+        bars, task = self._bars
+        bars.update(task, description=visible(f"{self.what}: {self._so_far(self._clock() - self._began)}"))
+
+    def _run(self) -> None:
+        while not self._over.wait(_TICK):
+            self.tick()
 
 
 def _bars(

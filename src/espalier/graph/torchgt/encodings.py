@@ -6,6 +6,7 @@ Dwivedi et al. (arXiv 2110.07875), degrees and hops after Graphormer (arXiv 2106
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ from scipy.sparse.linalg import ArpackNoConvergence, eigsh
 from espalier import cache_dir
 from espalier.errors import UserError
 from espalier.graph.data import Array, Graph
+from espalier.track.progress import Stages, Waiting
 
 DENSE = 512
 """Nodes up to which all eigenvectors are made, by LAPACK; of larger graphs the wanted ones, by Lanczos iteration."""
@@ -50,9 +52,11 @@ def averaged(graph: Graph, hops: int) -> Graph:
     step = sparse.csr_array((scale @ matrix @ scale).astype(np.float32))
     own = features = np.asarray(graph.features, np.float32)
     total = np.zeros_like(features)
-    for _ in range(hops):
-        features = step @ features
-        total += features
+    with Waiting("Averaging features over hops", hops, out=sys.stderr) as bar:
+        for _ in range(hops):
+            features = step @ features
+            total += features
+            bar.advance()
     return replace(graph, features=(1 - OWN) / hops * total + OWN * own)
 
 
@@ -65,7 +69,8 @@ def _kept(graph: Graph, name: str, size: int) -> Array:
         found: Array = np.load(place)
         return found
     except (OSError, ValueError):
-        made = _MAKERS[name](graph, size)
+        with Stages(f"Encoding nodes ({name})"):
+            made = _MAKERS[name](graph, size)
     place.parent.mkdir(parents=True, exist_ok=True)
     partial = place.with_suffix(f".{id(made)}.partial.npy")
     np.save(partial, made)

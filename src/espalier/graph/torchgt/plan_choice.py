@@ -19,6 +19,7 @@ from espalier import accelerator
 from espalier.cache_dir import cache_folder, hashed, write_atomic
 from espalier.graph.torchgt.attention import EDGE, HYBRID, AttentionPlan, attention, by_counts
 from espalier.graph.torchgt.pattern import Pattern
+from espalier.track.progress import Stages
 from espalier.units import show_seconds
 
 MEASURED = 1 << 20
@@ -58,7 +59,11 @@ def choose(pattern: Pattern, heads: int, width: int, kept: Path | None = None) -
     except OSError as error:
         why = f"by counts, as measurements cannot be kept in {place.parent}: {error.strerror}"
         return f"Attention along {pattern.entries:,} entries: {by_counts(pattern).name}, {why}."
-    taken = {name: seconds(pattern, plan, heads, width) for name, plan in CANDIDATES.items()}
+    taken: dict[str, float] = {}
+    with Stages(f"Trying attention along {pattern.entries:,} entries") as stages:
+        for name, plan in CANDIDATES.items():
+            stages.begin(name, len(taken), len(CANDIDATES))
+            taken[name] = seconds(pattern, plan, heads, width)
     write_atomic(place, msgspec.json.encode(taken))
     return _said(pattern, taken)
 
