@@ -570,6 +570,7 @@ def test_more_ranks_than_nodes_are_refused():
         ({}, {"fanout": [3, 3]}, r"graph.fanout = \[3, 3\]"),
         ({}, {"halo": {"synchronize": -1}}, "below 0"),
         ({}, {"halo": {"by_degree": True}}, "by_degree has no effect"),
+        ({}, {"halo": {"by_degree": True, "bits": 8}}, "by_degree has no effect with graph.halo.bits = 8"),
         ({}, {"halo": {"adapt": True}}, "adapt has no effect"),
         ({}, {"halo": {"bits": "auto", "adapt": True}}, "not possible with by_degree, adapt and delta"),
         ({}, {"halo": {"delta": True}}, "delta is not possible with graph.halo.bits = 32"),

@@ -312,6 +312,12 @@ def _halo_options(halo: HaloOptions, maxk: bool) -> None:
             why=f"graph.halo.bits = {WHOLE}",
             do="graph.halo.bits = 1",
         )
+    if halo.by_degree and not halo.adapt and halo.bits == MOST:
+        raise UserError(
+            f"graph.halo.by_degree has no effect with graph.halo.bits = {MOST}.",
+            why=f"rows of nodes with more neighbours have more bits, up to {MOST}",
+            do="graph.halo.bits = 4",
+        )
     if halo.staleness < 1 or (halo.staleness > 1 and halo.synchronize == 1):
         beside = f"graph.halo.synchronize = {halo.synchronize}"
         raise UserError(
@@ -339,8 +345,8 @@ def _halo_options(halo: HaloOptions, maxk: bool) -> None:
         )
 
 
-WHOLE = 32
-"""Bits of a value that crosses as it is."""
+WHOLE, MOST = 32, 8
+"""Bits of a value that crosses as it is, and the most of one that is rounded."""
 
 
 def _store(store: Store, graph: GraphOptions) -> None:
