@@ -143,7 +143,8 @@ class Profile:
         stored: features that wait on disk (`graph.diskgnn.cost.StoredFeatures`); None: there are none.
         parts: of several tasks, what ranks can run apart, in waves; empty: nothing.
         halos: of a graph that is cut over ranks (`graph.halo_parallel.Halos`); None: none is.
-        whole_graph: every rank passes over the whole graph, which could be cut.
+        whole_graph: where every rank passes over a whole graph that could be cut, what it would be cut
+            (`graph.workload_row.WholeGraph`); None: it is not so.
         sparse: bytes of a step's gradients over those of the same encoded by `comm.sparse`; 1: few are zero.
     """
 
@@ -165,7 +166,7 @@ class Profile:
     frozen: int | None = None
     stored: Any = None
     halos: Any = None
-    whole_graph: bool = False
+    whole_graph: Any = None
     parts: tuple[PartCost, ...] = ()
     sparse: float = 1.0
 

@@ -8,7 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from programs import MACHINE, forked, scripted
+from programs import MACHINE, forked, known, scripted
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,6 +46,23 @@ def test_the_example_of_parts_trains_over_two_ranks_as_it_stands(tmp_path):
     assert sent[3] == pytest.approx(plan["predicted"]["sent_bytes"]["halo"])
     told = forked(tmp_path, "predict", "run", "0")
     assert told.returncode == 0, told.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", ["sylvie", "graph-transformer"])
+def test_an_example_trains_to_its_end_as_it_stands(tmp_path, machine, name):
+    """On the modules of this machine, as measured, with every default and trials of its plan."""
+    known(tmp_path, machine)
+    path = ROOT / "examples" / f"{name}.toml"
+    found = forked(tmp_path, "train", str(path), "--run", "run")
+    assert found.returncode == 0, found.stderr
+    steps = tomllib.loads(path.read_text(encoding="utf-8"))["train"]["steps"]
+    assert f"finished at step {steps} of {steps}" in found.stdout
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    losses = [one["loss"] for one in events if one["event"] == "step"]
+    assert len(losses) == steps
+    assert losses[-1] < 0.7 * losses[0]
 
 
 def test_anybodys_loop_learns_from_features_on_disk(tmp_path):

@@ -12,9 +12,10 @@ from tests.story.programs import forked, launched
 
 from espalier import cli, make_plan
 from espalier.config.graphs import Batches
-from espalier.graph import workload
+from espalier.graph import halo_parallel, workload
 from espalier.plan import base as plans
 from espalier.plan import drawn_batches
+from espalier.units import show_seconds
 
 HOST = '[[nodes]]\ndevice = "cpu"\ncores = 1\nmemory = "8GiB"\ncount = {}\n'
 LINK = '[links]\nbetween = {{ bandwidth = "{}", latency = "{}", launch = "{}" }}\n'
@@ -82,7 +83,7 @@ def test_named_machines_have_a_rank_each_and_no_plan_of_one(tmp_path):
     assert len(plan.ranks) == 2
 
 
-def test_without_halos_each_machine_passes_over_the_whole_graph_and_the_plan_says_what_cuts_it(tmp_path):
+def test_without_halos_each_machine_passes_over_the_whole_graph_and_the_plan_says_what_cuts_it(tmp_path, monkeypatch):
     """As `espalier train examples/graph.toml --hosts a,b`: what a recipe leaves out is not chosen for it."""
     named = "".join(f'[[nodes]]\nname = "h{one}"\ndevice = "cpu"\ncores = 1\nmemory = "8GiB"\n' for one in range(2))
     (tmp_path / "named.toml").write_text(named + LINK.format(*FAST))
@@ -92,13 +93,26 @@ def test_without_halos_each_machine_passes_over_the_whole_graph_and_the_plan_say
     plan = make_plan(written, tmp_path / "named.toml")
     assert len(plan.ranks) == 2
     assert "halo" not in plan.predicted.sent_bytes
-    assert any("each of 2 ranks passes over the whole graph" in one and "[graph.halo]" in one for one in plan.why)
+    (said,) = (one for one in plan.why if "each of 2 ranks passes over the whole graph in every step, in" in one)
     assert not any("passes over the whole graph" in one for one in make_plan(written, cluster(tmp_path, 1)).why)
+    alone = make_plan(written, cluster(tmp_path, 4))  # one rank of four machines, which parts would use
+    assert len(alone.ranks) == 1
+    assert any("one rank passes over the whole graph" in one and "on 4 ranks" in one for one in alone.why)
+    monkeypatch.setattr(halo_parallel, "LARGE", 1000)
+    (large,) = (one for one in make_plan(written, tmp_path / "named.toml").why if "passes over the whole graph" in one)
+    assert "graph.fanout=auto chooses between parts, drawn batches and one rank." in large
+    assert "estimate" not in large
+    monkeypatch.undo()
     written.write_text(whole.replace("[train]", "[graph.halo]\n[train]"))
     cut = make_plan(written, tmp_path / "named.toml")
     assert cut.predicted.sent_bytes["halo"] > 0
     assert not any("passes over the whole graph" in one for one in cut.why)
     assert cut.predicted.step_seconds < plan.predicted.step_seconds
+    assert f"with [graph.halo] {show_seconds(cut.predicted.step_seconds)} on 2 ranks" in said
+    written.write_text(whole.replace("[train]", "[graph]\nfanout = [10, 10]\n[train]\nbatch_tokens = 1024"))
+    drawn = make_plan(written, tmp_path / "named.toml")
+    seconds = show_seconds(-(-4800 // 1024) * drawn.predicted.step_seconds)
+    assert f"with graph.fanout=[10, 10] train.batch_tokens=1024 {seconds} on 2 ranks" in said
 
 
 def steps(folder: Path) -> list[tuple[int, float]]:
@@ -142,6 +156,20 @@ def test_the_run_does_what_was_chosen_as_if_it_had_been_asked_for_and_keeps_it_w
     assert done.returncode == 0, done.stderr
     assert plans.read(tmp_path / "open" / "plan.json").batches == plan.batches
     assert [step for step, _ in steps(tmp_path / "open")] == list(range(1, 6 * plan.batches.steps + 1))
+
+
+def test_parts_and_drawn_batches_are_tried_in_real_ranks_before_one_is_chosen(tmp_path):
+    asked = recipe(tmp_path, FEW, "pin = { ranks = 2, threads = 1 }")
+    asked.write_text(asked.read_text().replace("trial = false", "trial = true"))
+    cluster(tmp_path, 1)
+    done = forked(tmp_path, "train", asked.name, "plan.cluster=hosts.toml", "--run", "tried")
+    assert done.returncode == 0, done.stderr
+    plan = plans.read(tmp_path / "tried" / "plan.json")
+    assert said(plan).endswith("; measured.")
+    (file,) = tmp_path.rglob("trials.json")
+    of = {name.partition("/")[0]: seconds for name, seconds in json.loads(file.read_text()).items() if seconds}
+    assert len(of) == 2  # recipes: that of parts, and that of drawn batches
+    assert forked(tmp_path, "plan", asked.name, "plan.cluster=hosts.toml").stdout.count(said(plan)) == 1
 
 
 def test_ranks_of_a_launcher_hear_what_the_first_has_chosen(tmp_path):

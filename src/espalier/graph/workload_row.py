@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch import nn
 
 from espalier import cache_dir, data_hash
-from espalier.config import Recipe
+from espalier.config import HaloOptions, Recipe
 from espalier.config.graphs import Batches, with_batches
 from espalier.errors import UserError
 from espalier.graph import kept_graph, packed_run, part_inference, partition_folder, quantization
@@ -126,14 +127,38 @@ def _profile(recipe: Recipe, opened: Callable[[], Workload]) -> Profile:
     assert isinstance(workload, GraphWorkload)
     found = profile(workload, workload.anatomy, workload.decisions())
     stored = workload.stored_features() if recipe.store is not None else None
-    return replace(found, loaded=LIBRARIES, stored=stored, halos=workload.halos(), whole_graph=_whole_graph(workload))
-
-
-def _whole_graph(workload: GraphWorkload) -> bool:
-    """Whether each rank passes over the whole graph, which `[graph.halo]` could cut."""
-    options, task = workload.recipe.graph, workload.task
+    options, task, whole = workload.recipe.graph, workload.task, None
     assert options is not None
-    return options.halo is None and isinstance(task, NodeTask) and not task.fanout
+    if options.halo is None and isinstance(task, NodeTask) and not task.fanout:
+        whole = WholeGraph(workload)
+    return replace(found, loaded=LIBRARIES, stored=stored, halos=workload.halos(), whole_graph=whole)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class WholeGraph:
+    """A graph that each rank passes over in every step, and that `[graph.halo]` could cut into a part for each."""
+
+    workload: GraphWorkload
+
+    def __repr__(self) -> str:
+        """All that a plan depends on."""
+        return f"WholeGraph({self.workload.fingerprint()})"
+
+    def cut(self) -> GraphWorkload | None:
+        """The same in parts; None where cutting it for a plan would take long, or cannot be done."""
+        from espalier.graph.halo_parallel import LARGE
+
+        workload, options = self.workload, self.workload.recipe.graph
+        assert options is not None
+        if workload.graph.edges > LARGE:
+            return None
+        asked = msgspec.structs.replace(options, halo=HaloOptions())
+        try:
+            made = GraphWorkload(msgspec.structs.replace(workload.recipe, graph=asked), workload.graph)
+            made.halos()
+        except UserError:  # a network that cannot be cut
+            return None
+        return made
 
 
 def _answer(workload: Workload, model: nn.Module, text: str | None, sampling: Sampling) -> Answer:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -45,6 +46,9 @@ from espalier.plan.estimate import scaled
 from espalier.plan.layouts import view
 from espalier.plan.request import AUTO, Request
 from espalier.plan.search import Found, Option
+
+if TYPE_CHECKING:
+    from espalier.graph.workload import GraphWorkload
 
 NEAR = 1.02
 """A tie of trials. Of micro-batches the smallest is taken, which holds least; of ranks the most: processes wait for
@@ -135,8 +139,10 @@ def _with_graph(
 
         plan = packed_features.with_levels(plan, request.stored, cluster)
     if request.halos is None or not found.fits:
-        every_rank = request.whole_graph and len(plan.trainers) > 1 and plan.outer is None
-        return halo_exchange.with_whole_graph(plan) if every_rank else plan
+        several = len(plan.trainers) > 1 or cluster.machines > 1
+        if request.whole_graph is None or not several or plan.outer is not None:
+            return plan
+        return halo_exchange.with_whole_graph(plan, _instead_of_whole(request, cluster, calibration))
     most = request.halos.most_ranks
     if most is not None and len(plan.trainers) > most and request.pin.ranks is None:
         fewer = replace(request, pin=msgspec.structs.replace(request.pin, ranks=most))
@@ -162,16 +168,40 @@ def _with_graph(
     return halo_exchange.with_halos(beside, request.halos, cluster, instead_of=several)
 
 
+def _instead_of_whole(request: Request, cluster: Cluster, calibration: Calibration) -> list[tuple[str, Plan, int]]:
+    """See `halo_exchange.with_whole_graph`, by estimates."""
+    assert request.whole_graph is not None
+    made = request.whole_graph.cut()
+    if made is None:
+        return []
+    asked = replace(request, halos=made.halos(), anatomy=made.anatomy, whole_graph=None)
+    try:
+        parts = decide(asked, cluster, calibration)
+    except UserError:  # more ranks are asked for than there are nodes
+        return []
+    found = [("[graph.halo]", parts.plan, 1)] if parts.fits else []
+    if (other := _batches(asked, cluster, calibration)) is not None:
+        option, steps = halo_exchange.batches_of(other[0])
+        found.append((option, other[1], steps))
+    return found
+
+
 def _beside_batches(plan: Plan, request: Request, cluster: Cluster, calibration: Calibration) -> Plan:
     """The plan with a sentence on drawn batches, where a network could train on them instead."""
+    found = _batches(request, cluster, calibration)
+    return plan if found is None else halo_exchange.beside_batches(plan, found[1], found[0])
+
+
+def _batches(request: Request, cluster: Cluster, calibration: Calibration) -> tuple[GraphWorkload, Plan] | None:
+    """Drawn batches that a network over parts could train on instead, and their plan."""
     sampled = getattr(request.halos, "sampled", None)
     if sampled is None:
-        return plan
+        return None
     drawn = sampled()
     pin = msgspec.structs.replace(request.pin, micro_batch=None)
     asked = replace(request, halos=None, anatomy=drawn.anatomy, global_batch=drawn.global_batch, pin=pin)
     found = _every_step(asked, cluster, calibration)
-    return halo_exchange.beside_batches(plan, found.plan, drawn) if found.fits else plan
+    return (drawn, found.plan) if found.fits else None
 
 
 def _in_the_fastest_precision(

@@ -23,24 +23,39 @@ def is_open(recipe: Any) -> bool:
     return recipe.graph is not None and recipe.graph.fanout == "auto"
 
 
-def choose(recipe: Any, drawn: Batches | None, planned: Callable[[Any], Plan]) -> tuple[Batches, str]:
+def _nothing(recipe: Any, plan: Plan) -> float | None:
+    return None
+
+
+def choose(
+    recipe: Any,
+    drawn: Batches | None,
+    planned: Callable[[Any], Plan],
+    tried: Callable[[Any, Plan], float | None] = _nothing,
+) -> tuple[Batches, str]:
     """What steps train on, and why.
 
     Args:
         drawn: batches to weigh the whole graph against; None: the network cannot be trained on them.
         planned: the plan of a recipe in which nothing is open.
+        tried: seconds of a step of such a recipe and its plan, in a trial; None: there is none, and estimates count.
     """
     if drawn is None:
         return Batches(), "Batches: the whole graph in each step: this network, or this graph, has no others."
-    whole, other = planned(with_batches(recipe, Batches())), planned(with_batches(recipe, drawn))
-    one, many = seconds(whole), drawn.steps * seconds(other)
+    both = [with_batches(recipe, one) for one in (Batches(), drawn)]
+    whole, other = map(planned, both)
+    measured = [tried(asked, plan) for asked, plan in zip(both, (whole, other), strict=True)]
+    one, each = measured if None not in measured else (seconds(whole), seconds(other))
+    assert one is not None
+    assert each is not None
+    many, by = drawn.steps * each, "measured" if None not in measured else "by estimate"
     asked = f"graph.fanout={list(drawn.fanout)} train.batch_tokens={drawn.batch_tokens}"
     here = f"on the whole graph {units.show_seconds(one)} on {units.plural(len(whole.trainers), 'rank')}"
     there = f"in drawn batches ({asked}) {units.show_seconds(many)} on {units.plural(len(other.trainers), 'rank')}"
     if one <= many:
-        return Batches(), f"Batches: the whole graph in each step. A pass over the nodes takes {here}, {there}."
+        return Batches(), f"Batches: the whole graph in each step. A pass over the nodes takes {here}, {there}; {by}."
     steps = f"the recipe's {recipe.train.steps:,} steps are passes, of {drawn.steps:,} each"
-    return drawn, f"Batches: drawn ones; {steps}. A pass over the nodes takes {there}, {here} (graph.fanout=[])."
+    return drawn, f"Batches: drawn ones; {steps}. A pass over the nodes takes {there}, {here} (graph.fanout=[]); {by}."
 
 
 def told(plan: Plan, chosen: Batches | None, why: str = "") -> Plan:

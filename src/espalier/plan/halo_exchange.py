@@ -21,6 +21,8 @@ from espalier.plan.plan_summary import COMPUTING, link_words, places_of
 from espalier.quant import row_widths
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from espalier.cluster import Cluster
     from espalier.graph.halo_parallel import Halos
     from espalier.graph.torchgt.token_parallel import TokenCut
@@ -48,13 +50,22 @@ def _alone(plan: Plan, instead_of: Plan | None) -> Plan:
     return msgspec.structs.replace(plan, why=(f"{HALOS}: one rank has the whole graph, none cross{beside}.", *plan.why))
 
 
-def with_whole_graph(plan: Plan) -> Plan:
-    """The plan of several ranks each of which passes over the whole graph, which says so: parts are not taken where
-    the recipe does not ask for them."""
+def with_whole_graph(plan: Plan, others: Sequence[tuple[str, Plan, int]]) -> Plan:
+    """The plan whose ranks pass over the whole graph, which says so, and what the options that would cut it are worth:
+    they are not taken where the recipe does not ask for them. `others`: an option, its plan, and the steps of a pass
+    over the training nodes; without them nothing is said where there is one rank."""
+    if len(plan.trainers) == 1 and not any(steps * seconds(one) < seconds(plan) for _, one, steps in others):
+        return plan
+    who = "one rank" if len(plan.trainers) == 1 else f"each of {len(plan.trainers)} ranks"
+    took = f", in {units.show_seconds(seconds(plan))}" if others else ""
+    each = [
+        f"with {option} {units.show_seconds(steps * seconds(one))} on {units.plural(len(one.trainers), 'rank')}"
+        for option, one, steps in others
+    ]
     told = (
-        f"{HALOS}: none cross; each of {len(plan.trainers)} ranks passes over the whole graph in every step. "
-        "[graph.halo] cuts it into a part for each, with the same results to rounding; graph.fanout=auto chooses "
-        "between parts, drawn batches and one rank."
+        f"{HALOS}: none cross; {who} passes over the whole graph in every step{took}. [graph.halo] cuts it into a part "
+        "for each rank, with the same results to rounding; graph.fanout=auto chooses between parts, drawn batches and "
+        f"one rank{'. By estimate a pass over the training nodes takes ' * bool(each)}{', '.join(each)}."
     )
     return msgspec.structs.replace(plan, why=(told, *plan.why))
 
@@ -129,15 +140,20 @@ def _exchanges(found: Any, counts: Any, links: halo_bits.Links) -> tuple[Exchang
 def beside_batches(plan: Plan, other: Plan, drawn: GraphWorkload) -> Plan:
     """The plan with a sentence on `other`, of a pass over the training nodes in drawn batches: what is computed
     then is something else, so it is not taken by itself."""
-    size = drawn.global_batch
-    assert drawn.recipe.graph is not None
-    steps, fanout = -(-drawn.whole_task.items // size), list(drawn.recipe.graph.fanouts)
+    option, steps = batches_of(drawn)
     told = (
-        f"{HALOS}: in drawn batches (graph.fanout={fanout} train.batch_tokens={size} without [graph.halo]) a pass over "
-        f"the training nodes makes {units.plural(steps, 'step')} in {units.show_seconds(steps * seconds(other))} on "
+        f"{HALOS}: in drawn batches ({option} without [graph.halo]) a pass over the training nodes makes "
+        f"{units.plural(steps, 'step')} in {units.show_seconds(steps * seconds(other))} on "
         f"{units.plural(len(other.trainers), 'rank')}, by estimate."
     )
     return msgspec.structs.replace(plan, why=(told, *plan.why))
+
+
+def batches_of(drawn: GraphWorkload) -> tuple[str, int]:
+    """The options of drawn batches, and how many are a pass over the training nodes."""
+    assert drawn.recipe.graph is not None
+    option = f"graph.fanout={list(drawn.recipe.graph.fanouts)} train.batch_tokens={drawn.global_batch}"
+    return option, -(-drawn.whole_task.items // drawn.global_batch)
 
 
 class _Ages(NamedTuple):

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from espalier.graph.diskgnn.cost import StoredFeatures
     from espalier.graph.halo_parallel import Halos
     from espalier.graph.torchgt.token_parallel import TokenCut
+    from espalier.graph.workload_row import WholeGraph
     from espalier.shard.wrap_policy import Sized
     from espalier.workload_row import PartCost
 
@@ -159,7 +160,7 @@ class Request:
     frozen: int | None = None
     stored: StoredFeatures | None = None
     halos: Halos | TokenCut | None = None
-    whole_graph: bool = False
+    whole_graph: WholeGraph | None = None
     parts: tuple[PartCost, ...] = ()
     saves: int | Literal["auto"] | None = None
     write_rate: float | None = None

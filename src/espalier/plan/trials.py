@@ -63,8 +63,13 @@ class Trials:
     here: Callable[[Plan], bool] = lambda plan: all(rank.device == "cpu" and rank.node == 0 for rank in plan.ranks)
 
     def __call__(self, plans: Sequence[Plan]) -> dict[Key, float]:
-        """Seconds of a step of each of `plans`; empty where they were not all tried, or cannot be here."""
-        if not (self.recipe.plan.trial and len(plans) > 1 and all(map(self.here, plans))):
+        """Seconds of a step of each of `plans`; empty where they were not all tried, or cannot be here, or where there
+        is one alone."""
+        return self.of(plans) if len(plans) > 1 else {}
+
+    def of(self, plans: Sequence[Plan]) -> dict[Key, float]:
+        """The same of any number: one is compared with that of another recipe."""
+        if not (self.recipe.plan.trial and all(map(self.here, plans))):
             return {}
         file = cache_folder() / "trials.json"
         known, asked = table(file), self._asked()

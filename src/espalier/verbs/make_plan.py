@@ -15,7 +15,7 @@ from espalier.plan.base import Plan
 from espalier.plan.calibrate import DATASHEET, Calibration
 from espalier.plan.decide import decide
 from espalier.plan.library_request import asked, cluster_of
-from espalier.plan.trials import Trials
+from espalier.plan.trials import Trials, key
 from espalier.verbs import measurements
 
 
@@ -58,7 +58,10 @@ def make_plan(
         def planned(one: Any) -> Plan:
             return make_plan(one, where, batch=batch, calibration=calibration, sync=sync, **pins)
 
-        chosen, why = drawn_batches.choose(recipe, drawn, planned)
+        def tried(one: Any, plan: Plan) -> float | None:
+            return Trials(one, where).of([plan]).get(key(plan))
+
+        chosen, why = drawn_batches.choose(recipe, drawn, planned, tried)
         return drawn_batches.told(planned(graphs.with_batches(recipe, chosen)), chosen, why)
     known = calibration or (DATASHEET if recipe is None else measurements.calibration(recipe))
     found = decide(request, where, known, None if recipe is None else Trials(recipe, where))

@@ -60,7 +60,12 @@ def decided(
 
         plan_of = partial(decided, cluster=cluster, calibrate_on=calibrate_on)
         workload = prepare.open_workload(resolved)
-        chosen, why = run_plan.batches(resolved, workload, lambda asked, its: plan_of(asked, workload=its).plan)
+        chosen, why = run_plan.batches(
+            resolved,
+            workload,
+            lambda asked, its: plan_of(asked, workload=its).plan,
+            lambda asked, _: Trials(asked.recipe, cluster),
+        )
         settled, workload = run_plan.with_batches(resolved, workload, chosen)
         found = plan_of(settled, workload=workload)
         return replace(found, plan=drawn_batches.told(found.plan, chosen, why))

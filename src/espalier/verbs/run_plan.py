@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, cast
 
 import msgspec
@@ -67,17 +67,28 @@ def planned(
 
 
 def batches(
-    resolved: prepare.Resolved, workload: Workload, planned: Callable[[prepare.Resolved, Workload], plans.Plan]
+    resolved: prepare.Resolved,
+    workload: Workload,
+    planned: Callable[[prepare.Resolved, Workload], plans.Plan],
+    trials: Callable[[prepare.Resolved, Workload], Trials | None],
 ) -> tuple[Batches, str]:
     """What steps train on, and why, of a recipe that leaves it open and was opened with the whole graph (`workload`).
-    `planned`: the plan of a recipe that does not."""
+    `planned`, `trials`: the plan of a recipe that does not, and what steps of it take here."""
     drawn = cast("Any", workload).drawn()
 
-    def plan(recipe: Recipe) -> plans.Plan:
-        asked = replace(resolved, recipe=recipe)
-        return planned(asked, workload if recipe.graph and recipe.graph.halo else prepare.open_workload(asked))
+    @cache
+    def in_batches() -> Workload:
+        return prepare.open_workload(replace(resolved, recipe=graphs.with_batches(resolved.recipe, drawn)))
 
-    return drawn_batches.choose(resolved.recipe, drawn, plan)
+    def asked(recipe: Recipe) -> tuple[prepare.Resolved, Workload]:
+        assert recipe.graph is not None
+        return replace(resolved, recipe=recipe), in_batches() if recipe.graph.fanouts else workload
+
+    def tried(recipe: Recipe, plan: plans.Plan) -> float | None:
+        found = trials(*asked(recipe))
+        return None if found is None else found.of([plan]).get(tried_key(plan))
+
+    return drawn_batches.choose(resolved.recipe, drawn, lambda recipe: planned(*asked(recipe)), tried)
 
 
 def with_batches(
@@ -135,15 +146,7 @@ def choose(
             do=f"start {pinned} ranks, or leave plan.pin.ranks out",
         )
 
-    def run(plan: plans.Plan) -> float:
-        foreseen = 0.0 if plan.predicted is None else plan.predicted.step_seconds
-        if foreseen > LONG_STEP:
-            prepare.say(f"trying steps of {show_seconds(foreseen)} with {tried_key(plan)}")
-        return _seconds(plan, resolved, workload)
-
-    phase = workload.phases()[0].start
-    tried = world is None and resolved.recipe.plan.trial
-    trials = Trials(resolved.recipe, cluster, run, phase, _here) if tried else None
+    trials = trials_of(resolved, workload, cluster, world)
     request, calibration = prepare.request(resolved, world, workload), measurements.calibration(resolved.recipe)
     code = f"{version_check.code()} torch {torch.__version__}"
     key = partial(decision_cache.key, request, cluster, calibration, code)
@@ -157,6 +160,22 @@ def choose(
         # Trials that ran decide the same for whoever asks next.
         decision_cache.keep(key(None if trials is None else trials.known()), plan)
     return plan
+
+
+def trials_of(
+    resolved: prepare.Resolved, workload: Workload, cluster: clusters.Cluster, world: int | None = None
+) -> Trials | None:
+    """Trials of real steps in real ranks of this machine; None where ranks are there already, or none are wanted."""
+
+    def run(plan: plans.Plan) -> float:
+        foreseen = 0.0 if plan.predicted is None else plan.predicted.step_seconds
+        if foreseen > LONG_STEP:
+            prepare.say(f"trying steps of {show_seconds(foreseen)} with {tried_key(plan)}")
+        return _seconds(plan, resolved, workload)
+
+    if world is not None or not resolved.recipe.plan.trial:
+        return None
+    return Trials(resolved.recipe, cluster, run, workload.phases()[0].start, _here)
 
 
 def _here(plan: plans.Plan) -> bool:
