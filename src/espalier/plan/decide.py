@@ -139,8 +139,7 @@ def _with_graph(
 
         plan = packed_features.with_levels(plan, request.stored, cluster)
     if request.halos is None or not found.fits:
-        several = len(plan.trainers) > 1 or cluster.machines > 1
-        if request.whole_graph is None or not several or plan.outer is not None:
+        if request.whole_graph is None or plan.outer is not None or len(plan.trainers) == cluster.machines == 1:
             return plan
         return halo_exchange.with_whole_graph(plan, _instead_of_whole(request, cluster, calibration))
     most = request.halos.most_ranks

@@ -353,8 +353,9 @@ def decided(
         data = run_data.data_of(folder, recipe, given.workload)
         chosen, why = given.batches, ""
         if chosen is None and drawn_batches.is_open(recipe):
-            both = (partial(one, cluster=cluster, world=world) for one in (run_plan.choose, run_plan.trials_of))
-            chosen, why = run_plan.batches(given.resolved, given.workload, *both)
+            choose = partial(run_plan.choose, cluster=cluster, world=world)
+            trials = partial(run_plan.trials_of, cluster=cluster, world=world)
+            chosen, why = run_plan.batches(given.resolved, given.workload, choose, trials)
         resolved, workload = run_plan.with_batches(given.resolved, given.workload, chosen)
         given, recipe = replace(given, workload=workload), resolved.recipe
         workload = run_plan.entered(workload, recipe, folder, world)

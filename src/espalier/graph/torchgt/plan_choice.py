@@ -59,13 +59,13 @@ def choose(pattern: Pattern, heads: int, width: int, kept: Path | None = None) -
     except OSError as error:
         why = f"by counts, as measurements cannot be kept in {place.parent}: {error.strerror}"
         return f"Attention along {pattern.entries:,} entries: {by_counts(pattern).name}, {why}."
-    taken: dict[str, float] = {}
+    times: dict[str, float] = {}
     with Stages(f"Trying attention along {pattern.entries:,} entries") as stages:
         for name, plan in CANDIDATES.items():
-            stages.begin(name, len(taken), len(CANDIDATES))
-            taken[name] = seconds(pattern, plan, heads, width)
-    write_atomic(place, msgspec.json.encode(taken))
-    return _said(pattern, taken)
+            stages.begin(name, len(times), len(CANDIDATES))
+            times[name] = seconds(pattern, plan, heads, width)
+    write_atomic(place, msgspec.json.encode(times))
+    return _said(pattern, times)
 
 
 def name(pattern: Pattern) -> str:
