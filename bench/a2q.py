@@ -240,7 +240,7 @@ def runs_of(keep: str, case: Case, kinds: Sequence[str], seeds: int) -> dict[str
 
 
 def accuracies(case: Case, seeds: int, keep: str, only: str = "") -> list[Row]:
-    kinds: Sequence[str] = ("fp32", "a2q") if case.inductive else WIDE if case.width == 64 else PLAIN
+    kinds: Sequence[str] = ("fp32", "a2q", "mega") if case.inductive else WIDE if case.width == 64 else PLAIN
     kinds = PLAIN if case.debian else kinds
     runs = runs_of(keep, case, only.split(",") if only else kinds, seeds)
     rows = []
@@ -301,7 +301,7 @@ def of_citations(name: str, path: Path, options: Any) -> list[Row]:
     if name.endswith("-curve"):
         return curve(Case(path, 64), options.pairs or 3, options.keep)
     if name.endswith("-inductive"):
-        return accuracies(Case(path, inductive=True), options.pairs or 3, options.keep)
+        return accuracies(Case(path, inductive=True), options.pairs or 3, options.keep, options.kinds)
     return accuracies(Case(path, 64 if name.endswith("-64") else 16), seeds, options.keep, options.kinds)
 
 
