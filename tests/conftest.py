@@ -101,12 +101,25 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+def of_all_workers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a session, whichever worker asks."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+@pytest.fixture(scope="session")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where programs keep token shards of the standard library, which takes seconds: once for all workers."""
+    folder = of_all_workers(tmp_path_factory) / "tokens"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
 @pytest.fixture(scope="session")
 def machine(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """This machine as `probe` measures it, once for all workers of a session: the cluster's file, the seconds it took,
     what was said, the load at its end, and what it changed in the process that asked."""
-    base = tmp_path_factory.getbasetemp()
-    folder = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    folder = of_all_workers(tmp_path_factory)
     file = folder / "machine.json"
     with (folder / "machine.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

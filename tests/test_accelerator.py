@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,8 +23,22 @@ SOURCES = HERE.parent / "src" / "espalier"
 CASES = re.findall(r'^    "([a-z0-9 ]+)": \(', (HERE / "cuda_steps.py").read_text(), re.M)
 CASES += [f"graph, {kind}" for kind in ("gcn", "sage", "gat", "gin")]
 WITH_VALUES = re.findall(r'^    "([a-z0-9 -]+)": \(', (HERE / "cuda_values.py").read_text(), re.M)
-NORMAL = ("codec int8", "rounds of co2", "experts over ranks", "sylvie", "a2q", "waves of tasks", "features on disk")
-"""Of these, those that run every time; two ranks take two seconds each."""
+FORGOTTEN = "one tensor forgotten"
+STEPS = ("decoder", "muon", "mixture of experts", "preferences", "states in shards", "first of two stages", "scene")
+STEPS += ("graph transformer", "graph, gat", "module", "tasks")
+"""Of CASES, those that run every time; FakeTensorMode takes a second and more for each."""
+VALUES = ("codec int8", "experts over ranks", "sylvie", "features on disk")
+"""Of WITH_VALUES, those that run every time; two ranks take two seconds each."""
+
+
+def marked(cases: list[str], normal: tuple[str, ...]) -> list[Any]:
+    """Those that are not `normal` run in the slow suite."""
+    return [pytest.param(one, marks=() if one in normal else pytest.mark.slow) for one in cases]
+
+
+def chosen(request: pytest.FixtureRequest, normal: tuple[str, ...]) -> tuple[str, ...]:
+    """Nothing in the slow suite: a program then runs all."""
+    return normal if "not slow" in request.config.option.markexpr else ()
 
 
 @pytest.fixture(scope="module")
@@ -58,39 +73,40 @@ def told_by(program: str, library: Path, folder: Path, *cases: str) -> dict[str,
 
 
 @pytest.fixture(scope="module")
-def steps(library: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return told_by("cuda_steps.py", library, tmp_path_factory.mktemp("steps"))
+def steps(
+    library: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> dict[str, str]:
+    cases = chosen(request, (*STEPS, FORGOTTEN))
+    return told_by("cuda_steps.py", library, tmp_path_factory.mktemp("steps"), *cases)
 
 
 @pytest.fixture(scope="module")
 def steps_of_ranks(
     library: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> dict[str, str]:
-    cases = NORMAL if "not slow" in request.config.option.markexpr else ()  # all
-    return told_by("cuda_values.py", library, tmp_path_factory.mktemp("values"), *cases)
+    return told_by("cuda_values.py", library, tmp_path_factory.mktemp("values"), *chosen(request, VALUES))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", marked(CASES, STEPS))
 def test_a_step_on_cuda_finds_all_its_tensors_there(steps: dict[str, str], case: str) -> None:
     assert steps[case] == ""
 
 
 def test_every_case_is_one_of_these(steps: dict[str, str]) -> None:
-    assert sorted(steps) == sorted([*CASES, "one tensor forgotten"])
+    assert sorted(steps) in (sorted([*CASES, FORGOTTEN]), sorted([*STEPS, FORGOTTEN]))
+    assert set(STEPS) <= set(CASES)
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "case", [pytest.param(one, marks=() if one in NORMAL else pytest.mark.slow) for one in WITH_VALUES]
-)
+@pytest.mark.parametrize("case", marked(WITH_VALUES, VALUES))
 def test_steps_of_ranks_that_read_values_find_their_tensors_on_cuda(steps_of_ranks: dict[str, str], case: str) -> None:
     assert steps_of_ranks[case] == ""
-    assert sorted(steps_of_ranks) in (sorted(WITH_VALUES), sorted(NORMAL))
+    assert sorted(steps_of_ranks) in (sorted(WITH_VALUES), sorted(VALUES))
 
 
 def test_a_tensor_that_was_forgotten_on_the_processor_is_found(steps: dict[str, str]) -> None:
     """So the steps above can fail."""
-    assert "FakeTensorDeviceMismatchError" in steps["one tensor forgotten"]
+    assert "FakeTensorDeviceMismatchError" in steps[FORGOTTEN]
 
 
 def test_only_one_module_and_gpu_kernels_name_the_driver() -> None:

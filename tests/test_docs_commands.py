@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from programs import environment, forked, known
+from programs import environment, forked, known, with_tokens
 
 from espalier import cli, cluster
 from espalier.config import recipe_errors, recipe_file
@@ -299,11 +299,12 @@ RUN = [
 
 @pytest.mark.parametrize("page", RUN)
 def test_a_page_runs_as_printed(
-    page: str, tmp_path: Path, machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    page: str, tmp_path: Path, machine: dict[str, Any], tokens: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     written(page, tmp_path)
     known(tmp_path, machine)
+    with_tokens(tmp_path, tokens)
     names: dict[str, Any] = {"__name__": page}
     ran = 0
     for block in blocks_of(page):

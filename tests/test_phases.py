@@ -114,6 +114,7 @@ STRUCK = {1: [("4@6", "stop"), ("8@4", "kill")], 2: [("4@3", "stop"), ("4@5", "k
 """(resolution @ step of the phase, what happens there) by ranks; the first phase has 6 steps."""
 IN_ROUNDS = [("4@1", "stop"), ("4@5", "kill"), ("8@5", "kill")]
 """Replicas know at the end of a round who wants to stop, and do at the end of the next: here the phase's."""
+SLOW = pytest.mark.slow
 ROUNDS = ("co2", "diloco", "streaming_diloco", "local_sgd")
 
 
@@ -125,20 +126,22 @@ def rounds(kind: str) -> list[str]:
 
 @pytest.mark.timeout(600)  # a dozen programs
 @pytest.mark.parametrize(
-    ("ranks", "kind"),
+    ("ranks", "kind", "struck"),
     [
-        (2, ""),
+        pytest.param(2, "", STRUCK[2][1:], id="2-"),
         *(
-            pytest.param(*one, marks=pytest.mark.slow)
-            for one in ((1, ""), (2, "eager"), *((2, kind) for kind in ROUNDS))
+            pytest.param(ranks, kind, IN_ROUNDS if kind else STRUCK[ranks], id=f"{ranks}-{kind}-all", marks=SLOW)
+            for ranks, kind in ((1, ""), (2, ""), (2, "eager"), *((2, kind) for kind in ROUNDS))
         ),
     ],
 )
-def test_an_interrupted_run_ends_as_the_undisturbed_one(home: Path, ranks: int, kind: str) -> None:
+def test_an_interrupted_run_ends_as_the_undisturbed_one(
+    home: Path, ranks: int, kind: str, struck: list[tuple[str, str]]
+) -> None:
     pin = [f"plan.pin.ranks={ranks}", *(rounds(kind) if kind else [])]
     train(home, *pin, "name=undisturbed")
     expected = state_of(home / "runs" / "undisturbed")
-    for where, how in IN_ROUNDS if kind else STRUCK[ranks]:
+    for where, how in struck:
         (home / "struck").unlink(missing_ok=True)
         name = f"{how}{where.replace('@', '-')}"
         changed = (*pin, f"name={name}", f"model.arguments.where={where}", f"model.arguments.how={how}")

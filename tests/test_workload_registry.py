@@ -12,6 +12,7 @@ import torch
 from espalier import cluster, make_plan, workload_registry
 from espalier.config import model_kinds
 from espalier.config import recipe_file as recipes
+from espalier.graph import import_graph
 from espalier.language import token_store
 from espalier.plan import request_from_recipe
 from espalier.workload import Shard
@@ -98,7 +99,12 @@ def test_a_corpus_is_opened_once(tokenizer: str, tmp_path: Path, monkeypatch: py
     ],
     ids=["module", "graph", "language"],
 )
-def test_make_plan_answers_for_a_recipe_of_every_kind(text: str, tmp_path: Path) -> None:
+def test_make_plan_answers_for_a_recipe_of_every_kind(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "python:imports" in text:  # a part of them
+        modules = [one for one in import_graph.installed() if one.owner in ("python", "numpy")]
+        monkeypatch.setattr(import_graph, "installed", lambda: modules)
     (tmp_path / "theirs.py").write_text(THEIRS)
     file = recipe_file(tmp_path, text.format(text=corpus(tmp_path)))
     plan = make_plan(file, cluster.loads(MACHINE))

@@ -9,6 +9,7 @@ from espalier.config import defaults, recipe_file
 from espalier.graph.workload import open_graph
 from espalier.optim import adamw, schedules
 from espalier.optim.base import owned_by
+from espalier.trainer import seed_step
 from espalier.workload import Shard
 
 
@@ -18,11 +19,12 @@ def resolved(model, graph=None, path="made", **train):
 
 
 def held_out(recipe):
-    """Figures of the test part after training on one rank."""
+    """Figures of the test part after training on one rank; masks of dropout are the recipe's, as in a run."""
     workload = open_graph(recipe)
     model, steps = workload.build(torch.device("cpu"), torch.float32), recipe.train.steps
     optimizer = adamw.build(recipe.train.optimizer, owned_by(model))
     for step in range(steps):
+        seed_step(torch.device("cpu"), 1_000_003 * recipe.train.seed + step)
         model.train()
         model.zero_grad()
         (batch,) = workload.batches(step, Shard(0, workload.global_batch, workload.global_batch))

@@ -30,11 +30,12 @@ def in_fork(what):
     return [float(one) for one in text.strip("[]").split(",")]
 
 
-@pytest.fixture
-def corpus(tmp_path):
-    path = tmp_path / "corpus"
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    path = tmp_path_factory.mktemp("mapped") / "corpus"
     path.write_bytes(os.urandom(MIB) * 96)
-    return path
+    yield path
+    path.unlink()
 
 
 def test_reading_a_mapped_file_adds_nothing_to_memory(corpus):

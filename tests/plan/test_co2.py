@@ -218,11 +218,13 @@ def test_a_link_that_is_too_slow_is_told_a_faster_one(between: str, shown: str) 
     assert ('sync.kind="eager"' in caught.value.do) == (between == "100Mbit/s")
 
 
-@pytest.mark.parametrize("block", [0, *(pytest.param(block, marks=pytest.mark.slow) for block in range(1, 8))])
-def test_a_plan_that_can_be_executed_never_exceeds_its_limit(block: int) -> None:
-    """Outer states and buckets included; the sentence says what is counted. 30 drawn requests a block."""
+@pytest.mark.parametrize(
+    ("first", "count"), [(0, 12), *(pytest.param(first, 30, marks=pytest.mark.slow) for first in range(0, 240, 30))]
+)
+def test_a_plan_that_can_be_executed_never_exceeds_its_limit(first: int, count: int) -> None:
+    """Outer states and buckets included; the sentence says what is counted. Of `count` drawn requests."""
     planned_ = rounds = 0
-    for seed in range(30 * block, 30 * block + 30):
+    for seed in range(first, first + count):
         draw = random.Random(seed)
         options = draw.choice([EveryStep(), Auto(), Co2(steps=50), Eager(steps=50), DiLoCo(steps=50)])
         sizes = {"depth": draw.choice([4, 12]), "width": draw.choice([512, 1024, 2048]), "heads": 8}
@@ -241,5 +243,5 @@ def test_a_plan_that_can_be_executed_never_exceeds_its_limit(block: int) -> None
         assert any(f"{units.show_size(held['peak'])} of " in sentence for sentence in plan.why), seed
         planned_ += 1
         rounds += plan.outer is not None
-    assert planned_ >= 15
-    assert rounds >= 5
+    assert planned_ >= count // 2
+    assert rounds >= count // 6

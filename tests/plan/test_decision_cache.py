@@ -97,7 +97,7 @@ def test_a_cache_that_cannot_be_written_stops_nobody(tmp_path: Path) -> None:
     assert decision_cache.read("one") is None
 
 
-@settings(max_examples=5)
+@settings(max_examples=2)
 @given(st.randoms(use_true_random=False))
 def test_trials_that_ran_decide_the_same_for_whoever_asks_next(draw: Random) -> None:
     """So the plan may be kept under the name that it has after them."""

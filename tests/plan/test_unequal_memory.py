@@ -88,7 +88,7 @@ def drawn(count: int, seed: int) -> list[tuple[unequal.EngineCosts, UnequalLayou
 
 
 @pytest.mark.parametrize(
-    ("count", "seed"), [(2, 11), *(pytest.param(25, seed, marks=pytest.mark.slow) for seed in range(100, 108))]
+    ("count", "seed"), [(1, 11), *(pytest.param(25, seed, marks=pytest.mark.slow) for seed in range(100, 108))]
 )
 def test_no_stage_of_a_plan_really_holds_more_than_its_device_may(count: int, seed: int) -> None:
     """Nor more than the plan says, for 200 plans in all; what the process itself takes is added to what is tracked."""

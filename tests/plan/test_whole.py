@@ -35,7 +35,7 @@ def planned(request, cluster, seconds: Seconds | None = None) -> Plan:  # type: 
     return decide(request, cluster, trials=measure if seconds else None).taken
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     st.integers(1, 70), st.sampled_from([16, 64, 512]), st.sampled_from(["none", "selective", "block", None]),
     st.sampled_from([processor(), processor(6), processor(4, count=3), gpus(devices=2), gpus("T4", 3, devices=1)]),

@@ -34,6 +34,12 @@ def known(folder: Path, machine: dict[str, Any]) -> None:
     file.write_text(machine["text"])
 
 
+def with_tokens(folder: Path, tokens: Path) -> None:
+    """Programs in `folder` keep token shards in `tokens`, the fixture of that name, with those of other tests."""
+    (folder / "cache" / "espalier").mkdir(parents=True, exist_ok=True)
+    (folder / "cache" / "espalier" / "tokens").symlink_to(tokens)
+
+
 def started(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Of an interpreter of its own."""
     command = [sys.executable, "-m", "espalier", *arguments]

@@ -17,8 +17,9 @@ def done(folder: Path, *arguments: str) -> str:
     return found.stdout
 
 
-def test_the_example_of_experts_runs_and_is_exported_whole(tmp_path: Path) -> None:
+def test_the_example_of_experts_runs_and_is_exported_whole(tmp_path: Path, tokens: Path) -> None:
     (tmp_path / "machine.toml").write_text(programs.MACHINE)
+    programs.with_tokens(tmp_path, tokens)
     small = ["plan.cluster=machine.toml", "plan.trial=false", "train.steps=2", "train.batch_tokens=512"]
     small += ["model.depth=2", "model.width=32"]
     plan = json.loads(done(tmp_path, "plan", EXAMPLE, *small, "--json"))

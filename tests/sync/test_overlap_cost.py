@@ -35,7 +35,7 @@ def measured(name, codec, size):
         met.wait()
         before.append(status("VmRSS"))
         engine = make(replica, choices, Rounds(4, adapt=False))
-        for _ in range(16):
+        for _ in range(12):
             for tensor in replica.live:
                 tensor.add_(0.01)
             engine.after_step(0.1)
@@ -51,7 +51,7 @@ for case in json.loads(sys.argv[1]):
     assert os.wait()[1] == 0
 """
 ENGINES = [("local_sgd", "exact"), ("co2", "int4"), ("streaming_diloco", "int4")]
-FEW, MANY = 2_000_000, 10_000_000
+FEW, MANY = 1_000_000, 6_000_000
 
 
 @pytest.fixture(scope="module")

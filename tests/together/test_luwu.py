@@ -57,7 +57,8 @@ def test_a_killed_worker_changes_no_bit(corpus: Path, tmp_path: Path, whole: OnN
     assert run.all("recovered")[0]["step"] >= STRUCK - 2
 
 
-@pytest.mark.parametrize("dead", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow  # on several hosts it runs every time: test_luwu_hosts.py
+@pytest.mark.parametrize("dead", [0, 1])
 def test_a_worker_that_always_dies_is_left_out_and_the_others_go_on_from_the_nodes_step(
     corpus: Path, tmp_path: Path, dead: int
 ) -> None:

@@ -137,8 +137,9 @@ def test_the_error_is_measured_over_predicted(tmp_path: Path) -> None:
     assert report._row("x", None, 1.0, str).error is None
 
 
-def test_a_huge_run_is_quick_and_small(tmp_path: Path) -> None:
-    folder = made.make(tmp_path, 100_000)
+@pytest.mark.parametrize("steps", [30_000, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_a_huge_run_is_quick_and_small(tmp_path: Path, steps: int) -> None:
+    folder = made.make(tmp_path, steps)
     began = time.process_time()
     for line in (folder / "events.jsonl").read_text().splitlines():
         json.loads(line)
