@@ -73,9 +73,7 @@ def told_by(program: str, library: Path, folder: Path, *cases: str) -> dict[str,
 
 
 @pytest.fixture(scope="module")
-def steps(
-    library: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> dict[str, str]:
+def steps(library: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, str]:
     cases = chosen(request, (*STEPS, FORGOTTEN))
     return told_by("cuda_steps.py", library, tmp_path_factory.mktemp("steps"), *cases)
 
