@@ -12,6 +12,7 @@ from espalier.graph.data import DataSplit, Graph, relabelled
 from espalier.graph.torchgt.pattern import pattern as tokens
 from espalier.graph.workload import GraphWorkload
 from espalier.plan import request_from_recipe
+from espalier.sparse import CBM
 from espalier.sparse.partition import clusters
 from espalier.workload import Shard
 
@@ -27,8 +28,9 @@ def cliques(count=30, size=12) -> Graph:
     return Graph.from_edges(*order[ends], features=features, undirected=True, labels=labels, parts=parts)
 
 
-def workload_of(graph, **options):
-    table = {"model": {"kind": "gcn", "dropout": 0.0}, "data": {"path": "x"}, "graph": options}
+def workload_of(graph, kind="gcn", quant=None, **options):
+    table = {"model": {"kind": kind, "dropout": 0.0}, "data": {"path": "x"}, "graph": options}
+    table |= {"quant": quant} if quant else {}
     return GraphWorkload(defaults.resolve(recipe_file.from_table(table))[0], graph)
 
 
@@ -45,6 +47,28 @@ def test_cliques_are_compressed_and_nothing_else_changes():
     assert any(sentence.startswith("Format: CBM") for sentence in auto.decisions())
     assert any(sentence.startswith("Format: CSR") for sentence in plain.decisions())
     assert loss_of(auto) == pytest.approx(loss_of(plain), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["gcn", "sage", "gin"])
+def test_quantized_messages_are_summed_over_the_compressed_matrix_to_the_same_bits(kind, monkeypatch):
+    """Sums of codes are whole numbers of steps, so that the order of additions changes nothing."""
+    used, real = [], CBM.product
+    monkeypatch.setattr(CBM, "product", lambda self, x: used.append(self.scale) or real(self, x))
+    found, graph = {}, cliques(9, 40)
+    for form in ("cbm", "csr"):
+        workload = workload_of(graph, kind=kind, quant={"kind": "a2q"}, format=form)
+        assert any(sentence.startswith(f"Format: {form.upper()}") for sentence in workload.decisions())
+        model = workload.build(torch.device("cpu"), torch.float32)
+        layer = next(one for one in model.layers if one.quantized.messages is not None)
+        rows = torch.randn(graph.nodes, layer.outputs, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        used.clear()
+        sums = layer.quantized(workload.task.train.block, rows)
+        sums.backward(torch.arange(sums.numel()).view_as(sums).float() % 3)
+        found[form] = sums.detach(), rows.grad
+        assert len(used) == 2 * (form == "cbm"), "forward and backward"
+        assert all(scale == (None, None) for scale in used), "scaled before and after"
+    assert torch.equal(found["cbm"][0], found["csr"][0])
+    torch.testing.assert_close(found["cbm"][1], found["csr"][1], rtol=1e-5, atol=1e-6)
 
 
 def test_short_rows_stay_plain_however_alike_they_are():

@@ -334,19 +334,30 @@ def _packed_sums(messages: ColumnQuantizer, block: MessageBlock, rows: Tensor) -
 
 def _scaled_sums(plain: Aggregate, block: MessageBlock, rows: Tensor) -> Tensor:
     """Sums over `block` of messages, and only then the scale of its targets, as `_packed_sums` has it: a scale within
-    each edge would round every term. (A compressed matrix is scaled last as it is.)"""
-    if block.left is None or "compressed" in block.forms.known:
+    each edge would round every term."""
+    if block.left is None:
         return plain(block, rows)
-    forms: Forms = block.forms.get("without the scale of targets", Forms)
-    return plain(block._replace(left=None, forms=forms), rows) * block.left[:, None]
+    return plain(block._replace(left=None, forms=_forms_without(block, "left")), rows) * block.left[:, None]
+
+
+def _forms_without(block: MessageBlock, side: str) -> Forms:
+    """Forms of the block without its scale `left` or `right`: its compressed matrix too, where it has one."""
+
+    def make() -> Forms:
+        made, compressed = Forms(), block.forms.known.get("compressed")
+        if compressed is not None:
+            made.known["compressed"] = replace(compressed, scale=compressed.scale._replace(**{side: None}))
+        return made
+
+    found: Forms = block.forms.get(f"without {side}", make)
+    return found
 
 
 def _source_scale(block: MessageBlock, root: Tensor | None) -> tuple[Tensor | None, MessageBlock]:
     """What the block multiplies its sources by, and the block without it. Blocks that were drawn have it in their
     weights; `root` is then that of all nodes, where the network scales by it."""
     if block.right is not None:
-        forms: Forms = block.forms.get("without the scale of sources", Forms)
-        return block.right, block._replace(right=None, forms=forms)
+        return block.right, block._replace(right=None, forms=_forms_without(block, "right"))
     if root is None or block.nodes is None or block.weights is None:
         return None, block
     scale = root.to(block.weights)[block.nodes]
