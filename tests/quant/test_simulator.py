@@ -354,6 +354,25 @@ def counted(name: str, given_: Network) -> list[int]:
     return [read, wrote]
 
 
+def test_condensed_messages_move_what_is_counted_edge_by_edge():
+    """MEGA where messages of 4 bits do not fit the buffer: all of them are written, and for each part those that its
+    edges need from outside once more; both are read in sequence."""
+    sources, chip = np.random.default_rng(0).integers(0, 600, 1800), Chip(buffer=4000, aggregation=16 << 10)
+    given_ = network(600)._replace(indptr=3 * np.arange(601), indices=sources)
+    edges = [(at // 3, source) for at, source in enumerate(sources.tolist())]
+    phases = list(DATAFLOWS["mega"](chip, given_))
+    for layer, combined, summed in zip(given_.layers, phases[::2], phases[1::2], strict=True):
+        parts = math.ceil(600 * layer.outputs * 2 / chip.aggregation)
+        part = given_.parts(parts).tolist()
+        needed = {(part[target], source) for target, source in edges if part[target] != part[source]}
+        assert len({source for _, source in needed}) <= len(needed) < (parts - 1) * 600
+        blocks = sum(math.ceil(rows * layer.outputs / 2 / 64) for rows in (600, len(needed)))
+        assert len(combined.writes) == blocks
+        assert len(summed.reads) == blocks + math.ceil(4 * len(edges) / 64)
+        assert (np.diff(summed.reads) == 1).all()
+    assert simulate("mega", given_, chip).bytes == 64 * sum(len(one.reads) + len(one.writes) for one in phases)
+
+
 def test_requests_arrive_when_the_trace_says(tmp_path):
     given = Trace(np.arange(9), np.arange(9) % 2 > 0, 100 * np.arange(9))
     write_trace(tmp_path / "trace", HBM, given)
