@@ -9,12 +9,12 @@ view of each scene as PNG: the truth, plain, spiking, and spiking after twice th
 spikes are penalized, `alignments` compares the orders in which samples are time steps, `peers` fields that are trained
 with SpikingJelly's and snnTorch's neurons. These four time nothing: they may run beside other work and in pieces, where
 `--keep` holds what is fitted; with `--kept` nothing more is fitted, and rows are of the seeds that are there. `heads`
-times a training step of the colour network alone on the samples of a fitted field, with what it keeps for backward and
-has in tensors at most: ours, SpikingJelly's and snnTorch's neurons on padded rays (peers are left out where they cannot
-be imported), and rendering by the kernel that adds the rows of neurons that fire. `steps` times a whole training step,
-plain and spiking, `gradients` counts bytes of their exchange between two ranks, `long` fits plain fields beyond 30 dB
-and spiking ones for twice the steps (it times nothing, and may be kept). `train` is `espalier train`, plain and
-spiking.
+times a training step of the colour network alone on the samples of a field of each scene, with what it keeps for
+backward and has in tensors at most: ours, SpikingJelly's and snnTorch's neurons on padded rays (peers are left out
+where they cannot be imported), and rendering by the kernel that adds the rows of neurons that fire. `steps` times a
+whole training step, plain and spiking, `gradients` counts bytes of their exchange between two ranks, `long` fits plain
+fields beyond 30 dB and spiking ones for twice the steps (it times nothing, and may be kept). `train` is `espalier
+train`, plain and spiking.
 Energy is the paper's formula, 4.6 pJ a multiplication and 0.9 pJ an accumulation: a model, not a measurement.
 """
 
@@ -47,13 +47,12 @@ from espalier.config import recipe_file
 from espalier.kernels import counts
 from espalier.optim import schedules
 from espalier.radiance import spikingnerf
-from espalier.radiance.rays import Rays
 from espalier.radiance.spikingnerf import SpikingColours, lif_scan
 from espalier.radiance.volume import Samples
 from espalier.radiance.voxels import VIEW, Field
 from espalier.radiance.workload import RadianceWorkload, psnr
 from espalier.workload import Shard
-from spikingnerf_heads import PEERS, PaddedColours, head_step, kept_by, peak_of, there, timed
+from spikingnerf_heads import PEERS, PaddedColours, head_step, kept_by, peak_of, survivors, there, timed
 from table import Row, arguments, compare, interval, publish
 
 GOAL = 30.0
@@ -373,13 +372,18 @@ def peers(sizes: Sizes) -> list[Row]:
 
 
 def heads(sizes: Sizes) -> list[Row]:
-    """The colour network alone, on the samples of one batch."""
+    """The colour network alone, on the samples of one batch of each scene."""
     torch.set_num_threads(1)
-    fit = Fit("spikingnerf", sizes.scenes[-1], 1, sizes.steps // 2, 64, sizes.resolution)
+    fits = [Fit("spikingnerf", one, 1, sizes.steps // 2, 64, sizes.resolution) for one in sizes.scenes]
+    return [one for fit in fits for one in heads_of(fit, sizes)]
+
+
+def heads_of(fit: Fit, sizes: Sizes) -> list[Row]:
+    """The same, of the field that is fitted so."""
     workload, field = fitted(fit)
     ours = field.colours
     assert isinstance(ours, SpikingColours)
-    features, views, found = survivors(workload, field)
+    features, views, found = survivors(workload, field, RAYS)
     lengths = found.offsets.diff()
     case = f"{name_of(fit.scene)}, hidden 64, {len(features):,} samples on {int((lengths > 0).sum())} rays{sizes.note}"
     rows, own = [], head_step(ours, features, views, found)
@@ -401,19 +405,6 @@ def heads(sizes: Sizes) -> list[Row]:
         same = (network(features, views, found)[0] - ours(features, views, found)[0]).detach().abs().max()
         print(f"  {name}: colours differ by {float(same):.2g}")
     return rows + rendering(case, ours, (features, views, found), sizes)
-
-
-def survivors(workload: RadianceWorkload, field: Field) -> tuple[Tensor, Tensor, Samples]:
-    """What the colour network gets of a batch of 2,048 rays."""
-    taken: list[Any] = []
-    assert field.colours is not None
-    hook = field.colours.register_forward_pre_hook(lambda module, given: taken.append(given))
-    with torch.no_grad():
-        batch = workload.batches(0, Shard(0, RAYS, RAYS))[0]
-        field(Rays(*batch.rays))
-    hook.remove()
-    features, views, found = taken[0]
-    return features.detach(), views, found
 
 
 def rendering(case: str, ours: SpikingColours, given: tuple[Tensor, Tensor, Samples], sizes: Sizes) -> list[Row]:

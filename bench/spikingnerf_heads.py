@@ -13,8 +13,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from espalier.kernels.ragged import Ragged
 from espalier.radiance import spikingnerf
+from espalier.radiance.rays import Rays
 from espalier.radiance.spikingnerf import SpikingColours
 from espalier.radiance.volume import Samples
+from espalier.radiance.voxels import Field
+from espalier.radiance.workload import RadianceWorkload
+from espalier.workload import Shard
 
 
 class JellyColours(SpikingColours):
@@ -86,6 +90,18 @@ def there() -> list[str]:
         except ImportError as error:
             print(f"without {name}: {error}")
     return found
+
+
+def survivors(workload: RadianceWorkload, field: Field, rays: int) -> tuple[Tensor, Tensor, Samples]:
+    """What the colour network gets of so many rays of the first step."""
+    taken: list[Any] = []
+    assert field.colours is not None
+    hook = field.colours.register_forward_pre_hook(lambda module, given: taken.append(given))
+    with torch.no_grad():
+        field(Rays(*workload.batches(0, Shard(0, rays, rays))[0].rays))
+    hook.remove()
+    features, views, found = taken[0]
+    return features.detach(), views, found
 
 
 def head_step(network: SpikingColours, features: Tensor, views: Tensor, found: Samples) -> Callable[[], Tensor]:
