@@ -124,7 +124,8 @@ class Device:
         rest, found = blocks.astype(np.int64), {}
         for at in range(len(self.mapping) - 2, -1, -2):
             name = self.mapping[at : at + 2]
-            rest, found[name] = np.divmod(rest, 1 << (sizes[name].bit_length() - 1))
+            bits = sizes[name].bit_length() - 1
+            found[name], rest = rest & ((1 << bits) - 1), rest >> bits
         return found["ch"], (found["ra"] * self.groups + found["bg"]) * self.banks + found["ba"], found["ro"]
 
 
@@ -338,7 +339,7 @@ def serve(dram: Device, blocks: Array, writes: Array | bool = False, arrivals: A
     requests = np.stack([channel, bank, row, when, known, np.asarray(blocks, np.int64)], 1)
     starts = np.array([0, count], np.int64)
     if arrivals is None:
-        order = np.argsort(channel, kind="stable")
+        order = np.argsort(channel.astype(np.uint16), kind="stable")  # sorted by radix, as 64 bits are not
         requests = np.ascontiguousarray(requests[order])
         starts = np.searchsorted(requests[:, 0], np.arange(dram.channels + 1)).astype(np.int64)
     flags = dram.protocol in STACKED, arrivals is not None
