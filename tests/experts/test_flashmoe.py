@@ -134,7 +134,9 @@ class ShuffledMemory(Shuffling, SharedMemory):
     pass
 
 
-@pytest.mark.parametrize("at_once", [False, True], ids=["tile by tile", "all sources at once"])
+@pytest.mark.parametrize(
+    "at_once", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["tile by tile", "all sources at once"]
+)
 def test_every_order_of_arrival_gives_the_same_bits_by_messages_and_by_shared_memory(monkeypatch, at_once):
     monkeypatch.setattr("espalier.experts.flashmoe.layer.tile_rows", lambda *_: 2)
     held = spread_evenly(5, 3)

@@ -78,6 +78,7 @@ def test_all_ranks_go_on_saving_at_the_same_steps(corpus, tmp_path):
     assert len(run.all("incident")) == 1
 
 
+@pytest.mark.slow
 def test_what_their_launcher_did_before_makes_no_difference(corpus, unbroken, tmp_path, monkeypatch):
     """Torch names groups by how many a process has made: ranks inherit that number, one that stays begins it anew."""
     monkeypatch.setattr(dist.distributed_c10d._world, "group_count", 3)

@@ -94,6 +94,7 @@ def test_a_killed_supervisor_leaves_no_rank_and_the_same_run_goes_on(corpus, unb
     orphaned(corpus, unbroken, tmp_path, world, rank)
 
 
+@pytest.mark.slow
 def test_several_failures_in_one_run_change_no_bit(corpus, unbroken, tmp_path):
     faults = (Fault(1, 2, "exit"), Fault(0, 5, "kill"), Fault(1, 7, "raise"))
     run = Struck(recipe_of(corpus), 2, tmp_path / "run", faults).run()
@@ -240,6 +241,7 @@ def test_an_error_that_an_unchanged_program_repeats_is_not_tried_again_and_is_na
     assert event["action"] == "stop (an unchanged run would fail again (Model Loading Error))"
 
 
+@pytest.mark.slow
 def test_a_fault_of_the_machine_is_tried_as_often_as_a_death_and_names_the_host(tmp_path):
     def task(place):
         place.pulse.begins(0)

@@ -193,6 +193,7 @@ def test_a_watch_evaluates_what_a_finished_run_left_once_and_ends(home):
     assert held_out["bits_per_byte"] == pytest.approx(newest["bits_per_byte"], rel=1e-9)
 
 
+@pytest.mark.slow
 def test_interrupting_saves_and_the_same_command_resumes(home):
     command = [sys.executable, "-m", "espalier", "train", "recipe.toml", "name=long", "train.steps=100000"]
     command += ["train.validate_every=100000", "checkpoint.every=100000"]
@@ -312,6 +313,7 @@ def test_mpiexec_gives_the_same_curve_as_local_ranks(home, mpiexec):
     assert found == expected[:8]
 
 
+@pytest.mark.slow
 def test_a_foreign_module_trains_and_resumes(home):
     Path(home / "mine.py").write_text(
         """

@@ -66,6 +66,7 @@ def steps(run: Path) -> list[dict[str, Any]]:
     return [event for event in lines if event["event"] == "step"]
 
 
+@pytest.mark.slow
 def test_frozen_weights_send_no_byte_and_adapters_train_to_the_last_bit(home: Path) -> None:
     for name, where in (("node", "node"), ("plain", "none")):
         done = programs.forked(home, "train", "recipe.toml", f"plan.pin.offload={where}", "--run", name)

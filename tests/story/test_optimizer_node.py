@@ -134,6 +134,7 @@ def kill_node(monkeypatch: pytest.MonkeyPatch, step: int, marker: Path) -> None:
     monkeypatch.setattr(role, "TIMES", replace(role.TIMES, heartbeat=0.02, silence=2.0))
 
 
+@pytest.mark.slow
 def test_where_a_node_is_killed_it_or_its_standby_goes_on_within_the_run_and_no_bit_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,6 +165,7 @@ def test_where_a_node_is_killed_it_or_its_standby_goes_on_within_the_run_and_no_
     assert "after step 6" in ended.stdout, ended.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [pytest.param(2, marks=pytest.mark.slow), 5])
 def test_where_a_node_is_killed_and_started_again_its_workers_stay_and_no_bit_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int

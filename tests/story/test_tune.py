@@ -76,6 +76,7 @@ def test_a_folder_of_chats_becomes_a_file_for_ollama_by_two_commands(tmp_path: P
     assert template == trained.workload.chats.template.text
 
 
+@pytest.mark.slow
 def test_a_chat_model_is_tuned_by_adapters_and_preferences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     few = text_sources.Listing("stdlib", text_sources._stdlib().entries[:40])
     monkeypatch.setattr(text_sources, "_stdlib", lambda: few)  # reading all of it takes ten seconds

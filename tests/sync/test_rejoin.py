@@ -37,6 +37,7 @@ def test_killed_come_back_and_at_the_end_all_are_one(method: str) -> None:
     assert said[0].endswith("left (0, 1, 2)")
 
 
+@pytest.mark.slow
 def test_killed_while_it_comes_back_and_the_others_go_on() -> None:
     with crew(3, "co2", 40, pause=0.02) as members:
         members[0].reach("round 3")

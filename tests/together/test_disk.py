@@ -92,7 +92,7 @@ def train(recipe, graph, ranks=1, pack=True, folder=None, stop_after=None):
 
 @pytest.mark.parametrize(
     ("ranks", "disk"),
-    [(2, None), (3, "40KiB"), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((3, None), (2, "40KiB")))],
+    [(3, "40KiB"), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((2, None), (3, None), (2, "40KiB")))],
 )
 def test_ranks_share_one_packed_set_and_change_no_bit(graph, tmp_path, ranks, disk):
     recipe = recipe_of({"path": str(tmp_path), "memory": "1MiB", **({"disk": disk} if disk else {})})

@@ -38,6 +38,7 @@ def of(corpus, every=4):
     return recipe_of(corpus, model={"depth": 4}, train=tables, checkpoint={"every": every})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", [0, pytest.param(1 << 26, marks=pytest.mark.slow)])
 def test_a_rank_of_unequal_pipelines_with_sharded_states_is_killed_and_no_bit_changes(corpus, tmp_path, memory):
     recipe, plan = of(corpus, 100 if memory else 4), ragged(units=SHARDED, schedule="zero_bubble")

@@ -173,6 +173,7 @@ def test_a_rank_that_is_killed_in_an_exchange_changes_no_bit(strike, halo):
     assert run.all("recovered")[0]["step"] > 0
 
 
+@pytest.mark.slow
 def test_a_rank_of_a_graph_transformer_that_is_killed_changes_no_bit_also_of_the_recall_that_follows_losses(strike):
     sizes = {"kind": "graph-transformer", "width": 16, "heads": 4, "feed_forward": 16}
     model = {**sizes, "recall": 0.5, "attention": "sparse"}

@@ -177,6 +177,7 @@ def test_a_state_that_may_not_grow_so_large_is_refused_with_the_bytes_that_it_la
     assert same(run.run(), whole)
 
 
+@pytest.mark.slow
 def test_a_slow_disk_is_waited_for(corpus: Path, tmp_path: Path, whole: OnNode) -> None:
     def slow(place: launch.RankSpec) -> None:
         plain = os.pwritev
@@ -271,6 +272,7 @@ def test_rounds_of_differences_in_int8_train_as_well(corpus: Path, tmp_path: Pat
     assert abs(run.losses[STEPS] - rounds.losses[STEPS]) < 0.02 * rounds.losses[STEPS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_worker_killed_in_a_round_changes_no_bit(corpus: Path, tmp_path: Path, rounds: OnNode, rank: int) -> None:
     asked = recipe(corpus)
@@ -287,6 +289,7 @@ def test_a_node_killed_as_a_round_ends_changes_no_bit(corpus: Path, tmp_path: Pa
     assert same(run, rounds)
 
 
+@pytest.mark.slow
 def test_a_run_by_rounds_that_was_stopped_goes_on_to_the_last_bit(corpus: Path, tmp_path: Path, rounds: OnNode) -> None:
     asked = recipe(corpus)
     run = OnNode(asked, 3, tmp_path / "run", plan=by_rounds(asked), stop_after=4).run()  # its launcher begins anew

@@ -102,7 +102,9 @@ def test_a_flipped_bit_in_the_nodes_files_is_named_and_costs_one_step_made_again
             "moments",
             r"(?s)Extent '0/0/moments' of .*state is damaged.*step 6, and .*step 5; no step is whole.*try: put",
         ),
-        ("table", r"(?s)The table at the beginning of .*state is damaged.*try: restore"),
+        pytest.param(
+            *("table", r"(?s)The table at the beginning of .*state is damaged.*try: restore"), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_state_of_which_no_step_is_whole_is_refused_by_name(
@@ -245,6 +247,7 @@ def test_links_that_are_cut_for_a_while_change_no_bit_of_a_run(
     assert not run.all("incident")
 
 
+@pytest.mark.slow
 def test_a_worker_killed_in_a_push_changes_no_bit(corpus: Path, tmp_path: Path, whole: OnNode) -> None:
     asked = recipe(corpus)
     faults = (Fault(1, STRUCK, "kill"),)

@@ -161,7 +161,7 @@ def curve(recipe, ranks=1, cuts=None, shard=(), sequence=(1, 1), tensor=1, stage
 
 @pytest.mark.parametrize(
     "run",
-    [pytest.param(run, marks=pytest.mark.slow if number % 3 else ()) for number, run in enumerate(RUNS)],
+    [pytest.param(run, marks=pytest.mark.slow if number % 5 else ()) for number, run in enumerate(RUNS)],
     ids=" x ".join,
 )
 def test_the_run_changes_nothing_but_rounding(corpus, curves, run):

@@ -138,6 +138,7 @@ def test_rounds_that_follow_waits_never_stand_still_and_repeat_by_their_log(
     assert lengths(run) == lengths(first)
 
 
+@pytest.mark.slow
 def test_what_is_done_again_has_the_rounds_that_it_had(corpus: Path, tmp_path: Path) -> None:
     """No other log is given: a run that was killed follows its own, which then describes the undisturbed run too."""
     plan, killed = adapting(following(corpus, 40), 1), Fault(1, 31, "kill")

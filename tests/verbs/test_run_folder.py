@@ -202,7 +202,9 @@ def exported(folder: Path, run: str, form: str) -> dict[str, bytes]:
     return {str(one.relative_to(folder / f"out-{form}")): one.read_bytes() for one in files if one.is_file()}
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=() if one in ("bpe", "node", "module") else pytest.mark.slow) for one in RECIPES]
+)
 def test_a_copied_run_without_its_data_gives_the_same_bits(
     home: Path, name: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

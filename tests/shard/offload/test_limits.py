@@ -50,7 +50,7 @@ def sizes():
 
 states = StateFolder(folder, "rank0", 2 * MIB)
 if what == "layers":
-    layers = [Layer(f"l{n}", ((f"l{n}.w", (1024, 1024)),)) for n in range(24)]  # 96 MiB of values, 384 MiB in all
+    layers = [Layer(f"l{n}", ((f"l{n}.w", (1024, 1024)),)) for n in range(16)]  # 64 MiB of values, 256 MiB in all
     fill = lambda index, flat: flat.fill_(index)
 
     def train(layers, step):
@@ -117,6 +117,6 @@ def grown(tmp_path_factory) -> dict[str, int]:
 
 @pytest.mark.parametrize(("what", "least", "most"), CASES)
 def test_states_on_disk_take_the_memory_of_buffers(grown, what, least, most):
-    """Of 64 MiB of states, or 384 MiB of layers; extents have 2 MiB. The first line is the plain form, which takes them
+    """Of 64 MiB of states, or 256 MiB of layers; extents have 2 MiB. The first line is the plain form, which takes them
     all."""
     assert least * 2**20 <= grown[what] <= most * 2**20
