@@ -92,7 +92,9 @@ def close(found, expected, rel):
         assert one == pytest.approx(other, rel=rel)
 
 
-@pytest.mark.parametrize("kind", ["gcn", "sage", "gat", "gin", "maxk"])
+@pytest.mark.parametrize(
+    "kind", ["gcn", "gat", *(pytest.param(one, marks=pytest.mark.slow) for one in ("sage", "gin", "maxk"))]
+)
 def test_any_parts_train_and_validate_as_one_rank(kind):
     model = {"kind": "gcn", "activation": "maxk", "k": 3} if kind == "maxk" else {"kind": kind}
     alone = train(recipe_of(model), made())
@@ -112,7 +114,7 @@ def sent_by_plan(recipe, cuts, nodes=60):
     return workload.halos(), shares, workload.halos().step_bytes(shares, size)[0].sum()
 
 
-@pytest.mark.parametrize("quant", ["a2q", "mega", "uniform"])
+@pytest.mark.parametrize("quant", ["a2q", *(pytest.param(one, marks=pytest.mark.slow) for one in ("mega", "uniform"))])
 def test_quantized_layers_over_parts_train_as_on_one_rank(quant):
     alone = train(recipe_of(quant={"kind": quant}), made())
     recipe = recipe_of(quant={"kind": quant}, graph={"halo": HALO})
@@ -131,7 +133,10 @@ CODED = {
 }
 
 
-@pytest.mark.parametrize("name", CODED)
+OFTEN = ("messages", "attention", "few bits of gradients")
+
+
+@pytest.mark.parametrize("name", [pytest.param(one, marks=() if one in OFTEN else pytest.mark.slow) for one in CODED])
 def test_rows_cross_as_codes_with_the_same_result_in_the_bytes_of_the_plan(name, monkeypatch):
     model, quant, options = CODED[name]
     recipe = recipe_of(
@@ -276,7 +281,7 @@ def test_few_bits_send_less_and_still_learn(options):
     assert found["halo"][2] < 0.6 * plain["halo"][2]
 
 
-@pytest.mark.parametrize("kind", ["gcn", "gat", "maxk"])
+@pytest.mark.parametrize("kind", [pytest.param("gcn", marks=pytest.mark.slow), "gat", "maxk"])
 def test_bytes_of_a_step_are_those_of_the_plan(kind):
     model = {"activation": "maxk", "k": 3} if kind == "maxk" else {"kind": kind}
     for options in ({}, {"bits": 2}, {"synchronize": 0}):

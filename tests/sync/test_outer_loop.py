@@ -51,7 +51,9 @@ def train(replica: Replica, engine: OuterSync, rounds: int, sleepy: bool = False
 
 
 @pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=pytest.mark.slow if number % 2 else ()) for number, one in enumerate(FORMS)]
+)
 def test_twenty_rounds_are_those_of_the_recurrence_to_the_bit(count: int, name: str) -> None:
     choices = FORMS[name]
 

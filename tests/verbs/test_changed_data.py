@@ -141,7 +141,13 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "change", "says"), CHANGES, ids=[f"{one[0]}-{one[1].__name__}" for one in CHANGES])
+@pytest.mark.parametrize(
+    ("kind", "change", "says"),
+    [
+        pytest.param(*one, id=f"{one[0]}-{one[1].__name__}", marks=pytest.mark.slow if number % 2 else ())
+        for number, one in enumerate(CHANGES)
+    ],
+)
 def test_changed_data_is_refused_by_name_and_accepted_on_demand(
     home: Path, kind: str, change: Callable[[Path], None], says: str
 ) -> None:

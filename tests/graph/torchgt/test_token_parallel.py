@@ -34,7 +34,13 @@ def _folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(one, id=name, marks=pytest.mark.slow if 0 < at < len(OPTIONS) - 1 else ())
+        for at, (name, one) in enumerate(OPTIONS.items())
+    ],
+)
 def test_any_number_of_ranks_trains_and_validates_as_one(options):
     """Five heads: uneven over two and four ranks."""
     model = {**MODEL, **options}
