@@ -24,10 +24,9 @@ CASES = re.findall(r'^    "([a-z0-9 ]+)": \(', (HERE / "cuda_steps.py").read_tex
 CASES += [f"graph, {kind}" for kind in ("gcn", "sage", "gat", "gin")]
 WITH_VALUES = re.findall(r'^    "([a-z0-9 -]+)": \(', (HERE / "cuda_values.py").read_text(), re.M)
 FORGOTTEN = "one tensor forgotten"
-STEPS = ("decoder", "muon", "mixture of experts", "preferences", "states in shards", "first of two stages", "scene")
-STEPS += ("graph transformer", "graph, gat", "module", "tasks")
+STEPS = ("decoder", "mixture of experts", "preferences", "states in shards", "scene", "graph, gat", "tasks")
 """Of CASES, those that run every time; FakeTensorMode takes a second and more for each."""
-VALUES = ("codec int8", "experts over ranks", "sylvie", "features on disk")
+VALUES = ("codec int8", "experts over ranks", "sylvie")
 """Of WITH_VALUES, those that run every time; two ranks take two seconds each."""
 
 

@@ -67,9 +67,10 @@ def test_links_of_cora_are_told_from_drawn_ones(data_folder):
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_gin_learns_groups_of_uneven_degrees(seed, tmp_path, monkeypatch):
-    """Sums of neighbours grow with degrees; without a norm inside the perceptrons nothing is learned."""
+    """Sums of neighbours grow with degrees; without a norm inside the perceptrons nothing is learned. At 60 steps the
+    accuracy still rises, and masks of dropout move it by a point and more; at 100 by 0.3."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    found = held_out(resolved({"kind": "gin"}, None, "planted:nodes=2000,degree=16", steps=60, seed=seed)[0])
+    found = held_out(resolved({"kind": "gin"}, None, "planted:nodes=2000,degree=16", steps=100, seed=seed)[0])
     assert found["test_accuracy"] > 0.9
 
 

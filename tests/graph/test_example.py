@@ -112,7 +112,7 @@ def test_the_example_of_a_graph_transformer_trains_over_two_ranks(tmp_path):
 def test_the_example_on_disk_trains_with_features_ten_times_the_memory(tmp_path):
     (tmp_path / "machine.toml").write_text(MACHINE)
     example = str(ROOT / "examples" / "graph-on-disk.toml")
-    small = ["data.path=planted:nodes=8000,degree=6,features=64,classes=4,train=0.05", "store.memory=0.19MiB"]
+    small = ["data.path=planted:nodes=4000,degree=6,features=64,classes=4,train=0.05", "store.memory=0.095MiB"]
     small += [
         "train.steps=10",
         "train.batch_tokens=2",
@@ -130,7 +130,7 @@ def test_the_example_on_disk_trains_with_features_ten_times_the_memory(tmp_path)
     assert found.returncode == 0, found.stderr
     assert "finished at step 10 of 10" in found.stdout
     assert "features from" in found.stdout
-    assert 8000 * 64 * 4 >= 10 * 0.19 * 2**20
+    assert 4000 * 64 * 4 >= 10 * 0.095 * 2**20
 
 
 def test_the_ten_lines_run(capsys):

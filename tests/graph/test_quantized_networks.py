@@ -54,7 +54,7 @@ def recipe_of(model, quant=None, halo=None, graph=None, **train):
     return defaults.resolve(recipe_file.from_table(table))[0]
 
 
-@pytest.mark.parametrize("quant", ["a2q", "mega", "uniform"])
+@pytest.mark.parametrize("quant", ["a2q", *(pytest.param(one, marks=pytest.mark.slow) for one in ("mega", "uniform"))])
 @pytest.mark.parametrize("name", ["transformer", "own layers"])
 def test_networks_learn_with_every_policy_within_the_target(tmp_path, name, quant):
     graph = synthetic.load("planted:nodes=150,degree=5,features=12,classes=3,train=0.5", tmp_path)
