@@ -9,7 +9,7 @@ import torch
 from espalier import config
 from espalier.config import defaults, recipe_file
 from espalier.errors import UserError
-from espalier.graph import energy, workload_row
+from espalier.graph import energy, quantization, workload_row
 from espalier.graph.data import Graph
 from espalier.graph.subgraphs import infer
 from espalier.graph.workload import GraphWorkload
@@ -17,8 +17,8 @@ from espalier.kernels.counts import Counter, Counts
 from espalier.quant.mega.simulator import DATAFLOWS, Chip
 
 
-def recipe(quant: dict | None = None, kind: str = "gcn") -> config.Recipe:
-    model = {"kind": kind, "width": 8 if kind == "gat" else 4}
+def recipe(quant: dict | None = None, kind: str = "gcn", **more) -> config.Recipe:
+    model = {"kind": kind, "width": 8 if kind == "gat" else 4, **more}
     table = {"model": model, "data": {"path": "made"}, "train": {"steps": 1}}
     return defaults.resolve(recipe_file.from_table({**table, **({"quant": quant} if quant else {})}))[0]
 
@@ -67,7 +67,7 @@ def test_operations_of_few_bits_are_counted_by_hand(make_graph, monkeypatch):
 def test_products_and_sums_of_each_kind_are_those_of_its_matrices_in_the_simulation_too(make_graph, kind):
     """With values that are 0, products are those that PyTorch makes (which multiplies GIN's first matrix with own rows
     once more, and GAT's scores by blocks of zeros); without, those of the accelerators that leave zeros out."""
-    workload, model = model_of(make_graph(), recipe(kind=kind))
+    workload, model = model_of(make_graph(), recipe(kind=kind, depth=2))
     nodes, edges = workload.graph.nodes, workload.graph.edges
     with Counter(model) as counter:
         infer(model, workload.task.held)
@@ -110,3 +110,35 @@ def test_rows_inside_gins_perceptron_are_what_its_second_matrix_reads(make_graph
     for one, shape in zip(stats, model.layers, strict=True):
         assert one.hidden.max() <= shape.outputs
         assert 0 < one.hidden.sum() < workload.graph.nodes * shape.outputs
+
+
+@pytest.mark.parametrize("quant", [None, {"kind": "mega"}])
+@pytest.mark.parametrize("kind", ["gcn", "sage", "gin"])
+def test_layers_that_sum_first_multiply_the_values_of_their_sums(make_graph, kind, quant):
+    """5 columns to 8 to 8 to 3: the first two sum before they multiply, of which no message has few bits."""
+    graph = make_graph()
+    workload, model = model_of(graph, recipe(quant, kind, width=8, depth=3))
+    edges = graph.edges + (graph.nodes if kind == "gcn" else 0)
+    matrix = torch.zeros(graph.nodes, graph.nodes)
+    matrix[torch.from_numpy(graph.targets()).long(), torch.from_numpy(np.asarray(graph.indices)).long()] = 1
+    matrix += torch.eye(graph.nodes) * (kind != "sage")
+    reached = int(((matrix @ torch.from_numpy(np.asarray(graph.features)).abs()) > 0).sum())
+    stats, made = energy.row_stats(workload, model), energy.parts(workload, model)
+    assert [one.sums is None for one in stats] == [False, False, True]
+    summed = int(stats[0].sums.sum())
+    assert summed == reached if quant is None else 0 < summed <= reached  # some values are rounded to 0
+    product, aggregation = made["layers.0 product"], made["layers.0 aggregation"]
+    assert (aggregation.acs, aggregation.int8_macs) == (edges * 5, 0)
+    own, hidden = (
+        8.0 * stats[0].nonzeros.sum() * (kind == "sage"),
+        0.0 if kind != "gin" else 8.0 * stats[0].hidden.sum(),
+    )
+    if quant is None:
+        assert (product.macs, product.int8_macs) == (8 * summed + own + hidden, 0)
+    else:
+        bits = stats[0].nonzeros @ stats[0].bits / stats[0].nonzeros.sum()
+        assert product.int8_macs == pytest.approx((own * bits + (8 * summed + hidden) * 32) * 4 / 64)
+    assert product.bytes_moved > 4 * graph.nodes * (5 + 8)
+    told = [one.message_bits for one in energy.network(workload, model).layers if one.aggregates]
+    assert told == [32, 32, 32 if quant is None else 4]
+    assert quant is None or not quantization.quantization_of(model).packed

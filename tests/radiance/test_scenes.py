@@ -216,8 +216,31 @@ def test_cameras_that_turn_in_one_place_need_a_box(folder: Path) -> None:
     assert load(changed(folder, box=[[-1, -1, -1], [2, 2, 2]])).box.tolist() == [[-1, -1, -1], [2, 2, 2]]
 
 
+def in_all_files(folder: Path, **values: object) -> Path:
+    for file in folder.glob("transforms_*.json"):
+        file.write_text(json.dumps(json.loads(file.read_text()) | values))
+    return folder
+
+
+def test_files_of_different_lenses_and_sizes_are_named(folder: Path) -> None:
+    with pytest.raises(UserError, match=r"transforms_.*has a focal length of .*, and .*transforms_"):
+        load(changed(folder, camera_angle_x=1.2))
+    in_all_files(folder, camera_angle_x=rendered_scenes.ANGLE, w=48, h=48)
+    assert load(folder).lens.width == 24
+    with pytest.raises(UserError, match=r"of images of 48 × 96 pixels, and its images have 24 × 24"):
+        load(in_all_files(folder, h=96))
+
+
+def test_grey_of_16_bits_is_read_as_that_of_8(tmp_path: Path) -> None:
+    levels = np.arange(0, 65536, 4369, dtype=np.uint16).reshape(4, 4)
+    Image.fromarray(levels).save(tmp_path / "grey.png")
+    found, _, _ = scenes.read_images([tmp_path / "grey.png"], lambda done, total: None)
+    assert found[0, :, :, 0].tolist() == (levels // 257).tolist()
+
+
 def test_what_of_a_lens_is_left_out_is_said(folder: Path) -> None:
-    found = load(changed(folder, fl_x=30.0, fl_y=40.0, k1=0.1, box=[[0, 0, 0], [1, 1, 1]]))
+    in_all_files(folder, fl_x=30.0)
+    found = load(changed(folder, fl_y=40.0, k1=0.1, box=[[0, 0, 0], [1, 1, 1]]))
     assert found.box.tolist() == [[0, 0, 0], [1, 1, 1]]
     assert [word in " ".join(found.notes) for word in ("k1", "fl_y")] == [True, True]
     assert load(changed(folder, fl_y=30.0, k1=0)).notes == ()

@@ -74,11 +74,14 @@ def test_a_lookup_equals_grid_sample_and_its_gradient(columns: int) -> None:
     assert torch.allclose(gradients[0], gradients[2], atol=1e-12)
 
 
-def test_weights_and_what_passes_add_up_to_one() -> None:
+@pytest.mark.parametrize("form", [volume.composite, volume.composite.reference.run])
+def test_weights_and_what_passes_add_up_to_one(form) -> None:
     alpha, offsets = alphas(1, 5, 0, 1, 40, dtype=torch.float32)
-    weights, rest = volume.composite(alpha, offsets)
+    weights, rest = form(alpha, offsets)
     assert torch.allclose(Ragged(weights, offsets).sums() + rest, torch.ones(4), atol=1e-6)
     assert rest[1] == 1, "an empty ray passes all"
+    weights, rest = form(alpha[:0], torch.zeros(4, dtype=torch.int64))
+    assert (len(weights), rest.tolist()) == (0, [1, 1, 1]), "rays without a sample"
 
 
 def test_compositing_equals_a_loop_over_samples_in_float64() -> None:

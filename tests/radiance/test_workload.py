@@ -24,6 +24,7 @@ from espalier import workload_registry
 from espalier.cluster import loads
 from espalier.config import SpikingNerf, recipe_file
 from espalier.errors import UserError
+from espalier.kernels.base import Operation
 from espalier.kernels.ragged import Ragged
 from espalier.plan import request_from_recipe
 from espalier.plan.decide import decide
@@ -126,6 +127,22 @@ def test_the_run_has_two_phases_with_a_plan_each_and_says_what_spikes_cost(home:
     depths = [one[:, 32:].astype(int) for one in shown]
     assert all((one == one[:, :, :1]).all() for one in depths), "in grey"
     assert max(one.std() for one in depths) > 4, "and of different nearness"
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("kind", ["voxels", "spikingnerf"])
+def test_rays_without_a_survivor_have_the_colour_of_the_background(kind: str, plain: bool, monkeypatch: Any) -> None:
+    """In the plain forms too, which other devices than processors run."""
+    if plain:
+        monkeypatch.setattr(Operation, "pick", lambda self, *_, **more: self.reference)
+    workload = opened(f"model.kind={kind}", "model.resolution=24")
+    field, batch = workload.build(torch.device("cpu"), torch.float32), workload.batches(0, Shard(0, 8, 8))[0]
+    assert isinstance(field, Field)
+    field.mask.zero_()
+    found = field(batch.rays)
+    assert torch.equal(found.colours, torch.tensor(field.background).expand(8, 3))
+    found.colours.sum().backward()
+    assert not any(one.grad is not None and one.grad.any() for one in field.parameters())
 
 
 @pytest.mark.parametrize(("kind", "steps"), [("voxels", 1), ("tcp", 1), ("tp", 1), ("repeated", 4)])

@@ -6,6 +6,7 @@ edges and the matrices as they are stored, each read or written once a layer. Bo
 
 from __future__ import annotations
 
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -21,6 +22,11 @@ from espalier.graph.subgraphs import infer
 from espalier.kernels.counts import Counts, low_bit
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from espalier import config
+    from espalier.graph.base import MessageBlock, Rows
+    from espalier.graph.data import Graph
     from espalier.graph.workload import GraphWorkload
     from espalier.quant.mega.simulator import LayerShape, Network, Result
 
@@ -30,12 +36,14 @@ INDEX = 4
 
 class RowStats(NamedTuple):
     """Of the rows that a layer reads: values of each that are not 0, their bits, and bytes of all as stored; of the
-    rows inside GIN's perceptron, which stay fp32, the values that are not 0."""
+    rows inside GIN's perceptron, which stay fp32, the values that are not 0; of the sums that a layer multiplies which
+    sums its rows first (GIN's with a node's own row), too."""
 
     nonzeros: np.ndarray
     bits: np.ndarray
     size: float
     hidden: np.ndarray | None = None
+    sums: np.ndarray | None = None
 
 
 def row_stats(workload: GraphWorkload, model: Gnn) -> list[RowStats]:
@@ -47,40 +55,60 @@ def row_stats(workload: GraphWorkload, model: Gnn) -> list[RowStats]:
             do='a recipe with graph.task = "node" and no [store]',
         )
     found = quantization.quantization_of(model)
-    read: list[torch.Tensor] = []
+    read: list[Rows] = []
     inside: list[np.ndarray] = []
-    hooks = [
-        layer.register_forward_pre_hook(
-            lambda module, inputs: read.append(quantization.dense_rows(inputs[1])), prepend=True
-        )
-        for layer in model.layers
-    ]
-    hooks += [
-        layer.second.register_forward_pre_hook(lambda module, inputs: inside.append((inputs[0] != 0).sum(1).numpy()))
-        for layer in model.layers
-        if isinstance(layer, Isomorphism)
-    ]
-    try:
-        if found is not None:
-            found.packed = True
+    with ExitStack() as stack:
+        stored = {} if found is None else stack.enter_context(quantization.packing(found))
+        layers = [layer for layer in model.layers if isinstance(layer, Layer)]
+        for layer in layers:
+            hook = layer.register_forward_pre_hook(lambda module, inputs: read.append(inputs[1]), prepend=True)
+            stack.callback(hook.remove)
+            if isinstance(layer, Isomorphism):
+                hook = layer.second.register_forward_pre_hook(
+                    lambda module, inputs: inside.append(_nonzeros(inputs[0]))
+                )
+                stack.callback(hook.remove)
+        sums = [stack.enter_context(_aggregated(layer)) for layer in layers]
         infer(model, workload.task.held)
-    finally:
-        for hook in hooks:
-            hook.remove()
     rows = []
-    for at, one in enumerate(read):
+    for at, (layer, one) in enumerate(zip(layers, map(quantization.dense_rows, read), strict=True)):
+        summed = None
+        if layer.aggregated_first(read[at]):
+            own = one if isinstance(layer, Isomorphism) else torch.zeros(())
+            summed = ((quantization.dense_rows(sums[at][0]) != 0) | (own != 0)).sum(1).numpy()
         hidden = inside[at] if inside else None
-        packed = None if found is None else found.stored.get(f"layers.{at}.rows")
+        packed = stored.get(f"layers.{at}.rows")
         if packed is not None:
             coded = packed.decoded()
-            counts = (coded.codes != 0).sum(1).numpy()
-            rows.append(RowStats(counts, coded.widths.numpy().astype(np.int64), float(packed.nbytes), hidden))
+            bits, size = coded.widths.numpy().astype(np.int64), float(packed.nbytes)
+            rows.append(RowStats(_nonzeros(coded.codes), bits, size, hidden, summed))
         else:
-            counts = (one != 0).sum(1).numpy()
             binary = found is not None and at == 0
             size = float(packed_input(one.numpy())[0].nbytes + 4 * len(one)) if binary else 4.0 * one.numel()
-            rows.append(RowStats(counts, np.full(len(one), 1 if binary else 32), size, hidden))
+            rows.append(RowStats(_nonzeros(one), np.full(len(one), 1 if binary else 32), size, hidden, summed))
     return rows
+
+
+def _nonzeros(rows: torch.Tensor) -> np.ndarray:
+    """int64 [rows]"""
+    return (rows != 0).sum(1).numpy()
+
+
+@contextmanager
+def _aggregated(layer: Layer) -> Iterator[list[torch.Tensor]]:
+    """What the layer's aggregation gives within."""
+    found: list[torch.Tensor] = []
+    plain = layer.aggregate
+
+    def aggregate(block: MessageBlock, rows: Rows, start: torch.Tensor | None = None) -> torch.Tensor:
+        found.append(plain(block, rows, start))
+        return found[-1]
+
+    layer.aggregate = aggregate
+    try:
+        yield found
+    finally:
+        layer.aggregate = plain
 
 
 def parts(workload: GraphWorkload, model: nn.Module) -> dict[str, Counts]:
@@ -91,32 +119,49 @@ def parts(workload: GraphWorkload, model: nn.Module) -> dict[str, Counts]:
             why="operations are counted in layers that pass messages and come with the package",
             do="espalier.kernels.counts.Counter(model) around a call",
         )
-    found, options = quantization.quantization_of(model), workload.recipe.quant
-    nodes, edges = workload.graph.nodes, workload.graph.edges
+    options, graph = workload.recipe.quant, workload.graph
     counted: dict[str, Counts] = {}
     for at, (layer, rows) in enumerate(zip(model.layers, row_stats(workload, model), strict=True)):
         assert isinstance(layer, Layer)
-        width = layer.heads * layer.columns if isinstance(layer, GraphAttention) else layer.outputs
-        weight = options.weights if options is not None and options.weights else 32
-        matrix = sum(p.numel() for p in layer.parameters() if p.ndim == 2)
-        macs = float(rows.nonzeros.sum()) * width * (2 if isinstance(layer, Mean) else 1)
-        hidden = 0.0 if rows.hidden is None else float(rows.hidden.sum()) * layer.outputs
-        scores = 2.0 * nodes * width if isinstance(layer, GraphAttention) else 0.0
-        if found is None:
-            product = Counts(macs=macs + hidden + scores)
-        else:
-            mean = float(rows.nonzeros @ np.maximum(rows.bits, 1)) / max(1.0, float(rows.nonzeros.sum()))
-            product = low_bit(macs, mean, weight) + low_bit(hidden, 32, weight) + Counts(macs=scores)
-        moved = rows.size + matrix * weight / 8
-        counted[f"layers.{at} product"] = product + Counts(bytes_moved=moved)
-        first = layer.aggregated_first(torch.zeros(0))
-        columns, loops = (layer.inputs if first else width), nodes if layer.loops else 0
-        bits = options.messages if options is not None and options.messages and not first else 32
-        sums = float(edges + loops) * columns
-        arithmetic = Counts(acs=sums) if bits == 32 else low_bit(sums, bits, 8)
-        moved = nodes * columns * bits / 8 * 2 + INDEX * (edges + loops) + 4.0 * nodes * layer.outputs
-        counted[f"layers.{at} aggregation"] = arithmetic + Counts(bytes_moved=moved)
+        product, aggregation = _layer(layer, rows, options, graph)
+        counted[f"layers.{at} product"], counted[f"layers.{at} aggregation"] = product, aggregation
     return counted
+
+
+def _layer(layer: Layer, rows: RowStats, options: config.Quant | None, graph: Graph) -> tuple[Counts, Counts]:
+    """Of its product and of its aggregation. A layer that sums first multiplies the sums (GraphSAGE own rows too)."""
+    width = layer.heads * layer.columns if isinstance(layer, GraphAttention) else layer.outputs
+    weight = options.weights if options is not None and options.weights else 32
+    matrix = sum(p.numel() for p in layer.parameters() if p.ndim == 2) * weight / 8
+    edges = graph.edges + (graph.nodes if layer.loops else 0)
+    scores = 2.0 * graph.nodes * width if isinstance(layer, GraphAttention) else 0.0
+    hidden = 0.0 if rows.hidden is None else float(rows.hidden.sum()) * layer.outputs
+    summed = 0.0 if rows.sums is None else float(rows.sums.sum()) * width
+    own = float(rows.nonzeros.sum()) * width * ((rows.sums is None) + isinstance(layer, Mean))
+    bits = 32 if options is None or not options.aggregates else options.aggregates
+    if options is None:
+        product = Counts(macs=own + summed + hidden + scores)
+    else:
+        mean = float(rows.nonzeros @ np.maximum(rows.bits, 1)) / max(1.0, float(rows.nonzeros.sum()))
+        product = low_bit(own, mean, weight) + low_bit(summed, bits, weight) + low_bit(hidden, 32, weight)
+        product += Counts(macs=scores)
+    results = 4.0 * graph.nodes * layer.outputs
+    if rows.sums is not None:
+        between = graph.nodes * layer.inputs * bits / 8
+        again = rows.size if isinstance(layer, Mean) else 0.0
+        product += Counts(bytes_moved=between + again + matrix + results)
+        return product, Counts(acs=float(edges) * layer.inputs, bytes_moved=rows.size + INDEX * edges + between)
+    messages = message_bits(rows, options)
+    sums = float(edges) * width
+    arithmetic = Counts(acs=sums) if messages == 32 else low_bit(sums, messages, 8)
+    between = graph.nodes * width * messages / 8
+    aggregation = arithmetic + Counts(bytes_moved=2 * between + INDEX * edges + results)
+    return product + Counts(bytes_moved=rows.size + matrix), aggregation
+
+
+def message_bits(rows: RowStats, options: config.Quant | None) -> int:
+    """Of rows between product and sum; 32: fp32, as where a layer sums first."""
+    return 32 if options is None or not options.messages or rows.sums is not None else options.messages
 
 
 def network(workload: GraphWorkload, model: Gnn) -> Network:
@@ -136,7 +181,7 @@ def network(workload: GraphWorkload, model: Gnn) -> Network:
     layers: list[LayerShape] = []
     for layer, rows in zip(model.layers, row_stats(workload, model), strict=True):
         assert isinstance(layer, Layer)
-        bits, own = options.messages if options is not None and options.messages else 32, isinstance(layer, Mean)
+        bits, own = message_bits(rows, options), isinstance(layer, Mean)
         layers.append(LayerShape(layer.inputs, layer.outputs, rows.nonzeros, rows.bits, bits, rows.size, own))
         if rows.hidden is not None:
             inner, full = layer.outputs, np.full(graph.nodes, 32)

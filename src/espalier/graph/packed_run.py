@@ -59,10 +59,10 @@ def write(workload: Workload, model: nn.Module, folder: Path) -> str:
     if workload.graph.partition is not None:
         workload = GraphWorkload(workload.recipe, part_inference.whole_graph(workload.graph), workload.folder)
         task = workload.whole_task
-    found.packed = True
-    infer(model, task.held)
+    with quantization.packing(found) as stored:
+        infer(model, task.held)
     rest = {name: one for name, one in model.state_dict().items() if not name.endswith(_MATRIX)}
-    matrices = {**found.stored, **packed_weights(model)}
+    matrices = {**stored, **packed_weights(model)}
     if _INPUT not in matrices:
         matrices[_INPUT], rest[_SCALE] = packed_input(task.held.graph.features)
     data = package_file.to_bytes(matrices, {"quant": type(found.options).__struct_config__.tag})

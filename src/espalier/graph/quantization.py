@@ -9,6 +9,7 @@ sums are those of integers, exactly (as MixQ has it, arXiv 2505.09361).
 from __future__ import annotations
 
 import math
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -49,7 +50,7 @@ from espalier.quant.mega.package import PackedRows, encode
 from espalier.quant.packed_spmm import PackedMatrix, packed_matmul
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from espalier.graph.data import Array, Graph
 
@@ -502,14 +503,21 @@ class Packed(NamedTuple):
     accuracy: float
 
 
-def packed(found: Quantization, accuracy: Callable[[], float]) -> Packed:
-    """`accuracy` infers the model whole, in per cent; its rows are packed for that and then let go."""
+@contextmanager
+def packing(found: Quantization) -> Iterator[dict[str, PackedRows]]:
+    """Rows that layers read within are packed (see `Quantization.stored`, which is what is given)."""
     found.packed, found.stored = True, {}
     try:
-        value = accuracy()
-        return Packed(sum(one.nbytes for one in found.stored.values()), value)
+        yield found.stored
     finally:
         found.packed, found.stored = False, {}
+
+
+def packed(found: Quantization, accuracy: Callable[[], float]) -> Packed:
+    """`accuracy` infers the model whole, in per cent."""
+    with packing(found) as stored:
+        value = accuracy()
+        return Packed(sum(one.nbytes for one in stored.values()), value)
 
 
 def curves(found: Quantization, now: Callable[[], Packed] | None) -> list[Curve]:

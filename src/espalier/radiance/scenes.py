@@ -158,7 +158,7 @@ def _blender(files: Sequence[Path], progress: Progress) -> Scene:
     paths = [_image_of(file, frame) for file, frame in frames]
     poses = torch.stack([pose_of(frame, f"{file}, frame {frame['file_path']!r}") for file, frame in frames])
     images, background, notes = read_images(paths, progress)
-    lens = lens_of(tables[0], images.shape[2], images.shape[1], str(files[0]))
+    lens = _one_lens(tables, images.shape[2], images.shape[1], files)
     if len(files) == 1:
         parts = _split(len(frames))
     else:
@@ -262,6 +262,11 @@ def lens_of(table: Mapping[str, Any], width: int, height: int, where: str) -> Le
         raise UserError(f"{where} has an optical center {center}.", do='"cx" and "cy" in pixels, or neither')
     if not 0 < factor < math.inf:
         raise UserError(f"{where} has a width of {table.get('w')}.", do='"w" in pixels, or leave it out')
+    if isinstance(tall := table.get("h", height / factor), int | float) and abs(tall * factor - height) > 1:
+        raise UserError(
+            f"{where} is of images of {table.get('w', width)} × {tall} pixels, and its images have {width} × {height}.",
+            do='the "w" and "h" of these images before they were made smaller, or neither',
+        )
     if math.isfinite(focal) and focal > 0:
         return Lens(width, height, focal * factor, (center[0] * factor, center[1] * factor))
     if not 0 < angle < math.pi:
@@ -269,6 +274,19 @@ def lens_of(table: Mapping[str, Any], width: int, height: int, where: str) -> Le
             f"{where} says nothing of the lens.", do='"camera_angle_x": radians between 0 and 3.14, or "fl_x": pixels'
         )
     return Lens.of_angle(width, height, angle)._replace(center=(center[0] * factor, center[1] * factor))
+
+
+def _one_lens(tables: Sequence[Mapping[str, Any]], width: int, height: int, files: Sequence[Path]) -> Lens:
+    """The lens of all tables. Raises UserError where they differ."""
+    every = [lens_of(table, width, height, str(file)) for table, file in zip(tables, files, strict=True)]
+    for lens, file in zip(every, files, strict=True):
+        if not np.allclose((lens.focal, *lens.center), (every[0].focal, *every[0].center), rtol=1e-3):
+            raise UserError(
+                f"{file} has a focal length of {lens.focal:.1f} pixels, and {files[0]} one of {every[0].focal:.1f}.",
+                why="all views have one lens",
+                do='the same "camera_angle_x" (or "fl_x", "cx" and "cy") in all files',
+            )
+    return every[0]
 
 
 def _split(views: int) -> dict[str, list[int]]:
@@ -325,6 +343,9 @@ def _image(path: Path) -> Tensor:
         raise UserError("Images are read with Pillow.", do='pip install "espalier[scenes]"') from None
     try:
         with Image.open(path) as opened:
+            if opened.mode.startswith("I"):  # 16 bits of grey, which Pillow would cut off at 255
+                grey = np.rint(np.asarray(opened).astype(np.float32) / 257).clip(0, 255).astype(np.uint8)
+                return torch.from_numpy(grey)[:, :, None].repeat(1, 1, 3)
             alpha = "A" in opened.getbands() or "transparency" in opened.info
             return torch.from_numpy(np.array(opened.convert("RGBA" if alpha else "RGB")))
     except (OSError, UnidentifiedImageError) as error:

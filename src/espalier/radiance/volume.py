@@ -189,7 +189,7 @@ def composite(
     samples). The weights of a ray and what passes it add up to 1. Differentiable."""
     rows = Ragged(alpha, offsets)
     padded = rows.padded()
-    before = torch.cat([torch.ones_like(padded[:, :1]), 1 - padded], 1).cumprod(1)
+    before = torch.cat([padded.new_ones(len(padded), 1), 1 - padded], 1).cumprod(1)
     weights = padded * before[:, :-1]
     mask = torch.arange(padded.shape[1], device=alpha.device) < rows.lengths[:, None]
     return weights[mask], before[:, -1]
