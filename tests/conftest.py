@@ -47,7 +47,7 @@ COMPILE = Path(__file__).with_name("compile_kernels.py")
 # Shared machines stall for seconds now and then: how long a draw or an example took says nothing of the code.
 WHOLE = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("whole", WHOLE)
-settings.register_profile("normal", WHOLE, max_examples=40)
+settings.register_profile("normal", WHOLE, max_examples=20)
 settings.load_profile("normal")
 
 
