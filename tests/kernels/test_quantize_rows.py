@@ -21,12 +21,12 @@ def placed(columns: int, widths: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     return ends - kernels.wire_bytes(columns, widths.long()) + 3, torch.zeros(size + 3, dtype=torch.uint8)
 
 
-def back(rows: torch.Tensor, width: int, key: int) -> torch.Tensor:
+def back(rows: torch.Tensor, width: int, key: int, dither: bool = False) -> torch.Tensor:
     chosen, widths = torch.arange(len(rows)), torch.full((len(rows),), width, dtype=torch.uint8)
     places = placed(rows.shape[1], widths)
     assert kernels.quantize_rows(rows, chosen, widths, places, key) == -1
     found = torch.empty_like(rows)
-    kernels.restore_rows(places[1], places[0], widths, found)
+    kernels.restore_rows(places[1], places[0], widths, found, key if dither else None)
     return found
 
 
@@ -47,10 +47,30 @@ def test_the_fast_form_writes_the_bytes_of_the_plain_one(
         assert form(rows, chosen, widths, (begins, wire), None if nearest else key) == -1
         out = torch.empty(len(given), columns)
         restore(wire, begins, widths, out)
+        less = torch.empty_like(out)
+        restore(wire, begins, widths, less, key)
         wires.append(wire)
-        found.append(out)
+        found += [out, less]
     assert torch.equal(*wires)
-    assert torch.equal(*found)
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[1], found[3])
+
+
+@pytest.mark.parametrize("width", [1, 2, 8])
+def test_what_is_lost_with_the_dither_taken_off_is_uniform_in_a_step_whatever_the_value(width: int) -> None:
+    random = np.random.default_rng(width)
+    rows = torch.from_numpy((random.normal(size=(24, 40)) * np.logspace(-6, 2, 24)[:, None]).astype(np.float32))
+    rows[::2] = rows[::2].relu()  # half of the values are the smallest
+    draws = 400
+    plain, found = (torch.stack([back(rows, width, key, one) for key in range(draws)]) for one in (False, True))
+    step = (plain.amax((0, 2)) - plain.amin((0, 2)))[:, None] / ((1 << width) - 1)
+    lost = (found - rows) / step
+    assert lost.abs().max() < 0.5 + 2.0 ** (width - 20)
+    z = lost.mean(0) * (12 * draws) ** 0.5
+    assert z.abs().max() < 5
+    assert (lost.square().mean((0, 2)) * 12 - 1).abs().max() < 0.05
+    values = (rows - plain.amin((0, 2))[:, None]) / step % 1
+    assert ((plain - rows) / step).square().mean() == pytest.approx((values * (1 - values)).mean(), rel=0.1)
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4, 8])

@@ -7,7 +7,8 @@ a rank waits for the rows of this step; in others it takes those that each peer 
 says (0: in this step), whose flight was hidden behind these steps. Gradients travel likewise.
 
 Deviations from the authors: the first step of a run, also of one that is resumed, is synchronous instead of reading
-zeros; scales are bfloat16 and codes are made with the rounded ones; no rule reads a clock.
+zeros; scales are bfloat16 and codes are made with the rounded ones; the receiver takes the random numbers of rounding
+off again, which the key of a message gives it (subtractive dither: a variance of S^2 / 12); no rule reads a clock.
 """
 
 from __future__ import annotations
@@ -340,17 +341,17 @@ class Sylvie:
         if bits == WHOLE:
             _copy(out, sent, wire)
         else:
-            key = stream(self.seed, self.step, 2 * crossing.layer + crossing.backward) + _rank(halo)
             rows = out.grouped(sent.detach().float().flatten(1).cpu())
             if self.delta:
                 known = self._sent.setdefault(crossing, torch.zeros_like(rows))
                 rows = rows - known
-            every = torch.arange(len(rows))
-            bad = kernels.quantize_rows(
-                rows, every, out.widths, (out.begins, wire), None if self.delta else key & 0xFFFF_FFFF
-            )
-            if bad >= 0:
-                raise not_finite(halo, crossing, out.row(bad, rows[bad]), TOO_FEW)
+            first, key = 0, self._key(self.step, crossing, _rank(halo))
+            for count in out.groups:  # rows are numbered in each message: who receives one makes its random numbers too
+                here, every = slice(first, first + count), torch.arange(count)
+                bad = kernels.quantize_rows(rows[here], every, out.widths[here], (out.begins[here], wire), key)
+                if bad >= 0:
+                    raise not_finite(halo, crossing, out.row(first + bad, rows[first + bad]), TOO_FEW)
+                first += count
             if self.delta:
                 kernels.restore_rows(wire, out.begins, out.widths, rows)
                 known += rows
@@ -361,6 +362,12 @@ class Sylvie:
             else:
                 works = _messages(halo, wire.split(out.splits), arriving.split(back.splits), crossing)
         return _Flight(works, wire, arriving, back, self.step, bits)
+
+    def _key(self, step: int, crossing: Crossing, sender: int) -> int | None:
+        """Of the random numbers of a message; None: its rows are differences, whose codes are the nearest."""
+        if self.delta:
+            return None
+        return (stream(self.seed, step, 2 * crossing.layer + crossing.backward) + sender) & 0xFFFF_FFFF
 
     def _bits(self, crossing: Crossing) -> int:
         """Of the stamp of messages with floating-point rows."""
@@ -431,7 +438,8 @@ class Sylvie:
         first, layout = sum(flight.layout.groups[: source[1]]), flight.layout
         here = slice(first, first + len(out))
         if not self.delta:
-            kernels.restore_rows(flight.arriving, layout.begins[here], layout.widths[here], out)
+            key = self._key(flight.step, *source)
+            kernels.restore_rows(flight.arriving, layout.begins[here], layout.widths[here], out, key)
             return
         step, arrived = self._arrived.get(source, (-1, torch.zeros(out.shape)))
         if flight.step > step:

@@ -6,6 +6,10 @@ floor((h - Z) / S + u), u uniform in [0, 1), and comes back as Z + code * S. As 
 the mean of what comes back is h (the low-bit module of Sylvie, arXiv 2303.01277, whose codes are made with the exact
 scale and sent with a rounded one). u depends on a key, the row's number and the column alone.
 
+With subtractive dither (Schuchman, IEEE Trans. Communication Technology 12, 1964) the receiver, who has the key, takes
+u off again: a value comes back as Z + (code + 1/2 - u) S. What is lost is then uniform over one S, whatever the value:
+the mean is h as before, and the variance S^2 / 12; where u stays it is r (S - r), r = (h - Z) mod S, up to S^2 / 4.
+
 The nearest form is for differences whose error is sent later: S is (maximum - Z) / 2^bits, and a value comes back as
 the middle of its interval, Z + (code + 1/2) S. What is lost of a row then spans 2^bits times less than the row, also
 with one bit, where rounding at random between smallest and largest can double it.
@@ -88,15 +92,18 @@ def restore_rows(
     begins: Int64[Tensor, " rows"],
     widths: UInt8[Tensor, " rows"],
     out: Float32[Tensor, "rows columns"],
+    key: int | None = None,
 ) -> None:
-    """Fills `out` with what `quantize_rows` wrote at `begins`."""
+    """Fills `out` with what `quantize_rows` wrote at `begins`. `key`: with which it wrote just these rows, whose dither
+    is taken off; None: it stays."""
+    noise = None if key is None else torch.from_numpy(_noise(key, *out.shape))
     for at, width in enumerate(widths.tolist()):
         begin = int(begins[at])
         low, scale = wire[begin : begin + SCALES].clone().view(torch.bfloat16).float()
         begin += SCALES
         packed = wire[begin : begin + int(row_bits.row_bytes(out.shape[1], width))]
         codes = row_bits.unpack_rows.reference.run(packed, widths[at : at + 1], out.shape[1])[0]
-        out[at] = low + codes.float() * scale
+        out[at] = low + (codes.float() if noise is None else codes.float() + (0.5 - noise[at])) * scale
 
 
 def _down(values: Tensor) -> Tensor:
@@ -141,11 +148,12 @@ def quantize_by_words(
 
 
 @restore_rows.fast("cpu")
-def restore_by_words(wire: Tensor, begins: Tensor, widths: Tensor, out: Tensor) -> None:
+def restore_by_words(wire: Tensor, begins: Tensor, widths: Tensor, out: Tensor, key: int | None = None) -> None:
     """numba."""
     from espalier.kernels import quantize_rows_cpu
 
-    quantize_rows_cpu.restore(wire, begins, widths, out, _pieces(out.numel()))
+    options = (key or 0, _pieces(out.numel()), int(key is not None))
+    quantize_rows_cpu.restore(wire, begins, widths, out, options)
 
 
 def _pieces(values: int) -> int:

@@ -107,9 +107,21 @@ def quantize(rows: Any, chosen: Any, widths: Any, begins: Any, wire: Any, option
     return -1
 
 
-@jit("(uint8[::1], int64[::1], uint8[::1], float32[:, ::1], int64)", parallel=True, uses=(simd, row_bits_cpu))
-def restore(wire: Any, begins: Any, widths: Any, out: Any, pieces: int) -> None:
-    """Fills `out`."""
+@njit
+def _values(codes: Any, low: Any, scale: Any, start: Any, out: Any) -> None:
+    for j in range(out.size):
+        noise = np.float32(_mixed(np.uint32(start + np.uint32(np.uint32(j) * np.uint32(0x85EBCA6B)))) >> np.uint32(8))
+        out[j] = low + (np.float32(codes[j]) + (np.float32(0.5) - noise * np.float32(2.0**-24))) * scale
+
+
+@jit(
+    "(uint8[::1], int64[::1], uint8[::1], float32[:, ::1], UniTuple(int64, 3))",
+    parallel=True,
+    uses=(simd, row_bits_cpu),
+)
+def restore(wire: Any, begins: Any, widths: Any, out: Any, options: Any) -> None:
+    """Fills `out`. `options`: the key, pieces, whether dither is taken off."""
+    key, pieces, dithered = options
     count, columns = out.shape
     source, end = address(wire), address(wire) + wire.size
     for piece in numba.prange(pieces):
@@ -123,5 +135,9 @@ def restore(wire: Any, begins: Any, widths: Any, out: Any, pieces: int) -> None:
                 raw[k] = np.int32((low << np.int32(16)) | (high << np.int32(24)))
             unpack_row(source + begin + 4, end, bits, np.uint64(0), columns, address(codes))
             low_, scale = scales[0], scales[1]
+            if dithered:
+                start = _mixed(np.uint32(np.uint32(np.uint32(at) * np.uint32(0x9E3779B1)) + np.uint32(key)))
+                _values(codes[:columns], low_, scale, start, out[at])
+                continue
             for j in range(columns):
                 out[at, j] = low_ + np.float32(codes[j]) * scale
