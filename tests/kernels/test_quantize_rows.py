@@ -63,13 +63,14 @@ def test_what_is_lost_with_the_dither_taken_off_is_uniform_in_a_step_whatever_th
     rows[::2] = rows[::2].relu()  # half of the values are the smallest
     draws = 400
     plain, found = (torch.stack([back(rows, width, key, one) for key in range(draws)]) for one in (False, True))
-    step = (plain.amax((0, 2)) - plain.amin((0, 2)))[:, None] / ((1 << width) - 1)
+    low = kernels._down(rows.amin(1))[:, None]
+    step = kernels._up((rows.amax(1)[:, None] - low) / ((1 << width) - 1))
     lost = (found - rows) / step
     assert lost.abs().max() < 0.5 + 2.0 ** (width - 20)
     z = lost.mean(0) * (12 * draws) ** 0.5
     assert z.abs().max() < 5
     assert (lost.square().mean((0, 2)) * 12 - 1).abs().max() < 0.05
-    values = (rows - plain.amin((0, 2))[:, None]) / step % 1
+    values = (rows - low) / step % 1
     assert ((plain - rows) / step).square().mean() == pytest.approx((values * (1 - values)).mean(), rel=0.1)
 
 
