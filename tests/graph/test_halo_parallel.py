@@ -557,7 +557,7 @@ def test_a_damaged_part_in_the_cache_is_written_again(tmp_path, monkeypatch):
 def test_fewer_clusters_than_ranks_leave_ranks_without_nodes_and_train_as_one(tmp_path, monkeypatch):
     """As METIS finds them in small graphs, such as eight pairs of nodes in seven parts."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(halo_parallel, "clusters", lambda *graph: 2 * (np.arange(60, dtype=np.int32) % 2))
+    monkeypatch.setattr(halo_parallel, "clusters_of", lambda *graph, begin: 2 * (np.arange(60, dtype=np.int32) % 2))
     close(train(recipe_of(graph={"halo": HALO}), made(), (25, 50, 75)), train(recipe_of(), made()), rel=1e-9)
 
 

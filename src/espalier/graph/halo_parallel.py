@@ -45,7 +45,8 @@ from espalier.graph.sylvie import (
 )
 from espalier.mechanism import Build, Mechanism
 from espalier.parallel.mesh import REPLICA
-from espalier.sparse.partition import clusters, library
+from espalier.sparse.partition import clusters_of, library
+from espalier.sparse.rcmpp.pattern import Pattern
 from espalier.track.decision_log import Decisions
 from espalier.track.progress import Stages
 from espalier.workload import to_device
@@ -393,7 +394,8 @@ class Cutting:
 
     def _made(self, shares: Sequence[int]) -> Array:
         with Stages("Cutting the graph") as stages:
-            return clusters(self.graph.indptr, self.graph.indices, len(shares), shares, begin=stages.begin)
+            pattern = Pattern.of(self.graph.indptr, self.graph.indices)
+            return clusters_of(pattern, len(shares), shares, begin=stages.begin)
 
     def boundary(self, parts: Array, ranks: int) -> tuple[halo.Boundary, partial_sums.Covers | None]:
         """What crosses between `parts`: rows, or where they are fewer by a tenth rows and sums."""

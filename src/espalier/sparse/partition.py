@@ -48,17 +48,26 @@ def clusters(
     parts: int,
     shares: Sequence[float] | None = None,
     volume: bool = True,
-    begin: Begin = _unseen,
 ) -> np.ndarray:
     """The part of each node, int32 [nodes] in 0 .. parts-1; deterministic.
 
     `indptr` [nodes + 1] and `indices` [entries] as for `rcmpp`; directions and repeated entries do not matter.
     `shares`: of the nodes for each part, in any unit (devices of unequal speed); None: equal. `volume`: METIS minimizes
-    the rows that parts send one another, else the edges between parts. `begin` is told of its stages.
+    the rows that parts send one another, else the edges between parts.
     Raises UserError: arrays that fit not, or a number of parts that is not between 1 and the number of nodes, or shares
     that are not one above 0 for each.
     """
-    pattern = Pattern.of(indptr, indices)
+    return clusters_of(Pattern.of(indptr, indices), parts, shares, volume)
+
+
+def clusters_of(
+    pattern: Pattern,
+    parts: int,
+    shares: Sequence[float] | None = None,
+    volume: bool = True,
+    begin: Begin = _unseen,
+) -> np.ndarray:
+    """As `clusters`, which tells `begin` of its stages."""
     if isinstance(parts, bool) or not isinstance(parts, int) or not 1 <= parts <= max(1, pattern.nodes):
         raise UserError(
             f"parts={parts!r} cannot be made of {pattern.nodes} nodes.", do=f"parts from 1 to {max(1, pattern.nodes)}"
