@@ -120,7 +120,7 @@ def steps(folder: Path) -> list[tuple[int, float]]:
     return [(one["step"], one["loss"]) for one in events if one["event"] == "step"]
 
 
-@pytest.mark.parametrize(("path", "pins"), [(FEW, "drawn"), (MANY, "parts")])
+@pytest.mark.parametrize(("path", "pins"), [(FEW, "drawn"), pytest.param(MANY, "parts", marks=pytest.mark.slow)])
 def test_the_run_does_what_was_chosen_as_if_it_had_been_asked_for_and_keeps_it_when_it_goes_on(
     tmp_path, monkeypatch, path, pins
 ):

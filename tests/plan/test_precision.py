@@ -109,7 +109,7 @@ def test_processors_train_in_bf16_where_steps_in_it_were_measured_and_are_faster
 # --- the law -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(one, marks=pytest.mark.slow) for one in range(2, 24))])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(one, marks=pytest.mark.slow) for one in (0, *range(2, 24)))])
 def test_no_allowed_precision_is_faster_by_the_planners_own_estimate(seed: int) -> None:
     draw = random.Random(seed)
     kinds = draw.sample(["A100-40GB", "H100", "RTX 3090", "V100-16GB", "T4"], draw.choice([1, 1, 2, 3]))

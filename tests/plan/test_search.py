@@ -140,7 +140,7 @@ def test_a_tie_goes_to_fewer_moving_parts_then_to_larger_micro_batches_then_to_l
     assert best.peak == min(one.peak for one in alike if one.layout.micro_batch == best.layout.micro_batch)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(one, marks=pytest.mark.slow) for one in range(3, 8))])
 def test_a_tie_goes_to_fewer_bytes_between_machines_first(seed: int) -> None:
     request, cluster = random_case(seed)
     found = search.search(request, cluster)
@@ -181,7 +181,7 @@ def test_every_option_between_machines_counts_what_leaves_them_also_with_shares_
         assert one.leaving > 0
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(one, marks=pytest.mark.slow) for one in range(4, 12))])
 def test_more_memory_never_makes_the_best_slower(seed: int) -> None:
     request, cluster = random_case(seed)
     node = cluster.nodes[0]
@@ -193,7 +193,7 @@ def test_more_memory_never_makes_the_best_slower(seed: int) -> None:
         assert after.options[0].seconds <= before.options[0].seconds * (1 + 1e-12)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(one, marks=pytest.mark.slow) for one in range(4, 12))])
 def test_a_faster_network_never_makes_the_best_slower(seed: int) -> None:
     request, cluster = random_case(seed)
     assert cluster.between is not None

@@ -298,7 +298,7 @@ def test_unlike_devices_take_their_own_time_and_the_longest_slice_the_fastest() 
     assert alike.seconds == waves([big, small], 2).seconds
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(one, marks=pytest.mark.slow) for one in range(6, 30))])
 def test_two_devices_of_unlike_speed_are_not_faster_the_other_way_round(seed: int) -> None:
     r = random.Random(seed)
     slower, first = r.uniform(1.1, 8.0), r.random() < 0.5
@@ -312,7 +312,7 @@ def test_two_devices_of_unlike_speed_are_not_faster_the_other_way_round(seed: in
     assert found.seconds <= max(end for _, end in simulate(metaops, other, devices)) * (1 + 1e-6)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(one, marks=pytest.mark.slow) for one in range(4, 12))])
 def test_links_never_make_waves_slower_than_a_plan_that_knows_of_them(seed: int) -> None:
     """With links between devices and parameters that are shared: every method that stands earlier is as fast, the
     exchange of gradients counted, and what engines rely on holds for MetaOps that were moved."""

@@ -51,7 +51,7 @@ for case in json.loads(sys.argv[1]):
     assert os.wait()[1] == 0
 """
 ENGINES = [("local_sgd", "exact"), ("co2", "int4"), ("streaming_diloco", "int4")]
-FEW, MANY = 1_000_000, 6_000_000
+FEW, MANY = 1_000_000, 4_000_000
 
 
 @pytest.fixture(scope="module")

@@ -42,10 +42,10 @@ def staged(asked):
 )
 def test_a_rank_lost_amid_a_dispatch_changes_no_bit(corpus, tmp_path, struck, memory):
     """Its first answers are on their way, and tokens of the others' have come: stages x recomputation x kill."""
-    asked = recipe(corpus, 10, checkpoint={"every": 100 if memory else 4})
+    asked = recipe(corpus, 7, checkpoint={"every": 100 if memory else 4})
     plan = staged(asked)
     whole = Struck(asked, 4, tmp_path / "whole", plan=plan).run()
-    faults = (Fault(struck, 7, "kill"),)
+    faults = (Fault(struck, 6, "kill"),)
     run = Struck(asked, 4, tmp_path / "run", faults, memory=memory, plan=plan, inside=(Layer, "_answer")).run()
     assert same(run, whole)
     (recovered,) = run.all("recovered")
