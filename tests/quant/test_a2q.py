@@ -278,6 +278,18 @@ def test_every_policy_begins_near_its_values(allocator: BitAllocator) -> None:
     assert float((quantizer(x).detach() - x).norm() / x.norm()) < 0.3
 
 
+def test_a_bank_begins_with_a_sample_of_more_rows_than_a_quantile_takes(monkeypatch) -> None:
+    """Of 5,000 rows every fifth, as if there were no others."""
+    x, banks, taken = rows(5000, 8, 6), [BankBits(5000, 4, pairs=20) for _ in range(2)], []
+    real = torch.Tensor.quantile
+    monkeypatch.setattr(torch.Tensor, "quantile", lambda one, q: (taken.append(len(one)), real(one, q))[1])
+    banks[0].begin(x[::5], RowIndex(None, None), signed=True)
+    monkeypatch.setattr(base, "QUANTILE", 1000)
+    banks[1].begin(x, RowIndex(None, None), signed=True)
+    assert taken == [1000, 1000]
+    assert torch.equal(banks[0].steps, banks[1].steps)
+
+
 SPARSE_ROWS = [UniformBits(400, 3), NodeBits(400, 3), DegreeBits(torch.arange(400) % 7, 3)]
 
 

@@ -117,6 +117,14 @@ def test_some_rows_are_decoded_as_among_all(rows, seed, data):
         assert same(part, Coded(*(one[start:stop] for one in given_)))
 
 
+@pytest.mark.parametrize(("start", "stop"), [(-5, 3), (0, 11), (7, 3), (11, None)])
+def test_rows_that_are_not_there_are_named(start, stop):
+    packed = encode(coded([2] * 10, 4, False, 1.0, 0))
+    with pytest.raises(IndexError, match=rf"rows \[{start}, {stop or 10}\) are not among the 10"):
+        packed.decoded(start, stop)
+    assert len(packed.decoded(10).codes) == 0
+
+
 @functools.cache
 def least(codes: int, width: int) -> int:
     if codes <= 0:

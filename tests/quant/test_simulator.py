@@ -387,3 +387,8 @@ def test_a_line_that_is_no_request_is_named(tmp_path, line):
     (tmp_path / "trace").write_text(f"0x40 READ 5\n{line}\n")
     with pytest.raises(UserError, match="line 2"):
         read_trace(tmp_path / "trace", HBM)
+
+
+def test_a_trace_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"none\.trace cannot be read: No such file"):
+        read_trace(tmp_path / "none.trace", HBM)

@@ -295,6 +295,10 @@ class DegreeBits(BitAllocator):
         return torch.where(nearer, known[above], known[below])[at]
 
 
+QUANTILE = 1 << 24
+"""Values that torch.quantile takes at most."""
+
+
 class BankBits(BitAllocator):
     """A bank of pairs for graphs that nobody has seen: each row takes the pair whose range is nearest to its largest
     value (A2Q's nearest neighbour strategy)."""
@@ -315,6 +319,7 @@ class BankBits(BitAllocator):
         largest = x.detach().abs().amax(1)
         largest = largest[largest > 0]
         if len(largest):
+            largest = largest[:: -(-len(largest) // QUANTILE)]  # evenly, no more than quantile takes
             ends = (largest.quantile(torch.tensor([0.001, 0.999], dtype=x.dtype))).log2()
             code = math.log2(max(1.0, float(largest_code(self.bits[:1].detach(), signed))))
             spread = torch.linspace(float(ends[0]) - 0.5, float(ends[1]) + 0.5, len(self.counts)) - code

@@ -382,9 +382,14 @@ def write_trace(path: Path, dram: Device, trace: Trace) -> None:
 
 
 def read_trace(path: Path, dram: Device) -> Trace:
-    """The requests of a file. Raises UserError with the line that is no request, or comes before the one above it."""
+    """The requests of a file. Raises UserError: a file that cannot be read, or, with the line, what is no request or
+    comes before the one above it."""
     blocks, writes, cycles = [], [], [0]
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.", do="a file that write_trace made") from None
+    for number, line in enumerate(text.splitlines(), 1):
         try:
             address, kind, at = line.split()
             blocks.append(int(address, 16) // dram.block)

@@ -128,11 +128,13 @@ class PackedRows:
     def decoded(self, start: int = 0, stop: int | None = None) -> Coded:
         """Codes, widths and steps of rows `[start, stop)`; of packages only those of their groups of 256 are read.
 
-        Raises UserError naming the bit at which packages are damaged.
+        Raises UserError naming the bit at which packages are damaged; IndexError: rows that are not there.
         """
         from espalier.quant.mega import package_cpu
 
         stop = self.rows if stop is None else stop
+        if not 0 <= start <= stop <= self.rows:
+            raise IndexError(f"rows [{start}, {stop}) are not among the {self.rows} of this package")
         begin, end = start // GROUP * GROUP, min(self.rows, -(-stop // GROUP) * GROUP)
         pairs = self.pairs(begin, max(begin, end))
         codes = np.zeros((len(pairs), self.columns), np.uint8)
