@@ -3,18 +3,18 @@
     python bench/spikingnerf.py [--quick] [--pairs N] [--json FILE] [--scene FOLDER] [--only CASES] [--picture FILE]
         [--keep FOLDER [--kept]]
 
-`quality` fits fields of both scenes (`--scene`, a folder in Blender's layout, else `spheres:`; and `knot:`) on
-several seeds, two fits at a time on a core each; a spiking one also for twice the steps. `--picture` writes a test
-view of each scene as PNG: the truth, plain, spiking, and spiking after twice the steps. `penalty` fits fields whose
-spikes are penalized, `alignments` compares the orders in which samples are time steps, `peers` fields that are trained
-with SpikingJelly's and snnTorch's neurons. These four time nothing: they may run beside other work and in pieces, where
-`--keep` holds what is fitted; with `--kept` nothing more is fitted, and rows are of the seeds that are there. `heads`
-times a training step of the colour network alone on the samples of a field of each scene, with what it keeps for
-backward and has in tensors at most: ours, SpikingJelly's and snnTorch's neurons on padded rays (peers are left out
-where they cannot be imported), and rendering by the kernel that adds the rows of neurons that fire. `steps` times a
-whole training step, plain and spiking, `gradients` counts bytes of their exchange between two ranks, `long` fits plain
-fields beyond 30 dB and spiking ones for twice the steps (it times nothing, and may be kept). `train` is `espalier
-train`, plain and spiking.
+`quality` fits fields of both scenes (`--scene`, a folder in Blender's layout, else `spheres:`; and `knot:`) on several
+seeds, two fits at a time on a core each; a spiking one also for twice the steps. `--picture` writes a test view of each
+scene as PNG: the truth, plain, spiking, and spiking after twice the steps. `dram` adds the traffic of DRAM to the
+energy of these fields. `penalty` fits fields whose spikes are penalized, `alignments` compares the orders in which
+samples are time steps, `peers` fields that are trained with SpikingJelly's and snnTorch's neurons. These five time
+nothing: they may run beside other work and in pieces, where `--keep` holds what is fitted; with `--kept` nothing more
+is fitted, and rows are of the seeds that are there. `heads` times a training step of the colour network alone on the
+samples of a field of each scene, with what it keeps for backward and has in tensors at most: ours, SpikingJelly's and
+snnTorch's neurons on padded rays (peers are left out where they cannot be imported), and rendering by the kernel that
+adds the rows of neurons that fire. `steps` times a whole training step, plain and spiking, `gradients` counts bytes of
+their exchange between two ranks, `long` fits plain fields beyond 30 dB and spiking ones for twice the steps (it times
+nothing, and may be kept). `train` is `espalier train`, plain and spiking.
 Energy is the paper's formula, 4.6 pJ a multiplication and 0.9 pJ an accumulation: a model, not a measurement.
 """
 
@@ -29,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
@@ -52,7 +52,7 @@ from espalier.radiance.volume import Samples
 from espalier.radiance.voxels import VIEW, Field
 from espalier.radiance.workload import RadianceWorkload, psnr
 from espalier.workload import Shard
-from spikingnerf_heads import PEERS, PaddedColours, head_step, kept_by, peak_of, survivors, there, timed
+from spikingnerf_heads import PEERS, PaddedColours, head_step, kept_by, peak_of, survivors, there, timed, whole_step
 from table import Row, arguments, compare, interval, publish
 
 GOAL = 30.0
@@ -290,11 +290,24 @@ def quality(sizes: Sizes) -> list[Row]:
                 ),
                 *spikes_alone(case, width, list(zip(same, plain, strict=True))),
                 row(f"{case}: all that is computed", "plain field", "J per image", pairs("counted", same), -1),
-                row(f"{case}: and DRAM", "plain field", "J per image", pairs("moved", same), -1),
             ]
             rates = [statistics.median(one.rates[layer] for one in twice) for layer in (0, 1)]
             rows.append(Row(f"{case}: spikes of a neuron and sample", "second layer", rates[1], rates[0],
                             rates[0] / max(1e-9, rates[1]), "rate", f"n={len(twice)}"))  # fmt: skip
+    return rows
+
+
+def dram(sizes: Sizes) -> list[Row]:
+    """Joules of an image with the traffic of DRAM, of all that is computed: fields of `quality` after as many steps."""
+    rows, width = [], sizes.widths[0]
+    for scene in sizes.scenes:
+        seeds = range(1, sizes.seeds + 1)
+        plain = [Fit("voxels", scene, one, sizes.steps, width, sizes.resolution, rays=sizes.rays) for one in seeds]
+        spiking = [replace(one, kind="spikingnerf") for one in plain]
+        pairs = paired(together([*plain, *spiking], sizes), spiking, plain)
+        case = f"{name_of(scene)}, hidden {width}, {sizes.steps} steps of {sizes.rays:,} rays{sizes.note}"
+        joules = [(own.moved, other.moved) for own, other in pairs]
+        rows.append(row(f"{case}: all that is computed, and DRAM", "plain field", "J per image", joules, -1))
     return rows
 
 
@@ -482,7 +495,7 @@ def steps(sizes: Sizes) -> list[Row]:
     made = []
     for kind in ("spikingnerf", "voxels"):
         fit = Fit(kind, scene, 1, sizes.steps // 2, 64, sizes.resolution, rays=rays)
-        made.append(whole_step(*fitted(fit), fit))
+        made.append(whole_step(*fitted(fit), rays))
     for one in made:
         one()
     pairs = [(timed(made[0]), timed(made[1])) for _ in range(sizes.seeds * 5)]
@@ -492,20 +505,6 @@ def steps(sizes: Sizes) -> list[Row]:
         compare(f"{case} (goal: at most 1.5 times)", "plain network", "s", pairs, higher_is_better=False),
         row(f"{case}: at most in tensors at a time", "plain network", "bytes", most, -1),
     ]
-
-
-def whole_step(workload: RadianceWorkload, field: Field, fit: Fit) -> Callable[[], None]:
-    """Loss, backward and the optimizer's step, on the rays of one step again and again; the field moves no further."""
-    batch = workload.batches(0, Shard(0, fit.rays, fit.rays))[0]
-    optimizer = torch.optim.Adam(field.parameters(), lr=0.0, fused=True)
-
-    def step() -> None:
-        loss, weight = workload.loss(field, batch)
-        optimizer.zero_grad()
-        (loss / weight).backward()
-        optimizer.step()
-
-    return step
 
 
 def gradients(sizes: Sizes) -> list[Row]:
@@ -552,6 +551,7 @@ CASES = {
     "alignments": alignments,
     "peers": peers,
     "quality": quality,
+    "dram": dram,
     "penalty": penalty,
 }
 

@@ -117,6 +117,21 @@ def head_step(network: SpikingColours, features: Tensor, views: Tensor, found: S
     return step
 
 
+def whole_step(workload: RadianceWorkload, field: Field, rays: int) -> Callable[[], None]:
+    """Loss, backward and the optimizer's step, on the rays of the first step again and again; the field moves no
+    further."""
+    batch = workload.batches(0, Shard(0, rays, rays))[0]
+    optimizer = torch.optim.Adam(field.parameters(), lr=0.0, fused=True)
+
+    def step() -> None:
+        loss, weight = workload.loss(field, batch)
+        optimizer.zero_grad()
+        (loss / weight).backward()
+        optimizer.step()
+
+    return step
+
+
 def timed(action: Callable[[], Any]) -> float:
     begun = time.perf_counter()
     action()
