@@ -142,7 +142,7 @@ def test_without_a_fast_link_only_gradients_travel_and_large_micro_steps_hide_th
     "shape",
     ["llama-7b", *(pytest.param(one, marks=pytest.mark.slow) for one in ("llama-13b", "llama-70b")), "gpt3-175b"],
 )
-@pytest.mark.parametrize("count", [1, 8, 128])
+@pytest.mark.parametrize("count", [1, pytest.param(8, marks=pytest.mark.slow), 128])
 def test_large_models_get_a_plan_or_are_told_why_not(shape: str, count: int) -> None:
     request, cluster = asked(shape, 2048, 1536), machines(("A100-80GB", count, 8))
     found = search.search(request, cluster)
