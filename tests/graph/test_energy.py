@@ -48,7 +48,7 @@ def test_products_of_fp32_are_those_that_pytorch_makes(make_graph):
 
 def test_operations_of_few_bits_are_counted_by_hand(make_graph, monkeypatch):
     """Three values in all, two of 2 bits and one of 4, by 4 columns of 4 bits: 12 products, which take of one of 8 by 8
-    bits (2 * 2 + 4) / 3 * 4 / 64. A sum of messages of 4 bits takes half of one of 8."""
+    bits (2 * 2 + 4) / 3 * 4 / 64. Sums of messages have 16 bits, half of 32."""
     workload, model = model_of(make_graph(), recipe({"kind": "mega"}))
     nodes, edges = workload.graph.nodes, workload.graph.edges
     counts, bits = np.zeros(nodes, np.int64), np.ones(nodes, np.int64)
@@ -57,7 +57,8 @@ def test_operations_of_few_bits_are_counted_by_hand(make_graph, monkeypatch):
     made = energy.parts(workload, model)
     product, summed = made["layers.0 product"], made["layers.0 aggregation"]
     assert product == Counts(int8_macs=12 * (8 / 3) * 4 / 64, bytes_moved=100 + 5 * 4 / 2)
-    assert summed.int8_macs == (edges + nodes) * 4 / 2
+    assert summed.int32_adds == (edges + nodes) * 4 / 2
+    assert summed.joules() == pytest.approx((edges + nodes) * 4 * 0.05e-12)
     assert summed.bytes_moved == 2 * nodes * 4 / 2 + 4 * (edges + nodes) + 4 * nodes * 4
     assert product.joules() == pytest.approx(12 * (8 / 3) * 4 / 64 * 0.3e-12)
     assert product.joules("dram") == pytest.approx(product.joules() + 110 * 160e-12)

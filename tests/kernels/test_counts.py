@@ -67,6 +67,8 @@ def test_joules_are_the_sum_over_the_constants() -> None:
 def test_few_bits_take_in_proportion_to_their_product_and_every_constant_is_told() -> None:
     assert counts.low_bit(640, 2, 4) == Counts(int8_macs=80)
     assert counts.low_bit(5, 8, 8).joules() == pytest.approx(5 * 0.3e-12)
+    assert counts.integer_sums(640, 16) == Counts(int32_adds=320)
+    assert counts.integer_sums(5, 16).joules() == pytest.approx(5 * 0.05e-12)
     assert {name: picojoules for name, picojoules, _ in counts.constants()}["hbm_byte"] == pytest.approx(7 * 8)
     assert Counts(bytes_moved=2).joules("hbm") == pytest.approx(112e-12)
 

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from espalier.errors import UserError
+from espalier.kernels.counts import constants
 from espalier.quant.mega import dram, simulator
 from espalier.quant.mega.condense import Condensed, condense
 from espalier.quant.mega.dram import Trace, read_trace, write_trace
-from espalier.quant.mega.simulator import DATAFLOWS, Chip, LayerShape, Network, simulate
+from espalier.quant.mega.simulator import DATAFLOWS, Chip, LayerShape, Network, mega, simulate, uncondensed
 
 HBM = dram.device("HBM2_8Gb_x128")
 
@@ -181,6 +182,15 @@ SPILLED = {
 }
 
 
+def arithmetic(name: str, products: float, sums: float) -> float:
+    """Joules by the table's constants: fp32; MEGA's products of 2 bits by 4, and sums of 16 bits, whatever is added."""
+    table = {key: picojoules for key, picojoules, _ in constants()}
+    if name == "mega":
+        assert 16 / 32 * table["int32_add"] >= 0.03, "an addition of 8 bits takes 0.03 pJ"
+        return 1e-12 * (products * table["int8_mac"] * 2 * 4 / 64 + sums * table["int32_add"] * 16 / 32)
+    return 1e-12 * (products * table["mac"] + sums * table["ac"])
+
+
 @pytest.mark.parametrize("name", DATAFLOWS)
 @pytest.mark.parametrize(("chip", "by_hand"), [(Chip(), PHASES), (Chip(buffer=7), SPILLED)], ids=["kept", "spilled"])
 def test_a_network_of_eight_nodes_takes_what_is_counted_by_hand(name, chip, by_hand):
@@ -199,8 +209,7 @@ def test_a_network_of_eight_nodes_takes_what_is_counted_by_hand(name, chip, by_h
     for (reads, writes), took in zip(by_hand[name], cycles, strict=True):
         picojoules += 828 + 804 * reads + 1068 * writes + 66 * (took - 2) + 48 * (2 + 7 * took)
     assert found.dram_joules == pytest.approx(1e-12 * picojoules)
-    mac, add = (4.6, 0.9) if name != "mega" else (0.3 * 2 * 4 / 64, 0.9 * 0.3 / 4.6 * 2 * 4 / 64)
-    assert found.arithmetic_joules == pytest.approx(1e-12 * (8 * 2 * 2 * mac + 8 * 2 * add))
+    assert found.arithmetic_joules == pytest.approx(arithmetic(name, products=8 * 2 * 2, sums=8 * 2))
     assert found.buffer_joules == pytest.approx(1e-12 * 1.25 * 64 * blocks)
     assert found.joules == found.dram_joules + found.arithmetic_joules + found.buffer_joules
 
@@ -281,8 +290,52 @@ def test_energy_is_the_sum_of_all_events_times_the_table(name):
     found = simulate(name, given_, chip)
     assert least <= 1e12 * found.dram_joules <= most < 1.2 * least
     products, sums = (sum(getattr(one, what) for one in DATAFLOWS[name](chip, given_)) for what in ("products", "sums"))
-    share = 0.3 / 4.6 * 2 * 4 / 64 if name == "mega" else 1.0
-    assert found.arithmetic_joules == pytest.approx(1e-12 * share * (4.6 * products + 0.9 * sums))
+    assert found.arithmetic_joules == pytest.approx(arithmetic(name, products, sums))
+
+
+def test_sums_take_the_same_whatever_the_width_of_what_is_added():
+    """With layers of one value each row; products, of which there are few, take less of fewer bits."""
+    one = network(400)
+    of = [one._replace(layers=[each._replace(nonzeros=0 * each.nonzeros, bits=0 * each.bits + bits)
+                               for each in one.layers]) for bits in (1, 8)]  # fmt: skip
+    narrow, wide = (simulate("mega", each).arithmetic_joules for each in of)
+    sums = sum(phase.sums for phase in DATAFLOWS["mega"](Chip(), one))
+    assert narrow == wide == pytest.approx(sums * 0.05e-12)
+
+
+def test_without_condensing_each_part_reads_its_sources_rows_and_nothing_is_written_twice():
+    given_, chip = network(600), Chip(buffer=4096, aggregation=4096)
+    flows = {flow: [simulate("mega", given_, chip, flow), *flow(chip, given_)] for flow in (mega, uncondensed)}
+    (plain, *phases), (found, *bare) = flows[mega], flows[uncondensed]
+    assert plain == simulate("mega", given_, chip)
+    targets = np.repeat(np.arange(600), np.diff(given_.indptr))
+    for at, layer in enumerate(given_.layers):
+        labels = given_.parts(math.ceil(600 * layer.outputs * 2 / 4096))
+        rows = {
+            (labels[target], source) for target, source in zip(targets.tolist(), given_.indices.tolist(), strict=True)
+        }
+        size = layer.outputs // 2
+        blocks = sum(math.ceil((source + 1) * size / 64) - source * size // 64 for _, source in rows)
+        edges = math.ceil(4 * len(given_.indices) / 64)
+        assert len(bare[2 * at + 1].reads) == blocks + edges
+        assert len(bare[2 * at].writes) == math.ceil(600 * size / 64) < len(phases[2 * at].writes)
+    assert found.bytes > plain.bytes
+    assert found.compute_cycles == plain.compute_cycles
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_channels_of_the_simulation_serve_as_one_that_is_compared_with_dramsim3(writes):
+    """The simulator's requests come to each channel by themselves; of one channel that is what a trace does whose
+    requests all arrive in cycle 0, as those are compared with DRAMsim3 (test_dram.py)."""
+    random = np.random.default_rng(5)
+    blocks = np.concatenate([np.arange(2000), 4096 + random.permutation(40_000)[:1500]])
+    wrote = (random.random(len(blocks)) < 0.3) & writes
+    whole, channel = dram.serve(HBM, blocks, wrote), HBM.parts(blocks)[0]
+    alone = [Trace(blocks[here], wrote[here], np.zeros(int(here.sum()), np.int64)).served(HBM)
+             for here in (channel == one for one in range(HBM.channels))]  # fmt: skip
+    assert whole.cycles == max(one.cycles for one in alone)
+    assert (whole.hits, whole.activations) == tuple(sum(getattr(one, of) for one in alone)
+                                                    for of in ("hits", "activations"))  # fmt: skip
 
 
 def test_renumbering_nodes_changes_nothing_where_nothing_is_cached():

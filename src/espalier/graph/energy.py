@@ -19,7 +19,7 @@ from espalier.graph.gnn import Gnn, GraphAttention, Isomorphism, Layer, Mean
 from espalier.graph.node_classification import NodeTask
 from espalier.graph.packed_run import packed_input
 from espalier.graph.subgraphs import infer
-from espalier.kernels.counts import Counts, low_bit
+from espalier.kernels.counts import Counts, integer_sums, low_bit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 INDEX = 4
 """Bytes of an edge's source."""
+SUM = 16
+"""Bits of sums of messages that are integers."""
 
 
 class RowStats(NamedTuple):
@@ -153,7 +155,7 @@ def _layer(layer: Layer, rows: RowStats, options: config.Quant | None, graph: Gr
         return product, Counts(acs=float(edges) * layer.inputs, bytes_moved=rows.size + INDEX * edges + between)
     messages = message_bits(rows, options)
     sums = float(edges) * width
-    arithmetic = Counts(acs=sums) if messages == 32 else low_bit(sums, messages, 8)
+    arithmetic = Counts(acs=sums) if messages == 32 else integer_sums(sums, SUM)
     between = graph.nodes * width * messages / 8
     aggregation = arithmetic + Counts(bytes_moved=2 * between + INDEX * edges + results)
     return product + Counts(bytes_moved=rows.size + matrix), aggregation

@@ -36,6 +36,7 @@ ENERGY: Mapping[str, Joules] = {
     "mac": Joules(4.6 * PICO, f"fp32: 3.7 pJ to multiply, 0.9 pJ to add; {HOROWITZ}"),
     "ac": Joules(0.9 * PICO, f"fp32: 0.9 pJ to add; {HOROWITZ}"),
     "int8_mac": Joules(0.3 * PICO, f"int8: 0.2 pJ to multiply, int32: 0.1 pJ to add; {HOROWITZ}"),
+    "int32_add": Joules(0.1 * PICO, f"int32: 0.1 pJ to add, of fewer bits in proportion; {HOROWITZ}"),
     "other": Joules(0.9 * PICO, f"fp32, as an addition; {HOROWITZ}"),
     "sram_byte": Joules(1.25 * PICO, f"5 pJ for 32 bits of an SRAM; {HAN}"),
     "dram_byte": Joules(160 * PICO, f"640 pJ for 32 bits of DRAM; {HAN}"),
@@ -50,7 +51,7 @@ class Counts:
 
     Attributes:
         macs: multiplications with accumulation, floating point; int8_macs: of 8-bit numbers.
-        acs: accumulations without a multiplication: synaptic operations (SOPs).
+        acs: accumulations without a multiplication: synaptic operations (SOPs); int32_adds: of 32-bit integers.
         other: elementwise operations, one for each number that comes out.
         bytes_moved: read and written, each operation for itself: no cache is assumed.
     """
@@ -60,6 +61,7 @@ class Counts:
     acs: float = 0.0
     other: float = 0.0
     bytes_moved: float = 0.0
+    int32_adds: float = 0.0
 
     def __add__(self, more: Counts) -> Counts:
         return Counts(*(getattr(self, one.name) + getattr(more, one.name) for one in fields(self)))
@@ -73,6 +75,7 @@ class Counts:
         too."""
         found = self.macs * energy["mac"].value + self.acs * energy["ac"].value
         found += self.int8_macs * energy["int8_mac"].value + self.other * energy["other"].value
+        found += self.int32_adds * energy["int32_add"].value
         return found + (0.0 if memory == "none" else self.bytes_moved * energy[f"{memory}_byte"].value)
 
 
@@ -83,6 +86,12 @@ def low_bit(macs: float, left: float, right: float) -> Counts:
     """So many MACs of codes of `left` and `right` bits, as 8-bit ones: the energy of a multiplier is in proportion to
     the product of the widths, as its array of partial products is. That is a model, not a measurement."""
     return Counts(int8_macs=macs * left * right / 64)
+
+
+def integer_sums(sums: float, bits: int) -> Counts:
+    """So many additions of integers of `bits` bits, as 32-bit ones: the energy of an adder is in proportion to the
+    width of the sum, whatever the width of what is added."""
+    return Counts(int32_adds=sums * bits / 32)
 
 
 def constants(energy: Mapping[str, Joules] = ENERGY) -> list[tuple[str, float, str]]:
@@ -231,5 +240,5 @@ def table(by_part: Mapping[str, Counts], memory: str = "dram") -> list[tuple[str
     rows = []
     for part, one in by_part.items():
         macs, name = one.macs + one.int8_macs, part or "outside of modules"
-        rows.append((name, macs, one.acs, one.bytes_moved, one.joules(), one.joules(memory)))
+        rows.append((name, macs, one.acs + one.int32_adds, one.bytes_moved, one.joules(), one.joules(memory)))
     return sorted(rows, key=lambda row: -row[-1])

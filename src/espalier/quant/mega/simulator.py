@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from espalier.kernels.counts import ENERGY, PICO
+from espalier.kernels.counts import ENERGY, PICO, Counts, integer_sums, low_bit
 from espalier.quant.mega.condense import condense
 from espalier.quant.mega.dram import Device, Trace, device
 
@@ -308,6 +308,15 @@ def mega(chip: Chip, network: Network) -> Iterator[Phase]:
     """A (X W) on packages: a product takes as many cycles as its row has bits; where messages of few bits do not fit
     the buffer, those that other parts need are condensed: written once for each part, read in sequence. A node's own
     product waits as 16-bit partial sums. Results are packed for the next layer."""
+    return _on_packages(chip, network, condensed=True)
+
+
+def uncondensed(chip: Chip, network: Network) -> Iterator[Phase]:
+    """As `mega`, but each part reads the messages of its edges from where they are, each row once."""
+    return _on_packages(chip, network, condensed=False)
+
+
+def _on_packages(chip: Chip, network: Network, condensed: bool) -> Iterator[Phase]:
     nodes, memory = len(network.indptr) - 1, Memory(chip)
     for layer, rows, results in _layers(network, chip, memory, lambda one: one.packed_bytes):
         products = float(layer.nonzeros.sum()) * layer.outputs * layer.matrices
@@ -321,31 +330,36 @@ def mega(chip: Chip, network: Network) -> Iterator[Phase]:
         middle, mapped = _intermediate(chip, memory, nodes * size, partial * (layer.matrices - 1))
         if len(middle):
             labels = network.parts(max(1, math.ceil(partial / chip.aggregation)))
-            region = memory.stream(len(condense(network.indptr, network.indices, labels).regions) * size)
+            if condensed:
+                region = memory.stream(len(condense(network.indptr, network.indices, labels).regions) * size)
         written = np.concatenate([middle, region, mapped])
         yield Phase(read, written, serial / chip.products, products, 0.0)
         sums = len(network.indices) * layer.outputs
-        again = np.concatenate([written, memory.stream(WORD * len(network.indices))])
+        back = written
+        if len(middle) and not condensed:
+            keys = np.unique(labels[_targets(network)].astype(np.int64) * nodes + network.indices)
+            back = np.concatenate([memory.rows(middle, keys % nodes, size), mapped])
+        again = np.concatenate([back, memory.stream(WORD * len(network.indices))])
         yield Phase(again, results, sums / chip.sums, 0.0, sums)
 
 
 DATAFLOWS: dict[str, Dataflow] = {"mega": mega, "sgcn": sgcn, "grow": grow, "gcnax": gcnax, "hygcn": hygcn}
 
 
-def simulate(name: str, network: Network, chip: Chip | None = None) -> Result:
-    """An inference of `network` by the accelerator `name`, a key of `DATAFLOWS`."""
+def simulate(name: str, network: Network, chip: Chip | None = None, flow: Dataflow | None = None) -> Result:
+    """An inference of `network` by the accelerator `name`, a key of `DATAFLOWS`; by `flow` in place of its own."""
     chip = chip or Chip()
     cycles = compute = moved = picojoules = arithmetic = 0.0
     hits = requests = 0
-    share = _quantized_share(name, network)
-    for phase in DATAFLOWS[name](chip, network):
+    product, addition = _joules(name, network)
+    for phase in (flow or DATAFLOWS[name])(chip, network):
         blocks, served = phase.requests.blocks, phase.requests.served(chip.dram)
         cycles += max(served.cycles * chip.dram.tck, phase.cycles)
         compute += phase.cycles
         moved += len(blocks) * chip.dram.block
         hits, requests = hits + served.hits, requests + served.requests
         picojoules += served.picojoules
-        arithmetic += (phase.products * ENERGY["mac"].value + phase.sums * ENERGY["ac"].value) * share
+        arithmetic += phase.products * product + phase.sums * addition
     joules = picojoules * PICO, arithmetic, moved * ENERGY["sram_byte"].value
     return Result(name, cycles, compute, moved, hits / max(1, requests), *joules)
 
@@ -356,10 +370,11 @@ def trace(name: str, network: Network, chip: Chip | None = None) -> Trace:
     return Trace(np.concatenate([one.blocks for one in phases]), np.concatenate([one.writes for one in phases]))
 
 
-def _quantized_share(name: str, network: Network) -> float:
-    """What a product takes of few bits, of what it takes in fp32: an 8-bit one scaled by the mean width and 4 bits."""
+def _joules(name: str, network: Network) -> tuple[float, float]:
+    """Of a product with its accumulation, and of an addition to a sum of messages: in fp32; MEGA's of the mean width
+    and 4 bits, and of its partial sums."""
     if name != "mega":
-        return 1.0
+        return Counts(macs=1).joules(), Counts(acs=1).joules()
     values = sum(float(one.nonzeros.sum()) for one in network.layers)
     bits = sum(float(one.nonzeros @ np.maximum(one.bits, 1)) for one in network.layers) / max(1.0, values)
-    return ENERGY["int8_mac"].value / ENERGY["mac"].value * bits * 4 / 64
+    return low_bit(1, bits, 4).joules(), integer_sums(1, 8 * PARTIAL).joules()
