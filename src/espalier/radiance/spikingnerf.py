@@ -348,8 +348,8 @@ RECORD = Record(
     remark="trained, resumed, shared by ranks and rendered like any workload, its energy told by `explain RUN "
     "--energy`; with 128 neurons a colour network of spikes needs 72 % less energy by the paper's formula after "
     "as many steps as a plain one, at its PSNR (76 % with `model.spike_penalty`, which on a second scene costs "
-    "0.8 dB, one seed), and 82 % after "
-    "twice as many, part of it from fewer samples; quality is measured on two scenes with three seeds, on "
+    "0.8 dB, one seed), and 82 % after twice as many, part of it from fewer samples; the whole field needs 4 % less "
+    "with DRAM; quality is measured on two scenes with three seeds, on "
     "fields that are not trained to their end; condensed time steps end no better than those with gaps; a "
     "training step takes 1.1 times that of a plain network",
     gpu="NVIDIA H100, November 2026",
