@@ -13,10 +13,15 @@ simulations take beside the goal of 60. Bags of words at the input: their packag
 is installed. Accuracy of held-out nodes: one training beside one in fp32, not over seeds.
 Simulation: cycles, DRAM bytes and energy of an inference of all nodes beside MEGA's; "published" are the paper's means
 over five graphs and three networks, which nothing here is fitted to.
+Ablation, with the buffers of the paper's configuration (96 KiB of products, 128 KiB of sums): rows as a bitmap with
+codes of the widest row's bits, as packages with bitmaps, as packages with the shortest lists; then edges condensed.
+Each stands beside the one before it.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import sys
 import tempfile
 import time
@@ -38,6 +43,8 @@ from espalier.graph.diskgnn.inference import InferenceFolder
 from espalier.graph.gnn import Gnn
 from espalier.graph.subgraphs import infer
 from espalier.graph.workload import GraphWorkload, open_graph
+from espalier.quant.mega import simulator
+from espalier.quant.mega.package import encode
 from espalier.store.io_queue import IoQueue
 from espalier.store.memory import MemoryRows
 from espalier.workload import Shard
@@ -151,6 +158,44 @@ def simulated(name: str, workload: GraphWorkload, model: torch.nn.Module, timed:
     return rows
 
 
+def ablation(name: str, workload: GraphWorkload, model: torch.nn.Module) -> list[Row]:
+    """MEGA's parts, one after the other: bytes of the rows that both layers read, DRAM bytes and cycles."""
+    assert isinstance(model, Gnn)
+    chip, full = simulator.Chip(buffer=96 << 10), energy.network(workload, model)
+    found = quantization.quantization_of(model)
+    assert found is not None
+    with quantization.packing(found) as stored_rows:
+        infer(model, workload.task.held)
+    packed = [stored_rows.get(f"layers.{at}.rows") for at in range(len(full.layers))]
+    values = [0 if one is not None else 4 * workload.graph.nodes for one in packed]  # of bags of words, one a row
+    every = [packed_run.packed_input(np.asarray(workload.graph.features))[0] if one is None else one for one in packed]
+    bitmaps = [
+        (-(-one.columns // 8) * one.rows + math.ceil(float(layer.nonzeros.sum()) * int(layer.bits.max()) / 8))
+        for one, layer in zip(every, full.layers, strict=True)
+    ]
+    forms = {
+        "a bitmap, codes of the widest row": bitmaps,
+        "packages, bitmaps": [encode(one.decoded(), occupied="bitmap").nbytes for one in every],
+        "packages, the shortest lists": [one.nbytes for one in every],
+    }
+    steps = []
+    for form, sizes in forms.items():
+        stored = [size + more for size, more in zip(sizes, values, strict=True)]
+        layers = [one._replace(packed_bytes=size) for one, size in zip(full.layers, stored, strict=True)]
+        given = full._replace(layers=layers)
+        steps.append((form, sum(stored), simulator.simulate("mega", given, chip, simulator.uncondensed)))
+    steps.append(("condensed edges", sum(stored), simulator.simulate("mega", given, chip)))
+    rows = []
+    for (before, peer_size, peer), (form, size, ours) in itertools.pairwise(steps):
+        case, low = f"{name}, ablation: {form}", {"higher_is_better": False}
+        rows.append(compare(f"{case}, rows stored", before, "KiB", [(size / 1024, peer_size / 1024)], **low))
+        rows.append(compare(f"{case}, DRAM", before, "MiB", [(ours.bytes / 2**20, peer.bytes / 2**20)], **low))
+        rows.append(compare(f"{case}, cycles", before, "thousands", [(ours.cycles / 1e3, peer.cycles / 1e3)], **low))
+        pair = 1e6 * ours.joules, 1e6 * peer.joules
+        rows.append(compare(f"{case}, joules", before, "µJ", [pair], **low))
+    return rows
+
+
 def condensed(name: str, workload: GraphWorkload, model: torch.nn.Module) -> list[Row]:
     """Results of inner layers read from disk where all nodes are inferred in as little memory as the node of the most
     neighbours allows: by ranges with the rows of their outside sources, beside rows by node."""
@@ -189,7 +234,7 @@ def main() -> None:
         __doc__ or "",
         data={"default": ".", "help": "folder of cora/, citeseer/ and pubmed/"},
         only={"default": "cora,citeseer,pubmed,debian,wordnet", "help": "of these, with commas"},
-        parts={"default": "sizes,simulation,disk,accuracy", "help": "of these, with commas"},
+        parts={"default": "sizes,simulation,disk,accuracy", "help": "of these and ablation, with commas"},
     )
     torch.set_num_threads(1)
     rows: list[Row] = []
@@ -203,6 +248,7 @@ def main() -> None:
         parts: dict[str, Callable[[], list[Row]]] = {
             "sizes": lambda: sizes_and_decoding(name, workload, model, options.pairs or 0),  # noqa: B023
             "simulation": lambda: simulated(name, workload, model, bool(options.pairs)),  # noqa: B023
+            "ablation": lambda: ablation(name, workload, model),  # noqa: B023
             "disk": lambda: condensed(name, workload, workload.bare().eval()),  # noqa: B023
         }
         for part in options.parts.split(","):
