@@ -284,17 +284,14 @@ def test_few_bits_send_less_and_still_learn(options):
 @pytest.mark.parametrize("kind", [pytest.param("gcn", marks=pytest.mark.slow), "gat", "maxk"])
 def test_bytes_of_a_step_are_those_of_the_plan(kind):
     model = {"activation": "maxk", "k": 3} if kind == "maxk" else {"kind": kind}
-    for options in ({}, {"bits": 2}, {"synchronize": 0}):
-        if options.get("synchronize") == 0 and kind == "maxk":
-            continue
-        recipe = recipe_of({**model, "depth": 3}, {"halo": options}, precision="fp32")
-        workload = GraphWorkload(recipe, made())
-        plan = plan_of(recipe, workload, (20, 60))
-        shares = [one.share[1] - one.share[0] for one in plan.ranks]
-        halos = workload.halos()
-        assert halos is not None
-        sent = train(recipe, made(), (20, 60))["halo"][1:]
-        assert sent == [halos.step_bytes(shares, 4)[0].sum()] * (STEPS - 1)
+    every = [({}, "fp32"), ({"bits": 2}, "fp32"), ({}, "bf16")]
+    every += [({"synchronize": 0}, "fp32"), ({"bits": 2}, "bf16")] if kind != "maxk" else []
+    for options, precision in every:
+        recipe = recipe_of({**model, "depth": 3}, {"halo": options}, precision=precision)
+        halos, shares, _ = sent_by_plan(recipe, (20, 60))
+        plan = plan_of(recipe, GraphWorkload(recipe, made()), (20, 60))
+        leaving = halos.step_bytes(shares, halo_exchange.value_bytes(plan)).sum(1)
+        assert train(recipe, made(), (20, 60))["halo"][1:] == [leaving[0]] * (STEPS - 1)
 
 
 def machines(count, mbit):
@@ -430,6 +427,27 @@ def test_rows_over_fast_links_are_fresh_and_over_slow_ones_as_old_as_their_laten
         assert plans.loads(plans.dumps(found)) == found
         took[staleness] = found.predicted.step_seconds
     assert took[9] == took[2] < took[1] - 0.1
+
+
+@pytest.mark.parametrize("synchronize", [1, 4])
+def test_a_plan_has_no_bits_to_choose_where_no_rows_cross(synchronize, tmp_path, monkeypatch):
+    """One layer, whose rows cross once before training; two parts between which there is no edge."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(halo_parallel, "clusters", lambda *graph, **how: np.arange(60, dtype=np.int32) % 2)
+    apart = made()
+    both = apart.targets() % 2 == apart.indices % 2
+    apart = Graph.from_edges(
+        apart.indices[both], apart.targets()[both], features=apart.features, labels=apart.labels, parts=apart.parts
+    )
+    for model, graph in (({"depth": 1}, made()), ({"depth": 2}, apart)):
+        recipe = recipe_of(model, {"halo": {"bits": "auto", "synchronize": synchronize}}, precision="fp32")
+        recipe = msgspec.structs.replace(recipe, plan=config.Planning(pin=config.Pin(ranks=2)))
+        request = request_from_recipe.of_recipe(recipe, lambda one=recipe, its=graph: GraphWorkload(one, its))
+        plan = decide.decide(request, machines(1, 0)).taken
+        assert any("no bits to choose" in one for one in plan.why)
+        assert not any(one.traffic == "halo" for one in plan.exchanges)
+        assert plan.predicted.sent_bytes["halo"] == 0
+        assert not sum(train(recipe, graph, (50,), exchanges=plan.exchanges)["halo"][1:])
 
 
 def test_bits_of_a_plan_are_those_that_cross():

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from espalier import units
+from espalier.cost import VALUE_BYTES
 from espalier.plan import halo_bits
 from espalier.plan.base import AdaptiveRule, Exchange, HaloAge, HaloRows, Plan
 from espalier.plan.packed_features import longer
@@ -70,11 +71,21 @@ def with_whole_graph(plan: Plan, others: Sequence[tuple[str, Plan, int]]) -> Pla
     return msgspec.structs.replace(plan, why=(told, *plan.why))
 
 
+def value_bytes(plan: Plan) -> int:
+    """Of a value that crosses as it is: of the network's dtype."""
+    return VALUE_BYTES[plan.precision]
+
+
 def _with_bits(plan: Plan, halos: Any, cluster: Cluster) -> tuple[Plan, Any]:
     """The plan with the bits of each layer, direction and pair of machines, and these by crossing and ranks: what
     crosses in `HIDDEN` of computing, with late rows in all of it, with the least error."""
-    ranks, size = [plan.ranks[rank] for rank in plan.trainers], 8 if plan.precision == "fp64" else 4
+    ranks, size = [plan.ranks[rank] for rank in plan.trainers], value_bytes(plan)
     shares = [one.share[1] - one.share[0] for one in ranks]
+    counts = halos.counts(shares)
+    if not any(one.any() for one in counts.values()):
+        told = f"{HALOS}: none cross between hidden layers, so there are no bits to choose (graph.halo.bits = auto)."
+        every = {key: np.full(one.shape, ALL_BITS) for key, one in counts.items()}
+        return msgspec.structs.replace(plan, why=(told, *plan.why)), every
     computing = sum(plan.predicted.terms.get(name, 0.0) for name in COMPUTING) if plan.predicted is not None else 0.0
     limit = computing * (HIDDEN if halos.options.synchronize == 1 else 1.0)
     places = [place.rank for place in places_of(plan, cluster)]
@@ -83,7 +94,7 @@ def _with_bits(plan: Plan, halos: Any, cluster: Cluster) -> tuple[Plan, Any]:
     waits = halos.exchanges * max((link.latency + link.launch for link in known), default=0.0)
     bandwidth = np.array([[np.inf if link is None else link.bandwidth for link in row] for row in each])
     links = halo_bits.Links(np.array([one.node for one in ranks]), bandwidth)
-    counts, coded = halos.counts(shares), links.seconds(halos.coded_bytes(shares, size))
+    coded = links.seconds(halos.coded_bytes(shares, size))
     found = halo_bits.allotted(
         counts, lambda key, bits: halos.crossing_bytes(shares, size, key, bits), links, limit - waits - coded
     )
@@ -220,7 +231,7 @@ def _said_bits(options: Any, by_peer: Any) -> tuple[int, str]:
     if options.by_degree:
         return options.bits, f"{_by_degree(options.bits)} a value by degree"
     every = [options.bits] if by_peer is None else [int(one) for bits in by_peer.values() for one in bits.flat]
-    low, high = min(every), max(every)
+    low, high = min(every, default=ALL_BITS), max(every, default=ALL_BITS)
     if low < high:
         return low, f"{low} to {high} bits a value"
     return low, f"{units.plural(low, 'bit')} a value" if low < ALL_BITS else "values as they are"
@@ -262,7 +273,7 @@ def with_halos(plan: Plan, halos: Halos | TokenCut, cluster: Cluster, instead_of
     ranks = [plan.ranks[rank] for rank in plan.trainers]
     shares = [one.share[1] - one.share[0] for one in ranks]
     plan = msgspec.structs.replace(plan, micro_batch=max(shares))
-    size = 8 if plan.precision == "fp64" else 4
+    size = value_bytes(plan)
     options, node = halos.options, np.array([one.node for one in ranks])
     far, by_peer = node[:, None] != node[None], cast("Any", None)
     if options.bits == "auto":
