@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 import sys
 
@@ -62,6 +63,22 @@ class Network(nn.Module):
 def network(features, classes, norm=False, **how):
     torch.manual_seed(0)
     return Network(features, classes, norm, **how)
+
+class Bare(nn.Module):
+    """Answers nothing of rows that are zero, and nothing at all where `gate` is."""
+
+    def __init__(self, features, classes, gate):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = Sum(features, 8, True), Sum(8, classes, True)
+        self.gate = nn.Parameter(torch.tensor(gate))
+        nn.init.zeros_(self.first.map.bias), nn.init.zeros_(self.second.map.bias)
+
+    def forward(self, x, edge_index):
+        return self.gate * self.second(self.first(x, edge_index), edge_index)
+
+def bare(features, classes, gate=1.0):
+    return Bare(features, classes, gate)
 
 def silent(features, classes):
     class Silent(nn.Linear):
@@ -148,6 +165,14 @@ def test_few_bits_cross_late_and_bytes_are_those_of_the_plan():
 def test_networks_that_cannot_be_cut_are_refused(name, how, message):
     with pytest.raises(UserError, match=message):
         GraphWorkload(recipe_of(name, halo={}, **how), made()).halos()
+
+
+@pytest.mark.parametrize(("size", "gate"), [(0.0, 1.0), (1e-7, 1.0), (1.0, 0.0)])
+def test_what_a_network_needs_depends_on_neither_features_nor_first_parameters(size, gate):
+    graph = dataclasses.replace(made(), features=np.float32(size) * made().features)
+    assert GraphWorkload(recipe_of("bare", halo={}, gate=gate), graph).halos().network.deep
+    with pytest.raises(UserError, match="its answers are not those on the whole"):
+        GraphWorkload(recipe_of(halo={}, pooled=True), graph).halos()
 
 
 def test_a_network_is_itself_where_the_graph_is_whole():

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
 
 from espalier.comm.base import Traffic, traffic
 from espalier.errors import UserError
@@ -32,12 +33,13 @@ from espalier.graph.subgraphs import MESSAGES, QUANTIZED, forward
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from espalier.graph.data import Array
     from espalier.graph.halo import Halo
     from espalier.graph.partition_folder import Part
 
 SAMPLE = 48
 """Nodes of the small graph that a network is studied on."""
+MOVED = 0.1
+"""What is added to parameters there at most: of a factor that begins as zero something is seen then."""
 CLOSE = 1e-6
 """Of the largest answer: how far answers over parts may be from those of the whole, in float64."""
 
@@ -212,14 +214,13 @@ def deepened(own: Halo, whole: MessageBlock) -> Deep:
 # --- what a network needs --------------------------------------------------------------------------------------------
 
 
-def study(model: nn.Module, features: Array, whole: MessageBlock) -> ForeignRows:
-    """What `model`, a network for the graph `whole` of nodes with `features`, needs over parts, found on a small graph
-    of its first nodes with edges of our own. Raises UserError where its answers over parts are others."""
-    rows = torch.from_numpy(np.array(features[:SAMPLE], np.float64))
-    block = _sample(len(rows), whole)
-    cut = halo.boundary(block.indptr, block.indices, np.arange(len(rows)) % 2, min(2, len(rows)))
+def study(model: nn.Module, columns: int, whole: MessageBlock) -> ForeignRows:
+    """What `model`, a network for the graph `whole` of nodes with so many features, needs over parts, found on a small
+    graph of our own, which is the same on all ranks. Raises UserError where its answers over parts are others."""
+    rows, block = _sample(columns, whole)
+    cut = halo.boundary(block.indptr, block.indices, np.arange(len(rows)) % 2, 2)
     own = halo.Halo.of(block.indptr, block.indices, cut, 0)
-    tried = copy.deepcopy(model).cpu().double().eval()
+    tried = _moved(copy.deepcopy(model).cpu().double().eval())
     expected, seen = _run(copy.deepcopy(tried), rows, block, None)
     if not seen:
         raise UserError(
@@ -231,7 +232,7 @@ def study(model: nn.Module, features: Array, whole: MessageBlock) -> ForeignRows
     deep = deepened(own, block)
     for nodes, local, is_deep in ((own.nodes, own.block(block), False), (deep.nodes, deep.block, True)):
         found, asked = _run(copy.deepcopy(tried), rows[nodes], local._replace(halo=own), seen)
-        if len(asked) == len(seen) and (found - wanted).abs().max() <= CLOSE * wanted.abs().max().clamp(min=1):
+        if len(asked) == len(seen) and (found - wanted).abs().max() <= CLOSE * wanted.abs().max():
             return ForeignRows(widths, is_deep)
     raise UserError(
         "[graph.halo] is not possible with this network.",
@@ -241,18 +242,18 @@ def study(model: nn.Module, features: Array, whole: MessageBlock) -> ForeignRows
     )
 
 
-def row_widths(model: nn.Module, features: Array, whole: MessageBlock) -> list[int | None]:
+def row_widths(model: nn.Module, columns: int, whole: MessageBlock) -> list[int | None]:
     """Values in a row each time that a layer of `model` reads rows, in order, as it does on a small graph; None: those
     are the features themselves. Raises UserError as `study`."""
-    rows = torch.from_numpy(np.array(features[:SAMPLE], np.float64))
-    _, seen = _run(copy.deepcopy(model).cpu().double().eval(), rows, _sample(len(rows), whole), None, "[quant]")
+    rows, block = _sample(columns, whole)
+    _, seen = _run(copy.deepcopy(model).cpu().double().eval(), rows, block, None, "[quant]")
     return [None if one is rows else one.shape[1:].numel() for one in seen]
 
 
 def study_part(model: nn.Module, part: Part) -> ForeignRows:
     """As `study`, of a graph of which a part is here, with edges into its own nodes alone. Raises UserError for a
     network that needs more."""
-    found = study(model, part.features.numpy(), part.block)
+    found = study(model, part.features.shape[1], part.block)
     if found.deep:
         raise UserError(
             "This network cannot train on a graph that was cut beforehand.",
@@ -286,16 +287,27 @@ def _run(
         ) from error
 
 
-def _sample(nodes: int, whole: MessageBlock) -> MessageBlock:
-    """A small graph both ways, with weights and features of edges where `whole` has them."""
-    draw = np.random.default_rng(0)
+@torch.no_grad()
+def _moved(model: nn.Module) -> nn.Module:
+    """With parameters none of which is zero."""
+    draw = torch.Generator().manual_seed(0)
+    for one in model.parameters():
+        if not is_lazy(one):
+            one.add_(MOVED * torch.rand(one.shape, generator=draw, dtype=one.dtype))
+    return model
+
+
+def _sample(columns: int, whole: MessageBlock) -> tuple[Tensor, MessageBlock]:
+    """A small graph both ways, with weights and features of edges where `whole` has them, and features from 0 to 1."""
+    draw, nodes = np.random.default_rng(0), SAMPLE
     ends = draw.integers(0, nodes, (2, 2 * nodes))
     both = np.unique(np.concatenate([ends, ends[::-1]], 1), axis=1)
     targets, sources = both
     indptr = np.concatenate([[0], np.cumsum(np.bincount(targets, minlength=nodes))])
     made = MessageBlock(torch.from_numpy(indptr), torch.from_numpy(sources.astype(np.int32)), nodes, Forms())
     count = len(sources)
-    return made._replace(
+    made = made._replace(
         weights=None if whole.weights is None else torch.from_numpy(draw.random(count)),
         features=None if whole.features is None else torch.from_numpy(draw.random((count, whole.features.shape[1]))),
     )
+    return torch.from_numpy(draw.random((nodes, columns))), made

@@ -208,7 +208,7 @@ class HaloParallel(Mechanism):
         foreign = None
         if not isinstance(model, Gnn):
             if known is None:
-                foreign = foreign_halo.study(model, task.train.graph.features, task.train.block)
+                foreign = foreign_halo.study(model, task.train.graph.features.shape[1], task.train.block)
             else:
                 foreign = foreign_halo.study_part(model, part)
             foreign_halo.equip(model)

@@ -121,11 +121,11 @@ def _given(quantizer: ColumnQuantizer, module: nn.Module, inputs: tuple[Tensor])
 def _at_messages(model: nn.Module, found: Quantization) -> None:
     graph = found.told.graph
     if graph.partition is None:
-        features, block = graph.features, whole(graph, Style(loops=False, scale="none"))
+        columns, block = graph.features.shape[1], whole(graph, Style(loops=False, scale="none"))
     else:
         part = partition_folder.any_part(graph.partition.folder)
-        features, block = part.features.numpy(), part.block
-    widths = foreign_halo.row_widths(model, features, block)
+        columns, block = part.features.shape[1], part.block
+    widths = foreign_halo.row_widths(model, columns, block)
     parts = nn.ModuleList()
     model.add_module("quantizers", parts)
     made = [

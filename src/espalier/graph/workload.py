@@ -493,7 +493,7 @@ class GraphWorkload(Plain):
             from espalier.graph.foreign_halo import study, study_part
 
             if view.graph.partition is None:
-                crossing = study(network, view.graph.features, view.block)
+                crossing = study(network, view.graph.features.shape[1], view.block)
             else:
                 crossing = study_part(network, partition_folder.any_part(view.graph.partition.folder))
         weighed = None if self.graph.partition is not None else cache(partial(self._sampled, depth(crossing)))
