@@ -433,7 +433,7 @@ def test_rows_over_fast_links_are_fresh_and_over_slow_ones_as_old_as_their_laten
 def test_a_plan_has_no_bits_to_choose_where_no_rows_cross(synchronize, tmp_path, monkeypatch):
     """One layer, whose rows cross once before training; two parts between which there is no edge."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(halo_parallel, "clusters", lambda *graph, **how: np.arange(60, dtype=np.int32) % 2)
+    monkeypatch.setattr(halo_parallel, "clusters_of", lambda *graph, **how: np.arange(60, dtype=np.int32) % 2)
     apart = made()
     both = apart.targets() % 2 == apart.indices % 2
     apart = Graph.from_edges(
