@@ -274,7 +274,7 @@ class GraphWorkload(Plain):
         if self.reformation is not None:  # here, as batches are made while the step before is under way
             fewer = batch.blocks[0]._replace(recall=self.reformation.begin(batch.step))
             loss, weight = self.task.loss(model, batch._replace(blocks=(fewer, *batch.blocks[1:])))
-            self.reformation.note(loss, weight)
+            self.reformation.note(loss, weight, fewer.full)
             return loss, weight
         found = quantization.quantization_of(model)
         if self.part is not None:

@@ -27,7 +27,7 @@ PLANS = ("edge", "block", "hybrid", *(AttentionPlan("hybrid", least) for least i
 PATTERNS = {
     "edges": Additions(),
     "no loops": Additions(loops=False),
-    "everything": Additions(path=True, virtual=2, expander=2),
+    "everything": Additions(path=True, virtual=3, expander=2),
 }
 
 
@@ -142,19 +142,37 @@ def test_the_order_of_the_tokens_changes_neither_answers_nor_gradients(plan):
 
 
 def test_the_gradient_of_a_bias_of_minus_infinity_is_zero_and_its_entry_is_gone():
-    known = made(10, 30)
+    """Row 3 reads so many tokens that `hybrid` computes it by a dense product."""
+    drawn = torch.randint(0, 10, (2, 30), generator=torch.Generator().manual_seed(0))
+    known = pattern(torch.cat([drawn, torch.stack([torch.arange(10), torch.full((10,), 3)])], 1), 10)
+    assert 3 in known.hubs
     q, k, v = inputs(10, 2, 4)
     bias = torch.zeros(known.entries, 2, dtype=torch.float64)
     bias[known.matrix.rows == 3] = -torch.inf
     bias[0] = -torch.inf
     bias.requires_grad_()
-    for plan in ("edge", "block"):
+    for plan in PLANS:
         out, *gradients = outcome(
             lambda p=plan: attention(q, k, v, known, bias=bias, plan=p), [q, k, v, bias], None or q.detach()
         )
         assert not out[3].any()
         assert all(bool(one.isfinite().all()) for one in gradients)
         assert not gradients[3][0].any()
+
+
+@pytest.mark.parametrize("plan", ["edge", "block", "hybrid"])
+def test_a_value_that_is_not_finite_reaches_those_that_attend_to_it_and_at_most_their_windows(plan):
+    known = made(70, 100)
+    q, k, v = (one.detach() for one in inputs(70, 2, 4))
+    v[5] = torch.nan
+    readers = known.dense()[:, 5]
+    window = torch.zeros(80, dtype=torch.bool)
+    window[:70] = readers
+    reached = window.view(5, 16).any(1).repeat_interleave(16)[:70]
+    assert 0 < int(reached.sum()) < 70
+    found = attention(q, k, v, known, plan=plan).isnan().flatten(1).any(1)
+    assert found[readers].all()
+    assert not found[~(readers if plan == "edge" else reached)].any()
 
 
 def test_a_bias_finds_its_entries():
@@ -214,6 +232,21 @@ def test_what_a_pattern_adds():
     assert dense[:, 4].all()
     assert all(dense[i, i + 1] and dense[i + 1, i] for i in range(3))
     assert known.kinds[known.entry([0], [1])].item() == 1
+
+
+@pytest.mark.parametrize("sizes", [None, torch.tensor([1, 5, 3])])
+def test_virtual_tokens_attend_to_one_another_along_edges_as_in_full_attention(sizes):
+    edges = torch.tensor([[0, 3], [0, 2]])
+    known, complete = (pattern(edges, 9, Additions(virtual=3, sizes=sizes, complete=full)) for full in (False, True))
+    owner = torch.zeros(9, dtype=torch.int64) if sizes is None else torch.repeat_interleave(torch.arange(3), sizes)
+    graphs = 1 if sizes is None else 3
+    owner = torch.cat([owner, torch.arange(graphs).repeat(3)])
+    together = owner[:, None] == owner
+    assert torch.equal(complete.dense(), together)
+    assert torch.equal(known.dense()[9:], together[9:])
+    assert torch.equal(known.dense()[:, 9:], together[:, 9:])
+    rows, columns = known.matrix.rows, known.matrix.indices
+    assert (known.kinds[(rows != columns) & ((rows >= 9) | (columns >= 9))] == 3).all()
 
 
 @pytest.mark.parametrize("plan", ["edge", "block", "hybrid"])

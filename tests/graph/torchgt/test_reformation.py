@@ -140,6 +140,14 @@ def test_a_run_leaves_edges_out_and_goes_on_after_a_stop_as_one_that_was_not_sto
     assert run["losses"][-1] < run["losses"][0]
 
 
+def test_the_log_says_that_full_steps_leave_nothing_out():
+    options = {"recall": 0.5, "attention": "interleaved", "interleave": 2}
+    found = train(recipe_of({**MODEL, **options}, steps=4), made())["recall"]
+    assert found[0] == 0.875
+    assert found[1::2] == [1.0, 1.0]
+    assert found[2] < 1
+
+
 def test_a_run_follows_a_log_as_far_as_it_goes_and_decides_beyond():
     recipe = recipe_of({**MODEL, "recall": 0.5, "attention": "sparse"}, steps=16)
 

@@ -59,7 +59,7 @@ def complete(graph):
     return Graph.from_edges(*pairs, features=graph.features)
 
 
-@pytest.mark.parametrize("virtual", [0, 1])
+@pytest.mark.parametrize("virtual", [0, 1, 3])
 def test_full_attention_is_attention_along_the_edges_of_the_complete_graph(virtual):
     graph, model = made(nodes=40), transformer(virtual=virtual)
     full, along = answers(model, graph, full=True), answers(model, complete(graph))
@@ -332,6 +332,14 @@ def test_encodings_of_small_graphs_are_those_of_each_and_are_kept():
     again = encodings.encoded(graph, ("laplacian", "random-walk"), 3)
     assert np.allclose(again.features[:, 5:], found.features[:, 6:] + 1)  # read, not made again
     assert encodings.encoded(graph, (), 3) is graph
+
+
+def test_encodings_are_made_where_the_cache_cannot_be_written(tmp_path, monkeypatch):
+    expected = encodings.encoded(several(), ("laplacian",), 3).features
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(file))
+    assert np.array_equal(encodings.encoded(several(), ("laplacian",), 3).features, expected)
 
 
 def test_hops_are_those_of_networkx():

@@ -59,7 +59,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, **options: Unpa
         options: `bias` and `plan`, see `AttentionOptions`.
 
     Returns:
-        [tokens, heads, width]; zeros for a token that attends to none.
+        [tokens, heads, width]; zeros for a token that attends to none. What is not finite in a token reaches those that
+        attend to it; under `block` and `hybrid` perhaps all 16 rows of a window that has one of these.
 
     Raises UserError: shapes that do not fit, other types, an unknown plan.
     """
@@ -219,7 +220,8 @@ def _forward(divided: Divided, rows: _Rows, heads: int) -> tuple[Tensor, Tensor]
     for row, at in zip(divided.hubs.tolist(), divided.hub_entries, strict=True):
         scores, values = _hub(divided, rows, row, at)
         logs[row] = scores.logsumexp(1)
-        out[row] = ((scores - logs[row, :, None]).exp()[:, None] @ values)[:, 0].flatten()
+        finite = logs[row].masked_fill(logs[row].isneginf(), 0)  # of a row that no entry is left of
+        out[row] = ((scores - finite[:, None]).exp()[:, None] @ values)[:, 0].flatten()
     return out, logs
 
 
@@ -242,7 +244,7 @@ def _backward(divided: Divided, rows: _Rows, saved: _Saved) -> tuple[Tensor, Ten
     if one is not None:
         from espalier.graph.torchgt import window_kernels
 
-        window_kernels.window_backward_queries(dq, dbias, *_arrays(one), q, k, v, bias, *saved, scale, 0)
+        window_kernels.window_backward_queries(dq, dbias, *_arrays(one), q, k, v, bias, *saved, scale)
         rest, known = one.rest, _taken(bias, one.rest_entries)
         found = torch.zeros_like(known)
     if one is None or rest.entries:
@@ -254,7 +256,7 @@ def _backward(divided: Divided, rows: _Rows, saved: _Saved) -> tuple[Tensor, Ten
     if two is not None:
         from espalier.graph.torchgt import window_kernels
 
-        window_kernels.window_backward_keys(dk, dv, *_arrays(two), q, k, v, known, *saved, scale, 0)
+        window_kernels.window_backward_keys(dk, dv, *_arrays(two), q, k, v, known, *saved, scale)
         turned, known = two.rest, _taken(known, two.rest_entries)
     if two is None or turned.entries:
         edge_kernels.edge_backward_keys(dk, dv, *_csr(turned), q, k, v, known, *saved, scale, int(two is not None))

@@ -6,8 +6,10 @@ Dwivedi et al. (arXiv 2110.07875), degrees and hops after Graphormer (arXiv 2106
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -71,10 +73,11 @@ def _kept(graph: Graph, name: str, size: int) -> Array:
     except (OSError, ValueError):
         with Stages(f"Encoding nodes ({name})"):
             made = _MAKERS[name](graph, size)
-    place.parent.mkdir(parents=True, exist_ok=True)
-    partial = place.with_suffix(f".{id(made)}.partial.npy")
-    np.save(partial, made)
-    partial.replace(place)
+    with suppress(OSError):  # a cache that cannot be written is none
+        place.parent.mkdir(parents=True, exist_ok=True)
+        partial = place.with_suffix(f".{os.getpid()}.partial.npy")
+        np.save(partial, made)
+        partial.replace(place)
     return made
 
 

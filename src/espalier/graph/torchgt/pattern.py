@@ -11,6 +11,7 @@ import os
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -280,7 +281,7 @@ class Additions:
     Attributes:
         loops: every token attends to itself.
         path: each token and the next attend to one another.
-        virtual: tokens behind the last one that attend to all, and all to them.
+        virtual: tokens behind the last one that attend to all, one another included, and all to them.
         expander: random permutations whose edges are added, both ways (each adds 2 to the degree).
         seed: of the permutations.
         sizes: int64 [graphs], nodes of each of several graphs side by side: nothing is added between two of them, and
@@ -332,6 +333,9 @@ def pattern(edges: Any, nodes: int, additions: Additions | None = None) -> Patte
         pieces, kinds = [*pieces, one], [*kinds, 2]
     for number in range(added.virtual):
         pieces, kinds = [*pieces, _both(nodes + number * len(groups) + owner, torch.arange(nodes))], [*kinds, 3]
+    each = torch.arange(nodes, tokens).view(-1, len(groups))  # of each graph, one column
+    for one, other in combinations(each, 2):
+        pieces, kinds = [*pieces, _both(one, other)], [*kinds, 3]
     whole = torch.cat(pieces, 1)
     kind = torch.repeat_interleave(
         torch.tensor(kinds, dtype=torch.int8), torch.tensor([one.shape[1] for one in pieces])

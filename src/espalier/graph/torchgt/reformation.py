@@ -136,6 +136,7 @@ class Reformation(Mechanism):
         self.tuner, self._outcome = RecallTuner(bound), torch.zeros(2, dtype=torch.float64)
         self.decisions = Decisions(self.tuner, SIGNAL)
         self._group: dist.ProcessGroup | None = None
+        self._full = False
 
     def wrap(self, context: Build) -> None:
         """Tells the workload of the tuner, and the tuner of the losses."""
@@ -149,13 +150,14 @@ class Reformation(Mechanism):
         self.decisions.turn(step)
         return self.tuner.recall
 
-    def note(self, loss: Tensor, weight: Tensor) -> None:
-        """This rank's part of a step."""
+    def note(self, loss: Tensor, weight: Tensor, full: bool) -> None:
+        """This rank's part of a step; `full`: all tokens attend to all in it, and no edge is left out."""
+        self._full = full
         self._outcome += torch.stack([loss.detach().double().cpu(), weight.detach().double().cpu()])
 
     def adapted(self) -> float:
         """Tells the tuner the loss of the step, and says the recall that the step had. All ranks call it alike."""
-        recall, total = self.tuner.recall, self._outcome
+        recall, total = 1.0 if self._full else self.tuner.recall, self._outcome
         self._outcome = torch.zeros_like(total)
         if self._group is not None and self._group.size() > 1:
             with traffic(Traffic.CONTROL):

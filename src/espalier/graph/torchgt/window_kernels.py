@@ -230,7 +230,6 @@ def _window_backward_queries(  # type: ignore[no-untyped-def]
     weighted,
     gradient,
     scale,
-    joined,
 ):
     """`window_backward_queries`, of the windows first .. last - 1."""
     heads, zero, row = np.int64(logs.shape[1]), np.int64(0), np.int64(q.shape[1])
@@ -248,8 +247,7 @@ def _window_backward_queries(  # type: ignore[no-untyped-def]
     for w in range(first, last):
         start, stop, begin = windows[w], windows[w + 1], w * ROWS
         size, count = stop - start, min(ROWS, len(q) - begin)
-        if not joined:
-            dq[begin : begin + count] = 0
+        dq[begin : begin + count] = 0
         if not size:
             continue
         _gathered(keys, k, columns, start, stop)
@@ -289,16 +287,16 @@ def _window_backward_queries(  # type: ignore[no-untyped-def]
 @jit(
     *(
         f"({kind}[:, ::1], {kind}[:, ::1], {_WINDOWS}, {kind}[:, ::1], {kind}[:, ::1], {kind}[:, ::1], {kind}[:, ::1],"
-        f" {kind}[:, ::1], {kind}[:, ::1], {kind}[:, ::1], {kind}, int64)"
+        f" {kind}[:, ::1], {kind}[:, ::1], {kind}[:, ::1], {kind})"
         for kind in KINDS
     ),
     parallel=True,
     uses=(simd64, edge_kernels),
 )
 def window_backward_queries(  # type: ignore[no-untyped-def]
-    dq, dbias, windows, columns, masks, starts, entries, cuts, q, k, v, bias, logs, weighted, gradient, scale, joined
+    dq, dbias, windows, columns, masks, starts, entries, cuts, q, k, v, bias, logs, weighted, gradient, scale
 ):
-    """As `edge_backward_queries`, of the entries that the windows hold."""
+    """As `edge_backward_queries`, of the entries that the windows hold; overwrites what is there."""
     for piece in numba.prange(len(cuts) - 1):
         _window_backward_queries(
             cuts[piece],
@@ -318,7 +316,6 @@ def window_backward_queries(  # type: ignore[no-untyped-def]
             weighted,
             gradient,
             scale,
-            joined,
         )
 
 
@@ -341,7 +338,6 @@ def _window_backward_keys(  # type: ignore[no-untyped-def]
     weighted,
     gradient,
     scale,
-    joined,
 ):
     """`window_backward_keys`, of the windows first .. last - 1."""
     heads, zero, row = np.int64(logs.shape[1]), np.int64(0), np.int64(q.shape[1])
@@ -359,9 +355,8 @@ def _window_backward_keys(  # type: ignore[no-untyped-def]
     for w in range(first, last):
         start, stop, begin = windows[w], windows[w + 1], w * ROWS
         size, count = stop - start, min(ROWS, len(k) - begin)
-        if not joined:
-            dk[begin : begin + count] = 0
-            dv[begin : begin + count] = 0
+        dk[begin : begin + count] = 0
+        dv[begin : begin + count] = 0
         if not size:
             continue
         _gathered(queries, q, columns, start, stop)
@@ -398,16 +393,19 @@ def _window_backward_keys(  # type: ignore[no-untyped-def]
 @jit(
     *(
         f"({kind}[:, ::1], {kind}[:, ::1], {_WINDOWS}, {kind}[:, ::1], {kind}[:, ::1], {kind}[:, ::1], {kind}[:, ::1],"
-        f" {kind}[:, ::1], {kind}[:, ::1], {kind}[:, ::1], {kind}, int64)"
+        f" {kind}[:, ::1], {kind}[:, ::1], {kind}[:, ::1], {kind})"
         for kind in KINDS
     ),
     parallel=True,
     uses=(simd64, edge_kernels),
 )
 def window_backward_keys(  # type: ignore[no-untyped-def]
-    dk, dv, windows, columns, masks, starts, entries, cuts, q, k, v, bias, logs, weighted, gradient, scale, joined
+    dk, dv, windows, columns, masks, starts, entries, cuts, q, k, v, bias, logs, weighted, gradient, scale
 ):
-    """As `edge_backward_keys`: the lanes are 16 keys, the columns the rows that read some of them."""
+    """As `edge_backward_keys`: the lanes are 16 keys, the columns the rows that read some of them.
+
+    Overwrites what is there.
+    """
     for piece in numba.prange(len(cuts) - 1):
         _window_backward_keys(
             cuts[piece],
@@ -427,5 +425,4 @@ def window_backward_keys(  # type: ignore[no-untyped-def]
             weighted,
             gradient,
             scale,
-            joined,
         )
