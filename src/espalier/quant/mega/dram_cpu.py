@@ -2,8 +2,7 @@
 
 State is kept in int64 arrays, all banks of all channels in one: for each bank its open row and from when on it takes
 each command, for each group of banks and each rank what commands to their other banks allow, for each channel its
-queues of request numbers. Cycles in which nothing can happen are passed over, and so are queues of which no request
-can have a command yet: what a request waits for only moves later, until its queue or its bank changes.
+queues of request numbers. Cycles in which nothing can happen are passed over.
 """
 
 from __future__ import annotations
@@ -33,14 +32,11 @@ LAST, HITS, OPENS, REFRESHES, READ_COMMANDS, WRITE_COMMANDS, LEFT = range(7)
 # What is given for each request: the cycles at which it is taken and answered, the next that waits for the same block.
 TAKEN, ANSWERED, ALSO = range(3)
 NOTHING, OPENS_ROW, CLOSES_ROW, MOVES = range(4)
-# Of a bank: its group among all, its rank among all, its queue among all.
-GROUP, RANK, OWN_QUEUE = range(3)
 
 
 class State(NamedTuple):
     """What `serve` is given and finds, and arrays with a row for each bank, group, rank, rank again (its last 32
-    activations), channel, queue (three of them: `ready` is no later than the first cycle in which one of its requests
-    may have a command), channel (three of them) and bank (`places`)."""
+    activations), channel, queue (two of them) and channel."""
 
     times: Any
     requests: Any
@@ -53,11 +49,9 @@ class State(NamedTuple):
     channel: Any
     queues: Any
     lengths: Any
-    ready: Any
     reads: Any
     held: Any
     wakes: Any
-    places: Any
 
 
 @njit
@@ -66,49 +60,34 @@ def _pick(m: Any, now: Any, c: Any, refreshing: Any) -> Any:
     from which some command may be given)."""
     count = m.times[RANKS] if m.times[BY_RANK] else m.times[RANKS] * m.times[GROUPS] * m.times[BANKS]
     each = count // m.times[RANKS]  # queues of a rank
-    soonest, turn = NEVER, m.channel[c, TURN]
-    for _ in range(count):
-        turn = turn + 1 if turn + 1 < count else 0
-        q = c * count + turn
-        if m.lengths[q] == 0 or (refreshing >= 0 and refreshing == q // each):
-            continue
-        if m.ready[q] <= now:
-            what, k, at = _pick_of_queue(m, now, q)
-            if what != NOTHING:
-                m.channel[c, TURN] = turn
-                return what, q, k, at
-            m.ready[q] = at
-        soonest = min(soonest, m.ready[q])
-    return NOTHING, 0, 0, soonest
-
-
-@njit
-def _pick_of_queue(m: Any, now: Any, q: Any) -> Any:
-    """The first request of a queue that may have a command now: (what, place in the queue, cycle from which it, or any
-    of them, may)."""
     soonest = NEVER
-    for k in range(m.lengths[q]):
-        i = m.queues[q, k]
-        b = m.requests[i, BANK]
-        g, r = m.places[b, GROUP], m.places[b, RANK]
-        if m.banks[b, OPEN] < 0:
-            what, at = OPENS_ROW, max(m.banks[b, ACT], m.groups[g, ACT])
-            at = max(at, m.acts[r, (m.ranks[r, ACTS] + 28) % 32] + m.times[FAW])
-            if m.times[AW32] > 0:
-                at = max(at, m.acts[r, m.ranks[r, ACTS] % 32] + m.times[AW32])
-        elif m.banks[b, OPEN] == m.requests[i, ROW]:
-            column = WRITE if m.requests[i, WRITES] else READ
-            what, at = MOVES, max(m.banks[b, column], m.groups[g, column])
-        else:
-            what, at = CLOSES_ROW, max(m.banks[b, PRE], m.ranks[r, CLOSABLE])
-            if not _may_close(m, q, k, b):
-                continue
-        if at <= now:
-            return what, k, at
-        soonest = min(soonest, at)
-        if what == OPENS_ROW and not m.times[BY_RANK]:
-            break
-    return NOTHING, 0, soonest
+    for _ in range(count):
+        m.channel[c, TURN] = (m.channel[c, TURN] + 1) % count
+        q = c * count + m.channel[c, TURN]
+        if m.lengths[q] == 0 or refreshing == q // each:
+            continue
+        for k in range(m.lengths[q]):
+            i = m.queues[q, k]
+            b, write = m.requests[i, BANK], m.requests[i, WRITES]
+            g, r = b // m.times[BANKS], b // (m.times[BANKS] * m.times[GROUPS])
+            if m.banks[b, OPEN] < 0:
+                what, at = OPENS_ROW, max(m.banks[b, ACT], m.groups[g, ACT])
+                at = max(at, m.acts[r, (m.ranks[r, ACTS] + 28) % 32] + m.times[FAW])
+                if m.times[AW32] > 0:
+                    at = max(at, m.acts[r, m.ranks[r, ACTS] % 32] + m.times[AW32])
+            elif m.banks[b, OPEN] == m.requests[i, ROW]:
+                column = WRITE if write else READ
+                what, at = MOVES, max(m.banks[b, column], m.groups[g, column])
+            else:
+                what, at = CLOSES_ROW, max(m.banks[b, PRE], m.ranks[r, CLOSABLE])
+                if not _may_close(m, q, k, b):
+                    continue
+            if at <= now:
+                return what, q, k, at
+            soonest = min(soonest, at)
+            if what == OPENS_ROW and not m.times[BY_RANK]:
+                break
+    return NOTHING, 0, 0, soonest
 
 
 @njit
@@ -124,8 +103,8 @@ def _may_close(m: Any, q: Any, k: Any, b: Any) -> Any:
 
 @njit
 def _open_row(m: Any, now: Any, b: Any, row: Any) -> None:
-    own, r = m.places[b, GROUP], m.places[b, RANK]
-    m.ready[m.places[b, OWN_QUEUE]] = 0
+    own = b // m.times[BANKS]
+    r = own // m.times[GROUPS]
     m.banks[b, OPEN], m.banks[b, USED] = row, 0
     m.banks[b, ACT] = max(m.banks[b, ACT], now + m.times[RAS] + m.times[RP])
     m.banks[b, READ] = max(m.banks[b, READ], now + m.times[RCD])
@@ -143,8 +122,7 @@ def _open_row(m: Any, now: Any, b: Any, row: Any) -> None:
 
 @njit
 def _close_row(m: Any, now: Any, b: Any) -> None:
-    r = m.places[b, RANK]
-    m.ready[m.places[b, OWN_QUEUE]] = 0
+    r = b // (m.times[BANKS] * m.times[GROUPS])
     m.banks[b, OPEN], m.banks[b, USED] = -1, 0
     m.banks[b, ACT] = max(m.banks[b, ACT], now + m.times[RP])
     m.banks[b, REF] = max(m.banks[b, REF], now + m.times[RP])
@@ -157,19 +135,16 @@ def _close_row(m: Any, now: Any, b: Any) -> None:
 @njit
 def _move(m: Any, now: Any, b: Any, write: Any) -> None:
     """A read or a write of an open row."""
-    own, r, burst = m.places[b, GROUP], m.places[b, RANK], m.times[TRANSFER]
-    each = m.times[GROUPS]
-    first = (r - r % m.times[RANKS]) * each  # group of the channel
-    m.ready[m.places[b, OWN_QUEUE]] = 0
+    own, burst, each = b // m.times[BANKS], m.times[TRANSFER], m.times[RANKS] * m.times[GROUPS]
     m.totals[HITS] += m.banks[b, USED] > 0
     m.banks[b, USED] += 1
     end = burst + (m.times[CWL] if write else m.times[CL])
     m.banks[b, PRE] = max(m.banks[b, PRE], now + (end + m.times[WR] if write else m.times[RTP]))
     m.totals[WRITE_COMMANDS if write else READ_COMMANDS] += 1
     m.totals[LAST] = max(m.totals[LAST], now + end)
-    for g in range(first, first + m.times[RANKS] * each):
+    for g in range(own // each * each, own // each * each + each):
         again = max(burst, m.times[CCD_LONG] if g == own else m.times[CCD])
-        if g < r * each or g >= (r + 1) * each:  # another rank
+        if g // m.times[GROUPS] != own // m.times[GROUPS]:  # another rank
             again = burst if write else burst + m.times[RTRS]
             turned = m.times[CWL] + burst + m.times[RTRS] - m.times[CL]
         else:
@@ -250,9 +225,10 @@ def _enqueue(m: Any, c: Any, window: Any, write: Any) -> Any:
     """Moves the first request of a window whose queue has room: 1; 0: there is none; -1: it writes what is still to be
     read."""
     which = HELD if write else READS
+    each = m.times[BANKS] * m.times[GROUPS] if m.times[BY_RANK] else 1
     for k in range(m.channel[c, which]):
         i = window[c, k]
-        q = m.places[m.requests[i, BANK], OWN_QUEUE]
+        q = m.requests[i, BANK] // each
         if m.lengths[q] >= m.times[QUEUE]:
             continue
         if write:
@@ -262,7 +238,6 @@ def _enqueue(m: Any, c: Any, window: Any, write: Any) -> Any:
             m.channel[c, DRAIN] -= 1
         m.queues[q, m.lengths[q]] = i
         m.lengths[q] += 1
-        m.ready[q] = 0
         m.channel[c, QUEUED] += 1
         for j in range(k, m.channel[c, which] - 1):
             window[c, j] = window[c, j + 1]
@@ -295,7 +270,7 @@ def _accept(m: Any, now: Any, i: Any) -> Any:
     m.ends[i, TAKEN] = now
     if write:
         m.ends[i, ANSWERED] = now + 1
-    q = m.places[m.requests[i, BANK], OWN_QUEUE]
+    q = m.requests[i, BANK] // (m.times[BANKS] * m.times[GROUPS] if m.times[BY_RANK] else 1)
     if m.times[MERGE] and _waiting(m, i, 1, c, q) >= 0:  # written again, or read from the window of writes
         m.ends[i, ANSWERED] = now + 1
         m.totals[LAST] = max(m.totals[LAST], now + 1)
@@ -373,16 +348,11 @@ def serve(requests: Any, starts: Any, times: Any, ends: Any) -> Any:
     lengths = np.zeros(ranked if times[BY_RANK] else total, np.int64)
     queues = np.zeros((len(lengths), times[QUEUE]), np.int64)
     reads, held = np.zeros((channels, times[WINDOW]), np.int64), np.zeros((channels, times[WINDOW]), np.int64)
-    wakes, ready, places = channel[:, NEXT_REF].copy(), np.zeros_like(lengths), np.zeros((total, 3), np.int64)
-    for b in range(total):
-        places[b, GROUP] = b // times[BANKS]
-        places[b, RANK] = places[b, GROUP] // times[GROUPS]
-        places[b, OWN_QUEUE] = places[b, RANK] if times[BY_RANK] else b
+    wakes = channel[:, NEXT_REF].copy()
     totals = np.zeros(7, np.int64)
     state = State(
-        times, requests, ends, totals, banks, groups, ranks, acts, channel, queues, lengths, ready, reads, held, wakes,
-        places,
-    )  # fmt: skip
+        times, requests, ends, totals, banks, groups, ranks, acts, channel, queues, lengths, reads, held, wakes
+    )
     for s in range(len(starts) - 1):
         low, high = (0, channels) if len(starts) == 2 else (s, s + 1)
         _run(state, starts[s], starts[s + 1], low, high)
