@@ -16,7 +16,7 @@ import torch
 from parts import Box, Events, forked
 from torch import nn
 
-from espalier.checkpoint import manifest
+from espalier.checkpoint import manifest, save_and_restore
 from espalier.checkpoint.save_and_restore import NICE, Checkpoints
 from espalier.checkpoint.writer import Write
 from espalier.errors import UserError
@@ -140,6 +140,7 @@ def test_what_writes_leaves_the_cores_to_what_trains(tmp_path: Path, monkeypatch
         return plain(self)
 
     monkeypatch.setattr(Write, "run", run)
+    monkeypatch.setattr(save_and_restore, "NICE", NICE)
     saved = Checkpoints(tmp_path)
     for step in (1, 2):
         saved.save(step, {"box": Box(weight=torch.ones(3))}, {}, wait=True)

@@ -18,7 +18,7 @@ from espalier.graph.diskgnn.features import open_features
 from espalier.graph.diskgnn.pack import PackedSet, PackRequest
 from espalier.graph.diskgnn.pool import Draws
 from espalier.graph.diskgnn.reader import PackedBatches, ReaderOptions
-from espalier.graph.diskgnn.rolling_pool import ResampleSchedule, RollingFeatures, RollingPool
+from espalier.graph.diskgnn.rolling_pool import NICE, ResampleSchedule, RollingFeatures, RollingPool
 from espalier.graph.neighbor_sampler import Sampler, Style
 
 from ..conftest import made
@@ -157,14 +157,15 @@ def test_the_reader_goes_from_epoch_to_epoch(world, share):
 
 def test_what_packs_in_the_background_yields_to_training(world, monkeypatch):
     plain, nice = rolling_pool.pack, []
+    monkeypatch.setattr(rolling_pool, "NICE", NICE)
     monkeypatch.setattr(
         rolling_pool, "pack", lambda *given: nice.append(os.getpriority(os.PRIO_PROCESS, 0)) or plain(*given)
     )
     with RollingPool(world[1], 1.0) as pool:
         pool.begin(0)
         pool.begin(1)
-    assert nice[0] < rolling_pool.NICE
-    assert nice[1] == rolling_pool.NICE
+    assert nice[0] < NICE
+    assert nice[1] == NICE
 
 
 def test_a_share_that_is_none_is_refused():
