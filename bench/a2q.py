@@ -60,10 +60,10 @@ KINDS: dict[str, dict[str, Any] | None] = {
 }
 SHARE = {"a2q": 1.7, "mega": 1.85}
 """Bits a value that the target asks for, so that packages are about as large as those of 2 bits for all."""
-TASK, LSQ = "a2q by the task alone", "LSQ 2-bit"
+TASK = "a2q by the task alone"
 CURVE = {"uniform": ("uniform 1-bit", "uniform 2-bit", "uniform 3-bit", "uniform 4-bit")}
 KINDS |= {f"uniform {bits}-bit": {"kind": "uniform", "bits": bits} for bits in (1, 3)} | {TASK: KINDS["a2q"]}
-KINDS[LSQ] = KINDS["uniform 2-bit"]
+KINDS |= {f"LSQ {bits}-bit": KINDS[f"uniform {bits}-bit"] for bits in (2, 3, 4)}
 SHARE[TASK] = SHARE["a2q"]
 for _kind in ("a2q", "mega"):
     CURVE[_kind] = (f"{_kind} 1-bit", _kind, f"{_kind} 3-bit", f"{_kind} 4-bit")
@@ -181,7 +181,7 @@ def trained(case: Case, kind: str, seed: int) -> tuple[float, int, float]:
         for at, like in enumerate(found.features):
             found.features[at] = own = DegreeQuant(like, bits, degrees)
             model.layers[at + found.first].quantizer = own  # type: ignore[union-attr, operator, index]
-    if kind in (TASK, LSQ):
+    if kind == TASK or kind.startswith("LSQ"):
         assert found is not None
         own_gradient(found)
     parameters, silent = [one for one in model.parameters() if one.requires_grad], 0.0

@@ -143,7 +143,8 @@ class Mega(Quant, frozen=True, tag="mega"):
 
 
 class Uniform(Quant, frozen=True, tag="uniform"):
-    """One width, which is given, and one learned step for each layer (LSQ, arXiv 1902.08153)."""
+    """One width, which is given, and one step for each layer, learned from the quantization error. It begins as LSQ's
+    does (arXiv 1902.08153)."""
 
 
 # --- [[towers]] and [[tasks]] ------------------------------------------------------------------------------------
