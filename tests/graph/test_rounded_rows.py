@@ -97,16 +97,17 @@ def test_late_differences_of_rows_that_move_are_those_of_the_step_before():
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_one_bit_differences_and_late_rows_are_within_half_a_point_over_five_seeds_and_fresh_rows_narrowly_miss_it(
+def test_one_bit_rows_differences_and_late_rows_are_within_half_a_point_of_whole_rows_over_five_seeds(
     tmp_path, monkeypatch
 ):
     """A planted graph of which 4 in 10 edges lead anywhere, so that nearly every node is at the boundary. Measured in
-    points below whole rows: differences 0.04, late 1-bit rows 0.39, fresh 1-bit rows 0.53 (standard errors 0.1): these
-    miss the goal of half a point, and are held to what was measured."""
+    points below whole rows while the dither stayed in rows: differences, which have none, 0.04, late 1-bit rows 0.39,
+    fresh 1-bit rows 0.53 (standard errors 0.1). Since it is taken off: fresh rows 0.01, 0.41 and -0.43 in
+    the first three seeds, late ones of the second 0.66."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = "planted:nodes=6000,degree=20,classes=8,features=32,homophily=0.6,skew=1,signal=0.7"
     graph = synthetic.load(path, tmp_path)
-    goal, missed, found = 0.5, 0.8, {}
+    goal, found = 0.5, {}
     halos = {"whole": {"bits": 32}, "rows": {"bits": 1}, "late": {"bits": 1, "synchronize": 5}}
     for name, options in {**halos, "differences": {"bits": 1, "delta": True}}.items():
         held_out = []
@@ -118,8 +119,8 @@ def test_one_bit_differences_and_late_rows_are_within_half_a_point_over_five_see
             held_out += [100 * figures["accuracy"], 100 * figures["test_accuracy"]]  # of as many nodes
         found[name] = np.mean(held_out)
     assert 60 < found["whole"] < 99.5
-    for name, points in {"late": goal, "differences": goal, "rows": missed}.items():
-        assert found[name] > found["whole"] - points, (name, found)
+    for name in ("rows", "late", "differences"):
+        assert found[name] > found["whole"] - goal, (name, found)
 
 
 @pytest.mark.slow
