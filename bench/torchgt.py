@@ -1,22 +1,25 @@
 """Graph transformers on one graph: seconds of a training step and memory beside dense attention and PyG's networks.
 
     python bench/torchgt.py [--quick] [--pairs N] [--json FILE] [--only WORD] [--sizes N,N] [--degrees N,N]
-        [--peers NAME,NAME] [--data FOLDER] [--seeds N] [--steps N]
+        [--peers NAME,NAME] [--limit GIB] [--data FOLDER] [--seeds N] [--steps N]
 
 `step`: forward, loss and backward of four layers, width 64, 8 heads, over a whole planted graph with clusters of 128
 nodes (at most 512 clusters; 90 % of the edges inside, --degrees of each node), in the order `graph.order = "clusters"`.
 All have the same linear maps around attention: `dense` is scaled_dot_product_attention over all pairs,
 `TransformerConv` PyG's attention along the edges; `GPSConv` (multihead, performer), `SGFormer` and `Polynormer` are
-PyG's own layers (Polynormer without its global attention, as it begins). Each contestant is a process of its own; two
-are up at a time and take turns. Memory is the most that a process held beyond what it held before its first step. Rows
-of ours name the plan that `auto` took. `real`: the same on the packages that apt knows here and on WordNet
-(`data.path = "debian:packages"`, "debian:wordnet"). `patterns`: ours beside itself under each plan, with expander
-edges, and with a tenth of the edges left out. `million`: 2^20 tokens of degree 10 and a virtual token that attends to
-all, with the optimizer's step; its memory is the whole process's at its most, preparing included. `planning`: making
-order, pattern and its measured plan, in steps. `accuracy`: beside GCN, Cora and CiteSeer (--data, folder `planetoid`;
---seeds) with `model.local`, and the real graphs without, one seed; `--only cora`, `--only debian:wordnet` and so on:
-one of them. `equals`, which runs where it is named: test accuracy of ours, of PyG's networks and of an MLP, two layers
-of width 64, on the packages that apt knows, after --steps of the same Adam, one seed. Needs PyG for its rows.
+PyG's own layers (Polynormer without its global attention, as it begins; GPSConv without a local layer beside its
+attention, its performer with heads as wide as ours). Each contestant is a process of its own; two are up at a time and
+take turns, over 131,072 tokens one after the other. Memory is the most that a process held beyond what it held before
+its first step, peak RSS all that it held in that step. A contestant that holds over --limit (22 GiB, or what the
+machine has free) is ended, and its row says so. Rows of ours name the plan that `auto` took. `real`: the same on the
+packages that apt knows here and on WordNet (`data.path = "debian:packages"`, "debian:wordnet"). `patterns`: ours beside
+itself under each plan, with expander edges, and with a tenth of the edges left out. `million`: 2^20 tokens of degree 10
+and a virtual token that attends to all, with the optimizer's step; its memory is the whole process's at its most,
+preparing included. `planning`: making order, pattern and its measured plan, in steps. `accuracy`: beside GCN, Cora and
+CiteSeer (--data, folder `planetoid`; --seeds) with `model.local`, and the real graphs without, one seed; `--only cora`,
+`--only debian:wordnet` and so on: one of them. `equals`, which runs where it is named: test accuracy of ours, of PyG's
+networks and of an MLP, two layers of width 64, on the packages that apt knows, after --steps of the same Adam, one
+seed. Needs PyG for its rows.
 """
 
 from __future__ import annotations
@@ -26,14 +29,17 @@ import itertools
 import json
 import math
 import os
+import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,14 +75,19 @@ OURS: dict[str, dict[str, Any]] = {
 """With other plans and patterns."""
 FIXED = {"ours, edge plan": EDGE, "ours, block plan": BLOCK, "ours, hybrid plan": HYBRID}
 MILLION = "ours, with a virtual token and the optimizer's step"
-LARGE = ("TransformerConv", "Polynormer", "SGFormer")
-"""Peers that take part on the real graphs."""
 REAL = ("debian:packages", "debian:wordnet")
 HOPS = 16
 """`model.local` on Cora and CiteSeer: S²GC's (ICLR 2021)."""
 QUADRATIC = ("dense", "GPSConv multihead")
-DENSE = 4096
+DENSE = 16384
 """Tokens up to which peers that look at all pairs take part."""
+TOGETHER = 131072
+"""Tokens up to which ours and a peer are in memory at the same time."""
+
+
+PAGE = os.sysconf("SC_PAGESIZE")
+WATCHED = 0.02
+"""Seconds between two looks at what a contestant holds."""
 
 
 def path_of(tokens: int, degree: int) -> str:
@@ -144,7 +155,9 @@ def peer(name: str, inputs: int, outputs: int, depth: int = DEPTH) -> nn.Module:
         return Stack(layers, inputs, outputs)
     if name.startswith("GPSConv"):
         kind = name.partition(" ")[2]
-        return Stack([GPSConv(WIDTH, None, heads=HEADS, attn_type=kind) for _ in range(depth)], inputs, outputs)
+        size = {"head_channels": WIDTH // HEADS} if kind == "performer" else {}  # PyG's own are 64 columns each
+        made = [GPSConv(WIDTH, None, heads=HEADS, attn_type=kind, attn_kwargs=size) for _ in range(depth)]
+        return Stack(made, inputs, outputs)
     if name == "SGFormer":
         return Batched(SGFormer(inputs, WIDTH, outputs, trans_num_heads=HEADS, gnn_num_layers=depth))
     return Batched(
@@ -244,6 +257,18 @@ def held() -> tuple[int, int]:
 
 
 def contestant(name: str, path: str, cache: str) -> None:
+    """`turns`; says the bytes that it has and wants where the system refuses them, and is the first that it ends."""
+    Path("/proc/self/oom_score_adj").write_text("1000")
+    try:
+        turns(name, path, cache)
+    except (RuntimeError, MemoryError) as error:
+        if "allocate memory" not in str(error) and not isinstance(error, MemoryError):
+            raise
+        asked = [int(one) for one in re.findall(r"allocate (\d+) bytes", str(error))]
+        print(json.dumps({"refused": held()[0] + sum(asked)}), flush=True)
+
+
+def turns(name: str, path: str, cache: str) -> None:
     """One process: a step for each line that is read; says its seconds, and the bytes that the first one needed, once a
     step over a small graph has loaded all code."""
     step_of(name, path_of(256, 10), cache)[0]()
@@ -253,7 +278,7 @@ def contestant(name: str, path: str, cache: str) -> None:
     Path("/proc/self/clear_refs").write_text("5")
     run()
     peak = held()[1]
-    print(json.dumps({"bytes": peak - before, "peak": max(most, peak), "plan": plan}), flush=True)
+    print(json.dumps({"bytes": peak - before, "held": peak, "peak": max(most, peak), "plan": plan}), flush=True)
     for _ in sys.stdin:
         start = time.perf_counter()
         run()
@@ -264,45 +289,122 @@ def contestant(name: str, path: str, cache: str) -> None:
 
 
 class Told(NamedTuple):
-    """MiB that a step needs, and that the process held at its most; the plan of ours."""
+    """MiB that a step needs beyond what was there, that the process held in it, and that it held at its most; the plan
+    of ours."""
 
     step: float
+    held: float
     peak: float
     plan: str
 
 
+class OutOfMemory(Exception):
+    """A contestant needs more bytes than `least`."""
+
+    def __init__(self, least: int) -> None:
+        super().__init__(f"over {least / 2**30:.1f} GiB")
+        self.least = least
+
+
 @contextmanager
-def up(name: str, path: str, cache: str) -> Iterator[tuple[Callable[[], float], Told]]:
-    """A contestant in its process: what takes a step and returns its seconds, and what it said."""
+def up(name: str, path: str, cache: str, limit: float = math.inf) -> Iterator[tuple[Callable[[], float], Told]]:
+    """A contestant in its process: what takes a step and returns its seconds, and what it said.
+
+    Raises OutOfMemory, here or in a step, where it holds more than `limit` bytes or the system has no more to give.
+    """
     command = [sys.executable, __file__, "--contestant", name, path, cache]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None
     assert process.stdout is not None
+    most = 0
+
+    def watch() -> None:
+        nonlocal most
+        while process.poll() is None:
+            with suppress(OSError, IndexError):  # it may end meanwhile
+                most = max(most, int(Path(f"/proc/{process.pid}/statm").read_text().split()[1]) * PAGE)
+            if most > limit:
+                process.kill()
+            time.sleep(WATCHED)
+
+    def answer() -> dict[str, Any]:
+        line = process.stdout.readline()
+        if line:
+            found: dict[str, Any] = json.loads(line)
+            if "refused" not in found:
+                return found
+            process.wait()
+            raise OutOfMemory(max(most, found["refused"]))
+        code = process.wait()
+        if code == -signal.SIGKILL:
+            raise OutOfMemory(most)
+        raise RuntimeError(f"{name} ended with {code} on {path}")
 
     def ask() -> float:
-        process.stdin.write("\n")
-        process.stdin.flush()
-        return float(json.loads(process.stdout.readline())["seconds"])
+        with suppress(BrokenPipeError):  # it was ended between two steps
+            process.stdin.write("\n")
+            process.stdin.flush()
+        return float(answer()["seconds"])
 
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
     try:
-        first = process.stdout.readline()
-        if not first:
-            raise RuntimeError(f"{name} ended with {process.wait()} on {path}")
-        told = json.loads(first)
-        yield ask, Told(told["bytes"] / 2**20, told["peak"] / 2**20, told["plan"])
+        told = answer()
+        yield ask, Told(*(told[one] / 2**20 for one in ("bytes", "held", "peak")), told["plan"])
     finally:
-        process.stdin.close()
+        with suppress(OSError):
+            process.stdin.close()
         process.wait()
+        process.stdout.close()
+        watcher.join()
 
 
-def steps(path: str, said: str, names: Sequence[str], pairs: int, cache: str) -> Iterator[Row]:
-    with up("ours", path, cache) as (ours, our):
-        said = f"{said}, {our.plan} plan"
+class Case(NamedTuple):
+    """A graph, what rows call it, how often contestants take turns on it, and the bytes that each may hold."""
+
+    path: str
+    said: str
+    pairs: int
+    limit: float
+
+
+def steps(case: Case, names: Sequence[str], together: bool, cache: str) -> Iterator[Row]:
+    """Ours beside each peer. Where they are not in memory `together`, ours took its steps before."""
+    with ExitStack() as stack:
+        ours, our = stack.enter_context(up("ours", case.path, cache, case.limit))
+        before = [] if together else [ours() for _ in range(case.pairs)]
+        if not together:
+            stack.close()
+        said = f"{case.said}, {our.plan} plan"
         for name in names:
-            with up(name, path, cache) as (theirs, their):
-                taken = [(ours(), theirs()) for _ in range(pairs)]
+            try:
+                with up(name, case.path, cache, case.limit) as (theirs, their):
+                    taken = [(before[at] if before else ours(), theirs()) for at in range(case.pairs)]
+            except OutOfMemory as error:
+                yield beyond(f"peak RSS in a step, {said}", name, our.held, error.least)
+                continue
             yield compare(f"training step, {said}", name, "s", taken, higher_is_better=False)
             yield compare(f"memory of a step, {said}", name, "MiB", [(our.step, their.step)], higher_is_better=False)
+            yield compare(f"peak RSS in a step, {said}", name, "MiB", [(our.held, their.held)], higher_is_better=False)
+
+
+def beyond(case: str, name: str, ours: float, least: int) -> Row:
+    """Of a peer that was ended; its value and the ratio are the least that they can be."""
+    theirs = least / 2**20
+    return Row(case, name, theirs, ours, theirs / ours, "MiB", f"out of memory: needs over {least / 2**30:.1f} GiB")
+
+
+def shown(rows: Iterator[Row]) -> Iterator[Row]:
+    """Each row as it is made: a script that is ended half way has shown what it measured."""
+    for row in rows:
+        print(markdown([row])[-1], file=sys.stderr, flush=True)
+        yield row
+
+
+def free() -> int:
+    """Bytes that the machine can still give."""
+    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(lines["MemAvailable"].split()[0]) * 1024
 
 
 def patterns(tokens: int, degree: int, pairs: int, cache: str) -> Iterator[Row]:
@@ -388,7 +490,7 @@ def accuracy(path: str, seeds: int, count: int) -> list[Row]:
     return [msgspec.structs.replace(row, peer_value=theirs, ours=ours, ratio=ours / theirs)]
 
 
-EQUALS = ("MLP", "TransformerConv", "SGFormer", "Polynormer")
+EQUALS = ("MLP", "TransformerConv", "GPSConv performer", "SGFormer", "Polynormer")
 
 
 def equals(path: str, names: Sequence[str], count: int, cache: str) -> Iterator[Row]:
@@ -437,12 +539,14 @@ def main() -> None:
     data = {"metavar": "FOLDER", "help": "with a folder planetoid", "default": ""}
     more: dict[str, Any] = {"only": {"metavar": "WORD", "default": ""}, "data": data}
     more["sizes"] = {"metavar": "N,N", "default": "256,4096,16384,65536", "help": "tokens"}
+    more["limit"] = {"metavar": "GIB", "type": float, "default": 22, "help": "memory of a contestant"}
     more["degrees"] = {"metavar": "N,N", "default": "20"}
     more["steps"] = {"metavar": "N", "type": int, "default": 80, "help": "of `equals`"}
     more["peers"] = {"metavar": "NAME,NAME", "default": ",".join((*PEERS, *QUADRATIC))}
     more["seeds"] = {"metavar": "N", "type": int, "default": 10, "help": "of the accuracy on Cora and CiteSeer"}
     args = arguments(str(__doc__), **more)
     pairs = args.pairs or (3 if args.quick else 5)
+    limit = min(args.limit * 2**30, free() - 2**29)
     sizes = [1024, 4096] if args.quick else [int(one) for one in args.sizes.split(",")]
     names = [name for name in args.peers.split(",") if importlib.util.find_spec("torch_geometric") or name == "dense"]
     with tempfile.TemporaryDirectory() as cache:
@@ -450,10 +554,11 @@ def main() -> None:
         degrees = [int(one) for one in args.degrees.split(",")]
         for tokens, degree in itertools.product(sizes, degrees) if args.only in "step" else ():
             able = [name for name in names if name not in QUADRATIC or tokens <= DENSE]
-            rows += steps(path_of(tokens, degree), f"{tokens:,} tokens, degree {degree}", able, pairs, cache)
-            print("\n".join(markdown(rows[-2 * len(able) :])), file=sys.stderr, flush=True)
+            case = Case(path_of(tokens, degree), f"{tokens:,} tokens, degree {degree}", pairs, limit)
+            rows += shown(steps(case, able, tokens <= TOGETHER, cache))
         for path in REAL if args.only in "real" else ():
-            rows += steps(path, path, [name for name in names if name in LARGE], pairs, cache)
+            able = [name for name in names if name not in QUADRATIC]
+            rows += shown(steps(Case(path, path, pairs, limit), able, together=True, cache=cache))
         rows += alone(args.only, sizes[-1], pairs, cache)
         if args.only in "million":
             rows += million(args.quick, pairs, cache)
