@@ -277,7 +277,9 @@ def test_a_checkpoint_goes_on_with_another_number_of_parts(tmp_path):
 def test_few_bits_send_less_and_still_learn(options):
     plain = train(recipe_of({"width": 64}, {"halo": HALO}, precision="fp32"), made(edges=600), (50,))
     found = train(recipe_of({"width": 64}, {"halo": options}, precision="fp32"), made(edges=600), (50,))
-    assert found["losses"][-1] < found["losses"][0]
+    descents = [one["losses"][0] - one["losses"][-1] for one in (plain, found)]
+    assert found["losses"][-1] == pytest.approx(plain["losses"][-1], rel=0.1)
+    assert descents[1] > 0.4 * descents[0] > 0
     assert found["halo"][2] < 0.6 * plain["halo"][2]
 
 
@@ -429,27 +431,6 @@ def test_rows_over_fast_links_are_fresh_and_over_slow_ones_as_old_as_their_laten
     assert took[9] == took[2] < took[1] - 0.1
 
 
-@pytest.mark.parametrize("synchronize", [1, 4])
-def test_a_plan_has_no_bits_to_choose_where_no_rows_cross(synchronize, tmp_path, monkeypatch):
-    """One layer, whose rows cross once before training; two parts between which there is no edge."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(halo_parallel, "clusters_of", lambda *graph, **how: np.arange(60, dtype=np.int32) % 2)
-    apart = made()
-    both = apart.targets() % 2 == apart.indices % 2
-    apart = Graph.from_edges(
-        apart.indices[both], apart.targets()[both], features=apart.features, labels=apart.labels, parts=apart.parts
-    )
-    for model, graph in (({"depth": 1}, made()), ({"depth": 2}, apart)):
-        recipe = recipe_of(model, {"halo": {"bits": "auto", "synchronize": synchronize}}, precision="fp32")
-        recipe = msgspec.structs.replace(recipe, plan=config.Planning(pin=config.Pin(ranks=2)))
-        request = request_from_recipe.of_recipe(recipe, lambda one=recipe, its=graph: GraphWorkload(one, its))
-        plan = decide.decide(request, machines(1, 0)).taken
-        assert any("no bits to choose" in one for one in plan.why)
-        assert not any(one.traffic == "halo" for one in plan.exchanges)
-        assert plan.predicted.sent_bytes["halo"] == 0
-        assert not sum(train(recipe, graph, (50,), exchanges=plan.exchanges)["halo"][1:])
-
-
 def test_bits_of_a_plan_are_those_that_cross():
     recipe = recipe_of({"depth": 3}, {"halo": {"bits": "auto"}}, precision="fp32")
     workload = GraphWorkload(recipe, made())
@@ -567,9 +548,9 @@ def test_a_damaged_part_in_the_cache_is_written_again(tmp_path, monkeypatch):
     folder = cutting.folder([1, 1])
     path = folder / "part-1.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1]))
-    assert not partition_folder.intact(folder, 1, graph.fingerprint())
+    assert partition_folder.intact(folder, 1, graph.fingerprint()) is None
     assert all(map(torch.equal, first, ranks(2, opened)))
-    assert partition_folder.intact(folder, 1, graph.fingerprint())
+    assert partition_folder.intact(folder, 1, graph.fingerprint()) is not None
 
 
 def test_fewer_clusters_than_ranks_leave_ranks_without_nodes_and_train_as_one(tmp_path, monkeypatch):

@@ -19,6 +19,7 @@ from espalier.graph.data import Graph
 from espalier.graph.gnn import style_of
 from espalier.graph.subgraphs import View
 from espalier.graph.sylvie import Every, Sylvie
+from espalier.quant import row_widths
 from espalier.testing import ranks
 from espalier.workload import to_device
 
@@ -89,6 +90,28 @@ def test_hubs_send_and_receive_a_tenth_of_the_rows():
     found = ranks(2, over, "sage", graph, parts, network_of("sage", torch.float32))
     plain, crossed = found[0][4][2].sum(), sum(one[4][1] for one in found)
     assert 10 * crossed <= plain
+
+
+def test_bits_by_degree_follow_in_degrees_of_the_whole_graph_where_sums_stand_for_edges():
+    graph, parts = hub_graph(), parts_of("random", 2)
+    block = View(graph, style_of(NETWORKS["gcn"]), 2).block
+    degrees, indices = block.indptr.diff().numpy(), block.indices.numpy()
+    cut = halo.boundary(block.indptr, block.indices, parts, 2)
+    every = partial_sums.covers(block, cut)
+    targets = np.repeat(np.arange(NODES), degrees)
+
+    def seen(channel):
+        own, _ = partial_sums.summing(block, cut, channel.rank(), channel, every)
+        return [one.numpy() for one in halo.degree_shares(own)]
+
+    found = ranks(2, seen)
+    for rank in (0, 1):
+        one = every[rank, 1 - rank]
+        assert len(one.targets)
+        sums = [degrees[indices[one.edges[targets[one.edges] == node]]].max() for node in one.targets]
+        expected = row_widths.shares(np.concatenate([degrees[one.sources], sums]))
+        np.testing.assert_array_equal(found[rank][0], expected)
+        np.testing.assert_array_equal(found[1 - rank][1], expected)
 
 
 def test_sums_cross_with_few_bits():

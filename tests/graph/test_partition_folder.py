@@ -214,6 +214,13 @@ def asked(tmp_path):
     return recipe
 
 
+def test_parts_for_fewer_ranks_than_the_plan_has_are_refused(asked):
+    with pytest.raises(UserError, match=r"is for 2 ranks, and plan.pin.ranks = 4") as told:
+        open_graph(asked(np.arange(NODES) % 2, ranks=4))
+    assert "ranks 2 to 3 would train on nothing" in str(told.value)
+    open_graph(asked(np.arange(NODES) % 2 * 3, ranks=4))  # ranks 1 and 2 have none, as was asked for
+
+
 def test_parts_are_those_that_the_recipe_gives_also_where_nodes_are_reordered(asked, monkeypatch, tmp_path):
     monkeypatch.setattr(halo_parallel, "cache_folder", lambda: tmp_path / "cache")
     parts = np.arange(NODES) * 7 % 3

@@ -256,7 +256,7 @@ def test_bytes_of_few_bits_are_those_of_the_formula(bits, by_degree):
         made = lambda: Sylvie(Every(bits), by_degree=by_degree)  # noqa: E731
         _, sent = train(channel, "gcn", graph, parts, made, network)
         _, own = part_of(channel, "gcn", graph, parts)
-        shares = sylvie.degree_shares(own)
+        shares = halo.degree_shares(own)
         every = [row_widths.widths_of(bits, one.numpy()) for one in shares]
         widths = every if by_degree else [np.full_like(one, bits) for one in every]
         return sent, expected_bytes(own, widths, {1: 16, 2: 5}, by_degree), [one.tolist() for one in shares], own
@@ -287,7 +287,7 @@ def test_the_mean_of_rows_with_bits_by_degree_is_the_row():
         for step in range(draws):
             transport.begin(step)
             total = total + travelling.exchange(rows)[len(own.owned) :].double()
-        widths = row_widths.widths_of(1, sylvie.degree_shares(own)[1].numpy())
+        widths = row_widths.widths_of(1, halo.degree_shares(own)[1].numpy())
         return exact, total / draws, torch.from_numpy(widths)
 
     for exact, mean, widths in ranks(2, seen):

@@ -24,6 +24,7 @@ from espalier.errors import UserError
 from espalier.graph.base import Aggregate, Forms, GraphAttend, Kept, MessageBlock, Rows, dense
 from espalier.graph.coded_rows import Coding
 from espalier.graph.gnn import Gnn, GraphAttention, Layer
+from espalier.quant import row_widths
 from espalier.quant.mega.condense import condense
 
 if TYPE_CHECKING:
@@ -147,6 +148,7 @@ class Halo:
         layer: that the next exchange is for; transport: what it goes through.
         sums: makes the rows that leave of own rows, a SciPy matrix [leaving, owned] (`partial_sums`); None: they are
             those of `sends`.
+        degrees: int64 [owned], in-degrees in the whole graph, where sums stand for edges; None: those of `indptr`.
         coding: of rows that are codes times steps, so that codes cross; None: rows cross as they are.
     """
 
@@ -161,6 +163,7 @@ class Halo:
     layer: int = 0
     transport: Transport = synchronous
     sums: Any = None
+    degrees: Tensor | None = None
     coding: Coding | None = None
 
     @classmethod
@@ -205,6 +208,18 @@ class Halo:
     def leaves(self) -> Tensor:
         """int64: positions among `owned` of the rows for all peers."""
         return torch.cat(self.sends)
+
+    @cached_property
+    def _products(self) -> dict[tuple[Any, bool], Any]:
+        """Of `matrix`."""
+        return {}
+
+    def matrix(self, dtype: Any, transposed: bool = False) -> Any:
+        """`sums` by rows in a NumPy dtype, made once."""
+        if (dtype, transposed) not in self._products:
+            found = self.sums.T.tocsr() if transposed else self.sums
+            self._products[dtype, transposed] = found.astype(dtype, copy=False)
+        return self._products[dtype, transposed]
 
     def to(self, device: torch.device | str) -> Halo:
         """The same with its tensors on `device`, where the rows are that it exchanges."""
@@ -302,7 +317,7 @@ class _Trip:
         """Gradients of own rows with those that others have of them."""
         halo, found, (_, received) = self.halo, own.clone(), self.taken()
         if halo.sums is not None:
-            return found + _product(halo.sums.T.tocsr(), received)
+            return found + _product(halo, received, transposed=True)
         counts = halo.arriving(Crossing(halo.layer, backward=True))
         for rows, part in zip(halo.sends, received.split(counts), strict=True):
             found.index_add_(0, rows, part)  # a node is there once: the same bits on any device
@@ -430,7 +445,7 @@ def leaving_rows(halo: Halo, rows: Tensor) -> Tensor:
     are not finite, by the first such node."""
     if halo.sums is None:
         return rows.index_select(0, halo.leaves)
-    made = _product(halo.sums, rows)
+    made = _product(halo, rows)
     if made.is_floating_point() and not made.sum().isfinite():
         read = torch.from_numpy(np.unique(halo.sums.indices)).long()
         bad = read[~rows.detach().flatten(1)[read.to(rows.device)].isfinite().all(1).cpu()]
@@ -444,11 +459,33 @@ def leaving_rows(halo: Halo, rows: Tensor) -> Tensor:
     return made
 
 
-def _product(matrix: Any, rows: Tensor) -> Tensor:
-    """`matrix` times `rows` [columns, ...], in float64 for that and in float32 for others, on the CPU."""
+def _product(halo: Halo, rows: Tensor, transposed: bool = False) -> Tensor:
+    """`halo.sums` (`transposed`) times `rows` [columns, ...], in float64 for that and in float32 for others, on the
+    CPU."""
     flat = rows.detach().flatten(1).to("cpu", torch.promote_types(rows.dtype, torch.float32)).numpy()
-    made = torch.from_numpy(np.ascontiguousarray(matrix.astype(flat.dtype) @ flat))
+    made = torch.from_numpy(np.ascontiguousarray(halo.matrix(flat.dtype, transposed) @ flat))
     return made.view(-1, *rows.shape[1:]).to(rows.device, rows.dtype)
+
+
+def degree_shares(halo: Halo) -> tuple[Tensor, Tensor]:
+    """uint8 by row that leaves forward, and backward: 256 times the share of the rows for the same peer whose nodes
+    have a lower in-degree in the whole graph (ties in order). A sum counts as the node of the highest degree that it
+    has a row of. All ranks call it alike; owners tell the others once."""
+    degrees = leaving_degrees(halo).split([len(one) for one in halo.sends])
+    own = torch.cat([torch.from_numpy(row_widths.shares(one.numpy())) for one in degrees])
+    forward = Crossing(0, backward=False)
+    others = torch.empty(sum(halo.receives), dtype=torch.uint8)
+    with traffic(Traffic.HALO):
+        dist.all_to_all_single(others, own, halo.arriving(forward), halo.leaving(forward), group=halo.group)
+    return own, others
+
+
+def leaving_degrees(halo: Halo) -> Tensor:
+    """int64: of the rows that leave forward, see `degree_shares`."""
+    degrees = (halo.indptr.diff() if halo.degrees is None else halo.degrees).cpu()
+    if halo.sums is None or not halo.sums.nnz:
+        return degrees[halo.leaves.cpu()]
+    return torch.from_numpy(np.maximum.reduceat(degrees.numpy()[halo.sums.indices], halo.sums.indptr[:-1]))
 
 
 def equip(model: nn.Module) -> nn.Module:

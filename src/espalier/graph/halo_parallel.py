@@ -326,6 +326,8 @@ def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:
 
 # --- cutting -------------------------------------------------------------------------------------------------------
 
+CUTS = 2
+"""Version of the cutting: parts in the cache of another are not read."""
 LARGE = 1 << 20
 """Edges of a graph that takes over two seconds to cut."""
 PAYS = 0.9
@@ -357,7 +359,8 @@ class Cutting:
 
     def folder(self, shares: Sequence[int]) -> Path:
         """Where the parts wait."""
-        key = [self.graph.fingerprint(), self.style.loops, self.style.scale, self.sums, list(shares), library()]
+        style = [self.style.loops, self.style.scale]
+        key = [self.graph.fingerprint(), *style, self.sums, list(shares), library(), CUTS]
         if self.graph.cut is not None:
             key.append(hashed([self.graph.cut.tobytes().hex()]))
         return cache_folder() / "partitions" / hashed(key)
@@ -493,19 +496,20 @@ class Halos:
 def open_part(
     cutting: Cutting, shares: Sequence[int], group: dist.ProcessGroup, *, writes: bool = True
 ) -> partition_folder.Part:
-    """The part of this rank of `group`. All ranks call it alike; the graph is cut by the first where it was not.
+    """The part of this rank of `group`. All ranks call it alike; the graph is cut by the first where it was not, and
+    where machines have other parts than it has.
 
     Args:
         shares: of the nodes, for each rank; writes: whether this rank writes the parts for its machine.
     """
     identity, folder, rank = cutting.graph.fingerprint(), cutting.folder(shares), group.rank()
-    intact = partition_folder.intact(folder, rank, identity)
-    if not all(plain_collectives.all_gather(intact, group)):
+    known = set(plain_collectives.all_gather(partition_folder.intact(folder, rank, identity), group))
+    if None in known or len(known) > 1:
         made = cutting.parts(shares).tobytes() if rank == 0 else b""
         parts = np.frombuffer(plain_collectives.broadcast(made, group), np.int32)
         if writes:
             with _locked(folder):
-                if not all(partition_folder.intact(folder, one, identity) for one in range(len(shares))):
+                if len(known - {None}) > 1 or not partition_folder.holds(folder, parts, identity):
                     cut, every = cutting.boundary(parts, len(shares))
                     partition_folder.write(folder, cutting.graph, cutting.style, cut, every)
         plain_collectives.all_gather(True, group)

@@ -30,21 +30,22 @@ def infer_parts(model: Gnn, folder: Path, ranks: int, layers: int | None = None)
     placed: dict[str, Any] = {"device": parameter.device, "dtype": parameter.dtype}
     rows: list[Rows] = []
     leaving: list[list[Rows]] = []
+    owned: list[Tensor] = []
     for rank in range(ranks):
         part = partition_folder.read_alone(folder, rank)
+        owned.append(part.halo.owned)
         rows.append(part.features.to(**placed))
         leaving.append(_leaving(part, rows[-1]))
     for at in range(len(model.layers) if layers is None else layers):
         before, leaving = leaving, []
         for rank in range(ranks):
-            part = partition_folder.read_alone(folder, rank)
+            part = partition_folder.read_alone(folder, rank, known=True)
             own = joined([rows[rank], *(one[rank] for one in before)])
             rows[rank] = model.step(at, to_device(part.block, placed["device"], placed["dtype"]), own)
             leaving.append(_leaving(part, rows[rank]))
     found = [dense(one) for one in rows]
-    owned = torch.cat([partition_folder.read_alone(folder, rank).halo.owned for rank in range(ranks)])
-    made = found[0].new_empty(len(owned), found[0].shape[1])
-    made[owned] = torch.cat(found)
+    made = found[0].new_empty(sum(map(len, owned)), found[0].shape[1])
+    made[torch.cat(owned)] = torch.cat(found)
     return made
 
 

@@ -175,4 +175,5 @@ def _edges(
     weights = None
     if block.weights is not None:
         weights = torch.where(edges < 0, 1.0, block.weights[edges.clamp(min=0)])
-    return replace(plain, outer=torch.from_numpy(outer), edges=edges, indices=indices, indptr=starts), weights
+    made = replace(plain, outer=torch.from_numpy(outer), edges=edges, indices=indices, indptr=starts)
+    return replace(made, degrees=plain.indptr.diff()), weights

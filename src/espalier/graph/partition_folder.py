@@ -46,8 +46,9 @@ AGAIN = "write the partition again"
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a folder holds. `rows`: of `Boundary`; `checksums`: of the parts, in order of rank. The rest is of the whole
-    graph: `width` of its features, `outputs` of a network for its labels, names of the classes, and where it came from.
+    """What a folder holds. `rows`: of `Boundary`; `checksums`: of the parts, in order of rank; `cut`: see `cut_hash`.
+    The rest is of the whole graph: `width` of its features, `outputs` of a network for its labels, names of the
+    classes, and where it came from.
     """
 
     format: int
@@ -60,6 +61,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     width: int
     classes: tuple[str, ...]
     origin: str
+    cut: str = ""
 
 
 class Part(NamedTuple):
@@ -104,7 +106,9 @@ def write(folder: str | Path, graph: Graph, style: Style, cut: Boundary, every: 
         rows = cut.rows if every is None else crossing_rows(every, cut.ranks)
         save_file(_nodes(graph), target / NODES)
         about = (graph.edges, graph.features.shape[1], graph.classes, graph.origin)
-        made = Manifest(FORMAT, graph.fingerprint(), graph.nodes, style, rows.tolist(), sums, *about)
+        made = Manifest(
+            FORMAT, graph.fingerprint(), graph.nodes, style, rows.tolist(), sums, *about, cut_hash(cut.parts)
+        )
         (target / MANIFEST).write_bytes(msgspec.json.encode(made))
 
     cache_dir.export(Path(folder), MANIFEST, fill)
@@ -171,7 +175,14 @@ def given(recipe: Recipe, graph: Graph) -> np.ndarray:
             f"{what} is for {int(parts.max()) + 1} ranks, and the number of ranks is open.",
             do=f"plan.pin.ranks={int(parts.max()) + 1}",
         )
-    return checked(parts, graph.nodes, ranks or 1)
+    found = checked(parts, graph.nodes, ranks or 1)
+    if (least := int(found.max(initial=-1)) + 1) < (ranks or 1):
+        raise UserError(
+            f"{what} is for {least} ranks, and plan.pin.ranks = {ranks}.",
+            why=f"ranks {least} to {(ranks or 1) - 1} would train on nothing",
+            do=f"plan.pin.ranks={least}, or parts for {ranks} ranks",
+        )
+    return found
 
 
 def _nodes(graph: Graph) -> dict[str, Tensor]:
@@ -234,6 +245,8 @@ def _tensors(graph: Graph, block: MessageBlock, cut: tuple[Boundary, Covers | No
     found |= {f"block {name}": one for name in SCALES if (one := getattr(local, name)) is not None}
     if own.sums is not None:
         found |= {f"sums {name}": torch.from_numpy(getattr(own.sums, name)) for name in MATRIX}
+    if own.degrees is not None:
+        found["degrees"] = own.degrees
     if graph.labels is not None:
         found["labels"] = torch.from_numpy(np.asarray(graph.labels[ids]))
     return {name: one.contiguous().clone() for name, one in found.items()}  # tensors of a file share no memory
@@ -264,15 +277,16 @@ def any_part(folder: Path) -> Part:
     return read_alone(folder, next((rank for rank in range(ranks) if (folder / _name(rank)).exists()), 0))
 
 
-def read_alone(folder: Path, rank: int) -> Part:
-    """The part of `rank`, for one process that reads all of them in turn. Raises UserError as `read`."""
-    return _part(folder, _manifest(folder)[0], rank, None)
+def read_alone(folder: Path, rank: int, known: bool = False) -> Part:
+    """The part of `rank`, for one process that reads all of them in turn. `known`: it was read before, and its checksum
+    was right. Raises UserError as `read`."""
+    return _part(folder, _manifest(folder)[0], rank, None, known)
 
 
-def _part(folder: Path, manifest: Manifest, rank: int, group: dist.ProcessGroup | None) -> Part:
+def _part(folder: Path, manifest: Manifest, rank: int, group: dist.ProcessGroup | None, known: bool = False) -> Part:
     ranks, path = len(manifest.checksums), folder / _name(rank)
     try:
-        intact = _checksum(path) == manifest.checksums[rank]
+        intact = known or _checksum(path) == manifest.checksums[rank]
     except OSError as error:
         raise UserError(
             f"{path} cannot be read: {error.strerror}.",
@@ -286,19 +300,37 @@ def _part(folder: Path, manifest: Manifest, rank: int, group: dist.ProcessGroup 
     own = Halo(found["owned"], found["outer"], lists, tuple(rows[:, rank].tolist()), *edges, group)
     if "sums data" in found:
         parts = tuple(found[f"sums {name}"].numpy() for name in MATRIX)
-        own = replace(own, sums=sparse.csr_array(parts, shape=(int(rows[rank].sum()), len(own.owned))))
+        shape = (int(rows[rank].sum()), len(own.owned))
+        own = replace(own, sums=sparse.csr_array(parts, shape=shape), degrees=found.get("degrees"))
     scales: dict[str, Any] = {name: found.get(f"block {name}") for name in SCALES}
     block = MessageBlock(own.indptr, own.indices.int(), own.sources, Forms(), **scales)
     return Part(own, block, found["features"], found.get("labels"), manifest.style, rows)
 
 
-def intact(folder: Path, rank: int, graph: str) -> bool:
-    """Whether the part of `rank` is there, of that graph, and not damaged."""
+def intact(folder: Path, rank: int, graph: str) -> int | None:
+    """A number that is the same where the manifest is; None where the part of `rank` is not there, of another graph, or
+    damaged."""
+    try:
+        manifest, digest = _manifest(folder)
+        same = manifest.graph == graph and _checksum(folder / _name(rank)) == manifest.checksums[rank]
+    except (UserError, OSError, IndexError):
+        return None
+    return digest if same else None
+
+
+def cut_hash(parts: np.ndarray) -> str:
+    """Of `parts` int32 [nodes]: which cut it is."""
+    return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(parts, np.int32).tobytes())
+
+
+def holds(folder: Path, parts: np.ndarray, graph: str) -> bool:
+    """Whether all parts of that cut of that graph are there, and not damaged."""
     try:
         manifest, _ = _manifest(folder)
-        return manifest.graph == graph and _checksum(folder / _name(rank)) == manifest.checksums[rank]
-    except (UserError, OSError, IndexError):
+    except UserError:
         return False
+    every = range(len(manifest.checksums))
+    return manifest.cut == cut_hash(parts) and all(intact(folder, one, graph) is not None for one in every)
 
 
 def rows_of(folder: Path) -> np.ndarray | None:

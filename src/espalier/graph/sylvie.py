@@ -23,10 +23,10 @@ from torch import Tensor
 
 from espalier import units
 from espalier.comm.base import Traffic, traffic
-from espalier.errors import RESUME, Corrupted
+from espalier.errors import RESUME, Corrupted, UserError
 from espalier.graph import halo
 from espalier.graph.gnn import Gnn
-from espalier.graph.halo import Arrival, Crossing, ForeignRows, Halo, not_finite
+from espalier.graph.halo import Arrival, Crossing, ForeignRows, Halo, degree_shares, not_finite
 from espalier.graph.loss_speed import LossSpeed
 from espalier.graph.neighbor_sampler import stream
 from espalier.graph.quantization import crossing_codes
@@ -275,7 +275,7 @@ class Sylvie:
         policy: which steps are synchronous, and with how many bits.
         delta: both ends keep the rows as they last arrived, and what crosses is the difference to these, rounded to the
             nearest code, so that what rounding lost is sent with the next step (error feedback): the error of rows that
-            do not change shrinks by 2^bits a step.
+            do not change shrinks by about 2^bits a step (at 8 by 2^7).
         by_degree: rows of nodes with more neighbours get more bits (see `quant.row_widths`); else all get as many.
         peers: what differs between them.
         seed: of the random numbers.
@@ -314,11 +314,18 @@ class Sylvie:
         self._flights, self._sent, self._arrived = {}, {}, {}
 
     def __call__(self, halo: Halo, sent: Tensor, received: Tensor, crossing: Crossing) -> Arrival:
-        """See `halo.Transport`. Raises UserError for rows that are not finite, by layer and node, and Corrupted for a
-        message of another step, layer, direction or width, or of rows that are older than they may be."""
+        """See `halo.Transport`. Raises UserError for rows that are not finite, by layer and node, and for rows that
+        crossed in this step already; and Corrupted for a message of another step, layer, direction or width, or of rows
+        that are older than they may be."""
         if self.by_degree and self._shares is None and sent.is_floating_point():
             self._shares = degree_shares(halo)
         key, peers = (crossing, sent.dtype), range(len(halo.receives))
+        if any(one.step == self.step for one in self._flights.get(key, [])):
+            raise UserError(
+                f"{_what(crossing)} crossed in step {self.step} already.",
+                why="each layer exchanges its rows once in a step; these would arrive as those of the first time",
+                do=f"transport.begin({self.step + 1}) before the next forward pass, or halo.synchronous",
+            )
         flights = [*self._flights.get(key, []), self._launch(halo, sent, received, crossing)]
         ages = [0 if self.choice.synchronous else 1 if self.ages is None else self.ages[one] for one in peers]
         steps = [one.step for one in flights]
@@ -406,16 +413,16 @@ class Sylvie:
             return torch.full((rows,), bits, dtype=torch.uint8)
         return torch.from_numpy(row_widths.widths_of(bits, self._shares[backward].numpy()))
 
-    def _read(self, sent: list[list[_Flight]], received: Tensor, crossing: Crossing, ages: list[int]) -> None:
-        """`sent`: the last messages of each peer, whose rows are those of the latest, or (differences) of all."""
-        newest, flat = sent[0][-1], received.flatten(1)
+    def _read(self, arrived: list[list[_Flight]], received: Tensor, crossing: Crossing, ages: list[int]) -> None:
+        """`arrived`: the last messages of each peer, whose rows are those of the latest, or (differences) of all."""
+        newest, flat = arrived[0][-1], received.flatten(1)
         layout, whole = newest.layout, newest.bits == WHOLE
         plain = received.dtype == torch.float32 and received.device.type == "cpu" and received.is_contiguous()
         columns = flat.shape[1] * (1 if layout.order is None else layout.order.shape[1])
         into = whole or (plain and layout.order is None)
         rows = flat if into else torch.empty(len(layout.widths), columns)
         outs = rows.split(layout.rows if whole else layout.groups)
-        for peer, (flights, out, age) in enumerate(zip(sent, outs, ages, strict=True)):
+        for peer, (flights, out, age) in enumerate(zip(arrived, outs, ages, strict=True)):
             for flight in flights if self.delta and not whole else flights[-1:]:
                 message = flight.arriving.split(flight.layout.splits)[peer]
                 if not len(message):
@@ -508,18 +515,6 @@ def _copy(layout: _Layout, rows: Tensor, wire: Tensor) -> None:
     for message, own in zip(wire.split(layout.splits), flat.split(layout.rows), strict=True):
         if len(message):
             message[STAMP:].copy_(own.contiguous().view(torch.uint8).flatten())
-
-
-def degree_shares(halo: Halo) -> tuple[Tensor, Tensor]:
-    """uint8 by row that leaves forward, and backward: 256 times the share of the rows for the same peer whose nodes
-    have fewer neighbours (ties in order). All ranks call it alike; owners tell the others once."""
-    degrees = halo.indptr.diff()
-    own = torch.cat([torch.from_numpy(row_widths.shares(degrees[one].cpu().numpy())) for one in halo.sends])
-    forward = Crossing(0, backward=False)
-    others = torch.empty(sum(halo.receives), dtype=torch.uint8)
-    with traffic(Traffic.HALO):
-        dist.all_to_all_single(others, own, halo.arriving(forward), halo.leaving(forward), group=halo.group)
-    return own, others
 
 
 def _rank(halo: Halo) -> int:

@@ -65,7 +65,8 @@ def with_whole_graph(plan: Plan, others: Sequence[tuple[str, Plan, int]]) -> Pla
     ]
     told = (
         f"{HALOS}: none cross; {who} passes over the whole graph in every step{took}. [graph.halo] cuts it into a part "
-        "for each rank, with the same results to rounding; graph.fanout=auto chooses between parts, drawn batches and "
+        "for each rank, with the same results to rounding where there is no dropout; graph.fanout=auto chooses between "
+        "parts, drawn batches and "
         f"one rank{'. By estimate a pass over the training nodes takes ' * bool(each)}{', '.join(each)}."
     )
     return msgspec.structs.replace(plan, why=(told, *plan.why))

@@ -1,0 +1,116 @@
+"""Graphs over ranks at their limits: no rows cross or all do twice, machines have other parts."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from espalier import config
+from espalier.errors import UserError
+from espalier.graph import halo, halo_parallel, part_inference, partition_folder
+from espalier.graph.data import Graph
+from espalier.graph.gnn import style_of
+from espalier.graph.halo_parallel import Cutting, open_part
+from espalier.graph.neighbor_sampler import Style
+from espalier.graph.sylvie import Every, Sylvie
+from espalier.graph.workload import GraphWorkload
+from espalier.plan import decide, request_from_recipe
+from espalier.testing import ranks
+
+from .conftest import made
+from .test_halo import NETWORKS, graph_of, network_of, parts_of
+from .test_halo_parallel import machines, train
+from .test_sylvie import part_of
+from .test_workload import recipe_of
+
+
+@pytest.mark.parametrize("synchronize", [1, 4])
+def test_a_plan_has_no_bits_to_choose_where_no_rows_cross(synchronize, tmp_path, monkeypatch):
+    """One layer, whose rows cross once before training; two parts between which there is no edge."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(halo_parallel, "clusters_of", lambda *graph, **how: np.arange(60, dtype=np.int32) % 2)
+    apart = made()
+    both = apart.targets() % 2 == apart.indices % 2
+    apart = Graph.from_edges(
+        apart.indices[both], apart.targets()[both], features=apart.features, labels=apart.labels, parts=apart.parts
+    )
+    for model, graph in (({"depth": 1}, made()), ({"depth": 2}, apart)):
+        recipe = recipe_of(model, {"halo": {"bits": "auto", "synchronize": synchronize}}, precision="fp32")
+        recipe = msgspec.structs.replace(recipe, plan=config.Planning(pin=config.Pin(ranks=2)))
+        request = request_from_recipe.of_recipe(recipe, lambda one=recipe, its=graph: GraphWorkload(one, its))
+        plan = decide.decide(request, machines(1, 0)).taken
+        assert any("no bits to choose" in one for one in plan.why)
+        assert not any(one.traffic == "halo" for one in plan.exchanges)
+        assert plan.predicted.sent_bytes["halo"] == 0
+        assert not sum(train(recipe, graph, (50,), exchanges=plan.exchanges)["halo"][1:])
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Hosted(Cutting):
+    """On a machine with a cache of its own."""
+
+    host: Path = Path()
+
+    def folder(self, shares):
+        return self.host / "cut"
+
+
+@pytest.mark.parametrize("old", [(0,), (1,), (0, 1)])
+def test_machines_with_other_parts_in_their_caches_agree(old, tmp_path):
+    """`old`: machines that have parts; those of machine 0 have their names exchanged, those of machine 1 are others."""
+    graph = made()
+    cutting = Cutting(graph, Style(True, "symmetric"))
+    parts = cutting.parts([1, 1])
+    for host in old:
+        other = 1 - parts if host == 0 else (np.arange(60, dtype=np.int32) % 2)
+        partition_folder.write(tmp_path / f"{host}/cut", graph, cutting.style, *cutting.boundary(other, 2))
+
+    def opened(channel):
+        hosted = Hosted(graph, cutting.style, host=tmp_path / str(channel.rank()))
+        return open_part(hosted, [1, 1], channel).halo.owned.numpy()
+
+    for rank, owned in enumerate(ranks(2, opened)):
+        np.testing.assert_array_equal(owned, np.flatnonzero(parts == rank))
+    manifests = [tmp_path / f"{host}/cut/manifest.json" for host in (0, 1)]
+    written = [one.stat().st_mtime_ns for one in manifests]
+    assert manifests[0].read_bytes() == manifests[1].read_bytes()
+    ranks(2, opened)
+    assert [one.stat().st_mtime_ns for one in manifests] == written
+
+
+@pytest.mark.parametrize("options", [Every(32), Every(1), Every(32, 0)])
+def test_rows_that_cross_twice_in_a_step_are_refused_by_layer_and_step(options):
+    """They would arrive as those of the first time."""
+    graph, parts = graph_of(), parts_of("random", 2)
+
+    def twice(channel):
+        own = part_of(channel, "gcn", graph, parts)[1]
+        transport = Sylvie(options)
+        travelling = dataclasses.replace(own, transport=transport, layer=1)
+        for step in range(3):
+            transport.begin(step)
+            travelling.exchange(torch.full((len(own.owned), 8), float(step)))
+        with pytest.raises(UserError, match="Rows for layer 2 crossed in step 2 already") as told:
+            travelling.exchange(torch.full((len(own.owned), 8), 5.0))
+        assert "transport.begin(3)" in str(told.value)
+        transport.begin(2)  # made anew
+        found = travelling.exchange(torch.full((len(own.owned), 8), 7.0))
+        transport.drain()
+        return float(found.min())
+
+    assert ranks(2, twice) == [7.0, 7.0]
+
+
+def test_parts_are_read_again_for_each_layer_and_checked_once(tmp_path, monkeypatch):
+    graph, network = graph_of(), network_of("sage", torch.float32)
+    cut = halo.boundary(graph.indptr, graph.indices, parts_of("random", 3), 3)
+    partition_folder.write(tmp_path / "cut", graph, style_of(NETWORKS["sage"]), cut)
+    checked, inner = [], partition_folder._checksum
+    monkeypatch.setattr(partition_folder, "_checksum", lambda path: checked.append(path.name) or inner(path))
+    part_inference.infer_parts(network.eval(), tmp_path / "cut", 3)
+    assert checked == [f"part-{rank}.safetensors" for rank in range(3)]
