@@ -45,7 +45,7 @@ RECORD = Record(
     "run there), and whose order of accelerators is that of the paper on CiteSeer, Debian's packages and "
     "WordNet (5 steps) in all three measures, but not on Cora, where GCNAX is second: fused loops keep tiles "
     "of its product in the buffer; on Cora and CiteSeer packages with the paper's bitmaps take as many bytes "
-    "as plain bitmaps, those with lists of columns 3 to 6 times fewer, and condensing edges costs 1 to 4 % of"
+    "as plain bitmaps, those with lists of columns 3.4 and 5.6 times fewer, and condensing edges costs 4.5 and 1.2 % of"
     " DRAM bytes; the baselines' own configurations are not simulated; hidden features of 128 columns take a "
     "15th of fp32's and half of int4's on Cora, CiteSeer, Debian's packages (trained 20 steps) and WordNet (5"
     " steps), less than CSR and zstd of int8; where the nodes of the test are hidden while training (Cora, 16"
