@@ -57,3 +57,18 @@ def test_a_peer_that_needs_more_memory_is_ended_and_its_row_says_so(bench, toget
 def test_a_peer_that_fails_otherwise_ends_the_bench(bench):
     with pytest.raises(RuntimeError, match="fails ended with 3 on graph"), bench.up("fails", "graph", "cache"):
         pass
+
+
+@pytest.mark.slow
+def test_every_contestant_makes_a_step(bench, monkeypatch, tmp_path):
+    pytest.importorskip("torch_geometric")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = bench.path_of(256, 10)
+    for name in (*bench.OURS, *bench.PEERS, *bench.QUADRATIC):
+        run, plan = bench.step_of(name, path, str(tmp_path))
+        assert 0 < run() < 10
+        assert bool(plan) == (name in bench.OURS)
+    monkeypatch.undo()  # a process of its own
+    with bench.up("TransformerConv", path, str(tmp_path)) as (ask, told):
+        assert ask() > 0
+        assert 0 < told.step < told.held <= told.peak
