@@ -100,15 +100,8 @@ RECIPES = {
     "messages": GRAPH.replace('"sage"\nwidth = 8', '"messages"\nbuild = "networks:network"').format("node"),
     "module": '[model]\nbuild = "numbers_of:build"\n',
 }
-INPUTS = {
-    "bytes": "the",
-    "bpe": "the",
-    "node": "n3,n7",
-    "link": "n3,n7",
-    "inductive": "n3,n7",
-    "graphs": "0,1",
-    "messages": "n3",
-}
+INPUTS = {"bytes": "the", "bpe": "the", "graphs": "0,1", "messages": "n3"}
+INPUTS |= dict.fromkeys(("node", "link", "inductive"), "n3,n7")
 REST = """
 [train]
 steps = 2
