@@ -291,8 +291,7 @@ def test_bytes_of_a_step_are_those_of_the_plan(kind):
     for options, precision in every:
         recipe = recipe_of({**model, "depth": 3}, {"halo": options}, precision=precision)
         halos, shares, _ = sent_by_plan(recipe, (20, 60))
-        plan = plan_of(recipe, GraphWorkload(recipe, made()), (20, 60))
-        leaving = halos.step_bytes(shares, halo_exchange.value_bytes(plan)).sum(1)
+        leaving = halos.step_bytes(shares, halos.value_bytes(precision)).sum(1)
         assert train(recipe, made(), (20, 60))["halo"][1:] == [leaving[0]] * (STEPS - 1)
 
 

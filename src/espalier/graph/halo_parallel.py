@@ -27,6 +27,7 @@ from espalier.cache_dir import cache_folder, hashed, write_atomic
 from espalier.comm.base import Traffic, traffic
 from espalier.compose import Claim
 from espalier.config import Messages, Network
+from espalier.cost import VALUE_BYTES
 from espalier.errors import PeerLost, UserError
 from espalier.graph import foreign_halo, graph_plan, halo, partial_sums, partition_folder, sylvie
 from espalier.graph.base import dense
@@ -437,6 +438,10 @@ class Halos:
     def exchanges(self) -> int:
         """In a step, forward and backward."""
         return 2 * (halo.depth(self.network) - 1)
+
+    def value_bytes(self, precision: str) -> int:
+        """Of a value that crosses as it is."""
+        return VALUE_BYTES[precision]
 
     def told(self, shares: Sequence[int]) -> str:
         """How the graph is cut, for people."""

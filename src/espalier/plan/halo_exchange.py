@@ -14,7 +14,6 @@ import msgspec
 import numpy as np
 
 from espalier import units
-from espalier.cost import VALUE_BYTES
 from espalier.plan import halo_bits
 from espalier.plan.base import AdaptiveRule, Exchange, HaloAge, HaloRows, Plan
 from espalier.plan.packed_features import longer
@@ -72,15 +71,10 @@ def with_whole_graph(plan: Plan, others: Sequence[tuple[str, Plan, int]]) -> Pla
     return msgspec.structs.replace(plan, why=(told, *plan.why))
 
 
-def value_bytes(plan: Plan) -> int:
-    """Of a value that crosses as it is: of the network's dtype."""
-    return VALUE_BYTES[plan.precision]
-
-
 def _with_bits(plan: Plan, halos: Any, cluster: Cluster) -> tuple[Plan, Any]:
     """The plan with the bits of each layer, direction and pair of machines, and these by crossing and ranks: what
     crosses in `HIDDEN` of computing, with late rows in all of it, with the least error."""
-    ranks, size = [plan.ranks[rank] for rank in plan.trainers], value_bytes(plan)
+    ranks, size = [plan.ranks[rank] for rank in plan.trainers], halos.value_bytes(plan.precision)
     shares = [one.share[1] - one.share[0] for one in ranks]
     counts = halos.counts(shares)
     if not any(one.any() for one in counts.values()):
@@ -274,7 +268,7 @@ def with_halos(plan: Plan, halos: Halos | TokenCut, cluster: Cluster, instead_of
     ranks = [plan.ranks[rank] for rank in plan.trainers]
     shares = [one.share[1] - one.share[0] for one in ranks]
     plan = msgspec.structs.replace(plan, micro_batch=max(shares))
-    size = value_bytes(plan)
+    size = halos.value_bytes(plan.precision)
     options, node = halos.options, np.array([one.node for one in ranks])
     far, by_peer = node[:, None] != node[None], cast("Any", None)
     if options.bits == "auto":

@@ -71,14 +71,15 @@ def test_a_checkpoint_goes_on_with_another_number_of_ranks(tmp_path):
         assert first["losses"] + then["losses"] == pytest.approx(whole["losses"], rel=1e-9)
 
 
-def test_bytes_of_a_step_are_those_of_the_plan_and_the_plan_says_what_each_rank_has():
-    recipe = recipe_of({**MODEL, "virtual": 2}, {"halo": {}}, precision="fp32")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_bytes_of_a_step_are_those_of_the_plan_and_the_plan_says_what_each_rank_has(precision):
+    recipe = recipe_of({**MODEL, "virtual": 2}, {"halo": {}}, precision=precision)
     workload = GraphWorkload(recipe, made())
     plan = plan_of(recipe, workload, (20, 60))
     shares = [one.share[1] - one.share[0] for one in plan.ranks]
     cut = workload.halos()
     sent = train(recipe, made(), (20, 60))["sent"]
-    assert sent[1:] == [cut.step_bytes(shares, 4)[0].sum()] * (STEPS - 1)
+    assert sent[1:] == [cut.step_bytes(shares, cut.value_bytes(precision))[0].sum()] * (STEPS - 1)
     pinned = msgspec.structs.replace(recipe, plan=config.Planning(pin=config.Pin(ranks=3)))
     taken = decide.decide(request_from_recipe.of_recipe(pinned, lambda: workload), machines(1, 0)).taken
     assert any("62 tokens are cut into 3 ranges" in one and "1 to 2 heads" in one for one in taken.why)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from espalier.comm.base import Traffic
 from espalier.config import GraphTransformer as Options
+from espalier.cost import VALUE_BYTES
 from espalier.errors import UserError
 from espalier.graph import halo_parallel
 from espalier.graph.halo_parallel import CutWorkload, all_rows
@@ -166,6 +167,10 @@ class TokenCut:
         widths = np.array([each * (stop - start) for start, stop in split], float)
         to_heads = pieces[:, None] * widths[None]
         return 4.0 * size * len(self.model.layers) * (to_heads + to_heads.T) * (1 - np.eye(len(shares)))
+
+    def value_bytes(self, precision: str) -> int:
+        """Of a query, key, value or answer: at least those of fp32, which autocast leaves them in."""
+        return max(4, VALUE_BYTES[precision])
 
     def told(self, shares: Sequence[int]) -> str:
         """How the graph is cut, for people."""
