@@ -67,7 +67,7 @@ class Case(NamedTuple):
 LARGE = {
     f"{link}, 200,000 nodes": rate for link, rate in (("1 Gbit/s", 1e9), ("100 Mbit/s", 100e6), ("20 Mbit/s", 20e6))
 }
-"""Take 12, 17 and 30 minutes, and 11 GB: not among those that run unasked."""
+"""Take 12, 17 and 17 minutes, and 11 GB (the last without warming up): not among those that run unasked."""
 LIMITS = {"20 Mbit/s": 420.0, **dict.fromkeys(LARGE, 2400.0)}
 """Seconds of a case at most; of others 200."""
 CASES = {
@@ -76,7 +76,7 @@ CASES = {
     "100 Mbit/s, large": Case(100e6, 40_000, 3, 1, SMALL),
     "20 Mbit/s": Case(20e6, 10_000, 3, 1),
     **{
-        name: Case(rate, 200_000, 2 if rate > 20e6 else 1, 1, late=PERIOD if rate > 100e6 else 2)
+        name: Case(rate, 200_000, 2 if rate > 20e6 else 0, 1, late=PERIOD if rate > 100e6 else 2)
         for name, rate in LARGE.items()
     },
 }
@@ -255,7 +255,7 @@ def main() -> None:
             case = case._replace(nodes=case.nodes // 5, rounds=2)
         told = f"planted graph, {case.nodes:,} nodes, 4 x {name.partition(',')[0]}{', quick' * asked.quick}"
         print(f"{told}:")
-        rounds, folder = asked.pairs or case.rounds, graph_folder(case.nodes)
+        rounds, folder = case.rounds if asked.pairs is None else asked.pairs, graph_folder(case.nodes)
         graph, limit = (folder, parts_of(folder), case.nodes), LIMITS.get(name, 200.0)
         task = Task(
             case.contestants, rounds, case.epochs, *graph, limit=limit, evaluates=case.evaluates, late=case.late

@@ -278,7 +278,8 @@ def mean(found: Tensor) -> float:
 
 
 def measure(task: Task, channel: Any) -> Outcome:
-    """All contestants in turn, after one block to warm up (which counts for accuracy and not for seconds)."""
+    """All contestants in turn, after an epoch to warm up, which counts for accuracy and not for seconds. Without rounds
+    one block each, which nothing warms up."""
     graph = synthetic.opened(Path(task.folder))
     options = config.Sage(depth=task.depth, width=task.width, dropout=0.0, activation="relu", norm=True)
     torch.manual_seed(0)
@@ -300,13 +301,14 @@ def measure(task: Task, channel: Any) -> Outcome:
         for name, one in made.items():
             dist.barrier(stock())
             before, start = _bytes(channel), time.perf_counter()
-            epochs = one.block(task) if number else 1
+            counts = number > 0 or not task.rounds
+            epochs = one.block(task) if counts else 1
             for _ in range(epochs):
                 one.epoch()
             one.settle()
             dist.barrier(stock())
             took = time.perf_counter() - start
-            if number:
+            if counts:
                 seconds[name].append(took / epochs)
                 both = (_bytes(channel) - before) / epochs
                 dist.all_reduce(both, group=stock())
