@@ -78,6 +78,22 @@ def test_a_forked_child_runs_kernels_and_so_does_its_parent() -> None:
     assert summed(WHOLE).tolist() == SUMS
 
 
+def test_a_program_that_forks_as_soon_as_threads_have_begun_ends() -> None:
+    """On one core, where no thread of TBB has run yet when it forks."""
+    script = """
+import os
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+from espalier.kernels import numba_compile
+from numba.np.ufunc import parallel
+parallel._launch_threads()
+child = os.fork()
+if not child:
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
 def test_several_threads_may_run_kernels_at_once() -> None:
     right = []
 

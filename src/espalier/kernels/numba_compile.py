@@ -17,6 +17,7 @@ import hashlib
 import importlib
 import importlib.metadata
 import inspect
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -31,6 +32,7 @@ import numpy as np
 import torch
 from numba.core.sigutils import normalize_signature
 from numba.np.numpy_support import as_dtype
+from numba.np.ufunc import parallel
 
 Body = TypeVar("Body", bound=Callable[..., Any])
 
@@ -63,6 +65,17 @@ def _layer_runs() -> bool:
 
 
 _PARALLEL = _load_tbb()
+
+
+def _join_start() -> None:
+    """Before a fork. TBB's threads are ended for it, and the empty task with which numba starts them is lost where none
+    has taken it yet: numba would wait for it without end when the process ends."""
+    if parallel._is_initialized and numba.threading_layer() == "tbb":
+        wait = importlib.import_module("numba.np.ufunc.tbbpool").synchronize
+        ctypes.CFUNCTYPE(None)(wait)()
+
+
+os.register_at_fork(before=_join_start)
 _COMPILING = threading.RLock()
 """Two threads that call a kernel for the first time compile it once."""
 
