@@ -57,54 +57,6 @@ def test_decoding_gives_back_every_code(widths, columns, signed, share, occupied
     assert same(back["x"].decoded(), given_)
 
 
-def number(bits: list[int], at: int, count: int) -> int:
-    return sum(bits[at + place] << place for place in range(count))
-
-
-def read_bit_by_bit(packed: PackedRows) -> np.ndarray:
-    """Codes as the format has them, in plain Python and without the index."""
-    packages, told, of_row = (
-        np.unpackbits(packed.streams[name], bitorder="little").tolist() for name in ("packages", "occupied", "rows")
-    )
-    pairs = packed.streams["pairs"].reshape(-1, 2).tolist()
-    each = max(1, (len(pairs) - 1).bit_length())
-    widths = [pairs[number(of_row, each * row, each)][0] for row in range(packed.rows)]
-    found, of_count = np.zeros((packed.rows, packed.columns), np.int64), max(1, packed.columns.bit_length())
-    of_column, end, now, at = max(1, (packed.columns - 1).bit_length()), 0, 0, 0
-    listed = 8 * -(-packed.rows * of_count // 8)
-    for block in range(0, packed.rows, 256):
-        way = -1 if block // 256 % 2 else 1
-        rows = sorted(range(block, min(block + 256, packed.rows)), key=lambda row: way * widths[row])
-        for slot, row in enumerate(rows, block):
-            columns = list(range(packed.columns)) if widths[row] else []
-            if packed.occupied == "bitmap":
-                columns = [one for one in columns if told[8 * -(-packed.columns // 8) * slot + one]]
-            elif packed.occupied == "index":
-                count = number(told, of_count * slot, of_count)
-                columns = [number(told, listed + of_column * one, of_column) for one in range(count)]
-                listed += of_column * count
-            for column in columns:
-                if widths[row] != now or at + now > end:
-                    mode, now, at = number(packages, end, 2), number(packages, end + 2, 3) + 1, end + 5
-                    end += 64 * (mode + 1)
-                    assert now == widths[row]
-                code = number(packages, at, now)
-                found[row, column] = code - (packed.signed and code >> (now - 1)) * (1 << now)
-                at += now
-    assert end == len(packages)
-    return found
-
-
-@pytest.mark.parametrize("occupied", ["bitmap", "index", "dense"])
-@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (9, 64), (70, 33), (600, 5)])
-@pytest.mark.parametrize("signed", [False, True])
-def test_the_compiled_reader_finds_what_a_plain_one_reads_bit_by_bit(occupied, rows, columns, signed):
-    for cut, share in itertools.product((greedy, optimal), (0.0, 0.4, 1.0)):
-        widths = np.random.default_rng(rows).integers(0, 9, rows).tolist()
-        packed = encode(coded(widths, columns, signed, share, columns), cut, occupied)
-        assert np.array_equal(read_bit_by_bit(packed), packed.decoded().codes.numpy())
-
-
 @settings(deadline=None, max_examples=20)
 @given(st.integers(1, 900), st.integers(0, 99), st.data())
 def test_some_rows_are_decoded_as_among_all(rows, seed, data):
