@@ -78,15 +78,16 @@ RECORD = Record(
     "lets the plan choose between them and drawn batches; evaluation and prediction run over as many ranks; on a "
     "planted graph of 6,000 nodes, 4 in 10 of whose edges lead anywhere, accuracy is 0.10 +- 0.15 points below fp32's "
     "with 1-bit rows (5 seeds), 0.53 +- 0.1 before receivers took the dither off (5 seeds, late ones 0.39), and 0.04 "
-    "with 1-bit differences (graph.halo.delta); epochs below are of before, and it takes 0.2 ns a value; rows of "
-    "packages that Debian knows, in four parts, fall to 0.42 by partial sums; "
-    "over four links of 100 Mbit/s an epoch with late 1-bit rows takes 0.080 of fp32's for 10,000 nodes, "
-    "0.069 for 40,000 and 0.091 for 200,000 (a goal of 1/15 is missed; computing alone takes 0.047, 0.049 and 0.085), "
-    "at 20 Mbit/s 0.039, and sends 1/28 of its bytes (gradients that are summed layer by layer meanwhile, and late "
-    "ones of rows that leave after those of weights, do not make it faster); on a graph of which 4 in 10 edges lead "
-    "anywhere fresh 1-bit rows reach 95.4 % in the 56 epochs that fp32's take, at 100 Mbit/s in 10 s against 120 "
-    "(boundary sampling 21, drawn batches 18: of fp32's variants the best is 1.8 times as long, where 5 was the goal), "
-    "while late rows, of 1 bit or of 32, do not in 56",
+    "with 1-bit differences (graph.halo.delta); rows of packages that Debian knows, in four parts, fall to 0.42 by "
+    "partial sums; over four links of 100 Mbit/s an epoch with late 1-bit rows and gradients in int8 takes 0.083 of "
+    "fp32's for 10,000 nodes, 0.073 for 40,000 and 0.091 for 200,000 (a goal of 1/15 is missed; computing alone "
+    "takes 0.048, 0.047 and 0.085), with gradients in fp32 0.104, and 0.094 for 200,000, measured just before the "
+    "dither; at 20 Mbit/s 0.040, and 0.041 for 200,000, at 1 Gbit/s 0.37 and 0.41; it sends 1/28 of the bytes of "
+    "rows (gradients that are summed layer by layer meanwhile, and late ones of rows that leave after those of "
+    "weights, do not make it faster); on a graph of which 4 in 10 edges lead anywhere fresh 1-bit rows reach 96.5 % "
+    "in 56 epochs, fp32's in 61, boundary sampling not in 61 and drawn batches in 11, at 100 Mbit/s 10 s (gradients "
+    "in int8), 132 and 19: of fp32's variants the best takes 1.8 times as long, where 5 was the goal; late rows, of "
+    "1 bit or of 32, are not there after 61",
     gpu="NVIDIA H100, November 2026",
 )
 
