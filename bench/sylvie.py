@@ -2,6 +2,7 @@
 
     python bench/sylvie.py [--quick] [--pairs N] [--json FILE] [--only CASES]
     python bench/sylvie.py --only "20 Mbit/s, 200,000 nodes" --json FILE
+    python bench/sylvie.py --only "accuracy, 200,000 nodes" --json FILE
     python bench/sylvie.py --only "kernels;covers" --json FILE
 
 Four hosts of bench/netlab.py (needs root), each with a link of 1 Gbit/s, 100 or 20 Mbit/s, train GraphSAGE of 3 layers
@@ -15,7 +16,9 @@ DDP over sampled batches, of which an epoch passes over all training nodes (ours
 `graph.fanout` and `comm.codec` make of a recipe). All hosts share the machine's cores, so
 computing is slower than on hosts of their own: the row of computing alone, without any message, is what no exchange can
 be faster than. `kernels`: rows of 256 values to bits and back, one thread, beside plain torch operations. `covers`:
-what crosses between four parts of the packages that apt knows, rows alone and with partial sums.
+what crosses between four parts of the packages that apt knows, rows alone and with partial sums. `accuracy, 200,000
+nodes` counts epochs to an accuracy (of sampled batches in tenths), then times an epoch of those which have it over each
+link, once.
 """
 
 from __future__ import annotations
@@ -45,6 +48,12 @@ WORLD = 4
 FP32 = "fp32 synchronous"
 BATCHES = "DDP over sampled batches"
 SMALL = (FP32, "8-bit synchronous (AdaQP-like)", FRESH_INT8, INT8, ALONE)
+REACHERS = (
+    *(name for name in TRANSPORTS if name not in (ALONE, "sylvie 1 bit", "sylvie 1 bit, late")),
+    BATCHES,
+    DRAWN_INT8,
+)
+"""To an accuracy."""
 ROWS = 20_000
 """Of the kernels' rows: 20 MB in fp32, more than the caches hold."""
 NEAR = 0.01
@@ -52,8 +61,9 @@ NEAR = 0.01
 
 
 class Case(NamedTuple):
-    """Links of `rate` bits a second: nodes of the graph, blocks of so many epochs, and who takes part. `evaluates`:
-    after each block. `late`: epochs of PipeGCN's blocks at least, since its last messages are waited for."""
+    """Links of `rate` bits a second (0: without a limit): nodes of the graph, blocks of so many epochs, and who takes
+    part. `evaluates`: after each block. `late`: epochs of PipeGCN's blocks at least, since its last messages are waited
+    for. `portion`: of an epoch, a block of sampled batches."""
 
     rate: float
     nodes: int
@@ -62,13 +72,16 @@ class Case(NamedTuple):
     contestants: tuple[str, ...] = (*TRANSPORTS, BATCHES, DRAWN_INT8)
     evaluates: bool = False
     late: int = PERIOD
+    portion: float = 1.0
 
 
 LARGE = {
     f"{link}, 200,000 nodes": rate for link, rate in (("1 Gbit/s", 1e9), ("100 Mbit/s", 100e6), ("20 Mbit/s", 20e6))
 }
 """Take 12, 17 and 17 minutes, and 11 GB (the last without warming up): not among those that run unasked."""
-LIMITS = {"1 Gbit/s": 420.0, "20 Mbit/s": 420.0, **dict.fromkeys(LARGE, 2400.0)}
+REACHING = "accuracy, 200,000 nodes"
+"""Takes most of an hour."""
+LIMITS = {"1 Gbit/s": 420.0, "20 Mbit/s": 420.0, **dict.fromkeys((*LARGE, REACHING), 2400.0)}
 """Seconds of a case at most; of others 200."""
 CASES = {
     "1 Gbit/s": Case(1e9, 10_000, 12, 5, evaluates=True),
@@ -79,13 +92,25 @@ CASES = {
         name: Case(rate, 200_000, 2 if rate > 20e6 else 0, 1, late=PERIOD if rate > 100e6 else 2)
         for name, rate in LARGE.items()
     },
+    REACHING: Case(0.0, 200_000, 12, 5, REACHERS, evaluates=True, portion=0.1),
 }
 
 
-def over_links(task: Task, rate: float) -> Outcome:
-    """Four hosts with a link each."""
-    script = str(Path(__file__).parent / "sylvie_rank.py")
-    with Lab(Shape(nodes=WORLD, hosts=1, rate=rate)) as lab:
+def over_links(case: Case, limit: float) -> Outcome:
+    """Four hosts with a link each; so many seconds at most."""
+    script, folder = str(Path(__file__).parent / "sylvie_rank.py"), graph_folder(case.nodes)
+    graph = folder, parts_of(folder), case.nodes
+    task = Task(
+        case.contestants,
+        case.rounds,
+        case.epochs,
+        *graph,
+        limit=limit,
+        evaluates=case.evaluates,
+        late=case.late,
+        portion=case.portion,
+    )
+    with Lab(Shape(nodes=WORLD, hosts=1, rate=case.rate)) as lab:
         ranks = lab.start([sys.executable, script, msgspec.json.encode(task).decode()])
         found = msgspec.json.decode(first_said(ranks), type=Outcome)
     for name, seconds in found.seconds.items():
@@ -121,24 +146,24 @@ def bytes_of(case: str, found: Outcome) -> list[Row]:
     return rows
 
 
-def epochs_to(found: Outcome, epochs: int) -> tuple[float, dict[str, int]]:
+def epochs_to(found: Outcome) -> tuple[float, dict[str, float]]:
     """The accuracy that is asked for, and the epochs until each contestant has it after a block (none: it has not)."""
     target = max(found.accuracy[FP32]) - NEAR
     reached = {}
     for name, accuracies in found.accuracy.items():
         if name == ALONE:
             continue
-        told = " ".join(f"{one:.3f}" for one in accuracies)
-        print(f"  {name:34} held-out accuracy after 1 + {epochs}, 1 + {2 * epochs}, … epochs: {told}")
-        blocks = [number for number, accuracy in enumerate(accuracies, 1) if accuracy >= target]
+        told = " ".join(f"{at:g}: {one:.3f}" for at, one in zip(found.epochs[name], accuracies, strict=True))
+        print(f"  {name:34} held-out accuracy by epochs: {told}")
+        blocks = [epochs for epochs, accuracy in zip(found.epochs[name], accuracies, strict=True) if accuracy >= target]
         if blocks:
-            reached[name] = 1 + epochs * blocks[0]
+            reached[name] = blocks[0]
         else:
             print(f"  {name} does not reach {target:.1%}")
     return target, reached
 
 
-def time_to(told: str, target: float, reached: dict[str, int], found: Outcome) -> list[Row]:
+def time_to(told: str, target: float, reached: dict[str, float], found: Outcome) -> list[Row]:
     """Seconds to the accuracy, of that of ours which is there first: epochs that it takes (counted over 1 Gbit/s) times
     the seconds of an epoch here."""
     times = {
@@ -152,7 +177,7 @@ def time_to(told: str, target: float, reached: dict[str, int], found: Outcome) -
     for name, theirs in times.items():
         if mine_first and name not in own:
             mine, best = mine_first[0]
-            spread = f"{reached[name]} and {reached[best]} epochs"
+            spread = f"{reached[name]:.3g} and {reached[best]:.3g} epochs"
             rows.append(
                 Row(f"{told}: seconds to {target:.1%} accuracy, {best}", name, theirs, mine, theirs / mine, "s", spread)
             )
@@ -240,12 +265,24 @@ def covered() -> list[Row]:
     return [Row(f"debian:packages, {WORLD} parts: a layer", "rows alone", plain, mine, plain / mine, "rows", "exact")]
 
 
+def over_each_link(case: Case, target: float, reached: dict[str, float]) -> list[Row]:
+    """Seconds to the accuracy over each link, where an epoch of each contestant is timed once."""
+    rows = []
+    for name, rate in LARGE.items():
+        warms = rate > 20e6
+        timed = case._replace(rate=rate, rounds=int(warms), epochs=1, contestants=tuple(reached), evaluates=False)
+        told = f"planted graph, {case.nodes:,} nodes, 4 x {name.partition(',')[0]}"
+        print(f"{told}:")
+        rows += time_to(told, target, reached, over_links(timed, LIMITS[name]))
+    return rows
+
+
 def main() -> None:
     """Runs the cases and prints their rows."""
-    unasked = ";".join(name for name in CASES if name not in LARGE)
+    unasked = ";".join(name for name in CASES if name not in (*LARGE, REACHING))
     asked = arguments(__doc__ or "", only={"default": unasked, "help": "cases, with semicolons"})
     rows: list[Row] = []
-    target, reached = 1.0, dict[str, int]()
+    target, reached = 1.0, dict[str, float]()
     for name in asked.only.split(";"):
         if name in ("kernels", "covers"):
             rows += kernels(asked.pairs or 7) if name == "kernels" else covered()
@@ -253,19 +290,19 @@ def main() -> None:
         case = CASES[name]
         if asked.quick:
             case = case._replace(nodes=case.nodes // 5, rounds=2)
+        if asked.pairs is not None:
+            case = case._replace(rounds=asked.pairs)
         told = f"planted graph, {case.nodes:,} nodes, 4 x {name.partition(',')[0]}{', quick' * asked.quick}"
         print(f"{told}:")
-        rounds, folder = case.rounds if asked.pairs is None else asked.pairs, graph_folder(case.nodes)
-        graph, limit = (folder, parts_of(folder), case.nodes), LIMITS.get(name, 200.0)
-        task = Task(
-            case.contestants, rounds, case.epochs, *graph, limit=limit, evaluates=case.evaluates, late=case.late
-        )
-        found = over_links(task, case.rate)
+        found = over_links(case, LIMITS.get(name, 200.0))
+        if case.evaluates:
+            target, reached = epochs_to(found)
+        if name == REACHING:
+            rows += over_each_link(case, target, reached)
+            continue
         rows += rows_of(told, found)
         if case.evaluates or name in LARGE:
             rows += bytes_of(told, found)
-        if case.evaluates:
-            target, reached = epochs_to(found, case.epochs)
         if name in ("1 Gbit/s", "100 Mbit/s", "20 Mbit/s"):
             rows += time_to(told, target, reached, found)
     publish(rows, asked.json)

@@ -10,6 +10,7 @@ is measured between turns and not timed.
 from __future__ import annotations
 
 import copy
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -57,7 +58,8 @@ DRAWN_INT8 = "sampled batches, int8 gradients"
 
 class Task(msgspec.Struct, frozen=True):
     """What to measure: contestants, blocks of `epochs` each (of those whose messages are always late of `late` at
-    least), the graph, the file of its parts, and the network; seconds at most. `evaluates`: after each block."""
+    least; of sampled batches `portion` of an epoch, where that is less than one), the graph, the file of its parts, and
+    the network; seconds at most. `evaluates`: after each block."""
 
     contestants: tuple[str, ...]
     rounds: int
@@ -71,15 +73,17 @@ class Task(msgspec.Struct, frozen=True):
     limit: float = 100.0
     evaluates: bool = True
     late: int = PERIOD
+    portion: float = 1.0
 
 
 class Outcome(msgspec.Struct, frozen=True):
     """By contestant: seconds of an epoch in each block; bytes of halos, and of gradients, that all ranks sent in an
-    epoch; held-out accuracy after each block."""
+    epoch; held-out accuracy after each block, and the epochs until then, those of warming up included."""
 
     seconds: dict[str, list[float]]
     sent: dict[str, tuple[float, float]]
     accuracy: dict[str, list[float]]
+    epochs: dict[str, list[float]]
 
 
 class Sampled:
@@ -221,11 +225,14 @@ class Parts:
             self.sums.wait()
         self.optimizer.step()
 
-    def block(self, task: Task) -> int:
-        """Epochs of a block."""
-        if not isinstance(self.transport, Sylvie) or self.transport.policy.synchronize == 1:
-            return task.epochs
-        return max(task.epochs, self.transport.policy.synchronize or task.late)
+    def block(self, task: Task, warming: bool) -> float:
+        """Trains a block, or an epoch to warm up. Returns: its epochs."""
+        count = 1 if warming else task.epochs
+        if not warming and isinstance(self.transport, Sylvie) and self.transport.policy.synchronize != 1:
+            count = max(count, self.transport.policy.synchronize or task.late)
+        for _ in range(count):
+            self.epoch()
+        return count
 
     def settle(self) -> None:
         """Waits for what is under way."""
@@ -252,13 +259,29 @@ class Batches(Parts):
         self.graph, self.sampler, self.drawn = graph, Sampler(graph, Style(loops=False, scale="mean")), 0
         self.every = torch.from_numpy(np.asarray(graph.features))
         self.targets = torch.from_numpy(np.asarray(graph.labels))
+        self.batches: list[np.ndarray] = []
+
+    def block(self, task: Task, warming: bool) -> float:
+        """See `Parts.block`; or a portion of an epoch, of whole batches."""
+        if task.portion == 1:
+            return super().block(task, warming)
+        steps = math.ceil(len(self.graph.parts.train) / (SEEDS * dist.get_world_size()))
+        count = max(1, round(task.portion * steps))
+        self.train(count)
+        return count / steps
 
     def epoch(self) -> None:
         """All training nodes once."""
-        order = np.random.default_rng(self.drawn).permutation(self.graph.parts.train)
+        self.train(math.ceil(len(self.graph.parts.train) / (SEEDS * dist.get_world_size())))
+
+    def train(self, steps: int) -> None:
+        """The next batches of the epoch, or of the next one."""
         ranks, rank = dist.get_world_size(), dist.get_rank()
-        for first in range(0, len(order), SEEDS * ranks):
-            batch = order[first : first + SEEDS * ranks]
+        for _ in range(steps):
+            if not self.batches:
+                order = np.random.default_rng(self.drawn).permutation(self.graph.parts.train)
+                self.batches = [order[at : at + SEEDS * ranks] for at in range(0, len(order), SEEDS * ranks)]
+            batch = self.batches.pop(0)
             seeds = batch[rank::ranks]
             self.drawn += 1
             nodes, blocks = self.sampler.draw(seeds, FANOUTS[: len(self.network.layers)], 0, self.drawn)
@@ -295,6 +318,7 @@ def measure(task: Task, channel: Any) -> Outcome:
     }
     seconds: dict[str, list[float]] = {name: [] for name in made}
     accuracy: dict[str, list[float]] = {name: [] for name in made}
+    passed, at = dict.fromkeys(made, 0.0), {name: list[float]() for name in made}
     sent: dict[str, tuple[float, float]] = {}
     begun = time.perf_counter()
     for number in range(task.rounds + 1):
@@ -302,12 +326,11 @@ def measure(task: Task, channel: Any) -> Outcome:
             dist.barrier(stock())
             before, start = _bytes(channel), time.perf_counter()
             counts = number > 0 or not task.rounds
-            epochs = one.block(task) if counts else 1
-            for _ in range(epochs):
-                one.epoch()
+            epochs = one.block(task, warming=not counts)
             one.settle()
             dist.barrier(stock())
             took = time.perf_counter() - start
+            passed[name] += epochs
             if counts:
                 seconds[name].append(took / epochs)
                 both = (_bytes(channel) - before) / epochs
@@ -315,9 +338,10 @@ def measure(task: Task, channel: Any) -> Outcome:
                 sent[name] = (float(both[0]), float(both[1]))
                 if task.evaluates:
                     accuracy[name].append(one.accuracy())
+                    at[name].append(passed[name])
         if late(begun, task.limit):
             break
-    return Outcome(seconds, sent, accuracy)
+    return Outcome(seconds, sent, accuracy, at)
 
 
 def _bytes(channel: Any) -> Tensor:

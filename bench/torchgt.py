@@ -18,12 +18,13 @@ and a virtual token that attends to all, with the optimizer's step; its memory i
 preparing included. `planning`: making order, pattern and its measured plan, in steps. `accuracy`: beside GCN, Cora and
 CiteSeer (--data, folder `planetoid`; --seeds) with `model.local`, and the real graphs without, one seed; `--only cora`,
 `--only debian:wordnet` and so on: one of them. `equals`, which runs where it is named: test accuracy of ours, of PyG's
-networks and of an MLP, two layers of width 64, on the packages that apt knows, after --steps of the same Adam, one
-seed. Needs PyG for its rows.
+networks and of an MLP, two layers of width 64, on the real graphs after --steps of the same Adam, one seed; `--only
+"equals debian:wordnet"`: on one of them. Needs PyG for its rows.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import itertools
 import json
@@ -562,16 +563,21 @@ def main() -> None:
         rows += alone(args.only, sizes[-1], pairs, cache)
         if args.only in "million":
             rows += million(args.quick, pairs, cache)
-        if args.only == "equals":
-            path = path_of(4096, 20) if args.quick else REAL[0]
-            rows += equals(path, [name for name in EQUALS if name in names or name == "MLP"], args.steps, cache)
-        for name in ("cora", "citeseer"):
-            if args.data and args.only in f"accuracy {name}":
-                rows += accuracy(str(Path(args.data) / "planetoid" / name), args.seeds, 200)
-        for path in REAL if shutil.which("apt-cache") else ():
-            if args.only in f"accuracy {path}":
-                rows += accuracy(path, 1, 20 if args.quick else 80)
+        rows += accuracies(args, names, cache)
         publish(rows, args.json)
+
+
+def accuracies(args: argparse.Namespace, names: Sequence[str], cache: str) -> Iterator[Row]:
+    """Rows of held-out accuracy."""
+    for path in (path_of(4096, 20),) if args.quick else REAL:
+        if args.only in ("equals", f"equals {path}"):
+            yield from equals(path, [name for name in EQUALS if name in names or name == "MLP"], args.steps, cache)
+    for name in ("cora", "citeseer"):
+        if args.data and args.only in f"accuracy {name}":
+            yield from accuracy(str(Path(args.data) / "planetoid" / name), args.seeds, 200)
+    for path in REAL if shutil.which("apt-cache") else ():
+        if args.only in f"accuracy {path}":
+            yield from accuracy(path, 1, 20 if args.quick else 80)
 
 
 def alone(only: str, tokens: int, pairs: int, cache: str) -> list[Row]:
