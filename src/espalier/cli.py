@@ -78,6 +78,9 @@ def _options(made: dict[str, argparse.ArgumentParser]) -> None:
         help="also plan for a changed cluster (links.between=25Gbit/s, nodes.count=4) or option (model.depth=12)",
     )  # fmt: skip
     plan.add_argument("--html", metavar="FILE", help="write a page with the trade-off of time against memory")
+    plan.add_argument(
+        "--parts", metavar="FOLDER", help="of a graph: write the part of each rank (docs/graph-over-ranks.md)"
+    )
     plan.add_argument("--calibrate-on", metavar="FILE", help="measured steps, or a run folder, to learn from")
     plan.add_argument("--score", metavar="FILE", help="compare predictions with the measured steps in FILE (no recipe)")
     plan.add_argument("--out", metavar="FILE", help="where --score writes its rows (default FILE.scored.…)")

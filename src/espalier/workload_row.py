@@ -237,6 +237,8 @@ class Row:
             UserError for a run that was not trained on conversations. None: no run of this kind is.
         turntable: of a scene, (workload, model, file) -> what was written: an animation of a way round it.
         energy: (workload, model) -> what an inference takes. None: nobody has counted it.
+        cut: of a graph, (workload, the ranks' shares of the nodes, folder), which writes each rank's part there.
+            None: no run of this kind trains on parts.
         packed: (model, folder) -> whether the folder is an export that predicts by itself, with which the model is
             filled then.
     """
@@ -257,4 +259,5 @@ class Row:
     reply: Callable[[Workload, nn.Module, Sequence[tuple[str, str]], Sampling], Iterator[str]] | None = None
     turntable: Callable[[Workload, nn.Module, Path], str] | None = None
     energy: Callable[[Workload, nn.Module], EnergyTables] | None = None
+    cut: Callable[[Workload, Sequence[int], Path], None] | None = None
     packed: Callable[[nn.Module, Path], bool] = lambda model, folder: False

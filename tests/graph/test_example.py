@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from programs import MACHINE, forked, scripted
 
+from espalier import cli
 from espalier.graph import import_graph
 
 ROOT = Path(__file__).parents[2]
@@ -51,6 +52,46 @@ def test_the_example_of_parts_trains_over_two_ranks_as_it_stands(tmp_path, monke
     assert sent[3] == pytest.approx(plan["predicted"]["sent_bytes"]["halo"])
     told = forked(tmp_path, "predict", "run", "0")
     assert told.returncode == 0, told.stderr
+
+
+def test_a_run_on_parts_that_plan_wrote_is_one_on_the_graph(tmp_path):
+    (tmp_path / "machine.toml").write_text(MACHINE)
+    example, graph = str(ROOT / "examples" / "sylvie.toml"), "data.path=planted:nodes=600"
+    how = ["plan.trial=false", "train.steps=4", "train.validate_every=2"]
+    planned = forked(tmp_path, "plan", example, graph, "--cluster", "machine.toml", "--parts", "parts", "--json")
+    assert planned.returncode == 0, planned.stderr
+    assert len(json.loads(planned.stdout)["ranks"]) == 2
+    assert "data.path=parts plan.pin.ranks=2" in planned.stderr
+    names = {"manifest.json", "nodes.safetensors", "part-0.safetensors", "part-1.safetensors"}
+    assert {one.name for one in (tmp_path / "parts").iterdir()} == names
+    told = []
+    for name, path in (("whole", graph), ("cut", "data.path=parts")):
+        found = forked(tmp_path, "train", example, path, "plan.cluster=machine.toml", *how, "--run", name)
+        assert found.returncode == 0, found.stderr
+        events = [json.loads(line) for line in (tmp_path / name / "events.jsonl").read_text().splitlines()]
+        told.append([one["loss"] for one in events if one["event"] == "step"])
+    assert told[0] == told[1]
+    assert len(told[0]) == 4
+
+
+@pytest.mark.parametrize(
+    ("example", "more", "message"),
+    [
+        ("sylvie", ["plan.pin.ranks=1"], "plan.pin.ranks=2, or more"),
+        ("sylvie", ["graph.inductive=true"], "trains on the whole graph"),
+        ("graph", ["plan.pin.ranks=2"], "trains on the whole graph"),
+        ("language", ["data.path=text.py"], "--parts is for graphs"),
+    ],
+)
+def test_a_recipe_without_parts_has_none_written(tmp_path, monkeypatch, capsys, example, more, message):
+    monkeypatch.chdir(tmp_path)
+    Path("machine.toml").write_text(MACHINE)
+    Path("text.py").write_text("".join(f"x{one} = {one}\n" for one in range(2000)))
+    data = [] if example == "language" else ["data.path=planted:nodes=600"]
+    asked = ["plan", str(ROOT / "examples" / f"{example}.toml"), *data, *more]
+    assert cli.main([*asked, "--cluster", "machine.toml", "--parts", "parts"]) == 2
+    assert message in capsys.readouterr().err
+    assert not Path("parts").exists()
 
 
 @pytest.mark.slow

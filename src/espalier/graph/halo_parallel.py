@@ -414,6 +414,10 @@ class Cutting:
         few = partial_sums.crossing_rows(every, ranks).sum() <= PAYS * cut.rows.sum()
         return cut, every if few else None
 
+    def write(self, folder: Path, parts: Array, ranks: int) -> None:
+        """Writes a folder of `parts`. Raises UserError as `partition_folder.write`."""
+        partition_folder.write(folder, self.graph, self.style, *self.boundary(parts, ranks))
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Halos:
@@ -470,6 +474,22 @@ class Halos:
             self._known[tuple(shares)] = known
         return self._known[tuple(shares)]
 
+    def write(self, folder: Path, shares: Sequence[int]) -> None:
+        """Writes a folder of parts, one for each rank. Raises UserError for a graph that is in parts already, a network
+        that reads beyond its part, and as `partition_folder.write`."""
+        graph = self.cutting.graph
+        if graph.partition is not None:
+            raise UserError(
+                f"{graph.partition.folder} is a graph in parts already.", do="the graph itself as data.path"
+            )
+        if isinstance(self.network, halo.ForeignRows) and self.network.deep:
+            raise UserError(
+                "This network cannot train on a folder of parts.",
+                why="its layers scale an edge by the degree of its source, which a part does not have",
+                do="the recipe as it is: every machine then opens the whole graph",
+            )
+        self.cutting.write(folder, self.cutting.parts(shares), len(shares))
+
     def step_bytes(
         self, shares: Sequence[int], size: int, by_peer: Mapping[tuple[int, bool], Any] | None = None
     ) -> Array:
@@ -515,8 +535,7 @@ def open_part(
         if writes:
             with _locked(folder):
                 if len(known - {None}) > 1 or not partition_folder.holds(folder, parts, identity):
-                    cut, every = cutting.boundary(parts, len(shares))
-                    partition_folder.write(folder, cutting.graph, cutting.style, cut, every)
+                    cutting.write(folder, parts, len(shares))
         plain_collectives.all_gather(True, group)
     return partition_folder.read(folder, rank, group, identity)
 

@@ -161,6 +161,20 @@ class WholeGraph:
         return made
 
 
+def _cut(workload: Workload, shares: Sequence[int], folder: Path) -> None:
+    from espalier.graph.halo_parallel import Halos
+
+    assert isinstance(workload, GraphWorkload)
+    options, halos = workload.recipe.graph, workload.halos()
+    assert options is not None
+    if not isinstance(halos, Halos) or options.inductive:
+        raise UserError(
+            "This recipe trains on the whole graph.",
+            do="[graph.halo], a network such as sage or your own, without graph.inductive",
+        )
+    halos.write(folder, shares)
+
+
 def _answer(workload: Workload, model: nn.Module, text: str | None, sampling: Sampling) -> Answer:
     assert isinstance(workload, GraphWorkload)
     task = workload.task
@@ -241,5 +255,6 @@ ROW = Row(
     lacks=kept_graph.lacks,
     pack=_pack,
     energy=_energy,
+    cut=_cut,
     packed=packed_run.load,
 )

@@ -6,10 +6,12 @@ import argparse
 import sys
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
 from espalier import cluster as clusters
+from espalier import workload_registry
 from espalier.cluster import whatif
 from espalier.config import Recipe, model_kinds, recipe_errors
 from espalier.config.base import Derivation
@@ -32,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     if arguments.score is not None:
         beside = {"a recipe": arguments.recipe, "--html": arguments.html, "--cluster": arguments.cluster}
-        beside["--what-if"] = arguments.what_if
+        beside |= {"--what-if": arguments.what_if, "--parts": arguments.parts}
         for name, value in beside.items():
             if value:
                 raise UserError(f"--score takes no {name.removeprefix('a ')}.", do="give one or the other")
@@ -44,6 +46,8 @@ def run(arguments: argparse.Namespace) -> int:
     resolved = prepare.resolve(arguments.recipe, arguments.overrides)
     cluster = prepare.machines(resolved.recipe, arguments.cluster)
     decision = decided(resolved, cluster, arguments.calibrate_on)
+    if arguments.parts is not None:
+        _write_parts(arguments, resolved, decision)
     changed = _what_if(arguments, resolved, cluster)
     if arguments.html is not None:
         _page(arguments.html, decision, resolved.recipe)
@@ -121,6 +125,24 @@ def _tell(
         elif changed is not None:
             say(f"\nWhat if: {changed}")
     return 0 if refusal is None else refusal.exit_code
+
+
+def _write_parts(arguments: argparse.Namespace, resolved: prepare.Resolved, decision: PlanDecision) -> None:
+    """Cuts a graph over the ranks of the plan. Raises UserError where there is nothing to cut, or no plan that fits."""
+    cut, plan = workload_registry.row(resolved.recipe).cut, decision.plan
+    if cut is None:
+        raise UserError("--parts is for graphs.", do="espalier plan RECIPE, without it")
+    if not decision.fits:
+        raise decision.refusal()
+    if len(plan.trainers) == 1:
+        raise UserError("The plan has one rank, and a graph for one rank has no parts.", do="plan.pin.ranks=2, or more")
+    shares, folder = [plan.ranks[rank].share for rank in plan.trainers], arguments.parts
+    cut(prepare.open_workload(resolved), [stop - start for start, stop in shares], Path(folder))
+    say(
+        f"{folder}: the parts of {len(shares)} ranks. A machine needs manifest.json, nodes.safetensors and those of its "
+        f"ranks.\n  espalier train {arguments.recipe} data.path={folder} plan.pin.ranks={len(shares)}",
+        file=sys.stderr,
+    )
 
 
 def _page(path: str, decision: PlanDecision, recipe: Recipe) -> None:
