@@ -71,19 +71,7 @@ def _options(made: dict[str, argparse.ArgumentParser]) -> None:
         made[name].add_argument(
             "--hosts", help="a,b,user@c:2 (ranks), or @FILE: run on these hosts over ssh (docs/hosts.md)"
         )
-    plan = made["plan"]
-    plan.add_argument("--cluster", help="a cluster file instead of this machine")
-    plan.add_argument(
-        "--what-if", action="append", default=[], metavar="KEY=VALUE",
-        help="also plan for a changed cluster (links.between=25Gbit/s, nodes.count=4) or option (model.depth=12)",
-    )  # fmt: skip
-    plan.add_argument("--html", metavar="FILE", help="write a page with the trade-off of time against memory")
-    plan.add_argument(
-        "--parts", metavar="FOLDER", help="of a graph: write the part of each rank (docs/graph-over-ranks.md)"
-    )
-    plan.add_argument("--calibrate-on", metavar="FILE", help="measured steps, or a run folder, to learn from")
-    plan.add_argument("--score", metavar="FILE", help="compare predictions with the measured steps in FILE (no recipe)")
-    plan.add_argument("--out", metavar="FILE", help="where --score writes its rows (default FILE.scored.…)")
+    _layouts(made["plan"])
     made["train"].add_argument(
         "--slurm", metavar="OPTIONS",
         help='submit it as a batch job, with options of sbatch, such as "nodes=2 time=4:00:00"',
@@ -125,6 +113,22 @@ def _options(made: dict[str, argparse.ArgumentParser]) -> None:
     made["explain"].add_argument("--energy", action="store_true", help="of runs: joules of an inference")
     made["diagnose"].add_argument("logs", nargs="+", metavar="LOG", help="logs, or a run's folder")
     made["diagnose"].add_argument("--rules", metavar="FILE", help="rules and incidents of your own")
+
+
+def _layouts(plan: argparse.ArgumentParser) -> None:
+    """Of `plan`."""
+    plan.add_argument("--cluster", help="a cluster file instead of this machine")
+    plan.add_argument(
+        "--what-if", action="append", default=[], metavar="KEY=VALUE",
+        help="also plan for a changed cluster (links.between=25Gbit/s, nodes.count=4) or option (model.depth=12)",
+    )  # fmt: skip
+    plan.add_argument("--html", metavar="FILE", help="write a page with the trade-off of time against memory")
+    plan.add_argument(
+        "--parts", metavar="FOLDER", help="of a graph: write the part of each rank (docs/graph-over-ranks.md)"
+    )
+    plan.add_argument("--calibrate-on", metavar="FILE", help="measured steps, or a run folder, to learn from")
+    plan.add_argument("--score", metavar="FILE", help="compare predictions with the measured steps in FILE (no recipe)")
+    plan.add_argument("--out", metavar="FILE", help="where --score writes its rows (default FILE.scored.…)")
 
 
 def _answers(predict: argparse.ArgumentParser) -> None:

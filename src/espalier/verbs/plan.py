@@ -139,8 +139,8 @@ def _write_parts(arguments: argparse.Namespace, resolved: prepare.Resolved, deci
     shares, folder = [plan.ranks[rank].share for rank in plan.trainers], arguments.parts
     cut(prepare.open_workload(resolved), [stop - start for start, stop in shares], Path(folder))
     say(
-        f"{folder}: the parts of {len(shares)} ranks. A machine needs manifest.json, nodes.safetensors and those of its "
-        f"ranks.\n  espalier train {arguments.recipe} data.path={folder} plan.pin.ranks={len(shares)}",
+        f"{folder}: the parts of {len(shares)} ranks. A machine needs manifest.json, nodes.safetensors and those of "
+        f"its ranks.\n  espalier train {arguments.recipe} data.path={folder} plan.pin.ranks={len(shares)}",
         file=sys.stderr,
     )
 
