@@ -12,9 +12,10 @@ nothing: they may run beside other work and in pieces, where `--keep` holds what
 is fitted, and rows are of the seeds that are there. `heads` times a training step of the colour network alone on the
 samples of a field of each scene, with what it keeps for backward and has in tensors at most: ours, SpikingJelly's and
 snnTorch's neurons on padded rays (peers are left out where they cannot be imported), and rendering by the kernel that
-adds the rows of neurons that fire. `steps` times a whole training step, plain and spiking, `gradients` counts bytes of
-their exchange between two ranks, `long` fits plain fields beyond 30 dB and spiking ones for twice the steps (it times
-nothing, and may be kept). `train` is `espalier train`, plain and spiking.
+adds the rows of neurons that fire (with GOMP_SPINCOUNT=20000 in the environment, as a run sets it). `steps` times a
+whole training step, plain and spiking, `gradients` counts bytes of their exchange between two ranks, `long` fits plain
+fields beyond 30 dB and spiking ones for twice the steps (it times nothing, and may be kept). `train` is `espalier
+train`, plain and spiking.
 Energy is the paper's formula, 4.6 pJ a multiplication and 0.9 pJ an accumulation: a model, not a measurement.
 """
 

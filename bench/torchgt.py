@@ -51,7 +51,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 import graph as bench_graph
-from espalier import config
+from espalier import config, process_environment
 from espalier.config import defaults, recipe_file
 from espalier.graph import graph_plan, synthetic
 from espalier.graph.data import Graph
@@ -314,7 +314,9 @@ def up(name: str, path: str, cache: str, limit: float = math.inf) -> Iterator[tu
     Raises OutOfMemory, here or in a step, where it holds more than `limit` bytes or the system has no more to give.
     """
     command = [sys.executable, __file__, "--contestant", name, path, cache]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    own = dict([process_environment.SPINS]) if name.startswith("ours") else {}  # as a run has it
+    environment = {**os.environ, **own}
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
     assert process.stdin is not None
     assert process.stdout is not None
     most = 0

@@ -29,7 +29,7 @@ espalier.units espalier.cluster espalier.compose espalier.records espalier.plan.
 # Environment variables of Python, torch, their launchers and libraries, Slurm, MPI's mpiexec and the XDG folders; never
 # options.
 ENVIRONMENT = re.compile(
-    r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|OMP_NUM_THREADS|HOME|PYTHONPATH"
+    r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|(OMP|GOMP)_\w+|HOME|PYTHONPATH"
     r"|(TORCH|TORCHELASTIC|PYTORCH|CUDA|CUBLAS|NCCL|GLOO|SLURM|XDG)_\w+"
     r"|(OMPI_COMM|MV2_COMM|PMI|MPI)_\w+"
 )

@@ -11,7 +11,7 @@ import time
 import pytest
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
-from espalier import cli, store_client
+from espalier import process_environment, store_client
 
 SILENT = f"127.0.77.{1 + int(os.environ.get('PYTEST_XDIST_WORKER', 'gw0')[2:])}"
 """Where a name server listens that answers nobody; each worker has its own."""
@@ -32,10 +32,10 @@ TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 WAIT = """
 import os, sys
 from datetime import timedelta
-from espalier import store_client
+from espalier import process_environment, store_client
 store_client.own_process()
 if sys.argv[1:] == ["quiet"]:
-    os.environ[store_client.QUIET[0]] = store_client.QUIET[1]
+    process_environment.settle()
 server = store_client.serve()
 client = store_client.connect("127.0.0.1", server.port, 20.0)
 try:
@@ -128,19 +128,9 @@ def test_torch_alone_asks_for_each_peer(asked, tmp_path):
 
 @pytest.mark.parametrize("quiet", [True, False])
 def test_what_c10d_warns_of_asks_too_unless_it_is_quiet(asked, tmp_path, quiet, monkeypatch):
-    monkeypatch.delenv(store_client.QUIET[0], raising=False)
+    monkeypatch.delenv(process_environment.QUIET[0], raising=False)
     run(WAIT, tmp_path, *(["quiet"] if quiet else []))
     assert bool(asked) != quiet
-
-
-def test_the_command_line_keeps_it_quiet_and_what_the_user_set(monkeypatch, capsys):
-    name, level = store_client.QUIET
-    monkeypatch.setenv(name, "INFO")
-    assert cli.main(["explain"]) == 0
-    assert os.environ[name] == "INFO"
-    monkeypatch.delenv(name)
-    assert cli.main(["explain"]) == 0
-    assert os.environ[name] == level
 
 
 def test_names_are_asked_for_again_once_it_is_connected(asked, tmp_path):

@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
 
-from espalier import store_client
+from espalier import process_environment, store_client
 from espalier.errors import EspalierError, nearest
 from espalier.terminal import say
 
@@ -177,7 +176,7 @@ def main(argv: Sequence[str] | None = None, begin: Callable[[], None] = lambda: 
     if arguments.verb is None:
         top.print_help()
         return 2
-    os.environ.setdefault(*store_client.QUIET)
+    process_environment.settle()
     store_client.own_process()
     try:
         importlib.import_module("espalier.verbs.input_check").check(arguments)  # before torch is imported

@@ -24,9 +24,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store, TCPStore
 
-QUIET = ("TORCH_CPP_LOG_LEVEL", "ERROR")
-"""Environment variable, set before torch is imported: c10d's warnings of a store that does not answer look up names
-too, on whatever thread."""
 _SWITCH = Path("/etc/nsswitch.conf")
 _DEFAULT = "files dns"  # glibc's own, where nsswitch.conf says nothing
 _FORK_SECONDS = 3.0

@@ -19,7 +19,7 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from espalier import store_client
+from espalier import process_environment, store_client
 from espalier.errors import EspalierError
 from espalier.hardware import resource_limits
 from espalier.launch import network_interface, version_check
@@ -165,7 +165,7 @@ def _place(asked: Told, host: str = "127.0.0.1", port: int = 0, descriptor: int 
 
 
 def _bind(interface: str) -> None:
-    """Keeps Gloo and NCCL on one interface; and torch, which is not imported yet, quiet (`store_client.QUIET`)."""
+    """Keeps Gloo and NCCL on one interface, and settles the rest that torch reads when it is imported."""
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
-    os.environ.setdefault(*store_client.QUIET)
+    process_environment.settle()
     store_client.own_process()

@@ -1,0 +1,23 @@
+"""What a process of ours tells its libraries by environment variables, before torch is imported.
+
+GNU OpenMP, whose threads torch computes with on processors, lets a thread that is done look for its next loop 300,000
+times before it sleeps. That is 15 ms on a processor whose `pause` takes 140 cycles, in which it holds a core that the
+threads of a compiled kernel (TBB's) want. With 20,000 steps of a graph transformer took 0.7 to 0.9 of the time, and
+steps of dense transformers as long as before (docs/kernels.md).
+"""
+
+from __future__ import annotations
+
+import os
+
+QUIET = ("TORCH_CPP_LOG_LEVEL", "2")
+"""Errors alone: c10d's warnings of a store that does not answer look up names too, on whatever thread."""
+SPINS = ("GOMP_SPINCOUNT", "20000")
+"""Looks of a thread of GNU OpenMP before it sleeps."""
+
+
+def settle() -> None:
+    """Sets what the user has left open."""
+    os.environ.setdefault(*QUIET)
+    if "OMP_WAIT_POLICY" not in os.environ:  # the user's word on the same
+        os.environ.setdefault(*SPINS)
