@@ -59,7 +59,7 @@ RECORD = Record(
     files=("quant/a2q.py", "quant/base.py", "graph/quantization.py", "graph/quantized_networks.py"),
     chosen='by the recipe, no plan does it: `quant.kind = "a2q"`, for graph models whose features, not weights, fill '
     "memory or the wire; `quant.target`, bytes of codes, chooses the widths, and the plan tells both",
-    cost="bytes = sum over nodes of width * bits(node) / 8 + 12 bits per node for width and step; one more gradient "
+    cost="bytes = sum over nodes of (columns * bits(node) + 12) / 8, 12 bits for bit-width and step; one more gradient "
     "for step and bits per row",
     law="unpacked codes times step equal the fake-quantized values bit for bit, for every width from 1 to 8",
     law_test="tests/quant/test_a2q.py::test_unpacked_codes_times_steps_are_the_quantized_values_bit_for_bit",
