@@ -52,8 +52,8 @@ RECORD = Record(
     " columns, three seeds) accuracy is 1.9 points below fp32's, standard error 0.8, and a2q's 2.8 in 0.79 of"
     " the bytes; where they are not, 0.85 below (ten seeds, standard error 0.4): half a point between the two was"
     " the goal, and fp32 itself loses 2.3; zstd of the same codes is smaller on CiteSeer (0.87) and WordNet (0.65) and "
-    "decodes three times as fast; 15.2 times smaller on Cora costs accuracy: 73.8 % beside 79.4 % of fp32 (60 steps, one "
-    "seed); not measured: PubMed, NELL and Reddit, for want of their features",
+    "decodes two to three times as fast; 15.2 times smaller on Cora costs accuracy: 73.8 % beside 79.4 % of fp32 (60 "
+    "steps, one seed); not measured: PubMed, NELL and Reddit, for want of their features",
     gpu="NVIDIA H100, November 2026",
 )
 
