@@ -18,8 +18,9 @@ and a virtual token that attends to all, with the optimizer's step; its memory i
 preparing included. `planning`: making order, pattern and its measured plan, in steps. `accuracy`: beside GCN, Cora and
 CiteSeer (--data, folder `planetoid`; --seeds) with `model.local`, and the real graphs without, one seed; `--only cora`,
 `--only debian:wordnet` and so on: one of them. `equals`, which runs where it is named: test accuracy of ours, of PyG's
-networks and of an MLP, two layers of width 64, on the real graphs after --steps of the same Adam, one seed; `--only
-"equals debian:wordnet"`: on one of them. Needs PyG for its rows.
+networks and of an MLP, two layers of width 64 (of those that have more parameters then also as wide as gives them as
+many), on the real graphs after --steps of the same Adam, one seed; `--only "equals debian:wordnet"`: on one of them.
+Needs PyG for its rows.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ from espalier.graph.workload import GraphWorkload, open_graph
 from espalier.hardware import malloc_trim
 from espalier.workload import Shard
 from table import Row, arguments, compare, markdown, publish
+from torchgt_peers import DEPTH, HEADS, WIDTH, peer
 
-DEPTH, WIDTH, HEADS = 4, 64, 8
 PEERS = ("TransformerConv", "GPSConv performer", "SGFormer", "Polynormer")
 OURS: dict[str, dict[str, Any]] = {
     "ours": {},
@@ -97,84 +98,6 @@ def path_of(tokens: int, degree: int) -> str:
 
 
 # --- contestants -------------------------------------------------------------------------------------------------
-
-
-class Block(nn.Module):
-    """A layer norm, some attention, a layer norm, a feed-forward part: as our layers, around anybody's attention."""
-
-    def __init__(self, attend: nn.Module) -> None:
-        super().__init__()
-        self.attend = attend
-        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
-        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
-        x = x + self.attend(self.norms[0](x), edges)
-        return x + self.down(F.gelu(self.up(self.norms[1](x))))
-
-
-class Stack(nn.Module):
-    def __init__(self, layers: list[nn.Module], inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Linear(inputs, WIDTH), nn.Linear(WIDTH, outputs)
-        self.layers = nn.ModuleList(layers)
-
-    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
-        x = self.embed(x)
-        for layer in self.layers:
-            x = layer(x, edges)
-        return self.head(x)
-
-
-class Dense(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).view(len(x), 3, HEADS, -1).permute(1, 2, 0, 3)
-        found = F.scaled_dot_product_attention(q[None], k[None], v[None])[0]
-        return self.out(found.transpose(0, 1).flatten(1))
-
-
-class Nothing(nn.Module):
-    """In place of attention: what is left is a multilayer perceptron."""
-
-    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
-        return torch.zeros_like(x)
-
-
-def peer(name: str, inputs: int, outputs: int, depth: int = DEPTH) -> nn.Module:
-    if name in ("dense", "MLP"):
-        made = Dense if name == "dense" else Nothing
-        return Stack([Block(made()) for _ in range(depth)], inputs, outputs)
-    from torch_geometric.nn import GPSConv, TransformerConv
-    from torch_geometric.nn.models import Polynormer, SGFormer
-
-    if name == "TransformerConv":
-        layers = [Block(TransformerConv(WIDTH, WIDTH // HEADS, heads=HEADS)) for _ in range(depth)]
-        return Stack(layers, inputs, outputs)
-    if name.startswith("GPSConv"):
-        kind = name.partition(" ")[2]
-        size = {"head_channels": WIDTH // HEADS} if kind == "performer" else {}  # PyG's own are 64 columns each
-        made = [GPSConv(WIDTH, None, heads=HEADS, attn_type=kind, attn_kwargs=size) for _ in range(depth)]
-        return Stack(made, inputs, outputs)
-    if name == "SGFormer":
-        return Batched(SGFormer(inputs, WIDTH, outputs, trans_num_heads=HEADS, gnn_num_layers=depth))
-    return Batched(
-        Polynormer(inputs, WIDTH, outputs, local_layers=depth, global_layers=1)
-    )  # PyG's fails with more heads
-
-
-class Batched(nn.Module):
-    """A network that asks which graph each node belongs to."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
-        return self.model(x, edges, torch.zeros(len(x), dtype=torch.int64))
 
 
 def step_of(name: str, path: str, cache: str) -> tuple[Callable[[], float], str]:
@@ -503,13 +426,27 @@ def equals(path: str, names: Sequence[str], count: int, cache: str) -> Iterator[
     (batch,) = workload.batches(0, Shard(0, workload.global_batch, workload.global_batch))
     inputs, edges = tensors_of(graph)[1], tensors_of(graph)[0]
     ours = fitted(model, lambda: model(batch.features, batch.blocks[0]), graph, count)
-    for name in names:
+    for name, width in widths(names, inputs.shape[1], graph.outputs, ours[1]):
         torch.manual_seed(0)
-        other = peer(name, inputs.shape[1], graph.outputs, depth=2)
+        other = peer(name, inputs.shape[1], graph.outputs, depth=2, width=width)
         found = fitted(other, lambda other=other: other(inputs, edges), graph, count)  # type: ignore[misc]
         said = f"test accuracy, {path}, {count} steps, {ours[1]:,} parameters, one seed"
-        yield compare(said, f"{name}, {found[1]:,} parameters", "%", [(ours[0], found[0])])
-        print("\n".join(markdown([compare(said, name, "%", [(ours[0], found[0])])])), file=sys.stderr, flush=True)
+        called = f"{name}, {width} columns, {found[1]:,} parameters"
+        yield compare(said, called, "%", [(ours[0], found[0])])
+        print("\n".join(markdown([compare(said, called, "%", [(ours[0], found[0])])])), file=sys.stderr, flush=True)
+
+
+def widths(names: Sequence[str], inputs: int, outputs: int, most: int) -> Iterator[tuple[str, int]]:
+    """Each network with our columns, and one that has more parameters then with the columns that give it as many."""
+    for name in names:
+        yield name, WIDTH
+        sizes = {width: parameters(peer(name, inputs, outputs, 2, width)) for width in range(8, WIDTH + 1, 8)}
+        if sizes[8] <= most < sizes[WIDTH]:
+            yield name, max(width for width, size in sizes.items() if size <= most)
+
+
+def parameters(model: nn.Module) -> int:
+    return sum(one.numel() for one in model.parameters())
 
 
 def fitted(model: nn.Module, logits: Callable[[], Tensor], graph: Graph, count: int) -> tuple[float, int]:
@@ -528,7 +465,7 @@ def fitted(model: nn.Module, logits: Callable[[], Tensor], graph: Graph, count: 
         optimizer.step()
     model.eval()
     with torch.no_grad():
-        return 100 * bench_graph.right(logits(), graph), sum(one.numel() for one in model.parameters())
+        return 100 * bench_graph.right(logits(), graph), parameters(model)
 
 
 def resolved(table: dict[str, Any]) -> config.Recipe:
