@@ -7,8 +7,10 @@ from typing import Any
 
 import numba
 import numpy as np
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import types
 
-from espalier.kernels.numba_compile import jit, njit
+from espalier.kernels.numba_compile import intrinsic, jit, njit
 
 TAYLOR = (*(1 / math.factorial(k) for k in range(7)), 1 / 16, 20.0)
 """Of `_surrogate`."""
@@ -86,20 +88,71 @@ def scan_backward(charged: Any, offsets: Any, neuron: Any, taylor: Any, gradient
                 s[channel] = one if fires else zero
 
 
+@intrinsic
+def _trailing_zeros(typing: Any, bits: Any) -> Any:
+    """Of a number that is not 0."""
+
+    def write(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
+
+    return types.int64(bits), write
+
+
 @njit
-def _fire(membrane: Any, x: Any, neuron: Any, marks: Any, fired: Any) -> Any:
-    """A step of a layer's neurons with the inputs `x`: which fire, the first of `fired` (then three times what is no
-    neuron), and how many, returned. In two loops, of which the first has no order."""
-    zero, tau, threshold, firing = np.float32(0), neuron[0], neuron[1], 0
+def _fire(membrane: Any, x: Any, neuron: Any, marks: Any) -> None:
+    """A step of a layer's neurons with the inputs `x`: a byte is 1 where one fires."""
+    zero, tau, threshold = np.float32(0), neuron[0], neuron[1]
     for channel in range(len(membrane)):
         now = membrane[channel] + (x[channel] - membrane[channel]) / tau
         marks[channel] = np.uint8(now >= threshold)
         membrane[channel] = zero if now >= threshold else now
-    for channel in range(len(membrane)):
-        fired[firing] = channel
-        firing += marks[channel]
-    fired[firing : firing + 3] = len(membrane)
-    return firing
+
+
+@njit
+def _mask(words: Any, first: int) -> Any:
+    """A bit for each of the 64 bytes of eight words, by a product that gathers the lowest bits of a word in its last
+    byte."""
+    mask = np.uint64(0)
+    for word in range(8):
+        gathered = (words[first + word] * np.uint64(0x0102040810204080)) >> np.uint64(56)
+        mask |= gathered << np.uint64(8 * word)
+    return mask
+
+
+@njit
+def _add_rows(words: Any, weights: Any, sums: Any, rows: Any) -> int:
+    """Adds the rows of neurons that fire to `sums`, four at a time; returns how many they are."""
+    channels, lowest, fired = len(sums), np.uint64(1), 0
+    for block in range(len(words) // 8):
+        mask = _mask(words, 8 * block)
+        while mask:
+            for index in range(4):
+                rows[index] = channels
+                if mask:
+                    rows[index] = 64 * block + _trailing_zeros(mask)
+                    mask &= mask - lowest
+                    fired += 1
+            a, b, c, d = rows[0], rows[1], rows[2], rows[3]
+            for channel in range(channels):
+                some = sums[channel] + weights[a, channel] + weights[b, channel]
+                sums[channel] = some + weights[c, channel] + weights[d, channel]
+    return fired
+
+
+@njit
+def _add_colours(words: Any, weights: Any, channels: int, out: Any) -> int:
+    """The same of the last three columns."""
+    lowest, fired, red, green, blue = np.uint64(1), 0, np.float32(0), np.float32(0), np.float32(0)
+    for block in range(len(words) // 8):
+        mask = _mask(words, 8 * block)
+        while mask:
+            row = 64 * block + _trailing_zeros(mask)
+            mask &= mask - lowest
+            fired += 1
+            red, green = red + weights[row, channels], green + weights[row, channels + 1]
+            blue = blue + weights[row, channels + 2]
+    out[0], out[1], out[2] = red, green, blue
+    return fired
 
 
 @jit("(float32[:, ::1], int64[::1], float32[::1], float32[:, ::1], float32[:, ::1], int64[:, ::1])", parallel=True)
@@ -111,26 +164,14 @@ def infer(currents: Any, offsets: Any, neuron: Any, weights: Any, out: Any, coun
     """
     channels = currents.shape[1]
     for ray in numba.prange(len(offsets) - 1):
-        one, two = np.zeros(channels, np.float32), np.zeros(channels, np.float32)
-        sums, fired = np.empty(channels, np.float32), np.empty(channels + 3, np.int64)
-        marks = np.empty(channels, np.uint8)
+        one, two, sums = np.zeros(channels, np.float32), np.zeros(channels, np.float32), np.empty(channels, np.float32)
+        marks, rows = np.zeros((channels + 63) // 64 * 64, np.uint8), np.empty(4, np.int64)
+        words, first, second = marks.view(np.uint64), 0, 0
         for at in range(offsets[ray], offsets[ray + 1]):
-            for channel in range(channels):
-                sums[channel] = currents[at, channel]
-            firing = _fire(one, sums, neuron, marks, fired)
-            counts[ray, 0] += firing
+            _fire(one, currents[at], neuron, marks)
             for channel in range(channels):
                 sums[channel] = 0
-            for index in range(0, firing, 4):
-                a, b, c, d = fired[index], fired[index + 1], fired[index + 2], fired[index + 3]
-                for channel in range(channels):
-                    some = sums[channel] + weights[a, channel] + weights[b, channel]
-                    sums[channel] = some + weights[c, channel] + weights[d, channel]
-            firing = _fire(two, sums, neuron, marks, fired)
-            counts[ray, 1] += firing
-            red, green, blue = np.float32(0), np.float32(0), np.float32(0)
-            for index in range(firing):
-                row = fired[index]
-                red, green = red + weights[row, channels], green + weights[row, channels + 1]
-                blue = blue + weights[row, channels + 2]
-            out[at, 0], out[at, 1], out[at, 2] = red, green, blue
+            first += _add_rows(words, weights, sums, rows)
+            _fire(two, sums, neuron, marks)
+            second += _add_colours(words, weights, channels, out[at])
+        counts[ray, 0], counts[ray, 1] = first, second
