@@ -39,8 +39,8 @@ RECORD = Record(
     law_test="tests/graph/torchgt/test_attention.py::test_every_plan_is_dense_masked_attention_in_float64",
     bench="bench/torchgt.py",
     state="works",
-    remark="graph transformers train from recipes, and espalier.graph.attention serves any program; at 65,536 tokens of "
-    "degree 20 a step is 4.3 times as fast as PyG's TransformerConv in 5.6 times less memory (4.2 times less of the "
+    remark="graph transformers train from recipes, and espalier.graph.attention serves any program; at 65,536 tokens "
+    "of degree 20 a step is 4.3 times as fast as PyG's TransformerConv in 5.6 times less memory (4.2 times less of the "
     "whole process), since backward computes norms and GELU again; at 4,096, 16,384 and 65,536 tokens it has 1.2, 2.0 "
     "and 2.1 times Polynormer's speed, 0.82, 0.88 and 1.10 times that of GPSConv's performer with heads as wide; on "
     "Debian's packages and on WordNet it is 3.1 and 1.6 times as fast as TransformerConv, 1.1 and 1.7 as the "
