@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from espalier.errors import UserError
 from espalier.radiance import rendered_scenes, scenes
@@ -86,16 +89,21 @@ def test_a_turntable_looks_at_the_scene_from_the_cameras_distance(folder: Path) 
 
 def forward_facing(folder: Path, views: int = 6) -> tuple[Path, np.ndarray]:
     """A capture in LLFF's layout, and the poses of its views [views, 4, 4]."""
+    eyes = [np.float32([0.3 * number - 0.7, 0.2 * (number % 2), 0]) for number in range(views)]
+    poses = [look_at(eye, np.float32([0, 0, -8])) for eye in eyes]
+    return llff(folder, poses), np.stack(poses)
+
+
+def llff(folder: Path, poses: list[np.ndarray]) -> Path:
     (folder / "images").mkdir()
-    rows, poses = [], []
-    for number in range(views):
-        poses.append(look_at(np.float32([0.3 * number - 0.7, 0.2 * (number % 2), 0]), np.float32([0, 0, -8])))
-        axes = np.stack([-poses[-1][:3, 1], poses[-1][:3, 0], poses[-1][:3, 2]], 1)  # LLFF: down, right, back
-        matrix = np.concatenate([axes, poses[-1][:3, 3:], [[20], [30], [25]]], 1)
+    rows = []
+    for number, pose in enumerate(poses):
+        axes = np.stack([-pose[:3, 1], pose[:3, 0], pose[:3, 2]], 1)  # LLFF: down, right, back
+        matrix = np.concatenate([axes, pose[:3, 3:], [[20], [30], [25]]], 1)
         rows.append([*matrix.ravel(), 4.0, 10.0])
         Image.fromarray(np.full((20, 30, 3), 40 * number, np.uint8)).save(folder / "images" / f"{number}.png")
     np.save(folder / "poses_bounds.npy", np.array(rows))
-    return folder, np.stack(poses)
+    return folder
 
 
 def test_a_folder_of_llff_has_rays_in_device_coordinates(tmp_path: Path) -> None:
@@ -126,6 +134,10 @@ def test_a_folder_of_llff_has_rays_in_device_coordinates(tmp_path: Path) -> None
         ((0, 15), 0.0, "nearest depth of 0"),
         ((0, 14), 0.0, r"row 0 says nothing of the lens"),
         ((0, 9), float("nan"), r"row 0 says nothing of the lens"),
+        ((4, 4), float("inf"), r"poses_bounds.npy, row 4 says nothing of the lens"),
+        ((3, 4), 21.0, r"row 3 has 30 × 21 pixels and a focal length of 25.0, and row 0 has 30 × 20 pixels"),
+        ((2, 9), 40.0, r"row 2 has 40 × 20 pixels"),
+        ((5, 14), 26.0, r"row 5 has .* a focal length of 26.0, and row 0 has .* of 25.0"),
     ],
 )
 def test_a_bad_row_of_llff_is_named(tmp_path: Path, places: object, value: float, message: str) -> None:
@@ -147,6 +159,17 @@ def test_cameras_of_llff_that_look_away_from_one_another_are_refused(tmp_path: P
     np.save(folder / "poses_bounds.npy", table)
     with pytest.raises(UserError, match="do not face one side"):
         load(folder)
+
+
+def test_cameras_of_llff_round_a_scene_are_refused(tmp_path: Path) -> None:
+    """Their directions add up to something, as no real ring is even."""
+    turns = np.deg2rad([0, 40, 100, 170, 200, 290])
+    eyes = [np.float32([4 * np.sin(turn), 1, 4 * np.cos(turn)]) for turn in turns]
+    folder = llff(tmp_path, [look_at(eye, np.zeros(3, np.float32)) for eye in eyes])
+    with pytest.raises(UserError, match="do not face one side") as told:
+        load(folder)
+    assert re.search(r"a corner of view \d is 1\d\d° from their mean direction", told.value.why or "")
+    assert "Blender's layout" in told.value.do
 
 
 def test_images_of_llff_that_do_not_fit_are_named(tmp_path: Path) -> None:
@@ -176,8 +199,17 @@ def test_a_folder_of_llff_of_two_views_or_another_table_is_refused(tmp_path: Pat
     np.save(folder / "poses_bounds.npy", np.zeros((2, 16)))
     with pytest.raises(UserError, match=r"the shape \[2, 16\]"):
         load(folder)
-    (folder / "poses_bounds.npy").write_bytes(b"none")
-    with pytest.raises(UserError, match="cannot be read"):
+    for damaged in (b"none", b"", b"PK\x03\x04none"):
+        (folder / "poses_bounds.npy").write_bytes(damaged)
+        with pytest.raises(UserError, match=r"poses_bounds.npy cannot be read"):
+            load(folder)
+    np.save(folder / "poses_bounds.npy", np.full((2, 17), "1.0"))
+    with pytest.raises(UserError, match=r"poses_bounds.npy is no array of numbers"):
+        load(folder)
+    np.save(folder / "poses_bounds.npy", np.zeros((0, 17)))
+    for image in (folder / "images").iterdir():
+        image.unlink()
+    with pytest.raises(UserError, match="0 views to train on"):
         load(folder)
 
 
@@ -231,6 +263,55 @@ def test_files_of_different_lenses_and_sizes_are_named(folder: Path) -> None:
         load(in_all_files(folder, h=96))
 
 
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ({"fl_x": 40.0}, r"transforms_train.json, frame './train_1' has a focal length of 40.0 .*one of 30.0"),
+        ({"camera_angle_x": 1.2}, "frame './train_1' has a focal length of 17.5"),
+        ({"cx": 10.0}, "frame './train_1' has .* a center at 10.0, 12.0, and .* 12.0, 12.0"),
+        ({"cy": 10.0}, "a center at 12.0, 10.0"),
+        ({"w": 48}, "frame './train_1' (is of images of 48|has a focal length of 15.0)"),
+        ({"h": 48}, "frame './train_1' is of images of 24 × 48 pixels"),
+        ({"fl_x": "wide"}, "frame './train_1' says nothing of the lens"),
+    ],
+)
+def test_a_frame_of_another_lens_than_its_file_is_named(folder: Path, own: dict[str, Any], message: str) -> None:
+    in_all_files(folder, fl_x=30.0, w=24, h=24)
+    frames = json.loads((folder / "transforms_train.json").read_text())["frames"]
+    same = {"fl_x": 30.0, "cx": 12.0, "cy": 12, "w": 24, "h": 24}
+    assert load(changed(folder, frames=[frame | same for frame in frames])).lens.focal == 30
+    with pytest.raises(UserError, match=message):
+        load(changed(folder, frames=[frames[0], frames[1] | own, *frames[2:]]))
+
+
+def test_views_with_alpha_are_put_on_white_one_by_one(folder: Path) -> None:
+    class Largest(TorchDispatchMode):
+        values = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            made = func(*args, **(kwargs or {}))
+            if isinstance(made, torch.Tensor):
+                self.values = max(self.values, made.untyped_storage().nbytes())
+            return made
+
+    paths, largest = sorted(folder.glob("*.png")), Largest()
+    assert len(paths) >= 10
+    with largest:
+        images, _, _ = scenes.read_images(paths, lambda done, total: None)
+    assert largest.values == images.numel()
+
+
+def test_a_png_with_a_damaged_chunk_is_named(tmp_path: Path) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (160, 160, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(tmp_path / "noise.png")
+    whole = (tmp_path / "noise.png").read_bytes()
+    second = whole.rindex(b"IDAT")
+    assert second > whole.index(b"IDAT")
+    (tmp_path / "noise.png").write_bytes(whole[:second] + bytes(4) + whole[second + 4 :])
+    with pytest.raises(UserError, match=r"noise.png is no image that can be read: broken PNG"):
+        scenes.read_images([tmp_path / "noise.png"], lambda done, total: None)
+
+
 def test_grey_of_16_bits_is_read_as_that_of_8(tmp_path: Path) -> None:
     levels = np.arange(0, 65536, 4369, dtype=np.uint16).reshape(4, 4)
     Image.fromarray(levels).save(tmp_path / "grey.png")
@@ -243,7 +324,21 @@ def test_what_of_a_lens_is_left_out_is_said(folder: Path) -> None:
     found = load(changed(folder, fl_y=40.0, k1=0.1, box=[[0, 0, 0], [1, 1, 1]]))
     assert found.box.tolist() == [[0, 0, 0], [1, 1, 1]]
     assert [word in " ".join(found.notes) for word in ("k1", "fl_y")] == [True, True]
-    assert load(changed(folder, fl_y=30.0, k1=0)).notes == ()
+    assert load(changed(folder, fl_y=30.0, k1=0, camera_model="OPENCV", is_fisheye=False)).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [({"k3": 0.1}, "k3"), ({"k4": 0.1}, "k4"), ({"camera_model": "OPENCV_FISHEYE"}, "camera_model OPENCV_FISHEYE"),
+     ({"is_fisheye": True}, "is_fisheye")],
+)  # fmt: skip
+@pytest.mark.parametrize("where", ["first file", "another file", "frame"])
+def test_distortion_of_any_file_and_frame_is_said(folder: Path, given: dict[str, Any], named: str, where: str) -> None:
+    file = folder / ("transforms_train.json" if where == "first file" else "transforms_test.json")
+    table = json.loads(file.read_text())
+    (table["frames"][0] if where == "frame" else table).update(given)
+    file.write_text(json.dumps(table))
+    assert load(folder).notes == (f"the distortion of the lens ({named}) is left out",)
 
 
 def test_images_of_different_sizes_and_missing_alpha_are_named(folder: Path) -> None:

@@ -47,22 +47,22 @@ class Lens(NamedTuple):
         return Lens(width, height, self.focal * factor, (x, y))
 
 
-def rays_of(lens: Lens, poses: Tensor, pixels: Tensor, forward: bool = False) -> Rays:
+def rays_of(lens: Lens, poses: Tensor, pixels: Tensor, forward: Lens | None = None) -> Rays:
     """Rays through the middle of pixels.
 
     Args:
         poses: float32 [rays, 4, 4], of each pixel's camera.
         pixels: int64 [rays], row * width + column.
-        forward: the scene is forward-facing: origins and directions in normalized device coordinates.
+        forward: lens of a forward-facing scene, in whose normalized device coordinates origins and directions are.
     """
     x = (pixels % lens.width + 0.5 - lens.center[0]) / lens.focal
     y = (pixels // lens.width + 0.5 - lens.center[1]) / lens.focal
     local = torch.stack([x, -y, -torch.ones_like(x)], 1).to(poses.dtype)
     directions = (poses[:, :3, :3] * local[:, None, :]).sum(2)  # no product of matrices: the same bits in any batch
     views = directions / directions.norm(dim=1, keepdim=True)
-    if not forward:
+    if forward is None:
         return Rays(poses[:, :3, 3].contiguous(), views.contiguous(), views.contiguous())
-    origins, towards = device_coordinates(lens, poses[:, :3, 3], directions)
+    origins, towards = device_coordinates(forward, poses[:, :3, 3], directions)
     return Rays(origins, (towards / towards.norm(dim=1, keepdim=True)).contiguous(), views.contiguous())
 
 

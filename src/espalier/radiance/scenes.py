@@ -11,13 +11,15 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from espalier.config import data_path
@@ -30,6 +32,27 @@ HELD_OUT = 8
 """One of so many views is held out where a folder names none."""
 FEWEST = 3
 _PARTS = ("train", "val", "test")
+_OF_LENS = ("camera_angle_x", "fl_x", "cx", "cy", "w", "h")
+_DISTORTION = ("k1", "k2", "k3", "k4", "k5", "k6", "p1", "p2", "is_fisheye")
+_PERSPECTIVE = ("PINHOLE", "SIMPLE_PINHOLE", "SIMPLE_RADIAL", "RADIAL", "OPENCV", "FULL_OPENCV", "PERSPECTIVE")
+"""Camera models without distortion, or with one that the other keys give."""
+WIDEST = 80
+"""Degrees from the mean direction up to which rays of forward-facing views have normalized device coordinates, which
+are infinite at 90."""
+
+
+class Placement(NamedTuple):
+    """Where poses of a folder lie in the coordinates of its scene: `matrix` (float32 [4, 4]) times the pose, then its
+    place times `scale`."""
+
+    matrix: Array
+    scale: float
+
+    def of(self, poses: Array) -> Tensor:
+        """Poses [..., 4, 4] of the folder in the scene's coordinates."""
+        found = self.matrix @ poses
+        found[..., :3, 3] *= self.scale
+        return torch.from_numpy(found.astype(np.float32))
 
 
 @dataclass(frozen=True)
@@ -45,6 +68,7 @@ class Scene:
         background: colour that rays have beyond the box.
         forward: rays are in normalized device coordinates.
         notes: what the user should know.
+        placement: from the folder's coordinates to those of `poses`; None where they are the same.
     """
 
     lens: Lens
@@ -56,10 +80,15 @@ class Scene:
     forward: bool = False
     notes: tuple[str, ...] = ()
     files: tuple[str, ...] = field(default=(), compare=False)
+    placement: Placement | None = field(default=None, compare=False)
 
     def rays(self, views: Tensor, pixels: Tensor) -> Rays:
         """Rays of pixels (row * width + column) of views; both int64 [rays]."""
-        return rays_of(self.lens, self.poses[views], pixels, self.forward)
+        return self.rays_through(self.lens, self.poses[views], pixels)
+
+    def rays_through(self, lens: Lens, poses: Tensor, pixels: Tensor) -> Rays:
+        """Rays of pixels of any cameras; `poses` [rays, 4, 4] in the scene's coordinates."""
+        return rays_of(lens, poses, pixels, self.lens if self.forward else None)
 
     def colours(self, views: Tensor, pixels: Tensor) -> Tensor:
         """True colours of pixels: float32 [rays, 3] from 0 to 1."""
@@ -79,12 +108,14 @@ class Scene:
             "box": self.box.tolist(),
             "background": list(self.background),
             "forward": self.forward,
+            "placement": self.placement and [self.placement.matrix.tolist(), self.placement.scale],
         }
 
 
 def of_cameras(kept: Mapping[str, Any]) -> Scene:
     """A scene without images from `Scene.cameras`."""
     width, height, focal, center = kept["lens"]
+    placement = kept.get("placement")  # which runs of earlier versions lack
     return Scene(
         Lens(width, height, focal, (center[0], center[1])),
         torch.zeros(0, height, width, 3, dtype=torch.uint8),
@@ -93,6 +124,7 @@ def of_cameras(kept: Mapping[str, Any]) -> Scene:
         torch.tensor(kept["box"]),
         tuple(kept["background"]),
         kept["forward"],
+        placement=placement and Placement(np.array(placement[0], np.float32), placement[1]),
     )
 
 
@@ -120,11 +152,11 @@ def load(path: str, folder: Path | None, progress: Progress) -> Scene:
 
 def _rendered(made: rendered_scenes.Made) -> Scene:
     views = rendered_scenes.render(made)
-    images = torch.cat([one.images for one in views.values()])
+    images = torch.stack([on_white(image) for one in views.values() for image in one.images])
     poses = torch.from_numpy(np.concatenate([one.poses for one in views.values()]))
     counts = [len(one.images) for one in views.values()]
     lens = rendered_scenes.lens_of(made)
-    return Scene(lens, on_white(images), poses, _numbered(dict(zip(views, counts, strict=True))), box_of(lens, poses))
+    return Scene(lens, images, poses, _numbered(dict(zip(views, counts, strict=True))), box_of(lens, poses))
 
 
 def _numbered(counts: Mapping[str, int]) -> dict[str, list[int]]:
@@ -167,9 +199,8 @@ def _blender(files: Sequence[Path], progress: Progress) -> Scene:
         parts = {"train": parts.get("train", []), "val": [], "test": [], **parts}
         parts["val"] = parts["val"] or parts["test"]
     _enough(parts["train"], str(files[0]))
-    bad = [key for key in ("k1", "k2", "p1", "p2") if tables[0].get(key)]
-    bad += ["fl_y"] if tables[0].get("fl_y") not in (None, tables[0].get("fl_x")) else []
-    notes += [f"the distortion of the lens ({', '.join(bad)}) is left out"] if bad else []
+    distortion = _distortion(tables)
+    notes += [f"the distortion of the lens ({', '.join(distortion)}) is left out"] if distortion else []
     box = _box(tables[0]["box"], str(files[0])) if "box" in tables[0] else _seen(lens, poses, str(files[0]))
     return Scene(
         lens, images, poses, parts, box, background, notes=tuple(notes), files=tuple(map(str, [*files, *paths]))
@@ -277,16 +308,38 @@ def lens_of(table: Mapping[str, Any], width: int, height: int, where: str) -> Le
 
 
 def _one_lens(tables: Sequence[Mapping[str, Any]], width: int, height: int, files: Sequence[Path]) -> Lens:
-    """The lens of all tables. Raises UserError where they differ."""
-    every = [lens_of(table, width, height, str(file)) for table, file in zip(tables, files, strict=True)]
-    for lens, file in zip(every, files, strict=True):
-        if not np.allclose((lens.focal, *lens.center), (every[0].focal, *every[0].center), rtol=1e-3):
-            raise UserError(
-                f"{file} has a focal length of {lens.focal:.1f} pixels, and {files[0]} one of {every[0].focal:.1f}.",
-                why="all views have one lens",
-                do='the same "camera_angle_x" (or "fl_x", "cx" and "cy") in all files',
-            )
-    return every[0]
+    """The lens of all tables and frames. Raises UserError where they differ."""
+    first = lens_of(tables[0], width, height, str(files[0]))
+    for table, file in zip(tables, files, strict=True):
+        _same(lens_of(table, width, height, str(file)), first, str(file), str(files[0]))
+        for frame in table["frames"]:
+            if own := {key: frame[key] for key in _OF_LENS if key in frame}:
+                focal = bool({"camera_angle_x", "fl_x"} & set(own))
+                common = {key: table[key] for key in _OF_LENS[2 if focal else 0 :] if key in table}
+                where = f"{file}, frame {frame['file_path']!r}"
+                _same(lens_of(common | own, width, height, where), first, where, str(files[0]))
+    return first
+
+
+def _same(lens: Lens, first: Lens, where: str, other: str) -> None:
+    if np.allclose((lens.focal, *lens.center), (first.focal, *first.center), rtol=1e-3):
+        return
+    own, others = (f"{one.focal:.1f} pixels and a center at {one.center[0]:.1f}, {one.center[1]:.1f}"
+                   for one in (lens, first))  # fmt: skip
+    raise UserError(
+        f"{where} has a focal length of {own}, and {other} one of {others}.",
+        why="all views have one lens",
+        do='the same "camera_angle_x" (or "fl_x", "cx" and "cy") in all files, and none in frames',
+    )
+
+
+def _distortion(tables: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What tables and frames say of a lens that is no pinhole with square pixels."""
+    every = [one for table in tables for one in (table, *({**table, **frame} for frame in table["frames"]))]
+    found = [key for key in _DISTORTION if any(one.get(key) for one in every)]
+    found += ["fl_y"] if any(one.get("fl_y") not in (None, one.get("fl_x")) for one in every) else []
+    models = {str(one.get("camera_model") or "PINHOLE") for one in every}
+    return found + [f"camera_model {one}" for one in sorted(models) if one.upper() not in _PERSPECTIVE]
 
 
 def _split(views: int) -> dict[str, list[int]]:
@@ -308,25 +361,28 @@ def _enough(train: Sequence[int], where: str) -> None:
 
 def read_images(paths: Sequence[Path], progress: Progress) -> tuple[Tensor, tuple[float, float, float], list[str]]:
     """(uint8 [views, height, width, 3] on their background, its colour, remarks). Raises UserError."""
-    found: list[Tensor] = []
+    images, first = torch.empty(0), torch.Size()
     for done, path in enumerate(paths):
-        found.append(_image(path))
-        if found[-1].shape[:2] != found[0].shape[:2]:
-            one, other = (f"{image.shape[1]} × {image.shape[0]}" for image in (found[0], found[-1]))
+        image = _image(path)
+        if done == 0:
+            first = image.shape
+            images = torch.empty(len(paths), *first[:2], 3, dtype=torch.uint8)
+        if image.shape[:2] != first[:2]:
+            one, other = (f"{shape[1]} × {shape[0]}" for shape in (first, image.shape))
             raise UserError(
                 f"{path} is {other}, and {paths[0]} is {one}.", why="all views have one lens", do="images of one size"
             )
-        if found[-1].shape[2] != found[0].shape[2]:
-            lacks, has = (paths[0], path) if found[-1].shape[2] == 4 else (path, paths[0])
+        if image.shape[2] != first[2]:
+            lacks, has = (paths[0], path) if image.shape[2] == 4 else (path, paths[0])
             raise UserError(
                 f"{has} has an alpha channel, and {lacks} has none.",
                 why="nobody knows what of the second is background",
                 do="alpha in all images, or in none",
             )
+        images[done] = on_white(image) if image.shape[2] == 4 else image
         progress(done + 1, len(paths))
-    images = torch.stack(found)
-    if images.shape[3] == 4:
-        return on_white(images), (1.0, 1.0, 1.0), []
+    if first[2] == 4:
+        return images, (1.0, 1.0, 1.0), []
     border = (
         torch.cat([images[:, 0], images[:, -1], images[:, :, 0], images[:, :, -1]], 1).float().view(-1, 3).median(0)
     )
@@ -348,7 +404,7 @@ def _image(path: Path) -> Tensor:
                 return torch.from_numpy(grey)[:, :, None].repeat(1, 1, 3)
             alpha = "A" in opened.getbands() or "transparency" in opened.info
             return torch.from_numpy(np.array(opened.convert("RGBA" if alpha else "RGB")))
-    except (OSError, UnidentifiedImageError) as error:
+    except (OSError, UnidentifiedImageError, SyntaxError, ValueError) as error:  # damaged chunks are the last two
         raise UserError(f"{path} is no image that can be read: {error}.", do="a PNG or JPEG") from None
 
 
@@ -357,16 +413,13 @@ def _image(path: Path) -> Tensor:
 
 def _llff(place: Path, progress: Progress) -> Scene:
     file = place / "poses_bounds.npy"
-    try:
-        table = np.load(file, allow_pickle=False)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file} cannot be read: {error}.", do="an array of 17 columns, as LLFF writes it") from None
-    if table.ndim != 2 or table.shape[1] != 17:
-        raise UserError(f"{file} has the shape {list(table.shape)}.", do="17 columns, as LLFF writes it")
+    table = _table(file)
     ends = (".png", ".jpg", ".jpeg")
     paths = sorted(one for one in (place / "images").glob("*") if one.suffix.lower() in ends)
     if len(paths) != len(table):
         raise UserError(f"{place} has {len(paths)} images and {len(table)} poses.", do="one image for each pose")
+    parts = _split(len(table))
+    _enough(parts["train"], str(place))
     images, background, notes = read_images(paths, progress)
     matrices = table[:, :15].reshape(-1, 3, 5).astype(np.float32)
     axes = np.stack([matrices[:, :, 1], -matrices[:, :, 0], matrices[:, :, 2]], 2)  # LLFF: down, right, back
@@ -376,46 +429,86 @@ def _llff(place: Path, progress: Progress) -> Scene:
     near = float(table[:, 15].min())
     if not (math.isfinite(near) and near > 0):
         raise UserError(f"{file} has a nearest depth of {near}.", do="depths above 0 in column 16")
-    parts = _split(len(table))
-    _, width, focal = map(float, matrices[0, :, 4])
-    if not (0 < width < math.inf and 0 < focal < math.inf):
-        raise UserError(f"{file}, row 0 says nothing of the lens.", do="width and focal length above 0, in pixels")
+    _, width, focal = _size_and_focal(matrices[:, :, 4], str(file))
     lens = Lens.of_angle(images.shape[2], images.shape[1], 2 * math.atan(0.5 * width / focal))
-    _enough(parts["train"], str(place))
-    centred = _centred(torch.stack(rows).numpy(), 1 / (0.75 * near), str(file))
-    box = _device_box(lens, centred)
-    return Scene(lens, images, centred, parts, box, background, True, tuple(notes), tuple(map(str, [file, *paths])))
+    every = torch.stack(rows).numpy()
+    placement = _centred(every, 1 / (0.75 * near), str(file))
+    placed = placement.of(every)
+    box = _device_box(lens, placed, str(file))
+    files = tuple(map(str, [file, *paths]))
+    return Scene(lens, images, placed, parts, box, background, True, tuple(notes), files, placement)
 
 
-def _centred(poses: Array, scale: float, where: str) -> Tensor:
-    """Poses seen from their mean, which looks along -z, and times `scale`. Raises UserError where there is none."""
+def _table(file: Path) -> NDArray[np.float64]:
+    """[views, 17]: a pose, with the size and focal length, and two depths a row."""
+    do = "an array of 17 columns, as LLFF writes it"
+    try:
+        with file.open("rb") as opened:
+            table = np.load(opened, allow_pickle=False)
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise UserError(f"{file} cannot be read: {error}.", do=do) from None
+    if not isinstance(table, np.ndarray) or table.dtype.kind not in "fiu":
+        raise UserError(f"{file} is no array of numbers.", do=do)
+    if table.ndim != 2 or table.shape[1] != 17:
+        raise UserError(f"{file} has the shape {list(table.shape)}.", do="17 columns, as LLFF writes it")
+    return table.astype(np.float64)
+
+
+def _size_and_focal(rows: Array, where: str) -> tuple[float, float, float]:
+    """Height, width and focal length that all rows [views, 3] have. Raises UserError."""
+    words = [f"{width:g} × {height:g} pixels and a focal length of {focal:.1f}" for height, width, focal in rows]
+    for number, row in enumerate(rows):
+        if not (np.isfinite(row).all() and (row > 0).all()):
+            raise UserError(
+                f"{where}, row {number} says nothing of the lens.",
+                do="height, width and focal length above 0, in pixels",
+            )
+        if not np.allclose(row, rows[0], rtol=1e-3):
+            raise UserError(
+                f"{where}, row {number} has {words[number]}, and row 0 has {words[0]}.",
+                why="all views have one lens",
+                do="views of one camera, as LLFF writes them",
+            )
+    height, width, focal = map(float, rows[0])
+    return height, width, focal
+
+
+def _centred(poses: Array, scale: float, where: str) -> Placement:
+    """Of poses as seen from their mean, which looks along -z, and times `scale`. Raises UserError without a mean."""
     back = _unit(poses[:, :3, 2].mean(0), where)
     right = _unit(np.cross(poses[:, :3, 1].mean(0), back), where)
     mean = np.eye(4, dtype=np.float32)
     mean[:3, :3] = np.stack([right, np.cross(back, right), back], 1)
     mean[:3, 3] = poses[:, :3, 3].mean(0)
-    found = np.linalg.inv(mean) @ poses
-    found[:, :3, 3] *= scale
-    return torch.from_numpy(found.astype(np.float32))
+    return Placement(np.linalg.inv(mean), scale)
 
 
 def _unit(vector: Array, where: str) -> Array:
     length = float(np.linalg.norm(vector))
     if length < 1e-3:
-        raise UserError(
-            f"The cameras of {where} do not face one side.",
-            why="their directions add up to nothing, and scenes in LLFF's layout are forward-facing",
-            do="Blender's layout (transforms.json) for cameras round a scene",
-        )
+        raise _not_forward(where, "their directions add up to nothing")
     return vector / length
 
 
-def _device_box(lens: Lens, poses: Tensor) -> Tensor:
-    """What the corners of all views reach between the near plane and infinity."""
+def _not_forward(where: str, why: str) -> UserError:
+    return UserError(
+        f"The cameras of {where} do not face one side.",
+        why=f"{why}, and scenes in LLFF's layout are forward-facing",
+        do="Blender's layout (transforms.json) for cameras round a scene",
+    )
+
+
+def _device_box(lens: Lens, poses: Tensor, where: str) -> Tensor:
+    """What the corners of all views reach between the near plane and infinity. Raises UserError for corners far from
+    the mean direction."""
     last = lens.width * lens.height - 1
     pixels = torch.tensor([0, lens.width - 1, last - lens.width + 1, last]).repeat(len(poses))
     cameras = poses.repeat_interleave(4, 0)
     seen = rays_of(lens, cameras, pixels)
+    degrees = torch.rad2deg(torch.acos((-seen.views[:, 2]).clamp(-1, 1)))
+    if float(degrees.max()) > WIDEST:
+        why = f"a corner of view {int(degrees.argmax()) // 4} is {float(degrees.max()):.0f}° from their mean direction"
+        raise _not_forward(where, why)
     start, towards = device_coordinates(lens, seen.origins, seen.views)
     both = torch.cat([start, start + towards])
     return torch.stack([both.amin(0), both.amax(0)])

@@ -20,7 +20,7 @@ from espalier.cost import Anatomy, Cut, Product, Work
 from espalier.errors import UserError
 from espalier.kernels import counts
 from espalier.radiance import energy, spikingnerf
-from espalier.radiance.rays import Lens, Rays, rays_of
+from espalier.radiance.rays import Lens, Rays
 from espalier.radiance.scenes import Scene
 from espalier.radiance.spikingnerf import SpikingColours
 from espalier.radiance.volume import Box
@@ -261,7 +261,7 @@ class RadianceWorkload(Plain):
         """What the field makes of a view's rays, `chunk` at a time, row after row."""
         device, pixels = next(model.parameters()).device, torch.arange(lens.width * lens.height)
         for own in pixels.split(chunk):
-            rays = rays_of(lens, pose.expand(len(own), 4, 4), own, self.scene.forward)
+            rays = self.scene.rays_through(lens, pose.expand(len(own), 4, 4), own)
             yield model(Rays(*(one.to(device, self._dtype) for one in rays)))
 
     def _nearness(self, depths: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from espalier.config import Recipe
 from espalier.errors import UserError
 from espalier.radiance import energy, scenes
 from espalier.radiance.rays import Lens, turntable_poses
+from espalier.radiance.scenes import Scene
 from espalier.radiance.workload import RadianceWorkload
 from espalier.shard.wrap_policy import profile
 from espalier.units import show_count
@@ -88,8 +89,21 @@ def views_of(workload: RadianceWorkload, text: str | None) -> list[tuple[str, Le
         raise UserError(f"{file} has no frames.", do='"frames": [{"transform_matrix": …}, …], or one transform_matrix')
     lens = _lens(scene.lens, table, str(file))
     names = [file.stem + (f"-{k}" if len(frames) > 1 else "") + ".png" for k in range(len(frames))]
-    poses = [scenes.pose_of(one, f"{file}, frame {k}") for k, one in enumerate(frames)]
+    poses = [_placed(scene, scenes.pose_of(one, f"{file}, frame {k}")) for k, one in enumerate(frames)]
     return [(name, lens, pose) for name, pose in zip(names, poses, strict=True)]
+
+
+def _placed(scene: Scene, pose: Tensor) -> Tensor:
+    """A pose in the coordinates of the scene's folder in those of the scene."""
+    if scene.placement is not None:
+        return scene.placement.of(pose.numpy())
+    if scene.forward:
+        raise UserError(
+            "The run does not say how the poses of its capture were centred.",
+            why="an earlier version trained it",
+            do="train it anew, or render test views by number",
+        )
+    return pose
 
 
 def _lens(own: Lens, table: Mapping[str, Any], where: str) -> Lens:
