@@ -62,10 +62,11 @@ FP16 = Claim(
     "fp16",
     question="precision",
     changes=frozenset({"the loss is scaled"}),
-    forbids=frozenset({"sums are encoded"}),
+    forbids=frozenset({"sums are encoded", "rows cross in few bits"}),
     instead=("bf16",),
 )
-"""A codec keeps back what it loses of a gradient, in units of a factor that changes and of steps that are left out."""
+"""A codec keeps back what it loses of a gradient, in units of a factor that changes and of steps that are left out.
+Rows in few bits cannot say that a gradient overflowed, for which a step is left out."""
 TF32 = Claim("tf32", question="precision")
 COMPILE = Claim(
     "compile",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -119,6 +121,15 @@ def test_the_fingerprint_tells_any_change(make_graph):
     others.append(without_edges(graph, np.arange(graph.edges) == 0))
     prints = {one.fingerprint() for one in [graph, make_graph(), *others]}
     assert len(prints) == 5
+
+
+def test_the_fingerprint_of_a_graph_that_stands_for_its_content_tells_order_and_edges_too(make_graph):
+    """Parts in the cache are found by it."""
+    graph = replace(make_graph(), identity="made")
+    others = [without_edges(graph, np.arange(graph.edges) == one) for one in range(2)]
+    every = [graph, *others, *(relabelled(one, np.arange(60)[::-1]) for one in (graph, others[0]))]
+    assert graph.fingerprint() == "made"
+    assert len({one.fingerprint() for one in every}) == 5
 
 
 def test_a_node_is_found_by_its_name_or_the_nearest_is_told():

@@ -6,16 +6,18 @@ import copy
 import dataclasses
 import os
 import sys
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from espalier import config
 from espalier.config import defaults, recipe_file
 from espalier.errors import UserError
-from espalier.graph import partition_folder
+from espalier.graph import foreign_halo, partition_folder
 from espalier.graph.halo_parallel import Cutting
 from espalier.graph.subgraphs import infer
 from espalier.graph.workload import GraphWorkload, open_graph
@@ -64,6 +66,26 @@ def network(features, classes, norm=False, **how):
     torch.manual_seed(0)
     return Network(features, classes, norm, **how)
 
+class Trained(Network):
+    """Does something in training alone."""
+
+    def __init__(self, features, classes, what):
+        super().__init__(features, classes, what == "norm")
+        self.what = what
+
+    def forward(self, x, edge_index):
+        if self.what == ("mean" if self.training else "mean, evaluated too"):
+            x = x - x.mean(0)
+        if self.what == "dropout":
+            x = nn.functional.dropout(x, 0.5, self.training)
+        if self.training and self.what == "edges":
+            edge_index = edge_index[:, torch.rand(edge_index.shape[1]) < 0.5]
+        return super().forward(x, edge_index)
+
+def trained(features, classes, what):
+    torch.manual_seed(0)
+    return Trained(features, classes, what)
+
 class Bare(nn.Module):
     """Answers nothing of rows that are zero, and nothing at all where `gate` is."""
 
@@ -95,6 +117,9 @@ def counted(features, classes):
 def theirs(features, classes, name):
     from torch_geometric import nn as pyg
     torch.manual_seed(0)
+    if name == "InstanceNorm":
+        norm = pyg.InstanceNorm(8, track_running_stats=True)
+        return pyg.GraphSAGE(features, 8, num_layers=2, out_channels=classes, norm=norm, dropout=0.5)
     if name == "APPNP":
         class Hops(nn.Module):
             def __init__(self):
@@ -158,6 +183,7 @@ def test_few_bits_cross_late_and_bytes_are_those_of_the_plan():
     ("name", "how", "message"),
     [
         ("network", {"pooled": True}, "its answers are not those on the whole"),
+        ("trained", {"what": "mean, evaluated too"}, "two parts its answers are not those on the whole"),
         ("silent", {}, "method propagate"),
         ("counted", {}, "on 48 nodes it raised RuntimeError"),
     ],
@@ -165,6 +191,38 @@ def test_few_bits_cross_late_and_bytes_are_those_of_the_plan():
 def test_networks_that_cannot_be_cut_are_refused(name, how, message):
     with pytest.raises(UserError, match=message):
         GraphWorkload(recipe_of(name, halo={}, **how), made()).halos()
+
+
+@pytest.mark.parametrize("what", ["norm", "dropout", "edges"])
+def test_networks_that_drop_values_or_edges_in_training_can_be_cut(what):
+    before = torch.get_rng_state()
+    assert GraphWorkload(recipe_of("trained", halo={}, what=what), made()).halos().network.widths == (8, 8)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_network_that_reads_other_nodes_in_training_alone_is_refused():
+    message = "in training, on a small graph in two parts its answers are not those on the whole"
+    with pytest.raises(UserError, match=message):
+        GraphWorkload(recipe_of("trained", halo={}, what="mean"), made()).halos()
+    pytest.importorskip("torch_geometric")
+    with pytest.raises(UserError, match=message):
+        GraphWorkload(recipe_of("theirs", halo={}, name="InstanceNorm"), made()).halos()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_statistics_of_batch_normalization_have_the_range_and_digits_of_float32(dtype):
+    """Of more rows than fp16 can count."""
+    random = torch.Generator().manual_seed(0)
+    rows = (20 + 10 * torch.randn(70_000, 3, generator=random)).to(dtype)
+    ours = nn.BatchNorm1d(3, dtype=torch.promote_types(dtype, torch.float32))
+    theirs = nn.BatchNorm1d(3, dtype=torch.float64)
+    messages = foreign_halo.Messages()
+    messages.halo = SimpleNamespace(owned=range(len(rows)), group=None)
+    found = foreign_halo._normalized(messages, ours, ours.forward, rows)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, theirs(rows.double()).to(dtype), rtol=1e-2, atol=1e-4)
+    for one, other in ((ours.running_mean, theirs.running_mean), (ours.running_var, theirs.running_var)):
+        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize(("size", "gate"), [(0.0, 1.0), (1e-7, 1.0), (1.0, 0.0)])
@@ -176,9 +234,6 @@ def test_what_a_network_needs_depends_on_neither_features_nor_first_parameters(s
 
 
 def test_a_network_is_itself_where_the_graph_is_whole():
-    from espalier.graph import foreign_halo
-    from espalier.graph.subgraphs import infer
-
     workload = GraphWorkload(recipe_of(norm=True), made())
     model = workload.build(torch.device("cpu"), torch.float64)
     expected = infer(model, workload.task.held)

@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from espalier import config
+from espalier import config, mechanisms
 from espalier.errors import UserError
-from espalier.graph import halo, halo_parallel, part_inference, partition_folder
+from espalier.graph import graph_plan, halo, halo_parallel, part_inference, partition_folder
 from espalier.graph.data import Graph
 from espalier.graph.gnn import style_of
 from espalier.graph.halo_parallel import Cutting, open_part
 from espalier.graph.neighbor_sampler import Style
 from espalier.graph.sylvie import Every, Sylvie
 from espalier.graph.workload import GraphWorkload
+from espalier.plan import base as plans
 from espalier.plan import decide, request_from_recipe
 from espalier.testing import ranks
 
@@ -81,6 +82,61 @@ def test_machines_with_other_parts_in_their_caches_agree(old, tmp_path):
     assert manifests[0].read_bytes() == manifests[1].read_bytes()
     ranks(2, opened)
     assert [one.stat().st_mtime_ns for one in manifests] == written
+
+
+NAMES = [[], [f"paper {node}" for node in range(60)]]
+
+
+@pytest.mark.parametrize("names", NAMES)
+@pytest.mark.parametrize(
+    ("kind", "message"), [("gat", "the row of {}, which rank 1 owns"), ("gcn", "the row of {} for")]
+)
+def test_a_node_whose_row_is_not_finite_is_the_one_of_the_data_also_where_nodes_are_reordered(
+    kind, message, names, monkeypatch, tmp_path
+):
+    """Rows of GAT cross as they are, GCN's as sums too."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(halo_parallel, "PAYS", 1.0)
+    given = made(names=names)
+    graph = dataclasses.replace(graph_plan.ordered(given, "rcmpp")[0], cut=np.arange(60, dtype=np.int32) % 2)
+    node = int(np.flatnonzero(graph.cut * (graph.numbers != np.arange(60)) * graph.degrees())[0])
+    graph.features[node] = np.nan
+    expected = given.mention(int(graph.numbers[node]))
+    assert expected == (f"node 'paper {graph.numbers[node]}'" if names else f"node {graph.numbers[node]}")
+    with pytest.raises(UserError, match=message.format(expected)):
+        train(recipe_of({"kind": kind}, {"halo": {}}), graph, (50,))
+
+
+def test_a_row_that_few_bits_cannot_say_is_of_the_node_of_the_data():
+    graph = graph_plan.ordered(made(), "rcmpp")[0]
+    cut = halo.boundary(graph.indptr, graph.indices, np.arange(60) % 2, 2)
+
+    def sent(channel):
+        own = halo.Halo.of(graph.indptr, graph.indices, cut, channel.rank(), channel)
+        travelling = dataclasses.replace(own, layer=1, transport=Sylvie(Every(2)), mention=graph.mention)
+        travelling.exchange(torch.full((len(own.owned), 8), torch.inf))
+
+    first = {rank: graph.numbers[cut.node[cut.owner == rank][0]] for rank in range(2)}
+    with pytest.raises(
+        UserError, match=f"Rank 0 cannot send the row of node {first[0]} for|row of node {first[1]} for"
+    ):
+        ranks(2, sent)
+
+
+@pytest.mark.parametrize("bits", [1, 8, "auto"])
+def test_few_bits_are_refused_in_fp16_whose_gradients_may_overflow(bits):
+    """By the recipe where it says fp16, by the plan where that may choose it."""
+    with pytest.raises(UserError, match=f"graph.halo.bits = '?{bits}'? is not possible with train.precision") as told:
+        recipe_of({}, {"halo": {"bits": bits}}, precision="fp16")
+    assert 'train.precision = "bf16", or graph.halo.bits = 32' in str(told.value)
+    plan = plans.Plan(ranks=(plans.Rank(share=(0, 1)), plans.Rank(share=(1, 2))), precision="fp16")
+    recipe = recipe_of({}, {"halo": {"bits": bits}}, precision="auto")
+    found = mechanisms.refusal(recipe, plan)
+    assert found is not None
+    assert "rows cross in few bits" in found.reason
+    assert found.instead == "train.precision=bf16 instead of fp16"
+    assert mechanisms.refusal(recipe, msgspec.structs.replace(plan, precision="bf16")) is None
+    assert mechanisms.refusal(recipe_of({}, {"halo": {}}, precision="fp16"), plan) is None
 
 
 @pytest.mark.parametrize("options", [Every(32), Every(1), Every(32, 0)])

@@ -141,7 +141,7 @@ def test_another_format_is_refused(tmp_path):
     graph = graph_of()
     partition_folder.write(tmp_path, graph, MEAN, cut_of(graph, 1))
     path = tmp_path / "manifest.json"
-    path.write_text(path.read_text().replace('"format":2', '"format":3'))
+    path.write_text(path.read_text().replace('"format":3', '"format":2'))
     with pytest.raises(UserError, match="another version of espalier"):
         partition_folder.read(tmp_path, 0)
 

@@ -12,7 +12,7 @@ import torch
 
 from espalier import config
 from espalier.errors import UserError
-from espalier.graph import halo_parallel, part_inference, partition_folder
+from espalier.graph import graph_plan, halo_parallel, part_inference, partition_folder, workload_row
 from espalier.graph.halo_parallel import Cutting
 from espalier.graph.subgraphs import infer
 from espalier.graph.workload import GraphWorkload, open_graph
@@ -25,9 +25,9 @@ from .test_workload import recipe_of
 SAGE = {"kind": "sage", "depth": 3}
 
 
-def cut(folder, model=SAGE, ranks=2, nodes=60, sums=True, **known):
+def cut(folder, model=SAGE, ranks=2, nodes=60, sums=True, order="none", **known):
     """A graph, and the folder of its parts."""
-    graph = made(nodes=nodes, **known)
+    graph, _ = graph_plan.ordered(made(nodes=nodes, **known), order)
     workload = GraphWorkload(recipe_of(model, {"halo": HALO}), graph)
     view = workload.whole_task.train
     cutting = Cutting(graph, view.style, sums and halo_parallel.takes_sums(workload.bare()))
@@ -113,6 +113,23 @@ def test_answers_from_parts_are_those_of_the_whole_graph(tmp_path, monkeypatch, 
     ]
     (table,) = workload.sample(network)
     assert len(table.rows) == 5
+
+
+@pytest.mark.parametrize("names", [[], [f"paper {node} " + "ü\udc80" * (node + 1) for node in range(60)]])
+def test_answers_from_parts_of_a_reordered_graph_are_for_its_own_names_and_numbers(tmp_path, names):
+    graph = cut(tmp_path / "parts", order="rcmpp", names=names)
+    assert (graph.numbers != np.arange(60)).any()
+    workload, whole = open_graph(of_parts(tmp_path / "parts")), GraphWorkload(recipe_of(SAGE), made(names=names))
+    network = workload.build(torch.device("cpu"), torch.float64).eval()
+    for asked in (",".join(names[one] if names else str(one) for one in (31, 0, 7)), None):
+        found, expected = (workload_row.answers(one, network, asked) for one in (workload, whole))
+        found, expected = ({one["name"]: one["probability"] for one in each} for each in (found, expected))
+        assert found == pytest.approx(expected, abs=1e-6)
+        assert asked is None or list(found) == list(expected)
+    for one in (workload.graph, part_inference.whole_graph(workload.graph)):
+        assert list(one.names) == list(graph.names)
+        np.testing.assert_array_equal(one.numbers, graph.numbers)
+    assert partition_folder.read_alone(tmp_path / "parts", 1).halo.mention(7) == graph.mention(7)
 
 
 QUANTIZED = {

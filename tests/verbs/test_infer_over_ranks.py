@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import msgspec
+import numpy as np
 import pytest
 from tests.story.programs import MACHINE, forked, launched
 
@@ -145,3 +146,29 @@ def test_few_bits_on_parts_predict_alone_over_ranks_and_from_what_was_packed(hom
     assert all(one["joules"] > 0 for one in counted["parts"] if "aggregation" in one["part"])
     model = load_run.trained(home / "runs" / "few").model
     assert len(list(model.named_parameters())) > 0
+
+
+def test_answers_from_parts_of_a_reordered_graph_are_for_the_numbers_of_its_data(home: Path) -> None:
+    options = ("model.dropout=0", "graph.order=rcmpp", "plan.pin.ranks=2")
+    more = ("recipe.toml", *SAGE, *COMMON[1:], *PLAN, *options)
+    done = forked(home, "plan", *more, COMMON[0], "--parts", "ordered")
+    assert done.returncode == 0, done.stderr
+    found = []
+    for name, path in (("whole", COMMON[0]), ("cut", "data.path=ordered")):
+        done = forked(home, "train", *more, path, "--run", f"runs/{name}", f"name={name}")
+        assert done.returncode == 0, done.stderr
+        found.append(told(forked(home, "predict", f"runs/{name}", f"31,0,{NODES - 1}", "--json"))["answers"])
+    assert [one["name"] for one in found[1]] == ["node 31", "node 0", f"node {NODES - 1}"]
+    for one, other in zip(*found, strict=True):
+        assert (one["name"], one["label"]) == (other["name"], other["label"])
+        assert one["probability"] == pytest.approx(other["probability"], abs=1e-5)
+
+
+def test_a_run_with_parts_of_its_own_graph_answers_for_another(home: Path) -> None:
+    np.save(home / "halves.npy", np.arange(NODES) % 2)
+    more = (*SAGE, *COMMON, *PLAN, "plan.pin.ranks=2", "graph.halo.parts=halves.npy", "name=given")
+    done = forked(home, "train", "recipe.toml", *more, "--run", "runs/given")
+    assert done.returncode == 0, done.stderr
+    other = ("--data", COMMON[0].removeprefix("data.path=").replace(str(NODES), "70"), "--json")
+    assert len(told(forked(home, "predict", "runs/given", *other))["answers"]) == 70
+    assert told(forked(home, "eval", "runs/given", *other))["loss"] > 0

@@ -183,6 +183,7 @@ def _check(recipe: RecipeBase) -> None:
         _attention(model)
     if graph is not None:
         _graph(graph, model)
+        _precision(graph.halo or HaloOptions(), recipe.train.precision)
     if recipe.store is not None:
         _store(recipe.store, graph or GraphOptions())
     if recipe.quant is not None:
@@ -342,6 +343,15 @@ def _halo_options(halo: HaloOptions, maxk: bool) -> None:
             f'graph.halo.synchronize = {halo.synchronize} is not possible with model.activation = "maxk".',
             why="the gradients of a late row are for columns that its owner no longer keeps",
             do="graph.halo.synchronize = 1",
+        )
+
+
+def _precision(halo: HaloOptions, precision: str) -> None:
+    if precision == "fp16" and halo.bits != WHOLE:
+        raise UserError(
+            f'graph.halo.bits = {halo.bits!r} is not possible with train.precision = "fp16".',
+            why="a step whose scaled gradients overflow is left out, and few bits cannot say that one did",
+            do='train.precision = "bf16", or graph.halo.bits = 32',
         )
 
 

@@ -160,6 +160,10 @@ class Graph:
             return self.names[node]
         return f"node {node if self.numbers is None else int(self.numbers[node])}"
 
+    def mention(self, node: int) -> str:
+        """A node in messages: `node 'a'` by its name, else `node 7` by the number it was given."""
+        return f"node {self.names[node]!r}" if len(self.names) else self.called(node)
+
     def find(self, text: str) -> int:
         """The node with that name or number. Raises UserError naming the nearest name."""
         if len(self.names) and text in self.names:
@@ -177,8 +181,10 @@ class Graph:
 
     def fingerprint(self) -> str:
         """Hash of everything that training sees; ranks compare it at start."""
-        if self.identity:
+        if self.identity and (self.numbers is None or self.partition is not None):
             return self.identity
+        if self.identity:  # in another order
+            return _mixed(self.identity, self.numbers)
         digest = xxhash.xxh3_128()
         arrays = [self.indptr, self.indices, self.features, self.labels, self.weights, self.edge_features, self.starts]
         if self.parts is not None:
@@ -415,6 +421,11 @@ def parted(ids: Array, shares: tuple[float, float, float], seed: int) -> DataSpl
     return DataSplit(train, validation, test)
 
 
+def _mixed(identity: str, array: Any) -> str:
+    """What stands for the content of a graph that was changed by `array`."""
+    return xxhash.xxh3_128_hexdigest(identity.encode() + np.ascontiguousarray(array).tobytes())[:16]
+
+
 def without_edges(graph: Graph, gone: Array) -> Graph:
     """`graph` without the edges where `gone` (bool [edges]) holds."""
     counts = np.bincount(graph.targets()[~gone], minlength=graph.nodes)
@@ -424,6 +435,7 @@ def without_edges(graph: Graph, gone: Array) -> Graph:
         indices=graph.indices[~gone],
         weights=None if graph.weights is None else graph.weights[~gone],
         edge_features=None if graph.edge_features is None else graph.edge_features[~gone],
+        identity=graph.identity and _mixed(graph.identity, np.packbits(gone)),
     )
 
 

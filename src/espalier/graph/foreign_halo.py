@@ -3,8 +3,8 @@
 Such a layer has a method `propagate`: PyG's `MessagePassing`, or one's own. It is given rows of own and halo nodes and
 makes right ones for its own nodes alone; the next layer first brings those of halo nodes from their owners. `study`
 finds on a small graph how many rows a network needs: layers that scale an edge by the degree of its source (GCN's)
-also need the edges into halo nodes. A network whose answers over parts are still others is refused. Batch
-normalization is over the nodes of all ranks.
+also need the edges into halo nodes. A network whose answers over parts are still others, evaluated or in training, is
+refused. Batch normalization is over the nodes of all ranks.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 
 from espalier.comm.base import Traffic, traffic
 from espalier.errors import UserError
@@ -36,8 +37,8 @@ if TYPE_CHECKING:
     from espalier.graph.halo import Halo
     from espalier.graph.partition_folder import Part
 
-SAMPLE = 48
-"""Nodes of the small graph that a network is studied on."""
+SAMPLE, NEAR = 48, 3
+"""Nodes of the small graph that a network is studied on, and how far its edges lead."""
 MOVED = 0.1
 """What is added to parameters there at most: of a factor that begins as zero something is seen then."""
 CLOSE = 1e-6
@@ -152,11 +153,12 @@ def _summed(value: Tensor, group: Any) -> Tensor:
 
 
 def _normalized(messages: Messages, norm: Any, inner: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Batch normalization by mean and variance of own rows of all ranks."""
+    """Batch normalization by mean and variance of own rows of all ranks, which are at least in float32."""
     own = messages.halo
     if own is None or messages.fetch is not None or not (norm.training or norm.running_mean is None):
         return inner(x)
-    rows, group = x[: len(own.owned)], own.group
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    rows, group = wide[: len(own.owned)], own.group
     count = _summed(rows.new_tensor(float(len(rows))), group)
     mean: Tensor = _Summed.apply(rows.sum(0), group) / count
     variance: Tensor = _Summed.apply((rows - mean).square().sum(0), group) / count
@@ -166,8 +168,8 @@ def _normalized(messages: Messages, norm: Any, inner: Callable[[Tensor], Tensor]
         with torch.no_grad():
             norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), share)
             norm.running_var.lerp_((variance * count / (count - 1).clamp(min=1)).to(norm.running_var.dtype), share)
-    found = (x - mean) * (variance + norm.eps).rsqrt()
-    return found if norm.weight is None else found * norm.weight + norm.bias
+    found = (wide - mean) * (variance + norm.eps).rsqrt()
+    return (found if norm.weight is None else found * norm.weight + norm.bias).to(x.dtype)
 
 
 # --- edges into halo nodes -------------------------------------------------------------------------------------------
@@ -218,28 +220,78 @@ def study(model: nn.Module, columns: int, whole: MessageBlock) -> ForeignRows:
     """What `model`, a network for the graph `whole` of nodes with so many features, needs over parts, found on a small
     graph of our own, which is the same on all ranks. Raises UserError where its answers over parts are others."""
     rows, block = _sample(columns, whole)
-    cut = halo.boundary(block.indptr, block.indices, np.arange(len(rows)) % 2, 2)
+    cut = halo.boundary(block.indptr, block.indices, 2 * np.arange(len(rows)) // len(rows), 2)
     own = halo.Halo.of(block.indptr, block.indices, cut, 0)
     tried = _moved(copy.deepcopy(model).cpu().double().eval())
-    expected, seen = _run(copy.deepcopy(tried), rows, block, None)
-    if not seen:
+    held = _Trial(tried, rows, block)
+    if not held.seen:
         raise UserError(
             "[graph.halo] is not possible with this network.",
             why="none of its layers has a method propagate, by which they would say where they read rows of neighbours",
             do="layers of torch_geometric.nn, or leave [graph.halo] out",
         )
-    wanted, widths = expected[own.owned], tuple(one.shape[1:].numel() for one in seen)
-    deep = deepened(own, block)
+    widths, deep, evaluates = tuple(one.shape[1:].numel() for one in held.seen), deepened(own, block), False
+    trained = _Trial(tried, rows, block, training=True)
+    trials = [held] if trained.drawn else [held, trained]
     for nodes, local, is_deep in ((own.nodes, own.block(block), False), (deep.nodes, deep.block, True)):
-        found, asked = _run(copy.deepcopy(tried), rows[nodes], local._replace(halo=own), seen)
-        if len(asked) == len(seen) and (found - wanted).abs().max() <= CLOSE * wanted.abs().max():
+        same = [one.same(nodes, local._replace(halo=own)) for one in trials]
+        if all(same):
             return ForeignRows(widths, is_deep)
+        evaluates = evaluates or same[0]
     raise UserError(
         "[graph.halo] is not possible with this network.",
-        why="on a small graph in two parts its answers are not those on the whole: something besides its layers that "
-        "pass messages looks at other nodes' rows (pooling, a norm over the graph, attention over all nodes)",
+        why=f"{'in training, ' * evaluates}on a small graph in two parts its answers are not those on the whole: "
+        "something besides its layers that pass messages looks at other nodes' rows (pooling, a norm over the graph, "
+        "attention over all nodes)",
         do="leave [graph.halo] out, or batch or layer norms",
     )
+
+
+_DROPOUT = (
+    *("dropout", "dropout1d", "dropout2d", "dropout3d"),
+    *("alpha_dropout", "feature_dropout", "feature_alpha_dropout"),
+)
+"""Functions of torch."""
+
+
+class _WithoutDropout(TorchFunctionMode):
+    """Every kind of dropout keeps all values."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), named: Any = None) -> Any:
+        named = named or {}
+        if getattr(function, "__name__", "").removesuffix("_") in _DROPOUT:
+            return args[0] if args else named["input"]
+        return function(*args, **named)
+
+
+class _Trial:
+    """What a network says of all nodes of a small graph, evaluated or as in `training`, without dropout and with batch
+    normalization as it is evaluated. Has state: how often it ran."""
+
+    def __init__(self, model: nn.Module, rows: Tensor, block: MessageBlock, training: bool = False) -> None:
+        self.model, self.rows, self.training, self.runs = copy.deepcopy(model).train(training), rows, training, 0
+        for module in self.model.modules():
+            if isinstance(module, _BatchNorm):
+                module.eval()
+        self.answers, self.seen = self._run(rows, block, None)
+        self.drawn = training and not self._close(*self._run(rows, block, None), self.answers)
+        """Whether it draws something besides dropout, so that its answers cannot be compared."""
+
+    def same(self, nodes: Tensor, part: MessageBlock) -> bool:
+        """Whether its answers for own nodes of a part with the rows of `nodes` are those on the whole."""
+        own = cast("Halo", part.halo).owned
+        return self._close(*self._run(self.rows[nodes], part, self.seen), self.answers[own])
+
+    def _close(self, found: Tensor, asked: list[Tensor], wanted: Tensor) -> bool:
+        return len(asked) == len(self.seen) and bool((found - wanted).abs().max() <= CLOSE * wanted.abs().max())
+
+    def _run(self, rows: Tensor, block: MessageBlock, seen: list[Tensor] | None) -> tuple[Tensor, list[Tensor]]:
+        model, self.runs = copy.deepcopy(self.model), self.runs + 1
+        if not self.training:
+            return _run(model, rows, block, seen)
+        with torch.random.fork_rng(devices=[]), _WithoutDropout():
+            torch.default_generator.manual_seed(self.runs)  # other numbers in each run, the same on all ranks
+            return _run(model, rows, block, seen)
 
 
 def row_widths(model: nn.Module, columns: int, whole: MessageBlock) -> list[int | None]:
@@ -298,9 +350,11 @@ def _moved(model: nn.Module) -> nn.Module:
 
 
 def _sample(columns: int, whole: MessageBlock) -> tuple[Tensor, MessageBlock]:
-    """A small graph both ways, with weights and features of edges where `whole` has them, and features from 0 to 1."""
+    """A small graph both ways, with weights and features of edges where `whole` has them, and features from 0 to 1.
+    Edges lead at most `NEAR` nodes round a ring, so that most nodes are far from a part."""
     draw, nodes = np.random.default_rng(0), SAMPLE
     ends = draw.integers(0, nodes, (2, 2 * nodes))
+    ends[1] = (ends[0] + 1 + ends[1] % NEAR) % nodes
     both = np.unique(np.concatenate([ends, ends[::-1]], 1), axis=1)
     targets, sources = both
     indptr = np.concatenate([[0], np.cumsum(np.bincount(targets, minlength=nodes))])

@@ -150,6 +150,7 @@ class Halo:
             those of `sends`.
         degrees: int64 [owned], in-degrees in the whole graph, where sums stand for edges; None: those of `indptr`.
         coding: of rows that are codes times steps, so that codes cross; None: rows cross as they are.
+        mention: what messages call a node; by default its number in the graph as it was cut (`Graph.mention`).
     """
 
     owned: Tensor
@@ -165,6 +166,7 @@ class Halo:
     sums: Any = None
     degrees: Tensor | None = None
     coding: Coding | None = None
+    mention: Callable[[int], str] = "node {}".format
 
     @classmethod
     def of(cls, indptr: Any, indices: Any, cut: Boundary, rank: int, group: dist.ProcessGroup | None = None) -> Halo:
@@ -249,9 +251,9 @@ class Halo:
             return
         at, group = int(bad[0]), self.group
         owner, node = int(np.searchsorted(np.cumsum(self.receives), at, side="right")), int(self.outer[at])
-        what = f"the row of node {node}, which rank {owner} owns"
+        what = f"the row of {self.mention(node)}, which rank {owner} owns"
         if (self.owned == node).any():
-            what = f"a sum for node {node}, from rank {owner}"
+            what = f"a sum for {self.mention(node)}, from rank {owner}"
         raise UserError(
             f"Rank {0 if group is None else group.rank()} received NaN for layer {self.layer + 1}: {what}.",
             why=f"{len(bad):,} of {len(received):,} rows have it, and sums over neighbours would spread it",
@@ -433,8 +435,8 @@ def not_finite(halo: Halo, crossing: Crossing, at: int, why: str) -> UserError:
     nodes = halo.outer if crossing.backward else halo.owned[halo.leaves]
     what = "gradient" if crossing.backward else "row"
     return UserError(
-        f"Rank {0 if halo.group is None else halo.group.rank()} cannot send the {what} of node {int(nodes[at])} for "
-        f"layer {crossing.layer + 1}: it is not finite.",
+        f"Rank {0 if halo.group is None else halo.group.rank()} cannot send the {what} of "
+        f"{halo.mention(int(nodes[at]))} for layer {crossing.layer + 1}: it is not finite.",
         why=why,
         do="look at the node's features; where they are finite, a smaller learning rate",
     )
@@ -451,8 +453,8 @@ def leaving_rows(halo: Halo, rows: Tensor) -> Tensor:
         bad = read[~rows.detach().flatten(1)[read.to(rows.device)].isfinite().all(1).cpu()]
         if len(bad):
             raise UserError(
-                f"Rank {0 if halo.group is None else halo.group.rank()} cannot send sums with the row of node "
-                f"{int(halo.owned[bad[0]])} for layer {halo.layer + 1}: it is not finite.",
+                f"Rank {0 if halo.group is None else halo.group.rank()} cannot send sums with the row of "
+                f"{halo.mention(int(halo.owned[bad[0]]))} for layer {halo.layer + 1}: it is not finite.",
                 why=f"{len(bad):,} of {len(read):,} rows that others need are not",
                 do="look at the node's features; where they are finite, a smaller learning rate",
             )

@@ -75,6 +75,8 @@ CLAIM = Claim(
     option="graph.halo",
 )
 """Ranks read one another's rows within a step, so all make the same steps with the same weights."""
+FEW_BITS = replace(CLAIM, changes=CLAIM.changes | {"rows cross in few bits"})
+"""Which cannot say that a gradient overflowed, as scaled losses need."""
 
 
 class RankPart:
@@ -182,11 +184,10 @@ class CutWorkload(Protocol):
 class HaloParallel(Mechanism):
     """Each rank trains on its part of the graph."""
 
-    claim = CLAIM
     record = "sylvie"
 
     def __init__(self, options: HaloOptions) -> None:
-        self.options = options
+        self.options, self.claim = options, CLAIM if options.bits == WHOLE else FEW_BITS
 
     def wrap(self, context: Build) -> None:
         """Opens this rank's part, which is cut first where it is not there; all ranks do it together."""
@@ -206,6 +207,7 @@ class HaloParallel(Mechanism):
         else:
             part = partition_folder.read(known.folder, group.rank(), group, task.train.graph.identity)
             _check_sums(part, sums)
+        part = part._replace(halo=replace(part.halo, mention=task.train.graph.mention))
         foreign = None
         if not isinstance(model, Gnn):
             if known is None:
@@ -327,7 +329,7 @@ def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:
 
 # --- cutting -------------------------------------------------------------------------------------------------------
 
-CUTS = 2
+CUTS = 3
 """Version of the cutting: parts in the cache of another are not read."""
 LARGE = 1 << 20
 """Edges of a graph that takes over two seconds to cut."""

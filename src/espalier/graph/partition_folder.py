@@ -2,14 +2,18 @@
 
 `manifest.json` names the graph, the cut and the checksum of every part. `part-N.safetensors` is what rank N sees: its
 edges with the scales of the whole graph, its halo lists, and the features and labels of its own nodes.
-`nodes.safetensors` has the labels, the split and the degrees of all nodes, so that a run can be opened without edges
-and features (`outlined`): a machine then needs the manifest, this file, and the parts of its own ranks.
+`nodes.safetensors` has the names, numbers (in the data), labels, split and degrees of all nodes, so that a run can be
+opened without edges and features (`outlined`): a machine then needs the manifest, this file, and the parts of its own
+ranks.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import xxhash
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from scipy import sparse
 from torch import Tensor
@@ -33,7 +38,7 @@ from espalier.graph.neighbor_sampler import Style, symmetric_root, whole
 from espalier.graph.partial_sums import Covers, crossing_rows, summing
 from espalier.track.progress import Waiting
 
-MANIFEST, FORMAT = "manifest.json", 2
+MANIFEST, FORMAT = "manifest.json", 3
 NODES = "nodes.safetensors"
 SPLIT = ("train", "validation", "test")
 PIECE = 1 << 24
@@ -128,7 +133,7 @@ def check(recipe: Recipe, partition: Partition, style: Style) -> None:
     """Raises UserError where a recipe, whose network is of `style`, cannot train on parts that were cut before."""
     options, ranks = recipe.graph, partition.ranks
     assert options is not None
-    there = outlined(partition.folder)[1]
+    there = _manifest(partition.folder)[0].style
     what = f"data.path = {str(partition.folder)!r} is a graph that is cut into {ranks} parts"
     if options.halo is None or options.inductive or not isinstance(recipe.model, Network | Messages):
         raise UserError(
@@ -191,9 +196,28 @@ def _nodes(graph: Graph) -> dict[str, Tensor]:
         found["signed"] = torch.tensor(has)
     if graph.labels is not None:
         found["labels"] = torch.from_numpy(np.array(graph.labels))
+    if graph.numbers is not None:
+        found["numbers"] = torch.from_numpy(np.array(graph.numbers, np.int64))
+    if len(graph.names):
+        found |= _joined(graph.names)
     if graph.parts is not None:
         found |= {name: torch.from_numpy(np.array(ids)) for name, ids in graph.parts.named()}
     return found
+
+
+def _joined(names: Sequence[str]) -> dict[str, Tensor]:
+    """Names as bytes, one behind the other, and where each ends."""
+    each = [name.encode("utf-8", "surrogatepass") for name in names]
+    ends = np.cumsum([len(one) for one in each], dtype=np.int64)
+    return {"names": torch.from_numpy(np.frombuffer(b"".join(each), np.uint8).copy()), "ends": torch.from_numpy(ends)}
+
+
+def _names(nodes: Mapping[str, Tensor]) -> list[str]:
+    """What `_joined` was given; none where the graph has none."""
+    if "names" not in nodes:
+        return []
+    joined, ends = nodes["names"].numpy().tobytes(), nodes["ends"].tolist()
+    return [joined[at:end].decode("utf-8", "surrogatepass") for at, end in itertools.pairwise([0, *ends])]
 
 
 def is_partition(folder: Path) -> bool:
@@ -207,8 +231,8 @@ def complete(partition: Partition) -> bool:
 
 
 def outlined(folder: Path) -> tuple[Graph, Style]:
-    """The graph whose parts are in `folder`, with labels and split, but without edges, and with features that are zeros
-    without memory; and the style of the networks that it was cut for. Raises UserError as `read`."""
+    """The graph whose parts are in `folder`, with names, labels and split, but without edges, and with features that
+    are zeros without memory; and the style of the networks that it was cut for. Raises UserError as `read`."""
     manifest, _ = _manifest(folder)
     nodes = load_file(folder / NODES)
     split = [nodes[name].numpy() for name in SPLIT if name in nodes]
@@ -219,6 +243,8 @@ def outlined(folder: Path) -> tuple[Graph, Style]:
         labels=nodes["labels"].numpy() if "labels" in nodes else None,
         parts=DataSplit(*split) if split else None,
         classes=manifest.classes,
+        names=_names(nodes),
+        numbers=nodes["numbers"].numpy() if "numbers" in nodes else None,
         origin=manifest.origin,
         identity=manifest.graph,
         partition=Partition(
@@ -298,6 +324,7 @@ def _part(folder: Path, manifest: Manifest, rank: int, group: dist.ProcessGroup 
     lists = tuple(found["sends"].split(rows[rank].tolist()))
     edges = (found["edges"], found["indptr"], found["indices"])
     own = Halo(found["owned"], found["outer"], lists, tuple(rows[:, rank].tolist()), *edges, group)
+    own = replace(own, mention=partial(_mention, folder))
     if "sums data" in found:
         parts = tuple(found[f"sums {name}"].numpy() for name in MATRIX)
         shape = (int(rows[rank].sum()), len(own.owned))
@@ -305,6 +332,14 @@ def _part(folder: Path, manifest: Manifest, rank: int, group: dist.ProcessGroup 
     scales: dict[str, Any] = {name: found.get(f"block {name}") for name in SCALES}
     block = MessageBlock(own.indptr, own.indices.int(), own.sources, Forms(), **scales)
     return Part(own, block, found["features"], found.get("labels"), manifest.style, rows)
+
+
+def _mention(folder: Path, node: int) -> str:
+    """See `Graph.mention`; names and numbers are read when a message needs them."""
+    try:
+        return outlined(folder)[0].mention(node)
+    except (OSError, SafetensorError, UserError):
+        return f"node {node}"
 
 
 def intact(folder: Path, rank: int, graph: str) -> int | None:

@@ -109,7 +109,8 @@ def _pack(workload: Workload, shards: Sequence[Shard], packing: PackStart) -> No
 
 
 def _contents(recipe: Recipe, workload: Workload) -> Mapping[str, str]:
-    """Of each file of the graph; a graph that has none is one by what is in it."""
+    """Of each file of the graph; a graph that has none is one by what is in it, in whatever order."""
+    assert isinstance(workload, GraphWorkload)
     path = recipe.data[0].path
     place = Path(path).expanduser()
     if place.is_dir() and partition_folder.is_partition(place):  # the manifest has the checksums of the parts
@@ -119,7 +120,7 @@ def _contents(recipe: Recipe, workload: Workload) -> Mapping[str, str]:
     if place.exists():
         return data_hash.below(place)
     found = {str(one): one for one in sorted(place.parent.glob(f"*.{place.name}.*"))}  # one of several in a folder
-    return data_hash.hashes(found) if found else {path: workload.fingerprint()}
+    return data_hash.hashes(found) if found else {path: workload.graph.identity or workload.fingerprint()}
 
 
 def _profile(recipe: Recipe, opened: Callable[[], Workload]) -> Profile:

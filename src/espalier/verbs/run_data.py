@@ -146,4 +146,7 @@ def _with_data(recipe: Recipe, path: str) -> Recipe:
             why="the function that model.build names reads it",
             do="leave --data out, or give that function another file in model.arguments of a new run",
         )
-    return msgspec.structs.replace(recipe, data=(msgspec.structs.replace(recipe.data[0], path=path),))
+    data, graph = msgspec.structs.replace(recipe.data[0], path=path), recipe.graph
+    if graph is not None and graph.halo is not None:  # `parts` is of the nodes of the run's own graph
+        graph = msgspec.structs.replace(graph, halo=msgspec.structs.replace(graph.halo, parts=""))
+    return msgspec.structs.replace(recipe, data=(data,), graph=graph)
