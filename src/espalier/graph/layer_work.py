@@ -14,6 +14,7 @@ from torch.nn.utils import parametrize
 from espalier.cost import VALUE_BYTES, Number, Product, Work
 from espalier.graph.gnn import Gnn, GraphAttention, Isomorphism, Layer, Mean
 from espalier.graph.torchgt.model import GraphTransformer
+from espalier.graph.torchgt.schedule import bias_bytes
 from espalier.quant import a2q
 
 ATTENDED = 128
@@ -107,12 +108,14 @@ def quantized_work(work: Work, network: nn.Module, reach: Sequence[Reach], times
     )
 
 
-def transformer_work(model: GraphTransformer, reach: Reach, micro_batch: Any, times: Any) -> Work:
-    """Of a transformer whose tokens are passed over `times`."""
-    pairs, entries = reach.sources**2 * times, (reach.edges + reach.sources) * times
+def transformer_work(model: GraphTransformer, reach: Reach, micro_batch: Any, times: Any, together: bool) -> Work:
+    """Of a transformer whose tokens are passed over `times`; `together`: in full steps those of a micro-batch attend to
+    one another."""
+    pairs, entries = reach.sources**2 * times * (times if together else 1), (reach.edges + reach.sources) * times
     products, attention, moved, kept = model.work(reach.sources * times, entries, pairs)
+    biases = bias_bytes(model.options, pairs if model.schedule.every else entries)
     made = tuple(Product(rows, inner, columns, leaf=at == 0) for at, (rows, inner, columns) in enumerate(products))
-    return Work(made, attention, moved, kept, 0.0, 0.0, micro_batch, micro_batch)
+    return Work(made, attention, moved, kept + biases.kept, biases.transient, 0.0, micro_batch, micro_batch)
 
 
 def foreign_work(model: nn.Module, reach: Reach, width: int, micro_batch: Any, times: Any) -> Work:

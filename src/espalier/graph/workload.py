@@ -419,7 +419,8 @@ class GraphWorkload(Plain):
         bare, reach, times = self.bare(), self.reach(), self._times(micro_batch)
         if not isinstance(bare, Gnn):
             if isinstance(bare, GraphTransformer):
-                work = layer_work.transformer_work(bare, reach[0], micro_batch, times)
+                together = self._each and not isinstance(self.task, GraphTask)
+                work = layer_work.transformer_work(bare, reach[0], micro_batch, times, together)
             else:
                 work = layer_work.foreign_work(bare, reach[0], len(self.task.graph.features[0]), micro_batch, times)
             if self.recipe.quant is None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from espalier import graph
 from espalier.errors import UserError
@@ -160,19 +161,114 @@ def test_the_gradient_of_a_bias_of_minus_infinity_is_zero_and_its_entry_is_gone(
         assert not gradients[3][0].any()
 
 
-@pytest.mark.parametrize("plan", ["edge", "block", "hybrid"])
-def test_a_value_that_is_not_finite_reaches_those_that_attend_to_it_and_at_most_their_windows(plan):
-    known = made(70, 100)
-    q, k, v = (one.detach() for one in inputs(70, 2, 4))
-    v[5] = torch.nan
-    readers = known.dense()[:, 5]
-    window = torch.zeros(80, dtype=torch.bool)
-    window[:70] = readers
-    reached = window.view(5, 16).any(1).repeat_interleave(16)[:70]
-    assert 0 < int(reached.sum()) < 70
-    found = attention(q, k, v, known, plan=plan).isnan().flatten(1).any(1)
-    assert found[readers].all()
-    assert not found[~(readers if plan == "edge" else reached)].any()
+def answered(q, k, v, known, plan, bias=None):
+    """By `plan`, or as accelerators compute it."""
+    if plan == "accelerator":
+        return edge_attention.EdgeAttention.apply(q, k, v, bias, known.on(torch.device("cpu")))
+    return attention(q, k, v, known, plan=plan, bias=bias)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("plan", ["edge", "block", "hybrid", "accelerator"])
+def test_a_value_that_is_not_finite_reaches_those_that_attend_to_it_and_at_most_their_windows(plan, name, dtype):
+    drawn = torch.randint(0, 70, (2, 100), generator=torch.Generator().manual_seed(0))
+    wide = torch.stack([torch.full((12,), 9), torch.arange(16, 28)])  # a window of which twelve rows read one column
+    hub = torch.stack([torch.arange(60), torch.full((60,), 40)])
+    for edges, token in ((drawn, 5), (torch.cat([drawn, wide, hub], 1), 9)):
+        known = pattern(edges, 70)
+        rows = dict(zip("qkv", (one.detach() for one in inputs(known.tokens, 2, 4, dtype)), strict=True))
+        rows[name][token] = torch.nan
+        readers = known.dense()[:, token] if name != "q" else torch.arange(known.tokens) == token
+        window = torch.zeros(80, dtype=torch.bool)
+        window[: known.tokens] = readers
+        reached = window.view(5, 16).any(1).repeat_interleave(16)[: known.tokens]
+        assert 0 < int(readers.sum()) < known.tokens
+        for one in rows.values():
+            one.requires_grad_()
+        out = answered(*rows.values(), known, plan)
+        found = out.isnan().flatten(1)
+        assert found[readers].all()
+        allowed = readers if plan in {"edge", "accelerator"} or name == "q" else reached
+        assert not found[~allowed].any()
+        slopes, of_values = (one.isnan().flatten(1) for one in torch.autograd.grad(out.sum(), [rows["q"], rows["v"]]))
+        assert slopes[readers].all()
+        assert not slopes[~allowed].any()
+        assert name == "v" or of_values[known.dense()[readers].any(0)].all()
+
+
+@pytest.mark.parametrize("plan", ["edge", "block", "hybrid", "accelerator"])
+def test_a_row_whose_bias_is_minus_infinity_everywhere_gives_zeros_unless_a_score_is_not_a_number(plan):
+    known = made(40, 200)
+    q, k, v = (one.detach() for one in inputs(40, 2, 4))
+    q[7] = torch.nan
+    bias = torch.zeros(known.entries, 2, dtype=torch.float64)
+    bias[(known.matrix.rows == 6) | (known.matrix.rows == 7)] = -torch.inf
+    found = answered(q, k, v, known, plan, bias)
+    assert not found[6].any()
+    assert found[7].isnan().all()
+    assert not found[torch.arange(40) != 7].isnan().any()
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_repeated_entry_is_one(biased):
+    drawn = torch.randint(0, 40, (2, 300), generator=torch.Generator().manual_seed(5))
+    columns, rows = torch.cat([torch.arange(40).expand(2, -1), drawn, drawn[:, :160]], 1)
+    matrix = CSR.of(patterns.offsets(rows.numpy(), 40), columns[rows.argsort(stable=True)], (40, 40))
+    known = Pattern.of(matrix)
+    assert known.entries == int(known.dense().sum()) < matrix.entries
+    leaves, gradient = inputs(40, 3, 5), torch.randn(40, 3, 5, dtype=torch.float64)
+    places = (known.matrix.rows, known.matrix.indices.long())
+    bias = torch.randn(known.entries, 3, dtype=torch.float64, requires_grad=True) if biased else None
+    leaves += [bias] if biased else []
+
+    def dense():
+        mask = torch.full((40, 40, 3), -torch.inf, dtype=torch.float64)
+        mask = mask.index_put(places, torch.zeros(known.entries, 3, dtype=torch.float64) if bias is None else bias)
+        one, two, three = (each.transpose(0, 1) for each in leaves[:3])
+        return functional.scaled_dot_product_attention(one, two, three, mask.permute(2, 0, 1)).transpose(0, 1)
+
+    wanted = outcome(dense, leaves, gradient)
+    for plan in PLANS:
+        found = outcome(lambda p=plan: attention(*leaves[:3], known, bias=bias, plan=p), leaves, gradient)
+        compare(found, wanted, 1e-10)
+    with pytest.raises(UserError, match="a repeated one is there once"):
+        attention(*leaves[:3], known, bias=torch.zeros(matrix.entries, 3, dtype=torch.float64))
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor of a device from which NumPy and tensors of the processor are not reached, as a GPU's."""
+
+    @staticmethod
+    def __new__(cls, held):
+        made = torch.Tensor._make_wrapper_subclass(cls, held.shape, held.stride(), dtype=held.dtype, device="meta")
+        made.held = held
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        assert all(isinstance(one, cls) or not one.dim() for one in tensors), f"{func} of two devices"
+        args, kwargs = tree_map_only(cls, lambda one: one.held, (args, kwargs or {}))
+        found = func(*args, **kwargs)
+        back = kwargs.get("device") == torch.device("cpu")
+        return found if back else tree_map_only(torch.Tensor, cls, found)
+
+    def numpy(self, *, force=False):
+        raise TypeError("can't convert a device's tensor to numpy.")
+
+
+def test_edges_of_another_device_make_the_pattern_of_their_copy_in_host_memory():
+    edges, sizes = torch.randint(0, 4, (2, 30), generator=torch.Generator().manual_seed(0)), torch.tensor([4, 6])
+    here = pattern(edges, 10, Additions(virtual=1, sizes=sizes))
+    there = pattern(Elsewhere(edges), 10, Additions(virtual=1, sizes=Elsewhere(sizes)))
+    for one, other in ((here.matrix.indptr, there.matrix.indptr), (here.matrix.indices, there.matrix.indices)):
+        assert type(other) is torch.Tensor
+        assert torch.equal(one, other)
+    assert torch.equal(here.kinds, there.kinds)
+    assert torch.equal(here.entry(*edges), there.entry(*map(Elsewhere, edges)))
 
 
 def test_a_bias_finds_its_entries():

@@ -224,6 +224,48 @@ def test_the_schedule_is_what_the_conditions_ask_for():
     assert "model.virtual = 1" in schedule(options, alone, FULL + 1)[1]
 
 
+def test_auto_makes_no_full_steps_whose_biases_are_too_large(monkeypatch):
+    line, options = pattern(np.array([[0, 1, 2], [1, 2, 3]]), 5, Additions(virtual=1)), {"depth": 2, "width": 8}
+    plain, biased = (config.GraphTransformer(**options, heads=2, distance=distance) for distance in (0, 3))
+    assert schedule(biased, line, 5)[0].every == 5
+    monkeypatch.setattr("espalier.graph.torchgt.schedule.BIASES", 36 * (1 + 2 * 4 * 3 + 3 * 4 * 2) - 1)
+    assert schedule(plain, line, 5)[0].every == 5
+    chosen, said = schedule(biased, line, 5)
+    assert chosen == Schedule(0, True)
+    assert "biases of all pairs (model.distance) would take 1.72 KiB in full steps, over 1.72 KiB" in said
+    asked = msgspec.structs.replace(biased, attention="interleaved")
+    assert schedule(asked, line, 5)[0].every == 5
+
+
+@pytest.mark.parametrize("attention", ["sparse", "full", "interleaved"])
+def test_plans_are_told_of_what_biases_keep_for_backward(attention):
+    found, kept = {}, {}
+    for distance in (0, 2):
+        model = {"kind": "graph-transformer", "attention": attention, "distance": distance, "depth": 3, "dropout": 0.0}
+        table = {"model": {**model, "width": 16, "heads": 2, "virtual": 0}, "data": {"path": "made"}}
+        recipe = defaults.resolve(recipe_file.from_table(table))[0]
+        workload = GraphWorkload(recipe, made(nodes=300, edges=2000))
+        found[distance] = workload.work(workload.global_batch, "none", "fp32").kept
+        network = workload.build(torch.device("cpu"), torch.float32).train()
+        (batch,) = workload.batches(4, Shard(0, workload.global_batch, workload.global_batch))
+        kept[distance] = saved(lambda n=network, b=batch, w=workload: w.loss(n, b)[0], network)
+    assert found[2] - found[0] == pytest.approx(kept[2] - kept[0], rel=0.15)
+
+
+def saved(function, model):
+    """Bytes that autograd keeps for backward, parameters apart."""
+    sizes, own = {}, {one.untyped_storage().data_ptr() for one in model.parameters()}
+
+    def pack(one):
+        storage = one.untyped_storage()
+        sizes[storage.data_ptr()] = (storage.nbytes(), one)  # with the tensor, so that its place is not used again
+        return one
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one):
+        function()
+    return sum(size for place, (size, _) in sizes.items() if place not in own)
+
+
 def test_one_token_alone():
     one = Graph.from_edges(np.zeros(0, int), np.zeros(0, int), features=np.ones((1, 5), np.float32))
     model = transformer(virtual=0)

@@ -41,8 +41,8 @@ class AttentionOptions(TypedDict, total=False):
     """What `attention` takes besides; every key may be left out."""
 
     bias: Tensor | None
-    """[entries, heads] in the order of the pattern's entries (`Pattern.entry` finds them); of a full pattern
-    [heads, tokens, tokens]. Has a gradient. -inf removes an entry."""
+    """[entries, heads] in the order of the pattern's entries, each of which is there once (`Pattern.entry` finds them);
+    of a full pattern [heads, tokens, tokens]. Has a gradient. -inf removes an entry."""
     plan: Plan | AttentionPlan
     """`edge` (default), `block`, `hybrid`, or `auto`: the one that takes less time, measured or by the
     pattern's counts."""
@@ -90,7 +90,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, bias: Tensor | 
         scores = scores + bias.new_zeros(tokens, tokens, heads).index_put(places, bias).permute(2, 0, 1)
     scores = scores.masked_fill(~mask, -torch.inf)
     shares = torch.where(scores.isneginf().all(-1, keepdim=True), scores.new_zeros(()), scores.softmax(-1))
-    return torch.einsum("hij,jhd->ihd", shares.nan_to_num(0.0), v)
+    return torch.einsum("hij,jhd->ihd", shares, v)
 
 
 def _plan(plan: str | AttentionPlan, pattern: Pattern) -> AttentionPlan:
@@ -147,7 +147,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, bias: Tensor | Non
     wanted = (heads, tokens, tokens) if pattern.matrix is None else (pattern.entries, heads)
     if tuple(bias.shape) != wanted or bias.dtype != q.dtype:
         kind = str(q.dtype).removeprefix("torch.")
-        raise UserError(f"bias is {_told(bias)}.", why=f"here it is {kind} {list(wanted)}", do="one for each entry")
+        do = "one for each entry of the pattern, in which a repeated one is there once"
+        raise UserError(f"bias is {_told(bias)}.", why=f"here it is {kind} {list(wanted)}", do=do)
 
 
 def _told(one: Tensor) -> str:

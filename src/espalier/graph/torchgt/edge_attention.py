@@ -73,8 +73,9 @@ class EdgeAttention(torch.autograd.Function):
             at = entries.side.rows[here] - rows.start
             powers = (scores - top[at]).exp()
             total = _segments(powers, entries.side.lengths[rows])
-            logs[rows] = torch.where(total > 0, top + total.log(), 0)
-            shares = powers / torch.where(total > 0, total, 1)[at]
+            empty = total == 0  # a total of NaN is none
+            logs[rows] = (top + total.log()).masked_fill(empty, 0)
+            shares = powers / total.masked_fill(empty, 1)[at]
             out[rows] = _segments(shares[..., None] * v[entries.side.columns[here]], entries.side.lengths[rows])
         ctx.save_for_backward(q, k, v, bias, out, logs)
         ctx.entries = entries

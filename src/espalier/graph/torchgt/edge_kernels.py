@@ -77,11 +77,12 @@ def _edge_forward(  # type: ignore[no-untyped-def]
             highest = q.dtype.type(-np.inf)
             for e in range(degree):
                 highest = max(highest, scores[h * degree + e])
-            if highest == -np.inf:
-                logs[i, h] = highest
-                scores[h * degree : (h + 1) * degree] = 0
-                continue
+            if highest == -np.inf:  # of NaN alone too, which `max` passes over
+                highest = q.dtype.type(0)
             total = _POWERS(degree, scores, h * degree, highest)
+            if total == 0:
+                logs[i, h] = -np.inf
+                continue
             logs[i, h] = highest + np.log(total)
             for e in range(degree):
                 scores[h * degree + e] /= total

@@ -158,13 +158,14 @@ class Pattern:
 
     @classmethod
     def of(cls, matrix: CSR) -> Pattern:
-        """The entries of a square matrix, no more. Raises UserError where it is not square."""
+        """The places of the entries of a square matrix, each once: a repeated entry is one, with one bias (`entries`,
+        `entry`). Raises UserError where it is not square."""
         if matrix.shape[0] != matrix.shape[1]:
             raise UserError(
                 f"A pattern of attention is square; this matrix is {matrix.shape[0]} x {matrix.shape[1]}.",
                 do="one row and one column for each token",
             )
-        return cls(matrix.binary() if matrix.values is not None else matrix, matrix.shape[0])
+        return cls(matrix.binary().coalesced(), matrix.shape[0])
 
     @property
     def entries(self) -> int:
@@ -258,7 +259,8 @@ class Pattern:
         """int64: the number of each entry [target, source], to fill in a bias. Raises UserError for one that is not
         in the pattern."""
         assert self.matrix is not None, "a full pattern has a dense bias"
-        asked = torch.as_tensor(targets).long() * self.tokens + torch.as_tensor(sources).long()
+        rows, columns = (torch.as_tensor(one).long().cpu() for one in (targets, sources))
+        asked = rows * self.tokens + columns
         keys = self.matrix.rows * self.tokens + self.matrix.indices
         found = torch.searchsorted(keys, asked).clamp(max=max(0, len(keys) - 1))
         wrong = torch.nonzero(keys[found] != asked).flatten() if len(keys) else torch.arange(len(asked))
@@ -301,7 +303,8 @@ class Additions:
 def pattern(edges: Any, nodes: int, additions: Additions | None = None) -> Pattern:
     """The pattern of a graph's edges int64 [2, edges], sources above targets, and of what `additions` names.
 
-    Its tokens are the nodes, then the virtual ones. An edge given twice is one entry.
+    Its tokens are the nodes, then the virtual ones. An edge given twice is one entry. Edges may be on any device; the
+    pattern is in host memory.
 
     Raises UserError: ids outside the graph, no node, negative counts.
     """
@@ -311,13 +314,13 @@ def pattern(edges: Any, nodes: int, additions: Additions | None = None) -> Patte
             f"nodes = {nodes}, virtual = {added.virtual} and expander = {added.expander} make no pattern.",
             do="at least one node, and counts that are not negative",
         )
-    edges = torch.as_tensor(edges).long().reshape(2, -1)
+    edges = torch.as_tensor(edges).long().reshape(2, -1).cpu()
     if edges.numel() and (int(edges.min()) < 0 or int(edges.max()) >= nodes):
         raise UserError(
             f"edges names nodes from {int(edges.min())} to {int(edges.max())}; there are {nodes}.",
             do="ids from 0 to nodes - 1",
         )
-    groups = torch.tensor([nodes]) if added.sizes is None else added.sizes
+    groups = torch.tensor([nodes]) if added.sizes is None else added.sizes.cpu()
     if int(groups.sum()) != nodes:
         raise UserError(
             f"sizes sum up to {int(groups.sum())}, and there are {nodes} nodes.", do="the nodes of each graph"

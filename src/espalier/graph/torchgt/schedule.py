@@ -9,7 +9,7 @@ half of the others as neighbours).
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,9 +18,12 @@ from scipy.sparse.csgraph import shortest_path
 
 from espalier import config
 from espalier.graph.torchgt.pattern import Pattern
+from espalier.units import show_size
 
 FULL = 16384
 """Tokens up to which `auto` interleaves full steps: such a step is 0.5 TFLOP for width 64 and 4 layers."""
+BIASES = 4 << 30
+"""Bytes of biases by hops (`bias_bytes`) up to which `auto` interleaves full steps: 4,096 tokens, 4 layers, 8 heads."""
 EXACT = 4096
 """Tokens up to which the longest of all shortest paths is found; above, a bound of it."""
 
@@ -103,6 +106,33 @@ class Schedule(NamedTuple):
         return 1 / self.every if self.every else 0.0
 
 
+class BiasBytes(NamedTuple):
+    """What `model.distance` takes in a step: bytes kept for backward, and further ones while a layer is computed."""
+
+    kept: Any
+    transient: Any
+
+
+def bias_bytes(options: config.GraphTransformer, pairs: Any) -> BiasBytes:
+    """Of so many pairs of tokens (arrays allowed). A bias that is learned makes attention keep its shares, and its
+    gradient the kinds of the pairs, int32; beside them a layer has its biases, scores, and the gradients of both."""
+    layers, heads = options.depth or 1, options.heads or 1
+    if not options.distance:
+        return BiasBytes(0.0 * pairs, 0.0 * pairs)
+    return BiasBytes(pairs * (1.0 + 4 * layers * (heads + 1)), pairs * 4.0 * 3 * heads)
+
+
+def _too_large(options: config.GraphTransformer, tokens: int) -> str:
+    """Why full steps are out of the question; empty: they are not."""
+    if tokens > FULL:
+        return f"{tokens:,} tokens are too many for full steps"
+    found = sum(bias_bytes(options, float(tokens) ** 2))
+    if found <= BIASES:
+        return ""
+    most = show_size(BIASES)
+    return f"biases of all pairs (model.distance) would take {show_size(found)} in full steps, over {most}"
+
+
 def schedule(options: config.GraphTransformer, pattern: Pattern | None, nodes: int) -> tuple[Schedule, str]:
     """The schedule that `options` ask for, or `auto`'s choice for this pattern (None: each batch has its own), and a
     sentence that says why."""
@@ -119,13 +149,14 @@ def schedule(options: config.GraphTransformer, pattern: Pattern | None, nodes: i
     found = conditions(pattern, nodes)
     if found.hold(layers):
         return Schedule(0, options.path), f"Attention: along the edges, which reach all in {found.reach} layers."
-    if pattern.tokens <= FULL:
+    large = _too_large(options, pattern.tokens)
+    if not large:
         return Schedule(options.interleave, options.path), f"Attention: {often}, for {found.lacking(layers)}."
-    joined = conditions(pattern, nodes)._replace(path=True)
+    joined = found._replace(path=True)
     if joined.hold(layers):
-        said = f"Attention: along the edges, and between each node and the next, for {found.lacking(layers)}."
+        said = f"Attention: along the edges, and between each node and the next, for {found.lacking(layers)}: {large}."
         return Schedule(0, True), said
-    said = (
-        f"Attention: along the edges, though {joined.lacking(layers)}: {pattern.tokens:,} tokens are too many for full"
+    return (
+        Schedule(0, True),
+        f"Attention: along the edges, though {joined.lacking(layers)}: {large}. Try model.virtual = 1.",
     )
-    return Schedule(0, True), f"{said} steps. Try model.virtual = 1."

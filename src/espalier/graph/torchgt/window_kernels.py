@@ -186,7 +186,7 @@ def _window_forward(  # type: ignore[no-untyped-def]
             for d in range(0, width, TILE):
                 panel(size, made, ROWS * d, scores, zero, values, at + d, row, 1)
             for lane in range(count):
-                if total[lane] > 0:
+                if total[lane] != 0:  # NaN too
                     logs[begin + lane, h] = highest[lane] + np.log(total[lane])
                     for d in range(width):
                         out[begin + lane, at + d] = made[ROWS * d + lane] / total[lane]
