@@ -21,10 +21,10 @@ from .test_halo_parallel import close, train
 from .test_quantization import recipe, trained
 
 
-def applied(model: torch.nn.Module, options, graph, trained_nodes: int) -> tuple[GraphWorkload, torch.nn.Module]:
-    """The trained network on another graph."""
+def applied(model, options, graph, nodes: int, places=None) -> tuple[GraphWorkload, torch.nn.Module]:
+    """The network that was trained on a graph of so many nodes, on another."""
     workload = GraphWorkload(options, graph)
-    workload.trained = trained_nodes, None
+    workload.trained = nodes, places
     found = workload.build(torch.device("cpu"), torch.float32)
     found.load_state_dict(model.state_dict())
     return workload, found.eval()
@@ -64,6 +64,21 @@ def test_a_bank_keeps_its_widths_on_other_graphs(lengths, target):
     assert isinstance(quantization.equipped(model).features[0].allocator, BankBits)
     _, found = applied(model, options, paths(lengths), graph.nodes)
     assert all(map(torch.equal, widths(found), widths(model)))
+
+
+@pytest.mark.parametrize("nodes", [30, 300])
+def test_each_node_keeps_its_width_on_another_graph_and_new_ones_have_one_of_them(nodes):
+    options = recipe({"kind": "a2q", "target": "60B"})
+    _, model = trained(made(), options, steps=20)
+    places = np.where(np.arange(nodes) < 60, np.arange(nodes), -1)
+    workload, found = applied(model, options, made(nodes, 4 * nodes, seed=1), 60, places)
+    assert all(map(torch.equal, widths(found), widths(model)))
+    with quantization.packing(quantization.equipped(found)) as stored:
+        assert torch.isfinite(infer(found, workload.task.held)).all()
+        for rows, known in zip(stored.values(), widths(model), strict=True):
+            own = rows.decoded().widths
+            assert torch.equal(own[:60], known[: len(own[:60])])
+            assert set(own.tolist()) <= set(known.tolist())
 
 
 def test_a_target_that_is_too_small_is_refused_in_training_alone():

@@ -57,7 +57,9 @@ def built(model: nn.Module, options: config.Quant, told: QuantizedGraph, batch: 
     torch.set_num_threads(1)
     try:
         found = equip(compiled_aggregate.equip(model), options, told)
-        if batch is not None and batch.blocks[0].edges * found.widest <= quantization.MOST_PROBED:
+        if batch is None or told.trained is not None:  # a trained network has its steps
+            return
+        if batch.blocks[0].edges * found.widest <= quantization.MOST_PROBED:
             quantization.begin(model, batch.features, batch.blocks)
     finally:
         torch.set_num_threads(threads)
