@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import sparse
 
 from espalier.errors import UserError
+from espalier.graph import data
 from espalier.graph.data import DataSplit, Graph, divided, relabelled, seen_in_training, without_edges
 
 ONES = np.ones((3, 2))
@@ -137,3 +139,24 @@ def test_a_node_is_found_by_its_name_or_the_nearest_is_told():
     assert graph.find("beta") == graph.find("1") == 1
     with pytest.raises(UserError, match="did you mean gamma"):
         graph.find("gama")
+
+
+@pytest.mark.parametrize("kept", ["memory", "disk", "sparse"])
+def test_the_signs_of_all_rows_are_looked_at(tmp_path, monkeypatch, kept):
+    def signed(rows):
+        if kept == "disk":
+            np.save(tmp_path / "rows.npy", rows)
+            rows = np.load(tmp_path / "rows.npy", mmap_mode="r")
+        elif kept == "sparse":
+            rows = sparse.csr_array(rows)
+        return data.signed(rows)
+
+    monkeypatch.setattr(data, "_VALUES", 1000)
+    words = 2 * np.eye(4, dtype=np.float32)[np.arange(6000) % 4]
+    late = words.copy()
+    late[5500, 1:3] = 0.5, 1
+    assert signed(words) is None
+    assert signed(late) is False
+    assert signed(np.where(late == 0.5, -0.5, late)) is True
+    assert signed(np.where(np.arange(6000)[:, None] == 5999, -words, words)) is True
+    assert signed(words[:0]) is None

@@ -234,15 +234,20 @@ class Graph:
         return checked(made)
 
 
-PROBED = 4096
-"""Rows of features that are looked at."""
+_VALUES = 1 << 22  # of features looked at once: they may lie on disk
 
 
 def signed(features: Array) -> bool | None:
-    """Whether features have negative values; None: each row has one value but 0 (bags of words). Of the first rows."""
-    some = np.asarray(features[:PROBED])
-    largest = np.abs(some).max(1, keepdims=True, initial=0)
-    return None if bool(((some == 0) | (some == largest)).all()) else bool((some < 0).any())
+    """Whether features have negative values; None: each row has one value but 0 (bags of words). Of all rows, up to the
+    first negative value."""
+    single, rows = True, max(1, _VALUES // max(1, features.shape[1]))
+    for at in range(0, features.shape[0], rows):
+        some: Any = features[at : at + rows]
+        some = some.toarray() if hasattr(some, "toarray") else np.asarray(some)
+        if some.min(initial=0) < 0:
+            return True
+        single = single and bool(((some == 0) | (some == some.max(1, keepdims=True, initial=0))).all())
+    return None if single else False
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ edges and the matrices as they are stored, each read or written once a layer. Bo
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -57,30 +58,31 @@ def row_stats(workload: GraphWorkload, model: Gnn) -> list[RowStats]:
             do='a recipe with graph.task = "node" and no [store]',
         )
     found = quantization.quantization_of(model)
-    read: list[Rows] = []
-    inside: list[np.ndarray] = []
+    read: list[list[torch.Tensor]] = []
+    inside: list[list[np.ndarray]] = []
     with ExitStack() as stack:
         stored = {} if found is None else stack.enter_context(quantization.packing(found))
         layers = [layer for layer in model.layers if isinstance(layer, Layer)]
         for layer in layers:
-            hook = layer.register_forward_pre_hook(lambda module, inputs: read.append(inputs[1]), prepend=True)
+            read.append([])
+            hook = layer.register_forward_pre_hook(partial(_read, read[-1]), prepend=True)
             stack.callback(hook.remove)
             if isinstance(layer, Isomorphism):
-                hook = layer.second.register_forward_pre_hook(
-                    lambda module, inputs: inside.append(_nonzeros(inputs[0]))
-                )
+                inside.append([])
+                hook = layer.second.register_forward_pre_hook(partial(_read_inside, inside[-1]))
                 stack.callback(hook.remove)
         sums = [stack.enter_context(_aggregated(layer)) for layer in layers]
         infer(model, workload.task.held)
     rows = []
-    for at, (layer, one) in enumerate(zip(layers, map(quantization.dense_rows, read), strict=True)):
+    for at, (layer, one) in enumerate(zip(layers, map(torch.cat, read), strict=True)):
         summed = None
-        if layer.aggregated_first(read[at]):
+        if sums[at]:
             own = one if isinstance(layer, Isomorphism) else torch.zeros(())
-            summed = ((quantization.dense_rows(sums[at][0]) != 0) | (own != 0)).sum(1).numpy()
-        hidden = inside[at] if inside else None
+            summed = ((torch.cat(sums[at]) != 0) | (own != 0)).sum(1).numpy()
+        hidden = np.concatenate(inside[at]) if inside else None
         packed = stored.get(f"layers.{at}.rows")
         if packed is not None:
+            assert packed.rows == len(one) == workload.graph.nodes
             coded = packed.decoded()
             bits, size = coded.widths.numpy().astype(np.int64), float(packed.nbytes)
             rows.append(RowStats(_nonzeros(coded.codes), bits, size, hidden, summed))
@@ -91,6 +93,15 @@ def row_stats(workload: GraphWorkload, model: Gnn) -> list[RowStats]:
     return rows
 
 
+def _read(found: list[torch.Tensor], layer: nn.Module, inputs: tuple[MessageBlock, Rows]) -> None:
+    """The rows of the targets: all of them, where a layer is passed in pieces."""
+    found.append(quantization.dense_rows(inputs[1])[: inputs[0].targets])
+
+
+def _read_inside(found: list[np.ndarray], layer: nn.Module, inputs: tuple[torch.Tensor]) -> None:
+    found.append(_nonzeros(inputs[0]))
+
+
 def _nonzeros(rows: torch.Tensor) -> np.ndarray:
     """int64 [rows]"""
     return (rows != 0).sum(1).numpy()
@@ -98,13 +109,15 @@ def _nonzeros(rows: torch.Tensor) -> np.ndarray:
 
 @contextmanager
 def _aggregated(layer: Layer) -> Iterator[list[torch.Tensor]]:
-    """What the layer's aggregation gives within."""
+    """What the layer's aggregation gives within, where it sums its rows first."""
     found: list[torch.Tensor] = []
-    plain = layer.aggregate
+    plain, first = layer.aggregate, layer.aggregated_first
 
     def aggregate(block: MessageBlock, rows: Rows, start: torch.Tensor | None = None) -> torch.Tensor:
-        found.append(plain(block, rows, start))
-        return found[-1]
+        made = plain(block, rows, start)
+        if first(rows):
+            found.append(quantization.dense_rows(made))
+        return made
 
     layer.aggregate = aggregate
     try:

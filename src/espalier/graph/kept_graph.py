@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from espalier import config
+from espalier.config import Recipe
 from espalier.errors import UserError
 from espalier.graph import data, link_prediction
 from espalier.graph.data import IGNORED, Array, DataSplit, Graph, parted
@@ -34,6 +36,7 @@ class KeptGraph:
     Attributes:
         links: of a run that predicts links.
         outputs: columns of the network's answer; widths: of features and of edge features; weighted: edges had weights.
+        signs: see `QuantizedGraph.signs`; empty too where an earlier version wrote it.
     """
 
     graph: Graph
@@ -42,6 +45,7 @@ class KeptGraph:
     outputs: int
     widths: tuple[int, int]
     weighted: bool
+    signs: tuple[bool | None, ...] = ()
 
     def outlined(self) -> Graph:
         """A graph of the run's sizes whose features are zeros without memory, and which has no edges: enough to build
@@ -53,7 +57,7 @@ class KeptGraph:
         return replace(self.graph, **known)
 
 
-def write(folder: Path, graph: Graph, links: Links | None) -> None:
+def write(folder: Path, graph: Graph, links: Links | None, signs: tuple[bool | None, ...] = ()) -> None:
     """Keeps `graph` and its split in `folder`."""
     arrays = {name: getattr(graph, name) for name in _LARGE}
     whole = sum(0 if one is None else one.nbytes for one in arrays.values()) <= LIMIT and graph.partition is None
@@ -68,7 +72,7 @@ def write(folder: Path, graph: Graph, links: Links | None) -> None:
         np.savez(file, **kept)
     table = {name: getattr(graph, name) for name in _TABLE}
     table |= {"whole": whole, "nodes": graph.nodes, "outputs": graph.outputs, "widths": _widths(graph)}
-    table["weighted"] = graph.weights is not None
+    table |= {"weighted": graph.weights is not None, "signs": signs}
     (folder / _NAMES).write_text(json.dumps(table, indent=1), encoding="utf-8")
 
 
@@ -90,7 +94,8 @@ def read(folder: Path) -> KeptGraph:
     graph = Graph(**known, names=() if names is None else names.tolist(), parts=_parts(found, "part"))
     pairs, parts = found.get("link_pairs"), _parts(found, "link")
     links = None if pairs is None or parts is None else link_prediction.cut(graph, pairs, parts)
-    return KeptGraph(graph, links, table["whole"], table["outputs"], tuple(table["widths"]), table["weighted"])
+    widths, signs = tuple(table["widths"]), tuple(table.get("signs", ()))
+    return KeptGraph(graph, links, table["whole"], table["outputs"], widths, table["weighted"], signs)
 
 
 def _parts(found: dict[str, Array], prefix: str) -> DataSplit | None:
@@ -221,6 +226,17 @@ def places(graph: Graph, before: Graph, items: bool = False) -> Array:
     if bool(len(graph.names)) != bool(len(before.names)):
         return np.full(graph.nodes, -1)
     return _positions(_keys(graph), _keys(before))
+
+
+def other_nodes(graph: Graph, before: Graph, recipe: Recipe) -> tuple[int, Array | None] | None:
+    """How many nodes `before` has and, where `recipe` quantizes by node, the `places` of those of `graph` among them;
+    None: they are the same."""
+    assert recipe.graph is not None
+    by_node = isinstance(recipe.quant, config.A2q) and recipe.graph.task != "graph"
+    place = places(graph, before) if by_node else None
+    if place is not None and len(place) == before.nodes and np.array_equal(place, np.arange(len(place))):
+        place = None
+    return None if place is None and graph.nodes == before.nodes else (before.nodes, place)
 
 
 def _keys(graph: Graph) -> Array:

@@ -1,7 +1,8 @@
 """`espalier export RUN --to packed`: a folder that predicts by itself, with features and matrices in Adaptive-Packages.
 
-`packed.pkg` has the rows that layers read and the matrices, `model.safetensors` what else the model has, `run.toml` the
-recipe, `preprocessing/` the graph without its features, which are in the package.
+`packed.pkg` has the rows that layers read and the matrices, `model.safetensors` what else the model has (pairs of each
+node too, where an earlier version wrote it), `run.toml` the recipe, `preprocessing/` the graph without its features,
+which are in the package.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from espalier.graph.subgraphs import infer
 from espalier.graph.torchgt import plan_choice
 from espalier.graph.workload import GraphWorkload
 from espalier.import_function import keep_sources
-from espalier.quant.a2q import Coded, ColumnQuantizer
-from espalier.quant.base import STEP_RATE, STEPS, step_codes
+from espalier.quant.a2q import Coded, ColumnQuantizer, FeatureQuantizer
+from espalier.quant.base import STEP_RATE, STEPS, NodeBits, step_codes
 from espalier.quant.mega import package_file
 from espalier.quant.mega.package import PackedRows, encode
 from espalier.units import show_size
@@ -57,11 +58,18 @@ def write(workload: Workload, model: nn.Module, folder: Path) -> str:
             do="--to safetensors, or a run of a recipe with [quant]",
         )
     if workload.graph.partition is not None:
+        signs = workload.input_signs()
         workload = GraphWorkload(workload.recipe, part_inference.whole_graph(workload.graph), workload.folder)
-        task = workload.whole_task
+        workload.signs, task = signs, workload.whole_task
     with quantization.packing(found) as stored:
         infer(model, task.held)
-    rest = {name: one for name, one in model.state_dict().items() if not name.endswith(_MATRIX)}
+    assert all(one.rows == workload.graph.nodes for one in stored.values())
+    by_node = tuple(_by_node(model))  # of each row the package has width and step
+    rest = {
+        name: one
+        for name, one in model.state_dict().items()
+        if not name.endswith(_MATRIX) and not name.startswith(by_node)
+    }
     matrices = {**stored, **packed_weights(model)}
     if _INPUT not in matrices:
         matrices[_INPUT], rest[_SCALE] = packed_input(task.held.graph.features)
@@ -94,7 +102,8 @@ def write(workload: Workload, model: nn.Module, folder: Path) -> str:
 
 def freeze(workload: GraphWorkload, folder: Path, graph: Graph) -> None:
     """Keeps in `folder` what a run on `graph` is opened with."""
-    kept_graph.write(folder, graph, workload.task.links if isinstance(workload.task, LinkTask) else None)
+    links = workload.task.links if isinstance(workload.task, LinkTask) else None
+    kept_graph.write(folder, graph, links, workload.input_signs())
     if isinstance(workload.recipe.model, Messages):
         keep_sources(workload.recipe.model.build, folder)
     if isinstance(workload.recipe.model, GraphTransformer) and (plan := workload.attention_plan[0]):
@@ -110,7 +119,8 @@ def with_features(kept: KeptGraph, folder: Path) -> KeptGraph:
     scale = _rest(folder).get(_SCALE)
     features = (rows if scale is None else rows * scale[:, None]).numpy()
     graph = replace(kept.graph, features=features, placed=True)
-    return replace(kept, graph=graph, widths=(features.shape[1], kept.widths[1]))
+    signs = kept.signs or ((matrices[_INPUT].signed,) if scale is None else (None,))
+    return replace(kept, graph=graph, widths=(features.shape[1], kept.widths[1]), signs=signs)
 
 
 def load(model: nn.Module, folder: Path) -> bool:
@@ -120,6 +130,7 @@ def load(model: nn.Module, folder: Path) -> bool:
         return False
     matrices, _ = package_file.read(folder / PACKED)
     state = {name: one for name, one in _rest(folder).items() if name != _SCALE}
+    state |= _packed_pairs(model, matrices, state)
     for name, one in matrices.items():
         if name.endswith(".weight"):
             state[name.removesuffix(".weight") + _MATRIX] = _values(one)
@@ -128,6 +139,31 @@ def load(model: nn.Module, folder: Path) -> bool:
     except RuntimeError as error:
         raise UserError(f"{folder} does not hold this model: {error}", do="espalier export RUN --to packed") from None
     return True
+
+
+def _by_node(model: nn.Module) -> dict[str, FeatureQuantizer]:
+    """The quantizers with a pair for each node by the names that begin those of their pairs."""
+    found = quantization.equipped(model).features
+    return {
+        f"{name}.allocator.": one
+        for name, one in model.named_modules()
+        if one in found and isinstance(one, FeatureQuantizer) and isinstance(one.allocator, NodeBits)
+    }
+
+
+def _packed_pairs(
+    model: nn.Module, matrices: Mapping[str, PackedRows], state: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Pairs of nodes that `state` lacks, from the rows of the package. `model` then rounds each row as it is there."""
+    found, pairs = quantization.equipped(model), dict[str, Tensor]()
+    for start, one in _by_node(model).items():
+        allocator = one.allocator
+        if isinstance(allocator, NodeBits) and f"{start}raw_bits" not in state:
+            rows = matrices[found.name(one)].decoded()
+            allocator.take(rows.widths, rows.steps, one.rule.signed)
+            one.shift, found.target = float, None
+            pairs |= {start + name: value for name, value in allocator.state_dict().items()}
+    return pairs
 
 
 def packed_weights(model: nn.Module) -> dict[str, PackedRows]:
@@ -144,11 +180,19 @@ def packed_weights(model: nn.Module) -> dict[str, PackedRows]:
 
 
 def packed_input(features: Array) -> tuple[PackedRows, Tensor]:
-    """Features of which each row has one value but 0, as one bit each, and float32 [rows] of that value."""
+    """Features of which each row has one value but 0, as one bit each, and float32 [rows] of that value. Raises
+    UserError for others."""
     rows = torch.from_numpy(np.ascontiguousarray(features, np.float32))
-    codes = (rows != 0).to(torch.uint8)
+    codes, scale = (rows != 0).to(torch.uint8), rows.amax(1)
+    if not torch.equal(codes * scale[:, None], rows):
+        row = int((codes * scale[:, None] != rows).any(1).nonzero()[0])
+        raise UserError(
+            "The features cannot be packed as one bit a value.",
+            why=f"row {row} has several values, and the network reads it unquantized",
+            do="--to safetensors, or train anew: features are then quantized",
+        )
     ones = torch.ones(len(codes), dtype=torch.uint8)
-    return encode(Coded(codes, ones, ones * 128)), rows.abs().amax(1)
+    return encode(Coded(codes, ones, ones * 128)), scale
 
 
 def _values(packed: PackedRows) -> Tensor:

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -23,10 +22,9 @@ from espalier.artifacts import Curve, Table
 from espalier.comm.base import Traffic, traffic
 from espalier.graph.base import Aggregate, Forms, Kept, MessageBlock, Rows, dense
 from espalier.graph.coded_rows import Coding, RowSize, row_size
-from espalier.graph.data import signed
 from espalier.graph.gnn import Gnn, GraphAttention, Layer
 from espalier.graph.halo import Halo
-from espalier.graph.neighbor_sampler import symmetric_root
+from espalier.graph.quantized_graph import QuantizedGraph
 from espalier.graph.subgraphs import QUANTIZED, forward
 from espalier.quant import a2q
 from espalier.quant.a2q import ColumnQuantizer, FeatureQuantizer, Rule
@@ -34,14 +32,11 @@ from espalier.quant.base import (
     MOST,
     STEP_RATE,
     STEPS,
-    BankBits,
-    BitAllocator,
     DegreeBits,
     MemoryTarget,
     NodeBits,
     RowIndex,
     Total,
-    UniformBits,
     alone,
     step_codes,
     stored,
@@ -52,74 +47,11 @@ from espalier.quant.packed_spmm import PackedMatrix, packed_matmul
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from espalier.graph.data import Array, Graph
-
 PROBED = 4096
 """Targets whose values steps begin with."""
 
 MOST_PROBED = 1 << 28
 """Edges times columns of the pass that steps begin with; a larger one is not made."""
-
-
-@dataclass(frozen=True)
-class QuantizedGraph:
-    """What quantizers are told of a graph.
-
-    Attributes:
-        graph: the one at hand; whole: small graphs are classified, each of them new.
-        trained: nodes of the graph that the network was trained on; places: which of them each node is, -1: none
-            (None: they are the same).
-        stored: features wait on disk, in a format of their own.
-        hidden: nodes that training does not see.
-    """
-
-    graph: Graph
-    whole: bool = False
-    trained: int | None = None
-    places: Array | None = None
-    stored: bool = False
-    hidden: Array | None = None
-
-    def __deepcopy__(self, memo: object) -> QuantizedGraph:
-        """The same: it does not change."""
-        return self
-
-    def allocator(self, options: config.Quant, bits: float) -> BitAllocator:
-        """By the kind of the options; learned widths begin higher for higher degrees (a bank's for larger values)."""
-        nodes, degrees = self.trained or self.graph.nodes, self.degrees()
-        places = None if self.places is None else torch.from_numpy(self.places)
-        found: BitAllocator
-        match options:
-            case config.Uniform():
-                return UniformBits(nodes, bits)
-            case config.Mega():
-                found = DegreeBits(degrees, bits)
-            case _ if self.whole:
-                found = BankBits(nodes, bits)
-            case _:
-                hidden = None if self.hidden is None or places is not None else torch.from_numpy(self.hidden)
-                found = NodeBits(nodes, bits, places, hidden)
-        entries = len(found.counts)
-        by_node = isinstance(found, NodeBits) and len(degrees) == entries
-        found.spread(degrees if by_node else torch.arange(entries))
-        return found
-
-    def input_signed(self) -> bool | None:
-        """See `data.signed`; also None, which leaves features as they are: they are on disk."""
-        if self.graph.partition is not None:
-            return self.graph.partition.signed
-        return None if self.stored else signed(self.graph.features)
-
-    def degrees(self) -> Tensor:
-        """int64 [nodes]: edges into each node."""
-        there = self.graph.partition
-        found = self.graph.degrees() if there is None or there.degrees is None else there.degrees
-        return torch.from_numpy(found.astype(np.int64))
-
-    def root(self) -> Tensor:
-        """float32 [nodes]: see `neighbor_sampler.symmetric_root`."""
-        there = self.graph.partition
-        return torch.from_numpy(symmetric_root(self.graph) if there is None or there.root is None else there.root)
 
 
 class Quantization:
@@ -129,6 +61,7 @@ class Quantization:
         packed: rows that layers read are put in packages and taken out of them, and messages summed as they are packed;
             the results are the same but for rounding of float32.
         stored: those packages by the name of what they are rows of, while `packed`.
+        pieces: values of the rows that are read in pieces, and whose; see `pack`.
         part: of the graph, that this rank trains on; None: all of it.
         entry: of features, in networks other than `Gnn`; now, rows: of the pass under way; ids, owned: see `holds`.
     """
@@ -144,8 +77,11 @@ class Quantization:
         self.ids: Tensor | None = None
         self.now, self.rows, self.owned = RowIndex(), 0, 0
         self.stored: dict[str, PackedRows] = {}
+        self.pieces: tuple[FeatureQuantizer | None, Tensor] = (None, torch.zeros(0))
         self.degrees = None if told.whole else told.degrees()
-        self.root = None if told.whole else told.root()
+        self._degrees_seen = self.degrees if told.seen is None else told.degrees(training=True)
+        self._root = None if told.whole else told.root()
+        self._root_seen = self._root if told.seen is None else told.root(training=True)
 
     @property
     def every(self) -> list[FeatureQuantizer | ColumnQuantizer]:
@@ -157,6 +93,16 @@ class Quantization:
         """Columns of the widest rows but the input's."""
         return max((one.columns for one in self.features[1 - self.first :]), default=1)
 
+    @property
+    def learning(self) -> bool:
+        """Whether passes are those of training, or of the steps that it begins with."""
+        return any(one.training or one.beginning is not None for one in self.every[:1])
+
+    @property
+    def root(self) -> Tensor | None:
+        """float32 [nodes], what GCN scales nodes by, in training by the edges that it sees."""
+        return self._root_seen if self.learning else self._root
+
     def add(self, owner: nn.Module, at: int, columns: int, signed: bool, name: str = "quantizer") -> FeatureQuantizer:
         """A quantizer of the rows that layer `at` reads, as the part `name` of `owner`."""
         rule = Rule(signed=signed, local=1.0 if not self.told.whole else 0.0)
@@ -166,33 +112,57 @@ class Quantization:
         self.features.append(made)
         return made
 
+    def name(self, quantizer: FeatureQuantizer) -> str:
+        """Of its rows among packages."""
+        return f"layers.{self.features.index(quantizer) + self.first}.rows"
+
     def rounded(self, quantizer: FeatureQuantizer, values: Tensor, index: RowIndex) -> Tensor:
         """`values` as they are stored."""
         if not self.packed:
             found: Tensor = quantizer(values, index)
             return found
-        name = f"layers.{self.features.index(quantizer) + self.first}.rows"
+        if index.ids is not None and self.pieces[0] is quantizer:
+            return self.pieces[1][index.ids.to(self.pieces[1].device)].to(values)
+        name = self.name(quantizer)
         self.stored[name] = encode(quantizer.codes(values, index))
         coded = self.stored[name].decoded()
         return (coded.codes * STEPS[coded.steps.long()][:, None]).to(values.dtype)
+
+    def pack(self, layer: nn.Module, rows: Rows, placed: dict[str, Any]) -> None:
+        """Packs the rows of all nodes before `layer` reads them in pieces; nothing unless `packed`."""
+        quantizer = getattr(layer, "quantizer", None)
+        if self.packed and isinstance(quantizer, FeatureQuantizer):
+            values = (rows.values if isinstance(rows, Kept) else rows).to(**placed)
+            degrees = None if self.degrees is None else self.degrees.to(values.device)
+            self.pieces = quantizer, self.rounded(quantizer, values, RowIndex(None, degrees))
 
     def enters(self, block: MessageBlock, features: Tensor) -> Tensor:
         """Features of a forward pass that begins, as they are stored. Of networks other than `Gnn`."""
         self.now, self.rows = self.index(block), len(features)
         if self.ids is not None and (block.halo is not None or block.tokens is not None):
-            degrees = None if self.degrees is None else self.degrees.to(self.ids.device)[self.ids]
-            self.now = RowIndex(self.ids, degrees, self.owned)
+            self.now = self._of(self.ids, self.owned)
         return features if self.entry is None else self.rounded(self.entry, features, self.now)
 
     def index(self, block: MessageBlock) -> RowIndex:
         """Of the sources of `block`."""
         if self.degrees is None:
             return RowIndex(block.nodes, block.indptr.diff())
-        degrees = self.degrees.to(block.indptr.device)
         if self.part is not None and (own := self.own(block)):
-            ids = self.part.nodes if block.halo is None else self.part.owned
-            return RowIndex(ids, degrees[ids], own)
-        return RowIndex(block.nodes, degrees if block.nodes is None else degrees[block.nodes])
+            return self._of(self.part.nodes if block.halo is None else self.part.owned, own)
+        return self._of(block.nodes, device=block.indptr.device)
+
+    def _of(self, ids: Tensor | None, own: int = 0, device: torch.device | None = None) -> RowIndex:
+        """Of the nodes `ids`. In training, degrees are those that it sees, and what is hidden teaches nothing."""
+        learning = self.learning
+        known = [self._degrees_seen if learning else self.degrees, self.told.shown if learning else None]
+        if ids is not None:
+            known = [None if one is None else one.to(ids.device)[ids] for one in known]
+        degrees, shown = (None if one is None else one.to(device or one.device) for one in known)
+        return RowIndex(ids, degrees, own, shown)
+
+    def shown(self, block: MessageBlock) -> Tensor | None:
+        """bool [sources]: rows of `block` that teach; None: all do."""
+        return None if self.told.shown is None or not self.learning else self.index(block).shown
 
     def own(self, block: MessageBlock) -> int:
         """Rows that this rank owns where `block` is of its part; 0 where it is of the whole graph."""
@@ -253,7 +223,7 @@ class _Aggregate(nn.Module):
     def __init__(self, layer: Layer, found: Quantization) -> None:
         super().__init__()
         options, self.found = found.options, found
-        self.root = found.root if layer.scale == "symmetric" else None
+        self.symmetric = layer.scale == "symmetric"
         columns = layer.outputs
         if isinstance(layer, GraphAttention):
             columns = layer.heads * layer.columns
@@ -264,36 +234,47 @@ class _Aggregate(nn.Module):
         width = layer.inputs if self.first else columns
         self.sums = ColumnQuantizer(width, options.aggregates, local=True) if options.aggregates else None
 
+    @property
+    def root(self) -> Tensor | None:
+        """See `Quantization.root`; None: edges have other scales."""
+        return self.found.root if self.symmetric else None
+
     def forward(self, block: MessageBlock, rows: Rows, start: Tensor | None = None) -> Tensor:
         """See `graph.base.aggregate`."""
+        shown = self.found.shown(block)
         if self.messages is not None and not isinstance(rows, Kept):
             scale, block = _source_scale(block, self.root)
             rows = rows if scale is None else rows * scale[: len(rows), None]
             if self.found.packed and block.halo is None:
-                return self._finished(_packed_sums(self.messages, block, rows), start)
-            coded: Tensor = self.messages(rows, self.found.own(block))
+                return self._finished(_packed_sums(self.messages, block, rows), start, shown)
+            coded: Tensor = self.messages(rows, self.found.own(block), shown)
             sums = _scaled_sums(self.plain, self._crossing(self.messages, block, coded.dtype), coded)
-            return self._finished(sums, start)
+            return self._finished(sums, start, shown)
         if self.sums is None or isinstance(rows, Kept):
             return self.plain(block, rows, start)
-        return self._finished(self.plain(block, rows), start)
+        return self._finished(self.plain(block, rows), start, shown)
 
     @staticmethod
     def _crossing(messages: ColumnQuantizer, block: MessageBlock, rounded: torch.dtype) -> MessageBlock:
         steps = step_codes(messages.raw_step.detach() * STEP_RATE)
         return _coded(block, Coding(messages.bits, steps, kind=messages.raw_step.dtype, rounded=rounded))
 
-    def _finished(self, sums: Tensor, start: Tensor | None) -> Tensor:
-        sums = sums if self.sums is None else self.sums(sums)
+    def _finished(self, sums: Tensor, start: Tensor | None, shown: Tensor | None) -> Tensor:
+        sums = sums if self.sums is None else self.sums(sums, shown=_first(shown, sums))
         return sums if start is None else sums + start
 
     def attend(self, block: MessageBlock, rows: Tensor, scores: tuple[Tensor, Tensor], dropout: float) -> Tensor:
         """See `graph.base.attend`."""
+        shown = self.found.shown(block)
         if self.messages is not None:
-            rows = self.messages(rows.flatten(1), self.found.own(block)).view_as(rows)
+            rows = self.messages(rows.flatten(1), self.found.own(block), shown).view_as(rows)
             block = self._crossing(self.messages, block, rows.dtype)
         found = self.attention(block, rows, scores, dropout)
-        return found if self.sums is None else self.sums(found.flatten(1)).view_as(found)
+        return found if self.sums is None else self.sums(found.flatten(1), shown=_first(shown, found)).view_as(found)
+
+
+def _first(shown: Tensor | None, rows: Tensor) -> Tensor | None:
+    return None if shown is None else shown[: len(rows)]
 
 
 def _coded(block: MessageBlock, coding: Coding) -> MessageBlock:
@@ -510,7 +491,7 @@ def packing(found: Quantization) -> Iterator[dict[str, PackedRows]]:
     try:
         yield found.stored
     finally:
-        found.packed, found.stored = False, {}
+        found.packed, found.stored, found.pieces = False, {}, (None, torch.zeros(0))
 
 
 def packed(found: Quantization, accuracy: Callable[[], float]) -> Packed:
@@ -534,14 +515,14 @@ def curves(found: Quantization, now: Callable[[], Packed] | None) -> list[Curve]
     target = found.target
     if now is None or target is None or not target.layers:
         return drawn
-    whole, points = target.target, []
+    asked, whole, points = target.asked, target.target, []
     try:
         for share in SHARES:
-            target.target = max(target.least, math.floor(share * whole))
+            target.asked = max(target.least, math.floor(share * whole))
             one = now()
             points.append([one.bytes / 1024, one.accuracy])
     finally:
-        target.target = whole
+        target.asked = asked
     return [*drawn, Curve("Accuracy against bytes of packed features, all counted", "KiB", ["per cent"], points)]
 
 

@@ -10,7 +10,6 @@ by output.
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,8 @@ from espalier.errors import UserError
 from espalier.graph import compiled_aggregate, foreign_halo, partition_folder, quantization
 from espalier.graph.gnn import Gnn
 from espalier.graph.neighbor_sampler import Style, whole
-from espalier.graph.quantization import Quantization, QuantizedGraph
+from espalier.graph.quantization import Quantization
+from espalier.graph.quantized_graph import QuantizedGraph
 from espalier.graph.subgraphs import MESSAGES, QUANTIZED
 from espalier.graph.torchgt.model import GraphTransformer
 from espalier.quant import a2q
@@ -42,9 +42,8 @@ def equip(model: nn.Module, options: config.Quant, told: QuantizedGraph) -> Quan
     else:
         _equip_other(model, found)
     layers = [one.layer for one in found.features]
-    values = sum(float(one.allocator.counts.sum()) * one.columns for one in layers)
-    asked = math.ceil(values / 4) if options.target is None else units.size(options.target, "quant.target")
-    found.target = MemoryTarget(layers, max(asked, 1))
+    asked = None if options.target is None else max(1, units.size(options.target, "quant.target"))
+    found.target = MemoryTarget(layers, asked, checked=told.trained is None)
     for one in found.features:
         one.shift = found.target.shift
     vars(model)[QUANTIZED] = found
@@ -58,7 +57,9 @@ def built(model: nn.Module, options: config.Quant, told: QuantizedGraph, batch: 
     torch.set_num_threads(1)
     try:
         found = equip(compiled_aggregate.equip(model), options, told)
-        if batch is not None and batch.blocks[0].edges * found.widest <= quantization.MOST_PROBED:
+        if batch is None or told.trained is not None:  # a trained network has its steps
+            return
+        if batch.blocks[0].edges * found.widest <= quantization.MOST_PROBED:
             quantization.begin(model, batch.features, batch.blocks)
     finally:
         torch.set_num_threads(threads)
@@ -86,10 +87,10 @@ def _in_attention(model: GraphTransformer, found: Quantization) -> None:
         inner.qkv.register_forward_pre_hook(partial(_read, found, quantizer))
         if options.messages:
             inner.messages = _column(found, inner.qkv.out_features, options.messages)
-            inner.qkv.register_forward_hook(partial(_made, inner.messages))
+            inner.qkv.register_forward_hook(partial(_made, found, inner.messages))
         if options.aggregates:
             inner.sums = _column(found, inner.out.in_features, options.aggregates)
-            inner.out.register_forward_pre_hook(partial(_given, inner.sums))
+            inner.out.register_forward_pre_hook(partial(_given, found, inner.sums))
 
 
 def _column(found: Quantization, columns: int, bits: int) -> ColumnQuantizer:
@@ -105,14 +106,22 @@ def _read(found: Quantization, quantizer: FeatureQuantizer, module: nn.Module, i
     return torch.cat([values, virtual]) if len(virtual) else values
 
 
-def _made(quantizer: ColumnQuantizer, module: nn.Module, inputs: tuple[Tensor], out: Tensor) -> Tensor:
-    values: Tensor = quantizer(out)
+def _made(
+    found: Quantization, quantizer: ColumnQuantizer, module: nn.Module, inputs: tuple[Tensor], out: Tensor
+) -> Tensor:
+    values: Tensor = quantizer(out, shown=_shown(found, out))
     return values
 
 
-def _given(quantizer: ColumnQuantizer, module: nn.Module, inputs: tuple[Tensor]) -> Tensor:
-    values: Tensor = quantizer(inputs[0])
+def _given(found: Quantization, quantizer: ColumnQuantizer, module: nn.Module, inputs: tuple[Tensor]) -> Tensor:
+    values: Tensor = quantizer(inputs[0], shown=_shown(found, inputs[0]))
     return values
+
+
+def _shown(found: Quantization, rows: Tensor) -> Tensor | None:
+    """Which of `rows` teach: of nodes, and of virtual tokens behind them."""
+    shown = found.now.shown
+    return None if shown is None else torch.cat([shown, shown.new_ones(max(0, len(rows) - len(shown)))])[: len(rows)]
 
 
 # --- networks of anybody's code --------------------------------------------------------------------------------------

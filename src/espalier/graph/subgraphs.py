@@ -177,6 +177,8 @@ def _in_pieces(model: Gnn, at: int, view: View, rows: Rows) -> Rows:
     assert isinstance(layer, Layer)
     parameter = next(model.parameters())
     placed: dict[str, Any] = {"device": parameter.device, "dtype": parameter.dtype}
+    if (quantizers := getattr(model, QUANTIZED, None)) is not None:
+        quantizers.pack(layer, rows, placed)
     room = max(1, MOST // (4 * max(layer.inputs, layer.outputs)))
     made: list[Rows] = []
     start, indptr = 0, view.graph.indptr

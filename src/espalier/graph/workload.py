@@ -38,6 +38,7 @@ from espalier.graph.graph_classification import GraphTask
 from espalier.graph.layer_work import Reach
 from espalier.graph.link_prediction import Links, LinkTask
 from espalier.graph.node_classification import NodeTask, held_out_figures, told
+from espalier.graph.quantized_graph import QuantizedGraph
 from espalier.graph.subgraphs import SubgraphBatch, View, infer
 from espalier.graph.torchgt import reformation
 from espalier.graph.torchgt.encodings import averaged, encoded
@@ -82,8 +83,10 @@ class GraphWorkload(Plain):
     ) -> None:
         assert recipe.graph is not None
         self.recipe, self.folder = recipe, folder
-        self.trained: tuple[int, Array] | None = None
-        """Nodes of the graph that the run was begun on, and which of them each of this one is; None: they are one."""
+        self.trained: tuple[int, Array | None] | None = None
+        """Of the graph that the run was begun on, where it is another: see `kept_graph.other_nodes`."""
+        self.signs: tuple[bool | None, ...] = ()
+        """See `QuantizedGraph.signs`."""
         self.graph = graph
         self.task = _task(recipe, graph, links)
         self._schedule: tuple[Schedule, str] | None = None
@@ -397,13 +400,17 @@ class GraphWorkload(Plain):
         return (*said, self._format, *graph_plan.passes(layers, k, once=model.aggregates_once))
 
     @cached_property
-    def _told(self) -> quantization.QuantizedGraph:
+    def _told(self) -> QuantizedGraph:
         nodes, places = self.trained or (None, None)
-        hidden, whole = None, isinstance(self.task, GraphTask)
-        if isinstance(self.task, NodeTask) and self.recipe.graph is not None and self.recipe.graph.inductive:
-            hidden = np.concatenate([self.task.parts.validation, self.task.parts.test])
-        graph = self.task.graph if isinstance(self.recipe.model, config.GraphTransformer) else self.graph
-        return quantization.QuantizedGraph(graph, whole, nodes, places, self.stored is not None, hidden)
+        hidden, seen, task, stored = None, None, self.task, self.stored is not None
+        if isinstance(task, NodeTask) and task.train is not task.held:
+            hidden, seen = np.concatenate([task.parts.validation, task.parts.test]), task.train.graph
+        graph = task.graph if isinstance(self.recipe.model, config.GraphTransformer) else self.graph
+        return QuantizedGraph(graph, isinstance(task, GraphTask), nodes, places, stored, hidden, seen, self.signs)
+
+    def input_signs(self) -> tuple[bool | None, ...]:
+        """See `QuantizedGraph.signs`: what a run keeps of a network with quantizers."""
+        return () if self.recipe.quant is None else (self._told.input_signed(),)
 
     @cached_property
     def _quantized(self) -> nn.Module:
@@ -588,8 +595,6 @@ def open_graph(
     if asked.task == "link" and kept is not None:
         links = kept_graph.split(graph, kept, asked.split, seed)
     found = GraphWorkload(recipe, graph, folder, said, links)
-    if kept is not None and isinstance(recipe.quant, config.A2q) and asked.task != "graph":
-        place = kept_graph.places(graph, kept.graph)
-        if len(place) != kept.graph.nodes or bool((place != np.arange(len(place))).any()):
-            found.trained = kept.graph.nodes, place
+    if kept is not None and recipe.quant is not None:
+        found.trained = kept_graph.other_nodes(graph, kept.graph, recipe)
     return found

@@ -94,7 +94,7 @@ def _open(recipe: Recipe, opening: Opening) -> GraphWorkload:
         made = GraphWorkload(recipe, graph, opening.folder, links=kept.links)
     else:
         made = open_graph(recipe, opening.folder, opening.progress, kept)
-    made.kept = opening.kept
+    made.kept, made.signs = opening.kept, () if kept is None else kept.signs
     return made
 
 

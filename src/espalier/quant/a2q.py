@@ -399,9 +399,10 @@ class FeatureQuantizer(nn.Module):
         bits = shifted + (shifted.clamp(min=1) - shifted).detach()  # what has no bits may get some again
         if at is not None:
             bits, logarithm = bits[at], logarithm[at]
-        shown = self.allocator.shown
-        if self.training and shown is not None:
+        learns, shown = index.shown, self.allocator.shown
+        if learns is None and shown is not None:
             learns = (shown if at is None else shown[at]) > 0
+        if self.training and learns is not None:
             bits = torch.where(learns, bits, bits.detach())
             logarithm = torch.where(learns, logarithm, logarithm.detach())
         if self.allocator.fits:
@@ -470,22 +471,38 @@ class ColumnQuantizer(nn.Module):
         return step[None, :] if self.dim == 1 else step[:, None]
 
     @torch.no_grad()
-    def begin(self, x: Float[Tensor, "rows columns"], own: int = 0, total: Total = alone) -> None:
-        """Steps that fit the values of `x`, as LSQ begins; `own`: see `Rule`; `total` adds up over ranks."""
+    def begin(
+        self, x: Float[Tensor, "rows columns"], own: int = 0, total: Total = alone, shown: Tensor | None = None
+    ) -> None:
+        """Steps that fit the values of `x`, as LSQ begins; `own`: see `Rule`; `total` adds up over ranks; `shown`: see
+        `RowIndex`."""
         sizes = x[: own or None].abs()
+        sizes = sizes if shown is None else sizes[shown[: own or None]]
         sizes = total(sizes.sum(1 - self.dim)) / total(sizes.new_tensor(sizes.shape[1 - self.dim]))
         middle = sizes[sizes > 0].median() if bool((sizes > 0).any()) else torch.ones(())
         sizes = torch.where(sizes > 0, sizes, middle)
         self.raw_step.copy_((2 * sizes / math.sqrt(2 ** (self.bits - 1) - 1)).log2() / STEP_RATE)
 
-    def forward(self, x: Float[Tensor, "rows columns"], own: int = 0) -> Float[Tensor, "rows columns"]:
-        """step * code of every value. `own`: see `Rule`."""
+    def forward(
+        self, x: Float[Tensor, "rows columns"], own: int = 0, shown: Tensor | None = None
+    ) -> Float[Tensor, "rows columns"]:
+        """step * code of every value. `own`: see `Rule`; `shown`: see `RowIndex`."""
         if self.beginning is not None:
-            self.begin(x, own, self.beginning)
+            self.begin(x, own, self.beginning, shown)
         step = self._step(x)
         bits = step.new_full(step.shape, self.bits).detach()
         rule = Rule(local=self.share * (len(x) / own if own else 1.0) if self.local else 0.0, own=own)
-        found: Tensor = FakeQuantize.apply(x, step, bits, rule)
+        found: Tensor
+        if shown is None or not rule.local:
+            found = FakeQuantize.apply(x, step, bits, rule)
+            return found
+        teach = x.detach()[: own or None][shown[: own or None]]
+        found = FakeQuantize.apply(x, step.detach(), bits, rule)
+        if not len(teach):
+            return found
+        rule = rule._replace(local=rule.local * len(teach) / len(x), own=0)
+        _, *learned = rounded_values(teach, step.detach(), bits, rule)
+        found = Learns.apply(found, step, bits, *learned)
         return found
 
     @torch.no_grad()

@@ -68,12 +68,13 @@ def alone(value: Tensor) -> Tensor:
 
 
 class RowIndex(NamedTuple):
-    """Which nodes rows are of: `ids` int64 [rows] (None: all nodes in order), their in-degrees int64 [rows], and how
-    many of the first ones this rank owns (0: all)."""
+    """Which nodes rows are of: `ids` int64 [rows] (None: all nodes in order), their in-degrees int64 [rows], how many
+    of the first ones this rank owns (0: all), and which teach: `shown` bool [rows] (None: all)."""
 
     ids: Tensor | None = None
     degrees: Tensor | None = None
     own: int = 0
+    shown: Tensor | None = None
 
 
 class _Learned(torch.autograd.Function):
@@ -196,6 +197,8 @@ class BitAllocator(nn.Module):
         at, (sizes, columns) = self.entries_of(x, index, signed), _sizes(x, index, total)
         at = torch.arange(len(x), device=x.device) if at is None else at
         at, sizes = at[: index.own or None], sizes[: index.own or None]
+        if index.shown is not None:
+            sizes = torch.where(index.shown[: index.own or None], sizes, 0)
         at, sizes = at[sizes > 0], sizes[sizes > 0].to(self.counts.dtype)
         zeros = self.counts.new_zeros(len(self.counts))
         sums, found = (total(zeros.index_add(0, at, one)) for one in (sizes, torch.ones_like(sizes)))
@@ -214,6 +217,7 @@ def _sizes(x: Tensor, index: RowIndex, total: Total) -> tuple[Tensor, float]:
     """Of the values of each row that count where steps begin: their mean, and how many a row has."""
     counted = (x != 0).sum(1)
     mine = counted[: index.own or None]
+    mine = mine if index.shown is None else mine[index.shown[: index.own or None]]
     values, rows = total(torch.stack([mine.sum(), mine.new_tensor(len(mine))]).double()).tolist()
     if 0 < values < SPARSE * rows * x.shape[1]:
         return x.abs().sum(1) / counted.clamp(min=1), values / rows
@@ -250,6 +254,16 @@ class NodeBits(BitAllocator):
         self.register_buffer("seen", torch.zeros(nodes))
         self.shown = None if hidden is None else shown
 
+    @torch.no_grad()
+    def take(self, widths: UInt8[Tensor, " nodes"], steps: UInt8[Tensor, " nodes"], signed: bool) -> None:
+        """The pairs of rows as they are stored, of all nodes. No step is fitted any more but those of another graph."""
+        self.raw_bits.copy_((widths + torch.where(widths == 0, 1, int(not signed))).float() / BIT_RATE)
+        self.raw_step.copy_((steps.float() - 128) / OCTAVE / self.rate)
+        self.raw_common.zero_()
+        self.seen.fill_(1.0)
+        self.counts.fill_(1.0)
+        self.fits = not self.in_order
+
     def entries_of(self, x: Tensor, index: RowIndex, signed: bool) -> Int64[Tensor, " rows"] | None:
         """By the node, unseen ones by value."""
         at = self.places if index.ids is None else self.places[index.ids]
@@ -276,11 +290,12 @@ DEGREES: Int64[Tensor, " entries-1"] = _thresholds()
 
 class DegreeBits(BitAllocator):
     """One pair for each in-degree (MEGA), so that a node nobody has seen has one. A degree that the training graph
-    lacks has the pair of the nearest degree that it has."""
+    lacks has the pair of the nearest degree that it has. `rows`: as many as there are, where `degrees` are of some."""
 
-    def __init__(self, degrees: Int64[Tensor, " nodes"], bits: float) -> None:
+    def __init__(self, degrees: Int64[Tensor, " nodes"], bits: float, rows: int | None = None) -> None:
         counts = torch.bincount(torch.bucketize(degrees, DEGREES, right=True), minlength=len(DEGREES) + 1)
-        super().__init__(len(DEGREES) + 1, bits, counts)
+        share = 1.0 if rows is None else rows / max(1, len(degrees))
+        super().__init__(len(DEGREES) + 1, bits, counts * share)
 
     def entries_of(self, x: Tensor, index: RowIndex, signed: bool) -> Int64[Tensor, " rows"] | None:
         """By degree."""
@@ -357,29 +372,49 @@ class MemoryTarget:
     """Codes of all layers in at most `target` bytes, as A2Q counts them: steps and widths come on top. Has state: the
     shift it has found last.
 
+    Rows are those that allocators count: of the graph that was trained on, wherever the network is applied, so that
+    widths stay those that were trained. `target` None: two bits for each of their values.
+
     All widths are taken down by the same `shift`, the least that is enough, in training as in evaluation, so that steps
     are learned for the widths that will be stored. `penalty` keeps the widths themselves near the target, as A2Q's
     memory loss does: relu(bytes - target)^2, here as a share of the target and in proportion to the rows, so that one
     weight fits all graphs.
 
-    Raises UserError: a target in which not every row of every layer could have one bit.
+    Raises UserError, where it is `checked`: a target in which not every row of every layer could have one bit. Of a
+    trained network it is not: its rows are known when it is loaded.
     """
 
     weight = 1.0
 
-    def __init__(self, layers: Sequence[Layer], target: int) -> None:
-        self.layers, self.target = [one for one in layers if one.allocator.learned], target
-        self.rows = sum(float(one.allocator.counts.sum()) for one in self.layers)
-        self.least = math.ceil(self.rows / 8)
-        if self.layers and target < self.least:
+    def __init__(self, layers: Sequence[Layer], target: int | None = None, checked: bool = True) -> None:
+        self.layers, self.asked = [one for one in layers if one.allocator.learned], target
+        if checked and self.layers and self.target < self.least:
             raise UserError(
-                f"quant.target is {target:,} bytes, and one bit for each of {round(self.rows):,} rows takes "
+                f"quant.target is {self.target:,} bytes, and one bit for each of {round(self.rows):,} rows takes "
                 f"{self.least:,}.",
                 why="a row with less has no value at all",
-                do=f'quant.target = "{self.least}B" or more; with 2 bits for each value it is '
-                f"{math.ceil(sum(float(one.allocator.counts.sum()) * one.columns for one in self.layers) / 4):,} bytes",
+                do=f'quant.target = "{self.least}B" or more; with 2 bits for each value it is {self._default():,} '
+                "bytes",
             )
-        self._known: tuple[int, list[Tensor], float] = (target, [], 0.0)
+        self._known: tuple[int, list[Tensor], float] = (0, [], 0.0)
+
+    @property
+    def target(self) -> int:
+        """In bytes."""
+        return self._default() if self.asked is None else self.asked
+
+    @property
+    def rows(self) -> float:
+        """Of all layers."""
+        return sum(float(one.allocator.counts.sum()) for one in self.layers)
+
+    @property
+    def least(self) -> int:
+        """Bytes with one bit for each row."""
+        return math.ceil(self.rows / 8)
+
+    def _default(self) -> int:
+        return max(1, math.ceil(sum(float(one.allocator.counts.sum()) * one.columns for one in self.layers) / 4))
 
     def bytes_at(self, shift: float = 0.0) -> float:
         """Bytes of the codes where every width is taken down by `shift` before it is rounded."""
@@ -401,11 +436,12 @@ class MemoryTarget:
         return self.weight * self.rows * excess.square()
 
     def shift(self) -> float:
-        """See the class; found anew when widths have changed."""
-        now, (target, before, found) = [one.allocator.raw_bits.detach().cpu() for one in self.layers], self._known
-        if target != self.target or not before or not all(map(torch.equal, now, before)):
+        """See the class; found anew when widths, or the rows that they are counted for, have changed."""
+        pairs = [(one.allocator.raw_bits.detach(), one.allocator.counts) for one in self.layers]
+        now, (before, known, found), target = [one.cpu() for pair in pairs for one in pair], self._known, self.target
+        if target != before or not known or not all(map(torch.equal, now, known)):
             found = self._least_shift()
-            self._known = (self.target, [one.clone() for one in now], found)
+            self._known = (target, [one.clone() for one in now], found)
         return found
 
     def _least_shift(self) -> float:
