@@ -56,7 +56,7 @@ RECORD = Record(
     "seed); after 80 steps of a recipe, 81.5 % there and 71.0 on WordNet, where GCN has 65.4 and 52.2 (one seed); at "
     "degree 10, on Debian's packages and on WordNet memory is 3.1, 3.6 and 1.6 times less than TransformerConv's; "
     "1,048,576 tokens and a virtual one train in 13 GiB, 37 s a step, and without it 1.6 times as fast as "
-    "Polynormer's, where SGFormer needs over 20.9 GiB",
+    "Polynormer's, where SGFormer needs over 20.9 GiB, TransformerConv and GPSConv's performer over 17.5",
     gpu="NVIDIA H100, November 2026",
 )
 

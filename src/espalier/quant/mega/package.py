@@ -49,7 +49,7 @@ RECORD = Record(
     " DRAM bytes; the baselines' own configurations are not simulated; hidden features of 128 columns take a "
     "15th of fp32's and half of int4's on Cora, CiteSeer, Debian's packages (trained 20 steps) and WordNet (5"
     " steps), less than CSR and zstd of int8; where the nodes of the test are hidden while training (Cora, 16"
-    " columns, three seeds) accuracy is 1.9 points below fp32's, standard error 0.8, and a2q's 2.8 in 0.79 of"
+    " columns, three seeds) accuracy is 2.3 points below fp32's, standard error 1.3, and a2q's 2.0 in 0.78 of"
     " the bytes; where they are not, 0.85 below (ten seeds, standard error 0.4): half a point between the two was"
     " the goal, and fp32 itself loses 2.3; zstd of the same codes is smaller on CiteSeer (0.87) and WordNet (0.65) and "
     "decodes two to three times as fast; 15.2 times smaller on Cora costs accuracy: 73.8 % beside 79.4 % of fp32 (60 "
