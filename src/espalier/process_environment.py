@@ -2,8 +2,8 @@
 
 GNU OpenMP, whose threads torch computes with on processors, lets a thread that is done look for its next loop 300,000
 times before it sleeps. That is 15 ms on a processor whose `pause` takes 140 cycles, in which it holds a core that the
-threads of a compiled kernel (TBB's) want. With 20,000 steps of a graph transformer took 0.7 to 0.9 of the time, and
-steps of dense transformers as long as before (docs/kernels.md).
+threads of a compiled kernel (TBB's) want. With 20,000, on two cores, steps of a graph transformer of 1,024 and 4,096
+tokens took 0.74 to 0.85 of the time, and those of a small dense transformer 1.01 times as long (three runs of each).
 """
 
 from __future__ import annotations
