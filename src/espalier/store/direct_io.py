@@ -130,6 +130,15 @@ def check_room(folder: Path, size: int, what: str) -> None:
         raise _full(folder, missing, f"{what} takes {show_size(size)}")
 
 
+def reserve(file: int, size: int) -> None:
+    """Allocates `size` bytes from the start of the open `file`. Raises OSError where the disk has fewer, and takes
+    nothing then, not even for a moment, from other programs that write there."""
+    found = os.fstatvfs(file)
+    if size > found.f_bavail * found.f_frsize:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    os.posix_fallocate(file, 0, size)
+
+
 def open_file(where: Where, mode: Mode, size: int = 0) -> File:
     """A DirectFile for one path, a StripedFile for several."""
     if isinstance(where, Path):
@@ -163,7 +172,7 @@ class DirectFile(Closing):
 
     def _reserve(self, size: int) -> None:
         try:
-            os.posix_fallocate(self._fd, 0, size)
+            reserve(self._fd, size)
         except OSError as error:
             self.close()
             with suppress(OSError):

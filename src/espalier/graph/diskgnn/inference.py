@@ -29,6 +29,7 @@ from espalier.graph.data import Array
 from espalier.graph.gnn import Gnn, Layer
 from espalier.graph.neighbor_sampler import ALL, NeighborSampling
 from espalier.store.base import Rows
+from espalier.store.direct_io import reserve
 from espalier.store.rows import RowFile, RowLayout
 from espalier.units import show_size
 from espalier.workload import to_device
@@ -253,7 +254,7 @@ class _LayerPass:
             if layout is None:
                 file.truncate(state.rows * size)
             elif not state.rows:
-                os.posix_fallocate(file.fileno(), 0, int(layout.offsets[-1]))
+                reserve(file.fileno(), int(layout.offsets[-1]))
             since, held = 0, (self.rows.shape[0], folder.memory)
             for start, stop in _ranges(self.model, self.at, self.sampler, held, state.rows):
                 found = self._results(start, stop).contiguous()
