@@ -137,7 +137,11 @@ def _kinds(made: Pattern, edges: Tensor, nodes: int, most: int) -> Tensor:
 
 
 class TransformerLayer(nn.Module):
-    """x + attention(norm(x)), then x + feed_forward(norm(x)). `attend` is the seam."""
+    """x + attention(norm(x)), then x + feed_forward(norm(x)). `attend` is the seam.
+
+    The projection of the heads' outputs begins as the identity. As nn.Linear begins, it would make what attention adds
+    smaller by sqrt(3) once more, and WordNet is learnt more slowly (docs/graph-transformers.md).
+    """
 
     def __init__(self, options: config.GraphTransformer) -> None:
         super().__init__()
@@ -145,6 +149,8 @@ class TransformerLayer(nn.Module):
         self.heads, self.dropout = options.heads or 1, options.dropout or 0.0
         self.attention_norm, self.feed_forward_norm = _norm(options), _norm(options)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        nn.init.eye_(self.out.weight)
+        nn.init.zeros_(self.out.bias)
         self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
         self.bias = nn.Parameter(torch.zeros(options.distance + 3, self.heads)) if options.distance else None
         self.gates = nn.Parameter(torch.zeros(2, width)) if options.local else None
