@@ -36,6 +36,7 @@ def test_all_forms_of_stages_move_a_state_to_the_same_bits(luwu, tmp_path):
     assert found[0].equal(found[2])
 
 
+@pytest.mark.slow
 def test_rows_of_the_stages_say_what_was_limited(luwu, tmp_path):
     rows = luwu.stages(1024, 1, tmp_path)
     assert [row.peer for row in rows] == 2 * ["layer-centric, teams of one", "layer-centric, one team"]

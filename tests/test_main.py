@@ -78,6 +78,7 @@ def check(home: Path, verb: str, delay: float = 0.0, imports: int = 0) -> None:
     assert code in ((0, 130) if done else (130,)), (delay, errors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("imports", [1, 2000, *(pytest.param(one, marks=pytest.mark.slow) for one in (2, 20, 200))])
 def test_ctrl_c_right_after_the_start_is_no_traceback(home: Path, imports: int) -> None:
     check(home, "train", imports=imports)
@@ -97,6 +98,7 @@ def test_an_ignored_ctrl_c_stays_ignored(home: Path) -> None:
     assert done.returncode == 0
 
 
+@pytest.mark.slow
 def test_a_run_under_an_ignored_ctrl_c_goes_on_and_ends_at_sigterm(home: Path) -> None:
     (home / "machine.toml").write_text(programs.MACHINE)
     with subprocess.Popen(

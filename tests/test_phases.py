@@ -124,6 +124,7 @@ def rounds(kind: str) -> list[str]:
     return [f"sync.kind={kind}", "sync.steps=4", "sync.adapt=false", *cut]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)  # a dozen programs
 @pytest.mark.parametrize(
     ("ranks", "kind", "struck"),

@@ -61,6 +61,7 @@ def taken(run):
     return dict(map(int, line.split()) for line in (run.folder / "taken").read_text().splitlines())
 
 
+@pytest.mark.slow
 def test_a_loss_that_stays_high_is_put_back_and_its_batches_are_left_out_exactly_once(corpus, tmp_path):
     run = Noisy(recipe(corpus, rollback=4), 2, tmp_path / "run")
     run.run()
@@ -162,6 +163,7 @@ def test_what_heals_in_time_is_left_alone(corpus, tmp_path):
     assert not (run.folder / "skips.json").exists()
 
 
+@pytest.mark.slow
 def test_a_batch_that_is_never_finite_is_left_out_after_it_came_back(corpus, tmp_path):
     run = Noisy(recipe(corpus), 2, tmp_path / "run")
     run.noise, run.factor = (12,), math.nan

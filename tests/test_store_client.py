@@ -126,6 +126,7 @@ def test_torch_alone_asks_for_each_peer(asked, tmp_path):
     assert any(b"in-addr" in one for one in asked), "or the test above shows nothing"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quiet", [True, False])
 def test_what_c10d_warns_of_asks_too_unless_it_is_quiet(asked, tmp_path, quiet, monkeypatch):
     monkeypatch.delenv(process_environment.QUIET[0], raising=False)
@@ -133,12 +134,14 @@ def test_what_c10d_warns_of_asks_too_unless_it_is_quiet(asked, tmp_path, quiet, 
     assert bool(asked) != quiet
 
 
+@pytest.mark.slow
 def test_names_are_asked_for_again_once_it_is_connected(asked, tmp_path):
     run(CONNECT + AFTERWARDS, tmp_path)
     assert asked
     assert all(b"\x04host\x07example" in one for one in asked)
 
 
+@pytest.mark.slow
 def test_a_fork_while_somebody_connects_finds_names_as_before(asked, tmp_path):
     fork = "pid = os.fork() or os._exit(0 if not exec(AFTERWARDS) else 1)\nos.waitpid(pid, 0)\n"
     inside = f"{CONNECT}\nAFTERWARDS = {AFTERWARDS!r}\nwith store_client._connecting.to('127.0.0.1'):\n    "

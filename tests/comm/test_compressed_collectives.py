@@ -343,6 +343,7 @@ def _absent(channel: Channel) -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named() -> None:
     said = forks(3, _absent)
     for rank in (0, 2):
@@ -372,6 +373,7 @@ def _damaged(channel: Channel) -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_a_message_damaged_on_its_way_ends_the_run_and_names_its_sender() -> None:
     said = forks(2, _damaged)
     assert "class 'gradients' from rank 1 is damaged (collective 1" in said[0]

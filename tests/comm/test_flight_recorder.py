@@ -85,6 +85,7 @@ def _message(channel: Channel) -> None:
         time.sleep(4)
 
 
+@pytest.mark.slow
 def test_a_message_that_never_comes_names_its_sender() -> None:
     error = outcomes(2, _message, timeout=15)[1]
     assert isinstance(error, RunFailed)

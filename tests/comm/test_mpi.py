@@ -149,6 +149,7 @@ def outcomes(mpiexec: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "bound"), [("split", 1e-5), ("int8", 0.1)])
 def test_real_ranks_end_alike_and_within_the_codecs_bound(outcomes: Any, name: str, bound: float) -> None:
     for rank in outcomes:

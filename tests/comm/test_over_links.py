@@ -108,6 +108,7 @@ def expected() -> str:
     return first
 
 
+@pytest.mark.slow
 def test_lost_frames_change_no_bit(outcomes: Any, expected: str) -> None:
     assert [host[0][1] for host in outcomes] == [expected, expected]
 

@@ -74,6 +74,7 @@ def results(told: Iterator[Update]) -> list[int]:
     return [one.step for one in told if one.result is not None]
 
 
+@pytest.mark.slow
 def test_each_checkpoint_is_evaluated_once_also_by_a_watch_begun_again(home: Home) -> None:
     home.save(2)
     telling = home.watch()

@@ -94,6 +94,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_no_worker_outlives_a_killed_parent() -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     parent = subprocess.Popen(
@@ -126,6 +127,7 @@ with workers([Made("task", 1)], count=2) as pool:
 """
 
 
+@pytest.mark.slow
 def test_a_script_without_a_guard_starts_its_workers_once(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

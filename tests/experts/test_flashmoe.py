@@ -134,6 +134,7 @@ class ShuffledMemory(Shuffling, SharedMemory):
     pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "at_once", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["tile by tile", "all sources at once"]
 )

@@ -90,6 +90,7 @@ def test_a_bias_and_a_z_loss_over_ranks_train_as_on_one(folder):
     same(train(recipe, plan_of(2, even(2))), whole)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_with_experts_elsewhere(folder, alone, tmp_path):
     maps = [(2, even(2)), (3, even(3)), (1, ()), (4, even(2))]
     recipe, losses = moe_recipe(folder, steps=4), []

@@ -150,6 +150,7 @@ def test_the_example_of_a_graph_transformer_trains_over_two_ranks(tmp_path):
     assert answer.startswith("node 7\t")
 
 
+@pytest.mark.slow
 def test_the_example_on_disk_trains_with_features_ten_times_the_memory(tmp_path):
     (tmp_path / "machine.toml").write_text(MACHINE)
     example = str(ROOT / "examples" / "graph-on-disk.toml")

@@ -327,6 +327,7 @@ def test_the_energy_of_a_run_is_the_sum_of_its_parts_with_sources(run):
     assert "a model, not a measurement" in shown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["a2q", pytest.param("mega", marks=pytest.mark.slow)])
 def test_features_on_disk_and_quantized_layers_train_as_with_the_same_pool_in_memory(tmp_path, kind):
     (tmp_path / "machine.toml").write_text(MACHINE)

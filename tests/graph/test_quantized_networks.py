@@ -100,6 +100,7 @@ def test_codes_times_steps_are_what_is_computed_with_and_packed_answers_are_the_
     assert all(map(parametrize.is_parametrized, linear))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "quant", "halo"),
     [
@@ -204,6 +205,7 @@ def told(done) -> list[list[str]]:
     return [line.split("\t") for line in done.stdout.splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["virtual token, averages", "own layers"])
 def test_what_was_exported_predicts_by_itself_what_the_run_predicts(tmp_path, name):
     (tmp_path / "machine.toml").write_text(MACHINE)

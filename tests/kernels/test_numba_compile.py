@@ -78,6 +78,7 @@ def test_a_forked_child_runs_kernels_and_so_does_its_parent() -> None:
     assert summed(WHOLE).tolist() == SUMS
 
 
+@pytest.mark.slow
 def test_a_program_that_forks_as_soon_as_threads_have_begun_ends() -> None:
     """On one core, where no thread of TBB has run yet when it forks."""
     script = """

@@ -57,6 +57,7 @@ def test_a_killed_rank_ends_the_run_at_once_and_is_named(tmp_path):
     assert not any(alive(int((tmp_path / f"pid{rank}").read_text())) for rank in range(3))
 
 
+@pytest.mark.slow
 def test_a_ranks_own_error_is_shown_before_a_lost_peer(tmp_path):
     def task(place):
         if place.rank == 0:

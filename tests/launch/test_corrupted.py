@@ -67,6 +67,7 @@ def test_it_is_noticed_where_states_are_only_saved_on_disk(corpus, unbroken, tmp
     assert [event["source"] for event in run.all("recovered")] == ["disk"]
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_wrong_again_and_again_ends_the_run(corpus, tmp_path):
     with pytest.raises(Exception, match="Rank 1 no longer holds what the others do") as caught:
         flipped(corpus, tmp_path, 3, rank=1, times=9, restarts=1)

@@ -75,6 +75,7 @@ def test_hosts_that_pass_are_not_blamed(corpus, unbroken, tmp_path):
     assert incident["what"].startswith("On host there: Rank 1 failed: ConnectionResetError")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_quick")
 def test_a_host_that_fails_alone_is_named(corpus, unbroken, tmp_path, monkeypatch):
     plain = faulty_host_search.gathers

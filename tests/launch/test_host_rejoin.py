@@ -129,6 +129,7 @@ def test_two_hosts_come_back_at_the_same_time_and_one_that_is_lost_again_too(out
     assert len([line for line in outcome.said if "is back" in line]) == 3
 
 
+@pytest.mark.slow
 def test_a_host_that_cannot_be_reached_at_first_is_asked_again_with_growing_pauses(outcome) -> None:
     outcome.carry_out("a,late")
     assert outcome.error is None
@@ -136,6 +137,7 @@ def test_a_host_that_cannot_be_reached_at_first_is_asked_again_with_growing_paus
     assert list(host_rejoin.PAUSES) == sorted(host_rejoin.PAUSES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("absence", "patience"), [pytest.param(4.0, 60.0, marks=pytest.mark.slow), (60.0, 4.0)])
 def test_a_host_that_stays_away_ends_the_run_in_time_and_is_named(outcome, absence, patience) -> None:
     """By the launcher's clock, or where that is sooner by that of the first host."""
@@ -150,6 +152,7 @@ def test_a_host_that_stays_away_ends_the_run_in_time_and_is_named(outcome, absen
     assert time.monotonic() - begun < 40
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("host", "named"),
     [
@@ -165,6 +168,7 @@ def test_what_comes_back_as_another_is_named_at_once(outcome, host, named) -> No
     assert len(outcome.pids(host)) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "absence"),
     [

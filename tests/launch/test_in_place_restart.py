@@ -85,6 +85,7 @@ def test_what_their_launcher_did_before_makes_no_difference(corpus, unbroken, tm
     stays(corpus, unbroken, tmp_path, 2, 1, "kill")
 
 
+@pytest.mark.slow
 def test_one_after_the_other_and_two_at_once(corpus, unbroken, tmp_path):
     faults = [Fault(1, 2, "kill"), Fault(0, 4, "kill"), Fault(0, 7, "kill"), Fault(1, 7, "kill")]
     run = struck(corpus, tmp_path, 3, faults)
@@ -162,6 +163,7 @@ def by_rounds(corpus, folder, world, faults, steps=40):
     ).run()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_replicas_go_on_by_rounds_and_let_another_in(corpus, tmp_path, rank):
     run = by_rounds(corpus, tmp_path, 3, [Fault(rank, 7, "kill")])

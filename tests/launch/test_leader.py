@@ -162,6 +162,7 @@ def lost(run: Abroad) -> tuple[dict[str, Any], dict[str, Any]]:
     return incident, recovered
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("away", "stays"),
     [

@@ -166,6 +166,7 @@ disconnect()
 """
 
 
+@pytest.mark.slow
 def test_real_ranks_meet(mpiexec: str) -> None:
     done = subprocess.run(
         [mpiexec, "-n", "3", sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=55, check=False

@@ -14,6 +14,7 @@ from espalier.launch.base import RankSpec
 from espalier.launch.resize import RunShape
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dead", "memory"), [(0, 0), pytest.param(2, 1 << 26, marks=pytest.mark.slow)])
 def test_a_place_that_always_dies_is_left_out_and_no_bit_differs_from_a_run_begun_there_on_fewer(
     corpus, tmp_path, dead, memory
@@ -92,6 +93,7 @@ def slept(tmp_path, toy):
     return supervisor.run(toy.life(toy.shares), places(2), care), events
 
 
+@pytest.mark.slow
 def test_a_rank_that_stays_slow_leads_to_another_plan_where_enough_is_left(tmp_path):
     returned, events = slept(tmp_path, Toy(tmp_path, 100, (0.005, 0.02)))
     assert returned == [(6, 2), (6, 2)]
@@ -106,6 +108,7 @@ def test_a_rank_that_stays_slow_leads_to_another_plan_where_enough_is_left(tmp_p
     assert (recovered["kind"], recovered["lost_steps"]) == ("replanned", 0)
 
 
+@pytest.mark.slow
 def test_no_switch_where_the_rest_of_the_run_is_too_short(tmp_path):
     toy = Toy(tmp_path, 50, (0.005, 0.02))
     toy.saving = lambda: 60.0
@@ -115,6 +118,7 @@ def test_no_switch_where_the_rest_of_the_run_is_too_short(tmp_path):
     assert "does not pay" in events[1]["what"]
 
 
+@pytest.mark.slow
 def test_where_fewer_cannot_hold_the_run_it_says_so(tmp_path):
     def task(place):
         with contextlib.suppress(KeyboardInterrupt):

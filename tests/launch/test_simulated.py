@@ -103,6 +103,7 @@ def outlived(case: tuple[int, list[Fault]], stays: str) -> None:
     outlives(ranks, schedule, stays)
 
 
+@pytest.mark.slow
 @NORMAL
 @CASES
 def test_a_run_outlives_whatever_is_no_ones_fault(case: tuple[int, list[Fault]], stays: str) -> None:
@@ -355,6 +356,7 @@ class Leaving(Hosts):
         return [fields for event, fields in self.told if event == "incident"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hosts", [2, 3])
 def test_a_host_that_was_left_out_has_ranks_again_when_it_is_back_and_no_step_is_lost(hosts: int) -> None:
     run = Leaving(hosts, 2000, returns=60.0)
@@ -373,6 +375,7 @@ def test_a_host_that_was_left_out_has_ranks_again_when_it_is_back_and_no_step_is
     assert actors[-1].outcome == [2000], "its new supervisor has run ranks"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("steps", "ratio"), [(500, 0.5), (2000, 0.95)])
 def test_a_host_that_is_back_has_no_ranks_where_that_does_not_pay(steps: int, ratio: float) -> None:
     run = Leaving(2, steps, returns=60.0, ratio=ratio)
@@ -384,6 +387,7 @@ def test_a_host_that_is_back_has_no_ranks_where_that_does_not_pay(steps: int, ra
     assert run.shapes.hosts == (0,)
 
 
+@pytest.mark.slow
 def test_a_host_that_comes_and_goes_is_taken_in_ever_less() -> None:
     run = Leaving(2, 6000, returns=60.0)
     run.start(0)

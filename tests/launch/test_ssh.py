@@ -169,6 +169,7 @@ def test_the_host_at_fault_is_named(options, tmp_path, names, named) -> None:
     assert caught.value.do
 
 
+@pytest.mark.slow
 def test_a_host_that_does_not_answer_is_waited_for_only_so_long(options, tmp_path) -> None:
     with pytest.raises(UserError, match="Host silent did not answer within 2 s"):
         carried_out(options, "silent", tmp_path, patience=2.0)
@@ -187,6 +188,7 @@ def test_a_taken_port_is_named(options, tmp_path) -> None:
             carried_out(Launch(options.command, port=port, python=options.python), "a,b", tmp_path)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_others_at_once_and_is_named(options, tmp_path) -> None:
     begun = time.monotonic()
     with pytest.raises(RunFailed, match=r"The supervisor on host killed was killed \(SIGKILL\)"):
@@ -244,6 +246,7 @@ def test_the_second_interrupt_ends_those_that_do_not_obey(options, tmp_path) -> 
     assert all_ended(tmp_path, ("a", "b"))
 
 
+@pytest.mark.slow
 def test_a_hangup_stops_the_run_and_under_nohup_it_does_not(options, tmp_path) -> None:
     process = started(options, tmp_path, "obeys", "nohup")
     process.send_signal(signal.SIGHUP)

@@ -202,6 +202,7 @@ def test_the_store_is_on_loopback_alone_and_the_gate_where_others_come() -> None
         store_client.connect("127.0.0.2", port, 2.0)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_while_strangers_come_and_recovers_as_ever(corpus, unbroken, tmp_path) -> None:
     run = Abroad(recipe_of(corpus), 2, tmp_path / "run", (Fault(1, 6, "kill"),), memory=1 << 26).start()
     run.reaches(2)

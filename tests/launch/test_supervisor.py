@@ -89,6 +89,7 @@ def orphaned(corpus, unbroken, folder, world, rank):
     assert same(again, unbroken(world))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "rank"), [(2, 1), pytest.param(3, 0, marks=pytest.mark.slow)])
 def test_a_killed_supervisor_leaves_no_rank_and_the_same_run_goes_on(corpus, unbroken, tmp_path, world, rank):
     orphaned(corpus, unbroken, tmp_path, world, rank)
@@ -158,6 +159,7 @@ def test_a_rank_that_falls_asleep_without_a_step_is_found_as_soon_as_in_one(corp
     assert recovered["seconds"] < 3 * run.heartbeat + 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [(1, 2), pytest.param((20,), marks=pytest.mark.soak)])
 def test_a_step_that_computes_for_long_is_waited_for_past_every_deadline(corpus, tmp_path, steps):
     recipe = recipe_of(corpus, train={"steps": steps[-1] + 2, "validate_every": 1000})
@@ -257,6 +259,7 @@ def test_a_fault_of_the_machine_is_tried_as_often_as_a_death_and_names_the_host(
     assert {event["suspect"] for event in found} == {socket.gethostname()}
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_again_and_again_is_tried_four_times(tmp_path):
     def task(place):
         if place.rank == 1:

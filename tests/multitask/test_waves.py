@@ -75,6 +75,7 @@ def test_a_plan_of_waves_says_who_runs_what_and_trains_as_one_rank_does(
     alike(trained(None, plan=two), whole)
 
 
+@pytest.mark.slow
 def test_a_run_in_waves_is_taken_up_by_other_waves_and_by_one_rank(
     two: plans.Plan, whole: list[dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -180,6 +181,7 @@ def some(*names: str) -> dict[str, Any]:
     return {"tasks": tasks, "towers": [one for one in tiny_tasks.TABLE["towers"] if one["name"] in used]}
 
 
+@pytest.mark.slow
 def test_a_task_comes_and_goes_between_runs_and_the_others_do_not_notice(two: plans.Plan, tmp_path: Path) -> None:
     """What stays goes on from the same bits: losses of its third step are those of the run that nobody changed. What
     comes has its initial weights. By waves, too."""

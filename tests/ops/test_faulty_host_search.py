@@ -81,6 +81,7 @@ def part(channel, port, how):
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [pytest.param({}, marks=pytest.mark.slow), {2: "corrupts", 5: "refuses"}])
 def test_real_groups_find_who_corrupts_and_who_refuses(how):
     with served() as port:
@@ -95,6 +96,7 @@ def test_real_groups_find_who_sleeps():
     assert found.faulty == (3,), found
 
 
+@pytest.mark.slow
 def test_who_is_slow_to_start_is_waited_for_and_spoils_no_others_test():
     with served() as port:
         found = outcomes(3, part, port, {2: "late"}, timeout=60.0)[0]

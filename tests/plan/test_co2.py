@@ -100,6 +100,7 @@ def test_methods_that_wait_have_rounds_in_which_that_is_little() -> None:
         assert 0 < plan.predicted.terms["outer"] <= 0.06 * plan.predicted.step_seconds
 
 
+@pytest.mark.slow
 def test_auto_takes_rounds_only_where_little_else_would_happen() -> None:
     assert planned(asked(Auto()), office("10Gbit/s")).outer is None
     assert planned(asked(Auto()), office("20Mbit/s")).outer is not None

@@ -64,6 +64,7 @@ def test_parts_are_taken_where_their_boundary_is_small_and_drawn_batches_where_f
     assert any("one rank has the whole graph" in one for one in slow.why)
 
 
+@pytest.mark.slow
 def test_over_a_slow_link_parts_are_taken_where_their_boundary_is_small_and_one_machine_where_it_is_large(tmp_path):
     slow = cluster(tmp_path, 2, ("20Mbit/s", "200us", "50us"))
     graph = "planted:nodes=20000,degree=40,features=64,classes=4,homophily={}"
@@ -120,6 +121,7 @@ def steps(folder: Path) -> list[tuple[int, float]]:
     return [(one["step"], one["loss"]) for one in events if one["event"] == "step"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("path", "pins"), [(FEW, "drawn"), pytest.param(MANY, "parts", marks=pytest.mark.slow)])
 def test_the_run_does_what_was_chosen_as_if_it_had_been_asked_for_and_keeps_it_when_it_goes_on(
     tmp_path, monkeypatch, path, pins
@@ -158,6 +160,7 @@ def test_the_run_does_what_was_chosen_as_if_it_had_been_asked_for_and_keeps_it_w
     assert [step for step, _ in steps(tmp_path / "open")] == list(range(1, 6 * plan.batches.steps + 1))
 
 
+@pytest.mark.slow
 def test_parts_and_drawn_batches_are_tried_in_real_ranks_before_one_is_chosen(tmp_path):
     asked = recipe(tmp_path, FEW, "pin = { ranks = 2, threads = 1 }")
     asked.write_text(asked.read_text().replace("trial = false", "trial = true"))

@@ -59,6 +59,7 @@ def test_every_rank_holds_all_where_tokens_cost_more():
     assert any("with every expert on each rank, spread over" in why for why in found.plan.why)
 
 
+@pytest.mark.slow
 def test_the_choice_is_that_of_the_best_pin():
     for batch, between in ((16, "1Gbit/s"), (1024, "200Mbit/s")):
         request = mixture(batch=batch, pin=FOUR)

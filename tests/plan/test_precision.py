@@ -150,6 +150,7 @@ def test_memory_decides_where_a_faster_precision_does_not_fit() -> None:
 # --- mixed clusters ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_one_t4_does_not_slow_sixteen_a100s() -> None:
     request = decoder(**LARGE)
     alone, beside = mixed(("A100-80GB", 2, 8)), mixed(("A100-80GB", 2, 8), ("T4", 1, 1))
@@ -175,6 +176,7 @@ def test_a_slow_card_first_in_the_file_is_left_out_too() -> None:
     assert {rank.node for rank in plan.ranks} == {1}
 
 
+@pytest.mark.slow
 def test_machines_of_one_precision_agree_by_rounds_without_the_card_that_lacks_it() -> None:
     far = {"between": "100Mbit/s"}
     request = decoder(**{**LARGE, "batch": 4096}, sync=Auto())

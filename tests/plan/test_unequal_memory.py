@@ -87,6 +87,7 @@ def drawn(count: int, seed: int) -> list[tuple[unequal.EngineCosts, UnequalLayou
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "seed"), [(1, 11), *(pytest.param(25, seed, marks=pytest.mark.slow) for seed in range(100, 108))]
 )

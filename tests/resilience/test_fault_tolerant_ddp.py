@@ -126,6 +126,7 @@ def simulated(members: list[tuple[int, ...]]) -> str:
     return hashed(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_death_loses_no_step_and_the_one_in_its_place_has_all(victim: int) -> None:
     with replicas(3) as crew:
@@ -147,6 +148,7 @@ def test_a_death_loses_no_step_and_the_one_in_its_place_has_all(victim: int) -> 
     assert pause < GRACE + 2.0, f"survivors stood still for {pause:.2f} s"
 
 
+@pytest.mark.slow
 def test_one_that_stands_still_is_given_up() -> None:
     with replicas(3) as crew:
         crew[1].until(5)

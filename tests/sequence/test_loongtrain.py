@@ -116,6 +116,7 @@ def test_every_cut_equals_one_device(ranks: int) -> None:
     assert max(found.values()) < 1e-12, {case: error for case, error in found.items() if error >= 1e-12}
 
 
+@pytest.mark.slow
 def test_single_precision_is_as_good_as_on_one_device() -> None:
     assert max(errors([one for case in cuts(4) for one in variants(case)], torch.float32).values()) < 2e-6
 

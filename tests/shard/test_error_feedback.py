@@ -91,6 +91,7 @@ def _every_triple(channel: Channel, name: str, accumulate: int) -> Any:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["split", pytest.param("mpc", marks=pytest.mark.slow)])
 def test_lossless_codecs_train_as_one_rank_does(name: str) -> None:
     plain = trained(None, Spread())
@@ -99,6 +100,7 @@ def test_lossless_codecs_train_as_one_rank_does(name: str) -> None:
             same(found, plain, relative=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_int8_with_feedback_trains_under_every_triple(accumulate: int) -> None:
     plain, start = loss(trained(None, Spread())), loss(dict(net().state_dict()))

@@ -65,6 +65,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [pytest.param(4, marks=pytest.mark.slow), 2])
 def test_every_triples_checkpoint_resumes_under_others_and_on_other_numbers_of_ranks(saved: Path, n: int) -> None:
     end = plain(torch.float64, STEPS)["parameters"]

@@ -146,6 +146,7 @@ def test_unequal_numbers_of_ranks_share_what_a_boundary_carries() -> None:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(16, 64), pytest.param((1024, 1), marks=pytest.mark.slow)])
 def test_a_thousand_ranks_are_built_and_checked_in_five_seconds(shape) -> None:
     depth, width = shape

@@ -149,6 +149,7 @@ NOTE = degrees([([(3, 2), (4, 1)], 5), ([(4, 1)], 3)])
 """[[2, 1], [1]] with layers [[3, 1], [4]]: layers 0 to 2 over two ranks in one pipeline, on one in the other."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan",
     [
@@ -182,6 +183,7 @@ def as_one_rank(ranks: Sequence[Trained], one: Trained) -> None:
         assert (value - one.weights[name]).abs().max() <= 1e-10 * one.weights[name].abs().max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("precision", "bound"), [("fp64", 1e-10), pytest.param("fp32", 1e-5, marks=pytest.mark.slow)])
 def test_ten_steps_in_either_precision_are_those_of_one_rank(folder: Path, precision: str, bound: float) -> None:
     recipe = recipe_of(folder, WIDE, {"steps": 10, "precision": precision, "validate_every": 100})
@@ -195,6 +197,7 @@ def test_ten_steps_in_either_precision_are_those_of_one_rank(folder: Path, preci
         assert float((value - one.weights[name]).abs().max()) <= bound * largest, name
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_from_one_tensor_degree_to_another(folder: Path, one_wide: Trained, tmp_path: Path) -> None:
     recipe = recipe_of(folder, WIDE)
     turned = degrees([([(4, 1)], 3), ([(1, 1), (4, 4)], 5)])
@@ -254,6 +257,7 @@ def test_a_checkpoint_of_any_layout_is_that_of_any_other_to_the_bit(
     assert not taken[0].losses
 
 
+@pytest.mark.slow
 def test_optimizer_states_go_through_any_layout_to_the_bit(folder: Path, tmp_path: Path) -> None:
     """A third step on one rank from what a layout left, and from what three others in turn took up and saved again."""
     recipe, at = recipe_of(folder), [tmp_path / str(number) for number in range(4)]

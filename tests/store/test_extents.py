@@ -164,6 +164,7 @@ print("done", flush=True)
 """
 
 
+@pytest.mark.slow
 def test_a_writer_killed_again_and_again_makes_the_same_container(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", PACK, tmp_path / "unbroken"], check=True, capture_output=True, timeout=120)
     chance, kills, done = random.Random(3), 0, False

@@ -248,6 +248,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_a_process_killed_at_any_moment_leaves_a_whole_step(tmp_path: Path) -> None:
     path, chance, last = tmp_path / "file", random.Random(5), -1
     Generations.create(path, {str(k): 30_000 + k for k in range(12)}).close()

@@ -253,6 +253,7 @@ def edited(home, **changes):
     path.write_text(plans.dumps(msgspec.structs.replace(plans.read(path), **changes)))
 
 
+@pytest.mark.slow
 def test_a_plan_edited_to_cut_more_heads_than_there_are_is_refused_before_the_first_step(home, capsys):
     """And so is a pin of as many when the run is taken up again."""
     assert cli.main(["train", "recipe.toml", "--json"]) == 0
@@ -267,6 +268,7 @@ def test_a_plan_edited_to_cut_more_heads_than_there_are_is_refused_before_the_fi
     assert "plan.pin.hp=2" in text
 
 
+@pytest.mark.slow
 def test_a_plan_edited_so_that_ranks_wait_without_end_names_the_first_and_its_action(home, capsys):
     more = ["model.depth=4", "train.batch_tokens=256"]
     assert cli.main(["train", "recipe.toml", *more, "--json"]) == 0

@@ -95,6 +95,7 @@ def test_workers_take_steps_of_their_own_by_one_option(tmp_path: Path) -> None:
     assert "after step 5" in ended.stdout
 
 
+@pytest.mark.slow
 def test_a_folder_for_the_node_that_holds_another_runs_state_or_cannot_be_written_is_refused_by_name(
     tmp_path: Path,
 ) -> None:

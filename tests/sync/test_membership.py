@@ -9,6 +9,7 @@ import pytest
 from processes import crew, crew_and_store
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method", ["co2", *(pytest.param(one, marks=pytest.mark.slow) for one in ("streaming_diloco", "diloco"))]
 )
@@ -33,6 +34,7 @@ def test_all_but_one_are_killed_and_it_finishes_alone() -> None:
     assert "lost (2,) left (1,)" in said
 
 
+@pytest.mark.slow
 def test_a_member_that_stands_still_is_given_up_and_told_so() -> None:
     with crew(3, "co2", 30, pause=0.005) as members:
         members[0].reach("round 5")
@@ -49,6 +51,7 @@ def test_without_faults_all_are_one() -> None:
     assert len(said) == 1
 
 
+@pytest.mark.slow
 def test_a_store_that_falls_silent_is_not_waited_for_for_ever() -> None:
     with crew_and_store(2, "co2", 10_000) as (members, store):
         members[0].reach("round 5")

@@ -67,6 +67,7 @@ def held() -> dict[tuple[str, str, int], int]:
     return dict(zip(cases, map(int, done.stdout.split()), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "codec"), ENGINES)
 def test_an_engine_holds_as_many_copies_as_its_cost_says(
     held: dict[tuple[str, str, int], int], name: str, codec: str

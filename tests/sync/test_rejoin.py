@@ -18,6 +18,7 @@ from espalier.sync import CO2, rejoin
 from espalier.sync.membership import MemberGroup
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method",
     ["eager", *(pytest.param(name, marks=pytest.mark.slow) for name in ("co2", "diloco", "streaming_diloco"))],
@@ -51,6 +52,7 @@ def test_killed_while_it_comes_back_and_the_others_go_on() -> None:
     assert said[0].count("lost (2,)") == 2
 
 
+@pytest.mark.slow
 def test_in_ones_own_loop() -> None:
     """Two ranks that met in a store of their own; the second leaves and one in its place comes back."""
     store, found = HashStore(), {}

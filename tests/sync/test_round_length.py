@@ -128,6 +128,7 @@ def test_no_waits_part_the_ranks(shape: tuple[int, int], rounds: int) -> None:
     assert not trouble(shape, rounds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "rounds"), [((2, 2), 5), ((3, 2), 3)])
 def test_no_order_of_events_and_no_waits_part_the_ranks(shape: tuple[int, int], rounds: int) -> None:
     assert not trouble(shape, rounds, orders=True)

@@ -161,6 +161,7 @@ NORMAL = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=() if case in NORMAL else pytest.mark.slow) for case in CASES]
 )
@@ -293,6 +294,7 @@ def test_error_feedback_goes_on_bit_for_bit(corpus: Path, tmp_path: Path) -> Non
     assert all(torch.equal(value, wanted[name]) for name, value in found.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "mode"),
     [

@@ -135,6 +135,7 @@ def test_edges_sampled_on_disk_change_no_bit(graph, tmp_path, weighted, monkeypa
     assert all(torch.equal(value, found[1][0][1][name]) for name, value in found[0][0][1].items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.5, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_ranks_share_one_rolling_pool_and_a_resumed_run_is_unbroken(graph, tmp_path, share, monkeypatch):
     monkeypatch.setattr(rolling_pool, "AHEAD", 8)

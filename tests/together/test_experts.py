@@ -37,6 +37,7 @@ def staged(asked):
     return plans.Plan(ranks=halves * 2, stages=stages, experts=HELD, micro_batch=2, recompute="block")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("struck", "memory"), [pytest.param(1, 0, marks=pytest.mark.slow), pytest.param(2, 1 << 26)], ids=["disk", "memory"]
 )

@@ -75,6 +75,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "memory"), CASES)
 def test_a_killed_rank_changes_no_bit(corpus, tmp_path, kind, memory):
     tables = {"train": {"steps": STEPS, "optimizer": {"kind": "adamw"}}, "model": {"depth": 1 + (kind == "pipeline")}}

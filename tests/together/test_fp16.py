@@ -204,6 +204,7 @@ def test_what_no_factor_mends_ends_the_run(corpus, monkeypatch):
         train(recipe, plan_of(), workload=Overflowing(open_language(recipe), step=2, sample=5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "way", ["all states in shards", *(pytest.param(one, marks=pytest.mark.slow) for one in ("one rank", "two stages"))]
 )

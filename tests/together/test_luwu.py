@@ -39,6 +39,7 @@ def whole(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> OnNode:
     return OnNode(asked, 3, tmp_path_factory.mktemp("whole") / "run", plan=on_node(asked, 2)).run()
 
 
+@pytest.mark.slow
 def test_a_run_on_a_node_is_data_parallel(corpus: Path, tmp_path: Path, whole: OnNode) -> None:
     asked = recipe(corpus)
     plain = plan_of(asked, 2)
@@ -84,6 +85,7 @@ def test_a_node_killed_as_it_commits_goes_on_from_a_whole_step(
     assert same(run, whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "value", "told"),
     [
@@ -133,6 +135,7 @@ def fails(call: str, number: int, after: int, marker: Path) -> Callable[[launch.
     return arm
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "number", "told"),
     [
@@ -158,6 +161,7 @@ def test_a_disk_that_is_full_or_gone_ends_the_run_in_its_words_and_the_run_goes_
     assert len(run.all("run")) == 2
 
 
+@pytest.mark.slow
 def test_a_state_that_may_not_grow_so_large_is_refused_with_the_bytes_that_it_lacks(
     corpus: Path, tmp_path: Path, whole: OnNode
 ) -> None:
@@ -189,6 +193,7 @@ def test_a_slow_disk_is_waited_for(corpus: Path, tmp_path: Path, whole: OnNode) 
     assert not run.all("incident")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_where_the_files_of_a_node_are_taken_away_the_run_ends_and_goes_on_when_they_are_back(
     corpus: Path, tmp_path: Path, whole: OnNode, killed: bool

@@ -78,6 +78,7 @@ def stopped(corpus: Path, tmp_path: Path, half: Path) -> tuple[OnNode, Path]:
     return OnNode(asked, 3, folder, plan=on_node(asked, 2)), folder / "optimizer" / "node-0" / "state"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "what", ["parameters", *(pytest.param(one, marks=pytest.mark.slow) for one in ("moments", "totals")), "header"]
 )
@@ -118,6 +119,7 @@ def test_a_state_of_which_no_step_is_whole_is_refused_by_name(
     assert max(run.losses) == STRUCK
 
 
+@pytest.mark.slow
 def test_a_bit_flipped_while_the_run_goes_on_ends_it_by_name_and_the_same_command_goes_on(
     corpus: Path, tmp_path: Path, whole: OnNode
 ) -> None:
@@ -163,6 +165,7 @@ def once(step: int, action: Callable[[], None], marker: Path) -> Callable[[launc
     return arm
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("standby", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_stopped_node_is_named_and_all_go_on_and_no_bit_changes(
     corpus: Path, tmp_path: Path, whole: OnNode, standby: bool
@@ -206,6 +209,7 @@ def through(proxies: list[LossyProxy], **network: float) -> Callable[[launch.Ran
     return arm
 
 
+@pytest.mark.slow
 def test_frames_lost_and_damaged_change_no_bit_of_a_run(
     corpus: Path, tmp_path: Path, whole: OnNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,6 +231,7 @@ def test_frames_lost_and_damaged_change_no_bit_of_a_run(
     assert not run.all("incident")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [2.0, pytest.param(30.0, marks=pytest.mark.slow)])
 def test_links_that_are_cut_for_a_while_change_no_bit_of_a_run(
     corpus: Path, tmp_path: Path, whole: OnNode, seconds: float
@@ -259,6 +264,7 @@ def test_a_worker_killed_in_a_push_changes_no_bit(corpus: Path, tmp_path: Path, 
 # --- workers -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_workers_come_and_go_between_starts_and_have_unequal_shares(
     corpus: Path, tmp_path: Path, whole: OnNode
 ) -> None:
@@ -277,6 +283,7 @@ def test_workers_come_and_go_between_starts_and_have_unequal_shares(
 # --- what the disk reads and writes ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_events_have_the_bytes_that_the_kernel_counts_at_the_nodes_disk_and_the_formula_says(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -83,6 +83,7 @@ def whole(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> OnNode:
     return OnNode(asked, 3, tmp_path_factory.mktemp("whole") / "run", plan=on_node(asked, 2)).run()
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_in_a_push_is_replaced_on_its_host(corpus: Path, tmp_path: Path, whole: OnNode) -> None:
     asked, faults = recipe(corpus), (Fault(1, STRUCK, "kill"),)
     run = Apart(asked, 3, tmp_path / "run", faults, plan=on_node(asked, 2), inside=(Client, "encode")).run()
@@ -92,6 +93,7 @@ def test_a_worker_that_is_killed_in_a_push_is_replaced_on_its_host(corpus: Path,
     assert run.all("recovered")[0]["step"] >= STRUCK - 2
 
 
+@pytest.mark.slow
 def test_a_node_that_is_killed_on_its_host_is_started_again_there_and_the_workers_stay(
     corpus: Path, tmp_path: Path, whole: OnNode
 ) -> None:
@@ -104,6 +106,7 @@ def test_a_node_that_is_killed_on_its_host_is_started_again_there_and_the_worker
     assert len(run.all("run")) == 1
 
 
+@pytest.mark.slow
 def test_a_worker_that_always_dies_on_its_host_ends_the_run_which_names_the_host_and_how_to_go_on_without_it(
     corpus: Path, tmp_path: Path
 ) -> None:
@@ -116,6 +119,7 @@ def test_a_worker_that_always_dies_on_its_host_ends_the_run_which_names_the_host
     assert "repair there, or go on without it: the same command with the other hosts in --hosts" in error.do
 
 
+@pytest.mark.slow
 def test_a_worker_that_always_dies_on_its_host_is_left_out_and_the_others_go_on_from_the_nodes_step(
     corpus: Path, tmp_path: Path, whole: OnNode
 ) -> None:

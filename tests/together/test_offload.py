@@ -157,6 +157,7 @@ def test_stopped_on_disk_and_resumed_in_memory_and_the_other_way_is_unbroken(cor
         assert all(torch.equal(value, after[1][name]) for name, value in whole[1].items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -292,6 +293,7 @@ def test_parameters_elsewhere_change_no_bit(corpus, micro_batch):
     assert all(fields["offload"]["host"]["read"] > 0 for fields in on_host[2])
 
 
+@pytest.mark.slow
 def test_parameters_elsewhere_are_saved_and_restored_like_those_in_memory(corpus, tmp_path):
     recipe = recipe_of(corpus, model=UNTIED)
     whole = train(recipe, plan_of(plans.Offload()))

@@ -120,6 +120,7 @@ def lengths(run: Struck) -> dict[int, float]:
     return {event["step"]: event["value"] for event in run.all("rule") if event["name"] == "sync.steps"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shards", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_rounds_that_follow_waits_never_stand_still_and_repeat_by_their_log(
     corpus: Path, tmp_path: Path, shards: int

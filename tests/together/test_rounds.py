@@ -148,6 +148,7 @@ def test_all_ranks_end_with_one_model_and_have_learned(corpus, method):
     assert first[0][14] < first[0][4] < math.log(256) + 0.5
 
 
+@pytest.mark.slow
 def test_interrupted_in_flight_and_resumed_equals_unbroken_bit_for_bit(corpus, tmp_path):
     recipe = recipe_of(corpus, precision="fp32")
     for method, ranks, shard in (("co2", 2, ()), ("streaming_diloco", 2, ()), ("co2", 4, (1, 1, 2))):

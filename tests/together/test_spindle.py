@@ -118,6 +118,7 @@ def losses(found: workload_registry.Resolved, plan: plans.Plan, folder: Path | N
     return result
 
 
+@pytest.mark.slow
 def test_nodes_of_a_graph_and_a_scene_with_its_field_are_taken_up_in_waves(
     found: workload_registry.Resolved, tmp_path: Path
 ) -> None:

@@ -53,6 +53,7 @@ def test_without_score_there_is_a_recipe(arguments: list[str], named: str, capsy
     assert named in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_plan_imports_neither_dtensor_nor_checkpoints() -> None:
     script = "import sys; from espalier.verbs import plan\n"
     script += "slow = {'torch.distributed.tensor', 'torch.distributed.checkpoint', 'sympy'} & set(sys.modules)\n"

@@ -195,6 +195,7 @@ def exported(folder: Path, run: str, form: str) -> dict[str, bytes]:
     return {str(one.relative_to(folder / f"out-{form}")): one.read_bytes() for one in files if one.is_file()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(one, marks=() if one in ("bpe", "node", "module") else pytest.mark.slow) for one in RECIPES]
 )
@@ -507,6 +508,7 @@ def large(home: Path) -> Path:
     return home / "runs" / "large"
 
 
+@pytest.mark.slow
 def test_of_a_large_graph_the_model_needs_no_data_and_predictions_take_it_from_anywhere(
     home: Path, large: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

@@ -135,6 +135,7 @@ def signalled_and_requeued(folder, options, *changes, saving=False):
     assert begun[0] == 0 < begun[1] < 300
 
 
+@pytest.mark.slow
 def test_usr1_saves_and_requeues_and_the_second_life_ends_with_the_unbroken_runs_bits(cluster, capsys):
     signalled_and_requeued(cluster, "time=0:10:00 partition=short")
     assert "Submitted as job 77" in capsys.readouterr().out

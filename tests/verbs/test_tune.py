@@ -82,6 +82,7 @@ SLOW = pytest.mark.slow
 CONSTANT = "train.schedule.kind=constant"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "more"),
     [
@@ -156,6 +157,7 @@ def test_frozen_weights_are_neither_sent_nor_saved(home: Path) -> None:
         torch.testing.assert_close(both[key], value, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_states_of_adapters_are_divided_over_ranks_and_a_run_goes_on_from_adapters(home: Path) -> None:
     recipe(home, "whole", "lora", "rank = 2", steps=2, ranks=2)
     recipe(home, "shares", "lora", "rank = 2", steps=2, ranks=2)

@@ -123,6 +123,7 @@ def test_ranges_that_need_too_much_of_one_another_are_not_condensed(world):
     assert few.plain > few.condensed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sage", "maxk"])
 def test_a_killed_inference_goes_on_where_it_stood(world, name, monkeypatch, condensed):
     _, topology, features, folder = world

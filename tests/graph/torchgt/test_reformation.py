@@ -123,6 +123,7 @@ def test_equal_speeds_decide_nothing():
     assert [speed.heard(1.0) for _ in range(30)] == [0] * 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cuts", [pytest.param((), marks=pytest.mark.slow), (50,)])
 def test_a_run_leaves_edges_out_and_goes_on_after_a_stop_as_one_that_was_not_stopped(tmp_path, monkeypatch, cuts):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -168,6 +168,7 @@ def test_a_node_whose_disk_was_removed_does_not_begin_again_unnoticed(tmp_path: 
     process.join(10)
 
 
+@pytest.mark.slow
 def test_a_node_with_a_slow_disk_is_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     one = job()
     times = Times(heartbeat=0.02, resend=0.1, silence=0.3, patience=0.5, answer=20.0)

@@ -103,6 +103,7 @@ def strike(nodes: Nodes, draw: random.Random, made: trainer.Trainer) -> None:
         nodes.begin()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_node_killed_at_random_points_costs_two_trainers_no_bit(tmp_path: Path, seed: int) -> None:
     asked, how = recipe(tmp_path / "data", steps=STEPS, clip=0.5), plan(4, 1, 2)

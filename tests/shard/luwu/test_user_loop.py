@@ -228,6 +228,7 @@ def test_the_example_runs_and_goes_on_where_it_stood(
         assert [int(one) for one in told] == list(range(first, first + 20))
 
 
+@pytest.mark.slow
 def test_the_example_goes_on_where_its_node_starts_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

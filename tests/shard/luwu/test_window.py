@@ -90,6 +90,7 @@ def plain(recipe: Recipe, micro_batch: int, count: int) -> tuple[list[tuple[floa
     return run.steps(count), dict(run.trainer.built.model.named_parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("micro_batch", "clip"),
     [(4, 0.0), (1, 0.5), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((4, 0.5), (1, 0.0)))],

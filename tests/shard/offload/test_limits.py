@@ -115,6 +115,7 @@ def grown(tmp_path_factory) -> dict[str, int]:
     return {what: size for line in done.stdout.splitlines() for what, size in json.loads(line).items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("what", "least", "most"), CASES)
 def test_states_on_disk_take_the_memory_of_buffers(grown, what, least, most):
     """Of 64 MiB of states, or 256 MiB of layers; extents have 2 MiB. The first line is the plain form, which takes them
