@@ -141,7 +141,7 @@ def test_another_format_is_refused(tmp_path):
     graph = graph_of()
     partition_folder.write(tmp_path, graph, MEAN, cut_of(graph, 1))
     path = tmp_path / "manifest.json"
-    path.write_text(path.read_text().replace('"format":3', '"format":2'))
+    path.write_text(path.read_text().replace('"format":4', '"format":3'))
     with pytest.raises(UserError, match="another version of espalier"):
         partition_folder.read(tmp_path, 0)
 
@@ -183,6 +183,28 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path):
     with pytest.raises(UserError, match="is there already"):
         partition_folder.write(tmp_path, graph, MEAN, cut_of(graph, 1))
     assert (tmp_path / "thesis.txt").read_text() == "mine"
+
+
+def test_nodes_of_another_cut_or_damaged_are_refused(folder, tmp_path):
+    graph = graph_of()
+    partition_folder.write(
+        tmp_path / "other", dataclasses.replace(graph, numbers=np.arange(NODES)[::-1]), MEAN, cut_of(graph, 2)
+    )
+    shutil.copy(tmp_path / "other" / partition_folder.NODES, folder)
+    with pytest.raises(UserError, match=r"(?s)nodes.safetensors is damaged.*its checksum does not match.*copy it anew"):
+        partition_folder.outlined(folder)
+    (folder / partition_folder.NODES).unlink()
+    with pytest.raises(UserError, match=r"nodes.safetensors cannot be read: No such file"):
+        partition_folder.outlined(folder)
+
+
+def test_features_keep_their_names(tmp_path):
+    graph = graph_of()
+    columns = tuple(f"größe {at}" for at in range(graph.features.shape[1]))
+    named = dataclasses.replace(graph, columns=columns, edge_columns=("age",))
+    partition_folder.write(tmp_path / "parts", named, MEAN, cut_of(graph, 2))
+    found, _ = partition_folder.outlined(tmp_path / "parts")
+    assert (found.columns, found.edge_columns) == (columns, ("age",))
 
 
 def test_a_partition_is_replaced_whole(folder):

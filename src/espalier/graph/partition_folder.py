@@ -1,10 +1,10 @@
 """Partition folder: a graph that is cut over ranks, written once; each rank then reads its own part alone.
 
-`manifest.json` names the graph, the cut and the checksum of every part. `part-N.safetensors` is what rank N sees: its
+`manifest.json` names the graph, the cut and the checksum of every file. `part-N.safetensors` is what rank N sees: its
 edges with the scales of the whole graph, its halo lists, and the features and labels of its own nodes.
-`nodes.safetensors` has the names, numbers (in the data), labels, split and degrees of all nodes, so that a run can be
-opened without edges and features (`outlined`): a machine then needs the manifest, this file, and the parts of its own
-ranks.
+`nodes.safetensors` has the names, numbers (in the data), labels, split and degrees of all nodes and the names of their
+features, so that a run can be opened without edges and features (`outlined`): a machine then needs the manifest, this
+file, and the parts of its own ranks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from espalier.graph.neighbor_sampler import Style, symmetric_root, whole
 from espalier.graph.partial_sums import Covers, crossing_rows, summing
 from espalier.track.progress import Waiting
 
-MANIFEST, FORMAT = "manifest.json", 3
+MANIFEST, FORMAT = "manifest.json", 4
 NODES = "nodes.safetensors"
 SPLIT = ("train", "validation", "test")
 PIECE = 1 << 24
@@ -51,9 +51,9 @@ AGAIN = "write the partition again"
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a folder holds. `rows`: of `Boundary`; `checksums`: of the parts, in order of rank; `cut`: see `cut_hash`.
-    The rest is of the whole graph: `width` of its features, `outputs` of a network for its labels, names of the
-    classes, and where it came from.
+    """What a folder holds. `rows`: of `Boundary`; `checksums`: of the parts, in order of rank; `nodes_checksum`: of
+    `nodes.safetensors`; `cut`: see `cut_hash`. The rest is of the whole graph: `width` of its features, `outputs` of a
+    network for its labels, names of the classes, and where it came from.
     """
 
     format: int
@@ -62,6 +62,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     style: Style
     rows: list[list[int]]
     checksums: list[str]
+    nodes_checksum: str
     edges: int
     width: int
     classes: tuple[str, ...]
@@ -107,12 +108,21 @@ def write(folder: str | Path, graph: Graph, style: Style, cut: Boundary, every: 
             for rank in range(cut.ranks):
                 save_file(_tensors(graph, block, (cut, every), rank), target / _name(rank))
                 bar.advance()
-        sums = [_checksum(target / _name(rank)) for rank in range(cut.ranks)]
-        rows = cut.rows if every is None else crossing_rows(every, cut.ranks)
         save_file(_nodes(graph), target / NODES)
-        about = (graph.edges, graph.features.shape[1], graph.classes, graph.origin)
+        rows = cut.rows if every is None else crossing_rows(every, cut.ranks)
+        sums = [_checksum(target / _name(rank)) for rank in range(cut.ranks)], _checksum(target / NODES)
         made = Manifest(
-            FORMAT, graph.fingerprint(), graph.nodes, style, rows.tolist(), sums, *about, cut_hash(cut.parts)
+            FORMAT,
+            graph.fingerprint(),
+            graph.nodes,
+            style,
+            rows.tolist(),
+            *sums,
+            edges=graph.edges,
+            width=graph.features.shape[1],
+            classes=graph.classes,
+            origin=graph.origin,
+            cut=cut_hash(cut.parts),
         )
         (target / MANIFEST).write_bytes(msgspec.json.encode(made))
 
@@ -198,25 +208,26 @@ def _nodes(graph: Graph) -> dict[str, Tensor]:
         found["labels"] = torch.from_numpy(np.array(graph.labels))
     if graph.numbers is not None:
         found["numbers"] = torch.from_numpy(np.array(graph.numbers, np.int64))
-    if len(graph.names):
-        found |= _joined(graph.names)
+    for name, each in (("names", graph.names), ("columns", graph.columns), ("edge columns", graph.edge_columns)):
+        found |= _joined(name, each) if len(each) else {}
     if graph.parts is not None:
         found |= {name: torch.from_numpy(np.array(ids)) for name, ids in graph.parts.named()}
     return found
 
 
-def _joined(names: Sequence[str]) -> dict[str, Tensor]:
+def _joined(name: str, names: Sequence[str]) -> dict[str, Tensor]:
     """Names as bytes, one behind the other, and where each ends."""
-    each = [name.encode("utf-8", "surrogatepass") for name in names]
+    each = [one.encode("utf-8", "surrogatepass") for one in names]
     ends = np.cumsum([len(one) for one in each], dtype=np.int64)
-    return {"names": torch.from_numpy(np.frombuffer(b"".join(each), np.uint8).copy()), "ends": torch.from_numpy(ends)}
+    joined = np.frombuffer(b"".join(each), np.uint8).copy()
+    return {name: torch.from_numpy(joined), f"{name} ends": torch.from_numpy(ends)}
 
 
-def _names(nodes: Mapping[str, Tensor]) -> list[str]:
-    """What `_joined` was given; none where the graph has none."""
-    if "names" not in nodes:
+def _names(nodes: Mapping[str, Tensor], name: str) -> list[str]:
+    """What `_joined` was given under `name`; none where the graph has none."""
+    if name not in nodes:
         return []
-    joined, ends = nodes["names"].numpy().tobytes(), nodes["ends"].tolist()
+    joined, ends = nodes[name].numpy().tobytes(), nodes[f"{name} ends"].tolist()
     return [joined[at:end].decode("utf-8", "surrogatepass") for at, end in itertools.pairwise([0, *ends])]
 
 
@@ -234,7 +245,7 @@ def outlined(folder: Path) -> tuple[Graph, Style]:
     """The graph whose parts are in `folder`, with names, labels and split, but without edges, and with features that
     are zeros without memory; and the style of the networks that it was cut for. Raises UserError as `read`."""
     manifest, _ = _manifest(folder)
-    nodes = load_file(folder / NODES)
+    nodes = _load(folder / NODES, manifest.nodes_checksum)
     split = [nodes[name].numpy() for name in SPLIT if name in nodes]
     graph = Graph(
         indptr=np.zeros(manifest.nodes + 1, np.int64),
@@ -243,7 +254,9 @@ def outlined(folder: Path) -> tuple[Graph, Style]:
         labels=nodes["labels"].numpy() if "labels" in nodes else None,
         parts=DataSplit(*split) if split else None,
         classes=manifest.classes,
-        names=_names(nodes),
+        names=_names(nodes, "names"),
+        columns=tuple(_names(nodes, "columns")),
+        edge_columns=tuple(_names(nodes, "edge columns")),
         numbers=nodes["numbers"].numpy() if "numbers" in nodes else None,
         origin=manifest.origin,
         identity=manifest.graph,
@@ -310,17 +323,9 @@ def read_alone(folder: Path, rank: int, known: bool = False) -> Part:
 
 
 def _part(folder: Path, manifest: Manifest, rank: int, group: dist.ProcessGroup | None, known: bool = False) -> Part:
-    ranks, path = len(manifest.checksums), folder / _name(rank)
-    try:
-        intact = known or _checksum(path) == manifest.checksums[rank]
-    except OSError as error:
-        raise UserError(
-            f"{path} cannot be read: {error.strerror}.",
-            do=f"copy it here, or start a rank where it is (torchrun, srun, mpiexec), or {AGAIN}",
-        ) from None
-    if not intact:
-        raise UserError(f"{path} is damaged.", why="its checksum does not match", do=f"copy it anew, or {AGAIN}")
-    found, rows = load_file(path), np.asarray(manifest.rows, np.int64).reshape(ranks, ranks)
+    ranks = len(manifest.checksums)
+    found = _load(folder / _name(rank), "" if known else manifest.checksums[rank])
+    rows = np.asarray(manifest.rows, np.int64).reshape(ranks, ranks)
     lists = tuple(found["sends"].split(rows[rank].tolist()))
     edges = (found["edges"], found["indptr"], found["indices"])
     own = Halo(found["owned"], found["outer"], lists, tuple(rows[:, rank].tolist()), *edges, group)
@@ -332,6 +337,21 @@ def _part(folder: Path, manifest: Manifest, rank: int, group: dist.ProcessGroup 
     scales: dict[str, Any] = {name: found.get(f"block {name}") for name in SCALES}
     block = MessageBlock(own.indptr, own.indices.int(), own.sources, Forms(), **scales)
     return Part(own, block, found["features"], found.get("labels"), manifest.style, rows)
+
+
+def _load(path: Path, checksum: str) -> dict[str, Tensor]:
+    """The file at `path`, whose checksum must be that one; empty: it was compared before."""
+    try:
+        intact = not checksum or _checksum(path) == checksum
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be read: {error.strerror}.",
+            do=f"copy it here, or start a rank where it is (torchrun, srun, mpiexec), or {AGAIN}",
+        ) from None
+    if not intact:
+        raise UserError(f"{path} is damaged.", why="its checksum does not match", do=f"copy it anew, or {AGAIN}")
+    found: dict[str, Tensor] = load_file(path)
+    return found
 
 
 def _mention(folder: Path, node: int) -> str:
