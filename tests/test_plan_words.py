@@ -10,6 +10,7 @@ import pytest
 
 from espalier import cli, config, records
 from espalier import cluster as clusters
+from espalier.comm.base import Traffic
 from espalier.config import defaults, recipe_file, sections
 from espalier.plan.base import Plan
 from espalier.plan.decide import decide
@@ -44,6 +45,25 @@ def test_every_quantity_of_a_plan_is_explained() -> None:
     assert not missing
 
 
+def test_every_class_of_traffic_is_explained() -> None:
+    assert not {one.value for one in Traffic if records.word(one.value) is None}
+
+
+def test_every_quantity_of_a_cut_graph_is_explained() -> None:
+    table = {
+        "model": {"kind": "sage"},
+        "data": {"path": "planted:nodes=200,degree=6"},
+        "graph": {"halo": {}},
+        "plan": {"pin": {"ranks": 2}, "trial": False},
+    }
+    recipe, _ = defaults.resolve(recipe_file.from_table(table))
+    plan = decide(of_recipe(recipe), clusters.loads('[[nodes]]\ndevices = 2\ndevice = "A100-80GB"\n')).taken
+    assert plan.predicted is not None
+    names = {*plan.predicted.terms, *plan.predicted.memory_bytes, *plan.predicted.sent_bytes} - {"peak"}
+    assert {"halo", "control"} <= names
+    assert not {name for name in names if records.word(name) is None}
+
+
 def planned() -> Plan:
     text = '[[nodes]]\ncount = 2\ndevices = 8\ndevice = "A100-80GB"\n[links]\nbetween = "100Gbit/s"\n'
     recipe, _ = defaults.resolve(recipe_file.from_table({"model": {"shape": "llama-7b"}}))
@@ -73,6 +93,8 @@ def test_a_word_is_said_in_any_spelling(capsys: pytest.CaptureFixture[str]) -> N
     assert json.loads(capsys.readouterr().out)["option"] == "plan.pin.tp"
     assert cli.main(["explain", "nonsense"]) == 2
     assert "no word of a plan" in capsys.readouterr().err
+    assert cli.main(["explain", "hallo"]) == 2
+    assert "try: espalier explain halo\n" in capsys.readouterr().err
 
 
 def test_several_names_are_explained_one_after_the_other(capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,13 +71,21 @@ def replace_folder(target: Path, fill: Callable[[Path], None]) -> None:
 
 def export(target: Path, mark: str, fill: Callable[[Path], None]) -> None:
     """`replace_folder` for what is exported; every export holds a file `mark`. Raises UserError when `target` is
-    something else, or cannot be written."""
+    something else, or cannot be written. Others may read what the user's umask lets them."""
     from safetensors import SafetensorError
+
+    def readable(folder: Path) -> None:
+        folder.joinpath(".mode").touch()
+        mode = folder.joinpath(".mode").stat().st_mode
+        folder.joinpath(".mode").unlink()
+        fill(folder)
+        for file in (one for one in folder.rglob("*") if one.is_file()):
+            file.chmod(mode)  # safetensors makes files that their owner alone may read
 
     if target.exists() and (not target.is_dir() or (any(target.iterdir()) and not (target / mark).exists())):
         raise UserError(f"{target} is there already and is not an export.", do="name a folder that does not exist")
     try:
-        replace_folder(target, fill)
+        replace_folder(target, readable)
     except (OSError, SafetensorError) as error:
         do = "free some space or name another folder"
         raise UserError(f"The export to {target} failed: {error}.", do=do) from None

@@ -99,11 +99,13 @@ def get(name: str) -> Record:
     spellings = {_plain(word): record for record in all_records() for word in (record.name, *record.aliases)}
     record = spellings.get(_plain(name))
     if record is None:
-        near = nearest(_plain(name), spellings)
+        known = {_plain(spelling): one.name for one in words() for spelling in (*one.aliases, one.name)}
+        known |= {spelling: one.name for spelling, one in spellings.items()}
+        near = nearest(_plain(name), known)
         raise UserError(
             f"No system and no word of a plan is called {name!r}.",
-            why=f"systems are {', '.join(record.name for record in all_records())}",
-            do=f"espalier explain {spellings[near].name}" if near else "espalier explain survey",
+            why=f"systems are {', '.join(one.name for one in all_records())}; words are those that a plan prints",
+            do=f"espalier explain {known[near]}" if near else "espalier explain survey",
         )
     return record
 

@@ -13,7 +13,7 @@ import torch
 from espalier import config
 from espalier.config import defaults, recipe_file
 from espalier.errors import UserError
-from espalier.graph import halo, halo_parallel, partition_folder
+from espalier.graph import halo, halo_parallel, partition_folder, sources
 from espalier.graph.data import Graph
 from espalier.graph.gnn import Gnn
 from espalier.graph.neighbor_sampler import Style
@@ -194,8 +194,13 @@ def test_nodes_of_another_cut_or_damaged_are_refused(folder, tmp_path):
     with pytest.raises(UserError, match=r"(?s)nodes.safetensors is damaged.*its checksum does not match.*copy it anew"):
         partition_folder.outlined(folder)
     (folder / partition_folder.NODES).unlink()
-    with pytest.raises(UserError, match=r"nodes.safetensors cannot be read: No such file"):
-        partition_folder.outlined(folder)
+    with pytest.raises(UserError, match=r"(?s)nodes.safetensors cannot be read: No such file.*try: copy it here, or"):
+        sources.load(config.Data(path=str(folder)), config.GraphOptions())
+
+
+def test_others_may_read_what_the_umask_lets_them(folder):
+    (folder / "plain").touch()
+    assert len({one.stat().st_mode for one in folder.iterdir()}) == 1
 
 
 def test_features_keep_their_names(tmp_path):

@@ -14,6 +14,7 @@ from tests.story.programs import MACHINE, forked, launched
 
 from espalier import cli
 from espalier import run as runs
+from espalier.errors import UserError
 from espalier.graph import halo_parallel, partition_folder
 from espalier.graph.halo_parallel import Cutting
 from espalier.graph.workload import open_graph
@@ -128,6 +129,11 @@ def test_each_rank_reads_its_own_part_and_a_part_that_is_elsewhere_is_named(
     assert "part-1.safetensors cannot be read" in done.stderr
     assert "start a rank where it is (torchrun, srun, mpiexec)" in done.stderr
     (parts / "away").rename(parts / "part-1.safetensors")
+    whole = (parts / partition_folder.NODES).read_bytes()
+    (parts / partition_folder.NODES).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(UserError, match=r"(?s)is damaged.*its checksum does not match.*--data PATH.*copy it anew"):
+        load_run.trained("runs/parts", data=DataChoice(predicts=True))
+    (parts / partition_folder.NODES).write_bytes(whole)
 
 
 def test_few_bits_on_parts_predict_alone_over_ranks_and_from_what_was_packed(home: Path) -> None:

@@ -233,7 +233,7 @@ def _names(nodes: Mapping[str, Tensor], name: str) -> list[str]:
 
 def is_partition(folder: Path) -> bool:
     """Whether `folder` is meant to hold the parts of a graph."""
-    return (folder / MANIFEST).exists() and (folder / NODES).exists()
+    return (folder / MANIFEST).exists() and ((folder / NODES).exists() or any(folder.glob(_name("*"))))
 
 
 def complete(partition: Partition) -> bool:
@@ -344,10 +344,8 @@ def _load(path: Path, checksum: str) -> dict[str, Tensor]:
     try:
         intact = not checksum or _checksum(path) == checksum
     except OSError as error:
-        raise UserError(
-            f"{path} cannot be read: {error.strerror}.",
-            do=f"copy it here, or start a rank where it is (torchrun, srun, mpiexec), or {AGAIN}",
-        ) from None
+        there = "" if path.name == NODES else "start a rank where it is (torchrun, srun, mpiexec), or "
+        raise UserError(f"{path} cannot be read: {error.strerror}.", do=f"copy it here, or {there}{AGAIN}") from None
     if not intact:
         raise UserError(f"{path} is damaged.", why="its checksum does not match", do=f"copy it anew, or {AGAIN}")
     found: dict[str, Tensor] = load_file(path)
@@ -425,7 +423,7 @@ def _compare(folder: Path, digest: int, group: dist.ProcessGroup) -> None:
         )
 
 
-def _name(rank: int) -> str:
+def _name(rank: int | str) -> str:
     return f"part-{rank}.safetensors"
 
 

@@ -98,8 +98,10 @@ def open_workload(folder: runs.RunFolder, recipe: Recipe, trust: bool, data: Dat
     except UserError as error:
         if found.kept is None or data.path is not None or not workload_registry.row(recipe).lacks(found.kept):
             raise
-        why = f"{folder.path} keeps of its data what the model needs; whole it keeps graphs of up to 1 GiB"
-        raise UserError(error.what, why=why, do="--data PATH (eval, predict), where the data is now") from None
+        kept = f"{folder.path} keeps of its data what the model needs; whole it keeps graphs of up to 1 GiB"
+        why, do = ([one] if one else [] for one in (error.why, error.do))
+        moved = "--data PATH (eval, predict), where the data is now"
+        raise UserError(error.what, why="; ".join([*why, kept]), do="; or ".join([moved, *do])) from None
     if found.kept is None and data.path is None:
         run_data.refuse_changed(folder, recipe, workload)
     return workload
