@@ -283,7 +283,6 @@ def test_few_bits_send_less_and_still_learn(options):
     assert found["halo"][2] < 0.6 * plain["halo"][2]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param("gcn", marks=pytest.mark.slow), "gat", "maxk"])
 def test_bytes_of_a_step_are_those_of_the_plan(kind):
     model = {"activation": "maxk", "k": 3} if kind == "maxk" else {"kind": kind}

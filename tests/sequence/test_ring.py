@@ -214,7 +214,6 @@ def struck(channel: Any, slots: SequenceSlots) -> None:
     booked(channel, slots, 2)
 
 
-@pytest.mark.slow
 def test_a_rank_killed_in_a_ring_step_is_missed_by_the_others() -> None:
     found = testing.outcomes(4, struck, SequenceSlots(64, 4), timeout=15.0)
     assert found[1] == testing.Died(signal=signal.SIGKILL)

@@ -187,7 +187,6 @@ def test_the_balance_of_experts_is_that_of_whole_sequences(corpus: Path) -> None
     assert train(recipe, plan_of(4, (2, 2, 2)))[0] == pytest.approx(train(recipe, plan_of(1))[0], rel=1e-9)
 
 
-@pytest.mark.slow
 def test_the_bytes_of_a_step_are_those_of_the_formula(corpus: Path) -> None:
     """Of lengths and heads that the degrees divide, over all layers and micro-batches."""
     recipe = recipe_of(corpus, sequence=64, batch_tokens=256, validate_every=1000)

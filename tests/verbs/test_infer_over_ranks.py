@@ -105,7 +105,6 @@ def parts(home: Path) -> Path:
     return home / "parts"
 
 
-@pytest.mark.slow
 def test_each_rank_reads_its_own_part_and_a_part_that_is_elsewhere_is_named(
     home: Path, parts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

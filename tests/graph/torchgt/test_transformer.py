@@ -22,7 +22,8 @@ from espalier.graph.data import Graph, divided, relabelled
 from espalier.graph.graph_classification import joined
 from espalier.graph.neighbor_sampler import Style
 from espalier.graph.torchgt import encodings
-from espalier.graph.torchgt.model import GraphTransformer, rebuilt, tokens_of
+from espalier.graph.torchgt.attention import attention
+from espalier.graph.torchgt.model import GraphTransformer, Tokens, rebuilt, tokens_of
 from espalier.graph.torchgt.pattern import Additions, Pattern, pattern
 from espalier.graph.torchgt.schedule import FULL, Schedule, conditions, schedule
 from espalier.graph.workload import GraphWorkload
@@ -461,3 +462,14 @@ def test_full_steps_find_what_lies_eight_hops_away_and_two_layers_along_edges_ca
     the full steps, not the training time."""
     assert accuracy_far_away("sparse", 2500) < 0.7  # the more frequent bit of a ring is right in 60 % of the cases
     assert accuracy_far_away("interleaved", 2500) >= 0.95
+
+
+def test_attention_enters_the_stream_at_its_own_size_when_training_begins():
+    options = config.GraphTransformer(width=8, feed_forward=8, heads=2, depth=1, dropout=0.0)
+    model, pairs = GraphTransformer(options, 5, 3), torch.tensor([[0, 1, 2], [1, 2, 0]])
+    (layer,), x = model.layers, torch.randn(3, 8)
+    torch.nn.init.zeros_(layer.down.weight)
+    torch.nn.init.zeros_(layer.down.bias)
+    found = layer(x, Tokens(pattern(pairs, 3), None, 1)) - x
+    q, k, v = layer.qkv(layer.attention_norm(x)).view(3, 3, 2, -1).unbind(1)
+    torch.testing.assert_close(found, attention(q, k, v, pattern(pairs, 3)).flatten(1))
