@@ -342,3 +342,8 @@ def test_a_slow_link_to_one_machine_slows_what_goes_over_it_and_nothing_else() -
     assert clusters.loads(clusters.dumps(cluster)) == cluster
     faster = clusters.loads(clusters.dumps(cluster).replace("bandwidth = 12500000.0", "bandwidth = 1e12"))
     assert faster.link(2, 0).bandwidth == 12.5e9
+
+
+def test_a_byte_order_mark_is_skipped(tmp_path) -> None:
+    (tmp_path / "marked.toml").write_bytes(b"\xef\xbb\xbf" + HAND.encode())
+    assert clusters.read(tmp_path / "marked.toml") == clusters.loads(HAND)

@@ -57,7 +57,7 @@ def decoded(content: bytes, path: str | Path) -> str:
     """The text of UTF-8 `content`, without a byte order mark. Raises UserError for other encodings."""
     encoding = _OTHER_MARKS.get(content[:2])
     if encoding is not None:
-        raise UserError(f"{printable(path)} is {encoding}.", do="save it as UTF-8")
+        raise UserError(f"{printable(path)} is {encoding}, not UTF-8.", do="save it as UTF-8")
     with parsing(path, "save it as UTF-8"):
         return content.removeprefix(BYTE_ORDER_MARK).decode()
 

@@ -42,7 +42,7 @@ def folder(tmp_path_factory):
         ("plan recipe.toml --cluster nothing.toml", "No cluster file at nothing.toml"),
         ("predict runs/none text", "There is no run in runs/none"),
         ("export runs/none", "There is no run in runs/none"),
-        ("predict run @nothing.txt", "The input file nothing.txt cannot be read"),
+        ("predict run @nothing.txt", "nothing.txt cannot be read: it is not there"),
         ("predict run 0 --data nothing.csv", "--data 'nothing.csv' does not exist"),
         ("eval run --data corpsu.txt", "did you mean corpus.txt"),
     ],

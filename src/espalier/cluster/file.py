@@ -14,7 +14,7 @@ import msgspec
 import tomli_w
 from msgspec import Struct
 
-from espalier import units
+from espalier import foreign_files, units
 from espalier.cluster import catalogue
 from espalier.cluster.values import Cluster, Device, Disk, Link, Node, Pair
 from espalier.errors import UserError, nearest
@@ -80,14 +80,12 @@ class _File(Struct, forbid_unknown_fields=True):
 def read(path: str | Path) -> Cluster:
     """The cluster in file `path`. Raises UserError, never anything else."""
     try:
-        text = Path(path).read_bytes().decode("utf-8")
+        content = Path(path).read_bytes()
     except FileNotFoundError:
         raise UserError(f"No cluster file at {path}.", do=HELP) from None
     except OSError as error:
         raise UserError(f"The cluster file {path} cannot be read: {error.strerror}.") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text (byte {error.start}).", do=HELP) from None
-    return loads(text, str(path))
+    return loads(foreign_files.decoded(content, path), str(path))
 
 
 def loads(text: str, origin: str = "cluster.toml") -> Cluster:

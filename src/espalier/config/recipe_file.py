@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import tomli_w
 
-from espalier import config
+from espalier import config, foreign_files
 from espalier.config import model_kinds, recipe_errors
 from espalier.errors import UserError
 
@@ -100,10 +100,9 @@ def _read(file: Path) -> Table:
         raise UserError(f"{file} is a folder, not a recipe.", do=do) from None
     except OSError as error:
         raise UserError(f"The recipe {file} cannot be read: {error.strerror}.") from None
+    decoded = foreign_files.decoded(text, file)
     try:
-        return tomllib.loads(text.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file} is not UTF-8 text (byte {error.start}).", do="save the recipe as UTF-8") from None
+        return tomllib.loads(decoded)
     except ValueError as error:  # a number of more than 4300 digits is a plain ValueError
         raise UserError(f"{file} is not valid TOML: {error}.") from None
     except RecursionError:

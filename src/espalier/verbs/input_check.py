@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 from espalier import cluster as clusters
+from espalier import foreign_files
 from espalier import run as runs
 from espalier.config import data_path, defaults, model_kinds, recipe_file
 from espalier.errors import UserError
@@ -64,9 +65,4 @@ def prompt(text: str) -> str:
         return os.fsencode(text).decode("utf-8", "replace")  # the shell may pass bytes that are not UTF-8
     if text == "@":
         raise UserError("The input @ names no file.", do="@FILE, such as @prompt.txt")
-    try:
-        return Path(text[1:]).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        name = os.fsencode(text[1:]).decode("utf-8", "replace")
-        reason = (error.strerror if isinstance(error, OSError) else None) or "it is not UTF-8 text"
-        raise UserError(f"The input file {name} cannot be read: {reason}.", do="check the path") from None
+    return foreign_files.read_text(Path(text[1:]), "check the path")
