@@ -1,4 +1,4 @@
-# make setup | train | test | check | bench | pages | docs | wheel | pictures
+# make setup | train | test | slice | check | bench | pages | docs | wheel | pictures
 #
 #   make setup TORCH=keep   uses the PyTorch that is already installed (vendor containers)
 #   make train RECIPE=my.toml ARGS="train.steps=50"
@@ -22,7 +22,7 @@ BROWSER ?= chromium
 RUN     ?= runs/language
 PICTURE := $(BROWSER) --headless --no-sandbox --hide-scrollbars --force-device-scale-factor=1
 
-.PHONY: setup setup-dev train test check bench pages docs wheel pictures clean
+.PHONY: setup setup-dev train test slice check bench pages docs wheel pictures clean
 
 setup: $(VENV)/.installed
 setup-dev: $(VENV)/.installed-dev
@@ -52,6 +52,10 @@ check: setup-dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	@$(BIN)/python .ci/lines.py
+	@$(BIN)/python .ci/slice.py --oldest
+
+slice: setup-dev # of the slow tests; SLICE=K another than that of this commit
+	$(BIN)/python .ci/slice.py $(SLICE)
 
 bench: setup-dev
 	$(BIN)/python bench/language.py $(ARGS)

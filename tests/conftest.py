@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 from hypothesis import HealthCheck, settings
 
 from espalier import cluster, store_client
@@ -49,6 +50,22 @@ WHOLE = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("whole", WHOLE)
 settings.register_profile("normal", WHOLE, max_examples=20)
 settings.load_profile("normal")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """See `.ci/slice.py`."""
+    parser.addoption("--slice", metavar="K/N", help="only test functions whose name's hash is K modulo N")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """All cases of a function are in one slice."""
+    if config.option.slice is None:
+        return
+    number, slices = map(int, config.option.slice.split("/"))
+    of_slice = {item: xxhash.xxh3_64_intdigest(item.nodeid.partition("[")[0].encode()) % slices for item in items}
+    chosen = [item for item in items if of_slice[item] == number]
+    config.hook.pytest_deselected(items=[item for item in items if of_slice[item] != number])
+    items[:] = chosen
 
 
 def pytest_configure(config: pytest.Config) -> None:
