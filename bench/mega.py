@@ -43,11 +43,11 @@ from espalier.graph.diskgnn.inference import InferenceFolder
 from espalier.graph.gnn import Gnn
 from espalier.graph.subgraphs import infer
 from espalier.graph.workload import GraphWorkload, open_graph
-from espalier.quant.mega import simulator
 from espalier.quant.mega.package import encode
 from espalier.store.io_queue import IoQueue
 from espalier.store.memory import MemoryRows
 from espalier.workload import Shard
+from espalier_accelerators import simulator
 from table import Row, arguments, compare, publish
 
 WIDTH = 128

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -14,7 +16,7 @@ from espalier.graph.data import Graph
 from espalier.graph.subgraphs import infer
 from espalier.graph.workload import GraphWorkload
 from espalier.kernels.counts import Counter, Counts
-from espalier.quant.mega.simulator import DATAFLOWS, Chip
+from espalier_accelerators.simulator import DATAFLOWS, Chip
 
 
 def recipe(quant: dict | None = None, kind: str = "gcn", **more) -> config.Recipe:
@@ -143,3 +145,14 @@ def test_layers_that_sum_first_multiply_the_values_of_their_sums(make_graph, kin
     told = [one.message_bits for one in energy.network(workload, model).layers if one.aggregates]
     assert told == [32, 32, 32 if quant is None else 4]
     assert quant is None or not quantization.quantization_of(model).packed
+
+
+def test_without_the_simulator_operations_are_counted_and_its_distribution_is_named(make_graph, monkeypatch):
+    workload, model = model_of(make_graph(), recipe())
+    monkeypatch.setitem(sys.modules, "espalier_accelerators", None)
+    tables = workload_row.ROW.energy(workload, model)
+    assert tables.parts == energy.parts(workload, model)
+    ((title, _, ((why, do),)),) = tables.tables
+    assert title == "Accelerators are not simulated."
+    assert "espalier-accelerators is not installed" in why
+    assert "pip install ./accelerators" in do

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from espalier.quant.mega.dram import Device, Trace
+from espalier_accelerators.dram import Device, Trace
 
 COUNT = 2000
 TOLD: dict[str, dict[str, Any]] = {}

@@ -10,8 +10,8 @@ from tests.quant import dram_traces
 from tests.quant.dram_traces import TOLD
 
 from espalier.errors import UserError
-from espalier.quant.mega import dram
-from espalier.quant.mega.dram import Trace
+from espalier_accelerators import dram
+from espalier_accelerators.dram import Trace
 
 
 def compared(name: str, trace: Trace, told: dict[str, float]) -> None:

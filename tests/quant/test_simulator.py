@@ -11,10 +11,10 @@ import pytest
 
 from espalier.errors import UserError
 from espalier.kernels.counts import constants
-from espalier.quant.mega import dram, simulator
 from espalier.quant.mega.condense import Condensed, condense
-from espalier.quant.mega.dram import Trace, read_trace, write_trace
-from espalier.quant.mega.simulator import DATAFLOWS, Chip, LayerShape, Network, mega, simulate, uncondensed
+from espalier_accelerators import dram, simulator
+from espalier_accelerators.dram import Trace, read_trace, write_trace
+from espalier_accelerators.simulator import DATAFLOWS, Chip, LayerShape, Network, mega, simulate, uncondensed
 
 HBM = dram.device("HBM2_8Gb_x128")
 

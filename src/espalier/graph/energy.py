@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from espalier.graph.base import MessageBlock, Rows
     from espalier.graph.data import Graph
     from espalier.graph.workload import GraphWorkload
-    from espalier.quant.mega.simulator import LayerShape, Network, Result
+    from espalier_accelerators.simulator import LayerShape, Network, Result
 
 INDEX = 4
 """Bytes of an edge's source."""
@@ -180,11 +180,11 @@ def message_bits(rows: RowStats, options: config.Quant | None) -> int:
 
 
 def network(workload: GraphWorkload, model: Gnn) -> Network:
-    """The trained network for `quant.mega.simulator`, with the widths and the packages that it has: GCN's edges of a
-    node to itself, both matrices of GraphSAGE; GIN's perceptron as two layers, the first with (1 + epsilon) x as an
-    edge. Raises UserError: GAT."""
-    from espalier.quant.mega.simulator import LayerShape, Network
+    """The trained network for `espalier_accelerators.simulator`, with the widths and the packages that it has: GCN's
+    edges of a node to itself, both matrices of GraphSAGE; GIN's perceptron as two layers, the first with
+    (1 + epsilon) x as an edge. Raises UserError: GAT."""
     from espalier.sparse.partition import clusters
+    from espalier_accelerators.simulator import LayerShape, Network
 
     options, graph = workload.recipe.quant, workload.graph
     if any(isinstance(layer, GraphAttention) for layer in model.layers):
@@ -217,8 +217,15 @@ def network(workload: GraphWorkload, model: Gnn) -> Network:
 
 
 def accelerators(workload: GraphWorkload, model: Gnn) -> list[Result]:
-    """What an inference of all nodes takes on MEGA, SGCN, GROW, GCNAX and HyGCN, simulated."""
-    from espalier.quant.mega import simulator
-
+    """What an inference of all nodes takes on MEGA, SGCN, GROW, GCNAX and HyGCN, simulated. Raises UserError as
+    `network`, and where the distribution with the simulator is not installed."""
+    try:
+        from espalier_accelerators import simulator
+    except ImportError:
+        raise UserError(
+            "Accelerators are not simulated.",
+            why="the distribution espalier-accelerators is not installed",
+            do="pip install ./accelerators, from the root of Espalier's repository",
+        ) from None
     found = network(workload, model)
     return [simulator.simulate(name, found) for name in simulator.DATAFLOWS]

@@ -233,7 +233,7 @@ def _energy(workload: Workload, model: nn.Module) -> EnergyTables:
         for one in results
     ]  # fmt: skip
     columns = ("accelerator", "cycles", "DRAM", "row hits", "energy", "x cycles", "x DRAM", "x energy")
-    title = "Simulated on the trained network; the others in fp32 (espalier.quant.mega.simulator)"
+    title = "Simulated on the trained network; the others in fp32 (espalier_accelerators.simulator)"
     return EnergyTables(what, parts, [(title, columns, rows)])
 
 

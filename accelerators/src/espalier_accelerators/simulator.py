@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from espalier.kernels.counts import ENERGY, PICO, Counts, integer_sums, low_bit
 from espalier.quant.mega.condense import condense
-from espalier.quant.mega.dram import Device, Trace, device
+from espalier_accelerators.dram import Device, Trace, device
 
 Array = NDArray[Any]
 WORD = 4

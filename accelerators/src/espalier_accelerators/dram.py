@@ -327,7 +327,7 @@ def serve(dram: Device, blocks: Array, writes: Array | bool = False, arrivals: A
             order, and those to a block that others wait for are answered with those. None: each channel takes one of
             its own in a cycle, as soon as there is room, and moves each.
     """
-    from espalier.quant.mega import dram_cpu
+    from espalier_accelerators import dram_cpu
 
     count = len(blocks)
     if not count:

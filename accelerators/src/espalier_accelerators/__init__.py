@@ -1,0 +1,1 @@
+"""Simulated accelerators of graph networks: MEGA, HyGCN, GCNAX, GROW and SGCN, and their DRAM."""
