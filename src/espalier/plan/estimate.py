@@ -65,26 +65,6 @@ EQUAL = Shares()
 UNCOUNTED = {"device": (), "reserved": ("runtime",), "allocated": ("runtime", "slack")}
 """Kinds of memory that PyTorch's counts of reserved and allocated bytes leave out, and the driver's does not."""
 
-MECHANISMS: Mapping[str, tuple[str, ...]] = {
-    "computation": ("forward", "backward", "recompute", "launch"),
-    "tensor": ("tensor",),
-    "sequence": ("sequence",),
-    "experts": ("experts",),
-    "pipeline": ("pipeline", "send"),
-    "shards": ("weights", "refresh"),
-    "replicas": ("all_reduce",),
-    "optimizer": ("optimizer",),
-    "rounds": ("outer",),
-}
-"""What causes each part of a step's seconds: a pipeline its idle time and its hand-overs, shards their gathers."""
-
-
-def by_mechanism(terms: Mapping[str, float]) -> dict[str, float]:
-    """Seconds of a step by what causes them; they add up to the step."""
-    found = {name: sum(terms.get(part, 0.0) for part in parts) for name, parts in MECHANISMS.items()}
-    known = {part for parts in MECHANISMS.values() for part in parts}
-    return {**found, **{name: value for name, value in terms.items() if name not in known}}
-
 
 @dataclass(frozen=True)
 class Priced:
