@@ -178,7 +178,6 @@ class CutWorkload(Protocol):
     @property
     def whole_task(self) -> NodeTask:
         """Whose nodes are trained on."""
-        ...
 
 
 class HaloParallel(Mechanism):
