@@ -66,11 +66,9 @@ if TYPE_CHECKING:
 CLAIM = Claim(
     "halo",
     question="aggregate",
-    needs=frozenset({"a model"}),
-    changes=frozenset({"rows of the graph cross"}),
-    forbids=frozenset(
-        {"replicas differ between rounds", "compiles blocks", "a schedule of stages", "a window of layers"}
-    ),
+    needs={"a model"},
+    changes={"rows of the graph cross"},
+    forbids={"replicas differ between rounds", "compiles blocks", "a schedule of stages", "a window of layers"},
     instead=("every_step",),
     option="graph.halo",
 )

@@ -36,13 +36,13 @@ from espalier.plan.request import Request
 CLAIM = Claim(
     "replan",
     question="replan",
-    forbids=frozenset({"replicas differ between rounds", "the model is cut", "several machines"}),
+    forbids={"replicas differ between rounds", "the model is cut", "several machines"},
 )
 """A run on fewer ranks, or on others, goes on from the same state: its ranks hold whole models, on one machine."""
-PIPELINES = Claim("replan_pipelines", question="replan", forbids=frozenset({"replicas differ between rounds"}))
+PIPELINES = Claim("replan_pipelines", question="replan", forbids={"replicas differ between rounds"})
 """The same of unequal pipelines and waves, which take up a checkpoint under another cut, over several machines too."""
 
-WORKERS = Claim("replan_workers", question="replan", forbids=frozenset({"replicas differ between rounds"}))
+WORKERS = Claim("replan_workers", question="replan", forbids={"replicas differ between rounds"})
 """The same of workers whose state is on optimizer nodes, on any machines."""
 
 FEWER = 3

@@ -224,8 +224,8 @@ def grid_of(rings: Rings, keys: Groups, gradients: Groups, row: dist.ProcessGrou
 CLAIM = Claim(
     "loongtrain",
     question="attend",
-    needs=frozenset({"a model"}),
-    changes=frozenset({"attention over cut sequences"}),
+    needs={"a model"},
+    changes={"attention over cut sequences"},
 )
 
 
