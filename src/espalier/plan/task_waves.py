@@ -27,8 +27,8 @@ from espalier.stages.cost import NESTED_IN_FLIGHT
 
 if TYPE_CHECKING:
     from espalier.cluster import Cluster, Place
+    from espalier.cost import PartCost
     from espalier.plan.request import Request
-    from espalier.workload_row import PartCost
 
 NESTED = (1, 4, 8, 16, 32, 64)
 """Micro-batches of each task that are tried, the first with which waves fit into memory: nested passes keep two."""
