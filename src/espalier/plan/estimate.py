@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from espalier.cluster import Cluster
@@ -229,8 +228,7 @@ def scaled(predicted: Predicted, measured: float) -> Predicted:
     """The prediction with every time term scaled so that the step takes the `measured` seconds."""
     factor = measured / predicted.step_seconds
     trial: Mapping[str, str] = {"step": f"a trial; estimated terms scaled by {factor:.3g}"}
-    return msgspec.structs.replace(
-        predicted,
+    return predicted.changed(
         step_seconds=measured,
         tokens_per_second=predicted.tokens_per_second / factor,
         tokens_per_second_per_device=predicted.tokens_per_second_per_device / factor,

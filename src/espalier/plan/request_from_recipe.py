@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import torch
 
 from espalier import mechanisms, units, workload_registry
@@ -91,8 +90,8 @@ def _expert_parameters(recipe: Recipe) -> float:
 
 
 def _with_sequence(recipe: Recipe, workload: Callable[[], Workload], length: int) -> Request:
-    train = msgspec.structs.replace(recipe.train, sequence=length)
-    return of_recipe(msgspec.structs.replace(recipe, train=train), workload)
+    train = recipe.train.changed(sequence=length)
+    return of_recipe(recipe.changed(train=train), workload)
 
 
 def of_module(model: torch.nn.Module, batch: int, precision: str, pin: Pin) -> Request:
