@@ -236,12 +236,6 @@ def test_mechanisms_are_applied_in_the_order_that_compose_finds(corpus: Path) ->
     assert names.index("precision") < names.index("shard") < names.index("optimizer") < names.index("sync")
 
 
-def test_every_mechanism_has_a_cost_over_arrays_or_adds_nothing() -> None:
-    for one in (mechanisms.sharded_states.ShardedStates, mechanisms.outer_rounds.OuterRounds):
-        assert callable(one.cost)
-        assert one.record
-
-
 def test_the_page_shows_the_toys_as_they_are() -> None:
     page = (TOYS.parent.parent / "docs" / "mechanisms.md").read_text()
     shown = re.findall(

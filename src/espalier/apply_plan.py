@@ -194,7 +194,7 @@ def _spread(plan: Plan, ranks: Sequence[int], model: nn.Module) -> Spread:
 
 def _weight(plan: Plan, ranks: Sequence[int], rank: int) -> float:
     """A rank's share of what `ranks` compute together."""
-    sizes = {index: plan.ranks[index].share[1] - plan.ranks[index].share[0] for index in ranks}
+    sizes = {index: plan.ranks[index].samples for index in ranks}
     return sizes[rank] / sum(sizes.values()) if any(sizes.values()) else 1 / len(sizes)
 
 

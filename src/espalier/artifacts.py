@@ -20,7 +20,6 @@ class Artifact(Protocol):
     @property
     def fields(self) -> Mapping[str, Any]:
         """`kind`, and what belongs to it."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ what it cannot stand. Nothing here or elsewhere asks for a pair of features by n
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 
 from espalier.errors import UserError
@@ -32,13 +32,17 @@ class Claim:
 
     name: str
     question: str
-    needs: frozenset[str] = frozenset()
-    changes: frozenset[str] = frozenset()
-    forbids: frozenset[str] = frozenset()
-    after: frozenset[str] = frozenset()
+    needs: Set[str] = frozenset()
+    changes: Set[str] = frozenset()
+    forbids: Set[str] = frozenset()
+    after: Set[str] = frozenset()
     instead: tuple[str, ...] = ()
     option: str = ""
     alone: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("needs", "changes", "forbids", "after"):
+            object.__setattr__(self, name, frozenset(getattr(self, name)))
 
 
 @dataclass(frozen=True)

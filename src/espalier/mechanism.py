@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from espalier.checkpoint.base import Stateful
     from espalier.config import Recipe
-    from espalier.cost import Cost
     from espalier.optim.base import MakeGroup, Optimizer
     from espalier.optim.loss_scale import LossScale
     from espalier.parallel.mesh import ProcessMesh
@@ -92,13 +91,10 @@ class Mechanism:
     Attributes:
         claim: the question it answers, what it needs of others, what it brings and what it cannot stand.
         record: the name of its `Record`, where it is one of the systems.
-        cost: what it adds to a step, over NumPy arrays, so that the planner prices many layouts in one call; None: it
-            adds nothing to what the model itself costs.
     """
 
     claim: Claim
     record: ClassVar[str] = ""
-    cost: ClassVar[Callable[..., Cost] | None] = None
 
     def wrap(self, context: Build) -> None:
         """Does its part in `context`. Called once, after all that it needs."""

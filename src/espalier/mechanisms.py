@@ -40,20 +40,20 @@ if TYPE_CHECKING:
 DTYPES = dict.fromkeys(get_args(Precision), torch.float32) | {"fp64": torch.float64}
 """Precision of the parameters. With bf16 and fp16 they stay fp32 (the master weights); autocast computes in these."""
 
-MODEL = Claim("model", question="model", changes=frozenset({"a model"}))
+MODEL = Claim("model", question="model", changes={"a model"})
 SELECTIVE = Claim(
     "recompute_selective",
     question="recompute",
-    needs=frozenset({"a model"}),
-    changes=frozenset({"recomputes activations"}),
+    needs={"a model"},
+    changes={"recomputes activations"},
     instead=("recompute_block",),
     option="train.recompute=selective",
 )
 BLOCK = Claim(
     "recompute_block",
     question="recompute",
-    needs=frozenset({"a model"}),
-    changes=frozenset({"recomputes activations"}),
+    needs={"a model"},
+    changes={"recomputes activations"},
     instead=("recompute_selective",),
     option="train.recompute=block",
 )
@@ -61,8 +61,8 @@ BF16 = Claim("bf16", question="precision", option="train.precision=bf16")
 FP16 = Claim(
     "fp16",
     question="precision",
-    changes=frozenset({"the loss is scaled"}),
-    forbids=frozenset({"sums are encoded", "rows cross in few bits"}),
+    changes={"the loss is scaled"},
+    forbids={"sums are encoded", "rows cross in few bits"},
     instead=("bf16",),
 )
 """A codec keeps back what it loses of a gradient, in units of a factor that changes and of steps that are left out.
@@ -71,9 +71,9 @@ TF32 = Claim("tf32", question="precision")
 COMPILE = Claim(
     "compile",
     question="compile",
-    needs=frozenset({"a model"}),
-    changes=frozenset({"compiles blocks"}),
-    after=frozenset({"recompute", "attend", "route"}),
+    needs={"a model"},
+    changes={"compiles blocks"},
+    after={"recompute", "attend", "route"},
 )
 
 
@@ -170,39 +170,39 @@ def compile_blocks(blocks: Sequence[nn.Module]) -> None:
 
 # --- what a plan says of itself, for others to need or forbid ------------------------------------------------------
 
-ENCODED = Claim("codecs", question="codec", changes=frozenset({"sums are encoded"}))
-NCCL = Claim("nccl", question="transport", changes=frozenset({"waits cannot be ended", "computes on GPUs"}))
-ROLES = Claim("roles", question="roles", changes=frozenset({"ranks of other roles"}))
-SINGLES = Claim("single_ranks", question="replicas", changes=frozenset({"replicas of one rank"}))
-MACHINES = Claim("machines", question="machines", changes=frozenset({"several machines"}))
+ENCODED = Claim("codecs", question="codec", changes={"sums are encoded"})
+NCCL = Claim("nccl", question="transport", changes={"waits cannot be ended", "computes on GPUs"})
+ROLES = Claim("roles", question="roles", changes={"ranks of other roles"})
+SINGLES = Claim("single_ranks", question="replicas", changes={"replicas of one rank"})
+MACHINES = Claim("machines", question="machines", changes={"several machines"})
 CUT_MATRICES = Claim(
     "cut_matrices",
     question="tensor",
-    needs=frozenset({"products of cut matrices"}),
-    changes=frozenset({"the model is cut"}),
+    needs={"products of cut matrices"},
+    changes={"the model is cut"},
 )
 CUT_SEQUENCES = Claim(
     "cut_sequences",
     question="sequence",
-    needs=frozenset({"attention over cut sequences"}),
-    changes=frozenset({"the model is cut"}),
+    needs={"attention over cut sequences"},
+    changes={"the model is cut"},
 )
 CUT_LAYERS = Claim(
     "cut_layers",
     question="layers",
-    needs=frozenset({"a schedule of stages"}),
-    changes=frozenset({"the model is cut"}),
+    needs={"a schedule of stages"},
+    changes={"the model is cut"},
 )
 SPREAD_EXPERTS = Claim(
     "spread_experts",
     question="experts",
-    needs=frozenset({"tokens reach their experts"}),
-    changes=frozenset({"the model is cut"}),
+    needs={"tokens reach their experts"},
+    changes={"the model is cut"},
 )
-LIMITED = Claim("limited_attention", question="attention", forbids=frozenset({"attention over cut sequences"}))
+LIMITED = Claim("limited_attention", question="attention", forbids={"attention over cut sequences"})
 """Windows, caps and scales of attention, which rings over ranks do not have."""
-COPIES = Claim("faults.memory", question="copies", changes=frozenset({"states are copied"}))
-ROLLBACK = Claim("faults.rollback", question="rollback", changes=frozenset({"steps are taken back"}))
+COPIES = Claim("faults.memory", question="copies", changes={"states are copied"})
+ROLLBACK = Claim("faults.rollback", question="rollback", changes={"steps are taken back"})
 HERE = {"device"}
 """Of a plan in which nothing waits elsewhere."""
 
@@ -323,39 +323,35 @@ def ordered(recipe: Recipe, plan: Plan, table: Sequence[Choose] = TABLE) -> tupl
 STAY_ALIKE = Claim(
     "stay_alike",
     question="recovery",
-    forbids=frozenset(
-        {
-            "states are cut",
-            "states are on disk",
-            "the model is cut",
-            "sums are encoded",
-            "replicas differ between rounds",
-            "ranks of other roles",
-            "waits cannot be ended",
-        }
-    ),
+    forbids={
+        "states are cut",
+        "states are on disk",
+        "the model is cut",
+        "sums are encoded",
+        "replicas differ between rounds",
+        "ranks of other roles",
+        "waits cannot be ended",
+    },
 )
 """After a failure the surviving ranks go on from their own state, which the replacement copies: all hold the same."""
 STAY_BY_ROUNDS = Claim(
     "stay_by_rounds",
     question="recovery",
-    needs=frozenset({"replicas of one rank"}),
-    forbids=frozenset({"states are on disk", "states on nodes", "waits cannot be ended"}),
+    needs={"replicas of one rank"},
+    forbids={"states are on disk", "states on nodes", "waits cannot be ended"},
 )
 """Surviving replicas finish their round without the lost one, and let its replacement in at the next."""
 APPLIED = Claim(
     "apply",
     question="caller",
-    forbids=frozenset(
-        {
-            "recomputes activations",
-            "compiles blocks",
-            "ranks of other roles",
-            "a schedule of stages",
-            "attention over cut sequences",
-            "the loss is scaled",
-        }
-    ),
+    forbids={
+        "recomputes activations",
+        "compiles blocks",
+        "ranks of other roles",
+        "a schedule of stages",
+        "attention over cut sequences",
+        "the loss is scaled",
+    },
 )
 """Somebody's own loop round a model whose blocks only its author knows (`espalier.apply`)."""
 

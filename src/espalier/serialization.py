@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import msgspec
 from msgspec.msgpack import Ext
@@ -20,6 +20,14 @@ _PLAIN = (type(None), bool, float, bytes)
 _INT64, _UINT64 = -(2**63), 2**64
 _ARRAYS = "biufc"  # kinds of NumPy's dtypes: numbers, no objects
 _CONTENT = "tensors, arrays, numbers, text, bytes, None, and dicts, lists and tuples of them can be"
+
+
+class Value(msgspec.Struct, frozen=True):
+    """Base of plain values: sections of a recipe, parts of a plan and of a cluster."""
+
+    def changed(self, **fields: Any) -> Self:
+        """The same with other `fields`."""
+        return msgspec.structs.replace(self, **fields)
 
 
 class Placeholder(NamedTuple):

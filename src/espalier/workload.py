@@ -198,96 +198,74 @@ class Workload(Protocol):
 
     def build(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
         """The whole model with its initial weights, the same on every rank (seeded)."""
-        ...
 
     def skeleton(self) -> Skeleton:
         """The model for ranks that never hold all of it, on the CPU, with the initial values of `build`."""
-        ...
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
         """The repeated blocks of `model` in forward order: the units of recomputation, compilation and sharding."""
-        ...
 
     def pieces(self, model: nn.Module) -> Pieces | None:
         """`model` in pieces that give together what its forward gives, to the bit; None where it has no such order."""
-        ...
 
     def roles(self, model: nn.Module) -> Mapping[str, Role] | None:
         """How ranks may share `model`: patterns of module names to roles. With a `partial` among them its residual
         stream is sharded along the tokens. None: the model says it itself (`tp_plan`)."""
-        ...
 
     def embeddings(self, model: nn.Module) -> Sequence[nn.Parameter]:
         """Tables and heads: matrices that are not hidden layers, so Muon leaves them to AdamW."""
-        ...
 
     def recompute(self, model: nn.Module, mode: str) -> None:
         """Makes `model` keep less for backward (`none | selective | block`). Raises UserError if it cannot."""
-        ...
 
     def batches(self, step: int, shard: Shard) -> Sequence[Batch]:
         """The micro-batches of `step`, one for each of the shard's `cuts`, on the CPU. Pure in (seed, step, shard)."""
-        ...
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """(sum of losses, weight): scalars; never a mean. Their totals over the global batch give the loss."""
-        ...
 
     def evaluate(self, model: nn.Module, shard: Shard) -> Mapping[str, tuple[float, float]]:
         """Held-out figures of this shard as name to (sum, weight); ranks add them up before dividing. Calls the model
         once for each of the shard's `cuts`."""
-        ...
 
     def validation_samples(self) -> int:
         """How many held-out samples `evaluate` divides among the ranks."""
-        ...
 
     def summary(self, totals: Mapping[str, float]) -> Mapping[str, float]:
         """Figures people read, from the divided totals of `evaluate` (for language: adds bits_per_byte)."""
-        ...
 
     def documents(self, step: int, shard: Shard) -> Sequence[str]:
         """Names of the documents in that shard's batch, for error messages."""
-        ...
 
     def sample(self, model: nn.Module) -> Sequence[Artifact]:
         """Glimpses of what the model does now, for people; empty when there are none."""
-        ...
 
     def fingerprint(self) -> str:
         """Hash of the data's content; ranks compare it at start."""
-        ...
 
     def notes(self) -> Sequence[str]:
         """What the user should know of the data: what was skipped, cut or mended."""
-        ...
 
     def phases(self) -> Sequence[Phase]:
         """The phases of the run, in order. A workload that `at` gave has its own phase alone."""
-        ...
 
     def at(self, phase: Phase) -> Workload:
         """The workload of one of its `phases`: what it builds and reads there."""
-        ...
 
     def carry(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """What the state of the model before becomes in this phase's. Entries that this phase's model lacks or has in
         another shape are left out; what it has beyond them is as built."""
-        ...
 
     def tasks(self) -> Mapping[str, float]:
         """The tasks trained together, and how much the losses of each count in the sum. With several, batches are
         `Tagged`, one of each task for each of the shard's `cuts`, and `evaluate` adds `tasks.NAME` for each."""
-        ...
 
     @property
     def meters(self) -> Mapping[str, Callable[[], Any]]:
         """What every step says of its data, by name of the event's field."""
-        ...
 
     def work(self, micro_batch: Any, recompute: str, precision: str) -> Work:
         """Operations and bytes of one micro-batch of `micro_batch` samples (NumPy arrays allowed)."""
-        ...
 
 
 class Plain:

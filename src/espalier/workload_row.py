@@ -12,7 +12,7 @@ from torch import nn
 
 from espalier.config import Recipe
 from espalier.config.base import Derivation
-from espalier.cost import Anatomy, Cut
+from espalier.cost import ModelCosts
 from espalier.workload import PackStart, Progress, Shard, Workload
 
 
@@ -89,86 +89,11 @@ def tally(model: nn.Module, embeddings: Iterable[nn.Parameter]) -> Tally:
     )
 
 
-@dataclass(frozen=True)
-class PartCost:
-    """What a part of a task costs: a tower on the task's batch, or its head. See `workload.TaskNode`.
-
-    Attributes:
-        task, node: which; key: of both, `needs`: keys of the parts whose outputs it takes.
-        operators: how many; the following are of one of them.
-        tower: whose parameters it uses.
-        rows: samples of the task's batch; whole: they cannot be divided.
-        flops: forward and backward of one sample; launches: operations that are issued.
-        parameters: bytes of them; kept, output: bytes of activations of one sample, kept for backward and handed on.
-        seconds: measured, forward and backward on one thread: samples -> seconds; empty: not measured.
-        forward: share of these that the forward pass takes; a third where it was not measured.
-    """
-
-    task: str
-    node: str
-    operators: int
-    needs: tuple[str, ...]
-    tower: str
-    rows: int
-    whole: bool = False
-    flops: float = 0.0
-    launches: int = 0
-    parameters: float = 0.0
-    kept: float = 0.0
-    output: float = 0.0
-    seconds: Mapping[int, float] = field(default_factory=dict)
-    forward: float = 1 / 3
-
-    @property
-    def key(self) -> str:
-        """Its name among the parts of all tasks."""
-        return f"{self.task}.{self.node}"
-
-
-@dataclass(frozen=True)
-class Profile:
-    """What the planner is told of a model and its data.
-
-    Attributes:
-        tally: the model counted.
-        global_batch: samples per step; tokens_per_sample: tokens (nodes, rays) in one.
-        anatomy: (micro_batch, recompute, precision, cut) -> Anatomy; micro_batch and cut may hold NumPy arrays.
-        layers: equal blocks of the model; outside: trainable parameters outside them, in `tables` tables.
-        heads, kv_heads, width, kv_width: of a decoder; 0: a model that cannot be cut.
-        remarks: what was decided of the data already, in sentences.
-        tasks: trained together.
-        tensor: ranks that are to share a module's matrices, which can.
-        loaded: bytes of libraries that only this kind of workload loads.
-        frozen: bytes of weights that are not trained, on every rank and in no checkpoint; None: as parameters are.
-        stored: features that wait on disk (`graph.diskgnn.cost.StoredFeatures`); None: there are none.
-        parts: of several tasks, what ranks can run apart, in waves; empty: nothing.
-        halos: of a graph that is cut over ranks (`graph.halo_parallel.Halos`); None: none is.
-        whole_graph: where every rank passes over a whole graph that could be cut, what it would be cut
-            (`graph.workload_row.WholeGraph`); None: it is not so.
-        sparse: bytes of a step's gradients over those of the same encoded by `comm.sparse`; 1: few are zero.
-    """
+@dataclass(frozen=True, kw_only=True)
+class Profile(ModelCosts):
+    """What the planner is told of a model and its data. `tally`: the model counted."""
 
     tally: Tally
-    global_batch: int
-    tokens_per_sample: float
-    anatomy: Callable[[Any, str, str, Cut], Anatomy]
-    layers: int = 1
-    outside: int = 0
-    tables: int = 1
-    heads: int = 0
-    kv_heads: int = 0
-    width: int = 0
-    kv_width: int = 0
-    remarks: Sequence[str] = ()
-    tasks: int = 1
-    tensor: int = 1
-    loaded: int = 0
-    frozen: int | None = None
-    stored: Any = None
-    halos: Any = None
-    whole_graph: Any = None
-    parts: tuple[PartCost, ...] = ()
-    sparse: float = 1.0
 
 
 @dataclass(frozen=True)

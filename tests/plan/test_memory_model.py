@@ -41,7 +41,15 @@ def request(chosen: config.Gpt) -> Request:
     def anatomy(micro_batch: Any, recompute: str, precision: str, cut: Cut) -> Any:
         return gpt.work(DecoderLoad(decoder_shapes.sizes(chosen), SEQUENCE, micro_batch, recompute, precision, cut))
 
-    return Request(parameters, parameters, chosen.depth or 0, BATCH, SEQUENCE, anatomy, optimizer="adamw")
+    return Request(
+        parameters=parameters,
+        trainable=parameters,
+        layers=chosen.depth or 0,
+        global_batch=BATCH,
+        tokens_per_sample=SEQUENCE,
+        anatomy=anatomy,
+        optimizer="adamw",
+    )
 
 
 def held(asked: Request, layout: Layouts, nodes: int = 1, size: int = BATCH, in_flight: int = 1) -> dict[str, float]:

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from espalier import cluster as clusters
+from espalier.cost import PartCost
 from espalier.errors import UserError
 from espalier.plan import base as plans
 from espalier.plan import replan
 from espalier.plan.calibrate import DATASHEET
 from espalier.plan.decide import decide
-from espalier.workload_row import PartCost
 
 from .asked import decoder
 

@@ -15,7 +15,7 @@ import pytest
 
 from espalier.errors import UserError
 from espalier.plan import waves
-from espalier.plan.metaops import Curve, MetaOp, Operator, contract, fit, spans
+from espalier.plan.metaops import Curve, MetaOp, fit, spans
 from espalier.plan.spindle import Method, WavePlan, simulate
 from espalier.plan.wave_placement import Devices, Links, exchange
 from espalier.plan.wave_solver import Slice, allocate, solve_program
@@ -181,24 +181,6 @@ def test_a_curve_goes_through_its_points_and_never_rises() -> None:
     assert curve.inverse(0.5) == math.inf
     a, b = fit({1: 5.0, 2: 3.0, 4: 2.0})
     assert (a, b) == pytest.approx((1.0, 4.0))
-
-
-def test_operators_are_contracted_where_they_follow_one_another_alike() -> None:
-    """A tower of three blocks for two tasks, one of which ends in a head that takes both."""
-    seconds = {1: 1.0}
-    graph = [Operator(f"a{k}", "block", seconds, (f"a{k - 1}",) * (k > 0), "tower") for k in range(3)]
-    graph += [Operator("wide", "wide block", seconds, ("a2",), "tower")]
-    graph += [Operator(f"b{k}", "block", seconds, (f"b{k - 1}",) * (k > 0), "tower") for k in range(3)]
-    graph += [Operator("loss", "loss", seconds, ("wide", "b2"))]
-    found = {one.name: one for one in contract(graph)}
-    assert {name: (one.operators, one.first, one.needs) for name, one in found.items()} == {
-        "a0": (3, 0, ()),
-        "wide": (1, 3, ("a0",)),
-        "b0": (3, 0, ()),
-        "loss": (1, 0, ("wide", "b0")),
-    }
-    levels = spans(list(found.values()))
-    assert levels == {"a0": (0, 0), "wide": (1, 1), "b0": (0, 1), "loss": (2, 2)}
 
 
 def test_samples_that_move_are_counted_once() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from espalier.cluster import Disk
-from espalier.store import ExtentWriter, Generations, RowFile, RowLayout, cost, padded
+from espalier.store import RowFile, RowLayout, cost, padded
 
 DISK = Disk(path="/", write=1e9, read=2e9, iops=10_000, iops_parallel=80_000)
 
@@ -41,23 +41,3 @@ def test_seconds_are_exact_at_both_measured_figures() -> None:
     assert cost.write_seconds(DISK, np.array([1e9, 3e9])).tolist() == [1, 3]
     slow = Disk(path="/", write=1e8, read=1e8, iops=100_000)
     assert cost.read_seconds(slow, 1e8, 1000) == 1.0
-
-
-def test_a_striped_file_goes_at_the_pace_of_its_slowest_disk() -> None:
-    slow = Disk(path="/b", write=5e8, read=1e9, iops=5000, iops_parallel=50_000)
-    both = cost.striped([DISK, slow])
-    assert (both.write, both.read, both.iops, both.iops_parallel) == (1e9, 2e9, 5000, 100_000)
-    assert both.path == "/ + /b"
-
-
-def test_bytes_on_disk_are_those_of_the_files(tmp_path: Path) -> None:
-    sizes = [1, 4096, 5000, 300_000]
-    with ExtentWriter(tmp_path / "extents") as writer:
-        for number, size in enumerate(sizes):
-            writer.append(str(number), torch.zeros(size, dtype=torch.uint8))
-    assert (tmp_path / "extents").stat().st_size == cost.extents_bytes(sizes)
-    for generations in (1, 2):
-        path = tmp_path / f"generations-{generations}"
-        Generations.create(path, {str(size): size for size in sizes}, generations).close()
-        head = path.stat().st_size - cost.generations_bytes(sizes, generations)
-        assert 0 < head <= 3 * 4096

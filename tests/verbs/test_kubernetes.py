@@ -154,16 +154,20 @@ def test_with_another_launcher_or_a_run_folder_it_is_refused(folder, monkeypatch
 
 
 @pytest.mark.parametrize(
-    "value",
-    [
-        {"text": "a: b\n\tc\n", "empty": "", "list": [], "table": {}},
-        {"lines": "one\n\n  two # three\n", "odd": " one\ntwo\n", "end": "one\n\n", "none": "one\ntwo"},
-        {"nested": [{"a": 1, "b": [{"c": "d"}]}, {"e": True}], "words": ["-m", "yes", "null", "1"]},
-        {"ümlaut": "größer\nals\n", "control": "a\x07b\nc\n"},
-    ],
+    "text",
+    ["", "a: b\n\tc\n", "one\n\n  two # three\n", " one\ntwo\n", "one\n\n", "one\ntwo", "größer\nals\n", "a\x07b\nc\n"],
 )
-def test_what_is_written_is_read_back(value):
-    assert reader.safe_load("\n".join(kubernetes.yaml(value))) == value
+@pytest.mark.parametrize("kind", ["jobset", "trainjob"])
+def test_what_is_written_is_read_back(text, kind):
+    wanted = kubernetes.options(f"out.yaml image=i:1 claim=c kind={kind} namespace=yes")
+    words, files = ["a=\"<&>é\" # 'b'", "name=null"], {"recipe.toml": text}
+    asked = kubernetes.Pods(count=2, ranks=3, processors=4, memory=5 << 20, gpus=1)
+    config, job = reader.safe_load_all(kubernetes.manifest(wanted, asked, words, files))
+    assert config["data"] == files
+    assert config["metadata"] == {"name": "null-recipe", "namespace": "yes"}
+    assert job["metadata"] == {"name": "null", "namespace": "yes"}
+    commands = [line for line in map(str.strip, str(job).split("'command': ")) if line.startswith("[")]
+    assert words[0] in commands[0].replace("\\'", "'")
 
 
 @pytest.mark.slow

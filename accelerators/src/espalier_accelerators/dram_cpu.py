@@ -102,16 +102,22 @@ def _may_close(m: Any, q: Any, k: Any, b: Any) -> Any:
 
 
 @njit
+def _not_before(table: Any, row: Any, command: Any, cycle: Any) -> None:
+    """From `cycle` on at the earliest."""
+    table[row, command] = max(table[row, command], cycle)
+
+
+@njit
 def _open_row(m: Any, now: Any, b: Any, row: Any) -> None:
     own = b // m.times[BANKS]
     r = own // m.times[GROUPS]
     m.banks[b, OPEN], m.banks[b, USED] = row, 0
-    m.banks[b, ACT] = max(m.banks[b, ACT], now + m.times[RAS] + m.times[RP])
-    m.banks[b, READ] = max(m.banks[b, READ], now + m.times[RCD])
-    m.banks[b, WRITE] = max(m.banks[b, WRITE], now + m.times[RCDWR])
-    m.banks[b, PRE] = max(m.banks[b, PRE], now + m.times[RAS])
+    _not_before(m.banks, b, ACT, now + m.times[RAS] + m.times[RP])
+    _not_before(m.banks, b, READ, now + m.times[RCD])
+    _not_before(m.banks, b, WRITE, now + m.times[RCDWR])
+    _not_before(m.banks, b, PRE, now + m.times[RAS])
     for g in range(r * m.times[GROUPS], (r + 1) * m.times[GROUPS]):
-        m.groups[g, ACT] = max(m.groups[g, ACT], now + (m.times[RRD_LONG] if g == own else m.times[RRD]))
+        _not_before(m.groups, g, ACT, now + (m.times[RRD_LONG] if g == own else m.times[RRD]))
     m.acts[r, m.ranks[r, ACTS] % 32] = now
     m.ranks[r, ACTS] += 1
     if m.ranks[r, OPENED] == 0:
@@ -124,9 +130,9 @@ def _open_row(m: Any, now: Any, b: Any, row: Any) -> None:
 def _close_row(m: Any, now: Any, b: Any) -> None:
     r = b // (m.times[BANKS] * m.times[GROUPS])
     m.banks[b, OPEN], m.banks[b, USED] = -1, 0
-    m.banks[b, ACT] = max(m.banks[b, ACT], now + m.times[RP])
-    m.banks[b, REF] = max(m.banks[b, REF], now + m.times[RP])
-    m.ranks[r, CLOSABLE] = max(m.ranks[r, CLOSABLE], now + m.times[PPD])
+    _not_before(m.banks, b, ACT, now + m.times[RP])
+    _not_before(m.banks, b, REF, now + m.times[RP])
+    _not_before(m.ranks, r, CLOSABLE, now + m.times[PPD])
     m.ranks[r, OPENED] -= 1
     if m.ranks[r, OPENED] == 0:
         m.ranks[r, IDLE_SINCE] = now
@@ -139,7 +145,7 @@ def _move(m: Any, now: Any, b: Any, write: Any) -> None:
     m.totals[HITS] += m.banks[b, USED] > 0
     m.banks[b, USED] += 1
     end = burst + (m.times[CWL] if write else m.times[CL])
-    m.banks[b, PRE] = max(m.banks[b, PRE], now + (end + m.times[WR] if write else m.times[RTP]))
+    _not_before(m.banks, b, PRE, now + (end + m.times[WR] if write else m.times[RTP]))
     m.totals[WRITE_COMMANDS if write else READ_COMMANDS] += 1
     m.totals[LAST] = max(m.totals[LAST], now + end)
     for g in range(own // each * each, own // each * each + each):
@@ -152,8 +158,8 @@ def _move(m: Any, now: Any, b: Any, write: Any) -> None:
         if not write:
             turned = m.times[CL] + burst + m.times[RTRS] - m.times[CWL]
         same, other = (WRITE, READ) if write else (READ, WRITE)
-        m.groups[g, same] = max(m.groups[g, same], now + again)
-        m.groups[g, other] = max(m.groups[g, other], now + turned)
+        _not_before(m.groups, g, same, now + again)
+        _not_before(m.groups, g, other, now + turned)
 
 
 @njit
@@ -173,8 +179,8 @@ def _refresh(m: Any, now: Any, c: Any) -> Any:
     if ready < each:
         return False, soonest
     for b in range(r * each, (r + 1) * each):
-        m.banks[b, ACT] = max(m.banks[b, ACT], now + m.times[RFC])
-        m.banks[b, REF] = max(m.banks[b, REF], now + m.times[RFC])
+        _not_before(m.banks, b, ACT, now + m.times[RFC])
+        _not_before(m.banks, b, REF, now + m.times[RFC])
     m.channel[c, DUE] -= 1
     m.channel[c, DUE_RANK] = c * m.times[RANKS] + (r + 1) % m.times[RANKS]
     m.totals[REFRESHES] += 1

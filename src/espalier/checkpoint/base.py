@@ -11,8 +11,6 @@ class Stateful(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain values; tensors that are sharded are DTensors."""
-        ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes back what `state_dict` gave, possibly from another number of ranks."""
-        ...

@@ -32,12 +32,10 @@ class Writing(Protocol):
     @property
     def busy(self) -> bool:
         """Whether a save is being written."""
-        ...
 
     @property
     def wrote(self) -> float:
         """Seconds that the last save took to be written."""
-        ...
 
 
 class SaveInterval(NamedTuple):

@@ -30,43 +30,33 @@ class Storage(Protocol):
 
     def names(self) -> list[str]:
         """Names of what looks like a checkpoint, oldest first."""
-        ...
 
     def begin(self, name: str) -> Path:
         """The local folder into which this rank writes `name`."""
-        ...
 
     def clean(self, name: str) -> None:
         """Removes what broken saves left, and anything that would stand in the way of `name`. One rank only."""
-        ...
 
     def publish(self, name: str, files: Sequence[str], limit: WriteLimit | None = None) -> None:
         """Brings this rank's `files` of `name` to where all ranks see them, no faster than `limit` says."""
-        ...
 
     def commit(self, name: str, content: manifest.Manifest) -> None:
         """Makes `name` a checkpoint. One rank only, after every rank published."""
-        ...
 
     def abandon(self, name: str) -> None:
         """Forgets the unfinished `name`."""
-        ...
 
     def remove(self, name: str) -> None:
         """Deletes the checkpoint `name`."""
-        ...
 
     def open(self, name: str, file: str) -> IO[bytes]:
         """One file of `name`, for reading."""
-        ...
 
     def reader(self, name: str) -> StorageReader:
         """torch's reader of `name`."""
-        ...
 
     def path(self, name: str) -> str:
         """What people call `name`."""
-        ...
 
 
 def folder_name(step: int) -> str:

@@ -187,7 +187,7 @@ def known_links() -> list[str]:
 def of_bandwidth(usual: Link, bandwidth: float) -> Link:
     """A link inside a machine that is said to have this bandwidth: of the `usual` kind, unless it has more."""
     share = usual.share if bandwidth <= ROUNDED * usual.bandwidth else 0.0
-    return msgspec.structs.replace(usual, bandwidth=bandwidth, share=share, source="declared")
+    return usual.changed(bandwidth=bandwidth, share=share, source="declared")
 
 
 def default_link(name: str, kind: str) -> Link:

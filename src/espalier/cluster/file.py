@@ -190,7 +190,7 @@ def _node(table: _Table, links: _Links, where: str) -> Node:
     named = catalogue.link(chosen) if isinstance(chosen, str) else usual if chosen is None else None
     inside = named or _line(chosen, f"{where}: links.inside", partial(catalogue.of_bandwidth, usual))
     if latency is not None:
-        inside = msgspec.structs.replace(inside, latency=units.seconds(latency, "links.latency.inside"))
+        inside = inside.changed(latency=units.seconds(latency, "links.latency.inside"))
     return Node(
         device=it, inside=inside, count=table.count, devices=table.devices, cores=table.cores, memory=memory,
         disks=table.disks, name=table.name, between=_network(table.between, it, f"{where}.between"),
@@ -205,7 +205,7 @@ def _between(links: _Links, first: Device, origin: str) -> Link | None:
     said = links.latency.between if isinstance(links.latency, _Latencies) else links.latency
     if said is None:
         return link
-    return msgspec.structs.replace(link, latency=units.seconds(said, f"{origin}: links.latency"))
+    return link.changed(latency=units.seconds(said, f"{origin}: links.latency"))
 
 
 def _network(said: Quantity | _Network | None, device: Device, where: str) -> Link | None:
@@ -223,8 +223,7 @@ def _line(said: Quantity | _Line | None, where: str, usual: Callable[[float], Li
     found = usual(bandwidth)
     if not 0 <= (line.share or 0) <= 1:
         raise UserError(f"{where}.share is {line.share}.", do="share = 0.9, of the bandwidth that collectives reach")
-    return msgspec.structs.replace(
-        found,
+    return found.changed(
         latency=found.latency if line.latency is None else units.seconds(line.latency, f"{where}.latency"),
         launch=found.launch if line.launch is None else units.seconds(line.launch, f"{where}.launch"),
         share=found.share if line.share is None else line.share,

@@ -7,12 +7,12 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import msgspec
-from msgspec import Struct
 
 from espalier.cluster import machine_order
+from espalier.serialization import Value
 
 
-class Rate(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Rate(Value, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One measurement: `processes` processes of `threads` threads at once multiply [rows, inner] by [inner, columns].
 
     `what = "attention"`: causal attention over `rows` positions with heads `inner` wide. `flops`: of one process.
@@ -28,7 +28,7 @@ class Rate(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     flops: float
 
 
-class Copy(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Copy(Value, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Measured memory traffic, bytes/s read plus written by one of `processes` processes of `threads` threads."""
 
     threads: int
@@ -36,7 +36,7 @@ class Copy(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     bandwidth: float
 
 
-class Coding(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Coding(Value, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A measured codec on one core: float32 bytes over encoded bytes, and float32 bytes/s of encoding and decoding."""
 
     codec: str
@@ -45,7 +45,7 @@ class Coding(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     decode: float
 
 
-class Device(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class Device(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """One compute device. `flops`: precision -> sustained or peak FLOP/s of dense matrix products, per device."""
 
     name: str
@@ -57,7 +57,7 @@ class Device(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit
     flops: dict[str, float]
     peak: bool = True
     """True when `flops` are the vendor's peak, False when measured (then the best measured)."""
-    sustained: dict[str, float] = {}
+    sustained: dict[str, float] = msgspec.field(default_factory=dict)
     """Share of the peak that large `product`s and fused `attention` reach, and products in a precision (`fp32`) where
     it is another; what is not said is assumed."""
     spread: float = 0.0
@@ -74,7 +74,7 @@ class Device(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit
     source: str = ""
 
 
-class Link(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Link(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """alpha-beta plus a price per launch: seconds = launch + latency·hops + bytes / bandwidth.
 
     `bandwidth` is of one direction: per device inside a node, per node between nodes. Collectives reach `share` of it;
@@ -89,7 +89,7 @@ class Link(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     source: str = ""
 
 
-class Disk(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class Disk(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """One disk, as a program that writes under `path` finds it. Bytes/s; 4 KiB reads/s at depth 1 and with threads."""
 
     path: str
@@ -101,7 +101,7 @@ class Disk(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     """Measured with O_DIRECT; False: through the page cache, because the file system refused it."""
 
 
-class Node(Struct, frozen=True, kw_only=True):
+class Node(Value, frozen=True, kw_only=True):
     """`count` equal machines with `devices` equal devices each. Tables of one `name` are parts of one machine."""
 
     device: Device
@@ -120,7 +120,7 @@ class Node(Struct, frozen=True, kw_only=True):
     """Of one machine for an hour, in any currency; 0 when not said."""
 
 
-class Pair(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Pair(Value, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The measured link between devices `a` and `b`, both ways: bytes/s, seconds, seconds; and what sums over all
     devices reach of the slowest such link (0: not measured)."""
 
@@ -141,7 +141,7 @@ class Place(NamedTuple):
     table: Node
 
 
-class Cluster(Struct, frozen=True, kw_only=True, dict=True):
+class Cluster(Value, frozen=True, kw_only=True, dict=True):
     """Machines and the links among them. `machine` identifies a probed machine; `busy`: how many of its cores other
     programs used while it was measured; `notes`: what the probe had to say.
 
@@ -243,9 +243,7 @@ class Cluster(Struct, frozen=True, kw_only=True, dict=True):
         pairs = [p for p in self.pairs if {p.a, p.b} <= chosen and (places[p.a].node == places[p.b].node) == near]
         found = [_measured(pair) for pair in pairs] or found
         slow = min(found, key=lambda link: link.bandwidth)
-        return msgspec.structs.replace(
-            slow, latency=max(link.latency for link in found), launch=max(link.launch for link in found)
-        )
+        return slow.changed(latency=max(link.latency for link in found), launch=max(link.launch for link in found))
 
 
 def _speed(device: Device) -> tuple[Any, ...]:

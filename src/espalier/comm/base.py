@@ -99,16 +99,13 @@ class Codec(Protocol):
         None where it cannot carry the values, as some are not finite: then they are sent as they are, never turned
         into numbers.
         """
-        ...
 
     def decode(self, wire: Tensor, like: Tensor) -> Tensor:
         """The tensor back, of `like`'s shape and dtype."""
-        ...
 
     def wire_bytes(self, elements: Any, element_bytes: int) -> Any:
         """Bytes on the wire for `elements` values of `element_bytes` each, or the most they can be (NumPy arrays
         allowed)."""
-        ...
 
 
 @runtime_checkable
@@ -117,7 +114,6 @@ class Carrying(Protocol):
 
     def carrier(self, inner: Any) -> Any:
         """An object with the collective methods of `inner` (a Gloo, NCCL or MPI group)."""
-        ...
 
 
 @runtime_checkable

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 from msgspec import Struct
 
 from espalier.config.sections import Model, RecipeBase
@@ -57,7 +56,7 @@ class Draft:
 
 def _replaced(struct: Any, path: list[str], value: Any) -> Any:
     name, *rest = path
-    return msgspec.structs.replace(struct, **{name: _replaced(getattr(struct, name), rest, value) if rest else value})
+    return struct.changed(**{name: _replaced(getattr(struct, name), rest, value) if rest else value})
 
 
 def _nothing(recipe: RecipeBase) -> None:

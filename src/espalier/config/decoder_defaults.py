@@ -8,8 +8,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import msgspec
-
 from espalier.config.base import Draft, Kind, RecipeBase
 from espalier.config.decoder_shapes import Gpt, Moe, active_parameter_count, parameter_count, published
 from espalier.config.sections import Adapters, Dpo, Lora
@@ -82,7 +80,7 @@ def _model(draft: Draft) -> None:
     if draft.get("model.vocabulary") is None:
         return
     assert isinstance(draft.recipe.model, Gpt | Moe)
-    untied = msgspec.structs.replace(draft.recipe.model, tied=False)
+    untied = draft.recipe.model.changed(tied=False)
     share = draft.get("model.vocabulary") * width / parameter_count(untied)
     if share > 0.1:
         draft.fill("model.tied", True, f"a second table of tokens would be {share:.0%} of all parameters")

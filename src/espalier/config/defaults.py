@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import math
 
-import msgspec
-
 from espalier import config
 from espalier.config import model_kinds
 from espalier.config.base import Derivation, Draft
@@ -21,8 +19,8 @@ VALIDATION_SHARE = 0.05
 
 def with_tokenizer(recipe: config.Recipe, spec: str) -> config.Recipe:
     """`recipe` with the tokenizer `spec` where it leaves that open."""
-    sources = (msgspec.structs.replace(one, tokenizer=spec) if one.tokenizer == "auto" else one for one in recipe.data)
-    return msgspec.structs.replace(recipe, data=tuple(sources))
+    sources = (one.changed(tokenizer=spec) if one.tokenizer == "auto" else one for one in recipe.data)
+    return recipe.changed(data=tuple(sources))
 
 
 def resolve(recipe: config.Recipe, vocabulary: int | None = None) -> tuple[config.Recipe, list[Derivation]]:

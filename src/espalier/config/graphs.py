@@ -126,7 +126,7 @@ _SOURCES = {
 def _fill(draft: Draft) -> None:
     """Sizes, steps and rates of a graph network."""
     if draft.recipe.graph is None:
-        draft.recipe = msgspec.structs.replace(draft.recipe, graph=GraphOptions())
+        draft.recipe = draft.recipe.changed(graph=GraphOptions())
     graph, model = draft.recipe.graph, draft.recipe.model
     assert graph is not None
     if isinstance(model, Network):
@@ -461,11 +461,11 @@ def with_batches(recipe: Any, chosen: Batches) -> Any:
     over the training nodes: they become as many times `chosen.steps`."""
     graph, train, saves = recipe.graph, recipe.train, recipe.checkpoint
     halo = None if chosen.fanout else graph.halo or HaloOptions()
-    recipe = msgspec.structs.replace(recipe, graph=msgspec.structs.replace(graph, fanout=chosen.fanout, halo=halo))
+    recipe = recipe.changed(graph=graph.changed(fanout=chosen.fanout, halo=halo))
     if not chosen.fanout:
         return recipe
     counts = {name: (getattr(train, name) or 0) * chosen.steps or None for name in ("steps", "validate_every")}
-    train = msgspec.structs.replace(train, batch_tokens=chosen.batch_tokens, **counts)
+    train = train.changed(batch_tokens=chosen.batch_tokens, **counts)
     if isinstance(saves.every, int):
-        saves = msgspec.structs.replace(saves, every=saves.every * chosen.steps)
-    return msgspec.structs.replace(recipe, train=train, checkpoint=saves)
+        saves = saves.changed(every=saves.every * chosen.steps)
+    return recipe.changed(train=train, checkpoint=saves)

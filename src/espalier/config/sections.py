@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from msgspec import Struct
+from espalier.serialization import Value
 
 
-class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Options(Value, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Base of all option structs: frozen, keyword only, unknown keys are errors."""
 
 

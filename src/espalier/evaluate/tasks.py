@@ -27,25 +27,20 @@ class Task(Protocol):
     @property
     def name(self) -> str:
         """What people call it."""
-        ...
 
     @property
     def records(self) -> int:
         """How many records it has; at least one."""
-        ...
 
     @property
     def content(self) -> str:
         """A hash of what is asked: another one is another task."""
-        ...
 
     def evaluate(self, model: nn.Module, record: int) -> Sums:
         """The metrics of one record."""
-        ...
 
     def summary(self, means: Mapping[str, float]) -> Mapping[str, float]:
         """Figures people read, from the `means` over all records."""
-        ...
 
 
 def means(sums: Sequence[Sums]) -> dict[str, float]:

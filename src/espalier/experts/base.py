@@ -33,7 +33,6 @@ class Route(Protocol):
 
         `experts` maps rows `[rows, width]` to rows; with expert parallelism, those that this rank holds.
         """
-        ...
 
 
 @dataclass(frozen=True)

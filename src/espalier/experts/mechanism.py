@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 CLAIM = Claim(
     "expert_parallel",
     question="route",
-    needs=frozenset({"a model"}),
-    changes=frozenset({"tokens reach their experts"}),
-    forbids=frozenset({"gradients are scattered", "compiles blocks"}),
-    after=frozenset({"model stages"}),
+    needs={"a model"},
+    changes={"tokens reach their experts"},
+    forbids={"gradients are scattered", "compiles blocks"},
+    after={"model stages"},
 )
 """Ranks hold unlike parameters, so that only optimizer states are sharded beside them (`shard.layer_holders`)."""
 

@@ -49,15 +49,12 @@ class RowExchange(Protocol):
 
     def exchange(self, rows: Tensor) -> Tensor:
         """Of own nodes to those of all sources of a block."""
-        ...
 
     def both(self, rows: Rows) -> Rows:
         """The same, of kept rows too."""
-        ...
 
     def begin(self, rows: Rows) -> RowExchange:
         """What brings them later; they begin to travel now."""
-        ...
 
 
 class MessageBlock(NamedTuple):
@@ -138,7 +135,6 @@ class Project(Protocol):
 
     def __call__(self, rows: Rows, weight: Tensor, start: Tensor | None = None) -> Tensor:
         """Differentiable in all three."""
-        ...
 
 
 class Aggregate(Protocol):
@@ -147,7 +143,6 @@ class Aggregate(Protocol):
 
     def __call__(self, block: MessageBlock, rows: Rows, start: Tensor | None = None) -> Tensor:
         """Differentiable in `rows` and `start`."""
-        ...
 
 
 class Begin(Protocol):
@@ -155,7 +150,6 @@ class Begin(Protocol):
 
     def __call__(self, block: MessageBlock, rows: Rows) -> MessageBlock:
         """The block to aggregate them with."""
-        ...
 
 
 def alone(block: MessageBlock, rows: Rows) -> MessageBlock:
@@ -168,7 +162,6 @@ class GraphAttend(Protocol):
 
     def __call__(self, block: MessageBlock, rows: Tensor, scores: tuple[Tensor, Tensor], dropout: float) -> Tensor:
         """Differentiable in `rows` and `scores`."""
-        ...
 
 
 def aggregate(block: MessageBlock, rows: Rows, start: Tensor | None = None) -> Tensor:

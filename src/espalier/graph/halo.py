@@ -119,7 +119,6 @@ class Transport(Protocol):
     def __call__(self, halo: Halo, sent: Tensor, received: Tensor, crossing: Crossing) -> Arrival:
         """Begins to send `sent`, by peer as `halo.leaving(crossing)` counts its rows. What is returned fills
         `received`, by peer as `halo.arriving(crossing)` counts. All ranks call both alike."""
-        ...
 
 
 def synchronous(halo: Halo, sent: Tensor, received: Tensor, crossing: Crossing) -> Arrival:

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
-import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -66,11 +65,9 @@ if TYPE_CHECKING:
 CLAIM = Claim(
     "halo",
     question="aggregate",
-    needs=frozenset({"a model"}),
-    changes=frozenset({"rows of the graph cross"}),
-    forbids=frozenset(
-        {"replicas differ between rounds", "compiles blocks", "a schedule of stages", "a window of layers"}
-    ),
+    needs={"a model"},
+    changes={"rows of the graph cross"},
+    forbids={"replicas differ between rounds", "compiles blocks", "a schedule of stages", "a window of layers"},
     instead=("every_step",),
     option="graph.halo",
 )
@@ -178,7 +175,6 @@ class CutWorkload(Protocol):
     @property
     def whole_task(self) -> NodeTask:
         """Whose nodes are trained on."""
-        ...
 
 
 class HaloParallel(Mechanism):
@@ -197,7 +193,7 @@ class HaloParallel(Mechanism):
         assert group is not None, "parts are of several ranks"
         members = mesh.mesh.members(mesh.rank, *REPLICA)
         ranks = [context.plan.ranks[rank] for rank in members]
-        shares = [one.share[1] - one.share[0] for one in ranks]
+        shares = [one.samples for one in ranks]
         nodes = [one.node for one in ranks]
         writes = nodes.index(nodes[group.rank()]) == group.rank()
         sums = isinstance(model, Gnn) and takes_sums(model) and context.recipe.quant is None
@@ -312,7 +308,7 @@ def crossings(options: HaloOptions, plan: Plan, members: Sequence[int], rank: in
     if options.bits != "auto":
         return found
     bits = {BITS[one.codec] for one in told} or {WHOLE}
-    found = found._replace(options=msgspec.structs.replace(options, bits=min(bits)))
+    found = found._replace(options=options.changed(bits=min(bits)))
     return found if len(bits) == 1 else found._replace(bits=PeerBits(told, nodes, rank))
 
 

@@ -18,11 +18,9 @@ from espalier.kernels.numba_compile import jit
 PIECES = 16
 """Pieces of rows whose gradients of the matrix are added up; enough for 16 threads, and some MiB at usual widths."""
 
-_KINDS = ("float32", "float64")
-
 
 @jit(
-    *(f"({kind}[:, ::1], int64[:, ::1], {kind}[:, ::1], {kind}[::1], {kind}[:, ::1])" for kind in _KINDS),
+    "(real[:, ::1], int64[:, ::1], real[:, ::1], real[::1], real[:, ::1])",
     parallel=True,
     fastmath=True,
 )
@@ -38,10 +36,7 @@ def mapped(values, columns, matrix, bias, out):  # type: ignore[no-untyped-def]
 
 
 @jit(
-    *(
-        f"({kind}[:, ::1], int64[:, ::1], {kind}[:, ::1], {kind}[:, ::1], {kind}[:, ::1], {kind}[:, :, ::1])"
-        for kind in _KINDS
-    ),
+    "(real[:, ::1], int64[:, ::1], real[:, ::1], real[:, ::1], real[:, ::1], real[:, :, ::1])",
     parallel=True,
     fastmath=True,
 )

@@ -61,24 +61,19 @@ class NeighborSampling(Protocol):
     @property
     def nodes(self) -> int:
         """How many nodes there are."""
-        ...
 
     def degrees(self, nodes: Array) -> Array:
         """int64: edges into each of `nodes`."""
-        ...
 
     @property
     def source_bytes(self) -> int:
         """Bytes that are read from disk for the source of an edge; 0: it is in memory."""
-        ...
 
     def sources(self, start: int, stop: int) -> Array:
         """Where all edges into the nodes `[start, stop)` come from."""
-        ...
 
     def draw(self, seeds: Array, fanouts: Sequence[int], seed: int = 0, step: int = 0) -> Drawn:
         """See Sampler.draw."""
-        ...
 
 
 class Sampler:

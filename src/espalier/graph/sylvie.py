@@ -113,11 +113,9 @@ class StalenessPolicy(Protocol):
     @property
     def bits(self) -> int:
         """Of the next step."""
-        ...
 
     def next(self, step: int) -> Choice:
         """Of the step that comes after `step` steps."""
-        ...
 
 
 class Every(NamedTuple):

@@ -14,7 +14,6 @@ from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import torch.distributed as dist
 
@@ -94,7 +93,7 @@ def host() -> str:
 
 
 def _named(node: Node, name: str) -> Node:
-    return msgspec.structs.replace(node, name=name)
+    return node.changed(name=name)
 
 
 def _devices(

@@ -25,7 +25,7 @@ _POWERS = lanewise(2, _powers)
 
 
 @jit(
-    *(f"(float64[::1], {kind}[:, ::1], int64[::1], int64[::1])" for kind in ("float32", "float64")),
+    "(float64[::1], real[:, ::1], int64[::1], int64[::1])",
     parallel=True,
     uses=(simd64,),
 )
@@ -48,7 +48,7 @@ def sums_of(sums, logits, labels, rows):  # type: ignore[no-untyped-def]
 
 
 @jit(
-    *(f"({kind}[:, ::1], {kind}[:, ::1], int64[::1], int64[::1], {kind})" for kind in ("float32", "float64")),
+    "(real[:, ::1], real[:, ::1], int64[::1], int64[::1], real)",
     parallel=True,
     uses=(simd64,),
 )

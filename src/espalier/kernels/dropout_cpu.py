@@ -20,9 +20,7 @@ PIECE = 1 << 14
 """Values of one iteration, whose places count from zero: enough to be worth a thread."""
 NONE, RELU, ELU = 0, 1, 2
 
-_SIGNATURES = tuple(
-    f"({kind}[::1], {kind}[::1], {kind}[::1], uint64, uint64, int64)" for kind in ("float32", "float64")
-)
+_SIGNATURE = "(real[::1], real[::1], real[::1], uint64, uint64, int64)"
 
 
 @njit
@@ -42,7 +40,7 @@ def stays(place: Any, first: Any, second: Any, cut: Any) -> Any:
     return np.uint32(x ^ np.uint32(x >> np.uint32(16)) ^ second) >= cut
 
 
-@jit(*_SIGNATURES, parallel=True, uses=(simd64,))
+@jit(_SIGNATURE, parallel=True, uses=(simd64,))
 def activate(values, unused, out, seed, cut, kind):  # type: ignore[no-untyped-def]
     """out = the nonlinearity of `values`, dropped `cut` of 2^32 times, else scaled up by as much."""
     count, least, share = len(values), np.uint32(cut), values.dtype.type(1 / (1 - np.float64(cut) / 2.0**32))
@@ -65,7 +63,7 @@ def activate(values, unused, out, seed, cut, kind):  # type: ignore[no-untyped-d
                 made[i] = value * share if stays(i, first, second, least) else zero
 
 
-@jit(*_SIGNATURES, parallel=True, uses=(simd64,))
+@jit(_SIGNATURE, parallel=True, uses=(simd64,))
 def activate_backward(given, result, out, seed, cut, kind):  # type: ignore[no-untyped-def]
     """out = the gradient of `values`, from `given`, that of the result, and the result of `activate`."""
     count, least, share = len(given), np.uint32(cut), given.dtype.type(1 / (1 - np.float64(cut) / 2.0**32))

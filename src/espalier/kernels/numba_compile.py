@@ -194,7 +194,8 @@ def jit(
     """Makes the decorated body a `Kernel`.
 
     Args:
-        signatures: of numba, return type first or left out: `"(float32[:, ::1], int64, int64[:, ::1])"`.
+        signatures: of numba, return type first or left out: `"(float32[:, ::1], int64, int64[:, ::1])"`. One that
+            says `real` stands for two: with float32 and with float64 in its place.
         parallel: the body has loops over `numba.prange`, and they may share its iterations out to threads. A body
             must give the same result for every number of threads.
         fastmath: sums may be reordered, and no NaN or infinity occurs.
@@ -202,7 +203,8 @@ def jit(
     """
 
     def make(body: Callable[..., Any]) -> Kernel:
-        return Kernel(body, signatures, _Options(parallel, fastmath, uses))
+        each = dict.fromkeys(one.replace("real", kind) for one in signatures for kind in ("float32", "float64"))
+        return Kernel(body, tuple(each), _Options(parallel, fastmath, uses))
 
     return make
 

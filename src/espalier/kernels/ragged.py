@@ -42,11 +42,6 @@ class Ragged:
         return cls(values, offsets_of(lengths)).checked()
 
     @classmethod
-    def of_ids(cls, values: Tensor, ids: Int64[Tensor, " values"], rows: int) -> Ragged:
-        """Rows from the number of each value's row, which never falls (nerfacc's `ray_indices`)."""
-        return cls(values, offsets_of(torch.bincount(ids, minlength=rows))).checked()
-
-    @classmethod
     def of_padded(cls, padded: Tensor, lengths: Int64[Tensor, " rows"]) -> Ragged:
         """The first `lengths[r]` values of each row of `padded` [rows, longest, ...]."""
         return cls(padded[mask_of(lengths, padded.shape[1])], offsets_of(lengths)).checked()
@@ -79,10 +74,6 @@ class Ragged:
     def row_ids(self) -> Int64[Tensor, " values"]:
         """The number of each value's row."""
         return torch.repeat_interleave(self.lengths, output_size=self.values.shape[0])
-
-    def with_values(self, values: Tensor) -> Ragged:
-        """Other values in rows of the same lengths."""
-        return Ragged(values, self.offsets).checked()
 
     def kept(self, keep: Bool[Tensor, " values"]) -> Ragged:
         """The values where `keep` holds; rows may become empty, their order stays."""
@@ -125,9 +116,3 @@ def offsets_of(lengths: Int64[Tensor, " rows"]) -> Int64[Tensor, " rows_and_one"
 def mask_of(lengths: Int64[Tensor, " rows"], longest: int) -> Bool[Tensor, "rows longest"]:
     """Which cells of a rectangle hold a value."""
     return torch.arange(longest, device=lengths.device) < lengths[:, None]
-
-
-def concatenated(parts: list[Ragged]) -> Ragged:
-    """The rows of all parts, one part after the other."""
-    lengths = torch.cat([part.lengths for part in parts])
-    return Ragged(torch.cat([part.values for part in parts]), offsets_of(lengths))

@@ -96,10 +96,7 @@ def tiles(width: int, element_bytes: int) -> Any:
 
 
 @jit(
-    *(
-        f"({kind}[:, ::1], {kind}[:, ::1], {kind}[:, ::1], {kind}[:, ::1], int64, int64[:, ::1])"
-        for kind in ("float32", "float64")
-    ),
+    "(real[:, ::1], real[:, ::1], real[:, ::1], real[:, ::1], int64, int64[:, ::1])",
     parallel=True,
     uses=(simd64,),
 )
@@ -118,10 +115,7 @@ def multiply(y, x, w, start, step, tiles):  # type: ignore[no-untyped-def]
 
 
 @jit(
-    *(
-        f"({kind}[:, :, ::1], {kind}[:, ::1], {kind}[:, ::1], {kind}[:, ::1], int64[:, ::1])"
-        for kind in ("float32", "float64")
-    ),
+    "(real[:, :, ::1], real[:, ::1], real[:, ::1], real[:, ::1], int64[:, ::1])",
     parallel=True,
     uses=(simd64,),
 )
@@ -147,7 +141,7 @@ def gradients(of_w, of_start, x, given, tiles):  # type: ignore[no-untyped-def]
 
 
 @jit(
-    *(f"({kind}[:, ::1], {kind}[:, ::1], int64[:, ::1])" for kind in ("float32", "float64")),
+    "(real[:, ::1], real[:, ::1], int64[:, ::1])",
     parallel=True,
     uses=(simd64,),
 )

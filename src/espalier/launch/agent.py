@@ -39,11 +39,9 @@ class Clock(Protocol):
 
     def monotonic(self) -> float:
         """Seconds since some moment."""
-        ...
 
     def sleep(self, seconds: float, /) -> None:
         """Returns after so many seconds."""
-        ...
 
 
 class Signals:

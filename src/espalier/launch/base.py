@@ -109,7 +109,6 @@ class Entrypoint(Protocol):
 
     def __call__(self, place: RankSpec, /) -> Any:
         """Runs in the process at `place`."""
-        ...
 
 
 def store(place: RankSpec, timeout: float) -> Any:

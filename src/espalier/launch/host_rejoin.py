@@ -33,11 +33,9 @@ class Crowd(Protocol):
 
     def again(self, rank: int) -> Far:
         """Another process in place of one that has ended."""
-        ...
 
     def seat(self, far: Far) -> Told:
         """What a process is told of its place."""
-        ...
 
 
 class _NotYet(Exception):

@@ -16,11 +16,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from espalier import accelerator
+from espalier.cost import PartCost
 from espalier.hardware import measure
 from espalier.kernels.counts import Counter
 from espalier.multitask.towers import FieldTower, Multitask
 from espalier.workload import HEAD
-from espalier.workload_row import PartCost
 
 COUNTED = 2
 """Samples of a pass that is counted."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from espalier.config import Recipe
 from espalier.config.multitask import with_inputs
-from espalier.cost import Product, Work
+from espalier.cost import PartCost, Product, Work
 from espalier.import_function import Author
 from espalier.module.parts import Parts, Task, collated, length
 from espalier.module.workload import ModuleWorkload
@@ -28,7 +28,7 @@ from espalier.radiance.scenes import Scene
 from espalier.radiance.workload import psnr
 from espalier.shard.wrap_policy import profile
 from espalier.workload import Shard, Tagged, Workload, to_device
-from espalier.workload_row import Answer, Opening, PartCost, Profile, Row, Sampling
+from espalier.workload_row import Answer, Opening, Profile, Row, Sampling
 
 
 class MultitaskWorkload(ModuleWorkload):

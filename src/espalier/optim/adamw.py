@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 CLAIM = Claim(
     "adamw",
     question="optimizer",
-    needs=frozenset({"gradients are summed"}),
-    after=frozenset({"optimizer states"}),
+    needs={"gradients are summed"},
+    after={"optimizer states"},
     option="train.optimizer.kind=adamw",
 )
 KINDS = StateKinds(("exp_avg", "exp_avg_sq"), ("step",))

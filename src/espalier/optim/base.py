@@ -36,15 +36,12 @@ class Optimizer(Protocol):
 
     def step(self, factor: float) -> None:
         """One update from `.grad`, every group's learning rate times `factor`."""
-        ...
 
     def state_dict(self) -> dict[str, Any]:
         """`name/kind` -> tensor, such as `blocks.0.attention.qkv.weight/exp_avg`."""
-        ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Copies `state` into the existing tensors."""
-        ...
 
 
 Batches = Callable[[Sequence[torch.Size]], list[list[int]]]

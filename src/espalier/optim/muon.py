@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 CLAIM = Claim(
     "muon",
     question="optimizer",
-    needs=frozenset({"gradients are summed", "whole matrices"}),
-    forbids=frozenset({"matrices are cut"}),
-    after=frozenset({"optimizer states"}),
+    needs={"gradients are summed", "whole matrices"},
+    forbids={"matrices are cut"},
+    after={"optimizer states"},
     instead=("adamw",),
 )
-MATRICES = Claim("muon_matrices", question="matrices", needs=frozenset({"a model"}), after=frozenset({"products"}))
+MATRICES = Claim("muon_matrices", question="matrices", needs={"a model"}, after={"products"})
 
 
 LARGEST_BATCH = 2**24

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Struct
 
 from espalier import serialization
 from espalier.config.graphs import Batches
 from espalier.errors import UserError
+from espalier.serialization import Value
 from espalier.shard.flat_layout import BUCKET
 
 VERSION = 1
@@ -26,7 +26,7 @@ Tier = Literal["device", "host", "disk", "node"]
 `optimizer`."""
 
 
-class PlanStruct(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=False):
+class PlanStruct(Value, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=False):
     """Base of all plan structs."""
 
 
@@ -43,6 +43,11 @@ class Rank(PlanStruct, frozen=True):
     threads: int = 1
     share: tuple[int, int] = (0, 0)
     layers: tuple[int, int] = (0, 0)
+
+    @property
+    def samples(self) -> int:
+        """How many of a step are its own."""
+        return self.share[1] - self.share[0]
 
 
 class Unit(PlanStruct, frozen=True):
@@ -144,7 +149,7 @@ class Outer(PlanStruct, frozen=True):
 
     replicas: tuple[tuple[int, ...], ...]
     method: str = "co2"
-    settings: dict[str, float | str | bool] = {}
+    settings: dict[str, float | str | bool] = msgspec.field(default_factory=dict)
     steps: int = 1
     adapt: bool = True
     paces: tuple[float, ...] = ()
@@ -239,7 +244,7 @@ class Predicted(PlanStruct, frozen=True):
     memory_limit: float
     sent_bytes: dict[str, float]
     """Payload bytes each rank sends per step, by traffic class (the ledger's figure)."""
-    waiting_bytes: dict[str, float] = {}
+    waiting_bytes: dict[str, float] = msgspec.field(default_factory=dict)
     """By kind, outside the device: see `Plan.offload`."""
     spread: float = 0.0
     """Relative error to expect of `step_seconds`: four of five measurements should lie within; 0: not known."""
@@ -247,7 +252,7 @@ class Predicted(PlanStruct, frozen=True):
     """Of all devices at their limit of power; 0 where one is not known."""
     price_per_hour: float = 0.0
     """Of all machines, in the currency of the cluster file; 0 where one has none."""
-    sources: dict[str, str] = {}
+    sources: dict[str, str] = msgspec.field(default_factory=dict)
     """Term or coefficient -> formula or where the number comes from."""
 
     @property
@@ -379,7 +384,7 @@ class Plan(PlanStruct, frozen=True):
                 "optimizer": len(unit.optimizer) or 1,
             },
             micro_batch=self.micro_batch,
-            accumulate=max(1, -(-(first.share[1] - first.share[0]) // self.micro_batch)),
+            accumulate=max(1, -(-first.samples // self.micro_batch)),
             recompute=self.recompute,
             precision=self.precision,
         )
@@ -421,7 +426,7 @@ def check(plan: Plan, samples: int, origin: str = "plan.json") -> Plan:
         raise _nonsense(origin, f"its ranks share {at} samples in micro-batches of {plan.micro_batch}, not {samples}")
     if any(rank.threads < 1 for rank in plan.ranks):
         raise _nonsense(origin, "a rank has no thread")
-    fewest = min(plan.ranks[index].share[1] - plan.ranks[index].share[0] for index in plan.trainers)
+    fewest = min(plan.ranks[index].samples for index in plan.trainers)
     if plan.rounds is not None and fewest < plan.rounds:
         few = f"a rank has {fewest} samples for {plan.rounds} micro-batches"
         what = "experts on several ranks" if plan.experts else "sharded gradients"

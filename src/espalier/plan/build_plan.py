@@ -6,8 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-import msgspec
-
 from espalier.cluster import Place
 from espalier.experts.cost import placed
 from espalier.plan import collective_time, device_model, explain, optimizer_node
@@ -82,8 +80,7 @@ def predict(request: Request, option: Option, calibration: Calibration) -> Predi
     ranks = int(option.layout.world)
     known = calibration.on(option.cluster, ranks, own_stack(option.cluster))
     watts, price = collective_time.power_and_price(option.cluster, ranks, request.offload == NODE)
-    return msgspec.structs.replace(
-        predicted,
+    return predicted.changed(
         spread=known.spread,
         watts=watts,
         price_per_hour=price,

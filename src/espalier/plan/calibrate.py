@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from msgspec import Struct
 
 from espalier.cluster import Cluster
 from espalier.errors import UserError
@@ -23,6 +22,7 @@ from espalier.plan.calibration_factors import PLAIN, CostFactors
 from espalier.plan.estimate import grid, slowest
 from espalier.plan.layouts import ARRAYS, Layouts
 from espalier.plan.request import Request
+from espalier.serialization import Value
 
 UNCALIBRATED = 0.25
 """Relative error to expect of a step's seconds where nothing was calibrated, on devices known from whole runs: those of
@@ -79,7 +79,7 @@ class Measurement:
     memory: str = "device"
 
 
-class Calibration(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Calibration(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What measurements say of the coefficients.
 
     Attributes:
@@ -91,7 +91,7 @@ class Calibration(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """
 
     factors: CostFactors = PLAIN
-    errors: dict[str, float] = {}
+    errors: dict[str, float] = msgspec.field(default_factory=dict)
     spread: float = UNCALIBRATED
     rows: int = 0
     source: str = "datasheets; nothing measured"
@@ -103,10 +103,10 @@ class Calibration(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         devices and links; less on another stack than the measured ones, and on more ranks."""
         plain = _uncalibrated(cluster, ranks)
         if not self.rows:
-            return msgspec.structs.replace(self, spread=plain) if self.spread == UNCALIBRATED else self
+            return self.changed(spread=plain) if self.spread == UNCALIBRATED else self
         doublings = np.log2(max(1.0, ranks / self.ranks)) if self.ranks else 0.0
         parts = (self.spread, plain * self.foreign(stack), DOUBLING * doublings)
-        return self if not any(parts[1:]) else msgspec.structs.replace(self, spread=float(np.linalg.norm(parts)))
+        return self if not any(parts[1:]) else self.changed(spread=float(np.linalg.norm(parts)))
 
     def foreign(self, stack: str) -> bool:
         """Whether this stack is none of those that were measured. Unnamed ones are not told apart."""
@@ -211,7 +211,7 @@ def calibrate(measurements: Sequence[Measurement], source: str = "measurements")
     times: dict[str, Any] = _times(timed) if timed else {"factors": {}, "errors": {}, "spread": UNCALIBRATED}
     held = _held(full) if full else {}
     return Calibration(
-        factors=msgspec.structs.replace(PLAIN, **times["factors"], **held),
+        factors=PLAIN.changed(**times["factors"], **held),
         errors=times["errors"],
         spread=times["spread"],
         rows=len(timed),
@@ -270,7 +270,7 @@ def _held(rows: Sequence[Measurement]) -> dict[str, float]:
     refuse_other_units(batch.predict(PLAIN)[1], measured, "peaks of memory", "bytes")
 
     def miss(at: float) -> float:
-        predicted = batch.predict(msgspec.structs.replace(PLAIN, held=float(np.exp(at))))[1]
+        predicted = batch.predict(PLAIN.changed(held=float(np.exp(at))))[1]
         return float(np.sum(np.abs(np.log(predicted / measured)) / PEAKS) + (at / HELD) ** 2 / 2)
 
     low, high = np.log(HELD_RANGE)

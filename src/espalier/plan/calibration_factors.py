@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from msgspec import Struct
+from espalier.serialization import Value
 
 
-class CostFactors(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CostFactors(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Each multiplies the seconds (or bytes) that the datasheet and the constants of `plan` give. All positive."""
 
     product: float = 1.0

@@ -13,8 +13,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Literal
 
-import msgspec
-
 from espalier import units
 from espalier.checkpoint import save_interval, shared_memory, young_daly
 from espalier.cluster import Cluster
@@ -51,7 +49,7 @@ def paced(plan: Plan, every: int | Literal["auto"] | None, cluster: Cluster, lim
         + "and one failure an hour is assumed; what saves really cost corrects it."
     )
     rule = AdaptiveRule(name=NAME, start=float(found.steps), low=LEAST, high=MOST, signal="cost of a save, failures")
-    return msgspec.structs.replace(plan, rules=(*plan.rules, rule), why=(*plan.why, why))
+    return plan.changed(rules=(*plan.rules, rule), why=(*plan.why, why))
 
 
 def checkpoint_bytes(plan: Plan) -> float:
@@ -115,7 +113,7 @@ def with_copies(plan: Plan, given: int | Literal["auto"], cluster: Cluster) -> P
         return _with(plan, f"Copies in memory come on top of the peak: {taken}, {left}.")
     held = {**predicted.memory_bytes, COPIES: size, "peak": predicted.memory_bytes["peak"] + size}
     sources = {**predicted.sources, COPIES: "parameters and optimizer states, once for each copy in memory"}
-    predicted = msgspec.structs.replace(predicted, memory_bytes=held, sources=sources)
+    predicted = predicted.changed(memory_bytes=held, sources=sources)
     return _with(plan, f"{taken} of memory.", predicted)
 
 
@@ -129,4 +127,4 @@ def _count(plan: Plan) -> int:
 
 
 def _with(plan: Plan, why: str, predicted: Predicted | None = None) -> Plan:
-    return msgspec.structs.replace(plan, predicted=predicted or plan.predicted, why=(*plan.why, why))
+    return plan.changed(predicted=predicted or plan.predicted, why=(*plan.why, why))

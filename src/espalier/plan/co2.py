@@ -12,8 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-import msgspec
-
 from espalier import units
 from espalier.cluster import Cluster, Link
 from espalier.comm import compressed_collectives
@@ -87,7 +85,7 @@ def cut(request: Request, cluster: Cluster, options: ByRounds) -> Replicas:
     inner = replace(
         request,
         global_batch=request.global_batch // count,
-        pin=msgspec.structs.replace(pin, ranks=own),
+        pin=pin.changed(ranks=own),
         sync=EveryStep(),
         outer=_kept(options, cluster),
         crossings=(),
@@ -108,7 +106,7 @@ def _refused(refuses: Callable[[Plan], Refusal | None], method: str, plan: Plan)
     """Why two replicas that are each `plan` cannot agree by rounds; None: they can."""
     ranks = len(plan.ranks)
     replicas = tuple(range(ranks)), tuple(range(ranks, 2 * ranks))
-    return refuses(msgspec.structs.replace(plan, ranks=plan.ranks * 2, outer=Outer(replicas=replicas, method=method)))
+    return refuses(plan.changed(ranks=plan.ranks * 2, outer=Outer(replicas=replicas, method=method)))
 
 
 def _machines(cluster: Cluster, count: int) -> list[Cluster]:
@@ -118,21 +116,21 @@ def _machines(cluster: Cluster, count: int) -> list[Cluster]:
             places = [place for place in cluster.devices() if place.node == machine]
             tables = {id(place.table): place.table for place in places}
             nodes = tuple(
-                msgspec.structs.replace(table, count=1, devices=sum(place.table is table for place in places))
+                table.changed(count=1, devices=sum(place.table is table for place in places))
                 for table in tables.values()
             )
             alone = {"between": None, "pairs": (), "optimizers": (), "standbys": ()}
-            found.append(msgspec.structs.replace(cluster, nodes=nodes, **alone))
+            found.append(cluster.changed(nodes=nodes, **alone))
         return found
     node = cluster.nodes[0]
-    part = msgspec.structs.replace(node, devices=max(1, node.devices // count), cores=max(1, node.cores // count))
-    return [msgspec.structs.replace(cluster, nodes=(part,), pairs=())] * count
+    part = node.changed(devices=max(1, node.devices // count), cores=max(1, node.cores // count))
+    return [cluster.changed(nodes=(part,), pairs=())] * count
 
 
 def sharded(request: Request, ranks: int) -> Request:
     """`request` with the optimizer's state cut among all `ranks`; pins of parameters and gradients stay."""
-    shard = msgspec.structs.replace(request.pin.shard or ShardPin(), optimizer=ranks)
-    return replace(request, pin=msgspec.structs.replace(request.pin, ranks=ranks, shard=shard))
+    shard = (request.pin.shard or ShardPin()).changed(optimizer=ranks)
+    return replace(request, pin=request.pin.changed(ranks=ranks, shard=shard))
 
 
 def whole(plan: Plan) -> bool:
@@ -234,7 +232,7 @@ def join(parts: Sequence[Plan], made: Replicas, chosen: RoundChoice, options: By
         for rank in part.ranks:
             start, stop = rank.share
             share = (start + index * size, stop + index * size)
-            ranks.append(msgspec.structs.replace(rank, node=index if several else rank.node, share=share))
+            ranks.append(rank.changed(node=index if several else rank.node, share=share))
     seconds = [part.predicted.step_seconds if part.predicted else 1.0 for part in parts]
     paces = tuple(min(seconds) / one for one in seconds)
     outer = Outer(
@@ -247,8 +245,7 @@ def join(parts: Sequence[Plan], made: Replicas, chosen: RoundChoice, options: By
     )
     first = parts[0]
     refuse_pieces(chosen_of(outer.method, dict(outer.settings)), len(first.ranks))
-    return msgspec.structs.replace(
-        first,
+    return first.changed(
         planner="co2",
         ranks=tuple(ranks),
         outer=outer,
@@ -303,8 +300,7 @@ def _predicted(part: Plan, made: Replicas, chosen: RoundChoice, outer: Outer) ->
     bills = [collective_time.power_and_price(cluster, shards) for cluster in made.clusters]
     watts, prices = ([bill[index] for bill in bills] for index in (0, 1))
     speed = made.count * inside.step_seconds / seconds
-    return msgspec.structs.replace(
-        inside,
+    return inside.changed(
         step_seconds=seconds,
         tokens_per_second=inside.tokens_per_second * speed,
         tokens_per_second_per_device=inside.tokens_per_second_per_device * speed / made.count,

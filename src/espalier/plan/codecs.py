@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import msgspec
-
 from espalier.cluster import Cluster, Coding
 from espalier.comm import compressed_collectives, hybrid_compression
 from espalier.comm.base import Traffic
@@ -56,12 +54,10 @@ def measured(cluster: Cluster) -> Cluster:
     """A probed machine with the codecs of its processor, measured now."""
     found = tuple(Coding(name, *rate) for name, rate in hybrid_compression.measure().items())
     tables = [
-        msgspec.structs.replace(one, device=msgspec.structs.replace(one.device, codecs=found))
-        if one.device.kind == "cpu"
-        else one
+        one.changed(device=one.device.changed(codecs=found)) if one.device.kind == "cpu" else one
         for one in cluster.nodes
     ]
-    return msgspec.structs.replace(cluster, nodes=tuple(tables))
+    return cluster.changed(nodes=tuple(tables))
 
 
 def _rates(cluster: Cluster) -> dict[str, hybrid_compression.CodecRate]:

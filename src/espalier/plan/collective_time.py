@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-import msgspec
 import numpy as np
 
 from espalier.cluster import Cluster, Device, Link, Node, Place
@@ -167,7 +166,7 @@ def kinds(placed: Sequence[Place]) -> list[tuple[int, int]]:
 def reached(link: Link, level: Literal["inside", "between"]) -> Link:
     """The link as a collective finds it: a declared one less what protocols take."""
     share = 1.0 if link.measured else link.share or LINK_SHARE[level]
-    return msgspec.structs.replace(link, bandwidth=link.bandwidth * share)
+    return link.changed(bandwidth=link.bandwidth * share)
 
 
 def seconds(operation: Operation, size: Number, ranks: Number, stride: Number, on: Fleet) -> Number:
@@ -197,7 +196,7 @@ def encoded(on: Fleet, crossing: Crossing | None, width: Number) -> Fleet:
 
     def through(link: Link) -> Link:
         speed = each * min(in_turn(crossing.encode, crossing.decode), crossing.ratio * link.bandwidth)
-        return msgspec.structs.replace(link, bandwidth=speed)
+        return link.changed(bandwidth=speed)
 
     near = through(on.inside) if crossing.level != "between" else on.inside
     far = through(on.between) if on.between is not None and crossing.level != "inside" else on.between

@@ -13,8 +13,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from espalier import cluster as clusters
 from espalier import units
 from espalier.cluster import Cluster
@@ -120,12 +118,12 @@ def decide(
         if isinstance(request.sync, Auto) and replicas.machines > 1 and found.fits:
             found = _if_rounds_pay(found, request, replicas, calibration)
     plan = _with_graph(found, request, cluster, calibration, trials)
-    plan = msgspec.structs.replace(plan, rules=(*plan.rules, *request.rules))
+    plan = plan.changed(rules=(*plan.rules, *request.rules))
     plan = checkpoint_cost.paced(plan, request.saves, cluster, request.write_rate)
     plan = checkpoint_cost.with_copies(plan, request.copies, cluster)
     told = plan_summary.sentences(plan, cluster if plan.outer is None else replicas)
     why = (*told, *plan.why, *(precision.faster(request, found.found) if there else ()))
-    return replace(found, plan=msgspec.structs.replace(plan, why=why))
+    return replace(found, plan=plan.changed(why=why))
 
 
 def _with_graph(
@@ -144,14 +142,14 @@ def _with_graph(
         return halo_exchange.with_whole_graph(plan, _instead_of_whole(request, cluster, calibration))
     most = request.halos.most_ranks
     if most is not None and len(plan.trainers) > most and request.pin.ranks is None:
-        fewer = replace(request, pin=msgspec.structs.replace(request.pin, ranks=most))
+        fewer = replace(request, pin=request.pin.changed(ranks=most))
         plan = _every_step(fewer, cluster, calibration).plan
     plan = _beside_batches(plan, request, cluster, calibration)
     several = halo_exchange.with_halos(plan, request.halos, cluster)
     if len(plan.trainers) == 1 or request.pin.ranks is not None or isinstance(request.sync, ByRounds):
         return several
     try:
-        alone = _every_step(replace(request, pin=msgspec.structs.replace(request.pin, ranks=1)), cluster, calibration)
+        alone = _every_step(replace(request, pin=request.pin.changed(ranks=1)), cluster, calibration)
     except UserError:  # of machines that are named each has a rank
         return several
     if not alone.fits:
@@ -161,8 +159,8 @@ def _with_graph(
     tried = (trials.told(both, measured),) if measured else ()
     one, more = (measured.get(trials.key(each), halo_exchange.seconds(each)) for each in both)
     if one >= more:
-        return msgspec.structs.replace(several, why=(*tried, *several.why))
-    alone = replace(alone, plan=msgspec.structs.replace(alone.plan, why=(*tried, *alone.plan.why)))
+        return several.changed(why=(*tried, *several.why))
+    alone = replace(alone, plan=alone.plan.changed(why=(*tried, *alone.plan.why)))
     beside = _beside_batches(alone.plan, request, cluster, calibration)
     return halo_exchange.with_halos(beside, request.halos, cluster, instead_of=several)
 
@@ -197,7 +195,7 @@ def _batches(request: Request, cluster: Cluster, calibration: Calibration) -> tu
     if sampled is None:
         return None
     drawn = sampled()
-    pin = msgspec.structs.replace(request.pin, micro_batch=None)
+    pin = request.pin.changed(micro_batch=None)
     asked = replace(request, halos=None, anatomy=drawn.anatomy, global_batch=drawn.global_batch, pin=pin)
     found = _every_step(asked, cluster, calibration)
     return (drawn, found.plan) if found.fits else None
@@ -224,7 +222,7 @@ def _in_the_fastest_precision(
     best_of = min(made, key=_rank)
     others = {one.request.precision: one.found for one in made if one is not best_of}
     why = (*best_of.plan.why, *precision.reasons(best_of.plan, cluster, others))
-    return replace(best_of, plan=msgspec.structs.replace(best_of.plan, why=why))
+    return replace(best_of, plan=best_of.plan.changed(why=why))
 
 
 def _as_measured(request: Request, cluster: Cluster, calibration: Calibration, measure: Trials | None) -> PlanDecision:
@@ -235,12 +233,12 @@ def _as_measured(request: Request, cluster: Cluster, calibration: Calibration, m
     if measure is None or not (found.fits and precision.worth_trying(cluster)) or exact.outer is not None:
         return found
     alike = {"ranks": len(exact.ranks), "threads": exact.ranks[0].threads, "micro_batch": exact.micro_batch}
-    pin = msgspec.structs.replace(request.pin, **alike, recompute=exact.recompute)
+    pin = request.pin.changed(**alike, recompute=exact.recompute)
     try:
         low = decide(replace(request, precision="bf16", pin=pin), cluster, calibration)
     except UserError:
         return found
-    same = low.fits and msgspec.structs.replace(low.plan.layout, precision="fp32") == exact.layout
+    same = low.fits and low.plan.layout.changed(precision="fp32") == exact.layout
     measured = measure([exact, low.plan]) if same else {}
     if not measured or measured[trials.key(exact)] < precision.FASTER * measured[trials.key(low.plan)]:
         return found
@@ -269,10 +267,10 @@ def _if_rounds_pay(found: PlanDecision, request: Request, cluster: Cluster, cali
         if not told:
             return found
         rounds = _by_rounds(request, cluster, calibration, Eager())
-        return replace(rounds, plan=msgspec.structs.replace(rounds.plan, why=(told, *rounds.plan.why)))
+        return replace(rounds, plan=rounds.plan.changed(why=(told, *rounds.plan.why)))
     except UserError as error:
         why = f"Rounds of local steps were left out: {error.what}"
-        return replace(found, plan=msgspec.structs.replace(found.plan, why=(*found.plan.why, why)))
+        return replace(found, plan=found.plan.changed(why=(*found.plan.why, why)))
 
 
 def _apart(made: co2.Replicas, calibration: Calibration) -> list[PlanDecision]:
@@ -299,7 +297,7 @@ def _by_rounds(request: Request, cluster: Cluster, calibration: Calibration, opt
     codec is then a lossy one, that again with what it keeps back."""
     made, parts, rounds = _rounds(request, cluster, calibration, options)
     if rounds.codec != options.codec and rounds.lossy:
-        options = msgspec.structs.replace(options, codec=rounds.codec)
+        options = options.changed(codec=rounds.codec)
         made, parts, rounds = _rounds(request, cluster, calibration, options)
     plan = co2.join(parts, made, rounds, options)
     return PlanDecision(request, cluster, Found((), None, 0, 0.0), plan)
@@ -333,7 +331,7 @@ def _every_step(
     found = _searched(request, cluster, calibration, trials)
     remarks = (*found.request.remarks, *told, *explain.seating(cluster))
     why = (*found.plan.why, *remarks)
-    return replace(found, plan=msgspec.structs.replace(found.plan, why=why))
+    return replace(found, plan=found.plan.changed(why=why))
 
 
 def _or_unequal(found: PlanDecision, calibration: Calibration) -> PlanDecision:
@@ -357,11 +355,11 @@ def _or_unequal(found: PlanDecision, calibration: Calibration) -> PlanDecision:
         return found
     beside = "" if equal is None else f"With the best equal layout a step takes {units.show_seconds(equal)}."
     why = (*plan.why[:1], *((beside,) if beside else ()), *plan.why[1:], *request.remarks)
-    return replace(found, plan=msgspec.structs.replace(plan, why=why), fits=True)
+    return replace(found, plan=plan.changed(why=why), fits=True)
 
 
 def _taken(found: PlanDecision, plan: Plan, told: tuple[str, ...]) -> PlanDecision:
-    return replace(found, plan=msgspec.structs.replace(plan, why=(*told, *plan.why)), fits=True)
+    return replace(found, plan=plan.changed(why=(*told, *plan.why)), fits=True)
 
 
 def _searched(request: Request, cluster: Cluster, calibration: Calibration, trials: Trials | None) -> PlanDecision:
@@ -474,7 +472,7 @@ def _closest(request: Request, cluster: Cluster, found: Found, calibration: Cali
         raise refusals.refusal(request, cluster, found)
     plan = build_plan.make(request, found, found.closest, calibration)
     lacks = f"{units.show_size(found.closest.over)} of memory per rank"
-    return PlanDecision(request, cluster, found, msgspec.structs.replace(plan, executable=False, missing=lacks), False)
+    return PlanDecision(request, cluster, found, plan.changed(executable=False, missing=lacks), False)
 
 
 # --- one processor -----------------------------------------------------------------------------------------------
@@ -541,8 +539,7 @@ def _told(plan: Plan, tried: list[Plan], measured: trials.Measured) -> Plan:
     others = sorted((one for one in tried if trials.key(one) != mine), key=lambda one: measured[trials.key(one)])
     timed = [(one.layout, one.ranks[0].threads) for one in tried]
     untimed = [one for one in plan.runners_up if (one.layout, one.threads) not in timed]
-    return msgspec.structs.replace(
-        plan,
+    return plan.changed(
         predicted=scaled(plan.predicted, measured[mine]),
         why=(trials.told([plan, *others], measured), *plan.why),
         runners_up=(*(trials.beside(one, plan, measured) for one in others), *untimed),

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
 from espalier import units
 from espalier.config.graphs import Batches, with_batches
 from espalier.plan.base import Plan
@@ -60,4 +58,4 @@ def choose(
 
 def told(plan: Plan, chosen: Batches | None, why: str = "") -> Plan:
     """The plan with what was chosen."""
-    return msgspec.structs.replace(plan, batches=chosen, why=(*([why] if why else []), *plan.why))
+    return plan.changed(batches=chosen, why=(*([why] if why else []), *plan.why))

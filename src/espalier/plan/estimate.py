@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from espalier.cluster import Cluster
@@ -64,26 +63,6 @@ class Shares:
 EQUAL = Shares()
 UNCOUNTED = {"device": (), "reserved": ("runtime",), "allocated": ("runtime", "slack")}
 """Kinds of memory that PyTorch's counts of reserved and allocated bytes leave out, and the driver's does not."""
-
-MECHANISMS: Mapping[str, tuple[str, ...]] = {
-    "computation": ("forward", "backward", "recompute", "launch"),
-    "tensor": ("tensor",),
-    "sequence": ("sequence",),
-    "experts": ("experts",),
-    "pipeline": ("pipeline", "send"),
-    "shards": ("weights", "refresh"),
-    "replicas": ("all_reduce",),
-    "optimizer": ("optimizer",),
-    "rounds": ("outer",),
-}
-"""What causes each part of a step's seconds: a pipeline its idle time and its hand-overs, shards their gathers."""
-
-
-def by_mechanism(terms: Mapping[str, float]) -> dict[str, float]:
-    """Seconds of a step by what causes them; they add up to the step."""
-    found = {name: sum(terms.get(part, 0.0) for part in parts) for name, parts in MECHANISMS.items()}
-    known = {part for parts in MECHANISMS.values() for part in parts}
-    return {**found, **{name: value for name, value in terms.items() if name not in known}}
 
 
 @dataclass(frozen=True)
@@ -249,8 +228,7 @@ def scaled(predicted: Predicted, measured: float) -> Predicted:
     """The prediction with every time term scaled so that the step takes the `measured` seconds."""
     factor = measured / predicted.step_seconds
     trial: Mapping[str, str] = {"step": f"a trial; estimated terms scaled by {factor:.3g}"}
-    return msgspec.structs.replace(
-        predicted,
+    return predicted.changed(
         step_seconds=measured,
         tokens_per_second=predicted.tokens_per_second / factor,
         tokens_per_second_per_device=predicted.tokens_per_second_per_device / factor,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
-import msgspec
 import numpy as np
 
 from espalier import units
@@ -47,7 +46,7 @@ def _alone(plan: Plan, instead_of: Plan | None) -> Plan:
         f"; over {len(instead_of.trainers)} ranks a step would take {units.show_seconds(seconds(instead_of))}, here "
         f"{units.show_seconds(seconds(plan))}, by estimate (plan.pin.ranks={len(instead_of.trainers)} cuts it anyway)"
     )  # fmt: skip
-    return msgspec.structs.replace(plan, why=(f"{HALOS}: one rank has the whole graph, none cross{beside}.", *plan.why))
+    return plan.changed(why=(f"{HALOS}: one rank has the whole graph, none cross{beside}.", *plan.why))
 
 
 def with_whole_graph(plan: Plan, others: Sequence[tuple[str, Plan, int]]) -> Plan:
@@ -68,19 +67,19 @@ def with_whole_graph(plan: Plan, others: Sequence[tuple[str, Plan, int]]) -> Pla
         "parts, drawn batches and "
         f"one rank{'. By estimate a pass over the training nodes takes ' * bool(each)}{', '.join(each)}."
     )
-    return msgspec.structs.replace(plan, why=(told, *plan.why))
+    return plan.changed(why=(told, *plan.why))
 
 
 def _with_bits(plan: Plan, halos: Any, cluster: Cluster) -> tuple[Plan, Any]:
     """The plan with the bits of each layer, direction and pair of machines, and these by crossing and ranks: what
     crosses in `HIDDEN` of computing, with late rows in all of it, with the least error."""
     ranks, size = [plan.ranks[rank] for rank in plan.trainers], halos.value_bytes(plan.precision)
-    shares = [one.share[1] - one.share[0] for one in ranks]
+    shares = [one.samples for one in ranks]
     counts = halos.counts(shares)
     if not any(one.any() for one in counts.values()):
         told = f"{HALOS}: none cross between hidden layers, so there are no bits to choose (graph.halo.bits = auto)."
         every = {key: np.full(one.shape, ALL_BITS) for key, one in counts.items()}
-        return msgspec.structs.replace(plan, why=(told, *plan.why)), every
+        return plan.changed(why=(told, *plan.why)), every
     computing = sum(plan.predicted.terms.get(name, 0.0) for name in COMPUTING) if plan.predicted is not None else 0.0
     limit = computing * (HIDDEN if halos.options.synchronize == 1 else 1.0)
     places = [place.rank for place in places_of(plan, cluster)]
@@ -100,7 +99,7 @@ def _with_bits(plan: Plan, halos: Any, cluster: Cluster) -> tuple[Plan, Any]:
         f"{HALOS}: {words}, by layer, direction and link those of the least error that cross in "
         f"{units.show_seconds(limit)} (graph.halo.bits = auto){_most(found, counts)}."
     )
-    return msgspec.structs.replace(plan, exchanges=(*plan.exchanges, *crossing), why=(told, *plan.why)), found
+    return plan.changed(exchanges=(*plan.exchanges, *crossing), why=(told, *plan.why)), found
 
 
 def _most(found: Any, counts: Any) -> str:
@@ -152,7 +151,7 @@ def beside_batches(plan: Plan, other: Plan, drawn: GraphWorkload) -> Plan:
         f"{units.plural(steps, 'step')} in {units.show_seconds(steps * seconds(other))} on "
         f"{units.plural(len(other.trainers), 'rank')}, by estimate."
     )
-    return msgspec.structs.replace(plan, why=(told, *plan.why))
+    return plan.changed(why=(told, *plan.why))
 
 
 def batches_of(drawn: GraphWorkload) -> tuple[str, int]:
@@ -205,7 +204,7 @@ def _with_ages(plan: Plan, halos: Any, cluster: Cluster, sent: Any) -> tuple[Pla
     stale = np.array([[ages.get(frozenset((a, b)), 1) for b in node.tolist()] for a in node.tolist()])
     found = _Ages(stale, max(1, *ages.values()), float(busy.max()) + delay)
     why = (*_said_ages(known, found.fresh), *plan.why)
-    return msgspec.structs.replace(plan, halo_ages=tuple(known), why=why), found
+    return plan.changed(halo_ages=tuple(known), why=why), found
 
 
 def _said_ages(known: list[HaloAge], seconds: float) -> list[str]:
@@ -266,8 +265,8 @@ def with_halos(plan: Plan, halos: Halos | TokenCut, cluster: Cluster, instead_of
     if len(plan.trainers) == 1:
         return _alone(plan, instead_of)
     ranks = [plan.ranks[rank] for rank in plan.trainers]
-    shares = [one.share[1] - one.share[0] for one in ranks]
-    plan = msgspec.structs.replace(plan, micro_batch=max(shares))
+    shares = [one.samples for one in ranks]
+    plan = plan.changed(micro_batch=max(shares))
     size = halos.value_bytes(plan.precision)
     options, node = halos.options, np.array([one.node for one in ranks])
     far, by_peer = node[:, None] != node[None], cast("Any", None)
@@ -294,9 +293,7 @@ def with_halos(plan: Plan, halos: Halos | TokenCut, cluster: Cluster, instead_of
         exposed = wait if late == 0 else (1 - late) * wait + late * max(0.0, beyond) + ages.fresh
         alone = computing * len(ranks)
         predicted = longer(predicted, "halo", exposed)
-        predicted = msgspec.structs.replace(
-            predicted, sent_bytes={**predicted.sent_bytes, halos.traffic: float(sent.sum(1).max())}
-        )
+        predicted = predicted.changed(sent_bytes={**predicted.sent_bytes, halos.traffic: float(sent.sum(1).max())})
         if alone < predicted.step_seconds:
             told.append(
                 f"{HALOS}: one rank would be faster, {units.show_seconds(alone)} a step by estimate: plan.pin.ranks=1."
@@ -314,4 +311,4 @@ def with_halos(plan: Plan, halos: Halos | TokenCut, cluster: Cluster, instead_of
         told.append(f"{HALOS} take most of the step: graph.halo.bits=1 sends about a 28th of the bytes.")
     rules, ruled = _rules(options, bits)
     why, rules = (*told, *ruled, *plan.why), [*plan.rules, *rules]
-    return msgspec.structs.replace(plan, predicted=predicted, rules=tuple(rules), why=why)
+    return plan.changed(predicted=predicted, rules=tuple(rules), why=why)

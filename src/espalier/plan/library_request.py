@@ -55,7 +55,7 @@ def estimate(
         raise UserError(f"The layout needs {layouts.world} devices; the cluster has {there}.", do="a smaller dp")
     found = priced(request, where, layouts, known.factors)
     certain = known.on(where, int(layouts.world), own_stack(where))
-    return msgspec.structs.replace(found, spread=certain.spread)
+    return found.changed(spread=certain.spread)
 
 
 def cluster_of(cluster: Any) -> Cluster:

@@ -6,8 +6,6 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import msgspec
-
 from espalier.cluster import Cluster, Link, Node, Pair, Place
 from espalier.errors import UserError
 from espalier.plan import base as plans
@@ -48,8 +46,7 @@ def measured(
     used = [place.rank for place in places]
     inside = _slower(cluster.slowest(used, "inside"), found.link)
     tables = [
-        msgspec.structs.replace(
-            _table(place.table, rank.threads, used.count(place.rank), slower),
+        _table(place.table, rank.threads, used.count(place.rank), slower).changed(
             name=f"machine {place.node if apart else 0}",
         )
         for place, rank, slower in zip(places, ranks, found.slower, strict=True)
@@ -61,7 +58,7 @@ def measured(
             share = link.share if link.measured else 0.0
             pairs.append(Pair(a, b, link.bandwidth, link.latency, link.launch, share))
     return Cluster(
-        nodes=tuple(msgspec.structs.replace(table, inside=inside) for table in tables),
+        nodes=tuple(table.changed(inside=inside) for table in tables),
         between=_slower(cluster.between, found.link) if apart and cluster.between else None,
         pairs=tuple(pairs) if cluster.pairs else (),
         machine=cluster.machine,
@@ -69,9 +66,7 @@ def measured(
 
 
 def _slower(link: Link, times: float) -> Link:
-    return msgspec.structs.replace(
-        link, bandwidth=link.bandwidth / times, latency=link.latency * times, launch=link.launch * times
-    )
+    return link.changed(bandwidth=link.bandwidth / times, latency=link.latency * times, launch=link.launch * times)
 
 
 def _place(cluster: Cluster, rank: plans.Rank) -> Place:
@@ -91,14 +86,13 @@ def _table(table: Node, threads: int, ranks: int, slower: float) -> Node:
     sharing = 1 if cuda else ranks
     left = min(1.0, cores / (threads * ranks))
     portion = 1.0 if cuda else threads * left / cores
-    slowed = msgspec.structs.replace(
-        device,
+    slowed = device.changed(
         memory=device.memory // sharing,
         memory_bandwidth=device.memory_bandwidth / sharing / slower,
         flops={precision: rate * portion / slower for precision, rate in device.flops.items()},
         dispatch=device_model.issue_seconds(device) * slower,
-        rates=tuple(msgspec.structs.replace(rate, flops=rate.flops * left / slower) for rate in device.rates),
-        copies=tuple(msgspec.structs.replace(copy, bandwidth=copy.bandwidth * left / slower) for copy in device.copies),
+        rates=tuple(rate.changed(flops=rate.flops * left / slower) for rate in device.rates),
+        copies=tuple(copy.changed(bandwidth=copy.bandwidth * left / slower) for copy in device.copies),
     )
     cores = table.cores // table.devices if cuda else threads
-    return msgspec.structs.replace(table, device=slowed, count=1, devices=1, cores=cores)
+    return table.changed(device=slowed, count=1, devices=1, cores=cores)

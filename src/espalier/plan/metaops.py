@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -114,55 +114,6 @@ class MetaOp:
     def parameters(self) -> str:
         """Whose parameters it uses."""
         return self.tower or self.name
-
-
-@dataclass(frozen=True)
-class Operator:
-    """A node of the graph of a step before contraction. `signature`: operators of the same (type, parameter shapes,
-    input shapes) may be contracted; the rest as in `MetaOp`."""
-
-    name: str
-    signature: str
-    seconds: Mapping[int, float]
-    needs: tuple[str, ...] = ()
-    tower: str = ""
-    sizes: tuple[float, float, float] = field(default=(0.0, 0.0, 0.0))
-
-
-def contract(operators: Sequence[Operator]) -> list[MetaOp]:
-    """MetaOps of operators in topological order: u and v are one where v is all that takes u's output, u all that v
-    takes, and both have the same signature and tower. A MetaOp bears the name of its first operator."""
-    users = {one.name: 0 for one in operators}
-    for one in operators:
-        for name in one.needs:
-            if name not in users:
-                raise UserError(f"The operator {one.name!r} needs {name!r}, which there is not.", do="name its inputs")
-            users[name] += 1
-    by_name, head = {one.name: one for one in operators}, dict[str, str]()
-    members: dict[str, list[Operator]] = {}
-    firsts: dict[str, int] = {}
-    for one in operators:
-        before = by_name[one.needs[0]] if len(one.needs) == 1 else None
-        alike = before is not None and (before.signature, before.tower) == (one.signature, one.tower)
-        if before is not None and alike and users[before.name] == 1:
-            head[one.name] = head[before.name]
-        else:
-            head[one.name] = one.name
-            chain = before is not None and one.tower != "" and before.tower == one.tower
-            firsts[one.name] = firsts[head[before.name]] + len(members[head[before.name]]) if chain and before else 0
-        members.setdefault(head[one.name], []).append(one)
-    return [
-        MetaOp(
-            name,
-            len(own),
-            own[0].seconds,
-            tuple(head[need] for need in own[0].needs),
-            own[0].tower,
-            firsts[name],
-            *own[0].sizes,
-        )
-        for name, own in members.items()
-    ]
 
 
 class Span(NamedTuple):

@@ -10,7 +10,6 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 
 from espalier.config import Pin, ShardPin
@@ -76,12 +75,12 @@ def pinned(request: Request, way: Offload) -> Pin:
     """What layouts are searched with. Ranks with a window of layers compute activations again, and hold no
     shards; activations wait where they are computed again."""
     if way.activations != "device":
-        return msgspec.structs.replace(request.pin, recompute="block", pp=1)
+        return request.pin.changed(recompute="block", pp=1)
     if not windowed(way):
         return request.pin
     mode = "block" if request.heads else request.pin.recompute
     whole = ShardPin(params=1, grads=1, optimizer=1)
-    return msgspec.structs.replace(request.pin, recompute=mode, algorithm="data", pp=1, shard=whole)
+    return request.pin.changed(recompute=mode, algorithm="data", pp=1, shard=whole)
 
 
 def windowed(way: Offload) -> bool:

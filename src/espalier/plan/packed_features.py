@@ -9,8 +9,6 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from espalier import units
 from espalier.plan.base import Plan, Predicted
 from espalier.plan.plan_summary import FEATURES, table_of
@@ -31,7 +29,7 @@ def with_levels(plan: Plan, stored: StoredFeatures, cluster: Cluster) -> Plan:
 
     predicted, here = plan.predicted, max(Counter(rank.node for rank in plan.ranks).values())
     rank, draws = plan.ranks[0], stored.draws
-    cuts = -(-(rank.share[1] - rank.share[0]) // plan.micro_batch)
+    cuts = -(-rank.samples // plan.micro_batch)
     ratio = (draws.inputs or 1.0) / replace(draws, inputs=None).used
     draws = replace(draws, items=draws.items * here // len(plan.ranks), batch=plan.micro_batch, inputs=None)
     draws = replace(draws, inputs=draws.used * ratio)
@@ -50,8 +48,8 @@ def with_levels(plan: Plan, stored: StoredFeatures, cluster: Cluster) -> Plan:
         steps = max(1.0, levels.batches / (here * cuts))
         wait = cost.epoch_seconds(levels, disks[0]) / steps - predicted.step_seconds if disks else 0.0
         memory = {**predicted.memory_bytes, "features": held, "peak": predicted.memory_bytes["peak"] + held}
-        predicted = msgspec.structs.replace(longer(predicted, "features", max(0.0, wait)), memory_bytes=memory)
-    return msgspec.structs.replace(plan, predicted=predicted, why=(*why, *plan.why))
+        predicted = longer(predicted, "features", max(0.0, wait)).changed(memory_bytes=memory)
+    return plan.changed(predicted=predicted, why=(*why, *plan.why))
 
 
 def _levels(levels: Levels, stored: StoredFeatures) -> str:
@@ -111,8 +109,7 @@ def longer(predicted: Predicted, term: str, seconds: float) -> Predicted:
     """The prediction of a step that takes so many seconds more, for what `term` names."""
     step = predicted.step_seconds + seconds
     share = predicted.step_seconds / step
-    return msgspec.structs.replace(
-        predicted,
+    return predicted.changed(
         step_seconds=step,
         tokens_per_second=predicted.tokens_per_second * share,
         tokens_per_second_per_device=predicted.tokens_per_second_per_device * share,

@@ -11,8 +11,6 @@ import itertools
 from collections import Counter
 from dataclasses import replace
 
-import msgspec
-
 from espalier import units
 from espalier.cluster import Cluster, Device
 from espalier.plan import collective_time, device_model
@@ -51,7 +49,7 @@ def machines(cluster: Cluster, name: str) -> Cluster:
     alike = any(_rate(table.device, name) for table in cluster.nodes[len(having) :])
     if cluster.pairs or alike or not having or any(table.name for table in cluster.nodes):
         return cluster
-    return msgspec.structs.replace(cluster, nodes=having)
+    return cluster.changed(nodes=having)
 
 
 def worth_trying(cluster: Cluster) -> bool:

@@ -16,8 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
-import msgspec
-
 from espalier import units
 from espalier.cluster import Cluster
 from espalier.compose import Claim
@@ -36,13 +34,13 @@ from espalier.plan.request import Request
 CLAIM = Claim(
     "replan",
     question="replan",
-    forbids=frozenset({"replicas differ between rounds", "the model is cut", "several machines"}),
+    forbids={"replicas differ between rounds", "the model is cut", "several machines"},
 )
 """A run on fewer ranks, or on others, goes on from the same state: its ranks hold whole models, on one machine."""
-PIPELINES = Claim("replan_pipelines", question="replan", forbids=frozenset({"replicas differ between rounds"}))
+PIPELINES = Claim("replan_pipelines", question="replan", forbids={"replicas differ between rounds"})
 """The same of unequal pipelines and waves, which take up a checkpoint under another cut, over several machines too."""
 
-WORKERS = Claim("replan_workers", question="replan", forbids=frozenset({"replicas differ between rounds"}))
+WORKERS = Claim("replan_workers", question="replan", forbids={"replicas differ between rounds"})
 """The same of workers whose state is on optimizer nodes, on any machines."""
 
 FEWER = 3
@@ -82,7 +80,7 @@ def speeds(request: Request, cluster: Cluster, plan: Plan, own: Sequence[float])
     if cut(plan):
         return replan_pipelines.relative(own, planned_work(request, cluster, plan))
     ranks = [plan.ranks[rank] for rank in plan.trainers]
-    each = [seconds / (rank.share[1] - rank.share[0]) for seconds, rank in zip(own, ranks, strict=True)]
+    each = [seconds / rank.samples for seconds, rank in zip(own, ranks, strict=True)]
     middle = statistics.median_low(each)
     ratios = [one / middle if middle > 0 else 1.0 for one in each]
     found = [1.0] * len(plan.ranks)
@@ -112,10 +110,10 @@ def seconds(request: Request, cluster: Cluster, plan: Plan, found: Speeds) -> fl
     if request.parts:
         return replan_waves.seconds(request, cluster, plan, found)
     if _serving(plan):
-        return max(found.slower[one] * (plan.ranks[one].share[1] - plan.ranks[one].share[0]) for one in plan.trainers)
+        return max(found.slower[one] * (plan.ranks[one].samples) for one in plan.trainers)
     threads = plan.ranks[0].threads
     on = collective_time.fleet(measured(cluster, plan.ranks, found), len(plan.ranks), threads)
-    shares = [rank.share[1] - rank.share[0] for rank in plan.ranks]
+    shares = [rank.samples for rank in plan.ranks]
     layout = replace(of_view(plan.layout), threads=threads)
     asked = replace(request, precision=plan.precision)
     costs = price(asked, replace(on, factors=request.factors), layout, Shares(shares))
@@ -208,15 +206,15 @@ def _shared(request: Request, plan: Plan, kept: Sequence[int], found: Speeds) ->
         share = at, at + samples.get(rank, 0)
         at = share[1]
         own = rank in samples
-        ranks.append(msgspec.structs.replace(plan.ranks[rank], share=share) if own else plan.ranks[rank])
-    made = msgspec.structs.replace(plan, ranks=tuple(ranks), stages=(), predicted=None, runners_up=())
+        ranks.append(plan.ranks[rank].changed(share=share) if own else plan.ranks[rank])
+    made = plan.changed(ranks=tuple(ranks), stages=(), predicted=None, runners_up=())
     return plans.check(made, request.global_batch, "the new plan")
 
 
 def _seated(made: Plan, ranks: Sequence[plans.Rank], samples: int) -> Plan:
     """The plan with its ranks on the devices that they have."""
     seated = tuple(
-        msgspec.structs.replace(new, device=old.device, node=old.node, threads=old.threads)
+        new.changed(device=old.device, node=old.node, threads=old.threads)
         for new, old in zip(made.ranks, ranks, strict=True)
     )
-    return plans.check(msgspec.structs.replace(made, ranks=seated, runners_up=()), samples, "the new plan")
+    return plans.check(made.changed(ranks=seated, runners_up=()), samples, "the new plan")

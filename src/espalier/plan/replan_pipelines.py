@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
-import msgspec
-
 from espalier import units
 from espalier.cluster import Cluster, Place
 from espalier.config import EveryStep, Pin, Recompute
@@ -109,17 +107,17 @@ def plan_on(request: Request, cluster: Cluster, plan: Plan, kept: Sequence[int],
     there = _costs(request, cluster, plan, kept, found).cluster
     ranks = [plan.ranks[rank] for rank in kept]
     free = Pin(pipelines="unequal", ranks=len(kept), threads=ranks[0].threads, schedule=request.pin.schedule)
-    same = msgspec.structs.replace(free, micro_batch=plan.micro_batch, recompute=cast("Recompute", plan.recompute))
+    same = free.changed(micro_batch=plan.micro_batch, recompute=cast("Recompute", plan.recompute))
     asked = replace(request, precision=plan.precision, sync=EveryStep())
     for pin in (same, free):
         made = unequal.best(replace(asked, pin=pin, recompute=pin.recompute or request.recompute), there)
         if made is not None:
             new = unequal.plan_of(*made)
             seated = tuple(
-                msgspec.structs.replace(one, device=old.device, node=old.node, threads=old.threads)
+                one.changed(device=old.device, node=old.node, threads=old.threads)
                 for one, old in zip(new.ranks, ranks, strict=True)
             )
-            return plans.check(msgspec.structs.replace(new, ranks=seated), request.global_batch, "the new plan")
+            return plans.check(new.changed(ranks=seated), request.global_batch, "the new plan")
     raise UserError(
         f"{units.plural(len(kept), 'rank')} cannot hold this run: no pipeline of them has room for its layers.",
         do="mend the place that was lost and run the same command, or a smaller model or micro-batch",

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import msgspec
-
 from espalier import units
 from espalier.cluster import Cluster
 from espalier.config import EveryStep
@@ -45,15 +43,15 @@ def plan_on(request: Request, cluster: Cluster, plan: Plan, kept: Sequence[int],
 
     Raises UserError where no waves of them fit into memory.
     """
-    pin = msgspec.structs.replace(request.pin, ranks=len(kept), threads=plan.ranks[0].threads)
+    pin = request.pin.changed(ranks=len(kept), threads=plan.ranks[0].threads)
     asked = replace(request, precision=plan.precision, sync=EveryStep(), pin=pin)
     seats = replan_pipelines.seats(cluster, plan)
     alone = decide(*task_waves.alone(asked, cluster), Calibration(factors=request.factors)).plan
     there = [(seats[rank], found.slower[rank]) for rank in kept]
     made = task_waves.with_waves(alone, asked, cluster, seats=there)
     if not made.waves:  # one rank runs all parts
-        only = msgspec.structs.replace(made.ranks[0], device=plan.ranks[kept[0]].device, node=plan.ranks[kept[0]].node)
-        made = msgspec.structs.replace(made, ranks=(only,), runners_up=())
+        only = made.ranks[0].changed(device=plan.ranks[kept[0]].device, node=plan.ranks[kept[0]].node)
+        made = made.changed(ranks=(only,), runners_up=())
     return plans.check(made, request.global_batch, "the new plan")
 
 

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from espalier.compose import Refusal
 from espalier.config import EveryStep, Pin, Sync
-from espalier.cost import WHOLE, Anatomy, Cut
+from espalier.cost import WHOLE, ModelCosts
 from espalier.plan.base import RESIDENT, AdaptiveRule, Exchange, Offload, Plan
 from espalier.plan.calibration_factors import PLAIN, CostFactors
 from espalier.shard.cost import StateBytes
 
 if TYPE_CHECKING:
-    from espalier.graph.diskgnn.cost import StoredFeatures
-    from espalier.graph.halo_parallel import Halos
-    from espalier.graph.torchgt.token_parallel import TokenCut
-    from espalier.graph.workload_row import WholeGraph
     from espalier.shard.wrap_policy import Sized
-    from espalier.workload_row import PartCost
 
 Kernel = Literal["auto", "flash", "efficient", "written"]
 """An attention kernel: the best the device has; FlashAttention; another that writes no scores; one that does."""
@@ -56,22 +51,18 @@ def exchanges(crossings: Iterable[Crossing]) -> tuple[Exchange, ...]:
     return (Exchange(traffic="gradients"), *found)
 
 
-@dataclass(frozen=True)
-class Request:
+@dataclass(frozen=True, kw_only=True)
+class Request(ModelCosts):
     """A model, a batch, and what was decided already.
 
     Attributes:
-        parameters, trainable: numbers of parameters; layers: of blocks; tensors: of trainable tensors.
-        global_batch: samples per step; tokens_per_sample: tokens (nodes, rays) in one.
-        anatomy: (micro_batch, recompute, precision, cut) -> Anatomy; micro_batch and cut may hold NumPy arrays.
+        parameters, trainable: numbers of parameters; tensors: of trainable tensors. What is not told here is of
+            `ModelCosts`.
         matrix_parameters: parameters that Muon moves; matrix_shapes: (rows, columns, count) of them.
         recompute: the mode asked for, None to leave it to the planner.
         bucket_bytes: gradients exchanged at once; None: derived from the links (`CostInputs.bucket_bytes`).
         overlap: gradients are exchanged during backward; False: after it.
         kernel: of attention.
-        outside: trainable parameters outside the layers, in `tables` tables (2: embedding and head).
-        heads, kv_heads, width, kv_width: of a decoder; 0: a module.
-        tensor: ranks that share a module's matrices by its own plan, as pinned; the search takes no other number.
         experts: of each layer, of which each token has `active`; 0: none. expert_parameters: of all of a layer's.
         ep: ranks over which they are spread, as chosen; 0: not chosen. expert_rows: codec of rows on their way there.
         storage: bytes per parameter; None: what Espalier's own trainer keeps.
@@ -84,20 +75,13 @@ class Request:
         headroom: leave some of a device's memory free; False for runs that were made, whatever was left.
         factors: what a calibration says of the coefficients.
         sequence_parallel: tensor ranks also share the tokens between matrices.
-        remarks: what was decided of the data already, in sentences.
-        tasks: trained together.
         refresh: how sharded parameters come back after the optimizer step: one gather, or a broadcast per owner, as in
             InternEvo, which also sums gradients whole, or reduces them to each owner in turn.
-        codec: what the recipe says of that; crossings: what is encoded on its way; sparse: as of `Profile`.
+        codec: what the recipe says of that; crossings: what is encoded on its way.
         sync: when replicas are to agree; outer: copies of what a rank moves that rounds keep (`sync.overlap_cost`).
         offload: what waits outside the device; free: bytes of the disk that it may wait on; None: not known.
         sizes: of the trainable tensors, in the model's order; empty: not known.
         running: bytes of buffers that every step moves.
-        loaded: bytes of libraries that only this kind of workload loads, in host memory.
-        frozen: bytes of weights that are not trained, on every rank and in no checkpoint; None: as parameters are.
-        stored: features of a graph that wait on disk.
-        halos: what crosses where a graph is cut over ranks; None: none is. whole_graph: as of `Profile`.
-        parts: of several tasks, what ranks can run apart, in waves.
         saves: steps between checkpoints, or `auto`; None: who trains saves by other means. write_rate: bytes/s that a
             machine writes of them at most; None: any.
         copies: bytes that copies of the state may take of a machine's memory (`faults.memory`); 0: there are none.
@@ -108,10 +92,6 @@ class Request:
 
     parameters: int
     trainable: int
-    layers: int
-    global_batch: int
-    tokens_per_sample: float
-    anatomy: Callable[[Any, str, str, Cut], Anatomy]
     optimizer: Literal["adamw", "muon"] = "adamw"
     tensors: int = 0
     matrix_parameters: int = 0
@@ -123,13 +103,6 @@ class Request:
     bucket_bytes: int | None = None
     overlap: bool = True
     kernel: Kernel = "auto"
-    outside: int = 0
-    tables: int = 1
-    heads: int = 0
-    kv_heads: int = 0
-    width: int = 0
-    kv_width: int = 0
-    tensor: int = 1
     experts: int = 0
     active: int = 0
     expert_parameters: float = 0.0
@@ -145,23 +118,14 @@ class Request:
     factors: CostFactors = PLAIN
     sequence_parallel: bool = True
     refresh: Literal["gather", "broadcast"] = "gather"
-    remarks: Sequence[str] = ()
-    tasks: int = 1
     codec: str = "exact"
     crossings: Sequence[Crossing] = ()
-    sparse: float = 1.0
     sync: Sync = field(default_factory=EveryStep)
     outer: float = 0.0
     offload: Offload = RESIDENT
     free: float | None = None
     sizes: Sequence[Sized] = ()
     running: int = 0
-    loaded: int = 0
-    frozen: int | None = None
-    stored: StoredFeatures | None = None
-    halos: Halos | TokenCut | None = None
-    whole_graph: WholeGraph | None = None
-    parts: tuple[PartCost, ...] = ()
     saves: int | Literal["auto"] | None = None
     write_rate: float | None = None
     copies: int | Literal["auto"] = 0

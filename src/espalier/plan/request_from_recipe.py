@@ -7,12 +7,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import torch
 
 from espalier import mechanisms, units, workload_registry
 from espalier.config import GraphTransformer, Moe, Muon, Recipe, decoder_shapes
-from espalier.cost import Anatomy, Cut, Product, Work
+from espalier.cost import Anatomy, Cut, ModelCosts, Product, Work
 from espalier.errors import UserError
 from espalier.plan.base import AdaptiveRule
 from espalier.plan.request import Request
@@ -23,6 +22,8 @@ from espalier.workload_row import tally
 
 if TYPE_CHECKING:
     from espalier.config import Pin
+
+_SHARED = [one.name for one in dataclasses.fields(ModelCosts)]
 
 
 def of_recipe(recipe: Recipe, workload: Callable[[], Workload] | None = None) -> Request:
@@ -37,26 +38,14 @@ def of_recipe(recipe: Recipe, workload: Callable[[], Workload] | None = None) ->
     if train.precision == "fp64":  # else as the trainer keeps them: fp32 masters also under bf16
         sizes = tuple(one._replace(element_bytes=8, kind=("torch.float64", False)) for one in sizes)
     return Request(
+        **{name: getattr(profile, name) for name in _SHARED},
         parameters=counted.parameters,
         trainable=counted.trainable,
         tensors=counted.tensors,
-        global_batch=profile.global_batch,
-        tokens_per_sample=profile.tokens_per_sample,
-        anatomy=profile.anatomy,
-        layers=profile.layers,
-        outside=profile.outside,
-        tables=profile.tables,
-        heads=profile.heads,
-        kv_heads=profile.kv_heads,
-        width=profile.width,
-        kv_width=profile.kv_width,
-        tensor=profile.tensor,
         experts=getattr(recipe.model, "experts", 0),
         active=getattr(recipe.model, "active", 0),
         expert_parameters=_expert_parameters(recipe),
         expert_rows=recipe.comm.experts,
-        remarks=profile.remarks,
-        tasks=profile.tasks,
         optimizer="muon" if is_muon else "adamw",
         matrix_parameters=sum(rows * columns * n for (rows, columns), n in counted.matrices.items()) if is_muon else 0,
         matrix_shapes=tuple((rows, columns, count) for (rows, columns), count in sorted(counted.matrices.items())),
@@ -69,19 +58,12 @@ def of_recipe(recipe: Recipe, workload: Callable[[], Workload] | None = None) ->
         redundancy=options.redundancy,
         max_devices=options.max_devices,
         codec=recipe.comm.codec,
-        sparse=profile.sparse,
         sync=recipe.sync,
         saves=recipe.checkpoint.every,
         write_rate=None if (rate := recipe.checkpoint.rate) is None else units.rate(rate, "checkpoint.rate"),
         copies="auto" if recipe.faults.memory == "auto" else units.size(recipe.faults.memory, "faults.memory"),
         sizes=sizes,
         running=_running_bytes(counted.running, train.precision),
-        loaded=profile.loaded,
-        frozen=profile.frozen,
-        stored=profile.stored,
-        halos=profile.halos,
-        whole_graph=profile.whole_graph,
-        parts=profile.parts,
         rules=_attention_rules(recipe),
         with_sequence=partial(_with_sequence, recipe, opened) if profile.heads else None,
         refuses=partial(mechanisms.refusal, recipe),
@@ -108,8 +90,8 @@ def _expert_parameters(recipe: Recipe) -> float:
 
 
 def _with_sequence(recipe: Recipe, workload: Callable[[], Workload], length: int) -> Request:
-    train = msgspec.structs.replace(recipe.train, sequence=length)
-    return of_recipe(msgspec.structs.replace(recipe, train=train), workload)
+    train = recipe.train.changed(sequence=length)
+    return of_recipe(recipe.changed(train=train), workload)
 
 
 def of_module(model: torch.nn.Module, batch: int, precision: str, pin: Pin) -> Request:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import msgspec
-
 from espalier import units
 from espalier.cluster import Cluster
 from espalier.config import ByRounds, EveryStep
@@ -39,10 +37,10 @@ def inside(request: Request, cluster: Cluster, options: ByRounds) -> tuple[Reque
             "Synchronization by rounds needs two replicas, and the cluster has one machine.",
             do="sync.replicas=2, --hosts for more machines, or sync.kind=every_step",
         )
-    pin = msgspec.structs.replace(request.pin, offload="node", ranks=ranks)
-    between = cluster.between and msgspec.structs.replace(cluster.between, bandwidth=FAST, latency=0.0, launch=0.0)
+    pin = request.pin.changed(offload="node", ranks=ranks)
+    between = cluster.between and cluster.between.changed(bandwidth=FAST, latency=0.0, launch=0.0)
     asked = replace(request, sync=EveryStep(), crossings=(), pin=pin)
-    return asked, msgspec.structs.replace(cluster, between=between, pairs=())
+    return asked, cluster.changed(between=between, pairs=())
 
 
 def joined(plan: Plan, request: Request, cluster: Cluster, options: ByRounds) -> Plan:
@@ -61,11 +59,10 @@ def joined(plan: Plan, request: Request, cluster: Cluster, options: ByRounds) ->
         f"their disks. At its end they push how far they went to the optimizer nodes, which run {method}, and pull the "
         f"outer parameters: {units.show_seconds(flight)}."
     )
-    return msgspec.structs.replace(
-        plan,
+    return plan.changed(
         planner="co2",
         outer=outer,
-        stages=tuple(msgspec.structs.replace(stage, ranks=stage.ranks[:1]) for stage in plan.stages),
+        stages=tuple(stage.changed(ranks=stage.ranks[:1]) for stage in plan.stages),
         exchanges=(Exchange(traffic="outer_step", codec=codec, agreement=method),),
         predicted=_predicted(plan.predicted, outer.steps, sent, (flight, local)),
         why=(told, *plan.why),
@@ -94,8 +91,7 @@ def _predicted(before: Predicted | None, steps: int, sent: float, seconds: tuple
     terms = {**before.terms, "offload": local, "outer": flight / steps}
     step = before.step_seconds - before.terms.get("offload", 0.0) + local + flight / steps
     speed = before.step_seconds / step
-    return msgspec.structs.replace(
-        before,
+    return before.changed(
         step_seconds=step,
         tokens_per_second=before.tokens_per_second * speed,
         tokens_per_second_per_device=before.tokens_per_second_per_device * speed,

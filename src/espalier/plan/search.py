@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from espalier.cluster import Cluster, Device, Node
@@ -255,7 +254,7 @@ def fastest_first(request: Request, cluster: Cluster) -> Cluster:
     if cluster.pairs or any(table.name for table in tables):
         return cluster
     tables.sort(key=_slowness(request))
-    return msgspec.structs.replace(cluster, nodes=tuple(tables))
+    return cluster.changed(nodes=tuple(tables))
 
 
 def _slowness(request: Request) -> Callable[[Node], tuple[float, float]]:
@@ -306,10 +305,10 @@ def _machines(cluster: Cluster, request: Request) -> Iterator[Cluster]:
     if there == 1 or cluster.pairs or any(table.name or table.devices > 1 for table in cluster.nodes):
         return
     tables = sorted(cluster.nodes, key=_slowness(request))
-    ordered = msgspec.structs.replace(cluster, nodes=tuple(tables))
+    ordered = cluster.changed(nodes=tuple(tables))
     for size in sorted(_sizes(ordered, min(most, there)), reverse=True):
         if size < there:
-            yield msgspec.structs.replace(cluster, nodes=tuple(_first(tables, size)))
+            yield cluster.changed(nodes=tuple(_first(tables, size)))
 
 
 def _first(tables: list[Node], machines: int) -> Iterator[Node]:
@@ -317,7 +316,7 @@ def _first(tables: list[Node], machines: int) -> Iterator[Node]:
     for table in tables:
         if machines <= 0:
             return
-        yield table if table.count <= machines else msgspec.structs.replace(table, count=machines)
+        yield table if table.count <= machines else table.changed(count=machines)
         machines -= table.count
 
 

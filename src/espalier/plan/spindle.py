@@ -104,7 +104,7 @@ def waves(metaops: Sequence[MetaOp], devices: int | Devices, method: Method | No
     """The waves of a step of several tasks and towers. Pure: the same input gives the same plan.
 
     Args:
-        metaops: see `MetaOp`; `contract` makes them of single operators.
+        metaops: see `MetaOp`.
         devices: how many, or `Devices` with their nodes, memory and links.
         method: `program` (linear program and repair, default up to 12 MetaOps), `greedy` (wavefront, default beyond),
             `static` (the best partition of the devices among tasks), `sequential` (all devices for each in turn). Those

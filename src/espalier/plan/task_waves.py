@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-import msgspec
-
 from espalier import units
 from espalier.config import EveryStep
 from espalier.errors import UserError
@@ -27,8 +25,8 @@ from espalier.stages.cost import NESTED_IN_FLIGHT
 
 if TYPE_CHECKING:
     from espalier.cluster import Cluster, Place
+    from espalier.cost import PartCost
     from espalier.plan.request import Request
-    from espalier.workload_row import PartCost
 
 NESTED = (1, 4, 8, 16, 32, 64)
 """Micro-batches of each task that are tried, the first with which waves fit into memory: nested passes keep two."""
@@ -46,8 +44,8 @@ def ranks_of(request: Request, cluster: Cluster) -> int:
 def alone(request: Request, cluster: Cluster) -> tuple[Request, Cluster]:
     """The request for one rank of the first machine that runs all parts: its optimizer step is that of a wave plan
     without waves. It need not fit into memory: a rank of a wave plan holds its slices only."""
-    pin = msgspec.structs.replace(request.pin, ranks=1, offload=request.pin.offload or "none")
-    first = msgspec.structs.replace(cluster, nodes=cluster.nodes[:1], pairs=())
+    pin = request.pin.changed(ranks=1, offload=request.pin.offload or "none")
+    first = cluster.changed(nodes=cluster.nodes[:1], pairs=())
     return replace(request, parts=(), sync=EveryStep(), pin=pin), first
 
 
@@ -88,14 +86,14 @@ def with_waves(
             "fit; a task whose head needs its whole batch is not divided.",
         )
     kept = (line for line in plan.why if line not in alone and not line.startswith("It is the best of"))
-    changed = msgspec.structs.replace(
-        plan, ranks=ranks, waves=made, nested=nested, executable=True, missing="", runners_up=(), why=(*told, *kept)
+    changed = plan.changed(
+        ranks=ranks, waves=made, nested=nested, executable=True, missing="", runners_up=(), why=(*told, *kept)
     )
     if plan.predicted is None:
         return changed
     exchanged = _exchange(changed, request.parts, devices)
     predicted = _predicted(plan.predicted, solved, exchanged, fixed, (request, count))
-    return msgspec.structs.replace(changed, predicted=msgspec.structs.replace(predicted, memory_limit=limit))
+    return changed.changed(predicted=predicted.changed(memory_limit=limit))
 
 
 def devices_of(
@@ -327,8 +325,7 @@ def _predicted(
     tokens = request.global_batch * request.tokens_per_sample
     held = {"waves": max(found.held, default=0.0), "runtime": fixed}
     sources = {"waves": "the timetable of the slices, from seconds of their parts", **alone.sources}
-    return msgspec.structs.replace(
-        alone,
+    return alone.changed(
         step_seconds=step,
         tokens_per_second=tokens / step,
         tokens_per_second_per_device=tokens / step / count,

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import msgspec
 import numpy as np
 
 from espalier import units
@@ -111,7 +110,7 @@ class EngineCosts:
         kind, tensor = group
         table = self.places[kind][0].table
         threads = self.threads(kind)
-        alone = msgspec.structs.replace(table, count=1, devices=tensor, name="")
+        alone = table.changed(count=1, devices=tensor, name="")
         on = collective_time.fleet(Cluster(nodes=(alone,)), tensor, threads)
         use = replace(on.kinds[0].setting, processes=1) if table.device.kind == "cpu" else on.kinds[0].setting
         layouts = Layouts(

@@ -16,11 +16,7 @@ TAYLOR = (*(1 / math.factorial(k) for k in range(7)), 1 / 16, 20.0)
 """Of `_surrogate`."""
 
 
-def _each(kinds: str) -> tuple[str, ...]:
-    return tuple(kinds.replace("real", dtype) for dtype in ("float32", "float64"))
-
-
-@jit(*_each("(real[:, ::1], int64[::1], real[::1], real[:, ::1], real[:, ::1], int64[::1])"), parallel=True)
+@jit("(real[:, ::1], int64[::1], real[::1], real[:, ::1], real[:, ::1], int64[::1])", parallel=True)
 def scan(currents: Any, offsets: Any, neuron: Any, charged: Any, spikes: Any, counts: Any) -> None:
     """Membranes before their reset and spikes (0 or 1) of each sample, and how many spikes each ray has.
 
@@ -61,7 +57,7 @@ def _surrogate(x: Any, taylor: Any) -> Any:
     return e / ((taylor[0] + e) * (taylor[0] + e))
 
 
-@jit(*_each("(real[:, ::1], int64[::1], real[::1], real[::1], real[:, ::1], real[:, ::1])"), parallel=True)
+@jit("(real[:, ::1], int64[::1], real[::1], real[::1], real[:, ::1], real[:, ::1])", parallel=True)
 def scan_backward(charged: Any, offsets: Any, neuron: Any, taylor: Any, gradient: Any, spikes: Any) -> None:
     """Turns the gradient of the spikes into that of the currents, in place, and makes the spikes again. The reset is
     not differentiated.

@@ -71,11 +71,7 @@ def corner_of(point: Any, frame: Any, sizes: Any, axis: Any) -> Any:
     return low, place - low
 
 
-def _each(kinds: str) -> tuple[str, ...]:
-    return tuple(kinds.replace("real", dtype) for dtype in ("float32", "float64"))
-
-
-@jit(*_each("(real[:, :, :, ::1], real[:, ::1], real[::1], real[:, ::1])"), parallel=True)
+@jit("(real[:, :, :, ::1], real[:, ::1], real[::1], real[:, ::1])", parallel=True)
 def interpolate(grid: Any, points: Any, frame: Any, out: Any) -> None:
     """The mean of the eight corners round each point, by nearness."""
     columns = grid.shape[3]
@@ -92,7 +88,7 @@ def interpolate(grid: Any, points: Any, frame: Any, out: Any) -> None:
                 out[at, column] += share * grid[i + a, j + b, k + c, column]
 
 
-@jit(*_each("(real[:, ::1], real[:, ::1], real[::1], real[:, :, :, ::1])"))
+@jit("(real[:, ::1], real[:, ::1], real[::1], real[:, :, :, ::1])")
 def scatter(gradient: Any, points: Any, frame: Any, out: Any) -> None:
     """Adds the gradient of each lookup to its eight corners. One thread: sums in the order of the points."""
     columns = out.shape[3]
@@ -107,7 +103,7 @@ def scatter(gradient: Any, points: Any, frame: Any, out: Any) -> None:
                 out[i + a, j + b, k + c, column] += share * gradient[at, column]
 
 
-@jit(*_each("(real[::1], int64[::1], real[::1], real[::1])"), parallel=True)
+@jit("(real[::1], int64[::1], real[::1], real[::1])", parallel=True)
 def composite(alpha: Any, offsets: Any, weights: Any, rest: Any) -> None:
     """Each sample's weight, and what passes the ray's last sample."""
     for ray in numba.prange(len(offsets) - 1):
@@ -118,7 +114,7 @@ def composite(alpha: Any, offsets: Any, weights: Any, rest: Any) -> None:
         rest[ray] = passing
 
 
-@jit(*_each("(real[::1], int64[::1], real[::1], real[::1], real[::1])"), parallel=True)
+@jit("(real[::1], int64[::1], real[::1], real[::1], real[::1])", parallel=True)
 def composite_backward(alpha: Any, offsets: Any, of_weights: Any, of_rest: Any, out: Any) -> None:
     """d/d alpha_i = T_i (g_i - R_i), where R_i = g_{i+1} alpha_{i+1} + (1 - alpha_{i+1}) R_{i+1} is what the light that
     passes i brings: nothing is divided by 1 - alpha. `out` holds R until T is known."""

@@ -29,11 +29,9 @@ class Stateful(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values and tensors."""
-        ...
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
         """Takes back what `state_dict` gave."""
-        ...
 
 
 class Guard:

@@ -39,4 +39,3 @@ class Attend(Protocol):
     ) -> Float[Tensor, "batch heads seq head"]:
         """Causal attention. Queries and keys are turned by their positions already; the queries are the last `seq` of
         the `keys`. Heads are a multiple of `kv_heads`."""
-        ...

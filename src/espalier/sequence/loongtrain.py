@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,7 +24,6 @@ from espalier.errors import UserError
 from espalier.mechanism import Build, Mechanism
 from espalier.parallel.seams import Filled, fields_of
 from espalier.records import Record
-from espalier.sequence import cost as priced
 from espalier.sequence.ring import DoubleRing, Ring, Rings, ring_attention
 from espalier.sequence.slots import Bounds, SequenceSlots, bounds_of
 from espalier.sequence.ulysses import HeadExchange, HeadSplit
@@ -224,8 +223,8 @@ def grid_of(rings: Rings, keys: Groups, gradients: Groups, row: dist.ProcessGrou
 CLAIM = Claim(
     "loongtrain",
     question="attend",
-    needs=frozenset({"a model"}),
-    changes=frozenset({"attention over cut sequences"}),
+    needs={"a model"},
+    changes={"attention over cut sequences"},
 )
 
 
@@ -233,7 +232,6 @@ class CutAttention(Filled):
     """The ranks of a sequence attend together."""
 
     seam, claim, record = "attend", CLAIM, "loongtrain"
-    cost: ClassVar = staticmethod(priced.cost)
 
     def wrap(self, context: Build) -> None:
         """Makes the groups, fills `attend`, and lets what counts tokens of sequences count those of all ranks."""

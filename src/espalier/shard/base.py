@@ -38,52 +38,40 @@ class Sharding(Protocol):
 
     def clear(self) -> None:
         """Forgets the gradients of the step before."""
-        ...
 
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
         """Surrounds forward and backward of one micro-batch. The exchange that ends a step begins in the `last`."""
-        ...
 
     def alone(self) -> AbstractContextManager[None]:
         """Surrounds forward and backward whose gradients stay on this rank, in the parameters' own `.grad`."""
-        ...
 
     def wait(self, totals: Tensor | None = None) -> None:
         """Returns when the gradients of the step, summed over all ranks, are in the `.grad` of what is owned.
 
         `totals`: float64 [any]; summed over the same ranks, in place, by the one small exchange of a step.
         """
-        ...
 
     def norm(self) -> float:
         """2-norm of the summed gradient of the whole model; the same bits on every rank."""
-        ...
 
     def refresh(self) -> None:
         """Begins to bring what the optimizers moved to all who hold it; forward passes wait for what they use."""
-        ...
 
     def settle(self) -> None:
         """Returns when every parameter that lives here is up to date."""
-        ...
 
     def adopt(self) -> None:
         """Takes what was written into what is owned for everybody's parameters."""
-        ...
 
     def idle(self, times: int) -> None:
         """Takes part in `times` forward passes of other ranks, without one of its own. Evaluation only."""
-        ...
 
     def held(self) -> Mapping[str, int]:
         """Bytes this rank holds, by state: `params`, `grads`, `masters`."""
-        ...
 
     def parts(self, optimizer: Optimizer) -> Mapping[str, Stateful]:
         """`model` and `optimizer` for a checkpoint: whole tensors by name, of which each rank writes and reads its
         own share; they resume under any other sharding."""
-        ...
 
     def detach(self) -> None:
         """Takes off every hook; the model is plain again, with all its parameters here."""
-        ...

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from espalier.mechanism import Build, Mechanism
-from espalier.shard import cost as priced
 from espalier.shard import placement_plan as spreading
 from espalier.shard.amsp import Amsp
 from espalier.shard.layer_holders import RaggedStates
@@ -25,7 +24,6 @@ class ShardedStates(Mechanism):
     """Parameters, gradients and optimizer states, each over its own number of the ranks that hold the same model."""
 
     record = "amsp"
-    cost = staticmethod(priced.cost)
 
     def __init__(self, plan: Plan) -> None:
         self.claim = spreading.claim(plan.units)

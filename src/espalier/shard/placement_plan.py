@@ -24,21 +24,17 @@ if TYPE_CHECKING:
 WHOLE = Claim(
     "amsp",
     question="shard",
-    needs=frozenset({"a model"}),
-    changes=frozenset({"gradients are summed", "whole matrices"}),
-    after=frozenset(
-        {"attend", "aggregate", "route", "recompute", "compile", "precision", "matrices", "tensor", "model stages"}
-    ),
+    needs={"a model"},
+    changes={"gradients are summed", "whole matrices"},
+    after={"attend", "aggregate", "route", "recompute", "compile", "precision", "matrices", "tensor", "model stages"},
 )
 """With every matrix on one rank."""
 SPLIT = Claim(
     "amsp_split",
     question="shard",
-    needs=frozenset({"a model"}),
-    changes=frozenset({"gradients are summed"}),
-    after=frozenset(
-        {"attend", "aggregate", "route", "recompute", "compile", "precision", "matrices", "tensor", "model stages"}
-    ),
+    needs={"a model"},
+    changes={"gradients are summed"},
+    after={"attend", "aggregate", "route", "recompute", "compile", "precision", "matrices", "tensor", "model stages"},
     instead=("amsp",),
 )
 """With matrices cut by the shards of the optimizer's state (a plan's units that are not `whole`)."""

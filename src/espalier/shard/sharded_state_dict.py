@@ -47,23 +47,18 @@ class UnitSharding(Protocol):
     @property
     def spread(self) -> Spread:
         """How the units lie on the ranks."""
-        ...
 
     def settle(self) -> None:
         """Returns when every parameter that lives here is up to date."""
-        ...
 
     def adopt(self) -> None:
         """Takes what was written into what is owned for everybody's parameters."""
-        ...
 
     def summon(self) -> None:
         """Brings all parameters here, until they are let go."""
-        ...
 
     def whole(self, flat: FlatParameter, own: Tensor) -> Tensor:
         """The whole unit, of which every rank has `own`."""
-        ...
 
 
 class ModelState:

@@ -8,12 +8,13 @@ import numba
 
 from espalier.kernels.numba_compile import jit
 
-_FORWARD = "({0}[:, ::1], int64[::1], int32[::1], {0}[::1], {0}[:, ::1], {1}[:, ::1], int64[::1])"
-_BACKWARD = "({0}[:, ::1], int64[::1], int32[::1], {0}[::1], {0}[:, ::1], {1}[:, ::1], int64[::1])"
-_KINDS = [(value, column) for value in ("float32", "float64") for column in ("uint8", "int32")]
+_SIGNATURES = (
+    "(real[:, ::1], int64[::1], int32[::1], real[::1], real[:, ::1], uint8[:, ::1], int64[::1])",
+    "(real[:, ::1], int64[::1], int32[::1], real[::1], real[:, ::1], int32[:, ::1], int64[::1])",
+)
 
 
-@jit(*(_FORWARD.format(*kind) for kind in _KINDS), parallel=True)
+@jit(*_SIGNATURES, parallel=True)
 def scatter_rows(y, indptr, indices, weights, values, columns, cuts):  # type: ignore[no-untyped-def]
     """y = A·X for an X with `values` at `columns` [nodes, k]; empty `weights` stand for ones."""
     kept = values.shape[1]
@@ -31,7 +32,7 @@ def scatter_rows(y, indptr, indices, weights, values, columns, cuts):  # type: i
                         y[i, columns[c, j]] += values[c, j]
 
 
-@jit(*(_BACKWARD.format(*kind) for kind in _KINDS), parallel=True)
+@jit(*_SIGNATURES, parallel=True)
 def gather_rows(dvalues, indptr, indices, weights, gradient, columns, cuts):  # type: ignore[no-untyped-def]
     """dvalues[c, j] (zeros before) = Σ over the rows i with an entry c of weight · gradient[i, columns[c, j]].
 

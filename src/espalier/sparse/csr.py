@@ -347,11 +347,9 @@ class CompressedMatrix(Protocol):
     @property
     def shape(self) -> tuple[int, int]:
         """Rows and columns."""
-        ...
 
     def product(self, x: Tensor) -> Tensor:
         """A·X."""
-        ...
 
 
 def matmul(

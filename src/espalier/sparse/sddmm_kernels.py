@@ -14,13 +14,12 @@ import numba
 import numpy as np
 
 from espalier.kernels import simd64
-from espalier.kernels.numba_compile import jit
+from espalier.kernels.numba_compile import jit, njit
 from espalier.kernels.simd64 import Lanes, add_freely, add_scaled, dot, exponential, lanewise, power_of_e, prefetch
 
 
 @jit(
-    "(float32[::1], int64[::1], int32[::1], float32[:, ::1], float32[:, ::1], int64[::1])",
-    "(float64[::1], int64[::1], int32[::1], float64[:, ::1], float64[:, ::1], int64[::1])",
+    "(real[::1], int64[::1], int32[::1], real[:, ::1], real[:, ::1], int64[::1])",
     parallel=True,
     uses=(simd64,),
 )
@@ -36,8 +35,7 @@ def dot_rows(values, indptr, indices, left, right, cuts):  # type: ignore[no-unt
 
 
 @jit(
-    "(float32[:, ::1], float32[:, ::1], int64[::1], int64[::1])",
-    "(float64[:, ::1], float64[:, ::1], int64[::1], int64[::1])",
+    "(real[:, ::1], real[:, ::1], int64[::1], int64[::1])",
     parallel=True,
     uses=(simd64,),
 )
@@ -62,8 +60,7 @@ def softmax(shares, scores, indptr, cuts):  # type: ignore[no-untyped-def]
 
 
 @jit(
-    "(float32[:, ::1], float32[:, ::1], int64[::1], int64[::1])",
-    "(float64[:, ::1], float64[:, ::1], int64[::1], int64[::1])",
+    "(real[:, ::1], real[:, ::1], int64[::1], int64[::1])",
     parallel=True,
     uses=(simd64,),
 )
@@ -77,6 +74,15 @@ def sum_segments(totals, values, indptr, cuts):  # type: ignore[no-untyped-def]
                     totals[i, h] += values[e, h]
 
 
+@njit
+def longest(indptr, first, last):  # type: ignore[no-untyped-def]
+    """The most entries of one of the rows first .. last - 1."""
+    most = np.int64(0)
+    for i in range(first, last):
+        most = max(most, indptr[i + 1] - indptr[i])
+    return most
+
+
 AHEAD = 6
 """Edges before its turn that what an edge reads at random is fetched."""
 
@@ -88,8 +94,8 @@ def _edge_scores(lanes: Lanes, slope: Any) -> None:
     lanes.write(1, lanes.larger(lanes.read(1), score))
 
 
-def _edge_powers(lanes: Lanes) -> None:
-    """scores, highest, total -> e^(score - highest), joined to the total."""
+def _powers_each(lanes: Lanes) -> None:
+    """scores, highest, total -> e^(score - highest), joined to the total; each lane with its own."""
     power = power_of_e(lanes.builder, lanes.minus(lanes.read(0), lanes.read(1)))
     lanes.write(0, power)
     lanes.write(2, lanes.plus(lanes.read(2), power))
@@ -108,15 +114,12 @@ def _edge_gradients(lanes: Lanes, slope: Any) -> None:
     lanes.write(0, lanes.times(share, kept))
 
 
-_SCORES, _POWERS, _GRADIENTS = lanewise(4, _edge_scores), lanewise(3, _edge_powers), lanewise(8, _edge_gradients)
+_SCORES, POWERS_EACH, _GRADIENTS = lanewise(4, _edge_scores), lanewise(3, _powers_each), lanewise(8, _edge_gradients)
 
 
 @jit(
-    *(
-        f"({kind}[:, ::1], {kind}[:, ::1], int64[::1], int32[::1], int64[::1], {kind}[:, ::1], {kind}[::1],"
-        f" {kind}[::1], {kind}[::1], {kind})"
-        for kind in ("float32", "float64")
-    ),
+    "(real[:, ::1], real[:, ::1], int64[::1], int32[::1], int64[::1], real[:, ::1], real[::1],"
+    " real[::1], real[::1], real)",
     parallel=True,
     uses=(simd64,),
 )
@@ -129,10 +132,7 @@ def attend(out, logs, indptr, indices, cuts, x, target, source, keep, slope):  #
     width, zero, one = np.int64(x.shape[1] // heads), np.int64(0), x.dtype.type(1)
     flat, sums = x.reshape(-1), out.reshape(-1)
     for piece in numba.prange(len(cuts) - 1):
-        longest = 0
-        for i in range(cuts[piece], cuts[piece + 1]):
-            longest = max(longest, indptr[i + 1] - indptr[i])
-        shares = np.empty(longest * heads, x.dtype)
+        shares = np.empty(longest(indptr, cuts[piece], cuts[piece + 1]) * heads, x.dtype)
         highest, total = np.empty(heads, x.dtype), np.empty(heads, x.dtype)
         for i in range(cuts[piece], cuts[piece + 1]):
             start, degree = indptr[i], indptr[i + 1] - indptr[i]
@@ -144,7 +144,7 @@ def attend(out, logs, indptr, indices, cuts, x, target, source, keep, slope):  #
                 prefetch(heads * width, flat, at * width)
                 _SCORES(heads, shares, e * heads, highest, zero, target, i * heads, source, at, slope)
             for e in range(degree):
-                _POWERS(heads, shares, e * heads, highest, zero, total, zero)
+                POWERS_EACH(heads, shares, e * heads, highest, zero, total, zero)
             for h in range(heads):
                 logs[i, h] = highest[h] + np.log(total[h])
                 total[h] = one / total[h]
@@ -158,11 +158,8 @@ def attend(out, logs, indptr, indices, cuts, x, target, source, keep, slope):  #
 
 
 @jit(
-    *(
-        f"({kind}[:, ::1], {kind}[::1], {kind}[::1], int64[::1], int32[::1], int64[::1], int64[::1], {kind}[:, ::1],"
-        f" {kind}[::1], {kind}[::1], {kind}[::1], {kind}[::1], {kind}[::1], {kind}[::1], {kind})"
-        for kind in ("float32", "float64")
-    ),
+    "(real[:, ::1], real[::1], real[::1], int64[::1], int32[::1], int64[::1], int64[::1], real[:, ::1],"
+    " real[::1], real[::1], real[::1], real[::1], real[::1], real[::1], real)",
     parallel=True,
     uses=(simd64,),
 )

@@ -17,7 +17,7 @@ import numpy as np
 from numba.core import cgutils, types
 
 from espalier.kernels import simd64
-from espalier.kernels.numba_compile import intrinsic, jit
+from espalier.kernels.numba_compile import intrinsic, jit, njit
 from espalier.kernels.simd64 import INT64, VECTOR, Vectors
 
 SIZES = (8, 4, 2, 1)
@@ -95,14 +95,8 @@ def tiles(width: int, element_bytes: int) -> Any:
     return np.array(found, dtype=np.int64)
 
 
-_KINDS = ("float32", "float64")
-
-
 @jit(
-    *(
-        f"({kind}[:, ::1], int64[::1], int32[::1], {kind}[:, ::1], {kind}[:, ::1], int64, int64[::1], int64[:, ::1])"
-        for kind in _KINDS
-    ),
+    "(real[:, ::1], int64[::1], int32[::1], real[:, ::1], real[:, ::1], int64, int64[::1], int64[:, ::1])",
     parallel=True,
     uses=(simd64,),
 )
@@ -119,11 +113,7 @@ def add_rows(y, indptr, indices, x, start, step, cuts, tiles):  # type: ignore[n
 
 
 @jit(
-    *(
-        f"({kind}[:, ::1], int64[::1], int32[::1], {kind}[::1], {kind}[:, ::1], {kind}[:, ::1], int64, int64[::1],"
-        " int64[:, ::1])"
-        for kind in _KINDS
-    ),
+    "(real[:, ::1], int64[::1], int32[::1], real[::1], real[:, ::1], real[:, ::1], int64, int64[::1], int64[:, ::1])",
     parallel=True,
     uses=(simd64,),
 )
@@ -136,11 +126,18 @@ def add_weighted_rows(y, indptr, indices, values, x, start, step, cuts, tiles): 
             _ROW_BY_ENTRY(y, i, start, above, x, indices, indptr[i], indptr[i + 1], indices, zero, zero, values, tiles)
 
 
+@njit
+def _scale_rows(y, order, left, first, end):  # type: ignore[no-untyped-def]
+    """Rows order[first:end] of y times their factor in `left`."""
+    for p in range(first, end):
+        factor = left[order[p]]
+        for f in range(y.shape[1]):
+            y[order[p], f] *= factor
+
+
 @jit(
-    "(float32[:, ::1], int32[::1], int32[::1], int32[::1], int32[::1], int32[::1], int32[::1], float32[::1],"
-    " float32[:, ::1], int64[::1], int64[:, ::1])",
-    "(float64[:, ::1], int32[::1], int32[::1], int32[::1], int32[::1], int32[::1], int32[::1], float64[::1],"
-    " float64[:, ::1], int64[::1], int64[:, ::1])",
+    "(real[:, ::1], int32[::1], int32[::1], int32[::1], int32[::1], int32[::1], int32[::1], real[::1],"
+    " real[:, ::1], int64[::1], int64[:, ::1])",
     parallel=True,
     uses=(simd64,),
 )
@@ -157,17 +154,12 @@ def add_differences(y, order, parent, plus_ptr, plus, minus_ptr, minus, left, x,
             start, end = np.int64(minus_ptr[p]), np.int64(minus_ptr[p + 1])
             _ROW(y, row, y, above, x, plus, first, last, minus, start, end, left, tiles)
         if len(left):
-            for p in range(cuts[piece], cuts[piece + 1]):
-                factor = left[order[p]]
-                for f in range(y.shape[1]):
-                    y[order[p], f] *= factor
+            _scale_rows(y, order, left, cuts[piece], cuts[piece + 1])
 
 
 @jit(
-    "(float32[:, ::1], int32[::1], int32[::1], int32[::1], int32[::1], int32[::1], int32[::1], float32[::1],"
-    " float32[::1], float32[:, ::1], int64[::1], int64[:, ::1])",
-    "(float64[:, ::1], int32[::1], int32[::1], int32[::1], int32[::1], int32[::1], int32[::1], float64[::1],"
-    " float64[::1], float64[:, ::1], int64[::1], int64[:, ::1])",
+    "(real[:, ::1], int32[::1], int32[::1], int32[::1], int32[::1], int32[::1], int32[::1], real[::1],"
+    " real[::1], real[:, ::1], int64[::1], int64[:, ::1])",
     parallel=True,
     uses=(simd64,),
 )
@@ -182,10 +174,7 @@ def add_scaled_differences(  # type: ignore[no-untyped-def]
             start, end = np.int64(minus_ptr[p]), np.int64(minus_ptr[p + 1])
             _ROW_BY_COLUMN(y, row, y, above, x, plus, first, last, minus, start, end, right, tiles)
         if len(left):
-            for p in range(cuts[piece], cuts[piece + 1]):
-                factor = left[order[p]]
-                for f in range(y.shape[1]):
-                    y[order[p], f] *= factor
+            _scale_rows(y, order, left, cuts[piece], cuts[piece + 1])
 
 
 @jit("(int64[::1], int32[::1], int64[::1], int32[::1], int64[::1])")

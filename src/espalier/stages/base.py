@@ -21,15 +21,12 @@ class Schedule(Protocol):
 
     def run(self, model: nn.Module, batches: Sequence[Any], loss: Loss) -> Outcome:
         """Forward and backward of all `batches`. Gradients are of the sum of losses divided by the nominal weight."""
-        ...
 
     def apart(self, accumulate: Accumulate) -> Schedule:
         """The same schedule, whose backward passes run inside `accumulate`."""
-        ...
 
     def validation(self) -> AbstractContextManager[None]:
         """Surrounds forward passes whose outputs are used only where losses count (`mesh.counts`)."""
-        ...
 
 
 class Window(Protocol):
@@ -43,24 +40,18 @@ class Window(Protocol):
 
     def begin(self, order: Sequence[int]) -> None:
         """Layers will be needed in this `order`."""
-        ...
 
     def need(self, index: int) -> None:
         """Returns when the layer is here."""
-        ...
 
     def release(self, index: int) -> None:
         """The layer is not needed until its next turn."""
-        ...
 
     def push(self, index: int) -> None:
         """The layer's gradient is complete in the `.grad` of its parameters, which lose it."""
-        ...
 
     def summarize(self, index: int) -> None:
         """Leaves in `.grad` whether the layer's gradient is finite, as one number, and frees it."""
-        ...
 
     def flush(self) -> None:
         """Returns when all gradients were handed on."""
-        ...

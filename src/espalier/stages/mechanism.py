@@ -40,19 +40,19 @@ if TYPE_CHECKING:
 STAGES = Claim(
     "model_stages",
     question="model stages",
-    needs=frozenset({"a model"}),
-    changes=frozenset({"layers of one stage"}),
-    after=frozenset({"matrices", "tensor"}),
+    needs={"a model"},
+    changes={"layers of one stage"},
+    after={"matrices", "tensor"},
 )
 PIPELINE = Claim(
     "1f1b",
     question="stages",
-    needs=frozenset({"gradients are summed", "layers of one stage"}),
-    changes=frozenset({"a schedule of stages"}),
+    needs={"gradients are summed", "layers of one stage"},
+    changes={"a schedule of stages"},
     option="plan.pin.schedule=1f1b",
 )
 GPIPE = replace(PIPELINE, name="gpipe", instead=("1f1b",), option="")
-ZERO_BUBBLE = replace(GPIPE, name="zero_bubble", forbids=frozenset({"compiles blocks", "parameters are gathered"}))
+ZERO_BUBBLE = replace(GPIPE, name="zero_bubble", forbids={"compiles blocks", "parameters are gathered"})
 """Gradients of weights are computed when their block is not at work any more: neither gathered nor compiled."""
 CLAIMS = {one.name: one for one in (PIPELINE, GPIPE, ZERO_BUBBLE)}
 

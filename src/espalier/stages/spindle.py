@@ -45,15 +45,15 @@ if TYPE_CHECKING:
 TOWERS = Claim(
     "towers_of_rank",
     question="model stages",
-    needs=frozenset({"a model"}),
-    changes=frozenset({"layers of one stage"}),
-    after=frozenset({"matrices", "tensor"}),
+    needs={"a model"},
+    changes={"layers of one stage"},
+    after={"matrices", "tensor"},
 )
 WAVES = Claim(
     "waves",
     question="stages",
-    needs=frozenset({"gradients are summed", "layers of one stage"}),
-    changes=frozenset({"a schedule of stages"}),
+    needs={"gradients are summed", "layers of one stage"},
+    changes={"a schedule of stages"},
 )
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from espalier.config import Recipe
     from espalier.plan.base import Plan
 
-CLAIM = Claim("vertical", question="stages", needs=frozenset({"gradients are summed", "a window of layers"}))
+CLAIM = Claim("vertical", question="stages", needs={"gradients are summed", "a window of layers"})
 
 
 class _Captured(BaseException):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from espalier.config import Recipe
     from espalier.plan.base import Plan
 
-CLAIM = Claim("whole", question="stages", needs=frozenset({"gradients are summed"}))
+CLAIM = Claim("whole", question="stages", needs={"gradients are summed"})
 
 
 class Whole:

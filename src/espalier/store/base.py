@@ -21,19 +21,16 @@ class Rows(Protocol):
 
     def __len__(self) -> int:
         """How many rows there are."""
-        ...
 
     @property
     def row_bytes(self) -> int:
         """Bytes of one row."""
-        ...
 
     def read(self, ids: Tensor, out: Tensor) -> None:
         """Copies rows `ids` (int64 [n], any order, repeats allowed) to `out` [n, *shape], which is contiguous.
 
         Raises UserError for a number that is no row.
         """
-        ...
 
 
 class Closing(ABC):

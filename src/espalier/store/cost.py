@@ -5,11 +5,9 @@ Counts may be NumPy arrays: one call then prices many layouts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import gcd
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from espalier.cluster import Disk
@@ -57,23 +55,3 @@ def _overhead(disk: Disk) -> float:
 def write_seconds(disk: Disk, size: Number) -> Number:
     """Seconds for writing `size` bytes in sequence."""
     return np.asarray(size) / disk.write
-
-
-def striped(disks: Sequence[Disk]) -> Disk:
-    """What a file striped over `disks` reaches: each does an equal share, at the pace of the slowest."""
-    many = len(disks)
-    rates = {
-        name: many * min(getattr(disk, name) for disk in disks) for name in ("read", "write", "iops", "iops_parallel")
-    }
-    rates["iops"] /= many  # one read at a time has one disk
-    return msgspec.structs.replace(disks[0], path=" + ".join(disk.path for disk in disks), **rates)
-
-
-def extents_bytes(sizes: Sequence[int]) -> int:
-    """Bytes that a container of extents of these sizes takes on disk, its index left out."""
-    return sum(map(pages, sizes))
-
-
-def generations_bytes(sizes: Sequence[int], generations: int = 2) -> int:
-    """Bytes of rewritten extents on disk, their table and headers left out (under 100 bytes each)."""
-    return generations * extents_bytes(sizes)

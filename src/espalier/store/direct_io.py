@@ -54,35 +54,27 @@ class File(Protocol):
     @property
     def size(self) -> int:
         """Bytes in the file."""
-        ...
 
     def read_into(self, buffer: Tensor, offset: int, needed: int | None = None) -> None:
         """Fills `buffer` from `offset` on; with `needed`, the bytes after that many may lie beyond the end."""
-        ...
 
     def write_from(self, buffer: Tensor, offset: int) -> None:
         """Writes `buffer` at `offset`, a multiple of the page; the rest of its last page becomes zeros."""
-        ...
 
     def parts(self, offset: int, size: int) -> Iterator[tuple[DirectFile, int, int]]:
         """The pieces of a transfer that lie on one disk each, in order: (file, offset there, bytes)."""
-        ...
 
     def split_runs(self, runs: NDArray[np.int64]) -> Iterator[tuple[DirectFile, NDArray[np.int64]]]:
         """Many reads [n, 3] (offset, bytes, place in a buffer), by the disk they lie on."""
-        ...
 
     def truncate(self, size: int) -> None:
         """Cuts off what lies beyond `size` bytes; a shorter file stays as it is."""
-        ...
 
     def sync(self) -> None:
         """Returns when everything written is on the disk."""
-        ...
 
     def close(self) -> None:
         """Ends the use of the file."""
-        ...
 
 
 def aligned(size: int) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from espalier.cache_dir import sync_folder
 from espalier.errors import UserError
+from espalier.serialization import Value
 from espalier.store.base import Closing
 from espalier.store.cost import PAGE, pages
 from espalier.store.direct_io import File, Where, aligned, bytes_of, checksum, flat_bytes, open_file
@@ -28,14 +29,14 @@ _PLACE_BYTES = 32
 """Upper bound of what a header says of one extent: its place and its checksum as msgpack."""
 
 
-class _Table(msgspec.Struct, frozen=True):
+class _Table(Value, frozen=True):
     """What never changes: sizes by name, places for each extent."""
 
     sizes: dict[str, int]
     generations: int
 
 
-class _Header(msgspec.Struct, frozen=True):
+class _Header(Value, frozen=True):
     """One committed step: for each extent its place (-1: never written) and the XXH3 of its bytes."""
 
     sequence: int
@@ -100,7 +101,7 @@ class Generations(Closing):
                 if found:
                     self.restored = found[0].what
                     # in the place of the damaged step's header, so that it never comes back in force
-                    self._write_header(msgspec.structs.replace(header, sequence=header.sequence + 1))
+                    self._write_header(header.changed(sequence=header.sequence + 1))
                 return
         why = ", and ".join(str(error.why) for error in found) + "; no step is whole"
         raise DamagedExtent(found[0].what, why=why, do="put back a copy of the file, or start a new run")
@@ -203,7 +204,7 @@ class Generations(Closing):
         before = [one for one in self._layout.headers(self._file) if one.sequence == self._header.sequence - 1]
         if not before or not self._clean:
             raise UserError(f"{self.path} no longer holds the step before {self.step}.", do="restore a checkpoint")
-        self._write_header(msgspec.structs.replace(before[0], sequence=self._header.sequence + 1))
+        self._write_header(before[0].changed(sequence=self._header.sequence + 1))
 
     def close(self) -> None:
         """Closes the file; what is not committed is lost."""

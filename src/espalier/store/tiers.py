@@ -47,11 +47,9 @@ class Tier(Protocol):
 
     def buffer_bytes(self, slots: Array) -> int:
         """Bytes, whole pages, of the buffer that `fetch` needs for these rows."""
-        ...
 
     def fetch(self, slots: Array, buffer: Tensor) -> Fetched:
         """Begins to bring the rows at `slots`; `buffer` (uint8, page-aligned) is the tier's until they are placed."""
-        ...
 
 
 class Part(NamedTuple):

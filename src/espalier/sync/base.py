@@ -67,56 +67,44 @@ class Agreement(Protocol):
 
     def step(self, outcome: Outcome, learning_rate: float, stop: bool) -> Agreed:
         """Ends the step begun by the schedule. `learning_rate` is the schedule's factor of each group's own rate."""
-        ...
 
     @property
     def level(self) -> bool:
         """Whether all replicas are at the same step now, so that they may validate and save together."""
-        ...
 
     @property
     def whole(self) -> bool:
         """Whether all replicas take part; one that was lost may be back later."""
-        ...
 
     @property
     def outlives(self) -> bool:
         """Whether replicas can go on from here without one that was lost just now."""
-        ...
 
     @property
     def common(self) -> bool:
         """Whether all ranks learn the same from a step; else the replicas' losses differ."""
-        ...
 
     @property
     def leaving(self) -> bool:
         """Whether all replicas are to begin anew now, with one that takes the place of another, as all of them know."""
-        ...
 
     def following(self, step: int) -> int:
         """The number of the step that comes after `step` on this rank."""
-        ...
 
     def at(self, step: int) -> None:
         """What was restored is the state before `step`."""
-        ...
 
     def shown(self) -> AbstractContextManager[None]:
         """Surrounds what looks at the model that all replicas agreed on last."""
-        ...
 
     def finish(self, learning_rate: float) -> None:
         """After the last step: makes all replicas one."""
-        ...
 
     def follow(self, launcher: LauncherNews) -> None:
         """Learns from the launcher which ranks were lost, and when a replacement waits to be met."""
-        ...
 
     def close(self) -> None:
         """Ends the threads that exchange something, whatever is under way."""
-        ...
 
 
 class LauncherNews(Protocol):

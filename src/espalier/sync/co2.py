@@ -27,10 +27,10 @@ from espalier.sync.round_length import Rounds
 CLAIM = Claim(
     "outer_rounds",
     question="sync",
-    needs=frozenset({"gradients are summed"}),
-    changes=frozenset({"owns the optimizer step", "replicas differ between rounds"}),
-    forbids=frozenset({"owns the optimizer step", "matrices are cut"}),
-    after=frozenset({"optimizer", "stages"}),
+    needs={"gradients are summed"},
+    changes={"owns the optimizer step", "replicas differ between rounds"},
+    forbids={"owns the optimizer step", "matrices are cut"},
+    after={"optimizer", "stages"},
     instead=("every_step",),
 )
 """Ranks that share matrices hold the same norms, which each of them would exchange."""

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 CLAIM = Claim(
     "every_step",
     question="sync",
-    needs=frozenset({"gradients are summed"}),
-    changes=frozenset({"owns the optimizer step", "replicas equal after each step"}),
-    forbids=frozenset({"owns the optimizer step"}),
-    after=frozenset({"optimizer", "stages"}),
+    needs={"gradients are summed"},
+    changes={"owns the optimizer step", "replicas equal after each step"},
+    forbids={"owns the optimizer step"},
+    after={"optimizer", "stages"},
     option="sync.kind=every_step",
 )
 

@@ -24,7 +24,7 @@ from espalier.errors import UserError
 from espalier.mechanism import Build, Mechanism
 from espalier.optim.outer_optimizer import Sum
 from espalier.parallel.mesh import ProcessMesh
-from espalier.sync import every_step, overlap_cost
+from espalier.sync import every_step
 from espalier.sync.base import Agreed, Agreement, LauncherNews
 from espalier.sync.co2 import CLAIM, chosen_of, refuse_pieces
 from espalier.sync.membership import MemberGroup, Members
@@ -203,7 +203,6 @@ class OuterRounds(Mechanism):
 
     claim = CLAIM
     record = "co2"
-    cost = staticmethod(overlap_cost.cost)
 
     def __init__(self, outer: Outer) -> None:
         self.outer = outer

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 CLAIM = Claim(
     "tensor_parallel",
     question="products",
-    needs=frozenset({"a model"}),
-    changes=frozenset({"products of cut matrices", "matrices are cut"}),
-    forbids=frozenset({"compiles blocks"}),
-    after=frozenset({"attend", "aggregate", "route", "recompute", "precision"}),
+    needs={"a model"},
+    changes={"products of cut matrices", "matrices are cut"},
+    forbids={"compiles blocks"},
+    after={"attend", "aggregate", "route", "recompute", "precision"},
 )
 """Compilers do not see the exchanges inside a block."""
 

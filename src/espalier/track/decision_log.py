@@ -31,15 +31,12 @@ class Controller(Protocol):
     @property
     def values(self) -> Mapping[str, int]:
         """By rule, as plans and logs name it."""
-        ...
 
     def heard(self, signals: Iterable[float]) -> Self:
         """With the signals of all who decide together."""
-        ...
 
     def turned(self, recorded: Mapping[str, int]) -> Self:
         """What holds from now on. What was `recorded` counts more than what was heard."""
-        ...
 
 
 Decided = Callable[[str, int, int], None]

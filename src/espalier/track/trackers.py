@@ -23,11 +23,9 @@ class Tracker(Protocol):
 
     def event(self, event: Event) -> None:
         """Takes one event of the run log; those without a step or numbers leave no trace."""
-        ...
 
     def close(self) -> None:
         """Writes out what is buffered."""
-        ...
 
 
 def opened(name: str, folder: Path) -> Tracker:

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -82,7 +81,7 @@ def over(plan: plans.Plan, nodes: list[int], batch: int) -> plans.Plan:
         )
         for at, node in enumerate(nodes)
     )
-    return msgspec.structs.replace(plan, ranks=ranks, stages=(), units=(plans.Unit(),))
+    return plan.changed(ranks=ranks, stages=(), units=(plans.Unit(),))
 
 
 def _parts(recipe: Any, plan: plans.Plan) -> Mechanism | None:

@@ -11,8 +11,8 @@ import argparse
 import json
 import re
 import shlex
-from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +76,9 @@ def run(arguments: argparse.Namespace) -> int:
     asked = pods(decision.plan)
     files = {"recipe.toml": Path(arguments.recipe).read_text(encoding="utf-8"), "cluster.toml": clusters.dumps(cluster)}
     name = _name(resolved.recipe.name)
-    parts = manifest(wanted, asked, _words(arguments, name), files)
-    text = "---\n".join("\n".join(yaml(part)) + "\n" for part in parts)
-    cache_dir.replace(wanted.file, text, do="--kubernetes with another file")
+    cache_dir.replace(
+        wanted.file, manifest(wanted, asked, _words(arguments, name), files), do="--kubernetes with another file"
+    )
     if arguments.json:
         print(json.dumps({"manifest": str(wanted.file), "pods": asked.count, "ranks": asked.count * asked.ranks}))
     else:
@@ -137,97 +137,18 @@ def pods(plan: plans.Plan) -> Pods:
     return Pods(len(by_node), ranks, max(threads, ranks), -(-memory >> 20) << 20, gpus)
 
 
-def manifest(wanted: Wanted, asked: Pods, words: list[str], files: dict[str, str]) -> list[dict[str, Any]]:
-    """The objects of the manifest: the recipe's files, and the job that runs `espalier train` with `words`. The last
-    one names the run."""
-    name = words[-1].removeprefix("name=")
-    where = {"name": name, **({"namespace": wanted.namespace} if wanted.namespace else {})}
-    config = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {**where, "name": f"{name}-recipe"}, "data": files}
-    job = _train_job(wanted, asked, name, words) if wanted.kind == "trainjob" else _job_set(wanted, asked, name, words)
-    return [config, {**job, "metadata": where}]
+def manifest(wanted: Wanted, asked: Pods, words: list[str], files: dict[str, str]) -> str:
+    """The manifest in YAML: the recipe's `files`, and the job that runs `espalier train` with `words`. The last one
+    names the run."""
+    import jinja2
 
-
-def _job_set(wanted: Wanted, asked: Pods, name: str, words: list[str]) -> dict[str, Any]:
-    index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-    meeting = [
-        {"name": "PET_NNODES", "value": str(asked.count)},
-        {"name": "PET_NPROC_PER_NODE", "value": str(asked.ranks)},
-        {"name": "PET_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": index}}},
-        {"name": "PET_MASTER_ADDR", "value": f"{name}-node-0-0.{name}"},
-        {"name": "PET_MASTER_PORT", "value": str(PORT)},
-    ]
-    container = {
-        "name": "node",
-        "image": wanted.image,
-        "command": _command(wanted, asked, words),
-        "workingDir": FOLDER,
-        "env": meeting if asked.count > 1 else [],
-        "resources": _resources(asked),
-        "volumeMounts": _mounts(),
-    }
-    pod = {
-        "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": _GRACE,
-        "containers": [container],
-        "volumes": _volumes(wanted, name),
-    }
-    job = {"parallelism": asked.count, "completions": asked.count, "completionMode": "Indexed", "backoffLimit": 0}
-    spec = {
-        "network": {"enableDNSHostnames": True, "subdomain": name},
-        "failurePolicy": {"maxRestarts": wanted.restarts},
-        "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": {**job, "template": {"spec": pod}}}}],
-    }
-    return {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "spec": spec}
-
-
-def _train_job(wanted: Wanted, asked: Pods, name: str, words: list[str]) -> dict[str, Any]:
-    """Kubeflow's torch runtime says who meets whom, in the same variables."""
-    pod = {
-        "terminationGracePeriodSeconds": _GRACE,
-        "volumes": _volumes(wanted, name),
-        "containers": [{"name": "node", "volumeMounts": _mounts()}],
-    }
-    jobs = [{"name": "node", "template": {"spec": {"template": {"spec": pod}}}}]
-    patch = {"manager": "espalier.io/train", "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": jobs}}}}
-    trainer = {
-        "image": wanted.image,
-        "command": ["sh", "-c", f'cd {FOLDER} && exec "$@"', "sh", *_command(wanted, asked, words)],
-        "numNodes": asked.count,
-        "numProcPerNode": asked.ranks,
-        "resourcesPerNode": _resources(asked),
-    }
-    spec = {"runtimeRef": {"name": wanted.runtime}, "trainer": trainer, "runtimePatches": [patch]}
-    return {"apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob", "spec": spec}
-
-
-def _command(wanted: Wanted, asked: Pods, words: list[str]) -> list[str]:
-    """One pod supervises its ranks itself; in several torchrun starts them."""
+    made = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    made.filters |= {"json": _quoted, "block": _block}
     train = ["-m", "espalier", "train", f"{_FILES}/recipe.toml", f"plan.cluster={_FILES}/cluster.toml", *words]
-    agent = ["-m", "torch.distributed.run", f"--max-restarts={wanted.restarts}"] if asked.count > 1 else []
-    return ["python3", *agent, *train]
-
-
-def _resources(asked: Pods) -> dict[str, Any]:
-    found = {"cpu": str(asked.processors), **({"memory": f"{asked.memory >> 20}Mi"} if asked.memory else {})}
-    gpus = {"nvidia.com/gpu": str(asked.gpus)} if asked.gpus else {}
-    limits = {name: found[name] for name in ("memory",) if name in found}
-    return {"requests": {**found, **gpus}, "limits": {**limits, **gpus}}
-
-
-def _mounts() -> list[dict[str, Any]]:
-    return [
-        {"name": "work", "mountPath": FOLDER},
-        {"name": "recipe", "mountPath": _FILES, "readOnly": True},
-        {"name": "shared-memory", "mountPath": "/dev/shm"},  # NCCL's, and copies of states of ranks
-    ]
-
-
-def _volumes(wanted: Wanted, name: str) -> list[dict[str, Any]]:
-    return [
-        {"name": "work", "persistentVolumeClaim": {"claimName": wanted.claim}},
-        {"name": "recipe", "configMap": {"name": f"{name}-recipe"}},
-        {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
-    ]
+    text = resources.files("espalier.verbs").joinpath("kubernetes.yaml.j2").read_text(encoding="utf-8")
+    values = {"wanted": wanted, "pods": asked, "name": words[-1].removeprefix("name="), "words": train, "files": files}
+    places = {"folder": FOLDER, "files_at": _FILES, "port": PORT, "grace": _GRACE}
+    return str(made.from_string(text).render(values | places))
 
 
 def _words(arguments: argparse.Namespace, name: str) -> list[str]:
@@ -248,33 +169,15 @@ def _name(text: str) -> str:
     return found or "run"
 
 
-def yaml(value: Any, depth: int = 0) -> Iterator[str]:
-    """The lines of a table in YAML; every text is quoted as in JSON, of which YAML is a superset, or a block."""
-    space = "  " * depth
-    for key, item in value.items():
-        if isinstance(item, str) and _block(item):
-            yield f"{space}{key}: |"
-            yield from (f"{space}  {line}" if line else "" for line in item.splitlines())
-        elif isinstance(item, dict) and item:
-            yield f"{space}{key}:"
-            yield from yaml(item, depth + 1)
-        elif isinstance(item, list) and item and all(isinstance(one, dict) for one in item):
-            yield f"{space}{key}:"
-            for one in item:
-                first, *rest = yaml(one, depth + 2)
-                yield f"{space}  - {first.lstrip()}"
-                yield from rest
-        else:
-            yield f"{space}{key}: {json.dumps(item, ensure_ascii=False)}"
+def _quoted(value: Any) -> str:
+    """As JSON has it, of which YAML is a superset."""
+    return json.dumps(value, ensure_ascii=False)
 
 
-def _block(text: str) -> bool:
-    """Whether a block scalar gives `text` back."""
+def _block(text: str, depth: int) -> str:
+    """A text as a block of lines, where that gives it back; else quoted."""
     lines = text.split("\n")
-    return (
-        len(lines) > 2
-        and not lines.pop()
-        and bool(lines[-1])
-        and lines[0][:1].strip() != ""
-        and all(map(str.isprintable, lines))
+    whole = (
+        len(lines) > 2 and not lines.pop() and lines[-1] and lines[0][:1].strip() and all(map(str.isprintable, lines))
     )
+    return "\n".join(["|", *(" " * depth + line if line else "" for line in lines)]) if whole else _quoted(text)

@@ -6,7 +6,6 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import torch
 from torch import nn
 
@@ -82,11 +81,11 @@ def located_here(folder: runs.RunFolder) -> Recipe:
     recipe = folder.read()
     target, store = recipe.checkpoint.target, recipe.store
     if target is not None and "://" not in target and not os.path.exists(target) and folder.checkpoints.exists():
-        recipe = msgspec.structs.replace(recipe, checkpoint=msgspec.structs.replace(recipe.checkpoint, target=None))
+        recipe = recipe.changed(checkpoint=recipe.checkpoint.changed(target=None))
     if store is not None and store.path is not None:
         paths = (store.path,) if isinstance(store.path, str) else store.path
         if not all(map(os.path.exists, paths)):
-            recipe = msgspec.structs.replace(recipe, store=msgspec.structs.replace(store, path=None))
+            recipe = recipe.changed(store=store.changed(path=None))
     return recipe
 
 

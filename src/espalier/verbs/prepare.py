@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import torch.distributed as dist
 
 from espalier import cluster as clusters
@@ -105,7 +104,7 @@ def parameters(recipe: Recipe, workload: Workload) -> int:
 def request(resolved: Resolved, ranks: int | None = None, workload: Workload | None = None) -> Request:
     """What the planner is asked; allocates nothing and opens data only where the model depends on it."""
     asked = request_from_recipe.of_recipe(resolved.recipe, lambda: workload or open_workload(resolved))
-    pin = asked.pin if ranks is None else msgspec.structs.replace(asked.pin, ranks=ranks)
+    pin = asked.pin if ranks is None else asked.pin.changed(ranks=ranks)
     free, path = None, run_path(resolved.recipe, None).absolute()
     if not resolved.recipe.plan.cluster:
         there = next(one for one in (path, *path.parents) if one.exists())

@@ -17,7 +17,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import msgspec
 import torch
 
 from espalier import cluster as clusters
@@ -126,13 +125,12 @@ def _fill(folder: runs.RunFolder, made: runs.RunFolder, recipe: Recipe, plan: pl
     for name in _KEPT:
         if (folder.path / name).exists():
             shutil.copy(folder.path / name, made.path / name)
-    structs, never = msgspec.structs, recipe.train.steps or 0
-    alone = structs.replace(
-        recipe,
-        checkpoint=structs.replace(recipe.checkpoint, target=None, every=never),
+    never = recipe.train.steps or 0
+    alone = recipe.changed(
+        checkpoint=recipe.checkpoint.changed(target=None, every=never),
         track=type(recipe.track)(),
-        train=structs.replace(recipe.train, validate_every=never),
-        faults=structs.replace(recipe.faults, restarts=0, memory=0),
+        train=recipe.train.changed(validate_every=never),
+        faults=recipe.faults.changed(restarts=0, memory=0),
     )
     made.write(alone, clusters.read(folder.cluster), plan)
 

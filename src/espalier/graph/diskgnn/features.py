@@ -48,7 +48,6 @@ class Features(Rows, Protocol):
 
     def consecutive(self, start: int, stop: int) -> Tensor:
         """Rows [start, stop), [stop - start, width]: to be read only."""
-        ...
 
 
 def identity(features: Features) -> dict[str, str]:

@@ -17,6 +17,7 @@ import xxhash
 from espalier import cache_dir, serialization
 from espalier.errors import UserError
 from espalier.graph.data import Array, Graph
+from espalier.serialization import Value
 
 FILE, LOCK = "manifest.json", "lock"
 FORMAT = 2
@@ -26,7 +27,7 @@ WHOLE, PIECE, PIECES = 1 << 30, 1 << 20, 256
 """Bytes of an array up to which it is hashed as a whole; of a larger one, so many pieces at so many places."""
 
 
-class Inputs(msgspec.Struct, frozen=True):
+class Inputs(Value, frozen=True):
     """What a packed set is a function of: hashes of the graph's edges, of the feature files and of the seeds, the
     draws, the budgets, and the rows in memory where they are another set's."""
 
@@ -56,7 +57,7 @@ NAMES = {
 }
 
 
-class Packed(msgspec.Struct, frozen=True):
+class Packed(Value, frozen=True):
     """What packing has decided and done.
 
     Attributes:
@@ -78,7 +79,7 @@ class Packed(msgspec.Struct, frozen=True):
     error: tuple[float, float] = (0.0, 0.0)
 
 
-class Manifest(msgspec.Struct, frozen=True):
+class Manifest(Value, frozen=True):
     """Inputs, and what was packed from them; None before the access plan is made. `checksum`: of both, on disk."""
 
     inputs: Inputs
@@ -88,7 +89,7 @@ class Manifest(msgspec.Struct, frozen=True):
     def checked(self) -> Manifest:
         """The same with its checksum."""
         text = msgspec.json.encode((self.inputs, self.packed))
-        return msgspec.structs.replace(self, checksum=xxhash.xxh3_64_hexdigest(text))
+        return self.changed(checksum=xxhash.xxh3_64_hexdigest(text))
 
     def write(self, folder: Path) -> None:
         """Replaces the manifest of `folder` at once."""

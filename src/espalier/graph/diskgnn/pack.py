@@ -19,7 +19,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 import torch
 import xxhash
@@ -148,7 +147,7 @@ def _planned(request: PackRequest, found: Manifest, drawn: Pool) -> Manifest:
         _write_plan(writer, plan, drawn)
     dtype = str(request.features.dtype).removeprefix("torch.")
     about = Packed(plan.nodes, plan.batches, len(plan.hot), plan.length, row.width, dtype, len(ranges) - 1)
-    planned = msgspec.structs.replace(found, packed=about)
+    planned = found.changed(packed=about)
     planned.write(folder)
     return planned
 
@@ -248,13 +247,13 @@ def _pack_rows(request: PackRequest, found: Manifest, progress: Progress | None)
                 error = _deal(request, (targets, filler), (at, rows), about.error)
                 if commit is not None:
                     commit.result()
-                about = msgspec.structs.replace(about, done=at + 1, error=error)
-                now = msgspec.structs.replace(found, packed=about)
+                about = about.changed(done=at + 1, error=error)
+                now = found.changed(packed=about)
                 commit = ahead.submit(_commit, filler.checkpoint(), now, request.folders[0])
             if commit is not None:
                 commit.result()
             filler.finish()
-    msgspec.structs.replace(found, packed=msgspec.structs.replace(about, whole=True)).write(request.folders[0])
+    found.changed(packed=about.changed(whole=True)).write(request.folders[0])
 
 
 def _commit(durable: Callable[[], None], now: Manifest, folder: Path) -> None:

@@ -17,10 +17,11 @@ import numpy as np
 from espalier.kernels import simd64
 from espalier.kernels.numba_compile import jit, njit
 from espalier.kernels.simd64 import Lanes, add_scaled, dot, lanewise, power_of_e, prefetch
+from espalier.sparse import sddmm_kernels
+from espalier.sparse.sddmm_kernels import longest
 
 AHEAD = 4
 """Entries before its turn that what an entry reads at random is fetched."""
-KINDS = ("float32", "float64")
 
 
 def _powers(lanes: Lanes, highest: Any) -> Any:
@@ -52,14 +53,12 @@ def _edge_forward(  # type: ignore[no-untyped-def]
     first, last, out, logs, indptr, indices, q, k, v, bias, scale
 ):
     """`edge_forward`, of the rows first .. last - 1."""
-    heads, zero = np.int64(logs.shape[1]), np.int64(0)
+    heads = np.int64(logs.shape[1])
     row = np.int64(q.shape[1])
     width = np.int64(row // heads)
     qs, ks, vs, sums = q.reshape(-1), k.reshape(-1), v.reshape(-1), out.reshape(-1)
-    longest = zero
-    for i in range(first, last):
-        longest = max(longest, indptr[i + 1] - indptr[i])
-    scores = np.empty(longest * heads, q.dtype)
+    most = longest(indptr, first, last)
+    scores = np.empty(most * heads, q.dtype)
     for i in range(first, last):
         start, degree = indptr[i], indptr[i + 1] - indptr[i]
         out[i] = 0
@@ -93,13 +92,10 @@ def _edge_forward(  # type: ignore[no-untyped-def]
 
 
 @jit(
-    *(
-        f"({kind}[:, ::1], {kind}[:, ::1], int64[::1], int32[::1], int64[::1], {kind}[:, ::1], {kind}[:, ::1],"
-        f" {kind}[:, ::1], {kind}[:, ::1], {kind})"
-        for kind in KINDS
-    ),
+    "(real[:, ::1], real[:, ::1], int64[::1], int32[::1], int64[::1], real[:, ::1], real[:, ::1],"
+    " real[:, ::1], real[:, ::1], real)",
     parallel=True,
-    uses=(simd64,),
+    uses=(simd64, sddmm_kernels),
 )
 def edge_forward(  # type: ignore[no-untyped-def]
     out, logs, indptr, indices, cuts, q, k, v, bias, scale
@@ -117,14 +113,12 @@ def _edge_backward_queries(  # type: ignore[no-untyped-def]
     first, last, dq, dbias, indptr, indices, q, k, v, bias, logs, weighted, gradient, scale, joined
 ):
     """`edge_backward_queries`, of the rows first .. last - 1."""
-    heads, zero = np.int64(logs.shape[1]), np.int64(0)
+    heads = np.int64(logs.shape[1])
     row = np.int64(q.shape[1])
     width = np.int64(row // heads)
     qs, ks, vs, gs, sums = q.reshape(-1), k.reshape(-1), v.reshape(-1), gradient.reshape(-1), dq.reshape(-1)
-    longest = zero
-    for i in range(first, last):
-        longest = max(longest, indptr[i + 1] - indptr[i])
-    shares, found = np.empty(longest * heads, q.dtype), np.empty(longest * heads, q.dtype)
+    most = longest(indptr, first, last)
+    shares, found = np.empty(most * heads, q.dtype), np.empty(most * heads, q.dtype)
     for i in range(first, last):
         start, degree = indptr[i], indptr[i + 1] - indptr[i]
         if not joined:
@@ -152,13 +146,10 @@ def _edge_backward_queries(  # type: ignore[no-untyped-def]
 
 
 @jit(
-    *(
-        f"({kind}[:, ::1], {kind}[:, ::1], int64[::1], int32[::1], int64[::1], {kind}[:, ::1], {kind}[:, ::1],"
-        f" {kind}[:, ::1], {kind}[:, ::1], {kind}[:, ::1], {kind}[:, ::1], {kind}[:, ::1], {kind}, int64)"
-        for kind in KINDS
-    ),
+    "(real[:, ::1], real[:, ::1], int64[::1], int32[::1], int64[::1], real[:, ::1], real[:, ::1],"
+    " real[:, ::1], real[:, ::1], real[:, ::1], real[:, ::1], real[:, ::1], real, int64)",
     parallel=True,
-    uses=(simd64,),
+    uses=(simd64, sddmm_kernels),
 )
 def edge_backward_queries(  # type: ignore[no-untyped-def]
     dq, dbias, indptr, indices, cuts, q, k, v, bias, logs, weighted, gradient, scale, joined
@@ -222,13 +213,10 @@ def _edge_backward_keys(  # type: ignore[no-untyped-def]
 
 
 @jit(
-    *(
-        f"({kind}[:, ::1], {kind}[:, ::1], int64[::1], int32[::1], int64[::1], {kind}[:, ::1], {kind}[:, ::1],"
-        f" {kind}[:, ::1], {kind}[:, ::1], {kind}[:, ::1], {kind}[:, ::1], {kind}[:, ::1], {kind}, int64)"
-        for kind in KINDS
-    ),
+    "(real[:, ::1], real[:, ::1], int64[::1], int32[::1], int64[::1], real[:, ::1], real[:, ::1],"
+    " real[:, ::1], real[:, ::1], real[:, ::1], real[:, ::1], real[:, ::1], real, int64)",
     parallel=True,
-    uses=(simd64,),
+    uses=(simd64, sddmm_kernels),
 )
 def edge_backward_keys(  # type: ignore[no-untyped-def]
     dk, dv, indptr, indices, cuts, q, k, v, bias, logs, weighted, gradient, scale, joined

@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 CLAIM = Claim(
     "reformation",
     question="attention pattern",
-    needs=frozenset({"a model"}),
-    changes=frozenset({"edges are left out"}),
-    after=frozenset({"tokens"}),
+    needs={"a model"},
+    changes={"edges are left out"},
+    after={"tokens"},
     option="model.recall",
 )
 LEVELS, FIRST = 5, 1

@@ -112,7 +112,7 @@ class TokenParallel(Mechanism):
         ranks = [context.plan.ranks[rank] for rank in mesh.mesh.members(mesh.rank, *REPLICA)]
         one = next(model.parameters())
         placed = {"device": one.device, "dtype": one.dtype}
-        shares = [each.share[1] - each.share[0] for each in ranks]
+        shares = [each.samples for each in ranks]
         made = workload.part = TokenPart(workload.whole_task, model, shares, placed, group)
         if (bits := quantization_of(model)) is not None:
             pieces = made.block.tokens.pieces

@@ -5,7 +5,7 @@ the others each row reads. The lanes are the 16 rows, so a short head costs no m
 `edge_kernels`.
 """
 
-# ruff: noqa: C901, PLR0912, PLR0913, PLR0917  (kernels are loops in loops, and take their arrays one by one)
+# ruff: noqa: C901, PLR0913, PLR0917  (kernels are loops in loops, and take their arrays one by one)
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ import numpy as np
 from numba.core import cgutils, types
 
 from espalier.graph.torchgt import edge_kernels
-from espalier.graph.torchgt.edge_kernels import KINDS, SHARES_EACH
+from espalier.graph.torchgt.edge_kernels import SHARES_EACH
 from espalier.kernels import simd64
 from espalier.kernels.numba_compile import intrinsic, jit, njit
-from espalier.kernels.simd64 import INT64, Lanes, Vectors, lanewise, power_of_e
+from espalier.kernels.simd64 import INT64, Lanes, Vectors, lanewise
+from espalier.sparse import sddmm_kernels
+from espalier.sparse.sddmm_kernels import POWERS_EACH, longest
 
 ROWS = 16
 """Rows of a window."""
@@ -69,13 +71,6 @@ def panel(typing, n, c, c_at, a, a_at, b, b_at, b_step, b_next):  # type: ignore
     return types.void(n, c, c_at, a, a_at, b, b_at, b_step, b_next), write
 
 
-def _raised(lanes: Lanes) -> None:
-    """scores, highest, total: a score becomes its power, which joins the total; each lane with its own."""
-    power = power_of_e(lanes.builder, lanes.minus(lanes.read(0), lanes.read(1)))
-    lanes.write(0, power)
-    lanes.write(2, lanes.plus(lanes.read(2), power))
-
-
 def _fenced_scores(lanes: Lanes, scale: Any) -> None:
     """scores, fence -> scale · score + fence."""
     lanes.write(0, lanes.plus(lanes.times(lanes.read(0), lanes.vectors.spread(scale)), lanes.read(1)))
@@ -86,7 +81,7 @@ def _higher(lanes: Lanes) -> None:
     lanes.write(0, lanes.larger(lanes.read(0), lanes.read(1)))
 
 
-_RAISED, _HIGHER, _FENCED = lanewise(3, _raised), lanewise(2, _higher), lanewise(2, _fenced_scores)
+_HIGHER, _FENCED = lanewise(2, _higher), lanewise(2, _fenced_scores)
 
 
 @njit
@@ -134,6 +129,22 @@ def _biased(scores, masks, start, stop, bias, starts, entries, h):  # type: igno
                 e += 1
 
 
+@njit
+def _products(scores, lanes, rows, size, at, row, width):  # type: ignore[no-untyped-def]
+    """scores[16 j + lane] = Σ_d lanes[16 d + lane] · rows[row · j + at + d], of `size` rows."""
+    scores[: ROWS * (size + TILE)] = 0
+    for j in range(0, size, TILE):
+        panel(width, scores, ROWS * j, lanes, 0, rows, row * j + at, 1, row)
+
+
+@njit
+def _sums(made, shares, rows, size, at, row, width):  # type: ignore[no-untyped-def]
+    """made[16 d + lane] = Σ_j shares[16 j + lane] · rows[row · j + at + d], of `size` rows."""
+    made[:] = 0
+    for d in range(0, width, TILE):
+        panel(size, made, ROWS * d, shares, 0, rows, at + d, row, 1)
+
+
 _WINDOWS = "int64[::1], int32[::1], int32[::1], int64[::1], int64[::1], int64[::1]"
 """starts of the windows' columns, columns, masks, starts of the columns' entries, entries, cuts of the windows."""
 
@@ -143,13 +154,10 @@ def _window_forward(  # type: ignore[no-untyped-def]
     first, last, out, logs, windows, columns, masks, starts, entries, q, k, v, bias, scale
 ):
     """`window_forward`, of the windows first .. last - 1."""
-    heads, zero, row = np.int64(logs.shape[1]), np.int64(0), np.int64(q.shape[1])
+    heads, row = np.int64(logs.shape[1]), np.int64(q.shape[1])
     width = np.int64(row // heads)
     wide = (width + TILE - 1) // TILE * TILE
-    most = zero
-    for w in range(first, last):
-        most = max(most, windows[w + 1] - windows[w])
-    room = most + TILE
+    room = longest(windows, first, last) + TILE
     turned, made = np.zeros(ROWS * wide, q.dtype), np.zeros(ROWS * wide, q.dtype)
     keys, values = np.zeros(room * row + TILE, q.dtype), np.zeros(room * row + TILE, q.dtype)
     fence = np.zeros(room * ROWS, q.dtype)
@@ -167,24 +175,20 @@ def _window_forward(  # type: ignore[no-untyped-def]
         for h in range(heads):
             at = h * width
             _turned(turned, q, begin, count, at, width)
-            scores[: ROWS * (size + TILE)] = 0
-            for j in range(0, size, TILE):
-                panel(width, scores, ROWS * j, turned, zero, keys, row * j + at, 1, row)
-            _FENCED(ROWS * size, scores, zero, fence, zero, scale)
+            _products(scores, turned, keys, size, at, row, width)
+            _FENCED(ROWS * size, scores, 0, fence, 0, scale)
             if len(bias):
                 _biased(scores, masks, start, stop, bias, starts, entries, h)
             highest[:] = -np.inf
             total[:] = 0
             for j in range(size):
-                _HIGHER(ROWS, highest, zero, scores, ROWS * j)
+                _HIGHER(ROWS, highest, 0, scores, ROWS * j)
             for lane in range(ROWS):
                 if highest[lane] == -np.inf:
                     highest[lane] = 0
             for j in range(size):
-                _RAISED(ROWS, scores, ROWS * j, highest, zero, total, zero)
-            made[:] = 0
-            for d in range(0, width, TILE):
-                panel(size, made, ROWS * d, scores, zero, values, at + d, row, 1)
+                POWERS_EACH(ROWS, scores, ROWS * j, highest, 0, total, 0)
+            _sums(made, scores, values, size, at, row, width)
             for lane in range(count):
                 if total[lane] != 0:  # NaN too
                     logs[begin + lane, h] = highest[lane] + np.log(total[lane])
@@ -193,13 +197,9 @@ def _window_forward(  # type: ignore[no-untyped-def]
 
 
 @jit(
-    *(
-        f"({kind}[:, ::1], {kind}[:, ::1], {_WINDOWS}, {kind}[:, ::1], {kind}[:, ::1], {kind}[:, ::1], {kind}[:, ::1],"
-        f" {kind})"
-        for kind in KINDS
-    ),
+    f"(real[:, ::1], real[:, ::1], {_WINDOWS}, real[:, ::1], real[:, ::1], real[:, ::1], real[:, ::1], real)",
     parallel=True,
-    uses=(simd64, edge_kernels),
+    uses=(simd64, edge_kernels, sddmm_kernels),
 )
 def window_forward(  # type: ignore[no-untyped-def]
     out, logs, windows, columns, masks, starts, entries, cuts, q, k, v, bias, scale
@@ -232,13 +232,10 @@ def _window_backward_queries(  # type: ignore[no-untyped-def]
     scale,
 ):
     """`window_backward_queries`, of the windows first .. last - 1."""
-    heads, zero, row = np.int64(logs.shape[1]), np.int64(0), np.int64(q.shape[1])
+    heads, row = np.int64(logs.shape[1]), np.int64(q.shape[1])
     width = np.int64(row // heads)
     wide = (width + TILE - 1) // TILE * TILE
-    most = zero
-    for w in range(first, last):
-        most = max(most, windows[w + 1] - windows[w])
-    room = most + TILE
+    room = longest(windows, first, last) + TILE
     turned, turned_gradient = np.zeros(ROWS * wide, q.dtype), np.zeros(ROWS * wide, q.dtype)
     made, log, sums = np.zeros(ROWS * wide, q.dtype), np.zeros(ROWS, q.dtype), np.zeros(ROWS, q.dtype)
     keys, values = np.zeros(room * row + TILE, q.dtype), np.zeros(room * row + TILE, q.dtype)
@@ -259,16 +256,13 @@ def _window_backward_queries(  # type: ignore[no-untyped-def]
             _turned(turned_gradient, gradient, begin, count, at, width)
             log[:count] = logs[begin : begin + count, h]
             sums[:count] = weighted[begin : begin + count, h]
-            shares[: ROWS * (size + TILE)] = 0
-            found[: ROWS * (size + TILE)] = 0
-            for j in range(0, size, TILE):
-                panel(width, shares, ROWS * j, turned, zero, keys, row * j + at, 1, row)
-                panel(width, found, ROWS * j, turned_gradient, zero, values, row * j + at, 1, row)
-            _FENCED(ROWS * size, shares, zero, fence, zero, scale)
+            _products(shares, turned, keys, size, at, row, width)
+            _products(found, turned_gradient, values, size, at, row, width)
+            _FENCED(ROWS * size, shares, 0, fence, 0, scale)
             if len(bias):
                 _biased(shares, masks, start, stop, bias, starts, entries, h)
             for j in range(size):
-                SHARES_EACH(ROWS, shares, ROWS * j, found, ROWS * j, log, zero, sums, zero)
+                SHARES_EACH(ROWS, shares, ROWS * j, found, ROWS * j, log, 0, sums, 0)
             if len(dbias):
                 for j in range(size):
                     e = starts[start + j]
@@ -278,20 +272,15 @@ def _window_backward_queries(  # type: ignore[no-untyped-def]
                             e += 1
             for j in range(size * ROWS):
                 found[j] *= scale
-            made[:] = 0
-            for d in range(0, width, TILE):
-                panel(size, made, ROWS * d, found, zero, keys, at + d, row, 1)
+            _sums(made, found, keys, size, at, row, width)
             _turned_back(dq, begin, count, at, width, made)
 
 
 @jit(
-    *(
-        f"({kind}[:, ::1], {kind}[:, ::1], {_WINDOWS}, {kind}[:, ::1], {kind}[:, ::1], {kind}[:, ::1], {kind}[:, ::1],"
-        f" {kind}[:, ::1], {kind}[:, ::1], {kind}[:, ::1], {kind})"
-        for kind in KINDS
-    ),
+    f"(real[:, ::1], real[:, ::1], {_WINDOWS}, real[:, ::1], real[:, ::1], real[:, ::1], real[:, ::1],"
+    " real[:, ::1], real[:, ::1], real[:, ::1], real)",
     parallel=True,
-    uses=(simd64, edge_kernels),
+    uses=(simd64, edge_kernels, sddmm_kernels),
 )
 def window_backward_queries(  # type: ignore[no-untyped-def]
     dq, dbias, windows, columns, masks, starts, entries, cuts, q, k, v, bias, logs, weighted, gradient, scale
@@ -340,13 +329,10 @@ def _window_backward_keys(  # type: ignore[no-untyped-def]
     scale,
 ):
     """`window_backward_keys`, of the windows first .. last - 1."""
-    heads, zero, row = np.int64(logs.shape[1]), np.int64(0), np.int64(q.shape[1])
+    heads, row = np.int64(logs.shape[1]), np.int64(q.shape[1])
     width = np.int64(row // heads)
     wide = (width + TILE - 1) // TILE * TILE
-    most = zero
-    for w in range(first, last):
-        most = max(most, windows[w + 1] - windows[w])
-    room = most + TILE
+    room = longest(windows, first, last) + TILE
     key, value = np.zeros(ROWS * wide, q.dtype), np.zeros(ROWS * wide, q.dtype)
     made, log, sums = np.zeros(ROWS * wide, q.dtype), np.zeros(ROWS, q.dtype), np.zeros(ROWS, q.dtype)
     queries, gradients = np.zeros(room * row + TILE, q.dtype), np.zeros(room * row + TILE, q.dtype)
@@ -366,38 +352,28 @@ def _window_backward_keys(  # type: ignore[no-untyped-def]
             at = h * width
             _turned(key, k, begin, count, at, width)
             _turned(value, v, begin, count, at, width)
-            shares[: ROWS * (size + TILE)] = 0
-            found[: ROWS * (size + TILE)] = 0
-            for j in range(0, size, TILE):
-                panel(width, shares, ROWS * j, key, zero, queries, row * j + at, 1, row)
-                panel(width, found, ROWS * j, value, zero, gradients, row * j + at, 1, row)
-            _FENCED(ROWS * size, shares, zero, fence, zero, scale)
+            _products(shares, key, queries, size, at, row, width)
+            _products(found, value, gradients, size, at, row, width)
+            _FENCED(ROWS * size, shares, 0, fence, 0, scale)
             if len(bias):
                 _biased(shares, masks, start, stop, bias, starts, entries, h)
             for j in range(size):
                 log[:] = logs[columns[start + j], h]
                 sums[:] = weighted[columns[start + j], h]
-                SHARES_EACH(ROWS, shares, ROWS * j, found, ROWS * j, log, zero, sums, zero)
+                SHARES_EACH(ROWS, shares, ROWS * j, found, ROWS * j, log, 0, sums, 0)
             for j in range(size * ROWS):
                 found[j] *= scale
-            made[:] = 0
-            for d in range(0, width, TILE):
-                panel(size, made, ROWS * d, found, zero, queries, at + d, row, 1)
+            _sums(made, found, queries, size, at, row, width)
             _turned_back(dk, begin, count, at, width, made)
-            made[:] = 0
-            for d in range(0, width, TILE):
-                panel(size, made, ROWS * d, shares, zero, gradients, at + d, row, 1)
+            _sums(made, shares, gradients, size, at, row, width)
             _turned_back(dv, begin, count, at, width, made)
 
 
 @jit(
-    *(
-        f"({kind}[:, ::1], {kind}[:, ::1], {_WINDOWS}, {kind}[:, ::1], {kind}[:, ::1], {kind}[:, ::1], {kind}[:, ::1],"
-        f" {kind}[:, ::1], {kind}[:, ::1], {kind}[:, ::1], {kind})"
-        for kind in KINDS
-    ),
+    f"(real[:, ::1], real[:, ::1], {_WINDOWS}, real[:, ::1], real[:, ::1], real[:, ::1], real[:, ::1],"
+    " real[:, ::1], real[:, ::1], real[:, ::1], real)",
     parallel=True,
-    uses=(simd64, edge_kernels),
+    uses=(simd64, edge_kernels, sddmm_kernels),
 )
 def window_backward_keys(  # type: ignore[no-untyped-def]
     dk, dv, windows, columns, masks, starts, entries, cuts, q, k, v, bias, logs, weighted, gradient, scale

@@ -12,11 +12,12 @@ import msgspec
 from espalier import serialization
 from espalier.cache_dir import write_atomic
 from espalier.errors import UserError
+from espalier.serialization import Value
 
 NAME = "skips.json"
 
 
-class Skips(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Skips(Value, frozen=True, forbid_unknown_fields=True):
     """What is left out, and what is to be done about it.
 
     Attributes:
@@ -46,12 +47,12 @@ class Skips(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def suspecting(self, batch: int) -> Skips:
         """After a step with `batch` was not finite."""
         if batch not in self.suspects:
-            return msgspec.structs.replace(self, suspects=(*self.suspects, batch))
-        return msgspec.structs.replace(self, batches=tuple(sorted({*self.batches, batch})))
+            return self.changed(suspects=(*self.suspects, batch))
+        return self.changed(batches=tuple(sorted({*self.batches, batch})))
 
     def settled(self) -> Skips:
         """The run was put back."""
-        return msgspec.structs.replace(self, back_to=None)
+        return self.changed(back_to=None)
 
 
 def read(folder: Path) -> Skips:

@@ -43,12 +43,6 @@ def exponents(values: Tensor) -> Tensor:
     return found
 
 
-def exponents_plain(values: Tensor) -> Tensor:
-    """`exponents` in operations of torch."""
-    padded = torch.nn.functional.pad(values, (0, -values.numel() % BLOCK)).view(-1, BLOCK)
-    return ((padded.view(torch.int32) >> 23) & 0xFF).amax(1).to(torch.uint8)
-
-
 def encode(
     values: Tensor,
     shared: Tensor,
@@ -69,16 +63,6 @@ def encode(
 def _codes(values: Tensor, bits: int, out: Tensor | None) -> Tensor:
     count = values.numel()
     return torch.empty(count, dtype=WIDTHS[bits]) if out is None else out[: count * bits // 8].view(WIDTHS[bits])
-
-
-def encode_plain(values: Tensor, shared: Tensor, form: tuple[int, int]) -> Tensor:
-    """`encode` without residual in operations of torch."""
-    bits, places = form
-    most = 2**places - 1
-    scaled = torch.ldexp(values.double(), places + 126 - _each(shared, values.numel()))
-    return scaled.round().clamp(-most, most).nan_to_num(0.0).to(WIDTHS[bits]) * (
-        _each(shared, values.numel()) != NOT_FINITE
-    ).to(WIDTHS[bits])
 
 
 def encode_stochastic(
@@ -108,14 +92,3 @@ def decode(total: Tensor, shared: Tensor, places: int, weight: int = 0, out: Ten
     found = total.view(torch.float32) if out is None else out
     kernels.decode(total, found, shared, places, weight)
     return found
-
-
-def decode_plain(total: Tensor, shared: Tensor, places: int, weight: int = 0) -> Tensor:
-    """`decode` into memory of its own, in operations of torch."""
-    each = _each(shared, total.numel())
-    values = torch.ldexp(total.double(), each - 126 - places) / max(weight, 1)
-    return torch.where(each == NOT_FINITE, math.nan, values).float()
-
-
-def _each(shared: Tensor, count: int) -> Tensor:
-    return shared.to(torch.int64).repeat_interleave(BLOCK)[:count]

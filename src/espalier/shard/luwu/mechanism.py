@@ -56,23 +56,21 @@ RECORD = Record(
 CLAIM = Claim(
     "luwu",
     question="shard",
-    needs=frozenset({"a model", "ranks of other roles"}),
-    changes=frozenset({"gradients are summed", "a window of layers", "states on nodes"}),
-    forbids=frozenset(
-        {
-            "the model is cut",
-            "layers of one stage",
-            "recomputes activations",
-            "compiles blocks",
-            "the loss is scaled",
-        }
-    ),
-    after=frozenset({"attend", "aggregate", "route", "precision", "matrices"}),
+    needs={"a model", "ranks of other roles"},
+    changes={"gradients are summed", "a window of layers", "states on nodes"},
+    forbids={
+        "the model is cut",
+        "layers of one stage",
+        "recomputes activations",
+        "compiles blocks",
+        "the loss is scaled",
+    },
+    after={"attend", "aggregate", "route", "precision", "matrices"},
 )
 """Workers compute activations again by themselves. Where they take steps of their own, their parameters are on their
 own disks (`local_steps`)."""
-SKELETON = Claim("skeleton", question="model", changes=frozenset({"a model"}))
-OPTIMIZER = Claim("adamw_on_node", question="optimizer", needs=frozenset({"states on nodes"}), instead=("adamw",))
+SKELETON = Claim("skeleton", question="model", changes={"a model"})
+OPTIMIZER = Claim("adamw_on_node", question="optimizer", needs={"states on nodes"}, instead=("adamw",))
 
 
 class NodeSharding:

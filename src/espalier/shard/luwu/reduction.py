@@ -62,28 +62,22 @@ class Above(Protocol):
 
     def exponents(self, turn: int, layer: int, agreed: Agreed) -> None:
         """Those of all members."""
-        ...
 
     def opened(self, slot: Slot) -> None:
         """The first worker has pushed this chunk; called in the order of the slots."""
-        ...
 
     def request(self, member: Member, frame: Frame) -> None:
         """A member asks for parameters, ends a step or decides on it."""
-        ...
 
     def changed(self) -> None:
         """Members have come or gone."""
-        ...
 
     def status(self, greeting: dict[str, Any]) -> dict[str, Any]:
         """`step`: the last one that is whole. Raises ConnectionError to send away whoever greets, for now."""
-        ...
 
     def reset(self, step: int, cluster: str) -> int:
         """Back to `step`; nothing that came since counts. Returns the next round. `cluster`: names all nodes of the
         run as they were started."""
-        ...
 
 
 class Member:

@@ -28,6 +28,7 @@ from espalier.cache_dir import unwritable
 from espalier.config import Adamw
 from espalier.errors import RunFailed, UserError
 from espalier.hardware import malloc_trim
+from espalier.serialization import Value
 from espalier.shard.luwu.aggregator import Aggregator
 from espalier.shard.luwu.base import Client as Connected
 from espalier.shard.luwu.base import Layer, filler, layers_of, no_layers
@@ -60,7 +61,7 @@ TIMES = Times()
 """Seconds of the protocol in runs."""
 
 
-class Post(msgspec.Struct, frozen=True):
+class Post(Value, frozen=True):
     """Where a process serves others, as it tells every rank at the beginning: an address for each node that it is or
     stands before, the token it would choose, the step of its files, and what was damaged in the step after that."""
 

@@ -113,15 +113,12 @@ class Receiver(Protocol):
 
     def buffer(self, frame: Frame, size: int) -> memoryview:
         """Memory for the payload of `size` bytes that comes with `frame`."""
-        ...
 
     def deliver(self, frame: Frame) -> None:
         """`frame` is here whole, once, in the order in which it was sent."""
-        ...
 
     def lost(self, error: EspalierError) -> None:
         """The link has ended."""
-        ...
 
 
 class Link:

@@ -28,40 +28,36 @@ if TYPE_CHECKING:
 OPTIMIZER = Claim(
     "offload_optimizer",
     question="optimizer states",
-    changes=frozenset({"states are on disk"}),
-    forbids=frozenset({"states are copied"}),
-    after=frozenset({"precision"}),
+    changes={"states are on disk"},
+    forbids={"states are copied"},
+    after={"precision"},
 )
-HOST = Claim("offload_to_host", question="optimizer states", changes=frozenset({"states wait in host memory"}))
+HOST = Claim("offload_to_host", question="optimizer states", changes={"states wait in host memory"})
 
 
 PARAMETERS = Claim(
     "offload_parameters",
     question="shard",
-    needs=frozenset({"a model"}),
-    changes=frozenset({"gradients are summed", "a window of layers", "parameters are offloaded", "states are on disk"}),
-    forbids=frozenset(
-        {
-            "the model is cut",
-            "layers of one stage",
-            "recomputes activations",
-            "compiles blocks",
-            "replicas differ between rounds",
-            "states are copied",
-        }
-    ),
-    after=frozenset({"attend", "aggregate", "route", "precision", "matrices"}),
+    needs={"a model"},
+    changes={"gradients are summed", "a window of layers", "parameters are offloaded", "states are on disk"},
+    forbids={
+        "the model is cut",
+        "layers of one stage",
+        "recomputes activations",
+        "compiles blocks",
+        "replicas differ between rounds",
+        "states are copied",
+    },
+    after={"attend", "aggregate", "route", "precision", "matrices"},
     instead=("amsp",),
 )
 ACTIVATIONS = Claim(
     "offload_activations",
     question="activations",
-    needs=frozenset({"a model", "recomputes activations"}),
-    after=frozenset({"precision"}),
+    needs={"a model", "recomputes activations"},
+    after={"precision"},
 )
-ADAMW = Claim(
-    "adamw_offloaded", question="optimizer", needs=frozenset({"parameters are offloaded"}), instead=("adamw",)
-)
+ADAMW = Claim("adamw_offloaded", question="optimizer", needs={"parameters are offloaded"}, instead=("adamw",))
 
 
 class OptimizerOnDisk(Mechanism):
