@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from espalier import store_client
+from espalier import rendezvous_wait, store_client
 from espalier.checkpoint.shared_memory import SharedMemory
+from espalier.errors import UserError
 from espalier.launch.rejoin_signal import Recall
+from espalier.rendezvous_wait import Deadline
 from espalier.resilience.heartbeat import SILENT, Pulse
 
 if TYPE_CHECKING:
     from espalier.plan.base import Plan
 
+_BACKLOG = 1024
 ROLES = ("trainer", "optimizer", "aggregator", "standby", "evaluator", "spare")
 
 WhenKilled = Literal["", "restart", "leave"]
@@ -38,6 +45,8 @@ class RankSpec:
         attempt: how often the run was started before in this job; each attempt has its own key space.
         job: what else its keys begin with, where attempts share a store and cannot be counted (`announcement`).
         host, port: where the rendezvous store listens.
+        source: the variable or option that `host` came from; empty: nobody gave it.
+        server: who serves the store, for messages.
         serves: whether this process is the store's server; it listens on `listen_fd` if that is >= 0.
         log: file its standard error goes to (None: left where it is).
         stacks: descriptor that it writes its stacks to when asked (-1: standard error).
@@ -60,6 +69,8 @@ class RankSpec:
     job: str = ""
     host: str = "127.0.0.1"
     port: int = 0
+    source: str = ""
+    server: str = "rank 0"
     serves: bool = False
     listen_fd: int = -1
     log: Path | None = None
@@ -73,6 +84,11 @@ class RankSpec:
     def keys(self) -> str:
         """What the keys of this attempt in the store begin with."""
         return f"attempt{self.attempt}{self.job}"
+
+    @property
+    def where(self) -> str:
+        """Where the store is, for messages."""
+        return f"{self.host}:{self.port}{f' ({self.source})' if self.source else ''}"
 
 
 def when_killed(roles: Sequence[str], rank: int) -> WhenKilled:
@@ -115,16 +131,57 @@ class Entrypoint(Protocol):
 def store(place: RankSpec, timeout: float) -> Any:
     """The rendezvous store (a torch TCPStore) seen from `place`, one per process, whatever the timeouts of its calls.
 
-    Waits at most `timeout` seconds, now and in what is asked of it until the next call.
+    Waits at most `timeout` seconds, now and in what is asked of it until the next call. Raises PeerLost where it is not
+    reached by then, UserError where this process serves it and cannot listen there.
     """
     from datetime import timedelta
 
     address = place.host, place.port
     if address not in _stores:
-        listens = place.listen_fd if place.serves and place.listen_fd >= 0 else None
-        _stores[address] = store_client.connect(*address, timeout, is_master=place.serves, master_listen_fd=listens)
+        _stores[address] = _served(place, timeout) if place.serves else _reached(place, timeout)
     _stores[address].set_timeout(timedelta(seconds=timeout))
     return _stores[address]
+
+
+def _served(place: RankSpec, timeout: float) -> Any:
+    """The store that this process serves. Where it listens on all addresses it connects by loopback, whatever others
+    call this host."""
+    own = place.listen_fd >= 0
+    descriptor = place.listen_fd if own else _listener(place).detach()
+    host = place.host if own else "127.0.0.1"
+    return store_client.connect(host, place.port, timeout, is_master=True, master_listen_fd=descriptor)
+
+
+def _listener(place: RankSpec) -> socket.socket:
+    """A socket that listens at the port of `place` on all addresses."""
+    try:
+        with contextlib.suppress(OSError):  # no IPv6 here, or the port is taken, which IPv4 then says
+            return socket.create_server(("", place.port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
+        return socket.create_server(("", place.port), backlog=_BACKLOG)
+    except OSError as error:
+        taken = error.errno == errno.EADDRINUSE
+        raise UserError(
+            f"Rank {place.rank} cannot listen at port {place.port} ({place.source or 'the store'}).",
+            why="another program listens there" if taken else str(error.strerror),
+            do="MASTER_PORT=another port, the same for all ranks",
+        ) from None
+
+
+def _reached(place: RankSpec, timeout: float) -> Any:
+    address = place.host, place.port
+    deadline = Deadline(timeout, f"Rank {place.rank}")
+    connect = partial(store_client.connect, *address, timeout)
+    return rendezvous_wait.reached(address, place.source, place.server, deadline, connect)
+
+
+def gathered(place: RankSpec, key: str, value: str, timeout: float) -> list[str]:
+    """What each rank says under `key` of this attempt, in order; this one says `value`. Raises PeerLost naming the
+    ranks that did not come within `timeout` seconds."""
+    met = store(place, timeout)
+    keys = [f"espalier/{place.keys}/{key}/{rank}" for rank in range(place.world)]
+    met.set(keys[place.rank], value)
+    rendezvous_wait.present(met, keys, place.where, Deadline(timeout, f"Rank {place.rank}"))
+    return [text.decode() for text in met.multi_get(keys)]
 
 
 _stores: dict[tuple[str, int], Any] = {}

@@ -54,6 +54,7 @@ def place(threads: int | None = None) -> RankSpec | None:
         attempt=number("SLURM_RESTART_COUNT", 0),
         host=os.environ.get("MASTER_ADDR") or _first_host(),
         port=master_port() if "MASTER_PORT" in os.environ else _port(),
+        source="MASTER_ADDR" if os.environ.get("MASTER_ADDR") else "SLURM_STEP_NODELIST",
         serves=rank == 0,
     )
 

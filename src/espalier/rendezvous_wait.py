@@ -1,0 +1,236 @@
+"""Waits for other processes of a run, from the first connection on.
+
+A `Deadline` asks in a thread of its own, so that it also ends where a name server, a host or a port says nothing. If
+the wait lasts, its first line says who is waited for, where and until when; at its end one error names who is missing.
+
+torch's client of a store looks names up without a limit, goes on after its timeout where a port accepts and says
+nothing, and prints what it meets. So it is used once a store answers here (`greet`).
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from typing import Any, TypeVar
+
+from espalier.errors import EspalierError, PeerLost
+from espalier.terminal import say
+from espalier.units import show_seconds
+
+QUIET = 1.0
+"""Seconds after which a wait says its first line; a quarter of its own, where that is less."""
+TRY_SECONDS = 3.0
+"""How long one attempt to reach an address may take."""
+_GRACE = 0.5  # what an attempt that is under way at the deadline may still take
+_PAUSES = 0.005, 0.1  # seconds between two looks: the first ones, and the longest
+_EACH = 0.01  # seconds after which each absent rank is looked for, times their number
+_MOST_NAMED = 8
+_SHORTEST = 0.01
+_HELLO = struct.pack("=BIB", 0, 0x3C85F7CE, 13)
+"""What a client of a TCPStore sends first: VALIDATE and its number, then PING, and a number that comes back (torch
+2.13, torch/csrc/distributed/c10d/TCPStore.cpp)."""
+
+T = TypeVar("T")
+
+
+class Deadline:
+    """The end of a wait of one process for others. Has state: when that is.
+
+    Args:
+        seconds: how long it waits, from now on.
+        waiter: who waits, for messages: `Rank 1`.
+    """
+
+    def __init__(self, seconds: float, waiter: str) -> None:
+        self.seconds, self.waiter = seconds, waiter
+        self._end = time.monotonic() + seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds that are left; 0: it is over."""
+        return max(0.0, self._end - time.monotonic())
+
+    @property
+    def waited(self) -> str:
+        """Who has waited, and how long, for messages."""
+        return f"{self.waiter} waited {show_seconds(self.seconds)}"
+
+    def poll(self, look: Callable[[], T | None], awaited: Callable[[], str], late: Callable[[], EspalierError]) -> T:
+        """What `look` returns once that is not None.
+
+        Args:
+            look: called again and again in a thread of its own, which is left to itself if it hangs.
+            awaited: who is waited for and where, for the first line.
+            late: the error at the deadline.
+
+        Raises what `look` and `late` say.
+        """
+        answer: Future[T | None] = Future()
+
+        def ask() -> None:
+            try:
+                pause, longest = _PAUSES
+                while (value := look()) is None and self.left:
+                    time.sleep(pause)
+                    pause = min(2 * pause, longest)
+                answer.set_result(value)
+            except BaseException as error:
+                answer.set_exception(error)
+
+        threading.Thread(target=ask, name="wait", daemon=True).start()
+        if not wait([answer], min(QUIET, self.seconds / 4)).done and self.left:
+            until = time.strftime("%H:%M:%S", time.localtime(time.time() + self.left))
+            words = f"{self.waiter} waits for {awaited()} until {until}, {show_seconds(self.seconds)} in all."
+            say(words, file=sys.stderr, flush=True)
+        wait([answer], self.left + _GRACE)
+        value = answer.result() if answer.done() else None
+        if value is None:
+            raise late()
+        return value
+
+
+def addresses(host: str, port: int | None, kind: int = socket.SOCK_STREAM) -> list[Any]:
+    """The socket addresses of a host, as `socket.getaddrinfo` has them. Raises OSError, also for what is no name."""
+    try:
+        return socket.getaddrinfo(host, port, type=kind)
+    except UnicodeError as error:
+        raise socket.gaierror(socket.EAI_NONAME, f"{host!r} is no host name: {error}") from None
+
+
+def greet(host: str, port: int, seconds: float) -> None:
+    """Returns if a PyTorch store answers there within `seconds`. Raises OSError."""
+    targets = addresses(host, port)
+    for number, (family, kind, protocol, _, address) in enumerate(targets, 1):
+        end = time.monotonic() + seconds / len(targets)
+        try:
+            with socket.socket(family, kind, protocol) as line:
+                line.settimeout(max(seconds / len(targets), _SHORTEST))
+                line.connect(address)
+                line.settimeout(max(end - time.monotonic(), _SHORTEST))
+                _converse(line)
+            return
+        except OSError:
+            if number == len(targets):
+                raise
+
+
+def _converse(line: socket.socket) -> None:
+    nonce = struct.pack("=I", secrets.randbits(32))
+    try:
+        line.sendall(_HELLO + nonce)
+        answer = line.recv(len(nonce))
+    except TimeoutError:
+        raise OSError("what listens there says nothing") from None
+    except OSError:
+        answer = b""
+    if answer != nonce:
+        raise OSError("what listens there is no PyTorch store")
+
+
+def reason(error: Exception) -> str:
+    """Why an address was not reached, in words."""
+    if isinstance(error, socket.gaierror):
+        return f"the name has no address ({error.strerror})"
+    if isinstance(error, ConnectionRefusedError):
+        return "connections are refused, nobody listens there"
+    if isinstance(error, TimeoutError):
+        return "nothing answers there"
+    return (getattr(error, "strerror", None) or str(error)).strip().splitlines()[0]
+
+
+def reached(address: tuple[str, int], source: str, awaited: str, deadline: Deadline, connect: Callable[[], T]) -> T:
+    """What `connect` returns once a PyTorch store answers at `address` (host, port).
+
+    Args:
+        source: the variable or option that the address came from; empty: nobody gave it.
+        awaited: who serves the store, for messages: `rank 0`.
+        connect: makes torch's client, which may still fail as torch does.
+
+    Raises PeerLost at the deadline: the address, where it came from and why it was not reached.
+    """
+    where, given = f"{address[0]}:{address[1]}", f" ({source})" if source else ""
+    last = "no name server answers" if not _numeric(address[0]) else "nothing answers there"
+
+    def look() -> T | None:
+        nonlocal last
+        try:
+            greet(*address, min(deadline.left, TRY_SECONDS))
+            return connect()
+        except (OSError, RuntimeError) as error:  # c10d's own errors are RuntimeErrors
+            last = reason(error)
+            return None
+
+    def late() -> PeerLost:
+        return PeerLost(
+            f"{where} is not reached{given}.",
+            why=f"{deadline.waited} for {awaited}, whose store is there: {last}",
+            do=f"look at the log of {awaited}; check {source or 'the address'}, and firewalls between the hosts; "
+            "comm.timeout is how long others are waited for",
+        )
+
+    return deadline.poll(look, lambda: f"{awaited} at {where}{given}", late)
+
+
+def _numeric(host: str) -> bool:
+    try:
+        return bool(socket.getaddrinfo(host, None, flags=socket.AI_NUMERICHOST))
+    except OSError:
+        return False
+
+
+def present(store: Any, keys: Sequence[str], where: str, deadline: Deadline) -> None:
+    """Returns once a torch Store has all `keys`. Rank r sets the r-th of them.
+
+    Args:
+        where: where the store is, for messages; empty: unknown.
+
+    Raises PeerLost at the deadline, naming the ranks that did not come, and where the store is lost.
+    """
+    at = f" at {where}" if where else ""
+    absent = list(range(len(keys)))
+    looked = time.monotonic()
+
+    def look() -> bool | None:
+        nonlocal looked
+        try:
+            while absent and store.check([keys[absent[0]]]):
+                absent.pop(0)
+            if absent and (time.monotonic() - looked > _EACH * len(absent) or deadline.left < _GRACE):
+                absent[:] = [rank for rank in absent if not store.check([keys[rank]])]
+                looked = time.monotonic()
+            return None if absent else True
+        except RuntimeError as error:
+            raise PeerLost(
+                f"The store{at} was lost while {deadline.waiter[:1].lower()}{deadline.waiter[1:]} waited for "
+                f"{named(absent)}.",
+                why=f"the process that served it has ended ({reason(error)})",
+                do="look at its log: it is rank 0's, or the launcher's",
+            ) from None
+
+    def late() -> PeerLost:
+        who = named(absent)
+        return PeerLost(
+            f"{who[:1].upper()}{who[1:]} did not come.",
+            why=f"{deadline.waited} for all {len(keys)} ranks{at}",
+            do=f"look at the logs of {who}; check that they are started, and reach that address; "
+            "comm.timeout is how long others are waited for",
+        )
+
+    deadline.poll(look, lambda: f"{named(absent)} of {len(keys)}{at}", late)
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Ranks in words: `rank 3`, `ranks 1 and 3`."""
+    if not ranks:
+        return "others"
+    shown = [str(rank) for rank in ranks[:_MOST_NAMED]]
+    if len(ranks) > _MOST_NAMED:
+        shown.append(f"{len(ranks) - _MOST_NAMED} others")
+    words = " and ".join(filter(None, (", ".join(shown[:-1]), shown[-1])))
+    return f"rank{'s' * (len(ranks) > 1)} {words}"
