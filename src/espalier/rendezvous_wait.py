@@ -69,7 +69,7 @@ class Deadline:
             awaited: who is waited for and where, for the first line.
             late: the error at the deadline.
 
-        Raises what `look` and `late` say.
+        Raises what `look` and `late` say, and PeerLost where the store that `look` asks is lost.
         """
         answer: Future[T | None] = Future()
 
@@ -80,6 +80,10 @@ class Deadline:
                     time.sleep(pause)
                     pause = min(2 * pause, longest)
                 answer.set_result(value)
+            except RuntimeError as error:  # c10d's own errors
+                lost = f"{self.waiter} waited for {awaited()}, and the store was lost."
+                why = f"the process that served it has ended ({reason(error)})"
+                answer.set_exception(PeerLost(lost, why=why, do="look at its log: it is rank 0's, or its launcher's"))
             except BaseException as error:
                 answer.set_exception(error)
 
@@ -190,7 +194,7 @@ def present(store: Any, keys: Sequence[str], where: str, deadline: Deadline) -> 
     Args:
         where: where the store is, for messages; empty: unknown.
 
-    Raises PeerLost at the deadline, naming the ranks that did not come, and where the store is lost.
+    Raises PeerLost at the deadline, naming the ranks that did not come.
     """
     at = f" at {where}" if where else ""
     absent = list(range(len(keys)))
@@ -198,20 +202,12 @@ def present(store: Any, keys: Sequence[str], where: str, deadline: Deadline) -> 
 
     def look() -> bool | None:
         nonlocal looked
-        try:
-            while absent and store.check([keys[absent[0]]]):
-                absent.pop(0)
-            if absent and (time.monotonic() - looked > _EACH * len(absent) or deadline.left < _GRACE):
-                absent[:] = [rank for rank in absent if not store.check([keys[rank]])]
-                looked = time.monotonic()
-            return None if absent else True
-        except RuntimeError as error:
-            raise PeerLost(
-                f"The store{at} was lost while {deadline.waiter[:1].lower()}{deadline.waiter[1:]} waited for "
-                f"{named(absent)}.",
-                why=f"the process that served it has ended ({reason(error)})",
-                do="look at its log: it is rank 0's, or the launcher's",
-            ) from None
+        while absent and store.check([keys[absent[0]]]):
+            absent.pop(0)
+        if absent and (time.monotonic() - looked > _EACH * len(absent) or deadline.left < _GRACE):
+            absent[:] = [rank for rank in absent if not store.check([keys[rank]])]
+            looked = time.monotonic()
+        return None if absent else True
 
     def late() -> PeerLost:
         who = named(absent)

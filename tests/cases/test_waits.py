@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import programs
 import pytest
 
 from espalier import comm, rendezvous_wait, store_client
@@ -199,7 +200,9 @@ def test_a_store_that_is_lost_meanwhile_is_named():
         def check(self, keys: list[str]) -> bool:
             raise RuntimeError("Connection reset by peer\nException raised from recvBytes")
 
-    with pytest.raises(PeerLost, match="was lost while rank 1 waited for ranks 0 and 1") as error:
+    with pytest.raises(
+        PeerLost, match="Rank 1 waited for ranks 0 and 1 of 2 at b:29500, and the store was lost"
+    ) as error:
         rendezvous_wait.present(Lost(), ["a", "b"], "b:29500", Deadline(SECONDS, "Rank 1"))
     assert "Exception raised" not in str(error.value)
 
@@ -214,6 +217,44 @@ def test_a_store_that_hangs_is_not_waited_for():
         rendezvous_wait.present(Silent(), ["a", "b"], place.where, Deadline(SECONDS, "Rank 0"))
 
     assert failed(rank(0, 2, 1), wait).what == "Ranks 0 and 1 did not come."
+
+
+RECIPE = """
+[model]
+depth = 1
+[data]
+path = "text.jsonl"
+[train]
+steps = 2
+sequence = 32
+batch_tokens = 64
+[plan]
+trial = false
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "host", "what"),
+    [
+        (1, "nohost.invalid", "nohost.invalid:{port} is not reached (MASTER_ADDR)."),
+        (2, "127.0.0.1", "127.0.0.1:{port} is not reached (MASTER_ADDR)."),
+        (0, "127.0.0.1", "Ranks 1 and 2 did not come."),
+    ],
+)
+def test_a_rank_started_by_hand_says_who_is_missing(number, host, what, tmp_path, monkeypatch):
+    (tmp_path / "r.toml").write_text(RECIPE)
+    (tmp_path / "text.jsonl").write_text('{"text": "the fox"}\n' * 50)
+    port = str(closed_port())
+    variables = {"MASTER_ADDR": host, "MASTER_PORT": port, "RANK": str(number), "WORLD_SIZE": "3"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    program = programs.forked(tmp_path, "train", "r.toml", "--run", "run", "comm.timeout=1s")
+    first, second, *rest = program.stderr.splitlines()
+    assert f" at {host}:{port} (MASTER_ADDR) until " in first
+    assert second == f"espalier: {what.format(port=port)}"
+    assert [line[:6] for line in rest] == ["  why:", "  try:"]
+    assert program.returncode == 1
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ class Announcement:
     def hear(self, seconds: float) -> bytes:
         """What was decided, waiting for it at most so long. Raises PeerLost where nothing was, or is by then."""
         told = Deadline(seconds, self.waiter).poll(
-            self._heard,
+            self._read,
             lambda: f"the plan of {self.first[:1].lower()}{self.first[1:]}",
             lambda: PeerLost(
                 f"{self.first} did not decide on a plan within {show_seconds(seconds)}.", do="look at its log"
@@ -62,13 +62,6 @@ class Announcement:
         if told.startswith(_REFUSED):
             raise PeerLost(f"{self.first} could not start: {told[1:].decode()}")
         return told[1:]
-
-    def _heard(self) -> bytes | None:
-        try:
-            return self._read()
-        except RuntimeError as error:  # c10d's own errors
-            why = f"the store that it was to be in is lost ({rendezvous_wait.reason(error)})"
-            raise PeerLost(f"{self.first} left before it decided on a plan.", why=why, do="look at its log") from None
 
     def _say(self, message: bytes) -> None:
         if self._read() is None:

@@ -10,12 +10,11 @@ import hashlib
 import zlib
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from espalier import serialization
 from espalier.cache_dir import cache_folder, replace_folder, unwritable
 from espalier.errors import PeerLost, UserError
-from espalier.launch import base as launch
-from espalier.launch.base import RankSpec
 from espalier.rendezvous_wait import Deadline
 from espalier.run import RunFolder
 
@@ -69,11 +68,9 @@ def unpacked(text: str) -> Path | None:
     return found.kept()
 
 
-def shared(place: RankSpec, seconds: float, own: Path | None) -> Path | None:
-    """What the run of the first rank keeps, in a folder of this host. `own`: the run's folder, on the first rank alone.
-
-    Raises PeerLost where the first rank does not say it within `seconds`."""
-    store, key = launch.store(place, seconds), f"espalier/{place.keys}/kept"
+def shared(store: Any, key: str, own: Path | None, deadline: Deadline) -> Path | None:
+    """What the run of the first rank keeps, in a folder of this host. `store`: a torch Store that all ranks reach;
+    `own`: the run's folder, on the first rank alone. Raises PeerLost where the first rank has not said it by then."""
     if own is not None:
         text = packed(own)
         pieces = [text[at : at + _PIECE] for at in range(0, len(text), _PIECE)]
@@ -81,10 +78,9 @@ def shared(place: RankSpec, seconds: float, own: Path | None) -> Path | None:
             store.set(f"{key}/{at}", piece)
         store.set(key, str(len(pieces)))
         return RunFolder(own).kept() if text else None
-    found = Deadline(seconds, f"Rank {place.rank}").poll(
-        lambda: store.get(key) if store.check([key]) else None,
-        lambda: f"what rank 0 keeps of the run, at {place.where}",
-        lambda: PeerLost("Rank 0 did not say what it keeps of the run.", do="look at its log"),
+    count = deadline.poll(
+        lambda: int(store.get(key)) if store.check([key]) else None,
+        lambda: "what rank 0 keeps of the run",
+        lambda: PeerLost("Rank 0 did not say what it keeps of the run.", why=deadline.waited, do="look at its log"),
     )
-    count = int(found)
     return unpacked("".join(store.get(f"{key}/{at}").decode() for at in range(count)))

@@ -26,7 +26,15 @@ from espalier.config.base import Derivation
 from espalier.config.graphs import Batches
 from espalier.errors import EspalierError, Interrupted
 from espalier.hardware import multihost_probe, probe
-from espalier.launch import announcement, detect_launcher, rank_assignment, rank_process, supervisor, torchrun
+from espalier.launch import (
+    announcement,
+    detect_launcher,
+    rank_assignment,
+    rank_process,
+    rejoin_signal,
+    supervisor,
+    torchrun,
+)
 from espalier.launch import base as launch
 from espalier.launch.announcement import Announcement
 from espalier.plan import base as plans
@@ -34,6 +42,7 @@ from espalier.plan import checkpoint_cost, drawn_batches
 from espalier.plan.prediction_check import OFF, PredictionCheck
 from espalier.plan.request import AUTO
 from espalier.plan.trials import Trials
+from espalier.rendezvous_wait import Deadline
 from espalier.run import RunFolder
 from espalier.terminal import line, say
 from espalier.track import report
@@ -203,7 +212,9 @@ def _resolved(arguments: argparse.Namespace, place: launch.RankSpec | None) -> r
         return ready.resolve(arguments.recipe, arguments.overrides, arguments.trust, arguments.run)
     recipe = recipe_file.load(arguments.recipe, arguments.overrides)
     own = None if place.rank else ready.run_path(recipe, arguments.run)
-    kept = kept_files.shared(place, units.seconds(recipe.comm.timeout, "comm.timeout"), own)
+    timeout = units.seconds(recipe.comm.timeout, "comm.timeout")
+    store, deadline = launch.store(place, timeout), Deadline(timeout, f"Rank {place.rank}")
+    kept = kept_files.shared(store, f"espalier/{place.keys}/kept", own, deadline)
     settled = ready.settle(recipe, Path(arguments.recipe).absolute().parent, kept)
     return replace(settled, trust=arguments.trust)
 
@@ -221,9 +232,11 @@ def _live(place: launch.RankSpec, started: Sequence[str], job: RunStart, hosts: 
     try:
         life(job)(place)
     except Exception as error:
-        if place.rank:
+        if place.rank and not rejoin_signal.is_loss(error):
             raise
         found = error if isinstance(error, EspalierError) else rank_process.explained(error, place)
+        if place.rank:
+            raise found from None
         if not isinstance(found, Interrupted):
             told = {"kind": type(found).__name__, "what": found.what, "why": found.why}
             Log(job.folder.events).write("incident", **told, action="stop")
