@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 import numpy as np
 
 from espalier import units
 from espalier.cluster import Cluster
-from espalier.config import EveryStep, Pin
+from espalier.config import Adapters, EveryStep, Pin
 from espalier.errors import UserError
 from espalier.plan import collective_time, memory_model, offload, pins, precision, search, unequal
 from espalier.plan.base import RESIDENT
@@ -31,8 +31,16 @@ MOST_MACHINES = 4096
 """Machines up to which a size that fits is looked for."""
 HALVINGS = 3
 """Times that sequences are halved in search of a length that fits."""
-ABSENT = "not in Espalier: LoRA, optimizer states in 8 bits"
+ABSENT = "not in Espalier: optimizer states in 8 bits"
 """What others do where nothing fits."""
+FROZEN = get_args(get_type_hints(Adapters)["frozen"])
+"""How weights under adapters are stored, the largest first."""
+TRAINED = (
+    "parameters", "trainable", "tensors", "sizes", "running", "frozen", "matrix_parameters", "matrix_shapes", "anatomy",
+    "layers", "outside", "tables", "heads", "kv_heads", "width", "kv_width", "tokens_per_sample", "global_batch",
+    "with_sequence", "refuses",
+)  # fmt: skip
+"""Of a request, what follows from what is trained."""
 SEPARATOR = "\n       "
 """Between two changes: each is a line under the first."""
 
@@ -161,7 +169,7 @@ def cures(request: Request, cluster: Cluster, nearest: Option) -> list[str]:
     changes = [*_on_host(request, cluster), *_lifted(request), *_held_less(request, cluster)]
     told = [f"{words} ({cost})" for words, change in changes if (cost := _planned(change(request), cluster))]
     told = [*_unequal(request, cluster), *told]
-    told = [*_room_on_disk(request, cluster), *(told or _together(request, cluster))]
+    told = [*_room_on_disk(request, cluster), *(told or _together(request, cluster)), *_adapters(request, cluster)]
     if more := _more_devices(request, cluster):
         told.append(more)
     there = min(place.table.device.memory for place in seats(nearest.cluster, int(nearest.layout.world)))
@@ -251,6 +259,22 @@ def _held_less(request: Request, cluster: Cluster) -> Iterator[Change]:
         length = int(request.tokens_per_sample) >> halved
         if length > 1:
             yield f"train.sequence={length}", partial(_with_sequence, length=length)
+
+
+def _adapters(request: Request, cluster: Cluster) -> Iterator[str]:
+    """Adapters beside frozen weights, stored in the first way that fits; else what the smallest takes."""
+    if request.with_adapters is None:
+        return
+    for frozen in FROZEN:
+        made = request.with_adapters(frozen)
+        made = replace(request, **{name: getattr(made, name) for name in TRAINED})
+        words = 'tune.kind="lora"' + (f', tune.frozen="{frozen}"' if frozen != FROZEN[0] else "")
+        if cost := _planned(made, cluster):
+            yield f"{words}: adapters beside the frozen weights of model.initial ({cost})"
+            return
+    if nearest := search.anywhere(made, cluster)[1].closest:
+        peak, limit = units.show_size(nearest.peak), units.show_size(nearest.peak - nearest.over)
+        yield f"not enough: {words}, which takes {peak} of {limit}"
 
 
 def _with_sequence(request: Request, length: int) -> Request:

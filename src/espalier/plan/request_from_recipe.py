@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from espalier import mechanisms, units, workload_registry
-from espalier.config import GraphTransformer, Moe, Muon, Recipe, decoder_shapes
+from espalier.config import Adapters, Gpt, GraphTransformer, Lora, Moe, Muon, Recipe, decoder_shapes
 from espalier.cost import Anatomy, Cut, Product, Work
 from espalier.errors import UserError
 from espalier.plan.base import AdaptiveRule
@@ -84,6 +84,7 @@ def of_recipe(recipe: Recipe, workload: Callable[[], Workload] | None = None) ->
         parts=profile.parts,
         rules=_attention_rules(recipe),
         with_sequence=partial(_with_sequence, recipe, opened) if profile.heads else None,
+        with_adapters=partial(_with_adapters, recipe, opened) if _takes_adapters(recipe) else None,
         refuses=partial(mechanisms.refusal, recipe),
     )
 
@@ -110,6 +111,14 @@ def _expert_parameters(recipe: Recipe) -> float:
 def _with_sequence(recipe: Recipe, workload: Callable[[], Workload], length: int) -> Request:
     train = msgspec.structs.replace(recipe.train, sequence=length)
     return of_recipe(msgspec.structs.replace(recipe, train=train), workload)
+
+
+def _takes_adapters(recipe: Recipe) -> bool:
+    return isinstance(recipe.model, Gpt) and not isinstance(recipe.tune, Adapters)
+
+
+def _with_adapters(recipe: Recipe, workload: Callable[[], Workload], frozen: Any) -> Request:
+    return of_recipe(msgspec.structs.replace(recipe, tune=Lora(frozen=frozen)), workload)
 
 
 def of_module(model: torch.nn.Module, batch: int, precision: str, pin: Pin) -> Request:
