@@ -130,7 +130,6 @@ class Anatomy:
             head_size=layer.head_size,
         )
 
-
     @property
     def undivided(self) -> Anatomy:
         """The same work where no cut runs between layers: all of them are one."""
