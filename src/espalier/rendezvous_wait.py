@@ -61,6 +61,16 @@ class Deadline:
         """Who has waited, and how long, for messages."""
         return f"{self.waiter} waited {show_seconds(self.seconds)}"
 
+    @property
+    def quiet(self) -> float:
+        """Seconds after which the first line is said."""
+        return min(QUIET, self.seconds / 4)
+
+    def first_line(self, awaited: str) -> str:
+        """Who waits for whom and where (`awaited`), until when."""
+        until = time.strftime("%H:%M:%S", time.localtime(time.time() + self.left))
+        return f"{self.waiter} waits for {awaited} until {until}, {show_seconds(self.seconds)} in all."
+
     def poll(self, look: Callable[[], T | None], awaited: Callable[[], str], late: Callable[[], EspalierError]) -> T:
         """What `look` returns once that is not None.
 
@@ -88,10 +98,8 @@ class Deadline:
                 answer.set_exception(error)
 
         threading.Thread(target=ask, name="wait", daemon=True).start()
-        if not wait([answer], min(QUIET, self.seconds / 4)).done and self.left:
-            until = time.strftime("%H:%M:%S", time.localtime(time.time() + self.left))
-            words = f"{self.waiter} waits for {awaited()} until {until}, {show_seconds(self.seconds)} in all."
-            say(words, file=sys.stderr, flush=True)
+        if not wait([answer], self.quiet).done and self.left:
+            say(self.first_line(awaited()), file=sys.stderr, flush=True)
         wait([answer], self.left + _GRACE)
         value = answer.result() if answer.done() else None
         if value is None:
@@ -148,13 +156,15 @@ def reason(error: Exception) -> str:
     return (getattr(error, "strerror", None) or str(error)).strip().splitlines()[0]
 
 
-def reached(address: tuple[str, int], source: str, awaited: str, deadline: Deadline, connect: Callable[[], T]) -> T:
-    """What `connect` returns once a PyTorch store answers at `address` (host, port).
+def reached(
+    address: tuple[str, int], source: str, awaited: str, deadline: Deadline, connect: Callable[[float], T]
+) -> T:
+    """What `connect` returns once it does not fail: a client of the PyTorch store at `address` (host, port).
 
     Args:
         source: the variable or option that the address came from; empty: nobody gave it.
         awaited: who serves the store, for messages: `rank 0`.
-        connect: makes torch's client, which may still fail as torch does.
+        connect: makes the client after it has greeted the store (`greet`), within so many seconds.
 
     Raises PeerLost at the deadline: the address, where it came from and why it was not reached.
     """
@@ -164,8 +174,7 @@ def reached(address: tuple[str, int], source: str, awaited: str, deadline: Deadl
     def look() -> T | None:
         nonlocal last
         try:
-            greet(*address, min(deadline.left, TRY_SECONDS))
-            return connect()
+            return connect(min(deadline.left, TRY_SECONDS))
         except (OSError, RuntimeError) as error:  # c10d's own errors are RuntimeErrors
             last = reason(error)
             return None

@@ -40,7 +40,7 @@ def at_home(tmp_path, monkeypatch):
 def refusal(folder: Path, model: str, device: str) -> list[str]:
     """What the planner says that would help, line by line."""
     (folder / "recipe.toml").write_text(RECIPE.format(model=model))
-    (folder / "cluster.toml").write_text(f'[[nodes]]\ndevice = {device}\n')
+    (folder / "cluster.toml").write_text(f"[[nodes]]\ndevice = {device}\n")
     (folder / "text.jsonl").write_text('{"text": "the fox"}\n')
     with pytest.raises(UserError) as error:
         espalier.make_plan(folder / "recipe.toml", folder / "cluster.toml")

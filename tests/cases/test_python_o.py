@@ -26,7 +26,8 @@ RECIPES = {
     "gpt": '[model]\nkind = "gpt"\nwidth = 32\ndepth = 1\nheads = 2\n' + TEXT,
     "moe": '[model]\nkind = "moe"\nwidth = 32\ndepth = 1\nheads = 2\nexperts = 2\nactive = 1\n' + TEXT,
     "sage": '[model]\nkind = "sage"\nwidth = 8\n[data]\npath = "planted:nodes=60"\n' + TRAIN,
-    "module": '[model]\nkind = "module"\nbuild = "mine:build"\n' + TRAIN.replace("steps = 2", "steps = 2\nbatch_tokens = 4"),
+    "module": '[model]\nkind = "module"\nbuild = "mine:build"\n'
+    + TRAIN.replace("steps = 2", "steps = 2\nbatch_tokens = 4"),
 }
 MINE = """
 import torch

@@ -7,7 +7,6 @@ import errno
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -170,7 +169,11 @@ def _listener(place: RankSpec) -> socket.socket:
 def _reached(place: RankSpec, timeout: float) -> Any:
     address = place.host, place.port
     deadline = Deadline(timeout, f"Rank {place.rank}")
-    connect = partial(store_client.connect, *address, timeout)
+
+    def connect(seconds: float) -> Any:
+        rendezvous_wait.greet(*address, seconds)
+        return store_client.connect(*address, timeout)
+
     return rendezvous_wait.reached(address, place.source, place.server, deadline, connect)
 
 
