@@ -27,6 +27,8 @@ QUIET = 1.0
 """Seconds after which a wait says its first line; a quarter of its own, where that is less."""
 TRY_SECONDS = 3.0
 """How long one attempt to reach an address may take."""
+LOOKUP_SECONDS = 10.0
+"""How long name servers may take where an answer is not needed."""
 _GRACE = 0.5  # what an attempt that is under way at the deadline may still take
 _PAUSES = 0.005, 0.1  # seconds between two looks: the first ones, and the longest
 _EACH = 0.01  # seconds after which each absent rank is looked for, times their number
@@ -98,9 +100,14 @@ class Deadline:
                 answer.set_exception(error)
 
         threading.Thread(target=ask, name="wait", daemon=True).start()
-        if not wait([answer], self.quiet).done and self.left:
-            say(self.first_line(awaited()), file=sys.stderr, flush=True)
-        wait([answer], self.left + _GRACE)
+        try:
+            if not wait([answer], self.quiet).done and self.left:
+                say(self.first_line(awaited()), file=sys.stderr, flush=True)
+            wait([answer], self.left + _GRACE)
+        finally:
+            if not answer.done():  # a thread that is in a store when the interpreter ends would bring it down
+                self._end = 0.0
+                wait([answer], _GRACE)
         value = answer.result() if answer.done() else None
         if value is None:
             raise late()
@@ -113,6 +120,22 @@ def addresses(host: str, port: int | None, kind: int = socket.SOCK_STREAM) -> li
         return socket.getaddrinfo(host, port, type=kind)
     except UnicodeError as error:
         raise socket.gaierror(socket.EAI_NONAME, f"{host!r} is no host name: {error}") from None
+
+
+def known_addresses(host: str, kind: int = socket.SOCK_STREAM) -> list[Any]:
+    """The same; empty for what has no address, and where no name server answers within `LOOKUP_SECONDS`."""
+
+    def look() -> list[Any]:
+        try:
+            return addresses(host, None, kind)
+        except OSError:
+            return []
+
+    limit = Deadline(LOOKUP_SECONDS, "This machine")
+    try:
+        return limit.poll(look, lambda: f"a name server to say where {host} is", lambda: PeerLost(limit.waited))
+    except PeerLost:
+        return []
 
 
 def greet(host: str, port: int, seconds: float) -> None:
@@ -182,7 +205,7 @@ def reached(
     def late() -> PeerLost:
         return PeerLost(
             f"{where} is not reached{given}.",
-            why=f"{deadline.waited} for {awaited}, whose store is there: {last}",
+            why=f"{deadline.waited} for {awaited}: {last}",
             do=f"look at the log of {awaited}; check {source or 'the address'}, and firewalls between the hosts; "
             "comm.timeout is how long others are waited for",
         )

@@ -14,11 +14,13 @@ import programs
 import pytest
 
 from espalier import comm, rendezvous_wait, store_client
+from espalier.config import Launch
 from espalier.errors import PeerLost, UserError
 from espalier.launch import base as launch
-from espalier.launch import torchrun
+from espalier.launch import hosts, ssh, torchrun
 from espalier.launch.base import RankSpec
 from espalier.rendezvous_wait import Deadline
+from espalier.verbs import ray_job
 
 SECONDS = 1.5
 LATE = 2.0
@@ -77,7 +79,7 @@ def first_line(error: str) -> str:
 def test_a_name_without_an_address_is_named_with_its_variable(capfd):
     error = failed(rank(1, 2, 29511, "nohost.invalid"), reach)
     assert error.what == "nohost.invalid:29511 is not reached (MASTER_ADDR)."
-    assert "Rank 1 waited 1.5 s for rank 0, whose store is there: the name has no address" in error.why
+    assert "Rank 1 waited 1.5 s for rank 0: the name has no address" in error.why
     line = first_line(capfd.readouterr().err)
     assert line.startswith("Rank 1 waits for rank 0 at nohost.invalid:29511 (MASTER_ADDR) until ")
     assert line.endswith(", 1.5 s in all.")
@@ -217,6 +219,37 @@ def test_a_store_that_hangs_is_not_waited_for():
         rendezvous_wait.present(Silent(), ["a", "b"], place.where, Deadline(SECONDS, "Rank 0"))
 
     assert failed(rank(0, 2, 1), wait).what == "Ranks 0 and 1 did not come."
+
+
+def test_a_head_of_ray_that_is_not_there_is_named_with_its_option(capfd):
+    address = f"127.0.0.1:{closed_port()}"
+    error = failed(rank(0, 1, 0), lambda place: ray_job._reach(address, SECONDS))
+    assert error.what == f"{address} is not reached (--ray)."
+    assert f"waits for Ray's head at {address} (--ray) until" in first_line(capfd.readouterr().err)
+    for nowhere in ("auto", "local"):
+        ray_job._reach(nowhere, SECONDS)
+
+
+def test_a_name_that_no_server_knows_is_no_address_of_a_host(monkeypatch):
+    def hang(*_: Any, **__: Any) -> Any:
+        time.sleep(5.0)
+
+    monkeypatch.setattr(socket, "getaddrinfo", hang)
+    monkeypatch.setattr(rendezvous_wait, "LOOKUP_SECONDS", 0.3)
+    begun = time.monotonic()
+    assert hosts.resolve(hosts.Host("b")) == []
+    assert time.monotonic() - begun < LATE
+
+
+def test_silent_hosts_are_all_named(capfd):
+    options = Launch(command="sh -c 'cat > /dev/null'")
+    begun = time.monotonic()
+    with ssh.Crowd(options, "x", lambda *_: None, SECONDS) as crowd, pytest.raises(UserError) as error:
+        crowd.gather([hosts.Host("b.invalid"), hosts.Host("c.invalid")])
+    assert time.monotonic() - begun < SECONDS + ssh.END_SECONDS + LATE
+    assert error.value.what == "Host b.invalid did not answer within 2 s. Nor did c.invalid."
+    line = first_line(capfd.readouterr().err)
+    assert line.startswith("This machine waits for b.invalid, c.invalid to answer until ")
 
 
 RECIPE = """

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import math
 import os
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +19,8 @@ import xxhash
 from espalier import cache_dir, serialization
 from espalier.errors import UserError
 from espalier.graph.data import Array, Graph
+from espalier.rendezvous_wait import Deadline
+from espalier.terminal import say
 
 FILE, LOCK = "manifest.json", "lock"
 FORMAT = 2
@@ -156,10 +160,15 @@ def repack(folder: Path) -> str:
 def locked(folders: Sequence[Path], waits: bool = False) -> Iterator[None]:
     """Makes `folders` and holds the first: one process packs into it. `waits`: until another of the same run has ended,
     which a lock is released by. Raises UserError where another run holds it, or it cannot be written to."""
-    folder, begun = folders[0], time.monotonic()
+    folder, limit = folders[0], Deadline(WAIT, f"Process {os.getpid()}")
+    says = time.monotonic() + limit.quiet
     while (descriptor := _held(folders)) is None:
-        if not waits or time.monotonic() - begun > WAIT:
-            holder = (folder / LOCK).read_text(errors="replace") if (folder / LOCK).exists() else ""
+        holder = (folder / LOCK).read_text(errors="replace") if (folder / LOCK).exists() else ""
+        if time.monotonic() > says:
+            awaited = f"process {holder or 'unknown'}, which writes to {folder},"
+            say(limit.first_line(awaited), file=sys.stderr, flush=True)
+            says = math.inf
+        if not waits or not limit.left:
             raise UserError(
                 f"Another run is packing into {folder}: process {holder or 'unknown'}.",
                 why=f"waited {WAIT:.0f} s for it" if waits else "two would overwrite each other's rows",
