@@ -38,6 +38,7 @@ def known(*hosts):
     def look_up(host, _, **options):
         if host not in hosts:
             raise socket.gaierror(host)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (host, 0))]
 
     return look_up
 
