@@ -114,21 +114,14 @@ class Deadline:
         return value
 
 
-def addresses(host: str, port: int | None, kind: int = socket.SOCK_STREAM) -> list[Any]:
-    """The socket addresses of a host, as `socket.getaddrinfo` has them. Raises OSError, also for what is no name."""
-    try:
-        return socket.getaddrinfo(host, port, type=kind)
-    except UnicodeError as error:
-        raise socket.gaierror(socket.EAI_NONAME, f"{host!r} is no host name: {error}") from None
-
-
 def known_addresses(host: str, kind: int = socket.SOCK_STREAM) -> list[Any]:
-    """The same; empty for what has no address, and where no name server answers within `LOOKUP_SECONDS`."""
+    """What `socket.getaddrinfo` says of a host; nothing where it has no address, and where no name server answers
+    within `LOOKUP_SECONDS`."""
 
     def look() -> list[Any]:
         try:
-            return addresses(host, None, kind)
-        except OSError:
+            return socket.getaddrinfo(host, None, type=kind)
+        except (OSError, UnicodeError):
             return []
 
     limit = Deadline(LOOKUP_SECONDS, "This machine")
@@ -139,31 +132,16 @@ def known_addresses(host: str, kind: int = socket.SOCK_STREAM) -> list[Any]:
 
 
 def greet(host: str, port: int, seconds: float) -> None:
-    """Returns if a PyTorch store answers there within `seconds`. Raises OSError."""
-    targets = addresses(host, port)
-    for number, (family, kind, protocol, _, address) in enumerate(targets, 1):
-        end = time.monotonic() + seconds / len(targets)
-        try:
-            with socket.socket(family, kind, protocol) as line:
-                line.settimeout(max(seconds / len(targets), _SHORTEST))
-                line.connect(address)
-                line.settimeout(max(end - time.monotonic(), _SHORTEST))
-                _converse(line)
-            return
-        except OSError:
-            if number == len(targets):
-                raise
-
-
-def _converse(line: socket.socket) -> None:
+    """Returns if a PyTorch store answers there; each step of that may take `seconds`. Raises OSError."""
     nonce = struct.pack("=I", secrets.randbits(32))
-    try:
-        line.sendall(_HELLO + nonce)
-        answer = line.recv(len(nonce))
-    except TimeoutError:
-        raise OSError("what listens there says nothing") from None
-    except OSError:
-        answer = b""
+    with socket.create_connection((host, port), max(seconds, _SHORTEST)) as line:
+        try:
+            line.sendall(_HELLO + nonce)
+            answer = line.recv(len(nonce))
+        except TimeoutError:
+            raise OSError("what listens there says nothing") from None
+        except OSError:
+            answer = b""
     if answer != nonce:
         raise OSError("what listens there is no PyTorch store")
 
@@ -192,13 +170,13 @@ def reached(
     Raises PeerLost at the deadline: the address, where it came from and why it was not reached.
     """
     where, given = f"{address[0]}:{address[1]}", f" ({source})" if source else ""
-    last = "no name server answers" if not _numeric(address[0]) else "nothing answers there"
+    last = "no name server answers, or not that host"
 
     def look() -> T | None:
         nonlocal last
         try:
             return connect(min(deadline.left, TRY_SECONDS))
-        except (OSError, RuntimeError) as error:  # c10d's own errors are RuntimeErrors
+        except (OSError, UnicodeError, RuntimeError) as error:  # c10d's own errors are RuntimeErrors
             last = reason(error)
             return None
 
@@ -211,13 +189,6 @@ def reached(
         )
 
     return deadline.poll(look, lambda: f"{awaited} at {where}{given}", late)
-
-
-def _numeric(host: str) -> bool:
-    try:
-        return bool(socket.getaddrinfo(host, None, flags=socket.AI_NUMERICHOST))
-    except OSError:
-        return False
 
 
 def present(store: Any, keys: Sequence[str], where: str, deadline: Deadline) -> None:

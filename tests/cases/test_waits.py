@@ -90,14 +90,14 @@ def test_a_name_server_that_does_not_answer_is_not_waited_for(monkeypatch, capfd
     plain = socket.getaddrinfo
 
     def hang(host: Any, *rest: Any, **options: Any) -> Any:
-        if host == "nohost.invalid" and not options.get("flags"):
+        if host == "nohost.invalid":
             silent.wait(60.0)
         return plain(host, *rest, **options)
 
     monkeypatch.setattr(socket, "getaddrinfo", hang)
     error = failed(rank(1, 2, 29511, "nohost.invalid"), reach)
     silent.set()
-    assert "no name server answers" in error.why
+    assert error.why.endswith("no name server answers, or not that host")
     assert "nohost.invalid:29511" in first_line(capfd.readouterr().err)
 
 
@@ -146,7 +146,7 @@ def test_the_rank_that_serves_needs_no_name_of_its_own():
 def test_a_taken_port_is_named_at_once():
     with socket.create_server(("", 0)) as other:
         place = RankSpec(world=2, host="127.0.0.1", port=other.getsockname()[1], source="MASTER_ADDR", serves=True)
-        with pytest.raises(UserError, match=f"cannot listen at port {place.port}"):
+        with pytest.raises(UserError, match=f"cannot listen at port {place.port}, .*: Address already in use"):
             launch.store(place, SECONDS)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,7 +18,6 @@ from espalier.resilience.heartbeat import SILENT, Pulse
 if TYPE_CHECKING:
     from espalier.plan.base import Plan
 
-_BACKLOG = 1024
 ROLES = ("trainer", "optimizer", "aggregator", "standby", "evaluator", "spare")
 
 WhenKilled = Literal["", "restart", "leave"]
@@ -153,15 +150,13 @@ def _served(place: RankSpec, timeout: float) -> Any:
 
 def _listener(place: RankSpec) -> socket.socket:
     """A socket that listens at the port of `place` on all addresses."""
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
     try:
-        with contextlib.suppress(OSError):  # no IPv6 here, or the port is taken, which IPv4 then says
-            return socket.create_server(("", place.port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
-        return socket.create_server(("", place.port), backlog=_BACKLOG)
+        return socket.create_server(("", place.port), family=family, backlog=1024, dualstack_ipv6=both)
     except OSError as error:
-        taken = error.errno == errno.EADDRINUSE
         raise UserError(
-            f"Rank {place.rank} cannot listen at port {place.port} ({place.source or 'the store'}).",
-            why="another program listens there" if taken else str(error.strerror),
+            f"Rank {place.rank} cannot listen at port {place.port}, where ranks are to meet: {error.strerror}.",
             do="MASTER_PORT=another port, the same for all ranks",
         ) from None
 

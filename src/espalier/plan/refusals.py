@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, get_args, get_type_hints
@@ -35,12 +35,8 @@ ABSENT = "not in Espalier: optimizer states in 8 bits"
 """What others do where nothing fits."""
 FROZEN = get_args(get_type_hints(Adapters)["frozen"])
 """How weights under adapters are stored, the largest first."""
-TRAINED = (
-    "parameters", "trainable", "tensors", "sizes", "running", "frozen", "matrix_parameters", "matrix_shapes", "anatomy",
-    "layers", "outside", "tables", "heads", "kv_heads", "width", "kv_width", "tokens_per_sample", "global_batch",
-    "with_sequence", "refuses",
-)  # fmt: skip
-"""Of a request, what follows from what is trained."""
+ASKED = ("pin", "free", "factors", "precision", "crossings", "global_batch")
+"""Of a request, what is not the recipe's alone."""
 SEPARATOR = "\n       "
 """Between two changes: each is a line under the first."""
 
@@ -266,8 +262,7 @@ def _adapters(request: Request, cluster: Cluster) -> Iterator[str]:
     if request.with_adapters is None:
         return
     for frozen in FROZEN:
-        made = request.with_adapters(frozen)
-        made = replace(request, **{name: getattr(made, name) for name in TRAINED})
+        made = _taking(request.with_adapters(frozen), request, ASKED)
         words = 'tune.kind="lora"' + (f', tune.frozen="{frozen}"' if frozen != FROZEN[0] else "")
         if cost := _planned(made, cluster):
             yield f"{words}: adapters beside the frozen weights of model.initial ({cost})"
@@ -279,8 +274,11 @@ def _adapters(request: Request, cluster: Cluster) -> Iterator[str]:
 
 def _with_sequence(request: Request, length: int) -> Request:
     assert request.with_sequence is not None
-    other = request.with_sequence(length)
-    names = ("anatomy", "tokens_per_sample", "global_batch")
+    return _taking(request, request.with_sequence(length), ("anatomy", "tokens_per_sample", "global_batch"))
+
+
+def _taking(request: Request, other: Request, names: Sequence[str]) -> Request:
+    """`request` with these attributes of `other`."""
     return replace(request, **{name: getattr(other, name) for name in names})
 
 

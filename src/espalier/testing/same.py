@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -45,8 +45,8 @@ def _compare(left: Any, right: Any, path: str, bitwise: bool, relative: float | 
         double = torch.tensor([left, right], dtype=torch.float64)
         _tensors(double[0], double[1], path, bitwise, relative)
         return
-    alike = type(left) is type(right) or (_plain(left) and _plain(right))
-    _require(alike, where, lambda: f"{_name(left)} is not {_name(right)}")
+    if type(left) is not type(right) and not (_plain(left) and _plain(right)):
+        raise AssertionError(f"{where}: {_name(left)} is not {_name(right)}")
     for key, one, other in _children(left, right, where):
         _compare(one, other, f"{path}{key}", bitwise, relative)
 
@@ -54,28 +54,26 @@ def _compare(left: Any, right: Any, path: str, bitwise: bool, relative: float | 
 def _children(left: Any, right: Any, where: str) -> list[tuple[str, Any, Any]]:
     if isinstance(left, Mapping):
         missing = [key for key in (*left, *right) if (key in left) != (key in right)]
-        _require(not missing, where, lambda: f"key {missing[0]!r} is only on one side")
+        if missing:
+            raise AssertionError(f"{where}: key {missing[0]!r} is only on one side")
         return [(f"[{key!r}]", left[key], right[key]) for key in right]
     if is_dataclass(left) and not isinstance(left, type):
         return [(f".{field.name}", getattr(left, field.name), getattr(right, field.name)) for field in fields(left)]
     if isinstance(left, Sequence) and not isinstance(left, str | bytes):
-        _require(len(left) == len(right), where, lambda: f"{len(left)} items, not {len(right)}")
+        if len(left) != len(right):
+            raise AssertionError(f"{where}: {len(left)} items, not {len(right)}")
         return [(f"[{index}]", one, other) for index, (one, other) in enumerate(zip(left, right, strict=True))]
-    _require(left == right, where, lambda: f"{left!r} is not {right!r}")
+    if not left == right:
+        raise AssertionError(f"{where}: {left!r} is not {right!r}")
     return []
-
-
-def _require(holds: bool, where: str, difference: Callable[[], str]) -> None:
-    """Raises AssertionError where it does not hold, under `python -O` too."""
-    if not holds:
-        raise AssertionError(f"{where}: {difference()}")
 
 
 def _tensors(left: Tensor, right: Tensor, path: str, bitwise: bool, relative: float | None) -> None:
     where = path or "the value"
     for name in ("shape", "dtype"):
         one, other = getattr(left, name), getattr(right, name)
-        _require(one == other, where, lambda: f"{name} {one} is not {other}")  # noqa: B023
+        if one != other:
+            raise AssertionError(f"{where}: {name} {one} is not {other}")
     left, right = left.cpu().contiguous(), right.cpu().contiguous()
     if bitwise or not (left.is_floating_point() or left.is_complex()):
         wrong = (_bits(left) != _bits(right)).view(*left.shape, -1).any(-1) if left.numel() else left.new_zeros(0)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import math
 import os
-import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +17,6 @@ from espalier import cache_dir, serialization
 from espalier.errors import UserError
 from espalier.graph.data import Array, Graph
 from espalier.rendezvous_wait import Deadline
-from espalier.terminal import say
 
 FILE, LOCK = "manifest.json", "lock"
 FORMAT = 2
@@ -160,21 +156,21 @@ def repack(folder: Path) -> str:
 def locked(folders: Sequence[Path], waits: bool = False) -> Iterator[None]:
     """Makes `folders` and holds the first: one process packs into it. `waits`: until another of the same run has ended,
     which a lock is released by. Raises UserError where another run holds it, or it cannot be written to."""
-    folder, limit = folders[0], Deadline(WAIT, f"Process {os.getpid()}")
-    says = time.monotonic() + limit.quiet
-    while (descriptor := _held(folders)) is None:
-        holder = (folder / LOCK).read_text(errors="replace") if (folder / LOCK).exists() else ""
-        if time.monotonic() > says:
-            awaited = f"process {holder or 'unknown'}, which writes to {folder},"
-            say(limit.first_line(awaited), file=sys.stderr, flush=True)
-            says = math.inf
-        if not waits or not limit.left:
-            raise UserError(
-                f"Another run is packing into {folder}: process {holder or 'unknown'}.",
-                why=f"waited {WAIT:.0f} s for it" if waits else "two would overwrite each other's rows",
-                do="wait until it has ended, or store.path = another folder",
-            )
-        time.sleep(0.02)
+    folder = folders[0]
+
+    def holder() -> str:
+        lock = folder / LOCK
+        return f"process {(lock.read_text(errors='replace') if lock.exists() else '') or 'unknown'}"
+
+    def late() -> UserError:
+        return UserError(
+            f"Another run is packing into {folder}: {holder()}.",
+            why=f"waited {WAIT:.0f} s for it" if waits else "two would overwrite each other's rows",
+            do="wait until it has ended, or store.path = another folder",
+        )
+
+    limit = Deadline(WAIT if waits else 0.0, f"Process {os.getpid()}")
+    descriptor = limit.poll(lambda: _held(folders), lambda: f"{holder()}, which packs into {folder},", late)
     try:
         os.truncate(descriptor, 0)
         os.pwrite(descriptor, str(os.getpid()).encode(), 0)
