@@ -83,8 +83,7 @@ def of_recipe(recipe: Recipe, workload: Callable[[], Workload] | None = None) ->
         whole_graph=profile.whole_graph,
         parts=profile.parts,
         rules=_attention_rules(recipe),
-        with_sequence=partial(_with_sequence, recipe, opened) if profile.heads else None,
-        with_adapters=partial(_with_adapters, recipe, opened) if _takes_adapters(recipe) else None,
+        **_variants(recipe, opened, profile.heads),
         refuses=partial(mechanisms.refusal, recipe),
     )
 
@@ -113,8 +112,13 @@ def _with_sequence(recipe: Recipe, workload: Callable[[], Workload], length: int
     return of_recipe(msgspec.structs.replace(recipe, train=train), workload)
 
 
-def _takes_adapters(recipe: Recipe) -> bool:
-    return isinstance(recipe.model, Gpt) and not isinstance(recipe.tune, Adapters)
+def _variants(recipe: Recipe, opened: Callable[[], Workload], heads: int) -> dict[str, Any]:
+    """What else may be asked of the same recipe, see `Request`."""
+    adapters = isinstance(recipe.model, Gpt) and not isinstance(recipe.tune, Adapters)
+    return {
+        "with_sequence": partial(_with_sequence, recipe, opened) if heads else None,
+        "with_adapters": partial(_with_adapters, recipe, opened) if adapters else None,
+    }
 
 
 def _with_adapters(recipe: Recipe, workload: Callable[[], Workload], frozen: Any) -> Request:
