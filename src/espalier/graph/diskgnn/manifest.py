@@ -169,8 +169,12 @@ def locked(folders: Sequence[Path], waits: bool = False) -> Iterator[None]:
             do="wait until it has ended, or store.path = another folder",
         )
 
-    limit = Deadline(WAIT if waits else 0.0, f"Process {os.getpid()}")
-    descriptor = limit.poll(lambda: _held(folders), lambda: f"{holder()}, which packs into {folder},", late)
+    descriptor = _held(folders)
+    if descriptor is None and not waits:
+        raise late()
+    if descriptor is None:
+        limit = Deadline(WAIT, f"Process {os.getpid()}")
+        descriptor = limit.poll(lambda: _held(folders), lambda: f"{holder()}, which packs into {folder},", late)
     try:
         os.truncate(descriptor, 0)
         os.pwrite(descriptor, str(os.getpid()).encode(), 0)
