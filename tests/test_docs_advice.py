@@ -240,8 +240,10 @@ def test_where_nothing_fits_the_refusal_names_cards_of_the_same_kind_and_what_is
         (more,) = [line for line in told if f"{name} in the machine instead of 1" in line]
         assert 2 <= int(re.search(rf"(\d+) {name}", more)[1]) <= 8  # type: ignore[index]
         assert "machines of 1" not in str(found.refusal())
-        assert any("not in Espalier: LoRA" in line for line in told)
-        assert "LoRA" in PAGE
+        (lora,) = [line for line in told if 'tune.kind="lora"' in line]
+        assert re.search(r"[\d.]+ GiB of [\d.]+ GiB", lora)
+        assert lora.strip() in PAGE
+        assert told[-1].strip() == "not in Espalier: optimizer states in 8 bits"
 
 
 def test_a_mixed_lab_leaves_out_the_slow_card_or_gives_it_less() -> None:

@@ -95,7 +95,8 @@ def require(claims: Iterable[Claim], known: Iterable[Claim] = ()) -> tuple[str, 
 def _by_name(claims: Iterable[Claim]) -> dict[str, Claim]:
     table: dict[str, Claim] = {}
     for claim in sorted(claims, key=lambda claim: claim.name):
-        assert table.setdefault(claim.name, claim) == claim, f"two mechanisms are called {claim.name}"
+        assert table.get(claim.name, claim) == claim, f"two mechanisms are called {claim.name}"
+        table[claim.name] = claim
     return table
 
 

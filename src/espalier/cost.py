@@ -130,6 +130,21 @@ class Anatomy:
             head_size=layer.head_size,
         )
 
+    @property
+    def undivided(self) -> Anatomy:
+        """The same work where no cut runs between layers: all of them are one."""
+        layer, layers = self.layer, self.layers
+        together = replace(
+            layer,
+            products=tuple(replace(one, count=one.count * layers) for one in layer.products),
+            attention=layers * layer.attention,
+            moved=layers * layer.moved,
+            moved_back=None if layer.moved_back is None else layers * layer.moved_back,
+            kept=layers * layer.kept,
+            issued=layers * layer.issued,
+        )
+        return Anatomy(1, together, self.rest)
+
 
 def _larger(left: Number, right: Number) -> Number:
     if isinstance(left, int | float) and isinstance(right, int | float):

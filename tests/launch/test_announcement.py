@@ -11,6 +11,7 @@ from espalier import store_client
 from espalier.errors import PeerLost, UserError
 from espalier.launch import supervisor_protocol
 from espalier.launch.announcement import Announcement, agree
+from espalier.launch.base import RankSpec
 
 
 def on(port: int, token: str = "") -> Announcement:
@@ -19,7 +20,7 @@ def on(port: int, token: str = "") -> Announcement:
 
 def test_what_the_first_decides_is_heard_once_and_its_mistake_is_told(port: int) -> None:
     said, begun = on(port), time.monotonic()
-    with pytest.raises(PeerLost, match="Host a did not decide on a plan within 0 s"):
+    with pytest.raises(PeerLost, match="Host a did not decide on a plan within "):
         said.hear(0.3)
     assert 0.3 <= time.monotonic() - begun < 60
     said.tell(b"!plan")
@@ -53,7 +54,8 @@ def start(store, ranks, world, seconds=20.0):
     """What each of `ranks` gets, started together."""
     own = [store_client.connect("127.0.0.1", store.port, 60.0) for _ in ranks]
     with ThreadPoolExecutor(len(ranks)) as pool:
-        return list(pool.map(lambda pair: agree(pair[1], pair[0], world, seconds), zip(ranks, own, strict=True)))
+        places = [RankSpec(rank=rank, world=world) for rank in ranks]
+        return list(pool.map(lambda pair: agree(*pair, seconds), zip(own, places, strict=True)))
 
 
 @pytest.mark.parametrize("world", [1, 2, 5])
@@ -81,5 +83,5 @@ def test_ranks_that_come_late_are_waited_for(store):
 
 
 def test_who_never_came_is_named(store):
-    with pytest.raises(PeerLost, match="ranks 1 never came"):
+    with pytest.raises(PeerLost, match="Rank 1 did not come"):
         start(store, [0], 2, seconds=0.2)

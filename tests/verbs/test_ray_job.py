@@ -172,7 +172,7 @@ class Answer(int):
 
 
 def job(tmp_path, attempts=2):
-    return ray_job.Job(("true",), str(tmp_path), tmp_path / "run", None, attempts)
+    return ray_job.Job(("true",), str(tmp_path), tmp_path / "run", None, attempts, 60.0)
 
 
 def test_attempts_that_save_nothing_come_to_an_end_and_others_go_on(tmp_path):

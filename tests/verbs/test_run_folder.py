@@ -31,6 +31,7 @@ from espalier.language import workload_row as _language  # noqa: F401
 from espalier.language.tokenizer import kept_tokenizer
 from espalier.launch.base import RankSpec
 from espalier.module import workload as _modules  # noqa: F401
+from espalier.rendezvous_wait import Deadline
 from espalier.verbs import eval as _eval  # noqa: F401
 from espalier.verbs import export, host_supervisor, kept_files, predict, prepare, run_data, train  # noqa: F401
 
@@ -362,16 +363,16 @@ def test_what_a_run_keeps_reaches_ranks_on_other_hosts_through_the_store(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(kept_files, "_PIECE", 1000)
     store, run = HashStore(), home / "runs" / name
-    assert kept_files.shared(store, "kept", run) == run / "preprocessing"
-    there = kept_files.shared(store, "kept", None)
+    assert kept_files.shared(store, "kept", run, Deadline(20.0, "Rank 1")) == run / "preprocessing"
+    there = kept_files.shared(store, "kept", None, Deadline(20.0, "Rank 1"))
     assert there is not None
     assert there.is_relative_to(tmp_path)
     assert data_hash.in_folder(there) == data_hash.in_folder(run / "preprocessing")
     (there / "hashes.json").write_text("{}")  # somebody has changed it
     with pytest.raises(UserError, match="since it was written"):
-        kept_files.shared(store, "kept", None)
-    kept_files.shared(store, "none", tmp_path / "new")
-    assert kept_files.shared(store, "none", None) is None
+        kept_files.shared(store, "kept", None, Deadline(20.0, "Rank 1"))
+    kept_files.shared(store, "none", tmp_path / "new", Deadline(20.0, "Rank 1"))
+    assert kept_files.shared(store, "none", None, Deadline(20.0, "Rank 1")) is None
 
 
 def kept(home: Path, name: str) -> kept_graph.KeptGraph:

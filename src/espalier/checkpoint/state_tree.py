@@ -17,6 +17,7 @@ from espalier import accelerator, serialization
 from espalier.checkpoint.base import Stateful
 from espalier.checkpoint.stored_slice import StoredSlice
 from espalier.checkpoint.tensor_slice import Slice
+from espalier.errors import UserError
 from espalier.serialization import Placeholder
 
 Kept = Tensor | Slice
@@ -46,7 +47,8 @@ def split(state: Any, name: str, tensors: dict[str, Kept]) -> Any:
     Tables, lists and tuples are walked; any other value belongs to the skeleton.
     """
     if isinstance(state, Kept):
-        assert name not in tensors, f"two tensors are called {name}"
+        if name in tensors:
+            raise UserError(f"Two tensors of the state are called {name}.", do="rename a key that holds a '/'")
         tensors[name] = state.detach() if isinstance(state, Tensor) else state
         return Placeholder(name)
     if isinstance(state, Mapping):

@@ -14,12 +14,13 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
-from espalier import accelerator
+from espalier import accelerator, rendezvous_wait
 from espalier.comm.backends import INNER, GroupRequest, gloo
 from espalier.comm.base import Ledger, Traffic
 from espalier.comm.channel import Channel, SharedRecords
 from espalier.comm.flight_recorder import FlightRecorder
 from espalier.errors import PeerLost, UserError, nearest
+from espalier.rendezvous_wait import Deadline
 from espalier.units import show_seconds
 
 
@@ -67,9 +68,10 @@ def connect(store: Store, rank: int, world: int, *, timeout: float, inner: str =
         near = nearest(inner, INNER)
         raise UserError(f"inner is unknown: {inner!r}.", do=f"use {near!r}" if near else f"use one of {sorted(INNER)}")
     space = PrefixStore("ranks", store)
-    limit = timedelta(seconds=timeout)
+    deadline, limit = Deadline(timeout, f"Rank {rank}"), timedelta(seconds=timeout)
     space.set(f"here/{rank}", "")
     space.set_timeout(limit)
+    rendezvous_wait.present(space, [f"here/{other}" for other in range(world)], _where(store), deadline)
     if not dist.is_initialized():
         # Torch names groups by how many this process has made; one that stayed has made more than one that is new.
         dist.distributed_c10d._world.group_count = 0
@@ -77,22 +79,21 @@ def connect(store: Store, rank: int, world: int, *, timeout: float, inner: str =
         dist.init_process_group("espalier", store=space, rank=rank, world_size=world, timeout=limit, pg_options=inner)
     except RuntimeError as error:
         raise PeerLost(
-            f"Rank {rank} waited {show_seconds(timeout)} for {world} ranks to connect: {_absent(space, world)}.",
+            f"Rank {rank} waited {show_seconds(timeout)} for {world} ranks to connect: all came, but a connection "
+            "between them failed.",
             why=str(error).strip().splitlines()[0],
-            do="look at the logs of those ranks; check that they reach the store's host",
+            do="look at the logs of the other ranks; check that their hosts reach each other at every port",
         ) from None
     channel = dist.group.WORLD
     assert isinstance(channel, Channel)
     return channel
 
 
-def _absent(space: Store, world: int) -> str:
-    """Who did not come."""
-    try:
-        absent = [other for other in range(world) if not space.check([f"here/{other}"])]
-    except RuntimeError:
-        return "the one that serves the store has left"
-    return f"ranks {absent} never came" if absent else "all came, but a connection between them failed"
+def _where(store: Any) -> str:
+    """Where the store is, if that is known."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return f"{store.host}:{store.port}" if hasattr(store, "host") else ""
 
 
 def disconnect() -> None:

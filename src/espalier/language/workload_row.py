@@ -154,7 +154,8 @@ def _profile(recipe: Recipe, opened: Callable[[], Workload]) -> Profile:
 
     def anatomy(micro_batch: Any, recompute: str, precision: str, cut: Cut) -> Anatomy:
         whole = kind.work(DecoderLoad(size, sequence, micro_batch * passes, recompute, precision, cut))
-        return answer_loss.work(whole, size.vocabulary, size.width) if chunked else whole
+        whole = answer_loss.work(whole, size.vocabulary, size.width) if chunked else whole
+        return whole.undivided if isinstance(recipe.tune, Adapters) else whole
 
     # Its blocks are alike, so one and two of them are built, on the meta device.
     models = [

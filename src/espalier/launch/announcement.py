@@ -7,21 +7,21 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
+from espalier import rendezvous_wait
 from espalier.errors import EspalierError, PeerLost
 from espalier.launch import base as launch
 from espalier.launch.base import RankSpec
 from espalier.launch.message_auth import seal, unseal
+from espalier.rendezvous_wait import Deadline
+from espalier.units import show_seconds
 
-_POLL = 0.02  # seconds
 _DECIDED, _REFUSED = b"+", b"!"
 _ATTEMPT = "espalier/attempt"
 """Where the first rank says whose words it has seen."""
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,14 @@ class Announcement:
         key: where it stands; each attempt has its own.
         first: who decides, for messages: `Rank 0`.
         token: the run's, where strangers may reach the store (`message_auth`).
+        waiter: who hears of it, for messages.
     """
 
     store: Any
     key: str
     first: str
     token: str = ""
+    waiter: str = "This process"
 
     def tell(self, decided: bytes) -> None:
         """Says what was decided. What was said before stays."""
@@ -50,12 +52,16 @@ class Announcement:
 
     def hear(self, seconds: float) -> bytes:
         """What was decided, waiting for it at most so long. Raises PeerLost where nothing was, or is by then."""
-        said = _awaited(self._read, seconds)
-        if said is None:
-            raise PeerLost(f"{self.first} did not decide on a plan within {seconds:.0f} s.")
-        if said.startswith(_REFUSED):
-            raise PeerLost(f"{self.first} could not start: {said[1:].decode()}")
-        return said[1:]
+        told = Deadline(seconds, self.waiter).poll(
+            self._read,
+            lambda: f"the plan of {self.first[:1].lower()}{self.first[1:]}",
+            lambda: PeerLost(
+                f"{self.first} did not decide on a plan within {show_seconds(seconds)}.", do="look at its log"
+            ),
+        )
+        if told.startswith(_REFUSED):
+            raise PeerLost(f"{self.first} could not start: {told[1:].decode()}")
+        return told[1:]
 
     def _say(self, message: bytes) -> None:
         if self._read() is None:
@@ -66,25 +72,17 @@ class Announcement:
         return unseal(self.token, self.key, self.store.get(self.key)) if self.store.check([self.key]) else None
 
 
-def _awaited(look: Callable[[], T | None], seconds: float) -> T | None:
-    """What `look` finds, looking for so long; None: nothing."""
-    deadline = time.monotonic() + seconds
-    while (found := look()) is None and time.monotonic() < deadline:
-        time.sleep(_POLL)
-    return found
-
-
 # --- the name of an attempt ------------------------------------------------------------------------------------------
 
 
 def named(place: RankSpec, seconds: float) -> RankSpec:
     """`place` with keys that are this attempt's own. Raises as `agree` does."""
-    name = agree(launch.store(place, seconds), place.rank, place.world, seconds)
+    name = agree(launch.store(place, seconds), place, seconds)
     return replace(place, attempt=0, job=f"-{name}")
 
 
-def agree(store: Any, rank: int, world: int, seconds: float) -> str:
-    """The name of this attempt, the same on all `world` ranks and new each time they are started.
+def agree(store: Any, place: RankSpec, seconds: float) -> str:
+    """The name of this attempt, the same on all ranks and new each time they are started.
 
     torchrun's agents share one store among all attempts, and each counts only the restarts that it made itself, so over
     several machines TORCHELASTIC_RESTART_COUNT differs. Here every rank brings a word of its own; an attempt is the set
@@ -92,20 +90,25 @@ def agree(store: Any, rank: int, world: int, seconds: float) -> str:
 
     Args:
         store: a torch Store that all ranks reach.
-        rank, world: this process, and how many there are.
+        place: this process.
         seconds: how long to wait for the others.
 
     Raises:
         PeerLost: some did not come.
     """
-    word = secrets.token_hex(8)
+    word, rank, world = secrets.token_hex(8), place.rank, place.world
     store.set(_join(rank), word)
-    name = _awaited(lambda: _confirmed(store, rank, world, word), seconds)
-    if name is not None:
-        return name
-    missing = [str(one) for one in range(world) if not store.check([_join(one)])]
-    who = f"ranks {', '.join(missing)} never came" if missing else "they have not all been started again"
-    raise PeerLost(f"Rank {rank} waited {seconds:.0f} s for the other ranks of its attempt.", why=who)
+    keys, deadline = [_join(other) for other in range(world)], Deadline(seconds, f"Rank {rank}")
+    rendezvous_wait.present(store, keys, place.where, deadline)
+    return deadline.poll(
+        lambda: _confirmed(store, rank, world, word),
+        lambda: f"the other ranks of its attempt at {place.where}",
+        lambda: PeerLost(
+            "The ranks of this attempt did not all come.",
+            why=f"{deadline.waited} at {place.where}; some have not been started again",
+            do="look at the logs of the other ranks",
+        ),
+    )
 
 
 def _confirmed(store: Any, rank: int, world: int, word: str) -> str | None:

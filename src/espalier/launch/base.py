@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from espalier import store_client
+from espalier import rendezvous_wait, store_client
 from espalier.checkpoint.shared_memory import SharedMemory
+from espalier.errors import UserError
 from espalier.launch.rejoin_signal import Recall
+from espalier.rendezvous_wait import Deadline
 from espalier.resilience.heartbeat import SILENT, Pulse
 
 if TYPE_CHECKING:
@@ -38,6 +41,8 @@ class RankSpec:
         attempt: how often the run was started before in this job; each attempt has its own key space.
         job: what else its keys begin with, where attempts share a store and cannot be counted (`announcement`).
         host, port: where the rendezvous store listens.
+        source: the variable or option that `host` came from; empty: nobody gave it.
+        server: who serves the store, for messages.
         serves: whether this process is the store's server; it listens on `listen_fd` if that is >= 0.
         log: file its standard error goes to (None: left where it is).
         stacks: descriptor that it writes its stacks to when asked (-1: standard error).
@@ -60,6 +65,8 @@ class RankSpec:
     job: str = ""
     host: str = "127.0.0.1"
     port: int = 0
+    source: str = ""
+    server: str = "rank 0"
     serves: bool = False
     listen_fd: int = -1
     log: Path | None = None
@@ -73,6 +80,11 @@ class RankSpec:
     def keys(self) -> str:
         """What the keys of this attempt in the store begin with."""
         return f"attempt{self.attempt}{self.job}"
+
+    @property
+    def where(self) -> str:
+        """Where the store is, for messages."""
+        return f"{self.host}:{self.port}{f' ({self.source})' if self.source else ''}"
 
 
 def when_killed(roles: Sequence[str], rank: int) -> WhenKilled:
@@ -114,16 +126,59 @@ class Entrypoint(Protocol):
 def store(place: RankSpec, timeout: float) -> Any:
     """The rendezvous store (a torch TCPStore) seen from `place`, one per process, whatever the timeouts of its calls.
 
-    Waits at most `timeout` seconds, now and in what is asked of it until the next call.
+    Waits at most `timeout` seconds, now and in what is asked of it until the next call. Raises PeerLost where it is not
+    reached by then, UserError where this process serves it and cannot listen there.
     """
     from datetime import timedelta
 
     address = place.host, place.port
     if address not in _stores:
-        listens = place.listen_fd if place.serves and place.listen_fd >= 0 else None
-        _stores[address] = store_client.connect(*address, timeout, is_master=place.serves, master_listen_fd=listens)
+        _stores[address] = _served(place, timeout) if place.serves else _reached(place, timeout)
     _stores[address].set_timeout(timedelta(seconds=timeout))
     return _stores[address]
+
+
+def _served(place: RankSpec, timeout: float) -> Any:
+    """The store that this process serves. Where it listens on all addresses it connects by loopback, whatever others
+    call this host."""
+    own = place.listen_fd >= 0
+    descriptor = place.listen_fd if own else _listener(place).detach()
+    host = place.host if own else "127.0.0.1"
+    return store_client.connect(host, place.port, timeout, is_master=True, master_listen_fd=descriptor)
+
+
+def _listener(place: RankSpec) -> socket.socket:
+    """A socket that listens at the port of `place` on all addresses."""
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    try:
+        return socket.create_server(("", place.port), family=family, backlog=1024, dualstack_ipv6=both)
+    except OSError as error:
+        raise UserError(
+            f"Rank {place.rank} cannot listen at port {place.port}, where ranks are to meet: {error.strerror}.",
+            do="MASTER_PORT=another port, the same for all ranks",
+        ) from None
+
+
+def _reached(place: RankSpec, timeout: float) -> Any:
+    address = place.host, place.port
+    deadline = Deadline(timeout, f"Rank {place.rank}")
+
+    def connect(seconds: float) -> Any:
+        rendezvous_wait.greet(*address, seconds)
+        return store_client.connect(*address, timeout)
+
+    return rendezvous_wait.reached(address, place.source, place.server, deadline, connect)
+
+
+def gathered(place: RankSpec, key: str, value: str, timeout: float) -> list[str]:
+    """What each rank says under `key` of this attempt, in order; this one says `value`. Raises PeerLost naming the
+    ranks that did not come within `timeout` seconds."""
+    met = store(place, timeout)
+    keys = [f"espalier/{place.keys}/{key}/{rank}" for rank in range(place.world)]
+    met.set(keys[place.rank], value)
+    rendezvous_wait.present(met, keys, place.where, Deadline(timeout, f"Rank {place.rank}"))
+    return [text.decode() for text in met.multi_get(keys)]
 
 
 _stores: dict[tuple[str, int], Any] = {}

@@ -20,10 +20,11 @@ from dataclasses import asdict
 from typing import Any
 
 from espalier import process_environment, store_client
-from espalier.errors import EspalierError
+from espalier.errors import EspalierError, PeerLost
 from espalier.hardware import resource_limits
 from espalier.launch import network_interface, version_check
 from espalier.launch.base import RankSpec
+from espalier.units import show_seconds
 
 MARK = "\x1e"
 LAST_SECONDS = 10.0
@@ -59,7 +60,8 @@ class Launcher:
         try:
             return self._heard.get(timeout=PATIENCE)
         except queue.Empty:
-            raise TimeoutError(f"the launcher said nothing for {PATIENCE:.0f} s") from None
+            what = f"The program that started this process said nothing for {show_seconds(PATIENCE)}."
+            raise PeerLost(what, do="start it again") from None
 
     def waiting(self) -> bool:
         """Whether there is something to hear."""

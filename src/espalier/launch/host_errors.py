@@ -49,10 +49,11 @@ def gone(host: Host, met: bool, argv: Sequence[str], code: int, last: str) -> Es
     )
 
 
-def unanswered(host: Host, argv: Sequence[str], seconds: float, last: str) -> UserError:
-    """The process on `host` said nothing for `seconds`."""
+def unanswered(host: Host, argv: Sequence[str], seconds: float, last: str, others: Sequence[str] = ()) -> UserError:
+    """The process on `host` said nothing for `seconds`, nor did those on hosts named `others`."""
+    nor = f" Nor did {', '.join(others)}." if others else ""
     return UserError(
-        f"Host {host.name} did not answer within {seconds:.0f} s.",
+        f"Host {host.name} did not answer within {seconds:.0f} s.{nor}",
         why=f"`{shlex.join(argv)}` is still waiting" + (f"; its last words: {last}" if last else ""),
         do="run that command by hand",
     )

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from espalier.config import Launch
 from espalier.errors import UserError
+from espalier.rendezvous_wait import known_addresses
 
 HELP = "--hosts a,b,user@c:2 or --hosts @FILE with a host on each line"
 # Neither an option of ssh nor shell: letters, digits and few signs, none of them in front that means something there.
@@ -93,11 +94,8 @@ def is_here(host: Host) -> bool:
 
 def resolve(host: Host) -> list[str]:
     """The IPv4 addresses that the host's name has here; empty for a name that only ssh knows."""
-    try:
-        found = socket.getaddrinfo(host.bare, None, socket.AF_INET, socket.SOCK_DGRAM)
-    except (OSError, UnicodeError):
-        return []
-    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+    found = known_addresses(host.bare, socket.SOCK_DGRAM)
+    return list(dict.fromkeys(str(entry[4][0]) for entry in found if entry[0] == socket.AF_INET))
 
 
 def _is_own(address: str) -> bool:

@@ -56,6 +56,7 @@ def place(threads: int | None = None) -> RankSpec | None:
         threads=threads or max(1, len(os.sched_getaffinity(0)) // here),
         host=met.host,
         port=met.port,
+        source="MASTER_ADDR" if "MASTER_ADDR" in os.environ else "rank 0's address, told by MPI",
         serves=rank == 0,
         listen_fd=met.listen_fd,
     )

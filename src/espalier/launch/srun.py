@@ -10,12 +10,12 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import socket
 import subprocess
 
 from espalier.errors import UserError
 from espalier.launch.base import RankSpec
 from espalier.launch.torchrun import master_port, number
+from espalier.rendezvous_wait import known_addresses
 
 _MPIEXEC = ("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "MPI_LOCALRANKID")
 """Set by mpiexec, also where it starts its daemons by srun, whose variables their children inherit."""
@@ -54,6 +54,7 @@ def place(threads: int | None = None) -> RankSpec | None:
         attempt=number("SLURM_RESTART_COUNT", 0),
         host=os.environ.get("MASTER_ADDR") or _first_host(),
         port=master_port() if "MASTER_PORT" in os.environ else _port(),
+        source="MASTER_ADDR" if os.environ.get("MASTER_ADDR") else "SLURM_STEP_NODELIST",
         serves=rank == 0,
     )
 
@@ -88,27 +89,19 @@ def _address(node: str) -> str:
 
     Raises UserError where neither can be found: ranks would wait for one another in vain.
     """
-    if _resolves(node):
+    if known_addresses(node):
         return node
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         shown = ["scontrol", "show", "node", node, "--oneliner"]
         said = subprocess.run(shown, capture_output=True, text=True, timeout=_ASKING, check=True).stdout
         found = re.search(r"\bNodeAddr=([\w.:-]+)", said)
-        if found and _resolves(found[1]):
+        if found and known_addresses(found[1]):
             return found[1]
     raise UserError(
         f"No address is known for {node}, the first host of this job.",
         why="neither the name service nor `scontrol show node` has one",
         do="set MASTER_ADDR to an address of the first host",
     )
-
-
-def _resolves(host: str) -> bool:
-    try:
-        socket.getaddrinfo(host, None)
-    except OSError:
-        return False
-    return True
 
 
 def _port() -> int:

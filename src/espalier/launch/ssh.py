@@ -9,10 +9,12 @@ torch.
 from __future__ import annotations
 
 import json
+import math
 import os
 import selectors
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,7 +31,14 @@ from espalier.launch.host_rejoin import Returning
 from espalier.launch.hosts import Host, command, resolve
 from espalier.launch.remote_process import Far, compare
 from espalier.launch.signal_handling import handling
+from espalier.rendezvous_wait import Deadline
+from espalier.terminal import say
 
+AWAITED = {
+    "hello": "answer", "serving": "listen", "reached": "reach the first host", "kept": "say what the run keeps",
+    "ready": "open the data",
+}  # fmt: skip
+"""What a host is to do, by the word that it says then."""
 ANSWER_SECONDS = 60.0
 """How long a host may take to start a process and let it speak."""
 OTHERS_SECONDS = 3.0
@@ -179,8 +188,14 @@ class Crowd:
             for far in whom:
                 far.tell(message(far))
         deadline, failing = time.monotonic() + seconds, False
+        limit = Deadline(seconds, "This machine")
+        silent_until = time.monotonic() + limit.quiet
         while (late := [far for far in whom if not far.answered(kinds)]) and time.monotonic() < deadline:
-            self._listen(min(0.5, max(0.0, deadline - time.monotonic())))
+            if time.monotonic() >= silent_until:
+                awaited = f"{', '.join(far.host.name for far in late)} to {AWAITED[kinds[0]]}"
+                say(limit.first_line(awaited), file=sys.stderr, flush=True)
+                silent_until = math.inf
+            self._listen(min(0.5, limit.quiet, max(0.0, deadline - time.monotonic())))
             failed = [far for far in self.all if far.error is not None]
             if failed and not failing:
                 failing, deadline = True, min(deadline, time.monotonic() + OTHERS_SECONDS)
@@ -194,7 +209,8 @@ class Crowd:
         if failed:
             raise together(failed)
         if late and not failing:
-            raise unanswered(late[0].host, late[0].argv, seconds, late[0].last)
+            others = [far.host.name for far in late[1:]]
+            raise unanswered(late[0].host, late[0].argv, seconds, late[0].last, others)
 
     def prepare(self, message: Told, first: str = "") -> None:
         """Tells every host what it is about and who is there, waits until all have opened their data, and compares what

@@ -15,14 +15,16 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
 
-from espalier import errors, store_client
+from espalier import errors, rendezvous_wait, store_client
 from espalier.errors import EspalierError
 from espalier.launch.message_auth import seal, unseal
 from espalier.launch.rank_process import Child
+from espalier.rendezvous_wait import Deadline
 from espalier.resilience.hang_detector import Vital
 from espalier.resilience.heartbeat import Sign
 
@@ -31,6 +33,8 @@ _PAUSE = 0.05
 _TRY_SECONDS = 2.0
 """How long one attempt to reach the store again may take."""
 _AGAIN_SECONDS = 0.5  # between two of them
+_OPENING = 60.0
+"""How long the store may take to answer for the first time: its port listens before it does (seconds)."""
 _HEAD = struct.Struct("<8sqq")
 """Who speaks (a random number of each `ControlLink`), when by its clock, and how much it said before."""
 _TIMES = ("beat", "moved", "first", "asked")  # of a Sign
@@ -286,7 +290,7 @@ class ControlLink:
             self.refused_since = self.refused_since or time.monotonic()
             raise
         self.refused_since = None
-        store = opened(self._line.address, self._line.port)
+        store = _client(self._line.address, self._line.port, _TRY_SECONDS)
         if self._line.host == 0:
             for host in self._others:  # who asks for a key that is not there waits for it
                 if not store.check([self._key(host)]):
@@ -297,10 +301,18 @@ class ControlLink:
         return f"espalier/{self._line.topic}/supervisor/{host}"
 
 
-def opened(address: str, port: int) -> Any:
-    """A connection of its own to the store at that address."""
+def opened(address: str, port: int, seconds: float = _OPENING, awaited: str = "the first host") -> Any:
+    """A connection of its own to the store at that address, which `awaited` serves. Raises PeerLost where it does not
+    answer within `seconds`."""
+    deadline = Deadline(seconds, "This process")
+    return rendezvous_wait.reached((address, port), "", awaited, deadline, partial(_client, address, port))
+
+
+def _client(address: str, port: int, seconds: float) -> Any:
+    """The same at the first attempt. Raises OSError, and what torch raises."""
     from datetime import timedelta
 
+    rendezvous_wait.greet(address, port, seconds)
     store = store_client.connect(address, port, _TRY_SECONDS)
     store.set_timeout(timedelta(hours=1))  # others judge by what comes, not by what an interrupted request says
     return store

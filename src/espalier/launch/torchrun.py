@@ -27,6 +27,8 @@ def place(threads: int | None = None) -> RankSpec | None:
         )
     rank, world, port = number("RANK"), number("WORLD_SIZE"), master_port()
     local = number("LOCAL_RANK", 0)
+    # torchrun's agent serves a store for all its attempts; other launchers leave that to rank 0.
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return RankSpec(
         rank=rank,
         world=world,
@@ -35,8 +37,9 @@ def place(threads: int | None = None) -> RankSpec | None:
         attempt=restarts() or 0,
         host=os.environ["MASTER_ADDR"],
         port=port,
-        # torchrun's agent serves a store for all its attempts; other launchers leave that to rank 0.
-        serves=rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+        source="MASTER_ADDR",
+        server="torchrun's agent" if agent else "rank 0",
+        serves=rank == 0 and not agent,
     )
 
 

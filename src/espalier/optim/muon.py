@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from espalier import accelerator
 from espalier.compose import Claim
 from espalier.config import Muon, Recipe
+from espalier.errors import UserError
 from espalier.mechanism import Build, Mechanism
 from espalier.optim.adamw import build as build_adamw
 from espalier.optim.base import MakeGroup, Optimizer, OptimizerGroup, Owned, StateKinds, Together, names_of, owned_by
@@ -90,7 +91,8 @@ class MuonStep(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """One update of every matrix that has a gradient."""
-        assert closure is None, "closures are not supported"
+        if closure is not None:
+            raise UserError("step(closure) is not supported.", do="call backward first, then step()")
         for group in self.param_groups:
             moving = [parameter for parameter in group["params"] if parameter.grad is not None]
             for batch in batches([parameter.shape for parameter in moving]):

@@ -39,7 +39,8 @@ def key(
         code: says which code decides.
         trials: what was measured of candidates of this request; None: nothing is to be measured.
     """
-    plain = [one.name for one in fields(request) if one.name not in ("anatomy", "refuses", "with_sequence")]
+    called = ("anatomy", "refuses", "with_sequence", "with_adapters")
+    plain = [one.name for one in fields(request) if one.name not in called]
     asked = {name: repr(getattr(request, name)) for name in plain}
     asked["refuses"] = repr([executable.refusal(request, **{axis: 2}) for axis in executable.AXES])
     # Code of the user's own may say what a sample costs: its answers count, not its name.

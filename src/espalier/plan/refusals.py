@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 import numpy as np
 
 from espalier import units
 from espalier.cluster import Cluster
-from espalier.config import EveryStep, Pin
+from espalier.config import Adapters, EveryStep, Pin
 from espalier.errors import UserError
 from espalier.plan import collective_time, memory_model, offload, pins, precision, search, unequal
 from espalier.plan.base import RESIDENT
@@ -31,8 +31,12 @@ MOST_MACHINES = 4096
 """Machines up to which a size that fits is looked for."""
 HALVINGS = 3
 """Times that sequences are halved in search of a length that fits."""
-ABSENT = "not in Espalier: LoRA, optimizer states in 8 bits"
+ABSENT = "not in Espalier: optimizer states in 8 bits"
 """What others do where nothing fits."""
+FROZEN = get_args(get_type_hints(Adapters)["frozen"])
+"""How weights under adapters are stored, the largest first."""
+ASKED = ("pin", "free", "factors", "precision", "crossings", "global_batch")
+"""Of a request, what is not the recipe's alone."""
 SEPARATOR = "\n       "
 """Between two changes: each is a line under the first."""
 
@@ -161,7 +165,7 @@ def cures(request: Request, cluster: Cluster, nearest: Option) -> list[str]:
     changes = [*_on_host(request, cluster), *_lifted(request), *_held_less(request, cluster)]
     told = [f"{words} ({cost})" for words, change in changes if (cost := _planned(change(request), cluster))]
     told = [*_unequal(request, cluster), *told]
-    told = [*_room_on_disk(request, cluster), *(told or _together(request, cluster))]
+    told = [*_room_on_disk(request, cluster), *(told or _together(request, cluster)), *_adapters(request, cluster)]
     if more := _more_devices(request, cluster):
         told.append(more)
     there = min(place.table.device.memory for place in seats(nearest.cluster, int(nearest.layout.world)))
@@ -253,10 +257,28 @@ def _held_less(request: Request, cluster: Cluster) -> Iterator[Change]:
             yield f"train.sequence={length}", partial(_with_sequence, length=length)
 
 
+def _adapters(request: Request, cluster: Cluster) -> Iterator[str]:
+    """Adapters beside frozen weights, stored in the first way that fits; else what the smallest takes."""
+    if request.with_adapters is None:
+        return
+    for frozen in FROZEN:
+        made = _taking(request.with_adapters(frozen), request, ASKED)
+        words = 'tune.kind="lora"' + (f', tune.frozen="{frozen}"' if frozen != FROZEN[0] else "")
+        if cost := _planned(made, cluster):
+            yield f"{words}: adapters beside the frozen weights of model.initial ({cost})"
+            return
+    if nearest := search.anywhere(made, cluster)[1].closest:
+        peak, limit = units.show_size(nearest.peak), units.show_size(nearest.peak - nearest.over)
+        yield f"not enough: {words}, which takes {peak} of {limit}"
+
+
 def _with_sequence(request: Request, length: int) -> Request:
     assert request.with_sequence is not None
-    other = request.with_sequence(length)
-    names = ("anatomy", "tokens_per_sample", "global_batch")
+    return _taking(request, request.with_sequence(length), ("anatomy", "tokens_per_sample", "global_batch"))
+
+
+def _taking(request: Request, other: Request, names: Sequence[str]) -> Request:
+    """`request` with these attributes of `other`."""
     return replace(request, **{name: getattr(other, name) for name in names})
 
 

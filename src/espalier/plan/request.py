@@ -87,6 +87,8 @@ class Request(ModelCosts):
         copies: bytes that copies of the state may take of a machine's memory (`faults.memory`); 0: there are none.
         rules: values that training changes by the recipe, whatever the plan.
         with_sequence: the same with so many tokens in a sample; None: they cannot be chosen.
+        with_adapters: the same with adapters beside frozen weights (LoRA), which are stored as it is told
+            (`config.Adapters.frozen`); None: the model cannot have them, or has them.
         refuses: why whoever trains cannot run a plan; None where it can. Without it all plans can be run.
     """
 
@@ -131,6 +133,7 @@ class Request(ModelCosts):
     copies: int | Literal["auto"] = 0
     rules: Sequence[AdaptiveRule] = ()
     with_sequence: Callable[[int], Request] | None = None
+    with_adapters: Callable[[Any], Request] | None = None
     refuses: Callable[[Plan], Refusal | None] | None = None
 
     def crossing(self, traffic: str) -> Crossing | None:
@@ -161,6 +164,11 @@ class Request(ModelCosts):
     def rank_experts(self) -> float:
         """Parameters of the experts of one layer on a rank that holds most."""
         return self.expert_parameters * -(-self.experts // self.expert_ranks) / max(1, self.experts)
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether activations may be computed again: of a decoder, also with adapters beside frozen weights."""
+        return self.heads > 0 or self.frozen is not None
 
     @property
     def layer_parameters(self) -> float:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from espalier import mechanisms, units, workload_registry
-from espalier.config import GraphTransformer, Moe, Muon, Recipe, decoder_shapes
+from espalier.config import Adapters, Gpt, GraphTransformer, Lora, Moe, Muon, Recipe, decoder_shapes
 from espalier.cost import Anatomy, Cut, ModelCosts, Product, Work
 from espalier.errors import UserError
 from espalier.plan.base import AdaptiveRule
@@ -65,7 +65,7 @@ def of_recipe(recipe: Recipe, workload: Callable[[], Workload] | None = None) ->
         sizes=sizes,
         running=_running_bytes(counted.running, train.precision),
         rules=_attention_rules(recipe),
-        with_sequence=partial(_with_sequence, recipe, opened) if profile.heads else None,
+        **_variants(recipe, opened, profile.heads),
         refuses=partial(mechanisms.refusal, recipe),
     )
 
@@ -92,6 +92,19 @@ def _expert_parameters(recipe: Recipe) -> float:
 def _with_sequence(recipe: Recipe, workload: Callable[[], Workload], length: int) -> Request:
     train = recipe.train.changed(sequence=length)
     return of_recipe(recipe.changed(train=train), workload)
+
+
+def _variants(recipe: Recipe, opened: Callable[[], Workload], heads: int) -> dict[str, Any]:
+    """What else may be asked of the same recipe, see `Request`."""
+    adapters = isinstance(recipe.model, Gpt) and not isinstance(recipe.tune, Adapters)
+    return {
+        "with_sequence": partial(_with_sequence, recipe, opened) if heads else None,
+        "with_adapters": partial(_with_adapters, recipe, opened) if adapters else None,
+    }
+
+
+def _with_adapters(recipe: Recipe, workload: Callable[[], Workload], frozen: Any) -> Request:
+    return of_recipe(msgspec.structs.replace(recipe, tune=Lora(frozen=frozen)), workload)
 
 
 def of_module(model: torch.nn.Module, batch: int, precision: str, pin: Pin) -> Request:

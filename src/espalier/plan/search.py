@@ -326,7 +326,7 @@ def _first(tables: list[Node], machines: int) -> Iterator[Node]:
 def _limits(request: Request, on: collective_time.Fleet, threads: int) -> Limits:
     pin = request.pin
     mode = pin.recompute or request.recompute
-    modes = (mode,) if mode else MODES if request.heads else ("none",)
+    modes = (mode,) if mode else MODES if request.recomputes else ("none",)
     names = {"dp": pin.dp, "tp": pin.tp, "sp": pin.sp, "pp": pin.pp, "micro_batch": pin.micro_batch}
     names |= {
         "hp": pin.hp,

@@ -45,9 +45,8 @@ def _compare(left: Any, right: Any, path: str, bitwise: bool, relative: float | 
         double = torch.tensor([left, right], dtype=torch.float64)
         _tensors(double[0], double[1], path, bitwise, relative)
         return
-    assert type(left) is type(right) or (_plain(left) and _plain(right)), (
-        f"{where}: {_name(left)} is not {_name(right)}"
-    )
+    if type(left) is not type(right) and not (_plain(left) and _plain(right)):
+        raise AssertionError(f"{where}: {_name(left)} is not {_name(right)}")
     for key, one, other in _children(left, right, where):
         _compare(one, other, f"{path}{key}", bitwise, relative)
 
@@ -55,14 +54,17 @@ def _compare(left: Any, right: Any, path: str, bitwise: bool, relative: float | 
 def _children(left: Any, right: Any, where: str) -> list[tuple[str, Any, Any]]:
     if isinstance(left, Mapping):
         missing = [key for key in (*left, *right) if (key in left) != (key in right)]
-        assert not missing, f"{where}: key {missing[0]!r} is only on one side"
+        if missing:
+            raise AssertionError(f"{where}: key {missing[0]!r} is only on one side")
         return [(f"[{key!r}]", left[key], right[key]) for key in right]
     if is_dataclass(left) and not isinstance(left, type):
         return [(f".{field.name}", getattr(left, field.name), getattr(right, field.name)) for field in fields(left)]
     if isinstance(left, Sequence) and not isinstance(left, str | bytes):
-        assert len(left) == len(right), f"{where}: {len(left)} items, not {len(right)}"
+        if len(left) != len(right):
+            raise AssertionError(f"{where}: {len(left)} items, not {len(right)}")
         return [(f"[{index}]", one, other) for index, (one, other) in enumerate(zip(left, right, strict=True))]
-    assert left == right, f"{where}: {left!r} is not {right!r}"
+    if not left == right:
+        raise AssertionError(f"{where}: {left!r} is not {right!r}")
     return []
 
 
@@ -70,7 +72,8 @@ def _tensors(left: Tensor, right: Tensor, path: str, bitwise: bool, relative: fl
     where = path or "the value"
     for name in ("shape", "dtype"):
         one, other = getattr(left, name), getattr(right, name)
-        assert one == other, f"{where}: {name} {one} is not {other}"
+        if one != other:
+            raise AssertionError(f"{where}: {name} {one} is not {other}")
     left, right = left.cpu().contiguous(), right.cpu().contiguous()
     if bitwise or not (left.is_floating_point() or left.is_complex()):
         wrong = (_bits(left) != _bits(right)).view(*left.shape, -1).any(-1) if left.numel() else left.new_zeros(0)

@@ -122,8 +122,9 @@ def supervise(launcher: Launcher, place: RankSpec, asked: Told, given: train.Ope
     absence = units.seconds(recipe.comm.timeout, "comm.timeout")
     team = _met(launcher, place, asked, {key: own[key] for key in ("data", "recipe")}, absence)
     post, line = Post(team, given, launcher), team.line
-    store = supervisor_protocol.opened(line.address, line.port)
-    others = Announcement(store, _DECIDED, f"Host {team.names[0]}", line.token)
+    names = team.names
+    store = supervisor_protocol.opened(line.address, line.port, absence, f"host {names[0]}")
+    others = Announcement(store, _DECIDED, f"Host {names[0]}", line.token, f"Host {names[line.host]}")
     launcher.led = 0.0 if first else absence
     if not (first or line.life) and post.measured() is None:
         return {"code": 1}  # the first says why

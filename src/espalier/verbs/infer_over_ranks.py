@@ -53,8 +53,9 @@ def open_trained(path: str | Path, trust: bool, data: DataChoice) -> Trained:
         asked = over(plan, [0] * wanted, workload.global_batch)
         logits = agent.run(lambda place: _first(found, asked, place), launch.places(asked))[0]
     else:
-        place = train.seated(here)
-        hosts = train.hosts_of(place)
+        timeout = units.seconds(recipe.comm.timeout, "comm.timeout")
+        place = train.seated(here, timeout)
+        hosts = train.hosts_of(place, timeout)
         names = list(dict.fromkeys(hosts))
         asked = over(plan, [names.index(one) for one in hosts], workload.global_batch)
         order = rank_assignment.numbered(hosts, [one.node for one in asked.ranks])

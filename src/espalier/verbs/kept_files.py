@@ -14,7 +14,8 @@ from typing import Any
 
 from espalier import serialization
 from espalier.cache_dir import cache_folder, replace_folder, unwritable
-from espalier.errors import UserError
+from espalier.errors import PeerLost, UserError
+from espalier.rendezvous_wait import Deadline
 from espalier.run import RunFolder
 
 LIMIT = 64 << 20
@@ -67,9 +68,9 @@ def unpacked(text: str) -> Path | None:
     return found.kept()
 
 
-def shared(store: Any, key: str, own: Path | None) -> Path | None:
+def shared(store: Any, key: str, own: Path | None, deadline: Deadline) -> Path | None:
     """What the run of the first rank keeps, in a folder of this host. `store`: a torch Store that all ranks reach;
-    `own`: the run's folder, on the first rank alone."""
+    `own`: the run's folder, on the first rank alone. Raises PeerLost where the first rank has not said it by then."""
     if own is not None:
         text = packed(own)
         pieces = [text[at : at + _PIECE] for at in range(0, len(text), _PIECE)]
@@ -77,5 +78,9 @@ def shared(store: Any, key: str, own: Path | None) -> Path | None:
             store.set(f"{key}/{at}", piece)
         store.set(key, str(len(pieces)))
         return RunFolder(own).kept() if text else None
-    count = int(store.get(key))
+    count = deadline.poll(
+        lambda: int(store.get(key)) if store.check([key]) else None,
+        lambda: "what rank 0 keeps of the run",
+        lambda: PeerLost("Rank 0 did not say what it keeps of the run.", why=deadline.waited, do="look at its log"),
+    )
     return unpacked("".join(store.get(f"{key}/{at}").decode() for at in range(count)))

@@ -83,9 +83,10 @@ def _attempt(
     others may do better. Processes, store and addresses are new each time. A host other than the first is brought back
     while the others wait. Raises what the supervisors came to."""
     log = folder / "logs" / LOG
-    with Crowd(recipe.launch, MODULE, _show) as crowd:
+    timeout = units.seconds(recipe.comm.timeout, "comm.timeout")
+    with Crowd(recipe.launch, MODULE, _show, timeout) as crowd:
         if recipe.faults.restarts:
-            crowd.returning = Returning(crowd, units.seconds(recipe.comm.timeout, "comm.timeout"), _say)
+            crowd.returning = Returning(crowd, timeout, _say)
         _say(crowd.gather(chosen))
         crowd.prepare(message, "kept")
         crowd.log_to(log)

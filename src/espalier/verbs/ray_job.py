@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -20,15 +21,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from espalier import errors
+from espalier import errors, rendezvous_wait, units
 from espalier import run as runs
 from espalier.config import Recipe, recipe_file, value_ranges
 from espalier.errors import EspalierError, Interrupted, RunFailed, UserError, missing_extra
 from espalier.launch import child_process
+from espalier.rendezvous_wait import Deadline
 from espalier.terminal import say
 
 ROOM = 60.0
-"""Seconds that Ray may take for the placement group, and for starting again an actor that was lost."""
+"""Seconds that Ray may take for starting again an actor that was lost."""
 STOPPING = 120.0
 """Seconds that ranks have to save and end."""
 LEAVING = 10.0
@@ -54,6 +56,7 @@ class Job:
     run: Path
     ranks: int | None
     attempts: int
+    patience: float
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -91,6 +94,7 @@ def _job(arguments: argparse.Namespace, recipe: Recipe) -> Job:
         folder,
         recipe.plan.pin.ranks,
         AUTO if restarts == "auto" else restarts + 1,
+        units.seconds(recipe.comm.timeout, "comm.timeout"),
     )
 
 
@@ -130,6 +134,7 @@ def drive(address: str, job: Job) -> int:
     """Attempts until one ends. Raises UserError where there is no cluster or no room, RunFailed where nothing helps."""
     import ray
 
+    _reach(address, job.patience)
     try:
         ray.init(address=address, log_to_driver=False, configure_logging=False)
     except (ConnectionError, ValueError, RuntimeError) as error:
@@ -153,6 +158,20 @@ def drive(address: str, job: Job) -> int:
         ray.shutdown()
 
 
+def _reach(address: str, seconds: float) -> None:
+    """Returns once Ray's head answers at `address`, where that names a host. Raises PeerLost."""
+    match = re.fullmatch(r"(?:ray://)?\[?([^/\]]+)\]?:(\d+)", address)
+    if match is None:
+        return
+    place = match[1], int(match[2])
+
+    def connect(seconds: float) -> bool:
+        socket.create_connection(place, seconds).close()
+        return True
+
+    rendezvous_wait.reached(place, "--ray", "Ray's head", Deadline(seconds, "This machine"), connect)
+
+
 def _placed(ray: Any, job: Job) -> tuple[Any, dict[str, float], int]:
     """The placement group, what each rank has of it, and how many ranks there are."""
     nodes = [one["Resources"] for one in ray.nodes() if one["Alive"]]
@@ -162,7 +181,8 @@ def _placed(ray: Any, job: Job) -> tuple[Any, dict[str, float], int]:
     cpus = max(1, int(min(one.get("CPU", 0) for one in nodes)) // each)
     asked: dict[str, float] = {"CPU": cpus, **({"GPU": 1} if gpus else {})}
     group = ray.util.placement_group([asked] * count, strategy="PACK" if gpus else "SPREAD")
-    if not group.wait(ROOM):
+    say(Deadline(job.patience, "Ray").first_line(f"room for {units.plural(count, 'rank')}"), file=sys.stderr)
+    if not group.wait(job.patience):
         there = ", ".join(f"{int(one.get('CPU', 0))} CPUs and {int(one.get('GPU', 0))} GPUs" for one in nodes)
         raise UserError(
             f"Ray has no room for {count} ranks of {cpus} CPUs{' and 1 GPU' * bool(gpus)}.",

@@ -26,7 +26,15 @@ from espalier.config.base import Derivation
 from espalier.config.graphs import Batches
 from espalier.errors import EspalierError, Interrupted
 from espalier.hardware import multihost_probe, probe
-from espalier.launch import announcement, detect_launcher, rank_assignment, rank_process, supervisor, torchrun
+from espalier.launch import (
+    announcement,
+    detect_launcher,
+    rank_assignment,
+    rank_process,
+    rejoin_signal,
+    supervisor,
+    torchrun,
+)
 from espalier.launch import base as launch
 from espalier.launch.announcement import Announcement
 from espalier.plan import base as plans
@@ -34,6 +42,7 @@ from espalier.plan import checkpoint_cost, drawn_batches
 from espalier.plan.prediction_check import OFF, PredictionCheck
 from espalier.plan.request import AUTO
 from espalier.plan.trials import Trials
+from espalier.rendezvous_wait import Deadline
 from espalier.run import RunFolder
 from espalier.terminal import line, say
 from espalier.track import report
@@ -55,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     torch.set_num_threads(1)  # ranks are forked from here; see launch.agent
     sys.stdout = cast("TextIO", Forgiving(sys.stdout))
     place = detect_launcher.place()
-    ranks = forked(lambda: prepared(arguments)) if place is None else _launched(arguments, seated(place))
+    ranks = forked(lambda: prepared(arguments)) if place is None else _launched(arguments, place)
     return carry_out(ranks, arguments.json)
 
 
@@ -167,8 +176,10 @@ def _fork(job: RunStart, hosts: Sequence[int]) -> bool:
 
 def _launched(arguments: argparse.Namespace, place: launch.RankSpec) -> Ranks:
     """Ranks that torchrun or its like has started; this process is the one at `place`."""
-
-    hosts = hosts_of(place)
+    recipe = recipe_file.load(arguments.recipe, arguments.overrides)
+    timeout = units.seconds(recipe.comm.timeout, "comm.timeout")
+    place = seated(place, timeout)
+    hosts = hosts_of(place, timeout)
     names = list(dict.fromkeys(hosts))
     resolved = _resolved(arguments, place if len(names) > 1 else None)
     measures = len(names) > 1 and resolved.recipe.plan.cluster is None
@@ -187,7 +198,8 @@ def _launched(arguments: argparse.Namespace, place: launch.RankSpec) -> Ranks:
     if place.world == 1:
         return Ranks(decide, run)
     # What an attempt before this one was told may be in the store still.
-    others = Announcement(launch.store(place, WAIT), f"espalier/{place.keys}/plan", "Rank 0")
+    key = f"espalier/{place.keys}/plan"
+    others = Announcement(launch.store(place, timeout), key, "Rank 0", waiter=f"Rank {place.rank}")
     if place.rank == 0:
         return Ranks(lambda: announced(decide, others), run)
     return Ranks(lambda: heard(opened, others), run, first=False)
@@ -200,7 +212,9 @@ def _resolved(arguments: argparse.Namespace, place: launch.RankSpec | None) -> r
         return ready.resolve(arguments.recipe, arguments.overrides, arguments.trust, arguments.run)
     recipe = recipe_file.load(arguments.recipe, arguments.overrides)
     own = None if place.rank else ready.run_path(recipe, arguments.run)
-    kept = kept_files.shared(launch.store(place, WAIT), f"espalier/{place.keys}/kept", own)
+    timeout = units.seconds(recipe.comm.timeout, "comm.timeout")
+    store, deadline = launch.store(place, timeout), Deadline(timeout, f"Rank {place.rank}")
+    kept = kept_files.shared(store, f"espalier/{place.keys}/kept", own, deadline)
     settled = ready.settle(recipe, Path(arguments.recipe).absolute().parent, kept)
     return replace(settled, trust=arguments.trust)
 
@@ -218,9 +232,11 @@ def _live(place: launch.RankSpec, started: Sequence[str], job: RunStart, hosts: 
     try:
         life(job)(place)
     except Exception as error:
-        if place.rank:
+        if place.rank and not rejoin_signal.is_loss(error):
             raise
         found = error if isinstance(error, EspalierError) else rank_process.explained(error, place)
+        if place.rank:
+            raise found from None
         if not isinstance(found, Interrupted):
             told = {"kind": type(found).__name__, "what": found.what, "why": found.why}
             Log(job.folder.events).write("incident", **told, action="stop")
@@ -228,13 +244,10 @@ def _live(place: launch.RankSpec, started: Sequence[str], job: RunStart, hosts: 
     return True
 
 
-def hosts_of(place: launch.RankSpec) -> list[str]:
-    """The host of each rank, as the launcher numbers them."""
-    if place.world == 1:
-        return [multihost_probe.host()]
-    store, key = launch.store(place, WAIT), f"espalier/{place.keys}/host"
-    store.set(f"{key}/{place.rank}", multihost_probe.host())
-    return [store.get(f"{key}/{one}").decode() for one in range(place.world)]
+def hosts_of(place: launch.RankSpec, timeout: float) -> list[str]:
+    """The host of each rank, as the launcher numbers them. Raises PeerLost naming those that did not come."""
+    own = multihost_probe.host()
+    return [own] if place.world == 1 else launch.gathered(place, "host", own, timeout)
 
 
 def _measured(place: launch.RankSpec, recipe: Recipe) -> clusters.Cluster:
@@ -243,11 +256,12 @@ def _measured(place: launch.RankSpec, recipe: Recipe) -> clusters.Cluster:
         return ready.machines_of(channel, place, recipe)
 
 
-def seated(place: launch.RankSpec) -> launch.RankSpec:
-    """With the device it computes on, and keys of its own where agents of torchrun count attempts each for itself."""
+def seated(place: launch.RankSpec, timeout: float) -> launch.RankSpec:
+    """With the device it computes on, and keys of its own where agents of torchrun count attempts each for itself.
+    Raises PeerLost where the others do not come within `timeout` seconds."""
     device = str(accelerator.of_rank(place.local_rank))
     place = replace(place, device=device)
-    return announcement.named(place, WAIT) if torchrun.restarts() is not None else place
+    return announcement.named(place, timeout) if torchrun.restarts() is not None else place
 
 
 def phased(job: RunStart) -> Iterator[RunStart]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ import xxhash
 from espalier import cache_dir, serialization
 from espalier.errors import UserError
 from espalier.graph.data import Array, Graph
+from espalier.rendezvous_wait import Deadline
 from espalier.serialization import Value
 
 FILE, LOCK = "manifest.json", "lock"
@@ -157,16 +157,25 @@ def repack(folder: Path) -> str:
 def locked(folders: Sequence[Path], waits: bool = False) -> Iterator[None]:
     """Makes `folders` and holds the first: one process packs into it. `waits`: until another of the same run has ended,
     which a lock is released by. Raises UserError where another run holds it, or it cannot be written to."""
-    folder, begun = folders[0], time.monotonic()
-    while (descriptor := _held(folders)) is None:
-        if not waits or time.monotonic() - begun > WAIT:
-            holder = (folder / LOCK).read_text(errors="replace") if (folder / LOCK).exists() else ""
-            raise UserError(
-                f"Another run is packing into {folder}: process {holder or 'unknown'}.",
-                why=f"waited {WAIT:.0f} s for it" if waits else "two would overwrite each other's rows",
-                do="wait until it has ended, or store.path = another folder",
-            )
-        time.sleep(0.02)
+    folder = folders[0]
+
+    def holder() -> str:
+        lock = folder / LOCK
+        return f"process {(lock.read_text(errors='replace') if lock.exists() else '') or 'unknown'}"
+
+    def late() -> UserError:
+        return UserError(
+            f"Another run is packing into {folder}: {holder()}.",
+            why=f"waited {WAIT:.0f} s for it" if waits else "two would overwrite each other's rows",
+            do="wait until it has ended, or store.path = another folder",
+        )
+
+    descriptor = _held(folders)
+    if descriptor is None and not waits:
+        raise late()
+    if descriptor is None:
+        limit = Deadline(WAIT, f"Process {os.getpid()}")
+        descriptor = limit.poll(lambda: _held(folders), lambda: f"{holder()}, which packs into {folder},", late)
     try:
         os.truncate(descriptor, 0)
         os.pwrite(descriptor, str(os.getpid()).encode(), 0)

@@ -103,7 +103,8 @@ class AttachedLoop:
         self._plain_step = optimizer.step
 
         def step(_: torch.optim.Optimizer, closure: Any = None) -> None:  # schedulers wrap it as a method of its own
-            assert closure is None, "closures are not supported"
+            if closure is not None:
+                raise UserError("step(closure) is not supported.", do="call backward first, then step()")
             self._step()
 
         optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
