@@ -75,15 +75,18 @@ def dump(recipe: config.Recipe) -> str:
 
 def changed(before: config.Recipe, after: config.Recipe) -> list[tuple[str, Any, Any]]:
     """The keys whose change alters the meaning of a run, as (key, before, after)."""
-    left, right = dict(_leaves(to_table(before))), dict(_leaves(to_table(after)))
-    found = []
-    for key in sorted({*left, *right}):
-        if _same(left.get(key), right.get(key)):
-            continue
-        if any(key == free or key.startswith(free + ".") for free in config.RESUMABLE):
-            continue
-        found.append((key, left.get(key), right.get(key)))
-    return found
+    left, right = meaning(before), meaning(after)
+    keys = sorted({*left, *right})
+    return [(key, left.get(key), right.get(key)) for key in keys if not _same(left.get(key), right.get(key))]
+
+
+def meaning(recipe: config.Recipe) -> dict[str, Any]:
+    """The options that say what a run means, by key: without those that say how it is carried out."""
+    return {key: value for key, value in _leaves(to_table(recipe)) if not _is_resumable(key)}
+
+
+def _is_resumable(key: str) -> bool:
+    return any(key == free or key.startswith(free + ".") for free in config.RESUMABLE)
 
 
 # --- reading -----------------------------------------------------------------------------------------------------

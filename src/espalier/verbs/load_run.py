@@ -16,7 +16,7 @@ from espalier.config import Recipe
 from espalier.errors import UserError
 from espalier.mechanisms import DTYPES
 from espalier.plan import base as plans
-from espalier.verbs import prepare, run_data
+from espalier.verbs import prepare, run_data, run_places
 from espalier.verbs.run_data import NOTHING, DataChoice
 from espalier.workload import Workload
 
@@ -47,18 +47,20 @@ def trained(
     Raises UserError when there is none.
     """
     folder = runs.find(path)
-    recipe = located_here(folder)
+    recipe = located_here(folder, trust)
     workload = open_workload(folder, recipe, trust, data)
     device = device or accelerator.of_rank(0)
     if not folder.checkpoints.exists():
         model = workload.build(device, DTYPES[recipe.train.precision])
         if workload_registry.row(recipe).packed(model, folder.path):
             return Trained(folder, recipe, workload, model.eval(), recipe.train.steps or 0)
-    saved = phases.checkpoints(recipe, str(folder.checkpoints))
+    saved = phases.checkpoints(recipe, folder)
     saved.trust = trust
     workload = phases.held(workload, saved)
     model = workload.build(device, DTYPES[recipe.train.precision])
     loaded = saved.load({"model": model})
+    if saved.doubt:
+        prepare.say(f"note: {saved.doubt}")
     if loaded is None:
         raise UserError(
             f"The run in {path} has no checkpoint yet.",
@@ -75,11 +77,12 @@ def trained(
     return Trained(folder, recipe, workload, model.eval(), step)
 
 
-def located_here(folder: runs.RunFolder) -> Recipe:
-    """The recipe of the run, as on a machine to which its folder was copied: where `checkpoint.target` is not there,
+def located_here(folder: runs.RunFolder, trust: bool) -> Recipe:
+    """The recipe of the run with the places that may be used (`run_places.opened`), as on a machine to which its folder
+    was copied: where `checkpoint.target` is not there,
     checkpoints are those in the folder; where `store.path` is not there, rows of features wait in the cache, and what
     optimizer nodes hold is in the folder."""
-    recipe = folder.read()
+    recipe = run_places.opened(folder, folder.read(), trust)
     target, store = recipe.checkpoint.target, recipe.store
     if target is not None and "://" not in target and not os.path.exists(target) and folder.checkpoints.exists():
         recipe = msgspec.structs.replace(recipe, checkpoint=msgspec.structs.replace(recipe.checkpoint, target=None))

@@ -7,11 +7,13 @@ import socket
 from dataclasses import dataclass
 from importlib.metadata import version
 
+import msgspec
 import torch
 
 from espalier import cache_dir, workload_registry
 from espalier import cluster as clusters
 from espalier import run as runs
+from espalier.checkpoint import run_identity
 from espalier.config import model_kinds, recipe_file
 from espalier.hardware import resource_limits
 from espalier.launch import base as launch
@@ -64,8 +66,10 @@ class RunStart:
         recipe, derivations = self.resolved.recipe, self.resolved.derivations
         if recipe.store is not None:
             self.pack(self.plan.ranks[place.rank].node, waits=True)
+        identity = run_identity.read(self.folder.path)  # where this rank sees the run's folder
         about = {
             "name": recipe.name,
+            "run": None if identity is None else msgspec.to_builtins(identity.run),
             "workload": type(self.workload).__name__.removesuffix("Workload").lower(),
             "parameters": self.parameters,
             "ranks": len(self.plan.ranks),

@@ -1,0 +1,122 @@
+"""Run identity: which run a checkpoint belongs to. Imports no torch.
+
+A run draws a random id when it first starts. The id, the host and the time of that start, and digests of what the run
+means (recipe, seed, data) are in `run.json` of the run folder and travel with it. Every checkpoint's manifest, export
+and `run` event has them as a `RunStamp`; weights and their files do not, so that equal runs have equal bytes.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from espalier import serialization
+from espalier.errors import UserError
+from espalier.foreign_files import printable
+
+Kind = TypeVar("Kind")
+
+NAME = "run.json"
+"""In the run folder, and in the folder that `checkpoint.target` names: whose checkpoints it holds."""
+_ID_BYTES = 6
+_LONGEST = 60
+"""Characters of a name in a message."""
+
+
+class RunStamp(msgspec.Struct, frozen=True):
+    """Names a run.
+
+    Attributes:
+        id: drawn at its first start.
+        name: of its folder then; host: of that start; begun: its time (unix seconds).
+        meaning: digest of what the run meant when this was stamped.
+    """
+
+    id: str
+    name: str
+    host: str
+    begun: float
+    meaning: str
+
+    def __str__(self) -> str:
+        try:
+            begun = datetime.fromtimestamp(self.begun, UTC).strftime("%Y-%m-%d %H:%M UTC")
+        except (ValueError, OverflowError, OSError):  # no time of this world
+            begun = str(self.begun)
+        name, drawn, host = (printable(text, _LONGEST) for text in (self.name, self.id, self.host))
+        return f"run {name} ({drawn}) of host {host}, begun on {begun}"
+
+
+class RunIdentity(msgspec.Struct, frozen=True):
+    """What `run.json` holds.
+
+    Attributes:
+        run: the stamp of what is saved from now on.
+        meanings: those that the run ever had, `run.meaning` among them: tasks may come and go, data may be accepted.
+        seal: see `verbs.run_places`.
+    """
+
+    run: RunStamp
+    meanings: tuple[str, ...]
+    seal: str = ""
+
+    def is_own(self, stamp: RunStamp) -> bool:
+        """Whether what is stamped so is of this run."""
+        return stamp.id == self.run.id and stamp.meaning in self.meanings
+
+    def now_means(self, digest: str) -> RunIdentity:
+        """The same run, which now means this."""
+        meanings = (*(known for known in self.meanings if known != digest), digest)
+        return RunIdentity(msgspec.structs.replace(self.run, meaning=digest), meanings, self.seal)
+
+
+def new(name: str, host: str, meaning: str) -> RunIdentity:
+    """The identity of a run that begins now."""
+    stamp = RunStamp(secrets.token_hex(_ID_BYTES), name, host, time.time(), meaning)
+    return RunIdentity(stamp, (meaning,))
+
+
+def taken_up(stamp: RunStamp) -> RunIdentity:
+    """The identity of a run whose folder was lost, from a checkpoint of it."""
+    return RunIdentity(stamp, (stamp.meaning,))
+
+
+def read(folder: Path) -> RunIdentity | None:
+    """The identity of the run in `folder`; None where an earlier version began it. Raises UserError for a damaged
+    one."""
+    try:
+        text = (folder / NAME).read_bytes()
+    except FileNotFoundError:
+        return None
+    return loads(text, RunIdentity, str(folder / NAME))
+
+
+def loads(text: bytes, kind: type[Kind], path: str) -> Kind:
+    """What a `run.json` holds. Raises UserError, which names its `path`."""
+    try:
+        content: Kind = serialization.from_json(text, kind)
+    except msgspec.DecodeError as error:
+        raise UserError(f"{path} is damaged: {error}.", do="restore it from a copy of the run, or remove it") from None
+    return content
+
+
+def refusal(path: str, stamp: RunStamp) -> UserError:
+    """The error for a checkpoint, or a folder of checkpoints, at `path` that another run has written."""
+    return UserError(
+        f"{path} belongs to {stamp}, not to this run.",
+        do="move it away, or name another checkpoint.target or --run; the command that began that run goes on with it",
+    )
+
+
+def doubt(own: RunIdentity | None, stamp: RunStamp | None, path: str) -> str:
+    """What is to be said of a checkpoint at `path` that is used though it, or the run, has no identity; else empty."""
+    if own is not None and stamp is None:
+        return f"{path} does not say which run it is of (an earlier version wrote it): it is taken for this run's"
+    if own is None and stamp is not None:
+        return f"the run folder has no {NAME}; {path} is of {stamp}"
+    return ""

@@ -1,0 +1,143 @@
+"""Places of a run: what its recipe has written, reached or started outside the run folder.
+
+A run that this user begins has a seal of these options in `run.json`, made with the key of `run_seal`. Opening a run
+whose seal does not match uses none of them: what is derived of the data goes into this user's own cache, checkpoints
+are those in the run folder. Checkpoints in another folder of this machine are read, as nothing is written there.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from espalier import terminal
+from espalier.cache_dir import is_url
+from espalier.checkpoint import run_identity
+from espalier.config import Checkpoint, Launch, Recipe, recipe_file
+from espalier.errors import UserError
+from espalier.foreign_files import printable
+from espalier.run import RunFolder, located
+from espalier.verbs import run_seal
+
+TARGET = "checkpoint.target"
+_HUB = "hf:"
+_FOREIGN = "the run was not begun by you on this machine, or by an earlier version"
+
+
+def named(recipe: Recipe) -> dict[str, str]:
+    """The options of `recipe` that are places, where they are not the default, by key."""
+    recipe, launch = located(recipe), recipe.launch
+    path = recipe.store.path if recipe.store is not None else None
+    values = {
+        TARGET: recipe.checkpoint.target,
+        **{f"data.{number}.cache": source.cache for number, source in enumerate(recipe.data)},
+        **{f"data.{number}.path": source.path for number, source in enumerate(recipe.data) if _is_hub(source.path)},
+        "store.path": path if path is None or isinstance(path, str) else ", ".join(path),
+        "track.to": ", ".join(recipe.track.to) or None,
+        "launch.command": launch.command if launch.command != Launch().command else None,
+        "launch.python": launch.python,
+    }
+    alone = len(recipe.data) == 1
+    return {key.replace(".0.", ".") if alone else key: value for key, value in values.items() if value is not None}
+
+
+def _is_hub(path: str) -> bool:
+    return path.startswith(_HUB)
+
+
+def without(recipe: Recipe, keys: Collection[str]) -> Recipe:
+    """`recipe` with the places named by `keys` as they are by default."""
+    sources = tuple(
+        replace(source, cache=None) if {"data.cache", f"data.{number}.cache"} & {*keys} else source
+        for number, source in enumerate(recipe.data)
+    )
+    usual = {key.partition(".")[2]: getattr(Launch(), key.partition(".")[2]) for key in keys if "launch." in key}
+    store = recipe.store
+    return replace(
+        recipe,
+        data=sources,
+        checkpoint=replace(
+            recipe.checkpoint, target=Checkpoint().target if TARGET in keys else recipe.checkpoint.target
+        ),
+        store=replace(store, path=None) if store is not None and "store.path" in keys else store,
+        track=replace(recipe.track, to=()) if "track.to" in keys else recipe.track,
+        launch=replace(recipe.launch, **usual),
+    )
+
+
+def seal(recipe: Recipe) -> str:
+    """Of the places of a run that this user begins; empty where it names none, or the key cannot be kept."""
+    places = named(recipe)
+    return run_seal.signed(places) if places else ""
+
+
+def _is_sealed(folder: RunFolder) -> bool:
+    """Whether this user has begun the run in `folder`, with the places that its recipe names."""
+    places, identity = named(folder.read()), run_identity.read(folder.path)
+    return not places or (identity is not None and run_seal.is_signed(places, identity.seal))
+
+
+def opened(folder: RunFolder, recipe: Recipe, trust: bool, own: Collection[str] = (), writes: bool = False) -> Recipe:
+    """`recipe`, of the run in `folder`, with the places that may be used; says on standard error what becomes of the
+    others. The one function that decides it.
+
+    Args:
+        trust: whoever made the run is trusted (`--trust`).
+        own: keys that this user gave on the command line.
+        writes: the run is to go on; else its model and its data are read.
+
+    Raises UserError where the checkpoints are in a place that may not be used, and none are in the folder.
+    """
+    places = {key: value for key, value in named(recipe).items() if key not in own and not _is_hub(value)}
+    if not writes:
+        places = {key: value for key, value in places.items() if _is_opened(key, value)}
+    if not places or _is_sealed(folder):
+        return recipe
+    listed = ", ".join(f"{key} = {printable(value)!r}" for key, value in places.items())
+    if trust:
+        _say(f"used, as --trust says, though {_FOREIGN}: {listed}")
+        return recipe
+    if TARGET in places and not any(folder.checkpoints.glob("step-*")):
+        raise UserError(
+            f"The checkpoints of {folder.path} are at {printable(places[TARGET])}, where nothing is read or written.",
+            why=f"{_FOREIGN}, and its recipe names that place",
+            do=f"--trust if you trust who made the run, or copy its checkpoints to {folder.checkpoints}",
+        )
+    _say(f"not used, as {_FOREIGN} (--trust uses it): {listed}")
+    return without(recipe, places)
+
+
+def _is_opened(key: str, value: str) -> bool:
+    """Whether a place has a part in reading a run. Checkpoints in another folder are read, and nothing is written."""
+    return key.startswith(("data.", "store.")) or (key == TARGET and is_url(value))
+
+
+def refuse_hub(folder: RunFolder, recipe: Recipe, trust: bool) -> None:
+    """Raises UserError where reading the run's data would ask a server that somebody else's recipe names."""
+    hub = [source.path for source in recipe.data if _is_hub(source.path)]
+    if hub and not trust and not _is_sealed(folder):
+        raise UserError(
+            f"The data of {folder.path} is {printable(hub[0])}, and is not fetched.",
+            why=_FOREIGN,
+            do="--trust if you trust who made the run, or --data PATH (eval, predict)",
+        )
+
+
+def load(path: str | Path, overrides: Sequence[str], trust: bool) -> Recipe:
+    """The recipe in file `path` with `overrides`; of a run folder's `run.toml` with the places that may be used."""
+    recipe, file = recipe_file.load(path, overrides), Path(path)
+    folder = RunFolder(file.parent)
+    of_run = file.name == folder.recipe.name and (folder.events.exists() or folder.plan.exists())
+    if not of_run:
+        return recipe
+    before = named(folder.read())
+    given = {text.partition("=")[0].strip() for text in overrides}
+    own = {key for key, value in named(recipe).items() if key in given or before.get(key) != value}
+    return opened(folder, recipe, trust, own, writes=True)
+
+
+def _say(text: str) -> None:
+    terminal.say(f"note: {text}", file=sys.stderr, flush=True)
