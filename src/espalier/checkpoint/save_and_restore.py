@@ -50,6 +50,7 @@ class Loaded(NamedTuple):
     absent: list[str]
     """Parts that the checkpoint does not have; they were left as they are."""
 
+
 class CheckpointInfo(NamedTuple):
     """One checkpoint there is. `why` says what is wrong with its manifest, or that it is another run's; else empty."""
 

@@ -23,7 +23,7 @@ from espalier.checkpoint import manifest
 from espalier.checkpoint.run_identity import NAME as RUN
 from espalier.checkpoint.run_identity import RunIdentity, refusal
 from espalier.checkpoint.write_rate import WriteLimit
-from espalier.errors import EspalierError, UserError, missing_extra
+from espalier.errors import EspalierError, RunFailed, UserError, missing_extra
 from espalier.foreign_files import printable
 
 _FOLDER = re.compile(r"^step-(\d{8,})$")
@@ -231,8 +231,8 @@ class Remote:
         self._local: dict[str, Path] = {}
 
     def names(self) -> list[str]:
-        """Only folders that have a manifest: without one an upload never ended. Raises UserError where the store does
-        not answer."""
+        """Only folders that have a manifest: without one an upload never ended. Raises RunFailed where the store
+        does not answer."""
         with _asking(self.url):
             whole = [name for name in self._folders() if self.fs.exists(self._at(name, manifest.NAME))]
         return sorted(whole, key=lambda name: step_of(name) or 0)
@@ -315,14 +315,16 @@ class Remote:
 
 @contextlib.contextmanager
 def _asking(url: str) -> Iterator[None]:
-    """Turns what fsspec and the client of a store raise into one UserError."""
+    """Turns what fsspec and the client of a store raise into one error: UserError for an address that is none, else
+    RunFailed, as a network may be there again."""
     try:
         yield
     except (EspalierError, ImportError, MemoryError):
         raise
     except Exception as error:  # clients of stores have no common base of their errors
         reason = printable(error).rstrip(".") or "it gives no reason"
-        raise UserError(
+        kind = UserError if isinstance(error, ValueError) else RunFailed
+        raise kind(
             f"checkpoint.target = {printable(url)!r} cannot be reached.",
             why=f"{type(error).__name__}: {reason}",
             do="check the address, the network and your credentials for it",

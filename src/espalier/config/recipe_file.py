@@ -86,7 +86,8 @@ def meaning(recipe: config.Recipe) -> dict[str, Any]:
 
 
 def _is_resumable(key: str) -> bool:
-    return any(key == free or key.startswith(free + ".") for free in config.RESUMABLE)
+    cache = key.startswith("data.") and key.endswith(".cache")
+    return cache or any(key == free or key.startswith(free + ".") for free in config.RESUMABLE)
 
 
 # --- reading -----------------------------------------------------------------------------------------------------

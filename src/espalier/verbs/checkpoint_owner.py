@@ -25,7 +25,7 @@ def meaning(recipe: Recipe, data: str) -> str:
 
 def _is_data_path(key: str) -> bool:
     section, _, option = key.partition(".")
-    return section == "data" and option.rpartition(".")[2] in ("path", "cache")
+    return section == "data" and option.endswith("path")
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints each task's figures as they come; 1 when a task or a checkpoint failed."""
     count = _workers(arguments.workers)
     folder = runs.find(arguments.run)
-    recipe = opened.located_here(folder, arguments.trust)
+    recipe = opened.located_here(folder, arguments.trust).said()
     workload = open_workload(folder, recipe, arguments.trust)
     found = tasks(workload, workload_registry.row(recipe), arguments.task, arguments.run)
     saved = phases.checkpoints(recipe, folder)
@@ -70,7 +70,7 @@ def open_workload(folder: runs.RunFolder, recipe: Recipe, trust: bool, phase: Ph
 def open_in_worker(run: str, asked: Sequence[str], trust: bool, phase: Phase) -> Opened:
     """What a worker process needs of the run in `run`; the process then steps back."""
     folder = runs.find(run)
-    recipe = folder.read()
+    recipe = opened.located_here(folder, trust).recipe  # the first process has said what is not used
     workload = open_workload(folder, recipe, trust, phase)
     found = tasks(workload, workload_registry.row(recipe), asked, run)
     low_priority.step_back()

@@ -47,7 +47,7 @@ def trained(
     Raises UserError when there is none.
     """
     folder = runs.find(path)
-    recipe = located_here(folder, trust)
+    recipe = located_here(folder, trust).said()
     workload = open_workload(folder, recipe, trust, data)
     device = device or accelerator.of_rank(0)
     if not folder.checkpoints.exists():
@@ -77,12 +77,11 @@ def trained(
     return Trained(folder, recipe, workload, model.eval(), step)
 
 
-def located_here(folder: runs.RunFolder, trust: bool) -> Recipe:
-    """The recipe of the run with the places that may be used (`run_places.opened`), as on a machine to which its folder
-    was copied: where `checkpoint.target` is not there,
-    checkpoints are those in the folder; where `store.path` is not there, rows of features wait in the cache, and what
-    optimizer nodes hold is in the folder."""
-    recipe = run_places.opened(folder, folder.read(), trust)
+def located_here(folder: runs.RunFolder, trust: bool) -> run_places.Use:
+    """The recipe of the run with the places that may be used, as on a machine to which its folder was copied: where
+    `checkpoint.target` is not there, checkpoints are those in the folder; where `store.path` is not there, rows of
+    features wait in the cache, and what optimizer nodes hold is in the folder."""
+    recipe, note = run_places.usable(folder, folder.read(), trust)
     target, store = recipe.checkpoint.target, recipe.store
     if target is not None and "://" not in target and not os.path.exists(target) and folder.checkpoints.exists():
         recipe = msgspec.structs.replace(recipe, checkpoint=msgspec.structs.replace(recipe.checkpoint, target=None))
@@ -90,7 +89,7 @@ def located_here(folder: runs.RunFolder, trust: bool) -> Recipe:
         paths = (store.path,) if isinstance(store.path, str) else store.path
         if not all(map(os.path.exists, paths)):
             recipe = msgspec.structs.replace(recipe, store=msgspec.structs.replace(store, path=None))
-    return recipe
+    return run_places.Use(recipe, note)
 
 
 def open_workload(folder: runs.RunFolder, recipe: Recipe, trust: bool, data: DataChoice) -> Workload:

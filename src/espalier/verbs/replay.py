@@ -52,8 +52,10 @@ def run(arguments: argparse.Namespace) -> int:
     if step not in before:
         made = f"its run log has steps {min(before)} to {max(before)}" if before else "it has made none yet"
         raise UserError(f"The run in {folder.path} has no step {step}.", why=made, do="--step with one of those")
+    recipe = located_here(folder, arguments.trust).said()
     first = max(
-        (entry.step for entry in _entries(folder, arguments.trust) if not entry.why and entry.step < step), default=0
+        (entry.step for entry in checkpoints(recipe, folder).entries() if not entry.why and entry.step < step),
+        default=0,
     )
     try:
         with TemporaryDirectory(dir=folder.path, prefix=".replay-") as made:
@@ -83,15 +85,11 @@ def _recorded(folder: runs.RunFolder) -> tuple[_Rows, _Rows]:
     return steps, begun
 
 
-def _entries(folder: runs.RunFolder, trust: bool) -> Any:
-    return checkpoints(located_here(folder, trust), folder).entries()
-
-
 def _again(
     folder: runs.RunFolder, made: runs.RunFolder, first: int, arguments: argparse.Namespace
 ) -> tuple[_Rows, events.Event]:
     """Steps `first + 1` to the one asked for, made in the folder `made`, and the `run` event of these."""
-    recipe, plan = located_here(folder, arguments.trust), plans.read(folder.plan)
+    recipe, plan = located_here(folder, arguments.trust).recipe, plans.read(folder.plan)
     if any(one.role != "trainer" for one in plan.ranks):
         raise UserError(
             f"No step of the run in {folder.path} can be made again.",

@@ -22,7 +22,7 @@ from espalier.workload import Workload
 
 
 class DataRecord(msgspec.Struct, frozen=True):
-    """What `data.json` holds: a hash for each file of the data, and the notes of its readers (`Workload.notes`), such as
+    """What `data.json` holds: a hash for each file of the data, and the notes of its readers (`Workload.notes`), as on
     what they did not use. Earlier versions wrote the hashes alone."""
 
     hashes: Mapping[str, str]

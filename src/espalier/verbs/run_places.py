@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -24,7 +25,7 @@ from espalier.verbs import run_seal
 
 TARGET = "checkpoint.target"
 _HUB = "hf:"
-_FOREIGN = "the run was not begun by you on this machine, or by an earlier version"
+_FOREIGN = "the run was not begun by you on this machine (or an earlier version began it)"
 
 
 def named(recipe: Recipe) -> dict[str, str]:
@@ -80,9 +81,21 @@ def _is_sealed(folder: RunFolder) -> bool:
     return not places or (identity is not None and run_seal.is_signed(places, identity.seal))
 
 
-def opened(folder: RunFolder, recipe: Recipe, trust: bool, own: Collection[str] = (), writes: bool = False) -> Recipe:
-    """`recipe`, of the run in `folder`, with the places that may be used; says on standard error what becomes of the
-    others. The one function that decides it.
+class Use(NamedTuple):
+    """A recipe with the places that may be used, and what is to be said of the others."""
+
+    recipe: Recipe
+    note: str = ""
+
+    def said(self) -> Recipe:
+        """The recipe, once the note is on standard error."""
+        if self.note:
+            terminal.say(f"note: {self.note}", file=sys.stderr, flush=True)
+        return self.recipe
+
+
+def usable(folder: RunFolder, recipe: Recipe, trust: bool, own: Collection[str] = (), writes: bool = False) -> Use:
+    """`recipe`, of the run in `folder`, with the places that may be used. The one function that decides it.
 
     Args:
         trust: whoever made the run is trusted (`--trust`).
@@ -95,19 +108,17 @@ def opened(folder: RunFolder, recipe: Recipe, trust: bool, own: Collection[str] 
     if not writes:
         places = {key: value for key, value in places.items() if _is_opened(key, value)}
     if not places or _is_sealed(folder):
-        return recipe
+        return Use(recipe)
     listed = ", ".join(f"{key} = {printable(value)!r}" for key, value in places.items())
     if trust:
-        _say(f"used, as --trust says, though {_FOREIGN}: {listed}")
-        return recipe
+        return Use(recipe, f"used, as --trust says, though {_FOREIGN}: {listed}")
     if TARGET in places and not any(folder.checkpoints.glob("step-*")):
         raise UserError(
             f"The checkpoints of {folder.path} are at {printable(places[TARGET])}, where nothing is read or written.",
             why=f"{_FOREIGN}, and its recipe names that place",
             do=f"--trust if you trust who made the run, or copy its checkpoints to {folder.checkpoints}",
         )
-    _say(f"not used, as {_FOREIGN} (--trust uses it): {listed}")
-    return without(recipe, places)
+    return Use(without(recipe, places), f"not used without --trust, as {_FOREIGN}: {listed}")
 
 
 def _is_opened(key: str, value: str) -> bool:
@@ -136,8 +147,4 @@ def load(path: str | Path, overrides: Sequence[str], trust: bool) -> Recipe:
     before = named(folder.read())
     given = {text.partition("=")[0].strip() for text in overrides}
     own = {key for key, value in named(recipe).items() if key in given or before.get(key) != value}
-    return opened(folder, recipe, trust, own, writes=True)
-
-
-def _say(text: str) -> None:
-    terminal.say(f"note: {text}", file=sys.stderr, flush=True)
+    return usable(folder, recipe, trust, own, writes=True).said()
