@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import socket
 from dataclasses import dataclass
@@ -25,6 +26,12 @@ from espalier.rank_setup import RankSetup
 from espalier.verbs import prepare as ready
 from espalier.verbs import run_seal
 from espalier.workload import PackStart, Workload
+
+
+def _system() -> str:
+    """`Linux-6.1.0-x86_64-with-glibc2.36`. `platform.platform` may run a program for the same."""
+    system = os.uname()
+    return f"{system.sysname}-{system.release}-{system.machine}-with-{''.join(platform.libc_ver())}"
 
 
 @dataclass(frozen=True)
@@ -81,7 +88,7 @@ class RunStart:
             },
             "host": {
                 "name": socket.gethostname(),
-                "system": platform.platform(),
+                "system": _system(),
                 "processor": resource_limits.processor(),
             },
             "data": self.workload.fingerprint(),
