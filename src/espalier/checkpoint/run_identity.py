@@ -22,7 +22,9 @@ from espalier.foreign_files import printable
 Kind = TypeVar("Kind")
 
 NAME = "run.json"
-"""In the run folder, and in the folder that `checkpoint.target` names: whose checkpoints it holds."""
+"""In the run folder."""
+OWNER = "owner.json"
+"""In the place that `checkpoint.target` names: the stamp of the run whose checkpoints it holds."""
 _ID_BYTES = 6
 _LONGEST = 60
 """Characters of a name in a message."""
@@ -97,7 +99,7 @@ def read(folder: Path) -> RunIdentity | None:
 
 
 def loads(text: bytes, kind: type[Kind], path: str) -> Kind:
-    """What a `run.json` holds. Raises UserError, which names its `path`."""
+    """What a `run.json` or `owner.json` holds. Raises UserError, which names its `path`."""
     try:
         content: Kind = serialization.from_json(text, kind)
     except msgspec.DecodeError as error:

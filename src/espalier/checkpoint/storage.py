@@ -20,8 +20,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from espalier.cache_dir import is_url, sync_folder, unwritable
 from espalier.checkpoint import manifest
-from espalier.checkpoint.run_identity import NAME as RUN
-from espalier.checkpoint.run_identity import RunIdentity, refusal
+from espalier.checkpoint.run_identity import OWNER, RunIdentity, refusal
 from espalier.checkpoint.write_rate import WriteLimit
 from espalier.errors import EspalierError, RunFailed, UserError, missing_extra
 from espalier.foreign_files import printable
@@ -73,7 +72,7 @@ class Storage(Protocol):
         ...
 
     def claim(self, content: bytes) -> bytes:
-        """Writes `content` as `run.json` beside the checkpoints, unless there is one; gives what is there then."""
+        """Writes `content` as `owner.json` beside the checkpoints, unless there is one; gives what is there then."""
         ...
 
 
@@ -203,7 +202,7 @@ class Folder:
 
     def claim(self, content: bytes) -> bytes:
         """See Place."""
-        path = self.root / RUN
+        path = self.root / OWNER
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileExistsError), path.open("xb") as file:
@@ -295,7 +294,7 @@ class Remote:
 
     def claim(self, content: bytes) -> bytes:
         """See Place. Stores have no lock: of two that ask at the same moment the later one is there."""
-        path = self._at(RUN)
+        path = self._at(OWNER)
         with _asking(self.url):
             if not self.fs.exists(path):
                 self.fs.makedirs(str(self.root), exist_ok=True)

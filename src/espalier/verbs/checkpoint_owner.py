@@ -43,7 +43,7 @@ class Owner:
         another run was first there."""
         identity = self.identity
         if recipe.checkpoint.target is not None:
-            path = self.saved.place.path(run_identity.NAME)
+            path = self.saved.place.path(run_identity.OWNER)
             content = self.saved.place.claim(msgspec.json.encode(identity.run))
             first = run_identity.loads(content, RunStamp, path)
             if self.new and first.meaning == identity.run.meaning:

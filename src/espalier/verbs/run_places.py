@@ -133,7 +133,7 @@ def refuse_hub(folder: RunFolder, recipe: Recipe, trust: bool) -> None:
         raise UserError(
             f"The data of {folder.path} is {printable(hub[0])}, and is not fetched.",
             why=_FOREIGN,
-            do="--trust if you trust who made the run, or --data PATH (eval, predict)",
+            do="--trust if you trust who made the run, or name other data (--data PATH, data.path=PATH)",
         )
 
 
@@ -147,4 +147,6 @@ def load(path: str | Path, overrides: Sequence[str], trust: bool) -> Recipe:
     before = named(folder.read())
     given = {text.partition("=")[0].strip() for text in overrides}
     own = {key for key, value in named(recipe).items() if key in given or before.get(key) != value}
+    if any(_is_hub(value) and key not in own for key, value in named(recipe).items()):
+        refuse_hub(folder, recipe, trust)
     return usable(folder, recipe, trust, own, writes=True).said()
