@@ -82,7 +82,7 @@ def changed(before: config.Recipe, after: config.Recipe) -> list[tuple[str, Any,
 
 def meaning(recipe: config.Recipe) -> dict[str, Any]:
     """The options that say what a run means, by key: without those that say how it is carried out."""
-    return {key: value for key, value in _leaves(to_table(recipe)) if not _is_resumable(key)}
+    return {key: value for key, value in leaves(to_table(recipe)) if not _is_resumable(key)}
 
 
 def _is_resumable(key: str) -> bool:
@@ -196,7 +196,7 @@ def _normalise(table: Table) -> Table:
 
 def _refuse_odd_values(table: Table, origin: str) -> None:
     """Refuses what TOML's text form cannot carry, wherever it stands: such a recipe could not be written to the run."""
-    for key, value in _leaves(table):
+    for key, value in leaves(table):
         for item in value if isinstance(value, list) else [value]:
             if isinstance(item, float) and math.isnan(item):
                 raise UserError(f"{origin}: {key} is not a number (nan).", do="give a number or leave the key out")
@@ -211,7 +211,7 @@ def _same(left: Any, right: Any) -> bool:
     return type(left) is type(right) and bool(left == right)
 
 
-def _leaves(table: Any) -> Iterator[tuple[str, Any]]:
+def leaves(table: Any) -> Iterator[tuple[str, Any]]:
     """Each value that is not itself a table, with its dotted key. Not recursive: a recipe may nest very deeply."""
     waiting: list[tuple[str, Any]] = [("", table)]
     while waiting:

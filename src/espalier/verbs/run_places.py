@@ -7,17 +7,16 @@ are those in the run folder. Checkpoints in another folder of this machine are r
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from msgspec.structs import replace
-
 from espalier import terminal
 from espalier.cache_dir import is_url
 from espalier.checkpoint import run_identity
-from espalier.config import Checkpoint, Launch, Recipe, recipe_file
+from espalier.config import Launch, Recipe, recipe_file
 from espalier.errors import UserError
 from espalier.foreign_files import printable
 from espalier.run import RunFolder, located
@@ -25,48 +24,35 @@ from espalier.verbs import run_seal
 
 TARGET = "checkpoint.target"
 _HUB = "hf:"
+_PLACE = re.compile(r"(checkpoint\.target|data\.\d+\.(cache|path)|store\.path|track\.to|launch\.(command|python))$")
+_DATA = re.compile(r"data\.\d+\.path$")
 _FOREIGN = "the run was not begun by you on this machine (or an earlier version began it)"
 
 
 def named(recipe: Recipe) -> dict[str, str]:
     """The options of `recipe` that are places, where they are not the default, by key."""
-    recipe, launch = located(recipe), recipe.launch
-    path = recipe.store.path if recipe.store is not None else None
-    values = {
-        TARGET: recipe.checkpoint.target,
-        **{f"data.{number}.cache": source.cache for number, source in enumerate(recipe.data)},
-        **{f"data.{number}.path": source.path for number, source in enumerate(recipe.data) if _is_hub(source.path)},
-        "store.path": path if path is None or isinstance(path, str) else ", ".join(path),
-        "track.to": ", ".join(recipe.track.to) or None,
-        "launch.command": launch.command if launch.command != Launch().command else None,
-        "launch.python": launch.python,
+    leaves = recipe_file.leaves(recipe_file.to_table(located(recipe)))
+    texts = {key: value if isinstance(value, str) else ", ".join(value) for key, value in leaves if _PLACE.match(key)}
+    usual = ("", Launch().command)
+    return {
+        key: text for key, text in texts.items() if text not in usual and (_is_hub(text) or _DATA.match(key) is None)
     }
-    alone = len(recipe.data) == 1
-    return {key.replace(".0.", ".") if alone else key: value for key, value in values.items() if value is not None}
 
 
 def _is_hub(path: str) -> bool:
     return path.startswith(_HUB)
 
 
-def without(recipe: Recipe, keys: Collection[str]) -> Recipe:
+def _without(recipe: Recipe, keys: Collection[str]) -> Recipe:
     """`recipe` with the places named by `keys` as they are by default."""
-    sources = tuple(
-        replace(source, cache=None) if {"data.cache", f"data.{number}.cache"} & {*keys} else source
-        for number, source in enumerate(recipe.data)
-    )
-    usual = {key.partition(".")[2]: getattr(Launch(), key.partition(".")[2]) for key in keys if "launch." in key}
-    store = recipe.store
-    return replace(
-        recipe,
-        data=sources,
-        checkpoint=replace(
-            recipe.checkpoint, target=Checkpoint().target if TARGET in keys else recipe.checkpoint.target
-        ),
-        store=replace(store, path=None) if store is not None and "store.path" in keys else store,
-        track=replace(recipe.track, to=()) if "track.to" in keys else recipe.track,
-        launch=replace(recipe.launch, **usual),
-    )
+    table = recipe_file.to_table(recipe)
+    for key in keys:
+        *path, option = key.split(".")
+        section = table
+        for name in path:
+            section = section[int(name) if isinstance(section, list) else name]
+        del section[option]
+    return recipe_file.from_table(table)
 
 
 def seal(recipe: Recipe) -> str:
@@ -109,7 +95,7 @@ def usable(folder: RunFolder, recipe: Recipe, trust: bool, own: Collection[str] 
         places = {key: value for key, value in places.items() if _is_opened(key, value)}
     if not places or _is_sealed(folder):
         return Use(recipe)
-    listed = ", ".join(f"{key} = {printable(value)!r}" for key, value in places.items())
+    listed = ", ".join(f"{_short(key)} = {printable(value)!r}" for key, value in places.items())
     if trust:
         return Use(recipe, f"used, as --trust says, though {_FOREIGN}: {listed}")
     if TARGET in places and not any(folder.checkpoints.glob("step-*")):
@@ -118,7 +104,12 @@ def usable(folder: RunFolder, recipe: Recipe, trust: bool, own: Collection[str] 
             why=f"{_FOREIGN}, and its recipe names that place",
             do=f"--trust if you trust who made the run, or copy its checkpoints to {folder.checkpoints}",
         )
-    return Use(without(recipe, places), f"not used without --trust, as {_FOREIGN}: {listed}")
+    return Use(_without(recipe, places), f"not used without --trust, as {_FOREIGN}: {listed}")
+
+
+def _short(key: str) -> str:
+    """As people write it: the first of several data sources needs no number."""
+    return key.replace("data.0.", "data.")
 
 
 def _is_opened(key: str, value: str) -> bool:
@@ -146,7 +137,7 @@ def load(path: str | Path, overrides: Sequence[str], trust: bool) -> Recipe:
         return recipe
     before = named(folder.read())
     given = {text.partition("=")[0].strip() for text in overrides}
-    own = {key for key, value in named(recipe).items() if key in given or before.get(key) != value}
+    own = {key for key, value in named(recipe).items() if {key, _short(key)} & given or before.get(key) != value}
     if any(_is_hub(value) and key not in own for key, value in named(recipe).items()):
         refuse_hub(folder, recipe, trust)
     return usable(folder, recipe, trust, own, writes=True).said()
