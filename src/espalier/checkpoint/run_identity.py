@@ -67,10 +67,6 @@ class RunIdentity(msgspec.Struct, frozen=True):
     meanings: tuple[str, ...]
     seal: str = ""
 
-    def is_own(self, stamp: RunStamp) -> bool:
-        """Whether what is stamped so is of this run."""
-        return stamp.id == self.run.id and stamp.meaning in self.meanings
-
     def now_means(self, digest: str) -> RunIdentity:
         """The same run, which now means this."""
         meanings = (*(known for known in self.meanings if known != digest), digest)
@@ -107,12 +103,21 @@ def loads(text: bytes, kind: type[Kind], path: str) -> Kind:
     return content
 
 
-def refusal(path: str, stamp: RunStamp) -> UserError:
-    """The error for a checkpoint, or a folder of checkpoints, at `path` that another run has written."""
-    return UserError(
-        f"{path} belongs to {stamp}, not to this run.",
-        do="move it away, or name another checkpoint.target or --run; the command that began that run goes on with it",
-    )
+def is_foreign(own: RunIdentity | None, stamp: RunStamp | None) -> bool:
+    """Whether what is stamped so is of another run than `own`; what has no identity is not."""
+    if own is None or stamp is None:
+        return False
+    return stamp.id != own.run.id or stamp.meaning not in own.meanings
+
+
+def refuse_foreign(own: RunIdentity | None, stamp: RunStamp | None, path: str) -> None:
+    """Raises UserError where a checkpoint, or a place of checkpoints, at `path` is of another run than `own`."""
+    if is_foreign(own, stamp):
+        raise UserError(
+            f"{path} belongs to {stamp}, not to this run.",
+            do="move it away, or name another checkpoint.target or --run; the command that began that run goes on with "
+            "it",
+        )
 
 
 def doubt(own: RunIdentity | None, stamp: RunStamp | None, path: str) -> str:

@@ -26,7 +26,7 @@ from espalier.checkpoint.coordination import Coordinator
 from espalier.checkpoint.divergence_check import Alike
 from espalier.checkpoint.reader import restore
 from espalier.checkpoint.run_identity import RunIdentity, RunStamp
-from espalier.checkpoint.storage import Folder, folder_name, open_place, read_manifest, refuse_foreign, step_of
+from espalier.checkpoint.storage import Folder, folder_name, open_place, read_manifest, step_of
 from espalier.checkpoint.stored_slice import StoredSlice
 from espalier.checkpoint.writer import Write, WriteJob
 from espalier.errors import RESUME, EspalierError, RunFailed, UserError
@@ -192,7 +192,7 @@ class Checkpoints:
 
         def removed(_: list[None]) -> list[None]:
             for name in self.place.names():
-                if (step_of(name) or 0) > after and not self._is_foreign(self._entry(name)):
+                if (step_of(name) or 0) > after and not run_identity.is_foreign(self.run, self._entry(name).run):
                     self._remove(name)
             return [None] * self.team.world
 
@@ -245,9 +245,9 @@ class Checkpoints:
     def _damage(self, name: str) -> str:
         """What is wrong with this rank's share of `name`'s files; empty when nothing is. Raises UserError where it is
         another run's."""
-        refuse_foreign(self.place, name, self.run)
         try:
             content = read_manifest(self.place, name)
+            run_identity.refuse_foreign(self.run, content.stamp, self.place.path(name))
             for file in sorted(content.files)[self.team.rank :: self.team.world]:
                 with self.place.open(name, file) as opened:
                     if manifest.digest(opened) != content.files[file]:
@@ -265,10 +265,8 @@ class Checkpoints:
         except (manifest.Bad, OSError) as error:
             return CheckpointInfo(step_of(name) or 0, None, 0, path, str(error))
         entry = CheckpointInfo(content.step, content.loss, content.bytes, path, "", content.meta, content.stamp)
-        return entry._replace(why=f"it belongs to {entry.run}") if self._is_foreign(entry) else entry
-
-    def _is_foreign(self, entry: CheckpointInfo) -> bool:
-        return self.run is not None and entry.run is not None and not self.run.is_own(entry.run)
+        foreign = run_identity.is_foreign(self.run, entry.run)
+        return entry._replace(why=f"it belongs to {entry.run}") if foreign else entry
 
     def _report(self, skipped: list[tuple[str, str]], taken: str) -> None:
         for name, why in skipped:
@@ -305,7 +303,7 @@ class Checkpoints:
         if self.team.rank != 0:
             return
         entries = {name: self._entry(name) for name in self.place.names()}
-        names = [name for name, entry in entries.items() if not self._is_foreign(entry)]
+        names = [name for name, entry in entries.items() if not run_identity.is_foreign(self.run, entry.run)]
         ours = {name: entries[name] for name in names[: names.index(newest) + 1]}
         good = [name for name, entry in ours.items() if not entry.why]
         kept = {name for name in ours if name >= min(good[-self.keep :], default=newest)}

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from espalier.cache_dir import is_url, sync_folder, unwritable
 from espalier.checkpoint import manifest
-from espalier.checkpoint.run_identity import OWNER, RunIdentity, refusal
+from espalier.checkpoint.run_identity import OWNER
 from espalier.checkpoint.write_rate import WriteLimit
 from espalier.errors import EspalierError, RunFailed, UserError, missing_extra
 from espalier.foreign_files import printable
@@ -116,16 +116,6 @@ def read_manifest(place: Storage, name: str) -> manifest.Manifest:
             return manifest.loads(file.read())
     except FileNotFoundError:
         raise manifest.Bad(f"{manifest.NAME} is missing") from None
-
-
-def refuse_foreign(place: Storage, name: str, own: RunIdentity | None) -> None:
-    """Raises UserError where checkpoint `name` says that it is of another run than `own`."""
-    if own is None:
-        return
-    with contextlib.suppress(manifest.Bad, OSError):
-        stamp = read_manifest(place, name).stamp
-        if stamp is not None and not own.is_own(stamp):
-            raise refusal(place.path(name), stamp)
 
 
 class Folder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from pathlib import Path
@@ -19,8 +20,8 @@ from espalier.checkpoint import manifest
 from espalier.checkpoint.coordination import Coordinator
 from espalier.checkpoint.dcp_metadata import NAME as METADATA
 from espalier.checkpoint.dcp_planners import SavePlanner
-from espalier.checkpoint.run_identity import RunIdentity
-from espalier.checkpoint.storage import Folder, Storage, folder_name, refuse_foreign
+from espalier.checkpoint.run_identity import RunIdentity, refuse_foreign
+from espalier.checkpoint.storage import Folder, Storage, folder_name, read_manifest
 from espalier.checkpoint.write_rate import LimitedFileSystem, WriteLimit
 from espalier.errors import EspalierError
 
@@ -74,7 +75,8 @@ class Write:
 
     def _join(self, plans: list[list[Any]]) -> list[list[Any]]:
         with _Explained(self.place.path(self.name)):
-            refuse_foreign(self.place, self.name, self.job.run)
+            with contextlib.suppress(manifest.Bad, OSError):  # what is damaged, or not there, may be replaced
+                refuse_foreign(self.job.run, read_manifest(self.place, self.name).stamp, self.place.path(self.name))
             self.place.clean(self.name)
             self._writer()
         joined, self._metadata = self._planner.create_global_plan([_save_plan(items) for items in plans])

@@ -48,8 +48,7 @@ class Owner:
             first = run_identity.loads(content, RunStamp, path)
             if self.new and first.meaning == identity.run.meaning:
                 identity = run_identity.taken_up(first)
-            elif not identity.is_own(first):
-                raise run_identity.refusal(path, first)
+            run_identity.refuse_foreign(identity, first, path)
         sealed = msgspec.structs.replace(identity, seal=run_places.seal(recipe))
         cache_dir.replace(folder.identity, msgspec.json.format(msgspec.json.encode(sealed)).decode())
 
@@ -62,8 +61,7 @@ def of_start(folder: RunFolder, recipe: Recipe, data: str, saved: Checkpoints) -
     """
     owner, entries = _owner(folder, meaning(recipe, data), saved)
     for entry in entries:
-        if entry.run is not None and not owner.identity.is_own(entry.run):
-            raise run_identity.refusal(entry.path, entry.run)
+        run_identity.refuse_foreign(owner.identity, entry.run, entry.path)
     nameless = [entry.path for entry in entries if entry.run is None and not entry.why][-1:]
     return replace(owner, notes=[*owner.notes, *(run_identity.doubt(owner.identity, None, path) for path in nameless)])
 

@@ -19,6 +19,7 @@ import torch
 from espalier import accelerator, config, mechanisms, phases, units, worker, workload_registry
 from espalier import cluster as clusters
 from espalier import run as runs
+from espalier.checkpoint.save_and_restore import CheckpointInfo
 from espalier.checkpoint.storage import open_place
 from espalier.config import Constant, Recipe, graphs, model_kinds
 from espalier.config.base import Derivation
@@ -367,7 +368,11 @@ def decided(
         if nodes is not None:
             plan = run_plan.on_hosts(nodes, plan, cluster)
         checkpoint_cost.refuse_full(plan, recipe.checkpoint, folder.checkpoints)
-        owner.keep(folder, recipe)
+        entries = saved.entries()
+        finished = _has_last_step(entries, recipe)
+        begins = not finished or given.before is None
+        if begins:
+            owner.keep(folder, recipe)
     except BaseException:
         folder.discard_if_empty()
         folder.release()
@@ -375,24 +380,23 @@ def decided(
     if recipe.train.precision == AUTO:
         by_plan = Derivation("train.precision", plan.precision, ready.PRECISION)
         resolved = replace(resolved, derivations=[*resolved.derivations, by_plan])
-    entries = saved.entries()
-    finished = bool(entries) and not entries[-1].why and entries[-1].step >= (recipe.train.steps or 0)
-    if not finished or given.before is None:
+    if begins:
         freeze = partial(workload_registry.row(recipe).freeze, given.workload)
         data.keep(folder, freeze, workload.notes())
         folder.write(recipe, cluster, plan)
         if not given.quiet:
-            for note in [
-                *owner.notes,
-                *workload.notes(),
-                *data.notes,
-                *(_stretched(given.before, recipe) if given.before else ()),
-            ]:
+            stretched = _stretched(given.before, recipe) if given.before else []
+            for note in [*owner.notes, *workload.notes(), *data.notes, *stretched]:
                 line(f"note: {note}")
             printing.plan(plan, resolved.derivations, recipe.train.steps, model_kinds.of(recipe.model).unit)
     parameters = ready.parameters(recipe, workload)
     new = given.before is None and not entries
     return RunStart(resolved, workload, cluster, plan, parameters, folder, given.quiet, given.workload, new, finished)
+
+
+def _has_last_step(entries: Sequence[CheckpointInfo], recipe: Recipe) -> bool:
+    """Whether nothing is left to train."""
+    return bool(entries) and not entries[-1].why and entries[-1].step >= (recipe.train.steps or 0)
 
 
 def _stretched(before: config.Recipe, recipe: config.Recipe) -> list[str]:
