@@ -39,9 +39,9 @@ from espalier.terminal import line, say
 from espalier.track import report
 from espalier.track.events import Log
 from espalier.track.progress import Forgiving, Progress, trouble
-from espalier.verbs import checkpoint_owner, kept_files, printing, run_data, run_places, run_plan, run_resizer
+from espalier.verbs import kept_files, printing, run_data, run_places, run_plan, run_resizer
 from espalier.verbs import prepare as ready
-from espalier.verbs.run_start import RunStart
+from espalier.verbs.run_start import RunStart, owner_of
 from espalier.workload import Workload
 
 WAIT = 600.0
@@ -345,13 +345,12 @@ def decided(
 ) -> RunStart:
     """Plans the run and opens its folder. `nodes`: the machine that each rank is on already."""
     recipe = given.resolved.recipe
-    if recipe.checkpoint.target is not None:
-        open_place(recipe.checkpoint.target)  # an unknown scheme is refused before anything is written
+    open_place(recipe.checkpoint.target or given.path)  # an unknown scheme is refused before anything is written
     cluster = machines()
     folder = runs.open_folder(given.path)
     try:
         saved = phases.checkpoints(recipe, folder)
-        owner = checkpoint_owner.of_start(folder, recipe, given.workload.fingerprint(), saved)
+        owner = owner_of(folder, recipe, given.workload.fingerprint(), saved)
         saved.run = owner.identity
         data = run_data.data_of(folder, recipe, given.workload)
         chosen, why = given.batches, ""
