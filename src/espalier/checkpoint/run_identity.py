@@ -79,9 +79,10 @@ def new(name: str, host: str, meaning: str) -> RunIdentity:
     return RunIdentity(stamp, (meaning,))
 
 
-def taken_up(stamp: RunStamp) -> RunIdentity:
-    """The identity of a run whose folder was lost, from a checkpoint of it."""
-    return RunIdentity(stamp, (stamp.meaning,))
+def taken_up(*stamps: RunStamp) -> RunIdentity:
+    """The identity of the run that the last of these checkpoints is of, whose folder was lost."""
+    run = stamps[-1]
+    return RunIdentity(run, tuple(dict.fromkeys(stamp.meaning for stamp in stamps if stamp.id == run.id)))
 
 
 def read(folder: Path) -> RunIdentity | None:

@@ -113,7 +113,7 @@ class RunStart:
         return version_check.identity(recipe=recipe, data=self.workload.fingerprint())
 
 
-# --- whose checkpoints they are ------------------------------------------------------------------------------------------
+# --- whose checkpoints they are --------------------------------------------------------------------------------------
 
 
 def meaning(recipe: Recipe, data: str) -> str:
@@ -169,8 +169,8 @@ def _stamped(folder: runs.RunFolder, digest: str, saved: Checkpoints) -> tuple[O
     entries, before = saved.entries(), run_identity.read(folder.path)
     if before is not None:
         return Owner(before.now_means(digest), saved), entries
-    stamp = next((entry.run for entry in reversed(entries) if entry.run is not None), None)
-    if stamp is None or stamp.meaning != digest:
+    stamps = [entry.run for entry in entries if entry.run is not None]
+    if not stamps or stamps[-1].meaning != digest:
         return Owner(run_identity.new(folder.path.name, socket.gethostname(), digest), saved, new=True), entries
-    note = f"{entries[-1].path} is of {stamp}, with the same recipe, seed and data: the run goes on as that one"
-    return Owner(run_identity.taken_up(stamp), saved, [note]), entries
+    note = f"{entries[-1].path} is of {stamps[-1]}, with the same recipe, seed and data: the run goes on as that one"
+    return Owner(run_identity.taken_up(*stamps), saved, [note]), entries
