@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from espalier import terminal
 from espalier.cache_dir import is_url
@@ -48,7 +48,7 @@ def _without(recipe: Recipe, keys: Collection[str]) -> Recipe:
     table = recipe_file.to_table(recipe)
     for key in keys:
         *path, option = key.split(".")
-        section = table
+        section: Any = table
         for name in path:
             section = section[int(name) if isinstance(section, list) else name]
         del section[option]
