@@ -115,7 +115,7 @@ def refuse_foreign(own: RunIdentity | None, stamp: RunStamp | None, path: str) -
     """Raises UserError where a checkpoint, or a place of checkpoints, at `path` is of another run than `own`."""
     if is_foreign(own, stamp):
         raise UserError(
-            f"{path} belongs to {stamp}, not to this run.",
+            f"{path} belongs to {stamp}: another run than this one.",
             do="move it away, or name another checkpoint.target or --run; the command that began that run goes on with "
             "it",
         )
