@@ -118,13 +118,9 @@ class RunStart:
 
 def meaning(recipe: Recipe, data: str) -> str:
     """A digest of what a run means. `data`: its fingerprint, which stands for the paths."""
-    options = {key: value for key, value in recipe_file.meaning(recipe).items() if not _is_data_path(key)}
-    return cache_dir.hashed([options, data])
-
-
-def _is_data_path(key: str) -> bool:
-    section, _, option = key.partition(".")
-    return section == "data" and option.endswith("path")
+    options = recipe_file.meaning(recipe)
+    paths = [key for key in options if key.startswith("data.") and key.endswith(".path")]
+    return cache_dir.hashed([{key: options[key] for key in options.keys() - {*paths}}, data])
 
 
 @dataclass(frozen=True)
