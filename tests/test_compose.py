@@ -192,9 +192,7 @@ def test_an_offer_is_in_the_words_of_a_command_line_where_there_are_any() -> Non
 @pytest.mark.parametrize("option", sorted(filter(None, (one.option for one in mechanisms.KNOWN))))
 def test_every_option_that_is_offered_is_one_of_the_recipe(option: str) -> None:
     key, _, value = option.partition("=")
-    assert (
-        str(dict(recipe_file._leaves(recipe_file.to_table(recipe_file.from_table({}, "it", [option]))))[key]) == value
-    )
+    assert str(dict(recipe_file.leaves(recipe_file.to_table(recipe_file.from_table({}, "it", [option]))))[key]) == value
 
 
 def test_one_name_for_two_mechanisms_is_our_mistake() -> None:

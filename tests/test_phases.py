@@ -102,7 +102,7 @@ def state_of(run: Path) -> dict[str, torch.Tensor]:
     assert found.step == 12
     assert found.model.grid.shape[-1] == 8  # type: ignore[union-attr, index]
     optimizer = phases._made(found.recipe, found.workload)[1]
-    phases.checkpoints(found.recipe, str(found.folder.checkpoints)).load({"optimizer": optimizer})
+    phases.checkpoints(found.recipe, found.folder).load({"optimizer": optimizer})
     return {**found.model.state_dict(), **optimizer.state_dict()}
 
 

@@ -22,6 +22,11 @@ def cache_folder() -> Path:
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "espalier"
 
 
+def is_url(place: str) -> bool:
+    """Whether `place` names something other than a path of this machine."""
+    return "://" in place and not place.startswith("file://")
+
+
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Writes `content` to `path` whole or not at all: temporary file, fsync, rename. Raises OSError."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")

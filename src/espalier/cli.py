@@ -46,11 +46,12 @@ def parser() -> argparse.ArgumentParser:
         made[name].add_argument("overrides", nargs="*", metavar="key=value", help="changes, such as train.steps=50")
     for name in ("eval", "predict", "replay", "export"):
         made[name].add_argument("run", help="a run folder, such as runs/language")
-    for name in ("train", "eval", "predict", "replay", "export"):
+    for name in ("train", "eval", "predict", "replay", "export", "explain"):
         made[name].add_argument(
             "--trust",
             action="store_true",
-            help="open a run of somebody whose code may run: a module, a pickle, an older checkpoint",
+            help="open a run of somebody whose code may run and whose places are used: a module, a pickle, an older "
+            "checkpoint, checkpoint.target",
         )
     made["report"].add_argument(
         "runs", nargs="*", help="a run folder, such as runs/language; several are compared; none: a list of runs/"

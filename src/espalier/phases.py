@@ -13,19 +13,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from espalier.checkpoint import run_identity
 from espalier.checkpoint.save_and_restore import CheckpointInfo, Checkpoints
 from espalier.config import Muon, Recipe
 from espalier.errors import UserError
 from espalier.mechanisms import DTYPES
 from espalier.optim import adamw, muon
 from espalier.optim.base import Optimizer, names_of, owned_by
+from espalier.run import RunFolder
 from espalier.workload import Phase, Workload
 
 
-def checkpoints(recipe: Recipe, folder: str) -> Checkpoints:
-    """Where the run's states are, for this process alone."""
-    target = recipe.checkpoint.target or folder
-    return Checkpoints(target, keep=recipe.checkpoint.keep, keep_best=recipe.checkpoint.keep_best)
+def checkpoints(recipe: Recipe, folder: RunFolder) -> Checkpoints:
+    """Where the states of the run in `folder` are, for this process alone."""
+    target = recipe.checkpoint.target or folder.checkpoints
+    saved = Checkpoints(target, keep=recipe.checkpoint.keep, keep_best=recipe.checkpoint.keep_best)
+    saved.run = run_identity.read(folder.path)
+    return saved
 
 
 def held(workload: Workload, saved: Checkpoints) -> Workload:

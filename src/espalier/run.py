@@ -1,9 +1,12 @@
 """The run folder: opened, locked, compared, taken up again. Imports no torch.
 
-run.toml  cluster.toml  plan.json  data.json  preprocessing/  events.jsonl  report.html  checkpoints/  logs/
+run.toml  run.json  cluster.toml  plan.json  data.json  preprocessing/  events.jsonl  report.html  checkpoints/  logs/
 
-It can be copied: what preprocessing decided of the data (tokenizer, classes, splits) is in `preprocessing/`, so that
-predictions and exports need nothing else; paths to the data are absolute.
+`run.json` says which run it is: the id drawn at the first start (`checkpoint.run_identity`), which every checkpoint and
+export names, and the seal of the places in its recipe (`verbs.run_places`).
+
+The folder can be copied: what preprocessing decided of the data (tokenizer, classes, splits) is in `preprocessing/`, so
+that predictions and exports need nothing else; paths to the data are absolute.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import msgspec
 from espalier import cluster as clusters
 from espalier import config, data_hash
 from espalier.cache_dir import BEFORE, replace, replace_folder, table, unwritable
+from espalier.checkpoint import run_identity
 from espalier.config import recipe_file
 from espalier.errors import UserError
 from espalier.plan import base as plans
@@ -35,7 +39,9 @@ class RunFolder:
 
     Attributes:
         recipe: resolved; cluster: the machines; plan: of the run, or of its phase.
-        data: a hash for each file of the data; preprocessing: what was decided of it when the run began.
+        identity: which run it is.
+        data: a hash for each file of the data, and the notes of its readers.
+        preprocessing: what was decided of the data when the run began.
         events: the run log.
         checkpoints: the saved states, unless `checkpoint.target` names another place.
         logs: what each rank wrote to its standard error.
@@ -47,6 +53,7 @@ class RunFolder:
     def __post_init__(self) -> None:
         self.recipe, self.cluster = self.path / "run.toml", self.path / "cluster.toml"
         self.plan, self.data = self.path / "plan.json", self.path / "data.json"
+        self.identity = self.path / run_identity.NAME
         self.events, self.checkpoints = self.path / "events.jsonl", self.path / "checkpoints"
         self.logs, self.preprocessing = self.path / "logs", self.path / "preprocessing"
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from espalier import accelerator, comm, units
-from espalier.checkpoint import divergence_check, peer_copy, young_daly
+from espalier.checkpoint import divergence_check, peer_copy, run_identity, young_daly
 from espalier.checkpoint.coordination import Coordinator
 from espalier.checkpoint.divergence_check import Alike
 from espalier.checkpoint.in_memory import CopyOptions, Memory
@@ -185,21 +186,30 @@ def _write_rate(setting: RankSetup) -> float:
     return units.rate(setting.recipe.checkpoint.rate, "checkpoint.rate") / nodes.count(nodes[setting.place.rank])
 
 
+def _checkpoints(trainer: Trainer, folder: Path) -> Checkpoints:
+    """The checkpoints of the run in `folder`, for all trainers together."""
+    setting = trainer.setting
+    options = setting.recipe.checkpoint
+    saved = Checkpoints(
+        options.target or folder / "checkpoints",
+        keep=options.keep,
+        keep_best=options.keep_best,
+        group=saving_group(trainer.mesh.trainers),
+        on_event=setting.emit,
+    )
+    saved.trust, saved.rate = setting.trust, _write_rate(setting)
+    if saved.team.rank == 0:  # which judges; at this path another host may have the folder of another run
+        saved.run = run_identity.read(folder)
+    return saved
+
+
 def live(trainer: Trainer) -> dict[str, Any]:
     """Everything between joining and leaving. Returns the steps and tokens done."""
     setting = trainer.setting
     recipe, place = setting.recipe, setting.place
     saved = None
     if setting.folder is not None:
-        target = recipe.checkpoint.target or str(setting.folder / "checkpoints")
-        saved = Checkpoints(
-            target,
-            keep=recipe.checkpoint.keep,
-            keep_best=recipe.checkpoint.keep_best,
-            group=saving_group(trainer.mesh.trainers),
-            on_event=setting.emit,
-        )
-        saved.trust, saved.rate = setting.trust, _write_rate(setting)
+        saved = _checkpoints(trainer, setting.folder)
         why = recovery(recipe, setting.plan)
         saved.alike = _alike(trainer, saved.team) if why == "alike" else None
         if place.refuge is not None:

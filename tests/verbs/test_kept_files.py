@@ -66,7 +66,7 @@ def test_folders_of_another_machine_are_looked_for_in_the_run_and_the_cache(tmp_
     def located(there: str) -> tuple[str | None, object]:
         paths = {"checkpoint": {"target": there}, "store": {"path": [str(tmp_path / "here"), there]}}
         folder.recipe.write_text(recipe_file.dump(recipe_file.from_table({**table, **paths})))
-        found = load_run.located_here(folder)
+        found = load_run.located_here(folder, trust=True).recipe
         assert found.store is not None
         return found.checkpoint.target, found.store.path
 

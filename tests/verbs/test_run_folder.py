@@ -558,9 +558,10 @@ def test_a_run_of_an_earlier_version_reads_its_data_and_refuses_what_changed(hom
         home, *(one.replace("run", "runs/bpe") if one == "run" else one for one in asked)
     )
     table = json.loads((there / "run" / "data.json").read_text())
-    first = next(iter(table))
-    (there / "run" / "data.json").write_text(json.dumps({**table, first: "0" * 32}))
-    assert "has changed since run was begun" in refused(there, "predict", "run", "the")
+    hashes = {**table["hashes"], next(iter(table["hashes"])): "0" * 32}
+    for content in ({**table, "hashes": hashes}, hashes):  # as it is written now, and as that version wrote it
+        (there / "run" / "data.json").write_text(json.dumps(content))
+        assert "has changed since run was begun" in refused(there, "predict", "run", "the")
 
 
 # --- weights to start from -------------------------------------------------------------------------------------------

@@ -10,10 +10,11 @@ import msgspec
 import xxhash
 
 from espalier import serialization
+from espalier.checkpoint.run_identity import RunStamp
 from espalier.errors import UserError
 
-VERSION = 2
-"""1: skeletons are pickles. 2: they are plain values (`serialization`)."""
+VERSION = 3
+"""1: skeletons are pickles. 2: they are plain values (`serialization`). 3: `run` names the run."""
 NAME = "manifest.json"
 
 
@@ -29,7 +30,7 @@ class FileHash(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What one checkpoint is. `seal` is the hash of the rest."""
+    """What one checkpoint is. `run` names the run that wrote it, from format 3 on; `seal` is the hash of the rest."""
 
     version: int = VERSION
     step: int
@@ -38,7 +39,13 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     time: float
     meta: dict[str, Any]
     files: dict[str, FileHash]
+    run: RunStamp | msgspec.UnsetType = msgspec.UNSET
     seal: str = ""
+
+    @property
+    def stamp(self) -> RunStamp | None:
+        """Which run wrote it; None where it does not say that."""
+        return self.run if isinstance(self.run, RunStamp) else None
 
     @property
     def bytes(self) -> int:

@@ -20,12 +20,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from espalier.checkpoint import manifest, state_tree
+from espalier.checkpoint import manifest, run_identity, state_tree
 from espalier.checkpoint.base import Stateful
 from espalier.checkpoint.coordination import Coordinator
 from espalier.checkpoint.divergence_check import Alike
 from espalier.checkpoint.reader import restore
-from espalier.checkpoint.storage import Folder, folder_name, open_place, step_of
+from espalier.checkpoint.run_identity import RunIdentity, RunStamp
+from espalier.checkpoint.storage import Folder, folder_name, open_place, read_manifest, step_of
 from espalier.checkpoint.stored_slice import StoredSlice
 from espalier.checkpoint.writer import Write, WriteJob
 from espalier.errors import RESUME, EspalierError, RunFailed, UserError
@@ -51,7 +52,7 @@ class Loaded(NamedTuple):
 
 
 class CheckpointInfo(NamedTuple):
-    """One checkpoint there is. `why` says what is wrong with its manifest; empty when nothing is."""
+    """One checkpoint there is. `why` says what is wrong with its manifest, or that it is another run's; else empty."""
 
     step: int
     loss: float | None
@@ -59,6 +60,8 @@ class CheckpointInfo(NamedTuple):
     path: str
     why: str = ""
     meta: Mapping[str, Any] = {}
+    run: RunStamp | None = None
+    """Which run wrote it, where its manifest says that."""
 
 
 class Checkpoints:
@@ -99,6 +102,10 @@ class Checkpoints:
         self._failure: EspalierError | None = None
         self.trust = False
         """Whether checkpoints of format 1 are read, whose pickles run whatever their author put there."""
+        self.run: RunIdentity | None = None
+        """Whose checkpoints these are: those of another run are neither loaded, counted nor deleted."""
+        self.doubt = ""
+        """What is to be said of whose checkpoint the last `load` took, see `run_identity.doubt`."""
         self.rate = math.inf
         """Bytes/s that this rank writes at most."""
         self.wrote = 0.0
@@ -137,7 +144,7 @@ class Checkpoints:
         stored = any(isinstance(one, StoredSlice) for one in tensors.values())
         state = {**self._stage.copy(tensors, changing=not stored), **skeletons}
         loss = None if loss is None or not math.isfinite(loss) else loss
-        job, wait = WriteJob(step, state, dict(meta), loss, self.rate), wait or stored
+        job, wait = WriteJob(step, state, dict(meta), loss, self.rate, self.run), wait or stored
         self._writing = f"checkpoint-{step}", self._writer.submit(self._run, job, began, wait)
         if wait:
             self.wait()
@@ -185,7 +192,7 @@ class Checkpoints:
 
         def removed(_: list[None]) -> list[None]:
             for name in self.place.names():
-                if (step_of(name) or 0) > after:
+                if (step_of(name) or 0) > after and not run_identity.is_foreign(self.run, self._entry(name).run):
                     self._remove(name)
             return [None] * self.team.world
 
@@ -200,7 +207,8 @@ class Checkpoints:
         is reported as an incident and the one before it is taken. Sharded tensors must be in the parts' state as
         DTensors, at any number of ranks; a plain tensor the part does not have yet is made.
 
-        Raises UserError when no checkpoint is good, when `step` is not there or damaged, or when a part refuses.
+        Raises UserError when no checkpoint is good, when `step` is not there or damaged, when the one to take is of
+        another run, or when a part refuses.
         """
         self.wait()
         found = self.team.agree(
@@ -219,9 +227,10 @@ class Checkpoints:
         return None
 
     def _take(self, name: str, parts: Mapping[str, Stateful], skipped: list[tuple[str, str]]) -> Loaded:
-        content = self._manifest(name)
+        content = read_manifest(self.place, name)
         read = partial(restore, self.place, name, content.files, parts, self.trust)
         absent = self.team.agree("restoring", read, lambda each: each)
+        self.doubt = run_identity.doubt(self.run, content.stamp, self.place.path(name))
         return Loaded(content.step, content.meta, skipped, absent)
 
     def _wanted(self, step: int | None, most: int | None) -> list[str]:
@@ -234,9 +243,11 @@ class Checkpoints:
         return [folder_name(step)]
 
     def _damage(self, name: str) -> str:
-        """What is wrong with this rank's share of `name`'s files; empty when nothing is."""
+        """What is wrong with this rank's share of `name`'s files; empty when nothing is. Raises UserError where it is
+        another run's."""
         try:
-            content = self._manifest(name)
+            content = read_manifest(self.place, name)
+            run_identity.refuse_foreign(self.run, content.stamp, self.place.path(name))
             for file in sorted(content.files)[self.team.rank :: self.team.world]:
                 with self.place.open(name, file) as opened:
                     if manifest.digest(opened) != content.files[file]:
@@ -247,19 +258,15 @@ class Checkpoints:
             return f"a file is missing or unreadable ({error})"
         return ""
 
-    def _manifest(self, name: str) -> manifest.Manifest:
-        try:
-            with self.place.open(name, manifest.NAME) as file:
-                return manifest.loads(file.read())
-        except FileNotFoundError:
-            raise manifest.Bad(f"{manifest.NAME} is missing") from None
-
     def _entry(self, name: str) -> CheckpointInfo:
+        path = self.place.path(name)
         try:
-            content = self._manifest(name)
+            content = read_manifest(self.place, name)
         except (manifest.Bad, OSError) as error:
-            return CheckpointInfo(step_of(name) or 0, None, 0, self.place.path(name), str(error))
-        return CheckpointInfo(content.step, content.loss, content.bytes, self.place.path(name), meta=content.meta)
+            return CheckpointInfo(step_of(name) or 0, None, 0, path, str(error))
+        entry = CheckpointInfo(content.step, content.loss, content.bytes, path, "", content.meta, content.stamp)
+        foreign = run_identity.is_foreign(self.run, entry.run)
+        return entry._replace(why=f"it belongs to {entry.run}") if foreign else entry
 
     def _report(self, skipped: list[tuple[str, str]], taken: str) -> None:
         for name, why in skipped:
@@ -290,12 +297,14 @@ class Checkpoints:
     def _prune(self, newest: str) -> None:
         """Deletes what `keep` and `keep_best` do not hold, and steps after `newest`: an abandoned attempt's.
 
-        A checkpoint whose manifest cannot be read does not count as one kept, and goes when it is older than those.
+        A checkpoint whose manifest cannot be read does not count as one kept, and goes when it is older than those. One
+        of another run does not count and stays.
         """
         if self.team.rank != 0:
             return
-        names = self.place.names()
-        ours = {name: self._entry(name) for name in names[: names.index(newest) + 1]}
+        entries = {name: self._entry(name) for name in self.place.names()}
+        names = [name for name, entry in entries.items() if not run_identity.is_foreign(self.run, entry.run)]
+        ours = {name: entries[name] for name in names[: names.index(newest) + 1]}
         good = [name for name, entry in ours.items() if not entry.why]
         kept = {name for name in ours if name >= min(good[-self.keep :], default=newest)}
         if self.hold is not None:

@@ -1,4 +1,4 @@
-"""Checkpoint storage: a local folder, or anything fsspec can write to (`s3://…`, `gs://…`, `memory://…`).
+"""Checkpoint storage: a local folder, or a store of objects that fsspec reaches (`s3://…`, `gs://…`, `abfs://…`).
 
 A local checkpoint is written as `step-N.tmp` and renamed when it is whole. Stores of objects cannot rename, so there
 the manifest goes up last: a folder without one is not a checkpoint.
@@ -6,21 +6,24 @@ the manifest goes up last: a folder without one is not a checkpoint.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol, cast
 
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.storage import StorageReader
 
-from espalier.cache_dir import sync_folder
+from espalier.cache_dir import is_url, sync_folder, unwritable
 from espalier.checkpoint import manifest
+from espalier.checkpoint.run_identity import OWNER
 from espalier.checkpoint.write_rate import WriteLimit
-from espalier.errors import UserError, missing_extra
+from espalier.errors import EspalierError, RunFailed, UserError, missing_extra
+from espalier.foreign_files import printable
 
 _FOLDER = re.compile(r"^step-(\d{8,})$")
 
@@ -58,6 +61,15 @@ class Storage(Protocol):
     def path(self, name: str) -> str:
         """What people call `name`."""
 
+    def claim(self, content: bytes) -> bytes:
+        """Writes `content` as `owner.json` beside the checkpoints, unless there is one; gives what is there then."""
+        ...
+
+
+PROTOCOLS = ("file", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory")
+"""Of a URL: folders, stores of objects (Amazon, Google, Azure), and a process's memory. fsspec has more, also some that
+run commands or ask any server."""
+
 
 def folder_name(step: int) -> str:
     """`step-00000100`."""
@@ -71,13 +83,29 @@ def step_of(name: str) -> int | None:
 
 
 def open_place(target: str | Path) -> Storage:
-    """The place `target` names: a path, `file://…`, or a URL of fsspec's. Raises UserError for an unknown scheme."""
+    """The place `target` names: a path, `file://…`, or a URL of `PROTOCOLS`. Raises UserError for any other."""
     text = str(target)
     if text.startswith("file://"):
         return Folder(Path(text.removeprefix("file://")))
-    if isinstance(target, Path) or "://" not in text:
+    if isinstance(target, Path) or not is_url(text):
         return Folder(Path(target))
+    protocol = text.partition("://")[0]
+    if protocol not in PROTOCOLS:
+        raise UserError(
+            f"checkpoint.target = {printable(text)!r} is no place for checkpoints.",
+            why=f"{printable(protocol)} is none of {', '.join(PROTOCOLS)}",
+            do="name a folder, or a URL such as s3://bucket/run",
+        )
     return Remote(text)
+
+
+def read_manifest(place: Storage, name: str) -> manifest.Manifest:
+    """The manifest of checkpoint `name`. Raises Bad when it is damaged or missing, OSError, UserError."""
+    try:
+        with place.open(name, manifest.NAME) as file:
+            return manifest.loads(file.read())
+    except FileNotFoundError:
+        raise manifest.Bad(f"{manifest.NAME} is missing") from None
 
 
 class Folder:
@@ -152,6 +180,17 @@ class Folder:
         """See Place."""
         return str(self.root / name)
 
+    def claim(self, content: bytes) -> bytes:
+        """See Place."""
+        path = self.root / OWNER
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileExistsError), path.open("xb") as file:
+                file.write(content)
+            return path.read_bytes()
+        except OSError as error:
+            raise unwritable(path, error, "name another checkpoint.target") from error
+
     def _unfinished(self, name: str) -> Path:
         return self.root / f"{name}.tmp"
 
@@ -163,22 +202,19 @@ class Remote:
         try:
             from fsspec.core import url_to_fs
 
-            self.fs, self.root = url_to_fs(url)
+            with _asking(url):
+                self.fs, self.root = url_to_fs(url)
         except ImportError as error:
             raise missing_extra(error.name or "fsspec", "hub", f"checkpoint.target = {url!r}") from None
-        except ValueError as error:
-            raise UserError(
-                f"checkpoint.target = {url!r} is not a place fsspec knows.",
-                why=str(error),
-                do="name a folder, or a URL such as s3://bucket/run",
-            ) from None
         self.url = url.rstrip("/")
         self._local: dict[str, Path] = {}
 
     def names(self) -> list[str]:
-        """Only folders that have a manifest: without one an upload never ended."""
-        found = [name for name in self._folders() if self.fs.exists(self._at(name, manifest.NAME))]
-        return sorted(found, key=lambda name: step_of(name) or 0)
+        """Only folders that have a manifest: without one an upload never ended. Raises RunFailed where the store
+        does not answer."""
+        with _asking(self.url):
+            whole = [name for name in self._folders() if self.fs.exists(self._at(name, manifest.NAME))]
+        return sorted(whole, key=lambda name: step_of(name) or 0)
 
     def begin(self, name: str) -> Path:
         """See Place."""
@@ -218,8 +254,13 @@ class Remote:
         self.fs.rm(self._at(name), recursive=True)
 
     def open(self, name: str, file: str) -> IO[bytes]:
-        """See Place."""
-        return cast("IO[bytes]", self.fs.open(self._at(name, file), "rb"))
+        """See Place. What a store's client raises is an OSError."""
+        try:
+            return cast("IO[bytes]", self.fs.open(self._at(name, file), "rb"))
+        except (OSError, MemoryError):
+            raise
+        except Exception as error:  # clients of stores have no common base of their errors
+            raise OSError(f"{type(error).__name__}: {printable(error)}") from error
 
     def reader(self, name: str) -> StorageReader:
         """See Place."""
@@ -231,6 +272,15 @@ class Remote:
         """See Place."""
         return f"{self.url}/{name}"
 
+    def claim(self, content: bytes) -> bytes:
+        """See Place. Stores have no lock: of two that ask at the same moment the later one is there."""
+        path = self._at(OWNER)
+        with _asking(self.url):
+            if not self.fs.exists(path):
+                self.fs.makedirs(str(self.root), exist_ok=True)
+                self.fs.pipe_file(path, content)
+            return cast("bytes", self.fs.cat_file(path))
+
     def _folders(self) -> list[str]:
         try:
             listed: list[Any] = self.fs.ls(self.root, detail=False)
@@ -240,3 +290,21 @@ class Remote:
 
     def _at(self, *parts: str) -> str:
         return "/".join((str(self.root).rstrip("/"), *parts))
+
+
+@contextlib.contextmanager
+def _asking(url: str) -> Iterator[None]:
+    """Turns what fsspec and the client of a store raise into one error: UserError for an address that is none, else
+    RunFailed, as a network may be there again."""
+    try:
+        yield
+    except (EspalierError, ImportError, MemoryError):
+        raise
+    except Exception as error:  # clients of stores have no common base of their errors
+        reason = printable(error).rstrip(".") or "it gives no reason"
+        kind = UserError if isinstance(error, ValueError) else RunFailed
+        raise kind(
+            f"checkpoint.target = {printable(url)!r} cannot be reached.",
+            why=f"{type(error).__name__}: {reason}",
+            do="check the address, the network and your credentials for it",
+        ) from error

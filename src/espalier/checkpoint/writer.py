@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
@@ -18,19 +20,22 @@ from espalier.checkpoint import manifest
 from espalier.checkpoint.coordination import Coordinator
 from espalier.checkpoint.dcp_metadata import NAME as METADATA
 from espalier.checkpoint.dcp_planners import SavePlanner
-from espalier.checkpoint.storage import Folder, Storage, folder_name
+from espalier.checkpoint.run_identity import RunIdentity, refuse_foreign
+from espalier.checkpoint.storage import Folder, Storage, folder_name, read_manifest
 from espalier.checkpoint.write_rate import LimitedFileSystem, WriteLimit
 from espalier.errors import EspalierError
 
 
 class WriteJob(NamedTuple):
-    """What to write: flat names to CPU tensors (or DTensors of them) and bytes. `rate`: bytes/s at most."""
+    """What to write: flat names to CPU tensors (or DTensors of them) and bytes. `rate`: bytes/s at most; `run`: whose
+    checkpoint it is."""
 
     step: int
     state: dict[str, Any]
     meta: dict[str, Any]
     loss: float | None
     rate: float = math.inf
+    run: RunIdentity | None = None
 
 
 _Share = tuple[list[Any], dict[str, tuple[int, str]], float]
@@ -70,6 +75,8 @@ class Write:
 
     def _join(self, plans: list[list[Any]]) -> list[list[Any]]:
         with _Explained(self.place.path(self.name)):
+            with contextlib.suppress(manifest.Bad, OSError):  # what is damaged, or not there, may be replaced
+                refuse_foreign(self.job.run, read_manifest(self.place, self.name).stamp, self.place.path(self.name))
             self.place.clean(self.name)
             self._writer()
         joined, self._metadata = self._planner.create_global_plan([_save_plan(items) for items in plans])
@@ -100,6 +107,7 @@ class Write:
                 time=time.time(),
                 meta=self.job.meta,
                 files=files,
+                run=msgspec.UNSET if self.job.run is None else self.job.run.run,
             )
             self.place.commit(self.name, content)
         return [(content.bytes, max(seconds for *_, seconds in shares))] * self.team.world

@@ -75,15 +75,19 @@ def dump(recipe: config.Recipe) -> str:
 
 def changed(before: config.Recipe, after: config.Recipe) -> list[tuple[str, Any, Any]]:
     """The keys whose change alters the meaning of a run, as (key, before, after)."""
-    left, right = dict(_leaves(to_table(before))), dict(_leaves(to_table(after)))
-    found = []
-    for key in sorted({*left, *right}):
-        if _same(left.get(key), right.get(key)):
-            continue
-        if any(key == free or key.startswith(free + ".") for free in config.RESUMABLE):
-            continue
-        found.append((key, left.get(key), right.get(key)))
-    return found
+    left, right = meaning(before), meaning(after)
+    keys = sorted({*left, *right})
+    return [(key, left.get(key), right.get(key)) for key in keys if not _same(left.get(key), right.get(key))]
+
+
+def meaning(recipe: config.Recipe) -> dict[str, Any]:
+    """The options that say what a run means, by key: without those that say how it is carried out."""
+    return {key: value for key, value in leaves(to_table(recipe)) if not _is_resumable(key)}
+
+
+def _is_resumable(key: str) -> bool:
+    cache = key.startswith("data.") and key.endswith(".cache")
+    return cache or any(key == free or key.startswith(free + ".") for free in config.RESUMABLE)
 
 
 # --- reading -----------------------------------------------------------------------------------------------------
@@ -191,7 +195,7 @@ def _normalise(table: Table) -> Table:
 
 def _refuse_odd_values(table: Table, origin: str) -> None:
     """Refuses what TOML's text form cannot carry, wherever it stands: such a recipe could not be written to the run."""
-    for key, value in _leaves(table):
+    for key, value in leaves(table):
         for item in value if isinstance(value, list) else [value]:
             if isinstance(item, float) and math.isnan(item):
                 raise UserError(f"{origin}: {key} is not a number (nan).", do="give a number or leave the key out")
@@ -206,7 +210,7 @@ def _same(left: Any, right: Any) -> bool:
     return type(left) is type(right) and bool(left == right)
 
 
-def _leaves(table: Any) -> Iterator[tuple[str, Any]]:
+def leaves(table: Any) -> Iterator[tuple[str, Any]]:
     """Each value that is not itself a table, with its dotted key. Not recursive: a recipe may nest very deeply."""
     waiting: list[tuple[str, Any]] = [("", table)]
     while waiting:

@@ -349,7 +349,7 @@ class Planning(Options, frozen=True):
 
 
 class Checkpoint(Options, frozen=True):
-    """When the state is saved, and where. `target` is a folder or any fsspec URL.
+    """When the state is saved, and where. `target`: a folder, or the URL of a store of objects (`storage.PROTOCOLS`).
 
     `every`: steps, or `"auto"`: from what saves are measured to cost and how often something fails. `rate`: bytes per
     second that a machine writes at most, as `"200MB/s"`; None: as fast as its disk or network goes.

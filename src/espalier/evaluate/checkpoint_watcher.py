@@ -75,7 +75,7 @@ class CheckpointWatcher:
             os.close(self._lock)
             raise UserError(f"{run} is being evaluated by another process.", do="wait for it, or end it") from None
         self._saved, self._held = saved, Checkpoints(folder / "held")
-        self._held.trust = saved.trust
+        self._held.trust, self._held.run = saved.trust, saved.run
         self._content = {name: task.content for name, task in tasks.items()}
         self._skipped: set[tuple[int, str]] = set()
         self._seen = set(self.history.saved)

@@ -5,7 +5,8 @@ writes these; a reader ignores names and fields it does not know:
 
 | event      | fields |
 |------------|--------|
-| run        | step (already done: 0, or the checkpoint resumed from), steps (wanted), name, workload, parameters, |
+| run        | step (already done: 0, or the checkpoint resumed from), steps (wanted), name, |
+|            | run {id, name, host, begun, meaning: as in run.json}, workload, parameters, |
 |            | ranks, threads (per rank), versions {name: text}, host {name: text}, pid, |
 |            | notes (of the data, in sentences), |
 |            | derivations [{key, value, why}], source (where the state was taken up: memory or disk, and why), |

@@ -41,10 +41,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints each task's figures as they come; 1 when a task or a checkpoint failed."""
     count = _workers(arguments.workers)
     folder = runs.find(arguments.run)
-    recipe = folder.read()
+    recipe = opened.located_here(folder, arguments.trust).said()
     workload = open_workload(folder, recipe, arguments.trust)
     found = tasks(workload, workload_registry.row(recipe), arguments.task, arguments.run)
-    saved = phases.checkpoints(recipe, str(folder.checkpoints))
+    saved = phases.checkpoints(recipe, folder)
     saved.trust = arguments.trust
     open_ = partial(open_in_worker, arguments.run, arguments.task, arguments.trust, workload.phases()[0])
     # Counted by the driver's library, without touching a GPU: the workers do.
@@ -64,13 +64,13 @@ def open_workload(folder: runs.RunFolder, recipe: Recipe, trust: bool, phase: Ph
     whole = opened.open_workload(folder, recipe, trust, DataChoice(evaluates=True))
     if phase is not None:
         return whole.at(phase)
-    return phases.held(whole, phases.checkpoints(recipe, str(folder.checkpoints)))
+    return phases.held(whole, phases.checkpoints(recipe, folder))
 
 
 def open_in_worker(run: str, asked: Sequence[str], trust: bool, phase: Phase) -> Opened:
     """What a worker process needs of the run in `run`; the process then steps back."""
     folder = runs.find(run)
-    recipe = folder.read()
+    recipe = opened.located_here(folder, trust).recipe  # the first process has said what is not used
     workload = open_workload(folder, recipe, trust, phase)
     found = tasks(workload, workload_registry.row(recipe), asked, run)
     low_priority.step_back()

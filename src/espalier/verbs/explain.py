@@ -50,7 +50,7 @@ def _energy(arguments: argparse.Namespace) -> int:
     from espalier.verbs.run_data import DataChoice
 
     for name in arguments.names:
-        trained = open_trained(name, data=DataChoice(predicts=True))
+        trained = open_trained(name, arguments.trust, DataChoice(predicts=True))
         energy = workload_registry.row(trained.recipe).energy
         if energy is None:
             raise UserError(

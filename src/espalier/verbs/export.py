@@ -7,11 +7,13 @@ import json
 import shutil
 from pathlib import Path
 
+import msgspec
 import torch
 from safetensors.torch import load_file, save_model
 from torch import nn
 
 from espalier import cache_dir, workload_registry
+from espalier.checkpoint import run_identity
 from espalier.config import Adapters
 from espalier.errors import UserError
 from espalier.terminal import say
@@ -39,12 +41,21 @@ def run(arguments: argparse.Namespace) -> int:
         loads = known[form](trained.workload, trained.model, out)
     else:
         loads = safetensors(trained, out, arguments.trust)
+    _stamp(trained, out)
     if arguments.json:
         print(json.dumps({"folder": str(out), "step": trained.step}))
     else:
         say(f"{out}: the model after step {trained.step}, checked by reloading.")
         say(f"  {loads}")
     return 0
+
+
+def _stamp(trained: Trained, target: Path) -> None:
+    """Writes beside the exported weights which run they are of, and after how many steps."""
+    identity = run_identity.read(trained.folder.path)
+    if identity is not None:
+        stamp = {**msgspec.to_builtins(identity.run), "step": trained.step}
+        cache_dir.replace(target / run_identity.NAME, json.dumps(stamp, indent=1), "name another folder with --out")
 
 
 def _refuse_merging(trained: Trained, form: str) -> None:

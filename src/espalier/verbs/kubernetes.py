@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Plans the run, and writes the manifest."""
     torch.set_num_threads(1)
     wanted = options(arguments.kubernetes)
-    resolved = prepare.resolve(arguments.recipe, arguments.overrides, run=arguments.run)
+    resolved = prepare.resolve(arguments.recipe, arguments.overrides, arguments.trust, arguments.run)
     cluster = prepare.machines(resolved.recipe)
     decision = planning.decided(resolved, cluster, None)
     if not decision.fits:

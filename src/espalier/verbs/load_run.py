@@ -15,7 +15,7 @@ from espalier.config import Recipe
 from espalier.errors import UserError
 from espalier.mechanisms import DTYPES
 from espalier.plan import base as plans
-from espalier.verbs import prepare, run_data
+from espalier.verbs import prepare, run_data, run_places
 from espalier.verbs.run_data import NOTHING, DataChoice
 from espalier.workload import Workload
 
@@ -46,18 +46,20 @@ def trained(
     Raises UserError when there is none.
     """
     folder = runs.find(path)
-    recipe = located_here(folder)
+    recipe = located_here(folder, trust).said()
     workload = open_workload(folder, recipe, trust, data)
     device = device or accelerator.of_rank(0)
     if not folder.checkpoints.exists():
         model = workload.build(device, DTYPES[recipe.train.precision])
         if workload_registry.row(recipe).packed(model, folder.path):
             return Trained(folder, recipe, workload, model.eval(), recipe.train.steps or 0)
-    saved = phases.checkpoints(recipe, str(folder.checkpoints))
+    saved = phases.checkpoints(recipe, folder)
     saved.trust = trust
     workload = phases.held(workload, saved)
     model = workload.build(device, DTYPES[recipe.train.precision])
     loaded = saved.load({"model": model})
+    if saved.doubt:
+        prepare.say(f"note: {saved.doubt}")
     if loaded is None:
         raise UserError(
             f"The run in {path} has no checkpoint yet.",
@@ -74,11 +76,11 @@ def trained(
     return Trained(folder, recipe, workload, model.eval(), step)
 
 
-def located_here(folder: runs.RunFolder) -> Recipe:
-    """The recipe of the run, as on a machine to which its folder was copied: where `checkpoint.target` is not there,
-    checkpoints are those in the folder; where `store.path` is not there, rows of features wait in the cache, and what
-    optimizer nodes hold is in the folder."""
-    recipe = folder.read()
+def located_here(folder: runs.RunFolder, trust: bool) -> run_places.Use:
+    """The recipe of the run with the places that may be used, as on a machine to which its folder was copied: where
+    `checkpoint.target` is not there, checkpoints are those in the folder; where `store.path` is not there, rows of
+    features wait in the cache, and what optimizer nodes hold is in the folder."""
+    recipe, note = run_places.usable(folder, folder.read(), trust)
     target, store = recipe.checkpoint.target, recipe.store
     if target is not None and "://" not in target and not os.path.exists(target) and folder.checkpoints.exists():
         recipe = recipe.changed(checkpoint=recipe.checkpoint.changed(target=None))
@@ -86,7 +88,7 @@ def located_here(folder: runs.RunFolder) -> Recipe:
         paths = (store.path,) if isinstance(store.path, str) else store.path
         if not all(map(os.path.exists, paths)):
             recipe = recipe.changed(store=store.changed(path=None))
-    return recipe
+    return run_places.Use(recipe, note)
 
 
 def open_workload(folder: runs.RunFolder, recipe: Recipe, trust: bool, data: DataChoice) -> Workload:

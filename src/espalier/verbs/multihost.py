@@ -26,6 +26,7 @@ from espalier.resilience.base import Budget, Failure
 from espalier.terminal import say
 from espalier.track.events import read
 from espalier.track.progress import Forgiving, trouble
+from espalier.verbs import run_places
 
 MODULE = "espalier.verbs.host_worker"
 LOG = "hosts.log"
@@ -46,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _train(arguments: argparse.Namespace, named: Sequence[hosts.Host]) -> int:
-    recipe = recipe_file.load(arguments.recipe, arguments.overrides)
+    recipe = run_places.load(arguments.recipe, arguments.overrides, arguments.trust)
     value_ranges.check(recipe)
     chosen, here = hosts.here_first(named)
     folder = Path(arguments.run or Path("runs") / recipe.name)

@@ -13,13 +13,14 @@ import torch.distributed as dist
 
 from espalier import cluster as clusters
 from espalier import plain_collectives, terminal, workload_registry
-from espalier.config import Recipe, recipe_file
+from espalier.config import Recipe
 from espalier.hardware import multihost_probe, probe
 from espalier.launch.base import RankSpec
 from espalier.plan import request_from_recipe
 from espalier.plan.request import Request
 from espalier.run import RunFolder
 from espalier.track.progress import Waiting
+from espalier.verbs import run_places
 from espalier.workload import Workload
 
 Resolved = workload_registry.Resolved
@@ -30,7 +31,7 @@ PRECISION = "on GPUs the fastest of what they compute fast; on processors fp32, 
 def resolve(path: str | Path, overrides: Sequence[str], trust: bool = False, run: str | None = None) -> Resolved:
     """Reads a recipe and derives what it leaves open. `trust`: who made the run that is taken up again is trusted;
     `run`: its folder, where that is not the recipe's."""
-    recipe = recipe_file.load(path, overrides)
+    recipe = run_places.load(path, overrides, trust)
     existing = RunFolder(run_path(recipe, run))
     kept = existing.kept() if existing.exists() else None
     return replace(settle(recipe, Path(path).absolute().parent, kept), trust=trust)

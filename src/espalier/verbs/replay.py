@@ -22,6 +22,7 @@ import torch
 from espalier import cluster as clusters
 from espalier import run as runs
 from espalier.cache_dir import unwritable
+from espalier.checkpoint import run_identity
 from espalier.checkpoint.storage import folder_name
 from espalier.config import Recipe
 from espalier.errors import Interrupted, UserError
@@ -37,7 +38,7 @@ from espalier.verbs.load_run import located_here
 
 COMPARED = ("loss", "gradient_norm")
 """Fields of a step that are compared bit for bit."""
-_KEPT = ("data.json", skip_list.NAME)
+_KEPT = ("data.json", run_identity.NAME, skip_list.NAME)
 _Rows = dict[int, events.Event]
 
 
@@ -50,7 +51,11 @@ def run(arguments: argparse.Namespace) -> int:
     if step not in before:
         made = f"its run log has steps {min(before)} to {max(before)}" if before else "it has made none yet"
         raise UserError(f"The run in {folder.path} has no step {step}.", why=made, do="--step with one of those")
-    first = max((entry.step for entry in _entries(folder) if not entry.why and entry.step < step), default=0)
+    recipe = located_here(folder, arguments.trust).said()
+    first = max(
+        (entry.step for entry in checkpoints(recipe, folder).entries() if not entry.why and entry.step < step),
+        default=0,
+    )
     try:
         with TemporaryDirectory(dir=folder.path, prefix=".replay-") as made:
             again, now = _again(folder, runs.RunFolder(Path(made)), first, arguments)
@@ -79,15 +84,11 @@ def _recorded(folder: runs.RunFolder) -> tuple[_Rows, _Rows]:
     return steps, begun
 
 
-def _entries(folder: runs.RunFolder) -> Any:
-    return checkpoints(located_here(folder), str(folder.checkpoints)).entries()
-
-
 def _again(
     folder: runs.RunFolder, made: runs.RunFolder, first: int, arguments: argparse.Namespace
 ) -> tuple[_Rows, events.Event]:
     """Steps `first + 1` to the one asked for, made in the folder `made`, and the `run` event of these."""
-    recipe, plan = located_here(folder), plans.read(folder.plan)
+    recipe, plan = located_here(folder, arguments.trust).recipe, plans.read(folder.plan)
     if any(one.role != "trainer" for one in plan.ranks):
         raise UserError(
             f"No step of the run in {folder.path} can be made again.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,8 +17,33 @@ from espalier.config import Recipe
 from espalier.errors import UserError
 from espalier.import_function import KEPT_CODE, unchanged_sources
 from espalier.track import events
-from espalier.verbs import prepare, run_seal
+from espalier.verbs import prepare, run_places, run_seal
 from espalier.workload import Workload
+
+
+class DataRecord(msgspec.Struct, frozen=True):
+    """What `data.json` holds: a hash for each file of the data, and the notes of its readers (`Workload.notes`), as on
+    what they did not use. Earlier versions wrote the hashes alone."""
+
+    hashes: Mapping[str, str]
+    notes: tuple[str, ...] = ()
+
+
+def read_record(folder: runs.RunFolder) -> DataRecord | None:
+    """What the run's `data.json` holds; None where there is none. Raises UserError for a damaged one."""
+    try:
+        text = folder.data.read_bytes()
+    except FileNotFoundError:
+        return None
+    with suppress(msgspec.DecodeError):
+        return DataRecord(serialization.from_json(text, dict[str, str]))
+    try:
+        record: DataRecord = serialization.from_json(text, DataRecord)
+    except msgspec.DecodeError as error:
+        raise UserError(
+            f"{folder.data} is damaged: {error}.", do="remove it; the present data is then accepted"
+        ) from None
+    return record
 
 
 @dataclass(frozen=True)
@@ -28,10 +54,12 @@ class DataHashes:
     changed: Sequence[str] = ()
     notes: Sequence[str] = ()
 
-    def keep(self, folder: runs.RunFolder, freeze: Callable[[Path], None]) -> None:
-        """Into the run folder, with what preprocessing decided (`freeze` writes it); what changed into the run log."""
+    def keep(self, folder: runs.RunFolder, freeze: Callable[[Path], None], notes: Sequence[str] = ()) -> None:
+        """Into the run folder, with what preprocessing decided (`freeze` writes it) and the `notes` of the data's
+        readers; what changed into the run log."""
         folder.freeze(freeze)
-        cache_dir.replace(folder.data, json.dumps(self.hashes, indent=1))
+        record = DataRecord(self.hashes, tuple(notes))
+        cache_dir.replace(folder.data, json.dumps(msgspec.to_builtins(record), indent=1))
         if self.changed:
             with events.Log(folder.events) as log:
                 log.write("data", changed=list(self.changed), action="accepted, as faults.changed_data says")
@@ -43,9 +71,10 @@ def data_of(folder: runs.RunFolder, recipe: Recipe, workload: Workload) -> DataH
     now = workload_registry.row(recipe).contents(runs.located(recipe), workload)
     if not folder.exists():
         return DataHashes(now)
-    before = _before(folder)
-    if before is None:
+    record = read_record(folder)
+    if record is None:
         return DataHashes(now, notes=[f"{folder.path} has no data hashes: the present data is accepted"])
+    before = record.hashes
     if recipe.tasks:  # each has data of its own, and may have come since
         both = before.keys() & now.keys()
         changed = _changes({name: before[name] for name in both}, {name: now[name] for name in both})
@@ -64,19 +93,6 @@ def data_of(folder: runs.RunFolder, recipe: Recipe, workload: Workload) -> DataH
     return DataHashes(now, changed, [f"the data has changed since the run began: {first}{more}"])
 
 
-def _before(folder: runs.RunFolder) -> dict[str, str] | None:
-    """The hashes that the run has of its data."""
-    try:
-        found: dict[str, str] = serialization.from_json(folder.data.read_bytes(), dict[str, str])
-        return found
-    except FileNotFoundError:
-        return None
-    except msgspec.DecodeError as error:
-        raise UserError(
-            f"{folder.data} is damaged: {error}.", do="remove it; the present data is then accepted"
-        ) from None
-
-
 def _changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """See `data_hash.differences`. Earlier versions have relative paths."""
     absolute = {path if (path := os.path.abspath(name)) in now else name: one for name, one in before.items()}
@@ -86,9 +102,9 @@ def _changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 def refuse_changed(folder: runs.RunFolder, recipe: Recipe, workload: Workload) -> None:
     """Raises UserError where the data is not what a run was trained on that has kept nothing of its preprocessing: its
     tokenizer and its classes would be derived from other data."""
-    before = _before(folder)
+    record = read_record(folder)
     now = workload_registry.row(recipe).contents(runs.located(recipe), workload)
-    changed = _changes(before, now) if before else []
+    changed = _changes(record.hashes, now) if record else []
     if changed:
         raise UserError(
             f"{changed[0]} since {folder.path} was begun, and the run does not keep what it made of its data.",
@@ -133,6 +149,8 @@ def resolved(
     origin = Path(last["recipe_folder"]) if last.get("recipe_folder") else None
     source = run_seal.Origin(origin, kept, reads)
     run_seal.check(recipe, source, str(last.get("seal", "")), str(folder.path), trust)
+    if reads and data.path is None:
+        run_places.refuse_hub(folder, recipe, trust)
     place = origin if kept is None or unchanged_sources(kept, origin) else kept / KEPT_CODE
     if data.path is not None:
         recipe = _with_data(recipe, data.path)

@@ -16,6 +16,7 @@ import torch
 from espalier import accelerator, phases
 from espalier import cluster as clusters
 from espalier import run as runs
+from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.config import Recipe, graphs
 from espalier.config.graphs import Batches
 from espalier.errors import UserError
@@ -38,8 +39,9 @@ TRIAL_SECONDS = 0.6
 """How long each candidate runs in each round, warm-up not counted."""
 
 
-def entered(workload: Workload, recipe: Recipe, folder: runs.RunFolder, world: int | None) -> Workload:
-    """The workload of the phase that the run is in. Raises UserError where it has several and ranks are there."""
+def entered(workload: Workload, recipe: Recipe, saved: Checkpoints, world: int | None) -> Workload:
+    """The workload of the phase that the run is in, by its checkpoints. Raises UserError where it has several and ranks
+    are there."""
     if len(workload.phases()) == 1:
         return workload
     if world is not None:
@@ -48,7 +50,7 @@ def entered(workload: Workload, recipe: Recipe, folder: runs.RunFolder, world: i
             why="each phase is planned anew, and may want other ranks",
             do="espalier train on one machine",
         )
-    return phases.enter(recipe, workload, phases.checkpoints(recipe, str(folder.checkpoints)))
+    return phases.enter(recipe, workload, saved)
 
 
 def planned(

@@ -41,21 +41,28 @@ class Origin(NamedTuple):
 def seal(recipe: Recipe, origin: Origin) -> str:
     """Of a run that begins: what it runs and from where; empty where it names no code, or the key cannot be kept."""
     code = _code(recipe)
-    if not code:
-        return ""
+    return signed([code, *origin.told()]) if code else ""
+
+
+def signed(content: object) -> str:
+    """A keyed hash of plain values, which this user alone can make; empty where the key cannot be kept."""
     try:
         key = _key()
     except OSError:
         return ""
-    told = json.dumps([code, *origin.told()]).encode()
-    return hmac.new(key, told, sha256).hexdigest()
+    return hmac.new(key, json.dumps(content).encode(), sha256).hexdigest()
+
+
+def is_signed(content: object, seal: str) -> bool:
+    """Whether `seal` is what `signed` gives this user for `content`."""
+    return bool(seal) and hmac.compare_digest(seal.encode(), signed(content).encode())
 
 
 def check(recipe: Recipe, origin: Origin, sealed: str, run: str, trust: bool) -> None:
     """Raises UserError where opening the run in `run` would run code and neither did this user begin it nor is it
     trusted. `origin.folder`, `sealed`: as its first event has them."""
     code = _code(recipe, origin.reads)
-    if not code or trust or (sealed and hmac.compare_digest(sealed, seal(recipe, origin))):
+    if not code or trust or (sealed and hmac.compare_digest(sealed.encode(), seal(recipe, origin).encode())):
         return
     place = origin.kept / KEPT_CODE if origin.kept else origin.folder
     says = ", ".join(f"{key} = {value!r}" for key, value in code.items())

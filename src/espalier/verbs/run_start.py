@@ -1,18 +1,25 @@
-"""Run start: what was decided of a run that is about to begin or go on, and where it goes."""
+"""Run start: what was decided of a run that is about to begin or go on, where it goes, and which checkpoints are its
+own."""
 
 from __future__ import annotations
 
+import os
 import platform
 import socket
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 
+import msgspec
 import torch
 
 from espalier import cache_dir, workload_registry
 from espalier import cluster as clusters
 from espalier import run as runs
-from espalier.config import model_kinds, recipe_file
+from espalier.checkpoint import run_identity
+from espalier.checkpoint.run_identity import RunIdentity, RunStamp
+from espalier.checkpoint.save_and_restore import CheckpointInfo, Checkpoints
+from espalier.config import Recipe, model_kinds, recipe_file
 from espalier.hardware import resource_limits
 from espalier.launch import base as launch
 from espalier.launch import version_check
@@ -21,8 +28,14 @@ from espalier.plan import device_model
 from espalier.plan.collective_time import used
 from espalier.rank_setup import RankSetup
 from espalier.verbs import prepare as ready
-from espalier.verbs import run_seal
+from espalier.verbs import run_places, run_seal
 from espalier.workload import PackStart, Workload
+
+
+def _system() -> str:
+    """`Linux-6.1.0-x86_64-with-glibc2.36`. `platform.platform` may run a program for the same."""
+    system = os.uname()
+    return f"{system.sysname}-{system.release}-{system.machine}-with-{''.join(platform.libc_ver())}"
 
 
 @dataclass(frozen=True)
@@ -64,8 +77,10 @@ class RunStart:
         recipe, derivations = self.resolved.recipe, self.resolved.derivations
         if recipe.store is not None:
             self.pack(self.plan.ranks[place.rank].node, waits=True)
+        identity = run_identity.read(self.folder.path)  # where this rank sees the run's folder
         about = {
             "name": recipe.name,
+            "run": None if identity is None else msgspec.to_builtins(identity.run),
             "workload": type(self.workload).__name__.removesuffix("Workload").lower(),
             "parameters": self.parameters,
             "ranks": len(self.plan.ranks),
@@ -77,7 +92,7 @@ class RunStart:
             },
             "host": {
                 "name": socket.gethostname(),
-                "system": platform.platform(),
+                "system": _system(),
                 "processor": resource_limits.processor(),
             },
             "data": self.workload.fingerprint(),
@@ -96,3 +111,62 @@ class RunStart:
         """What all ranks must have in common."""
         recipe = cache_dir.hashed(recipe_file.to_table(self.resolved.recipe))
         return version_check.identity(recipe=recipe, data=self.workload.fingerprint())
+
+
+# --- whose checkpoints they are --------------------------------------------------------------------------------------
+
+
+def meaning(recipe: Recipe, data: str) -> str:
+    """A digest of what a run means. `data`: its fingerprint, which stands for the paths."""
+    options = recipe_file.meaning(recipe)
+    paths = [key for key in options if key.startswith("data.") and key.endswith(".path")]
+    return cache_dir.hashed([{key: options[key] for key in options.keys() - {*paths}}, data])
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The identity of a run that starts, and what is to be said of it."""
+
+    identity: RunIdentity
+    saved: Checkpoints
+    notes: Sequence[str] = ()
+    new: bool = False
+    """Whether it was drawn now."""
+
+    def keep(self, folder: runs.RunFolder, recipe: Recipe) -> None:
+        """Writes the identity into the run folder, and beside checkpoints that are elsewhere. Raises UserError where
+        another run was first there."""
+        identity = self.identity
+        if recipe.checkpoint.target is not None:
+            path = self.saved.place.path(run_identity.OWNER)
+            content = self.saved.place.claim(msgspec.json.encode(identity.run))
+            first = run_identity.loads(content, RunStamp, path)
+            if self.new and first.meaning == identity.run.meaning:
+                identity = run_identity.taken_up(first)
+            run_identity.refuse_foreign(identity, first, path)
+        sealed = msgspec.structs.replace(identity, seal=run_places.seal(recipe))
+        cache_dir.replace(folder.identity, msgspec.json.format(msgspec.json.encode(sealed)).decode())
+
+
+def owner_of(folder: runs.RunFolder, recipe: Recipe, data: str, saved: Checkpoints) -> Owner:
+    """Who the checkpoints of a run belong to that starts or goes on; `data`: the fingerprint of its data.
+
+    A run without a folder that means the same as the run of the newest checkpoint goes on as that one: its folder was
+    lost, and its checkpoints are elsewhere. Raises UserError where a checkpoint is of another run.
+    """
+    owner, entries = _stamped(folder, meaning(recipe, data), saved)
+    for entry in entries:
+        run_identity.refuse_foreign(owner.identity, entry.run, entry.path)
+    nameless = [entry.path for entry in entries if entry.run is None and not entry.why][-1:]
+    return replace(owner, notes=[*owner.notes, *(run_identity.doubt(owner.identity, None, path) for path in nameless)])
+
+
+def _stamped(folder: runs.RunFolder, digest: str, saved: Checkpoints) -> tuple[Owner, list[CheckpointInfo]]:
+    entries, before = saved.entries(), run_identity.read(folder.path)
+    if before is not None:
+        return Owner(before.now_means(digest), saved), entries
+    stamps = [entry.run for entry in entries if entry.run is not None]
+    if not stamps or stamps[-1].meaning != digest:
+        return Owner(run_identity.new(folder.path.name, socket.gethostname(), digest), saved, new=True), entries
+    note = f"{entries[-1].path} is of {stamps[-1]}, with the same recipe, seed and data: the run goes on as that one"
+    return Owner(run_identity.taken_up(*stamps), saved, [note]), entries

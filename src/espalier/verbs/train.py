@@ -19,9 +19,9 @@ import torch
 from espalier import accelerator, config, mechanisms, phases, units, worker, workload_registry
 from espalier import cluster as clusters
 from espalier import run as runs
-from espalier.checkpoint.save_and_restore import Checkpoints
+from espalier.checkpoint.save_and_restore import CheckpointInfo
 from espalier.checkpoint.storage import open_place
-from espalier.config import Constant, Recipe, graphs, model_kinds, recipe_file
+from espalier.config import Constant, Recipe, graphs, model_kinds
 from espalier.config.base import Derivation
 from espalier.config.graphs import Batches
 from espalier.errors import EspalierError, Interrupted
@@ -48,9 +48,9 @@ from espalier.terminal import line, say
 from espalier.track import report
 from espalier.track.events import Log
 from espalier.track.progress import Forgiving, Progress, trouble
-from espalier.verbs import kept_files, printing, run_data, run_plan, run_resizer
+from espalier.verbs import kept_files, printing, run_data, run_places, run_plan, run_resizer
 from espalier.verbs import prepare as ready
-from espalier.verbs.run_start import RunStart
+from espalier.verbs.run_start import RunStart, owner_of
 from espalier.workload import Workload
 
 WAIT = 600.0
@@ -210,7 +210,7 @@ def _resolved(arguments: argparse.Namespace, place: launch.RankSpec | None) -> r
     run's folder."""
     if place is None:
         return ready.resolve(arguments.recipe, arguments.overrides, arguments.trust, arguments.run)
-    recipe = recipe_file.load(arguments.recipe, arguments.overrides)
+    recipe = run_places.load(arguments.recipe, arguments.overrides, arguments.trust)
     own = None if place.rank else ready.run_path(recipe, arguments.run)
     timeout = units.seconds(recipe.comm.timeout, "comm.timeout")
     store, deadline = launch.store(place, timeout), Deadline(timeout, f"Rank {place.rank}")
@@ -275,7 +275,7 @@ def phased(job: RunStart) -> Iterator[RunStart]:
         yield job
         if phase.stop >= (resolved.recipe.train.steps or 0):
             return
-        saved = phases.checkpoints(resolved.recipe, str(folder.checkpoints))
+        saved = phases.checkpoints(resolved.recipe, folder)
         workload = phases.enter(resolved.recipe, job.whole, saved)
         plan = run_plan.choose(resolved, workload, job.cluster)
         run_plan.refuse_elsewhere(plan, None)
@@ -359,11 +359,13 @@ def decided(
 ) -> RunStart:
     """Plans the run and opens its folder. `nodes`: the machine that each rank is on already."""
     recipe = given.resolved.recipe
-    if recipe.checkpoint.target is not None:
-        open_place(recipe.checkpoint.target)  # an unknown scheme is refused before anything is written
+    open_place(recipe.checkpoint.target or given.path)  # an unknown scheme is refused before anything is written
     cluster = machines()
     folder = runs.open_folder(given.path)
     try:
+        saved = phases.checkpoints(recipe, folder)
+        owner = owner_of(folder, recipe, given.workload.fingerprint(), saved)
+        saved.run = owner.identity
         data = run_data.data_of(folder, recipe, given.workload)
         chosen, why = given.batches, ""
         if chosen is None and drawn_batches.is_open(recipe):
@@ -372,13 +374,18 @@ def decided(
             chosen, why = run_plan.batches(given.resolved, given.workload, choose, trials)
         resolved, workload = run_plan.with_batches(given.resolved, given.workload, chosen)
         given, recipe = replace(given, workload=workload), resolved.recipe
-        workload = run_plan.entered(workload, recipe, folder, world)
+        workload = run_plan.entered(workload, recipe, saved, world)
         plan = drawn_batches.told(run_plan.planned(folder, resolved, workload, cluster, world), chosen, why)
         if given.launched:
             run_plan.refuse_roles(plan)
         if nodes is not None:
             plan = run_plan.on_hosts(nodes, plan, cluster)
         checkpoint_cost.refuse_full(plan, recipe.checkpoint, folder.checkpoints)
+        entries = saved.entries()
+        finished = _has_last_step(entries, recipe)
+        begins = not finished or given.before is None
+        if begins:
+            owner.keep(folder, recipe)
     except BaseException:
         folder.discard_if_empty()
         folder.release()
@@ -386,18 +393,23 @@ def decided(
     if recipe.train.precision == AUTO:
         by_plan = Derivation("train.precision", plan.precision, ready.PRECISION)
         resolved = replace(resolved, derivations=[*resolved.derivations, by_plan])
-    saved = Checkpoints(recipe.checkpoint.target or str(folder.checkpoints)).entries()
-    finished = bool(saved) and not saved[-1].why and saved[-1].step >= (recipe.train.steps or 0)
-    if not finished:
-        data.keep(folder, partial(workload_registry.row(recipe).freeze, given.workload))
+    if begins:
+        freeze = partial(workload_registry.row(recipe).freeze, given.workload)
+        data.keep(folder, freeze, workload.notes())
         folder.write(recipe, cluster, plan)
         if not given.quiet:
-            for note in [*workload.notes(), *data.notes, *(_stretched(given.before, recipe) if given.before else ())]:
+            stretched = _stretched(given.before, recipe) if given.before else []
+            for note in [*owner.notes, *workload.notes(), *data.notes, *stretched]:
                 line(f"note: {note}")
             printing.plan(plan, resolved.derivations, recipe.train.steps, model_kinds.of(recipe.model).unit)
     parameters = ready.parameters(recipe, workload)
-    new = given.before is None and not saved
+    new = given.before is None and not entries
     return RunStart(resolved, workload, cluster, plan, parameters, folder, given.quiet, given.workload, new, finished)
+
+
+def _has_last_step(entries: Sequence[CheckpointInfo], recipe: Recipe) -> bool:
+    """Whether nothing is left to train."""
+    return bool(entries) and not entries[-1].why and entries[-1].step >= (recipe.train.steps or 0)
 
 
 def _stretched(before: config.Recipe, recipe: config.Recipe) -> list[str]:

@@ -1,0 +1,276 @@
+"""A run is itself, and places are sealed: checkpoints of another run are refused by name, and opening a run of somebody
+else reaches no server, starts no program and writes nothing outside its folder and this user's own cache."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import tempfile
+import tomllib
+from pathlib import Path
+
+import pytest
+import tomli_w
+from programs import MACHINE, forked, scripted
+
+from espalier.evaluate import worker_pool  # noqa: F401  (what forks need is imported once)
+from espalier.verbs import eval_watch, export, infer_over_ranks, plan, predict, replay  # noqa: F401
+
+RECIPE = """name = "s"
+[model]
+kind = "gpt"
+width = 16
+depth = 1
+[data]
+path = "{home}/t.txt"
+tokenizer = "bytes"
+[train]
+steps = 2
+sequence = 16
+batch_tokens = 64
+validate_tokens = 64
+[plan]
+trial = false
+cluster = "{home}/machine.toml"
+[plan.pin]
+ranks = 1
+threads = 1
+"""
+
+
+def train(home: Path, run: str, *changes: str, recipe: str = "r.toml"):
+    return forked(home, "train", recipe, "--run", run, *changes)
+
+
+def trained(home: Path, run: str, *changes: str) -> None:
+    done = train(home, run, *changes)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of two seeds, `one` and `two`."""
+    home = tmp_path_factory.mktemp("places")
+    (home / "r.toml").write_text(RECIPE.format(home=home))
+    (home / "machine.toml").write_text(MACHINE)
+    (home / "t.txt").write_text("".join(f"line {i}: the number {i * i % 977} and {i % 31}\n" for i in range(400)))
+    trained(home, "one")
+    trained(home, "two", "train.seed=2")
+    return home
+
+
+@pytest.fixture
+def home(begun: Path, tmp_path: Path) -> Path:
+    """A copy, whose paths are those of the first."""
+    shutil.copytree(begun, tmp_path / "home")
+    return tmp_path / "home"
+
+
+# --- a run is itself -------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_of_another_run_in_the_place_of_this_runs_is_refused_by_name(home: Path) -> None:
+    place = home / "one" / "checkpoints" / "step-00000002"
+    shutil.rmtree(place)
+    shutil.copytree(home / "two" / "checkpoints" / "step-00000002", place)
+    weights = {file.name: file.read_bytes() for file in place.iterdir()}
+    verbs = (["train", "r.toml", "--run", "one", "train.steps=3"], ["eval", "one"], ["predict", "one", "l"],
+             ["export", "one"], ["eval", "one", "--workers", "1"])  # fmt: skip
+    for verb in verbs:
+        done = forked(home, *verb)
+        assert done.returncode == 2, (verb, done.stdout)
+        assert re.search(r"belongs to run two \(\w+\) of host .*, begun on 2\d+-", done.stdout + done.stderr), verb
+    assert {file.name: file.read_bytes() for file in place.iterdir()} == weights
+
+
+def test_two_runs_with_one_target_are_not_taken_for_one(home: Path) -> None:
+    shared = f"checkpoint.target={home / 'shared'}"
+    trained(home, "three", shared)
+    done = train(home, "four", shared, "train.seed=2")
+    assert done.returncode == 2
+    assert "shared/step-00000002 belongs to run three" in done.stderr
+    assert not (home / "four").exists()
+    shutil.rmtree(home / "shared" / "step-00000002")  # before its first checkpoint a run has its target too
+    done = train(home, "four", shared, "train.seed=2")
+    assert done.returncode == 2
+    assert "shared/owner.json belongs to run three" in done.stderr
+
+
+def test_a_run_whose_folder_was_lost_goes_on_from_its_target(home: Path) -> None:
+    target = f"checkpoint.target={home / 'saved'}"
+    trained(home, "three", target)
+    lost = json.loads((home / "three" / "run.json").read_text())
+    shutil.rmtree(home / "three")
+    done = train(home, "again", target, "train.steps=3")
+    assert done.returncode == 0, done.stderr
+    assert "with the same recipe, seed and data: the run goes on as that one" in done.stdout
+    assert json.loads((home / "again" / "run.json").read_text())["run"]["id"] == lost["run"]["id"]
+    steps = [json.loads(line) for line in (home / "again" / "events.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in steps if event["event"] == "step"] == [3]
+
+
+def test_a_copied_run_goes_on_and_says_in_every_place_which_run_it_is(home: Path) -> None:
+    shutil.copytree(home / "one", home / "copy")
+    trained(home, "copy", "train.steps=3")
+    run = json.loads((home / "one" / "run.json").read_text())["run"]
+    assert json.loads((home / "copy" / "run.json").read_text())["run"] == run
+    manifest = json.loads((home / "copy" / "checkpoints" / "step-00000003" / "manifest.json").read_text())
+    events = map(json.loads, (home / "copy" / "events.jsonl").read_text().splitlines())
+    assert manifest["run"] == run
+    assert {event["run"]["id"] for event in events if event["event"] == "run"} == {run["id"]}
+    assert forked(home, "export", "copy").returncode == 0
+    assert json.loads((home / "copy" / "export-hf" / "run.json").read_text()) == {**run, "step": 3}
+
+
+def test_equal_recipes_have_equal_weights_and_other_ids(home: Path) -> None:
+    trained(home, "same")
+    folders = [home / run for run in ("one", "same")]
+    for name in ("checkpoints/step-00000002/__0_0.distcp", "export-hf/model.safetensors"):
+        for folder in folders:
+            assert "export" not in name or forked(home, "export", folder.name).returncode == 0
+        first, second = ((folder / name).read_bytes() for folder in folders)
+        assert first == second, name
+    ids = {json.loads((folder / "run.json").read_text())["run"]["id"] for folder in folders}
+    assert len(ids) == 2
+
+
+def test_a_run_of_an_earlier_version_is_read_with_one_line(home: Path) -> None:
+    (home / "one" / "run.json").unlink()
+    hashes = json.loads((home / "one" / "data.json").read_text())["hashes"]
+    (home / "one" / "data.json").write_text(json.dumps(hashes))  # as earlier versions wrote it
+    done = forked(home, "eval", "one")
+    assert done.returncode == 0, done.stderr
+    assert "note: the run folder has no run.json" in done.stderr
+    trained(home, "one", "train.steps=3")
+    record = json.loads((home / "one" / "data.json").read_text())
+    assert record["hashes"] == hashes
+    assert isinstance(record["notes"], list)
+
+
+# --- places are sealed -----------------------------------------------------------------------------------------------
+
+WATCHED = """
+import json, os, sys
+
+INSIDE = [os.path.realpath(path) for path in {inside!r}]
+log = os.open({log!r}, os.O_WRONLY | os.O_CREAT | os.O_APPEND)  # ranks are forked from here
+watching = [""]
+
+def place(path, folder):
+    path = os.fsdecode(path)
+    if isinstance(folder, int) and folder >= 0 and not os.path.isabs(path):
+        path = os.path.join(os.readlink(f"/proc/self/fd/{{folder}}"), path)
+    return os.path.realpath(path)
+
+def note(event, what):
+    os.write(log, json.dumps([watching[0], event, what]).encode() + b"\\n")
+
+def inside(path):
+    return any(path == one or path.startswith(one + "/") for one in INSIDE)
+
+def watch(event, given):
+    path = None
+    if event == "open" and not isinstance(given[0], int) and given[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+        path = place(given[0], -1)
+    elif event in ("os.remove", "os.rmdir", "os.mkdir"):
+        path = place(given[0], given[-1])
+    elif event in ("os.rename", "os.link", "os.symlink"):
+        path = place(given[1], given[-1])
+    elif event == "socket.connect" and not isinstance(given[1], str):
+        note(event, repr(given[1]))
+    elif event in ("socket.getaddrinfo", "subprocess.Popen", "os.system", "os.posix_spawn"):
+        note(event, repr(given))
+    if path is not None and not inside(path):
+        note(event, path)
+
+from espalier import cli
+sys.addaudithook(watch)
+for name, words in {verbs!r}.items():
+    watching[0] = name
+    for stream in (sys.stdout, sys.stderr):
+        print("---", name, file=stream, flush=True)
+    print("code", cli.main(words), file=sys.stderr, flush=True)
+"""
+
+VERBS = {
+    "predict": ["predict", "run", "line"],
+    "eval": ["eval", "run"],
+    "other data": ["eval", "run", "--data", "t.txt"],
+    "tasks": ["eval", "run", "--workers", "1"],
+    "export": ["export", "run"],
+    "explain": ["explain", "--energy", "run"],
+    "replay": ["replay", "run", "--step", "2"],
+    "report": ["report", "run"],
+    "diagnose": ["diagnose", "run"],
+    "plan": ["plan", "run/run.toml"],
+    "train": ["train", "run/run.toml", "--run", "run", "train.steps=3"],
+}
+SILENT = ("report", "diagnose")
+"""Verbs that use no place."""
+
+
+def watched(home: Path, verbs: dict[str, list[str]]) -> tuple[dict[str, str], list[list[str]]]:
+    """What each verb wrote to standard error, with its exit code, and what was done outside the run folder, the cache
+    and temporary files: (verb, event, what)."""
+    temporary = Path(tempfile.gettempdir())
+    inside = [home / "run", home / "cache", Path("/dev"), Path("/proc")]
+    script, log = home / "watched.py", home / "log.jsonl"
+    script.write_text(WATCHED.format(inside=[str(place) for place in inside], verbs=verbs, log=str(log)))
+    done = scripted(home, script)
+    said = dict(part.split("\n", 1) for part in done.stderr.split("--- ")[1:])
+    events = [json.loads(line) for line in log.read_text().splitlines()]
+    return said, [event for event in events if Path(event[2]).parent != temporary or home.name in event[2]]
+
+
+def foreign(home: Path, target: str) -> None:
+    """Makes `run` of `one`, with the places of somebody else in its recipe."""
+    shutil.copytree(home / "one", home / "run")
+    file, outside = home / "run" / "run.toml", str(home / "outside")
+    recipe = tomllib.loads(file.read_text())
+    recipe["checkpoint"]["target"] = target
+    recipe["data"][0]["cache"] = outside
+    recipe["track"]["to"] = ["mlflow", "wandb"]
+    recipe["launch"] |= {"python": f"{outside}/python", "command": "touch outside {host} {command}"}
+    file.write_text(tomli_w.dumps(recipe))
+
+
+def test_opening_a_run_of_somebody_else_with_any_verb_stays_in_its_folder(home: Path) -> None:
+    foreign(home, "s3://127.0.0.1/ck")
+    said, left = watched(home, VERBS)
+    assert left == []
+    assert not (home / "outside").exists()
+    for verb, text in said.items():
+        assert "Traceback" not in text, text
+        assert f"code {2 if verb == 'explain' else 0}" in text, (verb, text)  # the energy of text is not known
+        assert ("note: not used without --trust" in text) == (verb not in SILENT), (verb, text)
+    assert said.keys() == VERBS.keys()
+
+
+def test_trust_or_ones_own_option_uses_a_place_and_says_so(home: Path) -> None:
+    foreign(home, "ftp://127.0.0.1:9/ck")
+    named = [f"checkpoint.target={home}/run/named", f"data.cache={home}/run/tokens", "track.to=[]"]
+    verbs = {
+        "trusted": ["eval", "run", "--data", "t.txt", "--trust"],
+        "named": ["train", "run/run.toml", "--run", "run", "train.steps=3", *named],
+    }
+    said, left = watched(home, verbs)
+    assert {verb for verb, *_ in left} == {"trusted"}  # the cache that the recipe names
+    assert re.search(r"note: used, as --trust says.*checkpoint.target = 'ftp:.*data.cache", said["trusted"])
+    assert "ftp is none of file, s3" in said["trusted"]
+    (note,) = [line for line in said["named"].splitlines() if line.startswith("note: not used")]
+    assert "launch.command" in note
+    assert not any(option.partition("=")[0] in note for option in named)
+    assert (home / "run" / "named" / "step-00000003").exists()
+
+
+def test_checkpoints_at_a_place_of_somebody_else_are_refused_by_name(home: Path) -> None:
+    foreign(home, "s3://127.0.0.1/ck")
+    shutil.rmtree(home / "run" / "checkpoints")
+    verbs = {verb: VERBS[verb] for verb in ("predict", "tasks", "train")}
+    said, left = watched(home, verbs)
+    assert left == []
+    for text in said.values():
+        assert "The checkpoints of run are at s3://127.0.0.1/ck, where nothing is read or written." in text
+        assert "--trust" in text
+        assert "code 2" in text
