@@ -27,6 +27,9 @@ QUIET = ("DEBUG", "INFO", "NOTICE", "WARN", "WARNING")
 """Levels of lines that are a cause only where nothing louder is one."""
 LOUD = ("ERROR", "CRITICAL", "FATAL", "SEVERE")
 """Levels of lines that are alarming even where no rule knows them."""
+_WARNING = re.compile(r"\b\w*Warning: ")
+_HARDWARE = re.compile(r"\bS?Xid\b.*: ?\d+|NET/IB\b.*\b(?:status|error)[ =]+\d|vendor err \d+")
+"""Lines about machines that rules of other roles know."""
 _HEAD = re.compile(
     r"^\s*(?:\+ Exception Group )?(?:Original )?Traceback \(most recent call last\)|^Stack trace|^\s*Original Traceback"
 )
@@ -53,7 +56,15 @@ class Finding:
     @property
     def quiet(self) -> bool:
         """Whether the line itself does not call it an error."""
-        return self.line.level in QUIET and self.rule.role != "hardware"
+        warns = self.line.level in QUIET or _WARNING.search(self.line.text) is not None
+        return warns and self.rule.role != "hardware"
+
+    @property
+    def about_hardware(self) -> bool:
+        """Whether the line is about a machine that should be tested: a driver's, a kernel's or a scheduler's."""
+        if self.rule.role == "hardware":
+            return (self.rule.action or REASONS[self.rule.reason].action) == "isolate"
+        return _HARDWARE.search(self.line.text) is not None
 
 
 @dataclass(frozen=True)
