@@ -100,7 +100,18 @@ def findings(lines: Sequence[Line], rules: Iterable[Rule]) -> list[Finding]:
             covered[line.rank] = line.number + said[0].span if said[0].span else 0
         else:
             found.append(_finding(line, said[0], said[1].groupdict(), chains.get(line.number, -1)))
-    return found
+    return [finding for finding in found if not _continued(finding, found)]
+
+
+def _continued(finding: Finding, every: Sequence[Finding]) -> bool:
+    """Whether the message of an exception begins on the next lines, and is known by itself."""
+    if finding.rule.role != "exception" or not finding.line.text.rstrip().endswith(":"):
+        return False
+    at = bisect_left(every, finding.line.number + 1, key=lambda other: other.line.number)
+    return any(
+        other.rule.role == "root" and other.rank == finding.rank and other.line.number <= finding.line.number + 3
+        for other in every[at : at + 3]
+    )
 
 
 def _finding(line: Line, rule: Rule, groups: Mapping[str, str | None], chain: int) -> Finding:
@@ -223,12 +234,15 @@ def _renamed(named: Finding, faults: Sequence[Finding]) -> Cause:
     refined = next((one for one in before if named.rule.id in one.rule.after), None)
     root = named
     if refined is not None:
-        root, named = named, refined
+        root, named = min(named, refined, key=lambda one: one.line.number), refined
     earlier = [one for one in before if one.rule.id in named.rule.after and one.line.number < root.line.number]
     earlier += [
         one
         for one in before
-        if one.rule.reason == named.rule.reason and one.line.number < root.line.number and _one_fault(one, root)
+        if one.rule.reason == named.rule.reason
+        and one.line.number < root.line.number
+        and _one_fault(one, root)
+        and one.quiet <= root.quiet
     ]
     if earlier:
         root = min(earlier, key=lambda one: one.line.number)
