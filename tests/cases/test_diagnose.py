@@ -103,7 +103,8 @@ def test_a_line_calls_for_its_action(action: str, text: str) -> None:
 HARDWARE = re.compile(
     r"Xid|ECC|EDAC|fallen off the bus|NVLink|NVSwitch|\blink\b.{0,20}down|Machine check|mce:|I/O error|Node failure|"
     r"NODE.FAIL|NodeNotReady|not respond|unreachable|lost communication|vendor err|ibv_|port error|panic|"
-    r"critical temperature|heartbeat|NIC Link|Cable error|transport retry|GSP|reboot|lockup|ib0|UE memory|medium error|-fs error",
+    r"critical temperature|heartbeat|NIC Link|Cable error|transport retry|GSP|reboot|lockup|ib0|UE memory|"
+    r"medium error|-fs error",
     re.IGNORECASE,
 )
 """Words of drivers, kernels and schedulers about machines, listed without looking at the rules."""

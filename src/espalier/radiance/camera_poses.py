@@ -49,24 +49,24 @@ def number_of(value: object) -> float:
         return math.inf
 
 
-def rows_of(value: object, shapes: tuple[tuple[int, int], ...]) -> Tensor | None:
-    """Rows of numbers as float32 of one of these shapes; None of anything else. What is no number is nan."""
-    if not isinstance(value, list) or not all(isinstance(row, list) for row in value):
+def rows_of(value: object, counts: tuple[int, ...], width: int) -> Tensor | None:
+    """So many rows of `width` numbers as float32; None of anything else. What is no number is nan."""
+    if not isinstance(value, list) or len(value) not in counts:
         return None
-    if {(len(value), len(row)) for row in value} not in [{shape} for shape in shapes]:
+    if not all(isinstance(row, list) and len(row) == width for row in value):
         return None
     return torch.tensor([[number_of(cell) for cell in row] for row in value], dtype=torch.float64).float()
 
 
 def pose_of(frame: Mapping[str, Any], where: str) -> Tensor:
     """The pose of a frame: float32 [4, 4]. Raises UserError where it is none."""
-    rows = rows_of(frame.get("transform_matrix"), ((4, 4), (3, 4)))
+    rows = rows_of(frame.get("transform_matrix"), (4, 3), 4)
     if rows is None:
         raise UserError(f"{where} has no transform_matrix of numbers.", do="four rows of four numbers")
     pose = checked_pose(rows[:3], where)
     if len(rows) == 4 and not torch.allclose(rows[3:], pose[3:], atol=1e-4):
         raise UserError(
-            f"{where} has a transform_matrix that ends in {[round(cell, 4) for cell in rows[3].tolist()]}.",
+            f"{where} has a transform_matrix that ends in {rows[3].tolist()}.",
             why="the last row of a pose is 0, 0, 0, 1",
             do="rows of the matrix, not columns",
         )
@@ -88,17 +88,12 @@ def checked_pose(rows: Tensor, where: str) -> Tensor:
             why="its three axes do not span the space",
             do="leave that frame out, or correct it",
         )
-    if volume < 0:
-        raise UserError(
-            f"{where} has a mirrored pose.",
-            why="its axes are left-handed: right, up, back are right-handed",
-            do="negate one of the first three columns: the one that the other program points the other way",
-        )
-    if float((axes.T @ axes - torch.eye(3)).abs().max()) > UPRIGHT or float(lengths.max() / lengths.min()) > 1.05:
+    skewed = float((axes.T @ axes - torch.eye(3)).abs().max()) > UPRIGHT
+    if volume < 0 or skewed or float(lengths.max() / lengths.min()) > 1.05:
         raise UserError(
             f"{where} has a pose that is no rotation.",
-            why="its three axes are not perpendicular and of one length",
-            do="camera-to-world matrices without shear, or leave that frame out",
+            why="its axes (right, up, back) are not perpendicular, of one length and right-handed",
+            do="camera-to-world matrices that neither mirror nor shear, or leave that frame out",
         )
     return torch.cat([torch.cat([axes, rows[:, 3:]], 1), torch.eye(4)[3:]])
 

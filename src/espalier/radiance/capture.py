@@ -45,11 +45,11 @@ class Capture:
 
 def held_out_split(pictures: Sequence[Path]) -> dict[str, list[int]]:
     """Every eighth picture for validation and test alike; views of one picture stay together."""
-    numbers = {picture: number for number, picture in enumerate(dict.fromkeys(pictures))}
-    apart = len(numbers) > FEWEST
-    views = [apart and numbers[picture] % HELD_OUT == 0 for picture in pictures]
-    held_out = [view for view, out in enumerate(views) if out]
-    return {"train": [view for view, out in enumerate(views) if not out], "val": held_out, "test": held_out}
+    distinct = list(dict.fromkeys(pictures))
+    apart = set(distinct[::HELD_OUT]) if len(distinct) > FEWEST else set()
+    held_out = [view for view, picture in enumerate(pictures) if picture in apart]
+    train = [view for view, picture in enumerate(pictures) if picture not in apart]
+    return {"train": train, "val": held_out, "test": held_out}
 
 
 def check_enough(train: Sequence[int], where: str) -> None:

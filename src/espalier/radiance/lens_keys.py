@@ -4,7 +4,7 @@ or for each of its frames. OpenCV's perspective distortion is honoured; other ca
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 from espalier.errors import UserError
 from espalier.foreign_files import printable
 from espalier.radiance.camera_poses import number_of
-from espalier.radiance.rays import Lens, distorted
+from espalier.radiance.rays import ITERATIONS, Lens, undistorted
 
 FOCAL = ("camera_angle_x", "camera_angle_y", "fl_x", "fl_y")
 DISTORTION = ("k1", "k2", "k3", "p1", "p2")
@@ -21,8 +21,8 @@ KEYS = (*FOCAL, "cx", "cy", "w", "h", *DISTORTION, "camera_model")
 PERSPECTIVE = ("PINHOLE", "SIMPLE_PINHOLE", "SIMPLE_RADIAL", "RADIAL", "OPENCV", "FULL_OPENCV", "PERSPECTIVE")
 """Camera models that `DISTORTION` describes, with those of its coefficients that are not 0."""
 UNDISTORT = "undistort the pictures (colmap image_undistorter, ns-process-data), and give a lens without distortion"
-INVERSE = 1e-3
-"""By how much a corner may differ, on the plane at depth 1, after its distortion is inverted and applied again."""
+INVERSE = 1e-4
+"""By how much one more iteration may move a corner on the plane at depth 1, once its distortion is inverted."""
 
 
 def of_frame(table: Mapping[str, Any], frame: Mapping[str, Any]) -> dict[str, Any]:
@@ -37,13 +37,12 @@ def lens_of(table: Mapping[str, Any], width: int, height: int, where: str) -> Le
     """The lens of a table for pictures of this size. Raises UserError."""
     wide = _number(table, "w", width)
     if not 0 < wide < math.inf:
-        raise UserError(f"{where} has a width of {printable(table.get('w'), 60)}.", do='"w" in pixels, or leave it out')
+        raise UserError(f"{where} has a width of {wide:g}.", do='"w" in pixels, or leave it out')
     factor = width / wide
     tall = _number(table, "h", height / factor)
     if not abs(tall * factor - height) <= 1:
-        size = f"{wide:g} × {printable(table.get('h'), 60)}"
         raise UserError(
-            f"{where} is of images of {size} pixels, and its images have {width} × {height}.",
+            f"{where} is of images of {wide:g} × {tall:g} pixels, and its images have {width} × {height}.",
             do='the "w" and "h" of these images before they were made smaller, or neither; pictures on their side '
             "(EXIF) are not turned",
         )
@@ -63,10 +62,9 @@ def _focal(table: Mapping[str, Any], wide: float, tall: float, where: str) -> tu
         raise UserError(
             f"{where} says nothing of the lens.", do='"camera_angle_x": radians between 0 and 3.14, or "fl_x": pixels'
         )
-    given = table.get("fl_y", table.get("camera_angle_y")) is not None
+    given = any(table.get(key) is not None for key in ("fl_y", "camera_angle_y"))
     if given and not 0.1 < down / across < 10:
-        value = printable(table.get("fl_y", table.get("camera_angle_y")), 60)
-        raise UserError(f"{where} has a vertical focal length of {value}.", do='"fl_y" in pixels, or leave it out')
+        raise UserError(f"{where} has a vertical focal length of {down:g}.", do='"fl_y" in pixels, or leave it out')
     return across, down / across if given else 1.0
 
 
@@ -87,12 +85,11 @@ def _distortion(table: Mapping[str, Any], lens: Lens, where: str) -> tuple[float
     values = tuple(_number(table, key, 0.0) for key in DISTORTION)
     if not any(values):
         return ()
-    bent = lens._replace(distortion=values)
-    x, y = (torch.tensor(row) for row in ([0.0, 0, 1, 1, 0.5, 0], [0.0, 1, 0, 1, 0, 0.5]))
-    flat = bent.on_plane(x * lens.width, y * lens.height)
-    back, true = distorted(*flat, values), lens.on_plane(x * lens.width, y * lens.height)
-    if not all(torch.allclose(*pair, atol=INVERSE) for pair in zip(back, true, strict=True)):
-        words = ", ".join(f"{key} = {printable(table.get(key, 0), 30)}" for key in DISTORTION)
+    corners = torch.tensor([[0.0, 1, 0, 1], [0, 0, 1, 1]]) * torch.tensor([[lens.width], [lens.height]])
+    plane = lens.on_plane(*corners)
+    steps = [torch.stack(undistorted(*plane, values, count)) for count in (ITERATIONS, ITERATIONS + 1)]
+    if not float((steps[0] - steps[1]).abs().max()) < INVERSE:
+        words = ", ".join(f"{key} = {value}" for key, value in zip(DISTORTION, values, strict=True))
         raise UserError(f"{where} has a distortion that cannot be inverted ({words}).", do=UNDISTORT)
     return values
 
@@ -101,29 +98,23 @@ def _number(table: Mapping[str, Any], key: str, default: float) -> float:
     return default if table.get(key) is None else number_of(table[key])
 
 
-def common_lens(lenses: Iterable[tuple[str, Lens]]) -> Lens:
+def common_lens(lenses: Sequence[tuple[str, Lens]]) -> Lens:
     """The lens of all (where, lens). Raises UserError naming the first two that differ."""
-    first: tuple[str, Lens] | None = None
+    first_where, first = lenses[0]
     for where, lens in lenses:
-        first = (where, lens) if first is None else first
-        if not _alike(lens, first[1]):
+        if not np.allclose(_numbers(lens), _numbers(first), rtol=1e-3, atol=1e-4):
             raise UserError(
-                f"{where} has a focal length of {_described(lens)}, and {first[0]} one of {_described(first[1])}.",
+                f"{where} has a focal length of {_described(lens)}, and {first_where} one of {_described(first)}.",
                 why="all views have one lens",
                 do="pictures of one camera and zoom; others in a scene of their own",
             )
-    assert first is not None
-    return first[1]
+    return first
 
 
-def _alike(lens: Lens, other: Lens) -> bool:
-    bent = [one.distortion or (0.0,) * len(DISTORTION) for one in (lens, other)]
-    sizes = [(one.focal, *one.center, one.aspect) for one in (lens, other)]
-    return np.allclose(*sizes, rtol=1e-3) and np.allclose(*bent, rtol=1e-2, atol=1e-4)
+def _numbers(lens: Lens) -> list[float]:
+    return [lens.focal, *lens.center, lens.aspect, *(lens.distortion or [0.0] * len(DISTORTION))]
 
 
 def _described(lens: Lens) -> str:
     words = f"{lens.focal:.1f} pixels and a center at {lens.center[0]:.1f}, {lens.center[1]:.1f}"
-    words += f", fl_y {lens.focal * lens.aspect:.1f}" if lens.aspect != 1 else ""
-    bent = ", ".join(f"{key} {value:g}" for key, value in zip(DISTORTION, lens.distortion, strict=False) if value)
-    return words + (f", {bent}" if bent else "")
+    return words if lens[4:] == (1.0, ()) else f"{words}, aspect and distortion {lens[4:]}"

@@ -5,8 +5,6 @@ Poses are centred and scaled so that the near plane is at depth 1, and rays are 
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +14,10 @@ from torch import Tensor
 
 from espalier import foreign_files
 from espalier.errors import UserError
-from espalier.foreign_files import unused
 from espalier.radiance import pictures
 from espalier.radiance.camera_poses import FARTHEST, Placement, checked_pose
 from espalier.radiance.capture import Capture, check_enough, held_out_split
+from espalier.radiance.lens_keys import lens_of
 from espalier.radiance.rays import Array, Lens, device_coordinates, rays_of
 from espalier.units import plural
 
@@ -41,7 +39,7 @@ def read(folder: Path) -> Capture:
         raise UserError(f"{folder} has {len(paths)} images and {len(table)} poses.", do="one image for each pose")
     parts = held_out_split(paths)
     check_enough(parts["train"], str(folder))
-    header = pictures.headers(paths)
+    kind, turned = pictures.headers(paths)
     with np.errstate(over="ignore"):  # to infinity, which is refused
         matrices = table[:, :15].reshape(-1, 3, 5).astype(np.float32)
     axes = np.stack([matrices[:, :, 1], -matrices[:, :, 0], matrices[:, :, 2]], 2)  # LLFF: down, right, back
@@ -50,13 +48,13 @@ def read(folder: Path) -> Capture:
     near = float(table[:, 15].min())
     if not 1 / FARTHEST < near < FARTHEST:
         raise UserError(f"{where} has a nearest depth of {near}.", do="depths above 0 in column 16")
-    lens = _lens(matrices[:, :, 4], header.width, header.height, where)
+    lens = _lens(matrices[:, :, 4], kind.width, kind.height, where)
     placement = _centred(poses, 1 / (0.75 * near), where)
     placed = placement.of(poses)
-    others = Counter(path.suffix.lower() or path.name for path in entries if path not in set(paths))
-    notes = [unused("files of images/ that end in", ending, plural(count, "file")) for ending, count in others.items()]
+    others = len(entries) - len(paths)
+    notes = [f"not used: {plural(others, 'file')} of images/ that are no PNG or JPEG"] if others else []
     box = _device_box(lens, placed, where)
-    return Capture(lens, paths, placed, parts, box, [file], (*notes, *header.notes), True, placement)
+    return Capture(lens, paths, placed, parts, box, [file], (*notes, *turned), True, placement)
 
 
 def _table(file: Path) -> NDArray[np.float64]:
@@ -88,12 +86,7 @@ def _lens(rows: Array, width: int, height: int, where: str) -> Lens:
                 do="views of one camera, as LLFF writes them",
             )
     tall, wide, focal = map(float, rows[0])
-    if abs(tall * width / wide - height) > max(1, 0.01 * height):
-        raise UserError(
-            f"{where} is of images of {wide:g} × {tall:g} pixels, and its images have {width} × {height}.",
-            do="images in the proportions of the table; pictures on their side (EXIF) are not turned",
-        )
-    return Lens.of_angle(width, height, 2 * math.atan(0.5 * wide / focal))
+    return lens_of({"w": wide, "h": tall, "fl_x": focal}, width, height, where)
 
 
 def _centred(poses: Array, scale: float, where: str) -> Placement:

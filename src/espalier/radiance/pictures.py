@@ -30,44 +30,39 @@ _COLOURS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA")
 """Modes of Pillow that become RGB or RGBA without a colour profile."""
 
 
-class Headers(NamedTuple):
-    """What all pictures of a scene have, and what to say of them."""
+class Kind(NamedTuple):
+    """What the header of one picture says; `turned`: EXIF has an orientation."""
 
     width: int
     height: int
     alpha: bool
-    notes: tuple[str, ...]
+    turned: bool
 
 
-def headers(paths: Sequence[Path]) -> Headers:
-    """Size and channels of all pictures, from their headers alone.
+def headers(paths: Sequence[Path]) -> tuple[Kind, list[str]]:
+    """What the headers of all pictures say, and remarks.
 
     Raises UserError for what is no picture, for different ones, and for more pixels than memory holds.
     """
-    turned = 0
-    first: tuple[int, int, bool] = (0, 0, False)
-    for number, path in enumerate(dict.fromkeys(paths)):
-        with _opened(path) as opened:
-            alpha = _has_alpha(opened)
-            size = (*opened.size, alpha)
-            turned += opened.getexif().get(ORIENTATION, 1) not in (0, 1)
-        first = size if number == 0 else first
-        _check_alike(path, size, paths[0], first)
-    width, height, alpha = first
-    _check_memory(len(paths), width * height, paths[0])
+    kinds = {path: _kind(path) for path in dict.fromkeys(paths)}
+    first = kinds[paths[0]]
+    for path, kind in kinds.items():
+        _check_alike(path, kind, paths[0], first)
+    _check_memory(len(paths), first.width * first.height, paths[0])
+    turned = sum(kind.turned for kind in kinds.values())
     note = f"the EXIF orientation of {plural(turned, 'picture')} is not applied: pixels are used as they are stored"
-    return Headers(width, height, alpha, (note,) if turned else ())
+    return first, [note] if turned else []
 
 
-def _check_alike(path: Path, size: tuple[int, int, bool], first_path: Path, first: tuple[int, int, bool]) -> None:
-    if size[:2] != first[:2]:
+def _check_alike(path: Path, kind: Kind, first_path: Path, first: Kind) -> None:
+    if kind[:2] != first[:2]:
         raise UserError(
-            f"{path} is {size[0]} × {size[1]}, and {first_path} is {first[0]} × {first[1]}.",
+            f"{path} is {kind.width} × {kind.height}, and {first_path} is {first.width} × {first.height}.",
             why="all views have one lens",
             do="images of one size",
         )
-    if size[2] != first[2]:
-        lacks, has = (first_path, path) if size[2] else (path, first_path)
+    if kind.alpha != first.alpha:
+        lacks, has = (first_path, path) if kind.alpha else (path, first_path)
         raise UserError(
             f"{has} has an alpha channel, and {lacks} has none.",
             why="nobody knows what of the second is background",
@@ -85,25 +80,19 @@ def _check_memory(views: int, pixels: int, path: Path) -> None:
         )
 
 
-def read_images(
-    paths: Sequence[Path], progress: Progress, header: Headers | None = None
-) -> tuple[Tensor, tuple[float, float, float], list[str]]:
-    """(uint8 [views, height, width, 3] on their background, its colour, remarks), of what `headers` found in them.
+def read_images(paths: Sequence[Path], progress: Progress) -> tuple[Tensor, tuple[float, float, float], list[str]]:
+    """(uint8 [views, height, width, 3] on their background, its colour, remarks), of pictures alike (`headers`).
 
     Raises UserError.
     """
-    header = headers(paths) if header is None else header
-    images = torch.empty(len(paths), header.height, header.width, 3, dtype=torch.uint8)
+    kind = _kind(paths[0])
+    images = torch.empty(len(paths), kind.height, kind.width, 3, dtype=torch.uint8)
     decoded: dict[Path, int] = {}
     for view, path in enumerate(paths):
-        if path in decoded:
-            images[view] = images[decoded[path]]
-        else:
-            image = _decoded(path, header.alpha)
-            images[view] = on_white(image) if header.alpha else image
+        images[view] = images[decoded[path]] if path in decoded else _decoded(path, kind.alpha)
         decoded.setdefault(path, view)
         progress(view + 1, len(paths))
-    if header.alpha:
+    if kind.alpha:
         return images, (1.0, 1.0, 1.0), []
     borders = [images[:, 0], images[:, -1], images[:, :, 0], images[:, :, -1]]
     colour = (torch.cat(borders, 1).float().view(-1, 3).median(0).values / 255).tolist()
@@ -118,32 +107,30 @@ def on_white(images: Tensor) -> Tensor:
 
 
 def repeated(paths: Sequence[Path]) -> list[str]:
-    """What to say of pictures that several views have."""
-    return [
-        f"{printable(path.name)} is the picture of {views} views with different cameras"
-        for path, views in Counter(paths).most_common(3)
-        if views > 1
-    ]
+    """What to say where views share a picture."""
+    path, views = Counter(paths).most_common(1)[0]
+    return [f"{printable(path.name)} is the picture of {views} views with different cameras"] if views > 1 else []
 
 
-def _has_alpha(opened: Image) -> bool:
-    """Whether a picture has alpha. Raises ValueError for colours that 8 bits of red, green and blue cannot hold as they
-    are."""
-    clear = "transparency" in opened.info
-    grey_of_16_bits = opened.mode.startswith("I;16") or (opened.mode == "I" and opened.format == "PNG")
-    if (opened.mode not in _COLOURS and not grey_of_16_bits) or (clear and grey_of_16_bits):
-        colours = f"{opened.mode} with transparency" if clear else opened.mode
-        raise ValueError(f"its colours are {colours}, which are not converted; save it as RGB of 8 bits")
-    return clear or "A" in opened.getbands()
+def _kind(path: Path) -> Kind:
+    """Size and channels of a picture. Raises UserError for colours that red, green and blue of 8 bits cannot hold."""
+    with _opened(path) as opened:
+        clear, mode = "transparency" in opened.info, opened.mode
+        grey_of_16_bits = mode.startswith("I;16") or (mode == "I" and opened.format == "PNG")
+        if clear if grey_of_16_bits else mode not in _COLOURS:
+            raise ValueError(f"its colours are {mode}, which are not converted; save it as RGB of 8 bits")
+        turned = opened.getexif().get(ORIENTATION, 1) not in (0, 1)
+        return Kind(*opened.size, clear or "A" in opened.getbands(), turned)
 
 
 def _decoded(path: Path, alpha: bool) -> Tensor:
-    """uint8 [height, width, 4 with `alpha`, else 3]."""
+    """uint8 [height, width, 3], on white."""
     with _opened(path) as opened:
         if opened.mode.startswith("I"):  # 16 bits of grey, which Pillow would cut off at 255
             grey = np.rint(np.asarray(opened).astype(np.float32) / 257).clip(0, 255).astype(np.uint8)
-            return torch.from_numpy(grey)[:, :, None].repeat(1, 1, 3)
-        return torch.from_numpy(np.array(opened.convert("RGBA" if alpha else "RGB")))
+            return torch.from_numpy(grey)[:, :, None].expand(-1, -1, 3)
+        image = torch.from_numpy(np.array(opened.convert("RGBA" if alpha else "RGB")))
+        return on_white(image) if alpha else image
 
 
 @contextmanager
@@ -163,4 +150,7 @@ def _opened(path: Path) -> Iterator[Image]:
         raise
     except Exception as error:  # Pillow's parsers have no common base of their errors
         reason = printable(str(error) or type(error).__name__).rstrip(".")
-        raise UserError(f"{printable(path)} is no image that can be read: {reason}.", do="a PNG or JPEG") from None
+        raise UserError(
+            f"{printable(path)} is no image that can be read: {reason}.",
+            do="a PNG or JPEG that is whole, of at most 178 million pixels",
+        ) from None

@@ -66,29 +66,19 @@ ITERATIONS = 20
 """Fixed-point iterations that invert a distortion; moderate ones converge in less than ten."""
 
 
-def distorted(x: Tensor, y: Tensor, distortion: tuple[float, ...]) -> tuple[Tensor, Tensor]:
-    """Image points of (x, y) on the plane at depth 1, by OpenCV's perspective model."""
-    radial, across, down = _distortion(x, y, distortion)
-    return x * radial + across, y * radial + down
-
-
-def undistorted(x: Tensor, y: Tensor, distortion: tuple[float, ...]) -> tuple[Tensor, Tensor]:
-    """The inverse of `distorted`, by fixed-point iteration as in OpenCV."""
+def undistorted(
+    x: Tensor, y: Tensor, distortion: tuple[float, ...], iterations: int = ITERATIONS
+) -> tuple[Tensor, Tensor]:
+    """Points on the plane at depth 1 that OpenCV's perspective model shows at (x, y), by fixed-point iteration."""
+    k1, k2, k3, p1, p2 = distortion
     flat_x, flat_y = x, y
-    for _ in range(ITERATIONS):
-        radial, across, down = _distortion(flat_x, flat_y, distortion)
+    for _ in range(iterations):
+        product, square = flat_x * flat_y, flat_x * flat_x + flat_y * flat_y
+        radial = 1 + square * (k1 + square * (k2 + square * k3))
+        across = 2 * p1 * product + p2 * (square + 2 * flat_x * flat_x)
+        down = p1 * (square + 2 * flat_y * flat_y) + 2 * p2 * product
         flat_x, flat_y = (x - across) / radial, (y - down) / radial
     return flat_x, flat_y
-
-
-def _distortion(x: Tensor, y: Tensor, distortion: tuple[float, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """The radial factor, and the tangential shifts in x and y."""
-    k1, k2, k3, p1, p2 = distortion
-    square = x * x + y * y
-    radial = 1 + square * (k1 + square * (k2 + square * k3))
-    across = 2 * p1 * x * y + p2 * (square + 2 * x * x)
-    down = p1 * (square + 2 * y * y) + 2 * p2 * x * y
-    return radial, across, down
 
 
 def rays_of(lens: Lens, poses: Tensor, pixels: Tensor, forward: Lens | None = None) -> Rays:

@@ -19,7 +19,6 @@ from espalier.errors import UserError
 from espalier.foreign_files import unused
 from espalier.radiance import llff_folder, rendered_scenes, transforms_file
 from espalier.radiance.camera_poses import Placement, box_of
-from espalier.radiance.capture import Capture
 from espalier.radiance.pictures import on_white, read_images
 from espalier.radiance.rays import Lens, Rays, rays_of
 from espalier.workload import Progress
@@ -109,8 +108,20 @@ def load(path: str, folder: Path | None, progress: Progress) -> Scene:
         place = folder / place
     if not place.exists():
         raise data_path.missing(path, "knot:")
-    if place.is_dir() and (place / llff_folder.TABLE).exists():
-        return _captured(llff_folder.read(place), _others(place, "transforms*.json", ()), progress)
+    in_llff = (place / llff_folder.TABLE).exists()
+    capture = llff_folder.read(place) if in_llff else transforms_file.read(_files(path, place))
+    others = [unused("file", file.name) for file in sorted(place.glob("transforms*.json")) if file not in capture.files]
+    images, background, notes = read_images(capture.pictures, progress)
+    return Scene(
+        capture.lens, images, capture.poses, capture.parts, capture.box, background, capture.forward,
+        notes=(*others, *capture.notes, *notes),
+        files=tuple(map(str, [*capture.files, *dict.fromkeys(capture.pictures)])),
+        placement=capture.placement,
+    )  # fmt: skip
+
+
+def _files(path: str, place: Path) -> list[Path]:
+    """The files that describe the cameras. Raises UserError where there is none."""
     files = [place] if place.is_file() else [place / f"transforms_{part}.json" for part in transforms_file.PARTS]
     files = [file for file in files if file.exists()] or [place / "transforms.json"]
     if not files[0].exists():
@@ -119,22 +130,7 @@ def load(path: str, folder: Path | None, progress: Progress) -> Scene:
             why="it has neither transforms_train.json, transforms.json nor poses_bounds.npy",
             do='a folder in the layout of Blender or LLFF, or path = "knot:"',
         )
-    others = _others(place, "transforms*.json", files) if place.is_dir() else []
-    return _captured(transforms_file.read(files), others, progress)
-
-
-def _others(folder: Path, pattern: str, files: Sequence[Path]) -> list[str]:
-    """Names the files that also describe cameras and are not used."""
-    return [unused("file", file.name) for file in sorted(folder.glob(pattern)) if file not in files]
-
-
-def _captured(capture: Capture, others: Sequence[str], progress: Progress) -> Scene:
-    images, background, notes = read_images(capture.pictures, progress)
-    files = tuple(map(str, [*capture.files, *dict.fromkeys(capture.pictures)]))
-    return Scene(
-        capture.lens, images, capture.poses, capture.parts, capture.box, background, capture.forward,
-        (*others, *capture.notes, *notes), files, capture.placement,
-    )  # fmt: skip
+    return files
 
 
 def _rendered(made: rendered_scenes.Made) -> Scene:

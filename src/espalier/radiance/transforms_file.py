@@ -39,22 +39,20 @@ REFUSED = {
     **dict.fromkeys(("scale", "offset", "aabb"), _WORLD),
     "from_na": "write poses in Blender's convention",
     "mask_path": "take it out to train on all pixels; masks that cut out an object can be the alpha of its pictures",
-    "time": "keep the frames of one time: the scene does not move here",
+    "time": "keep the frames of one time, without it: the scene does not move here",
 }
 """Keys that change what others mean, and what to do about each."""
-NEUTRAL: dict[str, tuple[object, ...]] = {"scale": (1,), "aabb": ()}
-"""Values of refused keys that change nothing, where they are others than 0, false and nothing."""
 FRAME_KEYS = Fields("key", frozenset({"file_path", "transform_matrix", *lens_keys.KEYS}), REFUSED, "frame")
 FILE_KEYS = Fields("key", frozenset({"frames", "box", *_LISTS.values(), *lens_keys.KEYS}), REFUSED, "file")
 
 
 class View(NamedTuple):
-    """A frame of a file: what it is called in messages, its entry, its picture and its file's table."""
+    """A frame of a file: what it is called in messages, its entry, the keys of its lens, its picture and its part."""
 
     where: str
     frame: Mapping[str, Any]
+    lens: Mapping[str, Any]
     picture: Path
-    table: Mapping[str, Any]
     part: str
 
 
@@ -76,17 +74,17 @@ def read(files: Sequence[Path]) -> Capture:
     where = str(files[0])
     paths = [view.picture for view in views]
     poses = torch.stack([camera_poses.pose_of(view.frame, view.where) for view in views])
-    header = pictures.headers(paths)
+    kind, turned = pictures.headers(paths)
     lens = lens_keys.common_lens(
-        (view.where, lens_keys.lens_of(lens_keys.of_frame(view.table, view.frame), header.width, header.height,
-                                       view.where)) for view in views)  # fmt: skip
+        [(view.where, lens_keys.lens_of(view.lens, kind.width, kind.height, view.where)) for view in views]
+    )
     notes += _resized(views[0], lens)
     parts = _parts(files, tables[0], views)
     left_out = len(views) - len({view for numbers in parts.values() for view in numbers})
     notes += [f"{plural(left_out, 'frame')} in none of {', '.join(_LISTS.values())}: not used"] if left_out else []
     check_enough(parts["train"], where)
     box = _box(tables[0], lens, poses, where)
-    return Capture(lens, paths, poses, parts, box, files, (*notes, *pictures.repeated(paths), *header.notes))
+    return Capture(lens, paths, poses, parts, box, files, (*notes, *pictures.repeated(paths), *turned))
 
 
 def _views(file: Path, table: Mapping[str, Any]) -> list[View]:
@@ -99,29 +97,33 @@ def _views(file: Path, table: Mapping[str, Any]) -> list[View]:
     places = [_picture(file, frame["file_path"]) for frame in frames]
     missing = [frame["file_path"] for frame, place in zip(frames, places, strict=True) if place is None]
     if missing:
-        more = f" (and {len(missing) - 1} more of {len(frames)})" if len(missing) > 1 else ""
         raise UserError(
-            f"{file} names an image {printable(missing[0])!r}{more} that is not there.",
+            f"{file} names an image {_several(missing)} that is not there.",
             do="check the path, which is relative to that file; leave out frames without a picture",
         )
     part = file.stem.removeprefix("transforms_")
     return [
-        View(f"{file}, frame {printable(frame['file_path'])!r}", frame, place, table, part)
+        View(f"{file}, frame {printable(frame['file_path'])!r}", frame, lens_keys.of_frame(table, frame), place, part)
         for frame, place in zip(frames, places, strict=True)
         if place is not None
     ]
 
 
+def _several(names: Sequence[str]) -> str:
+    """The first of names, and how many more there are."""
+    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+    return f"{printable(names[0])!r}{more}"
+
+
 def _picture(file: Path, name: str) -> Path | None:
     """The picture that a frame names; None where it is not there."""
-    for written in dict.fromkeys((name, name.replace("\\", "/"))):
-        for ending in _ENDINGS:
-            try:
-                place = file.parent / (written + ending)
-                if place.is_file():
-                    return place
-            except (OSError, ValueError):  # names that are too long, or hold what no name can
-                return None
+    for ending in _ENDINGS:
+        try:
+            place = file.parent / (name + ending)
+            if place.is_file():
+                return place
+        except (OSError, ValueError):  # names that are too long, or hold what no name can
+            return None
     return None
 
 
@@ -131,10 +133,9 @@ def _unused(files: Sequence[Path], tables: Sequence[Mapping[str, Any]], views: S
     for file, table in zip(files, tables, strict=True):
         whole.origin = str(file)
         whole.count(_telling(table))
-    still = len({str(view.frame.get("time")) for view in views}) == 1
     for view in views:
         single.origin = view.where
-        single.count(name for name in _telling(view.frame) if not (still and name == "time"))
+        single.count(_telling(view.frame))
     return [*single.notes(), *whole.notes()]
 
 
@@ -145,11 +146,11 @@ def _telling(table: Mapping[str, Any]) -> list[str]:
 
 def _is_neutral(key: str, value: object) -> bool:
     values = value if isinstance(value, list) else [value]
-    return all(cell is None or cell in NEUTRAL.get(key, (0, "")) for cell in values)
+    return all(cell in (None, "", 1 if key == "scale" else 0) for cell in values)
 
 
 def _resized(view: View, lens: Lens) -> list[str]:
-    wide = lens_keys.of_frame(view.table, view.frame).get("w", lens.width)
+    wide = view.lens.get("w", lens.width)
     return [f"the lens is scaled from pictures {wide} pixels wide to {lens.width}"] if wide != lens.width else []
 
 
@@ -169,9 +170,9 @@ def _parts(files: Sequence[Path], table: Mapping[str, Any], views: Sequence[View
     held_out = [views[number] for number in sorted({*parts["val"], *parts["test"]})]
     both = [view for view in held_out if view.picture.resolve() in trained]
     if both:
-        more = f" (and {len(both) - 1} more)" if len(both) > 1 else ""
+        names = [str(view.frame["file_path"]) for view in both]
         raise UserError(
-            f"{both[0].where}{more} is in the training views and in those held out.",
+            f"{files[-1].parent}: {_several(names)} is in the training views and in those held out.",
             why="figures of held-out views would be of pictures that were trained on",
             do="each picture in one part",
         )
@@ -181,21 +182,18 @@ def _parts(files: Sequence[Path], table: Mapping[str, Any], views: Sequence[View
 def _listed(file: Path, table: Mapping[str, Any], part: str, views: Sequence[View]) -> list[int]:
     """Numbers of the views whose pictures nerfstudio's list of a part names. Raises UserError for another name."""
     key = _LISTS[part]
-    names = table.get(key) or []
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise UserError(f"{file} has {key} that are no names.", do=f'"{key}": ["images/frame_00001.png", …]')
-    numbers: dict[Path, list[int]] = {}
-    for number, view in enumerate(views):
-        numbers.setdefault(view.picture.resolve(), []).append(number)
-    places = [place and place.resolve() for place in (_picture(file, name) for name in names)]
-    strange = [name for name, place in zip(names, places, strict=True) if place is None or place not in numbers]
+    given = table.get(key) or []
+    names = map(str, given if isinstance(given, list) else [given])
+    wanted = {name: place and place.resolve() for name, place in ((name, _picture(file, name)) for name in names)}
+    there = [view.picture.resolve() for view in views]
+    known, chosen = set(there), set(wanted.values())
+    strange = [name for name, place in wanted.items() if place not in known]
     if strange:
-        more = f" (and {len(strange) - 1} more)" if len(strange) > 1 else ""
         raise UserError(
-            f"{file} names {printable(strange[0])!r}{more} in {key}, and no frame has that picture.",
+            f"{file} names {_several(strange)} in {key}, and no frame has that picture.",
             do="the names that frames have as file_path",
         )
-    return [number for place in dict.fromkeys(places) if place is not None for number in numbers[place]]
+    return [number for number, place in enumerate(there) if place in chosen]
 
 
 # --- what is looked at -------------------------------------------------------------------------------------------
@@ -205,7 +203,7 @@ def _box(table: Mapping[str, Any], lens: Lens, poses: Tensor, where: str) -> Ten
     """The box of a table, else the cube that cameras see. Raises UserError."""
     if "box" not in table:
         return camera_poses.seen_box(lens, poses, where)
-    box = rows_of(table["box"], ((2, 3),))
+    box = rows_of(table["box"], (2,), 3)
     if box is None or not bool((box[0] < box[1]).all() and box.isfinite().all()):
         raise UserError(
             f"{where} has a box {printable(table['box'])}.",
