@@ -65,7 +65,7 @@ class Scene:
 
     def fingerprint(self) -> str:
         """Hash of images and cameras."""
-        digest = hashlib.sha256(self.images.numpy())
+        digest = hashlib.sha256(self.images.numpy().data)
         digest.update(self.poses.numpy().tobytes())
         return digest.hexdigest()[:16]
 
