@@ -3,7 +3,7 @@
     python bench/diagnose.py [--quick] [--pairs N] [--json FILE] [--data FOLDER] [--only accuracy,compression,speed]
 
 Accuracy on three labelled sets, each apart: the shared one (`failure-logs` in the folder of measured tables), by
-others, and two of our own in tests/ops. `first exception` calls a log by the first name in it that ends in
+others, and three of our own in tests/ops. `first exception` calls a log by the first name in it that ends in
 Error, its line the root, the reason's usual action the action. "Not stopped wrongly" is the share of logs that are not
 stopped where a restart can help.
 
@@ -264,6 +264,7 @@ def main() -> None:
         both = [log for name in ("infrastructure", "software") for log in own(OWN / f"logs-{name}.toml", folder)]
         sets["own set"] = both
         sets["tricky set"] = list(own(OWN / "logs-tricky.toml", folder))
+        sets["advice set"] = list(own(OWN / "logs-advice.toml", folder))
         if "accuracy" in asked.only:
             rows += [row for name, logs in sets.items() for row in accuracy(name, logs)]
         if "compression" in asked.only:

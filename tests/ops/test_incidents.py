@@ -49,10 +49,10 @@ UNKNOWN = Diagnosis("a.log", "Other", "Unknown", 1, None, None, "retry")
 
 
 @pytest.mark.parametrize("reason", REASONS)
-def test_no_incident_stops(reason):
+def test_no_incident_stops_or_isolates_a_node(reason):
     found = with_incident(UNKNOWN, {1: "flux capacitor empty"}, [Incident("flux capacitor empty", reason)])
     assert found.reason == reason
-    assert found.action == ("retry" if REASONS[reason].action == "stop" else REASONS[reason].action)
+    assert found.action == ("retry" if REASONS[reason].action in ("stop", "isolate") else REASONS[reason].action)
 
 
 def test_without_incidents_nothing_changes():

@@ -319,26 +319,51 @@ def test_grey_of_16_bits_is_read_as_that_of_8(tmp_path: Path) -> None:
     assert found[0, :, :, 0].tolist() == (levels // 257).tolist()
 
 
-def test_what_of_a_lens_is_left_out_is_said(folder: Path) -> None:
-    in_all_files(folder, fl_x=30.0)
-    found = load(changed(folder, fl_y=40.0, k1=0.1, box=[[0, 0, 0], [1, 1, 1]]))
-    assert found.box.tolist() == [[0, 0, 0], [1, 1, 1]]
-    assert [word in " ".join(found.notes) for word in ("k1", "fl_y")] == [True, True]
-    assert load(changed(folder, fl_y=30.0, k1=0, camera_model="OPENCV", is_fisheye=False)).notes == ()
+def test_a_vertical_focal_length_and_a_distortion_are_honoured(folder: Path) -> None:
+    """A ray through the picture point of a point in the world goes through that point."""
+    bent = {"k1": 0.1, "k2": -0.02, "k3": 0.01, "p1": 0.004, "p2": -0.003}
+    in_all_files(folder, fl_x=30.0, fl_y=40.0, **bent)
+    found = load(folder)
+    assert not found.notes
+    across, down = np.float64(0.21), np.float64(-0.17)
+    square = across**2 + down**2
+    radial = 1 + 0.1 * square - 0.02 * square**2 + 0.01 * square**3
+    x = across * radial + 2 * 0.004 * across * down - 0.003 * (square + 2 * across**2)
+    y = down * radial + 0.004 * (square + 2 * down**2) + 2 * -0.003 * across * down
+    plane = found.lens.on_plane(torch.tensor([12 + 30 * x]), torch.tensor([12 + 40 * y]))
+    assert [float(value) for value in plane] == pytest.approx([across, down], abs=1e-6)
+    assert scenes.of_cameras(json.loads(json.dumps(found.cameras()))).lens == found.lens
+    in_all_files(folder, fl_y=None, camera_angle_y=2 * np.arctan(12 / 40))
+    assert load(folder).lens.aspect == pytest.approx(4 / 3)
+
+
+def test_a_lens_without_distortion_is_a_pinhole(folder: Path) -> None:
+    plain = load(folder).lens
+    in_all_files(folder, k1=0, camera_model="OPENCV", is_fisheye=False, rolling_shutter=[0.0, 0, 0, 0])
+    assert load(folder).lens == plain
+    assert load(folder).notes == ()
 
 
 @pytest.mark.parametrize(
-    ("given", "named"),
-    [({"k3": 0.1}, "k3"), ({"k4": 0.1}, "k4"), ({"camera_model": "OPENCV_FISHEYE"}, "camera_model OPENCV_FISHEYE"),
-     ({"is_fisheye": True}, "is_fisheye")],
+    ("given", "message"),
+    [({"k4": 0.1}, "has the key 'k4'"), ({"camera_model": "OPENCV_FISHEYE"}, "the camera_model OPENCV_FISHEYE"),
+     ({"is_fisheye": True}, "has the key 'is_fisheye'"), ({"k1": -3.0}, "cannot be inverted .*k1 = -3.0"),
+     ({"k1": "much"}, "cannot be inverted"), ({"fl_y": 0}, "vertical focal length of 0")],
 )  # fmt: skip
-@pytest.mark.parametrize("where", ["first file", "another file", "frame"])
-def test_distortion_of_any_file_and_frame_is_said(folder: Path, given: dict[str, Any], named: str, where: str) -> None:
-    file = folder / ("transforms_train.json" if where == "first file" else "transforms_test.json")
+@pytest.mark.parametrize("where", ["file", "frame"])
+def test_a_lens_that_rays_cannot_follow_is_refused(
+    folder: Path, given: dict[str, Any], message: str, where: str
+) -> None:
+    in_all_files(folder, fl_x=30.0)
+    file = folder / "transforms_test.json"
     table = json.loads(file.read_text())
     (table["frames"][0] if where == "frame" else table).update(given)
+    if where == "frame":
+        table["frames"][0] |= {"fl_x": 30.0}
     file.write_text(json.dumps(table))
-    assert load(folder).notes == (f"the distortion of the lens ({named}) is left out",)
+    with pytest.raises(UserError, match=message) as refusal:
+        load(folder)
+    assert refusal.value.do
 
 
 def test_images_of_different_sizes_and_missing_alpha_are_named(folder: Path) -> None:
@@ -364,7 +389,7 @@ def test_fewer_than_three_views_and_folders_without_a_scene_are_refused(folder: 
     with pytest.raises(UserError, match="2 views"):
         load(changed(folder, frames=frames[:2]))
     (folder / "transforms_train.json").write_text("[")
-    with pytest.raises(UserError, match="no JSON"):
+    with pytest.raises(UserError, match=r"transforms_train.json cannot be read: Expecting value"):
         load(folder)
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="holds no scene"):

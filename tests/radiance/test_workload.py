@@ -255,7 +255,7 @@ def test_predict_renders_test_views_and_cameras_of_a_file(home: Path) -> None:
     ("arguments", "message"),
     [
         (["99"], "no test view 99"),
-        (["nowhere.json"], "nowhere.json does not exist"),
+        (["nowhere.json"], "nowhere.json cannot be read: it is not there"),
         (["bad.json"], "singular pose"),
         (["0", "--turntable", "x.gif"], "takes no input"),
         (["--turntable", "x.png"], "no GIF"),

@@ -24,7 +24,7 @@ from espalier.ops.log_scan.line_labels import Line
 from espalier.ops.log_scan.scan import Loss, Scanned
 from espalier.ops.root_cause import STRENGTH, Cause, Finding
 from espalier.ops.rules import Rule, own
-from espalier.ops.taxonomy import LOSS_ANOMALY, NO_FAILURE, REASONS, UNKNOWN, Diagnosis, EvidenceLine, called
+from espalier.ops.taxonomy import LOSS_ANOMALY, NO_FAILURE, REASONS, UNKNOWN, Action, Diagnosis, EvidenceLine, called
 
 LINES = 8000
 """Kept lines that the rules are asked about, the last ones: enough for a second of work, and a log keeps hundreds."""
@@ -281,9 +281,9 @@ def _healthy(scanned: Scanned, parsed: Sequence[Line]) -> Diagnosis:
 def _of_cause(file: str, cause: Cause, parsed: Sequence[Line]) -> Diagnosis:
     named, root = cause.named, cause.root
     reason = named.rule.reason or UNKNOWN
-    action = named.rule.action or REASONS[reason].action
+    action, advice = _action(cause)
     rank = _rank(cause, parsed)
-    node = _node(cause, parsed, rank) if action == "isolate" else None
+    node = _node(cause, parsed, rank) if REASONS[reason].action == "isolate" else None
     shown = [EvidenceLine(root.line.number, _cut(root.line.raw), f"the cause ({root.rule.id})")]
     if named is not root:
         shown.append(EvidenceLine(named.line.number, _cut(named.line.raw), f"names it ({named.rule.id})"))
@@ -295,9 +295,21 @@ def _of_cause(file: str, cause: Cause, parsed: Sequence[Line]) -> Diagnosis:
             told.add(one.rule.id)
     return called(
         file, reason, root_line=root.line.number, first_failing_rank=rank, suspect_node=node, action=action,
-        evidence=tuple(shown), advice=named.rule.advice or REASONS[reason].advice,
+        evidence=tuple(shown), advice=advice,
         source="rules" if reason != UNKNOWN else "nothing",
     )  # fmt: skip
+
+
+def _action(cause: Cause) -> tuple[Action, str]:
+    """What to do, and the advice. No node is isolated unless a line is about hardware: the same error on sound nodes
+    would take out one after the other."""
+    rule = cause.named.rule
+    usual = REASONS[rule.reason or UNKNOWN]
+    action, advice = rule.action or usual.action, rule.advice or usual.advice
+    shown = any(finding.about_hardware for finding in (cause.root, cause.named, *cause.others))
+    if action != "isolate" or shown:
+        return action, advice
+    return "retry", f"no line is about hardware; if it fails on the same node again: {advice}"
 
 
 def _rank(cause: Cause, parsed: Sequence[Line]) -> int | None:

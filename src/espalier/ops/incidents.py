@@ -60,7 +60,7 @@ def with_incident(told: Diagnosis, lines: Mapping[int, str], known: Sequence[Inc
     note = EvidenceLine(told.root_line or 0, one.text.strip().splitlines()[0], "a past incident that reads alike")
     return replace(
         told, category=kind.category, reason=one.reason, advice=one.advice or kind.advice, source="incidents",
-        action="retry" if kind.action == "stop" else kind.action, evidence=(*told.evidence, note),
+        action="retry" if kind.action in ("stop", "isolate") else kind.action, evidence=(*told.evidence, note),
     )  # fmt: skip
 
 

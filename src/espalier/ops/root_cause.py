@@ -27,6 +27,9 @@ QUIET = ("DEBUG", "INFO", "NOTICE", "WARN", "WARNING")
 """Levels of lines that are a cause only where nothing louder is one."""
 LOUD = ("ERROR", "CRITICAL", "FATAL", "SEVERE")
 """Levels of lines that are alarming even where no rule knows them."""
+_WARNING = re.compile(r"\b\w*Warning: ")
+_HARDWARE = re.compile(r"\bS?Xid\b.*: ?\d+|NET/IB\b.*\b(?:status|error)[ =]+\d|vendor err \d+")
+"""Lines about machines that rules of other roles know."""
 _HEAD = re.compile(
     r"^\s*(?:\+ Exception Group )?(?:Original )?Traceback \(most recent call last\)|^Stack trace|^\s*Original Traceback"
 )
@@ -53,7 +56,15 @@ class Finding:
     @property
     def quiet(self) -> bool:
         """Whether the line itself does not call it an error."""
-        return self.line.level in QUIET and self.rule.role != "hardware"
+        warns = self.line.level in QUIET or _WARNING.search(self.line.text) is not None
+        return warns and self.rule.role != "hardware"
+
+    @property
+    def about_hardware(self) -> bool:
+        """Whether the line is about a machine that should be tested: a driver's, a kernel's or a scheduler's."""
+        if self.rule.role == "hardware":
+            return (self.rule.action or REASONS[self.rule.reason].action) == "isolate"
+        return _HARDWARE.search(self.line.text) is not None
 
 
 @dataclass(frozen=True)
@@ -89,7 +100,18 @@ def findings(lines: Sequence[Line], rules: Iterable[Rule]) -> list[Finding]:
             covered[line.rank] = line.number + said[0].span if said[0].span else 0
         else:
             found.append(_finding(line, said[0], said[1].groupdict(), chains.get(line.number, -1)))
-    return found
+    return [finding for finding in found if not _continued(finding, found)]
+
+
+def _continued(finding: Finding, every: Sequence[Finding]) -> bool:
+    """Whether the message of an exception begins on the next lines, and is known by itself."""
+    if finding.rule.role != "exception" or not finding.line.text.rstrip().endswith(":"):
+        return False
+    at = bisect_left(every, finding.line.number + 1, key=lambda other: other.line.number)
+    return any(
+        other.rule.role == "root" and other.rank == finding.rank and other.line.number <= finding.line.number + 3
+        for other in every[at : at + 3]
+    )
 
 
 def _finding(line: Line, rule: Rule, groups: Mapping[str, str | None], chain: int) -> Finding:
@@ -212,12 +234,15 @@ def _renamed(named: Finding, faults: Sequence[Finding]) -> Cause:
     refined = next((one for one in before if named.rule.id in one.rule.after), None)
     root = named
     if refined is not None:
-        root, named = named, refined
+        root, named = min(named, refined, key=lambda one: one.line.number), refined
     earlier = [one for one in before if one.rule.id in named.rule.after and one.line.number < root.line.number]
     earlier += [
         one
         for one in before
-        if one.rule.reason == named.rule.reason and one.line.number < root.line.number and _one_fault(one, root)
+        if one.rule.reason == named.rule.reason
+        and one.line.number < root.line.number
+        and _one_fault(one, root)
+        and one.quiet <= root.quiet
     ]
     if earlier:
         root = min(earlier, key=lambda one: one.line.number)

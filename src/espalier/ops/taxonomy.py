@@ -1,7 +1,7 @@
 """Failure taxonomy: why training jobs fail, by a six-month study, what each reason calls for, and `Diagnosis`.
 
 After Hu et al., "Characterization of Large Language Model Development in the Datacenter" (Acme), NSDI 2024, arXiv
-2403.07648: 29 reasons in three categories. Ours are `Hang`, `Loss Anomaly`, `No Failure`,
+2403.07648: 29 reasons in three categories. Ours are `Version Mismatch`, `Hang`, `Loss Anomaly`, `No Failure`,
 `Unknown`, and the actions.
 """
 
@@ -58,6 +58,7 @@ _ADVICE: dict[tuple[str, Action], dict[str, str]] = {
         "Zero Division Error": "find out why the divisor is zero: an empty batch, split or interval",
         "Model Loading Error":
             "compare the checkpoint with the model's configuration, and its files with their checksums",
+        "Version Mismatch": "install releases that belong together, on every node",
         "Dataset Loading Error": "build the data set or its index again, and look at the file that is named",
     },
     (SCRIPT, "stop"): {

@@ -27,12 +27,22 @@ class Rays(NamedTuple):
 
 
 class Lens(NamedTuple):
-    """What all cameras of a scene share: pixels of an image, the focal length and the optical center, in pixels."""
+    """What all cameras of a scene share.
+
+    Attributes:
+        width, height: pixels of an image.
+        focal: horizontal focal length in pixels.
+        center: the optical center (x, y) in pixels.
+        aspect: the vertical focal length over `focal`.
+        distortion: k1, k2, k3, p1, p2 of OpenCV's perspective model; empty: none.
+    """
 
     width: int
     height: int
     focal: float
     center: tuple[float, float]
+    aspect: float = 1.0
+    distortion: tuple[float, ...] = ()
 
     @classmethod
     def of_angle(cls, width: int, height: int, angle: float) -> Lens:
@@ -44,7 +54,31 @@ class Lens(NamedTuple):
         factor = width / self.width
         x = width / 2 + (self.center[0] - self.width / 2) * factor
         y = height / 2 + (self.center[1] - self.height / 2) * factor
-        return Lens(width, height, self.focal * factor, (x, y))
+        return self._replace(width=width, height=height, focal=self.focal * factor, center=(x, y))
+
+    def on_plane(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Where on the plane at depth 1 the rays through image points (x, y), in pixels, pass; y points down."""
+        across, down = (x - self.center[0]) / self.focal, (y - self.center[1]) / (self.focal * self.aspect)
+        return undistorted(across, down, self.distortion) if self.distortion else (across, down)
+
+
+ITERATIONS = 20
+"""Fixed-point iterations that invert a distortion; moderate ones converge in less than ten."""
+
+
+def undistorted(
+    x: Tensor, y: Tensor, distortion: tuple[float, ...], iterations: int = ITERATIONS
+) -> tuple[Tensor, Tensor]:
+    """Points on the plane at depth 1 that OpenCV's perspective model shows at (x, y), by fixed-point iteration."""
+    k1, k2, k3, p1, p2 = distortion
+    flat_x, flat_y = x, y
+    for _ in range(iterations):
+        product, square = flat_x * flat_y, flat_x * flat_x + flat_y * flat_y
+        radial = 1 + square * (k1 + square * (k2 + square * k3))
+        across = 2 * p1 * product + p2 * (square + 2 * flat_x * flat_x)
+        down = p1 * (square + 2 * flat_y * flat_y) + 2 * p2 * product
+        flat_x, flat_y = (x - across) / radial, (y - down) / radial
+    return flat_x, flat_y
 
 
 def rays_of(lens: Lens, poses: Tensor, pixels: Tensor, forward: Lens | None = None) -> Rays:
@@ -55,8 +89,7 @@ def rays_of(lens: Lens, poses: Tensor, pixels: Tensor, forward: Lens | None = No
         pixels: int64 [rays], row * width + column.
         forward: lens of a forward-facing scene, in whose normalized device coordinates origins and directions are.
     """
-    x = (pixels % lens.width + 0.5 - lens.center[0]) / lens.focal
-    y = (pixels // lens.width + 0.5 - lens.center[1]) / lens.focal
+    x, y = lens.on_plane(pixels % lens.width + 0.5, pixels // lens.width + 0.5)
     local = torch.stack([x, -y, -torch.ones_like(x)], 1).to(poses.dtype)
     directions = (poses[:, :3, :3] * local[:, None, :]).sum(2)  # no product of matrices: the same bits in any batch
     views = directions / directions.norm(dim=1, keepdim=True)

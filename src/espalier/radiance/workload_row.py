@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from espalier import artifacts, data_hash
 from espalier.config import Recipe
 from espalier.errors import UserError
-from espalier.radiance import energy, scenes
+from espalier.radiance import energy, scenes, transforms_file
+from espalier.radiance.camera_poses import pose_of
+from espalier.radiance.lens_keys import lens_of
 from espalier.radiance.rays import Lens, turntable_poses
 from espalier.radiance.scenes import Scene
 from espalier.radiance.workload import RadianceWorkload
@@ -83,13 +85,13 @@ def views_of(workload: RadianceWorkload, text: str | None) -> list[tuple[str, Le
     if text.lstrip().startswith("{"):
         raise UserError("The input is JSON itself.", do="the name of the file, without @")
     file = Path(text).expanduser()
-    table = scenes.read_json(file)
+    table = transforms_file.read_table(file)
     frames = table.get("frames", [table])
     if not isinstance(frames, list) or not frames or not all(isinstance(one, dict) for one in frames):
         raise UserError(f"{file} has no frames.", do='"frames": [{"transform_matrix": …}, …], or one transform_matrix')
     lens = _lens(scene.lens, table, str(file))
     names = [file.stem + (f"-{k}" if len(frames) > 1 else "") + ".png" for k in range(len(frames))]
-    poses = [_placed(scene, scenes.pose_of(one, f"{file}, frame {k}")) for k, one in enumerate(frames)]
+    poses = [_placed(scene, pose_of(frame, f"{file}, frame {k}")) for k, frame in enumerate(frames)]
     return [(name, lens, pose) for name, pose in zip(names, poses, strict=True)]
 
 
@@ -112,7 +114,7 @@ def _lens(own: Lens, table: Mapping[str, Any], where: str) -> Lens:
     if not all(isinstance(one, int) and 1 <= one <= _MOST for one in (width, height)):
         raise UserError(f"{where} asks for {width} × {height} pixels.", do=f"w and h from 1 to {_MOST}")
     if {"camera_angle_x", "fl_x"} & set(table):
-        return scenes.lens_of(table, width, height, where)
+        return lens_of(table, width, height, where)
     return own.resized(width, height)
 
 

@@ -28,6 +28,9 @@ requiredarg arerequired nooption override notinstruct rootcause firstobserved ex
 enqueued unavailable deadline slowdown throttl forbidden finished completed successfully trainingdone
 trainingcomplete stopped maxsteps pyline assert fallen dataloader worker(pid sharedmemory disconnect interrupt
 giveup givingup exceed dead hang hung stuck stall watchdog undefinedsymbol
+gated restricted unauthor notauthor credential login license licence quota ratelimit toomany outofrange outofbounds
+tooold insufficient notcompatible incompatib notsupported unsupported nokernel nodriver noversion reclaim evicting
+overheat criticaltemp overtemp thermalshut thermaltrip readonlyfile
 """
 WORDS = tuple(sorted({word.replace("(", "").encode() for word in _LINES.split()}))
 

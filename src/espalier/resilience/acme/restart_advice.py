@@ -136,9 +136,10 @@ def of(failure: Failure, log: Path | None, position: int, seconds: float = SECON
     else:
         told, cause = found
         root = told.evidence[0].text if told.evidence else ""
-        ruling = Ruling(told.category, told.reason, told.action, told.suspect_node or "", root)
+        suspect = told.suspect_node or "" if told.action == "isolate" else ""
+        ruling = Ruling(told.category, told.reason, told.action, suspect, root)
         if told.reason in names:
-            ruling = named(names[told.reason], ruling.suspect, root)
+            ruling = replace(named(names[told.reason], suspect, root), action=told.action)
         ruling = replace(ruling, ground=_ground(failure, told, cause))
     here = failure.rank >= 0 and ruling.action == "isolate" and not ruling.suspect
     return replace(ruling, suspect=socket.gethostname()) if here else ruling

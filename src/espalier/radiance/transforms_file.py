@@ -1,0 +1,213 @@
+"""transforms.json, as Blender's scenes, nerfstudio, instant-ngp and Metashape have it: frames with a picture, a pose
+and maybe a lens of their own.
+
+Blender's layout has a file for each part; in one file nerfstudio's `train_filenames`, `val_filenames` and
+`test_filenames` name the parts, and without them every eighth picture is held out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from espalier import foreign_files
+from espalier.errors import UserError
+from espalier.foreign_files import Fields, FieldUse, printable
+from espalier.radiance import camera_poses, lens_keys, pictures
+from espalier.radiance.camera_poses import rows_of
+from espalier.radiance.capture import Capture, check_enough, held_out_split
+from espalier.radiance.rays import Lens
+from espalier.units import plural
+
+PARTS = ("train", "val", "test")
+_LISTS = {part: f"{part}_filenames" for part in PARTS}
+_ENDINGS = ("", ".png", ".jpg", ".jpeg", ".PNG", ".JPG", ".JPEG", ".webp")
+"""What Blender's file_path may lack."""
+_WORLD = 'give poses in one unit, without it; the corners of what is looked at are "box": [[x, y, z], [x, y, z]]'
+_MOVING = "leave out the pictures taken in motion: every pixel of a picture is seen from one pose here"
+_BENT = "k4 k5 k6 s1 s2 s3 s4 is_fisheye ftheta_p0 lens_params distortion_params"
+_MOVED = """rolling_shutter
+rolling_shutter_time w_ang_vel v_lin_vel velocity camera_angular_velocity camera_linear_velocity
+transform_matrix_start transform_matrix_end driver_parameters"""
+REFUSED = {
+    **dict.fromkeys(_BENT.split(), lens_keys.UNDISTORT),
+    **dict.fromkeys(_MOVED.split(), _MOVING),
+    **dict.fromkeys(("scale", "offset", "aabb"), _WORLD),
+    "from_na": "write poses in Blender's convention",
+    "mask_path": "take it out to train on all pixels; masks that cut out an object can be the alpha of its pictures",
+    "time": "keep the frames of one time, without it: the scene does not move here",
+}
+"""Keys that change what others mean, and what to do about each."""
+FRAME_KEYS = Fields("key", frozenset({"file_path", "transform_matrix", *lens_keys.KEYS}), REFUSED, "frame")
+FILE_KEYS = Fields("key", frozenset({"frames", "box", *_LISTS.values(), *lens_keys.KEYS}), REFUSED, "file")
+
+
+class View(NamedTuple):
+    """A frame of a file: what it is called in messages, its entry, the keys of its lens, its picture and its part."""
+
+    where: str
+    frame: Mapping[str, Any]
+    lens: Mapping[str, Any]
+    picture: Path
+    part: str
+
+
+def read_table(file: Path) -> dict[str, Any]:
+    """An object in a file. Raises UserError."""
+    table = foreign_files.read_json(file, "a file as Blender's scenes or nerfstudio have it")
+    if not isinstance(table, dict):
+        raise UserError(f"{file} is a JSON {type(table).__name__}.", do='an object with "frames"')
+    return table
+
+
+def read(files: Sequence[Path]) -> Capture:
+    """The capture that one file describes, or one file for each part. Raises UserError."""
+    tables = [read_table(file) for file in files]
+    every = [view for file, table in zip(files, tables, strict=True) for view in _views(file, table)]
+    views = list({(view.picture, str(view.frame.get("transform_matrix")), view.part): view for view in every}.values())
+    notes = [f"{plural(len(every) - len(views), 'frame')} listed twice"] if len(views) < len(every) else []
+    notes += _unused(files, tables, views)
+    where = str(files[0])
+    paths = [view.picture for view in views]
+    poses = torch.stack([camera_poses.pose_of(view.frame, view.where) for view in views])
+    kind, turned = pictures.headers(paths)
+    lens = lens_keys.common_lens(
+        [(view.where, lens_keys.lens_of(view.lens, kind.width, kind.height, view.where)) for view in views]
+    )
+    notes += _resized(views[0], lens)
+    parts = _parts(files, tables[0], views)
+    left_out = len(views) - len({view for numbers in parts.values() for view in numbers})
+    notes += [f"{plural(left_out, 'frame')} in none of {', '.join(_LISTS.values())}: not used"] if left_out else []
+    check_enough(parts["train"], where)
+    box = _box(tables[0], lens, poses, where)
+    return Capture(lens, paths, poses, parts, box, files, (*notes, *pictures.repeated(paths), *turned))
+
+
+def _views(file: Path, table: Mapping[str, Any]) -> list[View]:
+    frames = table.get("frames")
+    good = isinstance(frames, list) and all(
+        isinstance(frame, dict) and isinstance(frame.get("file_path"), str) for frame in frames
+    )
+    if not good or not frames:
+        raise UserError(f"{file} has no frames.", do='"frames": [{"file_path": …, "transform_matrix": …}, …]')
+    places = [_picture(file, frame["file_path"]) for frame in frames]
+    missing = [frame["file_path"] for frame, place in zip(frames, places, strict=True) if place is None]
+    if missing:
+        raise UserError(
+            f"{file} names an image {_several(missing)} that is not there.",
+            do="check the path, which is relative to that file; leave out frames without a picture",
+        )
+    part = file.stem.removeprefix("transforms_")
+    return [
+        View(f"{file}, frame {printable(frame['file_path'])!r}", frame, lens_keys.of_frame(table, frame), place, part)
+        for frame, place in zip(frames, places, strict=True)
+        if place is not None
+    ]
+
+
+def _several(names: Sequence[str]) -> str:
+    """The first of names, and how many more there are."""
+    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+    return f"{printable(names[0])!r}{more}"
+
+
+def _picture(file: Path, name: str) -> Path | None:
+    """The picture that a frame names; None where it is not there."""
+    for ending in _ENDINGS:
+        try:
+            place = file.parent / (name + ending)
+            if place.is_file():
+                return place
+        except (OSError, ValueError):  # names that are too long, or hold what no name can
+            return None
+    return None
+
+
+def _unused(files: Sequence[Path], tables: Sequence[Mapping[str, Any]], views: Sequence[View]) -> list[str]:
+    """Names the keys that are not used. Raises UserError for those that change what others mean."""
+    whole, single = FieldUse(FILE_KEYS, str(files[0])), FieldUse(FRAME_KEYS, str(files[0]))
+    for file, table in zip(files, tables, strict=True):
+        whole.origin = str(file)
+        whole.count(_telling(table))
+    for view in views:
+        single.origin = view.where
+        single.count(_telling(view.frame))
+    return [*single.notes(), *whole.notes()]
+
+
+def _telling(table: Mapping[str, Any]) -> list[str]:
+    """The keys of a table, without those that are refused and whose value changes nothing."""
+    return [key for key, value in table.items() if key not in REFUSED or not _is_neutral(key, value)]
+
+
+def _is_neutral(key: str, value: object) -> bool:
+    values = value if isinstance(value, list) else [value]
+    return all(cell in (None, "", 1 if key == "scale" else 0) for cell in values)
+
+
+def _resized(view: View, lens: Lens) -> list[str]:
+    wide = view.lens.get("w", lens.width)
+    return [f"the lens is scaled from pictures {wide} pixels wide to {lens.width}"] if wide != lens.width else []
+
+
+# --- parts -------------------------------------------------------------------------------------------------------
+
+
+def _parts(files: Sequence[Path], table: Mapping[str, Any], views: Sequence[View]) -> dict[str, list[int]]:
+    """Numbers of the views of each part. Raises UserError for a picture that is trained on and held out."""
+    if len(files) > 1:
+        parts = {part: [number for number, view in enumerate(views) if view.part == part] for part in PARTS}
+    elif any(table.get(key) is not None for key in _LISTS.values()):
+        parts = {part: _listed(files[0], table, part, views) for part in PARTS}
+    else:
+        return held_out_split([view.picture for view in views])
+    parts["val"] = parts["val"] or parts["test"]
+    trained = {views[number].picture.resolve() for number in parts["train"]}
+    held_out = [views[number] for number in sorted({*parts["val"], *parts["test"]})]
+    both = [view for view in held_out if view.picture.resolve() in trained]
+    if both:
+        names = [str(view.frame["file_path"]) for view in both]
+        raise UserError(
+            f"{files[-1].parent}: {_several(names)} is in the training views and in those held out.",
+            why="figures of held-out views would be of pictures that were trained on",
+            do="each picture in one part",
+        )
+    return parts
+
+
+def _listed(file: Path, table: Mapping[str, Any], part: str, views: Sequence[View]) -> list[int]:
+    """Numbers of the views whose pictures nerfstudio's list of a part names. Raises UserError for another name."""
+    key = _LISTS[part]
+    given = table.get(key) or []
+    names = map(str, given if isinstance(given, list) else [given])
+    wanted = {name: place and place.resolve() for name, place in ((name, _picture(file, name)) for name in names)}
+    there = [view.picture.resolve() for view in views]
+    known, chosen = set(there), set(wanted.values())
+    strange = [name for name, place in wanted.items() if place not in known]
+    if strange:
+        raise UserError(
+            f"{file} names {_several(strange)} in {key}, and no frame has that picture.",
+            do="the names that frames have as file_path",
+        )
+    return [number for number, place in enumerate(there) if place in chosen]
+
+
+# --- what is looked at -------------------------------------------------------------------------------------------
+
+
+def _box(table: Mapping[str, Any], lens: Lens, poses: Tensor, where: str) -> Tensor:
+    """The box of a table, else the cube that cameras see. Raises UserError."""
+    if "box" not in table:
+        return camera_poses.seen_box(lens, poses, where)
+    box = rows_of(table["box"], (2,), 3)
+    if box is None or not bool((box[0] < box[1]).all() and box.isfinite().all()):
+        raise UserError(
+            f"{where} has a box {printable(table['box'])}.",
+            do='"box": [[x, y, z], [x, y, z]], the lower corner first',
+        )
+    camera_poses.check_facing(poses, box, where)
+    return box
