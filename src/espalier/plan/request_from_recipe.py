@@ -104,7 +104,7 @@ def _variants(recipe: Recipe, opened: Callable[[], Workload], heads: int) -> dic
 
 
 def _with_adapters(recipe: Recipe, workload: Callable[[], Workload], frozen: Any) -> Request:
-    return of_recipe(msgspec.structs.replace(recipe, tune=Lora(frozen=frozen)), workload)
+    return of_recipe(recipe.changed(tune=Lora(frozen=frozen)), workload)
 
 
 def of_module(model: torch.nn.Module, batch: int, precision: str, pin: Pin) -> Request:

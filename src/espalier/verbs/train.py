@@ -21,7 +21,7 @@ from espalier import cluster as clusters
 from espalier import run as runs
 from espalier.checkpoint.save_and_restore import CheckpointInfo
 from espalier.checkpoint.storage import open_place
-from espalier.config import Constant, Recipe, graphs, model_kinds
+from espalier.config import Constant, Recipe, graphs, model_kinds, recipe_file
 from espalier.config.base import Derivation
 from espalier.config.graphs import Batches
 from espalier.errors import EspalierError, Interrupted

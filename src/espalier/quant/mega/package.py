@@ -40,8 +40,8 @@ RECORD = Record(
     state="works",
     remark="widths by degree, packages and their file (`export --to packed`), products that read packed rows, "
     "condensed edges as halo messages and as the layout of layers on disk, where inference of all nodes takes"
-    " fewer bytes by it, the simulator (`explain RUN --energy`, in espalier-accelerators), whose DRAM schedules as DRAMsim3 does on "
-    "traces of one source (the accelerators' own requests come to each channel by themselves, and were not "
+    " fewer bytes by it, the simulator (`explain RUN --energy`, in espalier-accelerators), whose DRAM schedules as "
+    "DRAMsim3 does on traces of one source (the accelerators' own requests come to each channel by themselves, and were not "
     "run there), and whose order of accelerators is that of the paper on CiteSeer, Debian's packages and "
     "WordNet (5 steps) in all three measures, but not on Cora, where GCNAX is second: fused loops keep tiles "
     "of its product in the buffer; on Cora and CiteSeer packages with the paper's bitmaps take as many bytes "
