@@ -1,0 +1,488 @@
+"""What the columns of tables of nodes and edges mean: ids, ends, weights, labels, parts and features.
+
+Names that other programs use are understood, and said where they are not ours. Two columns that could both be meant are
+refused. A column that is not used is named; one that changes the meaning of the others is refused by name.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from espalier.errors import UserError, missing_extra
+from espalier.foreign_files import Fields, FieldUse, parsing, printable, unused
+from espalier.graph import separated_text
+from espalier.graph.data import Array, DataSplit
+from espalier.graph.separated_text import EMPTY, EXACT, is_number
+from espalier.hardware.resource_limits import free_memory
+from espalier.units import plural
+
+WHOLE = re.compile(r"-?[0-9]{1,18}")
+_POINTLESS = re.compile(r"(-?[0-9]+)\.0*")
+_DECIMAL = re.compile(r"[-+]?[0-9]+(,[0-9]+)?(e[-+]?[0-9]+)?", re.IGNORECASE)
+_TRUTH = {"true": 1.0, "false": 0.0, "1": 1.0, "0": 0.0, "1.0": 1.0, "0.0": 0.0}
+
+_INDEX = ("index", "unnamed:0", "")
+"""The index that pandas writes."""
+_IDS = ("id", "nodeid")
+_MAYBE_IDS = ("node", "name", "key", *_INDEX)
+"""Ids where no column is called id, and the ends of edges do not speak against it; the first of them."""
+_SOURCES = ("source", "src", "from", "head", "u", "node1", "sourceid", "fromnodeid", "citing", "sender", "start")
+_TARGETS = ("target", "dst", "to", "tail", "v", "node2", "targetid", "tonodeid", "cited", "receiver", "end")
+_TARGETS += ("dest", "destination")
+_WEIGHTS = ("weight", "weights", "edgeweight")
+_LABELS = ("label", "labels", "class", "y", "target", "nodelabel")
+_PARTS = ("part", "split", "subset")
+_MASKS = (("trainmask",), ("valmask", "validmask", "validationmask"), ("testmask",))
+_DIRECTIONS = {"directed": False, "undirected": True}
+PART_WORDS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("validation", "val", "valid", "dev"), "validation"),
+    **dict.fromkeys(("test", "testing"), "test"),
+}
+_KINDS = ("nodetype", "edgetype", "relation", "edgereltype", "reltype")
+"""Kinds of nodes and edges, of which networks know one."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Columns by name, and what was said while they were read. `header`: the file names them."""
+
+    path: Path
+    columns: Mapping[str, Array]
+    header: bool = True
+    notes: tuple[str, ...] = ()
+
+    @property
+    def rows(self) -> int:
+        """How many there are."""
+        return len(next(iter(self.columns.values()), ()))
+
+
+@dataclass(frozen=True)
+class NodeTable:
+    """A table of nodes, understood.
+
+    Attributes:
+        ids: a column, or None: the row numbers.
+        maybe: the name of a column that may be the ids; `settled` decides by the ends of edges.
+        labels: a column as it is stored.
+        features: float64 columns.
+    """
+
+    table: Table
+    ids: Array | None = None
+    maybe: str | None = None
+    labels: Array | None = None
+    parts: DataSplit | None = None
+    features: Mapping[str, Array] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class EdgeTable:
+    """A table of edges, understood: its ends as they are stored, and float64 columns. `both`: bool [edges], the edge
+    runs both ways; None: the table does not say. `nodes`: how many there are at least."""
+
+    table: Table
+    sources: Array
+    targets: Array
+    weights: Array | None = None
+    features: Mapping[str, Array] = field(default_factory=dict)
+    both: Array | None = None
+    notes: tuple[str, ...] = ()
+    nodes: int | None = None
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+
+def read_nodes(path: Path) -> NodeTable:
+    """The table of nodes at `path`, separated text or Parquet. Raises UserError."""
+    known = {*_IDS, *_MAYBE_IDS, *_LABELS, *_PARTS, *sum(_MASKS, ())} - {""}
+    if path.suffix.lower() == ".parquet":
+        return _nodes(_parquet(path))
+    layout = separated_text.layout(path)
+    return _nodes(_table(layout, not known.isdisjoint(map(_plain, layout.comment)), _has_header(layout, known)))
+
+
+def read_edges(path: Path, ids: Array | None) -> EdgeTable:
+    """The table of edges at `path`; `ids` of nodes tell an edge from a header. Raises UserError."""
+    if path.suffix.lower() == ".parquet":
+        return _edges(_parquet(path))
+    layout = separated_text.layout(path)
+    commented = _names_ends(layout.comment) and len(layout.comment) == len(layout.cells[0])
+    return _edges(_table(layout, commented, _edges_have_header(layout, ids)))
+
+
+def _table(layout: separated_text.Layout, commented: bool, header: bool) -> Table:
+    first = layout.comment if commented and not header else layout.cells[0]
+    names = [cell.strip() for cell in first] if commented or header else [""] * len(first)
+    names = [name or (f"column {at + 1}" if at or not header else "") for at, name in enumerate(names)]
+    notes = layout.notes
+    if commented and not header:
+        notes += (f"the last comment line of {layout.path.name} names its columns",)
+    elif not header:
+        notes += (f"{layout.path.name} has no header: its first row is {printable(', '.join(first), 60)!r}",)
+    return Table(layout.path, separated_text.named(layout, names, header), commented or header, notes)
+
+
+def _has_header(layout: separated_text.Layout, known: Collection[str]) -> bool:
+    """Whether the first row names columns: one is known, or one has numbers below a word."""
+    first, *others = layout.cells
+    if all(map(is_number, first)):
+        return False
+    below = [all(is_number(row[at]) for row in others if at < len(row)) for at in range(len(first))]
+    over = any(numbers and cell and not is_number(cell) for cell, numbers in zip(first, below, strict=True))
+    counted = first == ["", *map(str, range(len(first) - 1))]  # pandas, of an array
+    if not known.isdisjoint(map(_plain, first)) or (others and (over or counted)):
+        return True
+    raise UserError(
+        f"{printable(layout.path)}: its first row {printable(', '.join(first), 60)!r} may name columns or not.",
+        why="no name in it is known, and no column has numbers below it",
+        do="put a line of names first: source,target for edges; id,label,part … for nodes",
+    )
+
+
+def _names_ends(cells: list[str]) -> bool:
+    plain = [_plain(cell) for cell in cells]
+    return not set(plain).isdisjoint(_SOURCES) and not set(plain).isdisjoint(_TARGETS)
+
+
+def _edges_have_header(layout: separated_text.Layout, ids: Array | None) -> bool:
+    first, *others = layout.cells
+    named, words = _names_ends(first), not all(map(is_number, first))
+    known = set(as_words(ids)) if ids is not None and words else set()
+    are_ids = [cell.strip() in known for cell in first[:2]]
+    if all(are_ids) and named:
+        raise UserError(
+            f"{printable(layout.path)}: its first row {printable(', '.join(first), 60)!r} may be an edge or a header.",
+            why="its cells are names of columns, and ids of nodes",
+            do="write source,target as the first line and the edges below it",
+        )
+    if named or all(are_ids):
+        return named
+    if any(are_ids):
+        return False  # an edge to a node that is not in the table, which is an error later
+    below = bool(known and others) and all(cell.strip() in known for cell in others[0][:2])
+    return below or _has_header(layout, _WEIGHTS)
+
+
+def _parquet(path: Path) -> Table:
+    try:
+        from pyarrow import parquet
+    except ImportError:
+        raise missing_extra("pyarrow", "graph", f"data.path = '{path}'") from None
+    with parsing(path, "give a Parquet file, .csv or .npz"):
+        about = parquet.ParquetFile(path).metadata
+        size = sum(about.row_group(at).total_byte_size for at in range(about.num_row_groups))
+        if max(size, 8 * about.num_rows * about.num_columns) > free_memory():
+            raise MemoryError
+        table = parquet.read_table(path)
+        names = table.column_names
+        if len(set(names)) < len(names):
+            raise ValueError("two of its columns have one name")
+        names = [name for name in names if name != "__index_level_0__" or len(names) == 1]
+        return Table(path, {name: table[name].to_numpy() for name in names})
+
+
+def _refuse_kinds(table: Table) -> None:
+    """Refuses columns that say of which kind a node or an edge is."""
+    do = "leave rows of one kind in the table and drop the column"
+    refused = {name: do for name in table.columns if _plain(name) in _KINDS}
+    FieldUse(Fields("column", frozenset(), refused), table.path.name).count(refused)
+
+
+def _plain(name: str) -> str:
+    """A column's name without case and marks between words: `nodeid` of `Node_ID`."""
+    return re.sub(r"[\s_.-]", "", name).casefold()
+
+
+# --- nodes -----------------------------------------------------------------------------------------------------------
+
+
+def _nodes(table: Table) -> NodeTable:
+    _refuse_kinds(table)
+    left, notes = dict(table.columns), list(table.notes)
+    roles: dict[str, str] = {}
+    if (name := _names_of_nodes(left)) is not None:
+        notes.append(unused("column", name, f"of {table.path.name}, a name for each node"))
+        left.pop(name)
+    for role, names in (("id", _IDS), ("label", _LABELS), ("part", _PARTS)):
+        if (column := _sole(table, left, names, role)) is not None:
+            roles[role] = column
+    taken = {role: left.pop(name) for role, name in roles.items()}
+    masks = {name: left.pop(name) for name in list(left) if any(_plain(name) in names for names in _MASKS)}
+    notes += _choices(table, roles)
+    maybe = None
+    if "id" not in taken:
+        candidates = [name for plain in _MAYBE_IDS for name in left if _plain(name) == plain]
+        maybe = next(iter((*candidates, *table.columns)))
+        maybe = maybe if maybe in left else None
+    for name in [name for name in left if _plain(name) in _INDEX and name != maybe]:
+        notes.append(unused("column", name, f"of {table.path.name}, an index"))
+        left.pop(name)
+    return NodeTable(
+        table,
+        taken.get("id"),
+        maybe,
+        taken.get("label"),
+        _parts(table, taken.get("part"), masks),
+        left,
+        tuple(notes),
+    )
+
+
+def _names_of_nodes(columns: Mapping[str, Array]) -> str | None:
+    """Gephi's `Label` beside its `Id`: a name for each node and no class."""
+    if not {"Id", "Label"} <= set(columns) or columns["Label"].dtype.kind not in "OUS":
+        return None
+    words = [word for word in as_words(columns["Label"]) if word not in EMPTY]
+    return "Label" if len(set(words)) == len(words) else None
+
+
+def _sole(table: Table, columns: Collection[str], names: Collection[str], role: str) -> str | None:
+    """The one of `columns` that is called one of `names`. Raises UserError where there are several."""
+    several = [name for name in columns if _plain(name) in names]
+    if len(several) > 1:
+        raise UserError(
+            f"{printable(table.path)} has the columns {' and '.join(repr(printable(name)) for name in several)}.",
+            why=f"each could be the {role}",
+            do=f"call one of them {role} and drop or rename the others",
+        )
+    return several[0] if several else None
+
+
+def _choices(table: Table, roles: Mapping[str, str]) -> list[str]:
+    """What columns were taken for, where a name is not ours."""
+    foreign = [f"{printable(name)!r} is the {role}" for role, name in roles.items() if name != role]
+    return [f"columns of {table.path.name}: {', '.join(foreign)}"] if foreign and table.header else []
+
+
+def settled(nodes: NodeTable, sources: Array, targets: Array) -> NodeTable:
+    """`nodes` with its ids decided, where no column is called so, and its features as numbers.
+
+    A column of distinct values are the ids if the ends of edges are among them and cannot be row numbers. One that counts
+    the rows is left out. Raises UserError where both readings fit.
+    """
+    name = nodes.maybe
+    if name is None:
+        return _with_numbers(nodes)
+    column, origin = nodes.features[name], nodes.table.path.name
+    rest = {other: values for other, values in nodes.features.items() if other != name}
+    called = nodes.table.header and _plain(name) in _MAYBE_IDS
+    ends, values = alike(np.concatenate([sources, targets])), alike(column)
+    numbers = values.dtype.kind == "i"
+    rows = ends.dtype.kind == "i" and bool(((ends >= 0) & (ends < len(values))).all())
+    among = ends.dtype.kind == values.dtype.kind and bool(np.isin(ends, values).all())
+    if len(np.unique(values)) < len(values) or (not numbers and column.dtype.kind == "f"):  # no ids
+        if not called or _plain(name) not in _INDEX:
+            return _with_numbers(nodes)
+        note = unused("column", name, f"of {origin}, an index")
+    elif numbers and np.array_equal(values, np.arange(len(values))):
+        note = unused("column", name, f"of {origin}, it counts the rows")
+    elif rows and among and not called and len(ends):
+        raise UserError(
+            f"{printable(nodes.table.path)} has no column id, and {printable(name)!r} may be it.",
+            why="each row has another whole number there, and the ends of edges fit these as well as the rows",
+            do=f"call the column id; where it is a feature, put a column id before it (0 to {len(values) - 1})",
+        )
+    elif (among and len(ends)) or (not numbers and ends.dtype.kind != "i") or (called and not rows):
+        nodes = replace(nodes, ids=column)
+        note = f"columns of {origin}: {printable(name)!r} is the id"
+    elif not numbers:
+        return _with_numbers(nodes)
+    elif called:
+        note = unused("column", name, f"of {origin}: edges name the rows, 0 to {len(values) - 1}")
+    else:
+        rest = nodes.features
+        note = f"column {printable(name)!r} of {origin} is a feature: edges name the rows, 0 to {len(values) - 1}"
+    return _with_numbers(replace(nodes, features=rest, notes=(*nodes.notes, note)))
+
+
+def _with_numbers(nodes: NodeTable) -> NodeTable:
+    notes = list(nodes.notes)
+    features = _numeric(nodes.table, nodes.features, "the feature {} of nodes", notes)
+    return replace(nodes, features=features, notes=tuple(notes))
+
+
+def _parts(table: Table, column: Array | None, masks: Mapping[str, Array]) -> DataSplit | None:
+    if column is not None and masks:
+        raise UserError(f"{printable(table.path)} has a column of parts and masks.", do="drop the one or the other")
+    if masks:
+        chosen = [_sole(table, masks, names, names[0]) for names in _MASKS]
+        each = [np.zeros(table.rows, bool) if name is None else _truth(table, name, masks[name]) for name in chosen]
+        return DataSplit(*map(np.flatnonzero, each))
+    if column is None:
+        return None
+    words = [word.lower() for word in as_words(column)]
+    none = {word.lower() for word in (*EMPTY, "-1")}
+    strange = set(words) - set(PART_WORDS) - none
+    if strange:
+        raise UserError(
+            f"{printable(table.path)}: part = {printable(min(strange))!r} is not possible.",
+            do="train, validation, test, or empty",
+        )
+    named = np.array([PART_WORDS.get(word, "") for word in words])
+    return DataSplit(*(np.flatnonzero(named == name) for name in ("train", "validation", "test")))
+
+
+def _truth(table: Table, name: str, column: Array) -> Array:
+    words = [word.lower() for word in as_words(column)]
+    strange = set(words) - set(_TRUTH) - {""}
+    if strange:
+        raise UserError(
+            f"{printable(table.path)}: {printable(name)} = {printable(min(strange))!r} is not possible.",
+            do="true or false for each node",
+        )
+    return np.array([_TRUTH.get(word, 0.0) for word in words]) > 0
+
+
+# --- edges -----------------------------------------------------------------------------------------------------------
+
+
+def _edges(table: Table) -> EdgeTable:
+    _refuse_kinds(table)
+    left, notes = dict(table.columns), list(table.notes)
+    ends = _ends(table, left)
+    for name in list(left):
+        if name not in ends and table.header and _plain(name) in (*_INDEX, *_IDS, "edgeid"):
+            notes.append(unused("column", name, f"of {table.path.name}, a number for each edge"))
+            left.pop(name)
+    roles = {"source": ends[0], "target": ends[1]}
+    if (weight := _sole(table, left, _WEIGHTS, "weight")) is not None:
+        roles["weight"] = weight
+    taken = {role: left.pop(name) for role, name in roles.items()}
+    notes += _choices(table, roles)
+    both = _directions(left)
+    weights = taken.get("weight")
+    if weights is not None:
+        weights = _numeric(table, {roles["weight"]: weights}, "the {}", notes).get(roles["weight"])
+    features = _numeric(table, left, "the feature {} of edges", notes)
+    if features and not table.header:
+        notes.append(
+            f"columns of {table.path.name} after the second are features of edges: "
+            "write a line of names first where one is the weight"
+        )
+    return EdgeTable(table, taken["source"], taken["target"], weights, features, both, tuple(notes))
+
+
+def _ends(table: Table, columns: Mapping[str, Array]) -> tuple[str, str]:
+    """The columns of both ends: by their names, else the first two."""
+    source, target = (_sole(table, columns, names, role) for names, role in ((_SOURCES, "source"), (_TARGETS, "target")))
+    if source is not None and target is not None:
+        return source, target
+    if source is not None or target is not None:
+        missing = "target" if target is None else "source"
+        raise UserError(
+            f"{printable(table.path)} has a column {source or target!r} and none for the other end of edges.",
+            why=f"it has {printable(', '.join(columns))}",
+            do=f"call the other column {missing}",
+        )
+    names = [name for name in columns if not table.header or _plain(name) not in (*_INDEX, *_WEIGHTS)]
+    if len(names) < 2:
+        raise UserError(
+            f"{printable(table.path)} has {plural(len(columns), 'column')}.",
+            why="an edge has two ends",
+            do="columns source and target",
+        )
+    return names[0], names[1]
+
+
+def _directions(columns: dict[str, Array]) -> Array | None:
+    """Gephi's `Type`, Directed or Undirected, taken out of `columns`: bool [edges], the edge runs both ways."""
+    for name in columns:
+        if _plain(name) == "type":
+            words = [word.lower() for word in as_words(columns[name])]
+            if words and set(words) <= set(_DIRECTIONS):
+                del columns[name]
+                return np.array([_DIRECTIONS[word] for word in words])
+    return None
+
+
+# --- cells -----------------------------------------------------------------------------------------------------------
+
+
+def as_words(column: Array) -> list[str]:
+    """A column as text: whole numbers without a point (39, not 39.0), nothing where a value is missing."""
+    cells = column.tolist()
+    missing = [cell is None or (isinstance(cell, float) and math.isnan(cell)) for cell in cells]
+    words = ["" if gone else str(cell).strip() for cell, gone in zip(cells, missing, strict=True)]
+    return [_POINTLESS.sub(r"\1", word) if _POINTLESS.fullmatch(word) else word for word in words]
+
+
+def alike(ids: Array) -> Array:
+    """Ids in the one form that can be compared: int64 where all are whole numbers, however stored, else text."""
+    if ids.dtype.kind in "iu":
+        return ids.astype(np.int64)
+    if ids.dtype.kind == "f" and (np.abs(ids) < EXACT).all() and (ids == np.round(ids)).all():
+        return ids.astype(np.int64)
+    words = as_words(ids)
+    return np.array([int(word) for word in words] if all(map(WHOLE.fullmatch, words)) else words)
+
+
+def _numeric(table: Table, columns: Mapping[str, Array], what: str, notes: list[str]) -> dict[str, Array]:
+    """float64 columns of numbers. Columns of words alone are left out, which is said in `notes`."""
+    numbers: dict[str, Array] = {}
+    for name, column in columns.items():
+        values, reason = _as_float(column, f"{printable(table.path)}: {what.format(repr(printable(name)))}")
+        if values is None:
+            notes.append(unused("column", name, f"of {table.path.name}, {reason}"))
+        else:
+            numbers[name] = values
+            notes += [f"column {printable(name)!r} of {table.path.name} has decimal commas"] if reason else []
+    return numbers
+
+
+def _as_float(column: Array, what: str) -> tuple[Array | None, str]:
+    """float64 values, or None and what the column has instead of numbers. Raises UserError where only some are."""
+    if column.dtype.kind in "biuf":
+        values = column.astype(np.float64)
+        return (None, "no values") if len(values) and np.isnan(values).all() else (values, "")
+    if column.dtype.kind not in "OUS":
+        return None, f"values of {column.dtype}"
+    words = as_words(column.astype(str) if column.dtype.kind == "S" else column)
+    filled = [word for word in words if word not in EMPTY]
+    lower = {word.lower() for word in filled}
+    if not filled:
+        return None, "no values"
+    if len(filled) == len(words) and lower <= {"true", "false"}:
+        return np.array([_TRUTH[word.lower()] for word in words]), ""
+    flags = [is_number(word) for word in filled]
+    if all(flags) and len(filled) == len(words):
+        return np.array(words).astype(np.float64), ""
+    if len(filled) == len(words) and all(map(_DECIMAL.fullmatch, words)):
+        return _decimal_commas(words, what), "decimal commas"
+    if not any(flags):
+        return None, f"words, such as {printable(filled[0], 40)!r}"
+    word = next((word for word in words if not is_number(word)), "")
+    raise UserError(f"{what} must be numbers, and one is {printable(word)!r}.", do="give numbers, or drop the column")
+
+
+def _decimal_commas(words: list[str], what: str) -> Array:
+    if all(len(word.partition(",")[2]) in (0, 3) for word in words):
+        example = next(word for word in words if "," in word)
+        raise UserError(
+            f"{what} has {example!r}.", why="the comma may separate decimals or thousands", do="write decimal points"
+        )
+    return np.array([word.replace(",", ".") for word in words]).astype(np.float64)
+
+
+def ends_as_numbers(values: Array, path: Path) -> Array:
+    """float64 [edges]: the ends of edges where no table of nodes has ids. Raises UserError for words."""
+    if values.dtype.kind in "biuf":
+        return values.astype(np.float64)
+    words = as_words(values)
+    word: Any = next((word for word in words if not is_number(word)), None)
+    if word is not None:
+        raise UserError(
+            f"{printable(path)}: ends of edges must be numbers, and one is {printable(word)!r}.",
+            do="add a nodes table (nodes.csv) with a column id, in a folder with edges.csv",
+        )
+    return np.array(words).astype(np.float64)
