@@ -78,8 +78,7 @@ def load(file: Path, *, undirected: bool) -> Graph:
     if features is None:
         given = int(known.get("num_nodes", 0))
         count = max(int(max(sources.max(initial=-1), targets.max(initial=-1))) + 1, given)
-        if not given:
-            refuse_far_ids(count, len(sources), file)
+        refuse_far_ids(count, given or len(sources), file)
         features = degree_features((sources, targets), count)
     labels, classes = array_labels(known.get("y"))
     return Graph.from_edges(

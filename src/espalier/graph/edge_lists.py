@@ -9,7 +9,7 @@ part, is -1, an empty cell, a null, `nan`, `None` or `null`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -38,16 +38,6 @@ SUFFIXES = (*TEXT, ".npz", ".parquet")
 _TABLES = (*separated_text.ENDINGS, ".parquet")
 _ALONE, _EACH = 1000, 100
 """Nodes that edges may name without a table of nodes: so many, and so many more for each edge."""
-
-
-@dataclass(frozen=True)
-class _Edges:
-    """Edges between row numbers, as `Graph.from_edges` takes them."""
-
-    sources: Array
-    targets: Array
-    weights: Array | None
-    features: Array | None
 
 
 def is_edge_list(path: Path) -> bool:
@@ -93,25 +83,22 @@ def _nodes_beside(file: Path) -> Path | None:
 
 def _graph(file: Path, nodes: NodeTable | None, table: EdgeTable, undirected: bool) -> Graph:
     ids = None if nodes is None else nodes.ids
-    numbers = table.sources, table.targets
-    sources, targets = (_numbered(ends, ids, file) for ends in numbers)
+    sources, targets = (_numbered(ends, ids, file) for ends in (table.sources, table.targets))
     count = _count(file, nodes, table, sources, targets)
     labels, classes = column_labels(None if nodes is None else nodes.labels)
     notes = [*(() if nodes is None else nodes.notes), *table.notes]
-    edge_features = np.stack(list(table.features.values()), 1) if table.features else None
-    edges, undirected = _mirrored(_Edges(sources, targets, table.weights, edge_features), table, undirected, notes)
     columns = {} if nodes is None else nodes.features
     if nodes is not None and not columns:
         notes.append("no column of nodes is a feature: each has 1 and log(1 + degree)")
     return Graph.from_edges(
-        edges.sources,
-        edges.targets,
-        features=_stacked(list(columns.values())) if columns else degree_features((sources, targets), count),
-        undirected=undirected,
+        sources,
+        targets,
+        features=np.stack([*columns.values()], 1) if columns else degree_features((sources, targets), count),
+        undirected=_both_ways(table, undirected, notes),
         labels=labels,
         parts=None if nodes is None else nodes.parts,
-        weights=edges.weights,
-        edge_features=edges.features,
+        weights=table.weights,
+        edge_features=np.stack([*table.features.values()], 1) if table.features else None,
         classes=classes,
         names=() if ids is None else as_words(ids),
         origin=str(file),
@@ -121,30 +108,18 @@ def _graph(file: Path, nodes: NodeTable | None, table: EdgeTable, undirected: bo
     )
 
 
-def _stacked(columns: Sequence[Array]) -> Array:
-    return np.stack(columns, 1).astype(np.float32)
-
-
-def _mirrored(edges: _Edges, table: EdgeTable, undirected: bool, notes: list[str]) -> tuple[_Edges, bool]:
-    """The edges, those that the table calls undirected both ways, and whether all of them are."""
-    both = table.both
-    if both is None:
-        return edges, undirected
-    if undirected or both.all():
-        if not both.all():
-            notes.append(
-                f"{int((~both).sum()):,} edges of {table.table.path.name} are directed, and are read both ways: "
-                "graph.undirected = false keeps them as they are"
-            )
-        return edges, True
-    again = np.concatenate([np.arange(len(both)), np.flatnonzero(both)])
-    mirrored = _Edges(
-        np.concatenate([edges.sources, edges.targets[both]]),
-        np.concatenate([edges.targets, edges.sources[both]]),
-        None if edges.weights is None else edges.weights[again],
-        None if edges.features is None else edges.features[again],
-    )
-    return mirrored, False
+def _both_ways(table: EdgeTable, undirected: bool, notes: list[str]) -> bool:
+    """Whether edges run both ways, by the table where it says so."""
+    name = printable(table.table.path)
+    if len(table.types) > 1 and not undirected:
+        raise UserError(
+            f"{name} has directed and undirected edges.",
+            why="graph.undirected is one for all of them",
+            do="graph.undirected = true, or each undirected edge as two directed ones",
+        )
+    if undirected and "directed" in table.types:
+        notes.append(f"edges of {name} called directed are read both ways: graph.undirected = false keeps them")
+    return undirected or "undirected" in table.types
 
 
 def _count(file: Path, nodes: NodeTable | None, table: EdgeTable, sources: Array, targets: Array) -> int:

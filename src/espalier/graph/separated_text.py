@@ -192,7 +192,8 @@ def _numbers(table: Layout, skipped: int) -> Array | None:
         found = np.loadtxt(table.path, np.float64, quotechar='"', encoding="utf-8-sig", **how)
     except ValueError:  # a word further down; what is worse is met again where cells are text
         return None
-    return None if (np.abs(found) >= EXACT).any() else found
+    exact = found.shape[1] == len(table.rows[0][1]) and not (np.abs(found) >= EXACT).any()
+    return found if exact else None
 
 
 def _words(table: Layout, header: bool, width: int) -> list[Array]:

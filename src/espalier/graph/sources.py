@@ -10,6 +10,7 @@ from espalier import config
 from espalier.cache_dir import cache_folder
 from espalier.config import Data, data_path
 from espalier.errors import UserError, nearest
+from espalier.foreign_files import parsing
 from espalier.graph import (
     debian_packages,
     edge_lists,
@@ -52,12 +53,18 @@ def load(data: Data, options: config.GraphOptions, progress: Progress | None = N
         return synthetic.load(path, _cache(data), progress)
     place = Path(path).expanduser()
     if place.is_dir():
-        return _folder(place, options)
+        with parsing(place, "name the file itself"):
+            return _folder(place, options)
     if not place.exists():
         if place.name in planetoid.names(place.parent):  # one data set of a folder that holds several
             return planetoid.load(place.parent, place.name, undirected=both)
         raise _missing(path)
-    ending = place.suffix.lower()
+    with parsing(place, f"give one of: {'; '.join(KNOWN)}"):
+        return _file(place, path, options)
+
+
+def _file(place: Path, path: str, options: config.GraphOptions) -> Graph:
+    ending, both = place.suffix.lower(), options.undirected
     if ending in (".pt", ".pth"):
         return pyg.load(place, pickle=options.pickle, undirected=both)
     if ending in (".pkl", ".pickle"):

@@ -28,19 +28,18 @@ _POINTLESS = re.compile(r"(-?[0-9]+)\.0*")
 _DECIMAL = re.compile(r"[-+]?[0-9]+(,[0-9]+)?(e[-+]?[0-9]+)?", re.IGNORECASE)
 _TRUTH = {"true": 1.0, "false": 0.0, "1": 1.0, "0": 0.0, "1.0": 1.0, "0.0": 0.0}
 
-_INDEX = ("index", "unnamed:0", "")
+_INDEX = ("index", "indexlevel0", "")
 """The index that pandas writes."""
 _IDS = ("id", "nodeid")
-_MAYBE_IDS = ("node", "name", "key", *_INDEX)
+_MAYBE_IDS = ("node", "name", *_INDEX)
 """Ids where no column is called id, and the ends of edges do not speak against it; the first of them."""
-_SOURCES = ("source", "src", "from", "head", "u", "node1", "sourceid", "fromnodeid", "citing", "sender", "start")
-_TARGETS = ("target", "dst", "to", "tail", "v", "node2", "targetid", "tonodeid", "cited", "receiver", "end")
-_TARGETS += ("dest", "destination")
+_ENDS_IN_ID = re.compile(r".*[\W_][iI][dD]|.*[a-z]I[Dd]")
+_SOURCES = "source src from head u node1 nodea id1 sourceid srcid fromid fromnodeid citing sender".split()
+_TARGETS = "target dst to tail v node2 nodeb id2 targetid dstid toid tonodeid cited receiver dest destination".split()
 _WEIGHTS = ("weight", "weights", "edgeweight")
 _LABELS = ("label", "labels", "class", "y", "target", "nodelabel")
 _PARTS = ("part", "split", "subset")
 _MASKS = (("trainmask",), ("valmask", "validmask", "validationmask"), ("testmask",))
-_DIRECTIONS = {"directed": False, "undirected": True}
 PART_WORDS = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("validation", "val", "valid", "dev"), "validation"),
@@ -87,15 +86,19 @@ class NodeTable:
 
 @dataclass(frozen=True)
 class EdgeTable:
-    """A table of edges, understood: its ends as they are stored, and float64 columns. `both`: bool [edges], the edge
-    runs both ways; None: the table does not say. `nodes`: how many there are at least."""
+    """A table of edges, understood: its ends as they are stored, and float64 columns.
+
+    Attributes:
+        types: `directed`, `undirected` or both, where the table says so.
+        nodes: how many there are at least.
+    """
 
     table: Table
     sources: Array
     targets: Array
     weights: Array | None = None
     features: Mapping[str, Array] = field(default_factory=dict)
-    both: Array | None = None
+    types: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
     nodes: int | None = None
 
@@ -109,7 +112,8 @@ def read_nodes(path: Path) -> NodeTable:
     if path.suffix.lower() == ".parquet":
         return _nodes(_parquet(path))
     layout = separated_text.layout(path)
-    return _nodes(_table(layout, not known.isdisjoint(map(_plain, layout.comment)), _has_header(layout, known)))
+    commented = not known.isdisjoint(map(_plain, layout.comment))
+    return _nodes(_table(layout, commented, _has_header(layout, known)))
 
 
 def read_edges(path: Path, ids: Array | None) -> EdgeTable:
@@ -117,11 +121,11 @@ def read_edges(path: Path, ids: Array | None) -> EdgeTable:
     if path.suffix.lower() == ".parquet":
         return _edges(_parquet(path))
     layout = separated_text.layout(path)
-    commented = _names_ends(layout.comment) and len(layout.comment) == len(layout.cells[0])
-    return _edges(_table(layout, commented, _edges_have_header(layout, ids)))
+    return _edges(_table(layout, _names_ends(layout.comment), _edges_have_header(layout, ids)))
 
 
 def _table(layout: separated_text.Layout, commented: bool, header: bool) -> Table:
+    commented = commented and len(layout.comment) == len(layout.cells[0])
     first = layout.comment if commented and not header else layout.cells[0]
     names = [cell.strip() for cell in first] if commented or header else [""] * len(first)
     names = [name or (f"column {at + 1}" if at or not header else "") for at, name in enumerate(names)]
@@ -133,13 +137,13 @@ def _table(layout: separated_text.Layout, commented: bool, header: bool) -> Tabl
     return Table(layout.path, separated_text.named(layout, names, header), commented or header, notes)
 
 
-def _has_header(layout: separated_text.Layout, known: Collection[str]) -> bool:
+def _has_header(layout: separated_text.Layout, known: set[str]) -> bool:
     """Whether the first row names columns: one is known, or one has numbers below a word."""
     first, *others = layout.cells
-    if all(map(is_number, first)):
+    numbers = [all(map(_is_decimal, column)) for column in zip(*others, strict=False)] or [False] * len(first)
+    over = any(below and cell and not _is_decimal(cell) for cell, below in zip(first, numbers, strict=False))
+    if all(map(_is_decimal, first)):
         return False
-    below = [all(is_number(row[at]) for row in others if at < len(row)) for at in range(len(first))]
-    over = any(numbers and cell and not is_number(cell) for cell, numbers in zip(first, below, strict=True))
     counted = first == ["", *map(str, range(len(first) - 1))]  # pandas, of an array
     if not known.isdisjoint(map(_plain, first)) or (others and (over or counted)):
         return True
@@ -150,6 +154,10 @@ def _has_header(layout: separated_text.Layout, known: Collection[str]) -> bool:
     )
 
 
+def _is_decimal(cell: str) -> bool:
+    return is_number(cell) or _DECIMAL.fullmatch(cell.strip()) is not None
+
+
 def _names_ends(cells: list[str]) -> bool:
     plain = [_plain(cell) for cell in cells]
     return not set(plain).isdisjoint(_SOURCES) and not set(plain).isdisjoint(_TARGETS)
@@ -157,8 +165,8 @@ def _names_ends(cells: list[str]) -> bool:
 
 def _edges_have_header(layout: separated_text.Layout, ids: Array | None) -> bool:
     first, *others = layout.cells
-    named, words = _names_ends(first), not all(map(is_number, first))
-    known = set(as_words(ids)) if ids is not None and words else set()
+    named = _names_ends(first)
+    known = set(as_words(ids)) if ids is not None and not all(map(_is_decimal, first)) else set()
     are_ids = [cell.strip() in known for cell in first[:2]]
     if all(are_ids) and named:
         raise UserError(
@@ -171,7 +179,7 @@ def _edges_have_header(layout: separated_text.Layout, ids: Array | None) -> bool
     if any(are_ids):
         return False  # an edge to a node that is not in the table, which is an error later
     below = bool(known and others) and all(cell.strip() in known for cell in others[0][:2])
-    return below or _has_header(layout, _WEIGHTS)
+    return below or _has_header(layout, set(_WEIGHTS))
 
 
 def _parquet(path: Path) -> Table:
@@ -185,11 +193,9 @@ def _parquet(path: Path) -> Table:
         if max(size, 8 * about.num_rows * about.num_columns) > free_memory():
             raise MemoryError
         table = parquet.read_table(path)
-        names = table.column_names
-        if len(set(names)) < len(names):
+        if len(set(table.column_names)) < table.num_columns:
             raise ValueError("two of its columns have one name")
-        names = [name for name in names if name != "__index_level_0__" or len(names) == 1]
-        return Table(path, {name: table[name].to_numpy() for name in names})
+        return Table(path, {name: table[name].to_numpy() for name in table.column_names})
 
 
 def _refuse_kinds(table: Table) -> None:
@@ -200,8 +206,9 @@ def _refuse_kinds(table: Table) -> None:
 
 
 def _plain(name: str) -> str:
-    """A column's name without case and marks between words: `nodeid` of `Node_ID`."""
-    return re.sub(r"[\s_.-]", "", name).casefold()
+    """A column's name without case and marks between words: `nodeid` of `Node_ID`; empty for pandas' `Unnamed: 0`."""
+    plain = re.sub(r"[\s_.-]", "", name).casefold()
+    return "" if plain.startswith("unnamed:") else plain
 
 
 # --- nodes -----------------------------------------------------------------------------------------------------------
@@ -214,7 +221,8 @@ def _nodes(table: Table) -> NodeTable:
     if (name := _names_of_nodes(left)) is not None:
         notes.append(unused("column", name, f"of {table.path.name}, a name for each node"))
         left.pop(name)
-    for role, names in (("id", _IDS), ("label", _LABELS), ("part", _PARTS)):
+    placed = "x" in map(_plain, left)  # y is then a coordinate
+    for role, names in (("id", _IDS), ("label", [name for name in _LABELS if name != "y" or not placed]), ("part", _PARTS)):
         if (column := _sole(table, left, names, role)) is not None:
             roles[role] = column
     taken = {role: left.pop(name) for role, name in roles.items()}
@@ -223,6 +231,7 @@ def _nodes(table: Table) -> NodeTable:
     maybe = None
     if "id" not in taken:
         candidates = [name for plain in _MAYBE_IDS for name in left if _plain(name) == plain]
+        candidates += [name for name in left if _ENDS_IN_ID.fullmatch(name)]
         maybe = next(iter((*candidates, *table.columns)))
         maybe = maybe if maybe in left else None
     for name in [name for name in left if _plain(name) in _INDEX and name != maybe]:
@@ -276,7 +285,7 @@ def settled(nodes: NodeTable, sources: Array, targets: Array) -> NodeTable:
         return _with_numbers(nodes)
     column, origin = nodes.features[name], nodes.table.path.name
     rest = {other: values for other, values in nodes.features.items() if other != name}
-    called = nodes.table.header and _plain(name) in _MAYBE_IDS
+    called = nodes.table.header and (_plain(name) in _MAYBE_IDS or _ENDS_IN_ID.fullmatch(name) is not None)
     ends, values = alike(np.concatenate([sources, targets])), alike(column)
     numbers = values.dtype.kind == "i"
     rows = ends.dtype.kind == "i" and bool(((ends >= 0) & (ends < len(values))).all())
@@ -360,7 +369,7 @@ def _edges(table: Table) -> EdgeTable:
         roles["weight"] = weight
     taken = {role: left.pop(name) for role, name in roles.items()}
     notes += _choices(table, roles)
-    both = _directions(left)
+    types = _types(left)
     weights = taken.get("weight")
     if weights is not None:
         weights = _numeric(table, {roles["weight"]: weights}, "the {}", notes).get(roles["weight"])
@@ -370,7 +379,7 @@ def _edges(table: Table) -> EdgeTable:
             f"columns of {table.path.name} after the second are features of edges: "
             "write a line of names first where one is the weight"
         )
-    return EdgeTable(table, taken["source"], taken["target"], weights, features, both, tuple(notes))
+    return EdgeTable(table, taken["source"], taken["target"], weights, features, types, tuple(notes))
 
 
 def _ends(table: Table, columns: Mapping[str, Array]) -> tuple[str, str]:
@@ -395,15 +404,14 @@ def _ends(table: Table, columns: Mapping[str, Array]) -> tuple[str, str]:
     return names[0], names[1]
 
 
-def _directions(columns: dict[str, Array]) -> Array | None:
-    """Gephi's `Type`, Directed or Undirected, taken out of `columns`: bool [edges], the edge runs both ways."""
-    for name in columns:
-        if _plain(name) == "type":
-            words = [word.lower() for word in as_words(columns[name])]
-            if words and set(words) <= set(_DIRECTIONS):
-                del columns[name]
-                return np.array([_DIRECTIONS[word] for word in words])
-    return None
+def _types(columns: dict[str, Array]) -> frozenset[str]:
+    """What Gephi's `Type` says, Directed or Undirected; that column is taken out of `columns`."""
+    for name in [name for name in columns if _plain(name) == "type"]:
+        types = frozenset(word.lower() for word in as_words(columns[name]))
+        if types <= {"directed", "undirected"}:
+            del columns[name]
+            return types
+    return frozenset()
 
 
 # --- cells -----------------------------------------------------------------------------------------------------------
