@@ -199,10 +199,14 @@ def test_order_synonyms_and_unused_columns_do_not_matter(tmp_path: Path, data: s
         "part": ["train", "val", "test", ""],
         "f0": ["1.5", "0.5", "-0.125", "2"],
     }
-    edges = dict(zip(["source", "target", "weight"], zip(*(row.split(",") for row in EDGES[1:]), strict=True), strict=True))
+    edges = dict(
+        zip(["source", "target", "weight"], zip(*(row.split(",") for row in EDGES[1:]), strict=True), strict=True)
+    )
 
     def table(columns: dict[str, Any], renamed: bool, extra: str) -> list[str]:
-        names = [data.draw(st.sampled_from(synonyms[name])) if renamed and name in synonyms else name for name in columns]
+        names = [
+            data.draw(st.sampled_from(synonyms[name])) if renamed and name in synonyms else name for name in columns
+        ]
         cells = [*columns.values()]
         if extra:
             names, cells = [*names, extra], [*cells, [f"word {at}" for at in range(4)]]
@@ -332,7 +336,9 @@ def test_labels_below_none_are_refused_and_a_sole_class_is_said(tmp_path: Path) 
 @pytest.mark.parametrize("field", ["real", "pattern"])
 @pytest.mark.parametrize("packed", [False, True])
 def test_matrices_are_graphs(tmp_path: Path, symmetry: str, field: str, packed: bool) -> None:
-    dense = np.array([[0, 2.0, 0], [2, 0, 0.5], [0, 0.5, 0]] if symmetry == "symmetric" else [[0, 2.0, 0], [0, 0, 0.5], [0, 0, 0]])
+    dense = np.array(
+        [[0, 2.0, 0], [2, 0, 0.5], [0, 0.5, 0]] if symmetry == "symmetric" else [[0, 2.0, 0], [0, 0, 0.5], [0, 0, 0]]
+    )
     file = tmp_path / "A.MTX"
     scipy.io.mmwrite(str(tmp_path / "a.mtx"), scipy.sparse.coo_array(dense), field=field, symmetry=symmetry)
     content = (tmp_path / "a.mtx").read_bytes()

@@ -39,7 +39,9 @@ KEYS = Fields(
         **dict.fromkeys(("batch", "ptr", "num_graphs"), _MANY),
         **dict.fromkeys(("edge_type", "node_type"), _KINDS),
         **dict.fromkeys(("edge_label", "edge_label_index", "pos_edge_label_index", "neg_edge_label_index"), _SPLIT),
-        **dict.fromkeys(("train_idx", "val_idx", "valid_idx", "test_idx"), "give masks: train_mask, val_mask, test_mask"),
+        **dict.fromkeys(
+            ("train_idx", "val_idx", "valid_idx", "test_idx"), "give masks: train_mask, val_mask, test_mask"
+        ),
     },
     "graph",
 )
@@ -124,7 +126,9 @@ def _header(archive: zipfile.ZipFile, info: zipfile.ZipInfo, file: Path, do: str
         if name in KEYS.read and dtype.kind not in ("biufSU" if name in _WORDS["y"] else "biuf"):
             raise UserError(
                 f"{printable(file)} cannot be read: key {printable(name)!r} holds {printable(dtype)}, not numbers.",
-                why="arrays of objects are pickled, and unpickling can execute arbitrary code" if dtype.hasobject else "",
+                why="arrays of objects are pickled, and unpickling can execute arbitrary code"
+                if dtype.hasobject
+                else "",
                 do=do,
             )
         if not dtype.hasobject and size > info.file_size:

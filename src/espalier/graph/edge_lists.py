@@ -205,7 +205,9 @@ def _matrix_market(file: Path) -> EdgeTable:
     do = "write it with scipy.io.mmwrite, or as source,target lines"
     with parsing(file, do):
         rows, columns, entries, form, kind, symmetry = scipy.io.mminfo(file)
-        refused = [word for word in (form, kind, symmetry) if word in ("array", "complex", "skew-symmetric", "hermitian")]
+        refused = [
+            word for word in (form, kind, symmetry) if word in ("array", "complex", "skew-symmetric", "hermitian")
+        ]
         if refused or rows != columns:
             reason = f"is {refused[0]}" if refused else f"has {rows:,} rows and {columns:,} columns"
             raise UserError(

@@ -101,10 +101,7 @@ _KNOWN: dict[tuple[str, str], Callable[[], Any]] = {
     ("numpy", "dtype"): lambda: _Call(_Kind),
     ("_codecs", "encode"): lambda: _Call(_latin),
     **{(f"numpy.{core}.multiarray", "_reconstruct"): lambda: _Call(_Values) for core in ("core", "_core")},
-    **{
-        (f"scipy.sparse{part}", "csr_matrix"): lambda: type("Csr", (Sparse,), {})
-        for part in ("", ".csr", "._csr")
-    },
+    **{(f"scipy.sparse{part}", "csr_matrix"): lambda: type("Csr", (Sparse,), {}) for part in ("", ".csr", "._csr")},
 }
 
 

@@ -23,6 +23,7 @@ from espalier.graph.array_file import KEYS, MASKS, both_ends, masked_parts, unde
 from espalier.graph.label_values import matrix_labels, whole_labels
 from espalier.import_function import function
 
+
 def from_pyg(data: Any, *, undirected: bool = False, origin: str = "Data") -> Graph:
     """The `Graph` of a PyG `Data` (or of anything with its attributes). Raises UserError."""
     use = FieldUse(KEYS, origin)

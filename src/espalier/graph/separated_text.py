@@ -151,7 +151,7 @@ def _separator(sample: list[str], path: Path) -> str:
     fits = [each for each, rows in tables.items() if len(rows[0]) > 1 and len({len(row) for row in rows}) == 1]
     fits = [each for each in fits if each] or fits
     if not fits:  # rows of one cell, or of several numbers of cells, which is an error later
-        return max(tables, key=lambda each: (len(tables[each][0]) if each else 0))
+        return max(tables, key=lambda each: len(tables[each][0]) if each else 0)
     whole = [each for each in fits if not any(_divisible(row, fits, each) for row in tables[each])]
     if len(fits) > 1 and len(whole) != 1:
         raise UserError(

@@ -222,7 +222,11 @@ def _nodes(table: Table) -> NodeTable:
         notes.append(unused("column", name, f"of {table.path.name}, a name for each node"))
         left.pop(name)
     placed = "x" in map(_plain, left)  # y is then a coordinate
-    for role, names in (("id", _IDS), ("label", [name for name in _LABELS if name != "y" or not placed]), ("part", _PARTS)):
+    for role, names in (
+        ("id", _IDS),
+        ("label", [name for name in _LABELS if name != "y" or not placed]),
+        ("part", _PARTS),
+    ):
         if (column := _sole(table, left, names, role)) is not None:
             roles[role] = column
     taken = {role: left.pop(name) for role, name in roles.items()}
@@ -384,7 +388,9 @@ def _edges(table: Table) -> EdgeTable:
 
 def _ends(table: Table, columns: Mapping[str, Array]) -> tuple[str, str]:
     """The columns of both ends: by their names, else the first two."""
-    source, target = (_sole(table, columns, names, role) for names, role in ((_SOURCES, "source"), (_TARGETS, "target")))
+    source, target = (
+        _sole(table, columns, names, role) for names, role in ((_SOURCES, "source"), (_TARGETS, "target"))
+    )
     if source is not None and target is not None:
         return source, target
     if source is not None or target is not None:
