@@ -14,6 +14,7 @@ from espalier.foreign_files import Fields, FieldUse, parsing, printable, unused
 from espalier.graph.data import Array, DataSplit, Graph
 from espalier.graph.label_values import array_labels
 from espalier.hardware.resource_limits import free_memory
+from espalier.units import show_size
 
 _WORDS = {
     "edge_index": ("edge_index",),
@@ -99,41 +100,23 @@ def load(file: Path, *, undirected: bool) -> Graph:
 
 
 def _read(file: Path) -> tuple[dict[str, Array], list[str]]:
-    """The arrays that are used, and what else the file holds. Sizes are compared with the file and with memory first."""
-    do = "numpy.savez(file, edge_index=…, x=…, y=…)"
+    """The arrays that are used, and what else the file holds. Its size is compared with memory first."""
+    do = (
+        "numpy.savez(file, edge_index=…, x=…, y=…), of numbers: unpickling arrays of objects can execute arbitrary code"
+    )
     with parsing(file, do), zipfile.ZipFile(file) as archive:
-        shapes = {Path(info.filename).stem: _header(archive, info, file, do) for info in archive.infolist()}
+        sizes = {Path(info.filename).stem: info.file_size for info in archive.infolist()}
         use = FieldUse(KEYS, str(file))
-        use.count(shapes)
-        used = [name for name in shapes if name in KEYS.read]
-        needed = sum(int(np.prod(shapes[name][0], dtype=object)) * shapes[name][1].itemsize for name in used)
-        if 2 * needed > free_memory() > 0:
+        use.count(sizes)
+        used = [name for name in sizes if name in KEYS.read]
+        if 2 * sum(sizes[name] for name in used) > free_memory() > 0:
             raise MemoryError
         with np.load(file, allow_pickle=False) as opened:
-            table = {name: opened[name] for name in used}
-        notes = [unused("key", name, f"{shapes[name][1]} {list(shapes[name][0])}") for name in use.unused]
-        return table, notes
-
-
-def _header(archive: zipfile.ZipFile, info: zipfile.ZipInfo, file: Path, do: str) -> tuple[tuple[int, ...], Any]:
-    """Shape and dtype of an array in a `.npz` file. Raises UserError where it is not of numbers or words."""
-    name = Path(info.filename).stem
-    with archive.open(info) as member:
-        version = np.lib.format.read_magic(member)
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, _, dtype = read(member)
-        size = int(np.prod(shape, dtype=object)) * dtype.itemsize
-        if name in KEYS.read and dtype.kind not in ("biufSU" if name in _WORDS["y"] else "biuf"):
-            raise UserError(
-                f"{printable(file)} cannot be read: key {printable(name)!r} holds {printable(dtype)}, not numbers.",
-                why="arrays of objects are pickled, and unpickling can execute arbitrary code"
-                if dtype.hasobject
-                else "",
-                do=do,
-            )
-        if not dtype.hasobject and size > info.file_size:
-            raise ValueError(f"key {name!r} says it has {size:,} bytes, and {info.file_size:,} are there")
-    return shape, dtype
+            table = {name: np.asarray(opened[name]) for name in used}
+        for name, array in table.items():
+            if array.dtype.kind not in ("biufSU" if name in _WORDS["y"] else "biuf"):
+                raise ValueError(f"key {name!r} holds {array.dtype}, not numbers")
+        return table, [unused("key", name, show_size(sizes[name])) for name in use.unused]
 
 
 def masked_parts(masks: Sequence[Any], nodes: int, notes: list[str]) -> DataSplit | None:

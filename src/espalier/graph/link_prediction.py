@@ -37,7 +37,10 @@ class Links:
 
 
 def split(graph: Graph, shares: tuple[float, float, float], seed: int) -> Links:
-    """Deals out the links of `graph`, as its data says where it does; one that runs both ways is one link. Raises UserError when there are too few."""
+    """Deals out the links of `graph`, by its own split where it has one; one that runs both ways is one link.
+
+    Raises UserError when there are too few.
+    """
     ends = np.stack([graph.indices.astype(np.int64), graph.targets()])
     keys = ends.min(0) * np.int64(graph.nodes) + ends.max(0)
     links = np.unique(keys)

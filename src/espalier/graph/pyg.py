@@ -18,8 +18,8 @@ from torch import nn
 from espalier import config
 from espalier.errors import UserError, missing_extra
 from espalier.foreign_files import FieldUse, parsing
-from espalier.graph.data import Array, Graph
 from espalier.graph.array_file import KEYS, MASKS, both_ends, masked_parts, understood
+from espalier.graph.data import Array, Graph
 from espalier.graph.label_values import matrix_labels, whole_labels
 from espalier.import_function import function
 

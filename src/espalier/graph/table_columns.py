@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,25 +28,25 @@ _POINTLESS = re.compile(r"(-?[0-9]+)\.0*")
 _DECIMAL = re.compile(r"[-+]?[0-9]+(,[0-9]+)?(e[-+]?[0-9]+)?", re.IGNORECASE)
 _TRUTH = {"true": 1.0, "false": 0.0, "1": 1.0, "0": 0.0, "1.0": 1.0, "0.0": 0.0}
 
-_INDEX = ("index", "indexlevel0", "")
-"""The index that pandas writes."""
-_IDS = ("id", "nodeid")
-_MAYBE_IDS = ("node", "name", *_INDEX)
+_INDEX = "index|indexlevel0|"
+"""The index that pandas writes. Names of columns are patterns, of names as `_plain` gives them."""
+_IDS = "id|nodeid"
+_MAYBE_IDS = ("node", "name", *_INDEX.split("|"))
 """Ids where no column is called id, and the ends of edges do not speak against it; the first of them."""
 _ENDS_IN_ID = re.compile(r".*[\W_][iI][dD]|.*[a-z]I[Dd]")
-_SOURCES = "source src from head u node1 nodea id1 sourceid srcid fromid fromnodeid citing sender".split()
-_TARGETS = "target dst to tail v node2 nodeb id2 targetid dstid toid tonodeid cited receiver dest destination".split()
-_WEIGHTS = ("weight", "weights", "edgeweight")
-_LABELS = ("label", "labels", "class", "y", "target", "nodelabel")
-_PARTS = ("part", "split", "subset")
-_MASKS = (("trainmask",), ("valmask", "validmask", "validationmask"), ("testmask",))
+_SOURCES = "source|src|from|head|u|node1|nodea|id1|(source|src|from)(node)?id|citing|sender"
+_TARGETS = "target|dst|to|tail|v|node2|nodeb|id2|(target|dst|to)(node)?id|cited|receiver|dest|destination"
+_WEIGHTS = "(edge)?weights?"
+_LABELS = "labels?|class|target|nodelabel"
+_PARTS = "part|split|subset"
+_MASKS = ("trainmask", "(val|valid|validation)mask", "testmask")
+_KINDS = "nodetype|edgetype|relation|edgereltype|reltype"
+"""Kinds of nodes and edges, of which networks know one."""
 PART_WORDS = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("validation", "val", "valid", "dev"), "validation"),
     **dict.fromkeys(("test", "testing"), "test"),
 }
-_KINDS = ("nodetype", "edgetype", "relation", "edgereltype", "reltype")
-"""Kinds of nodes and edges, of which networks know one."""
 
 
 @dataclass(frozen=True)
@@ -108,12 +108,11 @@ class EdgeTable:
 
 def read_nodes(path: Path) -> NodeTable:
     """The table of nodes at `path`, separated text or Parquet. Raises UserError."""
-    known = {*_IDS, *_MAYBE_IDS, *_LABELS, *_PARTS, *sum(_MASKS, ())} - {""}
+    known = "|".join((_IDS, "node|name|index|y", _LABELS, _PARTS, *_MASKS))
     if path.suffix.lower() == ".parquet":
         return _nodes(_parquet(path))
     layout = separated_text.layout(path)
-    commented = not known.isdisjoint(map(_plain, layout.comment))
-    return _nodes(_table(layout, commented, _has_header(layout, known)))
+    return _nodes(_table(layout, _names_any(layout.comment, known), _has_header(layout, known)))
 
 
 def read_edges(path: Path, ids: Array | None) -> EdgeTable:
@@ -137,7 +136,7 @@ def _table(layout: separated_text.Layout, commented: bool, header: bool) -> Tabl
     return Table(layout.path, separated_text.named(layout, names, header), commented or header, notes)
 
 
-def _has_header(layout: separated_text.Layout, known: set[str]) -> bool:
+def _has_header(layout: separated_text.Layout, known: str) -> bool:
     """Whether the first row names columns: one is known, or one has numbers below a word."""
     first, *others = layout.cells
     numbers = [all(map(_is_decimal, column)) for column in zip(*others, strict=False)] or [False] * len(first)
@@ -145,7 +144,7 @@ def _has_header(layout: separated_text.Layout, known: set[str]) -> bool:
     if all(map(_is_decimal, first)):
         return False
     counted = first == ["", *map(str, range(len(first) - 1))]  # pandas, of an array
-    if not known.isdisjoint(map(_plain, first)) or (others and (over or counted)):
+    if _names_any(first, known) or (others and (over or counted)):
         return True
     raise UserError(
         f"{printable(layout.path)}: its first row {printable(', '.join(first), 60)!r} may name columns or not.",
@@ -159,8 +158,7 @@ def _is_decimal(cell: str) -> bool:
 
 
 def _names_ends(cells: list[str]) -> bool:
-    plain = [_plain(cell) for cell in cells]
-    return not set(plain).isdisjoint(_SOURCES) and not set(plain).isdisjoint(_TARGETS)
+    return _names_any(cells, _SOURCES) and _names_any(cells, _TARGETS)
 
 
 def _edges_have_header(layout: separated_text.Layout, ids: Array | None) -> bool:
@@ -179,7 +177,7 @@ def _edges_have_header(layout: separated_text.Layout, ids: Array | None) -> bool
     if any(are_ids):
         return False  # an edge to a node that is not in the table, which is an error later
     below = bool(known and others) and all(cell.strip() in known for cell in others[0][:2])
-    return below or _has_header(layout, set(_WEIGHTS))
+    return below or _has_header(layout, _WEIGHTS)
 
 
 def _parquet(path: Path) -> Table:
@@ -201,8 +199,16 @@ def _parquet(path: Path) -> Table:
 def _refuse_kinds(table: Table) -> None:
     """Refuses columns that say of which kind a node or an edge is."""
     do = "leave rows of one kind in the table and drop the column"
-    refused = {name: do for name in table.columns if _plain(name) in _KINDS}
+    refused = {name: do for name in table.columns if _is(name, _KINDS)}
     FieldUse(Fields("column", frozenset(), refused), table.path.name).count(refused)
+
+
+def _is(name: str, names: str) -> bool:
+    return re.fullmatch(names, _plain(name)) is not None
+
+
+def _names_any(cells: Iterable[str], names: str) -> bool:
+    return any(_is(cell, names) for cell in cells)
 
 
 def _plain(name: str) -> str:
@@ -221,16 +227,12 @@ def _nodes(table: Table) -> NodeTable:
     if (name := _names_of_nodes(left)) is not None:
         notes.append(unused("column", name, f"of {table.path.name}, a name for each node"))
         left.pop(name)
-    placed = "x" in map(_plain, left)  # y is then a coordinate
-    for role, names in (
-        ("id", _IDS),
-        ("label", [name for name in _LABELS if name != "y" or not placed]),
-        ("part", _PARTS),
-    ):
+    labels = _LABELS if _names_any(left, "x") else f"{_LABELS}|y"  # y may be a coordinate
+    for role, names in (("id", _IDS), ("label", labels), ("part", _PARTS)):
         if (column := _sole(table, left, names, role)) is not None:
             roles[role] = column
     taken = {role: left.pop(name) for role, name in roles.items()}
-    masks = {name: left.pop(name) for name in list(left) if any(_plain(name) in names for names in _MASKS)}
+    masks = {name: left.pop(name) for name in list(left) if _is(name, "|".join(_MASKS))}
     notes += _choices(table, roles)
     maybe = None
     if "id" not in taken:
@@ -238,7 +240,7 @@ def _nodes(table: Table) -> NodeTable:
         candidates += [name for name in left if _ENDS_IN_ID.fullmatch(name)]
         maybe = next(iter((*candidates, *table.columns)))
         maybe = maybe if maybe in left else None
-    for name in [name for name in left if _plain(name) in _INDEX and name != maybe]:
+    for name in [name for name in left if _is(name, _INDEX) and name != maybe]:
         notes.append(unused("column", name, f"of {table.path.name}, an index"))
         left.pop(name)
     return NodeTable(
@@ -260,9 +262,9 @@ def _names_of_nodes(columns: Mapping[str, Array]) -> str | None:
     return "Label" if len(set(words)) == len(words) else None
 
 
-def _sole(table: Table, columns: Collection[str], names: Collection[str], role: str) -> str | None:
+def _sole(table: Table, columns: Collection[str], names: str, role: str) -> str | None:
     """The one of `columns` that is called one of `names`. Raises UserError where there are several."""
-    several = [name for name in columns if _plain(name) in names]
+    several = [name for name in columns if _is(name, names)]
     if len(several) > 1:
         raise UserError(
             f"{printable(table.path)} has the columns {' and '.join(repr(printable(name)) for name in several)}.",
@@ -284,52 +286,41 @@ def settled(nodes: NodeTable, sources: Array, targets: Array) -> NodeTable:
     A column of distinct values are the ids if the ends of edges are among them and cannot be row numbers. One that counts
     the rows is left out. Raises UserError where both readings fit.
     """
-    name = nodes.maybe
-    if name is None:
-        return _with_numbers(nodes)
-    column, origin = nodes.features[name], nodes.table.path.name
-    rest = {other: values for other, values in nodes.features.items() if other != name}
-    called = nodes.table.header and (_plain(name) in _MAYBE_IDS or _ENDS_IN_ID.fullmatch(name) is not None)
-    ends, values = alike(np.concatenate([sources, targets])), alike(column)
-    numbers = values.dtype.kind == "i"
-    rows = ends.dtype.kind == "i" and bool(((ends >= 0) & (ends < len(values))).all())
-    among = ends.dtype.kind == values.dtype.kind and bool(np.isin(ends, values).all())
-    if len(np.unique(values)) < len(values) or (not numbers and column.dtype.kind == "f"):  # no ids
-        if not called or _plain(name) not in _INDEX:
-            return _with_numbers(nodes)
-        note = unused("column", name, f"of {origin}, an index")
-    elif numbers and np.array_equal(values, np.arange(len(values))):
-        note = unused("column", name, f"of {origin}, it counts the rows")
-    elif rows and among and not called and len(ends):
-        raise UserError(
-            f"{printable(nodes.table.path)} has no column id, and {printable(name)!r} may be it.",
-            why="each row has another whole number there, and the ends of edges fit these as well as the rows",
-            do=f"call the column id; where it is a feature, put a column id before it (0 to {len(values) - 1})",
-        )
-    elif (among and len(ends)) or (not numbers and ends.dtype.kind != "i") or (called and not rows):
-        nodes = replace(nodes, ids=column)
-        note = f"columns of {origin}: {printable(name)!r} is the id"
-    elif not numbers:
-        return _with_numbers(nodes)
-    elif called:
-        note = unused("column", name, f"of {origin}: edges name the rows, 0 to {len(values) - 1}")
-    else:
-        rest = nodes.features
-        note = f"column {printable(name)!r} of {origin} is a feature: edges name the rows, 0 to {len(values) - 1}"
-    return _with_numbers(replace(nodes, features=rest, notes=(*nodes.notes, note)))
-
-
-def _with_numbers(nodes: NodeTable) -> NodeTable:
-    notes = list(nodes.notes)
-    features = _numeric(nodes.table, nodes.features, "the feature {} of nodes", notes)
-    return replace(nodes, features=features, notes=tuple(notes))
+    name, notes = nodes.maybe, list(nodes.notes)
+    if name is not None:
+        column, origin = nodes.features[name], nodes.table.path.name
+        rest = {other: values for other, values in nodes.features.items() if other != name}
+        called = nodes.table.header and (_plain(name) in _MAYBE_IDS or _ENDS_IN_ID.fullmatch(name) is not None)
+        ends, values = alike(np.concatenate([sources, targets])), alike(column)
+        numbers, words = values.dtype.kind == "i", ends.dtype.kind != "i"
+        counts = numbers and np.array_equal(values, np.arange(len(values)))
+        distinct = len(np.unique(values)) == len(values) and (numbers or column.dtype.kind != "f") and not counts
+        rows = not words and bool(((ends >= 0) & (ends < len(values))).all())
+        among = len(ends) > 0 and words != numbers and bool(np.isin(ends, values).all())
+        if distinct and among and rows and not called:
+            raise UserError(
+                f"{printable(nodes.table.path)} has no column id, and {printable(name)!r} may be it.",
+                why="each row has another whole number there, and the ends of edges fit these as well as the rows",
+                do=f"call the column id; where it is a feature, put a column id before it (0 to {len(values) - 1})",
+            )
+        if distinct and (among or (words and not numbers) or (called and not rows)):
+            nodes = replace(nodes, ids=column, features=rest)
+            notes.append(f"columns of {origin}: {printable(name)!r} is the id")
+        elif counts or (called and numbers):
+            nodes = replace(nodes, features=rest)
+            notes.append(unused("column", name, f"of {origin}, {'it counts' if counts else 'edges name'} the rows"))
+        elif distinct and numbers:
+            notes.append(f"column {printable(name)!r} of {origin} is a feature: edges name the rows")
+    return replace(
+        nodes, features=_numeric(nodes.table, nodes.features, "the feature {} of nodes", notes), notes=tuple(notes)
+    )
 
 
 def _parts(table: Table, column: Array | None, masks: Mapping[str, Array]) -> DataSplit | None:
     if column is not None and masks:
         raise UserError(f"{printable(table.path)} has a column of parts and masks.", do="drop the one or the other")
     if masks:
-        chosen = [_sole(table, masks, names, names[0]) for names in _MASKS]
+        chosen = [_sole(table, masks, names, "mask of a part") for names in _MASKS]
         each = [np.zeros(table.rows, bool) if name is None else _truth(table, name, masks[name]) for name in chosen]
         return DataSplit(*map(np.flatnonzero, each))
     if column is None:
@@ -365,7 +356,7 @@ def _edges(table: Table) -> EdgeTable:
     left, notes = dict(table.columns), list(table.notes)
     ends = _ends(table, left)
     for name in list(left):
-        if name not in ends and table.header and _plain(name) in (*_INDEX, *_IDS, "edgeid"):
+        if name not in ends and table.header and _is(name, f"{_IDS}|edgeid|{_INDEX}"):
             notes.append(unused("column", name, f"of {table.path.name}, a number for each edge"))
             left.pop(name)
     roles = {"source": ends[0], "target": ends[1]}
@@ -400,7 +391,7 @@ def _ends(table: Table, columns: Mapping[str, Array]) -> tuple[str, str]:
             why=f"it has {printable(', '.join(columns))}",
             do=f"call the other column {missing}",
         )
-    names = [name for name in columns if not table.header or _plain(name) not in (*_INDEX, *_WEIGHTS)]
+    names = [name for name in columns if not table.header or not _is(name, f"{_WEIGHTS}|{_INDEX}")]
     if len(names) < 2:
         raise UserError(
             f"{printable(table.path)} has {plural(len(columns), 'column')}.",
