@@ -48,6 +48,10 @@ KEYS = Fields(
 )
 """Keys of graphs, and those that change what the others mean."""
 
+_ALONE, _EACH = 1000, 100
+"""Nodes that edges may name without a table of nodes: so many, and so many more for each edge."""
+NUMBERED = "number the nodes 0, 1, 2 …, or give edges.csv with a table of nodes, nodes.csv, that has a column id"
+
 
 def understood(table: Mapping[str, Any], origin: str) -> dict[str, Any]:
     """The values of `table` that are used, by PyG's names. Raises UserError where two mean the same."""
@@ -65,8 +69,6 @@ def understood(table: Mapping[str, Any], origin: str) -> dict[str, Any]:
 
 def load(file: Path, *, undirected: bool) -> Graph:
     """From `edge_index` [2, edges] (or `sources`, `targets`) and, under PyG's names or ours, what is known besides."""
-    from espalier.graph.edge_lists import degree_features, refuse_far_ids
-
     table, notes = _read(file)
     known = understood(table, printable(file))
     if "edge_index" in known:
@@ -149,3 +151,20 @@ def both_ends(edges: Any, origin: str) -> tuple[Any, Any]:
             do="transpose it (edge_index.T)" if shape[1:] == (2,) else "a row of sources and a row of targets",
         )
     return edges[0], edges[1]
+
+
+def refuse_far_ids(count: int, edges: int, file: Path) -> None:
+    """Refuses ends of edges so far above their number that they cannot be rows: there are `count` nodes then."""
+    if count > _ALONE + _EACH * edges or 32 * count > free_memory() > 0:
+        raise UserError(
+            f"{printable(file)} has an edge at {count - 1}, and {edges:,} edges.",
+            why="without a table of nodes the ends of edges are its rows, 0, 1, 2 …",
+            do=NUMBERED,
+        )
+
+
+def degree_features(edges: tuple[Array, Array], count: int) -> Array:
+    """float32 [count, 2] for nodes without features: a one, and the logarithm of the degree."""
+    valid = [ends[(ends >= 0) & (ends < count)] for ends in edges]
+    degree = sum(np.bincount(ends, minlength=count) for ends in valid)
+    return np.stack([np.ones(count), np.log1p(degree)], 1).astype(np.float32)

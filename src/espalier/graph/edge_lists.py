@@ -17,6 +17,7 @@ import numpy as np
 from espalier.errors import UserError
 from espalier.foreign_files import parsing, printable
 from espalier.graph import array_file, separated_text
+from espalier.graph.array_file import NUMBERED, degree_features, refuse_far_ids
 from espalier.graph.data import Array, Graph
 from espalier.graph.label_values import column_labels
 from espalier.graph.separated_text import EXACT, ending
@@ -36,8 +37,6 @@ from espalier.hardware.resource_limits import free_memory
 TEXT = (*separated_text.ENDINGS, ".mtx")
 SUFFIXES = (*TEXT, ".npz", ".parquet")
 _TABLES = (*separated_text.ENDINGS, ".parquet")
-_ALONE, _EACH = 1000, 100
-"""Nodes that edges may name without a table of nodes: so many, and so many more for each edge."""
 
 
 def is_edge_list(path: Path) -> bool:
@@ -132,20 +131,6 @@ def _count(file: Path, nodes: NodeTable | None, table: EdgeTable, sources: Array
     return count
 
 
-def refuse_far_ids(count: int, edges: int, file: Path) -> None:
-    """Refuses ends of edges so far above their number that they cannot be rows: there are `count` nodes then."""
-    if count > _ALONE + _EACH * edges or 32 * count > free_memory() > 0:
-        raise UserError(
-            f"{printable(file)} has an edge at {count - 1}, and {edges:,} edges.",
-            why="without a table of nodes the ends of edges are its rows, 0, 1, 2 …",
-            do=_with_ids(file),
-        )
-
-
-def _with_ids(file: Path) -> str:
-    return f"a table of nodes with a column id: {file.stem}.nodes{ending(file)}"
-
-
 def _numbered(ends: Array, ids: Array | None, file: Path) -> Array:
     """The ends of edges as rows of the table of nodes."""
     if ids is None:
@@ -183,16 +168,9 @@ def _rows(ends: Array, file: Path) -> Array:
         raise UserError(
             f"{printable(file)} has an edge at {printable(as_words(ends)[int(np.abs(numbers).argmax())])}.",
             why="without a table of nodes the ends of edges are its rows, 0, 1, 2 …",
-            do=_with_ids(file),
+            do=NUMBERED,
         )
     return numbers.astype(np.int64)
-
-
-def degree_features(edges: tuple[Array, Array], count: int) -> Array:
-    """float32 [count, 2] for nodes without features: a one, and the logarithm of the degree."""
-    valid = [ends[(ends >= 0) & (ends < count)] for ends in edges]
-    degree = sum(np.bincount(ends, minlength=count) for ends in valid)
-    return np.stack([np.ones(count), np.log1p(degree)], 1).astype(np.float32)
 
 
 # --- Matrix Market ---------------------------------------------------------------------------------------------------

@@ -79,7 +79,8 @@ def _known(data: Any, use: FieldUse) -> Any:
     """The values of a `Data`, a dict, or anything with attributes that are used, as attributes by PyG's names."""
     if not isinstance(data, dict):
         _refuse_heterogeneous(data)
-        data = data.to_dict() if hasattr(data, "to_dict") else vars(data)
+        count = getattr(data, "num_nodes", None)
+        data = {"num_nodes": count, **(data.to_dict() if hasattr(data, "to_dict") else vars(data))}
     _refuse_kinds(data)
     table = {str(name): value for name, value in data.items() if value is not None}
     use.count(table)

@@ -283,8 +283,8 @@ def _choices(table: Table, roles: Mapping[str, str]) -> list[str]:
 def settled(nodes: NodeTable, sources: Array, targets: Array) -> NodeTable:
     """`nodes` with its ids decided, where no column is called so, and its features as numbers.
 
-    A column of distinct values are the ids if the ends of edges are among them and cannot be row numbers. One that counts
-    the rows is left out. Raises UserError where both readings fit.
+    Distinct values are ids if the ends of edges are among them and cannot be row numbers. A column that counts the
+    rows is left out. Raises UserError where both readings fit.
     """
     name, notes = nodes.maybe, list(nodes.notes)
     if name is not None:
