@@ -9,7 +9,6 @@ part, is -1, an empty cell, a null, `nan`, `None` or `null`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -200,5 +199,5 @@ def _matrix_market(file: Path) -> EdgeTable:
         refuse_far_ids(rows, entries, file)
         matrix = scipy.io.mmread(file, spmatrix=False)
     weights = None if kind == "pattern" else np.asarray(matrix.data, np.float64)
-    ends = (np.asarray(each, np.int64) for each in matrix.coords)
-    return replace(EdgeTable(Table(file, {}), *ends), weights=weights, nodes=rows)
+    sources, targets = (np.asarray(ends, np.int64) for ends in matrix.coords)
+    return EdgeTable(Table(file, {}), sources, targets, weights, nodes=rows)

@@ -15,6 +15,7 @@ import numpy as np
 from espalier.errors import UserError
 from espalier.foreign_files import Fields, FieldUse, parsing, printable, unused
 from espalier.graph import numpy_pickle, separated_text
+from espalier.graph.array_file import refuse_far_ids
 from espalier.graph.data import IGNORED, Array, DataSplit, Graph
 
 _DO = "unpack the data set anew"
@@ -57,6 +58,7 @@ def load(folder: Path, *, undirected: bool, task: str = "node") -> Graph:
     if labels is None:
         ends, link_parts = _links(folder, ends, nodes, notes)
     features = _file(raw, "node-feat")
+    refuse_far_ids(nodes, ends.shape[1], folder)
     edge_features = _table(raw, "edge-feat", np.float32) if _file(raw, "edge-feat").exists() else None
     if edge_features is not None and ends.shape[1] > len(edge_features):
         notes.append(unused("file", "edge-feat.csv.gz", "links held out have none"))

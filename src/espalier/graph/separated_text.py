@@ -134,15 +134,19 @@ def check_size(path: Path) -> None:
 
 def _rows(lines: Iterable[str], separator: str, path: Path, before: int) -> Iterator[tuple[int, list[str]]]:
     """The cells of each row and the number of its last line, of which `before` come before `lines`."""
-    if not separator:
-        yield from ((number, line.split()) for number, line in enumerate(lines, before + 1))
-        return
-    reader = csv.reader(lines, delimiter=separator, skipinitialspace=True)
+    rows = _cells(lines, separator)
+    number = before
     try:
-        for row in reader:
-            yield before + reader.line_num, row
+        for row in rows:
+            number = before + rows.line_num if separator else number + 1
+            yield number, row
     except csv.Error as error:
-        raise UserError(f"{printable(path)}, line {before + reader.line_num}: {error}.", do=_DO) from None
+        raise UserError(f"{printable(path)}, line {before + rows.line_num}: {error}.", do=_DO) from None
+
+
+def _cells(lines: Iterable[str], separator: str) -> Any:
+    """The cells of each row."""
+    return csv.reader(lines, delimiter=separator, skipinitialspace=True) if separator else map(str.split, lines)
 
 
 def _separator(sample: list[str], path: Path) -> str:
@@ -201,27 +205,33 @@ def _words(table: Layout, header: bool, width: int) -> list[Array]:
     pieces: list[list[Array]] = []
     with parsing(table.path, _DO), opened(table.path) as file:
         lines = islice(file, table.skipped, None)
-        rows = _checked(_rows(lines, table.separator, table.path, table.skipped), width, table.path)
-        rows = islice(rows, int(header), None)
-        while piece := list(islice(rows, _PIECE)):
-            pieces.append([_text(column) for column in zip(*piece, strict=True)])
+        rows = islice(_cells(lines, table.separator), int(header), None)
+        try:
+            while piece := list(islice(rows, _PIECE)):
+                if set(map(len, piece)) != {width}:
+                    _refuse_uneven(table, width)
+                    piece = [row for row in piece if row]
+                pieces.append([_text(column) for column in zip(*piece, strict=True)])
+        except csv.Error:
+            _refuse_uneven(table, width)
+    pieces = [piece for piece in pieces if piece]
     if not pieces:
         return [np.zeros(0, np.int64)] * width
     return [np.concatenate(column) for column in zip(*pieces, strict=True)]
 
 
-def _checked(rows: Iterator[tuple[int, list[str]]], width: int, path: Path) -> Iterator[list[str]]:
-    """The rows, each of `width` cells. A row without cells is left out; in one column only at the end."""
+def _refuse_uneven(table: Layout, width: int) -> None:
+    """Refuses a row that has not `width` cells, with its line. One without cells is left out, unless more follow in a
+    table of one column."""
     empty = 0
-    for number, row in rows:
-        if not row:
-            empty = empty or number
-            continue
-        if len(row) != width or (empty and width == 1):
-            cells = plural(len(row), "cell") if len(row) != width else "a cell"
-            why = f"line {empty} is empty" if empty and width == 1 else f"the first row has {width}"
-            raise UserError(f"{printable(path)} is not a table: line {number} has {cells}.", why=why, do=_DO)
-        yield row
+    with opened(table.path) as file:
+        lines = islice(file, table.skipped, None)
+        for number, row in _rows(lines, table.separator, table.path, table.skipped):
+            if row and (len(row) != width or (empty and width == 1)):
+                why = f"line {empty} is empty" if len(row) == width else f"the first row has {width}"
+                what = f"{printable(table.path)} is not a table: line {number} has {plural(len(row), 'cell')}."
+                raise UserError(what, why=why, do=_DO)
+            empty = empty if row or empty else number
 
 
 def _text(cells: tuple[str, ...]) -> Array:

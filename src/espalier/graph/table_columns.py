@@ -164,20 +164,25 @@ def _names_ends(cells: list[str]) -> bool:
 def _edges_have_header(layout: separated_text.Layout, ids: Array | None) -> bool:
     first, *others = layout.cells
     named = _names_ends(first)
-    known = set(as_words(ids)) if ids is not None and not all(map(_is_decimal, first)) else set()
-    are_ids = [cell.strip() in known for cell in first[:2]]
+    are_ids = [_is_id(cell, ids) for cell in first[:2]]
     if all(are_ids) and named:
         raise UserError(
             f"{printable(layout.path)}: its first row {printable(', '.join(first), 60)!r} may be an edge or a header.",
             why="its cells are names of columns, and ids of nodes",
             do="write source,target as the first line and the edges below it",
         )
-    if named or all(are_ids):
+    if named or all(are_ids) or all(map(_is_decimal, first)):
         return named
     if any(are_ids):
         return False  # an edge to a node that is not in the table, which is an error later
-    below = bool(known and others) and all(cell.strip() in known for cell in others[0][:2])
-    return below or _has_header(layout, _WEIGHTS)
+    below = [_is_id(cell, ids) for cell in (others[0] if others else ())[:2]]
+    return (len(below) > 1 and all(below)) or _has_header(layout, _WEIGHTS)
+
+
+def _is_id(cell: str, ids: Array | None) -> bool:
+    if ids is None or (ids.dtype.kind in "biuf" and not is_number(cell)):
+        return False
+    return bool((ids == (float(cell) if ids.dtype.kind in "biuf" else cell.strip())).any())
 
 
 def _parquet(path: Path) -> Table:
@@ -287,14 +292,14 @@ def settled(nodes: NodeTable, sources: Array, targets: Array) -> NodeTable:
     rows is left out. Raises UserError where both readings fit.
     """
     name, notes = nodes.maybe, list(nodes.notes)
-    if name is not None:
+    if name is not None and _may_be_ids(nodes.features[name]):
         column, origin = nodes.features[name], nodes.table.path.name
         rest = {other: values for other, values in nodes.features.items() if other != name}
         called = nodes.table.header and (_plain(name) in _MAYBE_IDS or _ENDS_IN_ID.fullmatch(name) is not None)
         ends, values = alike(np.concatenate([sources, targets])), alike(column)
         numbers, words = values.dtype.kind == "i", ends.dtype.kind != "i"
         counts = numbers and np.array_equal(values, np.arange(len(values)))
-        distinct = len(np.unique(values)) == len(values) and (numbers or column.dtype.kind != "f") and not counts
+        distinct = len(np.unique(values)) == len(values) and not counts
         rows = not words and bool(((ends >= 0) & (ends < len(values))).all())
         among = len(ends) > 0 and words != numbers and bool(np.isin(ends, values).all())
         if distinct and among and rows and not called:
@@ -314,6 +319,10 @@ def settled(nodes: NodeTable, sources: Array, targets: Array) -> NodeTable:
     return replace(
         nodes, features=_numeric(nodes.table, nodes.features, "the feature {} of nodes", notes), notes=tuple(notes)
     )
+
+
+def _may_be_ids(column: Array) -> bool:
+    return column.dtype.kind in "iuOUS" or (column.dtype.kind == "f" and bool((column == np.round(column)).all()))
 
 
 def _parts(table: Table, column: Array | None, masks: Mapping[str, Array]) -> DataSplit | None:
