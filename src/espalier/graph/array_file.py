@@ -62,6 +62,8 @@ def understood(table: Mapping[str, Any], origin: str) -> dict[str, Any]:
             raise UserError(
                 f"{origin} has the keys {' and '.join(given)}.", why=f"each could be {name}", do="leave one of them out"
             )
+        if given and "complex" in str(getattr(table[given[0]], "dtype", "")):
+            raise UserError(f"{origin}: key {given[0]!r} holds complex numbers.", do="give real numbers")
         if given:
             known[name] = table[given[0]]
     return known

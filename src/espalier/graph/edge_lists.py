@@ -177,27 +177,29 @@ def _rows(ends: Array, file: Path) -> Array:
 
 def _matrix_market(file: Path) -> EdgeTable:
     """The entries of a square matrix: its rows are sources, its columns targets, its values weights."""
-    import scipy.io
-
     do = "write it with scipy.io.mmwrite, or as source,target lines"
-    with parsing(file, do):
-        rows, columns, entries, form, kind, symmetry = scipy.io.mminfo(file)
-        refused = [
-            word for word in (form, kind, symmetry) if word in ("array", "complex", "skew-symmetric", "hermitian")
-        ]
-        if refused or rows != columns:
-            reason = f"is {refused[0]}" if refused else f"has {rows:,} rows and {columns:,} columns"
-            raise UserError(
-                f"{printable(file)} {reason}.",
-                why="edges are the entries of a square matrix of numbers in coordinates",
-                do=do,
-            )
+    with parsing(file, do), separated_text.opened(file) as text:
+        banner, matrix, form, kind, symmetry = text.readline(1000).lower().split()
+        size = next(line for line in text if line.strip() and not line.startswith("%"))
+        refused = {"array", "complex", "skew-symmetric", "hermitian", "vector"} & {matrix, form, kind, symmetry}
+        rows, columns, entries = map(int, size.split()) if not refused else (0, 0, 0)
+        if refused or rows != columns or banner != "%%matrixmarket":
+            reason = f"is {min(refused)}" if refused else f"has {rows:,} rows and {columns:,} columns"
+            why = "edges are the entries of a square matrix of numbers in coordinates"
+            raise UserError(f"{printable(file)} {reason}.", why=why, do=do)
         if 4 * entries > file.stat().st_size and file.suffix.lower() != ".gz":
             raise ValueError(f"it says it has {entries:,} entries, and is too short for them")
         if 64 * entries > free_memory() > 0:
             raise MemoryError
         refuse_far_ids(rows, entries, file)
-        matrix = scipy.io.mmread(file, spmatrix=False)
-    weights = None if kind == "pattern" else np.asarray(matrix.data, np.float64)
-    sources, targets = (np.asarray(ends, np.int64) for ends in matrix.coords)
-    return EdgeTable(Table(file, {}), sources, targets, weights, nodes=rows)
+        table = np.loadtxt(text, np.float64, comments="%", ndmin=2, max_rows=entries + 1)
+        ends = table[:, :2]
+        if table.shape != (entries, 2 if kind == "pattern" else 3) or (ends != np.round(ends)).any():
+            raise ValueError(f"it says it has {entries:,} entries, and has {len(table):,} rows")
+        if ends.size and (ends.min() < 1 or ends.max() > rows):
+            raise ValueError(f"an entry lies outside its {rows:,} rows")
+    sources, targets = (column.astype(np.int64) - 1 for column in ends.T)
+    types = frozenset({"undirected"} if symmetry == "symmetric" else ())
+    return EdgeTable(
+        Table(file, {}), sources, targets, None if kind == "pattern" else table[:, 2], types=types, nodes=rows
+    )

@@ -33,7 +33,7 @@ EMPTY = ("", "nan", "NaN", "None", "null")
 """Cells without a value."""
 _SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars", "": "white space"}
 _DECIMAL = re.compile(r"[-+]?\d+,\d+")
-_SAMPLE, _LONGEST_LINE, _PIECE = 100, 1 << 24, 1 << 16
+_SAMPLE, _LONGEST_LINE, _PIECE = 100, 1 << 24, 1 << 12
 _DO = "UTF-8 text, as many cells in every line"
 
 
@@ -241,6 +241,8 @@ def _text(cells: tuple[str, ...]) -> Array:
 
 def _as_numbers(cells: Array) -> Array:
     """float64 where all cells are numbers, NaN where one is empty; else the cells."""
+    if cells[0] not in EMPTY and not is_number(cells[0]):
+        return cells
     values = cells
     missing = np.isin(cells.astype(str), EMPTY) if cells.dtype.kind == "U" else np.zeros(len(cells), bool)
     if missing.all():
