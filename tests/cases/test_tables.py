@@ -120,6 +120,8 @@ def test_a_long_cell_is_refused_with_its_line(tmp_path: Path) -> None:
         (["source,dest,dst", "0,1,1"], "each could be the target"),
         (["source,weight", "0,1"], "none for the other end"),
         (["source,target,edge_type", "0,1,2"], "the column 'edge_type'"),
+        (["source,target,weight", "0,1,high"], "weights are words, such as 'high'"),
+        (["source,target,weight", "0,1,high", "1,2,3"], "weights must be numbers, and one is 'high'"),
     ],
 )
 def test_a_table_that_cannot_be_understood_is_refused_with_the_reason(
@@ -149,6 +151,8 @@ def test_an_edge_is_no_header_where_its_ends_are_ids(tmp_path: Path) -> None:
     graph = load(written(tmp_path, ["n1,n2", "n2,n3"], nodes), undirected=False)
     assert graph.edges == 2
     assert any("has no header" in note for note in graph.notes)
+    networkx = written(tmp_path / "networkx", ["0 1 {}", "1 2 {}"], name="g.edgelist")
+    assert load(networkx / "g.edgelist", undirected=False).edges == 2
     same(graph, load(written(tmp_path, ["von,nach", "n1,n2", "n2,n3"], nodes), undirected=False))
     with pytest.raises(UserError, match="zoe, which is no id"):
         load(written(tmp_path, ["n1,zoe", "n2,n3"], nodes))

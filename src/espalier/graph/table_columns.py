@@ -138,18 +138,23 @@ def _table(layout: separated_text.Layout, commented: bool, header: bool) -> Tabl
 
 def _has_header(layout: separated_text.Layout, known: str) -> bool:
     """Whether the first row names columns: one is known, or one has numbers below a word."""
-    first, *others = layout.cells
-    numbers = [all(map(_is_decimal, column)) for column in zip(*others, strict=False)] or [False] * len(first)
-    over = any(below and cell and not _is_decimal(cell) for cell, below in zip(first, numbers, strict=False))
+    first = layout.cells[0]
     if all(map(_is_decimal, first)):
         return False
     counted = first == ["", *map(str, range(len(first) - 1))]  # pandas, of an array
-    if _names_any(first, known) or (others and (over or counted)):
+    if _names_any(first, known) or counted or _words_over_numbers(layout.cells):
         return True
     raise UserError(
         f"{printable(layout.path)}: its first row {printable(', '.join(first), 60)!r} may name columns or not.",
         why="no name in it is known, and no column has numbers below it",
         do="put a line of names first: source,target for edges; id,label,part … for nodes",
+    )
+
+
+def _words_over_numbers(cells: list[list[str]]) -> bool:
+    columns = zip(*cells, strict=False)
+    return any(
+        len(below) and cell and not _is_decimal(cell) and all(map(_is_decimal, below)) for cell, *below in columns
     )
 
 
@@ -171,7 +176,7 @@ def _edges_have_header(layout: separated_text.Layout, ids: Array | None) -> bool
             why="its cells are names of columns, and ids of nodes",
             do="write source,target as the first line and the edges below it",
         )
-    if named or all(are_ids) or all(map(_is_decimal, first)):
+    if named or all(are_ids) or (all(map(_is_decimal, first[:2])) and not _words_over_numbers(layout.cells)):
         return named
     if any(are_ids):
         return False  # an edge to a node that is not in the table, which is an error later
@@ -376,7 +381,12 @@ def _edges(table: Table) -> EdgeTable:
     types = _types(left)
     weights = taken.get("weight")
     if weights is not None:
-        weights = _numeric(table, {roles["weight"]: weights}, "the {}", notes).get(roles["weight"])
+        weights, reason = _as_float(weights, f"{printable(table.path)}: weights")
+        notes += [f"weights of {table.path.name}: {reason}"] if reason else []
+        if reason.startswith("words"):
+            raise UserError(
+                f"{printable(table.path)}: the weights are {reason}.", do="give numbers, or drop the column"
+            )
     features = _numeric(table, left, "the feature {} of edges", notes)
     if features and not table.header:
         notes.append(
