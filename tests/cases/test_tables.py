@@ -120,6 +120,7 @@ def test_a_long_cell_is_refused_with_its_line(tmp_path: Path) -> None:
         (["source,dest,dst", "0,1,1"], "each could be the target"),
         (["source,weight", "0,1"], "none for the other end"),
         (["source,target,edge_type", "0,1,2"], "the column 'edge_type'"),
+        (["0 1 {'weight': 3}", "1 2 {'weight': 4}"], "attributes of edges as Python writes them"),
         (["source,target,weight", "0,1,high"], "weights are words, such as 'high'"),
         (["source,target,weight", "0,1,high", "1,2,3"], "weights must be numbers, and one is 'high'"),
     ],

@@ -152,10 +152,8 @@ def _has_header(layout: separated_text.Layout, known: str) -> bool:
 
 
 def _words_over_numbers(cells: list[list[str]]) -> bool:
-    columns = zip(*cells, strict=False)
-    return any(
-        len(below) and cell and not _is_decimal(cell) and all(map(_is_decimal, below)) for cell, *below in columns
-    )
+    words = [(cell, below) for cell, *below in zip(*cells, strict=False) if cell and not _is_decimal(cell)]
+    return any(below and all(map(_is_decimal, below)) for _, below in words)
 
 
 def _is_decimal(cell: str) -> bool:
@@ -387,6 +385,11 @@ def _edges(table: Table) -> EdgeTable:
             raise UserError(
                 f"{printable(table.path)}: the weights are {reason}.", do="give numbers, or drop the column"
             )
+    if any(values.dtype.kind in "OU" and str(values[0]).startswith("{'") for values in left.values()):
+        raise UserError(
+            f"{printable(table.path)} has attributes of edges as Python writes them.",
+            do="networkx.write_weighted_edgelist, or source,target,weight lines",
+        )
     features = _numeric(table, left, "the feature {} of edges", notes)
     if features and not table.header:
         notes.append(
