@@ -66,7 +66,7 @@ class Sparse:
         indptr, indices, data = (self.state[name].array for name in ("indptr", "indices", "data"))
         if len(indptr) != rows + 1 or indptr[-1] != len(indices) or (indices < 0).any():
             raise ValueError("it has a sparse matrix whose rows do not fit its columns")
-        if rows * columns * 4 > free_memory():
+        if rows * columns * 4 > free_memory() > 0:
             raise ValueError(f"a matrix of {rows:,} rows and {columns:,} columns does not fit into memory")
         matrix = np.zeros((rows, columns), np.float32)
         matrix[np.repeat(np.arange(rows), np.diff(indptr)), indices] = data

@@ -45,7 +45,7 @@ def load(folder: Path, name: str, *, undirected: bool) -> Graph:
     sources, targets, listed = _edges(_file(folder, name, "graph"))
     with parsing(folder / f"ind.{name}", "copy all eight files of the data set again"):
         count = max(listed, int(order.max()) + 1)
-        if count * seen.shape[1] * 4 > free_memory():
+        if count * seen.shape[1] * 4 > free_memory() > 0:
             raise ValueError(f"features of {count:,} nodes do not fit into memory")
         features = np.zeros((count, seen.shape[1]), np.float32)
         labels = np.full(count, IGNORED, np.int64)
@@ -79,7 +79,7 @@ def _edges(file: Path) -> tuple[Array, Array, int]:
     neighbours: Any = numpy_pickle.read(file, _DO)
     with parsing(file, _DO):
         counts = [len(near) for near in neighbours.values()]
-        if 32 * sum(counts) > free_memory():
+        if 32 * sum(counts) > free_memory() > 0:
             raise ValueError(f"{sum(counts):,} edges do not fit into memory")
         targets = np.repeat(np.fromiter(neighbours, np.int64, len(counts)), counts)
         return np.fromiter(chain.from_iterable(neighbours.values()), np.int64, sum(counts)), targets, len(counts)

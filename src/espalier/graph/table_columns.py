@@ -196,7 +196,7 @@ def _parquet(path: Path) -> Table:
     with parsing(path, "give a Parquet file, .csv or .npz"):
         about = parquet.ParquetFile(path).metadata
         size = sum(about.row_group(at).total_byte_size for at in range(about.num_row_groups))
-        if max(size, 8 * about.num_rows * about.num_columns) > free_memory():
+        if max(size, 8 * about.num_rows * about.num_columns) > free_memory() > 0:
             raise MemoryError
         table = parquet.read_table(path)
         if len(set(table.column_names)) < table.num_columns:
