@@ -71,10 +71,10 @@ def test_names_that_begin_further_down_are_names(tmp_path):
     assert sorted(zip(graph.indices.tolist(), graph.targets().tolist(), strict=True)) == [(0, 1), (2, 1)]
 
 
-def test_words_among_the_features_and_masks_of_other_length_are_refused(tmp_path):
+def test_words_among_the_numbers_of_a_feature_and_masks_of_other_length_are_refused(tmp_path):
     (tmp_path / "edges.csv").write_text("source,target\n0,1\n")
-    (tmp_path / "nodes.csv").write_text("age,town\n1,Ulm\n2,Ulm\n")
-    with pytest.raises(UserError, match="the feature 'town' of nodes must be numbers"):
+    (tmp_path / "nodes.csv").write_text("age,height\n1,2\n2,tall\n")
+    with pytest.raises(UserError, match="the feature 'height' of nodes must be numbers, and one is 'tall'"):
         load(tmp_path / "edges.csv")
     ends = np.array([[0, 1], [1, 2]])
     np.savez(tmp_path / "g.npz", edge_index=ends, x=np.ones((3, 2)), train_mask=np.ones(2, bool))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from espalier.errors import UserError
-from espalier.graph import edge_lists, import_graph, planetoid, pyg
+from espalier.graph import import_graph, ogb, planetoid, pyg
 
 from .conftest import load, made
 
@@ -252,7 +252,7 @@ def test_ogb_folders(tmp_path):
     write("raw/node-label", "0\n1\n0\n")
     for name, node in (("train", 0), ("valid", 1), ("test", 2)):
         write(f"split/time/{name}", f"{node}\n")
-    assert edge_lists.is_ogb(tmp_path)
+    assert ogb.is_ogb(tmp_path)
     graph = load(tmp_path)
     assert graph.edges == 4
     assert graph.labels.tolist() == [0, 1, 0]
@@ -263,7 +263,7 @@ def test_ogb_folders(tmp_path):
     write("raw/graph-label", "1\n0\n")
     for name, item in (("train", 0), ("valid", 1), ("test", 1)):
         write(f"split/time/{name}", f"{item}\n" if name != "test" else "")
-    many = edge_lists.load_ogb
+    many = ogb.load
     with pytest.warns(UserWarning, match="no data"):
         graph = many(tmp_path, undirected=True)
     assert graph.starts.tolist() == [0, 1, 3]

@@ -99,6 +99,7 @@ class Graph:
         numbers: int64 [nodes], the nodes' ids as they were given, None: as they are.
         cut: int32 [nodes], the rank of each node where the recipe gives it (`graph.halo.parts`).
         placed: features have the averages and encodings that a graph transformer reads.
+        link_parts: the split of links the data brings, each as its lower end * nodes + its higher end, ascending.
         identity: stands for the content where reading all of it would take long; empty: the content is hashed.
     """
 
@@ -121,6 +122,7 @@ class Graph:
     partition: Partition | None = None
     cut: Array | None = None
     placed: bool = False
+    link_parts: DataSplit | None = None
 
     @property
     def nodes(self) -> int:
@@ -189,6 +191,7 @@ class Graph:
         arrays = [self.indptr, self.indices, self.features, self.labels, self.weights, self.edge_features, self.starts]
         if self.parts is not None:
             arrays += [self.parts.train, self.parts.validation, self.parts.test]
+        arrays += [keys for _, keys in self.link_parts.named()] if self.link_parts is not None else []
         for array in arrays:
             digest.update(b"none" if array is None else f"{array.dtype}{array.shape}".encode())
             if array is not None:
@@ -231,7 +234,7 @@ class Graph:
             notes=tuple(notes),
             **known,
         )
-        return checked(made)
+        return replace(checked(made), notes=(*made.notes, *_sole_class(made)))
 
 
 _VALUES = 1 << 22  # of features looked at once: they may lie on disk
@@ -315,7 +318,7 @@ def checked(graph: Graph) -> Graph:
             f"The graph has {len(graph.features)} rows of features for {graph.nodes} nodes.", do="give each node a row"
         )
     for name in ("features", "weights", "edge_features"):
-        _refuse_not_finite(getattr(graph, name), name)
+        _refuse_not_finite(getattr(graph, name), name, graph.columns if name == "features" else ())
     if graph.labels is not None:
         _refuse_labels(graph, graph.labels)
     for name, ids in graph.parts.named() if graph.parts else ():
@@ -331,6 +334,21 @@ def checked(graph: Graph) -> Graph:
     return graph
 
 
+def _sole_class(graph: Graph) -> tuple[str, ...]:
+    """What is said of labels that are all of one class."""
+    labels = graph.labels
+    if labels is None or labels.ndim != 1 or labels.dtype.kind not in "iu" or len(labels) < 2:
+        return ()
+    known = np.unique(labels[labels >= 0])
+    none = int((labels < 0).sum())
+    if len(known) != 1:
+        return ()
+    name = graph.classes[int(known[0])] if graph.classes else int(known[0])
+    items = "nodes" if graph.starts is None else "graphs"
+    hint = f"; {none:,} of {len(labels):,} {items} have none, which is what -1 means: number classes 0, 1, …"
+    return (f"all {len(labels) - none:,} labels are of the class {name}{hint if none else ''}",)
+
+
 _FEW = 1000  # so many classes are never too many: a piece of a larger graph keeps its numbers
 
 
@@ -343,6 +361,12 @@ def _refuse_labels(graph: Graph, labels: Array) -> None:
         )
     if labels.ndim != 1:
         return
+    if labels.min(initial=IGNORED) < IGNORED:
+        raise UserError(
+            f"A label is {labels.min()}.",
+            why="classes are numbered from 0, and -1 says that there is no label",
+            do="number the classes 0, 1, …; -1 where there is none",
+        )
     if graph.classes:
         _refuse_strangers(np.maximum(labels, 0), len(graph.classes), "a label")
     elif (most := int(labels.max(initial=-1))) >= max(graph.items, _FEW):
@@ -366,15 +390,16 @@ def _refuse_strangers(ids: Array, count: int, name: str) -> None:
 _PIECE = 1 << 16  # rows looked at at once: the array may lie on disk
 
 
-def _refuse_not_finite(array: Array | None, name: str) -> None:
+def _refuse_not_finite(array: Array | None, name: str, columns: Sequence[str] = ()) -> None:
     if array is None:
         return
     for at in range(0, len(array), _PIECE):
         good = np.isfinite(array[at : at + _PIECE])
         if not good.all():
-            row = at + int(np.argwhere(~good)[0][0])
+            first = np.argwhere(~good)[0]
+            column = f", column {columns[first[1]]!r}" if columns else ""
             raise UserError(
-                f"The graph's {name} hold NaN or infinity, first in row {row}.",
+                f"The graph's {name} hold NaN or infinity, first in row {at + int(first[0])}{column}.",
                 why="one such value spreads to all neighbouring nodes",
                 do="replace it before training (numpy.nan_to_num)",
             )
@@ -463,7 +488,15 @@ def relabelled(graph: Graph, permutation: Array) -> Graph:
         names=[graph.names[at] for at in permutation] if len(graph.names) else (),
         numbers=np.asarray(permutation, np.int64) if own is None else own[permutation],
         cut=None if graph.cut is None else graph.cut[permutation],
+        link_parts=None if graph.link_parts is None else _moved_links(graph.link_parts, inverse),
     )
+
+
+def _moved_links(parts: DataSplit, inverse: Array) -> DataSplit:
+    """The links `parts` where node `v` has become `inverse[v]`."""
+    nodes = np.int64(len(inverse))
+    ends = [(inverse[keys // nodes], inverse[keys % nodes]) for _, keys in parts.named()]
+    return DataSplit(*(np.sort(np.minimum(a, b) * nodes + np.maximum(a, b)) for a, b in ends))
 
 
 def seen_in_training(graph: Graph) -> Graph:

@@ -1,395 +1,205 @@
-"""Edge lists: `.csv`, `.npz` and `.parquet`, and the folders that OGB's data sets come in.
+"""Edge lists: separated text, Matrix Market, Parquet and `.npz`, and the tables of nodes that lie beside them.
 
-A table of edges has a column for each end (`source`, `target`, else the first two), maybe `weight`; other columns are
-edge features. A table of nodes lies beside it (`edges.csv` and `nodes.csv`, or `x.csv` and `x.nodes.csv`): `id` (left
-out: the row), `label`, `part` (train, validation, test), and a column for each feature. No label, or no part, is -1, an
-empty cell, a null, `nan`, `None` or `null`.
+A table of edges has a column for each end, maybe a weight; other columns of numbers are edge features. A table of nodes
+lies beside it (`edges.csv` and `nodes.csv`, or `x.csv` and `x.nodes.csv`): ids (left out: the rows), labels, parts
+(train, validation, test), and a column for each feature. `table_columns` knows what columns are called. No label, or no
+part, is -1, an empty cell, a null, `nan`, `None` or `null`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import csv
-import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from espalier.errors import UserError, missing_extra
-from espalier.graph.data import IGNORED, Array, DataSplit, Graph
+from espalier.errors import UserError
+from espalier.foreign_files import parsing, printable
+from espalier.graph import array_file, separated_text
+from espalier.graph.array_file import NUMBERED, degree_features, refuse_far_ids
+from espalier.graph.data import Array, Graph
+from espalier.graph.label_values import column_labels
+from espalier.graph.separated_text import EXACT, ending
+from espalier.graph.table_columns import (
+    EdgeTable,
+    NodeTable,
+    Table,
+    alike,
+    as_words,
+    ends_as_numbers,
+    read_edges,
+    read_nodes,
+    settled,
+)
+from espalier.hardware.resource_limits import free_memory
 
-SUFFIXES = (".csv", ".npz", ".parquet")
+TEXT = (*separated_text.ENDINGS, ".mtx")
+SUFFIXES = (*TEXT, ".npz", ".parquet")
+_TABLES = (*separated_text.ENDINGS, ".parquet")
 
-Columns = Mapping[str, Array]
+
+def is_edge_list(path: Path) -> bool:
+    """Whether a file's name ends as those do that `load` reads."""
+    return ending(path) in (TEXT if path.suffix.lower() == ".gz" else SUFFIXES)
+
+
+def beside(folder: Path, stem: str, endings: Sequence[str]) -> list[Path]:
+    """The files of `folder` that are called `stem` and end in one of `endings`, in any case."""
+    names = {stem.lower() + suffix + packed for suffix in endings for packed in ("", ".gz")}
+    return sorted(path for path in folder.iterdir() if path.name.lower() in names)
 
 
 def load(file: Path, *, undirected: bool) -> Graph:
     """The graph whose edges are in `file`. Raises UserError."""
-    if file.suffix == ".npz":
-        return _arrays(file, undirected)
-    edges = _read(file)
-    beside = [file.with_name(f"{file.stem}.nodes{file.suffix}"), file.with_name(f"nodes{file.suffix}")]
-    nodes = next((_read(one) for one in beside if one.exists() and one != file), {})
-    ends, rest = _ends(edges, file)
-    ids = nodes.get("id")
-    sources, targets = (_numbered(one, ids, file) for one in ends)
-    count = _count(nodes, sources, targets)
-    labels, classes = _labels(nodes.get("label"))
-    weights = rest.pop("weight", None)
+    if ending(file) == ".npz":
+        return array_file.load(file, undirected=undirected)
+    place = _nodes_beside(file)
+    nodes = None if place is None else read_nodes(place)
+    maybe = None if nodes is None else nodes.ids if nodes.maybe is None else nodes.table.columns[nodes.maybe]
+    edges = _matrix_market(file) if ending(file) == ".mtx" else read_edges(file, maybe)
+    nodes = None if nodes is None else settled(nodes, edges.sources, edges.targets)
+    return _graph(file, nodes, edges, undirected)
+
+
+def _nodes_beside(file: Path) -> Path | None:
+    """The table of nodes that belongs to the table of edges `file`."""
+    stem = Path(file.stem).stem if file.suffix.lower() == ".gz" else file.stem
+    for name in (f"{stem}.nodes", "nodes"):
+        tables = [path for path in beside(file.parent, name, _TABLES) if path != file]
+        alike_tables = [path for path in tables if ending(path) == ending(file)]
+        tables = alike_tables if len(alike_tables) == 1 else tables
+        if len(tables) > 1:
+            raise UserError(
+                f"{printable(file.parent)} has {' and '.join(path.name for path in tables)}.",
+                why=f"each could be the nodes of {file.name}",
+                do="leave one of them there",
+            )
+        if tables:
+            return tables[0]
+    return None
+
+
+def _graph(file: Path, nodes: NodeTable | None, table: EdgeTable, undirected: bool) -> Graph:
+    ids = None if nodes is None else nodes.ids
+    sources, targets = (_numbered(ends, ids, file) for ends in (table.sources, table.targets))
+    count = _count(file, nodes, table, sources, targets)
+    labels, classes = column_labels(None if nodes is None else nodes.labels)
+    notes = [*(() if nodes is None else nodes.notes), *table.notes]
+    columns = {} if nodes is None else nodes.features
+    if nodes is not None and not columns:
+        notes.append("no column of nodes is a feature: each has 1 and log(1 + degree)")
     return Graph.from_edges(
         sources,
         targets,
-        features=_features(nodes, (sources, targets), count, file),
-        undirected=undirected,
+        features=np.stack([*columns.values()], 1) if columns else degree_features((sources, targets), count),
+        undirected=_both_ways(table, undirected, notes),
         labels=labels,
-        parts=_named_parts(nodes.get("part"), file),
-        weights=None if weights is None else _numbers(weights, "weight", file),
-        edge_features=np.stack([_numbers(one, name, file) for name, one in rest.items()], 1) if rest else None,
+        parts=None if nodes is None else nodes.parts,
+        weights=table.weights,
+        edge_features=np.stack([*table.features.values()], 1) if table.features else None,
         classes=classes,
-        names=() if ids is None else _words(ids),
+        names=() if ids is None else as_words(ids),
         origin=str(file),
-        columns=_feature_names(nodes) or ("1", "log(1 + degree)"),
-        edge_columns=tuple(rest),
+        columns=tuple(columns) or ("1", "log(1 + degree)"),
+        edge_columns=tuple(table.features),
+        notes=notes,
     )
 
 
-def _read(file: Path) -> Columns:
-    return _parquet(file) if file.suffix == ".parquet" else _csv(file)
-
-
-def _csv(file: Path) -> Columns:
-    try:
-        with open(file, newline="", encoding="utf-8") as opened:
-            lines = csv.reader(opened)
-            first = next(lines, None)
-            second = next(lines, first)
-        if first is None or second is None:
-            raise UserError(f"{file} is empty.", do="a line per edge: source,target")
-        head = not all(_is_number(cell) for cell in first)
-        names = [cell.strip() for cell in first] if head else [f"column{at}" for at in range(len(first))]
-        if head and second is first:
-            return {name: np.zeros(0, np.int64) for name in names}
-        table = _cells(file, int(head), numbers=all(_is_number(cell) for cell in second))
-    except (UnicodeDecodeError, ValueError) as error:
+def _both_ways(table: EdgeTable, undirected: bool, notes: list[str]) -> bool:
+    """Whether edges run both ways, by the table where it says so."""
+    name = printable(table.table.path)
+    if len(table.types) > 1 and not undirected:
         raise UserError(
-            f"{file} is not a table: {str(error).rstrip('.')}.", do="UTF-8 text, as many cells in every line"
-        ) from None
-    return {name: table[:, at] for at, name in enumerate(names)}
+            f"{name} has directed and undirected edges.",
+            why="graph.undirected is one for all of them",
+            do="graph.undirected = true, or each undirected edge as two directed ones",
+        )
+    if undirected and "directed" in table.types:
+        notes.append(f"edges of {name} called directed are read both ways: graph.undirected = false keeps them")
+    return undirected or "undirected" in table.types
 
 
-def _cells(file: Path, skipped: int, numbers: bool) -> Array:
-    """float64 where all cells are numbers that it holds exactly, else text. `numbers`: the first line's are."""
-    how: Any = {"delimiter": ",", "skiprows": skipped, "ndmin": 2, "comments": None, "quotechar": '"'}
-    if numbers:
-        with contextlib.suppress(ValueError):  # a word further down; what is worse is met again below
-            table = np.loadtxt(file, dtype=np.float64, **how)
-            if not (np.abs(table) >= _EXACT).any():
-                return table
-    return np.loadtxt(file, dtype=str, **how)
-
-
-def _is_number(cell: str) -> bool:
-    try:
-        float(cell)
-    except ValueError:
-        return False
-    return True
-
-
-def _parquet(file: Path) -> Columns:
-    try:
-        from pyarrow import parquet
-    except ImportError:
-        raise missing_extra("pyarrow", "graph", f"data.path = '{file}'") from None
-    try:
-        table = parquet.read_table(file)
-    except Exception as error:  # pyarrow's errors have no common base
-        raise UserError(f"{file} cannot be read.", why=str(error), do="give a Parquet file, .csv or .npz") from None
-    return {name: table[name].to_numpy() for name in table.column_names}
-
-
-def _ends(edges: Columns, file: Path) -> tuple[tuple[Array, Array], dict[str, Array]]:
-    names = list(edges)
-    if len(names) < 2:
-        raise UserError(f"{file} has {len(names)} column.", why="an edge has two ends", do="columns source and target")
-    pair = ("source", "target") if {"source", "target"} <= set(names) else (names[0], names[1])
-    return (edges[pair[0]], edges[pair[1]]), {name: edges[name] for name in names if name not in pair}
+def _count(file: Path, nodes: NodeTable | None, table: EdgeTable, sources: Array, targets: Array) -> int:
+    """How many nodes there are: those of their table, else up to the largest end of an edge."""
+    if nodes is not None:
+        return nodes.table.rows
+    largest = int(max(sources.max(initial=-1), targets.max(initial=-1))) + 1
+    count = max(largest, table.nodes or 0)
+    refuse_far_ids(count, len(sources), file)
+    return count
 
 
 def _numbered(ends: Array, ids: Array | None, file: Path) -> Array:
     """The ends of edges as rows of the table of nodes."""
     if ids is None:
-        numbers = _numbers(ends, "ends of edges", file)
-        if len(numbers) and not np.array_equal(numbers, np.round(numbers)):
-            raise UserError(f"{file}: ends of edges are not whole numbers.", do="give ids, or names and a nodes table")
-        if numbers.max(initial=0) >= _EXACT:
-            raise UserError(
-                f"{file} has an edge at {_words(ends)[int(numbers.argmax())]}.",
-                why="without a table of nodes the ends of edges are its rows, 0, 1, 2 …",
-                do=f"a table of nodes with a column id: {file.stem}.nodes{file.suffix}",
-            )
-        return numbers.astype(np.int64)
-    known, ends = _alike(ids), _alike(ends)
+        return _rows(ends, file)
+    known, ends = alike(ids), alike(ends)
     if known.dtype.kind != ends.dtype.kind:
         known, ends = known.astype(str), ends.astype(str)
     order = np.argsort(known, kind="stable")
     twice = known[order][1:] == known[order][:-1]
     if twice.any():
         raise UserError(
-            f"{file}: two nodes have the id {known[order][1:][twice][0]}.",
+            f"{printable(file)}: two nodes have the id {printable(known[order][1:][twice][0])}.",
             why="an edge there could mean either",
             do="give each node an id of its own",
         )
     at = np.searchsorted(known, ends, sorter=order)
-    found = order[np.minimum(at, len(known) - 1)]
-    strange = known[found] != ends
+    rows = order[np.minimum(at, len(known) - 1)] if len(known) else np.zeros(len(ends), np.int64)
+    strange = known[rows] != ends if len(known) else np.ones(len(ends), bool)
     if strange.any():
         raise UserError(
-            f"{file} has an edge at {ends[strange][0]}, which is no id in the table of nodes.",
+            f"{printable(file)} has an edge at {printable(ends[strange][0])}, which is no id in the table of nodes.",
             do="give every node a line there, or drop such edges",
         )
-    return found.astype(np.int64)
+    return rows.astype(np.int64)
 
 
-_EXACT = 2**53
-"""Below it a float64 holds every whole number."""
-_WHOLE = re.compile(r"-?[0-9]{1,18}")
-_POINTLESS = re.compile(r"(-?[0-9]+)\.0*")
-_MISSING = ("", "-1", "nan", "NaN", "None", "null")
-
-
-def _alike(ids: Array) -> Array:
-    """Ids in the one form that can be compared: int64 where all are whole numbers, however stored, else text."""
-    if ids.dtype.kind in "iu":
-        return ids.astype(np.int64)
-    if ids.dtype.kind == "f" and (np.abs(ids) < _EXACT).all() and (ids == np.round(ids)).all():
-        return ids.astype(np.int64)
-    words = _words(ids)
-    return np.array([int(word) for word in words] if all(map(_WHOLE.fullmatch, words)) else words)
-
-
-def _words(column: Array) -> list[str]:
-    """A column as text: whole numbers without a point (39, not 39.0), nothing where a value is missing."""
-    missing = [one is None or (isinstance(one, float) and math.isnan(one)) for one in column.tolist()]
-    words = ["" if gone else str(one).strip() for one, gone in zip(column.tolist(), missing, strict=True)]
-    return [_POINTLESS.sub(r"\1", word) if _POINTLESS.fullmatch(word) else word for word in words]
-
-
-def _numbers(values: Array, name: str, file: Path) -> Array:
-    try:
-        return np.asarray(values, np.float64)
-    except ValueError:
-        word = next(str(one) for one in np.ravel(values).tolist() if not _is_number(str(one)))
-        nodes = "add a nodes table (nodes.csv) with a column id, in a folder with edges.csv"
-        do = nodes if name == "ends of edges" else "give numbers, or drop the column"
-        raise UserError(f"{file}: {name} must be numbers, and one is {word!r}.", do=do) from None
-
-
-def _count(nodes: Columns, sources: Array, targets: Array) -> int:
-    if nodes:
-        return len(next(iter(nodes.values())))
-    return int(max(sources.max(initial=-1), targets.max(initial=-1))) + 1
-
-
-def _feature_names(nodes: Columns) -> tuple[str, ...]:
-    return tuple(name for name in nodes if name not in ("id", "label", "part"))
-
-
-def _features(nodes: Columns, edges: tuple[Array, Array], count: int, file: Path) -> Array:
-    """The columns that are features; without any: a one, and the logarithm of the degree."""
-    names = _feature_names(nodes)
-    if names:
-        columns = [_numbers(nodes[name], f"the feature {name!r} of nodes", file) for name in names]
-        return np.stack(columns, 1).astype(np.float32)
-    valid = [ends[(ends >= 0) & (ends < count)] for ends in edges]
-    degree = sum(np.bincount(ends, minlength=count) for ends in valid)
-    return np.stack([np.ones(count), np.log1p(degree)], 1).astype(np.float32)
-
-
-def _labels(column: Array | None) -> tuple[Array | None, tuple[str, ...]]:
-    """Classes by number; words become classes in their order, and what says that there is none is no label."""
-    if column is None:
-        return None, ()
-    if column.dtype.kind in "fiu":
-        return whole_labels(column), ()
-    words = _words(column)
-    distinct = {word for word in words if word not in _MISSING}
-    numbers = all(map(_WHOLE.fullmatch, distinct))
-    classes = sorted(distinct, key=lambda word: (int(word) if numbers else 0, word))
-    known = {word: at for at, word in enumerate(classes)}
-    return np.array([known.get(word, IGNORED) for word in words], np.int64), tuple(classes)
-
-
-def _named_parts(column: Array | None, file: Path) -> DataSplit | None:
-    if column is None:
-        return None
-    words = np.array(["" if word in _MISSING else word for word in _words(column)])
-    strange = set(words.tolist()) - {"train", "validation", "test", ""}
-    if strange:
-        raise UserError(f"{file}: part = {min(strange)!r} is not possible.", do="train, validation, test, or empty")
-    return DataSplit(*(np.flatnonzero(words == name) for name in ("train", "validation", "test")))
-
-
-_WORDS = {
-    "features": ("features", "x", "feat", "node_feat"),
-    "labels": ("labels", "y", "label", "node_label"),
-    "weights": ("weights", "edge_weight", "weight"),
-    "edge_features": ("edge_features", "edge_attr", "edge_feat"),
-}
-
-
-def _arrays(file: Path, undirected: bool) -> Graph:
-    """From `edge_index` [2, edges] (or `sources`, `targets`) and, under PyG's names or ours, what is known besides."""
-    try:
-        with np.load(file, allow_pickle=False) as opened:
-            found = dict(opened)
-    except (ValueError, OSError, MemoryError) as error:
+def _rows(ends: Array, file: Path) -> Array:
+    """The ends of edges as the row numbers that they are without ids."""
+    numbers = ends_as_numbers(ends, file)
+    if not np.array_equal(numbers, np.round(numbers)):
         raise UserError(
-            f"{file} cannot be read: {error}.",
-            why="arrays of objects are pickled, and unpickling can execute arbitrary code"
-            if "pickle" in str(error)
-            else "",
-            do="numpy.savez(file, edge_index=…, x=…, y=…)",
-        ) from None
-    if "edge_index" in found:
-        sources, targets = both_ends(found["edge_index"], str(file))
-    elif {"sources", "targets"} <= set(found):
-        sources, targets = found["sources"], found["targets"]
-    else:
-        raise UserError(f"{file} has no edge_index.", why=f"it has {', '.join(found)}", do="int64 [2, edges]")
-    known = {name: next((found[word] for word in words if word in found), None) for name, words in _WORDS.items()}
-    features = known.pop("features")
-    if features is None:
-        features = _features({}, (sources, targets), _count({}, sources, targets), file)
-    labels, classes = _array_labels(known.pop("labels"))
-    parts = masked_parts([found.get(name) for name in ("train_mask", "val_mask", "test_mask")], len(features))
-    made = {"features": features, "labels": labels, "classes": classes, "parts": parts, **known}
-    return Graph.from_edges(sources, targets, undirected=undirected, origin=str(file), **made)
-
-
-def _array_labels(labels: Array | None) -> tuple[Array | None, tuple[str, ...]]:
-    """Labels of an array: classes by number or by word, or a matrix of tasks."""
-    if labels is None or (labels.ndim == 2 and labels.dtype.kind == "f"):
-        return labels, ()
-    if labels.ndim == 2 and labels.shape[1] == 1:
-        labels = labels[:, 0]
-    if labels.ndim == 2 and labels.dtype.kind in "iub":
-        return matrix_labels(labels), ()
-    if labels.ndim != 1:
-        raise UserError(f"The labels have the shape {list(labels.shape)}.", do="one class, or a row of tasks, for each")
-    if labels.dtype.kind == "b":
-        return labels.astype(np.int64), ()
-    return _labels(labels.astype(str) if labels.dtype.kind == "S" else labels)
-
-
-# --- what arrays mean, PyG's as well ----------------------------------------------------------------------------
-
-
-def whole_labels(values: Array) -> Array:
-    """int64 classes of numbers; NaN is no label. Raises UserError for what is not whole."""
-    if values.dtype.kind == "f":
-        values = np.where(np.isnan(values), IGNORED, values)
-        if not np.array_equal(values, np.round(values)) or np.isinf(values).any():
-            raise UserError(
-                "The labels are not whole numbers.", why="regression is not supported", do="classes 0, 1, …"
-            )
-    return values.astype(np.int64)
-
-
-def matrix_labels(values: Array) -> Array:
-    """float32 [nodes, tasks] of a matrix of labels; in whole numbers it must hold 0, 1 and -1 for none."""
-    if values.dtype.kind not in "iu":
-        return values.astype(np.float32)
-    strange = values[~np.isin(values, (0, 1, IGNORED))]
-    if len(strange):
-        raise UserError(
-            f"The labels are a matrix of {values.shape[1]} columns that holds {strange[0]}.",
-            why="each column is a question answered by 0 or 1, -1 where there is no answer",
-            do="one column of classes, or columns of 0 and 1",
+            f"{printable(file)}: ends of edges are not whole numbers.", do="give ids, or names and a nodes table"
         )
-    return np.where(values == IGNORED, np.nan, values).astype(np.float32)
-
-
-def masked_parts(masks: Sequence[Any], nodes: int) -> DataSplit | None:
-    """The split that masks of training, validation and test give; one left out is empty, None without any.
-
-    Raises UserError for a mask that is not of all `nodes`.
-    """
-    given = [None if one is None else np.asarray(one).astype(bool) for one in masks]
-    given = [one[:, 0] if one is not None and one.ndim == 2 else one for one in given]  # several splits: the first
-    if all(one is None for one in given):
-        return None
-    for name, one in zip(("training", "validation", "test"), given, strict=True):
-        if one is not None and one.shape != (nodes,):
-            raise UserError(
-                f"The mask of the {name} part has the shape {list(one.shape)}, and there are {nodes} nodes.",
-                do="true or false for each node",
-            )
-    return DataSplit(*(np.zeros(0, np.int64) if one is None else np.flatnonzero(one) for one in given))
-
-
-def both_ends(edges: Any, origin: str) -> tuple[Any, Any]:
-    """Sources and targets of an `edge_index` [2, edges]. Raises UserError for another shape."""
-    shape = tuple(np.shape(edges))
-    if len(shape) != 2 or shape[0] != 2:
+    if np.abs(numbers).max(initial=0) >= EXACT:
         raise UserError(
-            f"{origin}: edge_index has the shape {list(shape)}, not [2, edges].",
-            do="transpose it (edge_index.T)" if shape[1:] == (2,) else "a row of sources and a row of targets",
+            f"{printable(file)} has an edge at {printable(as_words(ends)[int(np.abs(numbers).argmax())])}.",
+            why="without a table of nodes the ends of edges are its rows, 0, 1, 2 …",
+            do=NUMBERED,
         )
-    return edges[0], edges[1]
+    return numbers.astype(np.int64)
 
 
-# --- OGB ---------------------------------------------------------------------------------------------------------
+# --- Matrix Market ---------------------------------------------------------------------------------------------------
 
 
-def is_ogb(folder: Path) -> bool:
-    """Whether `folder` is laid out as OGB unpacks its data sets (arXiv 2005.00687): `raw/edge.csv.gz` and its kin."""
-    return (folder / "raw" / "edge.csv.gz").exists()
-
-
-def load_ogb(folder: Path, *, undirected: bool) -> Graph:
-    """An OGB data set for nodes or for graphs, with the split it brings."""
-    raw = folder / "raw"
-    sizes = _ogb(raw, "num-node-list", np.int64)
-    edges = _ogb(raw, "edge", np.int64)
-    many = len(sizes) > 1
-    ends = edges.T
-    if many:
-        per_graph = _ogb(raw, "num-edge-list", np.int64)[:, 0]
-        starts = np.concatenate([[0], np.cumsum(sizes[:, 0])])
-        ends = ends + np.repeat(starts[:-1], per_graph)
-    labels = _ogb(raw, "graph-label" if many else "node-label", np.float32)
-    features = raw / "node-feat.csv.gz"
-    nodes = int(sizes.sum())
-    return Graph.from_edges(
-        ends[0],
-        ends[1],
-        features=_ogb(raw, "node-feat", np.float32) if features.exists() else np.ones((nodes, 1), np.float32),
-        undirected=undirected,
-        labels=np.where(np.isnan(labels), IGNORED, labels)[:, 0].astype(np.int64) if labels.shape[1] == 1 else labels,
-        parts=_ogb_parts(folder),
-        edge_features=_ogb(raw, "edge-feat", np.float32) if (raw / "edge-feat.csv.gz").exists() else None,
-        starts=starts if many else None,
-        origin=str(folder),
-    )
-
-
-def _ogb(raw: Path, name: str, kind: Any) -> Array:
-    file = raw / f"{name}.csv.gz"
-    try:
-        return np.loadtxt(file, dtype=kind, delimiter=",", ndmin=2)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file} cannot be read: {error}.", do="unpack the data set anew") from None
-
-
-def _ogb_parts(folder: Path) -> DataSplit | None:
-    splits = sorted(folder.glob("split/*/train.csv.gz"))
-    if not splits:
-        return None
-    place = splits[0].parent
-    return DataSplit(
-        *(np.sort(np.loadtxt(place / f"{name}.csv.gz", dtype=np.int64, ndmin=1)) for name in ("train", "valid", "test"))
+def _matrix_market(file: Path) -> EdgeTable:
+    """The entries of a square matrix: its rows are sources, its columns targets, its values weights."""
+    do = "write it with scipy.io.mmwrite, or as source,target lines"
+    with parsing(file, do), separated_text.opened(file) as text:
+        banner, matrix, form, kind, symmetry = text.readline(1000).lower().split()
+        size = next(line for line in text if line.strip() and not line.startswith("%"))
+        refused = {"array", "complex", "skew-symmetric", "hermitian", "vector"} & {matrix, form, kind, symmetry}
+        rows, columns, entries = map(int, size.split()) if not refused else (0, 0, 0)
+        if refused or rows != columns or banner != "%%matrixmarket":
+            reason = f"is {min(refused)}" if refused else f"has {rows:,} rows and {columns:,} columns"
+            why = "edges are the entries of a square matrix of numbers in coordinates"
+            raise UserError(f"{printable(file)} {reason}.", why=why, do=do)
+        if 4 * entries > file.stat().st_size and file.suffix.lower() != ".gz":
+            raise ValueError(f"it says it has {entries:,} entries, and is too short for them")
+        if 64 * entries > free_memory() > 0:
+            raise MemoryError
+        refuse_far_ids(rows, entries, file)
+        table = np.loadtxt(text, np.float64, comments="%", ndmin=2, max_rows=entries + 1)
+        ends = table[:, :2]
+        if table.shape != (entries, 2 if kind == "pattern" else 3) or (ends != np.round(ends)).any():
+            raise ValueError(f"it says it has {entries:,} entries, and has {len(table):,} rows")
+        if ends.size and (ends.min() < 1 or ends.max() > rows):
+            raise ValueError(f"an entry lies outside its {rows:,} rows")
+    sources, targets = (column.astype(np.int64) - 1 for column in ends.T)
+    types = frozenset({"undirected"} if symmetry == "symmetric" else ())
+    return EdgeTable(
+        Table(file, {}), sources, targets, None if kind == "pattern" else table[:, 2], types=types, nodes=rows
     )

@@ -37,7 +37,10 @@ class Links:
 
 
 def split(graph: Graph, shares: tuple[float, float, float], seed: int) -> Links:
-    """Deals out the links of `graph`; one that runs both ways is one link. Raises UserError when there are too few."""
+    """Deals out the links of `graph`, by its own split where it has one; one that runs both ways is one link.
+
+    Raises UserError when there are too few.
+    """
     ends = np.stack([graph.indices.astype(np.int64), graph.targets()])
     keys = ends.min(0) * np.int64(graph.nodes) + ends.max(0)
     links = np.unique(keys)
@@ -48,7 +51,9 @@ def split(graph: Graph, shares: tuple[float, float, float], seed: int) -> Links:
             do="a graph with more links",
         )
     pairs = np.stack([links // graph.nodes, links % graph.nodes])
-    return cut(graph, pairs, parted(np.arange(len(links)), shares, seed))
+    if graph.link_parts is None:
+        return cut(graph, pairs, parted(np.arange(len(links)), shares, seed))
+    return cut(graph, pairs, DataSplit(*(np.flatnonzero(np.isin(links, keys)) for _, keys in graph.link_parts.named())))
 
 
 def cut(graph: Graph, pairs: Array, parts: DataSplit) -> Links:

@@ -1,61 +1,25 @@
 """Planetoid's raw files (`ind.cora.x` and its kin; Yang et al., arXiv 1603.08861), read without trusting them.
 
-They are pickles. An unpickler that knows NumPy arrays, SciPy's CSR matrices and plain containers, and nothing else,
-reads them: whatever else a file names is refused, so nothing in it can run.
+They are pickles, which `numpy_pickle` reads: whatever is no array or plain container is refused.
 """
 
 from __future__ import annotations
 
-import pickle
-from collections import defaultdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from espalier.errors import UserError
+from espalier.foreign_files import parsing
+from espalier.graph import numpy_pickle
 from espalier.graph.data import IGNORED, Array, DataSplit, Graph
+from espalier.hardware.resource_limits import free_memory
 
 VALIDATION = 500
 """Nodes after the training nodes that validate (arXiv 1603.08861 and GCN, arXiv 1609.02907, section 5.1)."""
-
-
-class _Sparse:
-    """A SciPy CSR matrix's state: data, indices, indptr and _shape."""
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.state = state
-
-    def dense(self) -> Array:
-        """float32 [rows, columns]."""
-        rows, columns = self.state["_shape"]
-        indptr, indices = self.state["indptr"], self.state["indices"]
-        found = np.zeros((rows, columns), np.float32)
-        found[np.repeat(np.arange(rows), np.diff(indptr)), indices] = self.state["data"]
-        return found
-
-
-def _latin(text: str, encoding: str = "latin1") -> bytes:
-    return text.encode("latin1")
-
-
-_KNOWN: dict[tuple[str, str], Any] = {
-    ("collections", "defaultdict"): defaultdict,
-    ("__builtin__", "list"): list,
-    ("builtins", "list"): list,
-    ("numpy", "ndarray"): np.ndarray,
-    ("numpy", "dtype"): np.dtype,
-    ("_codecs", "encode"): _latin,
-    **{(f"numpy.{core}.multiarray", "_reconstruct"): np.empty(0).__reduce__()[0] for core in ("core", "_core")},
-    **{(f"scipy.sparse{part}", "csr_matrix"): _Sparse for part in ("", ".csr", "._csr")},
-}
-
-
-class _Careful(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in _KNOWN:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which is no array")
-        return _KNOWN[module, name]
+_DO = "copy it again from its source"
 
 
 def names(folder: Path) -> list[str]:
@@ -73,41 +37,53 @@ def load(folder: Path, name: str, *, undirected: bool) -> Graph:
             f"{folder} lacks {', '.join(f'ind.{name}.{part}' for part in missing)}.",
             do="copy all eight files of the data set there",
         )
-    order = np.loadtxt(_file(folder, name, "test.index"), dtype=np.int64, ndmin=1)
-    seen, tested = _pickled(folder, name, "allx").dense(), _pickled(folder, name, "tx").dense()
-    known, answers = np.asarray(_pickled(folder, name, "ally")), np.asarray(_pickled(folder, name, "ty"))
-    links = _pickled(folder, name, "graph")
-    count = max(len(links), int(order.max()) + 1)
-    features = np.zeros((count, seen.shape[1]), np.float32)
-    labels = np.full(count, IGNORED, np.int64)
-    features[: len(seen)], features[order] = seen, tested
-    labels[: len(seen)], labels[order] = known.argmax(1), answers.argmax(1)
-    training = len(_pickled(folder, name, "y"))
-    parts = DataSplit(np.arange(training), np.arange(training, training + VALIDATION), np.sort(order))
-    targets = np.repeat(np.fromiter(links, np.int64), [len(near) for near in links.values()])
-    sources = np.concatenate([np.asarray(near, np.int64) for near in links.values()])
-    absent = count - len(seen) - len(order)
-    notes = (f"{absent} nodes of {name} have no row in its files: zeros, without a label",) if absent else ()
-    return Graph.from_edges(
-        sources,
-        targets,
-        features=features / np.maximum(features.sum(1, keepdims=True), 1),
-        undirected=undirected,
-        labels=labels,
-        parts=parts,
-        origin=f"Planetoid {name}",
-        notes=notes,
+    with parsing(_file(folder, name, "test.index"), _DO):
+        order = np.loadtxt(_file(folder, name, "test.index"), dtype=np.int64, ndmin=1)
+    seen, tested, known, answers, training = (
+        numpy_pickle.matrix(_file(folder, name, part), _DO) for part in ("allx", "tx", "ally", "ty", "y")
     )
+    sources, targets, listed = _edges(_file(folder, name, "graph"))
+    with parsing(folder / f"ind.{name}", "copy all eight files of the data set again"):
+        count = max(listed, int(order.max()) + 1)
+        if count * seen.shape[1] * 4 > free_memory() > 0:
+            raise ValueError(f"features of {count:,} nodes do not fit into memory")
+        features = np.zeros((count, seen.shape[1]), np.float32)
+        labels = np.full(count, IGNORED, np.int64)
+        features[: len(seen)], features[order] = seen, tested
+        labels[: len(seen)], labels[order] = _classes(known), _classes(answers)
+        validation = np.arange(len(training), len(training) + VALIDATION)
+        absent = count - len(seen) - len(order)
+        notes = (f"{absent} nodes of {name} have no row in its files: zeros, without a label",) if absent else ()
+        return Graph.from_edges(
+            sources,
+            targets,
+            features=features / np.maximum(features.sum(1, keepdims=True), 1),
+            undirected=undirected,
+            labels=labels,
+            parts=DataSplit(np.arange(len(training)), validation, np.sort(order)),
+            origin=f"Planetoid {name}",
+            notes=notes,
+        )
+
+
+def _classes(rows: Array) -> Array:
+    """int64 [rows]: the column of the one in each row, -1 where there is none."""
+    ones = (rows != 0).sum(1)
+    if ones.max(initial=0) > 1:
+        raise ValueError("a node has several labels, which are not read from Planetoid's files")
+    return np.where(ones == 0, IGNORED, rows.argmax(1))
+
+
+def _edges(file: Path) -> tuple[Array, Array, int]:
+    """Sources and targets of a dict of neighbours, and how many nodes it has."""
+    neighbours: Any = numpy_pickle.read(file, _DO)
+    with parsing(file, _DO):
+        counts = [len(near) for near in neighbours.values()]
+        if 32 * sum(counts) > free_memory() > 0:
+            raise ValueError(f"{sum(counts):,} edges do not fit into memory")
+        targets = np.repeat(np.fromiter(neighbours, np.int64, len(counts)), counts)
+        return np.fromiter(chain.from_iterable(neighbours.values()), np.int64, sum(counts)), targets, len(counts)
 
 
 def _file(folder: Path, name: str, part: str) -> Path:
     return folder / f"ind.{name}.{part}"
-
-
-def _pickled(folder: Path, name: str, part: str) -> Any:
-    file = _file(folder, name, part)
-    try:
-        with open(file, "rb") as opened:
-            return _Careful(opened, encoding="latin1").load()
-    except Exception as error:  # a broken pickle raises anything
-        raise UserError(f"{file} cannot be read: {error}.", do="copy it again from its source") from None

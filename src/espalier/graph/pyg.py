@@ -17,16 +17,18 @@ from torch import nn
 
 from espalier import config
 from espalier.errors import UserError, missing_extra
+from espalier.foreign_files import FieldUse, parsing
+from espalier.graph.array_file import KEYS, MASKS, both_ends, masked_parts, understood
 from espalier.graph.data import Array, Graph
-from espalier.graph.edge_lists import both_ends, masked_parts, matrix_labels, whole_labels
+from espalier.graph.label_values import matrix_labels, whole_labels
 from espalier.import_function import function
-
-_MASKS = (("train", "train_mask"), ("validation", "val_mask"), ("test", "test_mask"))
 
 
 def from_pyg(data: Any, *, undirected: bool = False, origin: str = "Data") -> Graph:
     """The `Graph` of a PyG `Data` (or of anything with its attributes). Raises UserError."""
-    _refuse_heterogeneous(data)
+    use = FieldUse(KEYS, origin)
+    data = _known(data, use)
+    notes = list(use.notes())
     features = _features(data, origin)
     sources, targets = _ends(data, origin)
     weights, edge_features = _of_edges(data)
@@ -36,20 +38,20 @@ def from_pyg(data: Any, *, undirected: bool = False, origin: str = "Data") -> Gr
         features=features,
         undirected=undirected,
         labels=_labels(getattr(data, "y", None)),
-        parts=masked_parts([getattr(data, name, None) for _, name in _MASKS], len(features)),
+        parts=masked_parts([getattr(data, name, None) for name in MASKS], len(features), notes),
         weights=weights,
         edge_features=edge_features,
         origin=origin,
+        notes=notes,
     )
 
 
 def from_many(items: Any, *, undirected: bool = False, origin: str) -> Graph:
     """Many small PyG graphs side by side; `y` of each is its label. Raises UserError naming the item at fault."""
-    items = [_Named(item) if isinstance(item, dict) else item for item in items]
+    use = FieldUse(KEYS, origin)
+    items = [_known(item, use) for item in items]
     if not items:
         raise UserError(f"{origin} holds no graphs.", do="give one Data object, or a list of them")
-    for item in items:
-        _refuse_heterogeneous(item)
     widths = [_features(item, origin) for item in items]
     starts = np.concatenate([[0], np.cumsum([len(one) for one in widths])]).astype(np.int64)
     edges = [_shifted(item, starts[at : at + 2], f"{origin}, item {at}") for at, item in enumerate(items)]
@@ -69,7 +71,20 @@ def from_many(items: Any, *, undirected: bool = False, origin: str) -> Graph:
         weights=weights,
         edge_features=edge_features,
         origin=origin,
+        notes=use.notes(),
     )
+
+
+def _known(data: Any, use: FieldUse) -> Any:
+    """The values of a `Data`, a dict, or anything with attributes that are used, as attributes by PyG's names."""
+    if not isinstance(data, dict):
+        _refuse_heterogeneous(data)
+        count = getattr(data, "num_nodes", None)
+        data = {"num_nodes": count, **(data.to_dict() if hasattr(data, "to_dict") else vars(data))}
+    _refuse_kinds(data)
+    table = {str(name): value for name, value in data.items() if value is not None}
+    use.count(table)
+    return _Named(understood(table, use.origin))
 
 
 def _ends(data: Any, origin: str) -> tuple[Any, Any]:
@@ -129,7 +144,7 @@ def to_pyg(graph: Graph) -> Any:
     if graph.edge_features is not None:
         data.edge_attr = torch.from_numpy(np.array(graph.edge_features))
     if graph.parts is not None and graph.starts is None:
-        for (_, ids), (_, name) in zip(graph.parts.named(), _MASKS, strict=True):
+        for (_, ids), name in zip(graph.parts.named(), MASKS, strict=True):
             mask = torch.zeros(graph.nodes, dtype=torch.bool)
             mask[torch.from_numpy(ids)] = True
             setattr(data, name, mask)
@@ -141,19 +156,28 @@ def load(path: Path, *, pickle: bool, undirected: bool) -> Graph:
 
     Raises UserError for a file that needs unpickling of other classes than PyG's while `pickle` is False.
     """
+    do = "save it again with torch.save(data, path)"
+    with parsing(path, do):
+        return _graph(_loaded(path, pickle), undirected, path)
+
+
+def _loaded(path: Path, pickle: bool) -> Any:
+    if pickle:
+        return torch.load(path, weights_only=False, map_location="cpu")
     try:
-        found = torch.load(path, weights_only=False, map_location="cpu") if pickle else _plain(path)
-    except Exception as error:  # torch's and pickle's errors have no common base
-        if pickle:
-            raise UserError(
-                f"{path} cannot be read: {error}.", do="save it again with torch.save(data, path)"
-            ) from None
+        return _plain(path)
+    except OSError:
+        raise
+    except Exception:  # torch's and pickle's errors have no common base
         raise UserError(
             f"{path} is pickled, and is not read.",
             why="unpickling can execute arbitrary code",
             do="torch.save(data.to_dict(), path), for a list one dict each; or pip install torch_geometric, if it is a "
             "Data of PyG; or graph.pickle=true if you trust it",
         ) from None
+
+
+def _graph(found: Any, undirected: bool, path: Path) -> Graph:
     if isinstance(found, list) or (isinstance(found, tuple) and all(hasattr(one, "edge_index") for one in found)):
         return from_many(found, undirected=undirected, origin=str(path))
     if isinstance(found, tuple) and found:  # PyG's processed files: (data, slices, …)
@@ -165,9 +189,6 @@ def load(path: Path, *, pickle: bool, undirected: bool) -> Graph:
                 do="torch.save(list(dataset), path) with graph.pickle = true, or pyg:NAME",
             )
         found = found[0]
-    if isinstance(found, dict):
-        _refuse_kinds(found)
-        found = _Named(found)
     return from_pyg(found, undirected=undirected, origin=str(path))
 
 

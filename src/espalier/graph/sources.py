@@ -10,10 +10,12 @@ from espalier import config
 from espalier.cache_dir import cache_folder
 from espalier.config import Data, data_path
 from espalier.errors import UserError, nearest
+from espalier.foreign_files import parsing
 from espalier.graph import (
     debian_packages,
     edge_lists,
     import_graph,
+    ogb,
     partition_folder,
     planetoid,
     pyg,
@@ -35,7 +37,7 @@ MACHINE = {
 
 KNOWN = (
     *(*MACHINE, "pyg:Planetoid/Cora", "rmat:scale=16", "planted:nodes=10000", "a .pt file"),
-    *("an edge list (.csv, .npz, .parquet)", "a Planetoid folder", "an OGB folder"),
+    *("an edge list (.csv, .tsv, .txt, .mtx, .npz, .parquet)", "a Planetoid folder", "an OGB folder"),
 )
 
 
@@ -51,20 +53,27 @@ def load(data: Data, options: config.GraphOptions, progress: Progress | None = N
         return synthetic.load(path, _cache(data), progress)
     place = Path(path).expanduser()
     if place.is_dir():
-        return _folder(place, both)
+        with parsing(place, "name the file itself"):
+            return _folder(place, options)
     if not place.exists():
         if place.name in planetoid.names(place.parent):  # one data set of a folder that holds several
             return planetoid.load(place.parent, place.name, undirected=both)
         raise _missing(path)
-    if place.suffix in (".pt", ".pth"):
+    with parsing(place, f"give one of: {'; '.join(KNOWN)}"):
+        return _file(place, path, options)
+
+
+def _file(place: Path, path: str, options: config.GraphOptions) -> Graph:
+    ending, both = place.suffix.lower(), options.undirected
+    if ending in (".pt", ".pth"):
         return pyg.load(place, pickle=options.pickle, undirected=both)
-    if place.suffix in (".pkl", ".pickle"):
+    if ending in (".pkl", ".pickle"):
         raise UserError(
             f"data.path = {path!r} is a pickle, and is not read.",
             why="unpickling can execute arbitrary code",
             do="numpy.savez(file, edge_index=…, x=…, y=…), or torch.save(data.to_dict(), path)",
         )
-    if place.suffix in edge_lists.SUFFIXES:
+    if edge_lists.is_edge_list(place):
         return edge_lists.load(place, undirected=both)
     raise UserError(f"data.path = {path!r} is not a graph known by its name.", do=f"one of: {'; '.join(KNOWN)}")
 
@@ -73,13 +82,14 @@ def _cache(data: Data) -> Path:
     return Path(data.cache).expanduser() if data.cache else cache_folder() / "graphs"
 
 
-def _folder(place: Path, undirected: bool) -> Graph:
+def _folder(place: Path, options: config.GraphOptions) -> Graph:
+    undirected = options.undirected
     if synthetic.is_store(place):
         return synthetic.opened(place)
     if partition_folder.is_partition(place):
         return partition_folder.outlined(place)[0]
-    if edge_lists.is_ogb(place):
-        return edge_lists.load_ogb(place, undirected=undirected)
+    if ogb.is_ogb(place):
+        return ogb.load(place, undirected=undirected, task=options.task)
     for folder in (place, place / "raw"):
         found = planetoid.names(folder)
         if len(found) == 1:
@@ -89,12 +99,18 @@ def _folder(place: Path, undirected: bool) -> Graph:
                 f"data.path = {str(place)!r} holds several data sets: {', '.join(found)}.",
                 do=f"data.path = {str(place / found[0])!r}",
             )
-    for suffix in edge_lists.SUFFIXES:
-        if (place / f"edges{suffix}").exists():
-            return edge_lists.load(place / f"edges{suffix}", undirected=undirected)
+    tables = edge_lists.beside(place, "edges", edge_lists.SUFFIXES)
+    if len(tables) > 1:
+        raise UserError(
+            f"data.path = {str(place)!r} holds {' and '.join(table.name for table in tables)}.",
+            why="each could be the edges of the graph",
+            do=f"data.path = {str(tables[0])!r}",
+        )
+    if tables:
+        return edge_lists.load(tables[0], undirected=undirected)
     raise UserError(
         f"data.path = {str(place)!r} holds no graph that is known.",
-        why="looked for ind.NAME.graph (Planetoid), raw/edge.csv.gz (OGB) and edges.csv, .npz or .parquet",
+        why="looked for ind.NAME.graph (Planetoid), raw/edge.csv.gz (OGB) and edges.csv, .tsv, .mtx, .npz or .parquet",
         do="name the file itself",
     )
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from espalier import data_hash
 from espalier.errors import UserError, missing_extra, nearest
+from espalier.foreign_files import parsing
 from espalier.store import base
 from espalier.store.base import Rows
 from espalier.store.cost import PAGE
@@ -155,10 +156,8 @@ class ParquetFeatures:
         self._groups: list[tuple[Any, int]] = []  # (file, row group)
         counts: list[int] = []
         for path in files:
-            try:
+            with parsing(path, f"give {KNOWN}"):
                 file = parquet.ParquetFile(path)
-            except Exception as error:  # pyarrow's errors have no common base
-                raise UserError(f"{path} cannot be read.", why=str(error), do=f"give {KNOWN}") from None
             self._groups += [(file, group) for group in range(file.num_row_groups)]
             counts += [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
         self._starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
@@ -229,7 +228,8 @@ def open_features(
     place = Path(path).expanduser()
     if not place.exists():
         raise UserError(f"The features {place} do not exist.", do=f"name {KNOWN}")
-    found = _folder(place) if place.is_dir() else _file(place, dtype, shape)
+    with parsing(place, f"name {KNOWN}"):
+        found = _folder(place) if place.is_dir() else _file(place, dtype, shape)
     if nodes is not None and len(found) != nodes:
         raise UserError(
             f"{place} holds {len(found):,} rows of features for {nodes:,} nodes.",
@@ -240,11 +240,12 @@ def open_features(
 
 
 def _file(path: Path, dtype: str | None = None, shape: Sequence[int] | None = None) -> Features:
-    if path.suffix == ".npy":
+    ending = path.suffix.lower()
+    if ending == ".npy":
         return _arrays([path])
-    if path.suffix == ".parquet":
+    if ending == ".parquet":
         return ParquetFeatures([path])
-    if path.suffix == ".npz":
+    if ending == ".npz":
         return _npz(path)
     beside = path.with_name(path.name + ".json")
     if (dtype is None or shape is None) and beside.exists():
@@ -291,11 +292,11 @@ def _folder(folder: Path) -> Features:
         return FeatureTable(torch.from_numpy(np.loadtxt(file, np.float32, delimiter=",", ndmin=2)), [file])
     shards: dict[str, list[Path]] = {}
     for path in sorted(folder.iterdir(), key=_natural):
-        if path.suffix in (".npy", ".parquet") and re.search(r"\d", path.stem):
+        if path.suffix.lower() in (".npy", ".parquet") and re.search(r"\d", path.stem):
             shards.setdefault(re.sub(r"\d+", "#", path.name), []).append(path)
     if len(shards) == 1:
         ((_, files),) = shards.items()
-        return ParquetFeatures(files) if files[0].suffix == ".parquet" else _arrays(files)
+        return ParquetFeatures(files) if files[0].suffix.lower() == ".parquet" else _arrays(files)
     why = f"shards of {', '.join(shards)} lie there" if shards else f"looked for {', '.join(_SINGLE)} and shards"
     raise UserError(f"{folder} holds no features that are known.", why=why, do=f"name {KNOWN}")
 
