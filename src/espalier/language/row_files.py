@@ -138,7 +138,7 @@ def _zstd_pieces(raw: io.BufferedReader) -> Iterator[bytes]:
 
 
 def head_of(entry: SourceFile) -> bytes:
-    """The first bytes without a byte order mark, for `form_of`; more of them where they begin JSON. Raises UserError."""
+    """The first bytes without a byte order mark, for `form_of`; more where they begin JSON. Raises UserError."""
     if is_compressed(entry.name):
         with opened(entry) as stream:
             return _head(stream.content)

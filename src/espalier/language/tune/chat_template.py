@@ -1,8 +1,8 @@
 """Chat template: turns of a conversation as the text that a model was trained on, and which of it are answers.
 
 Templates are Jinja, as in Hugging Face's tokenizer folders, and run in a sandbox with limits (`template_sandbox`), with
-the names that transformers gives them. Answers are what stands in `{% generation %}` blocks. A template without them is rendered turn by turn: an
-answer is what its turn adds beyond the prompt for it, up to the end of the turn.
+the names that transformers gives them. Answers are what stands in `{% generation %}` blocks. A template without them is
+rendered turn by turn: an answer is what its turn adds beyond the prompt for it, up to the end of the turn.
 """
 
 from __future__ import annotations
