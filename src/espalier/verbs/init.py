@@ -26,7 +26,7 @@ ARRAYS = (".npz", ".pt", ".pth")
 EDGES = (".csv", ".tsv", ".npz", ".parquet", ".mtx", ".txt")
 SOURCE_COLUMNS = ("source", "src", "from", "head")
 TEXT_COLUMNS = ("text", "content", "raw_content", "document", "story")
-CHAT_COLUMNS = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"instruction", "output"})
+CHAT_COLUMNS = (("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"))
 WEIGHTS = ("pytorch_model*.bin", "model*.pth", "consolidated*.pth", "*.ckpt")
 """Pickles in which weights are found."""
 _EDGES_NAME = re.compile(r"(?<![a-z])edges?(?![a-z])", re.IGNORECASE)
@@ -112,44 +112,43 @@ def _file(path: str, place: Path) -> Found:
     if ending == ".gguf":
         return Found("weights", path, f"weights in GGUF's format ({size})")
     if place.name.startswith("transforms") and ending == ".json":
-        return Found("scene", path, f"a scene ({size}): transforms.json holds cameras")
+        return Found("scene", path, f"a scene: it holds cameras ({size})")
     if any(place.match(pattern) for pattern in WEIGHTS):
         raise _pickled(path, place.parent)
     if ending in ARRAYS or (why := _edges(entry, place)):
-        return Found("graph", path, f"a graph ({size}): {'arrays' if ending in ARRAYS else why}")
+        return Found("graph", path, f"a graph: {'arrays' if ending in ARRAYS else why} ({size})")
     if ending in row_files.BINARY:
         raise UserError(
             f"{printable(path)} is no text, graph or weights that are read: {ending} files are not.",
             do="write its text as .txt or .jsonl, its edges as .csv or .parquet",
         )
-    return _rows(entry, path)
+    found = _rows(entry, path)
+    return found._replace(says=f"{found.says} ({size})")
 
 
 def _rows(entry: SourceFile, path: str) -> Found:
     """What a file of text is by its content and the columns of its first row; see docs/tune.md."""
     form = row_files.look(entry, row_files.CHAT_KEYS | set(TEXT_COLUMNS))
-    size = show_size(entry.size)
-    if form in ("text", "document"):
-        why = "no edges, and no rows with columns that are known"
-        return Found("text", path, f"text ({size}): it has {why}", entry.size)
+    if form == "text":
+        return Found("text", path, "text: no list of edges, and no rows of columns that are known", entry.size)
+    if form == "document":
+        raise _no_column(path, dict.fromkeys(row_files.first_keys(row_files.head_of(entry))))
     _, row = next(row_files.rows(entry, form), ("", {}))
     columns = {name for name, value in row.items() if value is not None}
     if columns >= {"chosen", "rejected"}:
-        return Found(
-            "pairs", path, f"preferences between two answers ({size}): rows with chosen and rejected", entry.size
-        )
-    chat = next((names for names in CHAT_COLUMNS if columns >= names), None)
+        return Found("pairs", path, "preferences between two answers: rows with chosen and rejected", entry.size)
+    chat = next((names for names in CHAT_COLUMNS if columns.issuperset(names)), None)
     if chat is not None:
-        return Found("chats", path, f"conversations ({size}): rows with {' and '.join(sorted(chat))}", entry.size)
+        return Found("chats", path, f"conversations: rows with {' and '.join(chat)}", entry.size)
     field = next((name for name in TEXT_COLUMNS if isinstance(row.get(name), str)), None)
     if field is None:
         raise _no_column(path, row)
-    return Found("text", path, f"text ({size}): rows with {field}", entry.size, field=field if field != "text" else "")
+    return Found("text", path, f"text: rows with {field}", entry.size, field=field if field != "text" else "")
 
 
 def _no_column(path: str, row: Row) -> UserError:
     return UserError(
-        f"{printable(path)} is a table without a column of {', '.join(SOURCE_COLUMNS)}, and without text or chats.",
+        f"{printable(path)} has no column of {', '.join(SOURCE_COLUMNS)}, and no text or chats.",
         why=f"it has {printable(', '.join(map(str, row))) or 'no rows'}; a graph is a table of edges, with nodes.csv",
         do="rename the columns of edges to source and target, that of text to text",
     )
@@ -205,7 +204,7 @@ def _documents(path: str, place: Path) -> Found:
     first = next((_rows(entry, path) for entry in rows if not plain or _is_rows(entry)), None)
     many = f"{plural(len(readable), 'file')}, {show_size(size)} of "
     if first is None:
-        return Found("text", path, f"{many}text: no graph, scene, weights or rows that are known", size)
+        return Found("text", path, f"{many}text: no graph, scene, weights, and no rows of columns that are known", size)
     return first._replace(says=f"{many}{first.says}", size=size)
 
 
@@ -220,7 +219,9 @@ def _edges(entry: SourceFile, place: Path) -> str:
         return "its name says so"
     if ending == ".parquet" or ending in row_files.BINARY:
         return ""
-    lines = row_files.head_of(entry)[:4096].splitlines()[:-1] or [b""]
+    head = row_files.head_of(entry)
+    lines = head[:4096].splitlines()
+    lines = lines[:-1] if len(head) > 4096 else lines
     lines = [line for line in lines if line.strip() and line.lstrip()[:1] not in (b"#", b"%")]
     names = re.split(rb"[,;\t ]", lines[0].lower()) if lines and ending in row_files.TABLES else []
     column = next((name for name in SOURCE_COLUMNS if name.encode() in [part.strip(b' "') for part in names]), None)

@@ -103,12 +103,12 @@ def _rows(
     report.stated = listed.notes
     done = 0
     for entry in listed.entries:
-        form = row_files.look(entry, row_files.CHAT_KEYS)
+        table = listed.tables.get(entry.name, {})
+        form = row_files.look(entry, row_files.CHAT_KEYS | set(table.get("columns", {}).values()))
         if form in ("text", "document", "binary"):
             report.files.append(entry.name)
         else:
-            table = listed.tables.get(entry.name)
-            rename = (lambda row: row) if table is None else row_formats.renaming(entry.name, table)
+            rename = row_formats.renaming(entry.name, table) if table else dict
             yield from ((name, rename(row)) for name, row in row_files.rows(entry, form))
         done += entry.size
         progress(done, listed.bytes)
