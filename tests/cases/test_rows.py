@@ -28,8 +28,8 @@ from espalier.language.tune.conversations import Turn, Unusable, conversation
 
 MARK = b"\xef\xbb\xbf"
 TOOLS = (
-    "{% if tools %}{{ '<|im_start|>system\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{{ '<|im_end|>\n' }}"
-    "{% endif %}{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
+    "{% if tools %}{{ '<|im_start|>system\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endif %}{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
     "{% if message.role == 'assistant' %}{% generation %}"
     "{% if message.reasoning_content %}{{ '<think>' + message.reasoning_content + '</think>' }}{% endif %}"
     "{% if message.content %}{{ message.content }}{% endif %}"

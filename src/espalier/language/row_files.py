@@ -97,7 +97,7 @@ def opened(entry: SourceFile) -> Iterator[RowStream]:
 
 def _decompressed(raw: io.BufferedReader, name: str) -> io.BufferedReader:
     if name.endswith(".gz"):
-        return io.BufferedReader(gzip.GzipFile(fileobj=raw), _CHUNK)  # type: ignore[arg-type]
+        return io.BufferedReader(gzip.GzipFile(fileobj=raw), _CHUNK)
     return io.BufferedReader(_ZstdFile(raw), _CHUNK) if name.endswith(".zst") else raw
 
 

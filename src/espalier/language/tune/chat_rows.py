@@ -143,7 +143,8 @@ def dumps(chats: ChatTokens) -> bytes:
     texts = {"names": chats.names, "skipped": chats.skipped, "notes": chats.notes}
     lines = {name: np.frombuffer(msgspec.json.encode(list(rows)), np.uint8) for name, rows in texts.items()}
     unused = np.array(chats.unused, np.int32)
-    np.savez(out, tokens=chats.tokens, answers=chats.answers, starts=chats.starts, unused=unused, **lines)
+    arrays = {"tokens": chats.tokens, "answers": chats.answers, "starts": chats.starts, "unused": unused}
+    np.savez(out, allow_pickle=False, **arrays, **lines)
     return out.getvalue()
 
 

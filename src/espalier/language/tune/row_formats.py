@@ -86,8 +86,8 @@ def conversation(name: str, row: Row) -> Conversation:
     form = next((form for form in _FORMATS if all(row.get(key) is not None for key in form.needs)), None)
     form = form or next((form for form in _FORMATS if all(key in row for key in form.needs)), None)
     if form is None:
-        columns = printable(", ".join(sorted(map(str, row))[:8])) or "no keys"
-        raise Unusable(f"it is in none of the known chat formats ({columns})")
+        has = printable(", ".join(sorted(map(str, row))[:8])) or "no keys"
+        raise Unusable(f"it is in none of the known chat formats (it has {has})")
     _check_columns(row)
     variables = _variables(row)
     used = {*form.needs, *form.read, "system", "weight", "functions", *ROW_NAMES}
@@ -325,7 +325,7 @@ def _learned(row: Row) -> bool:
     if train is not None and not isinstance(train, bool):
         raise Unusable(f"a turn has 'train' = {printable(train)}; true and false are understood")
     role = row.get("role", row.get("from"))
-    if train and ROLES.get(role, role) != "assistant":  # type: ignore[arg-type]
+    if train and ROLES.get(role, role) != "assistant":
         raise Unusable(f"a turn of {printable(role)!r} is to be learned ('train'); answers are")
     return weight != 0 and train is not False
 

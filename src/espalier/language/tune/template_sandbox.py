@@ -203,7 +203,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], finalize=_sized)
         self.clock = Clock()
-        self.concat = _concatenated  # type: ignore[assignment]
+        self.concat = _concatenated  # type: ignore[method-assign]
         own = {**self.filters, "tojson": _as_json, "sized": _sized}
         self.filters |= {name: self._limited(name, function) for name, function in own.items()}
         self.filters["counted"] = functools.partial(_Counted, self.clock)
