@@ -187,6 +187,15 @@ def test_rows_of_chats_are_not_trained_on_as_text(tmp_path: Path) -> None:
     assert "[tune]" in caught.value.do
 
 
+def test_several_lists_in_one_object_and_other_encodings_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="several lists of rows: train, test"):
+        read(put(tmp_path, "a.json", json.dumps({"train": ROWS, "test": ROWS})))
+    with pytest.raises(UserError, match="UTF-16"):
+        read(put(tmp_path, "b.jsonl", '{"text": "a"}\n'.encode("utf-16")))
+    with pytest.raises(UserError, match="UTF-16"):
+        read(put(tmp_path, "c.txt", "text".encode("utf-16")))
+
+
 def test_parquet_text_is_read_by_row_groups_and_its_columns_are_named(tmp_path: Path) -> None:
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     table = pa.table({"text": ["a", None, "", "d"], "url": ["u"] * 4, "n": [1, 2, 3, 4]})
@@ -197,6 +206,8 @@ def test_parquet_text_is_read_by_row_groups_and_its_columns_are_named(tmp_path: 
     assert notes == ["not used: column 'n' (4 rows)", "not used: column 'url' (4 rows)"]
     with pytest.raises(UserError, match="'n': is a number, not text"):
         read(tmp_path / "a.PARQUET", field="n")
+    pq.write_table(pa.table({"text": pa.array(["a", "b", "a"]).dictionary_encode()}), tmp_path / "d.parquet")
+    assert read(tmp_path / "d.parquet")[0] == ["a", "b", "a"]
     put(tmp_path, "b.parquet", b"PAR1 no more")
     with pytest.raises(UserError, match=r"b\.parquet cannot be read"):
         read(tmp_path / "b.parquet")
@@ -366,6 +377,25 @@ def test_what_the_template_does_not_read_leaves_the_row_out(tmp_path: Path) -> N
         "the chat template does not read 'reasoning_content' of its turns",
         "the chat template does not read 'name' of its turns",
     ]
+
+
+def test_a_call_without_text_is_left_out_where_the_template_knows_no_calls(tmp_path: Path) -> None:
+    found = chats(put(tmp_path, "a.jsonl", lines({"messages": TURNS}, {"messages": CALLED["messages"]})))
+    assert [reason for _, reason in found.skipped] == ["the chat template does not read 'tool_calls' of its turns"]
+
+
+@pytest.mark.parametrize("label", [True, False, "False"])
+def test_labels_of_good_and_bad_answers_are_no_answers_to_learn(label: Any) -> None:
+    with pytest.raises(Unusable, match="KTO"):
+        conversation("a", {"prompt": "a", "completion": "b", "label": label})
+    assert conversation("a", {"prompt": "a", "completion": "b", "label": "sports"}).unused_columns == ("label",)
+
+
+def test_preferences_name_their_scores_and_take_llama_factory_s_turns() -> None:
+    row = {"chosen": SHARED[1], "rejected": {"from": "gpt", "value": "no"}, "conversations": SHARED[:1], "score": 3}
+    talk = conversation("a", row)
+    assert [turn.content for turn in (*talk.turns, *talk.rejected)] == ["Hi", "Arr", "no"]
+    assert talk.unused_columns == ("score",)
 
 
 def test_calls_of_other_formats_are_the_same_calls(tmp_path: Path) -> None:

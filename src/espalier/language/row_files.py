@@ -51,10 +51,12 @@ _NOT_TEXT = (
 )
 BINARY = frozenset(_NOT_TEXT.split())
 """Endings whose files are not text, even where their bytes are."""
-CONTAINERS = ("data", "rows", "examples", "train", "conversations_list", "instances", "items")
+CONTAINERS = ("data", "rows", "examples", "train", "instances", "items")
 """Keys of a JSON object under which a list of rows stands."""
 CHAT_KEYS = frozenset({"messages", "conversations", "prompt", "instruction", "chosen"})
 """Keys of rows of chats."""
+UTF_16 = (b"\xff\xfe", b"\xfe\xff")
+"""Byte order marks of files that are not read."""
 _DAMAGED = (OSError, EOFError, zlib.error, zstandard.ZstdError)
 _LIST_OF_OBJECTS = re.compile(rb"\[\s*\{")
 _BEGINS_JSON = re.compile(rb"(\xef\xbb\xbf)?\s*[\[{]")
@@ -90,7 +92,10 @@ def opened(entry: SourceFile) -> Iterator[RowStream]:
     """The file, decompressed as its name says. Raises UserError, also while it is read."""
     try:
         with open(entry.path, "rb") as raw:
-            yield RowStream(_decompressed(raw, entry.name.lower()), raw)
+            content = _decompressed(raw, entry.name.lower())
+            if (start := content.peek(2)[:2]) in UTF_16:
+                decoded(start, entry.path)  # says which encoding it is
+            yield RowStream(content, raw)
     except _DAMAGED as error:
         raise unreadable(entry.path, error) from None
 
@@ -228,8 +233,11 @@ def first_keys(head: bytes) -> list[str]:
 
 def contained(row: Mapping[str, Any]) -> list[Any] | None:
     """The list of rows that a JSON object holds under one of the `CONTAINERS`; None: there is none."""
-    lists = [row[key] for key in CONTAINERS if isinstance(row.get(key), list)]
-    return next((rows for rows in lists if rows and all(isinstance(part, dict) for part in rows)), None)
+    return next((row[key] for key in CONTAINERS if _is_rows(row.get(key))), None)
+
+
+def _is_rows(value: Any) -> bool:
+    return isinstance(value, list) and len(value) > 0 and all(isinstance(part, dict) for part in value)
 
 
 # --- rows --------------------------------------------------------------------------------------------------------
@@ -296,6 +304,11 @@ def json_rows(entry: SourceFile) -> list[Row]:
     with parsing(entry.path, do):
         value = json.loads(text)
     if isinstance(value, dict):
+        lists = [key for key, part in value.items() if _is_rows(part)]
+        if len(lists) > 1:
+            raise UserError(
+                f"{printable(entry.path)} holds several lists of rows: {_few(lists)}.", do="a file for each of them"
+            )
         value = contained(value) or [value]
     if not isinstance(value, list) or not all(isinstance(row, dict) for row in value):
         raise UserError(f"{printable(entry.path)} is no JSON list of objects.", do="one object for each row")

@@ -125,7 +125,7 @@ def _fault(data: bytes) -> str:
     if not data:
         return "empty"
     if b"\0" in data:
-        return "binary (NUL byte)"
+        return "UTF-16, not UTF-8" if data[:2] in row_files.UTF_16 else "binary (NUL byte)"
     try:
         data.decode()
     except UnicodeDecodeError as error:
@@ -321,11 +321,12 @@ class _TextReader:
             read = before + entry.size * part.last // max(1, part.rows)
             for text in part.texts:
                 number += 1
-                reason = _fault(text) if isinstance(text, bytes) else row_files.text_fault(text)
+                data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
+                reason = _fault(data) if isinstance(data, bytes) else row_files.text_fault(data)
                 if reason:
                     self.skipped.append((f"{entry.name}:{number}", f"{self.data.field!r}: {reason}"))
                 else:
-                    yield Document(f"{entry.name}:{number}", text, read)
+                    yield Document(f"{entry.name}:{number}", data, read)
         self.columns.count(names, number)
         self.sampled, self.in_rows = self.sampled + number, self.in_rows + number
 

@@ -73,7 +73,12 @@ class ChatTemplate:
             raise Unusable(f"the chat template does not read its {printable(strange[0])!r}")
         messages = [_Message.of(turn) for turn in turns]
         made = self._by_marks if self._has_marks else self._by_turns
-        text, spans = made(messages, variables)
+        try:
+            text, spans = made(messages, variables)
+        except UserError:
+            for message in messages:  # a turn that calls a tool may have no text, and the template knows no calls
+                message.unread()
+            raise
         names = [name for message in messages for name in message.unread()]
         if unused is not None:
             unused += sorted(set(names))

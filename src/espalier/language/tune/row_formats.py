@@ -93,6 +93,7 @@ def conversation(name: str, row: Row) -> Conversation:
     used = {*form.needs, *form.read, "system", "weight", "functions", *ROW_NAMES}
     columns = tuple(str(key) for key, value in row.items() if key not in used and value is not None)
     if form.needs == _PREFERENCE:
+        columns = tuple(name for name in columns if name not in _question(row)[0])
         talk = _preference(name, row)
     else:
         messages = [*_system(row), *form.turns(row)]
@@ -106,7 +107,7 @@ def _check_columns(row: Row) -> None:
     media = next((key for key in sorted(_MEDIA) if row.get(key)), None)
     if media is not None:
         raise Unusable(f"it has {media!r}, and a language model reads text alone")
-    label = next((key for key in sorted(_KTO) if isinstance(row.get(key), bool)), None)
+    label = next((key for key in sorted(_KTO) if str(row.get(key)).lower() in ("true", "false")), None)
     if label is not None:
         raise Unusable(f"its {label!r} says whether the answer is good (KTO), which is not learned from")
     if row.get("weight") not in (None, 1):
@@ -206,7 +207,7 @@ def _messages(value: Any, key: str) -> list[Row]:
 _PREFERENCE = ("chosen", "rejected")
 _ALPACA = frozenset({"input", "history"})
 _FORMATS = (
-    _Format(_PREFERENCE, frozenset({"prompt"}), lambda row: []),
+    _Format(_PREFERENCE, frozenset(), lambda row: []),
     _Format(("messages",), frozenset(), lambda row: _messages(row["messages"], "messages")),
     _Format(("conversations",), frozenset(), lambda row: _messages(row["conversations"], "conversations")),
     _Format(("prompt", "completion"), frozenset({"history"}), _completion),
@@ -215,7 +216,7 @@ _FORMATS = (
 
 
 def _preference(name: str, row: Row) -> Conversation:
-    asked = [*_system(row), *_question(row)]
+    asked = [*_system(row), *_question(row)[1]]
     sides = [_side(row, key, "assistant") for key in _PREFERENCE]
     if any(_masked(side) for side in sides):
         raise Unusable("an answer of a preference has the weight 0")
@@ -233,15 +234,15 @@ def _preference(name: str, row: Row) -> Conversation:
     return _checked(talk, "the chosen side")._replace(unused_keys=tuple(_unused_keys([*asked, *sides[0], *sides[1]])))
 
 
-def _question(row: Row) -> list[Row]:
-    """The prompt of a preference; nothing where both sides begin with it."""
+def _question(row: Row) -> tuple[set[str], list[Row]]:
+    """The prompt of a preference and the columns that it stands in; nothing where both sides begin with it."""
     if row.get("prompt"):
-        return _side(row, "prompt", "user")
+        return {"prompt"}, _side(row, "prompt", "user")
     if isinstance(row["chosen"], list | tuple) and len(row["chosen"]) > 1:
-        return []
+        return {"prompt"}, []
     if row.get("conversations"):
-        return _messages(row["conversations"], "conversations")
-    return [*_history(row), _asked(row)] if "instruction" in row else []
+        return {"conversations"}, _messages(row["conversations"], "conversations")
+    return ({"instruction", *_ALPACA}, [*_history(row), _asked(row)]) if "instruction" in row else ({"prompt"}, [])
 
 
 # --- one turn ----------------------------------------------------------------------------------------------------
