@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from made_decoder import decoder, plainly
 
 from espalier.errors import UserError
-from espalier.evaluate.multiple_choice import MultipleChoice, Question, loglikelihoods, marks, read
+from espalier.evaluate.multiple_choice import COLUMNS, MultipleChoice, Question, loglikelihoods, marks, read
+from espalier.foreign_files import FieldUse
 from espalier.language.tokenizer import open_tokenizer
 
 IDS = st.lists(st.integers(0, 256), min_size=1, max_size=17)
@@ -87,6 +88,6 @@ def test_questions_are_read_after_a_byte_order_mark_and_from_lists_and_other_col
     row = '{"question": "q", "choices": ["a", "b"], "answer": 0, "subject": "x"}'
     for name, text in (("a.jsonl", f"{row}\n{row}"), ("b.JSON", f"[{row}, {row}]"), ("c.txt", f"{row}\n{row}\n")):
         (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + text.encode())
-        questions, notes = read(tmp_path / name, "facts")
-        assert [question.choices for question in questions] == [("a", "b")] * 2
-        assert notes == ("not used: column 'subject' (2 questions)",)
+        use = FieldUse(COLUMNS)
+        assert [question.choices for question in read(tmp_path / name, "facts", use)] == [("a", "b")] * 2
+        assert use.notes() == ("not used: column 'subject' (2 questions)",)

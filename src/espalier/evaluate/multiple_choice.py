@@ -37,11 +37,11 @@ class Question(msgspec.Struct, frozen=True):
         return self.choices.index(self.answer) if isinstance(self.answer, str) else self.answer
 
 
-_COLUMNS = Fields("column", frozenset(Question.__struct_fields__), unit="question")
+COLUMNS = Fields("column", frozenset(Question.__struct_fields__), unit="question")
 
 
-def read(path: Path, name: str) -> tuple[tuple[Question, ...], tuple[str, ...]]:
-    """The questions in `path`, rows of JSON lines, JSON, CSV or Parquet, and sentences on columns that are not used.
+def read(path: Path, name: str, use: FieldUse | None = None) -> tuple[Question, ...]:
+    """The questions in `path`, rows of JSON lines, JSON or Parquet; `use` counts columns that are not used.
 
     Raises UserError that names the line for anything that is not a question.
     """
@@ -51,17 +51,17 @@ def read(path: Path, name: str) -> tuple[tuple[Question, ...], tuple[str, ...]]:
     form = row_files.look(entry, frozenset({"choices"}))
     form = "lines" if form in ("text", "document") else form
     rows = [] if form == "binary" or not size else row_files.rows(entry, form)
-    use, questions = FieldUse(_COLUMNS), []
+    use, questions = use or FieldUse(COLUMNS), []
     for place, row in rows:
         use.count(key for key, value in row.items() if value is not None)
         questions.append(_question(row, path, int(place.rpartition(":")[2])))
     if not questions:
         raise UserError(f"--task {name}={path} holds no question.", do="one JSON object a line; see docs/evaluate.md")
-    return tuple(questions), use.notes()
+    return tuple(questions)
 
 
 def _question(row: Row, path: Path, number: int) -> Question:
-    given = {key: value for key, value in row.items() if key in _COLUMNS.read and value is not None}
+    given = {key: value for key, value in row.items() if key in COLUMNS.read and value is not None}
     try:
         question = msgspec.convert(given, Question)
     except (msgspec.ValidationError, ValueError) as error:
@@ -92,7 +92,9 @@ class MultipleChoice:
 
     def __init__(self, name: str, path: Path, tokenizer: Tokenizer) -> None:
         self.name, self._tokenizer = name, tokenizer
-        self._questions, self.notes = read(path, name)
+        use = FieldUse(COLUMNS)
+        self._questions = read(path, name, use)
+        self.notes = use.notes()
         self.content = xxhash.xxh3_64_hexdigest(msgspec.json.encode(self._questions))
 
     @property
