@@ -413,6 +413,17 @@ def test_calls_of_other_formats_are_the_same_calls(tmp_path: Path) -> None:
     assert len({text_of(found, number) for number in range(3)}) == len(found) - 2 == 1
 
 
+@pytest.mark.parametrize(("text", "usable"), [("\\u0002", True), ("\x02", False), ("a\x03", False)])
+def test_marks_of_answers_are_no_part_of_what_is_said(text: str, usable: bool, tmp_path: Path) -> None:
+    talks = [
+        {"prompt": text, "completion": "b"},
+        {"messages": [TURNS[0], TURNS[1] | {"reasoning_content": text}]},
+        {"messages": TURNS, "tools": [{"name": text}]},
+    ]
+    found = chats(put(tmp_path, "a.jsonl", lines({"prompt": "a", "completion": "b"}, *talks)), TOOLS)
+    assert len(found) == (4 if usable else 1)
+
+
 def test_the_template_gives_what_transformers_gives() -> None:
     pytest.importorskip("transformers")
     from transformers.utils.chat_template_utils import render_jinja_template

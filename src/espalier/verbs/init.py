@@ -122,8 +122,8 @@ def _file(path: str, place: Path) -> Found:
             f"{printable(path)} is no text, graph or weights that are read: {ending} files are not.",
             do="write its text as .txt or .jsonl, its edges as .csv or .parquet",
         )
-    found = _rows(entry, path)
-    return found._replace(says=f"{found.says} ({size})")
+    content = _rows(entry, path)
+    return content._replace(says=f"{content.says} ({size})")
 
 
 def _rows(entry: SourceFile, path: str) -> Found:
@@ -279,7 +279,7 @@ def recipe(found: list[Found], target: Path) -> str:
         "scene": _scene,
         "module": _own,
     }[data[0].kind]
-    head = "".join(f"# {printable(one.path)}: {printable(one.says)}.\n" for one in found)
+    head = "".join(f"# {printable(source.path)}: {printable(source.says)}.\n" for source in found)
     name = printable(target.name)
     return f"{head}#\n#   espalier plan {name}\n#   espalier train {name}\n\n{make(found, data)}"
 
@@ -294,7 +294,7 @@ def _text(found: list[Found], data: list[Found]) -> str:
     bpe = "" if weights else bpe
     several = len(data) > 1
     head, weight = ("[[data]]", "weight = 1\n") if several else ("[data]", "")
-    tables = [f"{head}\n{_key('path', one.path)}{_field(one)}{weight}{bpe}" for one in data]
+    tables = [f"{head}\n{_key('path', source.path)}{_field(source)}{weight}{bpe}" for source in data]
     return "\n".join([model, *tables, "[train]\n# steps = 1000\n"])
 
 

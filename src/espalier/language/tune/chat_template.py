@@ -65,8 +65,7 @@ class ChatTemplate:
 
         Raises as `render`, and `Unusable` where what the template does not read changes the meaning.
         """
-        given = json.dumps([variables, *turns], default=str)
-        if "\\u0002" in given or "\\u0003" in given:
+        if any(mark in text for text in _texts(turns, variables) for mark in (BEGIN, END)):
             raise Unusable("it holds control characters")
         strange = [name for name in variables if name not in self._variables or name in _OWN]
         if strange:
@@ -83,9 +82,11 @@ class ChatTemplate:
         if unused is not None:
             unused += sorted(set(names))
         numbers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        if masked and len(spans) != len(numbers):
+        if not masked:
+            return text, spans
+        if len(spans) != len(numbers):
             raise Unusable("the chat template does not say which answer is which, and one of them is not to be learned")
-        return text, [span for place, span in enumerate(spans) if not masked or numbers[place] not in masked]
+        return text, [span for span, number in zip(spans, numbers, strict=True) if number not in masked]
 
     @cached_property
     def ending(self) -> str:
@@ -193,6 +194,14 @@ class _Message(dict[str, Any]):
         if strange is not None:
             raise Unusable(f"the chat template does not read {strange!r} of its turns")
         return names
+
+
+def _texts(turns: Sequence[Turn], variables: Mapping[str, Any]) -> Iterator[str]:
+    """All that the template is given, what is no plain text as JSON without its escapes of control characters."""
+    values = [variables, *(turn.message for turn in turns if turn.message is not None)]
+    yield from (turn.content or "" for turn in turns)
+    plain = (json.dumps(value, default=str).replace("\\\\", "") for value in values)  # no escaped backslashes
+    yield from (text.replace("\\u0002", BEGIN).replace("\\u0003", END) for text in plain)
 
 
 def _unmarked(text: str) -> str:

@@ -391,8 +391,8 @@ def renaming(file: str, table: Row) -> Callable[[Row], Row]:
     def turn(row: Any) -> Any:
         if not isinstance(row, Mapping):
             return row
-        told = {keys.get(key, key): value for key, value in row.items()}
-        return {**told, "from": roles.get(told["from"], told["from"])} if "from" in told else told
+        renamed = {keys.get(key, key): value for key, value in row.items()}
+        return {**renamed, "from": roles.get(renamed["from"], renamed["from"])} if "from" in renamed else renamed
 
     def value(cell: Any) -> Any:
         return [turn(part) for part in cell] if isinstance(cell, list) else turn(cell)

@@ -32,6 +32,7 @@ LARGEST = 1 << 24
 MOST_PARTS = 1 << 18
 """Parts of a value that a template may make, at all depths together."""
 _INTEGER_BITS = 1 << 16
+_EVERY = 16
 BEGIN, END = "\x02", "\x03"
 """Round an answer while it is rendered."""
 _STRETCHING = frozenset({"ljust", "rjust", "center", "zfill", "expandtabs", "indent", "wordwrap", "batch", "slice"})
@@ -49,15 +50,16 @@ class LimitReached(Exception):
 class Clock(threading.local):
     """When the rendering of a thread has to end, in seconds of its processor time."""
 
-    end = 0.0
+    end, steps = 0.0, 0
 
     def start(self) -> None:
         """A rendering begins."""
-        self.end = time.thread_time() + SECONDS
+        self.end, self.steps = time.thread_time() + SECONDS, 0
 
     def check(self) -> None:
-        """Raises `LimitReached`."""
-        if time.thread_time() > self.end:
+        """Raises `LimitReached`; looks at the clock in one of `_EVERY` steps."""
+        self.steps += 1
+        if self.steps % _EVERY == 0 and time.thread_time() > self.end:
             raise LimitReached(f"it takes more than {SECONDS:.0f} seconds")
 
 
@@ -118,7 +120,7 @@ def _check_operation(operator: str, left: Any, right: Any) -> None:
         if isinstance(left, str):
             _check_formatted(left, right)
     elif operator == "+":
-        size(left, right)
+        _limit(len(left) + len(right)) if isinstance(left, str) and isinstance(right, str) else size(left, right)
     elif isinstance(left, int) and isinstance(right, int):
         bits = left.bit_length() * max(right, 0) if operator == "**" else left.bit_length() + right.bit_length()
         _limit(bits * (LARGEST // _INTEGER_BITS))
@@ -266,7 +268,8 @@ def _concatenated(pieces: Iterable[str]) -> str:
 
 
 def _sized(value: Any) -> Any:
-    size(value)
+    if not isinstance(value, str):  # the size of text is looked at where it is put together
+        size(value)
     return value
 
 
