@@ -20,7 +20,7 @@ from espalier import cli
 from espalier.config import Data
 from espalier.errors import UserError
 from espalier.language import text_sources
-from espalier.language.tokenizer import ByteTokenizer
+from espalier.language.tokenizer import ByteTokenizer, open_tokenizer
 from espalier.language.tune import chat_rows, workload
 from espalier.language.tune.chat_rows import ChatTokens
 from espalier.language.tune.chat_template import CHATML, ChatTemplate
@@ -590,3 +590,21 @@ def test_nothing_of_a_name_becomes_a_line_of_the_recipe(name: str, tmp_path_fact
         made = tomllib.loads(target.read_text(encoding="utf-8"))
         assert made["data"]["path"] == str(file)
         assert set(made) == {"model", "data", "train"}
+
+
+def test_the_preview_shows_special_tokens(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE())
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    letters = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(special_tokens=special, initial_alphabet=letters, show_progress=False)
+    inner.train_from_iterator(["user assistant"], trainer)
+    inner.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = open_tokenizer(str(tmp_path))
+    data = Data(path=str(put(tmp_path, "a.jsonl", lines({"prompt": "a", "completion": "b"}))))
+    (shown,) = workload.preview(tokenizer, chat_rows.read(data, tokenizer, ChatTemplate(CHATML, {}, "test"), False))
+    assert json.loads(shown.partition("a.jsonl:1 ")[2]) == (
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n⟦b<|im_end|>⟧\n"
+    )
