@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from made_decoder import decoder, plainly
 
 from espalier.errors import UserError
-from espalier.evaluate.multiple_choice import MultipleChoice, Question, loglikelihoods, marks, read
+from espalier.evaluate.multiple_choice import COLUMNS, MultipleChoice, Question, loglikelihoods, marks, read
+from espalier.foreign_files import FieldUse
 from espalier.language.tokenizer import open_tokenizer
 
 IDS = st.lists(st.integers(0, 256), min_size=1, max_size=17)
@@ -57,14 +58,15 @@ def test_a_question_is_answered_by_the_likeliest_choice(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("{", "Line 2"),
-        ("\xff", "Line 2"),
+        ("{", "line 2"),
+        ("\xff", "line 2"),
         ('{"question": "q", "choices": ["a"], "answer": 0}', "two choices"),
         ('{"question": "q", "choices": ["a", ""], "answer": 0}', "empty"),
         ('{"question": "q", "choices": ["a", "b"], "answer": 2}', "not within 0 to 1"),
         ('{"question": "q", "choices": ["a", "b"], "answer": "c"}', "none of its choices"),
         ('{"choices": ["a", "b"], "answer": 0}', "neither question nor context"),
         ('{"question": "q", "choices": ["a", "b"]}', "answer"),
+        ('{"question": "q", "choices": ["a", "b\\ud800"], "answer": 0}', "half a surrogate pair"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: str, words: str) -> None:
@@ -72,7 +74,7 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, words: str) -> None:
     path.write_bytes(b'{"question": "q", "choices": ["a", "b"], "answer": 0}\n' + line.encode("latin-1"))
     with pytest.raises(UserError, match=words) as caught:
         read(path, "facts")
-    assert "Line 2" in str(caught.value)
+    assert "line 2" in str(caught.value).lower()
 
 
 def test_a_file_that_is_missing_or_empty_is_named(tmp_path: Path) -> None:
@@ -80,3 +82,12 @@ def test_a_file_that_is_missing_or_empty_is_named(tmp_path: Path) -> None:
         read(tmp_path / "nowhere.jsonl", "facts")
     with pytest.raises(UserError, match="holds no question"):
         read(written(tmp_path, "", ""), "facts")
+
+
+def test_questions_are_read_after_a_byte_order_mark_and_from_lists_and_other_columns_are_named(tmp_path: Path) -> None:
+    row = '{"question": "q", "choices": ["a", "b"], "answer": 0, "subject": "x"}'
+    for name, text in (("a.jsonl", f"{row}\n{row}"), ("b.JSON", f"[{row}, {row}]"), ("c.txt", f"{row}\n{row}\n")):
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + text.encode())
+        use = FieldUse(COLUMNS)
+        assert [question.choices for question in read(tmp_path / name, "facts", use)] == [("a", "b")] * 2
+        assert use.notes() == ("not used: column 'subject' (2 questions)",)

@@ -9,7 +9,7 @@ import zstandard
 
 from espalier.config import Data
 from espalier.errors import UserError
-from espalier.language import text_sources
+from espalier.language import row_files
 from espalier.language.text_sources import documents, listing
 
 
@@ -72,13 +72,34 @@ def test_json_lines_in_a_folder_are_read_as_such_and_the_field_can_be_named(tmp_
     assert texts(tmp_path, field="some-field") == [("d.jsonl:1", "one"), ("d.jsonl:2", "two")]
 
 
-@pytest.mark.parametrize(
-    "bad", [b"{", b'{"other": 1}', b'{"text": null}', b"[1]", b'{"text": "\xff"}', b'{"text": "x"} {']
-)
+@pytest.mark.parametrize("bad", [b"{", b"[1]", b'{"text": "x"} {', b'{"text": ' + b"[" * 9999])
 def test_a_malformed_line_is_named_by_file_and_number(tmp_path, bad):
     (tmp_path / "d.jsonl").write_bytes(lines("one", "two") + bad + b"\n" + lines("four"))
-    with pytest.raises(UserError, match=r"d\.jsonl, line 3 .*'text'"):
+    with pytest.raises(UserError, match=r"d\.jsonl, line 3 is not a JSON object"):
         texts(tmp_path / "d.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (b'{"other": 1}', "is missing"),
+        (b'{"text": null}', "is null"),
+        (b'{"text": 5}', "is a number, not text"),
+        (b'{"text": ""}', "is empty"),
+        (b'{"text": "\\u0000"}', "has a NUL byte"),
+        (b'{"text": "\xff"}', "is not UTF-8"),
+        (b'{"text": "cut \\ud83d"}', "has half a surrogate pair"),
+    ],
+)
+def test_a_row_without_text_is_left_out_and_named_unless_all_are(tmp_path, row, reason):
+    file = tmp_path / "d.jsonl"
+    file.write_bytes(lines("one") + row + b"\n" + lines("three"))
+    skipped = []
+    read = [document.data for document in documents(Data(path=str(file)), skipped=skipped)]
+    assert (read, skipped) == ([b"one", b"three"], [("d.jsonl:2", f"'text' {reason}")])
+    file.write_bytes(row + b"\n" + row + b"\n")
+    with pytest.raises(UserError, match=rf"holds no text.(.|\n)*2 skipped .d.jsonl:1 and 1 more: 'text' {reason}"):
+        texts(file)
 
 
 @pytest.mark.parametrize("form", ["gz", "zst"])
@@ -179,7 +200,7 @@ def test_an_unreadable_file_is_an_error(tmp_path, monkeypatch):
     def refuse(path, *_):
         raise PermissionError(13, "Permission denied", path)
 
-    monkeypatch.setattr(text_sources, "open", refuse, raising=False)
+    monkeypatch.setattr(row_files, "open", refuse, raising=False)
     with pytest.raises(UserError, match=r"Cannot read .*a\.txt(.|\n)*Permission denied(.|\n)*chmod"):
         texts(tmp_path)
 
@@ -232,7 +253,7 @@ def test_hub_names_may_carry_owner_and_configuration(hub, path, asked):
 def test_hub_mistakes_are_explained(hub, monkeypatch):
     with pytest.raises(UserError, match=r"no such column(.|\n)*data\.field = 'text'"):
         texts("hf:name", field="txt")
-    with pytest.raises(UserError, match="'label' is int, not text"):
+    with pytest.raises(UserError, match="'label' is a number, not text"):
         texts("hf:name", field="label")
     with pytest.raises(UserError, match="more than three parts"):
         texts("hf:a/b/c/d")

@@ -14,10 +14,11 @@ import torch
 import xxhash
 from torch import nn
 
-from espalier import serialization
 from espalier.errors import UserError
 from espalier.evaluate.tasks import Sums
-from espalier.language import gpt
+from espalier.foreign_files import Fields, FieldUse, parsing, printable
+from espalier.language import gpt, row_files
+from espalier.language.row_files import Row, SourceFile
 from espalier.language.tokenizer import Tokenizer
 
 
@@ -36,25 +37,38 @@ class Question(msgspec.Struct, frozen=True):
         return self.choices.index(self.answer) if isinstance(self.answer, str) else self.answer
 
 
-def read(path: Path, name: str) -> tuple[Question, ...]:
-    """The questions in `path`. Raises UserError that names the line for anything that is not one."""
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise UserError(
-            f"--task {name}={path} cannot be read: {error.strerror}.", do="name a JSONL file of questions"
-        ) from None
-    found = [_question(line, path, number) for number, line in enumerate(lines, 1) if line.strip()]
-    if not found:
+COLUMNS = Fields("column", frozenset(Question.__struct_fields__), unit="question")
+
+
+def read(path: Path, name: str, use: FieldUse | None = None) -> tuple[Question, ...]:
+    """The questions in `path`, rows of JSON lines, JSON or Parquet; `use` counts columns that are not used.
+
+    Raises UserError that names the line for anything that is not a question.
+    """
+    with parsing(f"--task {name}={path}", "name a JSONL file of questions"):
+        size = path.stat().st_size
+    entry = SourceFile(path.name, str(path), size, 0)
+    form = row_files.look(entry, frozenset({"choices"}))
+    form = "lines" if form in ("text", "document") else form
+    rows = [] if form == "binary" or not size else row_files.rows(entry, form)
+    use, questions = use or FieldUse(COLUMNS), []
+    for place, row in rows:
+        use.count(key for key, value in row.items() if value is not None)
+        questions.append(_question(row, path, int(place.rpartition(":")[2])))
+    if not questions:
         raise UserError(f"--task {name}={path} holds no question.", do="one JSON object a line; see docs/evaluate.md")
-    return tuple(found)
+    return tuple(questions)
 
 
-def _question(line: bytes, path: Path, number: int) -> Question:
+def _question(row: Row, path: Path, number: int) -> Question:
+    given = {key: value for key, value in row.items() if key in COLUMNS.read and value is not None}
     try:
-        question: Question = serialization.from_json(line, Question)
-    except msgspec.DecodeError as error:
-        raise _bad(path, number, str(error)) from None
+        question = msgspec.convert(given, Question)
+    except (msgspec.ValidationError, ValueError) as error:
+        raise _bad(path, number, printable(error)) from None
+    fault = row_files.encoding_fault("".join([question.question, question.context, *question.choices]))
+    if fault:
+        raise _bad(path, number, f"it {fault}")
     if not (question.question or question.context):
         raise _bad(path, number, "it has neither question nor context")
     if len(question.choices) < 2 or not all(question.choices):
@@ -73,11 +87,14 @@ def _bad(path: Path, number: int, why: str) -> UserError:
 
 
 class MultipleChoice:
-    """The questions of one file, for a model that reads what `tokenizer` makes of them."""
+    """The questions of one file, for a model that reads what `tokenizer` makes of them. `notes`: columns that are not
+    used."""
 
     def __init__(self, name: str, path: Path, tokenizer: Tokenizer) -> None:
         self.name, self._tokenizer = name, tokenizer
-        self._questions = read(path, name)
+        use = FieldUse(COLUMNS)
+        self._questions = read(path, name, use)
+        self.notes = use.notes()
         self.content = xxhash.xxh3_64_hexdigest(msgspec.json.encode(self._questions))
 
     @property

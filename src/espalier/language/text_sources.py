@@ -1,4 +1,5 @@
-"""Text sources: files, folders, globs, JSON lines, the Python standard library, Hugging Face datasets.
+"""Text sources: files, folders, globs, rows (JSON lines, JSON, CSV, Parquet), the Python standard library, Hugging
+Face datasets.
 
 `listing` looks at names, sizes and times only; `documents` reads, always in the same order (names by code point).
 """
@@ -6,32 +7,36 @@
 from __future__ import annotations
 
 import difflib
-import errno
 import glob
-import gzip
-import io
 import os
 import re
 import stat
 import sysconfig
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import xxhash
-import zstandard
 
 from espalier.config import Data, data_path
 from espalier.errors import UserError, missing_extra, nearest
+from espalier.foreign_files import Fields, FieldUse, printable, unused
+from espalier.language import data_folder, row_files
+from espalier.language.row_files import SourceFile, unreadable
+from espalier.units import plural
 
 KNOWN = ("a file", "a folder", "a glob", "python:stdlib", "hf:NAME")
-JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 _SCHEME = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]+:")
 _NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
-_CHUNK = 1 << 20  # compressed bytes handed to zstandard at once
+_READER = 2
+"""Raised when the same files give other texts or conversations: what is cached by `Listing.key` is made anew."""
+_WHOLE = ("text", "document", "binary")
+"""Forms of files that are one document."""
+_TEXT_KEYS = ("text", "content")
+_SAMPLED = 1000
+"""Rows whose other columns are looked at; those of more would take as long as the text."""
 
 Skipped = list[tuple[str, str]]
 
@@ -44,23 +49,17 @@ class Document(NamedTuple):
     read: int
 
 
-class SourceFile(NamedTuple):
-    """One file as the file system shows it: `size` in bytes, `modified` in nanoseconds."""
-
-    name: str
-    path: str
-    size: int
-    modified: int
-
-
 @dataclass(frozen=True)
 class Listing:
-    """What a source holds, without reading it. `skipped` are names that are not regular files."""
+    """What a source holds, without reading it. `skipped` are names that are not regular files, `notes` sentences on
+    files that are not read, `tables` what LLaMA-Factory's `dataset_info.json` says of files by name."""
 
     origin: str
     entries: tuple[SourceFile, ...]
     skipped: tuple[tuple[str, str], ...] = ()
     rows: Any = field(default=None, compare=False)
+    notes: tuple[str, ...] = ()
+    tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def bytes(self) -> int:
@@ -70,8 +69,8 @@ class Listing:
     @property
     def key(self) -> str:
         """Hash of names, sizes and times: a cheap sign that nothing changed on this machine."""
-        table = (self.origin, [(entry.name, entry.size, entry.modified) for entry in self.entries])
-        return xxhash.xxh3_128_hexdigest(msgspec.json.encode(table))
+        files = [(entry.name, entry.size, entry.modified) for entry in self.entries]
+        return xxhash.xxh3_128_hexdigest(msgspec.json.encode((_READER, self.origin, files, dict(self.tables))))
 
 
 def listing(data: Data) -> Listing:
@@ -89,48 +88,44 @@ def listing(data: Data) -> Listing:
     place = Path(path).expanduser()
     try:
         if place.is_dir():
-            return _filled(data, _folder(place, lambda name: not name.startswith(".") and name != "__pycache__"))
+            files = _folder(place, lambda name: not name.startswith(".") and name != "__pycache__")
+            return _selected(data, place, _filled(data, files))
         if place.exists():
             return _single(data, place)
     except OSError as error:
-        raise _unreadable(str(place), error) from None
+        raise unreadable(str(place), error) from None
     if glob.has_magic(path):
         return _filled(data, _glob(place))
     raise _unknown(path) if _SCHEME.match(path) else data_path.missing(path, "python:stdlib")
 
 
-def documents(data: Data, listed: Listing | None = None, skipped: Skipped | None = None) -> Iterator[Document]:
-    """The texts of `data`, in a fixed order. What is binary, not UTF-8 or empty is appended to `skipped` as
-    (name, reason).
+def documents(
+    data: Data, listed: Listing | None = None, skipped: Skipped | None = None, notes: list[str] | None = None
+) -> Iterator[Document]:
+    """The texts of `data`, in a fixed order. What is binary, not UTF-8, empty, or a row without text is appended to
+    `skipped` as (name, reason); sentences on columns and files that are not used are appended to `notes` at the end.
 
     Raises UserError for a file that cannot be read, a malformed JSON line (file and line number), or when no text
     is left.
     """
     listed = listed or listing(data)
-    skipped = [] if skipped is None else skipped
-    skipped.extend(listed.skipped)
-    found = False
-    for document in _rows(data, listed) if listed.rows is not None else _files(data, listed):
-        reason = _fault(document.data)
-        if reason:
-            skipped.append((document.name, reason))
-        else:
-            found = True
-            yield document
-    if not found:
-        first = "; ".join(f"{name}: {reason}" for name, reason in skipped[:3])
-        raise UserError(
-            f"data.path = {data.path!r} holds no text.",
-            why=f"{len(skipped)} skipped ({first})" if skipped else "it is empty",
-            do="name a file or folder with UTF-8 text, or path = 'python:stdlib'",
-        )
+    reader = _TextReader(data, listed, [] if skipped is None else skipped)
+    reader.skipped.extend(listed.skipped)
+    some = False
+    for document in reader.hub_rows() if listed.rows is not None else reader.files():
+        some = True
+        yield document
+    if not some:
+        raise reader.nothing()
+    if notes is not None:
+        notes.extend(reader.notes())
 
 
 def _fault(data: bytes) -> str:
     if not data:
         return "empty"
     if b"\0" in data:
-        return "binary (NUL byte)"
+        return "UTF-16, not UTF-8" if data[:2] in row_files.UTF_16 else "binary (NUL byte)"
     try:
         data.decode()
     except UnicodeDecodeError as error:
@@ -151,7 +146,7 @@ def _stdlib() -> Listing:
     try:
         found, _ = _folder(root, lambda name: name not in _NOT_STDLIB)
     except OSError as error:
-        raise _unreadable(str(root), error) from None
+        raise unreadable(str(root), error) from None
     return Listing(f"stdlib {root}", tuple(entry for entry in found if entry.name.endswith(".py")))
 
 
@@ -174,7 +169,15 @@ def _single(data: Data, place: Path) -> Listing:
     if not stat.S_ISREG(status.st_mode):
         raise UserError(f"data.path = {data.path!r} is neither a file nor a folder.", do=f"one of: {', '.join(KNOWN)}")
     entry = SourceFile(place.name, str(place), status.st_size, status.st_mtime_ns)
-    return Listing(_origin(data, os.path.abspath(place)), (entry,))
+    table = data_folder.tables_of(place.parent).get(place.name) if place.name != data_folder.INFO else None
+    tables = {} if table is None else {place.name: table}
+    return Listing(_origin(data, os.path.abspath(place)), (entry,), tables=tables)
+
+
+def _selected(data: Data, root: Path, listed: Listing) -> Listing:
+    """What is read of a folder: of a folder of data, its files of `data.split`."""
+    chosen = data_folder.select(root, listed.entries, data.split)
+    return Listing(listed.origin, chosen.entries, listed.skipped, notes=chosen.notes, tables=chosen.tables)
 
 
 def _origin(data: Data, where: str) -> str:
@@ -225,82 +228,177 @@ def _entries(paths: list[str], root: str) -> Found:
 # Reading
 
 
-def _files(data: Data, listed: Listing) -> Iterator[Document]:
-    before = 0
-    for entry in listed.entries:
-        try:
-            if entry.name.endswith(JSON_LINES):
-                yield from _json_lines(entry, data.field, before)
-            else:
-                with open(entry.path, "rb") as file:
-                    yield Document(entry.name, file.read(), before + entry.size)
-        except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
-            raise _unreadable(entry.path, error) from None
-        before += entry.size
+class _TextReader:
+    """Reads the texts of one source. Collects what is left out, and the columns of rows that are not read."""
+
+    def __init__(self, data: Data, listed: Listing, skipped: Skipped) -> None:
+        self.data, self.listed, self.skipped = data, listed, skipped
+        self.columns = FieldUse(Fields("column", frozenset({data.field})))
+        self.sampled, self.in_rows = 0, 0
+        self.as_rows: list[str] = []
+        self.as_text: list[str] = []
+        endings = {row_files.ending_of(entry.name) for entry in listed.entries}
+        self.mixed = bool(endings - set(row_files.ENDINGS) - row_files.BINARY)
+        """Whether there is text besides rows: a single JSON document among it, as in source code, is text."""
+
+    def files(self) -> Iterator[Document]:
+        """The texts of all files."""
+        before = 0
+        known = row_files.CHAT_KEYS | {self.data.field, *_TEXT_KEYS}
+        for entry in self.listed.entries:
+            head = row_files.head_of(entry)
+            form = row_files.form_of(entry.name, head, known)
+            document = self._whole(entry, form, head) if form in _WHOLE else None
+            if document is not None:
+                yield Document(entry.name, document, before + entry.size)
+            elif form not in _WHOLE:
+                yield from self._rows(entry, form, before)
+            before += entry.size
+
+    def _whole(self, entry: SourceFile, form: row_files.Form, head: bytes) -> bytes | None:
+        """The text of a file that is one document; None: it is left out."""
+        if form == "binary" and b"\0" not in head:
+            reason = f"a {row_files.ending_of(entry.name)} file, which is no text"
+        elif form == "document" and not self.mixed:
+            self.columns.count(row_files.first_keys(head))
+            reason = f"JSON without rows that have {self.data.field!r}"
+        else:
+            data = head if form == "binary" else row_files.read_whole(entry, head)
+            reason = _fault(data)
+            if not reason:
+                self.as_text += [entry.name] * (form == "document")
+                return data
+        self.skipped.append((entry.name, reason))
+        return None
+
+    def _rows(self, entry: SourceFile, form: row_files.Form, before: int) -> Iterator[Document]:
+        if row_files.ending_of(entry.name) not in row_files.ENDINGS:
+            self.as_rows.append(entry.name)
+        if form == "lines":
+            return self._lines(entry, before)
+        return self._parquet(entry, before) if form == "parquet" else self._objects(entry, form, before)
+
+    def _lines(self, entry: SourceFile, before: int) -> Iterator[Document]:
+        row = msgspec.defstruct("Row", [("text", str)], rename={"text": self.data.field})
+        decode, columns = msgspec.json.Decoder(row).decode, msgspec.json.Decoder(dict[str, Any]).decode
+        with row_files.opened(entry) as stream:
+            position = stream.raw.tell
+            for number, line in row_files.numbered_lines(stream):
+                name = f"{entry.name}:{number}"
+                try:
+                    text = decode(line).text  # type: ignore[attr-defined]
+                except Exception:  # not text, or what msgspec refuses and Python reads
+                    text = self._value(row_files.line_row(entry, number, line), name)
+                    if text is None:
+                        continue
+                else:
+                    self.in_rows += 1
+                    if self.in_rows <= _SAMPLED or number == 1:
+                        self._sample(columns(line))
+                data = text.encode()
+                if data and b"\0" not in data:
+                    yield Document(name, data, before + position())
+                else:
+                    self._leave_out(name, row_files.text_fault(text))
+
+    def _objects(self, entry: SourceFile, form: row_files.Form, before: int) -> Iterator[Document]:
+        for name, row in row_files.rows(entry, form):
+            if self.data.field not in row and form == "table":
+                self._no_column(entry, list(row))
+                return
+            text = self._value(row, name)
+            if text is not None:
+                self._sample(row)
+                yield Document(name, text.encode(), before + entry.size)
+
+    def _parquet(self, entry: SourceFile, before: int) -> Iterator[Document]:
+        names = row_files.parquet_columns(entry)
+        if self.data.field not in names:
+            self._no_column(entry, names)
+            return
+        number = 0
+        for part in row_files.parquet_texts(entry, self.data.field):
+            read = before + entry.size * part.last // max(1, part.rows)
+            for text in part.texts:
+                number += 1
+                data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
+                reason = _fault(data) if isinstance(data, bytes) else row_files.text_fault(data)
+                if reason:
+                    self.skipped.append((f"{entry.name}:{number}", f"{self.data.field!r}: {reason}"))
+                else:
+                    yield Document(f"{entry.name}:{number}", data, read)
+        self.columns.count(names, number)
+        self.sampled, self.in_rows = self.sampled + number, self.in_rows + number
+
+    def hub_rows(self) -> Iterator[Document]:
+        """The texts of a data set of the hub."""
+        name = self.data.path.removeprefix("hf:")
+        for number, row in enumerate(self.listed.rows):
+            text = self._value(row, f"{name}:{number}")
+            if text is not None:
+                yield Document(f"{name}:{number}", text.encode(), number + 1)
+
+    def _value(self, row: Mapping[str, Any], name: str) -> str | None:
+        """The text of a row; None: it has none, and is left out."""
+        self.in_rows += 1
+        text = row.get(self.data.field)
+        reason = row_files.text_fault(text) if self.data.field in row else "is missing"
+        if not reason:
+            assert isinstance(text, str)
+            return text
+        self._leave_out(name, reason)
+        self._sample(row)
+        return None
+
+    def _leave_out(self, name: str, reason: str) -> None:
+        self.skipped.append((name, f"{self.data.field!r} {reason}"))
+
+    def _no_column(self, entry: SourceFile, names: list[str]) -> None:
+        self.columns.count(names)
+        self.skipped.append((entry.name, f"no column {self.data.field!r}"))
+
+    def _sample(self, row: Mapping[str, Any]) -> None:
+        self.sampled += 1
+        self.columns.count(name for name, value in row.items() if value is not None)
+
+    # What is said of it
+
+    def notes(self) -> Iterator[str]:
+        """Sentences on what was not used, and on files that were not taken for what they are called."""
+        yield from self.listed.notes
+        if self.in_rows <= self.sampled:
+            yield from self.columns.notes()
+        else:
+            counts = self.columns.unused.most_common()
+            yield from (
+                unused("column", name, f"in {count:,} of {self.sampled:,} rows looked at") for name, count in counts
+            )
+        if self.as_rows:
+            yield f"{_names(self.as_rows)} begin with an object of known keys: read as rows, not as text"
+        if self.as_text:
+            yield f"{_names(self.as_text)} are JSON without rows: read as text"
+
+    def nothing(self) -> UserError:
+        """The error where no text is left."""
+        columns = sorted(self.columns.unused, key=lambda name: -self.columns.unused[name])
+        do = "name a file or folder with UTF-8 text, or path = 'python:stdlib'"
+        if columns:
+            near = nearest(self.data.field, columns)
+            do = f"name a column of text with data.field; there are {printable(', '.join(columns[:8]))}"
+            do = f"data.field = {near!r}" if near else do
+        if row_files.CHAT_KEYS & set(columns):
+            do = f"a [tune] table to train on chats, or {do}"
+        why = row_files.summary(self.skipped)
+        return UserError(
+            f"data.path = {self.data.path!r} holds no text.",
+            why=f"{len(self.skipped)} skipped ({why})" if self.skipped else "it is empty",
+            do=do,
+        )
 
 
-def numbered_lines(entry: SourceFile) -> Iterator[tuple[int, bytes]]:
-    """Lines that are not empty, with their numbers from 1, of a file that may be compressed. Raises UserError."""
-    try:
-        with open(entry.path, "rb") as raw:
-            yield from ((number, line) for number, line in enumerate(_lines(raw, entry.name), start=1) if line.strip())
-    except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
-        raise _unreadable(entry.path, error) from None
-
-
-def _json_lines(entry: SourceFile, key: str, before: int) -> Iterator[Document]:
-    row = msgspec.defstruct("Row", [("text", str)], rename={"text": key})
-    decoder = msgspec.json.Decoder(row)
-    with open(entry.path, "rb") as raw:
-        for number, line in enumerate(_lines(raw, entry.name), start=1):
-            if not line.strip():
-                continue
-            try:
-                text: str = decoder.decode(line).text  # type: ignore[attr-defined]
-            except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
-                raise UserError(
-                    f"{entry.path}, line {number} is not a JSON object with text in {key!r}: {error}.",
-                    do="repair or remove the line, or name another field with data.field",
-                ) from None
-            yield Document(f"{entry.name}:{number}", text.encode("utf-8", "surrogatepass"), before + raw.tell())
-
-
-def _lines(raw: io.BufferedReader, name: str) -> Iterator[bytes]:
-    if name.endswith(".gz"):
-        with gzip.GzipFile(fileobj=raw) as file:
-            yield from file
-    elif name.endswith(".zst"):
-        yield from _zstd_lines(raw)
-    else:
-        yield from raw
-
-
-def _zstd_lines(raw: io.BufferedReader) -> Iterator[bytes]:
-    rest = b""
-    for piece in _zstd_pieces(raw):
-        first, *others = piece.split(b"\n")
-        if not others:
-            rest += first
-            continue
-        yield rest + first
-        yield from others[:-1]
-        rest = others[-1]
-    if rest:
-        yield rest
-
-
-def _zstd_pieces(raw: io.BufferedReader) -> Iterator[bytes]:
-    # stream_reader takes a file cut short for its end, so the frames are followed by hand.
-    frame: Any = None
-    while chunk := raw.read(_CHUNK):
-        while chunk:
-            frame = frame or zstandard.ZstdDecompressor().decompressobj()
-            yield frame.decompress(chunk)
-            chunk = frame.unused_data
-            if frame.eof:
-                frame = None
-    if frame is not None:
-        raise EOFError("compressed file ends before its end mark")
+def _names(names: list[str]) -> str:
+    shown = ", ".join(printable(name) for name in names[:3])
+    return f"{plural(len(names), 'file')} ({shown}{', …' if len(names) > 3 else ''})"
 
 
 # Hugging Face
@@ -316,7 +414,9 @@ def _hub(data: Data) -> Listing:
             do=f"data.field = {near or rows.column_names[0]!r}",
         )
     entry = SourceFile(f"{data.path}@{data.split} {rows._fingerprint}", "", len(rows), 0)
-    return Listing(_origin(data, data.path), (entry,), rows=rows.select_columns([data.field]))
+    others = (name for name in rows.column_names if name != data.field)
+    notes = tuple(unused("column", name, plural(len(rows), "row")) for name in others)
+    return Listing(_origin(data, data.path), (entry,), rows=rows.select_columns([data.field]), notes=notes)
 
 
 def hub_table(data: Data) -> Any:
@@ -347,29 +447,7 @@ def _load(datasets: Any, data: Data) -> Any:
     )
 
 
-def _rows(data: Data, listed: Listing) -> Iterator[Document]:
-    name = data.path.removeprefix("hf:")
-    for number, row in enumerate(listed.rows):
-        text = row[data.field]
-        if not isinstance(text, str):
-            raise UserError(
-                f"{data.path}, row {number}: {data.field!r} is {type(text).__name__}, not text.",
-                do="name a column of strings with data.field",
-            )
-        yield Document(f"{name}:{number}", text.encode("utf-8", "surrogatepass"), number + 1)
-
-
 # Errors
-
-
-def _unreadable(path: str, error: Exception) -> UserError:
-    denied = isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM)
-    reason = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
-    return UserError(
-        f"Cannot read {path}.",
-        why=reason,
-        do=f"chmod u+r {path}" if denied else "restore the file, or take it out of data.path",
-    )
 
 
 _ALIKE = 0.75  # of difflib's 1: one slip in a word of four letters or more, two in longer ones

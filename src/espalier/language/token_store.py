@@ -211,7 +211,8 @@ def _write(job: _TokenizeJob, folder: Path) -> None:
     """Writes both splits and the index into `folder`."""
     threshold, note = _threshold(job)
     skipped: text_sources.Skipped = []
-    documents = text_sources.documents(job.data, job.listed, skipped)
+    unused: list[str] = []
+    documents = text_sources.documents(job.data, job.listed, skipped, unused)
     sided = (
         _cut(next(documents), job.data.validation)
         if threshold is None
@@ -232,7 +233,7 @@ def _write(job: _TokenizeJob, folder: Path) -> None:
         fingerprint=token_shards.fingerprint(job.tokenizer, train, validation),
         skipped=tuple(skipped[:_SKIPPED_KEPT]),
         skipped_documents=len(skipped),
-        notes=(*job.notes, *note),
+        notes=(*job.notes, *note, *unused),
     )
     with open(folder / token_shards.INDEX, "wb") as file:
         file.write(msgspec.json.format(msgspec.json.encode(index), indent=1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,9 +15,10 @@ from torch import Tensor, nn
 from espalier.artifacts import Artifact, Text
 from espalier.config import Recipe
 from espalier.errors import UserError
-from espalier.language import generate, gpt, mixture, token_store
+from espalier.language import generate, gpt, mixture, row_files, token_store
 from espalier.language.decoder_workload import DecoderWorkload, Rows, Windows
 from espalier.language.tokenizer import Tokenizer, kept_tokenizer
+from espalier.units import plural
 from espalier.workload import Progress, Shard, to_device
 
 
@@ -130,11 +132,11 @@ class LanguageWorkload(DecoderWorkload):
         """What the stores say, and which documents they skipped."""
         found = [note for store in self.stores for note in store.notes]
         for store in self.stores:
-            count = store.skipped_documents
-            if count:
-                named = "; ".join(f"{name}: {why}" for name, why in store.skipped[:3])
-                was = "file was" if count == 1 else "files were"
-                found.append(f"{count} {was} skipped in {store.origin} ({named}{'; …' if count > 3 else ''})")
+            if count := store.skipped_documents:
+                unit = "row" if all(_ROW.search(name) for name, _ in store.skipped) else "file"
+                was = f"{plural(count, unit)} {'was' if count == 1 else 'were'} skipped in {store.origin}"
+                first = f"of the first {len(store.skipped):,} " if count > len(store.skipped) else ""
+                found.append(f"{was} ({first}{row_files.summary(store.skipped)})")
             found += _split_documents(store, self.sequence) if self.packed else []
         return found
 
@@ -162,6 +164,7 @@ def thaw(recipe: Recipe, folder: Path) -> Kept:
 
 
 _WINDOWS = "held_out.npy"
+_ROW = re.compile(r":\d+$")  # ends the name of a row
 
 
 def _split_documents(store: token_store.TokenStore, sequence: int) -> list[str]:

@@ -103,7 +103,10 @@ def _task(text: str, tokenizer: Tokenizer) -> Task:
     name, equals, path = text.partition("=")
     if not (name and equals and path):
         raise UserError(f"--task {text} is not NAME=FILE.", do="--task facts=facts.jsonl, or --task lm-eval:TASK")
-    return MultipleChoice(name, Path(path), tokenizer)
+    task = MultipleChoice(name, Path(path), tokenizer)
+    for note in task.notes:
+        say(f"{path}: {note}", file=sys.stderr)
+    return task
 
 
 def _workers(given: int | None) -> int:

@@ -5,30 +5,40 @@ from __future__ import annotations
 import argparse
 import ast
 import json
-import os
+import re
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import tomli_w
 
-from espalier.config import defaults, recipe_file
+from espalier.config import Data, defaults, recipe_file
 from espalier.errors import UserError
+from espalier.foreign_files import printable, read_text
+from espalier.language import row_files, text_sources
+from espalier.language.row_files import Row, SourceFile
 from espalier.terminal import say
 from espalier.units import plural, show_size
 
 GRAPHS = ("rmat:", "planted:", "pyg:", "python:imports")
 TEXTS = ("python:stdlib", "hf:")
-EDGES = (".csv", ".npz", ".parquet")
+ARRAYS = (".npz", ".pt", ".pth")
+EDGES = (".csv", ".tsv", ".npz", ".parquet", ".mtx", ".txt")
 SOURCE_COLUMNS = ("source", "src", "from", "head")
+TEXT_COLUMNS = ("text", "content", "raw_content", "document", "story")
+CHAT_COLUMNS = (("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"))
+WEIGHTS = ("pytorch_model*.bin", "model*.pth", "consolidated*.pth", "*.ckpt")
+"""Pickles in which weights are found."""
+_EDGES_NAME = re.compile(r"(?<![a-z])edges?(?![a-z])", re.IGNORECASE)
+_EDGE = re.compile(rb"\s*\d+[ \t,;]+\d+([ \t,;]+[-+.\deE]+)?\s*")
+"""A line of an edge list without a header: two numbers of nodes, perhaps a weight."""
 LARGE = 2 << 20
 """Bytes of text from which a trained tokenizer is worth its time."""
 
 
 class Found(NamedTuple):
-    """What lies at a path: `text`, `chats`, `pairs`, `graph`, `module` or `weights`, and a sentence on it. `needs`: the
-    arguments of a module's `function` that have no default."""
+    """What lies at a path: `text`, `chats`, `pairs`, `graph`, `scene`, `module` or `weights`, and a sentence on what it
+    is and why. `needs`: the arguments of a module's `function` that have no default. `field`: the column of text."""
 
     kind: str
     path: str
@@ -36,6 +46,7 @@ class Found(NamedTuple):
     size: int = 0
     function: str = ""
     needs: tuple[str, ...] = ()
+    field: str = ""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -54,6 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
     text = recipe(found, target)
     try:
         target.write_text(text, encoding="utf-8")
+    except UnicodeEncodeError:
+        raise UserError(f"The name of {printable(arguments.paths)} is not UTF-8.", do="rename it") from None
     except OSError as error:
         raise UserError(
             f"{target} cannot be written: {error.strerror}.", do="--out FILE in a folder of yours"
@@ -65,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps({"recipe": str(target), "found": [one._asdict() for one in found]}))
     else:
         for one in found:
-            say(f"{one.path}: {one.says}")
+            say(f"{printable(one.path)}: {one.says}")
             if one.needs:
                 say(f"First set model.arguments in {target}: `build` has no default for {', '.join(one.needs)}.")
         say(f"Wrote {target}. Next: espalier plan {target}, then espalier train {target}")
@@ -89,34 +102,65 @@ def look(path: str) -> Found:
         return _folder(path, place)
     if place.suffix == ".py":
         return _module(path, place)
-    if place.suffix in (".npz", ".pt", ".pth") or (place.suffix in EDGES and _edges(place)):
-        return Found("graph", path, f"a graph ({show_size(place.stat().st_size)})")
-    if place.suffix in EDGES:
-        raise UserError(
-            f"{path} is a table without a column of {', '.join(SOURCE_COLUMNS)}.",
-            why="a graph is a table of edges, with features and labels in nodes.csv beside it; text is .txt or .jsonl",
-            do="rename the columns to source and target, or write its text as JSON lines",
-        )
+    return _file(path, place)
+
+
+def _file(path: str, place: Path) -> Found:
     size = show_size(place.stat().st_size)
-    if place.suffix == ".gguf":
+    entry = SourceFile(place.name, str(place), place.stat().st_size, 0)
+    ending = row_files.ending_of(place.name)
+    if ending == ".gguf":
         return Found("weights", path, f"weights in GGUF's format ({size})")
-    kind, what = _rows(place)
-    return Found(kind, path, f"{what} ({size})", place.stat().st_size)
+    if place.name.startswith("transforms") and ending == ".json":
+        return Found("scene", path, f"a scene: it holds cameras ({size})")
+    if any(place.match(pattern) for pattern in WEIGHTS):
+        raise _pickled(path, place.parent)
+    if ending in ARRAYS or (why := _edges(entry, place)):
+        return Found("graph", path, f"a graph: {'arrays' if ending in ARRAYS else why} ({size})")
+    if ending in row_files.BINARY:
+        raise UserError(
+            f"{printable(path)} is no text, graph or weights that are read: {ending} files are not.",
+            do="write its text as .txt or .jsonl, its edges as .csv or .parquet",
+        )
+    content = _rows(entry, path)
+    return content._replace(says=f"{content.says} ({size})")
 
 
-def _rows(place: Path) -> tuple[str, str]:
-    """What a file of text is by the keys of its first row, and in words; see docs/tune.md."""
-    if place.suffix != ".jsonl":
-        return "text", "text"
-    with suppress(ValueError), place.open(encoding="utf-8", errors="replace") as file:
-        row = json.loads(file.readline(LARGE))
-        keys = set(row) if isinstance(row, dict) else set()
-        if keys >= {"chosen", "rejected"}:
-            return "pairs", "preferences between two answers"
-        pair = keys >= {"prompt", "completion"} or keys >= {"instruction", "output"}
-        if pair or keys & {"messages", "conversations"}:
-            return "chats", "conversations"
-    return "text", "text"
+def _rows(entry: SourceFile, path: str) -> Found:
+    """What a file of text is by its content and the columns of its first row; see docs/tune.md."""
+    form = row_files.look(entry, row_files.CHAT_KEYS | set(TEXT_COLUMNS))
+    if form == "text":
+        return Found("text", path, "text: no list of edges, and no rows of columns that are known", entry.size)
+    if form == "document":
+        raise _no_column(path, dict.fromkeys(row_files.first_keys(row_files.head_of(entry))))
+    _, row = next(row_files.rows(entry, form), ("", {}))
+    columns = {name for name, value in row.items() if value is not None}
+    if columns >= {"chosen", "rejected"}:
+        return Found("pairs", path, "preferences between two answers: rows with chosen and rejected", entry.size)
+    chat = next((names for names in CHAT_COLUMNS if columns.issuperset(names)), None)
+    if chat is not None:
+        return Found("chats", path, f"conversations: rows with {' and '.join(chat)}", entry.size)
+    field = next((name for name in TEXT_COLUMNS if isinstance(row.get(name), str)), None)
+    if field is None:
+        raise _no_column(path, row)
+    return Found("text", path, f"text: rows with {field}", entry.size, field=field if field != "text" else "")
+
+
+def _no_column(path: str, row: Row) -> UserError:
+    return UserError(
+        f"{printable(path)} has no column of {', '.join(SOURCE_COLUMNS)}, and no text or chats.",
+        why=f"it has {printable(', '.join(map(str, row))) or 'no rows'}; a graph is a table of edges, with nodes.csv",
+        do="rename the columns of edges to source and target, that of text to text",
+    )
+
+
+def _pickled(path: str, folder: Path) -> UserError:
+    code = "transformers.AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+    return UserError(
+        f"{printable(path)} holds weights as a pickle, and no .safetensors.",
+        why="unpickling can execute arbitrary code",
+        do=f"convert them with {code.replace('FOLDER', repr(str(folder)))}, then espalier init",
+    )
 
 
 def _folder(path: str, place: Path) -> Found:
@@ -127,40 +171,70 @@ def _folder(path: str, place: Path) -> Found:
             do=f"espalier export {path} --to hf, then espalier init {path}/export-hf; or espalier predict {path}",
         )
     if (place / "config.json").exists() and any(place.glob("*.safetensors")):
-        return Found("weights", path, "weights in Hugging Face's format")
+        return Found("weights", path, "weights in Hugging Face's format: config.json and .safetensors")
+    if any(file for pattern in WEIGHTS for file in place.glob(pattern)):
+        raise _pickled(path, place)
+    scene = [file for name in ("transforms*.json", "poses_bounds.npy") for file in sorted(place.glob(name))]
+    if scene:
+        return Found("scene", path, f"a scene: {printable(scene[0].name)} holds cameras")
     edges = [file for suffix in EDGES if (file := place / f"edges{suffix}").exists()]
-    planetoid = [*place.glob("ind.*.graph"), *place.glob("raw/ind.*.graph")]
-    if edges or planetoid or (place / "raw" / "edge.csv.gz").exists() or (place / "metadata.yaml").exists():
-        return Found("graph", path, "a graph")
-    sizes = list(_sizes(place))
-    if not sizes:
-        raise UserError(f"{path} holds no files.", do="a folder with text, a graph or weights")
-    kind, what = next((_rows(one) for one in sorted(place.glob("*.jsonl"))), ("text", "text"))
-    return Found(kind, path, f"{plural(len(sizes), 'file')}, {show_size(sum(sizes))} of {what}", sum(sizes))
+    graph = [*edges, *place.glob("ind.*.graph"), *place.glob("raw/ind.*.graph"), *place.glob("raw/edge.csv.gz")]
+    graph += [file for file in [place / "metadata.yaml"] if file.exists()]
+    if graph:
+        return Found("graph", path, f"a graph: it holds {printable(graph[0].relative_to(place))}")
+    return _documents(path, place)
 
 
-def _sizes(place: Path) -> Iterator[int]:
-    for folder, inner, files in os.walk(place):
-        inner[:] = [name for name in inner if not name.startswith(".")]
-        yield from (Path(folder, name).stat().st_size for name in files if not name.startswith("."))
+def _documents(path: str, place: Path) -> Found:
+    """A folder of text or of rows, by the first file of rows in it."""
+    try:
+        entries = text_sources.listing(Data(path=str(place))).entries
+    except UserError as error:
+        raise UserError(f"{printable(path)}: {error.what}", why=error.why, do=error.do) from None
+    readable = [entry for entry in entries if row_files.ending_of(entry.name) not in row_files.BINARY]
+    if not readable:
+        kinds = sorted({row_files.ending_of(entry.name) for entry in entries})
+        raise UserError(
+            f"{printable(path)} holds no text, graph, scene or weights that are known: {', '.join(kinds)} files.",
+            do="a folder with text, rows (.jsonl, .json, .csv, .parquet), edges, transforms.json or .safetensors",
+        )
+    size = sum(entry.size for entry in readable)
+    rows = [entry for entry in readable if row_files.ending_of(entry.name) in row_files.ENDINGS]
+    plain = len(rows) < len(readable)
+    first = next((_rows(entry, path) for entry in rows if not plain or _is_rows(entry)), None)
+    many = f"{plural(len(readable), 'file')}, {show_size(size)} of "
+    if first is None:
+        return Found("text", path, f"{many}text: no graph, scene, weights, and no rows of columns that are known", size)
+    return first._replace(says=f"{many}{first.says}", size=size)
 
 
-def _edges(place: Path) -> bool:
-    """Whether a table is one of edges, by its name or the first line of a CSV file."""
-    if "edge" in place.stem or place.suffix == ".npz":
-        return True
-    if place.suffix != ".csv":
-        return False
-    with place.open(encoding="utf-8", errors="replace") as file:
-        names = [name.strip().strip('"').casefold() for name in file.readline().split(",")]
-    return any(name in SOURCE_COLUMNS for name in names)
+def _is_rows(entry: SourceFile) -> bool:
+    return row_files.look(entry, row_files.CHAT_KEYS | set(TEXT_COLUMNS)) not in ("text", "document", "table")
+
+
+def _edges(entry: SourceFile, place: Path) -> str:
+    """Why a file is a list of edges: by its name, its header or its first lines; empty: it is none."""
+    ending = row_files.ending_of(entry.name)
+    if ending in (".mtx", ".parquet", *row_files.TABLES) and (_EDGES_NAME.search(place.stem) or ending == ".mtx"):
+        return "its name says so"
+    if ending == ".parquet" or ending in row_files.BINARY:
+        return ""
+    head = row_files.head_of(entry)
+    lines = head[:4096].splitlines()
+    lines = lines[:-1] if len(head) > 4096 else lines
+    lines = [line for line in lines if line.strip() and line.lstrip()[:1] not in (b"#", b"%")]
+    names = re.split(rb"[,;\t ]", lines[0].lower()) if lines and ending in row_files.TABLES else []
+    column = next((name for name in SOURCE_COLUMNS if name.encode() in [part.strip(b' "') for part in names]), None)
+    if column is not None:
+        return f"a column called {column}"
+    return "each line has the numbers of two nodes" if len(lines) > 1 and all(map(_EDGE.fullmatch, lines)) else ""
 
 
 def _module(path: str, place: Path) -> Found:
     try:
-        tree = ast.parse(place.read_text(encoding="utf-8"))
-    except (SyntaxError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not Python: {error}.") from None
+        tree = ast.parse(read_text(place))
+    except (SyntaxError, ValueError, RecursionError) as error:
+        raise UserError(f"{printable(path)} is not Python: {printable(error)}.") from None
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     names = [name for name in functions if not name.startswith("_")]
     if "build" not in functions:
@@ -190,12 +264,24 @@ def recipe(found: list[Found], target: Path) -> str:
     data = [one for one in found if one.kind != "weights"]
     if kinds == {"weights"}:
         found, data = [*found, one := Found("text", "python:stdlib", "text")], [one]
-    elif len(kinds - {"weights"}) > 1 or (kinds != {"text"} and len(data) > 1) or kinds >= {"weights", "graph"}:
+    elif (
+        len(kinds - {"weights"}) > 1
+        or (kinds != {"text"} and len(data) > 1)
+        or (kinds & {"graph", "scene"} and len(found) > 1)
+    ):
         told = ", ".join(f"{one.path} ({one.kind})" for one in found)
         raise UserError("There is no one recipe for these.", why=told, do="espalier init for each, with --out")
-    make = {"text": _text, "chats": _tuned, "pairs": _tuned, "graph": _graph, "module": _own}[data[0].kind]
-    head = "".join(f"# {one.path}: {one.says}.\n" for one in found)
-    return f"{head}#\n#   espalier plan {target.name}\n#   espalier train {target.name}\n\n{make(found, data)}"
+    make = {
+        "text": _text,
+        "chats": _tuned,
+        "pairs": _tuned,
+        "graph": _graph,
+        "scene": _scene,
+        "module": _own,
+    }[data[0].kind]
+    head = "".join(f"# {printable(source.path)}: {printable(source.says)}.\n" for source in found)
+    name = printable(target.name)
+    return f"{head}#\n#   espalier plan {name}\n#   espalier train {name}\n\n{make(found, data)}"
 
 
 def _text(found: list[Found], data: list[Found]) -> str:
@@ -208,7 +294,7 @@ def _text(found: list[Found], data: list[Found]) -> str:
     bpe = "" if weights else bpe
     several = len(data) > 1
     head, weight = ("[[data]]", "weight = 1\n") if several else ("[data]", "")
-    tables = [f"{head}\n{_key('path', one.path)}{weight}{bpe}" for one in data]
+    tables = [f"{head}\n{_key('path', source.path)}{_field(source)}{weight}{bpe}" for source in data]
     return "\n".join([model, *tables, "[train]\n# steps = 1000\n"])
 
 
@@ -233,6 +319,17 @@ def _graph(found: list[Found], data: list[Found]) -> str:
         '[graph]\ntask = "node"                # or link, graph\n'
         "# fanout = [10, 10]          # neighbours of each layer\n\n"
         "[train]\n# steps = 200\n"
+    )
+
+
+def _field(data: Found) -> str:
+    return _key("field", data.field) if data.field else ""
+
+
+def _scene(found: list[Found], data: list[Found]) -> str:
+    return (
+        '[model]\nkind = "voxels"              # or spikingnerf\n# resolution = 64            # cells of a side\n\n'
+        f"[data]\n{_key('path', data[0].path)}\n[train]\n# steps = 800\n"
     )
 
 

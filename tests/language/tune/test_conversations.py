@@ -100,7 +100,7 @@ def test_a_preference_of_equal_answers_is_left_out(tmp_path: Path) -> None:
         ("a.jsonl", '{"text": "plain"}', "none of the known chat formats"),
         ("a.jsonl", '{"prompt": "a", "completion": "b"}\n[1]', "line 2"),
         ("a.jsonl", '{"prompt": "a", "completion": ', "line 1"),
-        ("a.json", '{"prompt": "a"}', "no JSON list"),
+        ("a.json", '{"prompt": "a"}', "none of the known chat formats"),
         ("a.txt", "plain text", "no file of conversations"),
     ],
 )

@@ -10,11 +10,12 @@ import bisect
 import contextlib
 import io
 import zipfile
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
@@ -22,15 +23,22 @@ from numpy.typing import NDArray
 from espalier.cache_dir import cache_folder, hashed, write_atomic
 from espalier.config import Data
 from espalier.errors import UserError
-from espalier.language import text_sources
+from espalier.language import row_files, text_sources
 from espalier.language.gpt import IGNORED
 from espalier.language.tokenizer import Tokenizer
 from espalier.language.tune.chat_template import ChatTemplate
-from espalier.language.tune.conversations import DOCSTRINGS, Conversation, Skipped, Turn, Unusable, conversations
+from espalier.language.tune.conversations import (
+    DOCSTRINGS,
+    ChatReport,
+    Conversation,
+    Skipped,
+    Unusable,
+    conversations,
+)
 
 Int64 = NDArray[np.int64]
 Progress = Callable[[int, int], None]
-_VERSION, _TOGETHER = 1, 1000
+_VERSION, _TOGETHER = 2, 1000
 _DAMAGED = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile)
 _HASHES = 1 << 64
 
@@ -45,6 +53,8 @@ class ChatTokens:
         names: of the conversations.
         pairs: whether conversations 2i and 2i + 1 are the chosen and the rejected side of a preference.
         skipped: (name, reason) of what was left out.
+        notes: sentences on columns, keys and files that are not used.
+        unused: of each conversation, how many of its columns and keys are not used; empty: not known.
     """
 
     tokens: NDArray[Any]
@@ -53,6 +63,8 @@ class ChatTokens:
     names: Sequence[str]
     pairs: bool
     skipped: Sequence[tuple[str, str]] = ()
+    notes: Sequence[str] = ()
+    unused: Sequence[int] = ()
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -72,25 +84,28 @@ class ChatTokens:
     def at(self, chosen: Iterable[int]) -> ChatTokens:
         """Those conversations alone."""
         picked = list(chosen)
-        each = [slice(int(self.starts[one]), int(self.starts[one + 1])) for one in picked]
-        starts = np.cumsum([0, *(one.stop - one.start for one in each)], dtype=np.int64)
+        places = [slice(int(self.starts[number]), int(self.starts[number + 1])) for number in picked]
+        starts = np.cumsum([0, *(place.stop - place.start for place in places)], dtype=np.int64)
         tokens, answers = (
-            np.concatenate([part[:0], *(part[one] for one in each)]) for part in (self.tokens, self.answers)
+            np.concatenate([part[:0], *(part[place] for place in places)]) for part in (self.tokens, self.answers)
         )
-        return ChatTokens(tokens, answers, starts, [self.names[one] for one in picked], self.pairs, self.skipped)
+        names = [self.names[number] for number in picked]
+        unused = [self.unused[number] for number in picked] if self.unused else ()
+        return replace(self, tokens=tokens, answers=answers, starts=starts, names=names, unused=unused)
 
 
 def joined(parts: Sequence[ChatTokens]) -> ChatTokens:
     """All of them, one after the other."""
-    first = parts[0]
-    lengths = np.concatenate([np.diff(one.starts) for one in parts])
+    lengths = np.concatenate([np.diff(part.starts) for part in parts])
     return ChatTokens(
-        np.concatenate([one.tokens for one in parts]),
-        np.concatenate([one.answers for one in parts]),
+        np.concatenate([part.tokens for part in parts]),
+        np.concatenate([part.answers for part in parts]),
         np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-        [name for one in parts for name in one.names],
-        first.pairs,
-        [one for part in parts for one in part.skipped],
+        [name for part in parts for name in part.names],
+        parts[0].pairs,
+        [row for part in parts for row in part.skipped],
+        [note for part in parts for note in part.notes],
+        [count for part in parts for count in part.unused or [0] * len(part)],
     )
 
 
@@ -109,7 +124,7 @@ def read(
     file = cache_folder() / "chats" / f"{hashed(facts)}.npz"
     if key is not None and file.is_file():
         with contextlib.suppress(*_DAMAGED):
-            return _load(file.read_bytes(), pairs)
+            return loads(file.read_bytes(), pairs)
     found = _encode(data, tokenizer, template, pairs, progress)
     if key is not None:
         with contextlib.suppress(OSError):  # without it the text is read again
@@ -122,75 +137,92 @@ def _listed(data: Data) -> Data:
     return Data(path="python:stdlib") if data.path == DOCSTRINGS else data
 
 
-def dumps(found: ChatTokens) -> bytes:
+def dumps(chats: ChatTokens) -> bytes:
     """As an `.npz`."""
     out = io.BytesIO()
-    names = np.array(found.names or [""], str)
-    skipped = np.array(found.skipped or np.zeros((0, 2)), str).reshape(-1, 2)
-    np.savez(out, tokens=found.tokens, answers=found.answers, starts=found.starts, names=names, skipped=skipped)
+    texts = {"names": chats.names, "skipped": chats.skipped, "notes": chats.notes}
+    lines = {name: np.frombuffer(msgspec.json.encode(list(rows)), np.uint8) for name, rows in texts.items()}
+    unused = np.array(chats.unused, np.int32)
+    arrays = {"tokens": chats.tokens, "answers": chats.answers, "starts": chats.starts, "unused": unused}
+    np.savez(out, allow_pickle=False, **arrays, **lines)
     return out.getvalue()
 
 
-def _load(content: bytes, pairs: bool) -> ChatTokens:
+def loads(content: bytes, pairs: bool) -> ChatTokens:
+    """What `dumps` gave."""
     with np.load(io.BytesIO(content), allow_pickle=False) as opened:
-        found = dict(opened)
-    names, skipped = found["names"].tolist(), [(name, why) for name, why in found["skipped"].tolist()]
-    return ChatTokens(found["tokens"], found["answers"], found["starts"], names, pairs, skipped)
+        arrays = dict(opened)
+    names, skipped, notes = (msgspec.json.decode(arrays[name].tobytes()) for name in ("names", "skipped", "notes"))
+    left_out = [(name, reason) for name, reason in skipped]
+    unused = arrays["unused"].tolist()
+    return ChatTokens(arrays["tokens"], arrays["answers"], arrays["starts"], names, pairs, left_out, notes, unused)
 
 
-loads = _load
-"""What `dumps` gave."""
+class _Text(NamedTuple):
+    """A conversation as its template writes it; `spans` are the characters of its answers."""
+
+    name: str
+    text: str
+    spans: list[tuple[int, int]]
+    unused: int
 
 
 def _encode(
     data: Data, tokenizer: Tokenizer, template: ChatTemplate, pairs: bool, progress: Progress | None
 ) -> ChatTokens:
     skipped: Skipped = []
-    names: list[str] = []
+    report = ChatReport()
+    rendered: list[_Text] = []
     tokens: list[NDArray[Any]] = [np.zeros(0, tokenizer.dtype)]
     answers: list[NDArray[np.bool_]] = [np.zeros(0, np.bool_)]
-    texts = iter(_texts(conversations(data, skipped, progress, pairs), template, pairs, skipped))
+    talks = conversations(data, skipped, progress, pairs, report)
+    texts = (text for talk in talks for text in _texts(talk, template, pairs, _Left(skipped, report)))
     while part := list(islice(texts, _TOGETHER)):
-        encoded = tokenizer.encode_marked([text for _, text, _ in part])
-        for (name, _, spans), (ids, places) in zip(part, encoded, strict=True):
-            names.append(name)
+        encoded = tokenizer.encode_marked([row.text for row in part])
+        for row, (ids, places) in zip(part, encoded, strict=True):
+            rendered.append(row._replace(text="", spans=[]))
             tokens.append(ids)
-            answers.append(_answers(places, spans))
-    if not names:
-        first = "; ".join(f"{name}: {reason}" for name, reason in skipped[:3])
+            answers.append(_answers(places, row.spans))
+    if not rendered:
         raise UserError(
-            f"No conversation of data.path = {data.path!r} can be trained on.", why=first, do="see the reasons"
+            f"No conversation of data.path = {data.path!r} can be trained on.",
+            why=f"{len(skipped)} skipped ({row_files.summary(skipped)})",
+            do="see the reasons; tune.template names another chat template",
         )
-    starts = np.cumsum([0, *(len(one) for one in tokens[1:])], dtype=np.int64)
-    return ChatTokens(np.concatenate(tokens), np.concatenate(answers), starts, names, pairs, skipped)
+    starts = np.cumsum([0, *(len(ids) for ids in tokens[1:])], dtype=np.int64)
+    names, unused = [row.name for row in rendered], [row.unused for row in rendered]
+    both = np.concatenate(tokens), np.concatenate(answers)
+    return ChatTokens(*both, starts, names, pairs, skipped, report.notes(), unused)
 
 
-def _texts(
-    found: Iterable[Conversation], template: ChatTemplate, pairs: bool, skipped: Skipped
-) -> Iterable[tuple[str, str, list[tuple[int, int]]]]:
-    """(name, text, answers) of each conversation; of preferences both sides, and the answers after what they share."""
-    for one in found:
-        if pairs != bool(one.rejected):
-            raise UserError(
-                f"{one.name} is {'no' if pairs else 'a'} preference.",
-                why=f'tune.kind = "dpo" {"needs" if pairs else "is needed for"} rows with chosen and rejected',
-                do='tune.kind = "lora" or "full"' if pairs else 'tune.kind = "dpo"',
-            )
-        sides = [one.turns, one.turns[: one.shared] + one.rejected] if pairs else [one.turns]
-        before = sum(turn.role == "assistant" for turn in one.turns[: one.shared])
-        try:
-            told = [_marked(template, side) for side in sides]
-        except Unusable as reason:
-            skipped.append((one.name, str(reason)))
-            continue
-        yield from ((one.name, text, spans[before:]) for text, spans in told)
+class _Left(NamedTuple):
+    """Where rows that are left out, and keys that are not used, are written down."""
+
+    skipped: Skipped
+    report: ChatReport
 
 
-def _marked(template: ChatTemplate, turns: Sequence[Turn]) -> tuple[str, list[tuple[int, int]]]:
-    text, spans = template.marked(turns)
-    if not spans:
-        raise Unusable("the chat template leaves its answers out")
-    return text, spans
+def _texts(talk: Conversation, template: ChatTemplate, pairs: bool, left: _Left) -> Iterator[_Text]:
+    """The text of a conversation; of preferences both sides, with the answers after what they share."""
+    if pairs != bool(talk.rejected):
+        raise UserError(
+            f"{talk.name} is {'no' if pairs else 'a'} preference.",
+            why=f'tune.kind = "dpo" {"needs" if pairs else "is needed for"} rows with chosen and rejected',
+            do='tune.kind = "lora" or "full"' if pairs else 'tune.kind = "dpo"',
+        )
+    sides = [talk.turns, talk.turns[: talk.shared] + talk.rejected] if pairs else [talk.turns]
+    before = sum(turn.role == "assistant" for turn in talk.turns[: talk.shared])
+    unread: list[str] = []
+    try:
+        texts = [template.marked(side, talk.variables, talk.masked, unread) for side in sides]
+        if not all(spans[before:] for _, spans in texts):
+            raise Unusable("the chat template leaves its answers out")
+    except Unusable as reason:
+        left.skipped.append((talk.name, str(reason)))
+        return
+    left.report.template_unused.count(set(unread))
+    unused = len({*talk.unused_columns, *talk.unused_keys, *unread})
+    yield from (_Text(talk.name, text, spans[before:], unused) for text, spans in texts)
 
 
 def _answers(places: Int64, spans: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
@@ -211,19 +243,13 @@ def divided(found: ChatTokens, share: float, sequence: int, longer: str) -> tupl
     nothing.
     """
     step = 2 if found.pairs else 1
-    lengths = np.diff(found.starts)
-    most = lengths.reshape(-1, step).max(1) if len(lengths) else lengths
-    long = np.flatnonzero(most > sequence + 1)
-    notes = _told(len(long), int(most.max(initial=0)), sequence, longer)
+    most = np.diff(found.starts).reshape(-1, step).max(1)
+    long = most > sequence + 1
     kept = _shortened(found, sequence + 1) if longer == "cut" else found
-    usable = np.ones(len(most), np.bool_)
-    if longer == "drop":
-        usable[long] = False
-    usable &= (
-        np.array([kept.answers[a + 1 : b].any() for a, b in pairwise(kept.starts.tolist())], bool)
-        .reshape(-1, step)
-        .all(1)
-    )
+    places = pairwise(kept.starts.tolist())
+    answered = np.array([kept.answers[a + 1 : b].any() for a, b in places], bool).reshape(-1, step).all(1)
+    usable = answered & ~long if longer == "drop" else answered
+    notes = _notes_on_length(long, usable, int(most.max(initial=0)), sequence, longer)
     if usable.sum() < 2:
         raise UserError(
             f"{int(usable.sum())} conversations of {len(most)} can be trained on with train.sequence = {sequence}.",
@@ -243,13 +269,16 @@ def _hash(found: ChatTokens, one: int) -> int:
     return xxhash.xxh3_64_intdigest(found.tokens[found.starts[one] : found.starts[one + 1]].astype("<u4").tobytes())
 
 
-def _told(count: int, longest: int, sequence: int, longer: str) -> list[str]:
-    if not count:
+def _notes_on_length(long: Any, usable: Any, longest: int, sequence: int, longer: str) -> list[str]:
+    """Of what is too long (bool, each), how many are cut and how many are left out."""
+    if not long.any():
         return []
-    became = "are left out" if longer == "drop" else "lose their ends"
+    cut, gone = int((long & usable).sum()), int((long & ~usable).sum())
+    parts = [f"{cut} lose their ends"] * (cut > 0) + [f"{gone} are left out, as no answer is left"] * (gone > 0)
+    became = " and are left out" if longer == "drop" else f": {' and '.join(parts)}"
     return [
-        f"{count} conversations have more than train.sequence = {sequence} tokens and {became} (tune.longer = "
-        f"{longer!r}); train.sequence={longest - 1} holds the longest"
+        f"{int(long.sum())} conversations have more than train.sequence = {sequence} tokens{became} "
+        f"(tune.longer = {longer!r}); train.sequence={longest - 1} holds the longest"
     ]
 
 
@@ -258,7 +287,7 @@ def _shortened(found: ChatTokens, most: int) -> ChatTokens:
     for start, stop in pairwise(found.starts.tolist()):
         keep[start : min(stop, start + most)] = True
     starts = np.concatenate([[0], np.cumsum(np.minimum(np.diff(found.starts), most))]).astype(np.int64)
-    return ChatTokens(found.tokens[keep], found.answers[keep], starts, found.names, found.pairs, found.skipped)
+    return replace(found, tokens=found.tokens[keep], answers=found.answers[keep], starts=starts)
 
 
 # --- rows --------------------------------------------------------------------------------------------------------

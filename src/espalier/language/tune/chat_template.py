@@ -1,23 +1,26 @@
 """Chat template: turns of a conversation as the text that a model was trained on, and which of it are answers.
 
-Templates are Jinja, as in Hugging Face's tokenizer folders, and run in Jinja's sandbox with the names that transformers
-gives them. Answers are what stands in `{% generation %}` blocks. A template without them is rendered turn by turn: an
-answer is what its turn adds beyond the prompt for it, up to the end of the turn.
+Templates are Jinja, as in Hugging Face's tokenizer folders, and run in a sandbox with limits (`template_sandbox`), with
+the names that transformers gives them. Answers are what stands in `{% generation %}` blocks. A template without them is
+rendered turn by turn: an answer is what its turn adds beyond the prompt for it, up to the end of the turn.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from espalier.errors import UserError
+from espalier.errors import EspalierError, UserError
+from espalier.foreign_files import printable
 from espalier.language.tokenizer import Tokenizer
-from espalier.language.tune.conversations import Turn, Unusable
+from espalier.language.tune import template_sandbox
+from espalier.language.tune.row_formats import NOTHING, TURN_NAMES, Turn, Unusable
+from espalier.language.tune.template_sandbox import BEGIN, END, Refused
 
 FILE = "chat_template.jinja"
 CHATML = (
@@ -27,8 +30,7 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 """For tokenizers without a template of their own (OpenAI's ChatML)."""
-_BEGIN, _END = "\x02", "\x03"
-"""Round an answer while it is rendered."""
+_OWN = ("messages", "add_generation_prompt")
 _NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 Span = tuple[int, int]
@@ -43,18 +45,48 @@ class ChatTemplate:
     tokens: Mapping[str, str]
     origin: str
 
-    def render(self, turns: Sequence[Turn], answering: bool = False) -> str:
-        """The text of `turns`; with `answering`, up to where the assistant's next answer begins.
+    def render(self, turns: Sequence[Turn], answering: bool = False, variables: Mapping[str, Any] = NOTHING) -> str:
+        """The text of `turns`; with `answering`, up to where the assistant's next answer begins. `variables`: tools,
+        documents and others that the template knows.
 
-        Raises `Unusable` where the template refuses the turns, UserError where it is broken.
+        Raises `Unusable` where the template refuses the turns, UserError where it fails or passes a limit.
         """
-        return self._render(turns, answering).replace(_BEGIN, "").replace(_END, "")
+        return _unmarked(self._render([_Message.of(turn) for turn in turns], answering, variables))
 
-    def marked(self, turns: Sequence[Turn]) -> tuple[str, list[Span]]:
-        """The text of `turns`, and where its answers stand, ends of turns included. Raises as `render`."""
-        if any(_BEGIN in turn.content or _END in turn.content for turn in turns):
+    def marked(
+        self,
+        turns: Sequence[Turn],
+        variables: Mapping[str, Any] = NOTHING,
+        masked: frozenset[int] = frozenset(),
+        unused: list[str] | None = None,
+    ) -> tuple[str, list[Span]]:
+        """The text of `turns`, and where its answers stand, ends of turns included; those of the turns `masked` are
+        left out. Keys of turns that the template does not read, and that may be left out, are appended to `unused`.
+
+        Raises as `render`, and `Unusable` where what the template does not read changes the meaning.
+        """
+        if any(mark in text for text in _texts(turns, variables) for mark in (BEGIN, END)):
             raise Unusable("it holds control characters")
-        return _cut(self._render(turns, False)) if self._has_marks else self._by_turns(turns)
+        strange = [name for name in variables if name not in self._variables or name in _OWN]
+        if strange:
+            raise Unusable(f"the chat template does not read its {printable(strange[0])!r}")
+        messages = [_Message.of(turn) for turn in turns]
+        made = self._by_marks if self._has_marks else self._by_turns
+        try:
+            text, spans = made(messages, variables)
+        except UserError:
+            for message in messages:  # a turn that calls a tool may have no text, and the template knows no calls
+                message.unread()
+            raise
+        names = [name for message in messages for name in message.unread()]
+        if unused is not None:
+            unused += sorted(set(names))
+        numbers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        if not masked:
+            return text, spans
+        if len(spans) != len(numbers):
+            raise Unusable("the chat template does not say which answer is which, and one of them is not to be learned")
+        return text, [span for span, number in zip(spans, numbers, strict=True) if number not in masked]
 
     @cached_property
     def ending(self) -> str:
@@ -63,51 +95,117 @@ class ChatTemplate:
         text, spans = self.marked([Turn("user", "a question"), Turn("assistant", answer)])
         return text[text.index(answer, spans[0][0]) + len(answer) : spans[0][1]]
 
+    @cached_property
+    def _variables(self) -> frozenset[str]:
+        with self._failing("is no Jinja template: "):
+            return template_sandbox.variables_of(self.text, self._environment)
+
     @property
     def _has_marks(self) -> bool:
         return "generation %}" in self.text.replace("generation-%}", "generation %}")
 
-    def _by_turns(self, turns: Sequence[Turn]) -> tuple[str, list[Span]]:
-        text, spans = self.render(turns), []
-        for number, turn in enumerate(turns):
-            if turn.role != "assistant":
+    def _by_marks(self, messages: Sequence[_Message], variables: Mapping[str, Any]) -> tuple[str, list[Span]]:
+        return _cut(self._render(messages, False, variables))
+
+    def _by_turns(self, messages: Sequence[_Message], variables: Mapping[str, Any]) -> tuple[str, list[Span]]:
+        text, spans = _unmarked(self._render(messages, False, variables)), []
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
                 continue
-            before, after = self.render(turns[:number], True), self.render(turns[: number + 1]).rstrip()
+            before = _unmarked(self._render(messages[:number], True, variables))
+            after = _unmarked(self._render(messages[: number + 1], False, variables)).rstrip()
             if not (after.startswith(before) and text.startswith(after)):
                 raise UserError(
-                    f"The chat template of {self.origin} does not say which tokens are answers.",
+                    f"The chat template of {printable(self.origin)} does not say which tokens are answers.",
                     why="it has no {% generation %} blocks, and what it makes of a turn depends on later ones",
                     do="a template with {% generation %} … {% endgeneration %} round answers, as tune.template",
                 )
             spans.append((len(before), len(after)))
         return text, spans
 
-    def _render(self, turns: Sequence[Turn], answering: bool) -> str:
-        from jinja2 import TemplateError
+    def _render(self, messages: Sequence[_Message], answering: bool, variables: Mapping[str, Any]) -> str:
+        own = {"messages": list(messages), "add_generation_prompt": answering}
+        compiled = self._compiled
+        with self._failing("fails: "):
+            self._environment.clock.start()
+            text: str = compiled.render({**variables, **self.tokens, **own})
+        return text
 
-        messages = [{"role": turn.role, "content": turn.content} for turn in turns]
+    @contextmanager
+    def _failing(self, fails: str) -> Iterator[None]:
+        """Turns whatever a template raises into `Unusable` or UserError."""
         try:
-            found: str = self._compiled.render(messages=messages, add_generation_prompt=answering, **self.tokens)
-        except _Refused as reason:
-            raise Unusable(f"the chat template refuses it: {reason}") from None
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            yield
+        except Refused as reason:
+            raise Unusable(f"the chat template refuses it: {printable(reason)}") from None
+        except (EspalierError, Unusable):
+            raise
+        except Exception as error:  # a template can raise anything
             raise UserError(
-                f"The chat template of {self.origin} fails: {type(error).__name__}: {error}.",
+                f"The chat template of {printable(self.origin)} {fails}{type(error).__name__}: {printable(error)}.",
                 do="repair it, or name another file as tune.template",
             ) from None
-        return found
+
+    @cached_property
+    def _environment(self) -> template_sandbox.Sandbox:
+        return template_sandbox.Sandbox()
 
     @cached_property
     def _compiled(self) -> Any:
-        from jinja2 import TemplateError
+        with self._failing("is no Jinja template: "):
+            return self._environment.from_string(self.text)
 
-        try:
-            return _environment().from_string(self.text)
-        except TemplateError as error:
-            raise UserError(
-                f"The chat template of {self.origin} is no Jinja template: {error}.",
-                do="repair it, or name another file as tune.template",
-            ) from None
+
+class _Message(dict[str, Any]):
+    """A turn as the template is given it. Remembers which of its keys are read."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self._read: set[Any] = set()
+
+    @classmethod
+    def of(cls, turn: Turn) -> _Message:
+        """Role and content, or all that the turn has."""
+        return cls(turn.message or {"role": turn.role, "content": turn.content})
+
+    def __getitem__(self, key: str) -> Any:
+        self._read.add(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self._read.add(key)
+        return super().__contains__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """See dict."""
+        self._read.add(key)
+        return super().get(key, default)
+
+    def items(self) -> Any:
+        """See dict: all are read, also by `tojson`."""
+        self._read.update(super().keys())
+        return super().items()
+
+    def unread(self) -> list[str]:
+        """Keys that were not read and may be left out. Raises `Unusable` for others: they change what is meant."""
+        names = [name for name in self.keys() if name in TURN_NAMES and name not in self._read]
+        harmless = ("tool_call_id", "name") if dict.get(self, "role") == "tool" else ()
+        strange = next((name for name in names if name not in harmless), None)
+        if strange is not None:
+            raise Unusable(f"the chat template does not read {strange!r} of its turns")
+        return names
+
+
+def _texts(turns: Sequence[Turn], variables: Mapping[str, Any]) -> Iterator[str]:
+    """All that the template is given, what is no plain text as JSON without its escapes of control characters."""
+    values = [variables, *(turn.message for turn in turns if turn.message is not None)]
+    yield from (turn.content or "" for turn in turns)
+    plain = (json.dumps(value, default=str).replace("\\\\", "") for value in values)  # no escaped backslashes
+    yield from (text.replace("\\u0002", BEGIN).replace("\\u0003", END) for text in plain)
+
+
+def _unmarked(text: str) -> str:
+    return text.replace(BEGIN, "").replace(END, "")
 
 
 def open_template(file: str | None, tokenizer: Tokenizer, kept: Path | None = None) -> ChatTemplate:
@@ -151,47 +249,10 @@ def _content(token: Any) -> str:
 def _cut(text: str) -> tuple[str, list[Span]]:
     """`text` without its marks, and what stood between them."""
     plain, spans, length = [], [], 0
-    for number, piece in enumerate(text.split(_BEGIN)):
-        inside, mark, rest = piece.partition(_END)
+    for number, piece in enumerate(text.split(BEGIN)):
+        inside, mark, rest = piece.partition(END)
         if number and mark:
             spans.append((length, length + len(inside)))
         plain += [inside, rest]
         length += len(inside) + len(rest)
     return "".join(plain), spans
-
-
-# --- Jinja -------------------------------------------------------------------------------------------------------
-
-
-class _Refused(Exception):
-    """What a template raises by `raise_exception`."""
-
-
-def _environment() -> Any:
-    """As transformers renders templates (`apply_chat_template`): sandboxed, blocks trimmed, with its functions."""
-    from jinja2 import nodes
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
-
-        def _marked(self, caller: Any) -> str:
-            return f"{_BEGIN}{caller()}{_END}"
-
-    def refuse(message: str) -> None:
-        raise _Refused(message)
-
-    def as_json(value: Any, indent: int | None = None) -> str:
-        return json.dumps(value, ensure_ascii=False, indent=indent)
-
-    found = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
-    found.filters["tojson"] = as_json
-    found.globals["raise_exception"] = refuse
-    found.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return found

@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from espalier.artifacts import Artifact, Text
 from espalier.config import Adapters, Dpo, Lora, Recipe, Tuning
 from espalier.cost import Work
 from espalier.errors import UserError
-from espalier.language import generate, gpt, hf, text_sources
+from espalier.language import generate, gpt, hf, row_files, text_sources
 from espalier.language.decoder_workload import DecoderWorkload, Rows, Windows
 from espalier.language.tokenizer import Tokenizer, kept_tokenizer
 from espalier.language.tune import chat_rows, dpo, lora, peft
@@ -261,33 +262,42 @@ def chats_of(recipe: Recipe, chats: ReadChats) -> Chats:
 
 
 def _notes(chats: ReadChats, train: ChatTokens) -> list[str]:
-    skipped = [one for found in chats.found for one in found.skipped]
-    said = []
+    skipped = [row for source in chats.found for row in source.skipped]
+    notes = [note for source in chats.found for note in source.notes]
     if skipped:
-        few = "; ".join(f"{name}: {why}" for name, why in skipped[:3])
-        said.append(f"{len(skipped)} conversations are left out ({few}{'; …' if len(skipped) > 3 else ''})")
-    share = train.answers.mean()
-    said.append(
+        notes.append(f"{len(skipped)} conversations are left out ({row_files.summary(skipped)})")
+    shown_rows = preview(chats.tokenizer, train)
+    notes.append(
         f"{len(train):,} conversations of {len(train.tokens):,} tokens by the template of {chats.template.origin}; the "
-        f"loss is on the {share:.0%} of them that are answers, between ⟦ and ⟧ in this one: {shown(chats, train)}"
+        f"loss is on the {train.answers.mean():.0%} of them that are answers, between ⟦ and ⟧ in {shown_rows[0]}"
     )
-    return said
+    return [*notes, *(f"between ⟦ and ⟧ in {row}" for row in shown_rows[1:])]
 
 
-def shown(chats: ReadChats, found: ChatTokens, most: int = 1000) -> str:
-    """The first conversation of `found` with its answers between ⟦ and ⟧."""
-    stop = int(found.starts[1])
-    told, inside = "", False
-    tokens, answers = found.tokens[:stop].tolist(), found.answers[:stop].tolist()
-    runs: list[tuple[bool, list[int]]] = []
-    for token, answer in zip(tokens, answers, strict=True):
-        if not runs or runs[-1][0] != answer:
-            runs.append((answer, []))
-        runs[-1][1].append(token)
-    for inside, ids in runs:
-        text = chats.tokenizer.decode(ids)
-        told += f"⟦{text}⟧" if inside else text
-    return json.dumps(told[:most] + ("…" if len(told) > most else ""), ensure_ascii=False)
+def preview(tokenizer: Tokenizer, chats: ChatTokens) -> list[str]:
+    """The first conversation, the longest, and the one with the most unused keys, with their answers between marks."""
+    longest, strangest = int(np.argmax(chats.lengths)), int(np.argmax(chats.unused or [0]))
+    labels = {strangest: "the one with the most that is not used", longest: "the longest", 0: "this one"}
+    return [f"{labels[number]}: {shown(tokenizer, chats, number)}" for number in dict.fromkeys([0, longest, strangest])]
+
+
+def shown(tokenizer: Tokenizer, chats: ChatTokens, number: int, most: int = 1000) -> str:
+    """A conversation with its special tokens, and its answers between ⟦ and ⟧."""
+    start, stop = int(chats.starts[number]), int(chats.starts[number + 1])
+    special = _special_tokens(tokenizer, {int(token) for token in chats.tokens[start:stop]})
+    text = ""
+    for answer, group in groupby(range(start, stop), lambda place: bool(chats.answers[place])):
+        runs = groupby((int(chats.tokens[place]) for place in group), special.get)
+        part = "".join(tokenizer.decode(ids) if name is None else name * len(list(ids)) for name, ids in runs)
+        text += f"⟦{part}⟧" if answer else part
+    cut = text[:most] + ("…" if len(text) > most else "")
+    return f"{chats.names[number]} " + json.dumps(cut, ensure_ascii=False)
+
+
+def _special_tokens(tokenizer: Tokenizer, tokens: set[int]) -> dict[int, str]:
+    """Those of `tokens` that decode to nothing, as special ones do, by their names."""
+    hidden = {token for token in tokens if not tokenizer.decode([token])}
+    return {token: name for name, token in tokenizer.table().items() if token in hidden}
 
 
 def freeze(workload: TuneWorkload, folder: Path) -> None:

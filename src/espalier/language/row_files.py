@@ -1,0 +1,511 @@
+"""Row files: JSON lines, JSON, CSV and Parquet, plain or compressed, as rows of named values.
+
+The content of a file decides its form; its ending helps where the content leaves it open. A byte order mark is skipped.
+"""
+
+from __future__ import annotations
+
+import csv
+import errno
+import gzip
+import io
+import json
+import os
+import re
+import sys
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+import zstandard
+
+from espalier.errors import UserError, missing_extra
+from espalier.foreign_files import BYTE_ORDER_MARK, decoded, parsing, printable
+from espalier.hardware.resource_limits import free_memory
+from espalier.units import plural, show_size
+
+Form = Literal["lines", "json", "table", "parquet", "text", "document", "binary"]
+"""`json`: a list of objects, or an object that holds one. `document`: JSON without rows."""
+
+HEAD = 1 << 16
+"""Bytes of a file from which its form is seen; of JSON up to `_LONG_HEAD`."""
+_LONG_HEAD = 1 << 22
+_CHUNK = 1 << 20  # bytes read from a compressed file at once
+_LARGE = 1 << 28  # bytes of a file above which its size is compared with memory
+_JSON_MEMORY = 8
+"""Bytes of memory for a byte of a JSON list: measured 4 to 7 with short rows."""
+
+LINES = (".jsonl", ".ndjson", ".jsonlines")
+TABLES = (".csv", ".tsv")
+ENDINGS = (*LINES, *TABLES, ".json", ".parquet")
+"""Endings of files of rows, in any case, before `.gz` and `.zst`."""
+COMPRESSED = (".gz", ".zst")
+_NOT_TEXT = (
+    ".7z .arrow .avi .avro .bin .bmp .bz2 .ckpt .db .dll .doc .docx .dylib .exe .feather .gguf .gif .h5 .hdf5 .ico .jar"
+    " .joblib .jpeg .jpg .mkv .mov .mp3 .mp4 .msgpack .npy .npz .ods .odt .ogg .onnx .orc .parq .pdf .pickle .pkl .png"
+    " .ppt .pptx .pt .pth .pyc .rar .safetensors .so .sqlite .tar .tfrecord .tgz .tif .tiff .wav .webm .webp .whl .woff"
+    " .xls .xlsx .xz .zip"
+)
+BINARY = frozenset(_NOT_TEXT.split())
+"""Endings whose files are not text, even where their bytes are."""
+CONTAINERS = ("data", "rows", "examples", "train", "instances", "items")
+"""Keys of a JSON object under which a list of rows stands."""
+CHAT_KEYS = frozenset({"messages", "conversations", "prompt", "instruction", "chosen"})
+"""Keys of rows of chats."""
+UTF_16 = (b"\xff\xfe", b"\xfe\xff")
+"""Byte order marks of files that are not read."""
+_DAMAGED = (OSError, EOFError, zlib.error, zstandard.ZstdError)
+_LIST_OF_OBJECTS = re.compile(rb"\[\s*\{")
+_BEGINS_JSON = re.compile(rb"(\xef\xbb\xbf)?\s*[\[{]")
+
+
+class SourceFile(NamedTuple):
+    """One file as the file system shows it: `size` in bytes, `modified` in nanoseconds."""
+
+    name: str
+    path: str
+    size: int
+    modified: int
+
+
+class RowStream(NamedTuple):
+    """An open file: what it holds, decompressed, and the file itself, whose position is the progress."""
+
+    content: io.BufferedReader
+    raw: io.BufferedReader
+
+
+def ending_of(name: str) -> str:
+    """The ending of a file's name in small letters, without that of its compression: `.json` of `A.JSON.gz`."""
+    stem = name[name.rfind("/") + 1 :].lower()
+    if stem.endswith(COMPRESSED):
+        stem = stem[: stem.rfind(".")]
+    dot = stem.rfind(".")
+    return stem[dot:] if dot > 0 else ""
+
+
+@contextmanager
+def opened(entry: SourceFile) -> Iterator[RowStream]:
+    """The file, decompressed as its name says. Raises UserError, also while it is read."""
+    try:
+        with open(entry.path, "rb") as raw:
+            content = _decompressed(raw, entry.name.lower())
+            if (start := content.peek(2)[:2]) in UTF_16:
+                decoded(start, entry.path)  # says which encoding it is
+            yield RowStream(content, raw)
+    except _DAMAGED as error:
+        raise unreadable(entry.path, error) from None
+
+
+def _decompressed(raw: io.BufferedReader, name: str) -> io.BufferedReader:
+    if name.endswith(".gz"):
+        return io.BufferedReader(gzip.GzipFile(fileobj=raw), _CHUNK)
+    return io.BufferedReader(_ZstdFile(raw), _CHUNK) if name.endswith(".zst") else raw
+
+
+class _ZstdFile(io.RawIOBase):
+    """Frames of zstandard, one after the other. Holds what is decompressed and not read yet."""
+
+    def __init__(self, raw: io.BufferedReader) -> None:
+        self._pieces, self._rest = _zstd_pieces(raw), memoryview(b"")
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """See io.RawIOBase."""
+        while not self._rest:
+            piece = next(self._pieces, None)
+            if piece is None:
+                return 0
+            self._rest = memoryview(piece)
+        count = min(len(buffer), len(self._rest))
+        buffer[:count], self._rest = self._rest[:count], self._rest[count:]
+        return count
+
+
+def _zstd_pieces(raw: io.BufferedReader) -> Iterator[bytes]:
+    # stream_reader takes a file cut short for its end, so the frames are followed by hand.
+    frame: Any = None
+    while chunk := raw.read(_CHUNK):
+        while chunk:
+            frame = frame or zstandard.ZstdDecompressor().decompressobj()
+            yield frame.decompress(chunk)
+            chunk = frame.unused_data
+            if frame.eof:
+                frame = None
+    if frame is not None:
+        raise EOFError("compressed file ends before its end mark")
+
+
+def head_of(entry: SourceFile) -> bytes:
+    """The first bytes without a byte order mark, for `form_of`; more where they begin JSON. Raises UserError."""
+    if is_compressed(entry.name):
+        with opened(entry) as stream:
+            return _head(stream.content)
+    try:
+        with open(entry.path, "rb", 0) as raw:
+            return _head(raw, min(HEAD, entry.size + 1) if entry.size else HEAD)
+    except _DAMAGED as error:
+        raise unreadable(entry.path, error) from None
+
+
+def _head(file: io.BufferedReader | io.FileIO, size: int = HEAD) -> bytes:
+    head = file.read(size) or b""
+    if len(head) == HEAD and _BEGINS_JSON.match(head):
+        head += file.read(_LONG_HEAD) or b""
+    return head.removeprefix(BYTE_ORDER_MARK)
+
+
+def is_compressed(name: str) -> bool:
+    """Whether a file's name says so."""
+    return name.lower().endswith(COMPRESSED)
+
+
+def look(entry: SourceFile, known: frozenset[str]) -> Form:
+    """The form of a file. Raises UserError where it cannot be read."""
+    return form_of(entry.name, head_of(entry), known)
+
+
+def form_of(name: str, head: bytes, known: frozenset[str]) -> Form:
+    """The form of a file that begins with `head`. `known`: keys of which one makes an object a row."""
+    ending = ending_of(name)
+    if ending == ".parquet" or head[:4] == b"PAR1":
+        return "parquet"
+    if ending in TABLES:
+        return "table"
+    if ending in BINARY:
+        return "binary"
+    form = _json_form(head, ending, known)
+    if form is None:
+        form = "lines" if ending in LINES else "document" if ending == ".json" else "text"
+    return form
+
+
+def _json_form(head: bytes, ending: str, known: frozenset[str]) -> Form | None:
+    """The form of what begins with an object or a list of objects; None: it is told by the ending."""
+    if not _BEGINS_JSON.match(head):
+        return None
+    start = head.lstrip()
+    listed = _LIST_OF_OBJECTS.match(start)
+    if not listed and start[:1] != b"{":
+        return None
+    row, rest = _first_object(start[listed.end() - 1 :] if listed else start)
+    if row is None:  # too long, or broken: the reader of its ending says what is wrong
+        return "json" if ending == ".json" or (listed and ending in LINES) else _begun_row(start, known)
+    if listed:
+        return "json" if known & row.keys() or ending in LINES else None
+    if rest.lstrip()[:1] == "{":
+        return "lines"
+    if rest.strip():
+        return None
+    if ending in LINES:
+        return "lines" if len(start.splitlines()) == 1 or not contained(row) else "json"
+    return "json" if known & row.keys() or contained(row) is not None else None
+
+
+def _begun_row(start: bytes, known: frozenset[str]) -> Form | None:
+    key = re.match(rb'\{\s*"([^"\\]*)"\s*:', start)
+    return "lines" if key and key[1].decode("utf-8", "replace") in known else None
+
+
+def _first_object(text: bytes) -> tuple[dict[str, Any] | None, str]:
+    """The object that `text` begins with, and what follows it."""
+    shown = text.decode("utf-8", "replace")
+    try:
+        row, end = json.JSONDecoder().raw_decode(shown)
+    except (ValueError, RecursionError):
+        return None, ""
+    return row, shown[end:]
+
+
+def first_keys(head: bytes) -> list[str]:
+    """Keys of the object, or of the first object of the list, that a file begins with."""
+    start = head.lstrip()
+    listed = _LIST_OF_OBJECTS.match(start)
+    row, _ = _first_object(start[listed.end() - 1 :] if listed else start)
+    return list(row) if isinstance(row, dict) else []
+
+
+def contained(row: Mapping[str, Any]) -> list[Any] | None:
+    """The list of rows that a JSON object holds under one of the `CONTAINERS`; None: there is none."""
+    return next((row[key] for key in CONTAINERS if _is_rows(row.get(key))), None)
+
+
+def _is_rows(value: Any) -> bool:
+    return isinstance(value, list) and len(value) > 0 and all(isinstance(part, dict) for part in value)
+
+
+# --- rows --------------------------------------------------------------------------------------------------------
+
+
+Row = Mapping[str, Any]
+
+
+def rows(entry: SourceFile, form: Form) -> Iterator[tuple[str, Row]]:
+    """(name, row) of each row, `file:number` from 1 (lines by their line). Raises UserError for what is malformed."""
+    if form == "lines":
+        return _line_rows(entry)
+    if form == "json":
+        return _numbered(entry, iter(json_rows(entry)))
+    return _numbered(entry, table_rows(entry) if form == "table" else parquet_rows(entry))
+
+
+def _numbered(entry: SourceFile, values: Iterator[Row]) -> Iterator[tuple[str, Row]]:
+    return ((f"{entry.name}:{number}", row) for number, row in enumerate(values, start=1))
+
+
+def numbered_lines(stream: RowStream) -> Iterator[tuple[int, bytes]]:
+    """Lines that are not empty, with their numbers from 1."""
+    first = stream.content.readline().removeprefix(BYTE_ORDER_MARK)
+    if first and not first.isspace():
+        yield 1, first
+    yield from ((number, line) for number, line in enumerate(stream.content, start=2) if not line.isspace())
+
+
+def _line_rows(entry: SourceFile) -> Iterator[tuple[str, Row]]:
+    decode = msgspec.json.Decoder(dict[str, Any]).decode
+    with opened(entry) as stream:
+        for number, line in numbered_lines(stream):
+            try:
+                row = decode(line)
+            except Exception:  # msgspec is stricter than JSON as it is written: half surrogate pairs, NaN
+                row = line_row(entry, number, line)
+            yield f"{entry.name}:{number}", row
+
+
+def line_row(entry: SourceFile, number: int, line: bytes) -> dict[str, Any]:
+    """The object of a line, as Python reads it; bytes that are not UTF-8 become half surrogate pairs.
+
+    Raises UserError that names file and line for what is no object.
+    """
+    try:
+        row = json.loads(line.decode("utf-8", "surrogateescape"))
+    except (ValueError, RecursionError) as error:
+        reason = f": {printable(error)}"
+    else:
+        if isinstance(row, dict):
+            return row
+        reason = f", but {type(row).__name__}"
+    raise UserError(
+        f"{printable(entry.path)}, line {number} is not a JSON object{reason}.",
+        do="repair or remove the line",
+    )
+
+
+def json_rows(entry: SourceFile) -> list[Row]:
+    """The rows of a JSON list of objects, of an object that holds one, or an object itself. Raises UserError."""
+    do = "a JSON list of objects"
+    text = decoded(read_whole(entry, head_of(entry), _JSON_MEMORY), entry.path)
+    with parsing(entry.path, do):
+        value = json.loads(text)
+    if isinstance(value, dict):
+        lists = [key for key, part in value.items() if _is_rows(part)]
+        if len(lists) > 1:
+            raise UserError(
+                f"{printable(entry.path)} holds several lists of rows: {_few(lists)}.", do="a file for each of them"
+            )
+        value = contained(value) or [value]
+    if not isinstance(value, list) or not all(isinstance(row, dict) for row in value):
+        raise UserError(f"{printable(entry.path)} is no JSON list of objects.", do="one object for each row")
+    return value
+
+
+def read_whole(entry: SourceFile, head: bytes, factor: int = 2) -> bytes:
+    """All of a file that begins with `head`. Raises UserError where `factor` times as much does not fit into memory."""
+    if len(head) < HEAD - len(BYTE_ORDER_MARK):
+        return head
+    if is_compressed(entry.name):
+        with opened(entry) as stream:
+            return b"".join(_bounded(entry, stream, factor)).removeprefix(BYTE_ORDER_MARK)
+    _check_size(entry, entry.size, factor)
+    try:
+        return Path(entry.path).read_bytes().removeprefix(BYTE_ORDER_MARK)
+    except OSError as error:
+        raise unreadable(entry.path, error) from None
+
+
+def _bounded(entry: SourceFile, stream: RowStream, factor: int) -> Iterator[bytes]:
+    size = 0
+    while piece := stream.content.read(_CHUNK * 64):
+        size += len(piece)
+        _check_size(entry, size, factor)
+        yield piece
+
+
+def _check_size(entry: SourceFile, size: int, factor: int) -> None:
+    free = free_memory() if size > _LARGE else 0
+    if 0 < free < size * factor:
+        raise UserError(
+            f"{printable(entry.path)} does not fit into memory: {show_size(size)}, read whole.",
+            why=f"{show_size(free)} are free, and it takes {factor} times its size",
+            do="write it as JSON lines or Parquet, which are read row by row",
+        )
+
+
+def table_rows(entry: SourceFile) -> Iterator[Row]:
+    """Rows of a CSV or TSV file by the names of its first row; cells are text, and `None` where a row is too short.
+
+    Raises UserError for a row with more cells than there are names, and for two columns of one name.
+    """
+    csv.field_size_limit(sys.maxsize)
+    do = "repair the row, or write it as JSON lines"
+    with opened(entry) as stream, parsing(entry.path, do):
+        text = io.TextIOWrapper(stream.content, "utf-8-sig", errors="surrogateescape", newline="")
+        first = text.readline()
+        delimiter = "\t" if ending_of(entry.name) == ".tsv" else _delimiter(first)
+        lines = csv.reader(_with_first(first, text), delimiter=delimiter, strict=True)
+        names = [name.strip() for name in next(lines, [])]
+        _check_header(entry, names)
+        for cells in filter(None, lines):
+            if len(cells) > len(names):
+                raise UserError(
+                    f"{printable(entry.path)}, line {lines.line_num} has {len(cells)} cells.",
+                    why=f"its first row names {plural(len(names), 'column')}: {_few(names)}",
+                    do="put cells with the delimiter in quotes",
+                )
+            yield dict(zip(names, [*cells, *[None] * (len(names) - len(cells))], strict=True))
+
+
+def _with_first(first: str, rest: Iterator[str]) -> Iterator[str]:
+    yield first
+    yield from rest
+
+
+def _delimiter(header: str) -> str:
+    return max(",\t;|", key=lambda mark: len(next(csv.reader([header], delimiter=mark), [])))
+
+
+def _check_header(entry: SourceFile, names: Sequence[str]) -> None:
+    twice = next((name for number, name in enumerate(names) if name and name in names[:number]), None)
+    if twice is not None:
+        raise UserError(
+            f"{printable(entry.path)} has two columns called {printable(twice)!r}.", do="rename or remove one"
+        )
+
+
+def _few(names: Sequence[str]) -> str:
+    return printable(", ".join(names[:8])) + (", …" if len(names) > 8 else "")
+
+
+# --- Parquet -----------------------------------------------------------------------------------------------------
+
+
+def _parquet(entry: SourceFile) -> Any:
+    try:
+        from pyarrow import parquet
+    except ImportError:
+        raise missing_extra("pyarrow", "graph", f"data.path = {entry.path!r}") from None
+    return parquet.ParquetFile(entry.path)
+
+
+_PARQUET_DO = "restore the file, or take it out of data.path"
+
+
+def parquet_rows(entry: SourceFile) -> Iterator[Row]:
+    """Rows of a Parquet file, read by row groups."""
+    with parsing(entry.path, _PARQUET_DO), _parquet(entry) as file:
+        _check_groups(entry, file, range(file.metadata.num_columns))
+        for batch in file.iter_batches():
+            yield from batch.to_pylist()
+
+
+def parquet_columns(entry: SourceFile) -> list[str]:
+    """Names of the columns of a Parquet file."""
+    with parsing(entry.path, _PARQUET_DO), _parquet(entry) as file:
+        return list(file.schema_arrow.names)
+
+
+class ParquetText(NamedTuple):
+    """Texts of some rows: UTF-8 bytes or None, and the number of the last row among all `rows` of the file."""
+
+    texts: list[Any]
+    last: int
+    rows: int
+
+
+def parquet_texts(entry: SourceFile, column: str) -> Iterator[ParquetText]:
+    """One column of a Parquet file, by row groups; values that are not text are handed on as they are."""
+    with parsing(entry.path, _PARQUET_DO):
+        import pyarrow as pa
+
+        with _parquet(entry) as file:
+            place = file.schema_arrow.get_field_index(column)
+            kind = file.schema_arrow.field(place).type
+            text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+            _check_groups(entry, file, [place] if text else [])
+            last = 0
+            for batch in file.iter_batches(batch_size=1024, columns=[column]):
+                values = batch.column(0)
+                if text:
+                    values = values.cast(pa.binary() if pa.types.is_string(kind) else pa.large_binary())
+                last += len(values)
+                yield ParquetText(values.to_pylist(), last, file.metadata.num_rows)
+
+
+def _check_groups(entry: SourceFile, file: Any, columns: Sequence[int]) -> None:
+    """Raises UserError where the columns of a row group do not fit into memory."""
+    groups = (file.metadata.row_group(number) for number in range(file.metadata.num_row_groups))
+    size = max((sum(group.column(place).total_uncompressed_size for place in columns) for group in groups), default=0)
+    _check_size(entry, size, 2)
+
+
+# --- what is left out --------------------------------------------------------------------------------------------
+
+
+def summary(skipped: Sequence[tuple[str, str]], most: int = 3) -> str:
+    """What was left out and why: each reason once, with the first name it has and how many more."""
+    names: dict[str, list[str]] = {}
+    for name, reason in skipped:
+        names.setdefault(reason, []).append(name)
+    parts = [
+        f"{printable(group[0])}{f' and {len(group) - 1:,} more' if len(group) > 1 else ''}: {printable(reason)}"
+        for reason, group in sorted(names.items(), key=lambda item: -len(item[1]))
+    ]
+    return "; ".join(parts[:most]) + ("; …" if len(parts) > most else "")
+
+
+def text_fault(value: Any) -> str:
+    """Why a value of a row is no text that can be trained on, as a predicate; empty: it is."""
+    if value is None:
+        return "is null"
+    if not isinstance(value, str):
+        return f"is {_KINDS.get(type(value), type(value).__name__)}, not text"
+    if not value:
+        return "is empty"
+    return "has a NUL byte" if "\0" in value else encoding_fault(value)
+
+
+_KINDS: Mapping[type, str] = {
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+    dict: "an object",
+    list: "a list",
+}
+
+
+def encoding_fault(value: str) -> str:
+    """Why a text cannot be written as UTF-8, as a predicate; empty: it can."""
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        foreign = 0xDC80 <= ord(value[error.start]) <= 0xDCFF  # what surrogateescape makes of other bytes
+        return "is not UTF-8" if foreign else "has half a surrogate pair"
+    return ""
+
+
+def unreadable(path: str | Path, error: Exception) -> UserError:
+    """The error for a file that the system or a decompressor refuses."""
+    denied = isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM)
+    reason = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+    shown = printable(os.fspath(path))
+    return UserError(
+        f"Cannot read {shown}.",
+        why=printable(reason),
+        do=f"chmod u+r {shown}" if denied else "restore the file, or take it out of data.path",
+    )

@@ -1,0 +1,403 @@
+"""Formats of chat rows: what the keys of a row and of its turns mean.
+
+Every key is read, counted as not used, or changes the meaning of the row and leaves it out by name. Text is what is
+text: a number or an object in its place leaves the row out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from espalier.errors import UserError
+from espalier.foreign_files import Fields, printable
+from espalier.language.row_files import text_fault
+
+KNOWN = "messages, conversations, prompt and completion, instruction and output, or chosen and rejected"
+ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "bot": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+    "function": "tool",
+}
+"""Names of roles in other sets, and what chat templates call them."""
+CALLS = "function_call"
+TURN_NAMES = frozenset({"tool_calls", "reasoning_content", "reasoning", "thinking", "tool_call_id", "name"})
+"""Keys of a turn that a chat template may know."""
+ROW_NAMES = frozenset({"tools", "documents", "chat_template_kwargs"})
+"""Columns of a row that a chat template may know."""
+_READ = frozenset({"role", "from", "content", "value", "weight", "train", CALLS, *TURN_NAMES})
+_MASKS = frozenset({"loss", "loss_mask", "mask", "masked", "trainable", "training", "train_detail", "training_detail"})
+_MEDIA = frozenset({"image", "images", "video", "videos", "audio", "audios"})
+_KTO = frozenset({"label", "kto_tag"})
+COLUMNS = Fields("column", frozenset())
+TURN_KEYS = Fields("key", frozenset(), unit="turn")
+TEMPLATE_KEYS = Fields("key", frozenset(), unit="conversation")
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+Row = Mapping[str, Any]
+
+
+class Turn(NamedTuple):
+    """What one side says. `role`: system, user, assistant or tool. `message`: what the chat template is given where
+    that is more than role and content."""
+
+    role: str
+    content: str | None
+    message: Mapping[str, Any] | None = None
+
+
+class Conversation(NamedTuple):
+    """Turns in their order. `name`: file and row, for messages. `rejected`: of a preference, the turns that take the
+    place of the last ones of `turns` from the turn `shared` on; empty: none. `masked`: numbers of answers that are not
+    learned. `variables` of the chat template: tools, documents. `unused_columns` and `unused_keys` (of turns) are not
+    read."""
+
+    name: str
+    turns: tuple[Turn, ...]
+    rejected: tuple[Turn, ...] = ()
+    shared: int = 0
+    masked: frozenset[int] = frozenset()
+    variables: Mapping[str, Any] = NOTHING
+    unused_columns: tuple[str, ...] = ()
+    unused_keys: tuple[str, ...] = ()
+
+
+class Unusable(Exception):
+    """A row that is left out, and why."""
+
+
+class _Format(NamedTuple):
+    """`needs`: columns that tell the format; `read`: columns that it may have besides."""
+
+    needs: tuple[str, ...]
+    read: frozenset[str]
+    turns: Callable[[Row], list[Row]]
+
+
+def conversation(name: str, row: Row) -> Conversation:
+    """What a row says. Raises `Unusable`, also for an unknown format."""
+    form = next((form for form in _FORMATS if all(row.get(key) is not None for key in form.needs)), None)
+    form = form or next((form for form in _FORMATS if all(key in row for key in form.needs)), None)
+    if form is None:
+        has = printable(", ".join(sorted(map(str, row))[:8])) or "no keys"
+        raise Unusable(f"it is in none of the known chat formats (it has {has})")
+    _check_columns(row)
+    variables = _variables(row)
+    used = {*form.needs, *form.read, "system", "weight", "functions", *ROW_NAMES}
+    columns = tuple(str(key) for key, value in row.items() if key not in used and value is not None)
+    if form.needs == _PREFERENCE:
+        columns = tuple(name for name in columns if name not in _question(row)[0])
+        talk = _preference(name, row)
+    else:
+        messages = [*_system(row), *form.turns(row)]
+        turns, masked = tuple(map(_turn, messages)), _masked(messages)
+        talk = _checked(Conversation(name, turns, masked=masked, unused_keys=tuple(_unused_keys(messages))))
+    return talk._replace(variables=variables, unused_columns=columns)
+
+
+def _check_columns(row: Row) -> None:
+    """Raises `Unusable` for columns that change the meaning of the others and are not understood."""
+    media = next((key for key in sorted(_MEDIA) if row.get(key)), None)
+    if media is not None:
+        raise Unusable(f"it has {media!r}, and a language model reads text alone")
+    label = next((key for key in sorted(_KTO) if str(row.get(key)).lower() in ("true", "false")), None)
+    if label is not None:
+        raise Unusable(f"its {label!r} says whether the answer is good (KTO), which is not learned from")
+    if row.get("weight") not in (None, 1):
+        raise Unusable(f"it has the weight {printable(row['weight'])}; all rows count alike")
+
+
+def _variables(row: Row) -> Mapping[str, Any]:
+    functions = [{"type": "function", "function": part} for part in _objects(row.get("functions"), "functions")]
+    tools = _objects(row.get("tools"), "tools") or functions
+    documents = _objects(row.get("documents"), "documents")
+    options = _decoded(row.get("chat_template_kwargs")) or {}
+    if not isinstance(options, Mapping):
+        raise Unusable("'chat_template_kwargs' is no object")
+    named = {"tools": tools, "documents": documents}
+    return {**{name: value for name, value in named.items() if value}, **options}
+
+
+def _decoded(value: Any) -> Any:
+    """What JSON in a text says, as cells of tables hold lists; else the value."""
+    if not isinstance(value, str) or value.lstrip()[:1] not in ("[", "{"):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+
+
+def _objects(value: Any, key: str) -> list[Row]:
+    """A list of objects, also as JSON text; nothing for nothing."""
+    value = _decoded(value)
+    value = list(value) if isinstance(value, list | tuple) else value
+    if not value:
+        return []
+    if not isinstance(value, list) or not all(isinstance(part, Mapping) for part in value):
+        raise Unusable(f"{key!r} is no list of objects")
+    return value
+
+
+# --- turns of each format ----------------------------------------------------------------------------------------
+
+
+def _text(row: Row, key: str) -> str:
+    reason = text_fault(row.get(key)) if key in row else "is missing"
+    if reason not in ("", "is empty"):
+        raise Unusable(f"{key!r} {reason}")
+    return str(row[key])
+
+
+def _optional(row: Row, key: str) -> str:
+    return "" if row.get(key) is None else _text(row, key)
+
+
+def _system(row: Row) -> list[Row]:
+    system = _optional(row, "system")
+    return [{"role": "system", "content": system}] if system else []
+
+
+def _history(row: Row) -> Iterator[Row]:
+    pairs = _decoded(row.get("history")) or []
+    if not isinstance(pairs, list | tuple) or any(
+        not isinstance(pair, list | tuple) or len(pair) != 2 for pair in pairs
+    ):
+        raise Unusable("'history' is no list of pairs of a question and an answer")
+    for asked, answered in pairs:
+        yield {"role": "user", "content": asked}
+        yield {"role": "assistant", "content": answered}
+
+
+def _completion(row: Row) -> list[Row]:
+    return [*_history(row), *_side(row, "prompt", "user"), *_side(row, "completion", "assistant")]
+
+
+def _alpaca(row: Row) -> list[Row]:
+    return [*_history(row), _asked(row), {"role": "assistant", "content": _text(row, "output")}]
+
+
+def _asked(row: Row) -> Row:
+    more = _optional(row, "input")
+    return {"role": "user", "content": _text(row, "instruction") + (f"\n\n{more}" if more else "")}
+
+
+def _side(row: Row, key: str, role: str) -> list[Row]:
+    """A text that `role` says, or a turn, or a list of turns."""
+    value = row.get(key)
+    if isinstance(value, Mapping):
+        return [value]
+    return _messages(value, key) if isinstance(value, list | tuple) else [{"role": role, "content": _text(row, key)}]
+
+
+def _messages(value: Any, key: str) -> list[Row]:
+    value = _decoded(value)
+    if not isinstance(value, list | tuple) or not all(isinstance(part, Mapping) for part in value):
+        raise Unusable(f"{key!r} is no list of objects: its turns")
+    return list(value)
+
+
+_PREFERENCE = ("chosen", "rejected")
+_ALPACA = frozenset({"input", "history"})
+_FORMATS = (
+    _Format(_PREFERENCE, frozenset(), lambda row: []),
+    _Format(("messages",), frozenset(), lambda row: _messages(row["messages"], "messages")),
+    _Format(("conversations",), frozenset(), lambda row: _messages(row["conversations"], "conversations")),
+    _Format(("prompt", "completion"), frozenset({"history"}), _completion),
+    _Format(("instruction", "output"), _ALPACA, _alpaca),
+)
+
+
+def _preference(name: str, row: Row) -> Conversation:
+    asked = [*_system(row), *_question(row)[1]]
+    sides = [_side(row, key, "assistant") for key in _PREFERENCE]
+    if any(_masked(side) for side in sides):
+        raise Unusable("an answer of a preference has the weight 0")
+    prompt = list(map(_turn, asked))
+    chosen, rejected = ([*prompt, *map(_turn, side)] for side in sides)
+    if not prompt:  # both sides begin with it
+        while len(prompt) < min(len(chosen), len(rejected)) and chosen[len(prompt)] == rejected[len(prompt)]:
+            prompt.append(chosen[len(prompt)])
+    elif chosen[: 2 * len(prompt)] == prompt * 2:  # the prompt is given, and repeated on both sides
+        chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+    if chosen == rejected:
+        raise Unusable("the chosen and the rejected answer are the same")
+    other = _checked(Conversation(name, tuple(rejected)), "the rejected side")
+    talk = Conversation(name, tuple(chosen), other.turns[len(prompt) :], len(prompt))
+    return _checked(talk, "the chosen side")._replace(unused_keys=tuple(_unused_keys([*asked, *sides[0], *sides[1]])))
+
+
+def _question(row: Row) -> tuple[set[str], list[Row]]:
+    """The prompt of a preference and the columns that it stands in; nothing where both sides begin with it."""
+    if row.get("prompt"):
+        return {"prompt"}, _side(row, "prompt", "user")
+    if isinstance(row["chosen"], list | tuple) and len(row["chosen"]) > 1:
+        return {"prompt"}, []
+    if row.get("conversations"):
+        return {"conversations"}, _messages(row["conversations"], "conversations")
+    return ({"instruction", *_ALPACA}, [*_history(row), _asked(row)]) if "instruction" in row else ({"prompt"}, [])
+
+
+# --- one turn ----------------------------------------------------------------------------------------------------
+
+
+def _turn(row: Row) -> Turn:
+    stated = row.get("role", row.get("from"))
+    if not isinstance(stated, str):
+        raise Unusable("a turn has no role")
+    key = "content" if "content" in row else "value"
+    extras = {name: value for name in TURN_NAMES if (value := row.get(name)) not in (None, "", [])}
+    content = _joined(row.get(key))
+    calls = _calls(row, stated, content)
+    if calls:
+        extras["tool_calls"] = calls
+    content = "" if stated == CALLS else content
+    reason = text_fault(content)
+    if reason not in ("", "is empty") and not (content is None and calls):
+        raise Unusable(f"{key!r} of a turn of {stated!r} {reason}" if key in row else "a turn has no role and text")
+    role = ROLES.get(stated, stated)
+    if not extras and content is not None:
+        return Turn(role, content)
+    _check_text(extras)
+    given = {} if content is None and key not in row else {"content": content}
+    return Turn(role, content, {"role": role, **given, **extras})
+
+
+def _joined(content: Any) -> Any:
+    """The text of parts of text, as of models that see images; anything else as it is."""
+    if not isinstance(content, list | tuple):
+        return content
+    kinds = ("text", "input_text", "output_text")
+    parts = [part for part in content if isinstance(part, Mapping) and part.get("type", "text") in kinds]
+    texts = [part["text"] for part in parts if isinstance(part.get("text"), str)]
+    return "".join(texts) if texts and len(texts) == len(content) else list(content)
+
+
+def _calls(row: Row, role: str, content: Any) -> list[Row]:
+    """The calls of a turn as `tool_calls` has them, also of OpenAI's `function_call` and of ShareGPT's role."""
+    if role == CALLS:
+        value = _decoded(content)
+        calls = _objects([value] if isinstance(value, Mapping) else value, CALLS)
+        if not calls or not all("name" in call and "arguments" in call for call in calls):
+            raise Unusable(f"a turn of {CALLS!r} is no JSON with name and arguments")
+        return [{"type": "function", "function": call} for call in calls]
+    calls = _objects(row.get("tool_calls"), "tool_calls")
+    legacy = row.get(CALLS)
+    if legacy is not None and not isinstance(legacy, Mapping):
+        raise Unusable(f"{CALLS!r} of a turn is no object")
+    return calls or ([{"type": "function", "function": legacy}] if legacy else [])
+
+
+def _check_text(value: Any) -> None:
+    """Raises `Unusable` for what cannot be written as UTF-8, at any depth."""
+    try:
+        json.dumps(value, ensure_ascii=False, default=str).encode()
+    except (ValueError, RecursionError):
+        raise Unusable("a turn has half a surrogate pair, or what is no JSON") from None
+
+
+def _unused_keys(messages: Sequence[Row]) -> Iterator[str]:
+    for row in messages:
+        mask = next((key for key in row if key in _MASKS and row[key] is not None), None)
+        if mask is not None:
+            raise Unusable(f"a turn has the key {mask!r}; 'weight': 0 or 'train': false leave a turn out of the loss")
+        media = next((key for key in row if key in _MEDIA and row[key]), None)
+        if media is not None:
+            raise Unusable(f"a turn has {media!r}, and a language model reads text alone")
+        yield from (str(key) for key, value in row.items() if key not in _READ and value is not None)
+
+
+def _masked(messages: Sequence[Row]) -> frozenset[int]:
+    """Which turns are left out of the loss by `weight` (OpenAI) or `train` (axolotl)."""
+    return frozenset(number for number, row in enumerate(messages) if not _learned(row))
+
+
+def _learned(row: Row) -> bool:
+    weight, train = row.get("weight"), row.get("train")
+    if weight not in (None, 0, 1):
+        raise Unusable(f"a turn has the weight {printable(weight)}; 0 and 1 are understood")
+    if train is not None and not isinstance(train, bool):
+        raise Unusable(f"a turn has 'train' = {printable(train)}; true and false are understood")
+    role = row.get("role", row.get("from"))
+    if train and ROLES.get(role, role) != "assistant":
+        raise Unusable(f"a turn of {printable(role)!r} is to be learned ('train'); answers are")
+    return weight != 0 and train is not False
+
+
+def _checked(talk: Conversation, side: str = "it") -> Conversation:
+    """Raises `Unusable` for what has no answer to be trained on."""
+    roles = [turn.role for turn in talk.turns]
+    strange = next((role for role in roles if role not in ("system", "user", "assistant", "tool")), None)
+    if strange is not None:
+        raise Unusable(f"{side} has a turn of {printable(strange)!r}, which is no role of chat templates")
+    if roles.count("system") > 1:
+        raise Unusable(f"{side} has {roles.count('system')} system turns")
+    if "system" in roles[1:]:
+        raise Unusable(f"the system turn of {side} is not the first")
+    answers = [number for number, role in enumerate(roles) if role == "assistant"]
+    if not answers:
+        raise Unusable(f"{side} has no assistant turn")
+    if any(not (talk.turns[number].content or "").strip() and not _speaks(talk.turns[number]) for number in answers):
+        raise Unusable(f"an answer of {side} is empty")
+    if talk.masked.issuperset(answers):
+        raise Unusable(f"no answer of {side} is to be learned (weight 0)")
+    return talk
+
+
+def _speaks(turn: Turn) -> bool:
+    """Whether a turn without text says something: it calls a tool."""
+    return turn.message is not None and "tool_calls" in turn.message
+
+
+# --- dataset_info.json of LLaMA-Factory --------------------------------------------------------------------------
+
+
+_ALPACA_NAMES = {"prompt": "instruction", "query": "input", "response": "output", "history": "history"}
+_SHAREGPT_NAMES = {"messages": "conversations"}
+_BOTH = {"system": "system", "tools": "tools", "chosen": "chosen", "rejected": "rejected"}
+_TAGS = {"role_tag": "from", "content_tag": "value"}
+_ROLE_TAGS = {
+    "user_tag": "human",
+    "assistant_tag": "gpt",
+    "observation_tag": "observation",
+    "function_tag": CALLS,
+    "system_tag": "system",
+}
+
+
+def renaming(file: str, table: Row) -> Callable[[Row], Row]:
+    """Gives rows the names that are known here, as LLaMA-Factory's table of a file says. Raises UserError for columns
+    that are not understood."""
+    columns, tags = table.get("columns") or {}, table.get("tags") or {}
+    known = {**(_ALPACA_NAMES if table.get("formatting", "alpaca") == "alpaca" else _SHAREGPT_NAMES), **_BOTH}
+    strange = sorted(set(columns) - set(known)) or sorted(set(tags) - set(_TAGS) - set(_ROLE_TAGS))
+    if strange:
+        raise UserError(
+            f"dataset_info.json names {printable(strange[0])!r} for {printable(file)}, which is not understood.",
+            why="it changes what the rows mean",
+            do="name another file as data.path",
+        )
+    names = {columns[key]: own for key, own in known.items() if key in columns}
+    keys = {tags[key]: own for key, own in _TAGS.items() if key in tags}
+    roles = {tags[key]: own for key, own in _ROLE_TAGS.items() if key in tags}
+
+    def turn(row: Any) -> Any:
+        if not isinstance(row, Mapping):
+            return row
+        renamed = {keys.get(key, key): value for key, value in row.items()}
+        return {**renamed, "from": roles.get(renamed["from"], renamed["from"])} if "from" in renamed else renamed
+
+    def value(cell: Any) -> Any:
+        return [turn(part) for part in cell] if isinstance(cell, list) else turn(cell)
+
+    def rename(row: Row) -> Row:
+        return {names.get(key, key): value(cell) for key, cell in row.items()}
+
+    return rename
