@@ -65,6 +65,11 @@ class DecoderWorkload(Plain):
         self.tokenizer = tokenizer
         _check_vocabulary(tokenizer, self.options)
 
+    @property
+    def exported_tokenizer(self) -> Tokenizer:
+        """The tokenizer with the chat template that belongs to the model."""
+        return self.tokenizer
+
     def build(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
         """The decoder, initialised from the seed or from `model.initial` (a Llama-format folder)."""
         model = new_model(self.options, self.recipe.train.seed, device)

@@ -8,6 +8,7 @@ of Llama's queries and keys are permuted. The conventions are those of llama.cpp
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,11 +19,19 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 from torch import Tensor
 
-from espalier import cache_dir
+from espalier import cache_dir, units
 from espalier.errors import UserError, missing_extra
-from espalier.language import hf_config
+from espalier.foreign_files import parsing, printable, unused
+from espalier.hardware.resource_limits import free_memory
+from espalier.language import gguf_header, hf_config
+from espalier.language.gguf_header import AGAIN, Said, TensorPlace
+from espalier.language.tokenizer import prefix_processor
 
 SUFFIX = ".gguf"
+NOTES = "notes.json"
+"""Of a folder in the cache: what of the file was not used."""
+_VERSION = 2
+"""Of the folders that files are made into."""
 
 # Theirs, Hugging Face's. `{}` stands for the number of a layer; a second one for that of an expert, whose matrices are
 # one tensor in GGUF.
@@ -128,7 +137,7 @@ def folder_of(file: Path) -> Path:
         status = file.stat()
     except OSError as error:
         raise UserError(f"model.initial = {str(file)!r} cannot be read: {error.strerror}.") from None
-    key = cache_dir.hashed([1, str(file.absolute()), status.st_size, status.st_mtime_ns])
+    key = cache_dir.hashed([_VERSION, str(file.absolute()), status.st_size, status.st_mtime_ns])
     folder = cache_dir.cache_folder() / "gguf" / key
     if not (folder / "config.json").is_file():
         cache_dir.replace_folder(folder, lambda partial: _convert(file, partial))
@@ -136,96 +145,162 @@ def folder_of(file: Path) -> Path:
 
 
 def _convert(file: Path, folder: Path) -> None:
-    fields, tensors = opened(file)
-    config = _config(fields, file, dict(tensors))
-    _tokenizer(fields, file, folder)
-    order = Order(config["model_type"], config["num_attention_heads"], config["num_key_value_heads"])
-    found = {name: value for given, stored in tensors for name, value in order.split(given, stored, file)}
-    save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+    with parsing(file, AGAIN):
+        fields, tensors = opened(file)
+        config, notes = _config(fields, file, dict(tensors))
+        _tokenizer(Said(file, fields, "tokenizer"), file, folder)
+        order = Order(config["model_type"], config["num_attention_heads"], config["num_key_value_heads"])
+        split = {name: value for given, stored in tensors for name, value in order.split(given, stored, file)}
+    save_file(split, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / NOTES).write_text(json.dumps(notes), encoding="utf-8")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def opened(file: Path) -> tuple[dict[str, Any], list[tuple[str, NDArray[Any]]]]:
-    """The fields of a file, and its tensors as float32."""
-    found = library()
+def opened(file: Path) -> tuple[Mapping[str, Any], list[tuple[str, NDArray[Any]]]]:
+    """The fields of a file, and its tensors as float32. Raises UserError."""
+    package = library()
+    with parsing(file, AGAIN):
+        header = gguf_header.read(file)
+    _refuse_large(file, sum(math.prod(place.shape) for place in header.tensors) * 8)
+    return header.fields, [(place.name, _values(file, place, header.content, package)) for place in header.tensors]
+
+
+def _refuse_large(file: Path, needed: int) -> None:
+    """float32, and once more while it is written."""
+    free = free_memory()
+    if free and needed > free:
+        raise UserError(
+            f"{printable(file)} does not fit into memory.",
+            why=f"its tensors take {units.show_size(needed)} as fp32, and {units.show_size(free)} are free",
+            do="a smaller model, or more memory",
+        )
+
+
+def _values(file: Path, place: TensorPlace, content: NDArray[np.uint8], package: Any) -> NDArray[Any]:
+    kinds = {int(kind): kind for kind in package.GGMLQuantizationType}
+    kind = kinds.get(place.kind)
     try:
-        reader = found.GGUFReader(file)
-        fields = {name: field.contents() for name, field in reader.fields.items()}
-    except (ValueError, KeyError, IndexError, OSError) as error:
-        raise UserError(f"{file} is no GGUF file: {error}.", do="download it again") from None
-    tensors = []
-    for one in reader.tensors:
-        try:
-            value = found.quants.dequantize(one.data, one.tensor_type)
-        except RuntimeError:  # a type without a reader
-            kind = one.tensor_type.name
-            raise UserError(
-                f"{file} holds tensors of type {kind}, which is not read.",
-                why=f"{one.name} is one of them",
-                do="a file of F32, F16, BF16, Q8_0, Q4_0 or a K type",
-            ) from None
-        except ValueError as error:
-            raise UserError(f"{file} is cut off: {error}.", do="download it again") from None
-        tensors.append((one.name, value.reshape(tuple(int(size) for size in one.shape[::-1])).astype(np.float32)))
-    return fields, tensors
+        if kind is None:
+            raise NotImplementedError
+        block, size = package.GGML_QUANT_SIZES[kind]
+        rows, columns = math.prod(place.shape[:-1]), place.shape[-1]
+        wanted = rows * columns // block * size
+        if columns % block or place.start + wanted > len(content):
+            raise UserError(f"{file} is cut off: {printable(place.name)} ends after it.", do=AGAIN)
+        stored = content[place.start : place.start + wanted].reshape(rows, -1)
+        value = package.quants.dequantize(stored, kind)
+    except RuntimeError:  # a type without a reader
+        raise UserError(
+            f"{file} holds tensors of type {kind.name if kind else place.kind}, which is not read.",
+            why=f"{printable(place.name)} is one of them",
+            do="a file of F32, F16, BF16, Q8_0, Q4_0 or a K type",
+        ) from None
+    return np.asarray(value.reshape(place.shape).astype(np.float32))
 
 
-def _config(fields: Mapping[str, Any], file: Path, tensors: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0.0,),
+    "attention.max_alibi_bias": (0.0,),
+    "attention.scale": (0.0,),
+    "embedding_scale": (0.0, 1.0),
+    "residual_scale": (0.0, 1.0),
+    "logit_scale": (0.0, 1.0),
+    "expert_weights_scale": (0.0, 1.0),
+    "leading_dense_block_count": (0,),
+    "use_parallel_residual": (False,),
+    "rope.scaling.attn_factor": (1.0,),
+}
+"""Fields that change what a decoder computes, which ours does not have, and their values that change nothing."""
+
+
+def _config(
+    fields: Mapping[str, Any], file: Path, tensors: Mapping[str, NDArray[Any]]
+) -> tuple[dict[str, Any], list[str]]:
+    """`config.json`, and what of the fields was not used."""
     name = str(fields.get("general.architecture"))
-    own = {key.removeprefix(f"{name}."): value for key, value in fields.items()}
-    kind = "mixtral" if name == "llama" and own.get("expert_count") else _KINDS.get(name)
+    own = Said(file, fields, name)
+    kind = "mixtral" if name == "llama" and "expert_count" in own else _KINDS.get(name)
     if kind is None:
         known = ", ".join(_KINDS)
-        raise UserError(f"{file} holds a {name!r} model.", why=f"of GGUF files {known} are read", do="another file")
-    try:
-        heads, width = int(own["attention.head_count"]), int(own["embedding_length"])
-        found = {
-            "architectures": [hf_config.FAMILIES[kind]],
-            "model_type": kind,
-            "num_hidden_layers": int(own["block_count"]),
-            "hidden_size": width,
-            "intermediate_size": int(own["feed_forward_length"]),
-            "num_attention_heads": heads,
-            "num_key_value_heads": int(own.get("attention.head_count_kv", heads)),
-            "head_dim": int(own.get("attention.key_length", width // heads)),
-            "vocab_size": len(fields["tokenizer.ggml.tokens"]),
-            "max_position_embeddings": int(own["context_length"]),
-            "tie_word_embeddings": "output.weight" not in tensors,
-            "rope_theta": float(own.get("rope.freq_base", 10_000.0)),
-            "rms_norm_eps": float(f"{own['attention.layer_norm_rms_epsilon']:.6g}"),
-            "hidden_act": "silu",
-            **_scaling(own),
-        }
-        found |= _experts(kind, own, tensors) if "expert_count" in own else {}
-        found |= _gemma2(own, found) if kind == "gemma2" else {}
-    except KeyError as missing:
-        raise UserError(f"{file} does not say {missing}.", do="download it again") from None
+        raise UserError(
+            f"{file} holds a {printable(name)!r} model.", why=f"of GGUF files {known} are read", do="another file"
+        )
+    heads, width = own.whole("attention.head_count"), own.whole("embedding_length")
+    head = own.whole("attention.key_length", max(1, width // heads))
+    config = {
+        "architectures": [hf_config.FAMILIES[kind]],
+        "model_type": kind,
+        "num_hidden_layers": own.whole("block_count"),
+        "hidden_size": width,
+        "intermediate_size": own.whole("feed_forward_length"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": own.whole("attention.head_count_kv", heads),
+        "head_dim": head,
+        "vocab_size": len(Said(file, fields, "tokenizer").texts("ggml.tokens")),
+        "max_position_embeddings": own.whole("context_length"),
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "rope_theta": own.real("rope.freq_base", 10_000.0),
+        "rms_norm_eps": float(f"{own.real('attention.layer_norm_rms_epsilon'):.6g}"),
+        "hidden_act": "silu",
+        **_scaling(own),
+    }
+    config |= _experts(kind, own, tensors, file) if "expert_count" in own else {}
+    config |= _gemma2(own, config) if kind == "gemma2" else {}
     if FREQUENCIES in tensors:
-        found["rope_scaling"] = _llama3(tensors[FREQUENCIES], own, found, file)
-    return found
+        config["rope_scaling"] = _llama3(tensors[FREQUENCIES], own, config, file)
+    return config, _rest(own, head)
 
 
+def _rest(own: Said, head: int) -> list[str]:
+    """Notes on the fields that were not read. Raises UserError for one that changes the meaning of others."""
+    neutral = {**_NEUTRAL, "rope.dimension_count": (head,), "attention.value_length": (head,)}
+    if "attention.sliding_window" not in {key.removeprefix(own.prefix) for key in own.used}:
+        neutral["attention.sliding_window"] = (0,)
+    notes = []
+    for key, value in own.fields.items():
+        short = key.removeprefix(own.prefix)
+        if short == key or key in own.used or short in _SAID_OTHERWISE:
+            continue
+        if short not in neutral:
+            notes.append(unused("key", key))
+        elif value not in neutral[short]:
+            raise UserError(
+                f"{own.file} says {key} = {printable(value)}.",
+                why="this decoder has no such thing",
+                do="start from another model",
+            )
+    return notes
+
+
+_SAID_OTHERWISE = ("vocab_size", "expert_feed_forward_length", "expert_shared_feed_forward_length")
+"""Sizes that tensors have."""
 _KINDS = {one.name: kind for kind, one in ARCHITECTURES.items() if kind != "mixtral"}
 
 
-def _experts(kind: str, own: Mapping[str, Any], tensors: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
-    count, active = int(own["expert_count"]), int(own["expert_used_count"])
+def _experts(kind: str, own: Said, tensors: Mapping[str, NDArray[Any]], file: Path) -> dict[str, Any]:
+    count, active = own.whole("expert_count"), own.whole("expert_used_count")
     if kind == "mixtral":
         return {"num_local_experts": count, "num_experts_per_tok": active}
+    if missing := {"blk.0.ffn_up_exps.weight", *_SHARED_UP.get(kind, ())} - set(tensors):
+        raise UserError(f"{file} does not hold {min(missing)}.", do=AGAIN)
     inner = int(tensors["blk.0.ffn_up_exps.weight"].shape[1])
-    found = {"num_experts": count, "num_experts_per_tok": active, "moe_intermediate_size": inner}
+    experts = {"num_experts": count, "num_experts_per_tok": active, "moe_intermediate_size": inner}
     if kind == "qwen2_moe":
-        found["shared_expert_intermediate_size"] = int(tensors["blk.0.ffn_up_shexp.weight"].shape[0])
-    return found | {"norm_topk_prob": kind == "qwen3_moe"}
+        experts["shared_expert_intermediate_size"] = int(tensors["blk.0.ffn_up_shexp.weight"].shape[0])
+    return experts | {"norm_topk_prob": kind == "qwen3_moe"}
 
 
-def _gemma2(own: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
-    large = found["num_hidden_layers"] == LARGEST_GEMMA2
+_SHARED_UP = {"qwen2_moe": ("blk.0.ffn_up_shexp.weight",)}
+
+
+def _gemma2(own: Said, config: Mapping[str, Any]) -> dict[str, Any]:
+    large = config["num_hidden_layers"] == LARGEST_GEMMA2
     return {
-        "query_pre_attn_scalar": found["hidden_size"] / found["num_attention_heads"] if large else found["head_dim"],
-        "attn_logit_softcapping": _short(own.get("attn_logit_softcapping", 50.0)),
-        "final_logit_softcapping": _short(own.get("final_logit_softcapping", 30.0)),
-        "sliding_window": int(own.get("attention.sliding_window", 4096)),
+        "query_pre_attn_scalar": config["hidden_size"] / config["num_attention_heads"] if large else config["head_dim"],
+        "attn_logit_softcapping": _short(own.real("attn_logit_softcapping", 50.0)),
+        "final_logit_softcapping": _short(own.real("final_logit_softcapping", 30.0)),
+        "sliding_window": own.whole("attention.sliding_window", 4096),
     }
 
 
@@ -234,27 +309,28 @@ def _short(value: float) -> float:
     return float(f"{value:.7g}")
 
 
-def _scaling(own: Mapping[str, Any]) -> dict[str, Any]:
-    kind = own.get("rope.scaling.type", "none")
+def _scaling(own: Said) -> dict[str, Any]:
+    kind = own.text("rope.scaling.type", "none")
     if kind == "none":
         return {}
-    found = {"rope_type": kind, "factor": float(own["rope.scaling.factor"])}
+    scaling = {"rope_type": kind, "factor": own.real("rope.scaling.factor")}
     if "rope.scaling.original_context_length" in own:
-        found["original_max_position_embeddings"] = int(own["rope.scaling.original_context_length"])
-    return {"rope_scaling": found}
+        scaling["original_max_position_embeddings"] = own.whole("rope.scaling.original_context_length")
+    return {"rope_scaling": scaling}
 
 
-def _llama3(table: NDArray[Any], own: Mapping[str, Any], found: Mapping[str, Any], file: Path) -> dict[str, Any]:
+def _llama3(table: NDArray[Any], own: Said, config: Mapping[str, Any], file: Path) -> dict[str, Any]:
     """The options of Llama 3's positions whose factors are `table`; its ramp is a line over turns. Raises UserError."""
-    original = int(own.get("rope.scaling.original_context_length", 8192))
+    original = own.whole("rope.scaling.original_context_length", 8192)
     factor = float(table.max())
     half = len(table)
-    turns = original * found["rope_theta"] ** (-np.arange(half) / half) / (2 * np.pi)
-    kept = (1 / table.astype(np.float64) - 1 / factor) / (1 - 1 / factor)
-    inside = np.flatnonzero((kept > 1e-6) & (kept < 1 - 1e-6))
+    turns = original * config["rope_theta"] ** (-np.arange(half) / half) / (2 * np.pi)
+    with np.errstate(all="ignore"):
+        unstretched = (1 / table.astype(np.float64) - 1 / factor) / (1 - 1 / factor)
+    inside = np.flatnonzero((unstretched > 1e-6) & (unstretched < 1 - 1e-6))
     low, high = 1.0, 4.0
     if len(inside) > 1:
-        slope, offset = np.polyfit(turns[inside], kept[inside], 1)
+        slope, offset = np.polyfit(turns[inside], unstretched[inside], 1)
         low, high = (float(f"{(edge - offset) / slope:.4g}") for edge in (0.0, 1.0))
     share = ((turns - low) / (high - low)).clip(0, 1)
     if factor <= 1 or not np.allclose(1 / ((1 - share) / factor + share), table, rtol=1e-4):
@@ -342,38 +418,58 @@ def interleaved(weight: NDArray[Any], heads: int, back: bool = False) -> NDArray
     return weight.reshape(shape).swapaxes(1, 2).reshape(weight.shape)
 
 
-def _tokenizer(fields: Mapping[str, Any], file: Path, folder: Path) -> None:
+SPECIAL: Mapping[str, str] = {
+    "bos": "tokenizer.ggml.bos_token_id",
+    "eos": "tokenizer.ggml.eos_token_id",
+    "unk": "tokenizer.ggml.unknown_token_id",
+    "pad": "tokenizer.ggml.padding_token_id",
+}
+"""Role of a special token to the field that says its id."""
+_ADDS_BOS = ("llama-bpe",)
+"""Kinds of splits for which llama.cpp puts the first token before a text where the file does not say."""
+
+
+def _tokenizer(said: Said, file: Path, folder: Path) -> None:
     """Writes the tokenizer of the file, or the one beside it where the file's own is not read."""
     beside = file.with_name("tokenizer.json")
-    model, split = (fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre", "default"))
+    model, split = said.text("ggml.model"), said.text("ggml.pre", "default")
+    tokens = said.texts("ggml.tokens")
+    stated: dict[str, Any] = {}
+    for role, name in SPECIAL.items():
+        if name in said.fields:
+            number = said.whole(name.removeprefix(said.prefix), least=0)
+            if number >= len(tokens):
+                raise UserError(f"{file} says {name} = {number}, and it has {len(tokens)} tokens.", do=AGAIN)
+            stated[f"{role}_token"] = tokens[number]
     if model == "gpt2" and split in SPLITS:
-        table = _table(fields, SPLITS[split])
+        table = _table(said, SPLITS[split])
+        if "bos_token" in stated and said.flag("ggml.add_bos_token", split in _ADDS_BOS):
+            table["post_processor"] = prefix_processor(stated["bos_token"], tokens.index(stated["bos_token"]))
         (folder / "tokenizer.json").write_text(json.dumps(table, ensure_ascii=False), encoding="utf-8")
     elif beside.is_file():
         (folder / "tokenizer.json").write_bytes(beside.read_bytes())
     else:
         raise UserError(
-            f"{file} has a tokenizer of the kind {model} ({split}), which is not read.",
+            f"{file} has a tokenizer of the kind {printable(model)} ({printable(split)}), which is not read.",
             do=f"put the model's tokenizer.json beside it, as {beside}",
         )
-    tokens = fields["tokenizer.ggml.tokens"]
-    ids = {"bos_token": "bos_token_id", "eos_token": "eos_token_id", "pad_token": "padding_token_id"}
-    named = {name: fields.get(f"tokenizer.ggml.{key}") for name, key in ids.items()}
-    stated: dict[str, Any] = {name: tokens[int(number)] for name, number in named.items() if number is not None}
-    if "tokenizer.chat_template" in fields:
-        stated["chat_template"] = fields["tokenizer.chat_template"]
+    if "chat_template" in said:
+        stated["chat_template"] = said.text("chat_template")
+    stated["tokenizer_class"] = "PreTrainedTokenizerFast"
     (folder / "tokenizer_config.json").write_text(json.dumps(stated, ensure_ascii=False, indent=1), encoding="utf-8")
 
 
-def _table(fields: Mapping[str, Any], split: dict[str, Any]) -> dict[str, Any]:
-    tokens, kinds = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
+def _table(said: Said, split: dict[str, Any]) -> dict[str, Any]:
+    tokens, kinds = said.texts("ggml.tokens"), said.wholes("ggml.token_type")
+    if len(kinds) != len(tokens):
+        raise UserError(f"{said.file} has {len(tokens)} tokens and {len(kinds)} types of them.", do=AGAIN)
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     added = [
-        {"id": number, "content": token, "special": int(kind) == 3, **flags}
+        {"id": number, "content": token, "special": kind == 3, **flags}
         for number, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
-        if int(kind) in (3, 4)  # control, user defined
+        if kind in (3, 4)  # control, user defined
     ]
-    merges = [list(_halves(one)) for one in fields.get("tokenizer.ggml.merges", ())]
+    merges = [list(_halves(merge)) for merge in said.texts("ggml.merges", [])]
     level = {**_LEVEL, "use_regex": True}
     return {
         "version": "1.0",

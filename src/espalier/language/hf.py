@@ -24,6 +24,7 @@ from espalier.errors import UserError
 from espalier.language import gguf_file, hf_config
 from espalier.language.gpt import GPT
 from espalier.language.hf_config import CONFIG
+from espalier.language.tokenizer_files import GENERATION, ID_KEYS, TokenizerFiles
 
 FILE_BYTES = 5 * 10**9
 """Most bytes in one weights file, as `save_pretrained` splits them."""
@@ -86,7 +87,7 @@ def _ours(kind: str) -> dict[str, str]:
 
 
 class SavedTokenizer(Protocol):
-    """What of a tokenizer an export needs."""
+    """What of a tokenizer an export needs. `Tokenizer` also says the ids for `config.json`."""
 
     def save(self, folder: Path) -> None:
         """Writes its files into `folder`."""
@@ -113,10 +114,14 @@ def export(model: GPT, tokenizer: SavedTokenizer, folder: str | Path) -> None:
     names, state = _theirs(hf_config.kind_of(model.size)), model.state_dict()
     tensors = {_renamed(name, names): value.detach().cpu().contiguous() for name, value in state.items()}
     dtype = str(tensors["model.norm.weight"].dtype).removeprefix("torch.")
-    table = hf_config.table_of(model.size, getattr(tokenizer, "boundary", None), dtype)
+    token_ids = getattr(tokenizer, "token_ids", dict[str, Any])()
+    files = getattr(tokenizer, "files", TokenizerFiles({}))
+    table = hf_config.table_of(model.size, token_ids, dtype)
 
     def fill(partial: Path) -> None:
         _write(partial, tensors, table)
+        if files.generation is not None:
+            (partial / GENERATION).write_bytes(files.generation)
         tokenizer.save(partial)
         _compare(partial, tensors)
 
@@ -148,8 +153,8 @@ def _write(folder: Path, tensors: Mapping[str, Tensor], table: Mapping[str, Any]
     _json(folder / CONFIG, table)
     for name in files:
         shutil.copymode(folder / CONFIG, folder / name)  # safetensors makes files that only their owner may read
-    special = {key: table[key] for key in ("bos_token_id", "eos_token_id") if table[key] is not None}
-    _json(folder / "generation_config.json", {"_from_model_config": True, **special})
+    special = {key: table[key] for key in ID_KEYS if table.get(key) is not None}
+    _json(folder / GENERATION, {"_from_model_config": True, **special})
 
 
 def _split(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:

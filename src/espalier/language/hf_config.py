@@ -54,8 +54,8 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 # --- out ---------------------------------------------------------------------------------------------------------
 
 
-def table_of(size: Sizes, boundary: int | None, dtype: str) -> dict[str, Any]:
-    """`config.json` of a decoder of `size` whose weights are `dtype`; texts begin and end with the token `boundary`."""
+def table_of(size: Sizes, token_ids: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """`config.json` of a decoder of `size` whose weights are `dtype`. `token_ids`: `bos_token_id` and such."""
     kind = kind_of(size)
     table = {
         "architectures": [FAMILIES[kind]],
@@ -74,8 +74,7 @@ def table_of(size: Sizes, boundary: int | None, dtype: str) -> dict[str, Any]:
         "hidden_act": _GELU if size.gemma else "silu",
         "attention_dropout": 0.0,
         "tie_word_embeddings": size.tied,
-        "bos_token_id": boundary,
-        "eos_token_id": boundary,
+        **token_ids,
         "torch_dtype": dtype,
     }
     if kind not in ("qwen2", "mistral", "qwen2_moe"):

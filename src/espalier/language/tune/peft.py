@@ -40,7 +40,7 @@ def export(workload: Workload, model: nn.Module, folder: Path) -> str:
     def fill(partial: Path) -> None:
         save_file(tensors, partial / WEIGHTS, metadata={"format": "pt", _BASE: fingerprint(model)})
         (partial / CONFIG).write_text(json.dumps(config_of(workload), indent=2) + "\n", encoding="utf-8")
-        workload.tokenizer.save(partial)
+        workload.exported_tokenizer.save(partial)
         again = load_file(partial / WEIGHTS)
         if again.keys() != tensors.keys() or any(not torch.equal(again[name], tensors[name]) for name in tensors):
             raise OSError("the adapters were read back changed")
