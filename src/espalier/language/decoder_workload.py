@@ -92,6 +92,15 @@ class DecoderWorkload(Plain):
 
         return Skeleton(model, value)
 
+    def weight_notes(self) -> list[str]:
+        """What of the weights that training begins with is not used, or read as something else."""
+        if self.options.initial is None:
+            return []
+        try:
+            return hf.notes(self.options.initial)
+        except UserError:  # of a run that goes on from a checkpoint: the weights may be gone
+            return []
+
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
         """The decoder's layers."""
         assert isinstance(model, gpt.GPT)

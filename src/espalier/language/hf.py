@@ -7,29 +7,45 @@ then moved there.
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from espalier import cache_dir, config
+from espalier import cache_dir, config, units, weight_files
 from espalier.config.decoder_shapes import ROUTING, Sizes
 from espalier.errors import UserError
+from espalier.foreign_files import parsing, printable, read_json, unused
+from espalier.hardware.resource_limits import free_memory
 from espalier.language import gguf_file, hf_config
 from espalier.language.gpt import GPT
 from espalier.language.hf_config import CONFIG
+from espalier.language.moe import MOE
 from espalier.language.tokenizer_files import GENERATION, ID_KEYS, TokenizerFiles
+from espalier.units import plural
+from espalier.weight_files import StoredTensor
 
 FILE_BYTES = 5 * 10**9
 """Most bytes in one weights file, as `save_pretrained` splits them."""
 
 INDEX = "model.safetensors.index.json"
+_WEIGHTS = "model.safetensors"
+_HEAD, _TABLE = "lm_head.weight", "model.embed_tokens.weight"
+_BUFFER = re.compile(r"\.(rotary_emb\.(inv_freq|cos_cached|sin_cached)|attn\.(bias|masked_bias))$")
+"""Tensors that are computed, not trained."""
+_LAYER = re.compile(r"^blocks\.(\d+)\.")
+_DTYPES = ("F64", "F32", "F16", "BF16")
+_FORMATS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+_ROWS = 4096
+"""Of two tables, compared at once."""
 
 # Ours, theirs. `{}` stands for the number of a layer, then of an expert.
 _NAMES = (
@@ -174,15 +190,15 @@ def _split(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 
 def _compare(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Reads the folder back. A difference is the disk's fault: raises OSError naming the tensor."""
-    seen = set()
-    for name, tensor in _stored(folder):
-        seen.add(name)
-        wanted = tensors.get(name)
-        same = wanted is not None and (wanted.shape, wanted.dtype) == (tensor.shape, tensor.dtype)
-        if wanted is None or not same or not torch.equal(wanted.view(torch.uint8), tensor.view(torch.uint8)):
+    again = _stored(folder)
+    if again.keys() != tensors.keys():
+        raise OSError(f"not read back: {', '.join(sorted(again.keys() ^ tensors.keys()))}")
+    for name, wanted in tensors.items():
+        with weight_files.opened(again[name].file) as content:
+            tensor = content.get_tensor(name)
+        same = (wanted.shape, wanted.dtype) == (tensor.shape, tensor.dtype)
+        if not same or not torch.equal(wanted.view(torch.uint8), tensor.view(torch.uint8)):
             raise OSError(f"{name} was read back changed")
-    if seen != set(tensors):
-        raise OSError(f"not read back: {', '.join(sorted(set(tensors) - seen))}")
 
 
 # --- in ----------------------------------------------------------------------------------------------------------
@@ -191,55 +207,58 @@ def _compare(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 def load(folder: str | Path, dtype: torch.dtype) -> tuple[config.Gpt | config.Moe, dict[str, Tensor]]:
     """The options that a folder of one of `hf_config.FAMILIES` stands for, and its weights under our names, as `dtype`.
 
-    Raises UserError naming the file or setting that this decoder cannot take over.
+    Raises UserError naming the file, setting or tensor that this decoder cannot take over.
     """
-    found = options(folder)
-    state, names = {}, _ours(hf_config.kind_of(found))
-    for name, tensor in _stored(opened(folder)):
-        if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and found.tied):
-            continue  # positions are computed; a tied head is the embedding itself
-        state[_renamed(name, names)] = tensor.to(dtype)
-    return found, state
+    model = options(folder)
+    state, names = {}, _ours(hf_config.kind_of(model))
+    tensors = _wanted(_stored(opened(folder)), model)
+    _refuse_large(folder, sum(math.prod(one.shape) for one in tensors.values()) * dtype.itemsize)
+    for file in dict.fromkeys(one.file for one in tensors.values()):
+        with weight_files.opened(file) as content:
+            for name in (name for name, one in tensors.items() if one.file == file):
+                state[_renamed(name, names)] = content.get_tensor(name).to(dtype)
+    return model, state
 
 
 def load_into(model: GPT, folder: str | Path) -> None:
     """Fills `model` with the weights of `folder`. Raises UserError naming every option that differs."""
-    weight = model.embedding.weight
-    found, state = load(folder, weight.dtype)
-    require_same(options_of(model.size), found, str(folder))
-    wanted = {name: value.shape for name, value in model.state_dict().items()}
-    differing = [
-        *(f"{name} is missing" for name in wanted if name not in state),
-        *(f"{name} is not known" for name in state if name not in wanted),
-        *(
-            f"{name} is {list(value.shape)}, and its {CONFIG} says {list(wanted[name])}"
-            for name, value in state.items()
-            if wanted.get(name, value.shape) != value.shape
-        ),
-    ]
-    if differing:
-        more = f" (and {len(differing) - 5} more)" if len(differing) > 5 else ""
-        named = ", ".join(differing[:5]) + more
-        raise UserError(
-            f"{folder} does not hold the weights its {CONFIG} describes.", why=named, do="download it again"
-        )
+    require_same(options_of(model.size), options(folder), str(folder))
+    state = load(folder, model.embedding.weight.dtype)[1]
     model.load_state_dict(state)
 
 
 def weights_of(model: GPT, folder: Path) -> Callable[[str], Tensor]:
     """Reads the weights of `folder` one by one, as fp32, by the names in `model`. Raises UserError as `load_into`."""
-    require_same(options_of(model.size), options(folder), str(folder))
+    found = options(folder)
+    require_same(options_of(model.size), found, str(folder))
+    names, tensors = _theirs(hf_config.kind_of(model.size)), _stored(opened(folder))
 
     def value(name: str) -> Tensor:
-        theirs = _renamed(name, _theirs(hf_config.kind_of(model.size)))
-        for file in _files(opened(folder)):
-            with safe_open(file, "pt") as stored:
-                if theirs in stored.keys():  # noqa: SIM118 - not a dict
-                    tensor: Tensor = stored.get_tensor(theirs)
-                    return tensor.float()
-        raise UserError(f"{folder} does not hold the weights its {CONFIG} describes.", why=f"{name} is missing")
+        theirs = _renamed(name, names)
+        with weight_files.opened(tensors[theirs].file) as content:
+            tensor: Tensor = content.get_tensor(theirs)
+            return tensor.float()
 
     return value
+
+
+def _refuse_large(folder: str | Path, needed: int) -> None:
+    free = free_memory()
+    if free and needed > free:
+        raise UserError(
+            f"The weights in {folder} do not fit into memory.",
+            why=f"they take {units.show_size(needed)}, and {units.show_size(free)} are free",
+            do="a smaller model, or more memory",
+        )
+
+
+def _wanted(tensors: Mapping[str, StoredTensor], model: config.Gpt | config.Moe) -> dict[str, StoredTensor]:
+    """Those that the model has. A head that is the table, and buffers that are computed, are none of it."""
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if not _BUFFER.search(name) and not (name == _HEAD and model.tied)
+    }
 
 
 def require_same(wanted: config.Gpt | config.Moe, found: config.Gpt | config.Moe, origin: str) -> None:
@@ -262,23 +281,113 @@ def require_same(wanted: config.Gpt | config.Moe, found: config.Gpt | config.Moe
 
 
 def options(folder: str | Path) -> config.Gpt | config.Moe:
-    """The model options that the `config.json` in `folder` says, every one of them set.
+    """The model options that the `config.json` in `folder` says, every one of them set; a head that differs from the
+    table is one of its own, whatever `tie_word_embeddings` says.
 
-    Raises UserError for an architecture that this decoder does not express, naming the first module that differs.
+    Raises UserError for an architecture that this decoder does not express, naming the first module that differs, and
+    for weights that are others than the options say.
     """
-    table = _read_json(opened(folder) / CONFIG)
+    home = opened(folder)
+    table = _read_json(home / CONFIG)
     kind = table.get("model_type")
     if kind not in hf_config.FAMILIES:
         known = set(_ours("llama"))
-        strange = (name for name, _ in _stored(opened(folder)) if _pattern(name) not in known)
-        named = next(strange, None)
-        differs = f"{named.rpartition('.')[0]} is no module of this decoder; " if named else ""
+        named = next((name for name in _stored(home) if _pattern(name) not in known), None)
+        differs = f"{printable(named.rpartition('.')[0])} is no module of this decoder; " if named else ""
         raise UserError(
-            f"{folder} holds a {kind!r} model.",
+            f"{folder} holds a {printable(repr(kind))} model.",
             why=f"{differs}{', '.join(hf_config.FAMILIES)} can be loaded",
             do="convert it, or leave model.initial out",
         )
-    return hf_config.options(table, str(folder))
+    model = hf_config.options(table, str(folder))
+    if not (home / INDEX).exists() and not (home / _WEIGHTS).exists():
+        return model
+    tensors = _stored(home)
+    if model.tied and _own_head(tensors):
+        model = msgspec.structs.replace(model, tied=False)
+    _refuse_differing(folder, model, _wanted(tensors, model))
+    return model
+
+
+def _own_head(tensors: Mapping[str, StoredTensor]) -> bool:
+    """Whether there is a head that differs from the table."""
+    head, table = tensors.get(_HEAD), tensors.get(_TABLE)
+    if head is None or table is None or head.shape != table.shape or len(head.shape) != 2:
+        return head is not None
+    with weight_files.opened(head.file) as one, weight_files.opened(table.file) as other:
+        slices = one.get_slice(_HEAD), other.get_slice(_TABLE)
+        starts = range(0, head.shape[0], _ROWS)
+        return not all(torch.equal(*(part[start : start + _ROWS] for part in slices)) for start in starts)
+
+
+def _refuse_differing(folder: str | Path, model: config.Gpt | config.Moe, tensors: Mapping[str, StoredTensor]) -> None:
+    """Raises UserError where the names or shapes of `tensors` are not those of the model. Its layers are alike, so one
+    of them is built, without values."""
+    if isinstance(model, config.Moe) and model.experts > len(tensors):
+        raise UserError(f"{folder} holds {len(tensors)} tensors, and its {CONFIG} says {model.experts} experts.")
+    with parsing(Path(folder) / CONFIG, "download the folder again"):
+        small = msgspec.structs.replace(model, depth=1, context=2)
+        with torch.device("meta"):
+            layer = MOE(small) if isinstance(small, config.Moe) else GPT(small)
+    shapes = {name: tuple(value.shape) for name, value in layer.state_dict().items()}
+    names = _ours(hf_config.kind_of(model))
+    given = {_renamed(name, names): tensor for name, tensor in tensors.items()}
+    numbers = {int(match[1]) for name in given if (match := _LAYER.match(name))}
+    depth = model.depth or 1
+    missing = [name for name in _every(shapes, min(depth, max(numbers, default=0) + 2)) if name not in given]
+    differing = [
+        *(f"{name} is missing" for name in missing),
+        *(f"{printable(name)} is not known" for name in given if _first(name) not in shapes),
+        *(f"blocks.{number} is beyond its {model.depth} layers" for number in sorted(numbers) if number >= depth),
+        *(
+            f"{name} is {list(tensor.shape)}, and its {CONFIG} says {list(shapes[_first(name)])}"
+            for name, tensor in given.items()
+            if shapes.get(_first(name), tensor.shape) != tensor.shape
+        ),
+        *(f"{name} is {one.dtype}, which is not read" for name, one in given.items() if one.dtype not in _DTYPES),
+    ]
+    if differing:
+        more = f" (and {len(differing) - 5} more)" if len(differing) > 5 else ""
+        named = ", ".join(differing[:5]) + more
+        raise UserError(
+            f"{folder} does not hold the weights its {CONFIG} describes.", why=named, do="download it again"
+        )
+
+
+def _first(name: str) -> str:
+    return _LAYER.sub("blocks.0.", name)
+
+
+def _every(names: Iterable[str], depth: int) -> Iterator[str]:
+    """The names of `depth` layers that are like the first."""
+    for name in names:
+        repeated = _LAYER.match(name)
+        yield from (_LAYER.sub(f"blocks.{number}.", name) for number in range(depth if repeated else 1))
+
+
+def notes(folder: str | Path) -> list[str]:
+    """What of a folder of weights is not used, and what is read as something else."""
+    home = opened(folder)
+    table, tensors = _read_json(home / CONFIG), _stored(home)
+    said = [f"{name} of {folder}" for name in hf_config.unused_keys(table)]
+    if table.get("tie_word_embeddings") and _HEAD in tensors and _own_head(tensors):
+        said.append(
+            f"{_HEAD} of {folder} differs from the token table: it is kept as a head of its own, "
+            f"although {CONFIG} says tie_word_embeddings = true"
+        )
+    buffers = Counter(_pattern(name) for name in tensors if _BUFFER.search(name))
+    said += [unused("tensor", name, plural(count, "layer")) for name, count in sorted(buffers.items())]
+    types = sorted({one.dtype for one in tensors.values()} - {"F32"})
+    if types:
+        said.append(f"the weights of {folder} are stored as {', '.join(types)} and read as F32")
+    used = {one.file.name for one in tensors.values()}
+    said += [
+        unused("file", file.name, str(folder))
+        for file in sorted(home.iterdir())
+        if file.suffix in _FORMATS and file.name not in used
+    ]
+    more = home / gguf_file.NOTES
+    return said + (list(json.loads(more.read_text())) if more.is_file() else [])
 
 
 def tokenizer_of(folder: str | Path) -> Path | None:
@@ -314,25 +423,43 @@ def options_of(size: Sizes) -> config.Gpt | config.Moe:
     return config.Moe(**shared, **routing, balancing="bias" if size.bias else "loss")
 
 
-def _stored(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a folder, in one file or in several with an index, under its stored name."""
-    for file in _files(folder):
-        try:
-            with safe_open(file, "pt") as opened:
-                for name in opened.keys():  # noqa: SIM118 - not a dict
-                    yield name, opened.get_tensor(name)
-        except SafetensorError as error:
-            raise UserError(f"{file} is damaged: {error}.", do="download it again") from None
+def _stored(folder: Path) -> dict[str, StoredTensor]:
+    """Every tensor of a folder, in one file or in several with an index, by its stored name.
+
+    Raises UserError for a file that is missing or damaged, and for an index that says something else than the files.
+    """
+    tensors = weight_files.stored(_files(folder))
+    for name, file in _weight_map(folder).items():
+        if name not in tensors or tensors[name].file.name != file:
+            raise UserError(
+                f"{folder / INDEX} says that {printable(name)} is in {file}, where it is not.", do="download it again"
+            )
+    return tensors
 
 
 def _files(folder: Path) -> list[Path]:
-    files = [folder / "model.safetensors"]
+    files = [folder / _WEIGHTS]
     if (folder / INDEX).exists():
-        files = sorted({_beside(folder, name) for name in _read_json(folder / INDEX)["weight_map"].values()})
+        files = sorted({_beside(folder, name) for name in _weight_map(folder).values()})
+        if (folder / _WEIGHTS).exists() and folder / _WEIGHTS not in files:
+            raise UserError(
+                f"{folder} holds weights twice: {_WEIGHTS}, and {INDEX} with other files.",
+                why="they may differ",
+                do="move one of the two away",
+            )
     for file in files:
         if not file.exists():
             raise UserError(f"No weights at {file}.", do="download the folder again; only safetensors are read")
     return files
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    if not (folder / INDEX).exists():
+        return {}
+    table = _read_json(folder / INDEX).get("weight_map")
+    if not isinstance(table, dict) or not table or not all(isinstance(name, str) for name in table.values()):
+        raise UserError(f"{folder / INDEX} does not say which file holds which tensor.", do="download it again")
+    return table
 
 
 def _beside(folder: Path, name: str) -> Path:
@@ -370,13 +497,10 @@ def _json(path: Path, table: Mapping[str, Any]) -> None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        table = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        why, do = str(error.strerror), "give a folder with config.json and safetensors"
-        raise UserError(f"{path} cannot be read.", why=why, do=do) from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not JSON: {error}.", do="download it again") from None
+    if not path.is_file():
+        reason = "No such file or directory"
+        raise UserError(f"{path} cannot be read.", why=reason, do="give a folder with config.json and safetensors")
+    table = read_json(path, "download it again")
     if not isinstance(table, dict):
         raise UserError(f"{path} does not hold a table.", do="download it again")
     return table

@@ -6,12 +6,14 @@ A setting that is left out has the value that transformers gives it (its configu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from espalier import config
 from espalier.config.decoder_shapes import Rope, Sizes
 from espalier.errors import UserError
+from espalier.foreign_files import printable, unused
 
 CONFIG = "config.json"
 _GELU = "gelu_pytorch_tanh"
@@ -155,6 +157,76 @@ def _rope_table(size: Sizes) -> dict[str, Any]:
 # --- in ----------------------------------------------------------------------------------------------------------
 
 
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "quantization_config": (),
+    "compression_config": (),
+    "logits_scaling": (1,),
+    "logit_scale": (1,),
+    "embedding_multiplier": (1,),
+    "residual_multiplier": (1,),
+    "attention_multiplier": (),
+    "attn_logit_softcapping": (),
+    "final_logit_softcapping": (),
+    "query_pre_attn_scalar": (),
+    "clip_qkv": (),
+    "qk_layernorm": (),
+    "use_qk_norm": (),
+    "no_rope_layers": (),
+    "attention_chunk_size": (),
+    "is_encoder_decoder": (),
+    "add_cross_attention": (),
+    "num_nextn_predict_layers": (),
+    "alibi": (),
+    "parallel_attn": (),
+    "rope_interleave": (),
+    "pruned_heads": (),
+    "first_k_dense_replace": (),
+    "n_shared_experts": (),
+    "routed_scaling_factor": (1,),
+    "use_bias": (),
+    "bias": (),
+}
+"""Keys that change what a decoder computes, and their values that change nothing (besides null, false, 0 and empty)."""
+_OF_KIND: Mapping[str, tuple[str, ...]] = {
+    "gemma2": ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar")
+}
+_USED = frozenset(
+    "architectures attention_bias auto_map bos_token_id cache_implementation chunk_size_feed_forward decoder_sparse_step "
+    "dtype eos_token_id head_dim hidden_act hidden_activation hidden_size id2label initializer_range intermediate_size "
+    "label2id layer_types max_position_embeddings max_window_layers mlp_bias mlp_only_layers model_type "
+    "moe_intermediate_size norm_topk_prob num_attention_heads num_experts num_experts_per_tok num_hidden_layers "
+    "num_key_value_heads num_local_experts original_max_position_embeddings output_attentions output_hidden_states "
+    "output_router_logits pad_token_id partial_rotary_factor pretraining_tp qkv_bias return_dict rms_norm_eps "
+    "rope_parameters rope_scaling rope_theta router_aux_loss_coef shared_expert_intermediate_size sliding_window "
+    "tie_word_embeddings torch_dtype transformers_version use_bidirectional_attention use_cache use_sliding_window "
+    "vocab_size _name_or_path".split()
+)
+"""Keys that are read, or say nothing of what the model computes."""
+
+
+def unused_keys(table: Mapping[str, Any]) -> list[str]:
+    """Notes on the keys of a `config.json` that are not used; those whose value is empty are left out."""
+    return [
+        unused("key", name, f"{CONFIG} says {printable(table[name], 60)}")
+        for name in sorted(table)
+        if table[name] and name not in _USED and name not in _NEUTRAL
+    ]
+
+
+def _whole(table: Mapping[str, Any], name: str) -> int:
+    value = table[name]
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= 1 << 31:
+        raise ValueError(f"{name} = {printable(value)} is no whole number from 1 to 2**31")
+    return value
+
+
+def _real(value: Any, name: str) -> float:
+    number = float(value)
+    if not 0 < number < math.inf:
+        raise ValueError(f"{name} = {printable(value)} is no positive number")
+    return number
+
+
 def options(table: Mapping[str, Any], folder: str) -> config.Gpt | config.Moe:
     """The model options that `table` says, every one of them set; its `model_type` is one of `FAMILIES`.
 
@@ -164,49 +236,52 @@ def options(table: Mapping[str, Any], folder: str) -> config.Gpt | config.Moe:
     table = {**_DEFAULTS.get(kind, {}), **table}
     try:
         _refuse_foreign(table, kind, folder)
-        width, heads = table["hidden_size"], table["num_attention_heads"]
-        head = table.get("head_dim") or width // heads
+        width, heads = _whole(table, "hidden_size"), _whole(table, "num_attention_heads")
+        head = _whole(table, "head_dim") if table.get("head_dim") else width // heads
+        kv_heads = _whole(table, "num_key_value_heads") if table.get("num_key_value_heads") else heads
+        if heads % kv_heads or head < 2 or head % 2:
+            raise ValueError(f"{heads} heads of {head} columns, {kv_heads} of keys")
         shared: dict[str, Any] = {
-            "depth": table["num_hidden_layers"],
+            "depth": _whole(table, "num_hidden_layers"),
             "width": width,
             "heads": heads,
-            "kv_heads": table.get("num_key_value_heads") or heads,
-            "feed_forward": table["intermediate_size"],
-            "vocabulary": table["vocab_size"],
-            "context": table["max_position_embeddings"],
+            "kv_heads": kv_heads,
+            "feed_forward": _whole(table, "intermediate_size"),
+            "vocabulary": _whole(table, "vocab_size"),
+            "context": _whole(table, "max_position_embeddings"),
             "tied": bool(table.get("tie_word_embeddings", False)),
-            "rope_theta": float(_rope(table).get("rope_theta", table.get("rope_theta", 10_000.0))),
-            "norm_epsilon": float(table.get("rms_norm_eps", 1e-6)),
+            "rope_theta": _real(_rope(table).get("rope_theta", table.get("rope_theta", 10_000.0)), "rope_theta"),
+            "norm_epsilon": _real(table.get("rms_norm_eps", 1e-6), "rms_norm_eps"),
             "rope": _rope_options(table),
             "head_size": head if head * heads != width else None,
         }
         if kind == "mixtral":
-            return config.Moe(**shared, experts=table["num_local_experts"], active=table["num_experts_per_tok"])
+            experts, active = _whole(table, "num_local_experts"), _whole(table, "num_experts_per_tok")
+            return config.Moe(**shared, experts=experts, active=active)
         if kind in QWEN_MOE.values():
-            shared |= {"feed_forward": table["moe_intermediate_size"], "family": kind.removesuffix("_moe")}
-            experts = table.get("num_local_experts") or table["num_experts"]  # transformers 5 writes the first
+            shared |= {"feed_forward": _whole(table, "moe_intermediate_size"), "family": kind.removesuffix("_moe")}
             return config.Moe(
                 **shared,
-                experts=experts,
-                active=table["num_experts_per_tok"],
+                experts=_whole(table, "num_local_experts" if table.get("num_local_experts") else "num_experts"),
+                active=_whole(table, "num_experts_per_tok"),
                 normalized=bool(table.get("norm_topk_prob", False)),
-                shared=table["shared_expert_intermediate_size"] if kind == "qwen2_moe" else 0,
+                shared=_whole(table, "shared_expert_intermediate_size") if kind == "qwen2_moe" else 0,
             )
         if kind in ("mistral", "gemma2"):
             kinds = table.get("layer_types") or ["sliding_attention"]
-            shared["window"] = table.get("sliding_window") if "sliding_attention" in kinds else None
+            slides = "sliding_attention" in kinds and table.get("sliding_window") is not None
+            shared["window"] = _whole(table, "sliding_window") if slides else None
         if kind == "gemma2":
-            scalar = table["query_pre_attn_scalar"]
-            shared["attention_scale"] = None if scalar == head else float(scalar) ** -0.5
-            shared |= {
-                "attention_cap": table["attn_logit_softcapping"],
-                "logit_cap": table["final_logit_softcapping"],
-            }
+            scalar = _real(table["query_pre_attn_scalar"], "query_pre_attn_scalar")
+            shared["attention_scale"] = None if scalar == head else scalar**-0.5
+            caps = {"attention_cap": "attn_logit_softcapping", "logit_cap": "final_logit_softcapping"}
+            shared |= {ours: None if table[name] is None else _real(table[name], name) for ours, name in caps.items()}
         return config.Gpt(**shared, family=kind)
     except KeyError as missing:
         raise UserError(f"{folder}/{CONFIG} does not say {missing}.", do="download the folder again") from None
     except (TypeError, ValueError, AttributeError) as error:
-        raise UserError(f"{folder}/{CONFIG} has an invalid value: {error}.", do="download the folder again") from None
+        reason = printable(error)
+        raise UserError(f"{folder}/{CONFIG} has an invalid value: {reason}.", do="download the folder again") from None
 
 
 def _rope(table: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -226,8 +301,8 @@ def _rope_options(table: Mapping[str, Any]) -> Rope | None:
     original = given.get("original_max_position_embeddings") or table.get("original_max_position_embeddings")
     return Rope(
         kind=kind,  # type: ignore[arg-type]
-        factor=float(given["factor"]),
-        original=original,
+        factor=_real(given["factor"], "factor"),
+        original=None if original is None else _whole({"original": original}, "original"),
         low=float(given.get(low) or 1.0),
         high=None if given.get(high) is None else float(given[high]),
         attention=None if attention is None else float(attention),
@@ -236,7 +311,7 @@ def _rope_options(table: Mapping[str, Any]) -> Rope | None:
 
 def _refuse_foreign(table: Mapping[str, Any], kind: str, folder: str) -> None:
     """Settings this decoder does not have."""
-    gelu, rope = kind in ("gemma", "gemma2"), _rope(table)
+    gelu, rope, own = kind in ("gemma", "gemma2"), _rope(table), _OF_KIND.get(kind, ())
     acts = {table.get("hidden_activation") or _GELU, _GELU} if gelu else {table.get("hidden_act", "silu"), "silu"}
     types = table.get("layer_types") or []
     alternate = [("sliding_attention", "full_attention")[layer % 2] for layer in range(len(types))]
@@ -256,9 +331,15 @@ def _refuse_foreign(table: Mapping[str, Any], kind: str, folder: str) -> None:
         "rope_parameters": _rope_kind(table) not in ("default", "linear", "llama3", "yarn")
         or any(rope.get(name) for name in ("mscale", "mscale_all_dim"))
         or rope.get("truncate") is False,
+        **{
+            name: bool(table.get(name)) and table[name] not in values
+            for name, values in _NEUTRAL.items()
+            if name not in own
+        },
     }
     for name, foreign in refused.items():
         if foreign:
-            value = dict(rope) if name == "rope_parameters" else table.get(name, rope.get(name))
+            value = printable(repr(dict(rope) if name == "rope_parameters" else table.get(name, rope.get(name))))
             why = "this decoder has no such thing"
-            raise UserError(f"{folder}/{CONFIG} says {name} = {value!r}.", why=why, do="start from another model")
+            raise UserError(f"{folder}/{CONFIG} says {name} = {value}.", why=why, do="start from another model")
+

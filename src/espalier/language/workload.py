@@ -128,7 +128,7 @@ class LanguageWorkload(DecoderWorkload):
 
     def notes(self) -> list[str]:
         """What the stores say, and which documents they skipped."""
-        found = [note for store in self.stores for note in store.notes]
+        found = [*self.weight_notes(), *(note for store in self.stores for note in store.notes)]
         for store in self.stores:
             count = store.skipped_documents
             if count:

@@ -202,7 +202,7 @@ class TuneWorkload(DecoderWorkload):
 
     def notes(self) -> list[str]:
         """What was left out, how full the rows are, and one conversation with its answers between marks."""
-        return list(self.chats.notes)
+        return [*self.weight_notes(), *self.chats.notes]
 
 
 def adapted(model: gpt.GPT, recipe: Recipe) -> gpt.GPT:
