@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_model
 from torch import nn
 
-from espalier import cache_dir, workload_registry
+from espalier import cache_dir, weight_files, workload_registry
 from espalier.config import Adapters
 from espalier.errors import UserError
 from espalier.terminal import say
@@ -66,6 +66,7 @@ def safetensors(trained: Trained, target: Path, trust: bool = False) -> str:
 
     def fill(folder: Path) -> None:
         save_model(trained.model, str(folder / WEIGHTS), metadata={"format": "pt", "step": str(trained.step)})
+        weight_files.sort_metadata(folder / WEIGHTS)
         _compare(trained.model, folder / WEIGHTS)
         shutil.copyfile(trained.folder.recipe, folder / "run.toml")
         if (kept := trained.folder.kept()) is not None:

@@ -202,7 +202,8 @@ class TuneWorkload(DecoderWorkload):
 
     def notes(self) -> list[str]:
         """What was left out, how full the rows are, and one conversation with its answers between marks."""
-        return [*self.weight_notes(), *self.chats.notes]
+        adapter = self.tune.adapter if isinstance(self.tune, Lora) else None
+        return [*self.weight_notes(), *([] if adapter is None else peft.notes(Path(adapter))), *self.chats.notes]
 
 
 def adapted(model: gpt.GPT, recipe: Recipe) -> gpt.GPT:
