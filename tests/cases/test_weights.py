@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import json
+import struct
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tokenizers
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from espalier import config
 from espalier.config import defaults
-from espalier.language import gguf_file, gpt, hf, workload_row
+from espalier.errors import UserError
+from espalier.language import gguf_export, gguf_file, gguf_header, gpt, hf, workload_row
 from espalier.language.decoder_workload import new_model
-from espalier.language.tokenizer import Tokenizer, open_tokenizer
-from espalier.language.tune import peft
+from espalier.language.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
+from espalier.language.tune import lora, peft
 from espalier.language.tune import workload as tuning
 from espalier.language.tune.chat_template import open_template
 from espalier.language.tune.conversations import Turn
@@ -259,3 +265,399 @@ def test_a_gguf_file_says_the_special_tokens_of_the_base(kind: str, template: st
     text = open_template(None, again).render([Turn(turn["role"], turn["content"]) for turn in CHAT])
     assert again.encode_marked([text])[0][0].tolist() == theirs.apply_chat_template(CHAT)["input_ids"]
 
+
+
+# --- adapters --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of two layers with a table and a head."""
+    folder = tmp_path_factory.mktemp("llama") / "base"
+    hf.export(made(depth=2, tied=False), Nothing(), folder)
+    return folder
+
+
+def adapters_of(base: Path, folder: Path, **options: Any) -> Any:
+    """Adapters that PEFT makes and saves, with values everywhere."""
+    from transformers import AutoModelForCausalLM
+
+    from peft import LoraConfig, get_peft_model
+
+    whole = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model = get_peft_model(whole, LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=6, **options)).eval()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    model.save_pretrained(folder)
+    return model
+
+
+def read_adapters(base: Path, folder: Path) -> gpt.GPT:
+    """Our model with them."""
+    model = new_model(hf.options(base), 0, torch.device("cpu"))
+    hf.load_into(model, base)
+    adapted = lora.adapt(model, peft.with_options(config.Lora(adapter=str(folder)), folder), 1)
+    peft.load(adapted, folder)
+    return adapted.eval()
+
+
+TARGETS: dict[str, Any] = {
+    "all linear": {"target_modules": "all-linear"},
+    "a pattern": {"target_modules": r".*\.(q_proj|down_proj)"},
+    "short names": {"target_modules": ["q_proj", "v_proj"], "use_rslora": True},
+    "full names": {"target_modules": [f"model.layers.{n}.mlp.{one}_proj" for n in range(2) for one in ("up", "down")]},
+    "lengths": {"target_modules": "all-linear", "use_dora": True},
+    "one rank in a pattern": {"target_modules": ["q_proj"], "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 9}},
+    "begun otherwise": {"target_modules": ["o_proj"], "init_lora_weights": "orthogonal", "lora_dropout": 0.1},
+}
+
+
+@pytest.mark.parametrize("form", TARGETS)
+def test_adapters_of_peft_compute_what_they_do_there_however_their_layers_are_named(
+    form: str, llama: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("peft")
+    theirs = adapters_of(llama, tmp_path / "adapter", **TARGETS[form])
+    ours = read_adapters(llama, tmp_path / "adapter")
+    tokens = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-5)
+    assert ("lora_dropout" in str(peft.notes(tmp_path / "adapter"))) == ("lora_dropout" in TARGETS[form])
+
+
+@pytest.mark.parametrize("before", ["base_model.model.", "", "module.base_model.model.", "base_model.model._orig_mod."])
+def test_modules_round_others_are_no_part_of_a_tensor_s_name(before: str, llama: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    adapters_of(llama, tmp_path / "adapter", target_modules=["q_proj"])
+    wanted = read_adapters(llama, tmp_path / "adapter").state_dict()
+    file = tmp_path / "adapter" / peft.WEIGHTS
+    renamed = {
+        before + name.removeprefix("base_model.model.").replace(".weight", ".default.weight"): value
+        for name, value in load_file(file).items()
+    }
+    save_file(renamed, file)
+    again = read_adapters(llama, tmp_path / "adapter").state_dict()
+    assert all(torch.equal(value, again[name]) for name, value in wanted.items())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, "says modules_to_save"),
+        ({"target_modules": ["q_proj", "k_proj"], "rank_pattern": {"k_proj": 2}}, "says rank_pattern"),
+        ({"target_modules": ["q_proj", "k_proj"], "alpha_pattern": {"k_proj": 2}}, "says alpha_pattern"),
+        ({"target_modules": ["q_proj"], "layers_to_transform": [1]}, "says layers_to_transform"),
+        ({"target_modules": ["q_proj"], "bias": "lora_only"}, "says bias = 'lora_only'"),
+        ({"target_modules": ["q_proj"], "lora_bias": True}, "says lora_bias = True"),
+        ({"target_modules": ["q_proj"], "init_lora_weights": "olora"}, "says init_lora_weights = 'olora'"),
+        ({"target_modules": ["q_proj"], "trainable_token_indices": [1, 2]}, "says trainable_token_indices"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "has adapters on 'lm_head'"),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, "'embed_tokens'"),
+        ({"target_modules": r".*layers\.1.*q_proj"}, r"layers\.0\.self_attn\.q_proj\.lora_A\.weight is missing"),
+    ],
+)
+def test_adapters_with_more_than_ours_are_refused_by_the_key_or_the_tensor(
+    options: dict[str, Any], words: str, llama: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("peft")
+    adapters_of(llama, tmp_path / "adapter", **options)
+    with pytest.raises(UserError, match=words):
+        read_adapters(llama, tmp_path / "adapter")
+
+
+# --- weights ---------------------------------------------------------------------------------------------------------
+
+
+def theirs_computes(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    with torch.no_grad():
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()(tokens).logits
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_a_head_that_differs_from_a_tied_table_is_kept_as_its_own(equal: bool, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    hf.export(made(tied=True), Nothing(), base)
+    tensors = load_file(base / "model.safetensors")
+    table = tensors["model.embed_tokens.weight"]
+    save_file({**tensors, "lm_head.weight": table.clone() if equal else -table}, base / "model.safetensors")
+    options = hf.options(base)
+    assert options.tied == equal
+    assert bool(hf.notes(base)) != equal
+    model = new_model(options, 0, torch.device("cpu"))
+    hf.load_into(model, base)
+    hf.export(model.eval(), Nothing(), tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] == equal
+    tokens = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        logits = model(tokens)
+    torch.testing.assert_close(theirs_computes(tmp_path / "out", tokens), logits, rtol=1e-4, atol=1e-5)
+    head = load_file(tmp_path / "out" / "model.safetensors").get("lm_head.weight", table)
+    assert torch.equal(head, table if equal else -table)
+
+
+def test_what_of_weights_is_not_used_is_named(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    hf.export(made(depth=2).to(torch.bfloat16), Nothing(), base)
+    tensors = load_file(base / "model.safetensors")
+    buffers = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(8) for layer in range(2)}
+    save_file(tensors | buffers, base / "model.safetensors")
+    (base / "pytorch_model.bin").write_bytes(b"a pickle")
+    table = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text("\ufeff" + json.dumps({**table, "attention_dropout": 0.1, "use_cache": True}))
+    said = "\n".join(hf.notes(base))
+    assert "not used: key 'attention_dropout' (config.json says 0.1)" in said
+    assert "not used: tensor 'model.layers.{}.self_attn.rotary_emb.inv_freq' (2 layers)" in said
+    assert "not used: file 'pytorch_model.bin'" in said
+    assert "stored as BF16 and read as F32" in said
+    assert "use_cache" not in said
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"quantization_config": {"bits": 4}}, "says quantization_config"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}, "rope_parameters": None}, "longrope"),
+        ({"logits_scaling": 8.0}, "says logits_scaling = 8.0"),
+        ({"num_hidden_layers": 3}, r"blocks.2.attention_norm.weight is missing"),
+        ({"num_hidden_layers": 1}, "beyond its 1 layers"),
+        ({"num_hidden_layers": 10**9}, "is missing"),
+        ({"hidden_size": 10**9}, "its config.json says"),
+        ({"hidden_size": "64"}, "invalid value: hidden_size = 64"),
+        ({"rope_theta": None, "rope_parameters": {"rope_theta": float("nan")}}, "no positive number"),
+        ({"num_key_value_heads": 3}, "invalid value"),
+    ],
+)
+def test_a_config_that_says_something_else_than_the_weights_is_refused(
+    change: dict[str, Any], words: str, llama: Path
+) -> None:
+    table = json.loads((llama / "config.json").read_text())
+    try:
+        (llama / "config.json").write_text(json.dumps({**table, **change}))
+        with pytest.raises(UserError, match=words):
+            hf.options(llama)
+    finally:
+        (llama / "config.json").write_text(json.dumps(table))
+
+
+@pytest.mark.parametrize("fault", ["missing", "twice", "elsewhere", "both", "integers", "strange"])
+def test_shards_and_tensors_that_are_not_as_the_index_says_are_refused(fault: str, llama: Path, tmp_path: Path) -> None:
+    tensors = load_file(llama / "model.safetensors")
+    half = dict(list(tensors.items())[:5])
+    parts = {"a.safetensors": half, "b.safetensors": {k: v for k, v in tensors.items() if k not in half}}
+    places = {name: file for file, part in parts.items() for name in part}
+    name = next(iter(half))
+    if fault == "twice":
+        parts["b.safetensors"][name] = half[name].clone()
+    if fault == "elsewhere":
+        places[name] = "b.safetensors"
+    if fault == "integers":
+        half[name] = half[name].to(torch.int8)
+    if fault == "strange":
+        half["model.layers.0.self_attn.q_proj.weight_scale"] = torch.ones(1)
+    for file, part in parts.items():
+        if fault != "missing" or file == "a.safetensors":
+            save_file(part, tmp_path / file)
+    if fault == "both":
+        save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / hf.INDEX).write_text(json.dumps({"weight_map": places}))
+    (tmp_path / "config.json").write_bytes((llama / "config.json").read_bytes())
+    words = {
+        "missing": "No weights at .*b.safetensors",
+        "twice": "is in a.safetensors and b.safetensors",
+        "elsewhere": "is in b.safetensors, where it is not",
+        "both": "holds weights twice",
+        "integers": "is I8, which is not read",
+        "strange": "weight_scale is not known",
+    }[fault]
+    with pytest.raises(UserError, match=words):
+        hf.options(tmp_path)
+
+
+# --- GGUF ------------------------------------------------------------------------------------------------------------
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value.encode())) + value.encode()
+
+
+def coded(value: Any) -> bytes:
+    """The type and the value of a field."""
+    if isinstance(value, bytes):
+        return value
+    if isinstance(value, str):
+        return struct.pack("<I", 8) + text(value)
+    if isinstance(value, float):
+        return struct.pack("<If", 6, value)
+    if isinstance(value, int):
+        return struct.pack("<II", 4, value)
+    parts = [coded(part) for part in value]
+    return struct.pack("<I", 9) + parts[0][:4] + struct.pack("<Q", len(parts)) + b"".join(part[4:] for part in parts)
+
+
+PLAIN: dict[str, Any] = {
+    "general.architecture": "llama",
+    "llama.attention.head_count": 2,
+    "llama.embedding_length": 8,
+    "llama.block_count": 1,
+    "llama.feed_forward_length": 16,
+    "llama.context_length": 32,
+    "llama.attention.layer_norm_rms_epsilon": 1e-5,
+    "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.tokens": ["a", "b", "c"],
+    "tokenizer.ggml.token_type": [1, 1, 1],
+}
+TENSORS = {
+    "token_embd.weight": (3, 8),
+    "output_norm.weight": (8,),
+    **{f"blk.0.{name}_norm.weight": (8,) for name in ("attn", "ffn")},
+    **{f"blk.0.attn_{name}.weight": (8, 8) for name in ("q", "k", "v", "output")},
+    **{f"blk.0.ffn_{name}.weight": (16, 8) for name in ("gate", "up")},
+    "blk.0.ffn_down.weight": (8, 16),
+}
+
+
+def gguf_of(file: Path, fields: dict[str, Any], tensors: dict[str, tuple[int, ...]]) -> Path:
+    header = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(fields))
+    header += b"".join(text(name) + coded(value) for name, value in fields.items())
+    start = 0
+    for name, shape in tensors.items():
+        header += text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape[::-1], 0, start)
+        start += -(-int(np.prod(shape)) * 4 // 32) * 32
+    file.write_bytes(header + bytes(-len(header) % 32) + bytes(start))
+    return file
+
+
+def model_of(folder: Path) -> gpt.GPT:
+    """What every reader of weights does."""
+    options = hf.options(folder)
+    model = new_model(options, 0, torch.device("cpu"))
+    hf.load_into(model, folder)
+    hf.notes(folder)
+    if (file := hf.tokenizer_of(folder)) is not None:
+        words = open_tokenizer(str(file))
+        open_template(None, words).render([Turn("user", "a")])
+        words.encode_marked(["a text"])
+    return model
+
+
+def test_a_plain_gguf_file_of_the_builder_is_read(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    assert model_of(gguf_of(tmp_path / "m.gguf", PLAIN, TENSORS)).size.feed_forward == 16
+
+
+DEEP = struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 20_000 + struct.pack("<IQ", 4, 0)
+ODD: dict[str, tuple[Any, str]] = {
+    "llama.attention.head_count": (0, "head_count = 0; it has to be a whole number"),
+    "llama.embedding_length": ("eight", "embedding_length = eight; it has to be a whole number"),
+    "llama.block_count": (2**31, r"blocks\.1\.attention_norm\.weight is missing"),
+    "llama.feed_forward_length": (2**31 - 1, r"is \[16, 8\], and its config.json says"),
+    "llama.attention.head_count_kv": ([1, 2], r"head_count_kv = \[1, 2\]"),
+    "llama.attention.layer_norm_rms_epsilon": (float("nan"), "it has to be a positive number"),
+    "llama.context_length": (2**31, r"max_position_embeddings. do not fit into memory"),
+    "llama.rope.scaling.type": (3, "it has to be a text"),
+    "llama.rope.dimension_count": (2, "rope.dimension_count = 2"),
+    "llama.logit_scale": (8.0, "logit_scale = 8.0"),
+    "llama.attention.sliding_window": (16, "sliding_window = 16"),
+    "tokenizer.ggml.tokens": (3, "it has to be a list of texts"),
+    "tokenizer.ggml.token_type": ([1, 1], "3 tokens and 2 types"),
+    "tokenizer.ggml.bos_token_id": (10**9, "bos_token_id = 1000000000, and it has 3 tokens"),
+    "tokenizer.ggml.eos_token_id": ("two", "it has to be a whole number"),
+    "tokenizer.ggml.merges": ([1], "it has to be a list of texts"),
+    "tokenizer.ggml.model": (["gpt2"], "it has to be a text"),
+    "tokenizer.chat_template": (7, "it has to be a text"),
+    "general.architecture": (4, "holds a '4' model"),
+    "general.alignment": (0, "general.alignment is 0"),
+    "deep": (DEEP, "nested too deeply"),
+    "long": (struct.pack("<IIQ", 9, 4, 2**62), "more than it can hold"),
+    "long text": (struct.pack("<IQ", 8, 2**63), "more than it can hold"),
+    "no type": (struct.pack("<I", 99), "a field of type 99"),
+    "no text": (struct.pack("<IQ", 8, 1) + b"\xff", "is not UTF-8"),
+}
+
+
+@pytest.mark.parametrize("key", ODD)
+def test_an_odd_field_of_a_gguf_file_is_one_sentence(key: str, tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    value, words = ODD[key]
+    file = gguf_of(tmp_path / "m.gguf", {**PLAIN, key: value}, TENSORS)
+    with pytest.raises(UserError, match=words):
+        model_of(file)
+
+
+@pytest.mark.parametrize("shape", [(3, 8, 0), (2**40, 2**40), (3, 9), (8, 3)])
+def test_an_odd_shape_of_a_tensor_is_one_sentence(shape: tuple[int, ...], tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    file = tmp_path / "m.gguf"
+    gguf_of(file, PLAIN, TENSORS)
+    content = file.read_bytes()
+    old, new = (struct.pack(f"<I{len(one)}Q", len(one), *one[::-1]) for one in ((3, 8), shape))
+    file.write_bytes(content.replace(old, new, 1))
+    with pytest.raises(UserError):
+        model_of(file)
+
+
+def test_a_gguf_file_larger_than_memory_is_refused_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("gguf")
+    file = gguf_of(tmp_path / "m.gguf", PLAIN, TENSORS)
+    monkeypatch.setattr(gguf_file, "free_memory", lambda: 1000)
+    with pytest.raises(UserError, match="does not fit into memory"):
+        hf.options(file)
+
+
+# --- damage ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A small file of each kind, with all that is read together with it."""
+    pytest.importorskip("gguf")
+    home = tmp_path_factory.mktemp("folders")
+    model = made(256)
+    hf.export(model, ByteTokenizer(), home / "hf")
+    inner = begun()
+    inner.save(str(home / "hf" / "tokenizer.json"))
+    (home / "hf" / "tokenizer_config.json").write_text(
+        json.dumps({"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": True}, "chat_template": "{{ 1 }}"})
+    )
+    gguf_export.export(model, ByteTokenizer(), "{{ 2 }}", home / "gguf", "F16")
+    return {
+        "config.json": home / "hf",
+        "tokenizer.json": home / "hf",
+        "tokenizer_config.json": home / "hf",
+        "generation_config.json": home / "hf",
+        "model.safetensors": home / "hf",
+        "model.gguf": home / "gguf",
+    }
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"), "model.safetensors", "model.gguf"],
+)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(changes=st.lists(st.tuples(st.floats(0, 0.999), st.binary(min_size=1, max_size=6)), min_size=1, max_size=3))
+def test_no_damage_does_more_than_be_refused(
+    name: str, changes: list[tuple[float, bytes]], folders: dict[str, Path]
+) -> None:
+    folder = folders[name]
+    file = folder / name
+    whole = file.read_bytes()
+    head = min(len(whole), 6000)  # the part that says what the rest is
+    content = bytearray(whole)
+    for place, part in changes:
+        start = int(place * head)
+        content[start : start + len(part)] = part
+    try:
+        file.write_bytes(bytes(content))
+        model_of(file if file.suffix == ".gguf" else folder)
+    except UserError as error:
+        assert error.what.isprintable()
+    finally:
+        file.write_bytes(whole)

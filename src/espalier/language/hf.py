@@ -212,7 +212,7 @@ def load(folder: str | Path, dtype: torch.dtype) -> tuple[config.Gpt | config.Mo
     model = options(folder)
     state, names = {}, _ours(hf_config.kind_of(model))
     tensors = _wanted(_stored(opened(folder)), model)
-    _refuse_large(folder, sum(math.prod(one.shape) for one in tensors.values()) * dtype.itemsize)
+    _refuse_large(f"weights in {folder}", sum(math.prod(one.shape) for one in tensors.values()) * dtype.itemsize)
     for file in dict.fromkeys(one.file for one in tensors.values()):
         with weight_files.opened(file) as content:
             for name in (name for name, one in tensors.items() if one.file == file):
@@ -242,11 +242,11 @@ def weights_of(model: GPT, folder: Path) -> Callable[[str], Tensor]:
     return value
 
 
-def _refuse_large(folder: str | Path, needed: int) -> None:
+def _refuse_large(what: str, needed: int) -> None:
     free = free_memory()
     if free and needed > free:
         raise UserError(
-            f"The weights in {folder} do not fit into memory.",
+            f"The {what} do not fit into memory.",
             why=f"they take {units.show_size(needed)}, and {units.show_size(free)} are free",
             do="a smaller model, or more memory",
         )
@@ -300,6 +300,8 @@ def options(folder: str | Path) -> config.Gpt | config.Moe:
             do="convert it, or leave model.initial out",
         )
     model = hf_config.options(table, str(folder))
+    columns = model.head_size or (model.width or 1) // (model.heads or 1)
+    _refuse_large(f"positions that {folder}/{CONFIG} says (max_position_embeddings)", (model.context or 1) * columns * 16)
     if not (home / INDEX).exists() and not (home / _WEIGHTS).exists():
         return model
     tensors = _stored(home)

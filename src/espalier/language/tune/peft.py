@@ -155,7 +155,8 @@ def with_options(tune: Lora, folder: Path) -> Lora:
     Raises UserError for a folder of something else, for adapters that we do not have, and for options that contradict.
     """
     adapters = _opened(folder)
-    theirs = {_TARGETS.get(name.rpartition(".")[2], name) for name in adapters.modules}
+    parts = {name.rpartition(".")[2] for name in adapters.modules}
+    theirs = {_TARGETS.get(part, part) for part in parts}
     targets = tuple(name for name in lora.TARGETS if name in theirs)
     _refuse_targets(adapters, theirs - {*lora.TARGETS})
     rank, alpha = _rank_and_alpha(adapters)
