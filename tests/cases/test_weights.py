@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import filecmp
 import json
 import struct
+import subprocess
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import programs
 import pytest
 import tokenizers
 import torch
@@ -18,10 +22,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from espalier import config
+from espalier import config, weight_files
 from espalier.config import defaults
 from espalier.errors import UserError
-from espalier.language import gguf_export, gguf_file, gguf_header, gpt, hf, workload_row
+from espalier.language import gguf_export, gguf_file, gpt, hf, token_store, workload_row
 from espalier.language.decoder_workload import new_model
 from espalier.language.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
 from espalier.language.tune import lora, peft
@@ -29,6 +33,8 @@ from espalier.language.tune import workload as tuning
 from espalier.language.tune.chat_template import open_template
 from espalier.language.tune.conversations import Turn
 from espalier.language.tune.workload import TuneWorkload
+from espalier.verbs import eval as _eval  # noqa: F401 - loaded once, before programs are forked
+from espalier.verbs import export, load_run, plan, predict, train  # noqa: F401
 
 TEMPLATES = {
     "llama2": (
@@ -266,7 +272,6 @@ def test_a_gguf_file_says_the_special_tokens_of_the_base(kind: str, template: st
     assert again.encode_marked([text])[0][0].tolist() == theirs.apply_chat_template(CHAT)["input_ids"]
 
 
-
 # --- adapters --------------------------------------------------------------------------------------------------------
 
 
@@ -310,7 +315,11 @@ TARGETS: dict[str, Any] = {
     "short names": {"target_modules": ["q_proj", "v_proj"], "use_rslora": True},
     "full names": {"target_modules": [f"model.layers.{n}.mlp.{one}_proj" for n in range(2) for one in ("up", "down")]},
     "lengths": {"target_modules": "all-linear", "use_dora": True},
-    "one rank in a pattern": {"target_modules": ["q_proj"], "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 9}},
+    "one rank in a pattern": {
+        "target_modules": ["q_proj"],
+        "rank_pattern": {"q_proj": 2},
+        "alpha_pattern": {"q_proj": 9},
+    },
     "begun otherwise": {"target_modules": ["o_proj"], "init_lora_weights": "orthogonal", "lora_dropout": 0.1},
 }
 
@@ -639,7 +648,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize(
     "name",
-    [*("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"), "model.safetensors", "model.gguf"],
+    [
+        *("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"),
+        "model.safetensors",
+        "model.gguf",
+    ],
 )
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(changes=st.lists(st.tuples(st.floats(0, 0.999), st.binary(min_size=1, max_size=6)), min_size=1, max_size=3))
@@ -661,3 +674,139 @@ def test_no_damage_does_more_than_be_refused(
         assert error.what.isprintable()
     finally:
         file.write_bytes(whole)
+
+
+def test_damaged_configs_are_refused_whatever_type_a_value_has(folders: dict[str, Path]) -> None:
+    values = ([], {}, "x", -1, 0, float("nan"), None, True, 2**70, [[1]], "\ud800", 1.5, [None])
+    for name in ("config.json", "tokenizer_config.json"):
+        file = folders[name] / name
+        whole = file.read_text()
+        table = json.loads(whole)
+        try:
+            for number, key in enumerate(table):
+                for value in (values[number % len(values)], values[(number + 5) % len(values)]):
+                    file.write_text(json.dumps({**table, key: value}))
+                    with contextlib.suppress(UserError):
+                        model_of(folders[name])
+        finally:
+            file.write_text(whole)
+
+
+# --- exports and runs ------------------------------------------------------------------------------------------------
+
+
+def test_files_of_weights_are_the_same_bytes_whenever_they_are_written(tmp_path: Path) -> None:
+    file = tmp_path / "a.safetensors"
+    metadata = {f"key {number} ä": str(number) for number in range(6)}
+    contents = set()
+    for _ in range(8):
+        save_file({"a": torch.arange(6.0), "b": torch.ones(2, dtype=torch.bfloat16)}, file, metadata=metadata)
+        weight_files.sort_metadata(file)
+        contents.add(file.read_bytes())
+    assert len(contents) == 1
+    assert load_file(file)["a"].tolist() == list(range(6))
+    with weight_files.opened(file) as content:
+        assert content.metadata() == metadata
+
+
+def test_exports_are_the_same_bytes_whenever_they_are_written(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    base = base_of(tmp_path / "base", "begun with bos", TEMPLATES["llama3"])
+    workload = workload_of(base, open_tokenizer(str(base)), None, config.Lora(rank=2))
+    model = workload.build(torch.device("cpu"), torch.float32)
+    assert isinstance(model, gpt.GPT)
+    for number in "12":
+        tuning.export(workload, model, tmp_path / number / "hf")
+        peft.export(workload, model, tmp_path / number / "peft")
+        workload_row._to_gguf("Q8_0", workload, model, tmp_path / number / "gguf")
+    names = [str(file.relative_to(tmp_path / "1")) for file in (tmp_path / "1").rglob("*") if file.is_file()]
+    assert len(names) == 11
+    assert filecmp.cmpfiles(tmp_path / "1", tmp_path / "2", names, shallow=False)[0] == names
+
+
+def test_a_tokenizer_with_more_tokens_than_the_table_is_refused(tmp_path: Path) -> None:
+    base = base_of(tmp_path / "base", "byte level", None)
+    inner = tokenizers.Tokenizer.from_file(str(base / "tokenizer.json"))
+    inner.add_tokens([f"<extra_{number}>" for number in range(40)])
+    inner.save(str(base / "tokenizer.json"))
+    count = inner.get_vocab_size()
+    with pytest.raises(UserError, match=f"has {count} tokens, and the model's table has {count - 37}"):
+        workload_of(base, open_tokenizer(str(base)), None, config.Full())
+
+
+def test_documents_of_a_tokenizer_that_begins_texts_with_bos_end_with_eos(tmp_path: Path) -> None:
+    base = base_of(tmp_path / "base", "begun with bos", None)
+    words = open_tokenizer(str(base))
+    assert (words.boundary, words.document_end) == (0, (1,))
+    assert words.byte_lengths[[0, 1]].tolist() == [0, 0]
+    plain = open_tokenizer(str(base_of(tmp_path / "plain", "byte level", None)))
+    assert (plain.boundary, plain.document_end) == (1, ())
+    text = tmp_path / "texts"
+    text.mkdir()
+    for number in range(30):
+        (text / f"{number}.txt").write_text(f"the wall {number}")
+    store = token_store.build_all([config.Data(path=str(text), tokenizer=str(base), validation=0.2)])[0]
+    ids = store.train.read(0, store.train.tokens).tolist()
+    starts = [at for at, token in enumerate(ids) if token == 0]
+    assert starts[0] == 0
+    assert all(ids[at - 1] == 1 for at in starts[1:])
+    assert ids[-1] == 1
+
+
+RECIPE = """
+[model]
+initial = "base"
+[tune]
+kind = "full"
+[data]
+path = "chats.jsonl"
+validation = 0.3
+[train]
+steps = 4
+sequence = 64
+batch_tokens = 128
+validate_tokens = 64
+schedule.kind = "constant"
+[plan]
+cluster = "machine.toml"
+trial = false
+pin.ranks = 1
+pin.threads = 1
+"""
+
+
+def test_a_chat_run_with_bos_resumes_to_the_same_bits_and_says_which_checkpoint_it_reads(tmp_path: Path) -> None:
+    base_of(tmp_path / "base", "begun with bos", TEMPLATES["llama2"])
+    rows = [{"messages": [{**CHAT[0], "content": f"help {n}"}, CHAT[1]]} for n in range(12)]
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "machine.toml").write_text(programs.MACHINE)
+    (tmp_path / "r.toml").write_text(RECIPE)
+
+    def ran(*words: str) -> subprocess.CompletedProcess[str]:
+        done = programs.forked(tmp_path, *words)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done
+
+    ran("train", "r.toml", "--run", "whole")
+    for steps in (2, 4):
+        ran("train", "r.toml", f"train.steps={steps}", "--run", "parts")
+    whole, parts = (load_run.trained(tmp_path / name).model.state_dict() for name in ("whole", "parts"))
+    assert all(torch.equal(value, parts[name]) for name, value in whole.items())
+
+    newest = max((tmp_path / "parts" / "checkpoints").iterdir())
+    file = max(newest.iterdir(), key=lambda one: one.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(bytes(content))
+    for words in (
+        ["predict", "parts", "help 3", "--tokens", "2"],
+        ["export", "parts", "--out", "out"],
+        ["eval", "parts"],
+    ):
+        said = ran(*words)
+        assert f"read the checkpoint of step 2: {newest.name} is newer, but cannot be used" in said.stderr
+        told = json.loads(ran(*words, "--json").stdout)
+        assert told["step"] == 2
+        assert told["skipped"][0]["checkpoint"] == newest.name
+        assert "checksum" in told["skipped"][0]["why"]
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (tmp_path / "base" / "tokenizer.json").read_bytes()

@@ -186,7 +186,9 @@ class Said:
             raise UserError(f"{printable(self.file)} does not say {key!r}.", do=AGAIN)
         value = self.fields.get(name, default)
         if not good(value):
-            raise UserError(f"{printable(self.file)} says {name} = {printable(value)}; it has to be {wanted}.", do=AGAIN)
+            raise UserError(
+                f"{printable(self.file)} says {name} = {printable(value)}; it has to be {wanted}.", do=AGAIN
+            )
         return value
 
 

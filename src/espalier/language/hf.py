@@ -290,7 +290,7 @@ def options(folder: str | Path) -> config.Gpt | config.Moe:
     home = opened(folder)
     table = _read_json(home / CONFIG)
     kind = table.get("model_type")
-    if kind not in hf_config.FAMILIES:
+    if not isinstance(kind, str) or kind not in hf_config.FAMILIES:
         known = set(_ours("llama"))
         named = next((name for name in _stored(home) if _pattern(name) not in known), None)
         differs = f"{printable(named.rpartition('.')[0])} is no module of this decoder; " if named else ""
@@ -301,7 +301,9 @@ def options(folder: str | Path) -> config.Gpt | config.Moe:
         )
     model = hf_config.options(table, str(folder))
     columns = model.head_size or (model.width or 1) // (model.heads or 1)
-    _refuse_large(f"positions that {folder}/{CONFIG} says (max_position_embeddings)", (model.context or 1) * columns * 16)
+    _refuse_large(
+        f"positions that {folder}/{CONFIG} says (max_position_embeddings)", (model.context or 1) * columns * 16
+    )
     if not (home / INDEX).exists() and not (home / _WEIGHTS).exists():
         return model
     tensors = _stored(home)

@@ -342,4 +342,3 @@ def _refuse_foreign(table: Mapping[str, Any], kind: str, folder: str) -> None:
             value = printable(repr(dict(rope) if name == "rope_parameters" else table.get(name, rope.get(name))))
             why = "this decoder has no such thing"
             raise UserError(f"{folder}/{CONFIG} says {name} = {value}.", why=why, do="start from another model")
-

@@ -148,7 +148,10 @@ def _template(folder: Path, contents: Mapping[str, bytes], config: Mapping[str, 
         if isinstance(template, list):
             named = {one["name"]: one["template"] for one in template}
             template = named.get("default", next(iter(named.values()), None))
-    return (template if isinstance(template, str) else None), str(folder / CONFIG)
+        if not isinstance(template, str):
+            return None, ""
+        template.encode()  # half of a surrogate pair is no text
+    return template, str(folder / CONFIG)
 
 
 def _model_ids(folder: Path) -> Mapping[str, Any] | None:

@@ -40,8 +40,9 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         loads = safetensors(trained, out, arguments.trust)
     if arguments.json:
-        print(json.dumps({"folder": str(out), "step": trained.step}))
+        print(json.dumps({"folder": str(out), **trained.checkpoint}))
     else:
+        trained.say_skipped()
         say(f"{out}: the model after step {trained.step}, checked by reloading.")
         say(f"  {loads}")
     return 0

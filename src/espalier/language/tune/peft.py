@@ -122,7 +122,15 @@ _WRAPPERS = ("base_model", "model", "module", "_orig_mod", "_fsdp_wrapped_module
 _STORED = re.compile(r"(.*)\.(lora_A|lora_B|lora_magnitude_vector)(?:\.(?!weight$)[^.]+)?(?:\.weight)?")
 _TARGETS = {
     **{f"{ours[0]}_proj": ours for ours in ("query", "key", "value")},
-    **{"o_proj": "out", "gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"},
+    **{
+        "o_proj": "out",
+        "gate_proj": "gate",
+        "up_proj": "up",
+        "down_proj": "down",
+        "w1": "gate",
+        "w3": "up",
+        "w2": "down",
+    },
 }
 """Last part of a module's name to `tune.targets`."""
 _DEFAULTS = {"r": 8, "lora_alpha": 8}
@@ -214,9 +222,13 @@ def _opened(folder: Path) -> _Adapters:
     for name, tensor in weight_files.stored([folder / WEIGHTS]).items():
         unwrapped = _unwrapped(name)
         if unwrapped in tensors:
-            raise UserError(f"{folder} holds {printable(unwrapped)} twice: of two adapters.", do="save one of them alone")
+            raise UserError(
+                f"{folder} holds {printable(unwrapped)} twice: of two adapters.", do="save one of them alone"
+            )
         if not tensor.dtype.startswith(("F", "BF")) or len(tensor.shape) not in (1, 2):
-            raise UserError(f"{folder}: {printable(name)} is {tensor.dtype} {list(tensor.shape)}.", do="adapters of PEFT")
+            raise UserError(
+                f"{folder}: {printable(name)} is {tensor.dtype} {list(tensor.shape)}.", do="adapters of PEFT"
+            )
         tensors[unwrapped], names[unwrapped] = tensor, name
     return _Adapters(folder, table, tensors, names)
 
