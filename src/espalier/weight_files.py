@@ -52,16 +52,19 @@ def stored(files: Sequence[Path]) -> dict[str, StoredTensor]:
     return tensors
 
 
+def value(name: str, place: StoredTensor) -> Any:
+    """The tensor `name`, which lies at `place`. Raises UserError."""
+    with opened(place.file) as content:
+        return content.get_tensor(name)
+
+
 def sort_metadata(file: Path) -> None:
     """Puts the metadata of a safetensors file that was just written in the order of their names, in place."""
     with file.open("r+b") as content:
         length = int.from_bytes(content.read(8), "little")
         header = json.loads(content.read(length))
-        metadata = header.get("__metadata__", {})
-        table = {"__metadata__": dict(sorted(metadata.items()))} | {
-            name: value for name, value in header.items() if name != "__metadata__"
-        }
-        text = json.dumps(table if metadata else header, separators=(",", ":"), ensure_ascii=False).encode()
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         assert len(text) <= length, "the same keys take the same room"
         content.seek(8)
         content.write(text.ljust(length))

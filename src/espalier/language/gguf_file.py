@@ -11,8 +11,9 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -25,6 +26,7 @@ from espalier.foreign_files import parsing, printable, unused
 from espalier.hardware.resource_limits import free_memory
 from espalier.language import gguf_header, hf_config
 from espalier.language.gguf_header import AGAIN, Said, TensorPlace
+from espalier.language.hf_config import Real, Whole
 from espalier.language.tokenizer import prefix_processor
 
 SUFFIX = ".gguf"
@@ -159,8 +161,7 @@ def _convert(file: Path, folder: Path) -> None:
 def opened(file: Path) -> tuple[Mapping[str, Any], list[tuple[str, NDArray[Any]]]]:
     """The fields of a file, and its tensors as float32. Raises UserError."""
     package = library()
-    with parsing(file, AGAIN):
-        header = gguf_header.read(file)
+    header = gguf_header.read(file)
     _refuse_large(file, sum(math.prod(place.shape) for place in header.tensors) * 8)
     return header.fields, [(place.name, _values(file, place, header.content, package)) for place in header.tensors]
 
@@ -226,22 +227,22 @@ def _config(
         raise UserError(
             f"{file} holds a {printable(name)!r} model.", why=f"of GGUF files {known} are read", do="another file"
         )
-    heads, width = own.whole("attention.head_count"), own.whole("embedding_length")
-    head = own.whole("attention.key_length", max(1, width // heads))
+    heads, width = own.get("attention.head_count", Whole), own.get("embedding_length", Whole)
+    head = own.get("attention.key_length", Whole, max(1, width // heads))
     config = {
         "architectures": [hf_config.FAMILIES[kind]],
         "model_type": kind,
-        "num_hidden_layers": own.whole("block_count"),
+        "num_hidden_layers": own.get("block_count", Whole),
         "hidden_size": width,
-        "intermediate_size": own.whole("feed_forward_length"),
+        "intermediate_size": own.get("feed_forward_length", Whole),
         "num_attention_heads": heads,
-        "num_key_value_heads": own.whole("attention.head_count_kv", heads),
+        "num_key_value_heads": own.get("attention.head_count_kv", Whole, heads),
         "head_dim": head,
-        "vocab_size": len(Said(file, fields, "tokenizer").texts("ggml.tokens")),
-        "max_position_embeddings": own.whole("context_length"),
+        "vocab_size": len(Said(file, fields, "tokenizer").get("ggml.tokens", list[str])),
+        "max_position_embeddings": own.get("context_length", Whole),
         "tie_word_embeddings": "output.weight" not in tensors,
-        "rope_theta": own.real("rope.freq_base", 10_000.0),
-        "rms_norm_eps": float(f"{own.real('attention.layer_norm_rms_epsilon'):.6g}"),
+        "rope_theta": own.get("rope.freq_base", Real, 10_000.0),
+        "rms_norm_eps": float(f"{own.get('attention.layer_norm_rms_epsilon', Real):.6g}"),
         "hidden_act": "silu",
         **_scaling(own),
     }
@@ -279,7 +280,7 @@ _KINDS = {one.name: kind for kind, one in ARCHITECTURES.items() if kind != "mixt
 
 
 def _experts(kind: str, own: Said, tensors: Mapping[str, NDArray[Any]], file: Path) -> dict[str, Any]:
-    count, active = own.whole("expert_count"), own.whole("expert_used_count")
+    count, active = own.get("expert_count", Whole), own.get("expert_used_count", Whole)
     if kind == "mixtral":
         return {"num_local_experts": count, "num_experts_per_tok": active}
     if missing := {"blk.0.ffn_up_exps.weight", *_SHARED_UP.get(kind, ())} - set(tensors):
@@ -298,9 +299,9 @@ def _gemma2(own: Said, config: Mapping[str, Any]) -> dict[str, Any]:
     large = config["num_hidden_layers"] == LARGEST_GEMMA2
     return {
         "query_pre_attn_scalar": config["hidden_size"] / config["num_attention_heads"] if large else config["head_dim"],
-        "attn_logit_softcapping": _short(own.real("attn_logit_softcapping", 50.0)),
-        "final_logit_softcapping": _short(own.real("final_logit_softcapping", 30.0)),
-        "sliding_window": own.whole("attention.sliding_window", 4096),
+        "attn_logit_softcapping": _short(own.get("attn_logit_softcapping", Real, 50.0)),
+        "final_logit_softcapping": _short(own.get("final_logit_softcapping", Real, 30.0)),
+        "sliding_window": own.get("attention.sliding_window", Whole, 4096),
     }
 
 
@@ -310,18 +311,18 @@ def _short(value: float) -> float:
 
 
 def _scaling(own: Said) -> dict[str, Any]:
-    kind = own.text("rope.scaling.type", "none")
+    kind = own.get("rope.scaling.type", str, "none")
     if kind == "none":
         return {}
-    scaling = {"rope_type": kind, "factor": own.real("rope.scaling.factor")}
+    scaling = {"rope_type": kind, "factor": own.get("rope.scaling.factor", Real)}
     if "rope.scaling.original_context_length" in own:
-        scaling["original_max_position_embeddings"] = own.whole("rope.scaling.original_context_length")
+        scaling["original_max_position_embeddings"] = own.get("rope.scaling.original_context_length", Whole)
     return {"rope_scaling": scaling}
 
 
 def _llama3(table: NDArray[Any], own: Said, config: Mapping[str, Any], file: Path) -> dict[str, Any]:
     """The options of Llama 3's positions whose factors are `table`; its ramp is a line over turns. Raises UserError."""
-    original = own.whole("rope.scaling.original_context_length", 8192)
+    original = own.get("rope.scaling.original_context_length", Whole, 8192)
     factor = float(table.max())
     half = len(table)
     turns = original * config["rope_theta"] ** (-np.arange(half) / half) / (2 * np.pi)
@@ -432,18 +433,18 @@ _ADDS_BOS = ("llama-bpe",)
 def _tokenizer(said: Said, file: Path, folder: Path) -> None:
     """Writes the tokenizer of the file, or the one beside it where the file's own is not read."""
     beside = file.with_name("tokenizer.json")
-    model, split = said.text("ggml.model"), said.text("ggml.pre", "default")
-    tokens = said.texts("ggml.tokens")
+    model, split = said.get("ggml.model", str), said.get("ggml.pre", str, "default")
+    tokens = said.get("ggml.tokens", list[str])
     stated: dict[str, Any] = {}
     for role, name in SPECIAL.items():
         if name in said.fields:
-            number = said.whole(name.removeprefix(said.prefix), least=0)
+            number = said.get(name.removeprefix(said.prefix), Annotated[int, msgspec.Meta(ge=0)])
             if number >= len(tokens):
                 raise UserError(f"{file} says {name} = {number}, and it has {len(tokens)} tokens.", do=AGAIN)
             stated[f"{role}_token"] = tokens[number]
     if model == "gpt2" and split in SPLITS:
         table = _table(said, SPLITS[split])
-        if "bos_token" in stated and said.flag("ggml.add_bos_token", split in _ADDS_BOS):
+        if "bos_token" in stated and said.get("ggml.add_bos_token", bool, split in _ADDS_BOS):
             table["post_processor"] = prefix_processor(stated["bos_token"], tokens.index(stated["bos_token"]))
         (folder / "tokenizer.json").write_text(json.dumps(table, ensure_ascii=False), encoding="utf-8")
     elif beside.is_file():
@@ -454,13 +455,13 @@ def _tokenizer(said: Said, file: Path, folder: Path) -> None:
             do=f"put the model's tokenizer.json beside it, as {beside}",
         )
     if "chat_template" in said:
-        stated["chat_template"] = said.text("chat_template")
+        stated["chat_template"] = said.get("chat_template", str)
     stated["tokenizer_class"] = "PreTrainedTokenizerFast"
     (folder / "tokenizer_config.json").write_text(json.dumps(stated, ensure_ascii=False, indent=1), encoding="utf-8")
 
 
 def _table(said: Said, split: dict[str, Any]) -> dict[str, Any]:
-    tokens, kinds = said.texts("ggml.tokens"), said.wholes("ggml.token_type")
+    tokens, kinds = said.get("ggml.tokens", list[str]), said.get("ggml.token_type", list[int])
     if len(kinds) != len(tokens):
         raise UserError(f"{said.file} has {len(tokens)} tokens and {len(kinds)} types of them.", do=AGAIN)
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
@@ -469,7 +470,7 @@ def _table(said: Said, split: dict[str, Any]) -> dict[str, Any]:
         for number, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
         if kind in (3, 4)  # control, user defined
     ]
-    merges = [list(_halves(merge)) for merge in said.texts("ggml.merges", [])]
+    merges = [list(_halves(merge)) for merge in said.get("ggml.merges", list[str], [])]
     level = {**_LEVEL, "use_regex": True}
     return {
         "version": "1.0",

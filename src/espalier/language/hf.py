@@ -11,7 +11,7 @@ import math
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -42,10 +42,8 @@ _HEAD, _TABLE = "lm_head.weight", "model.embed_tokens.weight"
 _BUFFER = re.compile(r"\.(rotary_emb\.(inv_freq|cos_cached|sin_cached)|attn\.(bias|masked_bias))$")
 """Tensors that are computed, not trained."""
 _LAYER = re.compile(r"^blocks\.(\d+)\.")
-_DTYPES = ("F64", "F32", "F16", "BF16")
+DTYPES = ("F64", "F32", "F16", "BF16")
 _FORMATS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
-_ROWS = 4096
-"""Of two tables, compared at once."""
 
 # Ours, theirs. `{}` stands for the number of a layer, then of an expert.
 _NAMES = (
@@ -194,8 +192,7 @@ def _compare(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     if again.keys() != tensors.keys():
         raise OSError(f"not read back: {', '.join(sorted(again.keys() ^ tensors.keys()))}")
     for name, wanted in tensors.items():
-        with weight_files.opened(again[name].file) as content:
-            tensor = content.get_tensor(name)
+        tensor = weight_files.value(name, again[name])
         same = (wanted.shape, wanted.dtype) == (tensor.shape, tensor.dtype)
         if not same or not torch.equal(wanted.view(torch.uint8), tensor.view(torch.uint8)):
             raise OSError(f"{name} was read back changed")
@@ -213,10 +210,8 @@ def load(folder: str | Path, dtype: torch.dtype) -> tuple[config.Gpt | config.Mo
     state, names = {}, _ours(hf_config.kind_of(model))
     tensors = _wanted(_stored(opened(folder)), model)
     _refuse_large(f"weights in {folder}", sum(math.prod(one.shape) for one in tensors.values()) * dtype.itemsize)
-    for file in dict.fromkeys(one.file for one in tensors.values()):
-        with weight_files.opened(file) as content:
-            for name in (name for name, one in tensors.items() if one.file == file):
-                state[_renamed(name, names)] = content.get_tensor(name).to(dtype)
+    for name, place in tensors.items():
+        state[_renamed(name, names)] = weight_files.value(name, place).to(dtype)
     return model, state
 
 
@@ -235,9 +230,8 @@ def weights_of(model: GPT, folder: Path) -> Callable[[str], Tensor]:
 
     def value(name: str) -> Tensor:
         theirs = _renamed(name, names)
-        with weight_files.opened(tensors[theirs].file) as content:
-            tensor: Tensor = content.get_tensor(theirs)
-            return tensor.float()
+        tensor: Tensor = weight_files.value(theirs, tensors[theirs])
+        return tensor.float()
 
     return value
 
@@ -315,13 +309,9 @@ def options(folder: str | Path) -> config.Gpt | config.Moe:
 
 def _own_head(tensors: Mapping[str, StoredTensor]) -> bool:
     """Whether there is a head that differs from the table."""
-    head, table = tensors.get(_HEAD), tensors.get(_TABLE)
-    if head is None or table is None or head.shape != table.shape or len(head.shape) != 2:
-        return head is not None
-    with weight_files.opened(head.file) as one, weight_files.opened(table.file) as other:
-        slices = one.get_slice(_HEAD), other.get_slice(_TABLE)
-        starts = range(0, head.shape[0], _ROWS)
-        return not all(torch.equal(*(part[start : start + _ROWS] for part in slices)) for start in starts)
+    if _HEAD not in tensors or _TABLE not in tensors:
+        return _HEAD in tensors
+    return not torch.equal(*(weight_files.value(name, tensors[name]).float() for name in (_HEAD, _TABLE)))
 
 
 def _refuse_differing(folder: str | Path, model: config.Gpt | config.Moe, tensors: Mapping[str, StoredTensor]) -> None:
@@ -333,22 +323,24 @@ def _refuse_differing(folder: str | Path, model: config.Gpt | config.Moe, tensor
         small = msgspec.structs.replace(model, depth=1, context=2)
         with torch.device("meta"):
             layer = MOE(small) if isinstance(small, config.Moe) else GPT(small)
-    shapes = {name: tuple(value.shape) for name, value in layer.state_dict().items()}
-    names = _ours(hf_config.kind_of(model))
+    names, depth = _ours(hf_config.kind_of(model)), model.depth
     given = {_renamed(name, names): tensor for name, tensor in tensors.items()}
-    numbers = {int(match[1]) for name in given if (match := _LAYER.match(name))}
-    depth = model.depth or 1
-    missing = [name for name in _every(shapes, min(depth, max(numbers, default=0) + 2)) if name not in given]
+    layers = {int(match[1]) for name in given if (match := _LAYER.match(name))}
+    shapes = {
+        _LAYER.sub(f"blocks.{number}.", name): tuple(value.shape)
+        for name, value in layer.state_dict().items()
+        for number in (sorted(layers) if _LAYER.match(name) else [0])
+    }
     differing = [
-        *(f"{name} is missing" for name in missing),
-        *(f"{printable(name)} is not known" for name in given if _first(name) not in shapes),
-        *(f"blocks.{number} is beyond its {model.depth} layers" for number in sorted(numbers) if number >= depth),
+        *([] if len(layers) == depth else [f"it has {len(layers)} layers, and its {CONFIG} says {depth}"]),
+        *(f"{name} is missing" for name in shapes if name not in given),
+        *(f"{printable(name)} is not known" for name in given if name not in shapes),
         *(
-            f"{name} is {list(tensor.shape)}, and its {CONFIG} says {list(shapes[_first(name)])}"
-            for name, tensor in given.items()
-            if shapes.get(_first(name), tensor.shape) != tensor.shape
+            f"{name} is {list(given[name].shape)}, and its {CONFIG} says {list(shape)}"
+            for name, shape in shapes.items()
+            if name in given and given[name].shape != shape
         ),
-        *(f"{name} is {one.dtype}, which is not read" for name, one in given.items() if one.dtype not in _DTYPES),
+        *(f"{name} is {one.dtype}, which is not read" for name, one in given.items() if one.dtype not in DTYPES),
     ]
     if differing:
         more = f" (and {len(differing) - 5} more)" if len(differing) > 5 else ""
@@ -356,17 +348,6 @@ def _refuse_differing(folder: str | Path, model: config.Gpt | config.Moe, tensor
         raise UserError(
             f"{folder} does not hold the weights its {CONFIG} describes.", why=named, do="download it again"
         )
-
-
-def _first(name: str) -> str:
-    return _LAYER.sub("blocks.0.", name)
-
-
-def _every(names: Iterable[str], depth: int) -> Iterator[str]:
-    """The names of `depth` layers that are like the first."""
-    for name in names:
-        repeated = _LAYER.match(name)
-        yield from (_LAYER.sub(f"blocks.{number}.", name) for number in range(depth if repeated else 1))
 
 
 def notes(folder: str | Path) -> list[str]:

@@ -6,9 +6,10 @@ A setting that is left out has the value that transformers gives it (its configu
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from espalier import config
 from espalier.config.decoder_shapes import Rope, Sizes
@@ -157,50 +158,31 @@ def _rope_table(size: Sizes) -> dict[str, Any]:
 # --- in ----------------------------------------------------------------------------------------------------------
 
 
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "quantization_config": (),
-    "compression_config": (),
-    "logits_scaling": (1,),
-    "logit_scale": (1,),
-    "embedding_multiplier": (1,),
-    "residual_multiplier": (1,),
-    "attention_multiplier": (),
-    "attn_logit_softcapping": (),
-    "final_logit_softcapping": (),
-    "query_pre_attn_scalar": (),
-    "clip_qkv": (),
-    "qk_layernorm": (),
-    "use_qk_norm": (),
-    "no_rope_layers": (),
-    "attention_chunk_size": (),
-    "is_encoder_decoder": (),
-    "add_cross_attention": (),
-    "num_nextn_predict_layers": (),
-    "alibi": (),
-    "parallel_attn": (),
-    "rope_interleave": (),
-    "pruned_heads": (),
-    "first_k_dense_replace": (),
-    "n_shared_experts": (),
-    "routed_scaling_factor": (1,),
-    "use_bias": (),
-    "bias": (),
-}
-"""Keys that change what a decoder computes, and their values that change nothing (besides null, false, 0 and empty)."""
+_SCALES = ("logits_scaling", "logit_scale", "embedding_multiplier", "residual_multiplier", "routed_scaling_factor")
+"""Keys that change what a decoder computes where they are not 1."""
+_FOREIGN = (
+    *("quantization_config", "compression_config", "attention_multiplier", "clip_qkv", "qk_layernorm", "use_qk_norm"),
+    *("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "attention_chunk_size", "alibi"),
+    *("no_rope_layers", "is_encoder_decoder", "add_cross_attention", "num_nextn_predict_layers", "parallel_attn"),
+    *("rope_interleave", "pruned_heads", "first_k_dense_replace", "n_shared_experts", "use_bias", "bias"),
+)
+"""Keys that change it where they are not null, false, 0 or empty."""
 _OF_KIND: Mapping[str, tuple[str, ...]] = {
     "gemma2": ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar")
 }
-_USED = frozenset(
-    "architectures attention_bias auto_map bos_token_id cache_implementation chunk_size_feed_forward decoder_sparse_step "
-    "dtype eos_token_id head_dim hidden_act hidden_activation hidden_size id2label initializer_range intermediate_size "
-    "label2id layer_types max_position_embeddings max_window_layers mlp_bias mlp_only_layers model_type "
-    "moe_intermediate_size norm_topk_prob num_attention_heads num_experts num_experts_per_tok num_hidden_layers "
-    "num_key_value_heads num_local_experts original_max_position_embeddings output_attentions output_hidden_states "
-    "output_router_logits pad_token_id partial_rotary_factor pretraining_tp qkv_bias return_dict rms_norm_eps "
-    "rope_parameters rope_scaling rope_theta router_aux_loss_coef shared_expert_intermediate_size sliding_window "
-    "tie_word_embeddings torch_dtype transformers_version use_bidirectional_attention use_cache use_sliding_window "
-    "vocab_size _name_or_path".split()
-)
+_USED = """
+    architectures attention_bias auto_map bos_token_id cache_implementation chunk_size_feed_forward
+    decoder_sparse_step dtype eos_token_id head_dim hidden_act hidden_activation hidden_size
+    id2label initializer_range intermediate_size label2id layer_types max_position_embeddings
+    max_window_layers mlp_bias mlp_only_layers model_type moe_intermediate_size norm_topk_prob
+    num_attention_heads num_experts num_experts_per_tok num_hidden_layers num_key_value_heads
+    num_local_experts original_max_position_embeddings output_attentions output_hidden_states
+    output_router_logits pad_token_id partial_rotary_factor pretraining_tp qkv_bias return_dict
+    rms_norm_eps rope_parameters rope_scaling rope_theta router_aux_loss_coef
+    shared_expert_intermediate_size sliding_window tie_word_embeddings torch_dtype
+    transformers_version use_bidirectional_attention use_cache use_sliding_window vocab_size
+    _name_or_path
+""".split()
 """Keys that are read, or say nothing of what the model computes."""
 
 
@@ -209,22 +191,23 @@ def unused_keys(table: Mapping[str, Any]) -> list[str]:
     return [
         unused("key", name, f"{CONFIG} says {printable(table[name], 60)}")
         for name in sorted(table)
-        if table[name] and name not in _USED and name not in _NEUTRAL
+        if table[name] and name not in (*_USED, *_SCALES, *_FOREIGN)
     ]
 
 
+Whole = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
+Real = Annotated[float, msgspec.Meta(gt=0, lt=1e30)]
+
+
+def _typed(kind: Any, name: str, value: Any) -> Any:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{name} = {printable(value)} ({error})") from None
+
+
 def _whole(table: Mapping[str, Any], name: str) -> int:
-    value = table[name]
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= 1 << 31:
-        raise ValueError(f"{name} = {printable(value)} is no whole number from 1 to 2**31")
-    return value
-
-
-def _real(value: Any, name: str) -> float:
-    number = float(value)
-    if not 0 < number < math.inf:
-        raise ValueError(f"{name} = {printable(value)} is no positive number")
-    return number
+    return int(_typed(Whole, name, table[name]))
 
 
 def options(table: Mapping[str, Any], folder: str) -> config.Gpt | config.Moe:
@@ -250,8 +233,8 @@ def options(table: Mapping[str, Any], folder: str) -> config.Gpt | config.Moe:
             "vocabulary": _whole(table, "vocab_size"),
             "context": _whole(table, "max_position_embeddings"),
             "tied": bool(table.get("tie_word_embeddings", False)),
-            "rope_theta": _real(_rope(table).get("rope_theta", table.get("rope_theta", 10_000.0)), "rope_theta"),
-            "norm_epsilon": _real(table.get("rms_norm_eps", 1e-6), "rms_norm_eps"),
+            "rope_theta": _typed(Real, "rope_theta", _rope(table).get("rope_theta", table.get("rope_theta", 10_000.0))),
+            "norm_epsilon": _typed(Real, "rms_norm_eps", table.get("rms_norm_eps", 1e-6)),
             "rope": _rope_options(table),
             "head_size": head if head * heads != width else None,
         }
@@ -269,13 +252,13 @@ def options(table: Mapping[str, Any], folder: str) -> config.Gpt | config.Moe:
             )
         if kind in ("mistral", "gemma2"):
             kinds = table.get("layer_types") or ["sliding_attention"]
-            slides = "sliding_attention" in kinds and table.get("sliding_window") is not None
-            shared["window"] = _whole(table, "sliding_window") if slides else None
+            window = table.get("sliding_window") if "sliding_attention" in kinds else None
+            shared["window"] = _typed(Whole | None, "sliding_window", window)
         if kind == "gemma2":
-            scalar = _real(table["query_pre_attn_scalar"], "query_pre_attn_scalar")
+            scalar = _typed(Real, "query_pre_attn_scalar", table["query_pre_attn_scalar"])
             shared["attention_scale"] = None if scalar == head else scalar**-0.5
             caps = {"attention_cap": "attn_logit_softcapping", "logit_cap": "final_logit_softcapping"}
-            shared |= {ours: None if table[name] is None else _real(table[name], name) for ours, name in caps.items()}
+            shared |= {ours: _typed(Real | None, name, table[name]) for ours, name in caps.items()}
         return config.Gpt(**shared, family=kind)
     except KeyError as missing:
         raise UserError(f"{folder}/{CONFIG} does not say {missing}.", do="download the folder again") from None
@@ -301,8 +284,8 @@ def _rope_options(table: Mapping[str, Any]) -> Rope | None:
     original = given.get("original_max_position_embeddings") or table.get("original_max_position_embeddings")
     return Rope(
         kind=kind,  # type: ignore[arg-type]
-        factor=_real(given["factor"], "factor"),
-        original=None if original is None else _whole({"original": original}, "original"),
+        factor=_typed(Real, "factor", given["factor"]),
+        original=_typed(Whole | None, "original_max_position_embeddings", original),
         low=float(given.get(low) or 1.0),
         high=None if given.get(high) is None else float(given[high]),
         attention=None if attention is None else float(attention),
@@ -311,7 +294,7 @@ def _rope_options(table: Mapping[str, Any]) -> Rope | None:
 
 def _refuse_foreign(table: Mapping[str, Any], kind: str, folder: str) -> None:
     """Settings this decoder does not have."""
-    gelu, rope, own = kind in ("gemma", "gemma2"), _rope(table), _OF_KIND.get(kind, ())
+    gelu, rope = kind in ("gemma", "gemma2"), _rope(table)
     acts = {table.get("hidden_activation") or _GELU, _GELU} if gelu else {table.get("hidden_act", "silu"), "silu"}
     types = table.get("layer_types") or []
     alternate = [("sliding_attention", "full_attention")[layer % 2] for layer in range(len(types))]
@@ -331,11 +314,8 @@ def _refuse_foreign(table: Mapping[str, Any], kind: str, folder: str) -> None:
         "rope_parameters": _rope_kind(table) not in ("default", "linear", "llama3", "yarn")
         or any(rope.get(name) for name in ("mscale", "mscale_all_dim"))
         or rope.get("truncate") is False,
-        **{
-            name: bool(table.get(name)) and table[name] not in values
-            for name, values in _NEUTRAL.items()
-            if name not in own
-        },
+        **{name: table.get(name) not in (None, 1) for name in _SCALES},
+        **{name: bool(table.get(name)) for name in _FOREIGN if name not in _OF_KIND.get(kind, ())},
     }
     for name, foreign in refused.items():
         if foreign:

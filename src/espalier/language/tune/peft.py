@@ -103,18 +103,20 @@ def config_of(workload: DecoderWorkload, tensors: Iterable[str]) -> dict[str, An
 
 
 class _Adapters(NamedTuple):
-    """The tensors of a folder by the names that they have without wrappers, and what its `CONFIG` says."""
+    """What the `CONFIG` of a folder says, and its tensors by the names that they have without wrappers, each with its
+    stored name."""
 
     folder: Path
     table: Mapping[str, Any]
-    tensors: Mapping[str, StoredTensor]
-    stored_names: Mapping[str, str]
+    tensors: Mapping[str, tuple[str, StoredTensor]]
 
     @property
     def modules(self) -> dict[str, int]:
         """Module that has adapters to their rank."""
-        ranks = {name: tensor.shape[0] for name, tensor in self.tensors.items() if name.endswith(_PARTS["lora_a"])}
-        return {name.removesuffix(f".{_PARTS['lora_a']}"): rank for name, rank in ranks.items()}
+        end = "." + _PARTS["lora_a"]
+        return {
+            name.removesuffix(end): place.shape[0] for name, (_, place) in self.tensors.items() if name.endswith(end)
+        }
 
 
 _WRAPPERS = ("base_model", "model", "module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -134,27 +136,25 @@ _TARGETS = {
 }
 """Last part of a module's name to `tune.targets`."""
 _DEFAULTS = {"r": 8, "lora_alpha": 8}
-_READ = frozenset(
-    "alpha_pattern auto_mapping base_model_name_or_path corda_config ensure_weight_tying eva_config exclude_modules "
-    "inference_mode layers_pattern lora_alpha lora_ga_config megatron_core peft_version qalora_group_size r rank_pattern "
-    "revision target_modules use_dora use_rslora".split()
-)
+_READ = """
+    alpha_pattern auto_mapping base_model_name_or_path corda_config ensure_weight_tying eva_config exclude_modules
+    inference_mode layers_pattern lora_alpha lora_ga_config megatron_core peft_version qalora_group_size r rank_pattern
+    revision target_modules use_dora use_rslora
+""".split()
+_REFUSED = """
+    alora_invocation_tokens arrow_config fan_in_fan_out kasa_config layer_replication layers_to_transform loftq_config
+    lora_bias megatron_config modules_to_save monteclora_config target_parameters trainable_token_indices use_bdlora
+    use_qalora velora_config
+""".split()
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "task_type": ("CAUSAL_LM",),
     "bias": ("none",),
     "init_lora_weights": (True, "gaussian", "eva", "orthogonal"),
-    **dict.fromkeys(
-        (
-            *("fan_in_fan_out", "modules_to_save", "layers_to_transform", "layer_replication", "lora_bias"),
-            *("trainable_token_indices", "target_parameters", "use_qalora", "alora_invocation_tokens"),
-            *("megatron_config", "loftq_config", "velora_config", "monteclora_config", "use_bdlora", "arrow_config"),
-            "kasa_config",
-        ),
-        (),
-    ),
+    **dict.fromkeys(_REFUSED, ()),
 }
 """Keys that change what adapters compute, and the values (besides null, false and empty) for which they do not."""
+_MERGE = "other adapters, or merge these with PEFT (merge_and_unload) and start from the merged model"
 
 
 def with_options(tune: Lora, folder: Path) -> Lora:
@@ -195,7 +195,7 @@ def notes(folder: Path) -> list[str]:
         for name, value in sorted(adapters.table.items())
         if value and name not in _READ and name not in _NEUTRAL
     ]
-    types = sorted({tensor.dtype for tensor in adapters.tensors.values()} - {"F32"})
+    types = sorted({place.dtype for _, place in adapters.tensors.values()} - {"F32"})
     return said + ([f"the adapters in {folder} are stored as {', '.join(types)} and read as F32"] if types else [])
 
 
@@ -216,21 +216,15 @@ def _opened(folder: Path) -> _Adapters:
             raise UserError(
                 f"{folder}/{CONFIG} says {name} = {printable(repr(value))}.",
                 why="plain LoRA adapters are read",
-                do="other adapters, or merge these with PEFT (merge_and_unload) and start from the merged model",
+                do=_MERGE,
             )
-    tensors, names = {}, {}
-    for name, tensor in weight_files.stored([folder / WEIGHTS]).items():
-        unwrapped = _unwrapped(name)
-        if unwrapped in tensors:
-            raise UserError(
-                f"{folder} holds {printable(unwrapped)} twice: of two adapters.", do="save one of them alone"
-            )
-        if not tensor.dtype.startswith(("F", "BF")) or len(tensor.shape) not in (1, 2):
-            raise UserError(
-                f"{folder}: {printable(name)} is {tensor.dtype} {list(tensor.shape)}.", do="adapters of PEFT"
-            )
-        tensors[unwrapped], names[unwrapped] = tensor, name
-    return _Adapters(folder, table, tensors, names)
+    stored = weight_files.stored([folder / WEIGHTS])
+    tensors = {_unwrapped(name): (name, place) for name, place in stored.items()}
+    if len(tensors) < len(stored):
+        raise UserError(f"{folder} holds tensors twice: those of two adapters.", do="save one of them alone")
+    if strange := [name for name, place in stored.items() if place.dtype not in hf.DTYPES or not place.shape]:
+        raise UserError(f"{folder}: {printable(strange[0])} is no weight of fp32, fp16 or bf16.", do=_MERGE)
+    return _Adapters(folder, table, tensors)
 
 
 def _unwrapped(name: str) -> str:
@@ -248,52 +242,44 @@ def _unwrapped(name: str) -> str:
 def _refuse_targets(adapters: _Adapters, unknown: set[str]) -> None:
     """Raises UserError for adapters on what is no linear layer of a block, and for targets without adapters."""
     named = adapters.table.get("target_modules")
-    modules = adapters.modules
+    modules = [f".{module}" for module in adapters.modules]
     listed = [str(name) for name in named] if isinstance(named, list) else []
-    idle = [name for name in listed if not any(one == name or one.endswith(f".{name}") for one in modules)]
-    idle = [name for name in idle if not any(name.endswith(f".{one}") for one in modules)]
+    idle = {name for name in listed if not any(f".{name}".endswith(one) or one.endswith(f".{name}") for one in modules)}
     if unknown or idle or not modules:
-        first = min(unknown or idle, default="no layer")
         raise UserError(
-            f"{adapters.folder}/{CONFIG} has adapters on {printable(first)!r}"
-            + ("." if unknown or not idle else ", and its tensors have none."),
-            why=f"adapters on {', '.join(_TARGETS)} are read",
+            f"{adapters.folder}/{CONFIG} has adapters on {printable(min(unknown or idle, default='no layer'))!r}.",
+            why=f"adapters on {', '.join(_TARGETS)} are read, each of which has to have tensors",
             do="adapters of these layers",
         )
 
 
 def _rank_and_alpha(adapters: _Adapters) -> tuple[int, float]:
     """The rank of all adapters and the alpha that scales them. Raises UserError where they differ."""
-    table = {**_DEFAULTS, **{name: value for name, value in adapters.table.items() if value is not None}}
-    pairs = set()
+    table = _DEFAULTS | {name: value for name, value in adapters.table.items() if value}
     with parsing(adapters.folder / CONFIG, "adapters of PEFT"):
-        for module, rank in adapters.modules.items():
-            said = int(_of_module(table.get("rank_pattern"), module, table["r"]))
-            alpha = float(_of_module(table.get("alpha_pattern"), module, table["lora_alpha"]))
-            if said != rank:
-                key = "r" if said == table["r"] else "rank_pattern"
-                raise UserError(
-                    f"{adapters.folder}/{CONFIG} says {key} = {printable(table[key])}, which is the rank {said} for "
-                    f"{printable(module)}, and its tensors have {rank}.",
-                    do="adapters of PEFT",
-                )
-            pairs.add((rank, alpha))
-    if len(pairs) > 1:
-        key = "rank_pattern" if len({rank for rank, _ in pairs}) > 1 else "alpha_pattern"
-        raise UserError(
-            f"{adapters.folder}/{CONFIG} says {key} = {printable(table[key])}.",
-            why="adapters of one rank and one scale are read",
-            do="other adapters, or merge these with PEFT (merge_and_unload) and start from the merged model",
-        )
-    rank, alpha = pairs.pop()
-    if not math.isfinite(alpha):
-        raise UserError(f"{adapters.folder}/{CONFIG} says lora_alpha = {alpha}.", do="adapters of PEFT")
+        forms = {
+            (
+                rank,
+                int(_of_module(table, "rank_pattern", "r", module)),
+                float(_of_module(table, "alpha_pattern", "lora_alpha", module)),
+            )
+            for module, rank in adapters.modules.items()
+        }
+        rank, said, alpha = min(forms)
+        if len(forms) > 1 or rank != said or not math.isfinite(alpha):
+            key = next((name for name in ("rank_pattern", "alpha_pattern") if name in table), "r")
+            raise UserError(
+                f"{adapters.folder}/{CONFIG} says {key} = {printable(table[key])}.",
+                why=f"adapters of one rank and one scale are read, and the tensors have rank {rank}",
+                do=_MERGE,
+            )
     return rank, alpha
 
 
-def _of_module(pattern: Any, module: str, default: Any) -> Any:
-    """What `rank_pattern` or `alpha_pattern` says of a module, as PEFT matches it."""
-    return next((value for key, value in (pattern or {}).items() if re.match(rf"(.*\.)?({key})$", module)), default)
+def _of_module(table: Mapping[str, Any], patterns: str, otherwise: str, module: str) -> Any:
+    """What one of two keys says of a module, as PEFT matches it."""
+    matching = (value for key, value in table.get(patterns, {}).items() if re.match(rf"(.*\.)?({key})$", module))
+    return next(matching, table[otherwise])
 
 
 def load(model: gpt.GPT, folder: Path, initial: str = "the model") -> None:
@@ -303,7 +289,7 @@ def load(model: gpt.GPT, folder: Path, initial: str = "the model") -> None:
     """
     adapters = _opened(folder)
     wanted = {_unwrapped(name): value for name, value in _places(model).items()}
-    given = adapters.tensors
+    given = {name: place for name, (_, place) in adapters.tensors.items()}
     differing = [
         *(f"{name} is missing" for name in wanted if name not in given),
         *(f"{printable(name)} is not known" for name in given if name not in wanted),
@@ -327,4 +313,4 @@ def load(model: gpt.GPT, folder: Path, initial: str = "the model") -> None:
             )
         with torch.no_grad():
             for name, value in wanted.items():
-                value.copy_(content.get_tensor(adapters.stored_names[name]))
+                value.copy_(content.get_tensor(adapters.tensors[name][0]))
