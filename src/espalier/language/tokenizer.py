@@ -268,7 +268,7 @@ class HfTokenizer(_Saved):
         self.vocabulary = max(ids.values()) + 1
         _refuse_sparse(name, self.vocabulary, len(ids))
         self.boundary = int(ids[boundary])
-        self.document_end = (end,) if begin is not None and end not in (None, self.boundary) else ()
+        self.document_end: tuple[int, ...] = (end,) if begin is not None and end not in (None, self.boundary) else ()
         self.dtype: np.dtype[Any] = np.min_scalar_type(self.vocabulary - 1)
         self.byte_lengths = _byte_lengths(inner, ids, self.vocabulary)
         self.byte_lengths[[self.boundary, *self.document_end]] = 0

@@ -45,9 +45,9 @@ class Trained:
         newer = [{"checkpoint": name, "why": reason} for name, reason in self.skipped]
         return {"step": self.step, **({"skipped": newer} if newer else {})}
 
-    def say_skipped(self) -> None:
-        """Tells people of newer checkpoints that were not read."""
-        for name, reason in self.skipped:
+    def say_skipped(self, silent: bool = False) -> None:
+        """Tells people, unless `silent`, of newer checkpoints that were not read."""
+        for name, reason in () if silent else self.skipped:
             what = f"read the checkpoint of step {self.step}: {name} is newer, but cannot be used ({reason})"
             say(f"espalier: {what}", file=sys.stderr, flush=True)
 

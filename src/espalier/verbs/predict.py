@@ -44,8 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
             why="the inputs of the module are not known",
             do=f"in Python: espalier.open({arguments.run!r}).model(), which is your nn.Module",
         )
-    if not arguments.json:
-        trained.say_skipped()
+    trained.say_skipped(arguments.json)
     sampling = _sampling(arguments)
     failed = False
     for asked in prompts:
@@ -70,8 +69,7 @@ def _turntable(arguments: argparse.Namespace) -> int:
         what = f"The run in {arguments.run} is of no scene." if turntable is None else "--turntable takes no input."
         raise UserError(what, do=f"espalier predict {arguments.run}")
     trained = open_trained(arguments.run, arguments.trust, DataChoice(predicts=True))
-    if not arguments.json:
-        trained.say_skipped()
+    trained.say_skipped(arguments.json)
     said = turntable(trained.workload, trained.model, Path(arguments.turntable))
     _print({"turntable": arguments.turntable, **trained.checkpoint} if arguments.json else iter([f"{said}\n"]))
     return 0
@@ -93,8 +91,7 @@ def _chat(arguments: argparse.Namespace) -> int:
         raise UserError(f"The run in {arguments.run} does not answer in text.", do=f"espalier predict {arguments.run}")
     turns: list[tuple[str, str]] = []
     reply(trained.workload, trained.model, turns, _sampling(arguments))  # refused before anything is asked
-    if not arguments.json:
-        trained.say_skipped()
+    trained.say_skipped(arguments.json)
     people = sys.stdin.isatty() and not arguments.json
     if people:
         say("Ask; an empty line begins a new chat, Ctrl-D ends.", flush=True)

@@ -137,21 +137,22 @@ _TARGETS = {
 """Last part of a module's name to `tune.targets`."""
 _DEFAULTS = {"r": 8, "lora_alpha": 8}
 _READ = """
-    alpha_pattern auto_mapping base_model_name_or_path corda_config ensure_weight_tying eva_config exclude_modules
-    inference_mode layers_pattern lora_alpha lora_ga_config megatron_core peft_version qalora_group_size r rank_pattern
-    revision target_modules use_dora use_rslora
-""".split()
+    alpha_pattern auto_mapping base_model_name_or_path corda_config ensure_weight_tying
+    eva_config exclude_modules inference_mode layers_pattern lora_alpha lora_ga_config
+    megatron_core peft_version qalora_group_size r rank_pattern revision target_modules use_dora
+    use_rslora
+"""
 _REFUSED = """
-    alora_invocation_tokens arrow_config fan_in_fan_out kasa_config layer_replication layers_to_transform loftq_config
-    lora_bias megatron_config modules_to_save monteclora_config target_parameters trainable_token_indices use_bdlora
-    use_qalora velora_config
-""".split()
+    alora_invocation_tokens arrow_config fan_in_fan_out kasa_config layer_replication
+    layers_to_transform loftq_config lora_bias megatron_config modules_to_save monteclora_config
+    target_parameters trainable_token_indices use_bdlora use_qalora velora_config
+"""
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "task_type": ("CAUSAL_LM",),
     "bias": ("none",),
     "init_lora_weights": (True, "gaussian", "eva", "orthogonal"),
-    **dict.fromkeys(_REFUSED, ()),
+    **dict.fromkeys(_REFUSED.split(), ()),
 }
 """Keys that change what adapters compute, and the values (besides null, false and empty) for which they do not."""
 _MERGE = "other adapters, or merge these with PEFT (merge_and_unload) and start from the merged model"
@@ -193,7 +194,7 @@ def notes(folder: Path) -> list[str]:
     said = [
         unused("key", name, f"{CONFIG} says {printable(value, 60)}")
         for name, value in sorted(adapters.table.items())
-        if value and name not in _READ and name not in _NEUTRAL
+        if value and name not in _READ.split() and name not in _NEUTRAL
     ]
     types = sorted({place.dtype for _, place in adapters.tensors.values()} - {"F32"})
     return said + ([f"the adapters in {folder} are stored as {', '.join(types)} and read as F32"] if types else [])
