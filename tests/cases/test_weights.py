@@ -178,7 +178,7 @@ ODD: dict[str, tuple[Any, str]] = {
     "llama.feed_forward_length": (2**31 - 1, r"is \[16, 8\], and its config.json says"),
     "llama.attention.head_count_kv": ([1, 2], r"head_count_kv = \[1, 2\]"),
     "llama.attention.layer_norm_rms_epsilon": (float("nan"), "Expected `float` > 0"),
-    "llama.context_length": (2**31, r"max_position_embeddings. do not fit into memory"),
+    "llama.context_length": (2**31, r"max_position_embeddings. does not fit into memory"),
     "llama.rope.scaling.type": (3, "Expected `str`"),
     "llama.rope.dimension_count": (2, "rope.dimension_count = 2"),
     "llama.logit_scale": (8.0, "logit_scale = 8.0"),
@@ -226,7 +226,8 @@ def test_a_gguf_file_larger_than_memory_is_refused_before_it_is_read(
 ) -> None:
     pytest.importorskip("gguf")
     file = gguf_of(tmp_path / "m.gguf", PLAIN, TENSORS)
-    monkeypatch.setattr(gguf_file, "free_memory", lambda: 1000)
+    for name in ("free_memory", "memory"):
+        monkeypatch.setattr(gguf_file, name, lambda: 1000)
     with pytest.raises(UserError, match="does not fit into memory"):
         hf.options(file)
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from espalier import cache_dir, units
 from espalier.errors import UserError, missing_extra
 from espalier.foreign_files import parsing, printable, unused
-from espalier.hardware.resource_limits import free_memory
+from espalier.hardware.resource_limits import free_memory, memory
 from espalier.language import gguf_header, hf_config
 from espalier.language.gguf_header import AGAIN, Said, TensorPlace
 from espalier.language.hf_config import Real, Whole
@@ -162,17 +162,18 @@ def opened(file: Path) -> tuple[Mapping[str, Any], list[tuple[str, NDArray[Any]]
     """The fields of a file, and its tensors as float32. Raises UserError."""
     package = library()
     header = gguf_header.read(file)
-    _refuse_large(file, sum(math.prod(place.shape) for place in header.tensors) * 8)
+    refuse_large(printable(file), sum(math.prod(place.shape) for place in header.tensors) * 8)
     return header.fields, [(place.name, _values(file, place, header.content, package)) for place in header.tensors]
 
 
-def _refuse_large(file: Path, needed: int) -> None:
-    """float32, and once more while it is written."""
-    free = free_memory()
-    if free and needed > free:
+def refuse_large(what: str, needed: int) -> None:
+    """Raises UserError where `needed` bytes are more than half of the memory, and more than is free of it (files that
+    the system caches count as taken, so that alone says little)."""
+    room = max(free_memory(), memory() // 2)
+    if needed > room:
         raise UserError(
-            f"{printable(file)} does not fit into memory.",
-            why=f"its tensors take {units.show_size(needed)} as fp32, and {units.show_size(free)} are free",
+            f"{what} does not fit into memory.",
+            why=f"it takes {units.show_size(needed)}, and {units.show_size(room)} are free",
             do="a smaller model, or more memory",
         )
 

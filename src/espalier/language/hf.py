@@ -20,11 +20,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from espalier import cache_dir, config, units, weight_files
+from espalier import cache_dir, config, weight_files
 from espalier.config.decoder_shapes import ROUTING, Sizes
 from espalier.errors import UserError
 from espalier.foreign_files import parsing, printable, read_json, unused
-from espalier.hardware.resource_limits import free_memory
 from espalier.language import gguf_file, hf_config
 from espalier.language.gpt import GPT
 from espalier.language.hf_config import CONFIG
@@ -209,7 +208,7 @@ def load(folder: str | Path, dtype: torch.dtype) -> tuple[config.Gpt | config.Mo
     model = options(folder)
     state, names = {}, _ours(hf_config.kind_of(model))
     tensors = _wanted(_stored(opened(folder)), model)
-    _refuse_large(f"weights in {folder}", sum(math.prod(one.shape) for one in tensors.values()) * dtype.itemsize)
+    gguf_file.refuse_large(f"{folder}", sum(math.prod(one.shape) for one in tensors.values()) * dtype.itemsize)
     for name, place in tensors.items():
         state[_renamed(name, names)] = weight_files.value(name, place).to(dtype)
     return model, state
@@ -234,16 +233,6 @@ def weights_of(model: GPT, folder: Path) -> Callable[[str], Tensor]:
         return tensor.float()
 
     return value
-
-
-def _refuse_large(what: str, needed: int) -> None:
-    free = free_memory()
-    if free and needed > free:
-        raise UserError(
-            f"The {what} do not fit into memory.",
-            why=f"they take {units.show_size(needed)}, and {units.show_size(free)} are free",
-            do="a smaller model, or more memory",
-        )
 
 
 def _wanted(tensors: Mapping[str, StoredTensor], model: config.Gpt | config.Moe) -> dict[str, StoredTensor]:
@@ -295,8 +284,9 @@ def options(folder: str | Path) -> config.Gpt | config.Moe:
         )
     model = hf_config.options(table, str(folder))
     columns = model.head_size or (model.width or 1) // (model.heads or 1)
-    _refuse_large(
-        f"positions that {folder}/{CONFIG} says (max_position_embeddings)", (model.context or 1) * columns * 16
+    gguf_file.refuse_large(
+        f"A table of the positions that {folder}/{CONFIG} says (max_position_embeddings)",
+        (model.context or 1) * columns * 16,
     )
     if not (home / INDEX).exists() and not (home / _WEIGHTS).exists():
         return model

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from espalier.cache_dir import write_atomic
 from espalier.errors import UserError, missing_extra, nearest
 from espalier.foreign_files import decoded, printable
-from espalier.hardware.resource_limits import free_memory
 from espalier.language import tokenizer_files
 from espalier.language.tokenizer_files import CONFIG, TOKENIZER, TokenizerFiles, formatted
 
@@ -422,7 +421,7 @@ def _boundary(inner: Any, files: TokenizerFiles, begin: int | None) -> str:
 
 
 def _refuse_sparse(name: str, vocabulary: int, tokens: int) -> None:
-    if vocabulary > max(SPARSEST, 64 * tokens) or vocabulary * 8 > (free_memory() or vocabulary * 8):
+    if vocabulary > max(SPARSEST, 64 * tokens):
         raise UserError(
             f"data.tokenizer = {printable(name)!r} has the id {vocabulary - 1}, and {tokens} tokens.",
             why="a table has a row for each id up to it",

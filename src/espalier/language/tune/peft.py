@@ -61,7 +61,8 @@ def tensors_of(model: gpt.GPT) -> dict[str, Tensor]:
 
 def _places(model: gpt.GPT) -> dict[str, Tensor]:
     """The parameters of the adapters by PEFT's names."""
-    kind, places = hf_config.kind_of(model.size), {}
+    kind = hf_config.kind_of(model.size)
+    places: dict[str, Tensor] = {}
     for name, layer in lora.layers(model).items():
         theirs = _BEFORE + hf.renamed(f"{name}.weight", kind).removesuffix("weight")
         parts = {part: getattr(layer, ours) for ours, part in _PARTS.items()}
