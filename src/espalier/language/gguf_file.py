@@ -183,7 +183,7 @@ def _values(file: Path, place: TensorPlace, content: NDArray[np.uint8], package:
     kind = kinds.get(place.kind)
     try:
         if kind is None:
-            raise NotImplementedError
+            raise RuntimeError("of no known type")
         block, size = package.GGML_QUANT_SIZES[kind]
         rows, columns = math.prod(place.shape[:-1]), place.shape[-1]
         wanted = rows * columns // block * size

@@ -160,8 +160,8 @@ class _Saved:
     """The half of a tokenizer that its files answer."""
 
     files: TokenizerFiles
-    boundary: int
     adds_boundary: bool
+    table: Callable[[], dict[str, int]]
 
     def with_template(self, text: str) -> Self:
         """See `Tokenizer`. The prefix stays where the template has it too: other programs then drop one of both."""
@@ -182,10 +182,6 @@ class _Saved:
     def save(self, folder: Path) -> None:
         """See `Tokenizer`."""
         self.files.write(folder)
-
-    def table(self) -> dict[str, int]:
-        """See `Tokenizer`."""
-        raise NotImplementedError
 
 
 class ByteTokenizer(_Saved):
