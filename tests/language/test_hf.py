@@ -240,9 +240,10 @@ def test_transformers_goes_on_from_a_text_as_predict_does_token_by_token(tmp_pat
         prompt = AutoTokenizer.from_pretrained(tmp_path / "out")("the wall", return_tensors="pt")["input_ids"]
         continued = theirs.generate(prompt, max_new_tokens=12, do_sample=False)
     ids = [words.boundary, *words.encode(b"the wall").tolist()]
-    ours = generate.generate(model, ids, tokens=12, stop=words.boundary)
+    ends = (words.boundary, *words.document_end)
+    ours = generate.generate(model, ids, tokens=12, stop=ends)
     assert prompt[0].tolist() == ids
-    assert [one for one in continued[0].tolist()[len(ids) :] if one != words.boundary] == list(ours)
+    assert [one for one in continued[0].tolist()[len(ids) :] if one not in ends] == list(ours)
 
 
 def made_of(texts, folder):

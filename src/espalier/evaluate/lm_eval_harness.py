@@ -56,7 +56,7 @@ class Answers:
             tokens=int(options.get("max_gen_toks", TOKENS)),
             temperature=temperature,
             seed=0,
-            stop=self.tokenizer.boundary,
+            stop=(self.tokenizer.boundary, *self.tokenizer.document_end),
         )
         made: list[int] = []
 

@@ -65,6 +65,11 @@ class DecoderWorkload(Plain):
         self.tokenizer = tokenizer
         _check_vocabulary(tokenizer, self.options)
 
+    @property
+    def exported_tokenizer(self) -> Tokenizer:
+        """The tokenizer with the chat template that belongs to the model."""
+        return self.tokenizer
+
     def build(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
         """The decoder, initialised from the seed or from `model.initial` (a Llama-format folder)."""
         model = new_model(self.options, self.recipe.train.seed, device)
@@ -86,6 +91,15 @@ class DecoderWorkload(Plain):
             return drawn
 
         return Skeleton(model, value)
+
+    def weight_notes(self) -> list[str]:
+        """What of the weights that training begins with is not used, or read as something else."""
+        if self.options.initial is None:
+            return []
+        try:
+            return hf.notes(self.options.initial)
+        except UserError:  # of a run that goes on from a checkpoint: the weights may be gone
+            return []
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
         """The decoder's layers."""

@@ -7,7 +7,7 @@ computes that.) So the cache changes speed, never a token.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TypedDict, Unpack
 
 import torch
@@ -30,8 +30,8 @@ class SamplingOptions(TypedDict, total=False):
     """Draws among this many likeliest tokens only."""
     seed: int | None
     """Makes the draw repeatable."""
-    stop: int | None
-    """Ends before this token."""
+    stop: int | Collection[int] | None
+    """Ends before this token, or any of these."""
 
 
 def generate(
@@ -50,7 +50,9 @@ def generate(
         generator.seed()
     else:
         generator.manual_seed(seed)
-    return _tokens(model, ids, tokens, _Choice(temperature, top_k, generator), sampling.get("stop"))
+    stop = sampling.get("stop")
+    stops = frozenset(() if stop is None else (stop,) if isinstance(stop, int) else stop)
+    return _tokens(model, ids, tokens, _Choice(temperature, top_k, generator), stops)
 
 
 class _Choice:
@@ -70,14 +72,14 @@ class _Choice:
 
 
 @torch.no_grad()
-def _tokens(model: GPT, ids: list[int], tokens: int, choose: _Choice, stop: int | None) -> Iterator[int]:
+def _tokens(model: GPT, ids: list[int], tokens: int, choose: _Choice, stops: frozenset[int]) -> Iterator[int]:
     context, device = model.size.context, next(model.parameters()).device
     window = ids[-context:]
     cache, fresh = Cache(model.size.layers, context), window
     for _ in range(tokens):
         logits = model(torch.tensor([fresh], device=device), cache)
         token = choose(logits[0, -1])
-        if token == stop:
+        if token in stops:
             return
         yield token
         window, fresh = [*window, token], [token]

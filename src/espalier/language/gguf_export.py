@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -16,9 +15,11 @@ from numpy.typing import NDArray
 from espalier import cache_dir
 from espalier.config.decoder_shapes import Sizes
 from espalier.errors import UserError
+from espalier.foreign_files import decoded
 from espalier.language import gguf_file, gpt, hf, hf_config
 from espalier.language.block_variants import rates
 from espalier.language.decoder_workload import new_model
+from espalier.language.tokenizer_files import TOKENIZER
 
 FORMS = {"gguf": "F16", "gguf-q8_0": "Q8_0", "gguf-q4_0": "Q4_0"}
 """What `espalier export --to` calls each type of matrices."""
@@ -42,7 +43,8 @@ def export(model: gpt.GPT, tokenizer: Any, template: str | None, target: Path, k
     def fill(partial: Path) -> None:
         _write(partial / "model.gguf", model, words, template, wanted)
         differences.append(_compare(partial / "model.gguf", model, wanted))
-        stop = f'PARAMETER stop "{words["eos"]}"\n' if words["eos"].isprintable() else ""
+        eos = words["tokens"][words["ids"]["eos"]]
+        stop = f'PARAMETER stop "{eos}"\n' if eos.isprintable() else ""
         (partial / "Modelfile").write_text(f"FROM ./model.gguf\n{stop}", encoding="utf-8")
 
     cache_dir.export(target, "model.gguf", fill)
@@ -112,11 +114,8 @@ def _exported(model: gpt.GPT, kind: str) -> dict[str, tuple[NDArray[Any], Any]]:
 
 
 def _words(tokenizer: Any) -> dict[str, Any]:
-    """What GGUF says of a byte-level BPE: tokens, types, merges, and how text is split."""
-    with TemporaryDirectory() as folder:
-        tokenizer.save(Path(folder))
-        table = json.loads((Path(folder) / "tokenizer.json").read_text(encoding="utf-8"))
-        stated = json.loads((Path(folder) / "tokenizer_config.json").read_text(encoding="utf-8"))
+    """What GGUF says of a byte-level BPE: tokens, types, merges, special tokens, and how text is split."""
+    table = json.loads(decoded(tokenizer.files.contents[TOKENIZER], TOKENIZER))
     model, split = table["model"], table.get("pre_tokenizer")
     known = next((name for name, one in gguf_file.SPLITS.items() if _same(one, split)), None)
     if not model.get("merges") and model.get("type") == "BPE":
@@ -131,8 +130,8 @@ def _words(tokenizer: Any) -> dict[str, Any]:
     added = {one["id"]: one for one in table.get("added_tokens", ())}
     tokens |= {number: one["content"] for number, one in added.items()}
     count = max(tokens) + 1
-    eos = stated.get("eos_token")
-    name = eos["content"] if isinstance(eos, dict) else eos
+    ids = {text: number for number, text in tokens.items()}
+    named = {role.removesuffix("_token"): ids.get(text) for role, text in tokenizer.files.special_tokens.items()}
     return {
         "tokens": [tokens.get(number, f"[PAD{number}]") for number in range(count)],
         "types": [
@@ -141,8 +140,8 @@ def _words(tokenizer: Any) -> dict[str, Any]:
         ],
         "merges": [one if isinstance(one, str) else " ".join(one) for one in model["merges"]],
         "split": known,
-        "boundary": tokenizer.boundary,
-        "eos": name or tokens[tokenizer.boundary],
+        "ids": {"eos": tokenizer.boundary} | {role: number for role, number in named.items() if number is not None},
+        "adds_bos": tokenizer.adds_boundary,
     }
 
 
@@ -184,9 +183,10 @@ def _write(
     writer.add_token_list([*words["tokens"], *(f"[PAD{number}]" for number in range(missing))])
     writer.add_token_types([*words["types"], *[5] * missing])
     writer.add_token_merges(words["merges"])
-    writer.add_bos_token_id(words["boundary"])
-    writer.add_eos_token_id(words["tokens"].index(words["eos"]))
-    writer.add_add_bos_token(template is None)
+    for role, key in gguf_file.SPECIAL.items():
+        if role in words["ids"]:
+            writer.add_uint32(key, words["ids"][role])
+    writer.add_add_bos_token(words["adds_bos"])
     if template is not None:
         writer.add_chat_template(template)
     for name, (value, kind) in tensors.items():

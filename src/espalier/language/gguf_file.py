@@ -8,21 +8,32 @@ of Llama's queries and keys are permuted. The conventions are those of llama.cpp
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors.torch import save_file
 from torch import Tensor
 
-from espalier import cache_dir
+from espalier import cache_dir, units
 from espalier.errors import UserError, missing_extra
-from espalier.language import hf_config
+from espalier.foreign_files import parsing, printable, unused
+from espalier.hardware.resource_limits import free_memory, memory
+from espalier.language import gguf_header, hf_config
+from espalier.language.gguf_header import AGAIN, Said, TensorPlace
+from espalier.language.hf_config import Real, Whole
+from espalier.language.tokenizer import prefix_processor
 
 SUFFIX = ".gguf"
+NOTES = "notes.json"
+"""Of a folder in the cache: what of the file was not used."""
+_VERSION = 2
+"""Of the folders that files are made into."""
 
 # Theirs, Hugging Face's. `{}` stands for the number of a layer; a second one for that of an expert, whose matrices are
 # one tensor in GGUF.
@@ -128,7 +139,7 @@ def folder_of(file: Path) -> Path:
         status = file.stat()
     except OSError as error:
         raise UserError(f"model.initial = {str(file)!r} cannot be read: {error.strerror}.") from None
-    key = cache_dir.hashed([1, str(file.absolute()), status.st_size, status.st_mtime_ns])
+    key = cache_dir.hashed([_VERSION, str(file.absolute()), status.st_size, status.st_mtime_ns])
     folder = cache_dir.cache_folder() / "gguf" / key
     if not (folder / "config.json").is_file():
         cache_dir.replace_folder(folder, lambda partial: _convert(file, partial))
@@ -136,96 +147,162 @@ def folder_of(file: Path) -> Path:
 
 
 def _convert(file: Path, folder: Path) -> None:
-    fields, tensors = opened(file)
-    config = _config(fields, file, dict(tensors))
-    _tokenizer(fields, file, folder)
-    order = Order(config["model_type"], config["num_attention_heads"], config["num_key_value_heads"])
-    found = {name: value for given, stored in tensors for name, value in order.split(given, stored, file)}
-    save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+    with parsing(file, AGAIN):
+        fields, tensors = opened(file)
+        config, notes = _config(fields, file, dict(tensors))
+        _tokenizer(Said(file, fields, "tokenizer"), file, folder)
+        order = Order(config["model_type"], config["num_attention_heads"], config["num_key_value_heads"])
+        split = {name: value for given, stored in tensors for name, value in order.split(given, stored, file)}
+    save_file(split, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / NOTES).write_text(json.dumps(notes), encoding="utf-8")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def opened(file: Path) -> tuple[dict[str, Any], list[tuple[str, NDArray[Any]]]]:
-    """The fields of a file, and its tensors as float32."""
-    found = library()
+def opened(file: Path) -> tuple[Mapping[str, Any], list[tuple[str, NDArray[Any]]]]:
+    """The fields of a file, and its tensors as float32. Raises UserError."""
+    package = library()
+    header = gguf_header.read(file)
+    refuse_large(printable(file), sum(math.prod(place.shape) for place in header.tensors) * 8)
+    return header.fields, [(place.name, _values(file, place, header.content, package)) for place in header.tensors]
+
+
+def refuse_large(what: str, needed: int) -> None:
+    """Raises UserError where `needed` bytes are more than half of the memory, and more than is free of it (files that
+    the system caches count as taken, so that alone says little)."""
+    room = max(free_memory(), memory() // 2)
+    if needed > room:
+        raise UserError(
+            f"{what} does not fit into memory.",
+            why=f"it takes {units.show_size(needed)}, and {units.show_size(room)} are free",
+            do="a smaller model, or more memory",
+        )
+
+
+def _values(file: Path, place: TensorPlace, content: NDArray[np.uint8], package: Any) -> NDArray[Any]:
+    kinds = {int(kind): kind for kind in package.GGMLQuantizationType}
+    kind = kinds.get(place.kind)
     try:
-        reader = found.GGUFReader(file)
-        fields = {name: field.contents() for name, field in reader.fields.items()}
-    except (ValueError, KeyError, IndexError, OSError) as error:
-        raise UserError(f"{file} is no GGUF file: {error}.", do="download it again") from None
-    tensors = []
-    for one in reader.tensors:
-        try:
-            value = found.quants.dequantize(one.data, one.tensor_type)
-        except RuntimeError:  # a type without a reader
-            kind = one.tensor_type.name
-            raise UserError(
-                f"{file} holds tensors of type {kind}, which is not read.",
-                why=f"{one.name} is one of them",
-                do="a file of F32, F16, BF16, Q8_0, Q4_0 or a K type",
-            ) from None
-        except ValueError as error:
-            raise UserError(f"{file} is cut off: {error}.", do="download it again") from None
-        tensors.append((one.name, value.reshape(tuple(int(size) for size in one.shape[::-1])).astype(np.float32)))
-    return fields, tensors
+        if kind is None:
+            raise RuntimeError("of no known type")
+        block, size = package.GGML_QUANT_SIZES[kind]
+        rows, columns = math.prod(place.shape[:-1]), place.shape[-1]
+        wanted = rows * columns // block * size
+        if columns % block or place.start + wanted > len(content):
+            raise UserError(f"{file} is cut off: {printable(place.name)} ends after it.", do=AGAIN)
+        stored = content[place.start : place.start + wanted].reshape(rows, -1)
+        value = package.quants.dequantize(stored, kind)
+    except RuntimeError:  # a type without a reader
+        raise UserError(
+            f"{file} holds tensors of type {kind.name if kind else place.kind}, which is not read.",
+            why=f"{printable(place.name)} is one of them",
+            do="a file of F32, F16, BF16, Q8_0, Q4_0 or a K type",
+        ) from None
+    return np.asarray(value.reshape(place.shape).astype(np.float32))
 
 
-def _config(fields: Mapping[str, Any], file: Path, tensors: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0.0,),
+    "attention.max_alibi_bias": (0.0,),
+    "attention.scale": (0.0,),
+    "embedding_scale": (0.0, 1.0),
+    "residual_scale": (0.0, 1.0),
+    "logit_scale": (0.0, 1.0),
+    "expert_weights_scale": (0.0, 1.0),
+    "leading_dense_block_count": (0,),
+    "use_parallel_residual": (False,),
+    "rope.scaling.attn_factor": (1.0,),
+}
+"""Fields that change what a decoder computes, which ours does not have, and their values that change nothing."""
+
+
+def _config(
+    fields: Mapping[str, Any], file: Path, tensors: Mapping[str, NDArray[Any]]
+) -> tuple[dict[str, Any], list[str]]:
+    """`config.json`, and what of the fields was not used."""
     name = str(fields.get("general.architecture"))
-    own = {key.removeprefix(f"{name}."): value for key, value in fields.items()}
-    kind = "mixtral" if name == "llama" and own.get("expert_count") else _KINDS.get(name)
+    own = Said(file, fields, name)
+    kind = "mixtral" if name == "llama" and "expert_count" in own else _KINDS.get(name)
     if kind is None:
         known = ", ".join(_KINDS)
-        raise UserError(f"{file} holds a {name!r} model.", why=f"of GGUF files {known} are read", do="another file")
-    try:
-        heads, width = int(own["attention.head_count"]), int(own["embedding_length"])
-        found = {
-            "architectures": [hf_config.FAMILIES[kind]],
-            "model_type": kind,
-            "num_hidden_layers": int(own["block_count"]),
-            "hidden_size": width,
-            "intermediate_size": int(own["feed_forward_length"]),
-            "num_attention_heads": heads,
-            "num_key_value_heads": int(own.get("attention.head_count_kv", heads)),
-            "head_dim": int(own.get("attention.key_length", width // heads)),
-            "vocab_size": len(fields["tokenizer.ggml.tokens"]),
-            "max_position_embeddings": int(own["context_length"]),
-            "tie_word_embeddings": "output.weight" not in tensors,
-            "rope_theta": float(own.get("rope.freq_base", 10_000.0)),
-            "rms_norm_eps": float(f"{own['attention.layer_norm_rms_epsilon']:.6g}"),
-            "hidden_act": "silu",
-            **_scaling(own),
-        }
-        found |= _experts(kind, own, tensors) if "expert_count" in own else {}
-        found |= _gemma2(own, found) if kind == "gemma2" else {}
-    except KeyError as missing:
-        raise UserError(f"{file} does not say {missing}.", do="download it again") from None
+        raise UserError(
+            f"{file} holds a {printable(name)!r} model.", why=f"of GGUF files {known} are read", do="another file"
+        )
+    heads, width = own.get("attention.head_count", Whole), own.get("embedding_length", Whole)
+    head = own.get("attention.key_length", Whole, max(1, width // heads))
+    config = {
+        "architectures": [hf_config.FAMILIES[kind]],
+        "model_type": kind,
+        "num_hidden_layers": own.get("block_count", Whole),
+        "hidden_size": width,
+        "intermediate_size": own.get("feed_forward_length", Whole),
+        "num_attention_heads": heads,
+        "num_key_value_heads": own.get("attention.head_count_kv", Whole, heads),
+        "head_dim": head,
+        "vocab_size": len(Said(file, fields, "tokenizer").get("ggml.tokens", list[str])),
+        "max_position_embeddings": own.get("context_length", Whole),
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "rope_theta": own.get("rope.freq_base", Real, 10_000.0),
+        "rms_norm_eps": float(f"{own.get('attention.layer_norm_rms_epsilon', Real):.6g}"),
+        "hidden_act": "silu",
+        **_scaling(own),
+    }
+    config |= _experts(kind, own, tensors, file) if "expert_count" in own else {}
+    config |= _gemma2(own, config) if kind == "gemma2" else {}
     if FREQUENCIES in tensors:
-        found["rope_scaling"] = _llama3(tensors[FREQUENCIES], own, found, file)
-    return found
+        config["rope_scaling"] = _llama3(tensors[FREQUENCIES], own, config, file)
+    return config, _rest(own, head)
 
 
+def _rest(own: Said, head: int) -> list[str]:
+    """Notes on the fields that were not read. Raises UserError for one that changes the meaning of others."""
+    neutral = {**_NEUTRAL, "rope.dimension_count": (head,), "attention.value_length": (head,)}
+    if "attention.sliding_window" not in {key.removeprefix(own.prefix) for key in own.used}:
+        neutral["attention.sliding_window"] = (0,)
+    notes = []
+    for key, value in own.fields.items():
+        short = key.removeprefix(own.prefix)
+        if short == key or key in own.used or short in _SAID_OTHERWISE:
+            continue
+        if short not in neutral:
+            notes.append(unused("key", key))
+        elif value not in neutral[short]:
+            raise UserError(
+                f"{own.file} says {key} = {printable(value)}.",
+                why="this decoder has no such thing",
+                do="start from another model",
+            )
+    return notes
+
+
+_SAID_OTHERWISE = ("vocab_size", "expert_feed_forward_length", "expert_shared_feed_forward_length")
+"""Sizes that tensors have."""
 _KINDS = {one.name: kind for kind, one in ARCHITECTURES.items() if kind != "mixtral"}
 
 
-def _experts(kind: str, own: Mapping[str, Any], tensors: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
-    count, active = int(own["expert_count"]), int(own["expert_used_count"])
+def _experts(kind: str, own: Said, tensors: Mapping[str, NDArray[Any]], file: Path) -> dict[str, Any]:
+    count, active = own.get("expert_count", Whole), own.get("expert_used_count", Whole)
     if kind == "mixtral":
         return {"num_local_experts": count, "num_experts_per_tok": active}
+    if missing := {"blk.0.ffn_up_exps.weight", *_SHARED_UP.get(kind, ())} - set(tensors):
+        raise UserError(f"{file} does not hold {min(missing)}.", do=AGAIN)
     inner = int(tensors["blk.0.ffn_up_exps.weight"].shape[1])
-    found = {"num_experts": count, "num_experts_per_tok": active, "moe_intermediate_size": inner}
+    experts = {"num_experts": count, "num_experts_per_tok": active, "moe_intermediate_size": inner}
     if kind == "qwen2_moe":
-        found["shared_expert_intermediate_size"] = int(tensors["blk.0.ffn_up_shexp.weight"].shape[0])
-    return found | {"norm_topk_prob": kind == "qwen3_moe"}
+        experts["shared_expert_intermediate_size"] = int(tensors["blk.0.ffn_up_shexp.weight"].shape[0])
+    return experts | {"norm_topk_prob": kind == "qwen3_moe"}
 
 
-def _gemma2(own: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
-    large = found["num_hidden_layers"] == LARGEST_GEMMA2
+_SHARED_UP = {"qwen2_moe": ("blk.0.ffn_up_shexp.weight",)}
+
+
+def _gemma2(own: Said, config: Mapping[str, Any]) -> dict[str, Any]:
+    large = config["num_hidden_layers"] == LARGEST_GEMMA2
     return {
-        "query_pre_attn_scalar": found["hidden_size"] / found["num_attention_heads"] if large else found["head_dim"],
-        "attn_logit_softcapping": _short(own.get("attn_logit_softcapping", 50.0)),
-        "final_logit_softcapping": _short(own.get("final_logit_softcapping", 30.0)),
-        "sliding_window": int(own.get("attention.sliding_window", 4096)),
+        "query_pre_attn_scalar": config["hidden_size"] / config["num_attention_heads"] if large else config["head_dim"],
+        "attn_logit_softcapping": _short(own.get("attn_logit_softcapping", Real, 50.0)),
+        "final_logit_softcapping": _short(own.get("final_logit_softcapping", Real, 30.0)),
+        "sliding_window": own.get("attention.sliding_window", Whole, 4096),
     }
 
 
@@ -234,27 +311,28 @@ def _short(value: float) -> float:
     return float(f"{value:.7g}")
 
 
-def _scaling(own: Mapping[str, Any]) -> dict[str, Any]:
-    kind = own.get("rope.scaling.type", "none")
+def _scaling(own: Said) -> dict[str, Any]:
+    kind = own.get("rope.scaling.type", str, "none")
     if kind == "none":
         return {}
-    found = {"rope_type": kind, "factor": float(own["rope.scaling.factor"])}
+    scaling = {"rope_type": kind, "factor": own.get("rope.scaling.factor", Real)}
     if "rope.scaling.original_context_length" in own:
-        found["original_max_position_embeddings"] = int(own["rope.scaling.original_context_length"])
-    return {"rope_scaling": found}
+        scaling["original_max_position_embeddings"] = own.get("rope.scaling.original_context_length", Whole)
+    return {"rope_scaling": scaling}
 
 
-def _llama3(table: NDArray[Any], own: Mapping[str, Any], found: Mapping[str, Any], file: Path) -> dict[str, Any]:
+def _llama3(table: NDArray[Any], own: Said, config: Mapping[str, Any], file: Path) -> dict[str, Any]:
     """The options of Llama 3's positions whose factors are `table`; its ramp is a line over turns. Raises UserError."""
-    original = int(own.get("rope.scaling.original_context_length", 8192))
+    original = own.get("rope.scaling.original_context_length", Whole, 8192)
     factor = float(table.max())
     half = len(table)
-    turns = original * found["rope_theta"] ** (-np.arange(half) / half) / (2 * np.pi)
-    kept = (1 / table.astype(np.float64) - 1 / factor) / (1 - 1 / factor)
-    inside = np.flatnonzero((kept > 1e-6) & (kept < 1 - 1e-6))
+    turns = original * config["rope_theta"] ** (-np.arange(half) / half) / (2 * np.pi)
+    with np.errstate(all="ignore"):
+        unstretched = (1 / table.astype(np.float64) - 1 / factor) / (1 - 1 / factor)
+    inside = np.flatnonzero((unstretched > 1e-6) & (unstretched < 1 - 1e-6))
     low, high = 1.0, 4.0
     if len(inside) > 1:
-        slope, offset = np.polyfit(turns[inside], kept[inside], 1)
+        slope, offset = np.polyfit(turns[inside], unstretched[inside], 1)
         low, high = (float(f"{(edge - offset) / slope:.4g}") for edge in (0.0, 1.0))
     share = ((turns - low) / (high - low)).clip(0, 1)
     if factor <= 1 or not np.allclose(1 / ((1 - share) / factor + share), table, rtol=1e-4):
@@ -342,38 +420,58 @@ def interleaved(weight: NDArray[Any], heads: int, back: bool = False) -> NDArray
     return weight.reshape(shape).swapaxes(1, 2).reshape(weight.shape)
 
 
-def _tokenizer(fields: Mapping[str, Any], file: Path, folder: Path) -> None:
+SPECIAL: Mapping[str, str] = {
+    "bos": "tokenizer.ggml.bos_token_id",
+    "eos": "tokenizer.ggml.eos_token_id",
+    "unk": "tokenizer.ggml.unknown_token_id",
+    "pad": "tokenizer.ggml.padding_token_id",
+}
+"""Role of a special token to the field that says its id."""
+_ADDS_BOS = ("llama-bpe",)
+"""Kinds of splits for which llama.cpp puts the first token before a text where the file does not say."""
+
+
+def _tokenizer(said: Said, file: Path, folder: Path) -> None:
     """Writes the tokenizer of the file, or the one beside it where the file's own is not read."""
     beside = file.with_name("tokenizer.json")
-    model, split = (fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre", "default"))
+    model, split = said.get("ggml.model", str), said.get("ggml.pre", str, "default")
+    tokens = said.get("ggml.tokens", list[str])
+    stated: dict[str, Any] = {}
+    for role, name in SPECIAL.items():
+        if name in said.fields:
+            number = said.get(name.removeprefix(said.prefix), Annotated[int, msgspec.Meta(ge=0)])
+            if number >= len(tokens):
+                raise UserError(f"{file} says {name} = {number}, and it has {len(tokens)} tokens.", do=AGAIN)
+            stated[f"{role}_token"] = tokens[number]
     if model == "gpt2" and split in SPLITS:
-        table = _table(fields, SPLITS[split])
+        table = _table(said, SPLITS[split])
+        if "bos_token" in stated and said.get("ggml.add_bos_token", bool, split in _ADDS_BOS):
+            table["post_processor"] = prefix_processor(stated["bos_token"], tokens.index(stated["bos_token"]))
         (folder / "tokenizer.json").write_text(json.dumps(table, ensure_ascii=False), encoding="utf-8")
     elif beside.is_file():
         (folder / "tokenizer.json").write_bytes(beside.read_bytes())
     else:
         raise UserError(
-            f"{file} has a tokenizer of the kind {model} ({split}), which is not read.",
+            f"{file} has a tokenizer of the kind {printable(model)} ({printable(split)}), which is not read.",
             do=f"put the model's tokenizer.json beside it, as {beside}",
         )
-    tokens = fields["tokenizer.ggml.tokens"]
-    ids = {"bos_token": "bos_token_id", "eos_token": "eos_token_id", "pad_token": "padding_token_id"}
-    named = {name: fields.get(f"tokenizer.ggml.{key}") for name, key in ids.items()}
-    stated: dict[str, Any] = {name: tokens[int(number)] for name, number in named.items() if number is not None}
-    if "tokenizer.chat_template" in fields:
-        stated["chat_template"] = fields["tokenizer.chat_template"]
+    if "chat_template" in said:
+        stated["chat_template"] = said.get("chat_template", str)
+    stated["tokenizer_class"] = "PreTrainedTokenizerFast"
     (folder / "tokenizer_config.json").write_text(json.dumps(stated, ensure_ascii=False, indent=1), encoding="utf-8")
 
 
-def _table(fields: Mapping[str, Any], split: dict[str, Any]) -> dict[str, Any]:
-    tokens, kinds = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
+def _table(said: Said, split: dict[str, Any]) -> dict[str, Any]:
+    tokens, kinds = said.get("ggml.tokens", list[str]), said.get("ggml.token_type", list[int])
+    if len(kinds) != len(tokens):
+        raise UserError(f"{said.file} has {len(tokens)} tokens and {len(kinds)} types of them.", do=AGAIN)
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     added = [
-        {"id": number, "content": token, "special": int(kind) == 3, **flags}
+        {"id": number, "content": token, "special": kind == 3, **flags}
         for number, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
-        if int(kind) in (3, 4)  # control, user defined
+        if kind in (3, 4)  # control, user defined
     ]
-    merges = [list(_halves(one)) for one in fields.get("tokenizer.ggml.merges", ())]
+    merges = [list(_halves(merge)) for merge in said.get("ggml.merges", list[str], [])]
     level = {**_LEVEL, "use_regex": True}
     return {
         "version": "1.0",

@@ -7,28 +7,42 @@ then moved there.
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from espalier import cache_dir, config
+from espalier import cache_dir, config, weight_files
 from espalier.config.decoder_shapes import ROUTING, Sizes
 from espalier.errors import UserError
+from espalier.foreign_files import parsing, printable, read_json, unused
 from espalier.language import gguf_file, hf_config
 from espalier.language.gpt import GPT
 from espalier.language.hf_config import CONFIG
+from espalier.language.moe import MOE
+from espalier.language.tokenizer_files import GENERATION, ID_KEYS, TokenizerFiles
+from espalier.units import plural
+from espalier.weight_files import StoredTensor
 
 FILE_BYTES = 5 * 10**9
 """Most bytes in one weights file, as `save_pretrained` splits them."""
 
 INDEX = "model.safetensors.index.json"
+_WEIGHTS = "model.safetensors"
+_HEAD, _TABLE = "lm_head.weight", "model.embed_tokens.weight"
+_BUFFER = re.compile(r"\.(rotary_emb\.(inv_freq|cos_cached|sin_cached)|attn\.(bias|masked_bias))$")
+"""Tensors that are computed, not trained."""
+_LAYER = re.compile(r"^blocks\.(\d+)\.")
+DTYPES = ("F64", "F32", "F16", "BF16")
+_FORMATS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 
 # Ours, theirs. `{}` stands for the number of a layer, then of an expert.
 _NAMES = (
@@ -86,7 +100,7 @@ def _ours(kind: str) -> dict[str, str]:
 
 
 class SavedTokenizer(Protocol):
-    """What of a tokenizer an export needs."""
+    """What of a tokenizer an export needs. `Tokenizer` also says the ids for `config.json`."""
 
     def save(self, folder: Path) -> None:
         """Writes its files into `folder`."""
@@ -113,10 +127,14 @@ def export(model: GPT, tokenizer: SavedTokenizer, folder: str | Path) -> None:
     names, state = _theirs(hf_config.kind_of(model.size)), model.state_dict()
     tensors = {_renamed(name, names): value.detach().cpu().contiguous() for name, value in state.items()}
     dtype = str(tensors["model.norm.weight"].dtype).removeprefix("torch.")
-    table = hf_config.table_of(model.size, getattr(tokenizer, "boundary", None), dtype)
+    token_ids = getattr(tokenizer, "token_ids", dict[str, Any])()
+    files = getattr(tokenizer, "files", TokenizerFiles({}))
+    table = hf_config.table_of(model.size, token_ids, dtype)
 
     def fill(partial: Path) -> None:
         _write(partial, tensors, table)
+        if files.generation is not None:
+            (partial / GENERATION).write_bytes(files.generation)
         tokenizer.save(partial)
         _compare(partial, tensors)
 
@@ -148,8 +166,8 @@ def _write(folder: Path, tensors: Mapping[str, Tensor], table: Mapping[str, Any]
     _json(folder / CONFIG, table)
     for name in files:
         shutil.copymode(folder / CONFIG, folder / name)  # safetensors makes files that only their owner may read
-    special = {key: table[key] for key in ("bos_token_id", "eos_token_id") if table[key] is not None}
-    _json(folder / "generation_config.json", {"_from_model_config": True, **special})
+    special = {key: table[key] for key in ID_KEYS if table.get(key) is not None}
+    _json(folder / GENERATION, {"_from_model_config": True, **special})
 
 
 def _split(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
@@ -169,15 +187,14 @@ def _split(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 
 def _compare(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Reads the folder back. A difference is the disk's fault: raises OSError naming the tensor."""
-    seen = set()
-    for name, tensor in _stored(folder):
-        seen.add(name)
-        wanted = tensors.get(name)
-        same = wanted is not None and (wanted.shape, wanted.dtype) == (tensor.shape, tensor.dtype)
-        if wanted is None or not same or not torch.equal(wanted.view(torch.uint8), tensor.view(torch.uint8)):
+    again = _stored(folder)
+    if again.keys() != tensors.keys():
+        raise OSError(f"not read back: {', '.join(sorted(again.keys() ^ tensors.keys()))}")
+    for name, wanted in tensors.items():
+        tensor = weight_files.value(name, again[name])
+        same = (wanted.shape, wanted.dtype) == (tensor.shape, tensor.dtype)
+        if not same or not torch.equal(wanted.view(torch.uint8), tensor.view(torch.uint8)):
             raise OSError(f"{name} was read back changed")
-    if seen != set(tensors):
-        raise OSError(f"not read back: {', '.join(sorted(set(tensors) - seen))}")
 
 
 # --- in ----------------------------------------------------------------------------------------------------------
@@ -186,55 +203,45 @@ def _compare(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 def load(folder: str | Path, dtype: torch.dtype) -> tuple[config.Gpt | config.Moe, dict[str, Tensor]]:
     """The options that a folder of one of `hf_config.FAMILIES` stands for, and its weights under our names, as `dtype`.
 
-    Raises UserError naming the file or setting that this decoder cannot take over.
+    Raises UserError naming the file, setting or tensor that this decoder cannot take over.
     """
-    found = options(folder)
-    state, names = {}, _ours(hf_config.kind_of(found))
-    for name, tensor in _stored(opened(folder)):
-        if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and found.tied):
-            continue  # positions are computed; a tied head is the embedding itself
-        state[_renamed(name, names)] = tensor.to(dtype)
-    return found, state
+    model = options(folder)
+    state, names = {}, _ours(hf_config.kind_of(model))
+    tensors = _wanted(_stored(opened(folder)), model)
+    gguf_file.refuse_large(f"{folder}", sum(math.prod(one.shape) for one in tensors.values()) * dtype.itemsize)
+    for name, place in tensors.items():
+        state[_renamed(name, names)] = weight_files.value(name, place).to(dtype)
+    return model, state
 
 
 def load_into(model: GPT, folder: str | Path) -> None:
     """Fills `model` with the weights of `folder`. Raises UserError naming every option that differs."""
-    weight = model.embedding.weight
-    found, state = load(folder, weight.dtype)
-    require_same(options_of(model.size), found, str(folder))
-    wanted = {name: value.shape for name, value in model.state_dict().items()}
-    differing = [
-        *(f"{name} is missing" for name in wanted if name not in state),
-        *(f"{name} is not known" for name in state if name not in wanted),
-        *(
-            f"{name} is {list(value.shape)}, and its {CONFIG} says {list(wanted[name])}"
-            for name, value in state.items()
-            if wanted.get(name, value.shape) != value.shape
-        ),
-    ]
-    if differing:
-        more = f" (and {len(differing) - 5} more)" if len(differing) > 5 else ""
-        named = ", ".join(differing[:5]) + more
-        raise UserError(
-            f"{folder} does not hold the weights its {CONFIG} describes.", why=named, do="download it again"
-        )
+    require_same(options_of(model.size), options(folder), str(folder))
+    state = load(folder, model.embedding.weight.dtype)[1]
     model.load_state_dict(state)
 
 
 def weights_of(model: GPT, folder: Path) -> Callable[[str], Tensor]:
     """Reads the weights of `folder` one by one, as fp32, by the names in `model`. Raises UserError as `load_into`."""
-    require_same(options_of(model.size), options(folder), str(folder))
+    found = options(folder)
+    require_same(options_of(model.size), found, str(folder))
+    names, tensors = _theirs(hf_config.kind_of(model.size)), _stored(opened(folder))
 
     def value(name: str) -> Tensor:
-        theirs = _renamed(name, _theirs(hf_config.kind_of(model.size)))
-        for file in _files(opened(folder)):
-            with safe_open(file, "pt") as stored:
-                if theirs in stored.keys():  # noqa: SIM118 - not a dict
-                    tensor: Tensor = stored.get_tensor(theirs)
-                    return tensor.float()
-        raise UserError(f"{folder} does not hold the weights its {CONFIG} describes.", why=f"{name} is missing")
+        theirs = _renamed(name, names)
+        tensor: Tensor = weight_files.value(theirs, tensors[theirs])
+        return tensor.float()
 
     return value
+
+
+def _wanted(tensors: Mapping[str, StoredTensor], model: config.Gpt | config.Moe) -> dict[str, StoredTensor]:
+    """Those that the model has. A head that is the table, and buffers that are computed, are none of it."""
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if not _BUFFER.search(name) and not (name == _HEAD and model.tied)
+    }
 
 
 def require_same(wanted: config.Gpt | config.Moe, found: config.Gpt | config.Moe, origin: str) -> None:
@@ -257,23 +264,105 @@ def require_same(wanted: config.Gpt | config.Moe, found: config.Gpt | config.Moe
 
 
 def options(folder: str | Path) -> config.Gpt | config.Moe:
-    """The model options that the `config.json` in `folder` says, every one of them set.
+    """The model options that the `config.json` in `folder` says, every one of them set; a head that differs from the
+    table is one of its own, whatever `tie_word_embeddings` says.
 
-    Raises UserError for an architecture that this decoder does not express, naming the first module that differs.
+    Raises UserError for an architecture that this decoder does not express, naming the first module that differs, and
+    for weights that are others than the options say.
     """
-    table = _read_json(opened(folder) / CONFIG)
+    home = opened(folder)
+    table = _read_json(home / CONFIG)
     kind = table.get("model_type")
-    if kind not in hf_config.FAMILIES:
+    if not isinstance(kind, str) or kind not in hf_config.FAMILIES:
         known = set(_ours("llama"))
-        strange = (name for name, _ in _stored(opened(folder)) if _pattern(name) not in known)
-        named = next(strange, None)
-        differs = f"{named.rpartition('.')[0]} is no module of this decoder; " if named else ""
+        named = next((name for name in _stored(home) if _pattern(name) not in known), None)
+        differs = f"{printable(named.rpartition('.')[0])} is no module of this decoder; " if named else ""
         raise UserError(
-            f"{folder} holds a {kind!r} model.",
+            f"{folder} holds a {printable(repr(kind))} model.",
             why=f"{differs}{', '.join(hf_config.FAMILIES)} can be loaded",
             do="convert it, or leave model.initial out",
         )
-    return hf_config.options(table, str(folder))
+    model = hf_config.options(table, str(folder))
+    columns = model.head_size or (model.width or 1) // (model.heads or 1)
+    gguf_file.refuse_large(
+        f"A table of the positions that {folder}/{CONFIG} says (max_position_embeddings)",
+        (model.context or 1) * columns * 16,
+    )
+    if not (home / INDEX).exists() and not (home / _WEIGHTS).exists():
+        return model
+    tensors = _stored(home)
+    if model.tied and _own_head(tensors):
+        model = msgspec.structs.replace(model, tied=False)
+    _refuse_differing(folder, model, _wanted(tensors, model))
+    return model
+
+
+def _own_head(tensors: Mapping[str, StoredTensor]) -> bool:
+    """Whether there is a head that differs from the table."""
+    if _HEAD not in tensors or _TABLE not in tensors:
+        return _HEAD in tensors
+    return not torch.equal(*(weight_files.value(name, tensors[name]).float() for name in (_HEAD, _TABLE)))
+
+
+def _refuse_differing(folder: str | Path, model: config.Gpt | config.Moe, tensors: Mapping[str, StoredTensor]) -> None:
+    """Raises UserError where the names or shapes of `tensors` are not those of the model. Its layers are alike, so one
+    of them is built, without values."""
+    if isinstance(model, config.Moe) and model.experts > len(tensors):
+        raise UserError(f"{folder} holds {len(tensors)} tensors, and its {CONFIG} says {model.experts} experts.")
+    with parsing(Path(folder) / CONFIG, "download the folder again"):
+        small = msgspec.structs.replace(model, depth=1, context=2)
+        with torch.device("meta"):
+            layer = MOE(small) if isinstance(small, config.Moe) else GPT(small)
+    names, depth = _ours(hf_config.kind_of(model)), model.depth
+    given = {_renamed(name, names): tensor for name, tensor in tensors.items()}
+    layers = {int(match[1]) for name in given if (match := _LAYER.match(name))}
+    shapes = {
+        _LAYER.sub(f"blocks.{number}.", name): tuple(value.shape)
+        for name, value in layer.state_dict().items()
+        for number in (sorted(layers) if _LAYER.match(name) else [0])
+    }
+    differing = [
+        *([] if len(layers) == depth else [f"it has {len(layers)} layers, and its {CONFIG} says {depth}"]),
+        *(f"{name} is missing" for name in shapes if name not in given),
+        *(f"{printable(name)} is not known" for name in given if name not in shapes),
+        *(
+            f"{name} is {list(given[name].shape)}, and its {CONFIG} says {list(shape)}"
+            for name, shape in shapes.items()
+            if name in given and given[name].shape != shape
+        ),
+        *(f"{name} is {one.dtype}, which is not read" for name, one in given.items() if one.dtype not in DTYPES),
+    ]
+    if differing:
+        more = f" (and {len(differing) - 5} more)" if len(differing) > 5 else ""
+        named = ", ".join(differing[:5]) + more
+        raise UserError(
+            f"{folder} does not hold the weights its {CONFIG} describes.", why=named, do="download it again"
+        )
+
+
+def notes(folder: str | Path) -> list[str]:
+    """What of a folder of weights is not used, and what is read as something else."""
+    home = opened(folder)
+    table, tensors = _read_json(home / CONFIG), _stored(home)
+    said = [f"{name} of {folder}" for name in hf_config.unused_keys(table)]
+    if table.get("tie_word_embeddings") and _HEAD in tensors and _own_head(tensors):
+        said.append(
+            f"{_HEAD} of {folder} differs from the token table: it is kept as a head of its own, "
+            f"although {CONFIG} says tie_word_embeddings = true"
+        )
+    buffers = Counter(_pattern(name) for name in tensors if _BUFFER.search(name))
+    said += [unused("tensor", name, plural(count, "layer")) for name, count in sorted(buffers.items())]
+    types = sorted({one.dtype for one in tensors.values()} - {"F32"})
+    if types:
+        said.append(f"the weights of {folder} are stored as {', '.join(types)} and read as F32")
+    used = {one.file.name for one in tensors.values()}
+    said += [
+        unused("file", file.name, str(folder))
+        for file in sorted(home.iterdir())
+        if file.suffix in _FORMATS and file.name not in used
+    ]
+    more = home / gguf_file.NOTES
+    return said + (list(json.loads(more.read_text())) if more.is_file() else [])
 
 
 def tokenizer_of(folder: str | Path) -> Path | None:
@@ -309,25 +398,43 @@ def options_of(size: Sizes) -> config.Gpt | config.Moe:
     return config.Moe(**shared, **routing, balancing="bias" if size.bias else "loss")
 
 
-def _stored(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a folder, in one file or in several with an index, under its stored name."""
-    for file in _files(folder):
-        try:
-            with safe_open(file, "pt") as opened:
-                for name in opened.keys():  # noqa: SIM118 - not a dict
-                    yield name, opened.get_tensor(name)
-        except SafetensorError as error:
-            raise UserError(f"{file} is damaged: {error}.", do="download it again") from None
+def _stored(folder: Path) -> dict[str, StoredTensor]:
+    """Every tensor of a folder, in one file or in several with an index, by its stored name.
+
+    Raises UserError for a file that is missing or damaged, and for an index that says something else than the files.
+    """
+    tensors = weight_files.stored(_files(folder))
+    for name, file in _weight_map(folder).items():
+        if name not in tensors or tensors[name].file.name != file:
+            raise UserError(
+                f"{folder / INDEX} says that {printable(name)} is in {file}, where it is not.", do="download it again"
+            )
+    return tensors
 
 
 def _files(folder: Path) -> list[Path]:
-    files = [folder / "model.safetensors"]
+    files = [folder / _WEIGHTS]
     if (folder / INDEX).exists():
-        files = sorted({_beside(folder, name) for name in _read_json(folder / INDEX)["weight_map"].values()})
+        files = sorted({_beside(folder, name) for name in _weight_map(folder).values()})
+        if (folder / _WEIGHTS).exists() and folder / _WEIGHTS not in files:
+            raise UserError(
+                f"{folder} holds weights twice: {_WEIGHTS}, and {INDEX} with other files.",
+                why="they may differ",
+                do="move one of the two away",
+            )
     for file in files:
         if not file.exists():
             raise UserError(f"No weights at {file}.", do="download the folder again; only safetensors are read")
     return files
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    if not (folder / INDEX).exists():
+        return {}
+    table = _read_json(folder / INDEX).get("weight_map")
+    if not isinstance(table, dict) or not table or not all(isinstance(name, str) for name in table.values()):
+        raise UserError(f"{folder / INDEX} does not say which file holds which tensor.", do="download it again")
+    return table
 
 
 def _beside(folder: Path, name: str) -> Path:
@@ -365,13 +472,10 @@ def _json(path: Path, table: Mapping[str, Any]) -> None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        table = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        why, do = str(error.strerror), "give a folder with config.json and safetensors"
-        raise UserError(f"{path} cannot be read.", why=why, do=do) from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not JSON: {error}.", do="download it again") from None
+    if not path.is_file():
+        reason = "No such file or directory"
+        raise UserError(f"{path} cannot be read.", why=reason, do="give a folder with config.json and safetensors")
+    table = read_json(path, "download it again")
     if not isinstance(table, dict):
         raise UserError(f"{path} does not hold a table.", do="download it again")
     return table

@@ -7,11 +7,14 @@ A setting that is left out has the value that transformers gives it (its configu
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from espalier import config
 from espalier.config.decoder_shapes import Rope, Sizes
 from espalier.errors import UserError
+from espalier.foreign_files import printable, unused
 
 CONFIG = "config.json"
 _GELU = "gelu_pytorch_tanh"
@@ -54,8 +57,8 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 # --- out ---------------------------------------------------------------------------------------------------------
 
 
-def table_of(size: Sizes, boundary: int | None, dtype: str) -> dict[str, Any]:
-    """`config.json` of a decoder of `size` whose weights are `dtype`; texts begin and end with the token `boundary`."""
+def table_of(size: Sizes, token_ids: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """`config.json` of a decoder of `size` whose weights are `dtype`. `token_ids`: `bos_token_id` and such."""
     kind = kind_of(size)
     table = {
         "architectures": [FAMILIES[kind]],
@@ -74,8 +77,7 @@ def table_of(size: Sizes, boundary: int | None, dtype: str) -> dict[str, Any]:
         "hidden_act": _GELU if size.gemma else "silu",
         "attention_dropout": 0.0,
         "tie_word_embeddings": size.tied,
-        "bos_token_id": boundary,
-        "eos_token_id": boundary,
+        **token_ids,
         "torch_dtype": dtype,
     }
     if kind not in ("qwen2", "mistral", "qwen2_moe"):
@@ -156,6 +158,58 @@ def _rope_table(size: Sizes) -> dict[str, Any]:
 # --- in ----------------------------------------------------------------------------------------------------------
 
 
+_SCALES = ("logits_scaling", "logit_scale", "embedding_multiplier", "residual_multiplier", "routed_scaling_factor")
+"""Keys that change what a decoder computes where they are not 1."""
+_FOREIGN = (
+    *("quantization_config", "compression_config", "attention_multiplier", "clip_qkv", "qk_layernorm", "use_qk_norm"),
+    *("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "attention_chunk_size", "alibi"),
+    *("no_rope_layers", "is_encoder_decoder", "add_cross_attention", "num_nextn_predict_layers", "parallel_attn"),
+    *("rope_interleave", "pruned_heads", "first_k_dense_replace", "n_shared_experts", "use_bias", "bias"),
+)
+"""Keys that change it where they are not null, false, 0 or empty."""
+_OF_KIND: Mapping[str, tuple[str, ...]] = {
+    "gemma2": ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar")
+}
+_USED = """
+    architectures attention_bias auto_map bos_token_id cache_implementation
+    chunk_size_feed_forward decoder_sparse_step dtype eos_token_id head_dim hidden_act
+    hidden_activation hidden_size id2label initializer_range intermediate_size label2id
+    layer_types max_position_embeddings max_window_layers mlp_bias mlp_only_layers model_type
+    moe_intermediate_size norm_topk_prob num_attention_heads num_experts num_experts_per_tok
+    num_hidden_layers num_key_value_heads num_local_experts original_max_position_embeddings
+    output_attentions output_hidden_states output_router_logits pad_token_id
+    partial_rotary_factor pretraining_tp qkv_bias return_dict rms_norm_eps rope_parameters
+    rope_scaling rope_theta router_aux_loss_coef shared_expert_intermediate_size sliding_window
+    tie_word_embeddings torch_dtype transformers_version use_bidirectional_attention use_cache
+    use_sliding_window vocab_size _name_or_path
+"""
+"""Keys that are read, or say nothing of what the model computes."""
+
+
+def unused_keys(table: Mapping[str, Any]) -> list[str]:
+    """Notes on the keys of a `config.json` that are not used; those whose value is empty are left out."""
+    return [
+        unused("key", name, f"{CONFIG} says {printable(table[name], 60)}")
+        for name in sorted(table)
+        if table[name] and name not in (*_USED.split(), *_SCALES, *_FOREIGN)
+    ]
+
+
+Whole = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
+Real = Annotated[float, msgspec.Meta(gt=0, lt=1e30)]
+
+
+def _typed(kind: Any, name: str, value: Any) -> Any:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{name} = {printable(value)} ({error})") from None
+
+
+def _whole(table: Mapping[str, Any], name: str) -> int:
+    return int(_typed(Whole, name, table[name]))
+
+
 def options(table: Mapping[str, Any], folder: str) -> config.Gpt | config.Moe:
     """The model options that `table` says, every one of them set; its `model_type` is one of `FAMILIES`.
 
@@ -165,49 +219,52 @@ def options(table: Mapping[str, Any], folder: str) -> config.Gpt | config.Moe:
     table = {**_DEFAULTS.get(kind, {}), **table}
     try:
         _refuse_foreign(table, kind, folder)
-        width, heads = table["hidden_size"], table["num_attention_heads"]
-        head = table.get("head_dim") or width // heads
+        width, heads = _whole(table, "hidden_size"), _whole(table, "num_attention_heads")
+        head = _whole(table, "head_dim") if table.get("head_dim") else width // heads
+        kv_heads = _whole(table, "num_key_value_heads") if table.get("num_key_value_heads") else heads
+        if heads % kv_heads or head < 2 or head % 2:
+            raise ValueError(f"{heads} heads of {head} columns, {kv_heads} of keys")
         shared: dict[str, Any] = {
-            "depth": table["num_hidden_layers"],
+            "depth": _whole(table, "num_hidden_layers"),
             "width": width,
             "heads": heads,
-            "kv_heads": table.get("num_key_value_heads") or heads,
-            "feed_forward": table["intermediate_size"],
-            "vocabulary": table["vocab_size"],
-            "context": table["max_position_embeddings"],
+            "kv_heads": kv_heads,
+            "feed_forward": _whole(table, "intermediate_size"),
+            "vocabulary": _whole(table, "vocab_size"),
+            "context": _whole(table, "max_position_embeddings"),
             "tied": bool(table.get("tie_word_embeddings", False)),
-            "rope_theta": float(_rope(table).get("rope_theta", table.get("rope_theta", 10_000.0))),
-            "norm_epsilon": float(table.get("rms_norm_eps", 1e-6)),
+            "rope_theta": _typed(Real, "rope_theta", _rope(table).get("rope_theta", table.get("rope_theta", 10_000.0))),
+            "norm_epsilon": _typed(Real, "rms_norm_eps", table.get("rms_norm_eps", 1e-6)),
             "rope": _rope_options(table),
             "head_size": head if head * heads != width else None,
         }
         if kind == "mixtral":
-            return config.Moe(**shared, experts=table["num_local_experts"], active=table["num_experts_per_tok"])
+            experts, active = _whole(table, "num_local_experts"), _whole(table, "num_experts_per_tok")
+            return config.Moe(**shared, experts=experts, active=active)
         if kind in QWEN_MOE.values():
-            shared |= {"feed_forward": table["moe_intermediate_size"], "family": kind.removesuffix("_moe")}
-            experts = table.get("num_local_experts") or table["num_experts"]  # transformers 5 writes the first
+            shared |= {"feed_forward": _whole(table, "moe_intermediate_size"), "family": kind.removesuffix("_moe")}
             return config.Moe(
                 **shared,
-                experts=experts,
-                active=table["num_experts_per_tok"],
+                experts=_whole(table, "num_local_experts" if table.get("num_local_experts") else "num_experts"),
+                active=_whole(table, "num_experts_per_tok"),
                 normalized=bool(table.get("norm_topk_prob", False)),
-                shared=table["shared_expert_intermediate_size"] if kind == "qwen2_moe" else 0,
+                shared=_whole(table, "shared_expert_intermediate_size") if kind == "qwen2_moe" else 0,
             )
         if kind in ("mistral", "gemma2"):
             kinds = table.get("layer_types") or ["sliding_attention"]
-            shared["window"] = table.get("sliding_window") if "sliding_attention" in kinds else None
+            window = table.get("sliding_window") if "sliding_attention" in kinds else None
+            shared["window"] = _typed(Whole | None, "sliding_window", window)
         if kind == "gemma2":
-            scalar = table["query_pre_attn_scalar"]
-            shared["attention_scale"] = None if scalar == head else float(scalar) ** -0.5
-            shared |= {
-                "attention_cap": table["attn_logit_softcapping"],
-                "logit_cap": table["final_logit_softcapping"],
-            }
+            scalar = _typed(Real, "query_pre_attn_scalar", table["query_pre_attn_scalar"])
+            shared["attention_scale"] = None if scalar == head else scalar**-0.5
+            caps = {"attention_cap": "attn_logit_softcapping", "logit_cap": "final_logit_softcapping"}
+            shared |= {ours: _typed(Real | None, name, table[name]) for ours, name in caps.items()}
         return config.Gpt(**shared, family=kind)
     except KeyError as missing:
         raise UserError(f"{folder}/{CONFIG} does not say {missing}.", do="download the folder again") from None
     except (TypeError, ValueError, AttributeError) as error:
-        raise UserError(f"{folder}/{CONFIG} has an invalid value: {error}.", do="download the folder again") from None
+        reason = printable(error)
+        raise UserError(f"{folder}/{CONFIG} has an invalid value: {reason}.", do="download the folder again") from None
 
 
 def _rope(table: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -227,8 +284,8 @@ def _rope_options(table: Mapping[str, Any]) -> Rope | None:
     original = given.get("original_max_position_embeddings") or table.get("original_max_position_embeddings")
     return Rope(
         kind=kind,  # type: ignore[arg-type]
-        factor=float(given["factor"]),
-        original=original,
+        factor=_typed(Real, "factor", given["factor"]),
+        original=_typed(Whole | None, "original_max_position_embeddings", original),
         low=float(given.get(low) or 1.0),
         high=None if given.get(high) is None else float(given[high]),
         attention=None if attention is None else float(attention),
@@ -257,9 +314,11 @@ def _refuse_foreign(table: Mapping[str, Any], kind: str, folder: str) -> None:
         "rope_parameters": _rope_kind(table) not in ("default", "linear", "llama3", "yarn")
         or any(rope.get(name) for name in ("mscale", "mscale_all_dim"))
         or rope.get("truncate") is False,
+        **{name: table.get(name) not in (None, 1) for name in _SCALES},
+        **{name: bool(table.get(name)) for name in _FOREIGN if name not in _OF_KIND.get(kind, ())},
     }
     for name, foreign in refused.items():
         if foreign:
-            value = dict(rope) if name == "rope_parameters" else table.get(name, rope.get(name))
+            value = printable(repr(dict(rope) if name == "rope_parameters" else table.get(name, rope.get(name))))
             why = "this decoder has no such thing"
-            raise UserError(f"{folder}/{CONFIG} says {name} = {value!r}.", why=why, do="start from another model")
+            raise UserError(f"{folder}/{CONFIG} says {name} = {value}.", why=why, do="start from another model")

@@ -91,6 +91,7 @@ class SplitWriter:
         self._folder, self._name, self._shard_tokens = folder, name, shard_tokens
         self._dtype = tokenizer.dtype.newbyteorder("<")
         self._boundary = np.array([tokenizer.boundary], self._dtype)
+        self._document_end = np.array(tokenizer.document_end, self._dtype)
         self._shards: list[TokenFile] = []
         self._shard: _Hashed | None = None
         self._room = 0
@@ -100,12 +101,13 @@ class SplitWriter:
         self.tokens = self.documents = self.bytes = 0
 
     def add(self, name: str, ids: Ids, size: int) -> None:
-        """Appends a boundary and the document `name` of `size` bytes."""
+        """Appends a boundary, the document `name` of `size` bytes, and its end."""
         self._starts.write(self.tokens.to_bytes(8, "little", signed=True))
         self._names.write(name.encode("utf-8", "replace"))
         self._ends.write(self._names.bytes.to_bytes(8, "little", signed=True))
         self._append(self._boundary)
         self._append(ids)
+        self._append(self._document_end)
         self.documents += 1
         self.bytes += size
 

@@ -5,11 +5,13 @@ Byte-level BPE after Sennrich et al. (1508.07909) and GPT-2's alphabet of 256 pr
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import msgspec
 import numpy as np
@@ -18,6 +20,9 @@ from numpy.typing import NDArray
 
 from espalier.cache_dir import write_atomic
 from espalier.errors import UserError, missing_extra, nearest
+from espalier.foreign_files import decoded, printable
+from espalier.language import tokenizer_files
+from espalier.language.tokenizer_files import CONFIG, TOKENIZER, TokenizerFiles, formatted
 
 Ids = NDArray[np.unsignedinteger[Any]]
 Corpus = Callable[[], Iterable[str]]
@@ -29,15 +34,27 @@ PIECE = 1 << 20
 """Bytes encoded at once. A longer document is cut at line ends, which bounds memory."""
 
 END_OF_TEXT = "<|endoftext|>"
-_BOUNDARIES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|begin_of_text|>", "<s>", "<bos>", "\0")
+_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
+_BOUNDARIES = (*_ENDS, "<|begin_of_text|>", "<s>", "<bos>", "\0")
+SPARSEST = 1 << 20
+"""Ids that a tokenizer may always have, however few tokens it names."""
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back. Ids are below `vocabulary`; `boundary` stands before every document."""
+    """Text to token ids and back. Ids are below `vocabulary`.
+
+    In training text `boundary` stands before every document and `document_end` after it.
+    """
 
     name: str
     vocabulary: int
     boundary: int
+    document_end: tuple[int, ...]
+    """The end of a text, where the boundary is only its beginning (`<s>` text `</s>`); else empty."""
+    adds_boundary: bool
+    """Whether other programs put the boundary before a text, as its files tell them."""
+    files: TokenizerFiles
+    """What is kept of it and exported, with its special tokens and chat template."""
     byte_lengths: NDArray[np.int32]
     """Bytes of text each id stands for, [vocabulary]; 0 for the boundary. Over a document they sum to its size exactly
     for bytes and byte-level BPE; for other tokenizers (normalised text, word-start marks) nearly."""
@@ -66,8 +83,16 @@ class Tokenizer(Protocol):
         """The text of `ids`, boundaries left out, broken characters replaced by U+FFFD."""
         ...
 
+    def with_template(self, text: str) -> Self:
+        """The same with the chat template `text` in its files."""
+        ...
+
+    def token_ids(self) -> Mapping[str, Any]:
+        """`bos_token_id`, `eos_token_id` and `pad_token_id` for the model's `config.json`."""
+        ...
+
     def save(self, folder: Path) -> None:
-        """Writes `tokenizer.json` and `tokenizer_config.json` as Hugging Face reads them."""
+        """Writes `tokenizer.json` and the files beside it as Hugging Face reads them."""
         ...
 
     def table(self) -> dict[str, int]:
@@ -88,7 +113,7 @@ def open_tokenizer(spec: str, corpus: Corpus | None = None, cache: Path | None =
     path = Path(spec).expanduser()
     path = path / "tokenizer.json" if path.is_dir() else path
     if path.is_file():
-        return HfTokenizer(_load(path), spec, path)
+        return _opened(path, spec)
     near = nearest(spec, ["bytes", "bpe:8192"])
     hint = f"did you mean {near}? " if near else ""
     raise UserError(
@@ -99,8 +124,25 @@ def open_tokenizer(spec: str, corpus: Corpus | None = None, cache: Path | None =
 
 def kept_tokenizer(spec: str, folder: Path) -> Tokenizer:
     """The tokenizer that `spec` named when `save` wrote it into `folder`, whatever `spec` names now."""
-    path = folder / "tokenizer.json"
-    return ByteTokenizer() if spec in ("bytes", "auto") else HfTokenizer(_load(path), spec, path)
+    return ByteTokenizer() if spec in ("bytes", "auto") else _opened(folder / TOKENIZER, spec)
+
+
+def _opened(path: Path, spec: str) -> Tokenizer:
+    files = tokenizer_files.read(path)
+    with _reading(path):
+        return HfTokenizer(_library().Tokenizer.from_str(decoded(files.contents[TOKENIZER], path)), spec, files)
+
+
+def prefix_note(tokenizer: Tokenizer) -> str:
+    """What the exported files tell other programs to put before a text, beside what training put there."""
+    token = printable(_text_of(tokenizer, tokenizer.boundary))
+    if tokenizer.adds_boundary:
+        return f"Its tokenizer puts {token!r} before a text that is no chat."
+    return f"Its tokenizer puts nothing before a text; training on plain text puts {token!r} there."
+
+
+def _text_of(tokenizer: Tokenizer, number: int) -> str:
+    return next((text for text, token in tokenizer.table().items() if token == number), "")
 
 
 def trained(spec: str, cache: Path) -> Path:
@@ -114,18 +156,49 @@ def trained(spec: str, cache: Path) -> Path:
     return cache / f"bpe-{int(size)}.json"
 
 
-class ByteTokenizer:
+class _Saved:
+    """The half of a tokenizer that its files answer."""
+
+    files: TokenizerFiles
+    adds_boundary: bool
+    table: Callable[[], dict[str, int]]
+
+    def with_template(self, text: str) -> Self:
+        """See `Tokenizer`. The prefix stays where the template has it too: other programs then drop one of both."""
+        made, bos = copy.copy(self), self.files.special_tokens.get("bos_token")
+        made.files = self.files.with_template(text)
+        made.adds_boundary = self.adds_boundary and ("bos_token" in text or bool(bos and bos in text))
+        return made
+
+    def token_ids(self) -> Mapping[str, Any]:
+        """See `Tokenizer`."""
+        if self.files.model_ids is not None:
+            return self.files.model_ids
+        table, special_tokens = self.table(), self.files.special_tokens
+        named = {f"{role}_id": table.get(special_tokens.get(role, "")) for role in ("bos_token", "eos_token")}
+        pad = table.get(special_tokens.get("pad_token", ""))
+        return named if pad is None else {**named, "pad_token_id": pad}
+
+    def save(self, folder: Path) -> None:
+        """See `Tokenizer`."""
+        self.files.write(folder)
+
+
+class ByteTokenizer(_Saved):
     """256 ids, one per byte. Id 0 is the boundary: text with a NUL byte counts as binary and never gets here."""
 
     name = "bytes"
     vocabulary = 256
     boundary = 0
+    document_end: tuple[int, ...] = ()
+    adds_boundary = True
     fingerprint = "bytes-1"
     dtype: np.dtype[Any] = np.dtype(np.uint8)
 
     def __init__(self) -> None:
         self.byte_lengths = np.ones(256, np.int32)
         self.byte_lengths[0] = 0
+        self.files = _own_files(msgspec.json.encode(self._described()), "\0")
 
     def encode(self, text: bytes) -> Ids:
         """The bytes themselves, uint8, without a copy (read-only)."""
@@ -137,61 +210,74 @@ class ByteTokenizer:
 
     def encode_marked(self, texts: Sequence[str]) -> list[tuple[Ids, NDArray[np.int64]]]:
         """There are no special tokens: each byte is one id of its character."""
-        found = []
+        encoded = []
         for text in texts:
             sizes = [len(letter.encode()) for letter in text]
             letters = np.repeat(np.arange(len(text), dtype=np.int64), sizes)
-            found.append((self.encode(text.encode()), np.stack([letters, letters + 1], 1)))
-        return found
+            encoded.append((self.encode(text.encode()), np.stack([letters, letters + 1], 1)))
+        return encoded
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`, boundaries and what is no byte left out, broken characters replaced."""
         return bytes(int(token) for token in ids if 0 < token < self.vocabulary).decode("utf-8", "replace")
 
-    def save(self, folder: Path) -> None:
-        """Writes a byte-level BPE without merges whose ids are the bytes; its special token is NUL, id 0."""
+    def _described(self) -> dict[str, Any]:
+        """A byte-level BPE without merges whose ids are the bytes; its special token is NUL, id 0."""
         level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
         token = {"id": 0, "content": "\0", "special": True}
         flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-        table = {
+        return {
             "version": "1.0",
             "added_tokens": [token | flags],
             "pre_tokenizer": level,
             "decoder": level,
-            "post_processor": _begun("\0", self.boundary),
+            "post_processor": prefix_processor("\0", self.boundary),
             "model": {"type": "BPE", "vocab": self.table(), "merges": []},
         }
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(folder / "tokenizer.json", msgspec.json.encode(table))
-        write_atomic(folder / "tokenizer_config.json", _config("\0"))
 
     def table(self) -> dict[str, int]:
-        """See `save`."""
+        """See `_described`."""
         letters = _alphabet()
         return {"\0": 0} | {letters[byte]: byte for byte in range(1, 256)}
 
 
-class HfTokenizer:
-    """A `tokenizers.Tokenizer`. A boundary token is added when the file has none."""
+class HfTokenizer(_Saved):
+    """A `tokenizers.Tokenizer`. A boundary token is added when the file has none.
 
-    def __init__(self, inner: Any, name: str, path: Path | None = None) -> None:
+    The boundary is what `files` tell other programs to put before a text, else the stated end of text. `files` None:
+    the tokenizer was made here.
+    """
+
+    def __init__(self, inner: Any, name: str, files: TokenizerFiles | None = None) -> None:
         inner.no_truncation()
         inner.no_padding()
         inner.encode_special_tokens = True  # "<|endoftext|>" written in a text is text, not a boundary
+        stated = files or TokenizerFiles({})
+        _add_stated(inner, stated)
+        begin, end = _added_around(inner, stated)
+        size = inner.get_vocab_size()
+        boundary = _boundary(inner, stated, begin)
         inner.post_processor = None  # what it adds to texts is not how they are encoded
-        self._text = _boundary(inner, path)
-        self._inner, self._path, self.name = inner, path, name
-        self.folder = path.parent if path else None
-        """Where its file lies, beside which a chat template may stand."""
-        table = inner.get_vocab(with_added_tokens=True)
-        self.vocabulary = max(table.values()) + 1
-        self.boundary = int(table[self._text])
+        self._inner, self.name, self.folder = inner, name, stated.folder
+        ids = inner.get_vocab(with_added_tokens=True)
+        self.vocabulary = max(ids.values()) + 1
+        _refuse_sparse(name, self.vocabulary, len(ids))
+        self.boundary = int(ids[boundary])
+        self.document_end: tuple[int, ...] = (end,) if begin is not None and end not in (None, self.boundary) else ()
         self.dtype: np.dtype[Any] = np.min_scalar_type(self.vocabulary - 1)
-        self.byte_lengths = _byte_lengths(inner, table, self.vocabulary)
-        self.byte_lengths[self.boundary] = 0
-        # What puts the boundary first is added when it is saved, and is not asked when text is encoded here.
+        self.byte_lengths = _byte_lengths(inner, ids, self.vocabulary)
+        self.byte_lengths[[self.boundary, *self.document_end]] = 0
         plain = msgspec.json.decode(inner.to_str()) | {"post_processor": None}
-        self.fingerprint = xxhash.xxh3_128_hexdigest(msgspec.json.encode(plain))
+        around = [self.boundary, *self.document_end]
+        self.fingerprint = xxhash.xxh3_128_hexdigest(msgspec.json.encode([plain, around]))
+        self.adds_boundary = files is None or begin is not None
+        if files is None:
+            table = plain | {"post_processor": prefix_processor(boundary, self.boundary)}
+            self.files = _own_files(formatted(table), boundary)
+        else:
+            last = boundary if end is None else inner.id_to_token(end)
+            roles = {"eos_token": last} | ({} if begin is None else {"bos_token": boundary})
+            self.files = _completed(files, roles, plain if inner.get_vocab_size() > size else None)
 
     def encode(self, text: bytes) -> Ids:
         """Ids of UTF-8 `text`, [tokens]."""
@@ -215,7 +301,8 @@ class HfTokenizer:
         finally:
             self._inner.encode_special_tokens = True
         return [
-            (np.array(one.ids, self.dtype), np.array(one.offsets, np.int64).reshape(len(one.ids), 2)) for one in encoded
+            (np.array(text.ids, self.dtype), np.array(text.offsets, np.int64).reshape(len(text.ids), 2))
+            for text in encoded
         ]
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -226,22 +313,12 @@ class HfTokenizer:
         """With added tokens."""
         return dict(self._inner.get_vocab(with_added_tokens=True))
 
-    def save(self, folder: Path) -> None:
-        """Writes `tokenizer.json` and `tokenizer_config.json`, with what the one beside the original says of other
-        things. The boundary stands before every text, as it did in training."""
-        folder.mkdir(parents=True, exist_ok=True)
-        table = msgspec.json.decode(self._inner.to_str()) | {"post_processor": _begun(self._text, self.boundary)}
-        write_atomic(folder / "tokenizer.json", msgspec.json.format(msgspec.json.encode(table), indent=2))
-        beside = self._path.with_name("tokenizer_config.json") if self._path else None
-        stated = msgspec.json.decode(beside.read_bytes()) if beside and beside.is_file() else {}
-        kept = {key: value for key, value in stated.items() if key not in ("add_bos_token", "add_eos_token")}
-        write_atomic(folder / "tokenizer_config.json", _config(self._text, kept))
-
 
 def _open_bpe(spec: str, corpus: Corpus | None, cache: Path | None) -> Tokenizer:
     kept = trained(spec, cache or Path())
     if cache and kept.is_file():
-        return HfTokenizer(_load(kept), spec)
+        with _reading(kept):
+            return HfTokenizer(_library().Tokenizer.from_file(str(kept)), spec)
     if corpus is None:
         raise UserError(
             f"data.tokenizer = {spec!r} is trained on the corpus, and there is none here.",
@@ -278,14 +355,18 @@ def _capped(texts: Iterable[str]) -> Iterator[str]:
             return
 
 
-def _load(path: Path) -> Any:
-    library = _library()
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
     try:
-        return library.Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises bare Exception
+        yield
+    except UserError:
+        raise
+    except BaseException as error:  # tokenizers raises bare Exception, and its panics are no Exception
+        if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
+            raise
         raise UserError(
-            f"data.tokenizer = {str(path)!r} is not a tokenizer.json.",
-            why=str(error),
+            f"data.tokenizer = {printable(path)!r} is not a tokenizer.json.",
+            why=printable(error),
             do="save it again with the library it came from, or use tokenizer = 'bytes'",
         ) from None
 
@@ -299,19 +380,68 @@ def _library() -> Any:
     return tokenizers
 
 
-def _boundary(inner: Any, path: Path | None) -> str:
-    beside = path.with_name("tokenizer_config.json") if path else None
-    stated: list[str | None] = []
-    if beside and beside.is_file():
-        table = msgspec.json.decode(beside.read_bytes())
-        for key in ("eos_token", "bos_token"):
-            value = table.get(key)
-            stated.append(value.get("content") if isinstance(value, dict) else value)
-    for text in (*stated, *_BOUNDARIES):
+def _add_stated(inner: Any, files: TokenizerFiles) -> None:
+    """Makes stated special tokens that are plain entries of the vocabulary special, as transformers does."""
+    added = {token.content for token in inner.get_added_tokens_decoder().values()}
+    flags = ("single_word", "lstrip", "rstrip", "normalized")
+    for role, text in files.special_tokens.items():
+        if text not in added and inner.token_to_id(text) is not None:
+            token = files.stated[role]
+            given = {name: token[name] for name in flags if name in token} if isinstance(token, dict) else {}
+            inner.add_special_tokens([_library().AddedToken(text, special=True, **given)])
+
+
+def _added_around(inner: Any, files: TokenizerFiles) -> tuple[int | None, int | None]:
+    """The id that other programs put before a text, and the stated end of text; None: none."""
+    named = files.special_tokens
+    bos, eos = (inner.token_to_id(named[role]) if role in named else None for role in ("bos_token", "eos_token"))
+    if files.adds is not None:
+        return (bos if files.adds[0] else None), eos
+    encoded = inner.encode("a")
+    before = next((at for at, mask in enumerate(encoded.special_tokens_mask) if not mask), 0)
+    if eos is None and before:
+        eos = next((number for text in _ENDS if (number := inner.token_to_id(text)) is not None), None)
+    return (encoded.ids[0] if before else None), eos
+
+
+def _boundary(inner: Any, files: TokenizerFiles, begin: int | None) -> str:
+    """The text of the boundary, which is added where there is none."""
+    if begin is not None:
+        return str(inner.id_to_token(begin))
+    named = files.special_tokens
+    for text in (named.get("eos_token"), named.get("bos_token"), *_BOUNDARIES, named.get("pad_token")):
         if text and inner.token_to_id(text) is not None:
             return text
     inner.add_special_tokens([END_OF_TEXT])
     return END_OF_TEXT
+
+
+def _refuse_sparse(name: str, vocabulary: int, tokens: int) -> None:
+    if vocabulary > max(SPARSEST, 64 * tokens):
+        raise UserError(
+            f"data.tokenizer = {printable(name)!r} has the id {vocabulary - 1}, and {tokens} tokens.",
+            why="a table has a row for each id up to it",
+            do="download the tokenizer again",
+        )
+
+
+def _own_files(content: bytes, boundary: str) -> TokenizerFiles:
+    """The files of a tokenizer that was made here, whose texts begin with `boundary`."""
+    roles = dict.fromkeys(("bos_token", "eos_token"), boundary)
+    return TokenizerFiles({TOKENIZER: content, CONFIG: _config(roles)}, roles, roles)
+
+
+def _completed(files: TokenizerFiles, roles: Mapping[str, str], changed: Mapping[str, Any] | None) -> TokenizerFiles:
+    """`files` with what they lack: a `tokenizer_config.json` with `roles`, and in `changed` a boundary that was
+    added."""
+    contents, named = dict(files.contents), files.special_tokens
+    if changed is not None:
+        given = msgspec.json.decode(decoded(contents[TOKENIZER], TOKENIZER))
+        contents[TOKENIZER] = formatted({**given, "added_tokens": changed["added_tokens"]})
+    if CONFIG not in contents:
+        named = {**roles, **named}
+        contents[CONFIG] = _config(named)
+    return replace(files, contents=contents, special_tokens=named)
 
 
 def _byte_lengths(inner: Any, table: dict[str, int], vocabulary: int) -> NDArray[np.int32]:
@@ -347,7 +477,7 @@ def _pieces(text: bytes) -> Iterator[bytes]:
     yield text[start:]
 
 
-def _begun(boundary: str, number: int) -> dict[str, Any]:
+def prefix_processor(boundary: str, number: int) -> dict[str, Any]:
     """The post-processor of a `tokenizer.json` that puts the boundary before every text."""
     special = {"SpecialToken": {"id": boundary, "type_id": 0}}
     first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
@@ -356,12 +486,5 @@ def _begun(boundary: str, number: int) -> dict[str, Any]:
     return {"type": "TemplateProcessing", "single": [special, first], "pair": pair, "special_tokens": tokens}
 
 
-def _config(boundary: str, others: Mapping[str, Any] = MappingProxyType({})) -> bytes:
-    table = {
-        **others,
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": boundary,
-        "eos_token": boundary,
-        "clean_up_tokenization_spaces": False,
-    }
-    return msgspec.json.format(msgspec.json.encode(table), indent=2)
+def _config(roles: Mapping[str, str]) -> bytes:
+    return formatted({"tokenizer_class": "PreTrainedTokenizerFast", **roles, "clean_up_tokenization_spaces": False})

@@ -116,13 +116,13 @@ class LanguageWorkload(DecoderWorkload):
         """A short continuation of `track.sample` (or of the first held-out words)."""
         assert isinstance(model, gpt.GPT)
         prompt = self.recipe.track.sample
-        boundary = self.tokenizer.boundary
+        boundary, ends = self.tokenizer.boundary, (self.tokenizer.boundary, *self.tokenizer.document_end)
         if prompt:
             start = [boundary, *(int(token) for token in self.tokenizer.encode(prompt.encode()))]
         else:
             start = self._read_held_out(0, 1)[0, :32].tolist()
         fresh = generate.generate(model, torch.tensor(start), tokens=200, temperature=0.8, top_k=40, seed=1)
-        return [Text(self.tokenizer.decode([token for token in (*start, *fresh) if token != boundary]))]
+        return [Text(self.tokenizer.decode([token for token in (*start, *fresh) if token not in ends]))]
 
     def fingerprint(self) -> str:
         """Of every corpus and its tokenizer."""
@@ -130,7 +130,7 @@ class LanguageWorkload(DecoderWorkload):
 
     def notes(self) -> list[str]:
         """What the stores say, and which documents they skipped."""
-        found = [note for store in self.stores for note in store.notes]
+        found = [*self.weight_notes(), *(note for store in self.stores for note in store.notes)]
         for store in self.stores:
             if count := store.skipped_documents:
                 unit = "row" if all(_ROW.search(name) for name, _ in store.skipped) else "file"
@@ -152,7 +152,7 @@ def open_language(
 
 def freeze(workload: LanguageWorkload, folder: Path) -> None:
     """Writes the tokenizer, as Hugging Face reads it, and the held-out windows: what `thaw` reads."""
-    workload.tokenizer.save(folder)
+    workload.tokenizer.files.keep(folder)
     windows = workload.held_out_windows().astype(workload.tokenizer.dtype)
     with (folder / _WINDOWS).open("wb") as file:
         np.save(file, windows)

@@ -20,7 +20,7 @@ from espalier.errors import UserError
 from espalier.language import generate, gguf_export, gpt, hf, moe, text_sources, token_store
 from espalier.language.decoder_workload import DecoderWorkload, embeddings, new_model
 from espalier.language.operation_counts import DecoderLoad
-from espalier.language.tokenizer import Tokenizer, kept_tokenizer, open_tokenizer
+from espalier.language.tokenizer import Tokenizer, kept_tokenizer, open_tokenizer, prefix_note
 from espalier.language.tune import answer_loss, dpo, lora, peft
 from espalier.language.tune import chat_recipe as tuning
 from espalier.language.tune import workload as tuned
@@ -205,7 +205,7 @@ def _answer(workload: Workload, model: nn.Module, text: str | None, sampling: Sa
         temperature=sampling.temperature,
         top_k=sampling.top_k,
         seed=sampling.seed,
-        stop=tokenizer.boundary,
+        stop=(tokenizer.boundary, *tokenizer.document_end),
     )
 
     def record() -> Mapping[str, Any]:
@@ -233,13 +233,19 @@ def _tokenizer(workload: Workload) -> Tokenizer:
     return workload.tokenizer
 
 
+def _exported_tokenizer(workload: Workload) -> Tokenizer:
+    assert isinstance(workload, DecoderWorkload)
+    return workload.exported_tokenizer
+
+
 def _export(workload: Workload, model: nn.Module, folder: Path) -> str:
     assert isinstance(model, gpt.GPT)
     if isinstance(workload, TuneWorkload):
         tuned.export(workload, model, folder)
     else:
         hf.export(model, _tokenizer(workload), folder)
-    return f"transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r}) loads it."
+    loads = f"transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r}) loads it."
+    return f"{loads} {prefix_note(_tokenizer(workload))}"
 
 
 def _reply(workload: Workload, model: nn.Module, turns: Sequence[tuple[str, str]], sampling: Sampling) -> Iterator[str]:
@@ -255,11 +261,11 @@ def _reply(workload: Workload, model: nn.Module, turns: Sequence[tuple[str, str]
 
 def _to_gguf(kind: str, workload: Workload, model: nn.Module, folder: Path) -> str:
     assert isinstance(model, gpt.GPT)
-    template = workload.chats.template.text if isinstance(workload, TuneWorkload) else None
-    apart = gguf_export.export(tuned.plain(model), _tokenizer(workload), template, folder, kind)
+    tokenizer = _exported_tokenizer(workload)
+    apart = gguf_export.export(tuned.plain(model), tokenizer, tokenizer.files.template, folder, kind)
     return (
         f"`ollama create NAME -f {folder}/Modelfile` and llama.cpp's `llama-cli -m {folder}/model.gguf` load it; its "
-        f"logits are within {apart:.2g} of the checkpoint's."
+        f"logits are within {apart:.2g} of the checkpoint's. {prefix_note(tokenizer)}"
     )
 
 

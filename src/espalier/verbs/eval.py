@@ -41,8 +41,9 @@ def run(arguments: argparse.Namespace) -> int:
         found = trained.workload.evaluate(trained.model, Shard(0, samples, micro_batch=16))
     figures = trained.workload.summary({name: total / weight for name, (total, weight) in found.items()})
     if arguments.json:
-        print(json.dumps({"run": arguments.run, "step": trained.step, **figures}))
+        print(json.dumps({"run": arguments.run, **trained.checkpoint, **figures}))
     else:
+        trained.say_skipped()
         shown = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in figures.items())
         say(f"After step {trained.step}, on {samples} held-out samples: {shown}")
     return 0

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_model
 from torch import nn
 
-from espalier import cache_dir, workload_registry
+from espalier import cache_dir, weight_files, workload_registry
 from espalier.checkpoint import run_identity
 from espalier.config import Adapters
 from espalier.errors import UserError
@@ -43,8 +43,9 @@ def run(arguments: argparse.Namespace) -> int:
         loads = safetensors(trained, out, arguments.trust)
     _stamp(trained, out)
     if arguments.json:
-        print(json.dumps({"folder": str(out), "step": trained.step}))
+        print(json.dumps({"folder": str(out), **trained.checkpoint}))
     else:
+        trained.say_skipped()
         say(f"{out}: the model after step {trained.step}, checked by reloading.")
         say(f"  {loads}")
     return 0
@@ -77,6 +78,7 @@ def safetensors(trained: Trained, target: Path, trust: bool = False) -> str:
 
     def fill(folder: Path) -> None:
         save_model(trained.model, str(folder / WEIGHTS), metadata={"format": "pt", "step": str(trained.step)})
+        weight_files.sort_metadata(folder / WEIGHTS)
         _compare(trained.model, folder / WEIGHTS)
         shutil.copyfile(trained.folder.recipe, folder / "run.toml")
         if (kept := trained.folder.kept()) is not None:

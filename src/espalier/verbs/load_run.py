@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +18,7 @@ from espalier.config import Recipe
 from espalier.errors import UserError
 from espalier.mechanisms import DTYPES
 from espalier.plan import base as plans
+from espalier.terminal import say
 from espalier.verbs import prepare, run_data, run_places
 from espalier.verbs.run_data import NOTHING, DataChoice
 from espalier.workload import Workload
@@ -22,13 +26,29 @@ from espalier.workload import Workload
 
 @dataclass(frozen=True)
 class Trained:
-    """A model in evaluation mode, what it was trained on, and after how many steps it was saved."""
+    """A model in evaluation mode, what it was trained on, and after how many steps it was saved.
+
+    `skipped`: newer checkpoints that are damaged, each with the reason.
+    """
 
     folder: runs.RunFolder
     recipe: Recipe
     workload: Workload
     model: nn.Module
     step: int
+    skipped: Sequence[tuple[str, str]] = ()
+
+    @property
+    def checkpoint(self) -> dict[str, Any]:
+        """What was read, for `--json`."""
+        newer = [{"checkpoint": name, "why": reason} for name, reason in self.skipped]
+        return {"step": self.step, **({"skipped": newer} if newer else {})}
+
+    def say_skipped(self, silent: bool = False) -> None:
+        """Tells people, unless `silent`, of newer checkpoints that were not read."""
+        for name, reason in () if silent else self.skipped:
+            what = f"read the checkpoint of step {self.step}: {name} is newer, but cannot be used ({reason})"
+            say(f"espalier: {what}", file=sys.stderr, flush=True)
 
 
 def open_trained(path: str | Path, trust: bool = False, data: DataChoice = NOTHING) -> Trained:
@@ -73,7 +93,7 @@ def trained(
         from espalier.shard.luwu import role
 
         step = role.load_into(model, workload, recipe, plans.read(folder.plan), folder.path)
-    return Trained(folder, recipe, workload, model.eval(), step)
+    return Trained(folder, recipe, workload, model.eval(), step, loaded.skipped)
 
 
 def located_here(folder: runs.RunFolder, trust: bool) -> run_places.Use:

@@ -44,12 +44,13 @@ def run(arguments: argparse.Namespace) -> int:
             why="the inputs of the module are not known",
             do=f"in Python: espalier.open({arguments.run!r}).model(), which is your nn.Module",
         )
+    trained.say_skipped(arguments.json)
     sampling = _sampling(arguments)
     failed = False
     for asked in prompts:
         try:
             found = answer(trained.workload, trained.model, asked, sampling)
-            _print({**found.record(), "step": trained.step} if arguments.json else found.text)
+            _print({**found.record(), **trained.checkpoint} if arguments.json else found.text)
         except UserError as error:
             if arguments.input != "-":
                 raise
@@ -68,8 +69,9 @@ def _turntable(arguments: argparse.Namespace) -> int:
         what = f"The run in {arguments.run} is of no scene." if turntable is None else "--turntable takes no input."
         raise UserError(what, do=f"espalier predict {arguments.run}")
     trained = open_trained(arguments.run, arguments.trust, DataChoice(predicts=True))
+    trained.say_skipped(arguments.json)
     said = turntable(trained.workload, trained.model, Path(arguments.turntable))
-    _print({"turntable": arguments.turntable, "step": trained.step} if arguments.json else iter([f"{said}\n"]))
+    _print({"turntable": arguments.turntable, **trained.checkpoint} if arguments.json else iter([f"{said}\n"]))
     return 0
 
 
@@ -89,6 +91,7 @@ def _chat(arguments: argparse.Namespace) -> int:
         raise UserError(f"The run in {arguments.run} does not answer in text.", do=f"espalier predict {arguments.run}")
     turns: list[tuple[str, str]] = []
     reply(trained.workload, trained.model, turns, _sampling(arguments))  # refused before anything is asked
+    trained.say_skipped(arguments.json)
     people = sys.stdin.isatty() and not arguments.json
     if people:
         say("Ask; an empty line begins a new chat, Ctrl-D ends.", flush=True)
@@ -100,7 +103,7 @@ def _chat(arguments: argparse.Namespace) -> int:
         pieces = list(_shown(reply(trained.workload, trained.model, turns, _sampling(arguments)), arguments.json))
         turns.append(("assistant", "".join(pieces)))
         if arguments.json:
-            print(json.dumps({"question": line, "text": turns[-1][1], "step": trained.step}), flush=True)
+            print(json.dumps({"question": line, "text": turns[-1][1], **trained.checkpoint}), flush=True)
     return 0
 
 
@@ -115,6 +118,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     if reply is None:
         raise UserError(f"The run in {arguments.run} does not answer in text.", do=f"espalier predict {arguments.run}")
     reply(trained.workload, trained.model, [], _sampling(arguments))  # refused before anything is asked
+    trained.say_skipped()
     answers = partial(reply, trained.workload, trained.model)
     chat_server.serve(trained.folder.path.name, answers, _sampling(arguments), arguments.port)
     return 0

@@ -101,7 +101,9 @@ def test_a_recipe_s_open_options_are_those_of_the_adapters_it_goes_on_from(opene
         ({"modules_to_save": ["lm_head"]}, "says modules_to_save"),
         ({"rank_pattern": {"q_proj": 3}}, "says rank_pattern"),
         ({"target_modules": ["q_proj", "c_attn"]}, "has adapters on 'c_attn'"),
-        ({"target_modules": "all-linear"}, "has adapters on 'all-linear'"),
+        ({"alpha_pattern": {"q_proj": 3}}, "says alpha_pattern"),
+        ({"init_lora_weights": "pissa"}, "says init_lora_weights = 'pissa'"),
+        ({"lora_bias": True}, "says lora_bias = True"),
     ],
 )
 def test_adapters_that_are_not_ours_are_refused_by_name(

@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from espalier.errors import EspalierError, UserError
-from espalier.foreign_files import printable
+from espalier.foreign_files import printable, read_text
 from espalier.language.tokenizer import Tokenizer
+from espalier.language.tokenizer_files import TEMPLATE
 from espalier.language.tune import template_sandbox
 from espalier.language.tune.row_formats import NOTHING, TURN_NAMES, Turn, Unusable
 from espalier.language.tune.template_sandbox import BEGIN, END, Refused
 
-FILE = "chat_template.jinja"
+FILE = TEMPLATE
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
     "{% if message.role == 'assistant' %}{% generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}"
@@ -31,7 +32,6 @@ CHATML = (
 )
 """For tokenizers without a template of their own (OpenAI's ChatML)."""
 _OWN = ("messages", "add_generation_prompt")
-_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 Span = tuple[int, int]
 """Characters `[start, stop)` of a text."""
@@ -210,40 +210,15 @@ def _unmarked(text: str) -> str:
 
 def open_template(file: str | None, tokenizer: Tokenizer, kept: Path | None = None) -> ChatTemplate:
     """The template in `file`, else that of the run (`kept`), of the tokenizer's folder, or ChatML. Raises UserError."""
-    folder = kept or getattr(tokenizer, "folder", None)
-    table = _table(folder)
-    tokens = {name: _content(table[name]) for name in _NAMES if table.get(name)}
+    files = tokenizer.files
     if kept is not None and (kept / FILE).is_file():
-        return ChatTemplate((kept / FILE).read_text(encoding="utf-8"), tokens, "the run")
+        return ChatTemplate(read_text(kept / FILE), files.special_tokens, "the run")
     if file is not None:
-        try:
-            return ChatTemplate(Path(file).expanduser().read_text(encoding="utf-8"), tokens, file)
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"tune.template = {file!r} cannot be read: {error}.", do="name a Jinja file") from None
-    if folder is not None and (folder / FILE).is_file():
-        return ChatTemplate((folder / FILE).read_text(encoding="utf-8"), tokens, str(folder / FILE))
-    own = table.get("chat_template")
-    if isinstance(own, list):  # several by name
-        named = {one["name"]: one["template"] for one in own}
-        own = named.get("default", next(iter(named.values()), None))
-    if isinstance(own, str):
-        return ChatTemplate(own, tokens, f"{folder}/tokenizer_config.json")
-    return ChatTemplate(CHATML, tokens, "ChatML")
-
-
-def _table(folder: Path | None) -> dict[str, Any]:
-    file = None if folder is None else folder / "tokenizer_config.json"
-    if file is None or not file.is_file():
-        return {}
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file} is not JSON: {error}.", do="download the tokenizer again") from None
-    return found if isinstance(found, dict) else {}
-
-
-def _content(token: Any) -> str:
-    return str(token["content"] if isinstance(token, dict) else token)
+        do = f"tune.template = {file!r} has to name a Jinja file"
+        return ChatTemplate(read_text(Path(file).expanduser(), do), files.special_tokens, file)
+    if files.template is not None:
+        return ChatTemplate(files.template, files.special_tokens, files.origin)
+    return ChatTemplate(CHATML, files.special_tokens, "ChatML")
 
 
 def _cut(text: str) -> tuple[str, list[Span]]:

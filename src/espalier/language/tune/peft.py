@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import json
+import math
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 import xxhash
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from espalier import cache_dir
+from espalier import cache_dir, weight_files
 from espalier.config import Adapters, Lora
 from espalier.errors import UserError
-from espalier.language import gpt, hf
+from espalier.foreign_files import parsing, printable, read_json, unused
+from espalier.language import gpt, hf, hf_config
 from espalier.language.decoder_workload import DecoderWorkload
 from espalier.language.tune import lora
+from espalier.weight_files import StoredTensor
 from espalier.workload import Workload
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -39,8 +43,9 @@ def export(workload: Workload, model: nn.Module, folder: Path) -> str:
 
     def fill(partial: Path) -> None:
         save_file(tensors, partial / WEIGHTS, metadata={"format": "pt", _BASE: fingerprint(model)})
-        (partial / CONFIG).write_text(json.dumps(config_of(workload), indent=2) + "\n", encoding="utf-8")
-        workload.tokenizer.save(partial)
+        weight_files.sort_metadata(partial / WEIGHTS)
+        (partial / CONFIG).write_text(json.dumps(config_of(workload, tensors), indent=2) + "\n", encoding="utf-8")
+        workload.exported_tokenizer.save(partial)
         again = load_file(partial / WEIGHTS)
         if again.keys() != tensors.keys() or any(not torch.equal(again[name], tensors[name]) for name in tensors):
             raise OSError("the adapters were read back changed")
@@ -51,14 +56,18 @@ def export(workload: Workload, model: nn.Module, folder: Path) -> str:
 
 def tensors_of(model: gpt.GPT) -> dict[str, Tensor]:
     """The adapters by PEFT's names."""
-    found = {}
+    return {name: value.detach().cpu().contiguous() for name, value in _places(model).items()}
+
+
+def _places(model: gpt.GPT) -> dict[str, Tensor]:
+    """The parameters of the adapters by PEFT's names."""
+    kind = hf_config.kind_of(model.size)
+    places: dict[str, Tensor] = {}
     for name, layer in lora.layers(model).items():
-        theirs = _BEFORE + hf.renamed(f"{name}.weight").removesuffix("weight")
-        for ours, part in _PARTS.items():
-            value = getattr(layer, ours)
-            if value is not None:
-                found[theirs + part] = value.detach().cpu().contiguous()
-    return found
+        theirs = _BEFORE + hf.renamed(f"{name}.weight", kind).removesuffix("weight")
+        parts = {part: getattr(layer, ours) for ours, part in _PARTS.items()}
+        places |= {theirs + part: value for part, value in parts.items() if value is not None}
+    return places
 
 
 def fingerprint(model: gpt.GPT) -> str:
@@ -70,11 +79,11 @@ def fingerprint(model: gpt.GPT) -> str:
     return digest.hexdigest()
 
 
-def config_of(workload: DecoderWorkload) -> dict[str, Any]:
-    """`adapter_config.json`."""
+def config_of(workload: DecoderWorkload, tensors: Iterable[str]) -> dict[str, Any]:
+    """`adapter_config.json` of adapters whose `tensors` have these names."""
     tune = workload.recipe.tune
     assert isinstance(tune, Adapters)
-    names = {hf.renamed(f"blocks.0.{part}.{name}.weight").split(".")[-2] for part, name in _layers(tune)}
+    names = {name.split(".")[-3] for name in tensors if name.endswith(_PARTS["lora_a"])}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -91,12 +100,63 @@ def config_of(workload: DecoderWorkload) -> dict[str, Any]:
     }
 
 
-def _layers(tune: Adapters) -> list[tuple[str, str]]:
-    where = dict.fromkeys(("query", "key", "value", "out"), "attention")
-    return [(where.get(name, "feed_forward"), name) for name in tune.targets or lora.TARGETS]
-
-
 # --- in ----------------------------------------------------------------------------------------------------------
+
+
+class _Adapters(NamedTuple):
+    """What the `CONFIG` of a folder says, and its tensors by the names that they have without wrappers, each with its
+    stored name."""
+
+    folder: Path
+    table: Mapping[str, Any]
+    tensors: Mapping[str, tuple[str, StoredTensor]]
+
+    @property
+    def modules(self) -> dict[str, int]:
+        """Module that has adapters to their rank."""
+        end = "." + _PARTS["lora_a"]
+        return {
+            name.removesuffix(end): place.shape[0] for name, (_, place) in self.tensors.items() if name.endswith(end)
+        }
+
+
+_WRAPPERS = ("base_model", "model", "module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+"""Modules that PEFT, DDP, compilation and FSDP put round others."""
+_STORED = re.compile(r"(.*)\.(lora_A|lora_B|lora_magnitude_vector)(?:\.(?!weight$)[^.]+)?(?:\.weight)?")
+_TARGETS = {
+    **{f"{ours[0]}_proj": ours for ours in ("query", "key", "value")},
+    **{
+        "o_proj": "out",
+        "gate_proj": "gate",
+        "up_proj": "up",
+        "down_proj": "down",
+        "w1": "gate",
+        "w3": "up",
+        "w2": "down",
+    },
+}
+"""Last part of a module's name to `tune.targets`."""
+_DEFAULTS = {"r": 8, "lora_alpha": 8}
+_READ = """
+    alpha_pattern auto_mapping base_model_name_or_path corda_config ensure_weight_tying
+    eva_config exclude_modules inference_mode layers_pattern lora_alpha lora_ga_config
+    megatron_core peft_version qalora_group_size r rank_pattern revision target_modules use_dora
+    use_rslora
+"""
+_REFUSED = """
+    alora_invocation_tokens arrow_config fan_in_fan_out kasa_config layer_replication
+    layers_to_transform loftq_config lora_bias megatron_config modules_to_save monteclora_config
+    target_parameters trainable_token_indices use_bdlora use_qalora velora_config
+"""
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "task_type": ("CAUSAL_LM",),
+    "bias": ("none",),
+    "init_lora_weights": (True, "gaussian", "eva", "orthogonal"),
+    **dict.fromkeys(_REFUSED.split(), ()),
+}
+"""Keys that change what adapters compute, and the values (besides null, false and empty) for which they do not."""
+_MERGE = "other adapters, or merge these with PEFT (merge_and_unload) and start from the merged model"
 
 
 def with_options(tune: Lora, folder: Path) -> Lora:
@@ -104,63 +164,124 @@ def with_options(tune: Lora, folder: Path) -> Lora:
 
     Raises UserError for a folder of something else, for adapters that we do not have, and for options that contradict.
     """
-    table = _config(folder)
-    _refuse_foreign(table, folder)
-    named = {hf.renamed(f"blocks.0.{part}.{name}.weight").split(".")[-2]: name for part, name in _layers(Lora())}
-    targets = table.get("target_modules") or []
-    unknown = [one for one in targets if one not in named] if isinstance(targets, list) else [targets]
-    if unknown or not targets:
-        raise UserError(
-            f"{folder}/{CONFIG} has adapters on {unknown[0] if unknown else 'no layer'!r}.",
-            why=f"adapters on {', '.join(named)} are read",
-            do="adapters of these layers",
-        )
-    theirs = tuple(name for one, name in named.items() if one in targets)
-    found = {
-        "rank": table.get("r"),
-        "alpha": float(table.get("lora_alpha", 0)),
-        "targets": () if len(theirs) == len(named) else theirs,
-        "rslora": bool(table.get("use_rslora")),
-        "dora": bool(table.get("use_dora")),
+    adapters = _opened(folder)
+    parts = {name.rpartition(".")[2] for name in adapters.modules}
+    theirs = {_TARGETS.get(part, part) for part in parts}
+    targets = tuple(name for name in lora.TARGETS if name in theirs)
+    _refuse_targets(adapters, theirs - {*lora.TARGETS})
+    rank, alpha = _rank_and_alpha(adapters)
+    options = {
+        "rank": rank,
+        "alpha": alpha,
+        "targets": () if len(targets) == len(lora.TARGETS) else targets,
+        "rslora": bool(adapters.table.get("use_rslora")),
+        "dora": bool(adapters.table.get("use_dora")),
     }
     plain = Lora()
-    own = {name: getattr(tune, name) for name in found if getattr(tune, name) != getattr(plain, name)}
+    own = {name: getattr(tune, name) for name in options if getattr(tune, name) != getattr(plain, name)}
     differing = [
-        f"tune.{name} = {value!r}, but {found[name]!r} there" for name, value in own.items() if value != found[name]
+        f"tune.{name} = {value!r}, but {options[name]!r} there" for name, value in own.items() if value != options[name]
     ]
     if differing:
         raise UserError(
             f"The adapters in {folder} are others than the recipe's.", why="; ".join(differing), do="leave them out"
         )
-    return msgspec.structs.replace(tune, **found)
+    return msgspec.structs.replace(tune, **options)
 
 
-def _config(folder: Path) -> dict[str, Any]:
-    try:
-        table = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{folder} holds no adapters: {error}.", do=f"tune.adapter = a folder with {CONFIG} and {WEIGHTS}"
-        ) from None
-    return table if isinstance(table, dict) else {}
+def notes(folder: Path) -> list[str]:
+    """What of adapters is not used, or read as something else."""
+    adapters = _opened(folder)
+    said = [
+        unused("key", name, f"{CONFIG} says {printable(value, 60)}")
+        for name, value in sorted(adapters.table.items())
+        if value and name not in _READ.split() and name not in _NEUTRAL
+    ]
+    types = sorted({place.dtype for _, place in adapters.tensors.values()} - {"F32"})
+    return said + ([f"the adapters in {folder} are stored as {', '.join(types)} and read as F32"] if types else [])
 
 
-def _refuse_foreign(table: dict[str, Any], folder: Path) -> None:
-    plain = {
-        "peft_type": "LORA",
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "modules_to_save": None,
-        "layers_to_transform": None,
-        "rank_pattern": {},
-        "alpha_pattern": {},
-    }
-    for name, value in plain.items():
-        given = table.get(name) or value
-        if given != value:
+def _opened(folder: Path) -> _Adapters:
+    """Raises UserError for a folder of something else, and naming the first key or tensor that is not ours."""
+    for name in (CONFIG, WEIGHTS):
+        if not (folder / name).is_file():
             raise UserError(
-                f"{folder}/{CONFIG} says {name} = {given!r}.", why="plain LoRA adapters are read", do="other adapters"
+                f"{folder} holds no adapters: {name} is missing.",
+                do=f"tune.adapter = a folder with {CONFIG} and {WEIGHTS}",
             )
+    table = read_json(folder / CONFIG, "adapters of PEFT")
+    if not isinstance(table, dict):
+        raise UserError(f"{folder / CONFIG} does not hold a table.", do="adapters of PEFT")
+    for name, neutral in _NEUTRAL.items():
+        value = table.get(name)
+        if value and value not in neutral:
+            raise UserError(
+                f"{folder}/{CONFIG} says {name} = {printable(repr(value))}.",
+                why="plain LoRA adapters are read",
+                do=_MERGE,
+            )
+    stored = weight_files.stored([folder / WEIGHTS])
+    tensors = {_unwrapped(name): (name, place) for name, place in stored.items()}
+    if len(tensors) < len(stored):
+        raise UserError(f"{folder} holds tensors twice: those of two adapters.", do="save one of them alone")
+    if strange := [name for name, place in stored.items() if place.dtype not in hf.DTYPES or not place.shape]:
+        raise UserError(f"{folder}: {printable(strange[0])} is no weight of fp32, fp16 or bf16.", do=_MERGE)
+    return _Adapters(folder, table, tensors)
+
+
+def _unwrapped(name: str) -> str:
+    """A tensor's name as the decoder has it, without the modules round it and without the name of the adapter."""
+    match = _STORED.fullmatch(name)
+    if match is None:
+        return name
+    parts = match[1].split(".")
+    start = parts.index("layers") if "layers" in parts else len(parts)
+    if start == len(parts) or {*parts[:start]} - {*_WRAPPERS}:
+        return f"{match[1]}.{match[2]}.weight"
+    return ".".join(["model", *(part for part in parts[start:] if part not in _WRAPPERS), match[2], "weight"])
+
+
+def _refuse_targets(adapters: _Adapters, unknown: set[str]) -> None:
+    """Raises UserError for adapters on what is no linear layer of a block, and for targets without adapters."""
+    named = adapters.table.get("target_modules")
+    modules = [f".{module}" for module in adapters.modules]
+    listed = [str(name) for name in named] if isinstance(named, list) else []
+    idle = {name for name in listed if not any(f".{name}".endswith(one) or one.endswith(f".{name}") for one in modules)}
+    if unknown or idle or not modules:
+        raise UserError(
+            f"{adapters.folder}/{CONFIG} has adapters on {printable(min(unknown or idle, default='no layer'))!r}.",
+            why=f"adapters on {', '.join(_TARGETS)} are read, each of which has to have tensors",
+            do="adapters of these layers",
+        )
+
+
+def _rank_and_alpha(adapters: _Adapters) -> tuple[int, float]:
+    """The rank of all adapters and the alpha that scales them. Raises UserError where they differ."""
+    table = _DEFAULTS | {name: value for name, value in adapters.table.items() if value}
+    with parsing(adapters.folder / CONFIG, "adapters of PEFT"):
+        forms = {
+            (
+                rank,
+                int(_of_module(table, "rank_pattern", "r", module)),
+                float(_of_module(table, "alpha_pattern", "lora_alpha", module)),
+            )
+            for module, rank in adapters.modules.items()
+        }
+        rank, said, alpha = min(forms)
+        if len(forms) > 1 or rank != said or not math.isfinite(alpha):
+            key = next((name for name in ("rank_pattern", "alpha_pattern") if name in table), "r")
+            raise UserError(
+                f"{adapters.folder}/{CONFIG} says {key} = {printable(table[key])}.",
+                why=f"adapters of one rank and one scale are read, and the tensors have rank {rank}",
+                do=_MERGE,
+            )
+    return rank, alpha
+
+
+def _of_module(table: Mapping[str, Any], patterns: str, otherwise: str, module: str) -> Any:
+    """What one of two keys says of a module, as PEFT matches it."""
+    matching = (value for key, value in table.get(patterns, {}).items() if re.match(rf"(.*\.)?({key})$", module))
+    return next(matching, table[otherwise])
 
 
 def load(model: gpt.GPT, folder: Path, initial: str = "the model") -> None:
@@ -168,35 +289,30 @@ def load(model: gpt.GPT, folder: Path, initial: str = "the model") -> None:
 
     Raises UserError for another base, rank or target.
     """
-    try:
-        given = load_file(folder / WEIGHTS)
-        with safe_open(folder / WEIGHTS, "pt") as opened:
-            base = (opened.metadata() or {}).get(_BASE)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{folder} holds no adapters: {error}.", do=f"a folder with {CONFIG} and {WEIGHTS}") from None
-    wanted = tensors_of(model)
+    adapters = _opened(folder)
+    wanted = {_unwrapped(name): value for name, value in _places(model).items()}
+    given = {name: place for name, (_, place) in adapters.tensors.items()}
     differing = [
         *(f"{name} is missing" for name in wanted if name not in given),
-        *(f"{name} is not known" for name in given if name not in wanted),
+        *(f"{printable(name)} is not known" for name in given if name not in wanted),
         *(
             f"{name} is {list(given[name].shape)}, here {list(wanted[name].shape)}"
             for name in wanted
-            if name in given and given[name].shape != wanted[name].shape
+            if name in given and given[name].shape != tuple(wanted[name].shape)
         ),
     ]
-    if not differing and base not in (None, fingerprint(model)):
-        differing = ["the token table or a norm has other values"]
-    if differing:
-        more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
-        theirs = _config(folder).get("base_model_name_or_path")
-        raise UserError(
-            f"The adapters in {folder} do not fit {initial}: they were trained on {theirs}.",
-            why=differing[0] + more,
-            do="model.initial, tune.rank and tune.targets as they were trained",
-        )
-    with torch.no_grad():
-        for name, layer in lora.layers(model).items():
-            theirs = _BEFORE + hf.renamed(f"{name}.weight").removesuffix("weight")
-            for ours, part in _PARTS.items():
-                if (value := getattr(layer, ours)) is not None:
-                    value.copy_(given[theirs + part])
+    with weight_files.opened(folder / WEIGHTS) as content:
+        base = (content.metadata() or {}).get(_BASE)
+        if not differing and base not in (None, fingerprint(model)):
+            differing = ["the token table or a norm has other values"]
+        if differing:
+            more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
+            theirs = printable(adapters.table.get("base_model_name_or_path"))
+            raise UserError(
+                f"The adapters in {folder} do not fit {initial}: they were trained on {theirs}.",
+                why=differing[0] + more,
+                do="model.initial, tune.rank and tune.targets as they were trained",
+            )
+        with torch.no_grad():
+            for name, value in wanted.items():
+                value.copy_(content.get_tensor(adapters.tensors[name][0]))

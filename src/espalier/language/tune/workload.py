@@ -89,6 +89,11 @@ class TuneWorkload(DecoderWorkload):
         """Of so many rows, or pairs of rows."""
         return super().work(micro_batch * (dpo.ROWS if self.pairs else 1), recompute, precision)
 
+    @property
+    def exported_tokenizer(self) -> Tokenizer:
+        """See `DecoderWorkload`."""
+        return self.tokenizer.with_template(self.chats.template.text)
+
     # --- the data ------------------------------------------------------------------------------------------------
 
     def _rows_of(self, found: ChatTokens) -> list[list[int]]:
@@ -198,7 +203,8 @@ class TuneWorkload(DecoderWorkload):
 
     def notes(self) -> list[str]:
         """What was left out, how full the rows are, and one conversation with its answers between marks."""
-        return list(self.chats.notes)
+        adapter = self.tune.adapter if isinstance(self.tune, Lora) else None
+        return [*self.weight_notes(), *([] if adapter is None else peft.notes(Path(adapter))), *self.chats.notes]
 
 
 def adapted(model: gpt.GPT, recipe: Recipe) -> gpt.GPT:
@@ -302,7 +308,7 @@ def _special_tokens(tokenizer: Tokenizer, tokens: set[int]) -> dict[int, str]:
 
 def freeze(workload: TuneWorkload, folder: Path) -> None:
     """Writes what `thaw` reads: the tokenizer, the template, the held-out conversations, and frozen weights."""
-    workload.tokenizer.save(folder)
+    workload.tokenizer.files.keep(folder)
     (folder / FILE).write_text(workload.chats.template.text, encoding="utf-8")
     (folder / _HELD_OUT).write_bytes(chat_rows.dumps(workload.chats.held_out))
     if isinstance(workload.tune, Adapters) and workload.options.initial is not None:
@@ -329,26 +335,9 @@ def contents(recipe: Recipe, workload: TuneWorkload) -> Mapping[str, str]:
     return found
 
 
-class _Templated(NamedTuple):
-    """A tokenizer with the chat template that belongs to the model."""
-
-    tokenizer: Tokenizer
-    template: str
-
-    @property
-    def boundary(self) -> int:
-        """See `Tokenizer`."""
-        return self.tokenizer.boundary
-
-    def save(self, folder: Path) -> None:
-        """Writes both."""
-        self.tokenizer.save(folder)
-        (folder / FILE).write_text(self.template, encoding="utf-8")
-
-
 def export(workload: TuneWorkload, model: gpt.GPT, folder: Path) -> None:
     """Writes a plain decoder, adapters merged into its matrices, with the chat template, as `hf.export` does."""
-    hf.export(plain(model), _Templated(workload.tokenizer, workload.chats.template.text), folder)
+    hf.export(plain(model), workload.exported_tokenizer, folder)
 
 
 def plain(model: gpt.GPT) -> gpt.GPT:

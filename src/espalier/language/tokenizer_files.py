@@ -1,0 +1,162 @@
+"""The files of a Hugging Face tokenizer: special tokens, chat template and post-processor, kept byte for byte.
+
+A run keeps them in its folder and every export writes them, so training, a resumed run, `predict` and the programs that
+load an export read the same special tokens. A stated token is one that `tokenizer_config.json` names, or, where that
+is silent, `special_tokens_map.json` or transformers' default of the tokenizer's class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from espalier.cache_dir import write_atomic
+from espalier.errors import UserError
+from espalier.foreign_files import decoded, parsing, printable, read_json
+
+TOKENIZER, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+GENERATION, MODEL = "generation_config.json", "config.json"
+MODEL_IDS = "special_token_ids.json"
+"""Of a run: the ids that the `config.json` beside the tokenizer states."""
+ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
+ROLES = tuple(f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+_MAP = "special_tokens_map.json"
+_OTHERS = (_MAP, "added_tokens.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")
+_MORE_TEMPLATES = "additional_chat_templates"
+_AGAIN = "download the tokenizer again"
+_END = "<|endoftext|>"
+_DEFAULTS: Mapping[str, Mapping[str, str]] = {
+    "LlamaTokenizer": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
+    "GemmaTokenizer": {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>", "pad_token": "<pad>"},
+    "GPT2Tokenizer": {"bos_token": _END, "eos_token": _END, "unk_token": _END},
+    "Qwen2Tokenizer": {"eos_token": _END, "unk_token": _END, "pad_token": _END},
+}
+"""Special tokens of transformers' classes, for those that no file states."""
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """Files of a tokenizer, and what they state.
+
+    Attributes:
+        contents: file name to content; all of them are exported.
+        special_tokens: role (`bos_token`, …) to text, for the roles that are stated.
+        stated: those of them that a file states with flags, as that file does.
+        template: the chat template; None: there is none.
+        adds: (begin, end) whether `tokenizer_config.json` says that bos and eos are added; None: it does not say.
+        model_ids: what the model's `config.json` says of `ID_KEYS`; None: nothing.
+        generation: the model's `generation_config.json`.
+        origin: where the template is from, for messages; folder: where the files were read.
+    """
+
+    contents: Mapping[str, bytes]
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+    stated: Mapping[str, Any] = field(default_factory=dict)
+    template: str | None = None
+    adds: tuple[bool, bool] | None = None
+    model_ids: Mapping[str, Any] | None = None
+    generation: bytes | None = None
+    origin: str = ""
+    folder: Path | None = None
+
+    def write(self, folder: Path) -> None:
+        """Writes the files into `folder`, which is made."""
+        for name, content in self.contents.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(folder / name, content)
+
+    def keep(self, folder: Path) -> None:
+        """Writes what `read` needs to give the same again."""
+        self.write(folder)
+        if self.generation is not None:
+            write_atomic(folder / GENERATION, self.generation)
+        if self.model_ids is not None:
+            write_atomic(folder / MODEL_IDS, msgspec.json.encode(self.model_ids))
+
+    def with_template(self, text: str) -> TokenizerFiles:
+        """The same files with the chat template `text`; unchanged where it is theirs."""
+        if text == self.template:
+            return self
+        contents = {**self.contents, TEMPLATE: text.encode()}
+        config = msgspec.json.decode(decoded(contents.get(CONFIG, b"{}"), CONFIG))
+        if config.pop("chat_template", None) is not None:
+            contents[CONFIG] = formatted(config)
+        return replace(self, contents=contents, template=text)
+
+
+def formatted(table: Mapping[str, Any]) -> bytes:
+    """`table` as indented JSON."""
+    return msgspec.json.format(msgspec.json.encode(table), indent=2)
+
+
+def read(file: Path) -> TokenizerFiles:
+    """The files of the tokenizer in `file` (a `tokenizer.json`) and what they state.
+
+    Raises UserError for one that cannot be read or is no table.
+    """
+    folder = file.parent
+    names = [CONFIG, TEMPLATE, *_OTHERS]
+    more = sorted((folder / _MORE_TEMPLATES).glob("*.jinja"))
+    with parsing(file, "name the tokenizer.json of a model"):
+        contents = {TOKENIZER: file.read_bytes()}
+        contents |= {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
+        contents |= {f"{_MORE_TEMPLATES}/{one.name}": one.read_bytes() for one in more}
+        generation = (folder / GENERATION).read_bytes() if (folder / GENERATION).is_file() else None
+    config = _table(folder / CONFIG)
+    stated = _stated(config, {} if "added_tokens_decoder" in config else _table(folder / _MAP))
+    special_tokens = {role: text for role, token in stated.items() if (text := _content(token))}
+    template, origin = _template(folder, contents, config)
+    given = [config.get(name) for name in ("add_bos_token", "add_eos_token")]
+    adds = None if given == [None, None] else (bool(given[0]), bool(given[1]))
+    ids = _model_ids(folder)
+    return TokenizerFiles(contents, special_tokens, stated, template, adds, ids, generation, origin, folder)
+
+
+def _table(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    table = read_json(file, _AGAIN)
+    if not isinstance(table, dict):
+        raise UserError(f"{printable(file)} does not hold a table.", do=_AGAIN)
+    return table
+
+
+def _stated(config: Mapping[str, Any], special_map: Mapping[str, Any]) -> dict[str, Any]:
+    """Role to the token as it is stated, a text or a table with `content`."""
+    defaults = _DEFAULTS.get(str(config.get("tokenizer_class", "")).removesuffix("Fast"), {})
+    every = {**defaults, **config, **special_map}
+    stated = {role: every[role] for role in ROLES if every.get(role)}
+    more = every.get("extra_special_tokens")
+    return stated | (more if isinstance(more, dict) else {})
+
+
+def _content(token: Any) -> str:
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else ""
+
+
+def _template(folder: Path, contents: Mapping[str, bytes], config: Mapping[str, Any]) -> tuple[str | None, str]:
+    """The chat template and its file. Of several by name it is the default."""
+    if TEMPLATE in contents:
+        return decoded(contents[TEMPLATE], folder / TEMPLATE), str(folder / TEMPLATE)
+    template = config.get("chat_template")
+    with parsing(folder / CONFIG, _AGAIN):
+        if isinstance(template, list):
+            named = {one["name"]: one["template"] for one in template}
+            template = named.get("default", next(iter(named.values()), None))
+        if not isinstance(template, str):
+            return None, ""
+        template.encode()  # half of a surrogate pair is no text
+    return template, str(folder / CONFIG)
+
+
+def _model_ids(folder: Path) -> Mapping[str, Any] | None:
+    file = next((folder / name for name in (MODEL_IDS, MODEL) if (folder / name).is_file()), None)
+    if file is None:
+        return None
+    table = _table(file)
+    return {key: table[key] for key in ID_KEYS if key in table} or None
