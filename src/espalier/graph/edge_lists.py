@@ -19,17 +19,17 @@ from typing import Any
 import numpy as np
 
 from espalier.errors import UserError, missing_extra
-from espalier.graph.data import IGNORED, Array, DataSplit, Graph
+from espalier.graph.data import Array, DataSplit, Graph
 
 SUFFIXES = (".csv", ".npz", ".parquet")
 
 Columns = Mapping[str, Array]
 
 
-def load(file: Path, *, undirected: bool) -> Graph:
-    """The graph whose edges are in `file`. Raises UserError."""
+def load(file: Path, *, undirected: bool, target: str | None = None) -> Graph:
+    """The graph whose edges are in `file`; `target` is `graph.target`. Raises UserError."""
     if file.suffix == ".npz":
-        return _arrays(file, undirected)
+        return _arrays(file, undirected, target)
     edges = _read(file)
     beside = [file.with_name(f"{file.stem}.nodes{file.suffix}"), file.with_name(f"nodes{file.suffix}")]
     nodes = next((_read(one) for one in beside if one.exists() and one != file), {})
@@ -37,18 +37,17 @@ def load(file: Path, *, undirected: bool) -> Graph:
     ids = nodes.get("id")
     sources, targets = (_numbered(one, ids, file) for one in ends)
     count = _count(nodes, sources, targets)
-    labels, classes = _labels(nodes.get("label"))
     weights = rest.pop("weight", None)
     return Graph.from_edges(
         sources,
         targets,
         features=_features(nodes, (sources, targets), count, file),
         undirected=undirected,
-        labels=labels,
+        labels=nodes.get("label"),
+        target=target,
         parts=_named_parts(nodes.get("part"), file),
         weights=None if weights is None else _numbers(weights, "weight", file),
         edge_features=np.stack([_numbers(one, name, file) for name, one in rest.items()], 1) if rest else None,
-        classes=classes,
         names=() if ids is None else _words(ids),
         origin=str(file),
         columns=_feature_names(nodes) or ("1", "log(1 + degree)"),
@@ -209,20 +208,6 @@ def _features(nodes: Columns, edges: tuple[Array, Array], count: int, file: Path
     return np.stack([np.ones(count), np.log1p(degree)], 1).astype(np.float32)
 
 
-def _labels(column: Array | None) -> tuple[Array | None, tuple[str, ...]]:
-    """Classes by number; words become classes in their order, and what says that there is none is no label."""
-    if column is None:
-        return None, ()
-    if column.dtype.kind in "fiu":
-        return whole_labels(column), ()
-    words = _words(column)
-    distinct = {word for word in words if word not in _MISSING}
-    numbers = all(map(_WHOLE.fullmatch, distinct))
-    classes = sorted(distinct, key=lambda word: (int(word) if numbers else 0, word))
-    known = {word: at for at, word in enumerate(classes)}
-    return np.array([known.get(word, IGNORED) for word in words], np.int64), tuple(classes)
-
-
 def _named_parts(column: Array | None, file: Path) -> DataSplit | None:
     if column is None:
         return None
@@ -241,7 +226,7 @@ _WORDS = {
 }
 
 
-def _arrays(file: Path, undirected: bool) -> Graph:
+def _arrays(file: Path, undirected: bool, target: str | None) -> Graph:
     """From `edge_index` [2, edges] (or `sources`, `targets`) and, under PyG's names or ours, what is known besides."""
     try:
         with np.load(file, allow_pickle=False) as opened:
@@ -264,53 +249,12 @@ def _arrays(file: Path, undirected: bool) -> Graph:
     features = known.pop("features")
     if features is None:
         features = _features({}, (sources, targets), _count({}, sources, targets), file)
-    labels, classes = _array_labels(known.pop("labels"))
     parts = masked_parts([found.get(name) for name in ("train_mask", "val_mask", "test_mask")], len(features))
-    made = {"features": features, "labels": labels, "classes": classes, "parts": parts, **known}
+    made = {"features": features, "parts": parts, "target": target, **known}
     return Graph.from_edges(sources, targets, undirected=undirected, origin=str(file), **made)
 
 
-def _array_labels(labels: Array | None) -> tuple[Array | None, tuple[str, ...]]:
-    """Labels of an array: classes by number or by word, or a matrix of tasks."""
-    if labels is None or (labels.ndim == 2 and labels.dtype.kind == "f"):
-        return labels, ()
-    if labels.ndim == 2 and labels.shape[1] == 1:
-        labels = labels[:, 0]
-    if labels.ndim == 2 and labels.dtype.kind in "iub":
-        return matrix_labels(labels), ()
-    if labels.ndim != 1:
-        raise UserError(f"The labels have the shape {list(labels.shape)}.", do="one class, or a row of tasks, for each")
-    if labels.dtype.kind == "b":
-        return labels.astype(np.int64), ()
-    return _labels(labels.astype(str) if labels.dtype.kind == "S" else labels)
-
-
 # --- what arrays mean, PyG's as well ----------------------------------------------------------------------------
-
-
-def whole_labels(values: Array) -> Array:
-    """int64 classes of numbers; NaN is no label. Raises UserError for what is not whole."""
-    if values.dtype.kind == "f":
-        values = np.where(np.isnan(values), IGNORED, values)
-        if not np.array_equal(values, np.round(values)) or np.isinf(values).any():
-            raise UserError(
-                "The labels are not whole numbers.", why="regression is not supported", do="classes 0, 1, …"
-            )
-    return values.astype(np.int64)
-
-
-def matrix_labels(values: Array) -> Array:
-    """float32 [nodes, tasks] of a matrix of labels; in whole numbers it must hold 0, 1 and -1 for none."""
-    if values.dtype.kind not in "iu":
-        return values.astype(np.float32)
-    strange = values[~np.isin(values, (0, 1, IGNORED))]
-    if len(strange):
-        raise UserError(
-            f"The labels are a matrix of {values.shape[1]} columns that holds {strange[0]}.",
-            why="each column is a question answered by 0 or 1, -1 where there is no answer",
-            do="one column of classes, or columns of 0 and 1",
-        )
-    return np.where(values == IGNORED, np.nan, values).astype(np.float32)
 
 
 def masked_parts(masks: Sequence[Any], nodes: int) -> DataSplit | None:
@@ -350,8 +294,8 @@ def is_ogb(folder: Path) -> bool:
     return (folder / "raw" / "edge.csv.gz").exists()
 
 
-def load_ogb(folder: Path, *, undirected: bool) -> Graph:
-    """An OGB data set for nodes or for graphs, with the split it brings."""
+def load_ogb(folder: Path, *, undirected: bool, target: str | None = None) -> Graph:
+    """An OGB data set for nodes or for graphs, with the split it brings; `target` is `graph.target`."""
     raw = folder / "raw"
     sizes = _ogb(raw, "num-node-list", np.int64)
     edges = _ogb(raw, "edge", np.int64)
@@ -361,7 +305,7 @@ def load_ogb(folder: Path, *, undirected: bool) -> Graph:
         per_graph = _ogb(raw, "num-edge-list", np.int64)[:, 0]
         starts = np.concatenate([[0], np.cumsum(sizes[:, 0])])
         ends = ends + np.repeat(starts[:-1], per_graph)
-    labels = _ogb(raw, "graph-label" if many else "node-label", np.float32)
+    labels = _ogb(raw, "graph-label" if many else "node-label", np.float64)
     features = raw / "node-feat.csv.gz"
     nodes = int(sizes.sum())
     return Graph.from_edges(
@@ -369,7 +313,8 @@ def load_ogb(folder: Path, *, undirected: bool) -> Graph:
         ends[1],
         features=_ogb(raw, "node-feat", np.float32) if features.exists() else np.ones((nodes, 1), np.float32),
         undirected=undirected,
-        labels=np.where(np.isnan(labels), IGNORED, labels)[:, 0].astype(np.int64) if labels.shape[1] == 1 else labels,
+        labels=labels[:, 0] if labels.shape[1] == 1 else labels,
+        target=target,
         parts=_ogb_parts(folder),
         edge_features=_ogb(raw, "edge-feat", np.float32) if (raw / "edge-feat.csv.gz").exists() else None,
         starts=starts if many else None,

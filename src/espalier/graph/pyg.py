@@ -18,14 +18,15 @@ from torch import nn
 from espalier import config
 from espalier.errors import UserError, missing_extra
 from espalier.graph.data import Array, Graph
-from espalier.graph.edge_lists import both_ends, masked_parts, matrix_labels, whole_labels
+from espalier.graph.edge_lists import both_ends, masked_parts
+from espalier.graph.targets import as_array, of_graphs
 from espalier.import_function import function
 
 _MASKS = (("train", "train_mask"), ("validation", "val_mask"), ("test", "test_mask"))
 
 
-def from_pyg(data: Any, *, undirected: bool = False, origin: str = "Data") -> Graph:
-    """The `Graph` of a PyG `Data` (or of anything with its attributes). Raises UserError."""
+def from_pyg(data: Any, *, undirected: bool = False, origin: str = "Data", target: str | None = None) -> Graph:
+    """The `Graph` of a PyG `Data` (or of anything with its attributes), its `y` as `target`. Raises UserError."""
     _refuse_heterogeneous(data)
     features = _features(data, origin)
     sources, targets = _ends(data, origin)
@@ -36,6 +37,7 @@ def from_pyg(data: Any, *, undirected: bool = False, origin: str = "Data") -> Gr
         features=features,
         undirected=undirected,
         labels=_labels(getattr(data, "y", None)),
+        target=target,
         parts=masked_parts([getattr(data, name, None) for _, name in _MASKS], len(features)),
         weights=weights,
         edge_features=edge_features,
@@ -43,8 +45,9 @@ def from_pyg(data: Any, *, undirected: bool = False, origin: str = "Data") -> Gr
     )
 
 
-def from_many(items: Any, *, undirected: bool = False, origin: str) -> Graph:
-    """Many small PyG graphs side by side; `y` of each is its label. Raises UserError naming the item at fault."""
+def from_many(items: Any, *, undirected: bool = False, origin: str, target: str | None = None) -> Graph:
+    """Many small PyG graphs side by side; `y` of each is its label, or a row of them [1, columns]; `target` is
+    `graph.target`. Raises UserError naming the item at fault."""
     items = [_Named(item) if isinstance(item, dict) else item for item in items]
     if not items:
         raise UserError(f"{origin} holds no graphs.", do="give one Data object, or a list of them")
@@ -63,7 +66,8 @@ def from_many(items: Any, *, undirected: bool = False, origin: str) -> Graph:
         joined[0],
         joined[1],
         features=torch.cat(widths),
-        labels=_labels(torch.cat([one.reshape(1, -1) for one in known])),
+        labels=_labels(of_graphs(known, origin)),
+        target=target,
         starts=starts,
         undirected=undirected,
         weights=weights,
@@ -136,7 +140,7 @@ def to_pyg(graph: Graph) -> Any:
     return data
 
 
-def load(path: Path, *, pickle: bool, undirected: bool) -> Graph:
+def load(path: Path, *, pickle: bool, undirected: bool, target: str | None = None) -> Graph:
     """The graph in a file written by `torch.save` of a `Data`, a (data, slices) tuple, a dict, or a list of either.
 
     Raises UserError for a file that needs unpickling of other classes than PyG's while `pickle` is False.
@@ -155,7 +159,7 @@ def load(path: Path, *, pickle: bool, undirected: bool) -> Graph:
             "Data of PyG; or graph.pickle=true if you trust it",
         ) from None
     if isinstance(found, list) or (isinstance(found, tuple) and all(hasattr(one, "edge_index") for one in found)):
-        return from_many(found, undirected=undirected, origin=str(path))
+        return from_many(found, undirected=undirected, origin=str(path), target=target)
     if isinstance(found, tuple) and found:  # PyG's processed files: (data, slices, …)
         slices = found[1] if len(found) > 1 and isinstance(found[1], dict) else {}
         if (count := len(slices.get("edge_index", ())) - 1) > 1:
@@ -168,7 +172,7 @@ def load(path: Path, *, pickle: bool, undirected: bool) -> Graph:
     if isinstance(found, dict):
         _refuse_kinds(found)
         found = _Named(found)
-    return from_pyg(found, undirected=undirected, origin=str(path))
+    return from_pyg(found, undirected=undirected, origin=str(path), target=target)
 
 
 def _plain(path: Path) -> Any:
@@ -185,7 +189,7 @@ def _plain(path: Path) -> Any:
             return torch.load(path, weights_only=True, map_location="cpu")
 
 
-def dataset(name: str, root: Path, *, undirected: bool) -> Graph:
+def dataset(name: str, root: Path, *, undirected: bool, target: str | None = None) -> Graph:
     """`pyg:Planetoid/Cora`: the dataset class of `torch_geometric.datasets` and its name, if it takes one."""
     datasets = _library(f"data.path = 'pyg:{name}'").datasets
     kind, _, which = name.partition("/")
@@ -207,8 +211,8 @@ def dataset(name: str, root: Path, *, undirected: bool) -> Graph:
             do=f"put its raw files below {root / kind}, or check the name",
         ) from None
     if len(found) > 1:
-        return from_many(found, undirected=undirected, origin=f"pyg:{name}")
-    return from_pyg(found[0], undirected=undirected, origin=f"pyg:{name}")
+        return from_many(found, undirected=undirected, origin=f"pyg:{name}", target=target)
+    return from_pyg(found[0], undirected=undirected, origin=f"pyg:{name}", target=target)
 
 
 class _Named:
@@ -257,12 +261,12 @@ def _features(data: Any, origin: str) -> torch.Tensor:
 
 
 def _labels(labels: Any) -> Array | None:
+    """As `targets.read` takes them; one column of numbers is a vector, unless some are NaN."""
     if labels is None:
         return None
-    given = np.atleast_1d(torch.as_tensor(labels).detach().cpu().numpy())
-    if given.ndim == 2 and given.shape[1] == 1 and not (given.dtype.kind == "f" and np.isnan(given).any()):
-        given = given[:, 0]
-    return matrix_labels(given) if given.ndim == 2 else whole_labels(given)
+    given = np.atleast_1d(as_array(labels))
+    column = given.ndim == 2 and given.shape[1] == 1 and not (given.dtype.kind == "f" and np.isnan(given).any())
+    return given[:, 0] if column else given
 
 
 def built(options: config.Messages, features: int, classes: int, folder: str | Path | None) -> nn.Module:

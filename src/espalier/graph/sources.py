@@ -20,7 +20,7 @@ from espalier.graph import (
     synthetic,
     wordnet,
 )
-from espalier.graph.data import Graph
+from espalier.graph.data import Graph, targeted
 
 _SCHEME = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]+:")
 
@@ -41,23 +41,27 @@ KNOWN = (
 
 def load(data: Data, options: config.GraphOptions, progress: Progress | None = None) -> Graph:
     """The graph that `data.path` names. Raises UserError naming what is wrong with it."""
+    return targeted(_read(data, options, progress), options.target)
+
+
+def _read(data: Data, options: config.GraphOptions, progress: Progress | None) -> Graph:
     path = data.path
-    both = options.undirected
+    both, target = options.undirected, options.target
     if path in MACHINE:
         return MACHINE[path](progress)
     if path.startswith("pyg:"):
-        return pyg.dataset(path.removeprefix("pyg:"), _cache(data) / "pyg", undirected=both)
+        return pyg.dataset(path.removeprefix("pyg:"), _cache(data) / "pyg", undirected=both, target=target)
     if path.partition(":")[0] in synthetic.KINDS:
         return synthetic.load(path, _cache(data), progress)
     place = Path(path).expanduser()
     if place.is_dir():
-        return _folder(place, both)
+        return _folder(place, both, target)
     if not place.exists():
         if place.name in planetoid.names(place.parent):  # one data set of a folder that holds several
             return planetoid.load(place.parent, place.name, undirected=both)
         raise _missing(path)
     if place.suffix in (".pt", ".pth"):
-        return pyg.load(place, pickle=options.pickle, undirected=both)
+        return pyg.load(place, pickle=options.pickle, undirected=both, target=target)
     if place.suffix in (".pkl", ".pickle"):
         raise UserError(
             f"data.path = {path!r} is a pickle, and is not read.",
@@ -65,7 +69,7 @@ def load(data: Data, options: config.GraphOptions, progress: Progress | None = N
             do="numpy.savez(file, edge_index=…, x=…, y=…), or torch.save(data.to_dict(), path)",
         )
     if place.suffix in edge_lists.SUFFIXES:
-        return edge_lists.load(place, undirected=both)
+        return edge_lists.load(place, undirected=both, target=target)
     raise UserError(f"data.path = {path!r} is not a graph known by its name.", do=f"one of: {'; '.join(KNOWN)}")
 
 
@@ -73,13 +77,13 @@ def _cache(data: Data) -> Path:
     return Path(data.cache).expanduser() if data.cache else cache_folder() / "graphs"
 
 
-def _folder(place: Path, undirected: bool) -> Graph:
+def _folder(place: Path, undirected: bool, target: str | None) -> Graph:
     if synthetic.is_store(place):
         return synthetic.opened(place)
     if partition_folder.is_partition(place):
         return partition_folder.outlined(place)[0]
     if edge_lists.is_ogb(place):
-        return edge_lists.load_ogb(place, undirected=undirected)
+        return edge_lists.load_ogb(place, undirected=undirected, target=target)
     for folder in (place, place / "raw"):
         found = planetoid.names(folder)
         if len(found) == 1:
@@ -91,7 +95,7 @@ def _folder(place: Path, undirected: bool) -> Graph:
             )
     for suffix in edge_lists.SUFFIXES:
         if (place / f"edges{suffix}").exists():
-            return edge_lists.load(place / f"edges{suffix}", undirected=undirected)
+            return edge_lists.load(place / f"edges{suffix}", undirected=undirected, target=target)
     raise UserError(
         f"data.path = {str(place)!r} holds no graph that is known.",
         why="looked for ind.NAME.graph (Planetoid), raw/edge.csv.gz (OGB) and edges.csv, .npz or .parquet",
