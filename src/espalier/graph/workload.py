@@ -569,9 +569,10 @@ def open_graph(
     assert recipe.graph is not None
     if not recipe.data:
         raise UserError("The recipe has no [data].", do='[data] path = "python:imports"')
-    graph = sources.load(recipe.data[0], recipe.graph, progress)
-    graph = partition_folder.checked_for(recipe, graph, style_of(recipe.model))
     asked, seed, links = recipe.graph, recipe.train.seed, None
+    before = None if kept is None or asked.task == "link" else kept.graph.kind
+    graph = sources.load(recipe.data[0], msgspec.structs.replace(asked, target=asked.target or before), progress)
+    graph = partition_folder.checked_for(recipe, graph, style_of(recipe.model))
     if kept is not None:
         graph = kept_graph.mapped(graph, kept)
     if asked.task != "link":
