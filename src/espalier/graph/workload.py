@@ -152,7 +152,7 @@ class GraphWorkload(Plain):
                 model.schedule = self._attention()[0]
                 return model
             assert isinstance(options, config.Network)
-            return Gnn(options, inputs, self._outputs())
+            return Gnn(options, inputs, self._outputs(), self.graph.values and not isinstance(self.task, LinkTask))
 
     def _attention(self) -> tuple[Schedule, str]:
         """In which steps attention is full, and why; decided once."""
@@ -353,6 +353,9 @@ class GraphWorkload(Plain):
     def notes(self) -> list[str]:
         """What was mended in the graph, and what of it cannot be learned."""
         found = list(self.graph.notes)
+        if isinstance(self.task, LinkTask) and self.graph.labels is not None:
+            unread = "not used: labels (graph.task = 'link')"
+            found = [unread, *(note for note in found if not note.startswith("targets:"))]
         if (
             isinstance(self.recipe.model, config.GraphTransformer)
             and not isinstance(self.task, GraphTask)

@@ -40,7 +40,9 @@ def run(arguments: argparse.Namespace) -> int:
         )
     with torch.no_grad():
         found = trained.workload.evaluate(trained.model, Shard(0, samples, micro_batch=16))
-    figures = trained.workload.summary({name: total / weight if weight else math.nan for name, (total, weight) in found.items()})
+    figures = trained.workload.summary(
+        {name: total / weight if weight else math.nan for name, (total, weight) in found.items()}
+    )
     if arguments.json:
         print(json.dumps({"run": arguments.run, "step": trained.step, **figures}))
     else:
