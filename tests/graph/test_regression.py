@@ -392,3 +392,22 @@ def test_a_split_by_shares_deals_out_those_that_have_a_value():
     graph = divided(made(labels=values, parts=None), (0.6, 0.2, 0.2), 1)
     ids = np.concatenate([part for _, part in graph.parts.named()])
     assert sorted(ids.tolist()) == [at for at in range(60) if at % 4]
+
+
+def test_training_parts_without_targets_are_named():
+    graph = valued(2)
+    values = graph.labels.copy()
+    values[graph.parts.train, 1] = np.nan
+    assert (
+        "targets: column 1 has no value in the training part"
+        in GraphWorkload(recipe_of(), with_values(graph, values)).notes()
+    )
+    values[graph.parts.train] = np.nan
+    with pytest.raises(UserError, match="has no target in its training part"):
+        GraphWorkload(recipe_of(), with_values(graph, values))
+
+
+def test_links_say_that_labels_are_not_used():
+    notes = GraphWorkload(recipe_of(graph={"task": "link"}), made(labels=targets_of(made()))).notes()
+    assert notes[0] == "not used: labels (graph.task = 'link')"
+    assert not any("regression" in note for note in notes)

@@ -151,11 +151,14 @@ def test_labels_of_sources_that_number_them_become_what_is_asked_for():
         targeted(graph_of(np.array([0, 0, 0]), classes=("ten",)), "values")
 
 
-def test_graphs_with_rows_of_different_lengths_are_named():
+def test_graphs_with_rows_of_different_lengths_and_labels_of_nodes_are_named():
     rows = [torch.zeros(1, 19), torch.zeros(1, 19), torch.zeros(4)]
     with pytest.raises(UserError, match=r"item 2 has 4 labels, and item 0 has 19"):
-        targets.of_graphs(rows, "list")
-    assert targets.of_graphs(rows[:2], "list").shape == (2, 19)
+        targets.of_graphs(rows, [5, 6, 7], "list")
+    assert targets.of_graphs(rows[:2], [5, 6], "list").shape == (2, 19)
+    assert targets.of_graphs([1.5, 2.5], [1, 1], "list").tolist() == [[1.5], [2.5]]
+    with pytest.raises(UserError, match=r"item 0 has 4 labels, one for each node"):
+        targets.of_graphs([torch.zeros(4), torch.zeros(4)], [4, 4], "list")
 
 
 def test_a_row_of_zeros_has_no_class_and_one_of_several_is_refused():

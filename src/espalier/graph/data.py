@@ -276,10 +276,21 @@ def targeted(graph: Graph, target: str | None) -> Graph:
 
 
 def scaled(graph: Graph) -> Graph:
-    """`graph`, whose values have a scale: that of its training part, unless it has one."""
+    """`graph`, whose values have a scale: that of its training part, unless it has one. Raises UserError where no value
+    trains."""
     if not graph.values or graph.labels is None or graph.parts is None or graph.scale is not None:
         return graph
-    return replace(graph, scale=Scale.of(graph.labels, graph.parts.train))
+    known = ~np.isnan(graph.labels[graph.parts.train]).all(0)
+    if not known.any() and len(graph.parts.train):
+        raise UserError(
+            f"{graph.origin} has no target in its training part.",
+            why=f"{len(graph.parts.train):,} train, and each is NaN or empty",
+            do="give targets to some of them, or leave the split out (graph.split)",
+        )
+    empty = [f"targets: column {at} has no value in the training part" for at in np.flatnonzero(~known)]
+    return replace(
+        graph, scale=Scale.of(graph.labels, graph.parts.train), notes=(*graph.notes, *(empty if known.any() else ()))
+    )
 
 
 _VALUES = 1 << 22  # of features looked at once: they may lie on disk

@@ -184,8 +184,8 @@ def largest(rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 class Gnn(nn.Module):
-    """Layers with a nonlinearity and dropout between them: features [nodes, inputs] to outputs [targets, outputs], those
-    of a regression with `values`."""
+    """Layers with a nonlinearity and dropout between them: features [nodes, inputs] to outputs [targets, outputs],
+    those of a regression with `values`."""
 
     def __init__(self, options: config.Network, inputs: int, outputs: int, values: bool = False) -> None:
         super().__init__()

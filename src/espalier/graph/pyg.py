@@ -66,7 +66,7 @@ def from_many(items: Any, *, undirected: bool = False, origin: str, target: str 
         joined[0],
         joined[1],
         features=torch.cat(widths),
-        labels=_labels(of_graphs(known, origin)),
+        labels=_labels(of_graphs(known, [len(one) for one in widths], origin)),
         target=target,
         starts=starts,
         undirected=undirected,

@@ -96,18 +96,25 @@ def as_array(values: Any) -> Array:
     return np.asarray(values)
 
 
-def of_graphs(rows: Sequence[Any], origin: str) -> Array:
-    """[graphs, columns]: the labels that graphs bring, each a number or a row. Raises UserError for rows of different
-    lengths."""
-    flat = [as_array(row).reshape(1, -1) for row in rows]
-    odd = next((at for at, row in enumerate(flat) if row.shape != flat[0].shape), None)
-    if odd is not None:
+def of_graphs(rows: Sequence[Any], nodes: Sequence[int], origin: str) -> Array:
+    """[graphs, columns]: the labels that graphs of so many `nodes` bring, each a number or a row.
+
+    Raises:
+        UserError: for rows of different lengths, and for labels of nodes.
+    """
+    flat = [as_array(row) for row in rows]
+    widths = [row.size for row in flat]
+    odd = next((at for at, width in enumerate(widths) if width != widths[0]), 0)
+    of_nodes = all(row.shape[:1] == (count,) for row, count in zip(flat, nodes, strict=True)) and max(nodes) > 1
+    if odd or of_nodes:
+        what = plural(widths[odd], "label")
+        other = "one for each node" if of_nodes else f"and item 0 has {widths[0]}"
         raise UserError(
-            f"{origin}, item {odd} has {plural(flat[odd].size, 'label')}, and item 0 has {flat[0].size}.",
-            why="graph.task = 'graph' trains on one label, or one row of them, for each graph",
+            f"{origin}, item {odd} has {what}, {other}.",
+            why='graph.task = "graph" trains on one label, or one row of them, for each graph',
             do="give each graph y of the same shape, such as [1, columns]",
         )
-    return np.concatenate(flat)
+    return np.concatenate([row.reshape(1, -1) for row in flat])
 
 
 def one_hot(rows: Array, origin: str) -> Array:
