@@ -58,7 +58,7 @@ def squared_errors(rows: Tensor, labels: Tensor, chosen: Tensor | None = None) -
     """Squared errors of standardised values, in at least float32, as `loss_of`."""
     rows = rows if chosen is None else rows[chosen]
     dtype, known = torch.promote_types(rows.dtype, torch.float32), ~labels.isnan()
-    errors = rows.to(dtype)[known] - labels[known].to(dtype)
+    errors = torch.where(known, rows.to(dtype) - labels.to(dtype), 0.0)
     return errors.square().sum(), known.sum()
 
 
@@ -110,7 +110,7 @@ def told(logits: Tensor, graph: Graph, names: Sequence[str]) -> list[dict[str, A
     units of the targets."""
     if graph.values:
         assert graph.scale is not None
-        rows = graph.scale.restored(logits.double().numpy()).tolist()
+        rows = graph.scale.restored(logits.detach().double().cpu().numpy()).tolist()
         return [{"name": name, **_valued(row)} for name, row in zip(names, rows, strict=True)]
     if graph.kind == "tasks":
         chances = logits.sigmoid().tolist()
