@@ -159,9 +159,3 @@ def test_graphs_with_rows_of_different_lengths_and_labels_of_nodes_are_named():
     assert targets.of_graphs([1.5, 2.5], [1, 1], "list").tolist() == [[1.5], [2.5]]
     with pytest.raises(UserError, match=r"item 0 has 4 labels, one for each node"):
         targets.of_graphs([torch.zeros(4), torch.zeros(4)], [4, 4], "list")
-
-
-def test_a_row_of_zeros_has_no_class_and_one_of_several_is_refused():
-    assert targets.one_hot(np.array([[0, 1], [0, 0], [1, 0]]), "cora").tolist() == [1, -1, 0]
-    with pytest.raises(UserError, match="row 1 of the labels has several classes"):
-        targets.one_hot(np.array([[0, 1], [1, 1]]), "cora")

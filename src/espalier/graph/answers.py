@@ -24,7 +24,6 @@ class LabelledTask(Protocol):
     parts: DataSplit
     graph: Graph
     labels: Tensor
-    outputs: int
 
 
 def trained_labels(graph: Graph) -> Tensor:
@@ -78,7 +77,7 @@ def held_out_figures(task: LabelledTask, shard: Shard, logits_of: Callable[[Arra
     for prefix, ids, own in task.parts.held_out(shard):
         sums = _figures(task.graph, logits_of(own), task.labels[own])
         figures |= {prefix + name: value for name, value in sums.items()}
-        if kind == "tasks" or (kind == "classes" and task.outputs == 2):
+        if kind == "tasks" or (kind == "classes" and task.graph.outputs == 2):
             first = shard.start == 0  # no sum over items: the first shard sees to all of it
             value = metrics.areas(logits_of(ids), task.labels[ids]) if first else 0.0
             figures[f"{prefix}auc"] = (value, float(first))

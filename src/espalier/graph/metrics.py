@@ -56,12 +56,12 @@ def regressed(rows: Tensor, labels: Tensor, deviations: Sequence[float]) -> Sums
     sums: Sums = {"loss": (float(errors.square().sum()), sum(counts))}
     moments = torch.stack([errors.square().sum(0), errors.abs().sum(0), truths.sum(0), truths.square().sum(0)])
     for at, (squared, absolute, first, second) in enumerate(moments.T.tolist()):
-        count, deviation = counts[at], deviations[at]
-        sums[f"mse.{at}"] = (deviation * deviation * squared, count)
-        sums[f"mae.{at}"] = (deviation * absolute, count)
-        sums[f"count/error/{at}"] = (squared, count)
-        sums[f"count/first/{at}"] = (first, count)
-        sums[f"count/second/{at}"] = (second, count)
+        count, deviation, column = counts[at], deviations[at], f".{at}" if len(counts) > 1 else ""
+        sums[f"mse{column}"] = (deviation * deviation * squared, count)
+        sums[f"mae{column}"] = (deviation * absolute, count)
+        sums[f"count/error{column}"] = (squared, count)
+        sums[f"count/first{column}"] = (first, count)
+        sums[f"count/second{column}"] = (second, count)
     return sums
 
 
@@ -111,8 +111,7 @@ def summary(totals: Mapping[str, float]) -> dict[str, float]:
     for prefix in ("", "test_"):
         figures |= {f"{prefix}{name}": value for name, value in _macro_f1(totals, prefix).items()}
         figures |= {f"{prefix}{name}": value for name, value in _by_column(totals, prefix).items()}
-    shown = (name for name, value in figures.items() if not math.isnan(value) and not _single(name, figures))
-    return {name: figures[name] for name in sorted(shown, key=_place)}
+    return {name: figures[name] for name in sorted(figures, key=_place) if not math.isnan(figures[name])}
 
 
 def _place(name: str) -> tuple[bool, bool, int, str]:
@@ -133,27 +132,17 @@ _CONSTANT = 1e-12
 
 
 def _by_column(totals: Mapping[str, float], prefix: str) -> dict[str, float]:
-    """R² of each column of values, NaN of a constant one, and the means over columns."""
-    start = f"{prefix}count/error/"
+    """R² of each column of values, NaN of a constant one, and the means over several columns."""
+    start = f"{prefix}count/error"
     columns = [name.removeprefix(start) for name in totals if name.startswith(start)]
     figures: dict[str, float] = {}
     for column in columns:
-        error, first, second = (totals[f"{prefix}count/{name}/{column}"] for name in ("error", "first", "second"))
+        error, first, second = (totals[f"{prefix}count/{name}{column}"] for name in ("error", "first", "second"))
         variance = second - first * first
-        figures[f"r2.{column}"] = 1 - error / variance if variance > _CONSTANT * second else math.nan
-    by_name = {
-        "mse": [totals[f"{prefix}mse.{column}"] for column in columns],
-        "mae": [totals[f"{prefix}mae.{column}"] for column in columns],
-        "r2": list(figures.values()),
-    }
-    for name, each in by_name.items():
+        figures[f"r2{column}"] = 1 - error / variance if variance > _CONSTANT * second else math.nan
+    for name in ("mse", "mae", "r2") if len(columns) > 1 else ():
+        each = [figures.get(f"{name}{column}", totals.get(f"{prefix}{name}{column}", math.nan)) for column in columns]
         finite = [value for value in each if not math.isnan(value)]
         if finite:
             figures[name] = sum(finite) / len(finite)
     return figures
-
-
-def _single(name: str, figures: Mapping[str, float]) -> bool:
-    """Whether `name` is of the only column, which the mean says already."""
-    stem, _, column = name.partition(".")
-    return column == "0" and f"{stem}.1" not in figures

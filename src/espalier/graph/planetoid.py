@@ -15,7 +15,6 @@ import numpy as np
 
 from espalier.errors import UserError
 from espalier.graph.data import IGNORED, Array, DataSplit, Graph
-from espalier.graph.targets import one_hot
 
 VALIDATION = 500
 """Nodes after the training nodes that validate (arXiv 1603.08861 and GCN, arXiv 1609.02907, section 5.1)."""
@@ -82,7 +81,7 @@ def load(folder: Path, name: str, *, undirected: bool) -> Graph:
     features = np.zeros((count, seen.shape[1]), np.float32)
     labels = np.full(count, IGNORED, np.int64)
     features[: len(seen)], features[order] = seen, tested
-    labels[: len(seen)], labels[order] = one_hot(known, name), one_hot(answers, name)
+    labels[: len(seen)], labels[order] = known.argmax(1), answers.argmax(1)
     training = len(_pickled(folder, name, "y"))
     parts = DataSplit(np.arange(training), np.arange(training, training + VALIDATION), np.sort(order))
     targets = np.repeat(np.fromiter(links, np.int64), [len(near) for near in links.values()])

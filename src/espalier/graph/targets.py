@@ -81,7 +81,7 @@ def read(values: Any, origin: str, kind: str | None = None) -> Targets:
         array = _parsed(words, origin, str(kind))
     if array.dtype.kind not in "fiub":
         raise UserError(f"{origin}: the labels are {array.dtype}, not numbers or words.", do="give numbers or words")
-    numbers = array.astype(np.float64) if array.dtype.kind == "f" else _signed(array)
+    numbers = array.astype(np.int64 if np.can_cast(array.dtype, np.int64) else np.float64)
     _refuse_not_finite(numbers, origin)
     chosen = kind or _looks_like(numbers, origin)
     makers = {"classes": _classes, "tasks": _tasks, "values": _values}
@@ -115,18 +115,6 @@ def of_graphs(rows: Sequence[Any], nodes: Sequence[int], origin: str) -> Array:
             do="give each graph y of the same shape, such as [1, columns]",
         )
     return np.concatenate([row.reshape(1, -1) for row in flat])
-
-
-def one_hot(rows: Array, origin: str) -> Array:
-    """int64 [items]: the column of the one that each row has; a row of zeros has no label. Raises UserError for a row
-    with several."""
-    several = np.flatnonzero((rows != 0).sum(1) > 1)
-    if len(several):
-        raise UserError(
-            f"{origin}: row {several[0]} of the labels has several classes.",
-            do="an .npz whose y is a matrix of 0 and 1",
-        )
-    return np.where((rows != 0).any(1), rows.argmax(1), IGNORED).astype(np.int64)
 
 
 # --- words -------------------------------------------------------------------------------------------------------
@@ -186,12 +174,6 @@ def _refuse_not_finite(numbers: Array, origin: str) -> None:
             why="training would give nothing but NaN from there on",
             do="give finite numbers; NaN where there is none",
         )
-
-
-def _signed(numbers: Array) -> Array:
-    """int64, or float64 for what that cannot hold."""
-    large = numbers.dtype == np.uint64 and int(numbers.max(initial=0)) > np.iinfo(np.int64).max
-    return numbers.astype(np.float64 if large else np.int64)
 
 
 def _known(numbers: Array) -> Array:

@@ -46,6 +46,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"run": arguments.run, "step": trained.step, **figures}))
     else:
-        shown = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in figures.items())
-        say(f"After step {trained.step}, on {samples} held-out samples: {shown}")
+        lines: dict[str, list[str]] = {"": []}
+        for name, value in figures.items():
+            column = name.rpartition(".")[2]
+            number = f"{value:.4f}" if value == 0 or 0.01 <= abs(value) < 1e6 else f"{value:.4g}"
+            lines.setdefault(column if column.isdecimal() else "", []).append(f"{name.replace('_', ' ')} {number}")
+        say(f"After step {trained.step}, on {samples} held-out samples: {', '.join(lines.pop(''))}")
+        for shown in lines.values():
+            say(f"  {', '.join(shown)}")
     return 0
