@@ -112,6 +112,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"model": {"kind": "graph-transformer", "width": 16, "heads": 2}, "data": GRAPH, "train": {"steps": 4}},
         {},
     ),
+    "graph regression": (
+        {"model": {"kind": "gin"}, "data": GRAPH, "train": {"steps": 4}, "graph": {**CSR, "target": "values"}},
+        {},
+    ),
     "scene": ({"model": {"kind": "voxels", "resolution": 8}, "data": SCENE, "train": {"steps": 4}}, {}),
     "spiking scene": ({"model": {"kind": "spikingnerf", "resolution": 8}, "data": SCENE, "train": {"steps": 4}}, {}),
     "module": ({"model": {"kind": "module", "build": "mine:build"}, "train": {"steps": 4, "batch_tokens": 4}}, {}),

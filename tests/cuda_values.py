@@ -187,6 +187,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "rounds of co2": (TEXT, {"outer": ROUNDS}),
     "experts over ranks": (EXPERTS, {"experts": HELD}),
     "graph over parts": (GRAPH, {}),
+    "regression over parts": ({**GRAPH, "graph": {"target": "values", "halo": {"bits": 32}}}, {}),
     "sylvie": ({**GRAPH, "graph": {"halo": {"bits": 1}}}, {}),
     "sampled graph": (SAMPLED, {}),
     "a2q": ({**GRAPH, "quant": {"kind": "a2q"}}, {}),

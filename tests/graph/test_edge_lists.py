@@ -92,8 +92,7 @@ def test_labels_and_parts_that_are_missing_are_none(tmp_path):
     (tmp_path / "nodes.csv").write_text("label,part\n" + numbers)
     assert load(tmp_path).labels.tolist() == [*range(12), -1, -1]
     (tmp_path / "nodes.csv").write_text("label\n0.5\n1\n")
-    with pytest.raises(UserError, match="not whole numbers"):
-        load(tmp_path)
+    assert load(tmp_path).labels.tolist() == [[0.5], [1.0]]
 
 
 def test_nulls_of_parquet_are_no_label_and_no_part(tmp_path):

@@ -15,10 +15,10 @@ from espalier.comm.base import Traffic
 from espalier.comm.channel import Channel
 from espalier.errors import UserError
 from espalier.graph import halo
+from espalier.graph.answers import summed_loss
 from espalier.graph.compiled_aggregate import equip
 from espalier.graph.data import Graph
 from espalier.graph.gnn import Gnn, style_of
-from espalier.graph.node_classification import summed_loss
 from espalier.graph.subgraphs import View
 from espalier.sparse.partition import by_metis, by_sweeps, clusters, installed
 from espalier.sparse.rcmpp.pattern import Pattern

@@ -226,7 +226,7 @@ def test_labels_of_arrays(tmp_path):
     [
         ({"y": np.array([[0, 1], [2, 0], [1, 1]])}, "matrix of 2 columns that holds 2"),
         ({"y": np.array([0, 10**12, 1])}, "A label is 1000000000000"),
-        ({"y": np.array([0, 0.5, 1])}, "not whole numbers"),
+        ({"y": np.array([0, 0.5, np.inf])}, "a label is inf"),
         ({"edge_index": np.array([[0, 1], [1, 2], [2, 0]])}, r"shape \[3, 2\], not \[2, edges\](.|\n)*transpose"),
         ({"edge_weight": np.ones((2, 2))}, r"weights have the shape \[2, 2\]"),
     ],

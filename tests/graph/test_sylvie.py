@@ -14,9 +14,9 @@ from espalier.comm.base import Traffic
 from espalier.config import HaloOptions
 from espalier.errors import Corrupted, UserError
 from espalier.graph import halo, sylvie
+from espalier.graph.answers import summed_loss
 from espalier.graph.gnn import style_of
 from espalier.graph.halo import Crossing
-from espalier.graph.node_classification import summed_loss
 from espalier.graph.subgraphs import View
 from espalier.graph.sylvie import Adaptive, ByPeer, Every, Sylvie
 from espalier.kernels import quantize_rows, row_bits

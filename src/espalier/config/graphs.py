@@ -274,6 +274,12 @@ def _graph(graph: GraphOptions, model: Model) -> None:
             why="each small graph is taken whole",
             do="leave graph.fanout out",
         )
+    if graph.target is not None and graph.task == "link":
+        raise UserError(
+            f"graph.target = {graph.target!r} is not possible with graph.task = 'link'.",
+            why="links are predicted from the edges, and labels are not read",
+            do='graph.task = "node" or "graph", or leave graph.target out',
+        )
     if graph.halo is not None:
         _halo(graph.halo, graph, model)
     if graph.task == "graph" and graph.inductive:

@@ -78,10 +78,12 @@ class GraphOptions(Options, frozen=True):
     where the data brings none.
     `inductive` hides held-out nodes while training; `undirected` lets messages flow both ways along each edge;
     `negatives` are drawn for each true link; `pickle` allows files whose loading may run code. `halo`: the whole graph
-    is cut over the ranks; without it each rank passes over all of it.
+    is cut over the ranks; without it each rank passes over all of it. `target`: what labels are, classes, tasks (yes or
+    no) or values of a regression; left out, what they look like.
     """
 
     task: Literal["node", "link", "graph"] = "node"
+    target: Literal["classes", "tasks", "values"] | None = None
     fanout: tuple[int, ...] | Literal["auto"] = ()
     split: tuple[float, float, float] = (0.6, 0.2, 0.2)
     inductive: bool = False

@@ -12,7 +12,6 @@ import numpy as np
 from espalier.errors import UserError
 from espalier.foreign_files import Fields, FieldUse, parsing, printable, unused
 from espalier.graph.data import Array, DataSplit, Graph
-from espalier.graph.label_values import array_labels
 from espalier.hardware.resource_limits import free_memory
 from espalier.units import show_size
 
@@ -69,8 +68,9 @@ def understood(table: Mapping[str, Any], origin: str) -> dict[str, Any]:
     return known
 
 
-def load(file: Path, *, undirected: bool) -> Graph:
-    """From `edge_index` [2, edges] (or `sources`, `targets`) and, under PyG's names or ours, what is known besides."""
+def load(file: Path, *, undirected: bool, target: str | None = None) -> Graph:
+    """From `edge_index` [2, edges] (or `sources`, `targets`) and, under PyG's names or ours, what is known besides;
+    `target` is `graph.target`."""
     table, notes = _read(file)
     known = understood(table, printable(file))
     if "edge_index" in known:
@@ -87,13 +87,12 @@ def load(file: Path, *, undirected: bool) -> Graph:
         count = max(int(max(sources.max(initial=-1), targets.max(initial=-1))) + 1, given)
         refuse_far_ids(count, given or len(sources), file)
         features = degree_features((sources, targets), count)
-    labels, classes = array_labels(known.get("y"))
     return Graph.from_edges(
         sources,
         targets,
         features=features,
-        labels=labels,
-        classes=classes,
+        labels=known.get("y"),
+        target=target,
         parts=masked_parts([known.get(name) for name in MASKS], len(features), notes),
         weights=known.get("edge_weight"),
         edge_features=known.get("edge_attr"),

@@ -7,24 +7,23 @@ and an edge from a node to itself is dropped: networks that want one (GCN, GAT) 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from espalier.errors import UserError, nearest
+from espalier.graph import targets as target_kinds
+from espalier.graph.targets import Scale, as_array
 
 if TYPE_CHECKING:
     from espalier.workload import Shard
 
-Array = NDArray[Any]
-
-IGNORED = -1
-"""The label of a node (or graph) that has none."""
+Array = target_kinds.Array
+IGNORED = target_kinds.IGNORED
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,8 @@ class Graph:
     Attributes:
         indptr: int64 [nodes + 1]; indices: int32 or int64 [edges], the source of each edge.
         features: float32 [nodes, width].
-        labels: int64 [nodes] (classes; -1: none), or float32 [nodes, tasks] (0, 1, NaN: none), or None.
+        labels: int64 [nodes] (classes; -1: none), float32 [nodes, tasks] (0 to 1; NaN: none), with `values` float64
+            [nodes, columns] (NaN: none), or None. See `targets.read`.
         parts: the split the data brings, None when it brings none.
         weights: float32 [edges], None: every edge counts 1. edge_features: float32 [edges, columns].
         starts: int64 [graphs + 1], the first node of each small graph; labels and parts are then of graphs.
@@ -101,6 +101,7 @@ class Graph:
         placed: features have the averages and encodings that a graph transformer reads.
         link_parts: the split of links the data brings, each as its lower end * nodes + its higher end, ascending.
         identity: stands for the content where reading all of it would take long; empty: the content is hashed.
+        values: labels are values of a regression, trained by `scale`, that of the training part (None: not yet known).
     """
 
     indptr: Array
@@ -123,6 +124,8 @@ class Graph:
     cut: Array | None = None
     placed: bool = False
     link_parts: DataSplit | None = None
+    values: bool = False
+    scale: Scale | None = None
 
     @property
     def nodes(self) -> int:
@@ -140,8 +143,15 @@ class Graph:
         return self.nodes if self.starts is None else len(self.starts) - 1
 
     @property
+    def kind(self) -> str | None:
+        """What labels are: classes, tasks or values. None without labels."""
+        if self.labels is None:
+            return None
+        return "values" if self.values else "classes" if self.labels.ndim == 1 else "tasks"
+
+    @property
     def outputs(self) -> int:
-        """Columns a network needs to answer the labels: classes, or tasks. 0 without labels."""
+        """Columns a network needs to answer the labels: classes, tasks, or values. 0 without labels."""
         if self.labels is None:
             return 0
         if self.labels.ndim == 2:
@@ -204,10 +214,12 @@ class Graph:
     def from_edges(sources: Any, targets: Any, *, features: Any, undirected: bool = False, **known: Any) -> Graph:
         """A graph from two lists of node ids, `sources[e]` -> `targets[e]`; mirrored when `undirected`.
 
-        `known` are attributes of `Graph`, with `weights` and `edge_features` in the order of the edges given. Arrays
-        and tensors. Raises UserError for ids outside the graph, lengths that differ, NaN features, labels that do not
-        match, a split that names strangers, and a graph without nodes.
+        `known` are attributes of `Graph`, with `weights` and `edge_features` in the order of the edges given, and
+        `labels` as `targets.read` takes them, for which `target` is `graph.target`. Arrays and tensors. Raises
+        UserError for ids outside the graph, lengths that differ, NaN features, labels that do not match, a split that
+        names strangers, and a graph without nodes.
         """
+        known |= _labels(known, known.pop("target", None))
         ends = _ids(sources, "sources"), _ids(targets, "targets")
         features = _floats(features, "features")
         count, notes = len(features), list(known.pop("notes", ()))
@@ -235,6 +247,53 @@ class Graph:
             **known,
         )
         return replace(checked(made), notes=(*made.notes, *_sole_class(made)))
+
+
+def _labels(known: Mapping[str, Any], target: str | None) -> dict[str, Any]:
+    """The attributes of a graph that say what its labels are."""
+    given, classes = known.get("labels"), known.get("classes", ())
+    if given is None:
+        return {}
+    origin = known.get("origin", Graph.origin)
+    chosen = target_kinds.read(given, origin, target or ("classes" if classes else None))
+    return {
+        "labels": chosen.labels,
+        "classes": classes or chosen.classes,
+        "values": chosen.kind == "values",
+        "notes": (*known.get("notes", ()), *chosen.notes),
+    }
+
+
+def targeted(graph: Graph, target: str | None) -> Graph:
+    """`graph`, whose labels are `target` (None: as they are). Raises UserError where they cannot be."""
+    if target is None or graph.labels is None or graph.kind == target:
+        return graph
+    labels = graph.labels
+    if graph.classes:
+        labels = np.array([*graph.classes, ""])[labels]
+    elif graph.kind == "classes":
+        labels = np.where(labels == IGNORED, np.nan, labels)
+    made = _labels({"labels": labels, "origin": graph.origin, "notes": graph.notes}, target)
+    identity = graph.identity and _mixed(graph.identity, np.frombuffer(target.encode(), np.uint8))
+    return checked(replace(graph, **made, identity=identity))
+
+
+def scaled(graph: Graph) -> Graph:
+    """`graph`, whose values have a scale: that of its training part, unless it has one. Raises UserError where no value
+    trains."""
+    if not graph.values or graph.labels is None or graph.parts is None or graph.scale is not None:
+        return graph
+    known = ~np.isnan(graph.labels[graph.parts.train]).all(0)
+    if not known.any() and len(graph.parts.train):
+        raise UserError(
+            f"{graph.origin} has no target in its training part.",
+            why=f"{len(graph.parts.train):,} train, and each is NaN or empty",
+            do="give targets to some of them, or leave the split out (graph.split)",
+        )
+    empty = [f"targets: column {at} has no value in the training part" for at in np.flatnonzero(~known)]
+    return replace(
+        graph, scale=Scale.of(graph.labels, graph.parts.train), notes=(*graph.notes, *(empty if known.any() else ()))
+    )
 
 
 _VALUES = 1 << 22  # of features looked at once: they may lie on disk
@@ -373,7 +432,7 @@ def _refuse_labels(graph: Graph, labels: Array) -> None:
         raise UserError(
             f"A label is {most}, which would make {most + 1} classes for {graph.items} labels.",
             why="classes are numbered from 0, and there cannot be more of them than labels",
-            do="number the classes 0, 1, …; -1 where there is none",
+            do='number the classes 0, 1, …; -1 where there is none; graph.target = "values" trains a regression',
         )
 
 
@@ -405,19 +464,15 @@ def _refuse_not_finite(array: Array | None, name: str, columns: Sequence[str] = 
             )
 
 
-def _array(values: Any) -> Array:
-    return values.detach().cpu().numpy() if hasattr(values, "detach") else np.asarray(values)
-
-
 def _ids(values: Any, name: str) -> Array:
-    array = _array(values)
+    array = as_array(values)
     if array.size and not np.issubdtype(array.dtype, np.integer):
         raise UserError(f"The {name} of edges are {array.dtype}, not whole numbers.", do="give int64 node ids")
     return array.reshape(-1).astype(np.int64)
 
 
 def _floats(values: Any, name: str) -> Array:
-    array = _array(values)
+    array = as_array(values)
     if array.dtype.kind not in "fiub":
         raise UserError(f"The graph's {name} are {array.dtype}, not numbers.", do="give float32 values")
     if name == "weights":

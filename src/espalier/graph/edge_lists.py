@@ -18,7 +18,6 @@ from espalier.foreign_files import parsing, printable
 from espalier.graph import array_file, separated_text
 from espalier.graph.array_file import NUMBERED, degree_features, refuse_far_ids
 from espalier.graph.data import Array, Graph
-from espalier.graph.label_values import column_labels
 from espalier.graph.separated_text import EXACT, ending
 from espalier.graph.table_columns import (
     EdgeTable,
@@ -49,16 +48,16 @@ def beside(folder: Path, stem: str, endings: Sequence[str]) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.name.lower() in names)
 
 
-def load(file: Path, *, undirected: bool) -> Graph:
-    """The graph whose edges are in `file`. Raises UserError."""
+def load(file: Path, *, undirected: bool, target: str | None = None) -> Graph:
+    """The graph whose edges are in `file`; `target` is `graph.target`. Raises UserError."""
     if ending(file) == ".npz":
-        return array_file.load(file, undirected=undirected)
+        return array_file.load(file, undirected=undirected, target=target)
     place = _nodes_beside(file)
     nodes = None if place is None else read_nodes(place)
     maybe = None if nodes is None else nodes.ids if nodes.maybe is None else nodes.table.columns[nodes.maybe]
     edges = _matrix_market(file) if ending(file) == ".mtx" else read_edges(file, maybe)
     nodes = None if nodes is None else settled(nodes, edges.sources, edges.targets)
-    return _graph(file, nodes, edges, undirected)
+    return _graph(file, nodes, edges, undirected, target)
 
 
 def _nodes_beside(file: Path) -> Path | None:
@@ -79,11 +78,10 @@ def _nodes_beside(file: Path) -> Path | None:
     return None
 
 
-def _graph(file: Path, nodes: NodeTable | None, table: EdgeTable, undirected: bool) -> Graph:
+def _graph(file: Path, nodes: NodeTable | None, table: EdgeTable, undirected: bool, target: str | None) -> Graph:
     ids = None if nodes is None else nodes.ids
     sources, targets = (_numbered(ends, ids, file) for ends in (table.sources, table.targets))
     count = _count(file, nodes, table, sources, targets)
-    labels, classes = column_labels(None if nodes is None else nodes.labels)
     notes = [*(() if nodes is None else nodes.notes), *table.notes]
     columns = {} if nodes is None else nodes.features
     if nodes is not None and not columns:
@@ -93,11 +91,11 @@ def _graph(file: Path, nodes: NodeTable | None, table: EdgeTable, undirected: bo
         targets,
         features=np.stack([*columns.values()], 1) if columns else degree_features((sources, targets), count),
         undirected=_both_ways(table, undirected, notes),
-        labels=labels,
+        labels=None if nodes is None else nodes.labels,
+        target=target,
         parts=None if nodes is None else nodes.parts,
         weights=table.weights,
         edge_features=np.stack([*table.features.values()], 1) if table.features else None,
-        classes=classes,
         names=() if ids is None else as_words(ids),
         origin=str(file),
         columns=tuple(columns) or ("1", "log(1 + degree)"),

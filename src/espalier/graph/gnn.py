@@ -106,21 +106,26 @@ class Mean(Layer):
 
 
 class Isomorphism(Layer):
-    """GIN: MLP((1 + epsilon) x + sum of the neighbours), with `norm` over the hidden columns of the perceptron."""
+    """GIN: MLP((1 + epsilon) x + sum of the neighbours), with `norm` over the hidden columns of the perceptron.
 
-    def __init__(self, inputs: int, outputs: int, norm: bool) -> None:
+    `linear`: without the norm and the ReLU. The last layer's perceptron is as wide as its answer. Of one value a norm
+    would leave nothing, and a ReLU that is negative for all nodes ends training.
+    """
+
+    def __init__(self, inputs: int, outputs: int, norm: bool, linear: bool = False) -> None:
         super().__init__(inputs, outputs)
+        self.linear = linear
         self.epsilon = nn.Parameter(torch.zeros(1))
         self.first, self.second = nn.Linear(inputs, outputs), nn.Linear(outputs, outputs)
-        self.norm = nn.LayerNorm(outputs) if norm else nn.Identity()
+        self.norm = nn.LayerNorm(outputs) if norm and not linear else nn.Identity()
 
     def forward(self, block: MessageBlock, rows: Rows) -> Tensor:
         """The perceptron of the sum; its first matrix before the sum where that is narrower."""
         block = self.begun(block, rows)
         own = self.project(_first(rows, block.targets), self.first.weight)
         sums = self.mapped(block, rows, self.first.weight)
-        hidden = F.relu(self.norm(sums + (1 + self.epsilon) * own + self.first.bias))
-        return self.second(hidden)
+        hidden = self.norm(sums + (1 + self.epsilon) * own + self.first.bias)
+        return self.second(hidden if self.linear else F.relu(hidden))
 
 
 class GraphAttention(Layer):
@@ -179,9 +184,10 @@ def largest(rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 class Gnn(nn.Module):
-    """Layers with a nonlinearity and dropout between them: features [nodes, inputs] to outputs [targets, outputs]."""
+    """Layers with a nonlinearity and dropout between them: features [nodes, inputs] to outputs [targets, outputs],
+    those of a regression with `values`."""
 
-    def __init__(self, options: config.Network, inputs: int, outputs: int) -> None:
+    def __init__(self, options: config.Network, inputs: int, outputs: int, values: bool = False) -> None:
         super().__init__()
         assert options.depth is not None
         assert options.width is not None
@@ -190,7 +196,7 @@ class Gnn(nn.Module):
         sizes = [inputs, *[options.width] * (options.depth - 1), outputs]
         last = options.depth - 1
         self.layers = nn.ModuleList(
-            _layer(options, sizes[i], sizes[i + 1], joined=i != last) for i in range(options.depth)
+            _layer(options, sizes[i], sizes[i + 1], i == last, values) for i in range(options.depth)
         )
         self.norms = nn.ModuleList(nn.LayerNorm(options.width) for _ in range(last if options.norm else 0))
         self.activate: Callable[[Tensor, str, float], Tensor] = activated.reference.run
@@ -231,16 +237,16 @@ class Gnn(nn.Module):
         return self.activate(x, self.options.activation or "relu", share)
 
 
-def _layer(options: config.Network, inputs: int, outputs: int, joined: bool) -> Layer:
+def _layer(options: config.Network, inputs: int, outputs: int, last: bool, values: bool) -> Layer:
     match options:
         case config.Gat():
-            return GraphAttention(inputs, outputs, options.heads if joined else 1, joined, options.dropout or 0.0)
+            return GraphAttention(inputs, outputs, 1 if last else options.heads, not last, options.dropout or 0.0)
         case config.Gcn():
             return Convolution(inputs, outputs)
         case config.Sage():
             return Mean(inputs, outputs)
         case _:
-            return Isomorphism(inputs, outputs, bool(options.norm))
+            return Isomorphism(inputs, outputs, bool(options.norm), last and values)
 
 
 def style_of(model: config.Model) -> Style:

@@ -1,5 +1,5 @@
-"""Graph classification, the task `graph`: a class (or several answers) for each of many small graphs, several of them
-in a batch.
+"""Graph classification and regression, the task `graph`: a class, several answers or values for each of many small
+graphs, several of them in a batch.
 
 Rows of nodes are read out by their sum for GIN, as its authors do (arXiv 1810.00826, section 5), else by their mean.
 """
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from espalier.errors import UserError
 from espalier.graph import metrics, neighbor_sampler
-from espalier.graph.data import Array, Examples, Graph
+from espalier.graph.answers import held_out_figures, loss_of, told, trained_labels
+from espalier.graph.data import Array, Examples, Graph, scaled
 from espalier.graph.neighbor_sampler import Style
-from espalier.graph.node_classification import held_out_figures, summed_loss, told
 from espalier.graph.subgraphs import SubgraphBatch, forward
 from espalier.workload import Shard, to_device
 
@@ -27,7 +27,7 @@ AT_ONCE = 256
 
 
 class GraphTask(Examples):
-    """Graph classification. `summed`: rows are added up, not averaged."""
+    """Graph classification or regression. `summed`: rows are added up, not averaged."""
 
     def __init__(self, graph: Graph, style: Style, depth: int, summed: bool) -> None:
         if graph.starts is None or graph.labels is None:
@@ -37,11 +37,11 @@ class GraphTask(Examples):
                 do="a list of PyG Data with y, an OGB folder of many graphs, or graph.task = 'node'",
             )
         assert graph.parts is not None
-        self.graph, self.style, self.depth, self.summed = graph, style, depth, summed
+        self.graph, self.style, self.depth, self.summed = scaled(graph), style, depth, summed
         super().__init__(graph.parts)
         if not self.items:
             raise UserError(f"{graph.origin} has no graph to train on.", do="graph.split = [0.6, 0.2, 0.2]")
-        self.labels = torch.from_numpy(np.asarray(graph.labels))
+        self.labels = trained_labels(self.graph)
         self.outputs = graph.outputs
 
     def batch(self, ids: Array, step: int) -> SubgraphBatch:
@@ -65,7 +65,7 @@ class GraphTask(Examples):
 
     def loss(self, model: nn.Module, batch: SubgraphBatch) -> tuple[Tensor, Tensor]:
         """Sum over the graphs' known answers, and how many."""
-        return summed_loss(self.logits(model, batch), batch.labels)
+        return loss_of(self.graph, self.logits(model, batch), batch.labels)
 
     def evaluate(self, model: nn.Module, shard: Shard) -> metrics.Sums:
         """Figures of the shard's validation graphs, and of as large a share of the test graphs."""

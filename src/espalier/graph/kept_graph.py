@@ -20,13 +20,14 @@ from espalier.errors import UserError
 from espalier.graph import data, link_prediction
 from espalier.graph.data import IGNORED, Array, DataSplit, Graph, parted
 from espalier.graph.link_prediction import Links
+from espalier.graph.targets import Scale
 
 LIMIT = 1 << 30
 """Bytes of a graph that is kept whole."""
 
 _NAMES, _ARRAYS = "graph.json", "graph.npz"
 _LARGE = ("indptr", "indices", "features", "weights", "edge_features", "starts")
-_TABLE = ("classes", "columns", "edge_columns", "origin", "notes", "identity")
+_TABLE = ("classes", "columns", "edge_columns", "origin", "notes", "identity", "values")
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,8 @@ def write(folder: Path, graph: Graph, links: Links | None, signs: tuple[bool | N
     table = {name: getattr(graph, name) for name in _TABLE}
     table |= {"whole": whole, "nodes": graph.nodes, "outputs": graph.outputs, "widths": _widths(graph)}
     table |= {"weighted": graph.weights is not None, "signs": signs}
+    scale = data.scaled(graph).scale
+    table["scale"] = None if scale is None else scale.table()
     (folder / _NAMES).write_text(json.dumps(table, indent=1), encoding="utf-8")
 
 
@@ -90,7 +93,9 @@ def read(folder: Path) -> KeptGraph:
     known: dict[str, Any] = {"indptr": np.zeros(nodes + 1, np.int64), "indices": np.zeros(0, np.int32)}
     known["features"] = np.zeros((nodes, 0), np.float32)
     known |= {name: found[name] for name in (*_LARGE, "labels", "numbers") if name in found}
+    table.setdefault("values", False)  # earlier versions trained on classes and tasks alone
     known |= {name: tuple(one) if isinstance(one := table[name], list) else one for name in _TABLE}
+    known["scale"] = Scale.from_table(table.get("scale"))
     graph = Graph(**known, names=() if names is None else names.tolist(), parts=_parts(found, "part"))
     pairs, parts = found.get("link_pairs"), _parts(found, "link")
     links = None if pairs is None or parts is None else link_prediction.cut(graph, pairs, parts)
@@ -124,7 +129,7 @@ def mapped(graph: Graph, kept: KeptGraph) -> Graph:
     named = (graph.edge_columns, before.edge_columns)
     edges = _columns((graph, kept), named, (graph.edge_features, kept.widths[1]), "edge feature")
     assert features is not None
-    ours: dict[str, Any] = {"columns": before.columns, "edge_columns": before.edge_columns}
+    ours: dict[str, Any] = {"columns": before.columns, "edge_columns": before.edge_columns, "scale": before.scale}
     known = replace(graph, features=features, edge_features=edges, **ours)
     return known if graph.labels is None or not kept.outputs else _classed(known, graph.labels, kept)
 
@@ -158,7 +163,7 @@ def _columns(
 
 def _classed(graph: Graph, labels: Array, kept: KeptGraph) -> Graph:
     """With the classes of the run, by name; classes without names are numbers."""
-    if labels.ndim == 2:
+    if graph.kind != "classes":
         if labels.shape[1] != kept.outputs:
             raise UserError(
                 f"{graph.origin} has {labels.shape[1]} columns of answers, and the run {kept.outputs}.",

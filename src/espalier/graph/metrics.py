@@ -1,13 +1,13 @@
-"""Figures of merit: accuracy, F1, ROC-AUC, and of ranked links MRR and hits@k.
+"""Figures of merit: accuracy, F1, ROC-AUC, of values MSE, MAE and R², and of ranked links MRR and hits@k.
 
-Sums with weights, so that ranks can add up; each figure is then a quotient of sums. F1 is made of counts by class.
+Sums with weights, so that ranks can add up; each figure is then a quotient of sums. F1 is made of counts by class, R²
+of moments by column.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +44,25 @@ def marked(logits: Tensor, labels: Tensor) -> Sums:
     losses = F.binary_cross_entropy_with_logits(logits[known], labels[known].to(logits.dtype), reduction="sum")
     right = ((logits[known] > 0) == (labels[known] > 0.5)).sum()
     return {"loss": (float(losses), count), "accuracy": (float(right), count)}
+
+
+def regressed(rows: Tensor, labels: Tensor, deviations: Sequence[float]) -> Sums:
+    """Of standardised `rows` [items, columns] for `labels` [items, columns] (NaN: not counted): the loss as it is, mean
+    squared and absolute errors by column in the units of the targets, and the moments that R² is made of."""
+    rows, known = rows.double(), ~labels.isnan()
+    errors = torch.where(known, rows - labels, 0.0)
+    truths = torch.where(known, labels, 0.0).double()
+    counts = known.sum(0).double().tolist()
+    sums: Sums = {"loss": (float(errors.square().sum()), sum(counts))}
+    moments = torch.stack([errors.square().sum(0), errors.abs().sum(0), truths.sum(0), truths.square().sum(0)])
+    for at, (squared, absolute, first, second) in enumerate(moments.T.tolist()):
+        count, deviation, column = counts[at], deviations[at], f".{at}" if len(counts) > 1 else ""
+        sums[f"mse{column}"] = (deviation * deviation * squared, count)
+        sums[f"mae{column}"] = (deviation * absolute, count)
+        sums[f"count/error{column}"] = (squared, count)
+        sums[f"count/first{column}"] = (first, count)
+        sums[f"count/second{column}"] = (second, count)
+    return sums
 
 
 def areas(logits: Tensor, labels: Tensor) -> float:
@@ -86,18 +105,44 @@ def ranked(true: Tensor, others: Tensor) -> Sums:
 
 
 def summary(totals: Mapping[str, float]) -> dict[str, float]:
-    """Totals as people read them: counts by class become macro F1; NaN (nothing to count) is left out."""
-    found: dict[str, Any] = {}
-    for name, value in totals.items():
-        if "count/" not in name:
-            found[name] = value
+    """Totals as people read them: counts by class become macro F1, moments by column R², and columns of values have a
+    mean; NaN (nothing to count) is left out."""
+    figures = {name: value for name, value in totals.items() if "count/" not in name}
     for prefix in ("", "test_"):
-        scores = []
-        for name, hit in totals.items():
-            if name.startswith(f"{prefix}count/hit/"):
-                either = totals[name.replace("/hit/", "/any/")]
-                scores += [2 * hit / either] if either > 0 else []
-        if scores:
-            found[f"{prefix}f1"] = sum(scores) / len(scores)
-    order = sorted(found, key=lambda name: (name.startswith("test_"), name != "loss", name))
-    return {name: found[name] for name in order if not math.isnan(found[name])}
+        figures |= {f"{prefix}{name}": value for name, value in _macro_f1(totals, prefix).items()}
+        figures |= {f"{prefix}{name}": value for name, value in _by_column(totals, prefix).items()}
+    return {name: figures[name] for name in sorted(figures, key=_place) if not math.isnan(figures[name])}
+
+
+def _place(name: str) -> tuple[bool, bool, int, str]:
+    """Of a figure among others: those of the test part, and of single columns, come last."""
+    column = name.partition(".")[2]
+    return name.startswith("test_"), name != "loss", int(column) if column.isdecimal() else -1, name
+
+
+def _macro_f1(totals: Mapping[str, float], prefix: str) -> dict[str, float]:
+    start = f"{prefix}count/hit/"
+    either = [(hit, totals[name.replace("/hit/", "/any/")]) for name, hit in totals.items() if name.startswith(start)]
+    scores = [2 * hit / both for hit, both in either if both > 0]
+    return {"f1": sum(scores) / len(scores)} if scores else {}
+
+
+_CONSTANT = 1e-12
+"""Of the mean square: a variance below it is rounding, and R² has no meaning."""
+
+
+def _by_column(totals: Mapping[str, float], prefix: str) -> dict[str, float]:
+    """R² of each column of values, NaN of a constant one, and the means over several columns."""
+    start = f"{prefix}count/error"
+    columns = [name.removeprefix(start) for name in totals if name.startswith(start)]
+    figures: dict[str, float] = {}
+    for column in columns:
+        error, first, second = (totals[f"{prefix}count/{name}{column}"] for name in ("error", "first", "second"))
+        variance = second - first * first
+        figures[f"r2{column}"] = 1 - error / variance if variance > _CONSTANT * second else math.nan
+    for name in ("mse", "mae", "r2") if len(columns) > 1 else ():
+        each = [figures.get(f"{name}{column}", totals.get(f"{prefix}{name}{column}", math.nan)) for column in columns]
+        finite = [value for value in each if not math.isnan(value)]
+        if finite:
+            figures[name] = sum(finite) / len(finite)
+    return figures

@@ -1,22 +1,21 @@
-"""Node classification, the task `node`: a class (or several yes-or-no answers) per node, on the whole graph or on
-sampled neighbourhoods."""
+"""Node classification and regression, the task `node`: a class, several yes-or-no answers or values per node, on the
+whole graph or on sampled neighbourhoods."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from espalier.errors import UserError
 from espalier.graph import metrics
-from espalier.graph.data import Array, DataSplit, Examples, Graph
+from espalier.graph.answers import held_out_figures, loss_of, told, trained_labels
+from espalier.graph.data import Array, Examples, Graph, scaled
 from espalier.graph.neighbor_sampler import ALL
 from espalier.graph.subgraphs import SubgraphBatch, View, forward, infer
-from espalier.kernels.cross_entropy import cross_entropy
 from espalier.workload import Shard
 
 WORTH = 0.7
@@ -29,11 +28,11 @@ TOLD = 1 << 16
 
 
 class NodeTask(Examples):
-    """Node classification. `train` is what training sees of the graph, `held` what evaluation sees."""
+    """Node classification or regression. `train` is what training sees of the graph, `held` what evaluation sees."""
 
     def __init__(self, train: View, held: View, fanout: Sequence[int], seed: int) -> None:
         self.train, self.held, self.fanout, self.seed = train, held, tuple(fanout), seed
-        graph = held.graph
+        graph = scaled(held.graph)
         if graph.labels is None:
             raise UserError(
                 f"{graph.origin} has no labels, and graph.task is 'node'.",
@@ -44,7 +43,7 @@ class NodeTask(Examples):
         if not self.items:
             raise UserError(f"{graph.origin} has no node to train on.", do="graph.split = [0.6, 0.2, 0.2]")
         self.graph: Graph = graph
-        self.labels = torch.from_numpy(np.asarray(graph.labels))
+        self.labels = trained_labels(graph)
         self.outputs = graph.outputs
         self._fixed: dict[tuple[int, ...], SubgraphBatch] = {}
         self.every_node = False
@@ -75,9 +74,10 @@ class NodeTask(Examples):
         return SubgraphBatch(*train.whole(), self.labels[ids], chosen=chosen)
 
     def loss(self, model: nn.Module, batch: SubgraphBatch) -> tuple[Tensor, Tensor]:
-        """Sum of cross entropies over the labelled nodes asked for (binary ones: over known answers), their number."""
+        """Sum of cross entropies over the labelled nodes asked for (binary ones, and squared errors: over known
+        answers), and their number."""
         logits = forward(model, batch.features, batch.blocks)
-        return summed_loss(logits, batch.labels, batch.chosen)
+        return loss_of(self.graph, logits, batch.labels, batch.chosen)
 
     def evaluate(self, model: nn.Module, shard: Shard) -> metrics.Sums:
         """Figures of the shard's validation nodes, and of as large a share of the test nodes under `test_`."""
@@ -97,54 +97,3 @@ class NodeTask(Examples):
         for at in range(0, len(items), TOLD):
             some = items[at : at + TOLD]
             yield from told(logits_of(np.asarray(some, np.int64)), self.graph, [self.name(one) for one in some])
-
-
-class LabelledTask(Protocol):
-    """What is asked of a task whose items have labels."""
-
-    parts: DataSplit
-    labels: Tensor
-    outputs: int
-
-
-def held_out_figures(task: LabelledTask, shard: Shard, logits_of: Callable[[Array], Tensor]) -> metrics.Sums:
-    """Figures of the shard's validation items, and of as large a share of the test items under `test_`."""
-    found: dict[str, tuple[float, float]] = {}
-    several = task.labels.ndim == 2
-    for prefix, ids, own in task.parts.held_out(shard):
-        figures = (metrics.marked if several else metrics.classified)(logits_of(own), task.labels[own])
-        found |= {prefix + name: value for name, value in figures.items()}
-        if several or task.outputs == 2:  # no sum over items: the first shard sees to all of it
-            first = shard.start == 0
-            value = metrics.areas(logits_of(ids), task.labels[ids]) if first else 0.0
-            found[f"{prefix}auc"] = (value, float(first))
-    return found
-
-
-def summed_loss(logits: Tensor, labels: Tensor, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(sum, weight) over the answers that are known, of the rows `chosen` (None: all)."""
-    if labels.ndim == 2:
-        logits = logits if chosen is None else logits[chosen]
-        known = ~labels.isnan()
-        answers = labels[known].to(logits.dtype)
-        return F.binary_cross_entropy_with_logits(logits[known], answers, reduction="sum"), known.sum()
-    return cross_entropy(logits, labels, chosen), _known(labels)
-
-
-def _known(labels: Tensor) -> Tensor:
-    if labels.device.type != "cpu":
-        return (labels >= 0).sum()
-    return torch.tensor(np.count_nonzero(labels.numpy() >= 0))  # by NumPy: torch's threads would spin afterwards
-
-
-def told(logits: Tensor, graph: Graph, names: Sequence[str]) -> list[dict[str, Any]]:
-    """Rows of logits as answers: the class and its probability, or the probability of each task."""
-    if graph.labels is not None and graph.labels.ndim == 2:
-        chances = logits.sigmoid().tolist()
-        return [{"name": name, "probabilities": row} for name, row in zip(names, chances, strict=True)]
-    best = logits.softmax(1).max(1)
-    found = []
-    for name, chance, at in zip(names, best.values.tolist(), best.indices.tolist(), strict=True):
-        label = graph.classes[at] if at < len(graph.classes) else str(at)
-        found.append({"name": name, "label": label, "probability": chance})
-    return found

@@ -16,7 +16,7 @@ from espalier.errors import UserError
 from espalier.foreign_files import Fields, FieldUse, parsing, printable, unused
 from espalier.graph import numpy_pickle, separated_text
 from espalier.graph.array_file import refuse_far_ids
-from espalier.graph.data import IGNORED, Array, DataSplit, Graph
+from espalier.graph.data import Array, DataSplit, Graph
 
 _DO = "unpack the data set anew"
 _FILES = ("edge", "num-node-list", "num-edge-list", "node-label", "graph-label", "node-feat", "edge-feat")
@@ -29,8 +29,9 @@ def is_ogb(folder: Path) -> bool:
     return any((folder / "raw" / f"{name}.csv.gz").exists() for name in ("edge", *_HETEROGENEOUS))
 
 
-def load(folder: Path, *, undirected: bool, task: str = "node") -> Graph:
-    """An OGB data set for nodes, graphs or (`task` = link) links, with the split it brings. Raises UserError."""
+def load(folder: Path, *, undirected: bool, task: str = "node", target: str | None = None) -> Graph:
+    """An OGB data set for nodes, graphs or (`task` = link) links, with the split it brings; `target` is `graph.target`.
+    Raises UserError."""
     raw = folder / "raw"
     if any((raw / f"{name}.csv.gz").exists() for name in _HETEROGENEOUS):
         raise UserError(
@@ -48,7 +49,7 @@ def load(folder: Path, *, undirected: bool, task: str = "node") -> Graph:
         starts = np.concatenate([[0], np.cumsum(sizes[:, 0])])
         ends = ends + np.repeat(starts[:-1], per_graph)
     nodes, name = int(sizes.sum()), "graph-label" if many else "node-label"
-    labels = _table(raw, name, np.float32) if _file(raw, name).exists() else None
+    labels = _table(raw, name, np.float64) if _file(raw, name).exists() else None
     if labels is None and task != "link":
         raise UserError(
             f"{printable(folder)} has no labels ({name}.csv.gz).",
@@ -68,9 +69,8 @@ def load(folder: Path, *, undirected: bool, task: str = "node") -> Graph:
         ends[1],
         features=_table(raw, "node-feat", np.float32) if features.exists() else np.ones((nodes, 1), np.float32),
         undirected=undirected,
-        labels=labels
-        if labels is None or labels.shape[1] > 1
-        else np.where(np.isnan(labels), IGNORED, labels)[:, 0].astype(np.int64),
+        labels=labels[:, 0] if labels is not None and labels.shape[1] == 1 else labels,
+        target=target,
         parts=None if labels is None else _parts(folder, notes),
         link_parts=link_parts,
         edge_features=edge_features,

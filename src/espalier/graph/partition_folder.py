@@ -53,7 +53,7 @@ AGAIN = "write the partition again"
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a folder holds. `rows`: of `Boundary`; `checksums`: of the parts, in order of rank; `nodes_checksum`: of
     `nodes.safetensors`; `cut`: see `cut_hash`. The rest is of the whole graph: `width` of its features, `outputs` of a
-    network for its labels, names of the classes, and where it came from.
+    network for its labels, names of the classes, where it came from, and whether labels are values.
     """
 
     format: int
@@ -68,6 +68,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     classes: tuple[str, ...]
     origin: str
     cut: str = ""
+    values: bool = False
 
 
 class Part(NamedTuple):
@@ -123,6 +124,7 @@ def write(folder: str | Path, graph: Graph, style: Style, cut: Boundary, every: 
             classes=graph.classes,
             origin=graph.origin,
             cut=cut_hash(cut.parts),
+            values=graph.values,
         )
         (target / MANIFEST).write_bytes(msgspec.json.encode(made))
 
@@ -260,6 +262,7 @@ def outlined(folder: Path) -> tuple[Graph, Style]:
         numbers=nodes["numbers"].numpy() if "numbers" in nodes else None,
         origin=manifest.origin,
         identity=manifest.graph,
+        values=manifest.values,
         partition=Partition(
             folder,
             len(manifest.checksums),

@@ -20,12 +20,12 @@ from espalier.errors import UserError, missing_extra
 from espalier.foreign_files import FieldUse, parsing
 from espalier.graph.array_file import KEYS, MASKS, both_ends, masked_parts, understood
 from espalier.graph.data import Array, Graph
-from espalier.graph.label_values import matrix_labels, whole_labels
+from espalier.graph.targets import as_array, of_graphs
 from espalier.import_function import function
 
 
-def from_pyg(data: Any, *, undirected: bool = False, origin: str = "Data") -> Graph:
-    """The `Graph` of a PyG `Data` (or of anything with its attributes). Raises UserError."""
+def from_pyg(data: Any, *, undirected: bool = False, origin: str = "Data", target: str | None = None) -> Graph:
+    """The `Graph` of a PyG `Data` (or of anything with its attributes), its `y` as `target`. Raises UserError."""
     use = FieldUse(KEYS, origin)
     data = _known(data, use)
     notes = list(use.notes())
@@ -38,6 +38,7 @@ def from_pyg(data: Any, *, undirected: bool = False, origin: str = "Data") -> Gr
         features=features,
         undirected=undirected,
         labels=_labels(getattr(data, "y", None)),
+        target=target,
         parts=masked_parts([getattr(data, name, None) for name in MASKS], len(features), notes),
         weights=weights,
         edge_features=edge_features,
@@ -46,8 +47,9 @@ def from_pyg(data: Any, *, undirected: bool = False, origin: str = "Data") -> Gr
     )
 
 
-def from_many(items: Any, *, undirected: bool = False, origin: str) -> Graph:
-    """Many small PyG graphs side by side; `y` of each is its label. Raises UserError naming the item at fault."""
+def from_many(items: Any, *, undirected: bool = False, origin: str, target: str | None = None) -> Graph:
+    """Many small PyG graphs side by side; `y` of each is its label, or a row of them [1, columns]; `target` is
+    `graph.target`. Raises UserError naming the item at fault."""
     use = FieldUse(KEYS, origin)
     items = [_known(item, use) for item in items]
     if not items:
@@ -65,7 +67,8 @@ def from_many(items: Any, *, undirected: bool = False, origin: str) -> Graph:
         joined[0],
         joined[1],
         features=torch.cat(widths),
-        labels=_labels(torch.cat([one.reshape(1, -1) for one in known])),
+        labels=_labels(of_graphs(known, [len(one) for one in widths], origin)),
+        target=target,
         starts=starts,
         undirected=undirected,
         weights=weights,
@@ -151,14 +154,14 @@ def to_pyg(graph: Graph) -> Any:
     return data
 
 
-def load(path: Path, *, pickle: bool, undirected: bool) -> Graph:
+def load(path: Path, *, pickle: bool, undirected: bool, target: str | None = None) -> Graph:
     """The graph in a file written by `torch.save` of a `Data`, a (data, slices) tuple, a dict, or a list of either.
 
     Raises UserError for a file that needs unpickling of other classes than PyG's while `pickle` is False.
     """
     do = "save it again with torch.save(data, path)"
     with parsing(path, do):
-        return _graph(_loaded(path, pickle), undirected, path)
+        return _graph(_loaded(path, pickle), undirected, path, target)
 
 
 def _loaded(path: Path, pickle: bool) -> Any:
@@ -177,9 +180,9 @@ def _loaded(path: Path, pickle: bool) -> Any:
         ) from None
 
 
-def _graph(found: Any, undirected: bool, path: Path) -> Graph:
+def _graph(found: Any, undirected: bool, path: Path, target: str | None) -> Graph:
     if isinstance(found, list) or (isinstance(found, tuple) and all(hasattr(one, "edge_index") for one in found)):
-        return from_many(found, undirected=undirected, origin=str(path))
+        return from_many(found, undirected=undirected, origin=str(path), target=target)
     if isinstance(found, tuple) and found:  # PyG's processed files: (data, slices, …)
         slices = found[1] if len(found) > 1 and isinstance(found[1], dict) else {}
         if (count := len(slices.get("edge_index", ())) - 1) > 1:
@@ -189,7 +192,7 @@ def _graph(found: Any, undirected: bool, path: Path) -> Graph:
                 do="torch.save(list(dataset), path) with graph.pickle = true, or pyg:NAME",
             )
         found = found[0]
-    return from_pyg(found, undirected=undirected, origin=str(path))
+    return from_pyg(found, undirected=undirected, origin=str(path), target=target)
 
 
 def _plain(path: Path) -> Any:
@@ -206,7 +209,7 @@ def _plain(path: Path) -> Any:
             return torch.load(path, weights_only=True, map_location="cpu")
 
 
-def dataset(name: str, root: Path, *, undirected: bool) -> Graph:
+def dataset(name: str, root: Path, *, undirected: bool, target: str | None = None) -> Graph:
     """`pyg:Planetoid/Cora`: the dataset class of `torch_geometric.datasets` and its name, if it takes one."""
     datasets = _library(f"data.path = 'pyg:{name}'").datasets
     kind, _, which = name.partition("/")
@@ -228,8 +231,8 @@ def dataset(name: str, root: Path, *, undirected: bool) -> Graph:
             do=f"put its raw files below {root / kind}, or check the name",
         ) from None
     if len(found) > 1:
-        return from_many(found, undirected=undirected, origin=f"pyg:{name}")
-    return from_pyg(found[0], undirected=undirected, origin=f"pyg:{name}")
+        return from_many(found, undirected=undirected, origin=f"pyg:{name}", target=target)
+    return from_pyg(found[0], undirected=undirected, origin=f"pyg:{name}", target=target)
 
 
 class _Named:
@@ -278,12 +281,12 @@ def _features(data: Any, origin: str) -> torch.Tensor:
 
 
 def _labels(labels: Any) -> Array | None:
+    """As `targets.read` takes them; one column of numbers is a vector, unless some are NaN."""
     if labels is None:
         return None
-    given = np.atleast_1d(torch.as_tensor(labels).detach().cpu().numpy())
-    if given.ndim == 2 and given.shape[1] == 1 and not (given.dtype.kind == "f" and np.isnan(given).any()):
-        given = given[:, 0]
-    return matrix_labels(given) if given.ndim == 2 else whole_labels(given)
+    given = np.atleast_1d(as_array(labels))
+    column = given.ndim == 2 and given.shape[1] == 1 and not (given.dtype.kind == "f" and np.isnan(given).any())
+    return given[:, 0] if column else given
 
 
 def built(options: config.Messages, features: int, classes: int, folder: str | Path | None) -> nn.Module:

@@ -477,11 +477,12 @@ SHARES = (0.25, 0.5, 0.75, 1.0)
 
 
 class Packed(NamedTuple):
-    """Bytes of the packages of all rows that layers read, everything counted, and what a model says that reads them, in
-    per cent."""
+    """Bytes of the packages of all rows that layers read, everything counted, and the score of a model that reads them,
+    in per cent: accuracy, or another `figure`."""
 
     bytes: int
-    accuracy: float
+    score: float
+    figure: str
 
 
 @contextmanager
@@ -494,16 +495,16 @@ def packing(found: Quantization) -> Iterator[dict[str, PackedRows]]:
         found.packed, found.stored, found.pieces = False, {}, (None, torch.zeros(0))
 
 
-def packed(found: Quantization, accuracy: Callable[[], float]) -> Packed:
-    """`accuracy` infers the model whole, in per cent."""
+def packed(found: Quantization, score: Callable[[], float], figure: str = "accuracy") -> Packed:
+    """`score` infers the model whole, and gives the value of `figure` in per cent."""
     with packing(found) as stored:
-        value = accuracy()
-        return Packed(sum(one.nbytes for one in stored.values()), value)
+        value = score()
+        return Packed(sum(rows.nbytes for rows in stored.values()), value, figure)
 
 
 def curves(found: Quantization, now: Callable[[], Packed] | None) -> list[Curve]:
-    """Bits against degree; accuracy against bytes of packages, of the trained model under smaller targets (None: not
-    shown). `now` tells both of the model as it is then: see `packed`."""
+    """Bits against degree; accuracy (or R²) against bytes of packages, of the trained model under smaller targets
+    (None: not shown). `now` tells both of the model as it is then: see `packed`."""
     if not found.features or found.degrees is None:
         return []
     rows = []
@@ -515,15 +516,17 @@ def curves(found: Quantization, now: Callable[[], Packed] | None) -> list[Curve]
     target = found.target
     if now is None or target is None or not target.layers:
         return drawn
-    asked, whole, points = target.asked, target.target, []
+    asked, whole, points, figure = target.asked, target.target, [], ""
     try:
         for share in SHARES:
             target.asked = max(target.least, math.floor(share * whole))
-            one = now()
-            points.append([one.bytes / 1024, one.accuracy])
+            now_packed = now()
+            figure = now_packed.figure
+            points.append([now_packed.bytes / 1024, now_packed.score])
     finally:
         target.asked = asked
-    return [*drawn, Curve("Accuracy against bytes of packed features, all counted", "KiB", ["per cent"], points)]
+    title = f"{figure[0].upper()}{figure[1:]} against bytes of packed features, all counted"
+    return [*drawn, Curve(title, "KiB", ["per cent"], points)]
 
 
 def tables(found: Quantization, stored: Packed | None = None) -> list[Table]:
@@ -537,7 +540,8 @@ def tables(found: Quantization, stored: Packed | None = None) -> list[Table]:
         ("fp32", units.show_size(one.floats), 32.0),
     ]
     if stored is not None:
-        label = f"packages, everything counted ({stored.accuracy:.1f} % from them)"
+        figure = "" if stored.figure == "accuracy" else f"{stored.figure} "
+        label = f"packages, everything counted ({figure}{stored.score:.1f} % from them)"
         sizes.insert(2, (label, units.show_size(stored.bytes), 8 * stored.bytes / one.values))
     rows: list[list[str | int | float]] = []
     for low, high in GROUPS:

@@ -22,7 +22,7 @@ from espalier.graph import (
     synthetic,
     wordnet,
 )
-from espalier.graph.data import Graph
+from espalier.graph.data import Graph, targeted
 
 _SCHEME = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]+:")
 
@@ -43,12 +43,16 @@ KNOWN = (
 
 def load(data: Data, options: config.GraphOptions, progress: Progress | None = None) -> Graph:
     """The graph that `data.path` names. Raises UserError naming what is wrong with it."""
+    return targeted(_read(data, options, progress), options.target)
+
+
+def _read(data: Data, options: config.GraphOptions, progress: Progress | None) -> Graph:
     path = data.path
     both = options.undirected
     if path in MACHINE:
         return MACHINE[path](progress)
     if path.startswith("pyg:"):
-        return pyg.dataset(path.removeprefix("pyg:"), _cache(data) / "pyg", undirected=both)
+        return pyg.dataset(path.removeprefix("pyg:"), _cache(data) / "pyg", undirected=both, target=options.target)
     if path.partition(":")[0] in synthetic.KINDS:
         return synthetic.load(path, _cache(data), progress)
     place = Path(path).expanduser()
@@ -66,7 +70,7 @@ def load(data: Data, options: config.GraphOptions, progress: Progress | None = N
 def _file(place: Path, path: str, options: config.GraphOptions) -> Graph:
     ending, both = place.suffix.lower(), options.undirected
     if ending in (".pt", ".pth"):
-        return pyg.load(place, pickle=options.pickle, undirected=both)
+        return pyg.load(place, pickle=options.pickle, undirected=both, target=options.target)
     if ending in (".pkl", ".pickle"):
         raise UserError(
             f"data.path = {path!r} is a pickle, and is not read.",
@@ -74,7 +78,7 @@ def _file(place: Path, path: str, options: config.GraphOptions) -> Graph:
             do="numpy.savez(file, edge_index=…, x=…, y=…), or torch.save(data.to_dict(), path)",
         )
     if edge_lists.is_edge_list(place):
-        return edge_lists.load(place, undirected=both)
+        return edge_lists.load(place, undirected=both, target=options.target)
     raise UserError(f"data.path = {path!r} is not a graph known by its name.", do=f"one of: {'; '.join(KNOWN)}")
 
 
@@ -89,7 +93,7 @@ def _folder(place: Path, options: config.GraphOptions) -> Graph:
     if partition_folder.is_partition(place):
         return partition_folder.outlined(place)[0]
     if ogb.is_ogb(place):
-        return ogb.load(place, undirected=undirected, task=options.task)
+        return ogb.load(place, undirected=undirected, task=options.task, target=options.target)
     for folder in (place, place / "raw"):
         found = planetoid.names(folder)
         if len(found) == 1:
@@ -107,7 +111,7 @@ def _folder(place: Path, options: config.GraphOptions) -> Graph:
             do=f"data.path = {str(tables[0])!r}",
         )
     if tables:
-        return edge_lists.load(tables[0], undirected=undirected)
+        return edge_lists.load(tables[0], undirected=undirected, target=options.target)
     raise UserError(
         f"data.path = {str(place)!r} holds no graph that is known.",
         why="looked for ind.NAME.graph (Planetoid), raw/edge.csv.gz (OGB) and edges.csv, .tsv, .mtx, .npz or .parquet",

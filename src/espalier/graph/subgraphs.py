@@ -38,7 +38,8 @@ class SubgraphBatch(NamedTuple):
         features: [nodes, width] of the nodes that the first block reads.
         blocks: one per layer, the farthest from the answers first; a foreign network reads the first alone.
         chosen: int64, which rows of the result are asked for (None: all, in order).
-        labels: of what is asked: classes, rows of tasks, or 1 for true links and 0 for drawn ones.
+        labels: of what is asked: classes, rows of tasks or of standardised values, or 1 for true links and 0 for drawn
+            ones.
         pairs: int64 [2, links], rows of the result that are joined, when links are asked for.
         members: int64 [nodes], the small graph each row belongs to, when graphs are asked for.
         step: that it is made for, where a graph is cut over ranks.
@@ -114,7 +115,7 @@ def forward(model: nn.Module, features: Tensor, blocks: tuple[MessageBlock, ...]
         shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
         raise UserError(
             f"model.build: its network returned {shape} for {len(features)} nodes.",
-            why="it must return a row for each node, [nodes, classes]",
+            why="it must return a row for each node, [nodes, classes], or a column for each task or value",
             do="no pooling and no softmax inside; see docs/graph.md",
         )
     own: Any = first.halo

@@ -19,6 +19,7 @@ from espalier.config.graphs import Batches
 from espalier.cost import Anatomy, Cut, Work
 from espalier.errors import UserError
 from espalier.graph import (
+    answers,
     compiled_aggregate,
     data,
     graph_plan,
@@ -37,7 +38,7 @@ from espalier.graph.gnn import Gnn, Layer, style_of
 from espalier.graph.graph_classification import GraphTask
 from espalier.graph.layer_work import Reach
 from espalier.graph.link_prediction import Links, LinkTask
-from espalier.graph.node_classification import NodeTask, held_out_figures, told
+from espalier.graph.node_classification import NodeTask
 from espalier.graph.quantized_graph import QuantizedGraph
 from espalier.graph.subgraphs import SubgraphBatch, View, infer
 from espalier.graph.torchgt import reformation
@@ -87,8 +88,8 @@ class GraphWorkload(Plain):
         """Of the graph that the run was begun on, where it is another: see `kept_graph.other_nodes`."""
         self.signs: tuple[bool | None, ...] = ()
         """See `QuantizedGraph.signs`."""
-        self.graph = graph
-        self.task = _task(recipe, graph, links)
+        self.graph = data.scaled(graph)
+        self.task = _task(recipe, self.graph, links)
         self._schedule: tuple[Schedule, str] | None = None
         whole = recipe.graph.task == "node" and not recipe.graph.fanouts
         asked = self.task.items if whole else recipe.train.batch_tokens or self.task.items
@@ -151,7 +152,7 @@ class GraphWorkload(Plain):
                 model.schedule = self._attention()[0]
                 return model
             assert isinstance(options, config.Network)
-            return Gnn(options, inputs, self._outputs())
+            return Gnn(options, inputs, self._outputs(), self.graph.values and not isinstance(self.task, LinkTask))
 
     def _attention(self) -> tuple[Schedule, str]:
         """In which steps attention is full, and why; decided once."""
@@ -303,7 +304,7 @@ class GraphWorkload(Plain):
         """The task's figures with all neighbours; under `test_` those of the test part, which chooses nothing."""
         if self.part is not None and self.whole_task.train is self.whole_task.held:
             logits = self._evaluated = self.part.logits(model)
-            return held_out_figures(self.whole_task, shard, lambda ids: logits[ids])
+            return answers.held_out_figures(self.whole_task, shard, lambda ids: logits[ids])
         return self.task.evaluate(model, shard)
 
     def summary(self, totals: Mapping[str, float]) -> Mapping[str, float]:
@@ -316,7 +317,8 @@ class GraphWorkload(Plain):
         if (bits := quantization.quantization_of(model)) is not None:
             widest = max((one.columns for one in bits.features), default=0)
             small = isinstance(self.task, NodeTask) and self.stored is None and self._passes(widest)
-            now = partial(quantization.packed, bits, lambda: self._accuracy(model)) if small and widest else None
+            figure = answers.score_name(self.graph)
+            now = partial(quantization.packed, bits, lambda: self._score(model), figure) if small and widest else None
             found += [*quantization.tables(bits, None if now is None else now()), *quantization.curves(bits, now)]
         return [*found, self.stored.table()] if self.stored is not None and self.stored.features is not None else found
 
@@ -327,34 +329,22 @@ class GraphWorkload(Plain):
         return edges * width <= CURVED and (there is None or partition_folder.complete(there))
 
     @torch.no_grad()
-    def _accuracy(self, model: nn.Module) -> float:
-        """Of held-out nodes, in per cent; of tasks without classes minus the loss."""
+    def _score(self, model: nn.Module) -> float:
+        """Of held-out nodes, in per cent."""
         logits, shard = infer(model, self.whole_task.held), Shard(0, self.task.validation, self.task.validation)
-        totals = held_out_figures(self.whole_task, shard, lambda ids: logits[ids])
-        mean = self.summary({name: total / weight for name, (total, weight) in totals.items() if weight})
-        return 100 * mean.get("accuracy", -mean["loss"] / 100)
+        totals = answers.held_out_figures(self.whole_task, shard, lambda ids: logits[ids])
+        return answers.score(self.summary({name: total / weight for name, (total, weight) in totals.items() if weight}))
 
     def _glimpses(self, model: nn.Module) -> list[Artifact]:
         ids = self.task.parts.validation[:: max(1, self.task.validation // GLIMPSES)][:GLIMPSES].tolist()
-        rows: list[Sequence[str | float]] = []
         if isinstance(self.task, LinkTask):
             pairs = [(int(head), int(tail)) for head, tail in self.task.links.pairs[:, ids].T]
-            rows += ([one["name"], one["probability"]] for one in self.task.answers(model, pairs))
-            return [Table(("link", "probability that it is there (it is)"), rows)] if rows else []
+            links = [[link["name"], link["probability"]] for link in self.task.answers(model, pairs)]
+            return [Table(("link", "probability that it is there (it is)"), links)] if links else []
         names = [self.task.name(item) for item in ids]
-        found = (
-            self.task.answers(model, ids) if self._evaluated is None else told(self._evaluated[ids], self.graph, names)
-        )
-        for item, one in zip(ids, found, strict=True):
-            if "label" in one:
-                truth = int(self.task.labels[item])
-                true = self.graph.classes[truth] if truth < len(self.graph.classes) else str(truth)
-                rows.append([one["name"], one["label"], one["probability"], true])
-        return (
-            [Table((self.recipe.graph.task if self.recipe.graph else "", "answer", "probability", "truth"), rows)]
-            if rows
-            else []
-        )
+        rows = self._evaluated
+        found = self.task.answers(model, ids) if rows is None else answers.told(rows[ids], self.graph, names)
+        return answers.truth_table(self.graph, ids, found)
 
     def fingerprint(self) -> str:
         """Of the graph, its split included."""
@@ -363,6 +353,9 @@ class GraphWorkload(Plain):
     def notes(self) -> list[str]:
         """What was mended in the graph, and what of it cannot be learned."""
         found = list(self.graph.notes)
+        if isinstance(self.task, LinkTask) and self.graph.labels is not None:
+            unread = "not used: labels (graph.task = 'link')"
+            found = [unread, *(note for note in found if not note.startswith("targets:"))]
         if (
             isinstance(self.recipe.model, config.GraphTransformer)
             and not isinstance(self.task, GraphTask)
@@ -579,9 +572,10 @@ def open_graph(
     assert recipe.graph is not None
     if not recipe.data:
         raise UserError("The recipe has no [data].", do='[data] path = "python:imports"')
-    graph = sources.load(recipe.data[0], recipe.graph, progress)
-    graph = partition_folder.checked_for(recipe, graph, style_of(recipe.model))
     asked, seed, links = recipe.graph, recipe.train.seed, None
+    before = None if kept is None or asked.task == "link" else kept.graph.kind
+    graph = sources.load(recipe.data[0], msgspec.structs.replace(asked, target=asked.target or before), progress)
+    graph = partition_folder.checked_for(recipe, graph, style_of(recipe.model))
     if kept is not None:
         graph = kept_graph.mapped(graph, kept)
     if asked.task != "link":

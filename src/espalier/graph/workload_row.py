@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from espalier.config import HaloOptions, Recipe
 from espalier.config.graphs import Batches, with_batches
 from espalier.errors import UserError
 from espalier.graph import kept_graph, packed_run, part_inference, partition_folder, quantization
+from espalier.graph.answers import lines
 from espalier.graph.gnn import Gnn
 from espalier.graph.graph_classification import GraphTask
 from espalier.graph.link_prediction import LinkTask
@@ -183,9 +184,9 @@ def _answer(workload: Workload, model: nn.Module, text: str | None, sampling: Sa
         bits.packed = next(model.parameters()).device.type == "cpu"
     if text is None and isinstance(task, NodeTask):  # one by one: there may be more than memory holds
         each = task.each(model, range(workload.graph.items))
-        return Answer(_lines(each), lambda: {"answers": list(each)})
+        return Answer(lines(each), lambda: {"answers": list(each)})
     found = answers(workload, model, text, sampling.top_k)
-    return Answer(_lines(found), lambda: {"answers": found})
+    return Answer(lines(found), lambda: {"answers": found})
 
 
 def _embeddings(workload: Workload, model: nn.Module, folder: Path) -> str:
@@ -235,13 +236,6 @@ def _energy(workload: Workload, model: nn.Module) -> EnergyTables:
     columns = ("accelerator", "cycles", "DRAM", "row hits", "energy", "x cycles", "x DRAM", "x energy")
     title = "Simulated on the trained network; the others in fp32 (espalier_accelerators.simulator)"
     return EnergyTables(what, parts, [(title, columns, rows)])
-
-
-def _lines(found: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    for one in found:
-        chances = one["probabilities"] if "probabilities" in one else [one["probability"]]
-        shown = " ".join(f"{chance:.4f}" for chance in chances)
-        yield "\t".join([one["name"], *([one["label"]] if "label" in one else []), shown]) + "\n"
 
 
 ROW = Row(

@@ -371,8 +371,8 @@ def _validation(event: Event) -> str:
     figures = [
         f"{key.replace('_', ' ')} {value:.4g}"
         for key, value in event.items()
-        if key not in skipped and isinstance(value, int | float)
-    ]
+        if key not in skipped and isinstance(value, int | float) and not key.rpartition(".")[2].isdecimal()
+    ]  # figures of single columns are in the log
     return f"validation at step {event.get('step', 0):,} · {' · '.join(figures)}"
 
 

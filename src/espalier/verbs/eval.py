@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 
 from espalier.errors import UserError
 from espalier.evaluate import low_priority
@@ -39,11 +40,19 @@ def run(arguments: argparse.Namespace) -> int:
         )
     with torch.no_grad():
         found = trained.workload.evaluate(trained.model, Shard(0, samples, micro_batch=16))
-    figures = trained.workload.summary({name: total / weight for name, (total, weight) in found.items()})
+    figures = trained.workload.summary(
+        {name: total / weight if weight else math.nan for name, (total, weight) in found.items()}
+    )
     if arguments.json:
         print(json.dumps({"run": arguments.run, **trained.checkpoint, **figures}))
     else:
         trained.say_skipped()
-        shown = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in figures.items())
-        say(f"After step {trained.step}, on {samples} held-out samples: {shown}")
+        lines: dict[str, list[str]] = {"": []}
+        for name, value in figures.items():
+            column = name.rpartition(".")[2]
+            number = f"{value:.4f}" if value == 0 or 0.01 <= abs(value) < 1e6 else f"{value:.4g}"
+            lines.setdefault(column if column.isdecimal() else "", []).append(f"{name.replace('_', ' ')} {number}")
+        say(f"After step {trained.step}, on {samples} held-out samples: {', '.join(lines.pop(''))}")
+        for shown in lines.values():
+            say(f"  {', '.join(shown)}")
     return 0

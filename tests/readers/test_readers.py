@@ -1,0 +1,194 @@
+"""Nothing is taken for something else: every reader, after every change of its input, gives the same content, or says by
+name what is another."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import inputs as given
+import mutations as change
+import pytest
+from inputs import Reader, Reading
+
+from espalier.errors import UserError
+
+pytestmark = pytest.mark.quick
+PACKAGE = Path(__file__).parents[2] / "src" / "espalier"
+
+LINES, LIST, COMMAS = change.LINES, change.LIST, change.COMMAS
+ROWS = ("language/row_files.py", "language/text_sources.py", "language/data_folder.py")
+CHATS = (*ROWS, "language/tune/conversations.py", "language/tune/row_formats.py")
+
+
+def rows_of(name: str, rows: list[dict[str, Any]], syntax: change.Syntax) -> Callable[[Path], Path]:
+    return given.written(name, syntax.dumps(rows))
+
+
+def texts(name: str, syntax: change.Syntax) -> Reader:
+    return Reader(f"text in {name}", ROWS, rows_of(name, given.TEXT_ROWS, syntax), given.text, (name, syntax, "text"))
+
+
+def chats(name: str, rows: list[dict[str, Any]], syntax: change.Syntax, field: str) -> Reader:
+    return Reader(f"chats in {name}", CHATS, rows_of(name, rows, syntax), given.chats, (name, syntax, field))
+
+
+READERS = [
+    Reader("plain text", ROWS, given.written("a.txt", "\n".join(given.TEXTS).encode()), given.text, ("a.txt", None, "")),
+    *(texts(f"rows{ending}", LINES) for ending in (".jsonl", ".ndjson", ".json")),
+    texts("list.json", LIST),
+    texts("table.csv", COMMAS),
+    texts("table.tsv", change.TABS),
+    Reader("text in Parquet", ROWS, given.parquet("a.parquet", given.TEXT_ROWS), given.text),
+    chats("messages.jsonl", given.MESSAGES, LINES, "messages"),
+    chats("conversations.json", given.SHAREGPT, LIST, "conversations"),
+    chats("completions.jsonl", given.COMPLETIONS, LINES, "completion"),
+    chats("completions.csv", given.COMPLETIONS, COMMAS, "completion"),
+    chats("alpaca.ndjson", given.ALPACA, LINES, "output"),
+    chats("preferences.jsonl", given.PAIRS, LINES, "chosen"),
+    Reader("chats in Parquet", CHATS, given.parquet("a.parquet", given.COMPLETIONS), given.chats),
+    Reader("edges.csv", ("graph/tables.py",), given.tables(",", ".csv"), given.graph, ("nodes.csv", COMMAS, "label")),
+    Reader("edges.tsv", ("graph/tables.py",), given.tables("\t", ".tsv"), given.graph, ("nodes.tsv", change.TABS, "label")),
+    Reader("semicolons", (), given.tables(";", ".csv"), given.graph, ("nodes.csv", change.SEMICOLONS, "label")),
+    Reader("Matrix Market", (), given.market, given.graph, ("graph.mtx", None, "")),
+    Reader("SNAP", (), given.snap, given.graph, ("graph.txt", None, "")),
+    Reader("arrays", ("graph/array_file.py",), given.npz, given.graph),
+    Reader("PyG", ("graph/pyg.py",), given.saved, given.graph),
+    Reader("OGB", ("graph/ogb.py",), given.ogb, given.graph),
+    Reader("Planetoid", ("graph/planetoid.py",), given.planetoid, given.graph),
+    Reader("scene", ("radiance/scenes.py",), given.blender, given.scene, ("transforms.json", change.OBJECT, "")),
+    Reader("frames", ("radiance/scenes.py",), given.blender, given.scene, ("transforms.json", change.FRAMES, "file_path")),
+    Reader("Hugging Face", ("language/hf.py",), given.hugging_face, given.weights, ("weights/config.json", change.OBJECT, "model_type")),
+    Reader("cluster", ("cluster/file.py",), given.written("c.toml", given.CLUSTER.encode()), given.cluster, ("c.toml", None, "")),
+    Reader("recipe", ("config/recipe_file.py",), given.written("r.toml", given.RECIPE.encode()), given.recipe, ("r.toml", None, "")),
+    Reader("questions", ("evaluate/multiple_choice.py",), rows_of("q.jsonl", given.QUESTIONS, LINES), given.questions, ("q.jsonl", LINES, "question")),
+]  # fmt: skip
+CHANGED = [reader for reader in READERS if reader.changed is not None]
+OF_ROWS = [reader for reader in CHANGED if reader.changed and reader.changed[1] is not None]
+NAMES = tuple(change.of_rows(LINES))
+
+
+def named(readers: list[Reader]) -> dict[str, Any]:
+    return {"argvalues": readers, "ids": [reader.name for reader in readers]}
+
+
+def apply(reader: Reader, folder: Path, changed: change.Change) -> None:
+    assert reader.changed is not None
+    name, _, field = reader.changed
+    file = folder / name
+    file.write_bytes(changed(file.read_bytes(), field))
+
+
+def both(reader: Reader, tmp_path: Path, changed: change.Change) -> tuple[Reading, Reading | UserError]:
+    """What the good input gives, and the changed one."""
+    for folder in (tmp_path / "good", tmp_path / "bad"):
+        folder.mkdir()
+    good = reader.read(reader.write(tmp_path / "good"))
+    path = reader.write(tmp_path / "bad")
+    apply(reader, tmp_path / "bad", changed)
+    try:
+        return good, reader.read(path)
+    except UserError as refusal:
+        return good, refusal
+
+
+@pytest.mark.parametrize("mutation", change.HARMLESS)
+@pytest.mark.parametrize("reader", **named(CHANGED))
+def test_a_mark_and_carriage_returns_change_nothing(reader: Reader, mutation: str, tmp_path: Path) -> None:
+    good, bad = both(reader, tmp_path, change.HARMLESS[mutation])
+    assert isinstance(bad, Reading), bad
+    if reader.name == "plain text" and mutation == "carriage returns":
+        return  # they are text
+    assert bad.content == good.content
+
+
+@pytest.mark.parametrize("reader", **named([reader for reader in CHANGED if "/" not in reader.changed[0]]))
+def test_the_case_of_an_ending_does_not_matter(reader: Reader, tmp_path: Path) -> None:
+    if reader.name in ("scene", "frames"):
+        pytest.skip("transforms.json is a name, not an ending")
+    (tmp_path / "small").mkdir()
+    (tmp_path / "large").mkdir()
+    good = reader.read(reader.write(tmp_path / "small"))
+    path = reader.write(tmp_path / "large")
+    for file in list((tmp_path / "large").iterdir()):
+        file.rename(file.with_suffix(file.suffix.upper()))
+    assert reader.read(path.with_suffix(path.suffix.upper())).content == good.content
+
+
+@pytest.mark.parametrize("mutation", NAMES)
+@pytest.mark.parametrize("reader", **named(OF_ROWS))
+def test_a_changed_row_is_named_or_refused(reader: Reader, mutation: str, tmp_path: Path) -> None:
+    assert reader.changed is not None
+    assert reader.changed[1] is not None
+    if not reader.changed[2] and mutation != "an unknown extra field":
+        pytest.skip("no field of the object holds text")
+    good, bad = both(reader, tmp_path, change.of_rows(reader.changed[1])[mutation])
+    fresh = [str(bad)] if isinstance(bad, UserError) else [note for note in bad.notes if note not in good.notes]
+    if mutation in ("an unknown extra field", "a renamed field"):
+        assert change.EXTRA in " ".join(fresh)
+    elif isinstance(bad, Reading) and bad.content != good.content:
+        assert fresh or reads_cells_as_text(reader, mutation)
+
+
+def reads_cells_as_text(reader: Reader, mutation: str) -> bool:
+    """Every cell of a separated table is text, also one that reads 12.5."""
+    separated = (COMMAS, change.TABS, change.SEMICOLONS)
+    return bool(reader.changed) and reader.changed[1] in separated and mutation == "a number where text is meant"
+
+
+def test_equal_rows_are_equal_in_every_format(tmp_path: Path) -> None:
+    contents = set()
+    for number, reader in enumerate(reader for reader in READERS if reader.name.startswith("text in")):
+        (tmp_path / str(number)).mkdir()
+        contents.add(reader.read(reader.write(tmp_path / str(number))).content)
+    assert len(contents) == 1
+
+
+def test_equal_chats_are_equal_in_every_format(tmp_path: Path) -> None:
+    contents = set()
+    names = [
+        f"chats in {name}" for name in ("messages.jsonl", "conversations.json", "completions.jsonl", "alpaca.ndjson")
+    ]
+    for number, reader in enumerate(reader for reader in READERS if reader.name in names):
+        (tmp_path / str(number)).mkdir()
+        contents.add(reader.read(reader.write(tmp_path / str(number))).content)
+    assert len(contents) == 1
+
+
+@pytest.mark.parametrize("write", [given.npz, given.saved], ids=["arrays", "PyG"])
+def test_an_unknown_array_is_named(write: Callable[..., Path], tmp_path: Path) -> None:
+    (tmp_path / "more").mkdir()
+    good, more = given.graph(write(tmp_path)), given.graph(write(tmp_path / "more", unheard_of=[1.0, 2.0]))
+    assert more.content == good.content
+    assert any("unheard_of" in note for note in more.notes)
+
+
+# --- no reader outside -------------------------------------------------------------------------------------------
+
+OPENS = {
+    "open", "read_text", "read_bytes", "loadtxt", "load_file", "safe_open", "ParquetFile", "read_table", "reader",
+    "GGUFReader", "memmap", "GzipFile", "read_json",
+}  # fmt: skip
+"""Functions that open a file for reading."""
+ROOMS = ("language", "graph", "radiance", "evaluate", "cluster", "config")
+OWN: Mapping[str, str] = {}
+"""Modules of these rooms that read files of Espalier's own, and which."""
+
+
+def opens(module: Path) -> Iterator[str]:
+    """The functions in `OPENS` that a module calls, but `open` for writing."""
+    for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            writes = any(isinstance(word, ast.Constant) and str(word.value)[:1] in "wxa" for word in node.args[-1:])
+            if name in OPENS and not (name == "open" and writes):
+                yield name
+
+
+def test_no_reader_is_outside_this_suite() -> None:
+    covered = {module for reader in READERS for module in reader.modules}
+    files = {str(file.relative_to(PACKAGE)): file for room in ROOMS for file in (PACKAGE / room).rglob("*.py")}
+    outside = {name: sorted(set(opens(file))) for name, file in files.items() if name not in covered | set(OWN)}
+    assert {name: calls for name, calls in outside.items() if calls} == {}
