@@ -1,0 +1,100 @@
+"""`espalier init` takes a path for what it is and says why; nothing of a name becomes a line of the recipe."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from espalier import cli
+
+MARK = b"\xef\xbb\xbf"
+TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Arr"}]
+
+
+def lines(*rows: Any) -> bytes:
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+
+
+def put(folder: Path, name: str, content: bytes | str) -> Path:
+    file = folder / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return file
+
+
+CHAT = lines({"messages": TURNS}, {"messages": TURNS})
+LOOKS: dict[str, tuple[dict[str, bytes], str]] = {
+    "scene": ({"scene/transforms.json": b"{}", "scene/images/a.png": b""}, "voxels"),
+    "llff": ({"llff/poses_bounds.npy": b"", "llff/images/a.jpg": b""}, "voxels"),
+    "c.json": ({"c.json": CHAT}, "tune"),
+    "c.NDJSON": ({"c.NDJSON": MARK + CHAT}, "tune"),
+    "c.csv": ({"c.csv": b"instruction,input,output\na,,b\n"}, "tune"),
+    "hf": ({"hf/README.md": b"# x", "hf/data/train-0.jsonl": CHAT, "hf/data/test-0.jsonl": CHAT}, "tune"),
+    "snap.txt": ({"snap.txt": b"# FromNodeId ToNodeId\n0\t1\n0\t2\n3\t4\n"}, "sage"),
+    "m.mtx": ({"m.mtx": b"%%MatrixMarket matrix coordinate pattern general\n2 2 1\n1 2\n"}, "sage"),
+    "knowledge.csv": ({"knowledge.csv": b"text,url\na,b\n"}, "gpt"),
+    "rows.txt": ({"rows.txt": lines({"text": "a"}, {"text": "b"})}, "gpt"),
+    "code": ({"code/a.py": b"x = 1", "code/package.json": b"{}"}, "gpt"),
+}
+
+
+@pytest.mark.parametrize("path", LOOKS)
+def test_init_says_what_it_takes_a_path_for_and_why(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    files, kind = LOOKS[path]
+    for name, content in files.items():
+        put(tmp_path, name, content)
+    assert cli.main(["init", path]) == 0
+    made = tomllib.loads((tmp_path / "recipe.toml").read_text())
+    assert "tune" in made if kind == "tune" else made["model"]["kind"] == kind
+    assert made["data"]["path"] == path
+    assert f"{path}: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("files", "path", "says"),
+    [
+        ({"w/config.json": b"{}", "w/pytorch_model.bin": b"PK"}, "w", "save_pretrained"),
+        ({"w/pytorch_model.bin": b"PK"}, "w/pytorch_model.bin", "save_pretrained"),
+        ({"a/a.png": b"", "a/b.png": b""}, "a", ".png files"),
+        ({"a.pdf": b"%PDF"}, "a.pdf", ".pdf files are not"),
+        ({"a.json": b'{\n"name": 1}'}, "a.json", "it has name"),
+        ({"a.jsonl": lines({"story": 1})}, "a.jsonl", "it has story"),
+    ],
+)
+def test_init_refuses_what_no_recipe_reads(
+    files: dict[str, bytes],
+    path: str,
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, content in files.items():
+        put(tmp_path, name, content)
+    assert cli.main(["init", path]) == 2
+    assert says in capsys.readouterr().err
+    assert not (tmp_path / "recipe.toml").exists()
+
+
+@settings(max_examples=25, deadline=None)
+@given(name=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="/\0"), min_size=1, max_size=40))
+def test_nothing_of_a_name_becomes_a_line_of_the_recipe(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("init")
+    for given_name in (f"{name}.txt", f"a\n[launch]\ncommand = {name!r}\n#.txt"):
+        file = put(folder, given_name.replace("/", "_"), "hello world. " * 10)
+        target = folder / "recipe.toml"
+        target.unlink(missing_ok=True)
+        assert cli.main(["init", str(file), "--out", str(target)]) == 0
+        made = tomllib.loads(target.read_text(encoding="utf-8"))
+        assert made["data"]["path"] == str(file)
+        assert set(made) == {"model", "data", "train"}
