@@ -329,10 +329,11 @@ def test_an_end_far_above_the_number_of_edges_is_refused(tmp_path: Path) -> None
 def test_labels_below_none_are_refused_and_a_sole_class_is_said(tmp_path: Path) -> None:
     known = {"edge_index": np.array([[0, 1], [1, 2]]), "x": np.ones((4, 2))}
     np.savez(tmp_path / "g.npz", **known, y=np.array([-1, 1, 1, -1]))
-    (note,) = load(tmp_path / "g.npz").notes
-    assert "all 2 labels are of the class 1; 2 of 4 nodes have none, which is what -1 means" in note
+    missing, sole = load(tmp_path / "g.npz").notes
+    assert missing == "2 of 4 nodes have no label"
+    assert "all 2 labels are of the class 1; -1 means that there is none" in sole
     np.savez(tmp_path / "g.npz", **known, y=np.array([-2, 1, 1, -1]))
-    with pytest.raises(UserError, match="A label is -2"):
+    with pytest.raises(UserError, match="a label is -2"):
         load(tmp_path / "g.npz")
 
 

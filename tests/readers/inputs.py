@@ -19,6 +19,7 @@ from scipy.sparse import csr_matrix
 from espalier import cluster as clusters
 from espalier import config
 from espalier.config import Data, defaults, recipe_file
+from espalier.foreign_files import FieldUse
 
 
 class Reading(NamedTuple):
@@ -266,6 +267,30 @@ def weights(path: Path) -> Reading:
     return Reading(digest(options, *content), tuple(hf.notes(path)))
 
 
+def adapters(folder: Path) -> Path:
+    from safetensors.torch import save_file
+
+    from espalier.language.tune import lora, peft
+
+    model = lora.adapt(_small(), config.Lora(rank=2), 0)
+    save_file(peft.tensors_of(model), folder / peft.WEIGHTS)
+    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    table = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": names}
+    (folder / peft.CONFIG).write_text(json.dumps(table))
+    return folder
+
+
+def low_rank(path: Path) -> Reading:
+    from espalier.language.tune import lora, peft
+
+    tune = peft.with_options(config.Lora(), path)
+    model = lora.adapt(_small(), tune, 1)
+    peft.load(model, path)
+    tensors = peft.tensors_of(model)
+    content = [(name, tensors[name].detach().numpy().tobytes()) for name in sorted(tensors)]
+    return Reading(digest(tune, *content), tuple(peft.notes(path)))
+
+
 # --- tables of ours that people write ------------------------------------------------------------------------------
 
 CLUSTER = '[[nodes]]\ncount = 2\ndevice = "A100-80GB"\ndevices = 8\n\n[links]\nbetween = "100Gbit/s"\n'
@@ -284,4 +309,5 @@ def recipe(path: Path) -> Reading:
 def questions(path: Path) -> Reading:
     from espalier.evaluate import multiple_choice
 
-    return Reading(digest(multiple_choice.read(path, "task")), ())
+    use = FieldUse(multiple_choice.COLUMNS)
+    return Reading(digest(multiple_choice.read(path, "task", use)), use.notes())

@@ -70,7 +70,7 @@ def _question(row: Row, path: Path, number: int) -> Question:
     if fault:
         raise _bad(path, number, f"it {fault}")
     if not (question.question or question.context):
-        raise _bad(path, number, "it has neither question nor context")
+        raise _bad(path, number, f"it has {printable(', '.join(row))}, and neither question nor context")
     if len(question.choices) < 2 or not all(question.choices):
         raise _bad(path, number, "it needs two choices at least, none of them empty")
     if isinstance(question.answer, str):

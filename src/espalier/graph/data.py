@@ -246,7 +246,7 @@ class Graph:
             notes=tuple(notes),
             **known,
         )
-        return replace(checked(made), notes=(*made.notes, *_sole_class(made)))
+        return replace(checked(made), notes=(*made.notes, *_label_notes(made)))
 
 
 def _labels(known: Mapping[str, Any], target: str | None) -> dict[str, Any]:
@@ -393,19 +393,21 @@ def checked(graph: Graph) -> Graph:
     return graph
 
 
-def _sole_class(graph: Graph) -> tuple[str, ...]:
-    """What is said of labels that are all of one class."""
+def _label_notes(graph: Graph) -> Iterator[str]:
+    """What is said of items without a label, and of labels that are all of one class."""
     labels = graph.labels
-    if labels is None or labels.ndim != 1 or labels.dtype.kind not in "iu" or len(labels) < 2:
-        return ()
-    known = np.unique(labels[labels >= 0])
-    none = int((labels < 0).sum())
-    if len(known) != 1:
-        return ()
-    name = graph.classes[int(known[0])] if graph.classes else int(known[0])
-    items = "nodes" if graph.starts is None else "graphs"
-    hint = f"; {none:,} of {len(labels):,} {items} have none, which is what -1 means: number classes 0, 1, …"
-    return (f"all {len(labels) - none:,} labels are of the class {name}{hint if none else ''}",)
+    if labels is None or len(labels) < 2:
+        return
+    whole = labels.dtype.kind in "iu"
+    missing = labels < 0 if whole else np.isnan(labels).reshape(len(labels), -1).all(1)
+    if missing.any():
+        items = "nodes" if graph.starts is None else "graphs"
+        yield f"{int(missing.sum()):,} of {len(labels):,} {items} have no label"
+    known = np.unique(labels[~missing]) if whole else ()
+    if len(known) == 1:
+        name = graph.classes[int(known[0])] if graph.classes else int(known[0])
+        hint = "; -1 means that there is none: number classes 0, 1, …" if missing.any() else ""
+        yield f"all {int((~missing).sum()):,} labels are of the class {name}{hint}"
 
 
 _FEW = 1000  # so many classes are never too many: a piece of a larger graph keeps its numbers

@@ -34,6 +34,7 @@ EMPTY = ("", "nan", "NaN", "None", "null")
 _SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars", "": "white space"}
 _DECIMAL = re.compile(r"[-+]?\d+,\d+")
 _SAMPLE, _LONGEST_LINE, _PIECE = 100, 1 << 24, 1 << 12
+_LONGEST = 131_072
 _DO = "UTF-8 text, as many cells in every line"
 
 
@@ -145,7 +146,8 @@ def _rows(lines: Iterable[str], separator: str, path: Path, before: int) -> Iter
 
 
 def _cells(lines: Iterable[str], separator: str) -> Any:
-    """The cells of each row."""
+    """The cells of each row; one of more than `_LONGEST` characters raises csv.Error."""
+    csv.field_size_limit(_LONGEST)  # of the process: tables of text set another
     return csv.reader(lines, delimiter=separator, skipinitialspace=True) if separator else map(str.split, lines)
 
 

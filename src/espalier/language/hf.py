@@ -278,7 +278,9 @@ def options(folder: str | Path) -> config.Gpt | config.Moe:
         named = next((name for name in _stored(home) if _pattern(name) not in known), None)
         differs = f"{printable(named.rpartition('.')[0])} is no module of this decoder; " if named else ""
         raise UserError(
-            f"{folder} holds a {printable(repr(kind))} model.",
+            f"{folder} holds a {printable(repr(kind))} model."
+            if "model_type" in table
+            else f"{home / CONFIG} has no model_type, but {printable(', '.join(table))}.",
             why=f"{differs}{', '.join(hf_config.FAMILIES)} can be loaded",
             do="convert it, or leave model.initial out",
         )

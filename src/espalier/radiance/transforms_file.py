@@ -24,6 +24,7 @@ from espalier.radiance.rays import Lens
 from espalier.units import plural
 
 PARTS = ("train", "val", "test")
+_FRAMES = '"frames": [{"file_path": …, "transform_matrix": …}, …]'
 _LISTS = {part: f"{part}_filenames" for part in PARTS}
 _ENDINGS = ("", ".png", ".jpg", ".jpeg", ".PNG", ".JPG", ".JPEG", ".webp")
 """What Blender's file_path may lack."""
@@ -89,11 +90,12 @@ def read(files: Sequence[Path]) -> Capture:
 
 def _views(file: Path, table: Mapping[str, Any]) -> list[View]:
     frames = table.get("frames")
-    good = isinstance(frames, list) and all(
-        isinstance(frame, dict) and isinstance(frame.get("file_path"), str) for frame in frames
-    )
-    if not good or not frames:
-        raise UserError(f"{file} has no frames.", do='"frames": [{"file_path": …, "transform_matrix": …}, …]')
+    if not isinstance(frames, list) or not frames:
+        raise UserError(f"{file} has no frames.", do=_FRAMES)
+    for number, frame in enumerate(frames):
+        if not isinstance(frame, dict) or not isinstance(frame.get("file_path"), str):
+            keys = printable(", ".join(frame)) if isinstance(frame, dict) else type(frame).__name__
+            raise UserError(f"{file}, frame {number} has no file_path.", why=f"it has {keys}", do=_FRAMES)
     places = [_picture(file, frame["file_path"]) for frame in frames]
     missing = [frame["file_path"] for frame, place in zip(frames, places, strict=True) if place is None]
     if missing:

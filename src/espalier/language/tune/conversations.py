@@ -113,9 +113,11 @@ def _rows(
         done += entry.size
         progress(done, listed.bytes)
     if len(report.files) == len(listed.entries):
+        keys = row_files.first_keys(row_files.head_of(listed.entries[0]))
+        shown = printable(report.files[0]) + (f", with {printable(', '.join(map(str, keys)))}" if keys else "")
         raise UserError(
             f"data.path = {data.path!r} is no file of conversations.",
-            why=f"[tune] reads {', '.join(row_files.ENDINGS)} with {KNOWN}; this is {printable(report.files[0])}",
+            why=f"[tune] reads {', '.join(row_files.ENDINGS)} with {KNOWN}; this is {shown}",
             do="one JSON object with messages in each line, or leave [tune] out to train on plain text",
         )
 
