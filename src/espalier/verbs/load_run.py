@@ -125,4 +125,6 @@ def open_workload(folder: runs.RunFolder, recipe: Recipe, trust: bool, data: Dat
         raise UserError(error.what, why="; ".join([*why, kept]), do="; or ".join([moved, *do])) from None
     if found.kept is None and data.path is None:
         run_data.refuse_changed(folder, recipe, workload)
+    if data.path is not None:
+        prepare.say_notes(workload)
     return workload

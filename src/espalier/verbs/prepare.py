@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import torch.distributed as dist
@@ -85,6 +86,12 @@ def say(text: str) -> None:
     terminal.say(text, file=sys.stderr, flush=True)
 
 
+def say_notes(workload: Workload) -> None:
+    """What is to be known of the data of a workload, on standard error."""
+    for note in workload.notes():
+        say(f"note: {note}")
+
+
 @contextmanager
 def waiting(what: str) -> Iterator[Callable[[int, int], None]]:
     """Shows `what` on standard error once it has taken two seconds; called with (done, total)."""
@@ -103,8 +110,16 @@ def parameters(recipe: Recipe, workload: Workload) -> int:
 
 
 def request(resolved: Resolved, ranks: int | None = None, workload: Workload | None = None) -> Request:
-    """What the planner is asked; allocates nothing and opens data only where the model depends on it."""
-    asked = request_from_recipe.of_recipe(resolved.recipe, lambda: workload or open_workload(resolved))
+    """What the planner is asked; allocates nothing and opens data only where the model depends on it, and then says
+    what of it is not used."""
+
+    @cache
+    def opened() -> Workload:
+        made = open_workload(resolved)
+        say_notes(made)
+        return made
+
+    asked = request_from_recipe.of_recipe(resolved.recipe, lambda: workload or opened())
     pin = asked.pin if ranks is None else asked.pin.changed(ranks=ranks)
     free, path = None, run_path(resolved.recipe, None).absolute()
     if not resolved.recipe.plan.cluster:
