@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -243,3 +244,9 @@ def answered(workload: MultitaskWorkload, model: Any, asked: str | None) -> Any:
     record = found.record()
     assert "".join(found.text)
     return record
+
+
+def test_what_a_task_does_not_use_of_its_data_is_named(tmp_path) -> None:
+    rows = [{"text": f"row {number} " * 20, "url": "x"} for number in range(8)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert sources.notes(sources.windows(str(tmp_path / "rows.jsonl"), 8)) == ("not used: column 'url' (8 rows)",)

@@ -49,6 +49,7 @@ class Rows(Dataset[Sample]):
 
     def __init__(self, **fields: np.ndarray[Any, Any]) -> None:
         self.fields = fields
+        self.notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(next(iter(self.fields.values())))
@@ -64,7 +65,7 @@ class Nodes(Dataset[Sample]):
     """Nodes with a label, each with some of its neighbours: the same ones whenever it is asked."""
 
     def __init__(self, graph: Any) -> None:
-        self.graph = graph
+        self.graph, self.notes = graph, tuple(graph.notes)
         self.labelled = np.flatnonzero(np.asarray(graph.labels) >= 0)
 
     def __len__(self) -> int:
@@ -84,6 +85,7 @@ class SceneRays(Dataset[Sample]):
 
     def __init__(self, scene: Scene, views: Sequence[int], most: int | None = None) -> None:
         self.scene, self.views = scene, torch.tensor(list(views), dtype=torch.int64)
+        self.notes = tuple(scene.notes)
         self.every = len(self.views) * scene.lens.width * scene.lens.height
         self.size = min(self.every, most or self.every)
 
@@ -139,6 +141,13 @@ def load(task: TaskOptions, recipe: Recipe, folder: Path | None) -> tuple[Datase
     return Subset(whole, [k for k in range(size) if k not in held]), Subset(whole, list(held)[:VALIDATED])
 
 
+def notes(dataset: Dataset[Sample]) -> tuple[str, ...]:
+    """What the readers of the data behind `dataset` did not use."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return tuple(getattr(dataset, "notes", ()))
+
+
 def check_fields(task: TaskOptions, kinds: Sequence[str], sample: Sample) -> None:
     """Raises UserError where a sample lacks what the task's towers or its loss read."""
     fields = {"text": "text", "image": "image", "graph": "nodes", "voxels": "rays"}
@@ -171,14 +180,16 @@ def _nodes(task: TaskOptions) -> Nodes:
 
 def windows(path: str, length: int) -> Rows:
     """Windows of `length` bytes of the texts of `path`, one after the other."""
-    kept, size = [], 0
-    for document in text_sources.documents(Data(path=path)):
+    kept, size, notes = [], 0, list[str]()
+    for document in text_sources.documents(Data(path=path), notes=notes):
         kept.append(document.data[: MOST - size])
         size += len(kept[-1])
         if size >= MOST:
             break
     joined = np.frombuffer(b"".join(kept), np.uint8)
-    return Rows(text=joined[: len(joined) // length * length].reshape(-1, length))
+    rows = Rows(text=joined[: len(joined) // length * length].reshape(-1, length))
+    rows.notes = tuple(notes)
+    return rows
 
 
 # --- glyphs --------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from espalier.config import Recipe
 from espalier.config.multitask import with_inputs
 from espalier.cost import PartCost, Product, Work
 from espalier.import_function import Author
-from espalier.module.parts import Parts, Task, collated, length
+from espalier.module.parts import Parts, Task, collated, length, tasks_of
 from espalier.module.workload import ModuleWorkload
 from espalier.multitask import answers, costs, sources
 from espalier.multitask.towers import Figures, Multitask, Shapes, TowerModule
@@ -59,6 +59,11 @@ class MultitaskWorkload(ModuleWorkload):
                 Tagged(k, collated(task.dataset, self._drawn(k, step, length(task.dataset))))
                 for k, task in self._numbered()
             ]
+
+    def notes(self) -> list[str]:
+        """What the data of each task has that is not used."""
+        tasks = tasks_of(self.parts).items()
+        return [f"{name}: {note}" for name, task in tasks for note in sources.notes(task.dataset)]
 
     def _drawn(self, task: int, step: int, size: int) -> list[int]:
         """Samples of a seeded permutation per epoch."""
