@@ -253,6 +253,7 @@ def step(tables: dict[str, Any], changes: dict[str, Any]) -> None:
     channel = None
     if len(plan.ranks) > 1:
         store = dist.HashStore()
+        dist.PrefixStore("ranks", store).set(f"here/{1 - at}", "")  # the other rank, which nobody is
         channel = comm.connect(store, at, 2, timeout=20.0, inner="fake")
     try:
         place = RankSpec(rank=at, device="cuda:0", world=len(plan.ranks))

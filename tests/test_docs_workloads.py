@@ -72,7 +72,7 @@ def test_a_kind_of_model_is_one_folder_and_one_row(home: Path) -> None:
     answers = espalier(
         home, train, "predict runs/recipe 0.5 --json", "report runs/recipe", "plan recipe.toml model.degre=2"
     )
-    assert [code for code, *_ in answers] == [0, 0, 0, 2], answers
+    assert [code for code, *_ in answers] == [0, 0, 0, 2], answers[0][2]
     (_, told, _), (_, predicted, _), _, (*_, refused) = answers
     assert "model.degree" in told
     assert "2 ranks" in told

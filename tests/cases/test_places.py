@@ -120,7 +120,7 @@ def test_a_copied_run_goes_on_and_says_in_every_place_which_run_it_is(home: Path
     assert manifest["run"] == run
     assert {event["run"]["id"] for event in events if event["event"] == "run"} == {run["id"]}
     assert forked(home, "export", "copy").returncode == 0
-    assert json.loads((home / "copy" / "export-hf" / "run.json").read_text()) == {**run, "step": 3}
+    assert json.loads((home / "copy" / "export-hf" / "export.json").read_text()) == {**run, "step": 3}
 
 
 def test_equal_recipes_have_equal_weights_and_other_ids(home: Path) -> None:

@@ -23,6 +23,8 @@ Kind = TypeVar("Kind")
 
 NAME = "run.json"
 """In the run folder."""
+EXPORT = "export.json"
+"""In the folder of an export: the stamp of its run, and the step."""
 OWNER = "owner.json"
 """In the place that `checkpoint.target` names: the stamp of the run whose checkpoints it holds."""
 _ID_BYTES = 6

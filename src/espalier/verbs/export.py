@@ -56,7 +56,7 @@ def _stamp(trained: Trained, target: Path) -> None:
     identity = run_identity.read(trained.folder.path)
     if identity is not None:
         stamp = {**msgspec.to_builtins(identity.run), "step": trained.step}
-        cache_dir.replace(target / run_identity.NAME, json.dumps(stamp, indent=1), "name another folder with --out")
+        cache_dir.replace(target / run_identity.EXPORT, json.dumps(stamp, indent=1), "name another folder with --out")
 
 
 def _refuse_merging(trained: Trained, form: str) -> None:
