@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from espalier.kernels import bits
@@ -38,6 +38,7 @@ def test_the_fast_form_equals_the_plain_one(width: int, key: int) -> None:
 
 
 @settings(deadline=None, max_examples=40)
+@example(311, 0, 8, False)
 @given(st.integers(0, 2000), st.integers(0, 2**32 - 1), st.sampled_from([8, 4]), st.booleans())
 def test_the_error_is_at_most_half_a_scale(length: int, seed: int, width: int, stochastic: bool) -> None:
     x = values(length, seed)
@@ -45,7 +46,8 @@ def test_the_error_is_at_most_half_a_scale(length: int, seed: int, width: int, s
     assert packed is not None
     back = bits.unpack(*packed, width, length)
     bound = packed[0].repeat_interleave(bits.BLOCK)[:length] * (1.0 if stochastic else 0.5)
-    assert ((x - back).abs() <= bound * (1 + 1e-5) + bits.TINY).all()
+    rounded = 4e-5  # up to 127 scales are divided and multiplied again in fp32: 127 * 2**-23 of a scale each
+    assert ((x - back).abs() <= bound * (1 + rounded) + bits.TINY).all()
 
 
 @pytest.mark.parametrize("width", bits.BITS)
