@@ -32,6 +32,8 @@ CHATML = (
 )
 """For tokenizers without a template of their own (OpenAI's ChatML)."""
 _OWN = ("messages", "add_generation_prompt")
+_ABSENT: Mapping[str, Any] = {"tools": None, "documents": None}
+"""What transformers gives a template of a conversation without them: templates ask for `none`."""
 
 Span = tuple[int, int]
 """Characters `[start, stop)` of a text."""
@@ -128,7 +130,7 @@ class ChatTemplate:
         compiled = self._compiled
         with self._failing("fails: "):
             self._environment.clock.start()
-            text: str = compiled.render({**variables, **self.tokens, **own})
+            text: str = compiled.render({**_ABSENT, **variables, **self.tokens, **own})
         return text
 
     @contextmanager
