@@ -175,6 +175,17 @@ def _folder(path: str, place: Path) -> Found:
         )
     if (place / "config.json").exists() and any(place.glob("*.safetensors")):
         return Found("weights", path, "weights in Hugging Face's format: config.json and .safetensors")
+    if (place / "adapter_config.json").exists():
+        raise UserError(
+            f"{path} holds an adapter of PEFT, without the weights it is for.",
+            do=f"espalier init WEIGHTS CHATS, then tune.kind = 'lora' and tune.adapter = {path!r}",
+        )
+    files = sorted([*place.glob("*.gguf"), *place.glob("*.safetensors")])
+    if len(files) == 1 and files[0].suffix == ".gguf":
+        return _file(str(Path(path) / files[0].name), files[0])
+    if files:
+        names = printable(", ".join(file.name for file in files))
+        raise UserError(f"{path} holds weights without a config.json.", why=names, do="name one .gguf file, or add it")
     if any(file for pattern in WEIGHTS for file in place.glob(pattern)):
         raise _pickled(path, place)
     scene = [file for name in ("transforms*.json", "poses_bounds.npy") for file in sorted(place.glob(name))]
