@@ -219,3 +219,28 @@ def test_init_takes_a_column_called_source_alone_for_no_edges(
     captured = capsys.readouterr()
     assert words in captured.out + captured.err
     assert code == (2 if name == "d.jsonl" else 0)  # preferences begin with weights
+
+
+@pytest.mark.parametrize(("role", "dropped"), [("system", 0), ("tool", 2)])
+def test_a_template_that_leaves_a_turn_out_leaves_the_row_out_by_name(role: str, dropped: int) -> None:
+    text = (
+        "{% for m in messages %}{% if m.role in ('user', 'assistant') %}"
+        "<{{ m.role }}>{{ m.content }}</>{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    template = ChatTemplate(text, {}, "test")
+    turns = [Turn("user", "a"), Turn("assistant", "b"), Turn("user", "c"), Turn("assistant", "d")]
+    assert template.marked(turns)[0].count("<assistant>") == 2
+    with pytest.raises(Unusable, match=f"leaves out its turn of '{role}'"):
+        template.marked([*turns[:dropped], Turn(role, "x"), *turns[dropped:]])
+    whole = ChatTemplate("{% for m in messages %}{{ m.values() | join(':') }}\n{% endfor %}", {}, "test")
+    assert whole.marked([Turn(role, "x"), *turns])[0].startswith(f"{role}:x\n")
+
+
+def test_keys_of_a_table_of_llama_factory_that_are_not_used_are_named(tmp_path: Path) -> None:
+    table = {"a": {"file_name": "a.json", "num_samples": 1}}
+    put(tmp_path, "dataset_info.json", json.dumps(table))
+    put(tmp_path, "a.json", json.dumps([{"instruction": "a", "output": "b"}] * 2))
+    for path in (tmp_path, tmp_path / "a.json"):
+        report = ChatReport()
+        assert len(list(conversations(Data(path=str(path)), [], report=report))) == 2
+        assert "not used: key 'num_samples' (dataset_info.json of a.json: 1)" in report.notes()

@@ -29,6 +29,7 @@ _SPLIT_OF = {word: split for split, words in _SPLITS.items() for word in words}
 _WORD = re.compile(r"[^-._ 0-9/]+")
 _FRONT = re.compile(r"\A---\s*\n(.*?)^---\s*$", re.DOTALL | re.MULTILINE)
 
+_TABLE_KEYS = frozenset({"file_name", "formatting", "ranking", "columns", "tags"})
 Tables = Mapping[str, Mapping[str, Any]]
 """By name of a file, its entry in LLaMA-Factory's `dataset_info.json`."""
 
@@ -164,7 +165,14 @@ def _tabled(entries: Sequence[SourceFile], tables: Tables) -> Selection:
         return Selection(tuple(entries))
     by_file = {entry.name: next(row for name, row in chosen.items() if _within(entry.name, name)) for entry in files}
     rest = [entry.name for entry in entries if entry.name not in by_file]
-    return Selection(files, tuple(_unused_files(rest)), by_file)
+    return Selection(files, (*unused_keys(chosen), *_unused_files(rest)), by_file)
+
+
+def unused_keys(tables: Tables) -> Iterator[str]:
+    """Keys of LLaMA-Factory's table that say more than what columns and roles are called, `num_samples` and such."""
+    for name, table in tables.items():
+        keys = (key for key in table if key not in _TABLE_KEYS)
+        yield from (unused("key", key, f"{INFO} of {printable(name)}: {printable(table[key], 40)}") for key in keys)
 
 
 def _within(name: str, stated: str) -> bool:

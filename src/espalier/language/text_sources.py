@@ -171,7 +171,8 @@ def _single(data: Data, place: Path) -> Listing:
     entry = SourceFile(place.name, str(place), status.st_size, status.st_mtime_ns)
     table = data_folder.tables_of(place.parent).get(place.name) if place.name != data_folder.INFO else None
     tables = {} if table is None else {place.name: table}
-    return Listing(_origin(data, os.path.abspath(place)), (entry,), tables=tables)
+    notes = tuple(data_folder.unused_keys(tables))
+    return Listing(_origin(data, os.path.abspath(place)), (entry,), notes=notes, tables=tables)
 
 
 def _selected(data: Data, root: Path, listed: Listing) -> Listing:

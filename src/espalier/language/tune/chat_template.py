@@ -188,8 +188,14 @@ class _Message(dict[str, Any]):
         self._read.update(super().keys())
         return super().items()
 
+    def values(self) -> Any:
+        """See dict: all are read."""
+        return [value for _, value in self.items()]
+
     def unread(self) -> list[str]:
         """Keys that were not read and may be left out. Raises `Unusable` for others: they change what is meant."""
+        if dict.get(self, "content") and "content" not in self._read:
+            raise Unusable(f"the chat template leaves out its turn of {printable(dict.get(self, 'role'))!r}")
         names = [name for name in self.keys() if name in TURN_NAMES and name not in self._read]
         harmless = ("tool_call_id", "name") if dict.get(self, "role") == "tool" else ()
         strange = next((name for name in names if name not in harmless), None)

@@ -208,7 +208,7 @@ def _transcript(text: str) -> list[Row]:
     if not text.startswith("\n\nHuman:"):
         return []
     parts = _SPEAKER.split(text)[1:]
-    turns = [
+    turns: list[Row] = [
         {"role": _SPEAKERS[who], "content": words.strip()} for who, words in zip(parts[::2], parts[1::2], strict=True)
     ]
     return turns[: -1 if turns[-1] == {"role": "assistant", "content": ""} else None]
