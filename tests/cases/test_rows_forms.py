@@ -14,7 +14,7 @@ import zstandard
 from espalier import cli
 from espalier.config import Data
 from espalier.errors import UserError
-from espalier.language import text_sources
+from espalier.language import text_sources, tokenizer_files
 from espalier.language.tune.chat_template import ChatTemplate
 from espalier.language.tune.conversations import ChatReport, Turn, Unusable, conversation, conversations
 
@@ -244,3 +244,29 @@ def test_keys_of_a_table_of_llama_factory_that_are_not_used_are_named(tmp_path: 
         report = ChatReport()
         assert len(list(conversations(Data(path=str(path)), [], report=report))) == 2
         assert "not used: key 'num_samples' (dataset_info.json of a.json: 1)" in report.notes()
+
+
+@pytest.mark.parametrize(
+    ("config", "text", "words"),
+    [
+        ({"chat_template": {"default": "D", "rag": "R"}}, "D", "config.json"),
+        ({"chat_template": [{"name": "rag", "template": "R"}, {"name": "tool_use", "template": "T"}]}, "R", "('rag')"),
+        ({"chat_template": []}, None, ""),
+        ({"chat_template": 5}, "", "chat_template is 5"),
+        ({"eos_token": ["</s>"]}, "", "eos_token = "),
+        ({"bos_token": 1}, "", "bos_token = 1"),
+    ],
+)
+def test_templates_and_tokens_of_a_tokenizer_are_named_or_refused(
+    config: Any, text: str | None, words: str, tmp_path: Path
+) -> None:
+    put(tmp_path, "tokenizer.json", "{}")
+    put(tmp_path, "tokenizer_config.json", json.dumps(config))
+    if text == "":
+        with pytest.raises(UserError) as caught:
+            tokenizer_files.read(tmp_path / "tokenizer.json")
+        assert words in str(caught.value)
+        return
+    files = tokenizer_files.read(tmp_path / "tokenizer.json")
+    assert files.template == text
+    assert files.origin.endswith(words)
