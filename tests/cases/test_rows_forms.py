@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from espalier import cli
 from espalier.config import Data
 from espalier.errors import UserError
 from espalier.language import text_sources, tokenizer_files
-from espalier.language.tune.chat_template import ChatTemplate
+from espalier.language.tokenizer import ByteTokenizer
+from espalier.language.tune.chat_template import ChatTemplate, open_template
 from espalier.language.tune.conversations import ChatReport, Turn, Unusable, conversation, conversations
 
 ASKED, GOOD, BAD = (
@@ -270,3 +272,13 @@ def test_templates_and_tokens_of_a_tokenizer_are_named_or_refused(
     files = tokenizer_files.read(tmp_path / "tokenizer.json")
     assert files.template == text
     assert files.origin.endswith(words)
+
+
+def test_a_template_that_writes_a_token_the_tokenizer_does_not_have_is_refused() -> None:
+    plain = ByteTokenizer()
+    files = replace(plain.files, template="{{ bos_token }}{{ messages[0].content }}", special_tokens={})
+    plain.files = replace(files, special_tokens={"bos_token": "<|none|>"})
+    with pytest.raises(UserError, match=r"bos_token = '<\|none\|>'"):
+        open_template(None, plain)
+    plain.files = replace(files, special_tokens={"pad_token": "<|none|>"})
+    assert open_template(None, plain).text == files.template

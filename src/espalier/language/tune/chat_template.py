@@ -225,8 +225,20 @@ def open_template(file: str | None, tokenizer: Tokenizer, kept: Path | None = No
         do = f"tune.template = {file!r} has to name a Jinja file"
         return ChatTemplate(read_text(Path(file).expanduser(), do), files.special_tokens, file)
     if files.template is not None:
+        _check_tokens(files.template, files.special_tokens, tokenizer)
         return ChatTemplate(files.template, files.special_tokens, files.origin)
     return ChatTemplate(CHATML, files.special_tokens, "ChatML")
+
+
+def _check_tokens(text: str, tokens: Mapping[str, str], tokenizer: Tokenizer) -> None:
+    """Raises UserError where a template writes a special token that the tokenizer would read as plain text."""
+    known = tokenizer.table()
+    strange = next((role for role, token in tokens.items() if role in text and token not in known), None)
+    if strange is not None:
+        raise UserError(
+            f"The chat template writes {strange} = {printable(tokens[strange])!r}, which is not in tokenizer.json.",
+            do="save the tokenizer with it, or name another template as tune.template",
+        )
 
 
 def _cut(text: str) -> tuple[str, list[Span]]:
