@@ -68,6 +68,9 @@ def test_init_says_what_it_takes_a_path_for_and_why(
         ({"a.pdf": b"%PDF"}, "a.pdf", ".pdf files are not"),
         ({"a.json": b'{\n"name": 1}'}, "a.json", "it has name"),
         ({"a.jsonl": lines({"story": 1})}, "a.jsonl", "it has story"),
+        ({"p/adapter_config.json": b"{}", "p/adapter_model.safetensors": b"", "p/tokenizer.json": b"{}"}, "p", "PEFT"),
+        ({"w/model.safetensors": b"", "w/tokenizer.json": b"{}"}, "w", "without a config.json"),
+        ({"g/a-q4.gguf": b"", "g/a-q8.gguf": b"", "g/README.md": b"# a"}, "g", "a-q4.gguf, a-q8.gguf"),
     ],
 )
 def test_init_refuses_what_no_recipe_reads(
@@ -84,6 +87,16 @@ def test_init_refuses_what_no_recipe_reads(
     assert cli.main(["init", path]) == 2
     assert says in capsys.readouterr().err
     assert not (tmp_path / "recipe.toml").exists()
+
+
+def test_init_takes_a_folder_with_one_gguf_file_for_these_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    put(tmp_path, "g/model.gguf", b"GGUF")
+    put(tmp_path, "g/Modelfile", "FROM ./model.gguf")
+    assert cli.main(["init", "g"]) == 0
+    assert tomllib.loads((tmp_path / "recipe.toml").read_text())["model"]["initial"] == "g/model.gguf"
 
 
 @settings(max_examples=25, deadline=None)

@@ -112,9 +112,11 @@ def test_a_compressed_file_cut_short_is_an_error(tmp_path, form):
 
 
 @pytest.mark.parametrize("form", ["gz", "zst"])
-def test_a_file_that_is_not_compressed_as_its_name_says_is_an_error(tmp_path, form):
+def test_a_file_that_is_not_compressed_as_its_name_says_is_read_by_its_content(tmp_path, form):
     (tmp_path / f"d.jsonl.{form}").write_bytes(lines("one"))
-    with pytest.raises(UserError, match="Cannot read"):
+    assert texts(tmp_path) == [(f"d.jsonl.{form}:1", "one")]
+    (tmp_path / f"d.jsonl.{form}").write_bytes(b"\x1f neither")
+    with pytest.raises(UserError, match="line 1 is not a JSON object"):
         texts(tmp_path)
 
 

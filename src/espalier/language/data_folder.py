@@ -18,7 +18,7 @@ from espalier.language.row_files import ENDINGS, SourceFile, ending_of
 from espalier.units import plural
 
 README, INFO = "README.md", "dataset_info.json"
-_ABOUT = re.compile(r"(readme(\.\w+)?|licen[cs]e.*|citation.*|notice.*|dataset_infos?\.json)", re.IGNORECASE)
+_ABOUT = re.compile(r"(readme(\.\w+)?|licen[cs]e.*|citation.*|notice.*|dataset_(infos?|dict)\.json)", re.IGNORECASE)
 """Names of files that are about the data, and none of it."""
 _SPLITS = {
     "train": ("train", "training"),
@@ -29,6 +29,7 @@ _SPLIT_OF = {word: split for split, words in _SPLITS.items() for word in words}
 _WORD = re.compile(r"[^-._ 0-9/]+")
 _FRONT = re.compile(r"\A---\s*\n(.*?)^---\s*$", re.DOTALL | re.MULTILINE)
 
+_TABLE_KEYS = frozenset({"file_name", "formatting", "ranking", "columns", "tags"})
 Tables = Mapping[str, Mapping[str, Any]]
 """By name of a file, its entry in LLaMA-Factory's `dataset_info.json`."""
 
@@ -51,8 +52,9 @@ def select(root: Path, entries: Sequence[SourceFile], split: str) -> Selection:
     if tables:
         return _tabled(entries, tables)
     configs = _configs(root) if README in names else []
-    data = [entry for entry in entries if ending_of(entry.name) in ENDINGS and not _ABOUT.fullmatch(entry.name)]
-    about = [entry.name for entry in entries if _ABOUT.fullmatch(entry.name)]
+    saved = any(ending_of(name) == ".arrow" for name in names)
+    about = [name for name in sorted(names) if _is_about(name, saved)]
+    data = [entry for entry in entries if ending_of(entry.name) in ENDINGS and entry.name not in about]
     if not data or (not configs and len(data) + len(about) < len(entries)):
         return Selection(tuple(entries))
     by_name = _configured(root, configs) if configs else {entry.name: split_of(entry.name) for entry in data}
@@ -65,9 +67,20 @@ def select(root: Path, entries: Sequence[SourceFile], split: str) -> Selection:
             do=f"data.split = {near!r}",
         )
     chosen = tuple(entry for entry in entries if by_name.get(entry.name) == split)
+    if not chosen:
+        raise UserError(
+            f"{printable(root / README)} names data files that are not there.",
+            do="download the folder again, or name the data files by a glob",
+        )
     others = [unused("split", name, plural(count, "file")) for name, count in splits.items() if name != split]
     rest = [*about, *(entry.name for entry in entries if entry.name not in by_name and entry.name not in about)]
     return Selection(chosen, (*others, *_unused_files(rest)))
+
+
+def _is_about(name: str, saved: bool) -> bool:
+    """Whether a file is about the data; `saved`: in a folder of `datasets.save_to_disk`."""
+    base = name.rpartition("/")[2]
+    return _ABOUT.fullmatch(base) is not None or (saved and base == "state.json")
 
 
 def _unused_files(names: Iterable[str]) -> Iterator[str]:
@@ -96,7 +109,7 @@ def _configs(root: Path) -> list[Mapping[str, Any]]:
         table = yaml.safe_load(front[1])
     configs = table.get("configs") if isinstance(table, dict) else None
     rows = [row for row in configs if isinstance(row, dict)] if isinstance(configs, list) else []
-    return [row for row in rows if row.get("data_files")]
+    return [row for row in rows if row.get("data_files") or row.get("data_dir")]
 
 
 def _configured(root: Path, configs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
@@ -104,17 +117,20 @@ def _configured(root: Path, configs: Sequence[Mapping[str, Any]]) -> dict[str, s
     config = _default(root, configs)
     splits: dict[str, str] = {}
     with parsing(root / README, "repair its configs, or name the data files by a glob"):
-        for part in _data_files(config["data_files"]):
+        for part in _data_files(config.get("data_files")):
             for pattern in part["path"] if isinstance(part["path"], list) else [part["path"]]:
-                for file in root.glob(str(pattern)):
-                    splits.setdefault(file.relative_to(root).as_posix(), str(part["split"]))
+                for file in (root / config.get("data_dir", "")).glob(str(pattern)):
+                    name = file.relative_to(root).as_posix()
+                    splits.setdefault(name, str(part.get("split") or split_of(name)))
     return splits
 
 
 def _data_files(stated: Any) -> list[Mapping[str, Any]]:
     if isinstance(stated, list) and all(isinstance(part, dict) for part in stated):
         return stated
-    return [{"split": "train", "path": stated}]
+    if isinstance(stated, dict):
+        return [{"split": split, "path": path} for split, path in stated.items()]
+    return [{"split": "train", "path": stated} if stated else {"path": "**/*"}]
 
 
 def _default(root: Path, configs: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -149,7 +165,14 @@ def _tabled(entries: Sequence[SourceFile], tables: Tables) -> Selection:
         return Selection(tuple(entries))
     by_file = {entry.name: next(row for name, row in chosen.items() if _within(entry.name, name)) for entry in files}
     rest = [entry.name for entry in entries if entry.name not in by_file]
-    return Selection(files, tuple(_unused_files(rest)), by_file)
+    return Selection(files, (*unused_keys(chosen), *_unused_files(rest)), by_file)
+
+
+def unused_keys(tables: Tables) -> Iterator[str]:
+    """Keys of LLaMA-Factory's table that say more than what columns and roles are called, `num_samples` and such."""
+    for name, table in tables.items():
+        keys = (key for key in table if key not in _TABLE_KEYS)
+        yield from (unused("key", key, f"{INFO} of {printable(name)}: {printable(table[key], 40)}") for key in keys)
 
 
 def _within(name: str, stated: str) -> bool:

@@ -426,7 +426,11 @@ def _files(folder: Path) -> list[Path]:
             )
     for file in files:
         if not file.exists():
-            raise UserError(f"No weights at {file}.", do="download the folder again; only safetensors are read")
+            raise UserError(
+                f"No weights at {file}.",
+                why="only safetensors are read",
+                do="download them; of a pytorch_model.bin, espalier init says how to convert it",
+            )
     return files
 
 

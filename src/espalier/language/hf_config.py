@@ -34,6 +34,7 @@ QWEN_MOE = {"qwen2": "qwen2_moe", "qwen3": "qwen3_moe"}
 """Family to `model_type`."""
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "mistral": {"sliding_window": 4096},
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
     "qwen3": {"head_dim": 128},
     "qwen2_moe": {
         "num_experts": 60,
@@ -268,7 +269,7 @@ def options(table: Mapping[str, Any], folder: str) -> config.Gpt | config.Moe:
 
 
 def _rope(table: Mapping[str, Any]) -> Mapping[str, Any]:
-    return table.get("rope_parameters") or table.get("rope_scaling") or {}
+    return table.get("rope_scaling") or table.get("rope_parameters") or {}  # in this order, as transformers
 
 
 def _rope_kind(table: Mapping[str, Any]) -> str:
@@ -313,7 +314,8 @@ def _refuse_foreign(table: Mapping[str, Any], kind: str, folder: str) -> None:
         "partial_rotary_factor": rope.get("partial_rotary_factor", table.get("partial_rotary_factor", 1.0)) != 1.0,
         "rope_parameters": _rope_kind(table) not in ("default", "linear", "llama3", "yarn")
         or any(rope.get(name) for name in ("mscale", "mscale_all_dim"))
-        or rope.get("truncate") is False,
+        or rope.get("truncate") is False
+        or (_rope_kind(table) == "default" and rope.get("factor") not in (None, 1)),
         **{name: table.get(name) not in (None, 1) for name in _SCALES},
         **{name: bool(table.get(name)) for name in _FOREIGN if name not in _OF_KIND.get(kind, ())},
     }

@@ -27,7 +27,7 @@ from espalier.foreign_files import BYTE_ORDER_MARK, decoded, parsing, printable
 from espalier.hardware.resource_limits import free_memory
 from espalier.units import plural, show_size
 
-Form = Literal["lines", "json", "table", "parquet", "text", "document", "binary"]
+Form = Literal["lines", "json", "table", "parquet", "arrow", "text", "document", "binary"]
 """`json`: a list of objects, or an object that holds one. `document`: JSON without rows."""
 
 HEAD = 1 << 16
@@ -40,11 +40,11 @@ _JSON_MEMORY = 8
 
 LINES = (".jsonl", ".ndjson", ".jsonlines")
 TABLES = (".csv", ".tsv")
-ENDINGS = (*LINES, *TABLES, ".json", ".parquet")
+ENDINGS = (*LINES, *TABLES, ".json", ".parquet", ".arrow", ".feather")
 """Endings of files of rows, in any case, before `.gz` and `.zst`."""
 COMPRESSED = (".gz", ".zst")
 _NOT_TEXT = (
-    ".7z .arrow .avi .avro .bin .bmp .bz2 .ckpt .db .dll .doc .docx .dylib .exe .feather .gguf .gif .h5 .hdf5 .ico .jar"
+    ".7z .avi .avro .bin .bmp .bz2 .ckpt .db .dll .doc .docx .dylib .exe .gguf .gif .h5 .hdf5 .ico .jar"
     " .joblib .jpeg .jpg .mkv .mov .mp3 .mp4 .msgpack .npy .npz .ods .odt .ogg .onnx .orc .parq .pdf .pickle .pkl .png"
     " .ppt .pptx .pt .pth .pyc .rar .safetensors .so .sqlite .tar .tfrecord .tgz .tif .tiff .wav .webm .webp .whl .woff"
     " .xls .xlsx .xz .zip"
@@ -57,7 +57,12 @@ CHAT_KEYS = frozenset({"messages", "conversations", "prompt", "instruction", "ch
 """Keys of rows of chats."""
 UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 """Byte order marks of files that are not read."""
+_ARROW = b"ARROW1"
+_GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+"""First bytes of compressed files."""
 _DAMAGED = (OSError, EOFError, zlib.error, zstandard.ZstdError)
+_EXCEL = re.compile(r'"?sep=(.)"?\s*')
+"""A first line that tells Excel the separator."""
 _LIST_OF_OBJECTS = re.compile(rb"\[\s*\{")
 _BEGINS_JSON = re.compile(rb"(\xef\xbb\xbf)?\s*[\[{]")
 
@@ -89,10 +94,10 @@ def ending_of(name: str) -> str:
 
 @contextmanager
 def opened(entry: SourceFile) -> Iterator[RowStream]:
-    """The file, decompressed as its name says. Raises UserError, also while it is read."""
+    """The file, decompressed as its first bytes say. Raises UserError, also while it is read."""
     try:
         with open(entry.path, "rb") as raw:
-            content = _decompressed(raw, entry.name.lower())
+            content = _decompressed(raw)
             if (start := content.peek(2)[:2]) in UTF_16:
                 decoded(start, entry.path)  # says which encoding it is
             yield RowStream(content, raw)
@@ -100,10 +105,11 @@ def opened(entry: SourceFile) -> Iterator[RowStream]:
         raise unreadable(entry.path, error) from None
 
 
-def _decompressed(raw: io.BufferedReader, name: str) -> io.BufferedReader:
-    if name.endswith(".gz"):
+def _decompressed(raw: io.BufferedReader) -> io.BufferedReader:
+    start = raw.peek(4)
+    if start.startswith(_GZIP):
         return io.BufferedReader(gzip.GzipFile(fileobj=raw), _CHUNK)
-    return io.BufferedReader(_ZstdFile(raw), _CHUNK) if name.endswith(".zst") else raw
+    return io.BufferedReader(_ZstdFile(raw), _CHUNK) if start.startswith(_ZSTD) else raw
 
 
 class _ZstdFile(io.RawIOBase):
@@ -144,14 +150,15 @@ def _zstd_pieces(raw: io.BufferedReader) -> Iterator[bytes]:
 
 def head_of(entry: SourceFile) -> bytes:
     """The first bytes without a byte order mark, for `form_of`; more where they begin JSON. Raises UserError."""
-    if is_compressed(entry.name):
-        with opened(entry) as stream:
-            return _head(stream.content)
     try:
         with open(entry.path, "rb", 0) as raw:
-            return _head(raw, min(HEAD, entry.size + 1) if entry.size else HEAD)
+            head = _head(raw, min(HEAD, entry.size + 1) if entry.size else HEAD)
     except _DAMAGED as error:
         raise unreadable(entry.path, error) from None
+    if not head.startswith((_GZIP, _ZSTD)):
+        return head
+    with opened(entry) as stream:
+        return _head(stream.content)
 
 
 def _head(file: io.BufferedReader | io.FileIO, size: int = HEAD) -> bytes:
@@ -159,11 +166,6 @@ def _head(file: io.BufferedReader | io.FileIO, size: int = HEAD) -> bytes:
     if len(head) == HEAD and _BEGINS_JSON.match(head):
         head += file.read(_LONG_HEAD) or b""
     return head.removeprefix(BYTE_ORDER_MARK)
-
-
-def is_compressed(name: str) -> bool:
-    """Whether a file's name says so."""
-    return name.lower().endswith(COMPRESSED)
 
 
 def look(entry: SourceFile, known: frozenset[str]) -> Form:
@@ -176,7 +178,9 @@ def form_of(name: str, head: bytes, known: frozenset[str]) -> Form:
     ending = ending_of(name)
     if ending == ".parquet" or head[:4] == b"PAR1":
         return "parquet"
-    if ending in TABLES:
+    if ending == ".arrow" or head.startswith(_ARROW):
+        return "arrow"
+    if ending in TABLES and not head.lstrip().startswith((b'{"', b'[{"')):
         return "table"
     if ending in BINARY:
         return "binary"
@@ -204,7 +208,7 @@ def _json_form(head: bytes, ending: str, known: frozenset[str]) -> Form | None:
     if rest.strip():
         return None
     if ending in LINES:
-        return "lines" if len(start.splitlines()) == 1 or not contained(row) else "json"
+        return "lines" if len(start.splitlines()) == 1 else "json"
     return "json" if known & row.keys() or contained(row) is not None else None
 
 
@@ -252,7 +256,8 @@ def rows(entry: SourceFile, form: Form) -> Iterator[tuple[str, Row]]:
         return _line_rows(entry)
     if form == "json":
         return _numbered(entry, iter(json_rows(entry)))
-    return _numbered(entry, table_rows(entry) if form == "table" else parquet_rows(entry))
+    read = {"table": table_rows, "arrow": arrow_rows, "parquet": parquet_rows}[form]
+    return _numbered(entry, read(entry))
 
 
 def _numbered(entry: SourceFile, values: Iterator[Row]) -> Iterator[tuple[str, Row]]:
@@ -305,11 +310,14 @@ def json_rows(entry: SourceFile) -> list[Row]:
         value = json.loads(text)
     if isinstance(value, dict):
         lists = [key for key, part in value.items() if _is_rows(part)]
+        inside = contained(value)
+        if inside is None and CHAT_KEYS & value.keys():
+            return [value]
         if len(lists) > 1:
             raise UserError(
                 f"{printable(entry.path)} holds several lists of rows: {_few(lists)}.", do="a file for each of them"
             )
-        value = contained(value) or [value]
+        value = inside or [value]
     if not isinstance(value, list) or not all(isinstance(row, dict) for row in value):
         raise UserError(f"{printable(entry.path)} is no JSON list of objects.", do="one object for each row")
     return value
@@ -319,19 +327,23 @@ def read_whole(entry: SourceFile, head: bytes, factor: int = 2) -> bytes:
     """All of a file that begins with `head`. Raises UserError where `factor` times as much does not fit into memory."""
     if len(head) < HEAD - len(BYTE_ORDER_MARK):
         return head
-    if is_compressed(entry.name):
-        with opened(entry) as stream:
-            return b"".join(_bounded(entry, stream, factor)).removeprefix(BYTE_ORDER_MARK)
-    _check_size(entry, entry.size, factor)
     try:
-        return Path(entry.path).read_bytes().removeprefix(BYTE_ORDER_MARK)
-    except OSError as error:
+        with open(entry.path, "rb") as raw:
+            content = _decompressed(raw)
+            pieces = _bounded(entry, content, factor) if content is not raw else _plain(entry, raw, factor)
+            return b"".join(pieces).removeprefix(BYTE_ORDER_MARK)
+    except _DAMAGED as error:
         raise unreadable(entry.path, error) from None
 
 
-def _bounded(entry: SourceFile, stream: RowStream, factor: int) -> Iterator[bytes]:
+def _plain(entry: SourceFile, raw: io.BufferedReader, factor: int) -> Iterator[bytes]:
+    _check_size(entry, entry.size, factor)
+    yield raw.read()
+
+
+def _bounded(entry: SourceFile, content: io.BufferedReader, factor: int) -> Iterator[bytes]:
     size = 0
-    while piece := stream.content.read(_CHUNK * 64):
+    while piece := content.read(_CHUNK * 64):
         size += len(piece)
         _check_size(entry, size, factor)
         yield piece
@@ -357,14 +369,16 @@ def table_rows(entry: SourceFile) -> Iterator[Row]:
     with opened(entry) as stream, parsing(entry.path, do):
         text = io.TextIOWrapper(stream.content, "utf-8-sig", errors="surrogateescape", newline="")
         first = text.readline()
-        delimiter = "\t" if ending_of(entry.name) == ".tsv" else _delimiter(first)
+        stated = _EXCEL.fullmatch(first)
+        first = text.readline() if stated else first
+        delimiter = stated[1] if stated else "\t" if ending_of(entry.name) == ".tsv" else _delimiter(first)
         lines = csv.reader(_with_first(first, text), delimiter=delimiter, strict=True)
         names = [name.strip() for name in next(lines, [])]
         _check_header(entry, names)
         for cells in filter(None, lines):
             if len(cells) > len(names):
                 raise UserError(
-                    f"{printable(entry.path)}, line {lines.line_num} has {len(cells)} cells.",
+                    f"{printable(entry.path)}, line {lines.line_num + bool(stated)} has {len(cells)} cells.",
                     why=f"its first row names {plural(len(names), 'column')}: {_few(names)}",
                     do="put cells with the delimiter in quotes",
                 )
@@ -412,6 +426,24 @@ def parquet_rows(entry: SourceFile) -> Iterator[Row]:
         _check_groups(entry, file, range(file.metadata.num_columns))
         for batch in file.iter_batches():
             yield from batch.to_pylist()
+
+
+def arrow_rows(entry: SourceFile) -> Iterator[Row]:
+    """Rows of an Arrow file or stream, as `datasets` saves them and Feather is, by record batches."""
+    with parsing(entry.path, _PARQUET_DO):
+        try:
+            import pyarrow as pa
+        except ImportError:
+            raise missing_extra("pyarrow", "graph", f"data.path = {entry.path!r}") from None
+        with pa.memory_map(entry.path) as source:
+            if source.read(len(_ARROW)) == _ARROW:
+                file = pa.ipc.open_file(source)
+                batches = map(file.get_batch, range(file.num_record_batches))
+            else:
+                source.seek(0)
+                batches = pa.ipc.open_stream(source)
+            for batch in batches:
+                yield from batch.to_pylist()
 
 
 def parquet_columns(entry: SourceFile) -> list[str]:

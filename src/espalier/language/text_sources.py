@@ -30,7 +30,7 @@ from espalier.units import plural
 KNOWN = ("a file", "a folder", "a glob", "python:stdlib", "hf:NAME")
 _SCHEME = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]+:")
 _NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
-_READER = 2
+_READER = 3
 """Raised when the same files give other texts or conversations: what is cached by `Listing.key` is made anew."""
 _WHOLE = ("text", "document", "binary")
 """Forms of files that are one document."""
@@ -171,7 +171,8 @@ def _single(data: Data, place: Path) -> Listing:
     entry = SourceFile(place.name, str(place), status.st_size, status.st_mtime_ns)
     table = data_folder.tables_of(place.parent).get(place.name) if place.name != data_folder.INFO else None
     tables = {} if table is None else {place.name: table}
-    return Listing(_origin(data, os.path.abspath(place)), (entry,), tables=tables)
+    notes = tuple(data_folder.unused_keys(tables))
+    return Listing(_origin(data, os.path.abspath(place)), (entry,), notes=notes, tables=tables)
 
 
 def _selected(data: Data, root: Path, listed: Listing) -> Listing:
@@ -303,7 +304,7 @@ class _TextReader:
 
     def _objects(self, entry: SourceFile, form: row_files.Form, before: int) -> Iterator[Document]:
         for name, row in row_files.rows(entry, form):
-            if self.data.field not in row and form == "table":
+            if self.data.field not in row and form in ("table", "arrow"):
                 self._no_column(entry, list(row))
                 return
             text = self._value(row, name)

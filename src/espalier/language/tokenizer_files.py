@@ -109,6 +109,11 @@ def read(file: Path) -> TokenizerFiles:
     config = _table(folder / CONFIG)
     stated = _stated(config, {} if "added_tokens_decoder" in config else _table(folder / _MAP))
     special_tokens = {role: text for role, token in stated.items() if (text := _content(token))}
+    strange = next((role for role in ROLES if role in stated and role not in special_tokens), None)
+    if strange is not None:
+        raise UserError(
+            f"{printable(folder / CONFIG)} says {strange} = {printable(stated[strange])}, which is no token.", do=_AGAIN
+        )
     template, origin = _template(folder, contents, config)
     given = [config.get(name) for name in ("add_bos_token", "add_eos_token")]
     adds = None if given == [None, None] else (bool(given[0]), bool(given[1]))
@@ -143,15 +148,20 @@ def _template(folder: Path, contents: Mapping[str, bytes], config: Mapping[str, 
     """The chat template and its file. Of several by name it is the default."""
     if TEMPLATE in contents:
         return decoded(contents[TEMPLATE], folder / TEMPLATE), str(folder / TEMPLATE)
-    template = config.get("chat_template")
+    template, origin = config.get("chat_template"), str(folder / CONFIG)
     with parsing(folder / CONFIG, _AGAIN):
         if isinstance(template, list):
-            named = {one["name"]: one["template"] for one in template}
-            template = named.get("default", next(iter(named.values()), None))
-        if not isinstance(template, str):
+            template = {row["name"]: row["template"] for row in template}
+        if isinstance(template, dict):
+            name = "default" if "default" in template else next(iter(template), None)
+            origin += "" if name == "default" else f" ({name!r})"
+            template = template.get(name)
+        if template is None:
             return None, ""
+        if not isinstance(template, str):
+            raise ValueError(f"its chat_template is {printable(template)}, and no text")
         template.encode()  # half of a surrogate pair is no text
-    return template, str(folder / CONFIG)
+    return template, origin
 
 
 def _model_ids(folder: Path) -> Mapping[str, Any] | None:

@@ -25,8 +25,10 @@ TEXTS = ("python:stdlib", "hf:")
 ARRAYS = (".npz", ".pt", ".pth")
 EDGES = (".csv", ".tsv", ".npz", ".parquet", ".mtx", ".txt")
 SOURCE_COLUMNS = ("source", "src", "from", "head")
+TARGET_COLUMNS = ("target", "dst", "to", "tail", "dest", "destination")
 TEXT_COLUMNS = ("text", "content", "raw_content", "document", "story")
 CHAT_COLUMNS = (("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"))
+PAIR_COLUMNS = (("chosen", "rejected"), ("preferred_output", "non_preferred_output"))
 WEIGHTS = ("pytorch_model*.bin", "model*.pth", "consolidated*.pth", "*.ckpt")
 """Pickles in which weights are found."""
 _EDGES_NAME = re.compile(r"(?<![a-z])edges?(?![a-z])", re.IGNORECASE)
@@ -135,8 +137,9 @@ def _rows(entry: SourceFile, path: str) -> Found:
         raise _no_column(path, dict.fromkeys(row_files.first_keys(row_files.head_of(entry))))
     _, row = next(row_files.rows(entry, form), ("", {}))
     columns = {name for name, value in row.items() if value is not None}
-    if columns >= {"chosen", "rejected"}:
-        return Found("pairs", path, "preferences between two answers: rows with chosen and rejected", entry.size)
+    pair = next((names for names in PAIR_COLUMNS if columns.issuperset(names)), None)
+    if pair is not None:
+        return Found("pairs", path, f"preferences between two answers: rows with {' and '.join(pair)}", entry.size)
     chat = next((names for names in CHAT_COLUMNS if columns.issuperset(names)), None)
     if chat is not None:
         return Found("chats", path, f"conversations: rows with {' and '.join(chat)}", entry.size)
@@ -172,6 +175,17 @@ def _folder(path: str, place: Path) -> Found:
         )
     if (place / "config.json").exists() and any(place.glob("*.safetensors")):
         return Found("weights", path, "weights in Hugging Face's format: config.json and .safetensors")
+    if (place / "adapter_config.json").exists():
+        raise UserError(
+            f"{path} holds an adapter of PEFT, without the weights it is for.",
+            do=f"espalier init WEIGHTS CHATS, then tune.kind = 'lora' and tune.adapter = {path!r}",
+        )
+    files = sorted([*place.glob("*.gguf"), *place.glob("*.safetensors")])
+    if len(files) == 1 and files[0].suffix == ".gguf":
+        return _file(str(Path(path) / files[0].name), files[0])
+    if files:
+        names = printable(", ".join(file.name for file in files))
+        raise UserError(f"{path} holds weights without a config.json.", why=names, do="name one .gguf file, or add it")
     if any(file for pattern in WEIGHTS for file in place.glob(pattern)):
         raise _pickled(path, place)
     scene = [file for name in ("transforms*.json", "poses_bounds.npy") for file in sorted(place.glob(name))]
@@ -224,9 +238,10 @@ def _edges(entry: SourceFile, place: Path) -> str:
     lines = lines[:-1] if len(head) > 4096 else lines
     lines = [line for line in lines if line.strip() and line.lstrip()[:1] not in (b"#", b"%")]
     names = re.split(rb"[,;\t ]", lines[0].lower()) if lines and ending in row_files.TABLES else []
-    column = next((name for name in SOURCE_COLUMNS if name.encode() in [part.strip(b' "') for part in names]), None)
-    if column is not None:
-        return f"a column called {column}"
+    headed = {name.strip(b' "').decode("utf-8", "replace") for name in names}
+    ends = [next((name for name in columns if name in headed), "") for columns in (SOURCE_COLUMNS, TARGET_COLUMNS)]
+    if all(ends):
+        return f"columns called {' and '.join(ends)}"
     return "each line has the numbers of two nodes" if len(lines) > 1 and all(map(_EDGE.fullmatch, lines)) else ""
 
 

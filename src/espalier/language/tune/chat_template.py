@@ -32,6 +32,8 @@ CHATML = (
 )
 """For tokenizers without a template of their own (OpenAI's ChatML)."""
 _OWN = ("messages", "add_generation_prompt")
+_ABSENT: Mapping[str, Any] = {"tools": None, "documents": None}
+"""What transformers gives a template of a conversation without them: templates ask for `none`."""
 
 Span = tuple[int, int]
 """Characters `[start, stop)` of a text."""
@@ -128,7 +130,7 @@ class ChatTemplate:
         compiled = self._compiled
         with self._failing("fails: "):
             self._environment.clock.start()
-            text: str = compiled.render({**variables, **self.tokens, **own})
+            text: str = compiled.render({**_ABSENT, **variables, **self.tokens, **own})
         return text
 
     @contextmanager
@@ -186,8 +188,14 @@ class _Message(dict[str, Any]):
         self._read.update(super().keys())
         return super().items()
 
+    def values(self) -> Any:
+        """See dict: all are read."""
+        return [value for _, value in self.items()]
+
     def unread(self) -> list[str]:
         """Keys that were not read and may be left out. Raises `Unusable` for others: they change what is meant."""
+        if dict.get(self, "content") and "content" not in self._read:
+            raise Unusable(f"the chat template leaves out its turn of {printable(dict.get(self, 'role'))!r}")
         names = [name for name in self.keys() if name in TURN_NAMES and name not in self._read]
         harmless = ("tool_call_id", "name") if dict.get(self, "role") == "tool" else ()
         strange = next((name for name in names if name not in harmless), None)
@@ -217,8 +225,20 @@ def open_template(file: str | None, tokenizer: Tokenizer, kept: Path | None = No
         do = f"tune.template = {file!r} has to name a Jinja file"
         return ChatTemplate(read_text(Path(file).expanduser(), do), files.special_tokens, file)
     if files.template is not None:
+        _check_tokens(files.template, files.special_tokens, tokenizer)
         return ChatTemplate(files.template, files.special_tokens, files.origin)
     return ChatTemplate(CHATML, files.special_tokens, "ChatML")
+
+
+def _check_tokens(text: str, tokens: Mapping[str, str], tokenizer: Tokenizer) -> None:
+    """Raises UserError where a template writes a special token that the tokenizer would read as plain text."""
+    known = tokenizer.table()
+    strange = next((role for role, token in tokens.items() if role in text and token not in known), None)
+    if strange is not None:
+        raise UserError(
+            f"The chat template writes {strange} = {printable(tokens[strange])!r}, which is not in tokenizer.json.",
+            do="save the tokenizer with it, or name another template as tune.template",
+        )
 
 
 def _cut(text: str) -> tuple[str, list[Span]]:

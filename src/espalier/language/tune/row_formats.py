@@ -7,7 +7,9 @@ text: a number or an object in its place leaves the row out.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import takewhile
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -83,6 +85,7 @@ class _Format(NamedTuple):
 
 def conversation(name: str, row: Row) -> Conversation:
     """What a row says. Raises `Unusable`, also for an unknown format."""
+    row = _openai_preference(row)
     form = next((form for form in _FORMATS if all(row.get(key) is not None for key in form.needs)), None)
     form = form or next((form for form in _FORMATS if all(key in row for key in form.needs)), None)
     if form is None:
@@ -194,7 +197,31 @@ def _side(row: Row, key: str, role: str) -> list[Row]:
     value = row.get(key)
     if isinstance(value, Mapping):
         return [value]
-    return _messages(value, key) if isinstance(value, list | tuple) else [{"role": role, "content": _text(row, key)}]
+    if isinstance(value, list | tuple):
+        return _messages(value, key)
+    text = _text(row, key)
+    return _transcript(text) or [{"role": role, "content": text}]
+
+
+def _transcript(text: str) -> list[Row]:
+    """The turns of a text as Anthropic's HH-RLHF has them, without an answer that is still to come; else nothing."""
+    if not text.startswith("\n\nHuman:"):
+        return []
+    parts = _SPEAKER.split(text)[1:]
+    turns: list[Row] = [
+        {"role": _SPEAKERS[who], "content": words.strip()} for who, words in zip(parts[::2], parts[1::2], strict=True)
+    ]
+    return turns[: -1 if turns[-1] == {"role": "assistant", "content": ""} else None]
+
+
+def _openai_preference(row: Row) -> Row:
+    """A preference of OpenAI's fine-tuning as one with prompt, chosen and rejected; other rows as they are."""
+    names = {"preferred_output": "chosen", "non_preferred_output": "rejected"}
+    asked = _decoded(row.get("input"))
+    if not row.keys() >= names.keys() or not isinstance(asked, Mapping):
+        return row
+    given = {names.get(key, key): value for key, value in {**row, **asked}.items() if key not in ("input", "messages")}
+    return {**given, "prompt": asked.get("messages")}
 
 
 def _messages(value: Any, key: str) -> list[Row]:
@@ -205,6 +232,8 @@ def _messages(value: Any, key: str) -> list[Row]:
 
 
 _PREFERENCE = ("chosen", "rejected")
+_SPEAKER = re.compile(r"\n\n(Human|Assistant):")
+_SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 _ALPACA = frozenset({"input", "history"})
 _FORMATS = (
     _Format(_PREFERENCE, frozenset(), lambda row: []),
@@ -216,21 +245,23 @@ _FORMATS = (
 
 
 def _preference(name: str, row: Row) -> Conversation:
-    asked = [*_system(row), *_question(row)[1]]
+    asked = _question(row)[1]
     sides = [_side(row, key, "assistant") for key in _PREFERENCE]
     if any(_masked(side) for side in sides):
         raise Unusable("an answer of a preference has the weight 0")
-    prompt = list(map(_turn, asked))
-    chosen, rejected = ([*prompt, *map(_turn, side)] for side in sides)
-    if not prompt:  # both sides begin with it
-        while len(prompt) < min(len(chosen), len(rejected)) and chosen[len(prompt)] == rejected[len(prompt)]:
-            prompt.append(chosen[len(prompt)])
-    elif chosen[: 2 * len(prompt)] == prompt * 2:  # the prompt is given, and repeated on both sides
-        chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+    prompt, chosen, rejected = (list(map(_turn, part)) for part in (asked, *sides))
+    shared = [turn for turn, _ in takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))]
+    if any(shared[start : start + len(prompt)] == prompt for start in range(len(shared) - len(prompt) + 1)):
+        prompt, chosen, rejected = shared, chosen[len(shared) :], rejected[len(shared) :]  # both sides begin with it
+    elif prompt and prompt[-1].role == "user" == (chosen[:1] or prompt)[0].role:
+        raise Unusable("its prompt is another than the one that its sides begin with")
     if chosen == rejected:
         raise Unusable("the chosen and the rejected answer are the same")
-    other = _checked(Conversation(name, tuple(rejected)), "the rejected side")
-    talk = Conversation(name, tuple(chosen), other.turns[len(prompt) :], len(prompt))
+    prompt = [*map(_turn, _system(row)), *prompt]
+    if all(turn.role != "user" for turn in prompt):
+        raise Unusable("it has no question: no prompt, and none that both sides begin with")
+    _checked(Conversation(name, (*prompt, *rejected)), "the rejected side")
+    talk = Conversation(name, (*prompt, *chosen), tuple(rejected), len(prompt))
     return _checked(talk, "the chosen side")._replace(unused_keys=tuple(_unused_keys([*asked, *sides[0], *sides[1]])))
 
 
