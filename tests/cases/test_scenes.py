@@ -298,7 +298,7 @@ def test_a_number_that_is_none_is_one_sentence(scene: Path, key: str, value: obj
 @pytest.mark.parametrize(
     ("name", "message"),
     [("a" * 5000, "names an image 'aaa.*a…' .*not there"), ("a\0b", "not there"), ("\ud800", "not there"),
-     (7, "no frames"), ("", "names an image ''"), (".", "not there"), ("images", "not there")],
+     (7, "frame 2 has no file_path"), ("", "names an image ''"), (".", "not there"), ("images", "not there")],
 )  # fmt: skip
 def test_a_name_that_is_none_is_one_sentence(scene: Path, name: object, message: str) -> None:
     frames = frames_of()

@@ -9,12 +9,13 @@ part, is -1, an empty cell, a null, `nan`, `None` or `null`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from espalier.errors import UserError
-from espalier.foreign_files import parsing, printable
+from espalier.foreign_files import parsing, printable, unused
 from espalier.graph import array_file, separated_text
 from espalier.graph.array_file import NUMBERED, degree_features, refuse_far_ids
 from espalier.graph.data import Array, Graph
@@ -31,6 +32,7 @@ from espalier.graph.table_columns import (
     settled,
 )
 from espalier.hardware.resource_limits import free_memory
+from espalier.units import plural
 
 TEXT = (*separated_text.ENDINGS, ".mtx")
 SUFFIXES = (*TEXT, ".npz", ".parquet")
@@ -50,9 +52,10 @@ def beside(folder: Path, stem: str, endings: Sequence[str]) -> list[Path]:
 
 def load(file: Path, *, undirected: bool, target: str | None = None) -> Graph:
     """The graph whose edges are in `file`; `target` is `graph.target`. Raises UserError."""
-    if ending(file) == ".npz":
-        return array_file.load(file, undirected=undirected, target=target)
     place = _nodes_beside(file)
+    if ending(file) == ".npz":
+        graph = array_file.load(file, undirected=undirected, target=target)
+        return graph if place is None else replace(graph, notes=(*graph.notes, unused("file", place.name)))
     nodes = None if place is None else read_nodes(place)
     maybe = None if nodes is None else nodes.ids if nodes.maybe is None else nodes.table.columns[nodes.maybe]
     edges = _matrix_market(file) if ending(file) == ".mtx" else read_edges(file, maybe)
@@ -80,9 +83,12 @@ def _nodes_beside(file: Path) -> Path | None:
 
 def _graph(file: Path, nodes: NodeTable | None, table: EdgeTable, undirected: bool, target: str | None) -> Graph:
     ids = None if nodes is None else nodes.ids
-    sources, targets = (_numbered(ends, ids, file) for ends in (table.sources, table.targets))
+    by = ids if table.nodes is None else None  # a matrix has its own numbers: its rows are those of the table
+    sources, targets = (_numbered(ends, by, file) for ends in (table.sources, table.targets))
     count = _count(file, nodes, table, sources, targets)
     notes = [*(() if nodes is None else nodes.notes), *table.notes]
+    if nodes is None and table.nodes is None and len(sources) and min(sources.min(), targets.min()) == 1:
+        notes.append(f"no edge of {file.name} names node 0, which is in the graph: nodes are numbered from 0")
     columns = {} if nodes is None else nodes.features
     if nodes is not None and not columns:
         notes.append("no column of nodes is a feature: each has 1 and log(1 + degree)")
@@ -121,11 +127,28 @@ def _both_ways(table: EdgeTable, undirected: bool, notes: list[str]) -> bool:
 def _count(file: Path, nodes: NodeTable | None, table: EdgeTable, sources: Array, targets: Array) -> int:
     """How many nodes there are: those of their table, else up to the largest end of an edge."""
     if nodes is not None:
+        _check_rows(file, nodes, table)
         return nodes.table.rows
     largest = int(max(sources.max(initial=-1), targets.max(initial=-1))) + 1
     count = max(largest, table.nodes or 0)
     refuse_far_ids(count, len(sources), file)
     return count
+
+
+def _check_rows(file: Path, nodes: NodeTable, table: EdgeTable) -> None:
+    """Refuses a table of nodes whose rows cannot be those of the matrix that `table` was read from."""
+    rows, ids = table.nodes, nodes.ids
+    if rows is None:
+        return
+    numbers = None if ids is None else alike(ids)
+    mixed = numbers is not None and numbers.dtype.kind == "i" and (np.diff(numbers) < 0).any()
+    if rows != nodes.table.rows or mixed:
+        has = "ids that do not ascend" if mixed else plural(nodes.table.rows, "row")
+        raise UserError(
+            f"{printable(nodes.table.path)} has {has}, and the matrix {printable(file.name)} {plural(rows, 'row')}.",
+            why="the rows of a matrix are those of its table of nodes, in their order",
+            do="a line for each row of the matrix, in its order",
+        )
 
 
 def _numbered(ends: Array, ids: Array | None, file: Path) -> Array:

@@ -30,7 +30,8 @@ _ENDINGS = ("", ".png", ".jpg", ".jpeg", ".PNG", ".JPG", ".JPEG", ".webp")
 """What Blender's file_path may lack."""
 _WORLD = 'give poses in one unit, without it; the corners of what is looked at are "box": [[x, y, z], [x, y, z]]'
 _MOVING = "leave out the pictures taken in motion: every pixel of a picture is seen from one pose here"
-_BENT = "k4 k5 k6 s1 s2 s3 s4 is_fisheye ftheta_p0 lens_params distortion_params"
+_MASKED = "take it out to train on all pixels; masks that cut out an object can be the alpha of its pictures"
+_BENT = "k4 k5 k6 s1 s2 s3 s4 b1 b2 skew is_fisheye ftheta_p0 lens_params distortion_params"
 _MOVED = """rolling_shutter
 rolling_shutter_time w_ang_vel v_lin_vel velocity camera_angular_velocity camera_linear_velocity
 transform_matrix_start transform_matrix_end driver_parameters"""
@@ -39,7 +40,7 @@ REFUSED = {
     **dict.fromkeys(_MOVED.split(), _MOVING),
     **dict.fromkeys(("scale", "offset", "aabb"), _WORLD),
     "from_na": "write poses in Blender's convention",
-    "mask_path": "take it out to train on all pixels; masks that cut out an object can be the alpha of its pictures",
+    **dict.fromkeys(("mask_path", "mask_file_path", "mask", "masks_path"), _MASKED),
     "time": "keep the frames of one time, without it: the scene does not move here",
 }
 """Keys that change what others mean, and what to do about each."""
@@ -118,10 +119,14 @@ def _several(names: Sequence[str]) -> str:
 
 
 def _picture(file: Path, name: str) -> Path | None:
-    """The picture that a frame names; None where it is not there."""
-    for ending in _ENDINGS:
+    """The picture that a frame names, with Windows' separators and with its ending in another case too; None where it
+    is not there."""
+    stem, dot, suffix = name.rpartition(".")
+    spelled = [name, stem + dot + suffix.lower(), stem + dot + suffix.upper()]
+    spelled += [other.replace("\\", "/") for other in spelled if "\\" in other]
+    for candidate in (other + ending for ending in _ENDINGS for other in spelled):
         try:
-            place = file.parent / (name + ending)
+            place = file.parent / candidate
             if place.is_file():
                 return place
         except (OSError, ValueError):  # names that are too long, or hold what no name can
@@ -152,8 +157,16 @@ def _is_neutral(key: str, value: object) -> bool:
 
 
 def _resized(view: View, lens: Lens) -> list[str]:
+    """What to say where a lens is of larger pictures, or given twice."""
     wide = view.lens.get("w", lens.width)
-    return [f"the lens is scaled from pictures {wide} pixels wide to {lens.width}"] if wide != lens.width else []
+    notes = [f"the lens is scaled from pictures {wide} pixels wide to {lens.width}"] if wide != lens.width else []
+    angle = camera_poses.number_of(view.lens.get("camera_angle_x"))
+    of_angle = lens_keys.of_angle(angle, lens.width)
+    if abs(of_angle - lens.focal) > 0.02 * lens.focal:
+        notes.append(
+            f"not used: key 'camera_angle_x' (a focal length of {of_angle:.1f} pixels, fl_x of {lens.focal:.1f})"
+        )
+    return notes
 
 
 # --- parts -------------------------------------------------------------------------------------------------------
