@@ -158,6 +158,12 @@ def _numbered(ends: Array, ids: Array | None, file: Path) -> Array:
     known, ends = alike(ids), alike(ends)
     if known.dtype.kind != ends.dtype.kind:
         known, ends = known.astype(str), ends.astype(str)
+    if known.dtype.kind == "U" and (known == "").any():
+        raise UserError(
+            f"{printable(file)}: a node has no id (row {int((known == '').argmax())} of its table).",
+            why="an edge without an end would lead to it",
+            do="give each node an id of its own, or drop the row",
+        )
     order = np.argsort(known, kind="stable")
     twice = known[order][1:] == known[order][:-1]
     if twice.any():
@@ -171,7 +177,8 @@ def _numbered(ends: Array, ids: Array | None, file: Path) -> Array:
     strange = known[rows] != ends if len(known) else np.ones(len(ends), bool)
     if strange.any():
         raise UserError(
-            f"{printable(file)} has an edge at {printable(ends[strange][0])}, which is no id in the table of nodes.",
+            f"{printable(file)} has an edge at {printable(ends[strange][0]) or 'an empty cell'}, "
+            "which is no id in the table of nodes.",
             do="give every node a line there, or drop such edges",
         )
     return rows.astype(np.int64)

@@ -269,11 +269,23 @@ def _nodes(table: Table) -> NodeTable:
         table,
         taken.get("id"),
         maybe,
-        taken.get("label"),
+        _labels(table, taken.get("label"), notes),
         _parts(table, taken.get("part"), masks),
         left,
         tuple(notes),
     )
+
+
+def _labels(table: Table, column: Array | None, notes: list[str]) -> Array | None:
+    """A column of labels; numbers with decimal commas as float64, which is said in `notes`."""
+    words = [] if column is None or column.dtype.kind not in "OU" else as_words(column)
+    filled = [word for word in words if word not in EMPTY]
+    if not any("," in word for word in filled) or not all(map(_DECIMAL.fullmatch, filled)):
+        return column
+    notes.append(f"the labels of {table.path.name} have decimal commas")
+    values = np.full(len(words), np.nan)
+    values[[word not in EMPTY for word in words]] = _decimal_commas(filled, f"{printable(table.path)}: the label")
+    return values
 
 
 def _mask_names(columns: Mapping[str, Array]) -> list[str]:
