@@ -514,12 +514,6 @@ def test_an_optical_center_outside_of_pictures_or_in_shares_of_them_is_refused(
     refusal(write(scene, **(LENS | {"cx": center[0], "cy": center[1]})), "has an optical center")
 
 
-def test_a_second_focal_length_that_differs_is_named(scene: Path) -> None:
-    note = "not used: key 'camera_angle_x' (a focal length of 24.8 pixels, fl_x of 31.0)"
-    assert note in load(write(scene, **(LENS | {"fl_x": 31.0, "fl_y": 31.0}))).notes
-    assert not any("camera_angle_x" in note for note in load(write(scene, **LENS)).notes)
-
-
 def test_files_beside_the_one_that_is_named_are_named(scene: Path) -> None:
     (scene / "transforms_test.json").write_text("{}")
     assert "not used: file 'transforms_test.json'" in load(scene / "transforms.json").notes

@@ -32,7 +32,6 @@ from espalier.graph.table_columns import (
     settled,
 )
 from espalier.hardware.resource_limits import free_memory
-from espalier.units import plural
 
 TEXT = (*separated_text.ENDINGS, ".mtx")
 SUFFIXES = (*TEXT, ".npz", ".parquet")
@@ -127,7 +126,7 @@ def _both_ways(table: EdgeTable, undirected: bool, notes: list[str]) -> bool:
 def _count(file: Path, nodes: NodeTable | None, table: EdgeTable, sources: Array, targets: Array) -> int:
     """How many nodes there are: those of their table, else up to the largest end of an edge."""
     if nodes is not None:
-        _check_rows(file, nodes, table)
+        _check_rows(nodes, table)
         return nodes.table.rows
     largest = int(max(sources.max(initial=-1), targets.max(initial=-1))) + 1
     count = max(largest, table.nodes or 0)
@@ -135,18 +134,14 @@ def _count(file: Path, nodes: NodeTable | None, table: EdgeTable, sources: Array
     return count
 
 
-def _check_rows(file: Path, nodes: NodeTable, table: EdgeTable) -> None:
+def _check_rows(nodes: NodeTable, table: EdgeTable) -> None:
     """Refuses a table of nodes whose rows cannot be those of the matrix that `table` was read from."""
-    rows, ids = table.nodes, nodes.ids
-    if rows is None:
-        return
-    numbers = None if ids is None else alike(ids)
-    mixed = numbers is not None and numbers.dtype.kind == "i" and (np.diff(numbers) < 0).any()
-    if rows != nodes.table.rows or mixed:
-        has = "ids that do not ascend" if mixed else plural(nodes.table.rows, "row")
+    numbers = alike(np.zeros(0) if nodes.ids is None else nodes.ids)
+    mixed = numbers.dtype.kind == "i" and (np.diff(numbers) < 0).any()
+    if table.nodes is not None and (mixed or table.nodes != nodes.table.rows):
         raise UserError(
-            f"{printable(nodes.table.path)} has {has}, and the matrix {printable(file.name)} {plural(rows, 'row')}.",
-            why="the rows of a matrix are those of its table of nodes, in their order",
+            f"{printable(nodes.table.path)} has {nodes.table.rows:,} rows for the {table.nodes:,} of the matrix.",
+            why="the rows of a matrix are those of its table of nodes, with ids that ascend",
             do="a line for each row of the matrix, in its order",
         )
 

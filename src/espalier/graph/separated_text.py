@@ -36,7 +36,6 @@ _SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical ba
 _DECIMAL = re.compile(r"[-+]?\d+,\d+")
 _PADDED = re.compile(r"\s*[-+]?0\d")
 """How a number with leading zeros begins: `007` may be a name, and is not `7`."""
-_CELL = re.compile(r'"([^"]*)"(?=\s|$)|(\S+)')
 _SAMPLE, _LONGEST_LINE, _PIECE = 100, 1 << 24, 1 << 12
 _LONGEST = 131_072
 _DO = "UTF-8 text, as many cells in every line"
@@ -140,11 +139,9 @@ def check_size(path: Path) -> None:
 def _rows(lines: Iterable[str], separator: str, path: Path, before: int) -> Iterator[tuple[int, list[str]]]:
     """The cells of each row and the number of its last line, of which `before` come before `lines`."""
     rows = _cells(lines, separator)
-    number = before
     try:
         for row in rows:
-            number = before + rows.line_num if separator else number + 1
-            yield number, row
+            yield before + rows.line_num, row
     except csv.Error as error:
         raise UserError(f"{printable(path)}, line {before + rows.line_num}: {error}.", do=_DO) from None
 
@@ -152,14 +149,8 @@ def _rows(lines: Iterable[str], separator: str, path: Path, before: int) -> Iter
 def _cells(lines: Iterable[str], separator: str) -> Any:
     """The cells of each row; one of more than `_LONGEST` characters raises csv.Error."""
     csv.field_size_limit(_LONGEST)  # of the process: tables of text set another
-    return csv.reader(lines, delimiter=separator, skipinitialspace=True) if separator else map(_split, lines)
-
-
-def _split(line: str) -> list[str]:
-    """The cells of a line between white space, which may be quoted."""
-    if '"' not in line:
-        return line.split()
-    return [cell[2] if cell[1] is None else cell[1] for cell in _CELL.finditer(line)]
+    lines = lines if separator else (" ".join(line.split()) for line in lines)
+    return csv.reader(lines, delimiter=separator or " ", skipinitialspace=True)
 
 
 def _separator(sample: list[str], path: Path) -> str:

@@ -23,7 +23,7 @@ from espalier.graph.separated_text import EMPTY, EXACT, is_number
 from espalier.hardware.resource_limits import free_memory
 from espalier.units import plural
 
-WHOLE = re.compile(r"-?(0|[1-9][0-9]{0,17})")
+WHOLE = re.compile(r"-?[0-9]{1,18}")
 _POINTLESS = re.compile(r"(-?[0-9]+)\.0*")
 _DECIMAL = re.compile(r"[-+]?[0-9]+(,[0-9]+)?(e[-+]?[0-9]+)?", re.IGNORECASE)
 _TRUTH = {"true": 1.0, "false": 0.0, "1": 1.0, "0": 0.0, "1.0": 1.0, "0.0": 0.0, "yes": 1.0, "no": 0.0}
@@ -38,6 +38,7 @@ _SOURCES = "source|src|from|head|u|node1|nodea|id1|(source|src|from)(node)?id|ci
 _TARGETS = "target|dst|to|tail|v|node2|nodeb|id2|(target|dst|to)(node)?id|cited|receiver|dest|destination"
 _WEIGHTS = "(edge)?weights?"
 _LABELS = "labels?|class|target|nodelabel"
+_COLUMNS_OF_LABELS = "(label|target|task|y)[0-9]+"
 _PARTS = "part|split|subset"
 _MASKS = tuple(f"(is|in)?({words})(mask)?" for words in ("train(ing)?", "val|valid|validation|dev", "test(ing)?"))
 _KINDS = "nodetype|edgetype|rel|relation(ship)?|predicate|edgereltype|reltype"
@@ -251,11 +252,11 @@ def _nodes(table: Table) -> NodeTable:
         if (column := _sole(table, left, names, role)) is not None:
             roles[role] = column
     taken = {role: left.pop(name) for role, name in roles.items()}
+    if "label" not in taken and (several := _columns_of_labels(table, left, notes)) is not None:
+        taken["label"] = several
     masks = {name: left.pop(name) for name in _mask_names(left)}
     notes += _choices(table, roles)
-    notes += [
-        f"column {printable(name)!r} of {table.path.name} is the mask of a part" for name in masks if not _is_mask(name)
-    ]
+    notes += [f"column {name!r} of {table.path.name} is the mask of a part" for name in masks if not _is_mask(name)]
     maybe = None
     if "id" not in taken:
         candidates = [name for plain in _MAYBE_IDS for name in left if _plain(name) == plain]
@@ -276,16 +277,27 @@ def _nodes(table: Table) -> NodeTable:
     )
 
 
+def _columns_of_labels(table: Table, columns: dict[str, Array], notes: list[str]) -> Array | None:
+    """float64 [rows, columns] of those called `label_0`, `label_1` … or `y1`, `y2` …, taken out of `columns`."""
+    names = [name for name in columns if _is(name, _COLUMNS_OF_LABELS)]
+    if len(names) < 2 or _names_any(columns, "x[0-9]*"):  # y1 may be a coordinate
+        return None
+    numbers = _numeric(table, {name: columns.pop(name) for name in names}, "the label {}", notes)
+    notes.append(f"columns of {table.path.name}: {printable(', '.join(numbers))} are the labels")
+    return np.stack([*numbers.values()], 1) if numbers else None
+
+
 def _labels(table: Table, column: Array | None, notes: list[str]) -> Array | None:
-    """A column of labels; numbers with decimal commas as float64, which is said in `notes`."""
+    """A column of labels; numbers with decimal commas get points, which is said in `notes`, and lists become rows."""
+    if column is not None and column.dtype.kind == "O" and any(isinstance(cell, np.ndarray) for cell in column):
+        return np.stack(list(column))
     words = [] if column is None or column.dtype.kind not in "OU" else as_words(column)
     filled = [word for word in words if word not in EMPTY]
     if not any("," in word for word in filled) or not all(map(_DECIMAL.fullmatch, filled)):
         return column
     notes.append(f"the labels of {table.path.name} have decimal commas")
-    values = np.full(len(words), np.nan)
-    values[[word not in EMPTY for word in words]] = _decimal_commas(filled, f"{printable(table.path)}: the label")
-    return values
+    _decimal_commas(filled, f"{printable(table.path)}: the label")
+    return np.array([word.replace(",", ".") for word in words])
 
 
 def _mask_names(columns: Mapping[str, Array]) -> list[str]:
@@ -293,8 +305,8 @@ def _mask_names(columns: Mapping[str, Array]) -> list[str]:
     and some train."""
     names = [name for name in columns if _is(name, "|".join(_MASKS))]
     truths = [name for name in names if {word.lower() for word in as_words(columns[name])} <= {*_TRUTH, ""}]
-    trained = any(_is(name, _MASKS[0]) for name in truths)
-    return [name for name in names if _is_mask(name) or (trained and name in truths)]
+    truths = truths if any(_is(name, _MASKS[0]) for name in truths) else []
+    return [name for name in names if _is_mask(name) or name in truths]
 
 
 def _is_mask(name: str) -> bool:

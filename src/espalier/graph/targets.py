@@ -31,7 +31,6 @@ MISSING = ("", "nan", "NaN", "None", "null", "NULL", "NA", "N/A", "#N/A", "<NA>"
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?|[+-]?(inf|Inf|infinity|Infinity)")
 _WHOLE = re.compile(r"-?[0-9]{1,18}")
 _POINTLESS = re.compile(r"(-?[0-9]+)\.0*")
-_QUANTITY = re.compile(r"[-+<>~$€£]*\s*[0-9][0-9.,]*\s*\D{0,3}")
 _EXACT = 2**53
 """From there on every float64 is a whole number."""
 _LARGEST = 1e150
@@ -159,16 +158,7 @@ def _named(words: Sequence[str], origin: str) -> Targets:
     classes = sorted(distinct, key=lambda word: (int(word) if numbers else 0, word))
     place = {word: at for at, word in enumerate(classes)}
     labels = np.array([place.get(word, IGNORED) for word in words], np.int64)
-    return Targets(labels, tuple(classes), "classes", _counts(labels, origin) if numbers else _quantities(classes))
-
-
-def _quantities(classes: Sequence[str]) -> tuple[str, ...]:
-    """Says so where all words look like numbers with a unit, as `12%`."""
-    if not classes or not all(map(_QUANTITY.fullmatch, classes)):
-        return ()
-    return (
-        f"targets: words such as {printable(classes[0])!r}, taken as classes; {_REGRESSION} on numbers without unit",
-    )
+    return Targets(labels, tuple(classes), "classes", _counts(labels, origin) if numbers else ())
 
 
 # --- numbers -----------------------------------------------------------------------------------------------------

@@ -47,26 +47,21 @@ def lens_of(table: Mapping[str, Any], width: int, height: int, where: str) -> Le
             "(EXIF) are not turned",
         )
     center = (_number(table, "cx", 0.5 * width / factor), _number(table, "cy", 0.5 * height / factor))
-    _check_center(center, wide, height / factor, where)
+    inside = 0 <= center[0] <= wide and 0 <= center[1] <= height / factor
+    if not inside or max(center) <= 1 < min(width, height):  # shares of the sides
+        raise UserError(
+            f"{where} has an optical center {center} in pictures of {wide:g} × {height / factor:g}.",
+            do='"cx" and "cy" in pixels from the upper left corner, or neither',
+        )
     focal, aspect = _focal(table, wide, height / factor, where)
     lens = Lens(width, height, focal * factor, (center[0] * factor, center[1] * factor), aspect)
     return lens._replace(distortion=_distortion(table, lens, where))
 
 
-def _check_center(center: tuple[float, float], wide: float, tall: float, where: str) -> None:
-    """Raises UserError for an optical center outside of pictures, or in shares of their sides."""
-    inside = 0 <= center[0] <= wide and 0 <= center[1] <= tall
-    if not inside or max(center) <= 1 < min(wide, tall):
-        raise UserError(
-            f"{where} has an optical center {center} in pictures of {wide:g} × {tall:g}.",
-            do='"cx" and "cy" in pixels from the upper left corner, or neither',
-        )
-
-
 def _focal(table: Mapping[str, Any], wide: float, tall: float, where: str) -> tuple[float, float]:
     """The horizontal focal length in pixels of the table, and the vertical one over it."""
-    across = _number(table, "fl_x", of_angle(_number(table, "camera_angle_x", math.nan), wide))
-    down = _number(table, "fl_y", of_angle(_number(table, "camera_angle_y", math.nan), tall))
+    across = _number(table, "fl_x", _of_angle(_number(table, "camera_angle_x", math.nan), wide))
+    down = _number(table, "fl_y", _of_angle(_number(table, "camera_angle_y", math.nan), tall))
     if not 0 < across < math.inf:
         raise UserError(
             f"{where} says nothing of the lens.", do='"camera_angle_x": radians between 0 and 3.14, or "fl_x": pixels'
@@ -77,7 +72,7 @@ def _focal(table: Mapping[str, Any], wide: float, tall: float, where: str) -> tu
     return across, down / across if given else 1.0
 
 
-def of_angle(angle: float, side: float) -> float:
+def _of_angle(angle: float, side: float) -> float:
     """The focal length of a field of view in radians over `side` pixels; nan of what is no angle."""
     return 0.5 * side / math.tan(0.5 * angle) if 0 < angle < math.pi else math.nan
 

@@ -8,6 +8,7 @@ Blender's layout has a file for each part; in one file nerfstudio's `train_filen
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from os.path import splitext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -121,9 +122,8 @@ def _several(names: Sequence[str]) -> str:
 def _picture(file: Path, name: str) -> Path | None:
     """The picture that a frame names, with Windows' separators and with its ending in another case too; None where it
     is not there."""
-    stem, dot, suffix = name.rpartition(".")
-    spelled = [name, stem + dot + suffix.lower(), stem + dot + suffix.upper()]
-    spelled += [other.replace("\\", "/") for other in spelled if "\\" in other]
+    stem, suffix = splitext(name.replace("\\", "/"))
+    spelled = (name, stem + suffix, stem + suffix.lower(), stem + suffix.upper())
     for candidate in (other + ending for ending in _ENDINGS for other in spelled):
         try:
             place = file.parent / candidate
@@ -157,16 +157,8 @@ def _is_neutral(key: str, value: object) -> bool:
 
 
 def _resized(view: View, lens: Lens) -> list[str]:
-    """What to say where a lens is of larger pictures, or given twice."""
     wide = view.lens.get("w", lens.width)
-    notes = [f"the lens is scaled from pictures {wide} pixels wide to {lens.width}"] if wide != lens.width else []
-    angle = camera_poses.number_of(view.lens.get("camera_angle_x"))
-    of_angle = lens_keys.of_angle(angle, lens.width)
-    if abs(of_angle - lens.focal) > 0.02 * lens.focal:
-        notes.append(
-            f"not used: key 'camera_angle_x' (a focal length of {of_angle:.1f} pixels, fl_x of {lens.focal:.1f})"
-        )
-    return notes
+    return [f"the lens is scaled from pictures {wide} pixels wide to {lens.width}"] if wide != lens.width else []
 
 
 # --- parts -------------------------------------------------------------------------------------------------------
