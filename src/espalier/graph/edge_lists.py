@@ -86,7 +86,7 @@ def _graph(file: Path, nodes: NodeTable | None, table: EdgeTable, undirected: bo
     sources, targets = (_numbered(ends, by, file) for ends in (table.sources, table.targets))
     count = _count(file, nodes, table, sources, targets)
     notes = [*(() if nodes is None else nodes.notes), *table.notes]
-    if nodes is None and table.nodes is None and len(sources) and min(sources.min(), targets.min()) == 1:
+    if nodes is None and len(sources) and min(sources.min(), targets.min()) == 1:
         notes.append(f"no edge of {file.name} names node 0, which is in the graph: nodes are numbered from 0")
     columns = {} if nodes is None else nodes.features
     if nodes is not None and not columns:
