@@ -160,6 +160,9 @@ def test_matrices_of_scipy_that_are_no_graph_are_refused(tmp_path: Path) -> None
         scipy.sparse.save_npz(tmp_path / "g.npz", matrix)
         with pytest.raises(UserError, match=reason):
             load(tmp_path / "g.npz")
+    np.savez(tmp_path / "g.npz", format=b"csr", data=np.ones(2), indices=[0, 7], indptr=[0, 1, 2, 2], shape=[3, 3])
+    with pytest.raises(UserError, match="has the id 7, outside the graph"):
+        load(tmp_path / "g.npz")
     sizes = {"indptr": [0, 2, 1, 3], "indices": [0, 1, 2], "data": [1.0, 1, 1], "shape": [3, 3]}
     np.savez(tmp_path / "g.npz", format=b"csr", **sizes)
     with pytest.raises(UserError, match=r"g\.npz cannot be read"):
@@ -191,6 +194,8 @@ def test_labels_in_several_columns_are_no_features(tmp_path: Path, names: str) -
     assert (graph.kind, graph.columns) == ("values", ("f",))
     np.testing.assert_array_equal(graph.labels, [[1.5, -2], [np.nan, 3], [2.5, 4]])
     assert f"columns of nodes.csv: {names.replace(',', ', ')} are the labels" in graph.notes
+    words = load(written(tmp_path, f"id,{names},f\na,p,q,1\nb,p,r,2\nc,q,r,3\n"))
+    assert (words.labels, words.columns, len(words.notes)) == (None, ("f",), 2)
     tasks = load(written(tmp_path, f"id,{names},f\na,1,0,1\nb,0,1,2\nc,1,1,3\n"))
     assert (tasks.kind, tasks.outputs) == ("tasks", 2)
 

@@ -86,7 +86,7 @@ def load(file: Path, *, undirected: bool, target: str | None = None) -> Graph:
     features = known.get("x")
     if features is None:
         given = int(known.get("num_nodes", 0))
-        count = max(int(max(sources.max(initial=-1), targets.max(initial=-1))) + 1, given)
+        count = given or int(max(sources.max(initial=-1), targets.max(initial=-1))) + 1
         refuse_far_ids(count, given or len(sources), file)
         features = degree_features((sources, targets), count)
     return Graph.from_edges(

@@ -216,8 +216,7 @@ def _drop_kinds(table: Table, columns: dict[str, Array]) -> list[str]:
     refused = {name: do for name in kinds if table.rows < 2 or len(set(as_words(columns[name]))) > 1}
     FieldUse(Fields("column", frozenset(), refused), table.path.name).count(refused)
     return [
-        unused("column", name, f"of {table.path.name}, always {printable(columns.pop(name)[0], 40)!r}")
-        for name in kinds
+        unused("column", name, f"of {table.path.name}, always {printable(columns.pop(name)[0])!r}") for name in kinds
     ]
 
 
@@ -283,8 +282,10 @@ def _columns_of_labels(table: Table, columns: dict[str, Array], notes: list[str]
     if len(names) < 2 or _names_any(columns, "x[0-9]*"):  # y1 may be a coordinate
         return None
     numbers = _numeric(table, {name: columns.pop(name) for name in names}, "the label {}", notes)
+    if not numbers:
+        return None
     notes.append(f"columns of {table.path.name}: {printable(', '.join(numbers))} are the labels")
-    return np.stack([*numbers.values()], 1) if numbers else None
+    return np.stack([*numbers.values()], 1)
 
 
 def _labels(table: Table, column: Array | None, notes: list[str]) -> Array | None:
