@@ -298,7 +298,7 @@ def test_a_number_that_is_none_is_one_sentence(scene: Path, key: str, value: obj
 @pytest.mark.parametrize(
     ("name", "message"),
     [("a" * 5000, "names an image 'aaa.*a…' .*not there"), ("a\0b", "not there"), ("\ud800", "not there"),
-     (7, "no frames"), ("", "names an image ''"), (".", "not there"), ("images", "not there")],
+     (7, "frame 2 has no file_path"), ("", "names an image ''"), (".", "not there"), ("images", "not there")],
 )  # fmt: skip
 def test_a_name_that_is_none_is_one_sentence(scene: Path, name: object, message: str) -> None:
     frames = frames_of()
@@ -490,3 +490,30 @@ def test_numbers_of_json_are_floats_or_none() -> None:
         assert math.isnan(camera_poses.number_of(value))
     assert camera_poses.number_of(10**400) == math.inf
     assert camera_poses.number_of(3) == 3.0
+
+
+# --- spellings of other programs -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["images\\f{:03}.png", "images/f{:03}.PNG", ".\\images\\f{:03}.Png"])
+def test_pictures_are_found_by_the_names_that_windows_gives_them(scene: Path, name: str) -> None:
+    frames = [frame | {"file_path": name.format(view)} for view, frame in enumerate(frames_of())]
+    found = load(write(scene, frames))
+    assert [image[0, 0].tolist() for image in found.images] == [list(colour(view)) for view in range(VIEWS)]
+
+
+@pytest.mark.parametrize("key", ["skew", "b1", "b2", "mask", "mask_file_path", "masks_path"])
+def test_other_names_of_masks_and_bent_lenses_are_refused_too(scene: Path, key: str) -> None:
+    refusal(write(scene, **{key: 0.5}), f"has the key '{key}'")
+
+
+@pytest.mark.parametrize("center", [(500, 12), (12, -1), (0.5, 0.5)])
+def test_an_optical_center_outside_of_pictures_or_in_shares_of_them_is_refused(
+    scene: Path, center: tuple[float, float]
+) -> None:
+    refusal(write(scene, **(LENS | {"cx": center[0], "cy": center[1]})), "has an optical center")
+
+
+def test_files_beside_the_one_that_is_named_are_named(scene: Path) -> None:
+    (scene / "transforms_test.json").write_text("{}")
+    assert "not used: file 'transforms_test.json'" in load(scene / "transforms.json").notes

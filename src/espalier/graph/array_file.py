@@ -37,7 +37,7 @@ KEYS = Fields(
     frozenset(word for words in _WORDS.values() for word in words),
     {
         **dict.fromkeys(("batch", "ptr", "num_graphs"), _MANY),
-        **dict.fromkeys(("edge_type", "node_type"), _KINDS),
+        **dict.fromkeys(("edge_type", "node_type", "edge_reltype"), _KINDS),
         **dict.fromkeys(("edge_label", "edge_label_index", "pos_edge_label_index", "neg_edge_label_index"), _SPLIT),
         **dict.fromkeys(
             ("train_idx", "val_idx", "valid_idx", "test_idx"), "give masks: train_mask, val_mask, test_mask"
@@ -46,6 +46,8 @@ KEYS = Fields(
     "graph",
 )
 """Keys of graphs, and those that change what the others mean."""
+_MATRIX = Fields("key", frozenset({"format", "shape", "data", "indptr", "indices", "row", "col"}))
+"""Keys of SciPy's sparse matrices."""
 
 _ALONE, _EACH = 1000, 100
 """Nodes that edges may name without a table of nodes: so many, and so many more for each edge."""
@@ -71,7 +73,7 @@ def understood(table: Mapping[str, Any], origin: str) -> dict[str, Any]:
 def load(file: Path, *, undirected: bool, target: str | None = None) -> Graph:
     """From `edge_index` [2, edges] (or `sources`, `targets`) and, under PyG's names or ours, what is known besides;
     `target` is `graph.target`."""
-    table, notes = _read(file)
+    table, names, notes = _read(file)
     known = understood(table, printable(file))
     if "edge_index" in known:
         sources, targets = both_ends(known["edge_index"], str(file))
@@ -79,12 +81,12 @@ def load(file: Path, *, undirected: bool, target: str | None = None) -> Graph:
         sources, targets = known["sources"], known["targets"]
     else:
         raise UserError(
-            f"{printable(file)} has no edge_index.", why=f"it has {', '.join(table)}", do="int64 [2, edges]"
+            f"{printable(file)} has no edge_index.", why=f"it has {printable(', '.join(names))}", do="int64 [2, edges]"
         )
     features = known.get("x")
     if features is None:
         given = int(known.get("num_nodes", 0))
-        count = max(int(max(sources.max(initial=-1), targets.max(initial=-1))) + 1, given)
+        count = given or int(max(sources.max(initial=-1), targets.max(initial=-1))) + 1
         refuse_far_ids(count, given or len(sources), file)
         features = degree_features((sources, targets), count)
     return Graph.from_edges(
@@ -102,24 +104,42 @@ def load(file: Path, *, undirected: bool, target: str | None = None) -> Graph:
     )
 
 
-def _read(file: Path) -> tuple[dict[str, Array], list[str]]:
-    """The arrays that are used, and what else the file holds. Its size is compared with memory first."""
+def _read(file: Path) -> tuple[dict[str, Array], list[str], list[str]]:
+    """The arrays that are used, the names of all, and notes on the others. Sizes are compared with memory first."""
     do = (
         "numpy.savez(file, edge_index=…, x=…, y=…), of numbers: unpickling arrays of objects can execute arbitrary code"
     )
     with parsing(file, do), zipfile.ZipFile(file) as archive:
         sizes = {Path(info.filename).stem: info.file_size for info in archive.infolist()}
-        use = FieldUse(KEYS, str(file))
+        matrix = {"format", "shape", "data"} <= sizes.keys()
+        use = FieldUse(_MATRIX if matrix else KEYS, str(file))
         use.count(sizes)
-        used = [name for name in sizes if name in KEYS.read]
+        used = [name for name in sizes if name in use.fields.read]
         if 2 * sum(sizes[name] for name in used) > free_memory() > 0:
             raise MemoryError
         with np.load(file, allow_pickle=False) as opened:
             table = {name: np.asarray(opened[name]) for name in used}
+        table = _entries(table) if matrix else table
         for name, array in table.items():
             if array.dtype.kind not in ("biufSU" if name in _WORDS["y"] else "biuf"):
                 raise ValueError(f"key {name!r} holds {array.dtype}, not numbers")
-        return table, [unused("key", name, show_size(sizes[name])) for name in use.unused]
+        return table, list(sizes), [unused("key", name, show_size(sizes[name])) for name in use.unused]
+
+
+def _entries(stored: Mapping[str, Array]) -> dict[str, Array]:
+    """The entries of a square matrix as `scipy.sparse.save_npz` stores it, under the keys of graphs: its rows are
+    sources, its columns targets, its values weights."""
+    form, (rows, columns) = str(stored["format"].astype(str)), stored["shape"].tolist()
+    if rows != columns:
+        raise ValueError(f"its matrix has {rows:,} rows and {columns:,} columns, and edges are those of a square one")
+    if form == "coo":
+        ends = [stored["row"], stored["col"]]
+    elif form in ("csr", "csc"):
+        ends = [np.repeat(np.arange(rows), np.diff(stored["indptr"])), stored["indices"]]
+        ends = ends if form == "csr" else ends[::-1]
+    else:
+        raise ValueError(f"its matrix is in the format {form}; csr, csc and coo are read")
+    return {"edge_index": np.stack(ends), "edge_weight": stored["data"], "num_nodes": np.array(rows)}
 
 
 def masked_parts(masks: Sequence[Any], nodes: int, notes: list[str]) -> DataSplit | None:
@@ -127,7 +147,7 @@ def masked_parts(masks: Sequence[Any], nodes: int, notes: list[str]) -> DataSpli
 
     Raises UserError for a mask that is not of all `nodes`.
     """
-    given = [None if mask is None else np.asarray(mask).astype(bool) for mask in masks]
+    given = [None if mask is None else np.asarray(mask) for mask in masks]
     splits = max((mask.shape[1] for mask in given if mask is not None and mask.ndim == 2), default=1)
     if splits > 1:
         notes.append(f"the masks are of {splits} splits: the first is used")
@@ -140,6 +160,8 @@ def masked_parts(masks: Sequence[Any], nodes: int, notes: list[str]) -> DataSpli
                 f"The mask of the {name} part has the shape {list(mask.shape)}, and there are {nodes} nodes.",
                 do="true or false for each node",
             )
+        if mask is not None and not np.isin(mask, (0, 1)).all():
+            raise UserError(f"The mask of the {name} part holds {mask.max()}.", do="true or false for each node")
     return DataSplit(*(np.zeros(0, np.int64) if mask is None else np.flatnonzero(mask) for mask in given))
 
 

@@ -403,8 +403,8 @@ def _label_notes(graph: Graph) -> Iterator[str]:
     if missing.any():
         items = "nodes" if graph.starts is None else "graphs"
         yield f"{int(missing.sum()):,} of {len(labels):,} {items} have no label"
-    known = np.unique(labels[~missing]) if whole else ()
-    if len(known) == 1:
+    known = np.unique(labels[~missing])
+    if whole and len(known) == 1:
         name = graph.classes[int(known[0])] if graph.classes else int(known[0])
         hint = "; -1 means that there is none: number classes 0, 1, …" if missing.any() else ""
         yield f"all {int((~missing).sum()):,} labels are of the class {name}{hint}"

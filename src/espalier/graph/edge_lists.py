@@ -9,12 +9,13 @@ part, is -1, an empty cell, a null, `nan`, `None` or `null`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from espalier.errors import UserError
-from espalier.foreign_files import parsing, printable
+from espalier.foreign_files import parsing, printable, unused
 from espalier.graph import array_file, separated_text
 from espalier.graph.array_file import NUMBERED, degree_features, refuse_far_ids
 from espalier.graph.data import Array, Graph
@@ -50,9 +51,10 @@ def beside(folder: Path, stem: str, endings: Sequence[str]) -> list[Path]:
 
 def load(file: Path, *, undirected: bool, target: str | None = None) -> Graph:
     """The graph whose edges are in `file`; `target` is `graph.target`. Raises UserError."""
-    if ending(file) == ".npz":
-        return array_file.load(file, undirected=undirected, target=target)
     place = _nodes_beside(file)
+    if ending(file) == ".npz":
+        graph = array_file.load(file, undirected=undirected, target=target)
+        return graph if place is None else replace(graph, notes=(*graph.notes, unused("file", place.name)))
     nodes = None if place is None else read_nodes(place)
     maybe = None if nodes is None else nodes.ids if nodes.maybe is None else nodes.table.columns[nodes.maybe]
     edges = _matrix_market(file) if ending(file) == ".mtx" else read_edges(file, maybe)
@@ -80,9 +82,12 @@ def _nodes_beside(file: Path) -> Path | None:
 
 def _graph(file: Path, nodes: NodeTable | None, table: EdgeTable, undirected: bool, target: str | None) -> Graph:
     ids = None if nodes is None else nodes.ids
-    sources, targets = (_numbered(ends, ids, file) for ends in (table.sources, table.targets))
+    by = ids if table.nodes is None else None  # a matrix has its own numbers: its rows are those of the table
+    sources, targets = (_numbered(ends, by, file) for ends in (table.sources, table.targets))
     count = _count(file, nodes, table, sources, targets)
     notes = [*(() if nodes is None else nodes.notes), *table.notes]
+    if nodes is None and len(sources) and min(sources.min(), targets.min()) == 1:
+        notes.append(f"no edge of {file.name} names node 0, which is in the graph: nodes are numbered from 0")
     columns = {} if nodes is None else nodes.features
     if nodes is not None and not columns:
         notes.append("no column of nodes is a feature: each has 1 and log(1 + degree)")
@@ -121,11 +126,24 @@ def _both_ways(table: EdgeTable, undirected: bool, notes: list[str]) -> bool:
 def _count(file: Path, nodes: NodeTable | None, table: EdgeTable, sources: Array, targets: Array) -> int:
     """How many nodes there are: those of their table, else up to the largest end of an edge."""
     if nodes is not None:
+        _check_rows(nodes, table)
         return nodes.table.rows
     largest = int(max(sources.max(initial=-1), targets.max(initial=-1))) + 1
     count = max(largest, table.nodes or 0)
     refuse_far_ids(count, len(sources), file)
     return count
+
+
+def _check_rows(nodes: NodeTable, table: EdgeTable) -> None:
+    """Refuses a table of nodes whose rows cannot be those of the matrix that `table` was read from."""
+    numbers = alike(np.zeros(0) if nodes.ids is None else nodes.ids)
+    mixed = numbers.dtype.kind == "i" and (np.diff(numbers) < 0).any()
+    if table.nodes is not None and (mixed or table.nodes != nodes.table.rows):
+        raise UserError(
+            f"{printable(nodes.table.path)} has {nodes.table.rows:,} rows for the {table.nodes:,} of the matrix.",
+            why="the rows of a matrix are those of its table of nodes, with ids that ascend",
+            do="a line for each row of the matrix, in its order",
+        )
 
 
 def _numbered(ends: Array, ids: Array | None, file: Path) -> Array:
@@ -135,6 +153,12 @@ def _numbered(ends: Array, ids: Array | None, file: Path) -> Array:
     known, ends = alike(ids), alike(ends)
     if known.dtype.kind != ends.dtype.kind:
         known, ends = known.astype(str), ends.astype(str)
+    if known.dtype.kind == "U" and (known == "").any():
+        raise UserError(
+            f"{printable(file)}: a node has no id (row {int((known == '').argmax())} of its table).",
+            why="an edge without an end would lead to it",
+            do="give each node an id of its own, or drop the row",
+        )
     order = np.argsort(known, kind="stable")
     twice = known[order][1:] == known[order][:-1]
     if twice.any():
@@ -148,7 +172,8 @@ def _numbered(ends: Array, ids: Array | None, file: Path) -> Array:
     strange = known[rows] != ends if len(known) else np.ones(len(ends), bool)
     if strange.any():
         raise UserError(
-            f"{printable(file)} has an edge at {printable(ends[strange][0])}, which is no id in the table of nodes.",
+            f"{printable(file)} has an edge at {printable(ends[strange][0]) or 'an empty cell'}, "
+            "which is no id in the table of nodes.",
             do="give every node a line there, or drop such edges",
         )
     return rows.astype(np.int64)

@@ -20,7 +20,7 @@ from espalier.graph.data import Array, DataSplit, Graph
 
 _DO = "unpack the data set anew"
 _FILES = ("edge", "num-node-list", "num-edge-list", "node-label", "graph-label", "node-feat", "edge-feat")
-_HETEROGENEOUS = ("triplet-type-list", "num-node-dict", "nodetype-has-feat")
+_HETEROGENEOUS = ("triplet-type-list", "num-node-dict", "nodetype-has-feat", "edge_reltype")
 _KEYS = Fields("key", frozenset({"edge", "source_node", "target_node"}), {"relation": "it is of no graph of one kind"})
 
 

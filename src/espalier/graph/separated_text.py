@@ -2,7 +2,7 @@
 
 What separates cells is found once, from the first rows, by their equal number of cells. Lines at the beginning that
 start with `#` or `%` are comments. Each column becomes float64 where all of its cells are numbers that it holds
-exactly, else text.
+exactly, without leading zeros, else text.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import numpy as np
 from espalier.errors import UserError
 from espalier.foreign_files import parsing, printable
 from espalier.graph.data import Array
+from espalier.graph.targets import MISSING
 from espalier.hardware.resource_limits import free_memory
 from espalier.units import plural
 
@@ -29,10 +30,12 @@ ENDINGS = (".csv", ".tsv", ".txt", ".edges", ".edgelist", ".el")
 EXACT = 2**53
 """Below it a float64 holds every whole number."""
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*(e[-+]?\d+)?|\.\d+(e[-+]?\d+)?|nan|inf(inity)?)", re.IGNORECASE | re.ASCII)
-EMPTY = ("", "nan", "NaN", "None", "null")
+EMPTY = MISSING
 """Cells without a value."""
 _SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars", "": "white space"}
 _DECIMAL = re.compile(r"[-+]?\d+,\d+")
+_PADDED = re.compile(r"\s*[-+]?0\d")
+"""How a number with leading zeros begins: `007` may be a name, and is not `7`."""
 _SAMPLE, _LONGEST_LINE, _PIECE = 100, 1 << 24, 1 << 12
 _LONGEST = 131_072
 _DO = "UTF-8 text, as many cells in every line"
@@ -136,11 +139,9 @@ def check_size(path: Path) -> None:
 def _rows(lines: Iterable[str], separator: str, path: Path, before: int) -> Iterator[tuple[int, list[str]]]:
     """The cells of each row and the number of its last line, of which `before` come before `lines`."""
     rows = _cells(lines, separator)
-    number = before
     try:
         for row in rows:
-            number = before + rows.line_num if separator else number + 1
-            yield number, row
+            yield before + rows.line_num, row
     except csv.Error as error:
         raise UserError(f"{printable(path)}, line {before + rows.line_num}: {error}.", do=_DO) from None
 
@@ -148,7 +149,8 @@ def _rows(lines: Iterable[str], separator: str, path: Path, before: int) -> Iter
 def _cells(lines: Iterable[str], separator: str) -> Any:
     """The cells of each row; one of more than `_LONGEST` characters raises csv.Error."""
     csv.field_size_limit(_LONGEST)  # of the process: tables of text set another
-    return csv.reader(lines, delimiter=separator, skipinitialspace=True) if separator else map(str.split, lines)
+    lines = lines if separator else (" ".join(line.split()) for line in lines)
+    return csv.reader(lines, delimiter=separator or " ", skipinitialspace=True)
 
 
 def _separator(sample: list[str], path: Path) -> str:
@@ -183,7 +185,7 @@ def columns(table: Layout, header: bool) -> list[Array]:
     width = len(table.rows[0][1])
     if not rows:
         return [np.zeros(0, np.int64)] * width
-    if width > 1 and all(is_number(cell) for _, row in rows for cell in row):
+    if width > 1 and all(is_number(cell) and not _PADDED.match(cell) for _, row in rows for cell in row):
         skipped = table.rows[0][0] if header else table.skipped
         numbers = _numbers(table, skipped)
         if numbers is not None:
@@ -255,7 +257,7 @@ def _as_numbers(cells: Array) -> Array:
         numbers = values.astype(np.float64)
     except ValueError:
         return cells
-    if (np.abs(numbers) >= EXACT).any() or any("_" in cell for cell in cells.tolist()):
+    if (np.abs(numbers) >= EXACT).any() or any("_" in cell or _PADDED.match(cell) for cell in cells.tolist()):
         return cells  # Python reads 1_000 as a number
     return numbers
 

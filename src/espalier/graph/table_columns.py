@@ -26,7 +26,7 @@ from espalier.units import plural
 WHOLE = re.compile(r"-?[0-9]{1,18}")
 _POINTLESS = re.compile(r"(-?[0-9]+)\.0*")
 _DECIMAL = re.compile(r"[-+]?[0-9]+(,[0-9]+)?(e[-+]?[0-9]+)?", re.IGNORECASE)
-_TRUTH = {"true": 1.0, "false": 0.0, "1": 1.0, "0": 0.0, "1.0": 1.0, "0.0": 0.0}
+_TRUTH = {"true": 1.0, "false": 0.0, "1": 1.0, "0": 0.0, "1.0": 1.0, "0.0": 0.0, "yes": 1.0, "no": 0.0}
 
 _INDEX = "index|indexlevel0|"
 """The index that pandas writes. Names of columns are patterns, of names as `_plain` gives them."""
@@ -38,9 +38,13 @@ _SOURCES = "source|src|from|head|u|node1|nodea|id1|(source|src|from)(node)?id|ci
 _TARGETS = "target|dst|to|tail|v|node2|nodeb|id2|(target|dst|to)(node)?id|cited|receiver|dest|destination"
 _WEIGHTS = "(edge)?weights?"
 _LABELS = "labels?|class|target|nodelabel"
+_COLUMNS_OF_LABELS = "(label|target|task|y)[0-9]+"
 _PARTS = "part|split|subset"
-_MASKS = ("trainmask", "(val|valid|validation)mask", "testmask")
-_KINDS = "nodetype|edgetype|relation|edgereltype|reltype"
+_MASKS = tuple(f"(is|in)?({words})(mask)?" for words in ("train(ing)?", "val|valid|validation|dev", "test(ing)?"))
+_KINDS = "nodetype|edgetype|rel|relation(ship)?|predicate|edgereltype|reltype"
+_TYPED = re.compile(r"(.*):(id|start_id|end_id|type|label|int|long|float|double|boolean|string)(\[\])?(\(.*\))?", re.I)
+_NEO4J = {"id": "id", "start_id": "source", "end_id": "target", "type": "edgetype", "label": "nodetype"}
+"""What the types mean that Neo4j's exports have after a column's name, as in `personId:ID(Person)`."""
 """Kinds of nodes and edges, of which networks know one."""
 PART_WORDS = {
     **dict.fromkeys(("train", "training"), "train"),
@@ -108,7 +112,7 @@ class EdgeTable:
 
 def read_nodes(path: Path) -> NodeTable:
     """The table of nodes at `path`, separated text or Parquet. Raises UserError."""
-    known = "|".join((_IDS, "node|name|index|y", _LABELS, _PARTS, *_MASKS))
+    known = "|".join((_IDS, "node|name|index|y", _LABELS, _PARTS, *_MASKS, _KINDS))
     if path.suffix.lower() == ".parquet":
         return _nodes(_parquet(path))
     layout = separated_text.layout(path)
@@ -204,11 +208,16 @@ def _parquet(path: Path) -> Table:
         return Table(path, {name: table[name].to_numpy() for name in table.column_names})
 
 
-def _refuse_kinds(table: Table) -> None:
-    """Refuses columns that say of which kind a node or an edge is."""
+def _drop_kinds(table: Table, columns: dict[str, Array]) -> list[str]:
+    """Takes columns that say of which kind a node or an edge is out of `columns`, and names them. Raises UserError
+    where there may be several kinds."""
     do = "leave rows of one kind in the table and drop the column"
-    refused = {name: do for name in table.columns if _is(name, _KINDS)}
+    kinds = [name for name in columns if _is(name, _KINDS)]
+    refused = {name: do for name in kinds if table.rows < 2 or len(set(as_words(columns[name]))) > 1}
     FieldUse(Fields("column", frozenset(), refused), table.path.name).count(refused)
+    return [
+        unused("column", name, f"of {table.path.name}, always {printable(columns.pop(name)[0])!r}") for name in kinds
+    ]
 
 
 def _is(name: str, names: str) -> bool:
@@ -221,6 +230,8 @@ def _names_any(cells: Iterable[str], names: str) -> bool:
 
 def _plain(name: str) -> str:
     """A column's name without case and marks between words: `nodeid` of `Node_ID`; empty for pandas' `Unnamed: 0`."""
+    typed = _TYPED.fullmatch(name.strip())
+    name = name if typed is None else _NEO4J.get(typed[2].lower(), typed[1])
     plain = re.sub(r"[\s_.-]", "", name).casefold()
     return "" if plain.startswith("unnamed:") else plain
 
@@ -229,8 +240,8 @@ def _plain(name: str) -> str:
 
 
 def _nodes(table: Table) -> NodeTable:
-    _refuse_kinds(table)
     left, notes = dict(table.columns), list(table.notes)
+    notes += _drop_kinds(table, left)
     roles: dict[str, str] = {}
     if (name := _names_of_nodes(left)) is not None:
         notes.append(unused("column", name, f"of {table.path.name}, a name for each node"))
@@ -240,8 +251,11 @@ def _nodes(table: Table) -> NodeTable:
         if (column := _sole(table, left, names, role)) is not None:
             roles[role] = column
     taken = {role: left.pop(name) for role, name in roles.items()}
-    masks = {name: left.pop(name) for name in list(left) if _is(name, "|".join(_MASKS))}
+    if "label" not in taken and (several := _columns_of_labels(table, left, notes)) is not None:
+        taken["label"] = several
+    masks = {name: left.pop(name) for name in _mask_names(left)}
     notes += _choices(table, roles)
+    notes += [f"column {name!r} of {table.path.name} is the mask of a part" for name in masks if not _is_mask(name)]
     maybe = None
     if "id" not in taken:
         candidates = [name for plain in _MAYBE_IDS for name in left if _plain(name) == plain]
@@ -255,11 +269,49 @@ def _nodes(table: Table) -> NodeTable:
         table,
         taken.get("id"),
         maybe,
-        taken.get("label"),
+        _labels(table, taken.get("label"), notes),
         _parts(table, taken.get("part"), masks),
         left,
         tuple(notes),
     )
+
+
+def _columns_of_labels(table: Table, columns: dict[str, Array], notes: list[str]) -> Array | None:
+    """float64 [rows, columns] of those called `label_0`, `label_1` … or `y1`, `y2` …, taken out of `columns`."""
+    names = [name for name in columns if _is(name, _COLUMNS_OF_LABELS)]
+    if len(names) < 2 or _names_any(columns, "x[0-9]*"):  # y1 may be a coordinate
+        return None
+    numbers = _numeric(table, {name: columns.pop(name) for name in names}, "the label {}", notes)
+    if not numbers:
+        return None
+    notes.append(f"columns of {table.path.name}: {printable(', '.join(numbers))} are the labels")
+    return np.stack([*numbers.values()], 1)
+
+
+def _labels(table: Table, column: Array | None, notes: list[str]) -> Array | None:
+    """A column of labels; numbers with decimal commas get points, which is said in `notes`, and lists become rows."""
+    if column is not None and column.dtype.kind == "O" and any(isinstance(cell, np.ndarray) for cell in column):
+        return np.stack(list(column))
+    words = [] if column is None or column.dtype.kind not in "OU" else as_words(column)
+    filled = [word for word in words if word not in EMPTY]
+    if not any("," in word for word in filled) or not all(map(_DECIMAL.fullmatch, filled)):
+        return column
+    notes.append(f"the labels of {table.path.name} have decimal commas")
+    _decimal_commas(filled, f"{printable(table.path)}: the label")
+    return np.array([word.replace(",", ".") for word in words])
+
+
+def _mask_names(columns: Mapping[str, Array]) -> list[str]:
+    """The columns that are masks of parts: by their names, or `train`, `val` and `test` where these are true or false
+    and some train."""
+    names = [name for name in columns if _is(name, "|".join(_MASKS))]
+    truths = [name for name in names if {word.lower() for word in as_words(columns[name])} <= {*_TRUTH, ""}]
+    truths = truths if any(_is(name, _MASKS[0]) for name in truths) else []
+    return [name for name in names if _is_mask(name) or name in truths]
+
+
+def _is_mask(name: str) -> bool:
+    return _plain(name).endswith("mask")
 
 
 def _names_of_nodes(columns: Mapping[str, Array]) -> str | None:
@@ -364,8 +416,8 @@ def _truth(table: Table, name: str, column: Array) -> Array:
 
 
 def _edges(table: Table) -> EdgeTable:
-    _refuse_kinds(table)
     left, notes = dict(table.columns), list(table.notes)
+    notes += _drop_kinds(table, left)
     ends = _ends(table, left)
     for name in list(left):
         if name not in ends and table.header and _is(name, f"{_IDS}|edgeid|{_INDEX}"):

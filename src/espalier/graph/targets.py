@@ -25,8 +25,8 @@ Kind = Literal["classes", "tasks", "values"]
 
 IGNORED = -1
 """The label of a node (or graph) that has none."""
-MISSING = ("", "nan", "NaN", "None", "null")
-"""Words that stand for no label."""
+MISSING = ("", "nan", "NaN", "None", "null", "NULL", "NA", "N/A", "#N/A", "<NA>")
+"""Words that stand for no value: those of Python, SQL, R, Excel and pandas."""
 
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?|[+-]?(inf|Inf|infinity|Infinity)")
 _WHOLE = re.compile(r"-?[0-9]{1,18}")

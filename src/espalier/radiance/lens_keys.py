@@ -47,8 +47,12 @@ def lens_of(table: Mapping[str, Any], width: int, height: int, where: str) -> Le
             "(EXIF) are not turned",
         )
     center = (_number(table, "cx", 0.5 * width / factor), _number(table, "cy", 0.5 * height / factor))
-    if not all(map(math.isfinite, center)):
-        raise UserError(f"{where} has an optical center {center}.", do='"cx" and "cy" in pixels, or neither')
+    inside = 0 <= center[0] <= wide and 0 <= center[1] <= height / factor
+    if not inside or max(center) <= 1 < min(width, height):  # shares of the sides
+        raise UserError(
+            f"{where} has an optical center {center} in pictures of {wide:g} × {height / factor:g}.",
+            do='"cx" and "cy" in pixels from the upper left corner, or neither',
+        )
     focal, aspect = _focal(table, wide, height / factor, where)
     lens = Lens(width, height, focal * factor, (center[0] * factor, center[1] * factor), aspect)
     return lens._replace(distortion=_distortion(table, lens, where))

@@ -110,7 +110,8 @@ def load(path: str, folder: Path | None, progress: Progress) -> Scene:
         raise data_path.missing(path, "knot:")
     in_llff = (place / llff_folder.TABLE).exists()
     capture = llff_folder.read(place) if in_llff else transforms_file.read(_files(path, place))
-    others = [unused("file", file.name) for file in sorted(place.glob("transforms*.json")) if file not in capture.files]
+    files = sorted(capture.files[0].parent.glob("transforms*.json"))
+    others = [unused("file", file.name) for file in files if file not in capture.files]
     images, background, notes = read_images(capture.pictures, progress)
     return Scene(
         capture.lens, images, capture.poses, capture.parts, capture.box, background, capture.forward,

@@ -8,6 +8,7 @@ Blender's layout has a file for each part; in one file nerfstudio's `train_filen
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from os.path import splitext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +31,8 @@ _ENDINGS = ("", ".png", ".jpg", ".jpeg", ".PNG", ".JPG", ".JPEG", ".webp")
 """What Blender's file_path may lack."""
 _WORLD = 'give poses in one unit, without it; the corners of what is looked at are "box": [[x, y, z], [x, y, z]]'
 _MOVING = "leave out the pictures taken in motion: every pixel of a picture is seen from one pose here"
-_BENT = "k4 k5 k6 s1 s2 s3 s4 is_fisheye ftheta_p0 lens_params distortion_params"
+_MASKED = "take it out to train on all pixels; masks that cut out an object can be the alpha of its pictures"
+_BENT = "k4 k5 k6 s1 s2 s3 s4 b1 b2 skew is_fisheye ftheta_p0 lens_params distortion_params"
 _MOVED = """rolling_shutter
 rolling_shutter_time w_ang_vel v_lin_vel velocity camera_angular_velocity camera_linear_velocity
 transform_matrix_start transform_matrix_end driver_parameters"""
@@ -39,7 +41,7 @@ REFUSED = {
     **dict.fromkeys(_MOVED.split(), _MOVING),
     **dict.fromkeys(("scale", "offset", "aabb"), _WORLD),
     "from_na": "write poses in Blender's convention",
-    "mask_path": "take it out to train on all pixels; masks that cut out an object can be the alpha of its pictures",
+    **dict.fromkeys(("mask_path", "mask_file_path", "mask", "masks_path"), _MASKED),
     "time": "keep the frames of one time, without it: the scene does not move here",
 }
 """Keys that change what others mean, and what to do about each."""
@@ -118,10 +120,13 @@ def _several(names: Sequence[str]) -> str:
 
 
 def _picture(file: Path, name: str) -> Path | None:
-    """The picture that a frame names; None where it is not there."""
-    for ending in _ENDINGS:
+    """The picture that a frame names, with Windows' separators and with its ending in another case too; None where it
+    is not there."""
+    stem, suffix = splitext(name.replace("\\", "/"))
+    spelled = (name, stem + suffix, stem + suffix.lower(), stem + suffix.upper())
+    for candidate in (other + ending for ending in _ENDINGS for other in spelled):
         try:
-            place = file.parent / (name + ending)
+            place = file.parent / candidate
             if place.is_file():
                 return place
         except (OSError, ValueError):  # names that are too long, or hold what no name can
