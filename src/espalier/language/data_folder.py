@@ -52,6 +52,7 @@ def select(root: Path, entries: Sequence[SourceFile], split: str) -> Selection:
         return _tabled(entries, tables)
     configs = _configs(root) if README in names else []
     data = [entry for entry in entries if ending_of(entry.name) in ENDINGS and not _ABOUT.fullmatch(entry.name)]
+    used = {README} if configs else set()
     about = [entry.name for entry in entries if _ABOUT.fullmatch(entry.name)]
     if not data or (not configs and len(data) + len(about) < len(entries)):
         return Selection(tuple(entries))
@@ -67,7 +68,7 @@ def select(root: Path, entries: Sequence[SourceFile], split: str) -> Selection:
     chosen = tuple(entry for entry in entries if by_name.get(entry.name) == split)
     others = [unused("split", name, plural(count, "file")) for name, count in splits.items() if name != split]
     rest = [*about, *(entry.name for entry in entries if entry.name not in by_name and entry.name not in about)]
-    return Selection(chosen, (*others, *_unused_files(rest)))
+    return Selection(chosen, (*others, *_unused_files(name for name in rest if name not in used)))
 
 
 def _unused_files(names: Iterable[str]) -> Iterator[str]:
@@ -148,7 +149,7 @@ def _tabled(entries: Sequence[SourceFile], tables: Tables) -> Selection:
     if not files:
         return Selection(tuple(entries))
     by_file = {entry.name: next(row for name, row in chosen.items() if _within(entry.name, name)) for entry in files}
-    rest = [entry.name for entry in entries if entry.name not in by_file]
+    rest = [entry.name for entry in entries if entry.name not in by_file and entry.name != INFO]
     return Selection(files, tuple(_unused_files(rest)), by_file)
 
 
