@@ -274,6 +274,16 @@ def test_opening_a_run_of_somebody_else_with_any_verb_stays_in_its_folder(home: 
     assert said.keys() == VERBS.keys()
 
 
+def test_a_run_that_cannot_be_sealed_says_so_when_it_begins(home: Path) -> None:
+    (home / "cache" / "espalier" / "key").unlink(missing_ok=True)
+    (home / "cache" / "espalier" / "key").mkdir()
+    done = train(home, "three", f"checkpoint.target={home / 'saved'}")
+    assert done.returncode == 0, done.stderr
+    assert "cannot be kept: opening this run will ask for --trust" in done.stderr
+    assert "--trust" in forked(home, "train", "three/run.toml", "--run", "three", "train.steps=3").stderr
+    assert "--trust" not in train(home, "plain").stderr  # it names no places
+
+
 def test_trust_or_ones_own_option_uses_a_place_and_says_so(home: Path) -> None:
     foreign(home, "ftp://127.0.0.1:9/ck")
     named = [f"checkpoint.target={home}/run/named", f"data.cache={home}/run/tokens", "track.to=[]"]
