@@ -73,7 +73,9 @@ def test_init_says_what_it_takes_a_path_for_and_why(
         (["g.npz"], "node"),
     ],
 )
-def test_links_are_what_edges_without_a_table_of_nodes_are_good_for(names: list[str], task: str, tmp_path: Path) -> None:
+def test_links_are_what_edges_without_a_table_of_nodes_are_good_for(
+    names: list[str], task: str, tmp_path: Path
+) -> None:
     for name in names:
         put(tmp_path, name, b"source,target\n0,1\n")
     made = tomllib.loads(init.recipe([init.look(str(tmp_path / names[0]))], Path("r.toml")))
