@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -46,6 +47,33 @@ def replace(path: Path, text: str, do: str = ANOTHER_RUN) -> None:
         write_atomic(path, text)
     except OSError as error:
         raise unwritable(path, error, do) from error
+
+
+def claim(path: Path, content: bytes, mode: int = 0o666) -> bytes:
+    """What the file at `path` holds: `content`, where nobody was first. It is there whole or not at all, whoever asks
+    at the same moment and whenever this process is killed. `mode`: its permissions. Raises OSError."""
+    if not path.exists():
+        partial = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
+        try:
+            with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            _first(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+    return path.read_bytes()
+
+
+def _first(partial: Path, path: Path) -> None:
+    """Gives the file `partial` the name `path` too, unless that is taken."""
+    try:
+        os.link(partial, path)
+    except FileExistsError:
+        pass
+    except OSError:  # a file system without hard links, where two at the same moment are not told apart
+        if not path.exists():
+            os.replace(partial, path)
 
 
 BEFORE = ".before"

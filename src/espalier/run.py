@@ -35,7 +35,7 @@ from espalier.plan import base as plans
 
 @dataclass
 class RunFolder:
-    """A run's files. Has state: the lock, held until the process ends.
+    """A run's files. Has state: the locks of the folder and of `checkpoint.target`, held until the process ends.
 
     Attributes:
         recipe: resolved; cluster: the machines; plan: of the run, or of its phase.
@@ -48,7 +48,7 @@ class RunFolder:
     """
 
     path: Path
-    lock: int = -1
+    locks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         self.recipe, self.cluster = self.path / "run.toml", self.path / "cluster.toml"
@@ -102,11 +102,21 @@ class RunFolder:
             )
         return self.preprocessing
 
+    def lock(self, place: Path, name: str, other: str) -> None:
+        """Locks the folder `place` against other processes, until `release`.
+
+        Args:
+            name: what it is, for messages; other: how another one is named.
+
+        Raises UserError where another process has it, or it cannot be locked.
+        """
+        self.locks += (_locked(place, name, other),)
+
     def release(self) -> None:
-        """Lets other processes have the folder."""
-        if self.lock >= 0:
-            os.close(self.lock)
-            self.lock = -1
+        """Lets other processes have the folder, and the target."""
+        for lock in self.locks:
+            os.close(lock)
+        self.locks = ()
 
     def discard_if_empty(self) -> None:
         """Removes a folder that holds nothing but the lock, such as that of a run refused before it began."""
@@ -191,23 +201,31 @@ def open_folder(path: str | Path) -> RunFolder:
     """The folder at `path`, made if need be and locked against other processes. Raises UserError when it cannot be."""
     folder = RunFolder(Path(path))
     refuse_links(folder.path)
-    try:
-        folder.path.mkdir(parents=True, exist_ok=True)
-        folder.lock = os.open(folder.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    except OSError as error:
-        raise unwritable(folder.path, error) from None
-    try:
-        fcntl.flock(folder.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        owner = os.pread(folder.lock, 64, 0).decode(errors="replace").strip() or "unknown"
-        raise UserError(
-            f"The run folder {path} is in use by another process (pid {owner}).",
-            do="wait for it, stop it, or give another folder with --run",
-        ) from None
-    with contextlib.suppress(OSError):  # the number is a courtesy to whom finds the folder locked
-        os.ftruncate(folder.lock, 0)
-        os.pwrite(folder.lock, str(os.getpid()).encode(), 0)
+    folder.lock(folder.path, "The run folder", "give another folder with --run")
     return folder
+
+
+def _locked(place: Path, name: str, other: str) -> int:
+    """A descriptor that locks the folder `place` while it is open."""
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        lock = os.open(place / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    except OSError as error:
+        raise unwritable(place, error) from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        owner = os.pread(lock, 64, 0).decode(errors="replace").strip() or "unknown"
+        os.close(lock)
+        if isinstance(error, BlockingIOError):
+            what = f"{name} {place} is in use by another process (pid {owner})."
+            raise UserError(what, do=f"wait for it, stop it, or {other}") from None
+        what = f"{name} {place} cannot be locked: {error.strerror}."
+        raise UserError(what, do=f"mount that file system with locks (flock), or {other}") from None
+    with contextlib.suppress(OSError):  # the number is a courtesy to whom finds the folder locked
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, str(os.getpid()).encode(), 0)
+    return lock
 
 
 def _in_common(before: config.Recipe, after: config.Recipe) -> tuple[config.Recipe, config.Recipe]:

@@ -20,7 +20,7 @@ from espalier.ops.taxonomy import INFRASTRUCTURE, REASONS, Diagnosis
 OPS = Path(__file__).parents[1] / "ops"
 LOGS: list[dict[str, Any]] = [
     log
-    for name in ("infrastructure", "software", "tricky", "advice")
+    for name in ("infrastructure", "software", "tricky", "advice", "fresh")
     for log in tomllib.loads((OPS / f"logs-{name}.toml").read_text(encoding="utf-8"))["log"]
 ]
 ACTIONS = [line.split(" <- ", 1) for line in (OPS / "actions.txt").read_text(encoding="utf-8").splitlines()]
@@ -104,7 +104,7 @@ HARDWARE = re.compile(
     r"Xid|ECC|EDAC|fallen off the bus|NVLink|NVSwitch|\blink\b.{0,20}down|Machine check|mce:|I/O error|Node failure|"
     r"NODE.FAIL|NodeNotReady|not respond|unreachable|lost communication|vendor err|ibv_|port error|panic|"
     r"critical temperature|heartbeat|NIC Link|Cable error|transport retry|GSP|reboot|lockup|ib0|UE memory|"
-    r"medium error|-fs error",
+    r"medium error|-fs error|nvme\d: controller",
     re.IGNORECASE,
 )
 """Words of drivers, kernels and schedulers about machines, listed without looking at the rules."""

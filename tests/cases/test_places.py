@@ -3,6 +3,7 @@ else reaches no server, starts no program and writes nothing outside its folder 
 
 from __future__ import annotations
 
+import fcntl
 import json
 import re
 import shutil
@@ -108,6 +109,32 @@ def test_a_run_whose_folder_was_lost_goes_on_from_its_target(home: Path) -> None
     assert json.loads((home / "again" / "run.json").read_text())["run"]["id"] == lost["run"]["id"]
     steps = [json.loads(line) for line in (home / "again" / "events.jsonl").read_text().splitlines()]
     assert [event["step"] for event in steps if event["event"] == "step"] == [3]
+
+
+def test_two_copies_of_a_run_do_not_write_to_one_target_at_once(home: Path) -> None:
+    target = home / "saved"
+    trained(home, "three", f"checkpoint.target={target}")
+    shutil.copytree(home / "three", home / "copy")
+    with (target / ".lock").open("r+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # as a process does that trains `three`
+        done = train(home, "copy", f"checkpoint.target={target}", "train.steps=3")
+    assert done.returncode == 2
+    assert f"checkpoint.target {target} is in use by another process" in done.stderr
+    assert [place.name for place in target.glob("step-*")] == ["step-00000002"]
+    trained(home, "copy", f"checkpoint.target={target}", "train.steps=3")
+
+
+def test_a_target_that_is_the_run_folder_is_locked_once(home: Path) -> None:
+    trained(home, "five", f"checkpoint.target={home / 'five'}")
+
+
+def test_the_lock_of_a_target_is_no_link(home: Path) -> None:
+    target, other = home / "saved", home / "other"
+    target.mkdir()
+    other.write_text("text")
+    (target / ".lock").symlink_to(other)
+    assert train(home, "three", f"checkpoint.target={target}").returncode == 2
+    assert other.read_text() == "text"
 
 
 def test_a_copied_run_goes_on_and_says_in_every_place_which_run_it_is(home: Path) -> None:
@@ -245,6 +272,16 @@ def test_opening_a_run_of_somebody_else_with_any_verb_stays_in_its_folder(home: 
         assert f"code {2 if verb == 'explain' else 0}" in text, (verb, text)  # the energy of text is not known
         assert ("note: not used without --trust" in text) == (verb not in SILENT), (verb, text)
     assert said.keys() == VERBS.keys()
+
+
+def test_a_run_that_cannot_be_sealed_says_so_when_it_begins(home: Path) -> None:
+    (home / "cache" / "espalier" / "key").unlink(missing_ok=True)
+    (home / "cache" / "espalier" / "key").mkdir()
+    done = train(home, "three", f"checkpoint.target={home / 'saved'}")
+    assert done.returncode == 0, done.stderr
+    assert "cannot be kept: opening this run will ask for --trust" in done.stderr
+    assert "--trust" in forked(home, "train", "three/run.toml", "--run", "three", "train.steps=3").stderr
+    assert "--trust" not in train(home, "plain").stderr  # it names no places
 
 
 def test_trust_or_ones_own_option_uses_a_place_and_says_so(home: Path) -> None:

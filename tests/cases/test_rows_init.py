@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from espalier import cli
+from espalier.verbs import init
 
 MARK = b"\xef\xbb\xbf"
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Arr"}]
@@ -36,6 +37,7 @@ LOOKS: dict[str, tuple[dict[str, bytes], str]] = {
     "c.NDJSON": ({"c.NDJSON": MARK + CHAT}, "tune"),
     "c.csv": ({"c.csv": b"instruction,input,output\na,,b\n"}, "tune"),
     "hf": ({"hf/README.md": b"# x", "hf/data/train-0.jsonl": CHAT, "hf/data/test-0.jsonl": CHAT}, "tune"),
+    "factory": ({"factory/dataset_info.json": b'{"a": {"file_name": "a.json"}}', "factory/a.json": b"[{}]"}, "tune"),
     "snap.txt": ({"snap.txt": b"# FromNodeId ToNodeId\n0\t1\n0\t2\n3\t4\n"}, "sage"),
     "m.mtx": ({"m.mtx": b"%%MatrixMarket matrix coordinate pattern general\n2 2 1\n1 2\n"}, "sage"),
     "knowledge.csv": ({"knowledge.csv": b"text,url\na,b\n"}, "gpt"),
@@ -57,6 +59,27 @@ def test_init_says_what_it_takes_a_path_for_and_why(
     assert "tune" in made if kind == "tune" else made["model"]["kind"] == kind
     assert made["data"]["path"] == path
     assert f"{path}: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("names", "task"),
+    [
+        (["edges.csv"], "link"),
+        (["edges.csv", "nodes.csv"], "node"),
+        (["edges.csv", "nodes.parquet"], "node"),
+        (["x.csv", "x.nodes.csv"], "node"),
+        (["x.csv", "y.nodes.csv"], "link"),
+        (["m.mtx"], "link"),
+        (["g.npz"], "node"),
+    ],
+)
+def test_links_are_what_edges_without_a_table_of_nodes_are_good_for(
+    names: list[str], task: str, tmp_path: Path
+) -> None:
+    for name in names:
+        put(tmp_path, name, b"source,target\n0,1\n")
+    made = tomllib.loads(init.recipe([init.look(str(tmp_path / names[0]))], Path("r.toml")))
+    assert made["graph"]["task"] == task
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,13 @@ from typing import Any
 
 import programs
 import pytest
+import torch.distributed as dist
 
 from espalier import comm, rendezvous_wait, store_client
 from espalier.config import Launch
 from espalier.errors import PeerLost, UserError
 from espalier.launch import base as launch
-from espalier.launch import hosts, ssh, torchrun
+from espalier.launch import hosts, rank_process, ssh, torchrun
 from espalier.launch.base import RankSpec
 from espalier.rendezvous_wait import Deadline
 from espalier.verbs import ray_job
@@ -312,3 +313,11 @@ def test_the_address_knows_its_variable(monkeypatch):
     again = torchrun.place(threads=1)
     assert again is not None
     assert again.server == "torchrun's agent"
+
+
+def test_a_store_that_is_lost_while_groups_are_made_is_said_in_one_line_each():
+    error = dist.DistNetworkError("Broken pipe\nException raised from sendBytes at Utils.hpp:758\nframe #0: c10::Error")
+    told = str(rank_process.explained(error, RankSpec(rank=1, world=2)))
+    assert told.splitlines()[0] == "Rank 1 failed: DistNetworkError: Broken pipe"
+    assert "frame #0" not in told
+    assert "look at the log of the rank that ended first" in told

@@ -18,7 +18,7 @@ from espalier.ops.taxonomy import REASONS
 HERE = Path(__file__).parent
 LOGS = [
     log
-    for name in ("infrastructure", "software", "tricky", "advice")
+    for name in ("infrastructure", "software", "tricky", "advice", "fresh")
     for log in tomllib.loads((HERE / f"logs-{name}.toml").read_text())["log"]
 ]
 NEAR = 2

@@ -18,6 +18,7 @@ from typing import IO, Any, Protocol, cast
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.storage import StorageReader
 
+from espalier import cache_dir
 from espalier.cache_dir import is_url, sync_folder, unwritable
 from espalier.checkpoint import manifest
 from espalier.checkpoint.run_identity import OWNER
@@ -185,9 +186,7 @@ class Folder:
         path = self.root / OWNER
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(FileExistsError), path.open("xb") as file:
-                file.write(content)
-            return path.read_bytes()
+            return cache_dir.claim(path, content)
         except OSError as error:
             raise unwritable(path, error, "name another checkpoint.target") from error
 

@@ -53,6 +53,7 @@ def select(root: Path, entries: Sequence[SourceFile], split: str) -> Selection:
         return _tabled(entries, tables)
     configs = _configs(root) if README in names else []
     saved = any(ending_of(name) == ".arrow" for name in names)
+    used = {README} if configs else set()
     about = [name for name in sorted(names) if _is_about(name, saved)]
     data = [entry for entry in entries if ending_of(entry.name) in ENDINGS and entry.name not in about]
     if not data or (not configs and len(data) + len(about) < len(entries)):
@@ -74,7 +75,7 @@ def select(root: Path, entries: Sequence[SourceFile], split: str) -> Selection:
         )
     others = [unused("split", name, plural(count, "file")) for name, count in splits.items() if name != split]
     rest = [*about, *(entry.name for entry in entries if entry.name not in by_name and entry.name not in about)]
-    return Selection(chosen, (*others, *_unused_files(rest)))
+    return Selection(chosen, (*others, *_unused_files(name for name in rest if name not in used)))
 
 
 def _is_about(name: str, saved: bool) -> bool:
@@ -164,7 +165,7 @@ def _tabled(entries: Sequence[SourceFile], tables: Tables) -> Selection:
     if not files:
         return Selection(tuple(entries))
     by_file = {entry.name: next(row for name, row in chosen.items() if _within(entry.name, name)) for entry in files}
-    rest = [entry.name for entry in entries if entry.name not in by_file]
+    rest = [entry.name for entry in entries if entry.name not in by_file and entry.name != INFO]
     return Selection(files, (*unused_keys(chosen), *_unused_files(rest)), by_file)
 
 

@@ -203,10 +203,17 @@ def _redirect(path: Path, rank: int) -> None:
     os.close(log)
 
 
+_LOST = ("DistNetworkError", "DistStoreError")
+"""Errors of c10d where another process has ended; a trace in C++ follows their first line."""
+
+
 def explained(error: BaseException, place: RankSpec) -> RunFailed:
     """What a person needs of an unexpected `error` in the rank at `place`: its kind, words and place."""
     text = "".join(traceback.format_exception(error))
-    return RunFailed(f"Rank {place.rank} failed: {type(error).__name__}: {error}", why=_where(text, place))
+    kind = type(error).__name__
+    reason = (str(error).strip() or "no message").splitlines()[0] if kind in _LOST else error
+    do = "look at the log of the rank that ended first, in most cases rank 0's" if kind in _LOST else ""
+    return RunFailed(f"Rank {place.rank} failed: {kind}: {reason}", why=_where(text, place), do=do)
 
 
 def _where(text: str, place: RankSpec) -> str:

@@ -28,8 +28,10 @@ QUIET = ("DEBUG", "INFO", "NOTICE", "WARN", "WARNING")
 LOUD = ("ERROR", "CRITICAL", "FATAL", "SEVERE")
 """Levels of lines that are alarming even where no rule knows them."""
 _WARNING = re.compile(r"\b\w*Warning: ")
-_HARDWARE = re.compile(r"\bS?Xid\b.*: ?\d+|NET/IB\b.*\b(?:status|error)[ =]+\d|vendor err \d+")
-"""Lines about machines that rules of other roles know."""
+_HARDWARE = re.compile(
+    r"\bS?Xid\b[^:(]*(?:\([^)]*\))?: ?(?!(?:13|43|45)\b)\d+|NET/IB\b.*\b(?:status|error)[ =]+\d|vendor err \d+"
+)
+"""Lines about machines that rules of other roles know. Programs cause an Xid 13, 43 or 45."""
 _HEAD = re.compile(
     r"^\s*(?:\+ Exception Group )?(?:Original )?Traceback \(most recent call last\)|^Stack trace|^\s*Original Traceback"
 )

@@ -40,7 +40,8 @@ LARGE = 2 << 20
 
 class Found(NamedTuple):
     """What lies at a path: `text`, `chats`, `pairs`, `graph`, `scene`, `module` or `weights`, and a sentence on what it
-    is and why. `needs`: the arguments of a module's `function` that have no default. `field`: the column of text."""
+    is and why. `needs`: the arguments of a module's `function` that have no default. `field`: the column of text.
+    `task`: of a graph."""
 
     kind: str
     path: str
@@ -49,6 +50,7 @@ class Found(NamedTuple):
     function: str = ""
     needs: tuple[str, ...] = ()
     field: str = ""
+    task: str = "node"
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -118,7 +120,8 @@ def _file(path: str, place: Path) -> Found:
     if any(place.match(pattern) for pattern in WEIGHTS):
         raise _pickled(path, place.parent)
     if ending in ARRAYS or (why := _edges(entry, place)):
-        return Found("graph", path, f"a graph: {'arrays' if ending in ARRAYS else why} ({size})")
+        says = f"a graph: {'arrays' if ending in ARRAYS else why} ({size})"
+        return Found("graph", path, says, task="node" if ending in ARRAYS else _task(place))
     if ending in row_files.BINARY:
         raise UserError(
             f"{printable(path)} is no text, graph or weights that are read: {ending} files are not.",
@@ -132,7 +135,7 @@ def _rows(entry: SourceFile, path: str) -> Found:
     """What a file of text is by its content and the columns of its first row; see docs/tune.md."""
     form = row_files.look(entry, row_files.CHAT_KEYS | set(TEXT_COLUMNS))
     if form == "text":
-        return Found("text", path, "text: no list of edges, and no rows of columns that are known", entry.size)
+        return Found("text", path, "text: no list of edges, and no rows with known columns", entry.size)
     if form == "document":
         raise _no_column(path, dict.fromkeys(row_files.first_keys(row_files.head_of(entry))))
     _, row = next(row_files.rows(entry, form), ("", {}))
@@ -195,16 +198,18 @@ def _folder(path: str, place: Path) -> Found:
     graph = [*edges, *place.glob("ind.*.graph"), *place.glob("raw/ind.*.graph"), *place.glob("raw/edge.csv.gz")]
     graph += [file for file in [place / "metadata.yaml"] if file.exists()]
     if graph:
-        return Found("graph", path, f"a graph: it holds {printable(graph[0].relative_to(place))}")
+        says = f"a graph: it holds {printable(graph[0].relative_to(place))}"
+        return Found("graph", path, says, task=_task(edges[0]) if graph == edges[:1] else "node")
     return _documents(path, place)
 
 
 def _documents(path: str, place: Path) -> Found:
     """A folder of text or of rows, by the first file of rows in it."""
     try:
-        entries = text_sources.listing(Data(path=str(place))).entries
+        listing = text_sources.listing(Data(path=str(place)))
     except UserError as error:
         raise UserError(f"{printable(path)}: {error.what}", why=error.why, do=error.do) from None
+    entries = listing.entries
     readable = [entry for entry in entries if row_files.ending_of(entry.name) not in row_files.BINARY]
     if not readable:
         kinds = sorted({row_files.ending_of(entry.name) for entry in entries})
@@ -213,13 +218,23 @@ def _documents(path: str, place: Path) -> Found:
             do="a folder with text, rows (.jsonl, .json, .csv, .parquet), edges, transforms.json or .safetensors",
         )
     size = sum(entry.size for entry in readable)
+    many = f"{plural(len(readable), 'file')}, {show_size(size)} of "
+    if listing.tables:
+        pairs = any(table.get("ranking") for table in listing.tables.values())
+        what = "preferences between two answers" if pairs else "conversations"
+        return Found("pairs" if pairs else "chats", path, f"{many}{what}: it holds dataset_info.json", size)
     rows = [entry for entry in readable if row_files.ending_of(entry.name) in row_files.ENDINGS]
     plain = len(rows) < len(readable)
     first = next((_rows(entry, path) for entry in rows if not plain or _is_rows(entry)), None)
-    many = f"{plural(len(readable), 'file')}, {show_size(size)} of "
     if first is None:
-        return Found("text", path, f"{many}text: no graph, scene, weights, and no rows of columns that are known", size)
+        return Found("text", path, f"{many}text: no graph, scene or weights, and no rows with known columns", size)
     return first._replace(says=f"{many}{first.says}", size=size)
+
+
+def _task(edges: Path) -> str:
+    """What a list of edges is good for: without a table of nodes no node has a label, and links are learned."""
+    named = any(any(edges.parent.glob(f"{name}.*")) for name in (f"{edges.name.partition('.')[0]}.nodes", "nodes"))
+    return "node" if named or row_files.ending_of(edges.name) in ARRAYS else "link"
 
 
 def _is_rows(entry: SourceFile) -> bool:
@@ -328,10 +343,12 @@ def _tuned(found: list[Found], data: list[Found]) -> str:
 
 
 def _graph(found: list[Found], data: list[Found]) -> str:
+    task = _key("task", data[0].task).rstrip()
+    others = ", ".join(name for name in ("node", "link", "graph") if name != data[0].task)
     return (
         '[model]\nkind = "sage"                # or gcn, gat, gin\n\n'
         f"[data]\n{_key('path', data[0].path)}\n"
-        '[graph]\ntask = "node"                # or link, graph\n'
+        f"[graph]\n{task}                # or {others}\n"
         "# fanout = [10, 10]          # neighbours of each layer\n\n"
         "[train]\n# steps = 200\n"
     )

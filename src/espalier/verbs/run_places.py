@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from espalier import terminal
-from espalier.cache_dir import is_url
+from espalier.cache_dir import cache_folder, is_url
 from espalier.checkpoint import run_identity
 from espalier.config import Launch, Recipe, recipe_file
 from espalier.errors import UserError
@@ -56,9 +56,14 @@ def _without(recipe: Recipe, keys: Collection[str]) -> Recipe:
 
 
 def seal(recipe: Recipe) -> str:
-    """Of the places of a run that this user begins; empty where it names none, or the key cannot be kept."""
+    """Of the places of a run that this user begins; empty where it names none, or the key cannot be kept, which is
+    said."""
     places = named(recipe)
-    return run_seal.signed(places) if places else ""
+    signature = run_seal.signed(places) if places else ""
+    if places and not signature:
+        note = f"note: the key in {cache_folder()} cannot be kept: opening this run will ask for --trust, also of you"
+        terminal.say(note, file=sys.stderr, flush=True)
+    return signature
 
 
 def _is_sealed(folder: RunFolder) -> bool:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import hmac
 import json
-import os
 import secrets
 from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
-from espalier import data_hash
+from espalier import cache_dir, data_hash
 from espalier.cache_dir import cache_folder, hashed
 from espalier.config import Recipe
 from espalier.errors import UserError
@@ -88,17 +87,7 @@ def _key() -> bytes:
     """The user's key, made once. Nobody else can read it."""
     path = cache_folder() / "key"
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f"key.{os.getpid()}")
-    if not path.exists():
-        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(secrets.token_bytes(_KEY_BYTES))
-        try:
-            os.link(beside, path)  # whole, and the first one stays
-        except FileExistsError:
-            pass
-        finally:
-            beside.unlink()
-    key = path.read_bytes()
+    key = cache_dir.claim(path, secrets.token_bytes(_KEY_BYTES), 0o600)
     if len(key) != _KEY_BYTES:
         raise OSError(f"{path} holds no key")
     return key

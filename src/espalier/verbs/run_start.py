@@ -19,6 +19,7 @@ from espalier import run as runs
 from espalier.checkpoint import run_identity
 from espalier.checkpoint.run_identity import RunIdentity, RunStamp
 from espalier.checkpoint.save_and_restore import CheckpointInfo, Checkpoints
+from espalier.checkpoint.storage import Folder
 from espalier.config import Recipe, model_kinds, recipe_file
 from espalier.hardware import resource_limits
 from espalier.launch import base as launch
@@ -134,8 +135,8 @@ class Owner:
     """Whether it was drawn now."""
 
     def keep(self, folder: runs.RunFolder, recipe: Recipe) -> None:
-        """Writes the identity into the run folder, and beside checkpoints that are elsewhere. Raises UserError where
-        another run was first there."""
+        """Writes the identity into the run folder, and beside checkpoints that are elsewhere, and locks their
+        folder. Raises UserError where another run was first there, or another process writes there."""
         identity = self.identity
         if recipe.checkpoint.target is not None:
             path = self.saved.place.path(run_identity.OWNER)
@@ -144,6 +145,8 @@ class Owner:
             if self.new and first.meaning == identity.run.meaning:
                 identity = run_identity.taken_up(first)
             run_identity.refuse_foreign(identity, first, path)
+            if isinstance(self.saved.place, Folder) and self.saved.place.root != folder.path.absolute():
+                folder.lock(self.saved.place.root, "checkpoint.target", "name another checkpoint.target")
         sealed = msgspec.structs.replace(identity, seal=run_places.seal(recipe))
         cache_dir.replace(folder.identity, msgspec.json.format(msgspec.json.encode(sealed)).decode())
 
