@@ -141,7 +141,7 @@ def load(task: TaskOptions, recipe: Recipe, folder: Path | None) -> tuple[Datase
     return Subset(whole, [k for k in range(size) if k not in held]), Subset(whole, list(held)[:VALIDATED])
 
 
-def notes(dataset: Dataset[Sample]) -> tuple[str, ...]:
+def notes(dataset: object) -> tuple[str, ...]:
     """What the readers of the data behind `dataset` did not use."""
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
