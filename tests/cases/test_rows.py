@@ -382,7 +382,7 @@ def test_a_call_without_text_is_left_out_where_the_template_knows_no_calls(tmp_p
     assert [reason for _, reason in found.skipped] == ["the chat template does not read 'tool_calls' of its turns"]
 
 
-@pytest.mark.parametrize("label", [True, False, "False"])
+@pytest.mark.parametrize("label", [True, False, "False", 0, 1.0, "good"])
 def test_labels_of_good_and_bad_answers_are_no_answers_to_learn(label: Any) -> None:
     with pytest.raises(Unusable, match="KTO"):
         conversation("a", {"prompt": "a", "completion": "b", "label": label})

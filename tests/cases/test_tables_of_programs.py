@@ -13,7 +13,7 @@ import scipy.sparse
 from espalier import config
 from espalier.config import Data
 from espalier.errors import UserError
-from espalier.graph import sources
+from espalier.graph import edge_lists, sources
 from espalier.graph.data import Graph
 
 EDGES = "source,target\na,b\nb,c\n"
@@ -212,3 +212,10 @@ def test_lists_in_a_column_of_labels_are_rows_of_answers(tmp_path: Path) -> None
     rows = {"id": ["a", "b", "c"], "label": [[1, 0], [0, 1], [1, 1]], "f": [1, 2, 3]}
     parquet.write_table(table(rows), tmp_path / "nodes.parquet")
     assert load(tmp_path).kind == "tasks"
+
+
+def test_a_second_column_of_labels_is_no_feature(tmp_path: Path) -> None:
+    (tmp_path / "edges.csv").write_text("source,target\n0,1\n1,2\n")
+    (tmp_path / "nodes.csv").write_text("id,label,label_id,size\n0,a,0,1.5\n1,b,1,2.5\n2,a,0,0.5\n")
+    with pytest.raises(UserError, match=r"'label' and 'label_id'"):
+        edge_lists.load(tmp_path / "edges.csv", undirected=True)

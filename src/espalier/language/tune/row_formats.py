@@ -38,6 +38,7 @@ _READ = frozenset({"role", "from", "content", "value", "weight", "train", CALLS,
 _MASKS = frozenset({"loss", "loss_mask", "mask", "masked", "trainable", "training", "train_detail", "training_detail"})
 _MEDIA = frozenset({"image", "images", "video", "videos", "audio", "audios"})
 _KTO = frozenset({"label", "kto_tag"})
+_GOOD_OR_BAD = frozenset({"true", "false", "0", "1", "0.0", "1.0", "good", "bad", "desirable", "undesirable"})
 COLUMNS = Fields("column", frozenset())
 TURN_KEYS = Fields("key", frozenset(), unit="turn")
 TEMPLATE_KEYS = Fields("key", frozenset(), unit="conversation")
@@ -110,9 +111,9 @@ def _check_columns(row: Row) -> None:
     media = next((key for key in sorted(_MEDIA) if row.get(key)), None)
     if media is not None:
         raise Unusable(f"it has {media!r}, and a language model reads text alone")
-    label = next((key for key in sorted(_KTO) if str(row.get(key)).lower() in ("true", "false")), None)
+    label = next((key for key in sorted(_KTO) if str(row.get(key)).lower() in _GOOD_OR_BAD), None)
     if label is not None:
-        raise Unusable(f"its {label!r} says whether the answer is good (KTO), which is not learned from")
+        raise Unusable(f"its {label!r} may say whether the answer is good (KTO), which is not learned from")
     if row.get("weight") not in (None, 1):
         raise Unusable(f"it has the weight {printable(row['weight'])}; all rows count alike")
 
