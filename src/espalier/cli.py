@@ -108,6 +108,9 @@ def _options(made: dict[str, argparse.ArgumentParser]) -> None:
         "of graphs embeddings, packed (few bits)",
     )
     made["export"].add_argument("--merge", action="store_true", help="whole weights, with the adapters in them")
+    made["export"].add_argument(
+        "--no-bos", action="store_true", help="of text: the exported tokenizer puts nothing before a text"
+    )
     made["export"].add_argument("--out", help="folder to write (default RUN/export-FORMAT)")
     made["explain"].add_argument("names", nargs="*", metavar="NAME", help="systems, such as amsp (default: all twenty)")
     made["explain"].add_argument("--energy", action="store_true", help="of runs: joules of an inference")

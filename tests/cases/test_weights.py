@@ -24,7 +24,7 @@ from espalier import config, weight_files
 from espalier.errors import UserError
 from espalier.language import gguf_export, gguf_file, gpt, hf, token_store, workload_row
 from espalier.language.decoder_workload import new_model
-from espalier.language.tokenizer import ByteTokenizer, open_tokenizer
+from espalier.language.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer, prefix_note
 from espalier.language.tune import peft
 from espalier.language.tune import workload as tuning
 from espalier.language.tune.chat_template import open_template
@@ -421,3 +421,19 @@ def test_a_chat_run_with_bos_resumes_to_the_same_bits_and_says_which_checkpoint_
         assert told["skipped"][0]["checkpoint"] == newest.name
         assert "checksum" in told["skipped"][0]["why"]
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (tmp_path / "base" / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["begun with bos", "byte level", "of bytes"])
+def test_what_an_exported_tokenizer_puts_before_a_text_can_be_left_out(kind: str, tmp_path: Path) -> None:
+    tokenizer: Tokenizer = ByteTokenizer()
+    if kind != "of bytes":
+        tokenizer = open_tokenizer(str(base_of(tmp_path / "base", kind, TEMPLATES["llama3"])))
+    for name, exported in (("as it is", tokenizer), ("without", tokenizer.without_prefix())):
+        (tmp_path / name).mkdir()
+        exported.save(tmp_path / name)
+    ids = {name: theirs_of(tmp_path / name)("vines").input_ids for name in ("as it is", "without")}
+    assert ids["without"] == tokenizer.encode(b"vines").tolist()
+    prefix = [tokenizer.boundary] if tokenizer.adds_boundary else []
+    assert ids["as it is"][: len(prefix)] == prefix
+    assert "puts nothing before a text" in prefix_note(tokenizer.without_prefix())
+    assert not tokenizer.without_prefix().with_template(TEMPLATES["llama3"]).adds_boundary

@@ -87,6 +87,10 @@ class Tokenizer(Protocol):
         """The same with the chat template `text` in its files."""
         ...
 
+    def without_prefix(self) -> Self:
+        """The same, whose files tell other programs to put nothing before a text."""
+        ...
+
     def token_ids(self) -> Mapping[str, Any]:
         """`bos_token_id`, `eos_token_id` and `pad_token_id` for the model's `config.json`."""
         ...
@@ -168,6 +172,12 @@ class _Saved:
         made, bos = copy.copy(self), self.files.special_tokens.get("bos_token")
         made.files = self.files.with_template(text)
         made.adds_boundary = self.adds_boundary and ("bos_token" in text or bool(bos and bos in text))
+        return made
+
+    def without_prefix(self) -> Self:
+        """See `Tokenizer`."""
+        made = copy.copy(self)
+        made.files, made.adds_boundary = self.files.without_prefix(), False
         return made
 
     def token_ids(self) -> Mapping[str, Any]:

@@ -77,6 +77,16 @@ class TokenizerFiles:
         if self.model_ids is not None:
             write_atomic(folder / MODEL_IDS, msgspec.json.encode(self.model_ids))
 
+    def without_prefix(self) -> TokenizerFiles:
+        """The same files, which tell other programs to put nothing before or after a text."""
+        tables = {
+            name: msgspec.json.decode(decoded(self.contents.get(name, b"{}"), name)) for name in (TOKENIZER, CONFIG)
+        }
+        tables[TOKENIZER]["post_processor"] = None
+        tables[CONFIG] |= {"add_bos_token": False, "add_eos_token": False}
+        contents = {**self.contents, **{name: formatted(table) for name, table in tables.items()}}
+        return replace(self, contents=contents, adds=(False, False))
+
     def with_template(self, text: str) -> TokenizerFiles:
         """The same files with the chat template `text`; unchanged where it is theirs."""
         if text == self.template:

@@ -6,6 +6,7 @@ import argparse
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -36,6 +37,8 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if arguments.merge:
         _refuse_merging(trained, form)
+    if arguments.no_bos:
+        _put_nothing_before_texts(trained)
     out = Path(arguments.out) if arguments.out else trained.folder.path / f"export-{form}"
     if form in known:
         loads = known[form](trained.workload, trained.model, out)
@@ -57,6 +60,14 @@ def _stamp(trained: Trained, target: Path) -> None:
     if identity is not None:
         stamp = {**msgspec.to_builtins(identity.run), "step": trained.step}
         cache_dir.replace(target / run_identity.EXPORT, json.dumps(stamp, indent=1), "name another folder with --out")
+
+
+def _put_nothing_before_texts(trained: Trained) -> None:
+    """Exports a tokenizer that puts nothing before a text. Raises UserError where there is no tokenizer."""
+    workload: Any = trained.workload
+    if not hasattr(workload, "exported_tokenizer"):
+        raise UserError("--no-bos is for language models.", do=f"espalier export {trained.folder.path}")
+    workload.tokenizer = workload.tokenizer.without_prefix()
 
 
 def _refuse_merging(trained: Trained, form: str) -> None:
