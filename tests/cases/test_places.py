@@ -180,6 +180,8 @@ def test_a_run_of_an_earlier_version_is_read_with_one_line(home: Path) -> None:
 WATCHED = """
 import json, os, sys
 
+sys.dont_write_bytecode = True  # a new clone has none
+
 INSIDE = [os.path.realpath(path) for path in {inside!r}]
 log = os.open({log!r}, os.O_WRONLY | os.O_CREAT | os.O_APPEND)  # ranks are forked from here
 watching = [""]
