@@ -163,9 +163,15 @@ def head_of(entry: SourceFile) -> bytes:
 
 def _head(file: io.BufferedReader | io.FileIO, size: int = HEAD) -> bytes:
     head = file.read(size) or b""
-    if len(head) == HEAD and _BEGINS_JSON.match(head):
+    if len(head) == HEAD and _BEGINS_JSON.match(head) and not _begins_lines(head):
         head += file.read(_LONG_HEAD) or b""
     return head.removeprefix(BYTE_ORDER_MARK)
+
+
+def _begins_lines(head: bytes) -> bool:
+    """Whether the first line is a whole object and another one begins: more need not be read to see the form."""
+    first, _, rest = head.removeprefix(BYTE_ORDER_MARK).partition(b"\n")
+    return rest.lstrip()[:1] == b"{" and _first_object(first.lstrip())[0] is not None
 
 
 def look(entry: SourceFile, known: frozenset[str]) -> Form:
@@ -330,15 +336,15 @@ def read_whole(entry: SourceFile, head: bytes, factor: int = 2) -> bytes:
     try:
         with open(entry.path, "rb") as raw:
             content = _decompressed(raw)
-            pieces = _bounded(entry, content, factor) if content is not raw else _plain(entry, raw, factor)
+            pieces = _bounded(entry, content, factor) if content is not raw else _plain(entry, factor)
             return b"".join(pieces).removeprefix(BYTE_ORDER_MARK)
     except _DAMAGED as error:
         raise unreadable(entry.path, error) from None
 
 
-def _plain(entry: SourceFile, raw: io.BufferedReader, factor: int) -> Iterator[bytes]:
+def _plain(entry: SourceFile, factor: int) -> Iterator[bytes]:
     _check_size(entry, entry.size, factor)
-    yield raw.read()
+    yield Path(entry.path).read_bytes()  # opened anew: what is buffered would be joined to the rest, a copy of all
 
 
 def _bounded(entry: SourceFile, content: io.BufferedReader, factor: int) -> Iterator[bytes]:
