@@ -136,7 +136,7 @@ class Anatomy:
         layer, layers = self.layer, self.layers
         together = replace(
             layer,
-            products=tuple(replace(one, count=one.count * layers) for one in layer.products),
+            products=tuple(replace(product, count=product.count * layers) for product in layer.products),
             attention=layers * layer.attention,
             moved=layers * layer.moved,
             moved_back=None if layer.moved_back is None else layers * layer.moved_back,

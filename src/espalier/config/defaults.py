@@ -19,7 +19,7 @@ VALIDATION_SHARE = 0.05
 
 def with_tokenizer(recipe: config.Recipe, spec: str) -> config.Recipe:
     """`recipe` with the tokenizer `spec` where it leaves that open."""
-    sources = (one.changed(tokenizer=spec) if one.tokenizer == "auto" else one for one in recipe.data)
+    sources = (data.changed(tokenizer=spec) if data.tokenizer == "auto" else data for data in recipe.data)
     return recipe.changed(data=tuple(sources))
 
 

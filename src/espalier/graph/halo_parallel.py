@@ -193,7 +193,7 @@ class HaloParallel(Mechanism):
         assert group is not None, "parts are of several ranks"
         members = mesh.mesh.members(mesh.rank, *REPLICA)
         ranks = [context.plan.ranks[rank] for rank in members]
-        shares = [one.samples for one in ranks]
+        shares = [rank.samples for rank in ranks]
         nodes = [one.node for one in ranks]
         writes = nodes.index(nodes[group.rank()]) == group.rank()
         sums = isinstance(model, Gnn) and takes_sums(model) and context.recipe.quant is None
@@ -300,16 +300,16 @@ def crossings(options: HaloOptions, plan: Plan, members: Sequence[int], rank: in
     """What the plan says of halos, for the rank at place `rank` of `members`."""
     told = [one for one in plan.exchanges if one.traffic == Traffic.HALO.value]
     nodes = [plan.ranks[one].node for one in members]
-    found = Crossings(options)
+    quantization = Crossings(options)
     known = {frozenset(one.nodes): one.steps for one in plan.halo_ages}
     ages = [known.get(frozenset((nodes[rank], one)), 1) for one in nodes]
     if known and options.synchronize != 1:
-        found = found._replace(ages=ages)
+        quantization = quantization._replace(ages=ages)
     if options.bits != "auto":
-        return found
+        return quantization
     bits = {BITS[one.codec] for one in told} or {WHOLE}
-    found = found._replace(options=options.changed(bits=min(bits)))
-    return found if len(bits) == 1 else found._replace(bits=PeerBits(told, nodes, rank))
+    quantization = quantization._replace(options=options.changed(bits=min(bits)))
+    return quantization if len(bits) == 1 else quantization._replace(bits=PeerBits(told, nodes, rank))
 
 
 BITS = {"exact": WHOLE, "int8": 8, "int4": 4, "int2": 2, "int1": 1}

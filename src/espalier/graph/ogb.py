@@ -125,20 +125,20 @@ def _links(folder: Path, ends: Array, nodes: int, notes: list[str]) -> tuple[Arr
     if place is None:
         return ends, None
     train, valid, test = (_pairs(place, name, nodes, notes) for name in ("train", "valid", "test"))
-    training, validation, held = (
+    training, validation, test_links = (
         np.unique(pairs.min(0) * np.int64(nodes) + pairs.max(0))
         for pairs in (np.concatenate([ends, train], 1), valid, test)
     )
-    twice = len(training) + len(validation) + len(held)
-    validation = np.setdiff1d(validation, held)
-    training = np.setdiff1d(training, np.concatenate([validation, held]))
-    twice -= len(training) + len(validation) + len(held)
-    if not (len(training) and len(validation) and len(held)):
+    twice = len(training) + len(validation) + len(test_links)
+    validation = np.setdiff1d(validation, test_links)
+    training = np.setdiff1d(training, np.concatenate([validation, test_links]))
+    twice -= len(training) + len(validation) + len(test_links)
+    if not (len(training) and len(validation) and len(test_links)):
         notes.append(f"not used: split {place.name!r}, whose parts have the same links; graph.split divides them")
         return ends, None
     if twice:
         notes.append(f"{twice:,} links are in several parts of the split {place.name!r} and are held out")
-    return np.concatenate([ends, train, valid, test], 1), DataSplit(training, validation, held)
+    return np.concatenate([ends, train, valid, test], 1), DataSplit(training, validation, test_links)
 
 
 def _pairs(place: Path, name: str, nodes: int, notes: list[str]) -> Array:

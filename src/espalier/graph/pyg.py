@@ -67,7 +67,7 @@ def from_many(items: Any, *, undirected: bool = False, origin: str, target: str 
         joined[0],
         joined[1],
         features=torch.cat(widths),
-        labels=_labels(of_graphs(known, [len(one) for one in widths], origin)),
+        labels=_labels(of_graphs(known, [len(features) for features in widths], origin)),
         target=target,
         starts=starts,
         undirected=undirected,
@@ -180,19 +180,21 @@ def _loaded(path: Path, pickle: bool) -> Any:
         ) from None
 
 
-def _graph(found: Any, undirected: bool, path: Path, target: str | None) -> Graph:
-    if isinstance(found, list) or (isinstance(found, tuple) and all(hasattr(one, "edge_index") for one in found)):
-        return from_many(found, undirected=undirected, origin=str(path), target=target)
-    if isinstance(found, tuple) and found:  # PyG's processed files: (data, slices, …)
-        slices = found[1] if len(found) > 1 and isinstance(found[1], dict) else {}
+def _graph(content: Any, undirected: bool, path: Path, target: str | None) -> Graph:
+    if isinstance(content, list) or (
+        isinstance(content, tuple) and all(hasattr(item, "edge_index") for item in content)
+    ):
+        return from_many(content, undirected=undirected, origin=str(path), target=target)
+    if isinstance(content, tuple) and content:  # PyG's processed files: (data, slices, …)
+        slices = content[1] if len(content) > 1 and isinstance(content[1], dict) else {}
         if (count := len(slices.get("edge_index", ())) - 1) > 1:
             raise UserError(
                 f"{path} holds {count} collated graphs (data, slices).",
                 why="their edges would be read as those of one graph",
                 do="torch.save(list(dataset), path) with graph.pickle = true, or pyg:NAME",
             )
-        found = found[0]
-    return from_pyg(found, undirected=undirected, origin=str(path), target=target)
+        content = content[0]
+    return from_pyg(content, undirected=undirected, origin=str(path), target=target)
 
 
 def _plain(path: Path) -> Any:

@@ -495,9 +495,9 @@ def packing(found: Quantization) -> Iterator[dict[str, PackedRows]]:
         found.packed, found.stored, found.pieces = False, {}, (None, torch.zeros(0))
 
 
-def packed(found: Quantization, score: Callable[[], float], figure: str = "accuracy") -> Packed:
+def packed(quantization: Quantization, score: Callable[[], float], figure: str = "accuracy") -> Packed:
     """`score` infers the model whole, and gives the value of `figure` in per cent."""
-    with packing(found) as stored:
+    with packing(quantization) as stored:
         value = score()
         return Packed(sum(rows.nbytes for rows in stored.values()), value, figure)
 

@@ -197,11 +197,11 @@ def _numbers(table: Layout, skipped: int) -> Array | None:
     """float64 [rows, columns]; None where a cell is no number, or too large."""
     how: Any = {"delimiter": table.separator or None, "skiprows": skipped, "ndmin": 2, "comments": None}
     try:
-        found = np.loadtxt(table.path, np.float64, quotechar='"', encoding="utf-8-sig", **how)
+        cells = np.loadtxt(table.path, np.float64, quotechar='"', encoding="utf-8-sig", **how)
     except ValueError:  # a word further down; what is worse is met again where cells are text
         return None
-    exact = found.shape[1] == len(table.rows[0][1]) and not (np.abs(found) >= EXACT).any()
-    return found if exact else None
+    exact = cells.shape[1] == len(table.rows[0][1]) and not (np.abs(cells) >= EXACT).any()
+    return cells if exact else None
 
 
 def _words(table: Layout, header: bool, width: int) -> list[Array]:

@@ -343,8 +343,8 @@ class GraphWorkload(Plain):
             return [Table(("link", "probability that it is there (it is)"), links)] if links else []
         names = [self.task.name(item) for item in ids]
         rows = self._evaluated
-        found = self.task.answers(model, ids) if rows is None else answers.told(rows[ids], self.graph, names)
-        return answers.truth_table(self.graph, ids, found)
+        answers_given = self.task.answers(model, ids) if rows is None else answers.told(rows[ids], self.graph, names)
+        return answers.truth_table(self.graph, ids, answers_given)
 
     def fingerprint(self) -> str:
         """Of the graph, its split included."""
@@ -352,22 +352,22 @@ class GraphWorkload(Plain):
 
     def notes(self) -> list[str]:
         """What was mended in the graph, and what of it cannot be learned."""
-        found = list(self.graph.notes)
+        notes = list(self.graph.notes)
         if isinstance(self.task, LinkTask) and self.graph.labels is not None:
             unread = "not used: labels (graph.task = 'link')"
-            found = [unread, *(note for note in found if not note.startswith("targets:"))]
+            notes = [unread, *(note for note in notes if not note.startswith("targets:"))]
         if (
             isinstance(self.recipe.model, config.GraphTransformer)
             and not isinstance(self.task, GraphTask)
             and self.task.fanout
         ):
-            found.append(
+            notes.append(
                 "nodes attend to those of their micro-batch, so its size changes what is learned (graph.fanout)"
             )
         alone = 0 if self.graph.partition else int((self.graph.degrees() == 0).sum())
         if alone:
-            found.append(f"{alone:,} of {self.graph.nodes:,} nodes have no neighbour; they see only themselves")
-        return found
+            notes.append(f"{alone:,} of {self.graph.nodes:,} nodes have no neighbour; they see only themselves")
+        return notes
 
     def decisions(self) -> tuple[str, ...]:
         """What was decided of the graph, in sentences; makes the format on first use."""

@@ -203,7 +203,9 @@ def jit(
     """
 
     def make(body: Callable[..., Any]) -> Kernel:
-        each = dict.fromkeys(one.replace("real", kind) for one in signatures for kind in ("float32", "float64"))
+        each = dict.fromkeys(
+            signature.replace("real", kind) for signature in signatures for kind in ("float32", "float64")
+        )
         return Kernel(body, tuple(each), _Options(parallel, fastmath, uses))
 
     return make

@@ -25,7 +25,7 @@ from espalier.errors import UserError, missing_extra
 from espalier.foreign_files import parsing, printable, unused
 from espalier.hardware.resource_limits import free_memory, memory
 from espalier.language import gguf_header, hf_config
-from espalier.language.gguf_header import AGAIN, Said, TensorPlace
+from espalier.language.gguf_header import AGAIN, GgufFields, TensorPlace
 from espalier.language.hf_config import Real, Whole
 from espalier.language.tokenizer import prefix_processor
 
@@ -150,7 +150,7 @@ def _convert(file: Path, folder: Path) -> None:
     with parsing(file, AGAIN):
         fields, tensors = opened(file)
         config, notes = _config(fields, file, dict(tensors))
-        _tokenizer(Said(file, fields, "tokenizer"), file, folder)
+        _tokenizer(GgufFields(file, fields, "tokenizer"), file, folder)
         order = Order(config["model_type"], config["num_attention_heads"], config["num_key_value_heads"])
         split = {name: value for given, stored in tensors for name, value in order.split(given, stored, file)}
     save_file(split, folder / "model.safetensors", metadata={"format": "pt"})
@@ -221,7 +221,7 @@ def _config(
 ) -> tuple[dict[str, Any], list[str]]:
     """`config.json`, and what of the fields was not used."""
     name = str(fields.get("general.architecture"))
-    own = Said(file, fields, name)
+    own = GgufFields(file, fields, name)
     kind = "mixtral" if name == "llama" and "expert_count" in own else _KINDS.get(name)
     if kind is None:
         known = ", ".join(_KINDS)
@@ -239,7 +239,7 @@ def _config(
         "num_attention_heads": heads,
         "num_key_value_heads": own.get("attention.head_count_kv", Whole, heads),
         "head_dim": head,
-        "vocab_size": len(Said(file, fields, "tokenizer").get("ggml.tokens", list[str])),
+        "vocab_size": len(GgufFields(file, fields, "tokenizer").get("ggml.tokens", list[str])),
         "max_position_embeddings": own.get("context_length", Whole),
         "tie_word_embeddings": "output.weight" not in tensors,
         "rope_theta": own.get("rope.freq_base", Real, 10_000.0),
@@ -254,7 +254,7 @@ def _config(
     return config, _rest(own, head)
 
 
-def _rest(own: Said, head: int) -> list[str]:
+def _rest(own: GgufFields, head: int) -> list[str]:
     """Notes on the fields that were not read. Raises UserError for one that changes the meaning of others."""
     neutral = {**_NEUTRAL, "rope.dimension_count": (head,), "attention.value_length": (head,)}
     if "attention.sliding_window" not in {key.removeprefix(own.prefix) for key in own.used}:
@@ -280,7 +280,7 @@ _SAID_OTHERWISE = ("vocab_size", "expert_feed_forward_length", "expert_shared_fe
 _KINDS = {one.name: kind for kind, one in ARCHITECTURES.items() if kind != "mixtral"}
 
 
-def _experts(kind: str, own: Said, tensors: Mapping[str, NDArray[Any]], file: Path) -> dict[str, Any]:
+def _experts(kind: str, own: GgufFields, tensors: Mapping[str, NDArray[Any]], file: Path) -> dict[str, Any]:
     count, active = own.get("expert_count", Whole), own.get("expert_used_count", Whole)
     if kind == "mixtral":
         return {"num_local_experts": count, "num_experts_per_tok": active}
@@ -296,7 +296,7 @@ def _experts(kind: str, own: Said, tensors: Mapping[str, NDArray[Any]], file: Pa
 _SHARED_UP = {"qwen2_moe": ("blk.0.ffn_up_shexp.weight",)}
 
 
-def _gemma2(own: Said, config: Mapping[str, Any]) -> dict[str, Any]:
+def _gemma2(own: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
     large = config["num_hidden_layers"] == LARGEST_GEMMA2
     return {
         "query_pre_attn_scalar": config["hidden_size"] / config["num_attention_heads"] if large else config["head_dim"],
@@ -311,7 +311,7 @@ def _short(value: float) -> float:
     return float(f"{value:.7g}")
 
 
-def _scaling(own: Said) -> dict[str, Any]:
+def _scaling(own: GgufFields) -> dict[str, Any]:
     kind = own.get("rope.scaling.type", str, "none")
     if kind == "none":
         return {}
@@ -321,7 +321,7 @@ def _scaling(own: Said) -> dict[str, Any]:
     return {"rope_scaling": scaling}
 
 
-def _llama3(table: NDArray[Any], own: Said, config: Mapping[str, Any], file: Path) -> dict[str, Any]:
+def _llama3(table: NDArray[Any], own: GgufFields, config: Mapping[str, Any], file: Path) -> dict[str, Any]:
     """The options of Llama 3's positions whose factors are `table`; its ramp is a line over turns. Raises UserError."""
     original = own.get("rope.scaling.original_context_length", Whole, 8192)
     factor = float(table.max())
@@ -431,21 +431,21 @@ _ADDS_BOS = ("llama-bpe",)
 """Kinds of splits for which llama.cpp puts the first token before a text where the file does not say."""
 
 
-def _tokenizer(said: Said, file: Path, folder: Path) -> None:
+def _tokenizer(fields: GgufFields, file: Path, folder: Path) -> None:
     """Writes the tokenizer of the file, or the one beside it where the file's own is not read."""
     beside = file.with_name("tokenizer.json")
-    model, split = said.get("ggml.model", str), said.get("ggml.pre", str, "default")
-    tokens = said.get("ggml.tokens", list[str])
+    model, split = fields.get("ggml.model", str), fields.get("ggml.pre", str, "default")
+    tokens = fields.get("ggml.tokens", list[str])
     stated: dict[str, Any] = {}
     for role, name in SPECIAL.items():
-        if name in said.fields:
-            number = said.get(name.removeprefix(said.prefix), Annotated[int, msgspec.Meta(ge=0)])
+        if name in fields.fields:
+            number = fields.get(name.removeprefix(fields.prefix), Annotated[int, msgspec.Meta(ge=0)])
             if number >= len(tokens):
                 raise UserError(f"{file} says {name} = {number}, and it has {len(tokens)} tokens.", do=AGAIN)
             stated[f"{role}_token"] = tokens[number]
     if model == "gpt2" and split in SPLITS:
-        table = _table(said, SPLITS[split])
-        if "bos_token" in stated and said.get("ggml.add_bos_token", bool, split in _ADDS_BOS):
+        table = _table(fields, SPLITS[split])
+        if "bos_token" in stated and fields.get("ggml.add_bos_token", bool, split in _ADDS_BOS):
             table["post_processor"] = prefix_processor(stated["bos_token"], tokens.index(stated["bos_token"]))
         (folder / "tokenizer.json").write_text(json.dumps(table, ensure_ascii=False), encoding="utf-8")
     elif beside.is_file():
@@ -455,23 +455,23 @@ def _tokenizer(said: Said, file: Path, folder: Path) -> None:
             f"{file} has a tokenizer of the kind {printable(model)} ({printable(split)}), which is not read.",
             do=f"put the model's tokenizer.json beside it, as {beside}",
         )
-    if "chat_template" in said:
-        stated["chat_template"] = said.get("chat_template", str)
+    if "chat_template" in fields:
+        stated["chat_template"] = fields.get("chat_template", str)
     stated["tokenizer_class"] = "PreTrainedTokenizerFast"
     (folder / "tokenizer_config.json").write_text(json.dumps(stated, ensure_ascii=False, indent=1), encoding="utf-8")
 
 
-def _table(said: Said, split: dict[str, Any]) -> dict[str, Any]:
-    tokens, kinds = said.get("ggml.tokens", list[str]), said.get("ggml.token_type", list[int])
+def _table(fields: GgufFields, split: dict[str, Any]) -> dict[str, Any]:
+    tokens, kinds = fields.get("ggml.tokens", list[str]), fields.get("ggml.token_type", list[int])
     if len(kinds) != len(tokens):
-        raise UserError(f"{said.file} has {len(tokens)} tokens and {len(kinds)} types of them.", do=AGAIN)
+        raise UserError(f"{fields.file} has {len(tokens)} tokens and {len(kinds)} types of them.", do=AGAIN)
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     added = [
         {"id": number, "content": token, "special": kind == 3, **flags}
         for number, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
         if kind in (3, 4)  # control, user defined
     ]
-    merges = [list(_halves(merge)) for merge in said.get("ggml.merges", list[str], [])]
+    merges = [list(_halves(merge)) for merge in fields.get("ggml.merges", list[str], [])]
     level = {**_LEVEL, "use_regex": True}
     return {
         "version": "1.0",

@@ -109,7 +109,7 @@ class _Cursor:
         return self.content[self.at - size : self.at].tobytes()
 
 
-class Said:
+class GgufFields:
     """The fields of a file of one architecture, by names without it. `used`: those that were asked for."""
 
     def __init__(self, file: Path, fields: Mapping[str, Any], architecture: str) -> None:

@@ -208,7 +208,7 @@ def load(folder: str | Path, dtype: torch.dtype) -> tuple[config.Gpt | config.Mo
     model = options(folder)
     state, names = {}, _ours(hf_config.kind_of(model))
     tensors = _wanted(_stored(opened(folder)), model)
-    gguf_file.refuse_large(f"{folder}", sum(math.prod(one.shape) for one in tensors.values()) * dtype.itemsize)
+    gguf_file.refuse_large(f"{folder}", sum(math.prod(stored.shape) for stored in tensors.values()) * dtype.itemsize)
     for name, place in tensors.items():
         state[_renamed(name, names)] = weight_files.value(name, place).to(dtype)
     return model, state
@@ -223,8 +223,8 @@ def load_into(model: GPT, folder: str | Path) -> None:
 
 def weights_of(model: GPT, folder: Path) -> Callable[[str], Tensor]:
     """Reads the weights of `folder` one by one, as fp32, by the names in `model`. Raises UserError as `load_into`."""
-    found = options(folder)
-    require_same(options_of(model.size), found, str(folder))
+    stored_options = options(folder)
+    require_same(options_of(model.size), stored_options, str(folder))
     names, tensors = _theirs(hf_config.kind_of(model.size)), _stored(opened(folder))
 
     def value(name: str) -> Tensor:
@@ -332,7 +332,11 @@ def _refuse_differing(folder: str | Path, model: config.Gpt | config.Moe, tensor
             for name, shape in shapes.items()
             if name in given and given[name].shape != shape
         ),
-        *(f"{name} is {one.dtype}, which is not read" for name, one in given.items() if one.dtype not in DTYPES),
+        *(
+            f"{name} is {stored.dtype}, which is not read"
+            for name, stored in given.items()
+            if stored.dtype not in DTYPES
+        ),
     ]
     if differing:
         more = f" (and {len(differing) - 5} more)" if len(differing) > 5 else ""
@@ -346,25 +350,25 @@ def notes(folder: str | Path) -> list[str]:
     """What of a folder of weights is not used, and what is read as something else."""
     home = opened(folder)
     table, tensors = _read_json(home / CONFIG), _stored(home)
-    said = [f"{name} of {folder}" for name in hf_config.unused_keys(table)]
+    sentences = [f"{name} of {folder}" for name in hf_config.unused_keys(table)]
     if table.get("tie_word_embeddings") and _HEAD in tensors and _own_head(tensors):
-        said.append(
+        sentences.append(
             f"{_HEAD} of {folder} differs from the token table: it is kept as a head of its own, "
             f"although {CONFIG} says tie_word_embeddings = true"
         )
     buffers = Counter(_pattern(name) for name in tensors if _BUFFER.search(name))
-    said += [unused("tensor", name, plural(count, "layer")) for name, count in sorted(buffers.items())]
-    types = sorted({one.dtype for one in tensors.values()} - {"F32"})
+    sentences += [unused("tensor", name, plural(count, "layer")) for name, count in sorted(buffers.items())]
+    types = sorted({stored.dtype for stored in tensors.values()} - {"F32"})
     if types:
-        said.append(f"the weights of {folder} are stored as {', '.join(types)} and read as F32")
-    used = {one.file.name for one in tensors.values()}
-    said += [
+        sentences.append(f"the weights of {folder} are stored as {', '.join(types)} and read as F32")
+    used = {stored.file.name for stored in tensors.values()}
+    sentences += [
         unused("file", file.name, str(folder))
         for file in sorted(home.iterdir())
         if file.suffix in _FORMATS and file.name not in used
     ]
     more = home / gguf_file.NOTES
-    return said + (list(json.loads(more.read_text())) if more.is_file() else [])
+    return sentences + (list(json.loads(more.read_text())) if more.is_file() else [])
 
 
 def tokenizer_of(folder: str | Path) -> Path | None:

@@ -114,7 +114,7 @@ def read(file: Path) -> TokenizerFiles:
     with parsing(file, "name the tokenizer.json of a model"):
         contents = {TOKENIZER: file.read_bytes()}
         contents |= {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
-        contents |= {f"{_MORE_TEMPLATES}/{one.name}": one.read_bytes() for one in more}
+        contents |= {f"{_MORE_TEMPLATES}/{template_file.name}": template_file.read_bytes() for template_file in more}
         generation = (folder / GENERATION).read_bytes() if (folder / GENERATION).is_file() else None
     config = _table(folder / CONFIG)
     stated = _stated(config, {} if "added_tokens_decoder" in config else _table(folder / _MAP))

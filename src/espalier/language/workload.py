@@ -130,15 +130,15 @@ class LanguageWorkload(DecoderWorkload):
 
     def notes(self) -> list[str]:
         """What the stores say, and which documents they skipped."""
-        found = [*self.weight_notes(), *(note for store in self.stores for note in store.notes)]
+        notes = [*self.weight_notes(), *(note for store in self.stores for note in store.notes)]
         for store in self.stores:
             if count := store.skipped_documents:
                 unit = "row" if all(_ROW.search(name) for name, _ in store.skipped) else "file"
                 was = f"{plural(count, unit)} {'was' if count == 1 else 'were'} skipped in {store.origin}"
                 first = f"of the first {len(store.skipped):,} " if count > len(store.skipped) else ""
-                found.append(f"{was} ({first}{row_files.summary(store.skipped)})")
-            found += _split_documents(store, self.sequence) if self.packed else []
-        return found
+                notes.append(f"{was} ({first}{row_files.summary(store.skipped)})")
+            notes += _split_documents(store, self.sequence) if self.packed else []
+        return notes
 
 
 def open_language(

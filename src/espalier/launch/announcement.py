@@ -52,16 +52,16 @@ class Announcement:
 
     def hear(self, seconds: float) -> bytes:
         """What was decided, waiting for it at most so long. Raises PeerLost where nothing was, or is by then."""
-        told = Deadline(seconds, self.waiter).poll(
+        content = Deadline(seconds, self.waiter).poll(
             self._read,
             lambda: f"the plan of {self.first[:1].lower()}{self.first[1:]}",
             lambda: PeerLost(
                 f"{self.first} did not decide on a plan within {show_seconds(seconds)}.", do="look at its log"
             ),
         )
-        if told.startswith(_REFUSED):
-            raise PeerLost(f"{self.first} could not start: {told[1:].decode()}")
-        return told[1:]
+        if content.startswith(_REFUSED):
+            raise PeerLost(f"{self.first} could not start: {content[1:].decode()}")
+        return content[1:]
 
     def _say(self, message: bytes) -> None:
         if self._read() is None:

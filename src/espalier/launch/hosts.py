@@ -94,8 +94,8 @@ def is_here(host: Host) -> bool:
 
 def resolve(host: Host) -> list[str]:
     """The IPv4 addresses that the host's name has here; empty for a name that only ssh knows."""
-    found = known_addresses(host.bare, socket.SOCK_DGRAM)
-    return list(dict.fromkeys(str(entry[4][0]) for entry in found if entry[0] == socket.AF_INET))
+    addresses = known_addresses(host.bare, socket.SOCK_DGRAM)
+    return list(dict.fromkeys(str(entry[4][0]) for entry in addresses if entry[0] == socket.AF_INET))
 
 
 def _is_own(address: str) -> bool:

@@ -180,13 +180,13 @@ def _nodes(task: TaskOptions) -> Nodes:
 
 def windows(path: str, length: int) -> Rows:
     """Windows of `length` bytes of the texts of `path`, one after the other."""
-    kept, size, notes = [], 0, list[str]()
+    pieces, size, notes = [], 0, list[str]()
     for document in text_sources.documents(Data(path=path), notes=notes):
-        kept.append(document.data[: MOST - size])
-        size += len(kept[-1])
+        pieces.append(document.data[: MOST - size])
+        size += len(pieces[-1])
         if size >= MOST:
             break
-    joined = np.frombuffer(b"".join(kept), np.uint8)
+    joined = np.frombuffer(b"".join(pieces), np.uint8)
     rows = Rows(text=joined[: len(joined) // length * length].reshape(-1, length))
     rows.notes = tuple(notes)
     return rows

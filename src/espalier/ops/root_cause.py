@@ -236,7 +236,7 @@ def _renamed(named: Finding, faults: Sequence[Finding]) -> Cause:
     refined = next((one for one in before if named.rule.id in one.rule.after), None)
     root = named
     if refined is not None:
-        root, named = min(named, refined, key=lambda one: one.line.number), refined
+        root, named = min(named, refined, key=lambda finding: finding.line.number), refined
     earlier = [one for one in before if one.rule.id in named.rule.after and one.line.number < root.line.number]
     earlier += [
         one

@@ -40,7 +40,7 @@ def key(
         trials: what was measured of candidates of this request; None: nothing is to be measured.
     """
     called = ("anatomy", "refuses", "with_sequence", "with_adapters")
-    plain = [one.name for one in fields(request) if one.name not in called]
+    plain = [part.name for part in fields(request) if part.name not in called]
     asked = {name: repr(getattr(request, name)) for name in plain}
     asked["refuses"] = repr([executable.refusal(request, **{axis: 2}) for axis in executable.AXES])
     # Code of the user's own may say what a sample costs: its answers count, not its name.

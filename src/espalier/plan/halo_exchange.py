@@ -74,7 +74,7 @@ def _with_bits(plan: Plan, halos: Any, cluster: Cluster) -> tuple[Plan, Any]:
     """The plan with the bits of each layer, direction and pair of machines, and these by crossing and ranks: what
     crosses in `HIDDEN` of computing, with late rows in all of it, with the least error."""
     ranks, size = [plan.ranks[rank] for rank in plan.trainers], halos.value_bytes(plan.precision)
-    shares = [one.samples for one in ranks]
+    shares = [rank.samples for rank in ranks]
     counts = halos.counts(shares)
     if not any(one.any() for one in counts.values()):
         told = f"{HALOS}: none cross between hidden layers, so there are no bits to choose (graph.halo.bits = auto)."
@@ -265,7 +265,7 @@ def with_halos(plan: Plan, halos: Halos | TokenCut, cluster: Cluster, instead_of
     if len(plan.trainers) == 1:
         return _alone(plan, instead_of)
     ranks = [plan.ranks[rank] for rank in plan.trainers]
-    shares = [one.samples for one in ranks]
+    shares = [rank.samples for rank in ranks]
     plan = plan.changed(micro_batch=max(shares))
     size = halos.value_bytes(plan.precision)
     options, node = halos.options, np.array([one.node for one in ranks])

@@ -163,16 +163,16 @@ Change = tuple[str, Callable[[Request], Request]]
 def cures(request: Request, cluster: Cluster, nearest: Option) -> list[str]:
     """Changes after which a plan fits, the cheapest first; each was planned. Last what only money helps with."""
     changes = [*_on_host(request, cluster), *_lifted(request), *_held_less(request, cluster)]
-    told = [f"{words} ({cost})" for words, change in changes if (cost := _planned(change(request), cluster))]
-    told = [*_unequal(request, cluster), *told]
-    told = [*_room_on_disk(request, cluster), *(told or _together(request, cluster)), *_adapters(request, cluster)]
+    advice = [f"{words} ({cost})" for words, change in changes if (cost := _planned(change(request), cluster))]
+    advice = [*_unequal(request, cluster), *advice]
+    advice = [*_room_on_disk(request, cluster), *(advice or _together(request, cluster)), *_adapters(request, cluster)]
     if more := _more_devices(request, cluster):
-        told.append(more)
+        advice.append(more)
     there = min(place.table.device.memory for place in seats(nearest.cluster, int(nearest.layout.world)))
     enough = there * nearest.peak / (nearest.peak - nearest.over)
-    if not told or request.memory is None:
-        told.append(f"devices with {units.show_size(enough)} of memory or a smaller model")
-    return told
+    if not advice or request.memory is None:
+        advice.append(f"devices with {units.show_size(enough)} of memory or a smaller model")
+    return advice
 
 
 def _unequal(request: Request, cluster: Cluster) -> Iterator[str]:

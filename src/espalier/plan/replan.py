@@ -110,7 +110,7 @@ def seconds(request: Request, cluster: Cluster, plan: Plan, found: Speeds) -> fl
     if request.parts:
         return replan_waves.seconds(request, cluster, plan, found)
     if _serving(plan):
-        return max(found.slower[one] * (plan.ranks[one].samples) for one in plan.trainers)
+        return max(found.slower[rank] * (plan.ranks[rank].samples) for rank in plan.trainers)
     threads = plan.ranks[0].threads
     on = collective_time.fleet(measured(cluster, plan.ranks, found), len(plan.ranks), threads)
     shares = [rank.samples for rank in plan.ranks]

@@ -23,7 +23,7 @@ from espalier.workload_row import tally
 if TYPE_CHECKING:
     from espalier.config import Pin
 
-_SHARED = [one.name for one in dataclasses.fields(ModelCosts)]
+_SHARED = [part.name for part in dataclasses.fields(ModelCosts)]
 
 
 def of_recipe(recipe: Recipe, workload: Callable[[], Workload] | None = None) -> Request:

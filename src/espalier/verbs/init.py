@@ -358,7 +358,7 @@ def _field(data: Found) -> str:
     return _key("field", data.field) if data.field else ""
 
 
-def _scene(found: list[Found], data: list[Found]) -> str:
+def _scene(inputs: list[Found], data: list[Found]) -> str:
     return (
         '[model]\nkind = "voxels"              # or spikingnerf\n# resolution = 64            # cells of a side\n\n'
         f"[data]\n{_key('path', data[0].path)}\n[train]\n# steps = 800\n"

@@ -214,8 +214,8 @@ def _resolved(arguments: argparse.Namespace, place: launch.RankSpec | None) -> r
     own = None if place.rank else ready.run_path(recipe, arguments.run)
     timeout = units.seconds(recipe.comm.timeout, "comm.timeout")
     store, deadline = launch.store(place, timeout), Deadline(timeout, f"Rank {place.rank}")
-    kept = kept_files.shared(store, f"espalier/{place.keys}/kept", own, deadline)
-    settled = ready.settle(recipe, Path(arguments.recipe).absolute().parent, kept)
+    shared_files = kept_files.shared(store, f"espalier/{place.keys}/kept", own, deadline)
+    settled = ready.settle(recipe, Path(arguments.recipe).absolute().parent, shared_files)
     return replace(settled, trust=arguments.trust)
 
 

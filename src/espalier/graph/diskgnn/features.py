@@ -229,14 +229,14 @@ def open_features(
     if not place.exists():
         raise UserError(f"The features {place} do not exist.", do=f"name {KNOWN}")
     with parsing(place, f"name {KNOWN}"):
-        found = _folder(place) if place.is_dir() else _file(place, dtype, shape)
-    if nodes is not None and len(found) != nodes:
+        features = _folder(place) if place.is_dir() else _file(place, dtype, shape)
+    if nodes is not None and len(features) != nodes:
         raise UserError(
-            f"{place} holds {len(found):,} rows of features for {nodes:,} nodes.",
-            why=f"its rows are of {found.shape[0]} x {str(found.dtype).removeprefix('torch.')}",
+            f"{place} holds {len(features):,} rows of features for {nodes:,} nodes.",
+            why=f"its rows are of {features.shape[0]} x {str(features.dtype).removeprefix('torch.')}",
             do="give each node a row; for a raw file check its dtype and shape",
         )
-    return found
+    return features
 
 
 def _file(path: Path, dtype: str | None = None, shape: Sequence[int] | None = None) -> Features:

@@ -118,7 +118,7 @@ def _edge_backward_queries(  # type: ignore[no-untyped-def]
     width = np.int64(row // heads)
     qs, ks, vs, gs, sums = q.reshape(-1), k.reshape(-1), v.reshape(-1), gradient.reshape(-1), dq.reshape(-1)
     most = longest(indptr, first, last)
-    shares, found = np.empty(most * heads, q.dtype), np.empty(most * heads, q.dtype)
+    shares, gradients = np.empty(most * heads, q.dtype), np.empty(most * heads, q.dtype)
     for i in range(first, last):
         start, degree = indptr[i], indptr[i + 1] - indptr[i]
         if not joined:
@@ -133,16 +133,16 @@ def _edge_backward_queries(  # type: ignore[no-untyped-def]
                 if len(bias):
                     score += bias[start + e, h]
                 shares[h * degree + e] = score
-                found[h * degree + e] = dot(width, gs, i * row + h * width, vs, at + h * width)
+                gradients[h * degree + e] = dot(width, gs, i * row + h * width, vs, at + h * width)
         for h in range(heads):
-            _SHARES(degree, shares, h * degree, found, h * degree, logs[i, h], weighted[i, h])
+            _SHARES(degree, shares, h * degree, gradients, h * degree, logs[i, h], weighted[i, h])
         for e in range(degree):
             at = np.int64(indices[start + e]) * row
             for h in range(heads):
-                one = found[h * degree + e]
+                gradient = gradients[h * degree + e]
                 if len(dbias):
-                    dbias[start + e, h] = one
-                add_scaled(width, sums, i * row + h * width, ks, at + h * width, scale * one)
+                    dbias[start + e, h] = gradient
+                add_scaled(width, sums, i * row + h * width, ks, at + h * width, scale * gradient)
 
 
 @jit(

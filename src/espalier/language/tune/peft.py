@@ -192,13 +192,13 @@ def with_options(tune: Lora, folder: Path) -> Lora:
 def notes(folder: Path) -> list[str]:
     """What of adapters is not used, or read as something else."""
     adapters = _opened(folder)
-    said = [
+    sentences = [
         unused("key", name, f"{CONFIG} says {printable(value, 60)}")
         for name, value in sorted(adapters.table.items())
         if value and name not in _READ.split() and name not in _NEUTRAL
     ]
     types = sorted({place.dtype for _, place in adapters.tensors.values()} - {"F32"})
-    return said + ([f"the adapters in {folder} are stored as {', '.join(types)} and read as F32"] if types else [])
+    return sentences + ([f"the adapters in {folder} are stored as {', '.join(types)} and read as F32"] if types else [])
 
 
 def _opened(folder: Path) -> _Adapters:
@@ -246,7 +246,11 @@ def _refuse_targets(adapters: _Adapters, unknown: set[str]) -> None:
     named = adapters.table.get("target_modules")
     modules = [f".{module}" for module in adapters.modules]
     listed = [str(name) for name in named] if isinstance(named, list) else []
-    idle = {name for name in listed if not any(f".{name}".endswith(one) or one.endswith(f".{name}") for one in modules)}
+    idle = {
+        name
+        for name in listed
+        if not any(f".{name}".endswith(module) or module.endswith(f".{name}") for module in modules)
+    }
     if unknown or idle or not modules:
         raise UserError(
             f"{adapters.folder}/{CONFIG} has adapters on {printable(min(unknown or idle, default='no layer'))!r}.",
@@ -267,8 +271,8 @@ def _rank_and_alpha(adapters: _Adapters) -> tuple[int, float]:
             )
             for module, rank in adapters.modules.items()
         }
-        rank, said, alpha = min(forms)
-        if len(forms) > 1 or rank != said or not math.isfinite(alpha):
+        rank, wording, alpha = min(forms)
+        if len(forms) > 1 or rank != wording or not math.isfinite(alpha):
             key = next((name for name in ("rank_pattern", "alpha_pattern") if name in table), "r")
             raise UserError(
                 f"{adapters.folder}/{CONFIG} says {key} = {printable(table[key])}.",
