@@ -14,6 +14,7 @@ import pytest
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from row_inputs import lines, put
 
 from espalier.config import Data
 from espalier.errors import UserError
@@ -52,17 +53,6 @@ CALLED = {
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-def lines(*rows: Any) -> bytes:
-    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
-
-
-def put(folder: Path, name: str, content: bytes | str) -> Path:
-    file = folder / name
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_bytes(content if isinstance(content, bytes) else content.encode())
-    return file
 
 
 def read(path: Path, **options: Any) -> tuple[list[str], list[tuple[str, str]], list[str]]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import zstandard
+from row_inputs import lines, put
 
 from espalier import cli
 from espalier.config import Data
@@ -26,17 +27,6 @@ ASKED, GOOD, BAD = (
     {"role": "assistant", "content": "5"},
 )
 SYSTEM = {"role": "system", "content": "Be brief."}
-
-
-def lines(*rows: Any) -> bytes:
-    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
-
-
-def put(folder: Path, name: str, content: bytes | str) -> Path:
-    file = folder / name
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_bytes(content if isinstance(content, bytes) else content.encode())
-    return file
 
 
 def read(path: Path, **options: Any) -> tuple[list[str], list[str]]:

@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from row_inputs import lines, put
 
 from espalier import cli
 from espalier.verbs import init
 
 MARK = b"\xef\xbb\xbf"
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Arr"}]
-
-
-def lines(*rows: Any) -> bytes:
-    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
-
-
-def put(folder: Path, name: str, content: bytes | str) -> Path:
-    file = folder / name
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_bytes(content if isinstance(content, bytes) else content.encode())
-    return file
 
 
 CHAT = lines({"messages": TURNS}, {"messages": TURNS})
