@@ -22,8 +22,8 @@ import torch
 import xxhash
 from hypothesis import HealthCheck, settings
 
-from espalier import cluster, store_client
-from espalier.hardware import probe
+from espalier.comm import store_client
+from espalier.machine import cluster, probe
 
 torch.set_num_threads(1)
 WORKER, SET_NUM_THREADS = os.getpid(), torch.set_num_threads
@@ -101,7 +101,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def wait_for_nobody() -> None:
     """Threads that write checkpoints and packed sets yield to training. Beside workers that keep all cores busy they
     would get a thirtieth of one, and tests wait for them."""
-    for name in ("espalier.checkpoint.save_and_restore", "espalier.graph.diskgnn.rolling_pool"):
+    for name in ("espalier.checkpoint.save_and_restore", "espalier.mechanisms.disk_batches.rolling_pool"):
         if name in sys.modules:
             sys.modules[name].NICE = os.getpriority(os.PRIO_PROCESS, 0)  # type: ignore[attr-defined]
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from espalier import accelerator
-from espalier.cache_dir import cache_folder
+from espalier.kernels import accelerator
+from espalier.recipe.cache_dir import cache_folder
 
 HERE = Path(__file__).parent
 SOURCES = HERE.parent / "src" / "espalier"

@@ -26,9 +26,10 @@ from typing import Any, NamedTuple
 import pytest
 from programs import environment, forked, known, with_tokens
 
-from espalier import cli, cluster
-from espalier.config import recipe_errors, recipe_file
+from espalier.cli import main as cli
+from espalier.machine import cluster
 from espalier.ops import rules
+from espalier.recipe import recipe_errors, recipe_file
 
 ROOT = Path(__file__).parent.parent
 PAGES = {page.name: page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}

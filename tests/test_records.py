@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from espalier import records
-from espalier.errors import UserError
-from espalier.records import Record
+from espalier.recipe import records
+from espalier.recipe.errors import UserError
+from espalier.recipe.records import Record
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "espalier"
@@ -113,7 +113,8 @@ def test_a_record_is_read_from_the_source_and_nothing_is_imported(tmp_path: Path
     (tmp_path / "shard" / "amsp.py").write_text(
         '"""AMSP."""\n\nimport a_library_that_is_not_there\n\n'
         'RECORD = Record(\n    name="amsp",\n    title="T",\n    paper="arXiv 2311.00257",\n    question="Q?",\n'
-        '    files=("shard/amsp.py",),\n    chosen="c",\n    cost="a "\n    "b",\n    law="l",\n    state="works",\n)\n'
+        '    files=("mechanisms/sharding/amsp.py",),\n    chosen="c",\n    cost="a "\n    "b",\n'
+        '    law="l",\n    state="works",\n)\n'
     )
     assert records.read(tmp_path) == {
         "amsp": Record(
@@ -121,7 +122,7 @@ def test_a_record_is_read_from_the_source_and_nothing_is_imported(tmp_path: Path
             title="T",
             paper="arXiv 2311.00257",
             question="Q?",
-            files=("shard/amsp.py",),
+            files=("mechanisms/sharding/amsp.py",),
             chosen="c",
             cost="a b",
             law="l",

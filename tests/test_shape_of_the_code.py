@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from espalier import cli
-from espalier.config import recipe_errors
+from espalier.cli import main as cli
+from espalier.recipe import recipe_errors
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "espalier"
@@ -23,8 +23,10 @@ PACKAGE = ROOT / "src" / "espalier"
 SURFACE = {"option keys": 215, "verbs": 11, "flags": 40, "public names": 9}
 
 # Modules that must answer before torch could be loaded.
-LIGHT = """espalier espalier.cli espalier.config espalier.config.recipe_file espalier.cost espalier.errors
-espalier.units espalier.cluster espalier.compose espalier.records espalier.plan.base espalier.track.events"""
+LIGHT = """espalier espalier.cli.main espalier.recipe espalier.recipe.recipe_file espalier.recipe.cost
+espalier.recipe.errors
+espalier.recipe.units espalier.machine.cluster espalier.plan.compose espalier.recipe.records espalier.plan.base
+espalier.track.events"""
 
 # Environment variables of Python, torch, their launchers and libraries, Slurm, MPI's mpiexec and the XDG folders; never
 # options.
@@ -217,7 +219,7 @@ def cpu_seconds(*command: str) -> float:
 
 
 def test_the_surface_grows_only_on_purpose() -> None:
-    flags = re.findall(r"add_argument\(\s*\"(--[\w-]+)\"", (PACKAGE / "cli.py").read_text(encoding="utf-8"))
+    flags = re.findall(r"add_argument\(\s*\"(--[\w-]+)\"", (PACKAGE / "cli" / "main.py").read_text(encoding="utf-8"))
     names = next(node for node in tree(PACKAGE / "__init__.py").body if "__all__" in ast.unparse(node))
     assert isinstance(names, ast.Assign)
     found = {
@@ -249,7 +251,7 @@ def test_no_option_hides_in_the_environment() -> None:
 
 
 def test_only_the_command_line_and_the_progress_print() -> None:
-    speaking = [PACKAGE / "cli.py", PACKAGE / "verbs", PACKAGE / "track"]
+    speaking = [PACKAGE / "cli" / "main.py", PACKAGE / "cli", PACKAGE / "track"]
     found = []
     for path in python_files("src"):
         calls = [node.func for node in ast.walk(tree(path)) if isinstance(node, ast.Call)]
@@ -260,9 +262,9 @@ def test_only_the_command_line_and_the_progress_print() -> None:
 
 
 def test_people_read_what_was_made_visible() -> None:
-    """`print` is for JSON, which escapes; text for people goes through `terminal.say`."""
+    """`print` is for JSON, which escapes; text for people goes through `recipe.terminal.say`."""
     found = []
-    for path in [PACKAGE / "cli.py", *sorted((PACKAGE / "verbs").glob("*.py"))]:
+    for path in [PACKAGE / "cli" / "main.py", *sorted((PACKAGE / "cli").glob("*.py"))]:
         calls = [node for node in ast.walk(tree(path)) if isinstance(node, ast.Call)]
         prints = [ast.unparse(call) for call in calls if isinstance(call.func, ast.Name) and call.func.id == "print"]
         found += [f"{shown(path)}: {text}" for text in prints if "dumps(" not in text]

@@ -17,12 +17,12 @@ import pytest
 from asked import processor
 
 import espalier
-from espalier import trainer, worker, workload_registry
-from espalier.config import Recipe, recipe_file
-from espalier.launch import agent
-from espalier.launch import base as launch
+from espalier.launch.ranks import agent
 from espalier.plan.base import Plan
-from espalier.rank_setup import RankSetup
+from espalier.recipe import Recipe, recipe_file
+from espalier.train import rank_spec as launch
+from espalier.train import trainer, worker, workload_registry
+from espalier.train.rank_setup import RankSetup
 
 FEW, MORE = 2, 1
 THEIRS = """

@@ -15,13 +15,13 @@ from asked import decoder, gpus, processor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from espalier.config import Pin, ShardPin, defaults, recipe_file
-from espalier.errors import UserError
+from espalier.cli import prepare, run_plan
 from espalier.plan import base, refusals, search, trials
 from espalier.plan.base import Layout, Plan
 from espalier.plan.decide import NEAR, decide
 from espalier.plan.layouts import view
-from espalier.verbs import prepare, run_plan
+from espalier.recipe import Pin, ShardPin, defaults, recipe_file
+from espalier.recipe.errors import UserError
 
 Seconds = Mapping[tuple[int, int], float]
 

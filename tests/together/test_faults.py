@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from struck import Struck, plan_of, recipe_of, same, write_corpus
 
+from espalier.mechanisms.sequence_parallel.ring import Ring
+from espalier.mechanisms.tensor_parallel.stream import Stream
+from espalier.parallel.stage_messages import Messages
 from espalier.plan import base as plans
-from espalier.sequence.ring import Ring
-from espalier.stages.messages import Messages
-from espalier.tensor.stream import Stream
 from espalier.testing.faults import Fault
 
 STEPS, STRUCK = 14, 11

@@ -13,14 +13,15 @@ import itertools
 import msgspec
 import pytest
 
-from espalier import compose, mechanisms, trainer, worker
-from espalier.config import defaults, recipe_file
-from espalier.errors import UserError
 from espalier.language.workload import open_language
-from espalier.launch import agent
-from espalier.launch import base as launch
+from espalier.launch.ranks import agent
 from espalier.plan import base as plans
-from espalier.rank_setup import RankSetup
+from espalier.plan import compose
+from espalier.recipe import defaults, recipe_file
+from espalier.recipe.errors import UserError
+from espalier.train import mechanisms, trainer, worker
+from espalier.train import rank_spec as launch
+from espalier.train.rank_setup import RankSetup
 
 STEPS = 4
 SETTLED = {
