@@ -116,13 +116,19 @@ def _answer(main: Callable[[list[str]], int], words: list[str]) -> Answer:
             code = main(words)
         except Exception as error:
             return {"crash": f"{type(error).__name__}: {error}"}
-    here = str(Path.cwd())
-    printed, (_, mark, refusal) = out.getvalue().replace(here, "FOLDER"), err.getvalue().partition("espalier: ")
+    printed = _without_places(out.getvalue())
+    _, mark, refusal = _without_places(err.getvalue()).partition("espalier: ")
     answer: Answer = {"code": code}
     answer["out"] = json.loads(printed) if "--json" in words else printed.splitlines()
     if mark:
-        answer["refusal"] = refusal.replace(here, "FOLDER").splitlines()
+        answer["refusal"] = refusal.splitlines()
     return answer
+
+
+def _without_places(text: str) -> str:
+    """`text` with words for the current folder and the cache folder."""
+    cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return text.replace(str(Path.cwd()), "FOLDER").replace(cache, "CACHE")
 
 
 # --- differences -------------------------------------------------------------------------------------------------
