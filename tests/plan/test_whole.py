@@ -273,6 +273,13 @@ def test_pins_that_cannot_be_met_are_refused(pin, cluster, said) -> None:  # typ
     assert re.search(said, str(caught.value), re.DOTALL)
 
 
+def test_experts_that_leave_no_layout_are_refused_with_one_that_does() -> None:
+    pin = Pin(ep=2, shard=ShardPin(params=2))
+    request = decoder(pin=pin, experts=8, active=2, expert_parameters=1000.0)
+    with pytest.raises(UserError, match=r"plan\.pin\.ep = 2 leaves no layout[^!]*plan\.pin\.ep=1"):
+        planned(request, gpus())
+
+
 @pytest.mark.parametrize("cluster", [gpus("V100-32GB")])
 def test_a_precision_the_gpu_lacks_is_refused(cluster) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(UserError, match="V100-32GB has no rate for bf16"):

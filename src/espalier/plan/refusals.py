@@ -139,7 +139,7 @@ def _without(pin: Pin, name: str) -> Pin:
 
 
 def _value(layout: Layouts, name: str) -> Any:
-    known = {"ranks": int(layout.world), "accumulate": 1}
+    known = {"ranks": int(layout.world), "accumulate": 1, "ep": 1}
     name = name.partition(".")[2] or name
     return known[name] if name in known else getattr(layout, name)
 
