@@ -24,9 +24,8 @@ SURFACE = {"option keys": 215, "verbs": 11, "flags": 40, "public names": 9}
 
 # Modules that must answer before torch could be loaded.
 LIGHT = """espalier espalier.cli.main espalier.recipe espalier.recipe.recipe_file espalier.recipe.cost
-espalier.recipe.errors
-espalier.recipe.units espalier.machine.cluster espalier.plan.compose espalier.recipe.records espalier.plan.base
-espalier.track.events"""
+espalier.recipe.errors espalier.recipe.units espalier.machine.cluster espalier.plan.compose espalier.recipe.records
+espalier.plan.base espalier.track.events"""
 
 # Environment variables of Python, torch, their launchers and libraries, Slurm, MPI's mpiexec and the XDG folders; never
 # options.
@@ -154,7 +153,7 @@ def test_file_names_are_words_for_what_is_inside() -> None:
 
 def test_no_room_is_empty() -> None:
     rooms = {path.parent for path in python_files("src")}
-    empty = [shown(room) for room in rooms if not [path for path in room.glob("*.py") if path.stem != "__init__"]]
+    empty = [shown(room) for room in rooms if not {*room.glob("[!_]*.py"), *room.glob("*/__init__.py")}]
     assert not empty
 
 

@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from espalier.comm.base import Traffic
-from espalier.graph import row_widths
 from espalier.graph.answers import summed_loss
 from espalier.graph.gnn import style_of
 from espalier.graph.subgraphs import View
-from espalier.kernels import quantize_rows, row_bits
+from espalier.kernels import quantize_rows, row_bits, row_widths
 from espalier.mechanisms.halo_exchange import halo, sylvie
 from espalier.mechanisms.halo_exchange.halo import Crossing
 from espalier.mechanisms.halo_exchange.sylvie import Adaptive, ByPeer, Every, Sylvie

@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from espalier.graph import row_widths
-from espalier.kernels import row_bits
+from espalier.kernels import row_bits, row_widths
 from espalier.mechanisms.disk_batches.row_format import RowFormat
 from espalier.mechanisms.few_bits.bit_allocator import (
     BankBits,

@@ -31,7 +31,7 @@ RECORD = Record(
     paper="Hu et al., NSDI 2024, arXiv 2403.07648",
     question="What if something breaks?",
     files=(
-        "resilience/acme/",
+        "launch/resilience/",
         "ops/",
         "evaluate/",
         "launch/ranks/supervisor.py",

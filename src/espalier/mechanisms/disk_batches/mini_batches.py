@@ -64,7 +64,7 @@ RECORD = Record(
     aliases=("disk-gnn", "packed batches", "out of core"),
     paper="SIGMOD 2025, arXiv 2405.05231",
     question="How is a graph trained?",
-    files=("graph/diskgnn/",),
+    files=("mechanisms/disk_batches/",),
     chosen="a recipe with a [store]: node features larger than the memory they may take, on a machine with a disk",
     cost="per batch packed rows * row bytes / sequential bandwidth + shared pages / random bandwidth, behind the "
     "compute of the batch before; one sequential pass over the features to pack",

@@ -14,9 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from espalier.graph import row_widths
-from espalier.graph.row_widths import RowWidths
-from espalier.kernels import row_bits
+from espalier.kernels import row_bits, row_widths
+from espalier.kernels.row_widths import RowWidths
 from espalier.recipe.errors import UserError
 
 Kind = Literal["fp32", "bf16", "int8", "int4"]

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from espalier.graph.row_widths import RowWidths
 from espalier.kernels.row_bits import row_bytes
+from espalier.kernels.row_widths import RowWidths
 from espalier.recipe.errors import UserError
 
 if TYPE_CHECKING:

@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from espalier.comm.base import Traffic, traffic
-from espalier.graph import row_widths
 from espalier.graph.base import Aggregate, Forms, GraphAttend, Kept, MessageBlock, Rows, dense
 from espalier.graph.coded_rows import Coding
 from espalier.graph.gnn import Gnn, GraphAttention, Layer
+from espalier.kernels import row_widths
 from espalier.mechanisms.few_bits.mega.condense import condense
 from espalier.recipe.errors import UserError
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from espalier.graph.row_widths import LEVELS
+from espalier.kernels.row_widths import LEVELS
 
 WHOLE = 32
 Key = tuple[int, bool]

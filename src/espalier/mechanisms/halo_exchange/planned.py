@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import numpy as np
 
-from espalier.graph import row_widths
+from espalier.kernels import row_widths
 from espalier.mechanisms.disk_batches.packed_features import longer
 from espalier.mechanisms.halo_exchange import halo_bits
 from espalier.plan.base import AdaptiveRule, Exchange, HaloAge, HaloRows, Plan

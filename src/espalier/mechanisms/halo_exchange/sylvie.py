@@ -22,11 +22,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from espalier.comm.base import Traffic, traffic
-from espalier.graph import row_widths
 from espalier.graph.gnn import Gnn
 from espalier.graph.loss_speed import LossSpeed
 from espalier.graph.neighbor_sampler import stream
 from espalier.kernels import quantize_rows as kernels
+from espalier.kernels import row_widths
 from espalier.mechanisms.few_bits.quantization import crossing_codes
 from espalier.mechanisms.halo_exchange import halo
 from espalier.mechanisms.halo_exchange.halo import Arrival, Crossing, ForeignRows, Halo, degree_shares, not_finite
@@ -58,7 +58,7 @@ RECORD = Record(
         "kernels/quantize_rows.py",
         "mechanisms/halo_exchange/planned.py",
         "mechanisms/halo_exchange/halo_bits.py",
-        "graph/row_widths.py",
+        "kernels/row_widths.py",
     ),
     chosen="a full graph split over ranks, when the halo exchange of each layer takes longer than its compute",
     cost="per layer, direction and boundary row of width d: d*bits/8 + 4 bytes (rows of up to 32 values share the 4), "
@@ -276,7 +276,7 @@ class Sylvie:
         delta: both ends keep the rows as they last arrived, and what crosses is the difference to these, rounded to the
             nearest code, so that what rounding lost is sent with the next step (error feedback): the error of rows that
             do not change shrinks by about 2^bits a step (at 8 by 2^7).
-        by_degree: rows of nodes with more neighbours get more bits (see `graph.row_widths`); else all get as many.
+        by_degree: rows of nodes with more neighbours get more bits (see `kernels.row_widths`); else all get as many.
         peers: what differs between them.
         seed: of the random numbers.
     """

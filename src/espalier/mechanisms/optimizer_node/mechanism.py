@@ -38,7 +38,7 @@ RECORD = Record(
     aliases=("disdp", "optimizer node"),
     paper="arXiv 2409.00918 (later versions: DisDP, ISCA 2026)",
     question="Where does each tensor live?",
-    files=("shard/luwu/", "mechanisms/pipeline/vertical.py"),
+    files=("mechanisms/optimizer_node/", "mechanisms/pipeline/vertical.py"),
     chosen="model states larger than the memory of all ranks together, with a node that has disks, or links on which "
     "sharded data parallel waits",
     cost="per worker and layer of S bytes: S sent, 2*S received (S of the table, the head and the last two blocks), "

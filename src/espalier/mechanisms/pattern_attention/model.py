@@ -31,7 +31,7 @@ RECORD = Record(
     aliases=("torch-gt", "graph transformer"),
     paper="SC 2024, arXiv 2407.14106",
     question="How is a graph trained?",
-    files=("graph/torchgt/",),
+    files=("mechanisms/pattern_attention/",),
     chosen="model.kind = graph-transformer with more nodes than full attention can hold",
     cost="local step: edges*width; full step (one in f): nodes^2*width; 4*S*h/P elements per rank and layer for the "
     "all-to-alls",

@@ -55,7 +55,7 @@ RECORD = Record(
         "plan/axes/placement.py",
         "plan/axes/placement_plan.py",
         "plan/axes/sharding.py",
-        "apply_plan.py",
+        "launch/apply_plan.py",
         "plan/search.py",
     ),
     chosen="several ranks and model states that do not fit replicated, or whose full sharding would cross slow links "

@@ -35,7 +35,7 @@ RECORD = Record(
     paper="NeurIPS 2025, arXiv 2506.04667",
     question="How does a token reach its expert?",
     files=(
-        "experts/flashmoe/",
+        "mechanisms/expert_parallel/flashmoe/",
         "mechanisms/expert_parallel/mechanism.py",
         "mechanisms/expert_parallel/alltoall.py",
         "plan/axes/experts.py",

@@ -29,7 +29,7 @@ RECORD = Record(
     aliases=("adaptive-package", "condense-edge"),
     paper="HPCA 2024, arXiv 2311.09775",
     question="How few bits does a value need?",
-    files=("quant/mega/", "mechanisms/few_bits/packed_spmm.py", "graph/condensed_file.py"),
+    files=("mechanisms/few_bits/mega/", "mechanisms/few_bits/packed_spmm.py", "graph/condensed_file.py"),
     chosen='quantized graph features of nodes that training has not seen: `quant.kind = "mega"`; its accelerator '
     "simulator runs on request only",
     cost="bytes = packages + bitmaps + index + degree table, counted apart; one write and one read per source of a "
