@@ -7,11 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parent.parent
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "CHANGELOG.md": "CHANGELOG.md"}
 """Pages from the root of the repository, and their names on the site."""
-OUTSIDE = re.compile(r"\]\(\.\./([^)#]+)")
+
+
+def outside(file: File) -> re.Pattern[str]:
+    """Links of a page that lead out of docs/, with the path from the root of the repository."""
+    depth = file.src_uri.count("/")
+    return re.compile(r"\]\(" + r"\.\./" * depth + r"\.\./([^.)#][^)#]*)")
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -19,7 +25,7 @@ def on_files(files: Files, config: Any) -> Files:
     linked = {
         path
         for page in files.documentation_pages()
-        for path in OUTSIDE.findall(page.content_string)
+        for path in outside(page).findall(page.content_string)
         if path not in PAGES
     }
     for source, name in PAGES.items():
@@ -31,6 +37,7 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Links out of docs/ lead to the copies on the site."""
-    return OUTSIDE.sub(lambda link: f"]({link[1]}", markdown)
+    up = "../" * page.file.src_uri.count("/")
+    return outside(page.file).sub(lambda link: f"]({up}{link[1]}", markdown)
