@@ -13,7 +13,7 @@ import json
 import re
 from pathlib import Path
 
-from espalier import cli
+from espalier.cli import main as cli
 
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
 NOTED = ROOT / "tests" / "pages.json"
@@ -33,7 +33,7 @@ def source(module: str) -> Path | None:
 def sources(blocks: str) -> set[Path]:
     """The files of the verbs that blocks call, of the modules that they import, and the examples that they name."""
     verbs = set(re.findall(r"\bespalier (\w+)", blocks)) & set(cli.VERBS)
-    modules = [f"espalier.verbs.{verb}" for verb in verbs]
+    modules = [f"espalier.cli.{verb}" for verb in verbs]
     for module, names in re.findall(r"^ *from (espalier[\w.]*) import ([\w, ]+)", blocks, re.MULTILINE):
         modules += [module, *(f"{module}.{name}" for name in re.findall(r"\w+", names))]
     files = {file for module in modules if (file := source(module)) is not None}
