@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from espalier.rank_setup import RankSetup
 from struck import Struck, plan_of, recipe_of, same, write_corpus
 
 from espalier.comm.codecs import FAMILIES
 from espalier.language.workload import open_language
-from espalier.launch import agent
-from espalier.launch import base as launch
+from espalier.launch.ranks import agent
 from espalier.optim.diloco_slowmo import METHODS
 from espalier.plan import base as plans
 from espalier.testing.faults import Fault
+from espalier.train import rank_spec as launch
 from espalier.train import trainer, worker
+from espalier.train.rank_setup import RankSetup
 
 STEPS = 16
 CODECS = ("bf16", "int8", "int4", "int1", "int8:stochastic", "topk:0.05", "zfp:8", "split", "mpc")
