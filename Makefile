@@ -1,4 +1,4 @@
-# make setup | train | test | slice | check | bench | pages | docs | wheel | pictures
+# make setup | train | quick | test | slice | test-all | check | bench | pages | docs | wheel | pictures
 #
 #   make setup TORCH=keep   uses the PyTorch that is already installed (vendor containers)
 #   make train RECIPE=my.toml ARGS="train.steps=50"
@@ -18,11 +18,13 @@ VENV_FLAGS :=
 PIP_FLAGS  := -c constraints.txt
 endif
 
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+
 BROWSER ?= chromium
 RUN     ?= runs/language
 PICTURE := $(BROWSER) --headless --no-sandbox --hide-scrollbars --force-device-scale-factor=1
 
-.PHONY: setup setup-dev train test slice check bench pages docs wheel pictures clean
+.PHONY: setup setup-dev train quick test slice test-all check bench pages docs wheel pictures clean
 
 setup: $(VENV)/.installed
 setup-dev: $(VENV)/.installed-dev
@@ -43,8 +45,14 @@ $(VENV)/.installed-dev: pyproject.toml accelerators/pyproject.toml constraints.t
 train: setup
 	$(BIN)/espalier train $(RECIPE) $(ARGS)
 
-test: setup-dev
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal $(ARGS)
+quick: setup-dev # the tests that start no process
+	$(PYTEST) --quick $(ARGS)
+
+test: setup-dev # all but those marked slow or soak
+	$(PYTEST) $(ARGS)
+
+test-all: setup-dev
+	$(PYTEST) -m "" $(ARGS)
 
 check: setup-dev
 	$(BIN)/ruff format --check .

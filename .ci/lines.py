@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from espalier import records
+from espalier.recipe import records
 
 BUDGET = 1200
 PAGE = Path(__file__).parents[1] / "docs" / "size.md"

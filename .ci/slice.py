@@ -11,6 +11,8 @@ as there are slices.
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -35,11 +37,16 @@ def run(number: int, slices: int) -> int:
     """The exit status of pytest; a slice that takes longer than MINUTES fails."""
     pytest = [sys.executable, "-m", "pytest", "-n", "auto", "--maxprocesses", "4", "--dist", "worksteal"]
     selection = ["-m", "slow or soak", "--slice", f"{number}/{slices}"]
+    variables = {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}
+    tests = subprocess.Popen([*pytest, *selection], cwd=ROOT, env=variables, start_new_session=True)
     try:
-        return subprocess.run([*pytest, *selection], cwd=ROOT, check=False, timeout=60 * MINUTES).returncode
+        return tests.wait(60 * MINUTES)
     except subprocess.TimeoutExpired:
         print(f"Slice {number} took more than {MINUTES} minutes. Try: more slices in {FILE.relative_to(ROOT)}")
         return 1
+    finally:
+        if tests.returncode is None:
+            os.killpg(tests.pid, signal.SIGKILL)
 
 
 def oldest() -> str:

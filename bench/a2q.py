@@ -37,14 +37,14 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 import a2q_picture
 import a2q_speed
-from espalier.config import defaults, recipe_file
-from espalier.graph import quantization
-from espalier.graph.quantization import QuantizedGraph
 from espalier.graph.subgraphs import infer
 from espalier.graph.workload import GraphWorkload, open_graph
-from espalier.quant.a2q import Coded, FeatureQuantizer
-from espalier.quant.base import RowIndex
-from espalier.workload import Shard
+from espalier.mechanisms.few_bits import quantization
+from espalier.mechanisms.few_bits.a2q import Coded, FeatureQuantizer
+from espalier.mechanisms.few_bits.bit_allocator import RowIndex
+from espalier.mechanisms.few_bits.quantization import QuantizedGraph
+from espalier.parallel.workload import Shard
+from espalier.recipe import defaults, recipe_file
 from table import Row, arguments, compare, publish
 
 EVERY = 10

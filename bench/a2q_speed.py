@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from espalier.config import defaults, recipe_file
 from espalier.graph.workload import open_graph
-from espalier.quant.packed_spmm import PackedMatrix, packed_matmul
-from espalier.workload import Shard
+from espalier.mechanisms.few_bits.packed_spmm import PackedMatrix, packed_matmul
+from espalier.parallel.workload import Shard
+from espalier.recipe import defaults, recipe_file
 from table import Row, compare
 
 KINDS: dict[str, dict[str, Any] | None] = {

@@ -78,7 +78,8 @@ def tell(folder: Path, what: str, step: int) -> None:
 
 
 def ours(task: Task) -> int:
-    from espalier import cli, trainer
+    from espalier.cli import main as cli
+    from espalier.train import trainer
 
     plain_step, plain_restore = trainer.Trainer.train_step, trainer.Trainer.restore
     strikes: dict[int, Callable[[int], None]] = {}
@@ -117,8 +118,8 @@ def ddp(task: Task) -> None:
     import torch
     import torch.distributed as dist
 
-    from espalier.config import Gpt
     from espalier.language import gpt
+    from espalier.recipe import Gpt
 
     torch.set_num_threads(1)
     rank, attempt = int(os.environ["RANK"]), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

@@ -21,8 +21,8 @@ import msgspec
 import torch
 from torch.nn.functional import cross_entropy
 
-from espalier.config import Gpt
 from espalier.language import gpt
+from espalier.recipe import Gpt
 
 
 class Task(msgspec.Struct, frozen=True):
@@ -69,8 +69,8 @@ def telling(task: Task) -> Callable[[int, int, bool], None]:
 def guarded(task: Task) -> None:
     from torch.distributed import TCPStore
 
-    from espalier.resilience import guard
-    from espalier.sync.membership import MemberGroup
+    from espalier.launch.resilience import guard
+    from espalier.mechanisms.local_rounds.membership import MemberGroup
 
     store = TCPStore("127.0.0.1", int(task.server), timeout=timedelta(seconds=60))
     model = model_of(task)

@@ -1,4 +1,4 @@
-"""What a replica feels of another's death: ours (`espalier.resilience.guard`) beside torchft.
+"""What a replica feels of another's death: ours (`espalier.launch.resilience.guard`) beside torchft.
 
 One part of bench/acme.py. Two replicas of a whole decoder train at every step together; one is killed, stopped, or its
 code raises, at any moment; once the other trains alone, a new process takes its place and heals. The pause is the

@@ -23,16 +23,16 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from espalier.checkpoint import state_tree, young_daly
 from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.checkpoint.save_interval import choose
-from espalier.config import defaults, recipe_file
-from espalier.hardware.malloc_trim import keep_freed
-from espalier.hardware.peak_memory import held, peak_memory
 from espalier.language.workload import open_language
-from espalier.launch.base import RankSpec
+from espalier.machine.malloc_trim import keep_freed
+from espalier.machine.peak_memory import held, peak_memory
 from espalier.plan.base import Plan, Rank
-from espalier.rank_setup import RankSetup
+from espalier.recipe import defaults, recipe_file
 from espalier.testing import forks
-from espalier.trainer import Trainer
-from espalier.worker import saving_group
+from espalier.train.rank_setup import RankSetup
+from espalier.train.rank_spec import RankSpec
+from espalier.train.trainer import Trainer
+from espalier.train.worker import saving_group
 from table import Row, compare
 
 RANKS, LIMIT = 2, 280.0

@@ -13,14 +13,13 @@ from unittest.mock import patch
 
 import torch
 
-from espalier import cluster as clusters
-from espalier import units
-from espalier.cluster import whatif
-from espalier.config import model_kinds
+from espalier.cli import prepare
+from espalier.machine import cluster as clusters
+from espalier.machine.cluster import whatif
 from espalier.plan import refusals
 from espalier.plan.decide import PlanDecision, decide
+from espalier.recipe import model_kinds, units
 from espalier.sparse import partition
-from espalier.verbs import prepare
 
 HEAD = """# What to expect from the hardware you have
 

@@ -29,15 +29,15 @@ from scipy.optimize import brentq
 from scipy.stats import spearmanr
 
 from amsp_rank import Contestant, Outcome, Task
-from espalier import cluster as clusters
-from espalier.config import Pin
-from espalier.plan import request_from_recipe
+from espalier.machine import cluster as clusters
 from espalier.plan.calibrate import DATASHEET, UNCALIBRATED, Calibration
 from espalier.plan.calibration_factors import CostFactors
 from espalier.plan.decide import decide
 from espalier.plan.estimate import estimate
 from espalier.plan.layouts import Layouts
 from espalier.plan.request import Request
+from espalier.recipe import Pin
+from espalier.train import request_from_recipe
 from netlab import Lab, Shape, first_said, ranked
 from table import Row, arguments, compare, publish
 

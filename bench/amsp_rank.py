@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 sys.path.insert(0, str(Path(__file__).parent))
-from espalier.config import Gpt, defaults, recipe_file
 from espalier.language.decoder_workload import new_model
 from espalier.language.gpt import GPT
-from espalier.shard.amsp import Amsp
-from espalier.shard.placement import ShardFactors
-from espalier.shard.placement_plan import Spread
+from espalier.mechanisms.sharding.amsp import Amsp
+from espalier.plan.axes.placement import ShardFactors
+from espalier.plan.axes.placement_plan import Spread
+from espalier.recipe import Gpt, defaults, recipe_file
 from rank import late, run, stock
 
 SEED = 11

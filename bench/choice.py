@@ -28,9 +28,8 @@ from choice_rank import Outcome, Task
 from cuts import cluster_of, request_of
 from cuts_rank import Cut
 from cuts_rank import Task as Model
-from espalier.cluster import Cluster
-from espalier.config import Pin
-from espalier.hardware import probe
+from espalier.machine import probe
+from espalier.machine.cluster import Cluster
 from espalier.plan import build_plan, search
 from espalier.plan.base import Plan
 from espalier.plan.calibrate import Calibration, Measurement, calibrate
@@ -38,6 +37,7 @@ from espalier.plan.estimate import estimate
 from espalier.plan.layouts import Layouts
 from espalier.plan.request import Request
 from espalier.plan.search import Option
+from espalier.recipe import Pin
 from netlab import Lab, Shape, first_said, ranked
 from table import Row, arguments, compare, publish
 

@@ -15,12 +15,12 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parent))
 from cuts_rank import CLOSE, RandomTokens
 from cuts_rank import Task as Model
-from espalier.cluster import Link
-from espalier.hardware import link as links
-from espalier.launch import base as launch
+from espalier.machine import link as links
+from espalier.machine.cluster import Link
 from espalier.plan.base import Plan
-from espalier.rank_setup import RankSetup
-from espalier.trainer import Trainer
+from espalier.train import rank_spec as launch
+from espalier.train.rank_setup import RankSetup
+from espalier.train.trainer import Trainer
 from rank import late, run, stock
 from table import settle
 

@@ -27,9 +27,9 @@ import msgspec
 
 sys.path.insert(0, str(Path(__file__).parent))
 from co2_rank import Outcome, Task
-from espalier.cluster import Link
 from espalier.comm.codecs import codec
-from espalier.sync import overlap_cost
+from espalier.machine.cluster import Link
+from espalier.mechanisms.local_rounds import overlap_cost
 from netlab import Lab, Shape, first_said
 from table import Row, arguments, interval, publish
 

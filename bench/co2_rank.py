@@ -25,11 +25,11 @@ from torch import Tensor, nn
 
 from espalier import comm
 from espalier.comm.ddp import ddp_hook
-from espalier.config import defaults, recipe_file
-from espalier.hardware.malloc_trim import keep_freed
 from espalier.language.workload import open_language
-from espalier.sync.co2 import CO2
-from espalier.workload import Shard
+from espalier.machine.malloc_trim import keep_freed
+from espalier.mechanisms.local_rounds.co2 import CO2
+from espalier.parallel.workload import Shard
+from espalier.recipe import defaults, recipe_file
 
 TIMEOUT = 300.0
 PACKET = 66

@@ -25,15 +25,15 @@ import msgspec
 
 sys.path.insert(0, str(Path(__file__).parent))
 from cuts_rank import Cut, Outcome, Task
-from espalier import cluster as clusters
-from espalier.cluster import Cluster, Link, Node
-from espalier.config import Pin
-from espalier.hardware import probe
-from espalier.plan import request_from_recipe
+from espalier.machine import cluster as clusters
+from espalier.machine import probe
+from espalier.machine.cluster import Cluster, Link, Node
 from espalier.plan.base import Predicted
 from espalier.plan.estimate import estimate
 from espalier.plan.layouts import Layouts
 from espalier.plan.request import Request
+from espalier.recipe import Pin
+from espalier.train import request_from_recipe
 from netlab import Lab, Shape, first_said, ranked
 from table import Row, arguments, compare, publish
 

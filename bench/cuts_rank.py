@@ -21,14 +21,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
-from espalier.config import Gpt, Recipe, defaults, recipe_file
 from espalier.language.decoder_workload import Windows, new_model
 from espalier.language.workload import LanguageWorkload
-from espalier.launch import base as launch
+from espalier.parallel.workload import Shard
 from espalier.plan import base as plans
-from espalier.rank_setup import RankSetup
-from espalier.trainer import Trainer
-from espalier.workload import Shard
+from espalier.recipe import Gpt, Recipe, defaults, recipe_file
+from espalier.train import rank_spec as launch
+from espalier.train.rank_setup import RankSetup
+from espalier.train.trainer import Trainer
 from peers.stock import Degrees, Stock
 from rank import late, run, stock
 from table import settle

@@ -34,13 +34,13 @@ import torch
 import memory_cgroup
 from diskgnn_accuracy import GRAPH, accuracy
 from espalier.graph import synthetic
-from espalier.graph.diskgnn import manifest
-from espalier.graph.diskgnn.features import open_features
-from espalier.graph.diskgnn.mini_batches import HELD, QUEUES, MemoryShare
-from espalier.graph.diskgnn.pack import PackedSet, PackRequest, pack
-from espalier.graph.diskgnn.pool import Draws, Pool
-from espalier.graph.diskgnn.reader import WINDOW, LargestBatch
 from espalier.graph.neighbor_sampler import Sampler, Style
+from espalier.mechanisms.disk_batches import manifest
+from espalier.mechanisms.disk_batches.features import open_features
+from espalier.mechanisms.disk_batches.mini_batches import HELD, QUEUES, MemoryShare
+from espalier.mechanisms.disk_batches.pack import PackedSet, PackRequest, pack
+from espalier.mechanisms.disk_batches.pool import Draws, Pool
+from espalier.mechanisms.disk_batches.reader import WINDOW, LargestBatch
 from espalier.store.direct_io import DirectFile, aligned
 from table import Row, arguments, compare, publish, save
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from espalier import config
+from espalier import recipe as config
 from espalier.graph import compiled_aggregate, gnn
 from espalier.graph.data import Graph
-from espalier.graph.diskgnn.pool import epoch_seeds
-from espalier.graph.diskgnn.rolling_pool import ResampleSchedule
 from espalier.graph.neighbor_sampler import Style
 from espalier.graph.subgraphs import View, infer
 from espalier.kernels.cross_entropy import cross_entropy
+from espalier.mechanisms.disk_batches.pool import epoch_seeds
+from espalier.mechanisms.disk_batches.rolling_pool import ResampleSchedule
 
 GRAPH = "planted:nodes=60000,degree=12,features=16,classes=8,signal=2,homophily=0.5,train=0.15"
 EPOCHS, BATCH, FANOUTS = 8, 256, (5, 5)

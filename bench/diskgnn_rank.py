@@ -26,16 +26,16 @@ import torch
 from torch import Tensor
 
 import memory_cgroup
-from espalier import config
+from espalier import recipe as config
 from espalier.graph import compiled_aggregate, synthetic
-from espalier.graph.diskgnn.hyperbatch import HyperbatchReader
-from espalier.graph.diskgnn.mini_batches import MemoryShare
-from espalier.graph.diskgnn.pack import PackedSet
-from espalier.graph.diskgnn.reader import PackedBatches, TieredFeatures, TierStats
-from espalier.graph.diskgnn.topology import DiskSampler, open_topology
 from espalier.graph.gnn import Gnn
 from espalier.graph.neighbor_sampler import Sampler, Style
 from espalier.kernels.cross_entropy import cross_entropy
+from espalier.mechanisms.disk_batches.hyperbatch import HyperbatchReader
+from espalier.mechanisms.disk_batches.mini_batches import MemoryShare
+from espalier.mechanisms.disk_batches.pack import PackedSet
+from espalier.mechanisms.disk_batches.reader import PackedBatches, TieredFeatures, TierStats
+from espalier.mechanisms.disk_batches.topology import DiskSampler, open_topology
 from espalier.store.rows import RowFile, RowLayout
 
 STYLE = Style(False, "mean")

@@ -56,7 +56,7 @@ threads = 1
 
 PLAIN = """
 import sys
-from espalier import cli
+from espalier.cli import main as cli
 from espalier.evaluate import low_priority
 low_priority.step_back = lambda *_: None
 if __name__ == "__main__":  # the workers import this file too

@@ -40,15 +40,17 @@ from pathlib import Path
 import msgspec
 
 sys.path.insert(0, str(Path(__file__).parent))
-from espalier import cluster as clusters
-from espalier.cluster import Cluster, Link
-from espalier.config import Pin
-from espalier.hardware import probe
+from espalier.machine import cluster as clusters
+from espalier.machine import probe
+from espalier.machine.cluster import Cluster, Link
+from espalier.mechanisms.unequal_pipelines import flashflex, unequal
+from espalier.mechanisms.unequal_pipelines.pipeline_solver import Group, Slot, SolvedPipeline
 from espalier.plan import base as plans
-from espalier.plan import collective_time, flashflex, replan, request_from_recipe, unequal
+from espalier.plan import collective_time, replan
 from espalier.plan.memory_model import CPU_MEMORY, CPU_RUNTIME
-from espalier.plan.pipeline_solver import Group, Slot, SolvedPipeline
 from espalier.plan.request import Request
+from espalier.recipe import Pin
+from espalier.train import request_from_recipe
 from flashflex_rank import Outcome, Speeds, Task
 from netlab import Lab, Shape, first_said
 from table import Row, arguments, compare, publish

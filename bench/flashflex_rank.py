@@ -20,13 +20,13 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 from cuts_rank import Place, RandomTokens, place_batches
-from espalier.config import Recipe, defaults, recipe_file
-from espalier.hardware import link as links
 from espalier.language.decoder_workload import new_model
-from espalier.launch import base as launch
+from espalier.machine import link as links
 from espalier.plan.base import Plan
-from espalier.rank_setup import RankSetup
-from espalier.trainer import Trainer
+from espalier.recipe import Recipe, defaults, recipe_file
+from espalier.train import rank_spec as launch
+from espalier.train.rank_setup import RankSetup
+from espalier.train.trainer import Trainer
 from peers.stock import Decoder, Degrees, Stock
 from rank import late, run, stock
 from table import settle
@@ -186,7 +186,7 @@ def speeds(task: Task, workload: RandomTokens) -> Speeds:
 
 def launch_shard(task: Task) -> Any:
     """The first micro-batch alone."""
-    from espalier.workload import Shard
+    from espalier.parallel.workload import Shard
 
     return Shard(0, task.micro_batch, task.micro_batch)
 

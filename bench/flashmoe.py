@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 
 sys.path.insert(0, str(Path(__file__).parent))
-from espalier.experts.cost import placed
+from espalier.plan.axes.experts import placed
 from flashmoe_rank import Outcome, Task
 from netlab import Lab, Shape, first_said, ranked
 from table import Row, arguments, compare, publish

@@ -20,13 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
-from espalier import config
-from espalier.config import defaults
-from espalier.experts.alltoall import AllToAll
-from espalier.experts.base import ExpertMap, spread_evenly
-from espalier.experts.flashmoe import FlashMoE
-from espalier.experts.mechanism import keep
+from espalier import recipe as config
 from espalier.language.moe import MOE, Experts
+from espalier.mechanisms.expert_parallel.alltoall import AllToAll
+from espalier.mechanisms.expert_parallel.flashmoe import FlashMoE
+from espalier.mechanisms.expert_parallel.mechanism import keep
+from espalier.parallel.expert_map import ExpertMap, spread_evenly
+from espalier.recipe import defaults
 from rank import late, run, stock
 
 CLOSE = 2e-4

@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
-from espalier import accelerator
-from espalier.kernels import bits, mpc, rtopk, zfp
+from espalier.kernels import accelerator, bits, mpc, rtopk, zfp
 from gpu_case import CASES
 from table import Row, arguments, compare, publish
 

@@ -23,17 +23,18 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from espalier import accelerator, worker
-from espalier import cluster as clusters
-from espalier.config import defaults, recipe_file
-from espalier.errors import Interrupted
+from espalier.cli import prepare, run_plan
+from espalier.kernels import accelerator
 from espalier.language import gpt, hf
 from espalier.language.tokenizer import ByteTokenizer
-from espalier.launch import agent
-from espalier.launch import base as launch
+from espalier.launch.ranks import agent
+from espalier.machine import cluster as clusters
 from espalier.plan.base import Plan
-from espalier.rank_setup import RankSetup
-from espalier.verbs import prepare, run_plan
+from espalier.recipe import defaults, recipe_file
+from espalier.recipe.errors import Interrupted
+from espalier.train import rank_spec as launch
+from espalier.train import worker
+from espalier.train.rank_setup import RankSetup
 
 if not hasattr(dist, "all_gather_single"):  # PyTorch before 2.13
     dist.all_gather_single = dist.all_gather_into_tensor

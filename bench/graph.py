@@ -32,15 +32,15 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 from beside_dgl import of_dgl, sampler
-from espalier import config
-from espalier.config import defaults, recipe_file
+from espalier import recipe as config
 from espalier.graph import pyg, sources, synthetic
 from espalier.graph.data import DataSplit, Graph
 from espalier.graph.subgraphs import infer
 from espalier.graph.workload import GraphWorkload
-from espalier.hardware.peak_memory import peak_memory
-from espalier.rank_setup import RankSetup
-from espalier.workload import Shard
+from espalier.machine.peak_memory import peak_memory
+from espalier.parallel.workload import Shard
+from espalier.recipe import defaults, recipe_file
+from espalier.train.rank_setup import RankSetup
 from table import Row, arguments, compare, publish
 
 KINDS = ("gcn", "sage", "gat")
@@ -182,9 +182,9 @@ def maxk(graph: Graph, k: int, pairs: int, steps: int) -> list[Row]:
 
 def trained(workload: GraphWorkload) -> float:
     """Test accuracy at the last step, by the product's own optimizer and schedule on one rank."""
-    from espalier import trainer
-    from espalier.launch import base as launch
     from espalier.plan import base as plans
+    from espalier.train import rank_spec as launch
+    from espalier.train import trainer
 
     count = workload.global_batch
     plan = plans.Plan(ranks=(plans.Rank(share=(0, count)),), micro_batch=count, precision="fp32")

@@ -29,15 +29,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from espalier import worker
-from espalier.comm import Traffic, hybrid_compression, traffic
+from espalier.comm import Traffic, traffic
 from espalier.comm.base import feedback
 from espalier.comm.codecs import codec
-from espalier.config import Adamw, Recipe, defaults, recipe_file
 from espalier.language.workload import LanguageWorkload, open_language
-from espalier.launch import agent
-from espalier.launch.base import RankSpec
-from espalier.workload import Shard
+from espalier.launch.ranks import agent
+from espalier.mechanisms.codecs import hybrid_compression
+from espalier.parallel.workload import Shard
+from espalier.recipe import Adamw, Recipe, defaults, recipe_file
+from espalier.train import worker
+from espalier.train.rank_spec import RankSpec
 from table import Row, compare, publish
 
 RANKS = 4

@@ -19,12 +19,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from espalier.cluster import machine_order
-from espalier.comm import Traffic, connect, ddp_hook, disconnect, hybrid_compression, mpi, traffic
+from espalier.comm import Traffic, connect, ddp_hook, disconnect, mpi, traffic
 from espalier.comm.codecs import codec
-from espalier.hardware import link
-from espalier.launch import detect_launcher
-from espalier.launch.base import store
+from espalier.launch.launchers import detect_launcher
+from espalier.machine import link
+from espalier.machine.cluster import machine_order
+from espalier.mechanisms.codecs import hybrid_compression
+from espalier.train.rank_spec import store
 
 TIMEOUT = 300.0
 WARM = 2**18

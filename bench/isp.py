@@ -25,14 +25,15 @@ from typing import Any
 import msgspec
 
 sys.path.insert(0, str(Path(__file__).parent))
-from espalier import cluster as clusters
 from espalier.language.workload import open_language
+from espalier.machine import cluster as clusters
 from espalier.plan import base as plans
-from espalier.plan import collective_time, request_from_recipe, step_time
+from espalier.plan import collective_time, step_time
 from espalier.plan.calibration_factors import PLAIN, CostFactors
 from espalier.plan.cost_inputs import CostInputs
 from espalier.plan.estimate import estimate
 from espalier.plan.layouts import Layouts
+from espalier.train import request_from_recipe
 from isp_rank import Contestant, Outcome, Task, recipe_of
 from netlab import Lab, Shape, first_said
 from table import Row, arguments, compare, publish

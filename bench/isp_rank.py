@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
-from espalier.config import defaults, recipe_file
 from espalier.language.workload import open_language
-from espalier.launch import base as launch
 from espalier.plan import base as plans
-from espalier.rank_setup import RankSetup
-from espalier.trainer import Trainer
+from espalier.recipe import defaults, recipe_file
+from espalier.train import rank_spec as launch
+from espalier.train.rank_setup import RankSetup
+from espalier.train.trainer import Trainer
 from rank import late, run
 
 

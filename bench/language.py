@@ -32,14 +32,15 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
-from espalier import accelerator, trainer, worker
-from espalier.config import defaults, recipe_file
-from espalier.errors import Interrupted
-from espalier.hardware.peak_memory import peak_memory
-from espalier.launch import agent
-from espalier.launch import base as launch
-from espalier.rank_setup import RankSetup
-from espalier.verbs import prepare, run_plan
+from espalier.cli import prepare, run_plan
+from espalier.kernels import accelerator
+from espalier.launch.ranks import agent
+from espalier.machine.peak_memory import peak_memory
+from espalier.recipe import defaults, recipe_file
+from espalier.recipe.errors import Interrupted
+from espalier.train import rank_spec as launch
+from espalier.train import trainer, worker
+from espalier.train.rank_setup import RankSetup
 from table import Row, arguments, compare, publish, within
 
 TURN = 180.0
@@ -88,7 +89,7 @@ class Case:
 
     def batches(self, rank: int, world: int, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The (tokens, targets) of `count` steps for one of `world` equal ranks: the same data ours reads."""
-        from espalier.workload import Shard
+        from espalier.parallel.workload import Shard
 
         total = self.workload.global_batch
         cuts = [total * one // world for one in (rank, rank + 1)]

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
-from espalier.sequence import SequenceSlots, attend
-from espalier.sequence.slots import shares_of
+from espalier.mechanisms.sequence_parallel import SequenceSlots, attend
+from espalier.parallel.sequence_slots import shares_of
 from rank import late, run, stock
 
 CLOSE = 1e-4

@@ -36,15 +36,15 @@ import msgspec
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+from espalier.mechanisms.optimizer_node.chunk_update import update
+from espalier.mechanisms.optimizer_node.client import Client
+from espalier.mechanisms.optimizer_node.node import OptimizerNode
+from espalier.mechanisms.optimizer_node.state_file import ChunkState, Entries, open_state, open_sums
 from espalier.optim import adamw
 from espalier.optim.base import Owned
-from espalier.shard.luwu import cost
-from espalier.shard.luwu.chunk_update import update
-from espalier.shard.luwu.client import Client
-from espalier.shard.luwu.flow_control import SHARE
-from espalier.shard.luwu.layout import Job, chunks_of
-from espalier.shard.luwu.node import OptimizerNode
-from espalier.shard.luwu.state_file import ChunkState, Entries, open_state, open_sums
+from espalier.plan.axes import node_cost as cost
+from espalier.plan.axes.flow_control import SHARE
+from espalier.plan.axes.node_layout import Job, chunks_of
 from espalier.store.direct_io import aligned
 from espalier.store.generations import Generations
 from luwu_rank import Task, Turn, job_of, zero

@@ -22,20 +22,19 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
-from espalier import trainer, worker
-from espalier.config import Adamw, Recipe, defaults, recipe_file
 from espalier.language.workload import open_language
-from espalier.launch.base import RankSpec
+from espalier.mechanisms.optimizer_node.client import Client
+from espalier.mechanisms.optimizer_node.node import OptimizerNode
+from espalier.mechanisms.optimizer_node.state_file import open_state, open_sums
+from espalier.mechanisms.optimizer_node.wire import Times
+from espalier.parallel.workload import Shard, Workload
 from espalier.plan import base as plans
-from espalier.rank_setup import RankSetup
-from espalier.shard.luwu import cost
-from espalier.shard.luwu.base import Layer
-from espalier.shard.luwu.client import Client
-from espalier.shard.luwu.layout import Job
-from espalier.shard.luwu.node import OptimizerNode
-from espalier.shard.luwu.state_file import open_state, open_sums
-from espalier.shard.luwu.wire import Times
-from espalier.workload import Shard, Workload
+from espalier.plan.axes import node_cost as cost
+from espalier.plan.axes.node_layout import Job, Layer
+from espalier.recipe import Adamw, Recipe, defaults, recipe_file
+from espalier.train import trainer, worker
+from espalier.train.rank_setup import RankSetup
+from espalier.train.rank_spec import RankSpec
 
 PACKET = 66
 """Bytes of Ethernet, IP and TCP headers with timestamps."""

@@ -35,18 +35,19 @@ import torch
 import zstandard
 
 sys.path.insert(0, str(Path(__file__).parent))
-from espalier.config import defaults, recipe_file
-from espalier.graph import energy, packed_run, quantization
+from espalier.graph import energy
 from espalier.graph.condensed_file import Foretold, outside_sources
-from espalier.graph.diskgnn import inference
-from espalier.graph.diskgnn.inference import InferenceFolder
 from espalier.graph.gnn import Gnn
 from espalier.graph.subgraphs import infer
 from espalier.graph.workload import GraphWorkload, open_graph
-from espalier.quant.mega.package import encode
+from espalier.mechanisms.disk_batches import inference
+from espalier.mechanisms.disk_batches.inference import InferenceFolder
+from espalier.mechanisms.few_bits import packed_run, quantization
+from espalier.mechanisms.few_bits.mega.package import encode
+from espalier.parallel.workload import Shard
+from espalier.recipe import defaults, recipe_file
 from espalier.store.io_queue import IoQueue
 from espalier.store.memory import MemoryRows
-from espalier.workload import Shard
 from espalier_accelerators import simulator
 from table import Row, arguments, compare, publish
 

@@ -70,10 +70,10 @@ class Ours(Resident):
     """Espalier's optimizer, with its states in memory."""
 
     def made(self, model: nn.Module, request: dict[str, Any]) -> Any:
-        from espalier.config import Adamw
-        from espalier.hardware.malloc_trim import keep_freed
+        from espalier.machine.malloc_trim import keep_freed
         from espalier.optim import adamw
         from espalier.optim.base import owned_by
+        from espalier.recipe import Adamw
 
         keep_freed()  # as `espalier train` begins
         options = Adamw(learning_rate=RATE, weight_decay=DECAY, betas=(0.9, 0.999))
@@ -97,7 +97,7 @@ class OnDisk(Ours):
     """Share of the states that stays in memory."""
 
     def group(self, model: nn.Module, request: dict[str, Any]) -> Any:
-        from espalier.shard.offload.optimizer import StateFolder
+        from espalier.mechanisms.offload.optimizer import StateFolder
 
         size = sum(one.nbytes for one in model.parameters())
         self.states = StateFolder(Path(request["folder"]), "states")

@@ -20,11 +20,11 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 from cuts_rank import CLOSE, Cut, RandomTokens, Task
-from espalier.hardware.malloc_trim import keep_freed
-from espalier.launch import base as launch
+from espalier.machine.malloc_trim import keep_freed
 from espalier.plan import base as plans
-from espalier.rank_setup import RankSetup
-from espalier.trainer import Trainer
+from espalier.train import rank_spec as launch
+from espalier.train.rank_setup import RankSetup
+from espalier.train.trainer import Trainer
 from table import Row, arguments, compare, publish
 
 TASKS = {

@@ -21,14 +21,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
-from espalier.stages import split_backward
-from espalier.stages.action_list import Pipeline
-from espalier.stages.messages import Messages
-from espalier.stages.model_stages import ModelStages, Placed
-from espalier.stages.pipeline import Passes, PipelineSchedule
-from espalier.stages.schedules import action_lists
+from espalier.mechanisms.pipeline import split_backward
+from espalier.mechanisms.pipeline.pipeline import Passes, PipelineSchedule
+from espalier.mechanisms.pipeline.schedules import action_lists
+from espalier.parallel.action_list import Pipeline
+from espalier.parallel.model_stages import ModelStages, Placed
+from espalier.parallel.stage_messages import Messages
+from espalier.parallel.workload import in_sequence
 from espalier.testing import forks
-from espalier.workload import in_sequence
 from table import Row, arguments, compare, publish, settle
 
 STAGES, MICRO_BATCHES = 4, 8

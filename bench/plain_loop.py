@@ -84,7 +84,7 @@ def train(request: dict[str, Any]) -> tuple[list[float], int]:
 
 
 if __name__ == "__main__":
-    from espalier.hardware.peak_memory import peak_memory
+    from espalier.machine.peak_memory import peak_memory
 
     request = json.loads(Path(sys.argv[1]).read_text())
     seconds, parameters = train(request)

@@ -23,10 +23,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 import espalier
-from espalier import cluster as clusters
-from espalier.config import recipe_file
-from espalier.hardware import probe
+from espalier.machine import cluster as clusters
+from espalier.machine import probe
 from espalier.plan import base as plans
+from espalier.recipe import recipe_file
 from table import Row, arguments, interval, publish
 
 GOAL = 0.10

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from espalier import comm
-from espalier.hardware.malloc_trim import keep_freed
+from espalier.machine.malloc_trim import keep_freed
 
 TIMEOUT = 300.0
 Task = TypeVar("Task", bound=msgspec.Struct)

@@ -65,7 +65,7 @@ def write_inputs(folder: Path, megabytes: int, edges: int) -> dict[str, Path]:
 
 
 def read_ours(case: str, file: str) -> None:
-    from espalier.config import Data, GraphOptions
+    from espalier.recipe import Data, GraphOptions
 
     if case == "CSV of edges":
         from espalier.graph import sources

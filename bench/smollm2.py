@@ -21,10 +21,10 @@ from pathlib import Path
 
 import torch
 
+from espalier.cli import load_run
 from espalier.language import generate, gpt, hf
 from espalier.language.tune import workload as tuning
-from espalier.verbs import load_run
-from espalier.workload import Shard
+from espalier.parallel.workload import Shard
 from table import Row, arguments, publish
 
 SEQUENCE, TOKENS = 128, 8

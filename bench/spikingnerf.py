@@ -42,17 +42,18 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
-from espalier import artifacts, workload_registry
 from espalier.comm import codecs, compressed_collectives
-from espalier.config import recipe_file
 from espalier.kernels import counts
 from espalier.optim import schedules
+from espalier.parallel.workload import Shard
 from espalier.radiance import spikingnerf
 from espalier.radiance.spikingnerf import SpikingColours, lif_scan
 from espalier.radiance.volume import Samples
 from espalier.radiance.voxels import VIEW, Field
 from espalier.radiance.workload import RadianceWorkload, psnr
-from espalier.workload import Shard
+from espalier.recipe import recipe_file
+from espalier.store import artifacts
+from espalier.train import workload_registry
 from spikingnerf_heads import PEERS, PaddedColours, head_step, kept_by, peak_of, survivors, there, timed, whole_step
 from table import Row, arguments, compare, interval, publish
 

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from espalier.kernels.ragged import Ragged
+from espalier.parallel.workload import Shard
 from espalier.radiance import spikingnerf
 from espalier.radiance.rays import Rays
 from espalier.radiance.spikingnerf import SpikingColours
 from espalier.radiance.volume import Samples
 from espalier.radiance.voxels import Field
 from espalier.radiance.workload import RadianceWorkload
-from espalier.workload import Shard
 
 
 class JellyColours(SpikingColours):

@@ -25,11 +25,11 @@ from pathlib import Path
 import msgspec
 
 sys.path.insert(0, str(Path(__file__).parent))
-from espalier import workload_registry
-from espalier.config import recipe_file
-from espalier.multitask.workload import MultitaskWorkload
+from espalier.mechanisms.task_waves.metaops import MetaOp, fit
 from espalier.plan import waves
-from espalier.plan.metaops import MetaOp, fit
+from espalier.recipe import recipe_file
+from espalier.tasks.workload import MultitaskWorkload
+from espalier.train import workload_registry
 from netlab import Lab, Shape, first_said
 from spindle_rank import TABLE, Outcome, Task
 from table import Row, arguments, compare, publish

@@ -20,23 +20,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
-from espalier import cluster as clusters
-from espalier import plain_collectives, workload_registry
-from espalier.config import recipe_file
-from espalier.hardware import link
-from espalier.launch.base import RankSpec
+from espalier.comm import plain_collectives
+from espalier.machine import cluster as clusters
+from espalier.machine import link
+from espalier.mechanisms.task_waves import task_waves
+from espalier.mechanisms.task_waves.metaops import MetaOp
+from espalier.mechanisms.task_waves.wave_placement import Devices
+from espalier.mechanisms.task_waves.waves import Passes, Slices, WaveSchedule
 from espalier.parallel.mesh import ProcessMesh
+from espalier.parallel.stage_messages import Messages
+from espalier.parallel.workload import HEAD, Tagged, TaskNode
 from espalier.plan import base as plans
-from espalier.plan import task_waves, waves
+from espalier.plan import waves
 from espalier.plan.decide import decide
-from espalier.plan.metaops import MetaOp
-from espalier.plan.request_from_recipe import of_recipe
-from espalier.plan.wave_placement import Devices
-from espalier.rank_setup import RankSetup
-from espalier.stages.messages import Messages
-from espalier.stages.spindle import Passes, Slices, WaveSchedule
-from espalier.trainer import build
-from espalier.workload import HEAD, Tagged, TaskNode
+from espalier.recipe import recipe_file
+from espalier.train import workload_registry
+from espalier.train.rank_setup import RankSetup
+from espalier.train.rank_spec import RankSpec
+from espalier.train.request_from_recipe import of_recipe
+from espalier.train.trainer import build
 from rank import late, run, stock
 from table import settle
 

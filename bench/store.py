@@ -23,7 +23,17 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from espalier.store import DirectFile, ExtentFile, ExtentWriter, File, IoQueue, RowFile, RowLayout, RowWriter, aligned
+from espalier.store import (
+    DirectFile,
+    ExtentFile,
+    ExtentWriter,
+    File,
+    IoQueue,
+    RowFile,
+    RowLayout,
+    RowWriter,
+    aligned,
+)
 from table import Row, arguments, compare, publish, settle
 
 BLOCK = 8 << 20

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 
-from espalier import records
+from espalier.recipe import records
 from table import markdown, measured
 
 OTHERS = {

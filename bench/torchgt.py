@@ -52,16 +52,16 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 import graph as bench_graph
-from espalier import config, process_environment
-from espalier.config import defaults, recipe_file
+from espalier import recipe as config
 from espalier.graph import graph_plan, synthetic
 from espalier.graph.data import Graph
-from espalier.graph.torchgt.attention import BLOCK, EDGE, HYBRID, by_counts
-from espalier.graph.torchgt.model import tokens_of
-from espalier.graph.torchgt.pattern import Pattern
 from espalier.graph.workload import GraphWorkload, open_graph
-from espalier.hardware import malloc_trim
-from espalier.workload import Shard
+from espalier.machine import malloc_trim
+from espalier.mechanisms.pattern_attention.attention import BLOCK, EDGE, HYBRID, by_counts
+from espalier.mechanisms.pattern_attention.model import tokens_of
+from espalier.mechanisms.pattern_attention.pattern import Pattern
+from espalier.parallel.workload import Shard
+from espalier.recipe import defaults, process_environment, recipe_file
 from table import Row, arguments, compare, markdown, publish
 from torchgt_peers import DEPTH, HEADS, WIDTH, peer
 

@@ -31,14 +31,14 @@ import psutil
 import torch
 
 import netlab
-from espalier import config
-from espalier import run as runs
+from espalier import recipe as config
 from espalier.language import gpt, hf
 from espalier.language.tokenizer import open_tokenizer
 from espalier.language.tune import workload as tuning
 from espalier.language.tune.chat_template import CHATML, FILE, ChatTemplate
 from espalier.language.tune.conversations import DOCSTRINGS, Turn, conversations
-from espalier.workload import Shard
+from espalier.parallel.workload import Shard
+from espalier.train import run_folder as runs
 from table import Row, arguments, interval, publish, within
 
 HERE = Path(__file__).parent

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from espalier.graph import Graph
-from espalier.graph.diskgnn import PrepareOptions, prepare
+from espalier.mechanisms.disk_batches import PrepareOptions, prepare
 
 torch.manual_seed(0)
 folder, random = Path(tempfile.mkdtemp()), np.random.default_rng(0)

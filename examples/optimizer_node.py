@@ -10,7 +10,7 @@ import sys
 import torch
 from torch import nn
 
-from espalier.shard import luwu
+from espalier.mechanisms import optimizer_node as luwu
 
 torch.manual_seed(1)
 blocks = (nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(8))

@@ -8,11 +8,11 @@ import torch.distributed as dist
 
 from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.comm import connect, disconnect
-from espalier.config import Adamw
+from espalier.mechanisms.sharding.amsp import Amsp
 from espalier.optim import adamw
-from espalier.shard.amsp import Amsp
-from espalier.shard.placement import ShardFactors
-from espalier.shard.placement_plan import Spread
+from espalier.plan.axes.placement import ShardFactors
+from espalier.plan.axes.placement_plan import Spread
+from espalier.recipe import Adamw
 
 store, rank, world = next(iter(dist.rendezvous("env://")))
 channel = connect(store, rank, world, timeout=60)  # a wait that lasts longer names the rank that is missing

@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from espalier.cache_dir import cache_folder
+from espalier.recipe.cache_dir import cache_folder
 
 SPEC = importlib.util.find_spec("espalier")
 assert SPEC is not None
@@ -64,12 +64,14 @@ def compile_kernel(place: tuple[str, str]) -> None:
 
 
 def kept(path: Path) -> Path:
-    """The folder with the code of the kernels in `path`: of this text, processor, Python and numba."""
+    """The folder with the code of the kernels in `path`: of this module's name and text, processor, Python and numba.
+    Code names the modules of the functions that it calls."""
     from llvmlite import binding
 
     made = f"{sys.version} {importlib.metadata.version('numba')} {binding.get_host_cpu_name()}"
     made += binding.get_host_cpu_features().flatten()
-    texts = [made.encode(), (PACKAGE / "kernels" / "numba_compile.py").read_bytes(), path.read_bytes()]
+    name = str(path.relative_to(PACKAGE))
+    texts = [made.encode(), name.encode(), (PACKAGE / "kernels" / "numba_compile.py").read_bytes(), path.read_bytes()]
     return KEPT / hashlib.sha256(b"\0".join(texts)).hexdigest()[:32]
 
 

@@ -29,20 +29,22 @@ from torch._C._distributed_c10d import FakeProcessGroup  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # noqa: E402
 
-from espalier import accelerator, comm, config, trainer, workload_registry  # noqa: E402
+from espalier import comm  # noqa: E402
+from espalier import recipe as config  # noqa: E402
 from espalier.comm.backends import INNER  # noqa: E402
-from espalier.config import defaults, recipe_file  # noqa: E402
+from espalier.kernels import accelerator  # noqa: E402
 from espalier.kernels.ragged import Ragged  # noqa: E402
 from espalier.language import gpt, hf  # noqa: E402
 from espalier.language.tokenizer import ByteTokenizer  # noqa: E402
 from espalier.language.tune.workload import TuneWorkload  # noqa: E402
-from espalier.launch.base import RankSpec  # noqa: E402
+from espalier.mechanisms.sharding import broadcast  # noqa: E402
+from espalier.parallel import stage_messages as messages  # noqa: E402
+from espalier.parallel.workload import to_device  # noqa: E402
 from espalier.plan import base as plans  # noqa: E402
-from espalier.rank_setup import RankSetup  # noqa: E402
-from espalier.shard import broadcast  # noqa: E402
-from espalier.stages import messages  # noqa: E402
-from espalier.sync import every_step  # noqa: E402
-from espalier.workload import to_device  # noqa: E402
+from espalier.recipe import defaults, recipe_file  # noqa: E402
+from espalier.train import every_step, trainer, workload_registry  # noqa: E402
+from espalier.train.rank_setup import RankSetup  # noqa: E402
+from espalier.train.rank_spec import RankSpec  # noqa: E402
 
 TRAIN: dict[str, Any] = {
     "steps": 4,

@@ -27,14 +27,15 @@ from torch import Tensor  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing  # noqa: E402
 from torch.utils._pytree import tree_leaves, tree_map  # noqa: E402
 
-from espalier import accelerator, trainer, worker, workload_registry  # noqa: E402
-from espalier import cluster as clusters  # noqa: E402
-from espalier.config import recipe_file  # noqa: E402
-from espalier.launch import agent  # noqa: E402
-from espalier.launch import base as launch  # noqa: E402
+from espalier.cli import run_plan  # noqa: E402
+from espalier.kernels import accelerator  # noqa: E402
+from espalier.launch.ranks import agent  # noqa: E402
+from espalier.machine import cluster as clusters  # noqa: E402
 from espalier.plan import base as plans  # noqa: E402
-from espalier.rank_setup import RankSetup  # noqa: E402
-from espalier.verbs import run_plan  # noqa: E402
+from espalier.recipe import recipe_file  # noqa: E402
+from espalier.train import rank_spec as launch  # noqa: E402
+from espalier.train import trainer, worker, workload_registry  # noqa: E402
+from espalier.train.rank_setup import RankSetup  # noqa: E402
 
 CUDA = torch.device("cuda", 0)
 aten = torch.ops.aten

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from espalier import accelerator
-from espalier.cache_dir import cache_folder
+from espalier.kernels import accelerator
+from espalier.recipe.cache_dir import cache_folder
 
 HERE = Path(__file__).parent
 SOURCES = HERE.parent / "src" / "espalier"
@@ -72,16 +72,18 @@ def told_by(program: str, library: Path, folder: Path, *cases: str) -> dict[str,
 
 
 @pytest.fixture(scope="module")
-def steps(library: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, str]:
+def steps(library: Path, once: Any, request: pytest.FixtureRequest) -> dict[str, str]:
+    """What the program says, which all workers run once."""
     cases = chosen(request, (*STEPS, FORGOTTEN))
-    return told_by("cuda_steps.py", library, tmp_path_factory.mktemp("steps"), *cases)
+    found: dict[str, str] = once("cuda_steps", lambda folder: told_by("cuda_steps.py", library, folder, *cases))
+    return found
 
 
 @pytest.fixture(scope="module")
-def steps_of_ranks(
-    library: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> dict[str, str]:
-    return told_by("cuda_values.py", library, tmp_path_factory.mktemp("values"), *chosen(request, VALUES))
+def steps_of_ranks(library: Path, once: Any, request: pytest.FixtureRequest) -> dict[str, str]:
+    cases = chosen(request, VALUES)
+    found: dict[str, str] = once("cuda_values", lambda folder: told_by("cuda_values.py", library, folder, *cases))
+    return found
 
 
 @pytest.mark.parametrize("case", marked(CASES, STEPS))

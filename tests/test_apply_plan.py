@@ -13,9 +13,9 @@ from torch import nn
 
 import espalier
 from espalier.comm import Channel
-from espalier.errors import UserError
+from espalier.mechanisms.local_rounds import CO2
 from espalier.plan.base import Outer, Plan
-from espalier.sync import CO2
+from espalier.recipe.errors import UserError
 from espalier.testing import forks, ranks, same
 
 
@@ -290,7 +290,7 @@ METHODS = [("co2", {}), ("co2", {"codec": "int8"}), ("diloco", {"momentum": 0.5}
 
 @pytest.mark.parametrize(("method", "settings"), METHODS)
 def test_a_plan_with_rounds_trains_as_those_rounds_do(method: str, settings: dict[str, Any]) -> None:
-    """Replicas of one rank: bit for bit what `espalier.sync.CO2` gives, and as many bytes."""
+    """Replicas of one rank: bit for bit what `espalier.mechanisms.local_rounds.CO2` gives, and as many bytes."""
 
     def applied(channel: Channel) -> Any:
         model, loss = small()

@@ -14,11 +14,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.artifacts import Artifact, Image, Table, Text
+from espalier.cli import printing
+from espalier.store.artifacts import Artifact, Image, Table, Text
 from espalier.track import report
 from espalier.track.events import Log
 from espalier.track.run_tables import open_run
-from espalier.verbs import printing
 
 
 def decoded(uri: str) -> np.ndarray:

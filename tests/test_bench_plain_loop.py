@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from espalier.config import defaults, recipe_file
 from espalier.language.gpt import GPT
+from espalier.recipe import defaults, recipe_file
 
 NAMES = {
     "attention_norm": "first",

@@ -2,8 +2,8 @@ import os
 
 import pytest
 
-from espalier import cache_dir
-from espalier.cache_dir import cache_folder, table
+from espalier.recipe import cache_dir
+from espalier.recipe.cache_dir import cache_folder, table
 
 
 def test_the_cache_follows_xdg_and_ignores_a_relative_one(monkeypatch, tmp_path):

@@ -12,9 +12,9 @@ import tomli_w
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from espalier import cluster as clusters
-from espalier.cluster import Cluster, Copy, Device, Disk, Link, Node, Pair, Rate
-from espalier.errors import UserError
+from espalier.machine import cluster as clusters
+from espalier.machine.cluster import Cluster, Copy, Device, Disk, Link, Node, Pair, Rate
+from espalier.recipe.errors import UserError
 
 HAND = """
 [[nodes]]

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier import cluster as clusters
-from espalier.cluster import Pair, machine_order
+from espalier.machine import cluster as clusters
+from espalier.machine.cluster import Pair, machine_order
 from espalier.plan import explain
 from espalier.plan.collective_time import seats
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier import mechanisms
-from espalier.compose import Claim, Composition, Refusal, compose, require
-from espalier.config import recipe_file
-from espalier.errors import UserError
+from espalier.plan.compose import Claim, Composition, Refusal, compose, require
+from espalier.recipe import recipe_file
+from espalier.recipe.errors import UserError
+from espalier.train import mechanisms
 
 PACKAGE = Path(__file__).parent.parent / "src" / "espalier"
 WORDS = ["a", "b", "c", "d", "e", "f"]

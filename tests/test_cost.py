@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier import cost
 from espalier.comm.base import sent_bytes
+from espalier.recipe import cost
 
 OPERATIONS = ("all_gather", "all_reduce", "all_to_all", "broadcast", "reduce_scatter")
 

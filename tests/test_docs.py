@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from espalier.config import defaults, recipe_file
 from espalier.module import open_module
-from espalier.workload import Shard
+from espalier.parallel.workload import Shard
+from espalier.recipe import defaults, recipe_file
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

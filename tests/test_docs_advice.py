@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from espalier import units
 from espalier.plan.base import Plan, Predicted
+from espalier.recipe import units
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "bench"))
@@ -287,7 +287,7 @@ def test_a_small_model_on_a_processor_stays_whole() -> None:
 
 def test_the_planner_is_silent_of_what_the_product_does_not_have() -> None:
     """When one of these is built, the ladder of changes has to offer it instead."""
-    from espalier.config import Adamw, Muon, Recipe
+    from espalier.recipe import Adamw, Muon, Recipe
 
     keys = repr(Recipe.__struct_fields__) + repr(Adamw.__struct_fields__) + repr(Muon.__struct_fields__)
     assert not re.search("lora|offload|8bit", keys, re.I)

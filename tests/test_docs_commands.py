@@ -6,6 +6,9 @@ The blocks of a page run in order, in one folder. A comment before a block, whic
     <!-- part of: PATH -->   the block is an excerpt of a file of the repository
     <!-- slow: REASON -->    it runs in the slow suite
     <!-- not run: REASON --> it needs what a test has not: hosts, a cluster, a download
+
+The normal suite runs pages whose blocks, or the sources of the verbs that they show, have changed since they were noted
+(`page_hashes`); the slices of the slow suite run all.
 """
 
 from __future__ import annotations
@@ -23,15 +26,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import page_hashes
 import pytest
+from page_hashes import PAGES, ROOT
 from programs import environment, forked, known, with_tokens
 
-from espalier import cli, cluster
-from espalier.config import recipe_errors, recipe_file
+from espalier.cli import main as cli
+from espalier.machine import cluster
 from espalier.ops import rules
+from espalier.recipe import recipe_errors, recipe_file
 
-ROOT = Path(__file__).parent.parent
-PAGES = {page.name: page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
 MARKS = ("file", "part of", "slow", "not run")
 LANGUAGES = {"bash", "python", "toml", "json", "text", "diff"}
 FENCE = re.compile(
@@ -58,7 +62,7 @@ OWN = {
     "tasks.md": 1,
     "tensor-parallel.md": 2,
 }
-"""Python blocks that the normal suite runs, of each page."""
+"""Python blocks of each page that are run as printed."""
 
 
 class Block(NamedTuple):
@@ -297,7 +301,9 @@ RUN = [
 ]
 
 
-@pytest.mark.parametrize("page", RUN)
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=() if page_hashes.changed(page) else pytest.mark.slow) for page in RUN]
+)
 def test_a_page_runs_as_printed(
     page: str, tmp_path: Path, machine: dict[str, Any], tokens: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

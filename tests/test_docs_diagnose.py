@@ -6,9 +6,9 @@ import json
 import re
 from pathlib import Path
 
+from espalier.cli.diagnose import told
 from espalier.ops import incidents, rules
 from espalier.ops.diagnosis import diagnose
-from espalier.verbs.diagnose import told
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "diagnose.md").read_text(encoding="utf-8")

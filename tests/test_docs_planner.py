@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from espalier import cluster, units
+from espalier.machine import cluster
 from espalier.plan import (
     calibration_factors,
     collective_time,
@@ -21,15 +21,16 @@ from espalier.plan import (
     device_model,
     layouts,
     memory_model,
-    offload,
     precision,
     reference_models,
     request,
     search,
     step_time,
 )
+from espalier.plan.axes import offload
+from espalier.plan.axes.sharding import Division, StateSizes, cost
 from espalier.plan.measurements.table import read
-from espalier.shard.cost import Division, StateSizes, cost
+from espalier.recipe import units
 
 calibrate = importlib.import_module("espalier.plan.calibrate")  # the package has a function of that name
 PAGE = Path(__file__).parent.parent / "docs" / "planner.md"

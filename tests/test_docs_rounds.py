@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from espalier import cluster as clusters
-from espalier.config import ByRounds, defaults, recipe_file
+from espalier.machine import cluster as clusters
 from espalier.optim.diloco_slowmo import METHODS
-from espalier.plan import request_from_recipe
 from espalier.plan.decide import decide
+from espalier.recipe import ByRounds, defaults, recipe_file
+from espalier.train import request_from_recipe
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "docs" / "rounds.md").read_text(encoding="utf-8")

@@ -34,10 +34,10 @@ def home(tmp_path: Path) -> Path:
     kept = "".join(line[1:] + "\n" for line in diff.splitlines() if not line.startswith("+"))
     added = [line for line in diff.splitlines() if line.startswith("+")]
     assert len(added) == 1, "one row"
-    kinds = (package / "config" / "model_kinds.py").read_text()
+    kinds = (package / "recipe" / "model_kinds.py").read_text()
     assert kept in kinds
     followed = "".join(line[1:] + "\n" for line in diff.splitlines())
-    (package / "config" / "model_kinds.py").write_text(kinds.replace(kept, followed))
+    (package / "recipe" / "model_kinds.py").write_text(kinds.replace(kept, followed))
     (recipe,) = blocks("toml")
     (tmp_path / "recipe.toml").write_text(recipe + '[plan]\ntrial = false\ncluster = "machine.toml"\n')
     (tmp_path / "machine.toml").write_text('[[nodes]]\ndevice = "cpu"\ncores = 2\nmemory = "8GiB"\n')

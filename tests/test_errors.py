@@ -6,8 +6,8 @@ import pickle
 
 import pytest
 
-from espalier import errors
-from espalier.errors import EspalierError, Interrupted, RunFailed, UserError
+from espalier.recipe import errors
+from espalier.recipe.errors import EspalierError, Interrupted, RunFailed, UserError
 
 
 def every_kind(kind: type[EspalierError] = EspalierError) -> list[type[EspalierError]]:

@@ -12,18 +12,17 @@ from typing import Any
 
 import pytest
 
-from espalier import cluster as clusters
-from espalier import serialization
 from espalier.checkpoint import manifest
 from espalier.checkpoint.save_and_restore import Checkpoints
-from espalier.config import recipe_file
-from espalier.errors import EspalierError, UserError
 from espalier.evaluate.eval_history import EvalHistory
 from espalier.graph import array_file
 from espalier.language import hf
+from espalier.machine import cluster as clusters
 from espalier.plan import base as plans
-from espalier.resilience.acme import skip_list
+from espalier.recipe import recipe_file, serialization
+from espalier.recipe.errors import EspalierError, UserError
 from espalier.track import events, run_tables
+from espalier.train import skip_list
 
 READERS: dict[str, Callable[[Path], Any]] = {
     "manifest.json": lambda path: manifest.loads(path.read_bytes()),

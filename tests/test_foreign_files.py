@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from espalier import foreign_files
-from espalier.errors import UserError
-from espalier.foreign_files import Fields, FieldUse
+from espalier.recipe import foreign_files
+from espalier.recipe.errors import UserError
+from espalier.recipe.foreign_files import Fields, FieldUse
 
 
 def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:

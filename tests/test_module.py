@@ -7,11 +7,11 @@ import sys
 import pytest
 import torch
 
-from espalier import config
-from espalier.config import defaults
-from espalier.errors import RunFailed, UserError
+from espalier import recipe as config
 from espalier.module import ModuleWorkload, open_module
-from espalier.workload import Shard
+from espalier.parallel.workload import Shard
+from espalier.recipe import defaults
+from espalier.recipe.errors import RunFailed, UserError
 
 GOOD = """
 import torch

@@ -14,7 +14,7 @@ ALLOWED = {
     "graph/numpy_pickle.py": {"pickle"},  # an allow-list of arrays
     "graph/pyg.py": {"torch.load"},  # weights only, unless graph.pickle = true
     "testing/forks.py": {"pickle", "multiprocessing"},  # between a test and the ranks it forked
-    "hardware/measure.py": {"multiprocessing"},  # bytes between a process and those it forked
+    "machine/measure.py": {"multiprocessing"},  # bytes between a process and those it forked
     "evaluate/worker_pool.py": {"multiprocessing", "ProcessPoolExecutor"},  # with its own processes, nothing of a file
 }
 MODULES = {

@@ -12,16 +12,17 @@ import pytest
 import torch
 from programs import forked, launched
 
-from espalier import cli, phases, worker, workload_registry
 from espalier.checkpoint.save_and_restore import Checkpoints
-from espalier.config import recipe_file
-from espalier.errors import UserError
-from espalier.launch import agent
-from espalier.launch import base as launch
+from espalier.cli import load_run
+from espalier.cli import main as cli
+from espalier.launch.ranks import agent
 from espalier.plan import base as plans
-from espalier.rank_setup import RankSetup
+from espalier.recipe import recipe_file
+from espalier.recipe.errors import UserError
 from espalier.track.run_tables import open_run
-from espalier.verbs import load_run
+from espalier.train import phases, worker, workload_registry
+from espalier.train import rank_spec as launch
+from espalier.train.rank_setup import RankSetup
 
 THEIRS = """
 import os, signal, time, torch
@@ -29,7 +30,7 @@ from pathlib import Path
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
-from espalier.artifacts import Image
+from espalier.store.artifacts import Image
 from espalier.module import Later, Parts
 
 class Field(nn.Module):

@@ -8,13 +8,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from espalier import cli, config, records
-from espalier import cluster as clusters
+from espalier import recipe as config
+from espalier.cli import main as cli
 from espalier.comm.base import Traffic
-from espalier.config import defaults, recipe_file, sections
+from espalier.machine import cluster as clusters
 from espalier.plan.base import Plan
 from espalier.plan.decide import decide
-from espalier.plan.request_from_recipe import of_recipe
+from espalier.recipe import defaults, recipe_file, records, sections
+from espalier.train.request_from_recipe import of_recipe
 
 ROOT = Path(__file__).parents[1]
 

@@ -6,7 +6,8 @@ import os
 
 import pytest
 
-from espalier import cli, process_environment
+from espalier.cli import main as cli
+from espalier.recipe import process_environment
 
 
 @pytest.mark.parametrize(("name", "value"), [process_environment.QUIET, process_environment.SPINS])

@@ -9,12 +9,12 @@ import pytest
 from struck import Struck, plan_of, recipe_of, same, write_corpus
 
 from espalier.checkpoint.save_and_restore import Checkpoints
-from espalier.errors import RunFailed, UserError
+from espalier.parallel.agreement import Agreed
 from espalier.plan import base as plans
-from espalier.resilience.acme import skip_list
-from espalier.resilience.acme.anomaly import Verdict
-from espalier.rollback import Healing
-from espalier.sync.base import Agreed
+from espalier.recipe.errors import RunFailed, UserError
+from espalier.train import skip_list
+from espalier.train.anomaly import Verdict
+from espalier.train.rollback import Healing
 
 STEPS, NOISE = 44, range(24, 32)
 

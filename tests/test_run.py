@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from espalier import run
-from espalier.errors import UserError
+from espalier.recipe.errors import UserError
+from espalier.train import run_folder as run
 
 
 @pytest.fixture

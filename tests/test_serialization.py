@@ -14,9 +14,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from espalier import serialization
-from espalier.errors import UserError
-from espalier.serialization import Placeholder
+from espalier.recipe import serialization
+from espalier.recipe.errors import UserError
+from espalier.recipe.serialization import Placeholder
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import yaml
 from torch.distributed.run import parse_args
 
-from espalier import cli
+from espalier.cli import main as cli
 
 FILE = Path(__file__).parent.parent / "examples" / "skypilot.yaml"
 KEYS = {"name", "num_nodes", "resources", "workdir", "file_mounts", "setup", "run", "envs", "secrets"}

@@ -11,14 +11,15 @@ import time
 import pytest
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
-from espalier import process_environment, store_client
+from espalier.comm import store_client
+from espalier.recipe import process_environment
 
 SILENT = f"127.0.77.{1 + int(os.environ.get('PYTEST_XDIST_WORKER', 'gw0')[2:])}"
 """Where a name server listens that answers nobody; each worker has its own."""
 
 CONNECT = """
 import os, socket, sys
-from espalier import store_client
+from espalier.comm import store_client
 store_client.own_process()
 server = store_client.serve()
 client = store_client.connect("127.0.0.1", server.port, 20.0)
@@ -32,7 +33,8 @@ TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 WAIT = """
 import os, sys
 from datetime import timedelta
-from espalier import process_environment, store_client
+from espalier.recipe import process_environment
+from espalier.comm import store_client
 store_client.own_process()
 if sys.argv[1:] == ["quiet"]:
     process_environment.settle()
@@ -103,7 +105,8 @@ import os, sys
 import torch.distributed as dist
 registered = []
 os.register_at_fork = lambda **handlers: registered.append(handlers)
-from espalier import comm, store_client
+from espalier import comm
+from espalier.comm import store_client
 store_client._look_up = None  # whoever switches raises
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 channel = comm.connect(store, 0, 1, timeout=20.0)

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from espalier import cluster as clusters
-from espalier import worker, workload_registry
-from espalier.config import recipe_file
-from espalier.errors import UserError
-from espalier.launch import agent
-from espalier.launch import base as launch
+from espalier.cli import run_plan
+from espalier.launch.ranks import agent
+from espalier.machine import cluster as clusters
+from espalier.parallel.workload import Shard, Tagged
 from espalier.plan import base as plans
-from espalier.rank_setup import RankSetup
-from espalier.verbs import run_plan
-from espalier.workload import Shard, Tagged
+from espalier.recipe import recipe_file
+from espalier.recipe.errors import UserError
+from espalier.train import rank_spec as launch
+from espalier.train import worker, workload_registry
+from espalier.train.rank_setup import RankSetup
 
 THEIRS = """
 import torch

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from espalier import cli
-from espalier.terminal import line, rows, say, visible
+from espalier.cli import main as cli
+from espalier.cli import printing
+from espalier.recipe.terminal import line, rows, say, visible
 from espalier.track.events import Log
 from espalier.track.progress import Progress, Waiting
-from espalier.verbs import printing
 
 ATTACK = "\x1b]0;title\x07\x1b[2K\rgone\x9b1A\u202etxt"
 SHOWN = r"\x1b]0;title\x07\x1b[2K\rgone\x9b1A\u202etxt"

@@ -10,18 +10,20 @@ import msgspec
 import pytest
 import torch
 
-from espalier import accelerator, cluster, mechanisms, trainer, worker
 from espalier.checkpoint.save_and_restore import Checkpoints
-from espalier.config import defaults, recipe_file
-from espalier.errors import Interrupted, RunFailed, UserError
+from espalier.cli import prepare
+from espalier.kernels import accelerator
 from espalier.language.workload import open_language
-from espalier.launch import agent
-from espalier.launch import base as launch
+from espalier.launch.ranks import agent
+from espalier.machine import cluster
 from espalier.plan import base as plans
 from espalier.plan.estimate import estimate
 from espalier.plan.layouts import Layouts
-from espalier.rank_setup import RankSetup
-from espalier.verbs import prepare
+from espalier.recipe import defaults, recipe_file
+from espalier.recipe.errors import Interrupted, RunFailed, UserError
+from espalier.train import mechanisms, trainer, worker
+from espalier.train import rank_spec as launch
+from espalier.train.rank_setup import RankSetup
 
 STEPS = 6
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier import units
-from espalier.errors import UserError
+from espalier.recipe import units
+from espalier.recipe.errors import UserError
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from espalier import cluster as clusters
-from espalier.cluster.whatif import changed
-from espalier.errors import UserError
+from espalier.machine import cluster as clusters
+from espalier.machine.cluster.whatif import changed
+from espalier.recipe.errors import UserError
 
 TEXT = """
 [[nodes]]

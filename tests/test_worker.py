@@ -10,14 +10,16 @@ from typing import Any
 import psutil
 import pytest
 
-from espalier import config, mechanisms, worker
-from espalier.config import defaults, recipe_file
-from espalier.errors import RunFailed, UserError
+from espalier import recipe as config
 from espalier.language.workload import open_language
-from espalier.launch import agent, network_interface
-from espalier.launch import base as launch
+from espalier.launch.ranks import agent
+from espalier.machine import network_interface
 from espalier.plan import base as plans
-from espalier.rank_setup import RankSetup
+from espalier.recipe import defaults, recipe_file
+from espalier.recipe.errors import RunFailed, UserError
+from espalier.train import mechanisms, worker
+from espalier.train import rank_spec as launch
+from espalier.train.rank_setup import RankSetup
 
 MIB = 2**20
 

@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from espalier import cluster, make_plan, workload_registry
-from espalier.config import model_kinds
-from espalier.config import recipe_file as recipes
+from espalier import make_plan
 from espalier.graph import import_graph
 from espalier.language import token_store
-from espalier.plan import request_from_recipe
-from espalier.workload import Shard
-from espalier.workload_row import Row
+from espalier.machine import cluster
+from espalier.parallel.workload import Shard
+from espalier.recipe import model_kinds
+from espalier.recipe import recipe_file as recipes
+from espalier.train import request_from_recipe, workload_registry
+from espalier.train.workload_row import Row
 
 MACHINE = '[[nodes]]\ndevice = "cpu"\ncores = 4\nmemory = "8GiB"\n'
 
@@ -62,7 +63,7 @@ def test_a_language_run_imports_no_graphs(tmp_path: Path) -> None:
     )
     script = f"""
 import sys
-from espalier.verbs import predict, prepare, train
+from espalier.cli import predict, prepare, train
 resolved = prepare.resolve({str(file)!r}, [])
 prepare.request(resolved, workload=prepare.open_workload(resolved))
 found = [name for name in sys.modules if name.startswith(("espalier.graph", "espalier.sparse", "espalier.module"))]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from espalier.hardware.peak_memory import peak_memory
+from espalier.machine.peak_memory import peak_memory
 
 
 class Rows(torch.utils.data.Dataset):

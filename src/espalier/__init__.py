@@ -11,26 +11,26 @@ TYPE_CHECKING = False  # not from `typing`: Ctrl-C is heard from `__main__` on, 
 if TYPE_CHECKING:
     from typing import Any
 
-    from espalier.apply_plan import apply
-    from espalier.cluster import Cluster
-    from espalier.config import Recipe
-    from espalier.config.recipe_file import load
-    from espalier.cost import Cost
-    from espalier.errors import EspalierError
+    from espalier.cli.make_plan import make_plan
+    from espalier.cli.open_run import open_run as open
+    from espalier.launch.apply_plan import apply
+    from espalier.machine.cluster import Cluster
     from espalier.plan.base import Plan
-    from espalier.verbs.make_plan import make_plan
-    from espalier.verbs.open_run import open_run as open
+    from espalier.recipe import Recipe
+    from espalier.recipe.cost import Cost
+    from espalier.recipe.errors import EspalierError
+    from espalier.recipe.recipe_file import load
 
 _HOME = {
-    "Cluster": ("espalier.cluster", "Cluster"),
-    "Cost": ("espalier.cost", "Cost"),
-    "EspalierError": ("espalier.errors", "EspalierError"),
+    "Cluster": ("espalier.machine.cluster", "Cluster"),
+    "Cost": ("espalier.recipe.cost", "Cost"),
+    "EspalierError": ("espalier.recipe.errors", "EspalierError"),
     "Plan": ("espalier.plan.base", "Plan"),
-    "Recipe": ("espalier.config", "Recipe"),
-    "apply": ("espalier.apply_plan", "apply"),
-    "load": ("espalier.config.recipe_file", "load"),
-    "make_plan": ("espalier.verbs.make_plan", "make_plan"),
-    "open": ("espalier.verbs.open_run", "open_run"),
+    "Recipe": ("espalier.recipe", "Recipe"),
+    "apply": ("espalier.launch.apply_plan", "apply"),
+    "load": ("espalier.recipe.recipe_file", "load"),
+    "make_plan": ("espalier.cli.make_plan", "make_plan"),
+    "open": ("espalier.cli.open_run", "open_run"),
 }
 
 __all__ = ["Cluster", "Cost", "EspalierError", "Plan", "Recipe", "apply", "load", "make_plan", "open"]

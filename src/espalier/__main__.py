@@ -25,7 +25,7 @@ if _HEARS:
 
 def main() -> None:
     """Runs the command line and ends the process with its exit code."""
-    from espalier.cli import main as run
+    from espalier.cli.main import main as run
 
     try:
         code = run(begin=_raise)

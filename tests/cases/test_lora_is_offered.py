@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 import espalier
-from espalier.config import Lora, Recipe
-from espalier.cost import WHOLE
-from espalier.errors import UserError
-from espalier.plan import request_from_recipe
+from espalier.cli import prepare
 from espalier.plan.request import Request
-from espalier.verbs import prepare
+from espalier.recipe import Lora, Recipe
+from espalier.recipe.cost import WHOLE
+from espalier.recipe.errors import UserError
+from espalier.train import request_from_recipe
 
 RECIPE = """
 [model]

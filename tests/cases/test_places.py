@@ -15,8 +15,8 @@ import pytest
 import tomli_w
 from programs import MACHINE, forked, scripted
 
+from espalier.cli import eval_watch, export, infer_over_ranks, plan, predict, replay  # noqa: F401
 from espalier.evaluate import worker_pool  # noqa: F401  (what forks need is imported once)
-from espalier.verbs import eval_watch, export, infer_over_ranks, plan, predict, replay  # noqa: F401
 
 RECIPE = """name = "s"
 [model]
@@ -213,7 +213,7 @@ def watch(event, given):
     if path is not None and not inside(path):
         note(event, path)
 
-from espalier import cli
+from espalier.cli import main as cli
 sys.addaudithook(watch)
 for name, words in {verbs!r}.items():
     watching[0] = name

@@ -46,7 +46,7 @@ def build():
 """
 PROGRAM = """
 import sys
-from espalier import cli
+from espalier.cli import main as cli
 
 assert False, "python -O leaves this out"
 for name in sys.argv[1:]:

@@ -16,14 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from row_inputs import lines, put
 
-from espalier.config import Data
-from espalier.errors import UserError
 from espalier.language import text_sources
 from espalier.language.tokenizer import ByteTokenizer, open_tokenizer
 from espalier.language.tune import chat_rows, workload
 from espalier.language.tune.chat_rows import ChatTokens
 from espalier.language.tune.chat_template import CHATML, ChatTemplate
 from espalier.language.tune.conversations import Turn, Unusable, conversation
+from espalier.recipe import Data
+from espalier.recipe.errors import UserError
 
 MARK = b"\xef\xbb\xbf"
 TOOLS = (

@@ -13,13 +13,13 @@ import pytest
 import zstandard
 from row_inputs import lines, put
 
-from espalier import cli
-from espalier.config import Data
-from espalier.errors import UserError
+from espalier.cli import main as cli
 from espalier.language import text_sources, tokenizer_files
 from espalier.language.tokenizer import ByteTokenizer
 from espalier.language.tune.chat_template import ChatTemplate, open_template
 from espalier.language.tune.conversations import ChatReport, Turn, Unusable, conversation, conversations
+from espalier.recipe import Data
+from espalier.recipe.errors import UserError
 
 ASKED, GOOD, BAD = (
     {"role": "user", "content": "2 + 2?"},

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from row_inputs import lines, put
 
-from espalier import cli
-from espalier.verbs import init
+from espalier.cli import init
+from espalier.cli import main as cli
 
 MARK = b"\xef\xbb\xbf"
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Arr"}]

@@ -14,10 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from espalier.errors import UserError
 from espalier.radiance import camera_poses, pictures, scenes
 from espalier.radiance.rays import look_at
 from espalier.radiance.scenes import Scene
+from espalier.recipe.errors import UserError
 
 VIEWS, SIDE = 12, 24
 LENS = {"fl_x": 25.0, "fl_y": 25.0, "cx": 12.0, "cy": 12.0, "w": SIDE, "h": SIDE}

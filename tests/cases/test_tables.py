@@ -18,11 +18,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from espalier import config
-from espalier.config import Data
-from espalier.errors import UserError
+from espalier import recipe as config
 from espalier.graph import edge_lists, link_prediction, pyg, sources
 from espalier.graph.data import Graph, relabelled
+from espalier.recipe import Data
+from espalier.recipe.errors import UserError
 
 NODES = ["id,label,f0,f1", "16,c0,1.5,0.25", "27,c1,0.5,-1.75", "20,c2,-0.125,3", "9,c0,2,2"]
 EDGES = ["source,target,weight", "16,27,2", "27,20,0.5", "9,16,1", "20,9,3"]

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import scipy.sparse
 
-from espalier import config
-from espalier.config import Data
-from espalier.errors import UserError
+from espalier import recipe as config
 from espalier.graph import edge_lists, sources
 from espalier.graph.data import Graph
+from espalier.recipe import Data
+from espalier.recipe.errors import UserError
 
 EDGES = "source,target\na,b\nb,c\n"
 

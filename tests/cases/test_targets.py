@@ -12,10 +12,10 @@ import programs
 import pytest
 import torch
 
-from espalier import config
-from espalier.config import Data
-from espalier.errors import UserError
+from espalier import recipe as config
 from espalier.graph import sources
+from espalier.recipe import Data
+from espalier.recipe.errors import UserError
 
 RECIPE = """
 [model]

@@ -14,14 +14,17 @@ import programs
 import pytest
 import torch.distributed as dist
 
-from espalier import comm, rendezvous_wait, store_client
-from espalier.config import Launch
-from espalier.errors import PeerLost, UserError
-from espalier.launch import base as launch
-from espalier.launch import hosts, rank_process, ssh, torchrun
-from espalier.launch.base import RankSpec
-from espalier.rendezvous_wait import Deadline
-from espalier.verbs import ray_job
+from espalier import comm
+from espalier.cli import ray_job
+from espalier.comm import rendezvous_wait, store_client
+from espalier.comm.rendezvous_wait import Deadline
+from espalier.launch.hosts import hosts, ssh
+from espalier.launch.launchers import torchrun
+from espalier.launch.ranks import rank_process
+from espalier.recipe import Launch
+from espalier.recipe.errors import PeerLost, UserError
+from espalier.train import rank_spec as launch
+from espalier.train.rank_spec import RankSpec
 
 SECONDS = 1.5
 LATE = 2.0

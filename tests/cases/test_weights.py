@@ -20,8 +20,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from weight_folders import CHAT, TEMPLATES, TOKENIZERS, base_of, begun, made, quietly, theirs_of, workload_of
 
-from espalier import config, weight_files
-from espalier.errors import UserError
+from espalier import recipe as config
+from espalier.checkpoint import weight_files
+from espalier.cli import eval as _eval  # noqa: F401 - loaded once, before programs are forked
+from espalier.cli import export, load_run, plan, predict  # noqa: F401
+from espalier.cli import train as _train  # noqa: F401
 from espalier.language import gguf_export, gguf_file, gpt, hf, token_store, workload_row
 from espalier.language.decoder_workload import new_model
 from espalier.language.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer, prefix_note
@@ -30,9 +33,7 @@ from espalier.language.tune import workload as tuning
 from espalier.language.tune.chat_template import open_template
 from espalier.language.tune.conversations import Turn
 from espalier.language.tune.workload import TuneWorkload
-from espalier.verbs import eval as _eval  # noqa: F401 - loaded once, before programs are forked
-from espalier.verbs import export, load_run, plan, predict  # noqa: F401
-from espalier.verbs import train as _train  # noqa: F401
+from espalier.recipe.errors import UserError
 
 __all__ = ["quietly"]
 

@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from weight_folders import Nothing, made, quietly
 
-from espalier import config
-from espalier.errors import UserError
+from espalier import recipe as config
+from espalier.cli import eval as _eval  # noqa: F401 - loaded once, before programs are forked
+from espalier.cli import export, load_run, plan, predict  # noqa: F401
+from espalier.cli import train as _train  # noqa: F401
 from espalier.language import gpt, hf
 from espalier.language.decoder_workload import new_model
 from espalier.language.tune import lora, peft
-from espalier.verbs import eval as _eval  # noqa: F401 - loaded once, before programs are forked
-from espalier.verbs import export, load_run, plan, predict  # noqa: F401
-from espalier.verbs import train as _train  # noqa: F401
+from espalier.recipe.errors import UserError
 
 __all__ = ["quietly"]
 

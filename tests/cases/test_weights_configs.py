@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from espalier.errors import UserError
 from espalier.language import hf_config
+from espalier.recipe.errors import UserError
 
 SIZES = {
     "hidden_size": 64,

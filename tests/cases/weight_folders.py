@@ -13,16 +13,16 @@ import tokenizers
 import torch
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from espalier import config
-from espalier.config import defaults
+from espalier import recipe as config
+from espalier.cli import eval as _eval  # noqa: F401 - loaded once, before programs are forked
+from espalier.cli import export, load_run, plan, predict  # noqa: F401
+from espalier.cli import train as _train  # noqa: F401
 from espalier.language import gpt, hf
 from espalier.language.decoder_workload import new_model
 from espalier.language.tokenizer import Tokenizer
 from espalier.language.tune import workload as tuning
 from espalier.language.tune.workload import TuneWorkload
-from espalier.verbs import eval as _eval  # noqa: F401 - loaded once, before programs are forked
-from espalier.verbs import export, load_run, plan, predict  # noqa: F401
-from espalier.verbs import train as _train  # noqa: F401
+from espalier.recipe import defaults
 
 TEMPLATES = {
     "llama2": (

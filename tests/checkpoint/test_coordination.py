@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from espalier.checkpoint.save_and_restore import Checkpoints
-from espalier.errors import EspalierError, RunFailed, UserError
+from espalier.recipe.errors import EspalierError, RunFailed, UserError
 
 
 def own_group(timeout: float = 20.0) -> dist.ProcessGroup:

@@ -11,7 +11,7 @@ from espalier.checkpoint.coordination import Coordinator
 from espalier.checkpoint.divergence_check import Alike
 from espalier.checkpoint.in_memory import CopyOptions, Memory
 from espalier.checkpoint.save_and_restore import Checkpoints
-from espalier.errors import Corrupted, Diverged, PeerLost
+from espalier.recipe.errors import Corrupted, Diverged, PeerLost
 from espalier.testing import forks
 
 WORLD = 3

@@ -11,7 +11,7 @@ from espalier.checkpoint import shared_memory, state_tree
 from espalier.checkpoint.coordination import Coordinator
 from espalier.checkpoint.in_memory import CopyOptions, CopySlot, Memory, take_up
 from espalier.checkpoint.save_and_restore import Checkpoints
-from espalier.hardware import resource_limits
+from espalier.machine import resource_limits
 from espalier.testing import forks
 
 

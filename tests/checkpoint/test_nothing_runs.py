@@ -19,18 +19,19 @@ from hypothesis import strategies as st
 from parts import Box
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from espalier import plain_collectives, serialization
 from espalier.checkpoint import dcp_metadata, dcp_planners, in_memory, manifest, shared_memory, state_tree
 from espalier.checkpoint.coordination import Coordinator
 from espalier.checkpoint.in_memory import CopySlot, Memory
 from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.checkpoint.storage import open_place
 from espalier.checkpoint.writer import Write, WriteJob
-from espalier.errors import UserError
-from espalier.launch.base import RankSpec
-from espalier.launch.rank_process import Child
-from espalier.sync import rejoin
+from espalier.comm import plain_collectives
+from espalier.launch.ranks.rank_process import Child
+from espalier.mechanisms.local_rounds import rejoin
+from espalier.recipe import serialization
+from espalier.recipe.errors import UserError
 from espalier.testing import forks
+from espalier.train.rank_spec import RankSpec
 
 
 class Evil:

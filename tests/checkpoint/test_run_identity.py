@@ -12,7 +12,7 @@ from espalier.checkpoint import manifest, run_identity
 from espalier.checkpoint.run_identity import RunIdentity, RunStamp
 from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.checkpoint.storage import PROTOCOLS, folder_name, open_place
-from espalier.errors import RunFailed, UserError
+from espalier.recipe.errors import RunFailed, UserError
 
 
 def identity(name: str) -> RunIdentity:

@@ -8,11 +8,11 @@ import time
 import pytest
 import torch
 
-from espalier import config
+from espalier import recipe as config
 from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.checkpoint.write_rate import LimitedStream, WriteLimit
-from espalier.config import defaults, recipe_file
-from espalier.errors import UserError
+from espalier.recipe import defaults, recipe_file
+from espalier.recipe.errors import UserError
 
 SIZE = 2_000_000
 

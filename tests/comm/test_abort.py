@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
-from espalier import store_client
+from espalier.comm import store_client
 from espalier.comm.abort import Connections, apart
-from espalier.errors import PeerLost
+from espalier.recipe.errors import PeerLost
 from espalier.testing import forks
 
 LIMIT = timedelta(seconds=20)

@@ -17,10 +17,10 @@ from torch import nn
 from espalier import comm
 from espalier.comm import backends
 from espalier.comm.backends import INNER, HostStaged
+from espalier.mechanisms.sharding.amsp import Amsp
+from espalier.plan.axes.placement import ShardFactors
+from espalier.plan.axes.placement_plan import Spread
 from espalier.plan.base import Plan, Rank
-from espalier.shard.amsp import Amsp
-from espalier.shard.placement import ShardFactors
-from espalier.shard.placement_plan import Spread
 from espalier.testing import forks, same
 
 

@@ -7,7 +7,7 @@ import torch
 
 from espalier.comm.c10d_arguments import residual_like
 from espalier.comm.codecs import codec
-from espalier.comm.lowbit import Lowbit
+from espalier.mechanisms.codecs.lowbit import Lowbit
 
 
 class There(Lowbit):

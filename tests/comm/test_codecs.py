@@ -13,10 +13,10 @@ from espalier.comm.base import check_feedback, stays
 from espalier.comm.c10d_arguments import residual_like
 from espalier.comm.codec_input import FLOATS
 from espalier.comm.codecs import FAMILIES, codec
-from espalier.comm.hybrid_compression import choose
-from espalier.comm.lowbit import Lowbit
-from espalier.errors import RunFailed, UserError
-from espalier.sync.co2 import CO2
+from espalier.mechanisms.codecs.hybrid_compression import choose
+from espalier.mechanisms.codecs.lowbit import Lowbit
+from espalier.mechanisms.local_rounds.co2 import CO2
+from espalier.recipe.errors import RunFailed, UserError
 
 LOSSY = ["bf16", "int8", "int8:stochastic", "int4", "int1", "zfp:4", "zfp:8", "zfp:24", "topk:0.01", "topk:1"]
 FED = [*(name for name in LOSSY if name != "zfp:4"), "int4:stochastic", "zfp:6", "int8!"]

@@ -14,10 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from espalier.comm import Channel, ddp_hook, hybrid_compression
+from espalier.comm import Channel, ddp_hook
 from espalier.comm.ddp import pays
 from espalier.comm.fsdp import compress
-from espalier.errors import UserError
+from espalier.mechanisms.codecs import hybrid_compression
+from espalier.recipe.errors import UserError
 from espalier.testing import forks, same
 
 STEPS = 8

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from espalier.comm import Channel, Traffic, traffic
 from espalier.comm.codecs import codec
-from espalier.errors import EspalierError, RunFailed
-from espalier.shard import placement_plan
+from espalier.plan.axes import placement_plan
+from espalier.recipe.errors import EspalierError, RunFailed
 from espalier.testing import ranks
 
 

@@ -13,7 +13,7 @@ from torch.distributed._functional_collectives import all_reduce, wait_tensor
 
 from espalier import comm
 from espalier.comm import Channel, Traffic, traffic
-from espalier.errors import RunFailed, UserError
+from espalier.recipe.errors import RunFailed, UserError
 from espalier.testing import Died, Fault, forks, outcomes, ranks, strike
 
 

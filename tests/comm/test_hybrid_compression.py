@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.comm import Traffic, hybrid_compression
+from espalier.comm import Traffic
 from espalier.comm.codecs import codec
-from espalier.comm.hybrid_compression import CodecRate, choose
-from espalier.errors import UserError
+from espalier.mechanisms.codecs import hybrid_compression
+from espalier.mechanisms.codecs.hybrid_compression import CodecRate, choose
+from espalier.recipe.errors import UserError
 
 FAST = {"int8": CodecRate(3.94, 4e9, 6e9), "split": CodecRate(1.19, 3e8, 4e8)}
 SLOW_LINK, FAST_LINK = 12.5e6, 12.5e9

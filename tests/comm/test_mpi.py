@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from espalier.comm import mpi
-from espalier.errors import UserError
+from espalier.recipe.errors import UserError
 
 SIZES = (0, 1, 5, 9000, 300_001)
 

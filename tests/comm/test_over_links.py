@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 
 from espalier.comm import Channel, Traffic, codec, connect, disconnect, traffic
-from espalier.launch.base import RankSpec, store
 from espalier.testing import ranks
+from espalier.train.rank_spec import RankSpec, store
 
 ROOT = Path(__file__).parents[2]
 VALUES = 2**22 + 7
@@ -134,10 +134,11 @@ def part_of_a_graph(lab: Any, index: int, said: Any) -> None:
     """One host trains on its part; says for 32 bits and for one what the wire carried and what the formula has."""
     from dataclasses import replace
 
-    from espalier.config import HaloOptions, Sage
-    from espalier.graph import halo, sylvie, synthetic
+    from espalier.graph import synthetic
     from espalier.graph.gnn import Gnn
     from espalier.graph.neighbor_sampler import Style, whole
+    from espalier.mechanisms.halo_exchange import halo, sylvie
+    from espalier.recipe import HaloOptions, Sage
 
     lab.enter(index)
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from espalier import accelerator
 from espalier.comm.compressed_collectives import following
+from espalier.kernels import accelerator
 
 
 def test_without_a_gpu_there_is_nothing_to_follow() -> None:

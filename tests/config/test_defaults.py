@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from espalier import config
-from espalier.config import decoder_shapes, defaults, recipe_file
-from espalier.errors import UserError
+from espalier import recipe as config
+from espalier.recipe import decoder_shapes, defaults, recipe_file
+from espalier.recipe.errors import UserError
 
 pytestmark = pytest.mark.quick
 

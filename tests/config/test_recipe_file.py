@@ -14,9 +14,9 @@ import tomli_w
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from espalier import config
-from espalier.config import recipe_errors, recipe_file, value_ranges
-from espalier.errors import UserError
+from espalier import recipe as config
+from espalier.recipe import recipe_errors, recipe_file, value_ranges
+from espalier.recipe.errors import UserError
 
 LEAST = {"model": {"kind": "gpt"}}
 KEYS = recipe_errors.known_keys()

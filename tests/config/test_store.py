@@ -6,9 +6,9 @@ import os
 
 import pytest
 
-from espalier import run
-from espalier.config import Recipe, defaults, recipe_file, value_ranges
-from espalier.errors import UserError
+from espalier.recipe import Recipe, defaults, recipe_file, value_ranges
+from espalier.recipe.errors import UserError
+from espalier.train import run_folder as run
 
 
 def recipe_of(**store) -> Recipe:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from espalier.config import Gpt
 from espalier.language import gpt
+from espalier.recipe import Gpt
 
 OPTIONS = Gpt(
     depth=2, width=16, heads=2, kv_heads=1, feed_forward=24, vocabulary=257, context=24, tied=True

@@ -13,10 +13,10 @@ from made_tasks import Made, model, workers
 from torch import nn
 
 from espalier.checkpoint.save_and_restore import Checkpoints
-from espalier.errors import RunFailed, UserError
 from espalier.evaluate import checkpoint_watcher
 from espalier.evaluate.checkpoint_watcher import CheckpointWatcher, Update
 from espalier.evaluate.worker_pool import Workers
+from espalier.recipe.errors import RunFailed, UserError
 from espalier.track import events
 from espalier.track.events import Log
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from made_decoder import decoder, plainly
 
-from espalier.errors import UserError
 from espalier.evaluate.lm_eval_harness import Answers, HarnessTask, lm
 from espalier.language.tokenizer import open_tokenizer
+from espalier.recipe.errors import UserError
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_decoder import decoder, plainly
 
-from espalier.errors import UserError
 from espalier.evaluate.multiple_choice import COLUMNS, MultipleChoice, Question, loglikelihoods, marks, read
-from espalier.foreign_files import FieldUse
 from espalier.language.tokenizer import open_tokenizer
+from espalier.recipe.errors import UserError
+from espalier.recipe.foreign_files import FieldUse
 
 IDS = st.lists(st.integers(0, 256), min_size=1, max_size=17)
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from espalier.config import defaults, recipe_file
 from espalier.evaluate.tasks import HeldOut, means
 from espalier.graph.data import DataSplit, Graph
 from espalier.graph.workload import GraphWorkload
 from espalier.language.workload import open_language
-from espalier.workload import Shard, Workload
+from espalier.parallel.workload import Shard, Workload
+from espalier.recipe import defaults, recipe_file
 
 
 def text(folder: Path) -> Workload:

@@ -13,8 +13,8 @@ import psutil
 import pytest
 from made_tasks import CPU, Made, always, die, evaluated, fail, once, shared, slow, stop, workers
 
-from espalier.errors import RunFailed
 from espalier.evaluate.worker_pool import Result, Workers, evaluate
+from espalier.recipe.errors import RunFailed
 
 
 def made(folder: Path, **acts) -> list[Made]:

@@ -10,7 +10,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from espalier.experts.flashmoe.protocol import Pass, Task
+from espalier.mechanisms.expert_parallel.flashmoe.protocol import Pass, Task
 
 HEADER, REFS, WEIGHTS, ROWS = "header", "references", "weights", "rows"
 

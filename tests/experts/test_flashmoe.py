@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from espalier.experts.alltoall import AllToAll
-from espalier.experts.base import ExpertMap, spread_evenly
-from espalier.experts.cost import ExpertLoad, Routed, sent_bytes
-from espalier.experts.flashmoe import FlashMoE, shared_memory
-from espalier.experts.flashmoe.shared_memory import SharedMemory, neighbours
-from espalier.experts.flashmoe.transport import Messages, row_codec
-from espalier.experts.local import local
-from espalier.experts.mechanism import LoadMeter
+from espalier.mechanisms.expert_parallel.alltoall import AllToAll
+from espalier.mechanisms.expert_parallel.flashmoe import FlashMoE, shared_memory
+from espalier.mechanisms.expert_parallel.flashmoe.shared_memory import SharedMemory, neighbours
+from espalier.mechanisms.expert_parallel.flashmoe.transport import Messages, row_codec
+from espalier.mechanisms.expert_parallel.mechanism import LoadMeter
+from espalier.parallel.expert_map import ExpertMap, spread_evenly
+from espalier.parallel.local_experts import local
+from espalier.plan.axes.experts import ExpertLoad, Routed, sent_bytes
 from espalier.testing import forks, ranks
 
 WIDTH = 6
@@ -139,7 +139,7 @@ class ShuffledMemory(Shuffling, SharedMemory):
     "at_once", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["tile by tile", "all sources at once"]
 )
 def test_every_order_of_arrival_gives_the_same_bits_by_messages_and_by_shared_memory(monkeypatch, at_once):
-    monkeypatch.setattr("espalier.experts.flashmoe.layer.tile_rows", lambda *_: 2)
+    monkeypatch.setattr("espalier.mechanisms.expert_parallel.flashmoe.layer.tile_rows", lambda *_: 2)
     held = spread_evenly(5, 3)
     rows, feeds = made(1, [9, 4, 6], 5, 3, torch.float32)
 

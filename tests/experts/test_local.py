@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from espalier import config
-from espalier.config import decoder_shapes, defaults
-from espalier.experts.local import local
+from espalier import recipe as config
 from espalier.language.gpt import FeedForward
+from espalier.parallel.local_experts import local
+from espalier.recipe import decoder_shapes, defaults
 
 pytestmark = pytest.mark.quick
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from espalier.experts.flashmoe.protocol import Pass
+from espalier.mechanisms.expert_parallel.flashmoe.protocol import Pass
 
 from .explorer import Cell, Rules, Wrong, explore, walk
 

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from espalier.errors import UserError
-from espalier.experts import route, routed_experts
-from espalier.experts.local import local
+from espalier.mechanisms.expert_parallel import route, routed_experts
+from espalier.parallel.local_experts import local
+from espalier.recipe.errors import UserError
 from espalier.testing import forks
 
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from espalier import config
-from espalier.config import recipe_file, value_ranges
-from espalier.errors import UserError
-from espalier.experts.base import spread_evenly
+from espalier import recipe as config
 from espalier.language import gpt, hf, moe
+from espalier.parallel.expert_map import spread_evenly
 from espalier.plan import base as plans
 from espalier.plan import decide, pins
+from espalier.recipe import recipe_file, value_ranges
+from espalier.recipe.errors import UserError
 
 from ..plan import asked
 from ..stages.runs import Trained, corpus, recipe_of, train

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from espalier import config
-from espalier.config import Data
+from espalier import recipe as config
 from espalier.graph import sources
 from espalier.graph.data import DataSplit, Graph
+from espalier.recipe import Data
 
 
 def load(path, **options) -> Graph:

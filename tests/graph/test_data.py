@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import sparse
 
-from espalier.errors import UserError
 from espalier.graph import data
 from espalier.graph.data import DataSplit, Graph, divided, relabelled, seen_in_training, without_edges
+from espalier.recipe.errors import UserError
 
 ONES = np.ones((3, 2))
 

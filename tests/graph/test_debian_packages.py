@@ -8,8 +8,8 @@ import subprocess
 import numpy as np
 import pytest
 
-from espalier.errors import UserError
 from espalier.graph import debian_packages
+from espalier.recipe.errors import UserError
 
 TEXT = """Package: tool
 Depends: libc6 (>= 2.34), editor | viewer:any (<< 2), gone

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from espalier.config import defaults, recipe_file
 from espalier.graph.workload import open_graph
 from espalier.optim import adamw, schedules
 from espalier.optim.base import owned_by
-from espalier.trainer import seed_step
-from espalier.workload import Shard
+from espalier.parallel.workload import Shard
+from espalier.recipe import defaults, recipe_file
+from espalier.train.trainer import seed_step
 
 
 def resolved(model, graph=None, path="made", **train):

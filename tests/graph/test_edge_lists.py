@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from espalier.errors import UserError
+from espalier.recipe.errors import UserError
 
 from .conftest import load
 

@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from espalier import config
-from espalier.config import defaults, recipe_file
-from espalier.errors import UserError
-from espalier.graph import energy, quantization, workload_row
+from espalier import recipe as config
+from espalier.graph import energy, workload_row
 from espalier.graph.data import Graph
 from espalier.graph.subgraphs import infer
 from espalier.graph.workload import GraphWorkload
 from espalier.kernels.counts import Counter, Counts
+from espalier.mechanisms.few_bits import quantization
+from espalier.recipe import defaults, recipe_file
+from espalier.recipe.errors import UserError
 from espalier_accelerators.simulator import DATAFLOWS, Chip
 
 

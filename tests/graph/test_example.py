@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from programs import MACHINE, forked, scripted
 
-from espalier import cli
+from espalier.cli import main as cli
 from espalier.graph import import_graph
 
 ROOT = Path(__file__).parents[2]

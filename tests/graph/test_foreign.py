@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from espalier.config import defaults, recipe_file
-from espalier.errors import UserError
 from espalier.graph.workload import GraphWorkload
-from espalier.workload import Shard
+from espalier.parallel.workload import Shard
+from espalier.recipe import defaults, recipe_file
+from espalier.recipe.errors import UserError
 
 from .conftest import made
 

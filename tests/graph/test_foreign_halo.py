@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import nn
 
-from espalier import config
-from espalier.config import defaults, recipe_file
-from espalier.errors import UserError
-from espalier.graph import foreign_halo, partition_folder
-from espalier.graph.halo_parallel import Cutting
+from espalier import recipe as config
 from espalier.graph.subgraphs import infer
 from espalier.graph.workload import GraphWorkload, open_graph
+from espalier.mechanisms.halo_exchange import foreign_halo, partition_folder
+from espalier.mechanisms.halo_exchange.halo_parallel import Cutting
+from espalier.recipe import defaults, recipe_file
+from espalier.recipe.errors import UserError
 
 from .conftest import made
 from .test_halo_parallel import STEPS, close, plan_of, train

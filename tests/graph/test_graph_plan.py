@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from espalier.config import defaults, recipe_file
 from espalier.graph import graph_plan
 from espalier.graph.data import DataSplit, Graph, relabelled
-from espalier.graph.torchgt.pattern import pattern as tokens
 from espalier.graph.workload import GraphWorkload
-from espalier.plan import request_from_recipe
+from espalier.mechanisms.pattern_attention.pattern import pattern as tokens
+from espalier.parallel.workload import Shard
+from espalier.recipe import defaults, recipe_file
 from espalier.sparse import CBM
 from espalier.sparse.partition import clusters
-from espalier.workload import Shard
+from espalier.train import request_from_recipe
 
 
 def cliques(count=30, size=12) -> Graph:

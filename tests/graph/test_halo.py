@@ -10,20 +10,20 @@ import numpy as np
 import pytest
 import torch
 
-from espalier import config
+from espalier import recipe as config
 from espalier.comm.base import Traffic
 from espalier.comm.channel import Channel
-from espalier.errors import UserError
-from espalier.graph import halo
 from espalier.graph.answers import summed_loss
 from espalier.graph.compiled_aggregate import equip
 from espalier.graph.data import Graph
 from espalier.graph.gnn import Gnn, style_of
 from espalier.graph.subgraphs import View
+from espalier.mechanisms.halo_exchange import halo
+from espalier.parallel.workload import to_device
+from espalier.recipe.errors import UserError
 from espalier.sparse.partition import by_metis, by_sweeps, clusters, installed
 from espalier.sparse.rcmpp.pattern import Pattern
 from espalier.testing import forks, ranks
-from espalier.workload import to_device
 
 NODES, WIDTH, CLASSES = 67, 12, 5
 NETWORKS = {

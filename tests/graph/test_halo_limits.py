@@ -10,18 +10,20 @@ import numpy as np
 import pytest
 import torch
 
-from espalier import config, mechanisms
-from espalier.errors import UserError
-from espalier.graph import graph_plan, halo, halo_parallel, part_inference, partition_folder
+from espalier import recipe as config
+from espalier.graph import graph_plan
 from espalier.graph.data import Graph
 from espalier.graph.gnn import style_of
-from espalier.graph.halo_parallel import Cutting, open_part
 from espalier.graph.neighbor_sampler import Style
-from espalier.graph.sylvie import Every, Sylvie
 from espalier.graph.workload import GraphWorkload
+from espalier.mechanisms.halo_exchange import halo, halo_parallel, part_inference, partition_folder
+from espalier.mechanisms.halo_exchange.halo_parallel import Cutting, open_part
+from espalier.mechanisms.halo_exchange.sylvie import Every, Sylvie
 from espalier.plan import base as plans
-from espalier.plan import decide, request_from_recipe
+from espalier.plan import decide
+from espalier.recipe.errors import UserError
 from espalier.testing import ranks
+from espalier.train import mechanisms, request_from_recipe
 
 from .conftest import made
 from .test_halo import NETWORKS, graph_of, network_of, parts_of

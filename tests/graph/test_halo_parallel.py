@@ -11,23 +11,28 @@ import numpy as np
 import pytest
 import torch
 
-from espalier import cluster as clusters_
-from espalier import config, trainer, units, worker
+from espalier import recipe as config
 from espalier.checkpoint.save_and_restore import Checkpoints
-from espalier.errors import UserError
-from espalier.graph import coded_rows, halo, halo_parallel, partition_folder, quantization
+from espalier.graph import coded_rows
 from espalier.graph.data import Graph
-from espalier.graph.halo_parallel import Cutting, open_part
 from espalier.graph.neighbor_sampler import Style
-from espalier.graph.sylvie import Adaptive
 from espalier.graph.workload import GraphWorkload
-from espalier.launch import agent
-from espalier.launch import base as launch
+from espalier.launch.ranks import agent
+from espalier.machine import cluster as clusters_
+from espalier.mechanisms.few_bits import quantization
+from espalier.mechanisms.halo_exchange import halo, halo_parallel, partition_folder
+from espalier.mechanisms.halo_exchange import planned as halo_exchange
+from espalier.mechanisms.halo_exchange.halo_parallel import Cutting, open_part
+from espalier.mechanisms.halo_exchange.sylvie import Adaptive
 from espalier.plan import base as plans
-from espalier.plan import decide, halo_exchange, request_from_recipe, trials
-from espalier.rank_setup import RankSetup
+from espalier.plan import decide, trials
+from espalier.recipe import units
+from espalier.recipe.errors import UserError
 from espalier.sparse.partition import clusters
 from espalier.testing import ranks
+from espalier.train import rank_spec as launch
+from espalier.train import request_from_recipe, trainer, worker
+from espalier.train.rank_setup import RankSetup
 
 from .conftest import made
 from .test_workload import STEPS, recipe_of

@@ -10,7 +10,7 @@ from awkward import pretend_threads
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier import config
+from espalier import recipe as config
 from espalier.graph import compiled_aggregate, gnn, neighbor_sampler
 from espalier.graph.data import Graph
 from espalier.graph.neighbor_sampler import ALL, Sampler, Style
@@ -31,7 +31,7 @@ def style(model: gnn.Gnn) -> Style:
 
 
 def doubled(blocks):
-    from espalier.workload import to_device
+    from espalier.parallel.workload import to_device
 
     return to_device(tuple(blocks), dtype=torch.float64)
 

@@ -11,10 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from espalier.errors import UserError
-from espalier.graph import energy, kept_graph, packed_run, quantization, subgraphs
+from espalier.graph import energy, kept_graph, subgraphs
 from espalier.graph.subgraphs import infer
 from espalier.graph.workload import GraphWorkload
+from espalier.mechanisms.few_bits import packed_run, quantization
+from espalier.recipe.errors import UserError
 
 from .conftest import made
 from .test_quantization import recipe, trained

@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from espalier.comm.base import Traffic
-from espalier.errors import UserError
-from espalier.graph import halo, partial_sums
 from espalier.graph.data import Graph
 from espalier.graph.gnn import style_of
 from espalier.graph.subgraphs import View
-from espalier.graph.sylvie import Every, Sylvie
-from espalier.quant import row_widths
+from espalier.kernels import row_widths
+from espalier.mechanisms.halo_exchange import halo, partial_sums
+from espalier.mechanisms.halo_exchange.sylvie import Every, Sylvie
+from espalier.parallel.workload import to_device
+from espalier.recipe.errors import UserError
 from espalier.testing import ranks
-from espalier.workload import to_device
 
 from .test_halo import CLASSES, NETWORKS, NODES, WIDTH, graph_of, network_of, one_step, parts_of, whole
 

@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from espalier import config
-from espalier.errors import UserError
-from espalier.graph import graph_plan, halo_parallel, part_inference, partition_folder, workload_row
-from espalier.graph.halo_parallel import Cutting
+from espalier import recipe as config
+from espalier.graph import graph_plan, workload_row
 from espalier.graph.subgraphs import infer
 from espalier.graph.workload import GraphWorkload, open_graph
-from espalier.plan import decide, request_from_recipe
+from espalier.mechanisms.halo_exchange import halo_parallel, part_inference, partition_folder
+from espalier.mechanisms.halo_exchange.halo_parallel import Cutting
+from espalier.plan import decide
+from espalier.recipe.errors import UserError
+from espalier.train import request_from_recipe
 
 from .conftest import made
 from .test_halo_parallel import HALO, close, machines, train

@@ -11,17 +11,18 @@ import torch
 from programs import MACHINE
 from programs import forked as espalier
 
-from espalier import config
-from espalier.artifacts import Curve, Table
-from espalier.config import defaults, recipe_file
-from espalier.errors import UserError
-from espalier.graph import base, compiled_aggregate, pyg, quantization, synthetic
+from espalier import recipe as config
+from espalier.graph import base, compiled_aggregate, pyg, synthetic
 from espalier.graph.data import Graph, divided
 from espalier.graph.subgraphs import infer
 from espalier.graph.workload import GraphWorkload
-from espalier.quant.base import BIT_RATE, STEPS, BankBits, DegreeBits, RowIndex
-from espalier.quant.mega import package_file
-from espalier.workload import Shard
+from espalier.mechanisms.few_bits import quantization
+from espalier.mechanisms.few_bits.bit_allocator import BIT_RATE, STEPS, BankBits, DegreeBits, RowIndex
+from espalier.mechanisms.few_bits.mega import package_file
+from espalier.parallel.workload import Shard
+from espalier.recipe import defaults, recipe_file
+from espalier.recipe.errors import UserError
+from espalier.store.artifacts import Curve, Table
 
 
 def recipe(quant: dict | None, kind: str = "gcn", **sections) -> config.Recipe:

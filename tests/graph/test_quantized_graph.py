@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from espalier.errors import UserError
-from espalier.graph import pyg, quantization
+from espalier.graph import pyg
 from espalier.graph.data import divided, seen_in_training
 from espalier.graph.subgraphs import infer
 from espalier.graph.workload import GraphWorkload
-from espalier.quant.base import BankBits
+from espalier.mechanisms.few_bits import quantization
+from espalier.mechanisms.few_bits.bit_allocator import BankBits
+from espalier.recipe.errors import UserError
 
 from .conftest import made
 from .test_halo_parallel import close, train

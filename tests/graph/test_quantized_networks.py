@@ -12,17 +12,19 @@ import torch
 from tests.story.programs import MACHINE, forked
 from torch.nn.utils import parametrize
 
-from espalier import config
-from espalier.config import defaults, recipe_file
-from espalier.errors import UserError
-from espalier.graph import energy, packed_run, partition_folder, pyg, quantization, synthetic
+from espalier import recipe as config
+from espalier.graph import energy, pyg, synthetic
 from espalier.graph.data import divided
-from espalier.graph.halo_parallel import Cutting
 from espalier.graph.subgraphs import infer
 from espalier.graph.workload import GraphWorkload, open_graph
-from espalier.quant.a2q import ColumnQuantizer
-from espalier.quant.base import STEPS, BankBits
-from espalier.workload import Shard
+from espalier.mechanisms.few_bits import packed_run, quantization
+from espalier.mechanisms.few_bits.a2q import ColumnQuantizer
+from espalier.mechanisms.few_bits.bit_allocator import STEPS, BankBits
+from espalier.mechanisms.halo_exchange import partition_folder
+from espalier.mechanisms.halo_exchange.halo_parallel import Cutting
+from espalier.parallel.workload import Shard
+from espalier.recipe import defaults, recipe_file
+from espalier.recipe.errors import UserError
 
 from .conftest import made
 from .test_foreign_halo import CODE, networks

@@ -11,17 +11,19 @@ import numpy as np
 import pytest
 import torch
 
-from espalier.config import defaults, recipe_file
-from espalier.errors import UserError
-from espalier.graph import answers, kept_graph, metrics, packed_run, partition_folder, quantization, workload_row
+from espalier.graph import answers, kept_graph, metrics, workload_row
 from espalier.graph.data import DataSplit, Graph, divided
 from espalier.graph.neighbor_sampler import Style
 from espalier.graph.subgraphs import infer
 from espalier.graph.targets import Scale
 from espalier.graph.workload import GraphWorkload, open_graph
+from espalier.mechanisms.few_bits import packed_run, quantization
+from espalier.mechanisms.halo_exchange import partition_folder
+from espalier.parallel.workload import Shard
+from espalier.recipe import defaults, recipe_file
+from espalier.recipe.errors import UserError
 from espalier.sparse.partition import clusters
-from espalier.workload import Shard
-from espalier.workload_row import Sampling
+from espalier.train.workload_row import Sampling
 
 from .conftest import made
 from .diskgnn.test_mini_batches import losses as losses_from_disk
@@ -352,7 +354,7 @@ def _order(workload):
 
 
 def test_parts_on_disk_keep_that_labels_are_values(tmp_path):
-    from espalier.graph.halo import boundary
+    from espalier.mechanisms.halo_exchange.halo import boundary
 
     graph = valued(2, gaps=True)
     cut = boundary(graph.indptr, graph.indices, clusters(graph.indptr, graph.indices, 2), 2)

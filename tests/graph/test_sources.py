@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from espalier.errors import UserError
 from espalier.graph import import_graph, ogb, planetoid, pyg
+from espalier.recipe.errors import UserError
 
 from .conftest import load, made
 

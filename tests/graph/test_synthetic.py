@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from espalier.errors import UserError
 from espalier.graph import synthetic
+from espalier.recipe.errors import UserError
 
 
 def edges_of(graph):

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from espalier.errors import UserError
 from espalier.graph import targets
 from espalier.graph.data import Graph, targeted
 from espalier.graph.targets import Scale, read
+from espalier.recipe.errors import UserError
 
 NONE = np.nan
 

@@ -8,8 +8,8 @@ import subprocess
 import numpy as np
 import pytest
 
-from espalier.errors import UserError
 from espalier.graph import sources, wordnet
+from espalier.recipe.errors import UserError
 
 LICENCE = "  1 This software and database is being provided to you\n"
 FILES = {

@@ -7,21 +7,20 @@ import numpy as np
 import pytest
 import torch
 
-from espalier import trainer, worker
-from espalier.config import defaults, recipe_file
-from espalier.errors import UserError
 from espalier.graph import base, compiled_aggregate, link_prediction, workload_row
 from espalier.graph.data import Graph, divided
 from espalier.graph.gnn import largest
 from espalier.graph.subgraphs import infer
 from espalier.graph.workload import GraphWorkload, open_graph
 from espalier.kernels.dropout import activated
-from espalier.launch import agent
-from espalier.launch import base as launch
+from espalier.launch.ranks import agent
+from espalier.parallel.workload import Shard
 from espalier.plan import base as plans
-from espalier.plan import request_from_recipe
-from espalier.rank_setup import RankSetup
-from espalier.workload import Shard
+from espalier.recipe import defaults, recipe_file
+from espalier.recipe.errors import UserError
+from espalier.train import rank_spec as launch
+from espalier.train import request_from_recipe, trainer, worker
+from espalier.train.rank_setup import RankSetup
 
 from .conftest import made
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from espalier.hardware import disk
+from espalier.machine import disk
 
 SIZE = 16 * 2**20
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from espalier.hardware import link
+from espalier.machine import link
 from espalier.testing import forks
 
 SIZE = 2**18

@@ -4,8 +4,8 @@ import ctypes
 
 import pytest
 
-from espalier.hardware import malloc_trim
-from espalier.hardware.peak_memory import held
+from espalier.machine import malloc_trim
+from espalier.machine.peak_memory import held
 
 SIZE, COUNT = 2**16, 512
 

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.cluster import Link
-from espalier.hardware import measure
+from espalier.machine import measure
+from espalier.machine.cluster import Link
 
 
 def work() -> None:

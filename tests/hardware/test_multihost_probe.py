@@ -2,8 +2,8 @@
 
 import pytest
 
-from espalier import cluster
-from espalier.hardware import multihost_probe
+from espalier.comm import multihost_probe
+from espalier.machine import cluster
 from espalier.testing import forks
 
 MACHINE = '[[nodes]]\ndevice = "cpu"\ncores = 2\nmemory = "8GiB"\n'

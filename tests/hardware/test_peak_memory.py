@@ -6,8 +6,8 @@ import os
 import pytest
 import torch
 
-from espalier.hardware import peak_memory as peak_memory_module
-from espalier.hardware.peak_memory import held, memory_of, peak_memory
+from espalier.machine import peak_memory as peak_memory_module
+from espalier.machine.peak_memory import held, memory_of, peak_memory
 
 MIB = 2**20
 CPU = torch.device("cpu")

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from espalier import cluster as clusters
-from espalier.cluster import Cluster
-from espalier.errors import RunFailed
-from espalier.hardware import measure, probe, resource_limits
+from espalier.machine import cluster as clusters
+from espalier.machine import measure, probe, resource_limits
+from espalier.machine.cluster import Cluster
+from espalier.recipe.errors import RunFailed
 
 GPU = {
     "cuda": [

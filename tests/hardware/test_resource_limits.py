@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from espalier.hardware import resource_limits
+from espalier.machine import resource_limits
 
 
 def write(root: Path, files: dict[str, str]) -> Path:

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from espalier.errors import UserError
 from espalier.kernels import mpc
+from espalier.recipe.errors import UserError
 
 KINDS = {2: np.uint16, 4: np.uint32, 8: np.uint64}
 

@@ -21,7 +21,7 @@ pytest.importorskip("triton")
 INTERPRETED = """
 import sys
 import torch
-from espalier.errors import UserError
+from espalier.recipe.errors import UserError
 from espalier.kernels import mpc
 from test_mpc import words
 

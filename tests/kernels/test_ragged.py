@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from espalier.errors import UserError
 from espalier.kernels.ragged import Ragged
+from espalier.recipe.errors import UserError
 
 LENGTHS = st.lists(st.integers(0, 7), min_size=1, max_size=9)
 

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from espalier.errors import UserError
 from espalier.kernels import row_bits
+from espalier.recipe.errors import UserError
 
 
 def codes_of(widths: torch.Tensor, columns: int, signed: bool, seed: int) -> torch.Tensor:

@@ -14,9 +14,9 @@ from awkward import WIDTHS, assert_right, hard_rows, pretend_threads, same, shar
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.errors import UserError
 from espalier.kernels import rtopk
 from espalier.kernels.base import OPERATIONS
+from espalier.recipe.errors import UserError
 
 ROW_TOPK = OPERATIONS["rtopk"]
 FAST = next(form.run for form in ROW_TOPK.forms if form.name == "on_vectors")

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from espalier import config
-from espalier.config import decoder_shapes
-from espalier.errors import UserError
+from espalier import recipe as config
 from espalier.language import generate, gpt, hf
 from espalier.language.decoder_workload import new_model
 from espalier.language.tokenizer import ByteTokenizer
 from espalier.language.tune import lora
+from espalier.recipe import decoder_shapes
+from espalier.recipe.errors import UserError
 
 COMMON: dict[str, Any] = {
     "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from espalier import config
-from espalier.config import defaults
-from espalier.errors import UserError
+from espalier import recipe as config
+from espalier.cli import input_check
 from espalier.language import generate, gpt, moe
-from espalier.verbs import input_check
+from espalier.recipe import defaults
+from espalier.recipe.errors import UserError
 
 pytestmark = pytest.mark.quick
 

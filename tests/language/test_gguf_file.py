@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from espalier import config
-from espalier.config import decoder_shapes, defaults
-from espalier.errors import UserError
+from espalier import recipe as config
 from espalier.language import gguf_export, gpt, hf
 from espalier.language.decoder_workload import new_model
 from espalier.language.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
+from espalier.recipe import decoder_shapes, defaults
+from espalier.recipe.errors import UserError
 
 gguf = pytest.importorskip("gguf")
 TEXT = "def f(x): return 12 + x  # naïve 你好\n\n" * 4

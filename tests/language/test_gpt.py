@@ -16,11 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from espalier import config
-from espalier.config import decoder_shapes, defaults
+from espalier import recipe as config
 from espalier.language import elementwise, gpt, moe
 from espalier.language.kv_cache import Cache
 from espalier.language.operation_counts import DecoderLoad
+from espalier.recipe import decoder_shapes, defaults
 
 SMALL = {"depth": 2, "width": 48, "heads": 4, "feed_forward": 72, "vocabulary": 61, "context": 24}
 MODES = ["none", "selective", "block"]

@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from espalier import config
-from espalier.config import decoder_shapes, defaults
-from espalier.errors import UserError
+from espalier import recipe as config
 from espalier.language import generate, gpt, hf, moe, tokenizer
+from espalier.recipe import decoder_shapes, defaults
+from espalier.recipe.errors import UserError
 
 
 @pytest.fixture(autouse=True)

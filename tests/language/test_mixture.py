@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from espalier.config import Data
-from espalier.errors import UserError
 from espalier.language import mixture
 from espalier.language.mixture import SampleOrder, documents, held_out, permute, read_windows
 from espalier.language.token_store import build
+from espalier.recipe import Data
+from espalier.recipe.errors import UserError
 
 seeds = st.integers(-(2**63), 2**64)
 weight_lists = st.lists(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from espalier import config
-from espalier.config import defaults
-from espalier.errors import UserError
+from espalier import recipe as config
 from espalier.language import gpt, hf, moe
+from espalier.recipe import defaults
+from espalier.recipe.errors import UserError
 
 pytestmark = pytest.mark.quick
 

@@ -7,10 +7,10 @@ import msgspec
 import pytest
 import zstandard
 
-from espalier.config import Data
-from espalier.errors import UserError
 from espalier.language import row_files
 from espalier.language.text_sources import documents, listing
+from espalier.recipe import Data
+from espalier.recipe.errors import UserError
 
 
 def write(folder, **files):

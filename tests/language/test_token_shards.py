@@ -7,10 +7,10 @@ import time
 import numpy as np
 import pytest
 
-from espalier.errors import RunFailed, UserError
 from espalier.language import token_shards
 from espalier.language.token_shards import SplitWriter, check, locked, placed, sweep
 from espalier.language.tokenizer import ByteTokenizer
+from espalier.recipe.errors import RunFailed, UserError
 
 
 def test_a_split_is_cut_into_shards_of_one_size(tmp_path):

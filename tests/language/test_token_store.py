@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from espalier.config import Data
-from espalier.errors import UserError
 from espalier.language import token_shards, token_store
 from espalier.language.token_store import build, build_all
+from espalier.recipe import Data
+from espalier.recipe.errors import UserError
 
 
 def corpus(folder, documents=60, seed=0):
@@ -287,7 +287,7 @@ def test_a_bpe_of_one_large_document_has_text_to_learn_from(tmp_path, monkeypatc
 DRIVER = """
 import json, os, random, signal, sys, time
 from pathlib import Path
-from espalier.config import Data
+from espalier.recipe import Data
 from espalier.language import token_shards, token_store
 
 path, cache, seed = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])

@@ -7,9 +7,9 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from espalier.errors import UserError
 from espalier.language import tokenizer as module
 from espalier.language.tokenizer import HfTokenizer, open_tokenizer
+from espalier.recipe.errors import UserError
 
 TEXTS = ["def plus(a, b):\n    return a + b\n", "the tree grows on the frame there is\n", "größe = 'Ā é 漢 🌳'\n"] * 20
 

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from struck import Struck, plan_of
 
-from espalier.errors import EspalierError
-from espalier.launch import leader
-from espalier.launch.base import RankSpec
-from espalier.launch.host_map import HostMap
-from espalier.launch.store_server import near
-from espalier.launch.supervisor_protocol import Meeting
+from espalier.launch.hosts import leader
+from espalier.launch.hosts.host_map import HostMap
+from espalier.launch.hosts.supervisor_protocol import Meeting
+from espalier.launch.ranks.store_server import near
+from espalier.recipe.errors import EspalierError
+from espalier.train.rank_spec import RankSpec
 
 ADDRESS = "10.213.77.1"  # of the lab's first host
 NAMES = ("here", "there", "yonder")

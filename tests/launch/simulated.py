@@ -18,13 +18,13 @@ from typing import Any
 
 import msgspec
 
-from espalier.errors import EspalierError, Interrupted, PeerLost, RunFailed, UserError
-from espalier.launch.agent import Attempt, LocalAgent, Signals
-from espalier.launch.base import RankSpec
-from espalier.launch.rank_process import Child
-from espalier.launch.supervisor_protocol import Meeting
-from espalier.resilience.hang_detector import Vital
-from espalier.resilience.heartbeat import Sign
+from espalier.launch.hosts.supervisor_protocol import Meeting
+from espalier.launch.ranks.agent import Attempt, LocalAgent, Signals
+from espalier.launch.ranks.rank_process import Child
+from espalier.launch.resilience.hang_detector import Vital
+from espalier.recipe.errors import EspalierError, Interrupted, PeerLost, RunFailed, UserError
+from espalier.train.heartbeat import Sign
+from espalier.train.rank_spec import RankSpec
 
 STARTS, STEP, NOTICES, CALLED = 0.4, 0.25, 0.2, 5.0
 """Seconds until a rank is ready; of a step; until a rank notices that another is gone; in which it is called."""

@@ -13,17 +13,17 @@ from typing import Any, Literal
 
 import torch
 
-from espalier import trainer, worker
 from espalier.checkpoint.storage import Folder
-from espalier.config import Recipe, defaults, recipe_file
 from espalier.language.workload import open_language
-from espalier.launch import base as launch
-from espalier.launch import supervisor as supervise
-from espalier.launch.resize import RunShape
+from espalier.launch.ranks import supervisor as supervise
+from espalier.launch.ranks.resize import RunShape
 from espalier.plan import base as plans
-from espalier.rank_setup import RankSetup
+from espalier.recipe import Recipe, defaults, recipe_file
 from espalier.testing.faults import Fault, strike
 from espalier.track.events import Log
+from espalier.train import rank_spec as launch
+from espalier.train import trainer, worker
+from espalier.train.rank_setup import RankSetup
 
 STEPS, EVERY = 8, 3
 PHASES = ("clean", "publish", "commit", "committed")

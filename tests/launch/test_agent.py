@@ -7,8 +7,9 @@ import time
 
 import pytest
 
-from espalier.errors import Interrupted, PeerLost, RunFailed, UserError
-from espalier.launch import agent, base
+from espalier.launch.ranks import agent
+from espalier.recipe.errors import Interrupted, PeerLost, RunFailed, UserError
+from espalier.train import rank_spec as base
 
 
 def places(count, tmp_path):
@@ -82,8 +83,9 @@ def test_an_exception_names_rank_type_place_and_log(tmp_path):
 PROGRAM = """
 import os, signal, sys, time
 from pathlib import Path
-from espalier.errors import Interrupted, EspalierError
-from espalier.launch import agent, base
+from espalier.recipe.errors import Interrupted, EspalierError
+from espalier.launch.ranks import agent
+from espalier.train import rank_spec as base
 folder = Path(sys.argv[1])
 def task(place):
     stop = []

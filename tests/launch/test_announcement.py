@@ -7,11 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from espalier import store_client
-from espalier.errors import PeerLost, UserError
-from espalier.launch import supervisor_protocol
-from espalier.launch.announcement import Announcement, agree
-from espalier.launch.base import RankSpec
+from espalier.comm import store_client
+from espalier.launch.hosts import supervisor_protocol
+from espalier.launch.hosts.announcement import Announcement, agree
+from espalier.recipe.errors import PeerLost, UserError
+from espalier.train.rank_spec import RankSpec
 
 
 def on(port: int, token: str = "") -> Announcement:

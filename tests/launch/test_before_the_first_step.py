@@ -37,8 +37,8 @@ def entered(frame, event, argument):
 sys.setprofile(entered)
 threading.setprofile(entered)
 
-from espalier import trainer
-from espalier.cli import main
+from espalier.train import trainer
+from espalier.cli.main import main
 
 plain = trainer.Trainer.train_step
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from espalier.launch import detect_launcher
-from espalier.launch.base import RankSpec, store
+from espalier.launch.launchers import detect_launcher
+from espalier.train.rank_spec import RankSpec, store
 
 
 @pytest.fixture

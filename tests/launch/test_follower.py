@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from espalier.errors import HostLost
-from espalier.launch.agent import LocalAgent, Signals, passing_on_signals
-from espalier.launch.follower import Follower
-from espalier.launch.host_map import HostMap
-from espalier.launch.supervisor import RestartOptions
-from espalier.launch.supervisor_protocol import Command, ControlLink, Meeting, Report
+from espalier.launch.hosts.follower import Follower
+from espalier.launch.hosts.host_map import HostMap
+from espalier.launch.hosts.supervisor_protocol import Command, ControlLink, Meeting, Report
+from espalier.launch.ranks.agent import LocalAgent, Signals, passing_on_signals
+from espalier.launch.ranks.supervisor import RestartOptions
+from espalier.recipe.errors import HostLost
 
 
 def follower(line: Meeting, task: Any, signals: Signals) -> Follower:

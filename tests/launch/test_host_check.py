@@ -5,9 +5,10 @@ import torch
 from abroad import Abroad
 from struck import recipe_of, same
 
-from espalier.launch import host_check, rejoin_signal
+from espalier.launch.hosts import host_check
 from espalier.ops import faulty_host_search
 from espalier.ops.faulty_host_search import Located
+from espalier.train import rejoin_signal
 
 PATIENCE = 1.0
 NAMES = ("a", "b", "c", "d")

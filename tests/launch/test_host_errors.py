@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from espalier.errors import RunFailed, UserError
-from espalier.launch import host_errors
-from espalier.launch.hosts import Host
+from espalier.launch.hosts import host_errors
+from espalier.launch.hosts.hosts import Host
+from espalier.recipe.errors import RunFailed, UserError
 
 ARGV = ["ssh", "b", "exec python -m it"]
 

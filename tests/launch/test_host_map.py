@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.launch.host_map import HostMap
-from espalier.launch.supervisor_protocol import Meeting
+from espalier.launch.hosts.host_map import HostMap
+from espalier.launch.hosts.supervisor_protocol import Meeting
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=9), st.integers(0, 3))

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from espalier.config import Launch
-from espalier.errors import EspalierError, HostLost, Interrupted, RunFailed, UserError
-from espalier.launch import host_rejoin, ssh
-from espalier.launch.host_rejoin import Returning
-from espalier.launch.hosts import parse
+from espalier.launch.hosts import host_rejoin, ssh
+from espalier.launch.hosts.host_rejoin import Returning
+from espalier.launch.hosts.hosts import parse
+from espalier.recipe import Launch
+from espalier.recipe.errors import EspalierError, HostLost, Interrupted, RunFailed, UserError
 
 PROGRAM = """#!{python}
 import os, signal, sys, time
@@ -29,8 +29,9 @@ life = len((folder / f"{{host}}-pids").read_text().split()) - 1
 if life and host == "away" or 0 < life < 3 and host == "late":
     sys.exit("no route to host")
 
-from espalier.errors import EspalierError, HostLost, Interrupted, UserError
-from espalier.launch import version_check, host_agent
+from espalier.recipe.errors import EspalierError, HostLost, Interrupted, UserError
+from espalier.train import version_check
+from espalier.launch.hosts import host_agent
 
 own = version_check.identity()
 if life and host == "newer":

@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
-from espalier.config import Launch
-from espalier.errors import UserError
-from espalier.launch import hosts
-from espalier.launch.hosts import Host
+from espalier.launch.hosts import hosts
+from espalier.launch.hosts.hosts import Host
+from espalier.recipe import Launch
+from espalier.recipe.errors import UserError
 
 
 def test_hosts_carry_users_and_ranks() -> None:

@@ -6,13 +6,13 @@ from msgspec.structs import replace
 from struck import Struck, plan_of, recipe_of, same
 
 from espalier.checkpoint import shared_memory
-from espalier.launch import supervisor
-from espalier.launch.base import RankSpec
-from espalier.launch.rank_process import Child
+from espalier.launch.ranks import supervisor
+from espalier.launch.ranks.rank_process import Child
 from espalier.plan.base import Outer
-from espalier.resilience.base import Failure
-from espalier.resilience.heartbeat import Pulses
 from espalier.testing.faults import Fault
+from espalier.train.failure import Failure
+from espalier.train.heartbeat import Pulses
+from espalier.train.rank_spec import RankSpec
 
 
 def struck(corpus, folder, world, faults):

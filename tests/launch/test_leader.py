@@ -21,11 +21,11 @@ import pytest
 from abroad import Abroad
 from struck import Struck, plan_of, recipe_of, same
 
-from espalier import mechanisms
-from espalier.errors import HostLost
 from espalier.plan import base as plans
 from espalier.plan.base import Outer
+from espalier.recipe.errors import HostLost
 from espalier.testing.faults import Fault
+from espalier.train import mechanisms
 
 KINDS = {
     "kill": "killed", "terminate": "signal", "raise": "exception", "stop": "stopped", "hang": "hang", "exit": "exit",

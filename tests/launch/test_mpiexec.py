@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from espalier.errors import UserError
-from espalier.launch import detect_launcher
-from espalier.launch import mpiexec as launcher
+from espalier.launch.launchers import detect_launcher
+from espalier.launch.launchers import mpiexec as launcher
+from espalier.recipe.errors import UserError
 
 MPICH = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 OPEN_MPI = {
@@ -154,8 +154,8 @@ import os
 import torch
 import torch.distributed as dist
 from espalier.comm import connect, disconnect
-from espalier.launch import detect_launcher
-from espalier.launch.base import store
+from espalier.launch.launchers import detect_launcher
+from espalier.train.rank_spec import store
 
 place = detect_launcher.place()
 channel = connect(store(place, 30.0), place.rank, place.world, timeout=30.0)

@@ -7,9 +7,9 @@ import threading
 
 import pytest
 
-from espalier.errors import UserError
-from espalier.launch import network_interface
-from espalier.launch.network_interface import Address
+from espalier.machine import network_interface
+from espalier.machine.network_interface import Address
+from espalier.recipe.errors import UserError
 
 OWN = [Address("eth0", "192.168.1.5", 24), Address("wg0", "10.8.0.2", 16), Address("lo", "127.0.0.1", 8)]
 

@@ -4,12 +4,13 @@ from dataclasses import dataclass
 
 import pytest
 
-from espalier import errors, serialization
-from espalier.errors import EspalierError, HostLost, Interrupted, PeerLost, RunFailed, UserError
-from espalier.launch import leader, postmortem
-from espalier.launch.base import RankSpec
-from espalier.launch.rank_process import Child
-from espalier.launch.supervisor_protocol import End
+from espalier.launch.hosts import leader
+from espalier.launch.hosts.supervisor_protocol import End
+from espalier.launch.ranks import postmortem
+from espalier.launch.ranks.rank_process import Child
+from espalier.recipe import errors, serialization
+from espalier.recipe.errors import EspalierError, HostLost, Interrupted, PeerLost, RunFailed, UserError
+from espalier.train.rank_spec import RankSpec
 
 SAVED, CUT, LOST = Interrupted("saved"), RunFailed("connection lost"), PeerLost("someone is missing")
 

@@ -4,7 +4,7 @@ import subprocess
 import sys
 import time
 
-from espalier.launch.process_stats import GONE, vital
+from espalier.launch.ranks.process_stats import GONE, vital
 
 
 def test_a_sleeper_a_worker_and_a_stopped_process_differ():

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.launch.rank_assignment import numbered
+from espalier.launch.ranks.rank_assignment import numbered
 
 
 @pytest.mark.parametrize(

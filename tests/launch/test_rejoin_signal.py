@@ -6,10 +6,11 @@ import time
 
 import pytest
 
-from espalier.errors import HostLost, PeerLost, RunFailed, UserError
-from espalier.launch import rank_process, rejoin_signal
-from espalier.launch.base import RankSpec
-from espalier.launch.rejoin_signal import Call, Recall
+from espalier.launch.ranks import rank_process
+from espalier.recipe.errors import HostLost, PeerLost, RunFailed, UserError
+from espalier.train import rejoin_signal
+from espalier.train.rank_spec import RankSpec
+from espalier.train.rejoin_signal import Call, Recall
 
 
 @pytest.fixture

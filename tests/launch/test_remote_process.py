@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import subprocess
 
-from espalier.errors import RunFailed
-from espalier.launch.hosts import Host
-from espalier.launch.remote_process import Far
+from espalier.launch.hosts.hosts import Host
+from espalier.launch.hosts.remote_process import Far
+from espalier.recipe.errors import RunFailed
 
 
 def started(program: str) -> Far:

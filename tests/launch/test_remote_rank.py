@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from espalier import serialization
-from espalier.errors import RunFailed, UserError, words_of
-from espalier.launch import leader, rank_process
-from espalier.launch.base import RankSpec
-from espalier.launch.supervisor_protocol import End
+from espalier.launch.hosts import leader
+from espalier.launch.hosts.supervisor_protocol import End
+from espalier.launch.ranks import rank_process
+from espalier.recipe import serialization
+from espalier.recipe.errors import RunFailed, UserError, words_of
+from espalier.train.rank_spec import RankSpec
 
 
 def polled(one: leader.Distant) -> list[object]:

@@ -8,10 +8,10 @@ import time
 import pytest
 from struck import Struck, recipe_of
 
-from espalier.errors import Interrupted, RunFailed, UserError
-from espalier.launch import supervisor
-from espalier.launch.base import RankSpec
-from espalier.launch.resize import RunShape
+from espalier.launch.ranks import supervisor
+from espalier.launch.ranks.resize import RunShape
+from espalier.recipe.errors import Interrupted, RunFailed, UserError
+from espalier.train.rank_spec import RankSpec
 
 
 @pytest.mark.slow

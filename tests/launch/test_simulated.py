@@ -12,13 +12,13 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from simulated import Actor, Fault, Killed, SimulatedAgent, SimulatedLink, World, specs
 
-from espalier.errors import HostLost, RunFailed, UserError
-from espalier.launch import host_check, leader
-from espalier.launch.follower import Follower
-from espalier.launch.host_map import HostMap
-from espalier.launch.resize import RunShape
-from espalier.launch.supervisor import RestartOptions, Supervisor
-from espalier.launch.supervisor_protocol import Meeting
+from espalier.launch.hosts import host_check, leader
+from espalier.launch.hosts.follower import Follower
+from espalier.launch.hosts.host_map import HostMap
+from espalier.launch.hosts.supervisor_protocol import Meeting
+from espalier.launch.ranks.resize import RunShape
+from espalier.launch.ranks.supervisor import RestartOptions, Supervisor
+from espalier.recipe.errors import HostLost, RunFailed, UserError
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # who is killed says so
 

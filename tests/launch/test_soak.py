@@ -7,8 +7,8 @@ import pytest
 import torch
 from struck import Struck, recipe_of
 
-from espalier import trainer
-from espalier.hardware.peak_memory import held
+from espalier.machine.peak_memory import held
+from espalier.train import trainer
 
 STEPS, WARM = 20_000, 2_000
 FIELDS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.errors import UserError
-from espalier.launch import detect_launcher, srun
+from espalier.launch.launchers import detect_launcher, srun
+from espalier.recipe.errors import UserError
 
 STEP = {
     "SLURM_STEP_ID": "0",

@@ -16,16 +16,17 @@ from typing import Any
 
 import pytest
 
-from espalier.config import Launch
-from espalier.errors import Interrupted, RunFailed, UserError
-from espalier.launch import ssh
-from espalier.launch.hosts import parse
+from espalier.launch.hosts import ssh
+from espalier.launch.hosts.hosts import parse
+from espalier.recipe import Launch
+from espalier.recipe.errors import Interrupted, RunFailed, UserError
 
 PROGRAM = """#!{python}
 import os, signal, sys, time
 from pathlib import Path
-from espalier.errors import EspalierError, Interrupted, PeerLost, UserError
-from espalier.launch import version_check, host_agent
+from espalier.recipe.errors import EspalierError, Interrupted, PeerLost, UserError
+from espalier.train import version_check
+from espalier.launch.hosts import host_agent
 
 host, folder = os.environ["PRETENDED"], Path({folder!r})
 if host == "silent":
@@ -199,10 +200,10 @@ def test_a_killed_rank_ends_the_others_at_once_and_is_named(options, tmp_path) -
 
 LAUNCHER = """
 import sys
-from espalier.config import Launch
-from espalier.errors import EspalierError
-from espalier.launch import ssh
-from espalier.launch.hosts import parse
+from espalier.recipe import Launch
+from espalier.recipe.errors import EspalierError
+from espalier.launch.hosts import ssh
+from espalier.launch.hosts.hosts import parse
 options = Launch(command=sys.argv[1], python=sys.argv[2])
 try:
     with ssh.Crowd(options, "x", lambda far, stream, line: None) as crowd:

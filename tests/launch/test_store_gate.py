@@ -13,11 +13,11 @@ import pytest
 from abroad import TOKEN, Abroad
 from struck import recipe_of, same
 
-from espalier import store_client
-from espalier.launch import store_gate, supervisor_protocol
-from espalier.launch.base import RankSpec
-from espalier.launch.store_server import Relayed, near
+from espalier.comm import store_client
+from espalier.launch.hosts import store_gate, supervisor_protocol
+from espalier.launch.ranks.store_server import Relayed, near
 from espalier.testing.faults import Fault
+from espalier.train.rank_spec import RankSpec
 
 
 class Guarded:

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from espalier.launch import supervisor_protocol
-from espalier.launch.store_server import Relayed, Served, served
+from espalier.launch.hosts import supervisor_protocol
+from espalier.launch.ranks.store_server import Relayed, Served, served
 
 
 def answers(port):

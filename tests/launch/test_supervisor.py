@@ -13,11 +13,11 @@ import time
 import pytest
 from struck import PHASES, Struck, recipe_of, same
 
-from espalier.errors import Interrupted, RunFailed, UserError
-from espalier.launch import base
-from espalier.launch import supervisor as supervise
+from espalier.launch.ranks import supervisor as supervise
+from espalier.recipe.errors import Interrupted, RunFailed, UserError
 from espalier.testing.faults import Fault
 from espalier.track.goodput import account
+from espalier.train import rank_spec as base
 
 HAPPENINGS = ("kill", "terminate", "raise", "stop", "hang", "exit")
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.launch import message_auth
-from espalier.launch.supervisor_protocol import Command, ControlLink, End, Meeting, Report, aged, dated, opened
-from espalier.resilience.hang_detector import Vital
-from espalier.resilience.heartbeat import Sign
+from espalier.launch.hosts import message_auth
+from espalier.launch.hosts.supervisor_protocol import Command, ControlLink, End, Meeting, Report, aged, dated, opened
+from espalier.launch.resilience.hang_detector import Vital
+from espalier.train.heartbeat import Sign
 
 SECONDS = st.floats(0.001, 1e5)
 

@@ -1,7 +1,7 @@
 import pytest
 
-from espalier.errors import UserError
-from espalier.launch import torchrun
+from espalier.launch.launchers import torchrun
+from espalier.recipe.errors import UserError
 
 NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 

@@ -1,7 +1,7 @@
 import pytest
 
-from espalier.errors import UserError
-from espalier.launch import version_check
+from espalier.recipe.errors import UserError
+from espalier.train import version_check
 
 
 def ranks(**changes):

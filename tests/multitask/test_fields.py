@@ -10,17 +10,17 @@ import pytest
 import tiny_tasks
 import torch
 
-from espalier import workload_registry
-from espalier.cost import VALUE_BYTES
-from espalier.errors import UserError
 from espalier.module.parts import collated
-from espalier.multitask import Multitask, answers
-from espalier.multitask.sources import SceneRays
-from espalier.multitask.workload import MultitaskWorkload
+from espalier.parallel.workload import Shard
 from espalier.radiance.rays import Rays
 from espalier.radiance.workload import psnr
-from espalier.workload import Shard
-from espalier.workload_row import Sampling
+from espalier.recipe.cost import VALUE_BYTES
+from espalier.recipe.errors import UserError
+from espalier.tasks import Multitask, answers
+from espalier.tasks.sources import SceneRays
+from espalier.tasks.workload import MultitaskWorkload
+from espalier.train import workload_registry
+from espalier.train.workload_row import Sampling
 
 
 @pytest.fixture(scope="module")

@@ -12,19 +12,19 @@ import pytest
 import tiny_tasks
 import torch
 
-from espalier import run as runs
-from espalier import worker, workload_registry
-from espalier.config import recipe_file
-from espalier.errors import Interrupted, UserError
-from espalier.launch import agent
-from espalier.launch import base as launch
+from espalier.launch.ranks import agent
 from espalier.module.parts import length
-from espalier.multitask import Multitask, answers, sources
-from espalier.multitask.workload import MultitaskWorkload
+from espalier.parallel.workload import Shard
 from espalier.plan import base as plans
-from espalier.rank_setup import RankSetup
-from espalier.workload import Shard
-from espalier.workload_row import Sampling
+from espalier.recipe import recipe_file
+from espalier.recipe.errors import Interrupted, UserError
+from espalier.tasks import Multitask, answers, sources
+from espalier.tasks.workload import MultitaskWorkload
+from espalier.train import rank_spec as launch
+from espalier.train import run_folder as runs
+from espalier.train import worker, workload_registry
+from espalier.train.rank_setup import RankSetup
+from espalier.train.workload_row import Sampling
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,10 @@ import pytest
 import tiny_tasks
 import torch
 
-from espalier import worker
-from espalier.config import recipe_file
-from espalier.stages import spindle
-from espalier.verbs import train
+from espalier.cli import train
+from espalier.mechanisms.task_waves import waves as spindle
+from espalier.recipe import recipe_file
+from espalier.train import worker
 
 STEPS = 60
 MACHINE = """[[nodes]]

@@ -14,19 +14,19 @@ import tiny_tasks
 import torch
 from test_multitask import ALONE, of, trained
 
-from espalier import cluster as clusters
-from espalier import run as runs
-from espalier import workload_registry
-from espalier.errors import UserError
+from espalier.cli import plan_page
+from espalier.machine import cluster as clusters
+from espalier.mechanisms.task_waves import task_waves
+from espalier.mechanisms.task_waves.waves import Slices, WaveSchedule
 from espalier.parallel.mesh import of_plan
+from espalier.parallel.workload import Shard
 from espalier.plan import base as plans
-from espalier.plan import task_waves
 from espalier.plan.decide import decide
-from espalier.plan.request_from_recipe import of_recipe
-from espalier.stages.spindle import Slices, WaveSchedule
+from espalier.recipe.errors import UserError
 from espalier.testing.faults import Fault
-from espalier.verbs import plan_page
-from espalier.workload import Shard
+from espalier.train import run_folder as runs
+from espalier.train import workload_registry
+from espalier.train.request_from_recipe import of_recipe
 
 MACHINE = clusters.loads('[[nodes]]\ndevice = "cpu"\ncores = 4\nmemory = "8GiB"\n')
 HOSTS = clusters.loads(

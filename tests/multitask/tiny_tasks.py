@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from espalier import workload_registry
-from espalier.config import recipe_file
+from espalier.recipe import recipe_file
+from espalier.train import workload_registry
 
 LENGTH = 6
 

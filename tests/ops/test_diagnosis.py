@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from espalier import ops
-from espalier.errors import UserError
 from espalier.ops import restart_helps, rules
 from espalier.ops.diagnosis import Means, diagnose
 from espalier.ops.incidents import Incident
 from espalier.ops.taxonomy import REASONS
+from espalier.recipe.errors import UserError
 
 HERE = Path(__file__).parent
 LOGS = [
@@ -133,6 +133,8 @@ def test_diagnosing_loads_no_torch():
     import subprocess
     import sys
 
-    script = "import sys, espalier.ops, espalier.resilience, espalier.verbs.diagnose\nassert 'torch' not in sys.modules"
+    script = (
+        "import sys, espalier.ops, espalier.launch.resilience, espalier.cli.diagnose\nassert 'torch' not in sys.modules"
+    )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr

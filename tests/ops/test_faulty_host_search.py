@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._C._distributed_c10d import HashStore
 
-from espalier import store_client
-from espalier.launch.store_server import served
+from espalier.comm import store_client
+from espalier.launch.ranks.store_server import served
 from espalier.ops import faulty_host_search
 from espalier.ops.faulty_host_search import Located, follow, gathers, lead, locate
 from espalier.testing.forks import outcomes

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from espalier.errors import UserError
 from espalier.ops import diagnosis
 from espalier.ops.diagnosis import diagnose
+from espalier.recipe.errors import UserError
 
 
 def write(root, **texts):

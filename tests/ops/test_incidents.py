@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from espalier.errors import UserError
 from espalier.ops import incidents
 from espalier.ops.incidents import Incident, with_incident
 from espalier.ops.taxonomy import REASONS, Diagnosis
+from espalier.recipe.errors import UserError
 
 FLUX = Incident("the flux capacitor is out of plutonium", "OS Error")
 WARP = Incident("warp core breach imminent, eject now", "Node Failure")

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from espalier.errors import UserError
 from espalier.ops import job_report, job_trace
+from espalier.recipe.errors import UserError
 
 
 @pytest.fixture

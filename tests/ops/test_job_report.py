@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from espalier import cli
+from espalier.cli import main as cli
 from espalier.track.events import Log
 
 TRACE = """gpu_num,type,state,submit_time,start_time,duration,queue

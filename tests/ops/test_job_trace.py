@@ -8,8 +8,8 @@ import time
 import numpy as np
 import pytest
 
-from espalier.errors import UserError
 from espalier.ops import job_trace
+from espalier.recipe.errors import UserError
 from espalier.track.events import Log
 
 ACME = """job_id,user,node_num,gpu_num,cpu_num,type,state,submit_time,start_time,end_time,duration,queue,gpu_time

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from espalier.errors import UserError
 from espalier.ops import rules
 from espalier.ops.taxonomy import REASONS
+from espalier.recipe.errors import UserError
 
 HEALTHY, ALARMING = (
     (Path(__file__).parent / f"{name}.txt").read_text(encoding="utf-8").splitlines() for name in ("healthy", "alarming")

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from espalier.errors import UserError
 from espalier.ops.log_scan import scan
+from espalier.recipe.errors import UserError
 
 STEP = "step %d loss %.3f lr 1e-4 tok/s 18000\n"
 

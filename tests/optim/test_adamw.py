@@ -1,9 +1,9 @@
 import torch
 from torch import nn
 
-from espalier.config import Adamw
 from espalier.optim import adamw
 from espalier.optim.base import names_of, owned_by
+from espalier.recipe import Adamw
 
 
 def small(dtype=torch.float32):

@@ -3,9 +3,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from espalier.config import Adamw, Muon
 from espalier.optim import muon
 from espalier.optim.base import owned_by
+from espalier.recipe import Adamw, Muon
 
 OPTIONS = Muon(learning_rate=0.02, adamw=Adamw(learning_rate=1e-3))
 

@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.config import Constant, Cosine, Stable
 from espalier.optim.schedules import factor
+from espalier.recipe import Constant, Cosine, Stable
 
 shares = st.floats(0.0, 0.5)
 schedules = st.one_of(

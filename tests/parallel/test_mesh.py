@@ -13,10 +13,10 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.errors import UserError
 from espalier.parallel.mesh import AXES, DATA, REPLICA, SEQUENCE, Coordinates, Degrees, ProcessMesh, of_plan, regular
+from espalier.plan.axes import placement as shards
 from espalier.plan.base import Outer, Plan, Rank, Stage
-from espalier.shard import placement as shards
+from espalier.recipe.errors import UserError
 from espalier.testing import ranks
 
 degrees = st.builds(Degrees, *(st.integers(1, 3) for _ in AXES)).filter(lambda one: prod(one) <= 96)

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from espalier import cluster as clusters
-from espalier.cluster import Cluster
-from espalier.cost import Anatomy, Cut, Product, Work
+from espalier.machine import cluster as clusters
+from espalier.machine.cluster import Cluster
+from espalier.plan.axes.sharding import Division, StateBytes, StateSizes, cost
 from espalier.plan.layouts import Layouts
 from espalier.plan.request import Request
-from espalier.shard.cost import Division, StateBytes, StateSizes, cost
+from espalier.recipe.cost import Anatomy, Cut, Product, Work
 
 KEPT = {"none": 16.0, "selective": 12.0, "block": 1.0}
 AGAIN = {"none": 0.0, "selective": 0.9, "block": 1.0}

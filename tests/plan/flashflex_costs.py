@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from espalier.plan.pipeline_solver import DeviceClass, Group, Slot, SolvedPipeline
+from espalier.mechanisms.unequal_pipelines.pipeline_solver import DeviceClass, Group, Slot, SolvedPipeline
 
 BYTES = 2
 TERA, GIGA = 2.0**40, 2.0**30

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from asked import gpus
 
-from espalier.config.decoder_shapes import Sizes
 from espalier.plan.calibrate import Batch, Measurement
 from espalier.plan.calibration_factors import PLAIN, CostFactors
 from espalier.plan.layouts import Layouts
 from espalier.plan.reference_models import ReferenceDecoder
+from espalier.recipe.decoder_shapes import Sizes
 
 HEAD = "gpus,global_batch,micro_batch,hidden,heads,layers,seq,tp,dp,pp,iter_ms"
 LINE = "8,32,2,2048,16,24,1024,2,2,2,900.5"

@@ -15,19 +15,20 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from espalier import cluster, worker
-from espalier.config import defaults, recipe_file
-from espalier.cost import Cut
+from espalier.cli import prepare
 from espalier.language.workload import open_language
-from espalier.launch import agent
-from espalier.launch import base as launch
+from espalier.launch.ranks import agent
+from espalier.machine import cluster
 from espalier.plan import base as plans
 from espalier.plan import collective_time, memory_model
 from espalier.plan.cost_inputs import CostInputs
 from espalier.plan.layouts import Layouts, stage_layers
-from espalier.rank_setup import RankSetup
-from espalier.trainer import Trainer
-from espalier.verbs import prepare
+from espalier.recipe import defaults, recipe_file
+from espalier.recipe.cost import Cut
+from espalier.train import rank_spec as launch
+from espalier.train import worker
+from espalier.train.rank_setup import RankSetup
+from espalier.train.trainer import Trainer
 
 SEQUENCE, SAMPLES = 256, 4
 

@@ -9,12 +9,12 @@ import pytest
 from asked import decoder, gpus
 
 from espalier.plan import collective_time, step_time
+from espalier.plan.axes.flat_layout import BUCKET
 from espalier.plan.cost_inputs import EACH, LARGEST, CostInputs
 from espalier.plan.decide import decide
 from espalier.plan.layouts import Layouts
 from espalier.plan.reference_models import MIXED
 from espalier.plan.request import Request
-from espalier.shard.flat_layout import BUCKET
 
 
 def asked(**more: object) -> Request:

@@ -18,8 +18,8 @@ import pytest
 from asked import gpus
 from test_worked import ISP, MSP, SEQUENCE, SIZE, TABLE, asked, fleet
 
-from espalier.config import Pin
 from espalier.plan import collective_time, search
+from espalier.recipe import Pin
 
 GIB = 2**30
 WORLD, LAYERS, SAMPLES = 128, 40, 32

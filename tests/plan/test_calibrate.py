@@ -11,8 +11,7 @@ import pytest
 from asked import decoder, gpus, processor
 from rows import timed, unmeasured
 
-from espalier import cluster as clusters
-from espalier.errors import UserError
+from espalier.machine import cluster as clusters
 from espalier.plan.calibrate import (
     DATASHEET,
     INDIRECT,
@@ -29,6 +28,7 @@ from espalier.plan.calibrate import (
 from espalier.plan.calibration_factors import PLAIN, CostFactors
 from espalier.plan.decide import decide
 from espalier.plan.device_model import peak, sustained
+from espalier.recipe.errors import UserError
 
 MINE = '{ name = "mine", kind = "cuda", memory = 100000000000, memory_bandwidth = 1e12, flops = { fp32 = 1e13 } }'
 TRUTH = CostFactors(product=1.15, small=1.5, memory=1.2, issue=1.8, inside=1.1, call=2.5, held=1.3)

@@ -10,19 +10,31 @@ from typing import Any
 
 import pytest
 
-from espalier import cluster as clusters
-from espalier import units
-from espalier.cluster import Cluster, Link
-from espalier.config import Auto, ByRounds, Co2, DiLoCo, Eager, EveryStep, LocalSgd, ShardPin, defaults, recipe_file
-from espalier.errors import UserError
-from espalier.plan import co2, request_from_recipe
+from espalier.machine import cluster as clusters
+from espalier.machine.cluster import Cluster, Link
+from espalier.mechanisms.local_rounds import overlap_cost
+from espalier.mechanisms.local_rounds import planned as co2
+from espalier.mechanisms.local_rounds.co2 import chosen_of
 from espalier.plan.base import Plan, dumps, loads
 from espalier.plan.calibrate import DATASHEET
 from espalier.plan.decide import decide
 from espalier.plan.refusals import DoesNotFit
 from espalier.plan.request import Request
-from espalier.sync import overlap_cost
-from espalier.sync.co2 import chosen_of
+from espalier.recipe import (
+    Auto,
+    ByRounds,
+    Co2,
+    DiLoCo,
+    Eager,
+    EveryStep,
+    LocalSgd,
+    ShardPin,
+    defaults,
+    recipe_file,
+    units,
+)
+from espalier.recipe.errors import UserError
+from espalier.train import request_from_recipe
 
 
 def asked(sync: Any, samples: int = 64, **pins: Any) -> Request:

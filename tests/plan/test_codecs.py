@@ -6,16 +6,18 @@ from dataclasses import replace
 
 import pytest
 
-from espalier import cluster as clusters
 from espalier.comm.codecs import codec
 from espalier.comm.compressed_collectives import sent_bytes
-from espalier.config import Pin, ShardPin, defaults, recipe_file
-from espalier.errors import UserError
-from espalier.plan import codecs, collective_time, request_from_recipe
+from espalier.machine import cluster as clusters
+from espalier.mechanisms.codecs import planned as codecs
+from espalier.plan import collective_time
+from espalier.plan.axes.flat_layout import BucketRule, Piece, arrange
 from espalier.plan.base import Plan
 from espalier.plan.decide import decide
 from espalier.plan.request import Crossing, Request
-from espalier.shard.flat_layout import BucketRule, Piece, arrange
+from espalier.recipe import Pin, ShardPin, defaults, recipe_file
+from espalier.recipe.errors import UserError
+from espalier.train import request_from_recipe
 
 HOST = '[[nodes]]\nname = "{}"\ncores = 2\nmemory = "8GiB"\n[nodes.device]\nname = "cpu"\nkind = "cpu"\n'
 HOST += "memory = 8589934592\nmemory_bandwidth = 1e10\nflops = {{ fp32 = 4e10 }}\n"

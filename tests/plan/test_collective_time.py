@@ -13,13 +13,13 @@ from asked import decoder, gpus, processor
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier import cost
-from espalier.cluster import Link
+from espalier.machine.cluster import Link
 from espalier.plan import collective_time, step_time
+from espalier.plan.axes.placement import ShardFactors, place
 from espalier.plan.collective_time import Fleet, Operation
 from espalier.plan.cost_inputs import CostInputs
 from espalier.plan.layouts import Layouts
-from espalier.shard.placement import ShardFactors, place
+from espalier.recipe import cost
 
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 operations = st.sampled_from(OPERATIONS)

@@ -8,11 +8,12 @@ import msgspec
 import pytest
 from asked import decoder, gpus, processor
 
-from espalier import config
-from espalier.config import Pin, ShardPin, defaults
-from espalier.plan import checkpoint_cost, request_from_recipe
+from espalier import recipe as config
+from espalier.plan import checkpoint_cost
 from espalier.plan.base import Plan
 from espalier.plan.decide import PlanDecision, decide
+from espalier.recipe import Pin, ShardPin, defaults
+from espalier.train import request_from_recipe
 
 pytestmark = pytest.mark.quick
 

@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from espalier import cluster as clusters
-from espalier.config import EveryStep, Pin, ShardPin, defaults, recipe_file
-from espalier.plan import request_from_recipe, search
+from espalier.machine import cluster as clusters
+from espalier.plan import search
 from espalier.plan.calibrate import DATASHEET, Calibration
 from espalier.plan.calibration_factors import CostFactors
 from espalier.plan.decide import PlanDecision, decide
 from espalier.plan.request import Request
+from espalier.recipe import EveryStep, Pin, ShardPin, defaults, recipe_file
+from espalier.train import request_from_recipe
 
 SLOW = Calibration(factors=CostFactors(product=3.0, attention=3.0, memory=3.0, issue=3.0), spread=0.07, rows=9)
 

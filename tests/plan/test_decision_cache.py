@@ -13,15 +13,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from espalier import cluster as clusters
-from espalier.cluster import Cluster
-from espalier.config import defaults, recipe_file
-from espalier.plan import decision_cache, request_from_recipe
+from espalier.machine import cluster as clusters
+from espalier.machine.cluster import Cluster
+from espalier.plan import decision_cache
 from espalier.plan.base import Plan
 from espalier.plan.calibrate import DATASHEET
 from espalier.plan.decide import decide
 from espalier.plan.request import Request
 from espalier.plan.trials import Trials
+from espalier.recipe import defaults, recipe_file
+from espalier.train import request_from_recipe
 
 CLUSTER = clusters.loads('[[nodes]]\ndevice = "A100-80GB"\ndevices = 8\n')
 

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from espalier import cluster as clusters
-from espalier.cluster import Cluster
-from espalier.config import Pin, defaults, recipe_file
-from espalier.plan import build_plan, request_from_recipe, search
+from espalier.machine import cluster as clusters
+from espalier.machine.cluster import Cluster
+from espalier.plan import build_plan, search
 from espalier.plan.base import Plan
 from espalier.plan.request import Request
 from espalier.plan.search import TIE
+from espalier.recipe import Pin, defaults, recipe_file
+from espalier.train import request_from_recipe
 
 
 def asked(shape: str = "llama-7b", sequence: int = 4096, samples: int = 1024, **model: Any) -> Request:

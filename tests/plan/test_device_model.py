@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier import cluster as clusters
-from espalier.cluster import Copy, Device, Rate
-from espalier.cost import Product, Work
-from espalier.errors import UserError
+from espalier.machine import cluster as clusters
+from espalier.machine.cluster import Copy, Device, Rate
 from espalier.plan import device_model
 from espalier.plan.device_model import DeviceUse
+from espalier.recipe.cost import Product, Work
+from espalier.recipe.errors import UserError
 
 RATES = (
     Rate("product", "fp32", 64, 64, 64, 1, 1, 10e9),

@@ -12,13 +12,15 @@ import torch
 from asked import decoder, gpus, processor
 
 import espalier
-from espalier import apply_plan, cli, mechanisms, workload_registry
-from espalier import cluster as clusters
-from espalier.cluster import Cluster
-from espalier.config import Adamw, Recipe, recipe_file
-from espalier.errors import UserError
+from espalier.cli import main as cli
+from espalier.launch import apply_plan
+from espalier.machine import cluster as clusters
+from espalier.machine.cluster import Cluster
 from espalier.plan import base
 from espalier.plan.base import Plan
+from espalier.recipe import Adamw, Recipe, recipe_file
+from espalier.recipe.errors import UserError
+from espalier.train import mechanisms, workload_registry
 
 
 def recipe(draw: random.Random, samples: int = 0, sync: str = "", pin: dict[str, Any] | None = None) -> Recipe:

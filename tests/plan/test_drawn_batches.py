@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 from tests.story.programs import forked, launched
 
-from espalier import cli, make_plan
-from espalier.config.graphs import Batches
-from espalier.graph import halo_parallel, workload
+from espalier import make_plan
+from espalier.cli import main as cli
+from espalier.graph import workload
+from espalier.mechanisms.disk_batches import drawn_batches
+from espalier.mechanisms.halo_exchange import halo_parallel
 from espalier.plan import base as plans
-from espalier.plan import drawn_batches
-from espalier.units import show_seconds
+from espalier.recipe.graphs import Batches
+from espalier.recipe.units import show_seconds
 
 HOST = '[[nodes]]\ndevice = "cpu"\ncores = 1\nmemory = "8GiB"\ncount = {}\n'
 LINK = '[links]\nbetween = {{ bandwidth = "{}", latency = "{}", launch = "{}" }}\n'

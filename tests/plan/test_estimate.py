@@ -9,10 +9,10 @@ from asked import decoder, gpus, plain, processor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from espalier import cost
-from espalier.cluster import Cluster
+from espalier.machine.cluster import Cluster
 from espalier.plan import collective_time, step_time
 from espalier.plan.estimate import estimate, grid, scaled
+from espalier.recipe import cost
 
 
 def changed(cluster: Cluster, **device: float) -> Cluster:

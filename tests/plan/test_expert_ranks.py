@@ -8,11 +8,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from espalier import cluster as clusters
-from espalier import config
-from espalier.errors import UserError
-from espalier.experts.cost import ExpertLoad, Routed, cost, expected, placed, sent_bytes
+from espalier import recipe as config
+from espalier.machine import cluster as clusters
 from espalier.plan import decide
+from espalier.plan.axes.experts import ExpertLoad, Routed, cost, expected, placed, sent_bytes
+from espalier.recipe.errors import UserError
 
 from . import asked
 

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from espalier.errors import UserError
-from espalier.plan.flashflex import Search, fastest_path, partitions, place
-from espalier.plan.pipeline_solver import (
+from espalier.mechanisms.unequal_pipelines.flashflex import Search, fastest_path, partitions, place
+from espalier.mechanisms.unequal_pipelines.pipeline_solver import (
     DeviceClass,
     Group,
     Slot,
@@ -21,6 +20,7 @@ from espalier.plan.pipeline_solver import (
     share_micro_batches,
     solve_layers,
 )
+from espalier.recipe.errors import UserError
 
 from .flashflex_costs import Card, ReleasedCosts
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from espalier import cluster as clusters
-from espalier.config import defaults, recipe_file
-from espalier.errors import UserError
+from espalier.machine import cluster as clusters
 from espalier.plan import base as plans
-from espalier.plan import request_from_recipe
 from espalier.plan.calibrate import DATASHEET
 from espalier.plan.decide import decide
+from espalier.recipe import defaults, recipe_file
+from espalier.recipe.errors import UserError
+from espalier.train import request_from_recipe
 
 NOTE = clusters.loads("""
 nodes = [

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from espalier.plan import halo_bits
-from espalier.plan.halo_bits import Links, allotted, chosen_bytes
+from espalier.mechanisms.halo_exchange import halo_bits
+from espalier.mechanisms.halo_exchange.halo_bits import Links, allotted, chosen_bytes
 
 KEYS = [(1, False), (1, True), (2, False), (2, True)]
 COLUMNS = {1: 64, 2: 16}

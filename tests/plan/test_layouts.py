@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.errors import UserError
 from espalier.plan.base import Layout
 from espalier.plan.layouts import ALGORITHMS, Layouts, Limits, chains, divisors, grid, of_view, view
+from espalier.recipe.errors import UserError
 
 SHARDS = st.sampled_from([(8, 8), (16, 8), (64, 8), (12, 4), (24, 8), (7, 8), (1, 8), (96, 6)])
 

@@ -10,12 +10,12 @@ import torch
 from asked import decoder, gpus, processor
 
 import espalier
-from espalier.errors import UserError
 from espalier.plan import Calibration, calibrate, estimate
 from espalier.plan.base import Layout
 from espalier.plan.calibrate import Measurement
 from espalier.plan.calibration_factors import CostFactors
 from espalier.plan.layouts import Layouts
+from espalier.recipe.errors import UserError
 
 RECIPE = """
 [model]

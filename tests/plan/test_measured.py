@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rows import HEAD, LINE, ROW, changed, lines, table
 
-from espalier.errors import UserError
 from espalier.plan.calibrate import Batch, Measurement
 from espalier.plan.calibration_factors import PLAIN
 from espalier.plan.layouts import Layouts
 from espalier.plan.measurements.table import read
+from espalier.recipe.errors import UserError
 
 
 def one(folder: Path, row: Any) -> Measurement:

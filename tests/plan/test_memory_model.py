@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from espalier import config
-from espalier.config import decoder_shapes, defaults
-from espalier.cost import Cut
+from espalier import recipe as config
 from espalier.language import gpt
 from espalier.language.operation_counts import DecoderLoad
 from espalier.plan import collective_time, memory_model
+from espalier.plan.axes.sharding import StateBytes
 from espalier.plan.cost_inputs import CostInputs
 from espalier.plan.layouts import MODES, Layouts, chains
 from espalier.plan.reference_models import FULL, MIXED
 from espalier.plan.request import Request
-from espalier.shard.cost import StateBytes
+from espalier.recipe import decoder_shapes, defaults
+from espalier.recipe.cost import Cut
 
 BATCH, SEQUENCE, VOCABULARY = 4, 128, 512
 

@@ -20,20 +20,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_search import every_layout
 
-from espalier import cluster as clusters
-from espalier.cluster import Cluster
-from espalier.compose import Refusal
-from espalier.config import Auto, DiLoCo, Eager, Pin
-from espalier.errors import UserError
-from espalier.plan import collective_time, offload, optimizer_node, search
+from espalier.machine import cluster as clusters
+from espalier.machine.cluster import Cluster
+from espalier.plan import collective_time, search
+from espalier.plan.axes import node_cost as cost
+from espalier.plan.axes import offload, optimizer_node
+from espalier.plan.axes import offload_layout as layout
 from espalier.plan.base import RESIDENT, Offload, Plan, Rank, dumps, loads
+from espalier.plan.compose import Refusal
 from espalier.plan.decide import decide
 from espalier.plan.estimate import grid
 from espalier.plan.layouts import Layouts
 from espalier.plan.refusals import DoesNotFit
 from espalier.plan.request import Request
-from espalier.shard.luwu import cost
-from espalier.shard.offload import layout
+from espalier.recipe import Auto, DiLoCo, Eager, Pin
+from espalier.recipe.errors import UserError
 
 tiers = st.sampled_from(["device", "host", "disk"])
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from espalier import cluster as clusters
-from espalier import units
-from espalier.cli import main
-from espalier.errors import UserError
+from espalier.cli import prepare
+from espalier.cli.main import main
+from espalier.machine import cluster as clusters
 from espalier.plan.base import Plan
 from espalier.plan.decide import decide
-from espalier.verbs import prepare
+from espalier.recipe import units
+from espalier.recipe.errors import UserError
 
 RECIPE = """
 [model]

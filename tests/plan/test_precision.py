@@ -12,16 +12,16 @@ import pytest
 import torch
 from asked import decoder, gpus, processor
 
-from espalier import cluster as clusters
-from espalier import mechanisms
-from espalier.cluster import Cluster, Rate
-from espalier.config import Auto, Pin, defaults, recipe_file
-from espalier.errors import UserError
+from espalier.machine import cluster as clusters
+from espalier.machine.cluster import Cluster, Rate
 from espalier.plan import base as plans
-from espalier.plan import device_model, precision, request_from_recipe, trials
+from espalier.plan import device_model, precision, trials
 from espalier.plan.base import Plan
 from espalier.plan.decide import PlanDecision, decide
 from espalier.plan.request import AUTO, Request
+from espalier.recipe import Auto, Pin, defaults, recipe_file
+from espalier.recipe.errors import UserError
+from espalier.train import mechanisms, request_from_recipe
 
 LARGE = {"width": 2048, "layers": 8, "sequence": 1024, "batch": 256, "heads": 16, "kv_heads": 16}
 

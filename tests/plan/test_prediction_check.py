@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from espalier.config import Gpt, Recipe
+from espalier.cli import train
 from espalier.plan.base import Predicted
 from espalier.plan.prediction_check import STEPS, WARM, PredictionCheck
-from espalier.run import RunFolder
+from espalier.recipe import Gpt, Recipe
 from espalier.track.events import read
-from espalier.verbs import train
+from espalier.train.run_folder import RunFolder
 
 PREDICTED = Predicted(
     step_seconds=0.04, tokens_per_second=1.0, tokens_per_second_per_device=1.0, mfu=0.1,

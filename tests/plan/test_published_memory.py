@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from asked import gpus
 from test_activation_memory import LiveBytes
 
-from espalier.config.decoder_shapes import Sizes
-from espalier.cost import Cut
 from espalier.plan import collective_time
 from espalier.plan.estimate import Priced, price
 from espalier.plan.layouts import Layouts
 from espalier.plan.reference_models import FOREACH, LOSSES, ReferenceDecoder
+from espalier.recipe.cost import Cut
+from espalier.recipe.decoder_shapes import Sizes
 
 
 def llama(layers: int, width: int, heads: int, feed_forward: int) -> Sizes:

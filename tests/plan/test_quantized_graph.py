@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from espalier.config import defaults, recipe_file
 from espalier.graph import synthetic
 from espalier.graph.workload import GraphWorkload
-from espalier.workload import Shard
+from espalier.parallel.workload import Shard
+from espalier.recipe import defaults, recipe_file
 
 TIME, MEMORY = 2.5, 1.25
 """Factors that the plan's seconds and bytes may be off by."""

@@ -16,8 +16,6 @@ import pytest
 from asked import gpus
 from scipy.stats import spearmanr
 
-from espalier.config.decoder_shapes import Sizes
-from espalier.cost import Cut
 from espalier.plan import collective_time, search
 from espalier.plan.calibrate import UNCALIBRATED, Measurement, calibrate
 from espalier.plan.calibration_factors import PLAIN, CostFactors
@@ -26,6 +24,8 @@ from espalier.plan.estimate import Priced, grid, price
 from espalier.plan.layouts import Layouts, chains
 from espalier.plan.reference_models import ReferenceDecoder
 from espalier.plan.request import Request
+from espalier.recipe.cost import Cut
+from espalier.recipe.decoder_shapes import Sizes
 
 # --- Megatron-LM on Selene ---------------------------------------------------------------------------------------
 

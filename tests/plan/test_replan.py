@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from espalier import cluster as clusters
-from espalier.config import Pin, defaults, recipe_file
-from espalier.errors import UserError
+from espalier.machine import cluster as clusters
 from espalier.plan import base as plans
-from espalier.plan import build_plan, replan, request_from_recipe, search
+from espalier.plan import build_plan, replan, search
 from espalier.plan.request import Request
+from espalier.recipe import Pin, defaults, recipe_file
+from espalier.recipe.errors import UserError
+from espalier.train import request_from_recipe
 
 
 def request(samples: int = 32, **more: object) -> Request:

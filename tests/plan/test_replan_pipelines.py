@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from espalier import cluster as clusters
-from espalier.errors import UserError
+from espalier.machine import cluster as clusters
+from espalier.mechanisms.unequal_pipelines import replan_pipelines, unequal
 from espalier.plan import base as plans
-from espalier.plan import replan, replan_pipelines, unequal
+from espalier.plan import replan
 from espalier.plan.calibrate import DATASHEET
 from espalier.plan.decide import decide
 from espalier.plan.measured_cluster import Speeds
+from espalier.recipe.errors import UserError
 
 from .test_unequal import GIB, asked, processors
 

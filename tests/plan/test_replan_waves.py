@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from espalier import cluster as clusters
-from espalier.cost import PartCost
-from espalier.errors import UserError
+from espalier.machine import cluster as clusters
 from espalier.plan import base as plans
 from espalier.plan import replan
 from espalier.plan.calibrate import DATASHEET
 from espalier.plan.decide import decide
+from espalier.recipe.cost import PartCost
+from espalier.recipe.errors import UserError
 
 from .asked import decoder
 

@@ -6,11 +6,11 @@ import shutil
 import msgspec
 import pytest
 
-from espalier import cluster as clusters
-from espalier import config
+from espalier import recipe as config
 from espalier.checkpoint import save_interval, young_daly
-from espalier.errors import UserError
+from espalier.machine import cluster as clusters
 from espalier.plan import base, checkpoint_cost
+from espalier.recipe.errors import UserError
 
 pytestmark = pytest.mark.quick
 

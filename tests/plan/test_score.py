@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from rows import LINE, changed, lines, table
 
-from espalier.errors import UserError
+from espalier.cli import measurements as verb
 from espalier.plan.calibrate import DATASHEET, Calibration, calibrate
 from espalier.plan.calibration_factors import PLAIN
 from espalier.plan.measurements import score
 from espalier.plan.measurements.table import MeasuredRow, MeasuredTable, read
-from espalier.verbs import measurements as verb
+from espalier.recipe.errors import UserError
 
 LAYOUTS = ("1,8,1", "2,4,1", "4,2,1", "2,2,2", "1,2,4")
 

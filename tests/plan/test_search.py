@@ -12,17 +12,16 @@ import numpy as np
 import pytest
 from asked import decoder, gpus, processor
 
-from espalier import cluster as clusters
-from espalier import units
-from espalier.cluster import Cluster
-from espalier.config import Pin, ShardPin
-from espalier.errors import UserError
+from espalier.machine import cluster as clusters
+from espalier.machine.cluster import Cluster
 from espalier.plan import base, build_plan, collective_time, pins, refusals, search
+from espalier.plan.axes.sharding import StateBytes
 from espalier.plan.estimate import grid
 from espalier.plan.layouts import ALGORITHMS, MODES, Layouts
 from espalier.plan.layouts import grid as grid_of
 from espalier.plan.request import Request
-from espalier.shard.cost import StateBytes
+from espalier.recipe import Pin, ShardPin, units
+from espalier.recipe.errors import UserError
 
 
 def every_layout(request: Request, ranks: int, per_node: int, starved: bool = False) -> list[Layouts]:

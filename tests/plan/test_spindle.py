@@ -13,12 +13,12 @@ from functools import cache
 import numpy as np
 import pytest
 
-from espalier.errors import UserError
+from espalier.mechanisms.task_waves.metaops import Curve, MetaOp, fit, spans
+from espalier.mechanisms.task_waves.spindle import Method, WavePlan, simulate
+from espalier.mechanisms.task_waves.wave_placement import Devices, Links, exchange
+from espalier.mechanisms.task_waves.wave_solver import Slice, allocate, solve_program
 from espalier.plan import waves
-from espalier.plan.metaops import Curve, MetaOp, fit, spans
-from espalier.plan.spindle import Method, WavePlan, simulate
-from espalier.plan.wave_placement import Devices, Links, exchange
-from espalier.plan.wave_solver import Slice, allocate, solve_program
+from espalier.recipe.errors import UserError
 
 SIZES = (1, 2, 4, 8)
 TEXT = MetaOp("text", 12, dict(zip(SIZES, (4.0, 2.2, 1.3, 0.9), strict=True)))

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from rows import HEAD, LINE, changed, lines, table
 
-from espalier.errors import UserError
 from espalier.plan.calibrate import Batch, Measurement
 from espalier.plan.calibration_factors import PLAIN
 from espalier.plan.measurements.stack_words import WHOLE
 from espalier.plan.measurements.table import read
+from espalier.recipe.errors import UserError
 
 
 def one(folder: Path, **tables: dict[str, Any]) -> Measurement:

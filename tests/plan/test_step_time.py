@@ -12,9 +12,7 @@ from asked import decoder, gpus, processor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from espalier.cluster import Cluster
-from espalier.config import Pin, ShardPin
-from espalier.cost import Anatomy
+from espalier.machine.cluster import Cluster
 from espalier.plan import collective_time, cost_inputs, step_time
 from espalier.plan.decide import decide
 from espalier.plan.estimate import estimate, grid, price
@@ -22,6 +20,8 @@ from espalier.plan.layouts import ALGORITHMS, ARRAYS, MODES, Layouts, Limits, ch
 from espalier.plan.layouts import grid as layouts
 from espalier.plan.reference_models import MIXED
 from espalier.plan.request import Request
+from espalier.recipe import Pin, ShardPin
+from espalier.recipe.cost import Anatomy
 
 EXCHANGES = ("tensor", "sequence", "weights", "pipeline", "send", "all_reduce", "refresh")
 

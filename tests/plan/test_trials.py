@@ -9,13 +9,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from espalier import cluster as clusters
-from espalier.config import Gpt, Recipe, defaults
-from espalier.hardware import probe, resource_limits
+from espalier.cli import train
+from espalier.machine import cluster as clusters
+from espalier.machine import probe, resource_limits
 from espalier.plan.base import Plan, Predicted, Rank
 from espalier.plan.trials import Trials
-from espalier.run import RunFolder
-from espalier.verbs import train
+from espalier.recipe import Gpt, Recipe, defaults
+from espalier.train.run_folder import RunFolder
 
 CLUSTER = clusters.loads('[[nodes]]\ndevice = "cpu"\ncores = 2\nmemory = "8GiB"\n')
 PLANS = [Plan(ranks=tuple(Rank(threads=2 // count) for _ in range(count))) for count in (1, 2)]

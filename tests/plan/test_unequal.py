@@ -8,18 +8,19 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from espalier import cluster as clusters
-from espalier.cluster import Cluster
-from espalier.config import defaults, recipe_file
-from espalier.errors import UserError
+from espalier.cli import plan_page
+from espalier.machine import cluster as clusters
+from espalier.machine.cluster import Cluster
+from espalier.mechanisms.unequal_pipelines import unequal
+from espalier.mechanisms.unequal_pipelines.flashflex import pipeline_of, stage_rates
+from espalier.mechanisms.unequal_pipelines.pipeline_solver import Group
 from espalier.plan import base as plans
-from espalier.plan import request_from_recipe, unequal
 from espalier.plan.calibrate import DATASHEET
 from espalier.plan.decide import decide
-from espalier.plan.flashflex import pipeline_of, stage_rates
-from espalier.plan.pipeline_solver import Group
 from espalier.plan.request import Request
-from espalier.verbs import plan_page
+from espalier.recipe import defaults, recipe_file
+from espalier.recipe.errors import UserError
+from espalier.train import request_from_recipe
 
 ROOT = Path(__file__).parents[2]
 

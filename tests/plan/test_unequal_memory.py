@@ -12,13 +12,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from espalier.config import defaults, recipe_file
-from espalier.errors import UserError
 from espalier.language import gpt
-from espalier.plan import request_from_recipe, unequal
-from espalier.plan.pipeline_solver import Slot, UnequalLayout
-from espalier.stages.action_list import Pipeline
-from espalier.stages.model_stages import ModelStages, Placed
+from espalier.mechanisms.unequal_pipelines import unequal
+from espalier.mechanisms.unequal_pipelines.pipeline_solver import Slot, UnequalLayout
+from espalier.parallel.action_list import Pipeline
+from espalier.parallel.model_stages import ModelStages, Placed
+from espalier.recipe import defaults, recipe_file
+from espalier.recipe.errors import UserError
+from espalier.train import request_from_recipe
 
 from .test_unequal import processors
 

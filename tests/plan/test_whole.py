@@ -15,13 +15,13 @@ from asked import decoder, gpus, processor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from espalier.config import Pin, ShardPin, defaults, recipe_file
-from espalier.errors import UserError
+from espalier.cli import prepare, run_plan
 from espalier.plan import base, refusals, search, trials
 from espalier.plan.base import Layout, Plan
 from espalier.plan.decide import NEAR, decide
 from espalier.plan.layouts import view
-from espalier.verbs import prepare, run_plan
+from espalier.recipe import Pin, ShardPin, defaults, recipe_file
+from espalier.recipe.errors import UserError
 
 Seconds = Mapping[tuple[int, int], float]
 
@@ -271,6 +271,13 @@ def test_pins_that_cannot_be_met_are_refused(pin, cluster, said) -> None:  # typ
     with pytest.raises(UserError) as caught:
         planned(decoder(pin=pin), cluster)
     assert re.search(said, str(caught.value), re.DOTALL)
+
+
+def test_experts_that_leave_no_layout_are_refused_with_one_that_does() -> None:
+    pin = Pin(ep=2, shard=ShardPin(params=2))
+    request = decoder(pin=pin, experts=8, active=2, expert_parameters=1000.0)
+    with pytest.raises(UserError, match=r"plan\.pin\.ep = 2 leaves no layout[^!]*plan\.pin\.ep=1"):
+        planned(request, gpus())
 
 
 @pytest.mark.parametrize("cluster", [gpus("V100-32GB")])

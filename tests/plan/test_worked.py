@@ -15,10 +15,9 @@ import numpy as np
 import pytest
 from asked import gpus, states
 
-from espalier.cluster import Link
-from espalier.config.decoder_shapes import Sizes
-from espalier.cost import Cut
+from espalier.machine.cluster import Link
 from espalier.plan import collective_time, memory_model, step_time
+from espalier.plan.axes.pipeline import hand_overs
 from espalier.plan.calibration_factors import PLAIN, CostFactors
 from espalier.plan.collective_time import Fleet
 from espalier.plan.cost_inputs import CostInputs
@@ -26,7 +25,8 @@ from espalier.plan.estimate import price
 from espalier.plan.layouts import Layouts
 from espalier.plan.reference_models import MIXED, ReferenceDecoder
 from espalier.plan.request import Request
-from espalier.stages.cost import hand_overs
+from espalier.recipe.cost import Cut
+from espalier.recipe.decoder_shapes import Sizes
 
 GIB = 2**30
 SIZE = Sizes(

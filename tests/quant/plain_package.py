@@ -1,4 +1,5 @@
-"""Adaptive-Packages bit by bit, as the documentation of `quant/mega/package.py` has them: the plain form of its codec.
+"""Adaptive-Packages bit by bit, as the documentation of `mechanisms/few_bits/mega/package.py` has them: the plain
+form of its codec.
 
 A stream is a list of bits, the lowest of a value and of a byte first. Nothing here is shared with the package.
 """

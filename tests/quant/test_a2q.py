@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from espalier.errors import UserError
 from espalier.kernels.row_bits import pack_rows, unpack_rows
-from espalier.quant import a2q, base
-from espalier.quant.a2q import ColumnQuantizer, FakeQuantize, FeatureQuantizer, Rule
-from espalier.quant.base import (
+from espalier.mechanisms.few_bits import a2q
+from espalier.mechanisms.few_bits import bit_allocator as base
+from espalier.mechanisms.few_bits.a2q import ColumnQuantizer, FakeQuantize, FeatureQuantizer, Rule
+from espalier.mechanisms.few_bits.bit_allocator import (
     STEPS,
     BankBits,
     BitAllocator,
@@ -27,6 +27,7 @@ from espalier.quant.base import (
     RowIndex,
     UniformBits,
 )
+from espalier.recipe.errors import UserError
 
 
 def rows(count: int, columns: int, seed: int, signed: bool = True) -> torch.Tensor:

@@ -9,7 +9,7 @@ import pytest
 from tests.quant import dram_traces
 from tests.quant.dram_traces import TOLD
 
-from espalier.errors import UserError
+from espalier.recipe.errors import UserError
 from espalier_accelerators import dram
 from espalier_accelerators.dram import Trace
 

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from espalier.errors import UserError
-from espalier.quant.a2q import Coded
-from espalier.quant.mega import package, package_file
-from espalier.quant.mega.package import PackedRows, capacity, encode, greedy, optimal
+from espalier.mechanisms.few_bits.a2q import Coded
+from espalier.mechanisms.few_bits.mega import package, package_file
+from espalier.mechanisms.few_bits.mega.package import PackedRows, capacity, encode, greedy, optimal
+from espalier.recipe.errors import UserError
 
 
 def coded(widths: list[int], columns: int, signed: bool, share: float, seed: int) -> Coded:

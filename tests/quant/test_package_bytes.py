@@ -9,8 +9,8 @@ import torch
 from tests.quant import plain_package
 from tests.quant.test_package import coded
 
-from espalier.quant.a2q import Coded
-from espalier.quant.mega.package import OCCUPIED, PackedRows, Sizes, encode
+from espalier.mechanisms.few_bits.a2q import Coded
+from espalier.mechanisms.few_bits.mega.package import OCCUPIED, PackedRows, Sizes, encode
 
 WIDTHS = {
     "short": ([3], 7),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from espalier.quant.packed_spmm import PackedMatrix, packed_matmul
+from espalier.mechanisms.few_bits.packed_spmm import PackedMatrix, packed_matmul
 
 
 def matrix(rows: int, columns: int, signed: bool, seed: int, whole: bool, width: int | None = None) -> PackedMatrix:

@@ -8,11 +8,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from espalier.graph import sylvie
-from espalier.graph.diskgnn.row_format import RowFormat
-from espalier.kernels import row_bits
-from espalier.quant import row_widths
-from espalier.quant.base import BankBits, BitAllocator, DegreeBits, Layer, MemoryTarget, NodeBits, UniformBits, stored
+from espalier.kernels import row_bits, row_widths
+from espalier.mechanisms.disk_batches.row_format import RowFormat
+from espalier.mechanisms.few_bits.bit_allocator import (
+    BankBits,
+    BitAllocator,
+    DegreeBits,
+    Layer,
+    MemoryTarget,
+    NodeBits,
+    UniformBits,
+    stored,
+)
+from espalier.mechanisms.halo_exchange import sylvie
 
 DEGREES = torch.tensor([0, 1, 1, 2, 3, 5, 9, 17, 70, 400, 400, 12])
 

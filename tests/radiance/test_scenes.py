@@ -13,10 +13,10 @@ import torch
 from PIL import Image
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from espalier.errors import UserError
 from espalier.radiance import rendered_scenes, scenes
 from espalier.radiance.rays import Lens, look_at, rays_of, turntable_poses
 from espalier.radiance.scenes import Scene
+from espalier.recipe.errors import UserError
 
 
 def load(path: str | Path) -> Scene:

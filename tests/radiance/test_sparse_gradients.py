@@ -12,19 +12,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from espalier import workload_registry
-from espalier.cluster import Cluster, loads
-from espalier.comm import Channel, compressed_collectives, sparse, wire_format
+from espalier.comm import Channel, compressed_collectives, wire_format
 from espalier.comm.codecs import codec
-from espalier.config import recipe_file
-from espalier.plan import codecs, request_from_recipe
+from espalier.machine.cluster import Cluster, loads
+from espalier.mechanisms.codecs import planned as codecs
+from espalier.mechanisms.codecs import sparse
+from espalier.mechanisms.sharding.amsp import Amsp
+from espalier.parallel.workload import Shard
+from espalier.plan.axes.placement import ShardFactors
+from espalier.plan.axes.placement_plan import Spread
 from espalier.plan.request import Request
 from espalier.radiance.workload import RadianceWorkload
-from espalier.shard.amsp import Amsp
-from espalier.shard.placement import ShardFactors
-from espalier.shard.placement_plan import Spread
+from espalier.recipe import recipe_file
 from espalier.testing import forks, same
-from espalier.workload import Shard
+from espalier.train import request_from_recipe, workload_registry
 
 ROOT = Path(__file__).parents[2]
 RAYS, STEPS = 48, 3

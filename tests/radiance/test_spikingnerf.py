@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from espalier.config import SpikingNerf, Voxels
 from espalier.kernels import counts
 from espalier.kernels.ragged import Ragged, offsets_of
 from espalier.radiance import spikingnerf
 from espalier.radiance.spikingnerf import LIF, SpikingColours, aligned, lif_scan, lif_scan_padded, lif_scan_ragged
 from espalier.radiance.volume import Samples
 from espalier.radiance.voxels import ColourNetwork, encoded
+from espalier.recipe import SpikingNerf, Voxels
 
 LENGTHS = torch.tensor([3, 0, 17, 1, 0, 9])
 

@@ -20,22 +20,21 @@ import torch
 from PIL import Image
 from programs import MACHINE, forked
 
-from espalier import workload_registry
-from espalier.cluster import loads
-from espalier.config import SpikingNerf, recipe_file
-from espalier.errors import UserError
+from espalier.cli import load_run
 from espalier.kernels.base import Operation
 from espalier.kernels.ragged import Ragged
-from espalier.plan import request_from_recipe
+from espalier.machine.cluster import loads
+from espalier.parallel.workload import Shard
 from espalier.plan.decide import decide
 from espalier.radiance import energy, rendered_scenes, scenes, spikingnerf, volume
 from espalier.radiance.rays import look_at, rays_of
 from espalier.radiance.voxels import LEAST, Field
 from espalier.radiance.workload import RadianceWorkload
 from espalier.radiance.workload_row import views_of
+from espalier.recipe import SpikingNerf, recipe_file
+from espalier.recipe.errors import UserError
 from espalier.track import events, goodput
-from espalier.verbs import load_run
-from espalier.workload import Shard
+from espalier.train import request_from_recipe, workload_registry
 
 ROOT = Path(__file__).parents[2]
 SMALL = [

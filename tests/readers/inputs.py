@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from scipy.sparse import csr_matrix
 
-from espalier import cluster as clusters
-from espalier import config
-from espalier.config import Data, defaults, recipe_file
-from espalier.foreign_files import FieldUse
+from espalier import recipe as config
+from espalier.machine import cluster as clusters
+from espalier.recipe import Data, defaults, recipe_file
+from espalier.recipe.foreign_files import FieldUse
 
 
 class Reading(NamedTuple):

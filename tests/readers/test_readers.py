@@ -13,7 +13,7 @@ import mutations as change
 import pytest
 from inputs import Reader, Reading
 
-from espalier.errors import UserError
+from espalier.recipe.errors import UserError
 
 pytestmark = pytest.mark.quick
 PACKAGE = Path(__file__).parents[2] / "src" / "espalier"
@@ -39,7 +39,7 @@ TABLES = (
     "graph/separated_text.py",
     "graph/table_columns.py",
     "graph/edge_lists.py",
-    "graph/diskgnn/features.py",
+    "mechanisms/disk_batches/features.py",
 )
 SCENES = ("radiance/scenes.py", "radiance/transforms_file.py", "radiance/pictures.py")
 
@@ -95,8 +95,8 @@ READERS = [
         given.low_rank,
         ("adapter_config.json", change.OBJECT, "peft_type"),
     ),
-    plain("c.toml", ("cluster/file.py",), given.CLUSTER, given.cluster),
-    plain("r.toml", ("config/recipe_file.py",), given.RECIPE, given.recipe),
+    plain("c.toml", ("machine/cluster/file.py",), given.CLUSTER, given.cluster),
+    plain("r.toml", ("recipe/recipe_file.py",), given.RECIPE, given.recipe),
     Reader(
         "questions",
         ("evaluate/multiple_choice.py",),
@@ -226,20 +226,20 @@ ELSEWHERE: Mapping[str, str] = {
 }
 """Modules of readers whose inputs are changed in a suite of their own."""
 OWN: Mapping[str, str] = {
-    "cluster/catalogue.py": "the catalogue of devices, in the package",
+    "machine/cluster/catalogue.py": "the catalogue of devices, in the package",
     "evaluate/checkpoint_watcher.py": "pipes",
     "evaluate/eval_history.py": "the run log",
     "graph/condensed_file.py": "the layers of a run on disk",
-    "graph/diskgnn/inference.py": "the layers of a run on disk",
-    "graph/diskgnn/manifest.py": "packed batches",
-    "graph/diskgnn/topology.py": "packed batches",
+    "mechanisms/disk_batches/inference.py": "the layers of a run on disk",
+    "mechanisms/disk_batches/manifest.py": "packed batches",
+    "mechanisms/disk_batches/topology.py": "packed batches",
     "graph/graph_plan.py": "packed batches",
     "graph/kept_graph.py": "the graph that a run keeps",
-    "graph/packed_run.py": "export --to packed",
-    "graph/partition_folder.py": "folders of parts",
+    "mechanisms/few_bits/packed_run.py": "export --to packed",
+    "mechanisms/halo_exchange/partition_folder.py": "folders of parts",
     "graph/synthetic.py": "generated graphs",
-    "graph/torchgt/pattern.py": "the cache",
-    "graph/torchgt/plan_choice.py": "the cache",
+    "mechanisms/pattern_attention/pattern.py": "the cache",
+    "mechanisms/pattern_attention/plan_choice.py": "the cache",
     "language/token_shards.py": "the cache",
     "language/token_store.py": "the cache",
     "language/tune/chat_rows.py": "the cache",

@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.errors import HostLost
-from espalier.resilience.base import Budget, Decision, Failure, kind_of
+from espalier.recipe.errors import HostLost
+from espalier.train.failure import Budget, Decision, Failure, kind_of
 
 
 def failure(kind="killed", step=0, what="Rank 1 was killed (SIGKILL)."):

@@ -18,11 +18,11 @@ import torch
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 
-from espalier import store_client
-from espalier.errors import UserError
-from espalier.launch.store_server import served
-from espalier.resilience.fault_tolerant_ddp import GRACE, guard
-from espalier.sync.membership import MemberGroup
+from espalier.comm import store_client
+from espalier.launch.ranks.store_server import served
+from espalier.launch.resilience.fault_tolerant_ddp import GRACE, guard
+from espalier.mechanisms.local_rounds.membership import MemberGroup
+from espalier.recipe.errors import UserError
 
 FORK = multiprocessing.get_context("fork")
 STEPS = 80

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from espalier.resilience.hang_detector import Vital, Watcher
-from espalier.resilience.heartbeat import Sign
+from espalier.launch.resilience.hang_detector import Vital, Watcher
+from espalier.train.heartbeat import Sign
 
 SIGN = Sign(beat=100.0, moved=100.0, doing="stepping", usual=0.1, step=5, resumed=0, first=90.0, asked=0.0)
 IDLE = Vital(3.0, "S")

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from espalier.resilience import heartbeat as pulse_module
-from espalier.resilience.heartbeat import SILENT, Pulses
+from espalier.train import heartbeat as pulse_module
+from espalier.train.heartbeat import SILENT, Pulses
 
 
 class Clock:
@@ -103,7 +103,7 @@ def test_a_rank_that_nobody_watches_shows_nothing():
 
 
 def test_what_a_rank_showed_elsewhere_is_read_as_its_own() -> None:
-    from espalier.resilience.heartbeat import Sign
+    from espalier.train.heartbeat import Sign
 
     shared = Pulses(3, 1.0)
     sign = Sign(5.5, 4.25, "storing", 0.125, 7, 3, 4.0, 2.0, True, 0.0625)

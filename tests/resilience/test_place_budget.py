@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.resilience.base import Failure
-from espalier.resilience.place_budget import LEAST, Blame, bound
+from espalier.launch.resilience.place_budget import LEAST, Blame, bound
+from espalier.train.failure import Failure
 
 
 def blamed(*failures):

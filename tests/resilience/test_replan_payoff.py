@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.resilience.replan_payoff import MARGIN, MOST, NEWS, REST, Turns, weigh
+from espalier.launch.resilience.replan_payoff import MARGIN, MOST, NEWS, REST, Turns, weigh
 
 seconds = st.floats(1e-3, 1e4)
 

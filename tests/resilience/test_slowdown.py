@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.resilience.slowdown import LINK, STAYS, Slowness
+from espalier.launch.resilience.slowdown import LINK, STAYS, Slowness
 
 
 def looks(watch, usual, waited, count):

@@ -1,4 +1,4 @@
-from espalier.resilience.stack_dump import culprit
+from espalier.launch.resilience.stack_dump import culprit
 
 WAITING = """Thread 0x0000000000000001 (most recent call first):
   File "/x/espalier/resilience/heartbeat.py", line 80 in _beat

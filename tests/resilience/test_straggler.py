@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.resilience.straggler import FACTOR, LIGHTEST, LOOKS, Stragglers, leveled, scores
+from espalier.launch.resilience.straggler import FACTOR, LIGHTEST, LOOKS, Stragglers, leveled, scores
 
 
 @given(st.integers(2, 64), st.data())

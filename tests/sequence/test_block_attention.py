@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from espalier.kernels.merge import merge
-from espalier.sequence import SequenceSlots, attend
-from espalier.sequence.block_attention import (
+from espalier.mechanisms.sequence_parallel import SequenceSlots, attend
+from espalier.mechanisms.sequence_parallel.block_attention import (
     Saved,
     block_attention,
     block_attention_backward,

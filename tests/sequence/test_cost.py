@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from espalier import cluster
+from espalier.machine import cluster
 from espalier.plan import collective_time
-from espalier.sequence.cost import SequenceGrid, SequenceLoad, cost
+from espalier.plan.axes.sequence import SequenceGrid, SequenceLoad, cost
 
 NODES = (
     '[[nodes]]\nname = "a"\ndevice = "cpu"\ncores = 4\nmemory = "8GiB"\n'

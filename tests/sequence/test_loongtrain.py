@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from espalier import testing
-from espalier.sequence import SequenceSlots, attend
+from espalier.mechanisms.sequence_parallel import SequenceSlots, attend
 
 
 class Case(NamedTuple):

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from espalier import testing
-from espalier.errors import PeerLost, UserError
-from espalier.sequence import SequenceSlots, attend, ring
-from espalier.sequence.cost import SequenceGrid, SequenceLoad, cost
-from espalier.sequence.ring import Rings, schedule
-from espalier.sequence.ulysses import HeadSplit
+from espalier.mechanisms.sequence_parallel import SequenceSlots, attend, ring
+from espalier.mechanisms.sequence_parallel.ring import Rings, schedule
+from espalier.parallel.ulysses import HeadSplit
+from espalier.plan.axes.sequence import SequenceGrid, SequenceLoad, cost
+from espalier.recipe.errors import PeerLost, UserError
 
 BATCH, HEADS, KV_HEADS, SIZE = 2, 8, 2, 4
 

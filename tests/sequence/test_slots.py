@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from espalier.errors import UserError
-from espalier.sequence.slots import SequenceSlots, bounds_of, shares_of
+from espalier.parallel.sequence_slots import SequenceSlots, bounds_of, shares_of
+from espalier.recipe.errors import UserError
 
 
 @st.composite

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from espalier import config
+from espalier import recipe as config
 from espalier.language.decoder_workload import new_model
-from espalier.sequence.base import Where
+from espalier.parallel.attend import Where
 
 
 @pytest.fixture(params=[config.Gpt, config.Moe])

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from espalier.config import Adamw
+from espalier.mechanisms.sharding.amsp import Amsp
 from espalier.optim import adamw
 from espalier.optim.base import owned_by
-from espalier.shard.amsp import Amsp
-from espalier.shard.placement import ShardFactors
-from espalier.shard.placement_plan import Spread
+from espalier.plan.axes.placement import ShardFactors
+from espalier.plan.axes.placement_plan import Spread
+from espalier.recipe import Adamw
 
 ROWS = 24  # divides by 1, 2, 4 and 8 ranks and by 3 micro-batches
 

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from espalier.comm.base import Traffic
-from espalier.shard.amsp import Amsp
-from espalier.shard.broadcast import BufferSync
+from espalier.mechanisms.sharding.amsp import Amsp
+from espalier.mechanisms.sharding.broadcast import BufferSync
 from espalier.testing import forks
 
 

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from espalier.shard.amsp import ControlMessage
-from espalier.shard.placement_plan import control_values, flags_per_value
+from espalier.mechanisms.sharding.amsp import ControlMessage
+from espalier.plan.axes.placement_plan import control_values, flags_per_value
 from espalier.testing import ranks
 
 

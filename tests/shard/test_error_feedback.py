@@ -14,14 +14,14 @@ from espalier.checkpoint import state_tree
 from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.comm import Channel, compressed_collectives
 from espalier.comm.codecs import codec
-from espalier.comm.lowbit import Lowbit
-from espalier.config import Adamw
+from espalier.mechanisms.codecs.lowbit import Lowbit
+from espalier.mechanisms.sharding.amsp import Amsp
+from espalier.mechanisms.sharding.flat_parameter import FlatParameter, ParameterSlot
 from espalier.optim import adamw
-from espalier.shard.amsp import Amsp
-from espalier.shard.flat_layout import Arranged
-from espalier.shard.flat_parameter import FlatParameter, ParameterSlot
-from espalier.shard.placement import ShardFactors, Span
-from espalier.shard.placement_plan import Spread
+from espalier.plan.axes.flat_layout import Arranged
+from espalier.plan.axes.placement import ShardFactors, Span
+from espalier.plan.axes.placement_plan import Spread
+from espalier.recipe import Adamw
 from espalier.testing import forks, same
 
 STEPS = 6

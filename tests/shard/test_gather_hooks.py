@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from espalier.comm import Channel
-from espalier.config import Adamw
-from espalier.errors import UserError
+from espalier.mechanisms.sharding.amsp import Amsp
 from espalier.optim import adamw
-from espalier.shard.amsp import Amsp
-from espalier.shard.placement import ShardFactors
+from espalier.plan.axes.placement import ShardFactors
+from espalier.recipe import Adamw
+from espalier.recipe.errors import UserError
 from espalier.testing import ranks, same
 
 STEPS = 5

@@ -8,9 +8,9 @@ from nets import every
 from torch import nn
 
 from espalier.comm import Channel
-from espalier.errors import UserError
-from espalier.shard.amsp import Amsp
-from espalier.shard.placement import ShardFactors
+from espalier.mechanisms.sharding.amsp import Amsp
+from espalier.plan.axes.placement import ShardFactors
+from espalier.recipe.errors import UserError
 from espalier.testing import ranks
 
 

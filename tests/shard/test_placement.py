@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from nets import triples
 
-from espalier.errors import UserError
-from espalier.shard.placement import STATES, ShardFactors, per_node, place
+from espalier.plan.axes.placement import STATES, ShardFactors, per_node, place
+from espalier.recipe.errors import UserError
 
 
 @given(st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16]), st.integers(1, 4), st.data())

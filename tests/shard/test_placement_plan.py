@@ -9,11 +9,11 @@ import pytest
 from nets import TWO_NODES, Odd, every, one_step, spread, triples
 
 from espalier.comm import Channel
-from espalier.shard.cost import Division, StateBytes, StateSizes, cost
-from espalier.shard.placement import ShardFactors
-from espalier.shard.placement_plan import Spread
-from espalier.shard.wrap_policy import Sized, sizes_of
+from espalier.plan.axes.placement import ShardFactors
+from espalier.plan.axes.placement_plan import Spread
+from espalier.plan.axes.sharding import Division, StateBytes, StateSizes, cost
 from espalier.testing import ranks
+from espalier.train.wrap_policy import Sized, sizes_of
 
 
 def _accounts(channel: Channel, how: Spread, accumulate: int) -> Any:

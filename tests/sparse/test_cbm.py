@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
-from espalier.errors import UserError
+from espalier.recipe.errors import UserError
 from espalier.sparse import CBM, CSR, Scale, best_aggregation, best_format, matmul
 from espalier.sparse.cbm import build
 from espalier.sparse.cbm.matrix import cbm_matmul, pays

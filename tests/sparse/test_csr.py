@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from espalier.errors import UserError
 from espalier.kernels.buffer_pool import LEAST, Buffers
+from espalier.recipe.errors import UserError
 from espalier.sparse import CSR, Scale, attention_aggregate, cbsr_aggregate, csr, matmul, segment_softmax
 from espalier.sparse.attention import graph_attention
 from espalier.sparse.cbsr import scattered, sparse_rows

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import sparse
 
-from espalier.errors import UserError
+from espalier.recipe.errors import UserError
 from espalier.sparse.order_choice import PURPOSES, order
 from espalier.sparse.partition import by_metis, by_sweeps, clusters, crossing, cut, symmetric
 from espalier.sparse.rcmpp.cuthill_mckee import trace

@@ -14,7 +14,7 @@ from scipy import sparse
 from scipy.io import mmread
 from scipy.sparse.csgraph import connected_components, reverse_cuthill_mckee
 
-from espalier.errors import UserError
+from espalier.recipe.errors import UserError
 from espalier.sparse.rcmpp import FINDERS, bandwidth, profile, rcmpp
 from espalier.sparse.rcmpp.cuthill_mckee import trace, trials
 from espalier.sparse.rcmpp.pattern import Pattern

@@ -8,16 +8,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from espalier import trainer, worker
 from espalier.checkpoint.save_and_restore import Checkpoints
-from espalier.config import Recipe, defaults, recipe_file
 from espalier.language.workload import open_language
-from espalier.launch import agent
-from espalier.launch import base as launch
+from espalier.launch.ranks import agent
+from espalier.parallel.action_list import Action, Kind
+from espalier.parallel.workload import Workload
 from espalier.plan import base as plans
-from espalier.rank_setup import RankSetup
-from espalier.stages.action_list import Action, Kind
-from espalier.workload import Workload
+from espalier.recipe import Recipe, defaults, recipe_file
+from espalier.train import rank_spec as launch
+from espalier.train import trainer, worker
+from espalier.train.rank_setup import RankSetup
 
 STEPS = 3
 

@@ -8,18 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from espalier.errors import UserError
-from espalier.stages.action_list import (
-    Action,
-    Kind,
-    Pipeline,
-    check,
-    dumps,
-    loads,
-    timetable,
-    with_transfers,
-)
-from espalier.stages.schedules import SCHEDULES, action_lists
+from espalier.mechanisms.pipeline.schedules import SCHEDULES, action_lists
+from espalier.parallel.action_list import Action, Kind, Pipeline, check, dumps, loads, timetable, with_transfers
+from espalier.recipe.errors import UserError
 
 FOUR = Pipeline(((0,), (1,), (2,), (3,)), 5)
 

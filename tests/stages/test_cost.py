@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.stages.action_list import Action, ActionLists, Kind, Pipeline, timetable
-from espalier.stages.cost import PipelineLoad, cost, kept
-from espalier.stages.schedules import action_lists, warm_up_for_links
+from espalier.mechanisms.pipeline.schedules import action_lists, warm_up_for_links
+from espalier.parallel.action_list import Action, ActionLists, Kind, Pipeline, timetable
+from espalier.plan.axes.pipeline import PipelineLoad, cost, kept
 
 from .runs import in_flight
 

@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import nn
 
-from espalier import mechanisms, workload_registry
-from espalier.config import recipe_file
-from espalier.errors import Anomaly, UserError
 from espalier.language.workload import open_language
+from espalier.mechanisms.pipeline.mechanism import ahead
+from espalier.mechanisms.pipeline.schedules import action_lists
+from espalier.parallel.model_stages import ModelStages, Placed, check_layers, check_trained, pipelines
+from espalier.parallel.workload import Pieces, in_sequence
 from espalier.plan import base as plans
-from espalier.stages.mechanism import ahead
-from espalier.stages.model_stages import ModelStages, Placed, check_layers, check_trained, pipelines
-from espalier.stages.schedules import action_lists
+from espalier.recipe import recipe_file
+from espalier.recipe.errors import Anomaly, UserError
 from espalier.testing import same
-from espalier.workload import Pieces, in_sequence
+from espalier.train import mechanisms, workload_registry
 
 from .runs import Cut, corpus, in_flight, recipe_of, together, train
 
@@ -190,7 +190,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 from espalier.module import Parts
-from espalier.workload import Pieces
+from espalier.parallel.workload import Pieces
 
 def loss(model, batch):
     x, y = batch

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from espalier import plain_collectives
-from espalier.errors import PeerLost, UserError
-from espalier.stages.action_list import Pipeline, check, loads
-from espalier.stages.messages import Messages
-from espalier.stages.model_stages import ModelStages, Placed
-from espalier.stages.pipeline import Passes, PipelineSchedule
-from espalier.stages.split_backward import WeightGradients
+from espalier.comm import plain_collectives
+from espalier.mechanisms.pipeline.pipeline import Passes, PipelineSchedule
+from espalier.mechanisms.pipeline.split_backward import WeightGradients
+from espalier.parallel.action_list import Pipeline, check, loads
+from espalier.parallel.model_stages import ModelStages, Placed
+from espalier.parallel.stage_messages import Messages
+from espalier.parallel.workload import in_sequence
+from espalier.recipe.errors import PeerLost, UserError
 from espalier.testing import forks, ranks, same
-from espalier.workload import in_sequence
 
 DEEP = Placed(Pipeline(((0,), (1, 2), (3,)), 3), ((0, 1), (1, 4), (4, 6)))
 FLAT = Placed(Pipeline(((4,), (5,)), 2), ((0, 5), (5, 6)))

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as theirs
 
-from espalier.errors import UserError
-from espalier.stages.action_list import Kind, Pipeline, check, timetable
-from espalier.stages.schedules import SCHEDULES, action_lists, warm_up_for_links
+from espalier.mechanisms.pipeline.schedules import SCHEDULES, action_lists, warm_up_for_links
+from espalier.parallel.action_list import Kind, Pipeline, check, timetable
+from espalier.recipe.errors import UserError
 
 from .runs import in_flight
 

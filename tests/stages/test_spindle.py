@@ -12,18 +12,18 @@ import tiny_tasks
 import torch
 from torch import Tensor
 
-from espalier import workload_registry
-from espalier.launch import base as launch
-from espalier.multitask import Multitask
-from espalier.multitask.workload import MultitaskWorkload
+from espalier.mechanisms.task_waves.task_waves import handed_on
 from espalier.parallel.mesh import ProcessMesh
+from espalier.parallel.workload import HEAD, Shard, to_device
 from espalier.plan import base as plans
 from espalier.plan.base import WaveSlice
-from espalier.plan.task_waves import handed_on
-from espalier.rank_setup import RankSetup
+from espalier.tasks import Multitask
+from espalier.tasks.workload import MultitaskWorkload
 from espalier.testing import forks
-from espalier.trainer import build
-from espalier.workload import HEAD, Shard, to_device
+from espalier.train import rank_spec as launch
+from espalier.train import workload_registry
+from espalier.train.rank_setup import RankSetup
+from espalier.train.trainer import build
 
 RESOLVED = tiny_tasks.resolved()
 TASKS = ["match", "write", "sort"]

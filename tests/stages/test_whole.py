@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from espalier.stages.whole import Whole
+from espalier.train.whole_model import Whole
 
 
 def loss(model, batch):

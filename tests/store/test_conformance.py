@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from espalier.errors import UserError
+from espalier.recipe.errors import UserError
 from espalier.store import IoQueue, MemoryRows, RowFile, RowLayout, Rows, RowWriter, padded
 
 ROWS = 500

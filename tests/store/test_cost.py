@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from espalier.cluster import Disk
+from espalier.machine.cluster import Disk
 from espalier.store import RowFile, RowLayout, cost, padded
 
 DISK = Disk(path="/", write=1e9, read=2e9, iops=10_000, iops_parallel=80_000)

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from espalier.errors import UserError
+from espalier.recipe.errors import UserError
 from espalier.store import PAGE, DirectFile, DiskFull, StripedFile, aligned, check_room
 from espalier.store.cost import pages
 from espalier.store.direct_io import HUGE, STRIPE

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.errors import UserError
+from espalier.recipe.errors import UserError
 from espalier.store import PAGE, DamagedExtent, DiskFull, ExtentFile, ExtentWriter
 from espalier.store.extents import index_path
 

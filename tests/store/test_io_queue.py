@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.errors import UserError
+from espalier.recipe.errors import UserError
 from espalier.store import PAGE, DirectFile, IoQueue, StripedFile, aligned
 from espalier.store.io_queue import PIECE
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from espalier.errors import UserError
+from espalier.recipe.errors import UserError
 from espalier.store import PAGE, DirectFile, IoQueue, RowFile, RowLayout, RowWriter, padded
 from espalier.store.row_kernels import merge_rows, scatter_rows
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from espalier.errors import UserError
+from espalier.recipe.errors import UserError
 from espalier.store import (
     Budget,
     ExtentFile,

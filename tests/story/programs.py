@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from espalier import cli
-from espalier.hardware import probe
+from espalier.cli import main as cli
+from espalier.machine import probe
 
 MACHINE = '[[nodes]]\ndevice = "cpu"\ncores = 2\nmemory = "8GiB"\n'
 """For plan.cluster, of programs that are to train and not to measure the machine, which takes ten seconds of CPU."""

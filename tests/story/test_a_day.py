@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 from programs import environment, forked, launched
 
-from espalier import cli
-from espalier import cluster as clusters
-from espalier.hardware import multihost_probe, probe
+from espalier.cli import main as cli
+from espalier.comm import multihost_probe
+from espalier.machine import cluster as clusters
+from espalier.machine import probe
 from espalier.track.goodput import account
 
 RECIPE = """
@@ -157,7 +158,7 @@ def test_eval_and_predict_and_export_answer_in_json(home):
 
 UNHURRIED = """
 import sys
-from espalier import cli
+from espalier.cli import main as cli
 from espalier.evaluate import low_priority
 low_priority.step_back = lambda *_: None
 if __name__ == "__main__":
@@ -276,9 +277,8 @@ def test_torchrun_starts_a_killed_rank_again_and_the_curve_is_the_same(home, ran
     run = f"killed-{rank}"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]
     options = (f"name={run}", "train.steps=8", "checkpoint.every=2")
-    kill = (
-        "import os\nfrom pathlib import Path\nfrom espalier import cli, trainer\nPLAIN = trainer.Trainer.train_step\n"
-    )
+    kill = "import os\nfrom pathlib import Path\nfrom espalier.cli import main as cli\n"
+    kill += "from espalier.train import trainer\nPLAIN = trainer.Trainer.train_step\n"
     kill += f"def struck(self, batches):\n    mark = Path('mark-{rank}')\n"
     kill += f"    if self.step == 5 and self.setting.place.rank == {rank} and not mark.exists():\n"
     kill += "        mark.touch()\n        os.kill(os.getpid(), 9)\n    return PLAIN(self, batches)\n"

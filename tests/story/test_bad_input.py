@@ -13,13 +13,15 @@ import msgspec
 import pytest
 from programs import forked
 
-from espalier import cache_dir, cli, comm, run
-from espalier.config import recipe_file
-from espalier.errors import UserError
-from espalier.hardware import probe
-from espalier.launch import version_check
+from espalier import comm
+from espalier.cli import main as cli
+from espalier.machine import probe
 from espalier.plan import base as plans
+from espalier.recipe import cache_dir, recipe_file
+from espalier.recipe.errors import UserError
 from espalier.testing import forks
+from espalier.train import run_folder as run
+from espalier.train import version_check
 
 RECIPE = {
     "name": "small",

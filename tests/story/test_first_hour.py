@@ -17,10 +17,10 @@ import torch
 from programs import MACHINE, forked
 
 import espalier
+from espalier.cli import eval, export, init, load_run, plan, predict, train  # noqa: F401
 from espalier.graph import workload_row as _graphs  # noqa: F401 - loaded once, before programs are forked
 from espalier.language import workload_row as _language  # noqa: F401
 from espalier.module import workload as _modules  # noqa: F401
-from espalier.verbs import eval, export, init, load_run, plan, predict, train  # noqa: F401
 
 MINE = Path(__file__).parents[2] / "examples" / "mine.py"
 COMMAND = re.compile(r"espalier ((?:plan|train|predict|eval|export) [^\n]*?)(?=, then|$)", re.MULTILINE)

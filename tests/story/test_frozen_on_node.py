@@ -9,12 +9,12 @@ from typing import Any
 import programs
 import pytest
 
-from espalier import config
-from espalier.config import defaults
+from espalier import recipe as config
+from espalier.cli import export, plan, train  # noqa: F401
 from espalier.language import gpt, hf
 from espalier.language import workload_row as _language  # noqa: F401 - loaded once, before programs are forked
 from espalier.language.tokenizer import ByteTokenizer
-from espalier.verbs import export, plan, train  # noqa: F401
+from espalier.recipe import defaults
 
 RECIPE = """
 [model]

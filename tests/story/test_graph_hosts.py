@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from espalier import config
-from espalier.graph import partition_folder
+from espalier import recipe as config
 from espalier.graph.gnn import Gnn
-from espalier.graph.sylvie import step_bytes
+from espalier.mechanisms.halo_exchange import partition_folder
+from espalier.mechanisms.halo_exchange.sylvie import step_bytes
 from espalier.plan import base as plans
 
 from .test_hosts import command_line, environment, espalier, events, lab, none_left, pytestmark

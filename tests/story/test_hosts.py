@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from espalier import cluster as clusters
+from espalier.machine import cluster as clusters
 
 pytestmark = [
     pytest.mark.slow,

@@ -12,10 +12,10 @@ from typing import Any
 import programs
 import pytest
 
-from espalier import cli
-from espalier.shard.luwu import role
+from espalier.cli import main as cli
+from espalier.mechanisms.optimizer_node import role
+from espalier.recipe.units import show_seconds, show_size
 from espalier.store.generations import Generations
-from espalier.units import show_seconds, show_size
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DISK = 'disks = [{ path = "/", write = 1e9, read = 1e9, iops = 1e4 }]\n'

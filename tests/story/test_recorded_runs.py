@@ -18,7 +18,7 @@ from programs import MACHINE, forked
 
 import espalier
 from espalier.comm import compressed_collectives
-from espalier.shard.sharded_state_dict import Residuals
+from espalier.mechanisms.sharding.sharded_state_dict import Residuals
 
 RUNS = ("residuals", "rounds", "sampled")
 CLOSE = 1e-3

@@ -9,14 +9,14 @@ import pytest
 import torch
 from programs import MACHINE, forked
 
-from espalier import config
-from espalier.config import defaults
+from espalier import recipe as config
+from espalier.cli import export, load_run, plan, predict, train  # noqa: F401
 from espalier.language import gguf_file, hf, text_sources
 from espalier.language import workload_row as _language  # noqa: F401 - loaded once, before programs are forked
 from espalier.language.decoder_workload import new_model
 from espalier.language.tokenizer import ByteTokenizer
 from espalier.language.tune.workload import TuneWorkload
-from espalier.verbs import export, load_run, plan, predict, train  # noqa: F401
+from espalier.recipe import defaults
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SHORT = (

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from espalier.comm.codecs import codec
+from espalier.mechanisms.local_rounds.membership import MemberGroup, Members
+from espalier.mechanisms.local_rounds.outer_loop import OuterSync
+from espalier.mechanisms.local_rounds.round_length import Rounds
 from espalier.optim.diloco_slowmo import OuterMethod
-from espalier.sync.membership import MemberGroup, Members
-from espalier.sync.outer_loop import OuterSync
-from espalier.sync.round_length import Rounds
 
 RATE = 0.05
 SIZES = (7, 5, 11, 4, 6)

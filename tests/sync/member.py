@@ -10,13 +10,13 @@ from collections.abc import Callable
 import torch
 from crews import RATE, Replica
 
-from espalier import store_client
+from espalier.comm import store_client
 from espalier.comm.codecs import codec
-from espalier.errors import PeerLost
+from espalier.mechanisms.local_rounds.membership import MemberGroup, Members
+from espalier.mechanisms.local_rounds.outer_loop import OuterSync
+from espalier.mechanisms.local_rounds.round_length import Rounds
 from espalier.optim.diloco_slowmo import METHODS
-from espalier.sync.membership import MemberGroup, Members
-from espalier.sync.outer_loop import OuterSync
-from espalier.sync.round_length import Rounds
+from espalier.recipe.errors import PeerLost
 
 
 def life(

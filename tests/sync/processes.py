@@ -11,7 +11,7 @@ from typing import Any
 
 from member import life
 
-from espalier.launch.store_server import Served
+from espalier.launch.ranks.store_server import Served
 
 FORK = multiprocessing.get_context("fork")
 

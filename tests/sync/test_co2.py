@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from espalier import testing
-from espalier.errors import UserError
-from espalier.sync import CO2
+from espalier.mechanisms.local_rounds import CO2
+from espalier.recipe.errors import UserError
 
 
 def model() -> nn.Module:

@@ -7,7 +7,7 @@ import time
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from espalier.sync.membership import CommitVote
+from espalier.mechanisms.local_rounds.membership import CommitVote
 
 pytestmark = pytest.mark.quick
 

@@ -9,9 +9,9 @@ import time
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from espalier import store_client
-from espalier.launch.store_server import served
-from espalier.sync.membership import MemberHeartbeats
+from espalier.comm import store_client
+from espalier.launch.ranks.store_server import served
+from espalier.mechanisms.local_rounds.membership import MemberHeartbeats
 
 SILENCE = 0.4
 

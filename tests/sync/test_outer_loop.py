@@ -16,11 +16,11 @@ import torch
 from crews import RATE, SIZES, Replica, simulated, together
 from torch import Tensor
 
-from espalier.errors import UserError
+from espalier.mechanisms.local_rounds.fragment import split
+from espalier.mechanisms.local_rounds.outer_loop import OuterSync
+from espalier.mechanisms.local_rounds.round_length import Rounds
 from espalier.optim.diloco_slowmo import METHODS, OuterMethod
-from espalier.sync.fragment import split
-from espalier.sync.outer_loop import OuterSync
-from espalier.sync.round_length import Rounds
+from espalier.recipe.errors import UserError
 
 Make = Callable[..., OuterSync]
 FORMS = {

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from espalier.mechanisms.local_rounds.overlap_cost import copies
 from espalier.optim.diloco_slowmo import METHODS
-from espalier.sync.overlap_cost import copies
 
 RUN = """
 import json, os, sys, threading
 import torch
 from crews import Replica, together
 from espalier.optim.diloco_slowmo import METHODS
-from espalier.sync.round_length import Rounds
+from espalier.mechanisms.local_rounds.round_length import Rounds
 from dataclasses import replace
 
 def status(key):

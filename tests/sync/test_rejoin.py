@@ -13,9 +13,9 @@ import torch
 from processes import crew
 from torch._C._distributed_c10d import HashStore, ProcessGroupGloo
 
-from espalier.errors import PeerLost
-from espalier.sync import CO2, rejoin
-from espalier.sync.membership import MemberGroup
+from espalier.mechanisms.local_rounds import CO2, rejoin
+from espalier.mechanisms.local_rounds.membership import MemberGroup
+from espalier.recipe.errors import PeerLost
 
 
 @pytest.mark.slow

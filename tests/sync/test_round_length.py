@@ -12,10 +12,10 @@ import torch
 from crews import RATE, SIZES, Replica, together
 from torch import Tensor
 
+from espalier.mechanisms.local_rounds.membership import CommitVote, Members
+from espalier.mechanisms.local_rounds.outer_loop import OuterSync
+from espalier.mechanisms.local_rounds.round_length import NAME, Length, Rounds
 from espalier.optim.diloco_slowmo import METHODS, OuterMethod
-from espalier.sync.membership import CommitVote, Members
-from espalier.sync.outer_loop import OuterSync
-from espalier.sync.round_length import NAME, Length, Rounds
 from espalier.track.decision_log import Recorded
 
 Make = Callable[..., OuterSync]

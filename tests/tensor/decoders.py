@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from espalier.comm import Channel
-from espalier.config import Gpt, Moe
 from espalier.language.decoder_workload import new_model
 from espalier.language.gpt import GPT, recompute, roles
+from espalier.mechanisms.tensor_parallel.cut import cut_model
+from espalier.mechanisms.tensor_parallel.stream import Stream
 from espalier.parallel.mesh import Degrees, ProcessMesh, regular
 from espalier.parallel.model_cut import ModelCut
-from espalier.tensor.cut import cut_model
-from espalier.tensor.stream import Stream
+from espalier.recipe import Gpt, Moe
 
 SEED = 5
 

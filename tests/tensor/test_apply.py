@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import espalier
-from espalier import cluster
 from espalier.comm import Channel
-from espalier.errors import UserError
+from espalier.machine import cluster
 from espalier.plan import base as plans
+from espalier.recipe.errors import UserError
 from espalier.testing.forks import forks
 from espalier.testing.ranks import ranks
 

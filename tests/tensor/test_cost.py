@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from espalier.comm import Channel
-from espalier.config.decoder_shapes import sizes
-from espalier.cost import Cut
 from espalier.language import gpt
 from espalier.language.operation_counts import DecoderLoad
-from espalier.tensor.cost import TensorLoad, cost, of_layer
+from espalier.plan.axes.tensor import TensorLoad, cost, of_layer
+from espalier.recipe.cost import Cut
+from espalier.recipe.decoder_shapes import sizes
 from espalier.testing.ranks import ranks
 
 SIZES = {"width": 32, "heads": 8, "kv_heads": 4, "feed_forward": 64, "vocabulary": 32}

@@ -11,17 +11,17 @@ from torch import Tensor, nn
 
 from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.comm import Channel
-from espalier.config import Adamw
+from espalier.mechanisms.sharding.amsp import Amsp
 from espalier.optim import adamw
 from espalier.optim.base import owned_by
 from espalier.parallel.mesh import Degrees, ProcessMesh, regular
 from espalier.parallel.model_cut import Holders, ModelCut, Slab
-from espalier.shard.amsp import Amsp
-from espalier.shard.placement import ShardFactors
-from espalier.shard.placement_plan import Spread
+from espalier.plan.axes.placement import ShardFactors
+from espalier.plan.axes.placement_plan import Spread
+from espalier.recipe import Adamw
 from espalier.testing.forks import forks
 from espalier.testing.ranks import ranks
-from espalier.worker import saving_group
+from espalier.train.worker import saving_group
 
 STEPS = 3
 ROWS = {2: ((0, 2), (2, 5)), 1: ((0, 5),)}

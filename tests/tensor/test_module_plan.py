@@ -9,17 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-from espalier import cluster, config, trainer, worker
+from espalier import recipe as config
 from espalier.checkpoint.save_and_restore import Checkpoints
-from espalier.config import defaults
-from espalier.errors import UserError
-from espalier.launch import agent
-from espalier.launch import base as launch
+from espalier.launch.ranks import agent
+from espalier.machine import cluster
 from espalier.module import open_module
 from espalier.plan import base as plans
 from espalier.plan.decide import decide
-from espalier.plan.request_from_recipe import of_recipe
-from espalier.rank_setup import RankSetup
+from espalier.recipe import defaults
+from espalier.recipe.errors import UserError
+from espalier.train import rank_spec as launch
+from espalier.train import trainer, worker
+from espalier.train.rank_setup import RankSetup
+from espalier.train.request_from_recipe import of_recipe
 
 THEIRS = """
 import torch

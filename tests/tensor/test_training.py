@@ -11,21 +11,22 @@ import pytest
 import torch
 from decoders import whole
 
-from espalier import cluster, mechanisms, trainer, worker
 from espalier.checkpoint.save_and_restore import Checkpoints
-from espalier.config import Recipe, defaults, recipe_file
-from espalier.errors import Interrupted, UserError
+from espalier.cli import prepare
 from espalier.language import generate, hf
 from espalier.language.gpt import roles
 from espalier.language.workload import open_language
-from espalier.launch import agent
-from espalier.launch import base as launch
+from espalier.launch.ranks import agent
+from espalier.machine import cluster
+from espalier.parallel.tensor_roles import check, found
 from espalier.plan import base as plans
 from espalier.plan.estimate import estimate
 from espalier.plan.layouts import Layouts
-from espalier.rank_setup import RankSetup
-from espalier.tensor.cut import check, found
-from espalier.verbs import prepare
+from espalier.recipe import Recipe, defaults, recipe_file
+from espalier.recipe.errors import Interrupted, UserError
+from espalier.train import mechanisms, trainer, worker
+from espalier.train import rank_spec as launch
+from espalier.train.rank_setup import RankSetup
 
 STEPS = 4
 

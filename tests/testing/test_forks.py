@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from espalier.comm import Channel
-from espalier.errors import UserError
+from espalier.recipe.errors import UserError
 from espalier.testing import Died, Fault, forks, outcomes, same, strike
 
 

@@ -17,11 +17,11 @@ import msgspec
 import pytest
 import torch
 
-from espalier import mechanisms
 from espalier.checkpoint.save_and_restore import Checkpoints
-from espalier.config import Recipe
 from espalier.language.workload import open_language
 from espalier.plan import base as plans
+from espalier.recipe import Recipe
+from espalier.train import mechanisms
 
 from ..stages.runs import Trained, recipe_of, train
 

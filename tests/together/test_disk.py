@@ -18,19 +18,20 @@ import pytest
 import torch
 from programs import forked, launched
 
-from espalier import cli, trainer, worker
 from espalier.checkpoint.save_and_restore import Checkpoints
-from espalier.config import defaults, recipe_file
-from espalier.errors import Interrupted
+from espalier.cli import main as cli
 from espalier.graph import synthetic
 from espalier.graph.data import divided
-from espalier.graph.diskgnn import pack, rolling_pool, topology
-from espalier.graph.diskgnn.topology import DiskSampler
 from espalier.graph.workload import GraphWorkload
-from espalier.launch import agent
-from espalier.launch import base as launch
+from espalier.launch.ranks import agent
+from espalier.mechanisms.disk_batches import pack, rolling_pool, topology
+from espalier.mechanisms.disk_batches.topology import DiskSampler
 from espalier.plan import base as plans
-from espalier.rank_setup import RankSetup
+from espalier.recipe import defaults, recipe_file
+from espalier.recipe.errors import Interrupted
+from espalier.train import rank_spec as launch
+from espalier.train import trainer, worker
+from espalier.train.rank_setup import RankSetup
 
 STEPS = 9
 SHARES = (0.6, 0.2, 0.2)

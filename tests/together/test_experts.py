@@ -7,14 +7,14 @@ import pytest
 import torch
 from struck import Struck, plan_of, recipe_of, same, write_corpus
 
-from espalier import trainer, worker
-from espalier.experts.flashmoe.layer import Layer
 from espalier.language.workload import open_language
-from espalier.launch import agent
-from espalier.launch import base as launch
+from espalier.launch.ranks import agent
+from espalier.mechanisms.expert_parallel.flashmoe.layer import Layer
 from espalier.plan import base as plans
-from espalier.rank_setup import RankSetup
 from espalier.testing.faults import Fault
+from espalier.train import rank_spec as launch
+from espalier.train import trainer, worker
+from espalier.train.rank_setup import RankSetup
 
 MODEL = {"kind": "moe", "experts": 3, "active": 2, "depth": 2}
 HELD = ((0, 2), (1,))

@@ -10,16 +10,16 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from espalier import mechanisms, trainer, worker
 from espalier.checkpoint.save_and_restore import Checkpoints
-from espalier.config import defaults, recipe_file
-from espalier.errors import Anomaly, Interrupted
 from espalier.language.workload import open_language
-from espalier.launch import agent
-from espalier.launch import base as launch
+from espalier.launch.ranks import agent
 from espalier.optim import loss_scale
 from espalier.plan import base as plans
-from espalier.rank_setup import RankSetup
+from espalier.recipe import defaults, recipe_file
+from espalier.recipe.errors import Anomaly, Interrupted
+from espalier.train import mechanisms, trainer, worker
+from espalier.train import rank_spec as launch
+from espalier.train.rank_setup import RankSetup
 
 STEPS, SAMPLES = 6, 8
 TOLERANCE = 5e-3

@@ -10,18 +10,18 @@ import pytest
 import struck
 from struck import Struck, same
 
-from espalier import mechanisms, trainer, worker
-from espalier.config import defaults, recipe_file
-from espalier.errors import Interrupted, UserError
 from espalier.graph import graph_plan
 from espalier.graph.data import DataSplit, Graph
-from espalier.graph.sylvie import Sylvie
 from espalier.graph.workload import GraphWorkload
-from espalier.launch import agent
-from espalier.launch import base as launch
+from espalier.launch.ranks import agent
+from espalier.mechanisms.halo_exchange.sylvie import Sylvie
 from espalier.plan import base as plans
-from espalier.rank_setup import RankSetup
+from espalier.recipe import defaults, recipe_file
+from espalier.recipe.errors import Interrupted, UserError
 from espalier.testing.faults import Fault
+from espalier.train import mechanisms, trainer, worker
+from espalier.train import rank_spec as launch
+from espalier.train.rank_setup import RankSetup
 
 STEPS = 8
 

@@ -19,13 +19,13 @@ import torch
 from node_runs import STEPS, STRUCK, OnNode, on_node, recipe
 from struck import Struck, plan_of, same, write_corpus
 
-from espalier.config import Recipe
-from espalier.errors import Interrupted, UserError
-from espalier.launch import base as launch
+from espalier.mechanisms.optimizer_node import client, role, session, standby, wire
 from espalier.plan import base as plans
-from espalier.shard.luwu import client, role, session, standby, wire
+from espalier.recipe import Recipe
+from espalier.recipe.errors import Interrupted, UserError
 from espalier.store.generations import Generations
 from espalier.testing.faults import Fault
+from espalier.train import rank_spec as launch
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +231,7 @@ def test_gradients_in_int8_with_error_feedback_train_as_well(corpus: Path, tmp_p
 def test_a_codec_that_a_node_cannot_add_up_is_refused_by_name(corpus: Path) -> None:
     asked = recipe(corpus)
     exchanges = (plans.Exchange(traffic="gradients", codec="zfp:8"),)
-    from espalier.shard.luwu.role import job_of
+    from espalier.mechanisms.optimizer_node.role import job_of
 
     with pytest.raises(UserError, match=r"cannot add up gradients in the codec 'zfp:8'"):
         job_of(asked, on_node(asked, 2, exchanges=exchanges), [])

@@ -16,14 +16,14 @@ from abroad import Abroad
 from node_runs import STEPS, STRUCK, FewerOnNode, OnNode, on_node, recipe
 from struck import same, write_corpus
 
-from espalier.errors import RunFailed
-from espalier.launch import base as launch
-from espalier.launch.base import RankSpec
-from espalier.launch.resize import RunShape
-from espalier.launch.supervisor import RestartOptions
+from espalier.launch.ranks.resize import RunShape
+from espalier.launch.ranks.supervisor import RestartOptions
+from espalier.mechanisms.optimizer_node.client import Client
 from espalier.plan import base as plans
-from espalier.shard.luwu.client import Client
+from espalier.recipe.errors import RunFailed
 from espalier.testing.faults import Fault
+from espalier.train import rank_spec as launch
+from espalier.train.rank_spec import RankSpec
 
 
 @dataclass

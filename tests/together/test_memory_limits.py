@@ -21,7 +21,7 @@ PROGRAM = """
 import resource, sys
 sys.path.insert(0, sys.argv[1])
 import memory_cgroup
-from espalier import cli
+from espalier.cli import main as cli
 memory_cgroup.join(int(sys.argv[2]))
 if space := int(sys.argv[3]):
     resource.setrlimit(resource.RLIMIT_AS, (space, space))

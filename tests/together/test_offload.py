@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from espalier import mechanisms, trainer, worker
 from espalier.checkpoint.save_and_restore import Checkpoints
-from espalier.config import defaults, recipe_file
-from espalier.errors import Interrupted, UserError
 from espalier.language.workload import open_language
-from espalier.launch import agent
-from espalier.launch import base as launch
+from espalier.launch.ranks import agent
+from espalier.mechanisms.offload.optimizer import StateFolder
 from espalier.plan import base as plans
-from espalier.rank_setup import RankSetup
-from espalier.shard.offload.optimizer import StateFolder
+from espalier.recipe import defaults, recipe_file
+from espalier.recipe.errors import Interrupted, UserError
 from espalier.store.direct_io import DirectFile
+from espalier.train import mechanisms, trainer, worker
+from espalier.train import rank_spec as launch
+from espalier.train.rank_setup import RankSetup
 
 STEPS = 5
 DISK = plans.Offload(optimizer="disk")
@@ -132,7 +132,7 @@ class SmallExtents(StateFolder):
 
 @OPTIMIZERS
 def test_states_for_which_the_plan_has_memory_stay_there(corpus, optimizer, monkeypatch):
-    monkeypatch.setattr("espalier.shard.offload.mechanism.StateFolder", SmallExtents)
+    monkeypatch.setattr("espalier.mechanisms.offload.mechanism.StateFolder", SmallExtents)
     recipe = recipe_of(corpus, optimizer={"kind": optimizer})
     resident = train(recipe, plan_of(plans.Offload()))
     moved = []

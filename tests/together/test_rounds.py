@@ -11,15 +11,15 @@ import msgspec
 import pytest
 import torch
 
-from espalier import mechanisms, trainer, worker
 from espalier.checkpoint.save_and_restore import Checkpoints
-from espalier.config import defaults, recipe_file
-from espalier.errors import Interrupted, UserError
 from espalier.language.workload import open_language
-from espalier.launch import agent
-from espalier.launch import base as launch
+from espalier.launch.ranks import agent
 from espalier.plan import base as plans
-from espalier.rank_setup import RankSetup
+from espalier.recipe import defaults, recipe_file
+from espalier.recipe.errors import Interrupted, UserError
+from espalier.train import mechanisms, trainer, worker
+from espalier.train import rank_spec as launch
+from espalier.train.rank_setup import RankSetup
 
 STEPS = 14
 METHODS = ("local_sgd", "slowmo", "diloco", "streaming_diloco", "co2", "eager")

@@ -12,16 +12,16 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from espalier import worker, workload_registry
-from espalier.config import recipe_file
-from espalier.errors import Interrupted
-from espalier.launch import agent
-from espalier.launch import base as launch
+from espalier.launch.ranks import agent
+from espalier.parallel.workload import HEAD
 from espalier.plan import base as plans
 from espalier.plan.base import WaveSlice
 from espalier.radiance import scenes
-from espalier.rank_setup import RankSetup
-from espalier.workload import HEAD
+from espalier.recipe import recipe_file
+from espalier.recipe.errors import Interrupted
+from espalier.train import rank_spec as launch
+from espalier.train import worker, workload_registry
+from espalier.train.rank_setup import RankSetup
 
 
 class SceneViews(Dataset[dict[str, torch.Tensor]]):

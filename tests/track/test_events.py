@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.errors import UserError
+from espalier.recipe.errors import UserError
 from espalier.track.events import Log, append, read
 
 VALUES = st.recursive(

@@ -12,7 +12,7 @@ from pathlib import Path
 import made
 import pytest
 
-from espalier.errors import UserError
+from espalier.recipe.errors import UserError
 from espalier.track.events import Log
 from espalier.track.live_report import Live
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from espalier.recipe.units import show_size
 from espalier.track import progress as shown
 from espalier.track.progress import Forgiving, Progress, Stages, Waiting
-from espalier.units import show_size
 
 
 class Clock:

@@ -17,7 +17,7 @@ import made
 import pytest
 import tomli_w
 
-from espalier.errors import UserError
+from espalier.recipe.errors import UserError
 from espalier.track import page, report
 from espalier.track.events import Log
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import made
 import pytest
 
-from espalier import cli
+from espalier.cli import main as cli
 from espalier.track import run_comparison
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from espalier.errors import UserError
+from espalier.recipe.errors import UserError
 from espalier.track.trace import StepProfiler
 
 

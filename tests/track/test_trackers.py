@@ -10,7 +10,7 @@ from typing import Any
 import made
 import pytest
 
-from espalier.errors import UserError
+from espalier.recipe.errors import UserError
 from espalier.track import trackers
 from espalier.track.events import read
 from espalier.track.run_tables import open_run

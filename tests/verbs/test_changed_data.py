@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from espalier import cluster as clusters
-from espalier import data_hash
-from espalier import run as runs
-from espalier.errors import UserError
+from espalier.cli import prepare, train
+from espalier.machine import cluster as clusters
+from espalier.recipe import data_hash
+from espalier.recipe.errors import UserError
 from espalier.track import events
-from espalier.verbs import prepare, train
+from espalier.train import run_folder as runs
 
 MACHINE = clusters.loads('[[nodes]]\ndevice = "cpu"\ncores = 1\nmemory = "8GiB"\n')
 

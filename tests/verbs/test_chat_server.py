@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from espalier.errors import UserError
-from espalier.verbs import chat_server
-from espalier.workload_row import Sampling
+from espalier.cli import chat_server
+from espalier.recipe.errors import UserError
+from espalier.train.workload_row import Sampling
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from espalier import cli
+from espalier.cli import main as cli
 
 FIELDS = ["file", "category", "reason", "root_line", "first_failing_rank", "suspect_node", "action", "evidence"]
 

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from espalier.cli import main
-from espalier.errors import UserError
+from espalier.cli import eval_watch
+from espalier.cli.main import main
 from espalier.graph.workload_row import ROW as GRAPH
 from espalier.language.tokenizer import open_tokenizer
 from espalier.language.workload import LanguageWorkload
 from espalier.language.workload_row import ROW as LANGUAGE
-from espalier.verbs import eval_watch
+from espalier.recipe.errors import UserError
 
 
 class Language(LanguageWorkload):

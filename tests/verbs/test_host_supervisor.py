@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from espalier import cluster as clusters
-from espalier.config import recipe_file
-from espalier.hardware import multihost_probe
-from espalier.launch.base import RankSpec
-from espalier.launch.host_map import HostMap
-from espalier.launch.supervisor_protocol import Meeting
+from espalier.cli import host_supervisor, prepare
+from espalier.comm import multihost_probe
+from espalier.launch.hosts.host_map import HostMap
+from espalier.launch.hosts.supervisor_protocol import Meeting
+from espalier.machine import cluster as clusters
+from espalier.recipe import recipe_file
 from espalier.testing import forks
-from espalier.verbs import host_supervisor, prepare
+from espalier.train.rank_spec import RankSpec
 
 MACHINES = '[[nodes]]\ncount = 2\ndevice = "cpu"\ncores = 2\nmemory = "8GiB"\n[links]\nbetween = "1Gbit/s"\n'
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from espalier.errors import UserError
-from espalier.launch.base import RankSpec
-from espalier.verbs import host_worker
+from espalier.cli import host_worker
+from espalier.recipe.errors import UserError
+from espalier.train.rank_spec import RankSpec
 
 
 def test_a_host_that_lacks_the_launchers_folder_says_so(tmp_path) -> None:

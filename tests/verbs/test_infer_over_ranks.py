@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 from tests.story.programs import MACHINE, forked, launched
 
-from espalier import cli
-from espalier import run as runs
-from espalier.errors import UserError
-from espalier.graph import halo_parallel, partition_folder
-from espalier.graph.halo_parallel import Cutting
+from espalier.cli import load_run
+from espalier.cli import main as cli
+from espalier.cli.run_data import DataChoice
 from espalier.graph.workload import open_graph
+from espalier.mechanisms.halo_exchange import halo_parallel, partition_folder
+from espalier.mechanisms.halo_exchange.halo_parallel import Cutting
 from espalier.plan import base as plans
-from espalier.verbs import load_run
-from espalier.verbs.run_data import DataChoice
+from espalier.recipe.errors import UserError
+from espalier.train import run_folder as runs
 
 NODES = 90
 SAGE = ["model.kind=sage", "model.depth=2", "model.width=8", "model.dropout=0.2"]

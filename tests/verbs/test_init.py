@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from espalier import cli, config
-from espalier.config import defaults, recipe_file
+from espalier import recipe as config
+from espalier.cli import main as cli
 from espalier.graph import synthetic
+from espalier.recipe import defaults, recipe_file
 
 MINE = Path(__file__).parents[2] / "examples" / "mine.py"
 
@@ -111,6 +112,6 @@ def test_a_recipe_that_exists_stays(home: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_names_of_generated_graphs_are_all_known() -> None:
-    from espalier.verbs import init
+    from espalier.cli import init
 
     assert {f"{kind}:" for kind in synthetic.KINDS} <= set(init.GRAPHS)

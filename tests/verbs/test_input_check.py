@@ -13,7 +13,7 @@ RECIPE = '[model]\ndepth = 1\n[data]\npath = "python:stdlib"\n'
 PROGRAM = """
 import sys, time
 sys.modules["torch"] = None  # importing it raises
-from espalier.cli import main
+from espalier.cli.main import main
 code = main(sys.argv[1:])
 print("seconds", time.process_time())
 sys.exit(code)

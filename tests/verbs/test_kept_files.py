@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from espalier import run as runs
-from espalier import serialization
-from espalier.config import recipe_file
-from espalier.errors import UserError
-from espalier.verbs import kept_files, load_run
+from espalier.cli import kept_files, load_run
+from espalier.recipe import recipe_file, serialization
+from espalier.recipe.errors import UserError
+from espalier.train import run_folder as runs
 
 
 def test_files_that_lead_out_of_the_folder_are_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

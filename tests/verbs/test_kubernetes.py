@@ -10,10 +10,10 @@ import msgspec
 import pytest
 import yaml as reader
 
-from espalier import cli
-from espalier.errors import UserError
+from espalier.cli import kubernetes
+from espalier.cli import main as cli
 from espalier.plan import base as plans
-from espalier.verbs import kubernetes
+from espalier.recipe.errors import UserError
 
 RECIPE = """
 name = "My job"

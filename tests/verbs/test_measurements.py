@@ -8,16 +8,17 @@ import msgspec
 import pytest
 
 import espalier
-from espalier import cli
-from espalier import cluster as clusters
-from espalier.config import defaults, recipe_file
-from espalier.errors import UserError
-from espalier.plan import base, request_from_recipe
+from espalier.cli import main as cli
+from espalier.cli.measurements import from_run, measurements
+from espalier.machine import cluster as clusters
+from espalier.plan import base
 from espalier.plan.calibrate import Batch, calibrate
 from espalier.plan.calibration_factors import PLAIN
-from espalier.run import RunFolder
+from espalier.recipe import defaults, recipe_file
+from espalier.recipe.errors import UserError
 from espalier.track.events import Log
-from espalier.verbs.measurements import from_run, measurements
+from espalier.train import request_from_recipe
+from espalier.train.run_folder import RunFolder
 
 CLUSTER = '[[nodes]]\ndevice = "cpu"\ncores = 2\nmemory = "8GiB"'
 

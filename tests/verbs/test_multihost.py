@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from espalier import cli
-from espalier.config import recipe_file
-from espalier.errors import HostLost, RunFailed
-from espalier.verbs import multihost
+from espalier.cli import main as cli
+from espalier.cli import multihost
+from espalier.recipe import recipe_file
+from espalier.recipe.errors import HostLost, RunFailed
 
 RECIPE = """
 [model]
@@ -112,7 +112,7 @@ LACKING = """
 import pathlib, runpy, sys
 there = pathlib.Path.is_dir
 pathlib.Path.is_dir = lambda path: str(path) != sys.argv[1] and there(path)
-runpy.run_module("espalier.verbs.host_worker", run_name="__main__")
+runpy.run_module("espalier.cli.host_worker", run_name="__main__")
 """
 
 
@@ -160,7 +160,7 @@ def test_hosts_and_torchrun_are_not_both_obeyed(home, capfd, monkeypatch) -> Non
 
 STRIKING = """
 import os, pathlib, runpy, signal, sys
-from espalier import trainer
+from espalier.train import trainer
 plain = trainer.Trainer.train_step
 def struck(self, batches):
     mark = pathlib.Path(sys.argv[1])
@@ -169,7 +169,7 @@ def struck(self, batches):
         os.kill(os.getpid(), signal.SIGKILL)
     return plain(self, batches)
 trainer.Trainer.train_step = struck
-runpy.run_module("espalier.verbs.host_worker", run_name="__main__")
+runpy.run_module("espalier.cli.host_worker", run_name="__main__")
 """
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from espalier import cli
+from espalier.cli import main as cli
 
 ROWS = "gpus,global_batch,micro_batch,hidden,heads,layers,seq,tp,dp,pp,iter_ms\n8,32,2,2048,16,24,1024,2,2,2,900.5\n"
 
@@ -55,7 +55,7 @@ def test_without_score_there_is_a_recipe(arguments: list[str], named: str, capsy
 
 @pytest.mark.slow
 def test_a_plan_imports_neither_dtensor_nor_checkpoints() -> None:
-    script = "import sys; from espalier.verbs import plan\n"
+    script = "import sys; from espalier.cli import plan\n"
     script += "slow = {'torch.distributed.tensor', 'torch.distributed.checkpoint', 'sympy'} & set(sys.modules)\n"
     script += "assert not slow, slow\n"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=150, check=False)

@@ -15,11 +15,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from espalier.errors import UserError
+from espalier.cli import plan_page
 from espalier.plan.base import Layout, Plan, Predicted, Rank, RunnerUp, Stage
+from espalier.recipe.errors import UserError
+from espalier.recipe.units import show_seconds, show_size
 from espalier.track import charts
-from espalier.units import show_seconds, show_size
-from espalier.verbs import plan_page
 
 GIB = 2.0**30
 VOID = {"meta", "link", "br", "img", "hr"}

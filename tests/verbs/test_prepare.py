@@ -9,11 +9,11 @@ import msgspec
 import pytest
 import torch
 
-from espalier import config
-from espalier.config import decoder_shapes, defaults
+from espalier import recipe as config
+from espalier.cli import prepare
 from espalier.language import decoder_workload as language
 from espalier.optim.base import names_of
-from espalier.verbs import prepare
+from espalier.recipe import decoder_shapes, defaults
 
 
 def resolved(model: config.Gpt | config.Moe) -> config.Recipe:

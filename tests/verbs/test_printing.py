@@ -9,11 +9,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from espalier import cli
-from espalier.config.base import Derivation
+from espalier.cli import main as cli
+from espalier.cli import printing
 from espalier.plan.base import Plan, Predicted, Rank, RunnerUp
+from espalier.recipe.base import Derivation
 from espalier.track.goodput import Account, FailureCost
-from espalier.verbs import printing
 
 TERMS = {"launch": 1e-3, "other": 4e-3, "optimizer": 2e-3, "backward": 0.02, "forward": 0.01, "all_reduce": 0.003}
 PREDICTED = Predicted(
@@ -34,7 +34,7 @@ SHAPED = [
 
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("espalier.terminal.columns", lambda: 80)
+    monkeypatch.setattr("espalier.recipe.terminal.columns", lambda: 80)
 
 
 def told(capsys: pytest.CaptureFixture[str], plan: Plan = CPU, steps: int | None = None) -> list[str]:
@@ -62,7 +62,7 @@ def test_a_terminal_gets_hanging_lines_no_wider_than_itself(terminal: None, caps
 def test_keys_of_one_reason_stand_together_and_it_is_said_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], width: int | None
 ) -> None:
-    monkeypatch.setattr("espalier.terminal.columns", lambda: width)
+    monkeypatch.setattr("espalier.recipe.terminal.columns", lambda: width)
     lines = told(capsys)
     keys = [line.split()[0] for line in lines if line.startswith(("  model.", "  train."))]
     assert keys == ["model.depth", "model.width", "train.steps"]
@@ -130,7 +130,7 @@ def test_each_system_has_one_row(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert len(lines) == 1 + 20 + 3
     assert all(line == line.rstrip() for line in lines)
     assert any(line.startswith("amsp") and "AMSP: parameters" in line and line.endswith("live?") for line in lines)
-    monkeypatch.setattr("espalier.terminal.columns", lambda: 80)
+    monkeypatch.setattr("espalier.recipe.terminal.columns", lambda: 80)
     assert cli.main(["explain"]) == 0
     narrow = capsys.readouterr().out.split("\n")
     assert len(narrow) == len(lines)

@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from espalier import cli
-from espalier.errors import RunFailed, UserError
-from espalier.verbs import ray_job
+from espalier.cli import main as cli
+from espalier.cli import ray_job
+from espalier.recipe.errors import RunFailed, UserError
 
 from . import job_recipe
 

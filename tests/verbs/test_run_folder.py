@@ -17,23 +17,23 @@ from safetensors.torch import load_file
 from torch.distributed import HashStore
 
 import espalier
-from espalier import cli, data_hash
-from espalier import run as runs
-from espalier.config import recipe_file
-from espalier.errors import UserError
+from espalier.cli import eval as _eval  # noqa: F401
+from espalier.cli import export, host_supervisor, kept_files, predict, prepare, run_data, train  # noqa: F401
+from espalier.cli import main as cli
+from espalier.comm import multihost_probe
+from espalier.comm.rendezvous_wait import Deadline
 from espalier.graph import kept_graph
 from espalier.graph import workload_row as _graphs  # noqa: F401 - loaded once, before programs are forked
 from espalier.graph.data import Graph
 from espalier.graph.link_prediction import Links, LinkTask
 from espalier.graph.workload import GraphWorkload, open_graph
-from espalier.hardware import multihost_probe
 from espalier.language import workload_row as _language  # noqa: F401
 from espalier.language.tokenizer import kept_tokenizer
-from espalier.launch.base import RankSpec
 from espalier.module import workload as _modules  # noqa: F401
-from espalier.rendezvous_wait import Deadline
-from espalier.verbs import eval as _eval  # noqa: F401
-from espalier.verbs import export, host_supervisor, kept_files, predict, prepare, run_data, train  # noqa: F401
+from espalier.recipe import data_hash, recipe_file
+from espalier.recipe.errors import UserError
+from espalier.train import run_folder as runs
+from espalier.train.rank_spec import RankSpec
 
 pytestmark = pytest.mark.timeout(400)  # the first test waits for a run of every workload
 

@@ -10,10 +10,10 @@ import msgspec
 import pytest
 
 from espalier.checkpoint import run_identity
-from espalier.config import recipe_file
-from espalier.errors import UserError
-from espalier.run import RunFolder
-from espalier.verbs import run_places
+from espalier.cli import run_places
+from espalier.recipe import recipe_file
+from espalier.recipe.errors import UserError
+from espalier.train.run_folder import RunFolder
 
 PLACES = {
     "checkpoint.target": "s3://bucket/run",

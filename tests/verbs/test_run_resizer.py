@@ -10,12 +10,12 @@ import pytest
 import torch
 from struck import recipe_of, write_corpus
 
-from espalier import worker
-from espalier.config import recipe_file
-from espalier.errors import UserError
+from espalier.cli import run_resizer, train
+from espalier.launch.resilience.slowdown import Evidence
 from espalier.plan import base as plans
-from espalier.resilience.slowdown import Evidence
-from espalier.verbs import run_resizer, train
+from espalier.recipe import recipe_file
+from espalier.recipe.errors import UserError
+from espalier.train import worker
 
 UNLIKE = "".join(
     f"""[[nodes]]

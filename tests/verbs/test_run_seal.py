@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from espalier import run as runs
-from espalier.config import recipe_file
-from espalier.errors import UserError
-from espalier.import_function import KEPT_CODE
-from espalier.verbs import run_seal
-from espalier.verbs.load_run import open_trained
-from espalier.verbs.run_seal import Origin
+from espalier.cli import run_seal
+from espalier.cli.load_run import open_trained
+from espalier.cli.run_seal import Origin
+from espalier.recipe import recipe_file
+from espalier.recipe.errors import UserError
+from espalier.recipe.import_function import KEPT_CODE
+from espalier.train import run_folder as runs
 
 CODE = """
 from pathlib import Path

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from espalier import cli
-from espalier.errors import UserError
-from espalier.verbs import sbatch
+from espalier.cli import main as cli
+from espalier.cli import sbatch
+from espalier.recipe.errors import UserError
 
 from . import job_recipe
 

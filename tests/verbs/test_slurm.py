@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from espalier import cli
+from espalier.cli import main as cli
 
 from . import job_recipe
 

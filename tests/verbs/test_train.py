@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from espalier import cluster as clusters
-from espalier.errors import Interrupted, PeerLost, UserError
-from espalier.launch.announcement import Announcement
+from espalier.cli import train
+from espalier.launch.hosts.announcement import Announcement
+from espalier.machine import cluster as clusters
 from espalier.plan import base as plans
-from espalier.verbs import train
+from espalier.recipe.errors import Interrupted, PeerLost, UserError
 
 MACHINE = clusters.loads('[[nodes]]\ndevice = "cpu"\ncores = 2\nmemory = "8GiB"\n')
 PLAN = plans.Plan(ranks=(plans.Rank(share=(0, 1)), plans.Rank(share=(1, 2))), micro_batch=1)

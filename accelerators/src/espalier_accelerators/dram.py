@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from espalier.errors import UserError, nearest
+from espalier.recipe.errors import UserError, nearest
 
 Array = NDArray[Any]
 GRAPHICS = {"GDDR5": 4, "GDDR5X": 8, "GDDR6": 16}

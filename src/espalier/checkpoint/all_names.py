@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from espalier import plain_collectives
 from espalier.checkpoint.tensor_slice import Slice
+from espalier.comm import plain_collectives
 from espalier.comm.base import Traffic, traffic
 
 if TYPE_CHECKING:

@@ -7,8 +7,9 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from espalier import errors, plain_collectives
-from espalier.errors import RESUME, EspalierError, RunFailed
+from espalier.comm import plain_collectives
+from espalier.recipe import errors
+from espalier.recipe.errors import RESUME, EspalierError, RunFailed
 
 Given = TypeVar("Given")
 Answer = TypeVar("Answer")

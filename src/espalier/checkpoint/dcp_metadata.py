@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from espalier.errors import UserError
+from espalier.recipe.errors import UserError
 
 NAME = ".metadata"
 _OF = {

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from espalier.checkpoint import state_tree
 from espalier.checkpoint.coordination import Coordinator
-from espalier.errors import Corrupted, Diverged, PeerLost
-from espalier.hardware import resource_limits
+from espalier.machine import resource_limits
+from espalier.recipe.errors import Corrupted, Diverged, PeerLost
 
 _DIGITS = 8  # of 16 bits each: sums of them are exact in float64
 

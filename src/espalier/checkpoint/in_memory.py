@@ -22,7 +22,6 @@ import torch
 import xxhash
 from torch import Tensor
 
-from espalier import serialization
 from espalier.checkpoint import divergence_check, peer_copy, state_tree, young_daly
 from espalier.checkpoint import shared_memory as refuges
 from espalier.checkpoint.base import Stateful
@@ -32,7 +31,8 @@ from espalier.checkpoint.peer_copy import Partner
 from espalier.checkpoint.save_and_restore import Checkpoints, Loaded
 from espalier.checkpoint.shared_memory import SharedMemory
 from espalier.checkpoint.young_daly import Interval
-from espalier.errors import UserError
+from espalier.recipe import serialization
+from espalier.recipe.errors import UserError
 
 _HEADER = struct.Struct("<qqq16s")  # step, where the skeletons begin, where they end, XXH3-128 of all between
 _BEGIN = 4096

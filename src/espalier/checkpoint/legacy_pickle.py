@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from espalier.serialization import Placeholder
+from espalier.recipe.serialization import Placeholder
 
 
 def skeleton(blob: bytes) -> Any:

@@ -9,9 +9,9 @@ from typing import IO, Any
 import msgspec
 import xxhash
 
-from espalier import serialization
 from espalier.checkpoint.run_identity import RunStamp
-from espalier.errors import UserError
+from espalier.recipe import serialization
+from espalier.recipe.errors import UserError
 
 VERSION = 3
 """1: skeletons are pickles. 2: they are plain values (`serialization`). 3: `run` names the run."""

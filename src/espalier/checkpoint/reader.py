@@ -15,14 +15,14 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 
-from espalier import serialization
 from espalier.checkpoint import dcp_metadata, state_tree
 from espalier.checkpoint.base import Stateful
 from espalier.checkpoint.dcp_planners import LoadPlanner
 from espalier.checkpoint.manifest import FileHash
 from espalier.checkpoint.storage import Storage
 from espalier.checkpoint.tensor_slice import Slice
-from espalier.errors import EspalierError, UserError
+from espalier.recipe import serialization
+from espalier.recipe.errors import EspalierError, UserError
 
 PICKLED = b"PK\x03\x04"
 """How torch's archive of a pickled skeleton begins (format 1)."""

@@ -15,9 +15,9 @@ from typing import TypeVar
 
 import msgspec
 
-from espalier import serialization
-from espalier.errors import UserError
-from espalier.foreign_files import printable
+from espalier.recipe import serialization
+from espalier.recipe.errors import UserError
+from espalier.recipe.foreign_files import printable
 
 Kind = TypeVar("Kind")
 
@@ -62,7 +62,7 @@ class RunIdentity(msgspec.Struct, frozen=True):
     Attributes:
         run: the stamp of what is saved from now on.
         meanings: those that the run ever had, `run.meaning` among them: tasks may come and go, data may be accepted.
-        seal: see `verbs.run_places`.
+        seal: see `cli.run_places`.
     """
 
     run: RunStamp

@@ -29,7 +29,7 @@ from espalier.checkpoint.run_identity import RunIdentity, RunStamp
 from espalier.checkpoint.storage import Folder, folder_name, open_place, read_manifest, step_of
 from espalier.checkpoint.stored_slice import StoredSlice
 from espalier.checkpoint.writer import Write, WriteJob
-from espalier.errors import RESUME, EspalierError, RunFailed, UserError
+from espalier.recipe.errors import RESUME, EspalierError, RunFailed, UserError
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from espalier.checkpoint.young_daly import ASSUMED
-from espalier.hardware import resource_limits
+from espalier.machine import resource_limits
 
 SLOTS = 2
 """Copies of each rank's state where there are others: while one is written, the other is whole, on all ranks."""

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from espalier import accelerator, serialization
 from espalier.checkpoint.base import Stateful
 from espalier.checkpoint.stored_slice import StoredSlice
 from espalier.checkpoint.tensor_slice import Slice
-from espalier.errors import UserError
-from espalier.serialization import Placeholder
+from espalier.kernels import accelerator
+from espalier.recipe import serialization
+from espalier.recipe.errors import UserError
+from espalier.recipe.serialization import Placeholder
 
 Kept = Tensor | Slice
 """What a hole stands for: a tensor (a DTensor where it is sharded evenly), or this rank's part of one."""

@@ -18,13 +18,13 @@ from typing import IO, Any, Protocol, cast
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.storage import StorageReader
 
-from espalier import cache_dir
-from espalier.cache_dir import is_url, sync_folder, unwritable
 from espalier.checkpoint import manifest
 from espalier.checkpoint.run_identity import OWNER
 from espalier.checkpoint.write_rate import WriteLimit
-from espalier.errors import EspalierError, RunFailed, UserError, missing_extra
-from espalier.foreign_files import printable
+from espalier.recipe import cache_dir
+from espalier.recipe.cache_dir import is_url, sync_folder, unwritable
+from espalier.recipe.errors import EspalierError, RunFailed, UserError, missing_extra
+from espalier.recipe.foreign_files import printable
 
 _FOLDER = re.compile(r"^step-(\d{8,})$")
 

@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from espalier.cache_dir import unwritable
 from espalier.checkpoint import manifest
 from espalier.checkpoint.coordination import Coordinator
 from espalier.checkpoint.dcp_metadata import NAME as METADATA
@@ -23,7 +22,8 @@ from espalier.checkpoint.dcp_planners import SavePlanner
 from espalier.checkpoint.run_identity import RunIdentity, refuse_foreign
 from espalier.checkpoint.storage import Folder, Storage, folder_name, read_manifest
 from espalier.checkpoint.write_rate import LimitedFileSystem, WriteLimit
-from espalier.errors import EspalierError
+from espalier.recipe.cache_dir import unwritable
+from espalier.recipe.errors import EspalierError
 
 
 class WriteJob(NamedTuple):

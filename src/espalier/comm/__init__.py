@@ -1,18 +1,51 @@
-"""What crosses the wire?"""
+"""What crosses the wire? The public names load on first use."""
 
-from espalier.comm.base import Codec as Codec
-from espalier.comm.base import Ledger as Ledger
-from espalier.comm.base import Traffic as Traffic
-from espalier.comm.base import current_traffic as current_traffic
-from espalier.comm.base import feedback as feedback
-from espalier.comm.base import sent_bytes as sent_bytes
-from espalier.comm.base import traffic as traffic
-from espalier.comm.channel import Channel as Channel
-from espalier.comm.codecs import codec as codec
-from espalier.comm.ddp import ddp_hook as ddp_hook
-from espalier.comm.exact import EXACT as EXACT
-from espalier.comm.exact import Exact as Exact
-from espalier.comm.hierarchical_all_reduce import Hierarchy as Hierarchy
-from espalier.comm.rendezvous import connect as connect
-from espalier.comm.rendezvous import disconnect as disconnect
-from espalier.comm.rendezvous import phase as phase
+from __future__ import annotations
+
+from importlib import import_module
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from espalier.comm.base import Codec as Codec
+    from espalier.comm.base import Ledger as Ledger
+    from espalier.comm.base import Traffic as Traffic
+    from espalier.comm.base import current_traffic as current_traffic
+    from espalier.comm.base import feedback as feedback
+    from espalier.comm.base import sent_bytes as sent_bytes
+    from espalier.comm.base import traffic as traffic
+    from espalier.comm.channel import Channel as Channel
+    from espalier.comm.codecs import codec as codec
+    from espalier.comm.ddp import ddp_hook as ddp_hook
+    from espalier.comm.exact import EXACT as EXACT
+    from espalier.comm.exact import Exact as Exact
+    from espalier.comm.hierarchical_all_reduce import Hierarchy as Hierarchy
+    from espalier.comm.rendezvous import connect as connect
+    from espalier.comm.rendezvous import disconnect as disconnect
+    from espalier.comm.rendezvous import phase as phase
+
+_HOME = {
+    "Codec": "base",
+    "Ledger": "base",
+    "Traffic": "base",
+    "current_traffic": "base",
+    "feedback": "base",
+    "sent_bytes": "base",
+    "traffic": "base",
+    "Channel": "channel",
+    "codec": "codecs",
+    "ddp_hook": "ddp",
+    "EXACT": "exact",
+    "Exact": "exact",
+    "Hierarchy": "hierarchical_all_reduce",
+    "connect": "rendezvous",
+    "disconnect": "rendezvous",
+    "phase": "rendezvous",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'espalier.comm' has no attribute {name!r}")
+    return getattr(import_module(f"espalier.comm.{_HOME[name]}"), name)

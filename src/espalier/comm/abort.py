@@ -20,7 +20,7 @@ from pathlib import Path
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from espalier import store_client
+from espalier.comm import store_client
 
 _DESCRIPTORS = Path("/proc/self/fd")
 _ADDRESS = re.compile(r"(.*/)?\d+/\d+")  # of Gloo: a context's number and a rank

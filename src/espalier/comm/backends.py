@@ -25,8 +25,8 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 from torch.distributed import Work
 from torch.utils._pytree import tree_map
 
-from espalier import accelerator
-from espalier.errors import UserError
+from espalier.kernels import accelerator
+from espalier.recipe.errors import UserError
 
 _DEFAULT = timedelta(0)
 _THREADS = 2

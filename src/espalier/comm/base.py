@@ -10,8 +10,8 @@ from enum import StrEnum
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from espalier.cost import ring_bytes
-from espalier.errors import UserError
+from espalier.recipe.cost import ring_bytes
+from espalier.recipe.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor

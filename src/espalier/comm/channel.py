@@ -27,7 +27,6 @@ from torch._C._distributed_c10d import (
     Store,
 )
 
-from espalier import accelerator
 from espalier.comm.backends import INNER, GroupRequest
 from espalier.comm.base import Carrying, Codec, Ledger, Traffic, current_traffic, sent_bytes
 from espalier.comm.c10d_arguments import (
@@ -46,6 +45,7 @@ from espalier.comm.c10d_arguments import (
 from espalier.comm.compressed_collectives import Coded, Start
 from espalier.comm.flight_recorder import FlightRecorder, RecordedCollective
 from espalier.comm.work import Pending
+from espalier.kernels import accelerator
 
 if TYPE_CHECKING:
     from torch import Tensor

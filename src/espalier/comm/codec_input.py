@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from espalier.errors import RunFailed, UserError
+from espalier.recipe.errors import RunFailed, UserError
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """What the lossy codecs take; they compute in float32."""

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
+from typing import Any
 
-from espalier.comm.base import Codec
-from espalier.comm.bf16 import Bf16
+from espalier.comm.base import Codec, Traffic
 from espalier.comm.exact import EXACT
 from espalier.comm.finite_check import MARK, FiniteCheck
-from espalier.comm.lowbit import Lowbit
-from espalier.comm.mpc import Mpc
-from espalier.comm.sparse import Sparse
-from espalier.comm.split import Split
-from espalier.comm.topk import Topk
-from espalier.comm.zfp import Zfp
-from espalier.errors import UserError, nearest
+from espalier.recipe.errors import UserError, nearest
+
+
+def _load(name: str) -> Any:
+    """The class called `name`, from the file of its lower-case name."""
+    return getattr(import_module(f"espalier.mechanisms.codecs.{name.lower()}"), name)
 
 
 def _number(name: str, text: str) -> float:
@@ -28,33 +28,46 @@ def _lowbit(bits: int) -> Callable[[str], Codec]:
     def made(text: str) -> Codec:
         if text not in ("", "stochastic", "nearest"):
             raise UserError(f"int{bits} rounds {text!r}.", do=f"int{bits} (nearest) or int{bits}:stochastic")
-        return Lowbit(bits, stochastic=text == "stochastic")
+        return _load("Lowbit")(bits, stochastic=text == "stochastic")
 
     return made
 
 
-def _plain(made: Callable[[], Codec]) -> Callable[[str], Codec]:
+def _plain(name: str) -> Callable[[str], Codec]:
     def without(text: str) -> Codec:
         if text:
-            raise UserError(f"Codec {made().name!r} takes no number, and got {text!r}.", do=made().name)
-        return made()
+            raise UserError(f"Codec {name!r} takes no number, and got {text!r}.", do=name)
+        made: Codec = EXACT if name == EXACT.name else _load(name.capitalize())()
+        return made
 
     return without
 
 
 _EXAMPLES = {"zfp": "8", "topk": "0.01", "mpc": "1"}
 FAMILIES: dict[str, Callable[[str], Codec]] = {
-    "exact": _plain(lambda: EXACT),
-    "bf16": _plain(Bf16),
+    "exact": _plain("exact"),
+    "bf16": _plain("bf16"),
     "int8": _lowbit(8),
     "int4": _lowbit(4),
     "int1": _lowbit(1),
-    "split": _plain(Split),
-    "sparse": _plain(Sparse),
-    "mpc": lambda text: Mpc(int(_number("mpc", text or "1"))),
-    "zfp": lambda text: Zfp(_number("zfp", text or "8")),
-    "topk": lambda text: Topk(_number("topk", text or "0.01")),
+    "split": _plain("split"),
+    "sparse": _plain("sparse"),
+    "mpc": lambda text: _load("Mpc")(int(_number("mpc", text or "1"))),
+    "zfp": lambda text: _load("Zfp")(_number("zfp", text or "8")),
+    "topk": lambda text: _load("Topk")(_number("topk", text or "0.01")),
 }
+
+MARGIN = 1.2
+"""Compression must beat the raw link by this factor, as it takes cores from computation."""
+AUTO: dict[Traffic, str] = {
+    Traffic.GRADIENTS: "int8",
+    Traffic.OUTER_STEP: "int8",
+    Traffic.ACTIVATIONS: "split",
+    Traffic.PARAMETERS: "split",
+}
+"""What `auto` asks about, class by class: gradients hard, the rest without loss."""
+SPARSE = "sparse"
+"""What `auto` asks about beside it for gradients, where it is told how many of them are zero."""
 
 
 def codec(name: str | Codec) -> Codec:

@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
-from espalier import accelerator
 from espalier.comm import wire_format
 from espalier.comm.base import Codec, Spent, check_feedback, stays
 from espalier.comm.comm_thread import CommThread, QueuedWork
 from espalier.comm.wire_format import Bucket
-from espalier.errors import UserError
+from espalier.kernels import accelerator
+from espalier.recipe.errors import UserError
 
 PIECE = 2**18
 """Values encoded at once: at 100 Mbit/s and 8 bits 21 ms on the wire, 50 µs and more in a codec."""

@@ -17,14 +17,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import AllreduceOptions, GradBucket
 
-from espalier import accelerator
-from espalier.comm import hybrid_compression
+from espalier.comm import codecs
 from espalier.comm.base import Codec, Spent, Traffic, sent_bytes
 from espalier.comm.c10d_arguments import residual_like
 from espalier.comm.codecs import codec as codec_of
 from espalier.comm.compressed_collectives import Coded
 from espalier.comm.exact import Exact
 from espalier.comm.rendezvous import beside
+from espalier.kernels import accelerator
 
 TIMEOUT = 60.0
 """Seconds any wait for another rank may take."""
@@ -45,7 +45,7 @@ def ddp_hook(
 
     Args:
         codec: `int8`, `int4`, `int1`, `bf16`, `topk:0.01`, `zfp:8`, `split`, `mpc` …; `exact`: none. `auto`: `int8`
-            where sums of 4 MiB, tried now, take less time by a fifth than without (`hybrid.MARGIN`), else none.
+            where sums of 4 MiB, tried now, take less time by a fifth than without (`codecs.MARGIN`), else none.
         group: the ranks; None: torch's default group.
         feedback: what a lossy codec loses is added to the next gradient. Costs as much memory as the gradients.
         timeout: seconds; the deadline of every wait.
@@ -61,7 +61,7 @@ def ddp_hook(
     through = coded(chosen, found, Traffic.GRADIENTS, timeout)
     if auto:
         through.close()  # it was there to ask whether all ranks say so
-        through = coded(codec_of(hybrid_compression.AUTO[Traffic.GRADIENTS]), found, Traffic.GRADIENTS, timeout)
+        through = coded(codec_of(codecs.AUTO[Traffic.GRADIENTS]), found, Traffic.GRADIENTS, timeout)
     if isinstance(chosen, Exact) and not (auto and pays(*_tried(through, found, feedback))):
         through.close()
         return Hook(None, found, feedback)
@@ -76,7 +76,7 @@ class _Auto(Exact):
 
 def pays(plain: float, encoded: float) -> bool:
     """Whether sums that take `plain` seconds as they are and `encoded` seconds encoded are to be encoded."""
-    return plain > hybrid_compression.MARGIN * encoded
+    return plain > codecs.MARGIN * encoded
 
 
 def _tried(through: Coded, group: Any, feedback: bool) -> tuple[float, float]:

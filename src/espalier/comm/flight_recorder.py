@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from espalier import store_client
-from espalier.errors import PeerLost
-from espalier.units import show_seconds, show_size
+from espalier.comm import store_client
+from espalier.recipe.errors import PeerLost
+from espalier.recipe.units import show_seconds, show_size
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

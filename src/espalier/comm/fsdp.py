@@ -19,7 +19,7 @@ from espalier.comm.c10d_arguments import residual_like
 from espalier.comm.codecs import codec as codec_of
 from espalier.comm.compressed_collectives import Coded
 from espalier.comm.ddp import coded
-from espalier.errors import UserError
+from espalier.recipe.errors import UserError
 
 
 def compress(model: nn.Module, *, gradients: str | Codec = "int8", parameters: str | Codec = "exact") -> None:

@@ -18,14 +18,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from espalier import plain_collectives
+from espalier.comm import plain_collectives
 from espalier.comm.base import Codec, Traffic, feedback, traffic
 from espalier.comm.channel import Channel
 from espalier.comm.codecs import codec as codec_of
 from espalier.comm.compressed_collectives import parts
+from espalier.comm.multihost_probe import host
 from espalier.comm.rendezvous import within
-from espalier.errors import UserError
-from espalier.hardware.multihost_probe import host
+from espalier.recipe.errors import UserError
 
 
 def level(nodes: Sequence[Hashable], members: Iterable[int]) -> Literal["inside", "between"]:

@@ -21,7 +21,7 @@ from espalier.comm.base import Codec, Spent
 from espalier.comm.c10d_arguments import shares
 from espalier.comm.codecs import codec as codec_of
 from espalier.comm.compressed_collectives import Coded
-from espalier.errors import PeerLost, UserError, missing_extra
+from espalier.recipe.errors import PeerLost, UserError, missing_extra
 
 TIMEOUT = 60.0
 """Seconds any wait for another rank may take."""

@@ -14,14 +14,15 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
-from espalier import accelerator, rendezvous_wait
+from espalier.comm import rendezvous_wait
 from espalier.comm.backends import INNER, GroupRequest, gloo
 from espalier.comm.base import Ledger, Traffic
 from espalier.comm.channel import Channel, SharedRecords
 from espalier.comm.flight_recorder import FlightRecorder
-from espalier.errors import PeerLost, UserError, nearest
-from espalier.rendezvous_wait import Deadline
-from espalier.units import show_seconds
+from espalier.comm.rendezvous_wait import Deadline
+from espalier.kernels import accelerator
+from espalier.recipe.errors import PeerLost, UserError, nearest
+from espalier.recipe.units import show_seconds
 
 
 def beside(group: dist.ProcessGroup, kind: Traffic, limit: timedelta) -> ProcessGroupGloo:

@@ -19,7 +19,7 @@ from torch import Tensor
 from espalier.comm.base import Codec
 from espalier.comm.codec_input import bytes_of
 from espalier.comm.finite_check import MARK, FiniteCheck
-from espalier.errors import RESUME, RunFailed
+from espalier.recipe.errors import RESUME, RunFailed
 
 _LAYOUT = struct.Struct("<4sBBHIIQQQ")
 """Magic, version, raw, bytes of an element, collective, codec, elements, bytes of the second send, checksum of what the

@@ -22,11 +22,11 @@ import xxhash
 from espalier.checkpoint import manifest
 from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.checkpoint.storage import Folder, Storage, folder_name, step_of
-from espalier.errors import EspalierError, RunFailed, UserError
 from espalier.evaluate.eval_history import EvalHistory, Key
 from espalier.evaluate.shared_model import SharedModel
 from espalier.evaluate.tasks import Task
 from espalier.evaluate.worker_pool import Result, Workers, evaluate
+from espalier.recipe.errors import EspalierError, RunFailed, UserError
 from espalier.track import events
 
 POLL = 0.5

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from espalier import serialization
+from espalier.recipe import serialization
 from espalier.track.events import Event
 
 

@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import nn
 
-from espalier.errors import missing_extra
 from espalier.evaluate.multiple_choice import loglikelihoods
 from espalier.evaluate.tasks import Sums
 from espalier.language import generate, gpt
 from espalier.language.tokenizer import Tokenizer
+from espalier.recipe.errors import missing_extra
 
 TOKENS = 256
 """Tokens generated where a task sets no `max_gen_toks`, as the harness's own models do."""

@@ -14,12 +14,12 @@ import torch
 import xxhash
 from torch import nn
 
-from espalier.errors import UserError
 from espalier.evaluate.tasks import Sums
-from espalier.foreign_files import Fields, FieldUse, parsing, printable
 from espalier.language import gpt, row_files
 from espalier.language.row_files import Row, SourceFile
 from espalier.language.tokenizer import Tokenizer
+from espalier.recipe.errors import UserError
+from espalier.recipe.foreign_files import Fields, FieldUse, parsing, printable
 
 
 class Question(msgspec.Struct, frozen=True):

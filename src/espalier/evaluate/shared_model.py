@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from espalier.checkpoint.save_and_restore import Checkpoints
-from espalier.errors import UserError
+from espalier.recipe.errors import UserError
 
 _VERSIONS = itertools.count(1)
 

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from torch import nn
 
-from espalier.workload import Shard, Workload
+from espalier.parallel.workload import Shard, Workload
 
 WINDOWS = 16
 """Held-out samples in one record: as many as `espalier eval` gives the model at once."""

@@ -33,9 +33,9 @@ import psutil
 import torch
 from torch import nn
 
-from espalier.errors import RunFailed
 from espalier.evaluate.shared_model import Source, attach
 from espalier.evaluate.tasks import Sums, Task, means
+from espalier.recipe.errors import RunFailed
 
 T = TypeVar("T")
 

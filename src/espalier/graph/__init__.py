@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from espalier.graph.data import Graph
 
 if TYPE_CHECKING:
-    from espalier.graph.torchgt.attention import attention
-    from espalier.graph.torchgt.pattern import Additions, Pattern, pattern
+    from espalier.mechanisms.pattern_attention.attention import attention
+    from espalier.mechanisms.pattern_attention.pattern import Additions, Pattern, pattern
 
 __all__ = ["Additions", "Graph", "Pattern", "attention", "pattern"]
 
@@ -20,4 +20,4 @@ _LAZY = {"attention": "attention", "Additions": "pattern", "Pattern": "pattern",
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"espalier.graph.torchgt.{_LAZY[name]}"), name)
+    return getattr(import_module(f"espalier.mechanisms.pattern_attention.{_LAZY[name]}"), name)

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from espalier.artifacts import Artifact, Table
 from espalier.graph import metrics
 from espalier.graph.data import Array, DataSplit, Graph
 from espalier.kernels.cross_entropy import cross_entropy
-from espalier.workload import Shard
+from espalier.parallel.workload import Shard
+from espalier.store.artifacts import Artifact, Table
 
 
 class LabelledTask(Protocol):

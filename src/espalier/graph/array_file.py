@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from espalier.errors import UserError
-from espalier.foreign_files import Fields, FieldUse, parsing, printable, unused
 from espalier.graph.data import Array, DataSplit, Graph
-from espalier.hardware.resource_limits import free_memory
-from espalier.units import show_size
+from espalier.machine.resource_limits import free_memory
+from espalier.recipe.errors import UserError
+from espalier.recipe.foreign_files import Fields, FieldUse, parsing, printable, unused
+from espalier.recipe.units import show_size
 
 _WORDS = {
     "edge_index": ("edge_index",),

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import xxhash
 
-from espalier.errors import UserError, nearest
 from espalier.graph import targets as target_kinds
 from espalier.graph.targets import Scale, as_array
+from espalier.recipe.errors import UserError, nearest
 
 if TYPE_CHECKING:
-    from espalier.workload import Shard
+    from espalier.parallel.workload import Shard
 
 Array = target_kinds.Array
 IGNORED = target_kinds.IGNORED

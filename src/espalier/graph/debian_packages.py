@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import xxhash
 
-from espalier.errors import UserError
 from espalier.graph.data import IGNORED, Array, Graph
 from espalier.graph.import_graph import count_words, kept_arrays, weighted
+from espalier.recipe.errors import UserError
 
 COLUMNS = 512
 FEWEST = 30

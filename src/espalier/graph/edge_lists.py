@@ -14,8 +14,6 @@ from pathlib import Path
 
 import numpy as np
 
-from espalier.errors import UserError
-from espalier.foreign_files import parsing, printable, unused
 from espalier.graph import array_file, separated_text
 from espalier.graph.array_file import NUMBERED, degree_features, refuse_far_ids
 from espalier.graph.data import Array, Graph
@@ -31,7 +29,9 @@ from espalier.graph.table_columns import (
     read_nodes,
     settled,
 )
-from espalier.hardware.resource_limits import free_memory
+from espalier.machine.resource_limits import free_memory
+from espalier.recipe.errors import UserError
+from espalier.recipe.foreign_files import parsing, printable, unused
 
 TEXT = (*separated_text.ENDINGS, ".mtx")
 SUFFIXES = (*TEXT, ".npz", ".parquet")

@@ -14,18 +14,18 @@ import numpy as np
 import torch
 from torch import nn
 
-from espalier.errors import UserError
-from espalier.graph import quantization
 from espalier.graph.gnn import Gnn, GraphAttention, Isomorphism, Layer, Mean
 from espalier.graph.node_classification import NodeTask
-from espalier.graph.packed_run import packed_input
 from espalier.graph.subgraphs import infer
 from espalier.kernels.counts import Counts, integer_sums, low_bit
+from espalier.mechanisms.few_bits import quantization
+from espalier.mechanisms.few_bits.packed_run import packed_input
+from espalier.recipe.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from espalier import config
+    from espalier import recipe as config
     from espalier.graph.base import MessageBlock, Rows
     from espalier.graph.data import Graph
     from espalier.graph.workload import GraphWorkload

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from espalier import config
+from espalier import recipe as config
 from espalier.graph.base import (
     Aggregate,
     Begin,

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from espalier.errors import UserError
 from espalier.graph import metrics, neighbor_sampler
 from espalier.graph.answers import held_out_figures, loss_of, told, trained_labels
 from espalier.graph.data import Array, Examples, Graph, scaled
 from espalier.graph.neighbor_sampler import Style
 from espalier.graph.subgraphs import SubgraphBatch, forward
-from espalier.workload import Shard, to_device
+from espalier.parallel.workload import Shard, to_device
+from espalier.recipe.errors import UserError
 
 AT_ONCE = 256
 """Small graphs side by side while nothing is trained."""

@@ -15,11 +15,12 @@ import numpy as np
 import torch
 import xxhash
 
-from espalier.cache_dir import cache_folder, hashed
 from espalier.graph.base import MessageBlock
 from espalier.graph.compiled_aggregate import matrix
 from espalier.graph.data import Array, Graph, relabelled
 from espalier.graph.gnn import GraphAttention, Layer
+from espalier.recipe.cache_dir import cache_folder, hashed
+from espalier.recipe.units import show_seconds
 from espalier.sparse import CBM
 from espalier.sparse.cbm.matrix import pays
 from espalier.sparse.format_choice import cost
@@ -29,7 +30,6 @@ from espalier.sparse.rcmpp import rcmpp
 from espalier.sparse.rcmpp.cuthill_mckee import trace
 from espalier.sparse.rcmpp.pattern import Pattern
 from espalier.track.progress import Stages
-from espalier.units import show_seconds
 
 SMALL = 1 << 20
 """Edges times columns below which a product is a matter of microseconds, whatever the order."""

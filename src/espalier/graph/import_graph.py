@@ -18,9 +18,9 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-from espalier.cache_dir import cache_folder
-from espalier.errors import UserError
 from espalier.graph.data import IGNORED, Array, Graph
+from espalier.recipe.cache_dir import cache_folder
+from espalier.recipe.errors import UserError
 
 COLUMNS = 256
 """Of the hashed identifiers: collisions are rare among the words that tell packages apart, and rows fit two pages."""

@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from espalier import config
-from espalier.config import Recipe
-from espalier.errors import UserError
+from espalier import recipe as config
 from espalier.graph import data, link_prediction
 from espalier.graph.data import IGNORED, Array, DataSplit, Graph, parted
 from espalier.graph.link_prediction import Links
 from espalier.graph.targets import Scale
+from espalier.recipe import Recipe
+from espalier.recipe.errors import UserError
 
 LIMIT = 1 << 30
 """Bytes of a graph that is kept whole."""

@@ -11,11 +11,11 @@ import numpy as np
 from torch import nn
 from torch.nn.utils import parametrize
 
-from espalier.cost import VALUE_BYTES, Number, Product, Work
 from espalier.graph.gnn import Gnn, GraphAttention, Isomorphism, Layer, Mean
-from espalier.graph.torchgt.model import GraphTransformer
-from espalier.graph.torchgt.schedule import bias_bytes
-from espalier.quant import a2q
+from espalier.mechanisms.few_bits import a2q
+from espalier.mechanisms.pattern_attention.model import GraphTransformer
+from espalier.mechanisms.pattern_attention.schedule import bias_bytes
+from espalier.recipe.cost import VALUE_BYTES, Number, Product, Work
 
 ATTENDED = 128
 """What GAT's score, its exponential and its norm take for each edge and head, as bytes that could be moved meanwhile.

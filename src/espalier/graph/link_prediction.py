@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from espalier.errors import UserError
 from espalier.graph import metrics
 from espalier.graph.data import Array, DataSplit, Examples, Graph, parted, without_edges
 from espalier.graph.subgraphs import SubgraphBatch, View, forward, infer
-from espalier.workload import Shard
+from espalier.parallel.workload import Shard
+from espalier.recipe.errors import UserError
 
 RIVALS = 100
 """Drawn links that each held-out link is ranked against."""

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from espalier.errors import UserError
 from espalier.graph import metrics
 from espalier.graph.answers import held_out_figures, loss_of, told, trained_labels
 from espalier.graph.data import Array, Examples, Graph, scaled
 from espalier.graph.neighbor_sampler import ALL
 from espalier.graph.subgraphs import SubgraphBatch, View, forward, infer
-from espalier.workload import Shard
+from espalier.parallel.workload import Shard
+from espalier.recipe.errors import UserError
 
 WORTH = 0.7
 """Blocks around the asked nodes are taken where they have at most this share of the edges that whole layers pass over:

@@ -16,10 +16,10 @@ from typing import IO, Any
 
 import numpy as np
 
-from espalier.errors import UserError
-from espalier.foreign_files import parsing, printable
 from espalier.graph.data import Array
-from espalier.hardware.resource_limits import free_memory
+from espalier.machine.resource_limits import free_memory
+from espalier.recipe.errors import UserError
+from espalier.recipe.foreign_files import parsing, printable
 
 _DTYPE = re.compile(r"[<>=|]?(b1|[iuf][1248])")
 _TORCH_MAGIC = 0x1950A86A20F9469CFC6C

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from espalier.errors import UserError
-from espalier.foreign_files import Fields, FieldUse, parsing, printable, unused
 from espalier.graph import numpy_pickle, separated_text
 from espalier.graph.array_file import refuse_far_ids
 from espalier.graph.data import Array, DataSplit, Graph
+from espalier.recipe.errors import UserError
+from espalier.recipe.foreign_files import Fields, FieldUse, parsing, printable, unused
 
 _DO = "unpack the data set anew"
 _FILES = ("edge", "num-node-list", "num-edge-list", "node-label", "graph-label", "node-feat", "edge-feat")

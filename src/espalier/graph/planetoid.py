@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from espalier.errors import UserError
-from espalier.foreign_files import parsing
 from espalier.graph import numpy_pickle
 from espalier.graph.data import IGNORED, Array, DataSplit, Graph
-from espalier.hardware.resource_limits import free_memory
+from espalier.machine.resource_limits import free_memory
+from espalier.recipe.errors import UserError
+from espalier.recipe.foreign_files import parsing
 
 VALIDATION = 500
 """Nodes after the training nodes that validate (arXiv 1603.08861 and GCN, arXiv 1609.02907, section 5.1)."""

@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from espalier import config
-from espalier.errors import UserError, missing_extra
-from espalier.foreign_files import FieldUse, parsing
+from espalier import recipe as config
 from espalier.graph.array_file import KEYS, MASKS, both_ends, masked_parts, understood
 from espalier.graph.data import Array, Graph
 from espalier.graph.targets import as_array, of_graphs
-from espalier.import_function import function
+from espalier.recipe.errors import UserError, missing_extra
+from espalier.recipe.foreign_files import FieldUse, parsing
+from espalier.recipe.import_function import function
 
 
 def from_pyg(data: Any, *, undirected: bool = False, origin: str = "Data", target: str | None = None) -> Graph:
@@ -216,7 +216,7 @@ def dataset(name: str, root: Path, *, undirected: bool, target: str | None = Non
     datasets = _library(f"data.path = 'pyg:{name}'").datasets
     kind, _, which = name.partition("/")
     if not hasattr(datasets, kind):
-        from espalier.errors import nearest
+        from espalier.recipe.errors import nearest
 
         near = nearest(kind, [one for one in dir(datasets) if one[0].isupper()])
         raise UserError(

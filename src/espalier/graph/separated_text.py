@@ -18,12 +18,12 @@ from typing import IO, Any
 
 import numpy as np
 
-from espalier.errors import UserError
-from espalier.foreign_files import parsing, printable
 from espalier.graph.data import Array
 from espalier.graph.targets import MISSING
-from espalier.hardware.resource_limits import free_memory
-from espalier.units import plural
+from espalier.machine.resource_limits import free_memory
+from espalier.recipe.errors import UserError
+from espalier.recipe.foreign_files import parsing, printable
+from espalier.recipe.units import plural
 
 ENDINGS = (".csv", ".tsv", ".txt", ".edges", ".edgelist", ".el")
 """Of separated text, each also with `.gz` after it, in any case."""

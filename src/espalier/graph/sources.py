@@ -6,23 +6,14 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from espalier import config
-from espalier.cache_dir import cache_folder
-from espalier.config import Data, data_path
-from espalier.errors import UserError, nearest
-from espalier.foreign_files import parsing
-from espalier.graph import (
-    debian_packages,
-    edge_lists,
-    import_graph,
-    ogb,
-    partition_folder,
-    planetoid,
-    pyg,
-    synthetic,
-    wordnet,
-)
+from espalier import recipe as config
+from espalier.graph import debian_packages, edge_lists, import_graph, ogb, planetoid, pyg, synthetic, wordnet
 from espalier.graph.data import Graph, targeted
+from espalier.mechanisms.halo_exchange import partition_folder
+from espalier.recipe import Data, data_path
+from espalier.recipe.cache_dir import cache_folder
+from espalier.recipe.errors import UserError, nearest
+from espalier.recipe.foreign_files import parsing
 
 _SCHEME = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]+:")
 

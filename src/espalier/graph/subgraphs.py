@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from espalier.errors import UserError
 from espalier.graph import neighbor_sampler
 from espalier.graph.base import Kept, MessageBlock, Rows, dense, joined
 from espalier.graph.data import Array, Graph
 from espalier.graph.gnn import Gnn, Layer
 from espalier.graph.neighbor_sampler import ALL, Drawn, NeighborSampling, Sampler, Style
-from espalier.graph.torchgt.model import GraphTransformer
+from espalier.mechanisms.pattern_attention.model import GraphTransformer
+from espalier.recipe.errors import UserError
 
 MOST = 1 << 31
 """Bytes of messages that inference makes at once; larger graphs go through a layer in pieces."""
@@ -151,7 +151,7 @@ def infer(model: nn.Module, view: View, layers: int | None = None) -> Tensor:
     parameter = next(model.parameters())
     placed: dict[str, Any] = {"device": parameter.device, "dtype": parameter.dtype}
     if view.graph.partition is not None:
-        from espalier.graph import part_inference
+        from espalier.mechanisms.halo_exchange import part_inference
 
         if getattr(model, QUANTIZED, None) is not None:  # packages are of all nodes
             return infer(model, View(part_inference.whole_graph(view.graph), view.style, view.depth), layers)
@@ -206,7 +206,7 @@ def _to(rows: Rows, placed: dict[str, Any]) -> Rows:
 
 
 def _placed(block: MessageBlock, placed: dict[str, Any]) -> MessageBlock:
-    from espalier.workload import to_device
+    from espalier.parallel.workload import to_device
 
     moved: MessageBlock = to_device(block, placed["device"], placed["dtype"])
     return moved

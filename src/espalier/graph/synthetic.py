@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from espalier.errors import UserError, nearest
 from espalier.graph.data import Array, DataSplit, Graph
+from espalier.recipe.errors import UserError, nearest
 
 Progress = Callable[[int, int], None]
 Edges = tuple[Array, Array]

@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from espalier.errors import UserError, missing_extra
-from espalier.foreign_files import Fields, FieldUse, parsing, printable, unused
 from espalier.graph import separated_text
 from espalier.graph.data import Array, DataSplit
 from espalier.graph.separated_text import EMPTY, EXACT, is_number
-from espalier.hardware.resource_limits import free_memory
-from espalier.units import plural
+from espalier.machine.resource_limits import free_memory
+from espalier.recipe.errors import UserError, missing_extra
+from espalier.recipe.foreign_files import Fields, FieldUse, parsing, printable, unused
+from espalier.recipe.units import plural
 
 WHOLE = re.compile(r"-?[0-9]{1,18}")
 _POINTLESS = re.compile(r"(-?[0-9]+)\.0*")

@@ -16,9 +16,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from espalier.errors import UserError
-from espalier.foreign_files import printable
-from espalier.units import plural
+from espalier.recipe.errors import UserError
+from espalier.recipe.foreign_files import printable
+from espalier.recipe.units import plural
 
 Array = NDArray[Any]
 Kind = Literal["classes", "tasks", "values"]

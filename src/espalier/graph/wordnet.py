@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from espalier.cache_dir import cache_folder
-from espalier.errors import UserError
 from espalier.graph.data import Array, Graph
 from espalier.graph.import_graph import count_words, kept_arrays, weighted
+from espalier.recipe.cache_dir import cache_folder
+from espalier.recipe.errors import UserError
 
 COLUMNS = 512
 INSTALLED = Path("/usr/share/wordnet")

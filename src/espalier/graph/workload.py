@@ -12,12 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from espalier import config
-from espalier.artifacts import Artifact, Table
-from espalier.config import Recipe
-from espalier.config.graphs import Batches
-from espalier.cost import Anatomy, Cut, Work
-from espalier.errors import UserError
+from espalier import recipe as config
 from espalier.graph import (
     answers,
     compiled_aggregate,
@@ -27,10 +22,7 @@ from espalier.graph import (
     layer_work,
     link_prediction,
     metrics,
-    partition_folder,
     pyg,
-    quantization,
-    quantized_networks,
     sources,
 )
 from espalier.graph.data import Array, Graph
@@ -39,22 +31,29 @@ from espalier.graph.graph_classification import GraphTask
 from espalier.graph.layer_work import Reach
 from espalier.graph.link_prediction import Links, LinkTask
 from espalier.graph.node_classification import NodeTask
-from espalier.graph.quantized_graph import QuantizedGraph
 from espalier.graph.subgraphs import SubgraphBatch, View, infer
-from espalier.graph.torchgt import reformation
-from espalier.graph.torchgt.encodings import averaged, encoded
-from espalier.graph.torchgt.model import GraphTransformer, tokens_of
-from espalier.graph.torchgt.schedule import Schedule, schedule
+from espalier.mechanisms.few_bits import quantization, quantized_networks
+from espalier.mechanisms.few_bits.quantized_graph import QuantizedGraph
+from espalier.mechanisms.halo_exchange import partition_folder
+from espalier.mechanisms.pattern_attention import reformation
+from espalier.mechanisms.pattern_attention.encodings import averaged, encoded
+from espalier.mechanisms.pattern_attention.model import GraphTransformer, tokens_of
+from espalier.mechanisms.pattern_attention.schedule import Schedule, schedule
+from espalier.parallel.workload import ALONE, PackStart, Plain, Progress, Shard, Skeleton, to_device, whole_skeleton
+from espalier.recipe import Recipe
+from espalier.recipe.cost import Anatomy, Cut, Work
+from espalier.recipe.errors import UserError
+from espalier.recipe.graphs import Batches
+from espalier.store.artifacts import Artifact, Table
 from espalier.track.progress import Stages
-from espalier.workload import ALONE, PackStart, Plain, Progress, Shard, Skeleton, to_device, whole_skeleton
 
 if TYPE_CHECKING:
-    from espalier.graph.diskgnn.cost import StoredFeatures
-    from espalier.graph.diskgnn.mini_batches import RunBatches
-    from espalier.graph.halo import ForeignRows
-    from espalier.graph.halo_parallel import Halos, RankPart
-    from espalier.graph.torchgt.reformation import Reformation
-    from espalier.graph.torchgt.token_parallel import TokenCut, TokenPart
+    from espalier.mechanisms.disk_batches.cost import StoredFeatures
+    from espalier.mechanisms.disk_batches.mini_batches import RunBatches
+    from espalier.mechanisms.halo_exchange.halo import ForeignRows
+    from espalier.mechanisms.halo_exchange.halo_parallel import Halos, RankPart
+    from espalier.mechanisms.pattern_attention.reformation import Reformation
+    from espalier.mechanisms.pattern_attention.token_parallel import TokenCut, TokenPart
 
 Task = NodeTask | LinkTask | GraphTask
 
@@ -115,7 +114,7 @@ class GraphWorkload(Plain):
             self.task.every_node = True
         self.stored: RunBatches | None = None
         if recipe.store is not None:
-            from espalier.graph.diskgnn.mini_batches import RunBatches
+            from espalier.mechanisms.disk_batches.mini_batches import RunBatches
 
             assert isinstance(self.task, NodeTask)
             self.stored = RunBatches(recipe, self.task, self.global_batch)
@@ -173,7 +172,7 @@ class GraphWorkload(Plain):
         options, every = self.recipe.model, self._attention()[0].every
         if not isinstance(self.task, NodeTask) or self.task.fanout or every == 1:
             return "", ""
-        from espalier.graph.torchgt import plan_choice
+        from espalier.mechanisms.pattern_attention import plan_choice
 
         assert isinstance(options, config.GraphTransformer)
         known = tokens_of(self.task.train.block, options, self._attention()[0].path, full=False).pattern
@@ -466,7 +465,7 @@ class GraphWorkload(Plain):
 
     def stored_features(self) -> StoredFeatures:
         """What a plan is told of features on disk. Needs a [store]."""
-        from espalier.graph.diskgnn import mini_batches
+        from espalier.mechanisms.disk_batches import mini_batches
 
         assert isinstance(self.task, NodeTask), "others have no [store]"
         return mini_batches.stored_features(self.recipe, self.task, self._inputs(), self.bare())
@@ -478,12 +477,12 @@ class GraphWorkload(Plain):
             return None
         network = self.bare()
         if isinstance(network, GraphTransformer):
-            from espalier.graph.torchgt.token_parallel import TokenCut
+            from espalier.mechanisms.pattern_attention.token_parallel import TokenCut
 
             graph = self.whole_task.train.graph
             return TokenCut(network, graph.nodes, options, graph.fingerprint())
-        from espalier.graph.halo import depth
-        from espalier.graph.halo_parallel import Cutting, Halos, takes_sums
+        from espalier.mechanisms.halo_exchange.halo import depth
+        from espalier.mechanisms.halo_exchange.halo_parallel import Cutting, Halos, takes_sums
 
         view, sums = self.whole_task.train, False
         crossing: Gnn | ForeignRows
@@ -491,7 +490,7 @@ class GraphWorkload(Plain):
             crossing = network if self.recipe.quant is None else cast("Gnn", self._quantized)
             sums = takes_sums(network) and self.recipe.quant is None
         else:
-            from espalier.graph.foreign_halo import study, study_part
+            from espalier.mechanisms.halo_exchange.foreign_halo import study, study_part
 
             if view.graph.partition is None:
                 crossing = study(network, view.graph.features.shape[1], view.block)

@@ -12,11 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from espalier import cache_dir, data_hash
-from espalier.config import HaloOptions, Recipe
-from espalier.config.graphs import Batches, with_batches
-from espalier.errors import UserError
-from espalier.graph import kept_graph, packed_run, part_inference, partition_folder, quantization
+from espalier.graph import kept_graph
 from espalier.graph.answers import lines
 from espalier.graph.gnn import Gnn
 from espalier.graph.graph_classification import GraphTask
@@ -24,10 +20,15 @@ from espalier.graph.link_prediction import LinkTask
 from espalier.graph.node_classification import NodeTask
 from espalier.graph.subgraphs import infer
 from espalier.graph.workload import GraphWorkload, open_graph
-from espalier.shard.wrap_policy import profile
-from espalier.units import show_size
-from espalier.workload import PackStart, Shard, Workload
-from espalier.workload_row import Answer, EnergyTables, Opening, Profile, Row, Sampling
+from espalier.mechanisms.few_bits import packed_run, quantization
+from espalier.mechanisms.halo_exchange import part_inference, partition_folder
+from espalier.parallel.workload import PackStart, Shard, Workload
+from espalier.recipe import HaloOptions, Recipe, cache_dir, data_hash
+from espalier.recipe.errors import UserError
+from espalier.recipe.graphs import Batches, with_batches
+from espalier.recipe.units import show_size
+from espalier.train.workload_row import Answer, EnergyTables, Opening, Profile, Row, Sampling
+from espalier.train.wrap_policy import profile
 
 LIBRARIES = 45 * 2**20
 """Bytes of Numba, SciPy and compiled kernels in a rank: 44 to 59 MiB measured, graphs of 10,000 to 50,000 nodes
@@ -148,7 +149,7 @@ class WholeGraph:
 
     def cut(self) -> GraphWorkload | None:
         """The same in parts; None where cutting it for a plan would take long, or cannot be done."""
-        from espalier.graph.halo_parallel import LARGE
+        from espalier.mechanisms.halo_exchange.halo_parallel import LARGE
 
         workload, options = self.workload, self.workload.recipe.graph
         assert options is not None
@@ -164,7 +165,7 @@ class WholeGraph:
 
 
 def _cut(workload: Workload, shares: Sequence[int], folder: Path) -> None:
-    from espalier.graph.halo_parallel import Halos
+    from espalier.mechanisms.halo_exchange.halo_parallel import Halos
 
     assert isinstance(workload, GraphWorkload)
     options, halos = workload.recipe.graph, workload.halos()

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from espalier.errors import UserError
 from espalier.kernels.base import has_triton, operation
+from espalier.recipe.errors import UserError
 
 if TYPE_CHECKING:
     from jaxtyping import Shaped, UInt8

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from espalier.errors import UserError
+from espalier.recipe.errors import UserError
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Int64, Shaped

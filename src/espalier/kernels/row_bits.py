@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from espalier.errors import UserError
 from espalier.kernels.base import operation
+from espalier.recipe.errors import UserError
 
 if TYPE_CHECKING:
     from jaxtyping import Int64, Integer, UInt8

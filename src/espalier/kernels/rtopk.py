@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from espalier.errors import UserError
 from espalier.kernels.base import operation
-from espalier.records import Record
+from espalier.recipe.errors import UserError
+from espalier.recipe.records import Record
 
 if TYPE_CHECKING:
     from jaxtyping import Int, Shaped

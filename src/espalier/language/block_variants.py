@@ -15,8 +15,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from jaxtyping import Float, Float64
 
-    from espalier.config.decoder_shapes import Rope, Sizes
-    from espalier.sequence.base import Where
+    from espalier.parallel.attend import Where
+    from espalier.recipe.decoder_shapes import Rope, Sizes
 
 FAST, SLOW = 32.0, 1.0
 """Turns in the original context between which YaRN's ramp lies (arXiv 2309.00071, section 3.2)."""
@@ -72,7 +72,7 @@ class LimitedAttention(NamedTuple):
         value: Float[Tensor, "batch kv_heads keys head"],
         where: Where,
     ) -> Float[Tensor, "batch heads seq head"]:
-        """See `sequence.base.Attend`."""
+        """See `parallel.attend.Attend`."""
         queries, keys = query.shape[2], key.shape[2]
         ages = torch.arange(keys - queries, keys, device=query.device)[:, None] - torch.arange(
             keys, device=query.device

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from espalier.errors import UserError, missing_extra, nearest
-from espalier.foreign_files import parsing, printable, read_json, read_text, unused
 from espalier.language.row_files import ENDINGS, SourceFile, ending_of
-from espalier.units import plural
+from espalier.recipe.errors import UserError, missing_extra, nearest
+from espalier.recipe.foreign_files import parsing, printable, read_json, read_text, unused
+from espalier.recipe.units import plural
 
 README, INFO = "README.md", "dataset_info.json"
 _ABOUT = re.compile(r"(readme(\.\w+)?|licen[cs]e.*|citation.*|notice.*|dataset_(infos?|dict)\.json)", re.IGNORECASE)

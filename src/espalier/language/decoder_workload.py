@@ -10,16 +10,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from espalier.config import Gpt, Moe, Recipe
-from espalier.config.decoder_shapes import sizes
-from espalier.cost import Work
-from espalier.errors import UserError
 from espalier.language import gpt, hf, moe
 from espalier.language.operation_counts import DecoderLoad
 from espalier.language.tokenizer import Tokenizer
-from espalier.sequence.base import Where
-from espalier.sequence.slots import SequenceSlots, shares_of
-from espalier.workload import Pieces, Plain, Role, Shard, Skeleton
+from espalier.parallel.attend import Where
+from espalier.parallel.sequence_slots import SequenceSlots, shares_of
+from espalier.parallel.workload import Pieces, Plain, Role, Shard, Skeleton
+from espalier.recipe import Gpt, Moe, Recipe
+from espalier.recipe.cost import Work
+from espalier.recipe.decoder_shapes import sizes
+from espalier.recipe.errors import UserError
 
 
 class Windows(NamedTuple):

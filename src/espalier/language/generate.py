@@ -13,9 +13,9 @@ from typing import TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from espalier.errors import UserError
 from espalier.language.gpt import GPT
 from espalier.language.kv_cache import Cache
+from espalier.recipe.errors import UserError
 
 COLDEST = 1e-6
 """Temperatures below are 0: logits divided by them would overflow, and the likeliest token is all that is left."""

@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from espalier import cache_dir
-from espalier.config.decoder_shapes import Sizes
-from espalier.errors import UserError
-from espalier.foreign_files import decoded
 from espalier.language import gguf_file, gpt, hf, hf_config
 from espalier.language.block_variants import rates
 from espalier.language.decoder_workload import new_model
 from espalier.language.tokenizer_files import TOKENIZER
+from espalier.recipe import cache_dir
+from espalier.recipe.decoder_shapes import Sizes
+from espalier.recipe.errors import UserError
+from espalier.recipe.foreign_files import decoded
 
 FORMS = {"gguf": "F16", "gguf-q8_0": "Q8_0", "gguf-q4_0": "Q4_0"}
 """What `espalier export --to` calls each type of matrices."""

@@ -20,14 +20,14 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 from torch import Tensor
 
-from espalier import cache_dir, units
-from espalier.errors import UserError, missing_extra
-from espalier.foreign_files import parsing, printable, unused
-from espalier.hardware.resource_limits import free_memory, memory
 from espalier.language import gguf_header, hf_config
 from espalier.language.gguf_header import AGAIN, GgufFields, TensorPlace
 from espalier.language.hf_config import Real, Whole
 from espalier.language.tokenizer import prefix_processor
+from espalier.machine.resource_limits import free_memory, memory
+from espalier.recipe import cache_dir, units
+from espalier.recipe.errors import UserError, missing_extra
+from espalier.recipe.foreign_files import parsing, printable, unused
 
 SUFFIX = ".gguf"
 NOTES = "notes.json"

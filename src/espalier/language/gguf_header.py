@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from espalier.errors import UserError
-from espalier.foreign_files import parsing, printable
+from espalier.recipe.errors import UserError
+from espalier.recipe.foreign_files import parsing, printable
 
 AGAIN = "download it again"
 _TEXT, _ARRAY = 8, 9

@@ -19,17 +19,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from espalier import config
-from espalier.config.decoder_shapes import Sizes, sizes
-from espalier.cost import Anatomy, Product
+from espalier import recipe as config
 from espalier.language.block_variants import attention_of, capped, geglu, rates
 from espalier.language.elementwise import rms_norm, rotate, swiglu
 from espalier.language.kv_cache import Cache, Past
 from espalier.language.operation_counts import DecoderLoad, Feed, decoder_work
-from espalier.sequence import ring
-from espalier.sequence.base import Attend, Where
-from espalier.sequence.whole import causal
-from espalier.workload import Pieces, Role
+from espalier.parallel.attend import CORES, Attend, Where
+from espalier.parallel.whole_attention import causal
+from espalier.parallel.workload import Pieces, Role
+from espalier.recipe.cost import Anatomy, Product
+from espalier.recipe.decoder_shapes import Sizes, sizes
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -392,9 +391,8 @@ ATTENTION_CORES = [
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
-    ring.CORE,
 ]
-"""What PyTorch's fused attention becomes on each device, and attention over several ranks: it runs once a step."""
+"""What PyTorch's fused attention becomes on each device: it runs once a step."""
 
 
 def recompute(model: GPT, mode: str) -> None:
@@ -415,7 +413,7 @@ def _block(block: nn.Module, x: Tensor, turn: Rotary, past: Past | None) -> Any:
 def _selective(block: nn.Module, x: Tensor, turn: Rotary, past: Past | None) -> Any:
     if not torch.is_grad_enabled():
         return block(x, turn, past)
-    keep = partial(create_selective_checkpoint_contexts, ATTENTION_CORES)
+    keep = partial(create_selective_checkpoint_contexts, [*ATTENTION_CORES, *CORES])
     return checkpoint(block, x, turn, past, use_reentrant=False, preserve_rng_state=False, context_fn=keep)
 
 

@@ -20,17 +20,19 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from espalier import cache_dir, config, weight_files
-from espalier.config.decoder_shapes import ROUTING, Sizes
-from espalier.errors import UserError
-from espalier.foreign_files import parsing, printable, read_json, unused
+from espalier import recipe as config
+from espalier.checkpoint import weight_files
+from espalier.checkpoint.weight_files import StoredTensor
 from espalier.language import gguf_file, hf_config
 from espalier.language.gpt import GPT
 from espalier.language.hf_config import CONFIG
 from espalier.language.moe import MOE
 from espalier.language.tokenizer_files import GENERATION, ID_KEYS, TokenizerFiles
-from espalier.units import plural
-from espalier.weight_files import StoredTensor
+from espalier.recipe import cache_dir
+from espalier.recipe.decoder_shapes import ROUTING, Sizes
+from espalier.recipe.errors import UserError
+from espalier.recipe.foreign_files import parsing, printable, read_json, unused
+from espalier.recipe.units import plural
 
 FILE_BYTES = 5 * 10**9
 """Most bytes in one weights file, as `save_pretrained` splits them."""

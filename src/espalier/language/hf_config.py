@@ -11,10 +11,10 @@ from typing import Annotated, Any
 
 import msgspec
 
-from espalier import config
-from espalier.config.decoder_shapes import Rope, Sizes
-from espalier.errors import UserError
-from espalier.foreign_files import printable, unused
+from espalier import recipe as config
+from espalier.recipe.decoder_shapes import Rope, Sizes
+from espalier.recipe.errors import UserError
+from espalier.recipe.foreign_files import printable, unused
 
 CONFIG = "config.json"
 _GELU = "gelu_pytorch_tanh"

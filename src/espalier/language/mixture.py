@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from espalier.errors import UserError
 from espalier.language.token_store import TokenSplit
+from espalier.recipe.errors import UserError
 
 Int64 = NDArray[np.int64]
 _Word = NDArray[np.uint64]

@@ -20,17 +20,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from espalier.cost import Anatomy, Product
-from espalier.experts.base import Route
-from espalier.experts.local import local
 from espalier.language.gpt import GPT, IGNORED, DecoderBlock, FeedForward, Given, Rotary
 from espalier.language.kv_cache import Past
 from espalier.language.operation_counts import DecoderLoad, Feed, decoder_work
+from espalier.parallel.expert_map import Route
+from espalier.parallel.local_experts import local
+from espalier.recipe.cost import Anatomy, Product
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-    from espalier.config.decoder_shapes import Sizes
+    from espalier.recipe.decoder_shapes import Sizes
 
 
 class Router(nn.Linear):

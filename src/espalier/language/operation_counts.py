@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from espalier.config.decoder_shapes import Sizes
-from espalier.cost import VALUE_BYTES, WHOLE, Anatomy, Cut, Number, Product, Work
+from espalier.recipe.cost import VALUE_BYTES, WHOLE, Anatomy, Cut, Number, Product, Work
+from espalier.recipe.decoder_shapes import Sizes
 
 
 @dataclass(frozen=True)

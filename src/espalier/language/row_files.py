@@ -22,10 +22,10 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import zstandard
 
-from espalier.errors import UserError, missing_extra
-from espalier.foreign_files import BYTE_ORDER_MARK, decoded, parsing, printable
-from espalier.hardware.resource_limits import free_memory
-from espalier.units import plural, show_size
+from espalier.machine.resource_limits import free_memory
+from espalier.recipe.errors import UserError, missing_extra
+from espalier.recipe.foreign_files import BYTE_ORDER_MARK, decoded, parsing, printable
+from espalier.recipe.units import plural, show_size
 
 Form = Literal["lines", "json", "table", "parquet", "arrow", "text", "document", "binary"]
 """`json`: a list of objects, or an object that holds one. `document`: JSON without rows."""

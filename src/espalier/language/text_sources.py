@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 import msgspec
 import xxhash
 
-from espalier.config import Data, data_path
-from espalier.errors import UserError, missing_extra, nearest
-from espalier.foreign_files import Fields, FieldUse, printable, unused
 from espalier.language import data_folder, row_files
 from espalier.language.row_files import SourceFile, unreadable
-from espalier.units import plural
+from espalier.recipe import Data, data_path
+from espalier.recipe.errors import UserError, missing_extra, nearest
+from espalier.recipe.foreign_files import Fields, FieldUse, printable, unused
+from espalier.recipe.units import plural
 
 KNOWN = ("a file", "a folder", "a glob", "python:stdlib", "hf:NAME")
 _SCHEME = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]+:")

@@ -21,10 +21,10 @@ import numpy as np
 import xxhash
 from msgspec import Struct
 
-from espalier import serialization
-from espalier.cache_dir import sync_folder, unwritable
-from espalier.errors import RunFailed, UserError
 from espalier.language.tokenizer import Ids, Tokenizer
+from espalier.recipe import serialization
+from espalier.recipe.cache_dir import sync_folder, unwritable
+from espalier.recipe.errors import RunFailed, UserError
 
 CACHE = "data.cache = a folder on another disk"
 """What is advised where shards cannot be written."""

@@ -18,13 +18,13 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from espalier.cache_dir import cache_folder, unwritable
-from espalier.config import Data
-from espalier.errors import UserError
 from espalier.language import text_sources, token_shards
 from espalier.language.token_shards import Damaged, Index, SplitIndex
 from espalier.language.tokenizer import SAMPLE, Ids, Tokenizer, open_tokenizer, trained
-from espalier.units import show_size
+from espalier.recipe import Data
+from espalier.recipe.cache_dir import cache_folder, unwritable
+from espalier.recipe.errors import UserError
+from espalier.recipe.units import show_size
 
 Progress = Callable[[int, int], None]
 """Called with (source bytes done, source bytes in all), ten times a second at most, and once at the end."""

@@ -18,11 +18,11 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from espalier.cache_dir import write_atomic
-from espalier.errors import UserError, missing_extra, nearest
-from espalier.foreign_files import decoded, printable
 from espalier.language import tokenizer_files
 from espalier.language.tokenizer_files import CONFIG, TOKENIZER, TokenizerFiles, formatted
+from espalier.recipe.cache_dir import write_atomic
+from espalier.recipe.errors import UserError, missing_extra, nearest
+from espalier.recipe.foreign_files import decoded, printable
 
 Ids = NDArray[np.unsignedinteger[Any]]
 Corpus = Callable[[], Iterable[str]]

@@ -14,9 +14,9 @@ from typing import Any
 
 import msgspec
 
-from espalier.cache_dir import write_atomic
-from espalier.errors import UserError
-from espalier.foreign_files import decoded, parsing, printable, read_json
+from espalier.recipe.cache_dir import write_atomic
+from espalier.recipe.errors import UserError
+from espalier.recipe.foreign_files import decoded, parsing, printable, read_json
 
 TOKENIZER, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 GENERATION, MODEL = "generation_config.json", "config.json"

@@ -12,14 +12,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from espalier.artifacts import Artifact, Text
-from espalier.config import Recipe
-from espalier.errors import UserError
 from espalier.language import generate, gpt, mixture, row_files, token_store
 from espalier.language.decoder_workload import DecoderWorkload, Rows, Windows
 from espalier.language.tokenizer import Tokenizer, kept_tokenizer
-from espalier.units import plural
-from espalier.workload import Progress, Shard, to_device
+from espalier.parallel.workload import Progress, Shard, to_device
+from espalier.recipe import Recipe
+from espalier.recipe.errors import UserError
+from espalier.recipe.units import plural
+from espalier.store.artifacts import Artifact, Text
 
 
 class Kept(NamedTuple):

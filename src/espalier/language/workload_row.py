@@ -12,11 +12,6 @@ import msgspec
 import torch
 from torch import nn
 
-from espalier import data_hash
-from espalier.config import Adapters, Dpo, Gpt, Moe, Recipe, decoder_shapes, defaults
-from espalier.config.base import Derivation
-from espalier.cost import Anatomy, Cut
-from espalier.errors import UserError
 from espalier.language import generate, gguf_export, gpt, hf, moe, text_sources, token_store
 from espalier.language.decoder_workload import DecoderWorkload, embeddings, new_model
 from espalier.language.operation_counts import DecoderLoad
@@ -26,9 +21,13 @@ from espalier.language.tune import chat_recipe as tuning
 from espalier.language.tune import workload as tuned
 from espalier.language.tune.workload import TuneWorkload, adapted
 from espalier.language.workload import LanguageWorkload, freeze, open_language, thaw
-from espalier.shard.wrap_policy import deeper, sizes_of
-from espalier.workload import Workload
-from espalier.workload_row import Answer, Opening, Prepared, Profile, Row, Sampling, tally
+from espalier.parallel.workload import Workload
+from espalier.recipe import Adapters, Dpo, Gpt, Moe, Recipe, data_hash, decoder_shapes, defaults
+from espalier.recipe.base import Derivation
+from espalier.recipe.cost import Anatomy, Cut
+from espalier.recipe.errors import UserError
+from espalier.train.workload_row import Answer, Opening, Prepared, Profile, Row, Sampling, tally
+from espalier.train.wrap_policy import deeper, sizes_of
 
 
 def _options(recipe: Recipe) -> Gpt | Moe:

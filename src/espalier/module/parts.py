@@ -13,10 +13,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.random import fork_rng
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
-from espalier.artifacts import Artifact
-from espalier.errors import UserError
-from espalier.import_function import Author
-from espalier.workload import Pieces, to_device
+from espalier.parallel.workload import Pieces, to_device
+from espalier.recipe.errors import UserError
+from espalier.recipe.import_function import Author
+from espalier.store.artifacts import Artifact
 
 Loss = Callable[[nn.Module, Any], tuple[Tensor, Tensor]]
 """`loss(model, batch)` gives (sum over the batch, weight), never a mean."""
@@ -44,11 +44,12 @@ class Parts(NamedTuple):
     """What `build` returns.
 
     A batch is what `torch.utils.data.default_collate` makes of the dataset's samples. `dataset` has `__len__` and
-    `__getitem__`, or is a function that gives such a one. `sample(model)` gives `espalier.artifacts` that the report
+    `__getitem__`, or is a function that gives such a one. `sample(model)` gives `espalier.store.artifacts` that
+    the report
     shows: texts, images, tables. `tasks`
     stand in place of dataset, loss and held-out data where there are several; `phases` follow the first.
     `pieces(model)` says how a model that is no `nn.Sequential` may be cut into pipeline stages
-    (`espalier.workload.Pieces`). `metrics(model, batch)` gives figures of held-out batches beside their loss.
+    (`espalier.parallel.workload.Pieces`). `metrics(model, batch)` gives figures of held-out batches beside their loss.
     """
 
     model: nn.Module

@@ -19,12 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from espalier.artifacts import Artifact
-from espalier.config import Module as Options
-from espalier.config import Recipe
-from espalier.cost import VALUE_BYTES, Anatomy, Cut, Product, Work
-from espalier.errors import EspalierError, UserError
-from espalier.import_function import Author, function, keep_sources
 from espalier.module.parts import (
     READING,
     Counted,
@@ -39,9 +33,8 @@ from espalier.module.parts import (
     tensors,
     trial,
 )
-from espalier.shard.wrap_policy import blocks_of, profile
-from espalier.tensor.mechanism import OWN_PLAN, check_ranks
-from espalier.workload import (
+from espalier.parallel.tensor_roles import OWN_PLAN, check_ranks
+from espalier.parallel.workload import (
     Phase,
     Pieces,
     Role,
@@ -53,7 +46,14 @@ from espalier.workload import (
     to_device,
     whole_skeleton,
 )
-from espalier.workload_row import Opening, Profile, Row
+from espalier.recipe import Module as Options
+from espalier.recipe import Recipe
+from espalier.recipe.cost import VALUE_BYTES, Anatomy, Cut, Product, Work
+from espalier.recipe.errors import EspalierError, UserError
+from espalier.recipe.import_function import Author, function, keep_sources
+from espalier.store.artifacts import Artifact
+from espalier.train.workload_row import Opening, Profile, Row
+from espalier.train.wrap_policy import blocks_of, profile
 
 
 class ModuleWorkload:

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import numpy as np
 
-from espalier.errors import UserError
 from espalier.ops import root_cause
 from espalier.ops.incidents import Incident, with_incident
 from espalier.ops.log_scan import line_labels, scan
@@ -25,6 +24,7 @@ from espalier.ops.log_scan.scan import Loss, Scanned
 from espalier.ops.root_cause import STRENGTH, Cause, Finding
 from espalier.ops.rules import Rule, own
 from espalier.ops.taxonomy import LOSS_ANOMALY, NO_FAILURE, REASONS, UNKNOWN, Action, Diagnosis, EvidenceLine, called
+from espalier.recipe.errors import UserError
 
 LINES = 8000
 """Kept lines that the rules are asked about, the last ones: enough for a second of work, and a log keeps hundreds."""

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
-from espalier.errors import UserError
 from espalier.ops.rules import one_of
 from espalier.ops.taxonomy import REASONS, Diagnosis, EvidenceLine
+from espalier.recipe.errors import UserError
 
 ALIKE = 0.5
 """Share of an incident that a log must hold to be said to be alike: half of its words, and those in their order."""

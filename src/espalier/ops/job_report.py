@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-from espalier import cache_dir
-from espalier.errors import UserError
 from espalier.ops.job_trace import Characters, Group
-from espalier.terminal import rows, say
+from espalier.recipe import cache_dir
+from espalier.recipe.errors import UserError
+from espalier.recipe.terminal import rows, say
+from espalier.recipe.units import show_count, show_seconds
 from espalier.track import charts, page
 from espalier.track.charts import Share
 from espalier.track.page import Figure
-from espalier.units import show_count, show_seconds
 
 SHOWN = 12
 """Rows of a table."""

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from espalier.errors import UserError
 from espalier.ops.diagnosis import diagnose
 from espalier.ops.taxonomy import NO_FAILURE
+from espalier.recipe.errors import UserError
 from espalier.track.run_tables import open_run
 
 Floats = NDArray[np.float64]

@@ -14,8 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from espalier.errors import UserError, nearest
 from espalier.ops.taxonomy import ACTIONS, REASONS, Action
+from espalier.recipe.errors import UserError, nearest
 
 Role = Literal["hardware", "root", "exception", "cascade", "echo", "exit", "healthy", "noise"]
 ROLES: tuple[Role, ...] = ("hardware", "root", "exception", "cascade", "echo", "exit", "healthy", "noise")

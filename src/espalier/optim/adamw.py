@@ -7,46 +7,13 @@ Matrices decay, vectors (norms, biases) do not, as in GPT-3 (arXiv 2005.14165).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
-from espalier.compose import Claim
-from espalier.config import Adamw, Recipe
-from espalier.mechanism import Build, Mechanism
 from espalier.optim.base import MakeGroup, Optimizer, OptimizerGroup, Owned, StateKinds, Together
+from espalier.recipe import Adamw
 
-if TYPE_CHECKING:
-    from espalier.plan.base import Plan
-
-CLAIM = Claim(
-    "adamw",
-    question="optimizer",
-    needs={"gradients are summed"},
-    after={"optimizer states"},
-    option="train.optimizer.kind=adamw",
-)
 KINDS = StateKinds(("exp_avg", "exp_avg_sq"), ("step",))
-
-
-class AdamwOnAll(Mechanism):
-    """AdamW over all that the sharding leaves to this rank."""
-
-    claim = CLAIM
-
-    def __init__(self, options: Adamw) -> None:
-        self.options = options
-
-    def wrap(self, context: Build) -> None:
-        """Makes the optimizer."""
-        assert context.sharding is not None
-        context.optimizer = build(self.options, context.sharding.owned, context.group or OptimizerGroup)
-
-
-def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:
-    """AdamW, where the recipe asks for it."""
-    options = recipe.train.optimizer
-    return AdamwOnAll(options) if isinstance(options, Adamw) else None
 
 
 def build(options: Adamw, owned: Sequence[Owned], group: MakeGroup = OptimizerGroup) -> Optimizer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from espalier.errors import UserError
+from espalier.recipe.errors import UserError
 
 Penalty = Literal["none", "norm", "per_tensor", "constant"]
 

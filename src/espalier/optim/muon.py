@@ -12,32 +12,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from espalier import accelerator
-from espalier.compose import Claim
-from espalier.config import Muon, Recipe
-from espalier.errors import UserError
-from espalier.mechanism import Build, Mechanism
+from espalier.kernels import accelerator
 from espalier.optim.adamw import build as build_adamw
-from espalier.optim.base import MakeGroup, Optimizer, OptimizerGroup, Owned, StateKinds, Together, names_of, owned_by
-
-if TYPE_CHECKING:
-    from espalier.plan.base import Plan
-
-CLAIM = Claim(
-    "muon",
-    question="optimizer",
-    needs={"gradients are summed", "whole matrices"},
-    forbids={"matrices are cut"},
-    after={"optimizer states"},
-    instead=("adamw",),
-)
-MATRICES = Claim("muon_matrices", question="matrices", needs={"a model"}, after={"products"})
-
+from espalier.optim.base import MakeGroup, Optimizer, OptimizerGroup, Owned, StateKinds, Together
+from espalier.recipe import Muon
+from espalier.recipe.errors import UserError
 
 LARGEST_BATCH = 2**24
 """Elements orthogonalized at once: more would gain no speed and cost five times their bytes."""
@@ -128,52 +112,3 @@ def build(options: Muon, owned: Sequence[Owned], tables: frozenset[str], group: 
     if others:
         members.append(build_adamw(options.adamw, others, group))
     return Together(members)
-
-
-# --- as a mechanism ------------------------------------------------------------------------------------------------
-
-
-class HiddenMatrices(Mechanism):
-    """Names the matrices that Muon moves, before the model is sharded: no shard may cut them."""
-
-    claim = MATRICES
-
-    def wrap(self, context: Build) -> None:
-        """Adds them to the context's."""
-        assert context.model is not None
-        tables = tables_of(context)
-        context.matrices |= {one.name for one in owned_by(context.model) if moves(one, tables)}
-
-
-class MuonOnMatrices(Mechanism):
-    """Muon on the hidden matrices, AdamW on the rest."""
-
-    claim = CLAIM
-
-    def __init__(self, options: Muon) -> None:
-        self.options = options
-
-    def wrap(self, context: Build) -> None:
-        """Makes the optimizer."""
-        assert context.sharding is not None
-        owned, group = context.sharding.owned, context.group or OptimizerGroup
-        context.optimizer = build(self.options, owned, tables_of(context), group)
-
-
-def tables_of(context: Build) -> frozenset[str]:
-    """Names of the model's tables and heads."""
-    assert context.model is not None
-    names = names_of(context.model)
-    tables = context.workload.embeddings(context.model)
-    return frozenset(names[parameter] for parameter in tables if parameter in names)
-
-
-def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:
-    """Muon, where the recipe asks for it."""
-    options = recipe.train.optimizer
-    return MuonOnMatrices(options) if isinstance(options, Muon) else None
-
-
-def choose_matrices(recipe: Recipe, plan: Plan) -> Mechanism | None:
-    """The matrices it moves."""
-    return HiddenMatrices() if isinstance(recipe.train.optimizer, Muon) else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from espalier.config import Constant, Cosine, Stable
+from espalier.recipe import Constant, Cosine, Stable
 
 
 def factor(schedule: Stable | Cosine | Constant, step: int, steps: int) -> float:

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 
-from espalier import plain_collectives
-from espalier.errors import UserError
+from espalier.comm import plain_collectives
+from espalier.recipe.errors import UserError
 
 if TYPE_CHECKING:
     from espalier.plan.base import Plan, Stage

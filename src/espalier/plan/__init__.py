@@ -5,9 +5,25 @@ edited. `estimate` and `calibrate` are for whoever plans by hand; `place` puts a
 devices, `waves` several tasks on groups of them.
 """
 
-from espalier.plan.calibrate import Calibration, Measurement, calibrate
-from espalier.plan.flashflex import place
-from espalier.plan.library_request import Estimate, estimate
-from espalier.plan.spindle import waves
+from __future__ import annotations
 
-__all__ = ["Calibration", "Estimate", "Measurement", "calibrate", "estimate", "place", "waves"]
+from importlib import import_module
+from typing import Any
+
+_HOME = {
+    "Calibration": "espalier.plan.calibrate",
+    "Estimate": "espalier.train.library_request",
+    "Measurement": "espalier.plan.calibrate",
+    "calibrate": "espalier.plan.calibrate",
+    "estimate": "espalier.train.library_request",
+    "place": "espalier.mechanisms.unequal_pipelines.flashflex",
+    "waves": "espalier.mechanisms.task_waves.spindle",
+}
+
+__all__ = list(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'espalier.plan' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)

@@ -12,11 +12,11 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from espalier import serialization
-from espalier.config.graphs import Batches
-from espalier.errors import UserError
-from espalier.serialization import Value
-from espalier.shard.flat_layout import BUCKET
+from espalier.plan.axes.flat_layout import BUCKET
+from espalier.recipe import serialization
+from espalier.recipe.errors import UserError
+from espalier.recipe.graphs import Batches
+from espalier.recipe.serialization import Value
 
 VERSION = 1
 
@@ -24,6 +24,15 @@ Placement = Literal["head_first", "context_first", "interleaved"]
 Tier = Literal["device", "host", "disk", "node"]
 """Where bytes wait: in the memory that computes, in the machine's memory, on its disk, or on ranks with the role
 `optimizer`."""
+
+
+TOTALS, TOTAL_BYTES = 3, 8
+"""Loss, weight and stop flag: with a flag per rank they are what an agreement adds up at every step, in float64."""
+
+
+def task_totals(tasks: int) -> int:
+    """What joins them where there are several tasks: loss and weight of each."""
+    return 2 * tasks if tasks > 1 else 0
 
 
 class PlanStruct(Value, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=False):
@@ -156,7 +165,7 @@ class Outer(PlanStruct, frozen=True):
 
 
 class Offload(PlanStruct, frozen=True):
-    """Where optimizer states, parameters and activations wait between uses: see `shard.offload`."""
+    """Where optimizer states, parameters and activations wait between uses: see `mechanisms.offload`."""
 
     optimizer: Tier = "device"
     parameters: Tier = "device"
@@ -287,10 +296,12 @@ class Plan(PlanStruct, frozen=True):
     waves: tuple[tuple[WaveSlice, ...], ...] = ()
     """Of several tasks, what runs side by side (Spindle). All ranks have the same samples. Empty: each runs all."""
     nested: int = 1
-    """Micro-batches of each task whose passes through the waves are nested (BigMac): see `stages.spindle`."""
+    """Micro-batches of each task whose passes through the waves are nested (BigMac): see
+    `mechanisms.task_waves.waves`."""
     exchanges: tuple[Exchange, ...] = ()
     halo_ages: tuple[HaloAge, ...] = ()
-    """Of rows of a cut graph that may be late, where these differ from one step; see `graph.sylvie`."""
+    """Of rows of a cut graph that may be late, where these differ from one step; see
+    `mechanisms.halo_exchange.sylvie`."""
     outer: Outer | None = None
     rules: tuple[AdaptiveRule, ...] = ()
     algorithm: str = "data"
@@ -302,7 +313,7 @@ class Plan(PlanStruct, frozen=True):
     interleave: int = 1
     """Stages of one pipeline that each of its ranks holds."""
     prefetch: Literal["block", "attention", "none"] = "block"
-    """From when on the sharded parameters of the next block are gathered: see `shard.gather_hooks`."""
+    """From when on the sharded parameters of the next block are gathered: see `mechanisms.sharding.gather_hooks`."""
     bucket: int = BUCKET
     """Bytes of gradients exchanged at once where parameters are not gathered by blocks."""
     offload: Offload = RESIDENT

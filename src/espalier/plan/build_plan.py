@@ -6,15 +6,16 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from espalier.cluster import Place
-from espalier.experts.cost import placed
-from espalier.plan import collective_time, device_model, explain, optimizer_node
+from espalier.machine.cluster import Place
+from espalier.plan import collective_time, device_model, explain
+from espalier.plan.axes import optimizer_node
+from espalier.plan.axes.experts import placed
+from espalier.plan.axes.offload import NODE
 from espalier.plan.base import Exchange, Plan, Predicted, Rank, Stage, Unit
 from espalier.plan.calibrate import DATASHEET, Calibration, own_stack
 from espalier.plan.collective_time import seats
 from espalier.plan.estimate import Shares, estimate
 from espalier.plan.layouts import stage_layers
-from espalier.plan.offload import NODE
 from espalier.plan.request import Request, exchanges
 from espalier.plan.search import Found, Option
 

@@ -15,14 +15,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from espalier.cluster import Cluster
-from espalier.errors import UserError
+from espalier.machine.cluster import Cluster
 from espalier.plan import collective_time, device_model
 from espalier.plan.calibration_factors import PLAIN, CostFactors
 from espalier.plan.estimate import grid, slowest
 from espalier.plan.layouts import ARRAYS, Layouts
 from espalier.plan.request import Request
-from espalier.serialization import Value
+from espalier.recipe.errors import UserError
+from espalier.recipe.serialization import Value
 
 UNCALIBRATED = 0.25
 """Relative error to expect of a step's seconds where nothing was calibrated, on devices known from whole runs: those of

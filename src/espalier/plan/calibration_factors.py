@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from espalier.serialization import Value
+from espalier.recipe.serialization import Value
 
 
 class CostFactors(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):

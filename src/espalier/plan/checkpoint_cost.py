@@ -13,14 +13,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Literal
 
-from espalier import units
 from espalier.checkpoint import save_interval, shared_memory, young_daly
-from espalier.cluster import Cluster
-from espalier.config import Checkpoint
-from espalier.errors import UserError
+from espalier.machine.cluster import Cluster
+from espalier.plan.axes.offload import NODE, PCIE
 from espalier.plan.base import AdaptiveRule, Plan, Predicted
 from espalier.plan.collective_time import gpus
-from espalier.plan.offload import NODE, PCIE
+from espalier.recipe import Checkpoint, units
+from espalier.recipe.errors import UserError
 
 NAME = "checkpoint.every"
 COPIES = "copies"

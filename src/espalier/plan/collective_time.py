@@ -4,7 +4,7 @@ no torch.
 NumPy arrays price many groups at once. Collectives are rings of equal steps (AMSP, arXiv 2311.00257; Buff, arXiv
 2401.09149): bytes over the slowest link they cross, shared with the groups beside them, plus a latency for each hop and
 a price for each call. The two last are ours. On processors sums and gathers go inside machines first, as the engine
-does them there (`shard.placement`).
+does them there (`plan.axes.placement`).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from espalier.cluster import Cluster, Device, Link, Node, Place
-from espalier.cost import Number, in_turn, ring_bytes
+from espalier.machine.cluster import Cluster, Device, Link, Node, Place
+from espalier.plan.axes.placement import inside
 from espalier.plan.calibration_factors import PLAIN, CostFactors
 from espalier.plan.device_model import DeviceUse
 from espalier.plan.request import Crossing
-from espalier.shard.placement import inside
+from espalier.recipe.cost import Number, in_turn, ring_bytes
 
 if TYPE_CHECKING:
     from espalier.plan.base import Plan
@@ -173,7 +173,7 @@ def seconds(operation: Operation, size: Number, ranks: Number, stride: Number, o
     """Seconds of one collective of groups of `ranks` ranks, `stride` apart, all groups at once.
 
     Args:
-        operation: see `cost.ring_bytes`.
+        operation: see `recipe.cost.ring_bytes`.
         size: bytes of the whole tensor (of a send, or of one step of a ring: what is sent).
         ranks, stride: of each group; a send goes from a rank to the one `stride` further, in a ring from every rank.
         on: the fleet.

@@ -9,19 +9,20 @@ from typing import Any
 
 import numpy as np
 
-from espalier.cost import Cost, Cut, Number
-from espalier.experts.cost import ExpertLoad, expected
-from espalier.experts.cost import cost as expert_cost
-from espalier.plan import collective_time, offload, optimizer_node
+from espalier.plan import collective_time
+from espalier.plan.axes import offload, optimizer_node
+from espalier.plan.axes import offload_tiers as offload_cost
+from espalier.plan.axes.experts import ExpertLoad, expected
+from espalier.plan.axes.experts import cost as expert_cost
+from espalier.plan.axes.flat_layout import BUCKET
+from espalier.plan.axes.sequence import SequenceGrid, SequenceLoad
+from espalier.plan.axes.sequence import cost as sequence_cost
+from espalier.plan.axes.sharding import Division, StateBytes, StateSizes, cost, volumes
 from espalier.plan.base import RESIDENT
 from espalier.plan.collective_time import DeviceGroup, Fleet
 from espalier.plan.layouts import Layouts
 from espalier.plan.request import Request
-from espalier.sequence.cost import SequenceGrid, SequenceLoad
-from espalier.sequence.cost import cost as sequence_cost
-from espalier.shard.cost import Division, StateBytes, StateSizes, cost, volumes
-from espalier.shard.flat_layout import BUCKET
-from espalier.shard.offload import cost as offload_cost
+from espalier.recipe.cost import Cost, Cut, Number
 
 TURN = 3e-3
 """Seconds that each further rank on a core keeps a rank from it: what the scheduler gives at once. Four ranks on two
@@ -119,7 +120,8 @@ class CostInputs:
         ranks = self.layouts.shards // np.asarray(self.layouts.grads)
         return np.clip(ranks * EACH, BUCKET, LARGEST)
 
-    # --- what sharded states cost (see `shard.cost`) -----------------------------------------------------------------
+    # --- what sharded states cost (see `plan.axes.sharding`)
+    # -----------------------------------------------------------------
 
     @cached_property
     def states(self) -> StateSizes:

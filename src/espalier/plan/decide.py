@@ -13,29 +13,25 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from espalier import cluster as clusters
-from espalier import units
-from espalier.cluster import Cluster
-from espalier.config import Auto, ByRounds, Eager
-from espalier.errors import UserError
+from espalier.machine import cluster as clusters
+from espalier.machine.cluster import Cluster
+from espalier.mechanisms.codecs import planned as codecs
+from espalier.mechanisms.halo_exchange import planned as halo_exchange
+from espalier.mechanisms.local_rounds import planned as co2
+from espalier.mechanisms.local_rounds import rounds_at_nodes
+from espalier.mechanisms.task_waves import task_waves
+from espalier.mechanisms.unequal_pipelines import flashflex_json, unequal
 from espalier.plan import (
     build_plan,
     checkpoint_cost,
-    co2,
-    codecs,
     explain,
-    flashflex_json,
-    halo_exchange,
     memory_model,
     pins,
     plan_summary,
     precision,
     refusals,
-    rounds_at_nodes,
     search,
-    task_waves,
     trials,
-    unequal,
 )
 from espalier.plan.base import RESIDENT, Plan
 from espalier.plan.calibrate import DATASHEET, Calibration
@@ -44,6 +40,8 @@ from espalier.plan.estimate import scaled
 from espalier.plan.layouts import view
 from espalier.plan.request import AUTO, Request
 from espalier.plan.search import Found, Option
+from espalier.recipe import Auto, ByRounds, Eager, units
+from espalier.recipe.errors import UserError
 
 if TYPE_CHECKING:
     from espalier.graph.workload import GraphWorkload
@@ -133,7 +131,7 @@ def _with_graph(
     faster than their exchange, in trials where both can be tried."""
     plan = found.plan
     if request.stored is not None:
-        from espalier.plan import packed_features  # loads torch
+        from espalier.mechanisms.disk_batches import packed_features  # loads torch
 
         plan = packed_features.with_levels(plan, request.stored, cluster)
     if request.halos is None or not found.fits:

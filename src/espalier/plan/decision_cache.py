@@ -11,16 +11,16 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import fields
 
-from espalier import cluster as clusters
-from espalier.cache_dir import cache_folder, hashed, write_atomic
-from espalier.cluster import Cluster
-from espalier.cost import WHOLE
-from espalier.errors import UserError
+from espalier.machine import cluster as clusters
+from espalier.machine.cluster import Cluster
 from espalier.plan import base as plans
 from espalier.plan import executable
 from espalier.plan.base import Plan
 from espalier.plan.calibrate import Calibration
 from espalier.plan.request import AUTO, Request
+from espalier.recipe.cache_dir import cache_folder, hashed, write_atomic
+from espalier.recipe.cost import WHOLE
+from espalier.recipe.errors import UserError
 
 KEPT = 64
 """Plans; the oldest make room for new ones."""

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from espalier import cluster as clusters
-from espalier.cluster import Device
-from espalier.cost import Number, Product, Work
-from espalier.errors import UserError
+from espalier.machine import cluster as clusters
+from espalier.machine.cluster import Device
 from espalier.plan.calibration_factors import PLAIN, CostFactors
+from espalier.recipe.cost import Number, Product, Work
+from espalier.recipe.errors import UserError
 
 PRODUCT_SHARE = 0.8
 """Share of a datasheet's peak that a large product reaches: cuBLAS on an A100 gives about 250 of 312 TFLOP/s. Assumed

@@ -12,22 +12,21 @@ from typing import Any
 
 import numpy as np
 
-from espalier.cluster import Cluster
-from espalier.cost import Number, ring_bytes
-from espalier.plan import collective_time, device_model, memory_model, offload, optimizer_node, step_time
-from espalier.plan.base import RESIDENT, Predicted
+from espalier.machine.cluster import Cluster
+from espalier.plan import collective_time, device_model, memory_model, step_time
+from espalier.plan.axes import offload, optimizer_node, placement_plan
+from espalier.plan.axes import tensor as tensor_cost
+from espalier.plan.axes.offload import NODE
+from espalier.plan.axes.placement import ShardFactors as Shards
+from espalier.plan.axes.sharding import cost, wire_bytes
+from espalier.plan.base import RESIDENT, TOTAL_BYTES, TOTALS, Predicted, task_totals
 from espalier.plan.calibration_factors import CostFactors
 from espalier.plan.collective_time import Fleet, devices, seats
 from espalier.plan.cost_inputs import CostInputs
 from espalier.plan.layouts import Layouts
-from espalier.plan.offload import NODE
 from espalier.plan.request import Request, exchanges
-from espalier.records import Record
-from espalier.shard import placement_plan
-from espalier.shard.cost import cost, wire_bytes
-from espalier.shard.placement import ShardFactors as Shards
-from espalier.sync.base import TOTAL_BYTES, TOTALS, task_totals
-from espalier.tensor import cost as tensor_cost
+from espalier.recipe.cost import Number, ring_bytes
+from espalier.recipe.records import Record
 
 RECORD = Record(
     name="survey",
@@ -183,8 +182,8 @@ def sent(step: CostInputs, samples: int, nodes: Sequence[int]) -> dict[str, floa
     that sends most, by the mechanisms' own formulas. Empty classes are left out, but for gradients.
 
     Beside the gradients, ranks tell each other at every step which tensors they used, the loss, and their part of the
-    norm, in one exchange (`shard.amsp.ControlMessage`); the first gives the others its running statistics
-    (`shard.broadcast`).
+    norm, in one exchange (`mechanisms.sharding.amsp.ControlMessage`); the first gives the others its running statistics
+    (`mechanisms.sharding.broadcast`).
     """
     request, layout = step.request, step.layouts
     rounds = -(-samples // int(layout.micro_batch))

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from espalier.compose import Refusal
+from espalier.plan.axes.offload import NODE
 from espalier.plan.base import Plan, Rank, Stage, Unit
+from espalier.plan.compose import Refusal
 from espalier.plan.layouts import Layouts, stage_layers
-from espalier.plan.offload import NODE
 from espalier.plan.request import Request, exchanges
 
 AXES = ("dp", "tp", "hp", "cp", "pp", "chunks", "params", "grads", "optimizer")

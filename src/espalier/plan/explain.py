@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from espalier import units
-from espalier.cluster import Cluster, Place, machine_order
+from espalier.machine.cluster import Cluster, Place, machine_order
 from espalier.plan import layouts as space
 from espalier.plan import plan_summary, step_time
+from espalier.plan.axes.flat_layout import BUCKET
+from espalier.plan.axes.placement_plan import Prefetch
 from espalier.plan.base import RESIDENT, RunnerUp
 from espalier.plan.collective_time import gpus, seats
 from espalier.plan.cost_inputs import CostInputs
@@ -20,8 +21,7 @@ from espalier.plan.estimate import samples_each
 from espalier.plan.layouts import Layouts
 from espalier.plan.request import Request
 from espalier.plan.search import Found, Option
-from espalier.shard.flat_layout import BUCKET
-from espalier.shard.placement_plan import Prefetch
+from espalier.recipe import units
 
 RUNNERS_UP = 6
 """How many other plans are told, the best of each kind."""

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from espalier.errors import UserError
+from espalier.plan.axes.placement import ShardFactors
 from espalier.plan.base import Layout, Placement
-from espalier.records import Record
-from espalier.shard.placement import ShardFactors
+from espalier.recipe.errors import UserError
+from espalier.recipe.records import Record
 
 RECORD = Record(
     name="buff",
@@ -33,11 +33,11 @@ RECORD = Record(
         "plan/search.py",
         "plan/step_time.py",
         "plan/memory_model.py",
-        "shard/gather_hooks.py",
-        "tensor/layers.py",
-        "tensor/cost.py",
-        "stages/pipeline.py",
-        "stages/cost.py",
+        "mechanisms/sharding/gather_hooks.py",
+        "mechanisms/tensor_parallel/layers.py",
+        "plan/axes/tensor.py",
+        "mechanisms/pipeline/pipeline.py",
+        "plan/axes/pipeline.py",
     ),
     chosen="long sequences on many ranks, when gathering weights hides behind compute better than moving activations",
     cost="per layer max(compute, weight gathers) + 0.2*min of the two (overlap is not free) + all-to-alls of the "

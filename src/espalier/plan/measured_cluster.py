@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from espalier.cluster import Cluster, Link, Node, Pair, Place
-from espalier.errors import UserError
+from espalier.machine.cluster import Cluster, Link, Node, Pair, Place
 from espalier.plan import base as plans
 from espalier.plan import device_model
+from espalier.recipe.errors import UserError
 
 NOISE = 1.2
 """A rank whose samples take at most this many times as long as the others' (or the inverse) counts as equal."""

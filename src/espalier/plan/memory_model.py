@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from espalier.cost import Anatomy, Number
+from espalier.plan.axes import offload_tiers as offload_cost
+from espalier.plan.axes import pipeline as pipeline_cost
 from espalier.plan.collective_time import DeviceGroup, Fleet
 from espalier.plan.cost_inputs import CostInputs
 from espalier.plan.layouts import Layouts
 from espalier.plan.request import Request
-from espalier.shard.offload import cost as offload_cost
-from espalier.stages import cost as pipeline_cost
+from espalier.recipe.cost import Anatomy, Number
 
 CUDA_RUNTIME = 800 * 2**20
 """Bytes on a GPU that hold nothing of the model: the context (300 MB with kernels loaded when needed, as CUDA does

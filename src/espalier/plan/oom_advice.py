@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from espalier import units
-from espalier.errors import RunFailed
 from espalier.plan.base import Plan, RunnerUp
+from espalier.recipe import units
+from espalier.recipe.errors import RunFailed
 
 ROOM = 0.9
 """Of what was measured when memory ran out, the share a plan should keep to. Assumed."""

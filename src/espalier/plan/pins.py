@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from espalier.cluster import Cluster
-from espalier.config import Pin, ShardPin
-from espalier.errors import UserError
-from espalier.plan import device_model, executable, offload
+from espalier.machine.cluster import Cluster
+from espalier.plan import device_model, executable
+from espalier.plan.axes import offload
 from espalier.plan.collective_time import gpus
 from espalier.plan.layouts import divisors
 from espalier.plan.request import Request
+from espalier.recipe import Pin, ShardPin
+from espalier.recipe.errors import UserError
 
 
 def check(request: Request, cluster: Cluster) -> None:

@@ -10,14 +10,14 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Literal
 
-from espalier import units
-from espalier.cluster import Cluster, Link, Node, Place
+from espalier.machine.cluster import Cluster, Link, Node, Place
 from espalier.plan.base import Plan, Predicted, Stage
+from espalier.recipe import units
 
 COMPUTING = ("forward", "backward", "recompute", "optimizer", "launch")
 """Terms of a step in which its devices compute; in the others they wait for links, or for one another."""
 FEATURES = "Features"
-"""How sentences about features on disk begin (`plan.packed_features`)."""
+"""How sentences about features on disk begin (`mechanisms.disk_batches.packed_features`)."""
 SHOWN = 0.001
 """Share of a step below which a term is not worth a sentence."""
 

@@ -11,13 +11,13 @@ import itertools
 from collections import Counter
 from dataclasses import replace
 
-from espalier import units
-from espalier.cluster import Cluster, Device
+from espalier.machine.cluster import Cluster, Device
 from espalier.plan import collective_time, device_model
 from espalier.plan.base import Plan
 from espalier.plan.estimate import price
 from espalier.plan.request import Request
 from espalier.plan.search import Found
+from espalier.recipe import units
 
 FASTER = 1.25
 """So many times as fast as fp32 (or TF32) a device must multiply in 16 bits for these to be worth their rounding."""

@@ -6,8 +6,8 @@ import statistics
 from typing import Any
 
 from espalier.plan.base import Predicted
+from espalier.recipe.units import show_seconds
 from espalier.track.events import Event
-from espalier.units import show_seconds
 
 STEPS, WARM = 20, 2
 """Steps of which the median is compared, and those before them that are not: they make groups and buffers."""

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from espalier.config.decoder_shapes import Sizes
-from espalier.cost import VALUE_BYTES, Anatomy, Cut, Number, Product, Work
+from espalier.plan.axes.sharding import StateBytes
 from espalier.plan.request import Request
-from espalier.shard.cost import StateBytes
+from espalier.recipe.cost import VALUE_BYTES, Anatomy, Cut, Number, Product, Work
+from espalier.recipe.decoder_shapes import Sizes
 
 MIXED = StateBytes(2, 2, 12)
 MEGATRON = StateBytes(2, 4, 12)

@@ -11,11 +11,10 @@ from typing import Any, get_args, get_type_hints
 import msgspec
 import numpy as np
 
-from espalier import units
-from espalier.cluster import Cluster
-from espalier.config import Adapters, EveryStep, Pin
-from espalier.errors import UserError
-from espalier.plan import collective_time, memory_model, offload, pins, precision, search, unequal
+from espalier.machine.cluster import Cluster
+from espalier.mechanisms.unequal_pipelines import unequal
+from espalier.plan import collective_time, memory_model, pins, precision, search
+from espalier.plan.axes import offload
 from espalier.plan.base import RESIDENT
 from espalier.plan.collective_time import gpus, seats
 from espalier.plan.cost_inputs import CostInputs
@@ -24,6 +23,8 @@ from espalier.plan.explain import label
 from espalier.plan.layouts import Layouts
 from espalier.plan.request import Request
 from espalier.plan.search import Found, Option
+from espalier.recipe import Adapters, EveryStep, Pin, units
+from espalier.recipe.errors import UserError
 
 MACHINE = 8
 """Devices that a machine is thought to take before a second machine is bought."""
@@ -138,7 +139,7 @@ def _without(pin: Pin, name: str) -> Pin:
 
 
 def _value(layout: Layouts, name: str) -> Any:
-    known = {"ranks": int(layout.world), "accumulate": 1}
+    known = {"ranks": int(layout.world), "accumulate": 1, "ep": 1}
     name = name.partition(".")[2] or name
     return known[name] if name in known else getattr(layout, name)
 

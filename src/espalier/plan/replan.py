@@ -16,20 +16,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
-from espalier import units
-from espalier.cluster import Cluster
-from espalier.compose import Claim
-from espalier.config import EveryStep, Pin, Recompute, ShardPin
-from espalier.errors import UserError
+from espalier.machine.cluster import Cluster
+from espalier.mechanisms.task_waves import replan_waves
+from espalier.mechanisms.unequal_pipelines import replan_pipelines
 from espalier.plan import base as plans
-from espalier.plan import collective_time, replan_pipelines, replan_waves
+from espalier.plan import collective_time
 from espalier.plan.base import Plan
 from espalier.plan.calibrate import Calibration
+from espalier.plan.compose import Claim
 from espalier.plan.decide import decide
 from espalier.plan.estimate import Shares, price
 from espalier.plan.layouts import of_view
 from espalier.plan.measured_cluster import Speeds, equalised, measured
 from espalier.plan.request import Request
+from espalier.recipe import EveryStep, Pin, Recompute, ShardPin, units
+from espalier.recipe.errors import UserError
 
 CLAIM = Claim(
     "replan",

@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from espalier.compose import Refusal
-from espalier.config import EveryStep, Pin, Sync
-from espalier.cost import WHOLE, ModelCosts
+from espalier.plan.axes.sharding import StateBytes
 from espalier.plan.base import RESIDENT, AdaptiveRule, Exchange, Offload, Plan
 from espalier.plan.calibration_factors import PLAIN, CostFactors
-from espalier.shard.cost import StateBytes
+from espalier.plan.compose import Refusal
+from espalier.recipe import EveryStep, Pin, Sync
+from espalier.recipe.cost import WHOLE, ModelCosts
 
 if TYPE_CHECKING:
-    from espalier.shard.wrap_policy import Sized
+    from espalier.plan.axes.flat_layout import Sized
 
 Kernel = Literal["auto", "flash", "efficient", "written"]
 """An attention kernel: the best the device has; FlashAttention; another that writes no scores; one that does."""
@@ -25,7 +25,7 @@ AUTO = "auto"
 
 
 class Crossing(NamedTuple):
-    """How one class of traffic crosses the links of one level: see `comm.hybrid_compression`.
+    """How one class of traffic crosses the links of one level: see `mechanisms.codecs.hybrid_compression`.
 
     Attributes:
         traffic, level, codec: as in a plan's `Exchange`.
@@ -78,7 +78,8 @@ class Request(ModelCosts):
         refresh: how sharded parameters come back after the optimizer step: one gather, or a broadcast per owner, as in
             InternEvo, which also sums gradients whole, or reduces them to each owner in turn.
         codec: what the recipe says of that; crossings: what is encoded on its way.
-        sync: when replicas are to agree; outer: copies of what a rank moves that rounds keep (`sync.overlap_cost`).
+        sync: when replicas are to agree; outer: copies of what a rank moves that rounds keep
+        (`mechanisms.local_rounds.overlap_cost`).
         offload: what waits outside the device; free: bytes of the disk that it may wait on; None: not known.
         sizes: of the trainable tensors, in the model's order; empty: not known.
         running: bytes of buffers that every step moves.

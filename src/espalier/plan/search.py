@@ -21,10 +21,11 @@ from typing import Any
 
 import numpy as np
 
-from espalier.cluster import Cluster, Device, Node
-from espalier.cost import WHOLE, ring_bytes
-from espalier.plan import collective_time, device_model, executable, memory_model, offload
+from espalier.machine.cluster import Cluster, Device, Node
+from espalier.plan import collective_time, device_model, executable, memory_model
 from espalier.plan import layouts as space
+from espalier.plan.axes import offload
+from espalier.plan.axes.sharding import exchanges, volumes
 from espalier.plan.base import RESIDENT
 from espalier.plan.calibrate import DATASHEET, LEAST, Calibration
 from espalier.plan.collective_time import gpus
@@ -33,7 +34,7 @@ from espalier.plan.estimate import Shares, price, samples_each, slowest
 from espalier.plan.layouts import ALGORITHMS, MODES, Layouts, Limits
 from espalier.plan.request import Request
 from espalier.plan.step_time import compute
-from espalier.shard.cost import exchanges, volumes
+from espalier.recipe.cost import WHOLE, ring_bytes
 from espalier.track.charts import Point
 
 TIE = 0.03

@@ -14,16 +14,17 @@ from typing import Any
 
 import numpy as np
 
-from espalier.cost import Anatomy, Cost, Number, Product, Work
-from espalier.plan import collective_time, device_model, offload, optimizer_node
+from espalier.plan import collective_time, device_model
+from espalier.plan.axes import offload, optimizer_node
+from espalier.plan.axes import offload_tiers as offload_cost
+from espalier.plan.axes import tensor as tensor_cost
+from espalier.plan.axes.pipeline import PipelineLoad
+from espalier.plan.axes.pipeline import cost as stages_cost
+from espalier.plan.axes.placement_plan import Prefetch
+from espalier.plan.axes.sharding import cost, volumes
 from espalier.plan.base import RESIDENT
 from espalier.plan.cost_inputs import CostInputs
-from espalier.shard.cost import cost, volumes
-from espalier.shard.offload import cost as offload_cost
-from espalier.shard.placement_plan import Prefetch
-from espalier.stages.cost import PipelineLoad
-from espalier.stages.cost import cost as stages_cost
-from espalier.tensor import cost as tensor_cost
+from espalier.recipe.cost import Anatomy, Cost, Number, Product, Work
 
 OPERATIONS = 6.0
 """Operations issued per matrix product in an eager forward pass where the workload does not count them: a decoder block
@@ -212,7 +213,8 @@ def _exchanged(step: CostInputs, layer: Pass, anatomy: Anatomy) -> Pass:
 
 
 def tensor_seconds(step: CostInputs, stream: Number, again: Number) -> Number:
-    """Seconds that a layer's tensor ranks exchange: transfers of `stream` bytes, as many as `tensor.cost` says. Other
+    """Seconds that a layer's tensor ranks exchange: transfers of `stream` bytes, as many as `plan.axes.tensor`
+    says. Other
     trainers recompute to the layer's end (Buff, section 2.5)."""
     layouts = step.layouts
     repeated = 3 if step.request.storage is None else 4
@@ -357,7 +359,8 @@ def exposed(piece: Number, pieces: Number, window: Number, interference: float, 
 def pipeline(
     step: CostInputs, size: Number, micro_batches: Number, seconds: Number = 0.0, weights: Number = 0.0
 ) -> Cost:
-    """Idle time, hand-overs and bytes of pipelines (`stages.cost`), whose fullest rank takes so many `seconds` for a
+    """Idle time, hand-overs and bytes of pipelines (`plan.axes.pipeline`), whose fullest rank takes so many
+    `seconds` for a
     micro-batch of `size` samples, `weights` of them for gradients of matrices."""
     layouts, request = step.layouts, step.request
     tokens = size * request.tokens_per_sample / layouts.sp

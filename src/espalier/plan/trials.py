@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from espalier import cluster as clusters
-from espalier.cache_dir import cache_folder, hashed, replace, table
-from espalier.config import Recipe, recipe_file
-from espalier.hardware import probe, resource_limits
+from espalier.machine import cluster as clusters
+from espalier.machine import probe, resource_limits
 from espalier.plan.base import Plan, RunnerUp
 from espalier.plan.explain import slower
-from espalier.units import plural, show_seconds
+from espalier.recipe import Recipe, recipe_file
+from espalier.recipe.cache_dir import cache_folder, hashed, replace, table
+from espalier.recipe.units import plural, show_seconds
 
 
 class Key(NamedTuple):

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from espalier.errors import UserError
 from espalier.radiance.rays import Array, Lens, focus_of
+from espalier.recipe.errors import UserError
 
 UPRIGHT = 0.02
 """By how much the products of a pose's unit axes may differ from those of a rotation: files round their numbers."""

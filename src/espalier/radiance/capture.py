@@ -8,9 +8,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from espalier.errors import UserError
 from espalier.radiance.camera_poses import Placement
 from espalier.radiance.rays import Lens
+from espalier.recipe.errors import UserError
 
 HELD_OUT = 8
 """One of so many pictures is held out where a folder names none."""

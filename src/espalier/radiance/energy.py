@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from espalier.config import SpikingNerf, Voxels
 from espalier.kernels import counts
 from espalier.radiance import spikingnerf
 from espalier.radiance.voxels import Rendered
+from espalier.recipe import SpikingNerf, Voxels
 
 _NAMES = {
     "": "rays: samples, opacity, compositing",

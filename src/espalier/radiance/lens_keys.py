@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from espalier.errors import UserError
-from espalier.foreign_files import printable
 from espalier.radiance.camera_poses import number_of
 from espalier.radiance.rays import ITERATIONS, Lens, undistorted
+from espalier.recipe.errors import UserError
+from espalier.recipe.foreign_files import printable
 
 FOCAL = ("camera_angle_x", "camera_angle_y", "fl_x", "fl_y")
 DISTORTION = ("k1", "k2", "k3", "p1", "p2")

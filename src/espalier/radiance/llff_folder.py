@@ -12,14 +12,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from espalier import foreign_files
-from espalier.errors import UserError
 from espalier.radiance import pictures
 from espalier.radiance.camera_poses import FARTHEST, Placement, checked_pose
 from espalier.radiance.capture import Capture, check_enough, held_out_split
 from espalier.radiance.lens_keys import lens_of
 from espalier.radiance.rays import Array, Lens, device_coordinates, rays_of
-from espalier.units import plural
+from espalier.recipe import foreign_files
+from espalier.recipe.errors import UserError
+from espalier.recipe.units import plural
 
 TABLE = "poses_bounds.npy"
 _ENDINGS = (".png", ".jpg", ".jpeg")

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from espalier.errors import EspalierError, UserError
-from espalier.foreign_files import printable
-from espalier.hardware.resource_limits import free_memory
-from espalier.units import plural, show_size
-from espalier.workload import Progress
+from espalier.machine.resource_limits import free_memory
+from espalier.parallel.workload import Progress
+from espalier.recipe.errors import EspalierError, UserError
+from espalier.recipe.foreign_files import printable
+from espalier.recipe.units import plural, show_size
 
 if TYPE_CHECKING:
     from PIL.Image import Image

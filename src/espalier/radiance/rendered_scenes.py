@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from espalier.errors import UserError, nearest
 from espalier.radiance.rays import Array, Lens, rays_of, round_poses
+from espalier.recipe.errors import UserError, nearest
 
 KINDS = ("spheres", "knot")
 RADIUS = 3.2

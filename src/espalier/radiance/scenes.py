@@ -14,14 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from espalier.config import data_path
-from espalier.errors import UserError
-from espalier.foreign_files import unused
+from espalier.parallel.workload import Progress
 from espalier.radiance import llff_folder, rendered_scenes, transforms_file
 from espalier.radiance.camera_poses import Placement, box_of
 from espalier.radiance.pictures import on_white, read_images
 from espalier.radiance.rays import Lens, Rays, rays_of
-from espalier.workload import Progress
+from espalier.recipe import data_path
+from espalier.recipe.errors import UserError
+from espalier.recipe.foreign_files import unused
 
 
 @dataclass(frozen=True)

@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from espalier.config import SpikingNerf, Voxels
-from espalier.cost import Product, Work
 from espalier.kernels import counts
 from espalier.kernels.base import operation
 from espalier.kernels.ragged import Ragged, offsets_of
 from espalier.radiance.volume import Samples
 from espalier.radiance.voxels import VIEW, ColourNetwork
-from espalier.records import Record
+from espalier.recipe import SpikingNerf, Voxels
+from espalier.recipe.cost import Product, Work
+from espalier.recipe.records import Record
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

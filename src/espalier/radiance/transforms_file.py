@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from espalier import foreign_files
-from espalier.errors import UserError
-from espalier.foreign_files import Fields, FieldUse, printable
 from espalier.radiance import camera_poses, lens_keys, pictures
 from espalier.radiance.camera_poses import rows_of
 from espalier.radiance.capture import Capture, check_enough, held_out_split
 from espalier.radiance.rays import Lens
-from espalier.units import plural
+from espalier.recipe import foreign_files
+from espalier.recipe.errors import UserError
+from espalier.recipe.foreign_files import Fields, FieldUse, printable
+from espalier.recipe.units import plural
 
 PARTS = ("train", "val", "test")
 _FRAMES = '"frames": [{"file_path": …, "transform_matrix": …}, …]'

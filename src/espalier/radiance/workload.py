@@ -13,19 +13,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from espalier.artifacts import Artifact, Image, Table
-from espalier.comm import sparse
-from espalier.config import Recipe, SpikingNerf, Voxels
-from espalier.cost import Anatomy, Cut, Product, Work
-from espalier.errors import UserError
+from espalier.comm import sparse_blocks
 from espalier.kernels import counts
+from espalier.parallel.workload import Phase, Plain, Shard, Skeleton, whole_skeleton
 from espalier.radiance import energy, spikingnerf
 from espalier.radiance.rays import Lens, Rays
 from espalier.radiance.scenes import Scene
 from espalier.radiance.spikingnerf import SpikingColours
 from espalier.radiance.volume import Box
 from espalier.radiance.voxels import ColourNetwork, Field, Rendered, ray_losses, refined, sample_losses
-from espalier.workload import Phase, Plain, Shard, Skeleton, whole_skeleton
+from espalier.recipe import Recipe, SpikingNerf, Voxels
+from espalier.recipe.cost import Anatomy, Cut, Product, Work
+from espalier.recipe.errors import UserError
+from espalier.store.artifacts import Artifact, Image, Table
 
 EMPTY = 1e-4
 """Opacity that the coarse stage begins with."""
@@ -303,7 +303,8 @@ class RadianceWorkload(Plain):
         share cells, and what masks leave out has no gradient."""
         cells, columns = self._grid()
         share = -math.expm1(-TOUCHED * self.global_batch / cells**2)
-        density, features = sparse.ratio(share, 2), sparse.ratio(share, 2 * columns)  # neighbours along z are touched
+        # Neighbours along z are touched.
+        density, features = sparse_blocks.ratio(share, 2), sparse_blocks.ratio(share, 2 * columns)
         return (1 + columns) / (1 / density + columns / features)
 
     def anatomy(self, micro_batch: Any, recompute: str, precision: str, cut: Cut) -> Anatomy:

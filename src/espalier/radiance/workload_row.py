@@ -11,19 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from espalier import artifacts, data_hash
-from espalier.config import Recipe
-from espalier.errors import UserError
+from espalier.parallel.workload import Workload
 from espalier.radiance import energy, scenes, transforms_file
 from espalier.radiance.camera_poses import pose_of
 from espalier.radiance.lens_keys import lens_of
 from espalier.radiance.rays import Lens, turntable_poses
 from espalier.radiance.scenes import Scene
 from espalier.radiance.workload import RadianceWorkload
-from espalier.shard.wrap_policy import profile
-from espalier.units import show_count
-from espalier.workload import Workload
-from espalier.workload_row import Answer, EnergyTables, Opening, Profile, Row, Sampling
+from espalier.recipe import Recipe, data_hash
+from espalier.recipe.errors import UserError
+from espalier.recipe.units import show_count
+from espalier.store import artifacts
+from espalier.train.workload_row import Answer, EnergyTables, Opening, Profile, Row, Sampling
+from espalier.train.wrap_policy import profile
 
 CAMERAS = "scene.json"
 TURNS = 36

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from espalier.errors import UserError
 from espalier.kernels.base import operation
 from espalier.kernels.buffer_pool import BUFFERS
+from espalier.recipe.errors import UserError
 from espalier.sparse.csr import CSR
 from espalier.sparse.edge_softmax import segment_softmax
 

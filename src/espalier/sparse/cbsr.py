@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from espalier.errors import UserError
 from espalier.kernels.base import operation
 from espalier.kernels.buffer_pool import BUFFERS
+from espalier.recipe.errors import UserError
 from espalier.sparse.csr import CSR, matmul, product, turned
 
 NARROW, NARROWER = 6, 12

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from espalier.errors import UserError
 from espalier.kernels.base import operation
 from espalier.kernels.buffer_pool import BUFFERS
+from espalier.recipe.errors import UserError
 
 KERNEL_TYPES = (torch.float32, torch.float64)
 _LARGEST = 2**31 - 1

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from espalier.errors import UserError
 from espalier.kernels.base import operation
+from espalier.recipe.errors import UserError
 from espalier.sparse.csr import CSR
 
 

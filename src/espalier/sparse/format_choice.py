@@ -14,8 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from espalier.cost import Cost, Number
-from espalier.errors import UserError
+from espalier.recipe.cost import Cost, Number
+from espalier.recipe.errors import UserError
 from espalier.sparse.cbm import CBM
 from espalier.sparse.cbsr import cbsr_aggregate
 from espalier.sparse.csr import CSR, matmul

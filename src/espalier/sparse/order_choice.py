@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from espalier.errors import UserError, nearest
+from espalier.recipe.errors import UserError, nearest
 from espalier.sparse.partition import clusters
 from espalier.sparse.rcmpp.cuthill_mckee import trace
 from espalier.sparse.rcmpp.pattern import Pattern, like, positions

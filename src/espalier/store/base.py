@@ -9,7 +9,7 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from espalier.errors import UserError
+from espalier.recipe.errors import UserError
 
 
 class Rows(Protocol):

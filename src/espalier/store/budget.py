@@ -6,8 +6,8 @@ import threading
 from collections import Counter
 from typing import Self
 
-from espalier.errors import UserError
-from espalier.units import show_size
+from espalier.recipe.errors import UserError
+from espalier.recipe.units import show_size
 
 
 class Budget:

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from espalier.cluster import Disk
-from espalier.hardware import disk as probe
+from espalier.machine import disk as probe
+from espalier.machine.cluster import Disk
 
 Number = Any
 """A number, or an array of numbers."""

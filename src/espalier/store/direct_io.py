@@ -24,10 +24,10 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
-from espalier.errors import UserError
+from espalier.recipe.errors import UserError
+from espalier.recipe.units import show_size
 from espalier.store.base import Closing
 from espalier.store.cost import PAGE, pages
-from espalier.units import show_size
 
 BLOCK = 4 << 20
 """Bytes of the buffer through which unaligned memory is copied, at most; one per thread."""

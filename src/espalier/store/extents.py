@@ -21,8 +21,8 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
-from espalier.cache_dir import sync_folder
-from espalier.errors import UserError
+from espalier.recipe.cache_dir import sync_folder
+from espalier.recipe.errors import UserError
 from espalier.store.base import Closing
 from espalier.store.cost import PAGE, pages
 from espalier.store.direct_io import DirectFile, File, Where, aligned, bytes_of, checksum, flat_bytes, open_file

@@ -15,9 +15,9 @@ import msgspec
 import xxhash
 from torch import Tensor
 
-from espalier.cache_dir import sync_folder
-from espalier.errors import UserError
-from espalier.serialization import Value
+from espalier.recipe.cache_dir import sync_folder
+from espalier.recipe.errors import UserError
+from espalier.recipe.serialization import Value
 from espalier.store.base import Closing
 from espalier.store.cost import PAGE, pages
 from espalier.store.direct_io import File, Where, aligned, bytes_of, checksum, flat_bytes, open_file

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from espalier.errors import UserError
+from espalier.recipe.errors import UserError
 from espalier.store import base
 from espalier.store.cost import PAGE, pages
 from espalier.store.direct_io import File, Where, aligned, bytes_of, open_file

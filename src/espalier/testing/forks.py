@@ -21,8 +21,9 @@ from typing import Any, NoReturn
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from espalier import comm, store_client
-from espalier.errors import UserError
+from espalier import comm
+from espalier.comm import store_client
+from espalier.recipe.errors import UserError
 
 GRACE = 8.0  # seconds the other ranks have to end once one has failed
 

@@ -14,9 +14,9 @@ import numpy as np
 from markupsafe import Markup
 from numpy.typing import NDArray
 
+from espalier.recipe.units import show_seconds, show_size
 from espalier.track import page
 from espalier.track.page import place
-from espalier.units import show_seconds, show_size
 
 Array = NDArray[Any]
 Show = Callable[[float], str]

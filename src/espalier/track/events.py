@@ -61,9 +61,9 @@ from typing import Any
 
 import msgspec
 
-from espalier import serialization
-from espalier.cache_dir import unwritable
-from espalier.errors import UserError
+from espalier.recipe import serialization
+from espalier.recipe.cache_dir import unwritable
+from espalier.recipe.errors import UserError
 
 NAME = "events.jsonl"
 """Of the run log, in its run folder."""

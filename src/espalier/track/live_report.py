@@ -10,8 +10,8 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from espalier.errors import EspalierError, UserError
-from espalier.terminal import say
+from espalier.recipe.errors import EspalierError, UserError
+from espalier.recipe.terminal import say
 from espalier.track.report import render
 from espalier.track.run_tables import open_run
 

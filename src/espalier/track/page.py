@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup, escape
 
-from espalier import units
+from espalier.recipe import units
 
 
 class Figure(NamedTuple):

@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self, TextIO, cast
 
-from espalier.terminal import visible
+from espalier.recipe.terminal import visible
+from espalier.recipe.units import plural, show_count, show_seconds, show_size
 from espalier.track.events import Event
-from espalier.units import plural, show_count, show_seconds, show_size
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars

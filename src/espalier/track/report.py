@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from espalier import cache_dir
+from espalier.recipe import cache_dir
+from espalier.recipe.units import plural, show_count, show_seconds, show_size
 from espalier.track import charts, page
 from espalier.track.page import Figure
 from espalier.track.run_tables import Run, open_run
-from espalier.units import plural, show_count, show_seconds, show_size
 
 NAME = "report.html"
 

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from espalier import cache_dir
-from espalier.errors import UserError
+from espalier.recipe import cache_dir
+from espalier.recipe.errors import UserError
+from espalier.recipe.units import show_count, show_seconds
 from espalier.track import charts, page, report
 from espalier.track.page import Figure
 from espalier.track.run_tables import Run, open_run
-from espalier.units import show_count, show_seconds
 
 NAME = "comparison.html"
 METRICS = 3

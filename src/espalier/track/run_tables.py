@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from espalier.config import model_kinds
-from espalier.errors import UserError, nearest
+from espalier.recipe import model_kinds
+from espalier.recipe.errors import UserError, nearest
+from espalier.recipe.units import show_count, show_seconds, show_size
 from espalier.track.events import Event, read
 from espalier.track.goodput import Account, GoodputMeter
-from espalier.units import show_count, show_seconds, show_size
 
 Table = dict[str, NDArray[Any]]
 

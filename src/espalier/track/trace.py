@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from espalier import accelerator
-from espalier.cache_dir import unwritable
-from espalier.errors import UserError
+from espalier.kernels import accelerator
+from espalier.recipe.cache_dir import unwritable
+from espalier.recipe.errors import UserError
 
 if TYPE_CHECKING:
     from torch.profiler import profile, record_function

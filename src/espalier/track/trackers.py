@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from espalier.errors import UserError, missing_extra
+from espalier.recipe.errors import UserError, missing_extra
 from espalier.track.events import Event
 
 PROJECT = "espalier"

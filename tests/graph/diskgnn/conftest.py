@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from espalier.graph.diskgnn import manifest
-from espalier.graph.diskgnn.features import Features, FeatureTable, open_features
-from espalier.graph.diskgnn.pack import PackRequest
-from espalier.graph.diskgnn.pool import Draws, epoch_seeds
 from espalier.graph.neighbor_sampler import Sampler, Style
+from espalier.mechanisms.disk_batches import manifest
+from espalier.mechanisms.disk_batches.features import Features, FeatureTable, open_features
+from espalier.mechanisms.disk_batches.pack import PackRequest
+from espalier.mechanisms.disk_batches.pool import Draws, epoch_seeds
 
 from ..conftest import made
 

@@ -6,11 +6,11 @@ import numpy as np
 import torch
 
 from espalier.graph.data import Graph
-from espalier.graph.diskgnn import manifest
-from espalier.graph.diskgnn.features import FeatureTable, open_features
-from espalier.graph.diskgnn.pack import PackedSet, PackRequest, pack
-from espalier.graph.diskgnn.pool import Draws, epoch_seeds
 from espalier.graph.neighbor_sampler import Sampler, Style
+from espalier.mechanisms.disk_batches import manifest
+from espalier.mechanisms.disk_batches.features import FeatureTable, open_features
+from espalier.mechanisms.disk_batches.pack import PackedSet, PackRequest, pack
+from espalier.mechanisms.disk_batches.pool import Draws, epoch_seeds
 
 
 def graph_of(nodes=300, width=5, edges=1200, seed=0) -> Graph:

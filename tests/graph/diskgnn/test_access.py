@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.errors import UserError
-from espalier.graph.diskgnn import access
-from espalier.graph.diskgnn.access import AccessPlan, Limits, Split, Splitter
+from espalier.mechanisms.disk_batches import access
+from espalier.mechanisms.disk_batches.access import AccessPlan, Limits, Split, Splitter
+from espalier.recipe.errors import UserError
 
 PAGE = 4096
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from espalier.graph import synthetic
-from espalier.graph.diskgnn.features import open_features
-from espalier.graph.diskgnn.hyperbatch import HyperbatchReader
-from espalier.graph.diskgnn.pack import PackRequest, pack
-from espalier.graph.diskgnn.pool import Draws
-from espalier.graph.diskgnn.topology import DiskSampler, open_topology
 from espalier.graph.neighbor_sampler import Drawn, Style
+from espalier.mechanisms.disk_batches.features import open_features
+from espalier.mechanisms.disk_batches.hyperbatch import HyperbatchReader
+from espalier.mechanisms.disk_batches.pack import PackRequest, pack
+from espalier.mechanisms.disk_batches.pool import Draws
+from espalier.mechanisms.disk_batches.topology import DiskSampler, open_topology
 from espalier.store.rows import RowFile, RowLayout
 
 NODES, WIDTH = 1 << 30, 128

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from espalier.errors import UserError
-from espalier.graph.diskgnn import manifest
-from espalier.graph.diskgnn.pack import HOT_ROWS, PackedSet, repack
-from espalier.graph.diskgnn.reader import ReaderOptions, TieredFeatures
+from espalier.mechanisms.disk_batches import manifest
+from espalier.mechanisms.disk_batches.pack import HOT_ROWS, PackedSet, repack
+from espalier.mechanisms.disk_batches.reader import ReaderOptions, TieredFeatures
+from espalier.recipe.errors import UserError
 
 from .packing import graph_of, packed, request_of
 

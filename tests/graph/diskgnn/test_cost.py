@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.cluster import Disk
-from espalier.graph.diskgnn import access, cost, pool
-from espalier.graph.diskgnn.access import Limits
 from espalier.graph.neighbor_sampler import Sampler, Style
+from espalier.machine.cluster import Disk
+from espalier.mechanisms.disk_batches import access, cost, pool
+from espalier.mechanisms.disk_batches.access import Limits
 
 from ..conftest import made
 
@@ -73,5 +73,5 @@ def test_packing_pays_where_rows_are_small_and_epochs_are_many():
 
 
 def test_costs_need_no_torch():
-    script = "import sys, espalier.graph.diskgnn.cost\nassert not {'torch', 'numba'} & set(sys.modules)"
+    script = "import sys, espalier.mechanisms.disk_batches.cost\nassert not {'torch', 'numba'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

@@ -13,8 +13,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from espalier.errors import UserError
-from espalier.graph.diskgnn.features import FeatureTable, open_features
+from espalier.mechanisms.disk_batches.features import FeatureTable, open_features
+from espalier.recipe.errors import UserError
 
 ROWS = np.random.default_rng(0).normal(size=(1500, 7)).astype(np.float32)
 

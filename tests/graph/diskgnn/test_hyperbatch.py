@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from espalier.errors import UserError
-from espalier.graph.diskgnn.hyperbatch import HyperbatchReader
-from espalier.graph.diskgnn.topology import DiskSampler
 from espalier.graph.neighbor_sampler import Sampler, Style
+from espalier.mechanisms.disk_batches.hyperbatch import HyperbatchReader
+from espalier.mechanisms.disk_batches.topology import DiskSampler
+from espalier.recipe.errors import UserError
 from espalier.store.memory import MemoryRows
 
 from ..conftest import made

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from espalier import config
-from espalier.errors import UserError
+from espalier import recipe as config
 from espalier.graph import compiled_aggregate, condensed_file, gnn
 from espalier.graph.condensed_file import Foretold
-from espalier.graph.diskgnn import inference
-from espalier.graph.diskgnn.inference import InferenceFolder, infer
-from espalier.graph.diskgnn.topology import DiskSampler
 from espalier.graph.neighbor_sampler import Sampler, Style
 from espalier.graph.subgraphs import View
 from espalier.graph.subgraphs import infer as infer_in_memory
+from espalier.mechanisms.disk_batches import inference
+from espalier.mechanisms.disk_batches.inference import InferenceFolder, infer
+from espalier.mechanisms.disk_batches.topology import DiskSampler
+from espalier.recipe.errors import UserError
 from espalier.store.io_queue import IoQueue
 from espalier.store.memory import MemoryRows
 

@@ -21,7 +21,7 @@ from dataclasses import replace
 
 from espalier.graph.data import Graph
 from espalier.graph.data import DataSplit
-from espalier.graph.diskgnn import PrepareOptions, prepare
+from espalier.mechanisms.disk_batches import PrepareOptions, prepare
 
 torch.set_num_threads(1)
 

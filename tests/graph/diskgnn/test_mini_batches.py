@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from espalier import trainer, worker
-from espalier.config import defaults, recipe_file
-from espalier.errors import UserError
 from espalier.graph import node_classification, synthetic
-from espalier.graph.diskgnn import PrepareOptions, inference, manifest, prepare
-from espalier.graph.diskgnn.mini_batches import RunBatches
 from espalier.graph.workload import GraphWorkload
-from espalier.launch import base as launch
+from espalier.mechanisms.disk_batches import PrepareOptions, inference, manifest, prepare
+from espalier.mechanisms.disk_batches.mini_batches import RunBatches
+from espalier.parallel.workload import Shard
 from espalier.plan import base as plans
-from espalier.rank_setup import RankSetup
-from espalier.workload import Shard
+from espalier.recipe import defaults, recipe_file
+from espalier.recipe.errors import UserError
+from espalier.train import rank_spec as launch
+from espalier.train import trainer, worker
+from espalier.train.rank_setup import RankSetup
 
 from ..conftest import made
 

@@ -17,13 +17,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from espalier.errors import UserError
-from espalier.graph.diskgnn import manifest, pack
-from espalier.graph.diskgnn.features import FeatureTable
-from espalier.graph.diskgnn.pool import Draws
-from espalier.graph.diskgnn.row_format import RowFormat
 from espalier.graph.neighbor_sampler import Sampler, Style
 from espalier.kernels import row_bits
+from espalier.mechanisms.disk_batches import manifest, pack
+from espalier.mechanisms.disk_batches.features import FeatureTable
+from espalier.mechanisms.disk_batches.pool import Draws
+from espalier.mechanisms.disk_batches.row_format import RowFormat
+from espalier.recipe.errors import UserError
 from espalier.store.cost import pages
 from espalier.store.direct_io import DiskFull
 from espalier.store.extents import DamagedExtent
@@ -190,7 +190,7 @@ import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 import graph.diskgnn.conftest as sets
-from espalier.graph.diskgnn import pack
+from espalier.mechanisms.disk_batches import pack
 
 def progress(done, total):
     print(done, flush=True)

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from espalier.graph.diskgnn import pool
-from espalier.graph.diskgnn.pool import Draws, Pool
 from espalier.graph.neighbor_sampler import Sampler, Style
 from espalier.graph.node_classification import NodeTask
 from espalier.graph.subgraphs import View
+from espalier.mechanisms.disk_batches import pool
+from espalier.mechanisms.disk_batches.pool import Draws, Pool
 
 from ..conftest import made
 

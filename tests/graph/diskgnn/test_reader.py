@@ -11,9 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from espalier.graph.diskgnn import reader
-from espalier.graph.diskgnn.pack import repack
-from espalier.graph.diskgnn.reader import FeatureBuffers, PackedBatches, ReaderOptions, TieredFeatures, batch_order
+from espalier.mechanisms.disk_batches import reader
+from espalier.mechanisms.disk_batches.pack import repack
+from espalier.mechanisms.disk_batches.reader import (
+    FeatureBuffers,
+    PackedBatches,
+    ReaderOptions,
+    TieredFeatures,
+    batch_order,
+)
 from espalier.store.cost import PAGE
 from espalier.store.extents import DamagedExtent
 

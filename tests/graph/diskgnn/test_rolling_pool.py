@@ -12,14 +12,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.errors import UserError
-from espalier.graph.diskgnn import manifest, rolling_pool
-from espalier.graph.diskgnn.features import open_features
-from espalier.graph.diskgnn.pack import PackedSet, PackRequest
-from espalier.graph.diskgnn.pool import Draws
-from espalier.graph.diskgnn.reader import PackedBatches, ReaderOptions
-from espalier.graph.diskgnn.rolling_pool import NICE, ResampleSchedule, RollingFeatures, RollingPool
 from espalier.graph.neighbor_sampler import Sampler, Style
+from espalier.mechanisms.disk_batches import manifest, rolling_pool
+from espalier.mechanisms.disk_batches.features import open_features
+from espalier.mechanisms.disk_batches.pack import PackedSet, PackRequest
+from espalier.mechanisms.disk_batches.pool import Draws
+from espalier.mechanisms.disk_batches.reader import PackedBatches, ReaderOptions
+from espalier.mechanisms.disk_batches.rolling_pool import NICE, ResampleSchedule, RollingFeatures, RollingPool
+from espalier.recipe.errors import UserError
 
 from ..conftest import made
 

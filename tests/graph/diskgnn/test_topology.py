@@ -12,10 +12,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from espalier.errors import UserError
 from espalier.graph import neighbor_sampler
-from espalier.graph.diskgnn.topology import DiskSampler, Topology, disk_sampler, open_topology, stays_on_disk
 from espalier.graph.neighbor_sampler import ALL, Sampler, Style
+from espalier.mechanisms.disk_batches.topology import (
+    DiskSampler,
+    Topology,
+    disk_sampler,
+    open_topology,
+    stays_on_disk,
+)
+from espalier.recipe.errors import UserError
 from espalier.store.memory import MemoryRows
 
 from ..conftest import made

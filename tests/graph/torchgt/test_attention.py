@@ -12,13 +12,13 @@ from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from espalier import graph
-from espalier.errors import UserError
-from espalier.graph.torchgt import attention as operator
-from espalier.graph.torchgt import edge_attention
-from espalier.graph.torchgt import pattern as patterns
-from espalier.graph.torchgt.attention import AttentionPlan, attention, reference
-from espalier.graph.torchgt.over_ranks import RankedAttention
-from espalier.graph.torchgt.pattern import Additions, Pattern, pattern
+from espalier.mechanisms.pattern_attention import attention as operator
+from espalier.mechanisms.pattern_attention import edge_attention
+from espalier.mechanisms.pattern_attention import pattern as patterns
+from espalier.mechanisms.pattern_attention.attention import AttentionPlan, attention, reference
+from espalier.mechanisms.pattern_attention.over_ranks import RankedAttention
+from espalier.mechanisms.pattern_attention.pattern import Additions, Pattern, pattern
+from espalier.recipe.errors import UserError
 from espalier.sparse import CSR
 from espalier.testing import ranks
 

@@ -9,14 +9,14 @@ import torch
 from tests.graph.conftest import made
 from tests.graph.test_workload import recipe_of
 
-from espalier.cache_dir import cache_folder
 from espalier.graph import workload_row
-from espalier.graph.torchgt import plan_choice
-from espalier.graph.torchgt.attention import EDGE, attention, by_counts, reference
-from espalier.graph.torchgt.model import tokens_of
-from espalier.graph.torchgt.pattern import pattern
 from espalier.graph.workload import GraphWorkload
-from espalier.workload_row import Opening
+from espalier.mechanisms.pattern_attention import plan_choice
+from espalier.mechanisms.pattern_attention.attention import EDGE, attention, by_counts, reference
+from espalier.mechanisms.pattern_attention.model import tokens_of
+from espalier.mechanisms.pattern_attention.pattern import pattern
+from espalier.recipe.cache_dir import cache_folder
+from espalier.train.workload_row import Opening
 
 
 @pytest.fixture(autouse=True)

@@ -12,18 +12,18 @@ from tests.graph.conftest import made
 from tests.graph.test_halo_parallel import machines, plan_of, train
 from tests.graph.test_workload import recipe_of
 
-from espalier import trainer
-from espalier.errors import UserError
 from espalier.graph.loss_speed import LossSpeed
-from espalier.graph.torchgt.attention import attention
-from espalier.graph.torchgt.pattern import ROWS, Additions, pattern
-from espalier.graph.torchgt.reformation import LEVEL_RULE, LEVELS, RecallTuner, reformed
 from espalier.graph.workload import GraphWorkload
-from espalier.launch import base as launch
+from espalier.mechanisms.pattern_attention.attention import attention
+from espalier.mechanisms.pattern_attention.pattern import ROWS, Additions, pattern
+from espalier.mechanisms.pattern_attention.reformation import LEVEL_RULE, LEVELS, RecallTuner, reformed
 from espalier.plan import base as plans
-from espalier.plan import decide, request_from_recipe
-from espalier.rank_setup import RankSetup
+from espalier.plan import decide
+from espalier.recipe.errors import UserError
 from espalier.track.decision_log import Decisions, Recorded
+from espalier.train import rank_spec as launch
+from espalier.train import request_from_recipe, trainer
+from espalier.train.rank_setup import RankSetup
 
 MODEL = {"kind": "graph-transformer", "depth": 2, "width": 16, "heads": 4, "feed_forward": 16, "dropout": 0.0}
 

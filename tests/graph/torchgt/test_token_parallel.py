@@ -13,13 +13,14 @@ from tests.graph.conftest import made
 from tests.graph.test_halo_parallel import close, machines, plan_of, train
 from tests.graph.test_workload import STEPS, recipe_of
 
-from espalier import config, mechanisms
-from espalier.config import defaults
-from espalier.errors import UserError
+from espalier import recipe as config
 from espalier.graph.data import DataSplit, Graph
-from espalier.graph.torchgt.token_parallel import TokenPart, tokens_by_rank
 from espalier.graph.workload import GraphWorkload
-from espalier.plan import decide, request_from_recipe
+from espalier.mechanisms.pattern_attention.token_parallel import TokenPart, tokens_by_rank
+from espalier.plan import decide
+from espalier.recipe import defaults
+from espalier.recipe.errors import UserError
+from espalier.train import mechanisms, request_from_recipe
 
 MODEL = {"kind": "graph-transformer", "depth": 2, "width": 20, "heads": 5, "feed_forward": 16, "dropout": 0.0}
 OPTIONS = {

@@ -14,20 +14,20 @@ from scipy import sparse
 from tests.graph.conftest import made
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from espalier import cache_dir, config
-from espalier.config import defaults, recipe_file
-from espalier.errors import UserError
+from espalier import recipe as config
 from espalier.graph import neighbor_sampler
 from espalier.graph.data import Graph, divided, relabelled
 from espalier.graph.graph_classification import joined
 from espalier.graph.neighbor_sampler import Style
-from espalier.graph.torchgt import encodings
-from espalier.graph.torchgt.attention import attention
-from espalier.graph.torchgt.model import GraphTransformer, Tokens, rebuilt, tokens_of
-from espalier.graph.torchgt.pattern import Additions, Pattern, pattern
-from espalier.graph.torchgt.schedule import FULL, Schedule, conditions, schedule
 from espalier.graph.workload import GraphWorkload
-from espalier.workload import Shard
+from espalier.mechanisms.pattern_attention import encodings
+from espalier.mechanisms.pattern_attention.attention import attention
+from espalier.mechanisms.pattern_attention.model import GraphTransformer, Tokens, rebuilt, tokens_of
+from espalier.mechanisms.pattern_attention.pattern import Additions, Pattern, pattern
+from espalier.mechanisms.pattern_attention.schedule import FULL, Schedule, conditions, schedule
+from espalier.parallel.workload import Shard
+from espalier.recipe import cache_dir, defaults, recipe_file
+from espalier.recipe.errors import UserError
 
 STYLE = Style(loops=False, scale="none")
 
@@ -140,7 +140,7 @@ def test_what_backward_computes_again_has_the_same_bits_and_is_not_kept(monkeypa
         return rebuilt
 
     def step(how):
-        monkeypatch.setattr("espalier.graph.torchgt.model.rebuilt", watched(how))
+        monkeypatch.setattr("espalier.mechanisms.pattern_attention.model.rebuilt", watched(how))
         seen.clear()
         torch.manual_seed(1)
         model.zero_grad()
@@ -199,13 +199,13 @@ def test_conditions_are_those_that_networkx_finds():
 
 
 def test_many_tokens_have_a_bound_of_their_reach(monkeypatch):
-    monkeypatch.setattr("espalier.graph.torchgt.schedule.EXACT", 1)
+    monkeypatch.setattr("espalier.mechanisms.pattern_attention.schedule.EXACT", 1)
     for nodes, edges in graphs(30):
         one = pattern(np.concatenate([edges, edges[::-1]], 1), nodes)
         bound = conditions(one).reach
         monkeypatch.undo()
         exact = conditions(one).reach
-        monkeypatch.setattr("espalier.graph.torchgt.schedule.EXACT", 1)
+        monkeypatch.setattr("espalier.mechanisms.pattern_attention.schedule.EXACT", 1)
         assert (bound is None) == (exact is None)
         assert exact is None or exact <= bound <= 2 * max(exact, 1)
 
@@ -229,7 +229,7 @@ def test_auto_makes_no_full_steps_whose_biases_are_too_large(monkeypatch):
     line, options = pattern(np.array([[0, 1, 2], [1, 2, 3]]), 5, Additions(virtual=1)), {"depth": 2, "width": 8}
     plain, biased = (config.GraphTransformer(**options, heads=2, distance=distance) for distance in (0, 3))
     assert schedule(biased, line, 5)[0].every == 5
-    monkeypatch.setattr("espalier.graph.torchgt.schedule.BIASES", 36 * (1 + 2 * 4 * 3 + 3 * 4 * 2) - 1)
+    monkeypatch.setattr("espalier.mechanisms.pattern_attention.schedule.BIASES", 36 * (1 + 2 * 4 * 3 + 3 * 4 * 2) - 1)
     assert schedule(plain, line, 5)[0].every == 5
     chosen, said = schedule(biased, line, 5)
     assert chosen == Schedule(0, True)

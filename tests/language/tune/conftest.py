@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from espalier import config
-from espalier.config import defaults
+from espalier import recipe as config
 from espalier.language import gpt, hf
 from espalier.language.tokenizer import ByteTokenizer
 from espalier.language.tune import workload as tuning
 from espalier.language.tune.workload import TuneWorkload
+from espalier.recipe import defaults
 
 SIZE = {"depth": 2, "width": 32, "heads": 4, "kv_heads": 2, "feed_forward": 48, "vocabulary": 256, "context": 512}
 

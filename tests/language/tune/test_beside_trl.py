@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from espalier import config
+from espalier import recipe as config
 from espalier.language import gpt, hf
 from espalier.language.tokenizer import ByteTokenizer
 from espalier.language.tune.workload import TuneWorkload
-from espalier.workload import Shard
+from espalier.parallel.workload import Shard
 
 Opened = Callable[..., TuneWorkload]
 TEMPLATE = (

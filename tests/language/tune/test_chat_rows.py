@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from espalier.config import Data
-from espalier.errors import UserError
 from espalier.language.gpt import IGNORED
 from espalier.language.tokenizer import ByteTokenizer
 from espalier.language.tune import chat_rows
 from espalier.language.tune.chat_template import CHATML, ChatTemplate
+from espalier.recipe import Data
+from espalier.recipe.errors import UserError
 
 TEMPLATE = ChatTemplate(CHATML, {}, "test")
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from espalier.errors import UserError
 from espalier.language.tokenizer import ByteTokenizer, HfTokenizer, open_tokenizer
 from espalier.language.tune.chat_rows import _answers
 from espalier.language.tune.chat_template import CHATML, ChatTemplate, open_template
 from espalier.language.tune.conversations import Turn, Unusable
+from espalier.recipe.errors import UserError
 
 TURNS = [
     Turn("system", "s"),

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from espalier.config import Data
-from espalier.errors import UserError
 from espalier.language.tune.conversations import Conversation, Turn, conversation, conversations
+from espalier.recipe import Data
+from espalier.recipe.errors import UserError
 
 ASKED, ANSWERED = Turn("user", "2+2?"), Turn("assistant", "4")
 

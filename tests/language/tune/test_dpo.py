@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from espalier import config
+from espalier import recipe as config
 from espalier.language import gpt
 from espalier.language.tune import dpo
 from espalier.language.tune.workload import TuneWorkload
-from espalier.workload import Shard
+from espalier.parallel.workload import Shard
 
 KINDS = [config.Dpo(rank=4, beta=0.3), config.Dpo(rank=0, beta=0.3)]
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from espalier import cluster as clusters
-from espalier import config
+from espalier import recipe as config
 from espalier.language import gpt
 from espalier.language.tune import lora
 from espalier.language.tune.workload import TuneWorkload, plain
+from espalier.machine import cluster as clusters
 from espalier.plan.decide import decide
-from espalier.plan.request_from_recipe import of_recipe
+from espalier.train.request_from_recipe import of_recipe
 
 TOKENS = torch.randint(256, (2, 40), generator=torch.Generator().manual_seed(3))
 KINDS = [

@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from espalier import config
-from espalier.errors import UserError
+from espalier import recipe as config
 from espalier.language import gpt
 from espalier.language.tune import peft
 from espalier.language.tune.workload import TuneWorkload
+from espalier.recipe.errors import UserError
 
 Opened = Callable[..., TuneWorkload]
 KINDS = [

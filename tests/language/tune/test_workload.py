@@ -9,15 +9,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from espalier import config, workload_registry
-from espalier.config import defaults
-from espalier.errors import UserError
+from espalier import recipe as config
 from espalier.language import gpt, hf
 from espalier.language.tokenizer import ByteTokenizer
 from espalier.language.tune import workload as tuning
 from espalier.language.tune.chat_recipe import before
 from espalier.language.tune.workload import TuneWorkload
-from espalier.workload import Shard
+from espalier.parallel.workload import Shard
+from espalier.recipe import defaults
+from espalier.recipe.errors import UserError
+from espalier.train import workload_registry
 
 FULL = config.Full()
 

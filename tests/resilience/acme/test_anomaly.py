@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from espalier.resilience.acme.anomaly import IN_A_ROW, WINDOW, Course, Losses
+from espalier.train.anomaly import IN_A_ROW, WINDOW, Course, Losses
 
 
 def fed(losses, patience=50):

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.config import value_ranges
-from espalier.resilience.acme.plateau import BLOCKS, LEAST, MARGIN, Plateau, fall
+from espalier.recipe import value_ranges
+from espalier.train.plateau import BLOCKS, LEAST, MARGIN, Plateau, fall
 
 WINDOW = 1000
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from espalier.launch.resilience import restart_advice
 from espalier.ops import diagnosis
-from espalier.resilience.acme import restart_advice
-from espalier.resilience.base import Budget, Failure, kind_of
+from espalier.train.failure import Budget, Failure, kind_of
 
 
 def crash(raised, message, step=0):

@@ -2,9 +2,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.errors import UserError
-from espalier.resilience.acme import skip_list
-from espalier.resilience.acme.skip_list import Skips
+from espalier.recipe.errors import UserError
+from espalier.train import skip_list
+from espalier.train.skip_list import Skips
 
 
 @given(st.sets(st.integers(0, 60), max_size=30))

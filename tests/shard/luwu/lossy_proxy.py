@@ -8,8 +8,8 @@ import struct
 import threading
 from contextlib import suppress
 
-from espalier.shard.luwu import wire
-from espalier.shard.luwu.wire import HEADER, Address, Kind
+from espalier.mechanisms.optimizer_node import wire
+from espalier.mechanisms.optimizer_node.wire import HEADER, Address, Kind
 
 
 class LossyProxy:

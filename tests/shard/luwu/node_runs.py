@@ -11,18 +11,18 @@ from typing import Any
 
 from struck import Fewer, Struck, plan_of, recipe_of
 
-from espalier import cluster as clusters
-from espalier import trainer, worker
-from espalier.config import Recipe
 from espalier.language.workload import open_language
-from espalier.launch import base as launch
-from espalier.launch import supervisor
-from espalier.launch.resize import RunShape
+from espalier.launch.ranks import supervisor
+from espalier.launch.ranks.resize import RunShape
+from espalier.machine import cluster as clusters
 from espalier.plan import base as plans
-from espalier.plan import replan, request_from_recipe
-from espalier.rank_setup import RankSetup
+from espalier.plan import replan
+from espalier.recipe import Recipe
 from espalier.store.generations import Generations
 from espalier.track.events import Log
+from espalier.train import rank_spec as launch
+from espalier.train import request_from_recipe, trainer, worker
+from espalier.train.rank_setup import RankSetup
 
 STEPS, STRUCK = 10, 6
 MACHINE = '[[nodes]]\ndevice = "cpu"\ncores = 2\nmemory = "8GiB"'

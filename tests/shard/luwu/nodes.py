@@ -12,13 +12,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from espalier.config import Adamw
-from espalier.shard.luwu.base import Fill, Layer
-from espalier.shard.luwu.client import Client
-from espalier.shard.luwu.layout import Chunk, Job
-from espalier.shard.luwu.node import OptimizerNode
-from espalier.shard.luwu.state_file import DiskSums, Entries, fill, open_state, open_sums
-from espalier.shard.luwu.wire import Address, Times
+from espalier.mechanisms.optimizer_node.client import Client
+from espalier.mechanisms.optimizer_node.node import OptimizerNode
+from espalier.mechanisms.optimizer_node.state_file import DiskSums, Entries, fill, open_state, open_sums
+from espalier.mechanisms.optimizer_node.wire import Address, Times
+from espalier.parallel.layer_client import Fill
+from espalier.plan.axes.node_layout import Chunk, Job, Layer
+from espalier.recipe import Adamw
 from espalier.store.generations import Generations
 
 TOKEN = "0123456789abcdef"

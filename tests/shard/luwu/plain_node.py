@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from espalier.config import Adamw
 from espalier.optim import adamw
 from espalier.optim.base import Owned
-from espalier.shard.luwu.base import Fill, Layer
+from espalier.parallel.layer_client import Fill
+from espalier.plan.axes.node_layout import Layer
+from espalier.recipe import Adamw
 
 
 class PlainNode:
@@ -54,7 +55,7 @@ class PlainNode:
 
 
 class PlainClient:
-    """See `shard.luwu.base.Client`."""
+    """See `parallel.layer_client.Client`."""
 
     def __init__(self, node: PlainNode, rank: int = 0) -> None:
         self.node, self.rank = node, rank

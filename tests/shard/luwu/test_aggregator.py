@@ -16,9 +16,9 @@ from nodes import FAST, TOKEN, client, equal, free_port, gradient, job, node, pu
 from test_recovery import begun, train
 from torch import Tensor
 
-from espalier.shard.luwu.aggregator import Aggregator
-from espalier.shard.luwu.layout import Job
-from espalier.shard.luwu.wire import Address
+from espalier.mechanisms.optimizer_node.aggregator import Aggregator
+from espalier.mechanisms.optimizer_node.wire import Address
+from espalier.plan.axes.node_layout import Job
 
 
 @contextmanager

@@ -7,8 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from espalier.shard.luwu import cost
-from espalier.shard.luwu.cost import Layers, Rates
+from espalier.plan.axes import node_cost as cost
+from espalier.plan.axes.node_cost import Layers, Rates
 
 TWO = Layers((10, 10), ((0,), (1,)), frozenset())
 RATES = Rates(link=1.0, disk=14 * 10.0, adam=1e9)

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.shard.luwu import fixed_point
-from espalier.shard.luwu.fixed_point import BLOCK, NOT_FINITE, WIDTHS
+from espalier.mechanisms.optimizer_node import fixed_point
+from espalier.mechanisms.optimizer_node.fixed_point import BLOCK, NOT_FINITE, WIDTHS
 
 
 def exponents_plain(values: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from espalier.shard.luwu.flow_control import MinimumTable, ReceiveWindow, SendWindow
+from espalier.plan.axes.flow_control import MinimumTable, ReceiveWindow, SendWindow
 
 FRAMES, SLOTS = 12, 3
 

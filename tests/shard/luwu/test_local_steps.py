@@ -15,13 +15,13 @@ from nodes import FAST, TOKEN, Plain, again, client, equal, first, free_port, gr
 from torch import Tensor
 
 from espalier.comm.base import Traffic
-from espalier.errors import UserError
+from espalier.mechanisms.optimizer_node import fixed_point
+from espalier.mechanisms.optimizer_node.local_steps import LocalSteps, Round
+from espalier.mechanisms.optimizer_node.node import OptimizerNode
 from espalier.optim.diloco_slowmo import METHODS
 from espalier.optim.outer_optimizer import OuterUpdate
-from espalier.shard.luwu import fixed_point
-from espalier.shard.luwu.layout import Job, chunks_of
-from espalier.shard.luwu.local_steps import LocalSteps, Round
-from espalier.shard.luwu.node import OptimizerNode
+from espalier.plan.axes.node_layout import Job, chunks_of
+from espalier.recipe.errors import UserError
 
 EVERY, ROUNDS = 3, 4
 RATE = 0.01

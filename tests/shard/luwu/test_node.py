@@ -14,10 +14,9 @@ import torch
 from nodes import FAST, Plain, client, equal, first, gradient, job, node, pulled, push_all
 from torch import Tensor
 
-from espalier.errors import RunFailed
-from espalier.shard.luwu.base import Layer
-from espalier.shard.luwu.layout import Job
-from espalier.shard.luwu.wire import Address, Frame, Kind
+from espalier.mechanisms.optimizer_node.wire import Address, Frame, Kind
+from espalier.plan.axes.node_layout import Job, Layer
+from espalier.recipe.errors import RunFailed
 
 
 @pytest.mark.parametrize(("chunk", "steps", "disk"), [(128, 8, False), (1 << 20, 50, False), (512, 50, True)])

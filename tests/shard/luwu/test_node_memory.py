@@ -13,11 +13,10 @@ import pytest
 import torch
 from nodes import TOKEN, MemoryState, client, gradient, job, node, pulled, push_all
 
-from espalier.errors import UserError
-from espalier.shard.luwu.base import Layer
-from espalier.shard.luwu.client import Client
-from espalier.shard.luwu.layout import chunks_of
-from espalier.shard.luwu.state_file import DiskSums, open_state
+from espalier.mechanisms.optimizer_node.client import Client
+from espalier.mechanisms.optimizer_node.state_file import DiskSums, open_state
+from espalier.plan.axes.node_layout import Layer, chunks_of
+from espalier.recipe.errors import UserError
 from espalier.store import direct_io
 from espalier.store.direct_io import DiskFull
 from espalier.store.extents import DamagedExtent
@@ -28,8 +27,8 @@ from dataclasses import replace
 from pathlib import Path
 import torch
 from nodes import TOKEN, client, filler, gradient, job, node, on_disk, pulled, push_all
-from espalier.shard.luwu.base import Layer
-from espalier.shard.luwu.node import OptimizerNode
+from espalier.plan.axes.node_layout import Layer
+from espalier.mechanisms.optimizer_node.node import OptimizerNode
 
 torch.set_num_threads(1)
 

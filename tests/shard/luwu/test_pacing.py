@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from espalier.shard.luwu import flow_control
-from espalier.shard.luwu.flow_control import PROBE, SHARE, SO_MAX_PACING_RATE, Pacing
+from espalier.plan.axes import flow_control
+from espalier.plan.axes.flow_control import PROBE, SHARE, SO_MAX_PACING_RATE, Pacing
 
 FREE = (1 << 64) - 1
 

@@ -19,13 +19,13 @@ import torch
 from nodes import FAST, TOKEN, Plain, client, equal, filler, free_port, gradient, job, node, on_disk, pulled, push_all
 from torch import Tensor
 
-from espalier.errors import PeerLost, RunFailed, UserError
-from espalier.shard.luwu.base import StepLost
-from espalier.shard.luwu.client import Client
-from espalier.shard.luwu.layout import Job
-from espalier.shard.luwu.node import OptimizerNode
-from espalier.shard.luwu.state_file import open_state, read_layer
-from espalier.shard.luwu.wire import Address, Times
+from espalier.mechanisms.optimizer_node.client import Client
+from espalier.mechanisms.optimizer_node.node import OptimizerNode
+from espalier.mechanisms.optimizer_node.state_file import open_state, read_layer
+from espalier.mechanisms.optimizer_node.wire import Address, Times
+from espalier.parallel.layer_client import StepLost
+from espalier.plan.axes.node_layout import Job
+from espalier.recipe.errors import PeerLost, RunFailed, UserError
 
 
 def serve(one: Job, folder: Path, port: int) -> None:

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from espalier.config import Adamw, Gpt, Planning, Recipe, Train
-from espalier.errors import UserError
+from espalier.mechanisms.optimizer_node import role
+from espalier.mechanisms.optimizer_node.state_file import locked
 from espalier.plan import base as plans
-from espalier.shard.luwu import role
-from espalier.shard.luwu.base import Layer
-from espalier.shard.luwu.state_file import locked
+from espalier.plan.axes.node_layout import Layer
+from espalier.recipe import Adamw, Gpt, Planning, Recipe, Train
+from espalier.recipe.errors import UserError
 
 LAYERS = [Layer("block", (("weight", (256, 1024)),)), Layer("head", (("head", (64, 1024)),))]
 NUMEL = 320 * 1024

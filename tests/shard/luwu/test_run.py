@@ -11,17 +11,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-from espalier import trainer, worker
-from espalier.config import Adamw, Recipe, Store
 from espalier.language.workload import open_language
-from espalier.launch import agent
-from espalier.launch import base as launch
+from espalier.launch.ranks import agent
 from espalier.optim.schedules import factor
+from espalier.parallel.workload import Shard
 from espalier.plan import base as plans
-from espalier.rank_setup import RankSetup
-from espalier.shard.luwu.cost import Layers, pushed_bytes
+from espalier.plan.axes.node_cost import Layers, pushed_bytes
+from espalier.recipe import Adamw, Recipe, Store
 from espalier.testing import forks
-from espalier.workload import Shard
+from espalier.train import rank_spec as launch
+from espalier.train import trainer, worker
+from espalier.train.rank_setup import RankSetup
 
 from .test_window import plain, plan, recipe
 

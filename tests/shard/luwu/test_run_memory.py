@@ -14,16 +14,16 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from espalier import trainer, worker
 from espalier.language.workload import open_language
-from espalier.launch import agent
-from espalier.launch import base as launch
-from espalier.rank_setup import RankSetup
-from espalier.shard.luwu import role
-from espalier.shard.luwu.client import CODING
-from espalier.shard.luwu.cost import WINDOW, Layers, window_bytes
-from espalier.shard.luwu.layout import CHUNK
-from espalier.shard.luwu.node import OptimizerNode
+from espalier.launch.ranks import agent
+from espalier.mechanisms.optimizer_node import role
+from espalier.mechanisms.optimizer_node.client import CODING
+from espalier.mechanisms.optimizer_node.node import OptimizerNode
+from espalier.plan.axes.node_cost import WINDOW, Layers, window_bytes
+from espalier.plan.axes.node_layout import CHUNK
+from espalier.train import rank_spec as launch
+from espalier.train import trainer, worker
+from espalier.train.rank_setup import RankSetup
 
 from .test_window import plan, recipe
 

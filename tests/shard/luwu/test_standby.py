@@ -16,12 +16,12 @@ import torch
 from nodes import TOKEN, MemorySums, equal, free_port, job, memory, on_disk
 from test_recovery import expected, train
 
-from espalier.errors import RunFailed
-from espalier.shard.luwu.client import Client
-from espalier.shard.luwu.layout import Job
-from espalier.shard.luwu.node import OptimizerNode
-from espalier.shard.luwu.standby import Replica, Standby
-from espalier.shard.luwu.wire import Address, Times
+from espalier.mechanisms.optimizer_node.client import Client
+from espalier.mechanisms.optimizer_node.node import OptimizerNode
+from espalier.mechanisms.optimizer_node.standby import Replica, Standby
+from espalier.mechanisms.optimizer_node.wire import Address, Times
+from espalier.plan.axes.node_layout import Job
+from espalier.recipe.errors import RunFailed
 
 TIMES = Times(heartbeat=0.02, resend=0.1, silence=0.4, patience=10.0, answer=20.0)
 

@@ -17,20 +17,20 @@ import pytest
 import torch
 from nodes import FAST, TOKEN, free_port
 
-from espalier import mechanisms, trainer
-from espalier.config import Recipe
 from espalier.language.workload import open_language
-from espalier.launch.base import RankSpec
-from espalier.mechanism import Build
+from espalier.mechanisms.optimizer_node import mechanism as luwu
+from espalier.mechanisms.optimizer_node.client import Client
+from espalier.mechanisms.optimizer_node.node import SKIP, OptimizerNode, Step
+from espalier.mechanisms.optimizer_node.role import job_of
+from espalier.mechanisms.optimizer_node.state_file import open_state, open_sums
+from espalier.parallel.layer_client import filler, layers_of
 from espalier.plan import base as plans
-from espalier.rank_setup import RankSetup
-from espalier.shard.luwu import mechanism as luwu
-from espalier.shard.luwu.base import Layer, filler, layers_of
-from espalier.shard.luwu.client import Client
-from espalier.shard.luwu.layout import Job
-from espalier.shard.luwu.node import SKIP, OptimizerNode, Step
-from espalier.shard.luwu.role import job_of
-from espalier.shard.luwu.state_file import open_state, open_sums
+from espalier.plan.axes.node_layout import Job, Layer
+from espalier.recipe import Recipe
+from espalier.train import mechanisms, trainer
+from espalier.train.mechanism import Build
+from espalier.train.rank_setup import RankSetup
+from espalier.train.rank_spec import RankSpec
 
 from .test_window import plain, plan, recipe
 
@@ -75,7 +75,10 @@ def worker(asked: Recipe, how: plans.Plan, nodes: Nodes, rank: int = 0) -> train
 
     setting = RankSetup(asked, how, nodes.workload, RankSpec(rank=rank, world=1))
     with pytest.MonkeyPatch.context() as patched:
-        rows = tuple(choose if row is luwu.choose else row for row in mechanisms.AWAY)
+        rows = tuple(
+            choose if getattr(row, "function", "") == "choose" and row.module == "optimizer_node.mechanism" else row
+            for row in mechanisms.AWAY
+        )
         patched.setattr(mechanisms, "AWAY", rows)
         return trainer.Trainer(setting, None)
 

@@ -15,10 +15,10 @@ from nodes import FAST, again, free_port
 from torch import nn
 
 from espalier.comm.base import Traffic
-from espalier.errors import UserError
-from espalier.shard import luwu
-from espalier.shard.luwu import user_loop
-from espalier.shard.luwu.node import OptimizerNode
+from espalier.mechanisms import optimizer_node as luwu
+from espalier.mechanisms.optimizer_node import user_loop
+from espalier.mechanisms.optimizer_node.node import OptimizerNode
+from espalier.recipe.errors import UserError
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "optimizer_node.py"
 

@@ -12,20 +12,21 @@ import msgspec
 import pytest
 import torch
 
-from espalier import mechanisms, trainer
-from espalier.config import Adamw, Recipe
-from espalier.errors import Anomaly, UserError
-from espalier.hardware import resource_limits
 from espalier.language import hf
 from espalier.language.workload import open_language
-from espalier.launch.base import RankSpec
-from espalier.mechanism import Build
+from espalier.machine import resource_limits
+from espalier.mechanisms.optimizer_node import mechanism as luwu
+from espalier.mechanisms.optimizer_node.window import window_size
+from espalier.parallel.layer_client import Client, filler
 from espalier.plan import base as plans
-from espalier.rank_setup import RankSetup
-from espalier.shard.luwu import mechanism as luwu
-from espalier.shard.luwu.base import Client, Layer, filler
-from espalier.shard.luwu.cost import Layers, pulled_bytes, pushed_bytes
-from espalier.shard.luwu.window import window_size
+from espalier.plan.axes.node_cost import Layers, pulled_bytes, pushed_bytes
+from espalier.plan.axes.node_layout import Layer
+from espalier.recipe import Adamw, Recipe
+from espalier.recipe.errors import Anomaly, UserError
+from espalier.train import mechanisms, trainer
+from espalier.train.mechanism import Build
+from espalier.train.rank_setup import RankSetup
+from espalier.train.rank_spec import RankSpec
 
 from ...stages.runs import corpus, recipe_of
 from .plain_node import PlainClient, PlainNode
@@ -68,7 +69,10 @@ class Run:
         def choose(recipe: Recipe, plan: plans.Plan) -> Any:
             return luwu.ModelOnNodes(connect) if luwu.on_nodes(plan) else None
 
-        rows = tuple(choose if row is luwu.choose else row for row in mechanisms.AWAY)
+        rows = tuple(
+            choose if getattr(row, "function", "") == "choose" and row.module == "optimizer_node.mechanism" else row
+            for row in mechanisms.AWAY
+        )
         self.setting = RankSetup(recipe, how, workload, RankSpec(rank=rank, world=1))
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(mechanisms, "AWAY", rows)

@@ -15,10 +15,10 @@ from lossy_proxy import LossyProxy
 from nodes import FAST, Plain, client, equal, gradient, job, node, pulled, push_all
 from torch import Tensor
 
-from espalier.errors import PeerLost, UserError
-from espalier.shard.luwu import wire
-from espalier.shard.luwu.client import Client
-from espalier.shard.luwu.wire import Address, Times
+from espalier.mechanisms.optimizer_node import wire
+from espalier.mechanisms.optimizer_node.client import Client
+from espalier.mechanisms.optimizer_node.wire import Address, Times
+from espalier.recipe.errors import PeerLost, UserError
 
 
 def steps_of(worker: Client, plain: Plain, steps: range) -> None:

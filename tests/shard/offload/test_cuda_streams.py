@@ -15,14 +15,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from espalier import accelerator
+from espalier.kernels import accelerator
+from espalier.mechanisms.offload.activations import HostPlaces
+from espalier.mechanisms.offload.host_memory import CudaStreams, DeviceFile, HostStates
+from espalier.mechanisms.offload.parameters import OffloadNode
 from espalier.optim import adamw
 from espalier.optim.base import Owned
-from espalier.shard.luwu.base import Layer
-from espalier.shard.offload.activations import HostPlaces
-from espalier.shard.offload.host_memory import CudaStreams, DeviceFile, HostStates
-from espalier.shard.offload.layout import Elements, extents
-from espalier.shard.offload.parameters import OffloadNode
+from espalier.plan.axes.node_layout import Layer
+from espalier.plan.axes.offload_layout import Elements, extents
 
 from .test_optimizer import ADAMW
 

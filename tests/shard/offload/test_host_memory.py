@@ -5,14 +5,14 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from espalier.mechanisms.offload.activations import FilePlaces, HostPlaces
+from espalier.mechanisms.offload.host_memory import DeviceFile, HostMemory, HostStates, Streams
+from espalier.mechanisms.offload.optimizer import StateFolder
+from espalier.mechanisms.offload.parameters import OffloadNode
+from espalier.mechanisms.offload.state_file import TransferMeter
 from espalier.optim.base import OptimizerGroup
-from espalier.shard.luwu.base import Layer
-from espalier.shard.offload.activations import FilePlaces, HostPlaces
-from espalier.shard.offload.host_memory import DeviceFile, HostMemory, HostStates, Streams
-from espalier.shard.offload.layout import Elements, extents
-from espalier.shard.offload.optimizer import StateFolder
-from espalier.shard.offload.parameters import OffloadNode
-from espalier.shard.offload.state_file import TransferMeter
+from espalier.plan.axes.node_layout import Layer
+from espalier.plan.axes.offload_layout import Elements, extents
 
 from .test_optimizer import ADAMW, MUON, build, gradients, owned, same, values
 

@@ -12,14 +12,14 @@ PROGRAM = """
 import json, os, resource, sys
 import torch
 from torch import nn
-from espalier.config import Adamw
+from espalier.recipe import Adamw
 from espalier.checkpoint.save_and_restore import Checkpoints
-from espalier.hardware.peak_memory import peak_memory
+from espalier.machine.peak_memory import peak_memory
 from espalier.optim import adamw
 from espalier.optim.base import OptimizerGroup, Owned
-from espalier.shard.luwu.base import Layer
-from espalier.shard.offload.optimizer import StateFolder
-from espalier.shard.offload.parameters import OffloadNode
+from espalier.plan.axes.node_layout import Layer
+from espalier.mechanisms.offload.optimizer import StateFolder
+from espalier.mechanisms.offload.parameters import OffloadNode
 from pathlib import Path
 
 MIB = 2**20

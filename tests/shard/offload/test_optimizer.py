@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from espalier.config import Adamw, Muon
-from espalier.errors import RunFailed, UserError
+from espalier.mechanisms.offload.optimizer import StateFolder
 from espalier.optim import adamw, muon
 from espalier.optim.base import OptimizerGroup, Owned
-from espalier.shard.offload.layout import AHEAD, Elements, extents
-from espalier.shard.offload.optimizer import StateFolder
+from espalier.plan.axes.offload_layout import AHEAD, Elements, extents
+from espalier.recipe import Adamw, Muon
+from espalier.recipe.errors import RunFailed, UserError
 
 ADAMW = Adamw(learning_rate=1e-2, weight_decay=0.3)
 MUON = Muon(learning_rate=1e-2, weight_decay=0.1, adamw=ADAMW)

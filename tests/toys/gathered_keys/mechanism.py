@@ -10,11 +10,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from espalier.compose import Claim
-from espalier.mechanism import Build, Mechanism
+from espalier.parallel.attend import Where
 from espalier.parallel.mesh import SEQUENCE
-from espalier.parallel.seams import Filled
-from espalier.sequence.base import Where
+from espalier.plan.compose import Claim
+from espalier.train.mechanism import Build, Mechanism
+from espalier.train.seams import Filled
 
 CLAIM = Claim(
     "gathered_keys",

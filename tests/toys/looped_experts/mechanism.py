@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from espalier.compose import Claim
-from espalier.mechanism import Build, Mechanism
-from espalier.parallel.seams import Filled
+from espalier.plan.compose import Claim
+from espalier.train.mechanism import Build, Mechanism
+from espalier.train.seams import Filled
 
 
 def route(x: Tensor, chosen: Tensor, weights: Tensor, experts: Sequence[nn.Module]) -> Tensor:

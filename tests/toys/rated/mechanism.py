@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from espalier.compose import Claim
-from espalier.mechanism import Build, Mechanism
-from espalier.sync.base import Agreed
-from espalier.sync.every_step import CLAIM, StepAgreement, agreement
-from espalier.workload import Outcome
+from espalier.parallel.agreement import Agreed
+from espalier.parallel.workload import Outcome
+from espalier.plan.compose import Claim
+from espalier.train.every_step import CLAIM, StepAgreement, agreement
+from espalier.train.mechanism import Build, Mechanism
 
 
 class Rated(StepAgreement):

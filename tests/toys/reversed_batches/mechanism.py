@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import nn
 
-from espalier.compose import Claim
-from espalier.mechanism import Mechanism
-from espalier.stages.base import Loss
-from espalier.stages.whole import CLAIM, Whole, WholeModel
-from espalier.workload import Outcome
+from espalier.parallel.schedule import Loss
+from espalier.parallel.workload import Outcome
+from espalier.plan.compose import Claim
+from espalier.train.mechanism import Mechanism
+from espalier.train.whole_model import CLAIM, Whole, WholeModel
 
 
 class Reversed(Whole):

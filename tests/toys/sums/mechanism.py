@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from espalier.compose import Claim
-from espalier.mechanism import Build, Mechanism
 from espalier.optim.base import owned_by
+from espalier.plan.compose import Claim
+from espalier.train.mechanism import Build, Mechanism
 
 CLAIM = Claim(
     "sums",
@@ -23,7 +23,7 @@ CLAIM = Claim(
 
 
 class Sums:
-    """See `espalier.shard.base.Sharding`."""
+    """See `espalier.parallel.sharding.Sharding`."""
 
     together = False
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from espalier.compose import Claim
-from espalier.mechanism import Build, Mechanism
-from espalier.parallel.seams import Filled
+from espalier.plan.compose import Claim
+from espalier.train.mechanism import Build, Mechanism
+from espalier.train.seams import Filled
 
 
 class WatchedSums(Filled):

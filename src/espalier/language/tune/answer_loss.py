@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from espalier.cost import Anatomy
 from espalier.language.block_variants import capped
 from espalier.language.gpt import IGNORED
+from espalier.recipe.cost import Anatomy
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int

@@ -10,15 +10,15 @@ from typing import Any
 import msgspec
 from torch import nn
 
-from espalier.config import Dpo, Gpt, Lora, Moe, Recipe
-from espalier.config.base import Derivation
-from espalier.errors import UserError
 from espalier.language import generate, gpt
 from espalier.language.tokenizer import Tokenizer, open_tokenizer
 from espalier.language.tune import chat_rows, peft
 from espalier.language.tune import workload as tuning
 from espalier.language.tune.workload import ReadChats, TuneWorkload
-from espalier.workload_row import Answer, Opening, Prepared, Sampling
+from espalier.recipe import Dpo, Gpt, Lora, Moe, Recipe
+from espalier.recipe.base import Derivation
+from espalier.recipe.errors import UserError
+from espalier.train.workload_row import Answer, Opening, Prepared, Sampling
 
 LONGEST, SHORTEST = 2048, 64
 """Tokens of a derived `train.sequence`, at most and at least."""

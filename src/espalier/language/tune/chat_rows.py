@@ -20,9 +20,6 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from espalier.cache_dir import cache_folder, hashed, write_atomic
-from espalier.config import Data
-from espalier.errors import UserError
 from espalier.language import row_files, text_sources
 from espalier.language.gpt import IGNORED
 from espalier.language.tokenizer import Tokenizer
@@ -35,6 +32,9 @@ from espalier.language.tune.conversations import (
     Unusable,
     conversations,
 )
+from espalier.recipe import Data
+from espalier.recipe.cache_dir import cache_folder, hashed, write_atomic
+from espalier.recipe.errors import UserError
 
 Int64 = NDArray[np.int64]
 Progress = Callable[[int, int], None]

@@ -15,13 +15,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from espalier.errors import EspalierError, UserError
-from espalier.foreign_files import printable, read_text
 from espalier.language.tokenizer import Tokenizer
 from espalier.language.tokenizer_files import TEMPLATE
 from espalier.language.tune import template_sandbox
 from espalier.language.tune.row_formats import NOTHING, TURN_NAMES, Turn, Unusable
 from espalier.language.tune.template_sandbox import BEGIN, END, Refused
+from espalier.recipe.errors import EspalierError, UserError
+from espalier.recipe.foreign_files import printable, read_text
 
 FILE = TEMPLATE
 CHATML = (

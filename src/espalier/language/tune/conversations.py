@@ -14,13 +14,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from espalier.config import Data
-from espalier.errors import UserError
-from espalier.foreign_files import FieldUse, printable, unused
 from espalier.language import row_files, text_sources
 from espalier.language.tune import row_formats
 from espalier.language.tune.row_formats import KNOWN, Conversation, Turn, Unusable, conversation
-from espalier.units import plural
+from espalier.recipe import Data
+from espalier.recipe.errors import UserError
+from espalier.recipe.foreign_files import FieldUse, printable, unused
+from espalier.recipe.units import plural
 
 __all__ = ["DOCSTRINGS", "ChatReport", "Conversation", "Skipped", "Turn", "Unusable", "conversation", "conversations"]
 DOCSTRINGS = "python:docstrings"

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from espalier.config import Adapters
 from espalier.language.gpt import GPT
+from espalier.recipe import Adapters
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Float32, Int8

@@ -15,15 +15,15 @@ import xxhash
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from espalier import cache_dir, weight_files
-from espalier.config import Adapters, Lora
-from espalier.errors import UserError
-from espalier.foreign_files import parsing, printable, read_json, unused
+from espalier.checkpoint import weight_files
+from espalier.checkpoint.weight_files import StoredTensor
 from espalier.language import gpt, hf, hf_config
 from espalier.language.decoder_workload import DecoderWorkload
 from espalier.language.tune import lora
-from espalier.weight_files import StoredTensor
-from espalier.workload import Workload
+from espalier.parallel.workload import Workload
+from espalier.recipe import Adapters, Lora, cache_dir
+from espalier.recipe.errors import UserError
+from espalier.recipe.foreign_files import parsing, printable, read_json, unused
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _BASE = "base"

@@ -13,9 +13,9 @@ from itertools import takewhile
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from espalier.errors import UserError
-from espalier.foreign_files import Fields, printable
 from espalier.language.row_files import text_fault
+from espalier.recipe.errors import UserError
+from espalier.recipe.foreign_files import Fields, printable
 
 KNOWN = "messages, conversations, prompt and completion, instruction and output, or chosen and rejected"
 ROLES = {

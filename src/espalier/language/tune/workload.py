@@ -15,11 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from espalier import data_hash
-from espalier.artifacts import Artifact, Text
-from espalier.config import Adapters, Dpo, Lora, Recipe, Tuning
-from espalier.cost import Work
-from espalier.errors import UserError
 from espalier.language import generate, gpt, hf, row_files, text_sources
 from espalier.language.decoder_workload import DecoderWorkload, Rows, Windows
 from espalier.language.tokenizer import Tokenizer, kept_tokenizer
@@ -28,7 +23,11 @@ from espalier.language.tune.answer_loss import answer_loss, row_log_probability
 from espalier.language.tune.chat_rows import ChatTokens
 from espalier.language.tune.chat_template import FILE, ChatTemplate, open_template
 from espalier.language.tune.conversations import Turn
-from espalier.workload import Pieces, Progress, Role, Shard, Skeleton, to_device, whole_skeleton
+from espalier.parallel.workload import Pieces, Progress, Role, Shard, Skeleton, to_device, whole_skeleton
+from espalier.recipe import Adapters, Dpo, Lora, Recipe, Tuning, data_hash
+from espalier.recipe.cost import Work
+from espalier.recipe.errors import UserError
+from espalier.store.artifacts import Artifact, Text
 
 BASE = "base"
 """The folder, beside what preprocessing decided, of the weights that are frozen under adapters."""

@@ -24,8 +24,8 @@ from typing import IO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from espalier.errors import UserError
 from espalier.ops.log_scan import keywords
+from espalier.recipe.errors import UserError
 
 BLOCK = 1 << 20
 """Bytes read at a time."""

@@ -17,12 +17,9 @@ from typing import Any
 import msgspec
 import tomli_w
 
-from espalier import cluster as clusters
-from espalier import config
-from espalier.cluster import Cluster
-from espalier.config import decoder_shapes, defaults, recipe_file
-from espalier.config.decoder_shapes import Sizes
-from espalier.errors import UserError, nearest
+from espalier import recipe as config
+from espalier.machine import cluster as clusters
+from espalier.machine.cluster import Cluster
 from espalier.plan import device_model
 from espalier.plan.base import Layout
 from espalier.plan.calibrate import Measurement
@@ -33,6 +30,9 @@ from espalier.plan.measurements.stack_words import PRECISIONS, Practice, meant
 from espalier.plan.precision import fast
 from espalier.plan.reference_models import DOUBLE, MEGATRON, ReferenceDecoder
 from espalier.plan.request import AUTO, Request
+from espalier.recipe import decoder_shapes, defaults, recipe_file
+from espalier.recipe.decoder_shapes import Sizes
+from espalier.recipe.errors import UserError, nearest
 
 RECOMPUTES: Mapping[Any, str] = {
     "none": "none", "selective": "selective", "block": "block", "full": "block", True: "block", False: "none",

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from espalier import units
-from espalier.errors import UserError, nearest
+from espalier.plan.axes.sharding import StateBytes
 from espalier.plan.reference_models import FOREACH, LOSSES
 from espalier.plan.request import Kernel, Request
-from espalier.shard.cost import StateBytes
+from espalier.recipe import units
+from espalier.recipe.errors import UserError, nearest
 
 PRECISIONS: Mapping[Any, str] = {
     **{name: name for name in ("fp16", "bf16", "tf32", "fp32", "fp64")},

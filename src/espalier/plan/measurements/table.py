@@ -17,11 +17,11 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from espalier import serialization
-from espalier.errors import UserError, nearest
 from espalier.plan.calibrate import Measurement
 from espalier.plan.measurements import stack_words
 from espalier.plan.measurements.run_records import Descriptions
+from espalier.recipe import serialization
+from espalier.recipe.errors import UserError, nearest
 
 COLUMNS = ("gpus", "global_batch", "micro_batch", "hidden", "heads", "layers", "seq", "tp", "dp", "pp")
 """What a CSV must have: GPUs, sequences of a step and of a micro-batch, sizes of the model, and ranks of each axis."""

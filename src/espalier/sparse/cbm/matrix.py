@@ -16,10 +16,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from espalier.errors import UserError
 from espalier.kernels.base import operation
 from espalier.kernels.buffer_pool import BUFFERS
-from espalier.records import Record
+from espalier.recipe.errors import UserError
+from espalier.recipe.records import Record
 from espalier.sparse.cbm.build import Deltas, Search, compress
 from espalier.sparse.csr import CSR, Scale, as_columns, csr_matmul, matmul, needs_gradient, shaped_as
 

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from espalier.errors import UserError, nearest
-from espalier.records import Record
+from espalier.recipe.errors import UserError, nearest
+from espalier.recipe.records import Record
 from espalier.sparse.rcmpp.pattern import Pattern, like, positions
 
 FINDERS = ("bi-criteria", "george-liu", "mind")

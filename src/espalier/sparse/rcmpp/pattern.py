@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from espalier.errors import UserError
+from espalier.recipe.errors import UserError
 
 LARGEST = 2**31 - 1
 """Node ids are held in 32 bits."""

@@ -1,0 +1,70 @@
+"""Safetensors files: tensors of somebody else's files with every error named, and files that are always the same bytes.
+
+The library writes the metadata of a header in any order; `sort_metadata` puts its keys in order.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from espalier.recipe.errors import UserError
+from espalier.recipe.foreign_files import parsing, printable
+
+AGAIN = "download it again"
+
+
+class StoredTensor(NamedTuple):
+    """Where a tensor lies, and what it is: its shape and its type by the format's name (`F32`, `BF16`, …)."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@contextmanager
+def opened(file: Path) -> Iterator[Any]:
+    """The safetensors `file`, for torch. Raises UserError for whatever is wrong with it."""
+    from safetensors import SafetensorError, safe_open
+
+    with parsing(file, AGAIN):
+        try:
+            with safe_open(file, "pt") as content:
+                yield content
+        except SafetensorError as error:
+            raise UserError(f"{printable(file)} is damaged: {printable(error)}.", do=AGAIN) from None
+
+
+def stored(files: Sequence[Path]) -> dict[str, StoredTensor]:
+    """The tensors of `files` by name, by their headers alone. Raises UserError for one that two files have."""
+    tensors: dict[str, StoredTensor] = {}
+    for file in files:
+        with opened(file) as content:
+            for name in content.keys():  # noqa: SIM118 - not a dict
+                part = content.get_slice(name)
+                if name in tensors:
+                    both = f"{tensors[name].file.name} and {file.name}"
+                    raise UserError(f"{printable(name)} is in {both}.", why="they may differ", do=AGAIN)
+                tensors[name] = StoredTensor(file, tuple(part.get_shape()), str(part.get_dtype()))
+    return tensors
+
+
+def value(name: str, place: StoredTensor) -> Any:
+    """The tensor `name`, which lies at `place`. Raises UserError."""
+    with opened(place.file) as content:
+        return content.get_tensor(name)
+
+
+def sort_metadata(file: Path) -> None:
+    """Puts the metadata of a safetensors file that was just written in the order of their names, in place."""
+    with file.open("r+b") as content:
+        length = int.from_bytes(content.read(8), "little")
+        header = json.loads(content.read(length))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        assert len(text) <= length, "the same keys take the same room"
+        content.seek(8)
+        content.write(text.ljust(length))

@@ -1,0 +1,152 @@
+"""`espalier eval RUN --watch` and `--task`: checkpoints evaluated on many tasks, by processes of low priority."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from espalier.cli import load_run as opened
+from espalier.cli import prepare
+from espalier.cli.run_data import DataChoice
+from espalier.evaluate import low_priority
+from espalier.evaluate.checkpoint_watcher import CheckpointWatcher, Update
+from espalier.evaluate.lm_eval_harness import HarnessTask
+from espalier.evaluate.multiple_choice import MultipleChoice
+from espalier.evaluate.tasks import HeldOut, Task
+from espalier.evaluate.worker_pool import Opened, Workers
+from espalier.kernels import accelerator
+from espalier.language.tokenizer import Tokenizer
+from espalier.parallel.workload import Phase, Workload
+from espalier.recipe import Recipe
+from espalier.recipe.errors import UserError
+from espalier.recipe.terminal import say
+from espalier.recipe.units import plural, show_seconds
+from espalier.track.progress import Waiting
+from espalier.train import phases, workload_registry
+from espalier.train import run_folder as runs
+from espalier.train.mechanisms import DTYPES
+from espalier.train.workload_row import Row
+
+HARNESS = "lm-eval:"
+"""Begins the name of a task of EleutherAI's lm-evaluation-harness."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints each task's figures as they come; 1 when a task or a checkpoint failed."""
+    count = _workers(arguments.workers)
+    folder = runs.find(arguments.run)
+    recipe = opened.located_here(folder, arguments.trust).said()
+    workload = open_workload(folder, recipe, arguments.trust)
+    found = tasks(workload, workload_registry.row(recipe), arguments.task, arguments.run)
+    saved = phases.checkpoints(recipe, folder)
+    saved.trust = arguments.trust
+    open_ = partial(open_in_worker, arguments.run, arguments.task, arguments.trust, workload.phases()[0])
+    # Counted by the driver's library, without touching a GPU: the workers do.
+    devices = [accelerator.of_rank(index) for index in range(max(1, accelerator.count()))]
+    by_name, dtype = {task.name: task for task in found}, DTYPES[recipe.train.precision]
+    with CheckpointWatcher(folder.path, saved, dtype, by_name) as watcher:
+        if not arguments.json:
+            each = ", ".join(f"{task.name} ({plural(task.records, 'record')})" for task in found)
+            prepare.say(f"Evaluating {each} with {plural(count, 'worker')}.")
+        with Workers(open_, count, devices) as workers:
+            low_priority.step_back()
+            return _show(watcher.run(workers, once=not arguments.watch), arguments.json)
+
+
+def open_workload(folder: runs.RunFolder, recipe: Recipe, trust: bool, phase: Phase | None = None) -> Workload:
+    """The run's workload: of `phase`, else of the phase whose model the newest checkpoint holds."""
+    whole = opened.open_workload(folder, recipe, trust, DataChoice(evaluates=True))
+    if phase is not None:
+        return whole.at(phase)
+    return phases.held(whole, phases.checkpoints(recipe, folder))
+
+
+def open_in_worker(run: str, asked: Sequence[str], trust: bool, phase: Phase) -> Opened:
+    """What a worker process needs of the run in `run`; the process then steps back."""
+    folder = runs.find(run)
+    recipe = opened.located_here(folder, trust).recipe  # the first process has said what is not used
+    workload = open_workload(folder, recipe, trust, phase)
+    found = tasks(workload, workload_registry.row(recipe), asked, run)
+    low_priority.step_back()
+    build = partial(workload.build, torch.device("cpu"), DTYPES[recipe.train.precision])
+    return Opened({task.name: task for task in found}, build)
+
+
+def tasks(workload: Workload, row: Row, asked: Iterable[str], run: str) -> list[Task]:
+    """The run's own held-out data, then what `--task` names. Raises UserError."""
+    found: list[Task] = [HeldOut(workload)] if workload.validation_samples() else []
+    for text in asked:
+        if row.tokenizer is None:
+            raise UserError(
+                f"--task {text} asks a language model.", why=f"the run in {run} trains none", do="leave it out"
+            )
+        found.append(_task(text, row.tokenizer(workload)))
+        if found[-1].name in {task.name for task in found[:-1]}:
+            raise UserError(f"--task {text}: there is a task {found[-1].name!r} already.", do="give it another name")
+    if not found:
+        raise UserError(
+            f"The run in {run} has no held-out data, and no task is given.",
+            do="--task NAME=FILE, or data.validation = 0.01 in a new run",
+        )
+    return found
+
+
+def _task(text: str, tokenizer: Tokenizer) -> Task:
+    if text.startswith(HARNESS):
+        return HarnessTask(text.removeprefix(HARNESS), tokenizer)
+    name, equals, path = text.partition("=")
+    if not (name and equals and path):
+        raise UserError(f"--task {text} is not NAME=FILE.", do="--task facts=facts.jsonl, or --task lm-eval:TASK")
+    task = MultipleChoice(name, Path(path), tokenizer)
+    for note in task.notes:
+        say(f"{path}: {note}", file=sys.stderr)
+    return task
+
+
+def _workers(given: int | None) -> int:
+    if given is not None and given < 1:
+        raise UserError(f"--workers {given} is not possible.", do="1 or more")
+    return given or len(os.sched_getaffinity(0))
+
+
+def _show(updates: Iterator[Update], as_json: bool) -> int:
+    """Progress of each checkpoint on standard error once it takes two seconds; results on standard output."""
+    code, step, bar = 0, -1, None
+    try:
+        for update in updates:
+            if update.step != step or bar is None:
+                if bar is not None:
+                    bar.close()
+                step, bar = update.step, Waiting(f"Evaluating step {update.step}", total=100, out=sys.stderr)
+            code |= update.bad
+            _tell(update, as_json)
+            if update.share:
+                bar.advance(round(100 * update.share) - bar.done)
+    finally:
+        if bar is not None:
+            bar.close()
+    return code
+
+
+def _tell(update: Update, as_json: bool) -> None:
+    if update.text:
+        prepare.say(update.text)
+    if update.result is None:
+        return
+    task, figures, records, seconds, why = update.result
+    if as_json:
+        failed = {"failed": why} if why else {}
+        row = {"step": update.step, "task": task, **figures, "records": records, "seconds": round(seconds, 3), **failed}
+        print(json.dumps(row), flush=True)
+    elif why:
+        prepare.say(f"step {update.step} · {task} failed: {why}")
+    else:
+        shown = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in figures.items())
+        say(f"step {update.step} · {task}: {shown} · {records:,} records, {show_seconds(seconds)}", flush=True)

@@ -1,0 +1,92 @@
+"""`espalier explain [NAME ...]`: what each system is, when it is chosen, what it costs, and its state; what a word of a
+plan means. `espalier explain RUN --energy`: operations, bytes and joules of an inference of the trained model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from espalier.recipe import records
+from espalier.recipe.errors import UserError
+from espalier.recipe.terminal import line, rows, say
+from espalier.recipe.units import show_count, show_size
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Systems in full, words of a plan, or all twenty systems in a table; of a run its energy."""
+    if arguments.energy:
+        return _energy(arguments)
+    if arguments.names:
+        found = [records.word(name) or records.get(name) for name in arguments.names]
+        if arguments.json:
+            told = [records.as_dict(one) for one in found]
+            print(json.dumps(told if len(told) > 1 else told[0], indent=2))
+            return 0
+        for number, one in enumerate(found):
+            if number:
+                say("")
+            if isinstance(one, records.Word):
+                _word(one)
+            else:
+                say(records.explain(one.name))
+        return 0
+    every = records.all_records()
+    if arguments.json:
+        print(json.dumps([records.as_dict(record) for record in every], indent=2))
+        return 0
+    table = [(record.name, record.state, record.title, record.question) for record in every]
+    rows(("system", "state", "what it is", "question it answers"), table, cut=True)
+    say("\nespalier explain NAME tells more, also of the words of a plan (tp, slack).")
+    return 0
+
+
+def _energy(arguments: argparse.Namespace) -> int:
+    """Of each run."""
+    if not arguments.names:
+        raise UserError("--energy is of a run.", do="espalier explain runs/NAME --energy")
+    from espalier.cli.load_run import open_trained
+    from espalier.cli.run_data import DataChoice
+    from espalier.kernels import counts
+    from espalier.train import workload_registry
+
+    for name in arguments.names:
+        trained = open_trained(name, arguments.trust, DataChoice(predicts=True))
+        energy = workload_registry.row(trained.recipe).energy
+        if energy is None:
+            raise UserError(
+                f"What an inference of {name} takes is not known.",
+                why="it is counted for graph networks and scenes",
+                do="espalier.kernels.counts.Counter(model) around a call of the model, in Python",
+            )
+        found = energy(trained.workload, trained.model)
+        parts = counts.table(found.parts)
+        if arguments.json:
+            keys = ("part", "macs", "accumulations", "bytes", "joules", "joules_with_dram")
+            told = [dict(zip(keys, row, strict=True)) for row in parts]
+            more = [{"title": title, "rows": [dict(zip(columns, row, strict=True)) for row in lines]}
+                    for title, columns, lines in found.tables]  # fmt: skip
+            print(json.dumps({"of": found.what, "parts": told, "tables": more, "constants": counts.constants()}))
+            continue
+        say(f"Energy of {found.what}, step {trained.step} of {name}: a model, not a measurement.")
+        total = sum(found.parts.values(), counts.NOTHING)
+        lines = [_told(row) for row in [*parts, *counts.table({"all": total})]]
+        rows(("part", "products (few bits as 8-bit ones)", "sums", "bytes", "arithmetic", "with DRAM"), lines)
+        for title, columns, table in found.tables:
+            say(f"\n{title}")
+            rows(tuple(columns), [tuple(map(str, row)) for row in table])
+        say("\nConstants, in pJ (products of few bits: int8, in proportion to the product of the widths):")
+        rows(("operation", "pJ", "source"), [(key, f"{value:g}", source) for key, value, source in counts.constants()])
+    return 0
+
+
+def _told(row: tuple[str, float, float, float, float, float]) -> tuple[str, ...]:
+    part, macs, sums, moved, arithmetic, whole = row
+    counted = (part, show_count(macs), show_count(sums), show_size(moved))
+    return (*counted, f"{1e6 * arithmetic:.3g} µJ", f"{1e6 * whole:.3g} µJ")
+
+
+def _word(word: records.Word) -> None:
+    line(f"{word.name}: {word.meaning}")
+    if word.option:
+        say(f"  option    {word.option} (espalier plan RECIPE --what-if {word.option}=… prices it or says why not)")
+    say(f"  page      {word.page}")

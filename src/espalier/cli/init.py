@@ -1,0 +1,381 @@
+"""`espalier init PATH …`: a recipe for what lies there, with the options that people change. Imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import tomli_w
+
+from espalier.language import row_files, text_sources
+from espalier.language.row_files import Row, SourceFile
+from espalier.recipe import Data, defaults, recipe_file
+from espalier.recipe.errors import UserError
+from espalier.recipe.foreign_files import printable, read_text
+from espalier.recipe.terminal import say
+from espalier.recipe.units import plural, show_size
+
+GRAPHS = ("rmat:", "planted:", "pyg:", "python:imports")
+TEXTS = ("python:stdlib", "hf:")
+ARRAYS = (".npz", ".pt", ".pth")
+EDGES = (".csv", ".tsv", ".npz", ".parquet", ".mtx", ".txt")
+SOURCE_COLUMNS = ("source", "src", "from", "head")
+TARGET_COLUMNS = ("target", "dst", "to", "tail", "dest", "destination")
+TEXT_COLUMNS = ("text", "content", "raw_content", "document", "story")
+CHAT_COLUMNS = (("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"))
+PAIR_COLUMNS = (("chosen", "rejected"), ("preferred_output", "non_preferred_output"))
+WEIGHTS = ("pytorch_model*.bin", "model*.pth", "consolidated*.pth", "*.ckpt")
+"""Pickles in which weights are found."""
+_EDGES_NAME = re.compile(r"(?<![a-z])edges?(?![a-z])", re.IGNORECASE)
+_EDGE = re.compile(rb"\s*\d+[ \t,;]+\d+([ \t,;]+[-+.\deE]+)?\s*")
+"""A line of an edge list without a header: two numbers of nodes, perhaps a weight."""
+LARGE = 2 << 20
+"""Bytes of text from which a trained tokenizer is worth its time."""
+
+
+class Found(NamedTuple):
+    """What lies at a path: `text`, `chats`, `pairs`, `graph`, `scene`, `module` or `weights`, and a sentence on what it
+    is and why. `needs`: the arguments of a module's `function` that have no default. `field`: the column of text.
+    `task`: of a graph."""
+
+    kind: str
+    path: str
+    says: str
+    size: int = 0
+    function: str = ""
+    needs: tuple[str, ...] = ()
+    field: str = ""
+    task: str = "node"
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Writes the recipe, says what it is for and how to go on. Raises UserError where paths do not go together."""
+    target = Path(arguments.out)
+    if target.exists():
+        raise UserError(f"{target} exists.", do=f"--out {target.stem}-2.toml, or remove it")
+    found = [look(path) for path in arguments.paths]
+    for one in found:
+        if one.kind == "module" and Path(one.path).expanduser().resolve().parent != target.resolve().parent:
+            raise UserError(
+                f"{target} would not lie beside {one.path}.",
+                why="modules are imported from the recipe's folder",
+                do=f"espalier init {one.path} --out {Path(one.path).parent / target.name}",
+            )
+    text = recipe(found, target)
+    try:
+        target.write_text(text, encoding="utf-8")
+    except UnicodeEncodeError:
+        raise UserError(f"The name of {printable(arguments.paths)} is not UTF-8.", do="rename it") from None
+    except OSError as error:
+        raise UserError(
+            f"{target} cannot be written: {error.strerror}.", do="--out FILE in a folder of yours"
+        ) from None
+    made = recipe_file.load(target, [])
+    if getattr(made.model, "initial", None) is None:
+        defaults.resolve(made)  # a recipe that cannot be used is our mistake, and is seen here
+    if arguments.json:
+        print(json.dumps({"recipe": str(target), "found": [one._asdict() for one in found]}))
+    else:
+        for one in found:
+            say(f"{printable(one.path)}: {one.says}")
+            if one.needs:
+                say(f"First set model.arguments in {target}: `build` has no default for {', '.join(one.needs)}.")
+        say(f"Wrote {target}. Next: espalier plan {target}, then espalier train {target}")
+    return 0
+
+
+# --- what lies there ---------------------------------------------------------------------------------------------
+
+
+def look(path: str) -> Found:
+    """What `path` is, by names and first lines. Raises UserError for what is not there or not known."""
+    if path.startswith(GRAPHS):
+        return Found("graph", path, "a graph")
+    if path.startswith(TEXTS):
+        return Found("text", path, "text", LARGE)
+    place = Path(path).expanduser()
+    if not place.exists():
+        known = ", ".join((*TEXTS, *GRAPHS))
+        raise UserError(f"There is nothing at {path}.", do=f"a file or folder, or one of {known}")
+    if place.is_dir():
+        return _folder(path, place)
+    if place.suffix == ".py":
+        return _module(path, place)
+    return _file(path, place)
+
+
+def _file(path: str, place: Path) -> Found:
+    size = show_size(place.stat().st_size)
+    entry = SourceFile(place.name, str(place), place.stat().st_size, 0)
+    ending = row_files.ending_of(place.name)
+    if ending == ".gguf":
+        return Found("weights", path, f"weights in GGUF's format ({size})")
+    if place.name.startswith("transforms") and ending == ".json":
+        return Found("scene", path, f"a scene: it holds cameras ({size})")
+    if any(place.match(pattern) for pattern in WEIGHTS):
+        raise _pickled(path, place.parent)
+    if ending in ARRAYS or (why := _edges(entry, place)):
+        says = f"a graph: {'arrays' if ending in ARRAYS else why} ({size})"
+        return Found("graph", path, says, task="node" if ending in ARRAYS else _task(place))
+    if ending in row_files.BINARY:
+        raise UserError(
+            f"{printable(path)} is no text, graph or weights that are read: {ending} files are not.",
+            do="write its text as .txt or .jsonl, its edges as .csv or .parquet",
+        )
+    content = _rows(entry, path)
+    return content._replace(says=f"{content.says} ({size})")
+
+
+def _rows(entry: SourceFile, path: str) -> Found:
+    """What a file of text is by its content and the columns of its first row; see docs/tune.md."""
+    form = row_files.look(entry, row_files.CHAT_KEYS | set(TEXT_COLUMNS))
+    if form == "text":
+        return Found("text", path, "text: no list of edges, and no rows with known columns", entry.size)
+    if form == "document":
+        raise _no_column(path, dict.fromkeys(row_files.first_keys(row_files.head_of(entry))))
+    _, row = next(row_files.rows(entry, form), ("", {}))
+    columns = {name for name, value in row.items() if value is not None}
+    pair = next((names for names in PAIR_COLUMNS if columns.issuperset(names)), None)
+    if pair is not None:
+        return Found("pairs", path, f"preferences between two answers: rows with {' and '.join(pair)}", entry.size)
+    chat = next((names for names in CHAT_COLUMNS if columns.issuperset(names)), None)
+    if chat is not None:
+        return Found("chats", path, f"conversations: rows with {' and '.join(chat)}", entry.size)
+    field = next((name for name in TEXT_COLUMNS if isinstance(row.get(name), str)), None)
+    if field is None:
+        raise _no_column(path, row)
+    return Found("text", path, f"text: rows with {field}", entry.size, field=field if field != "text" else "")
+
+
+def _no_column(path: str, row: Row) -> UserError:
+    return UserError(
+        f"{printable(path)} has no column of {', '.join(SOURCE_COLUMNS)}, and no text or chats.",
+        why=f"it has {printable(', '.join(map(str, row))) or 'no rows'}; a graph is a table of edges, with nodes.csv",
+        do="rename the columns of edges to source and target, that of text to text",
+    )
+
+
+def _pickled(path: str, folder: Path) -> UserError:
+    code = "transformers.AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+    return UserError(
+        f"{printable(path)} holds weights as a pickle, and no .safetensors.",
+        why="unpickling can execute arbitrary code",
+        do=f"convert them with {code.replace('FOLDER', repr(str(folder)))}, then espalier init",
+    )
+
+
+def _folder(path: str, place: Path) -> Found:
+    if (place / "run.toml").exists():
+        raise UserError(
+            f"{path} holds a run.",
+            why="a recipe is for data, or for weights to begin with",
+            do=f"espalier export {path} --to hf, then espalier init {path}/export-hf; or espalier predict {path}",
+        )
+    if (place / "config.json").exists() and any(place.glob("*.safetensors")):
+        return Found("weights", path, "weights in Hugging Face's format: config.json and .safetensors")
+    if (place / "adapter_config.json").exists():
+        raise UserError(
+            f"{path} holds an adapter of PEFT, without the weights it is for.",
+            do=f"espalier init WEIGHTS CHATS, then tune.kind = 'lora' and tune.adapter = {path!r}",
+        )
+    files = sorted([*place.glob("*.gguf"), *place.glob("*.safetensors")])
+    if len(files) == 1 and files[0].suffix == ".gguf":
+        return _file(str(Path(path) / files[0].name), files[0])
+    if files:
+        names = printable(", ".join(file.name for file in files))
+        raise UserError(f"{path} holds weights without a config.json.", why=names, do="name one .gguf file, or add it")
+    if any(file for pattern in WEIGHTS for file in place.glob(pattern)):
+        raise _pickled(path, place)
+    scene = [file for name in ("transforms*.json", "poses_bounds.npy") for file in sorted(place.glob(name))]
+    if scene:
+        return Found("scene", path, f"a scene: {printable(scene[0].name)} holds cameras")
+    edges = [file for suffix in EDGES if (file := place / f"edges{suffix}").exists()]
+    graph = [*edges, *place.glob("ind.*.graph"), *place.glob("raw/ind.*.graph"), *place.glob("raw/edge.csv.gz")]
+    graph += [file for file in [place / "metadata.yaml"] if file.exists()]
+    if graph:
+        says = f"a graph: it holds {printable(graph[0].relative_to(place))}"
+        return Found("graph", path, says, task=_task(edges[0]) if graph == edges[:1] else "node")
+    return _documents(path, place)
+
+
+def _documents(path: str, place: Path) -> Found:
+    """A folder of text or of rows, by the first file of rows in it."""
+    try:
+        listing = text_sources.listing(Data(path=str(place)))
+    except UserError as error:
+        raise UserError(f"{printable(path)}: {error.what}", why=error.why, do=error.do) from None
+    entries = listing.entries
+    readable = [entry for entry in entries if row_files.ending_of(entry.name) not in row_files.BINARY]
+    if not readable:
+        kinds = sorted({row_files.ending_of(entry.name) for entry in entries})
+        raise UserError(
+            f"{printable(path)} holds no text, graph, scene or weights that are known: {', '.join(kinds)} files.",
+            do="a folder with text, rows (.jsonl, .json, .csv, .parquet), edges, transforms.json or .safetensors",
+        )
+    size = sum(entry.size for entry in readable)
+    many = f"{plural(len(readable), 'file')}, {show_size(size)} of "
+    if listing.tables:
+        pairs = any(table.get("ranking") for table in listing.tables.values())
+        what = "preferences between two answers" if pairs else "conversations"
+        return Found("pairs" if pairs else "chats", path, f"{many}{what}: it holds dataset_info.json", size)
+    rows = [entry for entry in readable if row_files.ending_of(entry.name) in row_files.ENDINGS]
+    plain = len(rows) < len(readable)
+    first = next((_rows(entry, path) for entry in rows if not plain or _is_rows(entry)), None)
+    if first is None:
+        return Found("text", path, f"{many}text: no graph, scene or weights, and no rows with known columns", size)
+    return first._replace(says=f"{many}{first.says}", size=size)
+
+
+def _task(edges: Path) -> str:
+    """What a list of edges is good for: without a table of nodes no node has a label, and links are learned."""
+    named = any(any(edges.parent.glob(f"{name}.*")) for name in (f"{edges.name.partition('.')[0]}.nodes", "nodes"))
+    return "node" if named or row_files.ending_of(edges.name) in ARRAYS else "link"
+
+
+def _is_rows(entry: SourceFile) -> bool:
+    return row_files.look(entry, row_files.CHAT_KEYS | set(TEXT_COLUMNS)) not in ("text", "document", "table")
+
+
+def _edges(entry: SourceFile, place: Path) -> str:
+    """Why a file is a list of edges: by its name, its header or its first lines; empty: it is none."""
+    ending = row_files.ending_of(entry.name)
+    if ending in (".mtx", ".parquet", *row_files.TABLES) and (_EDGES_NAME.search(place.stem) or ending == ".mtx"):
+        return "its name says so"
+    if ending == ".parquet" or ending in row_files.BINARY:
+        return ""
+    head = row_files.head_of(entry)
+    lines = head[:4096].splitlines()
+    lines = lines[:-1] if len(head) > 4096 else lines
+    lines = [line for line in lines if line.strip() and line.lstrip()[:1] not in (b"#", b"%")]
+    names = re.split(rb"[,;\t ]", lines[0].lower()) if lines and ending in row_files.TABLES else []
+    headed = {name.strip(b' "').decode("utf-8", "replace") for name in names}
+    ends = [next((name for name in columns if name in headed), "") for columns in (SOURCE_COLUMNS, TARGET_COLUMNS)]
+    if all(ends):
+        return f"columns called {' and '.join(ends)}"
+    return "each line has the numbers of two nodes" if len(lines) > 1 and all(map(_EDGE.fullmatch, lines)) else ""
+
+
+def _module(path: str, place: Path) -> Found:
+    try:
+        tree = ast.parse(read_text(place))
+    except (SyntaxError, ValueError, RecursionError) as error:
+        raise UserError(f"{printable(path)} is not Python: {printable(error)}.") from None
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    names = [name for name in functions if not name.startswith("_")]
+    if "build" not in functions:
+        raise UserError(
+            f"{path} has no function `build`.",
+            why=f"it has {', '.join(names)}" if names else "it has no function",
+            do="def build(): return model, dataset, loss   (docs/module.md)",
+        )
+    needs = tuple(_required(functions["build"].args))
+    return Found("module", path, "a module with its function `build`", function=f"{place.stem}:build", needs=needs)
+
+
+def _required(arguments: ast.arguments) -> Iterator[str]:
+    """The names of arguments without a default."""
+    placed = [*arguments.posonlyargs, *arguments.args]
+    yield from (one.arg for one in placed[: len(placed) - len(arguments.defaults)])
+    named = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    yield from (one.arg for one, default in named if default is None)
+
+
+# --- the recipe --------------------------------------------------------------------------------------------------
+
+
+def recipe(found: list[Found], target: Path) -> str:
+    """The recipe for all of `found`. Raises UserError where there is no one recipe for them."""
+    kinds = {one.kind for one in found}
+    data = [one for one in found if one.kind != "weights"]
+    if kinds == {"weights"}:
+        found, data = [*found, one := Found("text", "python:stdlib", "text")], [one]
+    elif (
+        len(kinds - {"weights"}) > 1
+        or (kinds != {"text"} and len(data) > 1)
+        or (kinds & {"graph", "scene"} and len(found) > 1)
+    ):
+        told = ", ".join(f"{one.path} ({one.kind})" for one in found)
+        raise UserError("There is no one recipe for these.", why=told, do="espalier init for each, with --out")
+    make = {
+        "text": _text,
+        "chats": _tuned,
+        "pairs": _tuned,
+        "graph": _graph,
+        "scene": _scene,
+        "module": _own,
+    }[data[0].kind]
+    head = "".join(f"# {printable(source.path)}: {printable(source.says)}.\n" for source in found)
+    name = printable(target.name)
+    return f"{head}#\n#   espalier plan {name}\n#   espalier train {name}\n\n{make(found, data)}"
+
+
+def _text(found: list[Found], data: list[Found]) -> str:
+    weights = [one for one in found if one.kind == "weights"]
+    if len(weights) > 1:
+        raise UserError("One folder of weights is what a run starts from.", do="leave the others out")
+    model = f"[model]\n{_key('initial', weights[0].path)}" if weights else '[model]\nkind = "gpt"\n# depth = 6\n'
+    bpe = '# tokenizer = "bpe:4096"     # default: bytes\n' if sum(one.size for one in data) < LARGE else ""
+    bpe = bpe or 'tokenizer = "bpe:4096"       # trained on all sources when the run begins\n'
+    bpe = "" if weights else bpe
+    several = len(data) > 1
+    head, weight = ("[[data]]", "weight = 1\n") if several else ("[data]", "")
+    tables = [f"{head}\n{_key('path', source.path)}{_field(source)}{weight}{bpe}" for source in data]
+    return "\n".join([model, *tables, "[train]\n# steps = 1000\n"])
+
+
+def _tuned(found: list[Found], data: list[Found]) -> str:
+    weights = [one for one in found if one.kind == "weights"]
+    pairs = data[0].kind == "pairs"
+    if len(weights) != 1 and (weights or pairs):
+        raise UserError(
+            f"Tuning on {data[0].says} begins with one folder of weights.",
+            do=f"espalier init WEIGHTS {data[0].path}, where WEIGHTS is a Hugging Face folder or a .gguf file",
+        )
+    model = _key("initial", weights[0].path) if weights else '# depth = 6\n# initial = "FOLDER"        # weights\n'
+    full = 'kind = "full"               # or "lora", with rank = 8, beside weights\n'
+    kind = 'kind = "dpo"\nrank = 8\n' if pairs else full
+    return f"[model]\n{model}\n[tune]\n{kind}\n[data]\n{_key('path', data[0].path)}\n[train]\n# steps = 1000\n"
+
+
+def _graph(found: list[Found], data: list[Found]) -> str:
+    task = _key("task", data[0].task).rstrip()
+    others = ", ".join(name for name in ("node", "link", "graph") if name != data[0].task)
+    return (
+        '[model]\nkind = "sage"                # or gcn, gat, gin\n\n'
+        f"[data]\n{_key('path', data[0].path)}\n"
+        f"[graph]\n{task}                # or {others}\n"
+        "# fanout = [10, 10]          # neighbours of each layer\n\n"
+        "[train]\n# steps = 200\n"
+    )
+
+
+def _field(data: Found) -> str:
+    return _key("field", data.field) if data.field else ""
+
+
+def _scene(inputs: list[Found], data: list[Found]) -> str:
+    return (
+        '[model]\nkind = "voxels"              # or spikingnerf\n# resolution = 64            # cells of a side\n\n'
+        f"[data]\n{_key('path', data[0].path)}\n[train]\n# steps = 800\n"
+    )
+
+
+def _own(found: list[Found], data: list[Found]) -> str:
+    needs = data[0].needs
+    values = ", ".join(f"{name} = 0" for name in needs)
+    arguments = (
+        f"arguments = {{ {values} }}     # set these: `build` has no default for them" if needs else "# arguments = {}"
+    )
+    return (
+        f'[model]\nkind = "module"\n{_key("build", data[0].function)}{arguments}\n\n'
+        "[train]\nsteps = 1000\nbatch_tokens = 32            # samples per step\n"
+    )
+
+
+def _key(name: str, value: str) -> str:
+    return tomli_w.dumps({name: value})

@@ -1,0 +1,67 @@
+"""Input check: what can be said of a command line before torch is imported. Imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import os
+from pathlib import Path
+
+from espalier.machine import cluster as clusters
+from espalier.recipe import data_path, defaults, foreign_files, model_kinds, recipe_file
+from espalier.recipe.errors import UserError
+from espalier.train import run_folder as runs
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Raises UserError for a recipe, a cluster file, a run folder or a path of data that cannot be used."""
+    launchers = [name for name in ("hosts", "slurm", "kubernetes", "ray") if getattr(arguments, name, None) is not None]
+    if len(launchers) > 1:
+        first, second = launchers[:2]
+        raise UserError(f"--{first} and --{second} were both given.", do="give one: each chooses the hosts")
+    elsewhere = any(getattr(arguments, name, None) for name in ("hosts", "slurm", "ray"))  # where the data may lie
+    if getattr(arguments, "recipe", None) is not None and getattr(arguments, "score", None) is None:
+        recipe = recipe_file.load(arguments.recipe, arguments.overrides)
+        if getattr(recipe.model, "initial", None) is None:  # else the weights say the sizes
+            defaults.resolve(recipe)
+        named = getattr(arguments, "cluster", None) or recipe.plan.cluster
+        if named is not None:
+            clusters.read(named)
+        known = model_kinds.of(recipe.model).data
+        if known and arguments.verb == "train" and not elsewhere:
+            for data in recipe.data:
+                if _plain(data.path) and not _there(data.path):
+                    raise data_path.missing(data.path, known)
+    elif arguments.verb in ("eval", "predict", "replay", "export", "report"):
+        for run in [arguments.run] if arguments.verb != "report" else arguments.runs:
+            runs.find(run)
+        _check_inputs(arguments)
+
+
+def _check_inputs(arguments: argparse.Namespace) -> None:
+    """What is given beside a run."""
+    given = getattr(arguments, "data", None)
+    if given is not None and _plain(given) and not _there(given):
+        raise data_path.missing(given, key="--data")
+    if arguments.verb == "predict" and arguments.input not in (None, "-"):
+        prompt(arguments.input)
+
+
+def _plain(path: str) -> bool:
+    """Whether it can only be a path: no kind of source, no pattern."""
+    return bool(path.strip()) and ":" not in path and not glob.has_magic(path)
+
+
+def _there(path: str) -> bool:
+    """Whether there is something at `path`; a graph may be one of several in a folder: ind.NAME.graph."""
+    place = Path(path).expanduser()
+    return place.exists() or any(place.parent.glob(f"*.{glob.escape(place.name)}.*"))
+
+
+def prompt(text: str) -> str:
+    """The input of `predict`, of which `@FILE` is the text of a file. Raises UserError where that cannot be read."""
+    if not text.startswith("@"):
+        return os.fsencode(text).decode("utf-8", "replace")  # the shell may pass bytes that are not UTF-8
+    if text == "@":
+        raise UserError("The input @ names no file.", do="@FILE, such as @prompt.txt")
+    return foreign_files.read_text(Path(text[1:]), "check the path")

@@ -1,0 +1,153 @@
+"""`espalier train --hosts` and `espalier probe --hosts`: the same verbs on hosts that the user names. Loads no torch
+here: the work is done on the hosts (`cli.host_worker`), this process starts them, hears them and ends them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, TextIO, cast
+
+import msgspec
+
+from espalier.cli import run_places
+from espalier.launch.hosts import hosts
+from espalier.launch.hosts.host_rejoin import Returning
+from espalier.launch.hosts.remote_process import Far
+from espalier.launch.hosts.ssh import Crowd
+from espalier.launch.launchers import torchrun
+from espalier.machine import cluster as clusters
+from espalier.recipe import Recipe, cache_dir, recipe_file, units, value_ranges
+from espalier.recipe.errors import EspalierError, PeerLost, RunFailed, UserError
+from espalier.recipe.terminal import say
+from espalier.track.events import read
+from espalier.track.progress import Forgiving, trouble
+from espalier.train.failure import Budget, Failure
+
+MODULE = "espalier.cli.host_worker"
+LOG = "hosts.log"
+EVENTS = "events.jsonl"
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the verb on the hosts."""
+    sys.stdout = cast("TextIO", Forgiving(sys.stdout))
+    if torchrun.place() is not None:
+        raise UserError(
+            "--hosts was given, and RANK and WORLD_SIZE are set.",
+            why="either a launcher such as torchrun has started this rank, or --hosts starts the ranks",
+            do="leave --hosts out under torchrun, or unset RANK and WORLD_SIZE",
+        )
+    named = hosts.parse(arguments.hosts)
+    return _train(arguments, named) if arguments.verb == "train" else _probe(arguments, named)
+
+
+def _train(arguments: argparse.Namespace, named: Sequence[hosts.Host]) -> int:
+    recipe = run_places.load(arguments.recipe, arguments.overrides, arguments.trust)
+    value_ranges.check(recipe)
+    chosen, here = hosts.here_first(named)
+    folder = Path(arguments.run or Path("runs") / recipe.name)
+    message = {
+        "is": "task",
+        "task": "train",
+        "recipe": msgspec.to_builtins(recipe),  # with what is None, which is not always the default
+        "origin": str(arguments.recipe),
+        "beside": str(Path(arguments.recipe).absolute().parent),
+        "folder": os.getcwd(),
+        "absolute": folder.is_absolute(),
+        "run": str(folder),
+        "quiet": arguments.json,
+        "trust": arguments.trust,
+    }
+    if not here:
+        log = folder / "logs" / LOG
+        _say([f"The run is kept on host {chosen[0].name}: {folder.absolute()}. What all ranks write is in {log}."])
+    budget = Budget(None if recipe.faults.restarts == "auto" else recipe.faults.restarts)
+    while isinstance(found := _attempt(recipe, chosen, message, folder), EspalierError):
+        decision = budget.decide(_failure(found, folder / EVENTS))
+        if not decision.restart:
+            raise decision.last(found)
+        again = decision.action("start supervisors and ranks again on all hosts")
+        _say([trouble({"what": found.what, "action": again})])
+        time.sleep(decision.wait)
+    return found
+
+
+def _attempt(
+    recipe: Recipe, chosen: Sequence[hosts.Host], message: dict[str, Any], folder: Path
+) -> int | EspalierError:
+    """Starts a supervisor on each host, which keeps its ranks alive, and waits for their end: the exit code, or why
+    others may do better. Processes, store and addresses are new each time. A host other than the first is brought back
+    while the others wait. Raises what the supervisors came to."""
+    log = folder / "logs" / LOG
+    timeout = units.seconds(recipe.comm.timeout, "comm.timeout")
+    with Crowd(recipe.launch, MODULE, _show, timeout) as crowd:
+        if recipe.faults.restarts:
+            crowd.returning = Returning(crowd, timeout, _say)
+        _say(crowd.gather(chosen))
+        crowd.prepare(message, "kept")
+        crowd.log_to(log)
+        try:
+            done = crowd.carry_out()
+        except RunFailed as error:
+            vanished = crowd.vanished
+            shown = vanished or error
+            why = f"{shown.why}; " if shown.why else ""
+            told = type(shown)(shown.what, why=f"{why}what all hosts wrote is in {log}", do=shown.do)
+            if vanished is not None:
+                return told
+            raise told from None
+    return int(done["code"])
+
+
+def _failure(vanished: EspalierError, events: Path) -> Failure:
+    """What the policy is asked about: a supervisor that went without a word. What ranks do is their supervisors' to
+    judge. Steps are known where the run is kept on this host."""
+    done = [event["step"] for event in read(events) if event["event"] == "step"] if events.exists() else []
+    kind: Literal["lost", "killed"] = "lost" if isinstance(vanished, PeerLost) else "killed"
+    return Failure(kind, -1, vanished.what, vanished.why, max(done, default=0))
+
+
+def _probe(arguments: argparse.Namespace, named: Sequence[hosts.Host]) -> int:
+    options = _launch_options(arguments.overrides)
+    chosen, _ = hosts.here_first(named)
+    message = {"is": "task", "task": "probe", "folder": os.getcwd(), "absolute": True, "disk": arguments.disk}
+    with Crowd(options.launch, MODULE, _show) as crowd:
+        _say(crowd.gather(chosen))
+        crowd.prepare(message)
+        done = crowd.carry_out()
+    found = clusters.loads(done["cluster"])
+    cache_dir.replace(Path(arguments.out), done["cluster"])
+    from espalier.cli import printing
+
+    if arguments.json:
+        print(json.dumps(msgspec.to_builtins(found)))
+    else:
+        say(printing.cluster(found))
+        say(f"\nWritten to {arguments.out}: espalier plan RECIPE --cluster {arguments.out}")
+    return 0
+
+
+def _launch_options(overrides: Sequence[str]) -> Recipe:
+    """The options `launch.*` of a command line that has no recipe."""
+    for text in overrides:
+        if not text.strip().startswith("launch."):
+            raise UserError(f"probe takes no option {text!r}.", do="launch.command, .interface, .port or .python")
+    recipe = recipe_file.from_table({"model": {"kind": "gpt"}}, "the command line", overrides)
+    value_ranges.check(recipe)
+    return recipe
+
+
+def _show(far: Far, stream: str, line: str) -> None:
+    """The first rank speaks for all on the terminal; everything else is in the log."""
+    if far.rank == 0:
+        say(line, file=sys.stderr if stream == "err" else sys.stdout, flush=True)
+
+
+def _say(lines: Sequence[str]) -> None:
+    for line in lines:
+        say(line, file=sys.stderr, flush=True)

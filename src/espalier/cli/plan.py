@@ -1,0 +1,163 @@
+"""`espalier plan RECIPE [--cluster FILE]`: how the recipe would run, what it would cost, and why."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from espalier.cli import measurements, prepare, printing
+from espalier.machine import cluster as clusters
+from espalier.machine.cluster import whatif
+from espalier.mechanisms.disk_batches import drawn_batches
+from espalier.parallel.workload import Workload
+from espalier.plan import base as plans
+from espalier.plan import explain, search
+from espalier.plan.collective_time import gpus
+from espalier.plan.decide import PlanDecision, decide
+from espalier.plan.layouts import view
+from espalier.plan.request import AUTO
+from espalier.plan.trials import Trials
+from espalier.recipe import Recipe, model_kinds, recipe_errors
+from espalier.recipe.base import Derivation
+from espalier.recipe.errors import UserError
+from espalier.recipe.terminal import say
+from espalier.train import workload_registry
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the best plan; allocates no model and starts no rank. When none fits: that, what would help, the closest
+    plan, and exit code 2."""
+    torch.set_num_threads(1)
+    if arguments.score is not None:
+        beside = {"a recipe": arguments.recipe, "--html": arguments.html, "--cluster": arguments.cluster}
+        beside |= {"--what-if": arguments.what_if, "--parts": arguments.parts}
+        for name, value in beside.items():
+            if value:
+                raise UserError(f"--score takes no {name.removeprefix('a ')}.", do="give one or the other")
+        return measurements.run(arguments.score, arguments.calibrate_on, arguments.out, arguments.json)
+    if arguments.recipe is None:
+        raise UserError("espalier plan needs a recipe.", do="espalier plan recipe.toml, or --score FILE")
+    if arguments.out is not None:
+        raise UserError("--out goes with --score.", do="--html FILE for the picture, --json > plan.json for the plan")
+    resolved = prepare.resolve(arguments.recipe, arguments.overrides)
+    cluster = prepare.machines(resolved.recipe, arguments.cluster)
+    decision = decided(resolved, cluster, arguments.calibrate_on)
+    if arguments.parts is not None:
+        _write_parts(arguments, resolved, decision)
+    changed = _what_if(arguments, resolved, cluster)
+    if arguments.html is not None:
+        _page(arguments.html, decision, resolved.recipe)
+    return _tell(arguments.json, resolved, decision, changed)
+
+
+def decided(
+    resolved: prepare.Resolved, cluster: clusters.Cluster, calibrate_on: str | None, workload: Workload | None = None
+) -> PlanDecision:
+    """The plan of a recipe on a cluster, which may not fit. `calibrate_on`: see `measurements.calibration`; `workload`:
+    of the recipe, where it is open."""
+    if drawn_batches.is_open(resolved.recipe):
+        from espalier.cli import run_plan
+
+        plan_of = partial(decided, cluster=cluster, calibrate_on=calibrate_on)
+        workload = prepare.open_workload(resolved)
+        chosen, why = run_plan.batches(
+            resolved,
+            workload,
+            lambda asked, its: plan_of(asked, workload=its).plan,
+            lambda asked, _: Trials(asked.recipe, cluster),
+        )
+        settled, workload = run_plan.with_batches(resolved, workload, chosen)
+        found = plan_of(settled, workload=workload)
+        return replace(found, plan=drawn_batches.told(found.plan, chosen, why))
+    known, asked = measurements.calibration(resolved.recipe, calibrate_on), prepare.request(resolved, None, workload)
+    if not cluster.machine:  # described in a file: this machine's disk is not theirs
+        asked = replace(asked, free=None)
+    return decide(asked, cluster, known, Trials(resolved.recipe, cluster))
+
+
+def _what_if(
+    arguments: argparse.Namespace, resolved: prepare.Resolved, cluster: clusters.Cluster
+) -> PlanDecision | UserError | None:
+    """With `--what-if`: changes of the cluster, and of the recipe's options; why these cannot run, where that is so."""
+    if not arguments.what_if:
+        return None
+    sections = {key.partition(".")[0] for key in recipe_errors.known_keys()}
+    options = [change for change in arguments.what_if if change.partition("=")[0].partition(".")[0] in sections]
+    if options:
+        resolved = prepare.resolve(arguments.recipe, [*arguments.overrides, *options])
+    others = [change for change in arguments.what_if if change not in options]
+    changed = whatif.changed(cluster, others) if others else cluster
+    try:
+        return decided(resolved, changed, arguments.calibrate_on)
+    except UserError as error:
+        return error
+
+
+def _tell(
+    as_json: bool, resolved: prepare.Resolved, decision: PlanDecision, changed: PlanDecision | UserError | None
+) -> int:
+    plan, refusal = decision.plan, None if decision.fits else decision.refusal()
+    if as_json:
+        beside: dict[str, plans.Plan | dict[str, str]] = {}
+        if isinstance(changed, PlanDecision):
+            beside["what_if"] = changed.plan
+        elif changed is not None:
+            beside["what_if"] = {"error": changed.what, "why": changed.why, "try": changed.do}
+        print(plans.dumps(plan, **beside), end="", flush=True)
+        if refusal is not None:
+            say(f"espalier: {refusal}", file=sys.stderr)  # standard output holds one object, the plan
+    else:
+        if refusal is not None:
+            say(f"{refusal}\n\nThe closest plan:\n")
+        recipe = resolved.recipe
+        derived = [*resolved.derivations]
+        if recipe.train.precision == AUTO:
+            derived.append(Derivation("train.precision", plan.precision, prepare.PRECISION))
+        steps = (recipe.train.steps or 0) * (1 if plan.batches is None else plan.batches.steps)
+        printing.plan(plan, derived, steps or None, model_kinds.of(recipe.model).unit)
+        printing.sources(plan)
+        if isinstance(changed, PlanDecision):
+            printing.beside(plan, changed.plan, changed.fits)
+        elif changed is not None:
+            say(f"\nWhat if: {changed}")
+    return 0 if refusal is None else refusal.exit_code
+
+
+def _write_parts(arguments: argparse.Namespace, resolved: prepare.Resolved, decision: PlanDecision) -> None:
+    """Cuts a graph over the ranks of the plan. Raises UserError where there is nothing to cut, or no plan that fits."""
+    cut, plan = workload_registry.row(resolved.recipe).cut, decision.plan
+    if cut is None:
+        raise UserError("--parts is for graphs.", do="espalier plan RECIPE, without it")
+    if not decision.fits:
+        raise decision.refusal()
+    if len(plan.trainers) == 1:
+        raise UserError("The plan has one rank, and a graph for one rank has no parts.", do="plan.pin.ranks=2, or more")
+    shares, folder = [plan.ranks[rank].share for rank in plan.trainers], arguments.parts
+    cut(prepare.open_workload(resolved), [stop - start for start, stop in shares], Path(folder))
+    say(
+        f"{folder}: the parts of {len(shares)} ranks. A machine needs manifest.json, nodes.safetensors and those of "
+        f"its ranks.\n  espalier train {arguments.recipe} data.path={folder} plan.pin.ranks={len(shares)}",
+        file=sys.stderr,
+    )
+
+
+def _page(path: str, decision: PlanDecision, recipe: Recipe) -> None:
+    from espalier.cli import plan_page
+
+    layout = decision.plan.layout
+
+    def is_best(option: search.Option) -> bool:
+        names = ("dp", "tp", "sp", "pp", "shard", "recompute")
+        one = view(option.layout, layout.accumulate, layout.precision)
+        return all(getattr(one, name) == getattr(layout, name) for name in names)
+
+    best = next((option for option in decision.found.options if is_best(option)), None)
+    points = search.points(decision.found, best, explain.label)
+    plan_page.write(path, decision.plan, points, recipe.name or "plan", recipe.train.steps)
+    where = "" if gpus(decision.cluster) else " (processors)"
+    say(f"Picture{where}: {path}", file=sys.stderr)

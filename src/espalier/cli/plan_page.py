@@ -1,0 +1,245 @@
+"""Plan page (`espalier plan --html`): the plan among what else was possible, time against memory. No script."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from espalier.cli import printing
+from espalier.mechanisms.pipeline.schedules import action_lists
+from espalier.parallel.action_list import Action, Kind, Pipeline, Timed, timetable
+from espalier.plan.axes.pipeline import hand_overs
+from espalier.plan.base import Layout, Plan, Predicted, WaveSlice
+from espalier.recipe import cache_dir
+from espalier.recipe.units import plural, show_count, show_seconds, show_size
+from espalier.track import charts, page
+from espalier.track.charts import Point, Span
+from espalier.track.page import Figure
+
+NAMES = {"data": "data parallel", "megatron": "Megatron", "fsp": "FSP", "isp": "ISP"}
+"""Algorithms as people call them."""
+HEAD = "head"
+"""The part of a task that gives its losses, as `parallel.workload.HEAD`, which loads torch."""
+
+
+class Rung(NamedTuple):
+    """One part of a whole: where it starts and how long it is, in percent of the track, and where it comes from."""
+
+    name: str
+    start: float
+    width: float
+    text: str
+    source: str
+
+
+def write(path: str | Path, plan: Plan, points: Sequence[Point], title: str, steps: int | None = None) -> None:
+    """Writes the page of `plan` among the `points` that were priced; `title` says whose plan it is. With `steps`, also
+    what the whole run takes.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    cache_dir.replace(
+        Path(path),
+        render(plan, points, title, steps),
+        "--html with a file in a folder that exists and may be written to",
+    )
+
+
+def render(plan: Plan, points: Sequence[Point], title: str, steps: int | None = None) -> str:
+    """The page as text."""
+    predicted = plan.predicted
+    assert predicted is not None, "planners price what they plan"
+    counts = Counter(point.algorithm for point in points)
+    return page.render(
+        "cli/plan_page.html.j2",
+        title=title,
+        kind="plan",
+        state="fits" if plan.executable else "does not fit",
+        mood="good" if plan.executable else "not",
+        subtitle=[where(plan), *words(plan.layout)],
+        plan=plan,
+        figures=[*_figures(predicted), *_run_figure(predicted, steps)],
+        chart=charts.scatter(points, predicted.memory_limit, _limit_of(predicted), NAMES),
+        keys=[(charts.shape(name), NAMES.get(name, name), counts[name]) for name in _order(counts)],
+        timetable=charts.timetable(_spans(plan, predicted)),
+        fitting=sum(point.fits for point in points),
+        priced=len(points),
+        time=_ladder(predicted.terms, predicted.step_seconds, show_seconds, predicted.sources),
+        memory=_memory(predicted),
+        step_text=show_seconds(predicted.step_seconds),
+        runners=[(words(one.layout), _ranks(one.ranks, one.threads), one) for one in plan.runners_up],
+        sources=predicted.sources,
+    )
+
+
+# --- words -------------------------------------------------------------------------------------------------------
+
+
+def words(layout: Layout) -> list[str]:
+    """A layout in a few phrases, the outermost division first."""
+    shard = layout.shard
+    split = [(name, shard.get(key, 1)) for name, key in _STATES if shard.get(key, 1) > 1]
+    said = [plural(layout.dp, "replica")]
+    if layout.waves:
+        said = [plural(layout.waves, "wave")]
+    if layout.pp > 1:
+        said.append(f"{layout.pp} stages")
+    if layout.tp > 1:
+        said.append(f"{layout.tp} tensor ranks ({NAMES.get(layout.algorithm, layout.algorithm)})")
+    if layout.sp > 1:
+        parts = [f"{layout.heads} of heads"] * (layout.heads > 1) + [f"{layout.cp} of context"] * (layout.cp > 1)
+        said.append(f"{layout.sp} sequence ranks ({' x '.join(parts)})")
+    if split:
+        said.append(", ".join(f"{name} over {over:,}" for name, over in split))
+    size = f"micro-batch {layout.micro_batch}"
+    said.append(f"{size}, {layout.accumulate:,} to a step" if layout.accumulate > 1 else size)
+    said += [f"recompute {layout.recompute}"] * (layout.recompute != "none")
+    said.append(layout.precision)
+    return said
+
+
+_STATES = (("parameters", "params"), ("gradients", "grads"), ("optimizer states", "optimizer"))
+
+
+def where(plan: Plan) -> str:
+    """What it runs on: `16 GPUs on 2 machines`."""
+    nodes = len({rank.node for rank in plan.ranks})
+    on = f" on {nodes} machines" if nodes > 1 else ""
+    if plan.ranks[0].device == "cpu":
+        return _ranks(len(plan.ranks), plan.ranks[0].threads) + on
+    return plural(len(plan.ranks), "GPU") + on
+
+
+def _ranks(ranks: int, threads: int) -> str:
+    return plural(ranks, "rank") + (f" × {plural(threads, 'thread')}" if threads > 1 else "")
+
+
+def _order(counts: Mapping[str, int]) -> list[str]:
+    return [name for name in (*NAMES, *(other for other in counts if other not in NAMES)) if counts.get(name)]
+
+
+# --- figures -----------------------------------------------------------------------------------------------------
+
+
+def _figures(predicted: Predicted) -> list[Figure]:
+    wide = 1 + predicted.spread
+    low, high = show_seconds(predicted.step_seconds / wide), show_seconds(predicted.step_seconds * wide)
+    band = f"four of five in {low} to {high}" if predicted.spread else ""
+    peak, limit = predicted.memory_bytes["peak"], predicted.memory_limit
+    room = f"of {show_size(limit)} per rank" if math.isfinite(limit) else "per rank"
+    return [
+        Figure("seconds per step", show_seconds(predicted.step_seconds), band),
+        Figure("tokens/s per device", show_count(predicted.tokens_per_second_per_device)),
+        Figure("MFU", f"{predicted.mfu:.1%}"),
+        Figure("memory", show_size(peak), room),
+    ]
+
+
+def _run_figure(predicted: Predicted, steps: int | None) -> list[Figure]:
+    if steps is None:
+        return []
+    took, *bill = printing.run_cost(predicted, steps)
+    return [Figure(plural(steps, "step"), took.removeprefix("about "), ", ".join(bill))]
+
+
+PASSES = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.BACKWARD_INPUT: "backward of inputs",
+    Kind.BACKWARD_WEIGHT: "backward of weights",
+}
+"""Passes of a timetable, as its key calls them."""
+DRAWN = 2000
+"""Bars of a timetable; of more micro-batches the first ones are drawn."""
+
+
+def _spans(plan: Plan, predicted: Predicted) -> list[Span]:
+    """The passes of the first pipeline, on the first rank of each stage, or the slices of waves; none of one stage."""
+    if plan.waves:
+        return _wave_spans(plan)
+    stages = sorted((one for one in plan.stages if one.pipeline == 0), key=lambda one: one.layers)
+    if len(stages) < 2:
+        return []
+    count = min(stages[0].micro_batches, max(1, DRAWN // (3 * len(stages))))
+    pipeline = Pipeline(tuple(one.ranks[:1] for one in stages), count)
+    layers = [one.layers[1] - one.layers[0] for one in stages]
+    terms = {name: seconds / stages[0].micro_batches for name, seconds in predicted.terms.items()}
+    fullest = max(sum(layers[stage] for stage in pipeline.held(rank)) for rank in pipeline.ranks)
+    forward, backward = terms.get("forward", 0.0), terms.get("backward", 0.0) + terms.get("recompute", 0.0)
+    takes = {Kind.FORWARD: forward, Kind.BACKWARD: backward}
+    takes |= dict.fromkeys((Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT), backward / 2)
+    link = predicted.terms.get("send", 0.0) / float(
+        hand_overs(len(pipeline.ranks), stages[0].micro_batches, plan.interleave == 1)
+    )
+
+    def seconds(one: Action) -> float:
+        return takes[one.kind] * layers[one.stage] / fullest if one.computes else float(link)
+
+    found = timetable(pipeline, action_lists([pipeline], plan.schedule), seconds)
+    return [
+        Span(f"rank {one.rank}", one.start, one.end, PASSES[one.action.kind], _told(one))
+        for one in sorted(found, key=lambda one: (pipeline.ranks.index(one.rank), one.start))
+        if one.action.computes
+    ]
+
+
+def _wave_spans(plan: Plan) -> list[Span]:
+    """The slices of each rank, forward and backward, coloured by task."""
+    slices = [(rank, one) for wave in plan.waves for one in wave for rank in one.ranks]
+    drawn = [
+        Span(f"rank {rank}", *span, one.task, told)
+        for rank, one in slices
+        for span, told in (((one.begin, one.end), _slice_told(one)), (one.back, f"{_slice_told(one)}, backward"))
+        if span[1] > span[0]
+    ]
+    return sorted(drawn, key=lambda one: (int(one.row.removeprefix("rank ")), one.start))
+
+
+def _slice_told(one: WaveSlice) -> str:
+    blocks = f", blocks {one.first} to {one.last}" if one.node != HEAD else ""
+    took = one.end - one.begin + one.back[1] - one.back[0]
+    return f"{one.node} of {one.task}{blocks} on {plural(len(one.ranks), 'rank')}: {show_seconds(took)}"
+
+
+def _told(one: Timed) -> str:
+    stage, kind, number, _ = one.action
+    return f"stage {stage}, micro-batch {number}: {PASSES[kind]}, {show_seconds(one.end - one.start)}"
+
+
+def _limit_of(predicted: Predicted) -> str:
+    return f"limit {show_size(predicted.memory_limit)}" if math.isfinite(predicted.memory_limit) else ""
+
+
+def _memory(predicted: Predicted) -> dict[str, Any]:
+    """Memory by kind, the peak, and where on the same track the limit stands."""
+    kinds = {name: value for name, value in predicted.memory_bytes.items() if name != "peak"}
+    peak, limit = predicted.memory_bytes["peak"], predicted.memory_limit
+    limited = math.isfinite(limit) and limit > 0
+    whole = 1.04 * max(peak, sum(kinds.values()), limit if limited else 0.0)  # the line stands inside the track
+    over = peak - limit
+    said = f"{show_size(over)} too much" if over > 0 else f"{show_size(-over)} to spare"
+    return {
+        "rungs": _ladder(kinds, whole, show_size, predicted.sources),
+        "peak": show_size(peak),
+        "peak_width": 100 * peak / whole,
+        "limit": show_size(limit) if limited else "",
+        "limit_at": 100 * limit / whole if limited else 0.0,
+        "said": said if limited else "",
+    }
+
+
+def _ladder(
+    parts: Mapping[str, float], whole: float, show: Callable[[float], str], sources: Mapping[str, str]
+) -> list[Rung]:
+    """Each part starts where the larger one before it ends."""
+    found, at = [], 0.0
+    named = {name.replace("_", " "): source for name, source in sources.items()}
+    for share in charts.shares(parts, show):
+        width = 100 * share.value / whole if whole else 0.0
+        found.append(Rung(share.name, at, width, share.text, named.get(share.name, "")))
+        at += width
+    return found

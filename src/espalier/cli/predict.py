@@ -1,0 +1,160 @@
+"""`espalier predict RUN INPUT`: text that goes on from INPUT; what nodes, links or graphs named by INPUT are. With `-`
+each line of standard input is an input, and is answered as it comes; with `--chat` lines are the turns of a chat; with
+`--serve` programs ask over HTTP."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from espalier.cli import infer_over_ranks
+from espalier.cli.load_run import open_trained
+from espalier.cli.run_data import DataChoice
+from espalier.recipe.errors import UserError
+from espalier.recipe.terminal import say, visible
+from espalier.train import run_folder as runs
+from espalier.train import workload_registry
+from espalier.train.workload_row import Sampling
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the answers as they are made. 2 where some line of standard input has none."""
+    if arguments.chat:
+        return _chat(arguments)
+    if arguments.serve:
+        return _serve(arguments)
+    if arguments.turntable is not None:
+        return _turntable(arguments)
+    from espalier.cli.input_check import prompt  # has asked already, without torch, whether it can be read
+
+    prompts = _lines() if arguments.input == "-" else [None if arguments.input is None else prompt(arguments.input)]
+    if arguments.data is not None and workload_registry.row(runs.find(arguments.run).read()).tokenizer is not None:
+        raise UserError("--data is for runs on graphs.", do=f"espalier predict {arguments.run} 'text to go on from'")
+    choice = DataChoice(predicts=True, path=arguments.data)
+    trained = infer_over_ranks.open_trained(arguments.run, arguments.trust, choice)
+    answer = workload_registry.row(trained.recipe).answer
+    if answer is None:
+        raise UserError(
+            f"The run in {arguments.run} holds a module of your own.",
+            why="the inputs of the module are not known",
+            do=f"in Python: espalier.open({arguments.run!r}).model(), which is your nn.Module",
+        )
+    trained.say_skipped(arguments.json)
+    sampling = _sampling(arguments)
+    failed = False
+    for asked in prompts:
+        try:
+            found = answer(trained.workload, trained.model, asked, sampling)
+            _print({**found.record(), **trained.checkpoint} if arguments.json else found.text)
+        except UserError as error:
+            if arguments.input != "-":
+                raise
+            failed = True
+            if arguments.json:
+                _print({"error": error.what, "try": error.do, "input": asked})
+            else:
+                say(f"espalier: {error}", file=sys.stderr, flush=True)
+    return 2 if failed else 0
+
+
+def _turntable(arguments: argparse.Namespace) -> int:
+    """Writes an animation of a way round a scene."""
+    turntable = workload_registry.row(runs.find(arguments.run).read()).turntable
+    if turntable is None or arguments.input is not None:
+        what = f"The run in {arguments.run} is of no scene." if turntable is None else "--turntable takes no input."
+        raise UserError(what, do=f"espalier predict {arguments.run}")
+    trained = open_trained(arguments.run, arguments.trust, DataChoice(predicts=True))
+    trained.say_skipped(arguments.json)
+    said = turntable(trained.workload, trained.model, Path(arguments.turntable))
+    _print({"turntable": arguments.turntable, **trained.checkpoint} if arguments.json else iter([f"{said}\n"]))
+    return 0
+
+
+def _sampling(arguments: argparse.Namespace) -> Sampling:
+    return Sampling(arguments.tokens, arguments.temperature, arguments.top_k, arguments.seed)
+
+
+def _chat(arguments: argparse.Namespace) -> int:
+    """Answers lines of standard input in their turn, each seeing all before. An empty line begins anew."""
+    if arguments.input is not None:
+        raise UserError(
+            "--chat takes its questions from standard input.", do="leave the input out, or leave out --chat"
+        )
+    trained = open_trained(arguments.run, arguments.trust)
+    reply = workload_registry.row(trained.recipe).reply
+    if reply is None:
+        raise UserError(f"The run in {arguments.run} does not answer in text.", do=f"espalier predict {arguments.run}")
+    turns: list[tuple[str, str]] = []
+    reply(trained.workload, trained.model, turns, _sampling(arguments))  # refused before anything is asked
+    trained.say_skipped(arguments.json)
+    people = sys.stdin.isatty() and not arguments.json
+    if people:
+        say("Ask; an empty line begins a new chat, Ctrl-D ends.", flush=True)
+    while (line := _asked(people)) is not None:
+        if not line:
+            turns = []
+            continue
+        turns.append(("user", line))
+        pieces = list(_shown(reply(trained.workload, trained.model, turns, _sampling(arguments)), arguments.json))
+        turns.append(("assistant", "".join(pieces)))
+        if arguments.json:
+            print(json.dumps({"question": line, "text": turns[-1][1], **trained.checkpoint}), flush=True)
+    return 0
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    """Answers requests until Ctrl-C."""
+    from espalier.cli import chat_server
+
+    if arguments.input is not None:
+        raise UserError("--serve takes its questions from requests.", do="leave the input out, or leave out --serve")
+    trained = open_trained(arguments.run, arguments.trust)
+    reply = workload_registry.row(trained.recipe).reply
+    if reply is None:
+        raise UserError(f"The run in {arguments.run} does not answer in text.", do=f"espalier predict {arguments.run}")
+    reply(trained.workload, trained.model, [], _sampling(arguments))  # refused before anything is asked
+    trained.say_skipped()
+    answers = partial(reply, trained.workload, trained.model)
+    chat_server.serve(trained.folder.path.name, answers, _sampling(arguments), arguments.port)
+    return 0
+
+
+def _asked(people: bool) -> str | None:
+    """The next line without its end; None where there is none."""
+    if people:
+        sys.stdout.write("> ")
+        sys.stdout.flush()
+    read = sys.stdin.buffer.readline()
+    return read.decode("utf-8", "replace").rstrip("\r\n") if read else None
+
+
+def _shown(pieces: Iterator[str], silent: bool) -> Iterator[str]:
+    """`pieces` as they come, printed as well."""
+    for piece in pieces:
+        if not silent:
+            _print(iter([piece]))
+        yield piece
+    if not silent:
+        _print(iter(["\n"]))
+
+
+def _print(answer: Mapping[str, Any] | Iterator[str]) -> None:
+    if isinstance(answer, Mapping):
+        print(json.dumps(answer), flush=True)
+        return
+    shown = visible if sys.stdout.isatty() else str  # in a file the text is data
+    for piece in answer:
+        sys.stdout.write(shown(piece))
+        sys.stdout.flush()
+
+
+def _lines() -> Iterator[str]:
+    """Lines of standard input without their ends, those that are empty left out."""
+    for line in sys.stdin.buffer:
+        if text := line.decode("utf-8", "replace").rstrip("\r\n"):
+            yield text

@@ -1,0 +1,130 @@
+"""Prepares a recipe for the verbs: resolves it, opens its data, probes its machines, asks for its plan."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import torch.distributed as dist
+
+from espalier.cli import run_places
+from espalier.comm import multihost_probe, plain_collectives
+from espalier.machine import cluster as clusters
+from espalier.machine import probe
+from espalier.parallel.workload import Workload
+from espalier.plan.request import Request
+from espalier.recipe import Recipe, terminal
+from espalier.track.progress import Waiting
+from espalier.train import request_from_recipe, workload_registry
+from espalier.train.rank_spec import RankSpec
+from espalier.train.run_folder import RunFolder
+
+Resolved = workload_registry.Resolved
+PRECISION = "on GPUs the fastest of what they compute fast; on processors fp32, or bf16 where measured steps are faster"
+"""Why `train.precision` is what its plan has."""
+
+
+def resolve(path: str | Path, overrides: Sequence[str], trust: bool = False, run: str | None = None) -> Resolved:
+    """Reads a recipe and derives what it leaves open. `trust`: who made the run that is taken up again is trusted;
+    `run`: its folder, where that is not the recipe's."""
+    recipe = run_places.load(path, overrides, trust)
+    existing = RunFolder(run_path(recipe, run))
+    kept = existing.kept() if existing.exists() else None
+    return replace(settle(recipe, Path(path).absolute().parent, kept), trust=trust)
+
+
+def run_path(recipe: Recipe, run: str | None) -> Path:
+    """The folder of the recipe's run; `run`: as `--run` says."""
+    return Path(run or Path("runs") / recipe.name)
+
+
+def settle(recipe: Recipe, folder: Path | None, kept: Path | None = None) -> Resolved:
+    """Derives what a recipe leaves open, as its run has done where that `kept` it; `folder`: where its file lies."""
+    return workload_registry.settle(recipe, folder, waiting, kept)
+
+
+def open_workload(resolved: Resolved) -> Workload:
+    """The workload of a resolved recipe, its data opened (built on first use, with a progress bar)."""
+    return workload_registry.open_workload(resolved, waiting)
+
+
+def machines(recipe: Recipe, cluster: str | None = None) -> clusters.Cluster:
+    """The cluster file that was named, else this machine (probed once, then from the cache)."""
+    named = cluster or recipe.plan.cluster
+    if named is not None:
+        return clusters.read(named)
+    return probe.ready(say=say)
+
+
+def machines_of(channel: dist.ProcessGroup | None, place: RankSpec, recipe: Recipe) -> clusters.Cluster:
+    """The machines of all ranks of `channel`: the cluster file that the first rank reads, else what they measure
+    together, once. Every rank calls it and gets the same value."""
+    if channel is None:
+        return machines(recipe)
+    key = multihost_probe.key(channel)
+    known: str | None = None
+    if place.rank == 0:
+        found = clusters.read(recipe.plan.cluster) if recipe.plan.cluster else multihost_probe.kept(key)
+        known = clusters.dumps(found) if found is not None else None
+        if found is None:
+            say("Measuring the hosts and the links between them (once).")
+    known = plain_collectives.broadcast(known, channel)
+    if known is not None:
+        return clusters.loads(known)
+    measured = multihost_probe.probe_ranks(channel, place.local_rank, lambda: probe.ready(say=say))
+    multihost_probe.keep(measured, key)
+    return measured
+
+
+def say(text: str) -> None:
+    """A line of progress on standard error."""
+    terminal.say(text, file=sys.stderr, flush=True)
+
+
+def say_notes(workload: Workload) -> None:
+    """What is to be known of the data of a workload, on standard error."""
+    for note in workload.notes():
+        say(f"note: {note}")
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Shows `what` on standard error once it has taken two seconds; called with (done, total)."""
+    with Waiting(what, total=0, out=sys.stderr) as bar:
+
+        def update(done: float, total: float) -> None:
+            bar.total = total
+            bar.advance(done - bar.done)
+
+        yield update
+
+
+def parameters(recipe: Recipe, workload: Workload) -> int:
+    """How many parameters the recipe's model has."""
+    return workload_registry.row(recipe).profile(recipe, lambda: workload).tally.parameters
+
+
+def request(resolved: Resolved, ranks: int | None = None, workload: Workload | None = None) -> Request:
+    """What the planner is asked; allocates nothing and opens data only where the model depends on it, and then says
+    what of it is not used."""
+
+    @cache
+    def opened() -> Workload:
+        made = open_workload(resolved)
+        say_notes(made)
+        return made
+
+    asked = request_from_recipe.of_recipe(resolved.recipe, lambda: workload or opened())
+    pin = asked.pin if ranks is None else asked.pin.changed(ranks=ranks)
+    free, path = None, run_path(resolved.recipe, None).absolute()
+    if not resolved.recipe.plan.cluster:
+        there = next(one for one in (path, *path.parents) if one.exists())
+        size = shutil.disk_usage(there).free
+        step = max(1, (1 << size.bit_length()) // 8)  # what other programs write seldom changes a plan
+        free = float(size // step * step)
+    return replace(asked, pin=pin, free=free)

@@ -1,0 +1,262 @@
+"""Printing of plans and results."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from espalier.machine.cluster import Cluster, Disk, Link
+from espalier.plan import plan_summary
+from espalier.plan.base import Plan, Predicted
+from espalier.recipe import model_kinds, terminal, units
+from espalier.recipe.base import Derivation
+from espalier.recipe.terminal import line, rows, say, visible, wrapped
+from espalier.track import run_tables
+from espalier.track.goodput import Account
+
+TERMS = (
+    "forward", "backward", "recompute", "tensor", "sequence", "weights", "pipeline", "send", "optimizer", "all_reduce",
+    "refresh", "launch",
+)  # fmt: skip
+"""The order in which the parts of a step are told; others follow."""
+
+DAY = 86_400
+
+NARROW = 40
+"""Columns below which reasons stand under their keys instead of beside them."""
+
+
+# --- plans -------------------------------------------------------------------------------------------------------
+
+
+def plan(plan: Plan, derivations: Sequence[Derivation] = (), steps: int | None = None, unit: str = "tokens") -> None:
+    """The plan as people read it: what was derived, what runs where, what it should cost, and why.
+
+    With `steps`, also how long the whole run should take. `unit`: what speed is counted in.
+    """
+    if derivations:
+        _derived(derivations)
+    line(f"Plan ({plan.planner}): {_where(plan)}, {plan.layout}, accumulate {plan.layout.accumulate}, {plan.precision}")
+    if plan.predicted is not None:
+        _predicted(plan.predicted, steps, unit)
+    for sentence in plan.why:
+        line(f"  - {sentence}")
+    on_gpus = plan.ranks[0].device != "cpu"
+    for other in plan.runners_up:
+        line(f"  - not taken: {_ranks(other.ranks, other.threads, on_gpus)}, {other.layout}: {other.loses}")
+    if not plan.executable:
+        line(f"  - it does not fit: it lacks {plan.missing}")
+    say(flush=True)
+
+
+def beside(plan: Plan, other: Plan, fits: bool) -> None:
+    """What a changed cluster or recipe would change."""
+    if not fits:
+        line(f"What if: nothing fits; {other.missing} are missing in the closest plan.")
+        return
+    assert plan.predicted is not None
+    assert other.predicted is not None
+    here, there = plan.predicted, other.predicted
+    line(f"What if: {other.layout} on {_where(other)}")
+    seconds = [units.show_seconds(one.step_seconds) for one in (there, here)]
+    speeds = [units.show_count(one.tokens_per_second) for one in (there, here)]
+    peaks = [units.show_size(one.memory_bytes["peak"]) for one in (there, here)]
+    line(
+        f"  predicted step {' instead of '.join(seconds)} ({there.step_seconds / here.step_seconds:.2f}x), "
+        f"memory per rank {' instead of '.join(peaks)}, {' instead of '.join(speeds)} a second"
+    )
+    for sentence in other.why:
+        if sentence.startswith(plan_summary.FEATURES):
+            line(f"  {sentence}")
+
+
+def _where(plan: Plan) -> str:
+    ranks = plan.ranks
+    said = _ranks(len(ranks), ranks[0].threads, ranks[0].device != "cpu")
+    if ranks[0].device == "cpu":
+        return f"{said} on cpu"
+    machines = len({rank.node for rank in ranks})
+    return f"{said} on {units.plural(machines, 'machine')}"
+
+
+def _ranks(count: int, threads: int, on_gpus: bool) -> str:
+    if on_gpus:
+        return f"{units.plural(count, 'GPU')}"
+    return f"{units.plural(count, 'rank')} x {units.plural(threads, 'thread')}"
+
+
+def _derived(derivations: Sequence[Derivation]) -> None:
+    """Keys and values, those of one reason together and the reason once."""
+    say("Derived:")
+    width = terminal.columns()
+    key = max(len(one.key) for one in derivations)
+    value = max(len(str(one.value)) for one in derivations)
+    indent = 2 + key + 2 + value + 2
+    groups: dict[str, list[Derivation]] = {}
+    for one in derivations:
+        groups.setdefault(one.reason, []).append(one)
+    for reason, together in groups.items():
+        left = [f"  {one.key:<{key}}  {one.value!s:<{value}}" for one in together]
+        if width is not None and width - indent < NARROW:
+            right = []
+            left += wrapped(" " * 6 + reason, width, 6)
+        else:
+            right = wrapped(" " * indent + reason, width, indent)
+        for keys, words in itertools.zip_longest(left, right, fillvalue=""):
+            say((f"{keys:<{indent}}" + words[indent:]).rstrip())
+    say()
+
+
+def _predicted(predicted: Predicted, steps: int | None, unit: str) -> None:
+    order = {name: at for at, name in enumerate(TERMS)}
+    terms = sorted(predicted.terms.items(), key=lambda item: order.get(item[0], len(TERMS)))
+    band = f", give or take {predicted.spread:.0%}" if predicted.spread else ""
+    say(f"  predicted step {units.show_seconds(predicted.step_seconds)}{band}")
+    _parts(f"{name} {units.show_seconds(value)}" for name, value in terms if value)
+    if steps is not None:
+        line(f"  predicted run {units.plural(steps, 'step')}, {', '.join(run_cost(predicted, steps))}")
+    mfu = f", MFU {predicted.mfu:.0%}" if predicted.mfu else ""
+    say(f"  predicted speed {units.show_count(predicted.tokens_per_second)} {unit}/s{mfu}")
+    held = predicted.memory_bytes
+    say(
+        f"  predicted memory per rank {units.show_size(held.get('peak', 0))} of "
+        f"{units.show_size(predicted.memory_limit)}"
+        + (" (does not fit)" if held.get("peak", 0) > predicted.memory_limit else "")
+    )
+    _parts(f"{name} {units.show_size(value)}" for name, value in held.items() if value and name != "peak")
+    sent = ", ".join(f"{name} {units.show_size(value)}" for name, value in predicted.sent_bytes.items() if value)
+    line(f"  predicted traffic per rank and step: {sent or 'none'}")
+
+
+def run_cost(predicted: Predicted, steps: int) -> list[str]:
+    """How long `steps` take, the energy of their devices and the price of their machines, where these are known."""
+    seconds = steps * predicted.step_seconds
+    said = [f"about {units.show_seconds(seconds) if seconds < 2 * DAY else f'{seconds / DAY:,.0f} days'}"]
+    if predicted.watts:
+        said.append(f"at most {_amount(predicted.watts * seconds / 3.6e6)} kWh in its devices")
+    if predicted.price_per_hour:
+        said.append(f"price {_amount(predicted.price_per_hour * seconds / 3600)}")
+    return said
+
+
+def _amount(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _parts(parts: Iterable[str]) -> None:
+    """The parts of a figure, under it, few to a line."""
+    every = list(parts)
+    for first in range(0, len(every), 3):
+        say("      " + ", ".join(every[first : first + 3]) + "," * (first + 3 < len(every)))
+
+
+def cluster(found: Cluster) -> str:
+    """A cluster in a few lines."""
+    lines = []
+    for node in found.nodes:
+        device = node.device
+        rates = ", ".join(f"{name} {units.show_flops(rate)}" for name, rate in device.flops.items())
+        count = f"{node.count} x " if node.count > 1 else ""
+        lines.append(f"{count}{node.devices} x {device.name}: {rates}")
+        lines.append(f"  memory {units.show_size(device.memory)} at {units.show_rate(device.memory_bandwidth)}")
+        lines.append(f"  {node.cores} cores, host memory {units.show_size(node.memory)}")
+        lines += [f"  disk {disk}" for disk in map(_disk, node.disks)]
+        lines.append(f"  between its ranks: {_link(node.inside)}")
+    if found.between is not None:
+        lines.append(f"between nodes: {_link(found.between)}")
+    return "\n".join([*lines, *(f"note: {note}" for note in found.notes)])
+
+
+def _disk(disk: Disk) -> str:
+    rates = f"reads {units.show_rate(disk.read)}, writes {units.show_rate(disk.write)}"
+    return f"{disk.path}: {rates}, {disk.iops:,.0f} random 4 KiB reads/s"
+
+
+def _link(link: Link) -> str:
+    return f"{units.show_rate(link.bandwidth)}, {units.show_seconds(link.latency)}"
+
+
+def results(folder: Path) -> dict[str, Any]:
+    """The figures of a finished run, from its log."""
+    run = run_tables.open_run(folder)
+    found: dict[str, Any] = {}
+    if len(run.steps["step"]):
+        found |= {"steps": int(run.steps["step"][-1]), "loss": float(run.steps["loss"][-1])}
+    for name in ("loss", "bits_per_byte"):
+        if name in run.validations and len(run.validations[name]):
+            found["validation_" + name] = float(run.validations[name][-1])
+    return found
+
+
+def finished(folder: Path, page: Path, seconds: float) -> None:
+    """What a person wants to read when a run has ended, and what to do next."""
+    console = Console(highlight=False)
+    run = run_tables.open_run(folder)
+    steps = run.samples["step"]
+    shown = zip(run.samples["text"], steps, strict=True) if len(steps) else ()
+    latest = [str(text) for text, step in shown if step == steps[-1]]
+    for text in latest:
+        console.rule("sample", align="left")
+        console.print(visible(text), markup=False, soft_wrap=True)
+    if latest:
+        console.rule()
+    found = results(folder)
+    figures = ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in found.items())
+    say()
+    line(f"Done in {units.show_seconds(seconds)}: {figures or 'no steps were left'}.")
+    # Paths and commands stay whole on one line, so that they can be copied.
+    say(f"  report    {page}")
+    from espalier.train import workload_registry  # loads torch, which diagnosing a log goes without
+
+    kind = model_kinds.tagged((run.recipe.get("model") or {}).get("kind"))
+    row = None if kind is None else workload_registry.row_of(kind)
+    if row is not None and row.answer is not None:
+        word, question = row.usage(run.recipe)
+        say(f"  {word:<8}  espalier predict {folder}{question}")
+    say(f"  evaluate  espalier eval {folder}")
+    if row is not None and "hf" in row.exports:
+        say(f"  export    espalier export {folder} --to hf")
+
+
+def account(found: Account) -> None:
+    """Where the time went, and what failures cost where there were any."""
+    seconds = units.show_seconds
+    if found.useful:
+        spent = ((name, took) for name, took in found.parts.items() if took >= 0.005 * found.wall)
+        line(f"Of {seconds(found.wall)}: {', '.join(f'{took / found.wall:.1%} {name}' for name, took in spent)}.")
+    if not found.failures:
+        return
+    line(f"Goodput {found.goodput:.1%} of {seconds(found.wall)}; a failure every {seconds(found.between_failures)}.")
+    head = (
+        "cause",
+        "reason (category)",
+        "failures",
+        "recovered",
+        "time to recover",
+        "steps repeated",
+        "time to repeat",
+    )
+    body = [
+        (
+            one.kind,
+            f"{one.reason} ({one.category})" if one.reason else "-",
+            str(one.count),
+            str(one.recovered),
+            seconds(one.down),
+            str(one.steps),
+            seconds(one.again),
+        )
+        for one in found.causes
+    ]
+    rows(head, body)
+
+
+def sources(plan: Plan) -> None:
+    """Where each number of the prediction comes from."""
+    if plan.predicted is None or not plan.predicted.sources:
+        return
+    rows(("number", "formula or source"), list(plan.predicted.sources.items()))

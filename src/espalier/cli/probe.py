@@ -1,0 +1,60 @@
+"""`espalier probe`: measures this machine, keeps the result for later plans, and writes it as a cluster file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from espalier.cli import prepare, printing
+from espalier.comm import multihost_probe
+from espalier.launch.launchers import detect_launcher
+from espalier.machine import cluster as clusters
+from espalier.machine import probe
+from espalier.machine.cluster import Cluster
+from espalier.mechanisms.codecs import planned as codecs
+from espalier.recipe import cache_dir
+from espalier.recipe.errors import UserError
+from espalier.recipe.terminal import say
+from espalier.train import rank_spec as launch
+from espalier.train import worker
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Probes anew, whatever is cached."""
+    if arguments.overrides:
+        raise UserError(
+            f"probe takes no option {arguments.overrides[0]!r} without --hosts.", do="leave it out, or name hosts"
+        )
+    torch.set_num_threads(1)
+    place = detect_launcher.place()
+    if place is None:
+        measured = codecs.measured(probe.probe(progress=prepare.say, disk=Path(arguments.disk)))
+        found = probe.better(measured, probe.cached(), prepare.say)
+        probe.save(found, say=prepare.say)
+    else:
+        with worker.joined(place, timeout=120.0) as channel:
+            found = _all(channel, place, arguments)
+        if place.rank != 0:
+            return 0
+    out = Path(arguments.out)
+    cache_dir.replace(out, clusters.dumps(found))
+    if arguments.json:
+        print(json.dumps(msgspec.to_builtins(found)))
+    else:
+        say(printing.cluster(found))
+        say(f"\nWritten to {out}; plans use it from now on (espalier plan RECIPE --cluster {out} elsewhere).")
+    return 0
+
+
+def _all(channel: dist.ProcessGroup | None, place: launch.RankSpec, arguments: argparse.Namespace) -> Cluster:
+    """Under torchrun and its like: every machine, and the links between all ranks."""
+
+    def measure() -> Cluster:
+        return codecs.measured(probe.probe(progress=prepare.say, disk=Path(arguments.disk)))
+
+    return measure() if channel is None else multihost_probe.probe_ranks(channel, place.local_rank, measure)

@@ -1,0 +1,224 @@
+"""The plan that a run begins or goes on with: the one in its folder while it still holds, else a new one.
+
+A new one is decided by `plan.decide`, with trials of real steps in real ranks on a processor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any, cast
+
+import msgspec
+import torch
+
+from espalier.checkpoint.save_and_restore import Checkpoints
+from espalier.cli import measurements, prepare
+from espalier.kernels import accelerator
+from espalier.launch.ranks import rank_assignment
+from espalier.machine import cluster as clusters
+from espalier.machine.probe import BUSY
+from espalier.mechanisms.disk_batches import drawn_batches
+from espalier.parallel.workload import Workload
+from espalier.plan import base as plans
+from espalier.plan import decision_cache
+from espalier.plan.decide import decide
+from espalier.plan.trials import Trials
+from espalier.plan.trials import key as tried_key
+from espalier.recipe import Recipe, graphs
+from espalier.recipe.errors import UserError
+from espalier.recipe.graphs import Batches
+from espalier.recipe.units import show_seconds
+from espalier.track import events
+from espalier.train import phases, version_check
+from espalier.train import run_folder as runs
+from espalier.train.rank_setup import RankSetup
+
+LONG_STEP = 5.0
+"""Of a predicted step, above which it is said that one is tried: a trial takes several."""
+TRIAL_SECONDS = 0.6
+"""How long each candidate runs in each round, warm-up not counted."""
+
+
+def entered(workload: Workload, recipe: Recipe, saved: Checkpoints, world: int | None) -> Workload:
+    """The workload of the phase that the run is in, by its checkpoints. Raises UserError where it has several and ranks
+    are there."""
+    if len(workload.phases()) == 1:
+        return workload
+    if world is not None:
+        raise UserError(
+            f"The run has {len(workload.phases())} phases, and its ranks were started already.",
+            why="each phase is planned anew, and may want other ranks",
+            do="espalier train on one machine",
+        )
+    return phases.enter(recipe, workload, saved)
+
+
+def planned(
+    folder: runs.RunFolder,
+    resolved: prepare.Resolved,
+    workload: Workload,
+    cluster: clusters.Cluster,
+    world: int | None,
+) -> plans.Plan:
+    """The plan that the folder has, while it still holds; else a new one."""
+    plan = _resumed_plan(folder, resolved, cluster, workload)
+    if plan is None or (world is not None and len(plan.ranks) != world):
+        plan = choose(resolved, workload, cluster, world)
+    refuse_elsewhere(plan, world)
+    return plan
+
+
+def batches(
+    resolved: prepare.Resolved,
+    workload: Workload,
+    planned: Callable[[prepare.Resolved, Workload], plans.Plan],
+    trials: Callable[[prepare.Resolved, Workload], Trials | None],
+) -> tuple[Batches, str]:
+    """What steps train on, and why, of a recipe that leaves it open and was opened with the whole graph (`workload`).
+    `planned`, `trials`: the plan of a recipe that does not, and what steps of it take here."""
+    drawn = cast("Any", workload).drawn()
+
+    @cache
+    def in_batches() -> Workload:
+        return prepare.open_workload(replace(resolved, recipe=graphs.with_batches(resolved.recipe, drawn)))
+
+    def asked(recipe: Recipe) -> tuple[prepare.Resolved, Workload]:
+        assert recipe.graph is not None
+        return replace(resolved, recipe=recipe), in_batches() if recipe.graph.fanouts else workload
+
+    def tried(recipe: Recipe, plan: plans.Plan) -> float | None:
+        found = trials(*asked(recipe))
+        return None if found is None else found.of([plan]).get(tried_key(plan))
+
+    return drawn_batches.choose(resolved.recipe, drawn, lambda recipe: planned(*asked(recipe)), tried)
+
+
+def with_batches(
+    resolved: prepare.Resolved, workload: Workload, chosen: Batches | None
+) -> tuple[prepare.Resolved, Workload]:
+    """The recipe and its workload as `chosen`, of a recipe that leaves it open."""
+    if chosen is None or not drawn_batches.is_open(resolved.recipe):
+        return resolved, workload
+    resolved = replace(resolved, recipe=graphs.with_batches(resolved.recipe, chosen))
+    return resolved, prepare.open_workload(resolved) if chosen.fanout else workload
+
+
+def on_hosts(nodes: Sequence[int], plan: plans.Plan, cluster: clusters.Cluster) -> plans.Plan:
+    """The plan with its ranks on the machines where they are, if those are the cluster's and ranks cannot be numbered
+    as the plan has them (`numbering`)."""
+    nodes_of = [plan.ranks[rank].node for rank in plan.trainers]
+    if cluster.machines != len(set(nodes)) or rank_assignment.follows(nodes, nodes_of):
+        return plan
+    ranks = [msgspec.structs.replace(one, node=node) for one, node in zip(plan.ranks, nodes, strict=False)]
+    return msgspec.structs.replace(plan, ranks=(*ranks, *plan.ranks[len(nodes) :]))
+
+
+def _phase_begun(folder: runs.RunFolder) -> int | None:
+    """The first step of the phase that the run's plan is of, where it has several."""
+    begun = [event["step"] for event in events.read(folder.events) if event["event"] == "phase"]
+    return begun[-1] if begun else None
+
+
+def _resumed_plan(
+    folder: runs.RunFolder, resolved: prepare.Resolved, cluster: clusters.Cluster, workload: Workload
+) -> plans.Plan | None:
+    """The plan already in the run folder (perhaps edited), while recipe and machines still ask for the same."""
+    if not folder.exists() or not folder.plan.exists() or not folder.cluster.exists():
+        return None
+    samples = workload.global_batch
+    if folder.events.exists() and _phase_begun(folder) not in (None, workload.phases()[0].start):
+        return None
+    before = folder.read()
+    plan = plans.check(plans.read(folder.plan), samples, str(folder.plan))
+    asked = resolved.recipe
+    same_recipe = before.plan == asked.plan and before.train.compile == asked.train.compile
+    same_recipe = same_recipe and (before.tasks, before.towers) == (asked.tasks, asked.towers)
+    same_machines = folder.cluster.read_text() == clusters.dumps(cluster)
+    return plan if same_recipe and same_machines else None
+
+
+def choose(
+    resolved: prepare.Resolved, workload: Workload, cluster: clusters.Cluster, world: int | None = None
+) -> plans.Plan:
+    """The plan for this recipe on these machines; with `world`, for exactly that many ranks. Raises UserError."""
+    pinned = resolved.recipe.plan.pin.ranks
+    if world is not None and pinned not in (None, world):
+        raise UserError(
+            f"plan.pin.ranks = {pinned}, but {world} ranks were started.",
+            do=f"start {pinned} ranks, or leave plan.pin.ranks out",
+        )
+
+    trials = trials_of(resolved, workload, cluster, world)
+    request, calibration = prepare.request(resolved, world, workload), measurements.calibration(resolved.recipe)
+    code = f"{version_check.code()} torch {torch.__version__}"
+    key = partial(decision_cache.key, request, cluster, calibration, code)
+    again = trials is not None and trials.doubtful()
+    plan = None if again else decision_cache.read(key(None if trials is None else trials.known()))
+    if plan is None:
+        plan = decide(request, cluster, calibration, trials).taken
+        if trials is not None and trials.load > BUSY:
+            what = f"other programs used {trials.load:.1f} cores while steps were tried"
+            prepare.say(f"Note: {what}: they are tried again when these have ended.")
+        # Trials that ran decide the same for whoever asks next.
+        decision_cache.keep(key(None if trials is None else trials.known()), plan)
+    return plan
+
+
+def trials_of(
+    resolved: prepare.Resolved, workload: Workload, cluster: clusters.Cluster, world: int | None = None
+) -> Trials | None:
+    """Trials of real steps in real ranks of this machine; None where ranks are there already, or none are wanted."""
+
+    def run(plan: plans.Plan) -> float:
+        foreseen = 0.0 if plan.predicted is None else plan.predicted.step_seconds
+        if foreseen > LONG_STEP:
+            prepare.say(f"trying steps of {show_seconds(foreseen)} with {tried_key(plan)}")
+        return _seconds(plan, resolved, workload)
+
+    if world is not None or not resolved.recipe.plan.trial:
+        return None
+    return Trials(resolved.recipe, cluster, run, workload.phases()[0].start, _here)
+
+
+def _here(plan: plans.Plan) -> bool:
+    """Whether this machine has what the plan needs. Ranks on GPUs are tried as those on processors are: a step ends
+    when its loss was read, so that the clock needs no synchronization."""
+    wanted = {rank.device for rank in plan.ranks if rank.device != "cpu"}
+    return all(rank.node == 0 for rank in plan.ranks) and len(wanted) <= (accelerator.count() if wanted else 0)
+
+
+def _seconds(plan: plans.Plan, resolved: prepare.Resolved, workload: Workload) -> float:
+    """Seconds per step of `plan`, from real steps in real ranks. What it takes is loaded here: `plan` does without."""
+    from espalier.launch.ranks import agent
+    from espalier.train import rank_spec as launch
+    from espalier.train import worker
+
+    def task(place: launch.RankSpec) -> float:
+        return worker.trial(RankSetup(resolved.recipe, plan, workload, place), TRIAL_SECONDS)
+
+    return max(agent.run(task, launch.places(plan)))
+
+
+def refuse_elsewhere(plan: plans.Plan, world: int | None) -> None:
+    """Raises UserError when this machine has not what `plan` needs. With `world`, its ranks are started by others."""
+    here = accelerator.count()
+    wanted = {rank.device for rank in plan.ranks if rank.device != "cpu"}
+    elsewhere = max(rank.node for rank in plan.ranks) if world is None else 0
+    if elsewhere or (world is None and len(wanted) > here) or (wanted and not here):
+        raise UserError(
+            f"The plan is for other machines: {elsewhere + 1} with {len(wanted)} GPUs each; this one has {here}.",
+            do="leave plan.cluster out to train here, or start the ranks there with torchrun",
+        )
+
+
+def refuse_roles(plan: plans.Plan) -> None:
+    """Raises UserError where the plan has processes that serve the ranks which another launcher has started."""
+    roles = sorted({one.role for one in plan.ranks} - {"trainer"})
+    if roles:
+        raise UserError(
+            f"The plan has processes with the role {' and '.join(roles)}, and another launcher has started the ranks.",
+            why="what torchrun, srun and mpiexec start are ranks that train; only espalier train starts the others",
+            do="espalier train without a launcher (--hosts a,b,c over several machines), or plan.pin.offload=none",
+        )

@@ -1,3 +1,0 @@
-"""Experts over ranks as one task graph on each rank, without barriers. After FlashMoE, arXiv 2506.04667."""
-
-from espalier.experts.flashmoe.layer import FlashMoE as FlashMoE

@@ -1,0 +1,1 @@
+"""Machines of one run: who leads, who follows, how one comes back."""

@@ -1,0 +1,1 @@
+"""Launchers that start ranks for us: torchrun, srun, mpiexec."""

@@ -1,0 +1,84 @@
+"""Lasting slowdown: decides whether a device or a link stays slower than planned, from several comparisons in a row.
+Pure, no torch.
+
+`straggler` names a slow rank early, for people; here is what a new plan may be made of: the same finding in a stated
+number of comparisons one after the other, and the medians of what was measured in them.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from espalier.launch.resilience.straggler import FACTOR, LEAST, leveled
+
+STAYS = 6
+"""Comparisons one after the other in which the same must be found."""
+LINK = 2.0
+"""A link is slow when even the rank that waits least waits this many times what was planned."""
+SHARE = 0.25
+"""And when that wait is this part of a step: what is less cannot be won."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What stayed so. Medians over the comparisons, in seconds a step.
+
+    Attributes:
+        own: by rank, without its waits; step: of the slowest; wait: of the rank that waits least.
+        slow: ranks that hold the others up; link: whether exchanges take longer than planned.
+    """
+
+    own: tuple[float, ...]
+    step: float
+    wait: float
+    slow: tuple[int, ...]
+    link: bool
+
+
+class _Look(NamedTuple):
+    slow: frozenset[int]
+    link: bool
+    own: tuple[float, ...]
+    step: float
+    wait: float
+
+
+class Slowness:
+    """Has state: the comparisons since something else was found.
+
+    Args:
+        planned: seconds a step that the plan lets ranks wait for exchanges; None: not known, links are not judged.
+        work: of each rank, as planned (`straggler.leveled`).
+    """
+
+    def __init__(self, planned: float | None = None, work: Sequence[float] = ()) -> None:
+        self._planned, self._work = planned, work
+        self._row: list[_Look] = []
+
+    def take(self, usual: Sequence[float], waited: Sequence[float]) -> Evidence | None:
+        """One comparison: seconds of a step, and of waiting in it, by rank. What has stayed so, each time that it has;
+        then it is counted anew."""
+        look = self._look(usual, waited)
+        self._row.append(look)
+        slow = frozenset.intersection(*(one.slow for one in self._row))
+        link = all(one.link for one in self._row)
+        if not slow and not link:
+            self._row = [look] if look.slow or look.link else []
+            return None
+        if len(self._row) < STAYS:
+            return None
+        row, self._row = self._row, []
+        own = tuple(statistics.median(one.own[rank] for one in row) for rank in range(len(usual)))
+        step, wait = (statistics.median(getattr(one, name) for one in row) for name in ("step", "wait"))
+        return Evidence(own, step, wait, tuple(sorted(slow)), link)
+
+    def _look(self, usual: Sequence[float], waited: Sequence[float]) -> _Look:
+        own = tuple(max(0.0, step - wait) for step, wait in zip(usual, waited, strict=True))
+        even = leveled(own, self._work)
+        middle, step, wait = statistics.median_low(even), max(usual), min(waited)
+        slow = frozenset(r for r, value in enumerate(even) if value >= FACTOR * middle and value - middle >= LEAST)
+        link = self._planned is not None and wait >= max(LINK * self._planned, SHARE * step, LEAST)
+        return _Look(slow, link, own, step, wait)

@@ -1,0 +1,32 @@
+"""Cluster: devices, memory, cores, disks and links; the value all planners read. Imports no torch.
+
+Written by `espalier probe` (measured) or by hand (`[[nodes]]` and `[links]`, see docs/cluster.md); named devices come
+from `devices.toml`, where each constant has its source.
+"""
+
+from __future__ import annotations
+
+from espalier.machine.cluster.catalogue import default_link, device, known, known_devices, known_links
+from espalier.machine.cluster.file import dumps, loads, read
+from espalier.machine.cluster.values import Cluster, Coding, Copy, Device, Disk, Link, Node, Pair, Place, Rate
+
+__all__ = [
+    "Cluster",
+    "Coding",
+    "Copy",
+    "Device",
+    "Disk",
+    "Link",
+    "Node",
+    "Pair",
+    "Place",
+    "Rate",
+    "default_link",
+    "device",
+    "dumps",
+    "known",
+    "known_devices",
+    "known_links",
+    "loads",
+    "read",
+]

@@ -1,0 +1,262 @@
+"""The values a cluster is made of: devices, links, disks, machines. Frozen data; no torch, no files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from espalier.machine.cluster import machine_order
+from espalier.recipe.serialization import Value
+
+
+class Rate(Value, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One measurement: `processes` processes of `threads` threads at once multiply [rows, inner] by [inner, columns].
+
+    `what = "attention"`: causal attention over `rows` positions with heads `inner` wide. `flops`: of one process.
+    """
+
+    what: Literal["product", "attention"]
+    precision: str
+    rows: int
+    inner: int
+    columns: int
+    threads: int
+    processes: int
+    flops: float
+
+
+class Copy(Value, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Measured memory traffic, bytes/s read plus written by one of `processes` processes of `threads` threads."""
+
+    threads: int
+    processes: int
+    bandwidth: float
+
+
+class Coding(Value, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A measured codec on one core: float32 bytes over encoded bytes, and float32 bytes/s of encoding and decoding."""
+
+    codec: str
+    ratio: float
+    encode: float
+    decode: float
+
+
+class Device(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One compute device. `flops`: precision -> sustained or peak FLOP/s of dense matrix products, per device."""
+
+    name: str
+    kind: Literal["cpu", "cuda"]
+    memory: int
+    """Bytes all ranks on the device may use together."""
+    memory_bandwidth: float
+    """Bytes/s, read plus written."""
+    flops: dict[str, float]
+    peak: bool = True
+    """True when `flops` are the vendor's peak, False when measured (then the best measured)."""
+    sustained: dict[str, float] = msgspec.field(default_factory=dict)
+    """Share of the peak that large `product`s and fused `attention` reach, and products in a precision (`fp32`) where
+    it is another; what is not said is assumed."""
+    spread: float = 0.0
+    """Relative error to expect of a step's seconds where nothing is calibrated; 0 when not known."""
+    watts: float = 0.0
+    """Power of the device at its limit; 0 when not known."""
+    dispatch: float = 0.0
+    """Seconds the host needs to issue one operation; 0 when not measured."""
+    runtime: int = 0
+    """Bytes a rank holds before it holds anything of the model; 0 when not measured."""
+    rates: tuple[Rate, ...] = ()
+    copies: tuple[Copy, ...] = ()
+    codecs: tuple[Coding, ...] = ()
+    source: str = ""
+
+
+class Link(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """alpha-beta plus a price per launch: seconds = launch + latency·hops + bytes / bandwidth.
+
+    `bandwidth` is of one direction: per device inside a node, per node between nodes. Collectives reach `share` of it;
+    where it was `measured`, sums of gradients of unequal pipelines do (`machine.link`).
+    """
+
+    bandwidth: float  # bytes/s
+    latency: float = 0.0  # seconds
+    launch: float = 0.0  # seconds per collective call, whatever its size
+    share: float = 0.0  # 0: as of its level
+    measured: bool = False
+    source: str = ""
+
+
+class Disk(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One disk, as a program that writes under `path` finds it. Bytes/s; 4 KiB reads/s at depth 1 and with threads."""
+
+    path: str
+    write: float
+    read: float
+    iops: float
+    iops_parallel: float = 0.0
+    direct: bool = True
+    """Measured with O_DIRECT; False: through the page cache, because the file system refused it."""
+
+
+class Node(Value, frozen=True, kw_only=True):
+    """`count` equal machines with `devices` equal devices each. Tables of one `name` are parts of one machine."""
+
+    device: Device
+    inside: Link
+    count: int = 1
+    devices: int = 1
+    cores: int = 0
+    """Processor cores a program may use; 0 when unknown."""
+    memory: int = 0
+    """Host memory in bytes; 0 when unknown."""
+    disks: tuple[Disk, ...] = ()
+    name: str = ""
+    between: Link | None = None
+    """To other machines, where it is slower than the cluster's."""
+    price: float = 0.0
+    """Of one machine for an hour, in any currency; 0 when not said."""
+
+
+class Pair(Value, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The measured link between devices `a` and `b`, both ways: bytes/s, seconds, seconds; and what sums over all
+    devices reach of the slowest such link (0: not measured)."""
+
+    a: int
+    b: int
+    bandwidth: float
+    latency: float
+    launch: float = 0.0
+    share: float = 0.0
+
+
+class Place(NamedTuple):
+    """Where a device is: its number in the cluster, its machine, its number there, and its table."""
+
+    rank: int
+    node: int
+    slot: int
+    table: Node
+
+
+class Cluster(Value, frozen=True, kw_only=True, dict=True):
+    """Machines and the links among them. `machine` identifies a probed machine; `busy`: how many of its cores other
+    programs used while it was measured; `notes`: what the probe had to say.
+
+    `optimizers`: machines with `role = "optimizer"`, which hold the model for the others and compute no loss;
+    `standbys`: those with `role = "standby"`, each of which goes on where an optimizer node is lost. They are numbered
+    after the others, in this order, and have no devices among `devices()`.
+
+    (`dict=True` gives room to remember its devices, of which there may be thousands.)
+    """
+
+    nodes: tuple[Node, ...]
+    between: Link | None = None
+    pairs: tuple[Pair, ...] = ()
+    machine: str = ""
+    busy: float = 0.0
+    notes: tuple[str, ...] = ()
+    optimizers: tuple[Node, ...] = ()
+    standbys: tuple[Node, ...] = ()
+
+    def devices(self) -> list[Place]:
+        """All devices in rank order, each with its machine. Not to be changed."""
+        return self._devices
+
+    @cached_property
+    def _devices(self) -> list[Place]:
+        places: list[Place] = []
+        named: dict[str, tuple[int, int]] = {}  # name -> machine, devices so far
+        machines = 0
+        for table in self.nodes:
+            for _ in range(table.count):
+                node, first = named.get(table.name, (machines, 0)) if table.name else (machines, 0)
+                machines = max(machines, node + 1)
+                places += [Place(len(places) + s, node, first + s, table) for s in range(table.devices)]
+                if table.name:
+                    named[table.name] = (node, first + table.devices)
+        return places
+
+    @property
+    def machines(self) -> int:
+        """How many machines there are."""
+        return 1 + max(place.node for place in self.devices())
+
+    @cached_property
+    def links(self) -> list[list[float]]:
+        """[machine][machine] bytes/s: of the slowest measured pair of their devices, else what the level has."""
+        machine = [place.node for place in self.devices()]
+        rest = self.between.bandwidth if self.between else 0.0
+        own = {place.node: place.table.between.bandwidth for place in self.devices() if place.table.between}
+        each = [min(rest, own.get(node, rest)) for node in range(self.machines)]
+        found = [[min(a, b) for b in each] for a in each]
+        seen: dict[tuple[int, int], float] = {}
+        for pair in self.pairs:
+            a, b = sorted((machine[pair.a], machine[pair.b]))
+            seen[a, b] = min(pair.bandwidth, seen.get((a, b), pair.bandwidth))
+        for (a, b), bandwidth in seen.items():
+            found[a][b] = found[b][a] = bandwidth
+        return found
+
+    @cached_property
+    def ring(self) -> tuple[int, ...]:
+        """The machines in the order in which ranks sit on them: rings then cross slow links least."""
+        return machine_order.ring(self.links) if self.pairs else tuple(range(self.machines))
+
+    @property
+    def same_speed(self) -> bool:
+        """True when no device is faster than another."""
+        first = self.nodes[0].device
+        return all(_speed(table.device) == _speed(first) for table in self.nodes)
+
+    def link(self, a: int, b: int) -> Link:
+        """The link between devices `a` and `b` (indices into `devices()`): the measured pair, else by level."""
+        for pair in self.pairs:
+            if {pair.a, pair.b} == {a, b}:
+                return _measured(pair)
+        places = self.devices()
+        if places[a].node != places[b].node:
+            return min(self._between(a, b), key=lambda link: link.bandwidth)
+        return min((places[i].table.inside for i in (a, b)), key=lambda link: link.bandwidth)
+
+    def _between(self, *devices: int) -> list[Link]:
+        """The links over which these devices reach other machines."""
+        assert self.between is not None, "reading refuses a cluster without it"
+        places = self.devices()
+        own = {id(table): table.between for table in (places[at].table for at in devices) if table.between}
+        return [self.between, *own.values()]
+
+    def level(self, ranks: Iterable[int]) -> Literal["inside", "between"]:
+        """`inside` when all these devices are in one machine."""
+        places = self.devices()
+        return "between" if len({places[rank].node for rank in ranks}) > 1 else "inside"
+
+    def slowest(self, ranks: Iterable[int], level: Literal["inside", "between"]) -> Link:
+        """The worst bandwidth, latency and launch price of that level among these devices: what a ring goes at."""
+        places = self.devices()
+        chosen = set(ranks)
+        links = {id(places[r].table): places[r].table.inside for r in chosen}.values() if level == "inside" else ()
+        found = [*links, *(self._between(*chosen) if level == "between" and self.between else [])]
+        near = level == "inside"
+        pairs = [p for p in self.pairs if {p.a, p.b} <= chosen and (places[p.a].node == places[p.b].node) == near]
+        found = [_measured(pair) for pair in pairs] or found
+        slow = min(found, key=lambda link: link.bandwidth)
+        return slow.changed(latency=max(link.latency for link in found), launch=max(link.launch for link in found))
+
+
+def _speed(device: Device) -> tuple[Any, ...]:
+    return (device.flops, device.memory_bandwidth, device.rates)
+
+
+def _measured(pair: Pair) -> Link:
+    source = f"measured between {pair.a} and {pair.b}"
+    return Link(
+        bandwidth=pair.bandwidth,
+        latency=pair.latency,
+        launch=pair.launch,
+        share=pair.share,
+        measured=True,
+        source=source,
+    )

@@ -1,0 +1,1 @@
+"""Everything that a plan may choose, one folder each, named by what it does."""

@@ -1,0 +1,300 @@
+"""Full-neighbour inference out of core: all nodes of a graph, layer by layer, the rows of every layer on disk.
+
+A layer goes through the nodes in ascending ranges that fit into the memory allowed: the full-neighbour block of a range
+is read through the sampler, the rows of its sources from the layer before, and the results are written to the layer's
+file: by node, or, where that takes fewer bytes, by the ranges of the next layer, each with the rows that it will read
+(`graph.condensed_file`). The rows done are committed with what is written, so that a run that was killed goes on where
+it stood.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from espalier.graph import base, condensed_file
+from espalier.graph.base import Kept
+from espalier.graph.condensed_file import CondensedLayout, CondensedRows, Foretold
+from espalier.graph.data import Array
+from espalier.graph.gnn import Gnn, Layer
+from espalier.graph.neighbor_sampler import ALL, NeighborSampling
+from espalier.parallel.workload import to_device
+from espalier.recipe.errors import UserError
+from espalier.recipe.units import show_size
+from espalier.store.base import Rows
+from espalier.store.direct_io import reserve
+from espalier.store.rows import RowFile, RowLayout
+
+Progress = Callable[[int, int], None]
+
+EDGE_BYTES = 100
+"""Of an edge of a block, at most: its place, source and weight, and its part of the hash table of the sources."""
+COMMIT = 64 << 20
+"""Bytes written between two commits."""
+_AHEAD = 1 << 16  # nodes whose degrees are read at once
+
+
+@dataclass(frozen=True)
+class InferenceFolder:
+    """Where the rows of the layers lie, and how much memory making them may take.
+
+    Attributes:
+        memory: bytes for a range of nodes, its sources and its results.
+        identity: of the graph and its features; what was begun with another one is begun anew.
+    """
+
+    path: Path
+    memory: int
+    identity: str = ""
+
+    def layer(self, at: int) -> Path:
+        """The file of a layer's results."""
+        return self.path / f"layer-{at}.rows"
+
+    def layout(self, at: int) -> Path:
+        """Where they lie in it, if they are condensed; no such file: by node."""
+        return self.path / f"layer-{at}.layout"
+
+
+class _State(msgspec.Struct, frozen=True):
+    """What is done of the inference called `key`: all layers before `layer`, and `rows` of it."""
+
+    key: str
+    layer: int = 0
+    rows: int = 0
+
+    def save(self, folder: Path) -> None:
+        fresh = folder / "inference.json.part"
+        with fresh.open("wb") as file:
+            file.write(msgspec.json.encode(self))
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(folder / "inference.json")
+
+
+@torch.no_grad()
+def infer(
+    model: Gnn, sampler: NeighborSampling, features: Rows, folder: InferenceFolder, progress: Progress | None = None
+) -> RowFile:
+    """float32 [nodes, outputs] for all nodes with all their neighbours: rows of a file in `folder`. Raises UserError
+    where they cannot be written there; called again, it goes on."""
+    try:
+        return _infer(model, sampler, features, folder, progress)
+    except OSError as error:
+        missing = show_size(_missing(model, sampler.nodes, folder))
+        raise UserError(
+            f"The rows of layers cannot be written to {folder.path}: {error.strerror}.",
+            why=f"{missing} more are needed there",
+            do="make room, and start it again: it goes on where it stood; or another store.path",
+        ) from None
+
+
+def _infer(
+    model: Gnn, sampler: NeighborSampling, features: Rows, folder: InferenceFolder, progress: Progress | None
+) -> RowFile:
+    folder.path.mkdir(parents=True, exist_ok=True)
+    state, depth, nodes = _state(model, features, folder), len(model.layers), sampler.nodes
+    for at in range(state.layer, depth):
+        for old in range(at - 1):
+            folder.layer(old).unlink(missing_ok=True)
+        with nullcontext(features) if at == 0 else _results(model, at - 1, nodes, folder) as rows:
+            layer, layout = _LayerPass(model, at, sampler, rows), _layout(model, at, sampler, folder)
+            for done in layer.write(folder, state if state.layer == at else _State(state.key, at), layout):
+                if progress is not None:
+                    progress(at * nodes + done, depth * nodes)
+        _State(state.key, at + 1).save(folder.path)
+        for old in range(at):
+            folder.layout(old).unlink(missing_ok=True)
+    found = _results(model, depth - 1, nodes, folder)
+    assert isinstance(found, RowFile)
+    return found
+
+
+def _missing(model: Gnn, nodes: int, folder: InferenceFolder) -> int:
+    """Bytes that the folder still has to take at once: the largest two layers to come, one after the other, without
+    what is there."""
+    sizes = [_layer_bytes(model, at, nodes, folder) for at in range(len(model.layers))]
+    there = [path.stat().st_size if path.exists() else 0 for path in map(folder.layer, range(len(sizes)))]
+    at = max((number for number, size in enumerate(there) if size), default=0)
+    peak = max(sum(sizes[max(0, later - 1) : later + 1]) for later in range(at, len(sizes)))
+    return max(0, peak - sum(there[max(0, at - 1) :]))
+
+
+def _layer_bytes(model: Gnn, at: int, nodes: int, folder: InferenceFolder) -> int:
+    """Of the file of a layer's results."""
+    layout = _known_layout(model, at, folder)
+    return 4 * nodes * _columns(model, at) if layout is None else int(layout.offsets[-1])
+
+
+def _results(model: Gnn, at: int, nodes: int, folder: InferenceFolder) -> RowFile | CondensedRows:
+    layout = _known_layout(model, at, folder)
+    if layout is not None:
+        return CondensedRows(folder.layer(at), layout, torch.float32)
+    return RowFile(folder.layer(at), RowLayout(nodes, torch.float32, (_columns(model, at),)))
+
+
+def _known_layout(model: Gnn, at: int, folder: InferenceFolder) -> CondensedLayout | None:
+    path = folder.layout(at)
+    return CondensedLayout.read(path, 4 * _columns(model, at)) if path.exists() else None
+
+
+def _layout(model: Gnn, at: int, sampler: NeighborSampling, folder: InferenceFolder) -> CondensedLayout | None:
+    """How the results of a layer lie in its file, by the ranges in which the next one reads them; None: by node."""
+    if at + 1 == len(model.layers):
+        return None
+    if not folder.layout(at).exists():
+        starts = _starts(model, at + 1, sampler, folder.memory)
+        if not condensed_file.foretell(sampler, starts, 4 * _columns(model, at)).pays:
+            return None
+        ranges = zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)
+        CondensedLayout.write(
+            folder.layout(at), starts, (condensed_file.outside_sources(sampler, *one) for one in ranges)
+        )
+    return _known_layout(model, at, folder)
+
+
+def foretold(model: Gnn, sampler: NeighborSampling, memory: int) -> list[Foretold]:
+    """What the rows of each layer but the first take, by node and condensed: see `condensed_file.foretell`."""
+    found = []
+    for at in range(1, len(model.layers)):
+        starts = _starts(model, at, sampler, memory)
+        found.append(condensed_file.foretell(sampler, starts, 4 * _columns(model, at - 1)))
+    return found
+
+
+def least_memory(model: Gnn, degree: int) -> int:
+    """Bytes that a node of this degree takes."""
+    layers = [layer for layer in model.layers if isinstance(layer, Layer)]
+    row = max(4 * (3 * max(one.inputs, one.outputs) + 2 * one.outputs + one.inputs) for one in layers)
+    return (degree + 2) * (row + EDGE_BYTES)
+
+
+def _starts(model: Gnn, at: int, sampler: NeighborSampling, memory: int) -> Array:
+    """int64 [ranges + 1]: the ranges of a layer but the first."""
+    columns = _columns(model, at - 1)
+    return np.array([0, *(stop for _, stop in _ranges(model, at, sampler, (columns, memory)))], np.int64)
+
+
+def _ranges(
+    model: Gnn, at: int, sampler: NeighborSampling, held: tuple[int, int], start: int = 0
+) -> Iterator[tuple[int, int]]:
+    """Ranges of nodes whose blocks, sources and results take at most so many bytes. `held`: columns of a row that the
+    layer reads, and the bytes."""
+    layer, nodes, (columns, memory) = model.layers[at], sampler.nodes, held
+    assert isinstance(layer, Layer)
+    row = 4 * (columns + 2 * layer.inputs + 2 * layer.outputs)
+    while start < nodes:
+        ids = np.arange(start, min(start + _AHEAD, nodes))
+        sizes = np.cumsum((sampler.degrees(ids) + 2) * (row + EDGE_BYTES))
+        count = int(np.searchsorted(sizes, memory, side="right"))
+        if not count:
+            degree, needed = int(sampler.degrees(ids[:1])[0]), show_size(int(sizes[0]))
+            raise UserError(
+                f"store.memory = {show_size(memory)} is too small to infer node {start}.",
+                why=f"it and its {degree:,} neighbours take {needed}",
+                do=f'store.memory = "{needed}" or more',
+            )
+        yield start, start + count
+        start += count
+
+
+def _kept(model: Gnn, at: int) -> int | None:
+    """How many columns of layer `at`'s results are not zero, where MaxK leaves so few."""
+    inner = 0 <= at < len(model.layers) - 1
+    return model.options.k if inner and model.options.activation == "maxk" else None
+
+
+def _columns(model: Gnn, at: int) -> int:
+    """float32 numbers of a row on disk: k values and k columns where k are kept."""
+    layer, kept = model.layers[at], _kept(model, at)
+    assert isinstance(layer, Layer)
+    return layer.outputs if kept is None else 2 * kept
+
+
+def _state(model: Gnn, features: Rows, folder: InferenceFolder) -> _State:
+    digest = xxhash.xxh3_128(
+        f"{folder.identity} {folder.memory} {len(features)} {features.shape} {model.options}".encode()
+    )
+    for name, value in model.state_dict().items():
+        digest.update(name.encode())
+        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    key = digest.hexdigest()
+    path = folder.path / "inference.json"
+    if path.exists():
+        found = msgspec.json.decode(path.read_bytes(), type=_State)
+        if found.key == key:
+            return found
+    for old in folder.path.glob("layer-*"):
+        old.unlink()
+    return _State(key)
+
+
+@dataclass(frozen=True)
+class _LayerPass:
+    """One layer over all nodes, reading `rows` of the layer before."""
+
+    model: Gnn
+    at: int
+    sampler: NeighborSampling
+    rows: Rows
+
+    def write(self, folder: InferenceFolder, state: _State, layout: CondensedLayout | None) -> Iterator[int]:
+        """Writes the results to the layer's file, from the rows done on; yields the rows done."""
+        size = 4 * _columns(self.model, self.at)
+        with folder.layer(self.at).open("r+b" if state.rows else "wb") as file:
+            if layout is None:
+                file.truncate(state.rows * size)
+            elif not state.rows:
+                reserve(file.fileno(), int(layout.offsets[-1]))
+            since, held = 0, (self.rows.shape[0], folder.memory)
+            for start, stop in _ranges(self.model, self.at, self.sampler, held, state.rows):
+                found = self._results(start, stop).contiguous()
+                since += self._put(file.fileno(), found, start, layout)
+                if since >= COMMIT or stop == self.sampler.nodes:
+                    os.fsync(file.fileno())
+                    _State(state.key, self.at, stop).save(folder.path)
+                    since = 0
+                yield stop
+
+    def _put(self, file: int, found: Tensor, start: int, layout: CondensedLayout | None) -> int:
+        """Writes the rows from `start` on; the bytes written."""
+        if layout is None:
+            condensed_file.write_at(file, found, start * found[0].nbytes)
+            return found.nbytes
+        written = 0
+        for offset, chosen in layout.pieces(start, len(found)):
+            rows = found[torch.from_numpy(chosen)]
+            condensed_file.write_at(file, rows, offset)
+            written += rows.nbytes
+        return written
+
+    def _results(self, start: int, stop: int) -> Tensor:
+        """float32 [stop - start, columns on disk]."""
+        parameter = next(self.model.parameters())
+        drawn = self.sampler.draw(np.arange(start, stop), (ALL,))
+        block = to_device(drawn.blocks[0], parameter.device, parameter.dtype)
+        found = self.model.step(self.at, block, self._sources(drawn.nodes))
+        if isinstance(found, Kept):
+            columns = found.columns.cpu().to(torch.int32).view(torch.float32)
+            return torch.cat([found.values.cpu().float(), columns], 1)
+        return found.cpu().float()
+
+    def _sources(self, ids: Array) -> base.Rows:
+        parameter, kept = next(self.model.parameters()), _kept(self.model, self.at - 1)
+        rows = torch.empty(len(ids), *self.rows.shape, dtype=self.rows.dtype)
+        self.rows.read(torch.from_numpy(ids), rows)
+        if kept is None:
+            return rows.to(device=parameter.device, dtype=parameter.dtype)
+        columns = rows[:, kept:].contiguous().view(torch.int32).long()
+        width = self.model.options.width
+        assert width is not None
+        return Kept(rows[:, :kept].to(parameter).contiguous(), columns.to(parameter.device), width)

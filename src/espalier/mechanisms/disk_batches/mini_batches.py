@@ -1,0 +1,539 @@
+"""Mini-batches out of core: sampled and packed once, then read with their features, epoch by epoch.
+
+`prepare` is for anybody's loop: what it returns stands where PyG's `NeighborLoader` would. `RunBatches` is the same for
+a run of `espalier train`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from espalier import recipe as config
+from espalier.graph import subgraphs
+from espalier.graph.base import MessageBlock
+from espalier.graph.condensed_file import Foretold
+from espalier.graph.data import Array, Graph
+from espalier.graph.gnn import Gnn
+from espalier.graph.neighbor_sampler import ALL, NeighborSampling, Sampler, Style, named
+from espalier.graph.node_classification import NodeTask
+from espalier.graph.subgraphs import SubgraphBatch, View
+from espalier.mechanisms.disk_batches import cost, inference, manifest, topology
+from espalier.mechanisms.disk_batches import features as feature_files
+from espalier.mechanisms.disk_batches.features import Features, FeatureTable
+from espalier.mechanisms.disk_batches.inference import InferenceFolder
+from espalier.mechanisms.disk_batches.pack import BUFFER, PackedSet, PackRequest, pack, repack
+from espalier.mechanisms.disk_batches.pool import Draws, epoch_seeds
+from espalier.mechanisms.disk_batches.reader import (
+    TIERS,
+    WINDOW,
+    LargestBatch,
+    PackedBatches,
+    ReadBatch,
+    ReaderOptions,
+    TieredFeatures,
+    batch_order,
+)
+from espalier.mechanisms.disk_batches.rolling_pool import RollingFeatures, RollingPool
+from espalier.mechanisms.disk_batches.row_format import RowFormat
+from espalier.parallel.workload import ALONE, PackStart, Progress, Shard, to_device
+from espalier.recipe import units
+from espalier.recipe.cache_dir import cache_folder
+from espalier.recipe.errors import UserError
+from espalier.recipe.records import Record
+from espalier.store.artifacts import Table
+from espalier.store.base import Rows
+from espalier.store.cost import PAGE, pages
+from espalier.store.extents import DamagedExtent
+from espalier.track.progress import Waiting
+
+RECORD = Record(
+    name="diskgnn",
+    title="DiskGNN: batches sampled ahead, their rows packed on disk, and read in order",
+    aliases=("disk-gnn", "packed batches", "out of core"),
+    paper="SIGMOD 2025, arXiv 2405.05231",
+    question="How is a graph trained?",
+    files=("mechanisms/disk_batches/",),
+    chosen="a recipe with a [store]: node features larger than the memory they may take, on a machine with a disk",
+    cost="per batch packed rows * row bytes / sequential bandwidth + shared pages / random bandwidth, behind the "
+    "compute of the batch before; one sequential pass over the features to pack",
+    law="rows from every tier are the graph's, and losses those of training in memory with the same pool, to the bit",
+    law_test="tests/graph/diskgnn/test_mini_batches.py::"
+    "test_training_from_disk_is_training_in_memory_with_the_same_pool_bitwise",
+    state="works",
+    remark="on processors; packing reaches 0.66 of the disk's sequential write, with its planning 0.48",
+    bench="bench/diskgnn.py",
+    gpu="NVIDIA H100, November 2026",
+)
+
+HELD = 2
+"""Steps whose features training holds: the one that it computes, and the next, which was handed over."""
+QUEUES = ((3, 2), (2, 1), (1, 1))
+"""(batches read at once, assembled ones that wait), from the fastest; the last needs the least memory."""
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MemoryShare:
+    """How `store.memory` is divided between hot rows and what ranks read into.
+
+    Attributes:
+        memory: bytes of all ranks of this machine. ranks: how many those are. cuts: micro-batches of a rank's step.
+        shared: whether ranks that were not forked from one process share hot rows.
+    """
+
+    memory: int
+    ranks: int = 1
+    cuts: int = 1
+    shared: bool = False
+
+    def taken(self, read: int, largest: LargestBatch, width: int, queues: tuple[int, int]) -> int:
+        """Bytes of what all ranks read into, and hold of batches on their way: `read` bytes of each, `largest`, of rows
+        of `width` values."""
+        buffers, ahead = queues
+        held = HELD * self.cuts
+        rows = buffers * read + (held + ahead + 1) * 4 * largest.inputs * width
+        return self.ranks * (rows + largest.beside(buffers, ahead, held))
+
+    def hot_bytes(self, largest: LargestBatch, row: RowFormat) -> int:
+        """What is left for hot rows beside batches on their way, which take half of all at most. Raises UserError."""
+        read = pages(largest.inputs * row.row_bytes)
+        sizes = [self.taken(read, largest, row.width, queues) for queues in QUEUES]
+        taken = next((one for one in sizes if one <= self.memory // 2), sizes[-1])
+        if taken > self.memory:
+            raise self._too_small(taken, f"its largest batch has {largest.inputs:,} rows of {4 * row.width} bytes")
+        return self.memory - taken
+
+    def options(self, packed: PackedSet) -> ReaderOptions:
+        """The longest queues that fit beside the hot rows; what is left holds pages. Raises UserError."""
+        most = max(map(packed.pages, range(len(packed))), default=0)
+        cached = any(packed.shared_pages(one) for one in range(len(packed)))
+        largest = LargestBatch.of(packed.pool)
+        left = self.memory - packed.hot_rows * packed.row.row_bytes
+        sizes = {queues: self.taken(most * PAGE, largest, packed.row.width, queues) for queues in QUEUES}
+        found = next((queues for queues, size in sizes.items() if size <= left), None)
+        if found is None:
+            hot = self.memory - left
+            why = f"{packed.folders[0]} was packed for {units.show_size(hot)} of hot rows, and its largest batch reads"
+            raise self._too_small(hot + sizes[QUEUES[-1]], f"{why} {most:,} pages")
+        pages_each = max(0, (left - sizes[found]) // self.ranks - largest.positions(WINDOW)) // PAGE if cached else 0
+        share = self.memory - left + left // self.ranks
+        return ReaderOptions(*found, HELD * self.cuts, pages_each, memory=share, shared=self.shared)
+
+    def _too_small(self, least: int, why: str) -> UserError:
+        shown = units.show_size(self.memory)
+        return UserError(
+            f"store.memory = {shown} is too small for one batch: it takes at least {least:,} bytes.",
+            why=why,
+            do=f'store.memory = "{-(-least // 2**20)}MiB" or more, a smaller batch, or fewer neighbours in the fan-out',
+        )
+
+
+# --- a packed set that is open ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Packing:
+    """What is packed, where, and with which budgets; as `PackRequest`, memory divided by `share`."""
+
+    folders: tuple[Path, ...]
+    sampler: NeighborSampling
+    graph: Graph
+    features: Features
+    draws: Draws
+    share: MemoryShare
+    disk: int | None = None
+    rows: Any = "fp32"
+    resample: float = 0.0
+    waits: bool = False
+
+    def opened(self, progress: Progress | None = None) -> TieredFeatures:
+        """Packs what is not packed yet, and opens it. Raises UserError."""
+        request = PackRequest(
+            self.folders, self.sampler, manifest.graph_hash(self.graph), self.features, self.draws, 0, self.disk,
+            self.rows, min(BUFFER, self.share.memory), self.waits,
+        )  # fmt: skip
+        row = request.row
+        request = replace(request, memory=lambda pool: self.share.hot_bytes(LargestBatch.of(pool), row))
+        rolling = RollingPool(request, self.resample, progress, self.share.ranks) if self.resample else None
+        packed = rolling.first if rolling else pack(request, progress)
+
+        def repair(name: str, error: DamagedExtent) -> None:
+            repack(packed, name, self.features)
+
+        options = self.share.options(packed)
+        return RollingFeatures(rolling, options, repair) if rolling else TieredFeatures(packed, options, repair)
+
+
+def open_rows(graph: Graph) -> Features:
+    """The features of `graph`; where they are mapped from a file, of that file, read past the page cache."""
+    file = topology.mapped_file(graph.features)
+    if file is not None:
+        return feature_files.open_features(file, nodes=graph.nodes)
+    return FeatureTable(torch.from_numpy(np.asarray(graph.features)))
+
+
+def set_folders(path: str | Sequence[str] | None, key: str) -> tuple[Path, ...]:
+    """The folder of a packed set on each disk of `store.path`."""
+    named = [path] if isinstance(path, str) else path or [str(cache_folder() / "packed")]
+    return tuple(Path(one).expanduser() / key for one in named)
+
+
+def stored_features(
+    recipe: config.Recipe, task: NodeTask, batch: tuple[int, float], model: nn.Module
+) -> cost.StoredFeatures:
+    """What a plan is told of the features of a task's graph. `batch`: targets of the whole one, and its input nodes."""
+    store, graph, held = recipe.store, task.train.graph, task.held
+
+    def inferred(memory: int) -> list[Foretold]:
+        assert isinstance(model, Gnn)
+        least = inference.least_memory(model, int(held.graph.degrees().max(initial=0)))
+        return inference.foretold(model, held.sampler, max(memory, least))
+
+    assert store is not None
+    assert recipe.graph is not None
+    row, memory = (
+        RowFormat(store.rows, graph.features.shape[1], torch.float32),
+        units.size(store.memory, "store.memory"),
+    )
+    return cost.StoredFeatures(
+        cost.Draws(graph.degrees(), task.items, batch[0], recipe.graph.fanouts, batch[1]),
+        row,
+        row.row_bytes,
+        int(graph.features.nbytes),
+        memory,
+        None if store.disk is None else units.size(store.disk, "store.disk"),
+        str(set_folders(store.path, "packed")[0].parent),
+        topology.edge_bytes(graph) if topology.stays_on_disk(graph, memory) else 0,
+        inferred if isinstance(model, Gnn) else None,
+    )
+
+
+# --- the batches of a run --------------------------------------------------------------------------------------------
+
+
+class RunBatches:
+    """The mini-batches of a run whose recipe has a [store]. Has state: the packed set and its reader, once packed.
+
+    Step s trains on the batch of the pool that was drawn for step `drawn(s)`: in the first epoch that is s itself.
+    """
+
+    def __init__(self, recipe: config.Recipe, task: NodeTask, global_batch: int) -> None:
+        assert recipe.store is not None
+        assert recipe.graph is not None
+        self.store, self.fanouts, self.seed = recipe.store, recipe.graph.fanouts, recipe.train.seed
+        self.pool_steps, self.steps = -(-task.items // global_batch), recipe.train.steps or 0
+        self.task, self.memory = task, units.size(recipe.store.memory, "store.memory")
+        self.names_nodes = recipe.quant is not None
+        self.features: TieredFeatures | None = None
+        for view in (task.train, task.held):
+            if topology.stays_on_disk(view.graph, self.memory):
+                view.sampler = topology.disk_sampler(view.graph, view.style, self.memory // 8)
+        self._cuts: dict[Shard, tuple[int, int]] = {}
+        self._each, self._next = 0, -1
+        self._moved: dict[str, int] = {}
+        self._batches: PackedBatches | None = None
+        self._reader = threading.Lock()  # the trainer reads ahead in a thread of its own
+        self._order = lru_cache(2)(lambda epoch: batch_order(self.pool_steps, epoch, self.seed))
+
+    def drawn(self, step: int) -> int:
+        """The step that the batch of `step` was drawn for."""
+        epoch, at = divmod(step, self.pool_steps)
+        return int(self._order(epoch)[at])
+
+    def pack(
+        self, shards: Sequence[Shard], cut: Callable[[int, Shard], Sequence[Array]], packing: PackStart = ALONE
+    ) -> None:
+        """Packs the batches of all `shards` of this machine, or opens what is packed. `cut`: their targets by step."""
+        if self.features is not None and tuple(self._cuts) == tuple(shards):
+            return
+        self.close()
+        seeds: list[Array] = []
+        steps: list[int] = []
+        for step in range(self.pool_steps):
+            for shard in shards:
+                found = cut(step, shard)
+                self._cuts[shard] = (len(seeds) - step * self._each, len(found))
+                seeds += found
+                steps += [step] * len(found)
+            self._each = self._each or len(seeds)
+        train = self.task.train
+        alone = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == 1  # else torchrun has started each rank by itself
+        share = MemoryShare(self.memory, len(shards), max(many for _, many in self._cuts.values()), not alone)
+        disk = None if self.store.disk is None else units.size(self.store.disk, "store.disk")
+        key = xxhash.xxh3_64_hexdigest(repr((train.graph.origin, self.store, self.fanouts, self.seed, shards)).encode())
+        self.features = Packing(
+            set_folders(self.store.path, f"packed-{key}"),
+            train.sampler,
+            train.graph,
+            open_rows(train.graph),
+            Draws(seeds, steps, self.fanouts, self.seed),
+            share,
+            disk,
+            self.store.rows,
+            self.store.resample,
+            packing.waits,
+        ).opened(packing.progress)
+
+    def batches(self, step: int, shard: Shard) -> list[SubgraphBatch] | None:
+        """The micro-batches of `step`; None where `shard` was not packed. Reads ahead from `step` on."""
+        if self.features is None or shard not in self._cuts:
+            return None
+        found = []
+        with self._reader:
+            for one in self._read(step, shard):
+                assert one.sampled is not None
+                assert one.features is not None
+                blocks = one.sampled.blocks
+                if self.names_nodes:
+                    packed, batch = self.features.place(one.index)
+                    blocks = named(blocks, packed.pool.nodes(batch))
+                found.append(SubgraphBatch(one.features, blocks, self.task.labels[one.sampled.seeds]))
+        return found
+
+    def infer(self, model: nn.Module) -> Callable[[Array], Tensor]:
+        """Node ids (int64) to their logits with all their neighbours: of all nodes by layers on disk, of few alone.
+
+        It takes the memory that batches are read into otherwise.
+        """
+        held = self.task.held
+        if not isinstance(model, Gnn):  # somebody's own network takes the graph as a whole
+            logits = subgraphs.infer(model, held).cpu()
+            return lambda ids: logits[ids]
+        with self._reader:
+            self._stop()
+        rows = lru_cache(1)(partial(self._layer_by_layer, model))
+
+        def read(ids: Array) -> Tensor:
+            if not rows.cache_info().currsize and self._fits(held, ids):
+                return self._around(model, ids)
+            out = torch.empty(len(ids), *rows().shape, dtype=rows().dtype)
+            rows().read(torch.from_numpy(ids), out)
+            return out
+
+        return read
+
+    def _fits(self, held: View, ids: Array) -> bool:
+        """Whether the rows of the whole neighbourhood of `ids` fit beside the hot ones."""
+        room = self._spare() // max(1, 4 * held.graph.features.shape[1]) - len(ids)
+        for layer in range(held.depth):
+            ids = held.sampler.draw(ids, (ALL,)).nodes if layer else ids
+            room -= int(held.sampler.degrees(ids).sum())
+            if room < 0:
+                return False
+        return True
+
+    @torch.no_grad()
+    def _around(self, model: Gnn, ids: Array) -> Tensor:
+        """Logits of few nodes: of their whole neighbourhood alone."""
+        held, parameter = self.task.held, next(model.parameters())
+        drawn = held.sampler.draw(ids, (ALL,) * held.depth)
+        source = open_rows(held.graph)
+        x = torch.empty(len(drawn.nodes), *source.shape, dtype=source.dtype)
+        source.read(torch.from_numpy(drawn.nodes), x)
+        blocks = [to_device(one, parameter.device, parameter.dtype) for one in drawn.blocks]
+        return subgraphs.forward(model, x.to(parameter), tuple(blocks)).cpu()
+
+    def _layer_by_layer(self, model: Gnn) -> Rows:
+        """In a folder of the graph and the network: what was killed goes on there, and what is done is read there. One
+        process at a time infers; the others wait for it."""
+        held, features = self.task.held, open_rows(self.task.held.graph)
+        of = repr((held.graph.origin, self.seed, model.options))
+        folder = set_folders(self.store.path, f"inference-{xxhash.xxh3_64_hexdigest(of.encode())}")[0]
+        identity = f"{manifest.graph_hash(held.graph)} {feature_files.identity(features)}"
+        place = InferenceFolder(folder, max(self._spare(), self._hub(model)), identity)
+        with Waiting("Inferring all nodes", 0.0, out=sys.stderr) as bar, manifest.locked([folder], waits=True):
+
+            def told(done: int, total: int) -> None:
+                bar.total = total
+                bar.advance(done - bar.done)
+
+            return inference.infer(model, held.sampler, features, place, told if self.features is None else None)
+
+    def _hub(self, model: Gnn) -> int:
+        """Bytes that the node with the most neighbours takes in inference, which a smaller budget does not shrink."""
+        return inference.least_memory(model, int(self.task.held.graph.degrees().max(initial=0)))
+
+    def _spare(self) -> int:
+        """Bytes of a rank beside its hot rows."""
+        return self.memory if self.features is None else self.features.budget.free
+
+    def _read(self, step: int, shard: Shard) -> list[ReadBatch]:
+        assert self.features is not None
+        if self._batches is None or self._next != step:
+            self._stop()
+            entries, last = self._entries(step, shard), (self.steps - 1) // self.pool_steps
+            self._batches = PackedBatches(self.features, self.features.order(entries, last))
+        found = [next(self._batches) for _ in range(self._cuts[shard][1])]
+        self._next = step + 1
+        if self._next >= self.steps:
+            self._stop()
+        return found
+
+    def moved(self) -> dict[str, int]:
+        """Bytes read from each tier since this was asked last."""
+        total = self.features.stats.bytes() if self.features is not None else dict.fromkeys(TIERS, 0)
+        before, self._moved = self._moved, total
+        return {tier: total[tier] - before.get(tier, 0) for tier in TIERS}
+
+    def table(self) -> Table:
+        """What was read from where, and how long training waited for it."""
+        assert self.features is not None
+        stats = self.features.stats
+        rows = [(tier.replace("_", " "), units.show_size(size)) for tier, size in stats.bytes().items()]
+        rows.append(("waited for", units.show_seconds(stats.stalled)))
+        rows += [("packed again", name) for name in stats.repaired]
+        return Table(("features from", f"{stats.batches:,} batches"), rows)
+
+    def _entries(self, step: int, shard: Shard) -> Iterator[tuple[int, int]]:
+        first, count = self._cuts[shard]
+        for later in range(step, max(self.steps, step + 1)):
+            start = self.drawn(later) * self._each + first
+            yield from ((later // self.pool_steps, one) for one in range(start, start + count))
+
+    def _stop(self) -> None:
+        if self._batches is not None:
+            self._batches.close()
+        self._batches, self._next = None, -1
+
+    def close(self) -> None:
+        """Ends reading and closes the packed set."""
+        self._stop()
+        if self.features is not None:
+            self.features.close_sets()
+        self.features, self._cuts, self._each, self._moved = None, {}, 0, {}
+
+
+# --- anybody's loop --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PrepareOptions:
+    """How batches are drawn and kept; as in recipes.
+
+    Attributes:
+        fanout: neighbours per layer, the one next to the targets first. batch: targets of a batch.
+        memory, disk: budgets, in bytes or as "512MiB"; rows: how they are stored. resample: share of the
+            batches that is drawn anew for each epoch. seed: of all draws.
+        style: loops and scales of the blocks, for networks of our own layers.
+    """
+
+    fanout: tuple[int, ...] = (10, 10)
+    batch: int = 1024
+    memory: str | int = "512MiB"
+    disk: str | int | None = None
+    rows: str = "fp32"
+    resample: float = 0.0
+    seed: int = 1
+    style: Style = field(default_factory=lambda: Style(loops=False, scale="none"))
+
+
+class MiniBatch(NamedTuple):
+    """Targets with their neighbourhood, under PyG's names.
+
+    Attributes:
+        x: float32 [nodes, width], the targets' rows first. edge_index: int64 [2, edges], sources and targets.
+        n_id: int64 [nodes], ids in the whole graph. batch_size: how many of them are targets.
+        y: labels of the targets, None without labels. blocks: the edges by layer, for networks that take them so.
+    """
+
+    x: Tensor
+    edge_index: Tensor
+    n_id: Tensor
+    batch_size: int
+    y: Tensor | None
+    blocks: tuple[MessageBlock, ...]
+
+
+class MiniBatches:
+    """Mini-batches of a packed pool: each `for` passes over them once, an epoch. Has state: the number of the epoch."""
+
+    def __init__(self, features: TieredFeatures, labels: Tensor | None, seed: int) -> None:
+        self.features, self.labels, self.seed, self.epoch = features, labels, seed, 0
+
+    @property
+    def stats(self) -> Any:
+        """Bytes read by tier, and seconds waited for."""
+        return self.features.stats
+
+    def __len__(self) -> int:
+        """Batches of an epoch."""
+        return len(self.features.packed)
+
+    def __iter__(self) -> Iterator[MiniBatch]:
+        """One epoch."""
+        order = batch_order(len(self), self.epoch, self.seed)
+        self.epoch += 1
+        entries = [(self.epoch - 1, one) for one in order.tolist()]
+        with PackedBatches(self.features, self.features.order(entries)) as batches:
+            for one in batches:
+                yield self._made(one)
+
+    def _made(self, one: ReadBatch) -> MiniBatch:
+        assert one.sampled is not None
+        assert one.features is not None
+        seeds, blocks = one.sampled.seeds, one.sampled.blocks
+        labels = None if self.labels is None else self.labels[seeds]
+        packed, batch = self.features.place(one.index)
+        nodes = torch.from_numpy(packed.pool.nodes(batch))
+        return MiniBatch(one.features, subgraphs.edge_index(blocks[0]), nodes, len(seeds), labels, blocks)
+
+    def close(self) -> None:
+        """Closes the packed set."""
+        self.features.close()
+        self.features.close_sets()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def prepare(
+    graph: Graph,
+    features: str | Path | Features | None,
+    path: str | Path | Sequence[str | Path],
+    options: PrepareOptions = PrepareOptions(),
+    progress: Progress | None = None,
+) -> MiniBatches:
+    """Samples and packs the training nodes of `graph` in mini-batches, or opens what is packed in `path` already.
+
+    Args:
+        graph: edges, labels and the split. features: a file or folder with a row for each node (`open_features`); None:
+            those of `graph`. path: the folder of the packed set, or one on each of several disks.
+
+    Raises:
+        UserError: among others, where `path` holds a set of other inputs, or `options.memory` is too small.
+    """
+    train = graph.parts.train if graph.parts is not None else np.arange(graph.nodes)
+    seeds = epoch_seeds(train, options.batch, options.seed)
+    if isinstance(features, str | Path):
+        features = feature_files.open_features(features, nodes=graph.nodes)
+    folders = [path] if isinstance(path, str | Path) else path
+    packing = Packing(
+        tuple(Path(one) for one in folders),
+        Sampler(graph, options.style),
+        graph,
+        open_rows(graph) if features is None else features,
+        Draws(seeds, list(range(len(seeds))), options.fanout, options.seed),
+        MemoryShare(units.size(options.memory, "memory")),
+        None if options.disk is None else units.size(options.disk, "disk"),
+        options.rows,
+        options.resample,
+    )
+    labels = None if graph.labels is None else torch.from_numpy(np.asarray(graph.labels))
+    return MiniBatches(packing.opened(progress), labels, options.seed)

@@ -1,0 +1,159 @@
+"""Expert parallelism as a mechanism: each rank keeps the experts that the plan gives it, and tokens go to them.
+
+Experts lie on consecutive ranks of those that hold the same parameters otherwise (DeepSpeed-MoE, arXiv 2201.05596):
+these sum all other gradients together, and the gradients of an expert only with the ranks that hold it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from espalier.checkpoint.all_names import AllNames
+from espalier.comm.base import Traffic, traffic
+from espalier.mechanisms.expert_parallel.flashmoe import FlashMoE
+from espalier.mechanisms.expert_parallel.flashmoe.shared_memory import links
+from espalier.parallel.expert_map import ExpertMap
+from espalier.parallel.model_cut import ModelCut
+from espalier.plan.compose import Claim
+from espalier.recipe.errors import UserError
+from espalier.train.mechanism import Build, Mechanism
+from espalier.train.seams import Filled, Seam, fields_of
+
+if TYPE_CHECKING:
+    from espalier.checkpoint.base import Stateful
+    from espalier.plan.base import Plan
+    from espalier.recipe import Recipe
+
+CLAIM = Claim(
+    "expert_parallel",
+    question="route",
+    needs={"a model"},
+    changes={"tokens reach their experts"},
+    forbids={"gradients are scattered", "compiles blocks"},
+    after={"model stages"},
+)
+"""Ranks hold unlike parameters, so that only optimizer states are sharded beside them
+(`mechanisms.sharding.layer_holders`)."""
+
+
+class ExpertParallel(Filled):
+    """A rank keeps its own experts, and tokens go to the ranks that hold theirs."""
+
+    claim = CLAIM
+    record = "flashmoe"
+    seam: Seam = "route"
+
+    def __init__(self, held: ExpertMap, codec: str = "exact") -> None:
+        self.held, self.codec = held, codec
+
+    def wrap(self, context: Build) -> None:
+        """Frees the others' experts; the model was built whole, so initial weights are the same whatever the map.
+        Raises UserError where the plan's map is not of this model."""
+        model, mesh = context.model, context.mesh
+        assert model is not None
+        assert mesh.replica is not None, "an expert group has several ranks"
+        cut = context.cut = context.cut or ModelCut(mesh.replica)
+        everyone, same = mesh.mesh.same_parameters(mesh.rank), mesh.mesh.same_experts(mesh.rank)
+        names = {id(module): name for name, module in model.named_modules()}
+        place = mesh.mesh.expert_group(mesh.rank)
+        own, group = self.held.ranks[place.index(mesh.rank)], mesh.of(place)
+        assert group is not None
+        self.links, self.group = links(group), group
+        own_names: set[str] = set()
+        for module, _ in fields_of(model, self.seam):
+            keep(module, own, self.held.count)
+            prefix = f"{names[id(module)]}.experts."
+            own_names |= {prefix + name for name, _ in module.get_submodule("experts").named_parameters()}
+        cut.peers = {name: same if name in own_names else everyone for name, _ in model.named_parameters()}
+        super().wrap(context)
+        routes: list[ExpertGroup] = [getattr(module, field) for module, field in fields_of(model, self.seam)]
+        cut.idle = [one.idle for one in routes]
+        meter = LoadMeter(routes, own, self.held.count, mesh.replica)
+        context.meters |= {"experts": meter.load, "dispatch": meter.waited}
+
+    def replacement(self, context: Build, module: nn.Module, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """Dispatch among the ranks of this one's expert group."""
+        experts = list(module.get_submodule("experts").children())
+        return ExpertGroup(FlashMoE(self.group, self.held, self.links, self.codec), module, experts)
+
+    def state(self, context: Build, parts: Mapping[str, Stateful]) -> Mapping[str, Stateful]:
+        """Under the names of all experts; stages of a pipeline see to that themselves."""
+        if context.stages is not None:
+            return parts
+        return {name: AllNames(part, context.mesh.replica) for name, part in parts.items()}
+
+
+class LoadMeter:
+    """What the experts of a replica's ranks did since the last step. Has state: what was counted before.
+
+    Args:
+        routes: of this rank's layers; own: its experts in each, of `count`; group: all ranks of the replica, which ask
+            together.
+    """
+
+    def __init__(self, routes: Sequence[ExpertGroup], own: Sequence[int], count: int, group: dist.ProcessGroup) -> None:
+        self._routes, self._own, self._group = [one.route for one in routes], own, group
+        self._before, self._found = torch.zeros(count + 1, dtype=torch.float64), torch.zeros(0)
+
+    def load(self) -> dict[str, float]:
+        """Rows that each expert got, in all layers."""
+        now = torch.zeros_like(self._before)
+        for route in self._routes:
+            now[list(self._own)] += torch.tensor(route.load, dtype=torch.float64)
+        now[-1] = sum(links.idle for links in {id(route.links): route.links for route in self._routes}.values())
+        waited = torch.zeros(self._group.size(), dtype=torch.float64)
+        waited[self._group.rank()] = now[-1] - self._before[-1]
+        self._found = torch.cat([now[:-1] - self._before[:-1], waited])
+        self._before = now
+        with traffic(Traffic.CONTROL):
+            dist.all_reduce(self._found, group=self._group)
+        return {str(expert): float(rows) for expert, rows in enumerate(self._found[: len(now) - 1])}
+
+    def waited(self) -> dict[str, float]:
+        """Seconds in which a rank had nothing to do in its layers of experts: on average, and the one that had most."""
+        seconds = self._found[-self._group.size() :]
+        return {"waited": float(seconds.mean()), "longest": float(seconds.max())}
+
+
+class ExpertGroup:
+    """A route that a rank can also take part in without tokens of its own. Has state: what the last rows looked like.
+
+    Args:
+        route: the exchange; module: whose seam it fills, for its dtype and width; experts: those of this rank.
+    """
+
+    def __init__(self, route: FlashMoE, module: nn.Module, experts: list[nn.Module]) -> None:
+        self.route, self.experts = route, experts
+        self._rows = next(module.parameters()).detach().new_empty(0, next(module.parameters()).shape[-1])
+
+    def __call__(self, x: Any, chosen: Any, weights: Any, experts: list[nn.Module]) -> Any:
+        """See `parallel.expert_map.Route`."""
+        self._rows = x.detach()[:0]
+        return self.route(x, chosen, weights, experts)
+
+    def idle(self) -> None:
+        """One dispatch of other ranks' tokens. Validation only."""
+        nothing = self._rows.new_empty(0, 1)
+        self.route(self._rows, nothing.long(), nothing, self.experts)
+
+
+def keep(module: nn.Module, own: tuple[int, ...], count: int) -> None:
+    """Leaves the experts `own` in `module.experts`, under their names. Raises UserError where there are not `count`."""
+    experts = dict(module.get_submodule("experts").named_children())
+    if len(experts) != count:
+        raise UserError(
+            f"The plan's map has {count} experts, and a layer of the model has {len(experts)}.",
+            do="delete plan.json; it is then planned again",
+        )
+    module.experts = nn.ModuleDict({str(number): experts[str(number)] for number in own})
+
+
+def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:
+    """Where the plan spreads the experts."""
+    codec = next((one.codec for one in plan.exchanges if one.traffic == Traffic.EXPERTS), "exact")
+    return ExpertParallel(ExpertMap(plan.experts), codec) if len(plan.experts) > 1 else None

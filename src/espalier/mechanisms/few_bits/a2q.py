@@ -1,0 +1,546 @@
+"""A2Q: rows of features quantized with a width and a step of their own, both learned. After Zhu et al., ICLR 2023,
+arXiv 2302.00193.
+
+Most nodes of a graph have small aggregates and few have large ones, so a width for each node takes far fewer bits than
+one for all. In semi-supervised tasks few nodes hear of the loss; widths and steps are therefore learned from a node's
+own quantization error (the local gradient), while features get the gradient of the task.
+
+A row of one value is its own to within half a step, not exactly: steps are those of a table, see base.py.
+
+Deviations: a row's error is measured in its own step (mean |x_q - x| / step, the divisor held fixed), and for the width
+in its range (step 2^(B-1)), so that rows of all sizes learn alike and one weight of the memory loss fits all; steps are
+powers of 2^(1/8), see base.py; each row's step is fitted to its values round the learned one, in training as after it
+(`fitted`). The gradient of the task does not pass clipped values (`ste = "clip"`), as in the paper; in the authors'
+code the mask never applies (`"pass"`).
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from espalier.kernels.base import operation
+from espalier.mechanisms.few_bits.bit_allocator import (
+    MOST,
+    OCTAVE,
+    STEP_RATE,
+    STEPS,
+    BitAllocator,
+    Layer,
+    RowIndex,
+    Total,
+    _Step,
+    alone,
+    largest_code,
+    rounded,
+    step_codes,
+    stored,
+)
+from espalier.recipe.errors import UserError
+from espalier.recipe.records import Record
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Integer, UInt8
+
+
+RECORD = Record(
+    name="a2q",
+    title="A2Q: a bit width and step size learned for every node",
+    aliases=("a-2q", "aggregation-aware quantization"),
+    paper="ICLR 2023, arXiv 2302.00193",
+    question="How few bits does a value need?",
+    files=(
+        "mechanisms/few_bits/a2q.py",
+        "mechanisms/few_bits/bit_allocator.py",
+        "mechanisms/few_bits/quantization.py",
+        "mechanisms/few_bits/quantized_networks.py",
+    ),
+    chosen='by the recipe, no plan does it: `quant.kind = "a2q"`, for graph models whose features, not weights, fill '
+    "memory or the wire; `quant.target`, bytes of codes, chooses the widths, and the plan tells both",
+    cost="bytes = sum over nodes of (columns * bits(node) + 12) / 8, 12 bits for bit-width and step; one more gradient "
+    "for step and bits per row",
+    law="unpacked codes times step equal the fake-quantized values bit for bit, for every width from 1 to 8",
+    law_test="tests/quant/test_a2q.py::test_unpacked_codes_times_steps_are_the_quantized_values_bit_for_bit",
+    bench="bench/a2q.py",
+    state="works",
+    remark="graph networks of every kind, transformers and one's own among them, train with learned widths under a "
+    "target, on whole graphs, parts over ranks, folders of parts, drawn neighbourhoods and graphs that are "
+    "classified whole; nodes that training has not seen take the nearest pairs; predictions read packed rows,"
+    " bit for bit those of training where edges have no weights (tests/graph/test_quantization.py), and "
+    "exports predict by themselves; over ranks rows cross as codes; on Cora, 64 columns, three seeds, the "
+    "local gradient is worth 1.0 points (without it the first gradient does not reach the step of 3 in 4 "
+    "nodes); means of 10 seeds and their standard errors: on Cora, 64 columns, a2q is level with fp32 (0.0 +-"
+    " 0.2) and 0.4 +- 0.4 above uniform 2-bit rows in a 17th and in 0.88 of their bytes, mega 0.1 +- 0.3 "
+    "below and 0.3 +- 0.5 above; 16 columns, a2q 0.4 +- 0.5 below fp32 in a 15th and 0.3 +- 0.5 above uniform"
+    " 2-bit rows; on CiteSeer, 16 columns, a2q 3.2 +- 0.8 below fp32 in a 16th, 0.4 +- 1.0 above uniform "
+    "2-bit rows and 1.9 +- 0.8 below Degree-Quant's, mega 7.0 +- 1.9 below fp32; 64 columns, a2q 1.1 +- 0.3 "
+    "and mega 1.6 +- 0.3 below in a 19th, level with uniform 2-bit rows in 0.86 of their bytes (half a point "
+    "was the goal); that it is more accurate than uniform rows of as many bytes is sure on Debian's packages "
+    "alone: 64 columns, 60 steps, not trained to the end, 3 seeds, 40.5 % against 33.3 in 1.07 times the "
+    "bytes, fp32 63.1; where the nodes of the test are hidden while training, three seeds, a2q 2.0 +- 1.0 and"
+    " mega 2.3 +- 1.3 below fp32 that is trained so; one step a layer learned from the task alone, as LSQ's "
+    "authors do (64 columns, 10 seeds): with 2 bits 1.4 and 2.1 points below a2q in 0.50 and 0.28 of its "
+    "bytes on Cora and CiteSeer, with 3 bits level with it (0.1 below, 0.2 above) in 1.7 and 1.4 times its "
+    "bytes; with 16 columns it is below `uniform`; a training step of GCN takes 1.5 to 1.9 times the CPU time"
+    " of fp32 at 30,000 nodes (1.5 was the goal) and 2.3 to 3.0 times at 3,000, and products of packed rows "
+    "are about as fast as torch.sparse where features fit the cache; PubMed is not measured, for want of its "
+    "features",
+    gpu="NVIDIA H100, November 2026",
+)
+
+
+class Rule(NamedTuple):
+    """How a quantizer rounds and learns.
+
+    Attributes:
+        signed: codes have a sign; else negative values become 0.
+        local: widths and steps follow the quantization error of their own row, times this (0: the gradient of the
+            task).
+        ste: whether the gradient of the task passes values that were clipped.
+        own: rows, the first ones, whose own errors count (0: all): others are counted by the rank that owns them. The
+            gradient of the task is that of all rows: each rank has its part of it.
+    """
+
+    signed: bool = True
+    local: float = 0.0
+    ste: Literal["clip", "pass"] = "clip"
+    own: int = 0
+
+
+def codes_of(x: Tensor, step: Tensor, bits: Tensor, signed: bool) -> Tensor:
+    """sign(x) min(floor(|x| / step + 0.5), 2^(B-1) - 1), in the dtype of `x`; `step` and `bits` broadcast."""
+    x = x if signed else x.clamp(min=0)
+    return x.sign() * torch.minimum((x.abs() / step + 0.5).floor(), largest_code(bits, signed))
+
+
+class FakeQuantize(torch.autograd.Function):
+    """`apply(x, step, bits, rule)`: step * code, with the gradients of the paper's equations 3 to 5.
+
+    With `in` where |x| <= step (2^(B-1) - 1): dx_q/dstep = code - x/step if in, else the largest code with its sign;
+    dx_q/dbits = 0 if in, else sign(x) 2^(B-1) ln 2 step.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, step: Tensor, bits: Tensor, rule: Rule) -> Tensor:
+        """See the class."""
+        ctx.rule = rule
+        found = rounded_values(x, step, bits, rule)
+        ctx.save_for_backward(x, step, bits, found.dstep, found.dbits)
+        return found.values
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor, Tensor, None]:
+        """See the class."""
+        x, step, bits, *local = ctx.saved_tensors
+        if ctx.rule.local and not ctx.needs_input_grad[0]:
+            return None, local[0], local[1], None
+        dx, dstep, dbits = rounding_gradients(x, step, bits, ctx.rule, gradients[0])
+        return (dx, *local, None) if ctx.rule.local else (dx, dstep, dbits, None)
+
+
+class Learns(torch.autograd.Function):
+    """`apply(y, step, bits, dstep, dbits)`: y; the gradients of step and bits are those given. Where x needs none, its
+    codes go without gradients through a layer whose result is `y`."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, *pairs: Tensor) -> Tensor:
+        """See the class."""
+        ctx.save_for_backward(*pairs[2:])
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """See the class."""
+        return gradients[0], *ctx.saved_tensors, None, None
+
+
+class Rounded(NamedTuple):
+    """Step * code of every value, and the local gradients of steps and bits (None: the rule has none)."""
+
+    values: Tensor
+    dstep: Tensor | None = None
+    dbits: Tensor | None = None
+
+
+def compiled(x: Tensor, step: Tensor, bits: Tensor, *_: Any) -> bool:
+    """Whether kernels round: float32 rows with a step for each row or column."""
+    shapes = ((len(x), 1), (1, x.shape[1])) if x.dim() == 2 else ()
+    return (
+        x.dtype == step.dtype == torch.float32 and x.numel() > 0 and step.shape == bits.shape and step.shape in shapes
+    )
+
+
+def _in_one_pass(
+    x: Tensor, step: Tensor, bits: Tensor, rule: Rule, upstream: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `row_steps_cpu.round_values` makes, and its two sums in the shape of steps."""
+    from espalier.mechanisms.few_bits import row_steps_cpu
+
+    pairs = step.flatten().contiguous(), largest_code(bits, rule.signed).flatten().contiguous()
+    by_row, out = step.shape == (len(x), 1), torch.empty_like(x, memory_format=torch.contiguous_format)
+    sums = np.zeros((2, 1 if by_row else row_steps_cpu.BLOCKS, step.numel()), np.float32)
+    summed = (upstream is None) == (rule.local != 0)
+    added = (len(x) if upstream is not None else rule.own or len(x)) if summed else 0
+    options = int(by_row), int(rule.signed), int(rule.ste == "pass"), added
+    given = x.detach().contiguous(), (x[:0] if upstream is None else upstream).detach().contiguous()
+    arrays = [one.numpy() for one in (*given, *pairs)]
+    row_steps_cpu.round_values(*arrays[:2], tuple(arrays[2:]), options, out.numpy(), sums)
+    totals = sums[:, 0] if by_row else sums.sum(1, dtype=np.float64).astype(np.float32)
+    errors, beyond = (torch.from_numpy(one).view(step.shape) for one in totals)
+    return out, errors, beyond
+
+
+def _inside(x: Tensor, step: Tensor, bits: Tensor, signed: bool) -> Tensor:
+    top = step * largest_code(bits, signed)
+    return (x.abs() <= top) if signed else (x <= top) & (x >= 0)
+
+
+@operation("rounded_values")
+@torch.no_grad()
+def rounded_values(x: Tensor, step: Tensor, bits: Tensor, rule: Rule) -> Rounded:
+    """See `FakeQuantize`; `step` and `bits` alike: of rows [rows, 1] or columns [1, columns]."""
+    code = codes_of(x, step, bits, rule.signed)
+    if not rule.local:
+        return Rounded(code * step)
+    error = (code * step - x).sign() / step * (rule.local * step.numel() / x.numel())
+    if rule.own:
+        error[rule.own :] = 0
+    inside = _inside(x, step, bits, rule.signed)
+    sign = x.sign() if rule.signed else (x > 0).to(x.dtype)
+    dstep = error * torch.where(inside, code - x / step, code)
+    dbits = error * torch.where(inside, 0, sign * math.log(2) * step)
+    return Rounded(code * step, dstep.sum_to_size(step.shape), dbits.sum_to_size(bits.shape))
+
+
+@rounded_values.fast("cpu", wins=compiled)
+@torch.no_grad()
+def rounded_by_kernel(x: Tensor, step: Tensor, bits: Tensor, rule: Rule) -> Rounded:
+    """numba: one pass."""
+    out, errors, beyond = _in_one_pass(x, step, bits, rule)
+    weight = rule.local * step.numel() / x.numel()
+    return Rounded(out, errors / step * weight, beyond * (-weight * math.log(2))) if rule.local else Rounded(out)
+
+
+@operation("rounding_gradients")
+@torch.no_grad()
+def rounding_gradients(
+    x: Tensor, step: Tensor, bits: Tensor, rule: Rule, upstream: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Those of the task: of values, and, where the rule is not local, of steps and bits: see `FakeQuantize`."""
+    inside = _inside(x, step, bits, rule.signed)
+    dx = upstream if rule.ste == "pass" else upstream * inside
+    if rule.local:
+        return dx, None, None
+    code, largest = codes_of(x, step, bits, rule.signed), largest_code(bits, rule.signed)
+    dstep = upstream * torch.where(inside, code - x / step, code)
+    sign = x.sign() if rule.signed else (x > 0).to(x.dtype)
+    dbits = upstream * torch.where(inside, 0, sign * (largest + 1) * math.log(2) * step)
+    return dx, dstep.sum_to_size(step.shape), dbits.sum_to_size(bits.shape)
+
+
+@rounding_gradients.fast("cpu", wins=compiled)
+@torch.no_grad()
+def gradients_by_kernel(
+    x: Tensor, step: Tensor, bits: Tensor, rule: Rule, upstream: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """numba: one pass."""
+    out, dstep, beyond = _in_one_pass(x, step, bits, rule, upstream)
+    if rule.local:
+        return out, None, None
+    return out, dstep, beyond * (largest_code(bits, rule.signed) + 1) * math.log(2) * step
+
+
+PARTS = 2
+"""Of an octave, that the steps of rows are apart."""
+OFFSETS = tuple(one / PARTS for one in range(-2 * PARTS, PARTS + 1))
+"""Octaves from the learned step of those that a row's is taken from."""
+_TRIED = torch.cat([STEPS[:1].expand(16), STEPS[:: OCTAVE // PARTS], STEPS[-1:].expand(16)]).numpy()
+
+
+@operation("fitted_steps")
+@torch.no_grad()
+def fitted(x: Tensor, logarithm: Tensor, bits: Tensor, signed: bool, gain: float = 1.0) -> Tensor:
+    """log2 of the step of each row of `x / gain` that has the least squared error, among those in OFFSETS of the
+    learned one. In so many PARTS of an octave, so that few steps are to be told apart in a package."""
+    middle = (PARTS * logarithm).round() / PARTS
+    best, least, x = middle, None, x if gain == 1 else x / gain
+    for offset in OFFSETS:
+        step = _Step.apply(middle + offset)[:, None].to(x.dtype)
+        error = (codes_of(x, step, bits[:, None].to(x.dtype), signed) * step - x).square().sum(1)
+        better = torch.ones_like(error, dtype=torch.bool) if least is None else error < least
+        least = error if least is None else torch.where(better, error, least)
+        best = torch.where(better, middle + offset, best)
+    return best
+
+
+@fitted.fast("cpu", wins=lambda x, *_: x.dtype == torch.float32)
+@torch.no_grad()
+def fitted_by_rows(x: Tensor, logarithm: Tensor, bits: Tensor, signed: bool, gain: float = 1.0) -> Tensor:
+    """numba: a row's values are read once."""
+    from espalier.mechanisms.few_bits import row_steps_cpu
+
+    middle = ((PARTS * logarithm).round() / PARTS).float().contiguous()
+    pairs = middle.numpy(), largest_code(bits, signed).float().contiguous().numpy()
+    tables, out = (_TRIED, np.array(OFFSETS, np.float32)), torch.empty_like(middle)
+    row_steps_cpu.fit(x.contiguous(), pairs, tables, (int(signed), np.float32(gain)), out)
+    return out
+
+
+FITTED, ROUNDED, ROUNDED_BACK = 90, 25, 25
+"""What fitting the steps of rows, rounding, and the gradients of both take for a value of 4 bytes, as bytes that could
+be read and written meanwhile. Measured once, rows of 30,000 x 64 and 200,000 x 32 on one and two threads of an AMD
+EPYC: 56 to 131, 12 to 44, and 11 to 43."""
+TEMPORARY = 6
+"""Arrays of the values' size that backward makes besides."""
+
+
+class Cost(NamedTuple):
+    """Bytes moved forward and backward, kept until backward, and held besides at the worst moment."""
+
+    moved: Any
+    moved_back: Any
+    kept: Any
+    transient: Any
+
+
+def cost(values: Any, size: int, fits: bool = False) -> Cost:
+    """Of rounding so many `values` of `size` bytes in a pass (arrays allowed); `fits`: each row's step is fitted. Kept
+    are rounded values beside those that they are of."""
+    share = size / 4
+    moved = (ROUNDED + FITTED * fits) * share * values
+    return Cost(moved, ROUNDED_BACK * share * values, size * values, TEMPORARY * size * values)
+
+
+class Coded(NamedTuple):
+    """Rows as they are stored: codes int8 (signed) or uint8 [rows, columns]; of each row the stored width, the code of
+    its step (`base.STEPS`), and the entry of its allocator."""
+
+    codes: Integer[Tensor, "rows columns"]
+    widths: UInt8[Tensor, " rows"]
+    steps: UInt8[Tensor, " rows"]
+
+
+class Unchanged:
+    """What is made of each row of a matrix and of its pair, kept from the second time on that the very same matrix
+    comes (features that no dropout changes do, every step): only rows whose pairs have changed are then made anew. Has
+    state: the matrix, the pairs, and what was made."""
+
+    def __init__(self) -> None:
+        self.of: tuple[Any, ...] = ()
+        self.pairs: tuple[Tensor, ...] = ()
+        self.made: tuple[Tensor, ...] = ()
+        self.versions: list[int] = []
+
+    def __reduce__(self) -> tuple[type[Unchanged], tuple[()]]:
+        return Unchanged, ()
+
+    @torch.no_grad()
+    def __call__(self, x: Tensor, tag: Any, pairs: tuple[Tensor, ...], make: Callable[..., Any]) -> Any:
+        """`make(x, *pairs)`: of each row on its own; it may depend on `tag` besides."""
+        if x.device.type != "cpu" or x.requires_grad or x.is_inference():
+            return make(x, *pairs)
+        same = self.of and self.of[0]() is x and self.of[1:] == (x._version, tag)
+        if not same:
+            self.of, self.pairs, self.made = (weakref.ref(x), x._version, tag), (), ()
+            return make(x, *pairs)
+        if not self.made or self.versions != [one._version for one in self.made]:
+            changed = torch.arange(len(x))
+        else:
+            changed = torch.stack([one != old for one, old in zip(pairs, self.pairs, strict=True)]).any(0).nonzero()
+        if 2 * len(changed) > len(x):
+            self.made = tuple(make(x, *pairs))
+        elif len(changed):
+            at = changed.flatten()
+            for old, new in zip(self.made, make(x[at], *(one[at] for one in pairs)), strict=True):
+                old[at] = new
+        self.pairs, self.versions = tuple(one.clone() for one in pairs), [one._version for one in self.made]
+        return self.made
+
+
+class FeatureQuantizer(nn.Module):
+    """Rows of features, quantized. Has state: its allocator's pairs.
+
+    >>> from espalier.mechanisms.few_bits.bit_allocator import NodeBits
+    >>> quantizer = FeatureQuantizer(NodeBits(3, bits=4), columns=2, rule=Rule(signed=False, local=1.0))
+    >>> x = torch.tensor([[0.5, 1.0], [0.0, 0.2], [3.0, 0.1]])
+    >>> quantizer.begin(x)
+    >>> bool((quantizer(x) - x).abs().max() < 0.5)
+    True
+
+    Attributes:
+        gain: what dropout multiplies values by while training, and steps with them.
+        share: of the batch that this pass is over: local gradients of several passes then add up to those of one.
+        shift: taken from all widths, see `base.MemoryTarget`.
+        last: log2 of each row's step in the last pass, before `factor`.
+    """
+
+    def __init__(self, allocator: BitAllocator, columns: int, rule: Rule) -> None:
+        super().__init__()
+        self.allocator, self.columns, self.rule = allocator, columns, rule
+        self.gain, self.share = 1.0, 1.0
+        self.beginning: Total | None = None
+        self.shift: Any = float
+        self.last = torch.zeros(0)
+        self.kept_steps, self.kept_values = Unchanged(), Unchanged()
+
+    @property
+    def layer(self) -> Layer:
+        """For a target."""
+        return Layer(self.allocator, self.columns, self.rule.signed)
+
+    def begin(self, x: Float[Tensor, "rows columns"], index: RowIndex | None = None, total: Total = alone) -> None:
+        """Steps that fit the values `x`; `total` adds up over ranks."""
+        self.allocator.begin(x, index or RowIndex(), self.rule.signed, total)
+
+    def _pairs(self, x: Tensor, index: RowIndex) -> tuple[Tensor, Tensor, Tensor | None]:
+        at = self.allocator.entries_of(x, index, self.rule.signed)
+        bits, logarithm = self.allocator.bits, self.allocator.logarithm
+        shifted = bits.abs() - self.shift()
+        bits = shifted + (shifted.clamp(min=1) - shifted).detach()  # what has no bits may get some again
+        if at is not None:
+            bits, logarithm = bits[at], logarithm[at]
+        learns, shown = index.shown, self.allocator.shown
+        if learns is None and shown is not None:
+            learns = (shown if at is None else shown[at]) > 0
+        if self.training and learns is not None:
+            bits = torch.where(learns, bits, bits.detach())
+            logarithm = torch.where(learns, logarithm, logarithm.detach())
+        if self.allocator.fits:
+            with torch.no_grad():
+                given = (PARTS * logarithm).round() / PARTS, rounded(bits, self.rule.signed)
+            tag = self.rule.signed, self.factor
+            (own,) = self.kept_steps(x, tag, given, lambda *one: [fitted(one[0], one[1], one[2], *tag)])
+            logarithm = own + (logarithm - logarithm.detach())
+        return bits, logarithm, at
+
+    def forward(self, x: Float[Tensor, "rows columns"], index: RowIndex | None = None) -> Float[Tensor, "rows columns"]:
+        """step * code of every value."""
+        values, learned = self.rounded(x, index)
+        return values if learned is None else learned(values)
+
+    def rounded(self, x: Tensor, index: RowIndex | None = None) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
+        """step * code of every value. Where these need no gradients to learn by (`x` has none, and the rule is local),
+        what is returned besides is called with a result of theirs, which then carries the local gradients."""
+        index = index or RowIndex()
+        if self.beginning is not None:
+            self.begin(x, index, self.beginning)
+        bits, logarithm, _ = self._pairs(x, index)
+        rule = self.rule._replace(local=self.rule.local * self.share, own=index.own)
+        step = _Step.apply(logarithm)
+        step = step * self.factor if self.factor != 1 else step
+        step, bits, self.last = step.to(x.dtype)[:, None], bits.to(x.dtype)[:, None], logarithm.detach()
+        if x.requires_grad or not rule.local or not torch.is_grad_enabled():
+            return FakeQuantize.apply(x, step, bits, rule), None
+        pairs = step.detach(), rounded(bits.detach(), rule.signed)
+        if index.own:
+            values, *local = rounded_values(x, *pairs, rule)
+        else:
+            values, *local = self.kept_values(x, rule, pairs, lambda *one: rounded_values(one[0], one[1], one[2], rule))
+        return values, lambda result: Learns.apply(result, step, bits, *local)
+
+    @property
+    def factor(self) -> float:
+        """What steps are multiplied by: the gain, while training."""
+        return self.gain if self.training else 1.0
+
+    @torch.no_grad()
+    def codes(self, x: Float[Tensor, "rows columns"], index: RowIndex | None = None) -> Coded:
+        """What `forward` rounds `x` to, in integers: `codes * STEPS[steps]` are its very numbers."""
+        bits, logarithm, _ = self._pairs(x, index or RowIndex())
+        steps = _Step.apply(logarithm).to(x.dtype)[:, None]
+        kind = torch.int8 if self.rule.signed else torch.uint8
+        codes = codes_of(x, steps, bits.to(x.dtype)[:, None], self.rule.signed).to(kind)
+        return Coded(codes, stored(bits, self.rule.signed), step_codes(logarithm))
+
+
+class ColumnQuantizer(nn.Module):
+    """Columns of a matrix of `bits` each with a learned step: weights (by output), messages X W, and sums. Has state:
+    the steps. A `local` one learns them from its own error, else from the task."""
+
+    def __init__(self, columns: int, bits: int, local: bool, dim: int = 1) -> None:
+        super().__init__()
+        if not 2 <= bits <= MOST:
+            raise UserError(f"{bits} bits of signed codes are not possible.", do=f"2 to {MOST}")
+        self.raw_step = nn.Parameter(torch.full((columns,), -3 / STEP_RATE))
+        self.bits, self.local, self.dim = bits, local, dim
+        self.share = 1.0
+        self.beginning: Total | None = None
+
+    def _step(self, x: Tensor) -> Tensor:
+        step: Tensor = _Step.apply(self.raw_step * STEP_RATE).to(x.dtype)
+        return step[None, :] if self.dim == 1 else step[:, None]
+
+    @torch.no_grad()
+    def begin(
+        self, x: Float[Tensor, "rows columns"], own: int = 0, total: Total = alone, shown: Tensor | None = None
+    ) -> None:
+        """Steps that fit the values of `x`, as LSQ begins; `own`: see `Rule`; `total` adds up over ranks; `shown`: see
+        `RowIndex`."""
+        sizes = x[: own or None].abs()
+        sizes = sizes if shown is None else sizes[shown[: own or None]]
+        sizes = total(sizes.sum(1 - self.dim)) / total(sizes.new_tensor(sizes.shape[1 - self.dim]))
+        middle = sizes[sizes > 0].median() if bool((sizes > 0).any()) else torch.ones(())
+        sizes = torch.where(sizes > 0, sizes, middle)
+        self.raw_step.copy_((2 * sizes / math.sqrt(2 ** (self.bits - 1) - 1)).log2() / STEP_RATE)
+
+    def forward(
+        self, x: Float[Tensor, "rows columns"], own: int = 0, shown: Tensor | None = None
+    ) -> Float[Tensor, "rows columns"]:
+        """step * code of every value. `own`: see `Rule`; `shown`: see `RowIndex`."""
+        if self.beginning is not None:
+            self.begin(x, own, self.beginning, shown)
+        step = self._step(x)
+        bits = step.new_full(step.shape, self.bits).detach()
+        rule = Rule(local=self.share * (len(x) / own if own else 1.0) if self.local else 0.0, own=own)
+        found: Tensor
+        if shown is None or not rule.local:
+            found = FakeQuantize.apply(x, step, bits, rule)
+            return found
+        teach = x.detach()[: own or None][shown[: own or None]]
+        found = FakeQuantize.apply(x, step.detach(), bits, rule)
+        if not len(teach):
+            return found
+        rule = rule._replace(local=rule.local * len(teach) / len(x), own=0)
+        _, *learned = rounded_values(teach, step.detach(), bits, rule)
+        found = Learns.apply(found, step, bits, *learned)
+        return found
+
+    @torch.no_grad()
+    def codes(self, x: Float[Tensor, "rows columns"]) -> tuple[Tensor, Tensor]:
+        """int8 codes, and the step of each column (or row): `codes * step` is what `forward` gives."""
+        step = self._step(x)
+        return codes_of(x, step, step.new_full(step.shape, self.bits), True).to(torch.int8), step
+
+
+def quantize_weights(module: nn.Module, bits: int) -> None:
+    """Every `nn.Linear` (and PyG's) below `module` multiplies by a weight of `bits` bits, a learned step for each
+    output. Raises UserError: bits outside 2 to 8."""
+    for layer in [one for one in module.modules() if isinstance(getattr(one, "weight", None), nn.Parameter)]:
+        weight = layer.weight
+        if isinstance(weight, Tensor) and weight.ndim == 2 and not isinstance(layer, nn.Embedding):
+            quantizer = ColumnQuantizer(len(weight), bits, local=False, dim=0)
+            quantizer.begin(weight)
+            parametrize.register_parametrization(layer, "weight", quantizer, unsafe=True)
+
+
+def quantize_inputs(layer: nn.Module, quantizer: FeatureQuantizer) -> None:
+    """The rows that `layer` is called with (its first argument) are quantized: for anybody's layer of message passing,
+    PyG's among them. The quantizer becomes a part of the layer."""
+    layer.add_module("quantizer", quantizer)
+
+    def before(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (quantizer(inputs[0]), *inputs[1:])
+
+    layer.register_forward_pre_hook(before)
+
+
+def quantizers_of(model: nn.Module) -> Iterable[FeatureQuantizer]:
+    """All in `model`, in order."""
+    return [one for one in model.modules() if isinstance(one, FeatureQuantizer)]

@@ -1,0 +1,139 @@
+"""The file of packages: named matrices and plain facts, whose every byte is checked.
+
+The paper leaves the file open; ours is
+
+    b"ESPKG3\\0\\0" | length of the header (u32) | XXH3 of length and header (u64) | header (JSON) | streams, each
+    filled up to 8 bytes
+
+(numbers little-endian; files of version 2, `ESPKG2`, which had no hash of the header, are read too), with the streams
+`packages`, `occupied` (bitmap or lists), `index` (for every 256 rows where their first code is), `rows` (for each row
+the number of its pair) and `pairs` (width and step code, two bytes each).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import astuple, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from espalier.mechanisms.few_bits.mega.package import OCCUPIED, PackedRows, Sizes
+from espalier.recipe.errors import UserError
+
+MAGIC = b"ESPKG3\0\0"
+UNCHECKED = b"ESPKG2\0\0"
+"""Begins files of version 2."""
+FIRST = len(MAGIC) + 4 + 8
+"""Bytes before the header; in version 2 8 less."""
+STREAMS = ("packages", "occupied", "index", "rows", "pairs")
+
+
+def write(path: Path, matrices: Mapping[str, PackedRows], facts: Mapping[str, Any] | None = None) -> int:
+    """Writes named matrices, and `facts` (plain values) beside them; the file's length in bytes."""
+    return path.write_bytes(to_bytes(matrices, facts))
+
+
+def to_bytes(matrices: Mapping[str, PackedRows], facts: Mapping[str, Any] | None = None) -> bytes:
+    """The file."""
+    table: dict[str, Any] = {"facts": dict(facts or {}), "matrices": {}}
+    body = bytearray()
+    for name, one in matrices.items():
+        places = {}
+        for stream in STREAMS:
+            data = one.streams[stream].tobytes()
+            places[stream] = [len(body), len(data), xxhash.xxh3_64_hexdigest(data)]
+            body += data + b"\0" * (-len(data) % 8)
+        table["matrices"][name] = {
+            "rows": one.rows,
+            "columns": one.columns,
+            "signed": one.signed,
+            "occupied": one.occupied,
+            "sizes": astuple(one.sizes),
+            "streams": places,
+        }
+    table["length"] = len(body)
+    header = json.dumps(table, separators=(",", ":")).encode()
+    header += b" " * (-(FIRST + len(header)) % 8)
+    length = len(header).to_bytes(4, "little")
+    return MAGIC + length + _hash(length, header) + header + bytes(body)
+
+
+def _hash(length: bytes, header: bytes) -> bytes:
+    return xxhash.xxh3_64_intdigest(length + header).to_bytes(8, "little")
+
+
+def file_sizes(data: bytes) -> Sizes:
+    """What the bits of a file are for: together 8 times its length."""
+    first = FIRST - 8 * data.startswith(UNCHECKED)
+    length = first + int.from_bytes(data[len(MAGIC) : len(MAGIC) + 4], "little")
+    found = [one["sizes"] for one in json.loads(data[first:length])["matrices"].values()]
+    total = Sizes(*(sum(parts) for parts in zip((0,) * 6, *found, strict=True)))
+    filled = 8 * (len(data) - length) - total.total
+    return replace(total, header=total.header + 8 * length, padding=total.padding + filled)
+
+
+def read(path: Path) -> tuple[dict[str, PackedRows], dict[str, Any]]:
+    """Matrices and facts of the file at `path`. Raises UserError naming the byte at which it is cut off or damaged."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.", do="espalier export RUN --to packed") from None
+    return from_bytes(data, str(path))
+
+
+def from_bytes(data: bytes, name: str = "the package") -> tuple[dict[str, PackedRows], dict[str, Any]]:
+    """See `read`."""
+
+    def damaged(at: int, why: str) -> UserError:
+        return UserError(f"{name} is damaged at byte {at:,}: {why}.", do="espalier export RUN --to packed")
+
+    first, body = _bounds(data, damaged)
+    try:
+        table = json.loads(data[first:body])
+        wanted = body + int(table["length"])
+        if len(data) != wanted:
+            raise damaged(min(len(data), wanted), f"{len(data):,} bytes are there, and {wanted:,} were written")
+        return {key: _matrix(key, one, data, body, damaged) for key, one in table["matrices"].items()}, table["facts"]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise damaged(first, f"its header cannot be read ({error})") from None
+
+
+def _bounds(data: bytes, damaged: Callable[[int, str], UserError]) -> tuple[int, int]:
+    """Where the header begins, and where it ends."""
+    known = next((one for one in (MAGIC, UNCHECKED) if data.startswith(one[: len(data)])), b"")
+    first = FIRST - 8 * (known == UNCHECKED)
+    if not known:
+        other = data.startswith(MAGIC[:5])
+        raise damaged(5 * other, "its version is not known" if other else "it does not begin as a package does")
+    if len(data) < first:
+        raise damaged(len(data), "it ends there")
+    length = data[len(MAGIC) : len(MAGIC) + 4]
+    body = first + int.from_bytes(length, "little")
+    if len(data) < body:
+        raise damaged(len(data), f"it ends there, and its header at {body:,}")
+    if known == MAGIC and _hash(length, data[first:body]) != data[first - 8 : first]:
+        raise damaged(len(MAGIC), f"its header, until {body:,}, is not what was written")
+    return first, body
+
+
+def _matrix(
+    key: str, told: Mapping[str, Any], data: bytes, body: int, damaged: Callable[[int, str], UserError]
+) -> PackedRows:
+    """Of a header's entry. Raises ValueError: a field is not what it may be."""
+    streams = {}
+    for stream in STREAMS:
+        start, count, digest = told["streams"][stream]
+        piece = data[body + start : body + start + count]
+        if xxhash.xxh3_64_hexdigest(piece) != digest:
+            raise damaged(body + start, f"{stream} of {key} are not what was written")
+        if any(data[body + start + count : body + start + count + -count % 8]):
+            raise damaged(body + start + count, f"{stream} of {key} end there, and more follows")
+        streams[stream] = np.frombuffer(bytearray(piece), np.uint8)
+    shape = told["rows"], told["columns"], told["signed"], told["occupied"]
+    if [type(one) for one in shape] != [int, int, bool, str] or min(shape[:2]) < 0 or shape[3] not in OCCUPIED:
+        raise ValueError(f"no matrix is {shape}")
+    return PackedRows(*shape, streams, Sizes(*told["sizes"]))

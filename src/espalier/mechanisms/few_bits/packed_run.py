@@ -1,0 +1,208 @@
+"""`espalier export RUN --to packed`: a folder that predicts by itself, with features and matrices in Adaptive-Packages.
+
+`packed.pkg` has the rows that layers read and the matrices, `model.safetensors` what else the model has (pairs of each
+node too, where an earlier version wrote it), `run.toml` the recipe, `preprocessing/` the graph without its features,
+which are in the package.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from espalier.graph import kept_graph
+from espalier.graph.data import Graph
+from espalier.graph.kept_graph import KeptGraph
+from espalier.graph.link_prediction import LinkTask
+from espalier.graph.node_classification import NodeTask
+from espalier.graph.subgraphs import infer
+from espalier.graph.workload import GraphWorkload
+from espalier.mechanisms.few_bits import quantization
+from espalier.mechanisms.few_bits.a2q import Coded, ColumnQuantizer, FeatureQuantizer
+from espalier.mechanisms.few_bits.bit_allocator import STEP_RATE, STEPS, NodeBits, step_codes
+from espalier.mechanisms.few_bits.mega import package_file
+from espalier.mechanisms.few_bits.mega.package import PackedRows, encode
+from espalier.mechanisms.halo_exchange import part_inference
+from espalier.mechanisms.pattern_attention import plan_choice
+from espalier.parallel.workload import Workload
+from espalier.recipe import GraphTransformer, Messages, cache_dir, data_hash, recipe_file
+from espalier.recipe.errors import UserError
+from espalier.recipe.import_function import keep_sources
+from espalier.recipe.units import show_size
+
+if TYPE_CHECKING:
+    from espalier.graph.data import Array
+
+PACKED, REST = "packed.pkg", "model.safetensors"
+_INPUT, _SCALE, _MATRIX = "layers.0.rows", "layers.0.scale", ".parametrizations.weight.original"
+
+
+def write(workload: Workload, model: nn.Module, folder: Path) -> str:
+    """Writes the folder, read back and compared, and says what its bytes are for. Raises UserError."""
+    assert isinstance(workload, GraphWorkload)
+    found = quantization.quantization_of(model)
+    task = workload.task
+    if found is None or not isinstance(task, NodeTask) or workload.stored is not None:
+        raise UserError(
+            "This run has nothing to pack.",
+            why="networks that were trained with [quant] to predict nodes of a graph in memory have",
+            do="--to safetensors, or a run of a recipe with [quant]",
+        )
+    if workload.graph.partition is not None:
+        signs = workload.input_signs()
+        workload = GraphWorkload(workload.recipe, part_inference.whole_graph(workload.graph), workload.folder)
+        workload.signs, task = signs, workload.whole_task
+    with quantization.packing(found) as stored:
+        infer(model, task.held)
+    assert all(one.rows == workload.graph.nodes for one in stored.values())
+    by_node = tuple(_by_node(model))  # of each row the package has width and step
+    rest = {
+        name: one
+        for name, one in model.state_dict().items()
+        if not name.endswith(_MATRIX) and not name.startswith(by_node)
+    }
+    matrices = {**stored, **packed_weights(model)}
+    if _INPUT not in matrices:
+        matrices[_INPUT], rest[_SCALE] = packed_input(task.held.graph.features)
+    data = package_file.to_bytes(matrices, {"quant": type(found.options).__struct_config__.tag})
+
+    def fill(place: Path) -> None:
+        (place / PACKED).write_bytes(data)
+        save_file({name: one.contiguous() for name, one in rest.items()}, place / REST)
+        back, _ = package_file.read(place / PACKED)
+        for name, one in matrices.items():
+            if not torch.equal(back[name].decoded().codes, one.decoded().codes):
+                raise OSError(f"{name} was read back changed")
+        (place / "run.toml").write_text(recipe_file.dump(workload.recipe), encoding="utf-8")
+        kept = place / "preprocessing"
+        kept.mkdir()
+        graph = workload.graph
+        freeze(workload, kept, replace(graph, features=np.zeros((graph.nodes, 0), np.float32)))
+        (kept / "hashes.json").write_text(json.dumps(data_hash.in_folder(kept)), encoding="utf-8")
+
+    cache_dir.export(folder, PACKED, fill)
+    sizes = package_file.file_sizes(data)
+    parts = {name: getattr(sizes, name) / 8 for name in ("payload", "header", "padding", "bitmap", "index", "steps")}
+    floats = sum(4 * one.rows * one.columns for one in matrices.values())
+    told = ", ".join(f"{name} {show_size(round(size))}" for name, size in parts.items())
+    return (
+        f"{PACKED} has {show_size(len(data))} where fp32 takes {show_size(floats)}: {told}\n"
+        f"  espalier predict {folder} answers from it"
+    )
+
+
+def freeze(workload: GraphWorkload, folder: Path, graph: Graph) -> None:
+    """Keeps in `folder` what a run on `graph` is opened with."""
+    links = workload.task.links if isinstance(workload.task, LinkTask) else None
+    kept_graph.write(folder, graph, links, workload.input_signs())
+    if isinstance(workload.recipe.model, Messages):
+        keep_sources(workload.recipe.model.build, folder)
+    if isinstance(workload.recipe.model, GraphTransformer) and (plan := workload.attention_plan[0]):
+        (folder / plan_choice.KEPT).write_text(plan, encoding="utf-8")
+
+
+def with_features(kept: KeptGraph, folder: Path) -> KeptGraph:
+    """`kept` with the features of the package in `folder`; as it is where there is none."""
+    if not (folder / PACKED).exists():
+        return kept
+    matrices, _ = package_file.read(folder / PACKED)
+    rows = _values(matrices[_INPUT])
+    scale = _rest(folder).get(_SCALE)
+    features = (rows if scale is None else rows * scale[:, None]).numpy()
+    graph = replace(kept.graph, features=features, placed=True)
+    signs = kept.signs or ((matrices[_INPUT].signed,) if scale is None else (None,))
+    return replace(kept, graph=graph, widths=(features.shape[1], kept.widths[1]), signs=signs)
+
+
+def load(model: nn.Module, folder: Path) -> bool:
+    """Fills `model` from the package in `folder`; whether there is one. Raises UserError where it is damaged or of
+    another model."""
+    if not (folder / PACKED).exists():
+        return False
+    matrices, _ = package_file.read(folder / PACKED)
+    state = {name: one for name, one in _rest(folder).items() if name != _SCALE}
+    state |= _packed_pairs(model, matrices, state)
+    for name, one in matrices.items():
+        if name.endswith(".weight"):
+            state[name.removesuffix(".weight") + _MATRIX] = _values(one)
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        raise UserError(f"{folder} does not hold this model: {error}", do="espalier export RUN --to packed") from None
+    return True
+
+
+def _by_node(model: nn.Module) -> dict[str, FeatureQuantizer]:
+    """The quantizers with a pair for each node by the names that begin those of their pairs."""
+    found = quantization.equipped(model).features
+    return {
+        f"{name}.allocator.": one
+        for name, one in model.named_modules()
+        if one in found and isinstance(one, FeatureQuantizer) and isinstance(one.allocator, NodeBits)
+    }
+
+
+def _packed_pairs(
+    model: nn.Module, matrices: Mapping[str, PackedRows], state: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Pairs of nodes that `state` lacks, from the rows of the package. `model` then rounds each row as it is there."""
+    found, pairs = quantization.equipped(model), dict[str, Tensor]()
+    for start, one in _by_node(model).items():
+        allocator = one.allocator
+        if isinstance(allocator, NodeBits) and f"{start}raw_bits" not in state:
+            rows = matrices[found.name(one)].decoded()
+            allocator.take(rows.widths, rows.steps, one.rule.signed)
+            one.shift, found.target = float, None
+            pairs |= {start + name: value for name, value in allocator.state_dict().items()}
+    return pairs
+
+
+def packed_weights(model: nn.Module) -> dict[str, PackedRows]:
+    """The quantized matrices of `model` by name, in packages: a row for each output."""
+    found = {}
+    for name, module in model.named_modules():
+        inner: Any = getattr(module, "parametrizations", None)
+        one = inner["weight"][0] if parametrize.is_parametrized(module, "weight") else None
+        if isinstance(one, ColumnQuantizer):
+            codes, _ = one.codes(inner["weight"].original)
+            widths = torch.full((len(codes),), one.bits, dtype=torch.uint8)
+            found[f"{name}.weight"] = encode(Coded(codes, widths, step_codes(one.raw_step * STEP_RATE)))
+    return found
+
+
+def packed_input(features: Array) -> tuple[PackedRows, Tensor]:
+    """Features of which each row has one value but 0, as one bit each, and float32 [rows] of that value. Raises
+    UserError for others."""
+    rows = torch.from_numpy(np.ascontiguousarray(features, np.float32))
+    codes, scale = (rows != 0).to(torch.uint8), rows.amax(1)
+    if not torch.equal(codes * scale[:, None], rows):
+        row = int((codes * scale[:, None] != rows).any(1).nonzero()[0])
+        raise UserError(
+            "The features cannot be packed as one bit a value.",
+            why=f"row {row} has several values, and the network reads it unquantized",
+            do="--to safetensors, or train anew: features are then quantized",
+        )
+    ones = torch.ones(len(codes), dtype=torch.uint8)
+    return encode(Coded(codes, ones, ones * 128)), scale
+
+
+def _values(packed: PackedRows) -> Tensor:
+    coded = packed.decoded()
+    return coded.codes * STEPS[coded.steps.long()][:, None]
+
+
+def _rest(folder: Path) -> Mapping[str, Tensor]:
+    try:
+        return dict(load_file(folder / REST))
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{folder / REST} cannot be read: {error}.", do="espalier export RUN --to packed") from None

@@ -1,0 +1,581 @@
+"""Quantized graph networks: what `[quant]` puts round the layers of a network, and what its codes take.
+
+Rows are quantized where a layer reads them (a width and a step by node, degree or layer), weights by output, rows that
+were multiplied and are about to be summed by column, sums by column. Where the edges of a layer have no weights, the
+scale of a message's source is multiplied in before it is quantized, and that of its target after the sum, so that
+sums are those of integers, exactly (as MixQ has it, arXiv 2505.09361).
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from espalier import recipe as config
+from espalier.comm.base import Traffic, traffic
+from espalier.graph.base import Aggregate, Forms, Kept, MessageBlock, Rows, dense
+from espalier.graph.coded_rows import Coding, RowSize, row_size
+from espalier.graph.gnn import Gnn, GraphAttention, Layer
+from espalier.graph.subgraphs import QUANTIZED, forward
+from espalier.mechanisms.few_bits import a2q
+from espalier.mechanisms.few_bits.a2q import ColumnQuantizer, FeatureQuantizer, Rule
+from espalier.mechanisms.few_bits.bit_allocator import (
+    MOST,
+    STEP_RATE,
+    STEPS,
+    DegreeBits,
+    MemoryTarget,
+    NodeBits,
+    RowIndex,
+    Total,
+    alone,
+    step_codes,
+    stored,
+)
+from espalier.mechanisms.few_bits.mega.package import PackedRows, encode
+from espalier.mechanisms.few_bits.packed_spmm import PackedMatrix, packed_matmul
+from espalier.mechanisms.few_bits.quantized_graph import QuantizedGraph
+from espalier.mechanisms.halo_exchange.halo import Halo
+from espalier.recipe import units
+from espalier.store.artifacts import Curve, Table
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+PROBED = 4096
+"""Targets whose values steps begin with."""
+
+MOST_PROBED = 1 << 28
+"""Edges times columns of the pass that steps begin with; a larger one is not made."""
+
+
+class Quantization:
+    """The quantizers of a network. Has state: its parts are those of the network.
+
+    Attributes:
+        packed: rows that layers read are put in packages and taken out of them, and messages summed as they are packed;
+            the results are the same but for rounding of float32.
+        stored: those packages by the name of what they are rows of, while `packed`.
+        pieces: values of the rows that are read in pieces, and whose; see `pack`.
+        part: of the graph, that this rank trains on; None: all of it.
+        entry: of features, in networks other than `Gnn`; now, rows: of the pass under way; ids, owned: see `holds`.
+    """
+
+    def __init__(self, options: config.Quant, told: QuantizedGraph) -> None:
+        self.options, self.told = options, told
+        self.features: list[FeatureQuantizer] = []
+        self.columns: list[ColumnQuantizer] = []
+        self.target: MemoryTarget | None = None
+        self.packed, self.first = False, 0
+        self.part: Halo | None = None
+        self.entry: FeatureQuantizer | None = None
+        self.ids: Tensor | None = None
+        self.now, self.rows, self.owned = RowIndex(), 0, 0
+        self.stored: dict[str, PackedRows] = {}
+        self.pieces: tuple[FeatureQuantizer | None, Tensor] = (None, torch.zeros(0))
+        self.degrees = None if told.whole else told.degrees()
+        self._degrees_seen = self.degrees if told.seen is None else told.degrees(training=True)
+        self._root = None if told.whole else told.root()
+        self._root_seen = self._root if told.seen is None else told.root(training=True)
+
+    @property
+    def every(self) -> list[FeatureQuantizer | ColumnQuantizer]:
+        """All that learn."""
+        return [*self.features, *self.columns]
+
+    @property
+    def widest(self) -> int:
+        """Columns of the widest rows but the input's."""
+        return max((one.columns for one in self.features[1 - self.first :]), default=1)
+
+    @property
+    def learning(self) -> bool:
+        """Whether passes are those of training, or of the steps that it begins with."""
+        return any(one.training or one.beginning is not None for one in self.every[:1])
+
+    @property
+    def root(self) -> Tensor | None:
+        """float32 [nodes], what GCN scales nodes by, in training by the edges that it sees."""
+        return self._root_seen if self.learning else self._root
+
+    def add(self, owner: nn.Module, at: int, columns: int, signed: bool, name: str = "quantizer") -> FeatureQuantizer:
+        """A quantizer of the rows that layer `at` reads, as the part `name` of `owner`."""
+        rule = Rule(signed=signed, local=1.0 if not self.told.whole else 0.0)
+        made = FeatureQuantizer(self.told.allocator(self.options, self.options.bits + (not signed)), columns, rule)
+        owner.add_module(name, made)
+        self.first = self.first if self.features else at
+        self.features.append(made)
+        return made
+
+    def name(self, quantizer: FeatureQuantizer) -> str:
+        """Of its rows among packages."""
+        return f"layers.{self.features.index(quantizer) + self.first}.rows"
+
+    def rounded(self, quantizer: FeatureQuantizer, values: Tensor, index: RowIndex) -> Tensor:
+        """`values` as they are stored."""
+        if not self.packed:
+            found: Tensor = quantizer(values, index)
+            return found
+        if index.ids is not None and self.pieces[0] is quantizer:
+            return self.pieces[1][index.ids.to(self.pieces[1].device)].to(values)
+        name = self.name(quantizer)
+        self.stored[name] = encode(quantizer.codes(values, index))
+        coded = self.stored[name].decoded()
+        return (coded.codes * STEPS[coded.steps.long()][:, None]).to(values.dtype)
+
+    def pack(self, layer: nn.Module, rows: Rows, placed: dict[str, Any]) -> None:
+        """Packs the rows of all nodes before `layer` reads them in pieces; nothing unless `packed`."""
+        quantizer = getattr(layer, "quantizer", None)
+        if self.packed and isinstance(quantizer, FeatureQuantizer):
+            values = (rows.values if isinstance(rows, Kept) else rows).to(**placed)
+            degrees = None if self.degrees is None else self.degrees.to(values.device)
+            self.pieces = quantizer, self.rounded(quantizer, values, RowIndex(None, degrees))
+
+    def enters(self, block: MessageBlock, features: Tensor) -> Tensor:
+        """Features of a forward pass that begins, as they are stored. Of networks other than `Gnn`."""
+        self.now, self.rows = self.index(block), len(features)
+        if self.ids is not None and (block.halo is not None or block.tokens is not None):
+            self.now = self._of(self.ids, self.owned)
+        return features if self.entry is None else self.rounded(self.entry, features, self.now)
+
+    def index(self, block: MessageBlock) -> RowIndex:
+        """Of the sources of `block`."""
+        if self.degrees is None:
+            return RowIndex(block.nodes, block.indptr.diff())
+        if self.part is not None and (own := self.own(block)):
+            return self._of(self.part.nodes if block.halo is None else self.part.owned, own)
+        return self._of(block.nodes, device=block.indptr.device)
+
+    def _of(self, ids: Tensor | None, own: int = 0, device: torch.device | None = None) -> RowIndex:
+        """Of the nodes `ids`. In training, degrees are those that it sees, and what is hidden teaches nothing."""
+        learning = self.learning
+        known = [self._degrees_seen if learning else self.degrees, self.told.shown if learning else None]
+        if ids is not None:
+            known = [None if one is None else one.to(ids.device)[ids] for one in known]
+        degrees, shown = (None if one is None else one.to(device or one.device) for one in known)
+        return RowIndex(ids, degrees, own, shown)
+
+    def shown(self, block: MessageBlock) -> Tensor | None:
+        """bool [sources]: rows of `block` that teach; None: all do."""
+        return None if self.told.shown is None or not self.learning else self.index(block).shown
+
+    def own(self, block: MessageBlock) -> int:
+        """Rows that this rank owns where `block` is of its part; 0 where it is of the whole graph."""
+        if self.part is None or len(block.indptr) != len(self.part.owned) + 1:
+            return 0
+        return len(self.part.owned)
+
+    def trains_on(self, part: Halo) -> None:
+        """A part of the graph, on this rank: rows are quantized by the rank that owns them, before they cross. In every
+        step all ranks together see every node."""
+        self.part = part
+        self._over_ranks(len(part.owned) / self.told.graph.nodes)
+
+    def holds(self, ids: Tensor, owned: int, share: float) -> None:
+        """As `trains_on`, of networks other than `Gnn`: rows are of the nodes `ids`, the first `owned` this rank's (0:
+        all), and `share` of all rows."""
+        self.ids, self.owned = ids, owned
+        self._over_ranks(share)
+
+    def _over_ranks(self, share: float) -> None:
+        for feature in self.features:
+            if isinstance(feature.allocator, NodeBits):
+                shown = feature.allocator.shown
+                feature.allocator.seen.copy_(torch.ones(()) if shown is None else shown)
+        for one in self.columns:
+            one.share = share
+
+    def loss(self, found: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """(sum, weight) with the gradient of the target's penalty; the value stays that of the task."""
+        if self.target is None or not self.target.layers:
+            return found
+        total, weight = found
+        penalty = self.target.penalty().to(total.dtype)
+        return total + weight * (penalty - penalty.detach()), weight
+
+    def share(self, share: float) -> None:
+        """See `FeatureQuantizer.share`."""
+        for one in self.every:
+            one.share = share
+
+
+def quantization_of(model: nn.Module) -> Quantization | None:
+    """Of a network that `quantized_networks.equip` was called with."""
+    found = getattr(model, QUANTIZED, None)
+    return found if isinstance(found, Quantization) else None
+
+
+def equipped(model: nn.Module) -> Quantization:
+    """As `quantization_of`, of a network that has quantizers."""
+    found = quantization_of(model)
+    assert found is not None, "equip was not called"
+    return found
+
+
+class _Aggregate(nn.Module):
+    """A layer's aggregation over quantized messages, its sums quantized. Has state: the steps."""
+
+    def __init__(self, layer: Layer, found: Quantization) -> None:
+        super().__init__()
+        options, self.found = found.options, found
+        self.symmetric = layer.scale == "symmetric"
+        columns = layer.outputs
+        if isinstance(layer, GraphAttention):
+            columns = layer.heads * layer.columns
+        self.plain, self.attention = layer.aggregate, layer.attend
+        self.first = layer.inputs <= layer.outputs and not isinstance(layer, GraphAttention)
+        messages = options.messages and not self.first
+        self.messages = ColumnQuantizer(columns, options.messages, local=True) if messages else None
+        width = layer.inputs if self.first else columns
+        self.sums = ColumnQuantizer(width, options.aggregates, local=True) if options.aggregates else None
+
+    @property
+    def root(self) -> Tensor | None:
+        """See `Quantization.root`; None: edges have other scales."""
+        return self.found.root if self.symmetric else None
+
+    def forward(self, block: MessageBlock, rows: Rows, start: Tensor | None = None) -> Tensor:
+        """See `graph.base.aggregate`."""
+        shown = self.found.shown(block)
+        if self.messages is not None and not isinstance(rows, Kept):
+            scale, block = _source_scale(block, self.root)
+            rows = rows if scale is None else rows * scale[: len(rows), None]
+            if self.found.packed and block.halo is None:
+                return self._finished(_packed_sums(self.messages, block, rows), start, shown)
+            coded: Tensor = self.messages(rows, self.found.own(block), shown)
+            sums = _scaled_sums(self.plain, self._crossing(self.messages, block, coded.dtype), coded)
+            return self._finished(sums, start, shown)
+        if self.sums is None or isinstance(rows, Kept):
+            return self.plain(block, rows, start)
+        return self._finished(self.plain(block, rows), start, shown)
+
+    @staticmethod
+    def _crossing(messages: ColumnQuantizer, block: MessageBlock, rounded: torch.dtype) -> MessageBlock:
+        steps = step_codes(messages.raw_step.detach() * STEP_RATE)
+        return _coded(block, Coding(messages.bits, steps, kind=messages.raw_step.dtype, rounded=rounded))
+
+    def _finished(self, sums: Tensor, start: Tensor | None, shown: Tensor | None) -> Tensor:
+        sums = sums if self.sums is None else self.sums(sums, shown=_first(shown, sums))
+        return sums if start is None else sums + start
+
+    def attend(self, block: MessageBlock, rows: Tensor, scores: tuple[Tensor, Tensor], dropout: float) -> Tensor:
+        """See `graph.base.attend`."""
+        shown = self.found.shown(block)
+        if self.messages is not None:
+            rows = self.messages(rows.flatten(1), self.found.own(block), shown).view_as(rows)
+            block = self._crossing(self.messages, block, rows.dtype)
+        found = self.attention(block, rows, scores, dropout)
+        return found if self.sums is None else self.sums(found.flatten(1), shown=_first(shown, found)).view_as(found)
+
+
+def _first(shown: Tensor | None, rows: Tensor) -> Tensor | None:
+    return None if shown is None else shown[: len(rows)]
+
+
+def _coded(block: MessageBlock, coding: Coding) -> MessageBlock:
+    """Rows that other ranks need cross as codes."""
+    return block._replace(halo=replace(block.halo, coding=coding)) if isinstance(block.halo, Halo) else block
+
+
+def crossing_codes(model: object, at: int, size: int) -> RowSize | None:
+    """What a row that layer `at` of `model` sums takes where it crosses between ranks as codes (values beside them take
+    `size` bytes each); None: it crosses as it is."""
+    if not isinstance(model, Gnn) or quantization_of(model) is None or not at or model.options.activation == "maxk":
+        return None
+    layer: Any = model.layers[at]
+    messages = layer.quantized.messages if hasattr(layer, "quantized") else None
+    if messages is not None:
+        beside = layer.heads * size if isinstance(layer, GraphAttention) else 0
+        return row_size(len(messages.raw_step), messages.bits, beside)
+    return row_size(layer.inputs, _code_bits(layer.quantizer), by_row=True) if _sums_read_rows(layer) else None
+
+
+def _sums_read_rows(layer: Any) -> bool:
+    return hasattr(layer, "quantizer") and bool(layer.aggregated_first(torch.empty(0)))
+
+
+def _code_bits(quantizer: FeatureQuantizer) -> int:
+    """Of rows that cross: learned widths change from step to step, so theirs take 8."""
+    allocator = quantizer.allocator
+    return MOST if allocator.learned else int(stored(allocator.bits.detach(), quantizer.rule.signed).max())
+
+
+def _packed_sums(messages: ColumnQuantizer, block: MessageBlock, rows: Tensor) -> Tensor:
+    """Sums over `block` of messages that lie packed, in integers where edges have no weights."""
+    codes, step = messages.codes(rows)
+    widths = torch.full((len(codes),), messages.bits, dtype=torch.uint8)
+    matrix = PackedMatrix.of(codes, widths, torch.ones(len(codes)))
+    found = packed_matmul(matrix, block.indptr, block.indices, block.weights) * step
+    return found if block.left is None else found * block.left[:, None]
+
+
+def _scaled_sums(plain: Aggregate, block: MessageBlock, rows: Tensor) -> Tensor:
+    """Sums over `block` of messages, and only then the scale of its targets, as `_packed_sums` has it: a scale within
+    each edge would round every term."""
+    if block.left is None:
+        return plain(block, rows)
+    return plain(block._replace(left=None, forms=_forms_without(block, "left")), rows) * block.left[:, None]
+
+
+def _forms_without(block: MessageBlock, side: str) -> Forms:
+    """Forms of the block without its scale `left` or `right`: its compressed matrix too, where it has one."""
+
+    def make() -> Forms:
+        made, compressed = Forms(), block.forms.known.get("compressed")
+        if compressed is not None:
+            made.known["compressed"] = replace(compressed, scale=compressed.scale._replace(**{side: None}))
+        return made
+
+    found: Forms = block.forms.get(f"without {side}", make)
+    return found
+
+
+def _source_scale(block: MessageBlock, root: Tensor | None) -> tuple[Tensor | None, MessageBlock]:
+    """What the block multiplies its sources by, and the block without it. Blocks that were drawn have it in their
+    weights; `root` is then that of all nodes, where the network scales by it."""
+    if block.right is not None:
+        return block.right, block._replace(right=None, forms=_forms_without(block, "right"))
+    if root is None or block.nodes is None or block.weights is None:
+        return None, block
+    scale = root.to(block.weights)[block.nodes]
+    return scale, block._replace(weights=block.weights / scale[block.indices], forms=Forms())
+
+
+def equip_layers(model: Gnn, found: Quantization) -> None:
+    """Puts quantizers round the layers of `model`. The kernels of its seam have to be there already."""
+    options, told = found.options, found.told
+    dropout, elu = model.options.dropout or 0.0, model.options.activation in ("elu", "maxk")
+    for at, layer in enumerate(model.layers):
+        assert isinstance(layer, Layer)
+        signed = told.input_signed() if at == 0 else elu
+        if signed is not None:
+            quantizer = found.add(layer, at, layer.inputs, signed)
+            dropped = dropout if at or model.drops_features else 0.0
+            quantizer.gain = 1 / (1 - dropped) if dropped < 1 else 1.0
+            layer.register_forward_pre_hook(_before(found))
+            layer.register_forward_hook(_after)
+        if options.weights:
+            a2q.quantize_weights(layer, options.weights)
+        if options.messages or options.aggregates:
+            aggregate = _Aggregate(layer, found)
+            found.columns += [one for one in (aggregate.messages, aggregate.sums) if one is not None]
+            layer.add_module("quantized", aggregate)
+            layer.aggregate, layer.attend = aggregate.forward, aggregate.attend
+
+
+def _before(found: Quantization) -> Any:
+    def before(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        (block, rows), quantizer = inputs, module.quantizer
+        assert isinstance(quantizer, FeatureQuantizer)
+        index = found.index(block)
+        values = rows.values if isinstance(rows, Kept) else rows
+        if found.packed or values.requires_grad or block.halo is not None or not torch.is_grad_enabled():
+            values = found.rounded(quantizer, values, index)
+        else:
+            values, vars(module)["learned"] = quantizer.rounded(values, index)
+        if not found.packed and not isinstance(rows, Kept) and _sums_read_rows(module):
+            bits, signed, logarithm = _code_bits(quantizer), quantizer.rule.signed, quantizer.last
+            gain, kind = quantizer.factor, logarithm.dtype
+            block = _coded(block, Coding(bits, step_codes(logarithm), True, signed, gain, kind, values.dtype))
+        return block, rows._replace(values=values) if isinstance(rows, Kept) else values
+
+    return before
+
+
+@torch.no_grad()
+def begin(model: nn.Module, features: Tensor, blocks: tuple[MessageBlock, ...], total: Total = alone) -> None:
+    """Steps that fit what the untrained network makes of `features`; `total`: adds up over ranks that have parts."""
+    training = model.training
+    model.eval()
+    for one in equipped(model).every:
+        one.beginning = total
+    forward(model, features, blocks)
+    for one in equipped(model).every:
+        one.beginning = None
+    model.train(training)
+
+
+def begin_over_ranks(model: nn.Module, features: Tensor, blocks: tuple[MessageBlock, ...], group: Any) -> None:
+    """As `begin`, of the parts of a graph that ranks of `group` have; all call it alike."""
+
+    def total(value: Tensor) -> Tensor:
+        found = value.clone()
+        with traffic(Traffic.CONTROL):
+            dist.all_reduce(found, group=group)
+        return found
+
+    if float(total(torch.tensor(float(blocks[0].edges)))) * equipped(model).widest <= MOST_PROBED:
+        begin(model, features, blocks, total)
+
+
+def _after(module: nn.Module, inputs: tuple[Any, ...], result: Tensor) -> Tensor:
+    learned = vars(module).pop("learned", None)
+    return result if learned is None else learned(result)
+
+
+# --- what it says of itself ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StoredBytes:
+    """Bytes of the rows of all layers: `codes`; `pairs`: widths and steps, 12 bits of each entry, and of each row where
+    it takes one of a bank; `floats`: what fp32 takes."""
+
+    codes: float
+    pairs: float
+    floats: float
+    values: float
+
+
+def stored_bytes(found: Quantization) -> StoredBytes:
+    """As evaluation has it."""
+    codes = pairs = floats = values = 0.0
+    shift = 0.0 if found.target is None else found.target.shift()
+    for one in found.features:
+        allocator, rows = one.allocator, float(one.allocator.counts.sum())
+        codes += MemoryTarget.bytes_of(one.layer, shift)
+        pairs += (12 * len(allocator.counts) + allocator.side * rows) / 8
+        floats += 4 * rows * one.columns
+        values += rows * one.columns
+    return StoredBytes(codes, pairs, floats, values)
+
+
+def sentence(found: Quantization) -> str:
+    """What a plan says."""
+    options, target = found.options, found.target
+    kind = type(options).__struct_config__.tag
+    one = stored_bytes(found)
+    parts = [f"{name} {bits} bits" for name, bits in _components(options, bool(found.columns))]
+    if not found.features:
+        return f"Quantization ({kind}): no features, as rows of the input have one value each; {', '.join(parts)}."
+    aim = f"features {options.bits:g} bits"
+    if target is not None and target.layers:
+        aim = f"features at most {units.show_size(target.target)} of codes"
+        aim += f" ({8 * target.target / one.values:.3g} bits a value)"
+    return (
+        f"Quantization ({kind}): {aim}, widths and steps {units.show_size(one.pairs)}, "
+        f"where fp32 takes {units.show_size(one.floats)}; {', '.join(parts)}."
+    )
+
+
+def _components(options: config.Quant, columns: bool) -> list[tuple[str, int]]:
+    named = (("weights", options.weights), ("messages", options.messages), ("sums", options.aggregates))
+    return [(name, bits) for name, bits in named if bits and (columns or name == "weights")]
+
+
+GROUPS = ((0, 1), (1, 2), (2, 3), (3, 5), (5, 9), (9, 17), (17, 65), (65, 1 << 62))
+"""Degrees in the table of bits."""
+
+
+SHARES = (0.25, 0.5, 0.75, 1.0)
+"""Of the target, at which accuracy is shown."""
+
+
+class Packed(NamedTuple):
+    """Bytes of the packages of all rows that layers read, everything counted, and the score of a model that reads them,
+    in per cent: accuracy, or another `figure`."""
+
+    bytes: int
+    score: float
+    figure: str
+
+
+@contextmanager
+def packing(found: Quantization) -> Iterator[dict[str, PackedRows]]:
+    """Rows that layers read within are packed (see `Quantization.stored`, which is what is given)."""
+    found.packed, found.stored = True, {}
+    try:
+        yield found.stored
+    finally:
+        found.packed, found.stored, found.pieces = False, {}, (None, torch.zeros(0))
+
+
+def packed(quantization: Quantization, score: Callable[[], float], figure: str = "accuracy") -> Packed:
+    """`score` infers the model whole, and gives the value of `figure` in per cent."""
+    with packing(quantization) as stored:
+        value = score()
+        return Packed(sum(rows.nbytes for rows in stored.values()), value, figure)
+
+
+def curves(found: Quantization, now: Callable[[], Packed] | None) -> list[Curve]:
+    """Bits against degree; accuracy (or R²) against bytes of packages, of the trained model under smaller targets
+    (None: not shown). `now` tells both of the model as it is then: see `packed`."""
+    if not found.features or found.degrees is None:
+        return []
+    rows = []
+    for degree in found.degrees.unique().tolist():
+        chosen = found.degrees == degree
+        rows.append([degree, *(_mean_width(found, one, chosen) for one in found.features)])
+    names = [f"bits, rows of {one.columns}" for one in found.features]
+    drawn = [Curve("Bits against degree", "degree", names, rows)]
+    target = found.target
+    if now is None or target is None or not target.layers:
+        return drawn
+    asked, whole, points, figure = target.asked, target.target, [], ""
+    try:
+        for share in SHARES:
+            target.asked = max(target.least, math.floor(share * whole))
+            now_packed = now()
+            figure = now_packed.figure
+            points.append([now_packed.bytes / 1024, now_packed.score])
+    finally:
+        target.asked = asked
+    title = f"{figure[0].upper()}{figure[1:]} against bytes of packed features, all counted"
+    return [*drawn, Curve(title, "KiB", ["per cent"], points)]
+
+
+def tables(found: Quantization, stored: Packed | None = None) -> list[Table]:
+    """Bits against degree, and bytes, for the report; `stored`: of the packages too, and the accuracy from them."""
+    if not found.features or found.degrees is None:
+        return []
+    one = stored_bytes(found)
+    sizes: list[tuple[str, str, float]] = [
+        ("codes", units.show_size(one.codes), 8 * one.codes / one.values),
+        ("widths and steps", units.show_size(one.pairs), 8 * one.pairs / one.values),
+        ("fp32", units.show_size(one.floats), 32.0),
+    ]
+    if stored is not None:
+        figure = "" if stored.figure == "accuracy" else f"{stored.figure} "
+        label = f"packages, everything counted ({figure}{stored.score:.1f} % from them)"
+        sizes.insert(2, (label, units.show_size(stored.bytes), 8 * stored.bytes / one.values))
+    rows: list[list[str | int | float]] = []
+    for low, high in GROUPS:
+        chosen = (found.degrees >= low) & (found.degrees < high)
+        if bool(chosen.any()):
+            label = str(low) if high == low + 1 else f"{low} to {high - 1}" if high < 1 << 62 else f"{low} and more"
+            rows.append([label, int(chosen.sum()), *(_mean_width(found, one, chosen) for one in found.features)])
+    names = [f"bits, rows of {one.columns}" for one in found.features]
+    return [
+        Table(("features", "bytes", "bits a value"), sizes),
+        Table(("degree", "nodes", *names), rows),
+    ]
+
+
+@torch.no_grad()
+def node_widths(found: Quantization, quantizer: FeatureQuantizer) -> Tensor:
+    """float [nodes]: the stored width of each node of the graph; a bank's depends on values and is its mean."""
+    allocator = quantizer.allocator
+    shift = 0.0 if found.target is None else found.target.shift()
+    widths = allocator.widths(quantizer.rule.signed, shift).bits.float()
+    assert found.degrees is not None
+    if isinstance(allocator, DegreeBits):
+        entries = allocator.entries_of(widths, RowIndex(None, found.degrees), quantizer.rule.signed)
+        return widths[entries]
+    if isinstance(allocator, NodeBits):
+        return widths[allocator.places.clamp(min=0)]
+    return widths.mean().expand(len(found.degrees))
+
+
+def _mean_width(found: Quantization, quantizer: FeatureQuantizer, chosen: Tensor) -> float:
+    return node_widths(found, quantizer)[chosen].mean().item()
+
+
+def dense_rows(rows: Rows) -> Tensor:
+    """float32, on the CPU."""
+    return dense(rows).detach().float().cpu()

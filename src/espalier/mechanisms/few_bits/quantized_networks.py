@@ -1,0 +1,162 @@
+"""Quantizers put into a network: round the layers of `gnn` (`quantization`), into graph transformers, and into networks
+of anybody's code.
+
+Features are rounded where they enter. Of a transformer, rows are rounded where attention reads them (of nodes: virtual
+tokens stay as they are), queries, keys and values by column (`quant.messages`), what attention gives by column too
+(`quant.aggregates`). Of a network that is not ours, rows are rounded where a layer with a method `propagate` reads
+them, before they cross between ranks; what such a layer does with them is not known. The matrices of both are rounded
+by output.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from espalier import recipe as config
+from espalier.graph import compiled_aggregate
+from espalier.graph.gnn import Gnn
+from espalier.graph.neighbor_sampler import Style, whole
+from espalier.graph.subgraphs import MESSAGES, QUANTIZED
+from espalier.mechanisms.few_bits import a2q, quantization
+from espalier.mechanisms.few_bits.a2q import ColumnQuantizer, FeatureQuantizer
+from espalier.mechanisms.few_bits.bit_allocator import MemoryTarget
+from espalier.mechanisms.few_bits.quantization import Quantization
+from espalier.mechanisms.few_bits.quantized_graph import QuantizedGraph
+from espalier.mechanisms.halo_exchange import foreign_halo, partition_folder
+from espalier.mechanisms.pattern_attention.model import GraphTransformer
+from espalier.recipe import units
+from espalier.recipe.errors import UserError
+
+if TYPE_CHECKING:
+    from espalier.graph.subgraphs import SubgraphBatch
+
+
+def equip(model: nn.Module, options: config.Quant, told: QuantizedGraph) -> Quantization:
+    """Puts quantizers into `model`, whose `quantization` is what is returned. Raises UserError: a target that is too
+    small, a network that does not run on a few nodes."""
+    found = Quantization(options, told)
+    if isinstance(model, Gnn):
+        quantization.equip_layers(model, found)
+    else:
+        _equip_other(model, found)
+    layers = [one.layer for one in found.features]
+    asked = None if options.target is None else max(1, units.size(options.target, "quant.target"))
+    found.target = MemoryTarget(layers, asked, checked=told.trained is None)
+    for one in found.features:
+        one.shift = found.target.shift
+    vars(model)[QUANTIZED] = found
+    return found
+
+
+def built(model: nn.Module, options: config.Quant, told: QuantizedGraph, batch: SubgraphBatch | None) -> None:
+    """`model` with kernels, quantizers round them, and steps that fit what the untrained network makes of `batch`;
+    None: they begin where the parts of the graph are. Computes in one thread, since ranks may be forked later."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        found = equip(compiled_aggregate.equip(model), options, told)
+        if batch is None or told.trained is not None:  # a trained network has its steps
+            return
+        if batch.blocks[0].edges * found.widest <= quantization.MOST_PROBED:
+            quantization.begin(model, batch.features, batch.blocks)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _equip_other(model: nn.Module, found: Quantization) -> None:
+    if (signed := found.told.input_signed()) is not None:
+        found.entry = found.add(model, 0, found.told.graph.features.shape[1], signed, "entry")
+    if isinstance(model, GraphTransformer):
+        _in_attention(model, found)
+    else:
+        _at_messages(model, found)
+    if found.options.weights:
+        a2q.quantize_weights(model, found.options.weights)
+
+
+# --- graph transformers ----------------------------------------------------------------------------------------------
+
+
+def _in_attention(model: GraphTransformer, found: Quantization) -> None:
+    options = found.options
+    for at, layer in enumerate(model.layers, 1):
+        inner: Any = layer
+        quantizer = found.add(inner, at, inner.qkv.in_features, signed=True)
+        inner.qkv.register_forward_pre_hook(partial(_read, found, quantizer))
+        if options.messages:
+            inner.messages = _column(found, inner.qkv.out_features, options.messages)
+            inner.qkv.register_forward_hook(partial(_made, found, inner.messages))
+        if options.aggregates:
+            inner.sums = _column(found, inner.out.in_features, options.aggregates)
+            inner.out.register_forward_pre_hook(partial(_given, found, inner.sums))
+
+
+def _column(found: Quantization, columns: int, bits: int) -> ColumnQuantizer:
+    made = ColumnQuantizer(columns, bits, local=True)
+    found.columns.append(made)
+    return made
+
+
+def _read(found: Quantization, quantizer: FeatureQuantizer, module: nn.Module, inputs: tuple[Tensor]) -> Tensor:
+    """Rows of nodes, as they are stored; of virtual tokens behind them, as they are."""
+    nodes, virtual = inputs[0][: found.rows], inputs[0][found.rows :]
+    values = found.rounded(quantizer, nodes, found.now)
+    return torch.cat([values, virtual]) if len(virtual) else values
+
+
+def _made(
+    found: Quantization, quantizer: ColumnQuantizer, module: nn.Module, inputs: tuple[Tensor], out: Tensor
+) -> Tensor:
+    values: Tensor = quantizer(out, shown=_shown(found, out))
+    return values
+
+
+def _given(found: Quantization, quantizer: ColumnQuantizer, module: nn.Module, inputs: tuple[Tensor]) -> Tensor:
+    values: Tensor = quantizer(inputs[0], shown=_shown(found, inputs[0]))
+    return values
+
+
+def _shown(found: Quantization, rows: Tensor) -> Tensor | None:
+    """Which of `rows` teach: of nodes, and of virtual tokens behind them."""
+    shown = found.now.shown
+    return None if shown is None else torch.cat([shown, shown.new_ones(max(0, len(rows) - len(shown)))])[: len(rows)]
+
+
+# --- networks of anybody's code --------------------------------------------------------------------------------------
+
+
+def _at_messages(model: nn.Module, found: Quantization) -> None:
+    graph = found.told.graph
+    if graph.partition is None:
+        columns, block = graph.features.shape[1], whole(graph, Style(loops=False, scale="none"))
+    else:
+        part = partition_folder.any_part(graph.partition.folder)
+        columns, block = part.features.shape[1], part.block
+    widths = foreign_halo.row_widths(model, columns, block)
+    parts = nn.ModuleList()
+    model.add_module("quantizers", parts)
+    made = [
+        None if width is None else found.add(parts, at, width, signed=True, name=str(at))
+        for at, width in enumerate(widths, 1)
+    ]
+    messages: foreign_halo.Messages = getattr(foreign_halo.equip(model), MESSAGES)
+    messages.rounded = partial(_crossing, found, made)
+
+
+def _crossing(found: Quantization, made: list[FeatureQuantizer | None], at: int, rows: Tensor) -> Tensor:
+    """The rows that are read for the `at`-th time in a pass, as they are stored."""
+    quantizer = made[at] if at < len(made) else None
+    if at < len(made) and quantizer is None:  # features, which were rounded when they entered
+        return rows
+    if quantizer is None or len(rows) != found.rows or rows[0].numel() != quantizer.columns:
+        raise UserError(
+            f"[quant] is not possible with this network: a layer reads {list(rows.shape)} for {found.rows:,} nodes.",
+            why=f"on a few nodes its layers read rows {len(made)} times, "
+            f"of {', '.join(str(one.columns) for one in made if one is not None)} values",
+            do="a network that reads rows of all nodes, of the same widths in every pass, or leave [quant] out",
+        )
+    return found.rounded(quantizer, rows.flatten(1), found.now).view_as(rows)

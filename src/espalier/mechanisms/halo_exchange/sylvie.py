@@ -1,0 +1,594 @@
+"""Sylvie: rows of boundary nodes cross with few bits, and most of them one step late. After arXiv 2303.01277.
+
+A `Sylvie` is the transport of a `Halo`. Each peer gets one message for each layer and direction: a stamp (the step,
+layer and direction, which the receiver compares), then rows of 1 to 8 bits (`kernels.quantize_rows`), or of 32 as they
+are. Of narrow rows for one peer some share a scale, which would take more bytes than their codes. In a synchronous step
+a rank waits for the rows of this step; in others it takes those that each peer sent so many steps before as its age
+says (0: in this step), whose flight was hidden behind these steps. Gradients travel likewise.
+
+Deviations from the authors: the first step of a run, also of one that is resumed, is synchronous instead of reading
+zeros; scales are bfloat16 and codes are made with the rounded ones; the receiver takes the random numbers of rounding
+off again, which the key of a message gives it (subtractive dither: a variance of S^2 / 12); no rule reads a clock.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from espalier.comm.base import Traffic, traffic
+from espalier.graph.gnn import Gnn
+from espalier.graph.loss_speed import LossSpeed
+from espalier.graph.neighbor_sampler import stream
+from espalier.kernels import quantize_rows as kernels
+from espalier.kernels import row_widths
+from espalier.mechanisms.few_bits.quantization import crossing_codes
+from espalier.mechanisms.halo_exchange import halo
+from espalier.mechanisms.halo_exchange.halo import Arrival, Crossing, ForeignRows, Halo, degree_shares, not_finite
+from espalier.recipe import units
+from espalier.recipe.errors import RESUME, Corrupted, UserError
+from espalier.recipe.records import Record
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from espalier.recipe import HaloOptions
+
+RECORD = Record(
+    name="sylvie",
+    title="Sylvie: low-bit exchange of halo nodes, one epoch stale within a bound",
+    aliases=("halo exchange", "3d-adaptive"),
+    paper="ICDE 2024, arXiv 2303.01277",
+    question="How is a graph trained?",
+    files=(
+        "mechanisms/halo_exchange/sylvie.py",
+        "graph/loss_speed.py",
+        "mechanisms/halo_exchange/halo_parallel.py",
+        "mechanisms/halo_exchange/halo.py",
+        "graph/coded_rows.py",
+        "mechanisms/halo_exchange/partition_folder.py",
+        "mechanisms/halo_exchange/partial_sums.py",
+        "mechanisms/halo_exchange/foreign_halo.py",
+        "mechanisms/halo_exchange/part_inference.py",
+        "kernels/quantize_rows.py",
+        "mechanisms/halo_exchange/planned.py",
+        "mechanisms/halo_exchange/halo_bits.py",
+        "kernels/row_widths.py",
+    ),
+    chosen="a full graph split over ranks, when the halo exchange of each layer takes longer than its compute",
+    cost="per layer, direction and boundary row of width d: d*bits/8 + 4 bytes (rows of up to 32 values share the 4), "
+    "and 8 bytes for each message; hidden behind an epoch when pipelined",
+    law="the exact codec without staleness equals the single-process run; stale halos equal a simulator of them bit "
+    "for bit",
+    law_test="tests/graph/test_sylvie.py::test_late_rows_give_the_bits_of_a_simulator_of_stale_halos",
+    bench="bench/sylvie.py",
+    state="works",
+    remark="figures are of processors; on a GPU losses over parts, with 32 bits and 1, equal the processor's; recipes "
+    "train over parts with [graph.halo], and any program does with mechanisms/halo_exchange/halo.py; a limit: "
+    "every machine opens the "
+    "whole graph when a run starts, unless data.path is a folder of parts, of which each rank reads its own; networks "
+    "of PyG's layers and batch normalization over all ranks too; graph.halo.bits = auto gives each layer, direction "
+    "and pair of machines the bits that its link has time for; late rows have a bound of age by pair of machines, 0 "
+    "over fast links, up to graph.halo.staleness (1) over slow ones, where 2 hide more latency and cost accuracy "
+    "(after 40 steps of a planted graph 77.7 % against 82.3, and 86.0 with fresh rows; 3 seeds); graph.fanout = auto "
+    "lets the plan choose between them and drawn batches; evaluation and prediction run over as many ranks; on a "
+    "planted graph of 6,000 nodes, 4 in 10 of whose edges lead anywhere, accuracy was 0.10 +- 0.15 points below fp32's "
+    "with 1-bit rows (5 seeds, a prototype of the rounding; a test bounds it by 0.5) and 0.04 with 1-bit differences "
+    "(graph.halo.delta); rows of packages that Debian knows, in four parts, fall to 0.42 by partial sums; over four "
+    "links of 100 Mbit/s an epoch with late 1-bit rows and gradients in int8 takes 0.083 of fp32's for 10,000 nodes, "
+    "0.073 for 40,000 and 0.091 for 200,000 (a goal of 1/15 is missed; computing alone takes 0.048, 0.047 and "
+    "0.085); at 20 Mbit/s 0.040, and 0.041 for 200,000, at 1 Gbit/s 0.37 and 0.41; it sends 1/28 of the bytes of rows "
+    "(gradients that are summed layer by layer meanwhile, and late ones of rows that leave after those of weights, do "
+    "not make it faster); with 200,000 nodes rows of fp32, 8 bits and fresh ones of 1 bit reach 96.2 % in 61 epochs "
+    "and drawn batches in 0.61 of one: at 100 Mbit/s in 2,620, 805, 240 and 34 s, and drawn batches with int8 "
+    "gradients in 32 (at 20 Mbit/s 31, and 62 in fp32); late rows, of 1 bit or of 32, and boundary sampling are not "
+    "there after 61; five times the best of fp32's variants was the goal: 1-bit rows are 11 times as fast as fp32 "
+    "on the whole graph, int8 gradients 1.1 to 2.0 times as fast as fp32's on drawn batches",
+    gpu="NVIDIA H100, November 2026",
+)
+
+TOO_FEW = "few bits between a smallest and a largest value cannot say that"
+WHOLE = 32
+"""As bits: values cross as they are."""
+STAMP = 8
+"""Bytes before the rows of a message: the step (4), the layer (2), the direction and the bits (1 each)."""
+NARROW = 64
+"""Values from which on a row has a scale of its own; of narrower rows as many share one as have so many values."""
+
+
+class Choice(NamedTuple):
+    """What one step does: whether it waits for fresh rows, and the bits of a value (of the least important rows)."""
+
+    synchronous: bool
+    bits: int
+
+
+class StalenessPolicy(Protocol):
+    """Which steps wait for fresh rows, and with how many bits rows cross. All ranks decide alike."""
+
+    @property
+    def bits(self) -> int:
+        """Of the next step."""
+
+    def next(self, step: int) -> Choice:
+        """Of the step that comes after `step` steps."""
+
+
+class Every(NamedTuple):
+    """The Bounded Staleness Adaptor: every `synchronize`-th step is synchronous, with the same bits in all.
+
+    `synchronize`: 1: all steps are; 0: none after the first.
+    """
+
+    bits: int = WHOLE
+    synchronize: int = 1
+
+    def next(self, step: int) -> Choice:
+        """Of the step that comes after `step` steps."""
+        return Choice(self.synchronize > 0 and (step + 1) % self.synchronize == 0, self.bits)
+
+
+LEAST_BITS, MOST_BITS = 1, 8
+BITS_RULE, LATE_RULE = "graph.halo.bits", "graph.halo.late"
+"""In plans and logs: the time and execution rules of Sylvie's later version. Late: 1, rows may be; 0: none are."""
+
+
+class Adaptive:
+    """Bits and lateness that follow the speed at which the loss changes: a `track.decision_log.Controller`. Has state.
+
+    Where the average of losses moves ever less from step to step (`loss_speed`), progress slows: bits double, and all
+    steps wait for fresh rows. Where it moves ever more, bits halve, and rows are late within `synchronize`. What is
+    decided depends on the losses alone, so that the log of a run says why.
+    """
+
+    def __init__(self, bits: int, synchronize: int) -> None:
+        self.bits, self.synchronize, self.late = bits, synchronize, True
+        self.coming = 0
+        self.speed = LossSpeed()
+
+    @property
+    def values(self) -> dict[str, int]:
+        """See `Controller.values`."""
+        return {BITS_RULE: self.bits, LATE_RULE: int(self.late)}
+
+    def next(self, step: int) -> Choice:
+        """See `StalenessPolicy.next`."""
+        return Every(self.bits, self.synchronize if self.late else 1).next(step)
+
+    def heard(self, signals: Iterable[float]) -> Adaptive:
+        """The loss of a step, over all ranks."""
+        for loss in signals:
+            self.coming = self.speed.heard(loss)
+        return self
+
+    def turned(self, recorded: Mapping[str, int]) -> Adaptive:
+        """The next step begins."""
+        change, self.coming = self.coming, 0
+        if change < 0:
+            self.bits, self.late = min(MOST_BITS, 2 * self.bits), False
+        elif change > 0:
+            self.bits, self.late = max(LEAST_BITS, self.bits // 2), True
+        self.bits, self.late = recorded.get(BITS_RULE, self.bits), bool(recorded.get(LATE_RULE, self.late))
+        return self
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that decisions follow from."""
+        return {"bits": self.bits, "late": self.late, "coming": self.coming, **self.speed.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes back what `state_dict` gave; of a checkpoint without it, nothing."""
+        self.bits, self.late = state.get("bits", self.bits), state.get("late", self.late)
+        self.coming = state.get("coming", 0)
+        self.speed.load_state_dict(state)
+
+
+def sharing(columns: int) -> int:
+    """How many rows of so many values share a scale."""
+    return max(1, NARROW // max(1, columns))
+
+
+class _Layout(NamedTuple):
+    """Where rows lie in the messages of one crossing: by group its bits and place, by peer the bytes of its message.
+
+    Attributes:
+        rows, groups: of each peer.
+        order: int64 [groups, rows of a group], which rows a group has; the last row for a peer fills up its last group.
+            None: every row is a group.
+        places: int64 [rows], where each row is in `order`, flat.
+    """
+
+    widths: Tensor
+    begins: Tensor
+    splits: list[int]
+    rows: list[int]
+    groups: list[int]
+    order: Tensor | None = None
+    places: Tensor | None = None
+
+    def grouped(self, rows: Tensor) -> Tensor:
+        """Rows [rows, columns] as [groups, columns of a group]."""
+        if self.order is None:
+            return rows
+        groups, together = self.order.shape
+        return rows[self.order.flatten()].view(groups, together * rows.shape[1])
+
+    def alone(self, groups: Tensor) -> Tensor:
+        """What `grouped` was given."""
+        if self.order is None:
+            return groups
+        return groups.view(self.order.numel(), groups.shape[1] // self.order.shape[1])[self.places]
+
+    def row(self, group: int, values: Tensor) -> int:
+        """The first row of a group whose values are not finite; the first of all where none is."""
+        if self.order is None:
+            return group
+        bad = ~values.view(self.order.shape[1], -1).isfinite().all(1)
+        return int(self.order[group, int(bad.int().argmax())])
+
+    @property
+    def stamps(self) -> list[int]:
+        """Where messages begin; those without rows have no stamp."""
+        ends = np.cumsum(self.splits)
+        return [int(end) - size for end, size in zip(ends, self.splits, strict=True) if size]
+
+
+class _Flight(NamedTuple):
+    """Messages under way. `works` are waited for, by peer; `outgoing` is kept until they have left."""
+
+    works: list[list[Any]]
+    outgoing: Tensor
+    arriving: Tensor
+    layout: _Layout
+    step: int
+    bits: int
+
+    def wait(self, peers: Iterable[int]) -> None:
+        """For messages to and from these; Gloo's can be waited for once."""
+        for works in (self.works[peer] for peer in peers):
+            while works:
+                works.pop().wait()
+
+
+class ByPeer(NamedTuple):
+    """What differs between peers.
+
+    Attributes:
+        bits: for a crossing those of the rows for each rank, and of those from each, in place of the policy's: 1 to 8,
+            or `WHOLE` for all of that crossing; None: the policy's.
+        ages: how many steps old each peer's rows may be where a step is not synchronous: its bound of staleness. Then a
+            message to or from one peer waits for no other. None: one step, in one collective for all.
+    """
+
+    bits: Callable[[Crossing], tuple[Sequence[int], Sequence[int]]] | None = None
+    ages: Sequence[int] | None = None
+
+
+class Sylvie:
+    """The transport: see the module. Has state: the step, and the messages of the steps before.
+
+    Args:
+        policy: which steps are synchronous, and with how many bits.
+        delta: both ends keep the rows as they last arrived, and what crosses is the difference to these, rounded to the
+            nearest code, so that what rounding lost is sent with the next step (error feedback): the error of rows that
+            do not change shrinks by about 2^bits a step (at 8 by 2^7).
+        by_degree: rows of nodes with more neighbours get more bits (see `kernels.row_widths`); else all get as many.
+        peers: what differs between them.
+        seed: of the random numbers.
+    """
+
+    def __init__(
+        self,
+        policy: StalenessPolicy,
+        *,
+        by_degree: bool = False,
+        delta: bool = False,
+        peers: ByPeer | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.policy, self.by_degree, self.delta, self.seed = policy, by_degree, delta, seed
+        self.peers, self.ages = peers or ByPeer()
+        self.step = 0
+        self.choice = Choice(True, policy.bits)
+        self._flights: dict[tuple[Crossing, torch.dtype], list[_Flight]] = {}
+        self._sent: dict[Crossing, Tensor] = {}
+        self._arrived: dict[tuple[Crossing, int], tuple[int, Tensor]] = {}
+        self._layouts: dict[tuple[Crossing, bool, int, int, int], _Layout] = {}
+        self._shares: tuple[Tensor, Tensor] | None = None
+
+    def begin(self, step: int) -> None:
+        """Before the forward pass that comes after `step` steps. Where steps were left out or are made anew, the rows
+        of the step before are not there, and this one is synchronous."""
+        if step != self.step + 1:
+            self.drain()
+        self.step, self.choice = step, self.policy.next(step)
+
+    def drain(self) -> None:
+        """Waits for what is under way and drops it."""
+        for flight in (one for flights in self._flights.values() for one in flights):
+            flight.wait(range(len(flight.works)))
+        self._flights, self._sent, self._arrived = {}, {}, {}
+
+    def __call__(self, halo: Halo, sent: Tensor, received: Tensor, crossing: Crossing) -> Arrival:
+        """See `halo.Transport`. Raises UserError for rows that are not finite, by layer and node, and for rows that
+        crossed in this step already; and Corrupted for a message of another step, layer, direction or width, or of rows
+        that are older than they may be."""
+        if self.by_degree and self._shares is None and sent.is_floating_point():
+            self._shares = degree_shares(halo)
+        key, peers = (crossing, sent.dtype), range(len(halo.receives))
+        if any(one.step == self.step for one in self._flights.get(key, [])):
+            raise UserError(
+                f"{_what(crossing)} crossed in step {self.step} already.",
+                why="each layer exchanges its rows once in a step; these would arrive as those of the first time",
+                do=f"transport.begin({self.step + 1}) before the next forward pass, or halo.synchronous",
+            )
+        flights = [*self._flights.get(key, []), self._launch(halo, sent, received, crossing)]
+        ages = [0 if self.choice.synchronous else 1 if self.ages is None else self.ages[one] for one in peers]
+        steps = [one.step for one in flights]
+        used = [next(at for at, step in enumerate(steps) if step >= self.step - age) for age in ages]
+        self._flights[key] = [one for one in flights[:-1] if one.step > self.step - max(ages)] + flights[-1:]
+
+        def arrive() -> None:
+            for at, flight in enumerate(flights):
+                flight.wait([one for one in peers if at <= used[one]])
+            self._read([flights[: at + 1] for at in used], received, crossing, ages)
+
+        return arrive
+
+    def _launch(self, halo: Halo, sent: Tensor, received: Tensor, crossing: Crossing) -> _Flight:
+        bits = self._bits(crossing) if sent.is_floating_point() else WHOLE
+        out = self._layout(halo, sent, crossing, bits, leaves=True)
+        back = self._layout(halo, received, crossing, bits, leaves=False)
+        wire, arriving = (torch.empty(sum(one.splits), dtype=torch.uint8) for one in (out, back))
+        for begin in out.stamps:
+            wire[begin : begin + STAMP] = _stamp(self.step, crossing, bits)
+        if bits == WHOLE:
+            _copy(out, sent, wire)
+        else:
+            rows = out.grouped(sent.detach().float().flatten(1).cpu())
+            if self.delta:
+                known = self._sent.setdefault(crossing, torch.zeros_like(rows))
+                rows = rows - known
+            first, key = 0, self._key(self.step, crossing, _rank(halo))
+            for count in out.groups:  # rows are numbered in each message: who receives one makes its random numbers too
+                here, every = slice(first, first + count), torch.arange(count)
+                bad = kernels.quantize_rows(rows[here], every, out.widths[here], (out.begins[here], wire), key)
+                if bad >= 0:
+                    raise not_finite(halo, crossing, out.row(first + bad, rows[first + bad]), TOO_FEW)
+                first += count
+            if self.delta:
+                kernels.restore_rows(wire, out.begins, out.widths, rows)
+                known += rows
+        with traffic(Traffic.HALO):
+            if self.ages is None:
+                work = dist.all_to_all_single(arriving, wire, back.splits, out.splits, group=halo.group, async_op=True)
+                works: list[list[Any]] = [[work], *([] for _ in out.splits[1:])]
+            else:
+                works = _messages(halo, wire.split(out.splits), arriving.split(back.splits), crossing)
+        return _Flight(works, wire, arriving, back, self.step, bits)
+
+    def _key(self, step: int, crossing: Crossing, sender: int) -> int | None:
+        """Of the random numbers of a message; None: its rows are differences, whose codes are the nearest."""
+        if self.delta:
+            return None
+        return (stream(self.seed, step, 2 * crossing.layer + crossing.backward) + sender) & 0xFFFF_FFFF
+
+    def _bits(self, crossing: Crossing) -> int:
+        """Of the stamp of messages with floating-point rows."""
+        if self.peers is None:
+            return self.choice.bits
+        return WHOLE if any(WHOLE in one for one in self.peers(crossing)) else self.choice.bits
+
+    def _layout(self, halo: Halo, rows: Tensor, crossing: Crossing, bits: int, leaves: bool) -> _Layout:
+        """Of rows that cross for, or (not `leaves`) from, this rank."""
+        columns = int(np.prod(rows.shape[1:]))
+        size = columns * rows.element_size() if bits == WHOLE else columns
+        alike = crossing if self.peers is not None else crossing._replace(layer=0)
+        counts = each_peer = halo.leaving(crossing) if leaves else halo.arriving(crossing)
+        known = (alike, leaves, size, bits, sum(counts))
+        if known not in self._layouts:
+            order, places = None, None
+            if bits != WHOLE and self._shares is None and (together := sharing(columns)) > 1:
+                order, places = _groups(counts, together)
+                counts, columns = [-(-count // together) for count in counts], columns * together
+            if bits != WHOLE and self.peers is not None:
+                own = self.peers(crossing)[0 if leaves else 1]
+                widths = torch.tensor(own, dtype=torch.uint8).repeat_interleave(torch.tensor(counts))
+            else:
+                widths = self._widths(crossing.backward == leaves, sum(counts), bits)
+            each = torch.full((sum(counts),), size) if bits == WHOLE else kernels.wire_bytes(columns, widths.long())
+            splits = [int(one.sum()) + STAMP * bool(len(one)) for one in each.split(counts)]
+            stamped = torch.tensor([count > 0 for count in counts]).cumsum(0)  # stamps up to this peer's
+            before = torch.repeat_interleave(stamped, torch.tensor(counts), output_size=sum(counts))
+            begins = each.cumsum(0) - each + STAMP * before
+            self._layouts[known] = _Layout(widths, begins, splits, each_peer, counts, order, places)
+        return self._layouts[known]
+
+    def _widths(self, backward: bool, rows: int, bits: int) -> Tensor:
+        if bits == WHOLE or self._shares is None:
+            return torch.full((rows,), bits, dtype=torch.uint8)
+        return torch.from_numpy(row_widths.widths_of(bits, self._shares[backward].numpy()))
+
+    def _read(self, arrived: list[list[_Flight]], received: Tensor, crossing: Crossing, ages: list[int]) -> None:
+        """`arrived`: the last messages of each peer, whose rows are those of the latest, or (differences) of all."""
+        newest, flat = arrived[0][-1], received.flatten(1)
+        layout, whole = newest.layout, newest.bits == WHOLE
+        plain = received.dtype == torch.float32 and received.device.type == "cpu" and received.is_contiguous()
+        columns = flat.shape[1] * (1 if layout.order is None else layout.order.shape[1])
+        into = whole or (plain and layout.order is None)
+        rows = flat if into else torch.empty(len(layout.widths), columns)
+        outs = rows.split(layout.rows if whole else layout.groups)
+        for peer, (flights, out, age) in enumerate(zip(arrived, outs, ages, strict=True)):
+            for flight in flights if self.delta and not whole else flights[-1:]:
+                message = flight.arriving.split(flight.layout.splits)[peer]
+                if not len(message):
+                    continue
+                old = _checked(message[:STAMP], flight, crossing, peer, self.step)
+                if flight is flights[-1] and old > age:
+                    raise Corrupted(
+                        f"{_what(crossing)} of rank {peer} are {units.plural(old, 'step')} old in step {self.step}.",
+                        why=f"they may be {units.plural(age, 'step')} old",
+                        do=RESUME,
+                    )
+                if whole:
+                    out.copy_(message[STAMP:].clone().view(received.dtype).view(out.shape))
+                else:
+                    self._restore(flight, (crossing, peer), out)
+        if not into:
+            received.copy_(layout.alone(rows).view(received.shape))
+
+    def _restore(self, flight: _Flight, source: tuple[Crossing, int], out: Tensor) -> None:
+        """The groups of rows of a peer. Of differences each message counts once."""
+        first, layout = sum(flight.layout.groups[: source[1]]), flight.layout
+        here = slice(first, first + len(out))
+        if not self.delta:
+            key = self._key(flight.step, *source)
+            kernels.restore_rows(flight.arriving, layout.begins[here], layout.widths[here], out, key)
+            return
+        step, arrived = self._arrived.get(source, (-1, torch.zeros(out.shape)))
+        if flight.step > step:
+            more = torch.empty_like(arrived)
+            kernels.restore_rows(flight.arriving, layout.begins[here], layout.widths[here], more)
+            self._arrived[source] = flight.step, arrived.add_(more)
+        out.copy_(arrived)
+
+
+def _messages(halo: Halo, out: Sequence[Tensor], into: Sequence[Tensor], crossing: Crossing) -> list[list[Any]]:
+    """Begins a message to and from each peer; by peer what is to be waited for."""
+    group, tag = halo.group, 2 * crossing.layer + crossing.backward
+    assert group is not None, "rows cross between ranks"
+    works: list[list[Any]] = [[group.recv([one], peer, tag)] if len(one) else [] for peer, one in enumerate(into)]
+    for peer, one in enumerate(out):
+        works[peer] += [group.send([one], peer, tag)] if len(one) else []
+    return works
+
+
+def _groups(counts: list[int], together: int) -> tuple[Tensor, Tensor]:
+    """See `_Layout`, of rows for each peer."""
+    order, places, first, slot = [], [], 0, 0
+    for count in counts:
+        groups = -(-count // together)
+        order.append((first + torch.arange(groups * together).clamp(max=count - 1)).view(groups, together))
+        places.append(slot + torch.arange(count))
+        first, slot = first + count, slot + groups * together
+    return torch.cat(order), torch.cat(places)
+
+
+def _stamp(step: int, crossing: Crossing, bits: int) -> Tensor:
+    found = np.zeros(STAMP, np.uint8)
+    found[:4].view(np.uint32)[0], found[4:6].view(np.uint16)[0] = step, crossing.layer
+    found[6], found[7] = crossing.backward, bits
+    return torch.from_numpy(found)
+
+
+def _checked(found: Tensor, flight: _Flight, crossing: Crossing, peer: int, now: int) -> int:
+    """How many steps before step `now` a message was sent that begins with the stamp `found` (uint8 [STAMP]). Raises
+    Corrupted where it is not the one that is awaited."""
+    if not torch.equal(found, _stamp(flight.step, crossing, flight.bits)):
+        raise Corrupted(
+            f"A message of rank {peer} in step {now} is {_said(found)}, where "
+            f"{_what(crossing).lower()} of step {flight.step} with {flight.bits} bits a value were to come.",
+            why="ranks that are not in the same step, layer and direction would mix their rows",
+            do=RESUME,
+        )
+    return now - flight.step
+
+
+def _what(crossing: Crossing) -> str:
+    return f"{'Gradients' if crossing.backward else 'Rows'} for layer {crossing.layer + 1}"
+
+
+def _said(stamp: Tensor) -> str:
+    """A stamp in words."""
+    at = stamp.numpy()
+    crossing = Crossing(int(at[4:6].view(np.uint16)[0]), bool(at[6]))
+    return f"{_what(crossing).lower()} of step {int(at[:4].view(np.uint32)[0])} with {int(at[7])} bits a value"
+
+
+def _copy(layout: _Layout, rows: Tensor, wire: Tensor) -> None:
+    """Rows as they are to their places behind the stamps."""
+    flat = rows.detach().flatten(1)
+    for message, own in zip(wire.split(layout.splits), flat.split(layout.rows), strict=True):
+        if len(message):
+            message[STAMP:].copy_(own.contiguous().view(torch.uint8).flatten())
+
+
+def _rank(halo: Halo) -> int:
+    return 0 if halo.group is None else halo.group.rank()
+
+
+def row_bytes(columns: int, bits: Any, size: int = 4) -> Any:
+    """Bytes of a boundary row of so many values of `size` bytes on the wire."""
+    return np.where(np.equal(bits, WHOLE), columns * size, kernels.wire_bytes(columns, bits))
+
+
+# --- cost ------------------------------------------------------------------------------------------------------------
+
+
+def step_bytes(
+    network: Gnn | ForeignRows,
+    rows: Any,
+    options: HaloOptions,
+    size: int = 4,
+    by_peer: Mapping[tuple[int, bool], Any] | None = None,
+) -> Any:
+    """float [ranks, ranks]: payload bytes that each rank sends each other in a step, forward and backward together: the
+    ledger's row `halo`.
+
+    Args:
+        network: whose layers exchange; rows: `halo.Boundary.rows`; options: of `[graph.halo]`; size: bytes of a value.
+        by_peer: int [ranks, ranks] for each crossing, bits of the rows that rank i sends rank j; None: those of
+            `options` (of rows that have codes none, which take the bits of `[quant]` whatever is said here).
+    """
+    assert options.bits != "auto" or by_peer is not None, "the plan has the bits"
+    bits: dict[tuple[int, bool], Any] = dict.fromkeys(crossings(network), WHOLE if by_peer else options.bits)
+    bits.update(by_peer or {})
+    plain = options.synchronize == 1 and all((np.asarray(one) == WHOLE).all() for one in bits.values())
+    sent = np.zeros(np.shape(rows))
+    for key, chosen in bits.items():
+        for one in np.unique(chosen):
+            sent = sent + np.where(
+                chosen == one, crossing_bytes(network, rows, options, key, Values(int(one), size, plain)), 0
+            )
+    return sent
+
+
+def crossings(network: Gnn | ForeignRows) -> list[Crossing]:
+    """All of a step, in order of layers."""
+    return [Crossing(at, backward) for at in range(1, halo.depth(network)) for backward in (False, True)]
+
+
+class Values(NamedTuple):
+    """How the values of a crossing are sent: with so many `bits`, of `size` bytes otherwise; `plain`: as they are,
+    without stamps."""
+
+    bits: int
+    size: int = 4
+    plain: bool = False
+
+
+def crossing_bytes(
+    network: Gnn | ForeignRows, rows: Any, options: HaloOptions, key: tuple[int, bool], values: Values
+) -> Any:
+    """float [ranks, ranks]: of one crossing all of whose rows are sent alike; see `step_bytes`."""
+    bits, size, plain = values
+    at, back = key
+    forward, backward = halo.row_bytes(network, at, size)
+    count = np.asarray(rows).T if back else np.asarray(rows)
+    if not back and (coded := crossing_codes(network, at, size)) is not None:
+        return (count + coded.steps * (count > 0)) * coded.bytes + STAMP * (not plain) * (count > 0)
+    if plain:
+        return count * (backward if back else forward)
+    kept = isinstance(network, Gnn) and network.options.activation == "maxk" and not back
+    beside = forward - backward if kept else 0  # columns of kept values
+    columns = backward // size
+    by_degree = options.by_degree and bits != WHOLE
+    together = 1 if by_degree or bits == WHOLE else sharing(columns)
+    rows = np.ceil(count / together).astype(np.int64)
+    widths = row_widths.by_degree(bits, rows) if by_degree else row_widths.uniform(bits, rows)
+    each = partial(row_bytes, columns * together, size=size)
+    return widths.total(each) + count * beside + STAMP * (1 + kept) * (count > 0)

@@ -1,0 +1,199 @@
+"""CO2: replicas far apart train on while the average of their last round travels. After arXiv 2401.16265.
+
+Also around anybody's model and optimizer, in their own loop. It deviates from the authors' code where that is wrong:
+what travels is a copy, the clip clips, nothing in the outer step blocks, and no round depends on timing.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from espalier.comm.base import check_feedback
+from espalier.comm.codecs import codec
+from espalier.mechanisms.local_rounds.membership import MemberGroup, Members
+from espalier.mechanisms.local_rounds.outer_loop import OuterSync
+from espalier.mechanisms.local_rounds.round_length import Rounds
+from espalier.optim.diloco_slowmo import METHODS, OuterMethod
+from espalier.plan.compose import Claim
+from espalier.recipe.errors import UserError
+from espalier.recipe.records import Record
+
+CLAIM = Claim(
+    "outer_rounds",
+    question="sync",
+    needs={"gradients are summed"},
+    changes={"owns the optimizer step", "replicas differ between rounds"},
+    forbids={"owns the optimizer step", "matrices are cut"},
+    after={"optimizer", "stages"},
+    instead=("every_step",),
+)
+"""Ranks that share matrices hold the same norms, which each of them would exchange."""
+RECORD = Record(
+    name="co2",
+    title="CO2: local steps, and an outer step whose exchange is hidden behind the next round",
+    aliases=("outer sync", "local sgd", "slowmo", "diloco", "streaming diloco"),
+    paper="arXiv 2401.16265",
+    question="When do replicas agree?",
+    files=(
+        "mechanisms/local_rounds/co2.py",
+        "mechanisms/local_rounds/outer_loop.py",
+        "optim/outer_optimizer.py",
+        "mechanisms/local_rounds/membership.py",
+        "mechanisms/local_rounds/rejoin.py",
+        "mechanisms/local_rounds/planned.py",
+    ),
+    chosen="machines between which an exchange of gradients takes several times as long as a step",
+    cost="per round 2(G-1)/G of the parameters from each replica, divided by the codec's ratio, behind steps >= 1.1 * "
+    "exchange / step; held: outer parameters, momentum and two copies in flight, of this rank's shard",
+    law="bit for bit the recurrence of the paper in one process; one step without delay is data parallel; a checkpoint "
+    "in flight resumes to the bit; what is dead is dropped from the mean, and may come back at a round",
+    law_test="tests/sync/test_outer_loop.py::test_twenty_rounds_are_those_of_the_recurrence_to_the_bit",
+    bench="bench/co2.py",
+    state="works",
+    remark="on processors; a lost replica is dropped from the mean, and another let in at a round; in `espalier train` "
+    "that holds for replicas of one rank each",
+    gpu="NVIDIA H100, November 2026",
+)
+
+
+class CO2:
+    """An outer agreement around a model and the optimizer that moves it, on every rank of a group.
+
+    Train in an ordinary loop on each rank's own data; every `optimizer.step()` counts as a local step, and at the
+    end of a round the parameters are set to the common ones. Call `finish()` after the last step: then all ranks hold
+    one model. Models with running statistics (BatchNorm) are refused: these would differ between ranks.
+
+    Args:
+        model: on every rank; rank 0's parameters go to all.
+        optimizer: of its parameters, any kind; keeps its own state through rounds.
+        steps: local steps of a round; None: begins at 8 and follows the measured waits, for all ranks alike.
+        method: a key of `optim.diloco_slowmo.METHODS`.
+        group: the ranks; None: torch's default group. A `Crew` for ranks that met in a store of their own; a replica
+            that was lost comes back by one with `returns=True`, at the end of a round, with the others' outer
+            parameters and an optimizer that begins anew.
+        choices: settings of `optim.diloco_slowmo.OuterMethod` other than the method's.
+
+    Raises:
+        UserError: an unknown method or setting, a model that cannot be averaged, no process group.
+        PeerLost: (from `optimizer.step`, `finish`) this rank was given up by the others; it returns, and nobody let it
+            in.
+
+    >>> outer = CO2(model, optimizer, steps=24, codec="int4")  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        steps: int | None = None,
+        method: str = "co2",
+        group: dist.ProcessGroup | MemberGroup | None = None,
+        **choices: Any,
+    ) -> None:
+        refuse_statistics(model)
+        chosen = chosen_of(method, choices)
+        self.optimizer = optimizer
+        live = [p for one in optimizer.param_groups for p in one["params"] if p.requires_grad]
+        moving = {id(tensor) for tensor in live}
+        still = [one.detach() for one in (*model.parameters(), *model.buffers()) if id(one) not in moving]
+        crew = group if isinstance(group, MemberGroup) else _crew(group)
+        members = None if crew is None else Members(crew, codec(chosen.codec))
+        returns = members is not None and members.crew.returns
+        if members is not None and not returns:
+            members.spread([*live, *still])
+        self.engine = OuterSync(live, chosen, members, Rounds(steps or 8, adapt=steps is None))
+        self.engine.still = still
+        if returns:
+            self.engine.come_in(self.rate)
+        self._hook = optimizer.register_step_post_hook(self._stepped)
+
+    @property
+    def rate(self) -> float:
+        """The inner learning rate."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def _stepped(self, *_: Any) -> None:
+        self.engine.after_step(self.rate)
+
+    def shown(self) -> AbstractContextManager[None]:
+        """The common parameters in place of this rank's own, to validate or save them."""
+        return self.engine.shown()
+
+    def finish(self) -> None:
+        """Makes all ranks one model. All call it after their last step."""
+        self.engine.finish(self.rate)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint of this rank needs beside its model and its optimizer; also in flight."""
+        return self.engine.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes back what `state_dict` gave, after model and optimizer took back theirs."""
+        self.engine.load_state_dict(state)
+
+    def detach(self) -> None:
+        """Leaves model and optimizer as they are."""
+        self._hook.remove()
+        self.engine.close()
+
+
+def chosen_of(method: str, settings: dict[str, Any]) -> OuterMethod:
+    """The choices of a method with some set otherwise. Raises UserError for a name that is none, and for a codec
+    with which error feedback diverges."""
+    if method not in METHODS:
+        raise UserError(f"sync.kind = {method!r} is unknown.", do=f"one of {', '.join(METHODS)}")
+    known = {one.name for one in fields(OuterMethod)}
+    wrong = sorted(set(settings) - known)
+    if wrong:
+        raise UserError(f"{wrong[0]!r} is not an option of sync.", why=f"there are {', '.join(sorted(known))}")
+    chosen = replace(METHODS[method], **settings)
+    check_feedback(codec(chosen.codec))
+    return chosen
+
+
+def refuse_pieces(choices: OuterMethod, shards: int) -> None:
+    """Raises UserError for a penalty by tensors where a replica's ranks hold pieces of them."""
+    if choices.penalty == "per_tensor" and shards > 1:
+        raise UserError(
+            f"sync.penalty = 'per_tensor' with replicas of {shards} ranks.",
+            why="each rank holds pieces of other tensors, and no rank the norm of one",
+            do="sync.penalty='norm', or replicas of one rank",
+        )
+
+
+def refuse_statistics(model: nn.Module) -> None:
+    """Raises UserError for a model with buffers that would differ between replicas."""
+    for name, module in model.named_modules():
+        if getattr(module, "running_mean", None) is not None:
+            raise UserError(
+                f"{name or type(model).__name__} keeps running statistics, which would differ between replicas.",
+                do="GroupNorm or LayerNorm, or track_running_stats=False",
+            )
+
+
+def _crew(group: dist.ProcessGroup | None) -> MemberGroup | None:
+    """The ranks of a process group, each a member; None where there is but one."""
+    if group is None and not dist.is_initialized():
+        return None
+    everyone = group if group is not None else dist.group.WORLD
+    assert everyone is not None
+    return (
+        MemberGroup(_store(everyone), everyone.rank(), tuple(range(everyone.size()))) if everyone.size() > 1 else None
+    )
+
+
+def _store(group: Any) -> Any:
+    """The store that a group's ranks met in."""
+    from torch._C._distributed_c10d import PrefixStore
+    from torch.distributed.distributed_c10d import _get_default_store, _world
+
+    getter = getattr(group, "get_group_store", None)
+    store = getter() if getter is not None else _get_default_store()
+    return PrefixStore(f"outer of {_world.pg_names.get(group, 'all')}", store)

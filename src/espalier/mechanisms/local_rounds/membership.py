@@ -1,0 +1,505 @@
+"""Membership of the outer rounds: who takes part, and what travels between members. A flight is one sum on its way, in
+its own thread.
+
+Sums are a direct exchange in rank order, so all members get the same bits (`comm.compressed_collectives`). A flight
+counts when every member has it: the last to get it says so in the store, the first to fail says the opposite, and one
+word is never replaced by the other. After a failure those that report within a grace period are the members from then
+on, and the flight is flown again among them from what each had sent; its weights say what the sum is of.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo
+
+from espalier.comm import store_client
+from espalier.comm.abort import apart
+from espalier.comm.base import Codec, Ledger, Spent, Traffic
+from espalier.comm.comm_thread import QueuedWork
+from espalier.comm.compressed_collectives import Coded
+from espalier.mechanisms.local_rounds import rejoin
+from espalier.recipe.errors import RESUME, PeerLost
+
+GRACE = 3.0
+"""Seconds after the first sign of a failure in which survivors report."""
+LOOK = 0.02
+"""Seconds between looks into the store while something is under way."""
+BEATS = 8
+"""Heartbeats in the time after which silence is death: a busy machine may delay some of them."""
+_GONE = b"gone"
+
+
+class MemberReport(NamedTuple):
+    """What a member says of its round.
+
+    Attributes:
+        weight: of what it sends: samples behind it, in any unit that all share.
+        steps: local steps of a round that would hide its flights (0: no wish).
+        stop: it was asked to stop.
+        seconds: of one local step.
+        rate: its inner learning rate; all use that of the first member.
+        called: it was called to begin anew with all members, at the end of a round.
+    """
+
+    weight: float = 1.0
+    steps: float = 0.0
+    stop: float = 0.0
+    seconds: float = 0.0
+    rate: float = 1.0
+    called: float = 0.0
+
+
+class OuterSum(NamedTuple):
+    """A flight that every member has: the sum, who is in it with what to say, and how long it took."""
+
+    total: Tensor
+    notes: dict[int, MemberReport]
+    seconds: float
+
+    @property
+    def weight(self) -> float:
+        """Of the whole sum."""
+        return sum(note.weight for note in self.notes.values())
+
+
+class MemberGroup(NamedTuple):
+    """What members need to find each other.
+
+    Attributes:
+        store: of all ranks; its server must outlive every member.
+        member, members: this replica's number, and those that begin.
+        shard, shards: this rank's number among the ranks of its replica, and how many these are.
+        timeout: seconds of any wait for a message.
+        grace: seconds; see `GRACE`.
+        ledger: books what is sent; may be None.
+        returns: this replica was lost, or takes the place of one that was, and asks the others to let it in.
+        lost: asked who is known to be gone, by rank among all of all members; None: nobody knows more than they do.
+        silence: seconds without a sign of life (`MemberHeartbeats`) after which a rank counts as dead; 0: it is dead
+            when its connections close, or when a message does not come within `timeout`.
+    """
+
+    store: Any
+    member: int
+    members: tuple[int, ...]
+    shard: int = 0
+    shards: int = 1
+    timeout: float = 60.0
+    grace: float = GRACE
+    ledger: Ledger | None = None
+    returns: bool = False
+    silence: float = 0.0
+    lost: Callable[[], Collection[int]] | None = None
+
+
+@dataclass
+class SumAttempt:
+    """A flight among the members of one epoch. Has state: what it brought here.
+
+    Attributes:
+        total: becomes the sum; residual: becomes what the flight's residual is once every member has the sum.
+    """
+
+    total: Tensor
+    residual: Tensor | None
+    notes: dict[int, MemberReport] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+@dataclass
+class PendingSum:
+    """One sum under way. Has state: what it needs to be flown again."""
+
+    sent: Tensor
+    """[n] this member's contribution, unchanged until the flight has ended."""
+    residual: Tensor | None
+    note: MemberReport
+    number: int
+    attempt: SumAttempt = field(init=False)
+    outcome: CommitVote = field(init=False)
+    epoch: int = field(init=False, default=0)
+    """Of the members among whom it flies."""
+
+
+@dataclass
+class CommitVote:
+    """Whether all ranks of all members have done something, as one word in the store that is never replaced. The last
+    to have done it says so, the first to fail says the opposite. Has state: the answer, once there is one."""
+
+    space: Any
+    number: int
+    ranks: int
+    limit: float
+    known: threading.Event = field(default_factory=threading.Event)
+    error: BaseException | None = None
+    done_at: float = math.inf
+    begun: float = field(default_factory=time.monotonic)
+
+    def here(self) -> None:
+        """This rank has done it."""
+        if self.space.add(f"arrived/{self.number}", 1) == self.ranks:
+            self.space.compare_set(f"verdict/{self.number}", "", "all")
+        self.done_at = time.monotonic()
+
+    def failed(self, error: BaseException) -> None:
+        """This rank has not, and nobody has."""
+        self.error = self.error or error
+        self.space.compare_set(f"verdict/{self.number}", "", "failed")
+
+    def look(self, rank: int) -> bool:
+        """Whether there is an answer; of a failure the others learn at once that this rank is alive."""
+        if time.monotonic() > self.done_at + self.limit:
+            self.failed(RuntimeError(f"the others did not finish exchange {self.number} in {self.limit:g} s"))
+        word = f"verdict/{self.number}"
+        if not self.space.check([word]):
+            return False
+        if self.space.get(word) != b"all":
+            self.space.set(f"left/{rank}", "")
+            self.error = self.error or RuntimeError(f"exchange {self.number} did not reach every member")
+        self.known.set()
+        return True
+
+    def wait(self, heard: Callable[[], float]) -> None:
+        """Returns when all have done it. Raises what went wrong; TimeoutError when the store, last `heard` from then
+        (monotonic seconds), does not answer any more: a question to a server that was cut off never returns."""
+        while not self.known.wait(1.0):
+            silent = time.monotonic() - max(heard(), self.begun)
+            if silent > self.limit + 1.0:
+                raise TimeoutError(f"the store has not answered for {silent:.0f} s")
+        if self.error is not None:
+            raise self.error
+
+
+class MemberHeartbeats:
+    """This rank's signs of life, and what it sees of the others'. Has state: a thread, and when each was last heard.
+
+    A stopped process sends no message and closes no connection, so its peers would wait for as long as a message may
+    take. A thread counts in the store for as long as its process runs and its main thread lives; who waits for the
+    others looks whether they still count. Seconds are those of the clock of who looks, so no two clocks are compared.
+
+    Args:
+        store: a connection of its own, as a thread writes to it.
+        rank: this rank's number among all ranks of all members.
+        silence: seconds after which a rank that gives no sign counts as dead.
+    """
+
+    def __init__(self, store: Any, rank: int, silence: float) -> None:
+        self.silence = silence
+        self._store, self._rank = store, rank
+        self._ended = threading.Event()
+        self._heard: dict[int, tuple[bytes, float]] = {}
+        self._looked = 0.0
+        self._beat(b"0")
+        # No daemon: one that is in the store when the interpreter ends would bring the process down.
+        threading.Thread(target=self._live, name="espalier-beats").start()
+
+    def silent(self, ranks: Iterable[int]) -> list[int]:
+        """Those of `ranks` that have ended, or gave no sign for `silence` seconds. Call it again and again while they
+        are waited for: what happened between two calls far apart is not held against them."""
+        now = time.monotonic()
+        fresh, self._looked = now - self._looked < self.silence, now
+        found = []
+        for rank in ranks:
+            count = self._store.get(_key(rank)) if self._store.check([_key(rank)]) else b""
+            before, since = self._heard.get(rank, (None, now))
+            if count != before or not fresh:
+                self._heard[rank] = count, now
+            elif now - since > self.silence:
+                found.append(rank)
+            if count == _GONE:
+                found.append(rank)
+        return found
+
+    def close(self) -> None:
+        """Says that this rank has ended."""
+        self._ended.set()
+        self._beat(_GONE)
+
+    def _live(self) -> None:
+        count = 0
+        while not self._ended.wait(self.silence / BEATS):
+            if not threading.main_thread().is_alive():  # it raised, and the process is on its way out
+                self.close()
+                return
+            count += 1
+            self._beat(str(count).encode())
+
+    def _beat(self, word: bytes) -> None:
+        try:
+            self._store.set(_key(self._rank), word)
+        except RuntimeError:  # the store is gone: whoever waits finds out by itself
+            self._ended.set()
+
+
+def _key(rank: int) -> str:
+    return f"outer/alive/{rank}"
+
+
+class Members:
+    """The living members as this rank sees them, and their flights. Has state.
+
+    Args:
+        crew: see there.
+        codec: of what travels.
+        on_change: called as `on_change(lost, members)` after members were lost, or came back (then none is lost).
+
+    Raises PeerLost: a member that returns was not let in.
+    """
+
+    def __init__(
+        self,
+        crew: MemberGroup,
+        codec: Codec,
+        on_change: Callable[[tuple[int, ...], tuple[int, ...]], None] | None = None,
+    ) -> None:
+        self.crew, self.codec, self.on_change = crew, codec, on_change
+        self.store = store_client.clone(crew.store)
+        self._beats = (
+            MemberHeartbeats(store_client.clone(crew.store), self.rank, crew.silence) if crew.silence else None
+        )
+        entry = rejoin.ask(self.store, crew.member, crew.shard) if crew.returns else rejoin.RejoinPoint(0, crew.members)
+        self.epoch, self.members, self._number = entry
+        self._closed = False
+        self._heard = 0.0  # when the store last answered, by the monotonic clock
+        self._past: list[Any] = []  # groups with messages under way, which must not be taken apart
+        self._waiting: queue.SimpleQueue[tuple[CommitVote, QueuedWork] | None] = queue.SimpleQueue()
+        rejoin.announce(self.store, self.epoch)
+        self._coded = self._joined()
+        if self._coded is not None:
+            threading.Thread(target=self._look, name="espalier-members", daemon=True).start()
+
+    @property
+    def rank(self) -> int:
+        """This rank's number among all ranks of all members."""
+        return self.crew.member * self.crew.shards + self.crew.shard
+
+    def _look(self) -> None:
+        """Looks after the exchanges under way, in their order, in a thread of its own."""
+        while (waiting := self._waiting.get()) is not None:
+            outcome, task = waiting
+            try:
+                while not outcome.look(self.rank) and not self._closed:
+                    self._heard = time.monotonic()
+                    if (broken := task.exception()) is not None:  # of one that never ran, too: another failed before it
+                        outcome.failed(broken)
+                    elif silent := self._silent(self.members):
+                        outcome.failed(RuntimeError(f"rank {silent[0]} is gone, or gave no sign of life for too long"))
+                    time.sleep(LOOK)
+            except RuntimeError as error:  # the store is gone
+                outcome.error = outcome.error or error
+                outcome.known.set()
+
+    def _silent(self, members: Sequence[int]) -> list[int]:
+        """The other ranks of `members` that are dead by their signs of life."""
+        shards = self.crew.shards
+        ranks = [member * shards + shard for member in members for shard in range(shards)]
+        others = [rank for rank in ranks if rank != self.rank]
+        known = [] if self.crew.lost is None else [rank for rank in others if rank in self.crew.lost()]
+        return known + ([] if self._beats is None else self._beats.silent(others))
+
+    # --- the group -----------------------------------------------------------------------------------------------
+
+    def _space(self) -> Any:
+        return rejoin.space_of(self.store, self.epoch)
+
+    def _joined(self) -> Coded | None:
+        """The members' group of this epoch, of the ranks with this rank's shard; None where a replica is alone."""
+        if len(self.members) == 1:
+            return None
+        crew, place = self.crew, (self.members.index(self.crew.member), len(self.members))
+        limit = timedelta(seconds=crew.timeout)
+        inner = ProcessGroupGloo(PrefixStore(f"shard{crew.shard}", apart(self._space())), *place, limit)
+        ranks = [member * crew.shards + crew.shard for member in self.members]
+        return Coded(self.codec, inner, place, Traffic.OUTER_STEP._value_, ranks, lambda: limit)
+
+    # --- flights -------------------------------------------------------------------------------------------------
+
+    def launch(self, values: Tensor, residual: Tensor | None, note: MemberReport) -> PendingSum:
+        """Begins the sum of all members' `values` [n], which must not change any more. All launch in one order.
+
+        `residual` [n]: error feedback of lossy codecs.
+        """
+        self._number += 1
+        flight = PendingSum(values, residual, note, self._number)
+        self._fly(flight)
+        return flight
+
+    def _fly(self, flight: PendingSum) -> None:
+        coded, members = self._coded, self.members
+        if coded is None:
+            return
+        flight.attempt = attempt = SumAttempt(flight.sent.clone(), _copy(flight.residual))
+
+        def act(job: Any) -> None:
+            begun = time.perf_counter()
+            job.all_reduce(attempt.total, attempt.residual, False)
+            there = coded.everyone(torch.tensor(flight.note, dtype=torch.float64))
+            attempt.notes = {member: MemberReport(*row.tolist()) for member, row in zip(members, there, strict=True)}
+            attempt.seconds = time.perf_counter() - begun
+
+        flight.epoch = self.epoch
+        flight.outcome = self._together(coded, flight.number, act, self._book)
+
+    def _together(
+        self, coded: Coded, number: int, act: Callable[[Any], None], book: Callable[[Spent], None]
+    ) -> CommitVote:
+        """Launches `act`, which counts when all ranks of all members have done it."""
+        outcome = CommitVote(self._space(), number, len(self.members) * self.crew.shards, self.crew.timeout)
+
+        def run(job: Any) -> None:
+            try:
+                act(job)
+                outcome.here()
+            except BaseException as error:
+                outcome.failed(error)
+                raise
+
+        self._past = [task for task in self._past if not isinstance(task, QueuedWork) or not task.is_success()]
+        task = coded.launch(run, book)
+        self._past.append(task)
+        self._waiting.put((outcome, task))
+        return outcome
+
+    def _book(self, spent: Spent) -> None:
+        if self.crew.ledger is not None:
+            self.crew.ledger.add_encoded(Traffic.OUTER_STEP._value_, "all_reduce", spent)
+
+    def arrive(self, flight: PendingSum) -> OuterSum:
+        """Waits for a flight, if need be among fewer members.
+
+        Raises PeerLost: this member was given up by the others, or reaches none of those that live, or not the store.
+        """
+        while self._coded is not None:
+            try:
+                flight.outcome.wait(lambda: self._heard)
+                attempt = flight.attempt
+                if flight.residual is not None and attempt.residual is not None:
+                    flight.residual.copy_(attempt.residual)
+                return OuterSum(attempt.total, attempt.notes, attempt.seconds)
+            except TimeoutError as error:
+                raise self._alone(error) from None
+            except Exception as error:
+                if flight.epoch == self.epoch:  # else those that are left have found one another since
+                    self._regroup(error)
+            self._fly(flight)
+        return OuterSum(flight.sent.clone(), {self.crew.member: flight.note}, 0.0)
+
+    def spread(self, tensors: Sequence[Tensor]) -> None:
+        """Gives the first member's `tensors` to all, in place. Before any flight."""
+        if self._coded is not None:
+            for tensor in tensors:
+                host = tensor.detach().cpu()
+                self._coded.inner.broadcast([host], BroadcastOptions()).wait()
+                tensor.detach().copy_(host)
+
+    # --- fewer members -------------------------------------------------------------------------------------------
+
+    def _regroup(self, error: Exception) -> None:
+        """Agrees with the other survivors who they are, in a new group."""
+        if self._coded is not None:
+            self._past.append(self._coded)
+            self._coded.lane.patience = self.crew.timeout  # it may still wait for messages that will not come
+            self._coded.close()
+        space, crew, before = self._space(), self.crew, self.members
+        try:
+            space.set(f"left/{self.rank}", "")
+            found = self._survivors(space)
+            space.compare_set("members", "", json.dumps(found))
+            space.set_timeout(timedelta(seconds=crew.timeout))
+            self.members = tuple(json.loads(space.get("members")))
+        except RuntimeError as lost:
+            raise self._alone(f"{error}; {lost}") from None
+        if crew.member not in self.members:
+            raise PeerLost(
+                f"Replica {crew.member} was excluded by the others; replicas {list(self.members)} continue.",
+                why=str(error).splitlines()[0],
+                do=f"a grace of more than {crew.grace:g} s, or a link that is not silent for so long",
+            )
+        self.epoch += 1
+        rejoin.announce(self.store, self.epoch)
+        self._coded = self._joined()
+        if self.on_change is not None:
+            self.on_change(tuple(sorted(set(before) - set(self.members))), self.members)
+
+    def _alone(self, why: object) -> PeerLost:
+        return PeerLost(
+            f"Replica {self.crew.member} lost its connections to the other replicas and to the store.",
+            why=str(why).splitlines()[0],
+            do=RESUME,
+        )
+
+    def _survivors(self, space: Any) -> list[int]:
+        """Members all of whose ranks have reported, once all have or the grace is over."""
+        shards = self.crew.shards
+        until = time.monotonic() + self.crew.grace
+        while True:
+            there = [
+                member
+                for member in self.members
+                if all(space.check([f"left/{member * shards + shard}"]) for shard in range(shards))
+            ]
+            absent = [member for member in self.members if member not in there]
+            dead = {rank // shards for rank in self._silent(absent)} if absent else set()
+            if dead.issuperset(absent) or time.monotonic() > until:
+                return there
+            time.sleep(LOOK)
+
+    # --- one more member -------------------------------------------------------------------------------------------
+
+    def coming(self, every: int) -> int | None:
+        """Who comes back before the next flight, as all agree; `every`: flights of a round. See `rejoin.coming`."""
+        absent = [member for member in self.crew.members if member not in self.members]
+        if not absent:
+            return None
+        return rejoin.coming(self._space(), self.crew.shards, absent, self._number + 1, every)
+
+    def take_in(self, member: int, state: Callable[[], dict[str, Any]]) -> None:
+        """Makes `member` one of them; the first of the living sends it what `state` gives. All call it alike, with no
+        flight under way."""
+        donor, limit = self.members[0], timedelta(seconds=self.crew.timeout)
+        entry = rejoin.RejoinPoint(self.epoch + 1, tuple(sorted((*self.members, member))), self._number)
+        rejoin.admit(self._space(), entry)
+        before = self._coded
+        self.epoch, self.members, _ = entry
+        try:
+            self._coded = self._joined()
+            assert self._coded is not None
+            if self.crew.member == donor:
+                rejoin.send(self._coded.inner, self.members.index(member), state(), limit)
+        except RuntimeError as error:  # it is gone again, or another is
+            self._regroup(error)
+        if before is not None:
+            self._past.append(before)
+            before.close()
+        rejoin.announce(self.store, self.epoch)
+        if self.on_change is not None:
+            self.on_change((), self.members)
+
+    def taken_in(self) -> dict[str, Any]:
+        """What the first of the others sends to this member, which has come back."""
+        assert self._coded is not None
+        donor = next(index for index, member in enumerate(self.members) if member != self.crew.member)
+        return rejoin.received(self._coded.inner, donor, timedelta(seconds=self.crew.timeout))
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._closed = True
+        self._waiting.put(None)
+        if self._beats is not None:
+            self._beats.close()
+        if self._coded is not None:
+            self._coded.close()
+
+
+def _copy(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.clone()

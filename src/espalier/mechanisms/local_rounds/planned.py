@@ -1,0 +1,330 @@
+"""Which replicas a run is cut into, how many steps a round has, and what travels. After CO2, arXiv 2401.16265, which
+gives no rule for the number of steps: here it is the least that hides the exchange
+(`mechanisms.local_rounds.overlap_cost.least_steps`).
+
+A replica is a machine (or what `sync.replicas` says), planned by itself for its share of the batch; within one, the
+optimizer's state is cut among all its ranks, so that each sends only what it owns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from espalier.comm import compressed_collectives
+from espalier.comm.codecs import codec
+from espalier.machine.cluster import Cluster, Link
+from espalier.mechanisms.local_rounds import overlap_cost
+from espalier.mechanisms.local_rounds.co2 import chosen_of, refuse_pieces
+from espalier.mechanisms.local_rounds.fragment import cut as cut_sizes
+from espalier.optim.diloco_slowmo import METHODS
+from espalier.plan import collective_time
+from espalier.plan.axes.placement import ShardFactors
+from espalier.plan.axes.sharding import owned, refreshed
+from espalier.plan.base import AdaptiveRule, Exchange, Outer, Plan, Predicted, Rank
+from espalier.plan.compose import Refusal
+from espalier.plan.cost_inputs import CostInputs
+from espalier.plan.layouts import of_view
+from espalier.plan.request import Request
+from espalier.recipe import ByRounds, EveryStep, ShardPin, units
+from espalier.recipe.errors import UserError
+
+SLOW, ALONE = 3.0, 0.9
+"""With sync.kind = "auto", rounds are chosen where the best that agrees at every step takes so many times as long as a
+replica's own step; or that share of as many times as there are replicas, which is what one of them would take for all.
+Less is better bought with codecs, which change less of what is learned."""
+MOST = 500
+"""Steps of a round at most: DiLoCo's (arXiv 2311.08105), the longest that is published to work."""
+LONG = 16
+"""Steps from which on four bits are chosen for what travels: with error feedback these change the loss less than rounds
+four times as long do (the bound on the loss grows with steps)."""
+WAITING = 0.05
+"""Share of a round that a method which waits for its exchange may wait."""
+SHORT = "int4"
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """A run's replicas: machines (or parts of one) as clusters of their own, and one replica's request."""
+
+    clusters: Sequence[Cluster]
+    request: Request
+    link: Link
+
+    @property
+    def count(self) -> int:
+        """How many replicas."""
+        return len(self.clusters)
+
+
+def cut(request: Request, cluster: Cluster, options: ByRounds) -> Replicas:
+    """The replicas of a run. Raises UserError: fewer than two, or a batch or ranks that they cannot share equally."""
+    machines = cluster.machines
+    count = options.replicas or (machines if machines > 1 else request.pin.ranks or 1)
+    if count < 2:
+        raise UserError(
+            "Synchronization by rounds needs two replicas, and the cluster has one machine.",
+            do="sync.replicas=2, --hosts for more machines, or sync.kind=every_step",
+        )
+    if machines > 1 and count != machines:
+        raise UserError(f"sync.replicas = {count}, and there are {machines} machines.", do=f"sync.replicas={machines}")
+    if request.global_batch % count:
+        near = -(-request.global_batch // count) * count
+        raise UserError(
+            f"A batch of {request.global_batch} samples cannot be shared equally by {count} replicas.",
+            do=f"a batch of {near} samples (train.batch_tokens)",
+        )
+    pin = request.pin
+    if pin.ranks is not None and pin.ranks % count:
+        raise UserError(
+            f"plan.pin.ranks = {pin.ranks} is no multiple of {count} replicas.", do=f"plan.pin.ranks={count}"
+        )
+    own = None if pin.ranks is None else pin.ranks // count
+    inner = replace(
+        request,
+        global_batch=request.global_batch // count,
+        pin=pin.changed(ranks=own),
+        sync=EveryStep(),
+        outer=_kept(options, cluster),
+        crossings=(),
+        refuses=None if request.refuses is None else partial(_refused, request.refuses, method_of(options)),
+    )
+    link = cluster.slowest(range(len(cluster.devices())), "between") if machines > 1 else cluster.nodes[0].inside
+    return Replicas(_machines(cluster, count), inner, link)
+
+
+def _kept(options: ByRounds, cluster: Cluster) -> float:
+    """Copies of what a rank moves that the outer engine keeps."""
+    name = method_of(options)
+    chosen = chosen_of(name, settings_of(options, options.codec or METHODS[name].codec))
+    return overlap_cost.copies(chosen, on_host=not collective_time.gpus(cluster))
+
+
+def _refused(refuses: Callable[[Plan], Refusal | None], method: str, plan: Plan) -> Refusal | None:
+    """Why two replicas that are each `plan` cannot agree by rounds; None: they can."""
+    ranks = len(plan.ranks)
+    replicas = tuple(range(ranks)), tuple(range(ranks, 2 * ranks))
+    return refuses(plan.changed(ranks=plan.ranks * 2, outer=Outer(replicas=replicas, method=method)))
+
+
+def _machines(cluster: Cluster, count: int) -> list[Cluster]:
+    if cluster.machines == count:
+        found = []
+        for machine in range(count):
+            places = [place for place in cluster.devices() if place.node == machine]
+            tables = {id(place.table): place.table for place in places}
+            nodes = tuple(
+                table.changed(count=1, devices=sum(place.table is table for place in places))
+                for table in tables.values()
+            )
+            alone = {"between": None, "pairs": (), "optimizers": (), "standbys": ()}
+            found.append(cluster.changed(nodes=nodes, **alone))
+        return found
+    node = cluster.nodes[0]
+    part = node.changed(devices=max(1, node.devices // count), cores=max(1, node.cores // count))
+    return [cluster.changed(nodes=(part,), pairs=())] * count
+
+
+def sharded(request: Request, ranks: int) -> Request:
+    """`request` with the optimizer's state cut among all `ranks`; pins of parameters and gradients stay."""
+    shard = (request.pin.shard or ShardPin()).changed(optimizer=ranks)
+    return replace(request, pin=request.pin.changed(ranks=ranks, shard=shard))
+
+
+def whole(plan: Plan) -> bool:
+    """Whether a replica's plan cuts the optimizer's state among all its ranks."""
+    return all((len(unit.optimizer) or 1) == len(plan.ranks) for unit in plan.units)
+
+
+def method_of(options: ByRounds) -> str:
+    """The key in `METHODS`."""
+    return str(type(options).__struct_config__.tag)
+
+
+@dataclass(frozen=True)
+class RoundChoice:
+    """What was chosen of the rounds: steps, codec, and why."""
+
+    steps: int
+    codec: str
+    flight: float
+    why: tuple[str, ...]
+
+    @property
+    def lossy(self) -> bool:
+        """Whether what travels is rounded."""
+        return not codec(self.codec).lossless
+
+
+def round_of(options: ByRounds, made: Replicas, step: float, size: float) -> RoundChoice:
+    """How long a round is and what travels.
+
+    Args:
+        options: what the recipe says.
+        made: the replicas.
+        step: seconds of a local step of the fastest.
+        size: bytes of a replica's parameters.
+
+    Raises UserError: no round of at most `MOST` steps hides the exchange; says what link or batch would.
+    """
+    method = METHODS[method_of(options)]
+    name = options.codec or method.codec
+    hidden = (options.delay if options.delay is not None else method.delay) > 0
+
+    def asked(name: str) -> tuple[float, int]:
+        flight = float(overlap_cost.flight_seconds(size, made.count, made.link, ratio(name)))
+        return flight, overlap_cost.least_steps(flight, step if hidden else WAITING * step)
+
+    flight, steps = asked(name)
+    differences = (options.average or method.average) == "differences"
+    if options.codec is None and options.steps is None and differences and steps > LONG and ratio(name) < ratio(SHORT):
+        name = SHORT
+        flight, steps = asked(name)
+    raw, raw_steps = asked("exact")
+    local = "1 local step" if raw_steps == 1 else f"{raw_steps} local steps"
+    hide = "hides" if raw_steps == 1 else "hide"
+    needs = f"{local} {hide} that in full precision" if hidden else f"{local} between"
+    said = [
+        f"The exchange of all parameters takes {units.show_seconds(raw)} on this link, a local step "
+        f"{units.show_seconds(step)}: {needs}"
+        + (f", {steps} with the differences as {name}." if name != "exact" else ".")
+    ]
+    if options.steps is None and steps > MOST:
+        raise _never(made, step, size, name, hidden)
+    if options.steps is not None and options.steps < steps:
+        waits = flight - (options.steps * step if hidden else 0.0)
+        said.append(
+            f"sync.steps = {options.steps} leaves {units.show_seconds(max(0.0, waits))} of it in view each round."
+        )
+    return RoundChoice(options.steps or steps, name, flight, tuple(said))
+
+
+def _never(made: Replicas, step: float, size: float, name: str, hidden: bool) -> UserError:
+    """Says what link, batch or method would do."""
+    room = MOST * step * (1.0 if hidden else WAITING)
+    flight = float(overlap_cost.flight_seconds(size, made.count, made.link, ratio(name)))
+    short = overlap_cost.MARGIN * flight / room
+    other = "" if hidden or short * WAITING > 1 else 'sync.kind="eager", which computes meanwhile, '
+    aim = "hides the exchange" if hidden else f"has an exchange of less than {WAITING:.0%} of its time"
+    return UserError(
+        f"No round of up to {MOST} steps {aim} over this link of {units.show_bits(made.link.bandwidth)}.",
+        why=f"an exchange takes {units.show_seconds(flight)} as {name}, a step {units.show_seconds(step)}",
+        do=f"{other}a link of {units.show_bits(short * made.link.bandwidth)}, a batch {math.ceil(short)} times as "
+        "large, or sync.steps=… by hand",
+    )
+
+
+def ratio(name: str) -> float:
+    """float32 bytes over encoded bytes, where that is fixed."""
+    return compressed_collectives.ratio(codec(name))
+
+
+def join(parts: Sequence[Plan], made: Replicas, chosen: RoundChoice, options: ByRounds) -> Plan:
+    """One plan of the replicas' own. `parts`: of each replica, alike but for their devices and speed."""
+    size = made.request.global_batch
+    ranks: list[Rank] = []
+    replicas = []
+    for index, part in enumerate(parts):
+        several = len({id(one) for one in made.clusters}) > 1
+        replicas.append(tuple(range(len(ranks), len(ranks) + len(part.ranks))))
+        for rank in part.ranks:
+            start, stop = rank.share
+            share = (start + index * size, stop + index * size)
+            ranks.append(rank.changed(node=index if several else rank.node, share=share))
+    seconds = [part.predicted.step_seconds if part.predicted else 1.0 for part in parts]
+    paces = tuple(min(seconds) / one for one in seconds)
+    outer = Outer(
+        replicas=tuple(replicas),
+        method=method_of(options),
+        settings=settings_of(options, chosen.codec),
+        steps=chosen.steps,
+        adapt=options.adapt is not False,
+        paces=() if all(pace > 0.95 for pace in paces) else paces,
+    )
+    first = parts[0]
+    refuse_pieces(chosen_of(outer.method, dict(outer.settings)), len(first.ranks))
+    return first.changed(
+        planner="co2",
+        ranks=tuple(ranks),
+        outer=outer,
+        exchanges=(*first.exchanges, Exchange(traffic="outer_step", codec=chosen.codec, agreement=outer.method)),
+        rules=(
+            *first.rules,
+            AdaptiveRule(name="sync.steps", start=chosen.steps, low=1, high=MOST, signal="wait of a round"),
+        ),
+        predicted=_predicted(first, made, chosen, outer),
+        why=(*chosen.why, *first.why),
+        runners_up=(),
+    )
+
+
+def settings_of(options: ByRounds, codec_name: str) -> dict[str, float | str | bool]:
+    """What differs from the method's own choices."""
+    own = METHODS[method_of(options)]
+    given = {name: value for name in vars(own) if (value := getattr(options, name)) is not None}
+    given["codec"] = codec_name
+    return {key: value for key, value in given.items() if value != getattr(own, key)}
+
+
+def _fragments(step: CostInputs, nodes: Sequence[int], count: int) -> Sequence[Sequence[float]]:
+    """Elements that the first rank of a replica moves, fragment by fragment and tensor by tensor."""
+    states, division = step.states, step.division
+    if not states.sizes:
+        return [[step.request.trainable / len(nodes) / count]] * count
+    factors = ShardFactors(int(division.params), int(division.grads), int(division.optimizer))
+    return cut_sizes(owned(states.sizes, states.whole, factors, nodes, int(states.bucket_bytes)), count)
+
+
+def _predicted(part: Plan, made: Replicas, chosen: RoundChoice, outer: Outer) -> Predicted | None:
+    inside = part.predicted
+    if inside is None:
+        return None
+    delay = outer.settings.get("delay", METHODS[outer.method].delay)
+    hidden = chosen.steps * inside.step_seconds if delay else 0.0
+    exposed = max(0.0, chosen.flight - hidden) / chosen.steps
+    choices, shards = chosen_of(outer.method, dict(outer.settings)), len(outer.replicas[0])
+    on = collective_time.fleet(made.clusters[0], shards, part.ranks[0].threads)
+    step = CostInputs(made.request, on, on.kinds[0], of_view(part.layout))
+    nodes = [rank.node if rank.device == "cpu" else 0 for rank in part.ranks]
+    fragments = _fragments(step, nodes, choices.fragments)
+    given = overlap_cost.Round([sum(one) for one in fragments], chosen.steps, chosen.codec, made.request.bytes_each)
+    added = overlap_cost.cost(given, made.count, made.link)
+    sent = {**inside.sent_bytes, **{key: float(value) for key, value in added.sent.items()}}
+    steering = overlap_cost.steering_bytes(shards, choices.fragments, choices.penalty, outer.adapt)
+    times = min(choices.fragments, chosen.steps)  # of a round in which live parameters are set
+    again = {"control": steering, "parameters": times * float(refreshed(step.states, step.division))}
+    sent |= {name: sent.get(name, 0.0) + size / chosen.steps for name, size in again.items() if size}
+    seconds = inside.step_seconds + exposed
+    bills = [collective_time.power_and_price(cluster, shards) for cluster in made.clusters]
+    watts, prices = ([bill[index] for bill in bills] for index in (0, 1))
+    speed = made.count * inside.step_seconds / seconds
+    return inside.changed(
+        step_seconds=seconds,
+        tokens_per_second=inside.tokens_per_second * speed,
+        tokens_per_second_per_device=inside.tokens_per_second_per_device * speed / made.count,
+        mfu=inside.mfu * speed / made.count,
+        terms={**inside.terms, "outer": exposed},
+        sent_bytes=sent,
+        watts=sum(watts) if all(watts) else 0.0,
+        price_per_hour=sum(prices) if all(prices) else 0.0,
+        sources={**inside.sources, **added.sources},
+    )
+
+
+def pays(together: Plan, apart: Sequence[Plan], made: Replicas) -> str:
+    """With `auto`: why rounds pay for what a step with every exchange loses; empty: it loses little."""
+    whole, *alone = [plan.predicted.step_seconds for plan in (together, *apart) if plan.predicted is not None]
+    times = min(SLOW, ALONE * len(apart))
+    if not alone or whole < times * max(alone):
+        return ""
+    request, here = made.request, made.link.bandwidth
+    sent = here * overlap_cost.flight_seconds(
+        (request.low or request.bytes_each) * request.trainable, made.count, made.link
+    )
+    return (
+        f"Over the link of {units.show_bits(here)} the best plan that agrees at every step takes "
+        f"{units.show_seconds(whole)} a step, a replica by itself {units.show_seconds(max(alone))}: replicas agree by "
+        f"rounds, which pay below about {units.show_bits(float(sent) / (times - 1) / max(alone))} here."
+    )

@@ -1,0 +1,189 @@
+"""Offload as mechanisms: what of a run waits on disk or in host memory, as its plan says."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import espalier.mechanisms.optimizer_node.mechanism as luwu
+from espalier.mechanisms.offload.activations import FilePlaces, HostPlaces, Places, SavedActivations
+from espalier.mechanisms.offload.host_memory import DeviceFile, HostStates
+from espalier.mechanisms.offload.optimizer import StateFolder
+from espalier.mechanisms.offload.parameters import OffloadNode, OffloadSharding
+from espalier.mechanisms.offload.state_file import TransferMeter
+from espalier.parallel.layer_client import Client, filler
+from espalier.plan.axes.node_layout import Layer
+from espalier.plan.compose import Claim
+from espalier.recipe import Adamw
+from espalier.train.mechanism import Build, Mechanism
+
+if TYPE_CHECKING:
+    from espalier.plan.base import Plan, Tier
+    from espalier.recipe import Recipe
+
+OPTIMIZER = Claim(
+    "offload_optimizer",
+    question="optimizer states",
+    changes={"states are on disk"},
+    forbids={"states are copied"},
+    after={"precision"},
+)
+HOST = Claim("offload_to_host", question="optimizer states", changes={"states wait in host memory"})
+
+
+PARAMETERS = Claim(
+    "offload_parameters",
+    question="shard",
+    needs={"a model"},
+    changes={"gradients are summed", "a window of layers", "parameters are offloaded", "states are on disk"},
+    forbids={
+        "the model is cut",
+        "layers of one stage",
+        "recomputes activations",
+        "compiles blocks",
+        "replicas differ between rounds",
+        "states are copied",
+    },
+    after={"attend", "aggregate", "route", "precision", "matrices"},
+    instead=("amsp",),
+)
+ACTIVATIONS = Claim(
+    "offload_activations",
+    question="activations",
+    needs={"a model", "recomputes activations"},
+    after={"precision"},
+)
+ADAMW = Claim("adamw_offloaded", question="optimizer", needs={"parameters are offloaded"}, instead=("adamw",))
+
+
+class OptimizerOnDisk(Mechanism):
+    """The optimizer's states wait in a file; those for which the plan has memory stay there."""
+
+    claim = OPTIMIZER
+
+    def wrap(self, context: Build) -> None:
+        """Says where optimizers keep their states."""
+        folder = states_of(context, "disk")
+        context.group = folder.group
+        context.meters["offload"] = folder.meter.read
+        predicted = context.plan.predicted
+        if isinstance(folder, StateFolder) and len(context.plan.ranks) == 1 and context.device.type == "cpu":
+            folder.resident = 0 if predicted is None else int(predicted.memory_bytes.get("optimizer", 0.0))
+
+
+class OptimizerOnHost(Mechanism):
+    """The optimizer's states wait in host memory, where those of a processor are anyhow."""
+
+    claim = HOST
+
+    def wrap(self, context: Build) -> None:
+        """Says where optimizers keep their states."""
+        if context.device.type != "cpu":
+            folder = HostStates(context.device)
+            context.group = folder.group
+            context.meters["offload"] = folder.meter.read
+
+
+class OffloadedParameters(Mechanism):
+    """Parameters, gradients and optimizer states wait on a tier; a window of layers is on the device."""
+
+    claim = PARAMETERS
+
+    def __init__(self, tier: Tier) -> None:
+        self.tier = tier
+
+    def wrap(self, context: Build) -> None:
+        """Makes the file, or takes the memory, and makes the window."""
+        options = context.recipe.train.optimizer
+        assert isinstance(options, Adamw), "composition refuses others"
+        folder = states_of(context, self.tier)
+
+        def connect(context: Build, layers: Sequence[Layer]) -> Client:
+            fill = filler(layers, context.workload.skeleton().value)
+            return OffloadNode(layers, options, fill, folder, context.mesh.same_parameters)
+
+        assert context.model is not None
+        context.window = window = luwu.make_window(context, connect, stays=False)
+        context.sharding = OffloadSharding(context.model, window)
+        context.meters["offload"] = folder.meter.read
+
+
+class AdamwOffloaded(Mechanism):
+    """AdamW on what waits there."""
+
+    claim = ADAMW
+
+    def wrap(self, context: Build) -> None:
+        """Makes what steps it."""
+        assert isinstance(context.sharding, OffloadSharding)
+        context.optimizer = luwu.NodeOptimizer(context.sharding)
+
+
+class OffloadedActivations(Mechanism):
+    """What one block gives to the next waits in a file, or in host memory, until backward."""
+
+    claim = ACTIVATIONS
+
+    def __init__(self, tier: Literal["host", "disk"]) -> None:
+        self.tier = tier
+
+    def wrap(self, context: Build) -> None:
+        """Puts what keeps them beside forward passes."""
+        assert context.model is not None
+        folder, name = place(context)
+        meter, before, device = TransferMeter(self.tier), context.forward, context.device
+        places: Places = HostPlaces(device)
+        if self.tier == "disk":
+            places = FilePlaces(folder / f"{name}.activations", device)
+        saved = SavedActivations(places, context.workload.blocks(context.model), meter)
+
+        @contextmanager
+        def forward() -> Iterator[None]:
+            with before(), saved.saving():
+                yield
+
+        context.forward = forward
+        context.meters["activations"] = meter.read
+
+
+def place(context: Build) -> tuple[Path, str]:
+    """The folder for the scratch files of this rank, and what their names begin with."""
+    if context.folder is None:
+        return Path(tempfile.gettempdir()), f"espalier-{os.getpid()}-{context.mesh.rank}"
+    return context.folder / "offload", f"rank{context.mesh.rank}"
+
+
+def states_of(context: Build, tier: Tier) -> StateFolder | HostStates:
+    """What keeps states of this rank on a tier."""
+    device = context.device
+    if tier == "host":
+        return HostStates(device)
+    if device.type == "cpu":
+        return StateFolder(*place(context))
+    folder = StateFolder(*place(context), through=partial(DeviceFile, device=device))
+    folder.device = device
+    return folder
+
+
+def choose_optimizer(recipe: Recipe, plan: Plan) -> Mechanism | None:
+    """What keeps the optimizer's states elsewhere, or steps what is there whole."""
+    if plan.offload.parameters in ("host", "disk"):
+        return AdamwOffloaded() if isinstance(recipe.train.optimizer, Adamw) else None
+    return {"disk": OptimizerOnDisk(), "host": OptimizerOnHost()}.get(plan.offload.optimizer)
+
+
+def choose_parameters(recipe: Recipe, plan: Plan) -> Mechanism | None:
+    """What keeps parameters elsewhere."""
+    tier = plan.offload.parameters
+    return OffloadedParameters(tier) if tier in ("host", "disk") else None
+
+
+def choose_activations(recipe: Recipe, plan: Plan) -> Mechanism | None:
+    """Where the plan has them wait elsewhere."""
+    tier = plan.offload.activations
+    return OffloadedActivations(tier) if tier in ("host", "disk") else None

@@ -1,0 +1,291 @@
+"""Parameter offload: a model whose layers wait on disk or in host memory with their gradients and optimizer states, and
+pass through the device one after the other.
+
+After ZeRO-Infinity (arXiv 2104.07857), in the form of LuWu's window of layers (`mechanisms.optimizer_node.window`)
+whose node is a
+file of this process, or the memory of a GPU's host: forward and backward read a layer's values ahead of their use,
+backward writes its gradient, and the optimizer takes values, gradients and states through the device extent by extent.
+Of several ranks each has a file with its share of every parameter (AMSP's, arXiv 2311.00257, with all three states over
+all ranks): values are gathered when they were read, and gradients summed before each rank writes its share of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from espalier.checkpoint.stored_slice import StoredSlice
+from espalier.checkpoint.tensor_slice import Slice
+from espalier.comm.base import Traffic, traffic
+from espalier.mechanisms.offload.host_memory import HostStates
+from espalier.mechanisms.offload.optimizer import OffloadedGroup, StateFolder
+from espalier.mechanisms.optimizer_node.mechanism import NodeSharding
+from espalier.mechanisms.optimizer_node.window import LayerWindow
+from espalier.mechanisms.sharding.sharded_state_dict import fill as fill_from
+from espalier.optim import adamw
+from espalier.optim.base import Optimizer, Owned, StateKinds
+from espalier.parallel.layer_client import Fill, step_lost
+from espalier.plan.axes.node_layout import Layer
+from espalier.plan.axes.offload_layout import LINE, Elements, Extent, Piece, extents
+
+if TYPE_CHECKING:
+    from espalier.checkpoint.base import Stateful
+    from espalier.recipe import Adamw
+
+GRADIENT, VALUE = 0, 1
+"""Rows of an extent; those of the optimizer's states follow."""
+
+
+class LayerGroup(OffloadedGroup):
+    """A torch optimizer whose parameters and gradients are in the file too. `scale`: of the gradients, in a step."""
+
+    before = 2
+    scale = 1.0
+
+    def jobs(self) -> list[Sequence[Extent]]:
+        """Everything has a gradient."""
+        return [(extent,) for extent in self.file.extents]
+
+    def piece(self, piece: Piece, rows: Tensor) -> nn.Parameter | None:
+        """See `OffloadedGroup.piece`."""
+        part = nn.Parameter(rows[VALUE])
+        part.grad = rows[GRADIENT] if self.scale == 1.0 else rows[GRADIENT].mul_(self.scale)
+        return part
+
+    def stored(self, number: int, row: int) -> StoredSlice:
+        """See `OffloadedGroup.stored`: this rank's share."""
+        one = self.owned[number]
+        return replace(super().stored(number, row), shape=one.shape, start=one.start)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `OffloadedGroup.state_dict`: numbers are written by the rank with the first elements."""
+        starts = {one.name: one.start for one in self.owned}
+        return {
+            key: value
+            if isinstance(value, StoredSlice)
+            else Slice(value.view(-1), torch.Size(), 0, writes=starts[key.rpartition("/")[0]] == 0)
+            for key, value in super().state_dict().items()
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `OffloadedGroup.load_state_dict`."""
+        fill_from(self.state_dict(), state)
+
+
+class Share(NamedTuple):
+    """What a rank keeps of a tensor of a layer: elements `[start, stop)`, which begin at `at` of its flat share."""
+
+    start: int
+    stop: int
+    at: int
+
+
+def shares(layer: Layer, rank: int, ranks: int) -> list[Share]:
+    """Of each tensor, whole cache lines; the last ranks have less."""
+    found, at = [], 0
+    for _, shape in layer.tensors:
+        size = prod(shape)
+        each = size if ranks == 1 else -(-size // (ranks * LINE)) * LINE
+        start, stop = min(size, rank * each), min(size, (rank + 1) * each)
+        found.append(Share(start, stop, at))
+        at += stop - start
+    return found
+
+
+class OffloadNode:
+    """See `parallel.layer_client.Client`: the node is a file of this process, or its memory. Has state:
+    that, and norms of
+    gradients.
+
+    Args:
+        layers: of the model.
+        options: of AdamW; resolved.
+        fill: writes the initial values of a layer.
+        folder: where the file is made, or what gives memory.
+        channel: ranks that have a share each; None: this one has all.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        options: Adamw,
+        fill: Fill,
+        folder: StateFolder | HostStates,
+        channel: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.step, self._layers, self.channel = 0, layers, channel
+        rank, ranks = (0, 1) if channel is None else (channel.rank(), channel.size())
+        self._shares = [[shares(layer, number, ranks) for number in range(ranks)] for layer in layers]
+        self._own = [found[rank] for found in self._shares]
+        self._extents: list[list[Extent]] = []
+        self._norms: dict[int, list[Tensor]] = {}
+        self._folder = folder
+        nothing = torch.zeros((), device=folder.device)
+        owned = [
+            Owned(
+                name, nn.Parameter(nothing.expand(shape if ranks == 1 else (stop - start,))), torch.Size(shape), start
+            )
+            for layer, own in zip(layers, self._own, strict=True)
+            for (name, shape), (start, stop, _) in zip(layer.tensors, own, strict=True)
+        ]
+        made = adamw.build(options, owned, self._group)
+        assert isinstance(made, LayerGroup), "a model has parameters"
+        self.group = made
+        for index, layer in enumerate(layers):
+            values = torch.empty(layer.numel)
+            fill(index, values)
+            for arrived in self._store(index, VALUE, self._share(index, values)):
+                arrived()
+        folder.meter.read()
+
+    def _group(self, optimizer: torch.optim.Optimizer, owned: Sequence[Owned], kinds: StateKinds) -> LayerGroup:
+        number = offset = 0
+        for layer in self._layers:
+            sizes = [(number + k, owned[number + k].tensor.numel()) for k in range(len(layer.tensors))]
+            rows = LayerGroup.before + len(kinds.shaped)
+            self._extents.append(extents(Elements(sizes, 4), rows, self._folder.chunk, offset))
+            number, offset = number + len(sizes), offset + sum(one.bytes for one in self._extents[-1])
+        every = [extent for found in self._extents for extent in found]
+        self.file = self._folder.file(owned, every, kept=VALUE)
+        return LayerGroup(optimizer, owned, kinds, self.file)
+
+    def _parts(self, layer: int, flat: Tensor) -> list[tuple[Extent, Tensor]]:
+        found = self._extents[layer]
+        return list(zip(found, flat.split([extent.used // 4 for extent in found]), strict=True))
+
+    def _store(self, layer: int, row: int, flat: Tensor) -> list[Callable[[], None]]:
+        return [self.file.store(extent, row, part) for extent, part in self._parts(layer, flat)]
+
+    def _share(self, layer: int, flat: Tensor) -> Tensor:
+        """What this rank keeps of a layer's values, one after the other."""
+        if self.channel is None:
+            return flat
+        whole = self._layers[layer].views(flat)
+        return torch.cat(
+            [one.view(-1)[share.start : share.stop] for one, share in zip(whole, self._own[layer], strict=True)]
+        )
+
+    def pull(self, layer: int, step: int, out: Tensor) -> Any:
+        """Begins to read a layer."""
+        if self.channel is None:
+            return [self.file.fetch(extent, VALUE, part) for extent, part in self._parts(layer, out)]
+        room = max(own[-1].at + own[-1].stop - own[-1].start for own in self._shares[layer])
+        own = torch.empty(room, device=out.device)
+        last = self._own[layer][-1]
+        parts = self._parts(layer, own[: last.at + last.stop - last.start])
+        return [
+            *(self.file.fetch(extent, VALUE, part) for extent, part in parts),
+            partial(self._gather, layer, own, out),
+        ]
+
+    def _gather(self, layer: int, own: Tensor, out: Tensor) -> None:
+        """Fills `out` with what all ranks have read of a layer. They gather layers in the same order."""
+        assert self.channel is not None
+        found = [torch.empty_like(own) for _ in self._shares[layer]]
+        with traffic(Traffic.PARAMETERS):
+            dist.all_gather(found, own, group=self.channel)
+        views = self._layers[layer].views(out)
+        for values, shared in zip(found, self._shares[layer], strict=True):
+            for view, (start, stop, at) in zip(views, shared, strict=True):
+                view.view(-1)[start:stop].copy_(values[at : at + stop - start])
+
+    def push(self, layer: int, step: int, tensor: Tensor) -> Any:
+        """Begins to write a layer's gradient, summed over the ranks."""
+        if self.channel is not None:
+            with traffic(Traffic.GRADIENTS):
+                dist.all_reduce(tensor, group=self.channel)
+        self._norms[layer] = [torch.linalg.vector_norm(view) for view in self._layers[layer].views(tensor)]
+        return self._store(layer, GRADIENT, self._share(layer, tensor))
+
+    def wait(self, handle: Any) -> None:
+        """Returns when it is done."""
+        for done in handle:
+            done()
+
+    def totals(self, step: int, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The values, summed over the ranks, and the norms, which all of them know."""
+        if self.channel is not None and values.numel():
+            with traffic(Traffic.CONTROL):
+                dist.all_reduce(values, group=self.channel)
+        norms = [one for layer in range(len(self._layers)) for one in self._norms[layer]]
+        self._norms.clear()
+        return values, torch.stack(norms)
+
+    def ended(self, step: int) -> tuple[Tensor, Tensor]:
+        """Nothing ends a step but `move`."""
+        raise step_lost(self.step)
+
+    def recover(self) -> int:
+        """The file is of this process: no step of it is lost."""
+        return self.step
+
+    def move(self, step: int, scale: float, rate: float, following: float | None = None) -> None:
+        """One optimizer step."""
+        self.group.scale = scale
+        self.group.step(rate)
+        self.step = step + 1
+
+    def skip(self, step: int) -> None:
+        """The gradients are written anew."""
+
+    def settle(self, step: int) -> None:
+        """Every step has ended when it returns."""
+
+    def read(self) -> Mapping[str, float]:
+        """The folder has a meter of its own."""
+        return {}
+
+    def close(self) -> None:
+        """The file has no name, so it ends with the process."""
+
+
+class OffloadSharding(NodeSharding):
+    """See `NodeSharding`. Checkpoints hold the state, of which every rank writes and reads its share."""
+
+    def __init__(self, model: nn.Module, window: LayerWindow) -> None:
+        super().__init__(model, window)
+        assert isinstance(window.client, OffloadNode)
+        self.together = window.client.channel is not None
+
+    def idle(self, times: int) -> None:
+        """See `Sharding.idle`: layers are gathered in the order of a forward pass."""
+        for _ in range(times if self.together else 0):
+            self.window.begin([layer for own in self.window.uses for layer in own])
+            for own in self.window.uses:
+                for layer in own:
+                    self.window.need(layer)
+                for layer in own:
+                    self.window.release(layer)
+
+    def parts(self, optimizer: Optimizer) -> Mapping[str, Stateful]:
+        """See `Sharding.parts`: under the names of a model in memory."""
+        node = self.client
+        assert isinstance(node, OffloadNode)
+        return {"model": OffloadedLayers(self, node), "optimizer": node.group}
+
+
+class OffloadedLayers:
+    """The model's parameters, where they wait, and its buffers. Stateful."""
+
+    def __init__(self, sharding: OffloadSharding, node: OffloadNode) -> None:
+        self._sharding, self._node = sharding, node
+
+    def state_dict(self) -> dict[str, Any]:
+        """By name; a tied parameter under all its names."""
+        held = [one for layer in self._sharding.window.layers for one in layer.parameters]
+        stored = {id(one): self._node.group.stored(number, VALUE) for number, one in enumerate(held)}
+        kept = self._sharding.model.state_dict(keep_vars=True)
+        return {name: stored.get(id(value), value) for name, value in kept.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes back what `state_dict` gave."""
+        self._sharding.window.drop()
+        fill_from(self.state_dict(), state)
+        self._node.file.settle()

@@ -1,0 +1,94 @@
+"""Fixed-point sums with a shared exponent: gradients added as integers, so that the order of arrival changes no bit.
+
+After SwitchML (NSDI 2021): the workers first agree on the largest exponent of each block of 256 values, scale by it,
+round to integers of 8, 16 or 32 bits and add those. A value of a block with exponent e is off by at most half of
+2^(e - 126 - bits), whatever the number of workers does with the other bits (`shift`). Integers of partial sums can be
+added on the way without knowing what they mean. A block that holds NaN or infinity anywhere comes back as NaN.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+BLOCK = 256
+"""Values that share an exponent."""
+NOT_FINITE = 255
+"""Exponent of NaN and infinity in float32; the value's own bits 23 to 30 are what is exchanged."""
+MOST = 256
+"""Workers whose sum of 8-bit integers is sure to fit into 16 bits."""
+WIDTHS = {8: torch.int8, 16: torch.int16, 32: torch.int32}
+
+
+def shift(bits: int, workers: int) -> int:
+    """Bits of a value's integer beside its sign: 7 of 8, whose sums are sent on in 16; of wider ones as many as leave
+    room for the sum of all workers."""
+    return 7 if bits == 8 else bits - (2 if bits == 32 else 1) - math.ceil(math.log2(workers))
+
+
+def blocks(elements: int) -> int:
+    """Exponents of so many values."""
+    return -(-elements // BLOCK)
+
+
+def exponents(values: Tensor) -> Tensor:
+    """[n] float32 to [ceil(n / 256)] uint8: the largest exponent of each block."""
+    from espalier.mechanisms.optimizer_node import fixed_point_cpu as kernels
+
+    found = torch.empty(blocks(values.numel()), dtype=torch.uint8)
+    kernels.exponents(values, found)
+    return found
+
+
+def encode(
+    values: Tensor,
+    shared: Tensor,
+    form: tuple[int, int],
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """[n] float32 to integers: `form` is their bits and `shift`. What is lost is left in `residual`, which was added to
+    `values` before. `out`: memory for the integers, bytes."""
+    from espalier.mechanisms.optimizer_node import fixed_point_cpu as kernels
+
+    bits, places = form
+    codes = _codes(values, bits, out)
+    kernels.encode(codes, values, shared, places, values.new_empty(0) if residual is None else residual)
+    return codes
+
+
+def _codes(values: Tensor, bits: int, out: Tensor | None) -> Tensor:
+    count = values.numel()
+    return torch.empty(count, dtype=WIDTHS[bits]) if out is None else out[: count * bits // 8].view(WIDTHS[bits])
+
+
+def encode_stochastic(
+    values: Tensor, shared: Tensor, form: tuple[int, int], key: int, out: Tensor | None = None
+) -> Tensor:
+    """As `encode`, rounded up or down at random, so that the mean of many roundings is the value: no residual is
+    needed. Random numbers (SplitMix64) are drawn from `key` alone, so the same step done again sends the same bytes."""
+    from espalier.mechanisms.optimizer_node import fixed_point_cpu as kernels
+
+    bits, places = form
+    codes = _codes(values, bits, out)
+    kernels.encode_stochastic(codes, values, shared, places, np.uint64(key))
+    return codes
+
+
+def add(total: Tensor, codes: Tensor) -> None:
+    """Adds integers of any width to `total` [n] int32, in place. (torch would make a copy of them as int32.)"""
+    from espalier.mechanisms.optimizer_node import fixed_point_cpu as kernels
+
+    kernels.add(codes, total)
+
+
+def decode(total: Tensor, shared: Tensor, places: int, weight: int = 0, out: Tensor | None = None) -> Tensor:
+    """[n] int32 sums to float32 in `out` (None: in the same memory), divided by `weight` where it is not 0."""
+    from espalier.mechanisms.optimizer_node import fixed_point_cpu as kernels
+
+    found = total.view(torch.float32) if out is None else out
+    kernels.decode(total, found, shared, places, weight)
+    return found

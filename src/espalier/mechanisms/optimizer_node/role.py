@@ -1,0 +1,401 @@
+"""Optimizer nodes, their standbys and aggregators as ranks of a run: each says where it listens, and serves until all
+workers have left.
+
+The files of the nodes are the run's checkpoint: in `optimizer/node-0` and so on of the run's folder, or in the folder
+that `store.path` names. They hold the newest whole step, whatever ended the process that wrote them.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from espalier.comm import plain_collectives
+from espalier.machine import malloc_trim
+from espalier.mechanisms.optimizer_node.aggregator import Aggregator
+from espalier.mechanisms.optimizer_node.client import Client
+from espalier.mechanisms.optimizer_node.local_steps import LocalSteps, Round
+from espalier.mechanisms.optimizer_node.node import OptimizerNode
+from espalier.mechanisms.optimizer_node.standby import Replica, Standby
+from espalier.mechanisms.optimizer_node.state_file import locked, open_state, open_sums, read_layer
+from espalier.mechanisms.optimizer_node.window import rank_memory
+from espalier.mechanisms.optimizer_node.wire import Address, Times
+from espalier.parallel.layer_client import Client as Connected
+from espalier.parallel.layer_client import filler, layers_of, no_layers
+from espalier.plan.axes.node_layout import Job, Layer, outer_method, push_of
+from espalier.recipe import Adamw
+from espalier.recipe.cache_dir import unwritable
+from espalier.recipe.errors import RunFailed, UserError
+from espalier.recipe.serialization import Value
+
+if TYPE_CHECKING:
+    from espalier.parallel.workload import Workload
+    from espalier.plan.base import Outer, Plan
+    from espalier.recipe import Recipe
+    from espalier.store.generations import Generations
+    from espalier.train.mechanism import Build
+    from espalier.train.rank_spec import RankSpec
+
+_LOOK = 0.02
+"""Seconds between two looks at who is there."""
+LONGEST_ROUND = 86_400.0
+"""Seconds that a worker waits at the end of a round for one that still computes; one that is gone is noticed sooner."""
+POSTS = "posts.json"
+"""Where all such processes serve, in the folder of each."""
+
+
+TIMES = Times()
+"""Seconds of the protocol in runs."""
+
+
+class Post(Value, frozen=True):
+    """Where a process serves others, as it tells every rank at the beginning: an address for each node that it is or
+    stands before, the token it would choose, the step of its files, and what was damaged in the step after that."""
+
+    rank: int
+    addresses: tuple[Address, ...]
+    token: str
+    step: int = 0
+    restored: str = ""
+
+
+@dataclass(frozen=True)
+class NodePlace:
+    """A process of a run that serves its workers: an optimizer node, the standby of one, or an aggregator.
+
+    Attributes:
+        recipe, plan, workload: of the run.
+        spec: its place among all ranks.
+        run: folder of the run; the state is there, unless the recipe names another place.
+        new: nothing of the run was there before.
+        address: of this machine, at which workers reach it; empty: that on the way to where ranks meet.
+    """
+
+    recipe: Recipe
+    plan: Plan
+    workload: Workload
+    spec: RankSpec
+    run: Path
+    new: bool = False
+    address: str = ""
+
+    @property
+    def number(self) -> int:
+        """Among those of its role."""
+        return ranks_of(self.plan, self.spec.role).index(self.spec.rank)
+
+    @property
+    def folders(self) -> list[Path]:
+        """Of its files, one on each disk."""
+        return folders_of(self.recipe, self.run, self.spec.role, self.number)
+
+    @property
+    def folder(self) -> Path:
+        """Of what is not striped over the disks."""
+        return self.folders[0]
+
+
+def folders_of(recipe: Recipe, run: Path, role: str, number: int) -> list[Path]:
+    """Where process `number` of a role keeps its files of the run in `run`: there, or in the folders that the recipe
+    names, over which the state is striped."""
+    said = run / "optimizer" if recipe.store is None else recipe.store.path or run / "optimizer"
+    name = "node" if role == "optimizer" else role
+    return [Path(one) / f"{name}-{number}" for one in (said if isinstance(said, tuple) else [said])]
+
+
+def ranks_of(plan: Plan, role: str) -> list[int]:
+    """The ranks of that role."""
+    return [rank for rank, one in enumerate(plan.ranks) if one.role == role]
+
+
+def serving(plan: Plan, steps: Mapping[int, int]) -> list[list[int]]:
+    """Of each node the ranks that hold its state, that with the newest `steps` first: it serves, the other stands by.
+    A standby that took over in an attempt before is thus a node in the next."""
+    nodes, standbys = ranks_of(plan, "optimizer"), ranks_of(plan, "standby")
+    pairs = [[rank, *standbys[number : number + 1]] for number, rank in enumerate(nodes)]
+    return [sorted(pair, key=lambda rank: -steps[rank]) for pair in pairs]
+
+
+def site_of(plan: Plan, rank: int) -> int | None:
+    """The aggregator through which a worker reaches the nodes: the one on its machine; None: it has none."""
+    node = plan.ranks[rank].node
+    return next((one for one in ranks_of(plan, "aggregator") if plan.ranks[one].node == node), None)
+
+
+def job_of(recipe: Recipe, plan: Plan, layers: Sequence[Layer]) -> Job:
+    """What nodes and workers agree on. Raises UserError where the plan asks for what they cannot do."""
+    options = recipe.train.optimizer
+    if not isinstance(options, Adamw):
+        raise UserError(
+            f"train.optimizer.kind = {options.__struct_config__.tag!r}, and an optimizer node runs AdamW.",
+            do='train.optimizer.kind = "adamw"',
+        )
+    pushed = "gradients" if plan.outer is None else "outer_step"
+    codecs = {one.codec for one in plan.exchanges if one.traffic == pushed} or {"exact"}
+    outer, push = None, push_of(codecs, "comm" if plan.outer is None else "sync")
+    if plan.outer is not None:
+        outer = outer_method(plan.outer.method, plan.outer.settings, plan.outer.replicas)
+    return Job(tuple(layers), options, push, workers=len(plan.trainers), outer=outer)
+
+
+# --- processes that serve --------------------------------------------------------------------------------------------
+
+
+def serve(place: NodePlace, channel: dist.ProcessGroup | None, stepped: Callable[[int], None]) -> int:
+    """The life of such a process: returns its step when all workers have left. `stepped` is called with each new step.
+
+    Raises UserError where the model has no layers, and where its files are of another or cannot be written.
+    """
+    malloc_trim.map_blocks()
+    model, value = place.workload.skeleton()
+    pieces = place.workload.pieces(model)
+    if pieces is None:
+        raise no_layers(model)
+    layers = layers_of(model, pieces.modules)[0]
+    whole = job_of(place.recipe, place.plan, layers)
+    parts = whole.part(len(ranks_of(place.plan, "optimizer")))
+    jobs = [replace(whole, layers=tuple(layers[number] for number in numbers)) for numbers in parts]
+    if place.spec.alone and not (place.folder / POSTS).exists():
+        raise _gone(place)
+    for folder in place.folders:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise unwritable(folder, error, "name another folder in store.path") from None
+    if place.spec.role == "aggregator":
+        return _aggregate(place, jobs, channel, stepped)
+    job = jobs[place.number]
+    with (
+        locked(place.folder),
+        closing(open_state(place.folders, job, filler(job.layers, value))) as state,
+        ExitStack() as opened,
+    ):
+        if place.new and state.step and not place.spec.alone:
+            raise UserError(
+                f"{place.folder} is of step {state.step}, and the run is new.",
+                do="name another folder in store.path, or the run's own with --run FOLDER",
+            )
+        _tell_restored(state)
+        posts, (door,) = _posted(place, channel, opened, (state.step, state.restored))
+        token, rank = _token(posts), place.spec.rank
+        pair = serving(place.plan, {one.rank: one.step for one in posts.values()})[place.number]
+        kept = state, open_sums(place.folder, job)
+        times = replace(TIMES, unheard=place.spec.pulse.reconnects)
+        made = (OptimizerNode if rank == pair[0] else Standby)(
+            job, kept, door, token, replace(times, link=place.plan.node_link)
+        )
+        if rank == pair[0] and len(pair) > 1:
+            made.replica = Replica(job, (posts[pair[1]].addresses[0], token), made.name, times)
+        made.start()
+        try:
+            _until_left(place, made, stepped)
+            if isinstance(made.replica, Replica):
+                made.replica.finished = True
+        finally:
+            made.close()
+        return state.step
+
+
+def _aggregate(
+    place: NodePlace, jobs: Sequence[Job], channel: dist.ProcessGroup | None, stepped: Callable[[int], None]
+) -> int:
+    """One aggregator for each node, for the workers of this machine."""
+    with ExitStack() as opened:
+        posts, doors = _posted(place, channel, opened, (0, ""), len(jobs))
+        pairs = serving(place.plan, {one.rank: one.step for one in posts.values()})
+        workers = sum(site_of(place.plan, rank) == place.spec.rank for rank in place.plan.trainers)
+        made = []
+        for job, door, pair in zip(jobs, doors, pairs, strict=True):
+            nodes = [posts[rank].addresses[0] for rank in pair]
+            own = replace(job, workers=workers)
+            times = replace(TIMES, unheard=place.spec.pulse.reconnects)
+            made.append(Aggregator(own, (nodes, _token(posts)), door, place.number, times).start())
+            opened.callback(made[-1].close)
+        stepped(0)
+        came = False
+        while not came or any(one.reduction.members or one.session is None for one in made):
+            came = came or all(len(one.reduction.members) == workers for one in made)
+            time.sleep(_LOOK)
+        for one in made:
+            one.leave()
+    return 0
+
+
+def _until_left(place: NodePlace, node: OptimizerNode, stepped: Callable[[int], None]) -> None:
+    """Returns when every worker (or aggregator for some) has come and left, or a standby is not needed any more.
+    Raises what the node failed with."""
+    sites = {site_of(place.plan, rank) for rank in place.plan.trainers}
+    due = len(sites - {None}) + sum(site_of(place.plan, rank) is None for rank in place.plan.trainers)
+    every = 1 if place.plan.outer is None else place.plan.outer.steps
+    last = -(-(place.recipe.train.steps or 0) // every)
+    stands_by = isinstance(node, Standby)
+    came, step = 0, -1
+    while True:
+        if node.error is not None:
+            if not (place.folder / "state").exists():
+                raise _gone(place) from node.error
+            raise node.error
+        with node.reduction.lock:
+            here = len(node.reduction.members)
+        came = max(came, here)
+        if stands_by and isinstance(node, Standby) and node.promoted:
+            stands_by, came = False, here
+        whole = came >= (1 if stands_by else due) or (place.spec.alone and node.state.step >= last)
+        if whole and not here:
+            return
+        if node.state.step != step:
+            step = node.state.step
+            if not (place.folder / "state").exists():
+                gone = _gone(place)
+                node.fail(gone)  # first: its threads find the closed file otherwise, and the workers hear of that
+                raise gone
+            stepped(step)
+        time.sleep(_LOOK)
+
+
+def _gone(place: NodePlace) -> UserError:
+    return UserError(
+        f"The files of {place.spec.role} {place.number} are gone from {place.folder}.",
+        why="they are the state of the run, and somebody removed them, or their disk, while it went on",
+        do="put them back and run the same command to go on, or start a new run with --run FOLDER",
+    )
+
+
+def _posted(
+    place: NodePlace, channel: dist.ProcessGroup | None, opened: ExitStack, state: tuple[int, str], doors: int = 1
+) -> tuple[dict[int, Post], list[socket.socket]]:
+    """What all such processes say of themselves, by rank, and the sockets at which this one listens. It is kept in the
+    folder, so that a process that is started alone again serves where it did."""
+    file, own = place.folder / POSTS, place.spec.rank
+    if place.spec.alone:
+        posts = {one.rank: one for one in msgspec.json.decode(file.read_bytes(), type=list[Post])}
+        return posts, [opened.enter_context(socket.create_server(one)) for one in posts[own].addresses]
+    found = [opened.enter_context(_door(place)) for _ in range(doors)]
+    mine = Post(own, tuple(door.getsockname()[:2] for door in found), secrets.token_hex(16), *state)
+    posts = {one.rank: one for one in _told(mine, channel)}
+    with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as out:  # the token is in it
+        out.write(msgspec.json.encode(list(posts.values())))
+    return posts, found
+
+
+def _tell_restored(state: Generations) -> None:
+    if state.restored:
+        sys.stderr.write(f"{state.restored} The state of step {state.step} is whole.\n")
+
+
+def _token(posts: Mapping[int, Post]) -> str:
+    return posts[min(posts)].token
+
+
+def _door(place: NodePlace) -> socket.socket:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((place.spec.host, 9))
+        return socket.create_server((place.address or probe.getsockname()[0], 0))
+
+
+def _told(own: Post | None, channel: dist.ProcessGroup | None) -> list[Post]:
+    """What the processes that serve say of themselves; all ranks of the run call it once, as they begin."""
+    every = [own] if channel is None else plain_collectives.all_gather(own and msgspec.json.encode(own), channel)
+    return [msgspec.json.decode(one, type=Post) if isinstance(one, bytes) else one for one in every if one]
+
+
+# --- the model without its nodes ------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def load_into(model: nn.Module, workload: Workload, recipe: Recipe, plan: Plan, run: Path) -> int:
+    """Fills `model`, which is whole, from the files of the nodes of the run in `run`, or of a standby where those are
+    newer. Returns their step.
+
+    Raises UserError where a node's files are not here, or are of another step than the first's.
+    """
+    pieces = workload.pieces(model)
+    assert pieces is not None, "a run on nodes has a model in pieces"
+    layers, _, parameters = layers_of(model, pieces.modules)
+    whole, steps = job_of(recipe, plan, layers), []
+    parts = whole.part(len(ranks_of(plan, "optimizer")))
+    for node, numbers in enumerate(parts):
+        job = replace(whole, layers=tuple(layers[number] for number in numbers))
+        kept = [folders_of(recipe, run, role, node) for role in ("optimizer", "standby")]
+        with ExitStack() as opened:
+            states = [
+                opened.enter_context(closing(open_state(folders, job, lambda *_: None)))
+                for folders in kept
+                if (folders[0] / "state").exists()
+            ]
+            if not states:
+                raise UserError(
+                    f"The files of optimizer node {node} are not in {kept[0][0]}.",
+                    why="they hold the run's model",
+                    do="copy them there from the host of that node",
+                )
+            state = max(states, key=lambda one: one.step)
+            _tell_restored(state)
+            steps.append(state.step)
+            for local, number in enumerate(numbers):
+                values = read_layer(state, job, local)[0]
+                for parameter, value in zip(parameters[number], layers[number].views(values), strict=True):
+                    parameter.copy_(value)
+    if len(set(steps)) > 1:
+        raise UserError(
+            f"The optimizer nodes' files are of steps {', '.join(map(str, steps))}.",
+            do="run espalier train again: nodes come to the same step when they meet",
+        )
+    return steps[0] if plan.outer is None else min(steps[0] * plan.outer.steps, recipe.train.steps or 0)
+
+
+# --- a worker's way there ------------------------------------------------------------------------------------------
+
+
+def connect(context: Build, layers: Sequence[Layer]) -> Connected:
+    """The connection of a worker to the nodes of its run, through the aggregator of its machine if there is one. All
+    ranks of the run take part.
+
+    Raises RunFailed where no node says where it is.
+    """
+    plan, rank = context.plan, context.mesh.rank
+    job = job_of(context.recipe, plan, layers)
+    posts = {one.rank: one for one in _told(None, context.mesh.channel)}
+    context.damaged += [one.restored for one in posts.values() if one.restored]
+    pairs, site = ranks_of(plan, "optimizer"), site_of(plan, rank)
+    if not set(pairs) <= set(posts):
+        raise RunFailed("A rank is planned as an optimizer node, and does not say where it listens.")
+    orders = serving(plan, {one.rank: one.step for one in posts.values()})
+    addresses = [[posts[one].addresses[0] for one in order] for order in orders]
+    if site is not None:
+        addresses = [[one] for one in posts[site].addresses]
+    answer = TIMES.answer if plan.outer is None else LONGEST_ROUND
+    link = plan.node_link if site is None else 0.0
+    times = replace(TIMES, answer=answer, unheard=context.reconnects, link=link)
+    client = Client(addresses, rank, job, _token(posts), times)
+    client.ledger = getattr(context.mesh.channel, "ledger", client.ledger)
+    predicted = {} if plan.predicted is None else plan.predicted.memory_bytes
+    spare = rank_memory(context) - predicted.get("peak", 0.0)
+    client.feedback = sum(4 * layer.numel for layer in layers) <= spare
+    return client if plan.outer is None else _local(context, plan.outer, client)
+
+
+def _local(context: Build, outer: Outer, client: Client) -> LocalSteps:
+    """Steps of a worker's own between the nodes', in a folder beside theirs."""
+    plan, rank = context.plan, context.mesh.rank
+    replica = next(number for number, ranks in enumerate(outer.replicas) if rank in ranks)
+    samples = [stop - start for start, stop in (plan.ranks[ranks[0]].share for ranks in outer.replicas)]
+    steps = max(1, round((outer.paces[replica] if outer.paces else 1.0) * outer.steps))
+    weight = samples[replica] / max(1, *samples) * steps / outer.steps
+    if context.folder is None:
+        raise UserError("Workers that take steps of their own need a run folder for their files.", do="espalier train")
+    folder = folders_of(context.recipe, context.folder, "worker", rank)[0]
+    return LocalSteps(client, folder, Round(steps, outer.steps, weight or 1.0))

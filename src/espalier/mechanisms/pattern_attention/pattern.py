@@ -1,0 +1,378 @@
+"""Attention pattern: which tokens each token attends to. Edges, self-loops, a path, expanders, virtual nodes.
+
+Expander edges after Exphormer (arXiv 2303.06147, section 3.1): the union of random permutations, both ways. A virtual
+token attends to all tokens, and all to it. The path through the tokens in their order makes the conditions true under
+which sparse attention approximates what full attention does (Yun et al., arXiv 2006.04862).
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import xxhash
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from espalier.mechanisms.pattern_attention.edge_attention import Entries
+from espalier.recipe.cache_dir import cache_folder, hashed
+from espalier.recipe.errors import UserError
+from espalier.sparse import CSR
+
+ROWS = 16
+"""Rows of a window, as in `window_kernels`."""
+KEPT, FORMAT = 1 << 21, 1
+"""Entries from which on windows are kept on disk; another number where the same entries are divided otherwise."""
+ARRAYS = ("windows", "columns", "masks", "starts", "entries", "rest indptr", "rest indices", "rest entries")
+"""Of kept windows."""
+HUB = 1024
+"""Entries of a row from which on it is computed by a dense product, as long as such rows are few."""
+
+
+class Windows(NamedTuple):
+    """Windows of 16 rows with the columns that enough of them read, compacted, and the entries that are left over.
+
+    Attributes:
+        windows: int64 [windows + 1], where each window's columns begin; columns: int32.
+        masks: int32, of each column, which of the window's rows read it.
+        starts: int64 [columns + 1], where each column's entries begin; entries: int64, their numbers in the pattern.
+        rest: the pattern without them; rest_entries: int64, the numbers of its entries.
+    """
+
+    windows: Tensor
+    columns: Tensor
+    masks: Tensor
+    starts: Tensor
+    entries: Tensor
+    rest: CSR
+    rest_entries: Tensor
+
+    @property
+    def cuts(self) -> Any:
+        """int64: windows that cut the work into pieces with about as many columns."""
+        before = self.windows.numpy() + np.arange(len(self.windows))
+        wanted = np.linspace(0, before[-1], 65)[1:-1]
+        inner = np.searchsorted(before, wanted)
+        return np.unique(np.concatenate([[0], inner, [len(self.windows) - 1]])).astype(np.int64)
+
+
+def windows_of(matrix: CSR, least: int) -> Windows:
+    """The windows of `matrix` with the columns that at least `least` rows of a window read."""
+    rows, columns = matrix.rows.numpy(), matrix.indices.numpy()
+    keys = (rows // ROWS) * np.int64(matrix.shape[1]) + columns
+    order = np.argsort(keys, kind="stable")
+    keys = keys[order]
+    first = np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1]])) if len(keys) else np.zeros(0, np.int64)
+    sizes = np.diff(np.append(first, len(keys)))
+    dense = sizes >= least
+    kept = np.repeat(dense, sizes)
+    masks = np.bitwise_or.reduceat(1 << (rows[order] % ROWS), first) if len(keys) else first
+    window = keys[first[dense]] // matrix.shape[1]
+    count = -(-matrix.shape[0] // ROWS)
+    windows = np.concatenate([[0], np.cumsum(np.bincount(window, minlength=count))])
+    left = np.sort(order[~kept])
+    rest = CSR(offsets(rows[left], matrix.shape[0]), matrix.indices[torch.from_numpy(left)], matrix.shape)
+    arrays = (
+        windows.astype(np.int64),
+        columns[order[first[dense]]].astype(np.int32),
+        masks[dense].astype(np.int32),
+        np.concatenate([[0], np.cumsum(sizes[dense])]).astype(np.int64),
+        order[kept].astype(np.int64),
+    )
+    a, b, c, d, e = map(torch.from_numpy, arrays)
+    return Windows(a, b, c, d, e, rest, torch.from_numpy(left))
+
+
+def kept_windows(matrix: CSR, least: int) -> Windows:
+    """As `windows_of`; of many entries from the cache folder, where the same ones were divided before."""
+    if matrix.entries < KEPT:
+        return windows_of(matrix, least)
+    digest = xxhash.xxh3_128()
+    for one in (matrix.indptr, matrix.indices):
+        digest.update(one.numpy().tobytes())
+    name = hashed([digest.hexdigest(), list(matrix.shape), ROWS, least, FORMAT])
+    place = cache_folder() / "windows" / f"{name}.safetensors"
+    with suppress(OSError, SafetensorError, KeyError):
+        found = load_file(place)
+        a, b, c, d, e, indptr, indices, entries = (found[name] for name in ARRAYS)
+        return Windows(a, b, c, d, e, CSR(indptr, indices, matrix.shape), entries)
+    made = windows_of(matrix, least)
+    known = (*made[:5], made.rest.indptr, made.rest.indices, made.rest_entries)
+    with suppress(OSError, SafetensorError):  # a cache that cannot be written is none
+        place.parent.mkdir(parents=True, exist_ok=True)
+        partial = place.with_suffix(f".{os.getpid()}.partial")
+        save_file(dict(zip(ARRAYS, known, strict=True)), partial)
+        partial.replace(place)
+    return made
+
+
+def offsets(rows: Any, count: int) -> Tensor:
+    """int64 [count + 1]: where each row begins, given the row of each entry."""
+    return torch.from_numpy(np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=count))]).astype(np.int64))
+
+
+class Divided(NamedTuple):
+    """A pattern for one plan: rows computed densely, and for forward and backward the windows or all else as entries.
+
+    Attributes:
+        hubs: int64, rows that are computed densely; hub_entries: where the entries of each stand in the pattern.
+        columns: int32, of all entries of the pattern.
+        rest: the other rows' entries; entries: int64, their numbers in the pattern.
+        by_row, by_column: windows of `rest` and of its transpose; None: entry by entry.
+    """
+
+    hubs: Tensor
+    hub_entries: tuple[slice, ...]
+    columns: Tensor
+    rest: CSR
+    entries: Tensor | None
+    by_row: Windows | None
+    by_column: Windows | None
+
+
+@dataclass(frozen=True, eq=False)
+class Pattern:
+    """Which tokens each token attends to. Immutable; keeps what plans have made of it.
+
+    Attributes:
+        matrix: [tokens, tokens], row = the token that attends; None: every token attends to all.
+        tokens: how many there are.
+        kinds: int8 [entries], 0 a self-loop, 1 an edge of the graph, 2 added (path, expander), 3 a virtual token's.
+    """
+
+    matrix: CSR | None
+    tokens: int
+    kinds: Tensor | None = None
+
+    @classmethod
+    def full(cls, tokens: int) -> Pattern:
+        """Every token attends to every one."""
+        return cls(None, tokens)
+
+    @classmethod
+    def of(cls, matrix: CSR) -> Pattern:
+        """The places of the entries of a square matrix, each once: a repeated entry is one, with one bias (`entries`,
+        `entry`). Raises UserError where it is not square."""
+        if matrix.shape[0] != matrix.shape[1]:
+            raise UserError(
+                f"A pattern of attention is square; this matrix is {matrix.shape[0]} x {matrix.shape[1]}.",
+                do="one row and one column for each token",
+            )
+        return cls(matrix.binary().coalesced(), matrix.shape[0])
+
+    @property
+    def entries(self) -> int:
+        """Pairs of tokens."""
+        return self.tokens**2 if self.matrix is None else self.matrix.entries
+
+    @property
+    def device(self) -> torch.device:
+        """Where its arrays are."""
+        return torch.device("cpu") if self.matrix is None else self.matrix.device
+
+    @cached_property
+    def identity(self) -> str:
+        """Of what is in it: 16 hexadecimal digits."""
+        digest = xxhash.xxh3_64(str(self.tokens).encode())
+        for array in () if self.matrix is None else self.matrix.arrays:
+            digest.update(np.ascontiguousarray(array).tobytes())
+        return digest.hexdigest()
+
+    @cached_property
+    def hubs(self) -> Tensor:
+        """int64: rows with so many entries that they are computed densely (an exact plan may do without)."""
+        assert self.matrix is not None
+        degrees = self.matrix.degrees
+        return torch.nonzero((degrees >= HUB) & (degrees * 4 >= self.tokens)).flatten()
+
+    @cached_property
+    def _entries(self) -> dict[torch.device, Entries]:
+        return {}
+
+    def on(self, device: torch.device) -> Entries:
+        """Its entries by rows and by columns on `device`; made once."""
+        if device not in self._entries:
+            assert self.matrix is not None
+            self._entries[device] = Entries.of(self.matrix, device)
+        return self._entries[device]
+
+    @cached_property
+    def chosen(self) -> dict[str, Any]:
+        """The plan that `auto` is, under its name, where it was measured (`plan_choice`)."""
+        return {}
+
+    @cached_property
+    def _divided(self) -> dict[int, Divided]:
+        return {}
+
+    def forget(self, keep: int) -> None:
+        """Drops what was made for plans with another `least`."""
+        for least in set(self._divided) - {keep}:
+            del self._divided[least]
+
+    def divided(self, least: int) -> Divided:
+        """For a plan whose windows hold the columns that `least` of their rows read; 0: neither windows nor hubs."""
+        if least not in self._divided:
+            self._divided[least] = self._divide(least)
+        return self._divided[least]
+
+    def _divide(self, least: int) -> Divided:
+        matrix = self.matrix
+        assert matrix is not None
+        hubs = self.hubs if least > 1 else torch.zeros(0, dtype=torch.int64)
+        slices = tuple(slice(int(matrix.indptr[one]), int(matrix.indptr[one + 1])) for one in hubs)
+        rest, entries = matrix, None
+        if len(hubs):
+            kept = torch.ones(matrix.entries, dtype=torch.bool)
+            for one in slices:
+                kept[one] = False
+            degrees = matrix.degrees.clone()
+            degrees[hubs] = 0
+            indptr = torch.cat([torch.zeros(1, dtype=torch.int64), degrees.cumsum(0)])
+            rest, entries = CSR(indptr, matrix.indices[kept], matrix.shape), torch.nonzero(kept).flatten()
+        if not least or least > ROWS:
+            return Divided(hubs, slices, matrix.indices, rest, entries, None, None)
+        both = (kept_windows(one, least) for one in (rest, rest.transpose.pattern))
+        return Divided(hubs, slices, matrix.indices, rest, entries, *both)
+
+    def dense_columns(self, least: int) -> tuple[int, int]:
+        """How many columns of windows at least `least` rows read, and how many entries they hold; makes nothing."""
+        assert self.matrix is not None
+        dense = self._column_sizes[self._column_sizes >= least]
+        return len(dense), int(dense.sum())
+
+    @cached_property
+    def _column_sizes(self) -> Any:
+        """int64: of each column that a window reads, how many of its rows do."""
+        assert self.matrix is not None
+        keys = np.sort((self.matrix.rows // ROWS * self.tokens + self.matrix.indices).numpy())
+        return np.diff(np.concatenate([[-1], np.flatnonzero(keys[1:] != keys[:-1]), [len(keys) - 1]]))
+
+    def entry(self, sources: Any, targets: Any) -> Tensor:
+        """int64: the number of each entry [target, source], to fill in a bias. Raises UserError for one that is not
+        in the pattern."""
+        assert self.matrix is not None, "a full pattern has a dense bias"
+        rows, columns = (torch.as_tensor(one).long().cpu() for one in (targets, sources))
+        asked = rows * self.tokens + columns
+        keys = self.matrix.rows * self.tokens + self.matrix.indices
+        found = torch.searchsorted(keys, asked).clamp(max=max(0, len(keys) - 1))
+        wrong = torch.nonzero(keys[found] != asked).flatten() if len(keys) else torch.arange(len(asked))
+        if len(wrong):
+            pair = int(asked[wrong[0]]) % self.tokens, int(asked[wrong[0]]) // self.tokens
+            raise UserError(f"The pattern has no entry {pair[0]} -> {pair[1]}.", do="the edges it was made of")
+        return found
+
+    def dense(self) -> Tensor:
+        """bool [tokens, tokens]: the mask of dense attention."""
+        if self.matrix is None:
+            return torch.ones(self.tokens, self.tokens, dtype=torch.bool)
+        return self.matrix.to_dense() > 0
+
+
+@dataclass(frozen=True)
+class Additions:
+    """What a pattern holds besides the edges of a graph.
+
+    Attributes:
+        loops: every token attends to itself.
+        path: each token and the next attend to one another.
+        virtual: tokens behind the last one that attend to all, one another included, and all to them.
+        expander: random permutations whose edges are added, both ways (each adds 2 to the degree).
+        seed: of the permutations.
+        sizes: int64 [graphs], nodes of each of several graphs side by side: nothing is added between two of them, and
+            each has virtual tokens of its own. None: one graph.
+        complete: every node and its graph's others attend to one another.
+    """
+
+    loops: bool = True
+    path: bool = False
+    virtual: int = 0
+    expander: int = 0
+    seed: int = 0
+    sizes: Tensor | None = None
+    complete: bool = False
+
+
+def pattern(edges: Any, nodes: int, additions: Additions | None = None) -> Pattern:
+    """The pattern of a graph's edges int64 [2, edges], sources above targets, and of what `additions` names.
+
+    Its tokens are the nodes, then the virtual ones. An edge given twice is one entry. Edges may be on any device; the
+    pattern is in host memory.
+
+    Raises UserError: ids outside the graph, no node, negative counts.
+    """
+    added = additions or Additions()
+    if nodes < 1 or added.virtual < 0 or added.expander < 0:
+        raise UserError(
+            f"nodes = {nodes}, virtual = {added.virtual} and expander = {added.expander} make no pattern.",
+            do="at least one node, and counts that are not negative",
+        )
+    edges = torch.as_tensor(edges).long().reshape(2, -1).cpu()
+    if edges.numel() and (int(edges.min()) < 0 or int(edges.max()) >= nodes):
+        raise UserError(
+            f"edges names nodes from {int(edges.min())} to {int(edges.max())}; there are {nodes}.",
+            do="ids from 0 to nodes - 1",
+        )
+    groups = torch.tensor([nodes]) if added.sizes is None else added.sizes.cpu()
+    if int(groups.sum()) != nodes:
+        raise UserError(
+            f"sizes sum up to {int(groups.sum())}, and there are {nodes} nodes.", do="the nodes of each graph"
+        )
+    owner = torch.repeat_interleave(torch.arange(len(groups)), groups)
+    tokens = nodes + added.virtual * len(groups)
+    pieces, kinds = [edges[:, edges[0] != edges[1]]], [1]
+    if added.loops:
+        pieces, kinds = [torch.arange(tokens).expand(2, -1), *pieces], [0, *kinds]
+    else:
+        pieces, kinds = [edges[:, edges[0] == edges[1]], *pieces], [0, *kinds]
+    for one in _added(added, groups, owner):
+        pieces, kinds = [*pieces, one], [*kinds, 2]
+    for number in range(added.virtual):
+        pieces, kinds = [*pieces, _both(nodes + number * len(groups) + owner, torch.arange(nodes))], [*kinds, 3]
+    each = torch.arange(nodes, tokens).view(-1, len(groups))  # of each graph, one column
+    for one, other in combinations(each, 2):
+        pieces, kinds = [*pieces, _both(one, other)], [*kinds, 3]
+    whole = torch.cat(pieces, 1)
+    kind = torch.repeat_interleave(
+        torch.tensor(kinds, dtype=torch.int8), torch.tensor([one.shape[1] for one in pieces])
+    )
+    keys = whole[1] * tokens + whole[0]
+    order = torch.argsort(keys, stable=True)  # the first of several is kept: an edge stays an edge
+    keys = keys[order]
+    fresh = torch.ones(len(keys), dtype=torch.bool)
+    fresh[1:] = keys[1:] != keys[:-1]
+    kept = order[fresh]
+    rows, columns = whole[1][kept], whole[0][kept]
+    matrix = CSR(offsets(rows.numpy(), tokens), columns.int(), (tokens, tokens))
+    return Pattern(matrix, tokens, kind[kept])
+
+
+def _added(added: Additions, groups: Tensor, owner: Tensor) -> list[Tensor]:
+    """Edges [2, edges] of the path, of the permutations and of all pairs, inside each graph."""
+    every, found = torch.arange(len(owner)), []
+    if added.path:
+        inside = owner[:-1] == owner[1:]
+        found.append(_both(every[:-1][inside], every[1:][inside]))
+    starts = groups.cumsum(0) - groups
+    for number in range(added.expander):
+        shuffled = torch.from_numpy(np.random.default_rng([added.seed, number]).permutation(len(owner)))
+        order = shuffled[torch.argsort(owner[shuffled], stable=True)]
+        following = torch.where(every + 1 == (starts + groups)[owner], starts[owner], every + 1)
+        found.append(_both(order, order[following]))
+    if added.complete:
+        count = groups[owner]
+        targets = torch.repeat_interleave(every, count)
+        before = torch.repeat_interleave(count.cumsum(0) - count, count)
+        found.append(torch.stack([torch.arange(len(targets)) - before + starts[owner][targets], targets]))
+    return found
+
+
+def _both(left: Tensor, right: Tensor) -> Tensor:
+    return torch.cat([torch.stack([left, right]), torch.stack([right, left])], 1)

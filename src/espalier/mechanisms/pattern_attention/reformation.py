@@ -1,0 +1,192 @@
+"""Elastic computation reformation: entries that few tokens of a window read are left out, down to a bound of recall.
+
+TorchGT (arXiv 2407.14106, section 3.3) replaces sparse regions of the clustered adjacency by dense sub-blocks, whose
+positions are not those of the edges. Here windows of 16 rows keep the columns that most of their rows read, which are
+computed densely, and what is left out is counted: recall = edges that are kept / edges. Nothing is added. Self-loops,
+paths, expanders and virtual tokens all stay. How much is left out follows the speed of the loss, by the rule of the
+authors' tuner (`graph.loss_speed`), between no edge and the bound, and is in the log, from which steps that are made
+again take it; answers are always given along all edges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from espalier.comm.base import Traffic, traffic
+from espalier.graph.loss_speed import LossSpeed
+from espalier.mechanisms.pattern_attention.pattern import ROWS, Pattern, offsets
+from espalier.plan.compose import Claim
+from espalier.recipe import GraphTransformer
+from espalier.sparse import CSR
+from espalier.track.decision_log import Decisions
+from espalier.train.mechanism import Build, Mechanism
+
+if TYPE_CHECKING:
+    from espalier.checkpoint.base import Stateful
+    from espalier.plan.base import Plan
+    from espalier.recipe import Recipe
+
+CLAIM = Claim(
+    "reformation",
+    question="attention pattern",
+    needs={"a model"},
+    changes={"edges are left out"},
+    after={"tokens"},
+    option="model.recall",
+)
+LEVELS, FIRST = 5, 1
+"""Of recall, from all edges to the bound, and the one that training begins with."""
+
+
+class Reformed(NamedTuple):
+    """A pattern with fewer entries.
+
+    Attributes:
+        kept: int64, which entries of the whole pattern they are.
+        recall: the share of the graph's edges that are kept.
+    """
+
+    pattern: Pattern
+    kept: Tensor
+    recall: float
+
+
+def reformed(whole: Pattern, recall: float) -> Reformed:
+    """`whole` without edges of the columns that the fewest rows of a window read, but with at least `recall` of all.
+
+    Edges of a column stay or go in order of their numbers; as many go as may.
+    """
+    matrix, kinds = whole.matrix, whole.kinds
+    assert matrix is not None, "a full pattern has no edges to leave out"
+    rows, columns = matrix.rows.numpy(), matrix.indices.numpy()
+    real = np.ones(len(rows), bool) if kinds is None else kinds.numpy() == 1
+    keys = rows // ROWS * np.int64(whole.tokens) + columns
+    _, column, sizes = np.unique(keys, return_inverse=True, return_counts=True)
+    candidates = np.flatnonzero(real)
+    least = int(np.ceil(recall * len(candidates) - 1e-9))
+    gone = candidates[np.argsort(sizes[column[candidates]], kind="stable")][: len(candidates) - least]
+    keep = np.ones(len(rows), bool)
+    keep[gone] = False
+    kept = torch.from_numpy(np.flatnonzero(keep))
+    made = CSR(offsets(rows[keep], whole.tokens), matrix.indices[kept], matrix.shape)
+    share = 1.0 if not len(candidates) else 1 - len(gone) / len(candidates)
+    return Reformed(Pattern(made, whole.tokens, None if kinds is None else kinds[kept]), kept, share)
+
+
+LEVEL_RULE, SIGNAL = "model.recall.level", "speed of the loss"
+"""In plans and logs: 0, all edges, to `LEVELS - 1`, the bound."""
+
+
+class RecallTuner:
+    """Which recall a step has, from 1 to `bound`: a `track.decision_log.Controller`. Has state.
+
+    Training begins one level below 1, as the authors' does. Where the loss changes ever faster edges are left out,
+    where ever more slowly they come back.
+    """
+
+    def __init__(self, bound: float) -> None:
+        self.levels = np.linspace(1, bound, LEVELS).tolist()
+        self.level, self.coming, self.speed = FIRST, 0, LossSpeed()
+
+    @property
+    def recall(self) -> float:
+        """Of the step under way."""
+        return float(self.levels[self.level])
+
+    @property
+    def values(self) -> dict[str, int]:
+        """See `Controller.values`."""
+        return {LEVEL_RULE: self.level}
+
+    def heard(self, signals: Iterable[float]) -> RecallTuner:
+        """The loss of a step, over all ranks."""
+        for loss in signals:
+            self.coming = self.speed.heard(loss)
+        return self
+
+    def turned(self, recorded: Mapping[str, int]) -> RecallTuner:
+        """The next step begins."""
+        level, self.coming = self.level + self.coming, 0
+        self.level = min(LEVELS - 1, max(0, recorded.get(LEVEL_RULE, level)))
+        return self
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that decisions follow from."""
+        return {"level": self.level, "coming": self.coming, **self.speed.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes back what `state_dict` gave."""
+        self.level, self.coming = state.get("level", self.level), state.get("coming", 0)
+        self.speed.load_state_dict(state)
+
+
+class Reformation(Mechanism):
+    """Training steps leave edges out as the tuner says. Has state: the tuner, and what the step's loss was."""
+
+    claim = CLAIM
+    record = "torchgt"
+
+    def __init__(self, bound: float) -> None:
+        self.tuner, self._outcome = RecallTuner(bound), torch.zeros(2, dtype=torch.float64)
+        self.decisions = Decisions(self.tuner, SIGNAL)
+        self._group: dist.ProcessGroup | None = None
+        self._full = False
+
+    def wrap(self, context: Build) -> None:
+        """Tells the workload of the tuner, and the tuner of the losses."""
+        workload: Any = context.workload
+        workload.reformation, self._group = self, context.mesh.replica
+        context.meters["recall"] = self.adapted
+        context.decisions.append(self.decisions)
+
+    def begin(self, step: int) -> float:
+        """The recall that holds after `step` steps. All ranks call it alike, once or more in a step."""
+        self.decisions.turn(step)
+        return self.tuner.recall
+
+    def note(self, loss: Tensor, weight: Tensor, full: bool) -> None:
+        """This rank's part of a step; `full`: all tokens attend to all in it, and no edge is left out."""
+        self._full = full
+        self._outcome += torch.stack([loss.detach().double().cpu(), weight.detach().double().cpu()])
+
+    def adapted(self) -> float:
+        """Tells the tuner the loss of the step, and says the recall that the step had. All ranks call it alike."""
+        recall, total = 1.0 if self._full else self.tuner.recall, self._outcome
+        self._outcome = torch.zeros_like(total)
+        if self._group is not None and self._group.size() > 1:
+            with traffic(Traffic.CONTROL):
+                dist.all_reduce(total, group=self._group)
+        self.decisions.heard([float(total[0] / total[1])])
+        return recall
+
+    def state(self, context: Build, parts: Mapping[str, Stateful]) -> Mapping[str, Stateful]:
+        """With what the tuner decides from."""
+        return {**parts, "recall rule": self.tuner}
+
+
+def bound(recipe: Recipe) -> float | None:
+    """The least recall; None: the recipe lets no edge go."""
+    options = recipe.model
+    return options.recall if isinstance(options, GraphTransformer) and options.recall < 1 else None
+
+
+def sentence(recipe: Recipe) -> str:
+    """What a plan says; empty where no edge goes."""
+    if (least := bound(recipe)) is None:
+        return ""
+    return (
+        f"Attention: training steps leave edges out; recall begins at {RecallTuner(least).recall:.4g} and follows how "
+        f"fast the loss changes, from 1 to {least:g} (model.recall); see the log."
+    )
+
+
+def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:
+    """Where the recipe lets edges go."""
+    least = bound(recipe)
+    return None if least is None else Reformation(least)

@@ -1,0 +1,187 @@
+"""A graph transformer over ranks: each holds a range of the tokens, and in attention computes all tokens of some heads.
+
+After TorchGT's cluster-aware graph parallelism (arXiv 2407.14106, section 3.2). The nodes are cut in their order, in
+which clusters are contiguous where `graph.order` makes them so, in proportion to the ranks' shares; every rank knows
+all edges. Deviations: virtual tokens are the last rank's alone, where the authors average copies; nothing is padded;
+ranks may have unequal numbers of heads; losses are divided by the number of all training nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from espalier.comm.base import Traffic
+from espalier.graph.subgraphs import SubgraphBatch, forward
+from espalier.mechanisms.few_bits.quantization import quantization_of
+from espalier.mechanisms.halo_exchange import halo_parallel
+from espalier.mechanisms.halo_exchange.halo_parallel import CutWorkload, all_rows
+from espalier.mechanisms.pattern_attention.model import GraphTransformer
+from espalier.mechanisms.pattern_attention.over_ranks import TokenExchange
+from espalier.parallel.mesh import REPLICA
+from espalier.parallel.sequence_slots import divided
+from espalier.parallel.ulysses import HeadSplit
+from espalier.parallel.workload import to_device
+from espalier.recipe import GraphTransformer as Options
+from espalier.recipe.cost import VALUE_BYTES
+from espalier.recipe.errors import UserError
+from espalier.train.mechanism import Build, Mechanism
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from espalier.graph.node_classification import NodeTask
+    from espalier.plan.base import Plan
+    from espalier.recipe import HaloOptions, Recipe
+
+CLAIM = replace(halo_parallel.CLAIM, name="tokens")
+"""Ranks compute one another's heads within a step, so all make the same steps with the same weights."""
+
+
+def tokens_by_rank(nodes: int, virtual: int, shares: Sequence[int]) -> list[int]:
+    """How many tokens each rank holds: nodes in proportion to `shares`, and the last one the virtual tokens too."""
+    found = np.diff(divided(nodes, shares)).tolist()
+    return [*found[:-1], found[-1] + virtual]
+
+
+class TokenPart:
+    """What one rank trains on, and how it evaluates with the others.
+
+    Args:
+        task: whose nodes are trained on; model: that is trained; shares: of the nodes, for each rank.
+        placed: device and dtype of the model.
+    """
+
+    def __init__(
+        self, task: NodeTask, model: GraphTransformer, shares: Sequence[int], placed: dict[str, Any], group: Any
+    ) -> None:
+        view, rank = task.train, group.rank()
+        if view.graph.nodes < len(shares):
+            raise UserError(
+                f"{view.graph.origin} has {view.graph.nodes:,} nodes for {len(shares)} ranks.",
+                why="each rank holds a range of the nodes",
+                do=f"plan.pin.ranks={view.graph.nodes}",
+            )
+        pieces = tokens_by_rank(view.graph.nodes, len(model.virtual), shares)
+        start = sum(pieces[:rank])
+        stop = min(start + pieces[rank], view.graph.nodes)
+        self.task, self.group, self.range = task, group, (start, stop)
+        self.features = view.features[start:stop].to(**placed)
+        whole = to_device(view.block, **placed)
+        self.block = whole._replace(tokens=TokenExchange(tuple(pieces), group))
+        train = task.parts.train
+        own = train[(train >= start) & (train < stop)]
+        chosen, labels = torch.from_numpy(own - start), task.labels[own]
+        self._batch = SubgraphBatch(
+            self.features, (self.block,), labels.to(placed["device"]), chosen=chosen.to(placed["device"])
+        )
+
+    def batch(self, step: int) -> SubgraphBatch:
+        """Own tokens."""
+        return self._batch._replace(step=step)
+
+    def loss(self, model: nn.Module, batch: SubgraphBatch) -> tuple[Tensor, Tensor]:
+        """See `Workload.loss`, of the rank's own training nodes."""
+        return self.task.loss(model, batch)
+
+    @torch.no_grad()
+    def logits(self, model: nn.Module) -> Tensor:
+        """[nodes, outputs] of all nodes, on every rank. All ranks call it alike."""
+        return all_rows(
+            forward(model, self.features, (self.block,)), slice(*self.range), len(self.task.labels), self.group
+        )
+
+
+class TokenParallel(Mechanism):
+    """Each rank trains on its tokens."""
+
+    claim = CLAIM
+    record = "torchgt"
+
+    def wrap(self, context: Build) -> None:
+        """Gives this rank its tokens."""
+        workload, mesh, model = cast("CutWorkload", context.workload), context.mesh, context.model
+        group = mesh.replica
+        assert group is not None, "tokens are of several ranks"
+        assert isinstance(model, GraphTransformer)
+        ranks = [context.plan.ranks[rank] for rank in mesh.mesh.members(mesh.rank, *REPLICA)]
+        one = next(model.parameters())
+        placed = {"device": one.device, "dtype": one.dtype}
+        shares = [each.samples for each in ranks]
+        made = workload.part = TokenPart(workload.whole_task, model, shares, placed, group)
+        if (bits := quantization_of(model)) is not None:
+            pieces = made.block.tokens.pieces
+            bits.holds(torch.arange(*made.range, device=one.device), 0, pieces[group.rank()] / sum(pieces))
+
+
+def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:
+    """Where the recipe asks for it and there are several ranks. Raises UserError for more ranks than heads."""
+    options, ranks = recipe.model, len(plan.trainers)
+    if ranks < 2 or not isinstance(options, Options):
+        return None
+    if ranks > (options.heads or 1):
+        raise UserError(
+            f"model.heads = {options.heads} cannot be computed by {ranks} ranks.",
+            why="in attention each rank computes all tokens of some heads",
+            do=f"plan.pin.ranks={options.heads or 1}",
+        )
+    return TokenParallel()
+
+
+# --- cost ------------------------------------------------------------------------------------------------------------
+
+
+class TokenCut:
+    """What a plan is told of tokens that are cut over ranks; has what `halo_parallel.Halos` has.
+
+    Args:
+        model: that is trained; nodes: of the graph; options: of `[graph.halo]`; origin: a name of the graph.
+    """
+
+    traffic = Traffic.ACTIVATIONS.value
+
+    def __init__(self, model: GraphTransformer, nodes: int, options: HaloOptions, origin: str) -> None:
+        self.model, self.nodes, self.options, self._origin = model, nodes, options, origin
+        self.exchanges = 4 * len(model.layers)
+        self.most_ranks = model.options.heads or 1
+
+    def __repr__(self) -> str:
+        """All that a plan depends on."""
+        return f"TokenCut({self._origin}, {self.nodes}, {self.model.options})"
+
+    def step_bytes(self, shares: Sequence[int], size: int, by_pair: Any = None) -> Any:
+        """float [ranks, ranks]: payload bytes that each rank sends each other in a step, forward and backward.
+
+        Rank i sends j its tokens' queries, keys and values of j's heads, and of its own heads the answers for j's
+        tokens; backward as many.
+        """
+        pieces = np.array(tokens_by_rank(self.nodes, len(self.model.virtual), shares), float)
+        heads = self.model.options.heads or 1
+        each = (self.model.options.width or 0) // heads
+        split = HeadSplit(heads, heads, len(shares)).queries
+        widths = np.array([each * (stop - start) for start, stop in split], float)
+        to_heads = pieces[:, None] * widths[None]
+        return 4.0 * size * len(self.model.layers) * (to_heads + to_heads.T) * (1 - np.eye(len(shares)))
+
+    def value_bytes(self, precision: str) -> int:
+        """Of a query, key, value or answer: at least those of fp32, which autocast leaves them in."""
+        return max(4, VALUE_BYTES[precision])
+
+    def told(self, shares: Sequence[int]) -> str:
+        """How the graph is cut, for people."""
+        pieces = tokens_by_rank(self.nodes, len(self.model.virtual), shares)
+        heads = [stop - start for start, stop in HeadSplit(self.most_ranks, self.most_ranks, len(shares)).queries]
+        return (
+            f"{sum(pieces):,} tokens are cut into {len(pieces)} ranges of {_span(pieces)}; in each layer a rank "
+            f"computes all tokens of {_span(heads)} heads"
+        )
+
+
+def _span(counts: Sequence[int]) -> str:
+    least, most = min(counts), max(counts)
+    return f"{least:,}" if least == most else f"{least:,} to {most:,}"

@@ -1,0 +1,420 @@
+"""Pipeline parallelism: each rank holds some layers, and runs its action list over the micro-batches of a step.
+
+One executor for every schedule (`schedules`, or lists written by hand). The workload's loss is called on every stage:
+the model's forward runs the modules that are here; on all stages but the last, the loss is left at that point.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from espalier.comm.base import Traffic
+from espalier.mechanisms.pipeline import split_backward
+from espalier.optim.loss_scale import LossScale
+from espalier.parallel.action_list import Action, ActionLists, Kind, Pipeline, check
+from espalier.parallel.model_stages import Borrowed, ModelStages
+from espalier.parallel.schedule import Accumulate, Loss
+from espalier.parallel.stage_messages import Form, Messages, shapes_of
+from espalier.parallel.workload import Outcome, Tagged
+from espalier.recipe.errors import UserError
+from espalier.train.whole_model import divisor, outcome
+
+_FORWARD, _BACKWARD, _COPY, _OUTPUT = range(4)
+"""Kinds of messages to one stage: tags are `4 * stage` and one of them."""
+
+
+class _Handed(BaseException):
+    """Leaves a loss where the model's forward has run what this rank holds."""
+
+
+@dataclass(frozen=True)
+class Passes:
+    """How forward and backward passes run.
+
+    Attributes:
+        nominal_weight, accumulate, context, shares, loss_scale: see `train.whole_model.Whole`.
+        alone: surrounds a backward pass that gives parameters no gradient.
+        weights: puts off gradients of parameters; None: the schedule does not.
+    """
+
+    nominal_weight: float
+    accumulate: Accumulate
+    context: Callable[[], AbstractContextManager[Any]]
+    alone: Callable[[], AbstractContextManager[None]]
+    weights: split_backward.WeightGradients | None = None
+    shares: tuple[float, ...] = (1.0,)
+    loss_scale: LossScale | None = None
+
+
+class PipelineSchedule:
+    """See `Schedule`. Has state: the action lists of this rank by number of micro-batches, and the step at work.
+
+    Args:
+        rank: this one, among those of the pipeline.
+        stages: what it holds of the model.
+        messages: the way to the others.
+        lists: gives the action lists of a pipeline; they are checked before their first step.
+        passes: how passes run.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        stages: ModelStages,
+        messages: Messages,
+        lists: Callable[[Pipeline], ActionLists],
+        passes: Passes,
+    ) -> None:
+        self.rank, self.stages, self.messages, self.passes = rank, stages, messages, passes
+        self.boundary = _Boundary(rank, stages, messages)
+        self._lists = lists
+        self._known: dict[int, Sequence[Action]] = {}
+        stages.model.register_forward_hook(self.boundary.left)  # the last of all hooks
+        stages.call = self.boundary.called
+
+    def actions(self, micro_batches: int) -> Sequence[Action]:
+        """The list of this rank for so many micro-batches. Raises UserError where the lists cannot be run."""
+        if micro_batches not in self._known:
+            pipeline = Pipeline(self.stages.pipeline.stages, micro_batches)
+            lists = self._lists(pipeline)
+            check([pipeline], lists)
+            self._known[micro_batches] = tuple(lists[self.rank])
+        return self._known[micro_batches]
+
+    def run(self, model: nn.Module, batches: Sequence[Any], loss: Loss) -> Outcome:
+        """See `Schedule.run`. Stages before the last give an outcome of 0."""
+        step = _Step(self.boundary, self.passes, batches, loss)
+        self.boundary.step = step
+        self.boundary.copied.clear()
+        try:
+            step.run(self.actions(len(batches)))
+        finally:
+            self.boundary.step = None
+            self.boundary.copied.clear()
+        self.messages.finish()
+        return outcome(step.losses, step.weights, [_task(batches[n]) for n in step.counted], self.passes.shares)
+
+    def apart(self, accumulate: Accumulate) -> PipelineSchedule:
+        """See `Schedule.apart`."""
+        found = copy.copy(self)
+        found.passes = replace(self.passes, accumulate=accumulate)
+        return found
+
+    @contextmanager
+    def validation(self) -> Iterator[None]:
+        """See `Schedule.validation`: outputs of the last stage stay there, other ranks get zeros."""
+        self.boundary.shown = False
+        try:
+            yield
+        finally:
+            self.boundary.shown = True
+
+
+def _task(batch: Any) -> int:
+    return batch.task if isinstance(batch, Tagged) else 0
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """Of what a stage gives or takes."""
+    return [] if value is None else list(value) if isinstance(value, tuple | list) else [value]
+
+
+def _floating(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [one for one in tensors if one.is_floating_point()]
+
+
+# --- a step --------------------------------------------------------------------------------------------------------
+
+
+_Key = tuple[int, int]
+"""Stage and micro-batch."""
+
+
+@dataclass
+class _Step:
+    """One step on this rank. Has state: what is computed and not used up yet.
+
+    Attributes:
+        stage, x: the forward pass at work; output: what it gave.
+        taken, made: of each forward pass that has no backward pass yet, its inputs and its outputs (or the loss).
+        inputs: of forward passes to come; gradients: of the outputs, of backward passes to come.
+        expected: receives that have begun early.
+        back: gradients of inputs, to be sent; later: gradients of parameters, to be computed.
+        shapes: of micro-batches, once they were asked for.
+        losses, weights: of the micro-batches `counted`.
+    """
+
+    boundary: _Boundary
+    passes: Passes
+    batches: Sequence[Any]
+    loss: Loss
+    stage: int = -1
+    x: Any = None
+    output: Any = None
+    taken: dict[_Key, list[Tensor]] = field(default_factory=dict)
+    made: dict[_Key, Any] = field(default_factory=dict)
+    inputs: dict[_Key, Any] = field(default_factory=dict)
+    gradients: dict[_Key, list[Tensor]] = field(default_factory=dict)
+    back: dict[_Key, list[Tensor]] = field(default_factory=dict)
+    expected: dict[Action, list[Any]] = field(default_factory=dict)
+    later: dict[_Key, split_backward.Later] = field(default_factory=dict)
+    shapes: dict[int, Hashable] = field(default_factory=dict)
+    losses: list[Tensor] = field(default_factory=list)
+    weights: list[Tensor] = field(default_factory=list)
+    counted: list[int] = field(default_factory=list)
+
+    def run(self, actions: Sequence[Action]) -> None:
+        """All of them in turn."""
+        numbered = list(enumerate(actions))
+        through = {one.stage: at for at, one in numbered if one.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)}
+        complete = {one.stage: at for at, one in numbered if one.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)}
+        unsent = Counter((one.stage, one.micro_batch) for one in actions if one.kind is Kind.SEND_B)
+        for at, action in numbered:
+            stage, kind = action.stage, action.kind
+            if not action.computes:
+                self._message(action, unsent)
+                continue
+            self._expect(islice(actions, at + 1, None))
+            if kind is Kind.FORWARD:
+                self._forward((stage, action.micro_batch))
+                continue
+            if complete[stage] == at:
+                self.boundary.take_back(stage)
+            self._backward(action, last=at == max(complete.values()))
+            if through[stage] == at:
+                self.boundary.give_back(stage)
+
+    def _message(self, action: Action, unsent: Counter[_Key]) -> None:
+        """Sends or receives. `unsent`: of each gradient that is sent, to how many ranks it still goes."""
+        stage, kind, number, peer = action
+        key, boundary = (stage, number), self.boundary
+        if action in self.expected:
+            boundary.messages.wait(self.expected.pop(action))
+        elif kind is Kind.RECV_F:
+            self.inputs[key] = boundary.receive(stage, peer, self._shapes(number))
+        elif kind is Kind.SEND_F:
+            boundary.send(stage, peer, self.made[key], self._shapes(number))
+        elif kind is Kind.RECV_B:
+            boundary.messages.receive(self._rooms(key), peer, 4 * stage + _BACKWARD)
+        else:
+            unsent[key] -= 1
+            found = self.back[key] if unsent[key] else self.back.pop(key)
+            boundary.messages.send(found, peer, 4 * (stage - 1) + _BACKWARD)
+
+    def _shapes(self, number: int) -> Hashable:
+        """Of a micro-batch."""
+        if number not in self.shapes:
+            self.shapes[number] = shapes_of(self.batches[number])
+        return self.shapes[number]
+
+    def _rooms(self, key: _Key) -> list[Tensor]:
+        """Memory for the gradients of what a forward pass gave."""
+        self.gradients[key] = [torch.empty_like(one) for one in _floating(_tensors(self.made[key]))]
+        return self.gradients[key]
+
+    def _expect(self, following: Iterable[Action]) -> None:
+        """Begins to receive what the next pass needs, so that it arrives while this one computes."""
+        for action in following:
+            stage, kind, number, peer = action
+            key, messages = (stage, number), self.boundary.messages
+            if action.computes:
+                return
+            if kind is Kind.RECV_F:
+                form = messages.known(peer, 4 * stage + _FORWARD, self._shapes(number))
+                if form is not None:
+                    rooms = messages.rooms(form)
+                    self.inputs[key] = form.packed(rooms)
+                    self.expected[action] = messages.expect(rooms, peer, 4 * stage + _FORWARD)
+            elif kind is Kind.RECV_B and key in self.made and messages.early:
+                self.expected[action] = messages.expect(self._rooms(key), peer, 4 * stage + _BACKWARD)
+
+    def called(self, inputs: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+        """The model's forward, called by the loss."""
+        if self.output is not None:
+            raise UserError(
+                "The loss calls the model more than once.",
+                why="a pipeline stage computes a micro-batch in one forward pass",
+                do="one call of the model for each micro-batch, or plan.pin.pp=1",
+            )
+        stages = self.boundary.stages
+        self.output = stages.compute(self.stage, self.x, stages.given(inputs, options), inputs, options)
+        return self.output
+
+    def _forward(self, key: _Key) -> None:
+        (stage, number), boundary = key, self.boundary
+        x = self.inputs.pop(key, None)
+        leaves = [one.detach().requires_grad_(one.is_floating_point()) for one in _tensors(x)]
+        self.stage, self.output = stage, None
+        self.x = None if x is None else tuple(leaves) if isinstance(x, tuple) else leaves[0]
+        boundary.borrow(stage)
+        try:
+            with self.passes.context():
+                value, weight = self.loss(boundary.stages.model, self.batches[number])
+        except _Handed:
+            made = self.output
+        else:
+            if stage != boundary.stages.last or self.output is None:
+                raise UserError("The loss does not call the model.", do="call the model once for each micro-batch")
+            share = self.passes.shares[_task(self.batches[number])]
+            made = value / divisor(self.passes.nominal_weight, share, self.passes.loss_scale)
+            self.losses.append(value.detach().double())
+            self.weights.append(weight.detach().double())
+            self.counted.append(number)
+        boundary.lend(stage)
+        self.taken[key], self.made[key] = _floating(leaves), made
+        if stage + 1 in boundary.stages.held:
+            self.inputs[stage + 1, number] = made
+        self.output = None
+
+    def _backward(self, action: Action, last: bool) -> None:
+        stage, kind, number, _ = action
+        key = stage, number
+        if kind is Kind.BACKWARD_WEIGHT:
+            with self.passes.accumulate(last):
+                split_backward.accumulate(self.later.pop(key))
+            return
+        outputs, leaves = _floating(_tensors(self.made.pop(key))), self.taken.pop(key)
+        given = self.gradients.pop(key, [None] * len(outputs))
+        pairs = [(one, gradient) for one, gradient in zip(outputs, given, strict=True) if one.requires_grad]
+        roots, gradients = [one for one, _ in pairs], [gradient for _, gradient in pairs]
+        if kind is Kind.BACKWARD_INPUT:
+            assert self.passes.weights is not None, "its schedule puts off gradients of parameters"
+            with self.passes.alone():
+                self.later[key] = self.passes.weights.inputs(roots, gradients, [*leaves, *self.boundary.copies(stage)])
+        else:
+            with self.passes.accumulate(last):
+                if roots:
+                    torch.autograd.backward(roots, gradients)
+        found = [torch.zeros_like(one) if one.grad is None else one.grad for one in leaves]
+        if stage - 1 in self.boundary.stages.held:
+            self.gradients[stage - 1, number] = found
+        elif stage:
+            self.back[key] = found
+
+
+# --- between stages ------------------------------------------------------------------------------------------------
+
+
+class _Boundary:
+    """What crosses from stage to stage. Has state.
+
+    Attributes:
+        step: the step at work; None: forward passes are somebody's own, of an evaluation or a sample.
+        copied: the stages whose borrowed parameters were sent (`owner`) or received (`user`) since the last step.
+        shown: whether forward passes outside of steps give every rank their output.
+    """
+
+    def __init__(self, rank: int, stages: ModelStages, messages: Messages) -> None:
+        self.rank, self.stages, self.messages = rank, stages, messages
+        self.step: _Step | None = None
+        self.copied: set[tuple[str, int]] = set()
+        self.shown = True
+
+    def left(self, model: nn.Module, inputs: Any, output: Any) -> None:
+        """Hook after the model's forward."""
+        if self.step is not None and self.step.stage != self.stages.last:
+            raise _Handed
+
+    def called(self, inputs: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+        """The model's forward. Outside of a step all ranks of the pipeline call it with the same inputs."""
+        if self.step is not None:
+            return self.step.called(inputs, options)
+        key, x, pipeline = shapes_of((inputs, options)), None, self.stages.pipeline
+        given = self.stages.given(inputs, options)
+        for stage in self.stages.held:
+            if stage and stage - 1 not in self.stages.held:
+                x = self.receive(stage, pipeline.source(stage, stage - 1, self.rank), key)
+            self.borrow(stage)
+            x = self.stages.compute(stage, x, given, inputs, options)
+            self.lend(stage)
+            for peer in pipeline.targets(stage, stage + 1, self.rank) if stage < self.stages.last else ():
+                self.send(stage, peer, x, key)
+        found = self._output(x, key)
+        self.messages.finish()
+        return found
+
+    def receive(self, stage: int, peer: int, key: Any, kind: int = _FORWARD) -> Any:
+        """What `stage` takes, for a micro-batch whose shapes are `key`."""
+        form = self.messages.form(peer, 4 * stage + kind, key)
+        rooms = self.messages.rooms(form)
+        self.messages.receive(rooms, peer, 4 * stage + kind)
+        return form.packed(rooms)
+
+    def send(self, stage: int, peer: int, value: Any, key: Any) -> None:
+        """What `stage` gives, to a rank of the next one."""
+        tag = 4 * (stage + 1) + _FORWARD
+        self.messages.announce(Form.of(value, f"Stage {stage} of the model"), peer, tag, key)
+        self.messages.send(_tensors(value), peer, tag)
+
+    def _output(self, output: Any, key: Any) -> Any:
+        """The output of the last stage: on every rank where it is `shown`, else zeros of its shapes on the others."""
+        pipeline, last = self.stages.pipeline, self.stages.last
+        tag = 4 * last + _OUTPUT
+        if last not in self.stages.held:
+            peer = pipeline.source(self.stages.held[0], last, self.rank)
+            if self.shown:
+                return self.receive(last, peer, key, _OUTPUT)
+            form = self.messages.form(peer, tag, key)
+            return form.packed([torch.zeros((), dtype=dtype).expand(shape) for dtype, shape in form.tensors])
+        for peer in pipeline.ranks:
+            held = pipeline.held(peer)
+            if last not in held and pipeline.source(held[0], last, peer) == self.rank:
+                self.messages.announce(Form.of(output, "The model"), peer, tag, key)
+                if self.shown:
+                    self.messages.send(_tensors(output), peer, tag)
+        return output
+
+    # --- borrowed parameters -----------------------------------------------------------------------------------------
+
+    def lend(self, stage: int) -> None:
+        """Sends what others borrow of a stage, after its first forward pass since a step: it is all there then."""
+        for one in self._due("owner", stage):
+            for peer in self._borrowers(one):
+                self.messages.send([one.value.to(one.dtype)], peer, 4 * one.user + _COPY, Traffic.PARAMETERS)
+
+    def borrow(self, stage: int) -> None:
+        """Takes what a stage borrows, before its first forward pass since a step."""
+        for one in self._due("user", stage):
+            self.messages.receive([one.value.data], self._lender(one), 4 * one.user + _COPY, Traffic.PARAMETERS)
+
+    def give_back(self, stage: int) -> None:
+        """Sends the gradients of what a stage has borrowed, after its last backward pass of a step."""
+        for one in self.stages.borrowed:
+            if one.user == stage and one.value.requires_grad:
+                gradient = torch.zeros_like(one.value) if one.value.grad is None else one.value.grad
+                self.messages.send([gradient], self._lender(one), 4 * one.user + _COPY, Traffic.GRADIENTS)
+                one.value.grad = None
+
+    def take_back(self, stage: int) -> None:
+        """Adds gradients from those who borrow of a stage to its own, before its last backward pass of a step."""
+        for one in self.stages.borrowed:
+            for peer in self._borrowers(one) if one.owner == stage and one.value.requires_grad else ():
+                room = torch.empty(one.value.shape, dtype=one.dtype, device=one.value.device)
+                self.messages.receive([room], peer, 4 * one.user + _COPY, Traffic.GRADIENTS)
+                gradient, room = one.value.grad, room.to(one.value.dtype)
+                one.value.grad = room if gradient is None else gradient + room
+
+    def _due(self, side: str, stage: int) -> list[Borrowed]:
+        if (side, stage) in self.copied:
+            return []
+        self.copied.add((side, stage))
+        return [one for one in self.stages.borrowed if getattr(one, side) == stage]
+
+    def _lender(self, one: Borrowed) -> int:
+        return self.stages.pipeline.source(one.user, one.owner, self.rank)
+
+    def _borrowers(self, one: Borrowed) -> list[int]:
+        return self.stages.pipeline.targets(one.owner, one.user, self.rank)
+
+    def copies(self, stage: int) -> list[Tensor]:
+        """What a stage borrows and gives gradients of."""
+        return [one.value for one in self.stages.borrowed if one.user == stage and one.value.requires_grad]

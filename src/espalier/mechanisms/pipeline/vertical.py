@@ -1,0 +1,331 @@
+"""Vertical schedule: all micro-batches of a layer before the next layer, where a window of layers is here at a time.
+
+After GreedySnake (arXiv 2512.17570): a layer's parameters are read once in the forward pass and once in the backward
+pass of a step, however many micro-batches the step has. Between its passes a piece keeps its inputs only and computes
+its activations again in backward. A piece whose backward needs no floating-point tensor of its forward pass (a table)
+keeps its graph instead, and its parameters are not read again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from espalier.kernels import accelerator
+from espalier.parallel.schedule import Loss, Window
+from espalier.parallel.workload import Outcome, Pieces, Tagged
+from espalier.plan.compose import Claim
+from espalier.recipe.errors import UserError
+from espalier.train.mechanism import Build, Mechanism
+from espalier.train.whole_model import Whole, divisor, outcome
+
+if TYPE_CHECKING:
+    from espalier.plan.base import Plan
+    from espalier.recipe import Recipe
+
+CLAIM = Claim("vertical", question="stages", needs={"gradients are summed", "a window of layers"})
+
+
+class _Captured(BaseException):
+    """Leaves a loss where it calls the model."""
+
+
+_Call = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
+
+
+class _Forward:
+    """The model's forward. Has state: what it does now."""
+
+    def __init__(self, call: _Call) -> None:
+        self.call = call
+
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
+        return self.call(inputs, options)
+
+
+@dataclass
+class _Pass:
+    """One micro-batch on its way through the pieces. Has state.
+
+    Attributes:
+        inputs, options: what the model's forward was given; given: what every piece takes beside `x`.
+        x: what the piece before gave; gradient: of what the piece at work in backward gave.
+        kept: of each piece, its input and the generator's state before it, or the graph of a piece that keeps it.
+    """
+
+    inputs: tuple[Any, ...]
+    options: Mapping[str, Any]
+    given: Any
+    x: Any = None
+    gradient: list[Tensor | None] = field(default_factory=list)
+    kept: list[Any] = field(default_factory=list)
+
+
+class Vertical(Whole):
+    """See `Schedule`. Has state: what the model's forward does. `cover` makes it ready for a model."""
+
+    window: Window
+    pieces: Pieces
+
+    def cover(self, model: nn.Module, pieces: Pieces, window: Window) -> Vertical:
+        """Runs `model`, also its forward passes without gradients, through `window`."""
+        self.window, self.pieces = window, pieces
+        self._keeps: dict[int, bool] = {}
+        self._shown = False
+        self._model = _Forward(self._forward)
+        model.forward = self._model
+        return self
+
+    def apart(self, accumulate: Any) -> Vertical:
+        """See `Schedule.apart`: gradients are not sent. Of each parameter one number is left in its `.grad`."""
+        found = type(self)(self.nominal_weight, accumulate, self.context, self.shares, self.loss_scale)
+        found.__dict__.update(self.__dict__, accumulate=accumulate, _shown=True)
+        return found
+
+    # --- a step ------------------------------------------------------------------------------------------------------
+
+    def run(self, model: nn.Module, batches: Sequence[Any], loss: Loss) -> Outcome:
+        """See `Schedule.run`: the gradient of each layer is handed to the window as soon as it is complete."""
+        count = len(self.pieces.modules)
+        self.window.begin(self.order())
+        passes = [self._captured(model, batch, loss) for batch in batches]
+        with torch.no_grad():
+            for piece in range(count - 1):
+                with self._here(piece):
+                    for one in passes:
+                        self._advance(piece, one)
+        losses, weights = self._through_head(model, batches, loss, passes)
+        for piece in reversed(range(count - 1)):
+            if self._keeps.get(piece):
+                self._backward(piece, passes)
+            else:
+                with self._here(piece):
+                    self._backward(piece, passes)
+            self._complete(piece)
+        tasks = [batch.task if isinstance(batch, Tagged) else 0 for batch in batches]
+        self.window.usual = self.order()
+        return outcome(losses, weights, tasks, self.shares)
+
+    def order(self, training: bool = True) -> list[int]:
+        """The layers in the order in which a step needs them."""
+        uses, last = self.window.uses, len(self.pieces.modules) - 1
+        forward = [layer for own in uses for layer in own]
+        if not training:
+            return forward
+        back = [layer for piece in reversed(range(last)) if not self._keeps.get(piece) for layer in uses[piece]]
+        return forward + back
+
+    def _captured(self, model: nn.Module, batch: Any, loss: Loss) -> _Pass:
+        """What the loss gives the model."""
+        found: list[tuple[tuple[Any, ...], Mapping[str, Any]]] = []
+
+        def capture(inputs: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+            found.append((inputs, options))
+            raise _Captured
+
+        with self._calls(capture):
+            try:
+                loss(model, batch)
+            except _Captured:
+                pass
+            else:
+                raise UserError("The loss does not call the model.", do="call the model once for each micro-batch")
+        inputs, options = found[0]
+        return _Pass(inputs, options, self.pieces.given(*inputs, **options))
+
+    def _advance(self, piece: int, one: _Pass) -> None:
+        """A piece's forward pass; what backward needs of it is kept."""
+        state = _generators()
+        taken = one.x
+        if piece not in self._keeps or self._keeps[piece]:
+            with torch.enable_grad(), _saving() as saved, self.context():
+                made = self._computed(piece, one)
+            if self._keeps.setdefault(piece, not any(saved)):
+                one.kept.append(("graph", taken, made))
+                one.x = _leaves(made)
+                return
+            made = tree_map(_detached, made)
+        else:
+            with self.context():
+                made = self._computed(piece, one)
+        drawn = None if all(map(torch.equal, state, _generators())) else state
+        one.kept.append(("input", taken, drawn))
+        one.x = _leaves(made)
+
+    def _computed(self, piece: int, one: _Pass) -> Any:
+        if piece == 0:
+            return self.pieces.embed(*one.inputs, **one.options)
+        return self.pieces.blocks[piece - 1](one.x, one.given)
+
+    def _through_head(
+        self, model: nn.Module, batches: Sequence[Any], loss: Loss, passes: Sequence[_Pass]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Forward and backward of the last piece and the loss, one micro-batch after the other."""
+        losses, weights = [], []
+        last = len(self.pieces.modules) - 1
+        with self._here(last):
+            for batch, one in zip(batches, passes, strict=True):
+                leaves = _floating(one.x)
+
+                def head(inputs: Any, options: Any, one: _Pass = one) -> Any:
+                    return self.pieces.head(one.x, one.given)
+
+                with self._calls(head), self.context():
+                    value, weight = loss(model, batch)
+                share = self.shares[batch.task if isinstance(batch, Tagged) else 0]
+                torch.autograd.backward(value / divisor(self.nominal_weight, share, self.loss_scale))
+                losses.append(value.detach().double())
+                weights.append(weight.detach().double())
+                one.gradient, one.x = [leaf.grad for leaf in leaves], None
+        self._complete(last)
+        return losses, weights
+
+    def _backward(self, piece: int, passes: Sequence[_Pass]) -> None:
+        for one in passes:
+            kind, taken, rest = one.kept.pop()
+            leaves = _floating(taken)
+            if kind == "graph":
+                made = rest
+            else:
+                one.x = taken
+                with _drawing(rest), self.context():
+                    made = self._computed(piece, one)
+                one.x = None
+            pairs = [
+                (output, gradient)
+                for output, gradient in zip(_floating(made), one.gradient, strict=True)
+                if gradient is not None and output.requires_grad
+            ]
+            if pairs:
+                torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+            one.gradient = [leaf.grad for leaf in leaves]
+
+    def _complete(self, piece: int) -> None:
+        """Sends the gradients that no piece before this one adds to."""
+        for layer in self.window.uses[piece]:
+            if not any(layer in own for own in self.window.uses[:piece]):
+                if self._shown:
+                    self.window.summarize(layer)
+                else:
+                    self.window.push(layer)
+
+    @contextmanager
+    def _here(self, piece: int) -> Iterator[None]:
+        for layer in self.window.uses[piece]:
+            self.window.need(layer)
+        yield
+        for layer in self.window.uses[piece]:
+            self.window.release(layer)
+
+    # --- forward passes without gradients ----------------------------------------------------------------------------
+
+    def _forward(self, inputs: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+        self.window.begin(self.order(training=False))
+        given, x = self.pieces.given(*inputs, **options), None
+        for piece in range(len(self.pieces.modules)):
+            with self._here(piece):
+                if piece == 0:
+                    x = self.pieces.embed(*inputs, **options)
+                elif piece <= len(self.pieces.blocks):
+                    x = self.pieces.blocks[piece - 1](x, given)
+                else:
+                    x = self.pieces.head(x, given)
+        return x
+
+    @contextmanager
+    def _calls(self, call: _Call) -> Iterator[None]:
+        before, self._model.call = self._model.call, call
+        try:
+            yield
+        finally:
+            self._model.call = before
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _leaves(value: Any) -> Any:
+    """What a piece gave, cut off from how it came about; gradients of its floating tensors are asked for."""
+    return tree_map(
+        lambda one: one.detach().requires_grad_(one.is_floating_point()) if isinstance(one, Tensor) else one, value
+    )
+
+
+def _floating(value: Any) -> list[Tensor]:
+    found = [value] if isinstance(value, Tensor) else list(value) if isinstance(value, tuple | list) else []
+    return [one for one in found if isinstance(one, Tensor) and one.is_floating_point()]
+
+
+@contextmanager
+def _saving() -> Iterator[list[bool]]:
+    """Gives a list that says of each tensor which autograd keeps inside whether it has floating-point numbers."""
+    found: list[bool] = []
+
+    def pack(saved: Tensor) -> Tensor:
+        found.append(saved.is_floating_point())
+        return saved.detach()  # an output that its own node keeps would keep the node, for ever
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, _same):
+        yield found
+
+
+def _same(saved: Tensor) -> Tensor:
+    return saved
+
+
+def _generators() -> list[Tensor]:
+    """States of the generators that layers draw from: the processor's, and the current GPU's where there is one."""
+    return [torch.get_rng_state(), *([accelerator.generator_state()] if accelerator.begun() else [])]
+
+
+def _set_generators(states: Sequence[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        accelerator.set_generator_state(states[1])
+
+
+@contextmanager
+def _drawing(states: Sequence[Tensor] | None) -> Iterator[None]:
+    """Random numbers as the forward pass drew them."""
+    if states is None:
+        yield
+        return
+    after = _generators()
+    _set_generators(states)
+    try:
+        yield
+    finally:
+        _set_generators(after)
+
+
+class VerticalModel(Mechanism):
+    """Every rank computes all layers, of which it has a window."""
+
+    claim = CLAIM
+
+    def wrap(self, context: Build) -> None:
+        """Makes the schedule."""
+        assert context.sharding is not None
+        assert context.model is not None
+        assert context.window is not None
+        pieces = context.workload.pieces(context.model)
+        assert pieces is not None, "the window's layers were made of its pieces"
+        shares = tuple(context.workload.tasks().values())
+        made = Vertical(
+            context.workload.nominal_weight, context.sharding.accumulate, context.forward, shares, context.loss_scale
+        )
+        context.schedule = made.cover(context.model, pieces, context.window)
+
+
+def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:
+    """Where the model's layers are held by ranks of their own, or on disk."""
+    offloaded = plan.offload.parameters in ("host", "disk")
+    away = plan.layer_window or offloaded or any(one.role == "optimizer" for one in plan.ranks)
+    return VerticalModel() if away else None

@@ -1,0 +1,480 @@
+"""Parameters, gradients and optimizer states, each split over its own number of ranks. After AMSP, arXiv 2311.00257.
+
+One engine for every nested triple of factors (params, grads, optimizer) on D ranks: (1,1,1) is plain data parallel,
+(1,1,D) ZeRO-1, (1,D,D) ZeRO-2, (D,D,D) ZeRO-3 or FSDP, (s,s,s) HSDP or MiCS, and all between. Different parameters may
+have different factors. It deviates from the paper and from others where that is simpler or exact:
+
+- The sum of gradients is a sum, not a mean: losses are divided by the weight of the whole batch before backward, so
+  ranks may have unequal shares.
+- Moved parameters come back by one gather per unit, in forward order, awaited where they are first used (the original
+  sends a broadcast per owner).
+- Every exchange goes along the axes of the mesh, inside machines first (`placement`).
+- A parameter that no rank used keeps `.grad = None`, as on one rank; one that some used never waits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import AllreduceOptions
+
+from espalier.checkpoint.base import Stateful
+from espalier.comm.base import Traffic, traffic
+from espalier.mechanisms.sharding.async_collectives import Exchanges
+from espalier.mechanisms.sharding.axis_groups import AxisGroups, Codecs, Groups
+from espalier.mechanisms.sharding.broadcast import BufferSync, same_start
+from espalier.mechanisms.sharding.flat_parameter import FlatParameter, ParameterSlot
+from espalier.mechanisms.sharding.gather_hooks import GatherHooks
+from espalier.mechanisms.sharding.model_signature import ModelSignature, twice
+from espalier.mechanisms.sharding.sharded_state_dict import Kinds, ModelState, OptimizerState, Residuals
+from espalier.optim.base import Optimizer, Owned, names_of, owned_by
+from espalier.parallel.model_cut import ModelCut
+from espalier.plan.axes.flat_layout import Piece
+from espalier.plan.axes.placement import place
+from espalier.plan.axes.placement_plan import Spread, flags_per_value, groups, units
+from espalier.recipe.errors import UserError
+from espalier.recipe.records import Record
+from espalier.train.wrap_policy import Membership, blocks_of, norms_of
+
+RECORD = Record(
+    name="amsp",
+    title="AMSP: parameters, gradients and optimizer states sharded independently",
+    aliases=("advanced model states partitioning",),
+    paper="arXiv 2311.00257",
+    question="Where does each tensor live?",
+    files=(
+        "mechanisms/sharding/amsp.py",
+        "plan/axes/placement.py",
+        "plan/axes/placement_plan.py",
+        "plan/axes/sharding.py",
+        "launch/apply_plan.py",
+        "plan/search.py",
+    ),
+    chosen="several ranks and model states that do not fit replicated, or whose full sharding would cross slow links "
+    "every step",
+    cost="bytes held = bP*N/sP + bG*N/sG + bOS*N/sOS; per step all-gathers over sP and reduce-scatters over sG for "
+    "each micro-batch, then once reduce-scatter over sOS/sG, all-reduce over D/sOS, all-gather over sOS/sP; factors "
+    "nest sP | sG | sOS | D",
+    law="every nested triple gives plain data parallel's parameters and gradient norms, and the ledger's bytes are the "
+    "formula's; the search over all triples finds what trying each of them finds",
+    law_test="tests/shard/test_amsp.py::test_every_triple_on_four_gloo_ranks_trains_as_one_rank_does",
+    bench="bench/amsp.py",
+    state="works",
+    gpu="NVIDIA H100, November 2026",
+)
+
+_WRAPPINGS: WeakKeyDictionary[nn.Module, ref[Amsp]] = WeakKeyDictionary()
+"""The last wrapping of each model that has hooks on it."""
+
+
+class Amsp:
+    """See `Sharding`. Has state: the units, hooks, and the exchanges under way.
+
+    Args:
+        model: changed in place: its parameters and buffers become rank 0's, its parameters views of units. An earlier
+            wrapping ends: after a rank was lost, the same process wraps the model again.
+        channel: the ranks (a Channel, or any process group); None, or a group of one rank, adds nothing.
+        spread: how it is to lie on them.
+        cut: how the model is cut besides; what `channel` says is then of the ranks that hold the same part.
+
+    Raises:
+        UserError: the ranks' models differ in a name, shape or dtype (named); factors do not nest or divide the ranks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        channel: dist.ProcessGroup | None,
+        spread: Spread | None = None,
+        cut: ModelCut | None = None,
+    ) -> None:
+        earlier = _WRAPPINGS.pop(model, None)
+        if earlier is not None and (ended := earlier()) is not None:
+            ended.unhook()
+        self.model = model
+        self.spread = spread or Spread()
+        self.cut = cut
+        self._channel = channel if channel is not None and (channel.size() > 1 or cut is not None) else None
+        self.flats: list[FlatParameter] = []
+        self._hooks: list[Any] = []
+        self._armed: bool | None = None
+        self._ended: bool | None = None
+        self._launched = 0
+        self.on_backward: Callable[[], None] | None = None
+        self.together = False
+        self._norm: float | None = None
+        self.kinds: Kinds | None = None
+        """What states each parameter has, on all ranks; None while that may still change."""
+        if self._channel is None:
+            self.owned: Sequence[Owned] = owned_by(model)
+            self._in_order = self.owned
+            return
+        same_start(model, self._channel)
+        self._running = BufferSync(model, self._channel)
+        self._reducing, self._moving = Exchanges(), Exchanges()
+        self.flats = self._units(self._channel)
+        moved = [one for flat in self.flats for one in flat.moved]
+        self.owned = [one.owned for one in moved]
+        self._in_order = [one.owned for one in sorted(moved, key=lambda one: one.slot.number)]
+        self.together = cut is not None or any(flat.sharded for flat in self.flats)
+        for flat in self.flats:
+            for slot in flat.slots:
+                hook = slot.parameter.register_post_accumulate_grad_hook(self._arrival(flat, slot))
+                self._hooks.append(hook)
+        self._seen = ModelSignature(model)
+        self._windows = GatherHooks(model, self._member, self.flats, self._moving, self.spread.prefetch)
+        _WRAPPINGS[model] = ref(self)
+
+    # --- making the units --------------------------------------------------------------------------------------------
+
+    def _units(self, channel: dist.ProcessGroup) -> list[FlatParameter]:
+        spread, world = self.spread, channel.size()
+        nodes = spread.nodes or [0] * world
+        blocks = blocks_of(self.model) if spread.blocks is None else spread.blocks
+        self._member = member = Membership(self.model, list(blocks))
+        slots = [ParameterSlot(name, parameter, n) for n, (parameter, name) in enumerate(names_of(self.model).items())]
+        chosen = [spread.of(slot.name).check(world, f"shard of {slot.name!r}") for slot in slots]
+        made: Groups = {}
+        codecs = Codecs(spread.codecs, nodes) if spread.codecs else None
+        meshes = {
+            factors: AxisGroups(place(factors, nodes), channel, made, codecs) for factors in dict.fromkeys(chosen)
+        }
+        exact = norms_of(self.model)  # norms keep their precision, as under autocast
+        holders = [None if self.cut is None else self.cut.held_by(slot.name) for slot in slots]
+        kinds = [
+            (p.dtype, p.device, p.dtype == torch.float32 and id(p) not in exact, held)
+            for p, held in zip((slot.parameter for slot in slots), holders, strict=True)
+        ]
+        found = groups(chosen, [member.of(slot.parameter) for slot in slots], kinds)
+        pieces = [
+            Piece(
+                slot.parameter.numel(),
+                slot.parameter.element_size(),
+                group,
+                whole=slot.name in spread.whole and group.factors.optimizer > 1,
+            )
+            for slot, group in zip(slots, found, strict=True)
+        ]
+        placements = {factors: mesh.placement for factors, mesh in meshes.items()}
+        return [
+            FlatParameter(
+                [slots[index] for index in unit.indices],
+                unit,
+                meshes[chosen[unit.indices[0]]],
+                spread.low if pieces[unit.indices[0]].group.kind[2] else None,
+                holders[unit.indices[0]],
+            )
+            for unit in units(pieces, placements, spread.bucket_bytes)
+        ]
+
+    # --- one step ----------------------------------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        """See `Sharding.clear`."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        for flat in self.flats:
+            flat.clear()
+
+    def accumulate(self, last: bool) -> AbstractContextManager[None]:
+        """See `Sharding.accumulate`. Raises UserError when the model has changed since it was wrapped."""
+        return nullcontext() if self._channel is None else self._round(last)
+
+    @contextmanager
+    def _round(self, last: bool) -> Iterator[None]:
+        self._ended = None  # an error inside leaves no half step to wait for
+        self._seen.check(self.model)
+        self.begin_round(last)
+        try:
+            yield
+        except BaseException:
+            self._armed = None  # the model may be wrapped anew: these hooks are to take no gradient any more
+            raise
+        self.end_round()
+        self._ended = last
+
+    def begin_round(self, last: bool) -> None:
+        """Gradients of one more micro-batch are to come."""
+        self._launched = 0
+        self._armed = last
+        for flat in self.flats:
+            flat.missing = len(flat.slots)
+
+    def end_round(self) -> None:
+        """Backward is done: what is incomplete (parameters that were not used) goes out as it is."""
+        if self._armed is not None:
+            self._launch_ready(everything=True)
+            self._armed = None
+        self._windows.let_go()
+
+    def abandon(self) -> None:
+        """Drops a round that an error ended; what this rank had begun to exchange is waited for."""
+        self._armed = None
+        self._reducing.finish()
+        self._windows.let_go()
+        for flat in self.flats:
+            flat.drop()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """See `Sharding.alone`."""
+        self._armed = None
+        yield
+        if self._channel is not None:
+            self._windows.let_go()
+
+    def _arrival(self, flat: FlatParameter, slot: ParameterSlot) -> Any:
+        def arrived(_: Tensor) -> None:
+            if self._armed is None:
+                if self.on_backward is None:
+                    return
+                self.on_backward()
+            flat.take(slot)
+            if flat.missing < 0:
+                raise twice(slot.name)
+            if flat.missing == 0:
+                self._windows.gradients_are_there(flat)
+                self._launch_ready()
+            else:
+                self._reducing.advance()  # a slow link should not stand still until the next unit is complete
+
+        return arrived
+
+    def _launch_ready(self, everything: bool = False) -> None:
+        """Launches complete units in their fixed order, which all ranks share whatever order gradients come in."""
+        last = bool(self._armed)
+        while self._launched < len(self.flats):
+            flat = self.flats[self._launched]
+            if flat.missing and not everything:
+                break
+            if last or flat.scattered:
+                self._reducing.begin(flat.exchange(last))
+            self._launched += 1
+        self._reducing.advance()
+
+    def wait(self, totals: Tensor | None = None) -> None:
+        """See `Sharding.wait`.
+
+        Raises:
+            UserError: no backward ran in `accumulate(last=True)`.
+            RunFailed: a rank did not take part in time.
+        """
+        if self._channel is None:
+            return
+        if self._ended is not True:
+            raise UserError(
+                "Amsp.wait() was called before a backward pass.",
+                do="run the step's last backward inside `with sharding.accumulate(last=True):`",
+            )
+        self._ended = None
+        self.finish(totals=totals)
+
+    def finish(self, carried: Mapping[FlatParameter, Tensor] | None = None, totals: Tensor | None = None) -> list[bool]:
+        """Waits for the exchange of gradients and hands them to what is owned, with what was `carried` from before.
+        Returns for each trainable parameter whether any rank used it.
+
+        Beside the gradients there is one small sum: `totals`, which parameters were used, and where the optimizer's
+        state is sharded the square of the norm. Without the last it travels behind the gradients. Of a model that is
+        cut, totals and square are summed by a second one, over all ranks that hold a part of it.
+        """
+        control = steering = self.flags(totals if self.cut is None else None)
+        sharded = self.cut is not None or any(flat.optimizer.length < flat.length for flat in self.flats)
+        if self.cut is not None:
+            steering = ControlMessage(self.cut.replica, totals, [], control.device)
+        if control is not steering or not sharded:
+            control.launch()
+        self._reducing.finish()
+        for flat in self.flats:
+            if carried and flat in carried:
+                flat.result().add_(carried[flat])
+        if sharded:
+            steering.launch(self.square())
+        used, square = control.wait()
+        if control is not steering:
+            _, square = steering.wait()
+        self._norm = math.sqrt(square) if sharded else None
+        self.deliver(used)
+        return used
+
+    def flags(self, totals: Tensor | None = None, channel: dist.ProcessGroup | None = None) -> ControlMessage:
+        """The message that tells the ranks (or those of `channel`) which parameters were used, with `totals`; not sent
+        yet."""
+        assert self._channel is not None
+        slots = sorted((slot for flat in self.flats for slot in flat.slots), key=lambda slot: slot.number)
+        host = _host(self._channel, slots)
+        return ControlMessage(channel or self._channel, totals, [slot.used for slot in slots], host)
+
+    def complete(self) -> None:
+        """Returns when the exchange of gradients is through; `deliver` hands them on."""
+        self._ended = None
+        self._reducing.finish()
+
+    def deliver(self, used: Sequence[bool]) -> None:
+        """Hands the summed gradients to what is owned. `used`: of each trainable parameter, whether any rank did."""
+        for flat in self.flats:
+            flat.deliver(used)
+
+    def square(self) -> float:
+        """This rank's part of the squared 2-norm of the summed gradient: what several ranks hold counts once."""
+        total = torch.zeros((), dtype=torch.float64, device=self.flats[0].full.device)
+        for flat in self.flats:
+            pieces = flat.pieces()
+            if pieces:
+                assert self._channel is not None
+                copies = self._channel.size() / flat.mesh.placement.factors.optimizer
+                copies *= 1 if flat.holders is None else flat.holders.copies
+                total += torch.stack(torch._foreach_norm(pieces)).double().square().sum() / copies
+        return float(total)
+
+    def norm(self) -> float:
+        """See `Sharding.norm`."""
+        if self._norm is not None:
+            return self._norm
+        grads = [one.tensor.grad for one in self._in_order if one.tensor.grad is not None]
+        return float(torch.nn.utils.get_total_norm(grads))  # in the model's order: the same bits for any units
+
+    def refresh(self) -> None:
+        """See `Sharding.refresh`."""
+        if self._channel is not None:
+            self._windows.refresh()
+            self._running.spread()
+
+    def idle(self, times: int) -> None:
+        """See `Sharding.idle`."""
+        for _ in range(times if self.together else 0):
+            self._windows.idle()
+        self.settle()  # ranks that compute wait for a refresh of several stages on this one
+
+    # --- the whole model ---------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Returns when every parameter that lives here is up to date."""
+        if self._channel is not None:
+            self._windows.settle()
+
+    def summon(self) -> None:
+        """Brings all parameters here, until `let_go`."""
+        if self._channel is not None:
+            self._windows.summon()
+
+    def let_go(self) -> None:
+        """Ends what `summon` began."""
+        if self._channel is not None:
+            self._windows.let_go()
+
+    def adopt(self) -> None:
+        """Takes what was written into what is owned for everybody's parameters. All ranks have the same buffers."""
+        if self._channel is not None:
+            self._windows.refresh()
+            self._windows.settle()
+            self._running.begins()
+
+    def held(self) -> Mapping[str, int]:
+        """See `Sharding.held`."""
+        if not self.flats:
+            parameters = list(self.model.parameters())
+            grads = sum(parameter.nbytes for parameter in parameters if parameter.grad is not None)
+            return {"params": sum(parameter.nbytes for parameter in parameters), "grads": grads, "masters": 0}
+        return {
+            "params": sum(flat.part.nbytes for flat in self.flats),
+            "grads": sum(flat.summed.nbytes for flat in self.flats if flat.summed is not None),
+            "masters": sum(flat.masters.nbytes for flat in self.flats if flat.masters is not None),
+            "feedback": sum(flat.residual.nbytes for flat in self.flats if flat.residual is not None),
+        }
+
+    def parts(self, optimizer: Optimizer) -> Mapping[str, Stateful]:
+        """See `Sharding.parts`."""
+        if self._channel is None:
+            return {"model": self.model, "optimizer": optimizer}
+        parts: dict[str, Stateful] = {
+            "model": ModelState(self),
+            "optimizer": OptimizerState(self, optimizer, self._channel),
+        }
+        if any(flat.residual is not None for flat in self.flats):
+            parts["feedback"] = Residuals(self, self._channel)
+        return parts
+
+    def whole(self, flat: FlatParameter, own: Tensor) -> Tensor:
+        """[unit] every rank's `own` [optimizer span] of a unit, on every rank. All ranks call it."""
+        self.settle()
+        buffer, stages = flat.assembled(own)
+        self._moving.finish(self._moving.begin(stages))
+        return buffer
+
+    def detach(self) -> None:
+        """See `Sharding.detach`."""
+        if self._channel is None:
+            return
+        for flat in self.flats:
+            values = self.whole(flat, flat.own)
+            for slot in flat.slots:
+                slot.parameter.data = values[slot.span.start : slot.span.stop].view(slot.shape).clone()
+        self.unhook()
+        self.flats, self.owned, self._channel, self.together = [], owned_by(self.model), None, False
+
+    def unhook(self) -> None:
+        """Takes off every hook, and the gradients: with them go the buffers of a wrapping that nobody else holds."""
+        self._windows.detach()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        for flat in self.flats:
+            flat.clear()
+
+
+class ControlMessage:
+    """The one small all-reduce of a step: totals, used-parameter flags, the squared gradient norm.
+
+    Has state: the vector under way.
+
+    Args:
+        channel: the ranks.
+        totals: float64, summed in place; None: nothing.
+        used: whether this rank used each trainable parameter.
+        device: where the vector lies.
+    """
+
+    def __init__(
+        self, channel: dist.ProcessGroup, totals: Tensor | None, used: Sequence[bool], device: torch.device
+    ) -> None:
+        self._channel, self._totals, self._count, self.device = channel, totals, len(used), device
+        per = int(flags_per_value(channel.size()))
+        self._digits = np.int64(channel.size() + 1) ** np.arange(per, dtype=np.int64)
+        flags = np.zeros(-(-len(used) // per) * per, dtype=np.int64)
+        flags[: len(used)] = used
+        self._counts = torch.from_numpy(flags.reshape(-1, per) @ self._digits).double()
+        self._vector = torch.empty(0)
+        self._work: Any = None
+
+    def launch(self, square: float = 0.0) -> None:
+        """Begins the sum. `square`: this rank's part of a squared norm."""
+        parts = [torch.tensor([square], dtype=torch.float64), self._counts]
+        if self._totals is not None:
+            parts.append(self._totals)
+        self._vector = torch.cat(parts).to(self.device)
+        with traffic(Traffic.CONTROL):
+            self._work = self._channel.allreduce([self._vector], AllreduceOptions())
+
+    def wait(self) -> tuple[list[bool], float]:
+        """Whether any rank used each parameter, and the summed square; the totals are summed in place."""
+        self._work.wait()
+        summed = self._vector.cpu()
+        counts = summed[1 : 1 + len(self._counts)].numpy().astype(np.int64)
+        if self._totals is not None:
+            self._totals.copy_(summed[1 + len(self._counts) :])
+        used = (counts[:, None] // self._digits % (self._channel.size() + 1) > 0).reshape(-1)[: self._count]
+        return used.tolist(), float(summed[0])
+
+
+def _host(channel: dist.ProcessGroup, slots: Sequence[ParameterSlot]) -> torch.device:
+    """Where small tensors that only steer live."""
+    kinds = [device.type for device in channel._device_types]
+    return torch.device("cpu") if not kinds or "cpu" in kinds else slots[0].parameter.device

@@ -1,0 +1,280 @@
+"""Ragged states: a sharding whose parameters are held by unlike sets of ranks, as in pipelines of different depth.
+
+The parameters with the same holders are a part, with buckets, codecs and shards of optimizer states of its own (AMSP,
+`mechanisms.sharding.amsp`, inside each part). After FlashFlex (arXiv 2409.01143), which sums gradients layer by
+layer; here all
+layers of one set of holders go together. Where pipelines cut a matrix over unlike numbers of ranks, the paper sums its
+pieces in groups of ranks, the narrow ones repeated; here all holders sum its whole form (`RecutSum`), so that any two
+cuts will do. One small sum over all ranks steers a step: totals, and the norm of all parts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import AllreduceOptions
+
+from espalier.checkpoint.base import Stateful
+from espalier.comm import plain_collectives
+from espalier.comm.base import Traffic, traffic
+from espalier.mechanisms.sharding.amsp import Amsp, ControlMessage
+from espalier.mechanisms.sharding.flat_parameter import FlatParameter, ParameterSlot
+from espalier.mechanisms.sharding.sharded_state_dict import Kinds, ModelState, OptimizerState
+from espalier.optim.base import Optimizer, Owned
+from espalier.parallel.mesh import ProcessMesh
+from espalier.parallel.model_cut import ModelCut
+from espalier.plan.axes.placement import ShardFactors
+from espalier.plan.axes.placement_plan import Spread
+from espalier.recipe.errors import UserError
+
+
+class RaggedStates:
+    """See `Sharding`. Has state: the parts, and the norm of the last step.
+
+    Args:
+        model: changed in place, as by `Amsp`.
+        mesh: the ranks.
+        spread: how states lie on the ranks; a part is split over the most of its holders that do not exceed that.
+        cut: how the model is cut, with the `peers` of each parameter.
+        nodes: the machine of each rank of the run.
+
+    Raises:
+        UserError: parameters or gradients are to be sharded, not only optimizer states.
+    """
+
+    def __init__(
+        self, model: nn.Module, mesh: ProcessMesh, spread: Spread, cut: ModelCut, nodes: Sequence[int]
+    ) -> None:
+        self.model, self.spread, self._replica = model, spread, cut.replica
+        self.cut: ModelCut | None = cut
+        if any(max(one.params, one.grads) > 1 for _, one in spread.factors):
+            raise UserError(
+                "Spread experts and pipelines that are cut at different layers shard optimizer states only.",
+                why="parameters and gradients are exchanged in every micro-batch, and unlike sets of ranks have unlike "
+                "numbers of them",
+                do="plan.pin.shard.params=1 and plan.pin.shard.grads=1",
+            )
+        of_holders: dict[tuple[int, ...], set[int]] = {}
+        for name, parameter in model.named_parameters():
+            of_holders.setdefault(cut.peers[name], set()).add(id(parameter))
+        self.members: list[Amsp] = []
+        self._recut: dict[Amsp, RecutSum] = {}
+        if cut.recut:
+            _ = mesh.alone  # made before the groups of holders: ranks would else have made unlike numbers of groups
+        mesh.number_groups_alike()  # ranks that share matrices have made one more
+        for ranks in _everyones(list(of_holders), self._replica):  # groups are made in one order
+            if ranks in of_holders:
+                names = [name for name, one in model.named_parameters() if id(one) in of_holders[ranks]]
+                recut = names[0] in cut.recut
+                part = self._part_of(of_holders[ranks], ranks, mesh, nodes, recut)
+                self.members.append(part)
+                if recut and (group := mesh.of(ranks)) is not None:
+                    self._recut[part] = RecutSum(part, group, cut)
+            mesh.number_groups_alike()
+        self.owned: Sequence[Owned] = [one for part in self.members for one in part.owned]
+        self.flats: list[FlatParameter] = [flat for part in self.members for flat in part.flats]
+        self._part = {id(flat): part for part in self.members for flat in part.flats}
+        self._hook = model.register_forward_pre_hook(lambda *_: self.settle(), prepend=True)
+        self.kinds: Kinds | None = None
+        self.together = True
+        self._norm = 0.0
+
+    def _part_of(
+        self, own: set[int], ranks: tuple[int, ...], mesh: ProcessMesh, nodes: Sequence[int], recut: bool
+    ) -> Amsp:
+        """The parameters `own`, which `ranks` hold; `recut`: unlike parts of them, so that each has its states."""
+        spread = self.spread
+        if recut:
+            ranks, spread = (mesh.rank,), replace(spread, codecs={})
+        blocks = [one for one in spread.blocks or () if any(id(parameter) in own for parameter in one.parameters())]
+        lying = replace(
+            spread,
+            factors=[(pattern, _fitting(one, len(ranks))) for pattern, one in spread.factors],
+            nodes=[nodes[rank] for rank in ranks] if spread.nodes else (),
+            blocks=blocks,
+        )
+        return Amsp(part_of(self.model, own, blocks), mesh.of(ranks) or mesh.alone, lying, self.cut)
+
+    # --- one step ----------------------------------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        """See `Sharding.clear`."""
+        for part in self.members:
+            part.clear()
+
+    def accumulate(self, last: bool) -> AbstractContextManager[None]:
+        """See `Sharding.accumulate`."""
+        return self._within(lambda part: part.accumulate(last))
+
+    def alone(self) -> AbstractContextManager[None]:
+        """See `Sharding.alone`."""
+        return self._within(Amsp.alone)
+
+    @contextmanager
+    def _within(self, context: Callable[[Amsp], AbstractContextManager[None]]) -> Iterator[None]:
+        with ExitStack() as stack:
+            for part in reversed(self.members):  # left in order
+                stack.enter_context(context(part))
+            yield
+
+    def wait(self, totals: Tensor | None = None) -> None:
+        """See `Sharding.wait`."""
+        recut = self._recut
+        flags = [part.flags(channel=recut[part].group if part in recut else None) for part in self.members]
+        for one in flags:
+            one.launch()
+        for part in self.members:
+            part.complete()
+        for unlike in recut.values():
+            unlike.sum()
+        steering = ControlMessage(self._replica, totals, [], flags[0].device)
+        steering.launch(sum(part.square() / (recut[part].pipelines if part in recut else 1) for part in self.members))
+        for part, one in zip(self.members, flags, strict=True):
+            used, _ = one.wait()
+            part.deliver(used)
+        _, square = steering.wait()
+        self._norm = math.sqrt(square)
+
+    def norm(self) -> float:
+        """See `Sharding.norm`."""
+        return self._norm
+
+    def refresh(self) -> None:
+        """See `Sharding.refresh`."""
+        for part in self.members:
+            part.refresh()
+
+    def settle(self) -> None:
+        """See `Sharding.settle`."""
+        for part in self.members:
+            part.settle()
+
+    def idle(self, times: int) -> None:
+        """See `Sharding.idle`: no parameter is gathered in a forward pass, but tokens may go to experts here."""
+        self.settle()
+        for take_part in self.cut.idle * times if self.cut is not None else ():
+            take_part()
+
+    # --- the whole model ---------------------------------------------------------------------------------------------
+
+    def adopt(self) -> None:
+        """See `Sharding.adopt`."""
+        for part in self.members:
+            part.adopt()
+
+    def summon(self) -> None:
+        """Brings all parameters here: they are."""
+        self.settle()
+
+    def held(self) -> Mapping[str, int]:
+        """See `Sharding.held`."""
+        found: dict[str, int] = {}
+        for part in self.members:
+            for kind, size in part.held().items():
+                found[kind] = found.get(kind, 0) + size
+        return found
+
+    def whole(self, flat: FlatParameter, own: Tensor) -> Tensor:
+        """[unit] every rank's `own` of a unit, on every rank that holds it."""
+        return self._part[id(flat)].whole(flat, own)
+
+    def parts(self, optimizer: Optimizer) -> Mapping[str, Stateful]:
+        """See `Sharding.parts`."""
+        found: dict[str, Stateful] = {
+            "model": ModelState(self),
+            "optimizer": OptimizerState(self, optimizer, self._replica),
+        }
+        for part in self.members:
+            feedback = part.parts(optimizer).get("feedback")
+            if feedback is not None:
+                found[f"feedback of {min(slot.name for flat in part.flats for slot in flat.slots)}"] = feedback
+        return found
+
+    def detach(self) -> None:
+        """See `Sharding.detach`."""
+        self._hook.remove()
+        for part in self.members:
+            part.detach()
+        self.owned = [one for part in self.members for one in part.owned]
+        self.flats = []
+
+
+class RecutSum:
+    """Sums gradients of parameters that pipelines cut over unlike numbers of ranks: each writes what it has into the
+    whole form, all holders sum that, and each takes its part. Exact sums, as codecs keep residuals of parts.
+
+    Args:
+        part: the parameters, of which this rank has all states of its own part.
+        group: all ranks that hold any of them.
+        cut: what this rank holds of each.
+    """
+
+    def __init__(self, part: Amsp, group: dist.ProcessGroup, cut: ModelCut) -> None:
+        self.group, self._cut = group, cut
+        held = [(slot, flat) for flat in part.flats for slot in flat.slots]
+        self.pipelines = cut.recut[held[0][0].name].pipelines
+        self._buckets: list[list[tuple[ParameterSlot, FlatParameter, torch.Size]]] = []
+        size, kind = math.inf, torch.float32
+        for slot, flat in sorted(held, key=lambda one: (str(one[1].full.dtype), one[0].name)):
+            shape = cut.slabs[slot.name].shape if slot.name in cut.slabs else slot.shape
+            if size >= part.spread.bucket_bytes or flat.full.dtype != kind:
+                self._buckets.append([])
+                size, kind = 0, flat.full.dtype
+            self._buckets[-1].append((slot, flat, shape))
+            size += shape.numel() * kind.itemsize
+
+    def sum(self) -> None:
+        """All holders call it, once their own gradients are there."""
+        for bucket in self._buckets:
+            flat = bucket[0][1].full
+            whole = [flat.new_zeros(shape) for _, _, shape in bucket]
+            own = [self._own(slot, flat) for slot, flat, _ in bucket]
+            for (slot, _, _), form, gradient in zip(bucket, whole, own, strict=True):
+                slab = self._cut.slabs.get(slot.name)
+                if slab.stands if slab is not None else self._cut.recut[slot.name].stands:
+                    self._cut.part(slot.name, form, slot.shape).copy_(gradient)
+            together = torch.cat([one.view(-1) for one in whole])
+            with traffic(Traffic.GRADIENTS):
+                self.group.allreduce([together], AllreduceOptions()).wait()
+            summed = together.split([one.numel() for one in whole])
+            for (slot, _, shape), form, gradient in zip(bucket, summed, own, strict=True):
+                gradient.copy_(self._cut.part(slot.name, form.view(shape), slot.shape))
+
+    def _own(self, slot: ParameterSlot, flat: FlatParameter) -> Tensor:
+        assert flat.summed is not None
+        return flat.summed[slot.span.start : slot.span.stop].view(slot.shape)
+
+
+def part_of(model: nn.Module, own: set[int], blocks: Sequence[nn.Module] = ()) -> nn.Module:
+    """The part of a model that has the parameters `own` (by their ids), with their names: `blocks`, and modules with
+    parameters of their own, are themselves; what holds them are containers."""
+    whole, part = {id(one) for one in blocks}, nn.Module()
+    for name, parameter in model._parameters.items():
+        if parameter is not None and id(parameter) in own:
+            part.register_parameter(name, parameter)
+    for name, child in model._modules.items():
+        ids = set() if child is None else {id(parameter) for parameter in child.parameters()}
+        if child is not None and ids & own:
+            direct = any(parameter is not None for parameter in child._parameters.values())
+            itself = ids <= own and (direct or id(child) in whole)
+            part.add_module(name, child if itself else part_of(child, own, blocks))
+    return part
+
+
+def _everyones(holders: list[tuple[int, ...]], replica: dist.ProcessGroup) -> list[tuple[int, ...]]:
+    """The sets of holders of all ranks, in one order."""
+    with traffic(Traffic.CONTROL):
+        found = plain_collectives.all_gather([list(one) for one in holders], replica)
+    return sorted({tuple(one) for some in found for one in some})
+
+
+def _fitting(factors: ShardFactors, ranks: int) -> ShardFactors:
+    """The factors of a part with so many holders."""
+    most = max(one for one in range(1, min(factors.optimizer, ranks) + 1) if ranks % one == 0)
+    return factors._replace(optimizer=most)

@@ -1,0 +1,329 @@
+"""How many devices each MetaOp gets, and for how many of its operators: the continuous optimum, the greedy wavefront,
+and the linear program over configurations with its repair. Pure; no torch. See `mechanisms.task_waves.spindle`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from espalier.mechanisms.task_waves.metaops import EPSILON, MetaOp, Span
+
+BISECTIONS = 60
+COLUMNS = 400
+"""Configurations that are priced at most; a number, as a clock would make plans differ from run to run."""
+
+
+class Slice(NamedTuple):
+    """`operators` of a MetaOp, from number `first`, on a group of `size` devices; `devices`: which ones."""
+
+    metaop: str
+    first: int
+    operators: int
+    size: int
+    devices: tuple[int, ...] = ()
+
+
+Wave = tuple[Slice, ...]
+Share = tuple[str, int, int]
+"""(MetaOp, devices, operators)."""
+
+
+class Allocation(NamedTuple):
+    """The continuous optimum of one level: all MetaOps begin and end together after `seconds`, with `devices` each; and
+    the whole numbers of devices and operators that come nearest."""
+
+    seconds: float
+    devices: dict[str, float]
+    shares: list[Share]
+
+
+def allocate(level: Sequence[MetaOp], devices: int) -> Allocation:
+    """Of MetaOps that do not need one another.
+
+    `T_m(n_m) * L_m = C` for all m and `sum n_m = N` (Spindle, section 3.3), by bisection of C. Then each MetaOp's
+    operators are divided between the two sizes next to n_m so that they take C together (bi-point).
+    """
+
+    def wanted(seconds: float) -> float:
+        return sum(one.curve.inverse(seconds / one.operators) for one in level)
+
+    high = sum(one.operators * one.curve.times[0] * one.curve.sizes[0] for one in level)
+    low = max(one.operators * one.curve.times[-1] for one in level)
+    high = max(high, low)
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if wanted(middle) > devices else (low, middle)
+    found = {one.name: one.curve.inverse(high / one.operators) for one in level}
+    shares = [share for one in level for share in _bi_point(one, found[one.name], high)]
+    return Allocation(high, found, shares)
+
+
+def _bi_point(one: MetaOp, devices: float, seconds: float) -> list[Share]:
+    """Operators at the size below `devices` and at that above it. Below the smallest size there is none."""
+    curve = one.curve
+    below = [k for k, size in enumerate(curve.sizes) if size <= devices * (1 + 1e-9)]
+    if not below:
+        return [(one.name, curve.sizes[0], one.operators)]
+    at = below[-1]
+    if at == len(curve.sizes) - 1:
+        return [(one.name, curve.sizes[at], one.operators)]
+    slow, fast = curve.times[at], curve.times[at + 1]
+    more = min(one.operators, max(0, round((slow * one.operators - seconds) / (slow - fast))))
+    shares = [(one.name, curve.sizes[at], one.operators - more), (one.name, curve.sizes[at + 1], more)]
+    return [share for share in shares if share[2]]
+
+
+# --- the greedy wavefront ------------------------------------------------------------------------------------------
+
+
+def greedy(level: Sequence[MetaOp], devices: int, shares: Sequence[Share]) -> list[list[Share]]:
+    """Waves of one level: the longest remaining MetaOps first, as large as their `shares` of the allocation say; groups
+    that end last grow while devices are free; a wave ends with the first of its groups."""
+    by_name = {one.name: one for one in level}
+    rest: dict[str, list[list[int]]] = {one.name: [] for one in level}  # [devices, operators]
+    for name, size, count in shares:
+        rest[name].append([size, count])
+    waves = []
+    while any(rest.values()):
+        remaining = {
+            name: sum(by_name[name].curve.within(size)[1] * count for size, count in shares)
+            for name, shares in rest.items()
+            if shares
+        }
+        chosen: dict[str, list[int]] = {}
+        free = devices
+        for name in sorted(remaining, key=lambda one: (-remaining[one], one)):
+            fitting = [share for share in rest[name] if share[0] <= free]
+            if fitting:
+                chosen[name] = max(fitting)
+                free -= chosen[name][0]
+        if not chosen:  # nothing allocated fits: the longest one takes what there is
+            name = max(remaining, key=lambda one: (remaining[one], one))
+            chosen[name] = rest[name][0]
+            chosen[name][0], free = by_name[name].curve.within(devices)[0], 0
+        sizes = _grown({name: share[0] for name, share in chosen.items()}, chosen, by_name, free)
+        times = {name: by_name[name].curve.within(size)[1] for name, size in sizes.items()}
+        ends = min(times[name] * chosen[name][1] for name in chosen)
+        wave = []
+        for name, share in chosen.items():
+            count = min(share[1], max(1, int(ends / times[name] * (1 + EPSILON))))
+            wave.append((name, sizes[name], count))
+            share[1] -= count
+            rest[name] = [one for one in rest[name] if one[1]]
+        waves.append(wave)
+    return waves
+
+
+def _grown(
+    sizes: dict[str, int], chosen: Mapping[str, list[int]], by_name: Mapping[str, MetaOp], free: int
+) -> dict[str, int]:
+    """Groups with the free devices given to those that end last."""
+    while True:
+        lasting = sorted(sizes, key=lambda one: (-by_name[one].curve.within(sizes[one])[1] * chosen[one][1], one))
+        for name in lasting:
+            larger = [size for size in by_name[name].curve.sizes if sizes[name] < size <= sizes[name] + free]
+            if larger:
+                free -= larger[0] - sizes[name]
+                sizes = {**sizes, name: larger[0]}
+                break
+        else:
+            return sizes
+
+
+# --- the linear program over configurations -----------------------------------------------------------------------
+
+
+class Program(NamedTuple):
+    """`seconds` of the best fractional schedule of levels, and the configurations it uses: (level, MetaOp -> devices,
+    seconds)."""
+
+    seconds: float
+    used: list[tuple[int, dict[str, int], float]]
+
+
+def solve_program(
+    metaops: Sequence[MetaOp],
+    span: Mapping[str, Span],
+    devices: int,
+    seeds: Sequence[tuple[int, Mapping[str, int]]] = (),
+) -> Program:
+    """Minimises the sum of the seconds of configurations, in which every MetaOp has a group or none, so that each gets
+    through its operators. Columns are made by dynamic programming over (MetaOp, devices used). `seeds`: to begin with.
+    """
+    from scipy.optimize import linprog
+
+    levels = 1 + max(one.last for one in span.values())
+    columns = [(span[one.name].first, {one.name: one.curve.within(devices)[0]}) for one in metaops]
+    columns += [(level, dict(sizes)) for level, sizes in seeds]
+    rates = {one.name: dict(zip(one.curve.sizes, (1 / t for t in one.curve.times), strict=True)) for one in metaops}
+    needed = np.array([one.operators for one in metaops], float)
+    seen = {(level, tuple(sorted(sizes.items()))) for level, sizes in columns}
+    while True:
+        table = np.array(
+            [[rates[one.name].get(sizes.get(one.name, 0), 0.0) for _, sizes in columns] for one in metaops]
+        )
+        solved: Any = linprog(np.ones(len(columns)), A_ub=-table, b_ub=-needed, method="highs")
+        prices = -solved.ineqlin.marginals
+        before = len(columns)
+        for level in range(levels):
+            inside = [k for k, one in enumerate(metaops) if span[one.name].first <= level <= span[one.name].last]
+            value, sizes = _best_configuration([(metaops[k], float(prices[k])) for k in inside], devices)
+            key = (level, tuple(sorted(sizes.items())))
+            if value > 1 + 1e-9 and key not in seen:
+                seen.add(key)
+                columns.append((level, sizes))
+        if len(columns) == before or len(columns) >= COLUMNS:
+            used = [(*columns[k], float(tau)) for k, tau in enumerate(solved.x[:before]) if tau > 1e-9 * solved.fun]
+            return Program(float(solved.fun), sorted(used, key=lambda one: one[0]))
+
+
+def _best_configuration(priced: Sequence[tuple[MetaOp, float]], devices: int) -> tuple[float, dict[str, int]]:
+    """The groups worth most per second at these prices of operators, by dynamic programming."""
+    worth = np.zeros(devices + 1)
+    taken = []
+    for one, price in priced:
+        best, size_of = worth.copy(), np.zeros(devices + 1, int)
+        if price > 0:
+            for size, time in zip(one.curve.sizes, one.curve.times, strict=True):
+                if size <= devices:
+                    other = worth[: devices + 1 - size] + price / time
+                    better = other > best[size:] + 1e-15
+                    best[size:][better], size_of[size:][better] = other[better], size
+        worth = best
+        taken.append(size_of)
+    sizes, at = {}, devices
+    for (one, _), size_of in zip(reversed(priced), reversed(taken), strict=True):
+        if size := int(size_of[at]):
+            sizes[one.name] = size
+            at -= size
+    return float(worth[devices]), sizes
+
+
+# --- whole numbers of operators ------------------------------------------------------------------------------------
+
+
+class _Rounding:
+    """Operators of each MetaOp in each wave, as whole numbers. Has state: what was moved where."""
+
+    def __init__(
+        self, times: np.ndarray[Any, Any], fractional: np.ndarray[Any, Any], needed: np.ndarray[Any, Any]
+    ) -> None:
+        self.times, self.needed = times, needed  # [MetaOp, wave], infinite where it has no group
+        self.allowed = np.isfinite(times)
+        self.each = np.where(self.allowed, times, 0.0)
+        self.counts = np.floor(np.where(self.allowed, fractional, 0.0) + 1e-9).astype(int)
+        self._fill()
+
+    @property
+    def seconds(self) -> float:
+        """Of all waves."""
+        return float((self.counts * self.each).max(0).sum())
+
+    def _fill(self) -> None:
+        """What rounding left out goes where waves grow least; what is too much comes off where they shrink most."""
+        for m, needed in enumerate(self.needed):
+            while self.counts[m].sum() > needed:
+                self._change(m, -1)
+        missing = [m for m, needed in enumerate(self.needed) for _ in range(int(needed - self.counts[m].sum()))]
+        for m in sorted(missing, key=lambda one: -self.each[one][self.allowed[one]].min()):
+            self._change(m, 1)
+
+    def _change(self, m: int, by: int) -> None:
+        ends = (self.counts * self.each).max(0)
+        options = []
+        for c in np.flatnonzero(self.allowed[m] if by > 0 else self.counts[m] > 0):
+            self.counts[m, c] += by
+            options.append((float((self.counts[:, c] * self.each[:, c]).max() - ends[c]), int(c)))
+            self.counts[m, c] -= by
+        self.counts[m, min(options)[1]] += by
+
+    def improve(self) -> None:
+        """Moves operators from wave to wave while the sum falls: first all that end a wave last give one up, then each
+        gives it to where it costs least."""
+        for _ in range(4 * self.counts.size):
+            before, counts = self.seconds, self.counts.copy()
+            best = (before * (1 - 1e-12), counts)
+            for c in range(self.counts.shape[1]):
+                for shrunk in (1, 2):
+                    self.counts = counts.copy()
+                    for _ in range(shrunk):
+                        busy = self.counts[:, c] * self.each[:, c]
+                        if busy.max() > 0:
+                            self.counts[busy >= busy.max() * (1 - 1e-9), c] -= 1
+                    self._fill_elsewhere(c)
+                    if self.seconds < best[0]:
+                        best = (self.seconds, self.counts.copy())
+            self.counts = best[1]
+            if best[0] >= before * (1 - 1e-12):
+                return
+
+    def _fill_elsewhere(self, wave: int) -> None:
+        kept = self.allowed[:, wave].copy()
+        for m in np.flatnonzero(self.counts.sum(1) < self.needed):
+            self.allowed[m, wave] = False
+            if not self.allowed[m].any():
+                self.allowed[m, wave] = kept[m]
+        self._fill()
+        self.allowed[:, wave] = kept
+
+
+def repair(metaops: Sequence[MetaOp], span: Mapping[str, Span], devices: int, program: Program) -> list[list[Share]]:
+    """Waves of whole operators from a fractional schedule. Devices that a configuration leaves free are given to
+    MetaOps without a group, and to those whose groups can grow, so that rounding has more places to choose from."""
+    waves = [(level, _filled(metaops, span, devices, level, sizes)) for level, sizes, _ in program.used]
+    times = np.array([[_time(one, sizes) for _, sizes in waves] for one in metaops])
+    needed = np.array([one.operators for one in metaops])
+    taus = np.array([tau for *_, tau in program.used])
+    fractional = np.zeros_like(times)
+    for c, (_, sizes, tau) in enumerate(program.used):
+        for m, one in enumerate(metaops):
+            if one.name in sizes:
+                fractional[m, c] = tau / times[m, c]
+    scale = needed / np.maximum(fractional.sum(1), EPSILON)
+    found: list[tuple[float, int, np.ndarray[Any, Any]]] = []
+    for start in (fractional * np.minimum(scale, 1.0)[:, None], _stretched(times, needed, taus)):
+        rounding = _Rounding(times, start, needed)
+        rounding.improve()
+        found.append((rounding.seconds, len(found), rounding.counts))
+    counts = min(found)[2]
+    return [
+        [(one.name, waves[c][1][one.name], int(counts[m, c])) for m, one in enumerate(metaops) if counts[m, c]]
+        for c in range(len(waves))
+        if counts[:, c].any()
+    ]
+
+
+def _time(one: MetaOp, sizes: Mapping[str, int]) -> float:
+    return one.curve.within(sizes[one.name])[1] if one.name in sizes else math.inf
+
+
+def _stretched(
+    times: np.ndarray[Any, Any], needed: np.ndarray[Any, Any], taus: np.ndarray[Any, Any]
+) -> np.ndarray[Any, Any]:
+    """Whole operators that fit into all waves when these are longer by one common factor, the least that will do."""
+    low, high = 1.0, 1.0
+    while (np.floor(high * taus / times + 1e-9).sum(1) < needed).any() and high < 1e6:
+        high *= 1.25
+    for _ in range(40):
+        middle = (low + high) / 2
+        enough = (np.floor(middle * taus / times + 1e-9).sum(1) >= needed).all()
+        low, high = (low, middle) if enough else (middle, high)
+    return np.floor(high * taus / times + 1e-9)
+
+
+def _filled(
+    metaops: Sequence[MetaOp], span: Mapping[str, Span], devices: int, level: int, sizes: Mapping[str, int]
+) -> dict[str, int]:
+    """A configuration with its free devices in use."""
+    found = dict(sizes)
+    inside = [one for one in metaops if span[one.name].first <= level <= span[one.name].last]
+    for one in sorted(inside, key=lambda m: (-m.operators * m.curve.times[0], m.name)):
+        free = devices - sum(found.values())
+        size = one.curve.within(found.get(one.name, 0) + free)[0]
+        if size > found.get(one.name, 0):
+            found[one.name] = size
+    return found

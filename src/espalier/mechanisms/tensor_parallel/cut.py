@@ -1,0 +1,115 @@
+"""Cuts a model for tensor parallelism from outside: its modules keep their class and names, and get this rank's slice
+of each matrix, and a forward that exchanges."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from espalier.mechanisms.tensor_parallel import layers
+from espalier.mechanisms.tensor_parallel.stream import Stream
+from espalier.parallel.mesh import ProcessMesh
+from espalier.parallel.model_cut import Holders, ModelCut, Slab
+from espalier.parallel.tensor_roles import DIM, Found, check, even, found
+from espalier.parallel.workload import Role
+
+
+def cut_model(model: nn.Module, roles: Mapping[str, Role], stream: Stream, mesh: ProcessMesh, cut: ModelCut) -> None:
+    """Cuts `model` in place, and says in `cut` what this rank has of it. Raises UserError where it does not divide."""
+    parts = found(model, roles)
+    check(parts, stream.ranks)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    everywhere = {name: Holders(stream.ranks) for name in names.values()}
+    among = mesh.mesh.members(mesh.rank, "tp")
+    for one in parts:
+        if one.role.kind == "partial":
+            for parameter in one.module.parameters(recurse=False):
+                everywhere[names[parameter]] = Holders(stream.ranks, stream.group)
+        elif one.role.kind in DIM:
+            copies = 1 if one.role.copies is None else one.role.copies(stream.ranks)
+            first = stream.rank - stream.rank % copies
+            for name, parameter in one.module.named_parameters(recurse=False):
+                known = names[parameter]
+                if known not in cut.slabs and (
+                    name != "bias" or DIM[one.role.kind] == 0
+                ):  # else added once, to the sum
+                    cut.slabs[known] = _slice(one, parameter, stream, first == stream.rank)
+                    everywhere[known] = Holders(copies, mesh.of(among[first : first + copies]))
+    cut.holders |= everywhere
+    _install(parts, stream)
+
+
+def _slice(one: Found, parameter: nn.Parameter, stream: Stream, stands: bool) -> Slab:
+    """Leaves this rank's slice of a parameter. Returns where it lies."""
+    first, last = one.share(stream.rank, stream.ranks)
+    dim, whole = DIM[one.role.kind], parameter.shape
+    parameter.data = parameter.detach().narrow(dim, first, last - first).clone(memory_format=torch.contiguous_format)
+    parameter.grad = None
+    return Slab(whole, tuple(first if index == dim else 0 for index in range(len(whole))), stream.group, stands)
+
+
+def _install(parts: Sequence[Found], stream: Stream) -> None:
+    """Gives every module its forward."""
+    together: defaultdict[str, list[Found]] = defaultdict(list)
+    for one in parts:
+        module = one.module
+        if one.role.kind in ("column", "words"):
+            together[one.name.rpartition(".")[0]].append(one)
+        elif one.role.kind == "row":
+            module.forward = layers.row_forward(stream, module)
+        elif one.role.kind == "table" and isinstance(one.module, nn.Embedding):
+            first, _ = one.share(stream.rank, stream.ranks)
+            module.forward = layers.table_forward(stream, module, first)
+        elif one.role.kind == "region":
+            module.forward = layers.region_forward(stream, module.forward)
+        elif one.role.kind == "head":
+            _install_head(module, stream)
+    for siblings in together.values():
+        _install_columns(siblings, stream)
+
+
+def _install_columns(siblings: Sequence[Found], stream: Stream) -> None:
+    columns = layers.Columns(stream, [partial(getattr, one.module, "weight") for one in siblings])
+    for number, one in enumerate(siblings):
+        module: Any = one.module
+        module.forward = layers.column_forward(columns, number, module)
+        if one.role.kind == "words":
+            module.forward = layers.words_forward(module.forward, stream, one.total)
+
+
+def _install_head(model: Any, stream: Stream) -> None:
+    """The seams of a model whose head is cut by words. `turn` and `through` tell the stream how many tokens pass: also
+    where another rank has the table, and where backward computes a block again."""
+    turn, through = model.turn, model.through
+
+    def turned(tokens: Tensor, *more: Any) -> Any:
+        stream.begin(tokens)
+        return turn(tokens, *more)
+
+    def passed(block: Any, *given: Any) -> Any:
+        tokens = stream.tokens
+
+        def again(*x: Any) -> Any:
+            stream.tokens = tokens
+            return block(*x)
+
+        return through(again, *given)
+
+    model.turn, model.through = turned, passed
+    columns = layers.Columns(stream, [lambda: model.words])
+    total = model.size.vocabulary
+    first, _ = even(total, stream.rank, stream.ranks)
+
+    def predict(x: Tensor, words: Tensor) -> Tensor:
+        return layers.whole_words(columns.product(0, x), stream, total)
+
+    def score(x: Tensor, words: Tensor, targets: Tensor) -> Tensor:
+        logits, cap = columns.product(0, x), model.size.logit_cap
+        return layers.cross_entropy_sum(logits if cap is None else cap * (logits / cap).tanh(), targets, stream, first)
+
+    model.predict, model.score = predict, score

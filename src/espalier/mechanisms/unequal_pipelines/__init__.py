@@ -1,0 +1,1 @@
+"""Pipelines of unequal stages on unequal machines. After FlashFlex (arXiv 2409.01143)."""

@@ -1,0 +1,196 @@
+"""Layouts in the JSON of FlashFlex's own code (`hetero_configs`, `layer_partitions`), priced, as plans. No torch.
+
+The released scheduler and trainer (Relaxed-System-Lab/FlashFlex, README) exchange one object:
+
+    {"hetero_configs": [[2, 1], [1]], "layer_partitions": [[12, 4], [16]], "devices_id": [[[0, 0], [1]], [[2]]]}
+
+For each pipeline the ranks that share matrices in each stage, the layers of each stage, and the machine of each rank.
+Their trainer takes `global_bsz` (samples of each pipeline) and `chunks` (its micro-batches) on the command line; here
+they may stand in the file too. Without them each pipeline gets samples by its speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from espalier.machine.cluster import Cluster
+from espalier.mechanisms.unequal_pipelines import flashflex
+from espalier.mechanisms.unequal_pipelines.pipeline_solver import (
+    Group,
+    SolvedPipeline,
+    UnequalLayout,
+    share_micro_batches,
+)
+from espalier.mechanisms.unequal_pipelines.unequal import EngineCosts
+from espalier.plan.request import Request
+from espalier.recipe import serialization
+from espalier.recipe.errors import UserError
+
+
+class DoesNotFit(UserError):
+    """A stage has more layers than its devices hold. Exit code 2."""
+
+
+class Pipelines(msgspec.Struct, frozen=True):
+    """The file. Raises UserError where its lists do not belong together.
+
+    Attributes:
+        hetero_configs: [pipeline][stage] ranks that share the stage's matrices.
+        layer_partitions: [pipeline][stage] layers.
+        devices_id: [pipeline][stage][rank] machines of the cluster, from 0; empty: devices in the cluster's order.
+        global_bsz, chunks: [pipeline] samples of a step, and micro-batches; empty: by speed.
+    """
+
+    hetero_configs: tuple[tuple[int, ...], ...]
+    layer_partitions: tuple[tuple[int, ...], ...]
+    devices_id: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    global_bsz: tuple[int, ...] = ()
+    chunks: tuple[int, ...] = ()
+
+    def check(self, layers: int, samples: int, origin: str) -> None:
+        """Raises UserError unless it says where each of so many layers and samples goes."""
+        shape = [len(one) for one in self.hetero_configs]
+        if not shape or min(shape) < 1 or min(map(min, self.hetero_configs)) < 1:
+            raise UserError(f"{origin}: a pipeline has no stage, or a stage no rank.", do="one rank at least in each")
+        if [len(one) for one in self.layer_partitions] != shape:
+            raise UserError(
+                f"{origin}: hetero_configs has pipelines of {_told(shape)} stages, layer_partitions of "
+                f"{_told([len(one) for one in self.layer_partitions])}.",
+                do="one number of layers for each stage",
+            )
+        for number, one in enumerate(self.layer_partitions):
+            if sum(one) != layers or min(one) < 1:
+                raise UserError(
+                    f"{origin}: the stages of pipeline {number} hold {_told(one)} layers, and the model has {layers}.",
+                    why="each layer is held once in each pipeline, and each stage holds one at least",
+                    do=f"numbers above 0 whose sum is {layers}",
+                )
+        if self.devices_id and [[len(one) for one in stages] for stages in self.devices_id] != [
+            list(one) for one in self.hetero_configs
+        ]:
+            raise UserError(f"{origin}: devices_id does not name one machine for each rank.", do="leave devices_id out")
+        if len(self.global_bsz) not in (0, len(shape)) or len(self.chunks) not in (0, len(self.global_bsz)):
+            raise UserError(
+                f"{origin}: global_bsz and chunks have one number for each of {len(shape)} pipelines.",
+                do="leave them out: samples go by speed",
+            )
+        if self.global_bsz and sum(self.global_bsz) != samples:
+            raise UserError(
+                f"{origin}: global_bsz has {sum(self.global_bsz)} samples, and a step has {samples}.",
+                do="train.batch_tokens as many, or leave global_bsz out",
+            )
+
+    def size(self, origin: str) -> int | None:
+        """Samples of a micro-batch; None: the file does not say. Raises UserError where pipelines differ in it."""
+        chunks = self.chunks or (1,) * len(self.global_bsz)
+        sizes = {samples / count for samples, count in zip(self.global_bsz, chunks, strict=True) if count}
+        if not self.chunks:
+            return None
+        if len(sizes) != 1 or not (only := sizes.pop()).is_integer():
+            raise UserError(
+                f"{origin}: micro-batches of {_told(sorted(sizes) or [only])} samples.",
+                why="all pipelines have micro-batches of one size",
+                do="chunks in proportion to global_bsz",
+            )
+        return int(only)
+
+
+def read(path: str) -> Pipelines:
+    """The file at `path`. Raises UserError where it is none."""
+    if not path.endswith(".json"):
+        raise UserError(
+            f"plan.pin.pipelines = {path!r} is not possible.",
+            do="equal, unequal, or a .json file of FlashFlex's (hetero_configs, layer_partitions)",
+        )
+    try:
+        return serialization.from_json(Path(path).read_bytes(), Pipelines)
+    except OSError as error:
+        raise UserError(f"plan.pin.pipelines = {path!r} cannot be read: {error.strerror}.", do="unequal") from None
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise UserError(
+            f"{path} holds no pipelines: {error}.",
+            why="it is to have hetero_configs and layer_partitions, as FlashFlex writes them",
+            do='plan.pin.pipelines="unequal"',
+        ) from None
+
+
+def layout(file: Pipelines, request: Request, cluster: Cluster, origin: str) -> tuple[EngineCosts, UnequalLayout]:
+    """The file's pipelines on the devices of a cluster, as the planner prices them. Raises UserError where they do not
+    fit there."""
+    file.check(request.layers, request.global_batch, origin)
+    size = request.pin.micro_batch or file.size(origin) or 1
+    degrees = sorted({tensor for one in file.hetero_configs for tensor in one})
+    costs = EngineCosts(request, cluster, size, degrees, request.recompute or "none")
+    try:
+        pipelines = _priced(file, costs, origin)
+    except DoesNotFit:
+        if request.recompute is not None:
+            raise
+        costs = EngineCosts(request, cluster, size, degrees, "block")
+        pipelines = _priced(file, costs, origin)
+    shares = _shares(file, pipelines, costs)
+    shared = tuple(replace(one, micro_batches=share) for one, share in zip(pipelines, shares, strict=True))
+    sync = costs.sync(shared)
+    used = [sum(one.devices.get(kind, 0) for one in shared) for kind in range(len(costs.classes))]
+    unused = {kind: one.devices - used[kind] for kind, one in enumerate(costs.classes) if one.devices > used[kind]}
+    seconds = costs.step(max(one.seconds for one in shared), sync)
+    return costs, UnequalLayout(shared, seconds, sync, unused, len(shared))
+
+
+def _priced(file: Pipelines, costs: EngineCosts, origin: str) -> list[SolvedPipeline]:
+    """Raises DoesNotFit where a stage has more layers than its devices hold."""
+    found: list[SolvedPipeline] = []
+    for order, layers in zip(_groups(file, costs, origin), file.layer_partitions, strict=True):
+        rates = flashflex.stage_rates(order, costs)
+        for number, (group, held, rate) in enumerate(zip(order, layers, rates, strict=True)):
+            if held > rate.most:
+                raise DoesNotFit(
+                    f"{origin}: stage {number} of pipeline {len(found)} has {held} layers, and "
+                    f"{costs.classes[group.kind].name} holds {rate.most}.",
+                    do=f"{rate.most} layers there and more on others" if rate.most else "that stage on another device",
+                )
+        found.append(flashflex.pipeline_of(order, layers, rates, costs))
+    return found
+
+
+def _groups(file: Pipelines, costs: EngineCosts, origin: str) -> list[list[Group]]:
+    """The class of each stage: that of the machine which the file names, else the next one with devices left."""
+    left, found = [one.devices for one in costs.classes], []
+    for pipeline, degrees in enumerate(file.hetero_configs):
+        found.append(list[Group]())
+        for stage, tensor in enumerate(degrees):
+            machines = (
+                set(file.devices_id[pipeline][stage]) if file.devices_id else {one.machine for one in costs.classes}
+            )
+            kinds = [kind for kind, one in enumerate(costs.classes) if one.machine in machines and left[kind] >= tensor]
+            if not kinds or (file.devices_id and len(machines) > 1):
+                where = f"machine {_told(sorted(machines))}" if file.devices_id else "any machine"
+                raise UserError(
+                    f"{origin}: stage {stage} of pipeline {pipeline} needs {tensor} devices of {where}, which are not "
+                    "there.",
+                    why="the ranks of a stage are equal devices of one machine",
+                    do="espalier plan --cluster FILE with these machines, or fewer ranks in hetero_configs",
+                )
+            left[kinds[0]] -= tensor
+            found[-1].append(Group(kinds[0], tensor))
+    return found
+
+
+def _shares(file: Pipelines, pipelines: Sequence[SolvedPipeline], costs: EngineCosts) -> Sequence[int]:
+    if file.global_bsz:
+        return [-(-samples // costs.size) for samples in file.global_bsz]
+    shares = share_micro_batches([(one.fixed, one.each) for one in pipelines], costs.micro_batches)
+    if shares is None:
+        raise UserError(
+            f"{len(pipelines)} pipelines cannot share {costs.micro_batches} micro-batches.",
+            do="a larger train.batch_tokens, or a smaller plan.pin.micro_batch",
+        )
+    return shares
+
+
+def _told(numbers: Sequence[float]) -> str:
+    return ", ".join(f"{one:g}" for one in numbers)

@@ -1,0 +1,235 @@
+"""The parts of a layout of unequal devices, and the two of them that are solved exactly: layers of the stages of one
+pipeline, and micro-batches of pipelines side by side. Pure; no torch. See `mechanisms.unequal_pipelines.flashflex`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+
+class DeviceClass(NamedTuple):
+    """Equal devices of one machine."""
+
+    name: str
+    machine: int
+    devices: int
+
+
+class Group(NamedTuple):
+    """The devices of one stage: so many of one class share its matrices."""
+
+    kind: int
+    tensor: int = 1
+
+
+class Slot(NamedTuple):
+    """Where a stage stands in its pipeline: this number of so many."""
+
+    number: int
+    stages: int
+
+    @property
+    def first(self) -> bool:
+        """It holds the embedding."""
+        return self.number == 0
+
+    @property
+    def last(self) -> bool:
+        """It holds the head."""
+        return self.number == self.stages - 1
+
+
+class StageCosts(Protocol):
+    """What a search asks of a model on a cluster. Seconds are of one micro-batch, forward and backward."""
+
+    @property
+    def layers(self) -> int:
+        """Of the model."""
+
+    @property
+    def micro_batches(self) -> int:
+        """Of a step, over all pipelines."""
+
+    def degrees(self, kind: int) -> Sequence[int]:
+        """Tensor degrees that this class can take; empty: it cannot be used."""
+
+    def layer(self, group: Group) -> float:
+        """Seconds of one layer."""
+
+    def extra(self, group: Group, slot: Slot) -> float:
+        """Seconds of what a stage computes beside its layers: embedding, head and loss."""
+
+    @property
+    def awaits_sends(self) -> bool:
+        """Whether a stage computes nothing while it hands over; else that is hidden but where a pipeline fills and
+        drains, or takes longer than the passes."""
+
+    def send(self, group: Group, following: Group) -> float:
+        """Seconds that a stage spends on handing over to the next one and back."""
+
+    def most_layers(self, group: Group, slot: Slot) -> int:
+        """Layers that fit into its memory; 0: none."""
+
+    def profile(self, seconds: Sequence[float]) -> tuple[float, float]:
+        """(fixed, each): a pipeline of stages that take so many seconds takes `fixed + micro-batches * each`."""
+
+    def sync(self, pipelines: Sequence[SolvedPipeline]) -> float:
+        """Seconds of summing gradients layer by layer, and of the optimizer; infinite: these cannot run together."""
+
+    def step(self, pipelines: float, sync: float) -> float:
+        """Seconds of a step, of its slowest pipeline's and those of `sync`."""
+
+
+class SolvedStage(NamedTuple):
+    """A stage: its devices, its layers, and seconds of one micro-batch."""
+
+    group: Group
+    layers: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class SolvedPipeline:
+    """Stages in order; `fixed + n * each` are the seconds of n micro-batches; `micro_batches`: its share of a step."""
+
+    stages: tuple[SolvedStage, ...]
+    fixed: float
+    each: float
+    micro_batches: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """Of its share."""
+        return self.fixed + self.micro_batches * self.each
+
+    @property
+    def devices(self) -> dict[int, int]:
+        """How many of each class it has."""
+        found: dict[int, int] = {}
+        for group, _, _ in self.stages:
+            found[group.kind] = found.get(group.kind, 0) + group.tensor
+        return found
+
+
+@dataclass(frozen=True)
+class UnequalLayout:
+    """What a search gives: pipelines with their shares, and seconds of a step.
+
+    Attributes:
+        seconds: of a step; sync: of them those of gradients and optimizer.
+        unused: devices of each class that are left out.
+        priced: pipelines that were solved.
+        with_unused: class -> seconds of the best step that was found with all its devices in use, where some of
+            them are left out.
+    """
+
+    pipelines: tuple[SolvedPipeline, ...]
+    seconds: float
+    sync: float
+    unused: Mapping[int, int]
+    priced: int = 0
+    with_unused: Mapping[int, float] = field(default_factory=dict)
+
+
+# --- one pipeline: its layers -------------------------------------------------------------------------------------
+
+
+class StageRate(NamedTuple):
+    """What `solve_layers` knows of a stage: seconds of a layer, seconds beside, and the most layers that fit."""
+
+    layer: float
+    extra: float
+    most: int
+
+
+def solve_layers(layers: int, stages: Sequence[StageRate], weight: float) -> tuple[int, ...] | None:
+    """Layers of each stage that minimise `sum(t) + weight * max(t)`, t = extra + layers * layer, exactly.
+
+    1F1B with n micro-batches takes `sum(t) + (n - 1) * max(t)`. The slowest stage's seconds are one of
+    `stages * layers` values. Given that bound, layers go to the stages whose layers are fastest, as far as bound and
+    memory allow, which is optimal.
+
+    Args:
+        layers: of the model; each stage gets one at least.
+        weight: micro-batches after the first.
+
+    Returns:
+        Layers of each stage; None where they do not fit.
+    """
+    if sum(one.most for one in stages) < layers or min(one.most for one in stages) < 1 or len(stages) > layers:
+        return None
+    room = layers - len(stages) + 1
+    bounds = sorted({one.extra + n * one.layer for one in stages for n in range(1, min(one.most, room) + 1)})
+    first, end = 0, len(bounds) - 1
+    while first < end:
+        middle = (first + end) // 2
+        if _fits(layers, stages, bounds[middle]):
+            end = middle
+        else:
+            first = middle + 1
+    order = sorted(range(len(stages)), key=lambda index: (stages[index].layer, index))
+    least = sum(one.extra for one in stages) + _filled_seconds(layers, stages, order, math.inf)[0]
+    best, best_seconds = None, math.inf
+    for bound in bounds[first:]:
+        if weight * bound + least >= best_seconds:
+            break
+        seconds, found = _filled_seconds(layers, stages, order, bound)
+        slowest = max(one.extra + n * one.layer for one, n in zip(stages, found, strict=True))
+        whole = seconds + sum(one.extra for one in stages) + weight * slowest
+        if whole < best_seconds - 1e-12 * abs(whole):
+            best, best_seconds = tuple(found), whole
+    return best
+
+
+def _caps(stages: Sequence[StageRate], bound: float) -> list[int]:
+    """The most layers of each stage that keep it within the bound."""
+    if math.isinf(bound):
+        return [one.most for one in stages]
+    return [min(one.most, int((bound - one.extra) / one.layer * (1 + 1e-12) + 1e-9)) for one in stages]
+
+
+def _fits(layers: int, stages: Sequence[StageRate], bound: float) -> bool:
+    caps = _caps(stages, bound)
+    return min(caps) >= 1 and sum(caps) >= layers
+
+
+def _filled_seconds(
+    layers: int, stages: Sequence[StageRate], order: Sequence[int], bound: float
+) -> tuple[float, list[int]]:
+    """(seconds of all layers, layers of each stage): one each, the others to the fastest first."""
+    caps, found, rest = _caps(stages, bound), [1] * len(stages), layers - len(stages)
+    for index in order:
+        more = min(rest, caps[index] - 1)
+        found[index] += more
+        rest -= more
+    return sum(n * one.layer for one, n in zip(stages, found, strict=True)), found
+
+
+# --- shares of a step ---------------------------------------------------------------------------------------------
+
+
+def share_micro_batches(profiles: Sequence[tuple[float, float]], count: int) -> tuple[int, ...] | None:
+    """Micro-batches of each pipeline, so that the last one to end ends as early as it can, exactly; each has one at
+    least. `profiles`: (fixed, each) as `StageCosts.profile`. None where there are more pipelines than micro-batches."""
+    if len(profiles) > count:
+        return None
+    level = (count + sum(fixed / each for fixed, each in profiles)) / sum(1 / each for _, each in profiles)
+    shares = [max(1, int((level - fixed) / each)) for fixed, each in profiles]
+    while sum(shares) > count:
+        at = max((n for n, share in enumerate(shares) if share > 1), key=lambda n: _ends(profiles[n], shares[n]))
+        shares[at] -= 1
+    queue = [(_ends(one, shares[n] + 1), n) for n, one in enumerate(profiles)]
+    heapq.heapify(queue)
+    for _ in range(count - sum(shares)):
+        _, at = queue[0]
+        shares[at] += 1
+        heapq.heapreplace(queue, (_ends(profiles[at], shares[at] + 1), at))
+    return tuple(shares)
+
+
+def _ends(profile: tuple[float, float], share: int) -> float:
+    return profile[0] + share * profile[1]

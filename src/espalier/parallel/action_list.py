@@ -1,0 +1,328 @@
+"""Action lists: what each rank of a pipeline does in a step, in order; and the check that no rank waits without end.
+
+A schedule is data: one list of forward, backward, send and receive actions for each rank. Lists can be written by
+hand, printed (`dumps`), read (`loads`), checked (`check`) and timed without a process (`timetable`). Sends do not wait
+for the receiver. Messages from one rank to another for one stage arrive in order.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+from espalier.recipe.errors import UserError
+
+
+class Kind(StrEnum):
+    """What an action does, as `torch.distributed.pipelining` abbreviates it."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    BACKWARD_INPUT = "I"
+    """The gradients of a stage's inputs only."""
+    BACKWARD_WEIGHT = "W"
+    """The gradients of its parameters, after those of its inputs."""
+    SEND_F = "SEND_F"
+    """Outputs to the next stage."""
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    """Gradients of inputs to the stage before."""
+    RECV_B = "RECV_B"
+
+
+_COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+_ANSWER = {Kind.SEND_F: Kind.RECV_F, Kind.SEND_B: Kind.RECV_B}
+
+
+class Action(NamedTuple):
+    """One action of one rank. `peer`: the rank a message goes to or comes from."""
+
+    stage: int
+    kind: Kind
+    micro_batch: int
+    peer: int = -1
+
+    def __str__(self) -> str:
+        """`1RECV_F0@0`: stage 1 receives the outputs for micro-batch 0 from rank 0."""
+        return f"{self.stage}{self.kind.value}{self.micro_batch}" + (f"@{self.peer}" if self.peer >= 0 else "")
+
+    @property
+    def computes(self) -> bool:
+        """Whether it is a forward or backward pass."""
+        return self.kind in _COMPUTE
+
+
+ActionLists = Mapping[int, Sequence[Action]]
+"""The actions of each rank, in order."""
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """One run of all layers over some of the samples: `stages` are the ranks of each stage. A rank may hold several
+    stages; the ranks of one stage compute the same micro-batches together (tensor parallelism)."""
+
+    stages: tuple[tuple[int, ...], ...]
+    micro_batches: int
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All of them, each once, by their first stage."""
+        return tuple(dict.fromkeys(rank for stage in self.stages for rank in stage))
+
+    def held(self, rank: int) -> tuple[int, ...]:
+        """The stages that `rank` holds."""
+        return tuple(number for number, ranks in enumerate(self.stages) if rank in ranks)
+
+    def source(self, stage: int, beside: int, rank: int) -> int:
+        """From whom `rank` of `stage` receives what stage `beside` made: itself, where it is there too. Where these
+        stages have unequal numbers of ranks, one may send to several."""
+        own, other = self.stages[stage], self.stages[beside]
+        return rank if rank in other else other[own.index(rank) * len(other) // len(own)]
+
+    def targets(self, stage: int, beside: int, rank: int) -> list[int]:
+        """To whom `rank` of `stage` sends what stage `beside` needs."""
+        return [one for one in self.stages[beside] if one != rank and self.source(beside, stage, one) == rank]
+
+
+def with_transfers(pipeline: Pipeline, orders: Mapping[int, Iterable[Action]]) -> dict[int, list[Action]]:
+    """The compute actions of each rank with the messages between stages: received just before they are used, sent as
+    soon as they are made."""
+    found = {}
+    for rank, order in orders.items():
+        peers = {
+            (stage, step): _peers(pipeline, stage, step, rank) for stage in pipeline.held(rank) for step in (1, -1)
+        }
+        actions: list[Action] = []
+        for one in order:
+            stage, kind, number, _ = one
+            if kind is Kind.BACKWARD_WEIGHT:
+                actions.append(one)
+                continue
+            step = 1 if kind is Kind.FORWARD else -1
+            source, targets = peers.get((stage, step), (rank, []))
+            if source != rank:
+                actions.append(Action(stage, Kind.RECV_F if step > 0 else Kind.RECV_B, number, source))
+            actions.append(one)
+            for peer in targets:
+                actions.append(Action(stage, Kind.SEND_F if step > 0 else Kind.SEND_B, number, peer))
+        found[rank] = actions
+    return found
+
+
+def _peers(pipeline: Pipeline, stage: int, step: int, rank: int) -> tuple[int, list[int]]:
+    """From whom `rank` receives what a pass of `stage` takes (itself: from nobody), and to whom it sends what that
+    makes. `step`: 1 forward, -1 backward."""
+    inside = range(len(pipeline.stages))
+    source = pipeline.source(stage, stage - step, rank) if stage - step in inside else rank
+    return source, pipeline.targets(stage, stage + step, rank) if stage + step in inside else []
+
+
+# --- text ----------------------------------------------------------------------------------------------------------
+
+
+def dumps(lists: ActionLists) -> str:
+    """One line for each rank: `0: 0F0,0SEND_F0@1,...`."""
+    return "".join(f"{rank}: {','.join(map(str, lists[rank]))}\n" for rank in sorted(lists))
+
+
+def loads(text: str, origin: str = "the action list") -> dict[int, list[Action]]:
+    """The lists that `dumps` wrote. Raises UserError naming what is not an action."""
+    found = {}
+    for line in filter(None, map(str.strip, text.splitlines())):
+        rank, colon, actions = line.partition(":")
+        if not colon or not rank.strip().isdecimal():
+            raise UserError(f"{origin}: {line[:40]!r} names no rank.", do="begin each line with a rank: `0: 0F0,0B0`")
+        found[int(rank)] = [_parsed(one.strip(), origin) for one in actions.split(",") if one.strip()]
+    return found
+
+
+def _parsed(text: str, origin: str) -> Action:
+    found = _ACTION.fullmatch(text)
+    if found is None or found[2] not in list(Kind) or (found[4] is None) is not (found[2] in _COMPUTE):
+        raise UserError(
+            f"{origin}: {text!r} is not an action.", do="write 0F0 (stage, kind, micro-batch) or 0SEND_F0@1"
+        )
+    return Action(int(found[1]), Kind(found[2]), int(found[3]), int(found[4] or -1))
+
+
+_ACTION = re.compile(r"(\d+)([A-Z_]+)(\d+)(?:@(\d+))?")
+
+
+# --- the check and the timetable -----------------------------------------------------------------------------------
+
+
+class Timed(NamedTuple):
+    """When a rank does an action: seconds from the beginning of the step. A receive ends when its message is there."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+
+Seconds = Callable[[Action], float]
+"""How long an action takes; of a send, how long its message is on its way."""
+
+
+def check(pipelines: Iterable[Pipeline], lists: ActionLists, origin: str = "The schedule") -> None:
+    """Raises UserError unless every rank of the pipelines does each of its passes once, with what it needs, and no rank
+    waits without end; names the first rank and action at fault."""
+    for pipeline in pipelines:
+        _Simulation(pipeline, lists, origin).run()
+
+
+def timetable(pipeline: Pipeline, lists: ActionLists, seconds: Seconds) -> list[Timed]:
+    """Start and end of every action of a pipeline. Raises UserError as `check` does."""
+    return _Simulation(pipeline, lists, "The schedule").run(seconds)
+
+
+_NOT_COMPUTED = "what it sends is not computed yet"
+_NEEDS: Mapping[Kind, tuple[tuple[str, str], ...]] = {
+    Kind.FORWARD: (("x", "its inputs are not there"),),
+    Kind.BACKWARD: (("F", "its forward pass is not computed yet"), ("g", "the gradients of its outputs are not there")),
+    Kind.BACKWARD_WEIGHT: (("I", "the gradients of its inputs are not computed yet"),),
+    Kind.SEND_F: (("F", _NOT_COMPUTED),),
+    Kind.SEND_B: (("I", _NOT_COMPUTED),),
+}
+"""What must be there before an action, and what is said where it is not: inputs `x`, outputs `F`, their gradients `g`,
+gradients of inputs `I` and of parameters `W`."""
+_MAKES: Mapping[Kind, tuple[str, ...]] = {
+    Kind.FORWARD: ("F",),
+    Kind.BACKWARD: ("I", "W"),
+    Kind.BACKWARD_INPUT: ("I",),
+    Kind.BACKWARD_WEIGHT: ("W",),
+}
+"""What is there after a pass."""
+
+
+@dataclass
+class _Progress:
+    """How far a rank is. Has state: the next action, its clock, and what is `there`, of each stage and micro-batch."""
+
+    actions: Sequence[Action]
+    held: frozenset[int]
+    at: int = 0
+    clock: float = 0.0
+    there: set[tuple[str, int, int]] = field(default_factory=set)
+
+
+_Way = tuple[int, int, int, Kind]
+"""Sender, receiver, stage and kind of the receive."""
+
+
+class _Simulation:
+    """All ranks of a pipeline, each as far as it comes. Has state."""
+
+    def __init__(self, pipeline: Pipeline, lists: ActionLists, origin: str) -> None:
+        self.pipeline, self.origin, self.last = pipeline, origin, len(pipeline.stages) - 1
+        held: defaultdict[int, set[int]] = defaultdict(set)
+        for number, ranks in enumerate(pipeline.stages):
+            for rank in ranks:
+                held[rank].add(number)
+        self.ranks = {rank: _Progress(lists.get(rank, ()), frozenset(own)) for rank, own in held.items()}
+        self.messages: defaultdict[_Way, deque[tuple[int, float]]] = defaultdict(deque)
+        self.waiting: dict[_Way, int] = {}
+        self.found: list[Timed] = []
+
+    def run(self, seconds: Seconds | None = None) -> list[Timed]:
+        """Every action with its times; without `seconds` only the check."""
+        ready = deque(self.ranks)
+        while ready:
+            rank = ready.popleft()
+            one = self.ranks[rank]
+            while one.at < len(one.actions):
+                action = one.actions[one.at]
+                if not self._possible(rank, one, action):
+                    break
+                start, taken = one.clock, 0.0 if seconds is None else seconds(action)
+                if action.computes:
+                    one.clock += taken
+                elif action.kind in _ANSWER:
+                    way = self._way(rank, action)
+                    self.messages[way].append((action.micro_batch, one.clock + taken))
+                    if (woken := self.waiting.pop(way, None)) is not None:
+                        ready.append(woken)
+                else:
+                    one.clock = max(one.clock, self.messages[self._way(rank, action)].popleft()[1])
+                if seconds is not None:
+                    self.found.append(Timed(rank, action, start, one.clock))
+                one.at += 1
+        self._ended()
+        return self.found
+
+    def _way(self, rank: int, action: Action) -> _Way:
+        if action.kind in _ANSWER:
+            stage = action.stage + (1 if action.kind is Kind.SEND_F else -1)
+            return rank, action.peer, stage, _ANSWER[action.kind]
+        return action.peer, rank, action.stage, action.kind
+
+    def _possible(self, rank: int, one: _Progress, action: Action) -> bool:
+        """Whether `action` can begin now; False: it waits for a message. Raises UserError where it never can."""
+        stage, kind, number, _ = action
+        known = stage in one.held and number < self.pipeline.micro_batches
+        self._need(rank, known, "it has no such stage or micro-batch")
+        if kind in (Kind.RECV_F, Kind.RECV_B):
+            return self._received(rank, one, action)
+        given = ("x", 0), ("g", self.last)  # to the first stage and to the last
+        for what, why in _NEEDS[Kind.BACKWARD if kind is Kind.BACKWARD_INPUT else kind]:
+            self._need(rank, (what, stage) in given or (what, stage, number) in one.there, why)
+        made = _MAKES.get(kind, ())
+        self._need(rank, not any((what, stage, number) in one.there for what in made), "it has done that")
+        one.there.update((what, stage, number) for what in made)
+        if "F" in made and stage + 1 in one.held:
+            one.there.add(("x", stage + 1, number))
+        if "I" in made and stage - 1 in one.held:
+            one.there.add(("g", stage - 1, number))
+        return True
+
+    def _received(self, rank: int, one: _Progress, action: Action) -> bool:
+        way = self._way(rank, action)
+        queue = self.messages[way]
+        if not queue:
+            self.waiting[way] = rank
+            return False
+        if queue[0][0] != action.micro_batch:
+            raise self._wrong(rank, f"rank {action.peer} sends micro-batch {queue[0][0]} before that one")
+        one.there.add(("x" if action.kind is Kind.RECV_F else "g", action.stage, action.micro_batch))
+        return True
+
+    def _need(self, rank: int, there: bool, why: str) -> None:
+        if not there:
+            raise self._wrong(rank, why)
+
+    def _ended(self) -> None:
+        """Raises UserError where a rank still waits, a message is left, or a pass was not done exactly once."""
+        blocked = {rank: one.actions[one.at] for rank, one in self.ranks.items() if one.at < len(one.actions)}
+        for rank, action in sorted(blocked.items()):
+            sender = self.ranks.get(action.peer)
+            coming = () if sender is None else sender.actions[sender.at :]
+            wanted = *self._way(rank, action), action.micro_batch
+            sent = ((*self._way(action.peer, one), one.micro_batch) for one in coming if one.kind in _ANSWER)
+            if wanted not in sent:
+                raise self._wrong(rank, f"it waits without end, as rank {action.peer} never sends that")
+        for rank, action in sorted(blocked.items()):
+            other = blocked[action.peer]
+            raise self._wrong(
+                rank, f"it waits without end: rank {action.peer} is to send that after {other}, which waits too"
+            )
+        for (source, target, stage, kind), queue in self.messages.items():
+            if queue:
+                left = Action(stage, kind, queue[0][0], source)
+                raise self._refusal(f"rank {target} never receives what rank {source} sends ({left})")
+        for rank, one in self.ranks.items():
+            for stage, number in itertools.product(sorted(one.held), range(self.pipeline.micro_batches)):
+                if ("W", stage, number) not in one.there:
+                    what = "backward pass" if ("F", stage, number) in one.there else "forward pass"
+                    raise self._refusal(f"rank {rank} does no {what} of stage {stage} for micro-batch {number}")
+
+    def _wrong(self, rank: int, why: str) -> UserError:
+        one = self.ranks[rank]
+        return self._refusal(f"rank {rank} cannot do its action {one.at + 1}, {one.actions[one.at]}: {why}")
+
+    def _refusal(self, why: str) -> UserError:
+        return UserError(f"{self.origin} cannot be run.", why=why, do="plan.schedule=1f1b, or correct the action list")

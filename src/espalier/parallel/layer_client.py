@@ -1,0 +1,166 @@
+"""Layers of a model that an optimizer node holds, and the Protocol of the client through which workers reach it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from espalier.plan.axes.node_layout import Layer
+from espalier.recipe.errors import RunFailed, UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+class StepLost(RunFailed):
+    """A node has started again, or another has taken its place, at a step whose gradients it does not have.
+    `Client.recover` says which step has to be done again.
+
+    Attributes:
+        again: what it said, where it was called already.
+    """
+
+    again: int | None = None
+
+
+def step_lost(step: int) -> StepLost:
+    """The error of a node that stands at `step`."""
+    return StepLost(
+        f"An optimizer node has started again at step {step}, and needs the gradients of that step once more.",
+        do="call recover() on the client and compute that step again",
+    )
+
+
+class Client(Protocol):
+    """A worker's connection to the node or nodes. Pulls and pushes of a worker are each served in their order."""
+
+    @property
+    def step(self) -> int:
+        """Steps of the state that the nodes hold."""
+
+    def pull(self, layer: int, step: int, out: Tensor) -> Any:
+        """Begins to read a layer as it is after `step` steps into `out`, fp32 [numel]. Returns a handle."""
+
+    def push(self, layer: int, step: int, tensor: Tensor) -> Any:
+        """Begins to send this worker's gradient of step `step`, fp32 [numel]. Returns a handle."""
+
+    def wait(self, handle: Any) -> None:
+        """Returns when it is done: `out` is filled, or `tensor` may be written again."""
+
+    def totals(self, step: int, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Waits for the gradients of all workers. Returns the sum of their `values` (float64 [any], in rank order) and
+        the fp32 2-norms of the summed gradient of each tensor, of all layers in order."""
+
+    def ended(self, step: int) -> tuple[Tensor, Tensor]:
+        """`totals` of step `step` where the nodes have ended it, and `recover` was called since. Raises StepLost where
+        they do not have them."""
+
+    def move(self, step: int, scale: float, rate: float, following: float | None = None) -> None:
+        """Ends step `step`: one update with the gradient times `scale` and the learning rate times `rate`. `following`:
+        the rate expected of the next step, which the nodes may then take while its gradients still come, and undo."""
+
+    def skip(self, step: int) -> None:
+        """Drops the gradients of step `step`, which is then done again."""
+
+    def settle(self, step: int) -> None:
+        """Returns when the nodes' files hold the state of `step` steps."""
+
+    def recover(self) -> int:
+        """Connects again after StepLost. Returns the step that is to be made now; what was on its way is void."""
+
+    def read(self) -> Mapping[str, float]:
+        """Bytes that the nodes' disks have `read` and `written` in the steps since it was asked last."""
+
+    def close(self) -> None:
+        """Ends the connection."""
+
+
+class LocalClient(Client, Protocol):
+    """A client whose steps are the worker's own, until a round ends.
+
+    Attributes:
+        run: steps of the run at the end of the last round.
+    """
+
+    run: int
+
+    def end_round(self, run: int, rate: float, stop: bool) -> bool:
+        """Gives the nodes what this worker did, and goes on from what all did. Returns whether some worker stops.
+
+        `run`: steps of the run at the end of this round; `rate`: of the worker's last step, with its factor.
+        """
+
+    def read(self) -> Mapping[str, float]:
+        """Also seconds `stalled` in exchanges with the nodes, and bytes `pulled` and `pushed` there."""
+
+
+def layers_of(
+    model: nn.Module, modules: Sequence[Iterable[nn.Module]]
+) -> tuple[list[Layer], list[list[int]], list[list[nn.Parameter]]]:
+    """(layers, for each of `modules` the layers it uses, the parameters of each layer).
+
+    `modules`: of each piece of the model in the order in which they compute. Parameters that the same pieces use are
+    one layer, so that what several share (a tied table) is one of its own. Frozen parameters are in none.
+
+    Raises UserError: a trainable parameter is in no piece.
+    """
+    used: dict[int, tuple[int, ...]] = {}
+    for piece, own in enumerate(modules):
+        for parameter in dict.fromkeys(one for module in own for one in module.parameters()):
+            used[id(parameter)] = (*used.get(id(parameter), ()), piece)
+    groups: dict[tuple[int, ...], list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if id(parameter) not in used:
+            raise UserError(
+                f"{type(model).__name__} cannot be held in layers: {name} is in none of its pieces.",
+                do="name its module in `Pieces.modules`",
+            )
+        groups.setdefault(used[id(parameter)], []).append((name, parameter))
+    ordered = sorted(groups.items())
+    layers = [
+        Layer(_common(names), tuple((name, tuple(one.shape)) for name, one in own))
+        for _, own in ordered
+        for names in ([name for name, _ in own],)
+    ]
+    uses: list[list[int]] = [[] for _ in modules]
+    for number, (pieces, _) in enumerate(ordered):
+        for piece in pieces:
+            uses[piece].append(number)
+    return layers, uses, [[one for _, one in own] for _, own in ordered]
+
+
+def no_layers(model: nn.Module) -> UserError:
+    """The error for a model that has no pieces."""
+    return UserError(
+        f"{type(model).__name__} cannot be held in layers.",
+        why="nothing says which of its modules come one after the other, each once in a forward pass",
+        do="return `pieces` from model.build, or keep its parameters on the ranks: leave role = "
+        '"optimizer" out of the cluster, plan.pin.offload=none',
+    )
+
+
+def _common(names: Sequence[str]) -> str:
+    """What the names of a layer's parameters begin with."""
+    parts = [name.split(".") for name in names]
+    shared = []
+    for words in zip(*parts, strict=False):
+        if len(set(words)) > 1:
+            break
+        shared.append(words[0])
+    return ".".join(shared) or names[0]
+
+
+Fill = Callable[[int, "Tensor"], None]
+"""Writes the initial values of a layer into a flat fp32 vector."""
+
+
+def filler(layers: Sequence[Layer], value: Callable[[str], Tensor]) -> Fill:
+    """Writes what `value` gives for each parameter's name."""
+
+    def fill(layer: int, flat: Tensor) -> None:
+        for (name, _), view in zip(layers[layer].tensors, layers[layer].views(flat), strict=True):
+            view.copy_(value(name))
+
+    return fill

@@ -1,0 +1,154 @@
+"""Costs of LuWu: what a worker pulls and pushes, what it holds, and how fast a node can serve it. NumPy only.
+
+Traffic of a step on a worker's link, of a layer of S bytes (LuWu, arXiv 2409.00918): S pushed, 2S pulled, whatever the
+number of workers and of micro-batches. The last piece of the model computes forward and backward at once, the table
+needs no values for its gradient, and the layers before the last piece stay in the window: those are pulled once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from espalier.recipe.cost import Cost, Number
+
+STATE_BYTES = 14
+"""Read and written per parameter by a node's step: fp32 parameter, two moments, and the bf16 copy that is pulled."""
+WINDOW = 3
+"""Layers that a worker holds at once: one computed, one pulled, one pushed."""
+PUSHES = 2
+"""Gradients of a worker on their way at once: one is sent while the next is computed."""
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The layers of a model as nodes hold them.
+
+    Attributes:
+        numel: numbers of each.
+        uses: of each piece of the model, the layers that it uses.
+        lookups: pieces whose backward needs no parameters (tables).
+    """
+
+    numel: tuple[int, ...]
+    uses: tuple[tuple[int, ...], ...]
+    lookups: frozenset[int] = frozenset({0})
+
+    @property
+    def order(self) -> list[tuple[int, tuple[int, ...]]]:
+        """Pieces of a step in order, forward and then backward, each with the layers that it needs."""
+        last = len(self.uses) - 1
+        back = [(piece, () if piece in self.lookups else self.uses[piece]) for piece in range(last - 1, -1, -1)]
+        return [*enumerate(self.uses), *back]
+
+    def kept(self, window: int) -> list[tuple[int, ...]]:
+        """Of each turn of `order` the layers that stay until they are needed again: the last of forward are the first
+        of backward, as far as a window of so many layers has room (`window.LayerWindow`)."""
+        turns = self.order
+        size = max(window, *(len(own) for _, own in turns))
+        ahead, busy = [layer for _, own in turns for layer in own], list[int]()
+        found: list[tuple[int, ...]] = []
+        for _, own in turns:
+            for layer in own:
+                if layer not in busy:
+                    ahead.remove(layer)
+                    busy.append(layer)
+            stay = []
+            for layer in own:
+                others = [one for one in busy if one != layer]
+                before = ahead[: ahead.index(layer)] if layer in ahead else []
+                if layer in ahead and len({*before} - {*others}) + len(others) < size:
+                    ahead.remove(layer)
+                    stay.append(layer)
+                else:
+                    busy = others
+                while ahead and ahead[0] not in busy and len(busy) < size:
+                    busy.append(ahead.pop(0))
+            found.append(tuple(stay))
+        return found
+
+    def pulls(self, window: int) -> Any:
+        """How often each layer is pulled in a step: [layers]."""
+        found = np.zeros(len(self.numel), dtype=np.int64)
+        for (_, own), stay in zip(self.order, self.kept(window), strict=True):
+            found[list(own)] += 1
+            found[list(stay)] -= 1
+        return found
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a node's parts sustain: `link` bytes/s each way, `disk` bytes/s read and written, `adam` parameters/s."""
+
+    link: float
+    disk: float
+    adam: float
+
+
+def pulled_bytes(layers: Layers, value_bytes: float = 4, window: int = WINDOW) -> Any:
+    """That a worker receives in a step, with a window of so many layers."""
+    return float((np.asarray(layers.numel) * layers.pulls(window)).sum()) * value_bytes
+
+
+def pushed_bytes(layers: Layers, value_bytes: float = 4) -> Any:
+    """That a worker sends in a step, whatever the number of micro-batches."""
+    return float(sum(layers.numel)) * value_bytes
+
+
+def window_bytes(layers: Layers, window: int) -> int:
+    """The most bytes of parameters and gradients that a worker holds: `window` layers, and a gradient that is computed
+    while two are sent."""
+    sizes = sorted((4 * numel for numel in layers.numel), reverse=True)
+    return sum(sizes[:window]) + sum(sizes[:3])
+
+
+def cost(layers: Layers, compute: Number, rates: Rates, readers: int, wire: Sequence[float] = (4, 4)) -> Cost:
+    """Of a step beside `compute` seconds of forward and backward (recomputation among them) on the slowest worker.
+
+    `wire`: bytes of a value that is pulled, and of one that is pushed; `rates.link`: of a worker's own link, while the
+    node's is `readers` times as fast. `readers`: workers, or aggregators, for each of which the node reads its disk.
+    """
+    up = pushed_bytes(layers, wire[1])
+    held = {"params": float(window_bytes(layers, WINDOW))}
+    exposed = {"pull and push": seconds(layers, compute, rates, wire, readers) - compute}
+    return Cost(seconds=exposed, held=held, sent={"gradients": up})
+
+
+def seconds(layers: Layers, compute: Number, rates: Rates, wire: Sequence[float], readers: int = 1) -> Number:
+    """Of a step, from its first pull until the node has moved all layers: only then the next step's pulls are answered.
+
+    Pulls, computing and pushes each do one layer after the other, as soon as there is room in the window and the one
+    before them has done that layer; a layer that did not stay is pulled again after its forward pass. The node moves
+    all layers after the last push: clipping needs the norm of all gradients. (Steps that it takes ahead, where the norm
+    did not exceed the limit, are shorter by that.) Of the computing of a piece a quarter is its forward pass.
+    """
+    sizes, last = np.asarray(layers.numel, dtype=float), len(layers.uses) - 1
+    node, down = min(rates.disk / STATE_BYTES, rates.adam), min(rates.link, rates.disk / readers)
+    work = np.array([sum(sizes[[*own]]) * (piece not in layers.lookups) for piece, own in enumerate(layers.uses)])
+    each = work * np.where(np.arange(last + 1) == last, 0.75, 1.0)
+    share = each / max(each.sum(), 1.0)
+    pulled = computed = pushed = 0.0 * compute
+    released, sent, left = [pulled] * WINDOW, [pushed] * PUSHES, [pulled] * len(sizes)
+    here: tuple[int, ...] = ()
+    pulls = 0
+    for turn, ((piece, own), stay) in enumerate(zip(layers.order, layers.kept(WINDOW), strict=True)):
+        for layer in own:
+            if layer not in here:
+                began = np.maximum(np.maximum(pulled, released[pulls]), left[layer])
+                pulled = began + wire[0] * sizes[layer] / down
+                pulls += 1
+        part = 1.0 if piece == last else 0.25 if turn < last else 0.75
+        computed = np.maximum(computed, pulled) + compute * share[piece] * part
+        here = (*(one for one in here if one not in own), *stay)
+        for layer in own:
+            left[layer] = computed
+            released += [computed] * (layer not in stay)
+        for layer in layers.uses[piece] if turn >= last else ():
+            if all(layer not in earlier for earlier in layers.uses[:piece]):
+                computed = np.maximum(computed, sent[-PUSHES])
+                pushed = np.maximum(pushed, computed) + wire[1] * sizes[layer] / rates.link
+                sent.append(pushed)
+    return pushed + sizes.sum() / node

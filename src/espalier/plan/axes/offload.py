@@ -1,0 +1,126 @@
+"""Offload in plans: what waits in host memory or on disk where devices cannot hold it, and the seconds that takes.
+
+A rank's shard of the optimizer states, then what blocks that are computed again give to the next (on disk), then its
+shard of the parameters waits on one tier between uses. What that costs is `plan.axes.offload_tiers`'s. No torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from espalier.plan.axes.offload_tiers import UNUSED, TierRate, buffers
+from espalier.plan.base import Offload, Tier
+from espalier.recipe import Pin, ShardPin
+from espalier.recipe.cost import Number
+
+if TYPE_CHECKING:
+    from espalier.machine.cluster import Cluster
+    from espalier.plan.collective_time import DeviceGroup
+    from espalier.plan.request import Request
+
+PCIE = 15.75e9
+"""Bytes/s from a GPU where its link to the host is not known: PCIe 3.0 with 16 lanes, 8 GT/s each at 128/130 (PCI-SIG),
+the slowest still in use."""
+COPY_SHARE = 0.78
+"""Share of that link that copies reach. Assumed: as collectives inside a machine."""
+HOST_MEMORY = 0.9
+"""Share of a machine's memory that may hold what its GPUs do not."""
+SCRATCH = 0.95
+"""Share of the free space of a disk that may hold what devices do not: checkpoints and logs go there as well."""
+NODE = Offload(optimizer="node", parameters="node")
+
+
+def kept(request: Request, room: float, waiting: Mapping[str, Number]) -> Number:
+    """Bytes of optimizer states on disk for which there is memory after all, and which stay there: of a single rank on
+    a processor that has `room` bytes left, but where states were pinned to the disk."""
+    if (request.offload.optimizer, request.offload.parameters, request.pin.offload) != ("disk", "device", None):
+        return 0.0
+    return np.minimum(UNUSED * max(0.0, room), waiting["optimizer"])
+
+
+def rate(kind: DeviceGroup, tier: Tier, free: float | None = None) -> TierRate:
+    """Of a rank on such a device, when all ranks of its machine use the tier at once; `free`: bytes of its disk."""
+    table, cuda = kind.table, kind.table.device.kind == "cuda"
+    beside = min(table.devices, kind.ranks) if cuda else kind.setting.processes
+    link = COPY_SHARE * (table.inside.bandwidth if "PCI" in table.inside.source else PCIE) if cuda else math.inf
+    if tier == "host":
+        return TierRate(link, link, HOST_MEMORY * table.memory / beside if table.memory else math.inf)
+    disk = table.disks[0]
+    room = math.inf if free is None else SCRATCH * free / beside
+    return TierRate(min(link, disk.read / beside), min(link, disk.write / beside), room)
+
+
+def ways(request: Request, cluster: Cluster) -> list[Offload]:
+    """What may wait elsewhere, the least first: on tiers that are pinned, else on those that all machines are known to
+    have. A tier that is pinned for GPUs holds states."""
+    pinned = request.pin.offload
+    cuda = any(table.device.kind == "cuda" for table in cluster.nodes)
+    used = [table for table in cluster.nodes if (table.device.kind == "cuda") == cuda]
+    known: list[Tier] = ["host"] * (cuda and (pinned == "host" or all(table.memory for table in used)))
+    known += ["disk"] * all(table.disks for table in used)
+    tiers = [tier for tier in known if pinned in (None, tier)]  # of "none": none
+    holding = (*cluster.optimizers, *cluster.standbys) or (used if pinned == "node" else ())
+    nodes = [NODE] * (pinned in (None, "node") and bool(holding) and all(table.disks for table in holding))
+    made = [Offload(optimizer=tier) for tier in tiers]
+    if request.heads and request.recompute in (None, "block") and not (cuda and pinned):
+        made += [Offload(optimizer=one, activations=tier) for tier in tiers for one in ("device", tier)]
+    return [*made, *(Offload(optimizer=tier, parameters=tier) for tier in tiers), *nodes]
+
+
+def pinned(request: Request, way: Offload) -> Pin:
+    """What layouts are searched with. Ranks with a window of layers compute activations again, and hold no
+    shards; activations wait where they are computed again."""
+    if way.activations != "device":
+        return request.pin.changed(recompute="block", pp=1)
+    if not windowed(way):
+        return request.pin
+    mode = "block" if request.heads else request.pin.recompute
+    whole = ShardPin(params=1, grads=1, optimizer=1)
+    return request.pin.changed(recompute=mode, algorithm="data", pp=1, shard=whole)
+
+
+def windowed(way: Offload) -> bool:
+    """Whether a rank holds a window of layers at a time: their parameters and gradients are elsewhere too."""
+    return way.parameters != "device"
+
+
+def waiting(way: Offload, sharded: Mapping[str, Number]) -> dict[str, Number]:
+    """Bytes of a rank that wait elsewhere, by kind of memory, of those of its sharded states."""
+    kinds = ["optimizer"] * (way.optimizer != "device") + ["params", "grads"] * windowed(way)
+    return {kind: sharded[kind] for kind in kinds if way != NODE or kind != "grads"}
+
+
+def again(request: Request) -> float:
+    """Share of the parameters that backward reads once more: not those of a table of its own, nor of a head, which is
+    one pass with the loss (`mechanisms.pipeline.vertical`)."""
+    return 1.0 - (request.tables > 1) * request.outside / max(1, request.trainable)
+
+
+def resident(away: Mapping[str, Number], sharded: Mapping[str, Number]) -> dict[str, Number]:
+    """Bytes of sharded states on the device, by kind: what does not wait elsewhere, and buffers of what does."""
+    found = {name: 0.0 * size if name in away else size for name, size in sharded.items()}
+    return {**found, "buffers": buffers(away)}
+
+
+def lacking(over: Number, away: Mapping[str, Number], kind: DeviceGroup, request: Request) -> Number:
+    """Bytes that a rank lacks, `over` on its device (negative: room left), with what its machine lacks for those that
+    wait in its memory or on its disk."""
+    beyond = beyond_room(away, kind, request)
+    return np.where(beyond > 0, np.maximum(0.0, over) + beyond, over)
+
+
+def tier_of(way: Offload) -> Tier:
+    """Where it is that things wait."""
+    return way.activations if way.optimizer == "device" else way.optimizer
+
+
+def beyond_room(away: Mapping[str, Number], kind: DeviceGroup, request: Request) -> Number:
+    """Bytes of a rank that its tier has no room for; negative: room left."""
+    tier = tier_of(request.offload)
+    if tier == "node":
+        return -math.inf
+    return sum(away.values()) - rate(kind, tier, request.free).room

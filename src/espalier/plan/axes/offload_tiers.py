@@ -1,0 +1,118 @@
+"""What offload costs: bytes that a step moves, bytes that stay, and the seconds by which a step gets longer. No torch.
+
+Counts may be NumPy arrays: one call then prices many layouts. Kinds of memory are those of `Cost.held`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from espalier.plan.axes.offload_layout import BUFFERS, CHUNK
+from espalier.recipe.cost import Number
+
+STATES = ("params", "grads", "optimizer")
+"""Kinds that the optimizer's step walks through."""
+UNUSED = 0.5
+"""Share of the memory that a plan leaves unused which what waits on disk takes after all; the rest is for errors of the
+prediction."""
+PENDING = 2
+"""Activations at once that are on their way to the disk."""
+HELD = PENDING + 2
+"""Inputs of blocks in memory: the first block's, those on their way, and the one at work."""
+
+
+class TierRate(NamedTuple):
+    """Bytes/s of one rank from a tier and to it, and the bytes that it may hold there: infinite where nobody knows."""
+
+    read: float
+    write: float
+    room: float
+
+
+class Moved(NamedTuple):
+    """Bytes that a step reads from a tier and writes to it."""
+
+    read: Number
+    written: Number
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What hides reads and writes of a step.
+
+    Attributes:
+        optimizer, forward, backward: seconds of the step's; backward with what is computed again.
+        layers: so many passes go through.
+        rounds: micro-batches of a step.
+        again: share of the parameters that backward reads once more.
+    """
+
+    optimizer: Number
+    forward: Number
+    backward: Number
+    layers: Number
+    rounds: Number = 1
+    again: Number = 1.0
+
+
+def walked(away: Mapping[str, Number]) -> Moved:
+    """What the optimizer's step moves: it reads all states, and writes all but gradients."""
+    states = sum(away.get(kind, 0.0) for kind in STATES)
+    return Moved(states, states - away.get("grads", 0.0))
+
+
+def passed(away: Mapping[str, Number], again: Number = 1.0) -> Moved:
+    """What forward and backward move of parameters on disk: values are read in forward, and the share `again` of them
+    in backward; gradients are written once, however many micro-batches there are."""
+    if "params" not in away:
+        return Moved(0.0, 0.0)
+    return Moved((1.0 + again) * away["params"], away["grads"])
+
+
+def saved(away: Mapping[str, Number], rounds: Number) -> Moved:
+    """What activations move: those of each micro-batch are written and read once."""
+    size = rounds * away.get("activations", 0.0)
+    return Moved(size, size)
+
+
+def moved(away: Mapping[str, Number], rounds: Number = 1, again: Number = 1.0) -> Moved:
+    """All of a step."""
+    parts = walked(away), passed(away, again), saved(away, rounds)
+    return Moved(sum(one.read for one in parts), sum(one.written for one in parts))
+
+
+def activations(kept: Number, layers: Number) -> Number:
+    """Bytes of a micro-batch on disk, of which each of `layers` blocks keeps `kept`: what all but the last give."""
+    return kept * (layers - 1)
+
+
+def activations_held(kept: Number, layers: Number) -> Number:
+    """Bytes of these in memory."""
+    return kept * np.minimum(layers, HELD)
+
+
+def buffers(away: Mapping[str, Number]) -> Number:
+    """Bytes in memory through which states pass."""
+    return np.minimum(walked(away).read, BUFFERS * CHUNK)
+
+
+def seconds(away: Mapping[str, Number], speed: TierRate, beside: Beside) -> Number:
+    """Seconds by which a step gets longer: the optimizer's walk goes at the pace of the slowest of reading, moving and
+    writing, and begins with a read and ends with a write; passes wait for what they do not hide, and for the first
+    layer."""
+    step, values, kept = walked(away), passed(away, beside.again), saved(away, beside.rounds)
+    read, write = step.read / speed.read, step.written / speed.write
+    pieces = np.maximum(1, np.ceil(step.read / CHUNK))
+    taken = np.maximum(0.0, np.maximum(read, write) - beside.optimizer) + (read + write) / pieces
+    if "params" in away:
+        fetched = values.read / speed.read + values.written / speed.write
+        taken = taken + np.maximum(fetched - beside.forward - beside.backward, fetched / beside.layers)
+    if "activations" in away:
+        out, back = kept.written / speed.write, kept.read / speed.read
+        layers = np.maximum(1, beside.layers - 1)
+        taken = taken + np.maximum(out - beside.forward, 0.0) + np.maximum(back - beside.backward, back / layers)
+    return taken

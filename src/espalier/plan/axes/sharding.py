@@ -1,0 +1,446 @@
+"""What sharded states cost: seconds, bytes held, bytes sent, of many layouts in one call. NumPy; no torch.
+
+The search and the plan that runs ask the same functions. Lengths are those of the very units that are exchanged
+(`plan.axes.flat_layout`), padding included, so that bytes sent are the ledger's; the formulas are AMSP's (arXiv
+2311.00257,
+sections 2.4 and 2.5). Of a model that is cut, or whose tensors are not known, all parameters count as one length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from espalier.plan.axes.flat_layout import BUCKET, Arranged, BucketRule, Piece, arrange
+from espalier.plan.axes.placement import Placement, ShardFactors, inside, place
+from espalier.plan.axes.placement_plan import LOSSLESS, PIPED, ParameterGroup, groups
+from espalier.recipe.cost import Cost, Number, ring_bytes
+
+if TYPE_CHECKING:
+    from espalier.plan.axes.flat_layout import Sized
+
+GRADIENTS, PARAMETERS = "gradients", "parameters"
+FEEDBACK_BYTES = 4
+"""Of what a lossy codec has not sent yet, per parameter: float32 at least."""
+
+Wire = Callable[[Any, Number, Number, Number, str], Number]
+"""(operation, bytes of the whole tensor, ranks, their distance, class of traffic) -> seconds of a collective."""
+
+
+class StateBytes(NamedTuple):
+    """Bytes of each parameter by state: as computed with, its gradient, and what the optimizer keeps (masters too)."""
+
+    params: Number
+    grads: Number
+    optimizer: Number
+
+    def times(self, factor: float) -> StateBytes:
+        """Of values that are wider or narrower by a factor."""
+        return self if factor == 1 else StateBytes(*(value * factor for value in self))
+
+
+@dataclass(frozen=True)
+class StateSizes:
+    """A model's states as far as their cost depends on them. Numbers may be arrays, one value for each layout.
+
+    Attributes:
+        storage: bytes of a parameter; exact: of one that keeps its precision beside low ones, None: the same.
+        sizes: the trainable tensors in the model's order; empty: not known.
+        whole: matrices lie on one rank each (an optimizer of matrices moves them).
+        elements, layers, layer: trainable parameters of a rank before sharding, its layers, parameters of one layer.
+        outside: parameters outside the layers.
+        cut: whether a rank has less than the whole model, so that `elements` counts and not `sizes`.
+        largest: elements of the largest matrix that stays whole.
+        width: bytes of a value that `storage` is meant for.
+        bucket_bytes: as in `Spread`.
+        lossy: the level (`inside`, `between`, `all`) at which sums of gradients are rounded; empty: at none.
+    """
+
+    storage: StateBytes
+    exact: StateBytes | None = None
+    sizes: Sequence[Sized] = ()
+    whole: bool = False
+    elements: Number = 0
+    layers: Number = 1
+    layer: Number = 0
+    outside: Number = 0
+    cut: Any = False
+    largest: Number = 0
+    width: int = 4
+    bucket_bytes: Any = BUCKET
+    lossy: str = ""
+
+
+@dataclass(frozen=True)
+class Division:
+    """Over how many ranks each state is split. Every field may be an array [n].
+
+    Attributes:
+        ranks: that hold the same part of the model; stride: how far they are apart.
+        machine: how many of them are on one machine, where exchanges go through machines first; None: they do not.
+    """
+
+    params: Any = 1
+    grads: Any = 1
+    optimizer: Any = 1
+    ranks: Any = 1
+    stride: Any = 1
+    machine: Any = None
+
+    @property
+    def each(self) -> Any:
+        """Ranks between two machine borders that exchanges heed."""
+        return self.ranks if self.machine is None else np.maximum(1, self.machine)
+
+    @property
+    def by_level(self) -> Any:
+        """Whether exchanges go through machines and then between them: see `Placement`."""
+        return (np.asarray(self.each) > 1) & (self.each < np.asarray(self.ranks))
+
+    @property
+    def multiple(self) -> Any:
+        """What lengths are multiples of: see `Placement.multiple`."""
+        replicas = np.asarray(self.ranks) // self.optimizer
+        inner = inside(replicas, self.optimizer, self.each)
+        return self.optimizer * np.where((inner > 1) & (inner < replicas), inner, 1)
+
+
+class Volume(NamedTuple):
+    """Units of one storage taken together. Arrays allowed.
+
+    Attributes:
+        elements: of all of them, padding included; units: how many they are.
+        staying, staying_units: of those that stay from forward to backward where parameters are gathered.
+    """
+
+    storage: StateBytes
+    elements: Number
+    units: Number
+    staying: Number = 0
+    staying_units: Number = 0
+
+
+class GroupTraffic(NamedTuple):
+    """What one group of ranks exchanges in a step: `size` bytes of whole tensors in so many `calls`.
+
+    `part`: `gather` and `scatter` belong to every micro-batch, `reduce` and `refresh` to the step.
+    """
+
+    part: str
+    traffic: str
+    operation: str
+    size: Number
+    calls: Number
+    ranks: Number
+    stride: Number
+
+
+# --- lengths -----------------------------------------------------------------------------------------------------
+
+
+class Units(NamedTuple):
+    """Units of one kind: [units] lengths, and which stay from forward to backward."""
+
+    low: bool
+    element_bytes: int
+    lengths: np.ndarray[Any, Any]
+    stays: np.ndarray[Any, Any]
+
+
+class Rules(NamedTuple):
+    """What the units of a model must obey: whether parameters are `gathered` by blocks, what lengths are multiples of,
+    among how many `owners` whole matrices are dealt, and the bytes of a bucket."""
+
+    gathered: bool
+    multiple: int
+    owners: int
+    limit: int
+
+
+class Lengths:
+    """The units of a model by their rules. Has state: those that were worked out."""
+
+    def __init__(self, sizes: Sequence[Sized], whole: bool) -> None:
+        self.sizes, self.whole = sizes, whole
+        self._known: dict[Rules, tuple[Units, ...]] = {}
+
+    def of(self, rules: Rules) -> tuple[Units, ...]:
+        """The units of each kind."""
+        if rules.owners > 1:  # whole pieces are dealt anew for other owners
+            return self._kept(rules)
+        found = self._kept(rules._replace(multiple=1))
+        return tuple(one._replace(lengths=-(-one.lengths // rules.multiple) * rules.multiple) for one in found)
+
+    def _kept(self, rules: Rules) -> tuple[Units, ...]:
+        if rules not in self._known:
+            self._known[rules] = tuple(self._kinds(rules))
+        return self._known[rules]
+
+    def _kinds(self, rules: Rules) -> Iterator[Units]:
+        sizes, found = self.sizes, self._groups(rules)
+        last = max((one.gathered[1] for one in found if one.gathered), default=0)
+        kinds: dict[tuple[bool, int], list[tuple[int, bool]]] = {}
+        for unit in self.arranged(rules):
+            one, group = sizes[unit.indices[0]], found[unit.indices[0]]
+            stays = group.gathered is not None and (group.gathered[0] is None or group.gathered[1] == last)
+            kinds.setdefault((one.kind[1], one.element_bytes), []).append((unit.length, stays))
+        for kind, rows in kinds.items():
+            yield Units(*kind, *map(np.array, zip(*rows, strict=True)))
+
+    def _groups(self, rules: Rules) -> list[ParameterGroup]:
+        shards = ShardFactors(params=2 if rules.gathered else 1)
+        return groups([shards] * len(self.sizes), [one.block for one in self.sizes], [one.kind for one in self.sizes])
+
+    def arranged(self, rules: Rules) -> list[Arranged]:
+        """The units themselves."""
+        pieces = [
+            Piece(one.elements, one.element_bytes, group, self.whole and one.matrix and rules.owners > 1)
+            for one, group in zip(self.sizes, self._groups(rules), strict=True)
+        ]
+        rule = BucketRule(rules.multiple, rules.owners, 0 if rules.gathered else rules.limit)
+        return arrange(pieces, lambda group: rule)
+
+
+@lru_cache(maxsize=16)
+def lengths(sizes: tuple[Sized, ...], whole: bool) -> Lengths:
+    """Of a model's tensors: those worked out are kept."""
+    return Lengths(sizes, whole)
+
+
+def volumes(states: StateSizes, division: Division) -> list[Volume]:
+    """The lengths of all layouts, by storage."""
+    if not states.sizes:
+        return [_even(states, division)]
+    exact = _arranged(states, division)
+    cut = np.asarray(states.cut)
+    if not np.any(cut):
+        return exact
+    even = _even(states, division)
+    return [*exact, Volume(even.storage, *(np.where(cut, value, 0) for value in even[1:]))]
+
+
+def _arranged(states: StateSizes, division: Division) -> list[Volume]:
+    """By the units themselves; nothing of layouts that cut the model."""
+    known = lengths(tuple(states.sizes), states.whole)
+    owners = division.optimizer if states.whole else 1
+    limit = np.where(division.by_level, np.minimum(states.bucket_bytes, PIPED), states.bucket_bytes)
+    gathered, multiple, owners, limit, cut = np.broadcast_arrays(
+        np.asarray(division.params) > 1, division.multiple, owners, limit, states.cut
+    )
+    rows, at = _alike(np.stack([gathered, multiple, owners, limit]).reshape(4, -1) * ~cut.reshape(-1))
+    table = [known.of(Rules(bool(row[0]), *map(int, row[1:]))) if row[1] else () for row in rows]
+    found = []
+    for kind in dict.fromkeys((units.low, units.element_bytes) for row in table for units in row):
+        sums = np.array([_sums(row, kind) for row in table])
+        storage = states.storage if kind[0] or states.exact is None else states.exact
+        shaped = (sums[at, column].reshape(cut.shape) for column in range(4))
+        found.append(Volume(storage.times(kind[1] / states.width), *shaped))
+    return found
+
+
+def _alike(columns: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """The columns that differ [m, rows], and which of them each column is [n]."""
+    code = np.ravel_multi_index(tuple(columns), tuple(columns.max(axis=1) + 1))
+    _, first, at = np.unique(code, return_index=True, return_inverse=True)
+    return columns[:, first].T, at
+
+
+def _sums(row: Sequence[Units], kind: tuple[bool, int]) -> tuple[int, int, int, int]:
+    """Of the units of one kind: elements, units, and those of them that stay."""
+    mine = next((units for units in row if (units.low, units.element_bytes) == kind), None)
+    if mine is None:
+        return 0, 0, 0, 0
+    return int(mine.lengths.sum()), len(mine.lengths), int(mine.lengths[mine.stays].sum()), int(mine.stays.sum())
+
+
+def _even(states: StateSizes, division: Division) -> Volume:
+    """As if all parameters were one length; a whole matrix makes every owner's share as long as itself."""
+    gathered = np.asarray(division.params) > 1
+    limit = np.where(division.by_level, np.minimum(states.bucket_bytes, PIPED), states.bucket_bytes)
+    wanted = np.maximum(states.elements, states.largest * (np.asarray(division.optimizer) > 1) * division.optimizer)
+    elements = np.ceil(np.ceil(wanted) / division.multiple) * division.multiple
+    buckets = np.maximum(1, np.ceil(elements * states.storage.grads / limit))
+    staying = np.minimum(elements, states.outside + states.layer)
+    blocks = states.layers + (np.asarray(states.outside) > 0)
+    return Volume(
+        states.storage, elements, np.where(gathered, blocks, buckets), staying, np.minimum(2, blocks) * (staying > 0)
+    )
+
+
+# --- cost --------------------------------------------------------------------------------------------------------
+
+
+def cost(states: StateSizes, division: Division, *, rounds: Number = 1, wire: Wire | None = None) -> Cost:
+    """What sharded states add to a step of each rank.
+
+    Args:
+        states, division: of many layouts, as arrays that broadcast together.
+        rounds: micro-batches of the step.
+        wire: how long collectives take; None: no seconds.
+
+    Returns:
+        `held`: `params`, `grads`, `optimizer`, `gathered`, `buckets` and, where sums are rounded, `feedback`.
+        `sent`: the ledger's bytes of `gradients` and `parameters`, nothing encoded (see `wire_bytes`).
+        `seconds`, nothing hidden: `gather` (sharded parameters) and `scatter` (sharded gradients) of all micro-batches,
+        `reduce` (the step's gradients) and `refresh` (moved parameters).
+    """
+    found = volumes(states, division)
+    seconds: dict[str, Number] = {}
+    sent: dict[str, Number] = {GRADIENTS: 0.0, PARAMETERS: 0.0}
+    for one in exchanges(found, division, rounds):
+        sent[one.traffic] = sent[one.traffic] + ring_bytes(one.operation, one.size, one.ranks)
+        if wire is not None:
+            calls = np.maximum(1, one.calls)
+            taken = calls * wire(one.operation, one.size / calls, one.ranks, one.stride, one.traffic)
+            seconds[one.part] = seconds.get(one.part, 0.0) + taken
+    return Cost(seconds=seconds, held=held(states, division, found), sent=sent)
+
+
+def exchanges(found: Sequence[Volume], division: Division, rounds: Number = 1) -> Iterator[GroupTraffic]:
+    """Everything that a step sends of `found`. Axes that go on from one another count as one: in all a rank sends the
+    bytes of one flat collective (see `plan.axes.placement`)."""
+    params, grads = np.asarray(division.params), np.asarray(division.grads)
+    optimizer, stride = np.asarray(division.optimizer), np.asarray(division.stride)
+    replicas = np.asarray(division.ranks) // optimizer
+    for one in found:
+        size, back, units = one.elements * one.storage.grads, one.elements * one.storage.params, one.units
+        gathered = 2 * back - one.staying * one.storage.params
+        times = 2 * units - one.staying_units
+        yield GroupTraffic("gather", PARAMETERS, "all_gather", rounds * gathered, rounds * times, params, stride)
+        yield GroupTraffic("scatter", GRADIENTS, "reduce_scatter", rounds * size, rounds * units, grads, stride)
+        away = (optimizer // grads, stride * grads)
+        yield GroupTraffic("reduce", GRADIENTS, "reduce_scatter", size / grads, units, *away)
+        yield GroupTraffic("reduce", GRADIENTS, "all_reduce", size / optimizer, units, replicas, stride * optimizer)
+        home = (optimizer // params, stride * params)
+        yield GroupTraffic("refresh", PARAMETERS, "all_gather", back / params, units, *home)
+
+
+def held(states: StateSizes, division: Division, found: Sequence[Volume]) -> dict[str, Number]:
+    """Bytes on a rank by kind (AMSP, section 2.4): the states, where these are sharded two whole layers of parameters
+    and of gradients on their way (the one at work and the next) and what is outside the layers, which stays from
+    forward to backward, gradients in buckets, and what codecs keep back."""
+    params, grads = np.asarray(division.params), np.asarray(division.grads)
+    whole = [sum(one.storage[state] * one.elements for one in found) for state in range(3)]
+    layers, storage = 2 * states.layer, states.storage
+    gathered = np.where(params > 1, (layers + states.outside) * storage.params, 0.0)
+    gathered = gathered + np.where(grads > 1, np.maximum(layers, states.outside) * storage.grads, 0.0)
+    summed = whole[1] / grads
+    result = {
+        "params": whole[0] / params,
+        "grads": summed,
+        "optimizer": whole[2] / division.optimizer,
+        "gathered": gathered,
+        "buckets": np.where(np.asarray(division.ranks) > grads, np.minimum(2 * states.bucket_bytes, summed), 0.0),
+    }
+    if states.lossy:
+        rounds_off = np.asarray(division.ranks) > (division.each if states.lossy == "between" else 1)
+        kept = sum(np.maximum(FEEDBACK_BYTES, one.storage.grads) * one.elements for one in found)
+        result["feedback"] = rounds_off * kept
+    return result
+
+
+def refreshed(states: StateSizes, division: Division) -> Number:
+    """Bytes of bringing moved parameters back to everybody, once."""
+    found = exchanges(volumes(states, division), division)
+    return sum(ring_bytes(one.operation, one.size, one.ranks) for one in found if one.part == "refresh")
+
+
+# --- one layout ---------------------------------------------------------------------------------------------------
+
+
+def owned(
+    sizes: Sequence[Sized], whole: bool, chosen: ShardFactors, nodes: Sequence[int], bucket_bytes: int = BUCKET
+) -> list[int]:
+    """Elements that the optimizer of the first rank moves, tensor by tensor in its order."""
+    if len(nodes) == 1:
+        return [one.elements for one in sizes]
+    found = []
+    _, rules = placed(chosen, nodes, whole, bucket_bytes)
+    for unit in lengths(tuple(sizes), whole).arranged(rules):
+        end = unit.length // chosen.optimizer
+        for index, offset in zip(unit.indices, unit.offsets, strict=True):
+            if offset < end:
+                found.append(min(offset + sizes[index].elements, end) - offset)
+    return found
+
+
+def placed(chosen: ShardFactors, nodes: Sequence[int], whole: bool, bucket_bytes: int) -> tuple[Placement, Rules]:
+    """Where the factors lie on ranks of these machines, and what units then obey."""
+    placement = place(chosen, nodes)
+    limit = min(bucket_bytes, PIPED) if placement.by_level else bucket_bytes
+    return placement, Rules(chosen.params > 1, placement.multiple, chosen.optimizer if whole else 1, limit)
+
+
+# --- through codecs ------------------------------------------------------------------------------------------------
+
+
+Codecs = Mapping[tuple[str, str], str]
+"""Names of codecs by class of traffic and level, as in `plan.axes.placement_plan.Spread`."""
+
+
+def wire_bytes(
+    states: StateSizes, chosen: ShardFactors, nodes: Sequence[int], codecs: Codecs, *, rounds: int = 1
+) -> dict[str, float]:
+    """Bytes sent in a step by the first rank, which sends most, through `codecs`, headers included: exact for codecs of
+    fixed length and finite values, else at most that.
+
+    Args:
+        states: with `sizes`; chosen: the factors of one layout; nodes: the machine of each rank.
+        codecs: as in `Spread`.
+        rounds: micro-batches of the step.
+    """
+    from espalier.comm.hierarchical_all_reduce import level  # codecs load torch
+
+    placement, rules = placed(chosen, nodes, states.whole, int(states.bucket_bytes))
+    sent = {GRADIENTS: 0.0, PARAMETERS: 0.0}
+    for units in lengths(tuple(states.sizes), states.whole).of(rules):
+        storage = states.storage if units.low or states.exact is None else states.exact
+        storage = storage.times(units.element_bytes / states.width)
+        before = units.lengths
+        for index, axis in enumerate(placement.axes):
+            where = level(nodes, axis.members(0))
+            sums = _Way(codecs.get((GRADIENTS, where)), axis.size, float(storage.grads))
+            replicas = axis.state == "replicas"
+            kind = GRADIENTS if replicas else PARAMETERS
+            back = _Way(codecs.get((kind, where)), axis.size, float(storage.grads if replicas else storage.params))
+            if replicas and index == len(placement.axes) - 1:
+                sent[GRADIENTS] += float(sums.sent("all_reduce", before).sum())
+            else:
+                once = axis.state in ("optimizer", "replicas")
+                sent[GRADIENTS] += (1 if once else rounds) * float(sums.sent("reduce_scatter", before).sum())
+                times = rounds * (2 - units.stays) if axis.state == "params" else 1
+                sent[kind] += float((times * back.exact.sent("all_gather", before)).sum())
+            before = before // axis.size
+    return sent
+
+
+class _Way(NamedTuple):
+    """How one axis is sent along: by a codec, to so many ranks, values of so many bytes."""
+
+    name: str | None
+    ranks: int
+    width: float
+
+    @property
+    def exact(self) -> _Way:
+        """The same without rounding."""
+        from espalier.comm.codecs import codec
+
+        lossy = self.name is not None and not codec(self.name).lossless
+        return self._replace(name=LOSSLESS) if lossy else self
+
+    def sent(self, operation: str, elements: Any) -> Any:
+        """Bytes of tensors of so many elements; small ones go as they are."""
+        from espalier.comm import compressed_collectives
+        from espalier.comm.codecs import codec
+
+        plain = ring_bytes(operation, elements * self.width, self.ranks)
+        if self.name is None:
+            return plain
+        chosen = codec(self.name)
+        found = compressed_collectives.sent_bytes(chosen, operation, elements, (0, self.ranks), int(self.width))
+        return np.where(elements * self.width < compressed_collectives.SMALL, plain, found)

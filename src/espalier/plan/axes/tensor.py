@@ -1,0 +1,85 @@
+"""What sharing the matrices of a decoder costs: bytes sent and seconds, of many settings in one call. NumPy; no torch.
+
+Transfers of a layer as in Buff (arXiv 2401.09149, section on communication cost), with one difference: recomputation
+stops where nothing is needed any more, so that of a layer's four exchanges it repeats three.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from espalier.recipe.cost import Cost, Number, ring_bytes
+
+ACTIVATIONS, GRADIENTS = "activations", "gradients"
+Wire = Callable[[str, Number, Number, Number, str], Number]
+"""(operation, bytes of the whole tensor, ranks, their distance, class of traffic) -> seconds."""
+
+
+@dataclass(frozen=True)
+class TensorLoad:
+    """One micro-batch of a decoder whose matrices are shared, on one rank. Arrays allowed.
+
+    Attributes:
+        tokens: of the micro-batch, on the ranks that share matrices.
+        width: of the residual stream; compute, whole: bytes of a value in products, and in the stream and the loss.
+        layers: on this rank; ends: 1 where it has embedding, head and loss too, 0 where it has neither.
+        ranks, stride: that share each matrix, and how far they are apart.
+        again: recomputation repeats the layers' forward pass.
+        regather: only shards are kept for backward (FSP); sharded: the stream is, between matrices.
+    """
+
+    tokens: Number
+    width: int
+    compute: int
+    whole: int
+    layers: Number
+    ranks: Number
+    ends: Number = 1
+    stride: Number = 1
+    again: Number = 0
+    regather: Any = False
+    sharded: Any = True
+
+
+class Transfers(NamedTuple):
+    """All-gathers, reduce-scatters and all-reduces of one tensor."""
+
+    gathers: Number
+    scatters: Number
+    reductions: Number
+
+
+def of_layer(again: Number, regather: Any, sharded: Any = True, repeated: int = 3) -> Transfers:
+    """What one layer exchanges of its stream in a micro-batch. `repeated`: exchanges that recomputation repeats (4 in
+    systems that compute to the layer's end)."""
+    again, regather = np.asarray(again) * 1.0, np.asarray(regather) * 1.0
+    if not np.all(sharded):
+        return Transfers(0.0 * again, 0.0 * again, 4 + (repeated - 2) * again)
+    return Transfers(4 + 2 * again + 2 * regather, 4 + (repeated - 2) * again, 0.0 * again)
+
+
+def cost(load: TensorLoad, wire: Wire | None = None) -> Cost:
+    """Bytes that leave a rank in forward and backward, and their seconds on a wire, none of them hidden."""
+    product, stream = (load.tokens * load.width * each for each in (load.compute, load.whole))
+    layer = of_layer(load.again, load.regather, load.sharded)
+    regather = np.asarray(load.regather) * 1.0
+    parts: list[tuple[str, Number, Number]] = [
+        ("all_gather", product, load.layers * layer.gathers),
+        ("reduce_scatter", product, load.layers * layer.scatters),
+        ("all_reduce", product, load.layers * layer.reductions),
+        ("reduce_scatter", stream, load.ends),  # the embedding
+        ("all_gather", stream, load.ends),
+        ("all_gather", product, load.ends * (1 + regather)),  # the head
+        ("reduce_scatter", product, load.ends),
+        ("all_reduce", load.tokens * load.whole, load.ends),  # the largest logit
+        ("all_reduce", 2 * load.tokens * load.whole, load.ends),  # the sum of exponentials, the target's logit
+    ]
+    sent = sum(times * ring_bytes(operation, size, load.ranks) for operation, size, times in parts)
+    if wire is None:
+        return Cost(sent={ACTIVATIONS: sent})
+    taken = sum(times * wire(operation, size, load.ranks, load.stride, ACTIVATIONS) for operation, size, times in parts)
+    return Cost(seconds={"tensor": taken}, sent={ACTIVATIONS: sent})

@@ -1,0 +1,77 @@
+"""Hashes of the data a run was trained on: kept in the run folder and compared when the run resumes.
+
+A hash is kept by path, size and times, so that an unchanged file is read once. Of a file above `WHOLE` bytes its size,
+its ends and pieces in between are hashed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import xxhash
+
+from espalier.recipe.cache_dir import cache_folder, replace, table
+from espalier.recipe.errors import UserError
+
+WHOLE = 64 << 20
+"""Bytes up to which a file is hashed as a whole."""
+
+PIECE, PIECES = 1 << 20, 32
+"""Of a larger file: so many bytes at so many places, evenly apart, the first and the last included."""
+
+_KEPT = 100_000  # files in the list of known hashes, before it is begun anew
+
+
+def hashes(files: Mapping[str, str | Path]) -> dict[str, str]:
+    """Name to hash, of the files at these paths. A file that cannot be read has the hash "unreadable"."""
+    kept = cache_folder() / "contents.json"
+    known: dict[str, str] = table(kept)
+    found, fresh = {}, {}
+    for name, path in files.items():
+        try:
+            status = os.stat(path)
+            key = f"{Path(path).absolute()}:{status.st_size}:{status.st_mtime_ns}:{status.st_ctime_ns}"
+            found[name] = known.get(key) or _hash(Path(path), status.st_size)
+            fresh[key] = found[name]
+        except OSError:
+            found[name] = "unreadable"
+    if not fresh.keys() <= known.keys():
+        with suppress(OSError, UserError):  # without it files are read again
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            replace(kept, json.dumps({**(known if len(known) < _KEPT else {}), **fresh}))
+    return found
+
+
+def below(path: Path) -> dict[str, str]:
+    """Hashes of a file, or of all files in a folder, by their paths."""
+    if not path.is_dir():
+        return hashes({str(path): path})
+    return hashes({str(one): one for one in sorted(path.rglob("*")) if one.is_file()})
+
+
+def in_folder(folder: Path) -> dict[str, str]:
+    """Hashes of all files in `folder` by their paths in it; what Python compiles there is left out."""
+    files = (one for one in sorted(folder.rglob("*")) if one.is_file() and "__pycache__" not in one.parts)
+    return hashes({str(one.relative_to(folder)): one for one in files})
+
+
+def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """What happened to each file that is not as it was, in words."""
+    words = [(name, "has vanished") for name in before.keys() - now.keys()]
+    words += [(name, "is new") for name in now.keys() - before.keys()]
+    words += [(name, "has changed") for name in before.keys() & now.keys() if before[name] != now[name]]
+    return [f"{name} {what}" for name, what in sorted(words)]
+
+
+def _hash(path: Path, size: int) -> str:
+    digest = xxhash.xxh3_128(str(size).encode())
+    with path.open("rb") as file:
+        several = ((size - PIECE) * place // (PIECES - 1) for place in range(PIECES))
+        for start in range(0, size, PIECE) if size <= WHOLE else several:
+            file.seek(start)
+            digest.update(file.read(PIECE))
+    return digest.hexdigest()

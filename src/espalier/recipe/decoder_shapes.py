@@ -1,0 +1,237 @@
+"""Language decoders: options, published shapes by name (`llama-7b`), sizes, numbers of parameters. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from espalier.recipe.base import Model
+from espalier.recipe.errors import UserError, nearest
+from espalier.recipe.sections import Options
+
+Family = Literal["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2"]
+
+
+class Rope(Options, frozen=True):
+    """How rotary positions are stretched beyond the `original` context, by `factor`: all rates alike (`linear`); the
+    slow ones (`llama3`, arXiv 2407.21783, as in its release: `low`, `high` are turns in the original context); or by a
+    ramp between `high` and `low` turns, attention sharpened by `attention` (`yarn`, arXiv 2309.00071)."""
+
+    kind: Literal["linear", "llama3", "yarn"] = "yarn"
+    factor: float = 1.0
+    original: int | None = None
+    low: float = 1.0
+    high: float | None = None
+    attention: float | None = None
+
+
+class Decoder(Model, frozen=True):
+    """What the language decoders share. Give `depth`, or `shape`, or the numbers themselves.
+
+    `family`: whose blocks these are: Qwen 2 adds biases to query, key and value, Qwen 3 norms of queries and keys;
+    Gemma counts norms from 1, multiplies embeddings by sqrt(width) and uses GELU, Gemma 2 also norms what is added to
+    the stream. `head_size`: where it is not width / heads; `window`: tokens a query sees (of Gemma 2 in even layers);
+    `attention_cap`, `logit_cap`: c tanh(x / c) of attention's scores and of logits; `attention_scale`: of scores, where
+    it is not 1 / sqrt(head_size).
+    """
+
+    depth: int | None = None
+    shape: str | None = None
+    width: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    feed_forward: int | None = None
+    vocabulary: int | None = None
+    context: int | None = None
+    tied: bool | None = None
+    rope_theta: float = 10_000.0
+    norm_epsilon: float = 1e-5
+    initial: str | None = None
+    family: Family = "llama"
+    head_size: int | None = None
+    window: int | None = None
+    attention_cap: float | None = None
+    logit_cap: float | None = None
+    attention_scale: float | None = None
+    rope: Rope | None = None
+
+
+class Gpt(Decoder, frozen=True, tag="gpt"):
+    """A dense decoder (RMSNorm, rotary positions, grouped-query attention, SwiGLU)."""
+
+
+class Moe(Decoder, frozen=True, tag="moe"):
+    """The same decoder with a mixture of experts in place of each feed-forward block.
+
+    `balancing`: what keeps experts evenly used, a `"loss"` with the weight `balance`, or a `"bias"` of each expert
+    when they are picked (auxiliary-loss-free); `z_loss`: weight of the penalty of large router scores. `normalized`:
+    whether the weights of a token's experts add up to 1 (else they are probabilities among all experts); `shared`:
+    columns of an expert that every token takes too, by a gate of its own (Qwen 2 MoE; 0: there is none).
+    """
+
+    experts: int = 8
+    active: int = 2
+    balance: float = 0.01
+    balancing: Literal["loss", "bias"] = "loss"
+    z_loss: float = 0.0
+    normalized: bool = True
+    shared: int = 0
+
+
+# --- published shapes ----------------------------------------------------------------------------------------------
+
+# The shapes of GPT-2 and GPT-3 are taken over into this decoder (RMSNorm, rotary positions, SwiGLU, no bias). Their
+# feed-forward has two matrices of 4 x width; SwiGLU has three, so 8/3 x width keeps the number of parameters (Shazeer,
+# "GLU Variants Improve Transformer", arXiv 2002.05202, section 3).
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One published decoder: `source` says where its numbers come from."""
+
+    depth: int
+    width: int
+    heads: int
+    kv_heads: int
+    feed_forward: int
+    vocabulary: int
+    context: int
+    tied: bool
+    source: str
+
+
+_GPT2 = "GPT-2 (Radford et al. 2019, table 2; heads and vocabulary as in its release)"
+_GPT3 = "GPT-3 175B (arXiv 2005.14165, table 2.1; vocabulary of GPT-2)"
+_LLAMA = "Llama 2 (arXiv 2307.09288, table 1; width, heads and feed-forward as in its released params.json)"
+_LLAMA3 = "Llama 3 (arXiv 2407.21783, table 3; Llama 3.2 as in its released config.json)"
+_MISTRAL = "Mistral 7B (arXiv 2310.06825, table 1); with 8 experts Mixtral 8x7B (arXiv 2401.04088, table 1)"
+_SMOLLM = "SmolLM2 (arXiv 2502.02737; as in its released config.json)"
+_TINY = "TinyLlama 1.1B (arXiv 2401.02385, table 2)"
+
+SHAPES: dict[str, Shape] = {
+    "smollm2-135m": Shape(30, 576, 9, 3, 1536, 49152, 8192, True, _SMOLLM),
+    "gpt2-124m": Shape(12, 768, 12, 12, 2048, 50257, 1024, True, _GPT2),
+    "gpt2-355m": Shape(24, 1024, 16, 16, 2736, 50257, 1024, True, _GPT2),
+    "gpt2-774m": Shape(36, 1280, 20, 20, 3416, 50257, 1024, True, _GPT2),
+    "gpt2-1558m": Shape(48, 1600, 25, 25, 4272, 50257, 1024, True, _GPT2),
+    "tinyllama-1b": Shape(22, 2048, 32, 4, 5632, 32000, 2048, False, _TINY),
+    "llama3-1b": Shape(16, 2048, 32, 8, 8192, 128256, 131072, True, _LLAMA3),
+    "llama3-3b": Shape(28, 3072, 24, 8, 8192, 128256, 131072, True, _LLAMA3),
+    "mistral-7b": Shape(32, 4096, 32, 8, 14336, 32000, 8192, False, _MISTRAL),
+    "llama3-8b": Shape(32, 4096, 32, 8, 14336, 128256, 8192, False, _LLAMA3),
+    "llama3-70b": Shape(80, 8192, 64, 8, 28672, 128256, 8192, False, _LLAMA3),
+    "llama3-405b": Shape(126, 16384, 128, 8, 53248, 128256, 131072, False, _LLAMA3),
+    "llama-7b": Shape(32, 4096, 32, 32, 11008, 32000, 4096, False, _LLAMA),
+    "llama-13b": Shape(40, 5120, 40, 40, 13824, 32000, 4096, False, _LLAMA),
+    "llama-70b": Shape(80, 8192, 64, 8, 28672, 32000, 4096, False, _LLAMA),
+    "gpt3-175b": Shape(96, 12288, 96, 96, 32768, 50257, 2048, True, _GPT3),
+}
+
+
+def published(name: str) -> Shape:
+    """The published shape called `name`. Raises UserError naming the nearest one."""
+    if name not in SHAPES:
+        near = nearest(name, SHAPES) or next((one for one in SHAPES if one.startswith(name)), None)
+        raise UserError(
+            f'model.shape = "{name}" is not a known shape.',
+            why=f"the shapes are {', '.join(SHAPES)}",
+            do=f'model.shape = "{near}"' if near else "give model.depth instead",
+        )
+    return SHAPES[name]
+
+
+ROUTING = ("experts", "active", "balance", "z_loss", "normalized", "shared")
+"""Options of a mixture that `Sizes` takes over as they are."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A decoder in plain integers. `experts` = `active` = 1 for a dense model; `balance` is then 0."""
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    feed_forward: int
+    vocabulary: int
+    context: int
+    tied: bool
+    rope_theta: float
+    norm_epsilon: float
+    experts: int = 1
+    active: int = 1
+    balance: float = 0.0
+    family: Family = "llama"
+    head: int | None = None
+    window: int | None = None
+    attention_cap: float | None = None
+    logit_cap: float | None = None
+    attention_scale: float | None = None
+    rope: Rope | None = None
+    z_loss: float = 0.0
+    bias: bool = False
+    normalized: bool = True
+    shared: int = 0
+
+    @property
+    def head_size(self) -> int:
+        """Columns of one attention head."""
+        return self.head or self.width // self.heads
+
+    @property
+    def query_width(self) -> int:
+        """Columns of all queries of one token."""
+        return self.heads * self.head_size
+
+    @property
+    def gemma(self) -> bool:
+        """Norms count from 1, embeddings are scaled, GELU."""
+        return self.family in ("gemma", "gemma2")
+
+    @property
+    def kv_width(self) -> int:
+        """Columns of all keys (or all values) of one token."""
+        return self.kv_heads * self.head_size
+
+
+def sizes(model: Gpt | Moe) -> Sizes:
+    """The sizes of a resolved decoder. An option still None is our bug: `recipe.defaults.resolve` comes first."""
+    names = ("depth", "width", "heads", "kv_heads", "feed_forward", "vocabulary", "context", "tied")
+    values: dict[str, Any] = {name: getattr(model, name) for name in names}
+    unset = [name for name, value in values.items() if value is None]
+    assert not unset, f"model options not resolved: {', '.join(unset)}"
+    layers = values.pop("depth")
+    more = ("rope_theta", "norm_epsilon", "family", "window", "attention_cap", "logit_cap", "attention_scale", "rope")
+    values |= {name: getattr(model, name) for name in more}
+    dense = Sizes(layers=layers, head=model.head_size, **values)
+    if not isinstance(model, Moe):
+        return dense
+    routing = {name: getattr(model, name) for name in ROUTING}
+    return replace(dense, **routing, bias=model.balancing == "bias")
+
+
+def parameter_count(model: Gpt | Moe) -> int:
+    """Parameters of a resolved decoder (tied embeddings counted once)."""
+    return _count(sizes(model), every_expert=True)
+
+
+def active_parameter_count(model: Gpt | Moe) -> int:
+    """Parameters one token passes through: `active` of the experts, everything else."""
+    return _count(sizes(model), every_expert=False)
+
+
+def _count(size: Sizes, every_expert: bool) -> int:
+    attention = size.width * (2 * size.query_width + 2 * size.kv_width)
+    attention += (size.query_width + 2 * size.kv_width) * (size.family == "qwen2")
+    attention += 2 * size.head_size * (size.family == "qwen3") + 2 * size.width * (size.family == "gemma2")
+    experts = size.experts if every_expert else size.active
+    router = size.experts * (size.width + size.bias) if size.experts > 1 else 0
+    shared = size.width * (3 * size.shared + 1) if size.shared else 0
+    feed_forward = experts * 3 * size.width * size.feed_forward + router + shared
+    embeddings = size.vocabulary * size.width * (1 if size.tied else 2)
+    return size.layers * (attention + feed_forward + 2 * size.width) + embeddings + size.width
+
+
+def limited(model: Any) -> bool:
+    """Whether the model attends with a window, a cap or a scale of its own."""
+    return any(getattr(model, name, None) for name in ("window", "attention_cap", "attention_scale"))

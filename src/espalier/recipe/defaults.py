@@ -1,0 +1,44 @@
+"""Fills every option a recipe leaves open, each with its reason, and refuses numbers that do not fit. No torch.
+
+One dial, `model.depth`, sets the rest (after nanochat's `--depth`): width, heads, sequence, batch, rates and steps.
+Resolving twice changes nothing, so a run's `run.toml` resolves to itself.
+"""
+
+from __future__ import annotations
+
+import math
+
+from espalier import recipe as config
+from espalier.recipe import model_kinds
+from espalier.recipe.base import Derivation, Draft
+from espalier.recipe.value_ranges import check
+
+VALIDATION_SHARE = 0.05
+"""Most of a run's time that derived validation may take."""
+
+
+def with_tokenizer(recipe: config.Recipe, spec: str) -> config.Recipe:
+    """`recipe` with the tokenizer `spec` where it leaves that open."""
+    sources = (data.changed(tokenizer=spec) if data.tokenizer == "auto" else data for data in recipe.data)
+    return recipe.changed(data=tuple(sources))
+
+
+def resolve(recipe: config.Recipe, vocabulary: int | None = None) -> tuple[config.Recipe, list[Derivation]]:
+    """The recipe with every open option filled, and what was filled.
+
+    `vocabulary` is the tokenizer's number of tokens; without it only the tokenizer "bytes" (256) is known here. While
+    it is not known, what depends on it (`model.vocabulary`, `model.tied`, `train.batch_tokens`, `train.steps` and the
+    intervals) stays None; call again with it. Raises UserError naming the option that does not fit.
+    """
+    check(recipe)
+    draft = Draft(with_tokenizer(recipe, "bytes"), vocabulary)
+    model_kinds.of(recipe.model).fill(draft)
+    if (steps := draft.get("train.steps")) is not None:
+        cost = model_kinds.of(draft.recipe.model).validation(draft.recipe)
+        every = max(1, min(1000, steps // 10), min(math.ceil(cost / VALIDATION_SHARE), steps))
+        bound = f", for at most {VALIDATION_SHARE:.0%} of the time" if cost else ""
+        draft.fill("train.validate_every", every, f"ten times a run or at least every 1000 steps{bound}")
+    resolved = draft.recipe
+    assert isinstance(resolved, config.Recipe)
+    check(resolved)
+    return resolved, draft.found

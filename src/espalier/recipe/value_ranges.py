@@ -1,0 +1,185 @@
+"""Value ranges: refuses values of options that cannot mean anything, and options that contradict others. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from espalier import recipe as config
+from espalier.recipe import model_kinds, recipe_file, units
+from espalier.recipe.errors import UserError
+
+Limit = tuple[Callable[[Any], bool], str]
+
+_POSITIVE: Limit = (lambda value: value > 0, "above 0")
+_NOT_NEGATIVE: Limit = (lambda value: value >= 0, "0 or more")
+_SHARE: Limit = (lambda value: 0 <= value <= 1, "between 0 and 1")
+_BELOW_ONE: Limit = (lambda value: 0 <= value < 1, "at least 0 and below 1")
+_SPLIT: Limit = (lambda value: 0 < value <= 0.5, "above 0 and at most 0.5")
+_DEPTH: Limit = (lambda value: 0 < value <= 10_000, "above 0 and at most 10,000")
+_THREADS: Limit = (lambda value: 0 < value <= 4096, "above 0 and at most 4096")
+_RATE: Limit = (lambda value: 0 < value <= 100, "above 0 and at most 100")
+_PORT: Limit = (lambda value: 0 <= value < 65536, "a port below 65536, or 0 for any free one")
+
+_LIMITS: dict[Limit, tuple[str, ...]] = {
+    _POSITIVE: (
+        *(f"model.{name}" for name in ("width", "heads", "kv_heads", "feed_forward", "vocabulary", "context")),
+        *(f"model.{name}" for name in ("rope_theta", "norm_epsilon", "experts", "active")),
+        *(f"train.{name}" for name in ("steps", "sequence", "batch_tokens", "validate_every", "validate_tokens")),
+        *(f"train.optimizer.{name}" for name in ("iterations", "epsilon", "adamw.epsilon")),
+        *(f"plan.pin.{name}" for name in ("ranks", "micro_batch")),
+        "data.weight",
+        "checkpoint.keep",
+    ),
+    _NOT_NEGATIVE: (
+        "model.balance",
+        "model.z_loss",
+        "train.seed",
+        "train.clip",
+        "train.optimizer.weight_decay",
+        "train.optimizer.adamw.weight_decay",
+    ),
+    _BELOW_ONE: ("model.dropout", "train.optimizer.momentum", "train.optimizer.betas", "train.optimizer.adamw.betas"),
+    _SHARE: ("train.schedule.warmup", "train.schedule.decay", "train.schedule.floor"),
+    _SPLIT: ("data.validation",),
+    _DEPTH: ("model.depth",),
+    _THREADS: ("plan.pin.threads",),
+    _RATE: ("train.optimizer.learning_rate", "train.optimizer.adamw.learning_rate"),
+    _PORT: ("launch.port",),
+}
+
+_SHORTEST = 200  # steps: `train.plateau.LEAST`, which is above this module; a test compares them
+
+
+def check(recipe: config.Recipe) -> None:
+    """Raises UserError for the first value out of bounds or that contradicts another. None is not looked at."""
+    for (holds, words), keys in _LIMITS.items():
+        for key in keys:
+            for value in _values(recipe, key.split(".")):
+                if not (math.isfinite(value) and holds(value)):
+                    raise UserError(
+                        f"{key} = {value} is not possible.", why=f"it has to be {words}", do=f"correct {key}"
+                    )
+    own = model_kinds.of(recipe.model)
+    for kind in model_kinds.KINDS:
+        for section in () if kind is own else kind.sections:
+            if getattr(recipe, section) is not None and not (section == "store" and _of_states(recipe.store)):
+                *first, last = (f'"{tag}"' for tag in kind.tags)
+                tags = f"{', '.join(first)} or {last}" if first else last
+                raise UserError(f"[{section}] belongs to {kind.name}.", do=f"model.kind = {tags}")
+    own.check(recipe)
+    _batch(recipe.train)
+    _places(recipe)
+    _start(recipe.name, recipe.launch)
+    units.seconds(recipe.comm.timeout, "comm.timeout")
+    if recipe.comm.bucket != "auto":
+        units.size(recipe.comm.bucket, "comm.bucket")
+    _faults(recipe.faults)
+    if recipe.checkpoint.every != "auto" and recipe.checkpoint.every < 1:
+        raise UserError(
+            f"checkpoint.every = {recipe.checkpoint.every} is not possible.",
+            why="it has to be above 0",
+            do='checkpoint.every = 100, or "auto"',
+        )
+
+
+def _of_states(store: config.Store | None) -> bool:
+    """Whether it only says where states of optimizer nodes lie, which any kind of model may have."""
+    return store is not None and store.path is not None and store == config.Store(path=store.path)
+
+
+def _start(name: str, launch: config.Launch) -> None:
+    """A run's name stands in paths, in job scripts, on pages and on terminals; `launch` in lines of shell."""
+    if name != recipe_file.plain_name(name):
+        raise UserError(
+            f"name = {name!r} is not possible.",
+            why="a name is letters, digits, spaces and - _ ., "
+            f"at most {recipe_file.LONGEST_NAME} bytes, no . or - first",
+            do=f'name = "{recipe_file.plain_name(name)}"; --run FOLDER says where the run is kept',
+        )
+    if "{command}" not in launch.command:
+        raise UserError(
+            f"launch.command = {launch.command!r} has no {{command}}.",
+            why="it stands for the shell command that starts a rank",
+            do='launch.command = "ssh {host} {command}"',
+        )
+    python = launch.python
+    if python is not None and (not python or python[0] == "-" or not python.isprintable()):
+        raise UserError(
+            f"launch.python = {python!r} is not possible.",
+            why="it is the path of a program",
+            do='launch.python = "/path/to/python"',
+        )
+
+
+def _faults(faults: config.Faults) -> None:
+    for name, value, word in (("restarts", faults.restarts, "auto"), ("rollback", faults.rollback, "never")):
+        if isinstance(value, int) and value < 0:
+            raise UserError(f"faults.{name} = {value} is not possible.", do=f'faults.{name} = 0, or "{word}"')
+    if isinstance(faults.plateau, int) and faults.plateau < _SHORTEST:
+        raise UserError(
+            f"faults.plateau = {faults.plateau} is not possible.",
+            why="a slow decrease cannot be detected in fewer steps",
+            do=f'faults.plateau = {_SHORTEST} or more, or "never"',
+        )
+    if faults.memory != "auto":
+        units.size(faults.memory, "faults.memory")
+    beat = units.seconds(faults.heartbeat, "faults.heartbeat")
+    if not 0.05 <= beat <= 3600:
+        raise UserError(
+            f"faults.heartbeat = {faults.heartbeat!r} is not possible.",
+            why="ranks are checked twice per heartbeat, at most every 25 ms and at least every half hour",
+            do='faults.heartbeat = "1s"',
+        )
+
+
+def _places(recipe: config.Recipe) -> None:
+    if recipe.comm.experts != "exact" and not hasattr(recipe.model, "experts"):
+        raise UserError(
+            f"comm.experts = {recipe.comm.experts!r} encodes rows of experts, and this model has none.",
+            do='model.kind = "moe", or leave it out',
+        )
+    profile, target = recipe.track.profile, recipe.checkpoint.target
+    if profile is not None and not 1 <= profile[0] <= profile[1]:
+        raise UserError(
+            f"track.profile = {list(profile)} names no step.",
+            why="it is [from, to], the first step is 1, and both are included",
+            do="track.profile = [10, 12]",
+        )
+    if recipe.checkpoint.rate is not None and units.rate(recipe.checkpoint.rate, "checkpoint.rate") <= 0:
+        raise UserError(
+            f"checkpoint.rate = {recipe.checkpoint.rate!r} writes nothing.", do='checkpoint.rate = "200MB/s"'
+        )
+    if target is not None and target.startswith("memory:"):
+        raise UserError(
+            f"checkpoint.target = {target!r} is not possible.",
+            why="the checkpoint would be lost with the process",
+            do="leave it out for the run folder, or name a folder",
+        )
+
+
+def _values(struct: Any, path: list[str]) -> list[Any]:
+    """The values at a dotted path: none where an alternative lacks the option or it is open, several in a tuple."""
+    if isinstance(struct, tuple):
+        return [value for item in struct for value in _values(item, path)]
+    if not path:
+        return [] if struct is None else [struct]
+    return _values(getattr(struct, path[0]), path[1:]) if hasattr(struct, path[0]) else []
+
+
+def _batch(train: config.Train) -> None:
+    if train.batch_tokens and train.sequence and train.batch_tokens % train.sequence:
+        below = train.batch_tokens // train.sequence * train.sequence or train.sequence
+        raise UserError(
+            f"train.batch_tokens = {train.batch_tokens} is not a whole number of sequences.",
+            why=f"train.sequence = {train.sequence}",
+            do=f"train.batch_tokens = {below}",
+        )
+    schedule = train.schedule
+    if isinstance(schedule, config.Stable) and schedule.warmup is not None and schedule.warmup + schedule.decay > 1:
+        raise UserError(
+            "train.schedule.warmup and train.schedule.decay together are longer than the run.",
+            why=f"they are shares of all steps: {schedule.warmup} + {schedule.decay}",
+            do=f"train.schedule.decay = {1 - schedule.warmup:g}",
+        )

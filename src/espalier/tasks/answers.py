@@ -1,0 +1,145 @@
+"""What a model of several tasks says: of held-out samples of a task, or to a text that it goes on from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from espalier.module.parts import Task, collated, length
+from espalier.parallel.workload import to_device
+from espalier.radiance.workload import CHUNK, byte, psnr
+from espalier.recipe.errors import UserError
+from espalier.store import artifacts
+from espalier.tasks.sources import SceneRays
+from espalier.tasks.towers import Fields, Head, Multitask, TowerModule
+from espalier.train.workload_row import Answer, Sampling
+
+
+def answer(
+    tasks: Mapping[str, Task], batches: Sequence[int], model: nn.Module, asked: str | None, sampling: Sampling
+) -> Answer:
+    """See `Row.answer`. `batches`: samples of each task's.
+
+    `asked`: `TASK`, `TASK NUMBER` (of a held-out sample), or text for the task that goes on from text; None: the first
+    sample of every task.
+
+    Raises UserError where there is no such sample, or no task goes on from text.
+    """
+    assert isinstance(model, Multitask)
+    names = [one.name for one in model.tasks]
+    word, _, number = (asked or "").strip().partition(" ")
+    wanted = [(names.index(word), number.strip() or "0")] if word in names else []
+    if asked is None:
+        wanted = [(task, "0") for task in range(len(names))]
+    with torch.no_grad():
+        if wanted:
+            found = [_of_sample(tasks, batches, model, task, number) for task, number in wanted]
+            return Answer(iter([f"{one['text']}\n" for one in found]), lambda: {"answers": found})
+        assert asked is not None
+        writers = [k for k, one in enumerate(model.tasks) if one.loss == "next_token" and len(model.nodes(k)) == 2]
+        if not writers or not asked:
+            raise UserError(
+                f"{asked!r} is no task of this run.",
+                why=f"its tasks are {', '.join(names)}"
+                + ("" if writers else "; none of them goes on from text without other inputs"),
+                do=f"espalier predict RUN {names[0]!r}, or '{names[0]} 3' for another held-out sample",
+            )
+        text = asked + "".join(_written(model, writers[0], asked.encode(), {}, sampling))
+    return Answer(iter([f"{text}\n"]), lambda: {"task": names[writers[0]], "text": text})
+
+
+def _of_sample(
+    tasks: Mapping[str, Task], batches: Sequence[int], model: Multitask, task: int, number: str
+) -> dict[str, Any]:
+    """What the task says of one held-out sample."""
+    name, loss = model.tasks[task].name, model.tasks[task].loss
+    held = tasks[name].held_out
+    size = len(held.views) if isinstance(held, SceneRays) else length(held) if held is not None else 0
+    if held is None or not number.isdecimal() or int(number) >= size:
+        raise UserError(f"{name} has no held-out sample {number!r}.", do=f"a number below {size}")
+    at = int(number)
+    if isinstance(held, SceneRays):
+        return _rendered(model, task, held, at)
+    first = min(at, max(0, size - batches[task]))
+    indices = range(first, min(size, first + batches[task])) if loss == "contrastive" else range(at, at + 1)
+    device = next(model.parameters())
+    fields = to_device(collated(held, indices), device.device, dtype=device.dtype)
+    if loss == "next_token":
+        text = bytes(fields["text"][0].tolist())
+        begun, others = text[: len(text) // 2], {key: one for key, one in fields.items() if key != "text"}
+        made = "".join(_written(model, task, begun, others, Sampling(tokens=len(text) - len(begun) - 1)))
+        shown, right = begun.decode("utf-8", "replace"), text.decode("utf-8", "replace")
+        return {"task": name, "sample": at, "begin": shown, "right": right, "text": f"{name} {at}: {shown}{made}"}
+    outputs, head = _outputs(model, task, fields), cast("Head", model.heads[name])
+    if loss == "classes":
+        scores = head.out[0](outputs[0][:, 0] if "nodes" in fields else outputs[0].mean(1))[0].softmax(-1)
+        best, label = int(scores.argmax()), int(fields["label"][0])
+        told = f"{name} {at}: class {best} ({float(scores[best]):.0%}), labelled {label}"
+        return {"task": name, "sample": at, "class": best, "label": label, "share": float(scores[best]), "text": told}
+    one, other = head.compared(outputs)
+    picked = int((one[at - first] @ other.T).argmax()) + first
+    told = f"{name} {at}: of {len(one)} it picks {_named(fields, picked - first) or picked}"
+    told += ", which is right" if picked == at else f"; right is {_named(fields, at - first) or at}"
+    return {"task": name, "sample": at, "picked": picked, "among": len(one), "text": told}
+
+
+def _rendered(model: Multitask, task: int, held: SceneRays, at: int) -> dict[str, Any]:
+    """A held-out view, written into a PNG file here, and how near it is to the truth."""
+    name, device, rays = model.tasks[task].name, next(model.parameters()), held.view(at)
+    parts = [
+        {key: one[start : start + CHUNK] for key, one in rays.items()} for start in range(0, len(rays["rays"]), CHUNK)
+    ]
+    made = (_outputs(model, task, to_device(part, device.device, device.dtype))[0] for part in parts)
+    colours = torch.cat([one[:, 0, :3].cpu() for one in made])
+    file = f"{name}-{at}.png"
+    try:
+        picture = byte(colours).view(held.scene.lens.height, held.scene.lens.width, 3)
+        Path(file).write_bytes(artifacts.encode(picture.numpy()))
+    except OSError as error:
+        raise UserError(f"{file} cannot be written: {error}.", do="another working directory") from None
+    ratio = psnr(float((colours - rays["colour"]).square().mean()))
+    told = f"{name} {at}: {file}, PSNR {ratio:.2f} dB"
+    return {"task": name, "sample": at, "image": file, "psnr": ratio, "text": told}
+
+
+def _named(fields: Fields, row: int) -> str:
+    """The text of a sample, where it has one."""
+    text = fields.get("text")
+    return "" if text is None else repr(bytes(text[row].tolist()).rstrip(b"\0").decode("utf-8", "replace"))
+
+
+def _outputs(model: Multitask, task: int, fields: Fields) -> list[Tensor]:
+    made: dict[str, Any] = {}
+    for node in model.nodes(task)[:-1]:
+        made[node.name] = model.compute(
+            task, node.name, (0, node.operators), [made[need] for need in node.needs], fields
+        )
+    return [made[name] for name in model.tasks[task].towers]
+
+
+def _written(
+    model: Multitask, task: int, begun: bytes, others: Mapping[str, Tensor], sampling: Sampling
+) -> Iterator[str]:
+    """Pieces that follow `begun`. A window has a place less than in training, where the last one predicts nothing."""
+    own = model.tasks[task]
+    tower, head = cast("TowerModule", model.towers[own.towers[0]]), cast("Head", model.heads[own.name])
+    size, text = len(tower.places), bytearray(begun)
+    generator = torch.Generator().manual_seed(sampling.seed)
+    for _ in range(sampling.tokens):
+        window = text[-(size - 1) :]
+        row = torch.tensor([[*window, *(0,) * (size - len(window))]], device=next(model.parameters()).device)
+        output = _outputs(model, task, {**others, "text": row})[0]
+        scores = head.out[0](output[:, -size:])[0, max(0, len(window) - 1)].float().cpu()
+        text.append(_drawn(scores, sampling, generator))
+    yield bytes(text[len(begun) :]).decode("utf-8", "replace")
+
+
+def _drawn(scores: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    if sampling.temperature <= 0:
+        return int(scores.argmax())
+    best, places = (scores / sampling.temperature).topk(min(sampling.top_k or len(scores), len(scores)))
+    return int(places[int(torch.multinomial(best.softmax(-1), 1, generator=generator))])

@@ -1,0 +1,223 @@
+"""Several tasks on several towers as a workload: `[model] kind = "multitask"` with `[[towers]]` and `[[tasks]]`.
+
+A step has one micro-batch of each task. Its loss is the sum of the tasks' losses, each times its weight, divided by the
+samples of all. To the planner a step is one sample: what is divided over ranks are the parts of the tasks, in waves.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from espalier.module.parts import Parts, Task, collated, length, tasks_of
+from espalier.module.workload import ModuleWorkload
+from espalier.parallel.workload import Shard, Tagged, Workload, to_device
+from espalier.radiance.scenes import Scene
+from espalier.radiance.workload import psnr
+from espalier.recipe import Recipe
+from espalier.recipe.cost import PartCost, Product, Work
+from espalier.recipe.import_function import Author
+from espalier.recipe.multitask import with_inputs
+from espalier.tasks import answers, costs, sources
+from espalier.tasks.towers import Figures, Multitask, Shapes, TowerModule
+from espalier.train.workload_row import Answer, Opening, Profile, Row, Sampling
+from espalier.train.wrap_policy import profile
+
+
+class MultitaskWorkload(ModuleWorkload):
+    """See above. `train.batch_tokens` says nothing here: each task has its own batch."""
+
+    def __init__(self, recipe: Recipe, parts: Parts, author: Author) -> None:
+        super().__init__(recipe, parts, author)
+        self.batch = [one.batch for one in recipe.tasks or ()]
+        self.global_batch = 1
+        self._parts: dict[bool, tuple[PartCost, ...]] = {}
+        self.nominal_weight = float(sum(self.batch))
+
+    def build(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        """The towers with their initial weights: a copy, as a rank may free parts of it."""
+        self._dtype = dtype
+        return copy.deepcopy(self.parts.model).to(device=device, dtype=dtype)
+
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        """The blocks of all towers that are here."""
+        return [block for tower in model.modules() if isinstance(tower, TowerModule) for block in tower.blocks]
+
+    def batches(self, step: int, shard: Shard) -> list[Any]:
+        """One micro-batch of each task."""
+        if shard.stop <= shard.start:
+            return []
+        with self.author.answers("while its dataset was read"):
+            return [
+                Tagged(k, collated(task.dataset, self._drawn(k, step, length(task.dataset))))
+                for k, task in self._numbered()
+            ]
+
+    def notes(self) -> list[str]:
+        """What the data of each task has that is not used."""
+        tasks = tasks_of(self.parts).items()
+        return [f"{name}: {note}" for name, task in tasks for note in sources.notes(task.dataset)]
+
+    def _drawn(self, task: int, step: int, size: int) -> list[int]:
+        """Samples of a seeded permutation per epoch."""
+        first, found = step * self.batch[task], []
+        for number in range(first, first + self.batch[task]):
+            epoch, place = divmod(number, size)
+            found.append(int(self._permutation(task, epoch, size)[place]))
+        return found
+
+    def documents(self, step: int, shard: Shard) -> list[str]:
+        """The samples' indices."""
+        return [
+            f"sample {one} of {name}"
+            for k, (name, task) in enumerate(self._tasks.items())
+            for one in self._drawn(k, step, length(task.dataset))
+        ]
+
+    def parts_of(self, measures: bool) -> tuple[PartCost, ...]:
+        """What each part of each task costs; `measures`: in seconds too. Asked once: measurements differ."""
+        if measures not in self._parts:
+            model = self.build(torch.device("cpu"), torch.float32)
+            assert isinstance(model, Multitask)
+            fields = [to_device(one.batch, dtype=torch.float32) for one in self.batches(0, Shard(0, 1, 1))]
+            self._parts[measures] = costs.parts(model, fields, measures)
+        return self._parts[measures]
+
+    def figures(self, model: nn.Module, batch: Tagged) -> Figures:
+        """The figures of a task's micro-batch."""
+        found: Figures = model(batch.task, to_device(batch.batch, dtype=self._dtype))
+        return found
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        """See `Workload.loss`."""
+        return self.figures(model, batch)["loss"]
+
+    def _held_out(
+        self, model: nn.Module, k: int, task: Task, samples: range, device: torch.device
+    ) -> dict[str, Tensor]:
+        """(sum, weight) of each figure, from one forward pass for each of the task's batches."""
+        found = {name: torch.zeros(2, dtype=torch.float64) for name in ("loss", *self._counted.metrics[k])}
+        size = self.batch[k]
+        for first in range(0, len(samples), size):
+            batch = to_device(collated(task.held_out, samples[first : first + size]), device)
+            for name, pair in self.figures(model, Tagged(k, batch)).items():
+                found[name] += torch.tensor([float(one) for one in pair], dtype=torch.float64)
+        return found
+
+    def summary(self, totals: Mapping[str, float]) -> Mapping[str, float]:
+        """Errors of colours as peak signal-to-noise ratios, in decibels."""
+        named = ((name.removesuffix("error"), name, value) for name, value in totals.items())
+        return {f"{of}psnr" if of != name else name: psnr(value) if of != name else value for of, name, value in named}
+
+    def _share(self, task: Task, start: int, stop: int) -> range:
+        """All held-out samples: nobody else has any."""
+        return range(length(task.held_out) if task.held_out is not None else 0)
+
+    def validation_samples(self) -> int:
+        """A validation is one, as a step is."""
+        return 1
+
+    def work(self, micro_batch: Any, recompute: str, precision: str) -> Work:
+        """That of all batches."""
+        whole = super().work(micro_batch * max(self.batch), recompute, precision)
+        return Work(
+            products=tuple(Product(one.rows, 1, 1) for one in whole.products),
+            attention=0.0,
+            moved=whole.moved,
+            kept=whole.kept,
+            transient=0.0,
+            again=0.0,
+            samples=micro_batch,
+            tokens=micro_batch * sum(self.batch),
+        )
+
+
+def _loss(task: int, model: nn.Module, fields: Any) -> tuple[Tensor, Tensor]:
+    found: tuple[Tensor, Tensor] = model(task, fields)["loss"]
+    return found
+
+
+def _metrics(task: int, model: nn.Module, fields: Any) -> dict[str, tuple[Tensor, Tensor]]:
+    return {name: pair for name, pair in model(task, fields).items() if name != "loss"}
+
+
+def open_multitask(recipe: Recipe, folder: Path | None = None) -> MultitaskWorkload:
+    """Reads the tasks' data and builds the towers. Raises UserError for what does not fit together."""
+    options, towers = recipe.tasks or (), recipe.towers or ()
+    kinds = {one.name: one.kind for one in towers}
+    tasks: dict[str, Task] = {}
+    shape: dict[str, tuple[int, ...]] = {}
+    classes: dict[str, int] = {}
+    fields: dict[str, Scene] = {}
+    for k, one in enumerate(options):
+        dataset, held_out = sources.load(one, recipe, folder)
+        sample = dataset[0]
+        sources.check_fields(one, [kinds[name] for name in with_inputs(one.towers, list(towers))], sample)
+        shape |= {name: tuple(value.shape) for name, value in sample.items()}
+        if one.loss == "classes":
+            classes[one.name] = 1 + max(int(dataset[index]["label"]) for index in range(length(dataset)))
+        if isinstance(dataset, sources.SceneRays):
+            fields[one.towers[0]] = dataset.scene
+        metrics = None if one.loss == "next_token" else partial(_metrics, k)
+        tasks[one.name] = Task(dataset, partial(_loss, k), held_out, one.weight, metrics)
+    text, image, nodes = (shape.get(name) for name in ("text", "image", "nodes"))
+    shapes = Shapes(
+        length=text[0] if text else 1,
+        side=image[-1] if image else 28,
+        channels=image[0] if image else 1,
+        columns=nodes[-1] if nodes else 1,
+        classes=classes,
+        scenes=fields,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.train.seed)
+        model = Multitask(recipe, shapes)
+    return MultitaskWorkload(recipe, Parts(model, tasks=tasks), Author("tasks", ""))
+
+
+# --- the table of kinds --------------------------------------------------------------------------------------------
+
+
+def _open(recipe: Recipe, opening: Opening) -> MultitaskWorkload:
+    return open_multitask(recipe, opening.folder)
+
+
+def _profile(recipe: Recipe, opened: Callable[[], Workload]) -> Profile:
+    workload = opened()
+    assert isinstance(workload, MultitaskWorkload)
+    return replace(
+        profile(workload, workload.anatomy),
+        parts=workload.parts_of(recipe.plan.trial),
+        tokens_per_sample=float(sum(workload.batch)),
+    )
+
+
+def _contents(recipe: Recipe, workload: Workload) -> Mapping[str, str]:
+    assert isinstance(workload, MultitaskWorkload)
+    return workload.contents()
+
+
+def _answer(workload: Workload, model: nn.Module, asked: str | None, sampling: Sampling) -> Answer:
+    assert isinstance(workload, MultitaskWorkload)
+    return answers.answer(workload.parts.tasks or {}, workload.batch, model, asked, sampling)
+
+
+def _usage(recipe: Mapping[str, Any]) -> tuple[str, str]:
+    return "answers", f" {recipe['tasks'][0]['name']}"
+
+
+ROW = Row(
+    open=_open,
+    profile=_profile,
+    contents=_contents,
+    reading="Reading the data of all tasks",
+    answer=_answer,
+    usage=_usage,
+)

@@ -1,0 +1,120 @@
+"""Wrap policy: the blocks of a model, which are gathered at once, and what depends on its own parameters only."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from espalier.parallel.workload import Workload
+from espalier.plan.axes.flat_layout import Sized
+from espalier.train.seams import fields_of
+from espalier.train.workload_row import Profile, tally
+
+LISTS = (nn.ModuleList, nn.Sequential)
+ATTENTION = ("attention", "attn", "self_attention", "self_attn")
+"""What models call the attention of their blocks."""
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The repeated layers of any model, in its own order: the entries of its outermost lists of two modules or more.
+
+    Entries that hold no parameter do not count; a list of one, or a list inside an entry, is part of what holds it.
+    """
+    entries = [child for child in model.children() if any(True for _ in child.parameters())]
+    if isinstance(model, LISTS) and len(entries) > 1:
+        return list(dict.fromkeys(entries))
+    return list(dict.fromkeys(block for child in entries for block in blocks_of(child)))
+
+
+def attention_of(block: nn.Module) -> nn.Module | None:
+    """The attention of a block, the last where it has several: what fills the seam `attend`, PyTorch's own, or a module
+    that bears its name. None: it has none."""
+    filled = [module for module, _ in fields_of(block, "attend")]
+    found = [
+        module
+        for name, module in block.named_modules()
+        if module in filled or isinstance(module, nn.MultiheadAttention) or name.rpartition(".")[2] in ATTENTION
+    ]
+    return found[-1] if found else None
+
+
+def norms_of(model: nn.Module) -> set[int]:
+    """The ids of the parameters of normalising layers."""
+    kinds = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+    return {id(p) for module in model.modules() if isinstance(module, kinds) for p in module.parameters(recurse=False)}
+
+
+class Membership:
+    """Which parameters belong to which of `blocks`. One that is also used outside its block belongs to none."""
+
+    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+        self.blocks = blocks
+        inside = {id(module) for block in blocks for module in block.modules()}
+        outside = [module for module in model.modules() if id(module) not in inside]
+        shared = {id(parameter) for module in outside for parameter in module.parameters(recurse=False)}
+        self._block: dict[int, int] = {}
+        for index, block in enumerate(blocks):
+            for parameter in block.parameters():
+                if self._block.setdefault(id(parameter), index) != index:
+                    shared.add(id(parameter))
+        for key in shared:
+            self._block.pop(key, None)
+
+    def of(self, parameter: nn.Parameter) -> int | None:
+        """The index of its block, None outside all blocks."""
+        return self._block.get(id(parameter))
+
+
+def sizes_of(
+    model: nn.Module, blocks: Sequence[nn.Module] | None = None, embeddings: Collection[nn.Parameter] = ()
+) -> tuple[Sized, ...]:
+    """The trainable parameters of `model` in its order, each once."""
+    member = Membership(model, blocks_of(model) if blocks is None else blocks)
+    exact, outside = norms_of(model), {id(parameter) for parameter in embeddings}
+    return tuple(
+        Sized(
+            p.numel(),
+            p.element_size(),
+            member.of(p),
+            (str(p.dtype), p.dtype == torch.float32 and id(p) not in exact),
+            p.ndim == 2 and id(p) not in outside,
+        )
+        for p in model.parameters()
+        if p.requires_grad
+    )
+
+
+def running_of(model: nn.Module) -> tuple[int, int]:
+    """Floating-point and whole numbers among the running statistics of normalising layers."""
+    kinds = nn.modules.batchnorm._NormBase
+    found = [one for m in model.modules() if isinstance(m, kinds) for one in m.buffers(recurse=False)]
+    floats = sum(one.numel() for one in found if one.is_floating_point())
+    return floats, sum(one.numel() for one in found) - floats
+
+
+def deeper(sizes: Sequence[Sized], depth: int) -> tuple[Sized, ...]:
+    """Those of a model of two blocks as of one of `depth` blocks, all like its second."""
+    second = [index for index, one in enumerate(sizes) if one.block == 1]
+    first, last = second[0], second[-1] + 1
+    repeated = [one._replace(block=block) for block in range(1, depth) for one in sizes[first:last]]
+    return (*sizes[:first], *repeated, *sizes[last:])
+
+
+def profile(workload: Workload, anatomy: Any, remarks: Sequence[str] = ()) -> Profile:
+    """What the planner is told of a model that is built to be counted, and cannot be cut. `anatomy`, `remarks`: as
+    `Profile` has them."""
+    model = workload.build(torch.device("cpu"), torch.float32)
+    outside = workload.embeddings(model)
+    sizes = sizes_of(model, workload.blocks(model), outside)
+    return Profile(
+        tally=replace(tally(model, outside), sizes=sizes, running=running_of(model)),
+        global_batch=workload.global_batch,
+        tokens_per_sample=1.0,
+        anatomy=anatomy,
+        remarks=remarks,
+        tasks=len(workload.tasks()),
+    )
