@@ -64,7 +64,7 @@ bench: setup-dev
 	$(BIN)/python bench/amsp.py $(ARGS)
 
 pages: setup-dev # those that are made from the code's records, measured tables and plans
-	$(BIN)/python bench/systems.py > docs/systems.md
+	$(BIN)/python bench/systems.py docs
 	NPY_DISABLE_CPU_FEATURES='X86_V3 X86_V4 AVX512_ICL AVX512_SPR' $(BIN)/python bench/advice.py > docs/advice.md
 
 docs: setup-dev

@@ -1,17 +1,20 @@
 """What each of the twenty systems is for, costs, obeys, and whether it works, and what the words of a plan mean:
 `espalier explain`, docs/systems.md.
 
-A system carries its record beside its code, as `RECORD = Record(...)` of plain literals. Records are read from the
-source text, so that explaining a system imports neither it nor torch.
+A system carries its record beside its code: `RECORD = Record(...)` of plain literals in a file named `record.py`, or
+`record_NAME.py` where the folder holds more than the system. Records are read from the source text, so that explaining
+a system imports neither it nor torch. What was measured and tried stands in docs/measured/NAME.md.
 """
 
 from __future__ import annotations
 
 import ast
+import textwrap
 import tomllib
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Struct
@@ -19,7 +22,8 @@ from msgspec import Struct
 from espalier.recipe.errors import UserError, nearest
 
 _PACKAGE = Path(__file__).parents[1]
-_MARK = "RECORD = Record("
+WIDTH = 100
+"""Columns of an explanation."""
 
 
 class Record(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -28,30 +32,31 @@ class Record(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     Attributes:
         name, title, aliases: the file's name, the name people use with what it is, and other spellings.
         paper: authors or venue where known, and the arXiv id.
-        question: the folder's question that it answers.
-        files: where it lives or will live, below `src/espalier/`.
+        files: where it lives, below `src/espalier/`: its folder, then what it needs elsewhere.
         chosen: when the planner picks it.
         cost: the formula, in words and symbols.
         law: the equality it must obey; `law_test` is the test that shows it (`tests/path.py::test_name`).
         bench: the script that measures it beside its peers.
-        state: `works` (code, law and bench are there), `partly` or `not yet`; `remark` says what is there or missing.
-        gpu: when it last ran on a GPU, and on which.
+        headline: what the script measured, in a line; numbers with two decimals are ratios in its tables.
+        state: `works` (code, law and bench are there), or `partly: ` and what is missing.
+        limits: one line.
+        runs_on: what it was really run on, by date.
     """
 
     name: str
     title: str
     paper: str
-    question: str
     files: tuple[str, ...]
     chosen: str
     cost: str
     law: str
+    state: Annotated[str, msgspec.Meta(pattern="^(works|partly: .+)$")]
     aliases: tuple[str, ...] = ()
     law_test: str = ""
     bench: str = ""
-    state: Literal["works", "partly", "not yet"] = "not yet"
-    remark: str = ""
-    gpu: str = "never"
+    headline: str = ""
+    limits: str = ""
+    runs_on: str = ""
 
 
 class Word(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -79,13 +84,8 @@ def word(name: str) -> Word | None:
 
 def read(package: Path) -> dict[str, Record]:
     """All records of the package in folder `package`, by name."""
-    found = {}
-    for path in sorted(package.rglob("*.py")):
-        text = path.read_text(encoding="utf-8")
-        if text.startswith(_MARK) or f"\n{_MARK}" in text:
-            record = _record_in(text, path)
-            found[record.name] = record
-    return dict(sorted(found.items()))
+    records = [record for path in sorted(package.rglob("record*.py")) for record in _records_in(path)]
+    return {record.name: record for record in sorted(records, key=lambda record: record.name)}
 
 
 @cache
@@ -111,9 +111,21 @@ def get(name: str) -> Record:
 
 
 def explain(name: str) -> str:
-    """The record of `name` as lines for a terminal."""
+    """The record of `name` as lines of at most 100 columns."""
     record = get(name)
-    return "\n".join([record.title, *(f"  {key:9} {value}" for key, value in lines(record))])
+    told = [textwrap.fill(record.title, WIDTH)]
+    for heading, text in lines(record):
+        told.append(
+            textwrap.fill(
+                text,
+                WIDTH,
+                initial_indent=f"  {heading:9} ",
+                subsequent_indent=" " * 12,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+        )
+    return "\n".join(told)
 
 
 def as_dict(record: Record | Word) -> dict[str, Any]:
@@ -123,16 +135,16 @@ def as_dict(record: Record | Word) -> dict[str, Any]:
 
 def lines(record: Record) -> list[tuple[str, str]]:
     """What people read of a record below its title: (heading, text)."""
-    files = ", ".join(f"src/espalier/{file}" for file in record.files)
     return [
         ("paper", record.paper),
-        ("question", f"{record.question} ({files})"),
+        ("code", "src/espalier/: " + ", ".join(record.files)),
         ("chosen", record.chosen),
         ("cost", record.cost),
-        ("law", f"{record.law} ({record.law_test or 'no test yet'})"),
-        ("bench", f"{record.bench}; its figures are in docs/systems.md" if record.bench else "none yet"),
-        ("state", f"{record.state}: {record.remark}" if record.remark else record.state),
-        ("GPU", record.gpu),
+        ("law", f"{record.law} ({record.law_test.partition('::')[0]})"),
+        ("measured", f"{record.headline} ({record.bench}, docs/measured/{record.name}.md)"),
+        ("state", record.state),
+        ("limits", record.limits),
+        ("runs on", record.runs_on),
     ]
 
 
@@ -140,13 +152,13 @@ def _plain(name: str) -> str:
     return "".join(letter for letter in name.casefold().replace("+", "p") if letter.isalnum())
 
 
-def _record_in(text: str, path: Path) -> Record:
-    for node in ast.parse(text).body:
+def _records_in(path: Path) -> Iterator[Record]:
+    """The `RECORD = Record(...)` of literals in the file; nothing where there is none."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if (
             isinstance(node, ast.Assign)
             and isinstance(node.value, ast.Call)
             and ast.unparse(node.targets[0]) == "RECORD"
         ):
             table = {str(word.arg): ast.literal_eval(word.value) for word in node.value.keywords}
-            return msgspec.convert(table, Record)
-    raise AssertionError(f"{path}: RECORD is not a module-level Record(...) of literals")
+            yield msgspec.convert(table, Record)
