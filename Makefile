@@ -52,6 +52,7 @@ check: setup-dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	@$(BIN)/python .ci/lines.py
+	@$(BIN)/python .ci/arrows.py
 	@$(BIN)/python .ci/slice.py --oldest
 
 slice: setup-dev # of the slow tests; SLICE=K another than that of this commit

@@ -140,8 +140,8 @@ def test_a_record_is_read_from_the_source_and_nothing_is_imported(tmp_path: Path
         '    files=("mechanisms/sharding/amsp.py",),\n    chosen="c",\n    cost="a "\n    "b",\n'
         '    law="l",\n    state="works",\n)\n'
     )
-    assert records.read(tmp_path) == {
-        "amsp": Record(
+    assert records.read(tmp_path) == (
+        Record(
             name="amsp",
             title="T",
             paper="arXiv 2311.00257",
@@ -150,5 +150,5 @@ def test_a_record_is_read_from_the_source_and_nothing_is_imported(tmp_path: Path
             cost="a b",
             law="l",
             state="works",
-        )
-    }
+        ),
+    )

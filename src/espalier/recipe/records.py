@@ -11,10 +11,10 @@ from __future__ import annotations
 import ast
 import textwrap
 import tomllib
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Iterable, Iterator
+from functools import cache, partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -26,7 +26,7 @@ WIDTH = 100
 """Columns of an explanation."""
 
 
-class Record(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Record(Struct, frozen=True, order=True, forbid_unknown_fields=True, kw_only=True):
     """One system.
 
     Attributes:
@@ -69,6 +69,9 @@ class Word(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     page: str = ""
 
 
+Entry = TypeVar("Entry", bound=Record | Word)
+
+
 @cache
 def words() -> tuple[Word, ...]:
     """The words of plans."""
@@ -78,34 +81,31 @@ def words() -> tuple[Word, ...]:
 
 def word(name: str) -> Word | None:
     """The word of plans with this name in any of its spellings; None: there is none."""
-    spellings = {_plain(spelling): one for one in words() for spelling in (*one.aliases, one.name)}
-    return spellings.get(_plain(name))
+    return _by_spelling(words()).get(_plain(name))
 
 
-def read(package: Path) -> dict[str, Record]:
-    """All records of the package in folder `package`, by name."""
-    records = [record for path in sorted(package.rglob("record*.py")) for record in _records_in(path)]
-    return {record.name: record for record in sorted(records, key=lambda record: record.name)}
+def read(package: Path) -> tuple[Record, ...]:
+    """All records of the package in folder `package`, in the order of their names."""
+    return tuple(sorted(record for path in package.rglob("record*.py") for record in _records_in(path)))
 
 
 @cache
 def all_records() -> tuple[Record, ...]:
-    """The records of this package, in the order of their names."""
-    return tuple(read(_PACKAGE).values())
+    """The records of this package."""
+    return read(_PACKAGE)
 
 
 def get(name: str) -> Record:
     """The record of `name` in any of its spellings. Raises UserError naming the nearest."""
-    spellings = {_plain(word): record for record in all_records() for word in (record.name, *record.aliases)}
-    record = spellings.get(_plain(name))
+    systems = _by_spelling(all_records())
+    record = systems.get(_plain(name))
     if record is None:
-        known = {_plain(spelling): one.name for one in words() for spelling in (*one.aliases, one.name)}
-        known |= {spelling: one.name for spelling, one in spellings.items()}
+        known: dict[str, Record | Word] = {**_by_spelling(words()), **systems}
         near = nearest(_plain(name), known)
         raise UserError(
             f"No system and no word of a plan is called {name!r}.",
-            why=f"systems are {', '.join(one.name for one in all_records())}; words are those that a plan prints",
-            do=f"espalier explain {known[near]}" if near else "espalier explain survey",
+            why=f"systems are {', '.join(system.name for system in all_records())}; words are those that a plan prints",
+            do=f"espalier explain {known[near].name}" if near else "espalier explain survey",
         )
     return record
 
@@ -113,19 +113,9 @@ def get(name: str) -> Record:
 def explain(name: str) -> str:
     """The record of `name` as lines of at most 100 columns."""
     record = get(name)
-    told = [textwrap.fill(record.title, WIDTH)]
-    for heading, text in lines(record):
-        told.append(
-            textwrap.fill(
-                text,
-                WIDTH,
-                initial_indent=f"  {heading:9} ",
-                subsequent_indent=" " * 12,
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
-        )
-    return "\n".join(told)
+    wrap = partial(textwrap.fill, width=WIDTH, break_long_words=False, break_on_hyphens=False)
+    told = [wrap(text, initial_indent=f"  {key:9} ", subsequent_indent=12 * " ") for key, text in lines(record)]
+    return "\n".join([wrap(record.title), *told])
 
 
 def as_dict(record: Record | Word) -> dict[str, Any]:
@@ -146,6 +136,10 @@ def lines(record: Record) -> list[tuple[str, str]]:
         ("limits", record.limits),
         ("runs on", record.runs_on),
     ]
+
+
+def _by_spelling(entries: Iterable[Entry]) -> dict[str, Entry]:
+    return {_plain(spelling): entry for entry in entries for spelling in (*entry.aliases, entry.name)}
 
 
 def _plain(name: str) -> str:
