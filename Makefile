@@ -60,6 +60,7 @@ check: setup-dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	@$(BIN)/python .ci/lines.py
+	@$(BIN)/python .ci/arrows.py
 	@$(BIN)/python .ci/slice.py --oldest
 
 slice: setup-dev # of the slow tests; SLICE=K another than that of this commit
@@ -72,7 +73,7 @@ bench: setup-dev
 	$(BIN)/python bench/amsp.py $(ARGS)
 
 pages: setup-dev # those that are made from the code's records, measured tables and plans
-	$(BIN)/python bench/systems.py > docs/systems.md
+	$(BIN)/python bench/systems.py docs
 	NPY_DISABLE_CPU_FEATURES='X86_V3 X86_V4 AVX512_ICL AVX512_SPR' $(BIN)/python bench/advice.py > docs/advice.md
 
 docs: setup-dev

@@ -1,4 +1,4 @@
-"""Every fenced block of README.md and docs/*.md works as printed.
+"""Every fenced block of README.md, docs/ and the mechanisms' pages works as printed.
 
 The blocks of a page run in order, in one folder. A comment before a block, which no reader sees, says what else to do:
 
@@ -26,9 +26,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import doc_pages
 import page_hashes
 import pytest
-from page_hashes import PAGES, ROOT
 from programs import environment, forked, known, with_tokens
 
 from espalier.cli import main as cli
@@ -36,6 +36,8 @@ from espalier.machine import cluster
 from espalier.ops import rules
 from espalier.recipe import recipe_errors, recipe_file
 
+ROOT = Path(__file__).parent.parent
+PAGES = {**doc_pages.PAGES, **doc_pages.MEASURED}
 MARKS = ("file", "part of", "slow", "not run")
 LANGUAGES = {"bash", "python", "toml", "json", "text", "diff"}
 FENCE = re.compile(
@@ -177,7 +179,11 @@ SPANS = [
 ]
 
 
-RECORDED = set(re.findall(r"`([^`\n]+)`", PAGES["systems.md"].read_text(encoding="utf-8")))
+RECORDED = {
+    span
+    for page in doc_pages.MEASURED.values()
+    for span in re.findall(r"`([^`\n]+)`", page.read_text(encoding="utf-8"))
+}
 """Commands as they were when something was measured."""
 
 

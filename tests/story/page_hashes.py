@@ -13,11 +13,13 @@ import json
 import re
 from pathlib import Path
 
+import doc_pages
+
 from espalier.cli import main as cli
 
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
 NOTED = ROOT / "tests" / "pages.json"
-PAGES = {page.name: page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+PAGES = {**doc_pages.PAGES, **doc_pages.MEASURED}
 FENCE = re.compile(r"^ *```\w*\n.*?^ *```", re.DOTALL | re.MULTILINE)
 
 

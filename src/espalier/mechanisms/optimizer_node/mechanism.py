@@ -23,7 +23,6 @@ from espalier.plan.axes.node_layout import Layer
 from espalier.plan.compose import Claim
 from espalier.recipe import Adamw
 from espalier.recipe.errors import UserError
-from espalier.recipe.records import Record
 from espalier.train.mechanism import Build, Mechanism
 
 if TYPE_CHECKING:
@@ -32,28 +31,6 @@ if TYPE_CHECKING:
     from espalier.plan.base import Plan
     from espalier.recipe import Recipe
 
-RECORD = Record(
-    name="luwu",
-    title="LuWu: the optimizer and all model state on nodes of their own, out of core",
-    aliases=("disdp", "optimizer node"),
-    paper="arXiv 2409.00918 (later versions: DisDP, ISCA 2026)",
-    question="Where does each tensor live?",
-    files=("mechanisms/optimizer_node/", "mechanisms/pipeline/vertical.py"),
-    chosen="model states larger than the memory of all ranks together, with a node that has disks, or links on which "
-    "sharded data parallel waits",
-    cost="per worker and layer of S bytes: S sent, 2*S received (S of the table, the head and the last two blocks), "
-    "whatever the number of workers and micro-batches; the node reads and writes 12 bytes of state per parameter and "
-    "step, reads 4 for each pull of each worker and writes 4 of gradients until the step is decided; a step takes "
-    "max(compute, 2*S/bandwidth, the node's disks)",
-    law="parameters after n steps equal those of an optimizer in memory to the bit; a run goes on from the node's "
-    "files to the bit; several workers end with the same bits",
-    law_test="tests/shard/luwu/test_run.py::test_one_worker_and_its_nodes_train_to_the_last_bit_as_plain_adamw",
-    bench="bench/luwu.py",
-    state="works",
-    remark="on processors; models that come in pieces; a node fed at 200 Mbit/s reaches 0.87 of what link, disk and "
-    "AdamW allow (goal 0.9; docs/benchmarks.md)",
-    gpu="NVIDIA H100, November 2026",
-)
 CLAIM = Claim(
     "luwu",
     question="shard",
