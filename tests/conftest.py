@@ -66,7 +66,7 @@ STARTS = re.compile(
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The tiers of tests beside the normal suite; see CONTRIBUTING.md."""
-    parser.addoption("--slice", metavar="K/N", help="only test functions whose name's hash is K modulo N")
+    parser.addoption("--slice", metavar="K/N", help="only test cases whose name's hash is K modulo N")
     parser.addoption("--quick", action="store_true", help="only files of tests that start no process")
 
 
@@ -86,11 +86,11 @@ def starts_processes(file: Path, *readers: Path) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """All cases of a function are in one slice, which stays that of a file that moves to another folder."""
+    """A case stays in its slice when its file moves to another folder."""
     if config.option.slice is None:
         return
     number, slices = map(int, config.option.slice.split("/"))
-    names = {item: f"{item.path.name}::{item.nodeid.partition('::')[2].partition('[')[0]}" for item in items}
+    names = {item: f"{item.path.name}::{item.nodeid.partition('::')[2]}" for item in items}
     of_slice = {item: xxhash.xxh3_64_intdigest(name.encode()) % slices for item, name in names.items()}
     chosen = [item for item in items if of_slice[item] == number]
     config.hook.pytest_deselected(items=[item for item in items if of_slice[item] != number])
