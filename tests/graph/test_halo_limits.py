@@ -89,6 +89,7 @@ def test_machines_with_other_parts_in_their_caches_agree(old, tmp_path):
 NAMES = [[], [f"paper {node}" for node in range(60)]]
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize("names", NAMES)
 @pytest.mark.parametrize(
     ("kind", "message"), [("gat", "the row of {}, which rank 1 owns"), ("gcn", "the row of {} for")]

@@ -141,6 +141,7 @@ CODED = {
 OFTEN = ("messages", "attention", "few bits of gradients")
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize("name", [pytest.param(one, marks=() if one in OFTEN else pytest.mark.slow) for one in CODED])
 def test_rows_cross_as_codes_with_the_same_result_in_the_bytes_of_the_plan(name, monkeypatch):
     model, quant, options = CODED[name]
@@ -227,6 +228,7 @@ def hubs() -> Graph:
     return Graph.from_edges(*ends, features=graph.features, labels=graph.labels, parts=graph.parts, undirected=True)
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize("kind", ["gcn", "sage", "gin"])
 def test_sums_cross_around_hubs_and_train_as_one_rank(kind, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -276,6 +278,7 @@ def test_a_checkpoint_goes_on_with_another_number_of_parts(tmp_path):
         assert first["losses"] + then["losses"] == pytest.approx(whole["losses"], rel=1e-9)
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize(
     "options", [{"bits": 1}, {"bits": 4, "synchronize": 3}, {"bits": 1, "by_degree": True}, {"bits": 1, "delta": True}]
 )

@@ -15,8 +15,6 @@ from espalier.plan.decide import PlanDecision, decide
 from espalier.recipe import Pin, ShardPin, defaults
 from espalier.train import request_from_recipe
 
-pytestmark = pytest.mark.quick
-
 
 def decided(given: int | str, ranks: int = 1, **more: object) -> PlanDecision:
     pin = Pin(ranks=ranks, threads=1, micro_batch=1)
