@@ -151,9 +151,6 @@ class LocalSteps:
             self._buffers.write(self._open)
         self.step += 1
 
-    def skip(self, step: int) -> None:
-        """The gradients are written anew."""
-
     def ended(self, step: int) -> tuple[Tensor, Tensor]:
         """Nothing ends a step but `move`."""
         raise step_lost(self.step)
