@@ -37,6 +37,7 @@ DTYPES = dict.fromkeys(get_args(Precision), torch.float32) | {"fp64": torch.floa
 """Precision of the parameters. With bf16 and fp16 they stay fp32 (the master weights); autocast computes in these."""
 
 MODEL = Claim("model", question="model", changes={"a model"})
+SKELETON = Claim("skeleton", question="model", changes={"a model"})
 SELECTIVE = Claim(
     "recompute_selective",
     question="recompute",
@@ -84,6 +85,24 @@ class BuildModel(Mechanism):
     def wrap(self, context: Build) -> None:
         """Builds it."""
         context.model = context.workload.build(context.device, DTYPES[self.precision])
+
+
+class ModelSkeleton(Mechanism):
+    """The workload's own model without its values, which wait elsewhere."""
+
+    claim = SKELETON
+
+    def wrap(self, context: Build) -> None:
+        """Makes it. Raises UserError for a model with state that layers do not hold."""
+        context.model = model = context.workload.skeleton().model
+        stateful = next((name for name, _ in model.named_buffers() if name in model.state_dict()), None)
+        if stateful is not None:
+            raise UserError(
+                f"{type(model).__name__} cannot be held in layers: it has the buffer {stateful!r}.",
+                why="layers hold parameters only",
+                do='norms without running statistics, or leave role = "optimizer" out of the cluster; '
+                "plan.pin.offload=none",
+            )
 
 
 class Recompute(Mechanism):
@@ -306,11 +325,7 @@ TABLE: tuple[Choose, ...] = (
 )
 """Rows that a recipe or a plan asks for."""
 AWAY: tuple[Choose, ...] = (
-    Row(
-        "optimizer_node.mechanism",
-        lambda recipe, plan: _node(recipe, plan) or _parameters_away(recipe, plan),
-        "choose_skeleton",
-    ),
+    lambda recipe, plan: ModelSkeleton() if _node(recipe, plan) or _parameters_away(recipe, plan) else None,
     Row("optimizer_node.mechanism", _node),
     Row("optimizer_node.mechanism", _node, "choose_optimizer"),
     Row(
