@@ -22,14 +22,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from espalier.comm.base import Traffic, traffic
+from espalier.graph import halo
 from espalier.graph.gnn import Gnn
+from espalier.graph.halo import Arrival, Crossing, ForeignRows, Halo, degree_shares, not_finite
 from espalier.graph.loss_speed import LossSpeed
 from espalier.graph.neighbor_sampler import stream
 from espalier.kernels import quantize_rows as kernels
 from espalier.kernels import row_widths
 from espalier.mechanisms.few_bits.quantization import crossing_codes
-from espalier.mechanisms.halo_exchange import halo
-from espalier.mechanisms.halo_exchange.halo import Arrival, Crossing, ForeignRows, Halo, degree_shares, not_finite
 from espalier.recipe import units
 from espalier.recipe.errors import RESUME, Corrupted, UserError
 from espalier.recipe.records import Record
@@ -49,12 +49,12 @@ RECORD = Record(
         "mechanisms/halo_exchange/sylvie.py",
         "graph/loss_speed.py",
         "mechanisms/halo_exchange/halo_parallel.py",
-        "mechanisms/halo_exchange/halo.py",
+        "graph/halo.py",
         "graph/coded_rows.py",
-        "mechanisms/halo_exchange/partition_folder.py",
-        "mechanisms/halo_exchange/partial_sums.py",
-        "mechanisms/halo_exchange/foreign_halo.py",
-        "mechanisms/halo_exchange/part_inference.py",
+        "graph/partition_folder.py",
+        "graph/partial_sums.py",
+        "graph/foreign_network.py",
+        "graph/part_inference.py",
         "kernels/quantize_rows.py",
         "mechanisms/halo_exchange/planned.py",
         "mechanisms/halo_exchange/halo_bits.py",
@@ -69,7 +69,7 @@ RECORD = Record(
     bench="bench/sylvie.py",
     state="works",
     remark="figures are of processors; on a GPU losses over parts, with 32 bits and 1, equal the processor's; recipes "
-    "train over parts with [graph.halo], and any program does with mechanisms/halo_exchange/halo.py; a limit: "
+    "train over parts with [graph.halo], and any program does with graph/halo.py; a limit: "
     "every machine opens the "
     "whole graph when a run starts, unless data.path is a folder of parts, of which each rank reads its own; networks "
     "of PyG's layers and batch normalization over all ranks too; graph.halo.bits = auto gives each layer, direction "
