@@ -13,14 +13,14 @@ import torch
 
 from espalier import recipe as config
 from espalier.checkpoint.save_and_restore import Checkpoints
-from espalier.graph import coded_rows
+from espalier.graph import coded_rows, halo, partition_folder
 from espalier.graph.data import Graph
 from espalier.graph.neighbor_sampler import Style
 from espalier.graph.workload import GraphWorkload
 from espalier.launch.ranks import agent
 from espalier.machine import cluster as clusters_
 from espalier.mechanisms.few_bits import quantization
-from espalier.mechanisms.halo_exchange import halo, halo_parallel, partition_folder
+from espalier.mechanisms.halo_exchange import halo_parallel
 from espalier.mechanisms.halo_exchange import planned as halo_exchange
 from espalier.mechanisms.halo_exchange.halo_parallel import Cutting, open_part
 from espalier.mechanisms.halo_exchange.sylvie import Adaptive

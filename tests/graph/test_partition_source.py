@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from espalier import recipe as config
-from espalier.graph import graph_plan, workload_row
+from espalier.graph import graph_plan, part_inference, partition_folder, workload_row
 from espalier.graph.subgraphs import infer
 from espalier.graph.workload import GraphWorkload, open_graph
-from espalier.mechanisms.halo_exchange import halo_parallel, part_inference, partition_folder
+from espalier.mechanisms.halo_exchange import halo_parallel
 from espalier.mechanisms.halo_exchange.halo_parallel import Cutting
 from espalier.plan import decide
 from espalier.recipe.errors import UserError

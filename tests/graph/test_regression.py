@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from espalier.graph import answers, kept_graph, metrics, workload_row
+from espalier.graph import answers, kept_graph, metrics, partition_folder, workload_row
 from espalier.graph.data import DataSplit, Graph, divided
 from espalier.graph.neighbor_sampler import Style
 from espalier.graph.subgraphs import infer
 from espalier.graph.targets import Scale
 from espalier.graph.workload import GraphWorkload, open_graph
 from espalier.mechanisms.few_bits import packed_run, quantization
-from espalier.mechanisms.halo_exchange import partition_folder
 from espalier.parallel.workload import Shard
 from espalier.recipe import defaults, recipe_file
 from espalier.recipe.errors import UserError
@@ -356,7 +355,7 @@ def _order(workload):
 
 
 def test_parts_on_disk_keep_that_labels_are_values(tmp_path):
-    from espalier.mechanisms.halo_exchange.halo import boundary
+    from espalier.graph.halo import boundary
 
     graph = valued(2, gaps=True)
     cut = boundary(graph.indptr, graph.indices, clusters(graph.indptr, graph.indices, 2), 2)

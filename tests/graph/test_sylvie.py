@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from espalier.comm.base import Traffic
+from espalier.graph import halo
 from espalier.graph.answers import summed_loss
 from espalier.graph.gnn import style_of
+from espalier.graph.halo import Crossing
 from espalier.graph.subgraphs import View
 from espalier.kernels import quantize_rows, row_bits, row_widths
-from espalier.mechanisms.halo_exchange import halo, sylvie
-from espalier.mechanisms.halo_exchange.halo import Crossing
+from espalier.mechanisms.halo_exchange import sylvie
 from espalier.mechanisms.halo_exchange.sylvie import Adaptive, ByPeer, Every, Sylvie
 from espalier.mechanisms.local_rounds.round_length import Length
 from espalier.recipe import HaloOptions

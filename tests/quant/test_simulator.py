@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from espalier.kernels.counts import constants
-from espalier.mechanisms.few_bits.mega.condense import Condensed, condense
 from espalier.recipe.errors import UserError
+from espalier.sparse.condense import Condensed, condense
 from espalier_accelerators import dram, simulator
 from espalier_accelerators.dram import Trace, read_trace, write_trace
 from espalier_accelerators.simulator import DATAFLOWS, Chip, LayerShape, Network, mega, simulate, uncondensed
