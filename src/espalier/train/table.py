@@ -1,168 +1,29 @@
-"""The table of mechanisms: what a plan may put round a model, one row each. `train.trainer.build` goes through it.
+"""The table of mechanisms: what a plan may put round a model, one row each, and what may run together.
 
-A new mechanism is a folder or file of its own and one row here. Those that change the model itself, and know nothing of
-ranks, stand in this file.
+A new mechanism is a folder of its own and one row here. `train.build` applies them in the order that `ordered` finds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from msgspec.structs import astuple
-from torch import nn
 
-from espalier.kernels import accelerator
-from espalier.optim.loss_scale import LossScale
 from espalier.parallel.schedule import PIPELINE
 from espalier.plan import compose
 from espalier.plan.axes import placement_plan
 from espalier.plan.compose import Claim
-from espalier.recipe import Precision, decoder_shapes, units
-from espalier.recipe.errors import UserError
-from espalier.train import every_step, optimizers
-from espalier.train import whole_model as whole
-from espalier.train.mechanism import Build, Choose, Mechanism
+from espalier.recipe import decoder_shapes, units
+from espalier.train import build, every_step, optimizers, whole_model
+from espalier.train.mechanism import Choose, Mechanism
 
 if TYPE_CHECKING:
-    from espalier.checkpoint.base import Stateful
     from espalier.plan.base import Plan
     from espalier.recipe import Recipe
-
-DTYPES = dict.fromkeys(get_args(Precision), torch.float32) | {"fp64": torch.float64}
-"""Precision of the parameters. With bf16 and fp16 they stay fp32 (the master weights); autocast computes in these."""
-
-MODEL = Claim("model", question="model", changes={"a model"})
-SELECTIVE = Claim(
-    "recompute_selective",
-    question="recompute",
-    needs={"a model"},
-    changes={"recomputes activations"},
-    instead=("recompute_block",),
-    option="train.recompute=selective",
-)
-BLOCK = Claim(
-    "recompute_block",
-    question="recompute",
-    needs={"a model"},
-    changes={"recomputes activations"},
-    instead=("recompute_selective",),
-    option="train.recompute=block",
-)
-BF16 = Claim("bf16", question="precision", option="train.precision=bf16")
-FP16 = Claim(
-    "fp16",
-    question="precision",
-    changes={"the loss is scaled"},
-    forbids={"sums are encoded", "rows cross in few bits"},
-    instead=("bf16",),
-)
-"""A codec keeps back what it loses of a gradient, in units of a factor that changes and of steps that are left out.
-Rows in few bits cannot say that a gradient overflowed, for which a step is left out."""
-TF32 = Claim("tf32", question="precision")
-COMPILE = Claim(
-    "compile",
-    question="compile",
-    needs={"a model"},
-    changes={"compiles blocks"},
-    after={"recompute", "attend", "route"},
-)
-
-
-class BuildModel(Mechanism):
-    """The workload's own model, whole and with its initial weights."""
-
-    claim = MODEL
-
-    def __init__(self, precision: str) -> None:
-        self.precision = precision
-
-    def wrap(self, context: Build) -> None:
-        """Builds it."""
-        context.model = context.workload.build(context.device, DTYPES[self.precision])
-
-
-class Recompute(Mechanism):
-    """Activations are computed again in backward."""
-
-    def __init__(self, mode: str) -> None:
-        self.mode, self.claim = mode, {"selective": SELECTIVE, "block": BLOCK}[mode]
-
-    def wrap(self, context: Build) -> None:
-        """Tells the model."""
-        assert context.model is not None
-        context.workload.recompute(context.model, self.mode)
-
-
-class Autocast(Mechanism):
-    """Forward and backward compute in bfloat16 where that is safe (autocast)."""
-
-    claim = BF16
-
-    def wrap(self, context: Build) -> None:
-        """Sets the context of forward passes."""
-        context.forward = partial(torch.autocast, context.device.type, torch.bfloat16)
-
-
-class Fp16(Mechanism):
-    """Forward and backward compute in float16 where that is safe (autocast), with a scaled loss."""
-
-    claim = FP16
-
-    def wrap(self, context: Build) -> None:
-        """Sets the context of forward passes, and the scale."""
-        context.forward = partial(torch.autocast, context.device.type, torch.float16)
-        context.loss_scale = LossScale()
-
-    def state(self, context: Build, parts: Mapping[str, Stateful]) -> Mapping[str, Stateful]:
-        """With the scale."""
-        assert context.loss_scale is not None
-        return {**parts, "loss scale": context.loss_scale}
-
-
-class Tf32(Mechanism):
-    """Products of fp32 matrices round their inputs to 10 bits of mantissa, which tensor cores multiply."""
-
-    claim = TF32
-
-    def wrap(self, context: Build) -> None:
-        """Tells torch, for this process."""
-        torch.set_float32_matmul_precision("high")
-        accelerator.round_convolutions(True)
-
-
-PRECISIONS: Mapping[str, type[Mechanism]] = {"bf16": Autocast, "fp16": Fp16, "tf32": Tf32}
-"""What else than dtypes makes a precision."""
-
-
-class Compile(Mechanism):
-    """Each block's forward goes through `torch.compile`."""
-
-    claim = COMPILE
-
-    def wrap(self, context: Build) -> None:
-        """Compiles the blocks."""
-        assert context.model is not None
-        compile_blocks(context.workload.blocks(context.model))
-
-
-def compile_blocks(blocks: Sequence[nn.Module]) -> None:
-    """Compiles each block in place. Raises UserError when there is no compiler to do it with."""
-    import shutil
-
-    if not accelerator.available() and not any(shutil.which(name) for name in ("g++", "clang++", "c++")):
-        raise UserError(
-            "train.compile = true needs a C++ compiler, and none is on the PATH.",
-            do="apt-get install g++, or train.compile = false",
-        )
-    for block in blocks:
-        # The forward alone: hooks that bring its parameters stay outside.
-        block.forward = torch.compile(block.forward)
-
 
 # --- what a plan says of itself, for others to need or forbid ------------------------------------------------------
 
@@ -212,25 +73,30 @@ class Property(Mechanism):
 
 def properties(recipe: Recipe, plan: Plan) -> list[Claim]:
     """Of a run, besides those that its mechanisms bring."""
-    outer, memory = (
-        plan.outer,
-        recipe.faults.memory,
-    )  # states that wait elsewhere are copied only where that is asked for
-    asked = (
-        (ENCODED, any(one.codec != "exact" and one.traffic not in ("experts", "halo") for one in plan.exchanges)),
-        (NCCL, any(one.device != "cpu" for one in plan.ranks)),
-        (ROLES, len(plan.trainers) < len(plan.ranks)),
-        (MACHINES, len({one.node for one in plan.ranks}) > 1),
-        (SINGLES, outer is not None and all(len(ranks) == 1 for ranks in outer.replicas)),
-        (CUT_MATRICES, any(one.tensor > 1 for one in plan.stages)),
-        (CUT_SEQUENCES, any(one.sequence > 1 for one in plan.stages)),
-        (SPREAD_EXPERTS, len(plan.experts) > 1),
-        (CUT_LAYERS, len({one.layers for one in plan.stages}) > 1 or plan.unequal or bool(plan.waves)),
-        (COPIES, set(astuple(plan.offload)) == HERE if memory == "auto" else units.size(memory, "faults.memory") > 0),
-        (LIMITED, decoder_shapes.limited(recipe.model)),
-        (ROLLBACK, recipe.faults.rollback != "never"),
-    )
-    return [claim for claim, holds in asked if holds]
+    sums = [exchange for exchange in plan.exchanges if exchange.traffic not in ("experts", "halo")]
+    holds = {
+        ENCODED: any(exchange.codec != "exact" for exchange in sums),
+        NCCL: any(rank.device != "cpu" for rank in plan.ranks),
+        ROLES: len(plan.trainers) < len(plan.ranks),
+        MACHINES: len({rank.node for rank in plan.ranks}) > 1,
+        SINGLES: plan.outer is not None and all(len(ranks) == 1 for ranks in plan.outer.replicas),
+        CUT_MATRICES: _cut_matrices(recipe, plan),
+        CUT_SEQUENCES: any(stage.sequence > 1 for stage in plan.stages),
+        SPREAD_EXPERTS: _experts(recipe, plan),
+        CUT_LAYERS: _stages(recipe, plan) or _waves(recipe, plan),
+        COPIES: _copies(recipe, plan),
+        LIMITED: decoder_shapes.limited(recipe.model),
+        ROLLBACK: recipe.faults.rollback != "never",
+    }
+    return [claim for claim, true in holds.items() if true]
+
+
+def _copies(recipe: Recipe, plan: Plan) -> bool:
+    """States that wait elsewhere are copied only where that is asked for."""
+    memory = recipe.faults.memory
+    if memory == "auto":
+        return set(astuple(plan.offload)) == HERE
+    return units.size(memory, "faults.memory") > 0
 
 
 # --- the table -----------------------------------------------------------------------------------------------------
@@ -273,6 +139,14 @@ def _waves(recipe: Recipe, plan: Plan) -> bool:
     return bool(plan.waves)
 
 
+def _cut_matrices(recipe: Recipe, plan: Plan) -> bool:
+    return any(stage.tensor > 1 for stage in plan.stages)
+
+
+def _experts(recipe: Recipe, plan: Plan) -> bool:
+    return len(plan.experts) > 1
+
+
 def _sequences(recipe: Recipe, plan: Plan) -> bool:
     packed = any(data.packing == "documents" for data in recipe.data)
     return packed or any(stage.sequence > 1 for stage in plan.stages)
@@ -287,10 +161,10 @@ def _parameters_away(recipe: Recipe, plan: Plan) -> bool:
 
 
 TABLE: tuple[Choose, ...] = (
-    lambda recipe, plan: Recompute(plan.recompute) if plan.recompute != "none" else None,
-    lambda recipe, plan: PRECISIONS[plan.precision]() if plan.precision in PRECISIONS else None,
-    lambda recipe, plan: Compile() if plan.compile else None,
-    Row("tensor_parallel.mechanism", lambda recipe, plan: any(stage.tensor > 1 for stage in plan.stages)),
+    build.choose_recompute,
+    build.choose_precision,
+    build.choose_compile,
+    Row("tensor_parallel.mechanism", _cut_matrices),
     optimizers.choose_matrices,
     Row("pipeline.mechanism", _stages, "choose_stages"),
     Row("pipeline.mechanism", _stages),
@@ -299,7 +173,7 @@ TABLE: tuple[Choose, ...] = (
     optimizers.choose_muon,
     Row("local_rounds.outer_rounds", lambda recipe, plan: plan.outer),
     Row("sequence_parallel.loongtrain", _sequences),
-    Row("expert_parallel.mechanism", lambda recipe, plan: len(plan.experts) > 1),
+    Row("expert_parallel.mechanism", _experts),
     Row("pattern_attention.token_parallel", _halo),
     Row("halo_exchange.halo_parallel", _halo),
     Row("pattern_attention.reformation", _graph),
@@ -327,10 +201,10 @@ AWAY: tuple[Choose, ...] = (
 )
 """Rows for plans in which something waits elsewhere than on the device of its rank."""
 PLAIN: tuple[Choose, ...] = (
-    lambda recipe, plan: BuildModel(plan.precision),
+    build.choose_model,
     Row("sharding.mechanism", lambda recipe, plan: True),
     optimizers.choose_adamw,
-    whole.choose,
+    whole_model.choose,
     every_step.choose,
 )
 """Rows for questions that none of the others answers."""
@@ -340,9 +214,9 @@ KNOWN = (
     placement_plan.WHOLE,
     optimizers.ADAMW,
     every_step.CLAIM,
-    SELECTIVE,
-    BLOCK,
-    BF16,
+    build.SELECTIVE,
+    build.BLOCK,
+    build.BF16,
     PIPELINE,
 )
 """What a refusal may offer beside what the recipe has."""
@@ -351,19 +225,26 @@ KNOWN = (
 def chosen(recipe: Recipe, plan: Plan, table: Sequence[Choose] = TABLE) -> list[Mechanism]:
     """The mechanisms that `recipe` and `plan` ask for, and the plain ones beside them."""
     away = set(astuple(plan.offload)) != HERE or len(plan.trainers) < len(plan.ranks)
-    rows = (*AWAY, *table) if away else table
-    found = [one for row in rows if (one := row(recipe, plan)) is not None]
-    answered = {one.claim.question for one in found}
-    plain = [one for row in PLAIN if (one := row(recipe, plan)) is not None]
-    found += [one for one in plain if one.claim.question not in answered]
-    return [*found, *map(Property, properties(recipe, plan))]
+    mechanisms = _answers(recipe, plan, (*AWAY, *table) if away else table)
+    answered = {mechanism.claim.question for mechanism in mechanisms}
+    plain = [mechanism for mechanism in _answers(recipe, plan, PLAIN) if mechanism.claim.question not in answered]
+    return [*mechanisms, *plain, *map(Property, properties(recipe, plan))]
+
+
+def _answers(recipe: Recipe, plan: Plan, rows: Sequence[Choose]) -> list[Mechanism]:
+    return [mechanism for row in rows if (mechanism := row(recipe, plan)) is not None]
+
+
+def claims(recipe: Recipe, plan: Plan) -> list[Claim]:
+    """Of the mechanisms that `recipe` and `plan` ask for."""
+    return [mechanism.claim for mechanism in chosen(recipe, plan)]
 
 
 def ordered(recipe: Recipe, plan: Plan, table: Sequence[Choose] = TABLE) -> tuple[Mechanism, ...]:
     """The same in the order in which they are applied. Raises UserError when they cannot run together."""
-    found = chosen(recipe, plan, table)
-    names = compose.require((one.claim for one in found), known=KNOWN)
-    return tuple(sorted(found, key=lambda one: names.index(one.claim.name)))
+    mechanisms = chosen(recipe, plan, table)
+    names = compose.require((mechanism.claim for mechanism in mechanisms), known=KNOWN)
+    return tuple(sorted(mechanisms, key=lambda mechanism: names.index(mechanism.claim.name)))
 
 
 # --- what a run may do beside it -----------------------------------------------------------------------------------
@@ -404,16 +285,16 @@ APPLIED = Claim(
 """Somebody's own loop round a model whose blocks only its author knows (`espalier.apply`)."""
 
 
-def refusal(recipe: Recipe, plan: Plan, *beside: Claim) -> compose.Refusal | None:
-    """Why the mechanisms of a plan cannot run, with those `beside` them; None: they can."""
-    found = _composed(frozenset((*(one.claim for one in chosen(recipe, plan)), *beside)))
-    return found if isinstance(found, compose.Refusal) else None
+def refusal(recipe: Recipe, plan: Plan, *others: Claim) -> compose.Refusal | None:
+    """Why the mechanisms of a plan cannot run with `others`; None: they can."""
+    composition = _composed(frozenset((*claims(recipe, plan), *others)))
+    return composition if isinstance(composition, compose.Refusal) else None
 
 
 @lru_cache(maxsize=4096)
-def _composed(claims: frozenset[Claim]) -> compose.Composition | compose.Refusal:
+def _composed(all_claims: frozenset[Claim]) -> compose.Composition | compose.Refusal:
     """The planner asks of the same mechanisms again and again."""
-    return compose.compose(claims, known=KNOWN)
+    return compose.compose(all_claims, known=KNOWN)
 
 
 def accepts(recipe: Recipe, plan: Plan, claim: Claim) -> bool:
@@ -423,7 +304,7 @@ def accepts(recipe: Recipe, plan: Plan, claim: Claim) -> bool:
 
 def require_beside(recipe: Recipe, plan: Plan, claim: Claim) -> None:
     """Raises UserError, with the reason, where `claim` cannot stand beside the mechanisms of a plan."""
-    compose.require([*(one.claim for one in chosen(recipe, plan)), claim], known=KNOWN)
+    compose.require([*claims(recipe, plan), claim], known=KNOWN)
 
 
 def recovery(recipe: Recipe, plan: Plan) -> Literal["", "alike", "rounds"]:
