@@ -24,8 +24,8 @@ from espalier.plan.estimate import estimate
 from espalier.plan.layouts import Layouts
 from espalier.recipe import defaults, recipe_file
 from espalier.recipe.errors import Interrupted, UserError
-from espalier.train import mechanisms, trainer, worker
 from espalier.train import rank_spec as launch
+from espalier.train import table, trainer, worker
 from espalier.train.rank_setup import RankSetup
 
 STEPS = 5
@@ -80,7 +80,7 @@ def plan_of(
     return plans.Plan(**{"ranks": each, "micro_batch": 2, "precision": "fp64", "stages": (stage,), **changes})
 
 
-def train(recipe: Any, plan: plans.Plan, table: Any = mechanisms.TABLE) -> tuple[list[float], dict[str, float]]:
+def train(recipe: Any, plan: plans.Plan, table: Any = table.TABLE) -> tuple[list[float], dict[str, float]]:
     """Losses of the steps and of the validation, and the bytes that rank 0 sent in its last step."""
     workload = open_language(recipe)
 
@@ -269,7 +269,7 @@ def test_packed_documents_equal_documents_one_by_one(short_documents: Path, mode
 def test_packed_documents_train_as_under_a_mask(short_documents: Path, model: str) -> None:
     """That of PyTorch's attention, also where the model sees a window of its document or caps its scores."""
     recipe = recipe_of(short_documents, model, "documents", sequence=96, batch_tokens=4 * 96, validate_tokens=192)
-    plain = [row for row in mechanisms.TABLE if "loongtrain" not in getattr(row, "module", "")]
+    plain = [row for row in table.TABLE if "loongtrain" not in getattr(row, "module", "")]
     assert train(recipe, plan_of(1))[0] == pytest.approx(train(recipe, plan_of(1), plain)[0], rel=1e-9)
 
 

@@ -18,7 +18,7 @@ from espalier.plan import base as plans
 from espalier.recipe import recipe_file
 from espalier.recipe.errors import Anomaly, UserError
 from espalier.testing import same
-from espalier.train import mechanisms, workload_registry
+from espalier.train import table, workload_registry
 
 from .runs import Cut, corpus, in_flight, recipe_of, together, train
 
@@ -335,7 +335,7 @@ def test_zero_bubble_is_refused_with_gathered_parameters_and_compiled_blocks_by_
     compiled = msgspec.structs.replace(Cut((2, 4), schedule="zero_bubble").plan(), compile=True)
     for plan, other in ((gathered, "amsp"), (compiled, "compile")):
         with pytest.raises(UserError, match=f"zero_bubble and {other} cannot run together|{other} and zero_bubble"):
-            mechanisms.ordered(recipe, plan)
+            table.ordered(recipe, plan)
 
 
 class TwoTowers(nn.Module):

@@ -22,8 +22,8 @@ from espalier.tasks.workload import MultitaskWorkload
 from espalier.testing import forks
 from espalier.train import rank_spec as launch
 from espalier.train import workload_registry
+from espalier.train.build import build
 from espalier.train.rank_setup import RankSetup
-from espalier.train.trainer import build
 
 RESOLVED = tiny_tasks.resolved()
 TASKS = ["match", "write", "sort"]

@@ -26,8 +26,8 @@ from espalier.plan.base import Plan
 from espalier.plan.request import Request
 from espalier.recipe.errors import UserError
 from espalier.track import events
-from espalier.train import mechanisms
 from espalier.train import rank_spec as launch
+from espalier.train import table
 
 Start = Callable[[RunStart], launch.Entrypoint]
 """The task of a run's ranks."""
@@ -127,7 +127,7 @@ class RunResizer:
     def _refuse(self, plan: Plan) -> None:
         """Raises UserError where the run cannot go on by another plan."""
         claim = replan.PIPELINES if replan.cut(plan) else replan.CLAIM
-        mechanisms.require_beside(self.job.resolved.recipe, plan, claim)
+        table.require_beside(self.job.resolved.recipe, plan, claim)
 
     def _where(self, option: replan.Replan, hosts: tuple[int, ...]) -> dict[str, Any]:
         """What a shape says of hosts. `hosts`: of each rank, where not all of them had one before."""
@@ -224,7 +224,7 @@ class HostResizer(RunResizer):
 
     def _refuse(self, plan: Plan) -> None:
         claim = replan.PIPELINES if replan.cut(plan) else replan.WORKERS
-        mechanisms.require_beside(self.job.resolved.recipe, plan, claim)
+        table.require_beside(self.job.resolved.recipe, plan, claim)
 
     def _possible(self, option: replan.Replan) -> bool:
         return any(self.hosts[rank] == 0 for rank in option.kept) and super()._possible(option)

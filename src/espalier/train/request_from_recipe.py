@@ -16,7 +16,7 @@ from espalier.plan.request import Request
 from espalier.recipe import Adapters, Gpt, GraphTransformer, Lora, Moe, Muon, Recipe, decoder_shapes, units
 from espalier.recipe.cost import Anatomy, Cut, ModelCosts, Product, Work
 from espalier.recipe.errors import UserError
-from espalier.train import mechanisms, workload_registry
+from espalier.train import table, workload_registry
 from espalier.train.workload_row import tally
 from espalier.train.wrap_policy import running_of, sizes_of
 
@@ -66,7 +66,7 @@ def of_recipe(recipe: Recipe, workload: Callable[[], Workload] | None = None) ->
         running=_running_bytes(counted.running, train.precision),
         rules=_attention_rules(recipe),
         **_variants(recipe, opened, profile.heads),
-        refuses=partial(mechanisms.refusal, recipe),
+        refuses=partial(table.refusal, recipe),
     )
 
 
