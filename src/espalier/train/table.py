@@ -180,7 +180,7 @@ TABLE: tuple[Choose, ...] = (
 )
 """Rows that a recipe or a plan asks for."""
 AWAY: tuple[Choose, ...] = (
-    lambda recipe, plan: ModelSkeleton() if _node(recipe, plan) or _parameters_away(recipe, plan) else None,
+    lambda recipe, plan: build.ModelSkeleton() if _node(recipe, plan) or _parameters_away(recipe, plan) else None,
     Row("optimizer_node.mechanism", _node),
     Row("optimizer_node.mechanism", _node, "choose_optimizer"),
     Row(
