@@ -39,7 +39,7 @@ RECORD = Record(
         "mechanisms/task_waves/wave_solver.py",
         "mechanisms/task_waves/wave_placement.py",
         "mechanisms/task_waves/task_waves.py",
-        "mechanisms/task_waves/replan_waves.py",
+        "mechanisms/task_waves/choice.py",
         "mechanisms/task_waves/waves.py",
     ),
     chosen="a recipe with several tasks or towers whose sizes differ, on more devices than the small ones can use",

@@ -45,7 +45,7 @@ RECORD = Record(
         "mechanisms/unequal_pipelines/flashflex.py",
         "mechanisms/unequal_pipelines/flashflex_json.py",
         "mechanisms/unequal_pipelines/pipeline_solver.py",
-        "mechanisms/unequal_pipelines/replan_pipelines.py",
+        "mechanisms/unequal_pipelines/choice.py",
         "mechanisms/unequal_pipelines/unequal.py",
         "mechanisms/sharding/layer_holders.py",
     ),
