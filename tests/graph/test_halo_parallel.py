@@ -20,12 +20,14 @@ from espalier.graph.workload import GraphWorkload
 from espalier.launch.ranks import agent
 from espalier.machine import cluster as clusters_
 from espalier.mechanisms.few_bits import quantization
-from espalier.mechanisms.halo_exchange import halo_parallel
+from espalier.mechanisms.halo_exchange import choice, halo_parallel
 from espalier.mechanisms.halo_exchange import planned as halo_exchange
 from espalier.mechanisms.halo_exchange.halo_parallel import Cutting, open_part
 from espalier.mechanisms.halo_exchange.sylvie import Adaptive
 from espalier.plan import base as plans
 from espalier.plan import decide, trials
+from espalier.plan.ask import Ask
+from espalier.plan.layout_decision import best_layout
 from espalier.recipe import units
 from espalier.recipe.errors import UserError
 from espalier.sparse.partition import clusters
@@ -470,9 +472,9 @@ def test_trials_decide_between_one_rank_and_several():
         return lambda every: {trials.key(one): 1.0 if len(one.ranks) == count else 2.0 for one in every}
 
     cluster, free = machines(3, 1), asked({}, None)
-    found = decide._every_step(asked({}, 3), cluster, decide.DATASHEET)
+    several = best_layout(Ask(asked({}, 3), cluster))
     for count in (1, 3):
-        plan = decide._with_graph(found, free, cluster, decide.DATASHEET, fast(count))
+        plan = choice.CHOICE.finish(several, Ask(free, cluster, trials=fast(count)))
         assert len(plan.ranks) == count
         assert any(one.startswith("Measured steps") for one in plan.why)
 

@@ -17,9 +17,7 @@ from espalier.cli import measurements, prepare, run_plan
 from espalier.cli.run_start import RunStart
 from espalier.launch.ranks.resize import RunShape
 from espalier.launch.resilience.slowdown import Evidence
-from espalier.mechanisms.codecs import planned as codecs
-from espalier.mechanisms.task_waves import replan_waves
-from espalier.mechanisms.unequal_pipelines import replan_pipelines
+from espalier.mechanisms.codecs import choice as codecs
 from espalier.plan import base as plans
 from espalier.plan import replan
 from espalier.plan.base import Plan
@@ -144,7 +142,7 @@ class RunResizer:
         samples = ", ".join(str(one.share[1] - one.share[0]) for one in map(made.ranks.__getitem__, made.trainers))
         work = f"{samples} samples each step"
         if replan.cut(made) or replan.cut(self.job.plan):
-            work = replan_waves.told(made) if made.waves or self.job.plan.waves else replan_pipelines.told(made)
+            work = replan.told([made, self.job.plan])
         count = f"{len(made.ranks)} of {before}" if len(made.ranks) < before else f"all {len(made.ranks)}"
         shape = RunShape(
             task=self._start(replace(self.job, plan=made)),
