@@ -32,7 +32,7 @@ from espalier.plan.axes.sharding import Division, StateSizes, cost
 from espalier.plan.measurements.table import read
 from espalier.recipe import units
 
-calibrate = importlib.import_module("espalier.plan.calibrate")  # the package has a function of that name
+calibrate = importlib.import_module("espalier.plan.calibration")  # the package has a function of that name
 PAGE = Path(__file__).parent.parent / "docs" / "planner.md"
 COST_MODEL = PAGE.parent / "measured" / "planner.md"
 MODULES = {

@@ -9,7 +9,7 @@ import pytest
 from espalier.machine import cluster as clusters
 from espalier.plan import base as plans
 from espalier.plan import replan
-from espalier.plan.calibrate import DATASHEET
+from espalier.plan.calibration import DATASHEET
 from espalier.plan.decide import decide
 from espalier.recipe.cost import PartCost
 from espalier.recipe.errors import UserError

@@ -16,7 +16,7 @@ import msgspec
 from espalier.cli import prepare, run_data
 from espalier.machine import cluster as clusters
 from espalier.plan import base as plans
-from espalier.plan.calibrate import DATASHEET, Calibration, Measurement, calibrate, own_stack
+from espalier.plan.calibration import DATASHEET, Calibration, Measurement, calibrate, own_stack
 from espalier.plan.layouts import of_view
 from espalier.plan.measurements import score as scoring
 from espalier.plan.measurements import table as tables
