@@ -1,4 +1,4 @@
-"""What docs/planner.md says of the planner's constants, factors and examples is what the code has."""
+"""The constants, factors and examples of docs/planner.md and docs/measured/planner.md are those of the code."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ from espalier.recipe import units
 
 calibrate = importlib.import_module("espalier.plan.calibrate")  # the package has a function of that name
 PAGE = Path(__file__).parent.parent / "docs" / "planner.md"
+COST_MODEL = PAGE.parent / "measured" / "planner.md"
 MODULES = {
     module.__name__.rpartition(".")[2]: module
     for module in (
@@ -51,7 +52,7 @@ SCALES = {"B": units.size, "s": units.seconds}
 
 def table(heading: str) -> list[list[str]]:
     """The rows of the first table under a heading, cells stripped of spaces."""
-    text = PAGE.read_text(encoding="utf-8").partition(f"# {heading}\n")[2]
+    text = COST_MODEL.read_text(encoding="utf-8").partition(f"# {heading}\n")[2]
     found = re.search(r"(?:^\|.*\n)+", text, re.MULTILINE)
     assert found is not None, heading
     rows = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in found[0].splitlines()]
@@ -107,7 +108,7 @@ def test_a_constant_on_the_page_is_the_codes(name: str) -> None:
 @pytest.mark.parametrize("module", MODULES)
 def test_every_constant_of_the_code_is_on_the_page(module: str) -> None:
     missing = [name for name in constants(MODULES[module]) if name not in CONSTANTS]
-    assert not missing, f"docs/planner.md, Constants: add {', '.join(missing)}"
+    assert not missing, f"docs/measured/planner.md, Constants: add {', '.join(missing)}"
 
 
 def test_every_constant_says_what_it_is_and_where_it_comes_from() -> None:
@@ -151,7 +152,7 @@ def test_the_measurement_files_shown_are_read(tmp_path: Path) -> None:
 
 
 def test_the_calls_shown_answer_for_the_recipe_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (code,), (recipe, machines) = fenced("python"), fenced("toml")
+    (code,), (machines, recipe) = fenced("python"), fenced("toml")
     (tmp_path / "recipe.toml").write_text(recipe, encoding="utf-8")
     (tmp_path / "cluster.toml").write_text(machines, encoding="utf-8")
     monkeypatch.chdir(tmp_path)

@@ -151,6 +151,7 @@ def recipe_of(build="network", halo=None, precision="fp64", **arguments):
     return defaults.resolve(recipe_file.from_table(table))[0]
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize("how", [{}, {"norm": True}, {"symmetric": True, "norm": True}, {"hops": 3}])
 def test_any_parts_train_and_validate_as_one_rank(how):
     alone = train(recipe_of(**how), made())
@@ -159,6 +160,7 @@ def test_any_parts_train_and_validate_as_one_rank(how):
     assert sum(found["halo"]) > 0
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize("name", ["GraphSAGE", "GCN", "GAT", "GIN", "APPNP"])
 def test_networks_of_pyg_train_over_parts_as_on_one_rank(name):
     pytest.importorskip("torch_geometric")

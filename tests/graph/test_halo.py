@@ -116,6 +116,7 @@ BY_METIS = [(2, "metis"), (3, "metis"), (4, "metis")]
 FP32 = [pytest.param(kind, torch.float32, marks=[] if kind == "gcn" else pytest.mark.slow) for kind in NETWORKS]
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize("cuts", [pytest.param(CUTS, id="any"), pytest.param(BY_METIS, id="metis", marks=METIS)])
 @pytest.mark.parametrize(("kind", "dtype"), [*FP32, *((kind, torch.float64) for kind in NETWORKS)])
 def test_any_number_of_ranks_equals_one(kind, dtype, cuts):

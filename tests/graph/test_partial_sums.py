@@ -70,6 +70,7 @@ def over(channel, kind, graph, parts, network, transport=None):
     return own.owned, logits, gradients, loss, (sent, int(sum(own.leaving(halo.Crossing(1, False)))), cut.rows)
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("kind", ["gcn", "sage", "gin"])
 def test_any_number_of_ranks_equals_one(kind, dtype):

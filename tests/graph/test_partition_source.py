@@ -140,6 +140,7 @@ QUANTIZED = {
 }
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_quantized_layers_on_parts_that_were_cut_before_train_as_on_the_graph(tmp_path, name):
     """Widths by node and degree, steps that begin with the values of all ranks, answers and their packages."""

@@ -47,6 +47,7 @@ def trained(graph: Graph, options: config.Recipe, steps: int = 60):
     return workload, model.eval()
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize(
     ("kind", "quant"),
     [

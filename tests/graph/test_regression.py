@@ -252,6 +252,7 @@ def test_a_function_of_neighbours_is_learned_and_a_constant_is_not_enough():
 # --- ranks, disks, networks --------------------------------------------------------------------------------------
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize("kind", ["gcn", "sage", "gat", "gin", "graph-transformer"])
 def test_two_ranks_train_and_validate_as_one(kind):
     recipe, graph = recipe_of({"kind": kind}), valued(2, gaps=True)
@@ -263,6 +264,7 @@ def test_two_ranks_train_small_graphs_as_one():
     close(train(recipe, valued_many(2), (50,)), train(recipe, valued_many(2)), rel=1e-6)
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize("kind", ["gcn", "gat", "graph-transformer"])
 def test_parts_of_a_graph_train_and_validate_as_the_whole(kind):
     graph = valued(2, gaps=True)

@@ -15,7 +15,6 @@ from inputs import Reader, Reading
 
 from espalier.recipe.errors import UserError
 
-pytestmark = pytest.mark.quick
 PACKAGE = Path(__file__).parents[2] / "src" / "espalier"
 
 LINES, LIST, COMMAS = change.LINES, change.LIST, change.COMMAS

@@ -26,25 +26,6 @@ from espalier.plan.cost_inputs import CostInputs
 from espalier.plan.layouts import Layouts
 from espalier.plan.request import Request, exchanges
 from espalier.recipe.cost import Number, ring_bytes
-from espalier.recipe.records import Record
-
-RECORD = Record(
-    name="survey",
-    title="Survey: the map of training systems, and the estimate that sums the parts' costs into a step",
-    aliases=("training-systems survey", "estimate", "checklist"),
-    paper="Duan et al., 2024, arXiv 2407.20018",
-    question="Who does what?",
-    files=("plan/estimate.py", "plan/step_time.py", "plan/memory_model.py", "plan/collective_time.py"),
-    chosen="always: every plan is priced by it, and docs/survey.md says which of its rows are answered",
-    cost="step seconds = compute + exposed communication + optimizer; bytes held = parameters + gradients + optimizer "
-    "+ activations at the worst moment",
-    law="predicted bytes on the wire equal the ledger's, exactly",
-    law_test="tests/plan/test_ledger.py::test_of_two_machines",
-    bench="bench/choice.py",
-    state="works",
-    remark="data, tensor, sequence and pipeline parallelism, sharded states, codecs and rounds are priced, on links of "
-    "two levels; what predictions on GPUs are worth was compared with published runs only",
-)
 
 
 @dataclass(frozen=True)

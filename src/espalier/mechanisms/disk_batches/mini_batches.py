@@ -52,7 +52,6 @@ from espalier.parallel.workload import ALONE, PackStart, Progress, Shard, to_dev
 from espalier.recipe import units
 from espalier.recipe.cache_dir import cache_folder
 from espalier.recipe.errors import UserError
-from espalier.recipe.records import Record
 from espalier.store.artifacts import Artifact, Table
 from espalier.store.base import Rows
 from espalier.store.cost import PAGE, pages
@@ -61,25 +60,6 @@ from espalier.track.progress import Waiting
 
 if TYPE_CHECKING:
     from espalier.graph.workload import GraphWorkload
-
-RECORD = Record(
-    name="diskgnn",
-    title="DiskGNN: batches sampled ahead, their rows packed on disk, and read in order",
-    aliases=("disk-gnn", "packed batches", "out of core"),
-    paper="SIGMOD 2025, arXiv 2405.05231",
-    question="How is a graph trained?",
-    files=("mechanisms/disk_batches/",),
-    chosen="a recipe with a [store]: node features larger than the memory they may take, on a machine with a disk",
-    cost="per batch packed rows * row bytes / sequential bandwidth + shared pages / random bandwidth, behind the "
-    "compute of the batch before; one sequential pass over the features to pack",
-    law="rows from every tier are the graph's, and losses those of training in memory with the same pool, to the bit",
-    law_test="tests/graph/diskgnn/test_mini_batches.py::"
-    "test_training_from_disk_is_training_in_memory_with_the_same_pool_bitwise",
-    state="works",
-    remark="on processors; packing reaches 0.66 of the disk's sequential write, with its planning 0.48",
-    bench="bench/diskgnn.py",
-    gpu="NVIDIA H100, November 2026",
-)
 
 HELD = 2
 """Steps whose features training holds: the one that it computes, and the next, which was handed over."""
