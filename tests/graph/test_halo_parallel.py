@@ -14,6 +14,7 @@ import torch
 from espalier import recipe as config
 from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.graph import coded_rows, halo, partition_folder
+from espalier.graph.cutting import Cutting, open_part
 from espalier.graph.data import Graph
 from espalier.graph.neighbor_sampler import Style
 from espalier.graph.workload import GraphWorkload
@@ -22,7 +23,6 @@ from espalier.machine import cluster as clusters_
 from espalier.mechanisms.few_bits import quantization
 from espalier.mechanisms.halo_exchange import choice, halo_parallel
 from espalier.mechanisms.halo_exchange import planned as halo_exchange
-from espalier.mechanisms.halo_exchange.halo_parallel import Cutting, open_part
 from espalier.mechanisms.halo_exchange.sylvie import Adaptive
 from espalier.plan import base as plans
 from espalier.plan import decide, trials
