@@ -13,7 +13,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from espalier.cli import run_places
-from espalier.comm import multihost_probe, plain_collectives
+from espalier.comm import plain_collectives
 from espalier.machine import cluster as clusters
 from espalier.machine import probe
 from espalier.parallel.workload import Workload
@@ -66,6 +66,8 @@ def machines_of(channel: dist.ProcessGroup | None, place: RankSpec, recipe: Reci
     together, once. Every rank calls it and gets the same value."""
     if channel is None:
         return machines(recipe)
+    from espalier.comm import multihost_probe
+
     key = multihost_probe.key(channel)
     known: str | None = None
     if place.rank == 0:
