@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from espalier.cli import prepare, run_data
+from espalier.cli import prepare, run_open
 from espalier.machine import cluster as clusters
 from espalier.plan import base as plans
 from espalier.plan.calibrate import DATASHEET, Calibration, Measurement, calibrate, own_stack
@@ -86,7 +86,7 @@ def from_run(path: str | Path) -> Measurement:
         raise UserError(f"The run in {path} has no measured step.", do="let it train longer, or name another run")
     whole, _ = defaults.resolve(recipe)
     return Measurement(
-        request=replace(prepare.request(run_data.resolved(folder, whole)), precision=plan.precision),
+        request=replace(prepare.request(run_open.resolved(folder, whole)), precision=plan.precision),
         cluster=cluster,
         layout=replace(of_view(plan.layout), threads=plan.ranks[plan.trainers[0]].threads),
         step_seconds=statistics.median(step["seconds"] for step in steps),

@@ -19,8 +19,8 @@ import torch
 from espalier import recipe as config
 from espalier.checkpoint.save_and_restore import CheckpointInfo
 from espalier.checkpoint.storage import open_place
-from espalier.cli import kept_files, printing, run_data, run_places, run_plan, run_resizer
 from espalier.cli import prepare as ready
+from espalier.cli import printing, run_data, run_plan, run_resizer, run_trust
 from espalier.cli.run_start import RunStart, owner_of
 from espalier.comm.rendezvous_wait import Deadline
 from espalier.kernels import accelerator
@@ -207,11 +207,11 @@ def _resolved(arguments: argparse.Namespace, place: launch.RankSpec | None) -> r
     run's folder."""
     if place is None:
         return ready.resolve(arguments.recipe, arguments.overrides, arguments.trust, arguments.run)
-    recipe = run_places.load(arguments.recipe, arguments.overrides, arguments.trust)
+    recipe = run_trust.load(arguments.recipe, arguments.overrides, arguments.trust)
     own = None if place.rank else ready.run_path(recipe, arguments.run)
     timeout = units.seconds(recipe.comm.timeout, "comm.timeout")
     store, deadline = launch.store(place, timeout), Deadline(timeout, f"Rank {place.rank}")
-    shared_files = kept_files.shared(store, f"espalier/{place.keys}/kept", own, deadline)
+    shared_files = run_data.shared(store, f"espalier/{place.keys}/kept", own, deadline)
     settled = ready.settle(recipe, Path(arguments.recipe).absolute().parent, shared_files)
     return replace(settled, trust=arguments.trust)
 
