@@ -51,7 +51,7 @@ def make_plan(
     request, recipe = asked(model, batch, precision, pins)
     if sync is not None:
         request = dataclasses.replace(request, sync=_sync(sync))
-    if recipe is not None and drawn_batches.is_open(recipe):
+    if recipe is not None and graphs.is_open(recipe):
         folder = Path(model).absolute().parent if isinstance(model, str | Path) else None
         drawn = cast("Any", workload_registry.open_workload(workload_registry.Resolved(recipe, folder=folder))).drawn()
 
