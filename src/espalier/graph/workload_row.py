@@ -129,12 +129,16 @@ def _profile(recipe: Recipe, opened: Callable[[], Workload]) -> Profile:
     workload = opened()
     assert isinstance(workload, GraphWorkload)
     found = profile(workload, workload.anatomy, workload.decisions())
-    stored = workload.stored_features() if recipe.store is not None else None
-    options, task, whole = workload.recipe.graph, workload.task, None
+    options, task, halos = workload.recipe.graph, workload.task, workload.halos()
     assert options is not None
-    if options.halo is None and isinstance(task, NodeTask) and not task.fanout:
-        whole = WholeGraph(workload)
-    return replace(found, loaded=LIBRARIES, stored=stored, halos=workload.halos(), whole_graph=whole)
+    facts: dict[str, Any] = {}
+    if recipe.store is not None:
+        facts["disk_batches"] = workload.stored_features()
+    if halos is not None:
+        facts["halo_exchange"] = halos
+    elif options.halo is None and isinstance(task, NodeTask) and not task.fanout:
+        facts["halo_exchange"] = WholeGraph(workload)
+    return replace(found, loaded=LIBRARIES, facts=facts)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
