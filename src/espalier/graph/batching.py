@@ -127,7 +127,7 @@ class Drawn:
         return self.reach()
 
     def facts(self) -> Mapping[str, Any]:
-        """Fields of the `ModelCosts` that this way adds."""
+        """What single systems are to know of this way: see `ModelCosts.facts`."""
         return {}
 
     def halos(self) -> Any:
@@ -179,7 +179,7 @@ class Whole(Drawn):
 
     def facts(self) -> Mapping[str, Any]:
         """`[graph.halo]` could cut it."""
-        return {"whole_graph": WholeGraph(self.run)}
+        return {"halo_exchange": WholeGraph(self.run)}
 
 
 ROWS_CROSS = "rows of the graph cross"
@@ -260,7 +260,7 @@ class OverRanks(Whole):
 
     def facts(self) -> Mapping[str, Any]:
         """Rows cross."""
-        return {"halos": self.halos()}
+        return {"halo_exchange": self.halos()}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
