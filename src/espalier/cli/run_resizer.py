@@ -176,7 +176,7 @@ class RunResizer:
         """What the planner is asked, as when the run was planned."""
         job = self.job
         asked = prepare.request(job.resolved, None, job.workload)
-        from espalier.mechanisms.codecs import planned as codecs
+        from espalier.mechanisms.codecs import choice as codecs
 
         asked, _ = codecs.encoded(asked, job.cluster)
         return replace(asked, factors=measurements.calibration(job.resolved.recipe).factors)
