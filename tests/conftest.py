@@ -19,6 +19,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+# Ranks with two threads would spin at each barrier while other workers compute: a run of two steps takes 0.3 s of CPU,
+# and would take 4. torch reads this when it is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import pytest
 import torch
 import xxhash

@@ -216,6 +216,7 @@ def test_keys_and_values_travel_encoded_where_the_plan_says_so(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own doings
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="no C++ compiler")
 def test_what_a_compiler_makes_of_the_blocks_leaves_the_rings_alone(corpus: Path, whole: list[float]) -> None:
@@ -224,6 +225,7 @@ def test_what_a_compiler_makes_of_the_blocks_leaves_the_rings_alone(corpus: Path
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="no C++ compiler")
 def test_a_gather_begins_inside_a_compiled_block(corpus: Path, whole: list[float]) -> None:

@@ -144,7 +144,10 @@ class Checkpoints:
         state = {**self._stage.copy(tensors, changing=not stored), **skeletons}
         loss = None if loss is None or not math.isfinite(loss) else loss
         job, wait = WriteJob(step, state, dict(meta), loss, self.rate, self.run), wait or stored
-        self._writing = f"checkpoint-{step}", self._writer.submit(self._run, job, began, wait)
+        self._writing = (
+            f"checkpoint-{step}",
+            self._writer.submit(self._run, job, began, None if wait else time.monotonic()),
+        )
         if wait:
             self.wait()
         return time.monotonic() - began
@@ -274,8 +277,8 @@ class Checkpoints:
             what = f"checkpoint {name} is unusable: {why}"
             self._event("incident", kind="checkpoint", what=what, rank=0, step=step_of(name), action=f"took {taken}")
 
-    def _run(self, job: WriteJob, asked: float, waits: bool) -> None:
-        """Writes what was `asked` for at that time; training `waits` or goes on."""
+    def _run(self, job: WriteJob, asked: float, copied: float | None) -> None:
+        """Writes what was `asked` for at that time; training went on when it was `copied`, or waits (None)."""
         began = time.monotonic()
         name = folder_name(job.step)
         try:
@@ -286,7 +289,7 @@ class Checkpoints:
             written = Write(self.place, self.team, job).run()
             took, path = time.monotonic() - began, self.place.path(name)
             self.wrote = took
-            blocked = (time.monotonic() if waits else began) - asked
+            blocked = (time.monotonic() if copied is None else copied) - asked
             rate = written.bytes / max(written.seconds, 1e-9)
             figures = {"seconds": took, "blocked": blocked, "bytes": written.bytes, "rate": rate, "path": path}
             self._event("checkpoint", step=job.step, **figures)
