@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 from espalier.cli import printing
 from espalier.mechanisms.pipeline.schedules import action_lists
+from espalier.mechanisms.task_waves.state import TaskWavesState, WaveSlice
 from espalier.parallel.action_list import Action, Kind, Pipeline, Timed, timetable
 from espalier.plan.axes.pipeline import hand_overs
-from espalier.plan.base import Layout, Plan, Predicted, WaveSlice
+from espalier.plan.base import Layout, Plan, Predicted
 from espalier.recipe import cache_dir
 from espalier.recipe.units import plural, show_count, show_seconds, show_size
 from espalier.track import charts, page
@@ -159,7 +160,7 @@ DRAWN = 2000
 
 def _spans(plan: Plan, predicted: Predicted) -> list[Span]:
     """The passes of the first pipeline, on the first rank of each stage, or the slices of waves; none of one stage."""
-    if plan.waves:
+    if TaskWavesState.name in plan.choices:
         return _wave_spans(plan)
     stages = sorted((one for one in plan.stages if one.pipeline == 0), key=lambda one: one.layers)
     if len(stages) < 2:
@@ -189,7 +190,7 @@ def _spans(plan: Plan, predicted: Predicted) -> list[Span]:
 
 def _wave_spans(plan: Plan) -> list[Span]:
     """The slices of each rank, forward and backward, coloured by task."""
-    slices = [(rank, one) for wave in plan.waves for one in wave for rank in one.ranks]
+    slices = [(rank, one) for one in plan.state(TaskWavesState).slices for rank in one.ranks]
     drawn = [
         Span(f"rank {rank}", *span, one.task, told)
         for rank, one in slices

@@ -225,7 +225,10 @@ def properties(recipe: Recipe, plan: Plan) -> list[Claim]:
         (CUT_MATRICES, any(one.tensor > 1 for one in plan.stages)),
         (CUT_SEQUENCES, any(one.sequence > 1 for one in plan.stages)),
         (SPREAD_EXPERTS, len(plan.experts) > 1),
-        (CUT_LAYERS, len({one.layers for one in plan.stages}) > 1 or plan.unequal or bool(plan.waves)),
+        (
+            CUT_LAYERS,
+            len({one.layers for one in plan.stages}) > 1 or plan.unequal or plan.apart,
+        ),
         (COPIES, set(astuple(plan.offload)) == HERE if memory == "auto" else units.size(memory, "faults.memory") > 0),
         (LIMITED, decoder_shapes.limited(recipe.model)),
         (ROLLBACK, recipe.faults.rollback != "never"),
@@ -270,7 +273,7 @@ def _halo(recipe: Recipe, plan: Plan) -> bool:
 
 
 def _waves(recipe: Recipe, plan: Plan) -> bool:
-    return bool(plan.waves)
+    return "task_waves" in plan.choices
 
 
 def _sequences(recipe: Recipe, plan: Plan) -> bool:
@@ -315,7 +318,7 @@ AWAY: tuple[Choose, ...] = (
     Row("optimizer_node.mechanism", _node, "choose_optimizer"),
     Row(
         "pipeline.vertical",
-        lambda recipe, plan: plan.layer_window or _node(recipe, plan) or _parameters_away(recipe, plan),
+        lambda recipe, plan: _node(recipe, plan) or _parameters_away(recipe, plan),
     ),
     Row("offload.mechanism", _parameters_away, "choose_parameters"),
     Row(

@@ -30,6 +30,7 @@ from espalier.graph.neighbor_sampler import whole
 from espalier.graph.subgraphs import SubgraphBatch, forward
 from espalier.mechanisms.few_bits.quantization import begin_over_ranks, crossing_codes, quantization_of
 from espalier.mechanisms.halo_exchange import foreign_halo, halo, partial_sums, partition_folder, sylvie
+from espalier.mechanisms.halo_exchange.state import HaloExchangeState
 from espalier.mechanisms.halo_exchange.sylvie import (
     WHOLE,
     Adaptive,
@@ -302,7 +303,7 @@ def crossings(options: HaloOptions, plan: Plan, members: Sequence[int], rank: in
     told = [one for one in plan.exchanges if one.traffic == Traffic.HALO.value]
     nodes = [plan.ranks[one].node for one in members]
     quantization = Crossings(options)
-    known = {frozenset(one.nodes): one.steps for one in plan.halo_ages}
+    known = {frozenset(one.nodes): one.steps for one in plan.state(HaloExchangeState).halo_ages}
     ages = [known.get(frozenset((nodes[rank], one)), 1) for one in nodes]
     if known and options.synchronize != 1:
         quantization = quantization._replace(ages=ages)

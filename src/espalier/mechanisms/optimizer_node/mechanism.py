@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from espalier.machine import malloc_trim
+from espalier.mechanisms.optimizer_node.state import OptimizerNodeState
 from espalier.mechanisms.optimizer_node.window import HOST, HeldLayer, LayerWindow, rank_memory, window_size
 from espalier.optim.base import Owned
 from espalier.optim.schedules import factor
@@ -331,7 +332,7 @@ def make_window(context: Build, connect: Connect, stays: bool = True) -> LayerWi
         raise no_layers(model)
     layers, uses, parameters = layers_of(model, pieces.modules)
     _check_precision(parameters)
-    size = window_size(layers, uses, context.plan.layer_window, rank_memory(context))
+    size = window_size(layers, uses, context.plan.state(OptimizerNodeState).layer_window, rank_memory(context))
     malloc_trim.map_blocks()
     client = connect(context, layers)
     return LayerWindow(client, hold(model, layers, parameters, context.device), uses, size, stays)
