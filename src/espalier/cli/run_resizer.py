@@ -18,7 +18,6 @@ from espalier.cli.run_start import RunStart
 from espalier.launch.ranks.resize import RunShape
 from espalier.launch.resilience.slowdown import Evidence
 from espalier.mechanisms.codecs import choice as codecs
-from espalier.mechanisms.task_waves.state import TaskWavesState
 from espalier.plan import base as plans
 from espalier.plan import replan
 from espalier.plan.base import Plan
@@ -246,5 +245,5 @@ def heard(job: RunStart, start: Start, told: str) -> RunShape:
 
 def _key(plan: Plan) -> str:
     cuts = (f"{one.pipeline}:{one.layers[0]}-{one.layers[1]}" for one in plan.stages)
-    waves = (f"{one.task}.{one.node}:{one.first}-{one.last}@{one.ranks}" for one in plan.state(TaskWavesState).slices)
-    return " ".join((*(f"{rank.share[0]}-{rank.share[1]}" for rank in plan.ranks), *cuts, *waves))
+    states = (words for state in plan.choices.values() for words in state.cuts)
+    return " ".join((*(f"{rank.share[0]}-{rank.share[1]}" for rank in plan.ranks), *cuts, *states))

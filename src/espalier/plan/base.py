@@ -6,9 +6,10 @@ A plan can say unequal pipelines, ring placement, expert maps and unequal shares
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import inf
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
@@ -17,6 +18,9 @@ from espalier.recipe import serialization
 from espalier.recipe.errors import UserError
 from espalier.recipe.graphs import Batches
 from espalier.recipe.serialization import Value
+
+if TYPE_CHECKING:
+    from espalier.track.charts import Span
 
 VERSION = 2
 BEFORE_CHOICES: dict[str, dict[str, Any]] = {
@@ -175,6 +179,15 @@ class ChoiceState(PlanStruct, frozen=True):
     def layout(self) -> dict[str, Any]:
         """What the plan's `Layout` has otherwise."""
         return {}
+
+    @property
+    def cuts(self) -> Iterable[str]:
+        """What tells the work of its ranks from that of another plan's."""
+        return ()
+
+    def spans(self) -> list[Span]:
+        """The passes of a step, where they do not follow from the plan's stages."""
+        return []
 
     def cells(self, plan: Plan, origin: str) -> list[Cell]:
         """The plan's cells, where they do not follow from its stages. Raises UserError for nonsense in the state."""
