@@ -25,6 +25,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 from espalier.language.workload import open_language
 from espalier.mechanisms.optimizer_node.client import Client
 from espalier.mechanisms.optimizer_node.node import OptimizerNode
+from espalier.mechanisms.optimizer_node.state import OptimizerNodeState
 from espalier.mechanisms.optimizer_node.state_file import open_state, open_sums
 from espalier.mechanisms.optimizer_node.wire import Times
 from espalier.parallel.workload import Shard, Workload
@@ -143,7 +144,7 @@ def ours(task: Task, rank: int) -> Iterator[Contestant | None]:
     trainers = tuple(plans.Rank(share=(one, one + 1)) for one in range(task.workers))
     plan = plans.Plan(
         ranks=(*trainers, plans.Rank(role="optimizer")), micro_batch=1, precision="fp32", exchanges=exchanges,
-        node_link=task.link,
+        choices={"optimizer_node": OptimizerNodeState(node_link=task.link)},
     )  # fmt: skip
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     place = RankSpec(rank=rank, world=world, role=plan.ranks[rank].role, host=host, port=port, serves=rank == 0)

@@ -25,6 +25,7 @@ from espalier.machine import cluster as clusters
 from espalier.machine import link
 from espalier.mechanisms.task_waves import task_waves
 from espalier.mechanisms.task_waves.metaops import MetaOp
+from espalier.mechanisms.task_waves.state import TaskWavesState, WaveSlice
 from espalier.mechanisms.task_waves.wave_placement import Devices
 from espalier.mechanisms.task_waves.waves import Passes, Slices, WaveSchedule
 from espalier.parallel.mesh import ProcessMesh
@@ -186,7 +187,7 @@ def waiting(task: Task, channel: dist.ProcessGroup) -> tuple[dict[str, Step], di
         found = waves(metaops, devices, method)
         rows = tuple(
             tuple(
-                plans.WaveSlice(
+                WaveSlice(
                     task=one.metaop.split(".")[0],
                     node=one.metaop.split(".")[1],
                     first=one.first,
@@ -197,7 +198,8 @@ def waiting(task: Task, channel: dist.ProcessGroup) -> tuple[dict[str, Step], di
             )
             for wave in found.waves
         )
-        plan = plans.Plan(ranks=tuple(plans.Rank(share=(0, 1)) for _ in range(world)), waves=rows)
+        ranks = tuple(plans.Rank(share=(0, 1)) for _ in range(world))
+        plan = plans.Plan(ranks=ranks).with_state(TaskWavesState(waves=rows))
         model = Parts(task.unit)
         messages = Messages(channel, {rank: rank for rank in range(world)}, torch.device("cpu"))
         passes = Passes(1.0, lambda last: nullcontext(), nullcontext, lambda: None, (1.0, 1.0, 1.0))
@@ -239,7 +241,7 @@ def computing(task: Task, channel: dist.ProcessGroup) -> tuple[dict[str, Step], 
 
         steps[method] = step
         predicted[method] = plan.predicted.step_seconds if plan.predicted else 0.0
-        count[method] = len(plan.waves)
+        count[method] = len(plan.state(TaskWavesState).waves)
     return steps, predicted, count
 
 

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +19,34 @@ from gathered_keys import mechanism as gathered_keys
 from halves import codec as halves
 from looped_experts import mechanism as looped_experts
 from rated import mechanism as rated
+from reversed_batches import choice as reversed_choice
 from reversed_batches import mechanism as reversed_batches
 from sums import mechanism as sums
 from watched_sums import mechanism as watched_sums
 
+import espalier
 from espalier.comm import codecs
 from espalier.graph.data import DataSplit, Graph
 from espalier.graph.workload import GraphWorkload
 from espalier.language.workload import open_language
 from espalier.launch.ranks import agent
+from espalier.machine import cluster as clusters
 from espalier.plan import base as plans
-from espalier.plan import replan
+from espalier.plan import choice, replan
 from espalier.plan.compose import Claim
-from espalier.recipe import defaults, recipe_file
+from espalier.plan.decide import decide
+from espalier.recipe import Pin, defaults, recipe_file
 from espalier.recipe.errors import UserError
 from espalier.train import rank_spec as launch
-from espalier.train import table, trainer, worker
+from espalier.train import request_from_recipe, table, trainer, worker
 from espalier.train.mechanism import Mechanism
 from espalier.train.rank_setup import RankSetup
 
 TOYS = Path(__file__).parent / "toys"
 STEPS = 4
+MACHINES = clusters.loads(
+    '[[nodes]]\ncount = 2\ndevice = "cpu"\ncores = 2\nmemory = "8GiB"\n[links]\nbetween = "1Gbit/s"\n'
+)
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +132,26 @@ def test_an_agreement_is_one_row(corpus: Path) -> None:
     near(train(workload, fast, plan_of(2), rated.choose), train(workload, slow, plan_of(2)))
 
 
+def test_a_planned_schedule_is_a_folder_and_a_row(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The row plans it with its cost and its words; the plan file keeps it, and the trainer's row finds it there."""
+    recipe = recipe_of(corpus)
+    request = replace(request_from_recipe.of_recipe(recipe), pin=Pin(ranks=1, micro_batch=2))
+    plain = decide(request, MACHINES).taken
+    row = choice.ChoiceRow("reversed_batches.choice", lambda request, cluster: request.pin.micro_batch)
+    monkeypatch.setitem(choice.TABLE, "reversed_batches", row)
+    plan = decide(request, MACHINES).taken
+    assert plan.predicted is not None
+    assert plan.predicted.terms["reversed"] == 4 * reversed_choice.EACH
+    assert plan.step_seconds == pytest.approx(plain.step_seconds + plan.predicted.terms["reversed"])
+    assert [words for words in plan.why if words not in plain.why][-1].startswith("4 micro-batches run from the last")
+    read = plans.loads(plans.dumps(plan))
+    assert read == plan
+    workload = open_language(recipe)
+    assert isinstance(reversed_batches.choose_planned(recipe, read), reversed_batches.ReversedMechanism)
+    near(train(workload, recipe, read, reversed_batches.choose_planned), train(workload, recipe, plain))
+    assert decide(replace(request, pin=Pin(ranks=1)), MACHINES).taken.choices == {}
+
+
 class Moved(Mechanism):
     """States move to memory that copies and rollback do not reach."""
 
@@ -198,6 +230,64 @@ def test_a_codec_is_one_row(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert found != plain
 
 
+def test_a_codec_is_planned_by_its_row(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(codecs.FAMILIES, "halves", lambda text: halves.Halves())
+    request = replace(request_from_recipe.of_recipe(recipe_of(corpus)), pin=Pin(ranks=2))
+    plain, plan = (decide(replace(request, codec=codec), MACHINES).taken for codec in ("exact", "halves"))
+    assert [(one.traffic, one.codec) for one in plan.exchanges] == [("gradients", "halves")]
+    assert plan.predicted is not None
+    assert plain.predicted is not None
+    sent, whole = (one.predicted.sent_bytes["gradients"] for one in (plan, plain))
+    assert sent == pytest.approx(whole / 2, rel=0.01)
+    assert "comm.codec = halves" in plan.why
+
+
+GONE = ("task_waves", "local_rounds", "unequal_pipelines")
+PROGRAM = """
+import sys
+from espalier.cli.main import main
+
+sys.exit(main(["plan", "recipe.toml"]) or main(["train", "recipe.toml", "--run", "run"]))
+"""
+
+
+def test_mechanisms_are_deleted_with_their_folders_and_rows(corpus: Path, tmp_path: Path) -> None:
+    """Without three of them text is planned and trained."""
+    package = tmp_path / "src" / "espalier"
+    shutil.copytree(Path(espalier.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in GONE:
+        shutil.rmtree(package / "mechanisms" / name)
+    for table in (package / "plan" / "choice.py", package / "train" / "table.py"):
+        without_rows(table)
+    (tmp_path / "recipe.toml").write_text(
+        "[model]\ndepth = 2\nwidth = 32\nheads = 4\nvocabulary = 300\n"
+        f'[[data]]\npath = "{corpus}"\ncache = "cache"\nvalidation = 0.2\n'
+        "[train]\nsteps = 2\nsequence = 32\nbatch_tokens = 256\nvalidate_tokens = 256\n"
+        "[plan]\ntrial = false\npin.ranks = 1\n"
+    )
+    path = os.pathsep.join([str(tmp_path / "src"), *filter(None, sys.path)])
+    command = [sys.executable, "-c", PROGRAM]
+    ran = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert (tmp_path / "run" / "plan.json").exists()
+    assert "Micro-batch" in ran.stdout
+
+
+def without_rows(table: Path) -> None:
+    """Deletes the rows of `GONE`, each on lines of its own."""
+    lines, deleted = table.read_text().splitlines(keepends=True), 0
+    for node in ast.walk(ast.parse("".join(lines))):
+        if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            module = str(node.args[0].value).removeprefix("espalier.mechanisms.")
+            if module.startswith(GONE):
+                lines[node.lineno - 1 : node.end_lineno] = [""] * ((node.end_lineno or 0) - node.lineno + 1)
+                deleted += 1
+    assert deleted >= len(GONE)
+    table.write_text("".join(lines))
+
+
 def test_a_seam_that_a_model_lacks_is_refused_by_name(corpus: Path) -> None:
     recipe = recipe_of(corpus)
     with pytest.raises(UserError, match="GPT has no seam 'route', which looped_experts fills"):
@@ -218,9 +308,9 @@ def test_two_answers_to_one_question_are_refused(corpus: Path) -> None:
 def test_toys_need_nothing_but_public_parts_of_the_package() -> None:
     """No toy reaches into the trainer, the planner or the command line, and none is imported by the package."""
     allowed = ("comm", "mechanisms", "optim", "parallel", "plan.axes", "plan.compose", "train.mechanism", "train.seams")
-    allowed += ("train.whole_model", "train.every_step")
+    allowed += ("train.whole_model", "train.every_step", "plan.ask", "plan.base", "plan.choice")
     files = sorted(TOYS.rglob("*.py"))
-    assert len(files) == 7
+    assert len(files) == 9
     for file in files:
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("espalier"):
@@ -242,7 +332,7 @@ def test_the_page_shows_the_toys_as_they_are() -> None:
     shown = re.findall(
         r"`tests/toys/(\S+\.py)`:\n\n(?:<!--[^\n]*-->\n)?```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE
     )
-    assert len(shown) == 2
+    assert len(shown) == 4
     for name, code in shown:
         assert code in (TOYS / name).read_text()
 

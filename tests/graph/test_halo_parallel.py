@@ -23,6 +23,7 @@ from espalier.machine import cluster as clusters_
 from espalier.mechanisms.few_bits import quantization
 from espalier.mechanisms.halo_exchange import choice, halo_parallel
 from espalier.mechanisms.halo_exchange import planned as halo_exchange
+from espalier.mechanisms.halo_exchange.state import HaloExchangeState
 from espalier.mechanisms.halo_exchange.sylvie import Adaptive
 from espalier.plan import base as plans
 from espalier.plan import decide, trials
@@ -413,8 +414,8 @@ def test_rows_inside_a_machine_are_fresh_where_those_between_machines_are_late()
     assert halo_parallel.crossings(halos.options, plan, [0, 1, 2], 0).ages == [1, 1, 1]
     assert halo_parallel.crossings(halos.options, planned(1e-9), [0, 1, 2], 1).ages is None
     recipe = recipe_of({"depth": 3}, {"halo": {"synchronize": 4}}, precision="fp32")
-    late = train(recipe, made(), (20, 60), halo_ages=plan.halo_ages, nodes=(0, 2, 3))["losses"]
-    mixed = train(recipe, made(), (20, 60), halo_ages=plan.halo_ages, nodes=(0, 1, 1))["losses"]
+    late = train(recipe, made(), (20, 60), choices=plan.choices, nodes=(0, 2, 3))["losses"]
+    mixed = train(recipe, made(), (20, 60), choices=plan.choices, nodes=(0, 1, 1))["losses"]
     assert late[0] == mixed[0]
     assert late[1:] != mixed[1:]
 
@@ -434,7 +435,12 @@ def test_rows_over_fast_links_are_fresh_and_over_slow_ones_as_old_as_their_laten
         halos = asked({"bits": 1, "synchronize": 0, "staleness": staleness}, 3).facts["halo_exchange"]
         found = halo_exchange.with_halos(plan, halos, known)
         oldest = min(staleness, 2)  # four exchanges of 300 ms each take over one step and under two
-        assert [(one.nodes, one.steps) for one in found.halo_ages] == [((0, 1), 0), ((0, 2), oldest), ((1, 2), oldest)]
+        ages = found.state(HaloExchangeState).halo_ages
+        assert [(one.nodes, one.steps) for one in ages] == [
+            ((0, 1), 0),
+            ((0, 2), oldest),
+            ((1, 2), oldest),
+        ]
         assert halo_parallel.crossings(halos.options, found, [0, 1, 2], 1).ages == [0, 1, oldest]
         said = "\n".join(found.why)
         assert "between machines 0-1 are fresh in every step" in said

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from espalier.graph import halo, synthetic
+from espalier.mechanisms.halo_exchange.state import HaloAge, HaloExchangeState
 from espalier.mechanisms.halo_exchange.sylvie import Every, Sylvie
-from espalier.plan import base as plans
 from espalier.testing import ranks
 
 from . import test_sylvie
@@ -138,11 +138,12 @@ def test_every_step_of_age_costs_accuracy_early_in_training(tmp_path, monkeypatc
     )
     found = dict.fromkeys((0, 1, 2), 0.0)
     for age in found:
-        ages = (plans.HaloAge(nodes=(0, 0), steps=age),) if age else ()
+        ages = (HaloAge(nodes=(0, 0), steps=age),) if age else ()
+        late = {"halo_exchange": HaloExchangeState(halo_ages=ages)}
         for seed in range(3):
             rates = {"optimizer": {"kind": "adamw", "learning_rate": 0.01}, "seed": seed, "steps": 40}
             halo_ = {"synchronize": 0 if age else 1}
             recipe = recipe_of({"kind": "sage", "width": 64, "norm": True}, {"halo": halo_}, precision="fp32", **rates)
-            figures = train_recipe(recipe, graph, (25, 50, 75), halo_ages=ages)["validation"][-1]
+            figures = train_recipe(recipe, graph, (25, 50, 75), choices=late)["validation"][-1]
             found[age] += (figures["accuracy"] + figures["test_accuracy"]) / 6
     assert found[0] > found[1] > found[2] > 0.5

@@ -17,6 +17,7 @@ from test_multitask import ALONE, of, trained
 from espalier.cli import plan_page
 from espalier.machine import cluster as clusters
 from espalier.mechanisms.task_waves import task_waves
+from espalier.mechanisms.task_waves.state import TaskWavesState
 from espalier.mechanisms.task_waves.waves import Slices, WaveSchedule
 from espalier.parallel.mesh import of_plan
 from espalier.parallel.workload import Shard
@@ -66,8 +67,8 @@ def test_a_plan_of_waves_says_who_runs_what_and_trains_as_one_rank_does(
     two: plans.Plan, whole: list[dict[str, Any]]
 ) -> None:
     assert [rank.share for rank in two.ranks] == [(0, 1), (0, 1)]
-    assert {one.task for wave in two.waves for one in wave} == {"match", "write", "sort"}
-    assert {rank for wave in two.waves for one in wave for rank in one.ranks} == {0, 1}
+    assert {one.task for wave in two.state(TaskWavesState).waves for one in wave} == {"match", "write", "sort"}
+    assert {rank for wave in two.state(TaskWavesState).waves for one in wave for rank in one.ranks} == {0, 1}
     assert "over 2 ranks" in two.why[0] or any("over 2 ranks" in line for line in two.why)
     assert plans.loads(plans.dumps(two)) == two
     assert two.layout.dp == 1
@@ -84,7 +85,7 @@ def test_a_run_in_waves_is_taken_up_by_other_waves_and_by_one_rank(
     first = of(trained(tmp_path, stop_after=2, plan=two), "step")
     swapped = tuple(
         tuple(msgspec.structs.replace(one, ranks=tuple(1 - rank for rank in one.ranks)) for one in wave)
-        for wave in two.waves
+        for wave in two.state(TaskWavesState).waves
     )
     other = tmp_path.parent / "copy"
     shutil.copytree(tmp_path, other)
@@ -92,7 +93,7 @@ def test_a_run_in_waves_is_taken_up_by_other_waves_and_by_one_rank(
     assert [one["loss"] for one in (*first, *again)] == [one["loss"] for one in unbroken]
     third = tmp_path.parent / "third"
     shutil.copytree(other, third)
-    for folder, plan in ((other, msgspec.structs.replace(two, waves=swapped)), (third, ALONE)):
+    for folder, plan in ((other, two.with_state(TaskWavesState(waves=swapped))), (third, ALONE)):
         rest = of(trained(folder, plan=plan), "step")
         assert [one["loss"] for one in rest] == pytest.approx([one["loss"] for one in whole[2:4]], rel=1e-9)
 
@@ -120,12 +121,12 @@ def test_machines_get_a_rank_each_and_the_reasons_compare_the_plain_forms() -> N
     assert "one task after the other takes" in told
     assert "the best fixed groups of ranks take" in told
     assert "Wave 1: " in told
-    ends = [end for wave in plan.waves for one in wave for end in (one.end, one.back[1])]
+    ends = [end for wave in plan.state(TaskWavesState).waves for one in wave for end in (one.end, one.back[1])]
     assert max(ends) == pytest.approx(plan.predicted.terms["waves"])
     assert plan == planned(HOSTS)
     left_open = planned(HOSTS, train={"steps": 4})
     assert left_open.precision == "fp32"
-    assert left_open.waves
+    assert left_open.state(TaskWavesState).waves
     assert "on 1 rank" not in told
     assert "Rounds" not in told
 
@@ -141,7 +142,7 @@ def test_the_page_of_a_plan_draws_its_waves() -> None:
 
 def test_one_rank_has_no_waves() -> None:
     plan = planned(MACHINE)
-    assert (len(plan.ranks), plan.waves) == (1, ())
+    assert (len(plan.ranks), plan.choices) == (1, {})
 
 
 @pytest.mark.parametrize(
@@ -158,15 +159,16 @@ def test_one_rank_has_no_waves() -> None:
 def test_waves_edited_so_that_a_part_is_nowhere_are_refused(two: plans.Plan, edit: Any, said: str) -> None:
     workload = workload_registry.open_workload(tiny_tasks.resolved())
     model: Any = workload.build(torch.device("cpu"), torch.float64)
-    changed = msgspec.structs.replace(two, waves=edit(two.waves))
+    changed = two.with_state(TaskWavesState(waves=edit(two.state(TaskWavesState).waves)))
     with pytest.raises(UserError, match=said):
         Slices(changed, ["match", "write", "sort"], model.nodes)
 
 
 def test_waves_on_ranks_that_there_are_not_are_refused(two: plans.Plan) -> None:
-    stranger = ((msgspec.structs.replace(two.waves[0][0], ranks=(7,)), *two.waves[0][1:]), *two.waves[1:])
+    (first, *others), *later = two.state(TaskWavesState).waves
+    stranger = ((msgspec.structs.replace(first, ranks=(7,)), *others), *later)
     with pytest.raises(UserError, match="have the ranks 7, which do not train"):
-        plans.check(msgspec.structs.replace(two, waves=stranger), 1)
+        plans.check(two.with_state(TaskWavesState(waves=stranger)), 1)
 
 
 def test_more_ranks_than_cores_are_refused() -> None:
@@ -236,7 +238,7 @@ def test_unlike_machines_are_priced_by_their_own_speeds() -> None:
     assert task_waves._slower(task_waves._seats(HOSTS, 3), request) == ()  # type: ignore[arg-type]
     plan = planned(machines)
     assert [rank.node for rank in plan.ranks] == [0, 1]
-    assert {rank for wave in plan.waves for one in wave for rank in one.ranks} == {0, 1}
+    assert {rank for wave in plan.state(TaskWavesState).waves for one in wave for rank in one.ranks} == {0, 1}
     assert plan.predicted is not None
     equal = planned(unlike((4e10, 1), (4e10, 1))).predicted
     assert equal is not None
@@ -265,7 +267,7 @@ def test_passes_are_nested_where_memory_asks_for_it() -> None:
     """The fewest micro-batches that fit; what a step then takes is more, and what is held less."""
     whole, most = with_room(1e9)
     nested, held = with_room(0.6 * most)
-    assert (whole.nested, nested.nested) == (1, 4)
+    assert (whole.state(TaskWavesState).nested, nested.state(TaskWavesState).nested) == (1, 4)
     assert held <= 0.6 * most
     assert any("4 micro-batches of each task are nested" in line for line in nested.why)
     assert not any("nested" in line for line in whole.why)

@@ -22,6 +22,7 @@ from test_search import every_layout
 
 from espalier.machine import cluster as clusters
 from espalier.machine.cluster import Cluster
+from espalier.mechanisms.optimizer_node.state import OptimizerNodeState
 from espalier.plan import collective_time, search
 from espalier.plan.axes import node_cost as cost
 from espalier.plan.axes import offload, optimizer_node
@@ -42,7 +43,7 @@ tiers = st.sampled_from(["device", "host", "disk"])
 @given(st.builds(Offload, optimizer=tiers, parameters=tiers, activations=tiers), st.integers(0, 9))
 def test_a_plan_is_read_as_it_was_written(offload: Offload, window: int) -> None:
     node = Rank(role="optimizer", node=1, layers=(0, 4))
-    plan = Plan(ranks=(Rank(), node), offload=offload, layer_window=window)
+    plan = Plan(ranks=(Rank(), node), offload=offload).with_state(OptimizerNodeState(layer_window=window))
     assert loads(dumps(plan)) == plan
     assert plan.trainers == (0,)
 
@@ -314,7 +315,7 @@ def test_a_model_that_no_worker_holds_goes_to_the_optimizer_node() -> None:
     assert [rank.role for rank in plan.ranks] == ["trainer"] * len(plan.trainers) + ["optimizer"]
     assert plan.ranks[-1].node == 4
     assert plan.ranks[-1].layers == (0, 16)
-    assert (plan.layer_window, plan.recompute) == (3, "none")
+    assert (plan.state(OptimizerNodeState).layer_window, plan.recompute) == (3, "none")
     assert plan.predicted
     assert plan.predicted.sent_bytes["gradients"] == 4.0 * request.trainable
     assert plan.predicted.memory_bytes["window"] == cost.window_bytes(optimizer_node.layers(request), 3)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from espalier.machine import cluster as clusters
+from espalier.mechanisms.task_waves.state import TaskWavesState
 from espalier.plan import base as plans
 from espalier.plan import replan
 from espalier.plan.calibration import DATASHEET
@@ -47,7 +48,7 @@ REQUEST = replace(
 def plan() -> plans.Plan:
     made = decide(REQUEST, CLUSTER, DATASHEET).taken
     assert len(made.ranks) == 4
-    assert made.waves
+    assert made.state(TaskWavesState).waves
     return made
 
 
@@ -55,7 +56,7 @@ def work(plan: plans.Plan) -> list[float]:
     """Seconds of each rank, on devices that are as fast as planned."""
     found = [0.0] * len(plan.ranks)
     parts = {one.key: one for one in REQUEST.facts["task_waves"]}
-    for one in (one for wave in plan.waves for one in wave):
+    for one in (one for wave in plan.state(TaskWavesState).waves for one in wave):
         for rank in one.ranks:
             each = parts[f"{one.task}.{one.node}"].seconds[64] / len(one.ranks)
             found[rank] += (one.last - one.first) * each
@@ -65,7 +66,7 @@ def work(plan: plans.Plan) -> list[float]:
 def whole(plan: plans.Plan) -> bool:
     """Whether all operators are run once, in order."""
     at: dict[str, int] = {}
-    for one in (one for wave in plan.waves for one in wave):
+    for one in (one for wave in plan.state(TaskWavesState).waves for one in wave):
         key = f"{one.task}.{one.node}"
         if one.first != at.get(key, 0):
             return False
@@ -92,7 +93,7 @@ def test_ranks_that_compute_as_planned_count_as_equal_though_their_seconds_diffe
 def test_a_rank_that_stays_slow_gets_less_work_and_the_step_shorter(plan: plans.Plan, slow: int) -> None:
     found = replan.Speeds(tuple(4.0 if rank == slow else 1.0 for rank in range(4)))
     best, *_ = every = replan.options(REQUEST, CLUSTER, plan, found)
-    assert all(whole(one.plan) for one in every if one.plan.waves)
+    assert all(whole(one.plan) for one in every if one.plan.state(TaskWavesState).waves)
     assert best.ratio < 0.8
     kept_all = next(one for one in every if len(one.kept) == 4)
     assert kept_all.ratio <= 1
@@ -107,7 +108,7 @@ def test_where_nothing_is_slow_no_waves_are_much_faster(plan: plans.Plan) -> Non
 def test_the_ranks_that_are_left_run_all_parts_where_they_sit(plan: plans.Plan, kept: tuple[int, ...]) -> None:
     made = replan.plan_on(REQUEST, CLUSTER, plan, kept, replan.equal(plan))
     assert [rank.node for rank in made.ranks] == [plan.ranks[rank].node for rank in kept]
-    assert whole(made) if len(kept) > 1 else not made.waves
+    assert whole(made) if len(kept) > 1 else not made.state(TaskWavesState).waves
     assert replan.seconds(REQUEST, CLUSTER, made, replan.equal(made)) > replan.seconds(
         REQUEST, CLUSTER, plan, replan.equal(plan)
     )

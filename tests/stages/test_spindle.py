@@ -12,11 +12,11 @@ import tiny_tasks
 import torch
 from torch import Tensor
 
+from espalier.mechanisms.task_waves.state import TaskWavesState, WaveSlice
 from espalier.mechanisms.task_waves.task_waves import handed_on
 from espalier.parallel.mesh import ProcessMesh
 from espalier.parallel.workload import HEAD, Shard, to_device
 from espalier.plan import base as plans
-from espalier.plan.base import WaveSlice
 from espalier.tasks import Multitask
 from espalier.tasks.workload import MultitaskWorkload
 from espalier.testing import forks
@@ -57,7 +57,8 @@ def drawn(seed: int, ranks: int, nested: int = 1, workload: MultitaskWorkload = 
         chain = r.choice([one for one in waiting if one])
         waves.append((chain.pop(0),))
     own = tuple(plans.Rank(share=(0, 1)) for _ in range(ranks))
-    return plans.Plan(ranks=own, waves=tuple(waves), nested=nested, precision="fp64")
+    state = TaskWavesState(waves=tuple(waves), nested=nested)
+    return plans.Plan(ranks=own, choices={state.name: state}, precision="fp64")
 
 
 def stepped(
@@ -136,9 +137,13 @@ def test_a_rank_may_have_nothing_to_do_or_a_head_without_parameters() -> None:
             )
             for one in wave
         )
-        for wave in plan.waves
+        for wave in plan.state(TaskWavesState).waves
     )
-    trains_as_one(plans.Plan(ranks=plan.ranks * 3, waves=there, precision="fp64"), None, workload)
+    trains_as_one(
+        plans.Plan(ranks=plan.ranks * 3, choices={"task_waves": TaskWavesState(waves=there)}, precision="fp64"),
+        None,
+        workload,
+    )
 
 
 def trains_as_one(plan: plans.Plan, absent: int | None, workload: MultitaskWorkload) -> None:

@@ -24,7 +24,7 @@ def test_the_example_of_several_tasks_runs_as_it_stands(tmp_path: Path) -> None:
     small = ["plan.cluster=machine.toml", "train.steps=2", "plan.trial=false"]
     plan = json.loads(done(tmp_path, "plan", EXAMPLE, *small, "--json"))
     assert len(plan["ranks"]) == 2
-    assert plan["waves"]
+    assert plan["choices"]["task_waves"]["waves"]
     done(tmp_path, "train", EXAMPLE, *small, "--run", "run")
     done(tmp_path, "train", EXAMPLE, *small, "train.steps=3", "plan.pin.ranks=1", "--run", "run")
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]

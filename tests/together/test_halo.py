@@ -14,6 +14,7 @@ from espalier.graph import graph_plan
 from espalier.graph.data import DataSplit, Graph
 from espalier.graph.workload import GraphWorkload
 from espalier.launch.ranks import agent
+from espalier.mechanisms.halo_exchange.state import HaloAge, HaloExchangeState
 from espalier.mechanisms.halo_exchange.sylvie import Sylvie
 from espalier.plan import base as plans
 from espalier.recipe import defaults, recipe_file
@@ -156,7 +157,7 @@ def strike(graph, monkeypatch, tmp_path):
             ranks,
             tmp_path / name,
             faults,
-            plan=plan_of(recipe, ranks, halo_ages=ages),
+            plan=plan_of(recipe, ranks, choices={"halo_exchange": HaloExchangeState(halo_ages=ages)}),
             memory=1 << 26,
             **options,
         ).run()
@@ -183,7 +184,7 @@ def test_a_rank_of_a_graph_transformer_that_is_killed_changes_no_bit_also_of_the
     assert run.all("recovered")[0]["step"] > 0
 
 
-@pytest.mark.parametrize("ages", [(), (plans.HaloAge(nodes=(0, 0), steps=3),)])
+@pytest.mark.parametrize("ages", [(), (HaloAge(nodes=(0, 0), steps=3),)])
 def test_a_rank_that_is_killed_while_rows_are_late_goes_on_as_a_run_that_was_stopped_there(strike, ages):
     """Late rows are not saved: the first step after a start waits for fresh ones, whatever ended the run before."""
     halo = {"bits": 4, "synchronize": 0}

@@ -7,15 +7,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from torch.utils.data import Dataset
 
 from espalier.launch.ranks import agent
+from espalier.mechanisms.task_waves.state import TaskWavesState, WaveSlice
 from espalier.parallel.workload import HEAD
 from espalier.plan import base as plans
-from espalier.plan.base import WaveSlice
 from espalier.radiance import scenes
 from espalier.recipe import recipe_file
 from espalier.recipe.errors import Interrupted
@@ -124,15 +123,22 @@ def test_nodes_of_a_graph_and_a_scene_with_its_field_are_taken_up_in_waves(
 ) -> None:
     """All tasks train as on one rank, whatever the waves; taken up by the same waves, with the same bits; by others,
     by nested micro-batches and by one rank, to rounding."""
-    apart = plans.Plan(ranks=RANKS, waves=WAVES["apart"], precision="fp64")
-    other = msgspec.structs.replace(apart, waves=WAVES["the other way round"])
+    plain = plans.Plan(ranks=RANKS, precision="fp64")
+    apart, other = (
+        plain.with_state(TaskWavesState(waves=WAVES[name], nested=nested))
+        for name, nested in (("apart", 1), ("the other way round", 3))
+    )
     one = plans.Plan(ranks=RANKS[:1], precision="fp64")
     whole = losses(found, one, None, None)
     assert whole[3] < whole[0]
     unbroken = losses(found, apart, None, None)
     assert unbroken == pytest.approx(whole, rel=1e-9)
     first = losses(found, apart, tmp_path / "run", 2)
-    for name, plan in (("same", apart), ("other", msgspec.structs.replace(other, nested=3)), ("one", one)):
+    for name, plan in (
+        ("same", apart),
+        ("other", other),
+        ("one", one),
+    ):
         shutil.copytree(tmp_path / "run", tmp_path / name)
         rest = losses(found, plan, tmp_path / name, None)
         assert [*first, *rest] == (unbroken if plan is apart else pytest.approx(whole, rel=1e-9))

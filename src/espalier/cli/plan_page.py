@@ -12,7 +12,7 @@ from espalier.cli import printing
 from espalier.mechanisms.pipeline.schedules import action_lists
 from espalier.parallel.action_list import Action, Kind, Pipeline, Timed, timetable
 from espalier.plan.axes.pipeline import hand_overs
-from espalier.plan.base import Layout, Plan, Predicted, WaveSlice
+from espalier.plan.base import Layout, Plan, Predicted
 from espalier.recipe import cache_dir
 from espalier.recipe.units import plural, show_count, show_seconds, show_size
 from espalier.track import charts, page
@@ -21,8 +21,6 @@ from espalier.track.page import Figure
 
 NAMES = {"data": "data parallel", "megatron": "Megatron", "fsp": "FSP", "isp": "ISP"}
 """Algorithms as people call them."""
-HEAD = "head"
-"""The part of a task that gives its losses, as `parallel.workload.HEAD`, which loads torch."""
 
 
 class Rung(NamedTuple):
@@ -158,9 +156,9 @@ DRAWN = 2000
 
 
 def _spans(plan: Plan, predicted: Predicted) -> list[Span]:
-    """The passes of the first pipeline, on the first rank of each stage, or the slices of waves; none of one stage."""
-    if plan.waves:
-        return _wave_spans(plan)
+    """The passes of the first pipeline, on the first rank of each stage, or what a system draws; none of one stage."""
+    if own := [span for state in plan.choices.values() for span in state.spans()]:
+        return own
     stages = sorted((one for one in plan.stages if one.pipeline == 0), key=lambda one: one.layers)
     if len(stages) < 2:
         return []
@@ -185,24 +183,6 @@ def _spans(plan: Plan, predicted: Predicted) -> list[Span]:
         for one in sorted(found, key=lambda one: (pipeline.ranks.index(one.rank), one.start))
         if one.action.computes
     ]
-
-
-def _wave_spans(plan: Plan) -> list[Span]:
-    """The slices of each rank, forward and backward, coloured by task."""
-    slices = [(rank, one) for wave in plan.waves for one in wave for rank in one.ranks]
-    drawn = [
-        Span(f"rank {rank}", *span, one.task, told)
-        for rank, one in slices
-        for span, told in (((one.begin, one.end), _slice_told(one)), (one.back, f"{_slice_told(one)}, backward"))
-        if span[1] > span[0]
-    ]
-    return sorted(drawn, key=lambda one: (int(one.row.removeprefix("rank ")), one.start))
-
-
-def _slice_told(one: WaveSlice) -> str:
-    blocks = f", blocks {one.first} to {one.last}" if one.node != HEAD else ""
-    took = one.end - one.begin + one.back[1] - one.back[0]
-    return f"{one.node} of {one.task}{blocks} on {plural(len(one.ranks), 'rank')}: {show_seconds(took)}"
 
 
 def _told(one: Timed) -> str:

@@ -268,5 +268,5 @@ def heard(job: RunStart, start: Start, told: str) -> RunShape:
 
 def _key(plan: Plan) -> str:
     cuts = (f"{one.pipeline}:{one.layers[0]}-{one.layers[1]}" for one in plan.stages)
-    waves = (f"{one.task}.{one.node}:{one.first}-{one.last}@{one.ranks}" for wave in plan.waves for one in wave)
-    return " ".join((*(f"{rank.share[0]}-{rank.share[1]}" for rank in plan.ranks), *cuts, *waves))
+    states = (words for state in plan.choices.values() for words in state.cuts)
+    return " ".join((*(f"{rank.share[0]}-{rank.share[1]}" for rank in plan.ranks), *cuts, *states))

@@ -178,7 +178,7 @@ def of_plan(plan: Plan) -> Mesh:
     roles = tuple(rank.role for rank in plan.ranks)
     replicas = [plan.trainers] if plan.outer is None else plan.outer.replicas
     inside, last = _of_stages(plan)
-    if plan.waves:  # each rank holds parts of its own, and counts the losses that it has computed
+    if plan.apart:
         inside, last = {rank: Coordinates(pp=index) for index, rank in enumerate(replicas[0])}, set(replicas[0])
     if not inside:
         inside, last = {rank: Coordinates(dp=index) for index, rank in enumerate(replicas[0])}, set(replicas[0])

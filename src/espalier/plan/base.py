@@ -1,14 +1,15 @@
 """The plan file: which rank holds, computes and sends what, what it should cost, and why. Data only; no torch.
 
-A plan can say unequal pipelines, waves, ring placement, expert maps, optimizer nodes and unequal shares; `layout` is
-the shorthand people read, derived from the rest.
+A plan can say unequal pipelines, ring placement, expert maps and unequal shares; what else a system decides is in
+`choices`. `layout` is the shorthand people read, derived from the rest.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import inf
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
@@ -18,7 +19,16 @@ from espalier.recipe.errors import UserError
 from espalier.recipe.graphs import Batches
 from espalier.recipe.serialization import Value
 
-VERSION = 1
+if TYPE_CHECKING:
+    from espalier.track.charts import Span
+
+VERSION = 2
+BEFORE_CHOICES: dict[str, dict[str, Any]] = {
+    "task_waves": {"waves": [], "nested": 1},
+    "halo_exchange": {"halo_ages": []},
+    "optimizer_node": {"layer_window": 0, "node_link": 0.0},
+}
+"""Fields that plans of version 1 had beside the rest, by whose they are, and what they were where nothing was said."""
 
 Placement = Literal["head_first", "context_first", "interleaved"]
 Tier = Literal["device", "host", "disk", "node"]
@@ -102,21 +112,6 @@ class Stage(PlanStruct, frozen=True):
         return self.heads * self.context
 
 
-class WaveSlice(PlanStruct, frozen=True):
-    """Operators `[first, last)` of a tower, or the head, on the batch of a task: its ranks divide the samples in their
-    order here. `begin`, `end`: seconds of a step, as predicted, and `back` those of the backward pass, where it is
-    apart."""
-
-    task: str
-    node: str
-    first: int
-    last: int
-    ranks: tuple[int, ...]
-    begin: float = 0.0
-    end: float = 0.0
-    back: tuple[float, float] = (0.0, 0.0)
-
-
 class HaloRows(PlanStruct, frozen=True):
     """Which rows of a cut graph: those that `layer` reads, or (`backward`) their gradients.
 
@@ -127,13 +122,6 @@ class HaloRows(PlanStruct, frozen=True):
     layer: int
     backward: bool
     nodes: tuple[tuple[int, int], ...] = ()
-
-
-class HaloAge(PlanStruct, frozen=True):
-    """How many steps old rows between two machines, or inside one, may be where a step does not wait for all."""
-
-    nodes: tuple[int, int]
-    steps: Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Exchange(PlanStruct, frozen=True):
@@ -178,6 +166,37 @@ class Offload(PlanStruct, frozen=True):
 
 
 RESIDENT = Offload()
+
+
+class ChoiceState(PlanStruct, frozen=True):
+    """What one system says in a plan. The system declares it in `state.py` of its folder, as `STATE`."""
+
+    name: ClassVar[str] = ""
+    apart: ClassVar[bool] = False
+    """Whether each rank holds parts of its own, and counts the losses that it has computed."""
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """What the plan's `Layout` has otherwise."""
+        return {}
+
+    @property
+    def cuts(self) -> Iterable[str]:
+        """What tells the work of its ranks from that of another plan's."""
+        return ()
+
+    def spans(self) -> list[Span]:
+        """The passes of a step, where they do not follow from the plan's stages."""
+        return []
+
+    def cells(self, plan: Plan, origin: str) -> list[Cell]:
+        """The plan's cells, where they do not follow from its stages. Raises UserError for nonsense in the state."""
+        return []
+
+
+State = TypeVar("State", bound=ChoiceState)
+Cell = tuple[tuple[int, int], tuple[int, ...]]
+"""A share of the batch, and the ranks that compute it together."""
 
 
 class AdaptiveRule(PlanStruct, frozen=True):
@@ -305,15 +324,7 @@ class Plan(PlanStruct, frozen=True):
     experts: tuple[tuple[int, ...], ...] = ()
     """Of each rank of an expert group, the experts of every layer that it holds; empty: every rank holds all. The
     groups are consecutive ranks of those that hold the same parameters."""
-    waves: tuple[tuple[WaveSlice, ...], ...] = ()
-    """Of several tasks, what runs side by side (Spindle). All ranks have the same samples. Empty: each runs all."""
-    nested: int = 1
-    """Micro-batches of each task whose passes through the waves are nested (BigMac): see
-    `mechanisms.task_waves.waves`."""
     exchanges: tuple[Exchange, ...] = ()
-    halo_ages: tuple[HaloAge, ...] = ()
-    """Of rows of a cut graph that may be late, where these differ from one step; see
-    `mechanisms.halo_exchange.sylvie`."""
     outer: Outer | None = None
     rules: tuple[AdaptiveRule, ...] = ()
     algorithm: str = "data"
@@ -329,10 +340,8 @@ class Plan(PlanStruct, frozen=True):
     bucket: int = BUCKET
     """Bytes of gradients exchanged at once where parameters are not gathered by blocks."""
     offload: Offload = RESIDENT
-    layer_window: int = 0
-    """Layers whose parameters a trainer holds at once, where ranks with the role `optimizer` hold the model; 0: all."""
-    node_link: float = 0.0
-    """Bytes/s, each way, between a worker (or what aggregates its machine's) and all optimizer nodes; 0: not known."""
+    choices: dict[str, Any] = msgspec.field(default_factory=dict)
+    """What single systems say of themselves, each in a `ChoiceState` of its own, by their names in `plan.choice`."""
     micro_batch: int = 1
     recompute: str = "none"
     precision: str = "fp32"
@@ -345,6 +354,15 @@ class Plan(PlanStruct, frozen=True):
     missing: str = ""
     why: tuple[str, ...] = ()
     runners_up: tuple[RunnerUp, ...] = ()
+
+    def state(self, kind: type[State]) -> State:
+        """What the system whose state is of `kind` says; where the plan does not hold it, what it says by itself."""
+        state: State = self.choices.get(kind.name) or kind()
+        return state
+
+    def with_state(self, state: ChoiceState) -> Plan:
+        """The plan with what a system says."""
+        return self.changed(choices={**self.choices, state.name: state})
 
     @property
     def trainers(self) -> tuple[int, ...]:
@@ -372,6 +390,11 @@ class Plan(PlanStruct, frozen=True):
         return any(cut != cuts[min(cuts)] for cut in cuts.values())
 
     @property
+    def apart(self) -> bool:
+        """Whether each rank holds parts of its own: see `ChoiceState.apart`."""
+        return any(state.apart for state in self.choices.values())
+
+    @property
     def replicated(self) -> bool:
         """Whether every rank holds all states."""
         return all(len(unit.optimizer) <= 1 for unit in self.units)
@@ -393,8 +416,8 @@ class Plan(PlanStruct, frozen=True):
         stages = [stage for stage in self.stages if stage.pipeline == 0] or [Stage(ranks=trainers)]
         stage = stages[0]
         copies = len(self.outer.replicas) if self.outer is not None and stage.ranks else 1
-        return Layout(
-            dp=1 if self.waves else copies * len(stage.ranks or trainers) // (stage.tensor * stage.sequence),
+        layout = Layout(
+            dp=copies * len(stage.ranks or trainers) // (stage.tensor * stage.sequence),
             tp=stage.tensor,
             sp=stage.sequence,
             pp=len({one.layers for one in stages}) // self.interleave,
@@ -404,7 +427,6 @@ class Plan(PlanStruct, frozen=True):
             placement=self.placement,
             schedule=self.schedule,
             interleave=self.interleave,
-            waves=len(self.waves),
             algorithm=self.algorithm,
             shard={
                 "params": len(unit.params) or 1,
@@ -416,6 +438,9 @@ class Plan(PlanStruct, frozen=True):
             recompute=self.recompute,
             precision=self.precision,
         )
+        for state in self.choices.values():
+            layout = layout.changed(**state.layout)
+        return layout
 
 
 def dumps(plan: Plan, **beside: Plan | dict[str, str]) -> str:
@@ -434,12 +459,32 @@ def loads(text: str | bytes, origin: str = "plan.json") -> Plan:
         table = serialization.from_json(text)
         if isinstance(table, dict):
             table = {key: value for key, value in table.items() if key not in ("layout", "what_if")}
+            _move_to_choices(table)
             for stage in table.get("stages", ()):  # plans from before sequences were cut two ways
                 if isinstance(stage, dict) and "sequence" in stage:
                     stage.setdefault("heads", stage.pop("sequence"))
-        return msgspec.convert(table, Plan)
+        plan = msgspec.convert(table, Plan)
+        return plan.changed(choices=_states(plan.choices)) if plan.choices else plan
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
         raise UserError(f"{origin} is not a plan: {error}.", do=f"delete {origin}; it is then planned again") from None
+
+
+def _move_to_choices(table: dict[str, Any]) -> None:
+    """Makes a plan of version 1 one of version 2: fields of single systems go to `choices`, where they say anything."""
+    for name, fields in BEFORE_CHOICES.items():
+        state = {field: table.pop(field) for field in fields if field in table}
+        if any(state[field] != fields[field] for field in state):
+            table.setdefault("choices", {})[name] = state
+    table["version"] = VERSION
+
+
+def _states(choices: dict[str, Any]) -> dict[str, Any]:
+    """Tables of a plan file as the structs of their systems."""
+    from espalier.plan.choice import TABLE  # which knows of all systems
+
+    if strangers := ", ".join(choices.keys() - TABLE.keys()):
+        raise msgspec.ValidationError(f"Object contains unknown field `{strangers}` - at `$.choices`")
+    return {name: msgspec.convert(table, TABLE[name].state) for name, table in choices.items()}
 
 
 def check(plan: Plan, samples: int, origin: str = "plan.json") -> Plan:
@@ -448,34 +493,35 @@ def check(plan: Plan, samples: int, origin: str = "plan.json") -> Plan:
     for first, cell in _cells(plan, origin):
         start, stop = first
         if start != at or stop <= start:
-            raise _nonsense(origin, f"rank {cell[0]} has samples {start} to {stop}; the rank before it ends at {at}")
+            raise nonsense(origin, f"rank {cell[0]} has samples {start} to {stop}; the rank before it ends at {at}")
         at = stop
     if at != samples or plan.micro_batch < 1:
-        raise _nonsense(origin, f"its ranks share {at} samples in micro-batches of {plan.micro_batch}, not {samples}")
+        raise nonsense(origin, f"its ranks share {at} samples in micro-batches of {plan.micro_batch}, not {samples}")
     if any(rank.threads < 1 for rank in plan.ranks):
-        raise _nonsense(origin, "a rank has no thread")
+        raise nonsense(origin, "a rank has no thread")
     fewest = min(plan.ranks[index].samples for index in plan.trainers)
     if plan.rounds is not None and fewest < plan.rounds:
         few = f"a rank has {fewest} samples for {plan.rounds} micro-batches"
         what = "experts on several ranks" if plan.experts else "sharded gradients"
-        raise _nonsense(origin, f"{few}; with {what} every rank needs one for each")
+        raise nonsense(origin, f"{few}; with {what} every rank needs one for each")
     held = sorted(expert for experts in plan.experts for expert in experts)
     if held != list(range(len(held))):
         told = ", ".join(map(str, held))
-        raise _nonsense(origin, f"its expert ranks hold the experts {told}; each is held once, numbered from 0")
+        raise nonsense(origin, f"its expert ranks hold the experts {told}; each is held once, numbered from 0")
     return plan
 
 
-def _cells(plan: Plan, origin: str) -> list[tuple[tuple[int, int], tuple[int, ...]]]:
+def _cells(plan: Plan, origin: str) -> list[Cell]:
     """(share, ranks) of each data coordinate: the ranks of a tensor or sequence group have the same samples, and so has
     their like in every stage of a pipeline. Raises UserError where they have not."""
-    if plan.waves:
-        return [_wave_cell(plan, origin)]
+    apart = [cell for state in plan.choices.values() for cell in state.cells(plan, origin)]
+    if apart:
+        return apart
     if plan.outer is not None or not plan.stages:
         return [(plan.ranks[index].share, (index,)) for index in plan.trainers]
     if sorted(rank for stage in plan.stages for rank in stage.ranks) != sorted(plan.trainers * plan.interleave):
         times = "once" if plan.interleave == 1 else f"{plan.interleave} times"
-        raise _nonsense(origin, f"its stages do not hold every trainer {times}")
+        raise nonsense(origin, f"its stages do not hold every trainer {times}")
     for stage in plan.stages:
         _check_stage(plan, stage, origin)
     found = []
@@ -485,24 +531,15 @@ def _cells(plan: Plan, origin: str) -> list[tuple[tuple[int, int], tuple[int, ..
             width = stage.tensor * stage.sequence
             cells = [stage.ranks[first : first + width] for first in range(0, len(stage.ranks), width)]
             if columns and len(columns) != len(cells):
-                raise _nonsense(origin, f"stages of pipeline {number} have {len(columns)} and {len(cells)} replicas")
+                raise nonsense(origin, f"stages of pipeline {number} have {len(columns)} and {len(cells)} replicas")
             columns = [(*a, *b) for a, b in zip(columns, cells, strict=True)] if columns else cells
         for cell in columns:
             shares = {plan.ranks[index].share for index in cell}
             if len(shares) > 1:
                 told = " and ".join(f"{start} to {stop}" for start, stop in sorted(shares))
-                raise _nonsense(origin, f"ranks {cell[0]} to {cell[-1]} compute one sample together and have {told}")
+                raise nonsense(origin, f"ranks {cell[0]} to {cell[-1]} compute one sample together and have {told}")
             found.append((shares.pop(), cell))
     return found
-
-
-def _wave_cell(plan: Plan, origin: str) -> tuple[tuple[int, int], tuple[int, ...]]:
-    """(share, ranks) of a plan of waves. Raises UserError for ranks that do not train."""
-    strangers = {rank for wave in plan.waves for one in wave for rank in one.ranks} - set(plan.trainers)
-    if strangers:
-        told = ", ".join(map(str, sorted(strangers)))
-        raise _nonsense(origin, f"its waves have the ranks {told}, which do not train")
-    return plan.ranks[plan.trainers[0]].share, plan.trainers
 
 
 def _check_stage(plan: Plan, stage: Stage, origin: str) -> None:
@@ -510,16 +547,17 @@ def _check_stage(plan: Plan, stage: Stage, origin: str) -> None:
     width = stage.tensor * stage.sequence
     if min(stage.tensor, stage.heads, stage.context, stage.window) < 1 or len(stage.ranks) % width:
         why = f"tensor {stage.tensor} x heads {stage.heads} x context {stage.context} does not divide the stage's "
-        raise _nonsense(origin, f"{why}{len(stage.ranks)} ranks")
+        raise nonsense(origin, f"{why}{len(stage.ranks)} ranks")
     if stage.speeds and (len(stage.speeds) != stage.sequence or not 0 < min(stage.speeds) <= max(stage.speeds) < inf):
         told = f"{len(stage.speeds)} speeds, the lowest {min(stage.speeds):g}"
-        raise _nonsense(origin, f"a stage has {told}, for {stage.sequence} ranks that share a sequence")
+        raise nonsense(origin, f"a stage has {told}, for {stage.sequence} ranks that share a sequence")
     rings = stage.window * (2 if plan.placement == "interleaved" and stage.context > 1 else 1)
     if stage.context % rings:
-        raise _nonsense(origin, f"inner rings of {stage.window} ranks do not divide a context of {stage.context} ranks")
+        raise nonsense(origin, f"inner rings of {stage.window} ranks do not divide a context of {stage.context} ranks")
 
 
-def _nonsense(origin: str, why: str) -> UserError:
+def nonsense(origin: str, why: str) -> UserError:
+    """The error for a plan that cannot be run."""
     return UserError(f"{origin} cannot be run: {why}.", do=f"delete {origin}; it is then planned again")
 
 

@@ -17,7 +17,7 @@ from espalier.recipe import Auto, ByRounds, GraphTransformer
 if TYPE_CHECKING:
     from espalier.machine.cluster import Cluster
     from espalier.plan.ask import Ask, PlanDecision
-    from espalier.plan.base import Plan
+    from espalier.plan.base import ChoiceState, Plan
     from espalier.plan.measured_cluster import Speeds
     from espalier.plan.request import Request
     from espalier.plan.search import Option
@@ -114,7 +114,7 @@ class ChoiceRow:
     """A choice that is loaded when it is asked.
 
     Attributes:
-        module: below `espalier`, with a `CHOICE`.
+        module: with a `CHOICE`; what it says in plans, if anything, is `STATE` of `state.py` beside it.
         when: whether it may add something, of a request on a cluster.
         holds: whether it has added something to a plan that is trained, of a request where that is known.
     """
@@ -124,35 +124,42 @@ class ChoiceRow:
     holds: Callable[[Plan, Request | None], Any] = lambda plan, request: False
 
     @property
+    def state(self) -> type[ChoiceState]:
+        """What it says in plans."""
+        module = f"{self.module.rpartition('.')[0]}.state"
+        declared: type[ChoiceState] = import_module(module).STATE
+        return declared
+
+    @property
     def choice(self) -> PlanChoice:
         """What the row stands for."""
-        loaded: PlanChoice = import_module(f"espalier.{self.module}").CHOICE
+        loaded: PlanChoice = import_module(self.module).CHOICE
         return loaded
 
 
 TABLE: dict[str, ChoiceRow] = {
     "task_waves": ChoiceRow(
-        "mechanisms.task_waves.choice",
+        "espalier.mechanisms.task_waves.choice",
         lambda request, cluster: "task_waves" in request.facts,
-        lambda plan, request: plan.waves or (request is not None and "task_waves" in request.facts),
+        lambda plan, request: "task_waves" in (plan.choices if request is None else {**plan.choices, **request.facts}),
     ),
     "precision": ChoiceRow(
-        "plan.precision_choice",
+        "espalier.plan.precision_choice",
         lambda request, cluster: request.precision == "auto" or gpus(cluster),
     ),
     "codecs": ChoiceRow(
-        "mechanisms.codecs.choice",
+        "espalier.mechanisms.codecs.choice",
         lambda request, cluster: (
             request.codec != "exact" and (request.codec != "auto" or (cluster.machines > 1 and not gpus(cluster)))
         ),
     ),
     "optimizer_node": ChoiceRow(
-        "mechanisms.optimizer_node.choice",
+        "espalier.mechanisms.optimizer_node.choice",
         lambda request, cluster: request.offload == NODE,
         lambda plan, request: plan.offload == NODE,
     ),
     "unequal_pipelines": ChoiceRow(
-        "mechanisms.unequal_pipelines.choice",
+        "espalier.mechanisms.unequal_pipelines.choice",
         lambda request, cluster: (
             not isinstance(request.sync, ByRounds)
             and (request.pin.pipelines or any(table.device != cluster.nodes[0].device for table in cluster.nodes))
@@ -160,22 +167,22 @@ TABLE: dict[str, ChoiceRow] = {
         lambda plan, request: plan.planner == "flashflex",
     ),
     "local_rounds": ChoiceRow(
-        "mechanisms.local_rounds.choice",
+        "espalier.mechanisms.local_rounds.choice",
         lambda request, cluster: (
             isinstance(request.sync, ByRounds) or (isinstance(request.sync, Auto) and cluster.machines > 1)
         ),
         lambda plan, request: plan.outer,
     ),
     "disk_batches": ChoiceRow(
-        "mechanisms.disk_batches.choice",
+        "espalier.mechanisms.disk_batches.choice",
         lambda request, cluster: "disk_batches" in request.facts,
     ),
     "halo_exchange": ChoiceRow(
-        "mechanisms.halo_exchange.choice",
+        "espalier.mechanisms.halo_exchange.choice",
         lambda request, cluster: "halo_exchange" in request.facts,
     ),
     "pattern_attention": ChoiceRow(
-        "mechanisms.pattern_attention.choice",
+        "espalier.mechanisms.pattern_attention.choice",
         lambda request, cluster: request.recipe is not None and isinstance(request.recipe.model, GraphTransformer),
     ),
 }

@@ -358,8 +358,8 @@ Connect = Callable[[Build, Sequence[Layer]], Client]
 """Makes the connection of a worker to where its layers wait."""
 
 
-def make_window(context: Build, connect: Connect, stays: bool = True) -> LayerWindow:
-    """The window of the context's model. Raises UserError for a model that cannot be held by layers, and where this
+def make_window(context: Build, connect: Connect, window: int = 0, stays: bool = True) -> LayerWindow:
+    """The window of `window` layers (0: as many as memory has room for) of the context's model. Raises UserError for a model that cannot be held by layers, and where this
     rank's memory holds no layer."""
     model = context.model
     assert model is not None
@@ -368,7 +368,7 @@ def make_window(context: Build, connect: Connect, stays: bool = True) -> LayerWi
         raise no_layers(model)
     layers, uses, parameters = layers_of(model, pieces.modules)
     _check_precision(parameters)
-    size = window_size(layers, uses, context.plan.layer_window, rank_memory(context))
+    size = window_size(layers, uses, window, rank_memory(context))
     malloc_trim.map_blocks()
     client = connect(context, layers)
     return LayerWindow(client, hold_layers(model, layers, parameters, context.device), uses, size, stays)

@@ -132,7 +132,7 @@ def _halo(recipe: Recipe, plan: Plan) -> bool:
 
 
 def _waves(recipe: Recipe, plan: Plan) -> bool:
-    return bool(plan.waves)
+    return "task_waves" in plan.choices
 
 
 def _cut_matrices(recipe: Recipe, plan: Plan) -> bool:
@@ -182,7 +182,7 @@ AWAY: tuple[Choose, ...] = (
     Row("optimizer_node.mechanism", _node, "choose_optimizer"),
     Row(
         "pipeline.vertical",
-        lambda recipe, plan: plan.layer_window or _node(recipe, plan) or _parameters_away(recipe, plan),
+        lambda recipe, plan: _node(recipe, plan) or _parameters_away(recipe, plan),
     ),
     Row("offload.mechanism", _parameters_away, "choose_parameters"),
     Row(

@@ -16,6 +16,7 @@ from espalier.language import hf
 from espalier.language.workload import open_language
 from espalier.machine import resource_limits
 from espalier.mechanisms.optimizer_node import mechanism as luwu
+from espalier.mechanisms.optimizer_node.state import OptimizerNodeState
 from espalier.parallel.layer_client import Client, filler
 from espalier.plan import base as plans
 from espalier.plan.axes.node_cost import Layers, pulled_bytes, pushed_bytes
@@ -137,7 +138,7 @@ def test_a_step_pulls_and_pushes_what_the_cost_says_whatever_its_micro_batches(
     tmp_path: Path, tied: bool, micro_batch: int, size: int
 ) -> None:
     asked = recipe(tmp_path / "data", steps=5, model={"tied": tied})
-    run = Run(asked, plan(4, micro_batch, layer_window=size))
+    run = Run(asked, plan(4, micro_batch, choices={"optimizer_node": OptimizerNodeState(layer_window=size)}))
     run.steps(2)
     assert run.node is not None
     sharding = run.trainer.built.sharding
@@ -166,7 +167,7 @@ def test_validation_and_samples_pull_what_they_need_and_change_nothing(tmp_path:
 
 def test_no_parameter_is_here_between_steps_but_those_pulled_ahead(tmp_path: Path) -> None:
     asked = recipe(tmp_path / "data", steps=3)
-    run = Run(asked, plan(4, 4, layer_window=1))
+    run = Run(asked, plan(4, 4, choices={"optimizer_node": OptimizerNodeState(layer_window=1)}))
     run.steps(2)
     window = run.trainer.built.sharding.window
     assert window.held == 4 * window.layers[0].layer.numel

@@ -26,3 +26,7 @@ class ReversedMechanism(WholeModel):
 
 def choose(recipe: Any, plan: Any) -> Mechanism:
     return ReversedMechanism()
+
+
+def choose_planned(recipe: Any, plan: Any) -> Mechanism | None:
+    return ReversedMechanism() if "reversed_batches" in plan.choices else None

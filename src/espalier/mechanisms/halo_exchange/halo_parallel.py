@@ -28,6 +28,7 @@ from espalier.graph.cutting import Cutting, open_part
 from espalier.graph.gnn import Gnn
 from espalier.graph.subgraphs import SubgraphBatch, forward
 from espalier.mechanisms.halo_exchange import sylvie
+from espalier.mechanisms.halo_exchange.state import HaloExchangeState
 from espalier.mechanisms.halo_exchange.sylvie import (
     WHOLE,
     Adaptive,
@@ -238,7 +239,7 @@ def crossings(options: HaloOptions, plan: Plan, members: Sequence[int], rank: in
     told = [one for one in plan.exchanges if one.traffic == Traffic.HALO.value]
     nodes = [plan.ranks[one].node for one in members]
     quantization = Crossings(options)
-    known = {frozenset(one.nodes): one.steps for one in plan.halo_ages}
+    known = {frozenset(one.nodes): one.steps for one in plan.state(HaloExchangeState).halo_ages}
     ages = [known.get(frozenset((nodes[rank], one)), 1) for one in nodes]
     if known and options.synchronize != 1:
         quantization = quantization._replace(ages=ages)

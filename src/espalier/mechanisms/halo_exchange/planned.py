@@ -14,7 +14,8 @@ import numpy as np
 
 from espalier.kernels import row_widths
 from espalier.mechanisms.halo_exchange import halo_bits
-from espalier.plan.base import AdaptiveRule, Exchange, HaloAge, HaloRows, Plan
+from espalier.mechanisms.halo_exchange.state import HaloAge, HaloExchangeState
+from espalier.plan.base import AdaptiveRule, Exchange, HaloRows, Plan
 from espalier.plan.plan_summary import COMPUTING, link_words, places_of
 from espalier.recipe import units
 
@@ -199,7 +200,7 @@ def _with_ages(plan: Plan, halos: Any, cluster: Cluster, sent: Any) -> tuple[Pla
     stale = np.array([[ages.get(frozenset((a, b)), 1) for b in node.tolist()] for a in node.tolist()])
     found = _Ages(stale, max(1, *ages.values()), float(busy.max()) + delay)
     why = (*_said_ages(known, found.fresh), *plan.why)
-    return plan.changed(halo_ages=tuple(known), why=why), found
+    return plan.with_state(HaloExchangeState(halo_ages=tuple(known))).changed(why=why), found
 
 
 def _said_ages(known: list[HaloAge], seconds: float) -> list[str]:

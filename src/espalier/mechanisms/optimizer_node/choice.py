@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
+from espalier.mechanisms.optimizer_node.state import OptimizerNodeState
 from espalier.plan import collective_time
 from espalier.plan.axes import optimizer_node
 from espalier.plan.base import Plan
@@ -29,11 +30,12 @@ class OptimizerNodeChoice(PlanChoice):
         workers = Counter(rank.node for rank in plan.ranks)
         sites = [node for node, count in workers.items() if count > 1] if summed else []
         link = float(optimizer_node.rates(on, on.kinds[0], summed).link)
-        return plan.changed(
-            ranks=(*plan.ranks, *optimizer_node.ranks(request, option.cluster, option.nodes, sites)),
+        serving = optimizer_node.ranks(request, option.cluster, option.nodes, sites)
+        state = OptimizerNodeState(
             layer_window=optimizer_node.WINDOW,
             node_link=link if math.isfinite(link) else 0.0,
         )
+        return plan.with_state(state).changed(ranks=(*plan.ranks, *serving))
 
     def away(self, plan: Plan, kinds: str, slower: str) -> Iterator[str]:
         """Nodes, how many layers a rank has at a time, and the other processes that serve."""
@@ -41,7 +43,8 @@ class OptimizerNodeChoice(PlanChoice):
         hold = "holds" if len(nodes) == 1 else "hold"
         where = f"machine{'s' * (len(set(nodes)) > 1)} {', '.join(map(str, sorted(set(nodes))))}"
         yield f"{units.plural(len(nodes), 'optimizer node')} on {where} {hold} {kinds} on disk; {slower}."
-        yield f"A rank pulls {plan.layer_window} layers at a time and pushes their gradients."
+        window = plan.state(OptimizerNodeState).layer_window
+        yield f"A rank pulls {window} layers at a time and pushes their gradients."
         yield from _aggregators(plan)
         yield from _standbys(plan)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
+from espalier.mechanisms.optimizer_node.state import OptimizerNodeState
 from espalier.optim.schedules import factor
 from espalier.parallel.layer_client import LocalClient, StepLost
 from espalier.plan.compose import Claim
@@ -116,7 +117,9 @@ class ModelOnNodes(Mechanism):
     def wrap(self, context: Build) -> None:
         """Makes the window. Raises UserError for a model that cannot be held by layers."""
         assert context.model is not None
-        context.window = window = make_window(context, self.connect)
+        context.window = window = make_window(
+            context, self.connect, context.plan.state(OptimizerNodeState).layer_window
+        )
         context.stalled = lambda: window.stalled
         context.meters["node"] = lambda: {**window.read(), **window.client.read()}
         if context.plan.outer is not None:

@@ -30,6 +30,7 @@ from espalier.mechanisms.optimizer_node.client import Client
 from espalier.mechanisms.optimizer_node.local_steps import LocalSteps, Round
 from espalier.mechanisms.optimizer_node.node import OptimizerNode
 from espalier.mechanisms.optimizer_node.standby import Replica, Standby
+from espalier.mechanisms.optimizer_node.state import OptimizerNodeState
 from espalier.mechanisms.optimizer_node.state_file import locked, open_state, open_sums, read_layer
 from espalier.mechanisms.optimizer_node.wire import Address, Times
 from espalier.parallel.layer_client import Client as Connected
@@ -195,7 +196,7 @@ def serve(place: NodePlace, channel: dist.ProcessGroup | None, stepped: Callable
         kept = state, open_sums(place.folder, job)
         times = replace(TIMES, unheard=place.spec.pulse.reconnects)
         made = (OptimizerNode if rank == pair[0] else Standby)(
-            job, kept, door, token, replace(times, link=place.plan.node_link)
+            job, kept, door, token, replace(times, link=place.plan.state(OptimizerNodeState).node_link)
         )
         if rank == pair[0] and len(pair) > 1:
             made.replica = Replica(job, (posts[pair[1]].addresses[0], token), made.name, times)
@@ -378,7 +379,7 @@ def connect(context: Build, layers: Sequence[Layer]) -> Connected:
     if site is not None:
         addresses = [[one] for one in posts[site].addresses]
     answer = TIMES.answer if plan.outer is None else LONGEST_ROUND
-    link = plan.node_link if site is None else 0.0
+    link = plan.state(OptimizerNodeState).node_link if site is None else 0.0
     times = replace(TIMES, answer=answer, unheard=context.reconnects, link=link)
     client = Client(addresses, rank, job, _token(posts), times)
     client.ledger = getattr(context.mesh.channel, "ledger", client.ledger)

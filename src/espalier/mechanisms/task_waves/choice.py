@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from espalier.machine.cluster import Cluster
 from espalier.mechanisms.task_waves import task_waves
+from espalier.mechanisms.task_waves.state import TaskWavesState
 from espalier.plan import base as plans
 from espalier.plan.ask import Ask, PlanDecision
 from espalier.plan.base import Plan
@@ -36,7 +37,7 @@ class TaskWavesChoice(PlanChoice):
 
     def part(self, plan: Plan) -> str:
         """How many waves."""
-        return f"{len(plan.waves)} waves"
+        return f"{len(plan.state(TaskWavesState).waves)} waves"
 
     @property
     def replanner(self) -> TaskWavesChoice:
@@ -52,7 +53,7 @@ class TaskWavesChoice(PlanChoice):
     def planned_work(self, request: Request, cluster: Cluster, plan: Plan) -> tuple[float, ...]:
         """See `Replanner.planned_work`."""
         work = [0.0] * len(plan.ranks)
-        for part in (part for wave in plan.waves for part in wave):
+        for part in plan.state(TaskWavesState).slices:
             for rank in part.ranks:
                 work[rank] += part.end - part.begin + part.back[1] - part.back[0]
         return tuple(work)
@@ -65,16 +66,15 @@ class TaskWavesChoice(PlanChoice):
         alone = decide(*task_waves.alone(asked, cluster), Calibration(factors=request.factors)).plan
         there = [(places[rank], found.slower[rank]) for rank in kept]
         made = task_waves.with_waves(alone, asked, cluster, seats=there)
-        if not made.waves:  # one rank runs all parts
+        if TaskWavesState.name not in made.choices:  # one rank runs all parts
             only = made.ranks[0].changed(device=plan.ranks[kept[0]].device, node=plan.ranks[kept[0]].node)
             made = made.changed(ranks=(only,), runners_up=())
         return plans.check(made, request.global_batch, "the new plan")
 
     def told(self, plan: Plan) -> str:
         """See `Replanner.told`."""
-        return (
-            f"{units.plural(len(plan.waves), 'wave')} of the tasks' parts" if plan.waves else "all parts of the tasks"
-        )
+        waves = units.plural(len(plan.state(TaskWavesState).waves), "wave")
+        return f"{waves} of the tasks' parts" if plan.choices else "all parts of the tasks"
 
 
 CHOICE = TaskWavesChoice()

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from espalier.mechanisms.task_waves.metaops import MetaOp, fit
 from espalier.mechanisms.task_waves.spindle import Method, WavePlan, simulate, waves
+from espalier.mechanisms.task_waves.state import TaskWavesState, WaveSlice
 from espalier.mechanisms.task_waves.wave_placement import Devices, summed
 from espalier.mechanisms.task_waves.wave_solver import Slice
 from espalier.plan import device_model, plan_summary
 from espalier.plan.axes.pipeline import NESTED_IN_FLIGHT
-from espalier.plan.base import Plan, Predicted, Rank, WaveSlice
+from espalier.plan.base import Plan, Predicted, Rank
 from espalier.recipe import EveryStep, units
 from espalier.recipe.errors import UserError
 
@@ -91,8 +92,8 @@ def with_waves(
             "fit; a task whose head needs its whole batch is not divided.",
         )
     kept = (line for line in plan.why if line not in alone and not line.startswith("It is the best of"))
-    changed = plan.changed(
-        ranks=ranks, waves=made, nested=nested, executable=True, missing="", runners_up=(), why=(*told, *kept)
+    changed = plan.with_state(TaskWavesState(waves=made, nested=nested)).changed(
+        ranks=ranks, executable=True, missing="", runners_up=(), why=(*told, *kept)
     )
     if plan.predicted is None:
         return changed
@@ -115,14 +116,15 @@ def seconds(plan: Plan, request: Request, seat: Place, devices: Devices) -> floa
     """Of the waves of `plan`, and of its sums of gradients, on other devices than it was made for; of one rank of all
     parts. `seat`: whose seconds those of parts are."""
     count, parts = len(devices.nodes), parts_of(request)
-    metaops = [_metaop(one, seat, request, count, plan.nested) for one in parts]
-    if not plan.waves:
+    state = plan.state(TaskWavesState)
+    metaops = [_metaop(one, seat, request, count, state.nested) for one in parts]
+    if not state.waves:
         return sum(one.operators * one.curve(1) for one in metaops) * devices.slowest((0,))
     planned = [
         tuple(
             Slice(f"{one.task}.{one.node}", one.first, one.last - one.first, len(one.ranks), one.ranks) for one in wave
         )
-        for wave in plan.waves
+        for wave in state.waves
     ]
     ends = (end for _, end in simulate(metaops, planned, devices))
     return max(ends, default=0.0) + _exchange(plan, parts, devices).seconds
@@ -279,7 +281,7 @@ class _Exchanged(NamedTuple):
 def _exchange(plan: Plan, parts: Sequence[PartCost], devices: Devices) -> _Exchanged:
     holders: dict[tuple[str, int], tuple[float, set[int]]] = {}
     by_key = {(one.task, one.node): one for one in parts}
-    for one in (one for wave in plan.waves for one in wave):
+    for one in plan.state(TaskWavesState).slices:
         part = by_key[one.task, one.node]
         for operator in range(one.first, one.last):
             holders.setdefault((part.tower, operator), (part.parameters, set()))[1].update(one.ranks)
@@ -301,10 +303,11 @@ def handed_on(plan: Plan, parts: Sequence[PartCost]) -> list[float]:
     another rank's."""
     found, by_key = [0.0] * len(plan.ranks), {one.key: one for one in parts}
     latest: dict[str, WaveSlice] = {}
-    for one in (one for wave in plan.waves for one in wave):
+    state = plan.state(TaskWavesState)
+    for one in state.slices:
         part = by_key[f"{one.task}.{one.node}"]
         for key, samples in itertools.product(
-            [part.key] if one.first else part.needs, micro_batches(part, parts, plan.nested)
+            [part.key] if one.first else part.needs, micro_batches(part, parts, state.nested)
         ):
             source = latest[key].ranks
             for (a, sender), (b, receiver) in itertools.product(enumerate(source), enumerate(one.ranks)):

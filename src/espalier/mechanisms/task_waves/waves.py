@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from espalier.checkpoint.all_names import AllNames
+from espalier.mechanisms.task_waves.state import TaskWavesState
 from espalier.parallel.model_cut import ModelCut
 from espalier.parallel.model_stages import Elsewhere
 from espalier.parallel.schedule import Accumulate, Loss
@@ -38,8 +39,9 @@ from espalier.train.whole_model import divisor, outcome
 
 if TYPE_CHECKING:
     from espalier.checkpoint.base import Stateful
+    from espalier.mechanisms.task_waves.state import WaveSlice
     from espalier.optim.loss_scale import LossScale
-    from espalier.plan.base import Plan, WaveSlice
+    from espalier.plan.base import Plan
     from espalier.recipe import Recipe
 
 TOWERS = Claim(
@@ -88,7 +90,7 @@ class Slices:
     """
 
     def __init__(self, plan: Plan, tasks: Sequence[str], nodes: Callable[[int], list[TaskNode]]) -> None:
-        self.all: tuple[WaveSlice, ...] = tuple(slice_ for wave in plan.waves for slice_ in wave)
+        self.all: tuple[WaveSlice, ...] = plan.state(TaskWavesState).slices
         self.task = [_index(slice_.task, tasks) for slice_ in self.all]
         self.routes: list[Route] = []
         self.nodes = [nodes(k) for k in range(len(tasks))]
@@ -450,7 +452,7 @@ class Waves(Mechanism):
             sharding.settle,
             tuple(context.workload.tasks().values()),
             context.loss_scale,
-            context.plan.nested,
+            context.plan.state(TaskWavesState).nested,
         )
         slices, messages = _slices(context), Messages(mesh.replica, places, context.device)
         context.stalled = lambda: messages.waited
@@ -465,9 +467,9 @@ class Waves(Mechanism):
 
 def choose_towers(recipe: Recipe, plan: Plan) -> Mechanism | None:
     """Where the plan has waves."""
-    return OwnTowers() if plan.waves else None
+    return OwnTowers()
 
 
 def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:
     """Where the plan has waves."""
-    return Waves() if plan.waves else None
+    return Waves()

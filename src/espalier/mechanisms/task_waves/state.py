@@ -1,0 +1,91 @@
+"""Waves in a plan: which ranks run which operators of which task, and when. Data only; no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from espalier.plan.base import Cell, ChoiceState, Plan, PlanStruct, nonsense
+from espalier.recipe import units
+
+if TYPE_CHECKING:
+    from espalier.track.charts import Span
+
+HEAD = "head"
+"""The part of a task that gives its losses, as `parallel.workload.HEAD`, which loads torch."""
+
+
+class WaveSlice(PlanStruct, frozen=True):
+    """Operators `[first, last)` of a tower, or the head, on the batch of a task: its ranks divide the samples in their
+    order here. `begin`, `end`: seconds of a step, as predicted, and `back` those of the backward pass, where it is
+    apart."""
+
+    task: str
+    node: str
+    first: int
+    last: int
+    ranks: tuple[int, ...]
+    begin: float = 0.0
+    end: float = 0.0
+    back: tuple[float, float] = (0.0, 0.0)
+
+    @property
+    def words(self) -> str:
+        """What it is, and the seconds that it takes."""
+        blocks = f", blocks {self.first} to {self.last}" if self.node != HEAD else ""
+        took = self.end - self.begin + self.back[1] - self.back[0]
+        ranks = units.plural(len(self.ranks), "rank")
+        return f"{self.node} of {self.task}{blocks} on {ranks}: {units.show_seconds(took)}"
+
+
+class TaskWavesState(ChoiceState, frozen=True):
+    """Of several tasks, what runs side by side (Spindle). All ranks have the same samples.
+
+    `nested`: micro-batches of each task whose passes through the waves are nested (BigMac): see
+    `mechanisms.task_waves.waves`.
+    """
+
+    name: ClassVar[str] = "task_waves"
+    apart: ClassVar[bool] = True
+    waves: tuple[tuple[WaveSlice, ...], ...] = ()
+    nested: int = 1
+
+    @property
+    def slices(self) -> tuple[WaveSlice, ...]:
+        """Of all waves."""
+        return tuple(part for wave in self.waves for part in wave)
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """See `ChoiceState.layout`."""
+        return {"dp": 1, "waves": len(self.waves)}
+
+    @property
+    def cuts(self) -> Iterator[str]:
+        """See `ChoiceState.cuts`."""
+        return (f"{part.task}.{part.node}:{part.first}-{part.last}@{part.ranks}" for part in self.slices)
+
+    def spans(self) -> list[Span]:
+        """See `ChoiceState.spans`: the slices of each rank, forward and backward, coloured by task."""
+        from espalier.track.charts import Span
+
+        drawn = (
+            (rank, *span, part.task, words)
+            for part in self.slices
+            for rank in part.ranks
+            for span, words in (((part.begin, part.end), part.words), (part.back, f"{part.words}, backward"))
+            if span[1] > span[0]
+        )
+        in_order = sorted(drawn, key=lambda bar: bar[:2])
+        return [Span(f"rank {rank}", *bar) for rank, *bar in in_order]
+
+    def cells(self, plan: Plan, origin: str) -> list[Cell]:
+        """See `ChoiceState.cells`: one, of all ranks."""
+        strangers = {rank for part in self.slices for rank in part.ranks} - set(plan.trainers)
+        if strangers:
+            told = ", ".join(map(str, sorted(strangers)))
+            raise nonsense(origin, f"its waves have the ranks {told}, which do not train")
+        return [(plan.ranks[plan.trainers[0]].share, plan.trainers)]
+
+
+STATE = TaskWavesState
