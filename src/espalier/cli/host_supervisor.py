@@ -31,7 +31,7 @@ from espalier.mechanisms.codecs import planned as codecs
 from espalier.plan import replan
 from espalier.recipe import cache_dir, recipe_file, units
 from espalier.recipe.errors import UserError
-from espalier.train import worker
+from espalier.train import worker, workload_registry
 from espalier.train.rank_spec import Entrypoint, RankSpec
 from espalier.train.run_folder import RunFolder
 from espalier.train.version_check import identity
@@ -113,7 +113,8 @@ def opened(place: RankSpec, asked: Told) -> train.OpenedRun:
     run = RunFolder(Path(asked["run"]))
     first = run.kept() if not place.rank and run.exists() else None
     kept = run_data.unpacked(asked["kept"]) if place.rank else first
-    resolved = replace(prepare.settle(recipe, Path(asked["beside"]), kept), trust=asked["trust"])
+    settled = workload_registry.settle(recipe, Path(asked["beside"]), prepare.waiting, kept)
+    resolved = replace(settled, trust=asked["trust"])
     if place.rank:
         return train.joining(resolved, asked["run"])
     return train.asked(resolved, asked["run"], asked["quiet"])

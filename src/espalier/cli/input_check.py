@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import glob
 import os
+import sys
 from pathlib import Path
 
 from espalier.machine import cluster as clusters
@@ -56,6 +57,12 @@ def _there(path: str) -> bool:
     """Whether there is something at `path`; a graph may be one of several in a folder: ind.NAME.graph."""
     place = Path(path).expanduser()
     return place.exists() or any(place.parent.glob(f"*.{glob.escape(place.name)}.*"))
+
+
+def train_command(arguments: argparse.Namespace, run: str | None) -> list[str]:
+    """`espalier train` as `arguments` ask for it, for a job that somebody else starts; `run`: the run's folder."""
+    words = [*(["--run", run] if run else []), *["--trust"] * arguments.trust, *["--json"] * arguments.json]
+    return [sys.executable, "-m", "espalier", "train", arguments.recipe, *arguments.overrides, *words]
 
 
 def prompt(text: str) -> str:

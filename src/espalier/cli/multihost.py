@@ -27,6 +27,7 @@ from espalier.recipe.terminal import say
 from espalier.track.events import read
 from espalier.track.progress import Forgiving, trouble
 from espalier.train.failure import Budget, Failure
+from espalier.train.run_folder import path_of
 
 MODULE = "espalier.cli.host_worker"
 LOG = "hosts.log"
@@ -50,7 +51,7 @@ def _train(arguments: argparse.Namespace, named: Sequence[hosts.Host]) -> int:
     recipe = run_trust.load(arguments.recipe, arguments.overrides, arguments.trust)
     value_ranges.check(recipe)
     chosen, here = hosts.here_first(named)
-    folder = Path(arguments.run or Path("runs") / recipe.name)
+    folder = path_of(recipe, arguments.run)
     message = {
         "is": "task",
         "task": "train",

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from espalier.cli.input_check import train_command
 from espalier.comm import rendezvous_wait
 from espalier.comm.rendezvous_wait import Deadline
 from espalier.launch.ranks import child_process
@@ -84,12 +85,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _job(arguments: argparse.Namespace, recipe: Recipe) -> Job:
-    folder = Path(arguments.run or Path("runs") / recipe.name).absolute()
-    words = [*["--trust"] * arguments.trust, *["--json"] * arguments.json]
-    command = [sys.executable, "-m", "espalier", "train", arguments.recipe, *arguments.overrides]
+    folder = runs.path_of(recipe, arguments.run).absolute()
     restarts = recipe.faults.restarts
     return Job(
-        (*command, "--run", str(folder), *words),
+        tuple(train_command(arguments, str(folder))),
         os.getcwd(),
         folder,
         recipe.plan.pin.ranks,

@@ -47,6 +47,30 @@ def open_run(folder: str | Path) -> Run:
     return Run(*run_tables.found(folder))
 
 
+@dataclass(frozen=True)
+class DataChoice:
+    """What of its data a run is opened with where its folder does not keep that: nothing; what evaluation needs
+    (`evaluates`), or predictions (`predicts`); all of it (`trains`); or the data at `path`, in place of its own."""
+
+    evaluates: bool = False
+    predicts: bool = False
+    trains: bool = False
+    path: str | None = None
+
+    def reads(self, recipe: Recipe, kept: Path | None) -> bool:
+        """Whether the data itself is read, of a run that has `kept` this."""
+        if self.trains or self.path is not None or kept is None:
+            return True
+        from espalier.train import workload_registry
+
+        row = workload_registry.row(recipe)
+        needed = self.evaluates or self.predicts or recipe.quant is not None  # widths are of all nodes
+        return (self.evaluates and not row.evaluates) or (needed and row.lacks(kept))
+
+
+NOTHING = DataChoice()
+
+
 # --- the trained model --------------------------------------------------------------------------------------------
 
 
@@ -77,7 +101,7 @@ class Trained:
             say(f"espalier: {what}", file=sys.stderr, flush=True)
 
 
-def open_trained(path: str | Path, trust: bool = False, data: DataChoice | None = None) -> Trained:
+def open_trained(path: str | Path, trust: bool = False, data: DataChoice = NOTHING) -> Trained:
     """As `trained`, in a process of its own, which computes on all cores."""
     import torch
 
@@ -86,7 +110,7 @@ def open_trained(path: str | Path, trust: bool = False, data: DataChoice | None 
 
 
 def trained(
-    path: str | Path, trust: bool = False, data: DataChoice | None = None, device: torch.device | None = None
+    path: str | Path, trust: bool = False, data: DataChoice = NOTHING, device: torch.device | None = None
 ) -> Trained:
     """The newest good checkpoint of the run in `path`, on `device` (None: the first accelerator, if there is one).
     `trust`: who made the run is trusted, see `Checkpoints.trust`.
@@ -144,12 +168,11 @@ def located_here(folder: runs.RunFolder, trust: bool) -> run_trust.Use:
     return run_trust.Use(recipe, note)
 
 
-def open_workload(folder: runs.RunFolder, recipe: Recipe, trust: bool, data: DataChoice | None = None) -> Workload:
+def open_workload(folder: runs.RunFolder, recipe: Recipe, trust: bool, data: DataChoice = NOTHING) -> Workload:
     """The run's workload, with all its phases, as its folder keeps it. Raises UserError."""
     from espalier.cli import prepare
     from espalier.train import workload_registry
 
-    data = data or NOTHING
     run = resolved(folder, recipe, trust, data)
     try:
         workload = prepare.open_workload(run)
@@ -170,38 +193,14 @@ def open_workload(folder: runs.RunFolder, recipe: Recipe, trust: bool, data: Dat
 # --- the data ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class DataChoice:
-    """What of its data a run is opened with where its folder does not keep that: nothing; what evaluation needs
-    (`evaluates`), or predictions (`predicts`); all of it (`trains`); or the data at `path`, in place of its own."""
-
-    evaluates: bool = False
-    predicts: bool = False
-    trains: bool = False
-    path: str | None = None
-
-    def reads(self, recipe: Recipe, kept: Path | None) -> bool:
-        """Whether the data itself is read, of a run that has `kept` this."""
-        if self.trains or self.path is not None or kept is None:
-            return True
-        from espalier.train import workload_registry
-
-        row = workload_registry.row(recipe)
-        needed = self.evaluates or self.predicts or recipe.quant is not None  # widths are of all nodes
-        return (self.evaluates and not row.evaluates) or (needed and row.lacks(kept))
-
-
-NOTHING = DataChoice()
-
-
-def resolved(folder: runs.RunFolder, recipe: Recipe, trust: bool = False, data: DataChoice | None = None) -> Resolved:
+def resolved(folder: runs.RunFolder, recipe: Recipe, trust: bool = False, data: DataChoice = NOTHING) -> Resolved:
     """The recipe of the run in `folder`, with the folder of the recipe file that it was begun from.
 
     Raises UserError where opening its workload would run the code of somebody who is not trusted (`run_trust`).
     """
     from espalier.train.workload_registry import Resolved
 
-    data, kept = data or NOTHING, folder.kept()
+    kept = folder.kept()
     reads = data.reads(recipe, kept)
     begun = [event for event in events.read(folder.events) if event["event"] == "run"] if folder.events.exists() else []
     last = begun[-1] if begun else {}

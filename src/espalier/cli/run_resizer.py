@@ -89,8 +89,7 @@ class RunResizer:
             except UserError as error:
                 refusal = error
                 continue
-            now, then = (replan.seconds(request, self.job.cluster, one, replan.equal(one)) for one in (plan, made))
-            return self._offer(replan.Replan(made, tuple(kept[:count]), then / now))
+            return self._offer(replan.Replan(made, tuple(kept[:count]), self._ratio(request, made)))
         raise refusal
 
     def faster(self, evidence: Evidence) -> tuple[list[RunShape], Mapping[int, float]]:
@@ -105,6 +104,15 @@ class RunResizer:
         self._offered.clear()
         made = replan.options(request, cluster, plan, found)
         return [self._offer(one) for one in made if self._possible(one)], dict(enumerate(found.slower))
+
+    def _ratio(self, request: Request, made: Plan) -> float:
+        """A step of the plan `made` as a multiple of one of the present plan, by the cost model."""
+        from espalier.plan import replan
+
+        now, then = (
+            replan.seconds(request, self.job.cluster, plan, replan.equal(plan)) for plan in (self.job.plan, made)
+        )
+        return then / now
 
     def _possible(self, option: replan.Replan) -> bool:
         """Whether it may be offered for the sake of speed."""
@@ -226,10 +234,9 @@ class HostResizer(RunResizer):
         seats = tuple(seat for seat, host in enumerate(homes) if seat in self._seats or host in hosts)
         whole = len(seats) == len(plan.ranks)
         made = plan if whole else replan.plan_on(request, cluster, plan, seats, replan.equal(plan))
-        now, then = (replan.seconds(request, cluster, one, replan.equal(one)) for one in (self.job.plan, made))
         before = {seat: rank for rank, seat in enumerate(self._seats)}
         kept = tuple(before.get(seat, -1) for seat in seats)
-        shape = self._offer(replan.Replan(made, kept, then / now), tuple(homes[seat] for seat in seats))
+        shape = self._offer(replan.Replan(made, kept, self._ratio(request, made)), tuple(homes[seat] for seat in seats))
         self._coming = shape, seats
         return shape
 

@@ -32,12 +32,6 @@ from espalier.train import version_check, workload_registry
 from espalier.train.rank_setup import RankSetup
 
 
-def _system() -> str:
-    """`Linux-6.1.0-x86_64-with-glibc2.36`. `platform.platform` may run a program for the same."""
-    system = os.uname()
-    return f"{system.sysname}-{system.release}-{system.machine}-with-{''.join(platform.libc_ver())}"
-
-
 @dataclass(frozen=True)
 class RunStart:
     """A run about to start: what was decided, and where it goes."""
@@ -56,11 +50,6 @@ class RunStart:
     finished: bool = False
     """Whether its last step is saved already."""
 
-    @property
-    def whole(self) -> Workload:
-        """The workload with all its phases."""
-        return self.opened or self.workload
-
     def pack(self, node: int = 0, waits: bool = False) -> None:
         """Packs the batches of the ranks on a machine, or opens what is packed. The recipe has a [store]. `waits`: each
         of them does, and they wait for one another."""
@@ -77,6 +66,7 @@ class RunStart:
         recipe, derivations = self.resolved.recipe, self.resolved.derivations
         if recipe.store is not None:
             self.pack(self.plan.ranks[place.rank].node, waits=True)
+        kernel = os.uname()
         identity = run_identity.read(self.folder.path)  # where this rank sees the run's folder
         about = {
             "name": recipe.name,
@@ -92,7 +82,8 @@ class RunStart:
             },
             "host": {
                 "name": socket.gethostname(),
-                "system": _system(),
+                # As `platform.platform` has it, which may run a program to learn it.
+                "system": f"{kernel.sysname}-{kernel.release}-{kernel.machine}-with-{''.join(platform.libc_ver())}",
                 "processor": resource_limits.processor(),
             },
             "data": self.workload.fingerprint(),

@@ -11,14 +11,15 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
+from espalier.cli.input_check import train_command
 from espalier.recipe import cache_dir, recipe_file, value_ranges
 from espalier.recipe.errors import RunFailed, UserError
 from espalier.recipe.terminal import say
+from espalier.train.run_folder import path_of
 
 SIGNAL = "B:USR1@120"
 """To the batch script, so long (seconds) before the time is up."""
@@ -33,8 +34,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Writes the script into the run's folder and submits it."""
     recipe = recipe_file.load(arguments.recipe, arguments.overrides)
     value_ranges.check(recipe)
-    folder = Path(arguments.run or Path("runs") / recipe.name).absolute()
-    text = script(options(arguments.slurm), _command(arguments), recipe.name, folder)
+    folder = path_of(recipe, arguments.run).absolute()
+    text = script(options(arguments.slurm), train_command(arguments, arguments.run), recipe.name, folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -118,14 +119,6 @@ def _quoted(option: str) -> str:
     """An option as sbatch reads it from a script, where it takes quotes as a shell does."""
     name, equals, value = option.partition("=")
     return f"{name}{equals}{shlex.quote(value)}" if equals else name
-
-
-def _command(arguments: argparse.Namespace) -> list[str]:
-    """What each task runs: this verb, without Slurm."""
-    json_too = ["--json"] if arguments.json else []
-    run = ["--run", arguments.run] if arguments.run else []
-    trust = ["--trust"] if arguments.trust else []
-    return [sys.executable, "-m", "espalier", "train", arguments.recipe, *arguments.overrides, *run, *trust, *json_too]
 
 
 def _submitted(path: Path) -> str:

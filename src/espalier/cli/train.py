@@ -17,7 +17,6 @@ import msgspec
 import torch
 
 from espalier import recipe as config
-from espalier.checkpoint.save_and_restore import CheckpointInfo
 from espalier.checkpoint.storage import open_place
 from espalier.cli import prepare as ready
 from espalier.cli import printing, run_data, run_plan, run_resizer, run_trust
@@ -208,11 +207,12 @@ def _resolved(arguments: argparse.Namespace, place: launch.RankSpec | None) -> r
     if place is None:
         return ready.resolve(arguments.recipe, arguments.overrides, arguments.trust, arguments.run)
     recipe = run_trust.load(arguments.recipe, arguments.overrides, arguments.trust)
-    own = None if place.rank else ready.run_path(recipe, arguments.run)
+    own = None if place.rank else runs.path_of(recipe, arguments.run)
     timeout = units.seconds(recipe.comm.timeout, "comm.timeout")
     store, deadline = launch.store(place, timeout), Deadline(timeout, f"Rank {place.rank}")
     shared_files = run_data.shared(store, f"espalier/{place.keys}/kept", own, deadline)
-    settled = ready.settle(recipe, Path(arguments.recipe).absolute().parent, shared_files)
+    folder = Path(arguments.recipe).absolute().parent
+    settled = workload_registry.settle(recipe, folder, ready.waiting, shared_files)
     return replace(settled, trust=arguments.trust)
 
 
@@ -271,17 +271,17 @@ def seated(place: launch.RankSpec, timeout: float) -> launch.RankSpec:
 
 def phased(job: RunStart) -> Iterator[RunStart]:
     """The job of each phase that is left, planned once the phase before has ended."""
-    resolved, folder = job.resolved, job.folder
+    resolved, folder, whole = job.resolved, job.folder, job.opened or job.workload
     while True:
         (phase,) = job.workload.phases()
-        if len(job.whole.phases()) > 1:
+        if len(whole.phases()) > 1:
             with Log(folder.events) as log:
                 log.write("phase", name=phase.name, step=phase.start, steps=phase.stop, parameters=job.parameters)
         yield job
         if phase.stop >= (resolved.recipe.train.steps or 0):
             return
         saved = phases.checkpoints(resolved.recipe, folder)
-        workload = phases.enter(resolved.recipe, job.whole, saved)
+        workload = phases.enter(resolved.recipe, whole, saved)
         plan = run_plan.choose(resolved, workload, job.cluster)
         run_plan.refuse_elsewhere(plan, None)
         folder.write(resolved.recipe, job.cluster, plan)
@@ -332,7 +332,7 @@ class OpenedRun:
 def asked(resolved: ready.Resolved, run: str | None, quiet: bool) -> OpenedRun:
     """Opens the data of a recipe. Raises UserError when the run's folder holds another run."""
     recipe = resolved.recipe
-    path = ready.run_path(recipe, run)
+    path = runs.path_of(recipe, run)
     before = None
     runs.refuse_links(path)
     batches = None
@@ -346,7 +346,7 @@ def asked(resolved: ready.Resolved, run: str | None, quiet: bool) -> OpenedRun:
 
 def joining(resolved: ready.Resolved, run: str | None) -> OpenedRun:
     """Opens the data of a recipe on a rank that writes nothing."""
-    path = ready.run_path(resolved.recipe, run)
+    path = runs.path_of(resolved.recipe, run)
     return OpenedRun(resolved, ready.open_workload(resolved), path, None, True)
 
 
@@ -388,7 +388,7 @@ def decided(
             plan = run_plan.on_hosts(nodes, plan, cluster)
         checkpoint_cost.refuse_full(plan, recipe.checkpoint, folder.checkpoints)
         entries = saved.entries()
-        finished = _has_last_step(entries, recipe)
+        finished = bool(entries) and not entries[-1].why and entries[-1].step >= (recipe.train.steps or 0)
         begins = not finished or given.before is None
         if begins:
             owner.keep(folder, recipe)
@@ -411,11 +411,6 @@ def decided(
     parameters = ready.parameters(recipe, workload)
     new = given.before is None and not entries
     return RunStart(resolved, workload, cluster, plan, parameters, folder, given.quiet, given.workload, new, finished)
-
-
-def _has_last_step(entries: Sequence[CheckpointInfo], recipe: Recipe) -> bool:
-    """Whether nothing is left to train."""
-    return bool(entries) and not entries[-1].why and entries[-1].step >= (recipe.train.steps or 0)
 
 
 def _stretched(before: config.Recipe, recipe: config.Recipe) -> list[str]:

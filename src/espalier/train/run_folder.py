@@ -197,6 +197,11 @@ def _refuse_link(found: Path, run: Path) -> None:
         )
 
 
+def path_of(recipe: config.Recipe, run: str | None) -> Path:
+    """The folder of the recipe's run; `run`: as `--run` says."""
+    return Path(run or Path("runs") / recipe.name)
+
+
 def open_folder(path: str | Path) -> RunFolder:
     """The folder at `path`, made if need be and locked against other processes. Raises UserError when it cannot be."""
     folder = RunFolder(Path(path))
