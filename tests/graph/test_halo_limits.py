@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from espalier import recipe as config
-from espalier.graph import graph_plan
+from espalier.graph import graph_plan, halo, part_inference, partition_folder
+from espalier.graph.cutting import Cutting, open_part
 from espalier.graph.data import Graph
 from espalier.graph.gnn import style_of
 from espalier.graph.neighbor_sampler import Style
 from espalier.graph.workload import GraphWorkload
-from espalier.mechanisms.halo_exchange import halo, halo_parallel, part_inference, partition_folder
-from espalier.mechanisms.halo_exchange.halo_parallel import Cutting, open_part
+from espalier.mechanisms.halo_exchange import halo_parallel
 from espalier.mechanisms.halo_exchange.sylvie import Every, Sylvie
 from espalier.plan import base as plans
 from espalier.plan import decide
@@ -89,6 +89,7 @@ def test_machines_with_other_parts_in_their_caches_agree(old, tmp_path):
 NAMES = [[], [f"paper {node}" for node in range(60)]]
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize("names", NAMES)
 @pytest.mark.parametrize(
     ("kind", "message"), [("gat", "the row of {}, which rank 1 owns"), ("gcn", "the row of {} for")]

@@ -16,8 +16,9 @@ from espalier.machine import cluster as clusters
 from espalier.machine.cluster import Cluster, Rate
 from espalier.plan import base as plans
 from espalier.plan import device_model, precision, trials
+from espalier.plan.ask import PlanDecision
 from espalier.plan.base import Plan
-from espalier.plan.decide import PlanDecision, decide
+from espalier.plan.decide import decide
 from espalier.plan.request import AUTO, Request
 from espalier.recipe import Auto, Pin, defaults, recipe_file
 from espalier.recipe.errors import UserError

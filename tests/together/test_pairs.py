@@ -160,11 +160,7 @@ def curve(recipe, ranks=1, cuts=None, shard=(), sequence=(1, 1), tensor=1, stage
     return agent.run(life, launch.places(plan))[0]
 
 
-@pytest.mark.parametrize(
-    "run",
-    [pytest.param(run, marks=pytest.mark.slow if number % 5 else ()) for number, run in enumerate(RUNS)],
-    ids=" x ".join,
-)
+@pytest.mark.parametrize("run", [pytest.param(run) for run in RUNS], ids=" x ".join)
 def test_the_run_changes_nothing_but_rounding(corpus, curves, run):
     train, plan, tolerance = {}, {}, 0.0
     for name in run:
@@ -181,19 +177,27 @@ def test_the_run_changes_nothing_but_rounding(corpus, curves, run):
     assert curve(recipe, **plan) == pytest.approx(curves[str(meant)], rel=tolerance), f"one of {pairs}"
 
 
+def runs_of_the_normal_suite():
+    """Those that `make test` runs: the cases of the test above without a mark."""
+    marks = test_the_run_changes_nothing_but_rounding.pytestmark
+    assert [mark.name for mark in marks] == ["parametrize"]
+    return [case.values[0] for case in marks[0].args[1] if not case.marks]
+
+
 def test_every_pair_is_in_a_run_and_pairs_without_loss_in_one_with_the_narrow_bound():
     """Each mechanism also meets each of the others' absence; and there are far fewer runs than pairs."""
+    runs = runs_of_the_normal_suite()
     assert sorted(itertools.chain(*QUESTIONS)) == sorted(ALONE)
     pairs = {frozenset(pair) for pair in itertools.combinations(ALONE, 2)}
     pairs -= {frozenset(pair) for answers in QUESTIONS for pair in itertools.combinations(answers, 2)}
-    assert {frozenset(pair) for run in RUNS for pair in itertools.combinations(run, 2)} == pairs
-    exact = [run for run in RUNS if not LOSSY & set(run)]
+    assert {frozenset(pair) for run in runs for pair in itertools.combinations(run, 2)} == pairs
+    exact = [run for run in runs if not LOSSY & set(run)]
     assert {frozenset(pair) for run in exact for pair in itertools.combinations(run, 2)} == {
         pair for pair in pairs if not pair & LOSSY
     }
     for name, other in itertools.permutations(ALONE, 2):
-        assert any(name in run and other not in run for run in RUNS)
-    assert len(RUNS) < len(pairs) / 4
+        assert any(name in run and other not in run for run in runs)
+    assert len(runs) < len(pairs) / 4
 
 
 def test_what_differs_in_meaning_differs_in_its_curve(corpus):

@@ -15,9 +15,9 @@ from tests.story.programs import MACHINE, forked, launched
 from espalier.cli import main as cli
 from espalier.cli import run_open
 from espalier.cli.run_open import DataChoice
+from espalier.graph import gnn_adapter, partition_folder
+from espalier.graph.cutting import Cutting
 from espalier.graph.workload import open_graph
-from espalier.mechanisms.halo_exchange import halo_parallel, partition_folder
-from espalier.mechanisms.halo_exchange.halo_parallel import Cutting
 from espalier.plan import base as plans
 from espalier.recipe.errors import UserError
 from espalier.train import run_folder as runs
@@ -96,7 +96,7 @@ def parts(home: Path) -> Path:
     recipe = runs.RunFolder(home / "runs" / "sage").read()
     workload = open_graph(recipe)
     view = workload.whole_task.train
-    cutting = Cutting(view.graph, view.style, halo_parallel.takes_sums(workload.bare()))
+    cutting = Cutting(view.graph, view.style, gnn_adapter.takes_sums(workload.bare()))
     cut = cutting.boundary(cutting.parts([1] * 3), 3)
     partition_folder.write(home / "parts", view.graph, view.style, *cut)
     more = ("data.path=parts", "train.steps=3", "train.validate_every=3", *PLAN, "plan.pin.ranks=3", "name=parts")

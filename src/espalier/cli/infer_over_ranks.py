@@ -41,7 +41,7 @@ def open_trained(path: str | Path, trust: bool, data: DataChoice) -> Trained:
     recipe = folder.read()
     if plan is None or len(plan.trainers) != len(plan.ranks) or recipe.graph is None or recipe.graph.inductive:
         return run_open.open_trained(path, trust, data)
-    if _parts(recipe, plan) is None:
+    if not _parts(recipe, plan):
         return run_open.open_trained(path, trust, data)
     torch.set_num_threads(1)  # ranks are forked from here
     here = detect_launcher.place()
@@ -64,7 +64,7 @@ def open_trained(path: str | Path, trust: bool, data: DataChoice) -> Trained:
         logits = _first(found, asked, replace(place, rank=order.index(place.rank)))
         if logits is None:
             raise SystemExit(0)
-        workload.part = None
+        workload.batching.part = None
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     workload.task.inference = lambda model: lambda ids: logits[ids]
     return found
@@ -87,9 +87,9 @@ def over(plan: plans.Plan, nodes: list[int], batch: int) -> plans.Plan:
     return plan.changed(ranks=ranks, stages=(), units=(plans.Unit(),))
 
 
-def _parts(recipe: Any, plan: plans.Plan) -> Mechanism | None:
-    """The mechanism that gives each rank its part."""
-    return next((one for one in table.ordered(recipe, plan) if PARTS in one.claim.changes), None)
+def _parts(recipe: Any, plan: plans.Plan) -> list[Mechanism]:
+    """The mechanism that gives each rank its part, and those that it needs to know of it."""
+    return [one for one in table.ordered(recipe, plan) if PARTS in one.claim.changes | one.claim.needs]
 
 
 def _first(found: Trained, plan: plans.Plan, place: launch.RankSpec) -> Tensor | None:
@@ -99,8 +99,7 @@ def _first(found: Trained, plan: plans.Plan, place: launch.RankSpec) -> Tensor |
         device, workload = torch.device(place.device), cast("Any", found.workload)
         mesh = ProcessMesh(of_plan(plan), channel, place.rank)
         build = Build(found.recipe, plan, workload, mesh, device, model=found.model.to(device))
-        parts = _parts(found.recipe, plan)
-        assert parts is not None
-        parts.wrap(build)
-        logits: Tensor = workload.part.logits(found.model.eval())
+        for mechanism in _parts(found.recipe, plan):
+            mechanism.wrap(build)
+        logits: Tensor = workload.batching.part.logits(found.model.eval())
         return logits if place.rank == 0 else None

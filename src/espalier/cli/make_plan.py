@@ -10,7 +10,7 @@ from espalier.cli import measurements
 from espalier.machine.cluster import Cluster
 from espalier.mechanisms.disk_batches import drawn_batches
 from espalier.plan.base import Plan
-from espalier.plan.calibrate import DATASHEET, Calibration
+from espalier.plan.calibration import DATASHEET, Calibration
 from espalier.plan.decide import decide
 from espalier.plan.trials import Trials, key
 from espalier.recipe import Auto, EveryStep, Sync, graphs

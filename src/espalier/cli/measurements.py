@@ -17,7 +17,7 @@ import msgspec
 from espalier.cli import prepare, run_open
 from espalier.machine import cluster as clusters
 from espalier.plan import base as plans
-from espalier.plan.calibrate import DATASHEET, Calibration, Measurement, calibrate, own_stack
+from espalier.plan.calibration import DATASHEET, Calibration, Measurement, calibrate, own_stack
 from espalier.plan.layouts import of_view
 from espalier.recipe import Recipe, cache_dir, defaults, units
 from espalier.recipe.errors import UserError

@@ -165,10 +165,7 @@ class RunResizer:
         samples = ", ".join(str(one.share[1] - one.share[0]) for one in map(made.ranks.__getitem__, made.trainers))
         work = f"{samples} samples each step"
         if replan.cut(made) or replan.cut(self.job.plan):
-            from espalier.mechanisms.task_waves import replan_waves
-            from espalier.mechanisms.unequal_pipelines import replan_pipelines
-
-            work = replan_waves.told(made) if made.waves or self.job.plan.waves else replan_pipelines.told(made)
+            work = replan.told([made, self.job.plan])
         count = f"{len(made.ranks)} of {before}" if len(made.ranks) < before else f"all {len(made.ranks)}"
         shape = RunShape(
             task=self._start(replace(self.job, plan=made)),
@@ -187,7 +184,7 @@ class RunResizer:
         """What the planner is asked, as when the run was planned."""
         job = self.job
         asked = prepare.request(job.resolved, None, job.workload)
-        from espalier.mechanisms.codecs import planned as codecs
+        from espalier.mechanisms.codecs import choice as codecs
 
         asked, _ = codecs.encoded(asked, job.cluster)
         return replace(asked, factors=measurements.calibration(job.resolved.recipe).factors)

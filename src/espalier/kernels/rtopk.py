@@ -15,30 +15,11 @@ from torch import Tensor
 
 from espalier.kernels.base import operation
 from espalier.recipe.errors import UserError
-from espalier.recipe.records import Record
 
 if TYPE_CHECKING:
     from jaxtyping import Int, Shaped
 
 Found = tuple[Tensor, Tensor]
-
-RECORD = Record(
-    name="rtopk",
-    title="RTop-K: the k largest of every row by bisecting a threshold",
-    aliases=("rtop-k", "row-wise top-k", "maxk", "maxk-gnn"),
-    paper="ICLR 2025, arXiv 2409.00822 (MaxK-GNN: ASPLOS 2024, arXiv 2312.08656)",
-    question="How is one operation made fast?",
-    files=("kernels/rtopk.py", "kernels/rtopk_cpu.py", "kernels/rtopk_gpu.py"),
-    chosen="top-k over many short rows: sparse codecs, MaxK activations, routing",
-    cost="rows * width * (steps + 2) elements read from cache, width from memory; 4 to 5 steps for normal rows, on the "
-    "packed candidates alone from a width of 1024 on",
-    law="the multiset of values equals torch.topk's for every input, ties, infinities and NaNs included",
-    law_test="tests/kernels/test_rtopk.py::test_fast_form_finds_the_values_of_torch_topk",
-    bench="bench/rtopk.py",
-    state="works",
-    remark="on CPUs with AVX2 or AVX-512; the Triton form is 1.4 to 7.4 times as fast as torch.topk on an H100",
-    gpu="NVIDIA H100, November 2026",
-)
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Dtypes of the fast forms, by the number that their kernels know them by."""
@@ -111,9 +92,9 @@ def rtopk(
 
 def _check(x: Tensor, k: int, max_iterations: int | None) -> None:
     if not isinstance(x, Tensor) or x.layout is not torch.strided:
-        found = "a sparse tensor" if isinstance(x, Tensor) else type(x).__name__
+        type_name = "a sparse tensor" if isinstance(x, Tensor) else type(x).__name__
         do = "x.to_dense()" if isinstance(x, Tensor) else "torch.as_tensor(x)"
-        raise UserError(f"x is {found}.", why="rtopk takes a dense tensor", do=do)
+        raise UserError(f"x is {type_name}.", why="rtopk takes a dense tensor", do=do)
     if x.dim() == 0:
         raise UserError("rtopk got a scalar.", do="x.reshape(1)")
     if x.dtype is torch.bool or x.is_complex():
@@ -184,9 +165,9 @@ def _bisected(x: Tensor, k: int, steps: int) -> Tensor:
     count = (x >= top).sum(-1, keepdim=True)
     high, above = (torch.where(open_ & (count <= k), new, old) for new, old in ((top, high), (count, above)))
     low = torch.where(open_ & (count > k), top, low)
-    kept = x >= high
-    inside = ~kept & (x >= low)
-    return kept | (inside & (inside.cumsum(-1) <= k - above))
+    above_bound = x >= high
+    inside = ~above_bound & (x >= low)
+    return above_bound | (inside & (inside.cumsum(-1) <= k - above))
 
 
 def _transformed(x: Tensor) -> bool:
@@ -275,10 +256,10 @@ def _numba(x: Tensor, k: int, steps: int, ranked: bool) -> tuple[Tensor, Tensor]
 def _numba_back(gradient: Tensor, columns: Tensor, width: int) -> Tensor:
     k = columns.shape[-1]
     rows = columns.numel() // k
-    found = torch.empty(*columns.shape[:-1], width)
-    pieces = _pieces(rows, found.numel())
-    _cpu()[0].back(gradient.contiguous().view(rows, k), columns.view(rows, k), pieces, found.view(rows, width))
-    return found
+    gradients = torch.empty(*columns.shape[:-1], width)
+    pieces = _pieces(rows, gradients.numel())
+    _cpu()[0].back(gradient.contiguous().view(rows, k), columns.view(rows, k), pieces, gradients.view(rows, width))
+    return gradients
 
 
 def _triton(x: Tensor, k: int, steps: int, ranked: bool) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,6 @@ from espalier.radiance.volume import Samples
 from espalier.radiance.voxels import VIEW, ColourNetwork
 from espalier.recipe import SpikingNerf, Voxels
 from espalier.recipe.cost import Product, Work
-from espalier.recipe.records import Record
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -171,20 +170,20 @@ class _Layer(torch.autograd.Function):
 
         charged, offsets, weight = ctx.saved_tensors
         given, each = gradients[0], float(gradients[1])
-        found, of_weight = torch.empty_like(charged), None if weight is None else torch.zeros_like(weight)
+        of_currents, of_weight = torch.empty_like(charged), None if weight is None else torch.zeros_like(weight)
         taylor = torch.tensor(lif_cpu.TAYLOR, dtype=charged.dtype)
         for rays, _, rows in _pieces(offsets):
-            own, spikes = found[rows], torch.empty_like(charged[rows])
+            of_hidden, spikes = of_currents[rows], torch.empty_like(charged[rows])
             if weight is None:
-                own.copy_(given[rows])
+                of_hidden.copy_(given[rows])
             else:
-                torch.mm(given[rows], weight, out=own)
+                torch.mm(given[rows], weight, out=of_hidden)
             if each:
-                own += each
-            lif_cpu.scan_backward(charged, rays, ctx.neuron, taylor, found, spikes)
+                of_hidden += each
+            lif_cpu.scan_backward(charged, rays, ctx.neuron, taylor, of_currents, spikes)
             if of_weight is not None:
                 of_weight.addmm_(given[rows].T, spikes)
-        return found, None, of_weight, None
+        return of_currents, None, of_weight, None
 
 
 # --- the colour network ------------------------------------------------------------------------------------------
@@ -207,11 +206,11 @@ class SpikingColours(ColourNetwork):
         """See `ColourNetwork.matrix`."""
         return RATE * layer.weight
 
-    def forward(self, features: Tensor, views: Tensor, found: Samples) -> tuple[Tensor, Tensor]:
+    def forward(self, features: Tensor, views: Tensor, samples: Samples) -> tuple[Tensor, Tensor]:
         """(colours [samples, 3], spikes of both layers: float64 [2], differentiable)."""
-        currents = self.currents(features, views, found)
-        order = Ragged(found.numbers, found.offsets).reversal() if self.flip else None
-        times, offsets = found.numbers, found.offsets
+        currents = self.currents(features, views, samples)
+        order = Ragged(samples.numbers, samples.offsets).reversal() if self.flip else None
+        times, offsets = samples.numbers, samples.offsets
         if order is not None:
             currents, times = currents[order], -times[order]
         if self.alignment == "tcp" and self._infers(currents):
@@ -225,8 +224,8 @@ class SpikingColours(ColourNetwork):
         return logits.sigmoid(), spikes
 
     def _layers(self, currents: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-        one, first = spiking_product(currents, offsets, self.matrix(self.second))
-        two, second = spiking_product(one, offsets, self.matrix(self.last))
+        first_charge, first = spiking_product(currents, offsets, self.matrix(self.second))
+        two, second = spiking_product(first_charge, offsets, self.matrix(self.last))
         return two, torch.stack([first, second])
 
     def _infers(self, currents: Tensor) -> bool:
@@ -251,10 +250,10 @@ class SpikingColours(ColourNetwork):
 def spiking_product(currents: Tensor, offsets: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """`spiking_layer`, counted by `layer_counts`."""
     with counts.hidden():
-        found, number = spiking_layer(currents, offsets, weight)
+        answer, number = spiking_layer(currents, offsets, weight)
     if counts.is_counting():
         counts.record(layer_counts(currents, offsets, weight, number, torch.is_grad_enabled()))
-    return found, number
+    return answer, number
 
 
 def layer_counts(
@@ -299,14 +298,14 @@ def network_work(options: Voxels, samples: Any, rays: Any) -> Work:
     """What a colour network asks of a device for samples on rays: products, and by neuron and time step the scan. Of
     `repeated` samples all but the first product is done for each of the steps."""
     width, columns = options.width, options.features
-    steps, moved, kept = samples, 6.0 * width * samples, (columns + 2 * width + 6) * samples
+    steps, moved, saved = samples, 6.0 * width * samples, (columns + 2 * width + 6) * samples
     if isinstance(options, SpikingNerf):
         steps = samples * (REPEATS if options.alignment == "repeated" else 1)
         gaps = width * (options.alignment == "tp")  # currents once more, at their places in time
         moved = 2.0 * SCANNED * width * steps
-        kept = (columns + 8 + gaps) * samples + 2 * width * steps  # membranes of both layers
+        saved = (columns + 8 + gaps) * samples + 2 * width * steps  # membranes of both layers
     products = Product(samples, columns, width), Product(rays, VIEW, width), Product(steps, width, width + 3)
-    return Work(products, 0.0, 4.0 * moved, 4.0 * (kept + VIEW * rays), 0.0, 0.0, rays, rays)
+    return Work(products, 0.0, 4.0 * moved, 4.0 * (saved + VIEW * rays), 0.0, 0.0, rays, rays)
 
 
 # --- energy ------------------------------------------------------------------------------------------------------
@@ -329,28 +328,3 @@ def operations(options: Voxels, samples: float, rays: float, spikes: Tensor, hoi
 def accumulations(width: int, spikes: Tensor) -> Tensor:
     """One for each output of the layer after, of spikes [2] of both layers."""
     return spikes[0] * width + spikes[1] * 3
-
-
-RECORD = Record(
-    name="spikingnerf",
-    title="SpikingNeRF: spiking colour networks that take the samples along a ray as time steps",
-    aliases=("spiking-nerf", "spinerf"),
-    paper="Frontiers in Neuroscience 2025, arXiv 2309.10987",
-    question="How is a scene trained?",
-    files=("radiance/spikingnerf.py", "radiance/lif_cpu.py"),
-    chosen="model.kind = spikingnerf; never by itself, since it trades picture quality for energy",
-    cost="energy = 4.6 pJ * multiply-accumulates + 0.9 pJ * additions (45 nm), counted by operation: a model, not a "
-    "measurement",
-    law="the ragged scan equals the padded one spike for spike, and their gradients to 1e-6",
-    law_test="tests/radiance/test_spikingnerf.py::test_ragged_and_padded_scans_fire_the_same_spikes",
-    bench="bench/spikingnerf.py",
-    state="works",
-    remark="trained, resumed, shared by ranks and rendered like any workload, its energy told by `explain RUN "
-    "--energy`; with 128 neurons a colour network of spikes needs 72 % less energy by the paper's formula after "
-    "as many steps as a plain one, at its PSNR (76 % with `model.spike_penalty`, which on a second scene costs "
-    "0.8 dB, one seed), and 82 % after twice as many, part of it from fewer samples; the whole field needs 4 % less "
-    "with DRAM; quality is measured on two scenes with three seeds, on "
-    "fields that are not trained to their end; condensed time steps end no better than those with gaps; a "
-    "training step takes 1.1 times that of a plain network",
-    gpu="NVIDIA H100, November 2026",
-)

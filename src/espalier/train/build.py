@@ -35,6 +35,7 @@ DTYPES = dict.fromkeys(get_args(Precision), torch.float32) | {"fp64": torch.floa
 """Precision of the parameters. With bf16 and fp16 they stay fp32 (the master weights); autocast computes in these."""
 
 MODEL = Claim("model", question="model", changes={"a model"})
+SKELETON = Claim("skeleton", question="model", changes={"a model"})
 SELECTIVE = Claim(
     "recompute_selective",
     question="recompute",
@@ -87,6 +88,24 @@ class BuildModel(Mechanism):
 def choose_model(recipe: Recipe, plan: Plan) -> Mechanism:
     """The workload's own model, in the plan's precision."""
     return BuildModel(plan.precision)
+
+
+class ModelSkeleton(Mechanism):
+    """The workload's own model without its values, which wait elsewhere."""
+
+    claim = SKELETON
+
+    def wrap(self, context: Build) -> None:
+        """Makes it. Raises UserError for a model with state that layers do not hold."""
+        context.model = model = context.workload.skeleton().model
+        stateful = next((name for name, _ in model.named_buffers() if name in model.state_dict()), None)
+        if stateful is not None:
+            raise UserError(
+                f"{type(model).__name__} cannot be held in layers: it has the buffer {stateful!r}.",
+                why="layers hold parameters only",
+                do='norms without running statistics, or leave role = "optimizer" out of the cluster; '
+                "plan.pin.offload=none",
+            )
 
 
 class Recompute(Mechanism):

@@ -16,7 +16,6 @@ from espalier.language import hf
 from espalier.language.workload import open_language
 from espalier.machine import resource_limits
 from espalier.mechanisms.optimizer_node import mechanism as luwu
-from espalier.mechanisms.optimizer_node.window import window_size
 from espalier.parallel.layer_client import Client, filler
 from espalier.plan import base as plans
 from espalier.plan.axes.node_cost import Layers, pulled_bytes, pushed_bytes
@@ -24,6 +23,7 @@ from espalier.plan.axes.node_layout import Layer
 from espalier.recipe import Adamw, Recipe
 from espalier.recipe.errors import Anomaly, UserError
 from espalier.train import table, trainer
+from espalier.train.layer_window import window_size
 from espalier.train.mechanism import Build
 from espalier.train.rank_setup import RankSetup
 from espalier.train.rank_spec import RankSpec

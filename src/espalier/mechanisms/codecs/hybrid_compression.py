@@ -27,37 +27,6 @@ from espalier.comm.codecs import AUTO, FAMILIES, MARGIN, SPARSE, codec
 from espalier.comm.compressed_collectives import PIECE
 from espalier.recipe.cost import in_turn
 from espalier.recipe.errors import UserError, nearest
-from espalier.recipe.records import Record
-
-RECORD = Record(
-    name="hybrid",
-    title="Hybrid compression: one codec and rate for each kind of traffic (MPC without loss, ZFP at a fixed rate)",
-    aliases=("hybrid-compression", "zhybrid", "mzhybrid", "zfp", "mpc"),
-    paper="Xu, Anthony, Zhou et al., CCGrid, arXiv 2409.02423",
-    question="What crosses the wire?",
-    files=(
-        "mechanisms/codecs/hybrid_compression.py",
-        "comm/compressed_collectives.py",
-        "mechanisms/codecs/lowbit.py",
-        "mechanisms/codecs/zfp.py",
-        "mechanisms/codecs/mpc.py",
-        "mechanisms/codecs/split.py",
-        "mechanisms/codecs/sparse.py",
-    ),
-    chosen="links between machines slower than the codec: min(coding, ratio * bandwidth) above 1.2 times the "
-    "bandwidth, with 1 / coding = 1 / encode + 1 / decode as measured by `espalier probe`",
-    cost="fixed rates: header and rate/32 of the float32 bytes exactly; MPC and split: by content, at most +3.1 %; "
-    "seconds = raw bytes / min(coding, ratio * bandwidth), since pieces are sent while others are encoded and decoded, "
-    "which one thread does in turn",
-    law="every lossless codec gives back every bit; ZFP's stream equals the reference's byte for byte; all ranks end "
-    "with the same bits; with error feedback the sum of what arrives is the sum of what was sent, less the residuals",
-    law_test="tests/comm/test_compressed_collectives.py::test_with_feedback_what_arrives_is_what_was_sent_less_the_residuals",
-    bench="bench/hybrid.py",
-    state="works",
-    remark="on processors, through Gloo and MPI; the kernels for GPUs of int8, int4, int1, ZFP and MPC were checked in "
-    "Triton's interpreter only, and with the other codecs GPU tensors cross by the host",
-    gpu="NVIDIA H100, November 2026",
-)
 
 BATCH = 0.01
 """Seconds of a batch of measured calls: several time slices of Linux's scheduler (3 ms)."""
@@ -128,17 +97,21 @@ def choose(option: str, bandwidth: float | None, rates: Mapping[str, CodecRate])
         return ChosenCodecs({}, "nothing is compressed inside one machine")
     if not rates:
         return ChosenCodecs({}, "nothing is compressed: no codec was measured here (espalier probe)")
-    found = {}
+    by_kind = {}
     for kind, name in AUTO.items():
         names = (SPARSE, name) if kind is Traffic.GRADIENTS else (name,)
-        paying = [one for one in names if one in rates and pays(rates[one], bandwidth)]
+        paying = [name for name in names if name in rates and pays(rates[name], bandwidth)]
         if paying:
-            found[kind] = max(paying, key=lambda one: rates[one].over(bandwidth))  # of equals the one without loss
-    best = max((rates[name].over(bandwidth) / bandwidth for name in found.values()), default=1.0)
+            by_kind[kind] = max(
+                paying, key=lambda candidate: rates[candidate].over(bandwidth)
+            )  # of equals the one without loss
+    best = max((rates[name].over(bandwidth) / bandwidth for name in by_kind.values()), default=1.0)
     shown = f"{8e-6 * bandwidth:,.0f} Mbit/s between machines"
-    if not found:
+    if not by_kind:
         return ChosenCodecs({}, f"nothing is compressed: {shown} are no slower than the codecs")
-    return ChosenCodecs(found, f"gradients go as {found.get(Traffic.GRADIENTS, 'they are')}: {best:.1f} times {shown}")
+    return ChosenCodecs(
+        by_kind, f"gradients go as {by_kind.get(Traffic.GRADIENTS, 'they are')}: {best:.1f} times {shown}"
+    )
 
 
 def pays(rate: CodecRate, bandwidth: float) -> bool:
@@ -155,20 +128,20 @@ def measure(names: Iterable[str] = (), seconds: float = 0.2) -> dict[str, CodecR
         seconds: for each.
     """
     values = torch.randn(PIECE, generator=torch.Generator().manual_seed(1)) * 1e-3
-    told = (wire_format.Bucket(Traffic.GRADIENTS, 0), 0)
-    found = {}
+    origin = (wire_format.Bucket(Traffic.GRADIENTS, 0), 0)
+    measured = {}
     for name in names or sorted({*AUTO.values(), SPARSE}):
-        one = codec(name)
-        sends, _ = wire_format.seal(one, values, told[0])
+        codec_ = codec(name)
+        sends, _ = wire_format.seal(codec_, values, origin[0])
         first, rest = sends[0], sends[1] if len(sends) > 1 else None
         ways = (
-            partial(wire_format.seal, one, values, told[0]),
-            partial(wire_format.opened, one, (first, rest), values, told),
+            partial(wire_format.seal, codec_, values, origin[0]),
+            partial(wire_format.opened, codec_, (first, rest), values, origin),
         )
         encode, decode = (_usual_seconds(way, seconds / 2) for way in ways)
         sent = sum(part.nbytes for part in sends) - wire_format.HEADER
-        found[name] = CodecRate(values.nbytes / sent, values.nbytes / encode, values.nbytes / decode)
-    return found
+        measured[name] = CodecRate(values.nbytes / sent, values.nbytes / encode, values.nbytes / decode)
+    return measured
 
 
 def _usual_seconds(run: Callable[[], object], seconds: float) -> float:

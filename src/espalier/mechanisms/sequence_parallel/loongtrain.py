@@ -25,7 +25,6 @@ from espalier.parallel.ulysses import HeadExchange, HeadSplit
 from espalier.plan.compose import Claim
 from espalier.recipe import decoder_shapes
 from espalier.recipe.errors import UserError
-from espalier.recipe.records import Record
 from espalier.train.mechanism import Build, Mechanism
 from espalier.train.seams import Filled, fields_of
 
@@ -39,33 +38,6 @@ if TYPE_CHECKING:
     from espalier.parallel.mesh import ProcessMesh
     from espalier.plan.base import Plan
     from espalier.recipe import Recipe
-
-RECORD = Record(
-    name="loongtrain",
-    title="LoongTrain: attention split two ways, over heads and over the sequence, with a double ring",
-    aliases=("loong-train", "2d attention", "double ring"),
-    paper="arXiv 2406.18485",
-    question="How is a long sequence split?",
-    files=(
-        "mechanisms/sequence_parallel/loongtrain.py",
-        "mechanisms/sequence_parallel/ring.py",
-        "parallel/ulysses.py",
-        "parallel/sequence_slots.py",
-        "mechanisms/sequence_parallel/block_attention.py",
-        "plan/axes/sequence.py",
-        "kernels/merge.py",
-    ),
-    chosen="a sequence whose activations do not fit one rank, or more sequence ranks than there are key-value heads",
-    cost="all-to-alls of q, k, v and output inside the head group, plus outer steps of max(inner ring of max(compute, "
-    "block transfer), outer block transfer) over the context group",
-    law="outputs and gradients equal attention over the whole sequence, for every grid of heads and context, and the "
-    "ledger's bytes are the formula's",
-    law_test="tests/sequence/test_loongtrain.py::test_every_cut_equals_one_device",
-    bench="bench/loongtrain.py",
-    state="works",
-    remark="on CPUs; on GPUs the same rings call PyTorch's FlashAttention for bf16, which has not run there",
-    gpu="NVIDIA H100, November 2026",
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,7 +165,7 @@ def _grid(group: dist.ProcessGroup | None, slots: SequenceSlots, window: int) ->
             for start, stop, step in ((outer * window, (outer + 1) * window, 1), (inner, slots.context, window))
         ]
         row = [members[slot * slots.heads + h] for h in range(slots.heads)]
-        made = [_new_group(one, whole) for one in (*ranks, *ranks, row)]
+        made = [_new_group(ranks_of_group, whole) for ranks_of_group in (*ranks, *ranks, row)]
         grids[key] = grid_of(rings, (made[0], made[1]), (made[2], made[3]), made[4])
     return grids[key]
 
@@ -248,8 +220,8 @@ class CutAttention(Filled):
         UserError where the module says that it has fewer `heads` than ranks share them."""
         grid, heads = self.grid, getattr(module, "heads", None)
         if grid.row is not None and heads is not None:
-            own = len(context.mesh.mesh.members(context.mesh.rank, "tp"))  # which divide them first
-            HeadSplit(max(1, heads[0] // own), max(1, heads[1] // own), grid.row.size())
+            tensor_ranks = len(context.mesh.mesh.members(context.mesh.rank, "tp"))  # which divide them first
+            HeadSplit(max(1, heads[0] // tensor_ranks), max(1, heads[1] // tensor_ranks), grid.row.size())
 
         def attend(query: Tensor, key: Tensor, value: Tensor, where: Where) -> Any:
             if where.slots is None:
@@ -275,10 +247,10 @@ def _twin(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
 def _encode(plan: Plan, mesh: ProcessMesh, grid: Grid) -> None:
     """Gives the rings the codecs that the plan names for keys and values, by the level of the links they cross."""
     named = {
-        level: one.codec
-        for one in plan.exchanges
-        for level in (("inside", "between") if one.level == "all" else (one.level,))
-        if one.traffic == Traffic.KEYS_VALUES and one.codec != "exact"
+        level: exchange.codec
+        for exchange in plan.exchanges
+        for level in (("inside", "between") if exchange.level == "all" else (exchange.level,))
+        if exchange.traffic == Traffic.KEYS_VALUES and exchange.codec != "exact"
     }
     for axis, *rings in zip(("cp_in", "cp_out"), grid.keys, grid.gradients, strict=True):
         nodes = {plan.ranks[rank].node for rank in mesh.mesh.members(mesh.rank, axis)}
@@ -298,12 +270,12 @@ def _total(mesh: ProcessMesh, module: nn.Module) -> Callable[[Tensor], Tensor]:
                 dist.all_reduce(counts, group=group)
         return counts
 
-    found: Callable[[Tensor], Tensor] = torch.compiler.disable(total)
-    return found
+    total_of: Callable[[Tensor], Tensor] = torch.compiler.disable(total)
+    return total_of
 
 
 def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:
     """Where ranks share a sequence, or it holds several documents: between them nothing is computed. A model whose
     attention is limited keeps documents apart itself."""
     packed = any(data.packing == "documents" for data in recipe.data) and not decoder_shapes.limited(recipe.model)
-    return CutAttention() if packed or any(one.sequence > 1 for one in plan.stages) else None
+    return CutAttention() if packed or any(stage.sequence > 1 for stage in plan.stages) else None

@@ -41,35 +41,7 @@ from espalier.plan.axes.flat_layout import Piece
 from espalier.plan.axes.placement import place
 from espalier.plan.axes.placement_plan import Spread, flags_per_value, groups, units
 from espalier.recipe.errors import UserError
-from espalier.recipe.records import Record
 from espalier.train.wrap_policy import Membership, blocks_of, norms_of
-
-RECORD = Record(
-    name="amsp",
-    title="AMSP: parameters, gradients and optimizer states sharded independently",
-    aliases=("advanced model states partitioning",),
-    paper="arXiv 2311.00257",
-    question="Where does each tensor live?",
-    files=(
-        "mechanisms/sharding/amsp.py",
-        "plan/axes/placement.py",
-        "plan/axes/placement_plan.py",
-        "plan/axes/sharding.py",
-        "launch/apply_plan.py",
-        "plan/search.py",
-    ),
-    chosen="several ranks and model states that do not fit replicated, or whose full sharding would cross slow links "
-    "every step",
-    cost="bytes held = bP*N/sP + bG*N/sG + bOS*N/sOS; per step all-gathers over sP and reduce-scatters over sG for "
-    "each micro-batch, then once reduce-scatter over sOS/sG, all-reduce over D/sOS, all-gather over sOS/sP; factors "
-    "nest sP | sG | sOS | D",
-    law="every nested triple gives plain data parallel's parameters and gradient norms, and the ledger's bytes are the "
-    "formula's; the search over all triples finds what trying each of them finds",
-    law_test="tests/shard/test_amsp.py::test_every_triple_on_four_gloo_ranks_trains_as_one_rank_does",
-    bench="bench/amsp.py",
-    state="works",
-    gpu="NVIDIA H100, November 2026",
-)
 
 _WRAPPINGS: WeakKeyDictionary[nn.Module, ref[Amsp]] = WeakKeyDictionary()
 """The last wrapping of each model that has hooks on it."""
@@ -121,9 +93,9 @@ class Amsp:
         self._running = BufferSync(model, self._channel)
         self._reducing, self._moving = Exchanges(), Exchanges()
         self.flats = self._units(self._channel)
-        moved = [one for flat in self.flats for one in flat.moved]
-        self.owned = [one.owned for one in moved]
-        self._in_order = [one.owned for one in sorted(moved, key=lambda one: one.slot.number)]
+        moved = [piece for flat in self.flats for piece in flat.moved]
+        self.owned = [piece.owned for piece in moved]
+        self._in_order = [piece.owned for piece in sorted(moved, key=lambda piece: piece.slot.number)]
         self.together = cut is not None or any(flat.sharded for flat in self.flats)
         for flat in self.flats:
             for slot in flat.slots:
@@ -150,10 +122,10 @@ class Amsp:
         exact = norms_of(self.model)  # norms keep their precision, as under autocast
         holders = [None if self.cut is None else self.cut.held_by(slot.name) for slot in slots]
         kinds = [
-            (p.dtype, p.device, p.dtype == torch.float32 and id(p) not in exact, held)
-            for p, held in zip((slot.parameter for slot in slots), holders, strict=True)
+            (p.dtype, p.device, p.dtype == torch.float32 and id(p) not in exact, holder)
+            for p, holder in zip((slot.parameter for slot in slots), holders, strict=True)
         ]
-        found = groups(chosen, [member.of(slot.parameter) for slot in slots], kinds)
+        grouped = groups(chosen, [member.of(slot.parameter) for slot in slots], kinds)
         pieces = [
             Piece(
                 slot.parameter.numel(),
@@ -161,7 +133,7 @@ class Amsp:
                 group,
                 whole=slot.name in spread.whole and group.factors.optimizer > 1,
             )
-            for slot, group in zip(slots, found, strict=True)
+            for slot, group in zip(slots, grouped, strict=True)
         ]
         placements = {factors: mesh.placement for factors, mesh in meshes.items()}
         return [
@@ -338,7 +310,7 @@ class Amsp:
         """See `Sharding.norm`."""
         if self._norm is not None:
             return self._norm
-        grads = [one.tensor.grad for one in self._in_order if one.tensor.grad is not None]
+        grads = [owned.tensor.grad for owned in self._in_order if owned.tensor.grad is not None]
         return float(torch.nn.utils.get_total_norm(grads))  # in the model's order: the same bits for any units
 
     def refresh(self) -> None:
@@ -402,10 +374,10 @@ class Amsp:
             parts["feedback"] = Residuals(self, self._channel)
         return parts
 
-    def whole(self, flat: FlatParameter, own: Tensor) -> Tensor:
-        """[unit] every rank's `own` [optimizer span] of a unit, on every rank. All ranks call it."""
+    def whole(self, flat: FlatParameter, local: Tensor) -> Tensor:
+        """[unit] every rank's `local` values [optimizer span] of a unit, on every rank. All ranks call it."""
         self.settle()
-        buffer, stages = flat.assembled(own)
+        buffer, stages = flat.assembled(local)
         self._moving.finish(self._moving.begin(stages))
         return buffer
 

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from espalier.recipe.errors import UserError, nearest
-from espalier.recipe.records import Record
 from espalier.sparse.rcmpp.pattern import Pattern, like, positions
 
 FINDERS = ("bi-criteria", "george-liu", "mind")
@@ -24,21 +23,6 @@ LEAST_TRIALS, MOST_TRIALS = 4, 16
 """Fewer than the first are not worth measuring for; the second is all of the two lists that a walk leaves."""
 NODE_WORK = 4
 """Visiting a node costs about as much as four entries."""
-
-RECORD = Record(
-    name="rcmpp",
-    title="RCM++: reverse Cuthill-McKee started from the node with the narrowest levels",
-    aliases=("rcm++", "rcm-plus-plus", "rcm", "reverse cuthill-mckee"),
-    paper="Hou, Liu and Zhu, 2024, arXiv 2409.04171",
-    question="How is a matrix stored and ordered?",
-    files=("sparse/rcmpp/", "sparse/order_choice.py"),
-    chosen="a graph whose order is not already local, before it is partitioned, packed or multiplied often",
-    cost="one pass over the entries, then a traversal of them for each node tried: 2 to 5 on large graphs",
-    law="the order equals the plain form's; its bandwidth is below twice the width of its root's levels",
-    law_test="tests/sparse/test_rcmpp.py::test_the_order_equals_the_plain_forms",
-    bench="bench/rcmpp.py",
-    state="works",
-)
 
 
 def rcmpp(indptr: Any, indices: Any, *, finder: str = "bi-criteria", restarts: int = 1) -> Any:
@@ -62,9 +46,9 @@ def rcmpp(indptr: Any, indices: Any, *, finder: str = "bi-criteria", restarts: i
         UserError: ids outside the matrix or offsets that do not fit, unknown finder, restarts below 1 or without use.
     """
     if finder == FINDERS[0] and type(restarts) is int and restarts == 1:
-        found = _of_arrays(indptr, indices)
-        if found is not None:
-            return found.permutation.astype(np.int32 if indices.dtype == np.int32 else np.int64, copy=False)
+        order = _of_arrays(indptr, indices)
+        if order is not None:
+            return order.permutation.astype(np.int32 if indices.dtype == np.int32 else np.int64, copy=False)
     _check(finder, restarts)
     return like(trace(Pattern.of(indptr, indices), finder, restarts).permutation, indices)
 
@@ -121,13 +105,13 @@ def _of_small(pattern: Pattern) -> Trace:
     from espalier.sparse.rcmpp import pattern_passes
 
     given = pattern.indptr.astype(np.int32), pattern.indices.view(np.int32)
-    found = _of_arrays(*given)
-    if found is None:
+    order = _of_arrays(*given)
+    if order is None:
         rows = pattern.both_ways
         indices = pattern_passes.ascending(rows.indptr, rows.indices)
-        found = _of_arrays(rows.indptr.astype(np.int32), indices.view(np.int32))
-        assert found is not None
-    return found._replace(permutation=found.permutation.view(np.uint32))
+        order = _of_arrays(rows.indptr.astype(np.int32), indices.view(np.int32))
+        assert order is not None
+    return order._replace(permutation=order.permutation.view(np.uint32))
 
 
 @functools.cache
@@ -168,8 +152,8 @@ def _spread(indptr: Any, indices: Any, permutation: Any) -> tuple[int, int]:
     from espalier.sparse.rcmpp import pattern_passes
 
     pattern = Pattern.of(indptr, indices)
-    found = pattern_passes.spread(pattern.indptr, pattern.indices, positions(permutation, pattern.nodes))
-    return int(found[0]), int(found[1])
+    widths = pattern_passes.spread(pattern.indptr, pattern.indices, positions(permutation, pattern.nodes))
+    return int(widths[0]), int(widths[1])
 
 
 def _check(finder: str, restarts: int) -> None:
