@@ -67,19 +67,19 @@ class Post:
                 f"and {more} with other roles.",
                 do="--hosts with one host for each, those that train first, then optimizer nodes, then standbys",
             )
-        own = [process for process, host in enumerate(hosts) if not more or host < cluster.machines]
-        job = train.decided(self.given, lambda: cluster, len(own), [hosts[process] for process in own])
+        remaining = [process for process, host in enumerate(hosts) if not more or host < cluster.machines]
+        job = train.decided(self.given, lambda: cluster, len(remaining), [hosts[process] for process in remaining])
         trainers = [job.plan.ranks[rank].node for rank in job.plan.trainers]
-        order = rank_assignment.numbered([machines[process] for process in own], trainers)
-        there = [hosts[own[process]] for process in order]
+        order = rank_assignment.numbered([machines[process] for process in remaining], trainers)
+        there = [hosts[remaining[process]] for process in order]
         known = dict(zip(trainers, there, strict=True))
-        return job, there + [known.get(one.node, one.node) for one in job.plan.ranks[len(trainers) :]]
+        return job, there + [known.get(rank.node, rank.node) for rank in job.plan.ranks[len(trainers) :]]
 
     def run(self, job: RunStart, hosts: Sequence[int]) -> bool:
         """See `train.Ranks`."""
         recipe, care = job.resolved.recipe, train.care_of(job)
         team = self.doing("training", care.heartbeat, hosts)
-        team = replace(team, roles=tuple(one.role for one in job.plan.ranks))
+        team = replace(team, roles=tuple(rank.role for rank in job.plan.ranks))
 
         def start(job: RunStart) -> Entrypoint:
             life = train.life(job)
@@ -112,8 +112,8 @@ def opened(place: RankSpec, asked: Told) -> train.OpenedRun:
     recipe = recipe_file.from_table(asked["recipe"], asked["origin"])
     run = RunFolder(Path(asked["run"]))
     first = run.kept() if not place.rank and run.exists() else None
-    kept = run_data.unpacked(asked["kept"]) if place.rank else first
-    settled = workload_registry.settle(recipe, Path(asked["beside"]), prepare.waiting, kept)
+    frozen = run_data.unpacked(asked["kept"]) if place.rank else first
+    settled = workload_registry.settle(recipe, Path(asked["beside"]), prepare.waiting, frozen)
     resolved = replace(settled, trust=asked["trust"])
     if place.rank:
         return train.joining(resolved, asked["run"])
@@ -147,9 +147,9 @@ def _met(launcher: Launcher, place: RankSpec, asked: Told, own: dict[str, str], 
     """The hosts of the run, once each has said what it has (`own`) and all are to begin."""
     launcher.tell("ready", identity=own)
     launcher.hear()
-    here = store_server.near(place, asked["token"])
+    server = store_server.near(place, asked["token"])
     line = Meeting(
-        place.rank, len(asked["names"]), here.host, here.port, "", life=asked.get("life", 0), token=asked["token"],
+        place.rank, len(asked["names"]), server.host, server.port, "", life=asked.get("life", 0), token=asked["token"],
         gate=(place.host, place.port) if place.rank else None,
     )  # fmt: skip
     return HostMap(line, tuple(asked["names"]), tuple(asked["nodes"]), absence)
@@ -175,20 +175,20 @@ def probed(launcher: Launcher, place: RankSpec, asked: Told) -> Told:
     team = _met(launcher, place, asked, {}, train.PROBING)
 
     def measure() -> clusters.Cluster:
-        found = codecs.measured(probe.probe(progress=prepare.say, disk=Path(asked["disk"])))
-        probe.save(found, say=prepare.say)
-        return found
+        cluster = codecs.measured(probe.probe(progress=prepare.say, disk=Path(asked["disk"])))
+        probe.save(cluster, say=prepare.say)
+        return cluster
 
     def life(place: RankSpec) -> str:
         with place.pulse.elsewhere("storing"), worker.joined(place, train.PROBING) as channel:
             if channel is None:
                 return clusters.dumps(measure())
-            found = multihost_probe.probe_ranks(channel, place.local_rank, measure)
-            multihost_probe.keep(found, multihost_probe.key(channel))
-            return clusters.dumps(found)
+            cluster = multihost_probe.probe_ranks(channel, place.local_rank, measure)
+            multihost_probe.keep(cluster, multihost_probe.key(channel))
+            return clusters.dumps(cluster)
 
-    found = leader.run(life, team, RestartOptions(0), _threads(team))
-    return {"cluster": found[0]} if found and not place.rank else {}
+    returned = leader.run(life, team, RestartOptions(0), _threads(team))
+    return {"cluster": returned[0]} if returned and not place.rank else {}
 
 
 def _threads(team: HostMap) -> int:

@@ -45,29 +45,29 @@ def open_trained(path: str | Path, trust: bool, data: DataChoice) -> Trained:
         return run_open.open_trained(path, trust, data)
     torch.set_num_threads(1)  # ranks are forked from here
     here = detect_launcher.place()
-    found = run_open.trained(path, trust, data, torch.device("cpu"))
-    workload = cast("Any", found.workload)
+    trained = run_open.trained(path, trust, data, torch.device("cpu"))
+    workload = cast("Any", trained.workload)
     known = workload.graph.partition
     wanted = len(plan.ranks) if known is None else known.ranks
     if here is None or here.world == 1:
         if wanted == 1 or workload.graph.nodes < wanted or 0 < accelerator.count() < wanted:
             return run_open.open_trained(path, trust, data)
         asked = over(plan, [0] * wanted, workload.global_batch)
-        logits = agent.run(lambda place: _first(found, asked, place), launch.places(asked))[0]
+        logits = agent.run(lambda place: _first(trained, asked, place), launch.places(asked))[0]
     else:
         timeout = units.seconds(recipe.comm.timeout, "comm.timeout")
         place = train.seated(here, timeout)
         hosts = train.hosts_of(place, timeout)
         names = list(dict.fromkeys(hosts))
-        asked = over(plan, [names.index(one) for one in hosts], workload.global_batch)
-        order = rank_assignment.numbered(hosts, [one.node for one in asked.ranks])
-        logits = _first(found, asked, replace(place, rank=order.index(place.rank)))
+        asked = over(plan, [names.index(host) for host in hosts], workload.global_batch)
+        order = rank_assignment.numbered(hosts, [rank.node for rank in asked.ranks])
+        logits = _first(trained, asked, replace(place, rank=order.index(place.rank)))
         if logits is None:
             raise SystemExit(0)
         workload.batching.part = None
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     workload.task.inference = lambda model: lambda ids: logits[ids]
-    return found
+    return trained
 
 
 def over(plan: plans.Plan, nodes: list[int], batch: int) -> plans.Plan:
@@ -89,7 +89,11 @@ def over(plan: plans.Plan, nodes: list[int], batch: int) -> plans.Plan:
 
 def _parts(recipe: Any, plan: plans.Plan) -> list[Mechanism]:
     """The mechanism that gives each rank its part, and those that it needs to know of it."""
-    return [one for one in table.ordered(recipe, plan) if PARTS in one.claim.changes | one.claim.needs]
+    return [
+        mechanism
+        for mechanism in table.ordered(recipe, plan)
+        if PARTS in mechanism.claim.changes | mechanism.claim.needs
+    ]
 
 
 def _first(found: Trained, plan: plans.Plan, place: launch.RankSpec) -> Tensor | None:

@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _train(arguments: argparse.Namespace, named: Sequence[hosts.Host]) -> int:
     recipe = run_trust.load(arguments.recipe, arguments.overrides, arguments.trust)
     value_ranges.check(recipe)
-    chosen, here = hosts.here_first(named)
+    chosen, leads = hosts.here_first(named)
     folder = path_of(recipe, arguments.run)
     message = {
         "is": "task",
@@ -64,18 +64,18 @@ def _train(arguments: argparse.Namespace, named: Sequence[hosts.Host]) -> int:
         "quiet": arguments.json,
         "trust": arguments.trust,
     }
-    if not here:
+    if not leads:
         log = folder / "logs" / LOG
         _say([f"The run is kept on host {chosen[0].name}: {folder.absolute()}. What all ranks write is in {log}."])
     budget = Budget(None if recipe.faults.restarts == "auto" else recipe.faults.restarts)
-    while isinstance(found := _attempt(recipe, chosen, message, folder), EspalierError):
-        decision = budget.decide(_failure(found, folder / EVENTS))
+    while isinstance(outcome := _attempt(recipe, chosen, message, folder), EspalierError):
+        decision = budget.decide(_failure(outcome, folder / EVENTS))
         if not decision.restart:
-            raise decision.last(found)
+            raise decision.last(outcome)
         again = decision.action("start supervisors and ranks again on all hosts")
-        _say([trouble({"what": found.what, "action": again})])
+        _say([trouble({"what": outcome.what, "action": again})])
         time.sleep(decision.wait)
-    return found
+    return outcome
 
 
 def _attempt(
@@ -121,14 +121,14 @@ def _probe(arguments: argparse.Namespace, named: Sequence[hosts.Host]) -> int:
         _say(crowd.gather(chosen))
         crowd.prepare(message)
         done = crowd.carry_out()
-    found = clusters.loads(done["cluster"])
+    cluster = clusters.loads(done["cluster"])
     cache_dir.replace(Path(arguments.out), done["cluster"])
     from espalier.cli import printing
 
     if arguments.json:
-        print(json.dumps(msgspec.to_builtins(found)))
+        print(json.dumps(msgspec.to_builtins(cluster)))
     else:
-        say(printing.cluster(found))
+        say(printing.cluster(cluster))
         say(f"\nWritten to {arguments.out}: espalier plan RECIPE --cluster {arguments.out}")
     return 0
 

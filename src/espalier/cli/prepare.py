@@ -61,9 +61,9 @@ def machines_of(channel: dist.ProcessGroup | None, place: RankSpec, recipe: Reci
     key = multihost_probe.key(channel)
     known: str | None = None
     if place.rank == 0:
-        found = clusters.read(recipe.plan.cluster) if recipe.plan.cluster else multihost_probe.kept(key)
-        known = clusters.dumps(found) if found is not None else None
-        if found is None:
+        cluster = clusters.read(recipe.plan.cluster) if recipe.plan.cluster else multihost_probe.kept(key)
+        known = clusters.dumps(cluster) if cluster is not None else None
+        if cluster is None:
             say("Measuring the hosts and the links between them (once).")
     known = plain_collectives.broadcast(known, channel)
     if known is not None:
@@ -115,7 +115,7 @@ def request(resolved: Resolved, ranks: int | None = None, workload: Workload | N
     pin = asked.pin if ranks is None else asked.pin.changed(ranks=ranks)
     free, path = None, path_of(resolved.recipe, None).absolute()
     if not resolved.recipe.plan.cluster:
-        there = next(one for one in (path, *path.parents) if one.exists())
+        there = next(parent for parent in (path, *path.parents) if parent.exists())
         size = shutil.disk_usage(there).free
         step = max(1, (1 << size.bit_length()) // 8)  # what other programs write seldom changes a plan
         free = float(size // step * step)

@@ -101,10 +101,10 @@ def _heard(pid: int, read: int) -> dict[str, Any] | None:
     """What the driver says at its end; None: it ended without a word. Ctrl-C and SIGTERM reach it through here."""
     before = signal.signal(signal.SIGTERM, lambda number, frame: os.kill(pid, signal.SIGINT))
     try:
-        with open(read, encoding="utf-8") as told:
+        with open(read, encoding="utf-8") as pipe:
             while True:
                 try:
-                    text = told.read()
+                    text = pipe.read()
                     break
                 except KeyboardInterrupt:
                     os.kill(pid, signal.SIGINT)
@@ -121,8 +121,8 @@ def _child(address: str, job: Job, read: int, write: int) -> int:
         outcome: dict[str, Any] = {"code": drive(address, job)}
     except EspalierError as error:
         outcome = {"error": errors.words_of(error)}
-    with open(write, "w", encoding="utf-8") as told:
-        json.dump(outcome, told)
+    with open(write, "w", encoding="utf-8") as pipe:
+        json.dump(outcome, pipe)
     return 0
 
 
@@ -173,16 +173,16 @@ def _reach(address: str, seconds: float) -> None:
 
 def _placed(ray: Any, job: Job) -> tuple[Any, dict[str, float], int]:
     """The placement group, what each rank has of it, and how many ranks there are."""
-    nodes = [one["Resources"] for one in ray.nodes() if one["Alive"]]
-    gpus = int(sum(one.get("GPU", 0) for one in nodes))
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    gpus = int(sum(node.get("GPU", 0) for node in nodes))
     count = job.ranks or gpus or len(nodes)
     each = -(-count // max(1, len(nodes)))
-    cpus = max(1, int(min(one.get("CPU", 0) for one in nodes)) // each)
+    cpus = max(1, int(min(node.get("CPU", 0) for node in nodes)) // each)
     asked: dict[str, float] = {"CPU": cpus, **({"GPU": 1} if gpus else {})}
     group = ray.util.placement_group([asked] * count, strategy="PACK" if gpus else "SPREAD")
     say(Deadline(job.patience, "Ray").first_line(f"room for {units.plural(count, 'rank')}"), file=sys.stderr)
     if not group.wait(job.patience):
-        there = ", ".join(f"{int(one.get('CPU', 0))} CPUs and {int(one.get('GPU', 0))} GPUs" for one in nodes)
+        there = ", ".join(f"{int(node.get('CPU', 0))} CPUs and {int(node.get('GPU', 0))} GPUs" for node in nodes)
         raise UserError(
             f"Ray has no room for {count} ranks of {cpus} CPUs{' and 1 GPU' * bool(gpus)}.",
             why=f"its hosts have {there}, and others may use them",
@@ -240,14 +240,14 @@ def _ended(ray: Any, actors: Sequence[Any], running: dict[Any, int], follow: Fol
     while left:
         try:
             done, left = ray.wait(left, timeout=0.3)
-            for one in done:
-                codes[running[one]] = _code(ray, one)
+            for task in done:
+                codes[running[task]] = _code(ray, task)
             if any(codes) and left and deadline == float("inf"):
                 deadline = time.monotonic() + LEAVING
-                _stop(ray, [actors[running[one]] for one in left], signal.SIGTERM)
+                _stop(ray, [actors[running[task]] for task in left], signal.SIGTERM)
             if time.monotonic() > deadline:
                 deadline = float("inf")
-                _stop(ray, [actors[running[one]] for one in left], signal.SIGKILL)
+                _stop(ray, [actors[running[task]] for task in left], signal.SIGKILL)
         except KeyboardInterrupt:
             deadline = time.monotonic() + STOPPING
             _stop(ray, actors, signal.SIGTERM)
@@ -291,7 +291,7 @@ def _asked(ray: Any, ask: Callable[[], Any]) -> Any:
 
 def _saved(run: Path) -> list[str]:
     folder = runs.RunFolder(run).checkpoints
-    return sorted(one.name for one in folder.iterdir()) if folder.is_dir() else []
+    return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
 
 
 class Follower:

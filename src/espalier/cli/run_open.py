@@ -179,10 +179,10 @@ def open_workload(folder: runs.RunFolder, recipe: Recipe, trust: bool, data: Dat
     except UserError as error:
         if run.kept is None or data.path is not None or not workload_registry.row(recipe).lacks(run.kept):
             raise
-        kept = f"{folder.path} keeps of its data what the model needs; whole it keeps graphs of up to 1 GiB"
+        why_not = f"{folder.path} keeps of its data what the model needs; whole it keeps graphs of up to 1 GiB"
         why, do = ([text] if text else [] for text in (error.why, error.do))
         moved = "--data PATH (eval, predict), where the data is now"
-        raise UserError(error.what, why="; ".join([*why, kept]), do="; or ".join([moved, *do])) from None
+        raise UserError(error.what, why="; ".join([*why, why_not]), do="; or ".join([moved, *do])) from None
     if run.kept is None and data.path is None:
         run_data.refuse_changed(folder, recipe, workload)
     if data.path is not None:
@@ -200,19 +200,19 @@ def resolved(folder: runs.RunFolder, recipe: Recipe, trust: bool = False, data: 
     """
     from espalier.train.workload_registry import Resolved
 
-    kept = folder.kept()
-    reads = data.reads(recipe, kept)
+    frozen = folder.kept()
+    reads = data.reads(recipe, frozen)
     begun = [event for event in events.read(folder.events) if event["event"] == "run"] if folder.events.exists() else []
     last = begun[-1] if begun else {}
     origin = Path(last["recipe_folder"]) if last.get("recipe_folder") else None
-    source = run_trust.Origin(origin, kept, reads)
+    source = run_trust.Origin(origin, frozen, reads)
     run_trust.refuse_code(recipe, source, str(last.get("seal", "")), str(folder.path), trust)
     if reads and data.path is None:
         run_trust.refuse_hub(folder, recipe, trust)
-    place = origin if kept is None or unchanged_sources(kept, origin) else kept / KEPT_CODE
+    place = origin if frozen is None or unchanged_sources(frozen, origin) else frozen / KEPT_CODE
     if data.path is not None:
         recipe = _with_data(recipe, data.path)
-    return Resolved(recipe, folder=place, trust=trust, kept=kept, reads=reads)
+    return Resolved(recipe, folder=place, trust=trust, kept=frozen, reads=reads)
 
 
 def _with_data(recipe: Recipe, path: str) -> Recipe:

@@ -56,7 +56,7 @@ class RunStart:
         recipe, plan = self.resolved.recipe, self.plan
         if "store" not in model_kinds.of(recipe.model).sections:
             return
-        places = (one for one in launch.places(plan) if plan.ranks[one.rank].node == node)
+        places = (place for place in launch.places(plan) if plan.ranks[place.rank].node == node)
         shards = [RankSetup(recipe, plan, self.workload, place).shard for place in places]
         with ready.waiting("Packing the features") as progress:
             workload_registry.row(recipe).pack(self.workload, shards, PackStart(progress, waits))
@@ -90,9 +90,12 @@ class RunStart:
             "recipe_folder": str(self.resolved.folder),
             "seal": run_trust.seal_code(recipe, run_trust.Origin(self.resolved.folder, self.folder.preprocessing)),
             "notes": list(self.workload.notes()),
-            "derivations": [{"key": one.key, "value": one.value, "why": one.reason} for one in derivations],
+            "derivations": [
+                {"key": derivation.key, "value": derivation.value, "why": derivation.reason}
+                for derivation in derivations
+            ],
         }
-        peak = sum(device_model.peak(one, self.plan.precision) for one in used(self.cluster, self.plan))
+        peak = sum(device_model.peak(device, self.plan.precision) for device in used(self.cluster, self.plan))
         return RankSetup(
             recipe, self.plan, self.workload, place, self.folder.path, about=about, flops_per_second=peak,
             trust=self.resolved.trust,

@@ -56,10 +56,10 @@ def options(text: str) -> list[str]:
     Raises UserError for those that the script would not be right with.
     """
     try:
-        found = [word.removeprefix("--") for word in shlex.split(text)]
+        words = [word.removeprefix("--") for word in shlex.split(text)]
     except ValueError as error:
         raise UserError(f"--slurm {text!r} cannot be read: {error}.", do=f"--slurm {EXAMPLE!r}") from None
-    for word in found:
+    for word in words:
         name = word.partition("=")[0]
         if not re.fullmatch(r"[a-z][a-z-]+", name):
             raise UserError(
@@ -75,7 +75,7 @@ def options(text: str) -> list[str]:
             raise UserError(
                 f"--slurm {text!r}: {word} would not reach the script.", do=f"signal={SIGNAL}, or other seconds"
             )
-    return [f"--{word}" for word in found]
+    return [f"--{word}" for word in words]
 
 
 def script(options: Sequence[str], command: Sequence[str], name: str, folder: Path) -> str:
@@ -84,16 +84,16 @@ def script(options: Sequence[str], command: Sequence[str], name: str, folder: Pa
     Several nodes or tasks: one task for each rank. Else one task, which supervises the ranks of its node.
     """
     given = {option.partition("=")[0] for option in options}
-    own = {
+    defaults = {
         "--job-name": f"={name}",
         "--output": f"={str(folder).replace('%', '%%')}/slurm-%j.log",
         "--open-mode": "=append",
         "--signal": f"={SIGNAL}",
         "--requeue": "",
     }
-    head = [f"{option}{value}" for option, value in own.items() if option not in given]
+    head = [f"{option}{value}" for option, value in defaults.items() if option not in given]
     _refuse_control(*head, *options, os.getcwd())
-    several = any(re.fullmatch(rf"--({_SEVERAL})=(?!1$).*", one) for one in options)
+    several = any(re.fullmatch(rf"--({_SEVERAL})=(?!1$).*", option) for option in options)
     srun = ["srun", "--kill-on-bad-exit=1"] if several else ["srun", "--ntasks=1"]
     filled = {
         "@OPTIONS@": "\n".join(f"#SBATCH {_quoted(option)}" for option in (*head, *options)),
@@ -102,7 +102,7 @@ def script(options: Sequence[str], command: Sequence[str], name: str, folder: Pa
         "@COMMAND@": shlex.join([*srun, *command]),
     }
     template = resources.files("espalier.cli").joinpath("slurm.sh").read_text(encoding="utf-8")
-    return re.sub("|".join(filled), lambda found: filled[found[0]], template)  # once: what is filled in stays as it is
+    return re.sub("|".join(filled), lambda match: filled[match[0]], template)  # once: what is filled in stays as it is
 
 
 def _refuse_control(*texts: str) -> None:

@@ -183,7 +183,7 @@ def _launched(arguments: argparse.Namespace, place: launch.RankSpec) -> Ranks:
 
     def decide() -> Begun:
         given = replace(asked(resolved, arguments.run, arguments.json), launched=True)
-        nodes = [names.index(one) for one in hosts] if len(names) > 1 else None
+        nodes = [names.index(host) for host in hosts] if len(names) > 1 else None
         job = decided(given, lambda: measured or ready.machines(resolved.recipe), place.world, nodes)
         return replace(job, finished=False), ()  # they meet also where nothing is left to do
 
@@ -207,10 +207,10 @@ def _resolved(arguments: argparse.Namespace, place: launch.RankSpec | None) -> r
     if place is None:
         return ready.resolve(arguments.recipe, arguments.overrides, arguments.trust, arguments.run)
     recipe = run_trust.load(arguments.recipe, arguments.overrides, arguments.trust)
-    own = None if place.rank else runs.path_of(recipe, arguments.run)
+    run = None if place.rank else runs.path_of(recipe, arguments.run)
     timeout = units.seconds(recipe.comm.timeout, "comm.timeout")
     store, deadline = launch.store(place, timeout), Deadline(timeout, f"Rank {place.rank}")
-    shared_files = run_data.shared(store, f"espalier/{place.keys}/kept", own, deadline)
+    shared_files = run_data.shared(store, f"espalier/{place.keys}/kept", run, deadline)
     folder = Path(arguments.recipe).absolute().parent
     settled = workload_registry.settle(recipe, folder, ready.waiting, shared_files)
     return replace(settled, trust=arguments.trust)
@@ -223,7 +223,7 @@ def _live(place: launch.RankSpec, started: Sequence[str], job: RunStart, hosts: 
     from espalier.launch.ranks import rank_assignment, rank_process
 
     # Which rank of the plan it is: what launchers put on one machine need not follow one another.
-    order = rank_assignment.numbered(started, [one.node for one in job.plan.ranks])
+    order = rank_assignment.numbered(started, [rank.node for rank in job.plan.ranks])
     place = replace(place, rank=order.index(place.rank))
     if place.rank == 0 and (again := torchrun.restarts()):
         what = "Ranks were lost; whoever started them has started them again."
@@ -234,13 +234,13 @@ def _live(place: launch.RankSpec, started: Sequence[str], job: RunStart, hosts: 
     except Exception as error:
         if place.rank and not rejoin_signal.is_loss(error):
             raise
-        found = error if isinstance(error, EspalierError) else rank_process.explained(error, place)
+        failure = error if isinstance(error, EspalierError) else rank_process.explained(error, place)
         if place.rank:
-            raise found from None
-        if not isinstance(found, Interrupted):
-            told = {"kind": type(found).__name__, "what": found.what, "why": found.why}
-            Log(job.folder.events).write("incident", **told, action="stop")
-        raise found from error
+            raise failure from None
+        if not isinstance(failure, Interrupted):
+            fields = {"kind": type(failure).__name__, "what": failure.what, "why": failure.why}
+            Log(job.folder.events).write("incident", **fields, action="stop")
+        raise failure from error
     return True
 
 
@@ -248,8 +248,8 @@ def hosts_of(place: launch.RankSpec, timeout: float) -> list[str]:
     """The host of each rank, as the launcher numbers them. Raises PeerLost naming those that did not come."""
     from espalier.comm import multihost_probe
 
-    own = multihost_probe.host()
-    return [own] if place.world == 1 else launch.gathered(place, "host", own, timeout)
+    name = multihost_probe.host()
+    return [name] if place.world == 1 else launch.gathered(place, "host", name, timeout)
 
 
 def _measured(place: launch.RankSpec, recipe: Recipe) -> clusters.Cluster:
@@ -519,8 +519,8 @@ def recording(
                     from espalier.plan.prediction_check import PredictionCheck
 
                     checks.append(PredictionCheck(predicted))
-                if (told := checks[0].event(fields)) is not None:
-                    emit("prediction", **told)
-                    _doubt(folder, recipe, told["measured"] / told["predicted"])
+                if (comparison := checks[0].event(fields)) is not None:
+                    emit("prediction", **comparison)
+                    _doubt(folder, recipe, comparison["measured"] / comparison["predicted"])
 
         yield emit

@@ -121,9 +121,9 @@ class Budget:
         if failure.step > self._furthest:
             self._furthest = failure.step
             self._spent.clear()
-        own, allowed = self._allowed(failure)
+        limit, allowed = self._allowed(failure)
         spent = self._spent.get(failure.cause, 0)
-        if not own:
+        if not limit:
             reason = f" ({failure.reason})" if failure.ground == "stop" else ""
             return Decision(False, 0.0, f"an unchanged run would fail again{reason}")
         if spent >= allowed:
@@ -147,9 +147,9 @@ class Budget:
 
     def _allowed(self, failure: Failure) -> tuple[int, int]:
         """Restarts that the cause deserves, and those that the user grants it."""
-        own = _ALLOWED.get(failure.kind, _OTHERWISE)
+        limit = _ALLOWED.get(failure.kind, _OTHERWISE)
         if failure.raised and failure.ground == "retry":
-            own = _OTHERWISE  # the machine's fault, whatever the exception's class
+            limit = _OTHERWISE  # the machine's fault, whatever the exception's class
         elif failure.raised and failure.ground == "stop" and max(failure.step, self._furthest) <= 0:
-            own = 0  # code that has made steps has proved itself; what has not is not helped by a second start
-        return own, own if self._restarts is None or not own else self._restarts
+            limit = 0  # code that has made steps has proved itself; what has not is not helped by a second start
+        return limit, limit if self._restarts is None or not limit else self._restarts

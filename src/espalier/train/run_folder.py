@@ -135,12 +135,12 @@ def located(recipe: config.Recipe) -> config.Recipe:
     """`recipe` with absolute paths to its data, its weights and its checkpoints: they hold in any working directory."""
     sources = tuple(
         msgspec.structs.replace(
-            one,
-            path=_absolute(one.path),
-            tokenizer=_absolute(one.tokenizer) if os.path.exists(one.tokenizer or "") else one.tokenizer,
-            cache=_absolute(one.cache),
+            source,
+            path=_absolute(source.path),
+            tokenizer=_absolute(source.tokenizer) if os.path.exists(source.tokenizer or "") else source.tokenizer,
+            cache=_absolute(source.cache),
         )
-        for one in recipe.data
+        for source in recipe.data
     )
     model: Any = recipe.model
     if getattr(model, "initial", None) is not None:
@@ -166,7 +166,7 @@ def find(path: str | Path) -> RunFolder:
     if folder.exists():
         return folder
     beside = Path(path).parent if Path(path).parent.is_dir() else Path(".")
-    runs = sorted(str(found.parent) for found in beside.glob("*/run.toml"))
+    runs = sorted(str(file.parent) for file in beside.glob("*/run.toml"))
     raise UserError(
         f"There is no run in {path}.",
         why="a run folder holds run.toml, plan.json and events.jsonl",
@@ -237,8 +237,8 @@ def _in_common(before: config.Recipe, after: config.Recipe) -> tuple[config.Reci
     """Both with the tasks and towers that are in both only: others may come and go. As they are where no task stays."""
 
     def named(rows: Any, others: Any) -> Any:
-        names = {one.name for one in others or ()}
-        return tuple(sorted((one for one in rows or () if one.name in names), key=lambda one: one.name))
+        names = {row.name for row in others or ()}
+        return tuple(sorted((row for row in rows or () if row.name in names), key=lambda one: one.name))
 
     if not named(before.tasks, after.tasks):
         return before, after

@@ -217,20 +217,20 @@ class Trainer:
     def validate(self) -> float | None:
         """Held-out loss over all ranks, or None when there is nothing held out."""
         begun = time.perf_counter()
-        samples, own = self.workload.validation_samples(), self.setting.mesh.data_part(self.setting.place.rank)
+        samples, part = self.workload.validation_samples(), self.setting.mesh.data_part(self.setting.place.rank)
         if samples == 0:
             return None
         self.built.model.eval()
-        ends, size = [samples * index // own.total for index in range(own.total + 1)], self.setting.plan.micro_batch
+        ends, size = [samples * index // part.total for index in range(part.total + 1)], self.setting.plan.micro_batch
         slot = self.setting.mesh.sequence_part(self.setting.place.rank)
         shards = [Shard(start, stop, size, *slot) for start, stop in itertools.pairwise(ends)]
         shown = self.built.agreement.shown()
         with comm.phase("validation"), self.context(), shown, self.built.schedule.validation():
-            found = self.workload.evaluate(self.built.model, shards[own.number])
-            fewer = max(len(one.cuts) for one in shards) - len(shards[own.number].cuts)
+            sums = self.workload.evaluate(self.built.model, shards[part.number])
+            fewer = max(len(shard.cuts) for shard in shards) - len(shards[part.number].cuts)
             self.built.sharding.idle(fewer * len(self.workload.tasks()))
-            names = sorted(found)
-            totals = torch.tensor([found[name] for name in names], dtype=torch.float64)
+            names = sorted(sums)
+            totals = torch.tensor([sums[name] for name in names], dtype=torch.float64)
             self.sum(
                 totals if self.setting.mesh.counts(self.setting.place.rank) else totals.zero_(), self.mesh.trainers
             )
