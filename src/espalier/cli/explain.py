@@ -17,18 +17,18 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.energy:
         return _energy(arguments)
     if arguments.names:
-        found = [records.word(name) or records.get(name) for name in arguments.names]
+        words = [records.word(name) or records.get(name) for name in arguments.names]
         if arguments.json:
-            told = [records.as_dict(record) for record in found]
-            print(json.dumps(told if len(told) > 1 else told[0], indent=2))
+            tables = [records.as_dict(record) for record in words]
+            print(json.dumps(tables if len(tables) > 1 else tables[0], indent=2))
             return 0
-        for number, one in enumerate(found):
+        for number, entry in enumerate(words):
             if number:
                 say("")
-            if isinstance(one, records.Word):
-                _word(one)
+            if isinstance(entry, records.Word):
+                _word(entry)
             else:
-                say(records.explain(one.name))
+                say(records.explain(entry.name))
         return 0
     every = records.all_records()
     if arguments.json:

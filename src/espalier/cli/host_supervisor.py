@@ -56,9 +56,9 @@ class Post:
 
     def decide(self) -> train.Begun:
         """See `train.Ranks`."""
-        found = self.measured()
-        assert found is not None  # the leader has it, or raised
-        text, machines = found[0]
+        measured = self.measured()
+        assert measured is not None  # the leader has it, or raised
+        text, machines = measured[0]
         cluster, hosts = clusters.loads(text), self.team.hosts
         more = sum(table.count for table in (*cluster.optimizers, *cluster.standbys))
         if more and max(hosts) + 1 != cluster.machines + more:
@@ -124,9 +124,9 @@ def supervise(launcher: Launcher, place: RankSpec, asked: Told, given: train.Ope
     """Says what data was `given`, and once all hosts agree measures, plans and trains. `place` is this host's among the
     hosts. One that was started in place of another (`life`) finds the plan where the others have left it."""
     recipe, first = given.resolved.recipe, place.rank == 0
-    own = identity(data=given.workload.fingerprint(), recipe=cache_dir.hashed(recipe_file.to_table(recipe)))
+    own_identity = identity(data=given.workload.fingerprint(), recipe=cache_dir.hashed(recipe_file.to_table(recipe)))
     absence = units.seconds(recipe.comm.timeout, "comm.timeout")
-    team = _met(launcher, place, asked, {key: own[key] for key in ("data", "recipe")}, absence)
+    team = _met(launcher, place, asked, {key: own_identity[key] for key in ("data", "recipe")}, absence)
     post, line = Post(team, given, launcher), team.line
     names = team.names
     store = supervisor_protocol.opened(line.address, line.port, absence, f"host {names[0]}")
@@ -143,9 +143,9 @@ def supervise(launcher: Launcher, place: RankSpec, asked: Told, given: train.Ope
     return {"code": train.carry_out(train.Ranks(begin, post.run, first), asked["quiet"])}
 
 
-def _met(launcher: Launcher, place: RankSpec, asked: Told, own: dict[str, str], absence: float) -> HostMap:
-    """The hosts of the run, once each has said what it has (`own`) and all are to begin."""
-    launcher.tell("ready", identity=own)
+def _met(launcher: Launcher, place: RankSpec, asked: Told, own_identity: dict[str, str], absence: float) -> HostMap:
+    """The hosts of the run, once each has said what it has (`own_identity`) and all are to begin."""
+    launcher.tell("ready", identity=own_identity)
     launcher.hear()
     server = store_server.near(place, asked["token"])
     line = Meeting(

@@ -58,15 +58,15 @@ def run(arguments: argparse.Namespace) -> int:
     target = Path(arguments.out)
     if target.exists():
         raise UserError(f"{target} exists.", do=f"--out {target.stem}-2.toml, or remove it")
-    found = [look(path) for path in arguments.paths]
-    for one in found:
-        if one.kind == "module" and Path(one.path).expanduser().resolve().parent != target.resolve().parent:
+    finds = [look(path) for path in arguments.paths]
+    for find in finds:
+        if find.kind == "module" and Path(find.path).expanduser().resolve().parent != target.resolve().parent:
             raise UserError(
-                f"{target} would not lie beside {one.path}.",
+                f"{target} would not lie beside {find.path}.",
                 why="modules are imported from the recipe's folder",
-                do=f"espalier init {one.path} --out {Path(one.path).parent / target.name}",
+                do=f"espalier init {find.path} --out {Path(find.path).parent / target.name}",
             )
-    text = recipe(found, target)
+    text = recipe(finds, target)
     try:
         target.write_text(text, encoding="utf-8")
     except UnicodeEncodeError:
@@ -79,12 +79,12 @@ def run(arguments: argparse.Namespace) -> int:
     if getattr(made.model, "initial", None) is None:
         defaults.resolve(made)  # a recipe that cannot be used is our mistake, and is seen here
     if arguments.json:
-        print(json.dumps({"recipe": str(target), "found": [one._asdict() for one in found]}))
+        print(json.dumps({"recipe": str(target), "found": [find._asdict() for find in finds]}))
     else:
-        for one in found:
-            say(f"{printable(one.path)}: {one.says}")
-            if one.needs:
-                say(f"First set model.arguments in {target}: `build` has no default for {', '.join(one.needs)}.")
+        for find in finds:
+            say(f"{printable(find.path)}: {find.says}")
+            if find.needs:
+                say(f"First set model.arguments in {target}: `build` has no default for {', '.join(find.needs)}.")
         say(f"Wrote {target}. Next: espalier plan {target}, then espalier train {target}")
     return 0
 
@@ -280,27 +280,27 @@ def _module(path: str, place: Path) -> Found:
 def _required(arguments: ast.arguments) -> Iterator[str]:
     """The names of arguments without a default."""
     placed = [*arguments.posonlyargs, *arguments.args]
-    yield from (one.arg for one in placed[: len(placed) - len(arguments.defaults)])
+    yield from (argument.arg for argument in placed[: len(placed) - len(arguments.defaults)])
     named = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-    yield from (one.arg for one, default in named if default is None)
+    yield from (argument.arg for argument, default in named if default is None)
 
 
 # --- the recipe --------------------------------------------------------------------------------------------------
 
 
-def recipe(found: list[Found], target: Path) -> str:
-    """The recipe for all of `found`. Raises UserError where there is no one recipe for them."""
-    kinds = {one.kind for one in found}
-    data = [one for one in found if one.kind != "weights"]
+def recipe(finds: list[Found], target: Path) -> str:
+    """The recipe for all of `finds`. Raises UserError where there is no one recipe for them."""
+    kinds = {find.kind for find in finds}
+    data = [find for find in finds if find.kind != "weights"]
     if kinds == {"weights"}:
-        found, data = [*found, one := Found("text", "python:stdlib", "text")], [one]
+        finds, data = [*finds, corpus := Found("text", "python:stdlib", "text")], [corpus]
     elif (
         len(kinds - {"weights"}) > 1
         or (kinds != {"text"} and len(data) > 1)
-        or (kinds & {"graph", "scene"} and len(found) > 1)
+        or (kinds & {"graph", "scene"} and len(finds) > 1)
     ):
-        told = ", ".join(f"{one.path} ({one.kind})" for one in found)
-        raise UserError("There is no one recipe for these.", why=told, do="espalier init for each, with --out")
+        listing = ", ".join(f"{find.path} ({find.kind})" for find in finds)
+        raise UserError("There is no one recipe for these.", why=listing, do="espalier init for each, with --out")
     make = {
         "text": _text,
         "chats": _tuned,
@@ -309,17 +309,17 @@ def recipe(found: list[Found], target: Path) -> str:
         "scene": _scene,
         "module": _own,
     }[data[0].kind]
-    head = "".join(f"# {printable(source.path)}: {printable(source.says)}.\n" for source in found)
+    head = "".join(f"# {printable(source.path)}: {printable(source.says)}.\n" for source in finds)
     name = printable(target.name)
-    return f"{head}#\n#   espalier plan {name}\n#   espalier train {name}\n\n{make(found, data)}"
+    return f"{head}#\n#   espalier plan {name}\n#   espalier train {name}\n\n{make(finds, data)}"
 
 
-def _text(found: list[Found], data: list[Found]) -> str:
-    weights = [one for one in found if one.kind == "weights"]
+def _text(finds: list[Found], data: list[Found]) -> str:
+    weights = [find for find in finds if find.kind == "weights"]
     if len(weights) > 1:
         raise UserError("One folder of weights is what a run starts from.", do="leave the others out")
     model = f"[model]\n{_key('initial', weights[0].path)}" if weights else '[model]\nkind = "gpt"\n# depth = 6\n'
-    bpe = '# tokenizer = "bpe:4096"     # default: bytes\n' if sum(one.size for one in data) < LARGE else ""
+    bpe = '# tokenizer = "bpe:4096"     # default: bytes\n' if sum(source.size for source in data) < LARGE else ""
     bpe = bpe or 'tokenizer = "bpe:4096"       # trained on all sources when the run begins\n'
     bpe = "" if weights else bpe
     several = len(data) > 1
@@ -328,8 +328,8 @@ def _text(found: list[Found], data: list[Found]) -> str:
     return "\n".join([model, *tables, "[train]\n# steps = 1000\n"])
 
 
-def _tuned(found: list[Found], data: list[Found]) -> str:
-    weights = [one for one in found if one.kind == "weights"]
+def _tuned(finds: list[Found], data: list[Found]) -> str:
+    weights = [find for find in finds if find.kind == "weights"]
     pairs = data[0].kind == "pairs"
     if len(weights) != 1 and (weights or pairs):
         raise UserError(
@@ -342,7 +342,7 @@ def _tuned(found: list[Found], data: list[Found]) -> str:
     return f"[model]\n{model}\n[tune]\n{kind}\n[data]\n{_key('path', data[0].path)}\n[train]\n# steps = 1000\n"
 
 
-def _graph(found: list[Found], data: list[Found]) -> str:
+def _graph(finds: list[Found], data: list[Found]) -> str:
     task = _key("task", data[0].task).rstrip()
     others = ", ".join(name for name in ("node", "link", "graph") if name != data[0].task)
     return (
@@ -365,7 +365,7 @@ def _scene(inputs: list[Found], data: list[Found]) -> str:
     )
 
 
-def _own(found: list[Found], data: list[Found]) -> str:
+def _own(finds: list[Found], data: list[Found]) -> str:
     needs = data[0].needs
     values = ", ".join(f"{name} = 0" for name in needs)
     arguments = (

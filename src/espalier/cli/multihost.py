@@ -98,10 +98,10 @@ def _attempt(
             vanished = crowd.vanished
             shown = vanished or error
             why = f"{shown.why}; " if shown.why else ""
-            told = type(shown)(shown.what, why=f"{why}what all hosts wrote is in {log}", do=shown.do)
+            shown_error = type(shown)(shown.what, why=f"{why}what all hosts wrote is in {log}", do=shown.do)
             if vanished is not None:
-                return told
-            raise told from None
+                return shown_error
+            raise shown_error from None
     return int(done["code"])
 
 

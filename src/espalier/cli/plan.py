@@ -69,7 +69,7 @@ def decided(
         chosen, why = run_plan.batches(
             resolved,
             workload,
-            lambda asked, its: plan_of(asked, workload=its).plan,
+            lambda asked, opened: plan_of(asked, workload=opened).plan,
             lambda asked, _: Trials(asked.recipe, cluster),
         )
         settled, workload = run_plan.with_batches(resolved, workload, chosen)

@@ -98,8 +98,8 @@ def _derived(derivations: Sequence[Derivation]) -> None:
     value = max(len(str(derivation.value)) for derivation in derivations)
     indent = 2 + key + 2 + value + 2
     groups: dict[str, list[Derivation]] = {}
-    for one in derivations:
-        groups.setdefault(one.reason, []).append(one)
+    for each in derivations:
+        groups.setdefault(each.reason, []).append(each)
     for reason, together in groups.items():
         left = [f"  {derivation.key:<{key}}  {derivation.value!s:<{value}}" for derivation in together]
         if width is not None and width - indent < NARROW:
@@ -155,10 +155,10 @@ def _parts(parts: Iterable[str]) -> None:
         say("      " + ", ".join(every[first : first + 3]) + "," * (first + 3 < len(every)))
 
 
-def cluster(found: Cluster) -> str:
+def cluster(machines: Cluster) -> str:
     """A cluster in a few lines."""
     lines = []
-    for node in found.nodes:
+    for node in machines.nodes:
         device = node.device
         rates = ", ".join(f"{name} {units.show_flops(rate)}" for name, rate in device.flops.items())
         count = f"{node.count} x " if node.count > 1 else ""
@@ -167,9 +167,9 @@ def cluster(found: Cluster) -> str:
         lines.append(f"  {node.cores} cores, host memory {units.show_size(node.memory)}")
         lines += [f"  disk {disk}" for disk in map(_disk, node.disks)]
         lines.append(f"  between its ranks: {_link(node.inside)}")
-    if found.between is not None:
-        lines.append(f"between nodes: {_link(found.between)}")
-    return "\n".join([*lines, *(f"note: {note}" for note in found.notes)])
+    if machines.between is not None:
+        lines.append(f"between nodes: {_link(machines.between)}")
+    return "\n".join([*lines, *(f"note: {note}" for note in machines.notes)])
 
 
 def _disk(disk: Disk) -> str:
@@ -209,8 +209,8 @@ def finished(folder: Path, page: Path, seconds: float) -> None:
         console.print(visible(text), markup=False, soft_wrap=True)
     if latest:
         console.rule()
-    found = results(folder)
-    figures = ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in found.items())
+    numbers = results(folder)
+    figures = ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in numbers.items())
     say()
     line(f"Done in {units.show_seconds(seconds)}: {figures or 'no steps were left'}.")
     # Paths and commands stay whole on one line, so that they can be copied.
@@ -227,15 +227,15 @@ def finished(folder: Path, page: Path, seconds: float) -> None:
         say(f"  export    espalier export {folder} --to hf")
 
 
-def account(found: Account) -> None:
+def account(times: Account) -> None:
     """Where the time went, and what failures cost where there were any."""
     seconds = units.show_seconds
-    if found.useful:
-        spent = ((name, took) for name, took in found.parts.items() if took >= 0.005 * found.wall)
-        line(f"Of {seconds(found.wall)}: {', '.join(f'{took / found.wall:.1%} {name}' for name, took in spent)}.")
-    if not found.failures:
+    if times.useful:
+        spent = ((name, took) for name, took in times.parts.items() if took >= 0.005 * times.wall)
+        line(f"Of {seconds(times.wall)}: {', '.join(f'{took / times.wall:.1%} {name}' for name, took in spent)}.")
+    if not times.failures:
         return
-    line(f"Goodput {found.goodput:.1%} of {seconds(found.wall)}; a failure every {seconds(found.between_failures)}.")
+    line(f"Goodput {times.goodput:.1%} of {seconds(times.wall)}; a failure every {seconds(times.between_failures)}.")
     head = (
         "cause",
         "reason (category)",
@@ -247,15 +247,15 @@ def account(found: Account) -> None:
     )
     body = [
         (
-            one.kind,
-            f"{one.reason} ({one.category})" if one.reason else "-",
-            str(one.count),
-            str(one.recovered),
-            seconds(one.down),
-            str(one.steps),
-            seconds(one.again),
+            cause.kind,
+            f"{cause.reason} ({cause.category})" if cause.reason else "-",
+            str(cause.count),
+            str(cause.recovered),
+            seconds(cause.down),
+            str(cause.steps),
+            seconds(cause.again),
         )
-        for one in found.causes
+        for cause in times.causes
     ]
     rows(head, body)
 

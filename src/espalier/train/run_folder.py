@@ -165,8 +165,8 @@ def find(path: str | Path) -> RunFolder:
     refuse_links(folder.path)
     if folder.exists():
         return folder
-    beside = Path(path).parent if Path(path).parent.is_dir() else Path(".")
-    runs = sorted(str(file.parent) for file in beside.glob("*/run.toml"))
+    near = Path(path).parent if Path(path).parent.is_dir() else Path(".")
+    runs = sorted(str(file.parent) for file in near.glob("*/run.toml"))
     raise UserError(
         f"There is no run in {path}.",
         why="a run folder holds run.toml, plan.json and events.jsonl",
@@ -178,20 +178,20 @@ def refuse_links(path: Path) -> None:
     """Raises UserError where something in the run folder at `path` is a link that leads out of it, or neither a file
     nor a folder: what is appended to a log or cut off a lock would be elsewhere, and a pipe is waited for."""
     for place, folders, files in os.walk(path):
-        for found in (Path(place, name) for name in (*folders, *files)):
+        for entry in (Path(place, name) for name in (*folders, *files)):
             with contextlib.suppress(FileNotFoundError):  # a run that goes on meanwhile
-                _refuse_link(found, path)
+                _refuse_link(entry, path)
 
 
-def _refuse_link(found: Path, run: Path) -> None:
-    mode = found.lstat().st_mode
+def _refuse_link(entry: Path, run: Path) -> None:
+    mode = entry.lstat().st_mode
     if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
         return
     if not stat.S_ISLNK(mode):
-        raise UserError(f"{found} is neither a file nor a folder.", do="remove it")
-    if not Path(os.path.realpath(found)).is_relative_to(os.path.realpath(run)):
+        raise UserError(f"{entry} is neither a file nor a folder.", do="remove it")
+    if not Path(os.path.realpath(entry)).is_relative_to(os.path.realpath(run)):
         raise UserError(
-            f"{found} is a link out of the run folder, to {os.readlink(found)}.",
+            f"{entry} is a link out of the run folder, to {os.readlink(entry)}.",
             why="what a run writes stays in its folder, also where somebody else has made it",
             do="remove the link; checkpoint.target keeps checkpoints elsewhere, --run the whole run",
         )
@@ -238,7 +238,7 @@ def _in_common(before: config.Recipe, after: config.Recipe) -> tuple[config.Reci
 
     def named(rows: Any, others: Any) -> Any:
         names = {row.name for row in others or ()}
-        return tuple(sorted((row for row in rows or () if row.name in names), key=lambda one: one.name))
+        return tuple(sorted((row for row in rows or () if row.name in names), key=lambda row: row.name))
 
     if not named(before.tasks, after.tasks):
         return before, after

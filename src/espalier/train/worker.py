@@ -253,10 +253,10 @@ def live(trainer: Trainer) -> dict[str, Any]:
     return {"step": trainer.step, "tokens": trainer.tokens}
 
 
-def _begin(trainer: Trainer, found: Mapping[str, Any]) -> None:
+def _begin(trainer: Trainer, about: Mapping[str, Any]) -> None:
     """Says that steps are made from now on, and of what."""
     setting, place = trainer.setting, trainer.setting.place
-    setting.emit("run", step=trainer.step, steps=trainer.total, pid=os.getpid(), **found, **setting.about)
+    setting.emit("run", step=trainer.step, steps=trainer.total, pid=os.getpid(), **about, **setting.about)
     for what in trainer.built.context.damaged:
         setting.emit("incident", kind="damaged", what=what, rank=place.rank, step=trainer.step, action=_DAMAGED)
     predicted = setting.plan.predicted
@@ -267,24 +267,24 @@ def _replay(trainer: Trainer, saved: Checkpoints | None) -> None:
     """What follows measurements is decided as the log of this run says, for steps that are done again, then as logs do
     that the recipe names; what is decided beyond goes into the log."""
     setting = trainer.setting
-    own = [] if setting.folder is None else [setting.folder / events.NAME]
+    paths = [] if setting.folder is None else [setting.folder / events.NAME]
     team = saved.team if saved is not None else Coordinator(None)
-    for one in trainer.built.context.decisions:
-        why = f"{one.signal}, or the log that it follows"
+    for recorded_decisions in trainer.built.context.decisions:
+        why = f"{recorded_decisions.signal}, or the log that it follows"
 
-        def read(decisions: Decisions = one) -> dict[str, list[tuple[Any, ...]]]:
-            logs = [*(log for log in own if log.exists()), *decisions.logs]
+        def read(decisions: Decisions = recorded_decisions) -> dict[str, list[tuple[Any, ...]]]:
+            logs = [*(log for log in paths if log.exists()), *decisions.logs]
             return {name: [tuple(recorded(log, name)) for log in logs] for name in decisions.now.values}
 
         def tell(name: str, step: int, value: int, why: str = why) -> None:
             setting.emit("rule", name=name, step=step, value=value, why=why)
 
         decided = team.agree("reading what was decided", lambda: None, lambda all_: [read()] * len(all_))
-        one.tell = tell
+        recorded_decisions.tell = tell
         if trainer.step == 0:
-            for name, value in one.now.values.items():
+            for name, value in recorded_decisions.now.values.items():
                 tell(name, 0, value)
-        one.replay({name: [Recorded(*log) for log in logs] for name, logs in decided.items()})
+        recorded_decisions.replay({name: [Recorded(*log) for log in logs] for name, logs in decided.items()})
 
 
 def _leave(trainer: Trainer, saved: Checkpoints | None) -> None:
@@ -309,8 +309,8 @@ def _pace(trainer: Trainer, saved: Checkpoints) -> Pace:
     def mean(values: Sequence[float]) -> list[float]:
         agreed = torch.tensor(values, dtype=torch.float64)
         trainer.mean(agreed)
-        found: list[float] = agreed.tolist()
-        return found
+        agreed_values: list[float] = agreed.tolist()
+        return agreed_values
 
     def tell(every: int, why: str) -> None:
         setting.emit("rule", name=checkpoint_cost.NAME, step=trainer.step, value=every, why=why)

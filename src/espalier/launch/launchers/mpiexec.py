@@ -47,13 +47,13 @@ def place(threads: int | None = None) -> RankSpec | None:
         raise UserError(
             f"{names[0]}={rank} with {names[1]}={world}.", why="ranks are numbered from 0 to the world size minus one"
         )
-    local, here = number(names[2], 0), max(1, number(names[3], 1))
-    met = _given() or _met(rank, world, here)
+    local, local_ranks = number(names[2], 0), max(1, number(names[3], 1))
+    met = _given() or _met(rank, world, local_ranks)
     return RankSpec(
         rank=rank,
         world=world,
         local_rank=local,
-        threads=threads or max(1, len(os.sched_getaffinity(0)) // here),
+        threads=threads or max(1, len(os.sched_getaffinity(0)) // local_ranks),
         host=met.host,
         port=met.port,
         source="MASTER_ADDR" if "MASTER_ADDR" in os.environ else "rank 0's address, told by MPI",
@@ -74,7 +74,7 @@ def _given() -> _Meeting | None:
 
 
 @cache
-def _met(rank: int, world: int, here: int) -> _Meeting:
+def _met(rank: int, world: int, local_ranks: int) -> _Meeting:
     """The ranks agree by MPI where their store is."""
     comm = _world(world) if world > 1 else None
     meeting: tuple[Sequence[str], int] = ((), 0)
@@ -82,7 +82,7 @@ def _met(rank: int, world: int, here: int) -> _Meeting:
     if rank == 0:
         listener = socket.create_server(("", 0), backlog=1024)
         own = [address.address for address in network_interface.addresses()]
-        meeting = (["127.0.0.1"] if here == world else own, listener.getsockname()[1])
+        meeting = (["127.0.0.1"] if local_ranks == world else own, listener.getsockname()[1])
         listen_fd = listener.detach()
     addresses, port = meeting if comm is None else comm.bcast(meeting, 0)
     return _Meeting("127.0.0.1" if rank == 0 else _answering(addresses, port), port, listen_fd)
