@@ -47,7 +47,7 @@ class Stragglers:
         self._named: set[int] = set()
 
     def look(self, seconds: Sequence[float]) -> list[tuple[int, float]]:
-        """Ranks that are found slow now, each once, with their score. `seconds`: seconds a step without waits, by rank."""
+        """Ranks that are found slow now, each once, with their score. `seconds`: of a step without waits, by rank."""
         seconds = leveled(seconds, self._work)
         stragglers, middle = [], statistics.median_low(seconds)
         for rank, score in enumerate(scores(seconds)):
