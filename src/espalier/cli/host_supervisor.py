@@ -22,7 +22,7 @@ from espalier.launch.hosts import leader, supervisor_protocol
 from espalier.launch.hosts.announcement import Announcement
 from espalier.launch.hosts.host_agent import Launcher, Told
 from espalier.launch.hosts.host_map import HostMap
-from espalier.launch.hosts.supervisor_protocol import Meeting
+from espalier.launch.hosts.supervisor_protocol import MeetingPoint
 from espalier.launch.ranks import rank_assignment, store_server
 from espalier.launch.ranks.supervisor import RestartOptions
 from espalier.machine import cluster as clusters
@@ -41,7 +41,7 @@ _DECIDED = "espalier/decided"
 
 
 @dataclass(frozen=True)
-class Post:
+class HostPost:
     """One supervisor's place among them.
 
     Attributes:
@@ -127,7 +127,7 @@ def supervise(launcher: Launcher, place: RankSpec, asked: Told, given: train.Ope
     own_identity = identity(data=given.workload.fingerprint(), recipe=cache_dir.hashed(recipe_file.to_table(recipe)))
     absence = units.seconds(recipe.comm.timeout, "comm.timeout")
     team = _met(launcher, place, asked, {key: own_identity[key] for key in ("data", "recipe")}, absence)
-    post, line = Post(team, given, launcher), team.line
+    post, line = HostPost(team, given, launcher), team.line
     names = team.names
     store = supervisor_protocol.opened(line.address, line.port, absence, f"host {names[0]}")
     others = Announcement(store, _DECIDED, f"Host {names[0]}", line.token, f"Host {names[line.host]}")
@@ -148,7 +148,7 @@ def _met(launcher: Launcher, place: RankSpec, asked: Told, own_identity: dict[st
     launcher.tell("ready", identity=own_identity)
     launcher.hear()
     server = store_server.near(place, asked["token"])
-    line = Meeting(
+    line = MeetingPoint(
         place.rank, len(asked["names"]), server.host, server.port, "", life=asked.get("life", 0), token=asked["token"],
         gate=(place.host, place.port) if place.rank else None,
     )  # fmt: skip

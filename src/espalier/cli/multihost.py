@@ -26,7 +26,7 @@ from espalier.recipe.errors import EspalierError, PeerLost, RunFailed, UserError
 from espalier.recipe.terminal import say
 from espalier.track.events import read
 from espalier.track.progress import Forgiving, trouble
-from espalier.train.failure import Budget, Failure
+from espalier.train.failure import Failure, RestartBudget
 from espalier.train.run_folder import path_of
 
 MODULE = "espalier.cli.host_worker"
@@ -67,7 +67,7 @@ def _train(arguments: argparse.Namespace, named: Sequence[hosts.Host]) -> int:
     if not leads:
         log = folder / "logs" / LOG
         _say([f"The run is kept on host {chosen[0].name}: {folder.absolute()}. What all ranks write is in {log}."])
-    budget = Budget(None if recipe.faults.restarts == "auto" else recipe.faults.restarts)
+    budget = RestartBudget(None if recipe.faults.restarts == "auto" else recipe.faults.restarts)
     while isinstance(outcome := _attempt(recipe, chosen, message, folder), EspalierError):
         decision = budget.decide(_failure(outcome, folder / EVENTS))
         if not decision.restart:

@@ -49,7 +49,7 @@ _INTERRUPTED = 130
 
 
 @dataclass(frozen=True)
-class Job:
+class RayJob:
     """What every rank runs: the command, in this folder; the run's folder and its ranks (None: as the cluster says)."""
 
     command: tuple[str, ...]
@@ -84,10 +84,10 @@ def run(arguments: argparse.Namespace) -> int:
     return int(outcome["code"])
 
 
-def _job(arguments: argparse.Namespace, recipe: Recipe) -> Job:
+def _job(arguments: argparse.Namespace, recipe: Recipe) -> RayJob:
     folder = runs.path_of(recipe, arguments.run).absolute()
     restarts = recipe.faults.restarts
-    return Job(
+    return RayJob(
         tuple(train_command(arguments, str(folder))),
         os.getcwd(),
         folder,
@@ -114,7 +114,7 @@ def _heard(pid: int, read: int) -> dict[str, Any] | None:
     return json.loads(text) if text else None
 
 
-def _child(address: str, job: Job, read: int, write: int) -> int:
+def _child(address: str, job: RayJob, read: int, write: int) -> int:
     os.close(read)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -129,7 +129,7 @@ def _child(address: str, job: Job, read: int, write: int) -> int:
 # --- the driver --------------------------------------------------------------------------------------------------
 
 
-def drive(address: str, job: Job) -> int:
+def drive(address: str, job: RayJob) -> int:
     """Attempts until one ends. Raises UserError where there is no cluster or no room, RunFailed where nothing helps."""
     import ray
 
@@ -171,7 +171,7 @@ def _reach(address: str, seconds: float) -> None:
     rendezvous_wait.reached(place, "--ray", "Ray's head", Deadline(seconds, "This machine"), connect)
 
 
-def _placed(ray: Any, job: Job) -> tuple[Any, dict[str, float], int]:
+def _placed(ray: Any, job: RayJob) -> tuple[Any, dict[str, float], int]:
     """The placement group, what each rank has of it, and how many ranks there are."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     gpus = int(sum(node.get("GPU", 0) for node in nodes))
@@ -191,8 +191,8 @@ def _placed(ray: Any, job: Job) -> tuple[Any, dict[str, float], int]:
     return group, asked, count
 
 
-def _attempts(ray: Any, actors: Sequence[Any], job: Job) -> int:
-    follow = Follower(job.run / "logs" / "ray-0.log")
+def _attempts(ray: Any, actors: Sequence[Any], job: RayJob) -> int:
+    follow = LogFollower(job.run / "logs" / "ray-0.log")
     number = fruitless = 0
     while True:
         before = _saved(job.run)
@@ -215,7 +215,7 @@ def _attempts(ray: Any, actors: Sequence[Any], job: Job) -> int:
         say(f"Ranks were lost ({', '.join(map(str, codes))}); attempt {number + 1} goes on from the newest checkpoint.")
 
 
-def _attempt(ray: Any, actors: Sequence[Any], job: Job, number: int, follow: Follower) -> list[int]:
+def _attempt(ray: Any, actors: Sequence[Any], job: RayJob, number: int, follow: LogFollower) -> list[int]:
     """The exit codes of all ranks; -1 of one whose actor was lost."""
     places = _places(ray, actors)
     (host, _), port = places[0], _asked(ray, actors[0].free_port.remote)
@@ -233,7 +233,7 @@ def _attempt(ray: Any, actors: Sequence[Any], job: Job, number: int, follow: Fol
     return _ended(ray, actors, running, follow)
 
 
-def _ended(ray: Any, actors: Sequence[Any], running: dict[Any, int], follow: Follower) -> list[int]:
+def _ended(ray: Any, actors: Sequence[Any], running: dict[Any, int], follow: LogFollower) -> list[int]:
     """Waits for all ranks; the first that fails, and Ctrl-C, stop the others."""
     codes, deadline = [0] * len(running), float("inf")
     left = list(running)
@@ -294,7 +294,7 @@ def _saved(run: Path) -> list[str]:
     return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
 
 
-class Follower:
+class LogFollower:
     """Prints what is added to a file. Has state: how far it was read."""
 
     def __init__(self, path: Path) -> None:

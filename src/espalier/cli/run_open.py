@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from espalier.parallel.workload import Workload
 
 
-class Run(run_tables.Run):
+class OpenRun(run_tables.Run):
     """What a run folder holds, its trained model included. Made by `open_run`."""
 
     def model(self, *, trust: bool = False) -> Any:
@@ -42,9 +42,9 @@ class Run(run_tables.Run):
         return trained(self.folder, trust).model
 
 
-def open_run(folder: str | Path) -> Run:
+def open_run(folder: str | Path) -> OpenRun:
     """The run in `folder`. Raises UserError when there is no such folder, or no run in it."""
-    return Run(*run_tables.found(folder))
+    return OpenRun(*run_tables.found(folder))
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from espalier.launch.ranks.agent import Attempt, LocalAgent
 from espalier.launch.ranks.rank_process import Child
 from espalier.launch.ranks.supervisor import RestartOptions, served
 from espalier.recipe.errors import HostLost
-from espalier.train.failure import Budget, Failure
+from espalier.train.failure import Failure, RestartBudget
 from espalier.train.heartbeat import Pulses
 from espalier.train.rank_spec import RankSpec
 
@@ -50,7 +50,7 @@ class Follower:
         self.test: tuple[int, Child | None] = (0, None)
         """The number of the last test of hosts, and who does this one's part while it lasts."""
         self.exchange = link(team.line, Command)
-        self.budget = Budget(care.restarts)
+        self.budget = RestartBudget(care.restarts)
         self._reported = self._looked = 0.0
         self._ends = 0
         self._revived: list[tuple[int, int, str]] = []

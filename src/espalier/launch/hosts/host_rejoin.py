@@ -25,7 +25,7 @@ PAUSES = (0.0, 1.0, 2.0, 4.0, 8.0)
 that boots is not asked more often than a few times a minute."""
 
 
-class Crowd(Protocol):
+class HostCrowd(Protocol):
     """The processes on all hosts, see `ssh.Crowd`."""
 
     all: list[Far]
@@ -75,7 +75,7 @@ class Returning:
     """
 
     def __init__(
-        self, crowd: Crowd, absence: float = 0.0, say: Callable[[Sequence[str]], None] = lambda lines: None
+        self, crowd: HostCrowd, absence: float = 0.0, say: Callable[[Sequence[str]], None] = lambda lines: None
     ) -> None:
         self._crowd, self._absence, self._say = crowd, absence, say
         self._lost: dict[int, Lost] = {}

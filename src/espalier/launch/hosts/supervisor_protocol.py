@@ -54,7 +54,7 @@ class Command:
         later: those that stay come at the end of a round.
         testing: the number of the test (`host_check`) that is under way, from 1; 0: none is.
         between_failures: seconds, as `checkpoint.shared_memory` wants them.
-        lives: of each host, which of its supervisors (`Meeting.life`) is meant; empty: whoever is there.
+        lives: of each host, which of its supervisors (`MeetingPoint.life`) is meant; empty: whoever is there.
         shape: `RunShape.told` of what runs now; empty: what all began with.
     """
 
@@ -146,7 +146,7 @@ def dated(sign: Sign, now: float) -> Sign:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class MeetingPoint:
     """Where the supervisors of a run meet.
 
     Attributes:
@@ -180,7 +180,7 @@ class ControlLink:
     """
 
     def __init__(
-        self, line: Meeting, kind: type, news: Callable[[int, Any], None] = lambda host, message: None
+        self, line: MeetingPoint, kind: type, news: Callable[[int, Any], None] = lambda host, message: None
     ) -> None:
         self._line, self._news = line, news
         self._coder = msgspec.json.Encoder()

@@ -35,7 +35,7 @@ PATIENCE = 3600.0
 """Seconds in which ranks that were left come to the end of a round."""
 
 
-class Clock(Protocol):
+class WallClock(Protocol):
     """Time as supervisors and agents see it: the `time` module, or simulated."""
 
     def monotonic(self) -> float:
@@ -189,10 +189,10 @@ class LocalAgent(Agent):
     Args:
         task: what each runs.
         signals: who passes Ctrl-C on.
-        clock: see `Clock`.
+        clock: see `WallClock`.
     """
 
-    def __init__(self, task: Entrypoint, signals: Signals, clock: Clock = time) -> None:
+    def __init__(self, task: Entrypoint, signals: Signals, clock: WallClock = time) -> None:
         self.task, self.signals, self.clock = task, signals, clock
 
     @property

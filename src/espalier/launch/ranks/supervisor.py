@@ -23,14 +23,14 @@ from espalier.checkpoint.shared_memory import SharedMemory
 from espalier.launch.ranks import agent as agents
 from espalier.launch.ranks import postmortem
 from espalier.launch.ranks import rank_process as ranks
-from espalier.launch.ranks.agent import Agent, Attempt, Clock, LocalAgent
+from espalier.launch.ranks.agent import Agent, Attempt, LocalAgent, WallClock
 from espalier.launch.ranks.postmortem import Ended
 from espalier.launch.ranks.rank_process import Child
 from espalier.launch.ranks.resize import Reshaping, Resizer, RunShape
 from espalier.launch.resilience.hang_detector import Stall, Watcher
 from espalier.launch.resilience.straggler import Stragglers
 from espalier.recipe.errors import Diverged, EspalierError, HostLost, Interrupted, RunFailed, UserError
-from espalier.train.failure import KINDS, Budget, Decision, Failure, kind_of
+from espalier.train.failure import KINDS, Failure, RestartBudget, RestartDecision, kind_of
 from espalier.train.heartbeat import Pulses, Sign
 from espalier.train.rank_spec import Entrypoint, RankSpec
 
@@ -51,7 +51,7 @@ class RestartOptions:
     """How a run is looked after.
 
     Attributes:
-        restarts: see `train.failure.Budget`.
+        restarts: see `train.failure.RestartBudget`.
         heartbeat: seconds between two signs of life of a rank.
         memory: bytes that copies of the state may take in this machine's memory; 0: there are none, None: a quarter of
             what is free once the run has begun.
@@ -121,14 +121,14 @@ class Supervisor:
         places: of the ranks.
         care: see `RestartOptions`.
         agent: who starts, watches and ends the ranks.
-        clock: see `agent.Clock`.
+        clock: see `agent.WallClock`.
     """
 
-    def __init__(self, places: Sequence[RankSpec], care: RestartOptions, agent: Agent, clock: Clock = time) -> None:
+    def __init__(self, places: Sequence[RankSpec], care: RestartOptions, agent: Agent, clock: WallClock = time) -> None:
         self.places, self.care, self.agent, self.clock = places, care, agent, clock
         self.signals = agent.signals
         self.began = clock.monotonic()
-        self.budget = Budget(care.restarts)
+        self.budget = RestartBudget(care.restarts)
         self.reshaping = Reshaping(care.shapes, care.tell)
         self.next: RunShape | None = None
         self.spins = any(place.device.startswith("cuda") for place in places)  # waits of NCCL take CPU time
@@ -349,12 +349,12 @@ class Supervisor:
         ruling = self._examined(ended.failure)
         return replace(ended, found=ruling), self.budget.permits(_named(ended.failure, ruling))
 
-    def _stay(self, decision: Decision) -> bool:
+    def _stay(self, decision: RestartDecision) -> bool:
         return decision.restart and not decision.wait and self.next is None
 
-    def _decide(self, ended: Ended, gone: Sequence[int] = ()) -> Decision:
+    def _decide(self, ended: Ended, gone: Sequence[int] = ()) -> RestartDecision:
         if self.signals.seen:
-            return Decision(False, 0.0, "the run was asked to stop")
+            return RestartDecision(False, 0.0, "the run was asked to stop")
         ended = self.agent.examined(ended)
         failure = ended.failure
         ruling = ended.found or self._examined(failure)
@@ -387,11 +387,11 @@ class Supervisor:
         self.attempt += 1
         return decision
 
-    def _answer(self, failure: Failure) -> tuple[Decision, RunShape | None, dict[str, float]]:
+    def _answer(self, failure: Failure) -> tuple[RestartDecision, RunShape | None, dict[str, float]]:
         """What to do after `failure`, as which shape (None: the same), and what that is about in numbers."""
         turn = self.reshaping.turn
         if failure.kind == "replanned" and turn is not None:
-            return Decision(True, 0.0, str(turn.verdict)), turn.shape, turn.told
+            return RestartDecision(True, 0.0, str(turn.verdict)), turn.shape, turn.told
         return *self.reshaping.after(failure, self.budget.decide(failure)), {}
 
     def _take(self, shape: RunShape) -> None:
@@ -406,7 +406,7 @@ class Supervisor:
             else place
             for place, rank in zip(places, shape.kept, strict=True)
         ]
-        self.budget = Budget(self.care.restarts)
+        self.budget = RestartBudget(self.care.restarts)
         self.reshaping.took(shape)
 
     def _examined(self, failure: Failure) -> Ruling:
@@ -419,7 +419,7 @@ class Supervisor:
         host = self.agent.host(failure.rank) if ruling.suspect == socket.gethostname() and failure.rank >= 0 else ""
         return replace(ruling, suspect=host) if host else ruling
 
-    def _last(self, ended: Ended, children: Sequence[Child], decision: Decision) -> EspalierError:
+    def _last(self, ended: Ended, children: Sequence[Child], decision: RestartDecision) -> EspalierError:
         """The error that ends the run."""
         if self.signals.seen:
             return postmortem.error(next((child for child in children if child.failed), children[0]), children, True)

@@ -25,7 +25,7 @@ GRACE = 0.5
 """Seconds after the first sign of a death in which survivors report; over slow links give the crew more."""
 
 
-class Stateful(Protocol):
+class GuardedPart(Protocol):
     """What has a state that travels: a scheduler, a scaler."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -44,10 +44,10 @@ class Guard:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, crew: MemberGroup, more: Mapping[str, Stateful]
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, crew: MemberGroup, more: Mapping[str, GuardedPart]
     ) -> None:
         self.optimizer = optimizer
-        self.parts: dict[str, Stateful] = {"model": model, "optimizer": optimizer, **more}
+        self.parts: dict[str, GuardedPart] = {"model": model, "optimizer": optimizer, **more}
         self.parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         kinds = {(parameter.dtype, parameter.device) for parameter in self.parameters}
         if len(kinds) != 1:
@@ -135,7 +135,7 @@ def guard(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     crew: MemberGroup,
-    more: Mapping[str, Stateful] | None = None,
+    more: Mapping[str, GuardedPart] | None = None,
 ) -> Guard:
     """Makes a loop on every replica one data-parallel run that survives any of them.
 
