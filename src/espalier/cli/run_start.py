@@ -15,7 +15,7 @@ import torch
 
 from espalier.checkpoint import run_identity
 from espalier.checkpoint.run_identity import RunIdentity, RunStamp
-from espalier.checkpoint.save_and_restore import CheckpointInfo, Checkpoints
+from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.checkpoint.storage import Folder
 from espalier.cli import prepare as ready
 from espalier.cli import run_trust
@@ -150,19 +150,16 @@ def owner_of(folder: runs.RunFolder, recipe: Recipe, data: str, saved: Checkpoin
     A run without a folder that means the same as the run of the newest checkpoint goes on as that one: its folder was
     lost, and its checkpoints are elsewhere. Raises UserError where a checkpoint is of another run.
     """
-    owner, entries = _stamped(folder, meaning(recipe, data), saved)
+    digest, entries, before = meaning(recipe, data), saved.entries(), run_identity.read(folder.path)
+    stamps = [entry.run for entry in entries if entry.run is not None]
+    if before is not None:
+        owner = Owner(before.now_means(digest), saved)
+    elif not stamps or stamps[-1].meaning != digest:
+        owner = Owner(run_identity.new(folder.path.name, socket.gethostname(), digest), saved, new=True)
+    else:
+        same = f"is of {stamps[-1]}, with the same recipe, seed and data: the run goes on as that one"
+        owner = Owner(run_identity.taken_up(*stamps), saved, [f"{entries[-1].path} {same}"])
     for entry in entries:
         run_identity.refuse_foreign(owner.identity, entry.run, entry.path)
     nameless = [entry.path for entry in entries if entry.run is None and not entry.why][-1:]
     return replace(owner, notes=[*owner.notes, *(run_identity.doubt(owner.identity, None, path) for path in nameless)])
-
-
-def _stamped(folder: runs.RunFolder, digest: str, saved: Checkpoints) -> tuple[Owner, list[CheckpointInfo]]:
-    entries, before = saved.entries(), run_identity.read(folder.path)
-    if before is not None:
-        return Owner(before.now_means(digest), saved), entries
-    stamps = [entry.run for entry in entries if entry.run is not None]
-    if not stamps or stamps[-1].meaning != digest:
-        return Owner(run_identity.new(folder.path.name, socket.gethostname(), digest), saved, new=True), entries
-    note = f"{entries[-1].path} is of {stamps[-1]}, with the same recipe, seed and data: the run goes on as that one"
-    return Owner(run_identity.taken_up(*stamps), saved, [note]), entries

@@ -73,6 +73,7 @@ class Property(Mechanism):
 
 def properties(recipe: Recipe, plan: Plan) -> list[Claim]:
     """Of a run, besides those that its mechanisms bring."""
+    memory = recipe.faults.memory
     sums = [exchange for exchange in plan.exchanges if exchange.traffic not in ("experts", "halo")]
     holds = {
         ENCODED: any(exchange.codec != "exact" for exchange in sums),
@@ -84,19 +85,12 @@ def properties(recipe: Recipe, plan: Plan) -> list[Claim]:
         CUT_SEQUENCES: any(stage.sequence > 1 for stage in plan.stages),
         SPREAD_EXPERTS: _experts(recipe, plan),
         CUT_LAYERS: _stages(recipe, plan) or _waves(recipe, plan),
-        COPIES: _copies(recipe, plan),
+        # States that wait elsewhere are copied only where that is asked for.
+        COPIES: set(astuple(plan.offload)) == HERE if memory == "auto" else units.size(memory, "faults.memory") > 0,
         LIMITED: decoder_shapes.limited(recipe.model),
         ROLLBACK: recipe.faults.rollback != "never",
     }
     return [claim for claim, true in holds.items() if true]
-
-
-def _copies(recipe: Recipe, plan: Plan) -> bool:
-    """States that wait elsewhere are copied only where that is asked for."""
-    memory = recipe.faults.memory
-    if memory == "auto":
-        return set(astuple(plan.offload)) == HERE
-    return units.size(memory, "faults.memory") > 0
 
 
 # --- the table -----------------------------------------------------------------------------------------------------
