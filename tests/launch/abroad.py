@@ -17,7 +17,7 @@ from struck import Struck, plan_of
 
 from espalier.launch.hosts import leader
 from espalier.launch.hosts.host_map import HostMap
-from espalier.launch.hosts.supervisor_protocol import Meeting
+from espalier.launch.hosts.supervisor_protocol import MeetingPoint
 from espalier.launch.ranks.store_server import near
 from espalier.recipe.errors import EspalierError
 from espalier.train.rank_spec import RankSpec
@@ -77,7 +77,7 @@ class Abroad(Struck):
             fd = -1 if host else socket.create_server((address, port)).detach()
             here = near(RankSpec(host, self.count, host=address, port=port, serves=host == 0, listen_fd=fd), TOKEN)
             life, gate = (self.lives, (address, port)) if host else (0, None)
-            line = Meeting(host, self.count, here.host, here.port, "run", self.heartbeat, life, TOKEN, gate)
+            line = MeetingPoint(host, self.count, here.host, here.port, "run", self.heartbeat, life, TOKEN, gate)
             found: Any = None
             plan = self.plan or plan_of(self.recipe, self.world)
             roles = tuple(one.role for one in plan.ranks)

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from espalier.launch.hosts.supervisor_protocol import Meeting
+from espalier.launch.hosts.supervisor_protocol import MeetingPoint
 from espalier.launch.ranks.agent import Attempt, LocalAgent, Signals
 from espalier.launch.ranks.rank_process import Child
 from espalier.launch.resilience.hang_detector import Vital
@@ -390,7 +390,7 @@ class SimulatedAgent(LocalAgent):
 class SimulatedLink:
     """A supervisor's end of the control link, on a board of simulated messages."""
 
-    def __init__(self, world: World, actor: Actor, line: Meeting, kind: type, news: Any = lambda host, said: None):
+    def __init__(self, world: World, actor: Actor, line: MeetingPoint, kind: type, news: Any = lambda host, said: None):
         self.world, self.actor, self.line, self.kind, self.news = world, actor, line, kind, news
         self.others = [0] if line.host else list(range(1, line.hosts))
         self.read: dict[int, bytes] = {}

@@ -10,13 +10,13 @@ import pytest
 
 from espalier.launch.hosts.follower import Follower
 from espalier.launch.hosts.host_map import HostMap
-from espalier.launch.hosts.supervisor_protocol import Command, ControlLink, Meeting, Report
+from espalier.launch.hosts.supervisor_protocol import Command, ControlLink, MeetingPoint, Report
 from espalier.launch.ranks.agent import LocalAgent, Signals, passing_on_signals
 from espalier.launch.ranks.supervisor import RestartOptions
 from espalier.recipe.errors import HostLost
 
 
-def follower(line: Meeting, task: Any, signals: Signals) -> Follower:
+def follower(line: MeetingPoint, task: Any, signals: Signals) -> Follower:
     team = HostMap(line, ("a", "b"), (0, 1))
     return Follower([team.place(1)], team, RestartOptions(heartbeat=line.heartbeat), LocalAgent(task, signals))
 
@@ -30,7 +30,7 @@ def said(leader: ControlLink, holds: Any, within: float = 20.0) -> Report:
 
 
 def test_it_forks_reports_and_ends_its_ranks_as_it_is_told(port: int) -> None:
-    line = Meeting(0, 2, "127.0.0.1", port, "it", 0.2)
+    line = MeetingPoint(0, 2, "127.0.0.1", port, "it", 0.2)
     leader = ControlLink(line, Report).begin(Command())
     heard: list[Report] = []
 
@@ -46,7 +46,7 @@ def test_it_forks_reports_and_ends_its_ranks_as_it_is_told(port: int) -> None:
 
     thread = threading.Thread(target=lead)
     thread.start()
-    seat = Meeting(1, 2, line.address, line.port, "it", 0.2)
+    seat = MeetingPoint(1, 2, line.address, line.port, "it", 0.2)
     with passing_on_signals() as signals:
         task = lambda place: time.sleep(30.0 if place.attempt == 0 else 0.0) or 10 * place.rank  # noqa: E731
         returned = follower(seat, task, signals).run()
@@ -58,7 +58,7 @@ def test_it_forks_reports_and_ends_its_ranks_as_it_is_told(port: int) -> None:
 
 
 def test_a_leader_whose_store_is_gone_is_given_up_in_three_heartbeats() -> None:
-    seat = Meeting(1, 2, "127.0.0.1", 1, "it", 0.2)  # nobody listens at port 1
+    seat = MeetingPoint(1, 2, "127.0.0.1", 1, "it", 0.2)  # nobody listens at port 1
     begun = time.monotonic()
     with passing_on_signals() as signals, pytest.raises(HostLost, match="Host a, which leads the run"):
         follower(seat, lambda place: None, signals).run()
@@ -66,7 +66,7 @@ def test_a_leader_whose_store_is_gone_is_given_up_in_three_heartbeats() -> None:
 
 
 def test_a_supervisor_in_place_of_another_begins_with_the_attempt_after_the_one_that_runs(port: int) -> None:
-    line = Meeting(0, 2, "127.0.0.1", port, "it", 0.2)
+    line = MeetingPoint(0, 2, "127.0.0.1", port, "it", 0.2)
     leader = ControlLink(line, Report).begin(Command(3, run=True, lives=(0, 0)))
     heard: list[Report] = []
 
@@ -78,7 +78,7 @@ def test_a_supervisor_in_place_of_another_begins_with_the_attempt_after_the_one_
 
     thread = threading.Thread(target=lead)
     thread.start()
-    seat = Meeting(1, 2, line.address, line.port, "it", 0.2, life=1)
+    seat = MeetingPoint(1, 2, line.address, line.port, "it", 0.2, life=1)
     with passing_on_signals() as signals:
         returned = follower(seat, lambda place: place.attempt, signals).run()
     thread.join(20)
@@ -88,9 +88,9 @@ def test_a_supervisor_in_place_of_another_begins_with_the_attempt_after_the_one_
 
 
 def test_a_supervisor_whose_place_was_taken_leaves(port: int) -> None:
-    line = Meeting(0, 2, "127.0.0.1", port, "it", 0.2)
+    line = MeetingPoint(0, 2, "127.0.0.1", port, "it", 0.2)
     leader = ControlLink(line, Report).begin(Command(2, run=True, lives=(0, 2)))
-    seat = Meeting(1, 2, line.address, line.port, "it", 0.2, life=1)
+    seat = MeetingPoint(1, 2, line.address, line.port, "it", 0.2, life=1)
     with passing_on_signals() as signals, pytest.raises(HostLost, match="taken the place of this one on host b"):
         follower(seat, lambda place: None, signals).run()
     leader.close()

@@ -15,7 +15,7 @@ from simulated import Actor, Fault, Killed, SimulatedAgent, SimulatedLink, World
 from espalier.launch.hosts import host_check, leader
 from espalier.launch.hosts.follower import Follower
 from espalier.launch.hosts.host_map import HostMap
-from espalier.launch.hosts.supervisor_protocol import Meeting
+from espalier.launch.hosts.supervisor_protocol import MeetingPoint
 from espalier.launch.ranks.resize import RunShape
 from espalier.launch.ranks.supervisor import RestartOptions, Supervisor
 from espalier.recipe.errors import HostLost, RunFailed, UserError
@@ -206,7 +206,7 @@ class Hosts:
         return self.world.act(f"host {host}", partial(self._live, host, self.lives[host]), kill_at)
 
     def _live(self, host: int, life: int, actor: Any) -> Any:
-        line = Meeting(host, self.hosts, "127.0.0.1", 1, "run", 1.0, life)
+        line = MeetingPoint(host, self.hosts, "127.0.0.1", 1, "run", 1.0, life)
         team = HostMap(line, tuple("abc"[: self.hosts]), self.places, self.absence)
         try:
             agent, link = SimulatedAgent(self.world, actor), partial(SimulatedLink, self.world, actor)

@@ -11,7 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from espalier.launch.hosts import message_auth
-from espalier.launch.hosts.supervisor_protocol import Command, ControlLink, End, Meeting, Report, aged, dated, opened
+from espalier.launch.hosts.supervisor_protocol import (
+    Command,
+    ControlLink,
+    End,
+    MeetingPoint,
+    Report,
+    aged,
+    dated,
+    opened,
+)
 from espalier.launch.resilience.hang_detector import Vital
 from espalier.train.heartbeat import Sign
 
@@ -57,7 +66,7 @@ def until(holds, within: float = 10.0) -> bool:
 
 
 def test_both_sides_hear_what_is_new_and_how_old_it_is(port: int) -> None:
-    line = Meeting(0, 2, "127.0.0.1", port, "topic", 0.2)
+    line = MeetingPoint(0, 2, "127.0.0.1", port, "topic", 0.2)
     heard: list[tuple[int, Report]] = []
     first = ControlLink(line, Report, lambda host, said: heard.append((host, said))).begin(Command())
     assert first.said(1) is None
@@ -77,7 +86,7 @@ def test_both_sides_hear_what_is_new_and_how_old_it_is(port: int) -> None:
 
 def test_what_strangers_write_is_neither_read_nor_obeyed(port: int, monkeypatch) -> None:
     """Bytes of any kind, a forged order, an order of another run, older orders of this one: none of them is parsed."""
-    line = Meeting(0, 2, "127.0.0.1", port, "topic", 0.2, token="of this run")
+    line = MeetingPoint(0, 2, "127.0.0.1", port, "topic", 0.2, token="of this run")
     key, stranger = "espalier/topic/supervisor/0", opened("127.0.0.1", line.port)
     first = ControlLink(line, Report).begin(Command(1))
     second = ControlLink(dataclasses.replace(line, host=1), Command).begin(Report())
@@ -100,7 +109,7 @@ def test_what_strangers_write_is_neither_read_nor_obeyed(port: int, monkeypatch)
 
 
 def test_a_supervisor_that_is_started_anew_is_heard_and_the_words_of_the_one_before_are_not(port: int) -> None:
-    line = Meeting(0, 2, "127.0.0.1", port, "topic", 0.2, token="of this run")
+    line = MeetingPoint(0, 2, "127.0.0.1", port, "topic", 0.2, token="of this run")
     key, stranger = "espalier/topic/supervisor/1", opened("127.0.0.1", line.port)
     first = ControlLink(line, Report).begin(Command())
     second = ControlLink(dataclasses.replace(line, host=1), Command).begin(Report(1))
@@ -120,7 +129,7 @@ def test_a_supervisor_that_is_started_anew_is_heard_and_the_words_of_the_one_bef
 
 
 def test_a_token_is_not_shown() -> None:
-    assert "secret" not in repr(Meeting(0, 2, "127.0.0.1", 1, "topic", token="secret"))
+    assert "secret" not in repr(MeetingPoint(0, 2, "127.0.0.1", 1, "topic", token="secret"))
 
 
 @given(st.binary(), st.text(max_size=9), st.text(max_size=9), st.binary(max_size=80))
@@ -134,7 +143,7 @@ def test_only_the_same_token_and_key_open_what_was_sealed(message, token, key, n
 
 
 def test_a_store_that_is_gone_refuses_and_nobody_waits() -> None:
-    alone = ControlLink(Meeting(1, 2, "127.0.0.1", _closed_port(), "topic", 0.2), Command).begin(Report())
+    alone = ControlLink(MeetingPoint(1, 2, "127.0.0.1", _closed_port(), "topic", 0.2), Command).begin(Report())
     assert until(lambda: alone.refused_since is not None)
     begun = time.monotonic()
     alone.tell(Report(1))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from espalier.train.whole_model import Whole
+from espalier.train.whole_model import WholeSchedule
 
 
 def loss(model, batch):
@@ -25,7 +25,7 @@ def test_micro_batches_give_the_gradient_of_the_whole_batch(cuts):
         seen.append(last)
         yield
 
-    outcome = Whole(7.0, accumulate, contextlib.nullcontext).run(model, batch.chunk(cuts), loss)
+    outcome = WholeSchedule(7.0, accumulate, contextlib.nullcontext).run(model, batch.chunk(cuts), loss)
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-12, atol=1e-14)
     assert float(outcome.weight) == 7

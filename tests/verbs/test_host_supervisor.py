@@ -5,7 +5,7 @@ from __future__ import annotations
 from espalier.cli import host_supervisor, prepare
 from espalier.comm import multihost_probe
 from espalier.launch.hosts.host_map import HostMap
-from espalier.launch.hosts.supervisor_protocol import Meeting
+from espalier.launch.hosts.supervisor_protocol import MeetingPoint
 from espalier.machine import cluster as clusters
 from espalier.recipe import recipe_file
 from espalier.testing import forks
@@ -55,8 +55,8 @@ def test_the_recipes_cluster_file_is_read_by_the_first_and_used_by_all(tmp_path)
 
 
 def test_ranks_may_be_numbered_anew_for_training_alone() -> None:
-    team = HostMap(Meeting(0, 2, "x", 1, ""), ("a", "b"), (0, 0, 1))
-    post = host_supervisor.Post(team, None, None)
+    team = HostMap(MeetingPoint(0, 2, "x", 1, ""), ("a", "b"), (0, 0, 1))
+    post = host_supervisor.HostPost(team, None, None)
     training = post.doing("training", 0.5, (0, 1, 0))
     assert (training.hosts, training.own, training.line.topic) == ((0, 1, 0), [0, 2], "training")
     assert [training.place(rank).local_rank for rank in range(3)] == [0, 0, 1]

@@ -172,7 +172,7 @@ class Answer(int):
 
 
 def job(tmp_path, attempts=2):
-    return ray_job.Job(("true",), str(tmp_path), tmp_path / "run", None, attempts, 60.0)
+    return ray_job.RayJob(("true",), str(tmp_path), tmp_path / "run", None, attempts, 60.0)
 
 
 def test_attempts_that_save_nothing_come_to_an_end_and_others_go_on(tmp_path):
@@ -228,7 +228,7 @@ def test_without_ray_the_extra_is_named(folder, monkeypatch, capsys):
 def test_a_program_s_output_is_followed(tmp_path, capsys):
     path = tmp_path / "log"
     path.write_text("of before\n")
-    follower = ray_job.Follower(path)
+    follower = ray_job.LogFollower(path)
     with Path(path).open("a") as log:
         log.write("a step\n")
     follower.show()

@@ -44,15 +44,15 @@ def serve(name: str, reply: Reply, defaults: Sampling, port: int) -> None:
 
 def listening(port: int) -> socket.socket:
     """A socket bound to `port` of this machine's loopback. Raises UserError where it is in use."""
-    found = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        found.bind((HOST, port))
+        listener.bind((HOST, port))
     except (OSError, OverflowError) as error:
-        found.close()
+        listener.close()
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"--port {port} cannot be used: {reason}.", do="another one, or leave it out") from None
-    return found
+    return listener
 
 
 def application(name: str, reply: Reply, defaults: Sampling) -> Any:
@@ -84,8 +84,8 @@ def application(name: str, reply: Reply, defaults: Sampling) -> Any:
                 return StreamingResponse(_events(name, pieces), media_type="text/event-stream")
             text = await run_in_threadpool("".join, pieces)
         except (Invalid, ValueError, UserError) as error:
-            told = {"message": str(error), "type": "invalid_request_error"}
-            return JSONResponse({"error": told}, status_code=400)
+            body = {"message": str(error), "type": "invalid_request_error"}
+            return JSONResponse({"error": body}, status_code=400)
         return JSONResponse(_said(name, "chat.completion", {"message": {"role": "assistant", "content": text}}, "stop"))
 
     return Starlette(routes=[Route("/v1/models", models), Route("/v1/chat/completions", chat, methods=["POST"])])
@@ -95,23 +95,23 @@ def _turns(table: Any) -> list[tuple[str, str]]:
     messages = table.get("messages") if isinstance(table, dict) else None
     if not isinstance(messages, list) or not messages:
         raise Invalid("messages has to be a list of {role, content}")
-    found = []
-    for one in messages:
-        role, content = (one.get("role"), one.get("content")) if isinstance(one, dict) else (None, None)
+    turns = []
+    for message in messages:
+        role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
         if isinstance(content, list):
             content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
         if role not in ("system", "user", "assistant", "tool") or not isinstance(content, str):
-            raise Invalid(f"{one!r} is no message: it needs a role (system, user, assistant) and text as content")
-        found.append((role, content))
-    return found
+            raise Invalid(f"{message!r} is no message: it needs a role (system, user, assistant) and text as content")
+        turns.append((role, content))
+    return turns
 
 
 def _sampling(table: Mapping[str, Any], defaults: Sampling) -> Sampling:
     tokens = table.get("max_completion_tokens") or table.get("max_tokens") or defaults.tokens
     temperature = table.get("temperature")
     seed = table.get("seed")
-    numbers = [one for one in (tokens, temperature, seed) if one is not None]
-    if not all(isinstance(one, int | float) and not isinstance(one, bool) for one in numbers):
+    numbers = [value for value in (tokens, temperature, seed) if value is not None]
+    if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in numbers):
         raise Invalid("max_tokens, temperature and seed have to be numbers")
     return Sampling(
         int(tokens),

@@ -41,14 +41,14 @@ def _refused(path: str, error: EspalierError, as_json: bool) -> None:
         say(f"espalier: {error}", file=sys.stderr, flush=True)
 
 
-def _tell(found: list[Diagnosis], as_json: bool) -> None:
-    for at, one in enumerate(found):
+def _tell(diagnoses: list[Diagnosis], as_json: bool) -> None:
+    for at, diagnosis in enumerate(diagnoses):
         if as_json:
-            print(json.dumps(as_dict(one)), flush=True)
+            print(json.dumps(as_dict(diagnosis)), flush=True)
             continue
         if at:
             say()
-        for text in told(one):
+        for text in told(diagnosis):
             line(text)
 
 
@@ -61,16 +61,16 @@ WORDS = {
 }
 
 
-def told(one: Diagnosis) -> list[str]:
+def told(diagnosis: Diagnosis) -> list[str]:
     """A diagnosis as lines for people."""
-    reason = one.reason if one.category == "Other" else f"{one.reason} ({one.category})"
-    text = [f"{one.file}: {reason}"]
-    whose = [f"line {one.root_line}"] if one.root_line else []
-    whose += [f"rank {one.first_failing_rank}"] if one.first_failing_rank is not None else []
-    whose += [f"node {one.suspect_node}"] if one.suspect_node else []
+    reason = diagnosis.reason if diagnosis.category == "Other" else f"{diagnosis.reason} ({diagnosis.category})"
+    text = [f"{diagnosis.file}: {reason}"]
+    whose = [f"line {diagnosis.root_line}"] if diagnosis.root_line else []
+    whose += [f"rank {diagnosis.first_failing_rank}"] if diagnosis.first_failing_rank is not None else []
+    whose += [f"node {diagnosis.suspect_node}"] if diagnosis.suspect_node else []
     text += [f"  cause    {', '.join(whose)}"] if whose else []
-    text += [f"  line {entry.line:<6} {entry.text}   <- {entry.shows}" for entry in one.evidence]
-    again = WORDS[one.action] if one.reason != NO_FAILURE or restart_helps(one) else ""
-    text += [f"  restart  {one.action}: {again}"] if again else []
-    text += [f"  try      {one.advice}"] if one.advice and one.advice != again else []
+    text += [f"  line {entry.line:<6} {entry.text}   <- {entry.shows}" for entry in diagnosis.evidence]
+    again = WORDS[diagnosis.action] if diagnosis.reason != NO_FAILURE or restart_helps(diagnosis) else ""
+    text += [f"  restart  {diagnosis.action}: {again}"] if again else []
+    text += [f"  try      {diagnosis.advice}"] if diagnosis.advice and diagnosis.advice != again else []
     return text

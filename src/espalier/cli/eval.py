@@ -39,9 +39,9 @@ def run(arguments: argparse.Namespace) -> int:
             do="data.validation = 0.01, or validation nodes in the graph's own split, in a new run",
         )
     with torch.no_grad():
-        found = trained.workload.evaluate(trained.model, Shard(0, samples, micro_batch=16))
+        sums = trained.workload.evaluate(trained.model, Shard(0, samples, micro_batch=16))
     figures = trained.workload.summary(
-        {name: total / weight if weight else math.nan for name, (total, weight) in found.items()}
+        {name: total / weight if weight else math.nan for name, (total, weight) in sums.items()}
     )
     if arguments.json:
         print(json.dumps({"run": arguments.run, **trained.checkpoint, **figures}))

@@ -44,16 +44,16 @@ def run(arguments: argparse.Namespace) -> int:
     folder = runs.find(arguments.run)
     recipe = opened.located_here(folder, arguments.trust).announced()
     workload = open_workload(folder, recipe, arguments.trust)
-    found = tasks(workload, workload_registry.row(recipe), arguments.task, arguments.run)
+    chosen = tasks(workload, workload_registry.row(recipe), arguments.task, arguments.run)
     saved = phases.checkpoints(recipe, folder)
     saved.trust = arguments.trust
     open_ = partial(open_in_worker, arguments.run, arguments.task, arguments.trust, workload.phases()[0])
     # Counted by the driver's library, without touching a GPU: the workers do.
     devices = [accelerator.of_rank(index) for index in range(max(1, accelerator.count()))]
-    by_name, dtype = {task.name: task for task in found}, DTYPES[recipe.train.precision]
+    by_name, dtype = {task.name: task for task in chosen}, DTYPES[recipe.train.precision]
     with CheckpointWatcher(folder.path, saved, dtype, by_name) as watcher:
         if not arguments.json:
-            each = ", ".join(f"{task.name} ({plural(task.records, 'record')})" for task in found)
+            each = ", ".join(f"{task.name} ({plural(task.records, 'record')})" for task in chosen)
             prepare.say(f"Evaluating {each} with {plural(count, 'worker')}.")
         with Workers(open_, count, devices) as workers:
             low_priority.step_back()
@@ -73,29 +73,29 @@ def open_in_worker(run: str, asked: Sequence[str], trust: bool, phase: Phase) ->
     folder = runs.find(run)
     recipe = opened.located_here(folder, trust).recipe  # the first process has said what is not used
     workload = open_workload(folder, recipe, trust, phase)
-    found = tasks(workload, workload_registry.row(recipe), asked, run)
+    chosen = tasks(workload, workload_registry.row(recipe), asked, run)
     low_priority.step_back()
     build = partial(workload.build, torch.device("cpu"), DTYPES[recipe.train.precision])
-    return Opened({task.name: task for task in found}, build)
+    return Opened({task.name: task for task in chosen}, build)
 
 
 def tasks(workload: Workload, row: Row, asked: Iterable[str], run: str) -> list[Task]:
     """The run's own held-out data, then what `--task` names. Raises UserError."""
-    found: list[Task] = [HeldOut(workload)] if workload.validation_samples() else []
+    known: list[Task] = [HeldOut(workload)] if workload.validation_samples() else []
     for text in asked:
         if row.tokenizer is None:
             raise UserError(
                 f"--task {text} asks a language model.", why=f"the run in {run} trains none", do="leave it out"
             )
-        found.append(_task(text, row.tokenizer(workload)))
-        if found[-1].name in {task.name for task in found[:-1]}:
-            raise UserError(f"--task {text}: there is a task {found[-1].name!r} already.", do="give it another name")
-    if not found:
+        known.append(_task(text, row.tokenizer(workload)))
+        if known[-1].name in {task.name for task in known[:-1]}:
+            raise UserError(f"--task {text}: there is a task {known[-1].name!r} already.", do="give it another name")
+    if not known:
         raise UserError(
             f"The run in {run} has no held-out data, and no task is given.",
             do="--task NAME=FILE, or data.validation = 0.01 in a new run",
         )
-    return found
+    return known
 
 
 def _task(text: str, tokenizer: Tokenizer) -> Task:

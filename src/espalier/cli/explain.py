@@ -17,18 +17,18 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.energy:
         return _energy(arguments)
     if arguments.names:
-        found = [records.word(name) or records.get(name) for name in arguments.names]
+        words = [records.word(name) or records.get(name) for name in arguments.names]
         if arguments.json:
-            told = [records.as_dict(one) for one in found]
-            print(json.dumps(told if len(told) > 1 else told[0], indent=2))
+            tables = [records.as_dict(record) for record in words]
+            print(json.dumps(tables if len(tables) > 1 else tables[0], indent=2))
             return 0
-        for number, one in enumerate(found):
+        for number, entry in enumerate(words):
             if number:
                 say("")
-            if isinstance(one, records.Word):
-                _word(one)
+            if isinstance(entry, records.Word):
+                _word(entry)
             else:
-                say(records.explain(one.name))
+                say(records.explain(entry.name))
         return 0
     every = records.all_records()
     if arguments.json:
@@ -57,20 +57,24 @@ def _energy(arguments: argparse.Namespace) -> int:
                 why="it is counted for graph networks and scenes",
                 do="espalier.kernels.counts.Counter(model) around a call of the model, in Python",
             )
-        found = energy(trained.workload, trained.model)
-        parts = counts.table(found.parts)
+        energies = energy(trained.workload, trained.model)
+        parts = counts.table(energies.parts)
         if arguments.json:
             keys = ("part", "macs", "accumulations", "bytes", "joules", "joules_with_dram")
-            told = [dict(zip(keys, row, strict=True)) for row in parts]
+            lines_of_parts = [dict(zip(keys, row, strict=True)) for row in parts]
             more = [{"title": title, "rows": [dict(zip(columns, row, strict=True)) for row in lines]}
-                    for title, columns, lines in found.tables]  # fmt: skip
-            print(json.dumps({"of": found.what, "parts": told, "tables": more, "constants": counts.constants()}))
+                    for title, columns, lines in energies.tables]  # fmt: skip
+            print(
+                json.dumps(
+                    {"of": energies.what, "parts": lines_of_parts, "tables": more, "constants": counts.constants()}
+                )
+            )
             continue
-        say(f"Energy of {found.what}, step {trained.step} of {name}: a model, not a measurement.")
-        total = sum(found.parts.values(), counts.NOTHING)
+        say(f"Energy of {energies.what}, step {trained.step} of {name}: a model, not a measurement.")
+        total = sum(energies.parts.values(), counts.NOTHING)
         lines = [_told(row) for row in [*parts, *counts.table({"all": total})]]
         rows(("part", "products (few bits as 8-bit ones)", "sums", "bytes", "arithmetic", "with DRAM"), lines)
-        for title, columns, table in found.tables:
+        for title, columns, table in energies.tables:
             say(f"\n{title}")
             rows(tuple(columns), [tuple(map(str, row)) for row in table])
         say("\nConstants, in pJ (products of few bits: int8, in proportion to the product of the widths):")

@@ -91,9 +91,9 @@ def safetensors(trained: Trained, target: Path, trust: bool = False) -> str:
         weight_files.sort_metadata(folder / WEIGHTS)
         _compare(trained.model, folder / WEIGHTS)
         shutil.copyfile(trained.folder.recipe, folder / "run.toml")
-        if (kept := trained.folder.kept()) is not None:
+        if (frozen := trained.folder.kept()) is not None:
             shutil.copytree(
-                kept, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__", "hashes.json")
+                frozen, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__", "hashes.json")
             )
 
     cache_dir.export(target, WEIGHTS, fill)

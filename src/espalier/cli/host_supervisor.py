@@ -22,7 +22,7 @@ from espalier.launch.hosts import leader, supervisor_protocol
 from espalier.launch.hosts.announcement import Announcement
 from espalier.launch.hosts.host_agent import Launcher, Told
 from espalier.launch.hosts.host_map import HostMap
-from espalier.launch.hosts.supervisor_protocol import Meeting
+from espalier.launch.hosts.supervisor_protocol import MeetingPoint
 from espalier.launch.ranks import rank_assignment, store_server
 from espalier.launch.ranks.supervisor import RestartOptions
 from espalier.machine import cluster as clusters
@@ -31,7 +31,7 @@ from espalier.mechanisms.codecs import choice as codecs
 from espalier.plan import replan
 from espalier.recipe import cache_dir, recipe_file, units
 from espalier.recipe.errors import UserError
-from espalier.train import worker
+from espalier.train import worker, workload_registry
 from espalier.train.rank_spec import Entrypoint, RankSpec
 from espalier.train.run_folder import RunFolder
 from espalier.train.version_check import identity
@@ -41,7 +41,7 @@ _DECIDED = "espalier/decided"
 
 
 @dataclass(frozen=True)
-class Post:
+class HostPost:
     """One supervisor's place among them.
 
     Attributes:
@@ -56,9 +56,9 @@ class Post:
 
     def decide(self) -> train.Begun:
         """See `train.Ranks`."""
-        found = self.measured()
-        assert found is not None  # the leader has it, or raised
-        text, machines = found[0]
+        measured = self.measured()
+        assert measured is not None  # the leader has it, or raised
+        text, machines = measured[0]
         cluster, hosts = clusters.loads(text), self.team.hosts
         more = sum(table.count for table in (*cluster.optimizers, *cluster.standbys))
         if more and max(hosts) + 1 != cluster.machines + more:
@@ -67,19 +67,19 @@ class Post:
                 f"and {more} with other roles.",
                 do="--hosts with one host for each, those that train first, then optimizer nodes, then standbys",
             )
-        own = [process for process, host in enumerate(hosts) if not more or host < cluster.machines]
-        job = train.decided(self.given, lambda: cluster, len(own), [hosts[process] for process in own])
+        remaining = [process for process, host in enumerate(hosts) if not more or host < cluster.machines]
+        job = train.decided(self.given, lambda: cluster, len(remaining), [hosts[process] for process in remaining])
         trainers = [job.plan.ranks[rank].node for rank in job.plan.trainers]
-        order = rank_assignment.numbered([machines[process] for process in own], trainers)
-        there = [hosts[own[process]] for process in order]
+        order = rank_assignment.numbered([machines[process] for process in remaining], trainers)
+        there = [hosts[remaining[process]] for process in order]
         known = dict(zip(trainers, there, strict=True))
-        return job, there + [known.get(one.node, one.node) for one in job.plan.ranks[len(trainers) :]]
+        return job, there + [known.get(rank.node, rank.node) for rank in job.plan.ranks[len(trainers) :]]
 
     def run(self, job: RunStart, hosts: Sequence[int]) -> bool:
         """See `train.Ranks`."""
         recipe, care = job.resolved.recipe, train.care_of(job)
         team = self.doing("training", care.heartbeat, hosts)
-        team = replace(team, roles=tuple(one.role for one in job.plan.ranks))
+        team = replace(team, roles=tuple(rank.role for rank in job.plan.ranks))
 
         def start(job: RunStart) -> Entrypoint:
             life = train.life(job)
@@ -112,8 +112,9 @@ def opened(place: RankSpec, asked: Told) -> train.OpenedRun:
     recipe = recipe_file.from_table(asked["recipe"], asked["origin"])
     run = RunFolder(Path(asked["run"]))
     first = run.kept() if not place.rank and run.exists() else None
-    kept = run_data.unpacked(asked["kept"]) if place.rank else first
-    resolved = replace(prepare.settle(recipe, Path(asked["beside"]), kept), trust=asked["trust"])
+    frozen = run_data.unpacked(asked["kept"]) if place.rank else first
+    settled = workload_registry.settle(recipe, Path(asked["beside"]), prepare.waiting, frozen)
+    resolved = replace(settled, trust=asked["trust"])
     if place.rank:
         return train.joining(resolved, asked["run"])
     return train.asked(resolved, asked["run"], asked["quiet"])
@@ -123,10 +124,10 @@ def supervise(launcher: Launcher, place: RankSpec, asked: Told, given: train.Ope
     """Says what data was `given`, and once all hosts agree measures, plans and trains. `place` is this host's among the
     hosts. One that was started in place of another (`life`) finds the plan where the others have left it."""
     recipe, first = given.resolved.recipe, place.rank == 0
-    own = identity(data=given.workload.fingerprint(), recipe=cache_dir.hashed(recipe_file.to_table(recipe)))
+    own_identity = identity(data=given.workload.fingerprint(), recipe=cache_dir.hashed(recipe_file.to_table(recipe)))
     absence = units.seconds(recipe.comm.timeout, "comm.timeout")
-    team = _met(launcher, place, asked, {key: own[key] for key in ("data", "recipe")}, absence)
-    post, line = Post(team, given, launcher), team.line
+    team = _met(launcher, place, asked, {key: own_identity[key] for key in ("data", "recipe")}, absence)
+    post, line = HostPost(team, given, launcher), team.line
     names = team.names
     store = supervisor_protocol.opened(line.address, line.port, absence, f"host {names[0]}")
     others = Announcement(store, _DECIDED, f"Host {names[0]}", line.token, f"Host {names[line.host]}")
@@ -142,13 +143,13 @@ def supervise(launcher: Launcher, place: RankSpec, asked: Told, given: train.Ope
     return {"code": train.carry_out(train.Ranks(begin, post.run, first), asked["quiet"])}
 
 
-def _met(launcher: Launcher, place: RankSpec, asked: Told, own: dict[str, str], absence: float) -> HostMap:
-    """The hosts of the run, once each has said what it has (`own`) and all are to begin."""
-    launcher.tell("ready", identity=own)
+def _met(launcher: Launcher, place: RankSpec, asked: Told, own_identity: dict[str, str], absence: float) -> HostMap:
+    """The hosts of the run, once each has said what it has (`own_identity`) and all are to begin."""
+    launcher.tell("ready", identity=own_identity)
     launcher.hear()
-    here = store_server.near(place, asked["token"])
-    line = Meeting(
-        place.rank, len(asked["names"]), here.host, here.port, "", life=asked.get("life", 0), token=asked["token"],
+    server = store_server.near(place, asked["token"])
+    line = MeetingPoint(
+        place.rank, len(asked["names"]), server.host, server.port, "", life=asked.get("life", 0), token=asked["token"],
         gate=(place.host, place.port) if place.rank else None,
     )  # fmt: skip
     return HostMap(line, tuple(asked["names"]), tuple(asked["nodes"]), absence)
@@ -174,20 +175,20 @@ def probed(launcher: Launcher, place: RankSpec, asked: Told) -> Told:
     team = _met(launcher, place, asked, {}, train.PROBING)
 
     def measure() -> clusters.Cluster:
-        found = codecs.measured(probe.probe(progress=prepare.say, disk=Path(asked["disk"])))
-        probe.save(found, say=prepare.say)
-        return found
+        cluster = codecs.measured(probe.probe(progress=prepare.say, disk=Path(asked["disk"])))
+        probe.save(cluster, say=prepare.say)
+        return cluster
 
     def life(place: RankSpec) -> str:
         with place.pulse.elsewhere("storing"), worker.joined(place, train.PROBING) as channel:
             if channel is None:
                 return clusters.dumps(measure())
-            found = multihost_probe.probe_ranks(channel, place.local_rank, measure)
-            multihost_probe.keep(found, multihost_probe.key(channel))
-            return clusters.dumps(found)
+            cluster = multihost_probe.probe_ranks(channel, place.local_rank, measure)
+            multihost_probe.keep(cluster, multihost_probe.key(channel))
+            return clusters.dumps(cluster)
 
-    found = leader.run(life, team, RestartOptions(0), _threads(team))
-    return {"cluster": found[0]} if found and not place.rank else {}
+    returned = leader.run(life, team, RestartOptions(0), _threads(team))
+    return {"cluster": returned[0]} if returned and not place.rank else {}
 
 
 def _threads(team: HostMap) -> int:

@@ -27,10 +27,10 @@ def main() -> int:
     place = RankSpec()
     try:
         host_agent.hello(launcher)
-        found = host_agent.meet(launcher)
-        if found is None:
+        met = host_agent.meet(launcher)
+        if met is None:
             return 1
-        place = found
+        place = met
         asked = launcher.hear()
         done = TASKS[asked["task"]](launcher, place, asked)
         launcher.tell("done", **done)

@@ -44,30 +44,30 @@ def open_trained(path: str | Path, trust: bool, data: DataChoice) -> Trained:
     if not _parts(recipe, plan):
         return run_open.open_trained(path, trust, data)
     torch.set_num_threads(1)  # ranks are forked from here
-    here = detect_launcher.place()
-    found = run_open.trained(path, trust, data, torch.device("cpu"))
-    workload = cast("Any", found.workload)
+    seat = detect_launcher.place()
+    trained = run_open.trained(path, trust, data, torch.device("cpu"))
+    workload = cast("Any", trained.workload)
     known = workload.graph.partition
     wanted = len(plan.ranks) if known is None else known.ranks
-    if here is None or here.world == 1:
+    if seat is None or seat.world == 1:
         if wanted == 1 or workload.graph.nodes < wanted or 0 < accelerator.count() < wanted:
             return run_open.open_trained(path, trust, data)
         asked = over(plan, [0] * wanted, workload.global_batch)
-        logits = agent.run(lambda place: _first(found, asked, place), launch.places(asked))[0]
+        logits = agent.run(lambda place: _first(trained, asked, place), launch.places(asked))[0]
     else:
         timeout = units.seconds(recipe.comm.timeout, "comm.timeout")
-        place = train.seated(here, timeout)
+        place = train.seated(seat, timeout)
         hosts = train.hosts_of(place, timeout)
         names = list(dict.fromkeys(hosts))
-        asked = over(plan, [names.index(one) for one in hosts], workload.global_batch)
-        order = rank_assignment.numbered(hosts, [one.node for one in asked.ranks])
-        logits = _first(found, asked, replace(place, rank=order.index(place.rank)))
+        asked = over(plan, [names.index(host) for host in hosts], workload.global_batch)
+        order = rank_assignment.numbered(hosts, [rank.node for rank in asked.ranks])
+        logits = _first(trained, asked, replace(place, rank=order.index(place.rank)))
         if logits is None:
             raise SystemExit(0)
         workload.batching.part = None
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     workload.task.inference = lambda model: lambda ids: logits[ids]
-    return found
+    return trained
 
 
 def over(plan: plans.Plan, nodes: list[int], batch: int) -> plans.Plan:
@@ -89,17 +89,21 @@ def over(plan: plans.Plan, nodes: list[int], batch: int) -> plans.Plan:
 
 def _parts(recipe: Any, plan: plans.Plan) -> list[Mechanism]:
     """The mechanism that gives each rank its part, and those that it needs to know of it."""
-    return [one for one in table.ordered(recipe, plan) if PARTS in one.claim.changes | one.claim.needs]
+    return [
+        mechanism
+        for mechanism in table.ordered(recipe, plan)
+        if PARTS in mechanism.claim.changes | mechanism.claim.needs
+    ]
 
 
-def _first(found: Trained, plan: plans.Plan, place: launch.RankSpec) -> Tensor | None:
+def _first(trained: Trained, plan: plans.Plan, place: launch.RankSpec) -> Tensor | None:
     """[nodes, outputs] of all nodes, on the first of the ranks, all of which call it; None on the others."""
-    timeout = units.seconds(found.recipe.comm.timeout, "comm.timeout")
+    timeout = units.seconds(trained.recipe.comm.timeout, "comm.timeout")
     with worker.joined(place, timeout, staged=plan.staged) as channel:
-        device, workload = torch.device(place.device), cast("Any", found.workload)
+        device, workload = torch.device(place.device), cast("Any", trained.workload)
         mesh = ProcessMesh(of_plan(plan), channel, place.rank)
-        build = Build(found.recipe, plan, workload, mesh, device, model=found.model.to(device))
-        for mechanism in _parts(found.recipe, plan):
+        build = Build(trained.recipe, plan, workload, mesh, device, model=trained.model.to(device))
+        for mechanism in _parts(trained.recipe, plan):
             mechanism.wrap(build)
-        logits: Tensor = workload.batching.part.logits(found.model.eval())
+        logits: Tensor = workload.batching.part.logits(trained.model.eval())
         return logits if place.rank == 0 else None

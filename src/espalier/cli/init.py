@@ -38,7 +38,7 @@ LARGE = 2 << 20
 """Bytes of text from which a trained tokenizer is worth its time."""
 
 
-class Found(NamedTuple):
+class FoundData(NamedTuple):
     """What lies at a path: `text`, `chats`, `pairs`, `graph`, `scene`, `module` or `weights`, and a sentence on what it
     is and why. `needs`: the arguments of a module's `function` that have no default. `field`: the column of text.
     `task`: of a graph."""
@@ -58,15 +58,15 @@ def run(arguments: argparse.Namespace) -> int:
     target = Path(arguments.out)
     if target.exists():
         raise UserError(f"{target} exists.", do=f"--out {target.stem}-2.toml, or remove it")
-    found = [look(path) for path in arguments.paths]
-    for one in found:
-        if one.kind == "module" and Path(one.path).expanduser().resolve().parent != target.resolve().parent:
+    finds = [look(path) for path in arguments.paths]
+    for find in finds:
+        if find.kind == "module" and Path(find.path).expanduser().resolve().parent != target.resolve().parent:
             raise UserError(
-                f"{target} would not lie beside {one.path}.",
+                f"{target} would not lie beside {find.path}.",
                 why="modules are imported from the recipe's folder",
-                do=f"espalier init {one.path} --out {Path(one.path).parent / target.name}",
+                do=f"espalier init {find.path} --out {Path(find.path).parent / target.name}",
             )
-    text = recipe(found, target)
+    text = recipe(finds, target)
     try:
         target.write_text(text, encoding="utf-8")
     except UnicodeEncodeError:
@@ -79,12 +79,12 @@ def run(arguments: argparse.Namespace) -> int:
     if getattr(made.model, "initial", None) is None:
         defaults.resolve(made)  # a recipe that cannot be used is our mistake, and is seen here
     if arguments.json:
-        print(json.dumps({"recipe": str(target), "found": [one._asdict() for one in found]}))
+        print(json.dumps({"recipe": str(target), "found": [find._asdict() for find in finds]}))
     else:
-        for one in found:
-            say(f"{printable(one.path)}: {one.says}")
-            if one.needs:
-                say(f"First set model.arguments in {target}: `build` has no default for {', '.join(one.needs)}.")
+        for find in finds:
+            say(f"{printable(find.path)}: {find.says}")
+            if find.needs:
+                say(f"First set model.arguments in {target}: `build` has no default for {', '.join(find.needs)}.")
         say(f"Wrote {target}. Next: espalier plan {target}, then espalier train {target}")
     return 0
 
@@ -92,12 +92,12 @@ def run(arguments: argparse.Namespace) -> int:
 # --- what lies there ---------------------------------------------------------------------------------------------
 
 
-def look(path: str) -> Found:
+def look(path: str) -> FoundData:
     """What `path` is, by names and first lines. Raises UserError for what is not there or not known."""
     if path.startswith(GRAPHS):
-        return Found("graph", path, "a graph")
+        return FoundData("graph", path, "a graph")
     if path.startswith(TEXTS):
-        return Found("text", path, "text", LARGE)
+        return FoundData("text", path, "text", LARGE)
     place = Path(path).expanduser()
     if not place.exists():
         known = ", ".join((*TEXTS, *GRAPHS))
@@ -109,19 +109,19 @@ def look(path: str) -> Found:
     return _file(path, place)
 
 
-def _file(path: str, place: Path) -> Found:
+def _file(path: str, place: Path) -> FoundData:
     size = show_size(place.stat().st_size)
     entry = SourceFile(place.name, str(place), place.stat().st_size, 0)
     ending = row_files.ending_of(place.name)
     if ending == ".gguf":
-        return Found("weights", path, f"weights in GGUF's format ({size})")
+        return FoundData("weights", path, f"weights in GGUF's format ({size})")
     if place.name.startswith("transforms") and ending == ".json":
-        return Found("scene", path, f"a scene: it holds cameras ({size})")
+        return FoundData("scene", path, f"a scene: it holds cameras ({size})")
     if any(place.match(pattern) for pattern in WEIGHTS):
         raise _pickled(path, place.parent)
     if ending in ARRAYS or (why := _edges(entry, place)):
         says = f"a graph: {'arrays' if ending in ARRAYS else why} ({size})"
-        return Found("graph", path, says, task="node" if ending in ARRAYS else _task(place))
+        return FoundData("graph", path, says, task="node" if ending in ARRAYS else _task(place))
     if ending in row_files.BINARY:
         raise UserError(
             f"{printable(path)} is no text, graph or weights that are read: {ending} files are not.",
@@ -131,25 +131,25 @@ def _file(path: str, place: Path) -> Found:
     return content._replace(says=f"{content.says} ({size})")
 
 
-def _rows(entry: SourceFile, path: str) -> Found:
+def _rows(entry: SourceFile, path: str) -> FoundData:
     """What a file of text is by its content and the columns of its first row; see docs/tune.md."""
     form = row_files.look(entry, row_files.CHAT_KEYS | set(TEXT_COLUMNS))
     if form == "text":
-        return Found("text", path, "text: no list of edges, and no rows with known columns", entry.size)
+        return FoundData("text", path, "text: no list of edges, and no rows with known columns", entry.size)
     if form == "document":
         raise _no_column(path, dict.fromkeys(row_files.first_keys(row_files.head_of(entry))))
     _, row = next(row_files.rows(entry, form), ("", {}))
     columns = {name for name, value in row.items() if value is not None}
     pair = next((names for names in PAIR_COLUMNS if columns.issuperset(names)), None)
     if pair is not None:
-        return Found("pairs", path, f"preferences between two answers: rows with {' and '.join(pair)}", entry.size)
+        return FoundData("pairs", path, f"preferences between two answers: rows with {' and '.join(pair)}", entry.size)
     chat = next((names for names in CHAT_COLUMNS if columns.issuperset(names)), None)
     if chat is not None:
-        return Found("chats", path, f"conversations: rows with {' and '.join(chat)}", entry.size)
+        return FoundData("chats", path, f"conversations: rows with {' and '.join(chat)}", entry.size)
     field = next((name for name in TEXT_COLUMNS if isinstance(row.get(name), str)), None)
     if field is None:
         raise _no_column(path, row)
-    return Found("text", path, f"text: rows with {field}", entry.size, field=field if field != "text" else "")
+    return FoundData("text", path, f"text: rows with {field}", entry.size, field=field if field != "text" else "")
 
 
 def _no_column(path: str, row: Row) -> UserError:
@@ -169,7 +169,7 @@ def _pickled(path: str, folder: Path) -> UserError:
     )
 
 
-def _folder(path: str, place: Path) -> Found:
+def _folder(path: str, place: Path) -> FoundData:
     if (place / "run.toml").exists():
         raise UserError(
             f"{path} holds a run.",
@@ -177,7 +177,7 @@ def _folder(path: str, place: Path) -> Found:
             do=f"espalier export {path} --to hf, then espalier init {path}/export-hf; or espalier predict {path}",
         )
     if (place / "config.json").exists() and any(place.glob("*.safetensors")):
-        return Found("weights", path, "weights in Hugging Face's format: config.json and .safetensors")
+        return FoundData("weights", path, "weights in Hugging Face's format: config.json and .safetensors")
     if (place / "adapter_config.json").exists():
         raise UserError(
             f"{path} holds an adapter of PEFT, without the weights it is for.",
@@ -193,17 +193,17 @@ def _folder(path: str, place: Path) -> Found:
         raise _pickled(path, place)
     scene = [file for name in ("transforms*.json", "poses_bounds.npy") for file in sorted(place.glob(name))]
     if scene:
-        return Found("scene", path, f"a scene: {printable(scene[0].name)} holds cameras")
+        return FoundData("scene", path, f"a scene: {printable(scene[0].name)} holds cameras")
     edges = [file for suffix in EDGES if (file := place / f"edges{suffix}").exists()]
     graph = [*edges, *place.glob("ind.*.graph"), *place.glob("raw/ind.*.graph"), *place.glob("raw/edge.csv.gz")]
     graph += [file for file in [place / "metadata.yaml"] if file.exists()]
     if graph:
         says = f"a graph: it holds {printable(graph[0].relative_to(place))}"
-        return Found("graph", path, says, task=_task(edges[0]) if graph == edges[:1] else "node")
+        return FoundData("graph", path, says, task=_task(edges[0]) if graph == edges[:1] else "node")
     return _documents(path, place)
 
 
-def _documents(path: str, place: Path) -> Found:
+def _documents(path: str, place: Path) -> FoundData:
     """A folder of text or of rows, by the first file of rows in it."""
     try:
         listing = text_sources.listing(Data(path=str(place)))
@@ -222,12 +222,12 @@ def _documents(path: str, place: Path) -> Found:
     if listing.tables:
         pairs = any(table.get("ranking") for table in listing.tables.values())
         what = "preferences between two answers" if pairs else "conversations"
-        return Found("pairs" if pairs else "chats", path, f"{many}{what}: it holds dataset_info.json", size)
+        return FoundData("pairs" if pairs else "chats", path, f"{many}{what}: it holds dataset_info.json", size)
     rows = [entry for entry in readable if row_files.ending_of(entry.name) in row_files.ENDINGS]
     plain = len(rows) < len(readable)
     first = next((_rows(entry, path) for entry in rows if not plain or _is_rows(entry)), None)
     if first is None:
-        return Found("text", path, f"{many}text: no graph, scene or weights, and no rows with known columns", size)
+        return FoundData("text", path, f"{many}text: no graph, scene or weights, and no rows with known columns", size)
     return first._replace(says=f"{many}{first.says}", size=size)
 
 
@@ -260,7 +260,7 @@ def _edges(entry: SourceFile, place: Path) -> str:
     return "each line has the numbers of two nodes" if len(lines) > 1 and all(map(_EDGE.fullmatch, lines)) else ""
 
 
-def _module(path: str, place: Path) -> Found:
+def _module(path: str, place: Path) -> FoundData:
     try:
         tree = ast.parse(read_text(place))
     except (SyntaxError, ValueError, RecursionError) as error:
@@ -274,33 +274,33 @@ def _module(path: str, place: Path) -> Found:
             do="def build(): return model, dataset, loss   (docs/module.md)",
         )
     needs = tuple(_required(functions["build"].args))
-    return Found("module", path, "a module with its function `build`", function=f"{place.stem}:build", needs=needs)
+    return FoundData("module", path, "a module with its function `build`", function=f"{place.stem}:build", needs=needs)
 
 
 def _required(arguments: ast.arguments) -> Iterator[str]:
     """The names of arguments without a default."""
     placed = [*arguments.posonlyargs, *arguments.args]
-    yield from (one.arg for one in placed[: len(placed) - len(arguments.defaults)])
+    yield from (argument.arg for argument in placed[: len(placed) - len(arguments.defaults)])
     named = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-    yield from (one.arg for one, default in named if default is None)
+    yield from (argument.arg for argument, default in named if default is None)
 
 
 # --- the recipe --------------------------------------------------------------------------------------------------
 
 
-def recipe(found: list[Found], target: Path) -> str:
-    """The recipe for all of `found`. Raises UserError where there is no one recipe for them."""
-    kinds = {one.kind for one in found}
-    data = [one for one in found if one.kind != "weights"]
+def recipe(finds: list[FoundData], target: Path) -> str:
+    """The recipe for all of `finds`. Raises UserError where there is no one recipe for them."""
+    kinds = {find.kind for find in finds}
+    data = [find for find in finds if find.kind != "weights"]
     if kinds == {"weights"}:
-        found, data = [*found, one := Found("text", "python:stdlib", "text")], [one]
+        finds, data = [*finds, corpus := FoundData("text", "python:stdlib", "text")], [corpus]
     elif (
         len(kinds - {"weights"}) > 1
         or (kinds != {"text"} and len(data) > 1)
-        or (kinds & {"graph", "scene"} and len(found) > 1)
+        or (kinds & {"graph", "scene"} and len(finds) > 1)
     ):
-        told = ", ".join(f"{one.path} ({one.kind})" for one in found)
-        raise UserError("There is no one recipe for these.", why=told, do="espalier init for each, with --out")
+        listing = ", ".join(f"{find.path} ({find.kind})" for find in finds)
+        raise UserError("There is no one recipe for these.", why=listing, do="espalier init for each, with --out")
     make = {
         "text": _text,
         "chats": _tuned,
@@ -309,17 +309,17 @@ def recipe(found: list[Found], target: Path) -> str:
         "scene": _scene,
         "module": _own,
     }[data[0].kind]
-    head = "".join(f"# {printable(source.path)}: {printable(source.says)}.\n" for source in found)
+    head = "".join(f"# {printable(source.path)}: {printable(source.says)}.\n" for source in finds)
     name = printable(target.name)
-    return f"{head}#\n#   espalier plan {name}\n#   espalier train {name}\n\n{make(found, data)}"
+    return f"{head}#\n#   espalier plan {name}\n#   espalier train {name}\n\n{make(finds, data)}"
 
 
-def _text(found: list[Found], data: list[Found]) -> str:
-    weights = [one for one in found if one.kind == "weights"]
+def _text(finds: list[FoundData], data: list[FoundData]) -> str:
+    weights = [find for find in finds if find.kind == "weights"]
     if len(weights) > 1:
         raise UserError("One folder of weights is what a run starts from.", do="leave the others out")
     model = f"[model]\n{_key('initial', weights[0].path)}" if weights else '[model]\nkind = "gpt"\n# depth = 6\n'
-    bpe = '# tokenizer = "bpe:4096"     # default: bytes\n' if sum(one.size for one in data) < LARGE else ""
+    bpe = '# tokenizer = "bpe:4096"     # default: bytes\n' if sum(source.size for source in data) < LARGE else ""
     bpe = bpe or 'tokenizer = "bpe:4096"       # trained on all sources when the run begins\n'
     bpe = "" if weights else bpe
     several = len(data) > 1
@@ -328,8 +328,8 @@ def _text(found: list[Found], data: list[Found]) -> str:
     return "\n".join([model, *tables, "[train]\n# steps = 1000\n"])
 
 
-def _tuned(found: list[Found], data: list[Found]) -> str:
-    weights = [one for one in found if one.kind == "weights"]
+def _tuned(finds: list[FoundData], data: list[FoundData]) -> str:
+    weights = [find for find in finds if find.kind == "weights"]
     pairs = data[0].kind == "pairs"
     if len(weights) != 1 and (weights or pairs):
         raise UserError(
@@ -342,7 +342,7 @@ def _tuned(found: list[Found], data: list[Found]) -> str:
     return f"[model]\n{model}\n[tune]\n{kind}\n[data]\n{_key('path', data[0].path)}\n[train]\n# steps = 1000\n"
 
 
-def _graph(found: list[Found], data: list[Found]) -> str:
+def _graph(finds: list[FoundData], data: list[FoundData]) -> str:
     task = _key("task", data[0].task).rstrip()
     others = ", ".join(name for name in ("node", "link", "graph") if name != data[0].task)
     return (
@@ -354,18 +354,18 @@ def _graph(found: list[Found], data: list[Found]) -> str:
     )
 
 
-def _field(data: Found) -> str:
+def _field(data: FoundData) -> str:
     return _key("field", data.field) if data.field else ""
 
 
-def _scene(inputs: list[Found], data: list[Found]) -> str:
+def _scene(inputs: list[FoundData], data: list[FoundData]) -> str:
     return (
         '[model]\nkind = "voxels"              # or spikingnerf\n# resolution = 64            # cells of a side\n\n'
         f"[data]\n{_key('path', data[0].path)}\n[train]\n# steps = 800\n"
     )
 
 
-def _own(found: list[Found], data: list[Found]) -> str:
+def _own(finds: list[FoundData], data: list[FoundData]) -> str:
     needs = data[0].needs
     values = ", ".join(f"{name} = 0" for name in needs)
     arguments = (

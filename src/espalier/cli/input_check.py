@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import glob
 import os
+import sys
 from pathlib import Path
 
 from espalier.machine import cluster as clusters
@@ -30,7 +31,7 @@ def check(arguments: argparse.Namespace) -> None:
         known = model_kinds.of(recipe.model).data
         if known and arguments.verb == "train" and not elsewhere:
             for data in recipe.data:
-                if _plain(data.path) and not _there(data.path):
+                if _is_missing(data.path):
                     raise data_path.missing(data.path, known)
     elif arguments.verb in ("eval", "predict", "replay", "export", "report"):
         for run in [arguments.run] if arguments.verb != "report" else arguments.runs:
@@ -41,21 +42,25 @@ def check(arguments: argparse.Namespace) -> None:
 def _check_inputs(arguments: argparse.Namespace) -> None:
     """What is given beside a run."""
     given = getattr(arguments, "data", None)
-    if given is not None and _plain(given) and not _there(given):
+    if given is not None and _is_missing(given):
         raise data_path.missing(given, key="--data")
     if arguments.verb == "predict" and arguments.input not in (None, "-"):
         prompt(arguments.input)
 
 
-def _plain(path: str) -> bool:
-    """Whether it can only be a path: no kind of source, no pattern."""
-    return bool(path.strip()) and ":" not in path and not glob.has_magic(path)
-
-
-def _there(path: str) -> bool:
-    """Whether there is something at `path`; a graph may be one of several in a folder: ind.NAME.graph."""
+def _is_missing(path: str) -> bool:
+    """Whether nothing is at `path`, where that can only be a path: no kind of source, no pattern. A graph may be one of
+    several in a folder: ind.NAME.graph."""
+    if not path.strip() or ":" in path or glob.has_magic(path):
+        return False
     place = Path(path).expanduser()
-    return place.exists() or any(place.parent.glob(f"*.{glob.escape(place.name)}.*"))
+    return not place.exists() and not any(place.parent.glob(f"*.{glob.escape(place.name)}.*"))
+
+
+def train_command(arguments: argparse.Namespace, run: str | None) -> list[str]:
+    """`espalier train` as `arguments` ask for it, for a job that somebody else starts; `run`: the run's folder."""
+    words = [*(["--run", run] if run else []), *["--trust"] * arguments.trust, *["--json"] * arguments.json]
+    return [sys.executable, "-m", "espalier", "train", arguments.recipe, *arguments.overrides, *words]
 
 
 def prompt(text: str) -> str:

@@ -82,8 +82,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"manifest": str(wanted.file), "pods": asked.count, "ranks": asked.count * asked.ranks}))
     else:
-        said = f"{asked.count} pods of {asked.ranks} ranks" if asked.count > 1 else f"one pod of {asked.ranks} ranks"
-        say(f"Wrote {wanted.file}: {said}. Start it with: kubectl apply -f {wanted.file}")
+        count = f"{asked.count} pods of {asked.ranks} ranks" if asked.count > 1 else f"one pod of {asked.ranks} ranks"
+        say(f"Wrote {wanted.file}: {count}. Start it with: kubectl apply -f {wanted.file}")
     return 0
 
 
@@ -131,7 +131,7 @@ def pods(plan: plans.Plan) -> Pods:
     (ranks, gpus) = shapes.pop()
     if 0 < gpus < ranks:
         raise UserError("The plan has ranks with and without a GPU.", do="give ranks of one kind: plan.pin")
-    threads = max(sum(rank.threads for rank in one) for one in by_node.values())
+    threads = max(sum(rank.threads for rank in ranks_of_node) for ranks_of_node in by_node.values())
     peak = plan.predicted.memory_bytes.get("peak", 0.0) if plan.predicted is not None else 0.0
     memory = ranks * (_HOST if gpus else int(peak * _MARGIN))
     return Pods(len(by_node), ranks, max(threads, ranks), -(-memory >> 20) << 20, gpus)
@@ -165,8 +165,8 @@ def _words(arguments: argparse.Namespace, name: str) -> list[str]:
 
 def _name(text: str) -> str:
     """`text` as Kubernetes takes a name."""
-    found = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:52].strip("-")
-    return found or "run"
+    name = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:52].strip("-")
+    return name or "run"
 
 
 def _quoted(value: Any) -> str:

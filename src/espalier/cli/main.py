@@ -214,10 +214,10 @@ def _unknown(top: argparse.ArgumentParser, word: str, known: Iterable[str]) -> N
 def _versions() -> str:
     from importlib.metadata import PackageNotFoundError, version
 
-    found = []
+    options = []
     for name in ("espalier", "torch", "numpy"):
         try:
-            found.append(f"{name} {version(name)}")
+            options.append(f"{name} {version(name)}")
         except PackageNotFoundError:
-            found.append(f"{name} (not installed)")
-    return "  ".join(found)
+            options.append(f"{name} (not installed)")
+    return "  ".join(options)

@@ -64,15 +64,15 @@ def make_plan(
         chosen, why = drawn_batches.choose(recipe, drawn, planned, tried)
         return drawn_batches.told(planned(graphs.with_batches(recipe, chosen)), chosen, why)
     known = calibration or (DATASHEET if recipe is None else measurements.calibration(recipe))
-    found = decide(request, where, known, None if recipe is None else Trials(recipe, where))
-    if not found.fits:
-        raise found.refusal()
-    return found.plan
+    decision = decide(request, where, known, None if recipe is None else Trials(recipe, where))
+    if not decision.fits:
+        raise decision.refusal()
+    return decision.plan
 
 
 def _sync(given: Any) -> Sync:
     known: dict[str, Sync] = {"auto": Auto(), "every_step": EveryStep()}
-    found = known.get(given) if isinstance(given, str) else given
-    if not isinstance(found, Sync):
+    choice = known.get(given) if isinstance(given, str) else given
+    if not isinstance(choice, Sync):
         raise UserError(f"sync = {given!r} is not possible.", do='"auto", "every_step", or espalier.recipe.Co2(…)')
-    return found
+    return choice

@@ -58,9 +58,9 @@ def calibration(recipe: Recipe, path: str | None = None) -> Calibration:
 
 def calibrated(path: str | Path) -> Calibration:
     """The calibration on a file or a run's folder. Raises UserError."""
-    found = measurements(path)
-    with patiently(f"Calibrating on {path} ({len(found)} rows) …"):
-        return calibrate(found, source=f"calibrated on {path}")
+    measured = measurements(path)
+    with patiently(f"Calibrating on {path} ({len(measured)} rows) …"):
+        return calibrate(measured, source=f"calibrated on {path}")
 
 
 @contextmanager
@@ -122,16 +122,16 @@ def run(score: str, calibrate_on: str | None, out: str | None, as_json: bool) ->
     calibration = calibrated(calibrate_on) if calibrate_on is not None else DATASHEET
     with prepare.waiting("Predicting") as progress:
         predictions = scoring.predict(table.measurements, calibration.factors, progress)
-    found = scoring.score(table.rows, calibration, predictions)
+    scores = scoring.score(table.rows, calibration, predictions)
     cache_dir.replace(target, scoring.beside(table, predictions, calibration))
     notes = [*table.notes, *_doubts(score, calibrate_on), *_foreign(table, calibration)]
     if as_json:
-        told = {"file": score, "out": str(target), "scores": msgspec.to_builtins(found)}
-        print(json.dumps(told | {"calibration": msgspec.to_builtins(calibration), "notes": notes}, indent=2))
+        summary = {"file": score, "out": str(target), "scores": msgspec.to_builtins(scores)}
+        print(json.dumps(summary | {"calibration": msgspec.to_builtins(calibration), "notes": notes}, indent=2))
         return 0
     for note in notes:
         prepare.say(f"note: {note}")
-    _tell(table, found, calibration)
+    _tell(table, scores, calibration)
     say(f"\nThe rows with their predictions: {target}")
     return 0
 
@@ -160,36 +160,40 @@ def _foreign(table: MeasuredTable, calibration: Calibration) -> list[str]:
     return [f"{units.plural(count, 'row')}: {calibration.doubt(name)}" for name, count in sorted(stacks.items())]
 
 
-def _tell(table: MeasuredTable, found: Scores, calibration: Calibration) -> None:
+def _tell(table: MeasuredTable, scores: Scores, calibration: Calibration) -> None:
     source = f"{calibration.source} ({calibration.rows} rows, scatter {calibration.spread:.1%})"
-    say(f"{table.path}: {found.rows} rows; {source if calibration.rows else calibration.source}\n")
-    rows(("score", "value", "of"), _lines(found))
+    say(f"{table.path}: {scores.rows} rows; {source if calibration.rows else calibration.source}\n")
+    rows(("score", "value", "of"), _lines(scores))
     moved = msgspec.structs.asdict(calibration.factors)
-    told = [f"{name} {value:.2f}" for name, value in moved.items() if abs(value - 1) > WORTH_SAYING]
-    if told:
-        say(f"\nCoefficients, as multiples of the datasheets': {', '.join(told)}")
+    factors = [f"{name} {value:.2f}" for name, value in moved.items() if abs(value - 1) > WORTH_SAYING]
+    if factors:
+        say(f"\nCoefficients, as multiples of the datasheets': {', '.join(factors)}")
 
 
-def _lines(found: Scores) -> list[tuple[str, str, str]]:
+def _lines(scores: Scores) -> list[tuple[str, str, str]]:
     lines = [
-        ("MAPE of step times", _share(found.mape), f"{found.timed} rows with a time"),
-        ("median error", _share(found.bias, "+"), "above 0: predicted too long"),
-        ("within their bands", _share(found.covered), "of the measured times"),
-        ("Spearman correlation", "-" if found.spearman is None else f"{found.spearman:.4f}", "1: ordered as measured"),
-        ("mean regret", _share(found.mean_regret), f"{found.groups} groups of one model, batch and devices"),
-        ("largest regret", _share(found.largest_regret), ""),
+        ("MAPE of step times", _share(scores.mape), f"{scores.timed} rows with a time"),
+        ("median error", _share(scores.bias, "+"), "above 0: predicted too long"),
+        ("within their bands", _share(scores.covered), "of the measured times"),
+        (
+            "Spearman correlation",
+            "-" if scores.spearman is None else f"{scores.spearman:.4f}",
+            "1: ordered as measured",
+        ),
+        ("mean regret", _share(scores.mean_regret), f"{scores.groups} groups of one model, batch and devices"),
+        ("largest regret", _share(scores.largest_regret), ""),
     ]
-    if found.regret_interval is not None:
-        low, high = found.regret_interval
-        groups = f"{found.groups_of_three} groups of at least three; 95 % interval {low:.1%} to {high:.1%}"
-        lines.append(("mean regret", _share(found.regret_of_three), groups))
-    if found.memory_rows:
-        lines.append(("MAPE of peak memory", _share(found.memory_mape), f"{found.memory_rows} rows with a peak"))
-    if found.labelled:
-        rows = f"{found.labelled} rows that ran or ran out of memory"
-        lines.append(('false "fits"', str(found.false_fits), rows))
-        lines.append(('false "does not fit"', str(found.false_misfits), ""))
-        lines.append(("chosen, but out of memory", str(found.chosen_out_of_memory), "groups"))
+    if scores.regret_interval is not None:
+        low, high = scores.regret_interval
+        groups = f"{scores.groups_of_three} groups of at least three; 95 % interval {low:.1%} to {high:.1%}"
+        lines.append(("mean regret", _share(scores.regret_of_three), groups))
+    if scores.memory_rows:
+        lines.append(("MAPE of peak memory", _share(scores.memory_mape), f"{scores.memory_rows} rows with a peak"))
+    if scores.labelled:
+        rows = f"{scores.labelled} rows that ran or ran out of memory"
+        lines.append(('false "fits"', str(scores.false_fits), rows))
+        lines.append(('false "does not fit"', str(scores.false_misfits), ""))
+        lines.append(("chosen, but out of memory", str(scores.chosen_out_of_memory), "groups"))
     return lines
 
 

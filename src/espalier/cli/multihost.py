@@ -26,7 +26,8 @@ from espalier.recipe.errors import EspalierError, PeerLost, RunFailed, UserError
 from espalier.recipe.terminal import say
 from espalier.track.events import read
 from espalier.track.progress import Forgiving, trouble
-from espalier.train.failure import Budget, Failure
+from espalier.train.failure import Failure, RestartBudget
+from espalier.train.run_folder import path_of
 
 MODULE = "espalier.cli.host_worker"
 LOG = "hosts.log"
@@ -49,8 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _train(arguments: argparse.Namespace, named: Sequence[hosts.Host]) -> int:
     recipe = run_trust.load(arguments.recipe, arguments.overrides, arguments.trust)
     value_ranges.check(recipe)
-    chosen, here = hosts.here_first(named)
-    folder = Path(arguments.run or Path("runs") / recipe.name)
+    chosen, leads = hosts.here_first(named)
+    folder = path_of(recipe, arguments.run)
     message = {
         "is": "task",
         "task": "train",
@@ -63,18 +64,18 @@ def _train(arguments: argparse.Namespace, named: Sequence[hosts.Host]) -> int:
         "quiet": arguments.json,
         "trust": arguments.trust,
     }
-    if not here:
+    if not leads:
         log = folder / "logs" / LOG
         _say([f"The run is kept on host {chosen[0].name}: {folder.absolute()}. What all ranks write is in {log}."])
-    budget = Budget(None if recipe.faults.restarts == "auto" else recipe.faults.restarts)
-    while isinstance(found := _attempt(recipe, chosen, message, folder), EspalierError):
-        decision = budget.decide(_failure(found, folder / EVENTS))
+    budget = RestartBudget(None if recipe.faults.restarts == "auto" else recipe.faults.restarts)
+    while isinstance(outcome := _attempt(recipe, chosen, message, folder), EspalierError):
+        decision = budget.decide(_failure(outcome, folder / EVENTS))
         if not decision.restart:
-            raise decision.last(found)
+            raise decision.last(outcome)
         again = decision.action("start supervisors and ranks again on all hosts")
-        _say([trouble({"what": found.what, "action": again})])
+        _say([trouble({"what": outcome.what, "action": again})])
         time.sleep(decision.wait)
-    return found
+    return outcome
 
 
 def _attempt(
@@ -97,10 +98,10 @@ def _attempt(
             vanished = crowd.vanished
             shown = vanished or error
             why = f"{shown.why}; " if shown.why else ""
-            told = type(shown)(shown.what, why=f"{why}what all hosts wrote is in {log}", do=shown.do)
+            shown_error = type(shown)(shown.what, why=f"{why}what all hosts wrote is in {log}", do=shown.do)
             if vanished is not None:
-                return told
-            raise told from None
+                return shown_error
+            raise shown_error from None
     return int(done["code"])
 
 
@@ -120,14 +121,14 @@ def _probe(arguments: argparse.Namespace, named: Sequence[hosts.Host]) -> int:
         _say(crowd.gather(chosen))
         crowd.prepare(message)
         done = crowd.carry_out()
-    found = clusters.loads(done["cluster"])
+    cluster = clusters.loads(done["cluster"])
     cache_dir.replace(Path(arguments.out), done["cluster"])
     from espalier.cli import printing
 
     if arguments.json:
-        print(json.dumps(msgspec.to_builtins(found)))
+        print(json.dumps(msgspec.to_builtins(cluster)))
     else:
-        say(printing.cluster(found))
+        say(printing.cluster(cluster))
         say(f"\nWritten to {arguments.out}: espalier plan RECIPE --cluster {arguments.out}")
     return 0
 

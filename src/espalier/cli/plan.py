@@ -34,9 +34,9 @@ def run(arguments: argparse.Namespace) -> int:
     plan, and exit code 2."""
     torch.set_num_threads(1)
     if arguments.score is not None:
-        beside = {"a recipe": arguments.recipe, "--html": arguments.html, "--cluster": arguments.cluster}
-        beside |= {"--what-if": arguments.what_if, "--parts": arguments.parts}
-        for name, value in beside.items():
+        others = {"a recipe": arguments.recipe, "--html": arguments.html, "--cluster": arguments.cluster}
+        others |= {"--what-if": arguments.what_if, "--parts": arguments.parts}
+        for name, value in others.items():
             if value:
                 raise UserError(f"--score takes no {name.removeprefix('a ')}.", do="give one or the other")
         return measurements.run(arguments.score, arguments.calibrate_on, arguments.out, arguments.json)
@@ -69,12 +69,12 @@ def decided(
         chosen, why = run_plan.batches(
             resolved,
             workload,
-            lambda asked, its: plan_of(asked, workload=its).plan,
+            lambda asked, opened: plan_of(asked, workload=opened).plan,
             lambda asked, _: Trials(asked.recipe, cluster),
         )
         settled, workload = run_plan.with_batches(resolved, workload, chosen)
-        found = plan_of(settled, workload=workload)
-        return replace(found, plan=drawn_batches.told(found.plan, chosen, why))
+        decision = plan_of(settled, workload=workload)
+        return replace(decision, plan=drawn_batches.told(decision.plan, chosen, why))
     known, asked = measurements.calibration(resolved.recipe, calibrate_on), prepare.request(resolved, None, workload)
     if not cluster.machine:  # described in a file: this machine's disk is not theirs
         asked = replace(asked, free=None)
@@ -104,12 +104,12 @@ def _tell(
 ) -> int:
     plan, refusal = decision.plan, None if decision.fits else decision.refusal()
     if as_json:
-        beside: dict[str, plans.Plan | dict[str, str]] = {}
+        extra: dict[str, plans.Plan | dict[str, str]] = {}
         if isinstance(changed, PlanDecision):
-            beside["what_if"] = changed.plan
+            extra["what_if"] = changed.plan
         elif changed is not None:
-            beside["what_if"] = {"error": changed.what, "why": changed.why, "try": changed.do}
-        print(plans.dumps(plan, **beside), end="", flush=True)
+            extra["what_if"] = {"error": changed.what, "why": changed.why, "try": changed.do}
+        print(plans.dumps(plan, **extra), end="", flush=True)
         if refusal is not None:
             say(f"espalier: {refusal}", file=sys.stderr)  # standard output holds one object, the plan
     else:
@@ -154,8 +154,8 @@ def _page(path: str, decision: PlanDecision, recipe: Recipe) -> None:
 
     def is_best(option: search.Option) -> bool:
         names = ("dp", "tp", "sp", "pp", "shard", "recompute")
-        one = view(option.layout, layout.accumulate, layout.precision)
-        return all(getattr(one, name) == getattr(layout, name) for name in names)
+        other = view(option.layout, layout.accumulate, layout.precision)
+        return all(getattr(other, name) == getattr(layout, name) for name in names)
 
     best = next((option for option in decision.found.options if is_best(option)), None)
     points = search.points(decision.found, best, explain.label)

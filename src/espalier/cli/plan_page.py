@@ -69,7 +69,10 @@ def render(plan: Plan, points: Sequence[Point], title: str, steps: int | None = 
         time=_ladder(predicted.terms, predicted.step_seconds, show_seconds, predicted.sources),
         memory=_memory(predicted),
         step_text=show_seconds(predicted.step_seconds),
-        runners=[(words(one.layout), _ranks(one.ranks, one.threads), one) for one in plan.runners_up],
+        runners=[
+            (words(runner_up.layout), _ranks(runner_up.ranks, runner_up.threads), runner_up)
+            for runner_up in plan.runners_up
+        ],
         sources=predicted.sources,
     )
 
@@ -81,23 +84,23 @@ def words(layout: Layout) -> list[str]:
     """A layout in a few phrases, the outermost division first."""
     shard = layout.shard
     split = [(name, shard.get(key, 1)) for name, key in _STATES if shard.get(key, 1) > 1]
-    said = [plural(layout.dp, "replica")]
+    words_of_layout = [plural(layout.dp, "replica")]
     if layout.waves:
-        said = [plural(layout.waves, "wave")]
+        words_of_layout = [plural(layout.waves, "wave")]
     if layout.pp > 1:
-        said.append(f"{layout.pp} stages")
+        words_of_layout.append(f"{layout.pp} stages")
     if layout.tp > 1:
-        said.append(f"{layout.tp} tensor ranks ({NAMES.get(layout.algorithm, layout.algorithm)})")
+        words_of_layout.append(f"{layout.tp} tensor ranks ({NAMES.get(layout.algorithm, layout.algorithm)})")
     if layout.sp > 1:
         parts = [f"{layout.heads} of heads"] * (layout.heads > 1) + [f"{layout.cp} of context"] * (layout.cp > 1)
-        said.append(f"{layout.sp} sequence ranks ({' x '.join(parts)})")
+        words_of_layout.append(f"{layout.sp} sequence ranks ({' x '.join(parts)})")
     if split:
-        said.append(", ".join(f"{name} over {over:,}" for name, over in split))
+        words_of_layout.append(", ".join(f"{name} over {over:,}" for name, over in split))
     size = f"micro-batch {layout.micro_batch}"
-    said.append(f"{size}, {layout.accumulate:,} to a step" if layout.accumulate > 1 else size)
-    said += [f"recompute {layout.recompute}"] * (layout.recompute != "none")
-    said.append(layout.precision)
-    return said
+    words_of_layout.append(f"{size}, {layout.accumulate:,} to a step" if layout.accumulate > 1 else size)
+    words_of_layout += [f"recompute {layout.recompute}"] * (layout.recompute != "none")
+    words_of_layout.append(layout.precision)
+    return words_of_layout
 
 
 _STATES = (("parameters", "params"), ("gradients", "grads"), ("optimizer states", "optimizer"))
@@ -157,14 +160,14 @@ DRAWN = 2000
 
 def _spans(plan: Plan, predicted: Predicted) -> list[Span]:
     """The passes of the first pipeline, on the first rank of each stage, or what a system draws; none of one stage."""
-    if own := [span for state in plan.choices.values() for span in state.spans()]:
-        return own
-    stages = sorted((one for one in plan.stages if one.pipeline == 0), key=lambda one: one.layers)
+    if spans := [span for state in plan.choices.values() for span in state.spans()]:
+        return spans
+    stages = sorted((stage for stage in plan.stages if stage.pipeline == 0), key=lambda one: one.layers)
     if len(stages) < 2:
         return []
     count = min(stages[0].micro_batches, max(1, DRAWN // (3 * len(stages))))
-    pipeline = Pipeline(tuple(one.ranks[:1] for one in stages), count)
-    layers = [one.layers[1] - one.layers[0] for one in stages]
+    pipeline = Pipeline(tuple(stage.ranks[:1] for stage in stages), count)
+    layers = [stage.layers[1] - stage.layers[0] for stage in stages]
     terms = {name: seconds / stages[0].micro_batches for name, seconds in predicted.terms.items()}
     fullest = max(sum(layers[stage] for stage in pipeline.held(rank)) for rank in pipeline.ranks)
     forward, backward = terms.get("forward", 0.0), terms.get("backward", 0.0) + terms.get("recompute", 0.0)
@@ -174,20 +177,20 @@ def _spans(plan: Plan, predicted: Predicted) -> list[Span]:
         hand_overs(len(pipeline.ranks), stages[0].micro_batches, plan.interleave == 1)
     )
 
-    def seconds(one: Action) -> float:
-        return takes[one.kind] * layers[one.stage] / fullest if one.computes else float(link)
+    def seconds(action: Action) -> float:
+        return takes[action.kind] * layers[action.stage] / fullest if action.computes else float(link)
 
-    found = timetable(pipeline, action_lists([pipeline], plan.schedule), seconds)
+    actions = timetable(pipeline, action_lists([pipeline], plan.schedule), seconds)
     return [
-        Span(f"rank {one.rank}", one.start, one.end, PASSES[one.action.kind], _told(one))
-        for one in sorted(found, key=lambda one: (pipeline.ranks.index(one.rank), one.start))
-        if one.action.computes
+        Span(f"rank {action.rank}", action.start, action.end, PASSES[action.action.kind], _told(action))
+        for action in sorted(actions, key=lambda one: (pipeline.ranks.index(one.rank), one.start))
+        if action.action.computes
     ]
 
 
-def _told(one: Timed) -> str:
-    stage, kind, number, _ = one.action
-    return f"stage {stage}, micro-batch {number}: {PASSES[kind]}, {show_seconds(one.end - one.start)}"
+def _told(action: Timed) -> str:
+    stage, kind, number, _ = action.action
+    return f"stage {stage}, micro-batch {number}: {PASSES[kind]}, {show_seconds(action.end - action.start)}"
 
 
 def _limit_of(predicted: Predicted) -> str:
@@ -201,14 +204,14 @@ def _memory(predicted: Predicted) -> dict[str, Any]:
     limited = math.isfinite(limit) and limit > 0
     whole = 1.04 * max(peak, sum(kinds.values()), limit if limited else 0.0)  # the line stands inside the track
     over = peak - limit
-    said = f"{show_size(over)} too much" if over > 0 else f"{show_size(-over)} to spare"
+    room = f"{show_size(over)} too much" if over > 0 else f"{show_size(-over)} to spare"
     return {
         "rungs": _ladder(kinds, whole, show_size, predicted.sources),
         "peak": show_size(peak),
         "peak_width": 100 * peak / whole,
         "limit": show_size(limit) if limited else "",
         "limit_at": 100 * limit / whole if limited else 0.0,
-        "said": said if limited else "",
+        "said": room if limited else "",
     }
 
 
@@ -216,10 +219,10 @@ def _ladder(
     parts: Mapping[str, float], whole: float, show: Callable[[float], str], sources: Mapping[str, str]
 ) -> list[Rung]:
     """Each part starts where the larger one before it ends."""
-    found, at = [], 0.0
+    ticks, at = [], 0.0
     named = {name.replace("_", " "): source for name, source in sources.items()}
     for share in charts.shares(parts, show):
         width = 100 * share.value / whole if whole else 0.0
-        found.append(Rung(share.name, at, width, share.text, named.get(share.name, "")))
+        ticks.append(Rung(share.name, at, width, share.text, named.get(share.name, "")))
         at += width
-    return found
+    return ticks

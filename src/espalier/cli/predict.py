@@ -48,8 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
     failed = False
     for asked in prompts:
         try:
-            found = answer(trained.workload, trained.model, asked, sampling)
-            _print({**found.record(), **trained.checkpoint} if arguments.json else found.text)
+            reply = answer(trained.workload, trained.model, asked, sampling)
+            _print({**reply.record(), **trained.checkpoint} if arguments.json else reply.text)
         except UserError as error:
             if arguments.input != "-":
                 raise
@@ -69,8 +69,8 @@ def _turntable(arguments: argparse.Namespace) -> int:
         raise UserError(what, do=f"espalier predict {arguments.run}")
     trained = open_trained(arguments.run, arguments.trust, DataChoice(predicts=True))
     trained.say_skipped(arguments.json)
-    said = turntable(trained.workload, trained.model, Path(arguments.turntable))
-    _print({"turntable": arguments.turntable, **trained.checkpoint} if arguments.json else iter([f"{said}\n"]))
+    written = turntable(trained.workload, trained.model, Path(arguments.turntable))
+    _print({"turntable": arguments.turntable, **trained.checkpoint} if arguments.json else iter([f"{written}\n"]))
     return 0
 
 

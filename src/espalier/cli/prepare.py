@@ -22,7 +22,7 @@ from espalier.recipe import Recipe, terminal
 from espalier.track.progress import Waiting
 from espalier.train import request_from_recipe, workload_registry
 from espalier.train.rank_spec import RankSpec
-from espalier.train.run_folder import RunFolder
+from espalier.train.run_folder import RunFolder, path_of
 
 Resolved = workload_registry.Resolved
 PRECISION = "on GPUs the fastest of what they compute fast; on processors fp32, or bf16 where measured steps are faster"
@@ -33,19 +33,9 @@ def resolve(path: str | Path, overrides: Sequence[str], trust: bool = False, run
     """Reads a recipe and derives what it leaves open. `trust`: who made the run that is taken up again is trusted;
     `run`: its folder, where that is not the recipe's."""
     recipe = run_trust.load(path, overrides, trust)
-    existing = RunFolder(run_path(recipe, run))
+    existing = RunFolder(path_of(recipe, run))
     kept = existing.kept() if existing.exists() else None
-    return replace(settle(recipe, Path(path).absolute().parent, kept), trust=trust)
-
-
-def run_path(recipe: Recipe, run: str | None) -> Path:
-    """The folder of the recipe's run; `run`: as `--run` says."""
-    return Path(run or Path("runs") / recipe.name)
-
-
-def settle(recipe: Recipe, folder: Path | None, kept: Path | None = None) -> Resolved:
-    """Derives what a recipe leaves open, as its run has done where that `kept` it; `folder`: where its file lies."""
-    return workload_registry.settle(recipe, folder, waiting, kept)
+    return replace(workload_registry.settle(recipe, Path(path).absolute().parent, waiting, kept), trust=trust)
 
 
 def open_workload(resolved: Resolved) -> Workload:
@@ -71,9 +61,9 @@ def machines_of(channel: dist.ProcessGroup | None, place: RankSpec, recipe: Reci
     key = multihost_probe.key(channel)
     known: str | None = None
     if place.rank == 0:
-        found = clusters.read(recipe.plan.cluster) if recipe.plan.cluster else multihost_probe.kept(key)
-        known = clusters.dumps(found) if found is not None else None
-        if found is None:
+        cluster = clusters.read(recipe.plan.cluster) if recipe.plan.cluster else multihost_probe.kept(key)
+        known = clusters.dumps(cluster) if cluster is not None else None
+        if cluster is None:
             say("Measuring the hosts and the links between them (once).")
     known = plain_collectives.broadcast(known, channel)
     if known is not None:
@@ -123,9 +113,9 @@ def request(resolved: Resolved, ranks: int | None = None, workload: Workload | N
 
     asked = request_from_recipe.of_recipe(resolved.recipe, lambda: workload or opened())
     pin = asked.pin if ranks is None else asked.pin.changed(ranks=ranks)
-    free, path = None, run_path(resolved.recipe, None).absolute()
+    free, path = None, path_of(resolved.recipe, None).absolute()
     if not resolved.recipe.plan.cluster:
-        there = next(one for one in (path, *path.parents) if one.exists())
+        there = next(parent for parent in (path, *path.parents) if parent.exists())
         size = shutil.disk_usage(there).free
         step = max(1, (1 << size.bit_length()) // 8)  # what other programs write seldom changes a plan
         free = float(size // step * step)

@@ -61,13 +61,13 @@ def beside(plan: Plan, other: Plan, fits: bool) -> None:
         return
     assert plan.predicted is not None
     assert other.predicted is not None
-    here, there = plan.predicted, other.predicted
+    ours, there = plan.predicted, other.predicted
     line(f"What if: {other.layout} on {_where(other)}")
-    seconds = [units.show_seconds(one.step_seconds) for one in (there, here)]
-    speeds = [units.show_count(one.tokens_per_second) for one in (there, here)]
-    peaks = [units.show_size(one.memory_bytes["peak"]) for one in (there, here)]
+    seconds = [units.show_seconds(prediction.step_seconds) for prediction in (there, ours)]
+    speeds = [units.show_count(prediction.tokens_per_second) for prediction in (there, ours)]
+    peaks = [units.show_size(prediction.memory_bytes["peak"]) for prediction in (there, ours)]
     line(
-        f"  predicted step {' instead of '.join(seconds)} ({there.step_seconds / here.step_seconds:.2f}x), "
+        f"  predicted step {' instead of '.join(seconds)} ({there.step_seconds / ours.step_seconds:.2f}x), "
         f"memory per rank {' instead of '.join(peaks)}, {' instead of '.join(speeds)} a second"
     )
     for sentence in other.why:
@@ -77,11 +77,11 @@ def beside(plan: Plan, other: Plan, fits: bool) -> None:
 
 def _where(plan: Plan) -> str:
     ranks = plan.ranks
-    said = _ranks(len(ranks), ranks[0].threads, ranks[0].device != "cpu")
+    words = _ranks(len(ranks), ranks[0].threads, ranks[0].device != "cpu")
     if ranks[0].device == "cpu":
-        return f"{said} on cpu"
+        return f"{words} on cpu"
     machines = len({rank.node for rank in ranks})
-    return f"{said} on {units.plural(machines, 'machine')}"
+    return f"{words} on {units.plural(machines, 'machine')}"
 
 
 def _ranks(count: int, threads: int, on_gpus: bool) -> str:
@@ -94,14 +94,14 @@ def _derived(derivations: Sequence[Derivation]) -> None:
     """Keys and values, those of one reason together and the reason once."""
     say("Derived:")
     width = terminal.columns()
-    key = max(len(one.key) for one in derivations)
-    value = max(len(str(one.value)) for one in derivations)
+    key = max(len(derivation.key) for derivation in derivations)
+    value = max(len(str(derivation.value)) for derivation in derivations)
     indent = 2 + key + 2 + value + 2
     groups: dict[str, list[Derivation]] = {}
-    for one in derivations:
-        groups.setdefault(one.reason, []).append(one)
+    for each in derivations:
+        groups.setdefault(each.reason, []).append(each)
     for reason, together in groups.items():
-        left = [f"  {one.key:<{key}}  {one.value!s:<{value}}" for one in together]
+        left = [f"  {derivation.key:<{key}}  {derivation.value!s:<{value}}" for derivation in together]
         if width is not None and width - indent < NARROW:
             right = []
             left += wrapped(" " * 6 + reason, width, 6)
@@ -122,13 +122,13 @@ def _predicted(predicted: Predicted, steps: int | None, unit: str) -> None:
         line(f"  predicted run {units.plural(steps, 'step')}, {', '.join(run_cost(predicted, steps))}")
     mfu = f", MFU {predicted.mfu:.0%}" if predicted.mfu else ""
     say(f"  predicted speed {units.show_count(predicted.tokens_per_second)} {unit}/s{mfu}")
-    held = predicted.memory_bytes
+    memory = predicted.memory_bytes
     say(
-        f"  predicted memory per rank {units.show_size(held.get('peak', 0))} of "
+        f"  predicted memory per rank {units.show_size(memory.get('peak', 0))} of "
         f"{units.show_size(predicted.memory_limit)}"
-        + (" (does not fit)" if held.get("peak", 0) > predicted.memory_limit else "")
+        + (" (does not fit)" if memory.get("peak", 0) > predicted.memory_limit else "")
     )
-    _parts(f"{name} {units.show_size(value)}" for name, value in held.items() if value and name != "peak")
+    _parts(f"{name} {units.show_size(value)}" for name, value in memory.items() if value and name != "peak")
     sent = ", ".join(f"{name} {units.show_size(value)}" for name, value in predicted.sent_bytes.items() if value)
     line(f"  predicted traffic per rank and step: {sent or 'none'}")
 
@@ -136,12 +136,12 @@ def _predicted(predicted: Predicted, steps: int | None, unit: str) -> None:
 def run_cost(predicted: Predicted, steps: int) -> list[str]:
     """How long `steps` take, the energy of their devices and the price of their machines, where these are known."""
     seconds = steps * predicted.step_seconds
-    said = [f"about {units.show_seconds(seconds) if seconds < 2 * DAY else f'{seconds / DAY:,.0f} days'}"]
+    words = [f"about {units.show_seconds(seconds) if seconds < 2 * DAY else f'{seconds / DAY:,.0f} days'}"]
     if predicted.watts:
-        said.append(f"at most {_amount(predicted.watts * seconds / 3.6e6)} kWh in its devices")
+        words.append(f"at most {_amount(predicted.watts * seconds / 3.6e6)} kWh in its devices")
     if predicted.price_per_hour:
-        said.append(f"price {_amount(predicted.price_per_hour * seconds / 3600)}")
-    return said
+        words.append(f"price {_amount(predicted.price_per_hour * seconds / 3600)}")
+    return words
 
 
 def _amount(value: float) -> str:
@@ -155,10 +155,10 @@ def _parts(parts: Iterable[str]) -> None:
         say("      " + ", ".join(every[first : first + 3]) + "," * (first + 3 < len(every)))
 
 
-def cluster(found: Cluster) -> str:
+def cluster(machines: Cluster) -> str:
     """A cluster in a few lines."""
     lines = []
-    for node in found.nodes:
+    for node in machines.nodes:
         device = node.device
         rates = ", ".join(f"{name} {units.show_flops(rate)}" for name, rate in device.flops.items())
         count = f"{node.count} x " if node.count > 1 else ""
@@ -167,9 +167,9 @@ def cluster(found: Cluster) -> str:
         lines.append(f"  {node.cores} cores, host memory {units.show_size(node.memory)}")
         lines += [f"  disk {disk}" for disk in map(_disk, node.disks)]
         lines.append(f"  between its ranks: {_link(node.inside)}")
-    if found.between is not None:
-        lines.append(f"between nodes: {_link(found.between)}")
-    return "\n".join([*lines, *(f"note: {note}" for note in found.notes)])
+    if machines.between is not None:
+        lines.append(f"between nodes: {_link(machines.between)}")
+    return "\n".join([*lines, *(f"note: {note}" for note in machines.notes)])
 
 
 def _disk(disk: Disk) -> str:
@@ -186,13 +186,13 @@ def results(folder: Path) -> dict[str, Any]:
     from espalier.track import run_tables
 
     run = run_tables.open_run(folder)
-    found: dict[str, Any] = {}
+    numbers: dict[str, Any] = {}
     if len(run.steps["step"]):
-        found |= {"steps": int(run.steps["step"][-1]), "loss": float(run.steps["loss"][-1])}
+        numbers |= {"steps": int(run.steps["step"][-1]), "loss": float(run.steps["loss"][-1])}
     for name in ("loss", "bits_per_byte"):
         if name in run.validations and len(run.validations[name]):
-            found["validation_" + name] = float(run.validations[name][-1])
-    return found
+            numbers["validation_" + name] = float(run.validations[name][-1])
+    return numbers
 
 
 def finished(folder: Path, page: Path, seconds: float) -> None:
@@ -209,8 +209,8 @@ def finished(folder: Path, page: Path, seconds: float) -> None:
         console.print(visible(text), markup=False, soft_wrap=True)
     if latest:
         console.rule()
-    found = results(folder)
-    figures = ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in found.items())
+    numbers = results(folder)
+    figures = ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in numbers.items())
     say()
     line(f"Done in {units.show_seconds(seconds)}: {figures or 'no steps were left'}.")
     # Paths and commands stay whole on one line, so that they can be copied.
@@ -227,15 +227,15 @@ def finished(folder: Path, page: Path, seconds: float) -> None:
         say(f"  export    espalier export {folder} --to hf")
 
 
-def account(found: Account) -> None:
+def account(times: Account) -> None:
     """Where the time went, and what failures cost where there were any."""
     seconds = units.show_seconds
-    if found.useful:
-        spent = ((name, took) for name, took in found.parts.items() if took >= 0.005 * found.wall)
-        line(f"Of {seconds(found.wall)}: {', '.join(f'{took / found.wall:.1%} {name}' for name, took in spent)}.")
-    if not found.failures:
+    if times.useful:
+        spent = ((name, took) for name, took in times.parts.items() if took >= 0.005 * times.wall)
+        line(f"Of {seconds(times.wall)}: {', '.join(f'{took / times.wall:.1%} {name}' for name, took in spent)}.")
+    if not times.failures:
         return
-    line(f"Goodput {found.goodput:.1%} of {seconds(found.wall)}; a failure every {seconds(found.between_failures)}.")
+    line(f"Goodput {times.goodput:.1%} of {seconds(times.wall)}; a failure every {seconds(times.between_failures)}.")
     head = (
         "cause",
         "reason (category)",
@@ -247,15 +247,15 @@ def account(found: Account) -> None:
     )
     body = [
         (
-            one.kind,
-            f"{one.reason} ({one.category})" if one.reason else "-",
-            str(one.count),
-            str(one.recovered),
-            seconds(one.down),
-            str(one.steps),
-            seconds(one.again),
+            cause.kind,
+            f"{cause.reason} ({cause.category})" if cause.reason else "-",
+            str(cause.count),
+            str(cause.recovered),
+            seconds(cause.down),
+            str(cause.steps),
+            seconds(cause.again),
         )
-        for one in found.causes
+        for cause in times.causes
     ]
     rows(head, body)
 

@@ -34,19 +34,19 @@ def run(arguments: argparse.Namespace) -> int:
     place = detect_launcher.place()
     if place is None:
         measured = codecs.measured(probe.probe(progress=prepare.say, disk=Path(arguments.disk)))
-        found = probe.better(measured, probe.cached(), prepare.say)
-        probe.save(found, say=prepare.say)
+        cluster = probe.better(measured, probe.cached(), prepare.say)
+        probe.save(cluster, say=prepare.say)
     else:
         with worker.joined(place, timeout=120.0) as channel:
-            found = _all(channel, place, arguments)
+            cluster = _all(channel, place, arguments)
         if place.rank != 0:
             return 0
     out = Path(arguments.out)
-    cache_dir.replace(out, clusters.dumps(found))
+    cache_dir.replace(out, clusters.dumps(cluster))
     if arguments.json:
-        print(json.dumps(msgspec.to_builtins(found)))
+        print(json.dumps(msgspec.to_builtins(cluster)))
     else:
-        say(printing.cluster(found))
+        say(printing.cluster(cluster))
         say(f"\nWritten to {out}; plans use it from now on (espalier plan RECIPE --cluster {out} elsewhere).")
     return 0
 

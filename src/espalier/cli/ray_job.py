@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from espalier.cli.input_check import train_command
 from espalier.comm import rendezvous_wait
 from espalier.comm.rendezvous_wait import Deadline
 from espalier.launch.ranks import child_process
@@ -48,7 +49,7 @@ _INTERRUPTED = 130
 
 
 @dataclass(frozen=True)
-class Job:
+class RayJob:
     """What every rank runs: the command, in this folder; the run's folder and its ranks (None: as the cluster says)."""
 
     command: tuple[str, ...]
@@ -83,13 +84,11 @@ def run(arguments: argparse.Namespace) -> int:
     return int(outcome["code"])
 
 
-def _job(arguments: argparse.Namespace, recipe: Recipe) -> Job:
-    folder = Path(arguments.run or Path("runs") / recipe.name).absolute()
-    words = [*["--trust"] * arguments.trust, *["--json"] * arguments.json]
-    command = [sys.executable, "-m", "espalier", "train", arguments.recipe, *arguments.overrides]
+def _job(arguments: argparse.Namespace, recipe: Recipe) -> RayJob:
+    folder = runs.path_of(recipe, arguments.run).absolute()
     restarts = recipe.faults.restarts
-    return Job(
-        (*command, "--run", str(folder), *words),
+    return RayJob(
+        tuple(train_command(arguments, str(folder))),
         os.getcwd(),
         folder,
         recipe.plan.pin.ranks,
@@ -102,10 +101,10 @@ def _heard(pid: int, read: int) -> dict[str, Any] | None:
     """What the driver says at its end; None: it ended without a word. Ctrl-C and SIGTERM reach it through here."""
     before = signal.signal(signal.SIGTERM, lambda number, frame: os.kill(pid, signal.SIGINT))
     try:
-        with open(read, encoding="utf-8") as told:
+        with open(read, encoding="utf-8") as pipe:
             while True:
                 try:
-                    text = told.read()
+                    text = pipe.read()
                     break
                 except KeyboardInterrupt:
                     os.kill(pid, signal.SIGINT)
@@ -115,22 +114,22 @@ def _heard(pid: int, read: int) -> dict[str, Any] | None:
     return json.loads(text) if text else None
 
 
-def _child(address: str, job: Job, read: int, write: int) -> int:
+def _child(address: str, job: RayJob, read: int, write: int) -> int:
     os.close(read)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         outcome: dict[str, Any] = {"code": drive(address, job)}
     except EspalierError as error:
         outcome = {"error": errors.words_of(error)}
-    with open(write, "w", encoding="utf-8") as told:
-        json.dump(outcome, told)
+    with open(write, "w", encoding="utf-8") as pipe:
+        json.dump(outcome, pipe)
     return 0
 
 
 # --- the driver --------------------------------------------------------------------------------------------------
 
 
-def drive(address: str, job: Job) -> int:
+def drive(address: str, job: RayJob) -> int:
     """Attempts until one ends. Raises UserError where there is no cluster or no room, RunFailed where nothing helps."""
     import ray
 
@@ -172,18 +171,18 @@ def _reach(address: str, seconds: float) -> None:
     rendezvous_wait.reached(place, "--ray", "Ray's head", Deadline(seconds, "This machine"), connect)
 
 
-def _placed(ray: Any, job: Job) -> tuple[Any, dict[str, float], int]:
+def _placed(ray: Any, job: RayJob) -> tuple[Any, dict[str, float], int]:
     """The placement group, what each rank has of it, and how many ranks there are."""
-    nodes = [one["Resources"] for one in ray.nodes() if one["Alive"]]
-    gpus = int(sum(one.get("GPU", 0) for one in nodes))
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    gpus = int(sum(node.get("GPU", 0) for node in nodes))
     count = job.ranks or gpus or len(nodes)
     each = -(-count // max(1, len(nodes)))
-    cpus = max(1, int(min(one.get("CPU", 0) for one in nodes)) // each)
+    cpus = max(1, int(min(node.get("CPU", 0) for node in nodes)) // each)
     asked: dict[str, float] = {"CPU": cpus, **({"GPU": 1} if gpus else {})}
     group = ray.util.placement_group([asked] * count, strategy="PACK" if gpus else "SPREAD")
     say(Deadline(job.patience, "Ray").first_line(f"room for {units.plural(count, 'rank')}"), file=sys.stderr)
     if not group.wait(job.patience):
-        there = ", ".join(f"{int(one.get('CPU', 0))} CPUs and {int(one.get('GPU', 0))} GPUs" for one in nodes)
+        there = ", ".join(f"{int(node.get('CPU', 0))} CPUs and {int(node.get('GPU', 0))} GPUs" for node in nodes)
         raise UserError(
             f"Ray has no room for {count} ranks of {cpus} CPUs{' and 1 GPU' * bool(gpus)}.",
             why=f"its hosts have {there}, and others may use them",
@@ -192,8 +191,8 @@ def _placed(ray: Any, job: Job) -> tuple[Any, dict[str, float], int]:
     return group, asked, count
 
 
-def _attempts(ray: Any, actors: Sequence[Any], job: Job) -> int:
-    follow = Follower(job.run / "logs" / "ray-0.log")
+def _attempts(ray: Any, actors: Sequence[Any], job: RayJob) -> int:
+    follow = LogFollower(job.run / "logs" / "ray-0.log")
     number = fruitless = 0
     while True:
         before = _saved(job.run)
@@ -216,7 +215,7 @@ def _attempts(ray: Any, actors: Sequence[Any], job: Job) -> int:
         say(f"Ranks were lost ({', '.join(map(str, codes))}); attempt {number + 1} goes on from the newest checkpoint.")
 
 
-def _attempt(ray: Any, actors: Sequence[Any], job: Job, number: int, follow: Follower) -> list[int]:
+def _attempt(ray: Any, actors: Sequence[Any], job: RayJob, number: int, follow: LogFollower) -> list[int]:
     """The exit codes of all ranks; -1 of one whose actor was lost."""
     places = _places(ray, actors)
     (host, _), port = places[0], _asked(ray, actors[0].free_port.remote)
@@ -234,21 +233,21 @@ def _attempt(ray: Any, actors: Sequence[Any], job: Job, number: int, follow: Fol
     return _ended(ray, actors, running, follow)
 
 
-def _ended(ray: Any, actors: Sequence[Any], running: dict[Any, int], follow: Follower) -> list[int]:
+def _ended(ray: Any, actors: Sequence[Any], running: dict[Any, int], follow: LogFollower) -> list[int]:
     """Waits for all ranks; the first that fails, and Ctrl-C, stop the others."""
     codes, deadline = [0] * len(running), float("inf")
     left = list(running)
     while left:
         try:
             done, left = ray.wait(left, timeout=0.3)
-            for one in done:
-                codes[running[one]] = _code(ray, one)
+            for task in done:
+                codes[running[task]] = _code(ray, task)
             if any(codes) and left and deadline == float("inf"):
                 deadline = time.monotonic() + LEAVING
-                _stop(ray, [actors[running[one]] for one in left], signal.SIGTERM)
+                _stop(ray, [actors[running[task]] for task in left], signal.SIGTERM)
             if time.monotonic() > deadline:
                 deadline = float("inf")
-                _stop(ray, [actors[running[one]] for one in left], signal.SIGKILL)
+                _stop(ray, [actors[running[task]] for task in left], signal.SIGKILL)
         except KeyboardInterrupt:
             deadline = time.monotonic() + STOPPING
             _stop(ray, actors, signal.SIGTERM)
@@ -292,10 +291,10 @@ def _asked(ray: Any, ask: Callable[[], Any]) -> Any:
 
 def _saved(run: Path) -> list[str]:
     folder = runs.RunFolder(run).checkpoints
-    return sorted(one.name for one in folder.iterdir()) if folder.is_dir() else []
+    return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
 
 
-class Follower:
+class LogFollower:
     """Prints what is added to a file. Has state: how far it was read."""
 
     def __init__(self, path: Path) -> None:

@@ -64,11 +64,16 @@ def run(arguments: argparse.Namespace) -> int:
     differing = [number for number in shown if _bits(before[number]) != _bits(again[number])]
     others = _others(begun[step], now)
     if arguments.json:
-        steps = [{"step": one, "recorded": _bits(before[one]), "again": _bits(again[one])} for one in shown]
-        found = {"same": not differing, "from": first, "steps": steps, "differs": others}
-        print(json.dumps({"run": str(folder.path), "step": step, **found}))
+        steps = [{"step": number, "recorded": _bits(before[number]), "again": _bits(again[number])} for number in shown]
+        summary = {"same": not differing, "from": first, "steps": steps, "differs": others}
+        print(json.dumps({"run": str(folder.path), "step": step, **summary}))
     else:
-        _tell(folder.path, first, {one: (before[one], again[one]) for one in (differing[:1] or [step])}, others)
+        _tell(
+            folder.path,
+            first,
+            {number: (before[number], again[number]) for number in (differing[:1] or [step])},
+            others,
+        )
     return int(bool(differing))
 
 
@@ -88,7 +93,7 @@ def _again(
 ) -> tuple[_Rows, events.Event]:
     """Steps `first + 1` to the one asked for, made in the folder `made`, and the `run` event of these."""
     recipe, plan = run_open.located_here(folder, arguments.trust).recipe, plans.read(folder.plan)
-    if any(one.role != "trainer" for one in plan.ranks):
+    if any(rank.role != "trainer" for rank in plan.ranks):
         raise UserError(
             f"No step of the run in {folder.path} can be made again.",
             why="its optimizer nodes keep the state of the last step only",
@@ -150,18 +155,18 @@ def _bits(row: Mapping[str, Any]) -> list[str]:
 
 def _others(before: events.Event, now: events.Event) -> list[str]:
     """What was not the same when the step was made first, in words."""
-    found = []
+    changes = []
     for table in ("versions", "host"):
         old, new = before.get(table) or {}, now.get(table) or {}
-        found += [f"{key} was {old[key]}, is {new.get(key)}" for key in old if old[key] != new.get(key)]
-    old, new = ([one.get(key) for key in ("ranks", "threads")] for one in (before, now))
-    return found + ([f"{old[0]} ranks of {old[1]} threads were, {new[0]} of {new[1]} are"] if old != new else [])
+        changes += [f"{key} was {old[key]}, is {new.get(key)}" for key in old if old[key] != new.get(key)]
+    old, new = ([run.get(key) for key in ("ranks", "threads")] for run in (before, now))
+    return changes + ([f"{old[0]} ranks of {old[1]} threads were, {new[0]} of {new[1]} are"] if old != new else [])
 
 
 def _tell(path: Path, first: int, rows: Mapping[int, tuple[events.Event, events.Event]], others: list[str]) -> None:
     since = f"the checkpoint of step {first}" if first else "the beginning"
     ((step, (before, again)),) = rows.items()
-    then, now = (", ".join(f"{n.replace('_', ' ')} {one.get(n)}" for n in COMPARED) for one in (before, again))
+    then, now = (", ".join(f"{n.replace('_', ' ')} {run.get(n)}" for n in COMPARED) for run in (before, again))
     if then == now:
         say(f"Step {step}, made again from {since}, has the same bits: {now}.")
         return

@@ -46,38 +46,43 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _trace(path: Path, as_json: bool) -> None:
     """Prints the tables of a trace and writes the page beside it."""
-    found = job_trace.characterise(job_trace.of_runs(path) if path.is_dir() else job_trace.read(path))
-    page = job_report.write(path / "trace.html" if path.is_dir() else path.with_name(f"{path.stem}.html"), found)
+    characters = job_trace.characterise(job_trace.of_runs(path) if path.is_dir() else job_trace.read(path))
+    page = job_report.write(path / "trace.html" if path.is_dir() else path.with_name(f"{path.stem}.html"), characters)
     if as_json:
-        print(json.dumps({"trace": str(path), "report": str(page), **job_report.as_dict(found)}))
+        print(json.dumps({"trace": str(path), "report": str(page), **job_report.as_dict(characters)}))
     else:
-        job_report.tell(found)
+        job_report.tell(characters)
         say(f"\nPlots: {page}")
 
 
 def _list(arguments: argparse.Namespace) -> None:
     """Of the runs where recipes put them."""
-    found = run_comparison.runs_in("runs")
+    summaries = run_comparison.runs_in("runs")
     if arguments.json:
-        print(json.dumps([_plain(one) for one in found]))
+        print(json.dumps([_plain(summary) for summary in summaries]))
     else:
-        rows(run_comparison.HEAD, [run_comparison.row(one) for one in found], cut=True)
+        rows(run_comparison.HEAD, [run_comparison.row(summary) for summary in summaries], cut=True)
 
 
 def _compare(arguments: argparse.Namespace) -> None:
     """Prints what differs between runs, and writes the page beside the first."""
-    found = [run_comparison.summary(runs.find(run).path) for run in arguments.runs]
-    page = run_comparison.write(found, found[0].run.folder.parent)
+    summaries = [run_comparison.summary(runs.find(run).path) for run in arguments.runs]
+    page = run_comparison.write(summaries, summaries[0].run.folder.parent)
     if arguments.json:
-        print(json.dumps({"comparison": str(page), "runs": [_plain(one) for one in found]}))
+        print(json.dumps({"comparison": str(page), "runs": [_plain(summary) for summary in summaries]}))
         return
-    for title, table in (("figure", run_comparison.figures(found)), ("option", run_comparison.differences(found))):
+    for title, table in (
+        ("figure", run_comparison.figures(summaries)),
+        ("option", run_comparison.differences(summaries)),
+    ):
         if table:
-            rows((title, *(one.name for one in found)), [(name, *values) for name, values in table], cut=True)
+            rows(
+                (title, *(summary.name for summary in summaries)), [(name, *values) for name, values in table], cut=True
+            )
             say()
     say(str(page))
 
 
-def _plain(one: run_comparison.Summary) -> dict[str, Any]:
-    named = {name.replace(" ", "_"): value for name, value in one.metrics.items()}
-    return {"run": one.name, "state": one.state, "step": one.step, "steps": one.steps, **named}
+def _plain(summary: run_comparison.Summary) -> dict[str, Any]:
+    named = {name.replace(" ", "_"): value for name, value in summary.metrics.items()}
+    return {"run": summary.name, "state": summary.state, "step": summary.step, "steps": summary.steps, **named}

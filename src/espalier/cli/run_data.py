@@ -112,7 +112,7 @@ def _hashes(recipe: Recipe, workload: Workload) -> Mapping[str, str]:
 
 def _changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """See `recipe.data_hash.differences`. Earlier versions have relative paths."""
-    absolute = {path if (path := os.path.abspath(name)) in now else name: one for name, one in before.items()}
+    absolute = {path if (path := os.path.abspath(name)) in now else name: digest for name, digest in before.items()}
     return data_hash.differences(absolute, now)
 
 
@@ -143,11 +143,11 @@ def packed(run: Path) -> str:
     """What the run in `run` keeps, as text; empty where there is no such run, or it keeps nothing or more than `LIMIT`.
     Raises UserError where it is not as it was written."""
     folder = RunFolder(run)
-    kept = folder.kept() if folder.exists() else None
-    files = [] if kept is None else [path for path in sorted(kept.rglob("*")) if path.is_file()]
-    if kept is None or sum(path.stat().st_size for path in files) > LIMIT:
+    frozen = folder.kept() if folder.exists() else None
+    files = [] if frozen is None else [path for path in sorted(frozen.rglob("*")) if path.is_file()]
+    if frozen is None or sum(path.stat().st_size for path in files) > LIMIT:
         return ""
-    table = {str(path.relative_to(kept)): path.read_bytes() for path in files}
+    table = {str(path.relative_to(frozen)): path.read_bytes() for path in files}
     return base64.b64encode(zlib.compress(serialization.dumps(table), 1)).decode()
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from espalier.parallel.workload import Workload
 
 
-class Run(run_tables.Run):
+class OpenRun(run_tables.Run):
     """What a run folder holds, its trained model included. Made by `open_run`."""
 
     def model(self, *, trust: bool = False) -> Any:
@@ -42,9 +42,33 @@ class Run(run_tables.Run):
         return trained(self.folder, trust).model
 
 
-def open_run(folder: str | Path) -> Run:
+def open_run(folder: str | Path) -> OpenRun:
     """The run in `folder`. Raises UserError when there is no such folder, or no run in it."""
-    return Run(*run_tables.found(folder))
+    return OpenRun(*run_tables.found(folder))
+
+
+@dataclass(frozen=True)
+class DataChoice:
+    """What of its data a run is opened with where its folder does not keep that: nothing; what evaluation needs
+    (`evaluates`), or predictions (`predicts`); all of it (`trains`); or the data at `path`, in place of its own."""
+
+    evaluates: bool = False
+    predicts: bool = False
+    trains: bool = False
+    path: str | None = None
+
+    def reads(self, recipe: Recipe, kept: Path | None) -> bool:
+        """Whether the data itself is read, of a run that has `kept` this."""
+        if self.trains or self.path is not None or kept is None:
+            return True
+        from espalier.train import workload_registry
+
+        row = workload_registry.row(recipe)
+        needed = self.evaluates or self.predicts or recipe.quant is not None  # widths are of all nodes
+        return (self.evaluates and not row.evaluates) or (needed and row.lacks(kept))
+
+
+NOTHING = DataChoice()
 
 
 # --- the trained model --------------------------------------------------------------------------------------------
@@ -77,7 +101,7 @@ class Trained:
             say(f"espalier: {what}", file=sys.stderr, flush=True)
 
 
-def open_trained(path: str | Path, trust: bool = False, data: DataChoice | None = None) -> Trained:
+def open_trained(path: str | Path, trust: bool = False, data: DataChoice = NOTHING) -> Trained:
     """As `trained`, in a process of its own, which computes on all cores."""
     import torch
 
@@ -86,7 +110,7 @@ def open_trained(path: str | Path, trust: bool = False, data: DataChoice | None 
 
 
 def trained(
-    path: str | Path, trust: bool = False, data: DataChoice | None = None, device: torch.device | None = None
+    path: str | Path, trust: bool = False, data: DataChoice = NOTHING, device: torch.device | None = None
 ) -> Trained:
     """The newest good checkpoint of the run in `path`, on `device` (None: the first accelerator, if there is one).
     `trust`: who made the run is trusted, see `Checkpoints.trust`.
@@ -144,22 +168,21 @@ def located_here(folder: runs.RunFolder, trust: bool) -> run_trust.Use:
     return run_trust.Use(recipe, note)
 
 
-def open_workload(folder: runs.RunFolder, recipe: Recipe, trust: bool, data: DataChoice | None = None) -> Workload:
+def open_workload(folder: runs.RunFolder, recipe: Recipe, trust: bool, data: DataChoice = NOTHING) -> Workload:
     """The run's workload, with all its phases, as its folder keeps it. Raises UserError."""
     from espalier.cli import prepare
     from espalier.train import workload_registry
 
-    data = data or NOTHING
     run = resolved(folder, recipe, trust, data)
     try:
         workload = prepare.open_workload(run)
     except UserError as error:
         if run.kept is None or data.path is not None or not workload_registry.row(recipe).lacks(run.kept):
             raise
-        kept = f"{folder.path} keeps of its data what the model needs; whole it keeps graphs of up to 1 GiB"
+        why_not = f"{folder.path} keeps of its data what the model needs; whole it keeps graphs of up to 1 GiB"
         why, do = ([text] if text else [] for text in (error.why, error.do))
         moved = "--data PATH (eval, predict), where the data is now"
-        raise UserError(error.what, why="; ".join([*why, kept]), do="; or ".join([moved, *do])) from None
+        raise UserError(error.what, why="; ".join([*why, why_not]), do="; or ".join([moved, *do])) from None
     if run.kept is None and data.path is None:
         run_data.refuse_changed(folder, recipe, workload)
     if data.path is not None:
@@ -170,50 +193,26 @@ def open_workload(folder: runs.RunFolder, recipe: Recipe, trust: bool, data: Dat
 # --- the data ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class DataChoice:
-    """What of its data a run is opened with where its folder does not keep that: nothing; what evaluation needs
-    (`evaluates`), or predictions (`predicts`); all of it (`trains`); or the data at `path`, in place of its own."""
-
-    evaluates: bool = False
-    predicts: bool = False
-    trains: bool = False
-    path: str | None = None
-
-    def reads(self, recipe: Recipe, kept: Path | None) -> bool:
-        """Whether the data itself is read, of a run that has `kept` this."""
-        if self.trains or self.path is not None or kept is None:
-            return True
-        from espalier.train import workload_registry
-
-        row = workload_registry.row(recipe)
-        needed = self.evaluates or self.predicts or recipe.quant is not None  # widths are of all nodes
-        return (self.evaluates and not row.evaluates) or (needed and row.lacks(kept))
-
-
-NOTHING = DataChoice()
-
-
-def resolved(folder: runs.RunFolder, recipe: Recipe, trust: bool = False, data: DataChoice | None = None) -> Resolved:
+def resolved(folder: runs.RunFolder, recipe: Recipe, trust: bool = False, data: DataChoice = NOTHING) -> Resolved:
     """The recipe of the run in `folder`, with the folder of the recipe file that it was begun from.
 
     Raises UserError where opening its workload would run the code of somebody who is not trusted (`run_trust`).
     """
     from espalier.train.workload_registry import Resolved
 
-    data, kept = data or NOTHING, folder.kept()
-    reads = data.reads(recipe, kept)
+    frozen = folder.kept()
+    reads = data.reads(recipe, frozen)
     begun = [event for event in events.read(folder.events) if event["event"] == "run"] if folder.events.exists() else []
     last = begun[-1] if begun else {}
     origin = Path(last["recipe_folder"]) if last.get("recipe_folder") else None
-    source = run_trust.Origin(origin, kept, reads)
+    source = run_trust.Origin(origin, frozen, reads)
     run_trust.refuse_code(recipe, source, str(last.get("seal", "")), str(folder.path), trust)
     if reads and data.path is None:
         run_trust.refuse_hub(folder, recipe, trust)
-    place = origin if kept is None or unchanged_sources(kept, origin) else kept / KEPT_CODE
+    place = origin if frozen is None or unchanged_sources(frozen, origin) else frozen / KEPT_CODE
     if data.path is not None:
         recipe = _with_data(recipe, data.path)
-    return Resolved(recipe, folder=place, trust=trust, kept=kept, reads=reads)
+    return Resolved(recipe, folder=place, trust=trust, kept=frozen, reads=reads)
 
 
 def _with_data(recipe: Recipe, path: str) -> Recipe:

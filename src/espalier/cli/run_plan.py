@@ -115,7 +115,7 @@ def on_hosts(nodes: Sequence[int], plan: plans.Plan, cluster: clusters.Cluster) 
     nodes_of = [plan.ranks[rank].node for rank in plan.trainers]
     if cluster.machines != len(set(nodes)) or rank_assignment.follows(nodes, nodes_of):
         return plan
-    ranks = [msgspec.structs.replace(one, node=node) for one, node in zip(plan.ranks, nodes, strict=False)]
+    ranks = [msgspec.structs.replace(rank, node=node) for rank, node in zip(plan.ranks, nodes, strict=False)]
     return msgspec.structs.replace(plan, ranks=(*ranks, *plan.ranks[len(nodes) :]))
 
 
@@ -211,19 +211,19 @@ def _seconds(plan: plans.Plan, resolved: prepare.Resolved, workload: Workload) -
 
 def refuse_elsewhere(plan: plans.Plan, world: int | None) -> None:
     """Raises UserError when this machine has not what `plan` needs. With `world`, its ranks are started by others."""
-    here = accelerator.count()
+    gpus = accelerator.count()
     wanted = {rank.device for rank in plan.ranks if rank.device != "cpu"}
     elsewhere = max(rank.node for rank in plan.ranks) if world is None else 0
-    if elsewhere or (world is None and len(wanted) > here) or (wanted and not here):
+    if elsewhere or (world is None and len(wanted) > gpus) or (wanted and not gpus):
         raise UserError(
-            f"The plan is for other machines: {elsewhere + 1} with {len(wanted)} GPUs each; this one has {here}.",
+            f"The plan is for other machines: {elsewhere + 1} with {len(wanted)} GPUs each; this one has {gpus}.",
             do="leave plan.cluster out to train here, or start the ranks there with torchrun",
         )
 
 
 def refuse_roles(plan: plans.Plan) -> None:
     """Raises UserError where the plan has processes that serve the ranks which another launcher has started."""
-    roles = sorted({one.role for one in plan.ranks} - {"trainer"})
+    roles = sorted({rank.role for rank in plan.ranks} - {"trainer"})
     if roles:
         raise UserError(
             f"The plan has processes with the role {' and '.join(roles)}, and another launcher has started the ranks.",

@@ -81,16 +81,15 @@ class RunResizer:
 
         plan, request = self.job.plan, self._request()
         self._refuse(plan)
-        kept = [rank for rank in range(len(plan.ranks)) if rank not in ranks]
+        remaining = [rank for rank in range(len(plan.ranks)) if rank not in ranks]
         speeds, refusal = replan.equal(plan), UserError("The run has no other rank.", do="run the same command again")
-        for count in range(len(kept), 0, -1):
+        for count in range(len(remaining), 0, -1):
             try:
-                made = replan.plan_on(request, self.job.cluster, plan, kept[:count], speeds)
+                made = replan.plan_on(request, self.job.cluster, plan, remaining[:count], speeds)
             except UserError as error:
                 refusal = error
                 continue
-            now, then = (replan.seconds(request, self.job.cluster, one, replan.equal(one)) for one in (plan, made))
-            return self._offer(replan.Replan(made, tuple(kept[:count]), then / now))
+            return self._offer(replan.Replan(made, tuple(remaining[:count]), self._ratio(request, made)))
         raise refusal
 
     def faster(self, evidence: Evidence) -> tuple[list[RunShape], Mapping[int, float]]:
@@ -99,12 +98,21 @@ class RunResizer:
 
         plan, request, cluster = self.job.plan, self._request(), self.job.cluster
         self._refuse(plan)
-        found = replan.speeds(request, cluster, plan, evidence.own)
+        speeds = replan.speeds(request, cluster, plan, evidence.own)
         if evidence.link and self.planned_wait is not None:
-            found = replan.with_link(request, cluster, plan, found, evidence.wait - self.planned_wait)
+            speeds = replan.with_link(request, cluster, plan, speeds, evidence.wait - self.planned_wait)
         self._offered.clear()
-        made = replan.options(request, cluster, plan, found)
-        return [self._offer(one) for one in made if self._possible(one)], dict(enumerate(found.slower))
+        made = replan.options(request, cluster, plan, speeds)
+        return [self._offer(option) for option in made if self._possible(option)], dict(enumerate(speeds.slower))
+
+    def _ratio(self, request: Request, made: Plan) -> float:
+        """A step of the plan `made` as a multiple of one of the present plan, by the cost model."""
+        from espalier.plan import replan
+
+        now, then = (
+            replan.seconds(request, self.job.cluster, plan, replan.equal(plan)) for plan in (self.job.plan, made)
+        )
+        return then / now
 
     def _possible(self, option: replan.Replan) -> bool:
         """Whether it may be offered for the sake of speed."""
@@ -154,7 +162,7 @@ class RunResizer:
         from espalier.plan import replan
 
         made, before = option.plan, len(self.job.plan.ranks)
-        samples = ", ".join(str(one.share[1] - one.share[0]) for one in map(made.ranks.__getitem__, made.trainers))
+        samples = ", ".join(str(rank.share[1] - rank.share[0]) for rank in map(made.ranks.__getitem__, made.trainers))
         work = f"{samples} samples each step"
         if replan.cut(made) or replan.cut(self.job.plan):
             work = replan.told([made, self.job.plan])
@@ -223,10 +231,11 @@ class HostResizer(RunResizer):
         seats = tuple(seat for seat, host in enumerate(homes) if seat in self._seats or host in hosts)
         whole = len(seats) == len(plan.ranks)
         made = plan if whole else replan.plan_on(request, cluster, plan, seats, replan.equal(plan))
-        now, then = (replan.seconds(request, cluster, one, replan.equal(one)) for one in (self.job.plan, made))
         before = {seat: rank for rank, seat in enumerate(self._seats)}
-        kept = tuple(before.get(seat, -1) for seat in seats)
-        shape = self._offer(replan.Replan(made, kept, then / now), tuple(homes[seat] for seat in seats))
+        ranks = tuple(before.get(seat, -1) for seat in seats)
+        shape = self._offer(
+            replan.Replan(made, ranks, self._ratio(request, made)), tuple(homes[seat] for seat in seats)
+        )
         self._coming = shape, seats
         return shape
 
@@ -254,8 +263,8 @@ class HostResizer(RunResizer):
         hosts = hosts or tuple(self.hosts[rank] for rank in option.kept)
         if 0 not in hosts:
             raise UserError("The first host keeps the run's folder.", do="repair it and run the same command")
-        told = plans.dumps(option.plan), hosts, self._copies(option.plan)
-        return {"hosts": hosts, "told": msgspec.json.encode(told).decode()}
+        message = plans.dumps(option.plan), hosts, self._copies(option.plan)
+        return {"hosts": hosts, "told": msgspec.json.encode(message).decode()}
 
 
 def heard(job: RunStart, start: Start, told: str) -> RunShape:
@@ -267,6 +276,6 @@ def heard(job: RunStart, start: Start, told: str) -> RunShape:
 
 
 def _key(plan: Plan) -> str:
-    cuts = (f"{one.pipeline}:{one.layers[0]}-{one.layers[1]}" for one in plan.stages)
+    cuts = (f"{stage.pipeline}:{stage.layers[0]}-{stage.layers[1]}" for stage in plan.stages)
     states = (words for state in plan.choices.values() for words in state.cuts)
     return " ".join((*(f"{rank.share[0]}-{rank.share[1]}" for rank in plan.ranks), *cuts, *states))

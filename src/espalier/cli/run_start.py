@@ -15,7 +15,7 @@ import torch
 
 from espalier.checkpoint import run_identity
 from espalier.checkpoint.run_identity import RunIdentity, RunStamp
-from espalier.checkpoint.save_and_restore import CheckpointInfo, Checkpoints
+from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.checkpoint.storage import Folder
 from espalier.cli import prepare as ready
 from espalier.cli import run_trust
@@ -30,12 +30,6 @@ from espalier.train import rank_spec as launch
 from espalier.train import run_folder as runs
 from espalier.train import version_check, workload_registry
 from espalier.train.rank_setup import RankSetup
-
-
-def _system() -> str:
-    """`Linux-6.1.0-x86_64-with-glibc2.36`. `platform.platform` may run a program for the same."""
-    system = os.uname()
-    return f"{system.sysname}-{system.release}-{system.machine}-with-{''.join(platform.libc_ver())}"
 
 
 @dataclass(frozen=True)
@@ -56,18 +50,13 @@ class RunStart:
     finished: bool = False
     """Whether its last step is saved already."""
 
-    @property
-    def whole(self) -> Workload:
-        """The workload with all its phases."""
-        return self.opened or self.workload
-
     def pack(self, node: int = 0, waits: bool = False) -> None:
         """Packs the batches of the ranks on a machine, or opens what is packed. The recipe has a [store]. `waits`: each
         of them does, and they wait for one another."""
         recipe, plan = self.resolved.recipe, self.plan
         if "store" not in model_kinds.of(recipe.model).sections:
             return
-        places = (one for one in launch.places(plan) if plan.ranks[one.rank].node == node)
+        places = (place for place in launch.places(plan) if plan.ranks[place.rank].node == node)
         shards = [RankSetup(recipe, plan, self.workload, place).shard for place in places]
         with ready.waiting("Packing the features") as progress:
             workload_registry.row(recipe).pack(self.workload, shards, PackStart(progress, waits))
@@ -77,6 +66,7 @@ class RunStart:
         recipe, derivations = self.resolved.recipe, self.resolved.derivations
         if recipe.store is not None:
             self.pack(self.plan.ranks[place.rank].node, waits=True)
+        kernel = os.uname()
         identity = run_identity.read(self.folder.path)  # where this rank sees the run's folder
         about = {
             "name": recipe.name,
@@ -92,16 +82,20 @@ class RunStart:
             },
             "host": {
                 "name": socket.gethostname(),
-                "system": _system(),
+                # As `platform.platform` has it, which may run a program to learn it.
+                "system": f"{kernel.sysname}-{kernel.release}-{kernel.machine}-with-{''.join(platform.libc_ver())}",
                 "processor": resource_limits.processor(),
             },
             "data": self.workload.fingerprint(),
             "recipe_folder": str(self.resolved.folder),
             "seal": run_trust.seal_code(recipe, run_trust.Origin(self.resolved.folder, self.folder.preprocessing)),
             "notes": list(self.workload.notes()),
-            "derivations": [{"key": one.key, "value": one.value, "why": one.reason} for one in derivations],
+            "derivations": [
+                {"key": derivation.key, "value": derivation.value, "why": derivation.reason}
+                for derivation in derivations
+            ],
         }
-        peak = sum(device_model.peak(one, self.plan.precision) for one in used(self.cluster, self.plan))
+        peak = sum(device_model.peak(device, self.plan.precision) for device in used(self.cluster, self.plan))
         return RankSetup(
             recipe, self.plan, self.workload, place, self.folder.path, about=about, flops_per_second=peak,
             trust=self.resolved.trust,
@@ -156,19 +150,16 @@ def owner_of(folder: runs.RunFolder, recipe: Recipe, data: str, saved: Checkpoin
     A run without a folder that means the same as the run of the newest checkpoint goes on as that one: its folder was
     lost, and its checkpoints are elsewhere. Raises UserError where a checkpoint is of another run.
     """
-    owner, entries = _stamped(folder, meaning(recipe, data), saved)
+    digest, entries, before = meaning(recipe, data), saved.entries(), run_identity.read(folder.path)
+    stamps = [entry.run for entry in entries if entry.run is not None]
+    if before is not None:
+        owner = Owner(before.now_means(digest), saved)
+    elif not stamps or stamps[-1].meaning != digest:
+        owner = Owner(run_identity.new(folder.path.name, socket.gethostname(), digest), saved, new=True)
+    else:
+        same = f"is of {stamps[-1]}, with the same recipe, seed and data: the run goes on as that one"
+        owner = Owner(run_identity.taken_up(*stamps), saved, [f"{entries[-1].path} {same}"])
     for entry in entries:
         run_identity.refuse_foreign(owner.identity, entry.run, entry.path)
     nameless = [entry.path for entry in entries if entry.run is None and not entry.why][-1:]
     return replace(owner, notes=[*owner.notes, *(run_identity.doubt(owner.identity, None, path) for path in nameless)])
-
-
-def _stamped(folder: runs.RunFolder, digest: str, saved: Checkpoints) -> tuple[Owner, list[CheckpointInfo]]:
-    entries, before = saved.entries(), run_identity.read(folder.path)
-    if before is not None:
-        return Owner(before.now_means(digest), saved), entries
-    stamps = [entry.run for entry in entries if entry.run is not None]
-    if not stamps or stamps[-1].meaning != digest:
-        return Owner(run_identity.new(folder.path.name, socket.gethostname(), digest), saved, new=True), entries
-    note = f"{entries[-1].path} is of {stamps[-1]}, with the same recipe, seed and data: the run goes on as that one"
-    return Owner(run_identity.taken_up(*stamps), saved, [note]), entries

@@ -220,7 +220,9 @@ def load(path: str | Path, overrides: Sequence[str], trust: bool) -> Recipe:
         return recipe
     before = named_places(folder.read())
     given = {text.partition("=")[0].strip() for text in overrides}
-    own = {key for key, value in named_places(recipe).items() if {key, _short(key)} & given or before.get(key) != value}
-    if any(value.startswith(_HUB) and key not in own for key, value in named_places(recipe).items()):
+    named_here = {
+        key for key, value in named_places(recipe).items() if {key, _short(key)} & given or before.get(key) != value
+    }
+    if any(value.startswith(_HUB) and key not in named_here for key, value in named_places(recipe).items()):
         refuse_hub(folder, recipe, trust)
-    return usable(folder, recipe, trust, own, writes=True).announced()
+    return usable(folder, recipe, trust, named_here, writes=True).announced()

@@ -11,14 +11,15 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
+from espalier.cli.input_check import train_command
 from espalier.recipe import cache_dir, recipe_file, value_ranges
 from espalier.recipe.errors import RunFailed, UserError
 from espalier.recipe.terminal import say
+from espalier.train.run_folder import path_of
 
 SIGNAL = "B:USR1@120"
 """To the batch script, so long (seconds) before the time is up."""
@@ -33,8 +34,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Writes the script into the run's folder and submits it."""
     recipe = recipe_file.load(arguments.recipe, arguments.overrides)
     value_ranges.check(recipe)
-    folder = Path(arguments.run or Path("runs") / recipe.name).absolute()
-    text = script(options(arguments.slurm), _command(arguments), recipe.name, folder)
+    folder = path_of(recipe, arguments.run).absolute()
+    text = script(options(arguments.slurm), train_command(arguments, arguments.run), recipe.name, folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -55,10 +56,10 @@ def options(text: str) -> list[str]:
     Raises UserError for those that the script would not be right with.
     """
     try:
-        found = [word.removeprefix("--") for word in shlex.split(text)]
+        words = [word.removeprefix("--") for word in shlex.split(text)]
     except ValueError as error:
         raise UserError(f"--slurm {text!r} cannot be read: {error}.", do=f"--slurm {EXAMPLE!r}") from None
-    for word in found:
+    for word in words:
         name = word.partition("=")[0]
         if not re.fullmatch(r"[a-z][a-z-]+", name):
             raise UserError(
@@ -74,7 +75,7 @@ def options(text: str) -> list[str]:
             raise UserError(
                 f"--slurm {text!r}: {word} would not reach the script.", do=f"signal={SIGNAL}, or other seconds"
             )
-    return [f"--{word}" for word in found]
+    return [f"--{word}" for word in words]
 
 
 def script(options: Sequence[str], command: Sequence[str], name: str, folder: Path) -> str:
@@ -83,16 +84,16 @@ def script(options: Sequence[str], command: Sequence[str], name: str, folder: Pa
     Several nodes or tasks: one task for each rank. Else one task, which supervises the ranks of its node.
     """
     given = {option.partition("=")[0] for option in options}
-    own = {
+    defaults = {
         "--job-name": f"={name}",
         "--output": f"={str(folder).replace('%', '%%')}/slurm-%j.log",
         "--open-mode": "=append",
         "--signal": f"={SIGNAL}",
         "--requeue": "",
     }
-    head = [f"{option}{value}" for option, value in own.items() if option not in given]
+    head = [f"{option}{value}" for option, value in defaults.items() if option not in given]
     _refuse_control(*head, *options, os.getcwd())
-    several = any(re.fullmatch(rf"--({_SEVERAL})=(?!1$).*", one) for one in options)
+    several = any(re.fullmatch(rf"--({_SEVERAL})=(?!1$).*", option) for option in options)
     srun = ["srun", "--kill-on-bad-exit=1"] if several else ["srun", "--ntasks=1"]
     filled = {
         "@OPTIONS@": "\n".join(f"#SBATCH {_quoted(option)}" for option in (*head, *options)),
@@ -101,7 +102,7 @@ def script(options: Sequence[str], command: Sequence[str], name: str, folder: Pa
         "@COMMAND@": shlex.join([*srun, *command]),
     }
     template = resources.files("espalier.cli").joinpath("slurm.sh").read_text(encoding="utf-8")
-    return re.sub("|".join(filled), lambda found: filled[found[0]], template)  # once: what is filled in stays as it is
+    return re.sub("|".join(filled), lambda match: filled[match[0]], template)  # once: what is filled in stays as it is
 
 
 def _refuse_control(*texts: str) -> None:
@@ -118,14 +119,6 @@ def _quoted(option: str) -> str:
     """An option as sbatch reads it from a script, where it takes quotes as a shell does."""
     name, equals, value = option.partition("=")
     return f"{name}{equals}{shlex.quote(value)}" if equals else name
-
-
-def _command(arguments: argparse.Namespace) -> list[str]:
-    """What each task runs: this verb, without Slurm."""
-    json_too = ["--json"] if arguments.json else []
-    run = ["--run", arguments.run] if arguments.run else []
-    trust = ["--trust"] if arguments.trust else []
-    return [sys.executable, "-m", "espalier", "train", arguments.recipe, *arguments.overrides, *run, *trust, *json_too]
 
 
 def _submitted(path: Path) -> str:

@@ -17,7 +17,6 @@ import msgspec
 import torch
 
 from espalier import recipe as config
-from espalier.checkpoint.save_and_restore import CheckpointInfo
 from espalier.checkpoint.storage import open_place
 from espalier.cli import prepare as ready
 from espalier.cli import printing, run_data, run_plan, run_resizer, run_trust
@@ -184,7 +183,7 @@ def _launched(arguments: argparse.Namespace, place: launch.RankSpec) -> Ranks:
 
     def decide() -> Begun:
         given = replace(asked(resolved, arguments.run, arguments.json), launched=True)
-        nodes = [names.index(one) for one in hosts] if len(names) > 1 else None
+        nodes = [names.index(host) for host in hosts] if len(names) > 1 else None
         job = decided(given, lambda: measured or ready.machines(resolved.recipe), place.world, nodes)
         return replace(job, finished=False), ()  # they meet also where nothing is left to do
 
@@ -208,11 +207,12 @@ def _resolved(arguments: argparse.Namespace, place: launch.RankSpec | None) -> r
     if place is None:
         return ready.resolve(arguments.recipe, arguments.overrides, arguments.trust, arguments.run)
     recipe = run_trust.load(arguments.recipe, arguments.overrides, arguments.trust)
-    own = None if place.rank else ready.run_path(recipe, arguments.run)
+    run = None if place.rank else runs.path_of(recipe, arguments.run)
     timeout = units.seconds(recipe.comm.timeout, "comm.timeout")
     store, deadline = launch.store(place, timeout), Deadline(timeout, f"Rank {place.rank}")
-    shared_files = run_data.shared(store, f"espalier/{place.keys}/kept", own, deadline)
-    settled = ready.settle(recipe, Path(arguments.recipe).absolute().parent, shared_files)
+    shared_files = run_data.shared(store, f"espalier/{place.keys}/kept", run, deadline)
+    folder = Path(arguments.recipe).absolute().parent
+    settled = workload_registry.settle(recipe, folder, ready.waiting, shared_files)
     return replace(settled, trust=arguments.trust)
 
 
@@ -223,7 +223,7 @@ def _live(place: launch.RankSpec, started: Sequence[str], job: RunStart, hosts: 
     from espalier.launch.ranks import rank_assignment, rank_process
 
     # Which rank of the plan it is: what launchers put on one machine need not follow one another.
-    order = rank_assignment.numbered(started, [one.node for one in job.plan.ranks])
+    order = rank_assignment.numbered(started, [rank.node for rank in job.plan.ranks])
     place = replace(place, rank=order.index(place.rank))
     if place.rank == 0 and (again := torchrun.restarts()):
         what = "Ranks were lost; whoever started them has started them again."
@@ -234,13 +234,13 @@ def _live(place: launch.RankSpec, started: Sequence[str], job: RunStart, hosts: 
     except Exception as error:
         if place.rank and not rejoin_signal.is_loss(error):
             raise
-        found = error if isinstance(error, EspalierError) else rank_process.explained(error, place)
+        failure = error if isinstance(error, EspalierError) else rank_process.explained(error, place)
         if place.rank:
-            raise found from None
-        if not isinstance(found, Interrupted):
-            told = {"kind": type(found).__name__, "what": found.what, "why": found.why}
-            Log(job.folder.events).write("incident", **told, action="stop")
-        raise found from error
+            raise failure from None
+        if not isinstance(failure, Interrupted):
+            fields = {"kind": type(failure).__name__, "what": failure.what, "why": failure.why}
+            Log(job.folder.events).write("incident", **fields, action="stop")
+        raise failure from error
     return True
 
 
@@ -248,8 +248,8 @@ def hosts_of(place: launch.RankSpec, timeout: float) -> list[str]:
     """The host of each rank, as the launcher numbers them. Raises PeerLost naming those that did not come."""
     from espalier.comm import multihost_probe
 
-    own = multihost_probe.host()
-    return [own] if place.world == 1 else launch.gathered(place, "host", own, timeout)
+    name = multihost_probe.host()
+    return [name] if place.world == 1 else launch.gathered(place, "host", name, timeout)
 
 
 def _measured(place: launch.RankSpec, recipe: Recipe) -> clusters.Cluster:
@@ -271,17 +271,17 @@ def seated(place: launch.RankSpec, timeout: float) -> launch.RankSpec:
 
 def phased(job: RunStart) -> Iterator[RunStart]:
     """The job of each phase that is left, planned once the phase before has ended."""
-    resolved, folder = job.resolved, job.folder
+    resolved, folder, whole = job.resolved, job.folder, job.opened or job.workload
     while True:
         (phase,) = job.workload.phases()
-        if len(job.whole.phases()) > 1:
+        if len(whole.phases()) > 1:
             with Log(folder.events) as log:
                 log.write("phase", name=phase.name, step=phase.start, steps=phase.stop, parameters=job.parameters)
         yield job
         if phase.stop >= (resolved.recipe.train.steps or 0):
             return
         saved = phases.checkpoints(resolved.recipe, folder)
-        workload = phases.enter(resolved.recipe, job.whole, saved)
+        workload = phases.enter(resolved.recipe, whole, saved)
         plan = run_plan.choose(resolved, workload, job.cluster)
         run_plan.refuse_elsewhere(plan, None)
         folder.write(resolved.recipe, job.cluster, plan)
@@ -332,7 +332,7 @@ class OpenedRun:
 def asked(resolved: ready.Resolved, run: str | None, quiet: bool) -> OpenedRun:
     """Opens the data of a recipe. Raises UserError when the run's folder holds another run."""
     recipe = resolved.recipe
-    path = ready.run_path(recipe, run)
+    path = runs.path_of(recipe, run)
     before = None
     runs.refuse_links(path)
     batches = None
@@ -346,7 +346,7 @@ def asked(resolved: ready.Resolved, run: str | None, quiet: bool) -> OpenedRun:
 
 def joining(resolved: ready.Resolved, run: str | None) -> OpenedRun:
     """Opens the data of a recipe on a rank that writes nothing."""
-    path = ready.run_path(resolved.recipe, run)
+    path = runs.path_of(resolved.recipe, run)
     return OpenedRun(resolved, ready.open_workload(resolved), path, None, True)
 
 
@@ -388,7 +388,7 @@ def decided(
             plan = run_plan.on_hosts(nodes, plan, cluster)
         checkpoint_cost.refuse_full(plan, recipe.checkpoint, folder.checkpoints)
         entries = saved.entries()
-        finished = _has_last_step(entries, recipe)
+        finished = bool(entries) and not entries[-1].why and entries[-1].step >= (recipe.train.steps or 0)
         begins = not finished or given.before is None
         if begins:
             owner.keep(folder, recipe)
@@ -411,11 +411,6 @@ def decided(
     parameters = ready.parameters(recipe, workload)
     new = given.before is None and not entries
     return RunStart(resolved, workload, cluster, plan, parameters, folder, given.quiet, given.workload, new, finished)
-
-
-def _has_last_step(entries: Sequence[CheckpointInfo], recipe: Recipe) -> bool:
-    """Whether nothing is left to train."""
-    return bool(entries) and not entries[-1].why and entries[-1].step >= (recipe.train.steps or 0)
 
 
 def _stretched(before: config.Recipe, recipe: config.Recipe) -> list[str]:
@@ -524,8 +519,8 @@ def recording(
                     from espalier.plan.prediction_check import PredictionCheck
 
                     checks.append(PredictionCheck(predicted))
-                if (told := checks[0].event(fields)) is not None:
-                    emit("prediction", **told)
-                    _doubt(folder, recipe, told["measured"] / told["predicted"])
+                if (comparison := checks[0].event(fields)) is not None:
+                    emit("prediction", **comparison)
+                    _doubt(folder, recipe, comparison["measured"] / comparison["predicted"])
 
         yield emit

@@ -156,31 +156,20 @@ def _contents(recipe: Recipe, workload: Workload) -> Mapping[str, str]:
 # --- for the planner ---------------------------------------------------------------------------------------------
 
 
-def _unchunked(anatomy: Anatomy, vocabulary: int, width: int) -> Anatomy:
-    return anatomy
-
-
-def _tuned(model: gpt.GPT, recipe: Recipe) -> gpt.GPT:
-    """`model` as `recipe.tune` trains it."""
-    if recipe.tune is None:
-        return model
-    from espalier.language.tune.workload import adapted
-
-    return adapted(model, recipe)
-
-
 def _profile(recipe: Recipe, opened: Callable[[], Workload]) -> Profile:
     """Of a decoder and where it can be cut; opens no corpus."""
     options, sequence = _options(recipe), recipe.train.sequence
     assert sequence is not None
     assert recipe.train.batch_tokens is not None
     size, work = decoder_shapes.sizes(options), work_of(options)
-    passes, global_batch, chunked = 1, recipe.train.batch_tokens // sequence, _unchunked
+    passes, global_batch, chunked = 1, recipe.train.batch_tokens // sequence, None
+    # Its blocks are alike, so one and two of them are built, on the meta device.
+    models = [new_model(options.changed(depth=depth), 0, torch.device("meta")) for depth in (1, 2)]
     if recipe.tune is not None:
         from espalier.language.tune import answer_loss, dpo
         from espalier.language.tune import workload as tuned
 
-        global_batch = tuned.batch_of(recipe)
+        global_batch, models = tuned.batch_of(recipe), [tuned.adapted(model, recipe) for model in models]
         if isinstance(recipe.tune, Dpo):
             passes = dpo.ROWS
         else:
@@ -188,11 +177,9 @@ def _profile(recipe: Recipe, opened: Callable[[], Workload]) -> Profile:
 
     def anatomy(micro_batch: Any, recompute: str, precision: str, cut: Cut) -> Anatomy:
         whole = work(DecoderLoad(size, sequence, micro_batch * passes, recompute, precision, cut))
-        whole = chunked(whole, size.vocabulary, size.width)
+        whole = whole if chunked is None else chunked(whole, size.vocabulary, size.width)
         return whole.undivided if isinstance(recipe.tune, Adapters) else whole
 
-    # Its blocks are alike, so one and two of them are built, on the meta device.
-    models = [_tuned(new_model(options.changed(depth=depth), 0, torch.device("meta")), recipe) for depth in (1, 2)]
     shallow, two = (tally(model, embeddings(model)) for model in models)
     few, several = (sizes_of(model, list(model.blocks), embeddings(model)) for model in models)
     depth, tables = options.depth or 1, 1 if size.tied else 2

@@ -95,10 +95,10 @@ def apply(
 def refuse(plan: Plan) -> None:
     """Raises UserError for a plan that `espalier train` would not run either, or that changes a model's inside."""
     recipe = Recipe(model=Module(build=""), train=Train(optimizer=Adamw()))  # the caller's own take their place
-    found = table.refusal(recipe, plan, table.APPLIED)
-    if not plan.executable or found is not None:
+    refusal = table.refusal(recipe, plan, table.APPLIED)
+    if not plan.executable or refusal is not None:
         raise UserError(
-            f"This plan cannot be applied: {plan.missing if found is None else found.reason}.",
+            f"This plan cannot be applied: {plan.missing if refusal is None else refusal.reason}.",
             why="espalier.apply shards states and matrices, as it does not know the model's layers",
             do='make_plan(model, cluster, batch=…, sp=1, pp=1, recompute="none")',
         )
@@ -138,24 +138,24 @@ def _by_rounds(
 ) -> Callable[[], None]:
     """Lets replicas agree by rounds: every step of the optimizer is a local one. Returns what makes all one model."""
     live = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    found = engine(plan, mesh, live if sharding is None else [one.tensor for one in sharding.owned], TIMEOUT)
+    engine_of_plan = engine(plan, mesh, live if sharding is None else [part.tensor for part in sharding.owned], TIMEOUT)
     if sharding is not None:
 
         def moved() -> None:
             sharding.adopt()
             sharding.settle()
 
-        found.on_moving, found.on_moved = sharding.settle, moved
+        engine_of_plan.on_moving, engine_of_plan.on_moved = sharding.settle, moved
 
     def rate() -> float:
         return float(optimizer.param_groups[0]["lr"])
 
     def finish() -> None:
-        found.finish(rate())
-        found.close()
+        engine_of_plan.finish(rate())
+        engine_of_plan.close()
 
     def stepped(*_: Any) -> None:
-        found.after_step(rate())
+        engine_of_plan.after_step(rate())
 
     optimizer.register_step_post_hook(stepped)
     return finish
@@ -219,7 +219,7 @@ def _channel(ranks: int) -> Any:
 
 
 def _wrap_precision(plan: Plan, model: nn.Module) -> None:
-    narrow = [name for name, one in model.named_parameters() if one.dtype != torch.float64]
+    narrow = [name for name, parameter in model.named_parameters() if parameter.dtype != torch.float64]
     if plan.precision == "fp64" and narrow:
         raise UserError(
             f"The plan is for fp64, and '{narrow[0]}' is {model.get_parameter(narrow[0]).dtype}.", do="model.double()"

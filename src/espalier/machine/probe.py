@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from espalier.machine import cluster as clusters
-from espalier.machine import disk as disks
 from espalier.machine import resource_limits
 from espalier.machine.cluster import Cluster, Copy, Device, Link, Node, Rate
 from espalier.recipe.cache_dir import cache_folder, write_atomic
@@ -59,6 +58,8 @@ def probe(*, progress: Say | None = None, disk: str | Path | None = None) -> Clu
     cores, memory = resource_limits.cores(), resource_limits.memory()
     before = resource_limits.busy(LOOK_SECONDS)
     result = _measured(cores, PRODUCT_SECONDS, say)
+    from espalier.machine import disk as disks
+
     say("reading and writing the disk")
     disk_bandwidth, notes = disks.measure(Path(disk or "."), 64 * 2**20, 0.2)
     busy = round(max(before, resource_limits.busy(LOOK_SECONDS)), 2)

@@ -33,8 +33,8 @@ class Verdict:
     what: str = "loss"
 
     def __str__(self) -> str:
-        said = f"the {self.what} was abnormal from step {self.first} to {self.last}"
-        return f"{said}: {self.value:.4g}, above {self.limit:.4g}"
+        words = f"the {self.what} was abnormal from step {self.first} to {self.last}"
+        return f"{words}: {self.value:.4g}, above {self.limit:.4g}"
 
 
 class Losses:
@@ -100,7 +100,7 @@ class Course:
 
     def take(self, step: int, loss: float, norm: float) -> Verdict | None:
         """The verdict after `step`, once an anomaly did not heal: of the loss, else of the norm."""
-        found, rose = self.losses.take(step, loss), self._norms.take(step, norm)
+        verdict, rose = self.losses.take(step, loss), self._norms.take(step, norm)
         if self._norms.since is None and rose is None:
             self._before.append(loss)
             self._meanwhile.clear()
@@ -114,7 +114,7 @@ class Course:
             if better:  # steeper ground, on which the model learns: what is usual there is learnt anew
                 self._norms = self._no_norms()
                 rose = None
-        return found or rose
+        return verdict or rose
 
     def _no_norms(self) -> Losses:
         return Losses(self._patience, _NORM_FLOOR, "gradient norm")

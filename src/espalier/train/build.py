@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from espalier.kernels import accelerator
-from espalier.optim.loss_scale import LossScale
 from espalier.plan.compose import Claim
 from espalier.recipe import Precision
 from espalier.recipe.errors import UserError
@@ -142,6 +141,8 @@ class Fp16(Mechanism):
 
     def wrap(self, context: Build) -> None:
         """Sets the context of forward passes, and the scale."""
+        from espalier.optim.loss_scale import LossScale
+
         context.forward = partial(torch.autocast, context.device.type, torch.float16)
         context.loss_scale = LossScale()
 

@@ -66,7 +66,7 @@ class StepAgreement:
         finite = math.isfinite(size)
         skipped = self.loss_scale is not None and not faulty and self.loss_scale.after(finite)
         if not faulty and finite:
-            self._scale([one.tensor.grad for one in self.sharding.owned if one.tensor.grad is not None], scale, size)
+            self._scale([part.tensor.grad for part in self.sharding.owned if part.tensor.grad is not None], scale, size)
             self.optimizer.step(learning_rate)
         if skipped or (finite and not faulty):
             self.sharding.refresh()
@@ -134,7 +134,7 @@ class Totals:
         summed vector."""
         loss, weight, stop, *others = values.tolist()
         flags, sums = others[: self.world], others[self.world :]
-        tasks = tuple(one / of if of else math.nan for one, of in zip(sums[::2], sums[1::2], strict=True))
+        tasks = tuple(total / of if of else math.nan for total, of in zip(sums[::2], sums[1::2], strict=True))
         return loss, weight, stop > 0, tuple(rank for rank, flag in enumerate(flags) if flag), tasks
 
 

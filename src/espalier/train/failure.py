@@ -1,4 +1,4 @@
-"""What if something breaks? A Failure is what was seen; a Budget says whether to start again. Pure, no torch.
+"""What if something breaks? A Failure is what was seen; a RestartBudget says whether to start again. Pure, no torch.
 
 After Acme (arXiv 2403.07648), section 6.1: what a person would only start again starts again by itself; what cannot
 succeed unchanged stops and says why. Where we deviate: restarts are counted per root cause and the counts begin anew
@@ -32,7 +32,7 @@ Ground = Literal["", "retry", "stop"]
 _ALLOWED: dict[Kind, int] = {"user": 0, "exception": 1}
 _OTHERWISE = 3
 """Restarts of one cause without progress: none where an unchanged run cannot succeed, one where that is not known,
-three for machines and networks. A diagnosis of the log may know better: see `Budget`."""
+three for machines and networks. A diagnosis of the log may know better: see `RestartBudget`."""
 
 _LONGEST_WAIT = 60.0  # seconds
 
@@ -88,7 +88,7 @@ def kind_of(raised: str, step: int) -> Kind:
 
 
 @dataclass(frozen=True)
-class Decision:
+class RestartDecision:
     """What to do after a failure: start again after `wait` seconds, or stop; `why` in words."""
 
     restart: bool
@@ -104,7 +104,7 @@ class Decision:
         return type(error)(error.what, why="; ".join(filter(None, (error.why, self.why))), do=error.do)
 
 
-class Budget:
+class RestartBudget:
     """How often to start again. Has state: restarts by cause since the run last got further.
 
     Args:
@@ -116,24 +116,24 @@ class Budget:
         self._spent: dict[str, int] = {}
         self._furthest = -1
 
-    def decide(self, failure: Failure) -> Decision:
+    def decide(self, failure: Failure) -> RestartDecision:
         """What to do after `failure`; counts it."""
         if failure.step > self._furthest:
             self._furthest = failure.step
             self._spent.clear()
-        own, allowed = self._allowed(failure)
+        limit, allowed = self._allowed(failure)
         spent = self._spent.get(failure.cause, 0)
-        if not own:
+        if not limit:
             reason = f" ({failure.reason})" if failure.ground == "stop" else ""
-            return Decision(False, 0.0, f"an unchanged run would fail again{reason}")
+            return RestartDecision(False, 0.0, f"an unchanged run would fail again{reason}")
         if spent >= allowed:
             times = f"after {spent} restart{'s' if spent != 1 else ''} " if spent else ""
             why = f"it came back {times}with no step gained" if spent else "faults.restarts = 0"
-            return Decision(False, 0.0, why)
+            return RestartDecision(False, 0.0, why)
         before = sum(self._spent.values())
         self._spent[failure.cause] = spent + 1
         wait = min(_LONGEST_WAIT, 2.0 ** (before - 1)) if before else 0.0
-        return Decision(True, wait, f"restart {spent + 1} of {allowed} for this cause since the last progress")
+        return RestartDecision(True, wait, f"restart {spent + 1} of {allowed} for this cause since the last progress")
 
     def permits(self, failure: Failure) -> bool:
         """Whether `decide` would start again, as far as is known before the diagnosis; counts nothing."""
@@ -147,9 +147,9 @@ class Budget:
 
     def _allowed(self, failure: Failure) -> tuple[int, int]:
         """Restarts that the cause deserves, and those that the user grants it."""
-        own = _ALLOWED.get(failure.kind, _OTHERWISE)
+        limit = _ALLOWED.get(failure.kind, _OTHERWISE)
         if failure.raised and failure.ground == "retry":
-            own = _OTHERWISE  # the machine's fault, whatever the exception's class
+            limit = _OTHERWISE  # the machine's fault, whatever the exception's class
         elif failure.raised and failure.ground == "stop" and max(failure.step, self._furthest) <= 0:
-            own = 0  # code that has made steps has proved itself; what has not is not helped by a second start
-        return own, own if self._restarts is None or not own else self._restarts
+            limit = 0  # code that has made steps has proved itself; what has not is not helped by a second start
+        return limit, limit if self._restarts is None or not limit else self._restarts

@@ -53,9 +53,9 @@ def estimate(
     there = len(where.devices())
     if int(layouts.world) > there and where.nodes[0].device.kind == "cuda":
         raise UserError(f"The layout needs {layouts.world} devices; the cluster has {there}.", do="a smaller dp")
-    found = priced(request, where, layouts, known.factors)
+    prices = priced(request, where, layouts, known.factors)
     certain = known.on(where, int(layouts.world), own_stack(where))
-    return found.changed(spread=certain.spread)
+    return prices.changed(spread=certain.spread)
 
 
 def cluster_of(cluster: Any) -> Cluster:

@@ -60,7 +60,7 @@ class HiddenMatrices(Mechanism):
         """Adds them to the context's."""
         assert context.model is not None
         tables = tables_of(context)
-        context.matrices |= {one.name for one in owned_by(context.model) if muon.moves(one, tables)}
+        context.matrices |= {part.name for part in owned_by(context.model) if muon.moves(part, tables)}
 
 
 class MuonOnMatrices(Mechanism):

@@ -51,11 +51,11 @@ def enter(recipe: Recipe, workload: Workload, saved: Checkpoints) -> Workload:
     if len(phases) == 1:
         return workload
     damaged: UserError | None = None
-    for entry in reversed([one for one in saved.entries() if not one.why]):
+    for entry in reversed([entry for entry in saved.entries() if not entry.why]):
         phase = reached(workload, entry.step)
         if _begun(entry) == phase.start:
             return workload.at(phase)
-        before = next(one for one, following in pairwise(phases) if following == phase)
+        before = next(earlier for earlier, following in pairwise(phases) if following == phase)
         try:
             _carry_over(recipe, workload.at(before), workload.at(phase), saved, phase.start)
         except UserError as error:
@@ -77,10 +77,10 @@ def _carry_over(recipe: Recipe, before: Workload, after: Workload, saved: Checkp
     loaded = saved.load({"model": old, "optimizer": old_optimizer}, step=step)
     assert loaded is not None, "a step that is not there is refused"
     new, optimizer = _made(recipe, after)
-    kept = _same_shapes(old.state_dict(), new.state_dict())
+    alike = _same_shapes(old.state_dict(), new.state_dict())
     moved = _same_shapes(after.carry(old.state_dict()), new.state_dict())
     new.load_state_dict({**new.state_dict(), **moved})
-    state = {key: value for key, value in old_optimizer.state_dict().items() if key.rpartition("/")[0] in kept}
+    state = {key: value for key, value in old_optimizer.state_dict().items() if key.rpartition("/")[0] in alike}
     optimizer.load_state_dict({**optimizer.state_dict(), **_same_shapes(state, optimizer.state_dict())})
     saved.save(step, {"model": new, "optimizer": optimizer}, {**loaded.meta, "phase": step}, wait=True)
     saved.abandon()
@@ -92,7 +92,7 @@ def _made(recipe: Recipe, workload: Workload) -> tuple[nn.Module, Optimizer]:
     options, names = recipe.train.optimizer, names_of(model)
     if not isinstance(options, Muon):
         return model, adamw.build(options, owned_by(model))
-    tables = frozenset(names[one] for one in workload.embeddings(model) if one in names)
+    tables = frozenset(names[parameter] for parameter in workload.embeddings(model) if parameter in names)
     return model, muon.build(options, owned_by(model), tables)
 
 

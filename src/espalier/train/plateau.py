@@ -50,7 +50,7 @@ def fall(blocks: list[float]) -> Fall:
     count = len(blocks)
     line = statistics.linear_regression(range(count), blocks)
     rest = [value - line.intercept - line.slope * at for at, value in enumerate(blocks)]
-    scatter = math.sqrt(sum(one * one for one in rest) / (count - 2))
+    scatter = math.sqrt(sum(distance * distance for distance in rest) / (count - 2))
     error = scatter / math.sqrt(sum((at - (count - 1) / 2) ** 2 for at in range(count)))
     return Fall(statistics.fmean(blocks), -line.slope * (count - 1), error * (count - 1))
 
@@ -84,10 +84,10 @@ class Plateau:
         self._block.clear()
         if len(self._blocks) < BLOCKS or not all(map(math.isfinite, self._blocks)):
             return None
-        found = fall([*self._blocks])
-        self._flat = self._flat + 1 if found.flat else 0
-        self._reported = self._reported and not found.falls
+        line = fall([*self._blocks])
+        self._flat = self._flat + 1 if line.flat else 0
+        self._reported = self._reported and not line.falls
         if self._flat < LASTING or self._reported:
             return None
         self._reported = True
-        return found
+        return line

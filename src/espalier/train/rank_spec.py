@@ -90,7 +90,7 @@ class RankSpec:
 def when_killed(roles: Sequence[str], rank: int) -> WhenKilled:
     """What is done where the rank is killed. The first standby is that of the first optimizer node, and so on: of such
     two one goes on."""
-    nodes, standbys = ([index for index, one in enumerate(roles) if one == role] for role in ("optimizer", "standby"))
+    nodes, standbys = ([index for index, name in enumerate(roles) if name == role] for role in ("optimizer", "standby"))
     if rank in standbys or rank in nodes[: len(standbys)]:
         return "leave"
     return "restart" if roles[rank] in ("optimizer", "aggregator") else ""
@@ -141,9 +141,9 @@ def store(place: RankSpec, timeout: float) -> Any:
 def _served(place: RankSpec, timeout: float) -> Any:
     """The store that this process serves. Where it listens on all addresses it connects by loopback, whatever others
     call this host."""
-    own = place.listen_fd >= 0
-    descriptor = place.listen_fd if own else _listener(place).detach()
-    host = place.host if own else "127.0.0.1"
+    listens = place.listen_fd >= 0
+    descriptor = place.listen_fd if listens else _listener(place).detach()
+    host = place.host if listens else "127.0.0.1"
     return store_client.connect(host, place.port, timeout, is_master=True, master_listen_fd=descriptor)
 
 

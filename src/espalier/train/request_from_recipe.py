@@ -35,7 +35,7 @@ def of_recipe(recipe: Recipe, workload: Callable[[], Workload] | None = None) ->
             raise UserError(f"plan.{name} = {value} is not possible.", do=f"plan.{name}=1 or more")
     is_muon, sizes = isinstance(train.optimizer, Muon), counted.sizes
     if train.precision == "fp64":  # else as the trainer keeps them: fp32 masters also under bf16
-        sizes = tuple(one._replace(element_bytes=8, kind=("torch.float64", False)) for one in sizes)
+        sizes = tuple(sized._replace(element_bytes=8, kind=("torch.float64", False)) for sized in sizes)
     return Request(
         **{name: getattr(profile, name) for name in _SHARED},
         parameters=counted.parameters,
@@ -138,4 +138,4 @@ def _running_bytes(counted: tuple[int, int], precision: str) -> int:
 def _layers(model: torch.nn.Module) -> int:
     """The length of the longest list of modules: what is gathered at once when parameters are sharded."""
     lists = (torch.nn.ModuleList, torch.nn.Sequential)
-    return max((len(one) for one in model.modules() if isinstance(one, lists)), default=1) or 1
+    return max((len(layers) for layers in model.modules() if isinstance(layers, lists)), default=1) or 1

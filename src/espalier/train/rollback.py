@@ -78,16 +78,16 @@ class Healing:
         Given = tuple[dict[str, Any] | None, int | None]
 
         def first(given: list[Given]) -> list[Given]:
-            found = [verdict for verdict, _ in given if verdict is not None]
+            verdicts = [verdict for verdict, _ in given if verdict is not None]
             since = [step for _, step in given if step is not None]
-            worst = min(found, key=lambda one: int(one["first"]), default=None)
+            worst = min(verdicts, key=lambda verdict: int(verdict["first"]), default=None)
             if worst is not None:
-                worst = {**worst, "last": max(one["last"] for one in found)}
+                worst = {**worst, "last": max(verdict["last"] for verdict in verdicts)}
             return [(worst, min(since, default=None))] * len(given)
 
-        own = (None if self._found is None else asdict(self._found), self._course.since)
+        state = (None if self._found is None else asdict(self._found), self._course.since)
         self.saved.wait()  # its own agreements must not come in between
-        verdict, since = self.saved.team.agree("comparing the replicas' losses", lambda: own, first)
+        verdict, since = self.saved.team.agree("comparing the replicas' losses", lambda: state, first)
         self._hold(since)
         if verdict is not None:
             self._put_back(Verdict(**verdict))
@@ -108,7 +108,7 @@ class Healing:
         self.saved.hold = None if since is None else since - 1
 
     def _put_back(self, verdict: Verdict) -> None:
-        if any(one.role == "optimizer" for one in self.setting.plan.ranks):
+        if any(rank.role == "optimizer" for rank in self.setting.plan.ranks):
             raise UserError(
                 f"The {verdict.what} rose at step {verdict.first} and did not recover.",
                 why="the run cannot be put back: an optimizer node's files hold its newest step only",

@@ -135,12 +135,12 @@ def located(recipe: config.Recipe) -> config.Recipe:
     """`recipe` with absolute paths to its data, its weights and its checkpoints: they hold in any working directory."""
     sources = tuple(
         msgspec.structs.replace(
-            one,
-            path=_absolute(one.path),
-            tokenizer=_absolute(one.tokenizer) if os.path.exists(one.tokenizer or "") else one.tokenizer,
-            cache=_absolute(one.cache),
+            source,
+            path=_absolute(source.path),
+            tokenizer=_absolute(source.tokenizer) if os.path.exists(source.tokenizer or "") else source.tokenizer,
+            cache=_absolute(source.cache),
         )
-        for one in recipe.data
+        for source in recipe.data
     )
     model: Any = recipe.model
     if getattr(model, "initial", None) is not None:
@@ -165,8 +165,8 @@ def find(path: str | Path) -> RunFolder:
     refuse_links(folder.path)
     if folder.exists():
         return folder
-    beside = Path(path).parent if Path(path).parent.is_dir() else Path(".")
-    runs = sorted(str(found.parent) for found in beside.glob("*/run.toml"))
+    near = Path(path).parent if Path(path).parent.is_dir() else Path(".")
+    runs = sorted(str(file.parent) for file in near.glob("*/run.toml"))
     raise UserError(
         f"There is no run in {path}.",
         why="a run folder holds run.toml, plan.json and events.jsonl",
@@ -178,23 +178,28 @@ def refuse_links(path: Path) -> None:
     """Raises UserError where something in the run folder at `path` is a link that leads out of it, or neither a file
     nor a folder: what is appended to a log or cut off a lock would be elsewhere, and a pipe is waited for."""
     for place, folders, files in os.walk(path):
-        for found in (Path(place, name) for name in (*folders, *files)):
+        for entry in (Path(place, name) for name in (*folders, *files)):
             with contextlib.suppress(FileNotFoundError):  # a run that goes on meanwhile
-                _refuse_link(found, path)
+                _refuse_link(entry, path)
 
 
-def _refuse_link(found: Path, run: Path) -> None:
-    mode = found.lstat().st_mode
+def _refuse_link(entry: Path, run: Path) -> None:
+    mode = entry.lstat().st_mode
     if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
         return
     if not stat.S_ISLNK(mode):
-        raise UserError(f"{found} is neither a file nor a folder.", do="remove it")
-    if not Path(os.path.realpath(found)).is_relative_to(os.path.realpath(run)):
+        raise UserError(f"{entry} is neither a file nor a folder.", do="remove it")
+    if not Path(os.path.realpath(entry)).is_relative_to(os.path.realpath(run)):
         raise UserError(
-            f"{found} is a link out of the run folder, to {os.readlink(found)}.",
+            f"{entry} is a link out of the run folder, to {os.readlink(entry)}.",
             why="what a run writes stays in its folder, also where somebody else has made it",
             do="remove the link; checkpoint.target keeps checkpoints elsewhere, --run the whole run",
         )
+
+
+def path_of(recipe: config.Recipe, run: str | None) -> Path:
+    """The folder of the recipe's run; `run`: as `--run` says."""
+    return Path(run or Path("runs") / recipe.name)
 
 
 def open_folder(path: str | Path) -> RunFolder:
@@ -232,8 +237,8 @@ def _in_common(before: config.Recipe, after: config.Recipe) -> tuple[config.Reci
     """Both with the tasks and towers that are in both only: others may come and go. As they are where no task stays."""
 
     def named(rows: Any, others: Any) -> Any:
-        names = {one.name for one in others or ()}
-        return tuple(sorted((one for one in rows or () if one.name in names), key=lambda one: one.name))
+        names = {row.name for row in others or ()}
+        return tuple(sorted((row for row in rows or () if row.name in names), key=lambda row: row.name))
 
     if not named(before.tasks, after.tasks):
         return before, after

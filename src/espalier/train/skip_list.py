@@ -58,8 +58,8 @@ class Skips(Value, frozen=True, forbid_unknown_fields=True):
 def read(folder: Path) -> Skips:
     """What the run in `folder` leaves out. Raises UserError where the file is damaged."""
     try:
-        found: Skips = serialization.from_json((folder / NAME).read_bytes(), Skips)
-        return found
+        skips: Skips = serialization.from_json((folder / NAME).read_bytes(), Skips)
+        return skips
     except FileNotFoundError:
         return Skips()
     except (msgspec.DecodeError, OSError) as error:

@@ -73,6 +73,7 @@ class Property(Mechanism):
 
 def properties(recipe: Recipe, plan: Plan) -> list[Claim]:
     """Of a run, besides those that its mechanisms bring."""
+    memory = recipe.faults.memory
     sums = [exchange for exchange in plan.exchanges if exchange.traffic not in ("experts", "halo")]
     holds = {
         ENCODED: any(exchange.codec != "exact" for exchange in sums),
@@ -84,26 +85,19 @@ def properties(recipe: Recipe, plan: Plan) -> list[Claim]:
         CUT_SEQUENCES: any(stage.sequence > 1 for stage in plan.stages),
         SPREAD_EXPERTS: _experts(recipe, plan),
         CUT_LAYERS: _stages(recipe, plan) or _waves(recipe, plan),
-        COPIES: _copies(recipe, plan),
+        # States that wait elsewhere are copied only where that is asked for.
+        COPIES: set(astuple(plan.offload)) == HERE if memory == "auto" else units.size(memory, "faults.memory") > 0,
         LIMITED: decoder_shapes.limited(recipe.model),
         ROLLBACK: recipe.faults.rollback != "never",
     }
     return [claim for claim, true in holds.items() if true]
 
 
-def _copies(recipe: Recipe, plan: Plan) -> bool:
-    """States that wait elsewhere are copied only where that is asked for."""
-    memory = recipe.faults.memory
-    if memory == "auto":
-        return set(astuple(plan.offload)) == HERE
-    return units.size(memory, "faults.memory") > 0
-
-
 # --- the table -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Row:
+class MechanismRow:
     """What a folder of `mechanisms` answers, imported only for plans that it may have an answer to.
 
     Attributes:
@@ -160,42 +154,42 @@ TABLE: tuple[Choose, ...] = (
     build.choose_recompute,
     build.choose_precision,
     build.choose_compile,
-    Row("tensor_parallel.mechanism", _cut_matrices),
+    MechanismRow("tensor_parallel.mechanism", _cut_matrices),
     optimizers.choose_matrices,
-    Row("pipeline.mechanism", _stages, "choose_stages"),
-    Row("pipeline.mechanism", _stages),
-    Row("task_waves.waves", _waves, "choose_towers"),
-    Row("task_waves.waves", _waves),
+    MechanismRow("pipeline.mechanism", _stages, "choose_stages"),
+    MechanismRow("pipeline.mechanism", _stages),
+    MechanismRow("task_waves.waves", _waves, "choose_towers"),
+    MechanismRow("task_waves.waves", _waves),
     optimizers.choose_muon,
-    Row("local_rounds.outer_rounds", lambda recipe, plan: plan.outer),
-    Row("sequence_parallel.loongtrain", _sequences),
-    Row("expert_parallel.mechanism", _experts),
-    Row("pattern_attention.token_parallel", _halo),
-    Row("halo_exchange.halo_parallel", _halo),
-    Row("pattern_attention.reformation", lambda recipe, plan: getattr(recipe.model, "recall", 1) < 1),
-    Row("few_bits.over_ranks", lambda recipe, plan: recipe.quant is not None and _halo(recipe, plan)),
+    MechanismRow("local_rounds.outer_rounds", lambda recipe, plan: plan.outer),
+    MechanismRow("sequence_parallel.loongtrain", _sequences),
+    MechanismRow("expert_parallel.mechanism", _experts),
+    MechanismRow("pattern_attention.token_parallel", _halo),
+    MechanismRow("halo_exchange.halo_parallel", _halo),
+    MechanismRow("pattern_attention.reformation", lambda recipe, plan: getattr(recipe.model, "recall", 1) < 1),
+    MechanismRow("few_bits.over_ranks", lambda recipe, plan: recipe.quant is not None and _halo(recipe, plan)),
 )
 """Rows that a recipe or a plan asks for."""
 AWAY: tuple[Choose, ...] = (
     lambda recipe, plan: build.ModelSkeleton() if _node(recipe, plan) or _parameters_away(recipe, plan) else None,
-    Row("optimizer_node.mechanism", _node),
-    Row("optimizer_node.mechanism", _node, "choose_optimizer"),
-    Row(
+    MechanismRow("optimizer_node.mechanism", _node),
+    MechanismRow("optimizer_node.mechanism", _node, "choose_optimizer"),
+    MechanismRow(
         "pipeline.vertical",
         lambda recipe, plan: _node(recipe, plan) or _parameters_away(recipe, plan),
     ),
-    Row("offload.mechanism", _parameters_away, "choose_parameters"),
-    Row(
+    MechanismRow("offload.mechanism", _parameters_away, "choose_parameters"),
+    MechanismRow(
         "offload.mechanism",
         lambda recipe, plan: plan.offload.parameters != "device" or plan.offload.optimizer != "device",
         "choose_optimizer",
     ),
-    Row("offload.mechanism", lambda recipe, plan: plan.offload.activations != "device", "choose_activations"),
+    MechanismRow("offload.mechanism", lambda recipe, plan: plan.offload.activations != "device", "choose_activations"),
 )
 """Rows for plans in which something waits elsewhere than on the device of its rank."""
 PLAIN: tuple[Choose, ...] = (
     build.choose_model,
-    Row("sharding.mechanism", lambda recipe, plan: True),
+    MechanismRow("sharding.mechanism", lambda recipe, plan: True),
     optimizers.choose_adamw,
     whole_model.choose,
     every_step.choose,

@@ -120,7 +120,8 @@ class Trainer:
 
     def run(self, saved: checkpoints.Checkpoints | None = None) -> None:
         """Trains from `self.step` to the end, validating and saving on the way. Raises Interrupted after Ctrl-C."""
-        with hearing_signals(self._stop), self._profile() as profile, self._feed() as feed:
+        signals = handling(self._stop, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+        with signals, self._profile() as profile, self._feed() as feed:
             if self.level < self.step:
                 self._between(saved)  # a failure came in between
             first = self.step
@@ -216,20 +217,20 @@ class Trainer:
     def validate(self) -> float | None:
         """Held-out loss over all ranks, or None when there is nothing held out."""
         begun = time.perf_counter()
-        samples, own = self.workload.validation_samples(), self.setting.mesh.data_part(self.setting.place.rank)
+        samples, part = self.workload.validation_samples(), self.setting.mesh.data_part(self.setting.place.rank)
         if samples == 0:
             return None
         self.built.model.eval()
-        ends, size = [samples * index // own.total for index in range(own.total + 1)], self.setting.plan.micro_batch
+        ends, size = [samples * index // part.total for index in range(part.total + 1)], self.setting.plan.micro_batch
         slot = self.setting.mesh.sequence_part(self.setting.place.rank)
         shards = [Shard(start, stop, size, *slot) for start, stop in itertools.pairwise(ends)]
         shown = self.built.agreement.shown()
         with comm.phase("validation"), self.context(), shown, self.built.schedule.validation():
-            found = self.workload.evaluate(self.built.model, shards[own.number])
-            fewer = max(len(one.cuts) for one in shards) - len(shards[own.number].cuts)
+            sums = self.workload.evaluate(self.built.model, shards[part.number])
+            fewer = max(len(shard.cuts) for shard in shards) - len(shards[part.number].cuts)
             self.built.sharding.idle(fewer * len(self.workload.tasks()))
-            names = sorted(found)
-            totals = torch.tensor([found[name] for name in names], dtype=torch.float64)
+            names = sorted(sums)
+            totals = torch.tensor([sums[name] for name in names], dtype=torch.float64)
             self.sum(
                 totals if self.setting.mesh.counts(self.setting.place.rank) else totals.zero_(), self.mesh.trainers
             )
@@ -307,7 +308,8 @@ class Trainer:
 
     # --- the end and the profile -------------------------------------------------------------------------------------
 
-    def _stop(self) -> None:
+    def _stop(self, number: int, frame: Any) -> None:
+        """Ends the run after this step, in place of what the signal would do."""
         self.stopping = True
         self.setting.place.pulse.asked()
 
@@ -369,7 +371,7 @@ def _ranks_with_bad_gradients(trainer: Trainer, batches: Sequence[Any]) -> tuple
     return tuple(int(rank) for rank in flags.nonzero().flatten())
 
 
-# --- batches ahead, signals, seeds ------------------------------------------------------------------------------------
+# --- batches ahead, seeds ------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -399,15 +401,6 @@ def ahead(
 
     with ThreadPoolExecutor(1, thread_name_prefix="feed") as pool:
         yield all_of_them(pool)
-
-
-def hearing_signals(stop: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
-    """Calls `stop` on Ctrl-C, SIGTERM and SIGUSR1 instead of ending the process."""
-
-    def hear(number: int, frame: Any) -> None:
-        stop()
-
-    return handling(hear, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 def seed_step(device: torch.device, seed: int) -> None:

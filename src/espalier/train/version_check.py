@@ -68,7 +68,7 @@ def check(identities: Sequence[Mapping[str, str]]) -> None:
     """Raises UserError naming the ranks and hosts that disagree with most. Pure; `host` itself may differ."""
     keys = [key for key in identities[0] if key != "host"]
     for key in keys:
-        values = [one.get(key, "?") for one in identities]
+        values = [identity_of_rank.get(key, "?") for identity_of_rank in identities]
         usual, count = Counter(values).most_common(1)[0]
         odd = [rank for rank, value in enumerate(values) if value != usual]
         if not odd:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 CLAIM = Claim("whole", question="stages", needs={"gradients are summed"})
 
 
-class Whole:
+class WholeSchedule:
     """Forward and backward of each micro-batch in turn; gradients add up in `.grad`. `shares`: how much the losses of
     each task count; `loss_scale`: see `train.mechanism.Build`."""
 
@@ -54,7 +54,7 @@ class Whole:
             weights.append(weight.detach().double())
         return outcome(losses, weights, tasks, self.shares)
 
-    def apart(self, accumulate: Accumulate) -> Whole:
+    def apart(self, accumulate: Accumulate) -> WholeSchedule:
         """See `Schedule.apart`."""
         return type(self)(self.nominal_weight, accumulate, self.context, self.shares, self.loss_scale)
 
@@ -88,7 +88,7 @@ class WholeModel(Mechanism):
     """Every rank runs all layers. `schedule`: how; one of another order is a subclass."""
 
     claim = CLAIM
-    schedule: ClassVar[type[Whole]] = Whole
+    schedule: ClassVar[type[WholeSchedule]] = WholeSchedule
 
     def wrap(self, context: Build) -> None:
         """Makes the schedule."""

@@ -68,7 +68,9 @@ def joined(place: launch.RankSpec, timeout: float, *, staged: bool = False) -> I
         yield None
         return
     loopback = [
-        one.interface for one in network_interface.addresses() if one.address == place.host and place.host[:4] == "127."
+        address.interface
+        for address in network_interface.addresses()
+        if address.address == place.host and place.host[:4] == "127."
     ]
     if loopback:  # Gloo listens where the ranks meet, not at the address of the machine's name
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
@@ -153,17 +155,18 @@ def as_optimizer(setting: RankSetup, channel: dist.ProcessGroup | None) -> dict[
     place = setting.place
     if setting.folder is None:
         raise UserError("An optimizer node needs a run folder for its files.", do="espalier train")
-    own = role.NodePlace(setting.recipe, setting.plan, setting.workload, place, setting.folder, setting.new)
+    node = role.NodePlace(setting.recipe, setting.plan, setting.workload, place, setting.folder, setting.new)
     bound = os.environ.get("GLOO_SOCKET_IFNAME")  # where ranks of other hosts reach this one
-    own = replace(
-        own, address=next((one.address for one in network_interface.addresses() if one.interface == bound), "")
+    node = replace(
+        node,
+        address=next((address.address for address in network_interface.addresses() if address.interface == bound), ""),
     )
 
     def stepped(step: int) -> None:
         place.pulse.stepped(step)
 
     with handling(lambda number, frame: None, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # trainers stop first
-        return {"step": role.serve(own, channel, stepped)}
+        return {"step": role.serve(node, channel, stepped)}
 
 
 PROGRAMS: Mapping[str, Program] = {
@@ -177,8 +180,8 @@ def measured(trainer: Trainer | None, setting: RankSetup) -> dict[str, float]:
     peak = float(peak_memory(setting.device))
     if trainer is None:
         return {"peak": peak}
-    kept = trainer.built.optimizer.state_dict().values()
-    states = sum(value.nbytes for value in kept if isinstance(value, torch.Tensor))
+    entries = trainer.built.optimizer.state_dict().values()
+    states = sum(value.nbytes for value in entries if isinstance(value, torch.Tensor))
     return {**trainer.built.sharding.held(), "optimizer": states, "peak": peak}
 
 
@@ -186,7 +189,7 @@ def _write_rate(setting: RankSetup) -> float:
     """Bytes/s that this rank writes of a checkpoint at most: its share of its machine's."""
     if setting.recipe.checkpoint.rate is None:
         return math.inf
-    nodes = [one.node for one in setting.plan.ranks]
+    nodes = [rank.node for rank in setting.plan.ranks]
     return units.rate(setting.recipe.checkpoint.rate, "checkpoint.rate") / nodes.count(nodes[setting.place.rank])
 
 
@@ -226,8 +229,8 @@ def live(trainer: Trainer) -> dict[str, Any]:
     peak_memory(setting.device)  # from here on, what a step adds is told
     trainer.built.agreement.follow(place.recall)
     place.pulse.begins(trainer.step, trainer.source.startswith("memory"))
-    found: dict[str, Any] = {"until": trainer.steps, **({"source": trainer.source} if trainer.source else {})}
-    _begin(trainer, found)
+    about: dict[str, Any] = {"until": trainer.steps, **({"source": trainer.source} if trainer.source else {})}
+    _begin(trainer, about)
     _replay(trainer, saved)
     while True:
         try:
@@ -250,10 +253,10 @@ def live(trainer: Trainer) -> dict[str, Any]:
     return {"step": trainer.step, "tokens": trainer.tokens}
 
 
-def _begin(trainer: Trainer, found: Mapping[str, Any]) -> None:
+def _begin(trainer: Trainer, about: Mapping[str, Any]) -> None:
     """Says that steps are made from now on, and of what."""
     setting, place = trainer.setting, trainer.setting.place
-    setting.emit("run", step=trainer.step, steps=trainer.total, pid=os.getpid(), **found, **setting.about)
+    setting.emit("run", step=trainer.step, steps=trainer.total, pid=os.getpid(), **about, **setting.about)
     for what in trainer.built.context.damaged:
         setting.emit("incident", kind="damaged", what=what, rank=place.rank, step=trainer.step, action=_DAMAGED)
     predicted = setting.plan.predicted
@@ -264,24 +267,24 @@ def _replay(trainer: Trainer, saved: Checkpoints | None) -> None:
     """What follows measurements is decided as the log of this run says, for steps that are done again, then as logs do
     that the recipe names; what is decided beyond goes into the log."""
     setting = trainer.setting
-    own = [] if setting.folder is None else [setting.folder / events.NAME]
+    paths = [] if setting.folder is None else [setting.folder / events.NAME]
     team = saved.team if saved is not None else Coordinator(None)
-    for one in trainer.built.context.decisions:
-        why = f"{one.signal}, or the log that it follows"
+    for recorded_decisions in trainer.built.context.decisions:
+        why = f"{recorded_decisions.signal}, or the log that it follows"
 
-        def read(decisions: Decisions = one) -> dict[str, list[tuple[Any, ...]]]:
-            logs = [*(log for log in own if log.exists()), *decisions.logs]
+        def read(decisions: Decisions = recorded_decisions) -> dict[str, list[tuple[Any, ...]]]:
+            logs = [*(log for log in paths if log.exists()), *decisions.logs]
             return {name: [tuple(recorded(log, name)) for log in logs] for name in decisions.now.values}
 
         def tell(name: str, step: int, value: int, why: str = why) -> None:
             setting.emit("rule", name=name, step=step, value=value, why=why)
 
-        found = team.agree("reading what was decided", lambda: None, lambda all_: [read()] * len(all_))
-        one.tell = tell
+        decided = team.agree("reading what was decided", lambda: None, lambda all_: [read()] * len(all_))
+        recorded_decisions.tell = tell
         if trainer.step == 0:
-            for name, value in one.now.values.items():
+            for name, value in recorded_decisions.now.values.items():
                 tell(name, 0, value)
-        one.replay({name: [Recorded(*log) for log in logs] for name, logs in found.items()})
+        recorded_decisions.replay({name: [Recorded(*log) for log in logs] for name, logs in decided.items()})
 
 
 def _leave(trainer: Trainer, saved: Checkpoints | None) -> None:
@@ -306,8 +309,8 @@ def _pace(trainer: Trainer, saved: Checkpoints) -> Pace:
     def mean(values: Sequence[float]) -> list[float]:
         agreed = torch.tensor(values, dtype=torch.float64)
         trainer.mean(agreed)
-        found: list[float] = agreed.tolist()
-        return found
+        agreed_values: list[float] = agreed.tolist()
+        return agreed_values
 
     def tell(every: int, why: str) -> None:
         setting.emit("rule", name=checkpoint_cost.NAME, step=trainer.step, value=every, why=why)
@@ -323,7 +326,7 @@ def _alike(trainer: Trainer, team: Coordinator) -> Alike | None:
         return None
     buffers = frozenset(f"model/{name}" for name, _ in trainer.built.model.named_buffers())
     comparing = Alike(team.rank, team.world, trainer.mean, buffers)
-    if trainer.setting.new and len({(one.node, one.threads) for one in trainer.setting.plan.ranks}) == 1:
+    if trainer.setting.new and len({(rank.node, rank.threads) for rank in trainer.setting.plan.ranks}) == 1:
         return comparing  # forked from one process
     makes = team.agree("comparing processors", divergence_check.make, lambda all_: [all_] * len(all_))
     odd, _ = divergence_check.strangers(makes)
@@ -339,7 +342,7 @@ def _alike(trainer: Trainer, team: Coordinator) -> Alike | None:
 def _memory(trainer: Trainer, saved: Checkpoints, refuge: SharedMemory, why: str) -> Memory:
     """This rank's copies in `refuge`, given why ranks stay."""
     plan = trainer.setting.plan
-    apart = 0 if why else peer_copy.distance([one.node for one in plan.ranks])
+    apart = 0 if why else peer_copy.distance([rank.node for rank in plan.ranks])
     kin = CopyOptions(why, trainer.setting.place.recall.answered, apart, saved.alike)
     return Memory(refuge, saved.team, partial(_copies, trainer), kin)
 

@@ -48,9 +48,9 @@ def row(recipe: Recipe) -> Row:
 
 def row_of(kind: Kind) -> Row:
     """The row of a kind of model, imported now."""
-    found = import_module(kind.row).ROW
-    assert isinstance(found, Row)
-    return found
+    row_of_kind = import_module(kind.row).ROW
+    assert isinstance(row_of_kind, Row)
+    return row_of_kind
 
 
 def settle(recipe: Recipe, folder: Path | None, waiting: Waiting = silently, kept: Path | None = None) -> Resolved:

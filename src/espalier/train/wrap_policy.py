@@ -34,12 +34,12 @@ def attention_of(block: nn.Module) -> nn.Module | None:
     """The attention of a block, the last where it has several: what fills the seam `attend`, PyTorch's own, or a module
     that bears its name. None: it has none."""
     filled = [module for module, _ in fields_of(block, "attend")]
-    found = [
+    counted = [
         module
         for name, module in block.named_modules()
         if module in filled or isinstance(module, nn.MultiheadAttention) or name.rpartition(".")[2] in ATTENTION
     ]
-    return found[-1] if found else None
+    return counted[-1] if counted else None
 
 
 def norms_of(model: nn.Module) -> set[int]:
@@ -91,16 +91,16 @@ def sizes_of(
 def running_of(model: nn.Module) -> tuple[int, int]:
     """Floating-point and whole numbers among the running statistics of normalising layers."""
     kinds = nn.modules.batchnorm._NormBase
-    found = [one for m in model.modules() if isinstance(m, kinds) for one in m.buffers(recurse=False)]
-    floats = sum(one.numel() for one in found if one.is_floating_point())
-    return floats, sum(one.numel() for one in found) - floats
+    buffers = [buffer for m in model.modules() if isinstance(m, kinds) for buffer in m.buffers(recurse=False)]
+    floats = sum(buffer.numel() for buffer in buffers if buffer.is_floating_point())
+    return floats, sum(buffer.numel() for buffer in buffers) - floats
 
 
 def deeper(sizes: Sequence[Sized], depth: int) -> tuple[Sized, ...]:
     """Those of a model of two blocks as of one of `depth` blocks, all like its second."""
-    second = [index for index, one in enumerate(sizes) if one.block == 1]
+    second = [index for index, sized in enumerate(sizes) if sized.block == 1]
     first, last = second[0], second[-1] + 1
-    repeated = [one._replace(block=block) for block in range(1, depth) for one in sizes[first:last]]
+    repeated = [sized._replace(block=block) for block in range(1, depth) for sized in sizes[first:last]]
     return (*sizes[:first], *repeated, *sizes[last:])
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from espalier.launch.resilience import restart_advice
 from espalier.ops import diagnosis
-from espalier.train.failure import Budget, Failure, kind_of
+from espalier.train.failure import Failure, RestartBudget, kind_of
 
 
 def crash(raised, message, step=0):
@@ -103,16 +103,16 @@ def test_only_grounds_steer(tmp_path, raised, message, said, ground):
 
 def test_a_script_error_is_not_tried_again_and_one_of_the_machine_is(tmp_path):
     log = log_of(tmp_path, *traceback(f"RuntimeError: {SIZES}"))
-    assert [decided(Budget(), crash("RuntimeError", SIZES), log).restart] == [False]
+    assert [decided(RestartBudget(), crash("RuntimeError", SIZES), log).restart] == [False]
     message = "NCCL error: remote process exited"
-    log, budget = log_of(tmp_path, *traceback(f"RuntimeError: {message}")), Budget()
+    log, budget = log_of(tmp_path, *traceback(f"RuntimeError: {message}")), RestartBudget()
     assert [decided(budget, crash("RuntimeError", message), log).restart for _ in range(5)] == [True] * 3 + [False] * 2
 
 
 def test_code_that_has_made_a_step_is_never_stopped_by_a_diagnosis(tmp_path):
     log = log_of(tmp_path, *traceback(f"RuntimeError: {SIZES}"))
-    assert decided(Budget(), crash("RuntimeError", SIZES, step=7), log).restart
-    budget = Budget()
+    assert decided(RestartBudget(), crash("RuntimeError", SIZES, step=7), log).restart
+    budget = RestartBudget()
     assert decided(budget, Failure("killed", 0, "Rank 0 was killed.", step=7), None).restart
     assert decided(budget, crash("RuntimeError", SIZES), log).restart
 
@@ -156,4 +156,4 @@ def test_whatever_a_log_says_a_rank_that_raised_nothing_is_started_again(tmp_pat
     log = tmp_path_factory.mktemp("log") / "rank-1.log"
     log.write_bytes(text + f"\nImportError: no\nKeyError: 'a'\nRuntimeError: {SIZES}\n".encode())
     failure = Failure(kind, 1, "Rank 1 was killed (SIGKILL).")
-    assert decided(Budget(), failure, log).restart
+    assert decided(RestartBudget(), failure, log).restart

@@ -11,10 +11,10 @@ from espalier.parallel.schedule import Loss
 from espalier.parallel.workload import Outcome
 from espalier.plan.compose import Claim
 from espalier.train.mechanism import Mechanism
-from espalier.train.whole_model import CLAIM, Whole, WholeModel
+from espalier.train.whole_model import CLAIM, WholeModel, WholeSchedule
 
 
-class Reversed(Whole):
+class Reversed(WholeSchedule):
     def run(self, model: nn.Module, batches: Sequence[Any], loss: Loss) -> Outcome:
         return super().run(model, list(reversed(batches)), loss)
 

@@ -120,7 +120,7 @@ def _confirmed(store: Any, rank: int, world: int, word: str) -> str | None:
     store.set(f"espalier/{name}/{rank}", "")
     if rank == 0:
         store.set(_ATTEMPT, json.dumps(words))
-        if store.check([f"espalier/{name}/{one}" for one in range(world)]):
+        if store.check([f"espalier/{name}/{other}" for other in range(world)]):
             store.set(f"espalier/{name}/complete", "")
     return name if store.check([f"espalier/{name}/complete"]) else None
 
@@ -131,7 +131,7 @@ def _join(rank: int) -> str:
 
 def _seen(store: Any, world: int) -> Sequence[str]:
     """The words that ranks brought last, also of those that have died since: they will not confirm."""
-    keys = [_join(one) for one in range(world)]
+    keys = [_join(rank) for rank in range(world)]
     return [store.get(key).decode() for key in keys] if store.check(keys) else []
 
 

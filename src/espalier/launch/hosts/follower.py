@@ -19,7 +19,7 @@ from espalier.launch.ranks.agent import Attempt, LocalAgent
 from espalier.launch.ranks.rank_process import Child
 from espalier.launch.ranks.supervisor import RestartOptions, served
 from espalier.recipe.errors import HostLost
-from espalier.train.failure import Budget, Failure
+from espalier.train.failure import Failure, RestartBudget
 from espalier.train.heartbeat import Pulses
 from espalier.train.rank_spec import RankSpec
 
@@ -50,7 +50,7 @@ class Follower:
         self.test: tuple[int, Child | None] = (0, None)
         """The number of the last test of hosts, and who does this one's part while it lasts."""
         self.exchange = link(team.line, Command)
-        self.budget = Budget(care.restarts)
+        self.budget = RestartBudget(care.restarts)
         self._reported = self._looked = 0.0
         self._ends = 0
         self._revived: list[tuple[int, int, str]] = []
@@ -69,7 +69,7 @@ class Follower:
             children = self.agent.children
             if not self.places:
                 return []
-            well = bool(children) and all(one.status is not None and not one.failed for one in children)
+            well = bool(children) and all(child.status is not None and not child.failed for child in children)
             return [child.returned for child in children] if well else None
         finally:
             self.agent.end(0.0)
@@ -82,8 +82,8 @@ class Follower:
         line, order = self.team.line, self.exchange.said(0) or Command()
         if order.supersedes(line.host, line.life):
             raise HostLost(f"Another supervisor has taken the place of this one on host {self.team.names[line.host]}.")
-        found: Command = order.to(line.host, line.life)
-        return found
+        command: Command = order.to(line.host, line.life)
+        return command
 
     def _obey(self, order: Command) -> None:
         if order.attempt != self.attempt or (not order.run and self.agent.children):
@@ -134,12 +134,14 @@ class Follower:
         self.team = self.team.shaped(shape)
         if not shape.copies:
             shared_memory.clear(place.refuge for place in self.seats if place.refuge is not None)
-        places, own = self.team.places(shape), zip(self.team.own, self.seats, strict=False)
-        self.places = [replace(places[rank], stacks=one.stacks, refuge=one.refuge) for rank, one in own]
+        places, seats = self.team.places(shape), zip(self.team.own, self.seats, strict=False)
+        self.places = [replace(places[rank], stacks=seat.stacks, refuge=seat.refuge) for rank, seat in seats]
 
     def _reap(self) -> None:
         self.agent.reap()
-        for child in [one for one in self.agent.children if one.place.when_killed == "restart" and one.failed]:
+        for child in [
+            member for member in self.agent.children if member.place.when_killed == "restart" and member.failed
+        ]:
             sign = self.pulses.read()[child.place.local_rank]
             failure = Failure("killed", child.place.rank, "It was killed.", step=sign.step)
             if served(child, sign) and not self.signals.seen and self.budget.decide(failure).restart:

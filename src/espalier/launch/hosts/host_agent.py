@@ -100,22 +100,22 @@ def _read(descriptor: int) -> bytes:
 
 def _obey(line: bytes, heard: queue.SimpleQueue[Told]) -> None:
     try:
-        said: Told = json.loads(line)
+        order: Told = json.loads(line)
     except ValueError:
         return  # typed by hand; the lifeline goes on
-    if said["is"] == "stop":
+    if order["is"] == "stop":
         _interrupt()
-    elif said["is"] == "end":
+    elif order["is"] == "end":
         os._exit(1)
     else:
-        heard.put(said)
+        heard.put(order)
 
 
 def hello(launcher: Launcher) -> None:
     """Says who this is, before anything heavy is loaded."""
-    own = {key: value for key, value in version_check.identity().items() if key != "host"}
-    found = [asdict(one) for one in network_interface.addresses()]
-    launcher.tell("hello", identity=own, addresses=found, gpus=_visible_gpus(), time=time.time())
+    own_identity = {key: value for key, value in version_check.identity().items() if key != "host"}
+    addresses = [asdict(address) for address in network_interface.addresses()]
+    launcher.tell("hello", identity=own_identity, addresses=addresses, gpus=_visible_gpus(), time=time.time())
 
 
 def _visible_gpus() -> int:
@@ -123,13 +123,13 @@ def _visible_gpus() -> int:
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     if hidden is not None:
         return len([part for part in hidden.split(",") if part.strip() and part.strip() != "-1"])
-    found = len(resource_limits.gpus())
-    if found:
+    count = len(resource_limits.gpus())
+    if count:
         try:
             ctypes.CDLL("libcuda.so.1")
         except OSError:
             return 0  # a device without a driver to use it
-    return found
+    return count
 
 
 def meet(launcher: Launcher) -> RankSpec | None:
@@ -143,18 +143,18 @@ def meet(launcher: Launcher) -> RankSpec | None:
     if asked["is"] == "alone":
         return _place(asked)
     if asked["is"] == "serve":
-        met, found = network_interface.meeting(asked["interface"], asked["port"], asked["host"])
-        launcher.tell("serving", addresses=[asdict(one) for one in found], port=met.port, word=met.word)
+        met, addresses = network_interface.meeting(asked["interface"], asked["port"], asked["host"])
+        launcher.tell("serving", addresses=[asdict(address) for address in addresses], port=met.port, word=met.word)
         met.answer(launcher.waiting)
-        said = launcher.hear()
-        _bind(network_interface.interface_of(said["address"], found))
+        order = launcher.hear()
+        _bind(network_interface.interface_of(order["address"], addresses))
         os.set_inheritable(met.socket.fileno(), True)
-        return _place(asked, said["address"], met.port, met.socket.detach())
+        return _place(asked, order["address"], met.port, met.socket.detach())
     own = network_interface.addresses()
     via = network_interface.chosen(asked["interface"], own, asked["host"])[0] if asked["interface"] else None
     reached = network_interface.reach(asked["addresses"], asked["port"], asked["word"], via)
     if reached is None:
-        launcher.tell("lost", addresses=[one.address for one in own])
+        launcher.tell("lost", addresses=[address.address for address in own])
         return None
     _bind(network_interface.interface_of(reached[1], own))
     launcher.tell("reached", address=reached[0])

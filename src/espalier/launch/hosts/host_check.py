@@ -42,22 +42,22 @@ def hosts(team: HostMap, number: int, signals: Signals) -> Located | None:
             time.sleep(_POLL)
         return Located(*children[1].returned) if children[1].status == 0 else None
     finally:
-        for one in children:
-            one.close()
+        for child in children:
+            child.close()
 
 
-def said(found: Located | None, names: Sequence[str]) -> tuple[str, list[int]]:
+def said(located: Located | None, names: Sequence[str]) -> tuple[str, list[int]]:
     """What a test has shown, in words, and the hosts that it concerns; `names`: of all hosts."""
-    if found is None:
+    if located is None:
         return "", []
-    if len(found.faulty) == len(names):
+    if len(located.faulty) == len(names):
         return "No host passed when each was tested alone.", []
-    if found.faulty:
-        one = len(found.faulty) == 1
-        who = " and ".join(names[host] for host in found.faulty)
-        return f"Host{'' if one else 's'} {who} failed when hosts were tested two by two.", list(found.faulty)
-    if found.links:
-        links = "; ".join(" and ".join(names[host] for host in link) for link in found.links)
+    if located.faulty:
+        single = len(located.faulty) == 1
+        who = " and ".join(names[host] for host in located.faulty)
+        return f"Host{'' if single else 's'} {who} failed when hosts were tested two by two.", list(located.faulty)
+    if located.links:
+        links = "; ".join(" and ".join(names[host] for host in link) for link in located.links)
         return f"Hosts {links} failed together when they were tested, and passed with others or alone.", []
     return "", []
 

@@ -59,9 +59,9 @@ def unanswered(host: Host, argv: Sequence[str], seconds: float, last: str, other
     )
 
 
-def retold(host: Host, told: Mapping[str, Any]) -> EspalierError:
+def retold(host: Host, answer: Mapping[str, Any]) -> EspalierError:
     """The error that a process on `host` told of, in this process, with the host. An interrupt is nobody's."""
-    error = errors.from_words([told["kind"], told["what"], told["why"], told["do"]])
+    error = errors.from_words([answer["kind"], answer["what"], answer["why"], answer["do"]])
     if isinstance(error, Interrupted | HostLost) or error.what.startswith("On host "):
         return error
     return type(error)(f"On host {host.name}: {error.what}", why=error.why, do=error.do)
@@ -70,7 +70,7 @@ def retold(host: Host, told: Mapping[str, Any]) -> EspalierError:
 def together(failed: Sequence[EspalierError]) -> EspalierError:
     """One error of several: the first, with the hosts that could not be reached either."""
     first = failed[0]
-    hosts = [found[1] for error in failed[1:] if (found := re.match(r"Host (\S+) cannot be reached", error.what))]
+    hosts = [match[1] for error in failed[1:] if (match := re.match(r"Host (\S+) cannot be reached", error.what))]
     if not hosts or not isinstance(first, UserError):
         return first
     return UserError(f"{first.what} Nor can {', '.join(hosts)}.", why=first.why, do=first.do)

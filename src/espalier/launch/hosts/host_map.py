@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from espalier.launch.hosts.supervisor_protocol import Meeting
+from espalier.launch.hosts.supervisor_protocol import MeetingPoint
 from espalier.launch.ranks.resize import RunShape
 from espalier.train.rank_spec import RankSpec, when_killed
 
@@ -21,7 +21,7 @@ class HostMap:
         roles: of each rank; empty: all train.
     """
 
-    line: Meeting
+    line: MeetingPoint
     names: tuple[str, ...]
     hosts: tuple[int, ...]
     absence: float = 60.0

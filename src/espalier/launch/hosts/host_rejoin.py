@@ -25,7 +25,7 @@ PAUSES = (0.0, 1.0, 2.0, 4.0, 8.0)
 that boots is not asked more often than a few times a minute."""
 
 
-class Crowd(Protocol):
+class HostCrowd(Protocol):
     """The processes on all hosts, see `ssh.Crowd`."""
 
     all: list[Far]
@@ -75,7 +75,7 @@ class Returning:
     """
 
     def __init__(
-        self, crowd: Crowd, absence: float = 0.0, say: Callable[[Sequence[str]], None] = lambda lines: None
+        self, crowd: HostCrowd, absence: float = 0.0, say: Callable[[Sequence[str]], None] = lambda lines: None
     ) -> None:
         self._crowd, self._absence, self._say = crowd, absence, say
         self._lost: dict[int, Lost] = {}
@@ -100,8 +100,8 @@ class Returning:
         """Why hosts will not come back, of those that will not."""
         led = not isinstance(self._crowd.all[0].error, HostLost)
         waited = {number: lost for number, lost in self._lost.items() if number not in self._left}
-        found = [lost.over or (None if led else self._given_up(number)) for number, lost in waited.items()]
-        return [error for error in found if error is not None]
+        errors = [lost.over or (None if led else self._given_up(number)) for number, lost in waited.items()]
+        return [error for error in errors if error is not None]
 
     def look(self, stopping: bool) -> None:
         """Notices hosts that were lost, and goes on with their return. `stopping`: the run is, nobody is started."""
@@ -172,16 +172,16 @@ class Returning:
         crowd = self._crowd
         self._lives[number] = self._lives.get(number, 0) + 1
         far = crowd.again(number)
-        said = yield from _answer(far, ("hello",), crowd.patience)
+        answer = yield from _answer(far, ("hello",), crowd.patience)
         far.rank = number
-        compare(crowd.all, [(far, said["identity"])])
+        compare(crowd.all, [(far, answer["identity"])])
         far.tell({**far.reached, **crowd.seat(far)})
-        said = yield from _answer(far, ("reached", "lost"), TRY_SECONDS + crowd.patience)
-        if said["is"] == "lost":
+        answer = yield from _answer(far, ("reached", "lost"), TRY_SECONDS + crowd.patience)
+        if answer["is"] == "lost":
             raise _NotYet(PeerLost(f"Host {far.host.name} does not reach the first host, {crowd.all[0].host.name}."))
         far.tell({**crowd.message, "life": self._lives[number]})
-        said = yield from _answer(far, ("ready",), PATIENCE)
-        compare(crowd.all, [(far, said["identity"])])
+        answer = yield from _answer(far, ("ready",), PATIENCE)
+        compare(crowd.all, [(far, answer["identity"])])
         far.tell({"is": "go"})
         while not far.joined:
             _check(far)

@@ -66,21 +66,21 @@ def _lines(file: Path) -> list[str]:
 
 
 def _host(word: str) -> Host:
-    found = _HOST.fullmatch(word)
-    if found is None:
+    match = _HOST.fullmatch(word)
+    if match is None:
         why = "a host and a user are letters, digits and . _ -, and begin with a letter or digit"
         raise UserError(f"--hosts: {word!r} is no host.", why=why, do=HELP)
-    ranks = int(found["ranks"]) if found["ranks"] else None
+    ranks = int(match["ranks"]) if match["ranks"] else None
     if ranks is not None and not 0 < ranks <= _MOST:
         raise UserError(f"--hosts: {word!r} asks for {ranks} ranks.", do=f"between 1 and {_MOST} ranks on a host")
-    return Host(found["name"], ranks)
+    return Host(match["name"], ranks)
 
 
 def here_first(hosts: Sequence[Host]) -> tuple[list[Host], bool]:
     """The hosts with this machine, where it is one of them, at the front: the run folder is the first host's.
     And whether it is one of them."""
-    own = [host for host in hosts if is_here(host)]
-    return [*own, *(host for host in hosts if host not in own)], bool(own)
+    local = [host for host in hosts if is_here(host)]
+    return [*local, *(host for host in hosts if host not in local)], bool(local)
 
 
 def is_here(host: Host) -> bool:
@@ -121,4 +121,4 @@ def command(host: Host, options: Launch, module: str) -> list[str]:
     except ValueError as error:
         raise UserError(f"launch.command = {options.command!r} is no command line: {error}.") from None
     filled = {"{host}": host.name, "{command}": line}
-    return [re.sub(r"\{host\}|\{command\}", lambda found: filled[found[0]], word) for word in words]
+    return [re.sub(r"\{host\}|\{command\}", lambda match: filled[match[0]], word) for word in words]

@@ -60,17 +60,19 @@ def run(task: Entrypoint, team: HostMap, care: RestartOptions, threads: int = 1)
     """
     supervisor.warm()
     places = [team.place(rank, threads) for rank in range(len(team.hosts))]
-    own = team.own
+    local_ranks = team.own
     with passing_on_signals() as signals:
-        files = [os.memfd_create(f"espalier-stacks-{rank}") for rank in own]
-        refuges = shared_memory.build(len(own), care.memory, 2 * shared_memory.SLOTS) if care.memory != 0 else []
-        for index, rank in enumerate(own):
+        files = [os.memfd_create(f"espalier-stacks-{rank}") for rank in local_ranks]
+        refuges = (
+            shared_memory.build(len(local_ranks), care.memory, 2 * shared_memory.SLOTS) if care.memory != 0 else []
+        )
+        for index, rank in enumerate(local_ranks):
             places[rank] = replace(places[rank], stacks=files[index], refuge=refuges[index] if refuges else None)
-        here = LocalAgent(task, signals)
+        agent = LocalAgent(task, signals)
         try:
             if team.line.host:
-                return follower.Follower([places[rank] for rank in own], team, care, here).run()
-            return lead(places, team, care, here)
+                return follower.Follower([places[rank] for rank in local_ranks], team, care, agent).run()
+            return lead(places, team, care, agent)
         finally:
             shared_memory.release(refuges)
             for file in files:
@@ -242,18 +244,18 @@ class HostAgents:
 
     # --- what comes from the others (in the exchange's thread) -------------------------------------------------------
 
-    def _news(self, host: int, said: Report) -> None:
-        if said.attempt != self.ordered or said.life != self.meant[host]:
+    def _news(self, host: int, report: Report) -> None:
+        if report.attempt != self.ordered or report.life != self.meant[host]:
             return
         now = self.clock.monotonic()
-        for rank, sign in zip(self._on(host), said.signs, strict=False):
+        for rank, sign in zip(self._on(host), report.signs, strict=False):
             self.attempt.pulses.show(rank, dated(sign, now))
-        for end in said.ends:
-            if (one := self.distant.get(end.rank)) is not None:
-                one.hear(end)
+        for end in report.ends:
+            if (child := self.distant.get(end.rank)) is not None:
+                child.hear(end)
 
     def _on(self, host: int) -> list[int]:
-        return [rank for rank, its in enumerate(self.team.hosts) if its == host]
+        return [rank for rank, of_rank in enumerate(self.team.hosts) if of_rank == host]
 
     # --- one attempt -------------------------------------------------------------------------------------------------
 
@@ -278,11 +280,11 @@ class HostAgents:
         between = attempt.between_failures
         self._tell(run=True, replaced=tuple(gone), later=attempt.later, between_failures=between)
         self.here.replace(self._part(attempt), gone)
-        for rank, one in self.distant.items():
-            one.place = attempt.specs[rank]
+        for rank, child in self.distant.items():
+            child.place = attempt.specs[rank]
             if rank in gone:
-                one.close()
-                self.distant[rank] = expected(one.place)
+                child.close()
+                self.distant[rank] = expected(child.place)
         self._gather()
 
     def revive(self, gone: Child) -> None:
@@ -298,8 +300,8 @@ class HostAgents:
 
     def _gather(self) -> None:
         """The ranks of all hosts, in order."""
-        own = {child.place.rank: child for child in self.here.children}
-        self.children = [child for _, child in sorted({**own, **self.distant}.items())]
+        local = {child.place.rank: child for child in self.here.children}
+        self.children = [child for _, child in sorted({**local, **self.distant}.items())]
 
     def _counts_on_all(self, attempt: Attempt) -> None:
         """The next attempt is of the supervisors that are there."""
@@ -313,8 +315,8 @@ class HostAgents:
         them. A host that is not heard does not hear."""
         if self.away:
             return None
-        for one in self.distant.values():
-            one.reap()
+        for child in self.distant.values():
+            child.reap()
         of_host = bool(self.replaced) and ended.failure.kind == "lost"
         return replace(ended.failure, kind="killed") if of_host else ended.failure
 
@@ -330,7 +332,7 @@ class HostAgents:
         self.over = True
         deadline = self.clock.monotonic() + grace
         self.here.end(grace)
-        while self.clock.monotonic() < deadline and any(one.told is None for one in self.distant.values()):
+        while self.clock.monotonic() < deadline and any(child.told is None for child in self.distant.values()):
             self.clock.sleep(_POLL)
         self._tell()
         try:
@@ -350,9 +352,9 @@ class HostAgents:
     def _idle(self, host: int) -> bool:
         if host in self.away and self.signals.seen:
             return True
-        said = self.exchange.said(host)
-        there = said is not None and said.life == self.lives[host]
-        return there and said.attempt == self.ordered and not said.living
+        report = self.exchange.said(host)
+        there = report is not None and report.life == self.lives[host]
+        return there and report.attempt == self.ordered and not report.living
 
     # --- looking -----------------------------------------------------------------------------------------------------
 
@@ -364,13 +366,13 @@ class HostAgents:
 
     def vitals(self) -> list[Vital]:
         """See `Agent.vitals`."""
-        own = dict(zip(self.team.own, self.here.vitals(), strict=True))
-        return [own[rank] if rank in own else self._vital(child) for rank, child in enumerate(self.children)]
+        local = dict(zip(self.team.own, self.here.vitals(), strict=True))
+        return [local[rank] if rank in local else self._vital(child) for rank, child in enumerate(self.children)]
 
     def _vital(self, child: Child) -> Vital:
-        said = self.exchange.said(self.team.hosts[child.place.rank])
-        current = child.status is None and said is not None and said.attempt == self.ordered and said.vitals
-        return said.vitals[child.place.local_rank] if current else GONE
+        report = self.exchange.said(self.team.hosts[child.place.rank])
+        current = child.status is None and report is not None and report.attempt == self.ordered and report.vitals
+        return report.vitals[child.place.local_rank] if current else GONE
 
     def _listen(self, now: float) -> None:
         """Notices hosts that are not heard, are heard again, or were asked to stop."""
@@ -378,10 +380,10 @@ class HostAgents:
             self.exchange.excuse()  # this process itself did not listen
         self.listened = now
         for host in self._needed:
-            age, said = self.exchange.age(host), self.exchange.said(host)
-            self._mind(host, said, now - age)
-            self._tell_revived(host, said)
-            if said is not None and said.asked and not self.signals.seen:
+            age, report = self.exchange.age(host), self.exchange.said(host)
+            self._mind(host, report, now - age)
+            self._tell_revived(host, report)
+            if report is not None and report.asked and not self.signals.seen:
                 self.asked = self.asked or now
                 if now - self.asked >= ASKED_SECONDS:
                     self.signals.pass_on(signal.SIGINT)
@@ -392,23 +394,23 @@ class HostAgents:
             elif age < self.care.heartbeat and host in self.away:
                 self._comes(host, now)
 
-    def _mind(self, host: int, said: Report | None, heard: float) -> None:
+    def _mind(self, host: int, report: Report | None, heard: float) -> None:
         """Notices another supervisor in place of one whose ranks ended with it."""
-        if said is not None and said.life > self.lives[host]:
-            self.lives[host] = said.life
+        if report is not None and report.life > self.lives[host]:
+            self.lives[host] = report.life
             self.replaced[host] = self.away.pop(host, self.heard.get(host, heard))
         self.heard[host] = heard
-        for one in [self.distant[rank] for rank in self._on(host) if host in self.replaced and rank in self.distant]:
-            one.hear(End(one.place.rank, -signal.SIGKILL, well=False))
+        for child in [self.distant[rank] for rank in self._on(host) if host in self.replaced and rank in self.distant]:
+            child.hear(End(child.place.rank, -signal.SIGKILL, well=False))
 
-    def _tell_revived(self, host: int, said: Report | None) -> None:
+    def _tell_revived(self, host: int, report: Report | None) -> None:
         """Ranks that serve, were killed there and started again alone by the host's supervisor."""
-        if said is None or said.attempt != self.ordered:
+        if report is None or report.attempt != self.ordered:
             return
-        for rank, step, what in said.revived[self.revived.get(host, 0) :]:
-            told = {"rank": rank, "step": step, "attempt": self.attempt.number, "action": AGAIN_ALONE}
-            self.care.tell("incident", kind="killed", what=f"On host {self.team.names[host]}: {what}", why="", **told)
-        self.revived[host] = len(said.revived)
+        for rank, step, what in report.revived[self.revived.get(host, 0) :]:
+            fields = {"rank": rank, "step": step, "attempt": self.attempt.number, "action": AGAIN_ALONE}
+            self.care.tell("incident", kind="killed", what=f"On host {self.team.names[host]}: {what}", why="", **fields)
+        self.revived[host] = len(report.revived)
 
     def _lost(self, host: int, age: float) -> HostLost:
         return HostLost(
@@ -423,15 +425,15 @@ class HostAgents:
 
     def back(self) -> dict[int, str]:
         """See `Agent.back`: those whose supervisors say so, with no rank of theirs left from before."""
-        found = {}
+        names = {}
         for host, former in self.out.items():
-            said = self.exchange.said(host)
-            if said is None or said.left or self.exchange.age(host) >= self.care.heartbeat:
+            report = self.exchange.said(host)
+            if report is None or report.left or self.exchange.age(host) >= self.care.heartbeat:
                 continue
-            self.lives[host] = max(self.lives[host], said.life)
-            if said.life > former and said.attempt == self.ordered and not said.living:
-                found[host] = self.team.names[host]
-        return found
+            self.lives[host] = max(self.lives[host], report.life)
+            if report.life > former and report.attempt == self.ordered and not report.living:
+                names[host] = self.team.names[host]
+        return names
 
     def _goes(self, host: int, now: float, age: float) -> None:
         self.away[host] = now - age
@@ -470,17 +472,21 @@ class HostAgents:
     def stack_dumps(self) -> dict[int, str]:
         """Where the ranks of all hosts are; also in what this host writes."""
         self._tell(run=True, stacks=True)
-        found = self.here.stack_dumps()
-        postmortem.write(found)
+        dumps = self.here.stack_dumps()
+        postmortem.write(dumps)
         deadline = self.clock.monotonic() + STACKS_SECONDS
-        told: dict[int, dict[int, str]] = {}
-        while len(told) < len(self._needed) and self.clock.monotonic() < deadline:
+        remote: dict[int, dict[int, str]] = {}
+        while len(remote) < len(self._needed) and self.clock.monotonic() < deadline:
             self.exchange.wait(_POLL)
-            said = {host: self.exchange.said(host) for host in self._needed}
-            told = {host: one.stacks for host, one in said.items() if one is not None and one.stacks is not None}
-        for stacks in told.values():
-            found.update(stacks)
-        return found
+            reports = {host: self.exchange.said(host) for host in self._needed}
+            remote = {
+                host: report.stacks
+                for host, report in reports.items()
+                if report is not None and report.stacks is not None
+            }
+        for stacks in remote.values():
+            dumps.update(stacks)
+        return dumps
 
     # --- saying where ------------------------------------------------------------------------------------------------
 
@@ -488,15 +494,15 @@ class HostAgents:
         """See `Agent.located`."""
         self.over = True
         self._listen(self.clock.monotonic())
-        found = self._of_host(ended)
-        return found if found is not ended else self._placed(ended)
+        located = self._of_host(ended)
+        return located if located is not ended else self._placed(ended)
 
     def examined(self, ended: Ended) -> Ended:
         """See `Agent.examined`: where ranks only know that they lost others, hosts are tested."""
-        found = self._of_host(ended)  # some are known to be lost only when they are back
-        nobodys = found.failure.kind == "lost" and found.found is None
+        located = self._of_host(ended)  # some are known to be lost only when they are back
+        nobodys = located.failure.kind == "lost" and located.found is None
         tests = nobodys and self.others and not (self.away or self.signals.seen)
-        return self._tested(found) if tests else found
+        return self._tested(located) if tests else located
 
     def _tested(self, ended: Ended) -> Ended:
         """With what a test of the hosts says. No rank lives then."""
@@ -507,18 +513,18 @@ class HostAgents:
         if not what:
             return ended
         suspect = " and ".join(self.team.names[host] for host in hosts)
-        found = restart_advice.named("Node Failure" if hosts else "Network Error", suspect)
+        ruling = restart_advice.named("Node Failure" if hosts else "Network Error", suspect)
         rank = self._on(hosts[0])[0] if hosts else -1
         failure = replace(failure, rank=rank, what=what, why=failure.what)
-        return Ended(failure, PeerLost(what, why=failure.why, do=ended.error.do), ended.at, found)
+        return Ended(failure, PeerLost(what, why=failure.why, do=ended.error.do), ended.at, ruling)
 
     def _of_host(self, ended: Ended) -> Ended:
         """Of a host that was lost, where ranks only know that they lost others, or it was its own ranks that ended."""
         failure, absent = ended.failure, {**self.replaced, **self.away}
-        own = failure.rank >= 0 and self.team.hosts[failure.rank] in self.replaced
-        if not absent or not (own or failure.kind == "lost") or failure.what.startswith("Host "):
+        of_lost_host = failure.rank >= 0 and self.team.hosts[failure.rank] in self.replaced
+        if not absent or not (of_lost_host or failure.kind == "lost") or failure.what.startswith("Host "):
             return ended
-        host = self.team.hosts[failure.rank] if own else next(iter(absent))
+        host = self.team.hosts[failure.rank] if of_lost_host else next(iter(absent))
         since = absent[host]
         what = f"Host {self.team.names[host]} was not heard for {self.clock.monotonic() - since:.1f} s."
         why = "its supervisor ended, and another is there" if host in self.replaced else ended.error.what
@@ -536,5 +542,5 @@ class HostAgents:
         return Ended(replace(failure, what=f"On host {host}: {failure.what}"), placed, ended.at)
 
 
-def _left(said: Report | None) -> bool:
-    return said is not None and said.left
+def _left(report: Report | None) -> bool:
+    return report is not None and report.left

@@ -91,8 +91,10 @@ class Far:
                 stream.close()
 
 
-def compare(fars: Sequence[Far], told: Sequence[tuple[Far, Mapping[str, str]]]) -> None:
-    """Raises UserError where processes are not the same in what some of them have just `told` they are."""
-    for far, identity in told:
+def compare(fars: Sequence[Far], identities: Sequence[tuple[Far, Mapping[str, str]]]) -> None:
+    """Raises UserError where processes are not the same as some of them have just said (`identities`)."""
+    for far, identity in identities:
         far.identity = {**far.identity, **identity}
-    version_check.check([{"host": far.host.name, **{key: far.identity[key] for key in told[0][1]}} for far in fars])
+    version_check.check(
+        [{"host": far.host.name, **{key: far.identity[key] for key in identities[0][1]}} for far in fars]
+    )

@@ -102,13 +102,13 @@ class Crowd:
         self.all = [self._run(host) for host in hosts]
         greetings = self.ask(self.all, None, "hello", self.patience)
         notes = _agree(self.all, greetings)
-        for number, (far, said) in enumerate(zip(self.all, greetings, strict=True)):
-            own = range(len(self.nodes), len(self.nodes) + (far.host.ranks or max(1, said["gpus"])))
-            self.nodes += [number] * len(own)
-            far.rank, far.label = number, f"{far.host.name} {','.join(map(str, own))}"
+        for number, (far, greeting) in enumerate(zip(self.all, greetings, strict=True)):
+            ranks = range(len(self.nodes), len(self.nodes) + (far.host.ranks or max(1, greeting["gpus"])))
+            self.nodes += [number] * len(ranks)
+            far.rank, far.label = number, f"{far.host.name} {','.join(map(str, ranks))}"
         known = {
-            far.host: [network_interface.Address(**one) for one in said["addresses"]]
-            for far, said in zip(self.all, greetings, strict=True)
+            far.host: [network_interface.Address(**address) for address in greeting["addresses"]]
+            for far, greeting in zip(self.all, greetings, strict=True)
         }
         self._meet(known)
         return notes
@@ -149,19 +149,19 @@ class Crowd:
             return
         serve = {"is": "serve", "port": self.options.port, "interface": self.options.interface, **self.seat(first)}
         (serving,) = self.ask([first], lambda far: serve, "serving", self.patience)
-        found = [network_interface.Address(**one) for one in serving["addresses"]]
+        addresses = [network_interface.Address(**address) for address in serving["addresses"]]
         names = resolve(first.host)
 
         def search(far: Far) -> Told:
-            targets = network_interface.in_order(found, names, known[far.host])
+            targets = network_interface.in_order(addresses, names, known[far.host])
             rest = {"port": serving["port"], "word": serving["word"], "interface": self.options.interface}
             return {"is": "reach", "addresses": targets, **rest, **self.seat(far)}
 
-        most = len(found) * network_interface.TRY_SECONDS + self.patience
+        most = len(addresses) * network_interface.TRY_SECONDS + self.patience
         answers = self.ask(others, search, ("reached", "lost"), most)
-        lost = [far for far, said in zip(others, answers, strict=True) if said["is"] == "lost"]
+        lost = [far for far, answer in zip(others, answers, strict=True) if answer["is"] == "lost"]
         if lost:
-            tried = ", ".join(f"{one.address}:{serving['port']}" for one in found)
+            tried = ", ".join(f"{address.address}:{serving['port']}" for address in addresses)
             raise UserError(
                 f"Host {lost[0].host.name} does not reach the first host, {first.host.name}.",
                 why=f"nothing answered at {tried}",
@@ -223,12 +223,12 @@ class Crowd:
         self.message = {**message, **there}
         self.all[0].tell(self.message)
         if first:
-            (said,) = self.ask(self.all[:1], None, first, PATIENCE)
-            self.message[first] = said[first]
+            (answer,) = self.ask(self.all[:1], None, first, PATIENCE)
+            self.message[first] = answer[first]
         for far in self.all[1:]:
             far.tell(self.message)
         answers = self.ask(self.all, None, "ready", PATIENCE)
-        compare(self.all, [(far, said["identity"]) for far, said in zip(self.all, answers, strict=True)])
+        compare(self.all, [(far, answer["identity"]) for far, answer in zip(self.all, answers, strict=True)])
 
     def carry_out(self) -> Told:
         """Lets all begin and waits for their end; what the first had to say. Raises the error that ended them.
@@ -253,12 +253,12 @@ class Crowd:
     def _busy(self) -> list[Far]:
         """Who is waited for. Once the first has done its part, not for who was to come back."""
         over = bool(self.all[0].done)
-        found = [far for far in self.all if far.code is None and not far.done]
-        return [far for far in found if not (over and self.returning.awaits(far))]
+        busy = [far for far in self.all if far.code is None and not far.done]
+        return [far for far in busy if not (over and self.returning.awaits(far))]
 
     def _failed(self) -> list[EspalierError]:
-        found = [far.error for far in self.all if far.error is not None and not self.returning.awaits(far)]
-        return found if self.all[0].done else found + self.returning.over()
+        errors = [far.error for far in self.all if far.error is not None and not self.returning.awaits(far)]
+        return errors if self.all[0].done else errors + self.returning.over()
 
     def _hear_out(self) -> None:
         """Lets the others end by themselves, for a while, and say why."""
@@ -284,9 +284,9 @@ class Crowd:
         """That a process has ended and said nothing, or a host was not heard: others on the hosts could not help, and
         all may be started again. Not because of a host that was not brought back."""
         lost = [far for far in self.all if self.returning.awaits(far)]
-        found = [far.error for far in self.all if far.error is not None and far.silent and far not in lost]
-        found += [far.error for far in self.all if isinstance(far.error, HostLost) and not lost]
-        return next(iter(found), None)
+        errors = [far.error for far in self.all if far.error is not None and far.silent and far not in lost]
+        errors += [far.error for far in self.all if isinstance(far.error, HostLost) and not lost]
+        return next(iter(errors), None)
 
     # --- hearing -----------------------------------------------------------------------------------------------------
 
@@ -330,9 +330,9 @@ class Crowd:
         return bool(data)
 
     def _take(self, far: Far, name: str, line: str) -> None:
-        text, mark, told = line.partition(MARK)
+        text, mark, message = line.partition(MARK)
         if mark and name == "out":
-            far.said.append(json.loads(told))
+            far.said.append(json.loads(message))
             if far.said[-1]["is"] == "failed":
                 far.error, far.told = retold(far.host, far.said.pop()), True
             elif far.said[-1]["is"] == "joined":
@@ -381,7 +381,7 @@ class Crowd:
 
 def _agree(fars: Sequence[Far], greetings: Sequence[Told]) -> list[str]:
     """Raises UserError when the hosts' versions differ; says whose clock does."""
-    compare(fars, [(far, said["identity"]) for far, said in zip(fars, greetings, strict=True)])
+    compare(fars, [(far, greeting["identity"]) for far, greeting in zip(fars, greetings, strict=True)])
     now = time.time()
     notes = []
     for far, said in zip(fars, greetings, strict=True):

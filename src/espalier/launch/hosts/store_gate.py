@@ -73,10 +73,10 @@ async def _admits(reader: StreamReader, writer: StreamWriter, token: str) -> boo
 async def _enters(reader: StreamReader, writer: StreamWriter, token: str) -> bool:
     """Proves to the gate at the other end that this side knows the token; whether the gate does."""
     challenge = await asyncio.wait_for(reader.readexactly(_SIZE), _OPENING)
-    own = secrets.token_bytes(_SIZE)
-    writer.write(own + _proof(token, "visitor", challenge + own))
+    nonce = secrets.token_bytes(_SIZE)
+    writer.write(nonce + _proof(token, "visitor", challenge + nonce))
     answer = await asyncio.wait_for(reader.readexactly(_SIZE), SECONDS)
-    return hmac.compare_digest(answer, _proof(token, "gate", challenge + own))
+    return hmac.compare_digest(answer, _proof(token, "gate", challenge + nonce))
 
 
 def _proof(token: str, who: str, challenges: bytes) -> bytes:

@@ -54,7 +54,7 @@ class Command:
         later: those that stay come at the end of a round.
         testing: the number of the test (`host_check`) that is under way, from 1; 0: none is.
         between_failures: seconds, as `checkpoint.shared_memory` wants them.
-        lives: of each host, which of its supervisors (`Meeting.life`) is meant; empty: whoever is there.
+        lives: of each host, which of its supervisors (`MeetingPoint.life`) is meant; empty: whoever is there.
         shape: `RunShape.told` of what runs now; empty: what all began with.
     """
 
@@ -94,8 +94,8 @@ class End:
     def of(cls, child: Child) -> End:
         """Of a child that has ended."""
         error = child.error
-        told = None if error is None else errors.words_of(error)
-        return cls(child.place.rank, child.status or 0, not child.failed, told, child.raised)
+        words = None if error is None else errors.words_of(error)
+        return cls(child.place.rank, child.status or 0, not child.failed, words, child.raised)
 
     def rebuilt(self) -> EspalierError | None:
         """The error, here."""
@@ -146,7 +146,7 @@ def dated(sign: Sign, now: float) -> Sign:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class MeetingPoint:
     """Where the supervisors of a run meet.
 
     Attributes:
@@ -179,7 +179,9 @@ class ControlLink:
         news: called in the thread with the host and what it said, whenever that is new.
     """
 
-    def __init__(self, line: Meeting, kind: type, news: Callable[[int, Any], None] = lambda host, said: None) -> None:
+    def __init__(
+        self, line: MeetingPoint, kind: type, news: Callable[[int, Any], None] = lambda host, message: None
+    ) -> None:
         self._line, self._news = line, news
         self._coder = msgspec.json.Encoder()
         self._decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(kind)
@@ -259,7 +261,7 @@ class ControlLink:
         self._carried = count
         if not self._others:
             return
-        for host, data in zip(self._others, store.multi_get([self._key(one) for one in self._others]), strict=True):
+        for host, data in zip(self._others, store.multi_get([self._key(other) for other in self._others]), strict=True):
             said, before = unseal(self._line.token, self._key(host), data), self._last.get(host, b"")
             if said is None or not self._follows(host, before, said):
                 continue
@@ -270,9 +272,9 @@ class ControlLink:
                 self._came.set()
             self._at[host] = time.monotonic()  # last: who looks at what was heard knows what it was
 
-    def _follows(self, host: int, before: bytes, said: bytes) -> bool:
-        """Whether `said` comes after what `host` said `before`, rather than being that again, or older words."""
-        name, *at = _HEAD.unpack_from(said)
+    def _follows(self, host: int, before: bytes, message: bytes) -> bool:
+        """Whether `message` comes after what `host` said `before`, rather than being that again, or older words."""
+        name, *at = _HEAD.unpack_from(message)
         if not before:
             return True
         old, *when = _HEAD.unpack_from(before)

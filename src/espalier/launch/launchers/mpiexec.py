@@ -47,13 +47,13 @@ def place(threads: int | None = None) -> RankSpec | None:
         raise UserError(
             f"{names[0]}={rank} with {names[1]}={world}.", why="ranks are numbered from 0 to the world size minus one"
         )
-    local, here = number(names[2], 0), max(1, number(names[3], 1))
-    met = _given() or _met(rank, world, here)
+    local, local_ranks = number(names[2], 0), max(1, number(names[3], 1))
+    met = _given() or _met(rank, world, local_ranks)
     return RankSpec(
         rank=rank,
         world=world,
         local_rank=local,
-        threads=threads or max(1, len(os.sched_getaffinity(0)) // here),
+        threads=threads or max(1, len(os.sched_getaffinity(0)) // local_ranks),
         host=met.host,
         port=met.port,
         source="MASTER_ADDR" if "MASTER_ADDR" in os.environ else "rank 0's address, told by MPI",
@@ -64,27 +64,27 @@ def place(threads: int | None = None) -> RankSpec | None:
 
 def _given() -> _Meeting | None:
     """What MASTER_ADDR and MASTER_PORT say; None when neither is set."""
-    found = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name in os.environ]
-    if not found:
+    given = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name in os.environ]
+    if not given:
         return None
-    if len(found) == 1:
-        other = "MASTER_PORT" if found[0] == "MASTER_ADDR" else "MASTER_ADDR"
-        raise UserError(f"{found[0]} is set, and {other} is not.", do=f"set {other} too, or neither and install mpi4py")
+    if len(given) == 1:
+        other = "MASTER_PORT" if given[0] == "MASTER_ADDR" else "MASTER_ADDR"
+        raise UserError(f"{given[0]} is set, and {other} is not.", do=f"set {other} too, or neither and install mpi4py")
     return _Meeting(os.environ["MASTER_ADDR"], master_port(), -1)
 
 
 @cache
-def _met(rank: int, world: int, here: int) -> _Meeting:
+def _met(rank: int, world: int, local_ranks: int) -> _Meeting:
     """The ranks agree by MPI where their store is."""
     comm = _world(world) if world > 1 else None
-    told: tuple[Sequence[str], int] = ((), 0)
+    meeting: tuple[Sequence[str], int] = ((), 0)
     listen_fd = -1
     if rank == 0:
         listener = socket.create_server(("", 0), backlog=1024)
-        own = [one.address for one in network_interface.addresses()]
-        told = (["127.0.0.1"] if here == world else own, listener.getsockname()[1])
+        own = [address.address for address in network_interface.addresses()]
+        meeting = (["127.0.0.1"] if local_ranks == world else own, listener.getsockname()[1])
         listen_fd = listener.detach()
-    addresses, port = told if comm is None else comm.bcast(told, 0)
+    addresses, port = meeting if comm is None else comm.bcast(meeting, 0)
     return _Meeting("127.0.0.1" if rank == 0 else _answering(addresses, port), port, listen_fd)
 
 
@@ -108,9 +108,9 @@ def _world(world: int) -> Any:
 
 def _answering(addresses: Sequence[str], port: int) -> str:
     """The first address that rank 0 answers at."""
-    found = network_interface.reach(addresses, port, "", None)
-    if found is not None:
-        return found[0]
+    reached = network_interface.reach(addresses, port, "", None)
+    if reached is not None:
+        return reached[0]
     raise UserError(
         f"Rank 0 answers at none of its addresses ({', '.join(addresses)}), port {port}.",
         why="a firewall between the hosts, or hosts on separate networks",

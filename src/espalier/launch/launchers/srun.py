@@ -70,12 +70,12 @@ def first_host(nodes: str) -> str:
         if letter == "," and depth == 0:
             end = at
             break
-    found = re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", nodes[:end])
-    if not re.fullmatch(r"[\w.:-]+", found):
+    expanded = re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", nodes[:end])
+    if not re.fullmatch(r"[\w.:-]+", expanded):
         raise UserError(
             f"Slurm's list of hosts {nodes!r} names no first host.", do="set MASTER_ADDR to the host of the first task"
         )
-    return found
+    return expanded
 
 
 def _first_host() -> str:
@@ -93,10 +93,10 @@ def _address(node: str) -> str:
         return node
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         shown = ["scontrol", "show", "node", node, "--oneliner"]
-        said = subprocess.run(shown, capture_output=True, text=True, timeout=_ASKING, check=True).stdout
-        found = re.search(r"\bNodeAddr=([\w.:-]+)", said)
-        if found and known_addresses(found[1]):
-            return found[1]
+        answer = subprocess.run(shown, capture_output=True, text=True, timeout=_ASKING, check=True).stdout
+        match = re.search(r"\bNodeAddr=([\w.:-]+)", answer)
+        if match and known_addresses(match[1]):
+            return match[1]
     raise UserError(
         f"No address is known for {node}, the first host of this job.",
         why="neither the name service nor `scontrol show node` has one",

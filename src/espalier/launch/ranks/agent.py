@@ -35,7 +35,7 @@ PATIENCE = 3600.0
 """Seconds in which ranks that were left come to the end of a round."""
 
 
-class Clock(Protocol):
+class WallClock(Protocol):
     """Time as supervisors and agents see it: the `time` module, or simulated."""
 
     def monotonic(self) -> float:
@@ -189,10 +189,10 @@ class LocalAgent(Agent):
     Args:
         task: what each runs.
         signals: who passes Ctrl-C on.
-        clock: see `Clock`.
+        clock: see `WallClock`.
     """
 
-    def __init__(self, task: Entrypoint, signals: Signals, clock: Clock = time) -> None:
+    def __init__(self, task: Entrypoint, signals: Signals, clock: WallClock = time) -> None:
         self.task, self.signals, self.clock = task, signals, clock
 
     @property
@@ -283,7 +283,7 @@ class LocalAgent(Agent):
 
     def vitals(self) -> list[Vital]:
         """See `Agent.vitals`."""
-        return [vital(one.pid) if one.status is None else GONE for one in self.children]
+        return [vital(child.pid) if child.status is None else GONE for child in self.children]
 
     def stack_dumps(self) -> dict[int, str]:
         """See `Agent.stack_dumps`."""
@@ -300,7 +300,7 @@ def run(task: Entrypoint, places: Sequence[RankSpec]) -> list[Any]:
         agent, failed = LocalAgent(task, signals), None
         agent.start(Attempt(0, places, Pulses(len(places), 1.0)))
         try:
-            failed = next((one for one in agent.endings(1.0) if one and one.failed), None)
+            failed = next((child for child in agent.endings(1.0) if child and child.failed), None)
         finally:
             agent.end()
     if failed is not None:

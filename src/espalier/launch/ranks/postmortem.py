@@ -36,11 +36,11 @@ class Ended:
 def shown(failed: Sequence[EspalierError], interrupted: bool) -> EspalierError:
     """The error to show of several, of ranks or of hosts, the first to fail first: one's own before one that merely
     lost others. Who was stopped although nobody `interrupted` the run lost its launcher, and another knows why."""
-    own = [error for error in failed if not isinstance(error, PeerLost)]
-    asked = [error for error in own if isinstance(error, Interrupted) is interrupted]
-    if interrupted and not own:
+    causes = [error for error in failed if not isinstance(error, PeerLost)]
+    asked = [error for error in causes if isinstance(error, Interrupted) is interrupted]
+    if interrupted and not causes:
         return Interrupted("Stopped before the state could be saved.", why=failed[0].what if failed else "")
-    return (asked or own or failed)[0]
+    return (asked or causes or failed)[0]
 
 
 def cause(first: Child, children: Sequence[Child]) -> Child | None:
@@ -58,7 +58,7 @@ def error(first: Child, children: Sequence[Child], interrupted: bool) -> Espalie
 
 def _ended(first: Child, children: Sequence[Child]) -> list[Child]:
     """Those that failed, `first` first."""
-    return [child for child in (first, *(one for one in children if one is not first)) if child.failed]
+    return [child for child in (first, *(other for other in children if other is not first)) if child.failed]
 
 
 def _knows(child: Child) -> bool:

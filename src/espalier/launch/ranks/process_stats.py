@@ -16,14 +16,14 @@ GONE = Vital(0.0, "S")
 def vital(pid: int) -> Vital:
     """Of the process `pid` now; of one that is gone: that it does nothing."""
     try:
-        own = _stat(Path(f"/proc/{pid}/stat"))
-        if own[0] == "T":
-            return Vital(_cpu(own), "T")
+        fields = _stat(Path(f"/proc/{pid}/stat"))
+        if fields[0] == "T":
+            return Vital(_cpu(fields), "T")
         io = sum(int(line.split()[1]) for line in Path(f"/proc/{pid}/io").read_text().splitlines()[:2])  # rchar, wchar
         states = {_stat(path / "stat")[0] for path in Path(f"/proc/{pid}/task").iterdir()}
     except (OSError, IndexError):  # it, or one of its threads, ended meanwhile
         return GONE
-    return Vital(_cpu(own), next((_STATES[state] for state in "RD" if state in states), "S"), io)
+    return Vital(_cpu(fields), next((_STATES[state] for state in "RD" if state in states), "S"), io)
 
 
 def _stat(path: Path) -> list[str]:

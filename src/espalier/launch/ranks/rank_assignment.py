@@ -19,11 +19,11 @@ def numbered(hosts: Sequence[str], nodes: Sequence[int]) -> list[int]:
         nodes: the machine of each of the plan's ranks, as many.
     """
     names = list(dict.fromkeys(hosts))
-    here = {name: deque(index for index, one in enumerate(hosts) if one == name) for name in names}
+    waiting = {name: deque(index for index, host in enumerate(hosts) if host == name) for name in names}
     known = follows([names.index(host) for host in hosts], nodes)
     order = [names[node] for node in nodes] if known else sorted(hosts, key=names.index)
-    found = [here[name].popleft() for name in order]
-    return found if found[0] == 0 else list(range(len(hosts)))
+    numbers = [waiting[name].popleft() for name in order]
+    return numbers if numbers[0] == 0 else list(range(len(hosts)))
 
 
 def follows(machines: Sequence[int], nodes: Sequence[int]) -> bool:

@@ -156,19 +156,19 @@ def _live(task: Entrypoint, place: RankSpec, writer: int, parents: Sequence[int]
     place.recall.listen()
     code = 0
     try:
-        said = serialization.dumps(("returned", staying(task, place)), f"what rank {place.rank} gives back")
+        message = serialization.dumps(("returned", staying(task, place)), f"what rank {place.rank} gives back")
     except EspalierError as error:
-        said, code = serialization.dumps(("raised", errors.words_of(error))), error.exit_code
+        message, code = serialization.dumps(("raised", errors.words_of(error))), error.exit_code
     except KeyboardInterrupt:
-        said = serialization.dumps(("raised", errors.words_of(Interrupted("Stopped before the first step."))))
+        message = serialization.dumps(("raised", errors.words_of(Interrupted("Stopped before the first step."))))
         code = 130
     except BaseException as error:
         sys.stderr.write(traceback.format_exc())
-        told = errors.words_of(explained(error, place))
-        said, code = serialization.dumps(("crashed", told, type(error).__name__)), 1
+        words = errors.words_of(explained(error, place))
+        message, code = serialization.dumps(("crashed", words, type(error).__name__)), 1
     place.pulse.leaves()
     with os.fdopen(writer, "wb") as pipe:
-        pipe.write(said)
+        pipe.write(message)
     return code
 
 
@@ -186,10 +186,10 @@ def staying(task: Entrypoint, place: RankSpec) -> Any:
                 raise
         place.pulse.starts()
         gc.collect()  # the groups of the attempt that is over, before there are others
-        own = place.refuge and replace(place.refuge, between_failures=call.between_failures)
+        refuge = place.refuge and replace(place.refuge, between_failures=call.between_failures)
         place = replace(
             place, attempt=call.attempt, host=call.host, port=call.port, serves=False, listen_fd=-1, patience=0.0,
-            refuge=own,
+            refuge=refuge,
         )  # fmt: skip
 
 
@@ -240,9 +240,9 @@ def endings(children: Sequence[Child], every: float) -> Iterator[Child | None]:
             if found is None or (fd == found.pipe and found.receive()):
                 continue
             ended = fd == found.pidfd
-            for one in (found.pidfd, found.pipe) if ended else (fd,):
-                if by_fd.pop(one, None) is not None:
-                    poller.unregister(one)
+            for descriptor in (found.pidfd, found.pipe) if ended else (fd,):
+                if by_fd.pop(descriptor, None) is not None:
+                    poller.unregister(descriptor)
             if ended:
                 found.reap()
                 yield found

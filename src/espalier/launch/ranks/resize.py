@@ -16,7 +16,7 @@ from espalier.launch.resilience.place_budget import Blame
 from espalier.launch.resilience.replan_payoff import Payoff, Turns
 from espalier.launch.resilience.slowdown import Evidence, Slowness
 from espalier.recipe.errors import UserError
-from espalier.train.failure import Decision, Failure
+from espalier.train.failure import Failure, RestartDecision
 from espalier.train.heartbeat import Sign
 from espalier.train.rank_spec import Entrypoint, RankSpec
 
@@ -138,7 +138,7 @@ class Reshaping:
 
     # --- after a loss ------------------------------------------------------------------------------------------------
 
-    def after(self, failure: Failure, decision: Decision) -> tuple[Decision, RunShape | None]:
+    def after(self, failure: Failure, decision: RestartDecision) -> tuple[RestartDecision, RunShape | None]:
         """What becomes of `decision` where a place is to blame: the run without it, or why that cannot be had."""
         self._blame.take(failure)
         self.blamed = rank = self._blame.place() if len(self._seats) > 1 and not decision.restart else None
@@ -151,7 +151,7 @@ class Reshaping:
             return replace(decision, why=why), None
         self._blame.given_up()
         why = f"{decision.why}, each time on rank {rank} (place {self._seats[rank]}), which is left out from now on"
-        return Decision(True, 0.0, f"{why}: {shape.says}"), shape
+        return RestartDecision(True, 0.0, f"{why}: {shape.says}"), shape
 
     # --- what stays slow ---------------------------------------------------------------------------------------------
 

@@ -75,20 +75,20 @@ def near(place: RankSpec, token: str) -> RankSpec:
 @contextlib.contextmanager
 def served() -> Iterator[int]:
     """The port on this machine where a store is served inside."""
-    one = Served()
+    served_store = Served()
     try:
-        yield one.port
+        yield served_store.port
     finally:
-        one.close()
+        served_store.close()
 
 
 def _serve(listener: socket.socket, door: int, token: str) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each connection of another host takes three
     host, port = listener.getsockname()
-    kept = store_client.connect(host, port, 60.0, is_master=True, master_listen_fd=listener.detach())
+    store = store_client.connect(host, port, 60.0, is_master=True, master_listen_fd=listener.detach())
     store_client.ask_nobody()
     if door >= 0:
         store_gate.guard(socket.socket(fileno=door), port, token)
-    while kept:
+    while store:
         signal.pause()

@@ -23,14 +23,14 @@ from espalier.checkpoint.shared_memory import SharedMemory
 from espalier.launch.ranks import agent as agents
 from espalier.launch.ranks import postmortem
 from espalier.launch.ranks import rank_process as ranks
-from espalier.launch.ranks.agent import Agent, Attempt, Clock, LocalAgent
+from espalier.launch.ranks.agent import Agent, Attempt, LocalAgent, WallClock
 from espalier.launch.ranks.postmortem import Ended
 from espalier.launch.ranks.rank_process import Child
 from espalier.launch.ranks.resize import Reshaping, Resizer, RunShape
 from espalier.launch.resilience.hang_detector import Stall, Watcher
 from espalier.launch.resilience.straggler import Stragglers
 from espalier.recipe.errors import Diverged, EspalierError, HostLost, Interrupted, RunFailed, UserError
-from espalier.train.failure import KINDS, Budget, Decision, Failure, kind_of
+from espalier.train.failure import KINDS, Failure, RestartBudget, RestartDecision, kind_of
 from espalier.train.heartbeat import Pulses, Sign
 from espalier.train.rank_spec import Entrypoint, RankSpec
 
@@ -51,7 +51,7 @@ class RestartOptions:
     """How a run is looked after.
 
     Attributes:
-        restarts: see `train.failure.Budget`.
+        restarts: see `train.failure.RestartBudget`.
         heartbeat: seconds between two signs of life of a rank.
         memory: bytes that copies of the state may take in this machine's memory; 0: there are none, None: a quarter of
             what is free once the run has begun.
@@ -93,17 +93,17 @@ def run(task: Entrypoint, places: Sequence[RankSpec], care: RestartOptions) -> l
     with met as port, agents.passing_on_signals() as signals:
         slots = shared_memory.slots(len(places))
         refuges = shared_memory.build(len(places), care.memory, slots) if care.memory != 0 else []
-        own: Sequence[SharedMemory | None] = refuges or [None] * len(places)
-        places = [replace(place, port=port, refuge=one) for place, one in zip(places, own, strict=True)]
+        copies: Sequence[SharedMemory | None] = refuges or [None] * len(places)
+        places = [replace(place, port=port, refuge=refuge) for place, refuge in zip(places, copies, strict=True)]
         try:
-            found = Supervisor(places, care, LocalAgent(task, signals)).run()
+            returned = Supervisor(places, care, LocalAgent(task, signals)).run()
         finally:
             shared_memory.release(refuges)
         if care.continues and signals.seen:  # it came too late for the ranks to hear of it
             raise Interrupted(
                 "Stopped between two phases; the state is saved.", do="run the same command again to go on"
             )
-        return found
+        return returned
 
 
 def warm() -> None:
@@ -121,14 +121,14 @@ class Supervisor:
         places: of the ranks.
         care: see `RestartOptions`.
         agent: who starts, watches and ends the ranks.
-        clock: see `agent.Clock`.
+        clock: see `agent.WallClock`.
     """
 
-    def __init__(self, places: Sequence[RankSpec], care: RestartOptions, agent: Agent, clock: Clock = time) -> None:
+    def __init__(self, places: Sequence[RankSpec], care: RestartOptions, agent: Agent, clock: WallClock = time) -> None:
         self.places, self.care, self.agent, self.clock = places, care, agent, clock
         self.signals = agent.signals
         self.began = clock.monotonic()
-        self.budget = Budget(care.restarts)
+        self.budget = RestartBudget(care.restarts)
         self.reshaping = Reshaping(care.shapes, care.tell)
         self.next: RunShape | None = None
         self.spins = any(place.device.startswith("cuda") for place in places)  # waits of NCCL take CPU time
@@ -155,9 +155,9 @@ class Supervisor:
             why = f"the others cannot go on without it: {refusal.what}"
             raise HostLost(error.what, why=why, do=error.do) from None
         failure = Failure("lost", lost[0], error.what, error.why, self._step())
-        told = {"rank": failure.rank, "step": failure.step, "attempt": self.attempt}
+        fields = {"rank": failure.rank, "step": failure.step, "attempt": self.attempt}
         action = f"the others go on without it: {shape.says}"
-        self.care.tell("incident", kind="lost", what=failure.what, why=failure.why, **told, action=action)
+        self.care.tell("incident", kind="lost", what=failure.what, why=failure.why, **fields, action=action)
         at = max(sign.moved for sign in self.pulses.read())
         self.trouble = Ended(failure, error, min(at, self.trouble.at) if self.trouble else at)
         self.attempt += 1
@@ -244,12 +244,14 @@ class Supervisor:
             action = decision.action(AGAIN_ALONE)
             self.agent.revive(child)
         else:
-            others = (one for one in self.agent.children if one is not child and one.place.when_killed == "leave")
-            if all(one.status is not None for one in others):
+            others = (
+                other for other in self.agent.children if other is not child and other.place.when_killed == "leave"
+            )
+            if all(other.status is not None for other in others):
                 return False
             action = "the others go on: its standby serves, or it was one"
-        told = {"rank": failure.rank, "step": failure.step, "attempt": self.attempt, "action": action}
-        self.care.tell("incident", kind=failure.kind, what=failure.what, why=failure.why, **told)
+        fields = {"rank": failure.rank, "step": failure.step, "attempt": self.attempt, "action": action}
+        self.care.tell("incident", kind=failure.kind, what=failure.what, why=failure.why, **fields)
         return True
 
     def _look(self, now: float) -> Stall | None:
@@ -292,7 +294,7 @@ class Supervisor:
         at, children = self.clock.monotonic(), self.agent.children
         deadline = at + _HEARING_SECONDS
         while (known := postmortem.cause(first, children)) is None and self.clock.monotonic() < deadline:
-            for child in (one for one in children if one.status is None):
+            for child in (other for other in children if other.status is None):
                 child.reap(block=False)
             self.clock.sleep(0.01)
         cause, turn = known or first, self.reshaping.turn
@@ -328,10 +330,10 @@ class Supervisor:
         else:
             from espalier.launch.resilience import stack_dump
 
-            found = stack_dump.culprit(self.agent.stack_dumps())
-            rank = found.rank if found else -1
-            what = f"Rank {rank} hangs." if found else "The run hangs."
-            why += f"; it is at {found.where}" if found else ""
+            culprit = stack_dump.culprit(self.agent.stack_dumps())
+            rank = culprit.rank if culprit else -1
+            what = f"Rank {rank} hangs." if culprit else "The run hangs."
+            why += f"; it is at {culprit.where}" if culprit else ""
             logs = next((child.place.log for child in self.agent.children if child.place.log is not None), None)
             why += f"; where each rank was is in {logs.parent}" if logs else ""
         error = RunFailed(what, why=why, do="run the same command to resume")
@@ -344,21 +346,21 @@ class Supervisor:
             return ended, False
         if self.budget.permits(ended.failure):
             return ended, True
-        found = self._examined(ended.failure)
-        return replace(ended, found=found), self.budget.permits(_named(ended.failure, found))
+        ruling = self._examined(ended.failure)
+        return replace(ended, found=ruling), self.budget.permits(_named(ended.failure, ruling))
 
-    def _stay(self, decision: Decision) -> bool:
+    def _stay(self, decision: RestartDecision) -> bool:
         return decision.restart and not decision.wait and self.next is None
 
-    def _decide(self, ended: Ended, gone: Sequence[int] = ()) -> Decision:
+    def _decide(self, ended: Ended, gone: Sequence[int] = ()) -> RestartDecision:
         if self.signals.seen:
-            return Decision(False, 0.0, "the run was asked to stop")
+            return RestartDecision(False, 0.0, "the run was asked to stop")
         ended = self.agent.examined(ended)
         failure = ended.failure
-        found = ended.found or self._examined(failure)
-        failure = _named(failure, found)
+        ruling = ended.found or self._examined(failure)
+        failure = _named(failure, ruling)
         ended = replace(ended, failure=failure)
-        decision, self.next, told = self._answer(failure)
+        decision, self.next, fields = self._answer(failure)
         again = "start again from the newest good state"
         if gone and self._stay(decision):
             again = f"replace {' and '.join(f'rank {rank}' for rank in gone)}, the others stay"
@@ -371,12 +373,12 @@ class Supervisor:
             step=failure.step,
             attempt=self.attempt,
             action=decision.action(again),
-            **told,
-            category=found.category,
-            reason=found.reason,
-            calls_for=found.action,
-            suspect=found.suspect,
-            root=found.root,
+            **fields,
+            category=ruling.category,
+            reason=ruling.reason,
+            calls_for=ruling.action,
+            suspect=ruling.suspect,
+            root=ruling.root,
         )
         if failure.kind == "hang":
             self.patience = 2 * self.patience if failure.step <= self.hung_at else 1.0
@@ -385,11 +387,11 @@ class Supervisor:
         self.attempt += 1
         return decision
 
-    def _answer(self, failure: Failure) -> tuple[Decision, RunShape | None, dict[str, float]]:
+    def _answer(self, failure: Failure) -> tuple[RestartDecision, RunShape | None, dict[str, float]]:
         """What to do after `failure`, as which shape (None: the same), and what that is about in numbers."""
         turn = self.reshaping.turn
         if failure.kind == "replanned" and turn is not None:
-            return Decision(True, 0.0, str(turn.verdict)), turn.shape, turn.told
+            return RestartDecision(True, 0.0, str(turn.verdict)), turn.shape, turn.told
         return *self.reshaping.after(failure, self.budget.decide(failure)), {}
 
     def _take(self, shape: RunShape) -> None:
@@ -404,7 +406,7 @@ class Supervisor:
             else place
             for place, rank in zip(places, shape.kept, strict=True)
         ]
-        self.budget = Budget(self.care.restarts)
+        self.budget = RestartBudget(self.care.restarts)
         self.reshaping.took(shape)
 
     def _examined(self, failure: Failure) -> Ruling:
@@ -413,11 +415,11 @@ class Supervisor:
 
         if failure.kind == "replanned":
             return restart_advice.NOTHING
-        found = restart_advice.of(failure, *self.logs.get(failure.rank, (None, 0)), nccl=self.spins)
-        host = self.agent.host(failure.rank) if found.suspect == socket.gethostname() and failure.rank >= 0 else ""
-        return replace(found, suspect=host) if host else found
+        ruling = restart_advice.of(failure, *self.logs.get(failure.rank, (None, 0)), nccl=self.spins)
+        host = self.agent.host(failure.rank) if ruling.suspect == socket.gethostname() and failure.rank >= 0 else ""
+        return replace(ruling, suspect=host) if host else ruling
 
-    def _last(self, ended: Ended, children: Sequence[Child], decision: Decision) -> EspalierError:
+    def _last(self, ended: Ended, children: Sequence[Child], decision: RestartDecision) -> EspalierError:
         """The error that ends the run."""
         if self.signals.seen:
             return postmortem.error(next((child for child in children if child.failed), children[0]), children, True)
@@ -458,8 +460,8 @@ class Supervisor:
             raise Interrupted("Stopped between two attempts; checkpoints made so far are kept.")
 
 
-def _named(failure: Failure, found: Ruling) -> Failure:
-    return replace(failure, category=found.category, reason=found.reason, ground=found.ground)
+def _named(failure: Failure, ruling: Ruling) -> Failure:
+    return replace(failure, category=ruling.category, reason=ruling.reason, ground=ruling.ground)
 
 
 def served(child: Child, sign: Sign) -> bool:
@@ -480,11 +482,11 @@ def ranks_to_replace(failure: Failure, children: Sequence[Child], signs: Sequenc
     """
     if failure.kind not in _OF_ONE or failure.rank < 0:
         return []
-    found = sorted({failure.rank, *(child.place.rank for child in children if child.status is not None)})
-    left = [child.place.rank for child in children if child.place.rank not in found]
+    numbers = sorted({failure.rank, *(child.place.rank for child in children if child.status is not None)})
+    left = [child.place.rank for child in children if child.place.rank not in numbers]
     if not left or any(child.status is not None and not child.failed for child in children):
         return []  # what has done its part does not come back
-    return found if all(_ready(signs[rank]) for rank in left) else []
+    return numbers if all(_ready(signs[rank]) for rank in left) else []
 
 
 def _ready(sign: Sign) -> bool:

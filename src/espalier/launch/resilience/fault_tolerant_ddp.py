@@ -25,7 +25,7 @@ GRACE = 0.5
 """Seconds after the first sign of a death in which survivors report; over slow links give the crew more."""
 
 
-class Stateful(Protocol):
+class GuardedPart(Protocol):
     """What has a state that travels: a scheduler, a scaler."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -44,12 +44,12 @@ class Guard:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, crew: MemberGroup, more: Mapping[str, Stateful]
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, crew: MemberGroup, more: Mapping[str, GuardedPart]
     ) -> None:
         self.optimizer = optimizer
-        self.parts: dict[str, Stateful] = {"model": model, "optimizer": optimizer, **more}
+        self.parts: dict[str, GuardedPart] = {"model": model, "optimizer": optimizer, **more}
         self.parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        kinds = {(one.dtype, one.device) for one in self.parameters}
+        kinds = {(parameter.dtype, parameter.device) for parameter in self.parameters}
         if len(kinds) != 1:
             raise UserError(
                 f"A guard needs parameters of one kind, here are {sorted(map(str, kinds)) or 'none'}.",
@@ -93,7 +93,7 @@ class Guard:
         total = arrived.total
         count = len(self.parameters)
         there, sums = total[-count:].tolist(), total[:-count].div_(arrived.weight)
-        parts = sums.split([one.numel() for one in self.parameters])
+        parts = sums.split([parameter.numel() for parameter in self.parameters])
         for parameter, part, somewhere in zip(self.parameters, parts, there, strict=True):
             parameter.grad = part.view_as(parameter) if somewhere else None
         self._averaged = True
@@ -101,8 +101,11 @@ class Guard:
     def _gradients(self) -> Tensor:
         """[all elements + parameters]: gradients, zeros where there are none, then for each whether there is one."""
         first = self.parameters[0]
-        there = [float(one.grad is not None) for one in self.parameters]
-        parts = [(torch.zeros_like(one) if one.grad is None else one.grad).reshape(-1) for one in self.parameters]
+        there = [float(parameter.grad is not None) for parameter in self.parameters]
+        parts = [
+            (torch.zeros_like(parameter) if parameter.grad is None else parameter.grad).reshape(-1)
+            for parameter in self.parameters
+        ]
         return torch.cat([*parts, torch.tensor(there, dtype=first.dtype, device=first.device)])
 
     def _stepped(self) -> None:
@@ -132,7 +135,7 @@ def guard(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     crew: MemberGroup,
-    more: Mapping[str, Stateful] | None = None,
+    more: Mapping[str, GuardedPart] | None = None,
 ) -> Guard:
     """Makes a loop on every replica one data-parallel run that survives any of them.
 

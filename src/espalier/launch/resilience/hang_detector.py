@@ -140,6 +140,6 @@ class Watcher:
     def _limit(self, sign: Sign, idle: bool) -> float:
         steps = sign.doing in ("stepping", "validating") and sign.usual > 0
         if not idle:
-            own = _BUSY_STEPS * sign.usual if steps and sign.doing == "stepping" else _BUSY_MOST
-            return max(_BUSY_LEAST, own)
+            busy = _BUSY_STEPS * sign.usual if steps and sign.doing == "stepping" else _BUSY_MOST
+            return max(_BUSY_LEAST, busy)
         return max(BEATS * self.heartbeat, _STEPS * sign.usual if steps else _ALLOWED[sign.doing])

@@ -23,8 +23,8 @@ LEAST = 2
 
 def bound(failure: Failure) -> bool:
     """Whether `failure` can be the doing of the rank's place."""
-    told = failure.kind == "exception" and _DEVICE.search(f"{failure.raised} {failure.what}") is not None
-    return failure.rank >= 0 and (failure.kind in _BOUND or told)
+    names_device = failure.kind == "exception" and _DEVICE.search(f"{failure.raised} {failure.what}") is not None
+    return failure.rank >= 0 and (failure.kind in _BOUND or names_device)
 
 
 class Blame:

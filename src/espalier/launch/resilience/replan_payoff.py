@@ -96,5 +96,5 @@ class Turns:
         self._left[left] = dict(speeds)
 
 
-def _differ(one: float, other: float) -> bool:
-    return max(one, other) >= NEWS * min(one, other) and one != other
+def _differ(first: float, other: float) -> bool:
+    return max(first, other) >= NEWS * min(first, other) and first != other

@@ -91,25 +91,25 @@ def of(failure: Failure, log: Path | None, position: int, seconds: float = SECON
     """
     ready()  # before the alarm: an import is not to be cut off
     names = _OF_NCCL if nccl else _OF_OTHERS
-    found = None
+    diagnosed = None
     try:
         with _within(seconds):
-            found = _found(failure, log, position)
+            diagnosed = _found(failure, log, position)
     except Exception as error:  # a log may hold anything, and rules are patterns over it
         return replace(named(UNKNOWN), root="" if isinstance(error, _Late) else f"not diagnosed: {error}")
-    if found is None:
+    if diagnosed is None:
         reason = _SILENT.get(failure.kind, UNKNOWN)
         ruling = named(names.get(reason, reason))
     else:
-        told, cause = found
-        root = told.evidence[0].text if told.evidence else ""
-        suspect = told.suspect_node or "" if told.action == "isolate" else ""
-        ruling = Ruling(told.category, told.reason, told.action, suspect, root)
-        if told.reason in names:
-            ruling = replace(named(names[told.reason], suspect, root), action=told.action)
-        ruling = replace(ruling, ground=_ground(failure, told, cause))
-    here = failure.rank >= 0 and ruling.action == "isolate" and not ruling.suspect
-    return replace(ruling, suspect=socket.gethostname()) if here else ruling
+        verdict, cause = diagnosed
+        root = verdict.evidence[0].text if verdict.evidence else ""
+        suspect = verdict.suspect_node or "" if verdict.action == "isolate" else ""
+        ruling = Ruling(verdict.category, verdict.reason, verdict.action, suspect, root)
+        if verdict.reason in names:
+            ruling = replace(named(names[verdict.reason], suspect, root), action=verdict.action)
+        ruling = replace(ruling, ground=_ground(failure, verdict, cause))
+    local = failure.rank >= 0 and ruling.action == "isolate" and not ruling.suspect
+    return replace(ruling, suspect=socket.gethostname()) if local else ruling
 
 
 def named(reason: str, suspect: str = "", root: str = "") -> Ruling:
@@ -121,11 +121,11 @@ def _found(failure: Failure, log: Path | None, position: int) -> tuple[Diagnosis
     """What rules find in the log's end, or else in the error's own words."""
     if failure.kind in _MUTE:
         return None
-    own = failure.kind == "user" and not failure.raised  # our own words, which stand in no log
-    words = failure.what if own or failure.kind == "lost" else ""
+    of_user = failure.kind == "user" and not failure.raised  # our own words, which stand in no log
+    words = failure.what if of_user or failure.kind == "lost" else ""
     if failure.raised:
         words = f"{failure.raised}: {failure.what.partition(f'{failure.raised}: ')[2]}"
-    texts = [b"" if own else _tail(log, position), words.encode()]
+    texts = [b"" if of_user else _tail(log, position), words.encode()]
     return next((known for text in texts if text and (known := _read(text)) is not None), None)
 
 
@@ -135,20 +135,22 @@ def _read(text: bytes) -> tuple[Diagnosis, Cause] | None:
     case = diagnosis.of_text(text)
     if case.cause is None:
         return None
-    told = diagnosis.of_case(case, diagnosis.Means())
-    return None if told.reason in (UNKNOWN, NO_FAILURE) else (told, case.cause)
+    verdict = diagnosis.of_case(case, diagnosis.Means())
+    return None if verdict.reason in (UNKNOWN, NO_FAILURE) else (verdict, case.cause)
 
 
-def _ground(failure: Failure, told: Diagnosis, cause: Cause) -> Ground:
+def _ground(failure: Failure, verdict: Diagnosis, cause: Cause) -> Ground:
     """Which way the diagnosis may steer: against restarts only where the exception that ended the rank is the cause,
     and known by more than its class."""
     from espalier.ops.rules import own
 
-    if told.action in ("retry", "isolate"):
+    if verdict.action in ("retry", "isolate"):
         return "retry"
-    itself = bool(failure.raised) and any(failure.raised in one.line.text for one in (cause.root, cause.named))
-    known = cause.named.rule in own() and cause.named.rule.role == "root" and told.reason not in _WEAK
-    return "stop" if told.action == "stop" and itself and known else ""
+    itself = bool(failure.raised) and any(
+        failure.raised in evidence.line.text for evidence in (cause.root, cause.named)
+    )
+    known = cause.named.rule in own() and cause.named.rule.role == "root" and verdict.reason not in _WEAK
+    return "stop" if verdict.action == "stop" and itself and known else ""
 
 
 def _tail(log: Path | None, position: int) -> bytes:

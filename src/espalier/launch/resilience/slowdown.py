@@ -63,22 +63,22 @@ class Slowness:
         then it is counted anew."""
         look = self._look(usual, waited)
         self._row.append(look)
-        slow = frozenset.intersection(*(one.slow for one in self._row))
-        link = all(one.link for one in self._row)
+        slow = frozenset.intersection(*(comparison.slow for comparison in self._row))
+        link = all(comparison.link for comparison in self._row)
         if not slow and not link:
             self._row = [look] if look.slow or look.link else []
             return None
         if len(self._row) < STAYS:
             return None
         row, self._row = self._row, []
-        own = tuple(statistics.median(one.own[rank] for one in row) for rank in range(len(usual)))
-        step, wait = (statistics.median(getattr(one, name) for one in row) for name in ("step", "wait"))
-        return Evidence(own, step, wait, tuple(sorted(slow)), link)
+        seconds = tuple(statistics.median(comparison.own[rank] for comparison in row) for rank in range(len(usual)))
+        step, wait = (statistics.median(getattr(comparison, name) for comparison in row) for name in ("step", "wait"))
+        return Evidence(seconds, step, wait, tuple(sorted(slow)), link)
 
     def _look(self, usual: Sequence[float], waited: Sequence[float]) -> _Look:
-        own = tuple(max(0.0, step - wait) for step, wait in zip(usual, waited, strict=True))
-        even = leveled(own, self._work)
+        seconds = tuple(max(0.0, step - wait) for step, wait in zip(usual, waited, strict=True))
+        even = leveled(seconds, self._work)
         middle, step, wait = statistics.median_low(even), max(usual), min(waited)
         slow = frozenset(r for r, value in enumerate(even) if value >= FACTOR * middle and value - middle >= LEAST)
         link = self._planned is not None and wait >= max(LINK * self._planned, SHARE * step, LEAST)
-        return _Look(slow, link, own, step, wait)
+        return _Look(slow, link, seconds, step, wait)

@@ -21,12 +21,12 @@ class Culprit(NamedTuple):
 def culprit(dumps: Mapping[int, str]) -> Culprit | None:
     """The one rank that does not wait for others, by the stacks in `dumps` (rank to text); None when there is none, or
     several."""
-    found = []
+    stacks = []
     for rank, text in dumps.items():
         main = next((block for block in re.split(r"\n\s*\n", text) if _MAIN.search(block)), None)
         if main is None:
             continue
         frames = list(_FRAME.finditer(main))
         if not any(_WAITING.search(frame["path"]) for frame in frames):
-            found.append(Culprit(rank, f"{frames[0]['path']}, line {frames[0]['line']}, in {frames[0]['name']}"))
-    return found[0] if len(found) == 1 else None
+            stacks.append(Culprit(rank, f"{frames[0]['path']}, line {frames[0]['line']}, in {frames[0]['name']}"))
+    return stacks[0] if len(stacks) == 1 else None

@@ -22,19 +22,19 @@ LIGHTEST = 0.25
 """Of the most work of a rank: less counts as this, since what a step takes besides would look like slowness."""
 
 
-def leveled(own: Sequence[float], work: Sequence[float]) -> Sequence[float]:
+def leveled(seconds: Sequence[float], work: Sequence[float]) -> Sequence[float]:
     """Each rank's own seconds a step as if it had as much work as the one that has most. `work`: of each rank, as
     planned, in any unit; empty: all have as much."""
     most = max(work, default=0.0)
     if most <= 0:
-        return own
-    return [one / max(planned / most, LIGHTEST) for one, planned in zip(own, work, strict=True)]
+        return seconds
+    return [value / max(planned / most, LIGHTEST) for value, planned in zip(seconds, work, strict=True)]
 
 
-def scores(own: Sequence[float]) -> list[float]:
+def scores(seconds: Sequence[float]) -> list[float]:
     """Each rank's own seconds a step as a multiple of the lower median; 1 where nothing is known."""
-    middle = statistics.median_low(own)
-    return [value / middle if middle > 0 else 1.0 for value in own]
+    middle = statistics.median_low(seconds)
+    return [value / middle if middle > 0 else 1.0 for value in seconds]
 
 
 class Stragglers:
@@ -46,14 +46,14 @@ class Stragglers:
         self._row: dict[int, int] = {}
         self._named: set[int] = set()
 
-    def look(self, own: Sequence[float]) -> list[tuple[int, float]]:
-        """Ranks that are found slow now, each once, with their score. `own`: seconds a step without waits, by rank."""
-        own = leveled(own, self._work)
-        found, middle = [], statistics.median_low(own)
-        for rank, score in enumerate(scores(own)):
-            slow = score >= FACTOR and own[rank] - middle >= LEAST
+    def look(self, seconds: Sequence[float]) -> list[tuple[int, float]]:
+        """Ranks that are found slow now, each once, with their score. `seconds`: of a step without waits, by rank."""
+        seconds = leveled(seconds, self._work)
+        stragglers, middle = [], statistics.median_low(seconds)
+        for rank, score in enumerate(scores(seconds)):
+            slow = score >= FACTOR and seconds[rank] - middle >= LEAST
             self._row[rank] = self._row.get(rank, 0) + 1 if slow else 0
             if self._row[rank] >= LOOKS and rank not in self._named:
                 self._named.add(rank)
-                found.append((rank, score))
-        return found
+                stragglers.append((rank, score))
+        return stragglers

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from espalier.checkpoint.all_names import AllNames
 from espalier.comm import codecs
 from espalier.comm.base import Traffic
 from espalier.parallel.mesh import REPLICA, ProcessMesh
@@ -137,6 +136,8 @@ class Pipelined(Mechanism):
             elif name.startswith("feedback"):
                 states[f"{name} of stage {stages.held[0]}"] = part
             else:
+                from espalier.checkpoint.all_names import AllNames
+
                 states[name] = AllNames(part, group)
         return states
 

@@ -41,7 +41,7 @@ class Passes:
     """How forward and backward passes run.
 
     Attributes:
-        nominal_weight, accumulate, context, shares, loss_scale: see `train.whole_model.Whole`.
+        nominal_weight, accumulate, context, shares, loss_scale: see `train.whole_model.WholeSchedule`.
         alone: surrounds a backward pass that gives parameters no gradient.
         weights: puts off gradients of parameters; None: the schedule does not.
     """

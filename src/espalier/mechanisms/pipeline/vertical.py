@@ -23,7 +23,7 @@ from espalier.parallel.workload import Outcome, Pieces, Tagged
 from espalier.plan.compose import Claim
 from espalier.recipe.errors import UserError
 from espalier.train.mechanism import Build, Mechanism
-from espalier.train.whole_model import Whole, divisor, outcome
+from espalier.train.whole_model import WholeSchedule, divisor, outcome
 
 if TYPE_CHECKING:
     from espalier.plan.base import Plan
@@ -67,7 +67,7 @@ class _Pass:
     kept: list[Any] = field(default_factory=list)
 
 
-class Vertical(Whole):
+class Vertical(WholeSchedule):
     """See `Schedule`. Has state: what the model's forward does. `cover` makes it ready for a model."""
 
     window: Window

@@ -162,7 +162,7 @@ def _nonsense(why: str) -> UserError:
 
 @dataclass(frozen=True)
 class Passes:
-    """How forward and backward passes run: as those of `train.whole_model.Whole`. `settle` returns when parameters
+    """How passes run: as those of `train.whole_model.WholeSchedule`. `settle` returns when parameters
     are up to
     date; `nested`: micro-batches of each task."""
 
