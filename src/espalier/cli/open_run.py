@@ -8,7 +8,7 @@ from typing import Any
 from espalier.track import run_tables
 
 
-class Run(run_tables.Run):
+class Run(run_tables.RunTables):
     """What a run folder holds, its trained model included. Made by `open_run`."""
 
     def model(self, *, trust: bool = False) -> Any:

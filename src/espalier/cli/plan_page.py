@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 from espalier.cli import printing
 from espalier.mechanisms.pipeline.schedules import action_lists
-from espalier.parallel.action_list import Action, Kind, Pipeline, Timed, timetable
+from espalier.parallel.action_list import Action, ActionKind, Pipeline, Timed, timetable
 from espalier.plan.axes.pipeline import hand_overs
 from espalier.plan.base import Layout, Plan, Predicted, WaveSlice
 from espalier.recipe import cache_dir
 from espalier.recipe.units import plural, show_count, show_seconds, show_size
 from espalier.track import charts, page
-from espalier.track.charts import Point, Span
+from espalier.track.charts import Point, TimetableBar
 from espalier.track.page import Figure
 
 NAMES = {"data": "data parallel", "megatron": "Megatron", "fsp": "FSP", "isp": "ISP"}
@@ -147,17 +147,17 @@ def _run_figure(predicted: Predicted, steps: int | None) -> list[Figure]:
 
 
 PASSES = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.BACKWARD_INPUT: "backward of inputs",
-    Kind.BACKWARD_WEIGHT: "backward of weights",
+    ActionKind.FORWARD: "forward",
+    ActionKind.BACKWARD: "backward",
+    ActionKind.BACKWARD_INPUT: "backward of inputs",
+    ActionKind.BACKWARD_WEIGHT: "backward of weights",
 }
 """Passes of a timetable, as its key calls them."""
 DRAWN = 2000
 """Bars of a timetable; of more micro-batches the first ones are drawn."""
 
 
-def _spans(plan: Plan, predicted: Predicted) -> list[Span]:
+def _spans(plan: Plan, predicted: Predicted) -> list[TimetableBar]:
     """The passes of the first pipeline, on the first rank of each stage, or the slices of waves; none of one stage."""
     if plan.waves:
         return _wave_spans(plan)
@@ -170,8 +170,8 @@ def _spans(plan: Plan, predicted: Predicted) -> list[Span]:
     terms = {name: seconds / stages[0].micro_batches for name, seconds in predicted.terms.items()}
     fullest = max(sum(layers[stage] for stage in pipeline.held(rank)) for rank in pipeline.ranks)
     forward, backward = terms.get("forward", 0.0), terms.get("backward", 0.0) + terms.get("recompute", 0.0)
-    takes = {Kind.FORWARD: forward, Kind.BACKWARD: backward}
-    takes |= dict.fromkeys((Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT), backward / 2)
+    takes = {ActionKind.FORWARD: forward, ActionKind.BACKWARD: backward}
+    takes |= dict.fromkeys((ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT), backward / 2)
     link = predicted.terms.get("send", 0.0) / float(
         hand_overs(len(pipeline.ranks), stages[0].micro_batches, plan.interleave == 1)
     )
@@ -181,17 +181,17 @@ def _spans(plan: Plan, predicted: Predicted) -> list[Span]:
 
     found = timetable(pipeline, action_lists([pipeline], plan.schedule), seconds)
     return [
-        Span(f"rank {one.rank}", one.start, one.end, PASSES[one.action.kind], _told(one))
+        TimetableBar(f"rank {one.rank}", one.start, one.end, PASSES[one.action.kind], _told(one))
         for one in sorted(found, key=lambda one: (pipeline.ranks.index(one.rank), one.start))
         if one.action.computes
     ]
 
 
-def _wave_spans(plan: Plan) -> list[Span]:
+def _wave_spans(plan: Plan) -> list[TimetableBar]:
     """The slices of each rank, forward and backward, coloured by task."""
     slices = [(rank, one) for wave in plan.waves for one in wave for rank in one.ranks]
     drawn = [
-        Span(f"rank {rank}", *span, one.task, told)
+        TimetableBar(f"rank {rank}", *span, one.task, told)
         for rank, one in slices
         for span, told in (((one.begin, one.end), _slice_told(one)), (one.back, f"{_slice_told(one)}, backward"))
         if span[1] > span[0]

@@ -21,7 +21,7 @@ Sums = Mapping[str, tuple[float, float]]
 """Metric to (sum, weight)."""
 
 
-class Task(Protocol):
+class EvaluationTask(Protocol):
     """One task of an evaluation."""
 
     @property

@@ -144,7 +144,7 @@ class GraphWorkload(Plain):
         inputs, options = self.task.graph.features.shape[1], self.recipe.model
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.recipe.train.seed)
-            if isinstance(options, config.Messages):
+            if isinstance(options, config.MessagesModel):
                 return pyg.built(options, inputs, self._outputs(), self.folder)
             if isinstance(options, config.GraphTransformer):
                 model = GraphTransformer(options, inputs, self._outputs())

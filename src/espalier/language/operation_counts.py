@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from espalier.recipe.cost import VALUE_BYTES, WHOLE, Anatomy, Cut, Number, Product, Work
-from espalier.recipe.decoder_shapes import Sizes
+from espalier.recipe.decoder_shapes import DecoderSizes
 
 
 @dataclass(frozen=True)
 class DecoderLoad:
     """One micro-batch of a decoder on one rank; `micro_batch` (sequences) and `cut` may hold NumPy arrays."""
 
-    size: Sizes
+    size: DecoderSizes
     sequence: int
     micro_batch: Any
     recompute: str

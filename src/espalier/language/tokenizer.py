@@ -160,7 +160,7 @@ def trained(spec: str, cache: Path) -> Path:
     return cache / f"bpe-{int(size)}.json"
 
 
-class _Saved:
+class _SavedTokenizer:
     """The half of a tokenizer that its files answer."""
 
     files: TokenizerFiles
@@ -194,7 +194,7 @@ class _Saved:
         self.files.write(folder)
 
 
-class ByteTokenizer(_Saved):
+class ByteTokenizer(_SavedTokenizer):
     """256 ids, one per byte. Id 0 is the boundary: text with a NUL byte counts as binary and never gets here."""
 
     name = "bytes"
@@ -251,7 +251,7 @@ class ByteTokenizer(_Saved):
         return {"\0": 0} | {letters[byte]: byte for byte in range(1, 256)}
 
 
-class HfTokenizer(_Saved):
+class HfTokenizer(_SavedTokenizer):
     """A `tokenizers.Tokenizer`. A boundary token is added when the file has none.
 
     The boundary is what `files` tell other programs to put before a text, else the stated end of text. `files` None:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from espalier.recipe.errors import UserError
 
 
-class Kind(StrEnum):
+class ActionKind(StrEnum):
     """What an action does, as `torch.distributed.pipelining` abbreviates it."""
 
     FORWARD = "F"
@@ -35,15 +35,15 @@ class Kind(StrEnum):
     RECV_B = "RECV_B"
 
 
-_COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-_ANSWER = {Kind.SEND_F: Kind.RECV_F, Kind.SEND_B: Kind.RECV_B}
+_COMPUTE = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
+_ANSWER = {ActionKind.SEND_F: ActionKind.RECV_F, ActionKind.SEND_B: ActionKind.RECV_B}
 
 
 class Action(NamedTuple):
     """One action of one rank. `peer`: the rank a message goes to or comes from."""
 
     stage: int
-    kind: Kind
+    kind: ActionKind
     micro_batch: int
     peer: int = -1
 
@@ -100,16 +100,16 @@ def with_transfers(pipeline: Pipeline, orders: Mapping[int, Iterable[Action]]) -
         actions: list[Action] = []
         for action in order:
             stage, kind, number, _ = action
-            if kind is Kind.BACKWARD_WEIGHT:
+            if kind is ActionKind.BACKWARD_WEIGHT:
                 actions.append(action)
                 continue
-            step = 1 if kind is Kind.FORWARD else -1
+            step = 1 if kind is ActionKind.FORWARD else -1
             source, targets = peers.get((stage, step), (rank, []))
             if source != rank:
-                actions.append(Action(stage, Kind.RECV_F if step > 0 else Kind.RECV_B, number, source))
+                actions.append(Action(stage, ActionKind.RECV_F if step > 0 else ActionKind.RECV_B, number, source))
             actions.append(action)
             for peer in targets:
-                actions.append(Action(stage, Kind.SEND_F if step > 0 else Kind.SEND_B, number, peer))
+                actions.append(Action(stage, ActionKind.SEND_F if step > 0 else ActionKind.SEND_B, number, peer))
         with_messages[rank] = actions
     return with_messages
 
@@ -143,11 +143,11 @@ def loads(text: str, origin: str = "the action list") -> dict[int, list[Action]]
 
 def _parsed(text: str, origin: str) -> Action:
     match = _ACTION.fullmatch(text)
-    if match is None or match[2] not in list(Kind) or (match[4] is None) is not (match[2] in _COMPUTE):
+    if match is None or match[2] not in list(ActionKind) or (match[4] is None) is not (match[2] in _COMPUTE):
         raise UserError(
             f"{origin}: {text!r} is not an action.", do="write 0F0 (stage, kind, micro-batch) or 0SEND_F0@1"
         )
-    return Action(int(match[1]), Kind(match[2]), int(match[3]), int(match[4] or -1))
+    return Action(int(match[1]), ActionKind(match[2]), int(match[3]), int(match[4] or -1))
 
 
 _ACTION = re.compile(r"(\d+)([A-Z_]+)(\d+)(?:@(\d+))?")
@@ -182,20 +182,23 @@ def timetable(pipeline: Pipeline, lists: ActionLists, seconds: Seconds) -> list[
 
 
 _NOT_COMPUTED = "what it sends is not computed yet"
-_NEEDS: Mapping[Kind, tuple[tuple[str, str], ...]] = {
-    Kind.FORWARD: (("x", "its inputs are not there"),),
-    Kind.BACKWARD: (("F", "its forward pass is not computed yet"), ("g", "the gradients of its outputs are not there")),
-    Kind.BACKWARD_WEIGHT: (("I", "the gradients of its inputs are not computed yet"),),
-    Kind.SEND_F: (("F", _NOT_COMPUTED),),
-    Kind.SEND_B: (("I", _NOT_COMPUTED),),
+_NEEDS: Mapping[ActionKind, tuple[tuple[str, str], ...]] = {
+    ActionKind.FORWARD: (("x", "its inputs are not there"),),
+    ActionKind.BACKWARD: (
+        ("F", "its forward pass is not computed yet"),
+        ("g", "the gradients of its outputs are not there"),
+    ),
+    ActionKind.BACKWARD_WEIGHT: (("I", "the gradients of its inputs are not computed yet"),),
+    ActionKind.SEND_F: (("F", _NOT_COMPUTED),),
+    ActionKind.SEND_B: (("I", _NOT_COMPUTED),),
 }
 """What must be there before an action, and what is said where it is not: inputs `x`, outputs `F`, their gradients `g`,
 gradients of inputs `I` and of parameters `W`."""
-_MAKES: Mapping[Kind, tuple[str, ...]] = {
-    Kind.FORWARD: ("F",),
-    Kind.BACKWARD: ("I", "W"),
-    Kind.BACKWARD_INPUT: ("I",),
-    Kind.BACKWARD_WEIGHT: ("W",),
+_MAKES: Mapping[ActionKind, tuple[str, ...]] = {
+    ActionKind.FORWARD: ("F",),
+    ActionKind.BACKWARD: ("I", "W"),
+    ActionKind.BACKWARD_INPUT: ("I",),
+    ActionKind.BACKWARD_WEIGHT: ("W",),
 }
 """What is there after a pass."""
 
@@ -211,7 +214,7 @@ class _Progress:
     there: set[tuple[str, int, int]] = field(default_factory=set)
 
 
-_Way = tuple[int, int, int, Kind]
+_Way = tuple[int, int, int, ActionKind]
 """Sender, receiver, stage and kind of the receive."""
 
 
@@ -260,7 +263,7 @@ class _Simulation:
 
     def _way(self, rank: int, action: Action) -> _Way:
         if action.kind in _ANSWER:
-            stage = action.stage + (1 if action.kind is Kind.SEND_F else -1)
+            stage = action.stage + (1 if action.kind is ActionKind.SEND_F else -1)
             return rank, action.peer, stage, _ANSWER[action.kind]
         return action.peer, rank, action.stage, action.kind
 
@@ -269,10 +272,10 @@ class _Simulation:
         stage, kind, number, _ = action
         known = stage in progress.held and number < self.pipeline.micro_batches
         self._need(rank, known, "it has no such stage or micro-batch")
-        if kind in (Kind.RECV_F, Kind.RECV_B):
+        if kind in (ActionKind.RECV_F, ActionKind.RECV_B):
             return self._received(rank, progress, action)
         given = ("x", 0), ("g", self.last)  # to the first stage and to the last
-        for what, why in _NEEDS[Kind.BACKWARD if kind is Kind.BACKWARD_INPUT else kind]:
+        for what, why in _NEEDS[ActionKind.BACKWARD if kind is ActionKind.BACKWARD_INPUT else kind]:
             self._need(rank, (what, stage) in given or (what, stage, number) in progress.there, why)
         made = _MAKES.get(kind, ())
         self._need(rank, not any((what, stage, number) in progress.there for what in made), "it has done that")
@@ -291,7 +294,7 @@ class _Simulation:
             return False
         if queue[0][0] != action.micro_batch:
             raise self._wrong(rank, f"rank {action.peer} sends micro-batch {queue[0][0]} before that one")
-        progress.there.add(("x" if action.kind is Kind.RECV_F else "g", action.stage, action.micro_batch))
+        progress.there.add(("x" if action.kind is ActionKind.RECV_F else "g", action.stage, action.micro_batch))
         return True
 
     def _need(self, rank: int, there: bool, why: str) -> None:

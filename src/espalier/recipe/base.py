@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from espalier.recipe.sections import Model, RecipeBase
 
-__all__ = ["Derivation", "Draft", "Kind", "Model", "RecipeBase"]
+__all__ = ["Derivation", "Draft", "Model", "ModelKind", "RecipeBase"]
 
 
 class Derivation(Struct, frozen=True):
@@ -64,7 +64,7 @@ def _nothing(recipe: RecipeBase) -> None:
 
 
 @dataclass(frozen=True)
-class Kind:
+class ModelKind:
     """What one kind of model says of its options. Its other half, with torch, is the `workload.Row` in `row`.
 
     Attributes:

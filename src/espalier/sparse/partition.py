@@ -16,7 +16,7 @@ from scipy import sparse
 
 from espalier.recipe.errors import UserError
 from espalier.sparse.rcmpp.cuthill_mckee import trace
-from espalier.sparse.rcmpp.pattern import Pattern
+from espalier.sparse.rcmpp.pattern import SparsityPattern
 
 Begin = Callable[[str, int, int], None]
 """Called with the name of a stage that begins, how many are done and how many there are."""
@@ -57,11 +57,11 @@ def clusters(
     Raises UserError: arrays that fit not, or a number of parts that is not between 1 and the number of nodes, or shares
     that are not one above 0 for each.
     """
-    return clusters_of(Pattern.of(indptr, indices), parts, shares, volume)
+    return clusters_of(SparsityPattern.of(indptr, indices), parts, shares, volume)
 
 
 def clusters_of(
-    pattern: Pattern,
+    pattern: SparsityPattern,
     parts: int,
     shares: Sequence[float] | None = None,
     volume: bool = True,
@@ -92,7 +92,7 @@ def _as_wanted(labels: np.ndarray, parts: int, shares: Sequence[float]) -> bool:
 
 
 def by_metis(
-    pattern: Pattern,
+    pattern: SparsityPattern,
     parts: int,
     shares: Sequence[float] | None = None,
     *,
@@ -121,7 +121,7 @@ def by_metis(
 
 
 def by_sweeps(
-    pattern: Pattern, parts: int, shares: Sequence[float] | None = None, begin: Begin = _unseen
+    pattern: SparsityPattern, parts: int, shares: Sequence[float] | None = None, begin: Begin = _unseen
 ) -> np.ndarray:
     """As `clusters`, without METIS: never a larger cut than that of pieces of the RCM++ order."""
     begin("RCM++", 0, SWEEPS + 1)
@@ -141,7 +141,7 @@ def by_sweeps(
     return best
 
 
-def symmetric(pattern: Pattern) -> sparse.csr_array:
+def symmetric(pattern: SparsityPattern) -> sparse.csr_array:
     """A + Aᵀ without its diagonal, all ones (float32)."""
     rows = pattern.both_ways
     matrix = sparse.csr_array(

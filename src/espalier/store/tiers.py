@@ -1,7 +1,7 @@
 """Tiers: where rows wait, in device memory, host memory, single pages of a file or whole extents, behind one Protocol.
 
-Rows are bytes, asked for by their slots in a tier. A batch takes its rows from several tiers (`Part`): `fetch` begins
-all transfers into one buffer, `place_rows` puts every row where it belongs once they have ended.
+Rows are bytes, asked for by their slots in a tier. A batch takes its rows from several tiers (`TierRows`): `fetch`
+begins all transfers into one buffer, `place_rows` puts every row where it belongs once they have ended.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Tier(Protocol):
         """Begins to bring the rows at `slots`; `buffer` (uint8, page-aligned) is the tier's until they are placed."""
 
 
-class Part(NamedTuple):
+class TierRows(NamedTuple):
     """The rows at `slots` of a tier, which belong at `places` of the result."""
 
     tier: Tier

@@ -47,7 +47,7 @@ class LimitReached(Exception):
     """A template takes too long, or makes too much."""
 
 
-class Clock(threading.local):
+class RenderingClock(threading.local):
     """When the rendering of a thread has to end, in seconds of its processor time."""
 
     end, steps = 0.0, 0
@@ -66,7 +66,7 @@ class Clock(threading.local):
 class _Counted:
     """An iterable that looks at the clock in each turn; with a length where that has one, as `loop.length` asks."""
 
-    def __init__(self, clock: Clock, values: Any) -> None:
+    def __init__(self, clock: RenderingClock, values: Any) -> None:
         self._clock, self._values = clock, values
 
     def __iter__(self) -> Iterator[Any]:
@@ -204,7 +204,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], finalize=_sized)
-        self.clock = Clock()
+        self.clock = RenderingClock()
         self.concat = _concatenated  # type: ignore[method-assign]
         filters = {**self.filters, "tojson": _as_json, "sized": _sized}
         self.filters |= {name: self._limited(name, function) for name, function in filters.items()}

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from espalier.comm.base import Traffic, traffic
-from espalier.parallel.expert_map import OverRanks, Tokens
+from espalier.parallel.expert_map import OverRanks, RoutedTokens
 from espalier.parallel.local_experts import combined, run
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class AllToAll(OverRanks):
     """See `parallel.expert_map.OverRanks`."""
 
-    def _routed(self, tokens: Tokens, experts: Sequence[nn.Module]) -> Tensor:
+    def _routed(self, tokens: RoutedTokens, experts: Sequence[nn.Module]) -> Tensor:
         x, chosen, weights, anchor = tokens
         expert_map = self.held
         position = expert_map.positions(chosen.device)[chosen].flatten()

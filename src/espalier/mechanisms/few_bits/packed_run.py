@@ -35,7 +35,7 @@ from espalier.mechanisms.few_bits.mega.package import PackedRows, encode
 from espalier.mechanisms.halo_exchange import part_inference
 from espalier.mechanisms.pattern_attention import plan_choice
 from espalier.parallel.workload import Workload
-from espalier.recipe import GraphTransformer, Messages, cache_dir, data_hash, recipe_file
+from espalier.recipe import GraphTransformer, MessagesModel, cache_dir, data_hash, recipe_file
 from espalier.recipe.errors import UserError
 from espalier.recipe.import_function import keep_sources
 from espalier.recipe.units import show_size
@@ -105,7 +105,7 @@ def freeze(workload: GraphWorkload, folder: Path, graph: Graph) -> None:
     """Keeps in `folder` what a run on `graph` is opened with."""
     links = workload.task.links if isinstance(workload.task, LinkTask) else None
     kept_graph.write(folder, graph, links, workload.input_signs())
-    if isinstance(workload.recipe.model, Messages):
+    if isinstance(workload.recipe.model, MessagesModel):
         keep_sources(workload.recipe.model.build, folder)
     if isinstance(workload.recipe.model, GraphTransformer) and (plan := workload.attention_plan[0]):
         (folder / plan_choice.KEPT).write_text(plan, encoding="utf-8")

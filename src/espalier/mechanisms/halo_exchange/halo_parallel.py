@@ -42,12 +42,12 @@ from espalier.mechanisms.halo_exchange.sylvie import (
 from espalier.parallel.mesh import REPLICA
 from espalier.parallel.workload import to_device
 from espalier.plan.compose import Claim
-from espalier.recipe import Messages, Network, terminal
+from espalier.recipe import MessagesModel, Network, terminal
 from espalier.recipe.cache_dir import cache_folder, hashed, write_atomic
 from espalier.recipe.cost import VALUE_BYTES
 from espalier.recipe.errors import PeerLost, UserError
 from espalier.sparse.partition import clusters_of, library
-from espalier.sparse.rcmpp.pattern import Pattern
+from espalier.sparse.rcmpp.pattern import SparsityPattern
 from espalier.track.decision_log import Decisions
 from espalier.track.progress import Stages
 from espalier.train.mechanism import Build, Mechanism
@@ -320,7 +320,7 @@ BITS = {"exact": WHOLE, "int8": 8, "int4": 4, "int2": 2, "int1": 1}
 def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:
     """Where the recipe asks for it and there are several ranks."""
     options = None if recipe.graph is None else recipe.graph.halo
-    taken = options is not None and len(plan.trainers) > 1 and isinstance(recipe.model, Network | Messages)
+    taken = options is not None and len(plan.trainers) > 1 and isinstance(recipe.model, Network | MessagesModel)
     return HaloParallel(options) if options is not None and taken else None
 
 
@@ -397,7 +397,7 @@ class Cutting:
 
     def _made(self, shares: Sequence[int]) -> Array:
         with Stages("Cutting the graph") as stages:
-            pattern = Pattern.of(self.graph.indptr, self.graph.indices)
+            pattern = SparsityPattern.of(self.graph.indptr, self.graph.indices)
             return clusters_of(pattern, len(shares), shares, begin=stages.begin)
 
     def boundary(self, parts: Array, ranks: int) -> tuple[halo.Boundary, partial_sums.Covers | None]:

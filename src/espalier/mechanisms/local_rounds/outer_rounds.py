@@ -24,7 +24,7 @@ from espalier.mechanisms.local_rounds.membership import MemberGroup, Members
 from espalier.mechanisms.local_rounds.outer_loop import OuterSync
 from espalier.mechanisms.local_rounds.round_length import Rounds
 from espalier.optim.outer_optimizer import Sum
-from espalier.parallel.agreement import Agreed, Agreement, LauncherNews
+from espalier.parallel.agreement import AgreedStep, Agreement, LauncherNews
 from espalier.parallel.mesh import ProcessMesh
 from espalier.parallel.workload import Outcome
 from espalier.recipe import units
@@ -70,7 +70,7 @@ class RoundsAgreement:
         self.replicas = replicas
         engine.on_moving, engine.on_moved = sharding.settle, sharding.adopt
 
-    def step(self, outcome: Outcome, learning_rate: float, stop: bool) -> Agreed:
+    def step(self, outcome: Outcome, learning_rate: float, stop: bool) -> AgreedStep:
         """See `Agreement.step`; the loss is this replica's. All stop at the end of the same round."""
         agreed = self.inner.step(outcome, learning_rate, stop)
         if agreed.faulty:
@@ -314,7 +314,7 @@ class AtNodes(every_step.StepAgreement):
         """Local steps of this replica in a round."""
         return max(1, round(self.rounds.pace * self.rounds.steps))
 
-    def step(self, outcome: Outcome, learning_rate: float, stop: bool) -> Agreed:
+    def step(self, outcome: Outcome, learning_rate: float, stop: bool) -> AgreedStep:
         """See `Agreement.step`; the loss is this replica's. All stop at the end of the same round."""
         agreed = super().step(outcome, learning_rate, stop)
         if agreed.faulty or not math.isfinite(agreed.gradient_norm):

@@ -18,7 +18,7 @@ from espalier.machine import malloc_trim
 from espalier.mechanisms.optimizer_node.window import HOST, HeldLayer, LayerWindow, rank_memory, window_size
 from espalier.optim.base import Owned
 from espalier.optim.schedules import factor
-from espalier.parallel.layer_client import Client, LocalClient, StepLost, layers_of, no_layers
+from espalier.parallel.layer_client import LayerClient, LocalClient, StepLost, layers_of, no_layers
 from espalier.plan.axes.node_layout import Layer
 from espalier.plan.compose import Claim
 from espalier.recipe import Adamw
@@ -94,7 +94,7 @@ class NodeSharding:
         self._norm = 0.0
 
     @property
-    def client(self) -> Client:
+    def client(self) -> LayerClient:
         """The way to the nodes."""
         return self.window.client
 
@@ -257,7 +257,7 @@ def hold(
     return found
 
 
-Connect = Callable[[Build, Sequence[Layer]], Client]
+Connect = Callable[[Build, Sequence[Layer]], LayerClient]
 """Makes the connection of a worker to the nodes of its run."""
 
 

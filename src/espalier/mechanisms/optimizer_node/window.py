@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from espalier.kernels import accelerator
 from espalier.machine import resource_limits
-from espalier.parallel.layer_client import Client, StepLost
+from espalier.parallel.layer_client import LayerClient, StepLost
 from espalier.plan.axes.node_cost import PUSHES
 from espalier.plan.axes.node_layout import Layer
 from espalier.recipe import units
@@ -102,7 +102,7 @@ class LayerWindow:
 
     def __init__(
         self,
-        client: Client,
+        client: LayerClient,
         layers: Sequence[HeldLayer],
         uses: Sequence[Sequence[int]],
         size: int,
@@ -194,7 +194,7 @@ class LayerWindow:
     # The end of a step, and of what a node that has started again does not know
 
     def totals(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """`Client.totals` of this step, when its gradients have arrived. Raises StepLost where it has to be made
+        """`LayerClient.totals` of this step, when its gradients have arrived. Raises StepLost where it has to be made
         again."""
         try:
             self.flush()
@@ -209,7 +209,7 @@ class LayerWindow:
             return self.client.ended(self.step)
 
     def move(self, scale: float, rate: float, following: float | None = None) -> None:
-        """`Client.move` of this step. Raises StepLost where it has to be made again."""
+        """`LayerClient.move` of this step. Raises StepLost where it has to be made again."""
         if self.client.step == self.step:  # else it was ended before
             try:
                 self.client.move(self.step, scale, rate, following)

@@ -12,7 +12,7 @@ from espalier.checkpoint.all_names import AllNames
 from espalier.comm import codecs
 from espalier.comm.base import Traffic
 from espalier.mechanisms.pipeline import schedules
-from espalier.mechanisms.pipeline.pipeline import Passes, PipelineSchedule
+from espalier.mechanisms.pipeline.pipeline import PipelinePasses, PipelineSchedule
 from espalier.mechanisms.pipeline.split_backward import WeightGradients
 from espalier.parallel.action_list import ActionLists, Pipeline
 from espalier.parallel.mesh import REPLICA, ProcessMesh
@@ -27,7 +27,7 @@ from espalier.parallel.model_stages import (
     pipelines,
 )
 from espalier.parallel.schedule import PIPELINE
-from espalier.parallel.stage_messages import Messages
+from espalier.parallel.stage_messages import StageMessages
 from espalier.plan.axes.pipeline import hand_overs
 from espalier.plan.compose import Claim
 from espalier.recipe.errors import UserError
@@ -106,7 +106,7 @@ class Pipelined(Mechanism):
         alike = _alike(mesh)
         places = {alike[rank]: place for place, rank in enumerate(_members(mesh))}
         split = self.schedule == "zero_bubble"
-        passes = Passes(
+        passes = PipelinePasses(
             context.workload.nominal_weight,
             sharding.accumulate,
             context.forward,
@@ -116,7 +116,7 @@ class Pipelined(Mechanism):
             context.loss_scale,
         )
         _encode(context)
-        messages = Messages(mesh.replica, places, context.device)
+        messages = StageMessages(mesh.replica, places, context.device)
         context.stalled = lambda: messages.waited
         more = ahead(context.plan, stages.layers)
 

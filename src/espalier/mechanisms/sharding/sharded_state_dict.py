@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from espalier.checkpoint.stored_slice import StoredSlice
-from espalier.checkpoint.tensor_slice import Box, RankRow, Rows, Slice
+from espalier.checkpoint.tensor_slice import Box, RankRow, RowSlice, Slice
 from espalier.comm import plain_collectives
 from espalier.comm.base import Traffic, traffic
 from espalier.optim.base import Optimizer
@@ -303,6 +303,6 @@ def _spelled_span(span: Span) -> _Spelled:
 
 def _summed(saved: Slice, row: RankRow) -> Slice:
     """One row of all the saved ones that this rank has read."""
-    if not isinstance(saved, Rows):
+    if not isinstance(saved, RowSlice):
         return saved
     return row.of(saved.local.view(len(saved.rows), row.local.numel()).sum(0))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from espalier.mechanisms.task_waves.metaops import MetaOp
-from espalier.mechanisms.task_waves.wave_solver import Slice, Wave
+from espalier.mechanisms.task_waves.wave_solver import MetaOpSlice, Wave
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def exchange(metaops: Sequence[MetaOp], planned: Sequence[Wave], devices: Device
     return sum(summed(size[place], ranks, devices) for place, ranks in holders.items())
 
 
-class Links:
+class DeviceLinks:
     """Links of devices, each of which sends and receives one message after the other. Has state: until when each is
     busy."""
 
@@ -104,20 +104,20 @@ class _Placing:
         """Bytes on it."""
         return sum(self.operators[device].values()) + self.kept[device]
 
-    def grown(self, slice_: Slice, device: int) -> float:
+    def grown(self, slice_: MetaOpSlice, device: int) -> float:
         """Further bytes of states that a slice brings to a device."""
         metaop, operators = self.by_name[slice_.metaop], self.operators[device]
         first = metaop.first + slice_.first
         new = sum((metaop.parameters, k) not in operators for k in range(first, first + slice_.operators))
         return new * metaop.states
 
-    def order(self, slice_: Slice) -> tuple[float, float, int, str]:
+    def order(self, slice_: MetaOpSlice) -> tuple[float, float, int, str]:
         """By traffic; where devices differ, what takes longest gets the fastest."""
         metaop = self.by_name[slice_.metaop]
         work = metaop.curve.within(slice_.size)[1] * slice_.operators if self.devices.slower else 0.0
         return -work, -metaop.output, -slice_.size, slice_.metaop
 
-    def take(self, slice_: Slice) -> None:
+    def take(self, slice_: MetaOpSlice) -> None:
         """The slice's devices hold it from now on."""
         metaop = self.by_name[slice_.metaop]
         first = metaop.first + slice_.first
@@ -127,13 +127,13 @@ class _Placing:
             self.kept[device] += metaop.kept * slice_.operators / len(slice_.devices)
         self.where[slice_.metaop] = slice_.devices
 
-    def source(self, slice_: Slice) -> tuple[int, ...]:
+    def source(self, slice_: MetaOpSlice) -> tuple[int, ...]:
         """The devices from which a slice's input comes."""
         if slice_.first:
             return self.where[slice_.metaop]
         return tuple(device for need in self.by_name[slice_.metaop].needs for device in self.where[need])
 
-    def chosen(self, slice_: Slice, free: Sequence[int]) -> tuple[int, ...]:
+    def chosen(self, slice_: MetaOpSlice, free: Sequence[int]) -> tuple[int, ...]:
         """The devices for a slice, of those that are free: on one node where one has enough."""
         source = self.source(slice_)
         place = {device: k for k, device in reversed(list(enumerate(source)))}

@@ -15,7 +15,7 @@ from espalier.mechanisms.tensor_parallel import layers
 from espalier.mechanisms.tensor_parallel.stream import Stream
 from espalier.parallel.mesh import ProcessMesh
 from espalier.parallel.model_cut import Holders, ModelCut, Slab
-from espalier.parallel.tensor_roles import DIM, Found, check, even, found
+from espalier.parallel.tensor_roles import DIM, ModuleWithRole, check, even, found
 from espalier.parallel.workload import Role
 
 
@@ -44,7 +44,7 @@ def cut_model(model: nn.Module, roles: Mapping[str, Role], stream: Stream, mesh:
     _install(parts, stream)
 
 
-def _slice(part: Found, parameter: nn.Parameter, stream: Stream, stands: bool) -> Slab:
+def _slice(part: ModuleWithRole, parameter: nn.Parameter, stream: Stream, stands: bool) -> Slab:
     """Leaves this rank's slice of a parameter. Returns where it lies."""
     first, last = part.share(stream.rank, stream.ranks)
     dim, whole = DIM[part.role.kind], parameter.shape
@@ -53,9 +53,9 @@ def _slice(part: Found, parameter: nn.Parameter, stream: Stream, stands: bool) -
     return Slab(whole, tuple(first if index == dim else 0 for index in range(len(whole))), stream.group, stands)
 
 
-def _install(parts: Sequence[Found], stream: Stream) -> None:
+def _install(parts: Sequence[ModuleWithRole], stream: Stream) -> None:
     """Gives every module its forward."""
-    together: defaultdict[str, list[Found]] = defaultdict(list)
+    together: defaultdict[str, list[ModuleWithRole]] = defaultdict(list)
     for part in parts:
         module = part.module
         if part.role.kind in ("column", "words"):
@@ -73,7 +73,7 @@ def _install(parts: Sequence[Found], stream: Stream) -> None:
         _install_columns(siblings, stream)
 
 
-def _install_columns(siblings: Sequence[Found], stream: Stream) -> None:
+def _install_columns(siblings: Sequence[ModuleWithRole], stream: Stream) -> None:
     columns = layers.Columns(stream, [partial(getattr, sibling.module, "weight") for sibling in siblings])
     for number, sibling in enumerate(siblings):
         module: Any = sibling.module

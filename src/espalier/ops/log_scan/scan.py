@@ -222,7 +222,7 @@ class _Losses(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Block:
+class _LineBlock:
     """Whole lines that stand together.
 
     Attributes:
@@ -303,7 +303,7 @@ class _Keeper:
         shapes = keywords.shapes(text)
         bounds, mattering = keywords.ends_and_matters(shapes)
         ends = np.flatnonzero(np.frombuffer(text, np.uint8) == 10)  # line feeds
-        block = _Block(text, shapes, ends.data, bounds.data, self.number, until)
+        block = _LineBlock(text, shapes, ends.data, bounds.data, self.number, until)
         self.mattered += len(mattering)
         wanted = [(0, self.until - self.number), *self._first(block, mattering)]
         self._keep(block, wanted)
@@ -311,7 +311,7 @@ class _Keeper:
         self.number += len(ends)
         self.tail = (self.tail + [cut(block.line(at)) for at in range(max(0, len(ends) - TAIL), len(ends))])[-TAIL:]
 
-    def _first(self, block: _Block, mattering: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+    def _first(self, block: _LineBlock, mattering: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
         """Of the lines that matter those that are first of a burst, with what stands round them: from, to."""
         places = mattering.tolist()
         for at, template in zip(places, self._templates(block, mattering), strict=True):
@@ -323,7 +323,7 @@ class _Keeper:
                 template.kept += 1
                 yield at - 1, at + 1 + context(block.shape(at))
 
-    def _templates(self, block: _Block, mattering: NDArray[np.int64]) -> list[Template]:
+    def _templates(self, block: _LineBlock, mattering: NDArray[np.int64]) -> list[Template]:
         """Of each of the lines that matter."""
         known = self.known
         shapes = _picked(block.shapes, block.bounds, mattering)
@@ -349,7 +349,7 @@ class _Keeper:
         """Whether templates are looked for no more."""
         return len(self.known) >= MINED or self.templates.full
 
-    def _keep(self, block: _Block, wanted: list[tuple[int, int]]) -> None:
+    def _keep(self, block: _LineBlock, wanted: list[tuple[int, int]]) -> None:
         """Keeps the lines `wanted`, from (-1: the last of the block before) and to, in order, some of which overlap."""
         done = 0
         for low, high in wanted:
@@ -366,7 +366,7 @@ class _Keeper:
         self.kept.append((number, line))
         self.held += weight(line)
 
-    def _follow(self, block: _Block) -> None:
+    def _follow(self, block: _LineBlock) -> None:
         """Follows whether the last loss is a number, from a block's end back to its last loss that is one."""
         odd, place = None, block.shapes.rfind(b"loss")
         if place >= 0:
