@@ -24,5 +24,5 @@ class Run(run_tables.RunTables):
 
 def open_run(folder: str | Path) -> Run:
     """The run in `folder`. Raises UserError when there is no such folder, or no run in it."""
-    path, events = run_tables.found(folder)
+    path, events = run_tables.run_files(folder)
     return Run(path, events)

@@ -69,7 +69,7 @@ def machines_of(channel: dist.ProcessGroup | None, place: RankSpec, recipe: Reci
     key = multihost_probe.key(channel)
     known: str | None = None
     if place.rank == 0:
-        found = clusters.read(recipe.plan.cluster) if recipe.plan.cluster else multihost_probe.kept(key)
+        found = clusters.read(recipe.plan.cluster) if recipe.plan.cluster else multihost_probe.stored_cluster(key)
         known = clusters.dumps(found) if found is not None else None
         if found is None:
             say("Measuring the hosts and the links between them (once).")

@@ -23,7 +23,7 @@ from espalier.comm.c10d_arguments import residual_like
 from espalier.comm.codecs import codec as codec_of
 from espalier.comm.compressed_collectives import CodedCollectives
 from espalier.comm.exact import Exact
-from espalier.comm.rendezvous import beside
+from espalier.comm.rendezvous import parallel_group
 from espalier.kernels import accelerator
 
 TIMEOUT = 60.0
@@ -119,7 +119,9 @@ def coded(codec: Codec, group: dist.ProcessGroup | None, kind: Traffic, timeout:
     members = tuple(getattr(process_group, "members", None) or dist.get_process_group_ranks(process_group))
     limit = timedelta(seconds=timeout)
     place = (process_group.rank(), len(members))
-    return CodedCollectives(codec, beside(process_group, kind, limit), place, kind._value_, members, lambda: limit)
+    return CodedCollectives(
+        codec, parallel_group(process_group, kind, limit), place, kind._value_, members, lambda: limit
+    )
 
 
 class Hook:

@@ -62,7 +62,7 @@ class Experts(nn.Module):
         self.shared = FeedForward(replace(size, feed_forward=size.shared)) if size.shared else None
         self.shared_gate = nn.Linear(size.width, 1, bias=False) if size.shared else None
         self.route: ExpertRoute = local
-        self.total: Callable[[Tensor], Tensor] = own
+        self.total: Callable[[Tensor], Tensor] = total_of_rank
 
     def forward(
         self, x: Float[Tensor, "batch seq width"]
@@ -95,7 +95,7 @@ def steering(bias: Float[Tensor, " experts"], chosen: Int[Tensor, "batch seq act
     return (counts / choices.shape[1] - 1 / len(bias)) @ (bias - bias.detach())
 
 
-def own(counts: Tensor) -> Tensor:
+def total_of_rank(counts: Tensor) -> Tensor:
     """The sum over the one rank that holds a sequence."""
     return counts
 
@@ -103,7 +103,7 @@ def own(counts: Tensor) -> Tensor:
 def imbalance(
     scores: Float[Tensor, "batch seq experts"],
     chosen: Int[Tensor, "batch seq active"],
-    total: Callable[[Tensor], Tensor] = own,
+    total: Callable[[Tensor], Tensor] = total_of_rank,
 ) -> Float[Tensor, " batch"]:
     """E · sum over experts of (share of a sequence's choices) x (mean probability): 1 when even, E when all one.
 

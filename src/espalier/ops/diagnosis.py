@@ -22,7 +22,7 @@ from espalier.ops.log_scan import line_labels, scan
 from espalier.ops.log_scan.line_labels import LogLine
 from espalier.ops.log_scan.scan import Loss, Scanned
 from espalier.ops.root_cause import STRENGTH, Cause, Finding
-from espalier.ops.rules import LogRule, own
+from espalier.ops.rules import LogRule, built_in_rules
 from espalier.ops.taxonomy import LOSS_ANOMALY, NO_FAILURE, REASONS, UNKNOWN, Action, Diagnosis, EvidenceLine, called
 from espalier.recipe.errors import UserError
 
@@ -113,7 +113,7 @@ def of_text(text: bytes) -> Case:
 
 def _case(scanned: Scanned, means: Means) -> Case:
     parsed = line_labels.parse(dict(list(scanned.lines.items())[-LINES:]))
-    findings = root_cause.findings(parsed, own() if means.rules is None else means.rules)
+    findings = root_cause.findings(parsed, built_in_rules() if means.rules is None else means.rules)
     speakers = len(
         {line.rank for line in line_labels.parse({loss.number: loss.text for loss in scanned.losses[-200:]})}
     )

@@ -108,14 +108,14 @@ def book(rules: tuple[LogRule, ...]) -> Book:
 
 
 @cache
-def own() -> tuple[LogRule, ...]:
+def built_in_rules() -> tuple[LogRule, ...]:
     """The product's rules, in the order they are asked."""
     return read(Path(__file__).with_name("rules.toml"))
 
 
 def with_users(path: str | Path | None) -> tuple[LogRule, ...]:
     """The rules of the user's file `path`, then the product's. Raises UserError."""
-    return own() if path is None else (*read(path), *own())
+    return built_in_rules() if path is None else (*read(path), *built_in_rules())
 
 
 def read(path: str | Path) -> tuple[LogRule, ...]:

@@ -41,7 +41,7 @@ class ModuleWithRole(NamedTuple):
         return all(first < last for first, last in shares)
 
 
-def found(model: nn.Module, roles: Mapping[str, Role]) -> list[ModuleWithRole]:
+def modules_with_roles(model: nn.Module, roles: Mapping[str, Role]) -> list[ModuleWithRole]:
     """The modules that have a role. Raises UserError for one of a class that cannot have it, and where none has any."""
     made = []
     modules: Iterable[tuple[str, Any]] = model.named_modules()
@@ -130,7 +130,7 @@ def declared(model: nn.Module) -> dict[str, Role]:
 def check_ranks(model: nn.Module, ranks: int) -> None:
     """Raises UserError where so many ranks cannot share the model's matrices by the plan that it carries: says why, and
     the nearest number that can."""
-    check(found(model, declared(model)), ranks)
+    check(modules_with_roles(model, declared(model)), ranks)
     check_heads(model, ranks)
 
 

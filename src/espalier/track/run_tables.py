@@ -232,10 +232,10 @@ class RunTables:
 
 def open_run(folder: str | Path) -> RunTables:
     """The run in `folder`. Raises UserError when there is no such folder, or no run in it."""
-    return RunTables(*found(folder))
+    return RunTables(*run_files(folder))
 
 
-def found(folder: str | Path) -> tuple[Path, Iterable[Event]]:
+def run_files(folder: str | Path) -> tuple[Path, Iterable[Event]]:
     """The path and the events of the run in `folder`. Raises UserError."""
     path = Path(folder)
     if not path.is_dir():

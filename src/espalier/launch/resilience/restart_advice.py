@@ -175,12 +175,12 @@ def _read(text: bytes) -> tuple[Diagnosis, Cause] | None:
 def _ground(failure: Failure, told: Diagnosis, cause: Cause) -> Ground:
     """Which way the diagnosis may steer: against restarts only where the exception that ended the rank is the cause,
     and known by more than its class."""
-    from espalier.ops.rules import own
+    from espalier.ops.rules import built_in_rules
 
     if told.action in ("retry", "isolate"):
         return "retry"
     itself = bool(failure.raised) and any(failure.raised in one.line.text for one in (cause.root, cause.named))
-    known = cause.named.rule in own() and cause.named.rule.role == "root" and told.reason not in _WEAK
+    known = cause.named.rule in built_in_rules() and cause.named.rule.role == "root" and told.reason not in _WEAK
     return "stop" if told.action == "stop" and itself and known else ""
 
 

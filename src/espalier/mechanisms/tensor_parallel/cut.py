@@ -15,13 +15,13 @@ from espalier.mechanisms.tensor_parallel import layers
 from espalier.mechanisms.tensor_parallel.stream import Stream
 from espalier.parallel.mesh import ProcessMesh
 from espalier.parallel.model_cut import Holders, ModelCut, Slab
-from espalier.parallel.tensor_roles import DIM, ModuleWithRole, check, even, found
+from espalier.parallel.tensor_roles import DIM, ModuleWithRole, check, even, modules_with_roles
 from espalier.parallel.workload import Role
 
 
 def cut_model(model: nn.Module, roles: Mapping[str, Role], stream: Stream, mesh: ProcessMesh, cut: ModelCut) -> None:
     """Cuts `model` in place, and says in `cut` what this rank has of it. Raises UserError where it does not divide."""
-    parts = found(model, roles)
+    parts = modules_with_roles(model, roles)
     check(parts, stream.ranks)
     names = {parameter: name for name, parameter in model.named_parameters()}
     everywhere = {name: Holders(stream.ranks) for name in names.values()}
