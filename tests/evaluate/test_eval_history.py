@@ -53,7 +53,7 @@ def test_a_failed_task_counts_as_done_and_is_not_said_again(tmp_path: Path) -> N
     events.append(log, "incident", kind="eval", what="it broke", task="t", checkpoint="seal", content="hash")
     history = EvalHistory(log)
     assert KEY in history.done
-    assert "it broke" in history.said
+    assert "it broke" in history.notes
 
 
 def test_a_log_that_is_not_there_says_nothing(tmp_path: Path) -> None:

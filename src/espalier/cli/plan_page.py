@@ -168,7 +168,7 @@ def _spans(plan: Plan, predicted: Predicted) -> list[TimetableBar]:
     pipeline = Pipeline(tuple(one.ranks[:1] for one in stages), count)
     layers = [one.layers[1] - one.layers[0] for one in stages]
     terms = {name: seconds / stages[0].micro_batches for name, seconds in predicted.terms.items()}
-    fullest = max(sum(layers[stage] for stage in pipeline.held(rank)) for rank in pipeline.ranks)
+    fullest = max(sum(layers[stage] for stage in pipeline.stages_of(rank)) for rank in pipeline.ranks)
     forward, backward = terms.get("forward", 0.0), terms.get("backward", 0.0) + terms.get("recompute", 0.0)
     takes = {ActionKind.FORWARD: forward, ActionKind.BACKWARD: backward}
     takes |= dict.fromkeys((ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT), backward / 2)

@@ -176,7 +176,7 @@ class CheckpointWatcher:
 
     def _left_out(self, step: int, why: str) -> Update:
         what = f"checkpoint {folder_name(step)} was not evaluated: {why}"
-        if what not in self.history.said:
+        if what not in self.history.notes:
             events.append(self.log, "incident", kind="checkpoint", what=what, step=step, action="left it out")
         return Update(step, what[0].upper() + what[1:], bad=True)
 

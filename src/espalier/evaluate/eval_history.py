@@ -34,7 +34,7 @@ class EvalHistory:
     def __init__(self, path: Path) -> None:
         self.path, self.ended, self._offset = path, "", 0
         self.saved: set[int] = set()
-        self.said: set[str] = set()
+        self.notes: set[str] = set()
         self.figures: dict[ResultKey, set[str]] = {}
         self.done: set[ResultKey] = set()
         self.seconds: dict[str, float] = {}
@@ -65,7 +65,7 @@ class EvalHistory:
         elif kind == "checkpoint":
             self.saved.add(int(event.get("step", 0)))
         elif kind == "incident":
-            self.said.add(str(event.get("what", "")))
+            self.notes.add(str(event.get("what", "")))
             if event.get("kind") == "eval":
                 self.done.add(_key(event))
         elif kind == "eval":

@@ -432,5 +432,5 @@ def work(setting: DecoderLoad) -> Anatomy:
     # swiglu keeps gate and up, `down` keeps their product; recomputation stops where `down` would begin.
     product = size.feed_forward * compute
     return decoder_work(
-        setting, Feed((gate_up, down), (gate_up,), moved=5 * product, kept=3 * product, working=2 * product)
+        setting, Feed((gate_up, down), (gate_up,), moved=5 * product, saved=3 * product, working=2 * product)
     )

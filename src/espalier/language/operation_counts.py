@@ -49,7 +49,7 @@ class Feed:
     products: tuple[Product, ...]
     again: tuple[Product, ...]
     moved: int
-    kept: int
+    saved: int
     working: int
 
 
@@ -105,7 +105,7 @@ def _kept(setting: DecoderLoad, feed: Feed) -> dict[str, Number]:
     size, whole, compute, tensor = setting.size, setting.whole, setting.compute, setting.cut.tensor
     norms = 2 * ((size.width + 1) * whole + size.width * compute)  # input, scale, output of both
     core = size.query_width * compute + size.heads * whole  # its output and log-sum-exp
-    everything = norms + (size.query_width + 2 * size.kv_width) * compute + core + feed.kept
+    everything = norms + (size.query_width + 2 * size.kv_width) * compute + core + feed.saved
     gathered = 2 * size.width * compute * (1 - 1 / tensor) if setting.cut.gathered else 0.0
     # Ranks that share heads keep attention's output as they have computed it and as they got it back, and copies of
     # keys and values where these are fewer than ranks.

@@ -74,7 +74,7 @@ class Pipeline:
         """All of them, each once, by their first stage."""
         return tuple(dict.fromkeys(rank for stage in self.stages for rank in stage))
 
-    def held(self, rank: int) -> tuple[int, ...]:
+    def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that `rank` holds."""
         return tuple(number for number, ranks in enumerate(self.stages) if rank in ranks)
 
@@ -95,7 +95,7 @@ def with_transfers(pipeline: Pipeline, orders: Mapping[int, Iterable[Action]]) -
     with_messages = {}
     for rank, order in orders.items():
         peers = {
-            (stage, step): _peers(pipeline, stage, step, rank) for stage in pipeline.held(rank) for step in (1, -1)
+            (stage, step): _peers(pipeline, stage, step, rank) for stage in pipeline.stages_of(rank) for step in (1, -1)
         }
         actions: list[Action] = []
         for action in order:
@@ -208,7 +208,7 @@ class _Progress:
     """How far a rank is. Has state: the next action, its clock, and what is `there`, of each stage and micro-batch."""
 
     actions: Sequence[Action]
-    held: frozenset[int]
+    stages: frozenset[int]
     at: int = 0
     clock: float = 0.0
     there: set[tuple[str, int, int]] = field(default_factory=set)
@@ -233,7 +233,7 @@ class _Simulation:
         }
         self.messages: defaultdict[_Way, deque[tuple[int, float]]] = defaultdict(deque)
         self.waiting: dict[_Way, int] = {}
-        self.found: list[Timed] = []
+        self.timed: list[Timed] = []
 
     def run(self, seconds: Seconds | None = None) -> list[Timed]:
         """Every action with its times; without `seconds` only the check."""
@@ -256,10 +256,10 @@ class _Simulation:
                 else:
                     progress.clock = max(progress.clock, self.messages[self._way(rank, action)].popleft()[1])
                 if seconds is not None:
-                    self.found.append(Timed(rank, action, start, progress.clock))
+                    self.timed.append(Timed(rank, action, start, progress.clock))
                 progress.at += 1
         self._ended()
-        return self.found
+        return self.timed
 
     def _way(self, rank: int, action: Action) -> _Way:
         if action.kind in _ANSWER:
@@ -270,7 +270,7 @@ class _Simulation:
     def _possible(self, rank: int, progress: _Progress, action: Action) -> bool:
         """Whether `action` can begin now; False: it waits for a message. Raises UserError where it never can."""
         stage, kind, number, _ = action
-        known = stage in progress.held and number < self.pipeline.micro_batches
+        known = stage in progress.stages and number < self.pipeline.micro_batches
         self._need(rank, known, "it has no such stage or micro-batch")
         if kind in (ActionKind.RECV_F, ActionKind.RECV_B):
             return self._received(rank, progress, action)
@@ -280,9 +280,9 @@ class _Simulation:
         made = _MAKES.get(kind, ())
         self._need(rank, not any((what, stage, number) in progress.there for what in made), "it has done that")
         progress.there.update((what, stage, number) for what in made)
-        if "F" in made and stage + 1 in progress.held:
+        if "F" in made and stage + 1 in progress.stages:
             progress.there.add(("x", stage + 1, number))
-        if "I" in made and stage - 1 in progress.held:
+        if "I" in made and stage - 1 in progress.stages:
             progress.there.add(("g", stage - 1, number))
         return True
 
@@ -327,7 +327,7 @@ class _Simulation:
                 left = Action(stage, kind, queue[0][0], source)
                 raise self._refusal(f"rank {target} never receives what rank {source} sends ({left})")
         for rank, progress in self.ranks.items():
-            for stage, number in itertools.product(sorted(progress.held), range(self.pipeline.micro_batches)):
+            for stage, number in itertools.product(sorted(progress.stages), range(self.pipeline.micro_batches)):
                 if ("W", stage, number) not in progress.there:
                     what = "backward pass" if ("F", stage, number) in progress.there else "forward pass"
                     raise self._refusal(f"rank {rank} does no {what} of stage {stage} for micro-batch {number}")

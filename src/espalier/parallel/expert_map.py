@@ -84,7 +84,7 @@ class OverRanks:
     """
 
     group: dist.ProcessGroup
-    held: ExpertMap
+    expert_map: ExpertMap
 
     def __call__(
         self,
@@ -96,7 +96,7 @@ class OverRanks:
         """Sum over a token's chosen experts of weight times expert(token), in x's dtype, or autocast's."""
         import torch
 
-        local = self.held.ranks[self.group.rank()]
+        local = self.expert_map.ranks[self.group.rank()]
         assert len(experts) == len(local), f"{len(experts)} experts for {local}"
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))  # halves what crosses the links

@@ -47,9 +47,9 @@ class RaySamples(NamedTuple):
         """The ray of each sample."""
         return Ragged(self.numbers, self.offsets).row_ids()
 
-    def kept(self, keep: Tensor) -> RaySamples:
+    def selected(self, keep: Tensor) -> RaySamples:
         """Those where `keep` holds."""
-        offsets = Ragged(self.numbers, self.offsets).kept(keep).offsets
+        offsets = Ragged(self.numbers, self.offsets).selected(keep).offsets
         return RaySamples(self.points[keep], self.distances[keep], self.numbers[keep], offsets)
 
 

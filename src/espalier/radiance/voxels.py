@@ -136,10 +136,10 @@ class Field(nn.Module):
         alpha = self.alpha(samples.points)
         least = LEAST if self.colours is not None else LEAST_COARSE
         keep = alpha.detach() > least
-        samples, alpha = samples.kept(keep), alpha[keep]
+        samples, alpha = samples.selected(keep), alpha[keep]
         weights, rest = volume.composite(alpha, samples.offsets)
         keep = weights.detach() > least
-        samples, weights = samples.kept(keep), weights[keep]
+        samples, weights = samples.selected(keep), weights[keep]
         points, spikes = self._colours(samples, rays.views)
         background = torch.tensor(self.background, dtype=weights.dtype, device=weights.device)
         colours = Ragged(weights[:, None] * points, samples.offsets).sums() + rest[:, None] * background

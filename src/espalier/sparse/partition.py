@@ -107,17 +107,17 @@ def by_metis(
     rows = pymetis.CSRAdjacency(matrix.indptr, matrix.indices)
     weights = None if shares is None else [share / sum(shares) for share in shares]
 
-    def found(aim: int, recursive: bool) -> np.ndarray:
+    def partitioned(aim: int, recursive: bool) -> np.ndarray:
         options = pymetis.Options(seed=1, objtype=int(aim))
         made = pymetis.part_graph(parts, rows, tpwgts=weights, recursive=recursive, options=options)
         return np.asarray(made.vertex_part, np.int32)
 
     begin("METIS, fewest edges between parts", 0, 1 + volume)
-    few = found(pymetis.ObjType.CUT, parts <= 8)
+    few = partitioned(pymetis.ObjType.CUT, parts <= 8)
     if not volume:
         return few
     begin("METIS, fewest rows between parts", 1, 2)
-    return min(few, found(pymetis.ObjType.VOL, False), key=lambda labels: crossing(matrix, labels))
+    return min(few, partitioned(pymetis.ObjType.VOL, False), key=lambda labels: crossing(matrix, labels))
 
 
 def by_sweeps(

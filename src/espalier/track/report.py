@@ -388,10 +388,10 @@ def _layout(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
     layout = {"planner": plan["planner"]} if "planner" in plan else {}
     layout |= plan.get("layout") or {}
 
-    def said(value: Any) -> str:
+    def shown(value: Any) -> str:
         return ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
 
-    return [(key.replace("_", " "), said(value)) for key, value in layout.items()]
+    return [(key.replace("_", " "), shown(value)) for key, value in layout.items()]
 
 
 def _drawn(sample: dict[str, Any]) -> dict[str, Any]:

@@ -178,7 +178,7 @@ def measured(trainer: Trainer | None, setting: RankSetup) -> dict[str, float]:
         return {"peak": peak}
     kept = trainer.built.optimizer.state_dict().values()
     states = sum(value.nbytes for value in kept if isinstance(value, torch.Tensor))
-    return {**trainer.built.sharding.held(), "optimizer": states, "peak": peak}
+    return {**trainer.built.sharding.bytes_held(), "optimizer": states, "peak": peak}
 
 
 def _write_rate(setting: RankSetup) -> float:

@@ -235,7 +235,7 @@ class ReadChats(NamedTuple):
 
     tokenizer: Tokenizer
     template: ChatTemplate
-    found: Sequence[ChatTokens]
+    chats: Sequence[ChatTokens]
 
 
 def read(recipe: Recipe, tokenizer: Tokenizer, run: Path | None, progress: Progress | None) -> ReadChats:
@@ -258,7 +258,7 @@ def chats_of(recipe: Recipe, chats: ReadChats) -> Chats:
     assert recipe.train.sequence is not None
     sides = [
         chat_rows.divided(tokens, data.validation, recipe.train.sequence, recipe.tune.longer)
-        for tokens, data in zip(chats.found, recipe.data, strict=True)
+        for tokens, data in zip(chats.chats, recipe.data, strict=True)
     ]
     train = chat_rows.joined([side[0] for side in sides])
     held_out = chat_rows.joined([side[1] for side in sides])
@@ -267,8 +267,8 @@ def chats_of(recipe: Recipe, chats: ReadChats) -> Chats:
 
 
 def _notes(chats: ReadChats, train: ChatTokens) -> list[str]:
-    skipped = [row for source in chats.found for row in source.skipped]
-    notes = [note for source in chats.found for note in source.notes]
+    skipped = [row for source in chats.chats for row in source.skipped]
+    notes = [note for source in chats.chats for note in source.notes]
     if skipped:
         notes.append(f"{len(skipped)} conversations are left out ({row_files.summary(skipped)})")
     shown_rows = preview(chats.tokenizer, train)

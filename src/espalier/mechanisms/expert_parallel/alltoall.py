@@ -26,7 +26,7 @@ class AllToAll(OverRanks):
 
     def _routed(self, tokens: RoutedTokens, experts: Sequence[nn.Module]) -> Tensor:
         x, chosen, weights, anchor = tokens
-        expert_map = self.held
+        expert_map = self.expert_map
         position = expert_map.positions(chosen.device)[chosen].flatten()
         order = position.argsort(stable=True)
         counts = position.bincount(minlength=expert_map.count)
@@ -41,11 +41,11 @@ class AllToAll(OverRanks):
 
     def _counts(self, counts: Int[Tensor, " experts"]) -> list[Tensor]:
         """How many rows come from each rank for each expert here: int64 [experts here] of each rank."""
-        local_count = len(self.held.ranks[self.group.rank()])
+        local_count = len(self.expert_map.ranks[self.group.rank()])
         own_counts, received = counts.int().cpu(), torch.empty(self.group.size() * local_count, dtype=torch.int32)
         with traffic(Traffic.EXPERTS):
             dist.all_to_all_single(
-                received, own_counts, [local_count] * self.group.size(), self.held.sizes, group=self.group
+                received, own_counts, [local_count] * self.group.size(), self.expert_map.sizes, group=self.group
             )
         return list(received.long().split(local_count)) if local_count else [received.long()] * self.group.size()
 

@@ -145,7 +145,7 @@ class CommitVote:
     done_at: float = math.inf
     begun: float = field(default_factory=time.monotonic)
 
-    def here(self) -> None:
+    def arrive(self) -> None:
         """This rank has done it."""
         if self.space.add(f"arrived/{self.number}", 1) == self.ranks:
             self.space.compare_set(f"verdict/{self.number}", "", "all")
@@ -359,7 +359,7 @@ class Members:
         def run(job: Any) -> None:
             try:
                 act(job)
-                outcome.here()
+                outcome.arrive()
             except BaseException as error:
                 outcome.failed(error)
                 raise

@@ -150,8 +150,8 @@ class NodeSharding:
     def idle(self, times: int) -> None:
         """See `Sharding.idle`: other workers need nothing of this one."""
 
-    def held(self) -> Mapping[str, int]:
-        """See `Sharding.held`: the most that the window ever had."""
+    def bytes_held(self) -> Mapping[str, int]:
+        """See `Sharding.bytes_held`: the most that the window ever had."""
         grads = max((2 * layer.bytes for layer in self.window.layers), default=0)
         return {"params": self.window.peak, "grads": grads, "masters": 0}
 

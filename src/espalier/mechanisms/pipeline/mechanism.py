@@ -141,7 +141,7 @@ class Pipelined(Mechanism):
             if name.startswith("feedback of"):  # of parameters, whose holders may stand in unlike stages
                 states[name] = part
             elif name.startswith("feedback"):
-                states[f"{name} of stage {stages.held[0]}"] = part
+                states[f"{name} of stage {stages.local_stages[0]}"] = part
             else:
                 states[name] = AllNames(part, group)
         return states

@@ -279,7 +279,7 @@ class _PipelineStep:
             self.counted.append(number)
         boundary.lend(stage)
         self.taken[key], self.made[key] = _floating(leaves), made
-        if stage + 1 in boundary.stages.held:
+        if stage + 1 in boundary.stages.local_stages:
             self.inputs[stage + 1, number] = made
         self.output = None
 
@@ -303,7 +303,7 @@ class _PipelineStep:
                 if roots:
                     torch.autograd.backward(roots, gradients)
         of_leaves = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
-        if stage - 1 in self.boundary.stages.held:
+        if stage - 1 in self.boundary.stages.local_stages:
             self.gradients[stage - 1, number] = of_leaves
         elif stage:
             self.back[key] = of_leaves
@@ -338,8 +338,8 @@ class _Boundary:
             return self.step.called(inputs, options)
         key, x, pipeline = shapes_of((inputs, options)), None, self.stages.pipeline
         given = self.stages.given(inputs, options)
-        for stage in self.stages.held:
-            if stage and stage - 1 not in self.stages.held:
+        for stage in self.stages.local_stages:
+            if stage and stage - 1 not in self.stages.local_stages:
                 x = self.receive(stage, pipeline.source(stage, stage - 1, self.rank), key)
             self.borrow(stage)
             x = self.stages.compute(stage, x, given, inputs, options)
@@ -367,14 +367,14 @@ class _Boundary:
         """The output of the last stage: on every rank where it is `shown`, else zeros of its shapes on the others."""
         pipeline, last = self.stages.pipeline, self.stages.last
         tag = 4 * last + _OUTPUT
-        if last not in self.stages.held:
-            peer = pipeline.source(self.stages.held[0], last, self.rank)
+        if last not in self.stages.local_stages:
+            peer = pipeline.source(self.stages.local_stages[0], last, self.rank)
             if self.shown:
                 return self.receive(last, peer, key, _OUTPUT)
             form = self.messages.form(peer, tag, key)
             return form.packed([torch.zeros((), dtype=dtype).expand(shape) for dtype, shape in form.tensors])
         for peer in pipeline.ranks:
-            stages = pipeline.held(peer)
+            stages = pipeline.stages_of(peer)
             if last not in stages and pipeline.source(stages[0], last, peer) == self.rank:
                 self.messages.announce(MessageForm.of(output, "The model"), peer, tag, key)
                 if self.shown:

@@ -64,7 +64,7 @@ class _MicroBatchPass:
     given: Any
     x: Any = None
     gradient: list[Tensor | None] = field(default_factory=list)
-    kept: list[Any] = field(default_factory=list)
+    saved: list[Any] = field(default_factory=list)
 
 
 class Vertical(Whole):
@@ -147,7 +147,7 @@ class Vertical(Whole):
             with torch.enable_grad(), _saving() as saved, self.context():
                 made = self._computed(piece, pass_)
             if self._keeps.setdefault(piece, not any(saved)):
-                pass_.kept.append(("graph", taken, made))
+                pass_.saved.append(("graph", taken, made))
                 pass_.x = _leaves(made)
                 return
             made = tree_map(_detached, made)
@@ -155,7 +155,7 @@ class Vertical(Whole):
             with self.context():
                 made = self._computed(piece, pass_)
         drawn = None if all(map(torch.equal, state, _generators())) else state
-        pass_.kept.append(("input", taken, drawn))
+        pass_.saved.append(("input", taken, drawn))
         pass_.x = _leaves(made)
 
     def _computed(self, piece: int, pass_: _MicroBatchPass) -> Any:
@@ -188,7 +188,7 @@ class Vertical(Whole):
 
     def _backward(self, piece: int, passes: Sequence[_MicroBatchPass]) -> None:
         for pass_ in passes:
-            kind, taken, rest = pass_.kept.pop()
+            kind, taken, rest = pass_.saved.pop()
             leaves = _floating(taken)
             if kind == "graph":
                 made = rest

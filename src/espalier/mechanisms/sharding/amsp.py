@@ -377,8 +377,8 @@ class Amsp:
             self._windows.settle()
             self._running.begins()
 
-    def held(self) -> Mapping[str, int]:
-        """See `Sharding.held`."""
+    def bytes_held(self) -> Mapping[str, int]:
+        """See `Sharding.bytes_held`."""
         if not self.flats:
             parameters = list(self.model.parameters())
             grads = sum(parameter.nbytes for parameter in parameters if parameter.grad is not None)
@@ -414,7 +414,7 @@ class Amsp:
         if self._channel is None:
             return
         for flat in self.flats:
-            values = self.whole(flat, flat.own)
+            values = self.whole(flat, flat.local)
             for slot in flat.slots:
                 slot.parameter.data = values[slot.span.start : slot.span.stop].view(slot.shape).clone()
         self.unhook()

@@ -176,11 +176,11 @@ class RaggedStates:
         """Brings all parameters here: they are."""
         self.settle()
 
-    def held(self) -> Mapping[str, int]:
-        """See `Sharding.held`."""
+    def bytes_held(self) -> Mapping[str, int]:
+        """See `Sharding.bytes_held`."""
         sizes: dict[str, int] = {}
         for part in self.members:
-            for kind, size in part.held().items():
+            for kind, size in part.bytes_held().items():
                 sizes[kind] = sizes.get(kind, 0) + size
         return sizes
 

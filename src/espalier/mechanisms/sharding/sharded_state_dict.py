@@ -72,7 +72,7 @@ class ModelState:
         self._sharding.settle()
         cut = self._sharding.cut
         pieces = {
-            id(slot.parameter): placed(piece(flat, flat.own, slot), slot.name, cut)
+            id(slot.parameter): placed(piece(flat, flat.local, slot), slot.name, cut)
             for flat in self._sharding.flats
             for slot in flat.slots
         }
@@ -209,7 +209,7 @@ def whole_state_dict(sharding: UnitSharding, module: nn.Module, state: dict[str,
     cut = sharding.cut
     for flat in sharding.flats:
         if flat.sharded or flat.masters is not None or cut is not None:
-            values = sharding.whole(flat, flat.own)
+            values = sharding.whole(flat, flat.local)
             for slot in flat.slots:
                 part = values[slot.span.start : slot.span.stop].view(slot.shape)
                 pieces[id(slot.parameter)] = part if cut is None else cut.whole(slot.name, part)

@@ -97,12 +97,12 @@ class _Placing:
         self.by_name: Mapping[str, MetaOp] = {metaop.name: metaop for metaop in metaops}
         self.devices, self.memory_first = devices, memory_first
         self.operators: list[dict[tuple[str, int], float]] = [{} for _ in devices.nodes]
-        self.kept = [0.0 for _ in devices.nodes]
+        self.saved = [0.0 for _ in devices.nodes]
         self.where: dict[str, tuple[int, ...]] = {}
 
-    def held(self, device: int) -> float:
+    def bytes_on(self, device: int) -> float:
         """Bytes on it."""
-        return sum(self.operators[device].values()) + self.kept[device]
+        return sum(self.operators[device].values()) + self.saved[device]
 
     def grown(self, slice_: MetaOpSlice, device: int) -> float:
         """Further bytes of states that a slice brings to a device."""
@@ -124,7 +124,7 @@ class _Placing:
         for device in slice_.devices:
             for k in range(first, first + slice_.operators):
                 self.operators[device][metaop.parameters, k] = metaop.states
-            self.kept[device] += metaop.kept * slice_.operators / len(slice_.devices)
+            self.saved[device] += metaop.kept * slice_.operators / len(slice_.devices)
         self.where[slice_.metaop] = slice_.devices
 
     def source(self, slice_: MetaOpSlice) -> tuple[int, ...]:
@@ -139,7 +139,7 @@ class _Placing:
         place = {device: k for k, device in reversed(list(enumerate(source)))}
 
         def rank(device: int) -> tuple[float, ...]:
-            memory = (self.grown(slice_, device), self.held(device))
+            memory = (self.grown(slice_, device), self.bytes_on(device))
             local = (float(device not in place),)
             if self.memory_first:
                 return (*memory[::-1], *local, device)
@@ -153,7 +153,7 @@ class _Placing:
 
         def cost(group: Sequence[int]) -> tuple[float, ...]:
             crossing = len({self.devices.nodes[device] for device in group})
-            new, fullest = sum(self.grown(slice_, d) for d in group), max(self.held(d) for d in group)
+            new, fullest = sum(self.grown(slice_, d) for d in group), max(self.bytes_on(d) for d in group)
             moved = sum(device not in place for device in group)
             if self.memory_first:
                 return (fullest, crossing, new, moved)
@@ -185,4 +185,4 @@ def _placed(metaops: Sequence[MetaOp], waves: Sequence[Wave], devices: Devices, 
         for slice_ in placed.values():
             placing.take(slice_)
         waves_placed.append(tuple(placed[slice_.metaop] for slice_ in wave))
-    return PlacedWaves(tuple(waves_placed), tuple(placing.held(device) for device in range(len(devices.nodes))))
+    return PlacedWaves(tuple(waves_placed), tuple(placing.bytes_on(device) for device in range(len(devices.nodes))))

@@ -191,7 +191,7 @@ class WaveSchedule:
     ) -> None:
         self.rank, self.slices, self.messages, self.passes = rank, slices, messages, passes
         self.graph = cast("TaskGraph", model)
-        self.own = [number for number, slice_ in enumerate(slices.all) if rank in slice_.ranks]
+        self.local_slices = [number for number, slice_ in enumerate(slices.all) if rank in slice_.ranks]
         model.forward = self._evaluated
 
     def run(self, model: nn.Module, batches: Sequence[Any], loss: Loss) -> Outcome:
@@ -227,7 +227,7 @@ class WaveSchedule:
         """Adds (task, loss, weight) of the heads that are here."""
         step = _WaveStep()
         self._expect_inputs(step, fields)
-        for number in self.own:
+        for number in self.local_slices:
             task = self.slices.task[number]
             if task in fields:
                 self._forward(step, number, fields[task])
@@ -237,7 +237,7 @@ class WaveSchedule:
         return step
 
     def _backwards(self, step: _WaveStep, fields: Mapping[int, Any]) -> None:
-        for number in reversed(self.own):
+        for number in reversed(self.local_slices):
             if self.slices.task[number] in fields:
                 self._backward(step, number, fields[self.slices.task[number]])
 
@@ -255,7 +255,7 @@ class WaveSchedule:
         """The model's forward, outside of steps: figures of the samples whose head is here; of none, nothing."""
         step, figures = _WaveStep(), {}
         self._expect_inputs(step, {task: fields})
-        for number in self.own:
+        for number in self.local_slices:
             if self.slices.task[number] == task:
                 self._forward(step, number, fields)
                 if self.slices.all[number].node == HEAD:
@@ -279,7 +279,7 @@ class WaveSchedule:
     def _expect_inputs(self, step: _WaveStep, fields: Mapping[int, Any]) -> None:
         """Begins to receive what other ranks will send: a message crosses the link only once somebody wants it, and
         this rank is at work until then."""
-        for number in self.own:
+        for number in self.local_slices:
             if (task := self.slices.task[number]) in fields:
                 key = shapes_of(dict(fields[task]))
                 for route, sender, first, last in self._arriving(number, _samples(fields[task])):

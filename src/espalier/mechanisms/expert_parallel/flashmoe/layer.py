@@ -85,7 +85,7 @@ class FlashMoE(OverRanks):
         self.rows = row_codec(self.codec)
         near: frozenset[int] = getattr(self.links, "near", frozenset())
         self.joins = len(near) == self.group.size() - 1 if self.at_once is None else self.at_once
-        self.load = [0] * len(self.held.ranks[self.group.rank()])
+        self.load = [0] * len(self.expert_map.ranks[self.group.rank()])
 
     def _routed(self, tokens: RoutedTokens, experts: Sequence[nn.Module]) -> Tensor:
         x, chosen, weights, anchor = tokens
@@ -117,8 +117,8 @@ class FlashMoeCall:
         self, route: FlashMoE, experts: Sequence[nn.Module], parameters: Sequence[nn.Parameter], keeps: bool
     ) -> None:
         self.links, self.me, self.experts, self.parameters = route.links, route.group.rank(), experts, parameters
-        self.held, self.keeps, self.load, self.codec = route.held, keeps, route.load, route.rows
-        self.others = [(self.me + turn) % len(route.held.ranks) for turn in range(1, len(route.held.ranks))]
+        self.expert_map, self.keeps, self.load, self.codec = route.expert_map, keeps, route.load, route.rows
+        self.others = [(self.me + turn) % len(route.expert_map.ranks) for turn in range(1, len(route.expert_map.ranks))]
         self.joins, self.waiting = route.joins, dict[int, list[TileTask]]()
         self.ready: dict[int, dict[int, Tensor]] = {}
         self.out: list[Outgoing] = []
@@ -136,7 +136,7 @@ class FlashMoeCall:
         """[tokens x active, width] the answer to every choice."""
         self.active = chosen.shape[1]
         rows = _WHOLE if self.joins else tile_rows(x.shape[1], x.element_size())
-        self.out = [message.on(x.device) for message in outgoing(chosen, self.held)]
+        self.out = [message.on(x.device) for message in outgoing(chosen, self.expert_map)]
         self.sent = [tiles_of(message.counts, rows) for message in self.out]
         self.tiles[self.me] = self.sent[self.me]
         answers = x.new_empty(chosen.numel(), x.shape[1])
