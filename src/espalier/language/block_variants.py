@@ -72,7 +72,6 @@ class LimitedAttention(NamedTuple):
         value: Float[Tensor, "batch kv_heads keys head"],
         where: Where,
     ) -> Float[Tensor, "batch heads seq head"]:
-        """See `parallel.attend.Attend`."""
         queries, keys = query.shape[2], key.shape[2]
         ages = torch.arange(keys - queries, keys, device=query.device)[:, None] - torch.arange(
             keys, device=query.device

@@ -175,13 +175,11 @@ class _SavedTokenizer:
         return made
 
     def without_prefix(self) -> Self:
-        """See `Tokenizer`."""
         made = copy.copy(self)
         made.files, made.adds_boundary = self.files.without_prefix(), False
         return made
 
     def token_ids(self) -> Mapping[str, Any]:
-        """See `Tokenizer`."""
         if self.files.model_ids is not None:
             return self.files.model_ids
         table, special_tokens = self.table(), self.files.special_tokens
@@ -190,7 +188,6 @@ class _SavedTokenizer:
         return named if pad is None else {**named, "pad_token_id": pad}
 
     def save(self, folder: Path) -> None:
-        """See `Tokenizer`."""
         self.files.write(folder)
 
 
@@ -246,7 +243,6 @@ class ByteTokenizer(_SavedTokenizer):
         }
 
     def table(self) -> dict[str, int]:
-        """See `_described`."""
         letters = _alphabet()
         return {"\0": 0} | {letters[byte]: byte for byte in range(1, 256)}
 
@@ -304,7 +300,6 @@ class HfTokenizer(_SavedTokenizer):
         ]
 
     def encode_marked(self, texts: Sequence[str]) -> list[tuple[Ids, NDArray[np.int64]]]:
-        """See `Tokenizer.encode_marked`."""
         self._inner.encode_special_tokens = False
         try:
             encoded = self._inner.encode_batch(list(texts), add_special_tokens=False)

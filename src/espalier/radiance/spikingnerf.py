@@ -204,7 +204,6 @@ class SpikingColours(ColourNetwork):
             layer.weight.data *= scale / RATE
 
     def matrix(self, layer: nn.Linear) -> Tensor:
-        """See `ColourNetwork.matrix`."""
         return RATE * layer.weight
 
     def forward(self, features: Tensor, views: Tensor, samples: RaySamples) -> tuple[Tensor, Tensor]:

@@ -96,7 +96,6 @@ class MultitaskWorkload(ModuleWorkload):
         return figures
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        """See `Workload.loss`."""
         return self.figures(model, batch)["loss"]
 
     def _held_out(

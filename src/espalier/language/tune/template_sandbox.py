@@ -159,7 +159,6 @@ class _Generation(Extension):
     tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
 
     def parse(self, parser: Any) -> Any:
-        """See Extension."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
@@ -216,13 +215,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return _Limits().visit(super()._parse(source, name, filename)).set_environment(self)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """See SandboxedEnvironment."""
         self.clock.check()
         _check_operation(operator, left, right)
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Any, __obj: Any, *values: Any, **named: Any) -> Any:  # noqa: N805 - as Jinja names them
-        """See SandboxedEnvironment."""
         __self.clock.check()
         listed = tuple(map(_listed, values))
         owner = getattr(__obj, "__self__", None)

@@ -90,7 +90,6 @@ class TuneWorkload(DecoderWorkload):
 
     @property
     def exported_tokenizer(self) -> Tokenizer:
-        """See `DecoderWorkload`."""
         return self.tokenizer.with_template(self.chats.template.text)
 
     # --- the data ------------------------------------------------------------------------------------------------

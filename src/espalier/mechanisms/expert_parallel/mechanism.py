@@ -134,7 +134,6 @@ class ExpertGroup:
         self._rows = next(module.parameters()).detach().new_empty(0, next(module.parameters()).shape[-1])
 
     def __call__(self, x: Any, chosen: Any, weights: Any, experts: list[nn.Module]) -> Any:
-        """See `parallel.expert_map.Route`."""
         self._rows = x.detach()[:0]
         return self.route(x, chosen, weights, experts)
 

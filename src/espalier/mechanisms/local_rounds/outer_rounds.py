@@ -87,12 +87,10 @@ class RoundsAgreement:
 
     @property
     def whole(self) -> bool:
-        """See `Agreement.whole`."""
         return self.engine.whole
 
     @property
     def outlives(self) -> bool:
-        """See `Agreement.outlives`."""
         return self.level and not self.engine.leaving and self.engine.members is not None
 
     @property
@@ -106,7 +104,6 @@ class RoundsAgreement:
         return engine.begun + (engine.clock + 1) * engine.steps // engine.own_steps
 
     def at(self, step: int) -> None:
-        """See `Agreement.at`."""
         if self.engine.clock == 0:
             self.engine.begun = step
 
@@ -132,7 +129,6 @@ class RoundsAgreement:
             self.engine.members.crew = self.engine.members.crew._replace(lost=lost)
 
     def close(self) -> None:
-        """See `Agreement.close`."""
         self.engine.close()
 
 
@@ -346,7 +342,6 @@ class AtNodes(every_step.StepAgreement):
         return self._reached(self.clock + 1)
 
     def at(self, step: int) -> None:
-        """See `Agreement.at`."""
         self.begun, self.clock = step, 0
 
     def finish(self, learning_rate: float) -> None:

@@ -104,7 +104,6 @@ class PipelineSchedule:
         return outcome(step.losses, step.weights, [_task(batches[n]) for n in step.counted], self.passes.shares)
 
     def apart(self, accumulate: Accumulate) -> PipelineSchedule:
-        """See `Schedule.apart`."""
         copied = copy.copy(self)
         copied.passes = replace(self.passes, accumulate=accumulate)
         return copied

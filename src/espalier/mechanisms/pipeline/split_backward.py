@@ -75,7 +75,6 @@ class _SplitLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, module: nn.Linear, of: WeightGradients
     ) -> Any:
-        """See `F.linear`."""
         ctx.save_for_backward(x)
         ctx.module, ctx.of = module, of
         return F.linear(x, weight, bias)

@@ -242,7 +242,6 @@ class WaveSchedule:
                 self._backward(step, number, fields[self.slices.task[number]])
 
     def apart(self, accumulate: Accumulate) -> WaveSchedule:
-        """See `Schedule.apart`."""
         copied = copy.copy(self)
         copied.passes = replace(self.passes, accumulate=accumulate)
         return copied

@@ -77,12 +77,10 @@ class Stream:
         return whole.reshape(-1, whole.shape[-1])[first:last].unsqueeze(0)
 
     def part(self, whole: Tensor) -> Tensor:
-        """See `ShardedStream.part`."""
         rows: Tensor = _Part.apply(whole, self)
         return rows
 
     def whole(self, part: Tensor) -> Tensor:
-        """See `ShardedStream.whole`."""
         rows: Tensor = _Whole.apply(part, self)
         return rows
 

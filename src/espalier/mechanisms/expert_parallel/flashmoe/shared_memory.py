@@ -209,7 +209,6 @@ class SharedMemoryTransport(PeerMessages):
                 self._say(peer)
 
     def expect(self, room: Tensor, peer: int, tag: int, event: Hashable) -> None:
-        """See `Transport.expect`."""
         if peer not in self.near:
             super().expect(room, peer, tag, event)
             return
@@ -226,11 +225,9 @@ class SharedMemoryTransport(PeerMessages):
         self._threads[peer, 0].put(partial(_listen, self._group, peer, line, self._events.put))
 
     def announce(self) -> None:
-        """See `Transport.announce`."""
         self._say_all()
 
     def next(self, wait: bool) -> Any:
-        """See `Transport.next`."""
         self._say_all(1 if wait or self._urgent else _TOGETHER)
         self._urgent = False
         try:
@@ -241,7 +238,6 @@ class SharedMemoryTransport(PeerMessages):
             raise
 
     def ended(self) -> None:
-        """See `Transport.ended`."""
         self._say_all()
         super().ended()
 

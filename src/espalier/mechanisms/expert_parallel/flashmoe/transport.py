@@ -55,12 +55,10 @@ class PeerMessages:
         self.idle = 0.0
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> None:
-        """See `TileTransport.send`."""
         with traffic(Traffic.EXPERTS):
             self._leaving.append((self._group.send([tensor], peer, tag), tensor))
 
     def expect(self, room: Tensor, peer: int, tag: int, event: Hashable) -> None:
-        """See `TileTransport.expect`."""
         line = (peer, tag % 2)
         if line not in self._threads:
             thread = self._threads[line] = CommThread(f"experts from rank {peer}")
@@ -73,7 +71,6 @@ class PeerMessages:
         """See `TileTransport.announce`: a message announces itself."""
 
     def next(self, wait: bool) -> Any:
-        """See `TileTransport.next`."""
         if not wait:
             try:
                 event = self._events.get_nowait()
@@ -88,7 +85,6 @@ class PeerMessages:
         return event
 
     def ended(self) -> None:
-        """See `TileTransport.ended`."""
         for work, _ in self._earlier:
             work.wait()
         self._earlier, self._leaving = self._leaving, []

@@ -55,7 +55,6 @@ class _LinearWithoutWeightGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, late: PutOff) -> Tensor:
-        """See `F.linear`."""
         ctx.save_for_backward(x)
         ctx.weight, ctx.late = weight, late
         return F.linear(x, weight, bias)
