@@ -25,7 +25,7 @@ from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.checkpoint.save_interval import choose
 from espalier.language.workload import open_language
 from espalier.machine.malloc_trim import keep_freed
-from espalier.machine.peak_memory import held, peak_memory
+from espalier.machine.peak_memory import bytes_held, peak_memory
 from espalier.plan.base import Plan, Rank
 from espalier.recipe import defaults, recipe_file
 from espalier.testing import forks
@@ -128,7 +128,7 @@ def life(channel: Any, workload: Any, recipe: Any, folder: Path, rounds: int) ->
         loop.step()
     state = sum(state_tree.local(one).nbytes for one in state_tree.flatten(loop.trainer.parts())[0].values())
     peak_memory(torch.device("cpu"))
-    before = held()
+    before = bytes_held()
 
     def save() -> None:
         saved.save(loop.trainer.step, loop.trainer.parts(), {"step": loop.trainer.step})

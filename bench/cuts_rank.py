@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
-from espalier.language.decoder_workload import Windows, new_model
+from espalier.language.decoder_workload import TokenWindows, new_model
 from espalier.language.workload import LanguageWorkload
 from espalier.parallel.workload import Shard
 from espalier.plan import base as plans
@@ -149,7 +149,7 @@ class RandomTokens(LanguageWorkload):
         draw = torch.Generator().manual_seed(step)
         return torch.randint(self.options.vocabulary or 0, (self.global_batch, self.sequence + 1), generator=draw)
 
-    def batches(self, step: int, shard: Shard) -> list[Windows]:
+    def batches(self, step: int, shard: Shard) -> list[TokenWindows]:
         """This rank's, in micro-batches."""
         rows = self.rows(step)
         return [self._part(rows[start:stop], shard) for start, stop in shard.cuts]
@@ -183,7 +183,7 @@ class Ours:
         return float(self.trainer.train_step(place_batches(self.setting, number)).loss)
 
 
-def place_batches(setting: RankSetup, number: int) -> Sequence[Windows]:
+def place_batches(setting: RankSetup, number: int) -> Sequence[TokenWindows]:
     """A step's micro-batches."""
     return setting.workload.batches(number, setting.shard)
 

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 from espalier.mechanisms.pipeline import split_backward
-from espalier.mechanisms.pipeline.pipeline import Passes, PipelineSchedule
+from espalier.mechanisms.pipeline.pipeline import PipelinePasses, PipelineSchedule
 from espalier.mechanisms.pipeline.schedules import action_lists
 from espalier.parallel.action_list import Pipeline
 from espalier.parallel.model_stages import ModelStages, Placed
-from espalier.parallel.stage_messages import Messages
+from espalier.parallel.stage_messages import StageMessages
 from espalier.parallel.workload import in_sequence
 from espalier.testing import forks
 from table import Row, arguments, compare, publish, settle
@@ -77,8 +77,8 @@ def schedule(group: Any, model: nn.Module, stages: int, name: str, chunks: int =
     )
     held = ModelStages(model, lambda: in_sequence(list(model.children())), placed, group.rank())
     weights = split_backward.WeightGradients(model) if split else None
-    passes = Passes(1.0, lambda last: nullcontext(), nullcontext, nullcontext, weights)
-    messages = Messages(group, {rank: rank for rank in range(stages)}, torch.device("cpu"))
+    passes = PipelinePasses(1.0, lambda last: nullcontext(), nullcontext, nullcontext, weights)
+    messages = StageMessages(group, {rank: rank for rank in range(stages)}, torch.device("cpu"))
     return PipelineSchedule(group.rank(), held, messages, lambda one: action_lists([one], name), passes)
 
 

@@ -48,7 +48,7 @@ from espalier.optim import schedules
 from espalier.parallel.workload import Shard
 from espalier.radiance import spikingnerf
 from espalier.radiance.spikingnerf import SpikingColours, lif_scan
-from espalier.radiance.volume import Samples
+from espalier.radiance.volume import RaySamples
 from espalier.radiance.voxels import VIEW, Field
 from espalier.radiance.workload import RadianceWorkload, psnr
 from espalier.recipe import recipe_file
@@ -422,7 +422,7 @@ def heads_of(fit: Fit, sizes: Sizes) -> list[Row]:
     return rows + rendering(case, ours, (features, views, found), sizes)
 
 
-def rendering(case: str, ours: SpikingColours, given: tuple[Tensor, Tensor, Samples], sizes: Sizes) -> list[Row]:
+def rendering(case: str, ours: SpikingColours, given: tuple[Tensor, Tensor, RaySamples], sizes: Sizes) -> list[Row]:
     """The last two layers from spikes, beside dense products, without gradients."""
     features, views, found = given
     with torch.no_grad():

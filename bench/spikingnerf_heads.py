@@ -16,7 +16,7 @@ from espalier.parallel.workload import Shard
 from espalier.radiance import spikingnerf
 from espalier.radiance.rays import Rays
 from espalier.radiance.spikingnerf import SpikingColours
-from espalier.radiance.volume import Samples
+from espalier.radiance.volume import RaySamples
 from espalier.radiance.voxels import Field
 from espalier.radiance.workload import RadianceWorkload
 
@@ -92,7 +92,7 @@ def there() -> list[str]:
     return found
 
 
-def survivors(workload: RadianceWorkload, field: Field, rays: int) -> tuple[Tensor, Tensor, Samples]:
+def survivors(workload: RadianceWorkload, field: Field, rays: int) -> tuple[Tensor, Tensor, RaySamples]:
     """What the colour network gets of so many rays of the first step."""
     taken: list[Any] = []
     assert field.colours is not None
@@ -104,7 +104,7 @@ def survivors(workload: RadianceWorkload, field: Field, rays: int) -> tuple[Tens
     return features.detach(), views, found
 
 
-def head_step(network: SpikingColours, features: Tensor, views: Tensor, found: Samples) -> Callable[[], Tensor]:
+def head_step(network: SpikingColours, features: Tensor, views: Tensor, found: RaySamples) -> Callable[[], Tensor]:
     """A forward and backward pass."""
 
     def step() -> Tensor:

@@ -27,9 +27,9 @@ from espalier.mechanisms.task_waves import task_waves
 from espalier.mechanisms.task_waves.metaops import MetaOp
 from espalier.mechanisms.task_waves.state import TaskWavesState, WaveSlice
 from espalier.mechanisms.task_waves.wave_placement import Devices
-from espalier.mechanisms.task_waves.waves import Passes, Slices, WaveSchedule
+from espalier.mechanisms.task_waves.waves import Slices, WavePasses, WaveSchedule
 from espalier.parallel.mesh import ProcessMesh
-from espalier.parallel.stage_messages import Messages
+from espalier.parallel.stage_messages import StageMessages
 from espalier.parallel.workload import HEAD, Tagged, TaskNode
 from espalier.plan import base as plans
 from espalier.plan import waves
@@ -201,8 +201,8 @@ def waiting(task: Task, channel: dist.ProcessGroup) -> tuple[dict[str, Step], di
         ranks = tuple(plans.Rank(share=(0, 1)) for _ in range(world))
         plan = plans.Plan(ranks=ranks).with_state(TaskWavesState(waves=rows))
         model = Parts(task.unit)
-        messages = Messages(channel, {rank: rank for rank in range(world)}, torch.device("cpu"))
-        passes = Passes(1.0, lambda last: nullcontext(), nullcontext, lambda: None, (1.0, 1.0, 1.0))
+        messages = StageMessages(channel, {rank: rank for rank in range(world)}, torch.device("cpu"))
+        passes = WavePasses(1.0, lambda last: nullcontext(), nullcontext, lambda: None, (1.0, 1.0, 1.0))
         made = WaveSchedule(channel.rank(), model, Slices(plan, TASKS, model.nodes), messages, passes)
         batches = [Tagged(k, {"x": torch.ones(ROWS, TOKENS, WIDTH)}) for k in range(len(TASKS))]
         steps[method] = lambda made=made, model=model, batches=batches: made.run(model, batches, lambda *_: None)

@@ -211,10 +211,10 @@ def numpy(tensor: Any) -> Any:
 def read_form(cls: Any, header: Any) -> Any:
     """What a stage is told of what it gets: a block's output."""
     assert header.device.type == "cuda"
-    return messages.Form(((torch.float32, torch.Size((2, TRAIN["sequence"], MODEL["width"]))),), False)
+    return messages.MessageForm(((torch.float32, torch.Size((2, TRAIN["sequence"], MODEL["width"]))),), False)
 
 
-messages.Form.read = classmethod(read_form)
+messages.MessageForm.read = classmethod(read_form)
 Ragged.checked = lambda self: self  # type: ignore[method-assign]
 FakeTensor.numpy = numpy
 torch.Tensor.bincount = bincount  # type: ignore[assignment]

@@ -257,8 +257,8 @@ def test_mechanisms_are_deleted_with_their_folders_and_rows(corpus: Path, tmp_pa
     shutil.copytree(Path(espalier.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
     for name in GONE:
         shutil.rmtree(package / "mechanisms" / name)
-    for table in (package / "plan" / "choice.py", package / "train" / "table.py"):
-        without_rows(table)
+    for file in (package / "plan" / "choice.py", package / "train" / "table.py"):
+        without_rows(file)
     (tmp_path / "recipe.toml").write_text(
         "[model]\ndepth = 2\nwidth = 32\nheads = 4\nvocabulary = 300\n"
         f'[[data]]\npath = "{corpus}"\ncache = "cache"\nvalidation = 0.2\n'

@@ -9,7 +9,7 @@ import pytest
 from struck import Struck, plan_of, recipe_of, same, write_corpus
 
 from espalier.checkpoint.save_and_restore import Checkpoints
-from espalier.parallel.agreement import Agreed
+from espalier.parallel.agreement import AgreedStep
 from espalier.plan import base as plans
 from espalier.recipe.errors import RunFailed, UserError
 from espalier.train import skip_list
@@ -149,7 +149,7 @@ def test_a_plateau_is_reported_and_nothing_is_done(corpus, tmp_path):
     healing = Healing(setting, Checkpoints(str(tmp_path / "checkpoints")), common=True)
     for step in range(1, 1001):
         rate = 1.0 if step < 800 else 0.1
-        healing.watch(step, Agreed(2.0 + 0.01 * (step % 3), 1.0, 1.0, rate, False, 0.0, ()))
+        healing.watch(step, AgreedStep(2.0 + 0.01 * (step % 3), 1.0, 1.0, rate, False, 0.0, ()))
     (event,) = events
     assert (event["kind"], "attempt" in event, event["action"][:4]) == ("plateau", False, "none")
     assert "has not fallen in 200 steps" in event["what"]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from espalier.evaluate.eval_history import EvalHistory, Key
+from espalier.evaluate.eval_history import EvalHistory, ResultKey
 from espalier.track import events
 from espalier.track.events import Log
 
-KEY = Key("seal", "t", "hash")
+KEY = ResultKey("seal", "t", "hash")
 
 
 def figure(log: Path, metric: str) -> None:
@@ -32,7 +32,7 @@ def test_a_task_is_done_when_its_last_figure_is_in_the_log(tmp_path: Path) -> No
     history.update()
     for one in (history, EvalHistory(log)):
         assert KEY in one.done
-        assert Key("seal", "t", "other content") not in one.done
+        assert ResultKey("seal", "t", "other content") not in one.done
         assert (one.saved, one.ended, one.seconds) == ({4}, "finished", {"t": 1.5})
 
 
@@ -53,7 +53,7 @@ def test_a_failed_task_counts_as_done_and_is_not_said_again(tmp_path: Path) -> N
     events.append(log, "incident", kind="eval", what="it broke", task="t", checkpoint="seal", content="hash")
     history = EvalHistory(log)
     assert KEY in history.done
-    assert "it broke" in history.said
+    assert "it broke" in history.notes
 
 
 def test_a_log_that_is_not_there_says_nothing(tmp_path: Path) -> None:

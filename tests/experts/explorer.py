@@ -10,7 +10,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from espalier.mechanisms.expert_parallel.flashmoe.protocol import Pass, Task
+from espalier.mechanisms.expert_parallel.flashmoe.protocol import TilePass, TileTask
 
 HEADER, REFS, WEIGHTS, ROWS = "header", "references", "weights", "rows"
 
@@ -30,7 +30,7 @@ class Wrong(Exception):
 class Rules:
     """How ranks behave; mutants change one of them."""
 
-    kind: type[Pass] = Pass
+    kind: type[TilePass] = TilePass
     says_nothing: bool = True
     """A header goes to a rank for which there is no token, too."""
     keeps_order: bool = True
@@ -42,7 +42,7 @@ class Rank:
     """One rank. Has state: its pass, what it waits for (as calls of `Transport.expect`), and what it has."""
 
     number: int = -1
-    now: Pass | None = None
+    now: TilePass | None = None
     expected: dict[tuple[int, str], deque] = field(default_factory=dict)
     got: set = field(default_factory=set)
     ran: list = field(default_factory=list)
@@ -111,7 +111,7 @@ class World:
                 if fresh:
                     self.send(me, peer, f"{ROWS} {number}")
             for number in range(len(cell.fresh)):
-                self.expect(me, peer, f"answer {number}", ("answered", Task(peer, number)))
+                self.expect(me, peer, f"answer {number}", ("answered", TileTask(peer, number)))
             if not forward:
                 if coming.fresh:
                     self.expect(me, peer, WEIGHTS, ("referred", peer))
@@ -129,7 +129,7 @@ class World:
     def expect_rows(self, me, peer, cell):
         for number, fresh in enumerate(cell.fresh):
             if fresh:
-                self.expect(me, peer, f"{ROWS} {number}", ("arrived", Task(peer, number)))
+                self.expect(me, peer, f"{ROWS} {number}", ("arrived", TileTask(peer, number)))
 
     # --- steps ---
 
@@ -176,7 +176,7 @@ class World:
         if task.source != me:
             cell = self.cells[task.source][me]
             needed = {
-                ("arrived", Task(task.source, number))
+                ("arrived", TileTask(task.source, number))
                 for number, fresh in enumerate(cell.fresh[: task.number + 1])
                 if fresh and (number == task.number or cell.references)
             }

@@ -16,8 +16,8 @@ from torch import nn
 
 from espalier.mechanisms.expert_parallel.alltoall import AllToAll
 from espalier.mechanisms.expert_parallel.flashmoe import FlashMoE, shared_memory
-from espalier.mechanisms.expert_parallel.flashmoe.shared_memory import SharedMemory, neighbours
-from espalier.mechanisms.expert_parallel.flashmoe.transport import Messages, row_codec
+from espalier.mechanisms.expert_parallel.flashmoe.shared_memory import SharedMemoryTransport, neighbours
+from espalier.mechanisms.expert_parallel.flashmoe.transport import PeerMessages, row_codec
 from espalier.mechanisms.expert_parallel.mechanism import LoadMeter
 from espalier.parallel.expert_map import ExpertMap, spread_evenly
 from espalier.parallel.local_experts import local
@@ -88,7 +88,7 @@ def check(kind, held, rows, feeds, run=ranks, within=1e-12):
 
 def by_messages(channel, held):
     """Without shared memory, as between machines."""
-    return FlashMoE(channel, held, Messages(channel))
+    return FlashMoE(channel, held, PeerMessages(channel))
 
 
 @pytest.mark.parametrize("kind", [AllToAll, FlashMoE, by_messages])
@@ -126,11 +126,11 @@ class Shuffling:
         return self.kept.pop(self.random.randrange(len(self.kept)))
 
 
-class ShuffledMessages(Shuffling, Messages):
+class ShuffledMessages(Shuffling, PeerMessages):
     pass
 
 
-class ShuffledMemory(Shuffling, SharedMemory):
+class ShuffledMemory(Shuffling, SharedMemoryTransport):
     pass
 
 
@@ -325,7 +325,7 @@ def test_processes_of_one_machine_share_memory_and_keep_no_more_than_a_pass_need
             found = gradients(route, row, own)
             channel.barrier().wait()
             kept.append(sum(len(chunks) for chunks in links._chunks.values()))
-        plain = gradients(FlashMoE(channel, held, Messages(channel), at_once=True), row, own)
+        plain = gradients(FlashMoE(channel, held, PeerMessages(channel), at_once=True), row, own)
         sent = channel.ledger.bytes[("experts", "shared memory")] / 20
         return sorted(links.near), kept, found, plain, sent, channel.ledger.bytes[("experts", "send")]
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from espalier.mechanisms.expert_parallel.flashmoe.protocol import Pass
+from espalier.mechanisms.expert_parallel.flashmoe.protocol import TilePass
 
 from .explorer import Cell, Rules, Wrong, explore, walk
 
@@ -39,14 +39,14 @@ def test_random_interleavings_of_larger_layers_are_right():
         walk([[cell() for _ in range(ranks)] for _ in range(ranks)], 5, seed)
 
 
-class EarlyRows(Pass):
+class EarlyRows(TilePass):
     """A signal before its data: tiles run as soon as they are announced."""
 
     def heard(self, source, fresh, references):
         super().heard(source, [False] * len(fresh), references)
 
 
-class EarlyReferences(Pass):
+class EarlyReferences(TilePass):
     """References are not waited for."""
 
     def heard(self, source, fresh, references):
@@ -56,7 +56,7 @@ class EarlyReferences(Pass):
         pass
 
 
-class AnyOrder(Pass):
+class AnyOrder(TilePass):
     """A tile does not wait for those before it, to whose rows it may refer."""
 
     def arrived(self, task):
@@ -68,7 +68,7 @@ class AnyOrder(Pass):
             self._ready.append(coming.popleft()[0])
 
 
-class Overlapping(Pass):
+class Overlapping(TilePass):
     """The next pass begins while answers of this one are under way."""
 
     @property
@@ -76,7 +76,7 @@ class Overlapping(Pass):
         return not (self.unheard or self._running)
 
 
-class Losing(Pass):
+class Losing(TilePass):
     """A pass ends once this rank has its own answers, whether others wait for theirs or not."""
 
     @property
@@ -84,7 +84,7 @@ class Losing(Pass):
         return not (self.unheard or self.unanswered)
 
 
-class Deaf(Pass):
+class Deaf(TilePass):
     """A pass ends without having heard of every source."""
 
     @property
@@ -92,7 +92,7 @@ class Deaf(Pass):
         return not (self.unanswered or self._running)
 
 
-class Counting(Pass):
+class Counting(TilePass):
     """A tile that was run is not counted off."""
 
     def ran(self):

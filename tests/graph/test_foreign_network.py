@@ -218,7 +218,7 @@ def test_statistics_of_batch_normalization_have_the_range_and_digits_of_float32(
     rows = (20 + 10 * torch.randn(70_000, 3, generator=random)).to(dtype)
     ours = nn.BatchNorm1d(3, dtype=torch.promote_types(dtype, torch.float32))
     theirs = nn.BatchNorm1d(3, dtype=torch.float64)
-    messages = foreign_network.Messages()
+    messages = foreign_network.ForeignMessages()
     messages.halo = SimpleNamespace(owned=range(len(rows)), group=None)
     found = foreign_network._normalized(messages, ours, ours.forward, rows)
     assert found.dtype == dtype

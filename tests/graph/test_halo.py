@@ -22,7 +22,7 @@ from espalier.graph.subgraphs import View
 from espalier.parallel.workload import to_device
 from espalier.recipe.errors import UserError
 from espalier.sparse.partition import by_metis, by_sweeps, clusters, installed
-from espalier.sparse.rcmpp.pattern import Pattern
+from espalier.sparse.rcmpp.pattern import SparsityPattern
 from espalier.testing import forks, ranks
 
 NODES, WIDTH, CLASSES = 67, 12, 5
@@ -56,7 +56,7 @@ def parts_of(kind: str, world: int) -> np.ndarray:
             return np.minimum(np.searchsorted([2, 9, 20], at, side="right"), world - 1)
         case "metis" | "sweeps":
             graph = graph_of()
-            return (by_metis if kind == "metis" else by_sweeps)(Pattern.of(graph.indptr, graph.indices), world)
+            return (by_metis if kind == "metis" else by_sweeps)(SparsityPattern.of(graph.indptr, graph.indices), world)
         case "isolated":  # the last rank has only nodes without an edge, and no boundary
             return np.where(at < NODES - 7, at % (world - 1), world - 1)
         case _:  # "empty": only the first rank has nodes

@@ -5,7 +5,7 @@ import ctypes
 import pytest
 
 from espalier.machine import malloc_trim
-from espalier.machine.peak_memory import held
+from espalier.machine.peak_memory import bytes_held
 
 SIZE, COUNT = 2**16, 512
 
@@ -23,9 +23,9 @@ def test_pages_between_what_is_held_are_given_back():
             ctypes.memset(piece, 1, SIZE)
         for piece in pieces[::2]:
             library.free(piece)
-        before = held()
+        before = bytes_held()
         malloc_trim.give_back()
-        assert before - held() >= 0.8 * SIZE * COUNT / 2
+        assert before - bytes_held() >= 0.8 * SIZE * COUNT / 2
         assert all(ctypes.string_at(piece, SIZE) == b"\1" * SIZE for piece in pieces[1::2])
     finally:
         for piece in pieces[1::2]:

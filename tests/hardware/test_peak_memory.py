@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from espalier.machine import peak_memory as peak_memory_module
-from espalier.machine.peak_memory import held, memory_of, peak_memory
+from espalier.machine.peak_memory import bytes_held, memory_of, peak_memory
 
 MIB = 2**20
 CPU = torch.device("cpu")
@@ -55,12 +55,12 @@ def test_reading_a_mapped_file_adds_nothing_to_memory(corpus):
 def test_pages_of_its_own_and_shared_ones_count(shared):
     def life():
         flags = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE
-        before = peak_memory(CPU), held()
+        before = peak_memory(CPU), bytes_held()
         with mmap.mmap(-1, 96 * MIB, flags=flags | mmap.MAP_ANONYMOUS) as pages:
             pages.write(b"x" * len(pages))
-            yield held() - before[1]
+            yield bytes_held() - before[1]
             peak_memory(CPU)
-        yield held() - before[1]
+        yield bytes_held() - before[1]
         yield peak_memory(CPU) - before[0]
 
     during, after, most = in_fork(life)

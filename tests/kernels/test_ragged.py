@@ -33,7 +33,7 @@ def test_it_equals_a_list_of_rows(lengths: list[int], data: st.DataObject) -> No
     assert listed(ragged.reversed()) == [row.flip(0).flatten().tolist() for row in rows]
     keep = torch.tensor(data.draw(st.lists(st.booleans(), min_size=sum(lengths), max_size=sum(lengths))), dtype=bool)
     chosen = zip(rows, keep.split(lengths), strict=True)
-    assert listed(ragged.kept(keep)) == [row[mask].flatten().tolist() for row, mask in chosen]
+    assert listed(ragged.selected(keep)) == [row[mask].flatten().tolist() for row, mask in chosen]
     start = data.draw(st.integers(0, len(lengths)))
     assert listed(ragged.rows(start, len(lengths))) == [row.flatten().tolist() for row in rows[start:]]
 

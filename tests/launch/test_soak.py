@@ -7,7 +7,7 @@ import pytest
 import torch
 from struck import Struck, recipe_of
 
-from espalier.machine.peak_memory import held
+from espalier.machine.peak_memory import bytes_held
 from espalier.train import trainer
 
 STEPS, WARM = 8_000, 1_000
@@ -25,7 +25,7 @@ def memory_of(device: torch.device) -> dict[str, int]:
     library = ctypes.CDLL(None)
     library.mallinfo2.restype = Heap
     heap = library.mallinfo2()
-    return {"memory": held(), "used": heap.uordblks + heap.hblkhd}
+    return {"memory": bytes_held(), "used": heap.uordblks + heap.hblkhd}
 
 
 @pytest.mark.soak

@@ -16,7 +16,7 @@ from espalier.radiance.rays import Rays
 from espalier.radiance.workload import psnr
 from espalier.recipe.cost import VALUE_BYTES
 from espalier.recipe.errors import UserError
-from espalier.tasks import Multitask, answers
+from espalier.tasks import MultitaskModel, answers
 from espalier.tasks.sources import SceneRays
 from espalier.tasks.workload import MultitaskWorkload
 from espalier.train import workload_registry
@@ -76,7 +76,7 @@ def test_a_field_is_trained_in_single_precision_by_itself() -> None:
 def test_a_task_of_rays_has_the_loss_of_a_scene(workload: MultitaskWorkload) -> None:
     """That of DVGO's fine stage: the colours' error, the entropy of what passes, and single samples'."""
     model = workload.build(torch.device("cpu"), torch.float64)
-    assert isinstance(model, Multitask)
+    assert isinstance(model, MultitaskModel)
     tagged = workload.batches(0, Shard(0, 1, 1))[0]
     loss, weight = workload.loss(model, tagged)
     rays, true = tagged.batch["rays"].double(), tagged.batch["colour"].double()

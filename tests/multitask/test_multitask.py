@@ -18,7 +18,7 @@ from espalier.parallel.workload import Shard
 from espalier.plan import base as plans
 from espalier.recipe import recipe_file
 from espalier.recipe.errors import Interrupted, UserError
-from espalier.tasks import Multitask, answers, sources
+from espalier.tasks import MultitaskModel, answers, sources
 from espalier.tasks.workload import MultitaskWorkload
 from espalier.train import rank_spec as launch
 from espalier.train import run_folder as runs
@@ -106,7 +106,7 @@ def test_samples_of_a_step_are_a_pure_function_of_it(workload: MultitaskWorkload
 def test_every_parameter_belongs_to_one_part_that_ranks_can_run_alone(workload: MultitaskWorkload) -> None:
     """Blocks run one by one, with parts between them, give what the model gives."""
     model = workload.build(torch.device("cpu"), torch.float64)
-    assert isinstance(model, Multitask)
+    assert isinstance(model, MultitaskModel)
     assert set(model.owners()) == {name for name, _ in model.named_parameters()}
     for tagged in workload.batches(0, Shard(0, 1, 1)):
         fields = {n: v.double() if v.is_floating_point() else v for n, v in tagged.batch.items()}
@@ -125,7 +125,7 @@ def test_a_tower_may_take_another_ones_outputs() -> None:
     changes = {"text_takes": ["image"], "write_data": "tiny_tasks:pictures"}
     workload = workload_registry.open_workload(tiny_tasks.resolved(**changes))
     model = workload.build(torch.device("cpu"), torch.float64)
-    assert isinstance(model, Multitask)
+    assert isinstance(model, MultitaskModel)
     assert [node.name for node in model.nodes(1)] == ["image", "text", "head"]
     tagged = workload.batches(0, Shard(0, 1, 1))[1]
     fields = {**tagged.batch, "image": tagged.batch["image"].double().requires_grad_()}
@@ -216,7 +216,7 @@ def test_windows_of_text_and_neighbours_of_nodes_are_samples(tmp_path: Path) -> 
 def test_answers_are_those_that_a_validation_counts(workload: MultitaskWorkload) -> None:
     """Of every held-out sample; a text goes on with the byte that the head scores highest; what is no task is told."""
     model = workload.build(torch.device("cpu"), torch.float32)
-    assert isinstance(model, Multitask)
+    assert isinstance(model, MultitaskModel)
     assert workload.parts.tasks is not None
     counts = {name: length(task.held_out) for name, task in workload.parts.tasks.items()}
     rows = [answered(workload, model, f"sort {number}")["answers"][0] for number in range(counts["sort"])]

@@ -25,7 +25,7 @@ def scan_plain(text: bytes) -> Scanned:
     late = tuple(loss for loss in losses if ends[loss.number - 1] >= len(text) - scan.LOSSES)
     texts = {number: scan.text_of(scan.cut(lines[number - 1])) for number in sorted(kept)}
     mattered = sum(map(keywords.matters, shapes))
-    return Scanned("", texts, len(lines), len(text), mattered, late, _not_finite(losses), tuple(templates.found))
+    return Scanned("", texts, len(lines), len(text), mattered, late, _not_finite(losses), tuple(templates.entries))
 
 
 def _both_ends(line: bytes) -> bytes:
@@ -57,9 +57,9 @@ def _kept(lines: list[bytes], shapes: list[bytes]) -> tuple[set[int], Templates]
 
 def _early(template: Template, number: int) -> bool:
     """Whether the line of this number is among the first of a burst of a template."""
-    template.kept = 1 if number - template.last > scan.BURST else template.kept + 1
+    template.lines_kept = 1 if number - template.last > scan.BURST else template.lines_kept + 1
     template.last = number
-    return template.kept <= scan.FIRST
+    return template.lines_kept <= scan.FIRST
 
 
 def _not_finite(losses: list[Loss]) -> Loss | None:

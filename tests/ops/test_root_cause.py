@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from espalier.ops import root_cause
 from espalier.ops.log_scan import line_labels
 from espalier.ops.log_scan.scan import Loss
-from espalier.ops.rules import own
+from espalier.ops.rules import built_in_rules
 
 
 def chosen(text, losses=(), ranks=1):
     parsed = line_labels.parse(dict(enumerate(text.split("\n"), 1)))
-    return root_cause.choose(root_cause.findings(parsed, own()), losses, ranks)
+    return root_cause.choose(root_cause.findings(parsed, built_in_rules()), losses, ranks)
 
 
 ROOT = "[rank3]: KeyError: 'k'"
@@ -86,7 +86,7 @@ def test_chains_of_interleaved_ranks_are_kept_apart():
         for pair in zip([f"[rank0]: {a}" for a in one], [f"[rank1]: {b}" for b in other], strict=True)
         for text in pair
     ]
-    found = root_cause.findings(line_labels.parse(dict(enumerate(mixed, 1))), own())
+    found = root_cause.findings(line_labels.parse(dict(enumerate(mixed, 1))), built_in_rules())
     chains = {one.rank: {other.chain for other in found if other.rank == one.rank} for one in found}
     assert all(len(chain) == 1 and -1 not in chain for chain in chains.values())
     assert chains[0] != chains[1]

@@ -17,18 +17,18 @@ HEALTHY, ALARMING = (
 
 
 def test_the_products_rules_name_every_reason_once_at_least():
-    told = {rule.reason for rule in rules.own()}
+    told = {rule.reason for rule in rules.built_in_rules()}
     assert set(REASONS) <= told | {"Unknown", "Hang"}  # a hang is what a supervisor saw, not what a log says
-    assert len({rule.id for rule in rules.own()}) == len(rules.own())
+    assert len({rule.id for rule in rules.built_in_rules()}) == len(rules.built_in_rules())
 
 
 def test_rules_refer_to_rules_that_there_are():
-    names = {rule.id for rule in rules.own()}
-    assert all(other in names for rule in rules.own() for other in rule.after)
+    names = {rule.id for rule in rules.built_in_rules()}
+    assert all(other in names for rule in rules.built_in_rules() for other in rule.after)
 
 
 def matched(line):
-    found = rules.book(rules.own()).first(line)
+    found = rules.book(rules.built_in_rules()).first(line)
     return found and found[0]
 
 
@@ -69,14 +69,16 @@ def test_looking_for_those_texts_first_changes_nothing():
         *(Path(__file__).parent / "said.txt").read_text().splitlines(),
     ]
     for line in lines:
-        for rule in rules.own():
+        for rule in rules.built_in_rules():
             plain = next((found for one in rule.patterns if (found := rules.compiled(one).search(line))), None)
             if rule.excuses(line):
                 plain = None
             fast = rules.book((rule,)).first(line)
             assert (fast and fast[1].group()) == (plain and plain.group())
-        asked = next(((rule, found[1]) for rule in rules.own() if (found := rules.book((rule,)).first(line))), None)
-        first = rules.book(rules.own()).first(line)
+        asked = next(
+            ((rule, found[1]) for rule in rules.built_in_rules() if (found := rules.book((rule,)).first(line))), None
+        )
+        first = rules.book(rules.built_in_rules()).first(line)
         assert (first and (first[0], first[1].span())) == (asked and (asked[0], asked[1].span()))
 
 
@@ -93,8 +95,8 @@ def test_a_users_rules_are_asked_first(tmp_path):
     found = rules.with_users(write(tmp_path, GOOD))
     assert found[0].id == "ours"
     assert found[0].action == "retry"
-    assert found[1:] == rules.own()
-    assert rules.with_users(None) == rules.own()
+    assert found[1:] == rules.built_in_rules()
+    assert rules.with_users(None) == rules.built_in_rules()
 
 
 @pytest.mark.parametrize(

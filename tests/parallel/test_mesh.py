@@ -13,18 +13,28 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.parallel.mesh import AXES, DATA, REPLICA, SEQUENCE, Coordinates, Degrees, ProcessMesh, of_plan, regular
+from espalier.parallel.mesh import (
+    AXES,
+    DATA,
+    REPLICA,
+    SEQUENCE,
+    Coordinates,
+    ParallelDegrees,
+    ProcessMesh,
+    of_plan,
+    regular,
+)
 from espalier.plan.axes import placement as shards
 from espalier.plan.base import Outer, Plan, Rank, Stage
 from espalier.recipe.errors import UserError
 from espalier.testing import ranks
 
-degrees = st.builds(Degrees, *(st.integers(1, 3) for _ in AXES)).filter(lambda one: prod(one) <= 96)
+degrees = st.builds(ParallelDegrees, *(st.integers(1, 3) for _ in AXES)).filter(lambda one: prod(one) <= 96)
 axes = st.lists(st.sampled_from(AXES), unique=True)
 
 
 @given(degrees)
-def test_coordinates_and_ranks_name_each_other(sizes: Degrees) -> None:
+def test_coordinates_and_ranks_name_each_other(sizes: ParallelDegrees) -> None:
     mesh = regular(sizes)
     assert len(set(mesh.coordinates.values())) == len(mesh.coordinates) == prod(sizes)
     for rank, place in mesh.coordinates.items():
@@ -36,7 +46,7 @@ def test_coordinates_and_ranks_name_each_other(sizes: Degrees) -> None:
 
 @given(degrees, axes)
 def test_groups_partition_the_trainers_and_hold_who_differs_in_their_axes_only(
-    sizes: Degrees, along: list[str]
+    sizes: ParallelDegrees, along: list[str]
 ) -> None:
     mesh = regular(sizes)
     groups = mesh.groups(*along)
@@ -49,7 +59,7 @@ def test_groups_partition_the_trainers_and_hold_who_differs_in_their_axes_only(
 
 
 @given(degrees)
-def test_ranks_with_the_same_parameters_differ_in_their_data_only(sizes: Degrees) -> None:
+def test_ranks_with_the_same_parameters_differ_in_their_data_only(sizes: ParallelDegrees) -> None:
     mesh = regular(sizes)
     for rank, place in mesh.coordinates.items():
         same = mesh.same_parameters(rank)
@@ -63,14 +73,14 @@ def test_ranks_with_the_same_parameters_differ_in_their_data_only(sizes: Degrees
 
 
 @given(degrees)
-def test_each_part_of_the_data_is_counted_once(sizes: Degrees) -> None:
+def test_each_part_of_the_data_is_counted_once(sizes: ParallelDegrees) -> None:
     mesh = regular(sizes)
     counted = [(mesh.data_part(rank), mesh.sequence_part(rank)) for rank in mesh.trainers if mesh.counts(rank)]
     assert len(counted) == len(set(counted)) == sizes.replica * sizes.dp * sizes.cp_out * sizes.cp_in * sizes.hp
 
 
 @given(degrees, st.integers(1, 12))
-def test_expert_groups_divide_the_ranks_with_the_same_parameters(sizes: Degrees, experts: int) -> None:
+def test_expert_groups_divide_the_ranks_with_the_same_parameters(sizes: ParallelDegrees, experts: int) -> None:
     same = sizes.dp * sizes.cp_out * sizes.cp_in * sizes.hp
     if same % experts:
         with pytest.raises(UserError, match=f"ep = {experts} does not divide"):
@@ -89,12 +99,12 @@ def test_expert_groups_divide_the_ranks_with_the_same_parameters(sizes: Degrees,
 
 def test_a_degree_below_one_is_refused_by_name() -> None:
     with pytest.raises(UserError, match="tp = 0"):
-        regular(Degrees(tp=0))
+        regular(ParallelDegrees(tp=0))
 
 
 def test_a_thousand_ranks_need_no_process_and_no_second() -> None:
     begun = time.process_time()
-    mesh = regular(Degrees(replica=2, pp=4, dp=8, cp_in=2, tp=8))
+    mesh = regular(ParallelDegrees(replica=2, pp=4, dp=8, cp_in=2, tp=8))
     sizes = {tuple(along): len(mesh.groups(*along)) for along in ([axis] for axis in AXES)}
     assert sizes[("tp",)] == 128
     assert len(mesh.replicas) == 2
@@ -194,7 +204,7 @@ def test_ranks_of_other_roles_have_no_coordinates() -> None:
 
 
 def test_groups_sum_over_their_members_and_are_made_once() -> None:
-    sizes = Degrees(replica=2, dp=2, tp=2)
+    sizes = ParallelDegrees(replica=2, dp=2, tp=2)
 
     def sums(channel: dist.ProcessGroup) -> list[float]:
         here = ProcessMesh(regular(sizes), channel, channel.rank())
@@ -215,5 +225,5 @@ def test_groups_sum_over_their_members_and_are_made_once() -> None:
 
 
 def test_a_rank_alone_has_no_groups() -> None:
-    here = ProcessMesh(regular(Degrees()))
+    here = ProcessMesh(regular(ParallelDegrees()))
     assert (here.replica, here.trainers, here.same_parameters) == (None, None, None)

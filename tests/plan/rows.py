@@ -16,7 +16,7 @@ from espalier.plan.calibration import Batch, Measurement
 from espalier.plan.calibration_factors import PLAIN, CostFactors
 from espalier.plan.layouts import Layouts
 from espalier.plan.reference_models import ReferenceDecoder
-from espalier.recipe.decoder_shapes import Sizes
+from espalier.recipe.decoder_shapes import DecoderSizes
 
 HEAD = "gpus,global_batch,micro_batch,hidden,heads,layers,seq,tp,dp,pp,iter_ms"
 LINE = "8,32,2,2048,16,24,1024,2,2,2,900.5"
@@ -47,8 +47,8 @@ def table(folder: Path, *body: str, head: str = HEAD) -> Path:
     return path
 
 
-def sizes(width: int, layers: int, heads: int = 16) -> Sizes:
-    return Sizes(
+def sizes(width: int, layers: int, heads: int = 16) -> DecoderSizes:
+    return DecoderSizes(
         layers=layers, width=width, heads=heads, kv_heads=heads, feed_forward=4 * width, vocabulary=51200, context=2048,
         tied=True, rope_theta=1e4, norm_epsilon=1e-5,
     )  # fmt: skip

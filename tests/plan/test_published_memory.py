@@ -22,11 +22,11 @@ from espalier.plan.layout_estimate import Priced, price
 from espalier.plan.layouts import Layouts
 from espalier.plan.reference_models import FOREACH, LOSSES, ReferenceDecoder
 from espalier.recipe.cost import Cut
-from espalier.recipe.decoder_shapes import Sizes
+from espalier.recipe.decoder_shapes import DecoderSizes
 
 
-def llama(layers: int, width: int, heads: int, feed_forward: int) -> Sizes:
-    return Sizes(
+def llama(layers: int, width: int, heads: int, feed_forward: int) -> DecoderSizes:
+    return DecoderSizes(
         layers=layers, width=width, heads=heads, kv_heads=8, feed_forward=feed_forward, vocabulary=128256,
         context=8192, tied=False, rope_theta=5e5, norm_epsilon=1e-5,
     )  # fmt: skip
@@ -35,7 +35,7 @@ def llama(layers: int, width: int, heads: int, feed_forward: int) -> Sizes:
 SMALL, MIDDLE, LARGE = llama(32, 4096, 32, 14336), llama(80, 8192, 64, 28672), llama(126, 16384, 128, 53248)
 
 # model, GPUs, samples of a step, tokens of one, recompute, micro-batch, FSDP and other degrees, GiB reserved
-TORCHTITAN: list[tuple[Sizes, int, int, int, str, int, dict[str, Any], float]] = [
+TORCHTITAN: list[tuple[DecoderSizes, int, int, int, str, int, dict[str, Any], float]] = [
     (SMALL, 8, 16, 8192, "selective", 2, {"dp": 8}, 82.4),
     (SMALL, 128, 256, 8192, "selective", 2, {"dp": 128}, 67.0),
     (SMALL, 8, 8, 32768, "block", 1, {"dp": 8}, 83.9),
@@ -48,7 +48,7 @@ TORCHTITAN: list[tuple[Sizes, int, int, int, str, int, dict[str, Any], float]] =
 ]
 
 
-def priced(row: tuple[Sizes, int, int, int, str, int, dict[str, Any], float]) -> Priced:
+def priced(row: tuple[DecoderSizes, int, int, int, str, int, dict[str, Any], float]) -> Priced:
     size, ranks, samples, sequence, recompute, micro_batch, degrees, _ = row
     request = ReferenceDecoder(size, sequence, loss="plain").request(samples, "bf16", temporaries=0.0)
     shards = degrees["dp"] * degrees.get("cp", 1)

@@ -25,7 +25,7 @@ from espalier.plan.layouts import Layouts, chains
 from espalier.plan.reference_models import ReferenceDecoder
 from espalier.plan.request import Request
 from espalier.recipe.cost import Cut
-from espalier.recipe.decoder_shapes import Sizes
+from espalier.recipe.decoder_shapes import DecoderSizes
 
 # --- Megatron-LM on Selene ---------------------------------------------------------------------------------------
 
@@ -48,7 +48,7 @@ SEQUENCE, VOCABULARY = 2048, 51200
 
 def gpt(heads: int, width: int, layers: int, sequence_parallel: bool = False) -> ReferenceDecoder:
     """Megatron-LM's GPT of that time: two matrices in the feed-forward, attention that writes its scores."""
-    size = Sizes(
+    size = DecoderSizes(
         layers=layers, width=width, heads=heads, kv_heads=heads, feed_forward=4 * width, vocabulary=VOCABULARY,
         context=SEQUENCE, tied=True, rope_theta=1e4, norm_epsilon=1e-5,
     )  # fmt: skip
@@ -146,7 +146,7 @@ TIES = 1 + search.TIE  # plans that near are equal: the fewest moving parts win
 def internlm(ranks: int, refresh: str = "broadcast") -> Request:
     """Buckets of 512 Mi gradients of 2 bytes. Tensors that owners can divide: in each block five matrices, with which
     norms and biases go; embedding and head."""
-    size = Sizes(
+    size = DecoderSizes(
         layers=32, width=4096, heads=32, kv_heads=32, feed_forward=11008, vocabulary=103168, context=2048, tied=False,
         rope_theta=1e4, norm_epsilon=1e-5,
     )  # fmt: skip

@@ -13,10 +13,10 @@ from functools import cache
 import numpy as np
 import pytest
 
-from espalier.mechanisms.task_waves.metaops import Curve, MetaOp, fit, spans
+from espalier.mechanisms.task_waves.metaops import MetaOp, TimeCurve, fit, spans
 from espalier.mechanisms.task_waves.spindle import Method, WavePlan, simulate
-from espalier.mechanisms.task_waves.wave_placement import Devices, Links, exchange
-from espalier.mechanisms.task_waves.wave_solver import Slice, allocate, solve_program
+from espalier.mechanisms.task_waves.wave_placement import DeviceLinks, Devices, exchange
+from espalier.mechanisms.task_waves.wave_solver import MetaOpSlice, allocate, solve_program
 from espalier.plan import waves
 from espalier.recipe.errors import UserError
 
@@ -170,7 +170,7 @@ def test_thirty_metaops_on_64_devices_are_planned_within_a_fifth_of_a_second() -
 
 
 def test_a_curve_goes_through_its_points_and_never_rises() -> None:
-    curve = Curve({1: 4.0, 2: 2.5, 4: 2.5, 8: 1.0})
+    curve = TimeCurve({1: 4.0, 2: 2.5, 4: 2.5, 8: 1.0})
     assert curve.sizes == (1, 2, 8)
     assert [curve(n) for n in (1, 2, 8, 16)] == [4.0, 2.5, 1.0, 1.0]
     assert curve(0.5) == 8.0
@@ -186,11 +186,11 @@ def test_a_curve_goes_through_its_points_and_never_rises() -> None:
 def test_samples_that_move_are_counted_once() -> None:
     devices = Devices((0, 0, 1, 1), inside=1.0, between=10.0)
     for groups, seconds in ((((0, 1), (0, 1)), 0), (((0, 1), (0,)), 4), (((0,), (0, 2)), 40), (((0, 1), (1, 0)), 4)):
-        assert Links(devices).moved(8.0, groups, 1.0) == 1.0 + seconds
+        assert DeviceLinks(devices).moved(8.0, groups, 1.0) == 1.0 + seconds
 
 
 def test_messages_of_a_device_follow_one_another() -> None:
-    links = Links(Devices((0, 1, 2), inside=1.0, between=10.0))
+    links = DeviceLinks(Devices((0, 1, 2), inside=1.0, between=10.0))
     assert links.moved(2.0, ((0,), (1,)), 5.0) == 25.0
     assert links.moved(2.0, ((0,), (2,)), 5.0) == 45.0
     assert links.moved(2.0, ((1,), (2,)), 5.0) == 65.0
@@ -200,7 +200,7 @@ def test_messages_of_a_device_follow_one_another() -> None:
 def test_backward_passes_wait_for_the_gradients_that_come_back() -> None:
     """x on device 0 gives 3 bytes to y on device 1: forward 4, over the link 3, y 2 + 6, back 3, then x's 8."""
     x, y = MetaOp("x", 1, {1: 12.0}, output=3.0, forward=1 / 3), MetaOp("y", 1, {1: 8.0}, ("x",), forward=0.25)
-    planned = [(Slice("x", 0, 1, 1, (0,)),), (Slice("y", 0, 1, 1, (1,)),)]
+    planned = [(MetaOpSlice("x", 0, 1, 1, (0,)),), (MetaOpSlice("y", 0, 1, 1, (1,)),)]
     assert simulate([x, y], planned, Devices((0, 1), between=1.0)) == [(0, 4), (7, 9), (18, 26), (9, 15)]
 
 

@@ -26,10 +26,10 @@ from espalier.plan.layouts import Layouts
 from espalier.plan.reference_models import MIXED, ReferenceDecoder
 from espalier.plan.request import Request
 from espalier.recipe.cost import Cut
-from espalier.recipe.decoder_shapes import Sizes
+from espalier.recipe.decoder_shapes import DecoderSizes
 
 GIB = 2**30
-SIZE = Sizes(
+SIZE = DecoderSizes(
     layers=40, width=5120, heads=40, kv_heads=40, feed_forward=13824, vocabulary=50256, context=131072, tied=False,
     rope_theta=1e4, norm_epsilon=1e-5,
 )  # fmt: skip

@@ -15,7 +15,7 @@ from espalier.kernels import counts
 from espalier.kernels.ragged import Ragged, offsets_of
 from espalier.radiance import spikingnerf
 from espalier.radiance.spikingnerf import LIF, SpikingColours, aligned, lif_scan, lif_scan_padded, lif_scan_ragged
-from espalier.radiance.volume import Samples
+from espalier.radiance.volume import RaySamples
 from espalier.radiance.voxels import ColourNetwork, encoded
 from espalier.recipe import SpikingNerf, Voxels
 
@@ -28,7 +28,7 @@ def rows(channels: int = 13, seed: int = 0, dtype: torch.dtype = torch.float32) 
     return Ragged.of_lengths(values, LENGTHS)
 
 
-def samples(seed: int = 0) -> Samples:
+def samples(seed: int = 0) -> RaySamples:
     """Survivors with gaps between them."""
     drawn = torch.Generator().manual_seed(seed)
     total = int(LENGTHS.sum())
@@ -36,10 +36,10 @@ def samples(seed: int = 0) -> Samples:
     offsets = offsets_of(LENGTHS)
     rays = Ragged(steps, offsets).row_ids()
     numbers = torch.cat([steps[rays == ray].cumsum(0) for ray in range(len(LENGTHS))])
-    return Samples(torch.randn(total, 3, generator=drawn), numbers.float(), numbers, offsets)
+    return RaySamples(torch.randn(total, 3, generator=drawn), numbers.float(), numbers, offsets)
 
 
-def inputs(features: int = 6) -> tuple[torch.Tensor, torch.Tensor, Samples]:
+def inputs(features: int = 6) -> tuple[torch.Tensor, torch.Tensor, RaySamples]:
     drawn = torch.Generator().manual_seed(5)
     found = samples()
     views = torch.nn.functional.normalize(torch.randn(len(LENGTHS), 3, generator=drawn), dim=1)
@@ -219,7 +219,7 @@ def test_flipping_rays_reverses_time(network: SpikingColours) -> None:
     flipped, _ = network(features, views, found)
     network.flip = False
     order = Ragged(found.numbers, found.offsets).reversal()
-    turned = Samples(found.points[order], found.distances[order], found.numbers[order], found.offsets)
+    turned = RaySamples(found.points[order], found.distances[order], found.numbers[order], found.offsets)
     assert torch.equal(flipped, network(features[order], views, turned)[0][order])
     assert torch.equal(order[order], torch.arange(len(order))), "twice is as before"
 
@@ -318,7 +318,7 @@ def test_directions_are_multiplied_once_a_ray_with_the_same_result() -> None:
 
 
 def test_no_survivor_gives_no_colour_and_a_gradient_of_nothing(network: SpikingColours) -> None:
-    none = Samples(
+    none = RaySamples(
         torch.zeros(0, 3), torch.zeros(0), torch.zeros(0, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
     )
     features = torch.zeros(0, 6, requires_grad=True)

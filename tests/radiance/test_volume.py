@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from espalier.kernels.ragged import Ragged, offsets_of
 from espalier.radiance import volume
-from espalier.radiance.volume import Box, March, frame_of
+from espalier.radiance.volume import March, SceneBox, frame_of
 
 
 def rays(count: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -21,7 +21,7 @@ def rays(count: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 def march(step: float = 0.05, share: float = 0.5, **box: float) -> March:
     low, high = torch.tensor([-1.0, -0.8, -0.6]), torch.tensor([0.9, 0.7, 1.0])
     mask = torch.rand(9, 7, 11, generator=torch.Generator().manual_seed(3)) < share
-    return March(Box(low, high, **box).packed, step, mask, frame_of(low, high, mask.shape))
+    return March(SceneBox(low, high, **box).packed, step, mask, frame_of(low, high, mask.shape))
 
 
 def alphas(seed: int, *lengths: int, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:

@@ -34,7 +34,7 @@ def tensors(slots: SequenceSlots, rank: int, dtype: torch.dtype = torch.float32,
 # --- the schedule ----------------------------------------------------------------------------------------------------
 
 
-def of_all(slots: SequenceSlots, bounds: Any, window: int) -> list[tuple[Rings, ring.Schedule]]:
+def of_all(slots: SequenceSlots, bounds: Any, window: int) -> list[tuple[Rings, ring.RingSchedule]]:
     shapes = [Rings(window, slots.context // window, c % window, c // window) for c in range(slots.context)]
     return [(one, schedule(slots, bounds, one)) for one in shapes]
 
@@ -82,7 +82,10 @@ def program(slots: SequenceSlots, bounds: Any, window: int, rank: int, monkeypat
     monkeypatch.setattr(ring.dist, "isend", lambda values, group, group_dst: note("send", group, group_dst, values))
     monkeypatch.setattr(ring.dist, "irecv", lambda values, group, group_src: note("receive", group, group_src, values))
     both = [
-        (ring.Ring(f"{name} inner", rings.inner, window), ring.Ring(f"{name} outer", rings.outer, rings.windows))
+        (
+            ring.RingRanks(f"{name} inner", rings.inner, window),
+            ring.RingRanks(f"{name} outer", rings.outer, rings.windows),
+        )
         for name in ("keys", "gradients")
     ]
     one = ring.DoubleRing(slots, rings, bounds, both[0], both[1])
@@ -200,7 +203,7 @@ def test_attention_runs_once_where_its_output_is_kept() -> None:
 
 def struck(channel: Any, slots: SequenceSlots) -> None:
     """Rank 1 is killed when it has sent its second block."""
-    plain = ring.Ring.exchange
+    plain = ring.RingRanks.exchange
     sends: list[int] = []
 
     def counted(self: Any, *args: Any) -> Any:
@@ -210,7 +213,7 @@ def struck(channel: Any, slots: SequenceSlots) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return found
 
-    ring.Ring.exchange = counted  # type: ignore[method-assign]
+    ring.RingRanks.exchange = counted  # type: ignore[method-assign]
     booked(channel, slots, 2)
 
 

@@ -13,7 +13,7 @@ import torch
 
 from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.cli import prepare
-from espalier.language.decoder_workload import Windows
+from espalier.language.decoder_workload import TokenWindows
 from espalier.language.workload import LanguageWorkload, open_language
 from espalier.launch.ranks import agent
 from espalier.machine import cluster
@@ -260,7 +260,7 @@ def test_packed_documents_equal_documents_one_by_one(short_documents: Path, mode
     for tokens, targets, documents in zip(batch.tokens, batch.targets, batch.where.documents, strict=True):
         for label in documents.unique():
             own = documents == label
-            workload.loss(built, Windows(tokens[None, own], targets[None, own]))[0].backward()
+            workload.loss(built, TokenWindows(tokens[None, own], targets[None, own]))[0].backward()
             apart += 1
     assert apart > 6
     for name, value in built.named_parameters():

@@ -283,7 +283,7 @@ def _values(sharding: Amsp) -> dict[str, Tensor]:
     return {
         slot.name: values[slot.span.start : slot.span.stop].view(slot.shape)
         for flat in sharding.flats
-        for values in [sharding.whole(flat, flat.own)]
+        for values in [sharding.whole(flat, flat.local)]
         for slot in flat.slots
     }
 

@@ -244,7 +244,7 @@ def _booked(channel: Channel) -> Any:
     one_step(sharding, optimizer, 0, (channel.rank(), channel.size()))
     sent = channel.ledger.bytes["gradients", "all_reduce"] - before.get(("gradients", "all_reduce"), 0)
     lengths = [flat.length for flat in sharding.flats]
-    held = sharding.held()["feedback"]
+    held = sharding.bytes_held()["feedback"]
     sharding.detach()
     return sent, lengths, held
 

@@ -156,7 +156,7 @@ def _memory(channel: Channel) -> Any:
 
     def counted(window: Any) -> None:
         inner(window)
-        here = [flat for flat in sharding.flats if flat.here or flat.gathering is not None]
+        here = [flat for flat in sharding.flats if flat.gathered or flat.gathering is not None]
         most[0] = max(most[0], sum(flat not in sharding._windows._root.flats for flat in here))
 
     sharding._windows._enter = counted  # type: ignore[method-assign]

@@ -24,7 +24,7 @@ def _accounts(channel: Channel, how: Spread, accumulate: int) -> Any:
     sharding.settle()
     sent = {kind: count - before.get(kind, 0.0) for kind, count in channel.ledger.by_class().items()}
     states = sum(value.nbytes for value in optimizer.state_dict().values() if value.ndim)
-    return sent, sharding.held(), states
+    return sent, sharding.bytes_held(), states
 
 
 def _division(factors: ShardFactors, nodes: Any) -> Division:

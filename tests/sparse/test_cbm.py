@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from espalier.recipe.errors import UserError
-from espalier.sparse import CBM, CSR, Scale, best_aggregation, best_format, matmul
+from espalier.sparse import CBM, CSR, DiagonalScale, best_aggregation, best_format, matmul
 from espalier.sparse.cbm import build
 from espalier.sparse.cbm.matrix import cbm_matmul, pays
 from espalier.sparse.format_choice import cost
@@ -316,7 +316,7 @@ def test_the_predicted_cost_orders_the_formats_as_their_additions_do() -> None:
 
 def test_a_scale_is_folded_into_the_same_tree() -> None:
     whole, left = cliques(3, 20), torch.rand(60)
-    compressed = CBM.of(whole.scaled(Scale(left, left)), 0)
+    compressed = CBM.of(whole.scaled(DiagonalScale(left, left)), 0)
     assert compressed.transposed.deltas is compressed.deltas
     torch.testing.assert_close(compressed.to_csr().to_dense(), left[:, None] * whole.to_dense() * left)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from espalier.kernels.buffer_pool import LEAST, Buffers
 from espalier.recipe.errors import UserError
-from espalier.sparse import CSR, Scale, attention_aggregate, cbsr_aggregate, csr, matmul, segment_softmax
+from espalier.sparse import CSR, DiagonalScale, attention_aggregate, cbsr_aggregate, csr, matmul, segment_softmax
 from espalier.sparse.attention import graph_attention
 from espalier.sparse.cbsr import scattered, sparse_rows
 from espalier.sparse.csr import csr_matmul
@@ -92,7 +92,7 @@ BAD: dict[str, Callable[[], Any]] = {
     "normalised('symmetric') needs a square": lambda: CSR.of([0, 1], [0], (1, 3)).normalised("symmetric"),
     "is not known": lambda: CSR.of([0, 1], [0], (1, 1)).normalised("rows"),
     "has weights already": lambda: CSR.of([0, 1], [0], (1, 1), [2.0]).normalised("row"),
-    "A diagonal": lambda: CSR.of([0, 1], [0], (1, 3)).scaled(Scale(None, torch.ones(2))),
+    "A diagonal": lambda: CSR.of([0, 1], [0], (1, 3)).scaled(DiagonalScale(None, torch.ones(2))),
     "shape is 3": lambda: CSR.from_edges([[0], [1]], 3),  # type: ignore[arg-type]
     "x is ndarray": lambda: matmul(CSR.of([0, 1], [0], (1, 1)), np.ones((1, 2))),  # type: ignore[arg-type]
     "shape is (-1, 3)": lambda: CSR.of([0], [], (-1, 3)),

@@ -14,7 +14,7 @@ from espalier.recipe.errors import UserError
 from espalier.sparse.order_choice import PURPOSES, order
 from espalier.sparse.partition import by_metis, by_sweeps, clusters, crossing, cut, symmetric
 from espalier.sparse.rcmpp.cuthill_mckee import trace
-from espalier.sparse.rcmpp.pattern import Pattern
+from espalier.sparse.rcmpp.pattern import SparsityPattern
 from espalier.sparse.rcmpp.pattern_passes import touched
 
 
@@ -95,7 +95,7 @@ def test_every_way_to_give_a_graph_gives_the_same_order() -> None:
 )
 def test_what_is_touched_is_counted_as_sets_count(edges: Any, window: int, page: int, seed: int) -> None:
     rows, columns = np.array(sorted(edges), np.int64).reshape(-1, 2).T
-    pattern = Pattern.of(np.searchsorted(rows, np.arange(26)), columns)
+    pattern = SparsityPattern.of(np.searchsorted(rows, np.arange(26)), columns)
     old = np.random.default_rng(seed).permutation(25).astype(np.uint32)
     new = np.argsort(old).astype(np.uint32)
     found = touched(pattern.indptr, pattern.indices, old, new, window, page)
@@ -108,7 +108,7 @@ def test_parts_are_even_and_cut_less_than_pieces_of_an_order(divide: Any, parts:
     if divide is by_metis:
         pytest.importorskip("pymetis")
     matrix = communities(7, 100, 8, 0.05)
-    pattern = Pattern.of(matrix.indptr, matrix.indices)
+    pattern = SparsityPattern.of(matrix.indptr, matrix.indices)
     labels = divide(pattern, parts)
     pieces = np.empty(700, np.int32)
     pieces[trace(pattern).permutation] = np.arange(700) * parts // 700
@@ -138,7 +138,7 @@ def test_metis_cuts_less_than_sweeps_and_the_less_volume_of_its_two_objectives_c
     pytest.importorskip("pymetis")
     for seed in range(4):
         matrix = communities(8, 80, 6, 0.2, seed)
-        pattern = Pattern.of(matrix.indptr, matrix.indices)
+        pattern = SparsityPattern.of(matrix.indptr, matrix.indices)
         both = symmetric(pattern)
         few, edges = by_metis(pattern, 6), by_metis(pattern, 6, volume=False)
         assert crossing(both, few) <= crossing(both, edges)
@@ -147,7 +147,7 @@ def test_metis_cuts_less_than_sweeps_and_the_less_volume_of_its_two_objectives_c
 
 def test_rows_that_cross_are_counted_as_sets_count() -> None:
     matrix = communities(5, 20, 4, 0.3)
-    both = symmetric(Pattern.of(matrix.indptr, matrix.indices))
+    both = symmetric(SparsityPattern.of(matrix.indptr, matrix.indices))
     labels = np.random.default_rng(0).integers(0, 4, 100)
     rows, columns = both.nonzero()
     pairs = zip(rows.tolist(), columns.tolist(), strict=True)
@@ -158,7 +158,7 @@ def test_rows_that_cross_are_counted_as_sets_count() -> None:
 def test_parts_of_odd_numbers() -> None:
     matrix = mesh(6)
     assert set(clusters(matrix.indptr, matrix.indices, 1).tolist()) == {0}
-    assert len(by_sweeps(Pattern.of(matrix.indptr, matrix.indices), 36)) == 36
+    assert len(by_sweeps(SparsityPattern.of(matrix.indptr, matrix.indices), 36)) == 36
     for wrong in (0, 37, True, 2.0):
         with pytest.raises(UserError, match="parts="):
             clusters(matrix.indptr, matrix.indices, wrong)  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from scipy.sparse.csgraph import connected_components, reverse_cuthill_mckee
 from espalier.recipe.errors import UserError
 from espalier.sparse.rcmpp import FINDERS, bandwidth, profile, rcmpp
 from espalier.sparse.rcmpp.cuthill_mckee import trace, trials
-from espalier.sparse.rcmpp.pattern import Pattern
+from espalier.sparse.rcmpp.pattern import SparsityPattern
 
 
 def pattern(edges: Any, nodes: int) -> sparse.csr_array:
@@ -109,7 +109,7 @@ def test_bandwidth_is_below_twice_the_width_of_the_roots_levels(matrix: Any, fin
     roots = {labels[node]: int(node) for node in found}  # reversed: a component's root comes last
     widths = [plain.traverse(rows, root).width for root in roots.values()]
     assert bandwidth(matrix.indptr, matrix.indices, found) <= 2 * max(widths) - 1
-    assert trace(Pattern.of(matrix.indptr, matrix.indices), finder).width <= max(widths)
+    assert trace(SparsityPattern.of(matrix.indptr, matrix.indices), finder).width <= max(widths)
 
 
 @given(matrix=matrices())
@@ -255,7 +255,7 @@ def test_a_path_is_traversed_once_at_any_size(monkeypatch: pytest.MonkeyPatch) -
     matrix = shuffled(path(400))
     for spare in (2**21, 0):
         monkeypatch.setattr(import_module("espalier.sparse.rcmpp.cuthill_mckee"), "SPARE_WORK", spare)
-        assert trace(Pattern.of(matrix.indptr, matrix.indices)).traversals == 1
+        assert trace(SparsityPattern.of(matrix.indptr, matrix.indices)).traversals == 1
         assert bandwidth(matrix.indptr, matrix.indices, rcmpp(matrix.indptr, matrix.indices)) == 1
 
 

@@ -11,7 +11,7 @@ import torch
 from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.language.workload import open_language
 from espalier.launch.ranks import agent
-from espalier.parallel.action_list import Action, Kind
+from espalier.parallel.action_list import Action, ActionKind
 from espalier.parallel.workload import Workload
 from espalier.plan import base as plans
 from espalier.recipe import Recipe, defaults, recipe_file
@@ -80,8 +80,8 @@ def in_flight(actions: Iterable[Action]) -> int:
     """The most micro-batches whose activations a rank keeps at once, counted for each of its stages."""
     most = now = 0
     for one in actions:
-        now += one.kind is Kind.FORWARD
-        now -= one.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+        now += one.kind is ActionKind.FORWARD
+        now -= one.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
         most = max(most, now)
     return most
 

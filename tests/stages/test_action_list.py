@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from espalier.mechanisms.pipeline.schedules import SCHEDULES, action_lists
-from espalier.parallel.action_list import Action, Kind, Pipeline, check, dumps, loads, timetable, with_transfers
+from espalier.parallel.action_list import Action, ActionKind, Pipeline, check, dumps, loads, timetable, with_transfers
 from espalier.recipe.errors import UserError
 
 FOUR = Pipeline(((0,), (1,), (2,), (3,)), 5)
@@ -46,7 +46,7 @@ def test_a_dropped_action_is_found(pipeline, schedule, data) -> None:
     with pytest.raises(UserError) as refused:
         check([pipeline], lists, "plan.json")
     assert refused.value.what == "plan.json cannot be run."
-    if dropped.kind in (Kind.SEND_F, Kind.SEND_B):
+    if dropped.kind in (ActionKind.SEND_F, ActionKind.SEND_B):
         assert f"rank {dropped.peer} cannot do its action" in refused.value.why
         assert f"rank {rank} never sends that" in refused.value.why or f"rank {rank} sends" in refused.value.why
 
@@ -68,7 +68,7 @@ def test_two_swapped_receives_are_found(stages, micro_batches, schedule, data) -
     pipeline = Pipeline(tuple((rank,) for rank in range(stages)), micro_batches)
     lists = {rank: list(actions) for rank, actions in action_lists([pipeline], schedule).items()}
     rank = data.draw(st.integers(0, stages - 1))
-    kind = data.draw(st.sampled_from([Kind.RECV_F, Kind.RECV_B]))
+    kind = data.draw(st.sampled_from([ActionKind.RECV_F, ActionKind.RECV_B]))
     places = [at for at, one in enumerate(lists[rank]) if one.kind is kind]
     if len(places) < 2:
         return
@@ -113,8 +113,8 @@ def test_a_message_is_on_its_way_while_its_sender_goes_on() -> None:
 def test_a_rank_that_holds_neighbouring_stages_hands_over_to_itself() -> None:
     pipeline = Pipeline(((0,), (1,), (1,), (0,)), 1)
     orders = {
-        rank: [Action(stage, Kind.FORWARD, 0) for stage in stages]
-        + [Action(stage, Kind.BACKWARD, 0) for stage in reversed(stages)]
+        rank: [Action(stage, ActionKind.FORWARD, 0) for stage in stages]
+        + [Action(stage, ActionKind.BACKWARD, 0) for stage in reversed(stages)]
         for rank, stages in {0: (0, 3), 1: (1, 2)}.items()
     }
     lists = with_transfers(pipeline, orders)
@@ -127,7 +127,8 @@ def test_unequal_numbers_of_ranks_share_what_a_boundary_carries() -> None:
     lists = action_lists([pipeline])
     check([pipeline], lists)
     sent = {
-        rank: [str(one) for one in actions if one.kind in (Kind.SEND_F, Kind.SEND_B)] for rank, actions in lists.items()
+        rank: [str(one) for one in actions if one.kind in (ActionKind.SEND_F, ActionKind.SEND_B)]
+        for rank, actions in lists.items()
     }
     assert sent == {
         0: ["0SEND_F0@1", "0SEND_F0@2"],

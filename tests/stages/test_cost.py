@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from espalier.mechanisms.pipeline.schedules import action_lists, warm_up_for_links
-from espalier.parallel.action_list import Action, ActionLists, Kind, Pipeline, timetable
+from espalier.parallel.action_list import Action, ActionKind, ActionLists, Pipeline, timetable
 from espalier.plan.axes.pipeline import PipelineLoad, cost, kept
 
 from .runs import in_flight
@@ -20,12 +20,17 @@ def test_idle_time_and_bytes_are_those_of_the_lists(ranks, chunks, times, split)
     count, schedule = ranks * times, "zero_bubble" if split else "1f1b"
     pipeline = Pipeline(tuple((stage % ranks,) for stage in range(ranks * chunks)), count)
     lists = action_lists([pipeline], schedule)
-    seconds = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0}
+    seconds = {
+        ActionKind.FORWARD: 1.0,
+        ActionKind.BACKWARD: 2.0,
+        ActionKind.BACKWARD_INPUT: 1.0,
+        ActionKind.BACKWARD_WEIGHT: 1.0,
+    }
     found = timetable(pipeline, lists, lambda one: seconds.get(one.kind, 0.0) / chunks)
     load = PipelineLoad(ranks, count, chunks, 3.0, 1.0, message_bytes=7, split=split)
     priced = cost(load)
     assert max(one.end for one in found) == pytest.approx(3 * count + priced.seconds["pipeline"])
-    sends = [sum(one.kind in (Kind.SEND_F, Kind.SEND_B) for one in actions) for actions in lists.values()]
+    sends = [sum(one.kind in (ActionKind.SEND_F, ActionKind.SEND_B) for one in actions) for actions in lists.values()]
     assert priced.sent["activations"] == 7 * max(sends)
     if not split:
         assert in_flight(lists[0]) == pytest.approx(float(kept(ranks, chunks)) * chunks)
@@ -39,8 +44,13 @@ def test_more_warm_up_hides_all_hand_overs_but_those_of_filling_and_draining(ran
     pipeline = Pipeline(tuple((stage,) for stage in range(ranks)), count)
     more = warm_up_for_links([3.0] * ranks, [message] * (ranks - 1))
     lists = action_lists([pipeline], "zero_bubble" if split else "1f1b", more)
-    seconds = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0}
-    seconds |= {Kind.SEND_F: message, Kind.SEND_B: message}
+    seconds = {
+        ActionKind.FORWARD: 1.0,
+        ActionKind.BACKWARD: 2.0,
+        ActionKind.BACKWARD_INPUT: 1.0,
+        ActionKind.BACKWARD_WEIGHT: 1.0,
+    }
+    seconds |= {ActionKind.SEND_F: message, ActionKind.SEND_B: message}
     taken = max(one.end for one in timetable(pipeline, lists, lambda one: seconds.get(one.kind, 0.0)))
     ahead, plain = (
         sum(cost(PipelineLoad(ranks, count, 1, 3.0, 1.0, message, split=split, ahead=ahead)).seconds.values())
@@ -58,19 +68,19 @@ def test_many_layouts_are_priced_in_one_call() -> None:
     assert found.sent["activations"].tolist() == [0, 80, 160, 320]
 
 
-def on_shared_cores(lists: ActionLists, cores: float, passes: dict[Kind, float]) -> float:
+def on_shared_cores(lists: ActionLists, cores: float, passes: dict[ActionKind, float]) -> float:
     """Seconds until all passes are done, where ranks that have work to do share `cores` equally, and one has one at
     most. Messages take no time."""
     waiting = {rank: [one for one in actions if one.computes] for rank, actions in lists.items()}
-    done: set[tuple[int, Kind, int]] = set()
+    done: set[tuple[int, ActionKind, int]] = set()
     last = max(one.stage for actions in waiting.values() for one in actions)
     left: dict[int, float] = {}
     now = 0.0
 
     def ready(one: Action) -> bool:
-        if one.kind is Kind.FORWARD:
-            return not one.stage or (one.stage - 1, Kind.FORWARD, one.micro_batch) in done
-        return one.stage == last or (one.stage + 1, Kind.BACKWARD, one.micro_batch) in done
+        if one.kind is ActionKind.FORWARD:
+            return not one.stage or (one.stage - 1, ActionKind.FORWARD, one.micro_batch) in done
+        return one.stage == last or (one.stage + 1, ActionKind.BACKWARD, one.micro_batch) in done
 
     while any(waiting.values()):
         for rank, actions in waiting.items():
@@ -93,6 +103,6 @@ def test_ranks_that_share_cores_have_those_of_ranks_that_wait(ranks: int, cores:
     count = 4 * ranks
     lists = action_lists([Pipeline(tuple((stage,) for stage in range(ranks)), count)])
     share = min(1.0, cores / ranks)
-    found = on_shared_cores(lists, cores, {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0})
+    found = on_shared_cores(lists, cores, {ActionKind.FORWARD: 1.0, ActionKind.BACKWARD: 2.0})
     priced = cost(PipelineLoad(ranks, count, 1, 3.0 / share, share=share, together=ranks))
     assert 3.0 / share * count + priced.seconds["pipeline"] == pytest.approx(found, rel=0.12)

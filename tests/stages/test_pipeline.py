@@ -367,7 +367,7 @@ def test_only_the_modules_of_a_rank_stay_and_keep_their_names() -> None:
     placed = Placed(pipelines(Cut((2, 4)).plan())[0].pipeline, ((0, 2), (2, 4)))
     whole = {name: value.clone() for name, value in model.state_dict().items()}
     held = ModelStages(model, lambda: in_sequence(list(model)), placed, 1)
-    assert held.held == (1,)
+    assert held.local_stages == (1,)
     assert set(model.state_dict()) == {"2.weight", "2.bias", "3.weight", "3.bias"}
     same(dict(model.state_dict()), {name: whole[name] for name in model.state_dict()}, bitwise=True)
     x = torch.ones(2, 3)

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from espalier.comm import plain_collectives
-from espalier.mechanisms.pipeline.pipeline import Passes, PipelineSchedule
+from espalier.mechanisms.pipeline.pipeline import PipelinePasses, PipelineSchedule
 from espalier.mechanisms.pipeline.split_backward import WeightGradients
 from espalier.parallel.action_list import Pipeline, check, loads
 from espalier.parallel.model_stages import ModelStages, Placed
-from espalier.parallel.stage_messages import Messages
+from espalier.parallel.stage_messages import StageMessages
 from espalier.parallel.workload import in_sequence
 from espalier.recipe.errors import PeerLost, UserError
 from espalier.testing import forks, ranks, same
@@ -48,8 +48,8 @@ def loss(model, batch):
 
 def schedule_of(model, placed, rank, group, lists=LISTS):
     stages = ModelStages(model, lambda: in_sequence(list(model)), placed, rank)
-    passes = Passes(5.0, lambda last: nullcontext(), nullcontext, nullcontext, WeightGradients(model))
-    messages = Messages(group, {one: one for one in range(6)}, torch.device("cpu"))
+    passes = PipelinePasses(5.0, lambda last: nullcontext(), nullcontext, nullcontext, WeightGradients(model))
+    messages = StageMessages(group, {one: one for one in range(6)}, torch.device("cpu"))
     return PipelineSchedule(rank, stages, messages, lambda pipeline: lists, passes)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as theirs
 
 from espalier.mechanisms.pipeline.schedules import SCHEDULES, action_lists, warm_up_for_links
-from espalier.parallel.action_list import Kind, Pipeline, check, timetable
+from espalier.parallel.action_list import ActionKind, Pipeline, check, timetable
 from espalier.recipe.errors import UserError
 
 from .runs import in_flight
@@ -33,10 +33,10 @@ def test_every_schedule_is_complete_and_ends(places, chunks, micro_batches, sche
     check([pipeline], lists)
     for actions in lists.values():
         for stage in range(places * chunks):
-            for kind in Kind:
+            for kind in ActionKind:
                 numbers = [one.micro_batch for one in actions if one.stage == stage and one.kind is kind]
                 assert numbers == sorted(numbers)  # micro-batches in order, so that gradients add up as on one rank
-    useful = [one for one in lists[0] if one.kind is Kind.RECV_B]
+    useful = [one for one in lists[0] if one.kind is ActionKind.RECV_B]
     for one in useful:  # a receive stands just before its use
         following = lists[0][lists[0].index(one) + 1]
         assert (following.stage, following.micro_batch) == (one.stage, one.micro_batch)
@@ -98,8 +98,8 @@ def test_orders_of_one_stage_a_rank_are_pytorchs(places, micro_batches) -> None:
 
 
 def seconds_of(pipeline, schedule, forward=1.0, backward=2.0, link=0.0, ahead=()):
-    takes = {Kind.FORWARD: forward, Kind.BACKWARD: backward}
-    takes |= {Kind.BACKWARD_INPUT: backward / 2, Kind.BACKWARD_WEIGHT: backward / 2}
+    takes = {ActionKind.FORWARD: forward, ActionKind.BACKWARD: backward}
+    takes |= {ActionKind.BACKWARD_INPUT: backward / 2, ActionKind.BACKWARD_WEIGHT: backward / 2}
     found = timetable(pipeline, action_lists([pipeline], schedule, ahead), lambda one: takes.get(one.kind, link))
     return max(one.end for one in found)
 
@@ -127,8 +127,8 @@ def test_slow_links_ask_for_more_warm_up_and_are_hidden_by_it() -> None:
     lists = [action_lists([pipeline], "1f1b", extra) for extra in ((), ahead)]
 
     def link(one):
-        boundary = one.stage if one.kind is Kind.SEND_F else one.stage - 1
-        return {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0}.get(one.kind, links[min(boundary, 2)])
+        boundary = one.stage if one.kind is ActionKind.SEND_F else one.stage - 1
+        return {ActionKind.FORWARD: 1.0, ActionKind.BACKWARD: 2.0}.get(one.kind, links[min(boundary, 2)])
 
     plain, hidden = (max(one.end for one in timetable(pipeline, found, link)) for found in lists)
     assert hidden < plain

@@ -17,7 +17,7 @@ from espalier.mechanisms.task_waves.task_waves import handed_on
 from espalier.parallel.mesh import ProcessMesh
 from espalier.parallel.workload import HEAD, Shard, to_device
 from espalier.plan import base as plans
-from espalier.tasks import Multitask
+from espalier.tasks.towers import MultitaskModel
 from espalier.tasks.workload import MultitaskWorkload
 from espalier.testing import forks
 from espalier.train import rank_spec as launch
@@ -41,7 +41,7 @@ WORKLOAD = opened()
 def drawn(seed: int, ranks: int, nested: int = 1, workload: MultitaskWorkload = WORKLOAD) -> plans.Plan:
     """Waves at random: towers cut anywhere, on groups of any ranks in any order, tasks in any order."""
     r, model = random.Random(seed), workload.parts.model
-    assert isinstance(model, Multitask)
+    assert isinstance(model, MultitaskModel)
     waiting = []
     for k, task in enumerate(workload.tasks()):
         chain = []

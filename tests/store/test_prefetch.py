@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from espalier.store.prefetch import Pipeline
+from espalier.store.prefetch import PrefetchPipeline
 
 
 def alive():
@@ -15,7 +15,7 @@ def alive():
 
 
 def test_results_are_those_of_the_stages_one_after_the_other_in_order():
-    with Pipeline(range(100), [lambda n: n + 1, lambda n: n * 2, str]) as pipeline:
+    with PrefetchPipeline(range(100), [lambda n: n + 1, lambda n: n * 2, str]) as pipeline:
         assert list(pipeline) == [str((n + 1) * 2) for n in range(100)]
         with pytest.raises(StopIteration):
             next(pipeline)
@@ -31,7 +31,7 @@ def test_an_error_comes_after_the_results_before_it_and_ends_all_threads(broken)
 
         return run
 
-    pipeline = Pipeline(range(10), [stage(number) for number in range(3)])
+    pipeline = PrefetchPipeline(range(10), [stage(number) for number in range(3)])
     assert [next(pipeline) for _ in range(5)] == list(range(5))
     with pytest.raises(ValueError, match="item 5"):
         next(pipeline)
@@ -43,7 +43,7 @@ def test_an_error_of_the_source_is_raised_too():
         yield 1
         raise OSError("gone")
 
-    with Pipeline(items(), [lambda n: n]) as pipeline:
+    with PrefetchPipeline(items(), [lambda n: n]) as pipeline:
         assert next(pipeline) == 1
         with pytest.raises(OSError, match="gone"):
             next(pipeline)
@@ -56,7 +56,7 @@ def test_stages_run_ahead_by_their_queues_and_no_further():
         begun.append(item)
         return item
 
-    with Pipeline(range(100), [first, lambda item: item], depth=2) as pipeline:
+    with PrefetchPipeline(range(100), [first, lambda item: item], depth=2) as pipeline:
         assert next(pipeline) == 0
         deadline = time.monotonic() + 10
         while len(begun) < 7 and time.monotonic() < deadline:
@@ -68,13 +68,13 @@ def test_stages_run_ahead_by_their_queues_and_no_further():
 
 
 def test_time_waited_for_results_is_counted():
-    with Pipeline(range(3), [lambda item: time.sleep(0.05)]) as pipeline:
+    with PrefetchPipeline(range(3), [lambda item: time.sleep(0.05)]) as pipeline:
         list(pipeline)
     assert pipeline.stalled >= 0.14
 
 
 def test_closing_ends_stages_that_wait():
-    pipeline = Pipeline(range(100), [lambda n: n, lambda n: n])
+    pipeline = PrefetchPipeline(range(100), [lambda n: n, lambda n: n])
     pipeline.close()
     pipeline.close()
     assert not alive()

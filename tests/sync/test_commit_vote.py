@@ -17,9 +17,9 @@ def two() -> tuple[CommitVote, CommitVote]:
 
 def test_it_is_done_when_the_last_has_done_it() -> None:
     first, last = two()
-    first.here()
+    first.arrive()
     assert not first.look(0)
-    last.here()
+    last.arrive()
     assert first.look(0)
     assert last.look(1)
     first.wait(time.monotonic)
@@ -28,8 +28,8 @@ def test_it_is_done_when_the_last_has_done_it() -> None:
 def test_a_failure_stands_and_the_others_learn_who_lives() -> None:
     first, last = two()
     first.failed(ValueError("torn"))
-    last.here()
-    first.here()
+    last.arrive()
+    first.arrive()
     assert last.look(1)
     with pytest.raises(RuntimeError, match="did not reach every member"):
         last.wait(time.monotonic)

@@ -12,7 +12,7 @@ from espalier.language.decoder_workload import new_model
 from espalier.language.gpt import GPT, recompute, roles
 from espalier.mechanisms.tensor_parallel.cut import cut_model
 from espalier.mechanisms.tensor_parallel.stream import Stream
-from espalier.parallel.mesh import Degrees, ProcessMesh, regular
+from espalier.parallel.mesh import ParallelDegrees, ProcessMesh, regular
 from espalier.parallel.model_cut import ModelCut
 from espalier.recipe import Gpt, Moe
 
@@ -49,7 +49,7 @@ def batch(samples: int = 3, sequence: int = 7) -> tuple[Tensor, Tensor]:
 
 def cut(channel: Channel, regather: bool, mode: str, **changes: Any) -> tuple[GPT, ModelCut]:
     """This rank's part."""
-    mesh = ProcessMesh(regular(Degrees(tp=channel.size())), channel, channel.rank())
+    mesh = ProcessMesh(regular(ParallelDegrees(tp=channel.size())), channel, channel.rank())
     model, found = whole(**changes), ModelCut(channel)
     recompute(model, mode)
     cut_model(model, roles(model), Stream(mesh.group("tp"), True, regather), mesh, found)

@@ -14,7 +14,7 @@ from espalier.comm import Channel
 from espalier.mechanisms.sharding.amsp import Amsp
 from espalier.optim import adamw
 from espalier.optim.base import owned_by
-from espalier.parallel.mesh import Degrees, ProcessMesh, regular
+from espalier.parallel.mesh import ParallelDegrees, ProcessMesh, regular
 from espalier.parallel.model_cut import Holders, ModelCut, Slab
 from espalier.plan.axes.placement import ShardFactors
 from espalier.plan.axes.placement_plan import Spread
@@ -59,7 +59,7 @@ def alone() -> tuple[dict[str, Tensor], list[float]]:
 
 
 def cut_model(channel: Channel, tensor: int, factors: ShardFactors) -> Any:
-    mesh = ProcessMesh(regular(Degrees(dp=channel.size() // tensor, tp=tensor)), channel, channel.rank())
+    mesh = ProcessMesh(regular(ParallelDegrees(dp=channel.size() // tensor, tp=tensor)), channel, channel.rank())
     at, among = mesh.coordinates.tp, mesh.group("tp")
     first, last = ROWS[tensor][at]
     cut = ModelCut(mesh.replica)

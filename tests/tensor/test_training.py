@@ -18,7 +18,7 @@ from espalier.language.gpt import roles
 from espalier.language.workload import open_language
 from espalier.launch.ranks import agent
 from espalier.machine import cluster
-from espalier.parallel.tensor_roles import check, found
+from espalier.parallel.tensor_roles import check, modules_with_roles
 from espalier.plan import base as plans
 from espalier.plan.layout_estimate import estimate
 from espalier.plan.layouts import Layouts
@@ -256,7 +256,7 @@ def test_degrees_that_do_not_divide_are_refused_with_the_nearest(tensor: int, mo
     changes = {"heads": 4, "kv_heads": 2, **model}
     decoder = whole(**changes)
     with pytest.raises(UserError) as caught:
-        check(found(decoder, roles(decoder)), tensor)
+        check(modules_with_roles(decoder, roles(decoder)), tensor)
     assert said in caught.value.what
     assert caught.value.do == near
 

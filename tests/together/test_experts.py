@@ -9,7 +9,7 @@ from struck import Struck, plan_of, recipe_of, same, write_corpus
 
 from espalier.language.workload import open_language
 from espalier.launch.ranks import agent
-from espalier.mechanisms.expert_parallel.flashmoe.layer import Layer
+from espalier.mechanisms.expert_parallel.flashmoe.layer import FlashMoeCall
 from espalier.plan import base as plans
 from espalier.testing.faults import Fault
 from espalier.train import rank_spec as launch
@@ -47,7 +47,7 @@ def test_a_rank_lost_amid_a_dispatch_changes_no_bit(corpus, tmp_path, struck, me
     plan = staged(asked)
     whole = Struck(asked, 4, tmp_path / "whole", plan=plan).run()
     faults = (Fault(struck, 6, "kill"),)
-    run = Struck(asked, 4, tmp_path / "run", faults, memory=memory, plan=plan, inside=(Layer, "_answer")).run()
+    run = Struck(asked, 4, tmp_path / "run", faults, memory=memory, plan=plan, inside=(FlashMoeCall, "_answer")).run()
     assert same(run, whole)
     (recovered,) = run.all("recovered")
     assert recovered["source"] == ("memory" if memory else "disk")
@@ -65,7 +65,7 @@ def test_stages_recomputation_rounds_and_a_kill_amid_a_dispatch_change_no_bit(co
     plan = msgspec.structs.replace(one, ranks=ranks, units=units, outer=outer)
     whole = Struck(asked, 8, tmp_path / "whole", plan=plan).run()
     faults = (Fault(5, 6, "kill"),)
-    run = Struck(asked, 8, tmp_path / "run", faults, memory=1 << 26, plan=plan, inside=(Layer, "_answer")).run()
+    run = Struck(asked, 8, tmp_path / "run", faults, memory=1 << 26, plan=plan, inside=(FlashMoeCall, "_answer")).run()
     assert same(run, whole)
     assert len(run.all("recovered")) == 1
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from struck import Struck, plan_of, recipe_of, same, write_corpus
 
-from espalier.mechanisms.sequence_parallel.ring import Ring
+from espalier.mechanisms.sequence_parallel.ring import RingRanks
 from espalier.mechanisms.tensor_parallel.stream import Stream
-from espalier.parallel.stage_messages import Messages
+from espalier.parallel.stage_messages import StageMessages
 from espalier.plan import base as plans
 from espalier.testing.faults import Fault
 
@@ -53,8 +53,8 @@ def stages(recipe, schedule):
 
 
 INSIDE = {
-    "ring": (Ring, "exchange"),  # a ring step
-    "pipeline": (Messages, "receive"),  # the bubble: the last stage waits for its first input
+    "ring": (RingRanks, "exchange"),  # a ring step
+    "pipeline": (StageMessages, "receive"),  # the bubble: the last stage waits for its first input
     "tensor_parallel": (Stream, "fold"),  # forward: the products of all ranks are to be summed
 }
 """Where a rank dies, if not before its forward pass."""

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from espalier.recipe.errors import UserError
-from espalier.track.run_tables import Run, open_run
+from espalier.track.run_tables import RunTables, open_run
 
 
 def events(*rows: dict[str, Any]) -> list[dict[str, Any]]:
@@ -49,7 +49,7 @@ def test_each_step_counts_once_with_the_last_attempts_value(attempts: list[tuple
             log.append({"event": "step", "step": step, "loss": float(number)})
             log.append({"event": "validation", "step": step, "loss": float(number)})
             truth[step] = number
-    run = Run(Path("."), events(*log))
+    run = RunTables(Path("."), events(*log))
     steps = run.steps
     assert (
         dict(zip(steps.get("step", np.empty(0)).tolist(), steps.get("loss", np.empty(0)).tolist(), strict=True))
@@ -59,7 +59,7 @@ def test_each_step_counts_once_with_the_last_attempts_value(attempts: list[tuple
 
 
 def test_missing_and_strange_fields_keep_columns_equally_long() -> None:
-    run = Run(
+    run = RunTables(
         Path("."),
         events(
             {"event": "step", "step": 1, "loss": 1.0},
@@ -75,13 +75,13 @@ def test_missing_and_strange_fields_keep_columns_equally_long() -> None:
 def test_state_tells_a_living_run_from_a_dead_one() -> None:
     start = {"event": "run", "step": 0, "host": {"name": socket.gethostname()}}
     step = {"event": "step", "step": 1, "loss": 1.0}
-    assert Run(Path("."), events({**start, "pid": os.getpid()}, step)).state == "running"
-    assert Run(Path("."), events({**start, "pid": os.getpid()})).state == "waiting"
-    assert Run(Path("."), events({**start, "pid": 2**22 + 1}, step)).state == "silent"
-    assert Run(Path("."), events(start, step)).state == "silent"  # the last sign of life is from 1970
-    assert Run(Path("."), events(start, step, {"event": "end", "reason": "failed"})).state == "failed"
+    assert RunTables(Path("."), events({**start, "pid": os.getpid()}, step)).state == "running"
+    assert RunTables(Path("."), events({**start, "pid": os.getpid()})).state == "waiting"
+    assert RunTables(Path("."), events({**start, "pid": 2**22 + 1}, step)).state == "silent"
+    assert RunTables(Path("."), events(start, step)).state == "silent"  # the last sign of life is from 1970
+    assert RunTables(Path("."), events(start, step, {"event": "end", "reason": "failed"})).state == "failed"
     assert (
-        Run(Path("."), events(start, {"event": "end", "reason": "failed"}, {**start, "pid": os.getpid()})).state
+        RunTables(Path("."), events(start, {"event": "end", "reason": "failed"}, {**start, "pid": os.getpid()})).state
         == "waiting"
     )
 

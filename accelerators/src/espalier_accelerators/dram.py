@@ -111,22 +111,22 @@ class Device:
         scale = self.vdd * self.chips * self.tck
         act = self.idd0 * (self.ras + self.rp) - (self.idd3n * self.ras + self.idd2n * self.rp)
         bursts = ((self.idd4r - self.idd3n) * self.transfer, (self.idd4w - self.idd3n) * self.transfer)
-        found = (act, *bursts, (self.idd5 - self.idd3n) * self.rfc, self.idd3n, self.idd2n)
-        scale = scale if min(found) >= 0 else float("nan")
-        one, read, write, refresh, active, idle = (scale * each for each in found)
-        return one, read, write, refresh, active, idle
+        energies = (act, *bursts, (self.idd5 - self.idd3n) * self.rfc, self.idd3n, self.idd2n)
+        scale = scale if min(energies) >= 0 else float("nan")
+        activation, read, write, refresh, active, idle = (scale * each for each in energies)
+        return activation, read, write, refresh, active, idle
 
     def parts(self, blocks: Array) -> tuple[Array, Array, Array]:
         """int64 (channel, bank with its rank and group, row) of each request, by the fields of `mapping`, highest
         first."""
         sizes = {"ro": self.rows, "ra": self.ranks, "bg": self.groups, "ba": self.banks, "ch": self.channels}
         sizes["co"] = max(1, self.columns // self.burst)
-        rest, found = blocks.astype(np.int64), {}
+        rest, parts = blocks.astype(np.int64), {}
         for at in range(len(self.mapping) - 2, -1, -2):
             name = self.mapping[at : at + 2]
             bits = sizes[name].bit_length() - 1
-            found[name], rest = rest & ((1 << bits) - 1), rest >> bits
-        return found["ch"], (found["ra"] * self.groups + found["bg"]) * self.banks + found["ba"], found["ro"]
+            parts[name], rest = rest & ((1 << bits) - 1), rest >> bits
+        return parts["ch"], (parts["ra"] * self.groups + parts["bg"]) * self.banks + parts["ba"], parts["ro"]
 
 
 class Served(NamedTuple):
@@ -163,7 +163,7 @@ def devices() -> dict[str, Device]:
 
 def _typed(row: Mapping[str, str]) -> Device:
     kinds = {"str": str, "int": int, "float": float}
-    return Device(**{one.name: kinds[str(one.type)](row[one.name]) for one in fields(Device)})
+    return Device(**{field.name: kinds[str(field.type)](row[field.name]) for field in fields(Device)})
 
 
 def device(name: str) -> Device:
@@ -198,10 +198,10 @@ class _Parameters:
 
     def number(self, section: str, key: str, default: float) -> float:
         given = self.text(section, key, str(default))
-        found = re.match(r"-?\d+(\.\d*)?", given or str(default))
-        if found is None:
+        match = re.match(r"-?\d+(\.\d*)?", given or str(default))
+        if match is None:
             raise self.bad(f"{key} = {given} is no number")
-        return float(found[0])
+        return float(match[0])
 
 
 MODELLED = {
@@ -227,11 +227,11 @@ def read_device(path: Path) -> Device:
     for (section, key), known in MODELLED.items():
         if given.text(section, key, known).lower() != known.lower():
             raise given.bad(f"{key} = {given.text(section, key, known)}")
-    found = {**_structure(given, protocol), **_timings(given, protocol)}
+    values = {**_structure(given, protocol), **_timings(given, protocol)}
     power = {"vdd": ("VDD", 1.2), "idd0": ("IDD0", 48), "idd2n": ("IDD2N", 34), "idd3n": ("IDD3N", 43)}
     power |= {"idd4r": ("IDD4R", 135), "idd4w": ("IDD4W", 123), "idd5": ("IDD5AB", 250)}
-    found |= {name: given.number("power", key, default) for name, (key, default) in power.items()}
-    made = Device(protocol=protocol, **found)
+    values |= {name: given.number("power", key, default) for name, (key, default) in power.items()}
+    made = Device(protocol=protocol, **values)
     for name in ("groups", "banks", "rows", "columns", "device", "burst", "channels", "bus", "queue", "window", "tck"):
         if getattr(made, name) <= 0:
             raise given.bad(f"{name} is {getattr(made, name)}")
@@ -346,7 +346,7 @@ def serve(dram: Device, blocks: Array, writes: Array | bool = False, arrivals: A
     timings = np.array([*(getattr(dram, name) for name in TIMINGS.split()), *flags], np.int64)
     ends = np.full((count, 3), -1, np.int64)
     totals = dram_cpu.serve(requests, starts, timings, ends)
-    last, hits, acts, refreshes, reads, wrote, idle = (int(one) for one in totals)
+    last, hits, acts, refreshes, reads, wrote, idle = (int(total) for total in totals)
     waited = (ends[:, 1] - ends[:, 0])[requests[:, 4] == 0]
     latency, late = (float(waited.mean()), float(np.percentile(waited, 99))) if len(waited) else (0.0, 0.0)
     act, read, write, refresh, active, rest = dram.energies

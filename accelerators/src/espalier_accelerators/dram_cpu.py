@@ -109,15 +109,15 @@ def _not_before(table: Any, row: Any, command: Any, cycle: Any) -> None:
 
 @njit
 def _open_row(m: Any, now: Any, b: Any, row: Any) -> None:
-    own = b // m.times[BANKS]
-    r = own // m.times[GROUPS]
+    own_group = b // m.times[BANKS]
+    r = own_group // m.times[GROUPS]
     m.banks[b, OPEN], m.banks[b, USED] = row, 0
     _not_before(m.banks, b, ACT, now + m.times[RAS] + m.times[RP])
     _not_before(m.banks, b, READ, now + m.times[RCD])
     _not_before(m.banks, b, WRITE, now + m.times[RCDWR])
     _not_before(m.banks, b, PRE, now + m.times[RAS])
     for g in range(r * m.times[GROUPS], (r + 1) * m.times[GROUPS]):
-        _not_before(m.groups, g, ACT, now + (m.times[RRD_LONG] if g == own else m.times[RRD]))
+        _not_before(m.groups, g, ACT, now + (m.times[RRD_LONG] if g == own_group else m.times[RRD]))
     m.acts[r, m.ranks[r, ACTS] % 32] = now
     m.ranks[r, ACTS] += 1
     if m.ranks[r, OPENED] == 0:
@@ -141,20 +141,20 @@ def _close_row(m: Any, now: Any, b: Any) -> None:
 @njit
 def _move(m: Any, now: Any, b: Any, write: Any) -> None:
     """A read or a write of an open row."""
-    own, burst, each = b // m.times[BANKS], m.times[TRANSFER], m.times[RANKS] * m.times[GROUPS]
+    own_group, burst, each = b // m.times[BANKS], m.times[TRANSFER], m.times[RANKS] * m.times[GROUPS]
     m.totals[HITS] += m.banks[b, USED] > 0
     m.banks[b, USED] += 1
     end = burst + (m.times[CWL] if write else m.times[CL])
     _not_before(m.banks, b, PRE, now + (end + m.times[WR] if write else m.times[RTP]))
     m.totals[WRITE_COMMANDS if write else READ_COMMANDS] += 1
     m.totals[LAST] = max(m.totals[LAST], now + end)
-    for g in range(own // each * each, own // each * each + each):
-        again = max(burst, m.times[CCD_LONG] if g == own else m.times[CCD])
-        if g // m.times[GROUPS] != own // m.times[GROUPS]:  # another rank
+    for g in range(own_group // each * each, own_group // each * each + each):
+        again = max(burst, m.times[CCD_LONG] if g == own_group else m.times[CCD])
+        if g // m.times[GROUPS] != own_group // m.times[GROUPS]:  # another rank
             again = burst if write else burst + m.times[RTRS]
             turned = m.times[CWL] + burst + m.times[RTRS] - m.times[CL]
         else:
-            turned = end + (m.times[WTR_LONG] if g == own else m.times[WTR])
+            turned = end + (m.times[WTR_LONG] if g == own_group else m.times[WTR])
         if not write:
             turned = m.times[CL] + burst + m.times[RTRS] - m.times[CWL]
         same, other = (WRITE, READ) if write else (READ, WRITE)
@@ -188,9 +188,9 @@ def _refresh(m: Any, now: Any, c: Any) -> Any:
 
 
 @njit
-def _give(m: Any, now: Any, c: Any, found: Any) -> None:
+def _give(m: Any, now: Any, c: Any, choice: Any) -> None:
     """Gives the command that `_pick` found."""
-    what, q, k, _ = found
+    what, q, k, _ = choice
     i = m.queues[q, k]
     b, write = m.requests[i, BANK], m.requests[i, WRITES]
     if what == OPENS_ROW:
@@ -306,12 +306,12 @@ def _tick(m: Any, now: Any, c: Any) -> None:
         if m.channel[c, DUE] == 0 or m.channel[c, DUE_RANK] != refreshing:
             refreshing = -1
     for second in range(int(given != NOTHING), 2 if m.times[DUAL] else 1):
-        found = _pick(m, now, c, refreshing)
-        soonest = min(soonest, found[3])
-        if found[0] == NOTHING or (second and (found[0] == MOVES) == (given == MOVES)):
+        choice = _pick(m, now, c, refreshing)
+        soonest = min(soonest, choice[3])
+        if choice[0] == NOTHING or (second and (choice[0] == MOVES) == (given == MOVES)):
             break
-        given = found[0]
-        _give(m, now, c, found)
+        given = choice[0]
+        _give(m, now, c, choice)
     moved = _schedule(m, c)
     m.wakes[c] = now + 1 if given != NOTHING or moved else soonest
 
@@ -353,11 +353,11 @@ def serve(requests: Any, starts: Any, times: Any, ends: Any) -> Any:
     channel[:, DUE_RANK] = np.arange(channels) * times[RANKS]
     lengths = np.zeros(ranked if times[BY_RANK] else total, np.int64)
     queues = np.zeros((len(lengths), times[QUEUE]), np.int64)
-    reads, held = np.zeros((channels, times[WINDOW]), np.int64), np.zeros((channels, times[WINDOW]), np.int64)
+    reads, unserved = np.zeros((channels, times[WINDOW]), np.int64), np.zeros((channels, times[WINDOW]), np.int64)
     wakes = channel[:, NEXT_REF].copy()
     totals = np.zeros(7, np.int64)
     state = State(
-        times, requests, ends, totals, banks, groups, ranks, acts, channel, queues, lengths, reads, held, wakes
+        times, requests, ends, totals, banks, groups, ranks, acts, channel, queues, lengths, reads, unserved, wakes
     )
     for s in range(len(starts) - 1):
         low, high = (0, channels) if len(starts) == 2 else (s, s + 1)

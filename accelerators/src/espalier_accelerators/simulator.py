@@ -145,14 +145,14 @@ def _targets(network: Network) -> Array:
     return np.repeat(np.arange(len(network.indptr) - 1), np.diff(network.indptr))
 
 
-def _interval_sources(network: Network, rows: int, own: bool = False) -> Array:
+def _interval_sources(network: Network, rows: int, with_self: bool = False) -> Array:
     """For each interval of so many targets its sources, each once; with `own` the targets too."""
-    nodes, found = len(network.indptr) - 1, [NONE]
+    nodes, sources = len(network.indptr) - 1, [NONE]
     for start in range(0, nodes, rows):
         stop = min(start + rows, nodes)
         ids = network.indices[network.indptr[start] : network.indptr[stop]]
-        found.append(np.unique(np.concatenate([ids, np.arange(start, stop)]) if own else ids))
-    return np.concatenate(found)
+        sources.append(np.unique(np.concatenate([ids, np.arange(start, stop)]) if with_self else ids))
+    return np.concatenate(sources)
 
 
 def _layers(
@@ -160,7 +160,9 @@ def _layers(
 ) -> Iterator[tuple[LayerShape, Array, Array]]:
     """Of each layer the blocks of the rows it reads (`stored` bytes) and of its results, written as the next one reads
     them, the last ones dense. Rows inside a perceptron stay in the buffer where they fit, and have no blocks."""
-    sizes = [0.0 if not one.aggregates and stored(one) <= chip.buffer else stored(one) for one in network.layers]
+    sizes = [
+        0.0 if not layer.aggregates and stored(layer) <= chip.buffer else stored(layer) for layer in network.layers
+    ]
     rows, last = memory.stream(sizes[0]), WORD * (len(network.indptr) - 1) * network.layers[-1].outputs
     for layer, size in zip(network.layers, [*sizes[1:], last], strict=True):
         results = memory.stream(size)
@@ -168,9 +170,9 @@ def _layers(
         rows = results
 
 
-def _intermediate(chip: Chip, memory: Memory, size: float, own: float) -> tuple[Array, Array]:
+def _intermediate(chip: Chip, memory: Memory, size: float, result_bytes: float) -> tuple[Array, Array]:
     """Blocks of X W (`size` bytes) and of own rows' product; none where both fit the buffer and stay there."""
-    return (NONE, NONE) if size + own <= chip.buffer else (memory.stream(size), memory.stream(own))
+    return (NONE, NONE) if size + result_bytes <= chip.buffer else (memory.stream(size), memory.stream(result_bytes))
 
 
 def _combination(chip: Chip, memory: Memory, layer: LayerShape, rows: Array, out: Array) -> Phase:
@@ -225,15 +227,15 @@ def gcnax(chip: Chip, network: Network) -> Iterator[Phase]:
         fused = _tiles(layer.outputs, chip.buffer // max(1, WORD * nodes * layer.matrices))
         tiles = _tiles(layer.outputs, chip.buffer // max(1, WORD * nodes))
         ids = _interval_sources(network, max(1, chip.buffer // (2 * size)))
-        own = nodes * size * (layer.matrices - 1)
+        mapped_bytes = nodes * size * (layer.matrices - 1)
         features, once = memory.block * len(rows), memory.block * len(edges)
         by_columns, by_targets = nodes * size + once * tiles, size * len(ids) + once
         sums = len(network.indices) * layer.outputs
-        if (features + once) * fused <= features + nodes * size + 2 * own + min(by_columns, by_targets):
+        if (features + once) * fused <= features + nodes * size + 2 * mapped_bytes + min(by_columns, by_targets):
             yield _combination(chip, memory, layer, np.tile(rows, int(fused)), NONE)
             yield Phase(np.tile(edges, int(fused)), results, sums / chip.sums, 0.0, sums)
             continue
-        middle, mapped = memory.stream(nodes * size), memory.stream(own)
+        middle, mapped = memory.stream(nodes * size), memory.stream(mapped_bytes)
         yield _combination(chip, memory, layer, rows, np.concatenate([middle, mapped]))
         if by_columns <= by_targets:
             reads = [middle, np.tile(edges, int(tiles)), mapped]
@@ -242,9 +244,9 @@ def gcnax(chip: Chip, network: Network) -> Iterator[Phase]:
         yield Phase(np.concatenate(reads), results, sums / chip.sums, 0.0, sums)
 
 
-def _tiles(columns: int, held: int) -> float:
+def _tiles(columns: int, columns_held: int) -> float:
     """Of so many columns each, where any are held."""
-    return math.ceil(columns / held) if held else math.inf
+    return math.ceil(columns / columns_held) if columns_held else math.inf
 
 
 def grow(chip: Chip, network: Network) -> Iterator[Phase]:
@@ -267,9 +269,9 @@ def _kept_and_missed(keys: Array, nodes: int, room: int) -> Array:
     known, place, uses = np.unique(keys, return_inverse=True, return_counts=True)
     order = np.lexsort((-uses, known // nodes))
     cluster = known[order] // nodes
-    kept = np.zeros(len(known), bool)
-    kept[order] = np.arange(len(order)) - np.searchsorted(cluster, cluster) < room
-    read = np.concatenate([known[kept], keys[~kept[place]]])
+    resident = np.zeros(len(known), bool)
+    resident[order] = np.arange(len(order)) - np.searchsorted(cluster, cluster) < room
+    read = np.concatenate([known[resident], keys[~resident[place]]])
     return read[np.argsort(read // nodes, kind="stable")]
 
 
@@ -318,7 +320,7 @@ def uncondensed(chip: Chip, network: Network) -> Iterator[Phase]:
 
 def _on_packages(chip: Chip, network: Network, condensed: bool) -> Iterator[Phase]:
     nodes, memory = len(network.indptr) - 1, Memory(chip)
-    for layer, rows, results in _layers(network, chip, memory, lambda one: one.packed_bytes):
+    for layer, rows, results in _layers(network, chip, memory, lambda layer: layer.packed_bytes):
         products = float(layer.nonzeros.sum()) * layer.outputs * layer.matrices
         serial = float(layer.nonzeros @ np.maximum(layer.bits, 1)) * layer.outputs * layer.matrices
         read = np.concatenate([rows, memory.stream(layer.weights / 2)])
@@ -367,7 +369,7 @@ def simulate(name: str, network: Network, chip: Chip | None = None, flow: Datafl
 def trace(name: str, network: Network, chip: Chip | None = None) -> Trace:
     """All requests of an inference to DRAM, in order, each as soon as there is room."""
     phases = [phase.requests for phase in DATAFLOWS[name](chip or Chip(), network)]
-    return Trace(np.concatenate([one.blocks for one in phases]), np.concatenate([one.writes for one in phases]))
+    return Trace(np.concatenate([phase.blocks for phase in phases]), np.concatenate([phase.writes for phase in phases]))
 
 
 def _joules(name: str, network: Network) -> tuple[float, float]:
@@ -375,6 +377,6 @@ def _joules(name: str, network: Network) -> tuple[float, float]:
     and 4 bits, and of its partial sums."""
     if name != "mega":
         return Counts(macs=1).joules(), Counts(acs=1).joules()
-    values = sum(float(one.nonzeros.sum()) for one in network.layers)
-    bits = sum(float(one.nonzeros @ np.maximum(one.bits, 1)) for one in network.layers) / max(1.0, values)
+    values = sum(float(layer.nonzeros.sum()) for layer in network.layers)
+    bits = sum(float(layer.nonzeros @ np.maximum(layer.bits, 1)) for layer in network.layers) / max(1.0, values)
     return low_bit(1, bits, 4).joules(), integer_sums(1, 8 * PARTIAL).joules()

@@ -247,7 +247,7 @@ class Memory:
 
         def local_copies() -> tuple[dict[int, tuple[int, ...]], list[int], bool]:
             digests = {slot.step: self._digest(slot) for slot in self._slots if slot.good()}
-            return digests, [] if partner is None else sorted(partner.held()), self._stayed
+            return digests, [] if partner is None else sorted(partner.stored_steps()), self._stayed
 
         def combine(given: list[tuple[dict[int, tuple[int, ...]], list[int], bool]]) -> list[int]:
             seen: dict[int, set[tuple[int, ...]]] = {}

@@ -64,12 +64,12 @@ class Partner:
         """Who keeps the copies of `rank`."""
         return (rank + self._apart) % self._team.world
 
-    def held(self) -> set[int]:
+    def stored_steps(self) -> set[int]:
         """The steps of which there is a whole copy here."""
         return {slot.step for slot in self._slots if slot.good()}
 
     def copy(self, step: int) -> SavedCopy:
-        """The one of `step`, which is `held`."""
+        """The copy of `step`, which is one of the `stored_steps`."""
         return next(slot for slot in self._slots if slot.step == step)
 
     def pass_on(self, copy: SavedCopy) -> None:

@@ -183,11 +183,11 @@ class Checkpoints:
     def newest(self) -> int:
         """The newest step there is by its manifest (files are not checked); -1 without any. All ranks call it."""
 
-        def found(_: list[None]) -> list[int]:
+        def in_agreement(_: list[None]) -> list[int]:
             return [max((entry.step for entry in self.entries() if not entry.why), default=-1)] * self.team.world
 
         self.wait()
-        return self.team.agree("listing checkpoints", lambda: None, found)
+        return self.team.agree("listing checkpoints", lambda: None, in_agreement)
 
     def forget(self, after: int) -> None:
         """Deletes the checkpoints of more than `after` steps. All ranks call it."""

@@ -68,7 +68,7 @@ def choose(cost: float, written: float, step: float, between: float) -> SaveInte
     return SaveInterval(max(1, round(period / step)) if step > 0 else 1, cost, written, step, between)
 
 
-class Begin(NamedTuple):
+class RunBeginning(NamedTuple):
     """What is known when a run begins or goes on.
 
     Attributes:
@@ -95,7 +95,7 @@ class Pace:
             to half or double.
     """
 
-    def __init__(self, writing: Writing, begin: Begin, mean: Mean, tell: Callable[[int, str], None]) -> None:
+    def __init__(self, writing: Writing, begin: RunBeginning, mean: Mean, tell: Callable[[int, str], None]) -> None:
         self._writing, self._begin, self._mean, self._tell = writing, begin, mean, tell
         self._began = time.monotonic()
         self._steps = max(1, round(begin.steps * (begin.between / young_daly.ASSUMED) ** 0.5))

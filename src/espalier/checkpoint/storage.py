@@ -116,7 +116,6 @@ class Folder:
         self.root = root.absolute()
 
     def names(self) -> list[str]:
-        """See Place."""
         try:
             names = [entry.name for entry in self.root.iterdir() if _FOLDER.match(entry.name)]
         except (FileNotFoundError, NotADirectoryError):
@@ -124,13 +123,11 @@ class Folder:
         return sorted(names, key=lambda name: step_of(name) or 0)
 
     def begin(self, name: str) -> Path:
-        """See Place."""
         path = self._unfinished(name)
         path.mkdir(parents=True, exist_ok=True)
         return path
 
     def clean(self, name: str) -> None:
-        """See Place."""
         if self.root.is_dir():
             for entry in self.root.glob("step-*.tmp"):
                 shutil.rmtree(entry)
@@ -159,7 +156,6 @@ class Folder:
         sync_folder(self.root)
 
     def abandon(self, name: str) -> None:
-        """See Place."""
         shutil.rmtree(self._unfinished(name), ignore_errors=True)
 
     def remove(self, name: str) -> None:
@@ -170,19 +166,15 @@ class Folder:
         shutil.rmtree(gone)
 
     def open(self, name: str, file: str) -> IO[bytes]:
-        """See Place."""
         return (self.root / name / file).open("rb")
 
     def reader(self, name: str) -> StorageReader:
-        """See Place."""
         return FileSystemReader(self.root / name)
 
     def path(self, name: str) -> str:
-        """See Place."""
         return str(self.root / name)
 
     def claim(self, content: bytes) -> bytes:
-        """See Place."""
         path = self.root / OWNER
         try:
             self.root.mkdir(parents=True, exist_ok=True)
@@ -216,12 +208,10 @@ class Remote:
         return sorted(whole, key=lambda name: step_of(name) or 0)
 
     def begin(self, name: str) -> Path:
-        """See Place."""
         self._local[name] = Path(tempfile.mkdtemp(prefix="espalier-"))
         return self._local[name]
 
     def clean(self, name: str) -> None:
-        """See Place."""
         for folder in self._folders():
             if folder == name or not self.fs.exists(self._at(folder, manifest.NAME)):
                 self.remove(folder)
@@ -237,7 +227,6 @@ class Remote:
                 limit.copy(source, target)
 
     def commit(self, name: str, content: manifest.Manifest) -> None:
-        """See Place."""
         self.fs.pipe_file(self._at(name, manifest.NAME), manifest.dumps(content))
 
     def abandon(self, name: str) -> None:
@@ -262,13 +251,11 @@ class Remote:
             raise OSError(f"{type(error).__name__}: {printable(error)}") from error
 
     def reader(self, name: str) -> StorageReader:
-        """See Place."""
         from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
         return FsspecReader(self.path(name))
 
     def path(self, name: str) -> str:
-        """See Place."""
         return f"{self.url}/{name}"
 
     def claim(self, content: bytes) -> bytes:

@@ -146,11 +146,11 @@ class RankRow(Slice):
             return None
         each, ranks = self.local.numel(), self.shape[0]
         numbers = range(self.start // max(1, each), shape[0], ranks)
-        return Rows(self.local.new_empty(len(numbers) * each), shape, 0, rows=tuple(numbers))
+        return RowSlice(self.local.new_empty(len(numbers) * each), shape, 0, rows=tuple(numbers))
 
 
 @dataclass(frozen=True, eq=False)
-class Rows(Slice):
+class RowSlice(Slice):
     """Some whole `rows` of a tensor, one after the other in `local`. Only read."""
 
     rows: tuple[int, ...] = ()

@@ -19,7 +19,7 @@ from espalier.evaluate import low_priority
 from espalier.evaluate.checkpoint_watcher import CheckpointWatcher, Update
 from espalier.evaluate.lm_eval_harness import HarnessTask
 from espalier.evaluate.multiple_choice import MultipleChoice
-from espalier.evaluate.tasks import HeldOut, Task
+from espalier.evaluate.tasks import EvaluationTask, HeldOut
 from espalier.evaluate.worker_pool import Opened, Workers
 from espalier.kernels import accelerator
 from espalier.language.tokenizer import Tokenizer
@@ -79,9 +79,9 @@ def open_in_worker(run: str, asked: Sequence[str], trust: bool, phase: Phase) ->
     return Opened({task.name: task for task in chosen}, build)
 
 
-def tasks(workload: Workload, row: Row, asked: Iterable[str], run: str) -> list[Task]:
+def tasks(workload: Workload, row: Row, asked: Iterable[str], run: str) -> list[EvaluationTask]:
     """The run's own held-out data, then what `--task` names. Raises UserError."""
-    known: list[Task] = [HeldOut(workload)] if workload.validation_samples() else []
+    known: list[EvaluationTask] = [HeldOut(workload)] if workload.validation_samples() else []
     for text in asked:
         if row.tokenizer is None:
             raise UserError(
@@ -98,7 +98,7 @@ def tasks(workload: Workload, row: Row, asked: Iterable[str], run: str) -> list[
     return known
 
 
-def _task(text: str, tokenizer: Tokenizer) -> Task:
+def _task(text: str, tokenizer: Tokenizer) -> EvaluationTask:
     if text.startswith(HARNESS):
         return HarnessTask(text.removeprefix(HARNESS), tokenizer)
     name, equals, path = text.partition("=")

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 from espalier.cli import printing
 from espalier.mechanisms.pipeline.schedules import action_lists
-from espalier.parallel.action_list import Action, Kind, Pipeline, Timed, timetable
+from espalier.parallel.action_list import Action, ActionKind, Pipeline, Timed, timetable
 from espalier.plan.axes.pipeline import hand_overs
 from espalier.plan.base import Layout, Plan, Predicted
 from espalier.recipe import cache_dir
 from espalier.recipe.units import plural, show_count, show_seconds, show_size
 from espalier.track import charts, page
-from espalier.track.charts import Point, Span
+from espalier.track.charts import Point, TimetableBar
 from espalier.track.page import Figure
 
 NAMES = {"data": "data parallel", "megatron": "Megatron", "fsp": "FSP", "isp": "ISP"}
@@ -148,17 +148,17 @@ def _run_figure(predicted: Predicted, steps: int | None) -> list[Figure]:
 
 
 PASSES = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.BACKWARD_INPUT: "backward of inputs",
-    Kind.BACKWARD_WEIGHT: "backward of weights",
+    ActionKind.FORWARD: "forward",
+    ActionKind.BACKWARD: "backward",
+    ActionKind.BACKWARD_INPUT: "backward of inputs",
+    ActionKind.BACKWARD_WEIGHT: "backward of weights",
 }
 """Passes of a timetable, as its key calls them."""
 DRAWN = 2000
 """Bars of a timetable; of more micro-batches the first ones are drawn."""
 
 
-def _spans(plan: Plan, predicted: Predicted) -> list[Span]:
+def _spans(plan: Plan, predicted: Predicted) -> list[TimetableBar]:
     """The passes of the first pipeline, on the first rank of each stage, or what a system draws; none of one stage."""
     if spans := [span for state in plan.choices.values() for span in state.spans()]:
         return spans
@@ -169,10 +169,10 @@ def _spans(plan: Plan, predicted: Predicted) -> list[Span]:
     pipeline = Pipeline(tuple(stage.ranks[:1] for stage in stages), count)
     layers = [stage.layers[1] - stage.layers[0] for stage in stages]
     terms = {name: seconds / stages[0].micro_batches for name, seconds in predicted.terms.items()}
-    fullest = max(sum(layers[stage] for stage in pipeline.held(rank)) for rank in pipeline.ranks)
+    fullest = max(sum(layers[stage] for stage in pipeline.stages_of(rank)) for rank in pipeline.ranks)
     forward, backward = terms.get("forward", 0.0), terms.get("backward", 0.0) + terms.get("recompute", 0.0)
-    takes = {Kind.FORWARD: forward, Kind.BACKWARD: backward}
-    takes |= dict.fromkeys((Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT), backward / 2)
+    takes = {ActionKind.FORWARD: forward, ActionKind.BACKWARD: backward}
+    takes |= dict.fromkeys((ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT), backward / 2)
     link = predicted.terms.get("send", 0.0) / float(
         hand_overs(len(pipeline.ranks), stages[0].micro_batches, plan.interleave == 1)
     )
@@ -182,7 +182,7 @@ def _spans(plan: Plan, predicted: Predicted) -> list[Span]:
 
     actions = timetable(pipeline, action_lists([pipeline], plan.schedule), seconds)
     return [
-        Span(f"rank {action.rank}", action.start, action.end, PASSES[action.action.kind], _told(action))
+        TimetableBar(f"rank {action.rank}", action.start, action.end, PASSES[action.action.kind], _told(action))
         for action in sorted(actions, key=lambda one: (pipeline.ranks.index(one.rank), one.start))
         if action.action.computes
     ]

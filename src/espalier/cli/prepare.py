@@ -61,7 +61,7 @@ def machines_of(channel: dist.ProcessGroup | None, place: RankSpec, recipe: Reci
     key = multihost_probe.key(channel)
     known: str | None = None
     if place.rank == 0:
-        cluster = clusters.read(recipe.plan.cluster) if recipe.plan.cluster else multihost_probe.kept(key)
+        cluster = clusters.read(recipe.plan.cluster) if recipe.plan.cluster else multihost_probe.stored_cluster(key)
         known = clusters.dumps(cluster) if cluster is not None else None
         if cluster is None:
             say("Measuring the hosts and the links between them (once).")

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from espalier.parallel.workload import Workload
 
 
-class OpenRun(run_tables.Run):
+class OpenRun(run_tables.RunTables):
     """What a run folder holds, its trained model included. Made by `open_run`."""
 
     def model(self, *, trust: bool = False) -> Any:
@@ -44,7 +44,7 @@ class OpenRun(run_tables.Run):
 
 def open_run(folder: str | Path) -> OpenRun:
     """The run in `folder`. Raises UserError when there is no such folder, or no run in it."""
-    return OpenRun(*run_tables.found(folder))
+    return OpenRun(*run_tables.run_files(folder))
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ from espalier.kernels import accelerator
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from espalier.comm.compressed_collectives import Coded, Start
+    from espalier.comm.compressed_collectives import CodedCollectives, Start
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Channel(_ProcessGroup):
         self._inner = inner
         self._codecs: dict[Traffic, Codec] = {}
         self._carriers: dict[tuple[Traffic, Any], Any] = {}
-        self._coded: dict[Traffic, Coded] = {}
+        self._coded: dict[Traffic, CodedCollectives] = {}
         self._alone = next(iter(inner.values())) if len(set(inner.values())) == 1 else None
         self._stream = inner["cuda"] if line.inner == "nccl" else None
         self._rank, self._size, self._label = asked.rank, asked.size, asked.name
@@ -113,9 +113,11 @@ class Channel(_ProcessGroup):
         elif self._size > 1:
             self._codecs.pop(kind, None)
             place, reach = (self._rank, self._size), self.line.watch.reach
-            from espalier.comm.compressed_collectives import Coded
+            from espalier.comm.compressed_collectives import CodedCollectives
 
-            coded = Coded(codec, self._beside(kind), place, kind._value_, self.members, lambda: reach(self.timeout))
+            coded = CodedCollectives(
+                codec, self._beside(kind), place, kind._value_, self.members, lambda: reach(self.timeout)
+            )
             weakref.finalize(self, coded.lane.close)
             self._coded[kind] = coded
 
@@ -127,7 +129,7 @@ class Channel(_ProcessGroup):
         store = PrefixStore(f"coded {kind._value_}", self._store)
         return made(GroupRequest(store, self._rank, self._size, reach, self.members, name))["cpu"]
 
-    def _coding(self, tensors: Sequence[Tensor], operation: Any = None, parts: bool = False) -> Coded | None:
+    def _coding(self, tensors: Sequence[Tensor], operation: Any = None, parts: bool = False) -> CodedCollectives | None:
         """What encodes these `tensors`, reduced by `operation` if by any; None: they go as they are. Of `parts`, which
         may differ in size from rank to rank, each is looked at by itself."""
         coded = self._coded.get(current_traffic(self.default_traffic)) if self._coded else None
@@ -136,7 +138,9 @@ class Channel(_ProcessGroup):
         takes = coded.carries if parts else coded.takes
         return coded if all(takes(tensor) for tensor in tensors) else None
 
-    def _encoded(self, coded: Coded, operation: str, tensors: Sequence[Tensor], starts: Sequence[Start]) -> Pending:
+    def _encoded(
+        self, coded: CodedCollectives, operation: str, tensors: Sequence[Tensor], starts: Sequence[Start]
+    ) -> Pending:
         """Launches encoded collectives; the ledger gets what they send once that is known."""
         entry = RecordedCollective(self._label, operation, coded.kind, payload(tensors), self.members)
 

@@ -89,7 +89,7 @@ def _part_bytes(codec: Codec, elements: Any, width: int) -> Any:
 
 
 @dataclass
-class Coded:
+class CodedCollectives:
     """Encoded collectives of one class in one group. Has state: the lane, and how many collectives there were.
 
     Attributes:
@@ -231,7 +231,7 @@ class _Coming(NamedTuple):
 class _Job:
     """One collective while it runs in the lane. Has state: the sends under way, and what it takes (see `Spent`)."""
 
-    def __init__(self, coded: Coded, bucket: Bucket) -> None:
+    def __init__(self, coded: CodedCollectives, bucket: Bucket) -> None:
         self.codec, self.inner, self.bucket = coded.codec, coded.inner, bucket
         self.rank, self.ranks = coded.place
         self.members, self.timeout = coded.members, coded.timeout
@@ -405,7 +405,7 @@ class _Job:
         return total / self.ranks if average else total
 
 
-def _everyone(coded: Coded, row: Tensor) -> list[Tensor]:
+def _everyone(coded: CodedCollectives, row: Tensor) -> list[Tensor]:
     """Every rank's `row` [bytes]."""
     rank, ranks = coded.place
     there = [torch.empty_like(row) for _ in range(ranks)]

@@ -21,9 +21,9 @@ from espalier.comm import codecs
 from espalier.comm.base import Codec, Spent, Traffic, sent_bytes
 from espalier.comm.c10d_arguments import residual_like
 from espalier.comm.codecs import codec as codec_of
-from espalier.comm.compressed_collectives import Coded
+from espalier.comm.compressed_collectives import CodedCollectives
 from espalier.comm.exact import Exact
-from espalier.comm.rendezvous import beside
+from espalier.comm.rendezvous import parallel_group
 from espalier.kernels import accelerator
 
 TIMEOUT = 60.0
@@ -79,7 +79,7 @@ def pays(plain: float, encoded: float) -> bool:
     return plain > codecs.MARGIN * encoded
 
 
-def _tried(through: Coded, group: Any, feedback: bool) -> tuple[float, float]:
+def _tried(through: CodedCollectives, group: Any, feedback: bool) -> tuple[float, float]:
     """Seconds of a sum of `SAMPLE` values as they are and encoded, of the slowest rank; the same on all ranks."""
     on_gpu = accelerator.available() and accelerator.KIND in {device.type for device in group._device_types}
     device = accelerator.current() if on_gpu else accelerator.CPU
@@ -112,14 +112,16 @@ def _unbooked(spent: Spent) -> None:
     """Trials are not the run's."""
 
 
-def coded(codec: Codec, group: dist.ProcessGroup | None, kind: Traffic, timeout: float = TIMEOUT) -> Coded:
+def coded(codec: Codec, group: dist.ProcessGroup | None, kind: Traffic, timeout: float = TIMEOUT) -> CodedCollectives:
     """Encoded collectives of the ranks of `group` (None: the default one). All of them call it."""
     process_group = group or dist.group.WORLD
     assert process_group is not None, "torch.distributed has no default group yet"
     members = tuple(getattr(process_group, "members", None) or dist.get_process_group_ranks(process_group))
     limit = timedelta(seconds=timeout)
     place = (process_group.rank(), len(members))
-    return Coded(codec, beside(process_group, kind, limit), place, kind._value_, members, lambda: limit)
+    return CodedCollectives(
+        codec, parallel_group(process_group, kind, limit), place, kind._value_, members, lambda: limit
+    )
 
 
 class Hook:
@@ -130,7 +132,7 @@ class Hook:
         sent: bytes that this rank sent so far.
     """
 
-    def __init__(self, through: Coded | None, group: Any, feedback: bool) -> None:
+    def __init__(self, through: CodedCollectives | None, group: Any, feedback: bool) -> None:
         self._coded, self._group = through, group
         self._feedback = feedback and through is not None and not through.codec.lossless
         self.codec = "exact" if through is None else through.codec.name

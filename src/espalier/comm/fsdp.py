@@ -17,7 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from espalier.comm.base import Codec, Spent, Traffic
 from espalier.comm.c10d_arguments import residual_like
 from espalier.comm.codecs import codec as codec_of
-from espalier.comm.compressed_collectives import Coded
+from espalier.comm.compressed_collectives import CodedCollectives
 from espalier.comm.ddp import coded
 from espalier.recipe.errors import UserError
 
@@ -37,7 +37,7 @@ def compress(model: nn.Module, *, gradients: str | Codec = "int8", parameters: s
     if not units:
         raise UserError("This model has no FSDP2 unit.", do="torch.distributed.fsdp.fully_shard(model) first")
     scatters, gathers = codec_of(gradients), codec_of(parameters)
-    made: dict[Any, Coded] = {}
+    made: dict[Any, CodedCollectives] = {}
     for unit in units:
         if scatters.name != "exact":
             unit.set_custom_reduce_scatter(_Scatter(scatters, made))
@@ -48,14 +48,14 @@ def compress(model: nn.Module, *, gradients: str | Codec = "int8", parameters: s
 class _Room:
     """What FSDP2 asks of both. Has state: the group that encodes, shared by all units."""
 
-    def __init__(self, codec: Codec, made: dict[Any, Coded]) -> None:
+    def __init__(self, codec: Codec, made: dict[Any, CodedCollectives]) -> None:
         self._codec, self._made = codec, made
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Plain memory."""
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def _through(self, group: dist.ProcessGroup, kind: Traffic) -> Coded:
+    def _through(self, group: dist.ProcessGroup, kind: Traffic) -> CodedCollectives:
         key = (group, kind)
         if key not in self._made:
             self._made[key] = coded(self._codec, group, kind)
@@ -65,7 +65,7 @@ class _Room:
 class _Scatter(_Room, ReduceScatter):
     """The reduce-scatter of one unit. Has state: the residual."""
 
-    def __init__(self, codec: Codec, made: dict[Any, Coded]) -> None:
+    def __init__(self, codec: Codec, made: dict[Any, CodedCollectives]) -> None:
         super().__init__(codec, made)
         self._residual: Tensor | None = None
 

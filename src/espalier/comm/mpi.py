@@ -20,7 +20,7 @@ from torch import Tensor
 from espalier.comm.base import Codec, Spent
 from espalier.comm.c10d_arguments import shares
 from espalier.comm.codecs import codec as codec_of
-from espalier.comm.compressed_collectives import Coded
+from espalier.comm.compressed_collectives import CodedCollectives
 from espalier.recipe.errors import PeerLost, UserError, missing_extra
 
 TIMEOUT = 60.0
@@ -81,17 +81,17 @@ def alltoall(comm: Any, array: Array, codec: str | Codec = "split") -> Array:
     return received
 
 
-def _run(comm: Any, codec: str | Codec, start: Callable[[Coded], Any]) -> None:
+def _run(comm: Any, codec: str | Codec, start: Callable[[CodedCollectives], Any]) -> None:
     """Begins one collective on a communicator of its own and waits for it."""
     ranks = comm.Get_size()
     place = (comm.Get_rank(), ranks)
     chosen = codec_of(codec)
     if ranks == 1:
-        through = Coded(chosen, None, place, "mpi", (0,), _limit)
+        through = CodedCollectives(chosen, None, place, "mpi", (0,), _limit)
         start(through)(_unbooked).wait()
         return
     inner = MpiMessages(comm)
-    through = Coded(chosen, inner, place, "mpi", tuple(range(ranks)), _limit)
+    through = CodedCollectives(chosen, inner, place, "mpi", tuple(range(ranks)), _limit)
     try:
         start(through)(_unbooked).wait()
     finally:

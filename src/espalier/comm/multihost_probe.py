@@ -64,7 +64,7 @@ def key(group: dist.ProcessGroup) -> str:
     return blake2b("/".join(plain_collectives.all_gather(identity, group)).encode(), digest_size=6).hexdigest()
 
 
-def kept(name: str) -> Cluster | None:
+def stored_cluster(name: str) -> Cluster | None:
     """The cluster kept under `key` on this machine, if there is a readable one."""
     try:
         return clusters.read(_file(name))

@@ -25,7 +25,7 @@ from espalier.recipe.errors import PeerLost, UserError, nearest
 from espalier.recipe.units import show_seconds
 
 
-def beside(group: dist.ProcessGroup, kind: Traffic, limit: timedelta) -> ProcessGroupGloo:
+def parallel_group(group: dist.ProcessGroup, kind: Traffic, limit: timedelta) -> ProcessGroupGloo:
     """A Gloo group of the ranks of any group, for encoded messages of one class. These ranks call it alike, others do
     not: its name counts the groups that were made of this one, not, as torch's `new_group` does, all that a rank knows.
     """

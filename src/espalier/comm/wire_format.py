@@ -28,7 +28,7 @@ HEADER = _LAYOUT.size + 8
 _MAGIC, _VERSION = b"ESPC", 1
 
 
-class Header(NamedTuple):
+class WireHeader(NamedTuple):
     """What a message says of itself."""
 
     raw: bool
@@ -74,7 +74,7 @@ def seal(codec: Codec, values: Tensor, bucket: Bucket) -> tuple[list[Tensor], bo
         first_message[HEADER:] = body
     elif codec.fixed:
         first_message[HEADER:] = 0
-    header = Header(
+    header = WireHeader(
         raw,
         values.element_size(),
         bucket.number & 0xFFFFFFFF,
@@ -89,7 +89,7 @@ def seal(codec: Codec, values: Tensor, bucket: Bucket) -> tuple[list[Tensor], bo
     return ([first_message] if inside or not body.numel() else [first_message, body]), raw
 
 
-def header_of(first: Tensor, codec: Codec, like: Tensor, origin: tuple[Bucket, int]) -> Header:
+def header_of(first: Tensor, codec: Codec, like: Tensor, origin: tuple[Bucket, int]) -> WireHeader:
     """What the first send says. Raises RunFailed when it is not the message that `like` [n] waits for.
 
     `origin`: the bucket, and the rank it comes from.
@@ -98,7 +98,7 @@ def header_of(first: Tensor, codec: Codec, like: Tensor, origin: tuple[Bucket, i
     if xxhash.xxh3_64_intdigest(text[:-8]).to_bytes(8, "little") != text[-8:]:
         raise damaged(origin, "the checksum of its header does not fit")
     magic, version, *fields = _LAYOUT.unpack(text[:-8])
-    header = Header(bool(fields[0]), *fields[1:])
+    header = WireHeader(bool(fields[0]), *fields[1:])
     expected = (like.element_size(), origin[0].number & 0xFFFFFFFF, _mark(codec), like.numel())
     stated = (header.width, header.number, header.codec, header.elements)
     most = like.nbytes if header.raw else most_bytes(codec, like.numel(), like.element_size())

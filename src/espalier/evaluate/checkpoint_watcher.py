@@ -22,9 +22,9 @@ import xxhash
 from espalier.checkpoint import manifest
 from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.checkpoint.storage import Folder, Storage, folder_name, step_of
-from espalier.evaluate.eval_history import EvalHistory, Key
+from espalier.evaluate.eval_history import EvalHistory, ResultKey
 from espalier.evaluate.shared_model import SharedModel
-from espalier.evaluate.tasks import Task
+from espalier.evaluate.tasks import EvaluationTask
 from espalier.evaluate.worker_pool import Result, Workers, evaluate
 from espalier.recipe.errors import EspalierError, RunFailed, UserError
 from espalier.track import events
@@ -63,7 +63,7 @@ class CheckpointWatcher:
     Raises UserError when another process evaluates this run.
     """
 
-    def __init__(self, run: Path, saved: Checkpoints, dtype: torch.dtype, tasks: Mapping[str, Task]) -> None:
+    def __init__(self, run: Path, saved: Checkpoints, dtype: torch.dtype, tasks: Mapping[str, EvaluationTask]) -> None:
         self.path, self.dtype, self.tasks = run, dtype, tasks
         self.log, folder = run / events.NAME, run / "eval"
         self.history = EvalHistory(self.log)
@@ -176,7 +176,7 @@ class CheckpointWatcher:
 
     def _left_out(self, step: int, why: str) -> Update:
         what = f"checkpoint {folder_name(step)} was not evaluated: {why}"
-        if what not in self.history.said:
+        if what not in self.history.notes:
             events.append(self.log, "incident", kind="checkpoint", what=what, step=step, action="left it out")
         return Update(step, what[0].upper() + what[1:], bad=True)
 
@@ -214,8 +214,8 @@ class CheckpointWatcher:
             events.append(self.log, "incident", kind="eval", what=what, action="left it out", **about)
         self.history.done.add(key)
 
-    def _key(self, seal: str, task: str) -> Key:
-        return Key(seal, task, self._content[task])
+    def _key(self, seal: str, task: str) -> ResultKey:
+        return ResultKey(seal, task, self._content[task])
 
 
 def _seal(place: Storage, name: str) -> str:

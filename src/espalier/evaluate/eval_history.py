@@ -11,7 +11,7 @@ from espalier.recipe import serialization
 from espalier.track.events import Event
 
 
-class Key(NamedTuple):
+class ResultKey(NamedTuple):
     """One task of one checkpoint: the seal of its manifest, the task's name, a hash of what is asked."""
 
     checkpoint: str
@@ -34,9 +34,9 @@ class EvalHistory:
     def __init__(self, path: Path) -> None:
         self.path, self.ended, self._offset = path, "", 0
         self.saved: set[int] = set()
-        self.said: set[str] = set()
-        self.figures: dict[Key, set[str]] = {}
-        self.done: set[Key] = set()
+        self.notes: set[str] = set()
+        self.figures: dict[ResultKey, set[str]] = {}
+        self.done: set[ResultKey] = set()
         self.seconds: dict[str, float] = {}
         self.update()
 
@@ -65,7 +65,7 @@ class EvalHistory:
         elif kind == "checkpoint":
             self.saved.add(int(event.get("step", 0)))
         elif kind == "incident":
-            self.said.add(str(event.get("what", "")))
+            self.notes.add(str(event.get("what", "")))
             if event.get("kind") == "eval":
                 self.done.add(_key(event))
         elif kind == "eval":
@@ -77,5 +77,5 @@ class EvalHistory:
             self.seconds[key.task] = float(event["seconds"]) / int(event["records"])
 
 
-def _key(event: Event) -> Key:
-    return Key(*(str(event.get(name, "")) for name in Key._fields))
+def _key(event: Event) -> ResultKey:
+    return ResultKey(*(str(event.get(name, "")) for name in ResultKey._fields))

@@ -89,15 +89,12 @@ def lm(model: gpt.GPT, tokenizer: Tokenizer) -> Any:
         """The harness's face of the model."""
 
         def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
-            """See LM."""
             return [answers.continuation(*request.args) for request in requests]
 
         def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
-            """See LM."""
             return [answers.rolling(*request.args) for request in requests]
 
         def generate_until(self, requests: Sequence[Any]) -> list[str]:
-            """See LM."""
             return [answers.until(*request.args) for request in requests]
 
     return Espalier()

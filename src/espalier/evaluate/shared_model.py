@@ -26,7 +26,7 @@ class Source(NamedTuple):
     version: int
 
 
-class _State:
+class _AnyState:
     """A part of a checkpoint that takes whatever state there is. Has state: that."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -45,7 +45,7 @@ class SharedModel:
     def __init__(self, checkpoints: Checkpoints, step: int, dtype: torch.dtype) -> None:
         if not hasattr(os, "memfd_create"):
             raise UserError("espalier eval --watch and --task need Linux.", do="espalier eval RUN, without them")
-        part = _State()
+        part = _AnyState()
         checkpoints.load({"model": part}, step)
         self._file = os.memfd_create("espalier-eval", os.MFD_CLOEXEC)
         self.source = Source(f"/proc/{os.getpid()}/fd/{self._file}", next(_VERSIONS))

@@ -21,7 +21,7 @@ Sums = Mapping[str, tuple[float, float]]
 """Metric to (sum, weight)."""
 
 
-class Task(Protocol):
+class EvaluationTask(Protocol):
     """One task of an evaluation."""
 
     @property
@@ -70,7 +70,6 @@ class HeldOut:
         return f"{self._workload.fingerprint()}-{self._samples}"
 
     def evaluate(self, model: nn.Module, record: int) -> Sums:
-        """See Task."""
         start = record * self._record
         return self._workload.evaluate(model, Shard(start, min(self._samples, start + self._record), self._record))
 

@@ -34,7 +34,7 @@ import torch
 from torch import nn
 
 from espalier.evaluate.shared_model import Source, attach
-from espalier.evaluate.tasks import Sums, Task, means
+from espalier.evaluate.tasks import EvaluationTask, Sums, means
 from espalier.recipe.errors import RunFailed
 
 T = TypeVar("T")
@@ -56,11 +56,11 @@ PARTS = 4
 class Opened:
     """What a worker evaluates: tasks by name, and `build`, which makes the model with any weights on the CPU."""
 
-    tasks: Mapping[str, Task]
+    tasks: Mapping[str, EvaluationTask]
     build: Callable[[], nn.Module]
 
 
-class Part(NamedTuple):
+class RecordRange(NamedTuple):
     """Records `[start, stop)` of a task."""
 
     task: str
@@ -135,14 +135,14 @@ class Workers:
     def __len__(self) -> int:
         return len(self._workers)
 
-    def evaluate(self, model: Source, parts: Sequence[Part]) -> Iterator[tuple[Part, Scored] | None]:
+    def evaluate(self, model: Source, parts: Sequence[RecordRange]) -> Iterator[tuple[RecordRange, Scored] | None]:
         """Each part with its result when it is there, and None at every tick; parts are begun in their order.
 
         A part whose worker dies or hangs is done again by another one. After a part that failed, those of its task
         that have not begun are left out.
         """
-        waiting, deaths = deque(parts), Counter[Part]()
-        running: dict[Future[Scored], tuple[int, Part]] = {}
+        waiting, deaths = deque(parts), Counter[RecordRange]()
+        running: dict[Future[Scored], tuple[int, RecordRange]] = {}
         while waiting or running:
             busy = {number for number, _ in running.values()}
             for number in [number for number in range(len(self)) if number not in busy][: len(waiting)]:
@@ -167,7 +167,7 @@ class Workers:
                 self._workers[number].end_if_silent(self._silent)
             yield None
 
-    def _submit(self, number: int, part: Part, model: Source) -> Future[Scored]:
+    def _submit(self, number: int, part: RecordRange, model: Source) -> Future[Scored]:
         try:
             return self._workers[number].submit(_evaluate, part, model)
         except BrokenExecutor as error:  # it died while it had nothing to do
@@ -233,7 +233,7 @@ def _no_main_program() -> Iterator[None]:
 # --- one checkpoint --------------------------------------------------------------------------------------------------
 
 
-def split(tasks: Sequence[Task], seconds: Mapping[str, float], workers: int) -> list[Part]:
+def split(tasks: Sequence[EvaluationTask], seconds: Mapping[str, float], workers: int) -> list[RecordRange]:
     """Tasks in parts of at most 1 / (PARTS * workers) of all expected seconds, the longest first.
 
     `seconds`: for each record of a task, by its name, as measured before; others are taken to be like these.
@@ -245,12 +245,12 @@ def split(tasks: Sequence[Task], seconds: Mapping[str, float], workers: int) -> 
     for task in tasks:
         count = min(task.records, math.ceil(task.records * each[task.name] / longest))
         ends = [task.records * at // count for at in range(count + 1)]
-        parts += [Part(task.name, start, stop) for start, stop in pairwise(ends)]
+        parts += [RecordRange(task.name, start, stop) for start, stop in pairwise(ends)]
     return sorted(parts, key=lambda part: -(part.stop - part.start) * each[part.task])
 
 
 def evaluate(
-    workers: Workers, model: Source, tasks: Sequence[Task], seconds: Mapping[str, float]
+    workers: Workers, model: Source, tasks: Sequence[EvaluationTask], seconds: Mapping[str, float]
 ) -> Iterator[Result | float]:
     """Each task's result when it is there, and at every tick which share of the records is done.
 
@@ -309,7 +309,7 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _evaluate(part: Part, source: Source) -> Scored:
+def _evaluate(part: RecordRange, source: Source) -> Scored:
     """A part's sums. What its task raises comes back as text."""
     clock = time.process_time if _Own.device.type == "cpu" else time.perf_counter
     began = clock()

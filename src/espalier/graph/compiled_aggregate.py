@@ -16,7 +16,7 @@ from espalier.graph.gnn import Gnn, Layer
 from espalier.kernels import rtopk
 from espalier.kernels.dropout import activated
 from espalier.kernels.tall_matmul import tall_product
-from espalier.sparse import CSR, Scale, attention_aggregate, cbsr_aggregate, matmul
+from espalier.sparse import CSR, DiagonalScale, attention_aggregate, cbsr_aggregate, matmul
 
 SPARSE = 4
 """A dense product does an addition some four times as fast as the kernel that adds chosen rows (bench/graph.py)."""
@@ -40,7 +40,7 @@ def matrix(block: MessageBlock) -> CSR:
         if block.left is None and block.right is None:
             return pattern
         if block.weights is None:
-            return pattern.scaled(Scale(block.left, block.right))
+            return pattern.scaled(DiagonalScale(block.left, block.right))
         values = block.weights if block.right is None else block.weights * block.right[block.indices]
         values = values if block.left is None else values * block.left[block.rows()]
         return CSR(pattern.indptr, pattern.indices, pattern.shape, values)

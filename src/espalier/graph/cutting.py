@@ -20,7 +20,7 @@ from espalier.recipe import terminal
 from espalier.recipe.cache_dir import cache_folder, hashed, write_atomic
 from espalier.recipe.errors import UserError
 from espalier.sparse.partition import clusters_of, library
-from espalier.sparse.rcmpp.pattern import Pattern
+from espalier.sparse.rcmpp.pattern import SparsityPattern
 from espalier.track.progress import Stages
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class Cutting:
 
     def _made(self, shares: Sequence[int]) -> Array:
         with Stages("Cutting the graph") as stages:
-            pattern = Pattern.of(self.graph.indptr, self.graph.indices)
+            pattern = SparsityPattern.of(self.graph.indptr, self.graph.indices)
             return clusters_of(pattern, len(shares), shares, begin=stages.begin)
 
     def boundary(self, parts: Array, ranks: int) -> tuple[halo.Boundary, partial_sums.Covers | None]:

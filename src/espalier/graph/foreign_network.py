@@ -30,7 +30,7 @@ from espalier.graph.base import Forms, MessageBlock
 from espalier.graph.halo import ForeignRows
 from espalier.graph.network import QUANTIZED, NetworkAdapter
 from espalier.graph.subgraphs import MESSAGES, forward
-from espalier.recipe import Messages as Options
+from espalier.recipe import MessagesModel as Options
 from espalier.recipe.errors import UserError
 from espalier.recipe.import_function import keep_sources
 
@@ -52,7 +52,7 @@ CLOSE = 1e-6
 """Of the largest answer: how far answers over parts may be from those of the whole, in float64."""
 
 
-class Messages:
+class ForeignMessages:
     """What the layers of a network ask for rows. Has state: the halo of the forward pass under way (None: the graph is
     whole), how many layers it has passed, and how many ranks' nodes batch normalization is over."""
 
@@ -99,7 +99,7 @@ def equip(model: nn.Module) -> nn.Module:
     parts; it computes as before in others."""
     if getattr(model, MESSAGES, None) is not None:
         return model
-    messages = Messages()
+    messages = ForeignMessages()
     setattr(model, MESSAGES, messages)
     for module in model.modules():
         layer: Any = module
@@ -111,13 +111,13 @@ def equip(model: nn.Module) -> nn.Module:
     return model
 
 
-def _instead(with_: Callable[..., Any], messages: Messages, inner: Callable[..., Any]) -> Callable[..., Any]:
+def _instead(with_: Callable[..., Any], messages: ForeignMessages, inner: Callable[..., Any]) -> Callable[..., Any]:
     """`with_(messages, inner, ...)` in place of the method `inner`, with its signature; a copy of the module has its
     own."""
     return functools.update_wrapper(functools.partial(with_, messages, inner), inner)
 
 
-def _asking(messages: Messages, inner: Callable[..., Any], *args: Any, **named: Any) -> Any:
+def _asking(messages: ForeignMessages, inner: Callable[..., Any], *args: Any, **named: Any) -> Any:
     """A layer's forward pass, with fresh rows."""
     if args:
         args = (messages.fresh(args[0]), *args[1:])
@@ -127,7 +127,7 @@ def _asking(messages: Messages, inner: Callable[..., Any], *args: Any, **named: 
     return inner(*args, **named)
 
 
-def _propagating(messages: Messages, inner: Callable[..., Any], *args: Any, **named: Any) -> Any:
+def _propagating(messages: ForeignMessages, inner: Callable[..., Any], *args: Any, **named: Any) -> Any:
     """One pass of messages; a layer that makes several has fresh rows in each."""
     if not messages.inside and isinstance(named.get("x"), Tensor):
         named["x"] = messages.fresh(named["x"])
@@ -159,7 +159,7 @@ def _summed(value: Tensor, group: Any) -> Tensor:
     return found
 
 
-def _normalized(messages: Messages, norm: Any, inner: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def _normalized(messages: ForeignMessages, norm: Any, inner: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Batch normalization by mean and variance of own rows of all ranks, which are at least in float32."""
     own = messages.halo
     if own is None or messages.fetch is not None or not (norm.training or norm.running_mean is None):
@@ -328,7 +328,7 @@ def _run(
 ) -> tuple[Tensor, list[Tensor]]:
     """Answers for own nodes, and the rows that layers were given; those of halo nodes come from `whole`."""
     vars(model).pop(QUANTIZED, None)
-    messages: Messages = getattr(equip(model), MESSAGES)
+    messages: ForeignMessages = getattr(equip(model), MESSAGES)
     messages.rounded = None
     messages.seen, own = [], cast("Halo | None", block.halo)
     if own is not None and whole is not None:

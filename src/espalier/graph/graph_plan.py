@@ -28,7 +28,7 @@ from espalier.sparse.order_choice import MOST_PARTS, grouped, order
 from espalier.sparse.partition import library
 from espalier.sparse.rcmpp import rcmpp
 from espalier.sparse.rcmpp.cuthill_mckee import trace
-from espalier.sparse.rcmpp.pattern import Pattern
+from espalier.sparse.rcmpp.pattern import SparsityPattern
 from espalier.track.progress import Stages
 
 SMALL = 1 << 20
@@ -68,7 +68,7 @@ def _advised(graph: Graph) -> tuple[Array, str]:
 
 def _clusters(graph: Graph) -> tuple[Array, str]:
     """Clusters in the order in which RCM++ passes them, their nodes too, and a sentence."""
-    pattern = Pattern.of(graph.indptr, graph.indices)
+    pattern = SparsityPattern.of(graph.indptr, graph.indices)
     parts = max(1, min(MOST_PARTS, graph.nodes // CLUSTER))
     said = f"Order: {parts:,} clusters by {library()}, RCM++ inside (graph.order = clusters)."
     return grouped(pattern, trace(pattern).permutation, parts).astype(np.int64), said

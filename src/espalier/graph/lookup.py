@@ -50,7 +50,7 @@ def network(recipe: Recipe) -> NetworkAdapter:
     match recipe.model:
         case config.GraphTransformer():
             name = "mechanisms.pattern_attention.adapter:TransformerAdapter"
-        case config.Messages():
+        case config.MessagesModel():
             name = "graph.foreign_network:ForeignAdapter"
         case _:
             name = "graph.gnn_adapter:GnnAdapter"

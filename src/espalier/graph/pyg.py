@@ -291,7 +291,7 @@ def _labels(labels: Any) -> Array | None:
     return given[:, 0] if column else given
 
 
-def built(options: config.Messages, features: int, classes: int, folder: str | Path | None) -> nn.Module:
+def built(options: config.MessagesModel, features: int, classes: int, folder: str | Path | None) -> nn.Module:
     """The network that `model.build` makes, called with (features, classes, **model.arguments): its forward takes
     (x [nodes, features], edge_index int64 [2, edges]) and gives [nodes, classes]; a third argument called `edge_weight`
     or `edge_attr` is filled where the graph has it. Raises UserError for whatever its code raises or does not give."""

@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Form(Generic[Arguments, Result]):
+class KernelForm(Generic[Arguments, Result]):
     """One way to run an operation.
 
     Attributes:
@@ -49,8 +49,8 @@ class Operation(Generic[Arguments, Result]):
 
     def __init__(self, name: str, reference: Callable[Arguments, Result]) -> None:
         self.name = name
-        self.reference: Form[Arguments, Result] = Form(reference.__name__, reference, "", _always)
-        self.forms: list[Form[Arguments, Result]] = []
+        self.reference: KernelForm[Arguments, Result] = KernelForm(reference.__name__, reference, "", _always)
+        self.forms: list[KernelForm[Arguments, Result]] = []
         self.__doc__ = reference.__doc__
 
     def fast(
@@ -60,12 +60,12 @@ class Operation(Generic[Arguments, Result]):
 
         def add(run: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
             assert run.__name__ not in {form.name for form in (self.reference, *self.forms)}
-            self.forms.append(Form(run.__name__, run, device, wins or _always))
+            self.forms.append(KernelForm(run.__name__, run, device, wins or _always))
             return run
 
         return add
 
-    def pick(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Form[Arguments, Result]:
+    def pick(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> KernelForm[Arguments, Result]:
         """The form that would run these arguments."""
         first: Any = args[0]
         device = first.device.type

@@ -130,10 +130,10 @@ def hidden() -> Iterator[None]:
 class _Parts:
     """Counts by part. Has state."""
 
-    found: dict[str, Counts] = field(default_factory=dict)
+    by_part: dict[str, Counts] = field(default_factory=dict)
 
     def add(self, part: str, counts: Counts) -> None:
-        self.found[part] = self.found.get(part, NOTHING) + counts
+        self.by_part[part] = self.by_part.get(part, NOTHING) + counts
 
 
 class Counter(TorchDispatchMode):
@@ -156,12 +156,12 @@ class Counter(TorchDispatchMode):
     @property
     def parts(self) -> Mapping[str, Counts]:
         """Counts by name of the module."""
-        return dict(self._parts.found)
+        return dict(self._parts.by_part)
 
     @property
     def total(self) -> Counts:
         """All parts together."""
-        return sum(self._parts.found.values(), NOTHING)
+        return sum(self._parts.by_part.values(), NOTHING)
 
     def add(self, counts: Counts) -> None:
         """Adds to the part that is running."""

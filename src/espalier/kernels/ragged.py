@@ -75,7 +75,7 @@ class Ragged:
         """The number of each value's row."""
         return torch.repeat_interleave(self.lengths, output_size=self.values.shape[0])
 
-    def kept(self, keep: Bool[Tensor, " values"]) -> Ragged:
+    def selected(self, keep: Bool[Tensor, " values"]) -> Ragged:
         """The values where `keep` holds; rows may become empty, their order stays."""
         before = torch.nn.functional.pad(keep.cumsum(0), (1, 0))
         return Ragged(self.values[keep], before[self.offsets])

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Float64
 
     from espalier.parallel.attend import Where
-    from espalier.recipe.decoder_shapes import Rope, Sizes
+    from espalier.recipe.decoder_shapes import DecoderSizes, Rope
 
 FAST, SLOW = 32.0, 1.0
 """Turns in the original context between which YaRN's ramp lies (arXiv 2309.00071, section 3.2)."""
 
 
-def rates(size: Sizes, plain: Float64[Tensor, " half"]) -> tuple[Float64[Tensor, " half"], float]:
+def rates(size: DecoderSizes, plain: Float64[Tensor, " half"]) -> tuple[Float64[Tensor, " half"], float]:
     """The rates of `plain` rotary positions (radians per token) as `size.rope` stretches them, and what cosines and
     sines are multiplied by."""
     rope = size.rope
@@ -43,7 +43,7 @@ def rates(size: Sizes, plain: Float64[Tensor, " half"]) -> tuple[Float64[Tensor,
     return _ramp(plain, slow, size, rope), sharper
 
 
-def _ramp(plain: Tensor, slow: Tensor, size: Sizes, rope: Rope) -> Tensor:
+def _ramp(plain: Tensor, slow: Tensor, size: DecoderSizes, rope: Rope) -> Tensor:
     """YaRN's rates: those of many turns as they are, of few turns slowed down, in between a mixture (section 3.2)."""
 
     def column(turns: float) -> float:
@@ -72,7 +72,6 @@ class LimitedAttention(NamedTuple):
         value: Float[Tensor, "batch kv_heads keys head"],
         where: Where,
     ) -> Float[Tensor, "batch heads seq head"]:
-        """See `parallel.attend.Attend`."""
         queries, keys = query.shape[2], key.shape[2]
         ages = torch.arange(keys - queries, keys, device=query.device)[:, None] - torch.arange(
             keys, device=query.device
@@ -90,7 +89,7 @@ class LimitedAttention(NamedTuple):
         return scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value
 
 
-def attention_of(size: Sizes, layer: int) -> LimitedAttention | None:
+def attention_of(size: DecoderSizes, layer: int) -> LimitedAttention | None:
     """What `layer` attends with; None: all earlier tokens, plainly."""
     window = size.window if size.family != "gemma2" or layer % 2 == 0 else None
     if window is None and size.attention_cap is None and size.attention_scale is None:

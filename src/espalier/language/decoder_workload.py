@@ -22,7 +22,7 @@ from espalier.recipe.decoder_shapes import sizes
 from espalier.recipe.errors import UserError
 
 
-class Windows(NamedTuple):
+class TokenWindows(NamedTuple):
     """A micro-batch: tokens int64 [batch, sequence], what follows each of them, int64 [batch, sequence], and where they
     stand (None: each row is whole and one document)."""
 
@@ -31,7 +31,7 @@ class Windows(NamedTuple):
     where: Where | None = None
 
 
-class Rows(NamedTuple):
+class RowBatch(NamedTuple):
     """Whole rows of a batch, each int64 [rows, sequence]; positions may be [sequence]. `documents`: see `Where`."""
 
     tokens: Tensor
@@ -39,13 +39,13 @@ class Rows(NamedTuple):
     positions: Tensor
     documents: Tensor | None = None
 
-    def part(self, shard: Shard) -> Windows:
+    def part(self, shard: Shard) -> TokenWindows:
         """What a rank that holds one slot of the sequence takes of them."""
         heads = shard.sequence_heads
         shares = shares_of(shard.sequence_speeds, heads)
         slots = SequenceSlots(self.tokens.shape[1], shard.sequence_slots // heads, heads, True, *shares)
         local = [slots.take(tensor, shard.sequence_slot) for tensor in self[:3]]
-        return Windows(local[0], local[1], Where(local[2], self.documents, slots))
+        return TokenWindows(local[0], local[1], Where(local[2], self.documents, slots))
 
 
 class DecoderWorkload(Plain):

@@ -17,7 +17,7 @@ from espalier.language.block_variants import rates
 from espalier.language.decoder_workload import new_model
 from espalier.language.tokenizer_files import TOKENIZER
 from espalier.recipe import cache_dir
-from espalier.recipe.decoder_shapes import Sizes
+from espalier.recipe.decoder_shapes import DecoderSizes
 from espalier.recipe.errors import UserError
 from espalier.recipe.foreign_files import decoded
 
@@ -49,7 +49,7 @@ def export(model: gpt.GPT, tokenizer: Any, template: str | None, target: Path, k
     return differences[0]
 
 
-def _refuse_foreign(size: Sizes) -> None:
+def _refuse_foreign(size: DecoderSizes) -> None:
     """What the fields of the architectures that are written cannot say."""
     rope, gemma2, kind = size.rope, size.family == "gemma2", _kind(size)
     stretched = rope is not None and (
@@ -79,18 +79,18 @@ def _refuse_foreign(size: Sizes) -> None:
             )
 
 
-def _kind(size: Sizes) -> str:
+def _kind(size: DecoderSizes) -> str:
     """Hugging Face's name for the kind of decoder whose file is written; Mistral's is Llama's."""
     kind = hf_config.kind_of(size)
     return "llama" if kind == "mistral" else kind
 
 
-def architecture(size: Sizes) -> str:
+def architecture(size: DecoderSizes) -> str:
     """GGUF's name for a decoder's kind."""
     return gguf_file.ARCHITECTURES[_kind(size)].name
 
 
-def _order(size: Sizes) -> gguf_file.Order:
+def _order(size: DecoderSizes) -> gguf_file.Order:
     return gguf_file.Order(_kind(size), size.heads, size.kv_heads)
 
 
@@ -196,7 +196,7 @@ def _write(
     os.chmod(file, 0o644)
 
 
-def _write_variants(writer: Any, size: Sizes) -> None:
+def _write_variants(writer: Any, size: DecoderSizes) -> None:
     """Fields of positions, experts, and Gemma 2."""
     if size.rope is not None:
         if size.rope.kind != "llama3":  # whose rates are a tensor

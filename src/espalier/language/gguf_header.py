@@ -35,7 +35,7 @@ class TensorPlace(NamedTuple):
     start: int
 
 
-class Header(NamedTuple):
+class GgufHeader(NamedTuple):
     """What a file says before its data, and all its bytes (mapped, uint8)."""
 
     fields: Mapping[str, Any]
@@ -43,7 +43,7 @@ class Header(NamedTuple):
     content: NDArray[np.uint8]
 
 
-def read(file: Path) -> Header:
+def read(file: Path) -> GgufHeader:
     """The header of `file`. Raises UserError."""
     with parsing(file, AGAIN):
         cursor = _Cursor(np.memmap(file, np.uint8, "r"))
@@ -60,7 +60,7 @@ def read(file: Path) -> Header:
         if not 0 < alignment < 1 << 20:
             raise ValueError(f"general.alignment is {alignment}")
         begin = -(-cursor.at // alignment) * alignment
-        return Header(known, tuple(place._replace(start=begin + place.start) for place in places), cursor.content)
+        return GgufHeader(known, tuple(place._replace(start=begin + place.start) for place in places), cursor.content)
 
 
 class _Cursor:

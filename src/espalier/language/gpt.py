@@ -28,7 +28,7 @@ from espalier.parallel.attend import CORES, Attend, Where
 from espalier.parallel.whole_attention import causal
 from espalier.parallel.workload import Pieces, Role
 from espalier.recipe.cost import Anatomy, Product
-from espalier.recipe.decoder_shapes import Sizes, sizes
+from espalier.recipe.decoder_shapes import DecoderSizes, sizes
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -67,7 +67,7 @@ class Rotation(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, size: Sizes) -> None:
+    def __init__(self, size: DecoderSizes) -> None:
         super().__init__()
         self.size = size
         for name in ("cos", "sin"):
@@ -100,7 +100,7 @@ class CausalAttention(nn.Module):
 
     seams: ClassVar = {"attend": ("attend",)}
 
-    def __init__(self, size: Sizes, layer: int = 0) -> None:
+    def __init__(self, size: DecoderSizes, layer: int = 0) -> None:
         super().__init__()
         self.head_size = size.head_size
         biased = size.family == "qwen2"
@@ -141,7 +141,7 @@ def _turned(heads: Float[Tensor, "batch seq heads head"], turn: Rotary) -> Float
 class FeedForward(nn.Module):
     """SwiGLU (arXiv 2002.05202): down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, size: Sizes) -> None:
+    def __init__(self, size: DecoderSizes) -> None:
         super().__init__()
         self.gate = nn.Linear(size.width, size.feed_forward, bias=False)
         self.up = nn.Linear(size.width, size.feed_forward, bias=False)
@@ -156,7 +156,7 @@ class FeedForward(nn.Module):
 class DecoderBlock(nn.Module):
     """One layer: attention, then feed-forward, each on the normalised residual stream and added to it."""
 
-    def __init__(self, size: Sizes, layer: int = 0, feed_forward: nn.Module | None = None) -> None:
+    def __init__(self, size: DecoderSizes, layer: int = 0, feed_forward: nn.Module | None = None) -> None:
         super().__init__()
         self.attention_norm = norm_of(size)
         self.attention = CausalAttention(size, layer)
@@ -173,7 +173,7 @@ class DecoderBlock(nn.Module):
         return x + (fed if self.feed_forward_end is None else self.feed_forward_end(fed))
 
 
-def norm_of(size: Sizes) -> RMSNorm:
+def norm_of(size: DecoderSizes) -> RMSNorm:
     """A norm of the residual stream."""
     return RMSNorm(size.width, size.norm_epsilon, 1.0 if size.gemma else 0.0)
 
@@ -432,5 +432,5 @@ def work(setting: DecoderLoad) -> Anatomy:
     # swiglu keeps gate and up, `down` keeps their product; recomputation stops where `down` would begin.
     product = size.feed_forward * compute
     return decoder_work(
-        setting, Feed((gate_up, down), (gate_up,), moved=5 * product, kept=3 * product, working=2 * product)
+        setting, Feed((gate_up, down), (gate_up,), moved=5 * product, saved=3 * product, working=2 * product)
     )

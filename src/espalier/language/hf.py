@@ -29,7 +29,7 @@ from espalier.language.hf_config import CONFIG
 from espalier.language.moe import MOE
 from espalier.language.tokenizer_files import GENERATION, ID_KEYS, TokenizerFiles
 from espalier.recipe import cache_dir
-from espalier.recipe.decoder_shapes import ROUTING, Sizes
+from espalier.recipe.decoder_shapes import ROUTING, DecoderSizes
 from espalier.recipe.errors import UserError
 from espalier.recipe.foreign_files import parsing, printable, read_json, unused
 from espalier.recipe.units import plural
@@ -379,7 +379,7 @@ def tokenizer_of(folder: str | Path) -> Path | None:
     return file if file.is_file() else None
 
 
-def options_of(size: Sizes) -> config.Gpt | config.Moe:
+def options_of(size: DecoderSizes) -> config.Gpt | config.Moe:
     """The model options that say `size`."""
     names = (
         "width",

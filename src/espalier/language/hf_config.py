@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import msgspec
 
 from espalier import recipe as config
-from espalier.recipe.decoder_shapes import Rope, Sizes
+from espalier.recipe.decoder_shapes import DecoderSizes, Rope
 from espalier.recipe.errors import UserError
 from espalier.recipe.foreign_files import printable, unused
 
@@ -58,7 +58,7 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 # --- out ---------------------------------------------------------------------------------------------------------
 
 
-def table_of(size: Sizes, token_ids: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+def table_of(size: DecoderSizes, token_ids: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     """`config.json` of a decoder of `size` whose weights are `dtype`. `token_ids`: `bos_token_id` and such."""
     kind = kind_of(size)
     table = {
@@ -117,14 +117,14 @@ def table_of(size: Sizes, token_ids: Mapping[str, Any], dtype: str) -> dict[str,
     return table
 
 
-def kind_of(size: Sizes | config.Gpt | config.Moe) -> str:
+def kind_of(size: DecoderSizes | config.Gpt | config.Moe) -> str:
     """The `model_type` of a decoder: mixtures are Mixtral's or Qwen's."""
     if getattr(size, "experts", 1) == 1:
         return size.family
     return QWEN_MOE.get(size.family, "mixtral")
 
 
-def mixture_refusal(size: Sizes) -> str | None:
+def mixture_refusal(size: DecoderSizes) -> str | None:
     """Why a mixture of `size` has no `model_type`; None: it has one."""
     kind, family = kind_of(size), size.family
     if size.experts == 1:
@@ -138,7 +138,7 @@ def mixture_refusal(size: Sizes) -> str | None:
     return None if size.normalized or kind != "mixtral" else "Mixtral's weights of experts add up to 1"
 
 
-def _rope_table(size: Sizes) -> dict[str, Any]:
+def _rope_table(size: DecoderSizes) -> dict[str, Any]:
     rope = size.rope
     if rope is None:
         return {"rope_type": "default", "rope_theta": size.rope_theta}

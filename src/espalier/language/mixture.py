@@ -31,7 +31,7 @@ _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: Weyl step of splitmix64 (St
 _WORD = (1 << 64) - 1
 
 
-class Samples(NamedTuple):
+class MixtureSamples(NamedTuple):
     """Consecutive samples, each field int64 [samples]: their source, their window in that source's epoch, its epoch,
     and the token position `start` at which the window begins."""
 
@@ -78,7 +78,7 @@ class SampleOrder:
         samples = self.samples(number, number + 1)
         return int(samples.source[0]), int(samples.window[0])
 
-    def samples(self, start: int, stop: int) -> Samples:
+    def samples(self, start: int, stop: int) -> MixtureSamples:
         """Samples `[start, stop)` of the global order."""
         assert 0 <= start <= stop
         cycle, turn = np.divmod(np.arange(start, stop, dtype=np.int64), self.period)
@@ -93,7 +93,7 @@ class SampleOrder:
             window[mine] = permute(place, self.windows[number], key)
             shift = (_mix(key) % np.uint64(self._shifts[number])).astype(np.int64)
             first[mine] = shift + window[mine] * self.sequence
-        return Samples(source, window, epoch, first)
+        return MixtureSamples(source, window, epoch, first)
 
     def counts(self, stop: int) -> Int64:
         """How many of the first `stop` samples each source gives, [sources]. One period is looked at, never more."""

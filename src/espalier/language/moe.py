@@ -23,14 +23,14 @@ from torch import Tensor, nn
 from espalier.language.gpt import GPT, IGNORED, DecoderBlock, FeedForward, Given, Rotary
 from espalier.language.kv_cache import Past
 from espalier.language.operation_counts import DecoderLoad, Feed, decoder_work
-from espalier.parallel.expert_map import Route
+from espalier.parallel.expert_map import ExpertRoute
 from espalier.parallel.local_experts import local
 from espalier.recipe.cost import Anatomy, Product
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-    from espalier.recipe.decoder_shapes import Sizes
+    from espalier.recipe.decoder_shapes import DecoderSizes
 
 
 class Router(nn.Linear):
@@ -53,7 +53,7 @@ class Experts(nn.Module):
 
     seams: ClassVar = {"route": ("route",), "total": ("total",)}
 
-    def __init__(self, size: Sizes) -> None:
+    def __init__(self, size: DecoderSizes) -> None:
         super().__init__()
         self.active, self.balance, self.z_loss = size.active, size.balance, size.z_loss
         self.normalized = size.normalized
@@ -61,8 +61,8 @@ class Experts(nn.Module):
         self.experts = nn.ModuleList(FeedForward(size) for _ in range(size.experts))
         self.shared = FeedForward(replace(size, feed_forward=size.shared)) if size.shared else None
         self.shared_gate = nn.Linear(size.width, 1, bias=False) if size.shared else None
-        self.route: Route = local
-        self.total: Callable[[Tensor], Tensor] = own
+        self.route: ExpertRoute = local
+        self.total: Callable[[Tensor], Tensor] = total_of_rank
 
     def forward(
         self, x: Float[Tensor, "batch seq width"]
@@ -95,7 +95,7 @@ def steering(bias: Float[Tensor, " experts"], chosen: Int[Tensor, "batch seq act
     return (counts / choices.shape[1] - 1 / len(bias)) @ (bias - bias.detach())
 
 
-def own(counts: Tensor) -> Tensor:
+def total_of_rank(counts: Tensor) -> Tensor:
     """The sum over the one rank that holds a sequence."""
     return counts
 
@@ -103,7 +103,7 @@ def own(counts: Tensor) -> Tensor:
 def imbalance(
     scores: Float[Tensor, "batch seq experts"],
     chosen: Int[Tensor, "batch seq active"],
-    total: Callable[[Tensor], Tensor] = own,
+    total: Callable[[Tensor], Tensor] = total_of_rank,
 ) -> Float[Tensor, " batch"]:
     """E · sum over experts of (share of a sequence's choices) x (mean probability): 1 when even, E when all one.
 
@@ -120,7 +120,7 @@ def imbalance(
 class MoeBlock(DecoderBlock):
     """One layer with experts. Gives the residual stream and the layer's penalties `[batch]`."""
 
-    def __init__(self, size: Sizes, layer: int = 0) -> None:
+    def __init__(self, size: DecoderSizes, layer: int = 0) -> None:
         super().__init__(size, layer, Experts(size))
 
     def forward(

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from espalier.recipe.cost import VALUE_BYTES, WHOLE, Anatomy, Cut, Number, Product, Work
-from espalier.recipe.decoder_shapes import Sizes
+from espalier.recipe.decoder_shapes import DecoderSizes
 
 
 @dataclass(frozen=True)
 class DecoderLoad:
     """One micro-batch of a decoder on one rank; `micro_batch` (sequences) and `cut` may hold NumPy arrays."""
 
-    size: Sizes
+    size: DecoderSizes
     sequence: int
     micro_batch: Any
     recompute: str
@@ -49,7 +49,7 @@ class Feed:
     products: tuple[Product, ...]
     again: tuple[Product, ...]
     moved: int
-    kept: int
+    saved: int
     working: int
 
 
@@ -105,7 +105,7 @@ def _kept(setting: DecoderLoad, feed: Feed) -> dict[str, Number]:
     size, whole, compute, tensor = setting.size, setting.whole, setting.compute, setting.cut.tensor
     norms = 2 * ((size.width + 1) * whole + size.width * compute)  # input, scale, output of both
     core = size.query_width * compute + size.heads * whole  # its output and log-sum-exp
-    everything = norms + (size.query_width + 2 * size.kv_width) * compute + core + feed.kept
+    everything = norms + (size.query_width + 2 * size.kv_width) * compute + core + feed.saved
     gathered = 2 * size.width * compute * (1 - 1 / tensor) if setting.cut.gathered else 0.0
     # Ranks that share heads keep attention's output as they have computed it and as they got it back, and copies of
     # keys and values where these are fewer than ranks.

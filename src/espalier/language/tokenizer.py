@@ -160,7 +160,7 @@ def trained(spec: str, cache: Path) -> Path:
     return cache / f"bpe-{int(size)}.json"
 
 
-class _Saved:
+class _SavedTokenizer:
     """The half of a tokenizer that its files answer."""
 
     files: TokenizerFiles
@@ -175,13 +175,11 @@ class _Saved:
         return made
 
     def without_prefix(self) -> Self:
-        """See `Tokenizer`."""
         made = copy.copy(self)
         made.files, made.adds_boundary = self.files.without_prefix(), False
         return made
 
     def token_ids(self) -> Mapping[str, Any]:
-        """See `Tokenizer`."""
         if self.files.model_ids is not None:
             return self.files.model_ids
         table, special_tokens = self.table(), self.files.special_tokens
@@ -190,11 +188,10 @@ class _Saved:
         return named if pad is None else {**named, "pad_token_id": pad}
 
     def save(self, folder: Path) -> None:
-        """See `Tokenizer`."""
         self.files.write(folder)
 
 
-class ByteTokenizer(_Saved):
+class ByteTokenizer(_SavedTokenizer):
     """256 ids, one per byte. Id 0 is the boundary: text with a NUL byte counts as binary and never gets here."""
 
     name = "bytes"
@@ -246,12 +243,11 @@ class ByteTokenizer(_Saved):
         }
 
     def table(self) -> dict[str, int]:
-        """See `_described`."""
         letters = _alphabet()
         return {"\0": 0} | {letters[byte]: byte for byte in range(1, 256)}
 
 
-class HfTokenizer(_Saved):
+class HfTokenizer(_SavedTokenizer):
     """A `tokenizers.Tokenizer`. A boundary token is added when the file has none.
 
     The boundary is what `files` tell other programs to put before a text, else the stated end of text. `files` None:
@@ -304,7 +300,6 @@ class HfTokenizer(_Saved):
         ]
 
     def encode_marked(self, texts: Sequence[str]) -> list[tuple[Ids, NDArray[np.int64]]]:
-        """See `Tokenizer.encode_marked`."""
         self._inner.encode_special_tokens = False
         try:
             encoded = self._inner.encode_batch(list(texts), add_special_tokens=False)

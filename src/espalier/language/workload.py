@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from espalier.language import gpt, mixture, row_files, token_store
-from espalier.language.decoder_workload import DecoderWorkload, Rows, Windows
+from espalier.language.decoder_workload import DecoderWorkload, RowBatch, TokenWindows
 from espalier.language.tokenizer import Tokenizer, kept_tokenizer
 from espalier.parallel.workload import Progress, Shard, to_device
 from espalier.recipe import Recipe
@@ -22,7 +22,7 @@ from espalier.recipe.units import plural
 from espalier.store.artifacts import Artifact, Text
 
 
-class Kept(NamedTuple):
+class StoredCorpus(NamedTuple):
     """What a run keeps of its corpus: the tokenizer, and the held-out windows, [windows, sequence + 1]."""
 
     tokenizer: Tokenizer
@@ -33,7 +33,9 @@ class LanguageWorkload(DecoderWorkload):
     """One decoder, one mixture of corpora: their `stores`, or what a `run` kept of them, which is evaluated but not
     trained on."""
 
-    def __init__(self, recipe: Recipe, stores: Sequence[token_store.TokenStore], run: Kept | None = None) -> None:
+    def __init__(
+        self, recipe: Recipe, stores: Sequence[token_store.TokenStore], run: StoredCorpus | None = None
+    ) -> None:
         super().__init__(recipe, stores[0].tokenizer if run is None else run.tokenizer)
         self.stores = stores
         self._kept = run
@@ -53,19 +55,19 @@ class LanguageWorkload(DecoderWorkload):
 
     # --- the data ------------------------------------------------------------------------------------------------
 
-    def _part(self, rows: Tensor, shard: Shard) -> Windows:
+    def _part(self, rows: Tensor, shard: Shard) -> TokenWindows:
         """What a rank that holds one slot of the sequence takes of windows, [samples, sequence + 1]."""
         tokens, targets = rows[:, :-1], rows[:, 1:]
         if shard.sequence_slots == 1 and not self.packed:
-            return Windows(tokens, targets)
+            return TokenWindows(tokens, targets)
         positions, documents = torch.arange(tokens.shape[1]), None
         if self.packed:
             begins = tokens == self.tokenizer.boundary
             documents = begins.cumsum(1)
             positions = positions - torch.where(begins, positions, 0).cummax(1).values
-        return Rows(tokens, targets, positions, documents).part(shard)
+        return RowBatch(tokens, targets, positions, documents).part(shard)
 
-    def batches(self, step: int, shard: Shard) -> list[Windows]:
+    def batches(self, step: int, shard: Shard) -> list[TokenWindows]:
         """Windows of the global order, cut into micro-batches."""
         first = step * self.global_batch
         assert self.order is not None, "a run that is only evaluated has no training data"
@@ -79,7 +81,7 @@ class LanguageWorkload(DecoderWorkload):
         assert self.order is not None
         return mixture.documents(self.splits, self.order, first + shard.start, first + shard.stop)
 
-    def loss(self, model: nn.Module, batch: Windows) -> tuple[Tensor, Tensor]:
+    def loss(self, model: nn.Module, batch: TokenWindows) -> tuple[Tensor, Tensor]:
         """Sum of cross entropies in nats, and the number of tokens."""
         assert isinstance(model, gpt.GPT)
         return model.loss_sum(*batch), torch.tensor(batch.targets.numel())
@@ -160,9 +162,9 @@ def freeze(workload: LanguageWorkload, folder: Path) -> None:
         np.save(file, windows)
 
 
-def thaw(recipe: Recipe, folder: Path) -> Kept:
+def thaw(recipe: Recipe, folder: Path) -> StoredCorpus:
     """What `freeze` wrote into `folder`."""
-    return Kept(kept_tokenizer(recipe.data[0].tokenizer, folder), np.load(folder / _WINDOWS))
+    return StoredCorpus(kept_tokenizer(recipe.data[0].tokenizer, folder), np.load(folder / _WINDOWS))
 
 
 _WINDOWS = "held_out.npy"

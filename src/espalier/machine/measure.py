@@ -23,7 +23,7 @@ import torch
 
 from espalier.kernels import accelerator
 from espalier.machine.cluster import Link
-from espalier.machine.peak_memory import held
+from espalier.machine.peak_memory import bytes_held
 from espalier.recipe import serialization
 
 # Products [rows, inner] x [inner, columns] of small decoders: forward, then the two that backward does.
@@ -137,7 +137,7 @@ def _add(result: Table, setting: tuple[int, int], asked: Sequence[Asked], second
 def _processor(gate: Gate, setting: tuple[int, int], asked: Sequence[Asked], often: tuple[float, int]) -> Table:
     (processes, threads), (seconds, rounds) = setting, often
     torch.set_num_threads(threads)
-    runtime = held()
+    runtime = bytes_held()
     warm = torch.ones(256, 256)
     _best(lambda: torch.mm(warm, warm), 0.05)  # threads start, clocks rise
     rounds_of_rates = [_round(gate, asked, seconds / 2) for _ in range(rounds)]

@@ -79,7 +79,7 @@ def chosen(interface: str | None, addresses_here: Sequence[Address], host: str) 
 
 
 @dataclass
-class Meeting:
+class MeetingSocket:
     """The socket at which the first host waits for the others. Has state: the socket, until the store takes it."""
 
     socket: socket.socket
@@ -110,7 +110,7 @@ class Meeting:
         self.socket.settimeout(None)
 
 
-def meeting(interface: str | None, port: int, host: str) -> tuple[Meeting, list[Address]]:
+def meeting(interface: str | None, port: int, host: str) -> tuple[MeetingSocket, list[Address]]:
     """Listens at `port` (0: any) on every address, or on that of `interface` alone; and the addresses to try.
 
     Raises UserError when the port is taken, or `host` has no such interface.
@@ -129,7 +129,7 @@ def meeting(interface: str | None, port: int, host: str) -> tuple[Meeting, list[
             f"launch.port = {port} cannot be used on host {host}.", why=why, do="another port, or 0 for any free one"
         ) from None
     listener.listen(1024)
-    return Meeting(listener), bound[:1] if interface is not None else bound
+    return MeetingSocket(listener), bound[:1] if interface is not None else bound
 
 
 def reach(targets: Sequence[str], port: int, word: str, source: Address | None) -> tuple[str, str] | None:

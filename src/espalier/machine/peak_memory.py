@@ -63,7 +63,7 @@ def _look(now: dict[str, int]) -> int:
     return _peak.look(now, reset)
 
 
-def held() -> int:
+def bytes_held() -> int:
     """Bytes of anonymous and shared pages that this process holds now."""
     return _status()["held"]
 

@@ -148,7 +148,7 @@ class Counted(NamedTuple):
     """What a forward pass asks for, of one sample of each task together."""
 
     flops: float
-    kept: float
+    saved: float
     """Bytes kept for backward, in fp32."""
     metrics: tuple[tuple[str, ...], ...] = ()
     """Names of each task's metrics."""
@@ -160,7 +160,7 @@ def trial(parts: Parts, author: Author) -> Counted:
         raise UserError(f"model.build = {author.build!r} gave a model without a trainable parameter.")
     counted = [_tried(parts.model, task, author) for task in tasks_of(parts).values()]
     metrics = tuple(name for part in counted for name in part.metrics)
-    return Counted(sum(part.flops for part in counted), sum(part.kept for part in counted), metrics)
+    return Counted(sum(part.flops for part in counted), sum(part.saved for part in counted), metrics)
 
 
 def _tried(model: nn.Module, task: Task, author: Author) -> Counted:

@@ -19,10 +19,10 @@ import numpy as np
 from espalier.ops import root_cause
 from espalier.ops.incidents import Incident, with_incident
 from espalier.ops.log_scan import line_labels, scan
-from espalier.ops.log_scan.line_labels import Line
+from espalier.ops.log_scan.line_labels import LogLine
 from espalier.ops.log_scan.scan import Loss, Scanned
 from espalier.ops.root_cause import STRENGTH, Cause, Finding
-from espalier.ops.rules import Rule, own
+from espalier.ops.rules import LogRule, built_in_rules
 from espalier.ops.taxonomy import LOSS_ANOMALY, NO_FAILURE, REASONS, UNKNOWN, Action, Diagnosis, EvidenceLine, called
 from espalier.recipe.errors import UserError
 
@@ -62,7 +62,7 @@ class Means:
     """What a diagnosis may rest on: `rules` in the order they are asked (None: the product's own), and past
     `incidents` for what no rule explains."""
 
-    rules: tuple[Rule, ...] | None = None
+    rules: tuple[LogRule, ...] | None = None
     incidents: tuple[Incident, ...] = ()
 
 
@@ -71,7 +71,7 @@ class Case:
     """One log, read: what was kept of it, its lines, and the cause and the odd loss found in them."""
 
     scanned: Scanned
-    parsed: list[Line]
+    parsed: list[LogLine]
     cause: Cause | None
     anomaly: Loss | None
 
@@ -113,7 +113,7 @@ def of_text(text: bytes) -> Case:
 
 def _case(scanned: Scanned, means: Means) -> Case:
     parsed = line_labels.parse(dict(list(scanned.lines.items())[-LINES:]))
-    findings = root_cause.findings(parsed, own() if means.rules is None else means.rules)
+    findings = root_cause.findings(parsed, built_in_rules() if means.rules is None else means.rules)
     speakers = len(
         {line.rank for line in line_labels.parse({loss.number: loss.text for loss in scanned.losses[-200:]})}
     )
@@ -266,7 +266,7 @@ def _of_loss(scanned: Scanned, odd: Loss) -> Diagnosis:
 # --- nothing ---------------------------------------------------------------------------------------------------------
 
 
-def _healthy(scanned: Scanned, parsed: Sequence[Line]) -> Diagnosis:
+def _healthy(scanned: Scanned, parsed: Sequence[LogLine]) -> Diagnosis:
     last = next((line for line in reversed(parsed) if line.text.strip()), None)
     if last is None:
         advice = "the log is empty: look at the launcher's or the scheduler's own"
@@ -278,7 +278,7 @@ def _healthy(scanned: Scanned, parsed: Sequence[Line]) -> Diagnosis:
 # --- causes ----------------------------------------------------------------------------------------------------------
 
 
-def _of_cause(file: str, cause: Cause, parsed: Sequence[Line]) -> Diagnosis:
+def _of_cause(file: str, cause: Cause, parsed: Sequence[LogLine]) -> Diagnosis:
     named, root = cause.named, cause.root
     reason = named.rule.reason or UNKNOWN
     action, advice = _action(cause)
@@ -312,7 +312,7 @@ def _action(cause: Cause) -> tuple[Action, str]:
     return "retry", f"no line is about hardware; if it fails on the same node again: {advice}"
 
 
-def _rank(cause: Cause, parsed: Sequence[Line]) -> int | None:
+def _rank(cause: Cause, parsed: Sequence[LogLine]) -> int | None:
     """The rank whose fault it was: of the root line, else what the launcher observed first."""
     if cause.named.rule.id == "collective-timeout":
         late = _late(cause)
@@ -355,7 +355,7 @@ def _late(cause: Cause) -> int | None:
     return late[0] if len(late) == 1 else None
 
 
-def _node(cause: Cause, parsed: Sequence[Line], rank: int | None) -> str | None:
+def _node(cause: Cause, parsed: Sequence[LogLine], rank: int | None) -> str | None:
     """The host to test first: of the root's line, else where the launcher says that the rank ran."""
     alike = [other.node for other in cause.others if other.rule.reason == cause.named.rule.reason]
     for node in (cause.root.node, cause.named.node, *alike):

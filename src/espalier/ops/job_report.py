@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-from espalier.ops.job_trace import Characters, Group
+from espalier.ops.job_trace import Characters, JobGroup
 from espalier.recipe import cache_dir
 from espalier.recipe.errors import UserError
 from espalier.recipe.terminal import rows, say
 from espalier.recipe.units import show_count, show_seconds
 from espalier.track import charts, page
-from espalier.track.charts import Share
+from espalier.track.charts import BarShare
 from espalier.track.page import Figure
 
 SHOWN = 12
@@ -79,7 +79,7 @@ def tell(characters: Characters) -> None:
             say(f"{title}: {marks}")
 
 
-def _cells(group: Group) -> tuple[str, ...]:
+def _cells(group: JobGroup) -> tuple[str, ...]:
     """A group as a row."""
     times = map(seconds, (group.duration, group.mean_duration, group.queue, group.long_queue))
     return (
@@ -167,10 +167,10 @@ def _plots(characters: Characters) -> list[tuple[str, str, Markup]]:
     return plots
 
 
-def _shares(title: str, groups: Sequence[Group]) -> tuple[str, list[Share], list[Share]]:
+def _shares(title: str, groups: Sequence[JobGroup]) -> tuple[str, list[BarShare], list[BarShare]]:
     """Parts of the jobs and of the GPU time by what `title` says."""
     jobs = [
-        Share(group.name, group.share, f"{group.share:.1%} of jobs, {group.time_share:.1%} of GPU time")
+        BarShare(group.name, group.share, f"{group.share:.1%} of jobs, {group.time_share:.1%} of GPU time")
         for group in groups
     ]
-    return title, jobs, [Share(group.name, group.time_share, f"{group.time_share:.1%}") for group in groups]
+    return title, jobs, [BarShare(group.name, group.time_share, f"{group.time_share:.1%}") for group in groups]

@@ -61,7 +61,7 @@ _GPUS = re.compile(r"gpu(?:[:\w.-]*)?[=:](\d+)")
 _CLOCK = re.compile(r"^(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)(?:\.\d+)?$")
 
 
-class Job(NamedTuple):
+class TracedJob(NamedTuple):
     """One row: devices (of a run on processors its ranks), words (`cause` empty where it did not fail), seconds (NaN
     where the trace does not tell)."""
 
@@ -77,7 +77,7 @@ class Job(NamedTuple):
 
 @dataclass(frozen=True)
 class Jobs:
-    """A trace: a column [n] for each field of `Job`.
+    """A trace: a column [n] for each field of `TracedJob`.
 
     Attributes:
         source: the file or folder.
@@ -99,7 +99,7 @@ class Jobs:
         return len(self.gpus)
 
 
-def _table(source: str, rows: Sequence[Job], left_out: tuple[int, str] = (0, "")) -> Jobs:
+def _table(source: str, rows: Sequence[TracedJob], left_out: tuple[int, str] = (0, "")) -> Jobs:
     columns: list[NDArray[Any]] = [
         np.array(column, np.str_ if isinstance(column[0], str) else np.float64) for column in zip(*rows, strict=True)
     ]
@@ -144,7 +144,7 @@ def _columns(names: Sequence[str], path: str) -> dict[str, int]:
 
 
 def _rows(path: str, reader: Iterator[list[str]], columns: Mapping[str, int]) -> Jobs:
-    rows: list[Job] = []
+    rows: list[TracedJob] = []
     bad, first, number = 0, "", 1
     while True:
         number += 1
@@ -165,7 +165,7 @@ def _rows(path: str, reader: Iterator[list[str]], columns: Mapping[str, int]) ->
     return _table(path, rows, (bad, first))
 
 
-def _job(row: Sequence[str], columns: Mapping[str, int]) -> Job:
+def _job(row: Sequence[str], columns: Mapping[str, int]) -> TracedJob:
     def cell(name: str) -> str:
         return row[columns[name]].strip() if name in columns else ""
 
@@ -176,7 +176,7 @@ def _job(row: Sequence[str], columns: Mapping[str, int]) -> Job:
         started = submitted if math.isnan(queued) else submitted + queued
     state = cell("state").split(" ")[0].upper() or "UNKNOWN"
     cause = cell("cause") or _cause(state, cell("code"))
-    return Job(_gpus(cell("gpus")), cell("kind") or "all", state, cause, submitted, started, seconds, queued)
+    return TracedJob(_gpus(cell("gpus")), cell("kind") or "all", state, cause, submitted, started, seconds, queued)
 
 
 def _gpus(text: str) -> float:
@@ -228,7 +228,7 @@ def of_runs(folder: str | Path) -> Jobs:
     return _table(str(folder), list(map(_run, folders)))
 
 
-def _run(folder: Path) -> Job:
+def _run(folder: Path) -> TracedJob:
     """A run as a row; the cause of one that failed is diagnosed from its logs."""
     run = open_run(folder)
     state = STATES.get(run.state, "UNKNOWN")
@@ -237,14 +237,14 @@ def _run(folder: Path) -> Job:
     began = float(run.start.get("time") or math.nan)
     lasted = max(0.0, run.last_time - began)
     cause = "not told" if cause == NO_FAILURE else cause
-    return Job(float(run.start.get("ranks") or 1), kind, state, cause, began, began, lasted, math.nan)
+    return TracedJob(float(run.start.get("ranks") or 1), kind, state, cause, began, began, lasted, math.nan)
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Group:
+class JobGroup:
     """Jobs of one type, final state or cause; times in seconds, NaN where the trace does not tell.
 
     Attributes:
@@ -286,9 +286,9 @@ class Characters:
     cpu_jobs: int
     gpu_seconds: float
     span: float
-    kinds: tuple[Group, ...]
-    states: tuple[Group, ...]
-    causes: tuple[Group, ...]
+    kinds: tuple[JobGroup, ...]
+    states: tuple[JobGroup, ...]
+    causes: tuple[JobGroup, ...]
     hours: Floats
     in_use: Floats
     most: float
@@ -324,7 +324,7 @@ def characterise(jobs: Jobs) -> Characters:
     )
 
 
-def _groups(jobs: Jobs, time: Floats, words: Words, chosen: NDArray[np.bool_]) -> tuple[Group, ...]:
+def _groups(jobs: Jobs, time: Floats, words: Words, chosen: NDArray[np.bool_]) -> tuple[JobGroup, ...]:
     """The `chosen` jobs by their `words`; shares are of all that are chosen."""
     count, all_time = int(chosen.sum()), float(time[chosen].sum())
     groups = []
@@ -333,7 +333,7 @@ def _groups(jobs: Jobs, time: Floats, words: Words, chosen: NDArray[np.bool_]) -
         spent, lasted = float(time[rows].sum()), jobs.seconds[rows]
         middle, waits = _percentiles(lasted, [50]), _percentiles(jobs.queued[rows], [50, 95])
         groups.append(
-            Group(
+            JobGroup(
                 name=str(name),
                 jobs=int(rows.sum()),
                 share=float(rows.sum()) / count,

@@ -14,9 +14,9 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from espalier.ops.log_scan.line_labels import Line, rank_within, without_code
+from espalier.ops.log_scan.line_labels import LogLine, rank_within, without_code
 from espalier.ops.log_scan.scan import Loss
-from espalier.ops.rules import Role, Rule, book
+from espalier.ops.rules import LogRule, Role, book
 from espalier.ops.taxonomy import REASONS, SCRIPT
 
 STRENGTH: dict[Role, int] = {"hardware": 0, "root": 1, "exception": 1, "cascade": 2, "echo": 3, "exit": 4}
@@ -49,8 +49,8 @@ class Finding:
         chain: the chain of tracebacks that its exception ends; -1: none.
     """
 
-    line: Line
-    rule: Rule
+    line: LogLine
+    rule: LogRule
     rank: int | None
     node: str | None
     chain: int = -1
@@ -84,7 +84,7 @@ class Cause:
     others: tuple[Finding, ...]
 
 
-def findings(lines: Sequence[Line], rules: Iterable[Rule]) -> list[Finding]:
+def findings(lines: Sequence[LogLine], rules: Iterable[LogRule]) -> list[Finding]:
     """What the rules find, one for each line at most; noise, and what it covers, left out."""
     asked = book(tuple(rules))
     alarm = next((rule for rule in asked.rules if rule.id == "alarm"), None)
@@ -116,7 +116,7 @@ def _continued(finding: Finding, every: Sequence[Finding]) -> bool:
     )
 
 
-def _finding(line: Line, rule: Rule, groups: Mapping[str, str | None], chain: int) -> Finding:
+def _finding(line: LogLine, rule: LogRule, groups: Mapping[str, str | None], chain: int) -> Finding:
     rank = groups.get("rank")
     whose = int(rank) if rank is not None else line.rank
     if whose is None:
@@ -124,7 +124,7 @@ def _finding(line: Line, rule: Rule, groups: Mapping[str, str | None], chain: in
     return Finding(line, rule, whose, groups.get("node") or line.node, chain)
 
 
-def _chains(lines: Sequence[Line]) -> dict[int, int]:
+def _chains(lines: Sequence[LogLine]) -> dict[int, int]:
     """The number of the chain of tracebacks that each exception's line ends."""
     ends: dict[int, int] = {}
     inside: dict[int | None, int] = {}
@@ -155,7 +155,7 @@ def _chains(lines: Sequence[Line]) -> dict[int, int]:
     return ends
 
 
-def _ends_linked(lines: Sequence[Line], end: Line, chain: int, linked: dict[int | None, int]) -> None:
+def _ends_linked(lines: Sequence[LogLine], end: LogLine, chain: int, linked: dict[int | None, int]) -> None:
     """Keeps the chain open where one of the next lines of the same rank links a further traceback to it."""
     seen = 0
     at = bisect_left(lines, end.number, key=lambda line: line.number)

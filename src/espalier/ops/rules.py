@@ -27,7 +27,7 @@ _KEYS = ("id", "patterns", "reason", "role", "action", "unless", "after", "advic
 
 
 @dataclass(frozen=True)
-class Rule:
+class LogRule:
     """One rule.
 
     Attributes:
@@ -61,7 +61,7 @@ class Rule:
 class Book:
     """Rules, and for every three letters which of their patterns a line that holds them may match."""
 
-    def __init__(self, rules: Sequence[Rule]) -> None:
+    def __init__(self, rules: Sequence[LogRule]) -> None:
         self.rules = tuple(rules)
         self._by_letters: dict[str, list[tuple[int, int]]] = {}
         self._always: list[tuple[int, int]] = []
@@ -72,7 +72,7 @@ class Book:
                     place = self._by_letters.setdefault(letters, []) if letters else self._always
                     place.append((at, number))
 
-    def first(self, text: str) -> tuple[Rule, re.Match[str]] | None:
+    def first(self, text: str) -> tuple[LogRule, re.Match[str]] | None:
         """The first rule that a line's text is evidence for, as asking one after the other would find it."""
         lower = text.lower()
         letters = {lower[at : at + 3] for at in range(len(lower) - 2)} & self._by_letters.keys()
@@ -102,23 +102,23 @@ def _rarest(text: str) -> str:
 
 
 @cache
-def book(rules: tuple[Rule, ...]) -> Book:
+def book(rules: tuple[LogRule, ...]) -> Book:
     """The book of these rules."""
     return Book(rules)
 
 
 @cache
-def own() -> tuple[Rule, ...]:
+def built_in_rules() -> tuple[LogRule, ...]:
     """The product's rules, in the order they are asked."""
     return read(Path(__file__).with_name("rules.toml"))
 
 
-def with_users(path: str | Path | None) -> tuple[Rule, ...]:
+def with_users(path: str | Path | None) -> tuple[LogRule, ...]:
     """The rules of the user's file `path`, then the product's. Raises UserError."""
-    return own() if path is None else (*read(path), *own())
+    return built_in_rules() if path is None else (*read(path), *built_in_rules())
 
 
-def read(path: str | Path) -> tuple[Rule, ...]:
+def read(path: str | Path) -> tuple[LogRule, ...]:
     """The rules of a TOML file with tables `[[rule]]`.
 
     Raises:
@@ -140,7 +140,7 @@ def read(path: str | Path) -> tuple[Rule, ...]:
     return tuple(make(entry, f"{path}: rule {at}") for at, entry in enumerate(entries, 1))
 
 
-def make(entry: dict[str, Any], place: str) -> Rule:
+def make(entry: dict[str, Any], place: str) -> LogRule:
     """The rule that a table describes; `place` names it in errors. Raises UserError."""
     place = f"{place} ({entry['id']})" if isinstance(entry.get("id"), str) else place
     for key in entry:
@@ -158,7 +158,7 @@ def make(entry: dict[str, Any], place: str) -> Rule:
     words = tuple(_certain(pattern, f"{place}: pattern {at}") for at, pattern in enumerate(patterns, 1))
     unless = str(entry.get("unless", ""))
     _certain(unless, f"{place}: unless")
-    return Rule(
+    return LogRule(
         id=str(entry.get("id") or place),
         patterns=tuple(patterns),
         words=words,

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from espalier.recipe.errors import UserError
 
 
-class Kind(StrEnum):
+class ActionKind(StrEnum):
     """What an action does, as `torch.distributed.pipelining` abbreviates it."""
 
     FORWARD = "F"
@@ -35,15 +35,15 @@ class Kind(StrEnum):
     RECV_B = "RECV_B"
 
 
-_COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-_ANSWER = {Kind.SEND_F: Kind.RECV_F, Kind.SEND_B: Kind.RECV_B}
+_COMPUTE = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
+_ANSWER = {ActionKind.SEND_F: ActionKind.RECV_F, ActionKind.SEND_B: ActionKind.RECV_B}
 
 
 class Action(NamedTuple):
     """One action of one rank. `peer`: the rank a message goes to or comes from."""
 
     stage: int
-    kind: Kind
+    kind: ActionKind
     micro_batch: int
     peer: int = -1
 
@@ -74,7 +74,7 @@ class Pipeline:
         """All of them, each once, by their first stage."""
         return tuple(dict.fromkeys(rank for stage in self.stages for rank in stage))
 
-    def held(self, rank: int) -> tuple[int, ...]:
+    def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that `rank` holds."""
         return tuple(number for number, ranks in enumerate(self.stages) if rank in ranks)
 
@@ -95,21 +95,21 @@ def with_transfers(pipeline: Pipeline, orders: Mapping[int, Iterable[Action]]) -
     with_messages = {}
     for rank, order in orders.items():
         peers = {
-            (stage, step): _peers(pipeline, stage, step, rank) for stage in pipeline.held(rank) for step in (1, -1)
+            (stage, step): _peers(pipeline, stage, step, rank) for stage in pipeline.stages_of(rank) for step in (1, -1)
         }
         actions: list[Action] = []
         for action in order:
             stage, kind, number, _ = action
-            if kind is Kind.BACKWARD_WEIGHT:
+            if kind is ActionKind.BACKWARD_WEIGHT:
                 actions.append(action)
                 continue
-            step = 1 if kind is Kind.FORWARD else -1
+            step = 1 if kind is ActionKind.FORWARD else -1
             source, targets = peers.get((stage, step), (rank, []))
             if source != rank:
-                actions.append(Action(stage, Kind.RECV_F if step > 0 else Kind.RECV_B, number, source))
+                actions.append(Action(stage, ActionKind.RECV_F if step > 0 else ActionKind.RECV_B, number, source))
             actions.append(action)
             for peer in targets:
-                actions.append(Action(stage, Kind.SEND_F if step > 0 else Kind.SEND_B, number, peer))
+                actions.append(Action(stage, ActionKind.SEND_F if step > 0 else ActionKind.SEND_B, number, peer))
         with_messages[rank] = actions
     return with_messages
 
@@ -143,11 +143,11 @@ def loads(text: str, origin: str = "the action list") -> dict[int, list[Action]]
 
 def _parsed(text: str, origin: str) -> Action:
     match = _ACTION.fullmatch(text)
-    if match is None or match[2] not in list(Kind) or (match[4] is None) is not (match[2] in _COMPUTE):
+    if match is None or match[2] not in list(ActionKind) or (match[4] is None) is not (match[2] in _COMPUTE):
         raise UserError(
             f"{origin}: {text!r} is not an action.", do="write 0F0 (stage, kind, micro-batch) or 0SEND_F0@1"
         )
-    return Action(int(match[1]), Kind(match[2]), int(match[3]), int(match[4] or -1))
+    return Action(int(match[1]), ActionKind(match[2]), int(match[3]), int(match[4] or -1))
 
 
 _ACTION = re.compile(r"(\d+)([A-Z_]+)(\d+)(?:@(\d+))?")
@@ -182,20 +182,23 @@ def timetable(pipeline: Pipeline, lists: ActionLists, seconds: Seconds) -> list[
 
 
 _NOT_COMPUTED = "what it sends is not computed yet"
-_NEEDS: Mapping[Kind, tuple[tuple[str, str], ...]] = {
-    Kind.FORWARD: (("x", "its inputs are not there"),),
-    Kind.BACKWARD: (("F", "its forward pass is not computed yet"), ("g", "the gradients of its outputs are not there")),
-    Kind.BACKWARD_WEIGHT: (("I", "the gradients of its inputs are not computed yet"),),
-    Kind.SEND_F: (("F", _NOT_COMPUTED),),
-    Kind.SEND_B: (("I", _NOT_COMPUTED),),
+_NEEDS: Mapping[ActionKind, tuple[tuple[str, str], ...]] = {
+    ActionKind.FORWARD: (("x", "its inputs are not there"),),
+    ActionKind.BACKWARD: (
+        ("F", "its forward pass is not computed yet"),
+        ("g", "the gradients of its outputs are not there"),
+    ),
+    ActionKind.BACKWARD_WEIGHT: (("I", "the gradients of its inputs are not computed yet"),),
+    ActionKind.SEND_F: (("F", _NOT_COMPUTED),),
+    ActionKind.SEND_B: (("I", _NOT_COMPUTED),),
 }
 """What must be there before an action, and what is said where it is not: inputs `x`, outputs `F`, their gradients `g`,
 gradients of inputs `I` and of parameters `W`."""
-_MAKES: Mapping[Kind, tuple[str, ...]] = {
-    Kind.FORWARD: ("F",),
-    Kind.BACKWARD: ("I", "W"),
-    Kind.BACKWARD_INPUT: ("I",),
-    Kind.BACKWARD_WEIGHT: ("W",),
+_MAKES: Mapping[ActionKind, tuple[str, ...]] = {
+    ActionKind.FORWARD: ("F",),
+    ActionKind.BACKWARD: ("I", "W"),
+    ActionKind.BACKWARD_INPUT: ("I",),
+    ActionKind.BACKWARD_WEIGHT: ("W",),
 }
 """What is there after a pass."""
 
@@ -205,13 +208,13 @@ class _Progress:
     """How far a rank is. Has state: the next action, its clock, and what is `there`, of each stage and micro-batch."""
 
     actions: Sequence[Action]
-    held: frozenset[int]
+    stages: frozenset[int]
     at: int = 0
     clock: float = 0.0
     there: set[tuple[str, int, int]] = field(default_factory=set)
 
 
-_Way = tuple[int, int, int, Kind]
+_Way = tuple[int, int, int, ActionKind]
 """Sender, receiver, stage and kind of the receive."""
 
 
@@ -230,7 +233,7 @@ class _Simulation:
         }
         self.messages: defaultdict[_Way, deque[tuple[int, float]]] = defaultdict(deque)
         self.waiting: dict[_Way, int] = {}
-        self.found: list[Timed] = []
+        self.timed: list[Timed] = []
 
     def run(self, seconds: Seconds | None = None) -> list[Timed]:
         """Every action with its times; without `seconds` only the check."""
@@ -253,33 +256,33 @@ class _Simulation:
                 else:
                     progress.clock = max(progress.clock, self.messages[self._way(rank, action)].popleft()[1])
                 if seconds is not None:
-                    self.found.append(Timed(rank, action, start, progress.clock))
+                    self.timed.append(Timed(rank, action, start, progress.clock))
                 progress.at += 1
         self._ended()
-        return self.found
+        return self.timed
 
     def _way(self, rank: int, action: Action) -> _Way:
         if action.kind in _ANSWER:
-            stage = action.stage + (1 if action.kind is Kind.SEND_F else -1)
+            stage = action.stage + (1 if action.kind is ActionKind.SEND_F else -1)
             return rank, action.peer, stage, _ANSWER[action.kind]
         return action.peer, rank, action.stage, action.kind
 
     def _possible(self, rank: int, progress: _Progress, action: Action) -> bool:
         """Whether `action` can begin now; False: it waits for a message. Raises UserError where it never can."""
         stage, kind, number, _ = action
-        known = stage in progress.held and number < self.pipeline.micro_batches
+        known = stage in progress.stages and number < self.pipeline.micro_batches
         self._need(rank, known, "it has no such stage or micro-batch")
-        if kind in (Kind.RECV_F, Kind.RECV_B):
+        if kind in (ActionKind.RECV_F, ActionKind.RECV_B):
             return self._received(rank, progress, action)
         given = ("x", 0), ("g", self.last)  # to the first stage and to the last
-        for what, why in _NEEDS[Kind.BACKWARD if kind is Kind.BACKWARD_INPUT else kind]:
+        for what, why in _NEEDS[ActionKind.BACKWARD if kind is ActionKind.BACKWARD_INPUT else kind]:
             self._need(rank, (what, stage) in given or (what, stage, number) in progress.there, why)
         made = _MAKES.get(kind, ())
         self._need(rank, not any((what, stage, number) in progress.there for what in made), "it has done that")
         progress.there.update((what, stage, number) for what in made)
-        if "F" in made and stage + 1 in progress.held:
+        if "F" in made and stage + 1 in progress.stages:
             progress.there.add(("x", stage + 1, number))
-        if "I" in made and stage - 1 in progress.held:
+        if "I" in made and stage - 1 in progress.stages:
             progress.there.add(("g", stage - 1, number))
         return True
 
@@ -291,7 +294,7 @@ class _Simulation:
             return False
         if queue[0][0] != action.micro_batch:
             raise self._wrong(rank, f"rank {action.peer} sends micro-batch {queue[0][0]} before that one")
-        progress.there.add(("x" if action.kind is Kind.RECV_F else "g", action.stage, action.micro_batch))
+        progress.there.add(("x" if action.kind is ActionKind.RECV_F else "g", action.stage, action.micro_batch))
         return True
 
     def _need(self, rank: int, there: bool, why: str) -> None:
@@ -324,7 +327,7 @@ class _Simulation:
                 left = Action(stage, kind, queue[0][0], source)
                 raise self._refusal(f"rank {target} never receives what rank {source} sends ({left})")
         for rank, progress in self.ranks.items():
-            for stage, number in itertools.product(sorted(progress.held), range(self.pipeline.micro_batches)):
+            for stage, number in itertools.product(sorted(progress.stages), range(self.pipeline.micro_batches)):
                 if ("W", stage, number) not in progress.there:
                     what = "backward pass" if ("F", stage, number) in progress.there else "forward pass"
                     raise self._refusal(f"rank {rank} does no {what} of stage {stage} for micro-batch {number}")

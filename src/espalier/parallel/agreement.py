@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from espalier.parallel.workload import Outcome
 
 
-class Agreed(NamedTuple):
+class AgreedStep(NamedTuple):
     """What all ranks know after a step."""
 
     loss: float
@@ -56,7 +56,7 @@ class Gradients(Protocol):
 class Agreement(Protocol):
     """Makes the ranks' gradients one, moves the parameters, and says what all ranks then know."""
 
-    def step(self, outcome: Outcome, learning_rate: float, stop: bool) -> Agreed:
+    def step(self, outcome: Outcome, learning_rate: float, stop: bool) -> AgreedStep:
         """Ends the step begun by the schedule. `learning_rate` is the schedule's factor of each group's own rate."""
 
     @property

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-class Route(Protocol):
+class ExpertRoute(Protocol):
     """The seam `route` of a mixture of experts: dispatch, the experts' own work, combine. `local` is the plain answer.
 
     No token is dropped (no capacity), and no gradient is missing: an expert that no token chose gets zeros.
@@ -65,9 +65,9 @@ class ExpertMap:
         return positions.to(device)
 
 
-class Tokens(NamedTuple):
-    """What a rank brings to a layer: x, chosen and weights as in `Route`, and a number that wants a gradient where one
-    is recorded: then every rank comes to the backward pass, also one without tokens."""
+class RoutedTokens(NamedTuple):
+    """What a rank brings to a layer: x, chosen and weights as in `ExpertRoute`, and a number that wants a gradient
+    where one is recorded: then every rank comes to the backward pass, also one without tokens."""
 
     x: Tensor
     chosen: Tensor
@@ -84,7 +84,7 @@ class OverRanks:
     """
 
     group: dist.ProcessGroup
-    held: ExpertMap
+    expert_map: ExpertMap
 
     def __call__(
         self,
@@ -96,14 +96,14 @@ class OverRanks:
         """Sum over a token's chosen experts of weight times expert(token), in x's dtype, or autocast's."""
         import torch
 
-        local = self.held.ranks[self.group.rank()]
+        local = self.expert_map.ranks[self.group.rank()]
         assert len(experts) == len(local), f"{len(experts)} experts for {local}"
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))  # halves what crosses the links
         anchor = torch.zeros((), device=x.device, requires_grad=torch.is_grad_enabled())
-        return self._routed(Tokens(x, chosen, weights, anchor), experts)
+        return self._routed(RoutedTokens(x, chosen, weights, anchor), experts)
 
-    def _routed(self, tokens: Tokens, experts: Sequence[nn.Module]) -> Tensor:
+    def _routed(self, tokens: RoutedTokens, experts: Sequence[nn.Module]) -> Tensor:
         """The answer's own exchange."""
         raise AssertionError("each answer has its own")
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 class StepLost(RunFailed):
     """A node has started again, or another has taken its place, at a step whose gradients it does not have.
-    `Client.recover` says which step has to be done again.
+    `LayerClient.recover` says which step has to be done again.
 
     Attributes:
         again: what it said, where it was called already.
@@ -31,7 +31,7 @@ def step_lost(step: int) -> StepLost:
     )
 
 
-class Client(Protocol):
+class LayerClient(Protocol):
     """A worker's connection to the node or nodes. Pulls and pushes of a worker are each served in their order."""
 
     @property
@@ -72,7 +72,7 @@ class Client(Protocol):
         """Ends the connection."""
 
 
-class LocalClient(Client, Protocol):
+class LocalClient(LayerClient, Protocol):
     """A client whose steps are the worker's own, until a round ends.
 
     Attributes:

@@ -147,7 +147,7 @@ class Mesh:
         return group[group.index(rank) % self.experts :: self.experts]
 
 
-class Degrees(NamedTuple):
+class ParallelDegrees(NamedTuple):
     """Ranks along each axis of a regular mesh."""
 
     replica: int = 1
@@ -159,7 +159,7 @@ class Degrees(NamedTuple):
     tp: int = 1
 
 
-def regular(degrees: Degrees, experts: int = 1) -> Mesh:
+def regular(degrees: ParallelDegrees, experts: int = 1) -> Mesh:
     """The mesh of `degrees` on ranks that are numbered along its axes, the last of them fastest.
 
     Raises UserError when a degree is not positive or `experts` does not divide the data-parallel ranks.

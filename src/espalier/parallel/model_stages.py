@@ -119,7 +119,7 @@ class ModelStages:
         stream: ShardedStream | None = None,
     ) -> None:
         self.model, (self.pipeline, self.layers) = model, placed
-        self.held, self.last = self.pipeline.held(rank), len(self.layers) - 1
+        self.local_stages, self.last = self.pipeline.stages_of(rank), len(self.layers) - 1
         self.stream = stream
         uses = [set(map(id, self._tensors(pieces(), stage))) for stage in range(len(self.layers))]
         everywhere = set().union(*uses)
@@ -130,7 +130,7 @@ class ModelStages:
                     do="name its module in `Pieces.modules`, or plan.pin.pp=1",
                 )
         self.first_use = _first_use(model, pieces())
-        used: set[int] = set().union(*(uses[stage] for stage in self.held))
+        used: set[int] = set().union(*(uses[stage] for stage in self.local_stages))
         self.borrowed = list(self._shared(uses))
         _free(model, used, everywhere)
         self.pieces = pieces()
@@ -191,9 +191,9 @@ class ModelStages:
                     cells.setdefault(stages[stage], stage)
             (owner, *users) = cells.values()
             for user in users:
-                if owner in self.held:
+                if owner in self.local_stages:
                     yield Borrowed(name, owner, user, parameter, parameter.dtype)
-                elif user in self.held:
+                elif user in self.local_stages:
                     copy = parameter.detach().clone().requires_grad_(parameter.requires_grad)
                     _replace(self.model, parameter, copy)
                     uses[user].add(id(copy))

@@ -66,7 +66,7 @@ class Sharding(Protocol):
     def idle(self, times: int) -> None:
         """Takes part in `times` forward passes of other ranks, without one of its own. Evaluation only."""
 
-    def held(self) -> Mapping[str, int]:
+    def bytes_held(self) -> Mapping[str, int]:
         """Bytes this rank holds, by state: `params`, `grads`, `masters`."""
 
     def parts(self, optimizer: Optimizer) -> Mapping[str, Stateful]:

@@ -24,14 +24,14 @@ HEADER = 512
 """Bytes of the message that says what follows: dtypes and shapes, as JSON."""
 
 
-class Form(NamedTuple):
+class MessageForm(NamedTuple):
     """Dtypes and shapes of what one stage gives the next: a tensor, or a `tuple` of them."""
 
     tensors: tuple[tuple[torch.dtype, torch.Size], ...]
     tuple: bool
 
     @classmethod
-    def of(cls, value: Any, whose: str) -> Form:
+    def of(cls, value: Any, whose: str) -> MessageForm:
         """Of `value`. Raises UserError for what is neither a tensor nor a tuple of tensors."""
         several = isinstance(value, tuple | list)
         tensors = list(value) if several else [value]
@@ -51,7 +51,7 @@ class Form(NamedTuple):
         return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
     @classmethod
-    def read(cls, header: Tensor) -> Form:
+    def read(cls, header: Tensor) -> MessageForm:
         """From uint8 [HEADER]."""
         several, rows = json.loads(bytes(header.tolist()))
         return cls(tuple((getattr(torch, dtype), torch.Size(shape)) for dtype, *shape in rows), several)
@@ -66,7 +66,7 @@ def shapes_of(inputs: Any) -> Hashable:
     return tuple(tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in tree_leaves(inputs))
 
 
-class Messages:
+class StageMessages:
     """Has state: the forms that are known, what is on its way, and `waited`, the seconds of all waits for others.
 
     Args:
@@ -76,7 +76,7 @@ class Messages:
 
     def __init__(self, group: dist.ProcessGroup | None, places: Mapping[int, int], device: torch.device) -> None:
         self._group, self._places, self._device = group, places, device
-        self._known: dict[tuple[int, int, Hashable], Form] = {}
+        self._known: dict[tuple[int, int, Hashable], MessageForm] = {}
         self._under_way: deque[tuple[Any, Tensor]] = deque()
         self.waited = 0.0
 
@@ -112,11 +112,11 @@ class Messages:
         """Whether receives may begin early: on processors they hold up nothing else."""
         return self._device.type == "cpu"
 
-    def known(self, peer: int, tag: int, key: Hashable) -> Form | None:
+    def known(self, peer: int, tag: int, key: Hashable) -> MessageForm | None:
         """The form of what `peer` sends, if it was told and its receive may begin early."""
         return self._known.get((peer, tag, key)) if self.early else None
 
-    def announce(self, form: Form, peer: int, tag: int, key: Hashable) -> None:
+    def announce(self, form: MessageForm, peer: int, tag: int, key: Hashable) -> None:
         """Tells `peer` the form of what is sent for micro-batches of `key`, unless it knows it."""
         known = self._known.setdefault((peer, tag, key), form)
         if known is form:
@@ -127,15 +127,15 @@ class Messages:
                 do="shapes may depend on those of the batch only; or plan.pin.pp=1",
             )
 
-    def form(self, peer: int, tag: int, key: Hashable) -> Form:
+    def form(self, peer: int, tag: int, key: Hashable) -> MessageForm:
         """The form of what `peer` sends for micro-batches of `key`."""
         if (peer, tag, key) not in self._known:
             header = torch.empty(HEADER, dtype=torch.uint8, device=self._device)
             self.receive([header], peer, tag, Traffic.CONTROL)
-            self._known[peer, tag, key] = Form.read(header)
+            self._known[peer, tag, key] = MessageForm.read(header)
         return self._known[peer, tag, key]
 
-    def rooms(self, form: Form) -> list[Tensor]:
+    def rooms(self, form: MessageForm) -> list[Tensor]:
         """Memory for tensors of that form."""
         return [torch.empty(shape, dtype=dtype, device=self._device) for dtype, shape in form.tensors]
 

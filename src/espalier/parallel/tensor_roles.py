@@ -21,7 +21,7 @@ DIM = {"column": 0, "columns": 0, "table": 0, "words": 0, "row": 1, "rows": 1}
 """The dimension of `weight` that each kind of module is cut along."""
 
 
-class Found(NamedTuple):
+class ModuleWithRole(NamedTuple):
     """A module, its role, and how many rows or columns it has that can be divided."""
 
     name: str
@@ -41,7 +41,7 @@ class Found(NamedTuple):
         return all(first < last for first, last in shares)
 
 
-def found(model: nn.Module, roles: Mapping[str, Role]) -> list[Found]:
+def modules_with_roles(model: nn.Module, roles: Mapping[str, Role]) -> list[ModuleWithRole]:
     """The modules that have a role. Raises UserError for one of a class that cannot have it, and where none has any."""
     made = []
     modules: Iterable[tuple[str, Any]] = model.named_modules()
@@ -51,7 +51,7 @@ def found(model: nn.Module, roles: Mapping[str, Role]) -> list[Found]:
             dim = DIM.get(roles[pattern].kind)
             if dim is not None:
                 _refuse_other(name, module, roles[pattern])
-            made.append(Found(name, module, roles[pattern], 0 if dim is None else module.weight.shape[dim]))
+            made.append(ModuleWithRole(name, module, roles[pattern], 0 if dim is None else module.weight.shape[dim]))
     if not any(found_role.role.kind in DIM for found_role in made):
         raise UserError(
             f"None of the modules that ranks are to share is in {type(model).__name__}.",
@@ -73,7 +73,7 @@ def _refuse_other(name: str, module: nn.Module, role: Role) -> None:
         )
 
 
-def check(parts: Sequence[Found], ranks: int) -> None:
+def check(parts: Sequence[ModuleWithRole], ranks: int) -> None:
     """Raises UserError where some rank would get nothing of a matrix: names it, and the nearest number of ranks."""
     cut = [part for part in parts if part.role.kind in DIM]
     for part in cut:
@@ -130,7 +130,7 @@ def declared(model: nn.Module) -> dict[str, Role]:
 def check_ranks(model: nn.Module, ranks: int) -> None:
     """Raises UserError where so many ranks cannot share the model's matrices by the plan that it carries: says why, and
     the nearest number that can."""
-    check(found(model, declared(model)), ranks)
+    check(modules_with_roles(model, declared(model)), ranks)
     check_heads(model, ranks)
 
 

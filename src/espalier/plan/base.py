@@ -20,7 +20,7 @@ from espalier.recipe.graphs import Batches
 from espalier.recipe.serialization import Value
 
 if TYPE_CHECKING:
-    from espalier.track.charts import Span
+    from espalier.track.charts import TimetableBar
 
 VERSION = 2
 BEFORE_CHOICES: dict[str, dict[str, Any]] = {
@@ -185,7 +185,7 @@ class ChoiceState(PlanStruct, frozen=True):
         """What tells the work of its ranks from that of another plan's."""
         return ()
 
-    def spans(self) -> list[Span]:
+    def spans(self) -> list[TimetableBar]:
         """The passes of a step, where they do not follow from the plan's stages."""
         return []
 

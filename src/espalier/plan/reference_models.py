@@ -14,7 +14,7 @@ import numpy as np
 from espalier.plan.axes.sharding import StateBytes
 from espalier.plan.request import Request
 from espalier.recipe.cost import VALUE_BYTES, Anatomy, Cut, Number, Product, Work
-from espalier.recipe.decoder_shapes import Sizes
+from espalier.recipe.decoder_shapes import DecoderSizes
 
 MIXED = StateBytes(2, 2, 12)
 MEGATRON = StateBytes(2, 4, 12)
@@ -48,7 +48,7 @@ class ReferenceDecoder:
     `loss`: one of `LOSSES`; empty: `parallel` where ranks share matrices, else `plain`.
     """
 
-    size: Sizes
+    size: DecoderSizes
     sequence: int
     gated: bool = True
     fused: bool = True

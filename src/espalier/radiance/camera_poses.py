@@ -25,7 +25,7 @@ FARTHEST = 1e9
 """Largest coordinate of a pose: float32 squares it, and tells pixels of neighbours apart no more."""
 
 
-class Placement(NamedTuple):
+class PosePlacement(NamedTuple):
     """Where poses of a folder lie in the coordinates of its scene: `matrix` (float32 [4, 4]) times the pose, then its
     place times `scale`."""
 

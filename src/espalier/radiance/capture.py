@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from espalier.radiance.camera_poses import Placement
+from espalier.radiance.camera_poses import PosePlacement
 from espalier.radiance.rays import Lens
 from espalier.recipe.errors import UserError
 
@@ -40,7 +40,7 @@ class Capture:
     files: Sequence[Path]
     notes: tuple[str, ...] = ()
     forward: bool = False
-    placement: Placement | None = None
+    placement: PosePlacement | None = None
 
 
 def held_out_split(pictures: Sequence[Path]) -> dict[str, list[int]]:

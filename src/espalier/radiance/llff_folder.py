@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from espalier.radiance import pictures
-from espalier.radiance.camera_poses import FARTHEST, Placement, checked_pose
+from espalier.radiance.camera_poses import FARTHEST, PosePlacement, checked_pose
 from espalier.radiance.capture import Capture, check_enough, held_out_split
 from espalier.radiance.lens_keys import lens_of
 from espalier.radiance.rays import Array, Lens, device_coordinates, rays_of
@@ -89,14 +89,14 @@ def _lens(rows: Array, width: int, height: int, where: str) -> Lens:
     return lens_of({"w": wide, "h": tall, "fl_x": focal}, width, height, where)
 
 
-def _centred(poses: Array, scale: float, where: str) -> Placement:
+def _centred(poses: Array, scale: float, where: str) -> PosePlacement:
     """Of poses as seen from their mean, which looks along -z, and times `scale`. Raises UserError without a mean."""
     back = _unit(poses[:, :3, 2].mean(0), where)
     right = _unit(np.cross(poses[:, :3, 1].mean(0), back), where)
     mean = np.eye(4, dtype=np.float32)
     mean[:3, :3] = np.stack([right, np.cross(back, right), back], 1)
     mean[:3, 3] = poses[:, :3, 3].mean(0)
-    return Placement(np.linalg.inv(mean), scale)
+    return PosePlacement(np.linalg.inv(mean), scale)
 
 
 def _unit(vector: Array, where: str) -> Array:

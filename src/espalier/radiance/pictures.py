@@ -30,7 +30,7 @@ _COLOURS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA")
 """Modes of Pillow that become RGB or RGBA without a colour profile."""
 
 
-class Kind(NamedTuple):
+class PictureHeader(NamedTuple):
     """What the header of one picture says; `turned`: EXIF has an orientation."""
 
     width: int
@@ -39,7 +39,7 @@ class Kind(NamedTuple):
     turned: bool
 
 
-def headers(paths: Sequence[Path]) -> tuple[Kind, list[str]]:
+def headers(paths: Sequence[Path]) -> tuple[PictureHeader, list[str]]:
     """What the headers of all pictures say, and remarks.
 
     Raises UserError for what is no picture, for different ones, and for more pixels than memory holds.
@@ -54,7 +54,7 @@ def headers(paths: Sequence[Path]) -> tuple[Kind, list[str]]:
     return first, [note] if turned else []
 
 
-def _check_alike(path: Path, kind: Kind, first_path: Path, first: Kind) -> None:
+def _check_alike(path: Path, kind: PictureHeader, first_path: Path, first: PictureHeader) -> None:
     if kind[:2] != first[:2]:
         raise UserError(
             f"{path} is {kind.width} × {kind.height}, and {first_path} is {first.width} × {first.height}.",
@@ -112,7 +112,7 @@ def repeated(paths: Sequence[Path]) -> list[str]:
     return [f"{printable(path.name)} is the picture of {views} views with different cameras"] if views > 1 else []
 
 
-def _kind(path: Path) -> Kind:
+def _kind(path: Path) -> PictureHeader:
     """Size and channels of a picture. Raises UserError for colours that red, green and blue of 8 bits cannot hold."""
     with _opened(path) as opened:
         clear, mode = "transparency" in opened.info, opened.mode
@@ -120,7 +120,7 @@ def _kind(path: Path) -> Kind:
         if clear if grey_of_16_bits else mode not in _COLOURS:
             raise ValueError(f"its colours are {mode}, which are not converted; save it as RGB of 8 bits")
         turned = opened.getexif().get(ORIENTATION, 1) not in (0, 1)
-        return Kind(*opened.size, clear or "A" in opened.getbands(), turned)
+        return PictureHeader(*opened.size, clear or "A" in opened.getbands(), turned)
 
 
 def _decoded(path: Path, alpha: bool) -> Tensor:

@@ -133,7 +133,7 @@ def _spheres(lens: Lens, pose: Array) -> Tensor:
 # --- a mesh ----------------------------------------------------------------------------------------------------------
 
 
-class Mesh(NamedTuple):
+class TriangleMesh(NamedTuple):
     """Float32 [vertices, 3] each of places, unit normals and colours; int64 [triangles, 3]."""
 
     vertices: Tensor
@@ -142,7 +142,7 @@ class Mesh(NamedTuple):
     triangles: Tensor
 
 
-def torus_knot(around: int = 240, across: int = 18) -> Mesh:
+def torus_knot(around: int = 240, across: int = 18) -> TriangleMesh:
     """A (2, 3) torus knot as a tube of triangles."""
     t = torch.arange(around) * (2 * math.pi / around)
     distance = 0.52 + 0.2 * torch.cos(3 * t)
@@ -162,7 +162,7 @@ def torus_knot(around: int = 240, across: int = 18) -> Mesh:
     triangles = torch.cat([torch.stack([a, b, c], -1).view(-1, 3), torch.stack([b, d, c], -1).view(-1, 3)])
     vertices = spine[:, None] + 0.17 * normals
     colours = (0.55 + 0.4 * torch.sin(hues)) * stripes
-    return Mesh(vertices.view(-1, 3), normals.reshape(-1, 3), colours.reshape(-1, 3), triangles)
+    return TriangleMesh(vertices.view(-1, 3), normals.reshape(-1, 3), colours.reshape(-1, 3), triangles)
 
 
 def _mesh(lens: Lens, pose: Array) -> Tensor:

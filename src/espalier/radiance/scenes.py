@@ -16,7 +16,7 @@ from torch import Tensor
 
 from espalier.parallel.workload import Progress
 from espalier.radiance import llff_folder, rendered_scenes, transforms_file
-from espalier.radiance.camera_poses import Placement, box_of
+from espalier.radiance.camera_poses import PosePlacement, box_of
 from espalier.radiance.pictures import on_white, read_images
 from espalier.radiance.rays import Lens, Rays, rays_of
 from espalier.recipe import data_path
@@ -49,7 +49,7 @@ class Scene:
     forward: bool = False
     notes: tuple[str, ...] = ()
     files: tuple[str, ...] = field(default=(), compare=False)
-    placement: Placement | None = field(default=None, compare=False)
+    placement: PosePlacement | None = field(default=None, compare=False)
 
     def rays(self, views: Tensor, pixels: Tensor) -> Rays:
         """Rays of pixels (row * width + column) of views; both int64 [rays]."""
@@ -95,7 +95,7 @@ def of_cameras(cameras: Mapping[str, Any]) -> Scene:
         torch.tensor(cameras["box"]),
         tuple(cameras["background"]),
         cameras["forward"],
-        placement=placement and Placement(np.array(placement[0], np.float32), placement[1]),
+        placement=placement and PosePlacement(np.array(placement[0], np.float32), placement[1]),
     )
 
 

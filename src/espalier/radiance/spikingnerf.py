@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from espalier.kernels import counts
 from espalier.kernels.base import operation
 from espalier.kernels.ragged import Ragged, offsets_of
-from espalier.radiance.volume import Samples
+from espalier.radiance.volume import RaySamples
 from espalier.radiance.voxels import VIEW, ColourNetwork
 from espalier.recipe import SpikingNerf, Voxels
 from espalier.recipe.cost import Product, Work
@@ -203,10 +203,9 @@ class SpikingColours(ColourNetwork):
             layer.weight.data *= scale / RATE
 
     def matrix(self, layer: nn.Linear) -> Tensor:
-        """See `ColourNetwork.matrix`."""
         return RATE * layer.weight
 
-    def forward(self, features: Tensor, views: Tensor, samples: Samples) -> tuple[Tensor, Tensor]:
+    def forward(self, features: Tensor, views: Tensor, samples: RaySamples) -> tuple[Tensor, Tensor]:
         """(colours [samples, 3], spikes of both layers: float64 [2], differentiable)."""
         currents = self.currents(features, views, samples)
         order = Ragged(samples.numbers, samples.offsets).reversal() if self.flip else None

@@ -49,7 +49,7 @@ FRAME_KEYS = Fields("key", frozenset({"file_path", "transform_matrix", *lens_key
 FILE_KEYS = Fields("key", frozenset({"frames", "box", *_LISTS.values(), *lens_keys.KEYS}), REFUSED, "file")
 
 
-class View(NamedTuple):
+class FrameView(NamedTuple):
     """A frame of a file: what it is called in messages, its entry, the keys of its lens, its picture and its part."""
 
     where: str
@@ -90,7 +90,7 @@ def read(files: Sequence[Path]) -> Capture:
     return Capture(lens, paths, poses, parts, box, files, (*notes, *pictures.repeated(paths), *turned))
 
 
-def _views(file: Path, table: Mapping[str, Any]) -> list[View]:
+def _views(file: Path, table: Mapping[str, Any]) -> list[FrameView]:
     frames = table.get("frames")
     if not isinstance(frames, list) or not frames:
         raise UserError(f"{file} has no frames.", do=_FRAMES)
@@ -107,7 +107,9 @@ def _views(file: Path, table: Mapping[str, Any]) -> list[View]:
         )
     part = file.stem.removeprefix("transforms_")
     return [
-        View(f"{file}, frame {printable(frame['file_path'])!r}", frame, lens_keys.of_frame(table, frame), place, part)
+        FrameView(
+            f"{file}, frame {printable(frame['file_path'])!r}", frame, lens_keys.of_frame(table, frame), place, part
+        )
         for frame, place in zip(frames, places, strict=True)
         if place is not None
     ]
@@ -134,7 +136,7 @@ def _picture(file: Path, name: str) -> Path | None:
     return None
 
 
-def _unused(files: Sequence[Path], tables: Sequence[Mapping[str, Any]], views: Sequence[View]) -> list[str]:
+def _unused(files: Sequence[Path], tables: Sequence[Mapping[str, Any]], views: Sequence[FrameView]) -> list[str]:
     """Names the keys that are not used. Raises UserError for those that change what others mean."""
     whole, single = FieldUse(FILE_KEYS, str(files[0])), FieldUse(FRAME_KEYS, str(files[0]))
     for file, table in zip(files, tables, strict=True):
@@ -156,7 +158,7 @@ def _is_neutral(key: str, value: object) -> bool:
     return all(cell in (None, "", 1 if key == "scale" else 0) for cell in values)
 
 
-def _resized(view: View, lens: Lens) -> list[str]:
+def _resized(view: FrameView, lens: Lens) -> list[str]:
     wide = view.lens.get("w", lens.width)
     return [f"the lens is scaled from pictures {wide} pixels wide to {lens.width}"] if wide != lens.width else []
 
@@ -164,7 +166,7 @@ def _resized(view: View, lens: Lens) -> list[str]:
 # --- parts -------------------------------------------------------------------------------------------------------
 
 
-def _parts(files: Sequence[Path], table: Mapping[str, Any], views: Sequence[View]) -> dict[str, list[int]]:
+def _parts(files: Sequence[Path], table: Mapping[str, Any], views: Sequence[FrameView]) -> dict[str, list[int]]:
     """Numbers of the views of each part. Raises UserError for a picture that is trained on and held out."""
     if len(files) > 1:
         parts = {part: [number for number, view in enumerate(views) if view.part == part] for part in PARTS}
@@ -186,7 +188,7 @@ def _parts(files: Sequence[Path], table: Mapping[str, Any], views: Sequence[View
     return parts
 
 
-def _listed(file: Path, table: Mapping[str, Any], part: str, views: Sequence[View]) -> list[int]:
+def _listed(file: Path, table: Mapping[str, Any], part: str, views: Sequence[FrameView]) -> list[int]:
     """Numbers of the views whose pictures nerfstudio's list of a part names. Raises UserError for another name."""
     key = _LISTS[part]
     given = table.get(key) or []

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Box:
+class SceneBox:
     """A box in space, and what of a ray is looked at: `low` and `high` corners, distances `near` and `far`."""
 
     low: Tensor
@@ -34,7 +34,7 @@ class Box:
         return torch.cat([self.low.float(), self.high.float(), torch.tensor([self.near, self.far])])
 
 
-class Samples(NamedTuple):
+class RaySamples(NamedTuple):
     """Of rays: `points` float32 [samples, 3], their distances, their numbers on the ray, and `offsets` [rays + 1]."""
 
     points: Tensor
@@ -47,10 +47,10 @@ class Samples(NamedTuple):
         """The ray of each sample."""
         return Ragged(self.numbers, self.offsets).row_ids()
 
-    def kept(self, keep: Tensor) -> Samples:
+    def selected(self, keep: Tensor) -> RaySamples:
         """Those where `keep` holds."""
-        offsets = Ragged(self.numbers, self.offsets).kept(keep).offsets
-        return Samples(self.points[keep], self.distances[keep], self.numbers[keep], offsets)
+        offsets = Ragged(self.numbers, self.offsets).selected(keep).offsets
+        return RaySamples(self.points[keep], self.distances[keep], self.numbers[keep], offsets)
 
 
 def frame_of(low: Tensor, high: Tensor, sizes: torch.Size | tuple[int, ...]) -> Tensor:
@@ -60,7 +60,7 @@ def frame_of(low: Tensor, high: Tensor, sizes: torch.Size | tuple[int, ...]) -> 
 
 
 class March(NamedTuple):
-    """How rays are sampled: in `box` (`Box.packed`) at each `step`, where `mask` (bool [x, y, z] over `frame`) is
+    """How rays are sampled: in `box` (`SceneBox.packed`) at each `step`, where `mask` (bool [x, y, z] over `frame`) is
     occupied."""
 
     box: Tensor
@@ -75,7 +75,7 @@ class March(NamedTuple):
 
 
 @operation("sample_rays")
-def sample_rays(origins: Tensor, directions: Tensor, march: March) -> Samples:
+def sample_rays(origins: Tensor, directions: Tensor, march: March) -> RaySamples:
     """Samples in the middle of equal steps from where a ray enters the box; those in empty cells are left out.
 
     Args:
@@ -96,11 +96,11 @@ def sample_rays(origins: Tensor, directions: Tensor, march: March) -> Samples:
     inside = ((cells >= 0) & (cells < sizes)).all(2) & (numbers < steps[:, None])
     i, j, k = torch.where(inside[:, :, None], cells, 0).unbind(2)
     keep = inside & march.mask[i, j, k]
-    return Samples(points[keep], t[keep], numbers.expand_as(keep)[keep], offsets_of(keep.sum(1)))
+    return RaySamples(points[keep], t[keep], numbers.expand_as(keep)[keep], offsets_of(keep.sum(1)))
 
 
 @sample_rays.fast("cpu", wins=lambda origins, directions, march: origins.dtype == torch.float32)
-def sample_by_rays(origins: Tensor, directions: Tensor, march: March) -> Samples:
+def sample_by_rays(origins: Tensor, directions: Tensor, march: March) -> RaySamples:
     """numba, a ray at a time: counted, then written."""
     from espalier.radiance import volume_cpu
 
@@ -109,7 +109,7 @@ def sample_by_rays(origins: Tensor, directions: Tensor, march: March) -> Samples
     offsets = offsets_of(counts)
     out, numbers = torch.empty(int(offsets[-1]), 4), torch.empty(int(offsets[-1]), dtype=torch.int64)
     volume_cpu.fill_samples(rays, how, march.mask, offsets, out, numbers)
-    return Samples(out[:, :3].contiguous(), out[:, 3].contiguous(), numbers, offsets)
+    return RaySamples(out[:, :3].contiguous(), out[:, 3].contiguous(), numbers, offsets)
 
 
 # --- what a grid is at a point -----------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from espalier.kernels import counts
 from espalier.kernels.ragged import Ragged
 from espalier.radiance import volume
 from espalier.radiance.rays import Rays
-from espalier.radiance.volume import Box, March, Samples, frame_of
+from espalier.radiance.volume import March, RaySamples, SceneBox, frame_of
 
 LEAST, LEAST_COARSE = 1e-4, 1e-7
 """Opacity and weight below which a sample is left out; by a coarse field, which begins all but empty."""
@@ -72,7 +72,7 @@ def sample_losses(rendered: Rendered, true: Tensor) -> Tensor:
     return rendered.weights.detach() * (rendered.points - rows).square().sum(1)
 
 
-class Grid(nn.Module):
+class VoxelGrid(nn.Module):
     """A voxel grid over a box: [x, y, z, columns]; its corners lie in the box's."""
 
     def __init__(self, size: int, columns: int, low: Tensor, high: Tensor) -> None:
@@ -103,11 +103,11 @@ class Field(nn.Module):
 
     mask: Tensor
 
-    def __init__(self, scene_box: Box, size: int, features: int, alpha: float, colours: nn.Module | None) -> None:
+    def __init__(self, scene_box: SceneBox, size: int, features: int, alpha: float, colours: nn.Module | None) -> None:
         super().__init__()
         low, high = scene_box.low.float(), scene_box.high.float()
-        self.density = Grid(size, 1, low, high)
-        self.features = Grid(size, features, low, high)
+        self.density = VoxelGrid(size, 1, low, high)
+        self.features = VoxelGrid(size, features, low, high)
         self.colours = colours
         self.register_buffer("mask", torch.ones(MASK, MASK, MASK, dtype=torch.bool))
         self.scene_box, self.size, self.shift = scene_box, size, volume.shift_of(alpha)
@@ -136,17 +136,17 @@ class Field(nn.Module):
         alpha = self.alpha(samples.points)
         least = LEAST if self.colours is not None else LEAST_COARSE
         keep = alpha.detach() > least
-        samples, alpha = samples.kept(keep), alpha[keep]
+        samples, alpha = samples.selected(keep), alpha[keep]
         weights, rest = volume.composite(alpha, samples.offsets)
         keep = weights.detach() > least
-        samples, weights = samples.kept(keep), weights[keep]
+        samples, weights = samples.selected(keep), weights[keep]
         points, spikes = self._colours(samples, rays.views)
         background = torch.tensor(self.background, dtype=weights.dtype, device=weights.device)
         colours = Ragged(weights[:, None] * points, samples.offsets).sums() + rest[:, None] * background
         depths = Ragged(weights * samples.distances, samples.offsets).sums() + rest * self._last(rays)
         return Rendered(colours, rest, depths.detach(), weights, points, samples.offsets, spikes)
 
-    def _colours(self, samples: Samples, views: Tensor) -> tuple[Tensor, Tensor]:
+    def _colours(self, samples: RaySamples, views: Tensor) -> tuple[Tensor, Tensor]:
         features = self.features(samples.points)
         if self.colours is None:
             return features.sigmoid(), torch.zeros(0, dtype=torch.float64)
@@ -176,12 +176,12 @@ class ColourNetwork(nn.Module):
         """What a layer multiplies by: [outputs, inputs]."""
         return layer.weight
 
-    def currents(self, features: Tensor, views: Tensor, samples: Samples) -> Tensor:
+    def currents(self, features: Tensor, views: Tensor, samples: RaySamples) -> Tensor:
         """What the first hidden layer gets: [samples, width]. Products for directions are made once a ray."""
         own_rows, towards = self.matrix(self.first).split([self.columns, VIEW], 1)
         return features @ own_rows.T + (encoded(views).to(features.dtype) @ towards.T)[samples.rays]
 
-    def forward(self, features: Tensor, views: Tensor, samples: Samples) -> tuple[Tensor, Tensor]:
+    def forward(self, features: Tensor, views: Tensor, samples: RaySamples) -> tuple[Tensor, Tensor]:
         """(colours [samples, 3], no spikes)."""
         hidden = F.relu(self.second(F.relu(self.currents(features, views, samples))))
         return self.last(hidden).sigmoid(), torch.zeros(0, dtype=torch.float64)

@@ -20,7 +20,7 @@ from espalier.radiance import energy, spikingnerf
 from espalier.radiance.rays import Lens, Rays
 from espalier.radiance.scenes import Scene
 from espalier.radiance.spikingnerf import SpikingColours
-from espalier.radiance.volume import Box
+from espalier.radiance.volume import SceneBox
 from espalier.radiance.voxels import ColourNetwork, Field, Rendered, ray_losses, refined, sample_losses
 from espalier.recipe import Recipe, SpikingNerf, Voxels
 from espalier.recipe.cost import Anatomy, Cut, Product, Work
@@ -96,7 +96,7 @@ class RadianceWorkload(Plain):
         return self._field(self.stage).to(device=device, dtype=dtype)
 
     def _field(self, stage: str) -> Field:
-        options, box = self.options, Box(self.scene.box[0], self.scene.box[1])
+        options, box = self.options, SceneBox(self.scene.box[0], self.scene.box[1])
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.recipe.train.seed)
             if stage == "coarse":

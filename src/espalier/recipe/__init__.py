@@ -15,7 +15,7 @@ from espalier.recipe.graphs import Gat as Gat
 from espalier.recipe.graphs import Gcn as Gcn
 from espalier.recipe.graphs import Gin as Gin
 from espalier.recipe.graphs import GraphTransformer as GraphTransformer
-from espalier.recipe.graphs import Messages as Messages
+from espalier.recipe.graphs import MessagesModel as MessagesModel
 from espalier.recipe.graphs import Network as Network
 from espalier.recipe.graphs import Sage as Sage
 from espalier.recipe.model_kinds import KINDS

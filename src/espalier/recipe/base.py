@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from espalier.recipe.sections import Model, RecipeBase
 
-__all__ = ["Derivation", "Draft", "Kind", "Model", "RecipeBase"]
+__all__ = ["Derivation", "Draft", "Model", "ModelKind", "RecipeBase"]
 
 
 class Derivation(Struct, frozen=True):
@@ -28,7 +28,7 @@ class Draft:
     def __init__(self, recipe: RecipeBase, vocabulary: int | None = None) -> None:
         self.recipe = recipe
         self.vocabulary = vocabulary
-        self.found: list[Derivation] = []
+        self.derivations: list[Derivation] = []
 
     def get(self, key: str) -> Any:
         """The value at a dotted key."""
@@ -41,7 +41,7 @@ class Draft:
         """Sets `key` where it is None, and notes why."""
         if self.get(key) is None:
             self.recipe = _replaced(self.recipe, key.split("."), value)
-            self.found.append(Derivation(key, value, reason))
+            self.derivations.append(Derivation(key, value, reason))
 
     def rates(self, adamw: float, reason: str, share: float = 1.0, because: str = "") -> None:
         """The learning rates of either optimizer, times `share`, which is `because`."""
@@ -64,7 +64,7 @@ def _nothing(recipe: RecipeBase) -> None:
 
 
 @dataclass(frozen=True)
-class Kind:
+class ModelKind:
     """What one kind of model says of its options. Its other half, with torch, is the `workload.Row` in `row`.
 
     Attributes:

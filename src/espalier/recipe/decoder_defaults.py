@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from espalier.recipe.base import Draft, Kind, RecipeBase
+from espalier.recipe.base import Draft, ModelKind, RecipeBase
 from espalier.recipe.decoder_shapes import Gpt, Moe, active_parameter_count, parameter_count, published
 from espalier.recipe.errors import UserError
 from espalier.recipe.sections import Adapters, Dpo, Lora
@@ -222,7 +222,7 @@ def _divisors(width: int) -> str:
     return f"model.heads = one of {', '.join(fitting[:12])}"
 
 
-KIND = Kind(
+KIND = ModelKind(
     name="a language model",
     options=(Gpt, Moe),
     row="espalier.language.workload_row",

@@ -141,11 +141,11 @@ def published(name: str) -> Shape:
 
 
 ROUTING = ("experts", "active", "balance", "z_loss", "normalized", "shared")
-"""Options of a mixture that `Sizes` takes over as they are."""
+"""Options of a mixture that `DecoderSizes` takes over as they are."""
 
 
 @dataclass(frozen=True)
-class Sizes:
+class DecoderSizes:
     """A decoder in plain integers. `experts` = `active` = 1 for a dense model; `balance` is then 0."""
 
     layers: int
@@ -194,7 +194,7 @@ class Sizes:
         return self.kv_heads * self.head_size
 
 
-def sizes(model: Gpt | Moe) -> Sizes:
+def sizes(model: Gpt | Moe) -> DecoderSizes:
     """The sizes of a resolved decoder. An option still None is our bug: `recipe.defaults.resolve` comes first."""
     names = ("depth", "width", "heads", "kv_heads", "feed_forward", "vocabulary", "context", "tied")
     values: dict[str, Any] = {name: getattr(model, name) for name in names}
@@ -203,7 +203,7 @@ def sizes(model: Gpt | Moe) -> Sizes:
     layers = values.pop("depth")
     more = ("rope_theta", "norm_epsilon", "family", "window", "attention_cap", "logit_cap", "attention_scale", "rope")
     values |= {name: getattr(model, name) for name in more}
-    dense = Sizes(layers=layers, head=model.head_size, **values)
+    dense = DecoderSizes(layers=layers, head=model.head_size, **values)
     if not isinstance(model, Moe):
         return dense
     routing = {name: getattr(model, name) for name in ROUTING}
@@ -220,7 +220,7 @@ def active_parameter_count(model: Gpt | Moe) -> int:
     return _count(sizes(model), every_expert=False)
 
 
-def _count(size: Sizes, every_expert: bool) -> int:
+def _count(size: DecoderSizes, every_expert: bool) -> int:
     attention = size.width * (2 * size.query_width + 2 * size.kv_width)
     attention += (size.query_width + 2 * size.kv_width) * (size.family == "qwen2")
     attention += 2 * size.head_size * (size.family == "qwen3") + 2 * size.width * (size.family == "gemma2")

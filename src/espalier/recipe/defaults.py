@@ -41,4 +41,4 @@ def resolve(recipe: config.Recipe, vocabulary: int | None = None) -> tuple[confi
     resolved = draft.recipe
     assert isinstance(resolved, config.Recipe)
     check(resolved)
-    return resolved, draft.found
+    return resolved, draft.derivations

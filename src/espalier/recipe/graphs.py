@@ -9,7 +9,7 @@ import msgspec
 from msgspec import field
 
 from espalier.recipe import units
-from espalier.recipe.base import Draft, Kind, Model, RecipeBase
+from espalier.recipe.base import Draft, Model, ModelKind, RecipeBase
 from espalier.recipe.errors import UserError
 from espalier.recipe.sections import GraphOptions, HaloOptions, Quant, Stable, Store, Uniform
 
@@ -80,7 +80,7 @@ class GraphTransformer(Model, frozen=True, tag="graph-transformer"):
     recall: float = 1.0
 
 
-class Messages(Model, frozen=True, tag="messages"):
+class MessagesModel(Model, frozen=True, tag="messages"):
     """Anybody's PyG network: `build = "package.module:function"` is called with (features, classes, **arguments)."""
 
     build: str
@@ -407,7 +407,7 @@ def _quant(quant: Quant, model: Model, graph: GraphOptions) -> None:
             why="all values have as many bits, and no value has a part of one",
             do=f'quant.bits = {math.ceil(quant.bits)}, or quant.kind = "a2q", whose widths differ',
         )
-    if isinstance(model, Messages) and quant.aggregates:
+    if isinstance(model, MessagesModel) and quant.aggregates:
         raise UserError(
             f'quant.aggregates = {quant.aggregates} is not possible with model.kind = "messages".',
             why="sums are made inside layers that are not ours: rows that they read are rounded, and their matrices",
@@ -437,9 +437,9 @@ def _usual(table: dict[str, Any]) -> dict[str, Any]:
     return {**table, "train": {**train, "optimizer": {**usual, **given}}}
 
 
-KIND = Kind(
+KIND = ModelKind(
     name="a graph model",
-    options=(Gcn, Sage, Gat, Gin, GraphTransformer, Messages),
+    options=(Gcn, Sage, Gat, Gin, GraphTransformer, MessagesModel),
     row="espalier.graph.workload_row",
     fill=_fill,
     check=_check,

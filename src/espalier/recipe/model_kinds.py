@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from espalier.recipe.base import Kind, Model
+from espalier.recipe.base import Model, ModelKind
 
 ROWS = (
     "espalier.recipe.decoder_defaults",
@@ -18,14 +18,14 @@ ROWS = (
     "espalier.recipe.scenes",
 )
 
-KINDS: tuple[Kind, ...] = tuple(import_module(row).KIND for row in ROWS)
+KINDS: tuple[ModelKind, ...] = tuple(import_module(row).KIND for row in ROWS)
 
 
-def of(model: Model) -> Kind:
+def of(model: Model) -> ModelKind:
     """The kind that `model` is of."""
     return next(kind for kind in KINDS if isinstance(model, kind.options))
 
 
-def tagged(tag: object) -> Kind | None:
+def tagged(tag: object) -> ModelKind | None:
     """The kind that `model.kind` = `tag` asks for, None when there is none."""
     return next((kind for kind in KINDS if tag in kind.tags), None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import field
 
-from espalier.recipe.base import Draft, Kind, Model
+from espalier.recipe.base import Draft, Model, ModelKind
 
 
 class Module(Model, frozen=True, tag="module"):
@@ -21,4 +21,4 @@ def _fill(draft: Draft) -> None:
     draft.rates(1e-3, "nothing is known of the module: a usual rate")
 
 
-KIND = Kind(name="a module", options=(Module,), row="espalier.module", fill=_fill)
+KIND = ModelKind(name="a module", options=(Module,), row="espalier.module", fill=_fill)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from espalier.recipe.base import Draft, Kind, Model, RecipeBase
+from espalier.recipe.base import Draft, Model, ModelKind, RecipeBase
 from espalier.recipe.errors import UserError, nearest
 from espalier.recipe.sections import TaskOptions, Tower
 
@@ -183,7 +183,7 @@ def _usual(table: dict[str, object]) -> dict[str, object]:
     return table if not isinstance(train, dict) else {**table, "train": {**usual, **train}}
 
 
-KIND = Kind(
+KIND = ModelKind(
     name="several tasks",
     options=(Multitask,),
     row="espalier.tasks",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from espalier.recipe.base import Draft, Kind, Model, RecipeBase
+from espalier.recipe.base import Draft, Model, ModelKind, RecipeBase
 from espalier.recipe.errors import UserError
 
 
@@ -92,7 +92,7 @@ def _usual(table: dict[str, Any]) -> dict[str, Any]:
     return {**table, "train": {**usual, **train, "optimizer": given}}
 
 
-KIND = Kind(
+KIND = ModelKind(
     name="a scene",
     options=(Voxels, SpikingNerf),
     row="espalier.radiance.workload_row",

@@ -4,7 +4,7 @@ from espalier.sparse.attention import attention_aggregate as attention_aggregate
 from espalier.sparse.cbm import CBM as CBM
 from espalier.sparse.cbsr import cbsr_aggregate as cbsr_aggregate
 from espalier.sparse.csr import CSR as CSR
-from espalier.sparse.csr import Scale as Scale
+from espalier.sparse.csr import DiagonalScale as DiagonalScale
 from espalier.sparse.csr import matmul as matmul
 from espalier.sparse.edge_softmax import segment_softmax as segment_softmax
 from espalier.sparse.format_choice import best_aggregation as best_aggregation

@@ -86,11 +86,11 @@ def _fits(adjacency: CSR, features: Tensor, scores: Scores, slope: float, keep: 
 @graph_attention.fast("cpu", wins=_fits)
 def fused(adjacency: CSR, features: Tensor, scores: Scores, slope: float, keep: Tensor | None) -> Tensor:
     """Row by row: scores, softmax and sum while the row is in registers and first-level cache."""
-    result: Tensor = _Attention.apply(adjacency, features, *scores, (slope, keep))
+    result: Tensor = _EdgeSoftmax.apply(adjacency, features, *scores, (slope, keep))
     return result
 
 
-class _Attention(torch.autograd.Function):
+class _EdgeSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, adjacency: CSR, features: Tensor, target: Tensor, source: Tensor, how: Any) -> Tensor:
         from espalier.sparse import sddmm_kernels

@@ -71,11 +71,11 @@ def _pays(adjacency: CSR, values: Tensor, indices: Tensor, width: int) -> bool:
 def scattered(adjacency: CSR, values: Tensor, indices: Tensor, width: int) -> Tensor:
     """k additions for each entry, into a row that stays in first-level cache; backward k readings."""
     columns = indices.to(torch.uint8 if width <= 256 else torch.int32).contiguous()
-    result: Tensor = _Aggregate.apply(adjacency, values, columns, width)
+    result: Tensor = _CbsrProduct.apply(adjacency, values, columns, width)
     return result
 
 
-class _Aggregate(torch.autograd.Function):
+class _CbsrProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, adjacency: CSR, values: Tensor, columns: Tensor, width: int) -> Tensor:
         from espalier.sparse import cbsr_kernels
@@ -111,7 +111,7 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, None]:
-        return None, _Aggregate.apply(ctx.adjacency, gradients[0], ctx.columns, ctx.width), None
+        return None, _CbsrProduct.apply(ctx.adjacency, gradients[0], ctx.columns, ctx.width), None
 
 
 def _weights(adjacency: CSR, like: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ PIECES = 64
 """Pieces of work of a product: enough for 16 threads to finish together, whatever the rows' lengths."""
 
 
-class Scale(NamedTuple):
+class DiagonalScale(NamedTuple):
     """Diagonals of M = diag(left)·A·diag(right); None stands for ones."""
 
     left: Tensor | None
@@ -58,7 +58,7 @@ class CSR:
     indices: Tensor
     shape: tuple[int, int]
     values: Tensor | None = None
-    scale: Scale | None = None
+    scale: DiagonalScale | None = None
 
     @classmethod
     def of(cls, indptr: Any, indices: Any, shape: tuple[int, int], values: Any = None) -> CSR:
@@ -175,7 +175,7 @@ class CSR:
     def transposed(self) -> CSR:
         """The transposed matrix, values included."""
         pattern, order = self.transpose
-        scale = None if self.scale is None else Scale(self.scale.right, self.scale.left)
+        scale = None if self.scale is None else DiagonalScale(self.scale.right, self.scale.left)
         if self.values is None or (scale is not None and self.symmetric and scale.left is scale.right):
             return self if self.symmetric else pattern
         return CSR(pattern.indptr, pattern.indices, pattern.shape, self.values[order], scale)
@@ -217,12 +217,12 @@ class CSR:
             raise UserError(f"normalised(kind={kind!r}) is not known.", do="kind = 'row' or 'symmetric'")
         degrees = self.degrees.float()
         if kind == "row":
-            return self.scaled(Scale(torch.where(degrees > 0, 1 / degrees, 0.0), None))
+            return self.scaled(DiagonalScale(torch.where(degrees > 0, 1 / degrees, 0.0), None))
         self._need_square("normalised('symmetric')")
         both = torch.where(degrees > 0, degrees.rsqrt(), 0.0)
-        return self.scaled(Scale(both, both))
+        return self.scaled(DiagonalScale(both, both))
 
-    def scaled(self, scale: Scale) -> CSR:
+    def scaled(self, scale: DiagonalScale) -> CSR:
         """diag(left)·A·diag(right) of a binary matrix. `left` [rows], `right` [columns]."""
         assert self.values is None
         values = torch.ones(self.entries, dtype=torch.float32)
@@ -434,11 +434,11 @@ def summed_in_registers(adjacency: CSR, x: Tensor, values: Tensor | None, start:
     """By the kernels of `rows`; the gradients by them too, with the transposed matrix."""
     if not needs_gradient(x, values, start):
         return product(adjacency, x, values, start)
-    result: Tensor = _Product.apply(adjacency, x, values, start)
+    result: Tensor = _SparseProduct.apply(adjacency, x, values, start)
     return result
 
 
-class _Product(torch.autograd.Function):
+class _SparseProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, adjacency: CSR, x: Tensor, values: Tensor | None, start: Tensor | None) -> Tensor:
         ctx.adjacency, ctx.shared = adjacency, start is not None and start.dim() == 1

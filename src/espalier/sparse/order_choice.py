@@ -14,7 +14,7 @@ import numpy as np
 from espalier.recipe.errors import UserError, nearest
 from espalier.sparse.partition import clusters
 from espalier.sparse.rcmpp.cuthill_mckee import trace
-from espalier.sparse.rcmpp.pattern import Pattern, like, positions
+from espalier.sparse.rcmpp.pattern import SparsityPattern, like, positions
 
 
 class Purpose(NamedTuple):
@@ -80,7 +80,7 @@ def order(graph: Any, for_: str = "spmm") -> NodeOrder:
         near = nearest(str(for_), PURPOSES) or "spmm"
         raise UserError(f"for_={for_!r} is not known.", why=f"there are {', '.join(PURPOSES)}", do=f"for_={near!r}")
     indptr, indices = _arrays(graph)
-    pattern, purpose = Pattern.of(indptr, indices), PURPOSES[for_]
+    pattern, purpose = SparsityPattern.of(indptr, indices), PURPOSES[for_]
     before = _count(pattern, np.arange(pattern.nodes, dtype=np.uint32), purpose)
     traversal = trace(pattern)
     share = traversal.width / max(1, pattern.nodes)
@@ -102,21 +102,21 @@ def order(graph: Any, for_: str = "spmm") -> NodeOrder:
     return NodeOrder(named, like(permutation, indices), f"{why}; {counts}", gain, before, after, purpose.unit)
 
 
-def predicted(pattern: Pattern, before: int, after: int, for_: str) -> float:
+def predicted(pattern: SparsityPattern, before: int, after: int, for_: str) -> float:
     """Speed of the new order over the old: a product reads every entry and writes every row, wherever they are."""
     always = pattern.entries + pattern.nodes if for_ == "spmm" else 0
     weight = FETCH if for_ == "spmm" else 1.0
     return (always + weight * before) / max(1e-9, always + weight * after) if before else 1.0
 
 
-def _count(pattern: Pattern, permutation: np.ndarray, purpose: Purpose) -> int:
+def _count(pattern: SparsityPattern, permutation: np.ndarray, purpose: Purpose) -> int:
     from espalier.sparse.rcmpp.pattern_passes import touched
 
     new = positions(permutation, pattern.nodes)
     return int(touched(pattern.indptr, pattern.indices, permutation, new, purpose.window, purpose.page))
 
 
-def grouped(pattern: Pattern, permutation: np.ndarray, parts: int) -> np.ndarray:
+def grouped(pattern: SparsityPattern, permutation: np.ndarray, parts: int) -> np.ndarray:
     """Cluster after cluster, by their mean place in `permutation`; within a cluster as in `permutation`. uint32."""
     labels = clusters(pattern.indptr, pattern.indices, parts, volume=False)
     place = positions(permutation, pattern.nodes)

@@ -16,7 +16,7 @@ from scipy import sparse
 
 from espalier.recipe.errors import UserError
 from espalier.sparse.rcmpp.cuthill_mckee import trace
-from espalier.sparse.rcmpp.pattern import Pattern
+from espalier.sparse.rcmpp.pattern import SparsityPattern
 
 Begin = Callable[[str, int, int], None]
 """Called with the name of a stage that begins, how many are done and how many there are."""
@@ -57,11 +57,11 @@ def clusters(
     Raises UserError: arrays that fit not, or a number of parts that is not between 1 and the number of nodes, or shares
     that are not one above 0 for each.
     """
-    return clusters_of(Pattern.of(indptr, indices), parts, shares, volume)
+    return clusters_of(SparsityPattern.of(indptr, indices), parts, shares, volume)
 
 
 def clusters_of(
-    pattern: Pattern,
+    pattern: SparsityPattern,
     parts: int,
     shares: Sequence[float] | None = None,
     volume: bool = True,
@@ -92,7 +92,7 @@ def _as_wanted(labels: np.ndarray, parts: int, shares: Sequence[float]) -> bool:
 
 
 def by_metis(
-    pattern: Pattern,
+    pattern: SparsityPattern,
     parts: int,
     shares: Sequence[float] | None = None,
     *,
@@ -107,21 +107,21 @@ def by_metis(
     rows = pymetis.CSRAdjacency(matrix.indptr, matrix.indices)
     weights = None if shares is None else [share / sum(shares) for share in shares]
 
-    def found(aim: int, recursive: bool) -> np.ndarray:
+    def partitioned(aim: int, recursive: bool) -> np.ndarray:
         options = pymetis.Options(seed=1, objtype=int(aim))
         made = pymetis.part_graph(parts, rows, tpwgts=weights, recursive=recursive, options=options)
         return np.asarray(made.vertex_part, np.int32)
 
     begin("METIS, fewest edges between parts", 0, 1 + volume)
-    few = found(pymetis.ObjType.CUT, parts <= 8)
+    few = partitioned(pymetis.ObjType.CUT, parts <= 8)
     if not volume:
         return few
     begin("METIS, fewest rows between parts", 1, 2)
-    return min(few, found(pymetis.ObjType.VOL, False), key=lambda labels: crossing(matrix, labels))
+    return min(few, partitioned(pymetis.ObjType.VOL, False), key=lambda labels: crossing(matrix, labels))
 
 
 def by_sweeps(
-    pattern: Pattern, parts: int, shares: Sequence[float] | None = None, begin: Begin = _unseen
+    pattern: SparsityPattern, parts: int, shares: Sequence[float] | None = None, begin: Begin = _unseen
 ) -> np.ndarray:
     """As `clusters`, without METIS: never a larger cut than that of pieces of the RCM++ order."""
     begin("RCM++", 0, SWEEPS + 1)
@@ -141,7 +141,7 @@ def by_sweeps(
     return best
 
 
-def symmetric(pattern: Pattern) -> sparse.csr_array:
+def symmetric(pattern: SparsityPattern) -> sparse.csr_array:
     """A + Aᵀ without its diagonal, all ones (float32)."""
     rows = pattern.both_ways
     matrix = sparse.csr_array(

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from espalier.store.io_queue import IoQueue as IoQueue
     from espalier.store.memory import MemoryRows as MemoryRows
     from espalier.store.page_cache import PageCache as PageCache
-    from espalier.store.prefetch import Pipeline as Pipeline
+    from espalier.store.prefetch import PrefetchPipeline as PrefetchPipeline
     from espalier.store.rows import RowFile as RowFile
     from espalier.store.rows import RowLayout as RowLayout
     from espalier.store.rows import RowWriter as RowWriter
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from espalier.store.tiers import ExtentTier as ExtentTier
     from espalier.store.tiers import MemoryTier as MemoryTier
     from espalier.store.tiers import PageTier as PageTier
-    from espalier.store.tiers import Part as Part
     from espalier.store.tiers import Tier as Tier
+    from espalier.store.tiers import TierRows as TierRows
     from espalier.store.tiers import place_rows as place_rows
 
 _HOME = {
@@ -50,9 +50,9 @@ _HOME = {
     "io_queue": "IoQueue",
     "memory": "MemoryRows",
     "page_cache": "PageCache",
-    "prefetch": "Pipeline",
+    "prefetch": "PrefetchPipeline",
     "rows": "RowFile RowLayout RowWriter padded",
-    "tiers": "ExtentTier MemoryTier PageTier Part Tier place_rows",
+    "tiers": "ExtentTier MemoryTier PageTier Tier TierRows place_rows",
 }
 _MODULE = {name: module for module, names in _HOME.items() for name in names.split()}
 

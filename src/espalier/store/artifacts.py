@@ -30,7 +30,6 @@ class Text:
 
     @property
     def fields(self) -> Mapping[str, Any]:
-        """See `Artifact.fields`."""
         return {"kind": "text", "text": self.text}
 
 
@@ -77,7 +76,6 @@ class Curve:
 
     @property
     def fields(self) -> Mapping[str, Any]:
-        """See `Artifact.fields`."""
         rows = [[self.along, *self.names], *([*row] for row in self.rows)]
         return {"kind": "curve", "text": self.title, "rows": rows}
 

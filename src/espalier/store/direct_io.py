@@ -266,20 +266,16 @@ class DirectFile(Closing):
         return True
 
     def parts(self, offset: int, size: int) -> Iterator[tuple[DirectFile, int, int]]:
-        """See File."""
         yield self, offset, size
 
     def split_runs(self, runs: NDArray[np.int64]) -> Iterator[tuple[DirectFile, NDArray[np.int64]]]:
-        """See File."""
         yield self, runs
 
     def truncate(self, size: int) -> None:
-        """See File."""
         if self.size > size:
             os.ftruncate(self._fd, size)
 
     def sync(self) -> None:
-        """See File."""
         try:
             os.fdatasync(self._fd)
         except OSError as error:
@@ -327,7 +323,6 @@ class StripedFile(Closing):
         return last
 
     def parts(self, offset: int, size: int) -> Iterator[tuple[DirectFile, int, int]]:
-        """See File."""
         while size > 0:
             piece, begin = divmod(offset, STRIPE)
             row, number = divmod(piece, len(self.files))
@@ -336,7 +331,6 @@ class StripedFile(Closing):
             offset, size = offset + count, size - count
 
     def split_runs(self, runs: NDArray[np.int64]) -> Iterator[tuple[DirectFile, NDArray[np.int64]]]:
-        """See File."""
         offset, size, place = runs.T
         first = offset // STRIPE
         count = (offset + size - 1) // STRIPE - first + 1
@@ -350,7 +344,6 @@ class StripedFile(Closing):
             yield file, np.ascontiguousarray(pieces[number == disk])
 
     def read_into(self, buffer: Tensor, offset: int, needed: int | None = None) -> None:
-        """See File."""
         flat, at = flat_bytes(buffer), 0
         needed = buffer.nbytes if needed is None else needed
         for file, place, count in self.parts(offset, buffer.nbytes):
@@ -358,25 +351,21 @@ class StripedFile(Closing):
             at += count
 
     def write_from(self, buffer: Tensor, offset: int) -> None:
-        """See File."""
         flat, at = flat_bytes(buffer), 0
         for file, place, count in self.parts(offset, buffer.nbytes):
             file.write_from(flat[at : at + count], place)
             at += count
 
     def truncate(self, size: int) -> None:
-        """See File."""
         row, rest = divmod(size, STRIPE * len(self.files))
         for number, file in enumerate(self.files):
             file.truncate(row * STRIPE + max(0, min(STRIPE, rest - number * STRIPE)))
 
     def sync(self) -> None:
-        """See File."""
         for file in self.files:
             file.sync()
 
     def close(self) -> None:
-        """See File."""
         for file in self.files:
             file.close()
 

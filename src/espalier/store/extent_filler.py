@@ -28,7 +28,7 @@ PIECE = 8 << 20
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
-class Room(NamedTuple):
+class ExtentRoom(NamedTuple):
     """Memory for the next bytes of an extent: `data` is to be filled, and lies in the whole pages `memory`."""
 
     memory: Tensor
@@ -98,14 +98,14 @@ class ExtentFiller(Closing):
         """Bytes of the first `filled` that are in pages which nothing is added to."""
         return filled if filled == self.sizes[name] else filled // PAGE * PAGE
 
-    def room(self, name: str, size: int) -> Room:
+    def room(self, name: str, size: int) -> ExtentRoom:
         """Memory for the next `size` bytes of `name`; taken again once they are written, so that its pages stay."""
         tail = self._tails.get(name, _NOTHING)
         end = len(tail) + size
         memory = self._memory(pages(end))
         memory[: len(tail)] = tail
         memory[end : pages(end)] = 0
-        return Room(memory, memory[len(tail) : end])
+        return ExtentRoom(memory, memory[len(tail) : end])
 
     def _memory(self, size: int) -> Tensor:
         while self._unused:
@@ -114,7 +114,7 @@ class ExtentFiller(Closing):
                 return memory
         return aligned(1 << (size - 1).bit_length())
 
-    def extend(self, name: str, room: Room, more: bool = False) -> None:
+    def extend(self, name: str, room: ExtentRoom, more: bool = False) -> None:
         """Writes the next bytes of `name`, which `room` has taken; `more`: others follow before the next checkpoint,
         and their write has the page that both share."""
         memory, data = room

@@ -29,7 +29,7 @@ _PLACE_BYTES = 32
 """Upper bound of what a header says of one extent: its place and its checksum as msgpack."""
 
 
-class _Table(Value, frozen=True):
+class _GenerationTable(Value, frozen=True):
     """What never changes: sizes by name, places for each extent."""
 
     sizes: dict[str, int]
@@ -68,7 +68,7 @@ class Generations(Closing):
         self.read_bytes = self.written_bytes = 0
         table = _read_table(self.path, self._file)
         self._sizes, self._count = table.sizes, table.generations
-        self._layout = _Layout(table)
+        self._layout = _FileLayout(table)
         headers = self._layout.headers(self._file)
         if not headers:
             raise UserError(
@@ -118,8 +118,8 @@ class Generations(Closing):
         With one generation extents are rewritten in place: half the disk, and a crash may leave a mixture.
         """
         assert generations >= 1
-        table = _Table(dict(sizes), generations)
-        layout = _Layout(table)
+        table = _GenerationTable(dict(sizes), generations)
+        layout = _FileLayout(table)
         path = where if isinstance(where, Path) else where[0]
         file = open_file(where, "create", layout.end)
         text = msgspec.msgpack.encode(table)
@@ -212,10 +212,10 @@ class Generations(Closing):
         self._file.close()
 
 
-class _Layout:
+class _FileLayout:
     """Where things lie: the table, two headers, then the places of all extents."""
 
-    def __init__(self, table: _Table) -> None:
+    def __init__(self, table: _GenerationTable) -> None:
         self._count = len(table.sizes)
         self.table_bytes = pages(len(MAGIC) + 16 + len(msgspec.msgpack.encode(table)))
         self._header_bytes = pages(128 + _PLACE_BYTES * self._count)
@@ -255,7 +255,7 @@ class _Layout:
         return texts
 
 
-def _read_table(path: Path, file: File) -> _Table:
+def _read_table(path: Path, file: File) -> _GenerationTable:
     page = aligned(PAGE)
     if file.size >= PAGE:
         file.read_into(page, 0)
@@ -268,7 +268,7 @@ def _read_table(path: Path, file: File) -> _Table:
     text = _framed(bytes(bytes_of(whole))[len(MAGIC) :])
     if text is None:
         raise UserError(f"The table at the beginning of {path} is damaged.", do="restore the file from a copy")
-    return msgspec.msgpack.decode(text, type=_Table)
+    return msgspec.msgpack.decode(text, type=_GenerationTable)
 
 
 def _framed(data: bytes) -> bytes | None:

@@ -58,7 +58,6 @@ class Ring:
         self._places = np.array(places, np.uint32) // 4
 
     def read(self, fd: int, base: int, runs: NDArray[Any], missed: NDArray[Any]) -> int:
-        """See `read_kernels.uring_runs`."""
         from espalier.store.read_kernels import uring_runs
 
         failed = uring_runs(self._fd, fd, base, runs, missed, self._shared, self._places, self._entries)

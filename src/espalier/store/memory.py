@@ -20,10 +20,8 @@ class MemoryRows:
 
     @property
     def row_bytes(self) -> int:
-        """See Rows."""
         return base.row_bytes(self.dtype, self.shape)
 
     def read(self, ids: Tensor, out: Tensor) -> None:
-        """See Rows."""
         base.check_request(self, ids, out)
         torch.index_select(self.table, 0, ids.to(self.table.device), out=out)

@@ -59,7 +59,7 @@ class BoundedQueue:
             self._changed.notify_all()
 
 
-class Pipeline(Closing, Iterator[Any]):
+class PrefetchPipeline(Closing, Iterator[Any]):
     """What the last of `stages` makes of each item. Has state: a thread for each stage until it is closed.
 
     An error in a stage is raised by `next` after the results of the items before it.

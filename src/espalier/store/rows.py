@@ -112,7 +112,6 @@ class RowFile(base.Closing):
 
     @property
     def row_bytes(self) -> int:
-        """See Rows."""
         return self.layout.row_bytes
 
     @property
@@ -126,7 +125,6 @@ class RowFile(base.Closing):
         return max(1024, min(1 << 16, self._room * PAGE // max(1, self.row_bytes)))
 
     def read(self, ids: Tensor, out: Tensor) -> None:
-        """See Rows."""
         base.check_request(self, ids, out)
         if len(ids) == 0 or self.row_bytes == 0:
             return

@@ -1,7 +1,7 @@
 """Tiers: where rows wait, in device memory, host memory, single pages of a file or whole extents, behind one Protocol.
 
-Rows are bytes, asked for by their slots in a tier. A batch takes its rows from several tiers (`Part`): `fetch` begins
-all transfers into one buffer, `place_rows` puts every row where it belongs once they have ended.
+Rows are bytes, asked for by their slots in a tier. A batch takes its rows from several tiers (`TierRows`): `fetch`
+begins all transfers into one buffer, `place_rows` puts every row where it belongs once they have ended.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Tier(Protocol):
         """Begins to bring the rows at `slots`; `buffer` (uint8, page-aligned) is the tier's until they are placed."""
 
 
-class Part(NamedTuple):
+class TierRows(NamedTuple):
     """The rows at `slots` of a tier, which belong at `places` of the result."""
 
     tier: Tier
@@ -67,11 +67,9 @@ class MemoryTier:
         self.name, self.rows, self.slots = name, rows, slots
 
     def buffer_bytes(self, slots: Array) -> int:
-        """See Tier."""
         return 0
 
     def fetch(self, slots: Array, buffer: Tensor) -> Fetched:
-        """See Tier."""
         size, at = self.rows.shape[1], slots if self.slots is None else self.slots[slots]
         return Fetched(self.rows.view(-1), at.astype(np.int64) * size, _nothing, {self.name: len(slots) * size})
 
@@ -86,11 +84,9 @@ class ExtentTier:
     queue: IoQueue
 
     def buffer_bytes(self, slots: Array) -> int:
-        """See Tier."""
         return pages(self.file.bytes(self.extent)) if len(slots) else 0
 
     def fetch(self, slots: Array, buffer: Tensor) -> Fetched:
-        """See Tier."""
         room = buffer[: self.buffer_bytes(slots)]
         if not len(room):
             return Fetched(room, slots, _nothing, {})
@@ -120,11 +116,9 @@ class PageTier:
         return pages_of(slots, self.file.offset(self.extent), self.row_bytes) if len(slots) else slots
 
     def buffer_bytes(self, slots: Array) -> int:
-        """See Tier."""
         return len(self.keys(slots)) * PAGE
 
     def fetch(self, slots: Array, buffer: Tensor) -> Fetched:
-        """See Tier."""
         keys = self.keys(slots)
         out = buffer[: len(keys) * PAGE].view(-1, PAGE)
         cached = self.cache.take(keys, out)

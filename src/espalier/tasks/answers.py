@@ -15,7 +15,7 @@ from espalier.radiance.workload import CHUNK, byte, psnr
 from espalier.recipe.errors import UserError
 from espalier.store import artifacts
 from espalier.tasks.sources import SceneRays
-from espalier.tasks.towers import Fields, Head, Multitask, TowerModule
+from espalier.tasks.towers import Fields, Head, MultitaskModel, TowerModule
 from espalier.train.workload_row import Answer, Sampling
 
 
@@ -29,7 +29,7 @@ def answer(
 
     Raises UserError where there is no such sample, or no task goes on from text.
     """
-    assert isinstance(model, Multitask)
+    assert isinstance(model, MultitaskModel)
     names = [task.name for task in model.tasks]
     word, _, number = (asked or "").strip().partition(" ")
     wanted = [(names.index(word), number.strip() or "0")] if word in names else []
@@ -57,7 +57,7 @@ def answer(
 
 
 def _of_sample(
-    tasks: Mapping[str, Task], batches: Sequence[int], model: Multitask, task: int, number: str
+    tasks: Mapping[str, Task], batches: Sequence[int], model: MultitaskModel, task: int, number: str
 ) -> dict[str, Any]:
     """What the task says of one held-out sample."""
     name, loss = model.tasks[task].name, model.tasks[task].loss
@@ -91,7 +91,7 @@ def _of_sample(
     return {"task": name, "sample": at, "picked": picked, "among": len(first_side), "text": words}
 
 
-def _rendered(model: Multitask, task: int, held_out: SceneRays, at: int) -> dict[str, Any]:
+def _rendered(model: MultitaskModel, task: int, held_out: SceneRays, at: int) -> dict[str, Any]:
     """A held-out view, written into a PNG file here, and how near it is to the truth."""
     name, device, rays = model.tasks[task].name, next(model.parameters()), held_out.view(at)
     parts = [
@@ -117,7 +117,7 @@ def _named(fields: Fields, row: int) -> str:
     return "" if text is None else repr(bytes(text[row].tolist()).rstrip(b"\0").decode("utf-8", "replace"))
 
 
-def _outputs(model: Multitask, task: int, fields: Fields) -> list[Tensor]:
+def _outputs(model: MultitaskModel, task: int, fields: Fields) -> list[Tensor]:
     made: dict[str, Any] = {}
     for node in model.nodes(task)[:-1]:
         made[node.name] = model.compute(
@@ -127,7 +127,7 @@ def _outputs(model: Multitask, task: int, fields: Fields) -> list[Tensor]:
 
 
 def _written(
-    model: Multitask, task: int, begun: bytes, others: Mapping[str, Tensor], sampling: Sampling
+    model: MultitaskModel, task: int, begun: bytes, others: Mapping[str, Tensor], sampling: Sampling
 ) -> Iterator[str]:
     """Pieces that follow `begun`. A window has a place less than in training, where the last one predicts nothing."""
     options = model.tasks[task]

@@ -20,7 +20,7 @@ from espalier.kernels.counts import Counter
 from espalier.machine import measure
 from espalier.parallel.workload import HEAD
 from espalier.recipe.cost import PartCost
-from espalier.tasks.towers import FieldTower, Multitask
+from espalier.tasks.towers import FieldTower, MultitaskModel
 
 COUNTED = 2
 """Samples of a pass that is counted."""
@@ -30,7 +30,7 @@ LAUNCHES = 60
 """Operations of a block, forward and backward, that a host issues: counted on a transformer block, and rounded."""
 
 
-def parts(model: Multitask, batches: Sequence[Mapping[str, Tensor]], measures: bool) -> tuple[PartCost, ...]:
+def parts(model: MultitaskModel, batches: Sequence[Mapping[str, Tensor]], measures: bool) -> tuple[PartCost, ...]:
     """The parts of all tasks with their costs, from a batch of each task.
 
     Where there are GPUs, a pass backward starts threads for them, and ranks are forked later: a child does it.
@@ -44,7 +44,7 @@ def parts(model: Multitask, batches: Sequence[Mapping[str, Tensor]], measures: b
     return msgspec.convert(measure.together(1, apart)[0]["parts"], tuple[PartCost, ...])
 
 
-def _parts(model: Multitask, batches: Sequence[Mapping[str, Tensor]], measures: bool) -> tuple[PartCost, ...]:
+def _parts(model: MultitaskModel, batches: Sequence[Mapping[str, Tensor]], measures: bool) -> tuple[PartCost, ...]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -56,7 +56,7 @@ def _parts(model: Multitask, batches: Sequence[Mapping[str, Tensor]], measures: 
     return tuple(parts)
 
 
-def _measured(known: Sequence[tuple[PartCost, _Pass]]) -> list[PartCost]:
+def _measured(known: Sequence[tuple[PartCost, _PartPass]]) -> list[PartCost]:
     """With seconds of passes of all, half and a quarter of the samples. As in a step all parts run forward, then all of
     them backward in the reverse order, so that what one has in the caches others have driven out."""
     taken: dict[tuple[str, int], list[tuple[float, float]]] = {}
@@ -84,13 +84,13 @@ def rows_of(part: PartCost, share: int) -> int:
     return part.rows if part.whole else -(-part.rows // share)
 
 
-def _of_task(model: Multitask, task: int, fields: Mapping[str, Tensor]) -> list[tuple[PartCost, _Pass]]:
+def _of_task(model: MultitaskModel, task: int, fields: Mapping[str, Tensor]) -> list[tuple[PartCost, _PartPass]]:
     name, size = model.tasks[task].name, len(next(iter(fields.values())))
     outputs: dict[str, Tensor] = {}
     passes = []
     for node in model.nodes(task):
         call = partial(model.compute, task, node.name, (0, node.operators))
-        pass_ = _Pass(call, [outputs[need] for need in node.needs], fields)
+        pass_ = _PartPass(call, [outputs[need] for need in node.needs], fields)
         whole = node.name == HEAD and bool(model.heads[name].whole)
         module = model.heads[name] if node.name == HEAD else model.towers[node.name]
         unlike = whole or isinstance(module, FieldTower)  # rays cross more or less of a field
@@ -122,7 +122,7 @@ def _bytes(module: nn.Module) -> float:
     return float(sum(parameter.nbytes for parameter in module.parameters()))
 
 
-class _Pass:
+class _PartPass:
     """A part of a task on some of its samples."""
 
     def __init__(self, call: Callable[[Sequence[Tensor], Any], Any], inputs: Sequence[Tensor], fields: Any) -> None:

@@ -44,7 +44,7 @@ RAYS = 4096
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
-class Rows(Dataset[Sample]):
+class ArrayDataset(Dataset[Sample]):
     """Samples that are rows of arrays of equal length."""
 
     def __init__(self, **fields: np.ndarray[Any, Any]) -> None:
@@ -178,7 +178,7 @@ def _nodes(task: TaskOptions) -> Nodes:
     return Nodes(graph)
 
 
-def windows(path: str, length: int) -> Rows:
+def windows(path: str, length: int) -> ArrayDataset:
     """Windows of `length` bytes of the texts of `path`, one after the other."""
     pieces, size, notes = [], 0, list[str]()
     for document in text_sources.documents(Data(path=path), notes=notes):
@@ -187,7 +187,7 @@ def windows(path: str, length: int) -> Rows:
         if size >= MOST:
             break
     joined = np.frombuffer(b"".join(pieces), np.uint8)
-    rows = Rows(text=joined[: len(joined) // length * length].reshape(-1, length))
+    rows = ArrayDataset(text=joined[: len(joined) // length * length].reshape(-1, length))
     rows.notes = tuple(notes)
     return rows
 
@@ -205,7 +205,7 @@ def fonts() -> list[Path]:
     return [files[name] for name in sorted(files) if "Math" not in name and "Display" not in name]
 
 
-def glyphs(length: int, faces: int = 8) -> Rows:
+def glyphs(length: int, faces: int = 8) -> ArrayDataset:
     """Pictures of the characters that have a name, in up to `faces` DejaVu fonts, and these names as bytes.
 
     `image` uint8 [1, 28, 28], `text` uint8 [length], padded with 0. Kept in the cache folder.
@@ -231,7 +231,7 @@ def glyphs(length: int, faces: int = 8) -> Rows:
     with np.load(file) as stored:
         images, characters = stored["images"], stored["characters"]
     names = [unicodedata.name(chr(character)).encode()[:length].ljust(length, b"\0") for character in characters]
-    return Rows(image=images, text=np.frombuffer(b"".join(names), np.uint8).reshape(-1, length))
+    return ArrayDataset(image=images, text=np.frombuffer(b"".join(names), np.uint8).reshape(-1, length))
 
 
 def _drawn(files: Sequence[Path]) -> Iterator[tuple[np.ndarray[Any, Any], int]]:

@@ -20,7 +20,7 @@ from espalier.kernels.ragged import Ragged
 from espalier.parallel.workload import HEAD, TaskNode
 from espalier.radiance.rays import Rays
 from espalier.radiance.scenes import Scene
-from espalier.radiance.volume import Box
+from espalier.radiance.volume import SceneBox
 from espalier.radiance.voxels import ColourNetwork, Field, ray_losses, sample_losses
 from espalier.radiance.workload import LOSSES, THIN
 from espalier.recipe import Recipe, TaskOptions, Tower
@@ -72,7 +72,7 @@ class Attention(nn.Module):
         return x + self.down(F.gelu(self.up(self.between(x))))
 
 
-class Neighbours(nn.Module):
+class NeighbourMean(nn.Module):
     """Each node takes the mean of all of its sample (after GraphSAGE, arXiv 1706.02216, with residuals)."""
 
     def __init__(self, width: int) -> None:
@@ -105,7 +105,9 @@ class TowerModule(nn.Module):
             self.places = nn.Parameter(0.02 * torch.randn((shapes.side // PATCH) ** 2, width))
         else:
             self.table, self.places = nn.Linear(shapes.columns, width), nn.Parameter(torch.zeros(2, width))
-        block = (lambda: Neighbours(width)) if self.kind == "graph" else (lambda: Attention(width, self.kind == "text"))
+        block = (
+            (lambda: NeighbourMean(width)) if self.kind == "graph" else (lambda: Attention(width, self.kind == "text"))
+        )
         self.blocks = nn.ModuleList(block() for _ in range(options.depth))
         self.norm = nn.LayerNorm(width)
 
@@ -153,7 +155,7 @@ class FieldTower(nn.Module):
 
     def __init__(self, options: Tower, scene: Scene) -> None:
         super().__init__()
-        box = Box(scene.box[0], scene.box[1])
+        box = SceneBox(scene.box[0], scene.box[1])
         self.field = Field(box, options.resolution, FEATURES, THIN, ColourNetwork(FEATURES, options.width))
         self.field.background = scene.background
         for module in self.field.modules():
@@ -227,7 +229,7 @@ def colour_figures(output: Tensor, fields: Fields) -> Figures:
     return {"loss": (loss + weight * single.sum(), count), "error": (error, count)}
 
 
-class Multitask(nn.Module):
+class MultitaskModel(nn.Module):
     """All towers and heads of a recipe. `forward(task, fields)` gives the task's figures."""
 
     def __init__(self, recipe: Recipe, shapes: Shapes) -> None:

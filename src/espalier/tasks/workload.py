@@ -26,7 +26,7 @@ from espalier.recipe.cost import PartCost, Product, Work
 from espalier.recipe.import_function import Author
 from espalier.recipe.multitask import with_inputs
 from espalier.tasks import answers, costs, sources
-from espalier.tasks.towers import Figures, Multitask, Shapes, TowerModule
+from espalier.tasks.towers import Figures, MultitaskModel, Shapes, TowerModule
 from espalier.train.workload_row import Answer, Opening, Profile, Row, Sampling
 from espalier.train.wrap_policy import profile
 
@@ -85,7 +85,7 @@ class MultitaskWorkload(ModuleWorkload):
         """What each part of each task costs; `measures`: in seconds too. Asked once: measurements differ."""
         if measures not in self._parts:
             model = self.build(torch.device("cpu"), torch.float32)
-            assert isinstance(model, Multitask)
+            assert isinstance(model, MultitaskModel)
             fields = [to_device(batch.batch, dtype=torch.float32) for batch in self.batches(0, Shard(0, 1, 1))]
             self._parts[measures] = costs.parts(model, fields, measures)
         return self._parts[measures]
@@ -96,7 +96,6 @@ class MultitaskWorkload(ModuleWorkload):
         return figures
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        """See `Workload.loss`."""
         return self.figures(model, batch)["loss"]
 
     def _held_out(
@@ -178,7 +177,7 @@ def open_multitask(recipe: Recipe, folder: Path | None = None) -> MultitaskWorkl
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.train.seed)
-        model = Multitask(recipe, shapes)
+        model = MultitaskModel(recipe, shapes)
     return MultitaskWorkload(recipe, Parts(model, tasks=tasks), Author("tasks", ""))
 
 

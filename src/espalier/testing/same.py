@@ -47,8 +47,8 @@ def _compare(left: Any, right: Any, path: str, bitwise: bool, relative: float | 
         return
     if type(left) is not type(right) and not (_plain(left) and _plain(right)):
         raise AssertionError(f"{where}: {_name(left)} is not {_name(right)}")
-    for key, one, other in _children(left, right, where):
-        _compare(one, other, f"{path}{key}", bitwise, relative)
+    for key, first, other in _children(left, right, where):
+        _compare(first, other, f"{path}{key}", bitwise, relative)
 
 
 def _children(left: Any, right: Any, where: str) -> list[tuple[str, Any, Any]]:
@@ -62,7 +62,7 @@ def _children(left: Any, right: Any, where: str) -> list[tuple[str, Any, Any]]:
     if isinstance(left, Sequence) and not isinstance(left, str | bytes):
         if len(left) != len(right):
             raise AssertionError(f"{where}: {len(left)} items, not {len(right)}")
-        return [(f"[{index}]", one, other) for index, (one, other) in enumerate(zip(left, right, strict=True))]
+        return [(f"[{index}]", first, other) for index, (first, other) in enumerate(zip(left, right, strict=True))]
     if not left == right:
         raise AssertionError(f"{where}: {left!r} is not {right!r}")
     return []
@@ -71,9 +71,9 @@ def _children(left: Any, right: Any, where: str) -> list[tuple[str, Any, Any]]:
 def _tensors(left: Tensor, right: Tensor, path: str, bitwise: bool, relative: float | None) -> None:
     where = path or "the value"
     for name in ("shape", "dtype"):
-        one, other = getattr(left, name), getattr(right, name)
-        if one != other:
-            raise AssertionError(f"{where}: {name} {one} is not {other}")
+        first, other = getattr(left, name), getattr(right, name)
+        if first != other:
+            raise AssertionError(f"{where}: {name} {first} is not {other}")
     left, right = left.cpu().contiguous(), right.cpu().contiguous()
     if bitwise or not (left.is_floating_point() or left.is_complex()):
         wrong = (_bits(left) != _bits(right)).view(*left.shape, -1).any(-1) if left.numel() else left.new_zeros(0)

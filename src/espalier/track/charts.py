@@ -44,7 +44,7 @@ class Series(NamedTuple):
     along: str = "step"
 
 
-class Share(NamedTuple):
+class BarShare(NamedTuple):
     """One piece of a stacked bar."""
 
     name: str
@@ -87,10 +87,10 @@ def _markup(macro: str, **values: Any) -> Markup:
     return drawn
 
 
-def shares(table: Mapping[str, float], show: Show) -> list[Share]:
+def shares(table: Mapping[str, float], show: Show) -> list[BarShare]:
     """The pieces of `table`, largest first, those above zero."""
     ordered = sorted(((value, name) for name, value in table.items() if value and value > 0), reverse=True)
-    return [Share(name.replace("_", " "), value, show(value)) for value, name in ordered]
+    return [BarShare(name.replace("_", " "), value, show(value)) for value, name in ordered]
 
 
 def ticks(low: float, high: float, count: int, whole: bool = False) -> list[float]:
@@ -271,7 +271,7 @@ def scatter(points: Sequence[Point], limit: float, limit_text: str, names: Mappi
     )
 
 
-class Span(NamedTuple):
+class TimetableBar(NamedTuple):
     """One bar of a timetable: seconds from its beginning; `kind` decides the colour."""
 
     row: str
@@ -281,7 +281,7 @@ class Span(NamedTuple):
     text: str
 
 
-def timetable(spans: Sequence[Span]) -> Markup:
+def timetable(spans: Sequence[TimetableBar]) -> Markup:
     """What each row does when. Empty without a span."""
     if not spans:
         return Markup("")

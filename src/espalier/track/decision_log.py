@@ -60,7 +60,6 @@ class Decisions:
         self.replayed: Callable[[], None] = _nothing
 
     def heard(self, signals: Iterable[float]) -> None:
-        """See `Controller.heard`."""
         self.now = self.now.heard(signals)
 
     def turn(self, step: int) -> None:

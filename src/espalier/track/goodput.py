@@ -88,7 +88,7 @@ class Account:
         return self.wall / self.failures if self.failures else float("inf")
 
 
-class _Step(NamedTuple):
+class _StepSeconds(NamedTuple):
     """Seconds of a step, and of these the waits for communication and for batches."""
 
     seconds: float
@@ -108,7 +108,7 @@ class GoodputMeter:
     _wall: float = 0.0
     _began: float | None = None
     _last: float = 0.0
-    _done: dict[int, _Step] = field(default_factory=dict)
+    _done: dict[int, _StepSeconds] = field(default_factory=dict)
     _validating: float = 0.0
     _saving: float = 0.0
     _recovering: float = 0.0
@@ -127,7 +127,9 @@ class GoodputMeter:
             self._begins(event, now)
         elif kind == "step":
             self._goes_on(now - float(event.get("seconds") or 0.0))
-            self._done[int(event["step"])] = _Step(*(float(event.get(name) or 0.0) for name in _Step._fields))
+            self._done[int(event["step"])] = _StepSeconds(
+                *(float(event.get(name) or 0.0) for name in _StepSeconds._fields)
+            )
         elif kind == "validation":
             self._validating += (seconds := float(event.get("seconds") or 0.0))
             if self._lost_since is not None:

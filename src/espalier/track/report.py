@@ -13,7 +13,7 @@ from espalier.recipe import cache_dir
 from espalier.recipe.units import plural, show_count, show_seconds, show_size
 from espalier.track import charts, page
 from espalier.track.page import Figure
-from espalier.track.run_tables import Run, open_run
+from espalier.track.run_tables import RunTables, open_run
 
 NAME = "report.html"
 
@@ -50,12 +50,12 @@ def write(folder: str | Path) -> Path:
     return path
 
 
-def render(run: Run, live: bool = False) -> str:
+def render(run: RunTables, live: bool = False) -> str:
     """The page as text. `live` adds the few lines of script that renew it while the run goes on."""
     return page.render("track/report.html.j2", run=run, live=live, **_context(run))
 
 
-def _context(run: Run) -> dict[str, Any]:
+def _context(run: RunTables) -> dict[str, Any]:
     predicted = _predicted(run)
     return {
         "title": run.start.get("name") or run.recipe.get("name") or run.folder.absolute().name,
@@ -86,11 +86,11 @@ def _context(run: Run) -> dict[str, Any]:
     }
 
 
-def _predicted(run: Run) -> dict[str, Any]:
+def _predicted(run: RunTables) -> dict[str, Any]:
     return run.plan.get("predicted") or {}
 
 
-def _subtitle(run: Run) -> list[str]:
+def _subtitle(run: RunTables) -> list[str]:
     start, model = run.start, run.recipe.get("model") or {}
     words = [str(model["kind"])] if "kind" in model else []
     if start.get("parameters"):
@@ -103,7 +103,7 @@ def _subtitle(run: Run) -> list[str]:
     return words + ([page.moment(start["time"])] if start.get("time") else [])
 
 
-def _figures(run: Run) -> list[Figure]:
+def _figures(run: RunTables) -> list[Figure]:
     latest, wanted = run.latest, run.start.get("steps") or (run.recipe.get("train") or {}).get("steps")
     measured = _measured(run)
     figures = _metrics(run)
@@ -148,7 +148,7 @@ def _offloaded(latest: Mapping[str, Any]) -> list[Figure]:
     return figures
 
 
-def _validated(run: Run) -> list[Figure]:
+def _validated(run: RunTables) -> list[Figure]:
     table = run.validations
     values = table.get("loss", np.empty(0))
     if not np.isfinite(values).any():
@@ -158,7 +158,7 @@ def _validated(run: Run) -> list[Figure]:
     return [Figure("validation loss", f"{values[-1]:.3f}", note)]
 
 
-def _metrics(run: Run) -> list[Figure]:
+def _metrics(run: RunTables) -> list[Figure]:
     """What the task is judged by, of the last validation; the test part's beside it."""
     table, figures = run.validations, []
     for name in run.metrics()[:METRICS]:
@@ -171,7 +171,7 @@ def _metrics(run: Run) -> list[Figure]:
     return figures
 
 
-def _measured(run: Run) -> Measured:
+def _measured(run: RunTables) -> Measured:
     steps = run.attempt
 
     def median(values: Any) -> float:
@@ -184,7 +184,7 @@ def _measured(run: Run) -> Measured:
     return Measured(seconds, median(tokens) / seconds, work / seconds, _peak(steps))
 
 
-def _plots(run: Run) -> list[tuple[str, str, Any]]:
+def _plots(run: RunTables) -> list[tuple[str, str, Any]]:
     """(title, remark, drawing) of each chart that has something to show."""
     steps, x = run.steps, run.steps.get("step", np.empty(0))
     plots = [_metric(run, name) for name in run.metrics()[:1]]
@@ -232,7 +232,7 @@ def _tiers(steps: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
     ]
 
 
-def _metric(run: Run, name: str) -> tuple[str, str, Any]:
+def _metric(run: RunTables, name: str) -> tuple[str, str, Any]:
     title, table = name.replace("_", " "), run.validations
     series = [
         charts.Series(part, table["step"], table[key], "dots" if len(table["step"]) <= 60 else "line", colour)
@@ -242,7 +242,7 @@ def _metric(run: Run, name: str) -> tuple[str, str, Any]:
     return title[0].upper() + title[1:], "of held-out data", charts.line_chart(title, series, _three)
 
 
-def _losses(run: Run) -> list[charts.Series]:
+def _losses(run: RunTables) -> list[charts.Series]:
     steps, validations = run.steps, run.validations
     series = []
     if "loss" in steps:
@@ -266,7 +266,7 @@ def _smoothed(name: str, x: Any, y: Any) -> list[charts.Series]:
     return [charts.Series(name, x, y, "thin"), charts.Series(f"{name} (smoothed)", x, charts.smooth(y, window))]
 
 
-def _evaluations(run: Run) -> list[tuple[str, str, Any]]:
+def _evaluations(run: RunTables) -> list[tuple[str, str, Any]]:
     """(title, remark, drawing) for each metric that `espalier eval --watch` found."""
     table = run.evals
     if not len(table["step"]):
@@ -288,7 +288,7 @@ def _evaluations(run: Run) -> list[tuple[str, str, Any]]:
     return drawn
 
 
-def _memory(run: Run, predicted: Mapping[str, Any]) -> dict[str, Any]:
+def _memory(run: RunTables, predicted: Mapping[str, Any]) -> dict[str, Any]:
     kinds = dict(predicted.get("memory_bytes") or {})
     whole = kinds.pop("peak", 0.0) or sum(kinds.values())
     peak, limit = _measured(run).peak, predicted.get("memory_limit") or 0.0
@@ -301,7 +301,7 @@ def _memory(run: Run, predicted: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _traffic(run: Run, predicted: Mapping[str, Any]) -> list[tuple[str, float, float]]:
+def _traffic(run: RunTables, predicted: Mapping[str, Any]) -> list[tuple[str, float, float]]:
     """(class, predicted, measured) bytes per step and rank, largest first."""
     measured = {
         name.removeprefix("bytes."): float(np.nanmean(column))
@@ -314,7 +314,7 @@ def _traffic(run: Run, predicted: Mapping[str, Any]) -> list[tuple[str, float, f
     return sorted(rows, key=lambda row: -max(row[1:]))
 
 
-def _encoded(run: Run) -> list[tuple[str, float, float, float]]:
+def _encoded(run: RunTables) -> list[tuple[str, float, float, float]]:
     """(class, bytes saved, seconds in codecs, share kept for the next step) of encoded classes, per step and rank."""
     rows = []
     for name, column in run.steps.items():
@@ -326,7 +326,7 @@ def _encoded(run: Run) -> list[tuple[str, float, float, float]]:
     return rows
 
 
-def _experts(run: Run) -> dict[str, Any]:
+def _experts(run: RunTables) -> dict[str, Any]:
     """Of experts over ranks: (number, rows a step, times an even share) of each, the busiest first, and what ranks
     waited for them a step. Empty: there are none."""
     loads_by_expert = [
@@ -342,7 +342,7 @@ def _experts(run: Run) -> dict[str, Any]:
     return {"loads": loads, "waited": waited, "longest": longest}
 
 
-def _compared(run: Run, predicted: Mapping[str, Any]) -> list[ComparedRow]:
+def _compared(run: RunTables, predicted: Mapping[str, Any]) -> list[ComparedRow]:
     """Of the latest attempt alone: an earlier one may have had another plan."""
     if not predicted or not len(run.attempt["step"]):
         return []
@@ -369,14 +369,14 @@ def _peak(steps: Mapping[str, Any]) -> float:
     return float(np.nanmax(memory)) if np.isfinite(memory).any() else 0.0
 
 
-def _apart(run: Run) -> str:
+def _apart(run: RunTables) -> str:
     """What the figure of memory counts, and beside it the files that the rank has mapped."""
     cached = run.latest.get("page_cache")
     apart = f"; {show_size(cached)} of files in the page cache apart" if cached else ""
     return f"peak, per rank: {_kind(run)}{apart}"
 
 
-def _kind(run: Run) -> str:
+def _kind(run: RunTables) -> str:
     """Which memory a run's figure is of."""
     ranks = run.plan.get("ranks") or [{}]
     return (
@@ -388,10 +388,10 @@ def _layout(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
     layout = {"planner": plan["planner"]} if "planner" in plan else {}
     layout |= plan.get("layout") or {}
 
-    def said(value: Any) -> str:
+    def shown(value: Any) -> str:
         return ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
 
-    return [(key.replace("_", " "), said(value)) for key, value in layout.items()]
+    return [(key.replace("_", " "), shown(value)) for key, value in layout.items()]
 
 
 def _drawn(sample: dict[str, Any]) -> dict[str, Any]:

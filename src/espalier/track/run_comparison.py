@@ -14,7 +14,7 @@ from espalier.recipe.errors import UserError
 from espalier.recipe.units import show_count, show_seconds
 from espalier.track import charts, page, report
 from espalier.track.page import Figure
-from espalier.track.run_tables import Run, open_run
+from espalier.track.run_tables import RunTables, open_run
 
 NAME = "comparison.html"
 METRICS = 3
@@ -24,7 +24,7 @@ METRICS = 3
 class Summary(NamedTuple):
     """A run in one row. `metrics`: the task's own figures of the last validation and the losses, by name."""
 
-    run: Run
+    run: RunTables
     name: str
     state: str
     step: int

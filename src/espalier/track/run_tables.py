@@ -42,7 +42,7 @@ _QUIET = 60.0
 """Seconds without an event, beyond ten steps' time, after which a run counts as silent."""
 
 
-class Run:
+class RunTables:
     """What a run folder holds. Made by `open_run`.
 
     Tables are dicts of equally long NumPy arrays: numbers as float64 (`step` as int64; what an event lacks is NaN),
@@ -230,12 +230,12 @@ class Run:
         return time.time() - self.last_time > _QUIET + 10 * usual
 
 
-def open_run(folder: str | Path) -> Run:
+def open_run(folder: str | Path) -> RunTables:
     """The run in `folder`. Raises UserError when there is no such folder, or no run in it."""
-    return Run(*found(folder))
+    return RunTables(*run_files(folder))
 
 
-def found(folder: str | Path) -> tuple[Path, Iterable[Event]]:
+def run_files(folder: str | Path) -> tuple[Path, Iterable[Event]]:
     """The path and the events of the run in `folder`. Raises UserError."""
     path = Path(folder)
     if not path.is_dir():

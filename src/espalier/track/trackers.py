@@ -114,7 +114,6 @@ class Wandb:
             self._run.log({**values, "step": event["step"]})
 
     def close(self) -> None:
-        """See `Tracker`."""
         self._run.finish()
 
 
@@ -131,12 +130,10 @@ class Mlflow:
         self._run = self._client.create_run(experiment, run_name=folder.name).info.run_id
 
     def event(self, event: Event) -> None:
-        """See `Tracker`."""
         for key, value in scalars(event):
             self._client.log_metric(self._run, key, value, step=event["step"])
 
     def close(self) -> None:
-        """See `Tracker`."""
         self._client.set_terminated(self._run)
 
 
@@ -150,12 +147,10 @@ class Trackio:
         trackio.init(project=PROJECT, name=folder.name, resume="allow")
 
     def event(self, event: Event) -> None:
-        """See `Tracker`."""
         if values := dict(scalars(event)):
             self._trackio.log(values, step=event["step"])
 
     def close(self) -> None:
-        """See `Tracker`."""
         self._trackio.finish()
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from espalier.optim.base import Optimizer
 from espalier.optim.loss_scale import LossScale
-from espalier.parallel.agreement import Agreed, Gradients, LauncherNews
+from espalier.parallel.agreement import AgreedStep, Gradients, LauncherNews
 from espalier.parallel.workload import Outcome
 from espalier.plan.base import task_totals
 from espalier.plan.compose import Claim
@@ -52,7 +52,7 @@ class StepAgreement:
         self.clip = clip
         self.loss_scale = loss_scale
 
-    def step(self, outcome: Outcome, learning_rate: float, stop: bool) -> Agreed:
+    def step(self, outcome: Outcome, learning_rate: float, stop: bool) -> AgreedStep:
         """See `Agreement.step`. Nothing moves when a loss or the gradient is not finite."""
         values = self.totals.of(outcome, stop)
         begun = time.perf_counter()
@@ -71,7 +71,7 @@ class StepAgreement:
         if skipped or (finite and not faulty):
             self.sharding.refresh()
         mean = loss / weight if weight else math.nan
-        return Agreed(mean, weight, size, learning_rate, stopping, exposed, faulty, tasks, skipped)
+        return AgreedStep(mean, weight, size, learning_rate, stopping, exposed, faulty, tasks, skipped)
 
     level = whole = common = True
     leaving = outlives = False

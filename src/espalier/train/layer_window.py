@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from espalier.kernels import accelerator
 from espalier.machine import malloc_trim, resource_limits
-from espalier.parallel.layer_client import Client, StepLost, layers_of, no_layers
+from espalier.parallel.layer_client import LayerClient, StepLost, layers_of, no_layers
 from espalier.plan.axes.node_cost import PUSHES
 from espalier.plan.axes.node_layout import Layer
 from espalier.recipe import units
@@ -103,7 +103,7 @@ class LayerWindow:
 
     def __init__(
         self,
-        client: Client,
+        client: LayerClient,
         layers: Sequence[HeldLayer],
         uses: Sequence[Sequence[int]],
         size: int,
@@ -195,7 +195,7 @@ class LayerWindow:
     # The end of a step, and of what a node that has started again does not know
 
     def totals(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """`Client.totals` of this step, when its gradients have arrived. Raises StepLost where it has to be made
+        """`LayerClient.totals` of this step, when its gradients have arrived. Raises StepLost where it has to be made
         again."""
         try:
             self.flush()
@@ -210,7 +210,7 @@ class LayerWindow:
             return self.client.ended(self.step)
 
     def move(self, scale: float, rate: float, following: float | None = None) -> None:
-        """`Client.move` of this step. Raises StepLost where it has to be made again."""
+        """`LayerClient.move` of this step. Raises StepLost where it has to be made again."""
         if self.client.step == self.step:  # else it was ended before
             try:
                 self.client.move(self.step, scale, rate, following)
@@ -354,13 +354,18 @@ def hold_layers(
     return found
 
 
-Connect = Callable[[Build, Sequence[Layer]], Client]
+Connect = Callable[[Build, Sequence[Layer]], LayerClient]
 """Makes the connection of a worker to where its layers wait."""
 
 
 def make_window(context: Build, connect: Connect, window: int = 0, stays: bool = True) -> LayerWindow:
-    """The window of `window` layers (0: as many as memory has room for) of the context's model. Raises UserError for a model that cannot be held by layers, and where this
-    rank's memory holds no layer."""
+    """The window of the context's model. Raises UserError for a model that cannot be held by layers, and where this
+    rank's memory holds no layer.
+
+    Args:
+        window: layers that are here at once; 0: as many as memory has room for.
+        stays: see `LayerWindow`.
+    """
     model = context.model
     assert model is not None
     pieces = context.workload.pieces(model)

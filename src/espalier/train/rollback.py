@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from espalier.checkpoint.save_and_restore import Checkpoints
-from espalier.parallel.agreement import Agreed
+from espalier.parallel.agreement import AgreedStep
 from espalier.parallel.mesh import REPLICA
 from espalier.recipe.errors import Anomaly, UserError
 from espalier.train import skip_list
@@ -57,7 +57,7 @@ class Healing:
         self.saved.forget(step)
         self._keep(self.skips.settled())
 
-    def watch(self, step: int, agreed: Agreed) -> None:
+    def watch(self, step: int, agreed: AgreedStep) -> None:
         """After `step` steps. Raises Anomaly when the run has to be put back."""
         if self._plateau is not None and (flat := self._plateau.take(agreed.loss, agreed.rate >= _HIGH)) is not None:
             self.setting.emit("incident", kind="plateau", step=step, **_told(flat, self._plateau.window))

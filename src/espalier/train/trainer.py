@@ -23,7 +23,7 @@ from espalier.kernels import accelerator
 from espalier.machine import malloc_trim
 from espalier.machine.peak_memory import memory_of
 from espalier.optim import schedules
-from espalier.parallel.agreement import Agreed
+from espalier.parallel.agreement import AgreedStep
 from espalier.parallel.mesh import REPLICA, ProcessMesh
 from espalier.parallel.workload import Shard, to_device
 from espalier.recipe.errors import Anomaly, EspalierError, Interrupted, PeerLost, UserError
@@ -60,7 +60,7 @@ class Trainer:
 
     # --- one step ------------------------------------------------------------------------------------------------
 
-    def train_step(self, batches: Sequence[Any]) -> Agreed:
+    def train_step(self, batches: Sequence[Any]) -> AgreedStep:
         """Forward, backward, exchange, update; again where a mechanism has lost the step."""
         return self._whole(lambda: self._step(batches))
 
@@ -81,7 +81,7 @@ class Trainer:
                 self.tokens -= round(self.step_tokens * (self.step - step))
                 self.step = step
 
-    def _step(self, batches: Sequence[Any]) -> Agreed:
+    def _step(self, batches: Sequence[Any]) -> AgreedStep:
         """Randomness is a pure function of (seed, step, rank), the same for ranks that share matrices."""
         recipe, rank = self.setting.recipe, self.mesh.mesh.members(self.setting.place.rank, "tp")[0]
         seed_step(self.setting.device, hash((recipe.train.seed, self.step, rank)) & 0x7FFF_FFFF_FFFF_FFFF)
@@ -189,7 +189,7 @@ class Trainer:
 
         return ahead(numbers(), make, there, self.setting.place.pulse.elsewhere)
 
-    def _report(self, agreed: Agreed, seconds: float, waited: float) -> None:
+    def _report(self, agreed: AgreedStep, seconds: float, waited: float) -> None:
         setting, rate = self.setting, self.setting.recipe.train.optimizer.learning_rate or 0.0
         fields: dict[str, Any] = {
             "step": self.step,
@@ -334,7 +334,7 @@ class Trainer:
 # --- a loss or gradient that is not a finite number -------------------------------------------------------------------
 
 
-def not_finite(trainer: Trainer, agreed: Agreed, batches: Sequence[Any]) -> Anomaly:
+def not_finite(trainer: Trainer, agreed: AgreedStep, batches: Sequence[Any]) -> Anomaly:
     """The error of the step after `trainer.step`, in which nothing was updated: it names the ranks where a loss or a
     gradient is not finite, and the documents of their batches. All ranks call it."""
     faulty, what = agreed.faulty, "loss"

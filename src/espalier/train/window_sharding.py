@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from espalier.optim.base import Owned
-from espalier.parallel.layer_client import Client, StepLost
+from espalier.parallel.layer_client import LayerClient, StepLost
 
 if TYPE_CHECKING:
     from espalier.checkpoint.base import Stateful
@@ -38,7 +38,7 @@ class WindowSharding:
         self._norm = 0.0
 
     @property
-    def client(self) -> Client:
+    def client(self) -> LayerClient:
         """The way to the nodes."""
         return self.window.client
 
@@ -94,8 +94,8 @@ class WindowSharding:
     def idle(self, times: int) -> None:
         """See `Sharding.idle`: other workers need nothing of this one."""
 
-    def held(self) -> Mapping[str, int]:
-        """See `Sharding.held`: the most that the window ever had."""
+    def bytes_held(self) -> Mapping[str, int]:
+        """See `Sharding.bytes_held`: the most that the window ever had."""
         grads = max((2 * layer.bytes for layer in self.window.layers), default=0)
         return {"params": self.window.peak, "grads": grads, "masters": 0}
 

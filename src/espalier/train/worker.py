@@ -27,7 +27,7 @@ from espalier.checkpoint.coordination import Coordinator
 from espalier.checkpoint.divergence_check import Alike
 from espalier.checkpoint.in_memory import CopyOptions, Memory
 from espalier.checkpoint.save_and_restore import Checkpoints
-from espalier.checkpoint.save_interval import Begin, Pace
+from espalier.checkpoint.save_interval import Pace, RunBeginning
 from espalier.checkpoint.shared_memory import SharedMemory
 from espalier.comm.abort import Connections
 from espalier.kernels import accelerator
@@ -182,7 +182,7 @@ def measured(trainer: Trainer | None, setting: RankSetup) -> dict[str, float]:
         return {"peak": peak}
     entries = trainer.built.optimizer.state_dict().values()
     states = sum(value.nbytes for value in entries if isinstance(value, torch.Tensor))
-    return {**trainer.built.sharding.held(), "optimizer": states, "peak": peak}
+    return {**trainer.built.sharding.bytes_held(), "optimizer": states, "peak": peak}
 
 
 def _write_rate(setting: RankSetup) -> float:
@@ -316,7 +316,7 @@ def _pace(trainer: Trainer, saved: Checkpoints) -> Pace:
         setting.emit("rule", name=checkpoint_cost.NAME, step=trainer.step, value=every, why=why)
 
     newest = 0 if setting.new else max(0, saved.newest())
-    begin = Begin(checkpoint_cost.first(setting.plan), trainer.step, newest, between, place.attempt)
+    begin = RunBeginning(checkpoint_cost.first(setting.plan), trainer.step, newest, between, place.attempt)
     return Pace(saved, begin, mean, tell)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from espalier.parallel.workload import Progress, Workload
 from espalier.recipe import Recipe, defaults, model_kinds
-from espalier.recipe.base import Derivation, Kind
+from espalier.recipe.base import Derivation, ModelKind
 from espalier.train.workload_row import Opening, Row
 
 Waiting = Callable[[str], AbstractContextManager[Progress]]
@@ -46,7 +46,7 @@ def row(recipe: Recipe) -> Row:
     return row_of(model_kinds.of(recipe.model))
 
 
-def row_of(kind: Kind) -> Row:
+def row_of(kind: ModelKind) -> Row:
     """The row of a kind of model, imported now."""
     row_of_kind = import_module(kind.row).ROW
     assert isinstance(row_of_kind, Row)

@@ -17,7 +17,7 @@ from espalier.language.workload import open_language
 from espalier.machine import resource_limits
 from espalier.mechanisms.optimizer_node import mechanism as luwu
 from espalier.mechanisms.optimizer_node.state import OptimizerNodeState
-from espalier.parallel.layer_client import Client, filler
+from espalier.parallel.layer_client import LayerClient, filler
 from espalier.plan import base as plans
 from espalier.plan.axes.node_cost import Layers, pulled_bytes, pushed_bytes
 from espalier.plan.axes.node_layout import Layer
@@ -58,7 +58,7 @@ class Run:
         self.node = node
         workload = open_language(recipe)
 
-        def connect(context: Build, layers: Sequence[Layer]) -> Client:
+        def connect(context: Build, layers: Sequence[Layer]) -> LayerClient:
             if self.node is None:
                 value = workload.skeleton().value
                 options = recipe.train.optimizer

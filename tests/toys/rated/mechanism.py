@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from espalier.parallel.agreement import Agreed
+from espalier.parallel.agreement import AgreedStep
 from espalier.parallel.workload import Outcome
 from espalier.plan.compose import Claim
 from espalier.train.every_step import CLAIM, StepAgreement, agreement
@@ -14,7 +14,7 @@ from espalier.train.mechanism import Build, Mechanism
 class Rated(StepAgreement):
     factor = 0.5
 
-    def step(self, outcome: Outcome, learning_rate: float, stop: bool) -> Agreed:
+    def step(self, outcome: Outcome, learning_rate: float, stop: bool) -> AgreedStep:
         return super().step(outcome, self.factor * learning_rate, stop)
 
 

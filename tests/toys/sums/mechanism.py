@@ -58,7 +58,7 @@ class Sums:
     def idle(self, times: int) -> None:
         pass
 
-    def held(self) -> Mapping[str, int]:
+    def bytes_held(self) -> Mapping[str, int]:
         return {"params": sum(parameter.nbytes for parameter in self.model.parameters())}
 
     def parts(self, optimizer: Any) -> Mapping[str, Any]:

@@ -40,7 +40,7 @@ def prepare(recipe: Recipe, opening: Opening, derived: Sequence[Derivation], tok
     train = recipe.train
     if train.sequence is None:
         bound = min(LONGEST, recipe.model.context or LONGEST)
-        longest = max(int(tokens.lengths.max(initial=1)) for tokens in chats.found)
+        longest = max(int(tokens.lengths.max(initial=1)) for tokens in chats.chats)
         sequence = min(bound, max(SHORTEST, math.ceil(longest / 64) * 64))
         train = msgspec.structs.replace(train, sequence=sequence)
         derivations.append(

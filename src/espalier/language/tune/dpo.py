@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from espalier.language.decoder_workload import Windows
+from espalier.language.decoder_workload import TokenWindows
 from espalier.language.gpt import GPT
 from espalier.language.tune import lora
 
@@ -53,7 +53,7 @@ def reference(model: GPT) -> Iterator[GPT]:
         yield model
 
 
-def losses(model: GPT, batch: Windows, beta: float) -> PairLosses:
+def losses(model: GPT, batch: TokenWindows, beta: float) -> PairLosses:
     """Of the pairs in `batch`: even rows are chosen answers, odd rows rejected ones."""
     ours = model(batch.tokens, where=batch.where, targets=batch.targets)
     with torch.no_grad(), reference(model) as before:

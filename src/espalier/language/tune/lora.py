@@ -186,13 +186,11 @@ class CompressedLora(LoraLinear):
     bits: int
 
     def forward(self, x: Float[Tensor, "*batch in"]) -> Float[Tensor, "*batch out"]:
-        """See `LoraLinear`."""
         plain: Tensor = FrozenLinear.apply(x, self.codes, self.scales, self.bits)
         plain = plain if self.bias is None else plain + self.bias
         return plain + self.scale * F.linear(F.linear(x, self.lora_a), self.lora_b) if self.active else plain
 
     def merged_directions(self) -> Float[Tensor, "out in"]:
-        """See `LoraLinear`."""
         return whole(self.codes, self.scales, self.bits, self.in_features) + self.scale * self.lora_b @ self.lora_a
 
 

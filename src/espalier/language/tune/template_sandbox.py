@@ -47,7 +47,7 @@ class LimitReached(Exception):
     """A template takes too long, or makes too much."""
 
 
-class Clock(threading.local):
+class RenderingClock(threading.local):
     """When the rendering of a thread has to end, in seconds of its processor time."""
 
     end, steps = 0.0, 0
@@ -66,7 +66,7 @@ class Clock(threading.local):
 class _Counted:
     """An iterable that looks at the clock in each turn; with a length where that has one, as `loop.length` asks."""
 
-    def __init__(self, clock: Clock, values: Any) -> None:
+    def __init__(self, clock: RenderingClock, values: Any) -> None:
         self._clock, self._values = clock, values
 
     def __iter__(self) -> Iterator[Any]:
@@ -159,7 +159,6 @@ class _Generation(Extension):
     tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
 
     def parse(self, parser: Any) -> Any:
-        """See Extension."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
@@ -204,7 +203,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], finalize=_sized)
-        self.clock = Clock()
+        self.clock = RenderingClock()
         self.concat = _concatenated  # type: ignore[method-assign]
         filters = {**self.filters, "tojson": _as_json, "sized": _sized}
         self.filters |= {name: self._limited(name, function) for name, function in filters.items()}
@@ -216,13 +215,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return _Limits().visit(super()._parse(source, name, filename)).set_environment(self)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """See SandboxedEnvironment."""
         self.clock.check()
         _check_operation(operator, left, right)
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Any, __obj: Any, *values: Any, **named: Any) -> Any:  # noqa: N805 - as Jinja names them
-        """See SandboxedEnvironment."""
         __self.clock.check()
         listed = tuple(map(_listed, values))
         owner = getattr(__obj, "__self__", None)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from espalier.language import generate, gpt, hf, row_files, text_sources
-from espalier.language.decoder_workload import DecoderWorkload, Rows, Windows
+from espalier.language.decoder_workload import DecoderWorkload, RowBatch, TokenWindows
 from espalier.language.tokenizer import Tokenizer, kept_tokenizer
 from espalier.language.tune import chat_rows, dpo, lora, peft
 from espalier.language.tune.answer_loss import answer_loss, row_log_probability
@@ -90,7 +90,6 @@ class TuneWorkload(DecoderWorkload):
 
     @property
     def exported_tokenizer(self) -> Tokenizer:
-        """See `DecoderWorkload`."""
         return self.tokenizer.with_template(self.chats.template.text)
 
     # --- the data ------------------------------------------------------------------------------------------------
@@ -110,16 +109,16 @@ class TuneWorkload(DecoderWorkload):
         places = (divmod(place, len(self.train_rows)) for place in range(first + shard.start, first + shard.stop))
         return [self.train_rows[self._ordered(epoch)[place]] for epoch, place in places]
 
-    def _batch(self, chats: ChatTokens, rows: Sequence[Sequence[int]], shard: Shard) -> Windows:
+    def _batch(self, chats: ChatTokens, rows: Sequence[Sequence[int]], shard: Shard) -> TokenWindows:
         if not self.pairs:
             arrays = chat_rows.filled(chats, rows, self.sequence, self.tokenizer.boundary)
         else:
             sides = [[chat] for row in rows for chat in row]
             longest = max((int(chats.lengths[side[0]]) for side in sides), default=1)
             arrays = chat_rows.filled(chats, sides, min(self.sequence, -(-longest // 64) * 64), self.tokenizer.boundary)
-        return Rows(*map(torch.from_numpy, arrays)).part(shard)
+        return RowBatch(*map(torch.from_numpy, arrays)).part(shard)
 
-    def batches(self, step: int, shard: Shard) -> list[Windows]:
+    def batches(self, step: int, shard: Shard) -> list[TokenWindows]:
         """Rows in an order that is drawn anew for each epoch."""
         rows, train = self._chosen(step, shard), self.chats.train
         assert train is not None
@@ -130,7 +129,7 @@ class TuneWorkload(DecoderWorkload):
         assert self.chats.train is not None
         return [self.chats.train.names[chat] for row in self._chosen(step, shard) for chat in row]
 
-    def loss(self, model: nn.Module, batch: Windows) -> tuple[Tensor, Tensor]:
+    def loss(self, model: nn.Module, batch: TokenWindows) -> tuple[Tensor, Tensor]:
         """Sum of cross entropies of the answers' tokens in nats, and their number; of preferences, see `dpo`."""
         assert isinstance(model, gpt.GPT)
         if isinstance(self.tune, Dpo):
@@ -156,7 +155,7 @@ class TuneWorkload(DecoderWorkload):
         names = dpo.PairLosses._fields if self.pairs else ("loss", "nats_per_byte")
         return {name: (totals.get(name, [0.0, 0.0])[0], totals.get(name, [0.0, 0.0])[1]) for name in names}
 
-    def _figures(self, model: gpt.GPT, batch: Windows) -> dict[str, tuple[float, float]]:
+    def _figures(self, model: gpt.GPT, batch: TokenWindows) -> dict[str, tuple[float, float]]:
         if isinstance(self.tune, Dpo):
             losses = dpo.losses(model, batch, self.tune.beta)
             return {name: (float(figure.sum()), float(len(figure))) for name, figure in losses._asdict().items()}
@@ -235,7 +234,7 @@ class ReadChats(NamedTuple):
 
     tokenizer: Tokenizer
     template: ChatTemplate
-    found: Sequence[ChatTokens]
+    chats: Sequence[ChatTokens]
 
 
 def read(recipe: Recipe, tokenizer: Tokenizer, run: Path | None, progress: Progress | None) -> ReadChats:
@@ -258,7 +257,7 @@ def chats_of(recipe: Recipe, chats: ReadChats) -> Chats:
     assert recipe.train.sequence is not None
     sides = [
         chat_rows.divided(tokens, data.validation, recipe.train.sequence, recipe.tune.longer)
-        for tokens, data in zip(chats.found, recipe.data, strict=True)
+        for tokens, data in zip(chats.chats, recipe.data, strict=True)
     ]
     train = chat_rows.joined([side[0] for side in sides])
     held_out = chat_rows.joined([side[1] for side in sides])
@@ -267,8 +266,8 @@ def chats_of(recipe: Recipe, chats: ReadChats) -> Chats:
 
 
 def _notes(chats: ReadChats, train: ChatTokens) -> list[str]:
-    skipped = [row for source in chats.found for row in source.skipped]
-    notes = [note for source in chats.found for note in source.notes]
+    skipped = [row for source in chats.chats for row in source.skipped]
+    notes = [note for source in chats.chats for note in source.notes]
     if skipped:
         notes.append(f"{len(skipped)} conversations are left out ({row_files.summary(skipped)})")
     shown_rows = preview(chats.tokenizer, train)

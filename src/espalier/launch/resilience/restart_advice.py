@@ -142,14 +142,14 @@ def _read(text: bytes) -> tuple[Diagnosis, Cause] | None:
 def _ground(failure: Failure, verdict: Diagnosis, cause: Cause) -> Ground:
     """Which way the diagnosis may steer: against restarts only where the exception that ended the rank is the cause,
     and known by more than its class."""
-    from espalier.ops.rules import own
+    from espalier.ops.rules import built_in_rules
 
     if verdict.action in ("retry", "isolate"):
         return "retry"
     itself = bool(failure.raised) and any(
         failure.raised in evidence.line.text for evidence in (cause.root, cause.named)
     )
-    known = cause.named.rule in own() and cause.named.rule.role == "root" and verdict.reason not in _WEAK
+    known = cause.named.rule in built_in_rules() and cause.named.rule.role == "root" and verdict.reason not in _WEAK
     return "stop" if verdict.action == "stop" and itself and known else ""
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from espalier.machine.cluster.catalogue import default_link, device, known, known_devices, known_links
 from espalier.machine.cluster.file import dumps, loads, read
-from espalier.machine.cluster.values import Cluster, Coding, Copy, Device, Disk, Link, Node, Pair, Place, Rate
+from espalier.machine.cluster.values import Cluster, CodecSpeed, Copy, Device, Disk, Link, Node, Pair, Place, Rate
 
 __all__ = [
     "Cluster",
-    "Coding",
+    "CodecSpeed",
     "Copy",
     "Device",
     "Disk",

@@ -83,7 +83,7 @@ class _Family(Struct, forbid_unknown_fields=True):
     sustained: dict[str, float] = {}
 
 
-class _Network(Struct, forbid_unknown_fields=True):
+class _KnownNetwork(Struct, forbid_unknown_fields=True):
     latency: str
     launch: str
     source: str
@@ -101,7 +101,7 @@ class _Catalogue(Struct, forbid_unknown_fields=True):
     spread: dict[str, float]
     family: tuple[_Family, ...]
     links: dict[str, _Wire]
-    network: dict[str, _Network]
+    network: dict[str, _KnownNetwork]
 
 
 @cache

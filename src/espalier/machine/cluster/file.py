@@ -36,7 +36,7 @@ class _Line(Struct, forbid_unknown_fields=True):
     source: str = "declared"
 
 
-class _Network(_Line, forbid_unknown_fields=True):
+class _NetworkTable(_Line, forbid_unknown_fields=True):
     fabric: catalogue.Fabric | None = None
 
 
@@ -47,11 +47,11 @@ class _Latencies(Struct, forbid_unknown_fields=True):
 
 class _Links(Struct, forbid_unknown_fields=True):
     inside: str | int | float | _Line | None = None
-    between: str | int | float | _Network | None = None
+    between: str | int | float | _NetworkTable | None = None
     latency: str | int | float | _Latencies | None = None
 
 
-class _Table(Struct, forbid_unknown_fields=True):
+class _MachineTable(Struct, forbid_unknown_fields=True):
     device: str | Device
     count: int = 1
     devices: int = 1
@@ -60,13 +60,13 @@ class _Table(Struct, forbid_unknown_fields=True):
     inside: str | int | float | _Line | None = None
     disks: tuple[Disk, ...] = ()
     name: str = ""
-    between: str | int | float | _Network | None = None
+    between: str | int | float | _NetworkTable | None = None
     role: Literal["trainer", "optimizer", "standby"] = "trainer"
     price: float = 0.0
 
 
 class _File(Struct, forbid_unknown_fields=True):
-    nodes: tuple[_Table, ...] = ()
+    nodes: tuple[_MachineTable, ...] = ()
     links: _Links = msgspec.field(default_factory=_Links)
     pairs: tuple[Pair, ...] = ()
     machine: str = ""
@@ -164,7 +164,7 @@ def _dump_node(node: Node) -> dict[str, Any]:
     return {key: value for key, value in table.items() if value not in ("", 0, [], ())}
 
 
-def _node(table: _Table, links: _Links, where: str) -> Node:
+def _node(table: _MachineTable, links: _Links, where: str) -> Node:
     for key in ("count", "devices"):
         if getattr(table, key) < 1:
             raise UserError(f"{where}.{key} is {getattr(table, key)}.", do=f"{key} = 1 or more")
@@ -208,11 +208,11 @@ def _between(links: _Links, first: Device, origin: str) -> Link | None:
     return link.changed(latency=units.seconds(latency, f"{origin}: links.latency"))
 
 
-def _network(network: Quantity | _Network | None, device: Device, where: str) -> Link | None:
+def _network(network: Quantity | _NetworkTable | None, device: Device, where: str) -> Link | None:
     """The link to other machines of one with such a device."""
     if network is None:
         return None
-    fabric = network.fabric if isinstance(network, _Network) else None
+    fabric = network.fabric if isinstance(network, _NetworkTable) else None
     return _line(network, where, partial(catalogue.network, device.kind, fabric=fabric))
 
 
@@ -301,13 +301,13 @@ def _refusal(error: msgspec.ValidationError, origin: str) -> UserError:
 
 _TABLES: dict[str, tuple[type[Struct], str]] = {
     "": (_File, "at the top of the file"),
-    "nodes": (_Table, "in [[nodes]]"),
+    "nodes": (_MachineTable, "in [[nodes]]"),
     "links": (_Links, "in [links]"),
     "links.inside": (_Line, "in links.inside or links.between"),
-    "links.between": (_Network, "in links.inside or links.between"),
+    "links.between": (_NetworkTable, "in links.inside or links.between"),
     "links.latency": (_Latencies, "in links.latency"),
     "nodes.inside": (_Line, "in links.inside or links.between"),
-    "nodes.between": (_Network, "in links.inside or links.between"),
+    "nodes.between": (_NetworkTable, "in links.inside or links.between"),
     "nodes.device": (Device, "in nodes.device"),
     "nodes.disks": (Disk, "in nodes.disks"),
 }

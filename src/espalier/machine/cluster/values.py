@@ -36,7 +36,7 @@ class Copy(Value, frozen=True, array_like=True, forbid_unknown_fields=True):
     bandwidth: float
 
 
-class Coding(Value, frozen=True, array_like=True, forbid_unknown_fields=True):
+class CodecSpeed(Value, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A measured codec on one core: float32 bytes over encoded bytes, and float32 bytes/s of encoding and decoding."""
 
     codec: str
@@ -70,7 +70,7 @@ class Device(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_
     """Bytes a rank holds before it holds anything of the model; 0 when not measured."""
     rates: tuple[Rate, ...] = ()
     copies: tuple[Copy, ...] = ()
-    codecs: tuple[Coding, ...] = ()
+    codecs: tuple[CodecSpeed, ...] = ()
     source: str = ""
 
 

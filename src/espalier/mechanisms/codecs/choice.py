@@ -8,7 +8,7 @@ from dataclasses import replace
 from espalier.comm import codecs, compressed_collectives
 from espalier.comm.base import Traffic
 from espalier.comm.codecs import codec
-from espalier.machine.cluster import Cluster, Coding
+from espalier.machine.cluster import Cluster, CodecSpeed
 from espalier.mechanisms.codecs import hybrid_compression
 from espalier.plan.ask import Ask
 from espalier.plan.axes.placement_plan import LOSSLESS
@@ -60,7 +60,7 @@ def encoded(request: Request, cluster: Cluster) -> tuple[Request, Sequence[str]]
 
 def measured(cluster: Cluster) -> Cluster:
     """A probed machine with the codecs of its processor, measured now."""
-    found = tuple(Coding(name, *rate) for name, rate in hybrid_compression.measure().items())
+    found = tuple(CodecSpeed(name, *rate) for name, rate in hybrid_compression.measure().items())
     tables = [
         one.changed(device=one.device.changed(codecs=found)) if one.device.kind == "cpu" else one
         for one in cluster.nodes

@@ -27,8 +27,8 @@ from espalier.store.direct_io import aligned
 from espalier.store.extents import DamagedExtent
 from espalier.store.io_queue import IoQueue
 from espalier.store.page_cache import PageCache, pages_of
-from espalier.store.prefetch import BoundedQueue, Pipeline
-from espalier.store.tiers import ExtentTier, Fetched, MemoryTier, PageTier, Part, place_rows
+from espalier.store.prefetch import BoundedQueue, PrefetchPipeline
+from espalier.store.tiers import ExtentTier, Fetched, MemoryTier, PageTier, TierRows, place_rows
 
 WINDOW = 16
 """Batches ahead whose pages are known when it is decided which stay in memory, and that are read in the order of the
@@ -126,7 +126,7 @@ class ReadBatch:
     sampled: SampledBatch | None = None
     split: Split | None = None
     pages: Sequence[Array] = ()
-    fetched: Sequence[tuple[Part, Fetched]] = ()
+    fetched: Sequence[tuple[TierRows, Fetched]] = ()
     buffer: Tensor | None = None
     features: Tensor | None = None
 
@@ -280,7 +280,7 @@ class TieredFeatures:
         work.features, work.buffer, work.split, work.fetched = x, None, None, ()
         return work
 
-    def _parts(self, work: ReadBatch) -> list[Part]:
+    def _parts(self, work: ReadBatch) -> list[TierRows]:
         """What the batch takes of each tier, the device first."""
         assert work.split is not None
         assert self._queue is not None
@@ -291,10 +291,10 @@ class TieredFeatures:
         segment = f"segment/{packed.segment_of(batch)}"
         shared = PageTier(packed.rows, segment, self.row_bytes, self._queue, self._cache, work.pages)
         return [
-            Part(self._near, slots[near], places[near]),
-            Part(cold, np.arange(len(split.cold_at)), _wide(split.cold_at)),
-            Part(shared, _wide(split.shared_slots), _wide(split.shared_at)),
-            Part(self._far, slots[~near] - self.near, places[~near]),
+            TierRows(self._near, slots[near], places[near]),
+            TierRows(cold, np.arange(len(split.cold_at)), _wide(split.cold_at)),
+            TierRows(shared, _wide(split.shared_slots), _wide(split.shared_at)),
+            TierRows(self._far, slots[~near] - self.near, places[~near]),
         ]
 
     def _hot_rows(self) -> tuple[Tensor, Array | None]:
@@ -369,7 +369,7 @@ class PackedBatches(Iterator[ReadBatch]):
         self.features = features
         window = WINDOW if features.options.cache_pages else 0
         stages = (features.sample, features.positions, features.features, features.assemble)
-        self._pipeline = Pipeline(_with_future(order, window), stages, features.options.ahead)
+        self._pipeline = PrefetchPipeline(_with_future(order, window), stages, features.options.ahead)
 
     def __next__(self) -> ReadBatch:
         """The next batch. Raises what happened while it was read."""

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from espalier.comm.base import Traffic, traffic
-from espalier.parallel.expert_map import OverRanks, Tokens
+from espalier.parallel.expert_map import OverRanks, RoutedTokens
 from espalier.parallel.local_experts import combined, run
 
 if TYPE_CHECKING:
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 class AllToAll(OverRanks):
     """See `parallel.expert_map.OverRanks`."""
 
-    def _routed(self, tokens: Tokens, experts: Sequence[nn.Module]) -> Tensor:
+    def _routed(self, tokens: RoutedTokens, experts: Sequence[nn.Module]) -> Tensor:
         x, chosen, weights, anchor = tokens
-        expert_map = self.held
+        expert_map = self.expert_map
         position = expert_map.positions(chosen.device)[chosen].flatten()
         order = position.argsort(stable=True)
         counts = position.bincount(minlength=expert_map.count)
@@ -41,11 +41,11 @@ class AllToAll(OverRanks):
 
     def _counts(self, counts: Int[Tensor, " experts"]) -> list[Tensor]:
         """How many rows come from each rank for each expert here: int64 [experts here] of each rank."""
-        local_count = len(self.held.ranks[self.group.rank()])
+        local_count = len(self.expert_map.ranks[self.group.rank()])
         own_counts, received = counts.int().cpu(), torch.empty(self.group.size() * local_count, dtype=torch.int32)
         with traffic(Traffic.EXPERTS):
             dist.all_to_all_single(
-                received, own_counts, [local_count] * self.group.size(), self.held.sizes, group=self.group
+                received, own_counts, [local_count] * self.group.size(), self.expert_map.sizes, group=self.group
             )
         return list(received.long().split(local_count)) if local_count else [received.long()] * self.group.size()
 

@@ -48,8 +48,8 @@ class ExpertParallel(Filled):
     record = "flashmoe"
     seam: Seam = "route"
 
-    def __init__(self, held: ExpertMap, codec: str = "exact") -> None:
-        self.held, self.codec = held, codec
+    def __init__(self, expert_map: ExpertMap, codec: str = "exact") -> None:
+        self.expert_map, self.codec = expert_map, codec
 
     def wrap(self, context: Build) -> None:
         """Frees the others' experts; the model was built whole, so initial weights are the same whatever the map.
@@ -61,25 +61,25 @@ class ExpertParallel(Filled):
         everyone, same = mesh.mesh.same_parameters(mesh.rank), mesh.mesh.same_experts(mesh.rank)
         names = {id(module): name for name, module in model.named_modules()}
         place = mesh.mesh.expert_group(mesh.rank)
-        local_experts, group = self.held.ranks[place.index(mesh.rank)], mesh.of(place)
+        local_experts, group = self.expert_map.ranks[place.index(mesh.rank)], mesh.of(place)
         assert group is not None
         self.links, self.group = links(group), group
         own_names: set[str] = set()
         for module, _ in fields_of(model, self.seam):
-            keep(module, local_experts, self.held.count)
+            keep(module, local_experts, self.expert_map.count)
             prefix = f"{names[id(module)]}.experts."
             own_names |= {prefix + name for name, _ in module.get_submodule("experts").named_parameters()}
         cut.peers = {name: same if name in own_names else everyone for name, _ in model.named_parameters()}
         super().wrap(context)
         routes: list[ExpertGroup] = [getattr(module, field) for module, field in fields_of(model, self.seam)]
         cut.idle = [route.idle for route in routes]
-        meter = LoadMeter(routes, local_experts, self.held.count, mesh.replica)
+        meter = LoadMeter(routes, local_experts, self.expert_map.count, mesh.replica)
         context.meters |= {"experts": meter.load, "dispatch": meter.waited}
 
     def replacement(self, context: Build, module: nn.Module, plain: Callable[..., Any]) -> Callable[..., Any]:
         """Dispatch among the ranks of this one's expert group."""
         experts = list(module.get_submodule("experts").children())
-        return ExpertGroup(FlashMoE(self.group, self.held, self.links, self.codec), module, experts)
+        return ExpertGroup(FlashMoE(self.group, self.expert_map, self.links, self.codec), module, experts)
 
     def state(self, context: Build, parts: Mapping[str, Stateful]) -> Mapping[str, Stateful]:
         """Under the names of all experts; stages of a pipeline see to that themselves."""
@@ -134,7 +134,6 @@ class ExpertGroup:
         self._rows = next(module.parameters()).detach().new_empty(0, next(module.parameters()).shape[-1])
 
     def __call__(self, x: Any, chosen: Any, weights: Any, experts: list[nn.Module]) -> Any:
-        """See `parallel.expert_map.Route`."""
         self._rows = x.detach()[:0]
         return self.route(x, chosen, weights, experts)
 

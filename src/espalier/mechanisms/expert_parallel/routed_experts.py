@@ -29,9 +29,9 @@ class RoutedExperts(nn.Module):
         experts: those of this rank; count: of all ranks.
     """
 
-    def __init__(self, experts: Iterable[nn.Module], held: ExpertMap, path: Callable[..., Any]) -> None:
+    def __init__(self, experts: Iterable[nn.Module], expert_map: ExpertMap, path: Callable[..., Any]) -> None:
         super().__init__()
-        self.experts, self.count, self._path = nn.ModuleList(experts), held.count, path
+        self.experts, self.count, self._path = nn.ModuleList(experts), expert_map.count, path
 
     def forward(
         self,

@@ -142,7 +142,7 @@ def _at_messages(model: nn.Module, found: Quantization) -> None:
         None if width is None else found.add(parts, at, width, signed=True, name=str(at))
         for at, width in enumerate(widths, 1)
     ]
-    messages: foreign_network.Messages = getattr(foreign_network.equip(model), MESSAGES)
+    messages: foreign_network.ForeignMessages = getattr(foreign_network.equip(model), MESSAGES)
     messages.rounded = partial(_crossing, found, made)
 
 

@@ -40,7 +40,7 @@ class Fragment:
     arrived: OuterSum | None = None
     due: int | None = None
     age: int = 0
-    own: Tensor | None = None
+    own_change: Tensor | None = None
 
     def common_state(self) -> dict[str, Any]:
         """What is the same on all replicas; nothing is on its way any more."""
@@ -71,7 +71,7 @@ class Fragment:
         part: dict[str, Any] = {"due": self.due, "age": self.age}
         if live:
             part["live"] = [tensor.clone() for tensor in self.live]  # the common model is restored into them first
-        tensors = {"own": self.own, "residual": self.residual}
+        tensors = {"own": self.own_change, "residual": self.residual}
         return part | {name: value for name, value in tensors.items() if value is not None}
 
     def load_own(self, part: Mapping[str, Any]) -> None:
@@ -79,7 +79,7 @@ class Fragment:
         self.due, self.age = part["due"], int(part["age"])
         if "live" in part:
             torch._foreach_copy_(self.live, part["live"])
-        self.own = part["own"].clone() if "own" in part else None
+        self.own_change = part["own"].clone() if "own" in part else None
         if self.residual is not None and "residual" in part:
             self.residual.copy_(part["residual"])
 

@@ -27,7 +27,7 @@ from espalier.comm import store_client
 from espalier.comm.abort import apart
 from espalier.comm.base import Codec, Ledger, Spent, Traffic
 from espalier.comm.comm_thread import QueuedWork
-from espalier.comm.compressed_collectives import Coded
+from espalier.comm.compressed_collectives import CodedCollectives
 from espalier.mechanisms.local_rounds import rejoin
 from espalier.recipe.errors import RESUME, PeerLost
 
@@ -145,7 +145,7 @@ class CommitVote:
     done_at: float = math.inf
     begun: float = field(default_factory=time.monotonic)
 
-    def here(self) -> None:
+    def arrive(self) -> None:
         """This rank has done it."""
         if self.space.add(f"arrived/{self.number}", 1) == self.ranks:
             self.space.compare_set(f"verdict/{self.number}", "", "all")
@@ -312,7 +312,7 @@ class Members:
     def _space(self) -> Any:
         return rejoin.space_of(self.store, self.epoch)
 
-    def _joined(self) -> Coded | None:
+    def _joined(self) -> CodedCollectives | None:
         """The members' group of this epoch, of the ranks with this rank's shard; None where a replica is alone."""
         if len(self.members) == 1:
             return None
@@ -320,7 +320,7 @@ class Members:
         limit = timedelta(seconds=crew.timeout)
         inner = ProcessGroupGloo(PrefixStore(f"shard{crew.shard}", apart(self._space())), *place, limit)
         ranks = [member * crew.shards + crew.shard for member in self.members]
-        return Coded(self.codec, inner, place, Traffic.OUTER_STEP._value_, ranks, lambda: limit)
+        return CodedCollectives(self.codec, inner, place, Traffic.OUTER_STEP._value_, ranks, lambda: limit)
 
     # --- flights -------------------------------------------------------------------------------------------------
 
@@ -351,7 +351,7 @@ class Members:
         flight.outcome = self._together(coded, flight.number, act, self._book)
 
     def _together(
-        self, coded: Coded, number: int, act: Callable[[Any], None], book: Callable[[Spent], None]
+        self, coded: CodedCollectives, number: int, act: Callable[[Any], None], book: Callable[[Spent], None]
     ) -> CommitVote:
         """Launches `act`, which counts when all ranks of all members have done it."""
         outcome = CommitVote(self._space(), number, len(self.members) * self.crew.shards, self.crew.timeout)
@@ -359,7 +359,7 @@ class Members:
         def run(job: Any) -> None:
             try:
                 act(job)
-                outcome.here()
+                outcome.arrive()
             except BaseException as error:
                 outcome.failed(error)
                 raise

@@ -174,7 +174,7 @@ class OuterSync:
             self._take_in()
         self._launch(fragment, (sent, weight), base, rate)
         if choices.delay == 1:
-            fragment.own = own_values
+            fragment.own_change = own_values
             self._put(fragment)
             return True
         if choices.delay == 0:
@@ -199,7 +199,7 @@ class OuterSync:
             sent = torch.empty_like(fragment.x)
             torch._foreach_copy_(views_of(sent, fragment.live), fragment.live)
         else:
-            sent = fragment.x.clone() if fragment.own is None else fragment.x - fragment.own
+            sent = fragment.x.clone() if fragment.own_change is None else fragment.x - fragment.own_change
             torch._foreach_sub_(views_of(sent, fragment.live), fragment.live)
         return sent
 
@@ -252,8 +252,8 @@ class OuterSync:
         self.on_moving()
         if mixing == 0.0:
             torch._foreach_copy_(fragment.live, fragment.views)
-            if fragment.own is not None:
-                torch._foreach_sub_(fragment.live, views_of(fragment.own, fragment.live))
+            if fragment.own_change is not None:
+                torch._foreach_sub_(fragment.live, views_of(fragment.own_change, fragment.live))
         else:
             torch._foreach_lerp_(fragment.live, fragment.views, 1.0 - mixing)
 
@@ -283,7 +283,7 @@ class OuterSync:
         for fragment in self.fragments if self.choices.delay == 0 else self.fragments[:-1]:
             self._use(fragment)
         for fragment in self.fragments:
-            fragment.own = None
+            fragment.own_change = None
             self._put(fragment)
         if 0 < self.choices.delay < 1:
             last.due = self._due()
@@ -326,7 +326,7 @@ class OuterSync:
                 base = fragment.x.clone() if self.choices.average == "parameters" else None
                 self._use(fragment)
                 self._launch(fragment, (sent.mul_(weight) if weight != 1.0 else sent, weight), base, rate)
-            fragment.own = None
+            fragment.own_change = None
             self._use(fragment)
             self._put(fragment)
         self.clock = 0
@@ -344,7 +344,7 @@ class OuterSync:
         """The live tensors are the outer parameters from now on, and nothing is under way."""
         for fragment in self.fragments:
             torch._foreach_copy_(fragment.views, fragment.live)
-            fragment.base = fragment.flight = fragment.arrived = fragment.due = fragment.own = None
+            fragment.base = fragment.flight = fragment.arrived = fragment.due = fragment.own_change = None
             fragment.age = 0
         self.clock = 0
 

@@ -24,7 +24,7 @@ from espalier.mechanisms.local_rounds.membership import MemberGroup, Members
 from espalier.mechanisms.local_rounds.outer_loop import OuterSync
 from espalier.mechanisms.local_rounds.round_length import Rounds
 from espalier.optim.outer_optimizer import Sum
-from espalier.parallel.agreement import Agreed, Agreement, LauncherNews
+from espalier.parallel.agreement import AgreedStep, Agreement, LauncherNews
 from espalier.parallel.mesh import ProcessMesh
 from espalier.parallel.workload import Outcome
 from espalier.recipe import units
@@ -70,7 +70,7 @@ class RoundsAgreement:
         self.replicas = replicas
         engine.on_moving, engine.on_moved = sharding.settle, sharding.adopt
 
-    def step(self, outcome: Outcome, learning_rate: float, stop: bool) -> Agreed:
+    def step(self, outcome: Outcome, learning_rate: float, stop: bool) -> AgreedStep:
         """See `Agreement.step`; the loss is this replica's. All stop at the end of the same round."""
         agreed = self.inner.step(outcome, learning_rate, stop)
         if agreed.faulty:
@@ -87,12 +87,10 @@ class RoundsAgreement:
 
     @property
     def whole(self) -> bool:
-        """See `Agreement.whole`."""
         return self.engine.whole
 
     @property
     def outlives(self) -> bool:
-        """See `Agreement.outlives`."""
         return self.level and not self.engine.leaving and self.engine.members is not None
 
     @property
@@ -106,7 +104,6 @@ class RoundsAgreement:
         return engine.begun + (engine.clock + 1) * engine.steps // engine.own_steps
 
     def at(self, step: int) -> None:
-        """See `Agreement.at`."""
         if self.engine.clock == 0:
             self.engine.begun = step
 
@@ -132,7 +129,6 @@ class RoundsAgreement:
             self.engine.members.crew = self.engine.members.crew._replace(lost=lost)
 
     def close(self) -> None:
-        """See `Agreement.close`."""
         self.engine.close()
 
 
@@ -314,7 +310,7 @@ class AtNodes(every_step.StepAgreement):
         """Local steps of this replica in a round."""
         return max(1, round(self.rounds.pace * self.rounds.steps))
 
-    def step(self, outcome: Outcome, learning_rate: float, stop: bool) -> Agreed:
+    def step(self, outcome: Outcome, learning_rate: float, stop: bool) -> AgreedStep:
         """See `Agreement.step`; the loss is this replica's. All stop at the end of the same round."""
         agreed = super().step(outcome, learning_rate, stop)
         if agreed.faulty or not math.isfinite(agreed.gradient_norm):
@@ -346,7 +342,6 @@ class AtNodes(every_step.StepAgreement):
         return self._reached(self.clock + 1)
 
     def at(self, step: int) -> None:
-        """See `Agreement.at`."""
         self.begun, self.clock = step, 0
 
     def finish(self, learning_rate: float) -> None:

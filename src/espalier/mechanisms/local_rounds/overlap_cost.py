@@ -43,7 +43,7 @@ def least_steps(flight: float, step: float) -> int:
     return max(1, math.ceil(MARGIN * flight / step))
 
 
-class Round(NamedTuple):
+class OuterRound(NamedTuple):
     """What a rank gives in a round of so many steps: elements of each fragment, of `width` bytes each; `copies` of all
     of them are held."""
 
@@ -54,7 +54,7 @@ class Round(NamedTuple):
     copies: float = 0.0
 
 
-def cost(given: Round, replicas: int, link: Link) -> Cost:
+def cost(given: OuterRound, replicas: int, link: Link) -> Cost:
     """What outer rounds add to each step of a rank.
 
     `sent`: `outer_step`, the ledger's bytes of a round's exchange over its steps, of the first replica, which sends

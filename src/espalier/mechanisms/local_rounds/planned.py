@@ -289,7 +289,9 @@ def _predicted(part: Plan, made: Replicas, chosen: RoundChoice, outer: Outer) ->
     step = CostInputs(made.request, on, on.kinds[0], of_view(part.layout))
     nodes = [rank.node if rank.device == "cpu" else 0 for rank in part.ranks]
     fragments = _fragments(step, nodes, choices.fragments)
-    given = overlap_cost.Round([sum(one) for one in fragments], chosen.steps, chosen.codec, made.request.bytes_each)
+    given = overlap_cost.OuterRound(
+        [sum(one) for one in fragments], chosen.steps, chosen.codec, made.request.bytes_each
+    )
     added = overlap_cost.cost(given, made.count, made.link)
     sent = {**inside.sent_bytes, **{key: float(value) for key, value in added.sent.items()}}
     steering = overlap_cost.steering_bytes(shards, choices.fragments, choices.penalty, outer.adapt)

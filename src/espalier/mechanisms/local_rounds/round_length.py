@@ -79,7 +79,6 @@ class Length(NamedTuple):
 
     @property
     def values(self) -> dict[str, int]:
-        """See `Controller.values`."""
         return {NAME: self.steps}
 
     def heard(self, signals: Iterable[float]) -> Length:

@@ -15,7 +15,7 @@ from espalier.mechanisms.offload.host_memory import DeviceFile, HostStates
 from espalier.mechanisms.offload.optimizer import StateFolder
 from espalier.mechanisms.offload.parameters import OffloadNode, OffloadSharding
 from espalier.mechanisms.offload.state_file import TransferMeter
-from espalier.parallel.layer_client import Client, filler
+from espalier.parallel.layer_client import LayerClient, filler
 from espalier.plan.axes.node_layout import Layer
 from espalier.plan.compose import Claim
 from espalier.recipe import Adamw
@@ -104,7 +104,7 @@ class OffloadedParameters(Mechanism):
         assert isinstance(options, Adamw), "composition refuses others"
         folder = states_of(context, self.tier)
 
-        def connect(context: Build, layers: Sequence[Layer]) -> Client:
+        def connect(context: Build, layers: Sequence[Layer]) -> LayerClient:
             fill = filler(layers, context.workload.skeleton().value)
             return OffloadNode(layers, options, fill, folder, context.mesh.same_parameters)
 

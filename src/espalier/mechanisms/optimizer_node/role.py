@@ -33,7 +33,7 @@ from espalier.mechanisms.optimizer_node.standby import Replica, Standby
 from espalier.mechanisms.optimizer_node.state import OptimizerNodeState
 from espalier.mechanisms.optimizer_node.state_file import locked, open_state, open_sums, read_layer
 from espalier.mechanisms.optimizer_node.wire import Address, Times
-from espalier.parallel.layer_client import Client as Connected
+from espalier.parallel.layer_client import LayerClient as Connected
 from espalier.parallel.layer_client import filler, layers_of, no_layers
 from espalier.plan.axes.node_layout import Job, Layer, outer_method, push_of
 from espalier.recipe import Adamw

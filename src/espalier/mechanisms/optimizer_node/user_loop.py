@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from espalier.mechanisms.optimizer_node.client import Client
 from espalier.mechanisms.optimizer_node.node import OptimizerNode
 from espalier.mechanisms.optimizer_node.state_file import open_state, open_sums
-from espalier.parallel.layer_client import Client as Connected
+from espalier.parallel.layer_client import LayerClient as Connected
 from espalier.parallel.layer_client import StepLost, filler
 from espalier.plan.axes.node_layout import Job, Layer, Push
 from espalier.recipe import Adamw

@@ -10,9 +10,11 @@ import torch.distributed as dist
 
 from espalier.comm import codecs
 from espalier.comm.base import Traffic
+from espalier.mechanisms.pipeline.pipeline import PipelinePasses
 from espalier.parallel.mesh import REPLICA, ProcessMesh
 from espalier.parallel.model_cut import ModelCut
 from espalier.parallel.schedule import PIPELINE
+from espalier.parallel.stage_messages import StageMessages
 from espalier.plan.axes.pipeline import hand_overs
 from espalier.plan.compose import Claim
 from espalier.recipe.errors import UserError
@@ -88,9 +90,8 @@ class Pipelined(Mechanism):
     def wrap(self, context: Build) -> None:
         """Makes the schedule. Raises UserError where the plan's lists cannot be run."""
         from espalier.mechanisms.pipeline import schedules
-        from espalier.mechanisms.pipeline.pipeline import Passes, PipelineSchedule
+        from espalier.mechanisms.pipeline.pipeline import PipelineSchedule
         from espalier.mechanisms.pipeline.split_backward import WeightGradients
-        from espalier.parallel.stage_messages import Messages
 
         stages, sharding, mesh, model = context.stages, context.sharding, context.mesh, context.model
         assert stages is not None
@@ -99,7 +100,7 @@ class Pipelined(Mechanism):
         alike = _alike(mesh)
         places = {alike[rank]: place for place, rank in enumerate(_members(mesh))}
         split = self.schedule == "zero_bubble"
-        passes = Passes(
+        passes = PipelinePasses(
             context.workload.nominal_weight,
             sharding.accumulate,
             context.forward,
@@ -109,7 +110,7 @@ class Pipelined(Mechanism):
             context.loss_scale,
         )
         _encode(context)
-        messages = Messages(mesh.replica, places, context.device)
+        messages = StageMessages(mesh.replica, places, context.device)
         context.stalled = lambda: messages.waited
         more = ahead(context.plan, stages.layers)
 
@@ -134,7 +135,7 @@ class Pipelined(Mechanism):
             if name.startswith("feedback of"):  # of parameters, whose holders may stand in unlike stages
                 states[name] = part
             elif name.startswith("feedback"):
-                states[f"{name} of stage {stages.held[0]}"] = part
+                states[f"{name} of stage {stages.local_stages[0]}"] = part
             else:
                 from espalier.checkpoint.all_names import AllNames
 

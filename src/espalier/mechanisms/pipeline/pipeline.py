@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from espalier.comm.base import Traffic
 from espalier.mechanisms.pipeline import split_backward
 from espalier.optim.loss_scale import LossScale
-from espalier.parallel.action_list import Action, ActionLists, Kind, Pipeline, check
+from espalier.parallel.action_list import Action, ActionKind, ActionLists, Pipeline, check
 from espalier.parallel.model_stages import Borrowed, ModelStages
 from espalier.parallel.schedule import Accumulate, Loss
-from espalier.parallel.stage_messages import Form, Messages, shapes_of
+from espalier.parallel.stage_messages import MessageForm, StageMessages, shapes_of
 from espalier.parallel.workload import Outcome, Tagged
 from espalier.recipe.errors import UserError
 from espalier.train.whole_model import divisor, outcome
@@ -37,7 +37,7 @@ class _Handed(BaseException):
 
 
 @dataclass(frozen=True)
-class Passes:
+class PipelinePasses:
     """How forward and backward passes run.
 
     Attributes:
@@ -70,9 +70,9 @@ class PipelineSchedule:
         self,
         rank: int,
         stages: ModelStages,
-        messages: Messages,
+        messages: StageMessages,
         lists: Callable[[Pipeline], ActionLists],
-        passes: Passes,
+        passes: PipelinePasses,
     ) -> None:
         self.rank, self.stages, self.messages, self.passes = rank, stages, messages, passes
         self.boundary = _Boundary(rank, stages, messages)
@@ -92,7 +92,7 @@ class PipelineSchedule:
 
     def run(self, model: nn.Module, batches: Sequence[Any], loss: Loss) -> Outcome:
         """See `Schedule.run`. Stages before the last give an outcome of 0."""
-        step = _Step(self.boundary, self.passes, batches, loss)
+        step = _PipelineStep(self.boundary, self.passes, batches, loss)
         self.boundary.step = step
         self.boundary.copied.clear()
         try:
@@ -104,7 +104,6 @@ class PipelineSchedule:
         return outcome(step.losses, step.weights, [_task(batches[n]) for n in step.counted], self.passes.shares)
 
     def apart(self, accumulate: Accumulate) -> PipelineSchedule:
-        """See `Schedule.apart`."""
         copied = copy.copy(self)
         copied.passes = replace(self.passes, accumulate=accumulate)
         return copied
@@ -140,7 +139,7 @@ _Key = tuple[int, int]
 
 
 @dataclass
-class _Step:
+class _PipelineStep:
     """One step on this rank. Has state: what is computed and not used up yet.
 
     Attributes:
@@ -154,7 +153,7 @@ class _Step:
     """
 
     boundary: _Boundary
-    passes: Passes
+    passes: PipelinePasses
     batches: Sequence[Any]
     loss: Loss
     stage: int = -1
@@ -175,16 +174,24 @@ class _Step:
     def run(self, actions: Sequence[Action]) -> None:
         """All of them in turn."""
         numbered = list(enumerate(actions))
-        through = {action.stage: at for at, action in numbered if action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)}
-        complete = {action.stage: at for at, action in numbered if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)}
-        unsent = Counter((action.stage, action.micro_batch) for action in actions if action.kind is Kind.SEND_B)
+        through = {
+            action.stage: at
+            for at, action in numbered
+            if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
+        }
+        complete = {
+            action.stage: at
+            for at, action in numbered
+            if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
+        }
+        unsent = Counter((action.stage, action.micro_batch) for action in actions if action.kind is ActionKind.SEND_B)
         for at, action in numbered:
             stage, kind = action.stage, action.kind
             if not action.computes:
                 self._message(action, unsent)
                 continue
             self._expect(islice(actions, at + 1, None))
-            if kind is Kind.FORWARD:
+            if kind is ActionKind.FORWARD:
                 self._forward((stage, action.micro_batch))
                 continue
             if complete[stage] == at:
@@ -199,11 +206,11 @@ class _Step:
         key, boundary = (stage, number), self.boundary
         if action in self.expected:
             boundary.messages.wait(self.expected.pop(action))
-        elif kind is Kind.RECV_F:
+        elif kind is ActionKind.RECV_F:
             self.inputs[key] = boundary.receive(stage, peer, self._shapes(number))
-        elif kind is Kind.SEND_F:
+        elif kind is ActionKind.SEND_F:
             boundary.send(stage, peer, self.made[key], self._shapes(number))
-        elif kind is Kind.RECV_B:
+        elif kind is ActionKind.RECV_B:
             boundary.messages.receive(self._rooms(key), peer, 4 * stage + _BACKWARD)
         else:
             unsent[key] -= 1
@@ -228,13 +235,13 @@ class _Step:
             key, messages = (stage, number), self.boundary.messages
             if action.computes:
                 return
-            if kind is Kind.RECV_F:
+            if kind is ActionKind.RECV_F:
                 form = messages.known(peer, 4 * stage + _FORWARD, self._shapes(number))
                 if form is not None:
                     rooms = messages.rooms(form)
                     self.inputs[key] = form.packed(rooms)
                     self.expected[action] = messages.expect(rooms, peer, 4 * stage + _FORWARD)
-            elif kind is Kind.RECV_B and key in self.made and messages.early:
+            elif kind is ActionKind.RECV_B and key in self.made and messages.early:
                 self.expected[action] = messages.expect(self._rooms(key), peer, 4 * stage + _BACKWARD)
 
     def called(self, inputs: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
@@ -271,14 +278,14 @@ class _Step:
             self.counted.append(number)
         boundary.lend(stage)
         self.taken[key], self.made[key] = _floating(leaves), made
-        if stage + 1 in boundary.stages.held:
+        if stage + 1 in boundary.stages.local_stages:
             self.inputs[stage + 1, number] = made
         self.output = None
 
     def _backward(self, action: Action, last: bool) -> None:
         stage, kind, number, _ = action
         key = stage, number
-        if kind is Kind.BACKWARD_WEIGHT:
+        if kind is ActionKind.BACKWARD_WEIGHT:
             with self.passes.accumulate(last):
                 split_backward.accumulate(self.later.pop(key))
             return
@@ -286,7 +293,7 @@ class _Step:
         given = self.gradients.pop(key, [None] * len(outputs))
         pairs = [(output, gradient) for output, gradient in zip(outputs, given, strict=True) if output.requires_grad]
         roots, gradients = [output for output, _ in pairs], [gradient for _, gradient in pairs]
-        if kind is Kind.BACKWARD_INPUT:
+        if kind is ActionKind.BACKWARD_INPUT:
             assert self.passes.weights is not None, "its schedule puts off gradients of parameters"
             with self.passes.alone():
                 self.later[key] = self.passes.weights.inputs(roots, gradients, [*leaves, *self.boundary.copies(stage)])
@@ -295,7 +302,7 @@ class _Step:
                 if roots:
                     torch.autograd.backward(roots, gradients)
         of_leaves = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
-        if stage - 1 in self.boundary.stages.held:
+        if stage - 1 in self.boundary.stages.local_stages:
             self.gradients[stage - 1, number] = of_leaves
         elif stage:
             self.back[key] = of_leaves
@@ -313,9 +320,9 @@ class _Boundary:
         shown: whether forward passes outside of steps give every rank their output.
     """
 
-    def __init__(self, rank: int, stages: ModelStages, messages: Messages) -> None:
+    def __init__(self, rank: int, stages: ModelStages, messages: StageMessages) -> None:
         self.rank, self.stages, self.messages = rank, stages, messages
-        self.step: _Step | None = None
+        self.step: _PipelineStep | None = None
         self.copied: set[tuple[str, int]] = set()
         self.shown = True
 
@@ -330,8 +337,8 @@ class _Boundary:
             return self.step.called(inputs, options)
         key, x, pipeline = shapes_of((inputs, options)), None, self.stages.pipeline
         given = self.stages.given(inputs, options)
-        for stage in self.stages.held:
-            if stage and stage - 1 not in self.stages.held:
+        for stage in self.stages.local_stages:
+            if stage and stage - 1 not in self.stages.local_stages:
                 x = self.receive(stage, pipeline.source(stage, stage - 1, self.rank), key)
             self.borrow(stage)
             x = self.stages.compute(stage, x, given, inputs, options)
@@ -352,23 +359,23 @@ class _Boundary:
     def send(self, stage: int, peer: int, value: Any, key: Any) -> None:
         """What `stage` gives, to a rank of the next one."""
         tag = 4 * (stage + 1) + _FORWARD
-        self.messages.announce(Form.of(value, f"Stage {stage} of the model"), peer, tag, key)
+        self.messages.announce(MessageForm.of(value, f"Stage {stage} of the model"), peer, tag, key)
         self.messages.send(_tensors(value), peer, tag)
 
     def _output(self, output: Any, key: Any) -> Any:
         """The output of the last stage: on every rank where it is `shown`, else zeros of its shapes on the others."""
         pipeline, last = self.stages.pipeline, self.stages.last
         tag = 4 * last + _OUTPUT
-        if last not in self.stages.held:
-            peer = pipeline.source(self.stages.held[0], last, self.rank)
+        if last not in self.stages.local_stages:
+            peer = pipeline.source(self.stages.local_stages[0], last, self.rank)
             if self.shown:
                 return self.receive(last, peer, key, _OUTPUT)
             form = self.messages.form(peer, tag, key)
             return form.packed([torch.zeros((), dtype=dtype).expand(shape) for dtype, shape in form.tensors])
         for peer in pipeline.ranks:
-            stages = pipeline.held(peer)
+            stages = pipeline.stages_of(peer)
             if last not in stages and pipeline.source(stages[0], last, peer) == self.rank:
-                self.messages.announce(Form.of(output, "The model"), peer, tag, key)
+                self.messages.announce(MessageForm.of(output, "The model"), peer, tag, key)
                 if self.shown:
                     self.messages.send(_tensors(output), peer, tag)
         return output

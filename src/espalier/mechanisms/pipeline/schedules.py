@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from espalier.parallel.action_list import Action, ActionLists, Kind, Pipeline, with_transfers
+from espalier.parallel.action_list import Action, ActionKind, ActionLists, Pipeline, with_transfers
 from espalier.recipe.errors import UserError
 
 SCHEDULES = ("1f1b", "zero_bubble", "gpipe")
@@ -83,13 +83,13 @@ def _ordered(rule: _Rule, pipeline: Pipeline) -> Iterator[Action]:
     """The passes of one rank."""
     count = pipeline.micro_batches
     runs = [range(*ends) for ends in pairwise(count * run // rule.rounds for run in range(rule.rounds + 1))]
-    forward = [Action(stage, Kind.FORWARD, n) for run in runs for stage in rule.stages for n in run]
+    forward = [Action(stage, ActionKind.FORWARD, n) for run in runs for stage in rule.stages for n in run]
     backward = [(stage, n) for run in runs for stage in reversed(rule.stages) for n in run]
     first = min(rule.warm_up, len(forward))
     yield from forward[:first]
     for index, (stage, number) in enumerate(backward):
         yield from forward[first + index : first + index + 1]
-        yield Action(stage, Kind.BACKWARD if rule.behind is None else Kind.BACKWARD_INPUT, number)
+        yield Action(stage, ActionKind.BACKWARD if rule.behind is None else ActionKind.BACKWARD_INPUT, number)
         if rule.behind is not None and index >= rule.behind:
             yield _weights(*backward[index - rule.behind])
     if rule.behind:
@@ -97,7 +97,7 @@ def _ordered(rule: _Rule, pipeline: Pipeline) -> Iterator[Action]:
 
 
 def _weights(stage: int, number: int) -> Action:
-    return Action(stage, Kind.BACKWARD_WEIGHT, number)
+    return Action(stage, ActionKind.BACKWARD_WEIGHT, number)
 
 
 def warm_up_for_links(passes: Sequence[float], links: Sequence[float]) -> list[int]:

@@ -30,7 +30,7 @@ class WeightGradients:
                 vars(module)["forward"] = partial(self._linear, module)
 
     def _linear(self, module: nn.Linear, x: Tensor) -> Tensor:
-        result: Tensor = _Linear.apply(x, module.weight, module.bias, module, self)
+        result: Tensor = _SplitLinear.apply(x, module.weight, module.bias, module, self)
         return result
 
     def inputs(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], leaves: Sequence[Tensor]) -> Later:
@@ -68,14 +68,13 @@ def _product(gradient: Tensor, x: Tensor) -> Tensor:
     return gradient.reshape(-1, gradient.shape[-1]).t() @ x.reshape(-1, x.shape[-1]).to(gradient.dtype)
 
 
-class _Linear(torch.autograd.Function):
+class _SplitLinear(torch.autograd.Function):
     """`F.linear` whose weight's gradient may be put off."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, module: nn.Linear, of: WeightGradients
     ) -> Any:
-        """See `F.linear`."""
         ctx.save_for_backward(x)
         ctx.module, ctx.of = module, of
         return F.linear(x, weight, bias)

@@ -50,7 +50,7 @@ class _Forward:
 
 
 @dataclass
-class _Pass:
+class _MicroBatchPass:
     """One micro-batch on its way through the pieces. Has state.
 
     Attributes:
@@ -64,7 +64,7 @@ class _Pass:
     given: Any
     x: Any = None
     gradient: list[Tensor | None] = field(default_factory=list)
-    kept: list[Any] = field(default_factory=list)
+    saved: list[Any] = field(default_factory=list)
 
 
 class Vertical(WholeSchedule):
@@ -121,7 +121,7 @@ class Vertical(WholeSchedule):
         back = [layer for piece in reversed(range(last)) if not self._keeps.get(piece) for layer in uses[piece]]
         return forward + back
 
-    def _captured(self, model: nn.Module, batch: Any, loss: Loss) -> _Pass:
+    def _captured(self, model: nn.Module, batch: Any, loss: Loss) -> _MicroBatchPass:
         """What the loss gives the model."""
         calls: list[tuple[tuple[Any, ...], Mapping[str, Any]]] = []
 
@@ -137,9 +137,9 @@ class Vertical(WholeSchedule):
             else:
                 raise UserError("The loss does not call the model.", do="call the model once for each micro-batch")
         inputs, options = calls[0]
-        return _Pass(inputs, options, self.pieces.given(*inputs, **options))
+        return _MicroBatchPass(inputs, options, self.pieces.given(*inputs, **options))
 
-    def _advance(self, piece: int, pass_: _Pass) -> None:
+    def _advance(self, piece: int, pass_: _MicroBatchPass) -> None:
         """A piece's forward pass; what backward needs of it is kept."""
         state = _generators()
         taken = pass_.x
@@ -147,7 +147,7 @@ class Vertical(WholeSchedule):
             with torch.enable_grad(), _saving() as saved, self.context():
                 made = self._computed(piece, pass_)
             if self._keeps.setdefault(piece, not any(saved)):
-                pass_.kept.append(("graph", taken, made))
+                pass_.saved.append(("graph", taken, made))
                 pass_.x = _leaves(made)
                 return
             made = tree_map(_detached, made)
@@ -155,16 +155,16 @@ class Vertical(WholeSchedule):
             with self.context():
                 made = self._computed(piece, pass_)
         drawn = None if all(map(torch.equal, state, _generators())) else state
-        pass_.kept.append(("input", taken, drawn))
+        pass_.saved.append(("input", taken, drawn))
         pass_.x = _leaves(made)
 
-    def _computed(self, piece: int, pass_: _Pass) -> Any:
+    def _computed(self, piece: int, pass_: _MicroBatchPass) -> Any:
         if piece == 0:
             return self.pieces.embed(*pass_.inputs, **pass_.options)
         return self.pieces.blocks[piece - 1](pass_.x, pass_.given)
 
     def _through_head(
-        self, model: nn.Module, batches: Sequence[Any], loss: Loss, passes: Sequence[_Pass]
+        self, model: nn.Module, batches: Sequence[Any], loss: Loss, passes: Sequence[_MicroBatchPass]
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Forward and backward of the last piece and the loss, one micro-batch after the other."""
         losses, weights = [], []
@@ -173,7 +173,7 @@ class Vertical(WholeSchedule):
             for batch, pass_ in zip(batches, passes, strict=True):
                 leaves = _floating(pass_.x)
 
-                def head(inputs: Any, options: Any, pass_: _Pass = pass_) -> Any:
+                def head(inputs: Any, options: Any, pass_: _MicroBatchPass = pass_) -> Any:
                     return self.pieces.head(pass_.x, pass_.given)
 
                 with self._calls(head), self.context():
@@ -186,9 +186,9 @@ class Vertical(WholeSchedule):
         self._complete(last)
         return losses, weights
 
-    def _backward(self, piece: int, passes: Sequence[_Pass]) -> None:
+    def _backward(self, piece: int, passes: Sequence[_MicroBatchPass]) -> None:
         for pass_ in passes:
-            kind, taken, rest = pass_.kept.pop()
+            kind, taken, rest = pass_.saved.pop()
             leaves = _floating(taken)
             if kind == "graph":
                 made = rest

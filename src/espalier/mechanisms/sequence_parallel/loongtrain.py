@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from espalier.comm import codecs
 from espalier.comm.base import Traffic, traffic
-from espalier.mechanisms.sequence_parallel.ring import DoubleRing, Ring, Rings, ring_attention
+from espalier.mechanisms.sequence_parallel.ring import DoubleRing, RingRanks, Rings, ring_attention
 from espalier.parallel.sequence_slots import Bounds, SequenceSlots, bounds_of
 from espalier.parallel.ulysses import HeadExchange, HeadSplit
 from espalier.plan.compose import Claim
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class Grid:
+class AttentionGrid:
     """The ranks of a sequence, as one of them sees them. Immutable.
 
     Attributes:
@@ -51,8 +51,8 @@ class Grid:
     """
 
     rings: Rings
-    keys: tuple[Ring, Ring]
-    gradients: tuple[Ring, Ring]
+    keys: tuple[RingRanks, RingRanks]
+    gradients: tuple[RingRanks, RingRanks]
     row: dist.ProcessGroup | None = None
     head: int = 0
 
@@ -96,7 +96,7 @@ _BOUNDS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 # --- for any program -------------------------------------------------------------------------------------------------
 
 
-class Options(TypedDict, total=False):
+class CutAttentionOptions(TypedDict, total=False):
     """What `attend` may be told.
 
     Attributes:
@@ -114,7 +114,11 @@ class Options(TypedDict, total=False):
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup | None = None, **options: Unpack[Options]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group: dist.ProcessGroup | None = None,
+    **options: Unpack[CutAttentionOptions],
 ) -> Tensor:
     """`scaled_dot_product_attention` where each rank holds its slot of the sequences, [batch, heads, tokens, head].
 
@@ -137,21 +141,21 @@ def attend(
     return grid.attend(query, key, value, slots, options.get("documents"))
 
 
-_GRIDS: WeakKeyDictionary[Any, dict[tuple[int, int, int], Grid]] = WeakKeyDictionary()
+_GRIDS: WeakKeyDictionary[Any, dict[tuple[int, int, int], AttentionGrid]] = WeakKeyDictionary()
 
 
 def _size(group: dist.ProcessGroup | None) -> int:
     return dist.get_world_size(group) if group is not None or dist.is_initialized() else 1
 
 
-def _grid(group: dist.ProcessGroup | None, slots: SequenceSlots, window: int) -> Grid:
+def _grid(group: dist.ProcessGroup | None, slots: SequenceSlots, window: int) -> AttentionGrid:
     """The grid of a group's ranks, whose subgroups are made once."""
     if slots.context % window:
         near = max(n for n in range(1, min(window, slots.context) + 1) if slots.context % n == 0)
         raise UserError(f"window = {window} does not divide cp = {slots.context}.", do=f"window = {near}")
     if _size(group) == 1:
-        alone = (Ring(None, 0, 1), Ring(None, 0, 1))
-        return Grid(Rings(1, 1), alone, alone)
+        alone = (RingRanks(None, 0, 1), RingRanks(None, 0, 1))
+        return AttentionGrid(Rings(1, 1), alone, alone)
     whole = group if group is not None else dist.group.WORLD
     key = (slots.context, slots.heads, window)
     grids = _GRIDS.setdefault(whole, {})
@@ -181,14 +185,14 @@ def _new_group(ranks: list[int], like: Any) -> dist.ProcessGroup | None:
 Groups = tuple["dist.ProcessGroup | None", "dist.ProcessGroup | None"]
 
 
-def grid_of(rings: Rings, keys: Groups, gradients: Groups, row: dist.ProcessGroup | None) -> Grid:
+def grid_of(rings: Rings, keys: Groups, gradients: Groups, row: dist.ProcessGroup | None) -> AttentionGrid:
     """The grid of these (inner, outer) groups."""
 
-    def both(groups: Groups) -> tuple[Ring, Ring]:
+    def both(groups: Groups) -> tuple[RingRanks, RingRanks]:
         inner, outer = groups
-        return Ring(inner, rings.inner, rings.window), Ring(outer, rings.outer, rings.windows)
+        return RingRanks(inner, rings.inner, rings.window), RingRanks(outer, rings.outer, rings.windows)
 
-    return Grid(rings, both(keys), both(gradients), row, 0 if row is None else row.rank())
+    return AttentionGrid(rings, both(keys), both(gradients), row, 0 if row is None else row.rank())
 
 
 # --- as a mechanism --------------------------------------------------------------------------------------------------
@@ -231,7 +235,7 @@ class CutAttention(Filled):
         return torch.compiler.disable(attend)
 
 
-def _grid_of(mesh: ProcessMesh) -> Grid:
+def _grid_of(mesh: ProcessMesh) -> AttentionGrid:
     at, members = mesh.coordinates, mesh.mesh.members
     rings = Rings(len(members(mesh.rank, "cp_in")), len(members(mesh.rank, "cp_out")), at.cp_in, at.cp_out)
     keys = mesh.group("cp_in"), mesh.group("cp_out")
@@ -244,7 +248,7 @@ def _twin(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     return None if group is None else _new_group(dist.get_process_group_ranks(group), group)
 
 
-def _encode(plan: Plan, mesh: ProcessMesh, grid: Grid) -> None:
+def _encode(plan: Plan, mesh: ProcessMesh, grid: AttentionGrid) -> None:
     """Gives the rings the codecs that the plan names for keys and values, by the level of the links they cross."""
     named = {
         level: exchange.codec

@@ -97,7 +97,7 @@ class WindowStep(NamedTuple):
     sent: Ranges
 
 
-class Schedule(NamedTuple):
+class RingSchedule(NamedTuple):
     """The `W` window steps of one rank; `home`: of which of its keys gradients come from other windows."""
 
     steps: tuple[WindowStep, ...]
@@ -105,7 +105,7 @@ class Schedule(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def schedule(slots: SequenceSlots, bounds: Bounds, rings: Rings) -> Schedule:
+def schedule(slots: SequenceSlots, bounds: Bounds, rings: Rings) -> RingSchedule:
     """What one rank computes, sends and receives, in order."""
     window, windows = rings.window, rings.windows
 
@@ -140,7 +140,7 @@ def schedule(slots: SequenceSlots, bounds: Bounds, rings: Rings) -> Schedule:
         )
 
     home = needed(rings.slot, range(1, windows), range(window))
-    return Schedule(tuple(step(j) for j in range(windows)), home)
+    return RingSchedule(tuple(step(j) for j in range(windows)), home)
 
 
 # --- tensors on their way --------------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ class Transfer:
 
 
 @dataclass(frozen=True, eq=False)
-class Ring:
+class RingRanks:
     """The ranks of one ring, as one of them sees it. `group`: None where there is one."""
 
     group: dist.ProcessGroup | None
@@ -232,11 +232,11 @@ class DoubleRing:
     slots: SequenceSlots
     rings: Rings
     bounds: Bounds
-    keys: tuple[Ring, Ring]
-    gradients: tuple[Ring, Ring]
+    keys: tuple[RingRanks, RingRanks]
+    gradients: tuple[RingRanks, RingRanks]
 
     @property
-    def schedule(self) -> Schedule:
+    def schedule(self) -> RingSchedule:
         """What this rank does."""
         return schedule(self.slots, self.bounds, self.rings)
 

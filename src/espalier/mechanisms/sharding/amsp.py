@@ -150,7 +150,6 @@ class Amsp:
     # --- one step ----------------------------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """See `Sharding.clear`."""
         for parameter in self.model.parameters():
             parameter.grad = None
         for flat in self.flats:
@@ -197,7 +196,6 @@ class Amsp:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """See `Sharding.alone`."""
         self._armed = None
         yield
         if self._channel is not None:
@@ -307,20 +305,17 @@ class Amsp:
         return float(total)
 
     def norm(self) -> float:
-        """See `Sharding.norm`."""
         if self._norm is not None:
             return self._norm
         grads = [owned.tensor.grad for owned in self._in_order if owned.tensor.grad is not None]
         return float(torch.nn.utils.get_total_norm(grads))  # in the model's order: the same bits for any units
 
     def refresh(self) -> None:
-        """See `Sharding.refresh`."""
         if self._channel is not None:
             self._windows.refresh()
             self._running.spread()
 
     def idle(self, times: int) -> None:
-        """See `Sharding.idle`."""
         for _ in range(times if self.together else 0):
             self._windows.idle()
         self.settle()  # ranks that compute wait for a refresh of several stages on this one
@@ -349,8 +344,7 @@ class Amsp:
             self._windows.settle()
             self._running.begins()
 
-    def held(self) -> Mapping[str, int]:
-        """See `Sharding.held`."""
+    def bytes_held(self) -> Mapping[str, int]:
         if not self.flats:
             parameters = list(self.model.parameters())
             grads = sum(parameter.nbytes for parameter in parameters if parameter.grad is not None)
@@ -363,7 +357,6 @@ class Amsp:
         }
 
     def parts(self, optimizer: Optimizer) -> Mapping[str, Stateful]:
-        """See `Sharding.parts`."""
         if self._channel is None:
             return {"model": self.model, "optimizer": optimizer}
         parts: dict[str, Stateful] = {
@@ -382,11 +375,10 @@ class Amsp:
         return buffer
 
     def detach(self) -> None:
-        """See `Sharding.detach`."""
         if self._channel is None:
             return
         for flat in self.flats:
-            values = self.whole(flat, flat.own)
+            values = self.whole(flat, flat.local)
             for slot in flat.slots:
                 slot.parameter.data = values[slot.span.start : slot.span.stop].view(slot.shape).clone()
         self.unhook()

@@ -116,7 +116,7 @@ class FlatParameter:
         self.missing = len(self.slots)
         self.rounds = 0
         self.weight = 1.0
-        self.here = True
+        self.gathered = True
         self.gathering: Chain | None = None
         self.refreshing: Chain | None = None
         self.attach()
@@ -134,13 +134,13 @@ class FlatParameter:
 
     def attach(self) -> None:
         """The parameters are all here and may be used."""
-        self.here = True
+        self.gathered = True
         for slot in self.slots:
             slot.parameter.data = self.full[_slice(slot.span)].view(slot.shape)
 
     def release(self) -> None:
         """Gives their memory back. A parameter that is read without being gathered is not a number."""
-        self.here, self.gathering = False, None
+        self.gathered, self.gathering = False, None
         nothing = torch.full((), torch.nan, dtype=self.full.dtype, device=self.full.device)
         for slot in self.slots:
             slot.parameter.data = nothing.expand(slot.shape)
@@ -153,7 +153,7 @@ class FlatParameter:
         return [stage(self.part, self.params) for stage in self.mesh.gather(self.length, "optimizer", "grads")]
 
     @property
-    def own(self) -> Tensor:
+    def local(self) -> Tensor:
         """[optimizer span] what this rank's optimizer moves."""
         return self.part[self.optimizer.within(self.params)] if self.masters is None else self.masters
 
@@ -181,7 +181,7 @@ class FlatParameter:
                 if self.direct:
                     tensor = slot.parameter  # all of it is here: it needs no second name
                 else:
-                    piece = self.own[span.within(self.optimizer)]
+                    piece = self.local[span.within(self.optimizer)]
                     tensor = nn.Parameter(piece.view(slot.shape) if span == slot.span else piece)
                 owned = Owned(slot.name, tensor, slot.shape, span.start - slot.span.start)
                 pieces.append(MovedPiece(slot, owned, span))

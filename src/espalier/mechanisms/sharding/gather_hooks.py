@@ -100,7 +100,7 @@ class GatherHooks:
         for flat in dict.fromkeys([*(flat for window in order for flat in window.flats), *reversed(self._flats)]):
             stages = flat.refresh()
             flat.refreshing = self._exchanges.begin(stages) if stages else None
-            if flat.here and flat.sharded:
+            if flat.gathered and flat.sharded:
                 flat.release()  # what is gathered is from before
 
     def settle(self) -> None:
@@ -118,7 +118,7 @@ class GatherHooks:
     def _launch(self, window: GatherWindow, ahead: bool = False) -> None:
         """Begins the gathers of a window; `ahead` of its turn only as far as that needs no waiting."""
         for flat in window.sharded:
-            if not flat.here and flat.gathering is None:
+            if not flat.gathered and flat.gathering is None:
                 if ahead and flat.refreshing is not None and not flat.refreshing.complete:
                     return  # gathers begin in one order on all ranks, so none may overtake it
                 self._refreshed(flat)
@@ -135,13 +135,13 @@ class GatherHooks:
         for flat in window.flats:
             self._refreshed(flat)
         for flat in window.sharded:
-            if not flat.here:
+            if not flat.gathered:
                 self._exchanges.finish(flat.gathering)
                 flat.attach()
 
     def _release(self, window: GatherWindow) -> None:
         for flat in window.sharded:
-            if flat.here:
+            if flat.gathered:
                 flat.release()
 
     def _beside(self, window: GatherWindow, offset: int) -> GatherWindow | None:
@@ -200,7 +200,7 @@ class GatherHooks:
 
     def gradients_are_there(self, flat: FlatParameter) -> None:
         """A unit has all its gradients: nothing in backward needs its parameters any more."""
-        if flat.sharded and not flat.here:
+        if flat.sharded and not flat.gathered:
             raise _outside(flat)
         if flat.sharded and flat not in self._root.flats:
             flat.release()
@@ -210,7 +210,7 @@ class GatherHooks:
         for window in (self._root, *self._blocks):
             window.in_backward = False
             for flat in window.sharded:
-                if flat.gathering is not None and not flat.here:
+                if flat.gathering is not None and not flat.gathered:
                     self._exchanges.finish(flat.gathering)
                     flat.attach()
             self._release(window)

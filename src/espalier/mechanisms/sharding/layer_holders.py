@@ -108,16 +108,13 @@ class RaggedStates:
     # --- one step ----------------------------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """See `Sharding.clear`."""
         for part in self.members:
             part.clear()
 
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
-        """See `Sharding.accumulate`."""
         return self._within(lambda part: part.accumulate(last))
 
     def alone(self) -> AbstractContextManager[None]:
-        """See `Sharding.alone`."""
         return self._within(Amsp.alone)
 
     @contextmanager
@@ -128,7 +125,6 @@ class RaggedStates:
             yield
 
     def wait(self, totals: Tensor | None = None) -> None:
-        """See `Sharding.wait`."""
         recut = self._recut
         flags = [part.flags(channel=recut[part].group if part in recut else None) for part in self.members]
         for flag in flags:
@@ -146,16 +142,13 @@ class RaggedStates:
         self._norm = math.sqrt(square)
 
     def norm(self) -> float:
-        """See `Sharding.norm`."""
         return self._norm
 
     def refresh(self) -> None:
-        """See `Sharding.refresh`."""
         for part in self.members:
             part.refresh()
 
     def settle(self) -> None:
-        """See `Sharding.settle`."""
         for part in self.members:
             part.settle()
 
@@ -168,7 +161,6 @@ class RaggedStates:
     # --- the whole model ---------------------------------------------------------------------------------------------
 
     def adopt(self) -> None:
-        """See `Sharding.adopt`."""
         for part in self.members:
             part.adopt()
 
@@ -176,11 +168,10 @@ class RaggedStates:
         """Brings all parameters here: they are."""
         self.settle()
 
-    def held(self) -> Mapping[str, int]:
-        """See `Sharding.held`."""
+    def bytes_held(self) -> Mapping[str, int]:
         sizes: dict[str, int] = {}
         for part in self.members:
-            for kind, size in part.held().items():
+            for kind, size in part.bytes_held().items():
                 sizes[kind] = sizes.get(kind, 0) + size
         return sizes
 
@@ -189,7 +180,6 @@ class RaggedStates:
         return self._part[id(flat)].whole(flat, local)
 
     def parts(self, optimizer: Optimizer) -> Mapping[str, Stateful]:
-        """See `Sharding.parts`."""
         states: dict[str, Stateful] = {
             "model": ModelState(self),
             "optimizer": OptimizerState(self, optimizer, self._replica),
@@ -201,7 +191,6 @@ class RaggedStates:
         return states
 
     def detach(self) -> None:
-        """See `Sharding.detach`."""
         self._hook.remove()
         for part in self.members:
             part.detach()

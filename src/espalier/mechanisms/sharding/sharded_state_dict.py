@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from espalier.checkpoint.stored_slice import StoredSlice, fill_slices
-from espalier.checkpoint.tensor_slice import Box, RankRow, Rows, Slice
+from espalier.checkpoint.tensor_slice import Box, RankRow, RowSlice, Slice
 from espalier.comm import plain_collectives
 from espalier.comm.base import Traffic, traffic
 from espalier.optim.base import Optimizer
@@ -72,7 +72,7 @@ class ModelState:
         self._sharding.settle()
         cut = self._sharding.cut
         pieces = {
-            id(slot.parameter): placed(piece(flat, flat.own, slot), slot.name, cut)
+            id(slot.parameter): placed(piece(flat, flat.local, slot), slot.name, cut)
             for flat in self._sharding.flats
             for slot in flat.slots
         }
@@ -209,7 +209,7 @@ def whole_state_dict(sharding: UnitSharding, module: nn.Module, state: dict[str,
     cut = sharding.cut
     for flat in sharding.flats:
         if flat.sharded or flat.masters is not None or cut is not None:
-            values = sharding.whole(flat, flat.own)
+            values = sharding.whole(flat, flat.local)
             for slot in flat.slots:
                 part = values[slot.span.start : slot.span.stop].view(slot.shape)
                 pieces[id(slot.parameter)] = part if cut is None else cut.whole(slot.name, part)
@@ -286,6 +286,6 @@ def _spelled_span(span: Span) -> _Spelled:
 
 def _summed(saved: Slice, row: RankRow) -> Slice:
     """One row of all the saved ones that this rank has read."""
-    if not isinstance(saved, Rows):
+    if not isinstance(saved, RowSlice):
         return saved
     return row.of(saved.local.view(len(saved.rows), row.local.numel()).sum(0))

@@ -191,7 +191,6 @@ class UserLoop:
         return {name: norms[place[name]].to(kind) for name, kind in kinds.items()}
 
     def change(self, name: str, operation: Callable[[Tensor], Any]) -> None:
-        """See `sharded_gradient.Holder`."""
         self._norms.clear()
         for owned in self.sharding.owned:
             if owned.name == name and owned.tensor.grad is not None:

@@ -17,7 +17,7 @@ from espalier.recipe.errors import UserError
 EPSILON = 1e-12
 
 
-class Curve:
+class TimeCurve:
     """Seconds of one operator on n devices, from those at some n: positive, and falling from each n to the next.
 
     A number of devices that is no faster than a smaller one is left out, as nobody would give that many. Between two
@@ -106,9 +106,9 @@ class MetaOp:
     forward: float = 1.0
 
     @cached_property
-    def curve(self) -> Curve:
+    def curve(self) -> TimeCurve:
         """Its scalability."""
-        return Curve(self.seconds)
+        return TimeCurve(self.seconds)
 
     @property
     def parameters(self) -> str:
@@ -116,14 +116,14 @@ class MetaOp:
         return self.tower or self.name
 
 
-class Span(NamedTuple):
+class LevelRange(NamedTuple):
     """The levels `[first, last]` in which a MetaOp may run: after all it needs, before all that need it."""
 
     first: int
     last: int
 
 
-def spans(metaops: Sequence[MetaOp]) -> dict[str, Span]:
+def spans(metaops: Sequence[MetaOp]) -> dict[str, LevelRange]:
     """MetaLevels: the longest distance from a source. What nobody waits for may run as late as the last level.
 
     Raises:
@@ -150,7 +150,7 @@ def spans(metaops: Sequence[MetaOp]) -> dict[str, Span]:
     for metaop in metaops:
         for need in metaop.needs:
             last[need] = min(last[need], first[metaop.name] - 1)
-    return {name: Span(first[name], last[name]) for name in names}
+    return {name: LevelRange(first[name], last[name]) for name in names}
 
 
 def components(metaops: Sequence[MetaOp]) -> list[list[MetaOp]]:

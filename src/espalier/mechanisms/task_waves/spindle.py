@@ -21,9 +21,9 @@ from functools import reduce
 from itertools import islice
 from typing import Literal
 
-from espalier.mechanisms.task_waves.metaops import EPSILON, MetaOp, Span, components, spans
-from espalier.mechanisms.task_waves.wave_placement import Devices, Links, PlacedWaves, exchange, place_waves
-from espalier.mechanisms.task_waves.wave_solver import Share, Slice, Wave, allocate, greedy, repair, solve_program
+from espalier.mechanisms.task_waves.metaops import EPSILON, LevelRange, MetaOp, components, spans
+from espalier.mechanisms.task_waves.wave_placement import DeviceLinks, Devices, PlacedWaves, exchange, place_waves
+from espalier.mechanisms.task_waves.wave_solver import MetaOpSlice, Share, Wave, allocate, greedy, repair, solve_program
 from espalier.recipe.errors import UserError
 
 Method = Literal["program", "greedy", "static", "sequential"]
@@ -164,9 +164,9 @@ def _moved(best: WavePlan, metaops: Sequence[MetaOp], devices: Devices, method: 
     return best
 
 
-def _apart(slices: Sequence[Slice], metaops: Sequence[MetaOp]) -> list[Wave]:
+def _apart(slices: Sequence[MetaOpSlice], metaops: Sequence[MetaOp]) -> list[Wave]:
     """Slices in the same order, as many in a wave as have devices of their own and do not need one another."""
-    needs, split = {metaop.name: {metaop.name, *metaop.needs} for metaop in metaops}, list[list[Slice]]()
+    needs, split = {metaop.name: {metaop.name, *metaop.needs} for metaop in metaops}, list[list[MetaOpSlice]]()
     for slice_ in slices:
         wave = split[-1] if split else []
         busy = {device for other in wave for device in other.devices}
@@ -211,7 +211,7 @@ def _check(metaops: Sequence[MetaOp], devices: Devices) -> None:
             )
 
 
-def _levels(span: Mapping[str, Span]) -> range:
+def _levels(span: Mapping[str, LevelRange]) -> range:
     return range(1 + max(range_.first for range_ in span.values()))
 
 
@@ -229,7 +229,7 @@ def simulate(metaops: Sequence[MetaOp], planned: Sequence[Wave], devices: Device
         for slice_ in slices
     ]
     shares, (forward, backward) = [by_name[slice_.metaop].forward for slice_ in slices], _routes(by_name, slices)
-    free, links = [0.0] * len(devices.nodes), Links(devices)
+    free, links = [0.0] * len(devices.nodes), DeviceLinks(devices)
 
     def run(number: int, seconds: float, ready: float) -> tuple[float, float]:
         ready = max(ready, *(free[device] for device in slices[number].devices), 0.0)
@@ -255,7 +255,7 @@ def simulate(metaops: Sequence[MetaOp], planned: Sequence[Wave], devices: Device
     return there + passes(order[::-1], [1 - share for share in shares], backward)
 
 
-def _routes(by_name: Mapping[str, MetaOp], slices: Sequence[Slice]) -> tuple[list[list[int]], list[list[int]]]:
+def _routes(by_name: Mapping[str, MetaOp], slices: Sequence[MetaOpSlice]) -> tuple[list[list[int]], list[list[int]]]:
     """Of each slice those that take what it gives, and those whose outputs it takes."""
     latest: dict[str, int] = {}
     after, before = [list[int]() for _ in slices], [list[int]() for _ in slices]
@@ -287,7 +287,7 @@ def _numbered(shares: Sequence[Sequence[Share]]) -> list[Wave]:
     for wave in shares:
         made = []
         for name, size, operators in wave:
-            made.append(Slice(name, at.get(name, 0), operators, size))
+            made.append(MetaOpSlice(name, at.get(name, 0), operators, size))
             at[name] = at.get(name, 0) + operators
         numbered.append(tuple(made))
     return numbered
@@ -368,6 +368,6 @@ def _static_waves(groups: Sequence[Sequence[Sequence[MetaOp]]], ranks: Sequence[
         for chain, group in zip(chains, ranks, strict=True):
             if k < len(chain):
                 size = chain[k].curve.within(len(group))[0]
-                wave.append(Slice(chain[k].name, 0, chain[k].operators, size, group[:size]))
+                wave.append(MetaOpSlice(chain[k].name, 0, chain[k].operators, size, group[:size]))
         made_waves.append(tuple(wave))
     return made_waves

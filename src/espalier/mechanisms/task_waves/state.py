@@ -9,7 +9,7 @@ from espalier.plan.base import Cell, ChoiceState, Plan, PlanStruct, nonsense
 from espalier.recipe import units
 
 if TYPE_CHECKING:
-    from espalier.track.charts import Span
+    from espalier.track.charts import TimetableBar
 
 HEAD = "head"
 """The part of a task that gives its losses, as `parallel.workload.HEAD`, which loads torch."""
@@ -65,19 +65,19 @@ class TaskWavesState(ChoiceState, frozen=True):
         """See `ChoiceState.cuts`."""
         return (f"{part.task}.{part.node}:{part.first}-{part.last}@{part.ranks}" for part in self.slices)
 
-    def spans(self) -> list[Span]:
+    def spans(self) -> list[TimetableBar]:
         """See `ChoiceState.spans`: the slices of each rank, forward and backward, coloured by task."""
-        from espalier.track.charts import Span
+        from espalier.track.charts import TimetableBar
 
-        drawn = (
-            (rank, *span, part.task, words)
+        bars = (
+            (rank, span, part.task, words)
             for part in self.slices
             for rank in part.ranks
             for span, words in (((part.begin, part.end), part.words), (part.back, f"{part.words}, backward"))
             if span[1] > span[0]
         )
-        in_order = sorted(drawn, key=lambda bar: bar[:2])
-        return [Span(f"rank {rank}", *bar) for rank, *bar in in_order]
+        in_order = sorted(bars, key=lambda bar: (bar[0], bar[1][0]))
+        return [TimetableBar(f"rank {rank}", *span, task, words) for rank, span, task, words in in_order]
 
     def cells(self, plan: Plan, origin: str) -> list[Cell]:
         """See `ChoiceState.cells`: one, of all ranks."""

@@ -16,7 +16,7 @@ from espalier.mechanisms.task_waves.metaops import MetaOp, fit
 from espalier.mechanisms.task_waves.spindle import Method, WavePlan, simulate, waves
 from espalier.mechanisms.task_waves.state import TaskWavesState, WaveSlice
 from espalier.mechanisms.task_waves.wave_placement import Devices, summed
-from espalier.mechanisms.task_waves.wave_solver import Slice
+from espalier.mechanisms.task_waves.wave_solver import MetaOpSlice
 from espalier.plan import device_model, plan_summary
 from espalier.plan.axes.pipeline import NESTED_IN_FLIGHT
 from espalier.plan.base import Plan, Predicted, Rank
@@ -122,7 +122,8 @@ def seconds(plan: Plan, request: Request, seat: Place, devices: Devices) -> floa
         return sum(one.operators * one.curve(1) for one in metaops) * devices.slowest((0,))
     planned = [
         tuple(
-            Slice(f"{one.task}.{one.node}", one.first, one.last - one.first, len(one.ranks), one.ranks) for one in wave
+            MetaOpSlice(f"{one.task}.{one.node}", one.first, one.last - one.first, len(one.ranks), one.ranks)
+            for one in wave
         )
         for wave in state.waves
     ]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from espalier.mechanisms.task_waves.metaops import MetaOp
-from espalier.mechanisms.task_waves.wave_solver import Slice, Wave
+from espalier.mechanisms.task_waves.wave_solver import MetaOpSlice, Wave
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def exchange(metaops: Sequence[MetaOp], planned: Sequence[Wave], devices: Device
     return sum(summed(size[place], ranks, devices) for place, ranks in holders.items())
 
 
-class Links:
+class DeviceLinks:
     """Links of devices, each of which sends and receives one message after the other. Has state: until when each is
     busy."""
 
@@ -97,49 +97,49 @@ class _Placing:
         self.by_name: Mapping[str, MetaOp] = {metaop.name: metaop for metaop in metaops}
         self.devices, self.memory_first = devices, memory_first
         self.operators: list[dict[tuple[str, int], float]] = [{} for _ in devices.nodes]
-        self.kept = [0.0 for _ in devices.nodes]
+        self.saved = [0.0 for _ in devices.nodes]
         self.where: dict[str, tuple[int, ...]] = {}
 
-    def held(self, device: int) -> float:
+    def bytes_on(self, device: int) -> float:
         """Bytes on it."""
-        return sum(self.operators[device].values()) + self.kept[device]
+        return sum(self.operators[device].values()) + self.saved[device]
 
-    def grown(self, slice_: Slice, device: int) -> float:
+    def grown(self, slice_: MetaOpSlice, device: int) -> float:
         """Further bytes of states that a slice brings to a device."""
         metaop, operators = self.by_name[slice_.metaop], self.operators[device]
         first = metaop.first + slice_.first
         new = sum((metaop.parameters, k) not in operators for k in range(first, first + slice_.operators))
         return new * metaop.states
 
-    def order(self, slice_: Slice) -> tuple[float, float, int, str]:
+    def order(self, slice_: MetaOpSlice) -> tuple[float, float, int, str]:
         """By traffic; where devices differ, what takes longest gets the fastest."""
         metaop = self.by_name[slice_.metaop]
         work = metaop.curve.within(slice_.size)[1] * slice_.operators if self.devices.slower else 0.0
         return -work, -metaop.output, -slice_.size, slice_.metaop
 
-    def take(self, slice_: Slice) -> None:
+    def take(self, slice_: MetaOpSlice) -> None:
         """The slice's devices hold it from now on."""
         metaop = self.by_name[slice_.metaop]
         first = metaop.first + slice_.first
         for device in slice_.devices:
             for k in range(first, first + slice_.operators):
                 self.operators[device][metaop.parameters, k] = metaop.states
-            self.kept[device] += metaop.kept * slice_.operators / len(slice_.devices)
+            self.saved[device] += metaop.kept * slice_.operators / len(slice_.devices)
         self.where[slice_.metaop] = slice_.devices
 
-    def source(self, slice_: Slice) -> tuple[int, ...]:
+    def source(self, slice_: MetaOpSlice) -> tuple[int, ...]:
         """The devices from which a slice's input comes."""
         if slice_.first:
             return self.where[slice_.metaop]
         return tuple(device for need in self.by_name[slice_.metaop].needs for device in self.where[need])
 
-    def chosen(self, slice_: Slice, free: Sequence[int]) -> tuple[int, ...]:
+    def chosen(self, slice_: MetaOpSlice, free: Sequence[int]) -> tuple[int, ...]:
         """The devices for a slice, of those that are free: on one node where one has enough."""
         source = self.source(slice_)
         place = {device: k for k, device in reversed(list(enumerate(source)))}
 
         def rank(device: int) -> tuple[float, ...]:
-            memory = (self.grown(slice_, device), self.held(device))
+            memory = (self.grown(slice_, device), self.bytes_on(device))
             local = (float(device not in place),)
             if self.memory_first:
                 return (*memory[::-1], *local, device)
@@ -153,7 +153,7 @@ class _Placing:
 
         def cost(group: Sequence[int]) -> tuple[float, ...]:
             crossing = len({self.devices.nodes[device] for device in group})
-            new, fullest = sum(self.grown(slice_, d) for d in group), max(self.held(d) for d in group)
+            new, fullest = sum(self.grown(slice_, d) for d in group), max(self.bytes_on(d) for d in group)
             moved = sum(device not in place for device in group)
             if self.memory_first:
                 return (fullest, crossing, new, moved)
@@ -185,4 +185,4 @@ def _placed(metaops: Sequence[MetaOp], waves: Sequence[Wave], devices: Devices, 
         for slice_ in placed.values():
             placing.take(slice_)
         waves_placed.append(tuple(placed[slice_.metaop] for slice_ in wave))
-    return PlacedWaves(tuple(waves_placed), tuple(placing.held(device) for device in range(len(devices.nodes))))
+    return PlacedWaves(tuple(waves_placed), tuple(placing.bytes_on(device) for device in range(len(devices.nodes))))

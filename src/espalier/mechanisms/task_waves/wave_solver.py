@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from espalier.mechanisms.task_waves.metaops import EPSILON, MetaOp, Span
+from espalier.mechanisms.task_waves.metaops import EPSILON, LevelRange, MetaOp
 
 BISECTIONS = 60
 COLUMNS = 400
 """Configurations that are priced at most; a number, as a clock would make plans differ from run to run."""
 
 
-class Slice(NamedTuple):
+class MetaOpSlice(NamedTuple):
     """`operators` of a MetaOp, from number `first`, on a group of `size` devices; `devices`: which ones."""
 
     metaop: str
@@ -27,7 +27,7 @@ class Slice(NamedTuple):
     devices: tuple[int, ...] = ()
 
 
-Wave = tuple[Slice, ...]
+Wave = tuple[MetaOpSlice, ...]
 Share = tuple[str, int, int]
 """(MetaOp, devices, operators)."""
 
@@ -153,7 +153,7 @@ class Program(NamedTuple):
 
 def solve_program(
     metaops: Sequence[MetaOp],
-    span: Mapping[str, Span],
+    span: Mapping[str, LevelRange],
     devices: int,
     seeds: Sequence[tuple[int, Mapping[str, int]]] = (),
 ) -> Program:
@@ -282,7 +282,9 @@ class _Rounding:
         self.allowed[:, wave] = before
 
 
-def repair(metaops: Sequence[MetaOp], span: Mapping[str, Span], devices: int, program: Program) -> list[list[Share]]:
+def repair(
+    metaops: Sequence[MetaOp], span: Mapping[str, LevelRange], devices: int, program: Program
+) -> list[list[Share]]:
     """Waves of whole operators from a fractional schedule. Devices that a configuration leaves free are given to
     MetaOps without a group, and to those whose groups can grow, so that rounding has more places to choose from."""
     waves = [(level, _filled(metaops, span, devices, level, sizes)) for level, sizes, _ in program.used]
@@ -327,7 +329,7 @@ def _stretched(
 
 
 def _filled(
-    metaops: Sequence[MetaOp], span: Mapping[str, Span], devices: int, level: int, sizes: Mapping[str, int]
+    metaops: Sequence[MetaOp], span: Mapping[str, LevelRange], devices: int, level: int, sizes: Mapping[str, int]
 ) -> dict[str, int]:
     """A configuration with its free devices in use."""
     grown = dict(sizes)

@@ -29,7 +29,7 @@ from espalier.mechanisms.task_waves.state import TaskWavesState
 from espalier.parallel.model_cut import ModelCut
 from espalier.parallel.model_stages import Elsewhere
 from espalier.parallel.schedule import Accumulate, Loss
-from espalier.parallel.stage_messages import Form, Messages, shapes_of
+from espalier.parallel.stage_messages import MessageForm, StageMessages, shapes_of
 from espalier.parallel.workload import HEAD, Outcome, TaskNode
 from espalier.plan.axes.pipeline import NESTED_IN_FLIGHT
 from espalier.plan.compose import Claim
@@ -60,7 +60,7 @@ WAVES = Claim(
 
 
 class TaskGraph(Protocol):
-    """A model of several tasks whose parts ranks can run apart (`tasks.towers.Multitask`)."""
+    """A model of several tasks whose parts ranks can run apart (`tasks.towers.MultitaskModel`)."""
 
     def nodes(self, task: int) -> list[TaskNode]:
         """The parts of a task in the order in which they run, its head last."""
@@ -74,7 +74,7 @@ class TaskGraph(Protocol):
         """Of each parameter, the node and the operator that it belongs to; a head is `head.TASK`."""
 
 
-class Route(NamedTuple):
+class SliceRoute(NamedTuple):
     """An edge between slices: the output of slice `source` is input `place` of slice `target`."""
 
     source: int
@@ -92,7 +92,7 @@ class Slices:
     def __init__(self, plan: Plan, tasks: Sequence[str], nodes: Callable[[int], list[TaskNode]]) -> None:
         self.all: tuple[WaveSlice, ...] = plan.state(TaskWavesState).slices
         self.task = [_index(slice_.task, tasks) for slice_ in self.all]
-        self.routes: list[Route] = []
+        self.routes: list[SliceRoute] = []
         self.nodes = [nodes(k) for k in range(len(tasks))]
         ends: dict[tuple[int, str], int] = {}
         for number, (slice_, k) in enumerate(zip(self.all, self.task, strict=True)):
@@ -104,12 +104,12 @@ class Slices:
                     f"{slice_.node} of {slice_.task} runs operators {slice_.first} to {slice_.last} after {at}"
                 )
             if before is not None:
-                self.routes.append(Route(before, number, 0))
+                self.routes.append(SliceRoute(before, number, 0))
             for place, need in enumerate(node.needs if before is None else ()):
                 source = ends.get((k, need))
                 if source is None or self.all[source].last != self._operators(k, need):
                     raise _nonsense(f"{slice_.node} of {slice_.task} runs before {need}")
-                self.routes.append(Route(source, number, place))
+                self.routes.append(SliceRoute(source, number, place))
             ends[k, slice_.node] = number
         for k, task in enumerate(tasks):
             for node in self.nodes[k]:
@@ -122,7 +122,7 @@ class Slices:
     def _operators(self, task: int, name: str) -> int:
         return next(node.operators for node in self.nodes[task] if node.name == name)
 
-    def parts(self, route: Route, samples: int) -> list[tuple[int, int, int, int]]:
+    def parts(self, route: SliceRoute, samples: int) -> list[tuple[int, int, int, int]]:
         """(sender, receiver, first, last) of the samples that cross a route, or stay where sender is receiver."""
         source, target = (self.all[number].ranks for number in (route.source, route.target))
         overlaps = []
@@ -161,7 +161,7 @@ def _nonsense(why: str) -> UserError:
 
 
 @dataclass(frozen=True)
-class Passes:
+class WavePasses:
     """How passes run: as those of `train.whole_model.WholeSchedule`. `settle` returns when parameters
     are up to
     date; `nested`: micro-batches of each task."""
@@ -176,7 +176,7 @@ class Passes:
 
 
 @dataclass
-class _Step:
+class _WaveStep:
     """The slices of this rank that have run forward. Has state: their inputs and outputs, and what is on its way here,
     (room, waits) by tag and sender."""
 
@@ -188,10 +188,12 @@ class _Step:
 class WaveSchedule:
     """See `Schedule`. Has state: the forms of messages."""
 
-    def __init__(self, rank: int, model: nn.Module, slices: Slices, messages: Messages, passes: Passes) -> None:
+    def __init__(
+        self, rank: int, model: nn.Module, slices: Slices, messages: StageMessages, passes: WavePasses
+    ) -> None:
         self.rank, self.slices, self.messages, self.passes = rank, slices, messages, passes
         self.graph = cast("TaskGraph", model)
-        self.own = [number for number, slice_ in enumerate(slices.all) if rank in slice_.ranks]
+        self.local_slices = [number for number, slice_ in enumerate(slices.all) if rank in slice_.ranks]
         model.forward = self._evaluated
 
     def run(self, model: nn.Module, batches: Sequence[Any], loss: Loss) -> Outcome:
@@ -199,7 +201,7 @@ class WaveSchedule:
         whose losses it has computed."""
         self.passes.settle()
         losses: list[tuple[int, Tensor, Tensor]] = []
-        under_way: deque[tuple[_Step, Mapping[int, Any]]] = deque()
+        under_way: deque[tuple[_WaveStep, Mapping[int, Any]]] = deque()
         for fields in self._micro_batches({batch.task: batch.batch for batch in batches}):
             under_way.append((self._forwards(fields, losses), fields))
             if len(under_way) == NESTED_IN_FLIGHT:
@@ -223,11 +225,11 @@ class WaveSchedule:
                     micro_batch[task] = {name: value[low:high] for name, value in fields.items()}
             yield micro_batch
 
-    def _forwards(self, fields: Mapping[int, Any], losses: list[tuple[int, Tensor, Tensor]]) -> _Step:
+    def _forwards(self, fields: Mapping[int, Any], losses: list[tuple[int, Tensor, Tensor]]) -> _WaveStep:
         """Adds (task, loss, weight) of the heads that are here."""
-        step = _Step()
+        step = _WaveStep()
         self._expect_inputs(step, fields)
-        for number in self.own:
+        for number in self.local_slices:
             task = self.slices.task[number]
             if task in fields:
                 self._forward(step, number, fields[task])
@@ -236,13 +238,12 @@ class WaveSchedule:
                     losses.append((task, value.detach().double(), weight.detach().double()))
         return step
 
-    def _backwards(self, step: _Step, fields: Mapping[int, Any]) -> None:
-        for number in reversed(self.own):
+    def _backwards(self, step: _WaveStep, fields: Mapping[int, Any]) -> None:
+        for number in reversed(self.local_slices):
             if self.slices.task[number] in fields:
                 self._backward(step, number, fields[self.slices.task[number]])
 
     def apart(self, accumulate: Accumulate) -> WaveSchedule:
-        """See `Schedule.apart`."""
         copied = copy.copy(self)
         copied.passes = replace(self.passes, accumulate=accumulate)
         return copied
@@ -253,9 +254,9 @@ class WaveSchedule:
 
     def _evaluated(self, task: int, fields: Mapping[str, Tensor]) -> Any:
         """The model's forward, outside of steps: figures of the samples whose head is here; of none, nothing."""
-        step, figures = _Step(), {}
+        step, figures = _WaveStep(), {}
         self._expect_inputs(step, {task: fields})
-        for number in self.own:
+        for number in self.local_slices:
             if self.slices.task[number] == task:
                 self._forward(step, number, fields)
                 if self.slices.all[number].node == HEAD:
@@ -269,17 +270,17 @@ class WaveSchedule:
         ranks = self.slices.all[number].ranks
         return rows(samples, len(ranks), ranks.index(self.rank))
 
-    def _arriving(self, number: int, samples: int) -> Iterator[tuple[Route, int, int, int]]:
+    def _arriving(self, number: int, samples: int) -> Iterator[tuple[SliceRoute, int, int, int]]:
         """(route, sender, first, last) of the inputs of a slice that come from other ranks."""
         for route in self.slices.into[number]:
             for sender, receiver, first, last in self.slices.parts(route, samples):
                 if receiver == self.rank != sender:
                     yield route, sender, first, last
 
-    def _expect_inputs(self, step: _Step, fields: Mapping[int, Any]) -> None:
+    def _expect_inputs(self, step: _WaveStep, fields: Mapping[int, Any]) -> None:
         """Begins to receive what other ranks will send: a message crosses the link only once somebody wants it, and
         this rank is at work until then."""
-        for number in self.own:
+        for number in self.local_slices:
             if (task := self.slices.task[number]) in fields:
                 key = shapes_of(dict(fields[task]))
                 for route, sender, first, last in self._arriving(number, _samples(fields[task])):
@@ -288,16 +289,16 @@ class WaveSchedule:
                     if form is not None:
                         self._expect(step, self.messages.rooms(form)[0], sender, tag)
 
-    def _expect(self, step: _Step, room: Tensor, peer: int, tag: int) -> None:
+    def _expect(self, step: _WaveStep, room: Tensor, peer: int, tag: int) -> None:
         step.coming[tag, peer] = room, self.messages.expect([room], peer, tag)
 
-    def _received(self, step: _Step, peer: int, tag: int) -> Tensor:
+    def _received(self, step: _WaveStep, peer: int, tag: int) -> Tensor:
         """What `_expect` began to receive."""
         room, works = step.coming.pop((tag, peer))
         self.messages.wait(works)
         return room
 
-    def _inputs(self, step: _Step, number: int, fields: Mapping[str, Tensor]) -> list[Tensor]:
+    def _inputs(self, step: _WaveStep, number: int, fields: Mapping[str, Tensor]) -> list[Tensor]:
         """What a slice takes: of each route its samples, from here and from others."""
         samples, key, inputs = _samples(fields), shapes_of(dict(fields)), []
         for route in self.slices.into[number]:
@@ -318,7 +319,7 @@ class WaveSchedule:
                 inputs.append(whole.requires_grad_(torch.is_grad_enabled()))
         return inputs
 
-    def _forward(self, step: _Step, number: int, fields: Mapping[str, Tensor]) -> None:
+    def _forward(self, step: _WaveStep, number: int, fields: Mapping[str, Tensor]) -> None:
         slice_, samples = self.slices.all[number], _samples(fields)
         low, high = self._rows(number, samples)
         inputs = self._inputs(step, number, fields)
@@ -333,16 +334,16 @@ class WaveSchedule:
             for sender, receiver, first, last in self.slices.parts(route, samples):
                 if sender == self.rank != receiver:
                     piece = made.detach()[first - low : last - low]
-                    self.messages.announce(Form.of(piece, slice_.node), receiver, tag, (first, last, key))
+                    self.messages.announce(MessageForm.of(piece, slice_.node), receiver, tag, (first, last, key))
                     self.messages.send([piece], receiver, tag)
                     if self.messages.early and torch.is_grad_enabled():
                         self._expect(step, torch.empty_like(piece), receiver, tag + 1)
 
-    def _tag(self, route: Route) -> int:
+    def _tag(self, route: SliceRoute) -> int:
         """Of activations; their gradients have the next one."""
         return 2 * self.slices.routes.index(route)
 
-    def _backward(self, step: _Step, number: int, fields: Mapping[str, Tensor]) -> None:
+    def _backward(self, step: _WaveStep, number: int, fields: Mapping[str, Tensor]) -> None:
         if number not in step.made:
             return
         samples, task, made = _samples(fields), self.slices.task[number], step.made.pop(number)
@@ -362,7 +363,7 @@ class WaveSchedule:
                 if receiver == self.rank != sender:
                     self.messages.send([back[first - low : last - low]], sender, self._tag(route) + 1)
 
-    def _gradient(self, step: _Step, number: int, made: Tensor, samples: int) -> Tensor:
+    def _gradient(self, step: _WaveStep, number: int, made: Tensor, samples: int) -> Tensor:
         """Of what a slice gave: the sum over those who took it, in the order of the plan."""
         of_made, (low, _) = torch.zeros_like(made), self._rows(number, samples)
         for route in self.slices.out[number]:
@@ -445,7 +446,7 @@ class Waves(Mechanism):
         assert model is not None
         world, local_ranks = (dist.get_process_group_ranks(group) for group in (mesh.channel, mesh.replica))
         places = {rank: local_ranks.index(world[rank]) for rank in mesh.mesh.trainers}
-        passes = Passes(
+        passes = WavePasses(
             context.workload.nominal_weight,
             sharding.accumulate,
             context.forward,
@@ -454,7 +455,7 @@ class Waves(Mechanism):
             context.loss_scale,
             context.plan.state(TaskWavesState).nested,
         )
-        slices, messages = _slices(context), Messages(mesh.replica, places, context.device)
+        slices, messages = _slices(context), StageMessages(mesh.replica, places, context.device)
         context.stalled = lambda: messages.waited
         context.schedule = WaveSchedule(mesh.rank, model, slices, messages, passes)
         self.state(context, {})

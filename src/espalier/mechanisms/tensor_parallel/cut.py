@@ -15,13 +15,13 @@ from espalier.mechanisms.tensor_parallel import layers
 from espalier.mechanisms.tensor_parallel.stream import Stream
 from espalier.parallel.mesh import ProcessMesh
 from espalier.parallel.model_cut import Holders, ModelCut, Slab
-from espalier.parallel.tensor_roles import DIM, Found, check, even, found
+from espalier.parallel.tensor_roles import DIM, ModuleWithRole, check, even, modules_with_roles
 from espalier.parallel.workload import Role
 
 
 def cut_model(model: nn.Module, roles: Mapping[str, Role], stream: Stream, mesh: ProcessMesh, cut: ModelCut) -> None:
     """Cuts `model` in place, and says in `cut` what this rank has of it. Raises UserError where it does not divide."""
-    parts = found(model, roles)
+    parts = modules_with_roles(model, roles)
     check(parts, stream.ranks)
     names = {parameter: name for name, parameter in model.named_parameters()}
     everywhere = {name: Holders(stream.ranks) for name in names.values()}
@@ -44,7 +44,7 @@ def cut_model(model: nn.Module, roles: Mapping[str, Role], stream: Stream, mesh:
     _install(parts, stream)
 
 
-def _slice(part: Found, parameter: nn.Parameter, stream: Stream, stands: bool) -> Slab:
+def _slice(part: ModuleWithRole, parameter: nn.Parameter, stream: Stream, stands: bool) -> Slab:
     """Leaves this rank's slice of a parameter. Returns where it lies."""
     first, last = part.share(stream.rank, stream.ranks)
     dim, whole = DIM[part.role.kind], parameter.shape
@@ -53,9 +53,9 @@ def _slice(part: Found, parameter: nn.Parameter, stream: Stream, stands: bool) -
     return Slab(whole, tuple(first if index == dim else 0 for index in range(len(whole))), stream.group, stands)
 
 
-def _install(parts: Sequence[Found], stream: Stream) -> None:
+def _install(parts: Sequence[ModuleWithRole], stream: Stream) -> None:
     """Gives every module its forward."""
-    together: defaultdict[str, list[Found]] = defaultdict(list)
+    together: defaultdict[str, list[ModuleWithRole]] = defaultdict(list)
     for part in parts:
         module = part.module
         if part.role.kind in ("column", "words"):
@@ -73,7 +73,7 @@ def _install(parts: Sequence[Found], stream: Stream) -> None:
         _install_columns(siblings, stream)
 
 
-def _install_columns(siblings: Sequence[Found], stream: Stream) -> None:
+def _install_columns(siblings: Sequence[ModuleWithRole], stream: Stream) -> None:
     columns = layers.Columns(stream, [partial(getattr, sibling.module, "weight") for sibling in siblings])
     for number, sibling in enumerate(siblings):
         module: Any = sibling.module

@@ -63,7 +63,7 @@ class _Enter(torch.autograd.Function):
         return folded(), None, *gradients
 
 
-class _Product(torch.autograd.Function):
+class _ColumnProduct(torch.autograd.Function):
     """A product with a matrix cut by columns. Backward leaves its output's gradient in the entry."""
 
     @staticmethod
@@ -82,7 +82,7 @@ class _Product(torch.autograd.Function):
         return gradient @ matrix.to(gradient.dtype), None, None, None, None
 
 
-class _Leave(torch.autograd.Function):
+class _LeaveStream(torch.autograd.Function):
     """What the ranks say of each token, added up: the stream again."""
 
     @staticmethod
@@ -98,7 +98,7 @@ class _Leave(torch.autograd.Function):
 
 def leave(partial: Tensor, stream: Stream) -> Tensor:
     """[batch, seq, width] summed over the ranks, as the stream has it. Differentiable."""
-    left: Tensor = _Leave.apply(partial, stream)
+    left: Tensor = _LeaveStream.apply(partial, stream)
     return left
 
 
@@ -126,7 +126,7 @@ class Columns:
         if not self._left:
             self._input = self._state = None
         saved = part if self.stream.regather else None
-        product: Tensor = _Product.apply(whole, matrices[number].detach(), saved, entry, number)
+        product: Tensor = _ColumnProduct.apply(whole, matrices[number].detach(), saved, entry, number)
         return product
 
     def _begin(self, x: Tensor) -> None:
@@ -196,7 +196,7 @@ def words_forward(columns: Callable[[Tensor], Tensor], stream: Stream, total: in
 
 def whole_words(part: Tensor, stream: Stream, total: int) -> Tensor:
     """Of an output of `total` columns, of which this rank has `part`, all of them. Differentiable."""
-    words: Tensor = _Words.apply(part, stream, total)
+    words: Tensor = _GatheredWords.apply(part, stream, total)
     return words
 
 
@@ -223,7 +223,7 @@ class _Once(torch.autograd.Function):
 # --- the head ----------------------------------------------------------------------------------------------------
 
 
-class _Words(torch.autograd.Function):
+class _GatheredWords(torch.autograd.Function):
     """All columns of an output of which each rank has some; every rank then computes the same with them."""
 
     @staticmethod

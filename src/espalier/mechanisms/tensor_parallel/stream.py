@@ -71,18 +71,16 @@ class Stream:
         scattered = self._scatter(whole.reshape(-1, whole.shape[-1]), self.counts((whole.shape[0], whole.shape[1])))
         return lambda: scattered().unsqueeze(0)
 
-    def own(self, whole: Tensor, tokens: tuple[int, int]) -> Tensor:
+    def part_of_rank(self, whole: Tensor, tokens: tuple[int, int]) -> Tensor:
         """`[batch, seq, width]` to `[1, part, width]`: this rank's tokens."""
         first, last = even(tokens[0] * tokens[1], self.rank, self.ranks)
         return whole.reshape(-1, whole.shape[-1])[first:last].unsqueeze(0)
 
     def part(self, whole: Tensor) -> Tensor:
-        """See `ShardedStream.part`."""
         rows: Tensor = _Part.apply(whole, self)
         return rows
 
     def whole(self, part: Tensor) -> Tensor:
-        """See `ShardedStream.whole`."""
         rows: Tensor = _Whole.apply(part, self)
         return rows
 
@@ -124,7 +122,7 @@ class _Part(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, stream: Stream) -> Tensor:
         ctx.stream, ctx.tokens = stream, stream.tokens
-        return stream.own(whole, stream.tokens)
+        return stream.part_of_rank(whole, stream.tokens)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -141,7 +139,7 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.stream.own(gradients[0], ctx.tokens), None
+        return ctx.stream.part_of_rank(gradients[0], ctx.tokens), None
 
 
 def _after(work: Any, result: Callable[[], Tensor]) -> Arrived:

@@ -88,7 +88,7 @@ def _words(letters: NDArray[np.uint8]) -> Iterator[NDArray[np.int64]]:
         places, groups, halves = places.take(left), groups.take(left), halves.take(left)
 
 
-class _Words(NamedTuple):
+class _WordFinder(NamedTuple):
     """A word of each group: its first and last eight letters as numbers, each with a mask of those that it has, and
     whether the group has further words: [groups]."""
 
@@ -99,16 +99,16 @@ class _Words(NamedTuple):
     more: NDArray[np.bool_]
 
 
-class _Table(NamedTuple):
+class _KeywordTable(NamedTuple):
     """The words by what their first four letters are mixed to: [2^16]; a group are those mixed to the same."""
 
     begins: NDArray[np.bool_]
     group: NDArray[np.uint8]
-    words: tuple[_Words, ...]
+    words: tuple[_WordFinder, ...]
 
 
 @cache
-def _table(words: tuple[bytes, ...]) -> _Table:
+def _table(words: tuple[bytes, ...]) -> _KeywordTable:
     """A word that holds another is not needed. A word of three letters has any fourth."""
     mixed: dict[int, set[bytes]] = {}
     for word in words:
@@ -122,10 +122,10 @@ def _table(words: tuple[bytes, ...]) -> _Table:
     for key, names in mixed.items():
         begins[key], group[key] = True, groups.index(tuple(sorted(names)))
     rounds = range(max(map(len, groups)))
-    return _Table(begins, group, tuple(_words_at(groups, at) for at in rounds))
+    return _KeywordTable(begins, group, tuple(_words_at(groups, at) for at in rounds))
 
 
-def _words_at(groups: list[tuple[bytes, ...]], at: int) -> _Words:
+def _words_at(groups: list[tuple[bytes, ...]], at: int) -> _WordFinder:
     """The word number `at` of each group. Of a group that has none, a value that no text is equal to."""
     halves = []
     for begin in (0, 8):
@@ -134,4 +134,4 @@ def _words_at(groups: list[tuple[bytes, ...]], at: int) -> _Words:
         halves.append([1 if part is None else int.from_bytes(part, "little") for part in parts])
     more = np.array([at + 1 < len(group) for group in groups])
     first_mask, first, last_mask, last = (np.array(half, np.uint64) for half in halves)
-    return _Words(first_mask, first, last_mask, last, more)
+    return _WordFinder(first_mask, first, last_mask, last, more)

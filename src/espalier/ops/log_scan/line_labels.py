@@ -54,7 +54,7 @@ _FORMATS = ("%Y-%m-%d %H:%M:%S", "%m/%d/%Y %H:%M:%S")
 
 
 @dataclass(frozen=True)
-class Line:
+class LogLine:
     """One kept line.
 
     Attributes:
@@ -72,7 +72,7 @@ class Line:
     level: str = ""
 
 
-def parse(texts: Mapping[int, str]) -> list[Line]:
+def parse(texts: Mapping[int, str]) -> list[LogLine]:
     """The lines of a log, by number, taken apart. Bare labels (`3: `, `w2: `) count only where many lines have one."""
     count = max(1, sum(bool(text.strip()) for text in texts.values()))
     ranked = sum(_BARE_RANK.match(text) is not None for text in texts.values()) > SHARE * count
@@ -82,7 +82,7 @@ def parse(texts: Mapping[int, str]) -> list[Line]:
     return [_parse(number, text, ranked, hosts if hosted else None, places) for number, text in texts.items()]
 
 
-def without_code(lines: Iterable[Line]) -> Iterator[Line]:
+def without_code(lines: Iterable[LogLine]) -> Iterator[LogLine]:
     """The lines but those of tracebacks that show where an exception passed, and the program's text there."""
     shown: set[int | None] = set()
     for line in lines:
@@ -115,7 +115,7 @@ def _places(texts: Mapping[int, str]) -> dict[object, tuple[int | None, str]]:
 
 def _parse(
     number: int, raw: str, ranked: bool, hosts: Counter[str] | None, places: Mapping[object, tuple[int | None, str]]
-) -> Line:
+) -> LogLine:
     seen: dict[str, str] = {}
     at = 0
     if ranked and (match := _BARE_RANK.match(raw)):
@@ -138,7 +138,7 @@ def _parse(
     if node is None and rank in places:
         node = places[rank][1]
     level = seen.get("level") or _LOUD.get(next((seen[name] for name in _LETTERS if name in seen), ""), "")
-    return Line(number, raw, text, rank, node, _seconds(seen.get("time", "")), level)
+    return LogLine(number, raw, text, rank, node, _seconds(seen.get("time", "")), level)
 
 
 _LETTERS = ("levels", "older", "glog")

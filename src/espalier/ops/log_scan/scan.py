@@ -96,7 +96,7 @@ class Template:
 
     words: list[str]
     last: int = 0
-    kept: int = 0
+    lines_kept: int = 0
 
     def __str__(self) -> str:
         return " ".join(self.words)
@@ -108,12 +108,12 @@ class Templates:
 
     def __init__(self) -> None:
         self._tree: dict[tuple[int, str], list[Template]] = {}
-        self.found: list[Template] = []
+        self.entries: list[Template] = []
 
     @property
     def full(self) -> bool:
         """Whether there are so many forms that one more would tell nothing."""
-        return len(self.found) >= TEMPLATES
+        return len(self.entries) >= TEMPLATES
 
     def add(self, line: str) -> Template:
         """The template of `line`, which it may widen."""
@@ -128,7 +128,7 @@ class Templates:
             return best
         made = Template(words)
         branch.append(made)
-        self.found.append(made)
+        self.entries.append(made)
         return made
 
 
@@ -222,7 +222,7 @@ class _Losses(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Block:
+class _LineBlock:
     """Whole lines that stand together.
 
     Attributes:
@@ -263,8 +263,8 @@ class _Keeper:
     templates: Templates = field(default_factory=Templates)
     crowd: Template = field(default_factory=lambda: Template(["*"]))
     crowded: deque[tuple[int, bytes]] = field(default_factory=lambda: deque(maxlen=LAST))
-    kept: deque[tuple[int, bytes]] = field(default_factory=deque)
-    held: int = 0
+    lines_kept: deque[tuple[int, bytes]] = field(default_factory=deque)
+    bytes_kept: int = 0
     until: int = 0
     """Lines up to this number are kept as context."""
     losses: deque[_Losses] = field(default_factory=deque)
@@ -286,9 +286,10 @@ class _Keeper:
         if self.rest:
             self._look(self.head + self.rest + b"\n", self.size + 1)
         first = self.number - len(self.tail) + 1
-        lines_kept = dict(self.kept) | dict(self.crowded) | {first + at: line for at, line in enumerate(self.tail)}
+        tail = {first + at: line for at, line in enumerate(self.tail)}
+        lines_kept = dict(self.lines_kept) | dict(self.crowded) | tail
         lines = {number: text_of(lines_kept[number]) for number in sorted(lines_kept)}
-        templates = tuple(self.templates.found)
+        templates = tuple(self.templates.entries)
         losses = tuple(self._told())
         return Scanned(path, lines, self.number, self.size, self.mattered, losses, self.not_finite, templates)
 
@@ -303,7 +304,7 @@ class _Keeper:
         shapes = keywords.shapes(text)
         bounds, mattering = keywords.ends_and_matters(shapes)
         ends = np.flatnonzero(np.frombuffer(text, np.uint8) == 10)  # line feeds
-        block = _Block(text, shapes, ends.data, bounds.data, self.number, until)
+        block = _LineBlock(text, shapes, ends.data, bounds.data, self.number, until)
         self.mattered += len(mattering)
         wanted = [(0, self.until - self.number), *self._first(block, mattering)]
         self._keep(block, wanted)
@@ -311,19 +312,19 @@ class _Keeper:
         self.number += len(ends)
         self.tail = (self.tail + [cut(block.line(at)) for at in range(max(0, len(ends) - TAIL), len(ends))])[-TAIL:]
 
-    def _first(self, block: _Block, mattering: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+    def _first(self, block: _LineBlock, mattering: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
         """Of the lines that matter those that are first of a burst, with what stands round them: from, to."""
         places = mattering.tolist()
         for at, template in zip(places, self._templates(block, mattering), strict=True):
             number = block.before + at + 1
             if number - template.last > BURST:
-                template.kept = 0
+                template.lines_kept = 0
             template.last = number
-            if template.kept < FIRST:
-                template.kept += 1
+            if template.lines_kept < FIRST:
+                template.lines_kept += 1
                 yield at - 1, at + 1 + context(block.shape(at))
 
-    def _templates(self, block: _Block, mattering: NDArray[np.int64]) -> list[Template]:
+    def _templates(self, block: _LineBlock, mattering: NDArray[np.int64]) -> list[Template]:
         """Of each of the lines that matter."""
         known = self.known
         shapes = _picked(block.shapes, block.bounds, mattering)
@@ -349,24 +350,24 @@ class _Keeper:
         """Whether templates are looked for no more."""
         return len(self.known) >= MINED or self.templates.full
 
-    def _keep(self, block: _Block, wanted: list[tuple[int, int]]) -> None:
+    def _keep(self, block: _LineBlock, wanted: list[tuple[int, int]]) -> None:
         """Keeps the lines `wanted`, from (-1: the last of the block before) and to, in order, some of which overlap."""
         done = 0
         for low, high in wanted:
-            if low < 0 and block.before and (not self.kept or self.kept[-1][0] < block.before):
+            if low < 0 and block.before and (not self.lines_kept or self.lines_kept[-1][0] < block.before):
                 self._hold(block.before, self.tail[-1])
             for at in range(max(low, done), min(high, len(block.ends))):
                 self._hold(block.before + at + 1, cut(block.line(at)))
             done = max(done, high)
         self.until = max(self.until, block.before + done)
-        while self.held > MEMORY or len(self.kept) > MOST:
-            self.held -= weight(self.kept.popleft()[1])
+        while self.bytes_kept > MEMORY or len(self.lines_kept) > MOST:
+            self.bytes_kept -= weight(self.lines_kept.popleft()[1])
 
     def _hold(self, number: int, line: bytes) -> None:
-        self.kept.append((number, line))
-        self.held += weight(line)
+        self.lines_kept.append((number, line))
+        self.bytes_kept += weight(line)
 
-    def _follow(self, block: _Block) -> None:
+    def _follow(self, block: _LineBlock) -> None:
         """Follows whether the last loss is a number, from a block's end back to its last loss that is one."""
         odd, place = None, block.shapes.rfind(b"loss")
         if place >= 0:

@@ -31,7 +31,7 @@ from espalier.plan.precision import fast
 from espalier.plan.reference_models import DOUBLE, MEGATRON, ReferenceDecoder
 from espalier.plan.request import AUTO, Request
 from espalier.recipe import decoder_shapes, defaults, recipe_file
-from espalier.recipe.decoder_shapes import Sizes
+from espalier.recipe.decoder_shapes import DecoderSizes
 from espalier.recipe.errors import UserError, nearest
 
 RECOMPUTES: Mapping[Any, str] = {
@@ -135,7 +135,7 @@ def refuse_misspelled(words: Mapping[str, Any], known: Iterable[str], where: str
 class _Model:
     """A decoder as its row describes it. `gated`: SwiGLU."""
 
-    size: Sizes
+    size: DecoderSizes
     gated: bool
     said: _Words
 

@@ -20,7 +20,7 @@ from espalier.kernels.base import operation
 from espalier.kernels.buffer_pool import BUFFERS
 from espalier.recipe.errors import UserError
 from espalier.sparse.cbm.build import Deltas, Search, compress
-from espalier.sparse.csr import CSR, Scale, as_columns, csr_matmul, matmul, needs_gradient, shaped_as
+from espalier.sparse.csr import CSR, DiagonalScale, as_columns, csr_matmul, matmul, needs_gradient, shaped_as
 
 PAYS = 1.15
 """With "auto", entries over additions from which on the compressed form is kept: the note of the paper's own authors
@@ -72,7 +72,7 @@ class CBM:
     shape: tuple[int, int]
     deltas: Deltas | None
     plain: CSR | None
-    scale: Scale
+    scale: DiagonalScale
     symmetric: bool
     """Whether A is its own transpose: then the transpose is this very tree with its scales exchanged."""
     automatic: bool = False
@@ -162,7 +162,7 @@ class CBM:
     @cached_property
     def transposed(self) -> CBM:
         """The transposed matrix: of a symmetric A the same tree, else the columns compressed by the same rule."""
-        shape, scale = (self.shape[1], self.shape[0]), Scale(self.scale.right, self.scale.left)
+        shape, scale = (self.shape[1], self.shape[0]), DiagonalScale(self.scale.right, self.scale.left)
         if self.deltas is None and self.plain is not None:
             return CBM(shape, None, self.plain.transposed, scale, self.symmetric)
         if self.symmetric:
@@ -250,7 +250,7 @@ class CBM:
     @classmethod
     def _of_file(cls, header: dict[str, str], tensors: dict[str, Tensor]) -> CBM:
         shape = (int(header["rows"]), int(header["columns"]))
-        scale = Scale(tensors.pop("left", None), tensors.pop("right", None))
+        scale = DiagonalScale(tensors.pop("left", None), tensors.pop("right", None))
         for name, factor, size in zip(("left", "right"), scale, shape, strict=True):
             if factor is not None and factor.shape != (size,):
                 raise ValueError(f"{name} has shape {tuple(factor.shape)}")
@@ -268,10 +268,12 @@ def _scaled(matrix: CSR, scale: Any) -> CSR:
         return matrix
     if isinstance(scale, str):
         return matrix.normalised(scale)
-    return matrix.scaled(Scale(*(None if factor is None else torch.as_tensor(factor).contiguous() for factor in scale)))
+    return matrix.scaled(
+        DiagonalScale(*(None if factor is None else torch.as_tensor(factor).contiguous() for factor in scale))
+    )
 
 
-def _ones(matrix: CSR) -> Scale:
+def _ones(matrix: CSR) -> DiagonalScale:
     """No scale, if all values are one. Raises UserError else."""
     if matrix.values is not None and bool((matrix.values != 1).any()):
         raise UserError(
@@ -279,7 +281,7 @@ def _ones(matrix: CSR) -> Scale:
             why="a row can be the difference of two others only where equal columns have equal weights",
             do="normalise a binary matrix, give its weights as scale=(left, right), or stay with CSR",
         )
-    return Scale(None, None)
+    return DiagonalScale(None, None)
 
 
 def restored(deltas: Deltas, shape: tuple[int, int]) -> CSR:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from espalier.recipe.errors import UserError, nearest
-from espalier.sparse.rcmpp.pattern import Pattern, like, positions
+from espalier.sparse.rcmpp.pattern import SparsityPattern, like, positions
 
 FINDERS = ("bi-criteria", "george-liu", "mind")
 SPARE_WORK = 2**21
@@ -50,7 +50,7 @@ def rcmpp(indptr: Any, indices: Any, *, finder: str = "bi-criteria", restarts: i
         if order is not None:
             return order.permutation.astype(np.int32 if indices.dtype == np.int32 else np.int64, copy=False)
     _check(finder, restarts)
-    return like(trace(Pattern.of(indptr, indices), finder, restarts).permutation, indices)
+    return like(trace(SparsityPattern.of(indptr, indices), finder, restarts).permutation, indices)
 
 
 class Trace(NamedTuple):
@@ -61,7 +61,7 @@ class Trace(NamedTuple):
     width: int
 
 
-def trace(pattern: Pattern, finder: str = "bi-criteria", restarts: int = 1) -> Trace:
+def trace(pattern: SparsityPattern, finder: str = "bi-criteria", restarts: int = 1) -> Trace:
     """`rcmpp` for a pattern that is checked already."""
     from espalier.sparse.rcmpp import compiled, pattern_passes
 
@@ -100,7 +100,7 @@ def _of_arrays(indptr: Any, indices: Any) -> Trace | None:
     return Trace(order, *kernels.narrower.direct(indptr, indices, degree, degree.argsort(), order))
 
 
-def _of_small(pattern: Pattern) -> Trace:
+def _of_small(pattern: SparsityPattern) -> Trace:
     """By `small`: rows that do not ascend, or do not name each neighbour both ways, are made anew."""
     from espalier.sparse.rcmpp import pattern_passes
 
@@ -151,7 +151,7 @@ def profile(indptr: Any, indices: Any, permutation: Any = None) -> int:
 def _spread(indptr: Any, indices: Any, permutation: Any) -> tuple[int, int]:
     from espalier.sparse.rcmpp import pattern_passes
 
-    pattern = Pattern.of(indptr, indices)
+    pattern = SparsityPattern.of(indptr, indices)
     widths = pattern_passes.spread(pattern.indptr, pattern.indices, positions(permutation, pattern.nodes))
     return int(widths[0]), int(widths[1])
 

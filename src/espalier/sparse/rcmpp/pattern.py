@@ -19,7 +19,7 @@ the search then takes a sixth of the time of the pass before it."""
 
 
 @dataclass(frozen=True, eq=False)
-class Pattern:
+class SparsityPattern:
     """A square matrix's entries by rows, as given.
 
     Attributes:
@@ -30,7 +30,7 @@ class Pattern:
     indices: np.ndarray
 
     @classmethod
-    def of(cls, indptr: Any, indices: Any) -> Pattern:
+    def of(cls, indptr: Any, indices: Any) -> SparsityPattern:
         """Checks two integer arrays (NumPy or torch). Raises UserError: ids outside it, offsets that fit not."""
         offsets, ids = _integers(indptr, "indptr"), _integers(indices, "indices")
         nodes = len(offsets) - 1

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from espalier.mechanisms.expert_parallel.flashmoe.cells import Outgoing, Tile, outgoing, tile_rows, tiles_of
-from espalier.mechanisms.expert_parallel.flashmoe.protocol import Pass, Task
+from espalier.mechanisms.expert_parallel.flashmoe.protocol import TilePass, TileTask
 from espalier.mechanisms.expert_parallel.flashmoe.shared_memory import links
-from espalier.mechanisms.expert_parallel.flashmoe.transport import Transport, row_codec
+from espalier.mechanisms.expert_parallel.flashmoe.transport import TileTransport, row_codec
 from espalier.mechanisms.expert_parallel.flashmoe.weight_gradients import FixedOrderSum, PutOff
-from espalier.parallel.expert_map import OverRanks, Tokens
+from espalier.parallel.expert_map import OverRanks, RoutedTokens
 
 _WHOLE = 2**62  # rows of a tile where each source's rows for an expert are one
 HEADER, REFS, WEIGHTS, ROWS = 0, 2, 4, 16
@@ -47,27 +47,27 @@ class FlashMoE(OverRanks):
         UserError: another codec.
     """
 
-    transport: Transport | None = None
+    transport: TileTransport | None = None
     codec: str = "exact"
     at_once: bool | None = None
     load: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.links: Transport = self.transport or links(self.group)
+        self.links: TileTransport = self.transport or links(self.group)
         self.rows = row_codec(self.codec)
         near: frozenset[int] = getattr(self.links, "near", frozenset())
         self.joins = len(near) == self.group.size() - 1 if self.at_once is None else self.at_once
-        self.load = [0] * len(self.held.ranks[self.group.rank()])
+        self.load = [0] * len(self.expert_map.ranks[self.group.rank()])
 
-    def _routed(self, tokens: Tokens, experts: Sequence[nn.Module]) -> Tensor:
+    def _routed(self, tokens: RoutedTokens, experts: Sequence[nn.Module]) -> Tensor:
         x, chosen, weights, anchor = tokens
         parameters = list(dict.fromkeys(p for expert in experts for p in expert.parameters() if p.requires_grad))
-        layer = Layer(self, experts, parameters, torch.is_grad_enabled())
+        layer = FlashMoeCall(self, experts, parameters, torch.is_grad_enabled())
         routed: Tensor = _Route.apply(x, weights.to(x.dtype), anchor, chosen, layer, *parameters)
         return routed
 
 
-Batch = tuple[Task, ...]
+Batch = tuple[TileTask, ...]
 """Tiles of one expert that run in one product, by source."""
 
 
@@ -78,7 +78,7 @@ class Done(NamedTuple):
     answer: Tensor
 
 
-class Layer:
+class FlashMoeCall:
     """One call of a layer on this rank. Has state: its tables, and from forward to backward what its tiles keep.
 
     Attributes:
@@ -89,9 +89,9 @@ class Layer:
         self, route: FlashMoE, experts: Sequence[nn.Module], parameters: Sequence[nn.Parameter], keeps: bool
     ) -> None:
         self.links, self.me, self.experts, self.parameters = route.links, route.group.rank(), experts, parameters
-        self.held, self.keeps, self.load, self.codec = route.held, keeps, route.load, route.rows
-        self.others = [(self.me + turn) % len(route.held.ranks) for turn in range(1, len(route.held.ranks))]
-        self.joins, self.waiting = route.joins, dict[int, list[Task]]()
+        self.expert_map, self.keeps, self.load, self.codec = route.expert_map, keeps, route.load, route.rows
+        self.others = [(self.me + turn) % len(route.expert_map.ranks) for turn in range(1, len(route.expert_map.ranks))]
+        self.joins, self.waiting = route.joins, dict[int, list[TileTask]]()
         self.ready: dict[int, dict[int, Tensor]] = {}
         self.out: list[Outgoing] = []
         self.sent: list[list[Tile]] = []
@@ -108,7 +108,7 @@ class Layer:
         """[tokens x active, width] the answer to every choice."""
         self.active = chosen.shape[1]
         rows = _WHOLE if self.joins else tile_rows(x.shape[1], x.element_size())
-        self.out = [message.on(x.device) for message in outgoing(chosen, self.held)]
+        self.out = [message.on(x.device) for message in outgoing(chosen, self.expert_map)]
         self.sent = [tiles_of(message.counts, rows) for message in self.out]
         self.tiles[self.me] = self.sent[self.me]
         answers = x.new_empty(chosen.numel(), x.shape[1])
@@ -119,7 +119,7 @@ class Layer:
         for peer in self.others:
             self.links.send(self.out[peer].header, peer, HEADER)
         self._send_rows(x, refs=True)
-        now = Pass(self.me, {peer: len(self.sent[peer]) for peer in self.others}, len(self.tiles[self.me]))
+        now = TilePass(self.me, {peer: len(self.sent[peer]) for peer in self.others}, len(self.tiles[self.me]))
 
         def heard(peer: int) -> None:
             numbers = headers[peer].tolist()
@@ -133,7 +133,7 @@ class Layer:
             now.heard(peer, [tile.until > tile.fresh for tile in tiles], len(self.refs[peer]) > 0)
             run(None)
 
-        def run(task: Task | None) -> None:
+        def run(task: TileTask | None) -> None:
             for batch in self._batches(task):
                 tiles = self._tiles(batch)
                 self.load[tiles[0].expert] += sum(_sizes(tiles))
@@ -171,7 +171,7 @@ class Layer:
             if self.sent[peer]:
                 self.links.send(flat[self.out[peer].choices], peer, WEIGHTS)
         self._send_rows(pull, refs=False)
-        now = Pass(self.me, {peer: len(self.sent[peer]) for peer in self.others}, len(self.tiles[self.me]))
+        now = TilePass(self.me, {peer: len(self.sent[peer]) for peer in self.others}, len(self.tiles[self.me]))
         for peer in self.others:
             tiles, pulls[peer] = self.tiles[peer], torch.empty_like(self.rows[peer])
             factors[peer] = pull.new_empty(tiles[-1].stop if tiles else 0)
@@ -181,7 +181,7 @@ class Layer:
             now.heard(peer, [tile.until > tile.fresh for tile in tiles], bool(tiles))
         sums = FixedOrderSum(self._order(), self.parameters)
 
-        def run(task: Task | None) -> None:
+        def run(task: TileTask | None) -> None:
             for batch in self._batches(task):
                 tiles = self._tiles(batch)
                 pairs = list(zip(batch, tiles, strict=True))
@@ -203,19 +203,19 @@ class Layer:
             pass
         return of_choices, sums.total()
 
-    def _order(self) -> dict[Task, int]:
+    def _order(self) -> dict[TileTask, int]:
         """The expert of each tile, in the order in which gradients of weights are summed; of tiles that run at once the
         first."""
-        order: dict[Task, int] = {}
+        order: dict[TileTask, int] = {}
         for source in sorted(self.tiles):
             for number, tile in enumerate(self.tiles[source]):
                 if not (self.joins and tile.expert in order.values()):
-                    order[Task(source, number)] = tile.expert
+                    order[TileTask(source, number)] = tile.expert
         return order
 
     # --- both --------------------------------------------------------------------------------------------------------
 
-    def _batches(self, task: Task | None) -> list[Batch]:
+    def _batches(self, task: TileTask | None) -> list[Batch]:
         """The tiles to run now that `task` is ready (None: now that another source was heard)."""
         if not self.joins:
             return [] if task is None else [(task,)]
@@ -256,7 +256,7 @@ class Layer:
         first = 0
         for number, tiles in enumerate(self._messages(self.tiles[peer])):
             if tiles[-1].until > tiles[0].fresh:
-                event = ("arrived", [Task(peer, first + k) for k in range(len(tiles))])
+                event = ("arrived", [TileTask(peer, first + k) for k in range(len(tiles))])
                 self.links.expect(room[tiles[0].fresh : tiles[-1].until], peer, ROWS + 2 * number, event)
             first += len(tiles)
 
@@ -267,7 +267,7 @@ class Layer:
             self._rooms[peer, number] = room
             self.links.expect(room, peer, ROWS + 2 * number + 1, ("answered", (peer, number)))
 
-    def _answer(self, task: Task, answer: Tensor, rows: Tensor) -> None:
+    def _answer(self, task: TileTask, answer: Tensor, rows: Tensor) -> None:
         """Sends what tiles gave to their source, those of a message together; here it is put where it belongs."""
         if task.source == self.me:
             self._put(task.source, [self.sent[self.me][task.number]], answer, rows)
@@ -280,17 +280,17 @@ class Layer:
             whole = parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
             self.links.send(whole, task.source, ROWS + 2 * number + 1)
 
-    def _answered(self, now: Pass, message: tuple[int, int], rows: Tensor) -> None:
+    def _answered(self, now: TilePass, message: tuple[int, int], rows: Tensor) -> None:
         peer, number = message
         tiles = self._messages(self.sent[peer])[number]
         self._put(peer, tiles, self._rooms.pop(message), rows)
         for k in range(len(tiles)):
-            now.answered(Task(peer, number + k))
+            now.answered(TileTask(peer, number + k))
 
     def _put(self, source: int, tiles: Sequence[Tile], answer: Tensor, rows: Tensor) -> None:
         rows.index_copy_(0, self.out[source].choices[tiles[0].start : tiles[-1].stop], answer)
 
-    def _taken(self, task: Task, tile: Tile, like: Tensor, others: Mapping[int, Tensor]) -> Tensor:
+    def _taken(self, task: TileTask, tile: Tile, like: Tensor, others: Mapping[int, Tensor]) -> Tensor:
         """The rows of a tile, out of a source's fresh rows as they came, or for this rank's own out of all tokens."""
         if task.source == self.me:
             return like.index_select(0, self._tokens[tile.start : tile.stop])
@@ -309,9 +309,9 @@ class Layer:
 
     def _through(
         self,
-        now: Pass,
+        now: TilePass,
         heard: Callable[[int], None] | None,
-        run: Callable[[Task], None],
+        run: Callable[[TileTask], None],
         rows: Tensor,
         spare: Callable[[], bool] = bool,
     ) -> None:
@@ -351,7 +351,9 @@ class _Route(torch.autograd.Function):
     """The layer in autograd's graph."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: Tensor, anchor: Tensor, chosen: Tensor, layer: Layer, *_: Any) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weights: Tensor, anchor: Tensor, chosen: Tensor, layer: FlashMoeCall, *_: Any
+    ) -> Tensor:
         """[tokens, width] to the same."""
         answers = layer.forward(x, chosen)
         # What tiles keep hangs on a tensor that autograd saves: with recomputation it goes and comes with it.

@@ -13,14 +13,14 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 
-class Task(NamedTuple):
+class TileTask(NamedTuple):
     """Tile `number` of those that `source` sends."""
 
     source: int
     number: int
 
 
-class Pass:
+class TilePass:
     """One pass (forward or backward) on one rank. Has state: what has come, run and been answered.
 
     Args:
@@ -29,11 +29,11 @@ class Pass:
 
     def __init__(self, me: int, sent: Mapping[int, int], local_tiles: int) -> None:
         self.unheard = set(sent)
-        self.unanswered = {Task(peer, number) for peer, count in sent.items() for number in range(count)}
-        self._own = deque(Task(me, number) for number in range(local_tiles))
-        self._ready: deque[Task] = deque()
-        self._coming: dict[int, deque[tuple[Task, bool]]] = {}
-        self._arrived: set[Task] = set()
+        self.unanswered = {TileTask(peer, number) for peer, count in sent.items() for number in range(count)}
+        self._own = deque(TileTask(me, number) for number in range(local_tiles))
+        self._ready: deque[TileTask] = deque()
+        self._coming: dict[int, deque[tuple[TileTask, bool]]] = {}
+        self._arrived: set[TileTask] = set()
         self._running = local_tiles
         self._referring: set[int] = set()
 
@@ -42,7 +42,7 @@ class Pass:
         with references, which comes before them."""
         assert source in self.unheard, f"rank {source} was heard twice in a pass"
         self.unheard.remove(source)
-        self._coming[source] = deque((Task(source, number), is_new) for number, is_new in enumerate(fresh))
+        self._coming[source] = deque((TileTask(source, number), is_new) for number, is_new in enumerate(fresh))
         self._running += len(fresh)
         if references:
             self._referring.add(source)
@@ -53,7 +53,7 @@ class Pass:
         self._referring.remove(source)
         self._advance(source)
 
-    def arrived(self, task: Task) -> None:
+    def arrived(self, task: TileTask) -> None:
         """The fresh rows of a tile have come."""
         self._arrived.add(task)
         self._advance(task.source)
@@ -64,7 +64,7 @@ class Pass:
         while source not in self._referring and coming and (not coming[0][1] or coming[0][0] in self._arrived):
             self._ready.append(coming.popleft()[0])
 
-    def take(self) -> Task | None:
+    def take(self) -> TileTask | None:
         """The next tile to run: others wait for theirs, so these come first. None: nothing is ready."""
         if self._ready:
             return self._ready.popleft()
@@ -74,7 +74,7 @@ class Pass:
         """A tile that was taken has been run."""
         self._running -= 1
 
-    def answered(self, task: Task) -> None:
+    def answered(self, task: TileTask) -> None:
         """The answer of the rank `task.source` to the tile with that number has come."""
         self.unanswered.remove(task)
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from espalier.comm.base import Traffic, traffic
 from espalier.comm.channel import Channel
 from espalier.comm.comm_thread import CommThread
-from espalier.mechanisms.expert_parallel.flashmoe.transport import Messages
+from espalier.mechanisms.expert_parallel.flashmoe.transport import PeerMessages
 
 CHUNK = 2**22
 """Bytes of a chunk at least. Pages that nobody wrote take no memory."""
@@ -82,7 +82,7 @@ def _reads(place: str) -> bool:
     return False
 
 
-class Chunk:
+class SharedChunk:
     """Memory of one sender and one receiver. Has state: how much was put in, and on its first bytes how much was taken
     out, which the receiver counts."""
 
@@ -94,7 +94,7 @@ class Chunk:
         self.put, self.end = 0, _ALIGNED
 
     @classmethod
-    def new(cls, size: int) -> Chunk:
+    def new(cls, size: int) -> SharedChunk:
         """One of at least `size` bytes."""
         size = max(CHUNK, size + _ALIGNED)
         descriptor = os.memfd_create(_NAME)
@@ -104,7 +104,7 @@ class Chunk:
         return chunk
 
     @classmethod
-    def seen(cls, process: int, descriptor: int) -> Chunk:
+    def seen(cls, process: int, descriptor: int) -> SharedChunk:
         """That of another process, or of another rank of this one."""
         duplicate = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR)
         try:
@@ -135,13 +135,13 @@ class Chunk:
         self._count[0] += room.nbytes
 
 
-class Line:
+class IncomingMessages:
     """What one neighbour sends. Has state: chunks, rooms that wait for their word, words that wait for their room."""
 
     def __init__(self, process: int) -> None:
         self.process = process
         self.lock = threading.Lock()
-        self.chunks: dict[int, Chunk] = {}
+        self.chunks: dict[int, SharedChunk] = {}
         self.rooms: defaultdict[int, deque[tuple[Tensor, Hashable]]] = defaultdict(deque)
         self.words: defaultdict[int, deque[Sequence[int]]] = defaultdict(deque)
 
@@ -151,11 +151,11 @@ class Line:
         assert size == room.nbytes, f"{size} bytes for {room.nbytes}"
         if size:
             if descriptor not in self.chunks:
-                self.chunks[descriptor] = Chunk.seen(self.process, descriptor)
+                self.chunks[descriptor] = SharedChunk.seen(self.process, descriptor)
             self.chunks[descriptor].read(room, offset)
 
 
-class SharedMemory(Messages):
+class SharedMemoryTransport(PeerMessages):
     """Messages of which those to and from neighbours go through shared memory. Has state: chunks, lines, and words that
     are not sent yet.
 
@@ -169,8 +169,8 @@ class SharedMemory(Messages):
         store, me = group.get_group_store(), group.rank()
         store.set(f"{_NAME}/process {me}", str(os.getpid()))
         self.near = near
-        self._lines = {peer: Line(int(store.get(f"{_NAME}/process {peer}"))) for peer in near}
-        self._chunks: dict[int, list[Chunk]] = {peer: [] for peer in near}
+        self._lines = {peer: IncomingMessages(int(store.get(f"{_NAME}/process {peer}"))) for peer in near}
+        self._chunks: dict[int, list[SharedChunk]] = {peer: [] for peer in near}
         self._unsaid: dict[int, list[int]] = {peer: [] for peer in near}
         self._urgent = False
         self._ledger = getattr(group, "ledger", None)
@@ -185,7 +185,7 @@ class SharedMemory(Messages):
         places = ((chunk, chunk.room(tensor.nbytes)) for chunk in self._chunks[peer])
         chunk, offset = next(((candidate, place) for candidate, place in places if place is not None), (None, _ALIGNED))
         if chunk is None:
-            chunk = Chunk.new(tensor.nbytes)
+            chunk = SharedChunk.new(tensor.nbytes)
             self._chunks[peer].append(chunk)
         chunk.write(tensor, offset)
         if self._ledger is not None:
@@ -209,7 +209,6 @@ class SharedMemory(Messages):
                 self._say(peer)
 
     def expect(self, room: Tensor, peer: int, tag: int, event: Hashable) -> None:
-        """See `Transport.expect`."""
         if peer not in self.near:
             super().expect(room, peer, tag, event)
             return
@@ -226,11 +225,9 @@ class SharedMemory(Messages):
         self._threads[peer, 0].put(partial(_listen, self._group, peer, line, self._events.put))
 
     def announce(self) -> None:
-        """See `Transport.announce`."""
         self._say_all()
 
     def next(self, wait: bool) -> Any:
-        """See `Transport.next`."""
         self._say_all(1 if wait or self._urgent else _TOGETHER)
         self._urgent = False
         try:
@@ -241,19 +238,18 @@ class SharedMemory(Messages):
             raise
 
     def ended(self) -> None:
-        """See `Transport.ended`."""
         self._say_all()
         super().ended()
 
 
-def _leave(chunks: dict[int, list[Chunk]]) -> None:
+def _leave(chunks: dict[int, list[SharedChunk]]) -> None:
     """Waits a little for what is not read yet: a chunk can be opened as long as its sender has it open."""
     until = time.monotonic() + _PATIENCE
     while time.monotonic() < until and not all(chunk.empty for every in chunks.values() for chunk in every):
         time.sleep(1e-3)
 
 
-def _listen(group: Any, peer: int, line: Line, put: Any) -> None:
+def _listen(group: Any, peer: int, line: IncomingMessages, put: Any) -> None:
     """Takes messages of a neighbour while something is expected of it; then none would come."""
     try:
         while True:
@@ -282,7 +278,7 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def links(group: dist.ProcessGroup) -> Messages:
+def links(group: dist.ProcessGroup) -> PeerMessages:
     """The transport for a group, of which all ranks call this: shared memory among those of one machine."""
     near = neighbours(group)
-    return SharedMemory(group, near) if near else Messages(group)
+    return SharedMemoryTransport(group, near) if near else PeerMessages(group)

@@ -19,7 +19,7 @@ from espalier.comm.comm_thread import CommThread
 from espalier.recipe.errors import UserError
 
 
-class Transport(Protocol):
+class TileTransport(Protocol):
     """What a layer needs of the ranks' links."""
 
     idle: float
@@ -42,7 +42,7 @@ class Transport(Protocol):
         """A pass has ended: what was sent in the one before is at its receivers."""
 
 
-class Messages:
+class PeerMessages:
     """Point-to-point messages of a process group. Has state: what is under way, and two threads for each peer that
     wait for rows and for answers (FlashMoE's subscribers)."""
 
@@ -55,12 +55,10 @@ class Messages:
         self.idle = 0.0
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> None:
-        """See `Transport.send`."""
         with traffic(Traffic.EXPERTS):
             self._leaving.append((self._group.send([tensor], peer, tag), tensor))
 
     def expect(self, room: Tensor, peer: int, tag: int, event: Hashable) -> None:
-        """See `Transport.expect`."""
         line = (peer, tag % 2)
         if line not in self._threads:
             thread = self._threads[line] = CommThread(f"experts from rank {peer}")
@@ -70,10 +68,9 @@ class Messages:
         self._threads[line].put(partial(_tell, work, event, self._events.put))
 
     def announce(self) -> None:
-        """See `Transport.announce`: a message announces itself."""
+        """See `TileTransport.announce`: a message announces itself."""
 
     def next(self, wait: bool) -> Any:
-        """See `Transport.next`."""
         if not wait:
             try:
                 event = self._events.get_nowait()
@@ -88,7 +85,6 @@ class Messages:
         return event
 
     def ended(self) -> None:
-        """See `Transport.ended`."""
         for work, _ in self._earlier:
             work.wait()
         self._earlier, self._leaving = self._leaving, []
@@ -104,7 +100,7 @@ def _tell(work: Any, event: Hashable, put: Callable[[Any], None]) -> None:
     put(event)
 
 
-class Rows:
+class PlainRows:
     """How rows cross the links: as they are."""
 
     def room(self, count: int, like: Tensor) -> Tensor:
@@ -120,7 +116,7 @@ class Rows:
         return packed
 
 
-class Int8Rows(Rows):
+class Int8Rows(PlainRows):
     """Eight bits for a value and one float32 scale for a row, of which a half at most is lost. Rows stay as they came
     until the product of their tile reads them (as in DeepSeek-V3, arXiv 2412.19437, section 3.2.2, with fp8), and a row
     with a value that is not finite comes out as NaN."""
@@ -142,9 +138,9 @@ class Int8Rows(Rows):
         return (packed[:, :-4].view(torch.int8) * scale).to(like.dtype)
 
 
-def row_codec(name: str) -> Rows:
+def row_codec(name: str) -> PlainRows:
     """Raises UserError for a name that is not `exact` or `int8`."""
-    if name not in (row_codecs := {"exact": Rows, "int8": Int8Rows}):
+    if name not in (row_codecs := {"exact": PlainRows, "int8": Int8Rows}):
         raise UserError(
             f"Rows of experts have no codec {name!r}.",
             why="they are permuted as they are sent, so each row is encoded by itself",

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from espalier.mechanisms.expert_parallel.flashmoe.protocol import Task
+from espalier.mechanisms.expert_parallel.flashmoe.protocol import TileTask
 
 
 class Late(NamedTuple):
@@ -46,16 +46,15 @@ class PutOff(TorchFunctionMode):
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
         if isinstance(weight, nn.Parameter) and weight.requires_grad and torch.is_grad_enabled():
-            return _Linear.apply(input, weight, bias, self)
+            return _LinearWithoutWeightGradient.apply(input, weight, bias, self)
         return F.linear(input, weight, bias)
 
 
-class _Linear(torch.autograd.Function):
+class _LinearWithoutWeightGradient(torch.autograd.Function):
     """`F.linear` whose backward pass leaves the weight's gradient to `PutOff`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, late: PutOff) -> Tensor:
-        """See `F.linear`."""
         ctx.save_for_backward(x)
         ctx.weight, ctx.late = weight, late
         return F.linear(x, weight, bias)
@@ -75,7 +74,7 @@ class _Expert:
     """The tiles of an expert. Has state: how many have not run, and what those that have brought."""
 
     left: int = 0
-    late: dict[Task, list[Late]] = field(default_factory=dict)
+    late: dict[TileTask, list[Late]] = field(default_factory=dict)
 
 
 class FixedOrderSum:
@@ -86,9 +85,9 @@ class FixedOrderSum:
         order: of all tiles, with the expert of each.
     """
 
-    def __init__(self, order: Mapping[Task, int], parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, order: Mapping[TileTask, int], parameters: Sequence[nn.Parameter]) -> None:
         self._order, self._of, self._turn, self._parameters = list(order), order, 0, parameters
-        self._waiting: dict[Task, Sequence[Tensor | None]] = {}
+        self._waiting: dict[TileTask, Sequence[Tensor | None]] = {}
         self._sums: list[Tensor | None] = [None] * len(parameters)
         self._experts: dict[int, _Expert] = {}
         self._ready: list[int] = []
@@ -96,7 +95,7 @@ class FixedOrderSum:
         for expert in order.values():
             self._experts.setdefault(expert, _Expert()).left += 1
 
-    def add(self, task: Task, gradients: Sequence[Tensor | None], late: list[Late]) -> None:
+    def add(self, task: TileTask, gradients: Sequence[Tensor | None], late: list[Late]) -> None:
         """What one tile gives: gradients (None for parameters of other experts, and of what is put off)."""
         expert = self._experts[self._of[task]]
         expert.late[task] = late
