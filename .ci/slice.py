@@ -4,8 +4,8 @@
     python .ci/slice.py 3          that slice
     python .ci/slice.py --oldest   prints which slice was passed longest ago
 
-Every slow or soak test function belongs to one slice by a hash of its name, so all of them run within as many landings
-as there are slices.
+Every slow or soak test case belongs to one slice by a hash of its name, so all of them run within as many landings as
+there are slices.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ STARTS = re.compile(
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The tiers of tests beside the normal suite; see CONTRIBUTING.md."""
-    parser.addoption("--slice", metavar="K/N", help="only test functions whose name's hash is K modulo N")
+    parser.addoption("--slice", metavar="K/N", help="only test cases whose name's hash is K modulo N")
     parser.addoption("--quick", action="store_true", help="only files of tests that start no process")
 
 
@@ -85,16 +85,35 @@ def starts_processes(file: Path, *readers: Path) -> bool:
     return any(starts_processes(BUILDERS[name], file, *readers) for name in names if BUILDERS[name] not in readers)
 
 
+@pytest.hookimpl(tryfirst=True)  # before cases are chosen by their marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """All cases of a function are in one slice, which stays that of a file that moves to another folder."""
+    """What is in a slice stays there when its file moves to another folder."""
+    mark_slow_between_extremes(items)
     if config.option.slice is None:
         return
     number, slices = map(int, config.option.slice.split("/"))
-    names = {item: f"{item.path.name}::{item.nodeid.partition('::')[2].partition('[')[0]}" for item in items}
-    of_slice = {item: xxhash.xxh3_64_intdigest(name.encode()) % slices for item, name in names.items()}
+    of_slice = {item: xxhash.xxh3_64_intdigest(slice_unit(item).encode()) % slices for item in items}
     chosen = [item for item in items if of_slice[item] == number]
     config.hook.pytest_deselected(items=[item for item in items if of_slice[item] != number])
     items[:] = chosen
+
+
+def slice_unit(item: pytest.Item) -> str:
+    """What stays in one slice: a case, or a file that is slow as a whole, whose tests share what they have built."""
+    module = item.getparent(pytest.Module)
+    whole = module is not None and any(module.get_closest_marker(name) for name in ("slow", "soak"))
+    return item.path.name if whole else f"{item.path.name}::{item.nodeid.partition('::')[2]}"
+
+
+def mark_slow_between_extremes(items: list[pytest.Item]) -> None:
+    """Of a function marked `extremes` those cases that are neither its first nor its last, of those without a mark."""
+    functions: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("extremes") and not item.get_closest_marker("slow"):
+            functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in functions.values():
+        for item in cases[1:-1]:
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -38,6 +38,7 @@ from espalier.recipe.errors import UserError
 __all__ = ["quietly"]
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("kind", TOKENIZERS)
 def test_ids_in_training_after_a_resume_in_predict_and_of_every_export_are_those_of_the_base(
@@ -77,6 +78,7 @@ def test_ids_in_training_after_a_resume_in_predict_and_of_every_export_are_those
         assert ids[0][name] == ids[1][name]
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("kind", ["byte level", "begun with bos", "without bos"])
 def test_a_gguf_file_says_the_special_tokens_of_the_base(kind: str, template: str, tmp_path: Path) -> None:

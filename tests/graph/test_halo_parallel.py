@@ -13,19 +13,21 @@ import torch
 
 from espalier import recipe as config
 from espalier.checkpoint.save_and_restore import Checkpoints
-from espalier.graph import coded_rows
+from espalier.graph import coded_rows, halo, partition_folder
 from espalier.graph.data import Graph
 from espalier.graph.neighbor_sampler import Style
 from espalier.graph.workload import GraphWorkload
 from espalier.launch.ranks import agent
 from espalier.machine import cluster as clusters_
 from espalier.mechanisms.few_bits import quantization
-from espalier.mechanisms.halo_exchange import halo, halo_parallel, partition_folder
+from espalier.mechanisms.halo_exchange import choice, halo_parallel
 from espalier.mechanisms.halo_exchange import planned as halo_exchange
 from espalier.mechanisms.halo_exchange.halo_parallel import Cutting, open_part
 from espalier.mechanisms.halo_exchange.sylvie import Adaptive
 from espalier.plan import base as plans
 from espalier.plan import decide, trials
+from espalier.plan.ask import Ask
+from espalier.plan.layout_decision import best_layout
 from espalier.recipe import units
 from espalier.recipe.errors import UserError
 from espalier.sparse.partition import clusters
@@ -141,6 +143,7 @@ CODED = {
 OFTEN = ("messages", "attention", "few bits of gradients")
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize("name", [pytest.param(one, marks=() if one in OFTEN else pytest.mark.slow) for one in CODED])
 def test_rows_cross_as_codes_with_the_same_result_in_the_bytes_of_the_plan(name, monkeypatch):
     model, quant, options = CODED[name]
@@ -227,6 +230,7 @@ def hubs() -> Graph:
     return Graph.from_edges(*ends, features=graph.features, labels=graph.labels, parts=graph.parts, undirected=True)
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize("kind", ["gcn", "sage", "gin"])
 def test_sums_cross_around_hubs_and_train_as_one_rank(kind, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -276,6 +280,7 @@ def test_a_checkpoint_goes_on_with_another_number_of_parts(tmp_path):
         assert first["losses"] + then["losses"] == pytest.approx(whole["losses"], rel=1e-9)
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize(
     "options", [{"bits": 1}, {"bits": 4, "synchronize": 3}, {"bits": 1, "by_degree": True}, {"bits": 1, "delta": True}]
 )
@@ -467,9 +472,9 @@ def test_trials_decide_between_one_rank_and_several():
         return lambda every: {trials.key(one): 1.0 if len(one.ranks) == count else 2.0 for one in every}
 
     cluster, free = machines(3, 1), asked({}, None)
-    found = decide._every_step(asked({}, 3), cluster, decide.DATASHEET)
+    several = best_layout(Ask(asked({}, 3), cluster))
     for count in (1, 3):
-        plan = decide._with_graph(found, free, cluster, decide.DATASHEET, fast(count))
+        plan = choice.CHOICE.finish(several, Ask(free, cluster, trials=fast(count)))
         assert len(plan.ranks) == count
         assert any(one.startswith("Measured steps") for one in plan.why)
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from espalier import recipe as config
-from espalier.graph import sources
+from espalier.graph import halo, partition_folder, sources
 from espalier.graph.data import Graph
 from espalier.graph.gnn import Gnn
 from espalier.graph.neighbor_sampler import Style
 from espalier.graph.subgraphs import View
 from espalier.graph.workload import GraphWorkload, open_graph
-from espalier.mechanisms.halo_exchange import halo, halo_parallel, partition_folder
+from espalier.mechanisms.halo_exchange import halo_parallel
 from espalier.recipe import defaults, recipe_file
 from espalier.recipe.errors import UserError
 from espalier.sparse import partition

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from espalier import recipe as config
-from espalier.graph import graph_plan, workload_row
+from espalier.graph import graph_plan, part_inference, partition_folder, workload_row
 from espalier.graph.subgraphs import infer
 from espalier.graph.workload import GraphWorkload, open_graph
-from espalier.mechanisms.halo_exchange import halo_parallel, part_inference, partition_folder
+from espalier.mechanisms.halo_exchange import halo_parallel
 from espalier.mechanisms.halo_exchange.halo_parallel import Cutting
 from espalier.plan import decide
 from espalier.recipe.errors import UserError
@@ -141,6 +141,7 @@ QUANTIZED = {
 }
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_quantized_layers_on_parts_that_were_cut_before_train_as_on_the_graph(tmp_path, name):
     """Widths by node and degree, steps that begin with the values of all ranks, answers and their packages."""

@@ -40,6 +40,7 @@ def _accumulating(channel: Channel, plan: Plan, way: str) -> Any:
     return copy.deepcopy(model.state_dict())
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize("way", ["no_sync", "all in no_sync", "every backward exchanges"])
 @pytest.mark.parametrize(
     "shard",
@@ -67,6 +68,7 @@ def _skipping(channel: Channel | None, plan: Plan, odd: tuple[int, ...] = (2, 3)
     return copy.deepcopy(model.state_dict())
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize("shard", [(1, 1, 1), (1, 1, 2), (1, 2, 2), (2, 2, 2)])
 def test_gradients_stay_until_they_are_cleared(shard: tuple[int, int, int]) -> None:
     expected = _skipping(None, plan_of(1))

@@ -19,7 +19,7 @@ from espalier.plan import base as plans
 from espalier.plan import compose
 from espalier.recipe import defaults, recipe_file
 from espalier.recipe.errors import UserError
-from espalier.train import mechanisms, trainer, worker
+from espalier.train import build, table, trainer, worker
 from espalier.train import rank_spec as launch
 from espalier.train.rank_setup import RankSetup
 
@@ -247,7 +247,7 @@ def test_int8_with_feedback_costs_less_than_half_a_percent_over_three_seeds(rank
 
 
 def test_two_answers_to_one_question_are_refused_by_name():
-    claims = [mechanisms.SELECTIVE, mechanisms.BLOCK]
+    claims = [build.SELECTIVE, build.BLOCK]
     refusal = compose.compose(claims)
     assert isinstance(refusal, compose.Refusal)
     assert set(refusal.pair) == {"recompute_selective", "recompute_block"}
@@ -257,7 +257,7 @@ def test_muon_is_refused_pieces_of_matrices_by_name(corpus):
     recipe = recipe_of(corpus, {"optimizer": {"kind": "muon"}})
     cut = plans.Plan(ranks=(plans.Rank(), plans.Rank()), units=(plans.Unit(optimizer=(0, 1)),))
     with pytest.raises(UserError, match="muon and amsp_split cannot run together") as error:
-        mechanisms.ordered(recipe, cut)
+        table.ordered(recipe, cut)
     assert error.value.why == "muon needs whole matrices, which amsp would bring"
     whole = msgspec.structs.replace(cut, units=(msgspec.structs.replace(cut.units[0], whole=True),))
-    assert "muon" in [one.claim.name for one in mechanisms.ordered(recipe, whole)]
+    assert "muon" in [one.claim.name for one in table.ordered(recipe, whole)]

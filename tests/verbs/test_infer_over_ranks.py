@@ -15,8 +15,9 @@ from tests.story.programs import MACHINE, forked, launched
 from espalier.cli import load_run
 from espalier.cli import main as cli
 from espalier.cli.run_data import DataChoice
+from espalier.graph import partition_folder
 from espalier.graph.workload import open_graph
-from espalier.mechanisms.halo_exchange import halo_parallel, partition_folder
+from espalier.mechanisms.halo_exchange import halo_parallel
 from espalier.mechanisms.halo_exchange.halo_parallel import Cutting
 from espalier.plan import base as plans
 from espalier.recipe.errors import UserError

@@ -29,30 +29,32 @@ class AllNames:
 
     def state_dict(self) -> dict[str, Any]:
         """Slices of what is here, and empty ones of what is not."""
-        own = self._part.state_dict()
+        local = self._part.state_dict()
         mine = {
-            name: (list(one.size()), str(one.dtype)) for name, one in own.items() if isinstance(one, Tensor | Slice)
+            name: (list(value.size()), str(value.dtype))
+            for name, value in local.items()
+            if isinstance(value, Tensor | Slice)
         }
         with traffic(Traffic.CONTROL):
             everyone = plain_collectives.all_gather(mine, self._group)
-        found: dict[str, Any] = {}
+        entries: dict[str, Any] = {}
         for names in everyone:
             for name, (shape, dtype) in names.items():
-                if name not in found:
-                    found[name] = self._entry(own.get(name), torch.Size(shape), dtype, name, everyone)
-        return found | {name: one for name, one in own.items() if name not in mine}
+                if name not in entries:
+                    entries[name] = self._entry(local.get(name), torch.Size(shape), dtype, name, everyone)
+        return entries | {name: value for name, value in local.items() if name not in mine}
 
-    def _entry(self, own: Any, shape: torch.Size, dtype: str, name: str, everyone: list[Any]) -> Any:
-        if own is None:
+    def _entry(self, local: Any, shape: torch.Size, dtype: str, name: str, everyone: list[Any]) -> Any:
+        if local is None:
             nothing = torch.empty(0, dtype=getattr(torch, dtype.removeprefix("torch.")))
             return Slice(nothing, shape, 0, writes=False)
         alone = sum(name in names for names in everyone) == 1
-        return Slice(own.detach().reshape(-1), shape, 0) if isinstance(own, Tensor) and alone else own
+        return Slice(local.detach().reshape(-1), shape, 0) if isinstance(local, Tensor) and alone else local
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes what is this rank's."""
-        own = self._part.state_dict()
-        self._part.load_state_dict({name: _whole(state[name], like) for name, like in own.items()})
+        local = self._part.state_dict()
+        self._part.load_state_dict({name: _whole(state[name], like) for name, like in local.items()})
 
 
 def _whole(value: Any, like: Any) -> Any:
@@ -75,7 +77,7 @@ class OwnNames:
         self._part.load_state_dict(_common(self._part.state_dict(), state))
 
 
-def _common(own: Any, saved: Any) -> Any:
-    if isinstance(own, dict) and isinstance(saved, dict):
-        return {name: _common(one, saved[name]) if name in saved else one for name, one in own.items()}
-    return own if isinstance(own, list) and len(own) != len(saved) else saved
+def _common(local: Any, saved: Any) -> Any:
+    if isinstance(local, dict) and isinstance(saved, dict):
+        return {name: _common(value, saved[name]) if name in saved else value for name, value in local.items()}
+    return local if isinstance(local, list) and len(local) != len(saved) else saved

@@ -46,7 +46,7 @@ class Coordinator:
         gathered = plain_collectives.gather(_told(given), self.group)
         answers = None
         if gathered is not None:
-            answers = [_told(answer) for answer in _answers(phase, [_heard(one) for one in gathered], combine)]
+            answers = [_told(answer) for answer in _answers(phase, [_heard(answer) for answer in gathered], combine)]
         return _heard(plain_collectives.scatter(answers, self.group))
 
 
@@ -56,8 +56,8 @@ def _told(result: tuple[Any, EspalierError | None]) -> tuple[Any, ...]:
     return value, None if error is None else errors.words_of(error)
 
 
-def _heard(told: tuple[Any, ...]) -> tuple[Any, EspalierError | None]:
-    value, words = told
+def _heard(answer: tuple[Any, ...]) -> tuple[Any, EspalierError | None]:
+    value, words = answer
     return value, None if words is None else errors.from_words(words)
 
 

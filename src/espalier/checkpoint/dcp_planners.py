@@ -25,10 +25,10 @@ class SavePlanner(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Any:
         """What a write item stands for. What is not in memory is read into one buffer: torch's writer refers to all
         that it has written until the end."""
-        found = self.state_dict[index.fqn]
-        if isinstance(found, StoredSlice):
-            return found.read(index, self._buffer)
-        return found.__get_tensor_shard__(index) if isinstance(found, Slice) else super().lookup_object(index)
+        value = self.state_dict[index.fqn]
+        if isinstance(value, StoredSlice):
+            return value.read(index, self._buffer)
+        return value.__get_tensor_shard__(index) if isinstance(value, Slice) else super().lookup_object(index)
 
     def _buffer(self, size: int) -> Tensor:
         if len(self._room) < size:
@@ -53,21 +53,21 @@ class LoadPlanner(DefaultLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         """What a read item is read into."""
-        found = self.state_dict[index.fqn]
-        return found.__get_tensor_shard__(index) if isinstance(found, Slice) else super().lookup_tensor(index)
+        value = self.state_dict[index.fqn]
+        return value.__get_tensor_shard__(index) if isinstance(value, Slice) else super().lookup_tensor(index)
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         """What a read item is read into; room of its own for what is not in memory."""
-        found = self.state_dict[read_item.dest_index.fqn]
-        if isinstance(found, StoredSlice):
-            return torch.empty(read_item.lengths, dtype=found.dtype)
+        value = self.state_dict[read_item.dest_index.fqn]
+        if isinstance(value, StoredSlice):
+            return torch.empty(read_item.lengths, dtype=value.dtype)
         return super().resolve_tensor(read_item)
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         """It has been read."""
-        found = self.state_dict[read_item.dest_index.fqn]
-        if isinstance(found, StoredSlice):
-            found.put(read_item, tensor)
+        value = self.state_dict[read_item.dest_index.fqn]
+        if isinstance(value, StoredSlice):
+            value.put(read_item, tensor)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Keeps them; torch's own would unpickle them."""

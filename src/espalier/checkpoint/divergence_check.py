@@ -35,13 +35,13 @@ def make() -> str:
 def digest(tensors: Mapping[str, state_tree.Kept], besides: Collection[str] = ()) -> tuple[int, ...]:
     """[8] the XXH3-128 of this rank's elements of `tensors`, `besides` those of some names, in their order, as numbers
     of 16 bits."""
-    found = xxhash.xxh3_128()
+    hasher = xxhash.xxh3_128()
     for name, tensor in tensors.items():
         if name in besides:
             continue
-        own = state_tree.local(tensor).cpu().contiguous()
-        found.update(own.reshape(-1).view(torch.uint8).numpy().data)
-    return tuple(np.frombuffer(found.digest(), dtype=np.uint16).tolist())
+        local = state_tree.local(tensor).cpu().contiguous()
+        hasher.update(local.reshape(-1).view(torch.uint8).numpy().data)
+    return tuple(np.frombuffer(hasher.digest(), dtype=np.uint16).tolist())
 
 
 def strangers(given: Sequence[object]) -> tuple[list[int], bool]:
@@ -54,7 +54,7 @@ def strangers(given: Sequence[object]) -> tuple[list[int], bool]:
     ([1], False)
     """
     (usual, count), *_ = Counter(given).most_common()
-    return [rank for rank, one in enumerate(given) if one != usual], 2 * count > len(given)
+    return [rank for rank, digits in enumerate(given) if digits != usual], 2 * count > len(given)
 
 
 class Alike:
@@ -82,15 +82,15 @@ class Alike:
             Diverged: the ranks do not hold the same, and it cannot be said which of them are right.
             PeerLost: another rank holds something else than most.
         """
-        told = torch.zeros(self._world, _DIGITS, dtype=torch.float64)
-        told[self._rank] = torch.tensor(digest(tensors, self.besides), dtype=torch.float64)
-        self._mean(told)
-        self._judge([tuple(one) for one in (told * self._world).round().tolist()])
+        digests = torch.zeros(self._world, _DIGITS, dtype=torch.float64)
+        digests[self._rank] = torch.tensor(digest(tensors, self.besides), dtype=torch.float64)
+        self._mean(digests)
+        self._judge([tuple(row) for row in (digests * self._world).round().tolist()])
 
     def agreed(self, team: Coordinator, tensors: Mapping[str, state_tree.Kept]) -> None:
         """As `compare`, but the ranks agree as `team`, which may be another thread's."""
-        own = partial(digest, tensors, self.besides)
-        self._judge(team.agree("comparing what ranks hold", own, lambda all_: [all_] * len(all_)))
+        local_digest = partial(digest, tensors, self.besides)
+        self._judge(team.agree("comparing what ranks hold", local_digest, lambda all_: [all_] * len(all_)))
 
     def _judge(self, given: Sequence[tuple[float, ...]]) -> None:
         odd, known = strangers(given)

@@ -102,11 +102,11 @@ class CopySlot:
         """The local parts, as views of the copy, and the rest. Raises UserError: it holds what `write` does not."""
         _, begin, end, _ = self._header()
         memory = self._mapped()
-        told = serialization.loads(memory[begin:end], "A copy in memory")
+        content = serialization.loads(memory[begin:end], "A copy in memory")
         room = torch.frombuffer(memory, dtype=torch.uint8)[:begin]
         try:
-            rows, rest = told
-            return {row: _view(room, row) for row in (_Row(*one) for one in rows)}, rest
+            rows, rest = content
+            return {row: _view(room, row) for row in (_Row(*row) for row in rows)}, rest
         except (TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise UserError("A copy in memory cannot be read.", why=f"{type(error).__name__}: {error}") from None
 
@@ -136,9 +136,9 @@ def _layout(tensors: Mapping[str, state_tree.Kept]) -> tuple[list[_Row], int]:
     """Where each tensor goes, and where the last one ends."""
     rows, first = [], _BEGIN
     for name, tensor in tensors.items():
-        own = state_tree.local(tensor)
-        rows.append(_Row(name, own.dtype, tuple(own.shape), first, own is not tensor))
-        first += -(-own.nbytes // _ALIGNED) * _ALIGNED
+        local = state_tree.local(tensor)
+        rows.append(_Row(name, local.dtype, tuple(local.shape), first, local is not tensor))
+        first += -(-local.nbytes // _ALIGNED) * _ALIGNED
     return rows, first
 
 
@@ -216,9 +216,9 @@ class Memory:
             self._newest = step
         if self._partner is not None and self._copies:  # all ranks have room, as they told after the first one
             self._partner.pass_on(next(slot for slot in self._slots if slot.step == self._newest))
-        told = torch.tensor([time.perf_counter() - began, self._usual, float(not fits)], dtype=torch.float64)
-        agree(told)
-        self._decide(step, *told.tolist())
+        measured = torch.tensor([time.perf_counter() - began, self._usual, float(not fits)], dtype=torch.float64)
+        agree(measured)
+        self._decide(step, *measured.tolist())
         self._last = (step, time.perf_counter())
 
     def stay(self, step: int, parts: Callable[[], Mapping[str, Stateful]], meta: Mapping[str, Any]) -> None:
@@ -243,23 +243,23 @@ class Memory:
         """The newest step of which every rank has a whole copy, its own or one that it can be sent; -1 when there is
         none. Where all should hold the same, a step of which they have kept different copies does not count. All ranks
         call it."""
-        kept = self._partner
+        partner = self._partner
 
-        def told() -> tuple[dict[int, tuple[int, ...]], list[int], bool]:
-            own = {slot.step: self._digest(slot) for slot in self._slots if slot.good()}
-            return own, [] if kept is None else sorted(kept.held()), self._stayed
+        def local_copies() -> tuple[dict[int, tuple[int, ...]], list[int], bool]:
+            digests = {slot.step: self._digest(slot) for slot in self._slots if slot.good()}
+            return digests, [] if partner is None else sorted(partner.held()), self._stayed
 
         def combine(given: list[tuple[dict[int, tuple[int, ...]], list[int], bool]]) -> list[int]:
             seen: dict[int, set[tuple[int, ...]]] = {}
-            for step, one in itertools.chain.from_iterable(owns.items() for owns, _, _ in given):
-                seen.setdefault(step, set()).add(one)
+            for step, digest_ in itertools.chain.from_iterable(owns.items() for owns, _, _ in given):
+                seen.setdefault(step, set()).add(digest_)
             copies = [{step for step in owns if len(seen[step]) == 1} for owns, _, _ in given]
-            if kept is not None:
-                copies = [one.union(given[kept.keeps(rank)][1]) for rank, one in enumerate(copies)]
+            if partner is not None:
+                copies = [steps.union(given[partner.keeps(rank)][1]) for rank, steps in enumerate(copies)]
             there = set.union(*copies) if any(stayed for *_, stayed in given) else set.intersection(*copies)
             return [max(there, default=_NONE)] * len(given)
 
-        return self._team.agree("looking for copies in memory", told, combine)
+        return self._team.agree("looking for copies in memory", local_copies, combine)
 
     def _digest(self, slot: CopySlot) -> tuple[int, ...]:
         """Of the tensors of a whole copy, where ranks are compared."""
@@ -270,7 +270,7 @@ class Memory:
     def take(self, step: int, parts: Mapping[str, Stateful]) -> dict[str, Any] | None:
         """Gives `parts` their state of `step`; what was said of it, or None (and nothing done) where it does not fit.
         All ranks call it."""
-        slot = next((one for one in self._slots if one.step == step), None)
+        slot = next((slot for slot in self._slots if slot.step == step), None)
         if self._stays or self._partner is not None:
             slot = self._shared(step)
         states: list[dict[str, Any]] = []
@@ -279,13 +279,16 @@ class Memory:
         def fill() -> bool:
             if slot is None:
                 return False
-            kept, (skeletons, said) = slot.read()
-            filled = _filled(kept, state_tree.flatten(parts)[0])
+            rows, (skeletons, saved_meta) = slot.read()
+            filled = _filled(rows, state_tree.flatten(parts)[0])
             if filled is None:
                 return False
-            meta.update(said)
-            trees = [serialization.loads(one, f"The state of {name!r} in memory") for name, one in skeletons.items()]
-            states.extend(state_tree.join(one, filled.__getitem__) for one in trees)
+            meta.update(saved_meta)
+            trees = [
+                serialization.loads(skeleton, f"The state of {name!r} in memory")
+                for name, skeleton in skeletons.items()
+            ]
+            states.extend(state_tree.join(tree, filled.__getitem__) for tree in trees)
             return True
 
         if not self._team.agree("fitting copies", fill, lambda all_: [all(all_)] * len(all_)):
@@ -297,19 +300,19 @@ class Memory:
     def _shared(self, step: int) -> CopySlot | None:
         """This rank's copy of `step`; where it has none, one that another rank has sent. None where that did not arrive
         whole, by its hash."""
-        own = next((slot for slot in self._slots if slot.step == step and slot.good()), None)
-        team, kept = self._team, self._partner
-        having = team.agree("sharing copies", lambda: own is not None, lambda all_: [all_] * len(all_))
+        slot = next((slot for slot in self._slots if slot.step == step and slot.good()), None)
+        team, partner = self._team, self._partner
+        having = team.agree("sharing copies", lambda: slot is not None, lambda all_: [all_] * len(all_))
         for rank in (rank for rank, has in enumerate(having) if not has):
-            source = having.index(True) if kept is None else kept.keeps(rank)
+            source = having.index(True) if partner is None else partner.keeps(rank)
             if team.rank == source:
-                copy = own if kept is None else kept.copy(step)
+                copy = slot if partner is None else partner.copy(step)
                 assert copy is not None
                 peer_copy.send(team, copy, rank)
             elif team.rank == rank:
-                own = self._oldest()
-                peer_copy.receive(team, own, source)
-        return own if own is not None and own.good() else None
+                slot = self._oldest()
+                peer_copy.receive(team, slot, source)
+        return slot if slot is not None and slot.good() else None
 
     def begin(self, step: int) -> None:
         """The run goes on from `step`: copies of later steps are of an attempt that is given up."""
@@ -340,18 +343,18 @@ class Memory:
         if self._copies <= len(self._slots):
             self._due = step + 1  # the first use of a slot maps its pages: no measure of what copies cost
             return
-        found: Interval = young_daly.interval(stall, usual, self._refuge.between_failures)
-        self._due = step + found.steps
-        if usual and not 0.5 <= found.steps / max(1, self._steps) <= 2.0:
-            self._steps = found.steps
-            self._tell(found.steps, f"a copy in memory {found}")
+        interval: Interval = young_daly.interval(stall, usual, self._refuge.between_failures)
+        self._due = step + interval.steps
+        if usual and not 0.5 <= interval.steps / max(1, self._steps) <= 2.0:
+            self._steps = interval.steps
+            self._tell(interval.steps, f"a copy in memory {interval}")
 
 
-def _filled(kept: Mapping[_Row, Tensor], own: Mapping[str, state_tree.Kept]) -> dict[str, state_tree.Kept] | None:
+def _filled(rows: Mapping[_Row, Tensor], tree: Mapping[str, state_tree.Kept]) -> dict[str, state_tree.Kept] | None:
     """The parts' own tensors with what was kept; copies where a part has none yet; None where they differ."""
     filled: dict[str, state_tree.Kept] = {}
-    for row, value in kept.items():
-        name, mine = row.name, own.get(row.name)
+    for row, value in rows.items():
+        name, mine = row.name, tree.get(row.name)
         if mine is None and row.cut:
             return None
         if mine is None:

@@ -42,7 +42,7 @@ def distance(nodes: Sequence[int]) -> int:
     """g, where `nodes` says the machine of each rank; 0: there is none, as where one has most of the ranks."""
     world = len(nodes)
     return next(
-        (one for one in range(1, world) if all(nodes[r] != nodes[(r + one) % world] for r in range(world))), 0
+        (gap for gap in range(1, world) if all(nodes[r] != nodes[(r + gap) % world] for r in range(world))), 0
     )  # fmt: skip
 
 
@@ -72,12 +72,12 @@ class Partner:
         """The one of `step`, which is `held`."""
         return next(slot for slot in self._slots if slot.step == step)
 
-    def pass_on(self, own: SavedCopy) -> None:
-        """Sends a rank's `own` copy to who keeps it, and takes the one that is kept here. All ranks call it."""
-        here = own.content()
+    def pass_on(self, copy: SavedCopy) -> None:
+        """Sends a rank's `copy` to who keeps it, and takes the one that is kept here. All ranks call it."""
+        content = copy.content()
         size = torch.zeros(1, dtype=torch.int64)
-        self._swap(torch.tensor([len(here)]), size)
-        self._swap(here, min(self._slots, key=lambda slot: slot.step).content(int(size)))
+        self._swap(torch.tensor([len(content)]), size)
+        self._swap(content, min(self._slots, key=lambda slot: slot.step).content(int(size)))
 
     def _swap(self, going: Tensor, coming: Tensor) -> None:
         group = self._team.group

@@ -38,17 +38,17 @@ def restore(
     """
     path = place.path(name)
     with place.open(name, dcp_metadata.NAME) as file:
-        sizes = {one: found.bytes for one, found in files.items()}
+        sizes = {name: entry.bytes for name, entry in files.items()}
         metadata = dcp_metadata.read(file.read(), sizes, f"{path}/{dcp_metadata.NAME}")
     reader = place.reader(name)
     reader.set_up_storage_reader(metadata, True)
     present = [part for part in parts if state_tree.SKELETON + part in metadata.state_dict_metadata]
     skeletons = _skeletons(reader, metadata, present, path, trust)
-    own, _ = state_tree.flatten({part: parts[part] for part in present})
+    flat, _ = state_tree.flatten({part: parts[part] for part in present})
     tensors: dict[str, Any] = {}
     for skeleton in skeletons.values():
         for hole in state_tree.holes(skeleton):
-            tensors[hole] = _room(metadata, hole, own.get(hole))
+            tensors[hole] = _room(metadata, hole, flat.get(hole))
     _read(reader, metadata, tensors, path)
     for part in present:
         _give(parts[part], part, state_tree.join(skeletons[part], tensors.__getitem__), name)
@@ -93,22 +93,22 @@ def _read(reader: StorageReader, metadata: Metadata, state: dict[str, Any], path
         raise UserError(f"A file of {path} does not hold the tensors it should.", why=why) from error
 
 
-def _room(metadata: Metadata, name: str, own: state_tree.Kept | None) -> state_tree.Kept:
+def _room(metadata: Metadata, name: str, value: state_tree.Kept | None) -> state_tree.Kept:
     """What to read `name` into: the part's own where it fits, else a new one on the CPU."""
     saved = metadata.state_dict_metadata.get(name)
     if not isinstance(saved, TensorStorageMetadata):
         raise UserError(f"The checkpoint has no tensor {name}, and its skeleton names it.", do="use another checkpoint")
-    if isinstance(own, Slice) and own.shape != saved.size:
-        own = own.saved_as(saved.size) or own
-    if isinstance(own, DTensor | Slice) and own.shape != saved.size:
+    if isinstance(value, Slice) and value.shape != saved.size:
+        value = value.saved_as(saved.size) or value
+    if isinstance(value, DTensor | Slice) and value.shape != saved.size:
         raise UserError(
-            f"The checkpoint's {name} has shape {tuple(saved.size)}, the run's has {tuple(own.shape)}.",
+            f"The checkpoint's {name} has shape {tuple(saved.size)}, the run's has {tuple(value.shape)}.",
             do="resume with the recipe the run began with, or start a new run with --run FOLDER",
         )
-    if own is not None and own.shape == saved.size and own.dtype == saved.properties.dtype:
-        return own
-    if isinstance(own, Slice):  # another precision
-        return own.of(torch.empty(own.local.shape, dtype=saved.properties.dtype))
+    if value is not None and value.shape == saved.size and value.dtype == saved.properties.dtype:
+        return value
+    if isinstance(value, Slice):  # another precision
+        return value.of(torch.empty(value.local.shape, dtype=saved.properties.dtype))
     return torch.empty(saved.size, dtype=saved.properties.dtype)
 
 

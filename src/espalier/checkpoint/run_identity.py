@@ -106,16 +106,16 @@ def loads(text: bytes, kind: type[Kind], path: str) -> Kind:
     return content
 
 
-def is_foreign(own: RunIdentity | None, stamp: RunStamp | None) -> bool:
-    """Whether what is stamped so is of another run than `own`; what has no identity is not."""
-    if own is None or stamp is None:
+def is_foreign(identity: RunIdentity | None, stamp: RunStamp | None) -> bool:
+    """Whether what is stamped so is of another run than `identity`; what has no identity is not."""
+    if identity is None or stamp is None:
         return False
-    return stamp.id != own.run.id or stamp.meaning not in own.meanings
+    return stamp.id != identity.run.id or stamp.meaning not in identity.meanings
 
 
-def refuse_foreign(own: RunIdentity | None, stamp: RunStamp | None, path: str) -> None:
-    """Raises UserError where a checkpoint, or a place of checkpoints, at `path` is of another run than `own`."""
-    if is_foreign(own, stamp):
+def refuse_foreign(identity: RunIdentity | None, stamp: RunStamp | None, path: str) -> None:
+    """Raises UserError where a checkpoint, or a place of checkpoints, at `path` is of another run than `identity`."""
+    if is_foreign(identity, stamp):
         raise UserError(
             f"{path} belongs to {stamp}: another run than this one.",
             do="move it away, or name another checkpoint.target or --run; the command that began that run goes on with "
@@ -123,10 +123,10 @@ def refuse_foreign(own: RunIdentity | None, stamp: RunStamp | None, path: str) -
         )
 
 
-def doubt(own: RunIdentity | None, stamp: RunStamp | None, path: str) -> str:
+def doubt(identity: RunIdentity | None, stamp: RunStamp | None, path: str) -> str:
     """What is to be said of a checkpoint at `path` that is used though it, or the run, has no identity; else empty."""
-    if own is not None and stamp is None:
+    if identity is not None and stamp is None:
         return f"{path} does not say which run it is of (an earlier version wrote it): it is taken for this run's"
-    if own is None and stamp is not None:
+    if identity is None and stamp is not None:
         return f"the run folder has no {NAME}; {path} is of {stamp}"
     return ""

@@ -141,7 +141,7 @@ class Checkpoints:
         began = time.monotonic()
         self.wait()
         tensors, skeletons = state_tree.flatten(parts)
-        stored = any(isinstance(one, StoredSlice) for one in tensors.values())
+        stored = any(isinstance(tensor, StoredSlice) for tensor in tensors.values())
         state = {**self._stage.copy(tensors, changing=not stored), **skeletons}
         loss = None if loss is None or not math.isfinite(loss) else loss
         job, wait = WriteJob(step, state, dict(meta), loss, self.rate, self.run), wait or stored
@@ -211,11 +211,11 @@ class Checkpoints:
         another run, or when a part refuses.
         """
         self.wait()
-        found = self.team.agree(
+        candidates = self.team.agree(
             "listing checkpoints", lambda: None, lambda _: [self._wanted(step, most)] * self.team.world
         )
         skipped: list[tuple[str, str]] = []
-        for name in found:
+        for name in candidates:
             why = self.team.agree("checking a checkpoint", partial(self._damage, name), _first_reason)
             if why:
                 skipped.append((name, why))
@@ -279,14 +279,16 @@ class Checkpoints:
         name = folder_name(job.step)
         try:
             if self.alike is not None:
-                self.alike.agreed(self.team, {key: one for key, one in job.state.items() if not isinstance(one, bytes)})
+                self.alike.agreed(
+                    self.team, {key: value for key, value in job.state.items() if not isinstance(value, bytes)}
+                )
             written = Write(self.place, self.team, job).run()
             took, path = time.monotonic() - began, self.place.path(name)
             self.wrote = took
             blocked = (time.monotonic() if waits else began) - asked
             rate = written.bytes / max(written.seconds, 1e-9)
-            told = {"seconds": took, "blocked": blocked, "bytes": written.bytes, "rate": rate, "path": path}
-            self._event("checkpoint", step=job.step, **told)
+            figures = {"seconds": took, "blocked": blocked, "bytes": written.bytes, "rate": rate, "path": path}
+            self._event("checkpoint", step=job.step, **figures)
             self._prune(name)
         except EspalierError as error:
             self._failure = error
@@ -306,14 +308,14 @@ class Checkpoints:
         names = [name for name, entry in entries.items() if not run_identity.is_foreign(self.run, entry.run)]
         ours = {name: entries[name] for name in names[: names.index(newest) + 1]}
         good = [name for name, entry in ours.items() if not entry.why]
-        kept = {name for name in ours if name >= min(good[-self.keep :], default=newest)}
+        kept_names = {name for name in ours if name >= min(good[-self.keep :], default=newest)}
         if self.hold is not None:
-            kept.add(max((name for name in good if (step_of(name) or 0) <= self.hold), default=newest))
+            kept_names.add(max((name for name in good if (step_of(name) or 0) <= self.hold), default=newest))
         losses = {name: entry.loss for name, entry in ours.items() if entry.loss is not None}
         if self.keep_best and losses:
-            kept.add(min(losses, key=losses.__getitem__))
+            kept_names.add(min(losses, key=losses.__getitem__))
         for name in names:
-            if name not in kept:
+            if name not in kept_names:
                 self._remove(name)
 
     def _remove(self, name: str) -> None:
@@ -326,9 +328,9 @@ class Checkpoints:
 
 def _step_back() -> None:
     """The thread that calls this leaves the cores to training."""
-    own = threading.get_native_id()
+    thread = threading.get_native_id()
     with contextlib.suppress(OSError, AttributeError):  # not every system has it, for every thread
-        os.setpriority(os.PRIO_PROCESS, own, max(NICE, os.getpriority(os.PRIO_PROCESS, own)))
+        os.setpriority(os.PRIO_PROCESS, thread, max(NICE, os.getpriority(os.PRIO_PROCESS, thread)))
 
 
 def _first_reason(reasons: list[str]) -> list[str]:

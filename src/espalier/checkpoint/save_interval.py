@@ -127,8 +127,8 @@ class Pace:
         cost, usual, wrote, between = self._mean([cost, self._usual, self._writing.wrote, between])
         if cost and usual:
             self._costs = [*self._costs, cost][-REMEMBERED:]
-            found = choose(statistics.median(self._costs), wrote, usual, between)
-            if len(self._costs) == 1 or not 0.5 <= found.steps / self._steps <= 2.0:
-                self._tell(found.steps, f"a checkpoint {found}")
-                self._steps = found.steps
+            interval = choose(statistics.median(self._costs), wrote, usual, between)
+            if len(self._costs) == 1 or not 0.5 <= interval.steps / self._steps <= 2.0:
+                self._tell(interval.steps, f"a checkpoint {interval}")
+                self._steps = interval.steps
         self._saved, self._blocked, self._beside, self._busy = step, stood, 0.0, True

@@ -97,9 +97,9 @@ class StagingBuffers:
             if isinstance(tensor, StoredSlice) or not (changing or accelerator.is_on(local(tensor))):
                 copies[name] = tensor
                 continue
-            own = local(tensor)
-            buffer = fresh[name] = self._buffer(name, own)
-            buffer.copy_(own, non_blocking=accelerator.is_on(own))
+            local_tensor = local(tensor)
+            buffer = fresh[name] = self._buffer(name, local_tensor)
+            buffer.copy_(local_tensor, non_blocking=accelerator.is_on(local_tensor))
             copies[name] = _like(tensor, buffer)
         if any(accelerator.is_on(tensor.device) for tensor in tensors.values()):
             accelerator.synchronize()
@@ -107,9 +107,9 @@ class StagingBuffers:
         return copies
 
     def _buffer(self, name: str, like: Tensor) -> Tensor:
-        kept = self._buffers.get(name)
-        if kept is not None and kept.shape == like.shape and kept.dtype == like.dtype:
-            return kept
+        buffer = self._buffers.get(name)
+        if buffer is not None and buffer.shape == like.shape and buffer.dtype == like.dtype:
+            return buffer
         return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=accelerator.is_on(like))
 
 

@@ -79,8 +79,8 @@ def folder_name(step: int) -> str:
 
 def step_of(name: str) -> int | None:
     """The step of a checkpoint's name, or None for any other name."""
-    found = _FOLDER.match(name)
-    return int(found[1]) if found else None
+    match = _FOLDER.match(name)
+    return int(match[1]) if match else None
 
 
 def open_place(target: str | Path) -> Storage:
@@ -118,10 +118,10 @@ class Folder:
     def names(self) -> list[str]:
         """See Place."""
         try:
-            found = [entry.name for entry in self.root.iterdir() if _FOLDER.match(entry.name)]
+            names = [entry.name for entry in self.root.iterdir() if _FOLDER.match(entry.name)]
         except (FileNotFoundError, NotADirectoryError):
             return []
-        return sorted(found, key=lambda name: step_of(name) or 0)
+        return sorted(names, key=lambda name: step_of(name) or 0)
 
     def begin(self, name: str) -> Path:
         """See Place."""

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -50,9 +50,9 @@ class StoredSlice(Slice):
 
     def values(self) -> Tensor:
         """1-D: all elements, in memory."""
-        found = torch.empty(self.local.numel(), dtype=self.dtype)
-        self.stored.read(0, found)
-        return found
+        values = torch.empty(self.local.numel(), dtype=self.dtype)
+        self.stored.read(0, values)
+        return values
 
     def take(self, source: Tensor | Slice) -> None:
         """Copies elements from another tensor; nothing where `source` was read into this one."""
@@ -76,11 +76,28 @@ class StoredSlice(Slice):
 
     def _written(self) -> list[Box]:
         """The boxes of what is read at once."""
-        count, found = self.local.numel(), []
+        count, boxes = self.local.numel(), []
         for first, last in itertools.pairwise((*self.stored.cuts, count)):
             part = Slice(self.local[first:last], self.shape, self.start + first, part=self.part)
-            found += [replace(box, first=box.first + first) for box in part._boxes()]
-        return found or self._boxes()
+            boxes += [replace(box, first=box.first + first) for box in part._boxes()]
+        return boxes or self._boxes()
+
+
+def fill_slices(table: dict[str, Any], state: dict[str, Any]) -> None:
+    """Copies the values of `state` into the tensors and slices of `table`. Raises KeyError for a name that lacks."""
+    with torch.no_grad():
+        for name, target in table.items():
+            source = state[name]
+            if not isinstance(target, Slice):
+                if isinstance(target, Tensor):
+                    target.copy_(source)
+            elif isinstance(target, StoredSlice):
+                target.take(source)
+            elif isinstance(source, Slice):
+                if source.local.data_ptr() != target.local.data_ptr():
+                    target.local.copy_(source.local)
+            else:  # a whole tensor, from somewhere else
+                target.local.copy_(target.taken_from(source))
 
 
 def _runs(sizes: Sequence[int], offsets: Sequence[int], values: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -88,6 +105,6 @@ def _runs(sizes: Sequence[int], offsets: Sequence[int], values: Tensor) -> Itera
     if values.ndim == 0 or tuple(values.shape[1:]) == tuple(sizes[1:]):
         yield (0 if values.ndim == 0 else offsets[0] * math.prod(sizes[1:])), values.reshape(-1)
         return
-    for index, one in enumerate(values):
-        for first, part in _runs(sizes[1:], offsets[1:], one):
+    for index, position in enumerate(values):
+        for first, part in _runs(sizes[1:], offsets[1:], position):
             yield (offsets[0] + index) * math.prod(sizes[1:]) + first, part

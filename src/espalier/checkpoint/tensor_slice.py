@@ -97,7 +97,7 @@ class Slice:
         stop = self.start + self.local.numel()
         if self.part is None:
             return list(boxes(self.shape, self.start, stop))
-        return [one.inside(self.part) for one in boxes(self.part.sizes, self.start, stop)]
+        return [box.inside(self.part) for box in boxes(self.part.sizes, self.start, stop)]
 
     def _written(self) -> list[Box]:
         """The boxes that a file holds."""

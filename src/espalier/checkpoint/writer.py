@@ -165,7 +165,7 @@ def _write_results(rows: list[Any]) -> list[WriteResult]:
 
 def _result_rows(results: list[WriteResult]) -> list[Any]:
     """`results` as plain values."""
-    return [(_index_of(one.index), one.size_in_bytes, _where(one.storage_data)) for one in results]
+    return [(_index_of(result.index), result.size_in_bytes, _where(result.storage_data)) for result in results]
 
 
 def _where(stored: _StorageInfo) -> tuple[str, int, int]:
@@ -176,8 +176,8 @@ def _index_of(index: MetadataIndex) -> tuple[Any, ...]:
     return index.fqn, None if index.offset is None else tuple(index.offset), index.index
 
 
-def _index(told: tuple[Any, ...]) -> MetadataIndex:
-    return MetadataIndex(*told)
+def _index(fields: tuple[Any, ...]) -> MetadataIndex:
+    return MetadataIndex(*fields)
 
 
 def _data_of(data: TensorWriteData | None) -> tuple[Any, ...] | None:
@@ -186,9 +186,9 @@ def _data_of(data: TensorWriteData | None) -> tuple[Any, ...] | None:
     return tuple(data.chunk.offsets), tuple(data.chunk.sizes), data.properties.dtype, tuple(data.size)
 
 
-def _data(told: tuple[Any, ...] | None) -> TensorWriteData | None:
-    if told is None:
+def _data(fields: tuple[Any, ...] | None) -> TensorWriteData | None:
+    if fields is None:
         return None
-    offsets, sizes, dtype, size = told
+    offsets, sizes, dtype, size = fields
     chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
     return TensorWriteData(chunk, TensorProperties(dtype=dtype), torch.Size(size))

@@ -31,7 +31,7 @@ from espalier.recipe.units import plural, show_seconds
 from espalier.track.progress import Waiting
 from espalier.train import phases, workload_registry
 from espalier.train import run_folder as runs
-from espalier.train.mechanisms import DTYPES
+from espalier.train.build import DTYPES
 from espalier.train.workload_row import Row
 
 HARNESS = "lm-eval:"

@@ -27,7 +27,7 @@ from espalier.launch.ranks import rank_assignment, store_server
 from espalier.launch.ranks.supervisor import RestartOptions
 from espalier.machine import cluster as clusters
 from espalier.machine import probe, resource_limits
-from espalier.mechanisms.codecs import planned as codecs
+from espalier.mechanisms.codecs import choice as codecs
 from espalier.plan import replan
 from espalier.recipe import cache_dir, recipe_file, units
 from espalier.recipe.errors import UserError

@@ -24,9 +24,9 @@ from espalier.parallel.mesh import ProcessMesh, of_plan
 from espalier.parallel.sequence_slots import divided
 from espalier.plan import base as plans
 from espalier.recipe import units
-from espalier.train import mechanisms, worker
 from espalier.train import rank_spec as launch
 from espalier.train import run_folder as runs
+from espalier.train import table, worker
 from espalier.train.mechanism import Build, Mechanism
 
 PARTS = "rows of the graph cross"
@@ -90,7 +90,7 @@ def over(plan: plans.Plan, nodes: list[int], batch: int) -> plans.Plan:
 
 def _parts(recipe: Any, plan: plans.Plan) -> Mechanism | None:
     """The mechanism that gives each rank its part."""
-    return next((one for one in mechanisms.ordered(recipe, plan) if PARTS in one.claim.changes), None)
+    return next((one for one in table.ordered(recipe, plan) if PARTS in one.claim.changes), None)
 
 
 def _first(found: Trained, plan: plans.Plan, place: launch.RankSpec) -> Tensor | None:

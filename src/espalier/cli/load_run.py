@@ -22,7 +22,7 @@ from espalier.recipe.errors import UserError
 from espalier.recipe.terminal import say
 from espalier.train import phases, workload_registry
 from espalier.train import run_folder as runs
-from espalier.train.mechanisms import DTYPES
+from espalier.train.build import DTYPES
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,9 @@ from espalier.mechanisms.disk_batches import drawn_batches
 from espalier.parallel.workload import Workload
 from espalier.plan import base as plans
 from espalier.plan import explain, search
+from espalier.plan.ask import PlanDecision
 from espalier.plan.collective_time import gpus
-from espalier.plan.decide import PlanDecision, decide
+from espalier.plan.decide import decide
 from espalier.plan.layouts import view
 from espalier.plan.request import AUTO
 from espalier.plan.trials import Trials

@@ -17,17 +17,15 @@ from espalier.cli import measurements, prepare, run_plan
 from espalier.cli.run_start import RunStart
 from espalier.launch.ranks.resize import RunShape
 from espalier.launch.resilience.slowdown import Evidence
-from espalier.mechanisms.codecs import planned as codecs
-from espalier.mechanisms.task_waves import replan_waves
-from espalier.mechanisms.unequal_pipelines import replan_pipelines
+from espalier.mechanisms.codecs import choice as codecs
 from espalier.plan import base as plans
 from espalier.plan import replan
 from espalier.plan.base import Plan
 from espalier.plan.request import Request
 from espalier.recipe.errors import UserError
 from espalier.track import events
-from espalier.train import mechanisms
 from espalier.train import rank_spec as launch
+from espalier.train import table
 
 Start = Callable[[RunStart], launch.Entrypoint]
 """The task of a run's ranks."""
@@ -127,7 +125,7 @@ class RunResizer:
     def _refuse(self, plan: Plan) -> None:
         """Raises UserError where the run cannot go on by another plan."""
         claim = replan.PIPELINES if replan.cut(plan) else replan.CLAIM
-        mechanisms.require_beside(self.job.resolved.recipe, plan, claim)
+        table.require_beside(self.job.resolved.recipe, plan, claim)
 
     def _where(self, option: replan.Replan, hosts: tuple[int, ...]) -> dict[str, Any]:
         """What a shape says of hosts. `hosts`: of each rank, where not all of them had one before."""
@@ -144,7 +142,7 @@ class RunResizer:
         samples = ", ".join(str(one.share[1] - one.share[0]) for one in map(made.ranks.__getitem__, made.trainers))
         work = f"{samples} samples each step"
         if replan.cut(made) or replan.cut(self.job.plan):
-            work = replan_waves.told(made) if made.waves or self.job.plan.waves else replan_pipelines.told(made)
+            work = replan.told([made, self.job.plan])
         count = f"{len(made.ranks)} of {before}" if len(made.ranks) < before else f"all {len(made.ranks)}"
         shape = RunShape(
             task=self._start(replace(self.job, plan=made)),
@@ -224,7 +222,7 @@ class HostResizer(RunResizer):
 
     def _refuse(self, plan: Plan) -> None:
         claim = replan.PIPELINES if replan.cut(plan) else replan.WORKERS
-        mechanisms.require_beside(self.job.resolved.recipe, plan, claim)
+        table.require_beside(self.job.resolved.recipe, plan, claim)
 
     def _possible(self, option: replan.Replan) -> bool:
         return any(self.hosts[rank] == 0 for rank in option.kept) and super()._possible(option)

@@ -46,7 +46,7 @@ from espalier.recipe.terminal import line, say
 from espalier.track import report
 from espalier.track.events import Log
 from espalier.track.progress import Forgiving, Progress, trouble
-from espalier.train import mechanisms, phases, rejoin_signal, worker, workload_registry
+from espalier.train import phases, rejoin_signal, table, worker, workload_registry
 from espalier.train import rank_spec as launch
 from espalier.train import run_folder as runs
 from espalier.train.run_folder import RunFolder
@@ -291,7 +291,7 @@ def care_of(job: RunStart) -> supervisor.RestartOptions:
         heartbeat=units.seconds(faults.heartbeat, "faults.heartbeat"),
         memory=free if faults.memory == "auto" else units.size(faults.memory, "faults.memory"),
         tell=partial(_tell, job),
-        stays=mechanisms.recovery(recipe, job.plan),
+        stays=table.recovery(recipe, job.plan),
     )
 
 

@@ -53,8 +53,8 @@ class Connections:
             if any(end in known for end in ends):
                 with contextlib.suppress(OSError):  # closed meanwhile, by the group itself
                     if os.fstat(descriptor).st_ino == inode:
-                        with socket.socket(fileno=os.dup(descriptor)) as one:
-                            one.shutdown(socket.SHUT_RDWR)
+                        with socket.socket(fileno=os.dup(descriptor)) as connection:
+                            connection.shutdown(socket.SHUT_RDWR)
 
     def look(self) -> None:
         """Reads the addresses of the groups that there are. To be called again when others were made: the store goes
@@ -73,18 +73,19 @@ class Connections:
 
 def _connected() -> dict[tuple[int, int], tuple[bytes, bytes]]:
     """Descriptor and inode of each connected TCP socket of this process; its own end and the other as a sockaddr."""
-    found = {}
+    connections = {}
     for name in os.listdir(_DESCRIPTORS) if _DESCRIPTORS.exists() else ():
         with contextlib.suppress(OSError):  # closed since it was listed, or not connected
             status = os.fstat(int(name))
             if stat.S_ISSOCK(status.st_mode):
-                with socket.socket(fileno=os.dup(int(name))) as one:
-                    if one.family in (socket.AF_INET, socket.AF_INET6):
+                with socket.socket(fileno=os.dup(int(name))) as connection:
+                    if connection.family in (socket.AF_INET, socket.AF_INET6):
                         ends = (
-                            _sockaddr(one.family, *address[:2]) for address in (one.getsockname(), one.getpeername())
+                            _sockaddr(connection.family, *address[:2])
+                            for address in (connection.getsockname(), connection.getpeername())
                         )
-                        found[int(name), status.st_ino] = (next(ends), next(ends))
-    return found
+                        connections[int(name), status.st_ino] = (next(ends), next(ends))
+    return connections
 
 
 def _sockaddr(family: int, host: str, port: int) -> bytes:

@@ -136,7 +136,7 @@ def rest() -> None:
 
 def _runs() -> bool:
     """Whether a thread that is not Python's is runnable; elsewhere than on Linux none is."""
-    ours = {str(one.native_id) for one in threading.enumerate()}
+    ours = {str(thread.native_id) for thread in threading.enumerate()}
     for folder in Path("/proc/self/task").glob("*"):
         if folder.name not in ours:
             try:

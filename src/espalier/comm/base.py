@@ -257,12 +257,14 @@ class Meter:
         totals = self._ledger.by_class()
         fresh = {kind: count - self._bytes.get(kind, 0.0) for kind, count in totals.items()}
         self._bytes = totals
-        found = {"bytes": {kind: count for kind, count in fresh.items() if count}}
+        counts = {"bytes": {kind: count for kind, count in fresh.items() if count}}
         encoded = dict(self._ledger.encoded)
-        spent = {kind: one.plus(self._encoded.get(kind, Spent()), -1) for kind, one in encoded.items()}
+        spent = {kind: amounts.plus(self._encoded.get(kind, Spent()), -1) for kind, amounts in encoded.items()}
         self._encoded = encoded
         if spent:
-            found["saved"] = {kind: one.raw - one.sent for kind, one in spent.items()}
-            found["coding"] = {kind: one.seconds for kind, one in spent.items()}
-            found["lost"] = {kind: (one.lost / one.given) ** 0.5 for kind, one in spent.items() if one.given}
-        return found
+            counts["saved"] = {kind: amounts.raw - amounts.sent for kind, amounts in spent.items()}
+            counts["coding"] = {kind: amounts.seconds for kind, amounts in spent.items()}
+            counts["lost"] = {
+                kind: (amounts.lost / amounts.given) ** 0.5 for kind, amounts in spent.items() if amounts.given
+            }
+        return counts

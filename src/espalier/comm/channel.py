@@ -212,8 +212,8 @@ class Channel(_ProcessGroup):
         options = reducing(AllreduceOptions, opts)
         coded = self._coding(tensors, options.reduceOp)
         if coded is not None:
-            kept, mean = residual_of(tensors), averages(options)
-            starts = [coded.all_reduce(tensor, kept, mean) for tensor in tensors]
+            residual, mean = residual_of(tensors), averages(options)
+            starts = [coded.all_reduce(tensor, residual, mean) for tensor in tensors]
             return self._encoded(coded, "all_reduce", tensors, starts)
         carrier, entry = self._begin("all_reduce", tensors)
         if len(tensors) == 1:
@@ -253,8 +253,8 @@ class Channel(_ProcessGroup):
         reduction = REDUCTIONS.get(options.reduceOp.op if hasattr(options.reduceOp, "op") else options.reduceOp)
         coded = self._coding(inputs, options.reduceOp)
         if coded is not None:
-            kept, mean = residual_of(inputs), averages(options)
-            starts = [coded.reduce_scatter(o, i, kept, mean) for o, i in zip(outputs, inputs, strict=True)]
+            residual, mean = residual_of(inputs), averages(options)
+            starts = [coded.reduce_scatter(o, i, residual, mean) for o, i in zip(outputs, inputs, strict=True)]
             return self._encoded(coded, "reduce_scatter", inputs, starts)
         if self._stream is not None and accelerator.is_on(outputs[0]):
             carrier, entry = self._begin("reduce_scatter", inputs)

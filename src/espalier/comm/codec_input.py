@@ -16,7 +16,7 @@ def floats(tensor: Tensor, codec: str, stays: bool = False) -> Tensor:
     """[n] float32 values on the host (`stays`: on the tensor's device); beyond its range they become infinite. Raises
     UserError for other dtypes."""
     if tensor.dtype not in FLOATS:
-        names = ", ".join(str(one).removeprefix("torch.") for one in FLOATS)
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
         raise UserError(
             f"Codec {codec!r} got {str(tensor.dtype).removeprefix('torch.')}.",
             why=f"it rounds real numbers: {names}",

@@ -125,9 +125,9 @@ class Coded:
     def _agree(self) -> None:
         """Raises UserError when the ranks' codecs differ."""
         mine = self.codec.name.encode()[:NAME].ljust(NAME)
-        told = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-        there = _everyone(self, told)
-        names = [bytes(one.numpy()).decode().strip() for one in there]
+        mark = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        there = _everyone(self, mark)
+        names = [bytes(row.numpy()).decode().strip() for row in there]
         if len(set(names)) > 1:
             shown = ", ".join(f"rank {self.members[rank]} has {name!r}" for rank, name in enumerate(names[:8]))
             raise UserError(
@@ -172,23 +172,23 @@ class Coded:
         sends, _ = wire_format.seal(
             self.codec, _flat(tensor, self.codec), Bucket(self.kind, 0, self.members[self.place[0]])
         )
-        works = [self.inner.send([one], peer, _tag(tag, index)) for index, one in enumerate(sends)]
-        return works, sum(one.numel() for one in sends)
+        works = [self.inner.send([part], peer, _tag(tag, index)) for index, part in enumerate(sends)]
+        return works, sum(send.numel() for send in sends)
 
     def recv(self, tensor: Tensor, peer: int, tag: int) -> tuple[Work, Callable[[], None]]:
         """Work of the first send from `peer`, and what is left to do when it is here."""
         like = _flat(tensor, self.codec)
         first = torch.empty(wire_format.first_bytes(self.codec, like.numel(), like.element_size()), dtype=torch.uint8)
         work = self.inner.recv([first], peer, _tag(tag, 0))
-        told = (Bucket(self.kind, 0), self.members[peer])
+        origin = (Bucket(self.kind, 0), self.members[peer])
 
         def finish() -> None:
-            header = wire_format.header_of(first, self.codec, like, told)
+            header = wire_format.header_of(first, self.codec, like, origin)
             rest = torch.empty(header.rest, dtype=torch.uint8) if header.rest else None
             if rest is not None:
                 self.inner.recv([rest], peer, _tag(tag, 1)).wait(self.timeout())
-            found = wire_format.opened(self.codec, (first, rest), like, told)
-            tensor.detach().copy_(found.view(tensor.shape))
+            values = wire_format.opened(self.codec, (first, rest), like, origin)
+            tensor.detach().copy_(values.view(tensor.shape))
 
         return work, finish
 
@@ -196,9 +196,9 @@ class Coded:
         if residual is not None:
             check_feedback(self.codec)
 
-    def everyone(self, told: Tensor) -> list[Tensor]:
-        """Every rank's `told` (of one shape and dtype), as it is. Only inside a job of the lane."""
-        return _everyone(self, told)
+    def everyone(self, row: Tensor) -> list[Tensor]:
+        """Every rank's `row` (of one shape and dtype), as it is. Only inside a job of the lane."""
+        return _everyone(self, row)
 
     def close(self) -> None:
         """Ends the thread."""
@@ -249,9 +249,9 @@ class _Job:
         self.seconds += time.perf_counter() - begun
         self.raw += len(peers) * values.nbytes
         for peer in peers:
-            for index, one in enumerate(sends):
-                self._going.append(self.inner.send([one], peer, index))
-                self.sent += one.numel()
+            for index, part in enumerate(sends):
+                self._going.append(self.inner.send([part], peer, index))
+                self.sent += part.numel()
         if raw or self.codec.lossless:
             return None
         return sends[0][wire_format.HEADER :] if self.codec.fixed else sends[-1]
@@ -268,12 +268,12 @@ class _Job:
             residual.zero_()
         else:
             begun = time.perf_counter()
-            kept = residual if residual.device == wanted.device else torch.empty_like(wanted)
-            torch.sub(wanted, self.codec.decode(wire, wanted), out=kept)
-            if kept is not residual:
-                residual.copy_(kept)
+            rest = residual if residual.device == wanted.device else torch.empty_like(wanted)
+            torch.sub(wanted, self.codec.decode(wire, wanted), out=rest)
+            if rest is not residual:
+                residual.copy_(rest)
             self.seconds += time.perf_counter() - begun
-            self.lost += float(torch.dot(kept, kept))
+            self.lost += float(torch.dot(rest, rest))
             self.given += float(torch.dot(wanted, wanted))
 
     def expect(self, source: int, like: Tensor) -> _Coming:
@@ -283,17 +283,17 @@ class _Job:
 
     def receive(self, coming: _Coming) -> Tensor:
         """The values of a message, once it is here."""
-        told = (self.bucket, self.members[coming.source])
+        origin = (self.bucket, self.members[coming.source])
         coming.work.wait(self.timeout())
-        header = wire_format.header_of(coming.first, self.codec, coming.like, told)
+        header = wire_format.header_of(coming.first, self.codec, coming.like, origin)
         rest = None
         if header.rest:
             rest = torch.empty(header.rest, dtype=torch.uint8)
             self.inner.recv([rest], coming.source, 1).wait(self.timeout())
         begun = time.perf_counter()
-        found = wire_format.opened(self.codec, (coming.first, rest), coming.like, told)
+        values = wire_format.opened(self.codec, (coming.first, rest), coming.like, origin)
         self.seconds += time.perf_counter() - begun
-        return found
+        return values
 
     def finish(self) -> None:
         """Returns when all that was sent has left."""
@@ -307,19 +307,19 @@ class _Job:
         values = self._carried(flat)
         ends = parts(flat.numel(), self.ranks)
         cut = [pieces(a, b) for a, b in pairwise(ends)]
-        own = cut[self.rank]
+        own_pieces = cut[self.rank]
         residual = None if self.codec.lossless else residual
         coming = self._scatter(values, cut, residual)
         sums = [(rank, piece, self.expect(rank, values[piece])) for rank in self.others for piece in cut[rank]]
-        for index, piece in enumerate(own):
+        for index, piece in enumerate(own_pieces):
             mine = values[piece] if residual is None else values[piece] + residual[piece].to(values.device)
             total = self._sum(mine, coming[index])
             seen = self.seen(total, self.send(total, self.others))
             if residual is not None:
                 residual[piece] = 0 if seen is total else total - seen
             flat[piece] = self._mean(seen, average)
-        for _, piece, one in sums:
-            flat[piece] = self._mean(self.receive(one), average)
+        for _, piece, message in sums:
+            flat[piece] = self._mean(self.receive(message), average)
         _give_back(tensor, flat)
 
     def reduce_scatter(self, output: Tensor, input: Tensor, residual: Tensor | None, average: bool) -> None:
@@ -327,24 +327,24 @@ class _Job:
         each = output.numel()
         cut = [pieces(rank * each, (rank + 1) * each) for rank in range(self.ranks)]
         coming = self._scatter(values, cut, None if self.codec.lossless else residual)
-        found = values.new_empty(each, dtype=output.dtype)
+        reduced = values.new_empty(each, dtype=output.dtype)
         for index, piece in enumerate(cut[self.rank]):
-            here = slice(piece.start - self.rank * each, piece.stop - self.rank * each)
-            found[here] = self._mean(self._sum(values[piece], coming[index]), average)
-        output.detach().copy_(found.view(output.shape))
+            local = slice(piece.start - self.rank * each, piece.stop - self.rank * each)
+            reduced[local] = self._mean(self._sum(values[piece], coming[index]), average)
+        output.detach().copy_(reduced.view(output.shape))
 
     def all_gather(self, output: Tensor, input: Tensor) -> None:
         mine = _flat(input, self.codec)
         each = mine.numel()
-        found = mine.new_empty(self.ranks * each, dtype=output.dtype)
+        gathered = mine.new_empty(self.ranks * each, dtype=output.dtype)
         cut = [pieces(rank * each, (rank + 1) * each) for rank in range(self.ranks)]
-        coming = [(piece, self.expect(rank, found[piece])) for rank in self.others for piece in cut[rank]]
+        coming = [(piece, self.expect(rank, gathered[piece])) for rank in self.others for piece in cut[rank]]
         for piece in cut[self.rank]:
-            here = slice(piece.start - self.rank * each, piece.stop - self.rank * each)
-            found[piece] = self.seen(mine[here], self.send(mine[here], self.others))
-        for piece, one in coming:
-            found[piece] = self.receive(one)
-        output.detach().copy_(found.view(output.shape))
+            local = slice(piece.start - self.rank * each, piece.stop - self.rank * each)
+            gathered[piece] = self.seen(mine[local], self.send(mine[local], self.others))
+        for piece, message in coming:
+            gathered[piece] = self.receive(message)
+        output.detach().copy_(gathered.view(output.shape))
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         coming, plain = [], []
@@ -367,8 +367,8 @@ class _Job:
                 self.sent += values.nbytes
                 self.raw += values.nbytes
         outputs[self.rank].detach().copy_(inputs[self.rank].detach().view(outputs[self.rank].shape))
-        for target, piece, one in coming:
-            target.detach().view(-1)[piece] = self.receive(one).to(target.device)
+        for target, piece, message in coming:
+            target.detach().view(-1)[piece] = self.receive(message).to(target.device)
         for target, room, work in plain:
             work.wait(self.timeout())
             target.detach().copy_(room.view(target.shape))
@@ -397,22 +397,22 @@ class _Job:
         """The sum in rank order."""
         rows = mine.new_empty(self.ranks, mine.numel())
         rows[self.rank] = mine
-        for one in coming:
-            rows[one.source] = self.receive(one)
+        for message in coming:
+            rows[message.source] = self.receive(message)
         return rows.sum(0, dtype=rows.dtype)
 
     def _mean(self, total: Tensor, average: bool) -> Tensor:
         return total / self.ranks if average else total
 
 
-def _everyone(coded: Coded, told: Tensor) -> list[Tensor]:
-    """Every rank's `told` [bytes]."""
+def _everyone(coded: Coded, row: Tensor) -> list[Tensor]:
+    """Every rank's `row` [bytes]."""
     rank, ranks = coded.place
-    there = [torch.empty_like(told) for _ in range(ranks)]
-    there[rank] = told
-    others = [one for one in range(ranks) if one != rank]
+    there = [torch.empty_like(row) for _ in range(ranks)]
+    there[rank] = row
+    others = [peer for peer in range(ranks) if peer != rank]
     coming = [coded.inner.recv([there[peer]], peer, 0) for peer in others]
-    going = [coded.inner.send([told], peer, 0) for peer in others]
+    going = [coded.inner.send([row], peer, 0) for peer in others]
     for work in (*coming, *going):
         work.wait(coded.timeout())
     return there

@@ -55,17 +55,17 @@ def ddp_hook(
 
     >>> model.register_comm_hook(None, ddp_hook("int8"))  # doctest: +SKIP
     """
-    found = group or dist.group.WORLD
+    process_group = group or dist.group.WORLD
     auto = codec == "auto"
     chosen = _Auto() if auto else codec_of(codec)
-    through = coded(chosen, found, Traffic.GRADIENTS, timeout)
+    through = coded(chosen, process_group, Traffic.GRADIENTS, timeout)
     if auto:
         through.close()  # it was there to ask whether all ranks say so
-        through = coded(codec_of(codecs.AUTO[Traffic.GRADIENTS]), found, Traffic.GRADIENTS, timeout)
-    if isinstance(chosen, Exact) and not (auto and pays(*_tried(through, found, feedback))):
+        through = coded(codec_of(codecs.AUTO[Traffic.GRADIENTS]), process_group, Traffic.GRADIENTS, timeout)
+    if isinstance(chosen, Exact) and not (auto and pays(*_tried(through, process_group, feedback))):
         through.close()
-        return Hook(None, found, feedback)
-    return Hook(through, found, feedback)
+        return Hook(None, process_group, feedback)
+    return Hook(through, process_group, feedback)
 
 
 class _Auto(Exact):
@@ -81,7 +81,7 @@ def pays(plain: float, encoded: float) -> bool:
 
 def _tried(through: Coded, group: Any, feedback: bool) -> tuple[float, float]:
     """Seconds of a sum of `SAMPLE` values as they are and encoded, of the slowest rank; the same on all ranks."""
-    on_gpu = accelerator.available() and accelerator.KIND in {one.type for one in group._device_types}
+    on_gpu = accelerator.available() and accelerator.KIND in {device.type for device in group._device_types}
     device = accelerator.current() if on_gpu else accelerator.CPU
     draw = torch.Generator().manual_seed(group.rank())
     values = (torch.randn(SAMPLE, generator=draw) * 1e-3).to(device)
@@ -114,12 +114,12 @@ def _unbooked(spent: Spent) -> None:
 
 def coded(codec: Codec, group: dist.ProcessGroup | None, kind: Traffic, timeout: float = TIMEOUT) -> Coded:
     """Encoded collectives of the ranks of `group` (None: the default one). All of them call it."""
-    found = group or dist.group.WORLD
-    assert found is not None, "torch.distributed has no default group yet"
-    members = tuple(getattr(found, "members", None) or dist.get_process_group_ranks(found))
+    process_group = group or dist.group.WORLD
+    assert process_group is not None, "torch.distributed has no default group yet"
+    members = tuple(getattr(process_group, "members", None) or dist.get_process_group_ranks(process_group))
     limit = timedelta(seconds=timeout)
-    place = (found.rank(), len(members))
-    return Coded(codec, beside(found, kind, limit), place, kind._value_, members, lambda: limit)
+    place = (process_group.rank(), len(members))
+    return Coded(codec, beside(process_group, kind, limit), place, kind._value_, members, lambda: limit)
 
 
 class Hook:
@@ -169,20 +169,24 @@ class Hook:
     def load_state_dict(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
         """Takes back what `state_dict` gave on this rank."""
         self._buckets = {}
-        self._parts = {id(one): state[name].clone() for name, one in model.named_parameters() if name in state}
+        self._parts = {
+            id(parameter): state[name].clone() for name, parameter in model.named_parameters() if name in state
+        }
 
     def _booked(self, spent: Spent) -> None:
         self.sent += int(spent.sent)
 
     def _residual(self, codec: Codec, parameters: list[Tensor], buffer: Tensor) -> Tensor:
         """Of a bucket. DDP rebuilds its buckets after the first step; residuals go with their parameters."""
-        key = tuple(id(one) for one in parameters)
+        key = tuple(id(parameter) for parameter in parameters)
         if key not in self._buckets:
             whole = self._buckets[key] = residual_like(buffer, [codec])
-            for one, part in zip(parameters, whole.split([one.numel() for one in parameters]), strict=True):
-                if id(one) in self._parts:
-                    part.copy_(self._parts[id(one)])
-                self._parts[id(one)] = part
+            for parameter, part in zip(
+                parameters, whole.split([bucket_parameter.numel() for bucket_parameter in parameters]), strict=True
+            ):
+                if id(parameter) in self._parts:
+                    part.copy_(self._parts[id(parameter)])
+                self._parts[id(parameter)] = part
         return self._buckets[key]
 
 

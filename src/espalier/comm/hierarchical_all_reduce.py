@@ -58,16 +58,16 @@ class Hierarchy:
         """
         names, chosen, name = _agreed(channel, nodes, codec)
         self.nodes = names
-        beside = [[rank for rank, name in enumerate(names) if name == one] for one in dict.fromkeys(names)]
-        mine = next(ranks for ranks in beside if channel.rank() in ranks)
+        by_node = [[rank for rank, name in enumerate(names) if name == node] for node in dict.fromkeys(names)]
+        mine = next(ranks for ranks in by_node if channel.rank() in ranks)
         self._ranks = len(names)
-        self._carriers = min(map(len, beside))
+        self._carriers = min(map(len, by_node))
         self._seat = mine.index(channel.rank())
         self._inside = within(channel, mine, f"{name} inside")
         self._between: Channel | None = None
         if self._seat < self._carriers:
-            self._between = within(channel, [ranks[self._seat] for ranks in beside], f"{name} between")
-            if len(beside) > 1:
+            self._between = within(channel, [ranks[self._seat] for ranks in by_node], f"{name} between")
+            if len(by_node) > 1:
                 self._between.use(Traffic.GRADIENTS, chosen)
 
     def all_reduce(self, tensor: Tensor, residual: Tensor | None = None, average: bool = False) -> None:
@@ -90,8 +90,8 @@ class Hierarchy:
         with traffic(Traffic.GRADIENTS), torch.no_grad():
             total = self._collected(flat, cut)
             if self._between is not None and total.numel():
-                kept = None if residual is None else residual.view(-1)[cut[self._seat]]
-                with feedback(kept):
+                part = None if residual is None else residual.view(-1)[cut[self._seat]]
+                with feedback(part):
                     self._between.allreduce([total]).wait()
                 total = total / self._ranks if average else total
             whole = self._handed_round(total, cut)
@@ -133,13 +133,13 @@ def _agreed(channel: Channel, nodes: Sequence[Hashable] | None, codec: str | Cod
     """The machine of each rank and the codec, once all have said the same, and a name that nothing else bears. Raises
     UserError on all ranks."""
     name = codec if isinstance(codec, str) else codec.name
-    given = None if nodes is None else [str(one) for one in nodes]
+    given = None if nodes is None else [str(node) for node in nodes]
     with traffic(Traffic.CONTROL):
-        told = plain_collectives.all_gather((given, name, host(), secrets.token_hex(8)), channel)
+        gathered = plain_collectives.all_gather((given, name, host(), secrets.token_hex(8)), channel)
     for index, what in enumerate(("nodes", "codec")):
-        odd = next((rank for rank, said in enumerate(told) if said[index] != told[0][index]), None)
+        odd = next((rank for rank, entry in enumerate(gathered) if entry[index] != gathered[0][index]), None)
         if odd is not None:
-            first, other = (_shown(told[rank][index]) for rank in (0, odd))
+            first, other = (_shown(gathered[rank][index]) for rank in (0, odd))
             raise UserError(
                 f"Ranks disagree about {what}: rank 0 has {first}, rank {odd} has {other}.",
                 do="give every rank the same arguments",
@@ -149,9 +149,9 @@ def _agreed(channel: Channel, nodes: Sequence[Hashable] | None, codec: str | Cod
             f"nodes has {len(given)} entries for {channel.size()} ranks.",
             do="one name for each rank, in rank order, or none at all",
         )
-    return given or [said[2] for said in told], codec_of(codec), f"hierarchy {told[0][3]}"
+    return given or [entry[2] for entry in gathered], codec_of(codec), f"hierarchy {gathered[0][3]}"
 
 
-def _shown(said: Any) -> str:
+def _shown(value: Any) -> str:
     """An argument in a message: of many machines the first."""
-    return f"{said[:8]}{' …' * (len(said) > 8)}" if isinstance(said, list) else str(said)
+    return f"{value[:8]}{' …' * (len(value) > 8)}" if isinstance(value, list) else str(value)

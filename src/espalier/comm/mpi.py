@@ -45,10 +45,10 @@ def allreduce(comm: Any, array: Array, codec: str | Codec = "int8", residual: Ar
         UserError: mpi4py is not installed, the dtype or the residual does not fit, or the ranks' codecs differ.
         PeerLost: a rank did not answer in time. RunFailed: a message was damaged.
     """
-    found = np.array(array, order="C")
-    kept = None if residual is None else _residual(residual, found)
-    _run(comm, codec, lambda through: through.all_reduce(_tensor(found), kept, False))
-    return found
+    summed = np.array(array, order="C")
+    feedback = None if residual is None else _residual(residual, summed)
+    _run(comm, codec, lambda through: through.all_reduce(_tensor(summed), feedback, False))
+    return summed
 
 
 def reduce_scatter(comm: Any, array: Array, codec: str | Codec = "int8", residual: Array | None = None) -> Array:
@@ -57,28 +57,28 @@ def reduce_scatter(comm: Any, array: Array, codec: str | Codec = "int8", residua
     Arguments and errors as of `allreduce`; a UserError, too, where the ranks do not divide the first dim.
     """
     parts, size = _parts(comm, array)
-    kept = None if residual is None else _residual(residual, array)
-    found = np.empty((size, *array.shape[1:]), array.dtype)
-    _run(comm, codec, lambda through: through.reduce_scatter(_tensor(found), _tensor(parts), kept, False))
-    return found
+    feedback = None if residual is None else _residual(residual, array)
+    part = np.empty((size, *array.shape[1:]), array.dtype)
+    _run(comm, codec, lambda through: through.reduce_scatter(_tensor(part), _tensor(parts), feedback, False))
+    return part
 
 
 def allgather(comm: Any, array: Array, codec: str | Codec = "split") -> Array:
     """[ranks, *shape] all ranks' `array`, of one shape on all; one's own as the others see it. Errors as of
     `allreduce`."""
-    found = np.empty((comm.Get_size(), *array.shape), array.dtype)
-    _run(comm, codec, lambda through: through.all_gather(_tensor(found), _tensor(np.ascontiguousarray(array))))
-    return found
+    gathered = np.empty((comm.Get_size(), *array.shape), array.dtype)
+    _run(comm, codec, lambda through: through.all_gather(_tensor(gathered), _tensor(np.ascontiguousarray(array))))
+    return gathered
 
 
 def alltoall(comm: Any, array: Array, codec: str | Codec = "split") -> Array:
     """Rank r gets every rank's r-th part of `array` along its first dim, which the ranks divide. Errors as of
     `reduce_scatter`."""
     parts, _ = _parts(comm, array)
-    found = np.empty_like(parts)
-    give, take = (shares(_tensor(one), None, comm.Get_size()) for one in (parts, found))
+    received = np.empty_like(parts)
+    give, take = (shares(_tensor(buffer), None, comm.Get_size()) for buffer in (parts, received))
     _run(comm, codec, lambda through: through.all_to_all(take, give))
-    return found
+    return received
 
 
 def _run(comm: Any, codec: str | Codec, start: Callable[[Coded], Any]) -> None:
@@ -179,18 +179,18 @@ def _threaded() -> Any:
 @cache
 def _key(mpi: Any) -> int:
     """The attribute of a communicator that holds the one for our messages; it goes when the communicator goes."""
-    found: int = mpi.Comm.Create_keyval(delete_fn=lambda comm, key, apart: apart.Free())
-    return found
+    keyval: int = mpi.Comm.Create_keyval(delete_fn=lambda comm, key, apart: apart.Free())
+    return keyval
 
 
 def _apart(comm: Any) -> Any:
     """A communicator of the same ranks, so that nobody else's messages are taken for ours."""
     key = _key(_threaded())
-    found = comm.Get_attr(key)
-    if found is None:
-        found = comm.Dup()
-        comm.Set_attr(key, found)
-    return found
+    copy = comm.Get_attr(key)
+    if copy is None:
+        copy = comm.Dup()
+        comm.Set_attr(key, copy)
+    return copy
 
 
 def _limit() -> timedelta:
@@ -209,8 +209,8 @@ def _tensor(array: Array) -> Tensor:
 
 
 def _bytes(tensor: Tensor) -> Array:
-    found: Array = tensor.reshape(-1).view(torch.uint8).numpy()
-    return found
+    array: Array = tensor.reshape(-1).view(torch.uint8).numpy()
+    return array
 
 
 def _residual(residual: Array, array: Array) -> Tensor:

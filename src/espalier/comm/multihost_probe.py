@@ -37,19 +37,19 @@ def probe_ranks(group: dist.ProcessGroup, local_rank: int, measure: Callable[[],
     hosts = plain_collectives.all_gather(host(), group)
     names = list(dict.fromkeys(hosts))
     leads = [hosts.index(name) for name in names]
-    own = (measure or probe.probe)() if dist.get_rank(group) in leads else None
-    told = plain_collectives.all_gather(None if own is None else clusters.dumps(own), group)
-    found = [clusters.loads(one) for one in told if one is not None]
+    own_measurement = (measure or probe.probe)() if dist.get_rank(group) in leads else None
+    texts = plain_collectives.all_gather(None if own_measurement is None else clusters.dumps(own_measurement), group)
+    clusters_of_hosts = [clusters.loads(text) for text in texts if text is not None]
     matrix = links.measure(group)
     nodes: list[Node] = []
     first: list[int] = []
-    for number, one in enumerate(found):
+    for number, cluster in enumerate(clusters_of_hosts):
         first.append(sum(node.devices for node in nodes))
-        nodes += [_named(node, f"host {number} ({names[number].split('|')[0]})") for node in one.nodes]
-    devices = _devices(hosts, names, first, plain_collectives.all_gather(local_rank, group), found)
+        nodes += [_named(node, f"host {number} ({names[number].split('|')[0]})") for node in cluster.nodes]
+    devices = _devices(hosts, names, first, plain_collectives.all_gather(local_rank, group), clusters_of_hosts)
     measured = [pair for pair in matrix.pairs(devices) if pair.a != pair.b]
     pairs = {frozenset((pair.a, pair.b)): pair for pair in reversed(measured)}
-    notes = tuple(note for one in found for note in one.notes)
+    notes = tuple(note for cluster in clusters_of_hosts for note in cluster.notes)
     return Cluster(
         nodes=tuple(nodes),
         between=_between(matrix, hosts),
@@ -60,8 +60,8 @@ def probe_ranks(group: dist.ProcessGroup, local_rank: int, measure: Callable[[],
 
 def key(group: dist.ProcessGroup) -> str:
     """What a measurement of the ranks of `group` is valid for, as a short hash: their machines and interfaces."""
-    own = f"{host()} {os.environ.get('GLOO_SOCKET_IFNAME')} {probe.identity()}"
-    return blake2b("/".join(plain_collectives.all_gather(own, group)).encode(), digest_size=6).hexdigest()
+    identity = f"{host()} {os.environ.get('GLOO_SOCKET_IFNAME')} {probe.identity()}"
+    return blake2b("/".join(plain_collectives.all_gather(identity, group)).encode(), digest_size=6).hexdigest()
 
 
 def kept(name: str) -> Cluster | None:
@@ -72,11 +72,11 @@ def kept(name: str) -> Cluster | None:
         return None
 
 
-def keep(found: Cluster, name: str) -> None:
-    """Keeps `found` on this machine; where the cache cannot be written, hosts are measured again the next time."""
+def keep(cluster: Cluster, name: str) -> None:
+    """Keeps `measured` on this machine; where the cache cannot be written, hosts are measured again the next time."""
     with suppress(OSError):
         _file(name).parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(_file(name), clusters.dumps(found))
+        write_atomic(_file(name), clusters.dumps(cluster))
 
 
 def _file(name: str) -> Path:
@@ -97,13 +97,13 @@ def _named(node: Node, name: str) -> Node:
 
 
 def _devices(
-    hosts: Sequence[str], names: Sequence[str], first: Sequence[int], local: Sequence[int], found: Sequence[Cluster]
+    hosts: Sequence[str], names: Sequence[str], first: Sequence[int], local: Sequence[int], measured: Sequence[Cluster]
 ) -> list[int]:
     """The number, in the cluster, of each rank's device."""
     numbers = []
     for host, index in zip(hosts, local, strict=True):
         machine = names.index(host)
-        count = sum(node.devices for node in found[machine].nodes)
+        count = sum(node.devices for node in measured[machine].nodes)
         numbers.append(first[machine] + index % count)
     return numbers
 

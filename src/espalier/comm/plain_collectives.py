@@ -42,9 +42,9 @@ def scatter(values: Sequence[Any] | None, group: dist.ProcessGroup | None) -> An
     sizes = torch.tensor([len(body) for body in bodies] or [0] * dist.get_world_size(group), device=device)
     dist.broadcast(sizes, group=group, group_src=0)
     longest = int(sizes.max())
-    own = torch.empty(longest, dtype=torch.uint8, device=device)
-    dist.scatter(own, [_padded(body, longest) for body in bodies] if lead else None, group=group, group_src=0)
-    return _value(own, int(sizes[dist.get_rank(group)]), 0)
+    received = torch.empty(longest, dtype=torch.uint8, device=device)
+    dist.scatter(received, [_padded(body, longest) for body in bodies] if lead else None, group=group, group_src=0)
+    return _value(received, int(sizes[dist.get_rank(group)]), 0)
 
 
 def broadcast(value: Any, group: dist.ProcessGroup | None) -> Any:
@@ -74,9 +74,9 @@ def _device(group: dist.ProcessGroup | None) -> torch.device:
 
 
 def _sizes(body: Tensor, group: dist.ProcessGroup | None) -> list[int]:
-    own = torch.tensor([len(body)], device=body.device)
-    sizes = [torch.zeros_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, own, group=group)
+    own_size = torch.tensor([len(body)], device=body.device)
+    sizes = [torch.zeros_like(own_size) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, own_size, group=group)
     return [int(size) for size in sizes]
 
 

@@ -133,10 +133,10 @@ class _Connecting:
 def _configured() -> str:
     """How this machine finds hosts, as its nsswitch.conf says it."""
     try:
-        found = re.search(r"^\s*hosts:\s*([^#\n]*[^#\s])", _SWITCH.read_text(errors="replace"), re.MULTILINE)
+        match = re.search(r"^\s*hosts:\s*([^#\n]*[^#\s])", _SWITCH.read_text(errors="replace"), re.MULTILINE)
     except OSError:
         return _DEFAULT
-    return found[1] if found else _DEFAULT
+    return match[1] if match else _DEFAULT
 
 
 def _look_up(how: str) -> None:

@@ -68,12 +68,12 @@ def seal(codec: Codec, values: Tensor, bucket: Bucket) -> tuple[list[Tensor], bo
     if raw and isinstance(codec, FiniteCheck):
         raise _not_finite(values, bucket, codec)
     body = bytes_of(values) if wire is None else bytes_of(wire)
-    here = torch.empty(first_bytes(codec, values.numel(), values.element_size()), dtype=torch.uint8)
+    first_message = torch.empty(first_bytes(codec, values.numel(), values.element_size()), dtype=torch.uint8)
     inside = codec.fixed and not raw
     if inside:
-        here[HEADER:] = body
+        first_message[HEADER:] = body
     elif codec.fixed:
-        here[HEADER:] = 0
+        first_message[HEADER:] = 0
     header = Header(
         raw,
         values.element_size(),
@@ -83,47 +83,47 @@ def seal(codec: Codec, values: Tensor, bucket: Bucket) -> tuple[list[Tensor], bo
         0 if inside else body.numel(),
         _checksum(body),
     )
-    told = _LAYOUT.pack(_MAGIC, _VERSION, *header)
-    told += xxhash.xxh3_64_intdigest(told).to_bytes(8, "little")
-    here[:HEADER] = torch.frombuffer(bytearray(told), dtype=torch.uint8)
-    return ([here] if inside or not body.numel() else [here, body]), raw
+    head = _LAYOUT.pack(_MAGIC, _VERSION, *header)
+    head += xxhash.xxh3_64_intdigest(head).to_bytes(8, "little")
+    first_message[:HEADER] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+    return ([first_message] if inside or not body.numel() else [first_message, body]), raw
 
 
-def header_of(first: Tensor, codec: Codec, like: Tensor, told: tuple[Bucket, int]) -> Header:
+def header_of(first: Tensor, codec: Codec, like: Tensor, origin: tuple[Bucket, int]) -> Header:
     """What the first send says. Raises RunFailed when it is not the message that `like` [n] waits for.
 
-    `told`: the bucket, and the rank it comes from.
+    `origin`: the bucket, and the rank it comes from.
     """
     text = first[:HEADER].numpy().tobytes()
     if xxhash.xxh3_64_intdigest(text[:-8]).to_bytes(8, "little") != text[-8:]:
-        raise damaged(told, "the checksum of its header does not fit")
+        raise damaged(origin, "the checksum of its header does not fit")
     magic, version, *fields = _LAYOUT.unpack(text[:-8])
     header = Header(bool(fields[0]), *fields[1:])
-    expected = (like.element_size(), told[0].number & 0xFFFFFFFF, _mark(codec), like.numel())
-    found = (header.width, header.number, header.codec, header.elements)
+    expected = (like.element_size(), origin[0].number & 0xFFFFFFFF, _mark(codec), like.numel())
+    stated = (header.width, header.number, header.codec, header.elements)
     most = like.nbytes if header.raw else most_bytes(codec, like.numel(), like.element_size())
-    if (magic, version) != (_MAGIC, _VERSION) or found != expected or header.rest > most:
-        raise damaged(told, f"its header says {found}, and {expected} was expected (width, number, codec, elements)")
+    if (magic, version) != (_MAGIC, _VERSION) or stated != expected or header.rest > most:
+        raise damaged(origin, f"its header says {stated}, and {expected} was expected (width, number, codec, elements)")
     return header
 
 
-def opened(codec: Codec, sends: tuple[Tensor, Tensor | None], like: Tensor, told: tuple[Bucket, int]) -> Tensor:
+def opened(codec: Codec, sends: tuple[Tensor, Tensor | None], like: Tensor, origin: tuple[Bucket, int]) -> Tensor:
     """The values of a message, in `like`'s shape and dtype. Raises RunFailed when it was damaged on its way."""
     first, rest = sends
-    header = header_of(first, codec, like, told)
+    header = header_of(first, codec, like, origin)
     body = first[HEADER:] if rest is None else rest
     if header.rest == 0 and not codec.fixed:
         body = first[:0]
     if _checksum(body) != header.checksum:
-        raise damaged(told, "its checksum does not fit its bytes")
+        raise damaged(origin, "its checksum does not fit its bytes")
     if header.raw:
         return body.view(like.dtype).view(like.shape)
     return codec.decode(body, like)
 
 
-def damaged(told: tuple[Bucket, int], why: str) -> RunFailed:
+def damaged(origin: tuple[Bucket, int], why: str) -> RunFailed:
     """The error for a message that is not what was sent."""
-    bucket, source = told
+    bucket, source = origin
     return RunFailed(
         f"A message of class {bucket.kind!r} from rank {source} is damaged (collective {bucket.number} of its group).",
         why=why,

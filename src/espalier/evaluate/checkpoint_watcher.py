@@ -111,14 +111,14 @@ class CheckpointWatcher:
         )
 
     def _all(self, workers: Workers) -> Iterator[Update]:
-        said = ""
+        last_words = ""
         while True:
             self.history.update()
             self._hold()
             pending = self._pending()
             yield from self._missed()
             if pending:
-                said, looked = "", time.monotonic()
+                last_words, looked = "", time.monotonic()
                 for update in self._evaluate(workers, pending[0]):
                     if time.monotonic() - looked > POLL:
                         self._hold()
@@ -127,9 +127,9 @@ class CheckpointWatcher:
             elif self.history.ended == "finished":
                 return
             else:
-                if self._waiting_for() != said:
-                    said = self._waiting_for()
-                    yield Update(0, said)
+                if self._waiting_for() != last_words:
+                    last_words = self._waiting_for()
+                    yield Update(0, last_words)
                 time.sleep(POLL)
 
     def _waiting_for(self) -> str:
@@ -143,29 +143,29 @@ class CheckpointWatcher:
 
     def _pending(self, again: bool = False) -> list[_Pending]:
         """Checkpoints with something left to do, oldest first; links of others go. `again`: all tasks are to do."""
-        found: dict[str, _Pending] = {}
+        pending: dict[str, _Pending] = {}
         for source in (self._saved, self._held):
             for name in source.place.names():
                 step, seal = step_of(name) or 0, _seal(source.place, name)
                 left = tuple(task for task in self.tasks if again or self._key(seal, task) not in self.history.done)
                 if seal and left and (step, seal) not in self._skipped:
-                    found[name] = _Pending(step, seal, source, left)
+                    pending[name] = _Pending(step, seal, source, left)
                 elif source is self._held and not again:
                     with contextlib.suppress(OSError):
                         source.place.remove(name)
-        return sorted(found.values(), key=lambda one: one.step)
+        return sorted(pending.values(), key=lambda checkpoint: checkpoint.step)
 
     def _hold(self) -> None:
         """Links new checkpoints into our own folder. What cannot be linked is read where it is."""
-        own, held = self._saved.place, self._held.place
-        if not isinstance(own, Folder):
+        saved, held_place = self._saved.place, self._held.place
+        if not isinstance(saved, Folder):
             return
-        for name in own.names():
-            seal = _seal(own, name)
+        for name in saved.names():
+            seal = _seal(saved, name)
             done = all(self._key(seal, task) in self.history.done for task in self.tasks)
-            if seal and not done and (step_of(name), seal) not in self._skipped and seal != _seal(held, name):
+            if seal and not done and (step_of(name), seal) not in self._skipped and seal != _seal(held_place, name):
                 with contextlib.suppress(OSError):
-                    _link(Path(own.path(name)), Path(held.path(name)))
+                    _link(Path(saved.path(name)), Path(held_place.path(name)))
 
     def _missed(self) -> Iterator[Update]:
         """Says which checkpoints were committed since the watch began, and deleted before it could take them."""
@@ -191,13 +191,13 @@ class CheckpointWatcher:
             return
         tasks, share = [self.tasks[name] for name in pending.tasks], 0.0
         try:
-            for one in evaluate(workers, model.source, tasks, self.history.seconds):
-                if isinstance(one, float):
-                    share = one
+            for update in evaluate(workers, model.source, tasks, self.history.seconds):
+                if isinstance(update, float):
+                    share = update
                     yield Update(pending.step, share=share)
                 else:
-                    self._record(pending, one)
-                    yield Update(pending.step, bad=bool(one.why), result=one, share=share)
+                    self._record(pending, update)
+                    yield Update(pending.step, bad=bool(update.why), result=update, share=share)
         finally:
             model.close()
 

@@ -120,10 +120,10 @@ class HarnessTask:
         import lm_eval
 
         assert isinstance(model, gpt.GPT)
-        found = lm_eval.simple_evaluate(model=lm(model, self._tokenizer), tasks=[self.name], bootstrap_iters=0)
+        answer = lm_eval.simple_evaluate(model=lm(model, self._tokenizer), tasks=[self.name], bootstrap_iters=0)
         return {
             metric.removesuffix(",none"): (float(value), 1.0)
-            for metric, value in found["results"][self.name].items()
+            for metric, value in answer["results"][self.name].items()
             if isinstance(value, int | float) and "," in metric and "stderr" not in metric  # "METRIC,FILTER"
         }
 

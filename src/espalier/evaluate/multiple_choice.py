@@ -109,8 +109,8 @@ class MultipleChoice:
         before = "\n".join(part for part in (question.context, question.question) if part)
         continued = [choice if _spaced(before, choice) else f" {choice}" for choice in question.choices]
         head = [self._tokenizer.boundary, *self._ids(before)]
-        found = loglikelihoods(model, [(head, self._ids(choice)) for choice in continued])
-        return marks([total for total, _ in found], question)
+        scores = loglikelihoods(model, [(head, self._ids(choice)) for choice in continued])
+        return marks([total for total, _ in scores], question)
 
     def summary(self, means: Mapping[str, float]) -> Mapping[str, float]:
         """The shares of right answers."""
@@ -143,13 +143,13 @@ def loglikelihoods(model: gpt.GPT, pairs: Sequence[tuple[Sequence[int], Sequence
     # Padding stands on the right, where no token that counts can see it.
     padded = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=device)
     logits = model(padded[:, :-1]).double().log_softmax(-1)
-    found = []
-    for row, (_, tail), one, ids in zip(rows, pairs, logits, padded, strict=True):
+    scores = []
+    for row, (_, tail), row_logits, ids in zip(rows, pairs, logits, padded, strict=True):
         first = max(0, len(row) - 1 - len(tail))
-        positions, wanted = one[first : len(row) - 1], ids[first + 1 : len(row)]
+        positions, wanted = row_logits[first : len(row) - 1], ids[first + 1 : len(row)]
         chosen = positions.gather(1, wanted[:, None])
-        found.append((float(chosen.sum()), bool((positions.argmax(-1) == wanted).all())))
-    return found
+        scores.append((float(chosen.sum()), bool((positions.argmax(-1) == wanted).all())))
+    return scores
 
 
 def _likeliest(values: Sequence[float]) -> int:

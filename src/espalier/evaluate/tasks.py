@@ -45,12 +45,12 @@ class Task(Protocol):
 
 def means(sums: Sequence[Sums]) -> dict[str, float]:
     """Quotients of the records' sums and weights, added exactly. A metric without weight is left out."""
-    found = {}
-    for name in dict.fromkeys(name for one in sums for name in one):
-        total, weight = (fsum(one[name][part] for one in sums if name in one) for part in (0, 1))
+    averages = {}
+    for name in dict.fromkeys(name for name_sums in sums for name in name_sums):
+        total, weight = (fsum(record[name][part] for record in sums if name in record) for part in (0, 1))
         if weight:
-            found[name] = total / weight
-    return found
+            averages[name] = total / weight
+    return averages
 
 
 class HeldOut:

@@ -107,7 +107,9 @@ class Workers:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C is for us, who end the workers
         others = psutil.Process().children()
         forkserver.ensure_running()
-        server = [one for one in psutil.Process().children() if one not in others]  # none, if it was running before
+        server = [
+            process for process in psutil.Process().children() if process not in others
+        ]  # none, if it was running before
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._workers: list[_Worker] = []
         try:
@@ -118,8 +120,8 @@ class Workers:
             self.__exit__()
             raise RunFailed("An evaluation worker ended while it opened its data.", do="see its error above") from None
         except BaseException:
-            for one in server:  # it may be about to fork one more
-                one.kill()
+            for process in server:  # it may be about to fork one more
+                process.kill()
             self.__exit__()
             raise
 
@@ -159,7 +161,7 @@ class Workers:
                 else:
                     scored = future.result()
                 if scored.why:
-                    waiting = deque(one for one in waiting if one.task != part.task)
+                    waiting = deque(scored for scored in waiting if scored.task != part.task)
                 yield part, scored
             for number, _ in running.values():
                 self._workers[number].end_if_silent(self._silent)
@@ -200,8 +202,8 @@ class _Worker:
         if self._process is None:
             return
         try:
-            own = psutil.Process(self._process.pid)
-            used = sum(sum(one.cpu_times()[:2]) for one in [own, *own.children(recursive=True)])
+            process = psutil.Process(self._process.pid)
+            used = sum(sum(child.cpu_times()[:2]) for child in [process, *process.children(recursive=True)])
         except psutil.Error:
             return  # it died: its future says so
         if used != self._used:
@@ -262,18 +264,20 @@ def evaluate(
         if scored is None:
             yield done / records
             continue
-        part, found = scored
-        task, own = by_name[part.task], sums[part.task]
+        part, scores = scored
+        task, sums_by_start = by_name[part.task], sums[part.task]
         done += part.stop - part.start
-        took[task.name] += found.seconds
-        own[part.start] = found.sums
+        took[task.name] += scores.seconds
+        sums_by_start[part.start] = scores.sums
         if task.name in failed:
             continue
-        if found.why:
+        if scores.why:
             failed.add(task.name)
-            yield Result(task.name, {}, task.records, took[task.name], found.why)
-        elif sum(map(len, own.values())) == task.records:
-            figures = task.summary(means([one for start in sorted(own) for one in own[start]]))
+            yield Result(task.name, {}, task.records, took[task.name], scores.why)
+        elif sum(map(len, sums_by_start.values())) == task.records:
+            figures = task.summary(
+                means([record for start in sorted(sums_by_start) for record in sums_by_start[start]])
+            )
             why = "" if figures else "nothing of it has weight"
             yield Result(task.name, figures, task.records, took[task.name], why)
 
@@ -316,8 +320,8 @@ def _evaluate(part: Part, source: Source) -> Scored:
         with torch.no_grad():
             sums = [_plain(task.evaluate(_Own.model, record)) for record in range(part.start, part.stop)]
     except Exception as error:
-        said = [type(error).__name__, *(line.strip() for line in str(error).strip().splitlines()[-1:])]
-        return Scored([], clock() - began, ": ".join(said))
+        words = [type(error).__name__, *(line.strip() for line in str(error).strip().splitlines()[-1:])]
+        return Scored([], clock() - began, ": ".join(words))
     return Scored(sums, clock() - began)
 
 

@@ -24,7 +24,7 @@ MOST = 1 << 31
 
 
 MESSAGES = "messages_over_ranks"
-"""Attribute of a foreign network that runs over parts: its `foreign_halo.Messages`."""
+"""Attribute of a foreign network that runs over parts: its `foreign_network.Messages`."""
 
 
 QUANTIZED = "quantization"
@@ -151,7 +151,7 @@ def infer(model: nn.Module, view: View, layers: int | None = None) -> Tensor:
     parameter = next(model.parameters())
     placed: dict[str, Any] = {"device": parameter.device, "dtype": parameter.dtype}
     if view.graph.partition is not None:
-        from espalier.mechanisms.halo_exchange import part_inference
+        from espalier.graph import part_inference
 
         if getattr(model, QUANTIZED, None) is not None:  # packages are of all nodes
             return infer(model, View(part_inference.whole_graph(view.graph), view.style, view.depth), layers)

@@ -22,6 +22,7 @@ from espalier.graph import (
     layer_work,
     link_prediction,
     metrics,
+    partition_folder,
     pyg,
     sources,
 )
@@ -34,7 +35,6 @@ from espalier.graph.node_classification import NodeTask
 from espalier.graph.subgraphs import SubgraphBatch, View, infer
 from espalier.mechanisms.few_bits import quantization, quantized_networks
 from espalier.mechanisms.few_bits.quantized_graph import QuantizedGraph
-from espalier.mechanisms.halo_exchange import partition_folder
 from espalier.mechanisms.pattern_attention import reformation
 from espalier.mechanisms.pattern_attention.encodings import averaged, encoded
 from espalier.mechanisms.pattern_attention.model import GraphTransformer, tokens_of
@@ -48,9 +48,9 @@ from espalier.store.artifacts import Artifact, Table
 from espalier.track.progress import Stages
 
 if TYPE_CHECKING:
+    from espalier.graph.halo import ForeignRows
     from espalier.mechanisms.disk_batches.cost import StoredFeatures
     from espalier.mechanisms.disk_batches.mini_batches import RunBatches
-    from espalier.mechanisms.halo_exchange.halo import ForeignRows
     from espalier.mechanisms.halo_exchange.halo_parallel import Halos, RankPart
     from espalier.mechanisms.pattern_attention.reformation import Reformation
     from espalier.mechanisms.pattern_attention.token_parallel import TokenCut, TokenPart
@@ -481,7 +481,7 @@ class GraphWorkload(Plain):
 
             graph = self.whole_task.train.graph
             return TokenCut(network, graph.nodes, options, graph.fingerprint())
-        from espalier.mechanisms.halo_exchange.halo import depth
+        from espalier.graph.halo import depth
         from espalier.mechanisms.halo_exchange.halo_parallel import Cutting, Halos, takes_sums
 
         view, sums = self.whole_task.train, False
@@ -490,7 +490,7 @@ class GraphWorkload(Plain):
             crossing = network if self.recipe.quant is None else cast("Gnn", self._quantized)
             sums = takes_sums(network) and self.recipe.quant is None
         else:
-            from espalier.mechanisms.halo_exchange.foreign_halo import study, study_part
+            from espalier.graph.foreign_network import study, study_part
 
             if view.graph.partition is None:
                 crossing = study(network, view.graph.features.shape[1], view.block)

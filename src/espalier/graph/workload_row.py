@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from espalier.graph import kept_graph
+from espalier.graph import kept_graph, part_inference, partition_folder
 from espalier.graph.answers import lines
 from espalier.graph.gnn import Gnn
 from espalier.graph.graph_classification import GraphTask
@@ -21,7 +21,6 @@ from espalier.graph.node_classification import NodeTask
 from espalier.graph.subgraphs import infer
 from espalier.graph.workload import GraphWorkload, open_graph
 from espalier.mechanisms.few_bits import packed_run, quantization
-from espalier.mechanisms.halo_exchange import part_inference, partition_folder
 from espalier.parallel.workload import PackStart, Shard, Workload
 from espalier.recipe import HaloOptions, Recipe, cache_dir, data_hash
 from espalier.recipe.errors import UserError

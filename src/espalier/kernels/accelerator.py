@@ -26,8 +26,8 @@ def available() -> bool:
 def count() -> int:
     """How many there are. NVML counts them, which does not start the driver, so that ranks can be forked after:
     `torch.accelerator.is_available` starts it."""
-    found = torch.accelerator.current_accelerator()
-    return torch.accelerator.device_count() if found is not None and found.type == KIND else 0
+    device = torch.accelerator.current_accelerator()
+    return torch.accelerator.device_count() if device is not None and device.type == KIND else 0
 
 
 def of_rank(local_rank: int) -> torch.device:

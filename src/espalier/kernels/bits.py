@@ -70,9 +70,9 @@ def pack(
         values = (values if noise is None else values + (noise - 0.5)).round() + (0 if bits == 8 else 8)
         codes = values.clamp(-127, 127).to(torch.int64)
     elif noise is None:
-        here = torch.full((len(rows),), float(BLOCK), dtype=torch.float64)
-        here[-1:] = (length - 1) % BLOCK + 1
-        scales = torch.where(top > 0, (rows.double().abs().sum(1) / here).float(), 0.0)
+        counts = torch.full((len(rows),), float(BLOCK), dtype=torch.float64)
+        counts[-1:] = (length - 1) % BLOCK + 1
+        scales = torch.where(top > 0, (rows.double().abs().sum(1) / counts).float(), 0.0)
         codes = (rows >= 0).to(torch.int64)
     else:
         codes = (rows * inverse + (noise * 2 - 1) >= 0).to(torch.int64)
@@ -80,14 +80,14 @@ def pack(
 
 
 def _strided(codes: Tensor, length: int, bits: int) -> list[Tensor]:
-    found = []
+    parts = []
     for index, block in enumerate(codes):
-        here = block[: length - index * BLOCK] & ((1 << bits) - 1)
-        stride = -(-len(here) * bits // 8)
-        lanes = torch.nn.functional.pad(here, (0, stride * (8 // bits) - len(here))).view(8 // bits, stride)
+        levels = block[: length - index * BLOCK] & ((1 << bits) - 1)
+        stride = -(-len(levels) * bits // 8)
+        lanes = torch.nn.functional.pad(levels, (0, stride * (8 // bits) - len(levels))).view(8 // bits, stride)
         shifts = torch.arange(0, 8, bits)[:, None]
-        found.append((lanes << shifts).sum(0).to(torch.uint8))
-    return found
+        parts.append((lanes << shifts).sum(0).to(torch.uint8))
+    return parts
 
 
 @operation("lowbit_unpack")
@@ -95,16 +95,16 @@ def unpack(
     scales: Float32[Tensor, " blocks"], codes: UInt8[Tensor, " m"], bits: int, length: int
 ) -> Float32[Tensor, " n"]:
     """The `length` values that `pack` was given, each off by at most half a scale (stochastic: one scale)."""
-    found = [torch.empty(0)]
+    parts = [torch.empty(0)]
     for index, scale in enumerate(scales):
-        here = min(BLOCK, length - index * BLOCK)
-        stride = -(-here * bits // 8)
+        count_here = min(BLOCK, length - index * BLOCK)
+        stride = -(-count_here * bits // 8)
         lanes = codes[index * BLOCK * bits // 8 :][:stride].to(torch.int64)
         shifts = torch.arange(0, 8, bits)[:, None]
-        raw = ((lanes >> shifts) & ((1 << bits) - 1)).reshape(-1)[:here]
+        raw = ((lanes >> shifts) & ((1 << bits) - 1)).reshape(-1)[:count_here]
         raw = {8: (raw ^ 128) - 128, 4: raw - 8, 1: 2 * raw - 1}[bits]
-        found.append(raw.float() * scale)
-    return torch.cat(found)
+        parts.append(raw.float() * scale)
+    return torch.cat(parts)
 
 
 @pack.fast("cpu")

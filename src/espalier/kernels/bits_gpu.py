@@ -63,12 +63,12 @@ def pack_blocks(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
     byte = tl.arange(0, width)
     out = tl.zeros((EACH, width), tl.int32)
     for lane in tl.static_range(8 // BITS):
-        here = byte[None, :] + lane * stride[:, None]
-        valid = (byte[None, :] < stride[:, None]) & (here < count[:, None])
-        value = tl.load(x_ptr + first[:, None] + here, mask=valid, other=0.0)
+        position = byte[None, :] + lane * stride[:, None]
+        valid = (byte[None, :] < stride[:, None]) & (position < count[:, None])
+        value = tl.load(x_ptr + first[:, None] + position, mask=valid, other=0.0)
         scaled = tl.where(some[:, None], value, 0.0) * inverse[:, None]
         if DRAWN:
-            noise = _noise(first[:, None] + here, key)
+            noise = _noise(first[:, None] + position, key)
             if BITS == 1:
                 code = (scaled + (noise + noise - 1.0) >= 0).to(tl.int32)
             else:
@@ -96,7 +96,7 @@ def unpack_blocks(scales_ptr, codes_ptr, values_ptr, length, BITS: tl.constexpr)
     byte = tl.arange(0, each)
     raw = tl.load(codes_ptr + block * each + byte, mask=byte < stride, other=0).to(tl.int32)
     for lane in tl.static_range(8 // BITS):
-        here = byte + lane * stride
+        place = byte + lane * stride
         code = (raw >> (lane * BITS)) & (255 if BITS == 8 else 15 if BITS == 4 else 1)
         if BITS == 8:
             code = (code ^ 128) - 128
@@ -104,7 +104,7 @@ def unpack_blocks(scales_ptr, codes_ptr, values_ptr, length, BITS: tl.constexpr)
             code = code - 8
         else:
             code = 2 * code - 1
-        tl.store(values_ptr + first + here, code.to(tl.float32) * scale, mask=(byte < stride) & (here < count))
+        tl.store(values_ptr + first + place, code.to(tl.float32) * scale, mask=(byte < stride) & (place < count))
 
 
 def pack(x: Tensor, bits: int, key: int, scales: Tensor, codes: Tensor) -> bool:

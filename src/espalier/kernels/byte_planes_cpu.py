@@ -18,14 +18,14 @@ def apart(words: Any, turn: int, planes: Any) -> None:
     """Fills `planes` [width, n] from `words` turned left by `turn` bits (0 or 1)."""
     kind = words.dtype.type
     width = planes.shape[0]
-    one, back = kind(turn), kind((8 * width - turn) % (8 * width))
+    step, back = kind(turn), kind((8 * width - turn) % (8 * width))
     for first in range(0, words.size, _BLOCK):
         part = words[first : first + _BLOCK]
         for plane in range(width):
             out = planes[plane, first : first + _BLOCK]
             shift = kind(8 * (width - 1 - plane))
             for i in range(part.size):
-                turned = kind(kind(part[i] << one) | kind(part[i] >> back))
+                turned = kind(kind(part[i] << step) | kind(part[i] >> back))
                 out[i] = (turned >> shift) & kind(255)
 
 
@@ -38,7 +38,7 @@ def joined(planes: Any, turn: int, words: Any) -> None:
     """Fills `words` from `planes` [width, n]."""
     kind = words.dtype.type
     width = planes.shape[0]
-    one, back = kind(turn), kind((8 * width - turn) % (8 * width))
+    step, back = kind(turn), kind((8 * width - turn) % (8 * width))
     for first in range(0, words.size, _BLOCK):
         part = words[first : first + _BLOCK]
         part[:] = 0
@@ -48,4 +48,4 @@ def joined(planes: Any, turn: int, words: Any) -> None:
             for i in range(part.size):
                 part[i] |= kind(into[i]) << shift
         for i in range(part.size):
-            part[i] = kind(kind(part[i] >> one) | kind(part[i] << back))
+            part[i] = kind(kind(part[i] >> step) | kind(part[i] << back))

@@ -64,19 +64,19 @@ class Counts:
     int32_adds: float = 0.0
 
     def __add__(self, more: Counts) -> Counts:
-        return Counts(*(getattr(self, one.name) + getattr(more, one.name) for one in fields(self)))
+        return Counts(*(getattr(self, field.name) + getattr(more, field.name) for field in fields(self)))
 
     def times(self, factor: float) -> Counts:
         """So many times as much."""
-        return Counts(*(factor * getattr(self, one.name) for one in fields(self)))
+        return Counts(*(factor * getattr(self, field.name) for field in fields(self)))
 
     def joules(self, memory: str = "none", energy: Mapping[str, Joules] = ENERGY) -> float:
         """Energy of the arithmetic; with `memory`, `"sram"`, `"dram"` or `"hbm"`, that of moving the bytes
         too."""
-        found = self.macs * energy["mac"].value + self.acs * energy["ac"].value
-        found += self.int8_macs * energy["int8_mac"].value + self.other * energy["other"].value
-        found += self.int32_adds * energy["int32_add"].value
-        return found + (0.0 if memory == "none" else self.bytes_moved * energy[f"{memory}_byte"].value)
+        joules = self.macs * energy["mac"].value + self.acs * energy["ac"].value
+        joules += self.int8_macs * energy["int8_mac"].value + self.other * energy["other"].value
+        joules += self.int32_adds * energy["int32_add"].value
+        return joules + (0.0 if memory == "none" else self.bytes_moved * energy[f"{memory}_byte"].value)
 
 
 NOTHING = Counts()
@@ -96,7 +96,7 @@ def integer_sums(sums: float, bits: int) -> Counts:
 
 def constants(energy: Mapping[str, Joules] = ENERGY) -> list[tuple[str, float, str]]:
     """(operation, picojoules, source) of each constant: what stands beside every figure made from them."""
-    return [(name, one.value / PICO, one.source) for name, one in energy.items()]
+    return [(name, price.value / PICO, price.source) for name, price in energy.items()]
 
 
 _ACTIVE = threading.local()
@@ -195,7 +195,7 @@ class Counter(TorchDispatchMode):
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        _ACTIVE.counters = tuple(one for one in _ACTIVE.counters if one is not self)
+        _ACTIVE.counters = tuple(counter for counter in _ACTIVE.counters if counter is not self)
         super().__exit__(kind, error, trace)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -210,12 +210,12 @@ def _counted(func: Any, args: Any, kwargs: Any, out: Any) -> Counts:
     results, given = _tensors(out), _tensors((args, kwargs))
     if func.is_view or not results:
         return NOTHING
-    moved = float(sum(one.numel() * one.element_size() for one in (*given, *results)))
+    moved = float(sum(tensor.numel() * tensor.element_size() for tensor in (*given, *results)))
     if (flops := flop_registry.get(func._overloadpacket)) is not None:
         return Counts(macs=flops(*args, **kwargs, out_val=out) / 2, bytes_moved=moved)
     if func._overloadpacket in _MOVES:
         return Counts(bytes_moved=moved)
-    return Counts(other=float(max(one.numel() for one in (*given, *results))), bytes_moved=moved)
+    return Counts(other=float(max(tensor.numel() for tensor in (*given, *results))), bytes_moved=moved)
 
 
 _COPIES = (
@@ -232,13 +232,15 @@ def _tensors(value: Any) -> list[Tensor]:
         value = value.values()
     elif not isinstance(value, list | tuple):
         return []
-    return [one for item in value for one in _tensors(item)]
+    return [tensor for item in value for tensor in _tensors(item)]
 
 
 def table(by_part: Mapping[str, Counts], memory: str = "dram") -> list[tuple[str, float, float, float, float, float]]:
     """(part, MACs, accumulations, bytes, joules of arithmetic, joules with `memory`) of each, the largest first."""
     rows = []
-    for part, one in by_part.items():
-        macs, name = one.macs + one.int8_macs, part or "outside of modules"
-        rows.append((name, macs, one.acs + one.int32_adds, one.bytes_moved, one.joules(), one.joules(memory)))
+    for part, counts in by_part.items():
+        macs, name = counts.macs + counts.int8_macs, part or "outside of modules"
+        rows.append(
+            (name, macs, counts.acs + counts.int32_adds, counts.bytes_moved, counts.joules(), counts.joules(memory))
+        )
     return sorted(rows, key=lambda row: -row[-1])

@@ -31,8 +31,8 @@ def _fits(logits: Tensor, labels: Tensor, chosen: Tensor | None = None) -> bool:
 def row_by_row(logits: Tensor, labels: Tensor, chosen: Tensor | None = None) -> Tensor:
     """Softmax and logarithm while a row is in registers; backward makes the softmax again."""
     rows = torch.arange(len(labels)) if chosen is None else chosen
-    found: Tensor = _Entropy.apply(logits, labels, rows)
-    return found
+    losses: Tensor = _Entropy.apply(logits, labels, rows)
+    return losses
 
 
 class _Entropy(torch.autograd.Function):

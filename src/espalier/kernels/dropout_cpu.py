@@ -44,7 +44,7 @@ def stays(place: Any, first: Any, second: Any, cut: Any) -> Any:
 def activate(values, unused, out, seed, cut, kind):  # type: ignore[no-untyped-def]
     """out = the nonlinearity of `values`, dropped `cut` of 2^32 times, else scaled up by as much."""
     count, least, share = len(values), np.uint32(cut), values.dtype.type(1 / (1 - np.float64(cut) / 2.0**32))
-    zero, one, none = values.dtype.type(0), values.dtype.type(1), values.dtype.type(-np.inf)
+    zero, unit, none = values.dtype.type(0), values.dtype.type(1), values.dtype.type(-np.inf)
     for piece in numba.prange((count + PIECE - 1) // PIECE):
         start = piece * PIECE
         size = min(PIECE, count - start)
@@ -54,7 +54,7 @@ def activate(values, unused, out, seed, cut, kind):  # type: ignore[no-untyped-d
         if kind == ELU:
             for i in range(size):
                 value = given[i]
-                value = exponential(min(value, zero)) - one if value < zero else value
+                value = exponential(min(value, zero)) - unit if value < zero else value
                 made[i] = value * share if stays(i, first, second, least) else zero
         else:
             floor = zero if kind == RELU else none

@@ -43,7 +43,7 @@ def pack(words: Shaped[Tensor, " n"], dims: int) -> UInt8[Tensor, " m"]:
     width = words.element_size()
     bits, values = 8 * width, words.numpy()
     parts = [np.array([MAGIC + dims - 1, len(values)], np.uint32).view(np.uint8)]
-    marks, kept = [], []
+    marks, stored = [], []
     for first in range(0, len(values), CHUNK):
         v = values[first : first + CHUNK]
         r = np.zeros(-(-len(v) // bits) * bits, v.dtype)
@@ -54,20 +54,20 @@ def pack(words: Shaped[Tensor, " n"], dims: int) -> UInt8[Tensor, " m"]:
         t = np.packbits(turned, axis=2, bitorder="little").reshape(-1).view(v.dtype)
         s = np.concatenate([t[:1], t[1:] - t[:-1]])
         marks.append(s != 0)
-        kept.append(s[s != 0])
+        stored.append(s[s != 0])
     if marks:
-        parts += [np.packbits(np.concatenate(marks), bitorder="little"), np.concatenate(kept).view(np.uint8)]
+        parts += [np.packbits(np.concatenate(marks), bitorder="little"), np.concatenate(stored).view(np.uint8)]
     return torch.from_numpy(np.concatenate(parts))
 
 
 @operation("mpc_unpack")
 def unpack(wire: UInt8[Tensor, " m"], width: int) -> Shaped[Tensor, " n"]:
     """The words that `pack` was given. Raises UserError where the bytes are not a stream of words of `width` bytes."""
-    dims, length, bitmap, kept = _checked(wire, width)
+    dims, length, bitmap, stored = _checked(wire, width)
     kind, bits = _NUMPY[width], 8 * width
     marks = np.unpackbits(bitmap.numpy(), bitorder="little").astype(bool)
     s = np.zeros(len(marks), kind)
-    s[marks] = kept.numpy().view(kind)
+    s[marks] = stored.numpy().view(kind)
     out = np.empty(length, kind)
     for first in range(0, length, CHUNK):
         t = np.cumsum(s[first : first + CHUNK], dtype=kind)
@@ -82,7 +82,7 @@ def unpack(wire: UInt8[Tensor, " m"], width: int) -> Shaped[Tensor, " n"]:
 
 def _header(wire: Tensor, width: int) -> tuple[int, int, Tensor, Tensor]:
     """(dims, words, bitmap, kept words) of a stream; bitmap and kept words are bytes."""
-    first, length = (int(one) for one in wire[:HEADER].cpu().view(torch.uint32)) if wire.numel() >= HEADER else (0, 0)
+    first, length = (int(word) for word in wire[:HEADER].cpu().view(torch.uint32)) if wire.numel() >= HEADER else (0, 0)
     dims, size = first - MAGIC + 1, -(-length // (8 * width)) * width
     marks = wire[HEADER : HEADER + size]
     if not 1 <= dims <= 32 or len(marks) != size:
@@ -90,21 +90,21 @@ def _header(wire: Tensor, width: int) -> tuple[int, int, Tensor, Tensor]:
     return dims, length, marks, wire[HEADER + size :]
 
 
-def _check(marks: Tensor, kept: Tensor, announced: int) -> None:
+def _check(marks: Tensor, words: Tensor, announced: int) -> None:
     """Raises UserError where there are other bytes of kept words than the bitmap announces."""
-    if kept.numel() != announced:
+    if words.numel() != announced:
         before = HEADER + marks.numel()
         raise UserError(
-            f"An MPC stream has {before + kept.numel()} bytes where its bitmap announces {before + announced}.",
+            f"An MPC stream has {before + words.numel()} bytes where its bitmap announces {before + announced}.",
             do="the bytes that mpc's pack returned, unchanged",
         )
 
 
 def _checked(wire: Tensor, width: int) -> tuple[int, int, Tensor, Tensor]:
     """`_header` of a whole stream on the host."""
-    dims, length, marks, kept = _header(wire, width)
-    _check(marks, kept, int(np.bitwise_count(marks.numpy()).sum()) * width)
-    return dims, length, marks, kept
+    dims, length, marks, stored = _header(wire, width)
+    _check(marks, stored, int(np.bitwise_count(marks.numpy()).sum()) * width)
+    return dims, length, marks, stored
 
 
 def _aligned(wire: Tensor) -> Tensor:
@@ -122,8 +122,8 @@ def pack_by_tiles(words: Tensor, dims: int) -> Tensor:
     wire = torch.empty(most_bytes(length, width), dtype=torch.uint8)
     wire[:HEADER] = torch.tensor([MAGIC + dims - 1, length], dtype=torch.int64).to(torch.uint32).view(torch.uint8)
     tiles = -(-length // (8 * width))
-    marks, kept = wire[HEADER:][: tiles * width].view(WORDS[width]), wire[HEADER:][tiles * width :].view(WORDS[width])
-    count = mpc_cpu.pack(words.contiguous(), dims, marks, kept)
+    marks, stored = wire[HEADER:][: tiles * width].view(WORDS[width]), wire[HEADER:][tiles * width :].view(WORDS[width])
+    count = mpc_cpu.pack(words.contiguous(), dims, marks, stored)
     return wire[: HEADER + (tiles + count) * width]
 
 
@@ -132,9 +132,9 @@ def unpack_by_tiles(wire: Tensor, width: int) -> Tensor:
     """numba."""
     from espalier.kernels import mpc_cpu
 
-    dims, length, marks, kept = _checked(_aligned(wire), width)
+    dims, length, marks, stored = _checked(_aligned(wire), width)
     words = torch.empty(length, dtype=WORDS[width])
-    mpc_cpu.unpack(marks.view(WORDS[width]), kept.view(WORDS[width]), dims, words)
+    mpc_cpu.unpack(marks.view(WORDS[width]), stored.view(WORDS[width]), dims, words)
     return words
 
 
@@ -143,23 +143,23 @@ def pack_in_triton(words: Tensor, dims: int) -> Tensor:
     from espalier.kernels import mpc_gpu
 
     width, length = words.element_size(), words.numel()
-    told = torch.tensor([MAGIC + dims - 1, length], dtype=torch.int64).to(torch.uint32).view(torch.uint8)
+    header = torch.tensor([MAGIC + dims - 1, length], dtype=torch.int64).to(torch.uint32).view(torch.uint8)
     marks = torch.empty(-(-length // (8 * width)), dtype=WORDS[width], device=words.device)
-    kept = mpc_gpu.pack(words.contiguous(), dims, marks)
-    return torch.cat([told.to(words.device), marks.view(torch.uint8), kept.view(torch.uint8)])
+    stored = mpc_gpu.pack(words.contiguous(), dims, marks)
+    return torch.cat([header.to(words.device), marks.view(torch.uint8), stored.view(torch.uint8)])
 
 
 def unpack_in_triton(wire: Tensor, width: int) -> Tensor:
     """Triton. Looks at the header and at how many words were kept, which waits for the GPU."""
     from espalier.kernels import mpc_gpu
 
-    dims, length, bitmap, kept = _header(_aligned(wire), width)
+    dims, length, bitmap, stored = _header(_aligned(wire), width)
     words = torch.empty(length, dtype=WORDS[width], device=wire.device)
     marks = bitmap.view(WORDS[width])
     ends = mpc_gpu.ends(marks, length)
-    _check(bitmap, kept, int(ends[-1]) * width if length else 0)
+    _check(bitmap, stored, int(ends[-1]) * width if length else 0)
     if length:
-        mpc_gpu.unpack(marks, ends, kept.view(WORDS[width]), dims, words)
+        mpc_gpu.unpack(marks, ends, stored.view(WORDS[width]), dims, words)
     return words
 
 

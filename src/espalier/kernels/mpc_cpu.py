@@ -14,9 +14,9 @@ CHUNK = 1024
 
 
 @njit
-def _bits(one: Any) -> Any:
+def _bits(word: Any) -> Any:
     """Of a word: a constant to the compiler, which an array's itemsize is not."""
-    kind = type(one)
+    kind = type(word)
     return 16 if kind(1 << 16) == 0 else 32 if kind(1 << 32) == 0 else 64
 
 
@@ -30,8 +30,8 @@ def _turn(grid: Any, bits: int) -> None:
     kind = grid.dtype.type
     tiles = np.uint64(grid.size // bits)
     step = bits // 2
-    one = kind(1)
-    mask = kind((one << kind(step)) - one)
+    unit = kind(1)
+    mask = kind((unit << kind(step)) - unit)
     while step:
         shift = kind(step)
         far = np.uint64(step) * tiles
@@ -51,8 +51,8 @@ def _turn(grid: Any, bits: int) -> None:
     "int64(uint32[::1], int64, uint32[::1], uint32[::1])",
     "int64(uint64[::1], int64, uint64[::1], uint64[::1])",
 )
-def pack(words: Any, dims: int, marks: Any, kept: Any) -> int:
-    """Fills `marks` and the beginning of `kept`; returns how many words are kept."""
+def pack(words: Any, dims: int, marks: Any, stored: Any) -> int:
+    """Fills `marks` and the beginning of `stored`; returns how many words are kept."""
     kind = words.dtype.type
     bits = np.uint64(_bits(kind(1)))
     tiles = np.uint64(CHUNK) // bits
@@ -82,7 +82,7 @@ def pack(words: Any, dims: int, marks: Any, kept: Any) -> int:
             mark = kind(0)
             for i in range(bits):
                 s = residual[tile * bits + i]
-                kept[at] = s
+                stored[at] = s
                 there = s != 0
                 at += np.uint64(there)
                 mark |= kind(there) << kind(i)
@@ -96,30 +96,30 @@ def pack(words: Any, dims: int, marks: Any, kept: Any) -> int:
     "(uint32[::1], uint32[::1], int64, uint32[::1])",
     "(uint64[::1], uint64[::1], int64, uint64[::1])",
 )
-def unpack(marks: Any, kept: Any, dims: int, words: Any) -> None:
-    """Fills `words`. `kept` has as many words as `marks` has bits set."""
+def unpack(marks: Any, stored: Any, dims: int, words: Any) -> None:
+    """Fills `words`. `stored` has as many words as `marks` has bits set."""
     kind = words.dtype.type
     bits = np.uint64(_bits(kind(1)))
     tiles = np.uint64(CHUNK) // bits
-    far, one = np.uint64(dims), np.uint64(1)
+    far, unit = np.uint64(dims), np.uint64(1)
     grid = np.zeros(CHUNK, words.dtype)
     line = np.zeros(CHUNK, words.dtype)
     at, mark_at = np.uint64(0), np.uint64(0)
-    last = np.uint64(max(kept.size, 1) - 1)
-    if kept.size == 0:
+    last = np.uint64(max(stored.size, 1) - 1)
+    if stored.size == 0:
         words[:] = 0
         return
     for first in range(0, words.size, CHUNK):
         v = words[first : first + CHUNK]
         n = np.uint64(v.size)
         total = kind(0)
-        whole = (n + bits - one) // bits
+        whole = (n + bits - unit) // bits
         for tile in range(whole):
             mark = marks[mark_at]
-            mark_at += one
+            mark_at += unit
             for i in range(bits):
-                there = (np.uint64(mark) >> i) & one
-                total = kind(total + (kept[min(at, last)] & kind(np.uint64(0) - there)))
+                there = (np.uint64(mark) >> i) & unit
+                total = kind(total + (stored[min(at, last)] & kind(np.uint64(0) - there)))
                 at += there
                 line[tile * bits + i] = total
         line[np.int64(whole * bits) :] = 0
@@ -132,7 +132,7 @@ def unpack(marks: Any, kept: Any, dims: int, words: Any) -> None:
                 v[tile * bits + i] = grid[i * tiles + tile]
         for i in range(n % bits):
             v[n // bits * bits + i] = grid[i * tiles + n // bits]
-        if far == one:  # in a register: a word just stored is not there for the next one yet
+        if far == unit:  # in a register: a word just stored is not there for the next one yet
             total = kind(0)
             for i in range(n):
                 total = kind(total + v[i])

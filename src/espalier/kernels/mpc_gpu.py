@@ -61,13 +61,15 @@ def pack_chunks(words_ptr, s_ptr, marks_ptr, counts_ptr, length, dims, BITS: tl.
     chunk = tl.program_id(0).to(tl.int64)
     first = chunk * 1024
     place = tl.arange(0, 1024)
-    here = tl.minimum(length - first, 1024)
-    v = _words(tl.load(words_ptr + first + place, mask=place < here, other=0), BITS)
-    before = _words(tl.load(words_ptr + first + place - dims, mask=(place < here) & (place >= dims), other=0), BITS)
+    count_here = tl.minimum(length - first, 1024)
+    v = _words(tl.load(words_ptr + first + place, mask=place < count_here, other=0), BITS)
+    before = _words(
+        tl.load(words_ptr + first + place - dims, mask=(place < count_here) & (place >= dims), other=0), BITS
+    )
     t = _turned(_words(v - before, BITS), BITS)
     left = tl.gather(t, tl.maximum(place - 1, 0), 0)
     s = _words(t - _words(tl.where(place > 0, left, 0), BITS), BITS)
-    tiles = (here + BITS - 1) // BITS
+    tiles = (count_here + BITS - 1) // BITS
     there = (s != 0) & (place < tiles * BITS)
     tl.store(s_ptr + first + place, _words(tl.where(there, s, 0), BITS))
     tile = tl.arange(0, 1024 // BITS)
@@ -119,8 +121,8 @@ def unpack_chunks(  # type: ignore[no-untyped-def]
     lane = tl.arange(0, LANES)[:, None]
     place = tl.arange(0, records)[None, :] * DIMS + lane
     inside = (place < 1024) & (lane < DIMS)
-    found = tl.gather(r, tl.reshape(tl.minimum(place, 1023), (LANES * records,)), 0)
-    v = _sums(tl.reshape(found, (LANES, records)), BITS)
+    count_here = tl.gather(r, tl.reshape(tl.minimum(place, 1023), (LANES * records,)), 0)
+    v = _sums(tl.reshape(count_here, (LANES, records)), BITS)
     tl.store(words_ptr + first + place, v, mask=inside & (first + place < length))
 
 
@@ -138,9 +140,9 @@ def pack(words: Tensor, dims: int, marks: Tensor) -> Tensor:
             words.view(signed), scratch, marks.view(signed), counts, words.numel(), dims, BITS=bits, **_OPTIONS
         )
         ends = counts.cumsum(0)
-        kept = torch.empty(int(ends[-1]), dtype=signed, device=words.device)
-        keep_chunks[chunks,](scratch, ends, kept, **_OPTIONS)
-    return kept.view(words.dtype)
+        gathered = torch.empty(int(ends[-1]), dtype=signed, device=words.device)
+        keep_chunks[chunks,](scratch, ends, gathered, **_OPTIONS)
+    return gathered.view(words.dtype)
 
 
 def ends(marks: Tensor, words: int) -> Tensor:
@@ -152,9 +154,9 @@ def ends(marks: Tensor, words: int) -> Tensor:
     return counts.cumsum(0)
 
 
-def unpack(marks: Tensor, ends: Tensor, kept: Tensor, dims: int, words: Tensor) -> None:
-    """Fills `words` [n]. `ends`: of these marks; `kept` has as many words as they say."""
+def unpack(marks: Tensor, ends: Tensor, stored: Tensor, dims: int, words: Tensor) -> None:
+    """Fills `words` [n]. `ends`: of these marks; `stored` has as many words as they say."""
     signed, bits = _SIGNED[words.element_size()], 8 * words.element_size()
-    told = (marks.view(signed), ends, kept.view(signed), words.view(signed), words.numel(), marks.numel())
+    operands = (marks.view(signed), ends, stored.view(signed), words.view(signed), words.numel(), marks.numel())
     with torch.cuda.device_of(words):
-        unpack_chunks[len(ends),](*told, BITS=bits, DIMS=dims, LANES=triton.next_power_of_2(dims), **_OPTIONS)
+        unpack_chunks[len(ends),](*operands, BITS=bits, DIMS=dims, LANES=triton.next_power_of_2(dims), **_OPTIONS)

@@ -132,13 +132,13 @@ class Kernel:
         """
         assert not self._options.parallel
         ((dtype, _),) = self._signatures.items()
-        (found,) = self._code(dtype).overloads.values()
-        run: Callable[..., Any] = found.entry_point
+        (compiled,) = self._code(dtype).overloads.values()
+        run: Callable[..., Any] = compiled.entry_point
         return run
 
     def __call__(self, *arguments: Any) -> Any:
         """Runs on as many threads as torch would use here."""
-        given = [one if isinstance(one, np.ndarray) else _plain(one) for one in arguments]
+        given = [argument if isinstance(argument, np.ndarray) else _plain(argument) for argument in arguments]
         dtype = None if self._place is None else getattr(given[self._place], "dtype", None)
         run = self._compiled.get(dtype)
         if run is None:
@@ -150,13 +150,13 @@ class Kernel:
 
 def _by_dtype(signatures: tuple[str, ...]) -> tuple[int | None, dict[Any, list[str]]]:
     """(the first argument whose arrays have different dtypes, the signatures by that dtype); None: there is none."""
-    types = [normalize_signature(one)[0] for one in signatures]
+    types = [normalize_signature(signature)[0] for signature in signatures]
     for place, kinds in enumerate(zip(*types, strict=True)):
         if all(isinstance(kind, numba.types.Array) for kind in kinds) and len({kind.dtype for kind in kinds}) > 1:
-            found: dict[Any, list[str]] = {}
+            signatures_by_dtype: dict[Any, list[str]] = {}
             for signature, kind in zip(signatures, kinds, strict=True):
-                found.setdefault(as_dtype(kind.dtype), []).append(signature)
-            return place, found
+                signatures_by_dtype.setdefault(as_dtype(kind.dtype), []).append(signature)
+            return place, signatures_by_dtype
     return None, {None: list(signatures)}
 
 
@@ -179,7 +179,7 @@ class _Memory:
             "data": (tensor.data_ptr(), False),
             "typestr": _typestr(tensor.dtype),
             "shape": tuple(tensor.shape),
-            "strides": tuple(tensor.element_size() * one for one in tensor.stride()),
+            "strides": tuple(tensor.element_size() * stride for stride in tensor.stride()),
         }
 
 

@@ -141,10 +141,10 @@ def quantize_by_words(
 
     begins, wire = places
     pieces = _pieces(len(chosen) * rows.shape[1])
-    found = quantize_rows_cpu.quantize(
+    count = quantize_rows_cpu.quantize(
         rows.contiguous(), chosen, widths, begins, wire, (key or 0, pieces, int(key is None))
     )
-    return int(found)
+    return int(count)
 
 
 @restore_rows.fast("cpu")

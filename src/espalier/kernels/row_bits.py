@@ -98,8 +98,8 @@ def unpack_rows(
         rows = torch.nonzero(widths == width)[:, 0]
         lines = packed[offsets[rows][:, None] + torch.arange(row_bytes(columns, width))]
         bits = np.unpackbits(lines.numpy(), axis=1, bitorder="little", count=columns * width)
-        found = (torch.from_numpy(bits).view(len(rows), columns, width).long() << torch.arange(width)).sum(2)
-        codes[rows] = (found ^ (1 << width >> 1)) - (1 << width >> 1) if signed else found
+        fields = (torch.from_numpy(bits).view(len(rows), columns, width).long() << torch.arange(width)).sum(2)
+        codes[rows] = (fields ^ (1 << width >> 1)) - (1 << width >> 1) if signed else fields
     return codes.to(torch.int8 if signed else torch.uint8)
 
 

@@ -48,10 +48,10 @@ def store_byte(builder: Any, place: Any, word: Any) -> None:
 @njit
 def field_masks(bits: Any) -> Any:
     """Masks of the first four codes of eight, of the first two of each four, and of every code in its byte."""
-    one = np.uint64(1)
-    four = (one << np.uint64(4 * bits)) - one
-    two = (one << np.uint64(2 * bits)) - one
-    single = (one << np.uint64(bits)) - one
+    unit = np.uint64(1)
+    four = (unit << np.uint64(4 * bits)) - unit
+    two = (unit << np.uint64(2 * bits)) - unit
+    single = (unit << np.uint64(bits)) - unit
     return four, two | (two << np.uint64(32)), single * _ONES
 
 

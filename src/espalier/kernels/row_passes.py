@@ -78,25 +78,25 @@ def summary(row: int, n: int, step: int) -> Any:
     at, end = row, row + 4 * (n - n % LANES)
     count = 0
     while at + step < end:
-        one, other = load(at), load(at + step)
-        low, high = smaller(other, smaller(one, low)), larger(other, larger(one, high))
-        total_one, total_other = plus(total_one, one), plus(total_other, other)
-        squares_one, squares_other = plus(squares_one, times(one, one)), plus(squares_other, times(other, other))
-        strange |= unordered(one, other)
+        value, other = load(at), load(at + step)
+        low, high = smaller(other, smaller(value, low)), larger(other, larger(value, high))
+        total_one, total_other = plus(total_one, value), plus(total_other, other)
+        squares_one, squares_other = plus(squares_one, times(value, value)), plus(squares_other, times(other, other))
+        strange |= unordered(value, other)
         at += 2 * step
         count += 2 * LANES
     if at < end:
-        one = load(at)
-        low, high = smaller(one, low), larger(one, high)
-        total_one, squares_one = plus(total_one, one), plus(squares_one, times(one, one))
-        strange |= unordered(one, one)
+        value = load(at)
+        low, high = smaller(value, low), larger(value, high)
+        total_one, squares_one = plus(total_one, value), plus(squares_one, times(value, value))
+        strange |= unordered(value, value)
         count += LANES
     if n % LANES:
-        one = load_part(end, tail_lanes(n))
-        low = smaller(where(tail_lanes(n), one, low), low)
-        high = larger(where(tail_lanes(n), one, high), high)
-        total_one, squares_one = plus(total_one, one), plus(squares_one, times(one, one))
-        strange |= unordered(one, one)
+        value = load_part(end, tail_lanes(n))
+        low = smaller(where(tail_lanes(n), value, low), low)
+        high = larger(where(tail_lanes(n), value, high), high)
+        total_one, squares_one = plus(total_one, value), plus(squares_one, times(value, value))
+        strange |= unordered(value, value)
         count += n % LANES
     mean = total(plus(total_one, total_other)) / np.float32(count)
     variance = total(plus(squares_one, squares_other)) / np.float32(count) - mean * mean
@@ -110,10 +110,10 @@ def drawn_in(row: int, n: int, low: Any, high: Any) -> Any:
     smallest_in, largest_in = spread(np.float32(np.inf)), spread(np.float32(-np.inf))
     for j in range(0, n, LANES):
         valid = ALL if j + LANES <= n else tail_lanes(n)
-        one = load_part(row + 4 * j, valid)
-        inside = at_least(one, least) & ~at_least(one, bound) & valid
-        smallest_in = smaller(where(inside, one, smallest_in), smallest_in)
-        largest_in = larger(where(inside, one, largest_in), largest_in)
+        value = load_part(row + 4 * j, valid)
+        inside = at_least(value, least) & ~at_least(value, bound) & valid
+        smallest_in = smaller(where(inside, value, smallest_in), smallest_in)
+        largest_in = larger(where(inside, value, largest_in), largest_in)
     return smallest(smallest_in), largest(largest_in)
 
 

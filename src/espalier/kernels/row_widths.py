@@ -43,9 +43,9 @@ def levels(least: int) -> tuple[int, ...]:
 
 def by_degree(least: int, rows: Any) -> RowWidths:
     """As many rows of each of `levels(least)` as `widths_of` gives of so many."""
-    found = np.array(levels(least))
-    ends = -(-np.asarray(rows, np.int64)[..., None] * _firsts(len(found)) // _SHARES)
-    return RowWidths(found, np.diff(ends, axis=-1))
+    widths = np.array(levels(least))
+    ends = -(-np.asarray(rows, np.int64)[..., None] * _firsts(len(widths)) // _SHARES)
+    return RowWidths(widths, np.diff(ends, axis=-1))
 
 
 def shares(degrees: Any) -> Any:
@@ -58,8 +58,8 @@ def shares(degrees: Any) -> Any:
 
 def widths_of(least: int, share: Any) -> Any:
     """uint8 [rows]: bits of rows of those `shares`."""
-    found = np.array(levels(least), np.uint8)
-    return found[np.asarray(share, np.int64) * len(found) // _SHARES]
+    widths = np.array(levels(least), np.uint8)
+    return widths[np.asarray(share, np.int64) * len(widths) // _SHARES]
 
 
 def _firsts(many: int) -> Any:

@@ -92,9 +92,9 @@ def rtopk(
 
 def _check(x: Tensor, k: int, max_iterations: int | None) -> None:
     if not isinstance(x, Tensor) or x.layout is not torch.strided:
-        found = "a sparse tensor" if isinstance(x, Tensor) else type(x).__name__
+        type_name = "a sparse tensor" if isinstance(x, Tensor) else type(x).__name__
         do = "x.to_dense()" if isinstance(x, Tensor) else "torch.as_tensor(x)"
-        raise UserError(f"x is {found}.", why="rtopk takes a dense tensor", do=do)
+        raise UserError(f"x is {type_name}.", why="rtopk takes a dense tensor", do=do)
     if x.dim() == 0:
         raise UserError("rtopk got a scalar.", do="x.reshape(1)")
     if x.dtype is torch.bool or x.is_complex():
@@ -165,9 +165,9 @@ def _bisected(x: Tensor, k: int, steps: int) -> Tensor:
     count = (x >= top).sum(-1, keepdim=True)
     high, above = (torch.where(open_ & (count <= k), new, old) for new, old in ((top, high), (count, above)))
     low = torch.where(open_ & (count > k), top, low)
-    kept = x >= high
-    inside = ~kept & (x >= low)
-    return kept | (inside & (inside.cumsum(-1) <= k - above))
+    above_bound = x >= high
+    inside = ~above_bound & (x >= low)
+    return above_bound | (inside & (inside.cumsum(-1) <= k - above))
 
 
 def _transformed(x: Tensor) -> bool:
@@ -256,10 +256,10 @@ def _numba(x: Tensor, k: int, steps: int, ranked: bool) -> tuple[Tensor, Tensor]
 def _numba_back(gradient: Tensor, columns: Tensor, width: int) -> Tensor:
     k = columns.shape[-1]
     rows = columns.numel() // k
-    found = torch.empty(*columns.shape[:-1], width)
-    pieces = _pieces(rows, found.numel())
-    _cpu()[0].back(gradient.contiguous().view(rows, k), columns.view(rows, k), pieces, found.view(rows, width))
-    return found
+    gradients = torch.empty(*columns.shape[:-1], width)
+    pieces = _pieces(rows, gradients.numel())
+    _cpu()[0].back(gradient.contiguous().view(rows, k), columns.view(rows, k), pieces, gradients.view(rows, width))
+    return gradients
 
 
 def _triton(x: Tensor, k: int, steps: int, ranked: bool) -> tuple[Tensor, Tensor]:

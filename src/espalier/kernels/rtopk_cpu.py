@@ -124,10 +124,10 @@ def _chosen(row: int, n: int, bracket: Any, names: Any, columns: int) -> None:
     to = columns
     for j in range(0, n, LANES):
         valid = ALL if j + LANES <= n else tail_lanes(n)
-        one = load_part(row + 4 * j, valid)
-        chosen = at_least(one, bound) & valid
+        value = load_part(row + 4 * j, valid)
+        chosen = at_least(value, bound) & valid
         if need:
-            inside = at_least(one, least) & ~chosen & valid
+            inside = at_least(value, least) & ~chosen & valid
             while inside and need:
                 bit = inside & (~inside + np.uint16(1))
                 chosen |= bit
@@ -173,9 +173,9 @@ def _candidates(row: int, n: int, threshold: Any, values: int, columns: int) -> 
     count = 0
     for j in range(0, n, LANES):
         valid = ALL if j + LANES <= n else tail_lanes(n)
-        one = load_part(row + 4 * j, valid)
-        chosen = not_below(one, least) & valid
-        store(values + 4 * count, packed(one, chosen))
+        value = load_part(row + 4 * j, valid)
+        chosen = not_below(value, least) & valid
+        store(values + 4 * count, packed(value, chosen))
         store(columns + 4 * count, packed(columns_from(j), chosen))
         count += count_lanes(chosen)
     return count
@@ -224,11 +224,11 @@ def _ranked(values: int, k: int, columns: Any, seen: Any, to: Any) -> None:
     """Sorts few columns by falling value: each goes behind all larger and behind the equal ones that came before."""
     seen[:k] = 0  # how many went to the places that begin here
     for j in range(k):
-        own = spread(load_one(values + 4 * j))
+        value = spread(load_one(values + 4 * j))
         place = 0
         for i in range(0, k, LANES):
             valid = ALL if i + LANES <= k else tail_lanes(k)
-            place += count_lanes(~at_least(own, load(values + 4 * i)) & valid)
+            place += count_lanes(~at_least(value, load(values + 4 * i)) & valid)
         to[place + seen[place]] = columns[j]
         seen[place] += 1
     columns[:k] = to[:k]
@@ -241,11 +241,11 @@ def _first_of_few(values: int, n: int, k: int, seen: Any, to: Any) -> bool:
         return False
     seen[:n] = 0
     for j in range(n):
-        own = spread(load_one(values + 4 * j))
+        value = spread(load_one(values + 4 * j))
         place = 0
         for i in range(0, n, LANES):
             valid = ALL if i + LANES <= n else tail_lanes(n)
-            place += count_lanes(~at_least(own, load(values + 4 * i)) & valid)
+            place += count_lanes(~at_least(value, load(values + 4 * i)) & valid)
         to[min(place + seen[place], k)] = j  # there is room behind the last
         seen[place] += 1
     return True
@@ -261,21 +261,21 @@ def _dealt(values: Any, k: int, columns: Any, keys: Any, to: Any) -> None:
         keys[0, j] = key
         for byte in range(4):
             counts[byte, (key >> np.uint32(8 * byte)) & np.uint32(255)] += 1
-    here, there, now, then = keys[0], keys[1], columns, to
+    source, there, now, then = keys[0], keys[1], columns, to
     for byte in range(4):
         begins = counts[byte]
         shift = np.uint32(8 * byte)
-        if begins[(here[0] >> shift) & np.uint32(255)] == k:
+        if begins[(source[0] >> shift) & np.uint32(255)] == k:
             continue
         total = 0
         for heap in range(256):
             total, begins[heap] = total + begins[heap], total
         for j in range(k):
-            heap = (here[j] >> shift) & np.uint32(255)
+            heap = (source[j] >> shift) & np.uint32(255)
             place = begins[heap]
             begins[heap] = place + 1
-            there[place], then[place] = here[j], now[j]
-        here, there, now, then = there, here, then, now
+            there[place], then[place] = source[j], now[j]
+        source, there, now, then = there, source, then, now
     columns[:k] = now[:k]
 
 
@@ -309,10 +309,10 @@ def _rows(source: int, shape: Any, options: Any, begin: int, end: int, to: Any) 
     wide = np.empty(n + LANES, np.float32)
     candidates = np.empty(n + LANES, np.float32)
     names = np.empty(n + LANES, np.int32)
-    found = np.empty(k + LANES, np.int32)
+    columns_found = np.empty(k + LANES, np.int32)
     order = np.empty(k + LANES, np.int32)
     keys = np.empty((2, k), np.uint32)
-    scratch = (address(candidates), address(names), address(found))
+    scratch = (address(candidates), address(names), address(columns_found))
     score = _normal(k / n)
     for r in range(begin, end):
         row = source + r * n * (4 if kind == FLOAT32 else 2)
@@ -322,21 +322,21 @@ def _rows(source: int, shape: Any, options: Any, begin: int, end: int, to: Any) 
         done = False
         if ranked and n <= _NARROW and limit < 0:
             copied(row, n, np.int64(FLOAT32), address(candidates))
-            done = _first_of_few(address(candidates), n, k, names, found)
+            done = _first_of_few(address(candidates), n, k, names, columns_found)
         plain = done or _select(row, n, k, limit, score, scratch)
         if not plain:
             copied(row, n, np.int64(FLOAT32), address(wide))
-            _chosen_with_nans(wide, n, k, names, found)
+            _chosen_with_nans(wide, n, k, names, columns_found)
         if ranked and not done:
-            gathered(row, k, address(found), address(candidates))
+            gathered(row, k, address(columns_found), address(candidates))
             if plain and k <= _FEW:
-                _ranked(address(candidates), k, found, names, order)
+                _ranked(address(candidates), k, columns_found, names, order)
             else:
-                _dealt(candidates, k, found, keys, order)
+                _dealt(candidates, k, columns_found, keys, order)
         for j in range(0, k, LANES):
             valid = ALL if j + LANES <= k else tail_lanes(k)
-            store_wide(columns + 8 * (r * k + j), load_ints(address(found) + 4 * j), valid)
-        gathered(row, k, address(found), values + 4 * r * k)
+            store_wide(columns + 8 * (r * k + j), load_ints(address(columns_found) + 4 * j), valid)
+        gathered(row, k, address(columns_found), values + 4 * r * k)
 
 
 @jit(

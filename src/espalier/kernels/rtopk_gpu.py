@@ -87,12 +87,12 @@ def rtopk_rows(x_ptr, values_ptr, columns_ptr, width, k, limit, BLOCK: tl.conste
                 high_key = middle_key
                 above = count
 
-    kept = valid & (key >= high_key)
+    selected = valid & (key >= high_key)
     inside = valid & (key >= low_key) & (key < high_key)
-    kept = kept | (inside & (tl.cumsum(inside.to(tl.int32), 0) <= k - above))
-    place = row * k + tl.cumsum(kept.to(tl.int32), 0) - 1
-    tl.store(values_ptr + place, raw, mask=kept)
-    tl.store(columns_ptr + place, column.to(tl.int64), mask=kept)
+    selected = selected | (inside & (tl.cumsum(inside.to(tl.int32), 0) <= k - above))
+    place = row * k + tl.cumsum(selected.to(tl.int32), 0) - 1
+    tl.store(values_ptr + place, raw, mask=selected)
+    tl.store(columns_ptr + place, column.to(tl.int64), mask=selected)
 
 
 def select(x: Tensor, k: int, steps: int) -> tuple[Tensor, Tensor]:

@@ -54,8 +54,8 @@ class _IntsModel(models.PrimitiveModel):
 
 
 def _spread(builder: Any, scalar: Any, vector: Any) -> Any:
-    one = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(_INT32, 0))
-    return builder.shuffle_vector(one, ir.Constant(vector, ir.Undefined), ir.Constant(_INTS, [0] * LANES))
+    first_lane = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(_INT32, 0))
+    return builder.shuffle_vector(first_lane, ir.Constant(vector, ir.Undefined), ir.Constant(_INTS, [0] * LANES))
 
 
 def _bits(builder: Any, mask: Any) -> Any:
@@ -73,8 +73,8 @@ def address(typing: Any, array: Any) -> Any:
     """Where an array's first element lies, as a signed integer: numba makes floats of signed and unsigned together."""
 
     def write(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        found = cgutils.create_struct_proxy(signature.args[0])(context, builder, args[0])
-        return builder.ptrtoint(found.data, _INT64)
+        struct = cgutils.create_struct_proxy(signature.args[0])(context, builder, args[0])
+        return builder.ptrtoint(struct.data, _INT64)
 
     return types.int64(array), write
 

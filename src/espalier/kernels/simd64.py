@@ -37,9 +37,9 @@ class Vectors:
     def spread(self, value: Any, kind: Any = None) -> Any:
         """`value` in every lane."""
         kind = kind or self.vector
-        one = self.builder.insert_element(ir.Constant(kind, ir.Undefined), value, INT32(0))
+        first_lane = self.builder.insert_element(ir.Constant(kind, ir.Undefined), value, INT32(0))
         lanes = ir.Constant(ir.VectorType(INT32, self.lanes), [0] * self.lanes)
-        return self.builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), lanes)
+        return self.builder.shuffle_vector(first_lane, ir.Constant(kind, ir.Undefined), lanes)
 
     def mask(self, live: Any) -> Any:
         """The first `live` lanes."""
@@ -61,9 +61,9 @@ class Vectors:
         """The vector number `at` behind an address."""
         where = self.builder.inttoptr(self.builder.add(address, INT64(at * VECTOR)), self.vector.as_pointer())
         if mask is None:
-            found = self.builder.load(where)
-            found.align = self.bytes
-            return found
+            loaded = self.builder.load(where)
+            loaded.align = self.bytes
+            return loaded
         kinds = [where.type, INT32, mask.type, self.vector]
         name = f"llvm.masked.load.v{self.lanes}f{self.bytes * 8}.p0"
         call = cgutils.get_or_insert_function(self.builder.module, ir.FunctionType(self.vector, kinds), name)
@@ -168,9 +168,9 @@ def power_of_e(builder: Any, value: Any) -> Any:
         sum_ = plus(times(sum_, rest), every(coefficient))
     sum_ = plus(plus(times(times(rest, rest), sum_), rest), every(1.0))
     bits = builder.shl(builder.add(builder.fptosi(power, integer), every(127, integer)), every(23, integer))
-    found = builder.fmul(sum_, builder.bitcast(bits, kind))
-    found = builder.select(builder.fcmp_ordered("<=", value, every(_LOWEST)), every(0.0), found)
-    return builder.select(builder.fcmp_unordered("uno", value, value), value, found)
+    result = builder.fmul(sum_, builder.bitcast(bits, kind))
+    result = builder.select(builder.fcmp_ordered("<=", value, every(_LOWEST)), every(0.0), result)
+    return builder.select(builder.fcmp_unordered("uno", value, value), value, result)
 
 
 class Lanes:
@@ -232,14 +232,14 @@ def lanewise(arrays: int, body: Callable[..., Any]) -> Any:
                 array = context.make_array(signature.args[1 + 2 * k])(context, builder, args[1 + 2 * k])
                 start = builder.mul(args[2 + 2 * k], INT64(size))
                 starts.append(builder.add(builder.ptrtoint(array.data, INT64), start))
-            found = cgutils.alloca_once_value(builder, ir.Constant(context.get_data_type(dtype), 0.0))
+            accumulator = cgutils.alloca_once_value(builder, ir.Constant(context.get_data_type(dtype), 0.0))
 
             def some(column: Any, lanes: int) -> None:
                 vectors = Vectors(context, builder, dtype, 1, lanes)
                 places = [builder.add(start, builder.mul(column, INT64(vectors.bytes))) for start in starts]
                 value = body(Lanes(vectors, places), *args[1 + 2 * arrays :])
                 if value is not None:
-                    builder.store(builder.fadd(builder.load(found), value), found)
+                    builder.store(builder.fadd(builder.load(accumulator), value), accumulator)
 
             lanes = VECTOR // size
             whole = builder.and_(args[0], INT64(-lanes))
@@ -249,7 +249,7 @@ def lanewise(arrays: int, body: Callable[..., Any]) -> Any:
                 lanes //= 2
                 with builder.if_then(builder.trunc(builder.udiv(args[0], INT64(lanes)), ir.IntType(1))):
                     some(builder.and_(args[0], INT64(-2 * lanes)), lanes)
-            return builder.load(found)
+            return builder.load(accumulator)
 
         return dtype(n, *rest), write
 
@@ -272,8 +272,8 @@ def prefetch(typing, n, array, first):  # type: ignore[no-untyped-def]
 
     def write(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         size = 4 if array.dtype == types.float32 else 8
-        found = context.make_array(array)(context, builder, args[1])
-        start = builder.add(builder.ptrtoint(found.data, INT64), builder.mul(args[2], INT64(size)))
+        buffer = context.make_array(array)(context, builder, args[1])
+        start = builder.add(builder.ptrtoint(buffer.data, INT64), builder.mul(args[2], INT64(size)))
         byte = ir.IntType(8).as_pointer()
         kind = ir.FunctionType(ir.VoidType(), [byte, INT32, INT32, INT32])
         function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")

@@ -35,8 +35,8 @@ def _pays(x: Tensor, weight: Tensor, start: Tensor | None = None) -> bool:
 @tall_product.fast("cpu", wins=_pays)
 def in_blocks(x: Tensor, weight: Tensor, start: Tensor | None = None) -> Tensor:
     """Six rows at a time; so are the gradients."""
-    found: Tensor = _Tall.apply(x, weight, start)
-    return found
+    product: Tensor = _Tall.apply(x, weight, start)
+    return product
 
 
 class _Tall(torch.autograd.Function):

@@ -51,7 +51,8 @@ def _block(height: int) -> Any:
                 lines = [Vectors(context, builder, y.dtype, count) for _ in range(height)]
                 mask = lines[0].mask(live) if masked else None
                 out, begin, right = (
-                    lines[0].base(kind, one, column) for kind, one in ((y, given[0]), (start, given[2]), (w, given[8]))
+                    lines[0].base(kind, step, column)
+                    for kind, step in ((y, given[0]), (start, given[2]), (w, given[8]))
                 )
                 for r, line in enumerate(lines):
                     place = builder.mul(builder.add(given[1], INT64(r)), given[3])
@@ -71,9 +72,9 @@ def _block(height: int) -> Any:
                 column, size, live = (
                     builder.load(builder.gep(table.data, [builder.add(place, INT64(k))])) for k in range(3)
                 )
-                for one in (*SIZES, 0):
-                    with builder.if_then(builder.icmp_signed("==", size, INT64(one))):
-                        tile(one or 1, one == 0, column, live)
+                for rows in (*SIZES, 0):
+                    with builder.if_then(builder.icmp_signed("==", size, INT64(rows))):
+                        tile(rows or 1, rows == 0, column, live)
             return context.get_dummy_value()
 
         return signature, generate
@@ -87,12 +88,12 @@ _BLOCK, _ONE = _block(HEIGHT), _block(1)
 @functools.lru_cache(maxsize=64)
 def tiles(width: int, element_bytes: int) -> Any:
     """How a row of `width` values is covered without overlap: int64 [tiles, 3] of first column, vectors, live lanes."""
-    lanes, found, column = VECTOR // element_bytes, [], 0
+    lanes, spans, column = VECTOR // element_bytes, [], 0
     while width - column >= lanes:
         size = max(size for size in SIZES if size * lanes <= width - column)
-        found.append([column, size, 0])
+        spans.append([column, size, 0])
         column += size * lanes
-    return np.array([*found, *([[column, 0, width - column]] if column < width else [])], np.int64).reshape(-1, 3)
+    return np.array([*spans, *([[column, 0, width - column]] if column < width else [])], np.int64).reshape(-1, 3)
 
 
 @jit(
@@ -103,15 +104,15 @@ def tiles(width: int, element_bytes: int) -> Any:
 def multiply(y, x, w, start, step, tiles):  # type: ignore[no-untyped-def]
     """y = x·w, added to rows of `start`: to its first (step 0), to each its own (1), or to none (-1)."""
     rows, inputs = x.shape
-    flat, zero, one = x.reshape(-1), np.int64(0), np.int64(1)
+    flat, zero, unit = x.reshape(-1), np.int64(0), np.int64(1)
     for piece in numba.prange((rows + CHUNK - 1) // CHUNK):
         at, end = piece * CHUNK, min(rows, piece * CHUNK + CHUNK)
         while at + HEIGHT <= end:
-            _BLOCK(y, at, start, step, flat, at * inputs, inputs, one, w, zero, inputs, tiles)
+            _BLOCK(y, at, start, step, flat, at * inputs, inputs, unit, w, zero, inputs, tiles)
             at += HEIGHT
         while at < end:
-            _ONE(y, at, start, step, flat, at * inputs, inputs, one, w, zero, inputs, tiles)
-            at += one
+            _ONE(y, at, start, step, flat, at * inputs, inputs, unit, w, zero, inputs, tiles)
+            at += unit
 
 
 @jit(
@@ -122,21 +123,21 @@ def multiply(y, x, w, start, step, tiles):  # type: ignore[no-untyped-def]
 def gradients(of_w, of_start, x, given, tiles):  # type: ignore[no-untyped-def]
     """From `given` [rows, outputs] the gradients of w and of a `start` for all rows, in len(of_w) pieces each."""
     pieces, rows, inputs = len(of_w), len(x), np.int64(x.shape[1])
-    flat, zero, one, ones = x.reshape(-1), np.int64(0), np.int64(1), np.ones(1, x.dtype)
+    flat, zero, unit, ones = x.reshape(-1), np.int64(0), np.int64(1), np.ones(1, x.dtype)
     for piece in numba.prange(pieces):
-        own = of_w[piece]
-        own[:] = 0
+        piece_gradient = of_w[piece]
+        piece_gradient[:] = 0
         of_start[piece] = 0
         first, end = rows * piece // pieces, rows * (piece + 1) // pieces
         while first < end:
             last, k = min(end, first + CHUNK), zero
             while k + HEIGHT <= inputs:
-                _BLOCK(own, k, own, one, flat, k, one, inputs, given, first, last, tiles)
+                _BLOCK(piece_gradient, k, piece_gradient, unit, flat, k, unit, inputs, given, first, last, tiles)
                 k += HEIGHT
             while k < inputs:
-                _ONE(own, k, own, one, flat, k, one, inputs, given, first, last, tiles)
-                k += one
-            _ONE(of_start, np.int64(piece), of_start, one, ones, zero, zero, zero, given, first, last, tiles)
+                _ONE(piece_gradient, k, piece_gradient, unit, flat, k, unit, inputs, given, first, last, tiles)
+                k += unit
+            _ONE(of_start, np.int64(piece), of_start, unit, ones, zero, zero, zero, given, first, last, tiles)
             first = last
 
 
@@ -147,7 +148,7 @@ def gradients(of_w, of_start, x, given, tiles):  # type: ignore[no-untyped-def]
 )
 def sum_columns(sums, x, tiles):  # type: ignore[no-untyped-def]
     """sums[piece] = the sum of the rows of that piece."""
-    zero, one, ones = np.int64(0), np.int64(1), np.ones(1, x.dtype)
+    zero, unit, ones = np.int64(0), np.int64(1), np.ones(1, x.dtype)
     for piece in numba.prange(len(sums)):
         first, last = len(x) * piece // len(sums), len(x) * (piece + 1) // len(sums)
-        _ONE(sums, np.int64(piece), sums, -one, ones, zero, zero, zero, x, first, last, tiles)
+        _ONE(sums, np.int64(piece), sums, -unit, ones, zero, zero, zero, x, first, last, tiles)

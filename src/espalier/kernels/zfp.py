@@ -52,21 +52,21 @@ def pack(x: Float32[Tensor, " n"], rate: float) -> UInt8[Tensor, " m"] | None:
 def unpack(wire: UInt8[Tensor, " m"], rate: float, length: int) -> Float32[Tensor, " n"]:
     """The `length` values of a stream, as the reference decodes them."""
     stream, bits = int.from_bytes(bytes(wire.tolist()), "little"), block_bits(rate)
-    found = [
+    values = [
         value
         for block in range(-(-length // 4))
         for value in _decoded(stream >> (block * bits) & ((1 << bits) - 1), bits)
     ]
-    return torch.tensor(found[:length], dtype=torch.float64).float()
+    return torch.tensor(values[:length], dtype=torch.float64).float()
 
 
 def _fours(x: Tensor) -> list[list[float]]:
     values = x.tolist()
-    found = [values[i : i + 4] for i in range(0, len(values), 4)]
-    for four in found[-1:]:
+    fours = [values[i : i + 4] for i in range(0, len(values), 4)]
+    for four in fours[-1:]:
         a, *rest = four
         four[len(four) :] = {0: [a, a, a], 1: [*rest, a], 2: [a], 3: []}[len(rest)]
-    return found
+    return fours
 
 
 def _coded(four: list[float], bits: int) -> int:
@@ -82,21 +82,21 @@ def _coded(four: list[float], bits: int) -> int:
     w, y = (w + y) >> 1, y - ((w + y) >> 1)
     w, y = w + (y >> 1), y - ((w + (y >> 1)) >> 1)
     u = [((c + _NEGABINARY) & _MASK) ^ _NEGABINARY for c in (x, y, z, w)]
-    found, n = [1, *((exponent + 127) >> i & 1 for i in range(8))], 0
+    coded_bits, n = [1, *((exponent + 127) >> i & 1 for i in range(8))], 0
     for k in reversed(range(32)):
         plane = [c >> k & 1 for c in u]
-        found += plane[:n]
+        coded_bits += plane[:n]
         while n < 4:
-            found.append(int(any(plane[n:])))
-            if not found[-1]:
+            coded_bits.append(int(any(plane[n:])))
+            if not coded_bits[-1]:
                 break
             while n < 3 and not plane[n]:
-                found.append(0)
+                coded_bits.append(0)
                 n += 1
             if n < 3:
-                found.append(1)
+                coded_bits.append(1)
             n += 1
-    return sum(bit << i for i, bit in enumerate(found[:bits]))
+    return sum(bit << i for i, bit in enumerate(coded_bits[:bits]))
 
 
 def _decoded(block: int, bits: int) -> list[float]:
@@ -123,7 +123,8 @@ def _decoded(block: int, bits: int) -> list[float]:
             n += 1
         u = [c | (plane >> i & 1) << k for i, c in enumerate(u)]
     x, y, z, w = (
-        (one if one < 2**31 else one - 2**32) for one in (((c ^ _NEGABINARY) - _NEGABINARY) & _MASK for c in u)
+        (coefficient if coefficient < 2**31 else coefficient - 2**32)
+        for coefficient in (((c ^ _NEGABINARY) - _NEGABINARY) & _MASK for c in u)
     )
     return [value * 2.0 ** ((block >> 1 & 255) - 127 - 30) for value in _lifted_back(x, y, z, w)]
 

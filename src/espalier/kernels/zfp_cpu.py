@@ -22,18 +22,18 @@ _CHUNK = 256
 
 def _plane(n: int, nibble: int) -> tuple[list[int], int]:
     """The bits of one plane, and n after it."""
-    found = [nibble >> i & 1 for i in range(n)]
+    bits = [nibble >> i & 1 for i in range(n)]
     while n < 4:
-        found.append(int(nibble >> n != 0))
-        if not found[-1]:
+        bits.append(int(nibble >> n != 0))
+        if not bits[-1]:
             break
         while n < 3 and not nibble >> n & 1:
-            found.append(0)
+            bits.append(0)
             n += 1
         if n < 3:
-            found.append(1)
+            bits.append(1)
         n += 1
-    return found, n
+    return bits, n
 
 
 def _packing() -> Any:
@@ -100,7 +100,7 @@ PACKING, UNPACKING = _packing(), _unpacking()
 _NIBBLES = np.uint64(0xFFFFFFFFF0000000)
 _LOW = np.uint64(0xFFFF)
 _0, _1, _2, _3, _4, _6, _8, _9, _16, _24, _32, _48, _56, _60, _63, _64, _127, _128, _255 = (
-    np.uint64(one) for one in (0, 1, 2, 3, 4, 6, 8, 9, 16, 24, 32, 48, 56, 60, 63, 64, 127, 128, 255)
+    np.uint64(constant) for constant in (0, 1, 2, 3, 4, 6, 8, 9, 16, 24, 32, 48, 56, 60, 63, 64, 127, 128, 255)
 )
 
 
@@ -324,18 +324,18 @@ def _nibbles(words: Any, begin: Any, bits: Any, count: int, tables: Any, tops: A
             window >>= _8
             there -= _8
             at += _8
-            found = entry & _NIBBLES
+            nibble = entry & _NIBBLES
             if plane < _64:
-                near |= found >> plane
-                far |= (found << _1) << (_63 - plane)
+                near |= nibble >> plane
+                far |= (nibble << _1) << (_63 - plane)
             elif plane < _128:
-                far |= found >> (plane - _64)
+                far |= nibble >> (plane - _64)
             plane += (entry >> _16) & _127
-        found = cut[(entry >> _8) & _255] << _60
+        nibble = cut[(entry >> _8) & _255] << _60
         if plane < _64:
-            near |= found >> plane
+            near |= nibble >> plane
         elif plane < _128:
-            far |= found >> (plane - _64)
+            far |= nibble >> (plane - _64)
         high[b], low[b] = near & alive, far & alive
 
 

@@ -36,19 +36,19 @@ def _plane(a, b, c, d, k: tl.constexpr):  # type: ignore[no-untyped-def]
 def pack_blocks(x_ptr, table_ptr, words_ptr, bad_ptr, length, blocks, BITS: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
     """Joins the codes of `LANES` blocks to the stream; 1 in `bad` for each that is not finite."""
     block = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
-    here = block < blocks
+    valid = block < blocks
     first = 4 * block
     rest = length - first
-    v0 = tl.load(x_ptr + first, mask=here, other=0.0)
-    v1 = tl.load(x_ptr + first + tl.where(rest >= 2, 1, 0), mask=here, other=0.0)
-    v2 = tl.load(x_ptr + first + tl.where(rest >= 3, 2, tl.where(rest == 2, 1, 0)), mask=here, other=0.0)
-    v3 = tl.load(x_ptr + first + tl.where(rest >= 4, 3, 0), mask=here, other=0.0)
+    v0 = tl.load(x_ptr + first, mask=valid, other=0.0)
+    v1 = tl.load(x_ptr + first + tl.where(rest >= 2, 1, 0), mask=valid, other=0.0)
+    v2 = tl.load(x_ptr + first + tl.where(rest >= 3, 2, tl.where(rest == 2, 1, 0)), mask=valid, other=0.0)
+    v3 = tl.load(x_ptr + first + tl.where(rest >= 4, 3, 0), mask=valid, other=0.0)
     low31 = 0x7FFFFFFF
     m01 = tl.maximum(v0.to(tl.int32, bitcast=True) & low31, v1.to(tl.int32, bitcast=True) & low31)
     m23 = tl.maximum(v2.to(tl.int32, bitcast=True) & low31, v3.to(tl.int32, bitcast=True) & low31)
     m = tl.maximum(m01, m23)
     bad = m >= 0x7F800000
-    tl.store(bad_ptr + block, bad.to(tl.uint8), mask=here)
+    tl.store(bad_ptr + block, bad.to(tl.uint8), mask=valid)
     exponent = (m >> 23).to(tl.int64)
     scale = ((1023 + 30 + 127 - 1 - exponent) << 52).to(tl.float64, bitcast=True)
     scale = tl.where(bad, 0.0, scale)
@@ -88,7 +88,7 @@ def pack_blocks(x_ptr, table_ptr, words_ptr, bad_ptr, length, blocks, BITS: tl.c
         far &= 0
     elif BITS < 128:
         far &= (1 << (BITS - 64)) - 1
-    kept = here & (m > 0)
+    stored = valid & (m > 0)
     bit = block * BITS
     shift = (bit & 31).to(tl.uint32)
     before = tl.zeros((LANES,), tl.uint32)
@@ -97,7 +97,7 @@ def pack_blocks(x_ptr, table_ptr, words_ptr, bad_ptr, length, blocks, BITS: tl.c
             tl.uint32
         )
         piece = (limb << shift) | ((before >> 1) >> (31 - shift))
-        tl.atomic_or(words_ptr + (bit >> 5) + index, piece.to(tl.int32, bitcast=True), mask=kept & (piece != 0))
+        tl.atomic_or(words_ptr + (bit >> 5) + index, piece.to(tl.int32, bitcast=True), mask=stored & (piece != 0))
         before = limb
 
 
@@ -125,13 +125,13 @@ def _signed(top, end, shift: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _window(words_ptr, at, last, here):  # type: ignore[no-untyped-def]
+def _window(words_ptr, at, last, valid):  # type: ignore[no-untyped-def]
     """64 bits from bit `at` on."""
     word = at >> 6
     shift = (at & 63).to(tl.uint64)
-    one = tl.load(words_ptr + tl.minimum(word, last), mask=here, other=0).to(tl.uint64, bitcast=True)
-    two = tl.load(words_ptr + tl.minimum(word + 1, last), mask=here, other=0).to(tl.uint64, bitcast=True)
-    return (one >> shift) | ((two << 1) << (63 - shift))
+    low = tl.load(words_ptr + tl.minimum(word, last), mask=valid, other=0).to(tl.uint64, bitcast=True)
+    two = tl.load(words_ptr + tl.minimum(word + 1, last), mask=valid, other=0).to(tl.uint64, bitcast=True)
+    return (low >> shift) | ((two << 1) << (63 - shift))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -139,9 +139,9 @@ def unpack_blocks(words_ptr, tables_ptr, out_ptr, length, last, BITS: tl.constex
     """The values of `LANES` blocks, eight bits of each in one look-up (the first look-up takes what is left over).
     `tables` are zfp_cpu's three, one behind the other."""
     block = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
-    here = 4 * block < length
+    valid = 4 * block < length
     at = block * BITS
-    window = _window(words_ptr, at, last, here)
+    window = _window(words_ptr, at, last, valid)
     alive = (window & 1) != 0
     exponent = ((window >> 1) & 255).to(tl.int64)
     payload: tl.constexpr = BITS - 9
@@ -154,18 +154,18 @@ def unpack_blocks(words_ptr, tables_ptr, out_ptr, length, last, BITS: tl.constex
     plane = ((entry >> 16) & 127).to(tl.int32)
     at += 9 + head
     for _ in tl.static_range((payload - head) // 8):
-        bits = (_window(words_ptr, at, last, here) & 255).to(tl.int64)
+        bits = (_window(words_ptr, at, last, valid) & 255).to(tl.int64)
         entry = tl.load(tables_ptr + (entry & 0xFF00).to(tl.int64) + bits).to(tl.uint64, bitcast=True)
-        found = entry & nibbles
+        nibble = entry & nibbles
         step = (plane & 63).to(tl.uint64)
-        near |= tl.where(plane < 64, found >> step, 0)
-        far |= tl.where(plane < 64, (found << 1) << (63 - step), tl.where(plane < 128, found >> step, 0))
+        near |= tl.where(plane < 64, nibble >> step, 0)
+        far |= tl.where(plane < 64, (nibble << 1) << (63 - step), tl.where(plane < 128, nibble >> step, 0))
         plane += ((entry >> 16) & 127).to(tl.int32)
         at += 8
-    found = tl.load(tables_ptr + 26 * 256 + ((entry >> 8) & 255).to(tl.int64)).to(tl.uint64, bitcast=True) << 60
+    nibble = tl.load(tables_ptr + 26 * 256 + ((entry >> 8) & 255).to(tl.int64)).to(tl.uint64, bitcast=True) << 60
     step = (plane & 63).to(tl.uint64)
-    near |= tl.where(plane < 64, found >> step, 0)
-    far |= tl.where((plane >= 64) & (plane < 128), found >> step, 0)
+    near |= tl.where(plane < 64, nibble >> step, 0)
+    far |= tl.where((plane >= 64) & (plane < 128), nibble >> step, 0)
     top, end = _from_nibbles(tl.where(alive, near, 0)), _from_nibbles(tl.where(alive, far, 0))
 
     x, y = _signed(top, end, 0), _signed(top, end, 16)
@@ -191,7 +191,7 @@ def unpack_blocks(words_ptr, tables_ptr, out_ptr, length, last, BITS: tl.constex
 @functools.cache
 def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
     """For packing and for unpacking."""
-    unpacking = torch.cat([torch.from_numpy(one).view(torch.int64) for one in UNPACKING])
+    unpacking = torch.cat([torch.from_numpy(table).view(torch.int64) for table in UNPACKING])
     return torch.from_numpy(PACKING).view(torch.int32).to(device), unpacking.to(device)
 
 

@@ -35,8 +35,8 @@ def rates(size: Sizes, plain: Float64[Tensor, " half"]) -> tuple[Float64[Tensor,
     if rope.kind == "llama3":
         turns = original * plain / (2 * math.pi)
         high = 4.0 if rope.high is None else rope.high
-        kept = ((turns - rope.low) / (high - rope.low)).clamp(0, 1)
-        return slow * (1 - kept) + plain * kept, 1.0
+        ramp = ((turns - rope.low) / (high - rope.low)).clamp(0, 1)
+        return slow * (1 - ramp) + plain * ramp, 1.0
     sharper = (
         (0.1 * math.log(rope.factor) + 1 if rope.factor > 1 else 1.0) if rope.attention is None else rope.attention
     )

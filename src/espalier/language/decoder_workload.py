@@ -44,8 +44,8 @@ class Rows(NamedTuple):
         heads = shard.sequence_heads
         shares = shares_of(shard.sequence_speeds, heads)
         slots = SequenceSlots(self.tokens.shape[1], shard.sequence_slots // heads, heads, True, *shares)
-        own = [slots.take(one, shard.sequence_slot) for one in self[:3]]
-        return Windows(own[0], own[1], Where(own[2], self.documents, slots))
+        local = [slots.take(tensor, shard.sequence_slot) for tensor in self[:3]]
+        return Windows(local[0], local[1], Where(local[2], self.documents, slots))
 
 
 class DecoderWorkload(Plain):

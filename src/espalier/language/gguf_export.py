@@ -66,14 +66,14 @@ def _refuse_foreign(size: Sizes) -> None:
         "weights of experts that are normalized otherwise": size.experts > 1
         and size.normalized == (kind == "qwen2_moe"),
         "a window of attention": size.window is not None and not gemma2,
-        "caps of scores": [one is not None for one in (size.attention_cap, size.logit_cap)] != [gemma2] * 2,
+        "caps of scores": [cap is not None for cap in (size.attention_cap, size.logit_cap)] != [gemma2] * 2,
         "a head of its own beside Gemma's blocks": size.gemma and not size.tied,
         "stretched positions of this kind": stretched,
         "a scale of attention of its own": abs(scale - (size.width / size.heads if large else size.head_size)) > 1e-3,
     }
     for what, there in foreign.items():
         if there:
-            known = sorted({one.name for one in gguf_file.ARCHITECTURES.values()})
+            known = sorted({architecture.name for architecture in gguf_file.ARCHITECTURES.values()})
             raise UserError(
                 f"No GGUF file is written of {what}.",
                 why=f"the fields of {', '.join(known)} do not say it",
@@ -105,19 +105,19 @@ def _exported(model: gpt.GPT, kind: str) -> dict[str, tuple[NDArray[Any], Any]]:
     if size.rope is not None and size.rope.kind == "llama3":
         plain = size.rope_theta ** (-torch.arange(0, size.head_size, 2, dtype=torch.float64) / size.head_size)
         arrays[gguf_file.FREQUENCIES] = (plain / rates(size, plain)[0]).float().numpy()
-    found = {}
+    exported = {}
     for name, array in arrays.items():
         whole = array.ndim == 1 or name.endswith(gguf_file.WHOLE_FLOATS)
-        own = types.F32 if whole else types[kind] if array.shape[-1] % _BLOCK == 0 else types.F16
-        found[name] = library.quants.quantize(np.ascontiguousarray(array), own), own
-    return found
+        array_type = types.F32 if whole else types[kind] if array.shape[-1] % _BLOCK == 0 else types.F16
+        exported[name] = library.quants.quantize(np.ascontiguousarray(array), array_type), array_type
+    return exported
 
 
 def _words(tokenizer: Any) -> dict[str, Any]:
     """What GGUF says of a byte-level BPE: tokens, types, merges, special tokens, and how text is split."""
     table = json.loads(decoded(tokenizer.files.contents[TOKENIZER], TOKENIZER))
     model, split = table["model"], table.get("pre_tokenizer")
-    known = next((name for name, one in gguf_file.SPLITS.items() if _same(one, split)), None)
+    known = next((name for name, known in gguf_file.SPLITS.items() if _same(known, split)), None)
     if not model.get("merges") and model.get("type") == "BPE":
         known = "gpt-2"  # without merges it does not matter where text is split
     if model.get("type") != "BPE" or known is None:
@@ -127,8 +127,8 @@ def _words(tokenizer: Any) -> dict[str, Any]:
             do="espalier export --to hf, then llama.cpp's convert_hf_to_gguf.py",
         )
     tokens = {number: token for token, number in model["vocab"].items()}
-    added = {one["id"]: one for one in table.get("added_tokens", ())}
-    tokens |= {number: one["content"] for number, one in added.items()}
+    added = {token["id"]: token for token in table.get("added_tokens", ())}
+    tokens |= {number: token["content"] for number, token in added.items()}
     count = max(tokens) + 1
     ids = {text: number for number, text in tokens.items()}
     named = {role.removesuffix("_token"): ids.get(text) for role, text in tokenizer.files.special_tokens.items()}
@@ -138,21 +138,21 @@ def _words(tokenizer: Any) -> dict[str, Any]:
             5 if number not in tokens else 1 if number not in added else 3 if added[number]["special"] else 4
             for number in range(count)
         ],
-        "merges": [one if isinstance(one, str) else " ".join(one) for one in model["merges"]],
+        "merges": [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]],
         "split": known,
         "ids": {"eos": tokenizer.boundary} | {role: number for role, number in named.items() if number is not None},
         "adds_bos": tokenizer.adds_boundary,
     }
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(first: Any, other: Any) -> bool:
     """Equal in what is no default."""
     free = ("trim_offsets",)
-    if isinstance(one, dict) and isinstance(other, dict):
-        return all(_same(one.get(key), other.get(key)) for key in {*one, *other} if key not in free)
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return bool(one == other)
+    if isinstance(first, dict) and isinstance(other, dict):
+        return all(_same(first.get(key), other.get(key)) for key in {*first, *other} if key not in free)
+    if isinstance(first, list) and isinstance(other, list):
+        return len(first) == len(other) and all(map(_same, first, other))
+    return bool(first == other)
 
 
 def _write(
@@ -238,5 +238,5 @@ def _compare(file: Path, model: gpt.GPT, wanted: Mapping[str, tuple[NDArray[Any]
     again.load_state_dict({hf.ours(name, named): value for name, value in parts})
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(size.vocabulary, (1, min(_PROBE, size.context)), generator=generator)
-    ours, theirs = (one.eval()(tokens).float() for one in (model.to("cpu").float(), again))
+    ours, theirs = (logits_of.eval()(tokens).float() for logits_of in (model.to("cpu").float(), again))
     return float((ours - theirs).abs().max())

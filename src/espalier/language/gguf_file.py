@@ -49,9 +49,9 @@ _COMMON = {
     "blk.{}.attn_output.weight": "model.layers.{}.self_attn.o_proj.weight",
 }
 _THREE = ("gate", "up", "down")
-_DENSE = {f"blk.{{}}.ffn_{one}.weight": f"model.layers.{{}}.mlp.{one}_proj.weight" for one in _THREE}
-_BIASES = {f"blk.{{}}.attn_{one}.bias": f"model.layers.{{}}.self_attn.{one}_proj.bias" for one in "qkv"}
-_NORMS = {f"blk.{{}}.attn_{one}_norm.weight": f"model.layers.{{}}.self_attn.{one}_norm.weight" for one in "qk"}
+_DENSE = {f"blk.{{}}.ffn_{part}.weight": f"model.layers.{{}}.mlp.{part}_proj.weight" for part in _THREE}
+_BIASES = {f"blk.{{}}.attn_{part}.bias": f"model.layers.{{}}.self_attn.{part}_proj.bias" for part in "qkv"}
+_NORMS = {f"blk.{{}}.attn_{part}_norm.weight": f"model.layers.{{}}.self_attn.{part}_norm.weight" for part in "qk"}
 _GEMMA2 = {
     "blk.{}.ffn_norm.weight": "model.layers.{}.pre_feedforward_layernorm.weight",
     "blk.{}.post_attention_norm.weight": "model.layers.{}.post_attention_layernorm.weight",
@@ -59,15 +59,15 @@ _GEMMA2 = {
 }
 _ROUTER = "blk.{}.ffn_gate_inp.weight"
 _MIXTRAL = {_ROUTER: "model.layers.{}.block_sparse_moe.gate.weight"} | {
-    f"blk.{{}}.ffn_{one}_exps.weight": f"model.layers.{{}}.block_sparse_moe.experts.{{}}.{name}.weight"
-    for one, name in zip(_THREE, ("w1", "w3", "w2"), strict=True)
+    f"blk.{{}}.ffn_{part}_exps.weight": f"model.layers.{{}}.block_sparse_moe.experts.{{}}.{name}.weight"
+    for part, name in zip(_THREE, ("w1", "w3", "w2"), strict=True)
 }
 _QWEN_MOE = {_ROUTER: "model.layers.{}.mlp.gate.weight"} | {
-    f"blk.{{}}.ffn_{one}_exps.weight": f"model.layers.{{}}.mlp.experts.{{}}.{one}_proj.weight" for one in _THREE
+    f"blk.{{}}.ffn_{part}_exps.weight": f"model.layers.{{}}.mlp.experts.{{}}.{part}_proj.weight" for part in _THREE
 }
 _SHARED_GATE = "blk.{}.ffn_gate_inp_shexp.weight"
 _SHARED = {_SHARED_GATE: "model.layers.{}.mlp.shared_expert_gate.weight"} | {
-    f"blk.{{}}.ffn_{one}_shexp.weight": f"model.layers.{{}}.mlp.shared_expert.{one}_proj.weight" for one in _THREE
+    f"blk.{{}}.ffn_{part}_shexp.weight": f"model.layers.{{}}.mlp.shared_expert.{part}_proj.weight" for part in _THREE
 }
 FREQUENCIES = "rope_freqs.weight"
 """By what each rate of Llama 3's rotary positions is divided."""
@@ -221,54 +221,54 @@ def _config(
 ) -> tuple[dict[str, Any], list[str]]:
     """`config.json`, and what of the fields was not used."""
     name = str(fields.get("general.architecture"))
-    own = GgufFields(file, fields, name)
-    kind = "mixtral" if name == "llama" and "expert_count" in own else _KINDS.get(name)
+    metadata = GgufFields(file, fields, name)
+    kind = "mixtral" if name == "llama" and "expert_count" in metadata else _KINDS.get(name)
     if kind is None:
         known = ", ".join(_KINDS)
         raise UserError(
             f"{file} holds a {printable(name)!r} model.", why=f"of GGUF files {known} are read", do="another file"
         )
-    heads, width = own.get("attention.head_count", Whole), own.get("embedding_length", Whole)
-    head = own.get("attention.key_length", Whole, max(1, width // heads))
+    heads, width = metadata.get("attention.head_count", Whole), metadata.get("embedding_length", Whole)
+    head = metadata.get("attention.key_length", Whole, max(1, width // heads))
     config = {
         "architectures": [hf_config.FAMILIES[kind]],
         "model_type": kind,
-        "num_hidden_layers": own.get("block_count", Whole),
+        "num_hidden_layers": metadata.get("block_count", Whole),
         "hidden_size": width,
-        "intermediate_size": own.get("feed_forward_length", Whole),
+        "intermediate_size": metadata.get("feed_forward_length", Whole),
         "num_attention_heads": heads,
-        "num_key_value_heads": own.get("attention.head_count_kv", Whole, heads),
+        "num_key_value_heads": metadata.get("attention.head_count_kv", Whole, heads),
         "head_dim": head,
         "vocab_size": len(GgufFields(file, fields, "tokenizer").get("ggml.tokens", list[str])),
-        "max_position_embeddings": own.get("context_length", Whole),
+        "max_position_embeddings": metadata.get("context_length", Whole),
         "tie_word_embeddings": "output.weight" not in tensors,
-        "rope_theta": own.get("rope.freq_base", Real, 10_000.0),
-        "rms_norm_eps": float(f"{own.get('attention.layer_norm_rms_epsilon', Real):.6g}"),
+        "rope_theta": metadata.get("rope.freq_base", Real, 10_000.0),
+        "rms_norm_eps": float(f"{metadata.get('attention.layer_norm_rms_epsilon', Real):.6g}"),
         "hidden_act": "silu",
-        **_scaling(own),
+        **_scaling(metadata),
     }
-    config |= _experts(kind, own, tensors, file) if "expert_count" in own else {}
-    config |= _gemma2(own, config) if kind == "gemma2" else {}
+    config |= _experts(kind, metadata, tensors, file) if "expert_count" in metadata else {}
+    config |= _gemma2(metadata, config) if kind == "gemma2" else {}
     if FREQUENCIES in tensors:
-        config["rope_scaling"] = _llama3(tensors[FREQUENCIES], own, config, file)
-    return config, _rest(own, head)
+        config["rope_scaling"] = _llama3(tensors[FREQUENCIES], metadata, config, file)
+    return config, _rest(metadata, head)
 
 
-def _rest(own: GgufFields, head: int) -> list[str]:
+def _rest(metadata: GgufFields, head: int) -> list[str]:
     """Notes on the fields that were not read. Raises UserError for one that changes the meaning of others."""
     neutral = {**_NEUTRAL, "rope.dimension_count": (head,), "attention.value_length": (head,)}
-    if "attention.sliding_window" not in {key.removeprefix(own.prefix) for key in own.used}:
+    if "attention.sliding_window" not in {key.removeprefix(metadata.prefix) for key in metadata.used}:
         neutral["attention.sliding_window"] = (0,)
     notes = []
-    for key, value in own.fields.items():
-        short = key.removeprefix(own.prefix)
-        if short == key or key in own.used or short in _SAID_OTHERWISE:
+    for key, value in metadata.fields.items():
+        short = key.removeprefix(metadata.prefix)
+        if short == key or key in metadata.used or short in _SAID_OTHERWISE:
             continue
         if short not in neutral:
             notes.append(unused("key", key))
         elif value not in neutral[short]:
             raise UserError(
-                f"{own.file} says {key} = {printable(value)}.",
+                f"{metadata.file} says {key} = {printable(value)}.",
                 why="this decoder has no such thing",
                 do="start from another model",
             )
@@ -277,11 +277,11 @@ def _rest(own: GgufFields, head: int) -> list[str]:
 
 _SAID_OTHERWISE = ("vocab_size", "expert_feed_forward_length", "expert_shared_feed_forward_length")
 """Sizes that tensors have."""
-_KINDS = {one.name: kind for kind, one in ARCHITECTURES.items() if kind != "mixtral"}
+_KINDS = {architecture.name: kind for kind, architecture in ARCHITECTURES.items() if kind != "mixtral"}
 
 
-def _experts(kind: str, own: GgufFields, tensors: Mapping[str, NDArray[Any]], file: Path) -> dict[str, Any]:
-    count, active = own.get("expert_count", Whole), own.get("expert_used_count", Whole)
+def _experts(kind: str, metadata: GgufFields, tensors: Mapping[str, NDArray[Any]], file: Path) -> dict[str, Any]:
+    count, active = metadata.get("expert_count", Whole), metadata.get("expert_used_count", Whole)
     if kind == "mixtral":
         return {"num_local_experts": count, "num_experts_per_tok": active}
     if missing := {"blk.0.ffn_up_exps.weight", *_SHARED_UP.get(kind, ())} - set(tensors):
@@ -296,13 +296,13 @@ def _experts(kind: str, own: GgufFields, tensors: Mapping[str, NDArray[Any]], fi
 _SHARED_UP = {"qwen2_moe": ("blk.0.ffn_up_shexp.weight",)}
 
 
-def _gemma2(own: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+def _gemma2(metadata: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
     large = config["num_hidden_layers"] == LARGEST_GEMMA2
     return {
         "query_pre_attn_scalar": config["hidden_size"] / config["num_attention_heads"] if large else config["head_dim"],
-        "attn_logit_softcapping": _short(own.get("attn_logit_softcapping", Real, 50.0)),
-        "final_logit_softcapping": _short(own.get("final_logit_softcapping", Real, 30.0)),
-        "sliding_window": own.get("attention.sliding_window", Whole, 4096),
+        "attn_logit_softcapping": _short(metadata.get("attn_logit_softcapping", Real, 50.0)),
+        "final_logit_softcapping": _short(metadata.get("final_logit_softcapping", Real, 30.0)),
+        "sliding_window": metadata.get("attention.sliding_window", Whole, 4096),
     }
 
 
@@ -311,19 +311,19 @@ def _short(value: float) -> float:
     return float(f"{value:.7g}")
 
 
-def _scaling(own: GgufFields) -> dict[str, Any]:
-    kind = own.get("rope.scaling.type", str, "none")
+def _scaling(metadata: GgufFields) -> dict[str, Any]:
+    kind = metadata.get("rope.scaling.type", str, "none")
     if kind == "none":
         return {}
-    scaling = {"rope_type": kind, "factor": own.get("rope.scaling.factor", Real)}
-    if "rope.scaling.original_context_length" in own:
-        scaling["original_max_position_embeddings"] = own.get("rope.scaling.original_context_length", Whole)
+    scaling = {"rope_type": kind, "factor": metadata.get("rope.scaling.factor", Real)}
+    if "rope.scaling.original_context_length" in metadata:
+        scaling["original_max_position_embeddings"] = metadata.get("rope.scaling.original_context_length", Whole)
     return {"rope_scaling": scaling}
 
 
-def _llama3(table: NDArray[Any], own: GgufFields, config: Mapping[str, Any], file: Path) -> dict[str, Any]:
+def _llama3(table: NDArray[Any], metadata: GgufFields, config: Mapping[str, Any], file: Path) -> dict[str, Any]:
     """The options of Llama 3's positions whose factors are `table`; its ramp is a line over turns. Raises UserError."""
-    original = own.get("rope.scaling.original_context_length", Whole, 8192)
+    original = metadata.get("rope.scaling.original_context_length", Whole, 8192)
     factor = float(table.max())
     half = len(table)
     turns = original * config["rope_theta"] ** (-np.arange(half) / half) / (2 * np.pi)
@@ -375,12 +375,12 @@ class Order(NamedTuple):
         theirs = ARCHITECTURES[self.kind].names.get(pattern)
         if theirs is None:
             raise UserError(f"{file} holds the tensor {name}, which this decoder does not have.", do="another model")
-        layer, own = [one for one in parts if one.isdigit()], parts[-2]
+        layer, parent = [part for part in parts if part.isdigit()], parts[-2]
         if theirs.count("{}") > 1:
-            return [(theirs.format(*layer, at), torch.from_numpy(one.copy())) for at, one in enumerate(value)]
-        if own in self.permuted and value.ndim > 1:
-            value = interleaved(value, self.permuted[own], back=True)
-        if own.endswith("norm") and self.norm_offset:
+            return [(theirs.format(*layer, at), torch.from_numpy(expert.copy())) for at, expert in enumerate(value)]
+        if parent in self.permuted and value.ndim > 1:
+            value = interleaved(value, self.permuted[parent], back=True)
+        if parent.endswith("norm") and self.norm_offset:
             value = value - np.float32(self.norm_offset)
         if pattern == _SHARED_GATE:
             value = value.reshape(1, -1)
@@ -390,27 +390,27 @@ class Order(NamedTuple):
         """What `split` takes apart, from float32 `tensors` by Hugging Face's names. Raises KeyError for a name without
         a place."""
         ours = {theirs: name for name, theirs in ARCHITECTURES[self.kind].names.items()}
-        found: dict[str, NDArray[Any]] = {}
+        joined: dict[str, NDArray[Any]] = {}
         stacks: dict[str, list[NDArray[Any]]] = {}
         for theirs, value in tensors.items():
-            numbers, name = [one for one in theirs.split(".") if one.isdigit()], ours[_pattern(theirs)]
-            own = name.split(".")[-2]
+            numbers, name = [part for part in theirs.split(".") if part.isdigit()], ours[_pattern(theirs)]
+            parent = name.split(".")[-2]
             name = name.format(*numbers[:1])
             if len(numbers) > 1:
                 stacks.setdefault(name, []).append(value)
-                found[name] = value  # keeps the place
+                joined[name] = value  # keeps the place
                 continue
-            if own in self.permuted and value.ndim > 1:
-                found[name] = interleaved(value, self.permuted[own])
-            elif own.endswith("norm") and self.norm_offset:
-                found[name] = value + np.float32(self.norm_offset)
+            if parent in self.permuted and value.ndim > 1:
+                joined[name] = interleaved(value, self.permuted[parent])
+            elif parent.endswith("norm") and self.norm_offset:
+                joined[name] = value + np.float32(self.norm_offset)
             else:
-                found[name] = value.reshape(-1) if _pattern(name) == _SHARED_GATE else value
-        return found | {name: np.stack(parts) for name, parts in stacks.items()}
+                joined[name] = value.reshape(-1) if _pattern(name) == _SHARED_GATE else value
+        return joined | {name: np.stack(parts) for name, parts in stacks.items()}
 
 
 def _pattern(name: str) -> str:
-    return ".".join("{}" if one.isdigit() else one for one in name.split("."))
+    return ".".join("{}" if part.isdigit() else part for part in name.split("."))
 
 
 def interleaved(weight: NDArray[Any], heads: int, back: bool = False) -> NDArray[Any]:
@@ -433,7 +433,7 @@ _ADDS_BOS = ("llama-bpe",)
 
 def _tokenizer(fields: GgufFields, file: Path, folder: Path) -> None:
     """Writes the tokenizer of the file, or the one beside it where the file's own is not read."""
-    beside = file.with_name("tokenizer.json")
+    tokenizer_file = file.with_name("tokenizer.json")
     model, split = fields.get("ggml.model", str), fields.get("ggml.pre", str, "default")
     tokens = fields.get("ggml.tokens", list[str])
     stated: dict[str, Any] = {}
@@ -448,12 +448,12 @@ def _tokenizer(fields: GgufFields, file: Path, folder: Path) -> None:
         if "bos_token" in stated and fields.get("ggml.add_bos_token", bool, split in _ADDS_BOS):
             table["post_processor"] = prefix_processor(stated["bos_token"], tokens.index(stated["bos_token"]))
         (folder / "tokenizer.json").write_text(json.dumps(table, ensure_ascii=False), encoding="utf-8")
-    elif beside.is_file():
-        (folder / "tokenizer.json").write_bytes(beside.read_bytes())
+    elif tokenizer_file.is_file():
+        (folder / "tokenizer.json").write_bytes(tokenizer_file.read_bytes())
     else:
         raise UserError(
             f"{file} has a tokenizer of the kind {printable(model)} ({printable(split)}), which is not read.",
-            do=f"put the model's tokenizer.json beside it, as {beside}",
+            do=f"put the model's tokenizer.json beside it, as {tokenizer_file}",
         )
     if "chat_template" in fields:
         stated["chat_template"] = fields.get("chat_template", str)

@@ -243,8 +243,8 @@ class GPT(nn.Module):
         return Pieces(self._embedded, blocks, self._ended, modules, self._given)
 
     def _embedded(self, tokens: Tensor, *others: Any, **options: Any) -> Any:
-        found = self.embedding(tokens)
-        return found * self.size.width**0.5 if self.size.gemma else found
+        embedded = self.embedding(tokens)
+        return embedded * self.size.width**0.5 if self.size.gemma else embedded
 
     def _given(
         self,
@@ -358,29 +358,29 @@ def roles(model: GPT) -> dict[str, Role]:
     """What the decoder's modules are where ranks share its matrices."""
     size = model.size
     heads = Heads(size.heads, size.kv_heads, size.head_size)
-    told = f"query heads ({size.heads}) and key-value heads ({size.kv_heads})"
-    keys = Role("column", heads.keys, heads.copies, told)
-    found = {
+    unit = f"query heads ({size.heads}) and key-value heads ({size.kv_heads})"
+    keys = Role("column", heads.keys, heads.copies, unit)
+    roles_by_name = {
         "": Role("head", unit="words of the vocabulary"),
         "embedding": Role("table", unit="words of the vocabulary"),
         "head": Role("table", unit="words of the vocabulary"),
         "norm": Role("partial"),
         "blocks.*_norm": Role("partial"),  # of queries and keys too: each rank has its own heads
         "blocks.*_end": Role("partial"),
-        "blocks.*.attention.query": Role("column", heads.queries, unit=told),
+        "blocks.*.attention.query": Role("column", heads.queries, unit=unit),
         "blocks.*.attention.key": keys,
         "blocks.*.attention.value": keys,
-        "blocks.*.attention.out": Role("row", heads.queries, unit=told),
+        "blocks.*.attention.out": Role("row", heads.queries, unit=unit),
     }
     feed = "columns of the feed-forward"
     if size.experts == 1:
         inner = {"gate": Role("column", unit=feed), "up": Role("column", unit=feed), "down": Role("row", unit=feed)}
-        return found | {f"blocks.*.feed_forward.{name}": role for name, role in inner.items()}
+        return roles_by_name | {f"blocks.*.feed_forward.{name}": role for name, role in inner.items()}
     inner = {"gate": Role("columns", unit=feed), "up": Role("columns", unit=feed), "down": Role("rows", unit=feed)}
-    found |= {f"blocks.*.feed_forward.experts.*.{name}": role for name, role in inner.items()}
-    found |= {f"blocks.*.feed_forward.shared.{name}": role for name, role in inner.items()}
+    roles_by_name |= {f"blocks.*.feed_forward.experts.*.{name}": role for name, role in inner.items()}
+    roles_by_name |= {f"blocks.*.feed_forward.shared.{name}": role for name, role in inner.items()}
     whole = {f"blocks.*.feed_forward.{name}": Role("partial") for name in ("router", "shared_gate")}
-    return found | whole | {"blocks.*.feed_forward": Role("region")}
+    return roles_by_name | whole | {"blocks.*.feed_forward": Role("region")}
 
 
 # --- activation recomputation ------------------------------------------------------------------------------------
@@ -430,5 +430,7 @@ def work(setting: DecoderLoad) -> Anatomy:
     gate_up = Product(setting.tokens, size.width, inner, 2)
     down = Product(setting.tokens, inner, size.width)
     # swiglu keeps gate and up, `down` keeps their product; recomputation stops where `down` would begin.
-    one = size.feed_forward * compute
-    return decoder_work(setting, Feed((gate_up, down), (gate_up,), moved=5 * one, kept=3 * one, working=2 * one))
+    product = size.feed_forward * compute
+    return decoder_work(
+        setting, Feed((gate_up, down), (gate_up,), moved=5 * product, kept=3 * product, working=2 * product)
+    )

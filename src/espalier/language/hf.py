@@ -86,8 +86,8 @@ _QWEN_MOE = (
 _SHARED = (
     ("blocks.{}.feed_forward.shared_gate.weight", "model.layers.{}.mlp.shared_expert_gate.weight"),
     *(
-        (f"blocks.{{}}.feed_forward.shared.{one}.weight", f"model.layers.{{}}.mlp.shared_expert.{one}_proj.weight")
-        for one in ("gate", "up", "down")
+        (f"blocks.{{}}.feed_forward.shared.{part}.weight", f"model.layers.{{}}.mlp.shared_expert.{part}_proj.weight")
+        for part in ("gate", "up", "down")
     ),
 )
 _OWN = {"gemma2": _GEMMA2, "qwen2_moe": (*_QWEN_MOE, *_SHARED), "qwen3_moe": _QWEN_MOE}
@@ -145,8 +145,8 @@ def export(model: GPT, tokenizer: SavedTokenizer, folder: str | Path) -> None:
 
 def opened(folder: str | Path) -> Path:
     """`folder`, or the folder that a GGUF file of that name was made into."""
-    found = Path(folder)
-    return gguf_file.folder_of(found) if found.suffix == gguf_file.SUFFIX else found
+    path = Path(folder)
+    return gguf_file.folder_of(path) if path.suffix == gguf_file.SUFFIX else path
 
 
 def copy(folder: Path, target: Path) -> None:
@@ -246,7 +246,7 @@ def _wanted(tensors: Mapping[str, StoredTensor], model: config.Gpt | config.Moe)
     }
 
 
-def require_same(wanted: config.Gpt | config.Moe, found: config.Gpt | config.Moe, origin: str) -> None:
+def require_same(wanted: config.Gpt | config.Moe, stored: config.Gpt | config.Moe, origin: str) -> None:
     """Raises UserError naming each option of `wanted` (open ones left out) that the weights in `origin` contradict.
 
     The context may differ: nothing in the weights depends on it.
@@ -254,12 +254,12 @@ def require_same(wanted: config.Gpt | config.Moe, found: config.Gpt | config.Moe
     free = {"shape", "initial", "context", "balance", "balancing", "z_loss"}
     names = [name for name in wanted.__struct_fields__ if name not in free and getattr(wanted, name) is not None]
     differing = [
-        f"model.{name} = {getattr(wanted, name)}, but {getattr(found, name)} there"
+        f"model.{name} = {getattr(wanted, name)}, but {getattr(stored, name)} there"
         for name in names
-        if type(wanted) is type(found) and getattr(wanted, name) != getattr(found, name)
+        if type(wanted) is type(stored) and getattr(wanted, name) != getattr(stored, name)
     ]
-    if type(wanted) is not type(found):
-        differing = [f"one of the two has experts: {type(wanted).__name__} here, {type(found).__name__} there"]
+    if type(wanted) is not type(stored):
+        differing = [f"one of the two has experts: {type(wanted).__name__} here, {type(stored).__name__} there"]
     if differing:
         do = "leave those options out of [model] or give the values there"
         raise UserError(f"The weights in {origin} do not fit the model.", why="; ".join(differing), do=do)

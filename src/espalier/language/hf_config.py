@@ -142,7 +142,7 @@ def _rope_table(size: Sizes) -> dict[str, Any]:
     rope = size.rope
     if rope is None:
         return {"rope_type": "default", "rope_theta": size.rope_theta}
-    found = {
+    table = {
         "rope_type": rope.kind,
         "rope_theta": size.rope_theta,
         "factor": rope.factor,
@@ -150,10 +150,10 @@ def _rope_table(size: Sizes) -> dict[str, Any]:
         "attention_factor": rope.attention,
     }
     if rope.kind == "llama3":
-        found |= {"low_freq_factor": rope.low, "high_freq_factor": rope.high}
+        table |= {"low_freq_factor": rope.low, "high_freq_factor": rope.high}
     if rope.kind == "yarn":
-        found |= {"beta_slow": rope.low, "beta_fast": rope.high}
-    return {name: value for name, value in found.items() if value is not None}
+        table |= {"beta_slow": rope.low, "beta_fast": rope.high}
+    return {name: value for name, value in table.items() if value is not None}
 
 
 # --- in ----------------------------------------------------------------------------------------------------------

@@ -75,8 +75,8 @@ class SampleOrder:
 
     def sample(self, number: int) -> tuple[int, int]:
         """(source, window) of sample `number`."""
-        one = self.samples(number, number + 1)
-        return int(one.source[0]), int(one.window[0])
+        samples = self.samples(number, number + 1)
+        return int(samples.source[0]), int(samples.window[0])
 
     def samples(self, start: int, stop: int) -> Samples:
         """Samples `[start, stop)` of the global order."""
@@ -125,12 +125,12 @@ def read_windows(splits: Sequence[TokenSplit], order: SampleOrder, start: int, s
 def documents(splits: Sequence[TokenSplit], order: SampleOrder, start: int, stop: int) -> list[str]:
     """Names of the documents in samples `[start, stop)`, each once, in order; of a mixture, with their source."""
     chosen = order.samples(start, stop)
-    found: dict[str, None] = {}
+    unique: dict[str, None] = {}
     for source, first in zip(chosen.source.tolist(), chosen.start.tolist(), strict=True):
         prefix = f"{order.names[source]}: " if len(splits) > 1 else ""
         names = splits[source].documents_in(first, first + order.sequence + 1)
-        found.update(dict.fromkeys(prefix + name for name in names))
-    return list(found)
+        unique.update(dict.fromkeys(prefix + name for name in names))
+    return list(unique)
 
 
 def held_out(split: TokenSplit, sequence: int, limit: int, name: str = "data.path") -> Int64:

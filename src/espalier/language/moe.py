@@ -155,11 +155,11 @@ class MOE(GPT):
         number of targets: it does not matter how a batch is cut.
         """
         stream, penalty = x
-        found = super()._ended(stream, given)
+        loss = super()._ended(stream, given)
         if given.targets is None or not self.training:
-            return found
+            return loss
         counted = (given.targets != IGNORED).sum(1)
-        return found + (penalty * counted).sum()
+        return loss + (penalty * counted).sum()
 
 
 def work(setting: DecoderLoad) -> Anatomy:
@@ -177,7 +177,7 @@ def _feed(setting: DecoderLoad) -> Feed:
     gate_up, down = Product(rows, width, cut, 2), Product(rows, cut, width)
     # Kept: the rows as sorted, gate, up and their product, the answers by token; int64 indices (picked experts, which
     # token each row is, where its answer goes); the router's two softmaxes.
-    kept = active * (2 * width + 3 * inner) * compute + 3 * 8 * active + (experts + 2 * active) * setting.whole
+    saved = active * (2 * width + 3 * inner) * compute + 3 * 8 * active + (experts + 2 * active) * setting.whole
     moved = active * (6 * width + 5 * inner) * compute
     products: tuple[Product, ...] = (router, gate_up, down, combine)
     again: tuple[Product, ...] = (router, gate_up, down)
@@ -185,7 +185,7 @@ def _feed(setting: DecoderLoad) -> Feed:
         gate, always = Product(setting.tokens, width, 1), shared / setting.cut.tensor
         both = Product(setting.tokens, width, always, 2), Product(setting.tokens, always, width)
         products, again = (*products, gate, *both), (*again, gate, *both)
-        kept += (3 * shared + width + 2) * compute  # gate, up and their product; its answer, which the gate weighs
+        saved += (3 * shared + width + 2) * compute  # gate, up and their product; its answer, which the gate weighs
         moved += (5 * shared + 4 * width) * compute
     # Recomputation stops where the answers are combined: nothing that is kept comes after.
-    return Feed(products, again, moved, kept, working=2 * active * width * compute)
+    return Feed(products, again, moved, saved, working=2 * active * width * compute)

@@ -66,19 +66,19 @@ def decoder_work(setting: DecoderLoad, feed: Feed) -> Anatomy:
     forward = sum(product.flops for product in products) + core
     repeated = sum(product.flops for product in (*attention_products, *feed.again))
     again = {"none": 0.0 * forward, "selective": repeated, "block": repeated + core}[setting.recompute] / forward
-    kept = _kept(setting, feed)
+    saved = _kept(setting, feed)
     norms = 5 * size.width * whole  # read for the scale; read, written; read, written with the weight
     residual = 2 * 3 * size.width * whole
     turns = 8 * (size.query_width + size.kv_width) * setting.compute  # a copy, then five passes over halves
     tail = (size.width + 1) * whole + size.width * setting.compute  # the last norm's input, scale and output
     # The worst moment is in the head (the log-softmax and two gradients of its size) or in the last layer, when the
     # head's share is gone, the stream's gradient has come, and what was not kept has been computed again.
-    in_layer = kept["none"] - kept[setting.recompute] + (feed.working + size.width * whole - tail) / tensor
+    in_layer = saved["none"] - saved[setting.recompute] + (feed.working + size.width * whole - tail) / tensor
     layer = Work(
         products=products,
         attention=core,
         moved=tokens * (2 * norms + residual + turns + feed.moved) / tensor,
-        kept=tokens * kept[setting.recompute],
+        kept=tokens * saved[setting.recompute],
         transient=tokens * in_layer,
         again=again,
         samples=setting.micro_batch,

@@ -144,17 +144,17 @@ def _stdlib() -> Listing:
             do="data.path = a file or folder of text",
         )
     try:
-        found, _ = _folder(root, lambda name: name not in _NOT_STDLIB)
+        entries, _ = _folder(root, lambda name: name not in _NOT_STDLIB)
     except OSError as error:
         raise unreadable(str(root), error) from None
-    return Listing(f"stdlib {root}", tuple(entry for entry in found if entry.name.endswith(".py")))
+    return Listing(f"stdlib {root}", tuple(entry for entry in entries if entry.name.endswith(".py")))
 
 
 Found = tuple[list[SourceFile], list[tuple[str, str]]]
 
 
-def _filled(data: Data, found: Found) -> Listing:
-    entries, skipped = found
+def _filled(data: Data, listed: Found) -> Listing:
+    entries, skipped = listed
     if not entries:
         raise UserError(
             f"data.path = {data.path!r} holds no files.",

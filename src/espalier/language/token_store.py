@@ -136,8 +136,8 @@ def build(
         damage = ""
         try:
             return _open(final, data.path, tokenizer)
-        except Damaged as found:
-            damage = str(found)
+        except Damaged as error:
+            damage = str(error)
         note = (f"The token shards were damaged ({damage}) and were built again.",) if final.exists() else ()
         with token_shards.placed(final) as folder:
             _write(_TokenizeJob(data, listed, tokenizer, note, _paced(progress, alive)), folder)
@@ -352,12 +352,12 @@ def _tokenizer(data: Sequence[Data], listed: Sequence[text_sources.Listing], roo
     spec = data[0].tokenizer
     if not spec.startswith("bpe:"):
         return open_tokenizer(spec)
-    facts = [[one.key, table.validation] for one, table in zip(listed, data, strict=True)]
+    facts = [[listing.key, table.validation] for listing, table in zip(listed, data, strict=True)]
     folder = root / "tokenizers" / xxhash.xxh3_128_hexdigest(msgspec.json.encode(facts))
 
     def corpus() -> Iterator[str]:
-        for table, one in zip(data, listed, strict=True):
-            yield from _sample(table, one, SAMPLE // len(data))
+        for table, listing in zip(data, listed, strict=True):
+            yield from _sample(table, listing, SAMPLE // len(data))
 
     if trained(spec, folder).is_file():
         return open_tokenizer(spec, corpus, folder)
@@ -373,11 +373,11 @@ def _sample(data: Data, listed: text_sources.Listing, size: int) -> Iterator[str
     corpus of few large documents), the documents in order."""
     threshold = round(data.validation * _HASHES)
     taken = min(1.0, size / max(1, listed.bytes)) * (_HASHES - threshold)
-    found = False
+    any_text = False
     for document in text_sources.documents(data, listed):
         if 0 <= xxhash.xxh3_64_intdigest(document.data) - threshold <= taken:
-            found = True
+            any_text = True
             yield document.data.decode()
-    if not found:
+    if not any_text:
         for document in text_sources.documents(data, listed):
             yield document.data.decode()

@@ -325,10 +325,10 @@ class HfTokenizer(_Saved):
 
 
 def _open_bpe(spec: str, corpus: Corpus | None, cache: Path | None) -> Tokenizer:
-    kept = trained(spec, cache or Path())
-    if cache and kept.is_file():
-        with _reading(kept):
-            return HfTokenizer(_library().Tokenizer.from_file(str(kept)), spec)
+    trained_file = trained(spec, cache or Path())
+    if cache and trained_file.is_file():
+        with _reading(trained_file):
+            return HfTokenizer(_library().Tokenizer.from_file(str(trained_file)), spec)
     if corpus is None:
         raise UserError(
             f"data.tokenizer = {spec!r} is trained on the corpus, and there is none here.",
@@ -336,8 +336,8 @@ def _open_bpe(spec: str, corpus: Corpus | None, cache: Path | None) -> Tokenizer
         )
     inner = _train(int(spec.removeprefix("bpe:")), corpus())
     if cache:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(kept, inner.to_str().encode())
+        trained_file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(trained_file, inner.to_str().encode())
     return HfTokenizer(inner, spec)
 
 

@@ -30,13 +30,13 @@ class Kept(NamedTuple):
 
 
 class LanguageWorkload(DecoderWorkload):
-    """One decoder, one mixture of corpora: their `stores`, or what a run has `kept` of them, which is evaluated but not
+    """One decoder, one mixture of corpora: their `stores`, or what a `run` kept of them, which is evaluated but not
     trained on."""
 
-    def __init__(self, recipe: Recipe, stores: Sequence[token_store.TokenStore], kept: Kept | None = None) -> None:
-        super().__init__(recipe, stores[0].tokenizer if kept is None else kept.tokenizer)
+    def __init__(self, recipe: Recipe, stores: Sequence[token_store.TokenStore], run: Kept | None = None) -> None:
+        super().__init__(recipe, stores[0].tokenizer if run is None else run.tokenizer)
         self.stores = stores
-        self._kept = kept
+        self._kept = run
         self.splits = [store.train for store in stores]
         weights = [source.weight for source in recipe.data]
         names = [source.path for source in recipe.data]
@@ -45,7 +45,7 @@ class LanguageWorkload(DecoderWorkload):
         self.order = mixture.SampleOrder(counts, weights, self.sequence, recipe.train.seed, names) if stores else None
         self.held_out: list[tuple[token_store.TokenSplit, int]] = []
         """(split, first token) of every held-out window, each corpus by its weight."""
-        for store, name, weight in zip(stores, names, weights, strict=kept is None):
+        for store, name, weight in zip(stores, names, weights, strict=run is None):
             limit = round(recipe.train.validate_tokens * weight / sum(weights))
             starts = mixture.held_out(store.validation, self.sequence, limit, name)
             self.held_out += [(store.validation, int(start)) for start in starts]
@@ -182,7 +182,7 @@ def _split_documents(store: token_store.TokenStore, sequence: int) -> list[str]:
 
 def _packed(recipe: Recipe) -> bool:
     """Whether tokens see their own document only. Raises UserError where sources differ in that."""
-    found = {source.packing for source in recipe.data}
-    if len(found) > 1:
+    packings = {source.packing for source in recipe.data}
+    if len(packings) > 1:
         raise UserError("The [[data]] tables differ in packing.", do='packing = "documents" in all of them, or in none')
-    return found == {"documents"}
+    return packings == {"documents"}

@@ -59,16 +59,16 @@ def _kept_tokenizer(recipe: Recipe, opening: Opening) -> Tokenizer | None:
 
 def _with_initial(recipe: Recipe, initial: str) -> tuple[Recipe, Sequence[Derivation]]:
     """Sizes and the tokenizer that the recipe leaves open are those of the weights it starts from."""
-    model, found = _options(recipe), hf.options(Path(initial))
-    if type(found) is not type(model):
-        kind = found.__struct_config__.tag
+    model, stored = _options(recipe), hf.options(Path(initial))
+    if type(stored) is not type(model):
+        kind = stored.__struct_config__.tag
         raise UserError(f"model.initial = {initial!r} holds another kind of model.", do=f'model.kind = "{kind}"')
     plain = type(model)()
     given = {name: getattr(model, name) for name in model.__struct_fields__}
-    kept = {name: value for name, value in given.items() if value != getattr(plain, name)}
-    sized = msgspec.structs.replace(recipe, model=msgspec.structs.replace(found, **kept))
-    spec = _initial_tokenizer(recipe, initial, found.vocabulary or 0)
-    if not any(one.tokenizer == "auto" for one in recipe.data):
+    given_values = {name: value for name, value in given.items() if value != getattr(plain, name)}
+    sized = msgspec.structs.replace(recipe, model=msgspec.structs.replace(stored, **given_values))
+    spec = _initial_tokenizer(recipe, initial, stored.vocabulary or 0)
+    if not any(source.tokenizer == "auto" for source in recipe.data):
         return sized, ()
     reason = "the tokenizer of the weights in model.initial"
     return defaults.with_tokenizer(sized, spec), [Derivation("data.tokenizer", spec, reason)]
@@ -78,7 +78,7 @@ def _initial_tokenizer(recipe: Recipe, initial: str, vocabulary: int) -> str:
     """The tokenizer of the weights in `initial`, as `data.tokenizer` names it. Raises UserError where the recipe names
     one of other ids, and where nobody says which it is."""
     file = hf.tokenizer_of(initial)
-    given = {one.tokenizer for one in recipe.data} - {"auto"}
+    given = {source.tokenizer for source in recipe.data} - {"auto"}
     if file is None:
         if recipe.data and not given and vocabulary != BYTES:
             raise UserError(
@@ -87,15 +87,15 @@ def _initial_tokenizer(recipe: Recipe, initial: str, vocabulary: int) -> str:
                 do="put the tokenizer.json that the weights were trained with there, or name it as data.tokenizer",
             )
         return "bytes"
-    own = open_tokenizer(str(file))
-    plain = own.table() == open_tokenizer("bytes").table()
+    tokenizer = open_tokenizer(str(file))
+    plain = tokenizer.table() == open_tokenizer("bytes").table()
     for spec in given:
         trained = spec.startswith("bpe:")
-        if trained or open_tokenizer(spec).table() != own.table():
+        if trained or open_tokenizer(spec).table() != tokenizer.table():
             has = "trained on this corpus" if trained else f"{open_tokenizer(spec).vocabulary} tokens"
             raise UserError(
                 f"data.tokenizer = {spec!r} ({has}) is not the tokenizer of model.initial = {initial!r} "
-                f"({file}, {own.vocabulary} tokens).",
+                f"({file}, {tokenizer.vocabulary} tokens).",
                 why="the weights would read other tokens under the same ids",
                 do="leave data.tokenizer out: it is then that of the weights",
             )
@@ -130,13 +130,13 @@ def _contents(recipe: Recipe, workload: Workload) -> Mapping[str, str]:
     if isinstance(workload, TuneWorkload):
         return tuned.contents(recipe, workload)
     assert isinstance(workload, LanguageWorkload)
-    found: dict[str, str] = {}
+    hashes: dict[str, str] = {}
     for data, store in zip(recipe.data, workload.stores, strict=True):
         scheme = data.path == "python:stdlib"
         entries = [entry for entry in text_sources.listing(data).entries if entry.path]
         named = {f"{data.path}/{entry.name}" if scheme else entry.path: entry.path for entry in entries}
-        found |= data_hash.hashes(named) if named else {data.path: store.fingerprint}
-    return found
+        hashes |= data_hash.hashes(named) if named else {data.path: store.fingerprint}
+    return hashes
 
 
 # --- for the planner ---------------------------------------------------------------------------------------------
@@ -161,11 +161,11 @@ def _profile(recipe: Recipe, opened: Callable[[], Workload]) -> Profile:
         adapted(new_model(msgspec.structs.replace(options, depth=depth), 0, torch.device("meta")), recipe)
         for depth in (1, 2)
     ]
-    one, two = (tally(model, embeddings(model)) for model in models)
+    shallow, two = (tally(model, embeddings(model)) for model in models)
     few, several = (sizes_of(model, list(model.blocks), embeddings(model)) for model in models)
     depth, tables = options.depth or 1, 1 if size.tied else 2
-    found = Profile(
-        tally=replace(one.with_more(two, depth - 1), sizes=few if depth == 1 else deeper(several, depth)),
+    profile = Profile(
+        tally=replace(shallow.with_more(two, depth - 1), sizes=few if depth == 1 else deeper(several, depth)),
         global_batch=recipe.train.batch_tokens // sequence if recipe.tune is None else tuned.batch_of(recipe),
         tokens_per_sample=float(sequence * passes),
         anatomy=anatomy,
@@ -173,9 +173,9 @@ def _profile(recipe: Recipe, opened: Callable[[], Workload]) -> Profile:
     if isinstance(recipe.tune, Adapters):  # ranks have all of the frozen weights
         each = 8 if recipe.train.precision == "fp64" else 4
         least, more = (lora.frozen_bytes(model, recipe.tune, each) for model in models)
-        return replace(found, frozen=least + (depth - 1) * (more - least))
+        return replace(profile, frozen=least + (depth - 1) * (more - least))
     return replace(
-        found,
+        profile,
         layers=size.layers,
         outside=tables * size.vocabulary * size.width + size.width,
         tables=tables,

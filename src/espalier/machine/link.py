@@ -67,8 +67,8 @@ class Matrix:
 
     def notes(self) -> tuple[str, ...]:
         """One sentence for each pair whose transfers came at two speeds."""
-        found = np.argwhere(np.triu(self.bimodal))
-        return tuple(f"link {a}-{b}: repeated transfers fall into two groups of different speed" for a, b in found)
+        pairs = np.argwhere(np.triu(self.bimodal))
+        return tuple(f"link {a}-{b}: repeated transfers fall into two groups of different speed" for a, b in pairs)
 
 
 def measure(group: dist.ProcessGroup | None = None, *, large: int = LARGE, repeats: int = 12) -> Matrix:
@@ -142,12 +142,12 @@ def _affordable(
     for _ in range(2):
         tried = torch.zeros(size, dtype=torch.uint8, device=device)
         seconds = _ping_pong(group, pair, tried, 1, warm=0)
-        found = torch.tensor(affordable(seconds[0], size, large, repeats), dtype=torch.int64, device=device)
+        measure = torch.tensor(affordable(seconds[0], size, large, repeats), dtype=torch.int64, device=device)
         if dist.get_rank(group) == pair[0]:
-            dist.send(found, group=group, group_dst=pair[1])
+            dist.send(measure, group=group, group_dst=pair[1])
         else:
-            dist.recv(found, group=group, group_src=pair[0])
-        size, times = int(found[0]), int(found[1])
+            dist.recv(measure, group=group, group_src=pair[0])
+        size, times = int(measure[0]), int(measure[1])
     return size, times
 
 

@@ -62,13 +62,13 @@ Asked = tuple[str, str, tuple[int, int, int]]
 
 def settings(cores: int) -> list[tuple[int, int]]:
     """(processes, threads) to measure: one of one, one per core, all cores in one; a middle where cores are many."""
-    found = [(1, 1)]
+    pairs = [(1, 1)]
     if cores > 1:
-        found += [(cores, 1), (1, cores)]
+        pairs += [(cores, 1), (1, cores)]
     middle = [d for d in range(2, cores) if cores % d == 0 and d * d >= cores]
     if cores >= 8 and middle:
-        found.append((middle[0], cores // middle[0]))
-    return found
+        pairs.append((middle[0], cores // middle[0]))
+    return pairs
 
 
 def main(cores: int, seconds: float) -> Table:
@@ -140,8 +140,8 @@ def _processor(gate: Gate, setting: tuple[int, int], asked: Sequence[Asked], oft
     runtime = held()
     warm = torch.ones(256, 256)
     _best(lambda: torch.mm(warm, warm), 0.05)  # threads start, clocks rise
-    found = [_round(gate, asked, seconds / 2) for _ in range(rounds)]
-    rates = [max(rows) for rows in zip(*found, strict=True)]
+    rounds_of_rates = [_round(gate, asked, seconds / 2) for _ in range(rounds)]
+    rates = [max(rows) for rows in zip(*rounds_of_rates, strict=True)]
     copies, dispatches = [], []
     for _ in range(rounds):
         gate()
@@ -339,7 +339,7 @@ def _gloo(folder: str, rank: int) -> Table:
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2, timeout=timedelta(seconds=10))
     rounds = [link.measure(repeats=LINK_REPEATS) for _ in range(LINK_ROUNDS)]
     dist.destroy_process_group()
-    return fastest([one.link(0, 1) for one in rounds])
+    return fastest([matrix.link(0, 1) for matrix in rounds])
 
 
 def fastest(links: Sequence[Link]) -> Table:
@@ -349,9 +349,9 @@ def fastest(links: Sequence[Link]) -> Table:
     and the launch); what a link is made of follows from these three.
     """
     size = 4 * 2**20
-    latency = min(one.latency for one in links)
-    whole = min(one.latency + size / one.bandwidth for one in links)
-    together = min(2 * one.latency + one.launch for one in links)
+    latency = min(link.latency for link in links)
+    whole = min(link.latency + size / link.bandwidth for link in links)
+    together = min(2 * link.latency + link.launch for link in links)
     return {
         "bandwidth": size / max(whole - latency, 1e-9),
         "latency": latency,

@@ -41,36 +41,41 @@ class Address:
 def addresses() -> list[Address]:
     """Those of this host's interfaces that are up, loopback last."""
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
-    found = [
-        Address(name, one.address, ipaddress.IPv4Network(f"0.0.0.0/{one.netmask or '255.255.255.255'}").prefixlen)
+    listed = [
+        Address(name, entry.address, ipaddress.IPv4Network(f"0.0.0.0/{entry.netmask or '255.255.255.255'}").prefixlen)
         for name, several in psutil.net_if_addrs().items()
-        for one in several
-        if one.family == socket.AF_INET and name in up
+        for entry in several
+        if entry.family == socket.AF_INET and name in up
     ]
-    return sorted(found, key=lambda one: one.address.startswith("127."))
+    return sorted(listed, key=lambda address: address.address.startswith("127."))
 
 
-def chosen(interface: str | None, own: Sequence[Address], host: str) -> list[Address]:
-    """The addresses of `own` that `launch.interface` allows: an interface's, one address, or those in a network.
+def chosen(interface: str | None, addresses_here: Sequence[Address], host: str) -> list[Address]:
+    """The addresses among `addresses_here` that `launch.interface` allows: an interface's, one, or those in a network.
 
     Raises UserError naming `host` and what it has when there is none.
     """
     if interface is None:
-        return list(own)
-    found = [one for one in own if one.interface == interface]
-    if not found:
+        return list(addresses_here)
+    matching = [address for address in addresses_here if address.interface == interface]
+    if not matching:
         try:
             network = ipaddress.IPv4Network(interface, strict=False)
         except ValueError:
             network = None
-        found = [one for one in own if network is not None and ipaddress.IPv4Address(one.address) in network]
-    if not found:
+        matching = [
+            address
+            for address in addresses_here
+            if network is not None and ipaddress.IPv4Address(address.address) in network
+        ]
+    if not matching:
+        known = [f"{address.interface} ({address.address})" for address in addresses_here]
         raise UserError(
             f"launch.interface = {interface!r} is not an interface or network of host {host}.",
-            why=f"it has {', '.join(f'{one.interface} ({one.address})' for one in own) or 'no network'}",
+            why=f"it has {', '.join(known) or 'no network'}",
             do='an interface, or where their names differ a network: launch.interface = "192.168.1.0/24"',
         )
-    return found
+    return matching
 
 
 @dataclass
@@ -110,11 +115,11 @@ def meeting(interface: str | None, port: int, host: str) -> tuple[Meeting, list[
 
     Raises UserError when the port is taken, or `host` has no such interface.
     """
-    found = chosen(interface, addresses(), host)
+    bound = chosen(interface, addresses(), host)
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((found[0].address if interface is not None else "", port))
+        listener.bind((bound[0].address if interface is not None else "", port))
     except OSError as error:
         listener.close()
         if error.errno not in _BUSY:
@@ -124,24 +129,24 @@ def meeting(interface: str | None, port: int, host: str) -> tuple[Meeting, list[
             f"launch.port = {port} cannot be used on host {host}.", why=why, do="another port, or 0 for any free one"
         ) from None
     listener.listen(1024)
-    return Meeting(listener), found[:1] if interface is not None else found
+    return Meeting(listener), bound[:1] if interface is not None else bound
 
 
-def reach(targets: Sequence[str], port: int, word: str, own: Address | None) -> tuple[str, str] | None:
+def reach(targets: Sequence[str], port: int, word: str, source: Address | None) -> tuple[str, str] | None:
     """The first of the `targets` at which the first host answers, and the own address on the way there.
 
-    `word`: what it answers; empty: it is enough that somebody is there. `own`: the address to set out from (None: as
-    the route says). None when no target answers.
+    `word`: what it answers; empty: it is enough that somebody is there. `source`: the address to set out
+    from (None: as the route says). None when no target answers.
     """
     for target in targets:
-        found = _tried(target, port, word, own)
-        if found is not None:
-            return target, found
+        answer = _tried(target, port, word, source)
+        if answer is not None:
+            return target, answer
     return None
 
 
-def _tried(target: str, port: int, word: str, own: Address | None) -> str | None:
-    source = (own.address, 0) if own is not None else None
+def _tried(target: str, port: int, word: str, source_address: Address | None) -> str | None:
+    source = (source_address.address, 0) if source_address is not None else None
     deadline = time.monotonic() + TRY_SECONDS
     heard = b""
     try:
@@ -156,18 +161,18 @@ def _tried(target: str, port: int, word: str, own: Address | None) -> str | None
         return None
 
 
-def interface_of(address: str, own: Sequence[Address]) -> str:
+def interface_of(address: str, addresses_here: Sequence[Address]) -> str:
     """The interface that has `address`."""
-    return next((one.interface for one in own if one.address == address), "lo")
+    return next((candidate.interface for candidate in addresses_here if candidate.address == address), "lo")
 
 
-def in_order(first: Sequence[Address], names: Sequence[str], own: Sequence[Address]) -> list[str]:
-    """The first host's addresses in the order in which a host that has `own` is to try them: what its name means to
+def in_order(first: Sequence[Address], names: Sequence[str], local: Sequence[Address]) -> list[str]:
+    """The first host's addresses in the order in which a host that has `local` is to try them: what its name means to
     the user, then those in a network of its own, then the rest, loopback last."""
 
-    def distance(one: Address) -> tuple[bool, bool, bool]:
-        loopback = one.address.startswith("127.")
-        near = any(ipaddress.IPv4Address(one.address) in mine.network for mine in own)
-        return loopback, one.address not in names, not near
+    def distance(address: Address) -> tuple[bool, bool, bool]:
+        loopback = address.address.startswith("127.")
+        near = any(ipaddress.IPv4Address(address.address) in mine.network for mine in local)
+        return loopback, address.address not in names, not near
 
-    return [one.address for one in sorted(first, key=distance)]
+    return [address.address for address in sorted(first, key=distance)]

@@ -50,8 +50,8 @@ os.register_at_fork(after_in_child=_peak.forget)
 def _status() -> dict[str, int]:
     """Bytes of every kind of memory by the kernel's name, and as `held` anonymous and shared pages."""
     lines = (line.split() for line in _STATUS.read_text().splitlines())
-    found = {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if words[-1:] == ["kB"]}
-    return {**found, "held": found["RssAnon"] + found["RssShmem"]}
+    sizes = {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if words[-1:] == ["kB"]}
+    return {**sizes, "held": sizes["RssAnon"] + sizes["RssShmem"]}
 
 
 def _look(now: dict[str, int]) -> int:

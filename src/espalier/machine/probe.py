@@ -60,16 +60,16 @@ def probe(*, progress: Say | None = None, disk: str | Path | None = None) -> Clu
     before = resource_limits.busy(LOOK_SECONDS)
     result = _measured(cores, PRODUCT_SECONDS, say)
     say("reading and writing the disk")
-    found, notes = disks.measure(Path(disk or "."), 64 * 2**20, 0.2)
+    disk_bandwidth, notes = disks.measure(Path(disk or "."), 64 * 2**20, 0.2)
     busy = round(max(before, resource_limits.busy(LOOK_SECONDS)), 2)
     if busy > BUSY:
-        said = f"other programs used {busy:.1f} of {cores} cores meanwhile: measure again when they have ended"
-        notes = (*notes, f"{said} (espalier probe)")
+        warning = f"other programs used {busy:.1f} of {cores} cores meanwhile: measure again when they have ended"
+        notes = (*notes, f"{warning} (espalier probe)")
     inside = _inside(result)
     machine = identity()
     nodes = tuple(
         Node(device=device, devices=count, inside=inside, cores=cores, memory=memory, name=name,
-             disks=(found,) if found is not None else ())
+             disks=(disk_bandwidth,) if disk_bandwidth is not None else ())
         for device, count, name in _devices(result, memory)
     )  # fmt: skip
     return Cluster(nodes=nodes, machine=machine, busy=busy, notes=(*result["notes"], *notes))
@@ -77,24 +77,25 @@ def probe(*, progress: Say | None = None, disk: str | Path | None = None) -> Clu
 
 def ready(*, folder: Path | None = None, say: Say | None = None, disk: str | Path | None = None) -> Cluster:
     """This machine from the cache, else probed and cached; `say` gets what there is to tell."""
-    found = cached(folder, say=say)
-    if found is None:
-        found = probe(progress=say, disk=disk)
-        save(found, folder, say=say)
-        if say is not None and found.busy > BUSY:
-            say(f"Note: {found.notes[-1]}.")
-    return found
+    cluster = cached(folder, say=say)
+    if cluster is None:
+        cluster = probe(progress=say, disk=disk)
+        save(cluster, folder, say=say)
+        if say is not None and cluster.busy > BUSY:
+            say(f"Note: {cluster.notes[-1]}.")
+    return cluster
 
 
-def better(found: Cluster, kept: Cluster | None, say: Say) -> Cluster:
+def better(measured: Cluster, stored: Cluster | None, say: Say) -> Cluster:
     """Of two measurements of one machine the newer, unless other programs used more of its cores meanwhile."""
-    if kept is None or found.busy <= max(BUSY, kept.busy):
-        return found
+    if stored is None or measured.busy <= max(BUSY, stored.busy):
+        return measured
     say(
-        f"Other programs used {found.busy:.1f} cores while this was measured, and {kept.busy:.1f} when it was before: "
+        f"Other programs used {measured.busy:.1f} cores while this was measured, "
+        f"and {stored.busy:.1f} when it was before: "
         f"the earlier measurement stays ({cache_file()}; remove it to replace it)."
     )
-    return kept
+    return stored
 
 
 # --- the cache ---------------------------------------------------------------------------------------------------
@@ -131,16 +132,16 @@ def cached(folder: Path | None = None, *, say: Say | None = None) -> Cluster | N
     if not file.exists():
         return None
     try:
-        found = clusters.read(file)
+        cluster = clusters.read(file)
     except UserError as error:
         if say is not None:
             say(f"The kept measurement {file} cannot be used ({error.what}); measuring again.")
         return None
-    if found.machine != identity():
+    if cluster.machine != identity():
         if say is not None:
-            say(f"The kept measurement is of other hardware ({found.machine}); measuring again.")
+            say(f"The kept measurement is of other hardware ({cluster.machine}); measuring again.")
         return None
-    return found
+    return cluster
 
 
 def save(cluster: Cluster, folder: Path | None = None, *, say: Say | None = None) -> Path | None:
@@ -158,8 +159,8 @@ def save(cluster: Cluster, folder: Path | None = None, *, say: Say | None = None
 
 def forget_busy(folder: Path | None = None) -> None:
     """Has this machine measured anew when it is asked about the next time, if it was busy when it was measured."""
-    found = cached(folder)
-    if found is not None and found.busy > BUSY:
+    cluster = cached(folder)
+    if cluster is not None and cluster.busy > BUSY:
         cache_file(folder).unlink(missing_ok=True)
 
 
@@ -252,11 +253,11 @@ def _devices(result: Table, memory: int) -> list[tuple[Device, int, str]]:
     if not result.get("cuda"):
         return [(_processor(result, memory), 1, "")]
     kinds: list[list[Table]] = []
-    for one in result["cuda"]:
-        if kinds and kinds[-1][0]["name"] == one["name"]:
-            kinds[-1].append(one)
+    for device in result["cuda"]:
+        if kinds and kinds[-1][0]["name"] == device["name"]:
+            kinds[-1].append(device)
         else:
-            kinds.append([one])
+            kinds.append([device])
     name = socket.gethostname() if len(kinds) > 1 else ""
     return [(_gpu(same[0]), len(same), name) for same in kinds]
 

@@ -45,7 +45,7 @@ def busy(seconds: float, root: Path = ROOT) -> float:
 def _ticks(root: Path) -> list[int]:
     """Time of all processors by state: user, nice, system, idle, waiting, interrupts, stolen."""
     line = (_text(root / "proc/stat") or "cpu").splitlines()[0]
-    return [int(one) for one in line.split()[1:9]]
+    return [int(share) for share in line.split()[1:9]]
 
 
 def memory(root: Path = ROOT) -> int:
@@ -59,8 +59,8 @@ def memory(root: Path = ROOT) -> int:
 def address_space(root: Path = ROOT) -> float:
     """Bytes of address space this process may still take (`RLIMIT_AS`, `ulimit -v`); infinite without a limit."""
     most = resource.getrlimit(resource.RLIMIT_AS)[0]
-    held = _field(root / "proc/self/status", "VmSize")
-    return math.inf if most == resource.RLIM_INFINITY or not held else max(0.0, most - int(held.split()[0]) * 1024.0)
+    used = _field(root / "proc/self/status", "VmSize")
+    return math.inf if most == resource.RLIM_INFINITY or not used else max(0.0, most - int(used.split()[0]) * 1024.0)
 
 
 def free_memory(root: Path = ROOT) -> int:
@@ -82,8 +82,8 @@ def processor(root: Path = ROOT) -> str:
 
 def gpus(root: Path = ROOT) -> tuple[str, ...]:
     """Model names of the NVIDIA devices whose driver is loaded; read without touching CUDA."""
-    found = sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))
-    return tuple(_field(file, "Model") or "unknown" for file in found)
+    gpu_files = sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))
+    return tuple(_field(file, "Model") or "unknown" for file in gpu_files)
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:

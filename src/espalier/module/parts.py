@@ -101,8 +101,8 @@ def _read(parts: Parts, author: Author, reads: bool) -> Parts:
         if not parts.tasks:
             return parts._replace(dataset=_given(parts.dataset, reads), held_out=_given(parts.held_out, reads))
         tasks = {
-            name: one._replace(dataset=_given(one.dataset, reads), held_out=_given(one.held_out, reads))
-            for name, one in parts.tasks.items()
+            name: part._replace(dataset=_given(part.dataset, reads), held_out=_given(part.held_out, reads))
+            for name, part in parts.tasks.items()
         }
         return parts._replace(tasks=tasks)
 
@@ -159,8 +159,8 @@ def trial(parts: Parts, author: Author) -> Counted:
     if not any(parameter.requires_grad for parameter in parts.model.parameters()):
         raise UserError(f"model.build = {author.build!r} gave a model without a trainable parameter.")
     counted = [_tried(parts.model, task, author) for task in tasks_of(parts).values()]
-    metrics = tuple(name for one in counted for name in one.metrics)
-    return Counted(sum(one.flops for one in counted), sum(one.kept for one in counted), metrics)
+    metrics = tuple(name for part in counted for name in part.metrics)
+    return Counted(sum(part.flops for part in counted), sum(part.kept for part in counted), metrics)
 
 
 def _tried(model: nn.Module, task: Task, author: Author) -> Counted:
@@ -170,19 +170,19 @@ def _tried(model: nn.Module, task: Task, author: Author) -> Counted:
             collated(task.held_out, [0])
         twice = collated(task.dataset, [0, 1 % length(task.dataset)] * 2)
     with author.answers("in its loss, tried on two samples"), fork_rng(devices=[]):
-        found, counted = _count(model, task.loss, batch)
-    if not _is_loss(found):
+        loss, counted = _count(model, task.loss, batch)
+    if not _is_loss(loss):
         raise UserError(
-            f"model.build = {author.build!r}: its loss returned {_described(found)}.",
+            f"model.build = {author.build!r}: its loss returned {_described(loss)}.",
             why="it must return two tensors without dimensions, (sum over the batch, weight), the sum differentiable",
             do='reduction="sum", and torch.tensor(len(y)) for the weight; see docs/module.md',
         )
     with author.answers("in its loss, tried on two samples twice"), fork_rng(devices=[]), torch.no_grad():
         again = _called(model, task.loss, twice)
-    one, two = float(found[0].detach()), float(again[0])
-    if one and abs(two - one) <= 1e-3 * abs(one):
+    single, two = float(loss[0].detach()), float(again[0])
+    if single and abs(two - single) <= 1e-3 * abs(single):
         raise UserError(
-            f"model.build = {author.build!r}: its loss is {one:.4g} for two samples, {two:.4g} for both twice.",
+            f"model.build = {author.build!r}: its loss is {single:.4g} for two samples, {two:.4g} for both twice.",
             why="a mean does not add up over micro-batches and ranks",
             do='reduction="sum", and torch.tensor(len(y)) for the weight; see docs/module.md',
         )
@@ -193,60 +193,60 @@ def _tried(model: nn.Module, task: Task, author: Author) -> Counted:
     return counted._replace(metrics=(names,))
 
 
-def _metric_names(found: Any, author: Author) -> tuple[str, ...]:
-    pairs = found.items() if isinstance(found, Mapping) else ()
+def _metric_names(metrics: Any, author: Author) -> tuple[str, ...]:
+    pairs = metrics.items() if isinstance(metrics, Mapping) else ()
     if not pairs or not all(isinstance(pair, tuple | list) and len(pair) == 2 for _, pair in pairs):
         raise UserError(
-            f"model.build = {author.build!r}: its metrics returned {_described(found)}.",
+            f"model.build = {author.build!r}: its metrics returned {_described(metrics)}.",
             why="they must be a dictionary of (sum over the batch, weight)",
             do='{"accuracy": ((model(x).argmax(1) == y).sum(), len(y))}; see docs/module.md',
         )
-    taken = [name for name in found if name in RESERVED or str(name).startswith(("test_", "tasks."))]
+    taken = [name for name in metrics if name in RESERVED or str(name).startswith(("test_", "tasks."))]
     if taken:
         raise UserError(f"model.build = {author.build!r}: a metric is called {taken[0]!r}.", do="another name for it")
-    return tuple(found)
+    return tuple(metrics)
 
 
 def _called(model: nn.Module, loss: Loss | Metrics, batch: Any) -> Any:
     """What the loss gives; the model's state stays, whose running statistics a forward pass may move."""
     dtype = next(parameter.dtype for parameter in model.parameters() if parameter.requires_grad)
     state = copy.deepcopy(model.state_dict())
-    found = loss(model, to_device(batch, dtype=dtype))
+    loss_of = loss(model, to_device(batch, dtype=dtype))
     model.load_state_dict(state)
-    return found
+    return loss_of
 
 
 def _count(model: nn.Module, loss: Loss, batch: Any) -> tuple[Any, Counted]:
     from torch.utils.flop_counter import FlopCounterMode
 
-    kept: dict[int, int] = {}
-    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    saved: dict[int, int] = {}
+    of_parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
 
     def save(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
+        if storage.data_ptr() not in of_parameters:
+            saved[storage.data_ptr()] = storage.nbytes()
         return tensor.detach()  # an output that its own node keeps would keep the node, for ever
 
     counter = FlopCounterMode(display=False)
     with counter, saved_tensors_hooks(save, lambda tensor: tensor):
-        found = _called(model, loss, batch)
-    return found, Counted(counter.get_total_flops() / 2, sum(kept.values()) / 2)
+        loss_value = _called(model, loss, batch)
+    return loss_value, Counted(counter.get_total_flops() / 2, sum(saved.values()) / 2)
 
 
-def _is_loss(found: Any) -> bool:
-    if not (isinstance(found, tuple | list) and len(found) == 2):
+def _is_loss(value: Any) -> bool:
+    if not (isinstance(value, tuple | list) and len(value) == 2):
         return False
-    return all(isinstance(item, Tensor) and item.ndim == 0 for item in found) and bool(found[0].requires_grad)
+    return all(isinstance(item, Tensor) and item.ndim == 0 for item in value) and bool(value[0].requires_grad)
 
 
-def _described(found: Any) -> str:
-    if isinstance(found, tuple | list):
-        return f"({', '.join(_described(item) for item in found)})"
-    if isinstance(found, Tensor):
-        constant = "" if found.requires_grad or found.ndim else ", without gradient"
-        return f"a tensor of shape {list(found.shape)}{constant}"
-    return type(found).__name__
+def _described(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        return f"({', '.join(_described(item) for item in value)})"
+    if isinstance(value, Tensor):
+        constant = "" if value.requires_grad or value.ndim else ", without gradient"
+        return f"a tensor of shape {list(value.shape)}{constant}"
+    return type(value).__name__
 
 
 def collated(dataset: Any, indices: Sequence[int]) -> Any:
@@ -276,11 +276,11 @@ def content(dataset: Any) -> str:
     """Hash of a dataset: of all tensors of a `TensorDataset`, else of its length and `SAMPLES` samples."""
     digest = xxhash.xxh3_128(str(length(dataset)).encode())
     if isinstance(dataset, TensorDataset):
-        found = list(dataset.tensors)
+        found_tensors = list(dataset.tensors)
     else:
         places = range(0, length(dataset), max(1, length(dataset) // SAMPLES))
-        found = [tensor for place in places for tensor in tensors(collated(dataset, [place]))]
-    for tensor in found:
+        found_tensors = [tensor for place in places for tensor in tensors(collated(dataset, [place]))]
+    for tensor in found_tensors:
         digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

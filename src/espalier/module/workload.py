@@ -134,23 +134,23 @@ class ModuleWorkload:
 
     def batches(self, step: int, shard: Shard) -> list[Any]:
         """Samples of a seeded permutation per epoch, collated; of each task in turn where there are several."""
-        found: list[Any] = []
+        batches: list[Any] = []
         with self.author.answers(READING):
             for start, stop in shard.cuts:
-                made = (collated(one.dataset, self._indices(k, step, start, stop)) for k, one in self._numbered())
-                found += made if len(self._tasks) == 1 else (Tagged(k, one) for k, one in enumerate(made))
-        return found
+                made = (collated(part.dataset, self._indices(k, step, start, stop)) for k, part in self._numbered())
+                batches += made if len(self._tasks) == 1 else (Tagged(k, batch) for k, batch in enumerate(made))
+        return batches
 
     def _numbered(self) -> list[tuple[int, Task]]:
         return list(enumerate(self._tasks.values()))
 
     def _indices(self, task: int, step: int, start: int, stop: int) -> list[int]:
         """The samples [start, stop) of a step's global batch."""
-        size, found = length(self._numbered()[task][1].dataset), []
+        size, indices = length(self._numbered()[task][1].dataset), []
         for number in range(step * self.global_batch + start, step * self.global_batch + stop):
             epoch, place = divmod(number, size)
-            found.append(int(self._permutation(task, epoch, size)[place]))
-        return found
+            indices.append(int(self._permutation(task, epoch, size)[place]))
+        return indices
 
     def _permutation(self, task: int, epoch: int, size: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         known = self._orders.get(task)
@@ -167,16 +167,16 @@ class ModuleWorkload:
 
     def evaluate(self, model: nn.Module, shard: Shard) -> Mapping[str, tuple[float, float]]:
         """Loss and metrics on the held-out samples of `shard`, and the loss of each task where there are several."""
-        found = {key: torch.zeros(2, dtype=torch.float64) for key in self._figures()}
+        sums = {key: torch.zeros(2, dtype=torch.float64) for key in self._figures()}
         device = next(model.parameters()).device
         for start, stop in shard.cuts:
             for k, (name, task) in enumerate(self._tasks.items()):
                 for what, pair in self._held_out(model, k, task, self._share(task, start, stop), device).items():
-                    found[self._key(name, what)] += pair
+                    sums[self._key(name, what)] += pair
         if len(self._tasks) > 1:
             for name, task in self._tasks.items():
-                found["loss"] += found[f"tasks.{name}"] * torch.tensor([task.weight, 1.0])
-        return {key: (float(pair[0]), float(pair[1])) for key, pair in found.items()}
+                sums["loss"] += sums[f"tasks.{name}"] * torch.tensor([task.weight, 1.0])
+        return {key: (float(pair[0]), float(pair[1])) for key, pair in sums.items()}
 
     def _key(self, task: str, what: str) -> str:
         """What a validation calls a figure of a task."""
@@ -187,8 +187,8 @@ class ModuleWorkload:
     def _figures(self) -> list[str]:
         """Every figure of a validation, the same on all ranks."""
         names = zip(self._tasks, self._counted.metrics, strict=True)
-        own = [self._key(name, what) for name, metrics in names for what in ("loss", *metrics)]
-        return list(dict.fromkeys(["loss", *own]))
+        figures = [self._key(name, what) for name, metrics in names for what in ("loss", *metrics)]
+        return list(dict.fromkeys(["loss", *figures]))
 
     def _share(self, task: Task, start: int, stop: int) -> range:
         """A task's own part of the samples [start, stop) of the longest held-out dataset."""
@@ -203,17 +203,17 @@ class ModuleWorkload:
         with self.author.answers("while its held-out dataset was read"):
             batch = collated(task.held_out, samples) if samples else collated(task.dataset, [0])
         batch = to_device(batch, device)
-        found: dict[str, Any] = {"loss": self.loss(model, Tagged(k, batch))}
+        figures: dict[str, Any] = {"loss": self.loss(model, Tagged(k, batch))}
         if task.metrics is not None:
             with self.author.answers("in its metrics"):
-                found |= task.metrics(model, to_device(batch, dtype=self._dtype))
-                if set(found) != {"loss", *self._counted.metrics[k]}:
-                    raise ValueError(f"its metrics are {', '.join(found)} of one batch, and others of another")
+                figures |= task.metrics(model, to_device(batch, dtype=self._dtype))
+                if set(figures) != {"loss", *self._counted.metrics[k]}:
+                    raise ValueError(f"its metrics are {', '.join(figures)} of one batch, and others of another")
         return {
             name: torch.tensor(
-                [torch.as_tensor(one).item() for one in pair] if samples else [0.0, 0.0], dtype=torch.float64
+                [torch.as_tensor(value).item() for value in pair] if samples else [0.0, 0.0], dtype=torch.float64
             )
-            for name, pair in found.items()
+            for name, pair in figures.items()
         }
 
     def validation_samples(self) -> int:
@@ -226,9 +226,13 @@ class ModuleWorkload:
 
     def documents(self, step: int, shard: Shard) -> list[str]:
         """The samples' indices."""
-        found = [(name, self._indices(k, step, shard.start, shard.stop)) for k, name in enumerate(self._tasks)]
-        several = len(found) > 1
-        return [f"sample {one} of {name}" if several else f"sample {one}" for name, own in found for one in own]
+        chosen = [(name, self._indices(k, step, shard.start, shard.stop)) for k, name in enumerate(self._tasks)]
+        several = len(chosen) > 1
+        return [
+            f"sample {index} of {name}" if several else f"sample {index}"
+            for name, indices in chosen
+            for index in indices
+        ]
 
     def sample(self, model: nn.Module) -> Sequence[Artifact]:
         """What its author shows of it."""
@@ -245,23 +249,23 @@ class ModuleWorkload:
             digest.update(str(size).encode())
             for index in np.linspace(0, size - 1, num=min(16, size), dtype=int):
                 with self.author.answers(READING):
-                    found = tensors(collated(task.dataset, [int(index)]))
-                for tensor in found:
+                    of_sample = tensors(collated(task.dataset, [int(index)]))
+                for tensor in of_sample:
                     digest.update(tensor.detach().cpu().numpy().tobytes())
         return digest.hexdigest()[:16]
 
     def contents(self) -> dict[str, str]:
         """Hash of each dataset, of every phase (see `parts.content`)."""
-        found = {}
-        for number, parts in enumerate((self.parts, *(one.parts for one in self.parts.phases)), 1):
+        contents = {}
+        for number, parts in enumerate((self.parts, *(phase.parts for phase in self.parts.phases)), 1):
             for name, task in tasks_of(parts).items():
                 for which, dataset in (("dataset", task.dataset), ("held-out dataset", task.held_out)):
                     if dataset is not None:
                         of = "" if name == "main" else f" of task {name}"
                         phase = "" if number == 1 else f" of phase {number}"
                         with self.author.answers(READING):
-                            found[f"The {which}{of}{phase}"] = content(dataset)
-        return found
+                            contents[f"The {which}{of}{phase}"] = content(dataset)
+        return contents
 
     def notes(self) -> list[str]:
         """None: a foreign dataset speaks for itself."""
@@ -275,32 +279,32 @@ class ModuleWorkload:
         if self._phase is not None:
             return [self._phase]
         last = self.recipe.train.steps
-        later = [one for one in self.parts.phases if one.start < last]
-        ends = [0, *(one.start for one in later), last]
+        later = [phase for phase in self.parts.phases if phase.start < last]
+        ends = [0, *(phase.start for phase in later), last]
         if any(begin >= end for begin, end in pairwise(ends)):
             raise UserError(
                 f"model.build = {self.author.build!r}: its phases begin at steps {ends[1:-1]}.",
                 why="each has to begin after the one before",
                 do="give phases in the order of their first steps, above 0",
             )
-        names = ["train" if not later else "phase 1", *(one.name or f"phase {k}" for k, one in enumerate(later, 2))]
+        names = ["train" if not later else "phase 1", *(phase.name or f"phase {k}" for k, phase in enumerate(later, 2))]
         return [Phase(begin, end, name) for (begin, end), name in zip(pairwise(ends), names, strict=True)]
 
     def at(self, phase: Phase) -> ModuleWorkload:
         """With the model and the data of that phase."""
         if self._phase is not None or len(self.phases()) == 1:
             return self
-        found = next((one for one in self.parts.phases if one.start == phase.start), None)
-        parts = self.parts if found is None else checked(found.parts, self.author, has_data(self.parts))
-        return ModuleWorkload(self.recipe, parts, self.author, phase, found.carry if found is not None else None)
+        given = next((part for part in self.parts.phases if part.start == phase.start), None)
+        parts = self.parts if given is None else checked(given.parts, self.author, has_data(self.parts))
+        return ModuleWorkload(self.recipe, parts, self.author, phase, given.carry if given is not None else None)
 
     def carry(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """What its author makes of it."""
         if self._carried is None:
             return state
         with self.author.answers("when it carried the state over into the next phase"):
-            found: Mapping[str, Tensor] = self._carried(dict(state))
-        return found
+            carried: Mapping[str, Tensor] = self._carried(dict(state))
+        return carried
 
     def tasks(self) -> Mapping[str, float]:
         """As its author says."""
@@ -328,7 +332,7 @@ class ModuleWorkload:
         the products; what they keep is taken for whole."""
         nothing = Work((), 0.0, 0.0, 0.0, 0.0, 0.0, micro_batch, micro_batch)
         work = self.work(micro_batch, recompute, precision)
-        products = tuple(replace(one, rows=one.rows / cut.tensor) for one in work.products)
+        products = tuple(replace(product, rows=product.rows / cut.tensor) for product in work.products)
         return Anatomy(1, replace(work, products=products), nothing)
 
 

@@ -88,17 +88,17 @@ def diagnose(paths: str | Path | Sequence[str | Path], means: Means = Means()) -
         One diagnosis for each case, in order. Raises UserError for a log that cannot be read.
     """
     every = [paths] if isinstance(paths, str | Path) else paths
-    found: list[Diagnosis] = []
+    diagnoses: list[Diagnosis] = []
     for path in map(Path, every):
         if not path.is_dir():
-            found.append(of_case(read(path, means), means))
+            diagnoses.append(of_case(read(path, means), means))
             continue
         logs = logs_of(path)
         if one_run(path, logs):
-            found.append(of_run(path, logs, means))
+            diagnoses.append(of_run(path, logs, means))
         else:
-            found += [of_case(read(log, means), means) for log in logs]
-    return found
+            diagnoses += [of_case(read(log, means), means) for log in logs]
+    return diagnoses
 
 
 def read(path: str | Path, means: Means) -> Case:
@@ -113,12 +113,12 @@ def of_text(text: bytes) -> Case:
 
 def _case(scanned: Scanned, means: Means) -> Case:
     parsed = line_labels.parse(dict(list(scanned.lines.items())[-LINES:]))
-    found = root_cause.findings(parsed, own() if means.rules is None else means.rules)
+    findings = root_cause.findings(parsed, own() if means.rules is None else means.rules)
     speakers = len(
         {line.rank for line in line_labels.parse({loss.number: loss.text for loss in scanned.losses[-200:]})}
     )
-    cause = root_cause.choose(found, scanned.losses, speakers)
-    return Case(scanned, parsed, cause, _anomaly(scanned, found, cause))
+    cause = root_cause.choose(findings, scanned.losses, speakers)
+    return Case(scanned, parsed, cause, _anomaly(scanned, findings, cause))
 
 
 def of_run(path: Path, logs: Sequence[Path], means: Means) -> Diagnosis:
@@ -137,12 +137,12 @@ def of_run(path: Path, logs: Sequence[Path], means: Means) -> Diagnosis:
     weak = at is None or STRENGTH[cases[at][1].cause.named.rule.role] >= 2  # type: ignore[union-attr]
     chosen = odd if odd is not None and weak else at if at is not None else 0
     log, case = cases[chosen]
-    told = of_case(case, means)
+    diagnosis = of_case(case, means)
     rank = rank_of(log, path)
     return (
-        replace(told, first_failing_rank=rank)
-        if rank is not None and told.reason not in (NO_FAILURE, LOSS_ANOMALY)
-        else told
+        replace(diagnosis, first_failing_rank=rank)
+        if rank is not None and diagnosis.reason not in (NO_FAILURE, LOSS_ANOMALY)
+        else diagnosis
     )
 
 
@@ -152,8 +152,8 @@ def of_case(case: Case, means: Means) -> Diagnosis:
         return _of_loss(case.scanned, case.anomaly)
     if case.cause is None:
         return _healthy(case.scanned, case.parsed)
-    told = _of_cause(case.scanned.file, case.cause, case.parsed)
-    return with_incident(told, case.scanned.lines, means.incidents) if told.reason == UNKNOWN else told
+    diagnosis = _of_cause(case.scanned.file, case.cause, case.parsed)
+    return with_incident(diagnosis, case.scanned.lines, means.incidents) if diagnosis.reason == UNKNOWN else diagnosis
 
 
 # --- folders ---------------------------------------------------------------------------------------------------------
@@ -164,26 +164,26 @@ def logs_of(folder: Path) -> list[Path]:
 
     Raises UserError where there is none.
     """
-    found = sorted(
+    logs = sorted(
         path
         for path in folder.rglob("*")
         if (path.name.endswith(SUFFIXES) or path.name == "events.jsonl")
         and len(path.relative_to(folder).parts) <= DEEP
         and path.is_file()
     )[:LOGS]
-    if not found:
+    if not logs:
         raise UserError(
             f"There is no log in the folder {folder}.",
             why=f"looked for files that end in {', '.join(SUFFIXES[:4])}, and for events.jsonl",
             do="name the logs themselves, whatever they are called",
         )
-    return found
+    return logs
 
 
 def rank_of(path: Path, folder: Path) -> int | None:
     """The rank that a file's name tells: rank3.log, trainer-3.log, attempt_0/3/stderr.log."""
-    found = _RANK.search(str(path.relative_to(folder)))
-    return int(next(group for group in found.groups() if group)) if found else None
+    match = _RANK.search(str(path.relative_to(folder)))
+    return int(next(group for group in match.groups() if group)) if match else None
 
 
 def one_run(folder: Path, logs: Sequence[Path]) -> bool:
@@ -195,15 +195,15 @@ def one_run(folder: Path, logs: Sequence[Path]) -> bool:
 
 def first_of(causes: Sequence[Cause | None]) -> int | None:
     """The number of the log whose cause came first: the strongest, of equals the earliest by clock, else as given."""
-    there = [(at, one) for at, one in enumerate(causes) if one is not None]
+    there = [(at, cause) for at, cause in enumerate(causes) if cause is not None]
     if not there:
         return None
-    timed = all(one.root.line.time is not None for _, one in there)
+    timed = all(cause.root.line.time is not None for _, cause in there)
 
     def order(entry: tuple[int, Cause]) -> tuple[float, ...]:
-        at, one = entry
-        clock = one.root.line.time if timed else None
-        return (STRENGTH[one.named.rule.role], math.inf if clock is None else clock, at)
+        at, cause = entry
+        clock = cause.root.line.time if timed else None
+        return (STRENGTH[cause.named.rule.role], math.inf if clock is None else clock, at)
 
     return min(there, key=order)[0]
 
@@ -211,11 +211,11 @@ def first_of(causes: Sequence[Cause | None]) -> int | None:
 # --- losses ----------------------------------------------------------------------------------------------------------
 
 
-def _anomaly(scanned: Scanned, found: Sequence[Finding], cause: Cause | None) -> Loss | None:
+def _anomaly(scanned: Scanned, findings: Sequence[Finding], cause: Cause | None) -> Loss | None:
     """The first odd loss, where the losses went astray before anything else that could be a cause."""
     strong = cause is not None and STRENGTH[cause.named.rule.role] < 2
     odd = scanned.not_finite
-    if odd is None and not any(one.rule.role == "healthy" for one in found):
+    if odd is None and not any(finding.rule.role == "healthy" for finding in findings):
         odd = departure(scanned.losses)
     if odd is None:
         return None
@@ -287,12 +287,12 @@ def _of_cause(file: str, cause: Cause, parsed: Sequence[Line]) -> Diagnosis:
     shown = [EvidenceLine(root.line.number, _cut(root.line.raw), f"the cause ({root.rule.id})")]
     if named is not root:
         shown.append(EvidenceLine(named.line.number, _cut(named.line.raw), f"names it ({named.rule.id})"))
-    seen, told = {one.line for one in shown}, {root.rule.id, named.rule.id}
-    for one in cause.others:
-        if one.line.number not in seen and one.rule.id not in told and len(shown) <= SHOWN:
-            says = "follows" if one.line.number > root.line.number else "stands before"
-            shown.append(EvidenceLine(one.line.number, _cut(one.line.raw), f"{says} ({one.rule.id})"))
-            told.add(one.rule.id)
+    seen, rules_shown = {line.line for line in shown}, {root.rule.id, named.rule.id}
+    for other in cause.others:
+        if other.line.number not in seen and other.rule.id not in rules_shown and len(shown) <= SHOWN:
+            says = "follows" if other.line.number > root.line.number else "stands before"
+            shown.append(EvidenceLine(other.line.number, _cut(other.line.raw), f"{says} ({other.rule.id})"))
+            rules_shown.add(other.rule.id)
     return called(
         file, reason, root_line=root.line.number, first_failing_rank=rank, suspect_node=node, action=action,
         evidence=tuple(shown), advice=advice,
@@ -322,10 +322,10 @@ def _rank(cause: Cause, parsed: Sequence[Line]) -> int | None:
     if cause.named.rule.reason == NO_FAILURE:
         return None
     alike = [
-        one.rank
-        for one in cause.others
-        if one.rule.reason == cause.named.rule.reason
-        and (root.node is None or one.node is None or one.node == root.node)
+        other.rank
+        for other in cause.others
+        if other.rule.reason == cause.named.rule.reason
+        and (root.node is None or other.node is None or other.node == root.node)
     ]
     for rank in (cause.root.rank, cause.named.rank, *alike):
         if rank is not None:
@@ -333,9 +333,9 @@ def _rank(cause: Cause, parsed: Sequence[Line]) -> int | None:
     for pattern, group in ((_FIRST_OBSERVED, 1), (_SPAWNED, 1), (_TASK, 2), (_LOCAL_RANK, 1)):
         for line in parsed:
             if line.number >= cause.root.line.number - 60 and (
-                found := pattern.search(line.text) or pattern.search(line.raw)
+                match := pattern.search(line.text) or pattern.search(line.raw)
             ):
-                return int(found[group])
+                return int(match[group])
     known = {line.rank for line in parsed if line.rank is not None}
     alone = len(known) < 2 and root.node is None and len({line.node for line in parsed if line.node}) < 2
     return next(iter(known or {0})) if alone and root.rule.role not in ("hardware", "exit") else None
@@ -344,10 +344,10 @@ def _rank(cause: Cause, parsed: Sequence[Line]) -> int | None:
 def _late(cause: Cause) -> int | None:
     """Of ranks whose collective timed out, the one that had entered the fewest: the others waited for it."""
     entered: dict[int, int] = {}
-    for one in (cause.root, *cause.others):
-        found = _ENQUEUED.search(one.line.text) or _SEQUENCE.search(one.line.text)
-        if one.rank is not None and found and one.rule.role == "cascade":
-            entered[one.rank] = min(entered.get(one.rank, int(found[1])), int(found[1]))
+    for finding in (cause.root, *cause.others):
+        match = _ENQUEUED.search(finding.line.text) or _SEQUENCE.search(finding.line.text)
+        if finding.rank is not None and match and finding.rule.role == "cascade":
+            entered[finding.rank] = min(entered.get(finding.rank, int(match[1])), int(match[1]))
     if len(entered) < 2:
         return None
     least = min(entered.values())
@@ -357,20 +357,20 @@ def _late(cause: Cause) -> int | None:
 
 def _node(cause: Cause, parsed: Sequence[Line], rank: int | None) -> str | None:
     """The host to test first: of the root's line, else where the launcher says that the rank ran."""
-    alike = [one.node for one in cause.others if one.rule.reason == cause.named.rule.reason]
+    alike = [other.node for other in cause.others if other.rule.reason == cause.named.rule.reason]
     for node in (cause.root.node, cause.named.node, *alike):
         if node:
             return node
     host = None
     for line in parsed:
-        if found := _REMOTE_DAEMON.search(line.text):
-            return found[1]
-        if found := _HOST.match(line.text):
-            host = found[1]
-        elif host and rank is not None and (found := _FIRST_OBSERVED.match(line.text)) and int(found[1]) == rank:
+        if match := _REMOTE_DAEMON.search(line.text):
+            return match[1]
+        if match := _HOST.match(line.text):
+            host = match[1]
+        elif host and rank is not None and (match := _FIRST_OBSERVED.match(line.text)) and int(match[1]) == rank:
             return host
-        elif rank is not None and (found := _TASK.search(line.raw)) and int(found[2]) == rank:
-            return found[1]
+        elif rank is not None and (match := _TASK.search(line.raw)) and int(match[2]) == rank:
+            return match[1]
     return next((line.node for line in parsed if line.node and rank is not None and line.rank == rank), None)
 
 

@@ -96,8 +96,8 @@ def lead(store: Any, nodes: Sequence[int], seconds: float) -> Located:
         deadline = time.monotonic() + seconds
         absent = [node for node in nodes if _answer(store, f"here/{node}", deadline) is None]
         present = [node for node in nodes if node not in absent]
-        found = locate(present, test) if present else Located((), (), 0)
-        return replace(found, faulty=tuple(sorted({*found.faulty, *absent})))
+        located = locate(present, test) if present else Located((), (), 0)
+        return replace(located, faulty=tuple(sorted({*located.faulty, *absent})))
     finally:
         store.set(f"wave{wave + 1}", "[]")
 
@@ -122,7 +122,7 @@ def follow(store: Any, node: int, seconds: float, patience: float = 600.0) -> No
         worlds: list[list[int]] = json.loads(store.get(f"wave{wave}"))
         if not worlds:
             return
-        world = next((one for one in worlds if node in one), None)
+        world = next((world for world in worlds if node in world), None)
         over = store.check([f"wave{wave + 1}"])  # it was held up: nobody waits in that world any more
         if world is not None and not over:
             group = (store, f"wave{wave}/of{world[0]}", world.index(node), len(world), seconds)
@@ -155,9 +155,9 @@ def gathers(store: Any, key: str, rank: int, world: int, seconds: float) -> bool
 
     limit = timedelta(seconds=seconds)
     group: Any = ProcessGroupGloo(PrefixStore(f"{key}/", store), rank, world, limit)
-    found = [torch.empty(_NUMBERS) for _ in range(world)]
-    group.allgather([found], [pattern(rank)]).wait(limit)
-    return all(torch.equal(values, pattern(one)) for one, values in enumerate(found))
+    gathered = [torch.empty(_NUMBERS) for _ in range(world)]
+    group.allgather([gathered], [pattern(rank)]).wait(limit)
+    return all(torch.equal(values, pattern(other)) for other, values in enumerate(gathered))
 
 
 def pattern(rank: int) -> Any:

@@ -41,8 +41,8 @@ class Incident:
 
 def read(path: str | Path) -> tuple[Incident, ...]:
     """The `[[incident]]` tables of a file of rules, none if it has none. Raises UserError naming the table at fault."""
-    found = tomllib.loads(Path(path).read_text(encoding="utf-8")).get("incident", [])
-    return tuple(_made(one, f"{path}: incident {at}") for at, one in enumerate(found, 1))
+    entries = tomllib.loads(Path(path).read_text(encoding="utf-8")).get("incident", [])
+    return tuple(_made(entry, f"{path}: incident {at}") for at, entry in enumerate(entries, 1))
 
 
 def _made(entry: object, place: str) -> Incident:
@@ -51,16 +51,19 @@ def _made(entry: object, place: str) -> Incident:
     return Incident(entry["text"], one_of(entry, "reason", tuple(REASONS), place), str(entry.get("advice", "")))
 
 
-def with_incident(told: Diagnosis, lines: Mapping[int, str], known: Sequence[Incident]) -> Diagnosis:
-    """`told`, which knows no reason, with that of the incident among `known` that the last of `lines` read like."""
-    one = explained("\n".join(list(lines.values())[-READ:]), known)
-    if one is None:
-        return told
-    kind = REASONS[one.reason]
-    note = EvidenceLine(told.root_line or 0, one.text.strip().splitlines()[0], "a past incident that reads alike")
+def with_incident(diagnosis: Diagnosis, lines: Mapping[int, str], known: Sequence[Incident]) -> Diagnosis:
+    """`diagnosis`, which knows no reason, with that of the `known` incident that the last of `lines` read like."""
+    incident = explained("\n".join(list(lines.values())[-READ:]), known)
+    if incident is None:
+        return diagnosis
+    kind = REASONS[incident.reason]
+    note = EvidenceLine(
+        diagnosis.root_line or 0, incident.text.strip().splitlines()[0], "a past incident that reads alike"
+    )
     return replace(
-        told, category=kind.category, reason=one.reason, advice=one.advice or kind.advice, source="incidents",
-        action="retry" if kind.action in ("stop", "isolate") else kind.action, evidence=(*told.evidence, note),
+        diagnosis, category=kind.category, reason=incident.reason, advice=incident.advice or kind.advice,
+        source="incidents", action="retry" if kind.action in ("stop", "isolate") else kind.action,
+        evidence=(*diagnosis.evidence, note),
     )  # fmt: skip
 
 
@@ -77,12 +80,12 @@ def explained(text: str, known: Sequence[Incident]) -> Incident | None:
 def nearest_incidents(text: str, known: Sequence[Incident]) -> list[tuple[float, Incident]]:
     """The incidents, the most alike to the lines in `text` first, each with the share of its TF-IDF weight that the
     lines hold: 0 to 1, and not less for all the other lines of a log."""
-    terms = [_terms(one.text) for one in known]
-    there = Counter(term for one in terms for term in one)
+    terms = [_terms(incident.text) for incident in known]
+    there = Counter(term for words in terms for term in words)
     weight = {term: math.log((1 + len(known)) / (1 + number)) + 1 for term, number in there.items()}
     asked = _terms(text)
-    scored = [(_held(one, asked, weight), incident) for one, incident in zip(terms, known, strict=True)]
-    return sorted(scored, key=lambda one: -one[0])
+    scored = [(_held(entry, asked, weight), incident) for entry, incident in zip(terms, known, strict=True)]
+    return sorted(scored, key=lambda pair: -pair[0])
 
 
 def _terms(text: str) -> Counter[str]:
@@ -90,7 +93,7 @@ def _terms(text: str) -> Counter[str]:
     for line in text.lower().splitlines():
         words = _WORD.findall(line)
         terms.update(words)
-        terms.update(f"{one} {other}" for one, other in pairwise(words))
+        terms.update(f"{word} {other}" for word, other in pairwise(words))
     return terms
 
 

@@ -26,13 +26,13 @@ HEAD = ("", "jobs", "share", "of GPU time", "GPUs", "median run", "mean run", "m
 FAILURES = ("failed by", "jobs", "share", "of lost GPU time", *HEAD[4:])
 
 
-def as_dict(found: Characters) -> dict[str, Any]:
+def as_dict(characters: Characters) -> dict[str, Any]:
     """Plain values; NaN as null, the curves left to the page."""
-    table = {key: value for key, value in asdict(found).items() if not isinstance(value, np.ndarray)}
+    table = {key: value for key, value in asdict(characters).items() if not isinstance(value, np.ndarray)}
     table |= {
-        "mean_in_use": found.mean_in_use,
-        "queue_percentiles": _marks(found.waits),
-        "run_percentiles": _marks(found.runs),
+        "mean_in_use": characters.mean_in_use,
+        "queue_percentiles": _marks(characters.waits),
+        "run_percentiles": _marks(characters.runs),
     }
     cleaned: dict[str, Any] = _plain(table)
     return cleaned
@@ -44,9 +44,9 @@ def _marks(values: Any) -> dict[str, float]:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _plain(one) for key, one in value.items()}
+        return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -58,43 +58,50 @@ def seconds(value: float) -> str:
 # --- tables ----------------------------------------------------------------------------------------------------------
 
 
-def tell(found: Characters) -> None:
+def tell(characters: Characters) -> None:
     """The tables."""
     say(
-        f"{found.source}: {found.jobs:,} GPU jobs, {show_count(found.gpu_seconds / 3600)} GPU hours"
-        + (f", and {found.cpu_jobs:,} jobs without GPUs" if found.cpu_jobs else "")
+        f"{characters.source}: {characters.jobs:,} GPU jobs, {show_count(characters.gpu_seconds / 3600)} GPU hours"
+        + (f", and {characters.cpu_jobs:,} jobs without GPUs" if characters.cpu_jobs else "")
     )
-    if found.span:
-        use = f"{found.mean_in_use:,.0f} GPUs in use on average, {found.most:,.0f} at the highest moment"
-        say(f"over {show_seconds(found.span)}: {use}")
-    if found.left_out[0]:
-        say(f"note: {found.left_out[0]:,} rows were left out ({found.left_out[1]})")
-    for head, groups in ((HEAD, found.kinds), (HEAD, found.states), (FAILURES, found.causes)):
+    if characters.span:
+        use = f"{characters.mean_in_use:,.0f} GPUs in use on average, {characters.most:,.0f} at the highest moment"
+        say(f"over {show_seconds(characters.span)}: {use}")
+    if characters.left_out[0]:
+        say(f"note: {characters.left_out[0]:,} rows were left out ({characters.left_out[1]})")
+    for head, groups in ((HEAD, characters.kinds), (HEAD, characters.states), (FAILURES, characters.causes)):
         if groups and not (len(groups) == 1 and groups[0].name in ("all", "UNKNOWN")):
             say()
-            rows(head, [_cells(one) for one in groups[:SHOWN]], cut=True)
-    for title, values in (("\nwaits", found.waits), ("runs", found.runs)):
+            rows(head, [_cells(group) for group in groups[:SHOWN]], cut=True)
+    for title, values in (("\nwaits", characters.waits), ("runs", characters.runs)):
         if len(values):
-            said = ", ".join(f"{name[1:]} % within {seconds(value)}" for name, value in _marks(values).items())
-            say(f"{title}: {said}")
+            marks = ", ".join(f"{name[1:]} % within {seconds(value)}" for name, value in _marks(values).items())
+            say(f"{title}: {marks}")
 
 
-def _cells(one: Group) -> tuple[str, ...]:
+def _cells(group: Group) -> tuple[str, ...]:
     """A group as a row."""
-    times = map(seconds, (one.duration, one.mean_duration, one.queue, one.long_queue))
-    return (one.name, f"{one.jobs:,}", f"{one.share:.1%}", f"{one.time_share:.1%}", f"{one.gpus:,.1f}", *times)
+    times = map(seconds, (group.duration, group.mean_duration, group.queue, group.long_queue))
+    return (
+        group.name,
+        f"{group.jobs:,}",
+        f"{group.share:.1%}",
+        f"{group.time_share:.1%}",
+        f"{group.gpus:,.1f}",
+        *times,
+    )
 
 
 # --- page ------------------------------------------------------------------------------------------------------------
 
 
-def write(path: Path, found: Characters) -> Path:
+def write(path: Path, characters: Characters) -> Path:
     """Writes the page of a trace; in the current folder where that of the trace may not be written.
 
     Raises:
         UserError: neither can be written.
     """
-    text, do = render(found), "call it in a folder that may be written to"
+    text, do = render(characters), "call it in a folder that may be written to"
     try:
         cache_dir.replace(path, text, do)
     except UserError:
@@ -103,42 +110,55 @@ def write(path: Path, found: Characters) -> Path:
     return path
 
 
-def render(found: Characters) -> str:
+def render(characters: Characters) -> str:
     """The page as text."""
-    tables = [("By type", found.kinds), ("By final state", found.states), ("Failures by cause", found.causes)]
+    tables = [
+        ("By type", characters.kinds),
+        ("By final state", characters.states),
+        ("Failures by cause", characters.causes),
+    ]
     return page.render(
         "ops/job_report.html.j2",
-        title=Path(found.source).name,
+        title=Path(characters.source).name,
         kind="jobs",
         state="jobs of a cluster",
-        found=found,
-        figures=_figures(found),
-        plots=_plots(found),
-        shares=[_shares(title, groups) for title, groups in (("type", found.kinds), ("state", found.states)) if groups],
+        found=characters,
+        figures=_figures(characters),
+        plots=_plots(characters),
+        shares=[
+            _shares(title, groups)
+            for title, groups in (("type", characters.kinds), ("state", characters.states))
+            if groups
+        ],
         tables=[(title, groups) for title, groups in tables if groups],
         seconds=seconds,
     )
 
 
-def _figures(found: Characters) -> list[Figure]:
+def _figures(characters: Characters) -> list[Figure]:
     figures = [
-        Figure("GPU jobs", f"{found.jobs:,}", f"{found.cpu_jobs:,} without GPUs" if found.cpu_jobs else ""),
-        Figure("GPU hours", show_count(found.gpu_seconds / 3600)),
+        Figure(
+            "GPU jobs", f"{characters.jobs:,}", f"{characters.cpu_jobs:,} without GPUs" if characters.cpu_jobs else ""
+        ),
+        Figure("GPU hours", show_count(characters.gpu_seconds / 3600)),
     ]
-    if found.span:
-        figures.append(Figure("in use", f"{found.mean_in_use:,.0f} GPUs", f"{found.most:,.0f} at most"))
-    medians = (("median wait", found.waits), ("median run", found.runs))
+    if characters.span:
+        figures.append(Figure("in use", f"{characters.mean_in_use:,.0f} GPUs", f"{characters.most:,.0f} at most"))
+    medians = (("median wait", characters.waits), ("median run", characters.runs))
     return figures + [Figure(title, show_seconds(float(values[50]))) for title, values in medians if len(values)]
 
 
-def _plots(found: Characters) -> list[tuple[str, str, Markup]]:
+def _plots(characters: Characters) -> list[tuple[str, str, Markup]]:
     """(title, remark, drawing) of each."""
     plots = []
-    if len(found.hours):
-        line = charts.Series("GPUs in use", found.hours, found.in_use, along="hour")
+    if len(characters.hours):
+        line = charts.Series("GPUs in use", characters.hours, characters.in_use, along="hour")
         chart = charts.line_chart("GPUs in use", [line], show_count, zero=True)
         plots.append(("GPUs in use", "over the hours of the trace", chart))
-    for title, remark, values in (("Waits", "in the queue", found.waits), ("Runs", "from start to end", found.runs)):
+    for title, remark, values in (
+        ("Waits", "in the queue", characters.waits),
+        ("Runs", "from start to end", characters.runs),
+    ):
         if len(values):
             y = np.log10(np.maximum(values[:100], 1.0))
             line = charts.Series(title.lower(), np.arange(100), y, colour=3, along="percentile")
@@ -149,5 +169,8 @@ def _plots(found: Characters) -> list[tuple[str, str, Markup]]:
 
 def _shares(title: str, groups: Sequence[Group]) -> tuple[str, list[Share], list[Share]]:
     """Parts of the jobs and of the GPU time by what `title` says."""
-    jobs = [Share(one.name, one.share, f"{one.share:.1%} of jobs, {one.time_share:.1%} of GPU time") for one in groups]
-    return title, jobs, [Share(one.name, one.time_share, f"{one.time_share:.1%}") for one in groups]
+    jobs = [
+        Share(group.name, group.share, f"{group.share:.1%} of jobs, {group.time_share:.1%} of GPU time")
+        for group in groups
+    ]
+    return title, jobs, [Share(group.name, group.time_share, f"{group.time_share:.1%}") for group in groups]

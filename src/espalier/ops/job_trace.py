@@ -129,18 +129,18 @@ def read(path: str | Path) -> Jobs:
 
 
 def _columns(names: Sequence[str], path: str) -> dict[str, int]:
-    found = {
+    columns = {
         what: names.index(next(name for name in known if name in names))
         for what, known in NAMES.items()
         if any(name in names for name in known)
     }
-    if "gpus" not in found or not ({"seconds"} <= found.keys() or {"started", "ended"} <= found.keys()):
-        lacks = "a number of GPUs" if "gpus" not in found else "a duration, or a start and an end"
+    if "gpus" not in columns or not ({"seconds"} <= columns.keys() or {"started", "ended"} <= columns.keys()):
+        lacks = "a number of GPUs" if "gpus" not in columns else "a duration, or a start and an end"
         shown = ", ".join(name for name in names[:12] if name) or "nothing"
         raise UserError(
             f"The trace {path} has no column with {lacks}.", why=f"its columns: {shown}", do=f"expected of {EXPECTED}"
         )
-    return found
+    return columns
 
 
 def _rows(path: str, reader: Iterator[list[str]], columns: Mapping[str, int]) -> Jobs:
@@ -182,16 +182,16 @@ def _job(row: Sequence[str], columns: Mapping[str, int]) -> Job:
 def _gpus(text: str) -> float:
     """`8`, `8.0`, and of sacct `billing=64,cpu=64,gres/gpu=8,mem=1T` or `gpu:8`; empty: none."""
     if not text or "=" in text or ":" in text:
-        return float(sum(int(one) for one in _GPUS.findall(text)[:1]))
+        return float(sum(int(gpus) for gpus in _GPUS.findall(text)[:1]))
     return float(text)
 
 
 def _seconds(text: str) -> float:
     """`93784.0`, and of sacct `1-02:03:04`."""
-    found = _CLOCK.match(text)
-    if found is None:
+    match = _CLOCK.match(text)
+    if match is None:
         return float(text)
-    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
@@ -219,13 +219,13 @@ def _cause(state: str, code: str) -> str:
 
 def of_runs(folder: str | Path) -> Jobs:
     """The runs below a folder as jobs. Raises UserError where there is none."""
-    found = sorted(path.parent for path in Path(folder).glob("*/events.jsonl"))
-    if not found:
+    folders = sorted(path.parent for path in Path(folder).glob("*/events.jsonl"))
+    if not folders:
         raise UserError(
             f"There is no run in the folder {folder}.",
             do="name a folder of run folders, such as runs, or a file of jobs",
         )
-    return _table(str(folder), list(map(_run, found)))
+    return _table(str(folder), list(map(_run, folders)))
 
 
 def _run(folder: Path) -> Job:
@@ -327,12 +327,12 @@ def characterise(jobs: Jobs) -> Characters:
 def _groups(jobs: Jobs, time: Floats, words: Words, chosen: NDArray[np.bool_]) -> tuple[Group, ...]:
     """The `chosen` jobs by their `words`; shares are of all that are chosen."""
     count, all_time = int(chosen.sum()), float(time[chosen].sum())
-    found = []
+    groups = []
     for name in np.unique(words[chosen]):
         rows = chosen & (words == name)
         spent, lasted = float(time[rows].sum()), jobs.seconds[rows]
         middle, waits = _percentiles(lasted, [50]), _percentiles(jobs.queued[rows], [50, 95])
-        found.append(
+        groups.append(
             Group(
                 name=str(name),
                 jobs=int(rows.sum()),
@@ -346,7 +346,7 @@ def _groups(jobs: Jobs, time: Floats, words: Words, chosen: NDArray[np.bool_]) -
                 long_queue=float(waits[1]) if len(waits) else math.nan,
             )
         )
-    return tuple(sorted(found, key=lambda group: (-group.gpu_seconds, -group.jobs, group.name)))
+    return tuple(sorted(groups, key=lambda group: (-group.gpu_seconds, -group.jobs, group.name)))
 
 
 def curve(started: Floats, seconds: Floats, gpus: Floats) -> tuple[Floats, Floats, float, float]:

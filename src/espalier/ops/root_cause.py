@@ -90,19 +90,19 @@ def findings(lines: Sequence[Line], rules: Iterable[Rule]) -> list[Finding]:
     alarm = next((rule for rule in asked.rules if rule.id == "alarm"), None)
     chains = _chains(lines)
     covered: dict[int | None, int] = {}
-    found = []
+    results = []
     for line in without_code(lines):
         if line.number <= covered.get(line.rank, 0):
             continue
-        said = asked.first(line.text)
-        if said is None:
+        matched = asked.first(line.text)
+        if matched is None:
             if alarm is not None and line.level in LOUD:
-                found.append(_finding(line, alarm, {}, -1))
-        elif said[0].role == "noise":
-            covered[line.rank] = line.number + said[0].span if said[0].span else 0
+                results.append(_finding(line, alarm, {}, -1))
+        elif matched[0].role == "noise":
+            covered[line.rank] = line.number + matched[0].span if matched[0].span else 0
         else:
-            found.append(_finding(line, said[0], said[1].groupdict(), chains.get(line.number, -1)))
-    return [finding for finding in found if not _continued(finding, found)]
+            results.append(_finding(line, matched[0], matched[1].groupdict(), chains.get(line.number, -1)))
+    return [finding for finding in results if not _continued(finding, results)]
 
 
 def _continued(finding: Finding, every: Sequence[Finding]) -> bool:
@@ -170,7 +170,7 @@ def _ends_linked(lines: Sequence[Line], end: Line, chain: int, linked: dict[int 
             return
 
 
-def choose(found: Sequence[Finding], losses: Sequence[Loss], ranks: int = 1) -> Cause | None:
+def choose(findings: Sequence[Finding], losses: Sequence[Loss], ranks: int = 1) -> Cause | None:
     """The cause among the findings, or None where the job did its work.
 
     Args:
@@ -178,36 +178,39 @@ def choose(found: Sequence[Finding], losses: Sequence[Loss], ranks: int = 1) -> 
         losses: the training losses of the same log, which show whether the job went on.
         ranks: how many ranks write losses.
     """
-    found = _still_open(found, losses, ranks)
-    done = max((one.line.number for one in found if one.rule.role == "healthy"), default=0)
+    findings = _still_open(findings, losses, ranks)
+    done = max((finding.line.number for finding in findings if finding.rule.role == "healthy"), default=0)
     if done:
-        later = [one for one in found if one.line.number > done]
-        before = [one for one in found if one.line.number < done and one.rule.role == "hardware"]
+        later = [finding for finding in findings if finding.line.number > done]
+        before = [finding for finding in findings if finding.line.number < done and finding.rule.role == "hardware"]
         if not _ended_badly(later):
             return None
-        found = [*before, *later]
-    faults = [one for one in found if one.rule.role != "healthy"]
+        findings = [*before, *later]
+    faults = [finding for finding in findings if finding.rule.role != "healthy"]
     if not faults:
         return None
-    loud = [one for one in faults if not one.quiet] or faults
-    strongest = min(STRENGTH[one.rule.role] for one in loud)
-    best = [one for one in loud if STRENGTH[one.rule.role] == strongest]
+    loud = [fault for fault in faults if not fault.quiet] or faults
+    strongest = min(STRENGTH[finding.rule.role] for finding in loud)
+    best = [finding for finding in loud if STRENGTH[finding.rule.role] == strongest]
     named = _in_chain(_first(best), best)
     return _renamed(named, faults)
 
 
-def _still_open(found: Sequence[Finding], losses: Sequence[Loss], ranks: int) -> list[Finding]:
+def _still_open(findings: Sequence[Finding], losses: Sequence[Loss], ranks: int) -> list[Finding]:
     """The findings after which the job did not go on."""
     enough, known = WENT_ON * max(1, ranks), [loss.number for loss in losses if math.isfinite(loss.value)]
-    return [one for one in found if len(known) < enough or one.line.number > known[-enough]]
+    return [finding for finding in findings if len(known) < enough or finding.line.number > known[-enough]]
 
 
 def _ended_badly(later: Sequence[Finding]) -> bool:
     """Whether a job that said it was done failed all the same: an exit code and a cause for it, or an exception such as
     those of a disk that filled up under the last checkpoint. Peers that went away and threads that died count not."""
-    exits = any(one.rule.role == "exit" and one.rule.reason != "No Failure" and _failed(one.line.text) for one in later)
-    faults = [one for one in later if STRENGTH.get(one.rule.role, 9) < 2]
-    uncaught = any(one.chain >= 0 and REASONS[one.rule.reason].category == SCRIPT for one in faults)
+    exits = any(
+        finding.rule.role == "exit" and finding.rule.reason != "No Failure" and _failed(finding.line.text)
+        for finding in later
+    )
+    faults = [finding for finding in later if STRENGTH.get(finding.rule.role, 9) < 2]
+    uncaught = any(fault.chain >= 0 and REASONS[fault.rule.reason].category == SCRIPT for fault in faults)
     return uncaught or (exits and bool(faults))
 
 
@@ -215,41 +218,45 @@ def _failed(text: str) -> bool:
     return re.search(r"exit ?code\s*:? ?-?[1-9]|ChildFailedError|Exited with exit code [1-9]", text, re.I) is not None
 
 
-def _first(found: Sequence[Finding]) -> Finding:
+def _first(findings: Sequence[Finding]) -> Finding:
     """The earliest: by clock if all tell it, else as it stands."""
-    if all(one.line.time is not None for one in found):
-        return min(found, key=lambda one: (one.line.time or 0.0, one.line.number))
-    return min(found, key=lambda one: one.line.number)
+    if all(finding.line.time is not None for finding in findings):
+        return min(findings, key=lambda finding: (finding.line.time or 0.0, finding.line.number))
+    return min(findings, key=lambda finding: finding.line.number)
 
 
 def _in_chain(first: Finding, best: Sequence[Finding]) -> Finding:
     """Of the chain of exceptions that `first` belongs to, the first that is known by more than its class."""
     if first.chain < 0 or first.rule.role != "exception":
         return first
-    chain = [one for one in best if one.chain == first.chain]
-    return next((one for one in chain if one.rule.role != "exception"), first)
+    chain = [fault for fault in best if fault.chain == first.chain]
+    return next((finding for finding in chain if finding.rule.role != "exception"), first)
 
 
 def _renamed(named: Finding, faults: Sequence[Finding]) -> Cause:
     """The cause, its root moved to the first line that shows it."""
-    before = [one for one in faults if one is not named]
-    refined = next((one for one in before if named.rule.id in one.rule.after), None)
+    before = [fault for fault in faults if fault is not named]
+    refined = next((finding for finding in before if named.rule.id in finding.rule.after), None)
     root = named
     if refined is not None:
         root, named = min(named, refined, key=lambda finding: finding.line.number), refined
-    earlier = [one for one in before if one.rule.id in named.rule.after and one.line.number < root.line.number]
+    earlier = [
+        finding for finding in before if finding.rule.id in named.rule.after and finding.line.number < root.line.number
+    ]
     earlier += [
-        one
-        for one in before
-        if one.rule.reason == named.rule.reason
-        and one.line.number < root.line.number
-        and _one_fault(one, root)
-        and one.quiet <= root.quiet
+        finding
+        for finding in before
+        if finding.rule.reason == named.rule.reason
+        and finding.line.number < root.line.number
+        and _one_fault(finding, root)
+        and finding.quiet <= root.quiet
     ]
     if earlier:
-        root = min(earlier, key=lambda one: one.line.number)
+        root = min(earlier, key=lambda finding: finding.line.number)
         root = replace(root, rank=root.rank if root.rank is not None else named.rank, node=root.node or named.node)
-    others = sorted((one for one in faults if one is not root), key=lambda one: abs(one.line.number - root.line.number))
+    others = sorted(
+        (fault for fault in faults if fault is not root), key=lambda fault: abs(fault.line.number - root.line.number)
+    )
     return Cause(root, named, tuple(others))
 
 
@@ -257,6 +264,6 @@ NEAR = 60
 """Lines within which findings of one reason and one rank are one fault."""
 
 
-def _one_fault(one: Finding, other: Finding) -> bool:
-    same = one.rank == other.rank or one.rank is None or other.rank is None
-    return same and other.line.number - one.line.number <= NEAR
+def _one_fault(first: Finding, other: Finding) -> bool:
+    same = first.rank == other.rank or first.rank is None or other.rank is None
+    return same and other.line.number - first.line.number <= NEAR

@@ -76,18 +76,18 @@ class Book:
         """The first rule that a line's text is evidence for, as asking one after the other would find it."""
         lower = text.lower()
         letters = {lower[at : at + 3] for at in range(len(lower) - 2)} & self._by_letters.keys()
-        maybe = {one for three in letters for one in self._by_letters[three]}
+        maybe = {number for three in letters for number in self._by_letters[three]}
         done = -1
         for at, number in sorted(maybe.union(self._always)):
             rule = self.rules[at]
             if at == done or not any(word in lower for word in rule.words[number]):
                 continue
-            found = compiled(rule.patterns[number]).search(text)
-            if found is None:
+            match = compiled(rule.patterns[number]).search(text)
+            if match is None:
                 continue
             done = at  # its other patterns are not asked: `unless` speaks for the rule
             if not rule.excuses(text):
-                return rule, found
+                return rule, match
         return None
 
 
@@ -133,11 +133,11 @@ def read(path: str | Path) -> tuple[Rule, ...]:
             f"--rules {path} is not TOML.", why=str(error), do="see docs/diagnose.md for an example"
         ) from None
     entries = table.get("rule")
-    if not isinstance(entries, list) or not entries or not all(isinstance(one, dict) for one in entries):
+    if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
         raise UserError(
             f"--rules {path} holds no rules.", do="write each as a table [[rule]]; docs/diagnose.md shows one"
         )
-    return tuple(make(one, f"{path}: rule {at}") for at, one in enumerate(entries, 1))
+    return tuple(make(entry, f"{path}: rule {at}") for at, entry in enumerate(entries, 1))
 
 
 def make(entry: dict[str, Any], place: str) -> Rule:
@@ -150,12 +150,12 @@ def make(entry: dict[str, Any], place: str) -> Rule:
                 f"{place}: there is no key {key!r}.", do=f"did you mean {near}?" if near else ", ".join(_KEYS)
             )
     role = one_of(entry, "role", ROLES, place, "root")
-    told = role not in ("healthy", "noise")
-    reason = one_of(entry, "reason", tuple(REASONS), place, None if told else "")
+    failure = role not in ("healthy", "noise")
+    reason = one_of(entry, "reason", tuple(REASONS), place, None if failure else "")
     patterns = entry.get("patterns")
-    if not isinstance(patterns, list) or not patterns or not all(isinstance(one, str) for one in patterns):
+    if not isinstance(patterns, list) or not patterns or not all(isinstance(pattern, str) for pattern in patterns):
         raise UserError(f"{place}: patterns must be a list of regular expressions.", do='patterns = ["CUDA error: .*"]')
-    words = tuple(_certain(one, f"{place}: pattern {at}") for at, one in enumerate(patterns, 1))
+    words = tuple(_certain(pattern, f"{place}: pattern {at}") for at, pattern in enumerate(patterns, 1))
     unless = str(entry.get("unless", ""))
     _certain(unless, f"{place}: unless")
     return Rule(
@@ -207,20 +207,20 @@ def _certain(pattern: str, place: str) -> tuple[str, ...]:
 
 
 def _one_of_these(parsed: Any) -> tuple[str, ...]:
-    found: list[tuple[str, ...]] = [("",)]
+    texts: list[tuple[str, ...]] = [("",)]
     run = ""
     for kind, value in parsed:
         name = str(kind)
         if name == "LITERAL" and chr(value).isascii():
             run += chr(value).lower()
             continue
-        found.append((run,))
+        texts.append((run,))
         run = ""
         if name == "SUBPATTERN":
-            found.append(_one_of_these(value[3]))
+            texts.append(_one_of_these(value[3]))
         elif name == "BRANCH":
-            found.append(tuple(text for part in value[1] for text in _one_of_these(part)))
+            texts.append(tuple(text for part in value[1] for text in _one_of_these(part)))
         elif name in ("MAX_REPEAT", "MIN_REPEAT") and value[0] > 0:
-            found.append(_one_of_these(value[2]))
-    found.append((run,))
-    return max(found, key=lambda texts: (min(map(len, texts)), -len(texts)))
+            texts.append(_one_of_these(value[2]))
+    texts.append((run,))
+    return max(texts, key=lambda texts: (min(map(len, texts)), -len(texts)))

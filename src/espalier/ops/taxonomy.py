@@ -144,4 +144,4 @@ def restart_helps(diagnosis: Diagnosis) -> bool:
 
 def as_dict(diagnosis: Diagnosis) -> dict[str, Any]:
     """Plain values, as `espalier diagnose --json` prints them."""
-    return {**asdict(diagnosis), "evidence": [one._asdict() for one in diagnosis.evidence]}
+    return {**asdict(diagnosis), "evidence": [line._asdict() for line in diagnosis.evidence]}

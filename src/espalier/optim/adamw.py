@@ -23,12 +23,15 @@ def build(options: Adamw, owned: Sequence[Owned], group: MakeGroup = OptimizerGr
     assert options.learning_rate is not None, "config.defaults.resolve fills the learning rate"
     assert options.weight_decay is not None, "config.defaults.resolve fills the weight decay"
     groups = [
-        {"params": [one.tensor for one in owned if len(one.shape) >= 2], "weight_decay": options.weight_decay},
-        {"params": [one.tensor for one in owned if len(one.shape) < 2], "weight_decay": 0.0},
+        {
+            "params": [parameter.tensor for parameter in owned if len(parameter.shape) >= 2],
+            "weight_decay": options.weight_decay,
+        },
+        {"params": [parameter.tensor for parameter in owned if len(parameter.shape) < 2], "weight_decay": 0.0},
     ]
     kind = torch.optim.Adam if options.coupled else torch.optim.AdamW
     optimizer = kind(
-        [one for one in groups if one["params"]],
+        [group for group in groups if group["params"]],
         lr=options.learning_rate,
         betas=options.betas,
         eps=options.epsilon,

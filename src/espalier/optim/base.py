@@ -71,10 +71,12 @@ class OptimizerGroup:
         self.optimizer = optimizer
         self.owned = owned
         self.rates = [float(group["lr"]) for group in optimizer.param_groups]
-        for one in owned:
-            optimizer.state[one.tensor] = {
-                **{kind: torch.zeros((), dtype=torch.float32, device=one.tensor.device) for kind in kinds.counted},
-                **{kind: zeros_like(one.tensor) for kind in kinds.shaped},
+        for parameter in owned:
+            optimizer.state[parameter.tensor] = {
+                **{
+                    kind: torch.zeros((), dtype=torch.float32, device=parameter.tensor.device) for kind in kinds.counted
+                },
+                **{kind: zeros_like(parameter.tensor) for kind in kinds.shaped},
             }
 
     def step(self, factor: float) -> None:
@@ -84,11 +86,11 @@ class OptimizerGroup:
 
     def state_dict(self) -> dict[str, Any]:
         """`name/kind` -> tensor."""
-        found: dict[str, Any] = {}
-        for one in self.owned:
-            for kind, value in self.optimizer.state[one.tensor].items():
-                found[f"{one.name}/{kind}"] = value
-        return found
+        state: dict[str, Any] = {}
+        for parameter in self.owned:
+            for kind, value in self.optimizer.state[parameter.tensor].items():
+                state[f"{parameter.name}/{kind}"] = value
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Copies the tensors of `state` into this optimizer's."""

@@ -56,9 +56,9 @@ def batches(shapes: Sequence[torch.Size]) -> list[list[int]]:
         by_shape[shape].append(index)
     sizes = {shape: max(1, LARGEST_BATCH // shape.numel()) for shape in by_shape}
     return [
-        found[first : first + sizes[shape]]
-        for shape, found in by_shape.items()
-        for first in range(0, len(found), sizes[shape])
+        parameters[first : first + sizes[shape]]
+        for shape, parameters in by_shape.items()
+        for first in range(0, len(parameters), sizes[shape])
     ]
 
 
@@ -95,20 +95,20 @@ class MuonStep(torch.optim.Optimizer):
         torch._foreach_add_(weights, list(updates), alpha=-rate * max(1.0, rows / columns) ** 0.5)
 
 
-def moves(one: Owned, tables: frozenset[str]) -> bool:
+def moves(parameter: Owned, tables: frozenset[str]) -> bool:
     """Whether Muon moves it: hidden matrices, not tables and heads (named in `tables`), not vectors."""
-    return len(one.shape) == 2 and one.name not in tables
+    return len(parameter.shape) == 2 and parameter.name not in tables
 
 
 def build(options: Muon, owned: Sequence[Owned], tables: frozenset[str], group: MakeGroup = OptimizerGroup) -> Together:
     """Muon on the hidden matrices in `owned`, AdamW on the rest (vectors, and the parameters named in `tables`)."""
     assert options.learning_rate is not None, "config.defaults.resolve fills the learning rate"
-    hidden = [one for one in owned if moves(one, tables)]
-    others = [one for one in owned if not moves(one, tables)]
-    assert all(one.whole for one in hidden), "composition refuses Muon on pieces of matrices"
+    hidden = [parameter for parameter in owned if moves(parameter, tables)]
+    others = [parameter for parameter in owned if not moves(parameter, tables)]
+    assert all(parameter.whole for parameter in hidden), "composition refuses Muon on pieces of matrices"
     members: list[Optimizer] = []
     if hidden:
-        members.append(group(MuonStep([one.tensor for one in hidden], options), hidden, KINDS))
+        members.append(group(MuonStep([parameter.tensor for parameter in hidden], options), hidden, KINDS))
     if others:
         members.append(build_adamw(options.adamw, others, group))
     return Together(members)

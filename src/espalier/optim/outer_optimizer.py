@@ -78,8 +78,8 @@ class OuterUpdate:
         if len(gap) == 1:
             difference.div_(float(gap))
             return
-        for part, one in zip(self._parts(difference), gap.tolist(), strict=True):
-            part.div_(one)
+        for part, divisor in zip(self._parts(difference), gap.tolist(), strict=True):
+            part.div_(divisor)
 
     def _norms(self, values: Tensor) -> Tensor:
         squares = torch.stack([part.double().square().sum() for part in self._parts(values)]).cpu()
@@ -90,8 +90,8 @@ class OuterUpdate:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but x."""
-        found = {"moved": self.moved, "scale": self.scale}
-        return found if self.momentum is None else {**found, "momentum": self.momentum}
+        state = {"moved": self.moved, "scale": self.scale}
+        return state if self.momentum is None else {**state, "momentum": self.momentum}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes back what `state_dict` gave."""

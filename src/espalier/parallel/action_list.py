@@ -78,40 +78,40 @@ class Pipeline:
         """The stages that `rank` holds."""
         return tuple(number for number, ranks in enumerate(self.stages) if rank in ranks)
 
-    def source(self, stage: int, beside: int, rank: int) -> int:
-        """From whom `rank` of `stage` receives what stage `beside` made: itself, where it is there too. Where these
+    def source(self, stage: int, neighbour: int, rank: int) -> int:
+        """From whom `rank` of `stage` receives what stage `neighbour` made: itself, where it is there too. Where these
         stages have unequal numbers of ranks, one may send to several."""
-        own, other = self.stages[stage], self.stages[beside]
-        return rank if rank in other else other[own.index(rank) * len(other) // len(own)]
+        own_ranks, other = self.stages[stage], self.stages[neighbour]
+        return rank if rank in other else other[own_ranks.index(rank) * len(other) // len(own_ranks)]
 
-    def targets(self, stage: int, beside: int, rank: int) -> list[int]:
-        """To whom `rank` of `stage` sends what stage `beside` needs."""
-        return [one for one in self.stages[beside] if one != rank and self.source(beside, stage, one) == rank]
+    def targets(self, stage: int, neighbour: int, rank: int) -> list[int]:
+        """To whom `rank` of `stage` sends what stage `neighbour` needs."""
+        return [peer for peer in self.stages[neighbour] if peer != rank and self.source(neighbour, stage, peer) == rank]
 
 
 def with_transfers(pipeline: Pipeline, orders: Mapping[int, Iterable[Action]]) -> dict[int, list[Action]]:
     """The compute actions of each rank with the messages between stages: received just before they are used, sent as
     soon as they are made."""
-    found = {}
+    with_messages = {}
     for rank, order in orders.items():
         peers = {
             (stage, step): _peers(pipeline, stage, step, rank) for stage in pipeline.held(rank) for step in (1, -1)
         }
         actions: list[Action] = []
-        for one in order:
-            stage, kind, number, _ = one
+        for action in order:
+            stage, kind, number, _ = action
             if kind is Kind.BACKWARD_WEIGHT:
-                actions.append(one)
+                actions.append(action)
                 continue
             step = 1 if kind is Kind.FORWARD else -1
             source, targets = peers.get((stage, step), (rank, []))
             if source != rank:
                 actions.append(Action(stage, Kind.RECV_F if step > 0 else Kind.RECV_B, number, source))
-            actions.append(one)
+            actions.append(action)
             for peer in targets:
                 actions.append(Action(stage, Kind.SEND_F if step > 0 else Kind.SEND_B, number, peer))
-        found[rank] = actions
-    return found
+        with_messages[rank] = actions
+    return with_messages
 
 
 def _peers(pipeline: Pipeline, stage: int, step: int, rank: int) -> tuple[int, list[int]]:
@@ -132,22 +132,22 @@ def dumps(lists: ActionLists) -> str:
 
 def loads(text: str, origin: str = "the action list") -> dict[int, list[Action]]:
     """The lists that `dumps` wrote. Raises UserError naming what is not an action."""
-    found = {}
+    lists = {}
     for line in filter(None, map(str.strip, text.splitlines())):
         rank, colon, actions = line.partition(":")
         if not colon or not rank.strip().isdecimal():
             raise UserError(f"{origin}: {line[:40]!r} names no rank.", do="begin each line with a rank: `0: 0F0,0B0`")
-        found[int(rank)] = [_parsed(one.strip(), origin) for one in actions.split(",") if one.strip()]
-    return found
+        lists[int(rank)] = [_parsed(action.strip(), origin) for action in actions.split(",") if action.strip()]
+    return lists
 
 
 def _parsed(text: str, origin: str) -> Action:
-    found = _ACTION.fullmatch(text)
-    if found is None or found[2] not in list(Kind) or (found[4] is None) is not (found[2] in _COMPUTE):
+    match = _ACTION.fullmatch(text)
+    if match is None or match[2] not in list(Kind) or (match[4] is None) is not (match[2] in _COMPUTE):
         raise UserError(
             f"{origin}: {text!r} is not an action.", do="write 0F0 (stage, kind, micro-batch) or 0SEND_F0@1"
         )
-    return Action(int(found[1]), Kind(found[2]), int(found[3]), int(found[4] or -1))
+    return Action(int(match[1]), Kind(match[2]), int(match[3]), int(match[4] or -1))
 
 
 _ACTION = re.compile(r"(\d+)([A-Z_]+)(\d+)(?:@(\d+))?")
@@ -220,11 +220,14 @@ class _Simulation:
 
     def __init__(self, pipeline: Pipeline, lists: ActionLists, origin: str) -> None:
         self.pipeline, self.origin, self.last = pipeline, origin, len(pipeline.stages) - 1
-        held: defaultdict[int, set[int]] = defaultdict(set)
+        micro_batches_held: defaultdict[int, set[int]] = defaultdict(set)
         for number, ranks in enumerate(pipeline.stages):
             for rank in ranks:
-                held[rank].add(number)
-        self.ranks = {rank: _Progress(lists.get(rank, ()), frozenset(own)) for rank, own in held.items()}
+                micro_batches_held[rank].add(number)
+        self.ranks = {
+            rank: _Progress(lists.get(rank, ()), frozenset(stages_held))
+            for rank, stages_held in micro_batches_held.items()
+        }
         self.messages: defaultdict[_Way, deque[tuple[int, float]]] = defaultdict(deque)
         self.waiting: dict[_Way, int] = {}
         self.found: list[Timed] = []
@@ -234,24 +237,24 @@ class _Simulation:
         ready = deque(self.ranks)
         while ready:
             rank = ready.popleft()
-            one = self.ranks[rank]
-            while one.at < len(one.actions):
-                action = one.actions[one.at]
-                if not self._possible(rank, one, action):
+            progress = self.ranks[rank]
+            while progress.at < len(progress.actions):
+                action = progress.actions[progress.at]
+                if not self._possible(rank, progress, action):
                     break
-                start, taken = one.clock, 0.0 if seconds is None else seconds(action)
+                start, taken = progress.clock, 0.0 if seconds is None else seconds(action)
                 if action.computes:
-                    one.clock += taken
+                    progress.clock += taken
                 elif action.kind in _ANSWER:
                     way = self._way(rank, action)
-                    self.messages[way].append((action.micro_batch, one.clock + taken))
+                    self.messages[way].append((action.micro_batch, progress.clock + taken))
                     if (woken := self.waiting.pop(way, None)) is not None:
                         ready.append(woken)
                 else:
-                    one.clock = max(one.clock, self.messages[self._way(rank, action)].popleft()[1])
+                    progress.clock = max(progress.clock, self.messages[self._way(rank, action)].popleft()[1])
                 if seconds is not None:
-                    self.found.append(Timed(rank, action, start, one.clock))
-                one.at += 1
+                    self.found.append(Timed(rank, action, start, progress.clock))
+                progress.at += 1
         self._ended()
         return self.found
 
@@ -261,26 +264,26 @@ class _Simulation:
             return rank, action.peer, stage, _ANSWER[action.kind]
         return action.peer, rank, action.stage, action.kind
 
-    def _possible(self, rank: int, one: _Progress, action: Action) -> bool:
+    def _possible(self, rank: int, progress: _Progress, action: Action) -> bool:
         """Whether `action` can begin now; False: it waits for a message. Raises UserError where it never can."""
         stage, kind, number, _ = action
-        known = stage in one.held and number < self.pipeline.micro_batches
+        known = stage in progress.held and number < self.pipeline.micro_batches
         self._need(rank, known, "it has no such stage or micro-batch")
         if kind in (Kind.RECV_F, Kind.RECV_B):
-            return self._received(rank, one, action)
+            return self._received(rank, progress, action)
         given = ("x", 0), ("g", self.last)  # to the first stage and to the last
         for what, why in _NEEDS[Kind.BACKWARD if kind is Kind.BACKWARD_INPUT else kind]:
-            self._need(rank, (what, stage) in given or (what, stage, number) in one.there, why)
+            self._need(rank, (what, stage) in given or (what, stage, number) in progress.there, why)
         made = _MAKES.get(kind, ())
-        self._need(rank, not any((what, stage, number) in one.there for what in made), "it has done that")
-        one.there.update((what, stage, number) for what in made)
-        if "F" in made and stage + 1 in one.held:
-            one.there.add(("x", stage + 1, number))
-        if "I" in made and stage - 1 in one.held:
-            one.there.add(("g", stage - 1, number))
+        self._need(rank, not any((what, stage, number) in progress.there for what in made), "it has done that")
+        progress.there.update((what, stage, number) for what in made)
+        if "F" in made and stage + 1 in progress.held:
+            progress.there.add(("x", stage + 1, number))
+        if "I" in made and stage - 1 in progress.held:
+            progress.there.add(("g", stage - 1, number))
         return True
 
-    def _received(self, rank: int, one: _Progress, action: Action) -> bool:
+    def _received(self, rank: int, progress: _Progress, action: Action) -> bool:
         way = self._way(rank, action)
         queue = self.messages[way]
         if not queue:
@@ -288,7 +291,7 @@ class _Simulation:
             return False
         if queue[0][0] != action.micro_batch:
             raise self._wrong(rank, f"rank {action.peer} sends micro-batch {queue[0][0]} before that one")
-        one.there.add(("x" if action.kind is Kind.RECV_F else "g", action.stage, action.micro_batch))
+        progress.there.add(("x" if action.kind is Kind.RECV_F else "g", action.stage, action.micro_batch))
         return True
 
     def _need(self, rank: int, there: bool, why: str) -> None:
@@ -297,12 +300,18 @@ class _Simulation:
 
     def _ended(self) -> None:
         """Raises UserError where a rank still waits, a message is left, or a pass was not done exactly once."""
-        blocked = {rank: one.actions[one.at] for rank, one in self.ranks.items() if one.at < len(one.actions)}
+        blocked = {
+            rank: progress.actions[progress.at]
+            for rank, progress in self.ranks.items()
+            if progress.at < len(progress.actions)
+        }
         for rank, action in sorted(blocked.items()):
             sender = self.ranks.get(action.peer)
             coming = () if sender is None else sender.actions[sender.at :]
             wanted = *self._way(rank, action), action.micro_batch
-            sent = ((*self._way(action.peer, one), one.micro_batch) for one in coming if one.kind in _ANSWER)
+            sent = (
+                (*self._way(action.peer, awaited), awaited.micro_batch) for awaited in coming if awaited.kind in _ANSWER
+            )
             if wanted not in sent:
                 raise self._wrong(rank, f"it waits without end, as rank {action.peer} never sends that")
         for rank, action in sorted(blocked.items()):
@@ -314,15 +323,17 @@ class _Simulation:
             if queue:
                 left = Action(stage, kind, queue[0][0], source)
                 raise self._refusal(f"rank {target} never receives what rank {source} sends ({left})")
-        for rank, one in self.ranks.items():
-            for stage, number in itertools.product(sorted(one.held), range(self.pipeline.micro_batches)):
-                if ("W", stage, number) not in one.there:
-                    what = "backward pass" if ("F", stage, number) in one.there else "forward pass"
+        for rank, progress in self.ranks.items():
+            for stage, number in itertools.product(sorted(progress.held), range(self.pipeline.micro_batches)):
+                if ("W", stage, number) not in progress.there:
+                    what = "backward pass" if ("F", stage, number) in progress.there else "forward pass"
                     raise self._refusal(f"rank {rank} does no {what} of stage {stage} for micro-batch {number}")
 
     def _wrong(self, rank: int, why: str) -> UserError:
-        one = self.ranks[rank]
-        return self._refusal(f"rank {rank} cannot do its action {one.at + 1}, {one.actions[one.at]}: {why}")
+        progress = self.ranks[rank]
+        return self._refusal(
+            f"rank {rank} cannot do its action {progress.at + 1}, {progress.actions[progress.at]}: {why}"
+        )
 
     def _refusal(self, why: str) -> UserError:
         return UserError(f"{self.origin} cannot be run.", why=why, do="plan.schedule=1f1b, or correct the action list")

@@ -59,10 +59,10 @@ class ExpertMap:
         """int64 [experts]: where each stands, rank after rank."""
         import torch
 
-        held = torch.tensor([expert for experts in self.ranks for expert in experts])
-        found = torch.empty_like(held)
-        found[held] = torch.arange(len(held))
-        return found.to(device)
+        experts_in_order = torch.tensor([expert for experts in self.ranks for expert in experts])
+        positions = torch.empty_like(experts_in_order)
+        positions[experts_in_order] = torch.arange(len(experts_in_order))
+        return positions.to(device)
 
 
 class Tokens(NamedTuple):
@@ -96,8 +96,8 @@ class OverRanks:
         """Sum over a token's chosen experts of weight times expert(token), in x's dtype, or autocast's."""
         import torch
 
-        own = self.held.ranks[self.group.rank()]
-        assert len(experts) == len(own), f"{len(experts)} experts for {own}"
+        local = self.held.ranks[self.group.rank()]
+        assert len(experts) == len(local), f"{len(experts)} experts for {local}"
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))  # halves what crosses the links
         anchor = torch.zeros((), device=x.device, requires_grad=torch.is_grad_enabled())

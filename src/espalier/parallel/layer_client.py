@@ -59,9 +59,6 @@ class Client(Protocol):
         """Ends step `step`: one update with the gradient times `scale` and the learning rate times `rate`. `following`:
         the rate expected of the next step, which the nodes may then take while its gradients still come, and undo."""
 
-    def skip(self, step: int) -> None:
-        """Drops the gradients of step `step`, which is then done again."""
-
     def settle(self, step: int) -> None:
         """Returns when the nodes' files hold the state of `step` steps."""
 
@@ -105,8 +102,8 @@ def layers_of(
     Raises UserError: a trainable parameter is in no piece.
     """
     used: dict[int, tuple[int, ...]] = {}
-    for piece, own in enumerate(modules):
-        for parameter in dict.fromkeys(one for module in own for one in module.parameters()):
+    for piece, piece_modules in enumerate(modules):
+        for parameter in dict.fromkeys(parameter for module in piece_modules for parameter in module.parameters()):
             used[id(parameter)] = (*used.get(id(parameter), ()), piece)
     groups: dict[tuple[int, ...], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in model.named_parameters():
@@ -120,15 +117,15 @@ def layers_of(
         groups.setdefault(used[id(parameter)], []).append((name, parameter))
     ordered = sorted(groups.items())
     layers = [
-        Layer(_common(names), tuple((name, tuple(one.shape)) for name, one in own))
-        for _, own in ordered
-        for names in ([name for name, _ in own],)
+        Layer(_common(names), tuple((name, tuple(parameter.shape)) for name, parameter in piece_parameters))
+        for _, piece_parameters in ordered
+        for names in ([name for name, _ in piece_parameters],)
     ]
     uses: list[list[int]] = [[] for _ in modules]
     for number, (pieces, _) in enumerate(ordered):
         for piece in pieces:
             uses[piece].append(number)
-    return layers, uses, [[one for _, one in own] for _, own in ordered]
+    return layers, uses, [[parameter for _, parameter in piece_parameters] for _, piece_parameters in ordered]
 
 
 def no_layers(model: nn.Module) -> UserError:

@@ -97,10 +97,10 @@ class Mesh:
         assert len(key) == len(set(axes)), f"axes are {AXES}, not {tuple(axes)}"
         if key not in self._groups:
             fixed = [index for index, axis in enumerate(AXES) if axis not in key]
-            found: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
+            groups: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
             for rank in sorted(self.coordinates, key=lambda rank: self.coordinates[rank]):
-                found[tuple(self.coordinates[rank][index] for index in fixed)].append(rank)
-            self._groups[key] = {rank: tuple(group) for group in found.values() for rank in group}
+                groups[tuple(self.coordinates[rank][index] for index in fixed)].append(rank)
+            self._groups[key] = {rank: tuple(group) for group in groups.values() for rank in group}
         return self._groups[key]
 
     @property
@@ -125,14 +125,14 @@ class Mesh:
 
     def data_part(self, rank: int) -> DataShare:
         """Which samples of a data set `rank` takes where they are divided evenly: one part for each (replica, dp)."""
-        parts = sorted({(one.replica, one.dp) for one in self.coordinates.values()})
-        own = self.coordinates[rank]
-        return DataShare(parts.index((own.replica, own.dp)), len(parts))
+        parts = sorted({(coordinate.replica, coordinate.dp) for coordinate in self.coordinates.values()})
+        coordinate = self.coordinates[rank]
+        return DataShare(parts.index((coordinate.replica, coordinate.dp)), len(parts))
 
     def sequence_part(self, rank: int) -> SequenceShare:
         """Which part of each sequence `rank` holds."""
         group = self.members(rank, *SEQUENCE)
-        speeds = tuple(self.speeds[one] for one in group if one in self.speeds)
+        speeds = tuple(self.speeds[rank] for rank in group if rank in self.speeds)
         return SequenceShare(group.index(rank), len(group), len(self.members(rank, "hp")), speeds)
 
     def expert_group(self, rank: int) -> tuple[int, ...]:
@@ -168,9 +168,9 @@ def regular(degrees: Degrees, experts: int = 1) -> Mesh:
         if degree < 1:
             raise UserError(f"{axis} = {degree} is not a number of ranks.", do=f"{axis} = 1 or more")
     every = itertools.product(*(range(degree) for degree in degrees))
-    found = {rank: Coordinates(*one) for rank, one in enumerate(every)}
-    last = {rank for rank, one in found.items() if one.pp == degrees.pp - 1}
-    return _made(("trainer",) * len(found), found, last, experts)
+    coordinates = {rank: Coordinates(*values) for rank, values in enumerate(every)}
+    last = {rank for rank, coordinate in coordinates.items() if coordinate.pp == degrees.pp - 1}
+    return _made(("trainer",) * len(coordinates), coordinates, last, experts)
 
 
 def of_plan(plan: Plan) -> Mesh:
@@ -183,35 +183,39 @@ def of_plan(plan: Plan) -> Mesh:
     if not inside:
         inside, last = {rank: Coordinates(dp=index) for index, rank in enumerate(replicas[0])}, set(replicas[0])
     like = {rank: replicas[0][index] for ranks in replicas for index, rank in enumerate(ranks)}
-    found = {rank: inside[like[rank]]._replace(replica=n) for n, ranks in enumerate(replicas) for rank in ranks}
-    mesh = _made(roles, found, {rank for rank in found if like[rank] in last}, len(plan.experts) or 1)
+    coordinates = {rank: inside[like[rank]]._replace(replica=n) for n, ranks in enumerate(replicas) for rank in ranks}
+    mesh = _made(roles, coordinates, {rank for rank in coordinates if like[rank] in last}, len(plan.experts) or 1)
     speeds = {
         rank: stage.speeds[index // stage.tensor % stage.sequence]
         for stage in plan.stages
         for index, rank in enumerate(stage.ranks)
         if stage.speeds
     }
-    return replace(mesh, speeds={rank: speeds[like[rank]] for rank in found if like[rank] in speeds})
+    return replace(mesh, speeds={rank: speeds[like[rank]] for rank in coordinates if like[rank] in speeds})
 
 
 def _of_stages(plan: Plan) -> tuple[dict[int, Coordinates], set[int]]:
     """Coordinates of the ranks of a plan's stages, pipelines side by side along `dp`; and the ranks of last stages."""
-    found: dict[int, Coordinates] = {}
+    coordinates: dict[int, Coordinates] = {}
     last: set[int] = set()
     offset = 0
-    for _, group in itertools.groupby(sorted(plan.stages, key=lambda one: one.pipeline), key=lambda one: one.pipeline):
-        stages, width = sorted(group, key=lambda one: one.layers), 0
+    for _, group in itertools.groupby(
+        sorted(plan.stages, key=lambda stage: stage.pipeline), key=lambda stage: stage.pipeline
+    ):
+        stages, width = sorted(group, key=lambda stage: stage.layers), 0
         for number, stage in enumerate(stages):
             for index, rank in enumerate(stage.ranks):
                 data, rest = divmod(index, stage.tensor * stage.sequence)
                 sequence, tensor = divmod(rest, stage.tensor)
                 out, inner, head = _in_sequence(stage, plan.placement, sequence)
-                if rank not in found:  # interleaved: a rank counts where its first stage is
-                    found[rank] = Coordinates(pp=number, dp=offset + data, cp_out=out, cp_in=inner, hp=head, tp=tensor)
+                if rank not in coordinates:  # interleaved: a rank counts where its first stage is
+                    coordinates[rank] = Coordinates(
+                        pp=number, dp=offset + data, cp_out=out, cp_in=inner, hp=head, tp=tensor
+                    )
                 width = max(width, data + 1)
         last |= {rank for stage in stages if stage.layers == stages[-1].layers for rank in stage.ranks}
         offset += width
-    return found, last
+    return coordinates, last
 
 
 def _in_sequence(stage: Stage, placement: str, index: int) -> tuple[int, int, int]:
@@ -294,8 +298,8 @@ class ProcessMesh:
         ranks = (self.rank,)
         if ranks not in self._made:
             self._made[ranks] = _new_group(self.channel, ranks)
-        found: dist.ProcessGroup = self._made[ranks]
-        return found
+        group: dist.ProcessGroup = self._made[ranks]
+        return group
 
     def number_groups_alike(self) -> None:
         """Gives the ranks of a replica, all of which call this, as many process groups: groups of their own to those
@@ -304,8 +308,8 @@ class ProcessMesh:
         from torch.distributed.distributed_c10d import _world
 
         if self.channel is not None:
-            here = len(_world.pg_names)
-            for _ in range(max(plain_collectives.all_gather(here, self.replica)) - here):
+            groups_made = len(_world.pg_names)
+            for _ in range(max(plain_collectives.all_gather(groups_made, self.replica)) - groups_made):
                 _new_group(self.channel, (self.rank,))
 
     def of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:

@@ -105,12 +105,12 @@ class ModelCut:
         slab = self.slabs.get(name)
         if slab is None or slab.group is None:
             return part
-        found = part.new_zeros(slab.shape)
+        whole = part.new_zeros(slab.shape)
         if slab.stands:
-            found[slab.box(part.shape)] = part
+            whole[slab.box(part.shape)] = part
         with traffic(Traffic.CONTROL):
-            slab.group.allreduce([found]).wait()
-        return found
+            slab.group.allreduce([whole]).wait()
+        return whole
 
     def part(self, name: str, whole: Tensor, part: Sequence[int]) -> Tensor:
         """This rank's part, of shape `part`, of a tensor of the shape of parameter `name`; any other as it is."""

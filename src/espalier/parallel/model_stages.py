@@ -33,11 +33,11 @@ class Placed(NamedTuple):
 def pipelines(plan: Plan, tasks: int = 1) -> list[Placed]:
     """What the plan's stages say: a pipeline for each part of the samples, in the order of the plan. Raises UserError
     where a boundary would cut sequences anew."""
-    found = []
+    placed = []
     for number in sorted({stage.pipeline for stage in plan.stages}):
-        stages = sorted((one for one in plan.stages if one.pipeline == number), key=lambda one: one.layers)
-        widths = [one.tensor * one.sequence for one in stages]
-        if len({(one.sequence, one.speeds) for one in stages}) > 1:
+        stages = sorted((stage for stage in plan.stages if stage.pipeline == number), key=lambda stage: stage.layers)
+        widths = [stage.tensor * stage.sequence for stage in stages]
+        if len({(stage.sequence, stage.speeds) for stage in stages}) > 1:
             raise UserError(
                 f"The stages of pipeline {number} share sequences over unequal numbers of ranks, or unequally.",
                 why="each rank of a stage takes the tokens of one rank of the stage before",
@@ -45,25 +45,25 @@ def pipelines(plan: Plan, tasks: int = 1) -> list[Placed]:
             )
         for column in range(len(stages[0].ranks) // widths[0]):
             ranks = tuple(
-                one.ranks[column * width : (column + 1) * width] for one, width in zip(stages, widths, strict=True)
+                stage.ranks[column * width : (column + 1) * width] for stage, width in zip(stages, widths, strict=True)
             )
             share = Shard(*plan.ranks[ranks[0][0]].share, plan.micro_batch, rounds=plan.rounds)
-            found.append(Placed(Pipeline(ranks, len(share.cuts) * tasks), tuple(one.layers for one in stages)))
-    return found
+            placed.append(Placed(Pipeline(ranks, len(share.cuts) * tasks), tuple(stage.layers for stage in stages)))
+    return placed
 
 
 def check_layers(placed: Sequence[Placed], layers: int, origin: str = "plan.json") -> None:
     """Raises UserError unless the stages of each pipeline hold all `layers` once, in order."""
-    for _, held in placed:
-        if len(held) > layers:
+    for _, spans in placed:
+        if len(spans) > layers:
             raise UserError(
-                f"{origin} has {len(held)} stages for {layers} layers.",
+                f"{origin} has {len(spans)} stages for {layers} layers.",
                 why="each stage holds a layer at least",
                 do=f"plan.pin.pp={layers}",
             )
-        ends = [0, *(last for _, last in held)]
-        if [first for first, _ in held] != ends[:-1] or ends != sorted(set(ends)) or ends[-1] != layers:
-            shown = ", ".join(f"{first} to {last}" for first, last in held)
+        ends = [0, *(last for _, last in spans)]
+        if [first for first, _ in spans] != ends[:-1] or ends != sorted(set(ends)) or ends[-1] != layers:
+            shown = ", ".join(f"{first} to {last}" for first, last in spans)
             raise UserError(
                 f"{origin} cannot be run: its stages hold layers {shown}.",
                 why=f"the stages of a pipeline hold each of the {layers} layers once",
@@ -130,9 +130,9 @@ class ModelStages:
                     do="name its module in `Pieces.modules`, or plan.pin.pp=1",
                 )
         self.first_use = _first_use(model, pieces())
-        own: set[int] = set().union(*(uses[stage] for stage in self.held))
+        used: set[int] = set().union(*(uses[stage] for stage in self.held))
         self.borrowed = list(self._shared(uses))
-        _free(model, own, everywhere)
+        _free(model, used, everywhere)
         self.pieces = pieces()
         self.call: Callable[[tuple[Any, ...], Mapping[str, Any]], Any] = self._whole
         model.forward = self._forward
@@ -159,12 +159,12 @@ class ModelStages:
         if self.stream is None:
             return x
         convert = getattr(self.stream, what)
-        return tree_map(lambda one: convert(one) if isinstance(one, Tensor) and one.ndim == 3 else one, x)
+        return tree_map(lambda value: convert(value) if isinstance(value, Tensor) and value.ndim == 3 else value, x)
 
     def _unequal(self, stage: int) -> bool:
         """Whether more or fewer ranks hold the stage after."""
-        one, other = self.pipeline.stages[stage : stage + 2]
-        return len(one) != len(other)
+        first, other = self.pipeline.stages[stage : stage + 2]
+        return len(first) != len(other)
 
     def _forward(self, *inputs: Any, **options: Any) -> Any:
         return self.call(inputs, options)
@@ -206,7 +206,7 @@ def _first_use(model: nn.Module, pieces: Pieces) -> dict[str, int]:
         for module in modules:
             for parameter in module.parameters():
                 number.setdefault(id(parameter), piece)
-    return {name: number[id(one)] for name, one in model.named_parameters() if id(one) in number}
+    return {name: number[id(parameter)] for name, parameter in model.named_parameters() if id(parameter) in number}
 
 
 def add_peers(
@@ -223,21 +223,21 @@ def add_peers(
         alike: of each rank of this replica, the one of the first replica in its place.
         rank: this one.
     """
-    here = {first: one for one, first in alike.items()}
-    found: dict[int, tuple[int, ...]] = {}
+    position = {first: rank for rank, first in alike.items()}
+    peers: dict[int, tuple[int, ...]] = {}
     recut: dict[int, Recut] = {}
     for piece in sorted(set(stages.first_use.values())):
-        groups = [_holders(one, piece) for one in placed]
-        own = next((group for group in groups if alike[rank] in group), None)
-        if own is None:
+        groups = [_holders(stages_of, piece) for stages_of in placed]
+        own_group = next((group for group in groups if alike[rank] in group), None)
+        if own_group is None:
             continue
-        place = own.index(alike[rank])
+        place = own_group.index(alike[rank])
         if len({len(group) for group in groups}) > 1:
-            found[piece] = tuple(sorted(here[one] for group in groups for one in group))
-            recut[piece] = Recut(len(groups), own is groups[0], place == 0)
+            peers[piece] = tuple(sorted(position[rank] for group in groups for rank in group))
+            recut[piece] = Recut(len(groups), own_group is groups[0], place == 0)
         else:
-            found[piece] = tuple(sorted(here[group[place]] for group in groups))
-    cut.peers = {name: found[piece] for name, piece in stages.first_use.items() if piece in found}
+            peers[piece] = tuple(sorted(position[group[place]] for group in groups))
+    cut.peers = {name: peers[piece] for name, piece in stages.first_use.items() if piece in peers}
     cut.recut = {name: recut[piece] for name, piece in stages.first_use.items() if piece in recut}
 
 
@@ -251,11 +251,12 @@ def _holders(placed: Placed, piece: int) -> tuple[int, ...]:
 
 def check_borrowed(stages: ModelStages) -> None:
     """Raises UserError where a parameter is shared by stages of unequal numbers of ranks, which cut it differently."""
-    for one in stages.borrowed:
-        owner, user = (len(stages.pipeline.stages[stage]) for stage in (one.owner, one.user))
+    for borrowed in stages.borrowed:
+        owner, user = (len(stages.pipeline.stages[stage]) for stage in (borrowed.owner, borrowed.user))
         if owner != user:
             raise UserError(
-                f"{one.name} is used by stage {one.owner} on {owner} ranks and by stage {one.user} on {user}.",
+                f"{borrowed.name} is used by stage {borrowed.owner} on {owner} ranks "
+                f"and by stage {borrowed.user} on {user}.",
                 why="what two stages share is cut in the same way on both",
                 do="model.tied=false, or as many ranks to a matrix in both stages",
             )
@@ -264,8 +265,8 @@ def check_borrowed(stages: ModelStages) -> None:
 def check_trained(model: nn.Module, pieces: Pieces) -> None:
     """Raises UserError where all parameters of a piece are frozen."""
     for number, modules in enumerate(pieces.modules):
-        own = [one.requires_grad for module in modules for one in module.parameters()]
-        if own and not any(own):
+        trained = [parameter.requires_grad for module in modules for parameter in module.parameters()]
+        if trained and not any(trained):
             raise UserError(
                 f"{type(model).__name__} cannot be cut into stages: all parameters of its piece {number} are frozen.",
                 why="a stage trains what it holds",
@@ -282,20 +283,20 @@ def _replace(model: nn.Module, parameter: nn.Parameter, copy: Tensor) -> None:
                 setattr(module, name, copy)
 
 
-def _free(module: nn.Module, own: set[int], everywhere: set[int]) -> None:
-    """Takes away what is in some stage's pieces and not in this rank's `own`."""
+def _free(module: nn.Module, used_here: set[int], everywhere: set[int]) -> None:
+    """Takes away what is in some stage's pieces and not in `used_here`."""
     for name, value in list(module._parameters.items()):
-        if value is not None and id(value) not in own:
+        if value is not None and id(value) not in used_here:
             module._parameters[name] = None
     for name, child in list(module._modules.items()):
         if child is None:
             continue
-        tensors = {id(one) for one in (*child.parameters(), *child.buffers())} & everywhere
-        used = {id(value) for one in child.modules() for value in vars(one).values() if isinstance(value, Tensor)}
-        if tensors and not (tensors | used) & own:
+        tensors = {id(tensor) for tensor in (*child.parameters(), *child.buffers())} & everywhere
+        used = {id(value) for part in child.modules() for value in vars(part).values() if isinstance(value, Tensor)}
+        if tensors and not (tensors | used) & used_here:
             module._modules[name] = Elsewhere()
-        elif tensors - own:
-            _free(child, own, everywhere)
+        elif tensors - used_here:
+            _free(child, used_here, everywhere)
 
 
 def no_pieces(model: nn.Module) -> UserError:

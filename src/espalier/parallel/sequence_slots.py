@@ -116,11 +116,11 @@ class SequenceSlots:
         """What queries of `slot` compute on the keys of `other`, for documents that begin at `bounds`. Blocks without
         any visible key are not among them."""
         mine, theirs = _runs(self, bounds)[slot], _runs(self, bounds)[other]
-        found = []
+        blocks = []
         for document in np.flatnonzero((mine.size > 0) & (theirs.size > 0)):
             first, size = int(mine.first[document]), int(mine.size[document])
             if self.causal and slot == other:
-                found.append(Block(first, first + size, first, first + size, True))
+                blocks.append(Block(first, first + size, first, first + size, True))
                 continue
             k_first, at = int(theirs.first[document]), first
             rows: list[Block] = []
@@ -131,20 +131,20 @@ class SequenceSlots:
                 at += max(0, int(stop - start))
             if len(rows) == 2 and rows[0].k_stop == rows[1].k_stop:
                 rows = [rows[0]._replace(q_stop=rows[1].q_stop)]
-            found += rows
-        return found
+            blocks += rows
+        return blocks
 
     def needed(self, owner: int, visitors: Sequence[int], bounds: Bounds) -> Ranges:
         """The positions in slot `owner` whose keys some of the `visitors` see: whole runs of documents."""
-        found: list[tuple[int, int]] = []
+        needed: list[tuple[int, int]] = []
         for row in bounds:
             runs = _runs(self, row)
             last = np.max([runs[visitor].last for visitor in visitors], axis=0, initial=-1)
             seen = (runs[owner].size > 0) & ((runs[owner].start <= last) if self.causal else (last >= 0))
-            found += [
+            needed += [
                 (int(a), int(a + n)) for a, n in zip(runs[owner].first[seen], runs[owner].size[seen], strict=True)
             ]
-        return _united(found)
+        return _united(needed)
 
 
 def shares_of(speeds: Sequence[float], heads: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -189,7 +189,7 @@ class Runs(NamedTuple):
 def _runs(slots: SequenceSlots, bounds: tuple[int, ...]) -> tuple[Runs, ...]:
     """Of every slot."""
     begins, ends = np.array(bounds[:-1]), np.array(bounds[1:])
-    found = []
+    runs = []
     for slot in range(slots.context):
         starts, stops = np.array(slots.ranges(slot)).T[:, :, None]
         parts = np.stack([np.maximum(starts, begins), np.minimum(stops, ends)], -1)
@@ -197,18 +197,18 @@ def _runs(slots: SequenceSlots, bounds: tuple[int, ...]) -> tuple[Runs, ...]:
         size = sizes.sum(0)
         begun = np.where(sizes > 0, parts[..., 0], slots.length).min(0)
         last = np.where(sizes > 0, parts[..., 1] - 1, -1).max(0)
-        found.append(Runs(parts, np.cumsum(size) - size, size, begun, last))
-    return tuple(found)
+        runs.append(Runs(parts, np.cumsum(size) - size, size, begun, last))
+    return tuple(runs)
 
 
 def _united(ranges: Sequence[tuple[int, int]]) -> Ranges:
-    found: list[tuple[int, int]] = []
+    united: list[tuple[int, int]] = []
     for start, stop in sorted(ranges):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(stop, found[-1][1]))
+        if united and start <= united[-1][1]:
+            united[-1] = (united[-1][0], max(stop, united[-1][1]))
         else:
-            found.append((start, stop))
-    return tuple(found)
+            united.append((start, stop))
+    return tuple(united)
 
 
 def bounds_of(documents: Tensor | None, length: int) -> Bounds:

@@ -35,13 +35,13 @@ class Form(NamedTuple):
         """Of `value`. Raises UserError for what is neither a tensor nor a tuple of tensors."""
         several = isinstance(value, tuple | list)
         tensors = list(value) if several else [value]
-        if not all(isinstance(one, Tensor) for one in tensors) or len(tensors) > TENSORS:
+        if not all(isinstance(tensor, Tensor) for tensor in tensors) or len(tensors) > TENSORS:
             raise UserError(
                 f"{whose} gives {type(value).__name__}, which cannot go to other ranks.",
                 why=f"a stage gives a tensor, or a tuple of at most {TENSORS} tensors",
                 do="put what all stages can compute from the batch into `Pieces.given`",
             )
-        return cls(tuple((one.dtype, one.shape) for one in tensors), several)
+        return cls(tuple((tensor.dtype, tensor.shape) for tensor in tensors), several)
 
     def header(self) -> Tensor:
         """As uint8 [HEADER]."""
@@ -63,7 +63,7 @@ class Form(NamedTuple):
 
 def shapes_of(inputs: Any) -> Hashable:
     """What the shapes of a stage's outputs may depend on."""
-    return tuple(tuple(one.shape) if isinstance(one, Tensor) else None for one in tree_leaves(inputs))
+    return tuple(tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in tree_leaves(inputs))
 
 
 class Messages:

@@ -46,13 +46,13 @@ def found(model: nn.Module, roles: Mapping[str, Role]) -> list[Found]:
     made = []
     modules: Iterable[tuple[str, Any]] = model.named_modules()
     for name, module in modules:
-        pattern = next((one for one in roles if fnmatchcase(name, one)), None)
+        pattern = next((pattern for pattern in roles if fnmatchcase(name, pattern)), None)
         if pattern is not None:
             dim = DIM.get(roles[pattern].kind)
             if dim is not None:
                 _refuse_other(name, module, roles[pattern])
             made.append(Found(name, module, roles[pattern], 0 if dim is None else module.weight.shape[dim]))
-    if not any(one.role.kind in DIM for one in made):
+    if not any(found_role.role.kind in DIM for found_role in made):
         raise UserError(
             f"None of the modules that ranks are to share is in {type(model).__name__}.",
             why=f"its plan names {', '.join(roles)}",
@@ -75,12 +75,12 @@ def _refuse_other(name: str, module: nn.Module, role: Role) -> None:
 
 def check(parts: Sequence[Found], ranks: int) -> None:
     """Raises UserError where some rank would get nothing of a matrix: names it, and the nearest number of ranks."""
-    cut = [one for one in parts if one.role.kind in DIM]
-    for one in cut:
-        if not one.fits(ranks):
+    cut = [part for part in parts if part.role.kind in DIM]
+    for part in cut:
+        if not part.fits(ranks):
             near = max(count for count in range(1, ranks) if all(other.fits(count) for other in cut))
             raise UserError(
-                f"tp = {ranks} ranks cannot share {one.name or 'the model'}: its {one.role.unit} do not divide.",
+                f"tp = {ranks} ranks cannot share {part.name or 'the model'}: its {part.role.unit} do not divide.",
                 do=f"tp = {near}",
             )
 

@@ -80,8 +80,8 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        found: Tensor = _AllToAll.apply(gradients[0].contiguous(), *ctx.reverse)
-        return found, None, None, None
+        gradient: Tensor = _AllToAll.apply(gradients[0].contiguous(), *ctx.reverse)
+        return gradient, None, None, None
 
 
 @dataclass(frozen=True, eq=False)

@@ -147,7 +147,10 @@ def in_sequence(modules: Sequence[nn.Module]) -> Pieces:
         return lambda x, given: module(x)
 
     return Pieces(
-        lambda inputs: inputs, list(map(called, modules)), lambda x, given: x, [[], *([one] for one in modules), []]
+        lambda inputs: inputs,
+        list(map(called, modules)),
+        lambda x, given: x,
+        [[], *([module] for module in modules), []],
     )
 
 

@@ -44,20 +44,20 @@ def of_view(model: nn.Module, view: Iterator[Rendered]) -> ImageEnergy:
                 samples, met = samples + len(made.points), met + int((made.offsets.diff() > 0).sum())
                 if len(made.spikes):
                     spikes, names = spikes + made.spikes.cpu(), _NAMES | _SPIKING
-    parts = {names.get(name, name): one for name, one in counter.parts.items()}
+    parts = {names.get(name, name): joules for name, joules in counter.parts.items()}
     return ImageEnergy(parts, samples, met, spikes)
 
 
-def colour_rows(options: Voxels, found: ImageEnergy) -> Sequence[tuple[Any, ...]]:
+def colour_rows(options: Voxels, energy: ImageEnergy) -> Sequence[tuple[Any, ...]]:
     """(network, directions multiplied once a ray or for each sample, MACs, accumulations, joules, share of the plain
     network's joules): 4.6 pJ a MAC and 0.9 pJ an accumulation, as in the paper; memory is left out, as there."""
     plain = Voxels(resolution=options.resolution, features=options.features, width=options.width)
     kinds = {"spiking": options, "plain": plain} if isinstance(options, SpikingNerf) else {"plain": plain}
     rows = []
     for hoists in (True, False):
-        base = spikingnerf.operations(plain, found.samples, found.rays, found.spikes, hoists).joules()
-        for name, one in kinds.items():
-            done = spikingnerf.operations(one, found.samples, found.rays, found.spikes, hoists)
+        base = spikingnerf.operations(plain, energy.samples, energy.rays, energy.spikes, hoists).joules()
+        for name, kind in kinds.items():
+            done = spikingnerf.operations(kind, energy.samples, energy.rays, energy.spikes, hoists)
             share = done.joules() / base if base else 1.0
             where = "once a ray" if hoists else "for each sample"
             rows.append((name, where, done.macs, done.acs, done.joules(), share))

@@ -27,10 +27,10 @@ INVERSE = 1e-4
 
 def of_frame(table: Mapping[str, Any], frame: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of a lens that hold for a frame: its own, and those of the file that these do not replace."""
-    own = {key: frame[key] for key in KEYS if frame.get(key) is not None}
-    replaced = FOCAL if own.keys() & set(FOCAL) else ()
+    of_this_frame = {key: frame[key] for key in KEYS if frame.get(key) is not None}
+    replaced = FOCAL if of_this_frame.keys() & set(FOCAL) else ()
     common = {key: table[key] for key in KEYS if table.get(key) is not None and key not in replaced}
-    return common | own
+    return common | of_this_frame
 
 
 def lens_of(table: Mapping[str, Any], width: int, height: int, where: str) -> Lens:

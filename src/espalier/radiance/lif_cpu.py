@@ -25,14 +25,14 @@ def scan(currents: Any, offsets: Any, neuron: Any, charged: Any, spikes: Any, co
         neuron: time constant, threshold.
     """
     kind, first = currents.dtype.type, offsets[0]
-    zero, one, channels, tau, threshold = kind(0), kind(1), currents.shape[1], neuron[0], neuron[1]
+    zero, unit, channels, tau, threshold = kind(0), kind(1), currents.shape[1], neuron[0], neuron[1]
     for ray in numba.prange(len(offsets) - 1):
         membrane, fired = np.zeros(channels, currents.dtype), np.zeros(channels, currents.dtype)
         for at in range(offsets[ray], offsets[ray + 1]):
             x, m, s = currents[at], charged[at], spikes[at - first]
             for channel in range(channels):
                 now = membrane[channel] + (x[channel] - membrane[channel]) / tau
-                fires = one if now >= threshold else zero
+                fires = unit if now >= threshold else zero
                 m[channel] = now
                 s[channel] = fires
                 fired[channel] += fires
@@ -68,7 +68,7 @@ def scan_backward(charged: Any, offsets: Any, neuron: Any, taylor: Any, gradient
         taylor: see `_surrogate`.
     """
     kind, first = charged.dtype.type, offsets[0]
-    zero, one, channels, tau, threshold, steep = kind(0), kind(1), charged.shape[1], neuron[0], neuron[1], neuron[2]
+    zero, unit, channels, tau, threshold, steep = kind(0), kind(1), charged.shape[1], neuron[0], neuron[1], neuron[2]
     for ray in numba.prange(len(offsets) - 1):
         carried = np.zeros(channels, charged.dtype)
         for back in range(offsets[ray + 1] - offsets[ray]):
@@ -81,7 +81,7 @@ def scan_backward(charged: Any, offsets: Any, neuron: Any, taylor: Any, gradient
                 share = of_charged / tau
                 g[channel] = share
                 carried[channel] = of_charged - share
-                s[channel] = one if fires else zero
+                s[channel] = unit if fires else zero
 
 
 @intrinsic
@@ -160,11 +160,15 @@ def infer(currents: Any, offsets: Any, neuron: Any, weights: Any, out: Any, coun
     """
     channels = currents.shape[1]
     for ray in numba.prange(len(offsets) - 1):
-        one, two, sums = np.zeros(channels, np.float32), np.zeros(channels, np.float32), np.empty(channels, np.float32)
+        first_layer, two, sums = (
+            np.zeros(channels, np.float32),
+            np.zeros(channels, np.float32),
+            np.empty(channels, np.float32),
+        )
         marks, rows = np.zeros((channels + 63) // 64 * 64, np.uint8), np.empty(4, np.int64)
         words, first, second = marks.view(np.uint64), 0, 0
         for at in range(offsets[ray], offsets[ray + 1]):
-            _fire(one, currents[at], neuron, marks)
+            _fire(first_layer, currents[at], neuron, marks)
             for channel in range(channels):
                 sums[channel] = 0
             first += _add_rows(words, weights, sums, rows)

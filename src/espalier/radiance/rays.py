@@ -152,7 +152,7 @@ def turntable_poses(poses: Array, count: int, forward: bool) -> Array:
         )
     target, axis = focus_of(poses), np.zeros(3, np.float32)
     axis[np.abs(up).argmax()] = np.sign(up[np.abs(up).argmax()]) or 1.0
-    sides = [one for one in range(3) if not axis[one]]
+    sides = [other for other in range(3) if not axis[other]]
     radius = float(np.linalg.norm(poses[:, :3, 3] - target, axis=1).mean())
     around = np.zeros((count, 3), np.float32) + target + np.float32(0.35 * radius) * axis
     around[:, sides[0]] += 0.937 * radius * np.cos(angles)
@@ -164,5 +164,5 @@ def focus_of(poses: Array) -> Array:
     """The point nearest to all cameras' axes, by least squares: float32 [3]."""
     axes, places = poses[:, :3, 2].astype(np.float64), poses[:, :3, 3].astype(np.float64)
     across = np.eye(3) - axes[:, :, None] * axes[:, None, :]
-    found = np.linalg.lstsq(across.sum(0), (across @ places[:, :, None]).sum(0)[:, 0], rcond=None)[0]
-    return found.astype(np.float32)
+    point = np.linalg.lstsq(across.sum(0), (across @ places[:, :, None]).sum(0)[:, 0], rcond=None)[0]
+    return point.astype(np.float32)

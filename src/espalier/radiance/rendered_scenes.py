@@ -46,7 +46,7 @@ class Views(NamedTuple):
 def parse(path: str) -> Made:
     """What a path such as `spheres:views=20,size=64` says. Raises UserError for what it cannot mean."""
     kind, _, rest = path.partition(":")
-    names = [one.name for one in fields(Made)][1:]
+    names = [field.name for field in fields(Made)][1:]
     options: dict[str, int] = {}
     for part in filter(None, rest.split(",")):
         name, _, value = part.partition("=")
@@ -68,12 +68,12 @@ def lens_of(made: Made) -> Lens:
 
 def render(made: Made) -> dict[str, Views]:
     """The views of training, validation and test."""
-    held = max(3, made.views // 8)
-    found = {}
-    for part, count, shift in (("train", made.views, 0.0), ("val", held, 0.7), ("test", held, 1.9)):
+    held_out = max(3, made.views // 8)
+    views = {}
+    for part, count, shift in (("train", made.views, 0.0), ("val", held_out, 0.7), ("test", held_out, 1.9)):
         poses = round_poses(count, RADIUS, shift)
-        found[part] = Views(torch.stack([render_view(made.kind, lens_of(made), pose) for pose in poses]), poses)
-    return found
+        views[part] = Views(torch.stack([render_view(made.kind, lens_of(made), pose) for pose in poses]), poses)
+    return views
 
 
 def render_view(kind: str, lens: Lens, pose: Array) -> Tensor:
@@ -120,14 +120,14 @@ def _spheres(lens: Lens, pose: Array) -> Tensor:
         nearest_, which = torch.where(closer, t, nearest_), torch.where(closer, index, which)
     hit = which >= 0
     points = origins[hit] + nearest_[hit, None] * directions[hit]
-    centers, colours = (torch.tensor([one[at] for one in _SPHERES])[which[hit]] for at in (0, 2))
+    centers, colours = (torch.tensor([column[at] for column in _SPHERES])[which[hit]] for at in (0, 2))
     normals = torch.nn.functional.normalize(points - centers, dim=1)
     bands = 0.5 + 0.5 * torch.sin(9 * normals[:, 1:2] + 3 * torch.atan2(normals[:, 2:], normals[:, :1]))
-    found = torch.zeros(len(pixels), 4)
-    found[hit] = torch.cat(
+    pixels_rgba = torch.zeros(len(pixels), 4)
+    pixels_rgba[hit] = torch.cat(
         [_shaded(colours * (0.55 + 0.45 * bands), normals, -directions[hit]), torch.ones(len(points), 1)], 1
     )
-    return found
+    return pixels_rgba
 
 
 # --- a mesh ----------------------------------------------------------------------------------------------------------
@@ -178,9 +178,9 @@ def _mesh(lens: Lens, pose: Array) -> Tensor:
     volume_cpu.rasterize(torch.stack([x, y, depth], 1).contiguous(), mesh.triangles, lens.width, which, parts)
     hit = which >= 0
     corners, shares = mesh.triangles[which[hit]], parts[hit][:, :, None]
-    places, normals, albedo = ((one[corners] * shares).sum(1) for one in (mesh.vertices, mesh.normals, mesh.colours))
+    places, normals, albedo = ((rows[corners] * shares).sum(1) for rows in (mesh.vertices, mesh.normals, mesh.colours))
     towards = torch.nn.functional.normalize(matrix[:3, 3] - places, dim=1)
     colours = _shaded(albedo, torch.nn.functional.normalize(normals, dim=1), towards)
-    found = torch.zeros(size, 4)
-    found[hit] = torch.cat([colours, torch.ones(len(colours), 1)], 1)
-    return found
+    pixels_rgba = torch.zeros(size, 4)
+    pixels_rgba[hit] = torch.cat([colours, torch.ones(len(colours), 1)], 1)
+    return pixels_rgba

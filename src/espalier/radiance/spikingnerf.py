@@ -170,20 +170,20 @@ class _Layer(torch.autograd.Function):
 
         charged, offsets, weight = ctx.saved_tensors
         given, each = gradients[0], float(gradients[1])
-        found, of_weight = torch.empty_like(charged), None if weight is None else torch.zeros_like(weight)
+        of_currents, of_weight = torch.empty_like(charged), None if weight is None else torch.zeros_like(weight)
         taylor = torch.tensor(lif_cpu.TAYLOR, dtype=charged.dtype)
         for rays, _, rows in _pieces(offsets):
-            own, spikes = found[rows], torch.empty_like(charged[rows])
+            of_hidden, spikes = of_currents[rows], torch.empty_like(charged[rows])
             if weight is None:
-                own.copy_(given[rows])
+                of_hidden.copy_(given[rows])
             else:
-                torch.mm(given[rows], weight, out=own)
+                torch.mm(given[rows], weight, out=of_hidden)
             if each:
-                own += each
-            lif_cpu.scan_backward(charged, rays, ctx.neuron, taylor, found, spikes)
+                of_hidden += each
+            lif_cpu.scan_backward(charged, rays, ctx.neuron, taylor, of_currents, spikes)
             if of_weight is not None:
                 of_weight.addmm_(given[rows].T, spikes)
-        return found, None, of_weight, None
+        return of_currents, None, of_weight, None
 
 
 # --- the colour network ------------------------------------------------------------------------------------------
@@ -206,11 +206,11 @@ class SpikingColours(ColourNetwork):
         """See `ColourNetwork.matrix`."""
         return RATE * layer.weight
 
-    def forward(self, features: Tensor, views: Tensor, found: Samples) -> tuple[Tensor, Tensor]:
+    def forward(self, features: Tensor, views: Tensor, samples: Samples) -> tuple[Tensor, Tensor]:
         """(colours [samples, 3], spikes of both layers: float64 [2], differentiable)."""
-        currents = self.currents(features, views, found)
-        order = Ragged(found.numbers, found.offsets).reversal() if self.flip else None
-        times, offsets = found.numbers, found.offsets
+        currents = self.currents(features, views, samples)
+        order = Ragged(samples.numbers, samples.offsets).reversal() if self.flip else None
+        times, offsets = samples.numbers, samples.offsets
         if order is not None:
             currents, times = currents[order], -times[order]
         if self.alignment == "tcp" and self._infers(currents):
@@ -224,8 +224,8 @@ class SpikingColours(ColourNetwork):
         return logits.sigmoid(), spikes
 
     def _layers(self, currents: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-        one, first = spiking_product(currents, offsets, self.matrix(self.second))
-        two, second = spiking_product(one, offsets, self.matrix(self.last))
+        first_charge, first = spiking_product(currents, offsets, self.matrix(self.second))
+        two, second = spiking_product(first_charge, offsets, self.matrix(self.last))
         return two, torch.stack([first, second])
 
     def _infers(self, currents: Tensor) -> bool:
@@ -250,10 +250,10 @@ class SpikingColours(ColourNetwork):
 def spiking_product(currents: Tensor, offsets: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """`spiking_layer`, counted by `layer_counts`."""
     with counts.hidden():
-        found, number = spiking_layer(currents, offsets, weight)
+        answer, number = spiking_layer(currents, offsets, weight)
     if counts.is_counting():
         counts.record(layer_counts(currents, offsets, weight, number, torch.is_grad_enabled()))
-    return found, number
+    return answer, number
 
 
 def layer_counts(
@@ -298,14 +298,14 @@ def network_work(options: Voxels, samples: Any, rays: Any) -> Work:
     """What a colour network asks of a device for samples on rays: products, and by neuron and time step the scan. Of
     `repeated` samples all but the first product is done for each of the steps."""
     width, columns = options.width, options.features
-    steps, moved, kept = samples, 6.0 * width * samples, (columns + 2 * width + 6) * samples
+    steps, moved, saved = samples, 6.0 * width * samples, (columns + 2 * width + 6) * samples
     if isinstance(options, SpikingNerf):
         steps = samples * (REPEATS if options.alignment == "repeated" else 1)
         gaps = width * (options.alignment == "tp")  # currents once more, at their places in time
         moved = 2.0 * SCANNED * width * steps
-        kept = (columns + 8 + gaps) * samples + 2 * width * steps  # membranes of both layers
+        saved = (columns + 8 + gaps) * samples + 2 * width * steps  # membranes of both layers
     products = Product(samples, columns, width), Product(rays, VIEW, width), Product(steps, width, width + 3)
-    return Work(products, 0.0, 4.0 * moved, 4.0 * (kept + VIEW * rays), 0.0, 0.0, rays, rays)
+    return Work(products, 0.0, 4.0 * moved, 4.0 * (saved + VIEW * rays), 0.0, 0.0, rays, rays)
 
 
 # --- energy ------------------------------------------------------------------------------------------------------

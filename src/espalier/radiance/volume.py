@@ -83,10 +83,10 @@ def sample_rays(origins: Tensor, directions: Tensor, march: March) -> Samples:
     """
     box, step, still = march.box, march.step, directions.abs() < 1e-9
     away = torch.where(still, torch.ones_like(directions), directions)
-    one, two = (box[:3] - origins) / away, (box[3:6] - origins) / away
+    near, two = (box[:3] - origins) / away, (box[3:6] - origins) / away
     outside = (still & ((origins < box[:3]) | (origins > box[3:6]))).any(1)
-    first = torch.where(still, -torch.inf, torch.minimum(one, two)).amax(1).clamp(min=float(box[6]))
-    last = torch.where(still, torch.inf, torch.maximum(one, two)).amin(1).clamp(max=float(box[7]))
+    first = torch.where(still, -torch.inf, torch.minimum(near, two)).amax(1).clamp(min=float(box[6]))
+    last = torch.where(still, torch.inf, torch.maximum(near, two)).amin(1).clamp(max=float(box[7]))
     steps = torch.where(outside, 0, torch.ceil((last - first) / step - 0.5).clamp(min=0)).long()
     numbers = torch.arange(int(steps.max()) if len(steps) else 0, device=origins.device)
     t = first[:, None] + (numbers + 0.5) * step
@@ -128,20 +128,20 @@ def interpolate(
     place = torch.minimum(place.clamp(min=0), (sizes - 1).to(place.dtype))
     low = torch.minimum(place.long(), sizes - 2)
     share = place - low
-    flat, found = grid.reshape(-1, grid.shape[3]), grid.new_zeros(len(points), grid.shape[3])
+    flat, values = grid.reshape(-1, grid.shape[3]), grid.new_zeros(len(points), grid.shape[3])
     for corner in range(8):
         bits = torch.tensor([corner >> 2, (corner >> 1) & 1, corner & 1], device=grid.device)
         weight = torch.where(bits.bool(), share, 1 - share).prod(1)
         i, j, k = (low + bits).unbind(1)
-        found = found + weight[:, None] * flat[(i * sizes[1] + j) * sizes[2] + k]
-    return found
+        values = values + weight[:, None] * flat[(i * sizes[1] + j) * sizes[2] + k]
+    return values
 
 
 @interpolate.fast("cpu", wins=lambda grid, points, frame: grid.dtype in (torch.float32, torch.float64))
 def interpolate_by_points(grid: Tensor, points: Tensor, frame: Tensor) -> Tensor:
     """numba, a point at a time."""
-    found: Tensor = _Interpolate.apply(grid, points, frame)
-    return found
+    values: Tensor = _Interpolate.apply(grid, points, frame)
+    return values
 
 
 class _Interpolate(torch.autograd.Function):
@@ -218,7 +218,7 @@ class _Composite(torch.autograd.Function):
         from espalier.radiance import volume_cpu
 
         alpha, offsets = ctx.saved_tensors
-        of_weights, of_rest = (one.contiguous() for one in gradients)
+        of_weights, of_rest = (gradient.contiguous() for gradient in gradients)
         out = torch.empty_like(alpha)
         volume_cpu.composite_backward(alpha, offsets, of_weights, of_rest, out)
         return out, None

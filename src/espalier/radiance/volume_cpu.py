@@ -20,8 +20,8 @@ def crossing(ray: Any, how: Any) -> Any:
             if origin < how[axis] or origin > how[3 + axis]:
                 return first, 0
             continue
-        one, two = (how[axis] - origin) / direction, (how[3 + axis] - origin) / direction
-        first, last = max(first, min(one, two)), min(last, max(one, two))
+        near, two = (how[axis] - origin) / direction, (how[3 + axis] - origin) / direction
+        first, last = max(first, min(near, two)), min(last, max(near, two))
     return first, max(0, int(np.ceil((last - first) / how[8] - np.float32(0.5))))
 
 
@@ -41,10 +41,10 @@ def count_samples(rays: Any, how: Any, mask: Any, counts: Any) -> None:
     """How many samples each ray has. `rays`: origin and direction."""
     for ray in numba.prange(len(rays)):
         first, steps = crossing(rays[ray], how)
-        found = 0
+        count = 0
         for at in range(steps):
-            found += sample_of(rays[ray], how, mask, first + (np.float32(at) + np.float32(0.5)) * how[8])[3]
-        counts[ray] = found
+            count += sample_of(rays[ray], how, mask, first + (np.float32(at) + np.float32(0.5)) * how[8])[3]
+        counts[ray] = count
 
 
 @jit("(float32[:, ::1], float32[::1], boolean[:, :, ::1], int64[::1], float32[:, ::1], int64[::1])", parallel=True)

@@ -66,10 +66,10 @@ def ray_losses(colours: Tensor, rest: Tensor, true: Tensor, entropy: float) -> T
     return (colours - true).square().mean(1) + entropy * unsure
 
 
-def sample_losses(found: Rendered, true: Tensor) -> Tensor:
+def sample_losses(rendered: Rendered, true: Tensor) -> Tensor:
     """[samples]: the squared error of each sample's colour, by its weight. `true`: [rays, 3]."""
-    rows = torch.repeat_interleave(true, found.offsets.diff(), 0)
-    return found.weights.detach() * (found.points - rows).square().sum(1)
+    rows = torch.repeat_interleave(true, rendered.offsets.diff(), 0)
+    return rendered.weights.detach() * (rendered.points - rows).square().sum(1)
 
 
 class Grid(nn.Module):
@@ -86,12 +86,12 @@ class Grid(nn.Module):
         """[points, columns]."""
         frame = frame_of(self.box[0], self.box[1], self.values.shape)
         with counts.hidden():
-            found = _SCALE * volume.interpolate(self.values, points, frame)
+            values = _SCALE * volume.interpolate(self.values, points, frame)
         if counts.is_counting():
             counts.record(
-                counts.Counts(macs=8.0 * found.numel(), bytes_moved=4.0 * (9 * found.numel() + points.numel()))
+                counts.Counts(macs=8.0 * values.numel(), bytes_moved=4.0 * (9 * values.numel() + points.numel()))
             )
-        return found
+        return values
 
 
 class Field(nn.Module):
@@ -123,7 +123,7 @@ class Field(nn.Module):
         """How rays are sampled."""
         box, whole = self.density.box, self.scene_box
         packed = torch.cat([box.flatten(), torch.tensor([whole.near, whole.far], device=box.device)])
-        low, high = (one.to(box.device).float() for one in (whole.low, whole.high))
+        low, high = (corner.to(box.device).float() for corner in (whole.low, whole.high))
         return March(packed, self.step, self.mask, frame_of(low, high, self.mask.shape))
 
     def alpha(self, points: Tensor) -> Tensor:
@@ -132,25 +132,25 @@ class Field(nn.Module):
 
     def forward(self, rays: Rays) -> Rendered:
         """Colours of rays; those that meet nothing have the background's."""
-        found = volume.sample_rays(rays.origins, rays.directions, self.march())
-        alpha = self.alpha(found.points)
+        samples = volume.sample_rays(rays.origins, rays.directions, self.march())
+        alpha = self.alpha(samples.points)
         least = LEAST if self.colours is not None else LEAST_COARSE
         keep = alpha.detach() > least
-        found, alpha = found.kept(keep), alpha[keep]
-        weights, rest = volume.composite(alpha, found.offsets)
+        samples, alpha = samples.kept(keep), alpha[keep]
+        weights, rest = volume.composite(alpha, samples.offsets)
         keep = weights.detach() > least
-        found, weights = found.kept(keep), weights[keep]
-        points, spikes = self._colours(found, rays.views)
+        samples, weights = samples.kept(keep), weights[keep]
+        points, spikes = self._colours(samples, rays.views)
         background = torch.tensor(self.background, dtype=weights.dtype, device=weights.device)
-        colours = Ragged(weights[:, None] * points, found.offsets).sums() + rest[:, None] * background
-        depths = Ragged(weights * found.distances, found.offsets).sums() + rest * self._last(rays)
-        return Rendered(colours, rest, depths.detach(), weights, points, found.offsets, spikes)
+        colours = Ragged(weights[:, None] * points, samples.offsets).sums() + rest[:, None] * background
+        depths = Ragged(weights * samples.distances, samples.offsets).sums() + rest * self._last(rays)
+        return Rendered(colours, rest, depths.detach(), weights, points, samples.offsets, spikes)
 
-    def _colours(self, found: Samples, views: Tensor) -> tuple[Tensor, Tensor]:
-        features = self.features(found.points)
+    def _colours(self, samples: Samples, views: Tensor) -> tuple[Tensor, Tensor]:
+        features = self.features(samples.points)
         if self.colours is None:
             return features.sigmoid(), torch.zeros(0, dtype=torch.float64)
-        points, spikes = self.colours(features, views, found)
+        points, spikes = self.colours(features, views, samples)
         return points, spikes
 
     def _last(self, rays: Rays) -> Tensor:
@@ -176,14 +176,14 @@ class ColourNetwork(nn.Module):
         """What a layer multiplies by: [outputs, inputs]."""
         return layer.weight
 
-    def currents(self, features: Tensor, views: Tensor, found: Samples) -> Tensor:
+    def currents(self, features: Tensor, views: Tensor, samples: Samples) -> Tensor:
         """What the first hidden layer gets: [samples, width]. Products for directions are made once a ray."""
-        own, towards = self.matrix(self.first).split([self.columns, VIEW], 1)
-        return features @ own.T + (encoded(views).to(features.dtype) @ towards.T)[found.rays]
+        own_rows, towards = self.matrix(self.first).split([self.columns, VIEW], 1)
+        return features @ own_rows.T + (encoded(views).to(features.dtype) @ towards.T)[samples.rays]
 
-    def forward(self, features: Tensor, views: Tensor, found: Samples) -> tuple[Tensor, Tensor]:
+    def forward(self, features: Tensor, views: Tensor, samples: Samples) -> tuple[Tensor, Tensor]:
         """(colours [samples, 3], no spikes)."""
-        hidden = F.relu(self.second(F.relu(self.currents(features, views, found))))
+        hidden = F.relu(self.second(F.relu(self.currents(features, views, samples))))
         return self.last(hidden).sigmoid(), torch.zeros(0, dtype=torch.float64)
 
 
@@ -197,8 +197,8 @@ def occupancy(field: Field) -> Tensor:
     points = torch.stack(torch.meshgrid(*axes, indexing="ij"), -1).view(-1, 3)
     with torch.no_grad():
         alpha = field.alpha(points).view(1, 1, MASK, MASK, MASK)
-    found = F.max_pool3d(alpha, 3, 1, 1)[0, 0] > OCCUPIED
-    return found if bool(found.any()) else torch.ones_like(found)
+    occupied = F.max_pool3d(alpha, 3, 1, 1)[0, 0] > OCCUPIED
+    return occupied if bool(occupied.any()) else torch.ones_like(occupied)
 
 
 def tight_box(field: Field, mask: Tensor) -> Tensor:

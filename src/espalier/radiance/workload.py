@@ -160,25 +160,28 @@ class RadianceWorkload(Plain):
     def loss(self, model: nn.Module, batch: RayBatch) -> tuple[Tensor, Tensor]:
         """Sum over rays of the squared error of colours (a mean over the three), of the entropy of what passes all
         samples, of single samples' colours, and of spikes; and the number of rays."""
-        found: Rendered = model(batch.rays)
+        rendered: Rendered = model(batch.rays)
         entropy, single = LOSSES[self.stage]
-        true = batch.colours.to(found.colours.dtype)
-        self._met = (len(true), len(found.points), tuple(found.spikes.tolist()) or (0, 0))
-        whole = ray_losses(found.colours, found.rest, true, entropy).sum() + single * sample_losses(found, true).sum()
-        if len(found.spikes):
+        true = batch.colours.to(rendered.colours.dtype)
+        self._met = (len(true), len(rendered.points), tuple(rendered.spikes.tolist()) or (0, 0))
+        whole = (
+            ray_losses(rendered.colours, rendered.rest, true, entropy).sum()
+            + single * sample_losses(rendered, true).sum()
+        )
+        if len(rendered.spikes):
             assert isinstance(self.options, SpikingNerf)
             width = self.options.width
-            share = spikingnerf.accumulations(width, found.spikes) / (width * (width + 3))
+            share = spikingnerf.accumulations(width, rendered.spikes) / (width * (width + 3))
             whole = whole + (self.options.spike_penalty * share).to(whole.dtype)
         return whole, torch.tensor(float(len(true)))
 
     def _seen(self) -> dict[str, float]:
         """Samples that got a colour, and spikes of each layer, of a ray of the latest micro-batch."""
         rays, samples, spikes = self._met
-        found = {"samples": samples / max(1, rays)}
+        figures = {"samples": samples / max(1, rays)}
         if self.stage == "fine" and isinstance(self.options, SpikingNerf):
-            found |= {f"spikes_{k}": count / max(1, rays) for k, count in enumerate(spikes, 1)}
-        return found
+            figures |= {f"spikes_{k}": count / max(1, rays) for k, count in enumerate(spikes, 1)}
+        return figures
 
     def validation_samples(self) -> int:
         """Rays of the held-out views, up to `train.validate_tokens`."""
@@ -189,19 +192,19 @@ class RadianceWorkload(Plain):
         """Squared error; and of rays spikes, and joules of the colour network with all of an image's rays."""
         every, samples = len(self._held) * self._pixels, self.validation_samples()
         names = ["loss", *(self._figures() if self.stage == "fine" else [])]
-        found = {name: [0.0, 0.0] for name in names}
+        totals = {name: [0.0, 0.0] for name in names}
         for start, stop in shard.cuts:
             chosen = torch.arange(start, stop) * every // max(1, samples)
             batch = self._batch(self._held, chosen)
             device = next(model.parameters()).device
-            rays = Rays(*(one.to(device, self._dtype) for one in batch.rays))
+            rays = Rays(*(ray.to(device, self._dtype) for ray in batch.rays))
             made: Rendered = model(rays)
             error = float((made.colours.cpu() - batch.colours).square().mean(1).double().sum())
             sums = {"loss": error, **self._spent(made)}
             for name, value in sums.items():
-                found[name][0] += value
-                found[name][1] += len(chosen)
-        return {name: (pair[0], pair[1]) for name, pair in found.items()}
+                totals[name][0] += value
+                totals[name][1] += len(chosen)
+        return {name: (pair[0], pair[1]) for name, pair in totals.items()}
 
     def _figures(self) -> list[str]:
         spikes = ["spikes_per_ray"] if isinstance(self.options, SpikingNerf) else []
@@ -240,8 +243,10 @@ class RadianceWorkload(Plain):
             rows.append([f"view {view}", psnr(error)])
             row = torch.cat([made.image, truth, made.depth[:, :, None].expand(-1, -1, 3)], 1)
             shown.append(Image(row, f"view {view}: rendered, the truth, its depth"))
-        found: list[Artifact] = [*shown, Table(("held-out view", "PSNR in dB"), rows)]
-        return found if self.stage == "coarse" else [*found, self._energy_table(model, self.scene.poses[test[0]])]
+        artifacts: list[Artifact] = [*shown, Table(("held-out view", "PSNR in dB"), rows)]
+        return (
+            artifacts if self.stage == "coarse" else [*artifacts, self._energy_table(model, self.scene.poses[test[0]])]
+        )
 
     def _energy_table(self, model: nn.Module, pose: Tensor) -> Table:
         """Of an image, by part: a model, not a measurement."""
@@ -260,9 +265,9 @@ class RadianceWorkload(Plain):
     def rendered(self, model: nn.Module, lens: Lens, pose: Tensor, chunk: int = CHUNK) -> Iterator[Rendered]:
         """What the field makes of a view's rays, `chunk` at a time, row after row."""
         device, pixels = next(model.parameters()).device, torch.arange(lens.width * lens.height)
-        for own in pixels.split(chunk):
-            rays = self.scene.rays_through(lens, pose.expand(len(own), 4, 4), own)
-            yield model(Rays(*(one.to(device, self._dtype) for one in rays)))
+        for chunk_pixels in pixels.split(chunk):
+            rays = self.scene.rays_through(lens, pose.expand(len(chunk_pixels), 4, 4), chunk_pixels)
+            yield model(Rays(*(ray.to(device, self._dtype) for ray in rays)))
 
     def _nearness(self, depths: Tensor) -> Tensor:
         """1 at the nearest, 0 at what lies behind everything."""
@@ -288,8 +293,8 @@ class RadianceWorkload(Plain):
         network = None if coarse else spikingnerf.network_work(self.options, coloured, micro_batch)
         products = (Product(crossed, 8, 1), Product(coloured, 8, columns), *(network.products if network else ()))
         moved = 4.0 * (12 * crossed + 10 * columns * coloured) + (network.moved if network else 0.0)
-        kept = 4.0 * (22 * crossed + 3 * coloured) + (network.kept if network else 0.0)
-        return Work(products, 0.0, moved, kept, 0.0, 0.0, micro_batch, micro_batch)
+        saved = 4.0 * (22 * crossed + 3 * coloured) + (network.kept if network else 0.0)
+        return Work(products, 0.0, moved, saved, 0.0, 0.0, micro_batch, micro_batch)
 
     def _grid(self) -> tuple[int, int]:
         """Cells of a side of the stage's grids, and columns of features."""

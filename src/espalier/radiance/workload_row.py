@@ -32,9 +32,9 @@ _MOST = 4096
 
 
 def _open(recipe: Recipe, opening: Opening) -> RadianceWorkload:
-    kept = None if opening.kept is None else opening.kept / CAMERAS
-    if kept is not None and kept.exists() and not opening.reads:
-        return RadianceWorkload(recipe, scenes.of_cameras(json.loads(kept.read_text(encoding="utf-8"))))
+    cameras = None if opening.kept is None else opening.kept / CAMERAS
+    if cameras is not None and cameras.exists() and not opening.reads:
+        return RadianceWorkload(recipe, scenes.of_cameras(json.loads(cameras.read_text(encoding="utf-8"))))
     return RadianceWorkload(recipe, scenes.load(recipe.data[0].path, opening.folder, opening.progress))
 
 
@@ -52,7 +52,7 @@ def _profile(recipe: Recipe, opened: Callable[[], Workload]) -> Profile:
 def _contents(recipe: Recipe, workload: Workload) -> Mapping[str, str]:
     assert isinstance(workload, RadianceWorkload)
     files = workload.scene.files
-    return data_hash.hashes({one: one for one in files}) if files else {recipe.data[0].path: workload.fingerprint()}
+    return data_hash.hashes({file: file for file in files}) if files else {recipe.data[0].path: workload.fingerprint()}
 
 
 def _answer(workload: Workload, model: nn.Module, text: str | None, sampling: Sampling) -> Answer:
@@ -87,7 +87,7 @@ def views_of(workload: RadianceWorkload, text: str | None) -> list[tuple[str, Le
     file = Path(text).expanduser()
     table = transforms_file.read_table(file)
     frames = table.get("frames", [table])
-    if not isinstance(frames, list) or not frames or not all(isinstance(one, dict) for one in frames):
+    if not isinstance(frames, list) or not frames or not all(isinstance(frame, dict) for frame in frames):
         raise UserError(f"{file} has no frames.", do='"frames": [{"transform_matrix": …}, …], or one transform_matrix')
     lens = _lens(scene.lens, table, str(file))
     names = [file.stem + (f"-{k}" if len(frames) > 1 else "") + ".png" for k in range(len(frames))]
@@ -108,14 +108,14 @@ def _placed(scene: Scene, pose: Tensor) -> Tensor:
     return pose
 
 
-def _lens(own: Lens, table: Mapping[str, Any], where: str) -> Lens:
+def _lens(lens: Lens, table: Mapping[str, Any], where: str) -> Lens:
     """The scene's lens in the file's size, or the file's own."""
-    width, height = table.get("w", own.width), table.get("h", own.height)
-    if not all(isinstance(one, int) and 1 <= one <= _MOST for one in (width, height)):
+    width, height = table.get("w", lens.width), table.get("h", lens.height)
+    if not all(isinstance(length, int) and 1 <= length <= _MOST for length in (width, height)):
         raise UserError(f"{where} asks for {width} × {height} pixels.", do=f"w and h from 1 to {_MOST}")
     if {"camera_angle_x", "fl_x"} & set(table):
         return lens_of(table, width, height, where)
-    return own.resized(width, height)
+    return lens.resized(width, height)
 
 
 def _turntable(workload: Workload, model: nn.Module, file: Path) -> str:
@@ -141,18 +141,20 @@ def _energy(workload: Workload, model: nn.Module) -> EnergyTables:
     """Of the first test view."""
     assert isinstance(workload, RadianceWorkload)
     ((_, lens, pose),) = views_of(workload, "0")
-    found = energy.of_view(model, workload.rendered(model, lens, pose))
+    view_energy = energy.of_view(model, workload.rendered(model, lens, pose))
     rows = [
         (name, where, show_count(macs), show_count(acs), f"{1e6 * joules:.3g} µJ", f"{share:.1%}")
-        for name, where, macs, acs, joules, share in energy.colour_rows(workload.options, found)
+        for name, where, macs, acs, joules, share in energy.colour_rows(workload.options, view_energy)
     ]
     columns = ("colour network", "directions", "MACs", "accumulations", "energy", "of the plain network's")
-    title = f"The colour network alone, without memory, on {found.samples:,} samples of {found.rays:,} rays"
-    if bool(found.spikes.any()):
-        rates = [f"{int(one) / max(1, found.samples * workload.options.width):.3f}" for one in found.spikes]
+    title = f"The colour network alone, without memory, on {view_energy.samples:,} samples of {view_energy.rays:,} rays"
+    if bool(view_energy.spikes.any()):
+        rates = [
+            f"{int(count) / max(1, view_energy.samples * workload.options.width):.3f}" for count in view_energy.spikes
+        ]
         title += f"; spikes of a neuron and sample: {rates[0]} and {rates[1]}"
     what = f"an image of {lens.width} × {lens.height} pixels (the first test view)"
-    return EnergyTables(what, found.parts, [(title, columns, rows)])
+    return EnergyTables(what, view_energy.parts, [(title, columns, rows)])
 
 
 def _usage(recipe: Mapping[str, Any]) -> tuple[str, str]:

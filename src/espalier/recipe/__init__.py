@@ -71,7 +71,7 @@ from espalier.recipe.sections import Uniform as Uniform
 if TYPE_CHECKING:
     from espalier.recipe.sections import Model as Model
 else:  # msgspec reads the annotation: the options of all kinds
-    Model = Union[tuple(one for kind in KINDS for one in kind.options)]  # noqa: UP007
+    Model = Union[tuple(option for kind in KINDS for option in kind.options)]  # noqa: UP007
 
 
 class Recipe(RecipeBase, frozen=True):

@@ -94,4 +94,4 @@ class Kind:
     @property
     def tags(self) -> tuple[str, ...]:
         """The values of `model.kind`."""
-        return tuple(str(one.__struct_config__.tag) for one in self.options)
+        return tuple(str(choice.__struct_config__.tag) for choice in self.options)

@@ -112,7 +112,7 @@ def export(target: Path, mark: str, fill: Callable[[Path], None]) -> None:
         mode = folder.joinpath(".mode").stat().st_mode
         folder.joinpath(".mode").unlink()
         fill(folder)
-        for file in (one for one in folder.rglob("*") if one.is_file()):
+        for file in (path for path in folder.rglob("*") if path.is_file()):
             file.chmod(mode)  # safetensors makes files that their owner alone may read
 
     if target.exists() and (not target.is_dir() or (any(target.iterdir()) and not (target / mark).exists())):
@@ -136,10 +136,10 @@ def sync_folder(folder: Path) -> None:
 def table(path: Path) -> dict[str, Any]:
     """The JSON table kept at `path`; empty where there is none that can be read."""
     try:
-        found = json.loads(path.read_text())
+        content = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def unwritable(path: str | Path, error: OSError, do: str = ANOTHER_RUN) -> UserError:

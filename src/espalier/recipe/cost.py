@@ -117,7 +117,7 @@ class Anatomy:
         forward = layers * layer.forward_flops + rest.forward_flops
         repeated = layers * layer.again * layer.forward_flops + rest.again * rest.forward_flops
         return Work(
-            products=(*(replace(one, count=one.count * layers) for one in layer.products), *rest.products),
+            products=(*(replace(product, count=product.count * layers) for product in layer.products), *rest.products),
             attention=layers * layer.attention + rest.attention,
             moved=layers * layer.moved + rest.moved,
             kept=layers * layer.kept + rest.kept,

@@ -28,35 +28,35 @@ _KEPT = 100_000  # files in the list of known hashes, before it is begun anew
 
 def hashes(files: Mapping[str, str | Path]) -> dict[str, str]:
     """Name to hash, of the files at these paths. A file that cannot be read has the hash "unreadable"."""
-    kept = cache_folder() / "contents.json"
-    known: dict[str, str] = table(kept)
-    found, fresh = {}, {}
+    cache = cache_folder() / "contents.json"
+    known: dict[str, str] = table(cache)
+    hashes_by_name, fresh = {}, {}
     for name, path in files.items():
         try:
             status = os.stat(path)
             key = f"{Path(path).absolute()}:{status.st_size}:{status.st_mtime_ns}:{status.st_ctime_ns}"
-            found[name] = known.get(key) or _hash(Path(path), status.st_size)
-            fresh[key] = found[name]
+            hashes_by_name[name] = known.get(key) or _hash(Path(path), status.st_size)
+            fresh[key] = hashes_by_name[name]
         except OSError:
-            found[name] = "unreadable"
+            hashes_by_name[name] = "unreadable"
     if not fresh.keys() <= known.keys():
         with suppress(OSError, UserError):  # without it files are read again
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            replace(kept, json.dumps({**(known if len(known) < _KEPT else {}), **fresh}))
-    return found
+            cache.parent.mkdir(parents=True, exist_ok=True)
+            replace(cache, json.dumps({**(known if len(known) < _KEPT else {}), **fresh}))
+    return hashes_by_name
 
 
 def below(path: Path) -> dict[str, str]:
     """Hashes of a file, or of all files in a folder, by their paths."""
     if not path.is_dir():
         return hashes({str(path): path})
-    return hashes({str(one): one for one in sorted(path.rglob("*")) if one.is_file()})
+    return hashes({str(file): file for file in sorted(path.rglob("*")) if file.is_file()})
 
 
 def in_folder(folder: Path) -> dict[str, str]:
     """Hashes of all files in `folder` by their paths in it; what Python compiles there is left out."""
-    files = (one for one in sorted(folder.rglob("*")) if one.is_file() and "__pycache__" not in one.parts)
-    return hashes({str(one.relative_to(folder)): one for one in files})
+    files = (file for file in sorted(folder.rglob("*")) if file.is_file() and "__pycache__" not in file.parts)
+    return hashes({str(file.relative_to(folder)): file for file in files})
 
 
 def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

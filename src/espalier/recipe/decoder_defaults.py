@@ -91,11 +91,11 @@ def _model(draft: Draft) -> None:
 def _shape(draft: Draft, name: str) -> None:
     shape = published(name)
     for field in ("depth", "width", "heads", "kv_heads", "feed_forward"):
-        given, own = draft.get(f"model.{field}"), getattr(shape, field)
-        if given not in (None, own):
+        given, preset = draft.get(f"model.{field}"), getattr(shape, field)
+        if given not in (None, preset):
             raise UserError(
                 f'model.{field} = {given} and model.shape = "{name}" contradict each other.',
-                why=f"{name} has {own}",
+                why=f"{name} has {preset}",
                 do="give one of the two",
             )
     for field in ("depth", "width", "heads", "kv_heads", "feed_forward", "vocabulary", "context", "tied"):

@@ -131,7 +131,7 @@ SHAPES: dict[str, Shape] = {
 def published(name: str) -> Shape:
     """The published shape called `name`. Raises UserError naming the nearest one."""
     if name not in SHAPES:
-        near = nearest(name, SHAPES) or next((one for one in SHAPES if one.startswith(name)), None)
+        near = nearest(name, SHAPES) or next((shape for shape in SHAPES if shape.startswith(name)), None)
         raise UserError(
             f'model.shape = "{name}" is not a known shape.',
             why=f"the shapes are {', '.join(SHAPES)}",

@@ -72,7 +72,7 @@ def words_of(error: EspalierError) -> tuple[str, str, str, str]:
 
     The kind is a class of this module: of an error derived from one, that one.
     """
-    kind = next(one for one in type(error).__mro__ if one in _KINDS.values())
+    kind = next(kind for kind in type(error).__mro__ if kind in _KINDS.values())
     return kind.__name__, error.what, error.why, error.do
 
 
@@ -105,10 +105,10 @@ MISSPELLED = 0.7
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """The known word that `word` misspells, or None: a slip of the pen changes few letters and no digit."""
     digits = [letter for letter in word if letter.isdigit()]
-    same = [one for one in known if [letter for letter in one if letter.isdigit()] == digits]
-    found = difflib.get_close_matches(word, same, n=1, cutoff=MISSPELLED)
-    swapped = (one for one in same if len(word) > 2 and sorted(one) == sorted(word))
-    return found[0] if found else next(swapped, None)
+    same = [candidate for candidate in known if [letter for letter in candidate if letter.isdigit()] == digits]
+    matches = difflib.get_close_matches(word, same, n=1, cutoff=MISSPELLED)
+    swapped = (candidate for candidate in same if len(word) > 2 and sorted(candidate) == sorted(word))
+    return matches[0] if matches else next(swapped, None)
 
 
 def missing_extra(library: str, extra: str, purpose: str) -> UserError:

@@ -148,8 +148,8 @@ def _fill(draft: Draft) -> None:
 def _transformer(draft: Draft) -> None:
     source = "GPH_slim (arXiv 2407.14106, section 4.1)"
     local, few = draft.get("model.local"), "few labels: as GCN's (arXiv 1609.02907, section 5.2)"
-    one = "few labels: one layer of attention, as SGFormer has (arXiv 2306.10759)"
-    draft.fill("model.depth", *((1, one) if local else (4, source)))
+    source_of_one = "few labels: one layer of attention, as SGFormer has (arXiv 2306.10759)"
+    draft.fill("model.depth", *((1, source_of_one) if local else (4, source)))
     draft.fill("model.width", 64, source)
     draft.fill("model.heads", 8 if draft.get("model.width") % 8 == 0 else 1, source)
     draft.fill("model.feed_forward", draft.get("model.width"), source)
@@ -242,7 +242,7 @@ def _attention(model: GraphTransformer) -> None:
 
 
 def _graph(graph: GraphOptions, model: Model) -> None:
-    if any(one < 1 and one != -1 for one in graph.fanouts):
+    if any(fanout < 1 and fanout != -1 for fanout in graph.fanouts):
         raise UserError(
             f"graph.fanout = {list(graph.fanouts)} is not possible.",
             why="each entry is a number of neighbours above 0, or -1 for all",
@@ -326,9 +326,9 @@ def _halo_options(halo: HaloOptions, maxk: bool) -> None:
             do="graph.halo.bits = 4",
         )
     if halo.staleness < 1 or (halo.staleness > 1 and halo.synchronize == 1):
-        beside = f"graph.halo.synchronize = {halo.synchronize}"
+        setting = f"graph.halo.synchronize = {halo.synchronize}"
         raise UserError(
-            f"graph.halo.staleness = {halo.staleness} is not possible with {beside}.",
+            f"graph.halo.staleness = {halo.staleness} is not possible with {setting}.",
             why="it is how many steps old rows may be, at least 1, in steps that do not wait for fresh ones",
             do="graph.halo.staleness = 1" if halo.synchronize == 1 else "graph.halo.staleness = 2",
         )

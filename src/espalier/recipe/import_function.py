@@ -44,9 +44,9 @@ class Author(NamedTuple):
 
     def failure(self, doing: str, error: BaseException) -> UserError:
         """The UserError for `error`, raised by this author's code while `doing`."""
-        said = f"{type(error).__name__}: {error}".rstrip(" .:")
+        message = f"{type(error).__name__}: {error}".rstrip(" .:")
         return UserError(
-            f"model.build = {self.build!r} failed {doing}: {said}.",
+            f"model.build = {self.build!r} failed {doing}: {message}.",
             why=self.place(error),
             do="correct it there; docs/module.md shows what is expected",
         )
@@ -83,15 +83,15 @@ def function(text: str, folder: str | Path | None) -> tuple[Callable[..., Any], 
                 do="put the module beside the recipe, or install it",
             ) from error
         raise Author(text, _file(name)).failure("when it was imported", error) from error
-    found = getattr(module, attribute, None)
-    if found is None:
-        near = nearest(attribute, [one for one in vars(module) if not one.startswith("_")])
+    attribute_value = getattr(module, attribute, None)
+    if attribute_value is None:
+        near = nearest(attribute, [name for name in vars(module) if not name.startswith("_")])
         raise UserError(
             f"model.build = {text!r}: {name} has no {attribute!r}.", do=f"did you mean {near}?" if near else ""
         )
-    if not callable(found):
+    if not callable(attribute_value):
         raise UserError(f"model.build = {text!r} is not a function.")
-    return found, Author(text, getattr(module, "__file__", None) or "")
+    return attribute_value, Author(text, getattr(module, "__file__", None) or "")
 
 
 def keep_sources(text: str, place: Path) -> None:
@@ -104,39 +104,39 @@ def keep_sources(text: str, place: Path) -> None:
     if file.suffix != ".py" or _INSTALLED & set(root.parts) or str(root) == sysconfig.get_paths()["stdlib"]:
         return
     for module in list(sys.modules.values()):
-        found = Path(getattr(module, "__dict__", {}).get("__file__") or "")  # a few modules of torch give a name alone
-        if not (found.is_absolute() and found.suffix == ".py" and found.is_file()):
+        origin = Path(getattr(module, "__dict__", {}).get("__file__") or "")  # a few modules of torch give a name alone
+        if not (origin.is_absolute() and origin.suffix == ".py" and origin.is_file()):
             continue
-        found = found.resolve()
-        if found.is_relative_to(root) and not _INSTALLED & set(found.parts):
-            target = place / KEPT_CODE / found.relative_to(root)
+        origin = origin.resolve()
+        if origin.is_relative_to(root) and not _INSTALLED & set(origin.parts):
+            target = place / KEPT_CODE / origin.relative_to(root)
             target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(found, target)
+            shutil.copyfile(origin, target)
 
 
 def unchanged_sources(place: Path, folder: Path | None) -> bool:
     """Whether all sources that `keep_sources` has put into `place` are still so in `folder`, beside their data."""
     code = place / KEPT_CODE
-    kept = {one.relative_to(code): one for one in code.rglob("*.py")}
-    return not kept or (folder is not None and all(_same_text(folder / name, one) for name, one in kept.items()))
+    copies = {file.relative_to(code): file for file in code.rglob("*.py")}
+    return not copies or (folder is not None and all(_same_text(folder / name, copy) for name, copy in copies.items()))
 
 
 def _forget_others(folder: Path) -> None:
     """Forgets modules that were imported from what another run keeps; and where `folder` is what a run keeps, modules
     of the names there that are not the same."""
-    sources = {one.relative_to(folder): one for one in folder.rglob("*.py")} if folder.name == KEPT_CODE else {}
-    ours = {".".join(name.with_suffix("").parts).removesuffix(".__init__"): one for name, one in sources.items()}
+    sources = {file.relative_to(folder): file for file in folder.rglob("*.py")} if folder.name == KEPT_CODE else {}
+    ours = {".".join(name.with_suffix("").parts).removesuffix(".__init__"): file for name, file in sources.items()}
     loaded = {name: getattr(module, "__dict__", {}).get("__file__") or "" for name, module in list(sys.modules.items())}
     others = {name for name, file in loaded.items() if _KEPT in file and not Path(file).is_relative_to(folder)}
-    if any(loaded.get(name) and not _same_text(Path(loaded[name]), one) for name, one in ours.items()):
+    if any(loaded.get(name) and not _same_text(Path(loaded[name]), file) for name, file in ours.items()):
         others |= ours.keys()
     for name in others:
         sys.modules.pop(name, None)
     importlib.invalidate_caches()
 
 
-def _same_text(one: Path, other: Path) -> bool:
-    return one.is_file() and one.read_bytes() == other.read_bytes()
+def _same_text(first: Path, other: Path) -> bool:
+    return first.is_file() and first.read_bytes() == other.read_bytes()
 
 
 def _file(name: str) -> str:

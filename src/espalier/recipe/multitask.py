@@ -30,7 +30,7 @@ CELLS = 8, 512
 
 def with_inputs(names: Sequence[str], towers: Sequence[Tower]) -> list[str]:
     """Towers in the order in which they run: those that others take first. Raises UserError for a cycle."""
-    by_name, found = {one.name: one for one in towers}, list[str]()
+    by_name, inputs = {tower.name: tower for tower in towers}, list[str]()
 
     def visit(name: str, path: tuple[str, ...]) -> None:
         if name in path:
@@ -42,12 +42,12 @@ def with_inputs(names: Sequence[str], towers: Sequence[Tower]) -> list[str]:
             )
         for other in by_name[name].takes:
             visit(other, (*path, name))
-        if name not in found:
-            found.append(name)
+        if name not in inputs:
+            inputs.append(name)
 
     for name in names:
         visit(name, ())
-    return found
+    return inputs
 
 
 def _check(recipe: RecipeBase) -> None:
@@ -56,24 +56,26 @@ def _check(recipe: RecipeBase) -> None:
     if not tasks or not towers:
         missing = "[[tasks]]" if not tasks else "[[towers]]"
         raise UserError(f"A recipe of several tasks has no {missing}.", do="see examples/tasks.toml")
-    for word, names in (("tasks", [one.name for one in tasks]), ("towers", [one.name for one in towers])):
+    for word, names in (("tasks", [task.name for task in tasks]), ("towers", [tower.name for tower in towers])):
         twice = [name for name in names if names.count(name) > 1]
         if twice:
             raise UserError(f"Two {word} are called {twice[0]!r}.", do="another name for one of them")
         odd = [name for name in names if not name.replace("-", "_").isidentifier()]
         if odd:
             raise UserError(f"{word}.name = {odd[0]!r} is not possible.", do="a word of letters, digits, - and _")
-    known = [one.name for one in towers]
-    for one in towers:
-        if one.width < 8 or one.width % 8 or one.depth < 1:
+    known = [tower.name for tower in towers]
+    for tower in towers:
+        if tower.width < 8 or tower.width % 8 or tower.depth < 1:
             raise UserError(
-                f"The tower {one.name!r} has width {one.width} and depth {one.depth}.",
+                f"The tower {tower.name!r} has width {tower.width} and depth {tower.depth}.",
                 do="a multiple of 8 for its width, and a depth of 1 or more",
             )
-        if one.takes and one.kind in ("graph", "voxels"):
-            whose = "a graph's" if one.kind == "graph" else "a scene's"
-            raise UserError(f"The tower {one.name!r} is {whose} and takes {one.takes[0]!r}.", do="leave `takes` out")
-        _known(one.takes, known, f"The tower {one.name!r} takes")
+        if tower.takes and tower.kind in ("graph", "voxels"):
+            whose = "a graph's" if tower.kind == "graph" else "a scene's"
+            raise UserError(
+                f"The tower {tower.name!r} is {whose} and takes {tower.takes[0]!r}.", do="leave `takes` out"
+            )
+        _known(tower.takes, known, f"The tower {tower.name!r} takes")
     with_inputs(known, towers)
     used = {name for task in tasks for name in _towers_of(task, towers, known)}
     _check_fields(recipe, tasks, towers)
@@ -101,7 +103,7 @@ def _towers_of(task: TaskOptions, towers: Sequence[Tower], known: list[str]) -> 
             why=f'loss = "{task.loss}" takes the outputs of {wanted}',
             do="towers that feed others stand in `takes` of these",
         )
-    kinds = {one.name: one.kind for one in towers}
+    kinds = {tower.name: tower.kind for tower in towers}
     if task.loss == "next_token" and kinds[task.towers[0]] != "text":
         raise UserError(f"{who} predicts text from the tower {task.towers[0]!r}, which reads none.", do="a text tower")
     return with_inputs(task.towers, towers)
@@ -109,26 +111,28 @@ def _towers_of(task: TaskOptions, towers: Sequence[Tower], known: list[str]) -> 
 
 def _check_fields(recipe: RecipeBase, tasks: Sequence[TaskOptions], towers: Sequence[Tower]) -> None:
     """Raises UserError for radiance fields that cannot be trained, or for what is none."""
-    fields = {one.name: one for one in towers if one.kind == "voxels"}
-    for one in fields.values():
-        if one.depth != LAYERS:
+    fields = {tower.name: tower for tower in towers if tower.kind == "voxels"}
+    for field in fields.values():
+        if field.depth != LAYERS:
             raise UserError(
-                f"The field {one.name!r} has depth {one.depth}.",
+                f"The field {field.name!r} has depth {field.depth}.",
                 why=f"the network of its colours has {LAYERS} layers",
                 do="leave `depth` out; `resolution` and `width` make it larger",
             )
-        if not CELLS[0] <= one.resolution <= CELLS[1]:
-            raise UserError(f"The field {one.name!r} has resolution {one.resolution}.", do="from 8 to 512; 64 is usual")
-        users = [task.name for task in tasks if one.name in task.towers]
+        if not CELLS[0] <= field.resolution <= CELLS[1]:
+            raise UserError(
+                f"The field {field.name!r} has resolution {field.resolution}.", do="from 8 to 512; 64 is usual"
+            )
+        users = [task.name for task in tasks if field.name in task.towers]
         if len(users) > 1:
             raise UserError(
-                f"The tasks {' and '.join(users)} share the field {one.name!r}.",
+                f"The tasks {' and '.join(users)} share the field {field.name!r}.",
                 why="a field is one scene's",
                 do="a field for each",
             )
-        others = [other.name for other in towers if one.name in other.takes]
+        others = [other.name for other in towers if field.name in other.takes]
         if others:
-            raise UserError(f"The tower {others[0]!r} takes the field {one.name!r}.", do="leave it out of `takes`")
+            raise UserError(f"The tower {others[0]!r} takes the field {field.name!r}.", do="leave it out of `takes`")
     for task in tasks:
         if (task.loss == "colours") != any(name in fields for name in task.towers):
             raise UserError(
@@ -155,7 +159,7 @@ def _known(names: Sequence[str], known: Sequence[str], what: str) -> None:
 
 
 def _fill(draft: Draft) -> None:
-    samples = sum(one.batch for one in draft.recipe.tasks or ())
+    samples = sum(task.batch for task in draft.recipe.tasks or ())
     draft.fill("train.sequence", 1, "a sample of any task counts as one token")
     draft.fill("train.batch_tokens", max(1, samples), "the batches of all tasks")
     draft.fill("train.steps", 1000, "nothing is known of the tasks: a thousand steps")
@@ -166,12 +170,12 @@ def _usual(table: dict[str, object]) -> dict[str, object]:
     """AdamW, as towers differ too much for one setting of Muon; single precision where one is a field. Raises UserError
     for a field that is to be trained in two stages."""
     train, towers = table.get("train", {}), table.get("towers", [])
-    rows = [one for one in towers if isinstance(one, dict)] if isinstance(towers, list) else []
-    fields = [one for one in rows if one.get("kind") == "voxels"]
-    for one in fields:
-        if "coarse" in one:
+    rows = [row for row in towers if isinstance(row, dict)] if isinstance(towers, list) else []
+    fields = [tower for tower in rows if tower.get("kind") == "voxels"]
+    for field in fields:
+        if "coarse" in field:
             raise UserError(
-                f"The field {one.get('name', '')!r} has `coarse`, and is trained in one stage.",
+                f"The field {field.get('name', '')!r} has `coarse`, and is trained in one stage.",
                 why="between two stages a field changes its shape, and the tasks beside it would be planned anew then",
                 do='leave `coarse` out; a scene alone (model.kind = "voxels") is trained in two',
             )

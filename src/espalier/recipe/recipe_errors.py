@@ -44,12 +44,12 @@ def refuse_unknown(table: Mapping[str, Any], kind: Any, origin: str, path: tuple
         return
     hints = get_type_hints(struct)
     for key, value in table.items():
-        here = (*path, key)
+        inner = (*path, key)
         if key not in hints and not (key == "kind" and struct.__struct_config__.tag is not None):
-            raise _misplaced(key, structs, origin, path) or _unknown(here, struct, origin)
+            raise _misplaced(key, structs, origin, path) or _unknown(inner, struct, origin)
         for item in value if isinstance(value, list) else [value]:
             if isinstance(item, dict) and key in hints:
-                refuse_unknown(item, hints[key], origin, here)
+                refuse_unknown(item, hints[key], origin, inner)
 
 
 def _chosen(structs: list[Any], table: Mapping[str, Any], origin: str, path: tuple[str, ...]) -> Any:
@@ -106,17 +106,17 @@ def invalid(error: msgspec.ValidationError, table: Table, origin: str, overridde
     text, _, where = str(error).partition(" - at `$")
     where = where.rstrip("`")
     key = where.lstrip(".").replace("[...]", "").replace("[0]", "")
-    if any(f"{key}.".startswith(f"{one}.") for one in overridden):
+    if any(f"{key}.".startswith(f"{override}.") for override in overridden):
         origin = "on the command line"
     text = text.replace(" | null", "").replace("Object missing required field", "The recipe lacks the key")
-    found = re.fullmatch(r"Invalid enum value '(.*)'", text, re.DOTALL)
-    choices = _choices(key.split(".")) if found else []
-    if found and choices:
-        known = SAME.get(found[1]) or INSTEAD.get(found[1])
-        near = known if known in choices else nearest(found[1], choices)
-        missing = f"training in {found[1]} is not there yet; " if known in choices and found[1] in INSTEAD else ""
+    match = re.fullmatch(r"Invalid enum value '(.*)'", text, re.DOTALL)
+    choices = _choices(key.split(".")) if match else []
+    if match and choices:
+        known = SAME.get(match[1]) or INSTEAD.get(match[1])
+        near = known if known in choices else nearest(match[1], choices)
+        missing = f"training in {match[1]} is not there yet; " if known in choices and match[1] in INSTEAD else ""
         why, do = f"{missing}the choices are {', '.join(choices)}", f'{key} = "{near}"' if near else ""
-        return UserError(f"{origin}: {key} = {found[1]!r} is not a choice.", why=why, do=do)
+        return UserError(f"{origin}: {key} = {match[1]!r} is not a choice.", why=why, do=do)
     expected, got, _ = text.partition(", got ")
     value = _at(table, where)
     if expected.startswith("Expected ") and got and value is not None:

@@ -33,8 +33,10 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> config.Recipe:
 
 def plain_name(text: str) -> str:
     """The name nearest to `text` that a run can have: it stands in paths, scripts, pages and on terminals."""
-    kept = "".join(one if unicodedata.category(one)[0] in "LMN" or one in "-_. " else "-" for one in text)
-    return kept.encode()[:LONGEST_NAME].decode(errors="ignore").lstrip("-. ").rstrip(" ") or "run"
+    allowed = "".join(
+        letter if unicodedata.category(letter)[0] in "LMN" or letter in "-_. " else "-" for letter in text
+    )
+    return allowed.encode()[:LONGEST_NAME].decode(errors="ignore").lstrip("-. ").rstrip(" ") or "run"
 
 
 def from_table(table: Table, origin: str = "recipe", overrides: Sequence[str] = ()) -> config.Recipe:
@@ -48,9 +50,9 @@ def _recipe(table: Table, origin: str, overridden: Sequence[str]) -> config.Reci
     try:
         return msgspec.convert(table, config.Recipe, strict=True)
     except msgspec.ValidationError as error:
-        found = error
+        invalid = error
     recipe_errors.refuse_unknown(table, config.Recipe, origin)  # says more of a key that nothing has
-    raise recipe_errors.invalid(found, table, origin, overridden)
+    raise recipe_errors.invalid(invalid, table, origin, overridden)
 
 
 def to_table(recipe: config.Recipe) -> Table:
@@ -116,9 +118,9 @@ def _read(file: Path) -> Table:
 def _overridden(table: Table, overrides: Sequence[str]) -> list[str]:
     """Applies the overrides to `table`; their keys. A size named there takes the place of the one in the file."""
     keys = [_override(table, override) for override in overrides]
-    for one, other in (("depth", "shape"), ("shape", "depth")):
+    for field, other in (("depth", "shape"), ("shape", "depth")):
         model = table.get("model")
-        if isinstance(model, dict) and f"model.{one}" in keys and f"model.{other}" not in keys:
+        if isinstance(model, dict) and f"model.{field}" in keys and f"model.{other}" not in keys:
             model.pop(other, None)
     return keys
 
@@ -139,10 +141,10 @@ def _override(table: Table, text: str) -> str:
         if not isinstance(child, dict) and not (isinstance(child, list) and _named(child, following) is not None):
             raise _no_such_part(key.strip(), taken, child)
         node = child
-    found = _value(value.strip())
+    parsed = _value(value.strip())
     if not isinstance(node, list):
-        node[parts[-1]] = found
-    elif found == "none":
+        node[parts[-1]] = parsed
+    elif parsed == "none":
         node.remove(_named(node, parts[-1]))
     else:
         raise UserError(f"{key.strip()} is a table.", do=f"{key.strip()}.KEY=value, or {key.strip()}=none without it")
@@ -151,14 +153,14 @@ def _override(table: Table, text: str) -> str:
 
 def _named(tables: Sequence[Any], name: str) -> Any:
     """The one of several tables with that name; None: there is none."""
-    return next((one for one in tables if isinstance(one, dict) and one.get("name") == name), None)
+    return next((table for table in tables if isinstance(table, dict) and table.get("name") == name), None)
 
 
 def _no_such_part(key: str, taken: str, value: Any) -> UserError:
     what = f"{key} cannot be set: {taken} has no such part."
     if not isinstance(value, list):
         return UserError(what, why="it is a value, not a table")
-    names = [one["name"] for one in value if isinstance(one, dict) and isinstance(one.get("name"), str)]
+    names = [item["name"] for item in value if isinstance(item, dict) and isinstance(item.get("name"), str)]
     do = f"{taken}.{names[0]}.KEY=value" if names else ""
     return UserError(what, why=f"it stands for several tables{': ' if names else ''}{', '.join(names)}", do=do)
 

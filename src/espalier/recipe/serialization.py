@@ -156,10 +156,10 @@ _decode = _DECODER.decode
 def _dtype(name: str) -> Any:
     import torch
 
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is no dtype")
-    return found
+    return dtype
 
 
 def _tensor(data: memoryview) -> Any:

@@ -18,7 +18,7 @@ _CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e
 
 def visible(text: str) -> str:
     r"""`text` with its control characters as escapes (`\x1b`); tabs and line ends stay."""
-    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+    return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def say(text: str = "", *, file: TextIO | None = None, flush: bool = False) -> None:
@@ -37,13 +37,13 @@ def columns() -> int | None:
 def line(text: str, hang: int = 4) -> None:
     """One line; on a terminal wrapped to its width, what follows the first line `hang` columns in, and what stands
     between ⟦ and ⟧ in green."""
-    told = "\n".join(wrapped(visible(text), columns(), hang))
-    sys.stdout.write((green(told) if sys.stdout.isatty() else told) + "\n")
+    shown = "\n".join(wrapped(visible(text), columns(), hang))
+    sys.stdout.write((green(shown) if sys.stdout.isatty() else shown) + "\n")
 
 
 def green(text: str) -> str:
     """`text` that is `visible` already, with what stands between ⟦ and ⟧ in green."""
-    return re.sub("⟦[^⟧]*⟧?", lambda found: f"\x1b[32m{found[0]}\x1b[0m", text)
+    return re.sub("⟦[^⟧]*⟧?", lambda match: f"\x1b[32m{match[0]}\x1b[0m", text)
 
 
 def rows(head: Sequence[str], body: Sequence[Sequence[str]], cut: bool = False) -> None:

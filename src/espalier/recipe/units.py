@@ -87,10 +87,10 @@ def _parse(text: str | float, units: dict[str, float], where: str, example: str)
         if not 0 <= text < math.inf:
             raise UserError(f"{where} is not a quantity: {text}.", do=f'write it like "{example}"')
         return float(text)
-    found = _NUMBER.match(str(text))
-    if not found:
+    match = _NUMBER.match(str(text))
+    if not match:
         raise UserError(f"{where} is not a quantity: {text!r}.", do=f'write it like "{example}"')
-    number, unit = float(found[1].replace("_", "")), found[2]
+    number, unit = float(match[1].replace("_", "")), match[2]
     if unit == "" and "s" in units:
         return number
     if unit == "":

@@ -61,14 +61,14 @@ def check(recipe: config.Recipe) -> None:
                     raise UserError(
                         f"{key} = {value} is not possible.", why=f"it has to be {words}", do=f"correct {key}"
                     )
-    own = model_kinds.of(recipe.model)
+    model_kind = model_kinds.of(recipe.model)
     for kind in model_kinds.KINDS:
-        for section in () if kind is own else kind.sections:
+        for section in () if kind is model_kind else kind.sections:
             if getattr(recipe, section) is not None and not (section == "store" and _of_states(recipe.store)):
                 *first, last = (f'"{tag}"' for tag in kind.tags)
                 tags = f"{', '.join(first)} or {last}" if first else last
                 raise UserError(f"[{section}] belongs to {kind.name}.", do=f"model.kind = {tags}")
-    own.check(recipe)
+    model_kind.check(recipe)
     _batch(recipe.train)
     _places(recipe)
     _start(recipe.name, recipe.launch)

@@ -62,7 +62,7 @@ def attention_aggregate(
                 do="as many heads as features have",
             )
         if tensor.dtype != features.dtype:
-            kinds = (str(one.dtype).removeprefix("torch.") for one in (tensor, features))
+            kinds = (str(values.dtype).removeprefix("torch.") for values in (tensor, features))
             raise UserError(f"{name} is {next(kinds)}, features are {next(kinds)}.", do=f"{name}.to(features.dtype)")
     return graph_attention(adjacency, features, scores, slope, keep)
 
@@ -98,13 +98,13 @@ class _Attention(torch.autograd.Function):
         features, target, source = features.contiguous(), target.contiguous(), source.contiguous()
         slope, keep = how
         ctx.adjacency, ctx.slope = adjacency, float(slope)
-        kept = features.new_empty(0) if keep is None else keep.contiguous()
+        mask = features.new_empty(0) if keep is None else keep.contiguous()
         out = BUFFERS.empty((adjacency.shape[0], *features.shape[1:]), features.dtype)
         logs = target.new_empty(target.shape)
         where = (adjacency.indptr, adjacency.indices, adjacency.cuts)
-        scores = (target.view(-1), source.view(-1), kept.view(-1))
+        scores = (target.view(-1), source.view(-1), mask.view(-1))
         sddmm_kernels.attend(out.flatten(1), logs, *where, features.flatten(1), *scores, ctx.slope)
-        ctx.save_for_backward(features, target, source, kept, out, logs)
+        ctx.save_for_backward(features, target, source, mask, out, logs)
         return out
 
     @staticmethod
@@ -112,14 +112,14 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, Tensor, Tensor, None]:
         from espalier.sparse import sddmm_kernels
 
-        features, target, source, kept, out, logs = ctx.saved_tensors
+        features, target, source, mask, out, logs = ctx.saved_tensors
         gradient = gradients[0].contiguous()
         pattern, order = ctx.adjacency.transpose
         weighted = (gradient * out).sum(-1)  # Σ share·dshare of a row, as one dot product
         dfeatures, dsource = BUFFERS.empty(tuple(features.shape), features.dtype), torch.empty_like(source)
         dscores = BUFFERS.empty((ctx.adjacency.entries, target.shape[1]), target.dtype)
         where = (pattern.indptr, pattern.indices, order, pattern.cuts)
-        known = (one.view(-1) for one in (target, source, kept, logs, weighted, gradient))
+        known = (tensor.view(-1) for tensor in (target, source, mask, logs, weighted, gradient))
         made = (dfeatures.flatten(1), dsource.view(-1), dscores.view(-1))
         sddmm_kernels.attend_backward(*made, *where, features.flatten(1), *known, ctx.slope)
         dtarget = torch.empty_like(target)

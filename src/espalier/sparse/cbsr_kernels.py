@@ -17,7 +17,7 @@ _SIGNATURES = (
 @jit(*_SIGNATURES, parallel=True)
 def scatter_rows(y, indptr, indices, weights, values, columns, cuts):  # type: ignore[no-untyped-def]
     """y = A·X for an X with `values` at `columns` [nodes, k]; empty `weights` stand for ones."""
-    kept = values.shape[1]
+    width = values.shape[1]
     for piece in numba.prange(len(cuts) - 1):
         for i in range(cuts[piece], cuts[piece + 1]):
             for f in range(y.shape[1]):
@@ -25,10 +25,10 @@ def scatter_rows(y, indptr, indices, weights, values, columns, cuts):  # type: i
             for e in range(indptr[i], indptr[i + 1]):
                 c = indices[e]
                 if len(weights):
-                    for j in range(kept):
+                    for j in range(width):
                         y[i, columns[c, j]] += weights[e] * values[c, j]
                 else:
-                    for j in range(kept):
+                    for j in range(width):
                         y[i, columns[c, j]] += values[c, j]
 
 
@@ -39,7 +39,7 @@ def gather_rows(dvalues, indptr, indices, weights, gradient, columns, cuts):  # 
     A piece is the nodes `cuts[p]` to `cuts[p + 1]`, and walks through the entries of all rows that name them: so the
     gradient is read once through for each piece, and what is read and written at random stays in second-level cache.
     """
-    kept = dvalues.shape[1]
+    width = dvalues.shape[1]
     for piece in numba.prange(len(cuts) - 1):
         lowest, highest = cuts[piece], cuts[piece + 1]
         for i in range(len(indptr) - 1):
@@ -53,9 +53,9 @@ def gather_rows(dvalues, indptr, indices, weights, gradient, columns, cuts):  # 
             while e < indptr[i + 1] and indices[e] < highest:
                 c = indices[e]
                 if len(weights):
-                    for j in range(kept):
+                    for j in range(width):
                         dvalues[c, j] += weights[e] * gradient[i, columns[c, j]]
                 else:
-                    for j in range(kept):
+                    for j in range(width):
                         dvalues[c, j] += gradient[i, columns[c, j]]
                 e += 1

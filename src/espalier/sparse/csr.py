@@ -93,8 +93,8 @@ class CSR:
         _check_ids(row, shape[0], "a target of edges")
         values = None if values is None else _values(values, edges.shape[1])
         order = torch.argsort(row * shape[1] + column, stable=True)
-        kept = None if values is None else values[order]
-        matrix = cls(_offsets(row, shape[0]), column[order].int(), (int(shape[0]), int(shape[1])), kept)
+        ordered_values = None if values is None else values[order]
+        matrix = cls(_offsets(row, shape[0]), column[order].int(), (int(shape[0]), int(shape[1])), ordered_values)
         return matrix.coalesced()
 
     @classmethod
@@ -369,23 +369,25 @@ def matmul(
     Raises UserError: sizes that do not fit, numbers that are not real floats, `values` for a CBM.
     """
     rows, columns = adjacency.shape
-    for name, one in (("x", x), ("values", values)):
-        if one is not None and not isinstance(one, Tensor):
-            raise UserError(f"{name} is {type(one).__name__}.", why="a product takes tensors", do="torch.as_tensor(…)")
+    for name, operand in (("x", x), ("values", values)):
+        if operand is not None and not isinstance(operand, Tensor):
+            raise UserError(
+                f"{name} is {type(operand).__name__}.", why="a product takes tensors", do="torch.as_tensor(…)"
+            )
     if x.dim() == 0 or x.shape[0] != columns:
         raise UserError(
             f"x has shape {tuple(x.shape)}.",
             why=f"a matrix {rows} x {columns} needs [{columns}, ...]",
             do="one row of x for each column of the matrix",
         )
-    for name, one in (("x", x), ("values", values)):
-        if one is not None and not one.is_floating_point():
-            raise UserError(f"{name} is of type {str(one.dtype).removeprefix('torch.')}.", do=f"{name}.float()")
+    for name, operand in (("x", x), ("values", values)):
+        if operand is not None and not operand.is_floating_point():
+            raise UserError(f"{name} is of type {str(operand.dtype).removeprefix('torch.')}.", do=f"{name}.float()")
     if not isinstance(adjacency, CSR):
         if values is not None:
             raise UserError("A CBM has no values of its own to replace.", do="use the CSR matrix: cbm.to_csr()")
-        found = adjacency.product(x)
-        return found if start is None else found + start
+        product = adjacency.product(x)
+        return product if start is None else product + start
     if values is not None and values.shape != (adjacency.entries,):
         raise UserError(
             f"values has shape {tuple(values.shape)}.",
@@ -414,7 +416,7 @@ def shaped_as(x: Tensor, y: Tensor) -> Tensor:
 
 def needs_gradient(*tensors: Tensor | None) -> bool:
     """Whether autograd has to see what is done with them: its bookkeeping takes as long as a small product's tenth."""
-    return torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors)
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 @operation("csr_matmul")
@@ -423,8 +425,8 @@ def csr_matmul(adjacency: CSR, x: Tensor, values: Tensor | None, start: Tensor |
     messages = x[adjacency.indices.long()]
     if values is not None:
         messages = messages * values[:, None]
-    found = x.new_zeros(adjacency.shape[0], x.shape[1]).index_add(0, adjacency.rows, messages)
-    return found if start is None else found + start
+    product = x.new_zeros(adjacency.shape[0], x.shape[1]).index_add(0, adjacency.rows, messages)
+    return product if start is None else product + start
 
 
 @csr_matmul.fast("cpu", wins=lambda adjacency, x, *_: adjacency.entries > 0 and x.shape[1] > 0)

@@ -72,7 +72,7 @@ def _measured(adjacency: CSR, width: int, others: dict[str, Callable[[], Tensor]
     x = torch.rand(adjacency.shape[1], width, generator=torch.Generator().manual_seed(0)).requires_grad_()
     runs: dict[str, Callable[[], Tensor]] = {name: _product(matrix, x) for name, matrix in matrices.items()}
     seconds = _interleaved({**runs, **others})
-    name: Any = min(seconds, key=lambda one: seconds[one] * (1.0 if one == "csr" else MARGIN))
+    name: Any = min(seconds, key=lambda candidate: seconds[candidate] * (1.0 if candidate == "csr" else MARGIN))
     return FormatChoice(name, matrices.get(name, adjacency), seconds)
 
 

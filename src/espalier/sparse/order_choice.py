@@ -82,24 +82,24 @@ def order(graph: Any, for_: str = "spmm") -> NodeOrder:
     indptr, indices = _arrays(graph)
     pattern, purpose = Pattern.of(indptr, indices), PURPOSES[for_]
     before = _count(pattern, np.arange(pattern.nodes, dtype=np.uint32), purpose)
-    found = trace(pattern)
-    share = found.width / max(1, pattern.nodes)
-    method, permutation = "rcm++", np.ascontiguousarray(found.permutation)
+    traversal = trace(pattern)
+    share = traversal.width / max(1, pattern.nodes)
+    method, permutation = "rcm++", np.ascontiguousarray(traversal.permutation)
     after = _count(pattern, permutation, purpose)
-    said = f"the widest level of a traversal holds {share:.1%} of the nodes"
+    why = f"the widest level of a traversal holds {share:.1%} of the nodes"
     if share > SMALL_WORLD:
         parts = min(MOST_PARTS, max(1, pattern.nodes // max(purpose.window, 256)))
         other = grouped(pattern, permutation, parts)
         counted = _count(pattern, other, purpose)
         if counted < after:
             method, permutation, after = "clusters", other, counted
-        said += ", so there is no narrow band; parts with few edges between them were tried"
+        why += ", so there is no narrow band; parts with few edges between them were tried"
     gain = predicted(pattern, before, after, for_)
     counts = f"{before:,} {purpose.unit} become {after:,}, predicted gain {gain:.2f}"
     if gain < LEAST_GAIN:
-        return NodeOrder("none", None, f"{said}; {counts} is below {LEAST_GAIN}", 1.0, before, before, purpose.unit)
+        return NodeOrder("none", None, f"{why}; {counts} is below {LEAST_GAIN}", 1.0, before, before, purpose.unit)
     named: Literal["rcm++", "clusters"] = "clusters" if method == "clusters" else "rcm++"
-    return NodeOrder(named, like(permutation, indices), f"{said}; {counts}", gain, before, after, purpose.unit)
+    return NodeOrder(named, like(permutation, indices), f"{why}; {counts}", gain, before, after, purpose.unit)
 
 
 def predicted(pattern: Pattern, before: int, after: int, for_: str) -> float:

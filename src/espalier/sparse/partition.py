@@ -79,9 +79,9 @@ def clusters_of(
     if shares is not None and max(shares) <= (1 + SLACK) * min(shares):
         shares = None
     if installed():
-        found = by_metis(pattern, parts, shares, volume=volume, begin=begin)
-        if shares is None or _as_wanted(found, parts, shares):
-            return found
+        labels = by_metis(pattern, parts, shares, volume=volume, begin=begin)
+        if shares is None or _as_wanted(labels, parts, shares):
+            return labels
     return by_sweeps(pattern, parts, shares, begin)
 
 
@@ -105,7 +105,7 @@ def by_metis(
 
     matrix = symmetric(pattern)
     rows = pymetis.CSRAdjacency(matrix.indptr, matrix.indices)
-    weights = None if shares is None else [one / sum(shares) for one in shares]
+    weights = None if shares is None else [share / sum(shares) for share in shares]
 
     def found(aim: int, recursive: bool) -> np.ndarray:
         options = pymetis.Options(seed=1, objtype=int(aim))
@@ -136,8 +136,8 @@ def by_sweeps(
     for sweep in range(SWEEPS):
         begin(f"sweep {sweep + 1} of {SWEEPS}", sweep + 1, SWEEPS + 1)
         labels = _moved(matrix, labels, (least_room, room), sweep)
-        if (found := cut(matrix, labels)) < least:
-            best, least = labels, found
+        if (crossings := cut(matrix, labels)) < least:
+            best, least = labels, crossings
     return best
 
 
@@ -176,9 +176,9 @@ def _moved(
     ids = np.arange(nodes)
     members = sparse.csr_array((np.ones(nodes, np.float32), labels, np.arange(nodes + 1)), shape=(nodes, parts))
     near = sparse.csr_array(matrix @ members)  # [nodes, parts]: neighbours in each part
-    own = np.asarray(near[ids, labels]).ravel()
+    own_weight = np.asarray(near[ids, labels]).ravel()
     wanted = np.asarray(near.argmax(axis=1)).ravel()
-    eager = np.asarray(near.max(axis=1).todense()).ravel() - own
+    eager = np.asarray(near.max(axis=1).todense()).ravel() - own_weight
     movers = np.flatnonzero((eager > 0) & ((ids * 0x9E3779B1 >> 16) + sweep & 1 == 0))
     movers = movers[np.lexsort((movers, -eager[movers], wanted[movers]))]
     target = wanted[movers]

@@ -106,12 +106,12 @@ def _edge_gradients(lanes: Lanes, slope: Any) -> None:
     edge's score; `share` holds <gradient, x> by head before."""
     score, steep = lanes.rectified(lanes.plus(lanes.read(3), lanes.read(4)), slope)
     share = power_of_e(lanes.builder, lanes.minus(score, lanes.read(5)))
-    kept = lanes.read(7)
-    dscore = lanes.times(share, lanes.minus(lanes.times(kept, lanes.read(0)), lanes.read(6)))
+    factor = lanes.read(7)
+    dscore = lanes.times(share, lanes.minus(lanes.times(factor, lanes.read(0)), lanes.read(6)))
     dscore = lanes.times(dscore, steep)
     lanes.write(1, dscore)
     lanes.write(2, lanes.plus(lanes.read(2), dscore))
-    lanes.write(0, lanes.times(share, kept))
+    lanes.write(0, lanes.times(share, factor))
 
 
 _SCORES, POWERS_EACH, _GRADIENTS = lanewise(4, _edge_scores), lanewise(3, _powers_each), lanewise(8, _edge_gradients)
@@ -129,7 +129,7 @@ def attend(out, logs, indptr, indices, cuts, x, target, source, keep, slope):  #
     x [columns, heads · width]; target [rows · heads]; source [columns · heads]; keep is empty or [entries · heads].
     """
     heads = np.int64(logs.shape[1])
-    width, zero, one = np.int64(x.shape[1] // heads), np.int64(0), x.dtype.type(1)
+    width, zero, unit = np.int64(x.shape[1] // heads), np.int64(0), x.dtype.type(1)
     flat, sums = x.reshape(-1), out.reshape(-1)
     for piece in numba.prange(len(cuts) - 1):
         shares = np.empty(longest(indptr, cuts[piece], cuts[piece + 1]) * heads, x.dtype)
@@ -147,7 +147,7 @@ def attend(out, logs, indptr, indices, cuts, x, target, source, keep, slope):  #
                 POWERS_EACH(heads, shares, e * heads, highest, zero, total, zero)
             for h in range(heads):
                 logs[i, h] = highest[h] + np.log(total[h])
-                total[h] = one / total[h]
+                total[h] = unit / total[h]
             for e in range(degree):
                 at = np.int64(indices[start + e]) * heads
                 for h in range(heads):

@@ -84,15 +84,15 @@ def tiles(width: int, element_bytes: int) -> Any:
     lanes = VECTOR // element_bytes
     if width < lanes:
         return np.array([[0, 0, width]], dtype=np.int64)
-    found, column = [], 0
+    spans, column = [], 0
     while column < width:
         left = width - column
         closing = [size for size in SIZES if size * lanes >= left and size * lanes <= width]
         size = min(closing) if closing else max(size for size in SIZES if size * lanes <= left)
         column = min(column, width - size * lanes)
-        found.append([column, size, 0])
+        spans.append([column, size, 0])
         column += size * lanes
-    return np.array(found, dtype=np.int64)
+    return np.array(spans, dtype=np.int64)
 
 
 @jit(

@@ -38,11 +38,11 @@ class Budget:
         with self._lock:
             if size > self.free:
                 least = -(-(self._taken.total() + size) // 2**20)
-                held = ", ".join(f"{name} {show_size(count)}" for name, count in self.taken.items())
+                taken = ", ".join(f"{name} {show_size(count)}" for name, count in self.taken.items())
                 raise UserError(
                     f"{self.option} = {show_size(self.size)} is too small: {what} takes {show_size(size)}, and "
                     f"{show_size(self.free)} is free.",
-                    why=f"taken already: {held}" if held else "",
+                    why=f"taken already: {taken}" if taken else "",
                     do=f'{self.option} = "{least}MiB"',
                 )
             self._taken[what] += size

@@ -90,14 +90,14 @@ def aligned(size: int) -> Tensor:
             why="the machine has no more, or a limit of the process (`ulimit -v`) is reached",
             do="lower the memory that the store may take, or raise the limit",
         ) from None
-    found = torch.frombuffer(memory, dtype=torch.uint8)
+    buffer = torch.frombuffer(memory, dtype=torch.uint8)
     if size < HUGE:
-        return found
-    begin, whole = -found.data_ptr() % HUGE, pages(size) // HUGE * HUGE
+        return buffer
+    begin, whole = -buffer.data_ptr() % HUGE, pages(size) // HUGE * HUGE
     with suppress(OSError, AttributeError):  # a kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE, begin, whole)
         memory.madvise(mmap.MADV_NOHUGEPAGE, begin + whole)  # the last would take more than was asked for
-    return found[begin:][: pages(size)]
+    return buffer[begin:][: pages(size)]
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -125,8 +125,8 @@ def check_room(folder: Path, size: int, what: str) -> None:
 def reserve(file: int, size: int) -> None:
     """Allocates `size` bytes from the start of the open `file`. Raises OSError where the disk has fewer, and takes
     nothing then, not even for a moment, from other programs that write there."""
-    found = os.fstatvfs(file)
-    if size > found.f_bavail * found.f_frsize:
+    filesystem = os.fstatvfs(file)
+    if size > filesystem.f_bavail * filesystem.f_frsize:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     os.posix_fallocate(file, 0, size)
 
@@ -205,11 +205,11 @@ class DirectFile(Closing):
         begin = (offset + at) % PAGE
         count = min(len(view) - at, BLOCK - begin)
         scratch = _scratch(begin + count)
-        found = self._read(scratch[: pages(begin + count)], offset + at - begin) - begin
-        if found < min(count, needed - at):
+        count_read = self._read(scratch[: pages(begin + count)], offset + at - begin) - begin
+        if count_read < min(count, needed - at):
             raise self._short(offset, needed)
-        found = max(0, min(found, count))
-        view[at : at + found] = scratch[begin : begin + found]
+        count_read = max(0, min(count_read, count))
+        view[at : at + count_read] = scratch[begin : begin + count_read]
         return at + count
 
     def _read(self, view: memoryview, offset: int) -> int:
@@ -345,9 +345,9 @@ class StripedFile(Closing):
         begin = np.maximum(offset[run], piece * STRIPE)
         end = np.minimum((offset + size)[run], (piece + 1) * STRIPE)
         row, number = np.divmod(piece, len(self.files))
-        found = np.stack([row * STRIPE + begin % STRIPE, end - begin, place[run] + begin - offset[run]], axis=1)
+        pieces = np.stack([row * STRIPE + begin % STRIPE, end - begin, place[run] + begin - offset[run]], axis=1)
         for disk, file in enumerate(self.files):
-            yield file, np.ascontiguousarray(found[number == disk])
+            yield file, np.ascontiguousarray(pieces[number == disk])
 
     def read_into(self, buffer: Tensor, offset: int, needed: int | None = None) -> None:
         """See File."""
@@ -398,14 +398,14 @@ def _scratch(size: int) -> memoryview:
     if size > getattr(_threads, "size", 0):
         _threads.memory = aligned(max(16 * PAGE, 1 << (size - 1).bit_length()))
         _threads.scratch, _threads.size = bytes_of(_threads.memory), len(_threads.memory)
-    found: memoryview = _threads.scratch
-    return found
+    scratch: memoryview = _threads.scratch
+    return scratch
 
 
 def _free(path: Path) -> int:
     """Bytes that this user may still write on the disk of `path`."""
-    found = os.statvfs(path if path.exists() else path.parent)
-    return found.f_bavail * found.f_frsize
+    filesystem = os.statvfs(path if path.exists() else path.parent)
+    return filesystem.f_bavail * filesystem.f_frsize
 
 
 def _full(path: Path, missing: int, why: str) -> DiskFull:

@@ -149,8 +149,8 @@ class ExtentFiller(Closing):
         self._writes.append((write, len(memory)))
         self._waiting += len(memory)
         while self._waiting > self._in_flight:
-            first, held = self._writes.popleft()
-            self._waiting -= held
+            first, written = self._writes.popleft()
+            self._waiting -= written
             first.result()
         return write
 

@@ -82,13 +82,15 @@ class ExtentFile(Closing):
     def __init__(self, where: Where, remedy: str = "") -> None:
         self.path, self.remedy = first_path(where), remedy
         self._file = open_file(where, "read")
-        found, whole = read_index(self.path, remedy)
+        extents, whole = read_index(self.path, remedy)
         index = index_path(self.path)
         if remedy and whole != index.stat().st_size:
             raise DamagedExtent(
-                f"{index} is damaged after its first {len(found):,} extents.", why=f"from byte {whole:,} on", do=remedy
+                f"{index} is damaged after its first {len(extents):,} extents.",
+                why=f"from byte {whole:,} on",
+                do=remedy,
             )
-        self._index = {extent.name: extent for extent in found}
+        self._index = {extent.name: extent for extent in extents}
 
     @property
     def index(self) -> Mapping[str, Extent]:
@@ -166,13 +168,13 @@ class ExtentFile(Closing):
 
     def damaged(self) -> list[str]:
         """Reads everything; names of the extents that do not hold what was written."""
-        found = []
+        names = []
         for name in self:
             try:
                 self.read(name)
             except DamagedExtent:
-                found.append(name)
-        return found
+                names.append(name)
+        return names
 
     def close(self) -> None:
         """Closes the file."""
@@ -195,19 +197,19 @@ class ExtentWriter(Closing):
         self.extents: dict[str, Extent] = {}
         self._fresh: list[Extent] = []
         there = all(path.exists() for path in (self._index, *all_paths(where)))
-        found, whole = read_index(self.path) if resume and there else ([], 0)
+        extents, whole = read_index(self.path) if resume and there else ([], 0)
         if not whole:
             with suppress(FileNotFoundError):
                 self._index.unlink()  # before the data, which it would describe wrongly
         self._file = open_file(where, "write" if whole else "create")
-        while found and found[-1].end > self._file.size:
-            found.pop()  # the index reached the disk and the data did not: a power failure without a working flush
-        self.extents = {extent.name: extent for extent in found}
-        self._end = max((extent.end for extent in found), default=0)
+        while extents and extents[-1].end > self._file.size:
+            extents.pop()  # the index reached the disk and the data did not: a power failure without a working flush
+        self.extents = {extent.name: extent for extent in extents}
+        self._end = max((extent.end for extent in extents), default=0)
         self._file.truncate(self._end)  # what a killed writer had not committed
         with DirectFile(self._index, "write" if whole else "create"):  # the same errors as those of the data
             self._log = open(self._index, "r+b", buffering=0)  # noqa: SIM115 - closed by close()
-        head = MAGIC + b"".join(_record(extent) for extent in found)
+        head = MAGIC + b"".join(_record(extent) for extent in extents)
         self._log.write(head)
         self._log.truncate()
         sync_folder(self.path.parent)
@@ -308,13 +310,13 @@ def read_index(path: Path, remedy: str = "") -> tuple[list[Extent], int]:
             return [], 0
         do = remedy or "name the file that an ExtentWriter has made"
         raise UserError(f"{index} is not the index of a container.", do=do)
-    found: list[Extent] = []
+    extents: list[Extent] = []
     at, decoder = len(MAGIC), msgspec.msgpack.Decoder(Extent)
     while at + _FRAME.size <= len(text):
         size, check = _FRAME.unpack_from(text, at)
         record = text[at + _FRAME.size : at + _FRAME.size + size]
         if len(record) < size or xxhash.xxh32_intdigest(record) != check:
             break
-        found.append(decoder.decode(record))
+        extents.append(decoder.decode(record))
         at += _FRAME.size + size
-    return found, at
+    return extents, at

@@ -90,21 +90,21 @@ class Generations(Closing):
 
     def _choose(self, headers: list[_Header]) -> None:
         """Uses the newest step that is whole."""
-        found: list[DamagedExtent] = []
+        damaged: list[DamagedExtent] = []
         for header in headers:
             self._use(header)
             try:
                 self._check_all()
             except DamagedExtent as error:
-                found.append(error)
+                damaged.append(error)
             else:
-                if found:
-                    self.restored = found[0].what
+                if damaged:
+                    self.restored = damaged[0].what
                     # in the place of the damaged step's header, so that it never comes back in force
                     self._write_header(header.changed(sequence=header.sequence + 1))
                 return
-        why = ", and ".join(str(error.why) for error in found) + "; no step is whole"
-        raise DamagedExtent(found[0].what, why=why, do="put back a copy of the file, or start a new run")
+        why = ", and ".join(str(error.why) for error in damaged) + "; no step is whole"
+        raise DamagedExtent(damaged[0].what, why=why, do="put back a copy of the file, or start a new run")
 
     def _check_all(self) -> None:
         for name, size in self._sizes.items():
@@ -164,7 +164,8 @@ class Generations(Closing):
         with self._lock:
             self.read_bytes += pages(size)
         if checksum(flat_bytes(buffer)[:size]) != expected:
-            raise damaged(self.path, name, f"its checksum does not match in step {self.step}", _GO_BACK)
+            step = f" in step {self.step}" if self.step >= 0 else ""
+            raise damaged(self.path, name, f"its checksum does not match{step}", _GO_BACK)
 
     def write(self, name: str, buffer: Tensor) -> None:
         """Writes the first bytes of `buffer` as `name`, in place of what was written since the last commit."""
@@ -201,7 +202,7 @@ class Generations(Closing):
     def revert(self) -> None:
         """Goes back to the step before the last one, which is there as long as nothing was written since its commit."""
         assert self._count > 1, "one generation is rewritten in place"
-        before = [one for one in self._layout.headers(self._file) if one.sequence == self._header.sequence - 1]
+        before = [header for header in self._layout.headers(self._file) if header.sequence == self._header.sequence - 1]
         if not before or not self._clean:
             raise UserError(f"{self.path} no longer holds the step before {self.step}.", do="restore a checkpoint")
         self._write_header(before[0].changed(sequence=self._header.sequence + 1))
@@ -239,19 +240,19 @@ class _Layout:
     def headers(self, file: File) -> list[_Header]:
         """The whole headers, newest first."""
         texts = [_framed(slot) for slot in self._slots(file)]
-        found = [msgspec.msgpack.decode(text, type=_Header) for text in texts if text is not None]
-        return sorted(found, key=lambda header: -header.sequence)
+        headers = [msgspec.msgpack.decode(text, type=_Header) for text in texts if text is not None]
+        return sorted(headers, key=lambda header: -header.sequence)
 
     def written(self, file: File) -> int:
         """How many headers were ever written."""
         return sum(any(slot) for slot in self._slots(file))
 
     def _slots(self, file: File) -> list[bytes]:
-        page, found = aligned(self._header_bytes), []
+        page, texts = aligned(self._header_bytes), []
         for slot in range(2):
             file.read_into(page, self.table_bytes + slot * self._header_bytes)
-            found.append(bytes(bytes_of(page)))
-        return found
+            texts.append(bytes(bytes_of(page)))
+        return texts
 
 
 def _read_table(path: Path, file: File) -> _Table:

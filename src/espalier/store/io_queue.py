@@ -133,9 +133,9 @@ class IoQueue(Closing):
         All are multiples of the page. Bytes of the file at `end` and beyond need not be there.
         """
         pieces = []
-        for part, own in file.split_runs(runs):
-            each = max(uring.DEPTH, -(-len(own) // 2)) if self.ring else max(1, -(-len(own) // self._most))
-            pieces += [(part, own[at : at + each], buffer, end) for at in range(0, len(own), each)]
+        for part, part_runs in file.split_runs(runs):
+            each = max(uring.DEPTH, -(-len(part_runs) // 2)) if self.ring else max(1, -(-len(part_runs) // self._most))
+            pieces += [(part, part_runs[at : at + each], buffer, end) for at in range(0, len(part_runs), each)]
         self._count(reads=len(runs), bytes_read=int(runs[:, 1].sum()))
         return self._start(self._reads, partial(_read_runs, self.ring), pieces)
 
@@ -235,9 +235,9 @@ def _read_runs(ring: bool, file: DirectFile, runs: NDArray[np.int64], buffer: Te
     from espalier.store.read_kernels import pread_runs
 
     missed = np.empty(len(runs), np.int64)
-    own = _own_ring() if ring else None
-    if own is not None:
-        count = own.read(file.fd, buffer.data_ptr(), runs, missed)
+    ring_of_thread = _own_ring() if ring else None
+    if ring_of_thread is not None:
+        count = ring_of_thread.read(file.fd, buffer.data_ptr(), runs, missed)
     else:
         count = pread_runs(file.fd, buffer.data_ptr(), runs, missed)
     flat = flat_bytes(buffer)
@@ -276,5 +276,5 @@ def _own_ring() -> uring.Ring | None:
             _threads.ring = uring.Ring()
         except OSError:
             return None
-    found: uring.Ring = _threads.ring
-    return found
+    thread_ring: uring.Ring = _threads.ring
+    return thread_ring

@@ -61,8 +61,8 @@ class Ring:
         """See `read_kernels.uring_runs`."""
         from espalier.store.read_kernels import uring_runs
 
-        found = uring_runs(self._fd, fd, base, runs, missed, self._shared, self._places, self._entries)
-        return int(found)
+        failed = uring_runs(self._fd, fd, base, runs, missed, self._shared, self._places, self._entries)
+        return int(failed)
 
     def close(self) -> None:
         """Ends the ring."""
@@ -85,8 +85,8 @@ def available() -> bool:
     with tempfile.TemporaryFile() as file:
         file.write(bytes(range(256)) * 4)
         file.flush()
-        found = np.zeros(1024, np.uint8)
+        content = np.zeros(1024, np.uint8)
         runs = np.array([[at, 256, at] for at in range(0, 1024, 256)])
-        failed = ring.read(file.fileno(), found.ctypes.data, runs, np.zeros(4, np.int64))
+        failed = ring.read(file.fileno(), content.ctypes.data, runs, np.zeros(4, np.int64))
         ring.close()
-        return failed == 0 and bool((found == np.arange(1024) % 256).all())
+        return failed == 0 and bool((content == np.arange(1024) % 256).all())

@@ -24,10 +24,10 @@ NEVER = np.iinfo(np.int64).max
 
 def next_uses(keys: Array, future: Sequence[Array]) -> Array:
     """int64 [keys]: the first of the `future` accesses that uses each key, `NEVER` where none does."""
-    found = np.full(len(keys), NEVER)
+    positions = np.full(len(keys), NEVER)
     for at in range(len(future) - 1, -1, -1):
-        found[np.isin(keys, future[at], assume_unique=True)] = at
-    return found
+        positions[np.isin(keys, future[at], assume_unique=True)] = at
+    return positions
 
 
 class PageCache:
@@ -45,10 +45,10 @@ class PageCache:
         if not len(self.keys):
             return np.zeros(len(keys), bool)
         at = np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)
-        held: NDArray[np.bool_] = self.keys[at] == keys
-        rows = torch.from_numpy(np.flatnonzero(held))
-        out.index_copy_(0, rows, self.pages[torch.from_numpy(self._slots[at[held]])])
-        return held
+        hit: NDArray[np.bool_] = self.keys[at] == keys
+        rows = torch.from_numpy(np.flatnonzero(hit))
+        out.index_copy_(0, rows, self.pages[torch.from_numpy(self._slots[at[hit]])])
+        return hit
 
     def keep(self, keys: Array, pages: Tensor, future: Sequence[Array]) -> None:
         """Decides what stays, now that all of `keys` (ascending) are in `pages` [keys, PAGE]; `future`: the keys of the
@@ -56,16 +56,16 @@ class PageCache:
         every = np.union1d(self.keys, keys)
         uses = next_uses(every, future)
         soon = np.argsort(uses, kind="stable")[: self.capacity]
-        kept = np.sort(every[soon[uses[soon] < NEVER]])
-        stays = np.isin(self.keys, kept, assume_unique=True)
+        kept_keys = np.sort(every[soon[uses[soon] < NEVER]])
+        stays = np.isin(self.keys, kept_keys, assume_unique=True)
         free = np.setdiff1d(np.arange(self.capacity), self._slots[stays])
-        fresh = kept[~np.isin(kept, self.keys, assume_unique=True)]
-        slots = np.empty(len(kept), np.int64)
-        new = np.isin(kept, fresh, assume_unique=True)
+        fresh = kept_keys[~np.isin(kept_keys, self.keys, assume_unique=True)]
+        slots = np.empty(len(kept_keys), np.int64)
+        new = np.isin(kept_keys, fresh, assume_unique=True)
         slots[~new], slots[new] = self._slots[stays], free[: len(fresh)]
         rows = torch.from_numpy(np.searchsorted(keys, fresh))
         self.pages.index_copy_(0, torch.from_numpy(slots[new]), pages[rows])
-        self.keys, self._slots = kept, slots
+        self.keys, self._slots = kept_keys, slots
 
 
 def pages_of(slots: Array, start: int, row_bytes: int) -> Array:

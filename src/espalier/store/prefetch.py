@@ -85,16 +85,16 @@ class Pipeline(Closing, Iterator[Any]):
         """The next result. Raises what a stage raised."""
         begun = time.perf_counter()
         try:
-            found = self._queues[-1].get()
+            item = self._queues[-1].get()
         except _Closed:
             raise StopIteration from None
         finally:
             self.stalled += time.perf_counter() - begun
-        if not isinstance(found, _End):
-            return found
+        if not isinstance(item, _End):
+            return item
         self.close()
-        if found.error is not None:
-            raise found.error
+        if item.error is not None:
+            raise item.error
         raise StopIteration
 
     def close(self) -> None:

@@ -24,15 +24,15 @@ def merge_rows(ids, order, start, offset, stride, size, longest, runs, places): 
     for at in range(rows):
         begin = offset + ids[order[start + at]] * stride
         first, behind = begin >> 12, ((begin + size - 1) >> 12) + 1
-        here = first if first > after else after  # the first page that is not read yet
-        fresh = behind - here
+        unread = first if first > after else after  # the first page that is not read yet
+        fresh = behind - unread
         if fresh > 0:
             if used + fresh > len(runs):
                 return at, count, used
-            if here == after and runs[count - 1, 1] + (fresh << 12) <= longest << 12:
+            if unread == after and runs[count - 1, 1] + (fresh << 12) <= longest << 12:
                 runs[count - 1, 1] += fresh << 12
             else:
-                runs[count, 0] = here << 12
+                runs[count, 0] = unread << 12
                 runs[count, 1] = fresh << 12
                 runs[count, 2] = used << 12
                 count += 1

@@ -77,8 +77,8 @@ class _Group:
         """Copies the rows from the pages in `buffer` to where they belong in `out`."""
         from espalier.store.row_kernels import scatter_rows
 
-        own = order[self.start : self.start + len(self.places)]
-        scatter_rows(buffer.data_ptr(), self.places, own, out.data_ptr(), out[0].nbytes)
+        group_order = order[self.start : self.start + len(self.places)]
+        scatter_rows(buffer.data_ptr(), self.places, group_order, out.data_ptr(), out[0].nbytes)
 
 
 class RowFile(base.Closing):

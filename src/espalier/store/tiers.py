@@ -127,13 +127,13 @@ class PageTier:
         """See Tier."""
         keys = self.keys(slots)
         out = buffer[: len(keys) * PAGE].view(-1, PAGE)
-        held = self.cache.take(keys, out)
-        missing = np.flatnonzero(~held)
+        cached = self.cache.take(keys, out)
+        missing = np.flatnonzero(~cached)
         reads = read_pages((self.queue, self.file.file), keys, missing, out)
 
         def wait() -> None:
-            for one in reads:
-                one.result()
+            for read in reads:
+                read.result()
             self.file.check_pages(self.extent, keys[missing], out, missing)
             if self.cache.capacity:
                 self.cache.keep(keys, out, self.future)

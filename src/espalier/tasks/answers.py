@@ -30,17 +30,21 @@ def answer(
     Raises UserError where there is no such sample, or no task goes on from text.
     """
     assert isinstance(model, Multitask)
-    names = [one.name for one in model.tasks]
+    names = [task.name for task in model.tasks]
     word, _, number = (asked or "").strip().partition(" ")
     wanted = [(names.index(word), number.strip() or "0")] if word in names else []
     if asked is None:
         wanted = [(task, "0") for task in range(len(names))]
     with torch.no_grad():
         if wanted:
-            found = [_of_sample(tasks, batches, model, task, number) for task, number in wanted]
-            return Answer(iter([f"{one['text']}\n" for one in found]), lambda: {"answers": found})
+            answers = [_of_sample(tasks, batches, model, task, number) for task, number in wanted]
+            return Answer(iter([f"{sample['text']}\n" for sample in answers]), lambda: {"answers": answers})
         assert asked is not None
-        writers = [k for k, one in enumerate(model.tasks) if one.loss == "next_token" and len(model.nodes(k)) == 2]
+        writers = [
+            k
+            for k, task_of_model in enumerate(model.tasks)
+            if task_of_model.loss == "next_token" and len(model.nodes(k)) == 2
+        ]
         if not writers or not asked:
             raise UserError(
                 f"{asked!r} is no task of this run.",
@@ -57,20 +61,20 @@ def _of_sample(
 ) -> dict[str, Any]:
     """What the task says of one held-out sample."""
     name, loss = model.tasks[task].name, model.tasks[task].loss
-    held = tasks[name].held_out
-    size = len(held.views) if isinstance(held, SceneRays) else length(held) if held is not None else 0
-    if held is None or not number.isdecimal() or int(number) >= size:
+    samples = tasks[name].held_out
+    size = len(samples.views) if isinstance(samples, SceneRays) else length(samples) if samples is not None else 0
+    if samples is None or not number.isdecimal() or int(number) >= size:
         raise UserError(f"{name} has no held-out sample {number!r}.", do=f"a number below {size}")
     at = int(number)
-    if isinstance(held, SceneRays):
-        return _rendered(model, task, held, at)
+    if isinstance(samples, SceneRays):
+        return _rendered(model, task, samples, at)
     first = min(at, max(0, size - batches[task]))
     indices = range(first, min(size, first + batches[task])) if loss == "contrastive" else range(at, at + 1)
     device = next(model.parameters())
-    fields = to_device(collated(held, indices), device.device, dtype=device.dtype)
+    fields = to_device(collated(samples, indices), device.device, dtype=device.dtype)
     if loss == "next_token":
         text = bytes(fields["text"][0].tolist())
-        begun, others = text[: len(text) // 2], {key: one for key, one in fields.items() if key != "text"}
+        begun, others = text[: len(text) // 2], {key: value for key, value in fields.items() if key != "text"}
         made = "".join(_written(model, task, begun, others, Sampling(tokens=len(text) - len(begun) - 1)))
         shown, right = begun.decode("utf-8", "replace"), text.decode("utf-8", "replace")
         return {"task": name, "sample": at, "begin": shown, "right": right, "text": f"{name} {at}: {shown}{made}"}
@@ -78,32 +82,33 @@ def _of_sample(
     if loss == "classes":
         scores = head.out[0](outputs[0][:, 0] if "nodes" in fields else outputs[0].mean(1))[0].softmax(-1)
         best, label = int(scores.argmax()), int(fields["label"][0])
-        told = f"{name} {at}: class {best} ({float(scores[best]):.0%}), labelled {label}"
-        return {"task": name, "sample": at, "class": best, "label": label, "share": float(scores[best]), "text": told}
-    one, other = head.compared(outputs)
-    picked = int((one[at - first] @ other.T).argmax()) + first
-    told = f"{name} {at}: of {len(one)} it picks {_named(fields, picked - first) or picked}"
-    told += ", which is right" if picked == at else f"; right is {_named(fields, at - first) or at}"
-    return {"task": name, "sample": at, "picked": picked, "among": len(one), "text": told}
+        words = f"{name} {at}: class {best} ({float(scores[best]):.0%}), labelled {label}"
+        return {"task": name, "sample": at, "class": best, "label": label, "share": float(scores[best]), "text": words}
+    first_side, other = head.compared(outputs)
+    picked = int((first_side[at - first] @ other.T).argmax()) + first
+    words = f"{name} {at}: of {len(first_side)} it picks {_named(fields, picked - first) or picked}"
+    words += ", which is right" if picked == at else f"; right is {_named(fields, at - first) or at}"
+    return {"task": name, "sample": at, "picked": picked, "among": len(first_side), "text": words}
 
 
-def _rendered(model: Multitask, task: int, held: SceneRays, at: int) -> dict[str, Any]:
+def _rendered(model: Multitask, task: int, held_out: SceneRays, at: int) -> dict[str, Any]:
     """A held-out view, written into a PNG file here, and how near it is to the truth."""
-    name, device, rays = model.tasks[task].name, next(model.parameters()), held.view(at)
+    name, device, rays = model.tasks[task].name, next(model.parameters()), held_out.view(at)
     parts = [
-        {key: one[start : start + CHUNK] for key, one in rays.items()} for start in range(0, len(rays["rays"]), CHUNK)
+        {key: field[start : start + CHUNK] for key, field in rays.items()}
+        for start in range(0, len(rays["rays"]), CHUNK)
     ]
     made = (_outputs(model, task, to_device(part, device.device, device.dtype))[0] for part in parts)
-    colours = torch.cat([one[:, 0, :3].cpu() for one in made])
+    colours = torch.cat([field[:, 0, :3].cpu() for field in made])
     file = f"{name}-{at}.png"
     try:
-        picture = byte(colours).view(held.scene.lens.height, held.scene.lens.width, 3)
+        picture = byte(colours).view(held_out.scene.lens.height, held_out.scene.lens.width, 3)
         Path(file).write_bytes(artifacts.encode(picture.numpy()))
     except OSError as error:
         raise UserError(f"{file} cannot be written: {error}.", do="another working directory") from None
     ratio = psnr(float((colours - rays["colour"]).square().mean()))
-    told = f"{name} {at}: {file}, PSNR {ratio:.2f} dB"
-    return {"task": name, "sample": at, "image": file, "psnr": ratio, "text": told}
+    text = f"{name} {at}: {file}, PSNR {ratio:.2f} dB"
+    return {"task": name, "sample": at, "image": file, "psnr": ratio, "text": text}
 
 
 def _named(fields: Fields, row: int) -> str:
@@ -125,8 +130,8 @@ def _written(
     model: Multitask, task: int, begun: bytes, others: Mapping[str, Tensor], sampling: Sampling
 ) -> Iterator[str]:
     """Pieces that follow `begun`. A window has a place less than in training, where the last one predicts nothing."""
-    own = model.tasks[task]
-    tower, head = cast("TowerModule", model.towers[own.towers[0]]), cast("Head", model.heads[own.name])
+    options = model.tasks[task]
+    tower, head = cast("TowerModule", model.towers[options.towers[0]]), cast("Head", model.heads[options.name])
     size, text = len(tower.places), bytearray(begun)
     generator = torch.Generator().manual_seed(sampling.seed)
     for _ in range(sampling.tokens):

@@ -39,7 +39,7 @@ def parts(model: Multitask, batches: Sequence[Mapping[str, Tensor]], measures: b
         return _parts(model, batches, measures)
 
     def apart(gate: measure.Gate, index: int) -> measure.Table:
-        return {"parts": [msgspec.to_builtins(one) for one in _parts(model, batches, measures)]}
+        return {"parts": [msgspec.to_builtins(part) for part in _parts(model, batches, measures)]}
 
     return msgspec.convert(measure.together(1, apart)[0]["parts"], tuple[PartCost, ...])
 
@@ -49,11 +49,11 @@ def _parts(model: Multitask, batches: Sequence[Mapping[str, Tensor]], measures: 
     torch.set_num_threads(1)
     try:
         known = [pair for task, fields in enumerate(batches) for pair in _of_task(model, task, fields)]
-        found = _measured(known) if measures else [part for part, _ in known]
+        parts = _measured(known) if measures else [part for part, _ in known]
     finally:
         torch.set_num_threads(threads)
         model.zero_grad(set_to_none=True)
-    return tuple(found)
+    return tuple(parts)
 
 
 def _measured(known: Sequence[tuple[PartCost, _Pass]]) -> list[PartCost]:
@@ -67,13 +67,16 @@ def _measured(known: Sequence[tuple[PartCost, _Pass]]) -> list[PartCost]:
                 back = pass_.backward(root)
                 if number:  # the first round warms up
                     taken.setdefault((part.key, rows), []).append((there, back))
-    found = []
+    measured = []
     for part, _ in known:
-        own = {rows: passes for (key, rows), passes in taken.items() if key == part.key}
-        seconds = {rows: statistics.median(map(sum, passes)) / part.operators for rows, passes in sorted(own.items())}
-        forward = statistics.median(there / (there + back) for there, back in own[part.rows])
-        found.append(replace(part, seconds=seconds, forward=forward))
-    return found
+        passes_by_rows = {rows: passes for (key, rows), passes in taken.items() if key == part.key}
+        seconds = {
+            rows: statistics.median(map(sum, passes)) / part.operators
+            for rows, passes in sorted(passes_by_rows.items())
+        }
+        forward = statistics.median(there / (there + back) for there, back in passes_by_rows[part.rows])
+        measured.append(replace(part, seconds=seconds, forward=forward))
+    return measured
 
 
 def rows_of(part: PartCost, share: int) -> int:
@@ -84,14 +87,14 @@ def rows_of(part: PartCost, share: int) -> int:
 def _of_task(model: Multitask, task: int, fields: Mapping[str, Tensor]) -> list[tuple[PartCost, _Pass]]:
     name, size = model.tasks[task].name, len(next(iter(fields.values())))
     outputs: dict[str, Tensor] = {}
-    found = []
+    passes = []
     for node in model.nodes(task):
         call = partial(model.compute, task, node.name, (0, node.operators))
         pass_ = _Pass(call, [outputs[need] for need in node.needs], fields)
         whole = node.name == HEAD and bool(model.heads[name].whole)
         module = model.heads[name] if node.name == HEAD else model.towers[node.name]
         unlike = whole or isinstance(module, FieldTower)  # rays cross more or less of a field
-        flops, kept = pass_.counted(size if unlike else min(COUNTED, size))
+        flops, saved = pass_.counted(size if unlike else min(COUNTED, size))
         output = 0.0
         if node.name != HEAD:
             with torch.no_grad():
@@ -108,15 +111,15 @@ def _of_task(model: Multitask, task: int, fields: Mapping[str, Tensor]) -> list[
             flops=3 * flops / node.operators,
             launches=LAUNCHES,
             parameters=_bytes(module) / node.operators,
-            kept=kept / node.operators,
+            kept=saved / node.operators,
             output=output,
         )
-        found.append((part, pass_))
-    return found
+        passes.append((part, pass_))
+    return passes
 
 
 def _bytes(module: nn.Module) -> float:
-    return float(sum(one.nbytes for one in module.parameters()))
+    return float(sum(parameter.nbytes for parameter in module.parameters()))
 
 
 class _Pass:
@@ -127,21 +130,21 @@ class _Pass:
 
     def run(self, rows: int, gradient: bool = False) -> Any:
         """Forward."""
-        taken = [one[:rows].detach().requires_grad_(gradient) for one in self.inputs]
+        taken = [value[:rows].detach().requires_grad_(gradient) for value in self.inputs]
         return self.call(taken, {name: value[:rows] for name, value in self.fields.items()})
 
     def counted(self, rows: int) -> tuple[float, float]:
         """Operations of the forward pass, and bytes that it keeps, of one sample."""
-        kept: dict[int, int] = {}
+        saved: dict[int, int] = {}
 
         def save(tensor: Tensor) -> Tensor:
-            kept[tensor.untyped_storage().data_ptr()] = tensor.nbytes
+            saved[tensor.untyped_storage().data_ptr()] = tensor.nbytes
             return tensor.detach()
 
         counter, kernels = FlopCounterMode(display=False), Counter()  # the latter sees kernels of our own too
         with counter, kernels, saved_tensors_hooks(save, lambda tensor: tensor):
             self.run(rows, True)
-        return max(counter.get_total_flops(), 2 * kernels.total.macs) / rows, sum(kept.values()) / rows
+        return max(counter.get_total_flops(), 2 * kernels.total.macs) / rows, sum(saved.values()) / rows
 
     def forward(self, rows: int) -> tuple[Tensor, float]:
         """What backward begins at, and seconds."""

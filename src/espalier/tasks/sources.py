@@ -55,10 +55,10 @@ class Rows(Dataset[Sample]):
         return len(next(iter(self.fields.values())))
 
     def __getitem__(self, index: int) -> Sample:
-        found = {name: torch.from_numpy(np.array(rows[index])) for name, rows in self.fields.items()}
-        if "image" in found:
-            found["image"] = found["image"].float() / 255
-        return {name: one.long() if name in ("text", "label") else one for name, one in found.items()}
+        fields = {name: torch.from_numpy(np.array(rows[index])) for name, rows in self.fields.items()}
+        if "image" in fields:
+            fields["image"] = fields["image"].float() / 255
+        return {name: value.long() if name in ("text", "label") else value for name, value in fields.items()}
 
 
 class Nodes(Dataset[Sample]):
@@ -96,8 +96,8 @@ class SceneRays(Dataset[Sample]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
-        found = self.fields(torch.tensor(list(indices), dtype=torch.int64) * self.every // self.size)
-        return [{name: one[row] for name, one in found.items()} for row in range(len(indices))]
+        rays = self.fields(torch.tensor(list(indices), dtype=torch.int64) * self.every // self.size)
+        return [{name: value[row] for name, value in rays.items()} for row in range(len(indices))]
 
     def view(self, number: int) -> Sample:
         """All rays of a view, row after row."""
@@ -137,8 +137,8 @@ def load(task: TaskOptions, recipe: Recipe, folder: Path | None) -> tuple[Datase
             why=f"one in {HELD_OUT} is held out, and a batch has {task.batch}",
             do="more data, or a smaller batch",
         )
-    held = range(HELD_OUT - 1, size, HELD_OUT)
-    return Subset(whole, [k for k in range(size) if k not in held]), Subset(whole, list(held)[:VALIDATED])
+    validation = range(HELD_OUT - 1, size, HELD_OUT)
+    return Subset(whole, [k for k in range(size) if k not in validation]), Subset(whole, list(validation)[:VALIDATED])
 
 
 def notes(dataset: object) -> tuple[str, ...]:
@@ -164,10 +164,10 @@ def check_fields(task: TaskOptions, kinds: Sequence[str], sample: Sample) -> Non
 def _own(task: TaskOptions, folder: Path | None) -> Dataset[Sample]:
     made, author = function(task.data, folder)
     with author.answers(f"when it was called for the task {task.name!r}"):
-        found = made()
-        if not (hasattr(found, "__len__") and hasattr(found, "__getitem__") and isinstance(found[0], dict)):
+        data = made()
+        if not (hasattr(data, "__len__") and hasattr(data, "__getitem__") and isinstance(data[0], dict)):
             raise TypeError("it returns no dataset of dictionaries")
-    dataset: Dataset[Sample] = found
+    dataset: Dataset[Sample] = data
     return dataset
 
 
@@ -198,9 +198,9 @@ def windows(path: str, length: int) -> Rows:
 def fonts() -> list[Path]:
     """The DejaVu fonts of this machine: the system's, or those inside matplotlib."""
     places = [Path("/usr/share/fonts"), Path("/usr/local/share/fonts"), Path.home() / ".fonts"]
-    found = importlib.util.find_spec("matplotlib")
-    if found is not None and found.origin is not None:
-        places.append(Path(found.origin).parent / "mpl-data" / "fonts" / "ttf")
+    module = importlib.util.find_spec("matplotlib")
+    if module is not None and module.origin is not None:
+        places.append(Path(module.origin).parent / "mpl-data" / "fonts" / "ttf")
     files = {file.name: file for place in reversed(places) if place.is_dir() for file in place.rglob("DejaVu*.ttf")}
     return [files[name] for name in sorted(files) if "Math" not in name and "Display" not in name]
 
@@ -217,16 +217,20 @@ def glyphs(length: int, faces: int = 8) -> Rows:
             why="looked in /usr/share/fonts, ~/.fonts and matplotlib",
             do="apt-get install fonts-dejavu-core, or pip install matplotlib",
         )
-    kept = cache_folder() / "glyphs" / f"{unicodedata.unidata_version}-{'-'.join(one.stem for one in files)}.npz"[-200:]
-    if not kept.exists():
+    file = (
+        cache_folder() / "glyphs" / f"{unicodedata.unidata_version}-{'-'.join(file.stem for file in files)}.npz"[-200:]
+    )
+    if not file.exists():
         drawn = list(_drawn(files))
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        fresh = kept.with_name(f"{kept.stem}.{np.random.default_rng().integers(1 << 32)}.tmp.npz")
-        np.savez(fresh, images=np.stack([one for one, _ in drawn]), characters=np.array([one for _, one in drawn]))
-        fresh.replace(kept)
-    with np.load(kept) as found:
-        images, characters = found["images"], found["characters"]
-    names = [unicodedata.name(chr(one)).encode()[:length].ljust(length, b"\0") for one in characters]
+        file.parent.mkdir(parents=True, exist_ok=True)
+        fresh = file.with_name(f"{file.stem}.{np.random.default_rng().integers(1 << 32)}.tmp.npz")
+        np.savez(
+            fresh, images=np.stack([glyph for glyph, _ in drawn]), characters=np.array([glyph for _, glyph in drawn])
+        )
+        fresh.replace(file)
+    with np.load(file) as stored:
+        images, characters = stored["images"], stored["characters"]
+    names = [unicodedata.name(chr(character)).encode()[:length].ljust(length, b"\0") for character in characters]
     return Rows(image=images, text=np.frombuffer(b"".join(names), np.uint8).reshape(-1, length))
 
 

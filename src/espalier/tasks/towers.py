@@ -85,8 +85,8 @@ class Neighbours(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[samples, 1 + neighbours, width] of the same."""
-        own = self.norm(x)
-        both = torch.cat([own, own.mean(1, keepdim=True).expand_as(own)], -1)
+        normed = self.norm(x)
+        both = torch.cat([normed, normed.mean(1, keepdim=True).expand_as(normed)], -1)
         return x + self.down(F.gelu(self.up(both)))
 
 
@@ -96,7 +96,7 @@ class TowerModule(nn.Module):
     def __init__(self, options: Tower, shapes: Shapes, inputs: Sequence[int]) -> None:
         super().__init__()
         self.kind, width = options.kind, options.width
-        self.adapters = nn.ModuleList(nn.Linear(one, width) for one in inputs)
+        self.adapters = nn.ModuleList(nn.Linear(columns_in, width) for columns_in in inputs)
         if self.kind == "text":
             self.table: nn.Module = nn.Embedding(256, width)
             self.places = nn.Parameter(0.02 * torch.randn(shapes.length, width))
@@ -115,24 +115,24 @@ class TowerModule(nn.Module):
         x = self.tokens(fields, inputs) if first == 0 else inputs[0]
         for block in self.blocks[first:last]:
             x = block(x)
-        found: Tensor = self.norm(x) if last == len(self.blocks) else x
-        return found
+        result: Tensor = self.norm(x) if last == len(self.blocks) else x
+        return result
 
     def tokens(self, fields: Fields, taken: Sequence[Tensor]) -> Tensor:
         """[samples, tokens, width] of what a batch has for it, after what it takes."""
         if self.kind == "text":
-            own = self.table(fields["text"]) + self.places
+            tokens = self.table(fields["text"]) + self.places
         elif self.kind == "image":
             image = fields["image"].to(self.places.dtype)
             samples, channels, rows, columns = image.shape
             patches = image.unfold(2, PATCH, PATCH).unfold(3, PATCH, PATCH).permute(0, 2, 3, 1, 4, 5)
             count = (rows // PATCH) * (columns // PATCH)
-            own = self.table(patches.reshape(samples, count, channels * PATCH * PATCH)) + self.places
+            tokens = self.table(patches.reshape(samples, count, channels * PATCH * PATCH)) + self.places
         else:
             nodes = fields["nodes"].to(self.places.dtype)  # the node itself first
             first = (torch.arange(nodes.shape[1], device=nodes.device) > 0).long()
-            own = self.table(nodes) + self.places[first]
-        return torch.cat([*(adapt(one) for adapt, one in zip(self.adapters, taken, strict=True)), own], 1)
+            tokens = self.table(nodes) + self.places[first]
+        return torch.cat([*(adapt(value) for adapt, value in zip(self.adapters, taken, strict=True)), tokens], 1)
 
     def parts(self) -> Iterator[tuple[int, str]]:
         """(operator, name) of each child and parameter that belongs to it."""
@@ -163,9 +163,9 @@ class FieldTower(nn.Module):
     def run(self, operators: tuple[int, int], inputs: Sequence[Tensor], fields: Fields) -> Tensor:
         """[rays, 1, 5]. `fields`: `rays` [rays, 9], origins, directions and views; `colour` [rays, 3]."""
         dtype = self.field.density.values.dtype
-        found = self.field(Rays(*(one.contiguous() for one in fields["rays"].to(dtype).split(3, 1))))
-        single = Ragged(sample_losses(found, fields["colour"].to(dtype))[:, None], found.offsets).sums()
-        return torch.cat([found.colours, found.rest[:, None], single], 1)[:, None]
+        rendered = self.field(Rays(*(part.contiguous() for part in fields["rays"].to(dtype).split(3, 1))))
+        single = Ragged(sample_losses(rendered, fields["colour"].to(dtype))[:, None], rendered.offsets).sums()
+        return torch.cat([rendered.colours, rendered.rest[:, None], single], 1)[:, None]
 
     def parts(self) -> Iterator[tuple[int, str]]:
         """All of it is one operator."""
@@ -179,7 +179,7 @@ class Head(nn.Module):
         super().__init__()
         self.loss = task.loss
         columns = {"contrastive": joint, "next_token": 256}.get(task.loss) or shapes.classes.get(task.name, 0)
-        self.out = nn.ModuleList(nn.Linear(one, columns) for one in (widths if columns else ()))
+        self.out = nn.ModuleList(nn.Linear(columns_in, columns) for columns_in in (widths if columns else ()))
         if self.loss == "contrastive":
             self.temperature = nn.Parameter(torch.tensor(math.log(1 / TEMPERATURE)))
 
@@ -205,14 +205,17 @@ class Head(nn.Module):
                 "loss": (F.cross_entropy(scores, fields["label"], reduction="sum"), count),
                 "accuracy": (right, count),
             }
-        one, other = self.compared(outputs)
-        scores, own = self.temperature.exp() * one @ other.T, torch.arange(len(one), device=one.device)
-        both = [F.cross_entropy(way, own, reduction="sum") for way in (scores, scores.T)]
-        return {"loss": ((both[0] + both[1]) / 2, count), "accuracy": ((scores.argmax(1) == own).sum(), count)}
+        first_side, other = self.compared(outputs)
+        scores, labels = (
+            self.temperature.exp() * first_side @ other.T,
+            torch.arange(len(first_side), device=first_side.device),
+        )
+        both = [F.cross_entropy(way, labels, reduction="sum") for way in (scores, scores.T)]
+        return {"loss": ((both[0] + both[1]) / 2, count), "accuracy": ((scores.argmax(1) == labels).sum(), count)}
 
     def compared(self, outputs: Sequence[Tensor]) -> list[Tensor]:
         """[samples, joint] of each tower, rows of length one."""
-        return [F.normalize(out(one.mean(1)), dim=-1) for out, one in zip(self.out, outputs, strict=True)]
+        return [F.normalize(out(value.mean(1)), dim=-1) for out, value in zip(self.out, outputs, strict=True)]
 
 
 def colour_figures(output: Tensor, fields: Fields) -> Figures:
@@ -229,28 +232,28 @@ class Multitask(nn.Module):
 
     def __init__(self, recipe: Recipe, shapes: Shapes) -> None:
         super().__init__()
-        options, joint = {one.name: one for one in recipe.towers or ()}, getattr(recipe.model, "joint", 64)
+        options, joint = {tower.name: tower for tower in recipe.towers or ()}, getattr(recipe.model, "joint", 64)
         self.options, self.tasks = options, tuple(recipe.tasks or ())
-        widths = {name: one.width for name, one in options.items()}
+        widths = {name: option.width for name, option in options.items()}
         self.towers = nn.ModuleDict(
             {
-                name: FieldTower(one, shapes.scenes[name])
-                if one.kind == "voxels"
-                else TowerModule(one, shapes, [widths[other] for other in one.takes])
-                for name, one in options.items()
+                name: FieldTower(option, shapes.scenes[name])
+                if option.kind == "voxels"
+                else TowerModule(option, shapes, [widths[other] for other in option.takes])
+                for name, option in options.items()
             }
         )
         self.heads = nn.ModuleDict(
-            {one.name: Head(one, [widths[name] for name in one.towers], shapes, joint) for one in self.tasks}
+            {task.name: Head(task, [widths[name] for name in task.towers], shapes, joint) for task in self.tasks}
         )
 
     def nodes(self, task: int) -> list[TaskNode]:
         """The parts of a task in the order in which they run, its head last."""
-        own = self.tasks[task]
-        towers = with_inputs(own.towers, list(self.options.values()))
+        task_options = self.tasks[task]
+        towers = with_inputs(task_options.towers, list(self.options.values()))
         depths = {name: 1 if self.options[name].kind == "voxels" else self.options[name].depth for name in towers}
-        found = [TaskNode(name, depths[name], tuple(self.options[name].takes)) for name in towers]
-        return [*found, TaskNode(HEAD, 1, own.towers, own.loss == WHOLE)]
+        towers_nodes = [TaskNode(name, depths[name], tuple(self.options[name].takes)) for name in towers]
+        return [*towers_nodes, TaskNode(HEAD, 1, task_options.towers, task_options.loss == WHOLE)]
 
     def compute(
         self, task: int, node: str, operators: tuple[int, int], inputs: Sequence[Tensor], fields: Fields
@@ -259,8 +262,8 @@ class Multitask(nn.Module):
         if node == HEAD and self.tasks[task].loss == "colours":
             return colour_figures(inputs[0], fields)
         if node == HEAD:
-            found: Figures = self.heads[self.tasks[task].name](inputs, fields)
-            return found
+            figures: Figures = self.heads[self.tasks[task].name](inputs, fields)
+            return figures
         tower = self.towers[node]
         assert isinstance(tower, TowerModule | FieldTower)
         return tower.run(operators, inputs, fields)
@@ -272,16 +275,16 @@ class Multitask(nn.Module):
             made[node.name] = self.compute(
                 task, node.name, (0, node.operators), [made[need] for need in node.needs], fields
             )
-        found: Figures = made[HEAD]
-        return found
+        figures: Figures = made[HEAD]
+        return figures
 
     def owners(self) -> dict[str, tuple[str, int]]:
         """Of each parameter, the node and the operator that it belongs to; a head is `head.TASK`."""
-        places: dict[str, tuple[str, int]] = {f"heads.{one.name}": (f"{HEAD}.{one.name}", 0) for one in self.tasks}
+        places: dict[str, tuple[str, int]] = {f"heads.{task.name}": (f"{HEAD}.{task.name}", 0) for task in self.tasks}
         for name, tower in self.towers.items():
             assert isinstance(tower, TowerModule | FieldTower)
             places |= {f"towers.{name}.{part}": (name, operator) for operator, part in tower.parts()}
-        found = {}
+        owners = {}
         for name, _ in self.named_parameters():
-            found[name] = next(place for prefix, place in places.items() if f"{name}.".startswith(f"{prefix}."))
-        return found
+            owners[name] = next(place for prefix, place in places.items() if f"{name}.".startswith(f"{prefix}."))
+        return owners

@@ -36,7 +36,7 @@ class MultitaskWorkload(ModuleWorkload):
 
     def __init__(self, recipe: Recipe, parts: Parts, author: Author) -> None:
         super().__init__(recipe, parts, author)
-        self.batch = [one.batch for one in recipe.tasks or ()]
+        self.batch = [task.batch for task in recipe.tasks or ()]
         self.global_batch = 1
         self._parts: dict[bool, tuple[PartCost, ...]] = {}
         self.nominal_weight = float(sum(self.batch))
@@ -67,18 +67,18 @@ class MultitaskWorkload(ModuleWorkload):
 
     def _drawn(self, task: int, step: int, size: int) -> list[int]:
         """Samples of a seeded permutation per epoch."""
-        first, found = step * self.batch[task], []
+        first, samples = step * self.batch[task], []
         for number in range(first, first + self.batch[task]):
             epoch, place = divmod(number, size)
-            found.append(int(self._permutation(task, epoch, size)[place]))
-        return found
+            samples.append(int(self._permutation(task, epoch, size)[place]))
+        return samples
 
     def documents(self, step: int, shard: Shard) -> list[str]:
         """The samples' indices."""
         return [
-            f"sample {one} of {name}"
+            f"sample {sample} of {name}"
             for k, (name, task) in enumerate(self._tasks.items())
-            for one in self._drawn(k, step, length(task.dataset))
+            for sample in self._drawn(k, step, length(task.dataset))
         ]
 
     def parts_of(self, measures: bool) -> tuple[PartCost, ...]:
@@ -86,14 +86,14 @@ class MultitaskWorkload(ModuleWorkload):
         if measures not in self._parts:
             model = self.build(torch.device("cpu"), torch.float32)
             assert isinstance(model, Multitask)
-            fields = [to_device(one.batch, dtype=torch.float32) for one in self.batches(0, Shard(0, 1, 1))]
+            fields = [to_device(batch.batch, dtype=torch.float32) for batch in self.batches(0, Shard(0, 1, 1))]
             self._parts[measures] = costs.parts(model, fields, measures)
         return self._parts[measures]
 
     def figures(self, model: nn.Module, batch: Tagged) -> Figures:
         """The figures of a task's micro-batch."""
-        found: Figures = model(batch.task, to_device(batch.batch, dtype=self._dtype))
-        return found
+        figures: Figures = model(batch.task, to_device(batch.batch, dtype=self._dtype))
+        return figures
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         """See `Workload.loss`."""
@@ -103,13 +103,13 @@ class MultitaskWorkload(ModuleWorkload):
         self, model: nn.Module, k: int, task: Task, samples: range, device: torch.device
     ) -> dict[str, Tensor]:
         """(sum, weight) of each figure, from one forward pass for each of the task's batches."""
-        found = {name: torch.zeros(2, dtype=torch.float64) for name in ("loss", *self._counted.metrics[k])}
+        sums = {name: torch.zeros(2, dtype=torch.float64) for name in ("loss", *self._counted.metrics[k])}
         size = self.batch[k]
         for first in range(0, len(samples), size):
             batch = to_device(collated(task.held_out, samples[first : first + size]), device)
             for name, pair in self.figures(model, Tagged(k, batch)).items():
-                found[name] += torch.tensor([float(one) for one in pair], dtype=torch.float64)
-        return found
+                sums[name] += torch.tensor([float(value) for value in pair], dtype=torch.float64)
+        return sums
 
     def summary(self, totals: Mapping[str, float]) -> Mapping[str, float]:
         """Errors of colours as peak signal-to-noise ratios, in decibels."""
@@ -128,7 +128,7 @@ class MultitaskWorkload(ModuleWorkload):
         """That of all batches."""
         whole = super().work(micro_batch * max(self.batch), recompute, precision)
         return Work(
-            products=tuple(Product(one.rows, 1, 1) for one in whole.products),
+            products=tuple(Product(product.rows, 1, 1) for product in whole.products),
             attention=0.0,
             moved=whole.moved,
             kept=whole.kept,
@@ -140,8 +140,8 @@ class MultitaskWorkload(ModuleWorkload):
 
 
 def _loss(task: int, model: nn.Module, fields: Any) -> tuple[Tensor, Tensor]:
-    found: tuple[Tensor, Tensor] = model(task, fields)["loss"]
-    return found
+    pair: tuple[Tensor, Tensor] = model(task, fields)["loss"]
+    return pair
 
 
 def _metrics(task: int, model: nn.Module, fields: Any) -> dict[str, tuple[Tensor, Tensor]]:
@@ -151,22 +151,22 @@ def _metrics(task: int, model: nn.Module, fields: Any) -> dict[str, tuple[Tensor
 def open_multitask(recipe: Recipe, folder: Path | None = None) -> MultitaskWorkload:
     """Reads the tasks' data and builds the towers. Raises UserError for what does not fit together."""
     options, towers = recipe.tasks or (), recipe.towers or ()
-    kinds = {one.name: one.kind for one in towers}
+    kinds = {tower.name: tower.kind for tower in towers}
     tasks: dict[str, Task] = {}
     shape: dict[str, tuple[int, ...]] = {}
     classes: dict[str, int] = {}
     fields: dict[str, Scene] = {}
-    for k, one in enumerate(options):
-        dataset, held_out = sources.load(one, recipe, folder)
+    for k, task in enumerate(options):
+        dataset, held_out = sources.load(task, recipe, folder)
         sample = dataset[0]
-        sources.check_fields(one, [kinds[name] for name in with_inputs(one.towers, list(towers))], sample)
+        sources.check_fields(task, [kinds[name] for name in with_inputs(task.towers, list(towers))], sample)
         shape |= {name: tuple(value.shape) for name, value in sample.items()}
-        if one.loss == "classes":
-            classes[one.name] = 1 + max(int(dataset[index]["label"]) for index in range(length(dataset)))
+        if task.loss == "classes":
+            classes[task.name] = 1 + max(int(dataset[index]["label"]) for index in range(length(dataset)))
         if isinstance(dataset, sources.SceneRays):
-            fields[one.towers[0]] = dataset.scene
-        metrics = None if one.loss == "next_token" else partial(_metrics, k)
-        tasks[one.name] = Task(dataset, partial(_loss, k), held_out, one.weight, metrics)
+            fields[task.towers[0]] = dataset.scene
+        metrics = None if task.loss == "next_token" else partial(_metrics, k)
+        tasks[task.name] = Task(dataset, partial(_loss, k), held_out, task.weight, metrics)
     text, image, nodes = (shape.get(name) for name in ("text", "image", "nodes"))
     shapes = Shapes(
         length=text[0] if text else 1,

@@ -58,10 +58,10 @@ def line_chart(title: str, series: Sequence[Series], show: Show, zero: bool = Fa
 
     Empty when no series has a finite point.
     """
-    series = [one for one in map(_finite, series) if len(one.x)]
+    series = [line for line in map(_finite, series) if len(line.x)]
     if not series:
         return Markup("")
-    first, last = min(one.x[0] for one in series), max(one.x[-1] for one in series)
+    first, last = min(line.x[0] for line in series), max(line.x[-1] for line in series)
     x_ticks = ticks(first, last, 6, whole=True)
     low, high = _range(series, zero)
     y_ticks = [tick * unit for tick in ticks(low / unit, high / unit, 5)]
@@ -72,11 +72,11 @@ def line_chart(title: str, series: Sequence[Series], show: Show, zero: bool = Fa
         title=title,
         about=_about(series, show),
         along=series[0].along,
-        series=[one for one in series if one.kind != "thin"],  # the same colour, and the smoothed line is named
+        series=[line for line in series if line.kind != "thin"],  # the same colour, and the smoothed line is named
         y=[(f"top:{place(frame.down(tick) / 10)}%", _ROUND.sub("", show(tick))) for tick in y_ticks],
         x=[(frame.label(tick), show_step(tick)) for tick in x_ticks],
         grid=[place(frame.down(tick)) for tick in y_ticks],
-        curves=[_curve(one, frame) for one in series],
+        curves=[_curve(line, frame) for line in series],
         hovers=_hovers(series, frame, show),
     )
 
@@ -153,44 +153,46 @@ class _Curve(NamedTuple):
     points: str
 
 
-def _finite(one: Series) -> Series:
-    x, y = np.asarray(one.x, np.float64), np.asarray(one.y, np.float64)
+def _finite(line: Series) -> Series:
+    x, y = np.asarray(line.x, np.float64), np.asarray(line.y, np.float64)
     good = np.isfinite(x) & np.isfinite(y)
-    return one._replace(x=x[good], y=y[good])
+    return line._replace(x=x[good], y=y[good])
 
 
 def _range(series: Sequence[Series], zero: bool) -> tuple[float, float]:
     """Lowest and highest value; of a long run the highest 2 in 1000 may leave the picture."""
-    low = min(float(one.y.min()) for one in series)
-    high = max(float(np.quantile(one.y, 0.998 if len(one.y) > 500 else 1.0)) for one in series)
+    low = min(float(line.y.min()) for line in series)
+    high = max(float(np.quantile(line.y, 0.998 if len(line.y) > 500 else 1.0)) for line in series)
     return (min(0.0, low) if zero else low), max(high, low)
 
 
-def _curve(one: Series, frame: _Frame) -> _Curve:
-    if one.kind == "dots" or len(one.x) == 1:
-        at = zip(frame.along(one.x), frame.down(one.y), strict=True)
-        return _Curve("path", "dots", one.colour, " ".join(f"M{place(x)} {place(y)}h.01" for x, y in at))
-    if len(one.x) <= _POINTS:
-        return _Curve("polyline", one.kind, one.colour, _path(frame.along(one.x), frame.down(one.y)))
-    starts = np.linspace(0, len(one.x), _POINTS, endpoint=False).astype(int)
-    x = frame.along(one.x[starts])
-    if one.kind == "line":
-        mean = np.add.reduceat(one.y, starts) / np.diff([*starts, len(one.y)])
-        return _Curve("polyline", "line", one.colour, _path(x, frame.down(mean)))
-    high, low = frame.down(np.maximum.reduceat(one.y, starts)), frame.down(np.minimum.reduceat(one.y, starts))
-    return _Curve("polygon", "band", one.colour, _path(np.concatenate([x, x[::-1]]), np.concatenate([high, low[::-1]])))
+def _curve(line: Series, frame: _Frame) -> _Curve:
+    if line.kind == "dots" or len(line.x) == 1:
+        at = zip(frame.along(line.x), frame.down(line.y), strict=True)
+        return _Curve("path", "dots", line.colour, " ".join(f"M{place(x)} {place(y)}h.01" for x, y in at))
+    if len(line.x) <= _POINTS:
+        return _Curve("polyline", line.kind, line.colour, _path(frame.along(line.x), frame.down(line.y)))
+    starts = np.linspace(0, len(line.x), _POINTS, endpoint=False).astype(int)
+    x = frame.along(line.x[starts])
+    if line.kind == "line":
+        mean = np.add.reduceat(line.y, starts) / np.diff([*starts, len(line.y)])
+        return _Curve("polyline", "line", line.colour, _path(x, frame.down(mean)))
+    high, low = frame.down(np.maximum.reduceat(line.y, starts)), frame.down(np.minimum.reduceat(line.y, starts))
+    return _Curve(
+        "polygon", "band", line.colour, _path(np.concatenate([x, x[::-1]]), np.concatenate([high, low[::-1]]))
+    )
 
 
 def _hovers(series: Sequence[Series], frame: _Frame, show: Show) -> list[tuple[str, str, str]]:
     """Invisible columns that show the values under the pointer: where they begin, how wide, and the text."""
-    main = max(series, key=lambda one: len(one.x))
+    main = max(series, key=lambda line: len(line.x))
     at = np.unique(np.linspace(0, len(main.x) - 1, min(_BANDS, len(main.x))).astype(int))
     width = _SIDE / len(at)
-    found = []
+    hovers = []
     for x, step in zip(frame.along(main.x[at]), main.x[at], strict=True):
-        values = [f"{one.name} {show(float(one.y[_nearest(one.x, step)]))}" for one in series]
-        found.append((place(x - width / 2), place(width), "\n".join([f"{main.along} {step:,.0f}", *values])))
-    return found
+        values = [f"{line.name} {show(float(line.y[_nearest(line.x, step)]))}" for line in series]
+        hovers.append((place(x - width / 2), place(width), "\n".join([f"{main.along} {step:,.0f}", *values])))
+    return hovers
 
 
 def _nearest(x: Array, value: float) -> int:
@@ -199,8 +201,8 @@ def _nearest(x: Array, value: float) -> int:
 
 def _about(series: Sequence[Series], show: Show) -> str:
     """What someone who cannot see the chart is told."""
-    said = [f"{one.name} from {show(float(one.y[0]))} to {show(float(one.y[-1]))}" for one in series]
-    return f"{series[0].along}s {series[0].x[0]:,.0f} to {series[0].x[-1]:,.0f}; " + "; ".join(said)
+    ranges = [f"{line.name} from {show(float(line.y[0]))} to {show(float(line.y[-1]))}" for line in series]
+    return f"{series[0].along}s {series[0].x[0]:,.0f} to {series[0].x[-1]:,.0f}; " + "; ".join(ranges)
 
 
 def _path(x: Array, y: Array) -> str:
@@ -244,15 +246,15 @@ def scatter(points: Sequence[Point], limit: float, limit_text: str, names: Mappi
 
     `names`: algorithm -> how a label calls it. Layouts far from what matters are left out and counted in a remark.
     """
-    good = [one for one in points if 0 < one.seconds < math.inf and 0 < one.peak_bytes < math.inf]
+    good = [point for point in points if 0 < point.seconds < math.inf and 0 < point.peak_bytes < math.inf]
     if not good:
         return Markup("")
     shown = _near(good, limit)
-    said = _labelled(shown, names)
-    frame = _frame(shown, limit, len(said))
-    kept = thinned(shown, frame)
-    front = sorted((one for one in shown if one.frontier), key=lambda one: one.peak_bytes)
-    joined = [f"{10 * frame.along(one.peak_bytes):.0f},{10 * frame.up(one.seconds):.0f}" for one in front]
+    labels = _labelled(shown, names)
+    frame = _frame(shown, limit, len(labels))
+    drawn = thinned(shown, frame)
+    front = sorted((point for point in shown if point.frontier), key=lambda point: point.peak_bytes)
+    joined = [f"{10 * frame.along(point.peak_bytes):.0f},{10 * frame.up(point.seconds):.0f}" for point in front]
     far = len(points) - len(shown)
     left_out = f" Not drawn: {far:,} more than {SLOWEST:g} times slower or {LARGEST:g} times over the limit."
     return _markup(
@@ -263,9 +265,9 @@ def scatter(points: Sequence[Point], limit: float, limit_text: str, names: Mappi
         grid=[place(frame.up(tick)) for tick in frame.seconds.ticks],
         limit={"at": frame.along(limit), "text": limit_text} if 0 < limit < math.inf else None,
         front=" ".join(joined) if len(front) > 1 else "",
-        marks=[_marked(one, frame) for one in kept],
-        leaders=_leaders(said, frame),
-        note=" Hollow marks do not fit." * (not all(one.fits for one in kept)) + left_out * (far > 0),
+        marks=[_marked(point, frame) for point in drawn],
+        leaders=_leaders(labels, frame),
+        note=" Hollow marks do not fit." * (not all(point.fits for point in drawn)) + left_out * (far > 0),
     )
 
 
@@ -283,8 +285,8 @@ def timetable(spans: Sequence[Span]) -> Markup:
     """What each row does when. Empty without a span."""
     if not spans:
         return Markup("")
-    rows, kinds = (list(dict.fromkeys(getattr(one, name) for one in spans)) for name in ("row", "kind"))
-    last = max(one.end for one in spans)
+    rows, kinds = (list(dict.fromkeys(getattr(span, name) for span in spans)) for name in ("row", "kind"))
+    last = max(span.end for span in spans)
     x_ticks = [tick for tick in ticks(0.0, last, 6) if tick <= last]
     each = 100 / len(rows)
     return _markup(
@@ -294,14 +296,14 @@ def timetable(spans: Sequence[Span]) -> Markup:
         x=[(f"left:{place(100 * tick / last)}%", show_seconds(tick)) for tick in x_ticks],
         bars=[
             {
-                "x": place(100 * one.start / last),
-                "y": place(each * rows.index(one.row) + 0.15 * each),
-                "width": f"{100 * (one.end - one.start) / last:.2f}",
+                "x": place(100 * span.start / last),
+                "y": place(each * rows.index(span.row) + 0.15 * each),
+                "width": f"{100 * (span.end - span.start) / last:.2f}",
                 "height": place(0.7 * each),
-                "colour": kinds.index(one.kind) % COLOURS + 1,
-                "text": one.text,
+                "colour": kinds.index(span.kind) % COLOURS + 1,
+                "text": span.text,
             }
-            for one in spans
+            for span in spans
         ],
         keys=[(index % COLOURS + 1, kind) for index, kind in enumerate(kinds)],
         tall=1.6 * len(rows),
@@ -309,9 +311,13 @@ def timetable(spans: Sequence[Span]) -> Markup:
 
 
 def _near(points: Sequence[Point], limit: float) -> list[Point]:
-    fast = min((one.seconds for one in points if one.fits), default=min(one.seconds for one in points))
-    most = limit if 0 < limit < math.inf else min(one.peak_bytes for one in points) * 1e3
-    return [one for one in points if one.chosen or (one.seconds <= SLOWEST * fast and one.peak_bytes <= LARGEST * most)]
+    fast = min((point.seconds for point in points if point.fits), default=min(point.seconds for point in points))
+    most = limit if 0 < limit < math.inf else min(point.peak_bytes for point in points) * 1e3
+    return [
+        point
+        for point in points
+        if point.chosen or (point.seconds <= SLOWEST * fast and point.peak_bytes <= LARGEST * most)
+    ]
 
 
 _TIMES = [
@@ -366,12 +372,12 @@ class LogFrame(NamedTuple):
 
 def _frame(points: Sequence[Point], limit: float, labels: int) -> LogFrame:
     """Round all `points`, with room below for `labels` lines of text."""
-    held = [one.peak_bytes for one in points]
-    held += [limit] if 0 < limit < math.inf else []
-    took = [one.seconds for one in points]
+    peaks = [point.peak_bytes for point in points]
+    peaks += [limit] if 0 < limit < math.inf else []
+    took = [point.seconds for point in points]
     room = (_APART * labels + 4) / 100
     below = 1.1 * room / (1 - room)
-    return LogFrame(_axis(min(held), max(held), 1024, 0.08, 0.10), _axis(min(took), max(took), 10, below, 0.10))
+    return LogFrame(_axis(min(peaks), max(peaks), 1024, 0.08, 0.10), _axis(min(took), max(took), 10, below, 0.10))
 
 
 def _axis(low: float, high: float, base: float, below: float, above: float) -> LogAxis:
@@ -385,73 +391,73 @@ def thinned(points: Sequence[Point], frame: LogFrame) -> list[Point]:
 
     The plan and the front come last: they are drawn above the rest.
     """
-    matter = [one for one in points if one.chosen or one.frontier]
-    others = [one for one in points if not (one.chosen or one.frontier)]
+    matter = [point for point in points if point.chosen or point.frontier]
+    others = [point for point in points if not (point.chosen or point.frontier)]
     for cells in (160, 120, 90, 70, 50, 35, 25, 18, 12, 8, 5):
         places: dict[tuple[object, ...], Point] = {}
-        for one in others:
-            at = round(frame.along(one.peak_bytes) * cells / 100), round(frame.up(one.seconds) * cells / 200)
-            places.setdefault((*at, one.algorithm, one.fits), one)
+        for point in others:
+            at = round(frame.along(point.peak_bytes) * cells / 100), round(frame.up(point.seconds) * cells / 200)
+            places.setdefault((*at, point.algorithm, point.fits), point)
         if len(places) <= MOST:
             break
     if len(matter) > MOST:
-        matter = [*matter[:: len(matter) // MOST + 1], *(one for one in matter if one.chosen)]
-    return [*places.values(), *sorted(matter, key=lambda one: one.chosen)]
+        matter = [*matter[:: len(matter) // MOST + 1], *(point for point in matter if point.chosen)]
+    return [*places.values(), *sorted(matter, key=lambda point: point.chosen)]
 
 
-def _marked(one: Point, frame: LogFrame) -> dict[str, str]:
-    kind = "best" if one.chosen else "edge" if one.frontier else "in" if one.fits else "out"
-    said = f"{one.label}\n{show_seconds(one.seconds)} per step, {show_size(one.peak_bytes)} per rank"
-    x, y = place(frame.along(one.peak_bytes)), place(frame.up(one.seconds))
-    fits = "" if one.fits else ", does not fit"
-    return {"shape": shape(one.algorithm), "kind": kind, "x": x, "y": y, "text": said + fits}
+def _marked(point: Point, frame: LogFrame) -> dict[str, str]:
+    kind = "best" if point.chosen else "edge" if point.frontier else "in" if point.fits else "out"
+    text = f"{point.label}\n{show_seconds(point.seconds)} per step, {show_size(point.peak_bytes)} per rank"
+    x, y = place(frame.along(point.peak_bytes)), place(frame.up(point.seconds))
+    fits = "" if point.fits else ", does not fit"
+    return {"shape": shape(point.algorithm), "kind": kind, "x": x, "y": y, "text": text + fits}
 
 
 def _scale(axis: LogAxis, at: Callable[[float], float], side: str, show: Show) -> list[tuple[str, str]]:
     """The labels of an axis: where, and what."""
-    said = [(at(tick), _WHOLE.sub("", show(tick))) for tick in axis.ticks]
-    return [(f"{side}:{place(share)}%", text) for share, text in said if share < 96]
+    labels = [(at(tick), _WHOLE.sub("", show(tick))) for tick in axis.ticks]
+    return [(f"{side}:{place(share)}%", text) for share, text in labels if share < 96]
 
 
 def _labelled(points: Sequence[Point], names: Mapping[str, str]) -> list[tuple[Point, str]]:
     """The plan, and the fastest that fits of each other algorithm, with their labels."""
-    chosen = next((one for one in points if one.chosen), None)
+    chosen = next((point for point in points if point.chosen), None)
     fastest: dict[str, Point] = {}
-    for one in points:
-        if one.fits and one.seconds < fastest.setdefault(one.algorithm, one).seconds:
-            fastest[one.algorithm] = one
-    said = [
-        (one, f"{names.get(name, name)} {show_seconds(one.seconds)}")
-        for name, one in fastest.items()
+    for point in points:
+        if point.fits and point.seconds < fastest.setdefault(point.algorithm, point).seconds:
+            fastest[point.algorithm] = point
+    labels = [
+        (point, f"{names.get(name, name)} {show_seconds(point.seconds)}")
+        for name, point in fastest.items()
         if chosen is None or name != chosen.algorithm
     ]
     if chosen is not None:
-        said.append((chosen, f"this plan {show_seconds(chosen.seconds)}"))
-    return said
+        labels.append((chosen, f"this plan {show_seconds(chosen.seconds)}"))
+    return labels
 
 
-def _leaders(said: Sequence[tuple[Point, str]], frame: LogFrame) -> list[dict[str, Any]]:
+def _leaders(labels: Sequence[tuple[Point, str]], frame: LogFrame) -> list[dict[str, Any]]:
     """Labels below all marks, all on one side of theirs and in an order in which no leader crosses a text."""
-    left = sum(frame.along(one.peak_bytes) for one, _ in said) > 45 * len(said)
-    ordered = sorted(said, key=lambda item: (item[0].peak_bytes if left else -item[0].peak_bytes, item[1]))
-    found = []
-    for index, (one, text) in enumerate(ordered):
-        x, down = frame.along(one.peak_bytes), 97 - _APART * (len(ordered) - 1 - index)
+    left = sum(frame.along(point.peak_bytes) for point, _ in labels) > 45 * len(labels)
+    ordered = sorted(labels, key=lambda item: (item[0].peak_bytes if left else -item[0].peak_bytes, item[1]))
+    leaders = []
+    for index, (point, text) in enumerate(ordered):
+        x, down = frame.along(point.peak_bytes), 97 - _APART * (len(ordered) - 1 - index)
         aside = x - 1.5 if left else x + 1.5
-        found.append(
-            {"x": x, "y": frame.up(one.seconds), "aside": aside, "down": down, "left": left, "text": text}
-            | {"chosen": one.chosen}
+        leaders.append(
+            {"x": x, "y": frame.up(point.seconds), "aside": aside, "down": down, "left": left, "text": text}
+            | {"chosen": point.chosen}
         )
-    return found
+    return leaders
 
 
 def _about_points(points: Sequence[Point], limit_text: str) -> str:
-    chosen = next((one for one in points if one.chosen), None)
-    least, most = min(one.seconds for one in points), max(one.seconds for one in points)
-    small, large = min(one.peak_bytes for one in points), max(one.peak_bytes for one in points)
-    said = f"{len(points):,} layouts, {show_seconds(least)} to {show_seconds(most)} per step, "
-    said += f"{show_size(small)} to {show_size(large)} per rank"
-    said += f"; {limit_text}" if limit_text else ""
+    chosen = next((point for point in points if point.chosen), None)
+    least, most = min(point.seconds for point in points), max(point.seconds for point in points)
+    small, large = min(point.peak_bytes for point in points), max(point.peak_bytes for point in points)
+    text = f"{len(points):,} layouts, {show_seconds(least)} to {show_seconds(most)} per step, "
+    text += f"{show_size(small)} to {show_size(large)} per rank"
+    text += f"; {limit_text}" if limit_text else ""
     if chosen is not None:
-        said += f"; the plan: {show_seconds(chosen.seconds)}, {show_size(chosen.peak_bytes)}"
-    return said
+        text += f"; the plan: {show_seconds(chosen.seconds)}, {show_size(chosen.peak_bytes)}"
+    return text

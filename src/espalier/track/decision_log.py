@@ -68,8 +68,8 @@ class Decisions:
         before = dict(self.now.values)
         known: dict[str, int] = {}
         for name, logs in self.recorded.items():
-            values = (one.at(step) for one in logs)
-            if (value := next((one for one in values if one is not None), None)) is not None:
+            values = (log.at(step) for log in logs)
+            if (value := next((value for value in values if value is not None), None)) is not None:
                 known[name] = value
         self.now = self.now.turned(known)
         for name, value in self.now.values.items():

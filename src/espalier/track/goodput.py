@@ -157,10 +157,10 @@ class GoodputMeter:
             validating=self._validating,
             saving=self._saving,
             recovering=self._recovering,
-            again=sum(one.again for one in causes),
-            down=sum(one.down for one in causes),
-            failures=sum(one.count for one in causes),
-            causes=tuple(sorted(causes, key=lambda one: (-(one.down + one.again), one.kind, one.reason))),
+            again=sum(cause.again for cause in causes),
+            down=sum(cause.down for cause in causes),
+            failures=sum(cause.count for cause in causes),
+            causes=tuple(sorted(causes, key=lambda cause: (-(cause.down + cause.again), cause.kind, cause.reason))),
         )
 
     def _begins(self, event: Event, now: float) -> None:

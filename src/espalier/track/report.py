@@ -77,7 +77,7 @@ def _context(run: Run) -> dict[str, Any]:
         "layout": _layout(run.plan),
         "incidents": _rows(run.incidents),
         "account": run.account,
-        "samples": [_drawn(one) for one in _rows(run.samples)[-6:][::-1]],
+        "samples": [_drawn(row) for row in _rows(run.samples)[-6:][::-1]],
         "checkpoints": _rows(run.checkpoints)[-5:][::-1],
         "derivations": run.start.get("derivations") or [],
         "notes": run.start.get("notes") or [],
@@ -92,15 +92,15 @@ def _predicted(run: Run) -> dict[str, Any]:
 
 def _subtitle(run: Run) -> list[str]:
     start, model = run.start, run.recipe.get("model") or {}
-    said = [str(model["kind"])] if "kind" in model else []
+    words = [str(model["kind"])] if "kind" in model else []
     if start.get("parameters"):
-        said.append(f"{show_count(start['parameters'])} parameters")
+        words.append(f"{show_count(start['parameters'])} parameters")
     if start.get("ranks"):
         ranks, threads = start["ranks"], start.get("threads", 1)
-        said.append(f"{plural(ranks, 'rank')} × {plural(threads, 'thread')}")
+        words.append(f"{plural(ranks, 'rank')} × {plural(threads, 'thread')}")
     host = start.get("host") or {}
-    said += [str(host[key]) for key in ("cpu", "device") if host.get(key)][:1]
-    return said + ([page.moment(start["time"])] if start.get("time") else [])
+    words += [str(host[key]) for key in ("cpu", "device") if host.get(key)][:1]
+    return words + ([page.moment(start["time"])] if start.get("time") else [])
 
 
 def _figures(run: Run) -> list[Figure]:
@@ -134,18 +134,18 @@ def _figures(run: Run) -> list[Figure]:
 
 def _offloaded(latest: Mapping[str, Any]) -> list[Figure]:
     """What the latest step moved from and to other tiers than the device, and how long it waited for that."""
-    found = []
+    figures = []
     for what in ("offload", "activations"):
         for tier, moved in (latest.get(what) or {}).items():
             name = f"{'states' if what == 'offload' else what} on {tier}"
             size = f"{show_size(moved['read'])} read, {show_size(moved['written'])} written"
-            found.append(Figure(name, size, f"a step, which waited {show_seconds(moved['stalled'])} for them"))
+            figures.append(Figure(name, size, f"a step, which waited {show_seconds(moved['stalled'])} for them"))
     if node := latest.get("node"):
         size = f"{show_size(node['pulled'])} pulled, {show_size(node['pushed'])} pushed"
-        found.append(Figure("model on nodes", size, f"a step, which waited {show_seconds(node['stalled'])} for them"))
+        figures.append(Figure("model on nodes", size, f"a step, which waited {show_seconds(node['stalled'])} for them"))
         size = f"{show_size(node.get('read', 0))} read, {show_size(node.get('written', 0))} written"
-        found.append(Figure("disks of nodes", size, "a step, of all optimizer nodes"))
-    return found
+        figures.append(Figure("disks of nodes", size, "a step, of all optimizer nodes"))
+    return figures
 
 
 def _validated(run: Run) -> list[Figure]:
@@ -160,15 +160,15 @@ def _validated(run: Run) -> list[Figure]:
 
 def _metrics(run: Run) -> list[Figure]:
     """What the task is judged by, of the last validation; the test part's beside it."""
-    table, found = run.validations, []
+    table, figures = run.validations, []
     for name in run.metrics()[:METRICS]:
         test = table.get(f"test_{name}", np.array([math.nan]))[-1]
         note, last = f"validation; test {test:.3f}" if math.isfinite(test) else "held out", table[name][-1]
         if math.isfinite(last):
-            found.append(
+            figures.append(
                 Figure(name.replace("_", " "), f"{last:.3f}" if last == 0 or abs(last) > 0.01 else _three(last), note)
             )
-    return found
+    return figures
 
 
 def _measured(run: Run) -> Measured:
@@ -215,7 +215,10 @@ def _tiers(steps: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
     columns = {name: values for name, values in columns.items() if values.any()}
     if not columns:
         return []
-    x, unit = steps["step"], 1024.0 ** math.floor(math.log(max(float(one.max()) for one in columns.values()), 1024))
+    x, unit = (
+        steps["step"],
+        1024.0 ** math.floor(math.log(max(float(column.max()) for column in columns.values()), 1024)),
+    )
     series = [
         charts.Series(name.removeprefix("store.").replace("_", " "), x, values, colour=1 + at)
         for at, (name, values) in enumerate(columns.items())
@@ -313,28 +316,28 @@ def _traffic(run: Run, predicted: Mapping[str, Any]) -> list[tuple[str, float, f
 
 def _encoded(run: Run) -> list[tuple[str, float, float, float]]:
     """(class, bytes saved, seconds in codecs, share kept for the next step) of encoded classes, per step and rank."""
-    found = []
+    rows = []
     for name, column in run.steps.items():
         if name.startswith("saved."):
             kind = name.removeprefix("saved.")
             others = [run.steps.get(f"{what}.{kind}", np.zeros(1)) for what in ("coding", "lost")]
-            saved, seconds, lost = (float(np.nanmean(one)) for one in (column, *others))
-            found.append((kind.replace("_", " "), saved, seconds, lost))
-    return found
+            saved, seconds, lost = (float(np.nanmean(values)) for values in (column, *others))
+            rows.append((kind.replace("_", " "), saved, seconds, lost))
+    return rows
 
 
 def _experts(run: Run) -> dict[str, Any]:
     """Of experts over ranks: (number, rows a step, times an even share) of each, the busiest first, and what ranks
     waited for them a step. Empty: there are none."""
-    found = [
+    loads_by_expert = [
         (int(name.removeprefix("experts.")), float(np.nanmean(column)))
         for name, column in run.attempt.items()
         if name.startswith("experts.") and np.isfinite(column).any()
     ]
-    if not found:
+    if not loads_by_expert:
         return {}
-    even = max(1e-9, sum(rows for _, rows in found) / len(found))
-    loads = sorted(((expert, rows, rows / even) for expert, rows in found), key=lambda one: -one[1])
+    even = max(1e-9, sum(rows for _, rows in loads_by_expert) / len(loads_by_expert))
+    loads = sorted(((expert, rows, rows / even) for expert, rows in loads_by_expert), key=lambda load: -load[1])
     waited, longest = (float(np.nanmean(run.attempt[f"dispatch.{name}"])) for name in ("waited", "longest"))
     return {"loads": loads, "waited": waited, "longest": longest}
 

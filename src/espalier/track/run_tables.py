@@ -200,8 +200,8 @@ class Run:
             self.start, self.finish = event, {}
             self.attempts += not phase_over
             self._forget(event.get("step", None), after=True)
-            kept = [row for row in self._rows["eval"] if row["step"] <= (event.get("step") or 0)]
-            self._rows["eval"] = kept  # in the order of their evaluation, not by step
+            valid = [row for row in self._rows["eval"] if row["step"] <= (event.get("step") or 0)]
+            self._rows["eval"] = valid  # in the order of their evaluation, not by step
         elif kind == "end":
             self.finish = event
         elif kind in self._rows:

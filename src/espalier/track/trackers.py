@@ -124,10 +124,10 @@ class Mlflow:
     def __init__(self, folder: Path) -> None:
         import mlflow
 
-        own = None if mlflow.is_tracking_uri_set() else f"sqlite:///{folder.absolute() / 'mlflow.db'}"
-        self._client = mlflow.MlflowClient(own)
-        found = self._client.get_experiment_by_name(PROJECT)
-        experiment = self._client.create_experiment(PROJECT) if found is None else found.experiment_id
+        uri = None if mlflow.is_tracking_uri_set() else f"sqlite:///{folder.absolute() / 'mlflow.db'}"
+        self._client = mlflow.MlflowClient(uri)
+        existing = self._client.get_experiment_by_name(PROJECT)
+        experiment = self._client.create_experiment(PROJECT) if existing is None else existing.experiment_id
         self._run = self._client.create_run(experiment, run_name=folder.name).info.run_id
 
     def event(self, event: Event) -> None:

@@ -42,11 +42,11 @@ from espalier.track import events
 from espalier.track.decision_log import Decisions, Recorded, recorded
 from espalier.train import rank_spec as launch
 from espalier.train import version_check
-from espalier.train.mechanisms import recovery
 from espalier.train.rank_setup import RankSetup
 from espalier.train.rejoin_signal import is_loss
 from espalier.train.rollback import Healing
 from espalier.train.signal_handling import handling
+from espalier.train.table import recovery
 from espalier.train.trainer import Trainer
 
 SAVING = timedelta(minutes=30)

@@ -33,8 +33,8 @@ def answer_loss(
     cap: float | None = None,
 ) -> Float[Tensor, ""]:
     """As `gpt.score`: the sum of the cross entropies (nats) of `targets` that are not `IGNORED`, in at least fp32."""
-    kept = targets != IGNORED
-    loss: Tensor = _Fused.apply(x[kept], words, targets[kept], cap)
+    counted = targets != IGNORED
+    loss: Tensor = _Fused.apply(x[counted], words, targets[counted], cap)
     return loss
 
 
@@ -45,9 +45,9 @@ def row_log_probability(
     cap: float | None = None,
 ) -> Float[Tensor, " rows"]:
     """The sum over each row of log p(target), targets of `IGNORED` left out."""
-    kept = targets != IGNORED
-    losses = F.cross_entropy(capped(_wide(F.linear(x[kept], words)), cap), targets[kept], reduction="none")
-    rows = torch.arange(len(targets), device=targets.device)[:, None].expand_as(targets)[kept]
+    counted = targets != IGNORED
+    losses = F.cross_entropy(capped(_wide(F.linear(x[counted], words)), cap), targets[counted], reduction="none")
+    rows = torch.arange(len(targets), device=targets.device)[:, None].expand_as(targets)[counted]
     return losses.new_zeros(len(targets)).index_add(0, rows, -losses)
 
 
@@ -90,7 +90,7 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         of_x, of_words = ctx.saved_tensors
-        for one in (of_x, of_words):
-            if one is not None:
-                one.mul_(gradients[0].to(one.dtype))
+        for gradient in (of_x, of_words):
+            if gradient is not None:
+                gradient.mul_(gradients[0].to(gradient.dtype))
         return of_x, of_words, None, None

@@ -36,34 +36,34 @@ def prepare(recipe: Recipe, opening: Opening, derived: Sequence[Derivation], tok
     if opening.kept is not None and recipe.train.steps is not None and not opening.reads:
         return Prepared(recipe, tokenizer.vocabulary, None, derived)
     chats = tuning.read(recipe, tokenizer, opening.kept, opening.progress)
-    found = list(derived)
+    derivations = list(derived)
     train = recipe.train
     if train.sequence is None:
         bound = min(LONGEST, recipe.model.context or LONGEST)
-        longest = max(int(one.lengths.max(initial=1)) for one in chats.found)
+        longest = max(int(tokens.lengths.max(initial=1)) for tokens in chats.found)
         sequence = min(bound, max(SHORTEST, math.ceil(longest / 64) * 64))
         train = msgspec.structs.replace(train, sequence=sequence)
-        found.append(
+        derivations.append(
             Derivation(
                 "train.sequence", sequence, f"the longest conversation has {longest:,} tokens; at most {bound:,}"
             )
         )
     recipe = msgspec.structs.replace(recipe, train=train)
     recipe, more = _batch_and_steps(recipe, chats)
-    return Prepared(recipe, tokenizer.vocabulary, chats, [*found, *more])
+    return Prepared(recipe, tokenizer.vocabulary, chats, [*derivations, *more])
 
 
 def _with_adapter(recipe: Recipe, opening: Opening) -> Recipe:
     """What adapters to go on from say of themselves; those of a run that has begun are with it."""
     if not isinstance(recipe.tune, Lora) or recipe.tune.adapter is None:
         return recipe
-    kept = None if opening.kept is None else opening.kept / tuning.ADAPTER
-    folder = kept if kept is not None and kept.is_dir() else Path(recipe.tune.adapter)
+    adapter = None if opening.kept is None else opening.kept / tuning.ADAPTER
+    folder = adapter if adapter is not None and adapter.is_dir() else Path(recipe.tune.adapter)
     return msgspec.structs.replace(recipe, tune=peft.with_options(recipe.tune, folder))
 
 
 def _batch_and_steps(recipe: Recipe, chats: ReadChats) -> tuple[Recipe, list[Derivation]]:
-    train, found = recipe.train, []
+    train, derivations = recipe.train, []
     assert train.sequence is not None
     if train.batch_tokens is not None and train.steps is not None:
         return recipe, []
@@ -76,13 +76,13 @@ def _batch_and_steps(recipe: Recipe, chats: ReadChats) -> tuple[Recipe, list[Der
         batch = max(1, min(ROWS, rows // 4))
         tokens = batch * train.sequence * (2 if pairs else 1)
         train = msgspec.structs.replace(train, batch_tokens=tokens)
-        found.append(Derivation("train.batch_tokens", tokens, f"{batch} of the {rows} {what}"))
+        derivations.append(Derivation("train.batch_tokens", tokens, f"{batch} of the {rows} {what}"))
     recipe = msgspec.structs.replace(recipe, train=train)
     if train.steps is None:
         steps = math.ceil(tuning.EPOCHS * rows / tuning.batch_of(recipe))
         train = msgspec.structs.replace(train, steps=steps)
-        found.append(Derivation("train.steps", steps, f"{tuning.EPOCHS} passes over {rows} {what}"))
-    return msgspec.structs.replace(recipe, train=train), found
+        derivations.append(Derivation("train.steps", steps, f"{tuning.EPOCHS} passes over {rows} {what}"))
+    return msgspec.structs.replace(recipe, train=train), derivations
 
 
 def open_tuning(recipe: Recipe, opening: Opening, tokenizer: Tokenizer | None) -> TuneWorkload:

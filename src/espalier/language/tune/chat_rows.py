@@ -125,12 +125,12 @@ def read(
     if key is not None and file.is_file():
         with contextlib.suppress(*_DAMAGED):
             return loads(file.read_bytes(), pairs)
-    found = _encode(data, tokenizer, template, pairs, progress)
+    tokens = _encode(data, tokenizer, template, pairs, progress)
     if key is not None:
         with contextlib.suppress(OSError):  # without it the text is read again
             file.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(file, dumps(found))
-    return found
+            write_atomic(file, dumps(tokens))
+    return tokens
 
 
 def _listed(data: Data) -> Data:
@@ -227,27 +227,27 @@ def _texts(talk: Conversation, template: ChatTemplate, pairs: bool, left: _Left)
 
 def _answers(places: Int64, spans: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
     """Whether each token has a character of an answer."""
-    found = np.zeros(len(places), np.bool_)
+    answers = np.zeros(len(places), np.bool_)
     for start, stop in spans:
-        found |= (places[:, 0] < stop) & (places[:, 1] > start)
-    return found
+        answers |= (places[:, 0] < stop) & (places[:, 1] > start)
+    return answers
 
 
 # --- which are held out, and how long they may be ------------------------------------------------------------------
 
 
-def divided(found: ChatTokens, share: float, sequence: int, longer: str) -> tuple[ChatTokens, ChatTokens, list[str]]:
-    """`found` for training and validation, and what is to be said of what is too long for a row of `sequence` tokens.
+def divided(chats: ChatTokens, share: float, sequence: int, longer: str) -> tuple[ChatTokens, ChatTokens, list[str]]:
+    """`chats` for training and validation, and what is to be said of what is too long for a row of `sequence` tokens.
 
     What is held out depends on the tokens of a conversation alone. Raises UserError where nothing fits, or a side has
     nothing.
     """
-    step = 2 if found.pairs else 1
-    most = np.diff(found.starts).reshape(-1, step).max(1)
+    step = 2 if chats.pairs else 1
+    most = np.diff(chats.starts).reshape(-1, step).max(1)
     long = most > sequence + 1
-    kept = _shortened(found, sequence + 1) if longer == "cut" else found
-    places = pairwise(kept.starts.tolist())
-    answered = np.array([kept.answers[a + 1 : b].any() for a, b in places], bool).reshape(-1, step).all(1)
+    shortened = _shortened(chats, sequence + 1) if longer == "cut" else chats
+    places = pairwise(shortened.starts.tolist())
+    answered = np.array([shortened.answers[a + 1 : b].any() for a, b in places], bool).reshape(-1, step).all(1)
     usable = answered & ~long if longer == "drop" else answered
     notes = _notes_on_length(long, usable, int(most.max(initial=0)), sequence, longer)
     if usable.sum() < 2:
@@ -257,16 +257,16 @@ def divided(found: ChatTokens, share: float, sequence: int, longer: str) -> tupl
             do=f"train.sequence = {int(most.max(initial=2)) - 1}, or more data",
         )
     ids = np.flatnonzero(usable)
-    marks = np.array([_hash(kept, int(one) * step) for one in ids], np.uint64)
-    held = marks < np.uint64(min(round(share * _HASHES), _HASHES - 1))
-    if held.all() or not held.any():  # one is moved to the other side
-        held[int(np.argmin(marks))] = not held.any()
-    each = [(ids[side][:, None] * step + np.arange(step)).reshape(-1).tolist() for side in (~held, held)]
-    return kept.at(each[0]), kept.at(each[1]), notes
+    marks = np.array([_hash(shortened, int(row) * step) for row in ids], np.uint64)
+    held_out = marks < np.uint64(min(round(share * _HASHES), _HASHES - 1))
+    if held_out.all() or not held_out.any():  # one is moved to the other side
+        held_out[int(np.argmin(marks))] = not held_out.any()
+    each = [(ids[side][:, None] * step + np.arange(step)).reshape(-1).tolist() for side in (~held_out, held_out)]
+    return shortened.at(each[0]), shortened.at(each[1]), notes
 
 
-def _hash(found: ChatTokens, one: int) -> int:
-    return xxhash.xxh3_64_intdigest(found.tokens[found.starts[one] : found.starts[one + 1]].astype("<u4").tobytes())
+def _hash(chats: ChatTokens, chat: int) -> int:
+    return xxhash.xxh3_64_intdigest(chats.tokens[chats.starts[chat] : chats.starts[chat + 1]].astype("<u4").tobytes())
 
 
 def _notes_on_length(long: Any, usable: Any, longest: int, sequence: int, longer: str) -> list[str]:
@@ -282,12 +282,12 @@ def _notes_on_length(long: Any, usable: Any, longest: int, sequence: int, longer
     ]
 
 
-def _shortened(found: ChatTokens, most: int) -> ChatTokens:
-    keep = np.zeros(len(found.tokens), np.bool_)
-    for start, stop in pairwise(found.starts.tolist()):
+def _shortened(chats: ChatTokens, most: int) -> ChatTokens:
+    keep = np.zeros(len(chats.tokens), np.bool_)
+    for start, stop in pairwise(chats.starts.tolist()):
         keep[start : min(stop, start + most)] = True
-    starts = np.concatenate([[0], np.cumsum(np.minimum(np.diff(found.starts), most))]).astype(np.int64)
-    return replace(found, tokens=found.tokens[keep], answers=found.answers[keep], starts=starts)
+    starts = np.concatenate([[0], np.cumsum(np.minimum(np.diff(chats.starts), most))]).astype(np.int64)
+    return replace(chats, tokens=chats.tokens[keep], answers=chats.answers[keep], starts=starts)
 
 
 # --- rows --------------------------------------------------------------------------------------------------------
@@ -299,19 +299,19 @@ def packed(lengths: Sequence[int] | Int64, sequence: int) -> list[list[int]]:
     order = np.argsort(-np.asarray(lengths, np.int64), kind="stable").tolist()
     rows: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (tokens that are free, row), sorted
-    for one in order:
-        length = int(lengths[one])
+    for chat in order:
+        length = int(lengths[chat])
         assert 0 < length <= sequence
         place = bisect.bisect_left(free, (length, -1))
         room, row = free.pop(place) if place < len(free) else (sequence, len(rows))
         if row == len(rows):
             rows.append([])
-        rows[row].append(one)
+        rows[row].append(chat)
         bisect.insort(free, (room - length, row))
     return rows
 
 
-def filled(found: ChatTokens, rows: Sequence[Sequence[int]], sequence: int, padding: int) -> tuple[Int64, ...]:
+def filled(chats: ChatTokens, rows: Sequence[Sequence[int]], sequence: int, padding: int) -> tuple[Int64, ...]:
     """Tokens, targets, positions and documents of `rows` of conversations, each int64 [rows, sequence].
 
     A target that is no part of an answer is `IGNORED`; what is left of a row is `padding`, a document of its own.
@@ -321,14 +321,14 @@ def filled(found: ChatTokens, rows: Sequence[Sequence[int]], sequence: int, padd
     positions, documents = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     for row, members in enumerate(rows):
         place = 0
-        for number, one in enumerate(members, start=1):
-            start, stop = found.starts[one], found.starts[one + 1]
-            here = slice(place, place + int(stop - start) - 1)
-            tokens[row, here] = found.tokens[start : stop - 1]
-            answers = found.answers[start + 1 : stop]
-            targets[row, here][answers] = found.tokens[start + 1 : stop][answers]
-            positions[row, here] = np.arange(here.stop - here.start)
-            documents[row, here] = number
-            place = here.stop
+        for number, chat in enumerate(members, start=1):
+            start, stop = chats.starts[chat], chats.starts[chat + 1]
+            span = slice(place, place + int(stop - start) - 1)
+            tokens[row, span] = chats.tokens[start : stop - 1]
+            answers = chats.answers[start + 1 : stop]
+            targets[row, span][answers] = chats.tokens[start + 1 : stop][answers]
+            positions[row, span] = np.arange(span.stop - span.start)
+            documents[row, span] = number
+            place = span.stop
         positions[row, place:] = np.arange(sequence - place)
     return tokens, targets, positions, documents

@@ -126,11 +126,11 @@ class ChatTemplate:
         return text, spans
 
     def _render(self, messages: Sequence[_Message], answering: bool, variables: Mapping[str, Any]) -> str:
-        own = {"messages": list(messages), "add_generation_prompt": answering}
+        conversation = {"messages": list(messages), "add_generation_prompt": answering}
         compiled = self._compiled
         with self._failing("fails: "):
             self._environment.clock.start()
-            text: str = compiled.render({**_ABSENT, **variables, **self.tokens, **own})
+            text: str = compiled.render({**_ABSENT, **variables, **self.tokens, **conversation})
         return text
 
     @contextmanager
@@ -216,11 +216,11 @@ def _unmarked(text: str) -> str:
     return text.replace(BEGIN, "").replace(END, "")
 
 
-def open_template(file: str | None, tokenizer: Tokenizer, kept: Path | None = None) -> ChatTemplate:
-    """The template in `file`, else that of the run (`kept`), of the tokenizer's folder, or ChatML. Raises UserError."""
+def open_template(file: str | None, tokenizer: Tokenizer, run: Path | None = None) -> ChatTemplate:
+    """The template in `file`, else that in the folder `run`, of the tokenizer's folder, or ChatML. Raises UserError."""
     files = tokenizer.files
-    if kept is not None and (kept / FILE).is_file():
-        return ChatTemplate(read_text(kept / FILE), files.special_tokens, "the run")
+    if run is not None and (run / FILE).is_file():
+        return ChatTemplate(read_text(run / FILE), files.special_tokens, "the run")
     if file is not None:
         do = f"tune.template = {file!r} has to name a Jinja file"
         return ChatTemplate(read_text(Path(file).expanduser(), do), files.special_tokens, file)

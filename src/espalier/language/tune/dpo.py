@@ -45,9 +45,9 @@ def with_reference(model: GPT) -> GPT:
 @contextmanager
 def reference(model: GPT) -> Iterator[GPT]:
     """The model before training."""
-    held = model._modules.get(REFERENCE)
-    if isinstance(held, GPT):
-        yield held
+    frozen = model._modules.get(REFERENCE)
+    if isinstance(frozen, GPT):
+        yield frozen
         return
     with lora.without_adapters(model):
         yield model

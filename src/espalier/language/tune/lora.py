@@ -65,10 +65,10 @@ class LoraLinear(nn.Linear):
     @torch.no_grad()
     def merged(self) -> Float[Tensor, "out in"]:
         """The matrix that computes what this layer does."""
-        found = self.merged_directions()
+        directions = self.merged_directions()
         if self.magnitude is not None:
-            found = found * (self.magnitude / found.norm(dim=1))[:, None]
-        return found
+            directions = directions * (self.magnitude / directions.norm(dim=1))[:, None]
+        return directions
 
     @torch.no_grad()
     def begin(self, seed: int) -> None:
@@ -96,14 +96,14 @@ def adapt(model: GPT, options: Adapters, seed: int) -> GPT:
     targets = options.targets or TARGETS
     model.requires_grad_(False)
     for name, layer in [*model.named_modules()]:
-        parent, _, own = name.rpartition(".")
-        if own in targets and isinstance(layer, nn.Linear):
+        parent, _, child = name.rpartition(".")
+        if child in targets and isinstance(layer, nn.Linear):
             adapted = LoraLinear(layer, options)
             if not layer.weight.is_meta:
                 adapted.begin(zlib.crc32(f"{seed} {name}".encode()))
                 if options.frozen != "fp32":
                     compress(adapted, 8 if options.frozen == "int8" else 4)
-            setattr(model.get_submodule(parent), own, adapted)
+            setattr(model.get_submodule(parent), child, adapted)
     leave_out_frozen(model)
     return model
 
@@ -145,7 +145,7 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 def frozen_bytes(model: nn.Module, options: Adapters, each: int) -> int:
     """Bytes of the weights under the adapters of `model` (maybe on the meta device), of a reference beside it, and of
     all else that is frozen: `each` for a value, or codes and scales as `compress` makes them."""
-    whole = sum(one.numel() for one in model.parameters() if not one.requires_grad)
+    whole = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
     coded = 0
     if options.frozen != "fp32":
         for layer in layers(model).values():

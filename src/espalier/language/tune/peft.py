@@ -178,9 +178,11 @@ def with_options(tune: Lora, folder: Path) -> Lora:
         "dora": bool(adapters.table.get("use_dora")),
     }
     plain = Lora()
-    own = {name: getattr(tune, name) for name in options if getattr(tune, name) != getattr(plain, name)}
+    changed = {name: getattr(tune, name) for name in options if getattr(tune, name) != getattr(plain, name)}
     differing = [
-        f"tune.{name} = {value!r}, but {options[name]!r} there" for name, value in own.items() if value != options[name]
+        f"tune.{name} = {value!r}, but {options[name]!r} there"
+        for name, value in changed.items()
+        if value != options[name]
     ]
     if differing:
         raise UserError(

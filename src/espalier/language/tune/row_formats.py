@@ -416,9 +416,9 @@ def renaming(file: str, table: Row) -> Callable[[Row], Row]:
             why="it changes what the rows mean",
             do="name another file as data.path",
         )
-    names = {columns[key]: own for key, own in known.items() if key in columns}
-    keys = {tags[key]: own for key, own in _TAGS.items() if key in tags}
-    roles = {tags[key]: own for key, own in _ROLE_TAGS.items() if key in tags}
+    names = {columns[key]: ours for key, ours in known.items() if key in columns}
+    keys = {tags[key]: ours for key, ours in _TAGS.items() if key in tags}
+    roles = {tags[key]: ours for key, ours in _ROLE_TAGS.items() if key in tags}
 
     def turn(row: Any) -> Any:
         if not isinstance(row, Mapping):

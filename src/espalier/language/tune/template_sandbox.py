@@ -206,8 +206,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], finalize=_sized)
         self.clock = Clock()
         self.concat = _concatenated  # type: ignore[method-assign]
-        own = {**self.filters, "tojson": _as_json, "sized": _sized}
-        self.filters |= {name: self._limited(name, function) for name, function in own.items()}
+        filters = {**self.filters, "tojson": _as_json, "sized": _sized}
+        self.filters |= {name: self._limited(name, function) for name, function in filters.items()}
         self.filters["counted"] = functools.partial(_Counted, self.clock)
         self.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
         del self.globals["lipsum"]
@@ -247,8 +247,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         def checked(*values: Any, **named: Any) -> Any:
             self.clock.check()
             listed = tuple(map(_listed, values))
-            own = tuple(value for value in listed if not isinstance(value, Context | Environment | EvalContext))
-            _check_call(name, own, named)
+            arguments = tuple(value for value in listed if not isinstance(value, Context | Environment | EvalContext))
+            _check_call(name, arguments, named)
             return function(*listed, **named)
 
         return checked

@@ -95,10 +95,10 @@ class TuneWorkload(DecoderWorkload):
 
     # --- the data ------------------------------------------------------------------------------------------------
 
-    def _rows_of(self, found: ChatTokens) -> list[list[int]]:
+    def _rows_of(self, chats: ChatTokens) -> list[list[int]]:
         if self.pairs:
-            return [[one, one + 1] for one in range(0, len(found), 2)]
-        return chat_rows.packed(found.lengths, self.sequence)
+            return [[chat, chat + 1] for chat in range(0, len(chats), 2)]
+        return chat_rows.packed(chats.lengths, self.sequence)
 
     def _order(self, epoch: int) -> Any:
         return np.random.default_rng([self.recipe.train.seed, epoch]).permutation(len(self.train_rows))
@@ -107,16 +107,16 @@ class TuneWorkload(DecoderWorkload):
         """The conversations of each row, or pair, of the shard."""
         assert self.train_rows, "a run that is only evaluated has no training data"
         first = step * self.global_batch
-        places = (divmod(one, len(self.train_rows)) for one in range(first + shard.start, first + shard.stop))
+        places = (divmod(place, len(self.train_rows)) for place in range(first + shard.start, first + shard.stop))
         return [self.train_rows[self._ordered(epoch)[place]] for epoch, place in places]
 
-    def _batch(self, found: ChatTokens, rows: Sequence[Sequence[int]], shard: Shard) -> Windows:
+    def _batch(self, chats: ChatTokens, rows: Sequence[Sequence[int]], shard: Shard) -> Windows:
         if not self.pairs:
-            arrays = chat_rows.filled(found, rows, self.sequence, self.tokenizer.boundary)
+            arrays = chat_rows.filled(chats, rows, self.sequence, self.tokenizer.boundary)
         else:
-            sides = [[one] for row in rows for one in row]
-            longest = max((int(found.lengths[side[0]]) for side in sides), default=1)
-            arrays = chat_rows.filled(found, sides, min(self.sequence, -(-longest // 64) * 64), self.tokenizer.boundary)
+            sides = [[chat] for row in rows for chat in row]
+            longest = max((int(chats.lengths[side[0]]) for side in sides), default=1)
+            arrays = chat_rows.filled(chats, sides, min(self.sequence, -(-longest // 64) * 64), self.tokenizer.boundary)
         return Rows(*map(torch.from_numpy, arrays)).part(shard)
 
     def batches(self, step: int, shard: Shard) -> list[Windows]:
@@ -128,14 +128,14 @@ class TuneWorkload(DecoderWorkload):
     def documents(self, step: int, shard: Shard) -> list[str]:
         """Names of the conversations."""
         assert self.chats.train is not None
-        return [self.chats.train.names[one] for row in self._chosen(step, shard) for one in row]
+        return [self.chats.train.names[chat] for row in self._chosen(step, shard) for chat in row]
 
     def loss(self, model: nn.Module, batch: Windows) -> tuple[Tensor, Tensor]:
         """Sum of cross entropies of the answers' tokens in nats, and their number; of preferences, see `dpo`."""
         assert isinstance(model, gpt.GPT)
         if isinstance(self.tune, Dpo):
-            found = dpo.losses(model, batch, self.tune.beta).loss
-            return found.sum(), torch.tensor(len(found))
+            losses = dpo.losses(model, batch, self.tune.beta).loss
+            return losses.sum(), torch.tensor(len(losses))
         return model.loss_sum(*batch), (batch.targets != gpt.IGNORED).sum()
 
     def validation_samples(self) -> int:
@@ -158,8 +158,8 @@ class TuneWorkload(DecoderWorkload):
 
     def _figures(self, model: gpt.GPT, batch: Windows) -> dict[str, tuple[float, float]]:
         if isinstance(self.tune, Dpo):
-            found = dpo.losses(model, batch, self.tune.beta)
-            return {name: (float(one.sum()), float(len(one))) for name, one in found._asdict().items()}
+            losses = dpo.losses(model, batch, self.tune.beta)
+            return {name: (float(figure.sum()), float(len(figure))) for name, figure in losses._asdict().items()}
         nats = float(model.loss_sum(*batch))
         answers = batch.targets[batch.targets != gpt.IGNORED].cpu()
         return {"loss": (nats, float(len(answers))), "nats_per_byte": (nats, float(self._byte_lengths[answers].sum()))}
@@ -171,11 +171,11 @@ class TuneWorkload(DecoderWorkload):
     def sample(self, model: nn.Module) -> list[Artifact]:
         """An answer to the first held-out question, or to `track.sample`."""
         assert isinstance(model, gpt.GPT)
-        held, asked = self.chats.held_out, self.recipe.track.sample
+        held_out, asked = self.chats.held_out, self.recipe.track.sample
         if asked:
             start = self.prompt([("user", asked)])
         else:
-            tokens, answers = held.tokens[: held.starts[1]], held.answers[: held.starts[1]]
+            tokens, answers = held_out.tokens[: held_out.starts[1]], held_out.answers[: held_out.starts[1]]
             start = tokens[: int(np.flatnonzero(answers)[0])].tolist()
         made = list(generate.generate(model, start, tokens=100, stop=self.endings[-1]))
         return [Text(self.tokenizer.decode([*start, *made]))]
@@ -185,19 +185,19 @@ class TuneWorkload(DecoderWorkload):
     def prompt(self, turns: Sequence[tuple[str, str]]) -> list[int]:
         """The tokens up to the next answer of a chat of (role, text)."""
         text = self.chats.template.render([Turn(*turn) for turn in turns], answering=True)
-        return [int(one) for one in self.tokenizer.encode_marked([text])[0][0]]
+        return [int(token) for token in self.tokenizer.encode_marked([text])[0][0]]
 
     @property
     def endings(self) -> list[int]:
         """The tokens that end an answer."""
         ids = self.tokenizer.encode_marked([self.chats.template.ending])[0][0]
-        return [int(one) for one in ids] or [self.tokenizer.boundary]
+        return [int(token) for token in ids] or [self.tokenizer.boundary]
 
     # --- what is said and compared -------------------------------------------------------------------------------
 
     def fingerprint(self) -> str:
         """Of both sides, and of what tokens are answers."""
-        each = [one.fingerprint for one in (self.chats.train, self.chats.held_out) if one is not None]
+        each = [chats.fingerprint for chats in (self.chats.train, self.chats.held_out) if chats is not None]
         return "-".join([self.tokenizer.fingerprint, *each])
 
     def notes(self) -> list[str]:
@@ -238,17 +238,17 @@ class ReadChats(NamedTuple):
     found: Sequence[ChatTokens]
 
 
-def read(recipe: Recipe, tokenizer: Tokenizer, kept: Path | None, progress: Progress | None) -> ReadChats:
+def read(recipe: Recipe, tokenizer: Tokenizer, run: Path | None, progress: Progress | None) -> ReadChats:
     """Reads all `[[data]]`. Raises UserError."""
     assert recipe.tune is not None
-    if any(one.weight != 1 for one in recipe.data):
+    if any(source.weight != 1 for source in recipe.data):
         raise UserError(
             "data.weight is not possible with [tune].", why="an epoch takes every conversation once", do="leave it out"
         )
-    template = open_template(recipe.tune.template, tokenizer, kept)
+    template = open_template(recipe.tune.template, tokenizer, run)
     pairs = isinstance(recipe.tune, Dpo)
     return ReadChats(
-        tokenizer, template, [chat_rows.read(one, tokenizer, template, pairs, progress) for one in recipe.data]
+        tokenizer, template, [chat_rows.read(source, tokenizer, template, pairs, progress) for source in recipe.data]
     )
 
 
@@ -257,8 +257,8 @@ def chats_of(recipe: Recipe, chats: ReadChats) -> Chats:
     assert recipe.tune is not None
     assert recipe.train.sequence is not None
     sides = [
-        chat_rows.divided(found, data.validation, recipe.train.sequence, recipe.tune.longer)
-        for found, data in zip(chats.found, recipe.data, strict=True)
+        chat_rows.divided(tokens, data.validation, recipe.train.sequence, recipe.tune.longer)
+        for tokens, data in zip(chats.found, recipe.data, strict=True)
     ]
     train = chat_rows.joined([side[0] for side in sides])
     held_out = chat_rows.joined([side[1] for side in sides])
@@ -327,11 +327,11 @@ def thaw(recipe: Recipe, folder: Path) -> Chats:
 
 def contents(recipe: Recipe, workload: TuneWorkload) -> Mapping[str, str]:
     """Hashes of the files of all `[[data]]`; what has no files of its own is one by its tokens."""
-    found: dict[str, str] = {}
+    hashes: dict[str, str] = {}
     for data in recipe.data:
-        listed = [] if ":" in data.path else [one for one in text_sources.listing(data).entries if one.path]
-        found |= data_hash.hashes({one.path: one.path for one in listed}) or {data.path: workload.fingerprint()}
-    return found
+        listed = [] if ":" in data.path else [entry for entry in text_sources.listing(data).entries if entry.path]
+        hashes |= data_hash.hashes({entry.path: entry.path for entry in listed}) or {data.path: workload.fingerprint()}
+    return hashes
 
 
 def export(workload: TuneWorkload, model: gpt.GPT, folder: Path) -> None:
@@ -343,14 +343,14 @@ def plain(model: gpt.GPT) -> gpt.GPT:
     """A decoder without adapters and reference that computes what `model` does."""
     if dpo.REFERENCE not in model._modules and not lora.layers(model):
         return model
-    found = copy.deepcopy(model)
-    found._modules.pop(dpo.REFERENCE, None)
-    for name, layer in lora.layers(found).items():
-        parent, _, own = name.rpartition(".")
+    copied = copy.deepcopy(model)
+    copied._modules.pop(dpo.REFERENCE, None)
+    for name, layer in lora.layers(copied).items():
+        parent, _, child = name.rpartition(".")
         whole = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
         whole.weight, whole.bias = nn.Parameter(layer.merged()), layer.bias
-        setattr(found.get_submodule(parent), own, whole)
-    found.score = partial(gpt.score, cap=found.size.logit_cap)
-    found._state_dict_hooks.clear()
-    found._load_state_dict_post_hooks.clear()
-    return found.requires_grad_(True)
+        setattr(copied.get_submodule(parent), child, whole)
+    copied.score = partial(gpt.score, cap=copied.size.logit_cap)
+    copied._state_dict_hooks.clear()
+    copied._load_state_dict_post_hooks.clear()
+    return copied.requires_grad_(True)

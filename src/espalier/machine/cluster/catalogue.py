@@ -129,11 +129,11 @@ def known(name: str) -> str | None:
     for family, card in _cards().values():
         memory = units.size(card.memory) / 2**30 if family.kind == "cuda" else 0.0
         for spelling in (card.name, *card.also):
-            own, said = _words(spelling)
-            same = size == said or (size is not None and memory <= size <= SAME_SIZE * memory)
-            if own == words and (same or size is None):
-                fits.append((size != said, card.name))
-    exact = [found for differs, found in fits if not differs] or [found for _, found in fits]
+            name_words, stated = _words(spelling)
+            same = size == stated or (size is not None and memory <= size <= SAME_SIZE * memory)
+            if name_words == words and (same or size is None):
+                fits.append((size != stated, card.name))
+    exact = [name for differs, name in fits if not differs] or [name for _, name in fits]
     return exact[0] if len(set(exact)) == 1 else None
 
 
@@ -194,9 +194,9 @@ def default_link(name: str, kind: str) -> Link:
     """The link between devices `name` in one machine; by kind (loopback, PCI Express) when the name is not known."""
     family, card = _cards().get(name, (None, None))
     by_kind = {"cpu": "loopback", "cuda": "pcie4"}[kind]
-    found = link(by_kind if family is None or card is None else card.inside or family.inside)
-    assert found is not None, "tests compare the links that devices name with those there are"
-    return found
+    usual = link(by_kind if family is None or card is None else card.inside or family.inside)
+    assert usual is not None, "tests compare the links that devices name with those there are"
+    return usual
 
 
 def network(kind: str, bandwidth: float, fabric: Fabric | None = None) -> Link:
@@ -233,7 +233,9 @@ def _unknown(name: str, where: str) -> UserError:
             do='device = "cpu", with cores and memory',
         )
     misspelled = nearest(name.casefold(), (known.casefold() for known in known_devices()))
-    sisters = [one for one in known_devices() if one.casefold() == misspelled or (words and _words(one)[0] >= words)]
+    sisters = [
+        name for name in known_devices() if name.casefold() == misspelled or (words and _words(name)[0] >= words)
+    ]
     if sisters:
         why = f"{name} may be {', '.join(sisters)}"
         return UserError(f"{where}: unknown device {name!r}.", why=why, do=f'device = "{sisters[0]}"')

@@ -141,7 +141,7 @@ def dumps(cluster: Cluster) -> str:
     text = tomli_w.dumps(head) + ("\n" if head else "") + tomli_w.dumps(table)
     innermost = re.compile(r"\[\n([^\[\]]*)\n\s*\]")  # tomli_w gives each number of a list a line of its own
     return "# bytes, bytes/s, seconds, FLOP/s; see docs/cluster.md\n" + innermost.sub(
-        lambda found: "[" + ", ".join(line.strip().rstrip(",") for line in found[1].split("\n")) + "]", text
+        lambda match: "[" + ", ".join(line.strip().rstrip(",") for line in match[1].split("\n")) + "]", text
     )
 
 
@@ -202,31 +202,31 @@ def _between(links: _Links, first: Device, origin: str) -> Link | None:
     link = _network(links.between, first, f"{origin}: links.between")
     if link is None:
         return None
-    said = links.latency.between if isinstance(links.latency, _Latencies) else links.latency
-    if said is None:
+    latency = links.latency.between if isinstance(links.latency, _Latencies) else links.latency
+    if latency is None:
         return link
-    return link.changed(latency=units.seconds(said, f"{origin}: links.latency"))
+    return link.changed(latency=units.seconds(latency, f"{origin}: links.latency"))
 
 
-def _network(said: Quantity | _Network | None, device: Device, where: str) -> Link | None:
+def _network(network: Quantity | _Network | None, device: Device, where: str) -> Link | None:
     """The link to other machines of one with such a device."""
-    if said is None:
+    if network is None:
         return None
-    fabric = said.fabric if isinstance(said, _Network) else None
-    return _line(said, where, partial(catalogue.network, device.kind, fabric=fabric))
+    fabric = network.fabric if isinstance(network, _Network) else None
+    return _line(network, where, partial(catalogue.network, device.kind, fabric=fabric))
 
 
-def _line(said: Quantity | _Line | None, where: str, usual: Callable[[float], Link]) -> Link:
+def _line(stated: Quantity | _Line | None, where: str, usual: Callable[[float], Link]) -> Link:
     """The link as it is said; `usual` tells what is not, of one of that bandwidth."""
-    line = said if isinstance(said, _Line) else _Line(bandwidth=said or 0)
+    line = stated if isinstance(stated, _Line) else _Line(bandwidth=stated or 0)
     bandwidth = _positive(units.rate(_finite(line.bandwidth, where), where), where)
-    found = usual(bandwidth)
+    link = usual(bandwidth)
     if not 0 <= (line.share or 0) <= 1:
         raise UserError(f"{where}.share is {line.share}.", do="share = 0.9, of the bandwidth that collectives reach")
-    return found.changed(
-        latency=found.latency if line.latency is None else units.seconds(line.latency, f"{where}.latency"),
-        launch=found.launch if line.launch is None else units.seconds(line.launch, f"{where}.launch"),
-        share=found.share if line.share is None else line.share,
+    return link.changed(
+        latency=link.latency if line.latency is None else units.seconds(line.latency, f"{where}.latency"),
+        launch=link.launch if line.launch is None else units.seconds(line.launch, f"{where}.launch"),
+        share=link.share if line.share is None else line.share,
         measured=line.measured,
         source=line.source,
     )

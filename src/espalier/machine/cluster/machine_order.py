@@ -43,9 +43,9 @@ def crossings(bandwidth: Table, order: Sequence[int]) -> int:
 
 def _levels(bandwidth: Table) -> dict[float, int]:
     """The level of each bandwidth there is between two machines, 0 the slowest."""
-    found: dict[float, int] = {}
+    levels: dict[float, int] = {}
     before, at = 0.0, -1
     for value in sorted({bandwidth[a][b] for a, b in combinations(range(len(bandwidth)), 2)}):
         at += at < 0 or value > APART * before
-        found[value], before = at, value
-    return found
+        levels[value], before = at, value
+    return levels

@@ -189,16 +189,16 @@ class Cluster(Value, frozen=True, kw_only=True, dict=True):
         """[machine][machine] bytes/s: of the slowest measured pair of their devices, else what the level has."""
         machine = [place.node for place in self.devices()]
         rest = self.between.bandwidth if self.between else 0.0
-        own = {place.node: place.table.between.bandwidth for place in self.devices() if place.table.between}
-        each = [min(rest, own.get(node, rest)) for node in range(self.machines)]
-        found = [[min(a, b) for b in each] for a in each]
+        by_node = {place.node: place.table.between.bandwidth for place in self.devices() if place.table.between}
+        each = [min(rest, by_node.get(node, rest)) for node in range(self.machines)]
+        bandwidths = [[min(a, b) for b in each] for a in each]
         seen: dict[tuple[int, int], float] = {}
         for pair in self.pairs:
             a, b = sorted((machine[pair.a], machine[pair.b]))
             seen[a, b] = min(pair.bandwidth, seen.get((a, b), pair.bandwidth))
         for (a, b), bandwidth in seen.items():
-            found[a][b] = found[b][a] = bandwidth
-        return found
+            bandwidths[a][b] = bandwidths[b][a] = bandwidth
+        return bandwidths
 
     @cached_property
     def ring(self) -> tuple[int, ...]:
@@ -225,8 +225,8 @@ class Cluster(Value, frozen=True, kw_only=True, dict=True):
         """The links over which these devices reach other machines."""
         assert self.between is not None, "reading refuses a cluster without it"
         places = self.devices()
-        own = {id(table): table.between for table in (places[at].table for at in devices) if table.between}
-        return [self.between, *own.values()]
+        by_table = {id(table): table.between for table in (places[at].table for at in devices) if table.between}
+        return [self.between, *by_table.values()]
 
     def level(self, ranks: Iterable[int]) -> Literal["inside", "between"]:
         """`inside` when all these devices are in one machine."""
@@ -238,12 +238,14 @@ class Cluster(Value, frozen=True, kw_only=True, dict=True):
         places = self.devices()
         chosen = set(ranks)
         links = {id(places[r].table): places[r].table.inside for r in chosen}.values() if level == "inside" else ()
-        found = [*links, *(self._between(*chosen) if level == "between" and self.between else [])]
+        slowest_links = [*links, *(self._between(*chosen) if level == "between" and self.between else [])]
         near = level == "inside"
         pairs = [p for p in self.pairs if {p.a, p.b} <= chosen and (places[p.a].node == places[p.b].node) == near]
-        found = [_measured(pair) for pair in pairs] or found
-        slow = min(found, key=lambda link: link.bandwidth)
-        return slow.changed(latency=max(link.latency for link in found), launch=max(link.launch for link in found))
+        slowest_links = [_measured(pair) for pair in pairs] or slowest_links
+        slow = min(slowest_links, key=lambda link: link.bandwidth)
+        return slow.changed(
+            latency=max(link.latency for link in slowest_links), launch=max(link.launch for link in slowest_links)
+        )
 
 
 def _speed(device: Device) -> tuple[Any, ...]:

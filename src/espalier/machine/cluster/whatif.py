@@ -40,13 +40,13 @@ def changed(cluster: Cluster, changes: Sequence[str]) -> Cluster:
         _set(table, key.strip(), _value(value.strip()))
     import tomli_w
 
-    found = loads(tomli_w.dumps(table), "the changed cluster")
-    if any(change.startswith("links.between") for change in changes) and sum(one.count for one in found.nodes) == 1:
+    edited = loads(tomli_w.dumps(table), "the changed cluster")
+    if any(change.startswith("links.between") for change in changes) and sum(node.count for node in edited.nodes) == 1:
         raise UserError(
             "--what-if links.between changes nothing: the cluster has one machine.",
             do="--what-if nodes.count=2 as well",
         )
-    return found
+    return edited
 
 
 def _set(table: dict[str, Any], key: str, value: Any) -> None:
@@ -91,8 +91,8 @@ def _set_link(table: dict[str, Any], name: str, value: Any) -> None:
 
 def _rate(link: Any, value: Any) -> Any:
     """The link with another bandwidth, its latency and launch price kept."""
-    kept = {key: link[key] for key in ("latency", "launch") if key in link} if isinstance(link, dict) else {}
-    return {"bandwidth": value, "source": "what if", **kept}
+    other_fields = {key: link[key] for key in ("latency", "launch") if key in link} if isinstance(link, dict) else {}
+    return {"bandwidth": value, "source": "what if", **other_fields}
 
 
 def _value(text: str) -> Any:

@@ -97,17 +97,21 @@ def choose(option: str, bandwidth: float | None, rates: Mapping[str, CodecRate])
         return ChosenCodecs({}, "nothing is compressed inside one machine")
     if not rates:
         return ChosenCodecs({}, "nothing is compressed: no codec was measured here (espalier probe)")
-    found = {}
+    by_kind = {}
     for kind, name in AUTO.items():
         names = (SPARSE, name) if kind is Traffic.GRADIENTS else (name,)
-        paying = [one for one in names if one in rates and pays(rates[one], bandwidth)]
+        paying = [name for name in names if name in rates and pays(rates[name], bandwidth)]
         if paying:
-            found[kind] = max(paying, key=lambda one: rates[one].over(bandwidth))  # of equals the one without loss
-    best = max((rates[name].over(bandwidth) / bandwidth for name in found.values()), default=1.0)
+            by_kind[kind] = max(
+                paying, key=lambda candidate: rates[candidate].over(bandwidth)
+            )  # of equals the one without loss
+    best = max((rates[name].over(bandwidth) / bandwidth for name in by_kind.values()), default=1.0)
     shown = f"{8e-6 * bandwidth:,.0f} Mbit/s between machines"
-    if not found:
+    if not by_kind:
         return ChosenCodecs({}, f"nothing is compressed: {shown} are no slower than the codecs")
-    return ChosenCodecs(found, f"gradients go as {found.get(Traffic.GRADIENTS, 'they are')}: {best:.1f} times {shown}")
+    return ChosenCodecs(
+        by_kind, f"gradients go as {by_kind.get(Traffic.GRADIENTS, 'they are')}: {best:.1f} times {shown}"
+    )
 
 
 def pays(rate: CodecRate, bandwidth: float) -> bool:
@@ -124,20 +128,20 @@ def measure(names: Iterable[str] = (), seconds: float = 0.2) -> dict[str, CodecR
         seconds: for each.
     """
     values = torch.randn(PIECE, generator=torch.Generator().manual_seed(1)) * 1e-3
-    told = (wire_format.Bucket(Traffic.GRADIENTS, 0), 0)
-    found = {}
+    origin = (wire_format.Bucket(Traffic.GRADIENTS, 0), 0)
+    measured = {}
     for name in names or sorted({*AUTO.values(), SPARSE}):
-        one = codec(name)
-        sends, _ = wire_format.seal(one, values, told[0])
+        codec_ = codec(name)
+        sends, _ = wire_format.seal(codec_, values, origin[0])
         first, rest = sends[0], sends[1] if len(sends) > 1 else None
         ways = (
-            partial(wire_format.seal, one, values, told[0]),
-            partial(wire_format.opened, one, (first, rest), values, told),
+            partial(wire_format.seal, codec_, values, origin[0]),
+            partial(wire_format.opened, codec_, (first, rest), values, origin),
         )
         encode, decode = (_usual_seconds(way, seconds / 2) for way in ways)
         sent = sum(part.nbytes for part in sends) - wire_format.HEADER
-        found[name] = CodecRate(values.nbytes / sent, values.nbytes / encode, values.nbytes / decode)
-    return found
+        measured[name] = CodecRate(values.nbytes / sent, values.nbytes / encode, values.nbytes / decode)
+    return measured
 
 
 def _usual_seconds(run: Callable[[], object], seconds: float) -> float:

@@ -36,7 +36,7 @@ class Lowbit:
 
     def __init__(self, bits: int, *, stochastic: bool = False, seed: int = 0) -> None:
         if bits not in kernels.BITS:
-            near = min(kernels.BITS, key=lambda one: abs(one - bits))
+            near = min(kernels.BITS, key=lambda width: abs(width - bits))
             raise UserError(f"A lowbit codec has {bits} bits.", why="8, 4 and 1 are packed", do=f"'int{near}'")
         self.bits, self.stochastic, self.seed = bits, stochastic, seed
         self.name = f"int{bits}" + (":stochastic" if stochastic else "")

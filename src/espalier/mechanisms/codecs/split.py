@@ -91,6 +91,6 @@ def _unpacked(part: Any, length: int, codec: str) -> Tensor:
         raw = zstandard.ZstdDecompressor().decompress(part, max_output_size=length)
     except zstandard.ZstdError as error:
         raise RunFailed(f"Codec {codec!r} cannot read a plane of {len(part)} bytes.", why=str(error)) from None
-    found = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
-    check_length(found, length, codec)
-    return found
+    stream = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+    check_length(stream, length, codec)
+    return stream

@@ -45,14 +45,14 @@ class Topk:
         values = floats(tensor, self.name)
         if not bool(values.isfinite().all()):
             return None
-        kept, columns = [], []
+        values_kept, columns = [], []
         whole = values.numel() // ROW * ROW
         for rows in (values[:whole].view(-1, ROW), values[whole:].view(1, -1)):
             if rows.numel():
                 _, chosen = rtopk(rows.abs(), min(self.each, rows.shape[1]))
-                kept.append(bytes_of(rows.gather(1, chosen)))
+                values_kept.append(bytes_of(rows.gather(1, chosen)))
                 columns.append(bytes_of(chosen.to(torch.int16)))
-        return torch.cat([values.new_empty(0, dtype=torch.uint8), *kept, *columns])
+        return torch.cat([values.new_empty(0, dtype=torch.uint8), *values_kept, *columns])
 
     def decode(self, wire: Tensor, like: Tensor) -> Tensor:
         """What was kept, and zeros. Raises RunFailed where bytes lack or a column is out of its row."""
@@ -61,13 +61,13 @@ class Topk:
         values = torch.zeros(length)
         count = self._kept(length)
         wire = aligned(wire)
-        kept, columns = wire[: 4 * count].view(torch.float32), wire[4 * count :].view(torch.int16).long()
+        top_values, columns = wire[: 4 * count].view(torch.float32), wire[4 * count :].view(torch.int16).long()
         whole = length // ROW
-        here = torch.arange(count) // self.each if self.each else columns
-        places = columns + here.clamp(max=whole) * ROW
+        block = torch.arange(count) // self.each if self.each else columns
+        places = columns + block.clamp(max=whole) * ROW
         if count and (int(columns.min()) < 0 or int(places.max()) >= length):
             check_length(wire[:0], wire.numel(), self.name)
-        return shaped(values.scatter_(0, places, kept), like)
+        return shaped(values.scatter_(0, places, top_values), like)
 
     def _kept(self, elements: Any) -> Any:
         rest = elements % ROW

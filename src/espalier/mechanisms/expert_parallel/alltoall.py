@@ -26,12 +26,12 @@ class AllToAll(OverRanks):
 
     def _routed(self, tokens: Tokens, experts: Sequence[nn.Module]) -> Tensor:
         x, chosen, weights, anchor = tokens
-        held = self.held
-        position = held.positions(chosen.device)[chosen].flatten()
+        expert_map = self.held
+        position = expert_map.positions(chosen.device)[chosen].flatten()
         order = position.argsort(stable=True)
-        counts = position.bincount(minlength=held.count)
+        counts = position.bincount(minlength=expert_map.count)
         arriving = self._counts(counts)
-        leaving = [int(part.sum()) for part in counts.split(held.sizes)]
+        leaving = [int(part.sum()) for part in counts.split(expert_map.sizes)]
         coming = [int(part.sum()) for part in arriving]
         sent = x.index_select(0, order // chosen.shape[1])
         rows = _Exchange.apply(sent, anchor, leaving, coming, self.group)
@@ -41,11 +41,13 @@ class AllToAll(OverRanks):
 
     def _counts(self, counts: Int[Tensor, " experts"]) -> list[Tensor]:
         """How many rows come from each rank for each expert here: int64 [experts here] of each rank."""
-        here = len(self.held.ranks[self.group.rank()])
-        own, found = counts.int().cpu(), torch.empty(self.group.size() * here, dtype=torch.int32)
+        local_count = len(self.held.ranks[self.group.rank()])
+        own_counts, received = counts.int().cpu(), torch.empty(self.group.size() * local_count, dtype=torch.int32)
         with traffic(Traffic.EXPERTS):
-            dist.all_to_all_single(found, own, [here] * self.group.size(), self.held.sizes, group=self.group)
-        return list(found.long().split(here)) if here else [found.long()] * self.group.size()
+            dist.all_to_all_single(
+                received, own_counts, [local_count] * self.group.size(), self.held.sizes, group=self.group
+            )
+        return list(received.long().split(local_count)) if local_count else [received.long()] * self.group.size()
 
 
 class _Exchange(torch.autograd.Function):
@@ -66,7 +68,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def _exchanged(rows: Tensor, leaving: Sequence[int], coming: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    found = rows.new_empty(sum(coming), rows.shape[1])
+    received = rows.new_empty(sum(coming), rows.shape[1])
     with traffic(Traffic.EXPERTS):
-        dist.all_to_all_single(found, rows.contiguous(), list(coming), list(leaving), group=group)
-    return found
+        dist.all_to_all_single(received, rows.contiguous(), list(coming), list(leaving), group=group)
+    return received

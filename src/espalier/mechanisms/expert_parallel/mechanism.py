@@ -61,19 +61,19 @@ class ExpertParallel(Filled):
         everyone, same = mesh.mesh.same_parameters(mesh.rank), mesh.mesh.same_experts(mesh.rank)
         names = {id(module): name for name, module in model.named_modules()}
         place = mesh.mesh.expert_group(mesh.rank)
-        own, group = self.held.ranks[place.index(mesh.rank)], mesh.of(place)
+        local_experts, group = self.held.ranks[place.index(mesh.rank)], mesh.of(place)
         assert group is not None
         self.links, self.group = links(group), group
         own_names: set[str] = set()
         for module, _ in fields_of(model, self.seam):
-            keep(module, own, self.held.count)
+            keep(module, local_experts, self.held.count)
             prefix = f"{names[id(module)]}.experts."
             own_names |= {prefix + name for name, _ in module.get_submodule("experts").named_parameters()}
         cut.peers = {name: same if name in own_names else everyone for name, _ in model.named_parameters()}
         super().wrap(context)
         routes: list[ExpertGroup] = [getattr(module, field) for module, field in fields_of(model, self.seam)]
-        cut.idle = [one.idle for one in routes]
-        meter = LoadMeter(routes, own, self.held.count, mesh.replica)
+        cut.idle = [route.idle for route in routes]
+        meter = LoadMeter(routes, local_experts, self.held.count, mesh.replica)
         context.meters |= {"experts": meter.load, "dispatch": meter.waited}
 
     def replacement(self, context: Build, module: nn.Module, plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -96,8 +96,10 @@ class LoadMeter:
             together.
     """
 
-    def __init__(self, routes: Sequence[ExpertGroup], own: Sequence[int], count: int, group: dist.ProcessGroup) -> None:
-        self._routes, self._own, self._group = [one.route for one in routes], own, group
+    def __init__(
+        self, routes: Sequence[ExpertGroup], local_experts: Sequence[int], count: int, group: dist.ProcessGroup
+    ) -> None:
+        self._routes, self._own, self._group = [route.route for route in routes], local_experts, group
         self._before, self._found = torch.zeros(count + 1, dtype=torch.float64), torch.zeros(0)
 
     def load(self) -> dict[str, float]:
@@ -142,18 +144,18 @@ class ExpertGroup:
         self.route(self._rows, nothing.long(), nothing, self.experts)
 
 
-def keep(module: nn.Module, own: tuple[int, ...], count: int) -> None:
-    """Leaves the experts `own` in `module.experts`, under their names. Raises UserError where there are not `count`."""
+def keep(module: nn.Module, local_experts: tuple[int, ...], count: int) -> None:
+    """Leaves the `local_experts` in `module.experts`, by name. Raises UserError where there are not `count`."""
     experts = dict(module.get_submodule("experts").named_children())
     if len(experts) != count:
         raise UserError(
             f"The plan's map has {count} experts, and a layer of the model has {len(experts)}.",
             do="delete plan.json; it is then planned again",
         )
-    module.experts = nn.ModuleDict({str(number): experts[str(number)] for number in own})
+    module.experts = nn.ModuleDict({str(number): experts[str(number)] for number in local_experts})
 
 
 def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:
     """Where the plan spreads the experts."""
-    codec = next((one.codec for one in plan.exchanges if one.traffic == Traffic.EXPERTS), "exact")
+    codec = next((exchange.codec for exchange in plan.exchanges if exchange.traffic == Traffic.EXPERTS), "exact")
     return ExpertParallel(ExpertMap(plan.experts), codec) if len(plan.experts) > 1 else None

@@ -44,7 +44,7 @@ class RoutedExperts(nn.Module):
         Raises UserError where the numbers are not of experts, or shapes do not fit.
         """
         if x.dim() != 2 or chosen.shape != weights.shape or len(chosen) != len(x) or chosen.dim() != 2:
-            shapes = ", ".join(str(list(one.shape)) for one in (x, chosen, weights))
+            shapes = ", ".join(str(list(tensor.shape)) for tensor in (x, chosen, weights))
             raise UserError(
                 f"x, chosen and weights have the shapes {shapes}.",
                 do="x [tokens, width], chosen and weights [tokens, active]",
@@ -54,8 +54,8 @@ class RoutedExperts(nn.Module):
                 f"chosen has numbers from {int(chosen.min())} to {int(chosen.max())}; there are {self.count} experts.",
                 do=f"numbers from 0 to {self.count - 1}",
             )
-        found: Tensor = self._path(x, chosen, weights, list(self.experts))
-        return found
+        routed: Tensor = self._path(x, chosen, weights, list(self.experts))
+        return routed
 
     @property
     def load(self) -> list[int]:
@@ -104,18 +104,22 @@ def route(
     mine = torch.tensor([len(experts)])
     sizes = [len(experts)]
     if group is not None:
-        found = [torch.zeros_like(mine) for _ in range(group.size())]
+        counts = [torch.zeros_like(mine) for _ in range(group.size())]
         with traffic(Traffic.CONTROL):
-            dist.all_gather(found, mine, group=group)
-        sizes = [int(one) for one in found]
+            dist.all_gather(counts, mine, group=group)
+        sizes = [int(count) for count in counts]
     ends = list(itertools.accumulate(sizes, initial=0))
     ranks = (
         tuple(map(tuple, held)) if held is not None else tuple(itertools.starmap(_numbers, itertools.pairwise(ends)))
     )
-    if [len(one) for one in ranks] != sizes or sorted(itertools.chain(*ranks)) != list(range(ends[-1])) or not ends[-1]:
-        told = "; ".join(", ".join(map(str, one)) or "none" for one in ranks)
+    if (
+        [len(experts_of_rank) for experts_of_rank in ranks] != sizes
+        or sorted(itertools.chain(*ranks)) != list(range(ends[-1]))
+        or not ends[-1]
+    ):
+        stated = "; ".join(", ".join(map(str, experts_of_rank)) or "none" for experts_of_rank in ranks)
         raise UserError(
-            f"held says {told}; the ranks hold {', '.join(map(str, sizes))} experts.",
+            f"held says {stated}; the ranks hold {', '.join(map(str, sizes))} experts.",
             why="each expert is held once, and they are numbered from 0",
             do="held=None, for consecutive numbers",
         )

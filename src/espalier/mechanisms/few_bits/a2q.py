@@ -27,11 +27,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from espalier.kernels.base import operation
+from espalier.kernels.step_codes import OCTAVE, STEPS, step_codes
 from espalier.mechanisms.few_bits.bit_allocator import (
     MOST,
-    OCTAVE,
     STEP_RATE,
-    STEPS,
     BitAllocator,
     Layer,
     RowIndex,
@@ -40,7 +39,6 @@ from espalier.mechanisms.few_bits.bit_allocator import (
     alone,
     largest_code,
     rounded,
-    step_codes,
     stored,
 )
 from espalier.recipe.errors import UserError

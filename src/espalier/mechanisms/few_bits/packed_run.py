@@ -20,19 +20,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from espalier.graph import kept_graph
+from espalier.graph import kept_graph, part_inference
 from espalier.graph.data import Graph
 from espalier.graph.kept_graph import KeptGraph
 from espalier.graph.link_prediction import LinkTask
 from espalier.graph.node_classification import NodeTask
 from espalier.graph.subgraphs import infer
 from espalier.graph.workload import GraphWorkload
+from espalier.kernels.step_codes import STEPS, step_codes
 from espalier.mechanisms.few_bits import quantization
 from espalier.mechanisms.few_bits.a2q import Coded, ColumnQuantizer, FeatureQuantizer
-from espalier.mechanisms.few_bits.bit_allocator import STEP_RATE, STEPS, NodeBits, step_codes
+from espalier.mechanisms.few_bits.bit_allocator import STEP_RATE, NodeBits
 from espalier.mechanisms.few_bits.mega import package_file
 from espalier.mechanisms.few_bits.mega.package import PackedRows, encode
-from espalier.mechanisms.halo_exchange import part_inference
 from espalier.mechanisms.pattern_attention import plan_choice
 from espalier.parallel.workload import Workload
 from espalier.recipe import GraphTransformer, Messages, cache_dir, data_hash, recipe_file

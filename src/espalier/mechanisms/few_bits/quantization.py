@@ -22,26 +22,25 @@ from espalier.comm.base import Traffic, traffic
 from espalier.graph.base import Aggregate, Forms, Kept, MessageBlock, Rows, dense
 from espalier.graph.coded_rows import Coding, RowSize, row_size
 from espalier.graph.gnn import Gnn, GraphAttention, Layer
+from espalier.graph.halo import Halo
 from espalier.graph.subgraphs import QUANTIZED, forward
+from espalier.kernels.step_codes import STEPS, step_codes
 from espalier.mechanisms.few_bits import a2q
 from espalier.mechanisms.few_bits.a2q import ColumnQuantizer, FeatureQuantizer, Rule
 from espalier.mechanisms.few_bits.bit_allocator import (
     MOST,
     STEP_RATE,
-    STEPS,
     DegreeBits,
     MemoryTarget,
     NodeBits,
     RowIndex,
     Total,
     alone,
-    step_codes,
     stored,
 )
 from espalier.mechanisms.few_bits.mega.package import PackedRows, encode
 from espalier.mechanisms.few_bits.packed_spmm import PackedMatrix, packed_matmul
 from espalier.mechanisms.few_bits.quantized_graph import QuantizedGraph
-from espalier.mechanisms.halo_exchange.halo import Halo
 from espalier.recipe import units
 from espalier.store.artifacts import Curve, Table
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from espalier import recipe as config
-from espalier.graph import compiled_aggregate
+from espalier.graph import compiled_aggregate, foreign_network, partition_folder
 from espalier.graph.gnn import Gnn
 from espalier.graph.neighbor_sampler import Style, whole
 from espalier.graph.subgraphs import MESSAGES, QUANTIZED
@@ -26,7 +26,6 @@ from espalier.mechanisms.few_bits.a2q import ColumnQuantizer, FeatureQuantizer
 from espalier.mechanisms.few_bits.bit_allocator import MemoryTarget
 from espalier.mechanisms.few_bits.quantization import Quantization
 from espalier.mechanisms.few_bits.quantized_graph import QuantizedGraph
-from espalier.mechanisms.halo_exchange import foreign_halo, partition_folder
 from espalier.mechanisms.pattern_attention.model import GraphTransformer
 from espalier.recipe import units
 from espalier.recipe.errors import UserError
@@ -136,14 +135,14 @@ def _at_messages(model: nn.Module, found: Quantization) -> None:
     else:
         part = partition_folder.any_part(graph.partition.folder)
         columns, block = part.features.shape[1], part.block
-    widths = foreign_halo.row_widths(model, columns, block)
+    widths = foreign_network.row_widths(model, columns, block)
     parts = nn.ModuleList()
     model.add_module("quantizers", parts)
     made = [
         None if width is None else found.add(parts, at, width, signed=True, name=str(at))
         for at, width in enumerate(widths, 1)
     ]
-    messages: foreign_halo.Messages = getattr(foreign_halo.equip(model), MESSAGES)
+    messages: foreign_network.Messages = getattr(foreign_network.equip(model), MESSAGES)
     messages.rounded = partial(_crossing, found, made)
 
 

@@ -23,13 +23,13 @@ from torch import Tensor, nn
 
 from espalier.comm import plain_collectives
 from espalier.comm.base import Traffic, traffic
-from espalier.graph import graph_plan
+from espalier.graph import foreign_network, graph_plan, halo, partial_sums, partition_folder
 from espalier.graph.base import dense
 from espalier.graph.gnn import Gnn, GraphAttention, Layer
 from espalier.graph.neighbor_sampler import whole
 from espalier.graph.subgraphs import SubgraphBatch, forward
 from espalier.mechanisms.few_bits.quantization import begin_over_ranks, crossing_codes, quantization_of
-from espalier.mechanisms.halo_exchange import foreign_halo, halo, partial_sums, partition_folder, sylvie
+from espalier.mechanisms.halo_exchange import sylvie
 from espalier.mechanisms.halo_exchange.sylvie import (
     WHOLE,
     Adaptive,
@@ -104,7 +104,7 @@ class RankPart:
         part = part._replace(halo=part.halo.to(placed["device"]))
         self.nodes = part.halo.nodes
         if foreign is not None and foreign.deep:
-            deep = foreign_halo.deepened(part.halo, task.train.block)
+            deep = foreign_network.deepened(part.halo, task.train.block)
             self.features, first, self.nodes = task.train.features[deep.nodes].to(**placed), deep.block, deep.nodes
         else:
             self.features, (first, *_) = part._replace(features=part.features.to(**placed)).inputs(depth)
@@ -208,10 +208,10 @@ class HaloParallel(Mechanism):
         foreign = None
         if not isinstance(model, Gnn):
             if known is None:
-                foreign = foreign_halo.study(model, task.train.graph.features.shape[1], task.train.block)
+                foreign = foreign_network.study(model, task.train.graph.features.shape[1], task.train.block)
             else:
-                foreign = foreign_halo.study_part(model, part)
-            foreign_halo.equip(model)
+                foreign = foreign_network.study_part(model, part)
+            foreign_network.equip(model)
         halo.equip(model)
         one = next(model.parameters())
         placed = {"device": one.device, "dtype": one.dtype}

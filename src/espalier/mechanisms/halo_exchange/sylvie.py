@@ -22,14 +22,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from espalier.comm.base import Traffic, traffic
+from espalier.graph import halo
 from espalier.graph.gnn import Gnn
+from espalier.graph.halo import Arrival, Crossing, ForeignRows, Halo, degree_shares, not_finite
 from espalier.graph.loss_speed import LossSpeed
 from espalier.graph.neighbor_sampler import stream
 from espalier.kernels import quantize_rows as kernels
 from espalier.kernels import row_widths
 from espalier.mechanisms.few_bits.quantization import crossing_codes
-from espalier.mechanisms.halo_exchange import halo
-from espalier.mechanisms.halo_exchange.halo import Arrival, Crossing, ForeignRows, Halo, degree_shares, not_finite
 from espalier.recipe import units
 from espalier.recipe.errors import RESUME, Corrupted, UserError
 

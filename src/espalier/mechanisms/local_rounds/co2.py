@@ -73,9 +73,9 @@ class CO2:
         refuse_statistics(model)
         chosen = chosen_of(method, choices)
         self.optimizer = optimizer
-        live = [p for one in optimizer.param_groups for p in one["params"] if p.requires_grad]
+        live = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         moving = {id(tensor) for tensor in live}
-        still = [one.detach() for one in (*model.parameters(), *model.buffers()) if id(one) not in moving]
+        still = [tensor.detach() for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in moving]
         crew = group if isinstance(group, MemberGroup) else _crew(group)
         members = None if crew is None else Members(crew, codec(chosen.codec))
         returns = members is not None and members.crew.returns
@@ -122,7 +122,7 @@ def chosen_of(method: str, settings: dict[str, Any]) -> OuterMethod:
     with which error feedback diverges."""
     if method not in METHODS:
         raise UserError(f"sync.kind = {method!r} is unknown.", do=f"one of {', '.join(METHODS)}")
-    known = {one.name for one in fields(OuterMethod)}
+    known = {field.name for field in fields(OuterMethod)}
     wrong = sorted(set(settings) - known)
     if wrong:
         raise UserError(f"{wrong[0]!r} is not an option of sync.", why=f"there are {', '.join(sorted(known))}")

@@ -60,7 +60,8 @@ class Fragment:
         if "total" in part:
             # Who asked to stop, or was called, was so in the attempt that is over.
             notes = {
-                int(one): MemberReport(*note)._replace(stop=0.0, called=0.0) for one, note in part["notes"].items()
+                int(member): MemberReport(*note)._replace(stop=0.0, called=0.0)
+                for member, note in part["notes"].items()
             }
             self.arrived = OuterSum(part["total"].clone(), notes, 0.0)
             self.base = part["base"].clone() if "base" in part else None
@@ -70,8 +71,8 @@ class Fragment:
         part: dict[str, Any] = {"due": self.due, "age": self.age}
         if live:
             part["live"] = [tensor.clone() for tensor in self.live]  # the common model is restored into them first
-        kept = {"own": self.own, "residual": self.residual}
-        return part | {name: value for name, value in kept.items() if value is not None}
+        tensors = {"own": self.own, "residual": self.residual}
+        return part | {name: value for name, value in tensors.items() if value is not None}
 
     def load_own(self, part: Mapping[str, Any]) -> None:
         """Takes back what `own_state` gave."""
@@ -86,7 +87,7 @@ class Fragment:
 def split(live: Sequence[Tensor], fragments: int) -> list[list[Tensor]]:
     """Tensors in order, cut into `fragments` parts of about equal size. Raises UserError: fewer tensors than parts."""
     parts = iter(live)
-    return [list(islice(parts, len(one))) for one in cut([tensor.numel() for tensor in live], fragments)]
+    return [list(islice(parts, len(fragment))) for fragment in cut([tensor.numel() for tensor in live], fragments)]
 
 
 def cut(sizes: Sequence[int], fragments: int) -> list[list[int]]:

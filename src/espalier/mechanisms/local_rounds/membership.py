@@ -208,17 +208,17 @@ class MemberHeartbeats:
         are waited for: what happened between two calls far apart is not held against them."""
         now = time.monotonic()
         fresh, self._looked = now - self._looked < self.silence, now
-        found = []
+        silent_ranks = []
         for rank in ranks:
             count = self._store.get(_key(rank)) if self._store.check([_key(rank)]) else b""
             before, since = self._heard.get(rank, (None, now))
             if count != before or not fresh:
                 self._heard[rank] = count, now
             elif now - since > self.silence:
-                found.append(rank)
+                silent_ranks.append(rank)
             if count == _GONE:
-                found.append(rank)
-        return found
+                silent_ranks.append(rank)
+        return silent_ranks
 
     def close(self) -> None:
         """Says that this rank has ended."""
@@ -413,8 +413,8 @@ class Members:
         space, crew, before = self._space(), self.crew, self.members
         try:
             space.set(f"left/{self.rank}", "")
-            found = self._survivors(space)
-            space.compare_set("members", "", json.dumps(found))
+            survivors = self._survivors(space)
+            space.compare_set("members", "", json.dumps(survivors))
             space.set_timeout(timedelta(seconds=crew.timeout))
             self.members = tuple(json.loads(space.get("members")))
         except RuntimeError as lost:

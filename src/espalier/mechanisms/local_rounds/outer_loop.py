@@ -82,9 +82,9 @@ class OuterSync:
     @property
     def length(self) -> Length:
         """Of rounds."""
-        found = self.decisions.now
-        assert isinstance(found, Length)
-        return found
+        length = self.decisions.now
+        assert isinstance(length, Length)
+        return length
 
     @length.setter
     def length(self, value: Length) -> None:
@@ -165,7 +165,7 @@ class OuterSync:
             self._land(fragment)
         sent = self._copy(fragment)
         base = fragment.x.clone() if choices.average == "parameters" else None
-        own = sent.clone() if choices.eager else None
+        own_values = sent.clone() if choices.eager else None
         if weight != 1.0:
             sent.mul_(weight)
         if choices.delay == 1:
@@ -174,7 +174,7 @@ class OuterSync:
             self._take_in()
         self._launch(fragment, (sent, weight), base, rate)
         if choices.delay == 1:
-            fragment.own = own
+            fragment.own = own_values
             self._put(fragment)
             return True
         if choices.delay == 0:
@@ -299,9 +299,9 @@ class OuterSync:
         """Exchanges the live parameters with the outer ones, to look at these; call it again to go on."""
         self.on_moving()
         for fragment in self.fragments:
-            kept = [tensor.clone() for tensor in fragment.live]
+            live_values = [tensor.clone() for tensor in fragment.live]
             torch._foreach_copy_(fragment.live, fragment.views)
-            torch._foreach_copy_(fragment.views, kept)
+            torch._foreach_copy_(fragment.views, live_values)
         self.on_moved()
 
     @contextmanager
@@ -342,10 +342,10 @@ class OuterSync:
     @torch.no_grad()
     def begin(self) -> None:
         """The live tensors are the outer parameters from now on, and nothing is under way."""
-        for one in self.fragments:
-            torch._foreach_copy_(one.views, one.live)
-            one.base = one.flight = one.arrived = one.due = one.own = None
-            one.age = 0
+        for fragment in self.fragments:
+            torch._foreach_copy_(fragment.views, fragment.live)
+            fragment.base = fragment.flight = fragment.arrived = fragment.due = fragment.own = None
+            fragment.age = 0
         self.clock = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -360,31 +360,31 @@ class OuterSync:
 
     def common_state(self) -> dict[str, Any]:
         """What is the same on all replicas: counts, outer parameters, and what was under way, arrived."""
-        found: dict[str, Any] = {"steps": self.steps, "coming": self.length.coming, "rounds": self.rounds}
-        for index, one in enumerate(self.fragments):
-            self._arrive(one)
-            found[str(index)] = one.common_state()
-        return found
+        state: dict[str, Any] = {"steps": self.steps, "coming": self.length.coming, "rounds": self.rounds}
+        for index, fragment in enumerate(self.fragments):
+            self._arrive(fragment)
+            state[str(index)] = fragment.common_state()
+        return state
 
     def load_common(self, state: Mapping[str, Any]) -> None:
         """Takes back what `common_state` gave."""
         self.rounds = int(state["rounds"])
         self.length = self.length._replace(steps=int(state["steps"]), coming=int(state.get("coming", 0)))
-        for index, one in enumerate(self.fragments):
-            one.load_common(state[str(index)])
+        for index, fragment in enumerate(self.fragments):
+            fragment.load_common(state[str(index)])
 
     def own_state(self, live: bool = True) -> dict[str, Any]:
         """What is this replica's: where it is in its round, its live tensors, and what codecs have kept back."""
-        found: dict[str, Any] = {"clock": self.clock, "begun": self.begun, "wish": self.length.wish}
-        return found | {str(index): one.own_state(live) for index, one in enumerate(self.fragments)}
+        state: dict[str, Any] = {"clock": self.clock, "begun": self.begun, "wish": self.length.wish}
+        return state | {str(index): fragment.own_state(live) for index, fragment in enumerate(self.fragments)}
 
     def load_own(self, state: Mapping[str, Any]) -> None:
         """Takes back what `own_state` gave."""
         self.clock, self.begun = int(state["clock"]), int(state["begun"])
         self.length = self.length._replace(wish=float(state["wish"]))
         self.on_moving()
-        for index, one in enumerate(self.fragments):
-            one.load_own(state[str(index)])
+        for index, fragment in enumerate(self.fragments):
+            fragment.load_own(state[str(index)])
         self.on_moved()
 
 

@@ -185,14 +185,14 @@ def parts(inner: Mapping[str, Stateful], agreement: RoundsAgreement, replica: in
         replica: its replica's number; shard: names its shard among the ranks of a replica.
     """
     engine = agreement.engine
-    own = f"replica {replica}"
-    found: dict[str, Stateful] = {"model": Common(inner["model"], agreement, replica == 0)}
+    owner = f"replica {replica}"
+    states: dict[str, Stateful] = {"model": Common(inner["model"], agreement, replica == 0)}
     for name, part in inner.items():
         if name != "model":
-            found[name if replica == 0 else f"{name} of {own}"] = part
-    found[f"outer, shard {shard}"] = StatePart(engine.common_state, engine.load_common)
-    found[f"{own}, shard {shard}"] = StatePart(engine.own_state, engine.load_own)
-    return found
+            states[name if replica == 0 else f"{name} of {owner}"] = part
+    states[f"outer, shard {shard}"] = StatePart(engine.common_state, engine.load_common)
+    states[f"{owner}, shard {shard}"] = StatePart(engine.own_state, engine.load_own)
+    return states
 
 
 # --- as a mechanism ------------------------------------------------------------------------------------------------
@@ -215,21 +215,21 @@ class OuterRounds(Mechanism):
         sharding, mesh = context.sharding, context.mesh
         assert sharding is not None
         timeout = units.seconds(context.recipe.comm.timeout, "comm.timeout")
-        found = engine(context.plan, mesh, [one.tensor for one in sharding.owned], timeout)
+        loop = engine(context.plan, mesh, [owned.tensor for owned in sharding.owned], timeout)
         rate = context.recipe.train.optimizer.learning_rate or 0.0
-        context.agreement = RoundsAgreement(every_step.agreement(context), found, sharding, rate, mesh.mesh.replicas)
-        if found.length.adapt:
+        context.agreement = RoundsAgreement(every_step.agreement(context), loop, sharding, rate, mesh.mesh.replicas)
+        if loop.length.adapt:
             named = getattr(context.recipe.sync, "adapt", True)
-            found.decisions.logs = (named,) if isinstance(named, str) else ()
-            context.decisions.append(found.decisions)
+            loop.decisions.logs = (named,) if isinstance(named, str) else ()
+            context.decisions.append(loop.decisions)
 
-    def state(self, context: Build, found: Mapping[str, Stateful]) -> Mapping[str, Stateful]:
+    def state(self, context: Build, states: Mapping[str, Stateful]) -> Mapping[str, Stateful]:
         """The common model, each replica's optimizer, and the engine's halves."""
         agreement, mesh = context.agreement, context.mesh
         assert isinstance(agreement, RoundsAgreement)
         replica = mesh.coordinates.replica
         ranks = mesh.mesh.replicas[replica]
-        return parts(found, agreement, replica, f"{ranks.index(mesh.rank)} of {len(ranks)}")
+        return parts(states, agreement, replica, f"{ranks.index(mesh.rank)} of {len(ranks)}")
 
 
 def engine(plan: Plan, mesh: ProcessMesh, owned: Sequence[Tensor], timeout: float) -> OuterSync:
@@ -247,7 +247,7 @@ def engine(plan: Plan, mesh: ProcessMesh, owned: Sequence[Tensor], timeout: floa
     assert outer is not None
     replica = mesh.coordinates.replica
     ranks = world.replicas[replica]
-    pipelines = len({one.pipeline for one in plan.stages})  # of unequal ones each holds each layer once
+    pipelines = len({stage.pipeline for stage in plan.stages})  # of unequal ones each holds each layer once
     alike = pipelines if plan.unequal else len(world.same_parameters(rank))
     if any((len(unit.optimizer) or 1) != alike for unit in plan.units):
         raise UserError(
@@ -256,8 +256,8 @@ def engine(plan: Plan, mesh: ProcessMesh, owned: Sequence[Tensor], timeout: floa
             do=f"plan.pin.shard.optimizer={alike}",
         )
     paces = outer.paces or (1.0,) * len(world.replicas)
-    shares = [[plan.ranks[one].share for one in members] for members in world.replicas]
-    samples = [sum(stop - start for start, stop in one) for one in shares]
+    shares = [[plan.ranks[member].share for member in members] for members in world.replicas]
+    samples = [sum(stop - start for start, stop in spans) for spans in shares]
     rounds = Rounds(outer.steps, paces[replica], samples[replica] / max(samples), outer.adapt)
     choices = chosen_of(outer.method, dict(outer.settings))
     refuse_pieces(choices, len(ranks))
@@ -376,5 +376,5 @@ def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:
     """Rounds, where the plan has them."""
     if plan.outer is None:
         return None
-    at_nodes = any(one.role == "optimizer" for one in plan.ranks)
+    at_nodes = any(rank.role == "optimizer" for rank in plan.ranks)
     return RoundsAtNodes(plan.outer) if at_nodes else OuterRounds(plan.outer)

@@ -26,9 +26,9 @@ def copies(chosen: OuterMethod, on_host: bool = True) -> float:
     """
     lossy = not codec_of(chosen.codec).lossless
     wire = 2.0 / compressed_collectives.ratio(codec_of(chosen.codec)) if on_host else 0.0
-    kept = 1 + (chosen.momentum > 0) + lossy + 2 * chosen.eager
+    copies_kept = 1 + (chosen.momentum > 0) + lossy + 2 * chosen.eager
     flying = 2 + lossy + (chosen.average == "parameters") + wire
-    return kept + min(1.0, 2 / chosen.fragments) * flying + (chosen.delay > 0) / chosen.fragments
+    return copies_kept + min(1.0, 2 / chosen.fragments) * flying + (chosen.delay > 0) / chosen.fragments
 
 
 def flight_seconds(size: Number, replicas: Number, link: Link, ratio: Number = 1.0) -> Number:
@@ -63,8 +63,8 @@ def cost(given: Round, replicas: int, link: Link) -> Cost:
     """
     chosen, size = codec_of(given.codec), given.width * sum(given.fragments)
     sent = sum(
-        compressed_collectives.sent_bytes(chosen, "all_reduce", one, (0, replicas), given.width)
-        for one in given.fragments
+        compressed_collectives.sent_bytes(chosen, "all_reduce", fragment, (0, replicas), given.width)
+        for fragment in given.fragments
     )
     exact = 2 * size * (replicas - 1) / replicas
     return Cost(

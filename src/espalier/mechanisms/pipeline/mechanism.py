@@ -48,7 +48,7 @@ STAGES = Claim(
 GPIPE = replace(PIPELINE, name="gpipe", instead=("1f1b",), option="")
 ZERO_BUBBLE = replace(GPIPE, name="zero_bubble", forbids={"compiles blocks", "parameters are gathered"})
 """Gradients of weights are computed when their block is not at work any more: neither gathered nor compiled."""
-CLAIMS = {one.name: one for one in (PIPELINE, GPIPE, ZERO_BUBBLE)}
+CLAIMS = {schedule.name: schedule for schedule in (PIPELINE, GPIPE, ZERO_BUBBLE)}
 
 
 PASSES = ("forward", "backward", "recompute", "launch")
@@ -71,18 +71,18 @@ class CutModel(Mechanism):
         placed = pipelines(context.plan, len(workload.tasks()))
         check_layers(placed, len(pieces.blocks))
         rank = _alike(mesh)[mesh.rank]
-        own = next(one for one in placed if rank in one.pipeline.ranks)
+        mine = next(placement for placement in placed if rank in placement.pipeline.ranks)
 
         def again() -> Any:
             return workload.pieces(model)
 
         assert mesh.replica is not None, "a pipeline has several ranks"
         context.cut = context.cut or ModelCut(mesh.replica)
-        context.stages = ModelStages(model, again, own, rank, context.cut.stream)
+        context.stages = ModelStages(model, again, mine, rank, context.cut.stream)
         check_borrowed(context.stages)
         if context.plan.unequal:
             add_peers(context.cut, context.stages, placed, _alike(mesh), mesh.rank)
-            if context.cut.recut and any(one.sequence > 1 for one in context.plan.stages):
+            if context.cut.recut and any(stage.sequence > 1 for stage in context.plan.stages):
                 raise UserError(
                     "Pipelines share matrices of a layer over unlike numbers of ranks, and sequences too.",
                     why="gradients of ranks that share sequences are summed over ranks that hold the same part",
@@ -136,15 +136,15 @@ class Pipelined(Mechanism):
         assert stages is not None
         ranks = tuple(sorted(rank for rank in alike if alike[rank] in stages.pipeline.ranks))
         group = context.mesh.of(ranks) or context.mesh.alone
-        found: dict[str, Stateful] = {}
+        states: dict[str, Stateful] = {}
         for name, part in parts.items():
             if name.startswith("feedback of"):  # of parameters, whose holders may stand in unlike stages
-                found[name] = part
+                states[name] = part
             elif name.startswith("feedback"):
-                found[f"{name} of stage {stages.held[0]}"] = part
+                states[f"{name} of stage {stages.held[0]}"] = part
             else:
-                found[name] = AllNames(part, group)
-        return found
+                states[name] = AllNames(part, group)
+        return states
 
 
 def ahead(plan: Plan, layers: Sequence[tuple[int, int]]) -> list[int]:
@@ -162,38 +162,38 @@ def ahead(plan: Plan, layers: Sequence[tuple[int, int]]) -> list[int]:
     passes = [each * (1.0 if alike else size / max(sizes)) for size in sizes]
     more = schedules.warm_up_for_links(passes, [link] * (len(sizes) - 1))
     memory = predicted.memory_bytes
-    one = memory.get("activations", 0.0) / min(len(sizes), count)
+    bytes_of_one = memory.get("activations", 0.0) / min(len(sizes), count)
     room = predicted.memory_limit - memory.get("peak", 0.0)
-    most = int(min(count, room / one)) if one and room > 0 else 0
+    most = int(min(count, room / bytes_of_one)) if bytes_of_one and room > 0 else 0
     return [min(extra, most) for extra in more]
 
 
 def _encode(context: Build) -> None:
     """What goes from stage to stage is written by the plan's codec for activations."""
-    for one in context.plan.exchanges:
-        if one.traffic == Traffic.ACTIVATIONS and one.codec != "exact":
-            if one.level != "all":
+    for exchange in context.plan.exchanges:
+        if exchange.traffic == Traffic.ACTIVATIONS and exchange.codec != "exact":
+            if exchange.level != "all":
                 raise UserError(
-                    f"The codec {one.codec!r} of activations is for links {one.level!r} machines only.",
+                    f"The codec {exchange.codec!r} of activations is for links {exchange.level!r} machines only.",
                     why="a pipeline sends all its activations in one form",
                     do='level = "all", or codec = "exact"',
                 )
             group: Any = context.mesh.replica
-            group.use(Traffic.ACTIVATIONS, codecs.codec(one.codec))
+            group.use(Traffic.ACTIVATIONS, codecs.codec(exchange.codec))
 
 
 def _members(mesh: ProcessMesh) -> list[int]:
     """The trainers of this rank's replica in the order of their process group."""
     ranks, group = mesh.mesh.members(mesh.rank, *REPLICA), mesh.replica
-    world, own = (dist.get_process_group_ranks(one) for one in (mesh.channel, group))
-    return sorted(ranks, key=lambda rank: own.index(world[rank]))
+    world, local_ranks = (dist.get_process_group_ranks(group_of) for group_of in (mesh.channel, group))
+    return sorted(ranks, key=lambda rank: local_ranks.index(world[rank]))
 
 
 def _alike(mesh: ProcessMesh) -> dict[int, int]:
     """Of each rank of this replica, the one of the first replica in its place: plans name the stages of that."""
-    first = {one: rank for rank, one in mesh.mesh.coordinates.items()}
-    here = mesh.mesh.members(mesh.rank, *REPLICA)
-    return {rank: first[mesh.mesh.coordinates[rank]._replace(replica=0)] for rank in here}
+    first = {coordinates: rank for rank, coordinates in mesh.mesh.coordinates.items()}
+    members = mesh.mesh.members(mesh.rank, *REPLICA)
+    return {rank: first[mesh.mesh.coordinates[rank]._replace(replica=0)] for rank in members}
 
 
 # --- rows of the table of mechanisms -------------------------------------------------------------------------------
@@ -210,4 +210,4 @@ def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:
 
 
 def _several(plan: Plan) -> bool:
-    return len({one.layers for one in plan.stages}) > 1 or plan.unequal
+    return len({stage.layers for stage in plan.stages}) > 1 or plan.unequal

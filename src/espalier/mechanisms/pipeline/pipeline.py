@@ -105,9 +105,9 @@ class PipelineSchedule:
 
     def apart(self, accumulate: Accumulate) -> PipelineSchedule:
         """See `Schedule.apart`."""
-        found = copy.copy(self)
-        found.passes = replace(self.passes, accumulate=accumulate)
-        return found
+        copied = copy.copy(self)
+        copied.passes = replace(self.passes, accumulate=accumulate)
+        return copied
 
     @contextmanager
     def validation(self) -> Iterator[None]:
@@ -129,7 +129,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _floating(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [one for one in tensors if one.is_floating_point()]
+    return [tensor for tensor in tensors if tensor.is_floating_point()]
 
 
 # --- a step --------------------------------------------------------------------------------------------------------
@@ -175,9 +175,9 @@ class _Step:
     def run(self, actions: Sequence[Action]) -> None:
         """All of them in turn."""
         numbered = list(enumerate(actions))
-        through = {one.stage: at for at, one in numbered if one.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)}
-        complete = {one.stage: at for at, one in numbered if one.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)}
-        unsent = Counter((one.stage, one.micro_batch) for one in actions if one.kind is Kind.SEND_B)
+        through = {action.stage: at for at, action in numbered if action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)}
+        complete = {action.stage: at for at, action in numbered if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)}
+        unsent = Counter((action.stage, action.micro_batch) for action in actions if action.kind is Kind.SEND_B)
         for at, action in numbered:
             stage, kind = action.stage, action.kind
             if not action.computes:
@@ -207,8 +207,8 @@ class _Step:
             boundary.messages.receive(self._rooms(key), peer, 4 * stage + _BACKWARD)
         else:
             unsent[key] -= 1
-            found = self.back[key] if unsent[key] else self.back.pop(key)
-            boundary.messages.send(found, peer, 4 * (stage - 1) + _BACKWARD)
+            gradients = self.back[key] if unsent[key] else self.back.pop(key)
+            boundary.messages.send(gradients, peer, 4 * (stage - 1) + _BACKWARD)
 
     def _shapes(self, number: int) -> Hashable:
         """Of a micro-batch."""
@@ -218,7 +218,7 @@ class _Step:
 
     def _rooms(self, key: _Key) -> list[Tensor]:
         """Memory for the gradients of what a forward pass gave."""
-        self.gradients[key] = [torch.empty_like(one) for one in _floating(_tensors(self.made[key]))]
+        self.gradients[key] = [torch.empty_like(tensor) for tensor in _floating(_tensors(self.made[key]))]
         return self.gradients[key]
 
     def _expect(self, following: Iterable[Action]) -> None:
@@ -252,7 +252,7 @@ class _Step:
     def _forward(self, key: _Key) -> None:
         (stage, number), boundary = key, self.boundary
         x = self.inputs.pop(key, None)
-        leaves = [one.detach().requires_grad_(one.is_floating_point()) for one in _tensors(x)]
+        leaves = [tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in _tensors(x)]
         self.stage, self.output = stage, None
         self.x = None if x is None else tuple(leaves) if isinstance(x, tuple) else leaves[0]
         boundary.borrow(stage)
@@ -284,8 +284,8 @@ class _Step:
             return
         outputs, leaves = _floating(_tensors(self.made.pop(key))), self.taken.pop(key)
         given = self.gradients.pop(key, [None] * len(outputs))
-        pairs = [(one, gradient) for one, gradient in zip(outputs, given, strict=True) if one.requires_grad]
-        roots, gradients = [one for one, _ in pairs], [gradient for _, gradient in pairs]
+        pairs = [(output, gradient) for output, gradient in zip(outputs, given, strict=True) if output.requires_grad]
+        roots, gradients = [output for output, _ in pairs], [gradient for _, gradient in pairs]
         if kind is Kind.BACKWARD_INPUT:
             assert self.passes.weights is not None, "its schedule puts off gradients of parameters"
             with self.passes.alone():
@@ -294,11 +294,11 @@ class _Step:
             with self.passes.accumulate(last):
                 if roots:
                     torch.autograd.backward(roots, gradients)
-        found = [torch.zeros_like(one) if one.grad is None else one.grad for one in leaves]
+        of_leaves = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
         if stage - 1 in self.boundary.stages.held:
-            self.gradients[stage - 1, number] = found
+            self.gradients[stage - 1, number] = of_leaves
         elif stage:
-            self.back[key] = found
+            self.back[key] = of_leaves
 
 
 # --- between stages ------------------------------------------------------------------------------------------------
@@ -338,9 +338,9 @@ class _Boundary:
             self.lend(stage)
             for peer in pipeline.targets(stage, stage + 1, self.rank) if stage < self.stages.last else ():
                 self.send(stage, peer, x, key)
-        found = self._output(x, key)
+        output = self._output(x, key)
         self.messages.finish()
-        return found
+        return output
 
     def receive(self, stage: int, peer: int, key: Any, kind: int = _FORWARD) -> Any:
         """What `stage` takes, for a micro-batch whose shapes are `key`."""
@@ -366,8 +366,8 @@ class _Boundary:
             form = self.messages.form(peer, tag, key)
             return form.packed([torch.zeros((), dtype=dtype).expand(shape) for dtype, shape in form.tensors])
         for peer in pipeline.ranks:
-            held = pipeline.held(peer)
-            if last not in held and pipeline.source(held[0], last, peer) == self.rank:
+            stages = pipeline.held(peer)
+            if last not in stages and pipeline.source(stages[0], last, peer) == self.rank:
                 self.messages.announce(Form.of(output, "The model"), peer, tag, key)
                 if self.shown:
                     self.messages.send(_tensors(output), peer, tag)
@@ -377,44 +377,54 @@ class _Boundary:
 
     def lend(self, stage: int) -> None:
         """Sends what others borrow of a stage, after its first forward pass since a step: it is all there then."""
-        for one in self._due("owner", stage):
-            for peer in self._borrowers(one):
-                self.messages.send([one.value.to(one.dtype)], peer, 4 * one.user + _COPY, Traffic.PARAMETERS)
+        for parameter in self._due("owner", stage):
+            for peer in self._borrowers(parameter):
+                self.messages.send(
+                    [parameter.value.to(parameter.dtype)], peer, 4 * parameter.user + _COPY, Traffic.PARAMETERS
+                )
 
     def borrow(self, stage: int) -> None:
         """Takes what a stage borrows, before its first forward pass since a step."""
-        for one in self._due("user", stage):
-            self.messages.receive([one.value.data], self._lender(one), 4 * one.user + _COPY, Traffic.PARAMETERS)
+        for parameter in self._due("user", stage):
+            self.messages.receive(
+                [parameter.value.data], self._lender(parameter), 4 * parameter.user + _COPY, Traffic.PARAMETERS
+            )
 
     def give_back(self, stage: int) -> None:
         """Sends the gradients of what a stage has borrowed, after its last backward pass of a step."""
-        for one in self.stages.borrowed:
-            if one.user == stage and one.value.requires_grad:
-                gradient = torch.zeros_like(one.value) if one.value.grad is None else one.value.grad
-                self.messages.send([gradient], self._lender(one), 4 * one.user + _COPY, Traffic.GRADIENTS)
-                one.value.grad = None
+        for parameter in self.stages.borrowed:
+            if parameter.user == stage and parameter.value.requires_grad:
+                gradient = torch.zeros_like(parameter.value) if parameter.value.grad is None else parameter.value.grad
+                self.messages.send([gradient], self._lender(parameter), 4 * parameter.user + _COPY, Traffic.GRADIENTS)
+                parameter.value.grad = None
 
     def take_back(self, stage: int) -> None:
         """Adds gradients from those who borrow of a stage to its own, before its last backward pass of a step."""
-        for one in self.stages.borrowed:
-            for peer in self._borrowers(one) if one.owner == stage and one.value.requires_grad else ():
-                room = torch.empty(one.value.shape, dtype=one.dtype, device=one.value.device)
-                self.messages.receive([room], peer, 4 * one.user + _COPY, Traffic.GRADIENTS)
-                gradient, room = one.value.grad, room.to(one.value.dtype)
-                one.value.grad = room if gradient is None else gradient + room
+        for parameter in self.stages.borrowed:
+            for peer in (
+                self._borrowers(parameter) if parameter.owner == stage and parameter.value.requires_grad else ()
+            ):
+                room = torch.empty(parameter.value.shape, dtype=parameter.dtype, device=parameter.value.device)
+                self.messages.receive([room], peer, 4 * parameter.user + _COPY, Traffic.GRADIENTS)
+                gradient, room = parameter.value.grad, room.to(parameter.value.dtype)
+                parameter.value.grad = room if gradient is None else gradient + room
 
     def _due(self, side: str, stage: int) -> list[Borrowed]:
         if (side, stage) in self.copied:
             return []
         self.copied.add((side, stage))
-        return [one for one in self.stages.borrowed if getattr(one, side) == stage]
+        return [parameter for parameter in self.stages.borrowed if getattr(parameter, side) == stage]
 
-    def _lender(self, one: Borrowed) -> int:
-        return self.stages.pipeline.source(one.user, one.owner, self.rank)
+    def _lender(self, parameter: Borrowed) -> int:
+        return self.stages.pipeline.source(parameter.user, parameter.owner, self.rank)
 
-    def _borrowers(self, one: Borrowed) -> list[int]:
-        return self.stages.pipeline.targets(one.owner, one.user, self.rank)
+    def _borrowers(self, parameter: Borrowed) -> list[int]:
+        return self.stages.pipeline.targets(parameter.owner, parameter.user, self.rank)
 
     def copies(self, stage: int) -> list[Tensor]:
         """What a stage borrows and gives gradients of."""
-        return [one.value for one in self.stages.borrowed if one.user == stage and one.value.requires_grad]
+        return [
+            parameter.value
+            for parameter in self.stages.borrowed
+            if parameter.user == stage and parameter.value.requires_grad
+        ]

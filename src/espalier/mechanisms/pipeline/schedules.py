@@ -35,7 +35,7 @@ def action_lists(pipelines: Sequence[Pipeline], schedule: str = "1f1b", ahead: S
     """
     if schedule not in SCHEDULES:
         raise UserError(f"schedule = {schedule!r} is not known.", do=f"one of {', '.join(SCHEDULES)}")
-    found: dict[int, list[Action]] = {}
+    lists: dict[int, list[Action]] = {}
     for pipeline in pipelines:
         places = tuple(dict.fromkeys(pipeline.stages))
         order: dict[int, list[Action]] = {}
@@ -47,8 +47,8 @@ def action_lists(pipelines: Sequence[Pipeline], schedule: str = "1f1b", ahead: S
             extra = ahead[place] if place < len(ahead) and alone else 0
             actions = list(_ordered(rule._replace(warm_up=rule.warm_up + extra), pipeline))
             order |= dict.fromkeys(ranks, actions)
-        found |= with_transfers(pipeline, order)
-    return found
+        lists |= with_transfers(pipeline, order)
+    return lists
 
 
 class _Rule(NamedTuple):
@@ -93,7 +93,7 @@ def _ordered(rule: _Rule, pipeline: Pipeline) -> Iterator[Action]:
         if rule.behind is not None and index >= rule.behind:
             yield _weights(*backward[index - rule.behind])
     if rule.behind:
-        yield from (_weights(*one) for one in backward[-rule.behind :])
+        yield from (_weights(*action) for action in backward[-rule.behind :])
 
 
 def _weights(stage: int, number: int) -> Action:
@@ -109,9 +109,9 @@ def warm_up_for_links(passes: Sequence[float], links: Sequence[float]) -> list[i
         passes: seconds of forward and backward of one micro-batch in each stage.
         links: seconds of one message between each stage and the next.
     """
-    cycle, found = max(passes), [0]
+    cycle, warm_up = max(passes), [0]
     for stage in reversed(range(len(passes))):
         back = sum(passes[stage:]) + 2 * sum(links[stage:])
         more = math.ceil(back / cycle - 1e-9) - (len(passes) - stage)
-        found.append(max(found[-1], more))  # a stage that began with fewer than the next would keep it waiting
-    return found[:0:-1]
+        warm_up.append(max(warm_up[-1], more))  # a stage that began with fewer than the next would keep it waiting
+    return warm_up[:0:-1]

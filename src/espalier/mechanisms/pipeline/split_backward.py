@@ -30,19 +30,19 @@ class WeightGradients:
                 vars(module)["forward"] = partial(self._linear, module)
 
     def _linear(self, module: nn.Linear, x: Tensor) -> Tensor:
-        found: Tensor = _Linear.apply(x, module.weight, module.bias, module, self)
-        return found
+        result: Tensor = _Linear.apply(x, module.weight, module.bias, module, self)
+        return result
 
     def inputs(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], leaves: Sequence[Tensor]) -> Later:
         """Fills `.grad` of `leaves`. Returns what is left to do for the parameters."""
         self.later = []
         try:
             wanted = [*leaves, *self.parameters]
-            found = torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
-            for leaf, gradient in zip(leaves, found, strict=False):
+            gradients_found = torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
+            for leaf, gradient in zip(leaves, gradients_found, strict=False):
                 if gradient is not None:
                     leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
-            for parameter, gradient in zip(self.parameters, found[len(leaves) :], strict=True):
+            for parameter, gradient in zip(self.parameters, gradients_found[len(leaves) :], strict=True):
                 if gradient is not None:
                     self.later.append((parameter, partial(_known, gradient)))
             return self.later
@@ -55,7 +55,7 @@ def accumulate(later: Later) -> None:
     parts: dict[nn.Parameter, list[Callable[[], Tensor]]] = {}
     for parameter, part in later:
         parts.setdefault(parameter, []).append(part)
-    roots = [_Gradient.apply(parameter, found) for parameter, found in parts.items()]
+    roots = [_Gradient.apply(parameter, gradient_parts) for parameter, gradient_parts in parts.items()]
     if roots:
         torch.autograd.backward(roots)
 
@@ -84,18 +84,18 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         """Gradients of the input, the weight (None where it is put off) and the bias."""
         (gradient,), (x,), weight = gradients, ctx.saved_tensors, ctx.module.weight
-        own = bias = None
+        of_inputs = bias = None
         if ctx.needs_input_grad[0]:
-            own = (gradient @ weight.to(gradient.dtype)).to(x.dtype)
+            of_inputs = (gradient @ weight.to(gradient.dtype)).to(x.dtype)
         if ctx.needs_input_grad[2]:
             bias = gradient.reshape(-1, gradient.shape[-1]).sum(0)
         part = partial(_product, gradient, x)
         if not ctx.needs_input_grad[1]:
-            return own, None, bias, None, None
+            return of_inputs, None, bias, None, None
         if ctx.of.later is None:
-            return own, part(), bias, None, None
+            return of_inputs, part(), bias, None, None
         ctx.of.later.append((weight, part))
-        return own, None, bias, None, None
+        return of_inputs, None, bias, None, None
 
 
 class _Gradient(torch.autograd.Function):

@@ -84,9 +84,9 @@ class Vertical(Whole):
 
     def apart(self, accumulate: Any) -> Vertical:
         """See `Schedule.apart`: gradients are not sent. Of each parameter one number is left in its `.grad`."""
-        found = type(self)(self.nominal_weight, accumulate, self.context, self.shares, self.loss_scale)
-        found.__dict__.update(self.__dict__, accumulate=accumulate, _shown=True)
-        return found
+        copied = type(self)(self.nominal_weight, accumulate, self.context, self.shares, self.loss_scale)
+        copied.__dict__.update(self.__dict__, accumulate=accumulate, _shown=True)
+        return copied
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
@@ -98,8 +98,8 @@ class Vertical(Whole):
         with torch.no_grad():
             for piece in range(count - 1):
                 with self._here(piece):
-                    for one in passes:
-                        self._advance(piece, one)
+                    for pass_ in passes:
+                        self._advance(piece, pass_)
         losses, weights = self._through_head(model, batches, loss, passes)
         for piece in reversed(range(count - 1)):
             if self._keeps.get(piece):
@@ -115,7 +115,7 @@ class Vertical(Whole):
     def order(self, training: bool = True) -> list[int]:
         """The layers in the order in which a step needs them."""
         uses, last = self.window.uses, len(self.pieces.modules) - 1
-        forward = [layer for own in uses for layer in own]
+        forward = [layer for layers in uses for layer in layers]
         if not training:
             return forward
         back = [layer for piece in reversed(range(last)) if not self._keeps.get(piece) for layer in uses[piece]]
@@ -123,10 +123,10 @@ class Vertical(Whole):
 
     def _captured(self, model: nn.Module, batch: Any, loss: Loss) -> _Pass:
         """What the loss gives the model."""
-        found: list[tuple[tuple[Any, ...], Mapping[str, Any]]] = []
+        calls: list[tuple[tuple[Any, ...], Mapping[str, Any]]] = []
 
         def capture(inputs: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
-            found.append((inputs, options))
+            calls.append((inputs, options))
             raise _Captured
 
         with self._calls(capture):
@@ -136,32 +136,32 @@ class Vertical(Whole):
                 pass
             else:
                 raise UserError("The loss does not call the model.", do="call the model once for each micro-batch")
-        inputs, options = found[0]
+        inputs, options = calls[0]
         return _Pass(inputs, options, self.pieces.given(*inputs, **options))
 
-    def _advance(self, piece: int, one: _Pass) -> None:
+    def _advance(self, piece: int, pass_: _Pass) -> None:
         """A piece's forward pass; what backward needs of it is kept."""
         state = _generators()
-        taken = one.x
+        taken = pass_.x
         if piece not in self._keeps or self._keeps[piece]:
             with torch.enable_grad(), _saving() as saved, self.context():
-                made = self._computed(piece, one)
+                made = self._computed(piece, pass_)
             if self._keeps.setdefault(piece, not any(saved)):
-                one.kept.append(("graph", taken, made))
-                one.x = _leaves(made)
+                pass_.kept.append(("graph", taken, made))
+                pass_.x = _leaves(made)
                 return
             made = tree_map(_detached, made)
         else:
             with self.context():
-                made = self._computed(piece, one)
+                made = self._computed(piece, pass_)
         drawn = None if all(map(torch.equal, state, _generators())) else state
-        one.kept.append(("input", taken, drawn))
-        one.x = _leaves(made)
+        pass_.kept.append(("input", taken, drawn))
+        pass_.x = _leaves(made)
 
-    def _computed(self, piece: int, one: _Pass) -> Any:
+    def _computed(self, piece: int, pass_: _Pass) -> Any:
         if piece == 0:
-            return self.pieces.embed(*one.inputs, **one.options)
-        return self.pieces.blocks[piece - 1](one.x, one.given)
+            return self.pieces.embed(*pass_.inputs, **pass_.options)
+        return self.pieces.blocks[piece - 1](pass_.x, pass_.given)
 
     def _through_head(
         self, model: nn.Module, batches: Sequence[Any], loss: Loss, passes: Sequence[_Pass]
@@ -170,11 +170,11 @@ class Vertical(Whole):
         losses, weights = [], []
         last = len(self.pieces.modules) - 1
         with self._here(last):
-            for batch, one in zip(batches, passes, strict=True):
-                leaves = _floating(one.x)
+            for batch, pass_ in zip(batches, passes, strict=True):
+                leaves = _floating(pass_.x)
 
-                def head(inputs: Any, options: Any, one: _Pass = one) -> Any:
-                    return self.pieces.head(one.x, one.given)
+                def head(inputs: Any, options: Any, pass_: _Pass = pass_) -> Any:
+                    return self.pieces.head(pass_.x, pass_.given)
 
                 with self._calls(head), self.context():
                     value, weight = loss(model, batch)
@@ -182,34 +182,34 @@ class Vertical(Whole):
                 torch.autograd.backward(value / divisor(self.nominal_weight, share, self.loss_scale))
                 losses.append(value.detach().double())
                 weights.append(weight.detach().double())
-                one.gradient, one.x = [leaf.grad for leaf in leaves], None
+                pass_.gradient, pass_.x = [leaf.grad for leaf in leaves], None
         self._complete(last)
         return losses, weights
 
     def _backward(self, piece: int, passes: Sequence[_Pass]) -> None:
-        for one in passes:
-            kind, taken, rest = one.kept.pop()
+        for pass_ in passes:
+            kind, taken, rest = pass_.kept.pop()
             leaves = _floating(taken)
             if kind == "graph":
                 made = rest
             else:
-                one.x = taken
+                pass_.x = taken
                 with _drawing(rest), self.context():
-                    made = self._computed(piece, one)
-                one.x = None
+                    made = self._computed(piece, pass_)
+                pass_.x = None
             pairs = [
                 (output, gradient)
-                for output, gradient in zip(_floating(made), one.gradient, strict=True)
+                for output, gradient in zip(_floating(made), pass_.gradient, strict=True)
                 if gradient is not None and output.requires_grad
             ]
             if pairs:
                 torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
-            one.gradient = [leaf.grad for leaf in leaves]
+            pass_.gradient = [leaf.grad for leaf in leaves]
 
     def _complete(self, piece: int) -> None:
         """Sends the gradients that no piece before this one adds to."""
         for layer in self.window.uses[piece]:
-            if not any(layer in own for own in self.window.uses[:piece]):
+            if not any(layer in layers for layers in self.window.uses[:piece]):
                 if self._shown:
                     self.window.summarize(layer)
                 else:
@@ -254,26 +254,26 @@ def _detached(value: Any) -> Any:
 def _leaves(value: Any) -> Any:
     """What a piece gave, cut off from how it came about; gradients of its floating tensors are asked for."""
     return tree_map(
-        lambda one: one.detach().requires_grad_(one.is_floating_point()) if isinstance(one, Tensor) else one, value
+        lambda leaf: leaf.detach().requires_grad_(leaf.is_floating_point()) if isinstance(leaf, Tensor) else leaf, value
     )
 
 
 def _floating(value: Any) -> list[Tensor]:
-    found = [value] if isinstance(value, Tensor) else list(value) if isinstance(value, tuple | list) else []
-    return [one for one in found if isinstance(one, Tensor) and one.is_floating_point()]
+    tensors = [value] if isinstance(value, Tensor) else list(value) if isinstance(value, tuple | list) else []
+    return [tensor for tensor in tensors if isinstance(tensor, Tensor) and tensor.is_floating_point()]
 
 
 @contextmanager
 def _saving() -> Iterator[list[bool]]:
     """Gives a list that says of each tensor which autograd keeps inside whether it has floating-point numbers."""
-    found: list[bool] = []
+    flags: list[bool] = []
 
     def pack(saved: Tensor) -> Tensor:
-        found.append(saved.is_floating_point())
+        flags.append(saved.is_floating_point())
         return saved.detach()  # an output that its own node keeps would keep the node, for ever
 
     with torch.autograd.graph.saved_tensors_hooks(pack, _same):
-        yield found
+        yield flags
 
 
 def _same(saved: Tensor) -> Tensor:
@@ -327,5 +327,5 @@ class VerticalModel(Mechanism):
 def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:
     """Where the model's layers are held by ranks of their own, or on disk."""
     offloaded = plan.offload.parameters in ("host", "disk")
-    away = plan.layer_window or offloaded or any(one.role == "optimizer" for one in plan.ranks)
+    away = plan.layer_window or offloaded or any(rank.role == "optimizer" for rank in plan.ranks)
     return VerticalModel() if away else None

@@ -85,8 +85,8 @@ def flash_cpu(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[
 @block_attention_backward.fast("cpu")
 def flash_cpu_backward(gradient: Tensor, saved: Saved, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
     """PyTorch's kernel for processors."""
-    found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(gradient, *saved, 0.0, causal)
-    query, key, value = found
+    gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(gradient, *saved, 0.0, causal)
+    query, key, value = gradients
     return query, key, value
 
 
@@ -108,8 +108,8 @@ def flash_cuda_backward(gradient: Tensor, saved: Saved, causal: bool) -> tuple[T
     sizes = (query.shape[2], key.shape[2])
     # Without dropout the random state is not read.
     state = torch.zeros(2, dtype=torch.uint64, device=query.device)
-    found = _aten._scaled_dot_product_flash_attention_backward(
+    gradients = _aten._scaled_dot_product_flash_attention_backward(
         gradient, query, key, value, out, lse.contiguous(), None, None, *sizes, 0.0, causal, state, state[:0]
     )
-    first, second, third = found
+    first, second, third = gradients
     return first, second, third

@@ -165,7 +165,7 @@ def _grid(group: dist.ProcessGroup | None, slots: SequenceSlots, window: int) ->
             for start, stop, step in ((outer * window, (outer + 1) * window, 1), (inner, slots.context, window))
         ]
         row = [members[slot * slots.heads + h] for h in range(slots.heads)]
-        made = [_new_group(one, whole) for one in (*ranks, *ranks, row)]
+        made = [_new_group(ranks_of_group, whole) for ranks_of_group in (*ranks, *ranks, row)]
         grids[key] = grid_of(rings, (made[0], made[1]), (made[2], made[3]), made[4])
     return grids[key]
 
@@ -220,8 +220,8 @@ class CutAttention(Filled):
         UserError where the module says that it has fewer `heads` than ranks share them."""
         grid, heads = self.grid, getattr(module, "heads", None)
         if grid.row is not None and heads is not None:
-            own = len(context.mesh.mesh.members(context.mesh.rank, "tp"))  # which divide them first
-            HeadSplit(max(1, heads[0] // own), max(1, heads[1] // own), grid.row.size())
+            tensor_ranks = len(context.mesh.mesh.members(context.mesh.rank, "tp"))  # which divide them first
+            HeadSplit(max(1, heads[0] // tensor_ranks), max(1, heads[1] // tensor_ranks), grid.row.size())
 
         def attend(query: Tensor, key: Tensor, value: Tensor, where: Where) -> Any:
             if where.slots is None:
@@ -247,10 +247,10 @@ def _twin(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
 def _encode(plan: Plan, mesh: ProcessMesh, grid: Grid) -> None:
     """Gives the rings the codecs that the plan names for keys and values, by the level of the links they cross."""
     named = {
-        level: one.codec
-        for one in plan.exchanges
-        for level in (("inside", "between") if one.level == "all" else (one.level,))
-        if one.traffic == Traffic.KEYS_VALUES and one.codec != "exact"
+        level: exchange.codec
+        for exchange in plan.exchanges
+        for level in (("inside", "between") if exchange.level == "all" else (exchange.level,))
+        if exchange.traffic == Traffic.KEYS_VALUES and exchange.codec != "exact"
     }
     for axis, *rings in zip(("cp_in", "cp_out"), grid.keys, grid.gradients, strict=True):
         nodes = {plan.ranks[rank].node for rank in mesh.mesh.members(mesh.rank, axis)}
@@ -270,12 +270,12 @@ def _total(mesh: ProcessMesh, module: nn.Module) -> Callable[[Tensor], Tensor]:
                 dist.all_reduce(counts, group=group)
         return counts
 
-    found: Callable[[Tensor], Tensor] = torch.compiler.disable(total)
-    return found
+    total_of: Callable[[Tensor], Tensor] = torch.compiler.disable(total)
+    return total_of
 
 
 def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:
     """Where ranks share a sequence, or it holds several documents: between them nothing is computed. A model whose
     attention is limited keeps documents apart itself."""
     packed = any(data.packing == "documents" for data in recipe.data) and not decoder_shapes.limited(recipe.model)
-    return CutAttention() if packed or any(one.sequence > 1 for one in plan.stages) else None
+    return CutAttention() if packed or any(stage.sequence > 1 for stage in plan.stages) else None

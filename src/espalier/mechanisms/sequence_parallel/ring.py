@@ -115,17 +115,17 @@ def schedule(slots: SequenceSlots, bounds: Bounds, rings: Rings) -> Schedule:
 
     def visit(j: int, s: int) -> Visit:
         owner, whole = rings.owner(j, s), ((0, slots.tokens(rings.owner(j, s))),)
-        here = range(j, j + 1)
+        columns = range(j, j + 1)
         blocks = tuple(tuple(slots.blocks(rings.slot, owner, row)) for row in bounds)
         needs = whole if owner == rings.slot else slots.needed(owner, [rings.slot], bounds)
         return Visit(
             owner,
             blocks,
             needs,
-            onward=needed(owner, here, range(s + 1, window)),
-            passed=needed(owner, here, range(s, window)),
-            summed=needed(owner, here, range(1, s)),
-            sent=needed(owner, here, range(1, s + 1)),
+            onward=needed(owner, columns, range(s + 1, window)),
+            passed=needed(owner, columns, range(s, window)),
+            summed=needed(owner, columns, range(1, s)),
+            sent=needed(owner, columns, range(1, s + 1)),
         )
 
     def step(j: int) -> WindowStep:
@@ -165,13 +165,13 @@ class Held(NamedTuple):
         """Those of `ranges`, which must be here."""
         if ranges == self.ranges:
             return self
-        return Held(torch.cat([self.values[:, :, :, :0], *(self.at(*one) for one in ranges)], 3), ranges)
+        return Held(torch.cat([self.values[:, :, :, :0], *(self.at(*span) for span in ranges)], 3), ranges)
 
     def plus(self, other: Held | None) -> Held:
         """Adds `other`, whose ranges must be here, in place."""
-        for one in other.ranges if other is not None else ():
+        for span in other.ranges if other is not None else ():
             assert other is not None
-            self.at(*one).add_(other.at(*one))
+            self.at(*span).add_(other.at(*span))
         return self
 
 
@@ -240,67 +240,67 @@ class DoubleRing:
         """What this rank does."""
         return schedule(self.slots, self.bounds, self.rings)
 
-    def _visits(self, own: Held) -> Iterator[tuple[int, int, Held | None]]:
+    def _visits(self, local: Held) -> Iterator[tuple[int, int, Held | None]]:
         """Every step (window step, step inside it) with the keys that are here; the next are on their way meanwhile."""
         (inner, outer), steps = self.keys, self.schedule.steps
-        base: Held | None = own
+        base: Held | None = local
         for j, step in enumerate(steps):
             coming = steps[j + 1].passed if j + 1 < len(steps) else ()
-            between = outer.exchange(base and base.only(step.onward), own.values, coming)
-            held = base
+            between = outer.exchange(base and base.only(step.onward), local.values, coming)
+            travelling = base
             for s, visit in enumerate(step.visits):
                 coming = step.visits[s + 1].passed if s + 1 < len(step.visits) else ()
-                within = inner.exchange(held and held.only(visit.onward), own.values, coming)
-                yield j, s, held
-                held = within.wait()
+                within = inner.exchange(travelling and travelling.only(visit.onward), local.values, coming)
+                yield j, s, travelling
+                travelling = within.wait()
             base = between.wait()
 
-    def _blocks(self, visit: Visit, held: Held | None) -> Iterator[tuple[Any, Block, Tensor, Tensor]]:
+    def _blocks(self, visit: Visit, travelling: Held | None) -> Iterator[tuple[Any, Block, Tensor, Tensor]]:
         """(rows of the queries, block, keys, values) of everything a visit computes."""
         for number, blocks in enumerate(visit.blocks):
             row = slice(None) if len(visit.blocks) == 1 else slice(number, number + 1)
-            for one in blocks:
-                assert held is not None
-                key, value = held.at(one.k_start, one.k_stop)[:, row]
-                yield (row, slice(None), slice(one.q_start, one.q_stop)), one, key, value
+            for block in blocks:
+                assert travelling is not None
+                key, value = travelling.at(block.k_start, block.k_stop)[:, row]
+                yield (row, slice(None), slice(block.q_start, block.q_stop)), block, key, value
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """(out like query, lse [batch, heads, tokens] in float32 or wider)."""
         wide = accumulation(query.dtype)
         out = query.new_zeros(query.shape, dtype=wide)
         lse = query.new_full(query.shape[:3], -torch.inf, dtype=wide)
-        own = Held(torch.stack([key, value]), ((0, key.shape[2]),))
-        for j, s, held in self._visits(own):
-            for rows, one, its_key, its_value in self._blocks(self.schedule.steps[j].visits[s], held):
-                found, its = block_attention(query[rows], its_key, its_value, one.causal)
-                if (j, s) == (0, 0) and found.shape == out.shape:  # the first of all, and for every query
-                    out, lse = found.to(wide), its.contiguous()
+        local = Held(torch.stack([key, value]), ((0, key.shape[2]),))
+        for j, s, travelling in self._visits(local):
+            for rows, block, its_key, its_value in self._blocks(self.schedule.steps[j].visits[s], travelling):
+                block_out, block_lse = block_attention(query[rows], its_key, its_value, block.causal)
+                if (j, s) == (0, 0) and block_out.shape == out.shape:  # the first of all, and for every query
+                    out, lse = block_out.to(wide), block_lse.contiguous()
                 else:
-                    merge(out[rows], lse[rows], found, its)
+                    merge(out[rows], lse[rows], block_out, block_lse)
         return out.to(query.dtype), lse
 
     def backward(self, gradient: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of query, key and value."""
         query, key, value, *_ = saved
-        own, gradient = Held(torch.stack([key, value]), ((0, key.shape[2]),)), gradient.contiguous()
-        found = query.new_zeros(query.shape, dtype=accumulation(query.dtype))
-        returning = _Returning(self, own.values.new_empty(own.values.shape, dtype=found.dtype))
-        for j, s, held in self._visits(own):
+        local, gradient = Held(torch.stack([key, value]), ((0, key.shape[2]),)), gradient.contiguous()
+        of_query = query.new_zeros(query.shape, dtype=accumulation(query.dtype))
+        returning = _Returning(self, local.values.new_empty(local.values.shape, dtype=of_query.dtype))
+        for j, s, travelling in self._visits(local):
             visit = self.schedule.steps[j].visits[s]
             made = returning.empty(visit.needs)
-            for rows, one, its_key, its_value in self._blocks(visit, held):
-                its = Saved(query[rows], its_key, its_value, saved.out[rows], saved.lse[rows])
-                first, second, third = block_attention_backward(gradient[rows], its, one.causal)
-                if (j, s) == (0, 0) and first.shape == found.shape:
-                    found = first.to(found.dtype)
+            for rows, block, its_key, its_value in self._blocks(visit, travelling):
+                saved_block = Saved(query[rows], its_key, its_value, saved.out[rows], saved.lse[rows])
+                first, second, third = block_attention_backward(gradient[rows], saved_block, block.causal)
+                if (j, s) == (0, 0) and first.shape == of_query.shape:
+                    of_query = first.to(of_query.dtype)
                 else:
-                    found[rows] += first
-                at = made.at(one.k_start, one.k_stop)[:, rows[0]]
+                    of_query[rows] += first
+                at = made.at(block.k_start, block.k_stop)[:, rows[0]]
                 at[0] += second
                 at[1] += third
             returning.add(j, s, made)
         second, third = returning.end().values.to(key.dtype)
-        return found.to(query.dtype), second, third
+        return of_query.to(query.dtype), second, third
 
 
 class _Returning:

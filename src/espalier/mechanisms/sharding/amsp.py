@@ -93,9 +93,9 @@ class Amsp:
         self._running = BufferSync(model, self._channel)
         self._reducing, self._moving = Exchanges(), Exchanges()
         self.flats = self._units(self._channel)
-        moved = [one for flat in self.flats for one in flat.moved]
-        self.owned = [one.owned for one in moved]
-        self._in_order = [one.owned for one in sorted(moved, key=lambda one: one.slot.number)]
+        moved = [piece for flat in self.flats for piece in flat.moved]
+        self.owned = [piece.owned for piece in moved]
+        self._in_order = [piece.owned for piece in sorted(moved, key=lambda piece: piece.slot.number)]
         self.together = cut is not None or any(flat.sharded for flat in self.flats)
         for flat in self.flats:
             for slot in flat.slots:
@@ -122,10 +122,10 @@ class Amsp:
         exact = norms_of(self.model)  # norms keep their precision, as under autocast
         holders = [None if self.cut is None else self.cut.held_by(slot.name) for slot in slots]
         kinds = [
-            (p.dtype, p.device, p.dtype == torch.float32 and id(p) not in exact, held)
-            for p, held in zip((slot.parameter for slot in slots), holders, strict=True)
+            (p.dtype, p.device, p.dtype == torch.float32 and id(p) not in exact, holder)
+            for p, holder in zip((slot.parameter for slot in slots), holders, strict=True)
         ]
-        found = groups(chosen, [member.of(slot.parameter) for slot in slots], kinds)
+        grouped = groups(chosen, [member.of(slot.parameter) for slot in slots], kinds)
         pieces = [
             Piece(
                 slot.parameter.numel(),
@@ -133,7 +133,7 @@ class Amsp:
                 group,
                 whole=slot.name in spread.whole and group.factors.optimizer > 1,
             )
-            for slot, group in zip(slots, found, strict=True)
+            for slot, group in zip(slots, grouped, strict=True)
         ]
         placements = {factors: mesh.placement for factors, mesh in meshes.items()}
         return [
@@ -310,7 +310,7 @@ class Amsp:
         """See `Sharding.norm`."""
         if self._norm is not None:
             return self._norm
-        grads = [one.tensor.grad for one in self._in_order if one.tensor.grad is not None]
+        grads = [owned.tensor.grad for owned in self._in_order if owned.tensor.grad is not None]
         return float(torch.nn.utils.get_total_norm(grads))  # in the model's order: the same bits for any units
 
     def refresh(self) -> None:
@@ -374,10 +374,10 @@ class Amsp:
             parts["feedback"] = Residuals(self, self._channel)
         return parts
 
-    def whole(self, flat: FlatParameter, own: Tensor) -> Tensor:
-        """[unit] every rank's `own` [optimizer span] of a unit, on every rank. All ranks call it."""
+    def whole(self, flat: FlatParameter, local: Tensor) -> Tensor:
+        """[unit] every rank's `local` values [optimizer span] of a unit, on every rank. All ranks call it."""
         self.settle()
-        buffer, stages = flat.assembled(own)
+        buffer, stages = flat.assembled(local)
         self._moving.finish(self._moving.begin(stages))
         return buffer
 

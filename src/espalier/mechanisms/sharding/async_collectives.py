@@ -86,9 +86,9 @@ class Exchanges:
             return
         begun = time.perf_counter()
         upto = self._chains if chain is None else self._chains[: self._chains.index(chain) + 1]
-        while left := [one for one in upto if not one.complete]:
-            stage = min(one.ended for one in left)
-            foremost = next(one for one in left if one.ended == stage)
+        while left := [stage_sum for stage_sum in upto if not stage_sum.complete]:
+            stage = min(stage_sum.ended for stage_sum in left)
+            foremost = next(stage_sum for stage_sum in left if stage_sum.ended == stage)
             if chain is not None and chain.ended + 1 == len(chain.stages):
                 foremost = chain  # it has nothing more to launch, so it is in nobody's way
             foremost.end_stage()

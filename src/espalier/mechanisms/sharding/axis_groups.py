@@ -109,12 +109,12 @@ class AxisGroups:
 
     def reduce(self, length: int) -> list[Making]:
         """Stages that add up the rank's own part over its replicas, and leave the sum on all of them."""
-        axes = [one for one in self.placement.spans(self.rank, length) if one[0].state == "replicas"]
+        axes = [span for span in self.placement.spans(self.rank, length) if span[0].state == "replicas"]
         if not axes:
             return []
         *inner, (axis, span, _) = axes
-        out = [self._scattering(*one) for one in inner]
-        back = [self._gathering(*one) for one in reversed(inner)]
+        out = [self._scattering(*step) for step in inner]
+        back = [self._gathering(*step) for step in reversed(inner)]
         return [*out, self._summing(axis, span), *back]
 
     def _scattering(self, axis: Axis, before: Span, after: Span) -> Making:

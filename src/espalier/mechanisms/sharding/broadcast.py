@@ -67,10 +67,10 @@ def _explain(looks: list[str], channel: dist.ProcessGroup) -> None:
         everyone = plain_collectives.all_gather(looks, channel)
     first = everyone[0]
     for rank, other in enumerate(everyone):
-        for one, two in zip([*first, "nothing more"], [*other, "nothing more"], strict=False):
-            if one != two:
+        for first_line, two in zip([*first, "nothing more"], [*other, "nothing more"], strict=False):
+            if first_line != two:
                 raise UserError(
-                    f"The model differs between ranks: rank 0 has '{one}' where rank {rank} has '{two}'.",
+                    f"The model differs between ranks: rank 0 has '{first_line}' where rank {rank} has '{two}'.",
                     why="data parallel ranks add up gradients parameter by parameter, so all must hold the same model",
                     do="build the model from the same recipe and code on every rank",
                 )
@@ -123,17 +123,17 @@ class BufferSync:
             for buffers in self._moving:
                 together = torch.cat([buffer.reshape(-1) for buffer in buffers])
                 dist.broadcast(together, group=self._channel, group_src=0)
-                for buffer, values in zip(buffers, together.split([one.numel() for one in buffers]), strict=True):
+                for buffer, values in zip(buffers, together.split([buffer.numel() for buffer in buffers]), strict=True):
                     buffer.copy_(values.view(buffer.shape))
 
     def _found(self) -> list[list[Tensor]]:
         """The buffers that some rank has changed, those of one type together."""
-        moved = [float(hashed([one]) != before) for one, before in zip(self._buffers, self._before, strict=True)]
-        told = torch.tensor(moved, device=self._buffers[0].device)
+        moved = [float(hashed([buffer]) != before) for buffer, before in zip(self._buffers, self._before, strict=True)]
+        summed = torch.tensor(moved, device=self._buffers[0].device)
         with traffic(Traffic.CONTROL):
-            dist.all_reduce(told, group=self._channel)
+            dist.all_reduce(summed, group=self._channel)
         kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        for buffer, count in zip(self._buffers, told.tolist(), strict=True):
+        for buffer, count in zip(self._buffers, summed.tolist(), strict=True):
             if count:
                 kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer)
         return list(kinds.values())

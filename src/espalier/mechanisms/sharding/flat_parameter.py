@@ -157,10 +157,10 @@ class FlatParameter:
         """[optimizer span] what this rank's optimizer moves."""
         return self.part[self.optimizer.within(self.params)] if self.masters is None else self.masters
 
-    def assembled(self, own: Tensor) -> tuple[Tensor, list[Stage]]:
-        """A buffer of the whole unit and the stages that fill it from every rank's `own` [optimizer span]."""
-        whole = own.new_empty(self.length)
-        whole[_slice(self.optimizer)].copy_(own)
+    def assembled(self, local: Tensor) -> tuple[Tensor, list[Stage]]:
+        """A buffer of the whole unit and the stages that fill it from every rank's `local` values [optimizer span]."""
+        whole = local.new_empty(self.length)
+        whole[_slice(self.optimizer)].copy_(local)
         base = Span(0, self.length)
         stages = self.mesh.gather(self.length, "optimizer", "grads", "params")
         return whole, [stage(whole, base) for stage in stages]
@@ -173,7 +173,7 @@ class FlatParameter:
     # --- what the optimizer moves ------------------------------------------------------------------------------------
 
     def _moved(self) -> list[MovedPiece]:
-        found = []
+        pieces = []
         for slot in self.slots:
             start, stop = max(slot.span.start, self.optimizer.start), min(slot.span.stop, self.optimizer.stop)
             if start < stop or self.optimizer.length == self.length:
@@ -184,8 +184,8 @@ class FlatParameter:
                     piece = self.own[span.within(self.optimizer)]
                     tensor = nn.Parameter(piece.view(slot.shape) if span == slot.span else piece)
                 owned = Owned(slot.name, tensor, slot.shape, span.start - slot.span.start)
-                found.append(MovedPiece(slot, owned, span))
-        return found
+                pieces.append(MovedPiece(slot, owned, span))
+        return pieces
 
     # --- gradients ---------------------------------------------------------------------------------------------------
 

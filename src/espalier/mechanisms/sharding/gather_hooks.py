@@ -61,7 +61,7 @@ class GatherHooks:
 
         self._root = of(model, None)
         self._blocks = [of(block, index) for index, block in enumerate(member.blocks)]
-        self._order = [one for one in self._blocks if one.sharded]  # as far as is known; corrected by every pass
+        self._order = [block for block in self._blocks if block.sharded]  # as far as is known; corrected by every pass
         self._seen: list[GatherWindow] = []
         self._hooks = [
             model.register_forward_pre_hook(self._enter_model, prepend=True),
@@ -126,9 +126,9 @@ class GatherHooks:
 
     def _prefetch(self, window: GatherWindow) -> None:
         """Begins the gathers of the block that comes after `window` in this pass."""
-        beside = self._beside(window, -1 if window.in_backward else 1) if self._ahead else None
-        if beside is not None:
-            self._launch(beside, ahead=not window.in_backward)
+        neighbour = self._beside(window, -1 if window.in_backward else 1) if self._ahead else None
+        if neighbour is not None:
+            self._launch(neighbour, ahead=not window.in_backward)
 
     def _need(self, window: GatherWindow) -> None:
         self._launch(window)

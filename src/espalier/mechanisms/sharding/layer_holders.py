@@ -53,7 +53,7 @@ class RaggedStates:
     ) -> None:
         self.model, self.spread, self._replica = model, spread, cut.replica
         self.cut: ModelCut | None = cut
-        if any(max(one.params, one.grads) > 1 for _, one in spread.factors):
+        if any(max(factors.params, factors.grads) > 1 for _, factors in spread.factors):
             raise UserError(
                 "Spread experts and pipelines that are cut at different layers shard optimizer states only.",
                 why="parameters and gradients are exchanged in every micro-batch, and unlike sets of ranks have unlike "
@@ -70,14 +70,14 @@ class RaggedStates:
         mesh.number_groups_alike()  # ranks that share matrices have made one more
         for ranks in _everyones(list(of_holders), self._replica):  # groups are made in one order
             if ranks in of_holders:
-                names = [name for name, one in model.named_parameters() if id(one) in of_holders[ranks]]
+                names = [name for name, parameter in model.named_parameters() if id(parameter) in of_holders[ranks]]
                 recut = names[0] in cut.recut
                 part = self._part_of(of_holders[ranks], ranks, mesh, nodes, recut)
                 self.members.append(part)
                 if recut and (group := mesh.of(ranks)) is not None:
                     self._recut[part] = RecutSum(part, group, cut)
             mesh.number_groups_alike()
-        self.owned: Sequence[Owned] = [one for part in self.members for one in part.owned]
+        self.owned: Sequence[Owned] = [owned for part in self.members for owned in part.owned]
         self.flats: list[FlatParameter] = [flat for part in self.members for flat in part.flats]
         self._part = {id(flat): part for part in self.members for flat in part.flats}
         self._hook = model.register_forward_pre_hook(lambda *_: self.settle(), prepend=True)
@@ -86,20 +86,24 @@ class RaggedStates:
         self._norm = 0.0
 
     def _part_of(
-        self, own: set[int], ranks: tuple[int, ...], mesh: ProcessMesh, nodes: Sequence[int], recut: bool
+        self, parameters: set[int], ranks: tuple[int, ...], mesh: ProcessMesh, nodes: Sequence[int], recut: bool
     ) -> Amsp:
-        """The parameters `own`, which `ranks` hold; `recut`: unlike parts of them, so that each has its states."""
+        """The `parameters`, which `ranks` hold; `recut`: unlike parts of them, so that each has its states."""
         spread = self.spread
         if recut:
             ranks, spread = (mesh.rank,), replace(spread, codecs={})
-        blocks = [one for one in spread.blocks or () if any(id(parameter) in own for parameter in one.parameters())]
+        blocks = [
+            block
+            for block in spread.blocks or ()
+            if any(id(parameter) in parameters for parameter in block.parameters())
+        ]
         lying = replace(
             spread,
-            factors=[(pattern, _fitting(one, len(ranks))) for pattern, one in spread.factors],
+            factors=[(pattern, _fitting(factors, len(ranks))) for pattern, factors in spread.factors],
             nodes=[nodes[rank] for rank in ranks] if spread.nodes else (),
             blocks=blocks,
         )
-        return Amsp(part_of(self.model, own, blocks), mesh.of(ranks) or mesh.alone, lying, self.cut)
+        return Amsp(part_of(self.model, parameters, blocks), mesh.of(ranks) or mesh.alone, lying, self.cut)
 
     # --- one step ----------------------------------------------------------------------------------------------------
 
@@ -127,16 +131,16 @@ class RaggedStates:
         """See `Sharding.wait`."""
         recut = self._recut
         flags = [part.flags(channel=recut[part].group if part in recut else None) for part in self.members]
-        for one in flags:
-            one.launch()
+        for flag in flags:
+            flag.launch()
         for part in self.members:
             part.complete()
         for unlike in recut.values():
             unlike.sum()
         steering = ControlMessage(self._replica, totals, [], flags[0].device)
         steering.launch(sum(part.square() / (recut[part].pipelines if part in recut else 1) for part in self.members))
-        for part, one in zip(self.members, flags, strict=True):
-            used, _ = one.wait()
+        for part, flag in zip(self.members, flags, strict=True):
+            used, _ = flag.wait()
             part.deliver(used)
         _, square = steering.wait()
         self._norm = math.sqrt(square)
@@ -174,34 +178,34 @@ class RaggedStates:
 
     def held(self) -> Mapping[str, int]:
         """See `Sharding.held`."""
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         for part in self.members:
             for kind, size in part.held().items():
-                found[kind] = found.get(kind, 0) + size
-        return found
+                sizes[kind] = sizes.get(kind, 0) + size
+        return sizes
 
-    def whole(self, flat: FlatParameter, own: Tensor) -> Tensor:
-        """[unit] every rank's `own` of a unit, on every rank that holds it."""
-        return self._part[id(flat)].whole(flat, own)
+    def whole(self, flat: FlatParameter, local: Tensor) -> Tensor:
+        """[unit] every rank's `local` values of a unit, on every rank that holds it."""
+        return self._part[id(flat)].whole(flat, local)
 
     def parts(self, optimizer: Optimizer) -> Mapping[str, Stateful]:
         """See `Sharding.parts`."""
-        found: dict[str, Stateful] = {
+        states: dict[str, Stateful] = {
             "model": ModelState(self),
             "optimizer": OptimizerState(self, optimizer, self._replica),
         }
         for part in self.members:
             feedback = part.parts(optimizer).get("feedback")
             if feedback is not None:
-                found[f"feedback of {min(slot.name for flat in part.flats for slot in flat.slots)}"] = feedback
-        return found
+                states[f"feedback of {min(slot.name for flat in part.flats for slot in flat.slots)}"] = feedback
+        return states
 
     def detach(self) -> None:
         """See `Sharding.detach`."""
         self._hook.remove()
         for part in self.members:
             part.detach()
-        self.owned = [one for part in self.members for one in part.owned]
+        self.owned = [owned for part in self.members for owned in part.owned]
         self.flats = []
 
 
@@ -217,11 +221,11 @@ class RecutSum:
 
     def __init__(self, part: Amsp, group: dist.ProcessGroup, cut: ModelCut) -> None:
         self.group, self._cut = group, cut
-        held = [(slot, flat) for flat in part.flats for slot in flat.slots]
-        self.pipelines = cut.recut[held[0][0].name].pipelines
+        slots = [(slot, flat) for flat in part.flats for slot in flat.slots]
+        self.pipelines = cut.recut[slots[0][0].name].pipelines
         self._buckets: list[list[tuple[ParameterSlot, FlatParameter, torch.Size]]] = []
         size, kind = math.inf, torch.float32
-        for slot, flat in sorted(held, key=lambda one: (str(one[1].full.dtype), one[0].name)):
+        for slot, flat in sorted(slots, key=lambda pair: (str(pair[1].full.dtype), pair[0].name)):
             shape = cut.slabs[slot.name].shape if slot.name in cut.slabs else slot.shape
             if size >= part.spread.bucket_bytes or flat.full.dtype != kind:
                 self._buckets.append([])
@@ -234,16 +238,16 @@ class RecutSum:
         for bucket in self._buckets:
             flat = bucket[0][1].full
             whole = [flat.new_zeros(shape) for _, _, shape in bucket]
-            own = [self._own(slot, flat) for slot, flat, _ in bucket]
-            for (slot, _, _), form, gradient in zip(bucket, whole, own, strict=True):
+            gradients = [self._own(slot, flat) for slot, flat, _ in bucket]
+            for (slot, _, _), form, gradient in zip(bucket, whole, gradients, strict=True):
                 slab = self._cut.slabs.get(slot.name)
                 if slab.stands if slab is not None else self._cut.recut[slot.name].stands:
                     self._cut.part(slot.name, form, slot.shape).copy_(gradient)
-            together = torch.cat([one.view(-1) for one in whole])
+            together = torch.cat([gradient.view(-1) for gradient in whole])
             with traffic(Traffic.GRADIENTS):
                 self.group.allreduce([together], AllreduceOptions()).wait()
-            summed = together.split([one.numel() for one in whole])
-            for (slot, _, shape), form, gradient in zip(bucket, summed, own, strict=True):
+            summed = together.split([gradient.numel() for gradient in whole])
+            for (slot, _, shape), form, gradient in zip(bucket, summed, gradients, strict=True):
                 gradient.copy_(self._cut.part(slot.name, form.view(shape), slot.shape))
 
     def _own(self, slot: ParameterSlot, flat: FlatParameter) -> Tensor:
@@ -251,30 +255,30 @@ class RecutSum:
         return flat.summed[slot.span.start : slot.span.stop].view(slot.shape)
 
 
-def part_of(model: nn.Module, own: set[int], blocks: Sequence[nn.Module] = ()) -> nn.Module:
-    """The part of a model that has the parameters `own` (by their ids), with their names: `blocks`, and modules with
+def part_of(model: nn.Module, parameters: set[int], blocks: Sequence[nn.Module] = ()) -> nn.Module:
+    """The part of a model that has the `parameters` (by their ids), with their names: `blocks`, and modules with
     parameters of their own, are themselves; what holds them are containers."""
-    whole, part = {id(one) for one in blocks}, nn.Module()
+    whole, part = {id(block) for block in blocks}, nn.Module()
     for name, parameter in model._parameters.items():
-        if parameter is not None and id(parameter) in own:
+        if parameter is not None and id(parameter) in parameters:
             part.register_parameter(name, parameter)
     for name, child in model._modules.items():
         ids = set() if child is None else {id(parameter) for parameter in child.parameters()}
-        if child is not None and ids & own:
+        if child is not None and ids & parameters:
             direct = any(parameter is not None for parameter in child._parameters.values())
-            itself = ids <= own and (direct or id(child) in whole)
-            part.add_module(name, child if itself else part_of(child, own, blocks))
+            itself = ids <= parameters and (direct or id(child) in whole)
+            part.add_module(name, child if itself else part_of(child, parameters, blocks))
     return part
 
 
 def _everyones(holders: list[tuple[int, ...]], replica: dist.ProcessGroup) -> list[tuple[int, ...]]:
     """The sets of holders of all ranks, in one order."""
     with traffic(Traffic.CONTROL):
-        found = plain_collectives.all_gather([list(one) for one in holders], replica)
-    return sorted({tuple(one) for some in found for one in some})
+        gathered = plain_collectives.all_gather([list(holder) for holder in holders], replica)
+    return sorted({tuple(holder) for some in gathered for holder in some})
 
 
 def _fitting(factors: ShardFactors, ranks: int) -> ShardFactors:
     """The factors of a part with so many holders."""
-    most = max(one for one in range(1, min(factors.optimizer, ranks) + 1) if ranks % one == 0)
+    most = max(divisor for divisor in range(1, min(factors.optimizer, ranks) + 1) if ranks % divisor == 0)
     return factors._replace(optimizer=most)

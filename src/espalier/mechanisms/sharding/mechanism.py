@@ -33,7 +33,7 @@ class ShardedStates(Mechanism):
         assert context.model is not None
         mesh = context.mesh
         if context.cut is not None and context.cut.peers:
-            nodes = [one.node for one in context.plan.ranks]
+            nodes = [rank.node for rank in context.plan.ranks]
             context.sharding = RaggedStates(context.model, mesh, spread(context), context.cut, nodes)
             return
         channel = mesh.same_parameters if context.cut is None else mesh.same_parameters or mesh.alone

@@ -83,7 +83,7 @@ class ShardedGradient(torch.Tensor):
             return first
         if function in (aten.detach.default, aten.alias.default):
             return first
-        name = next(one.path for one in tree_leaves((args, kwargs)) if isinstance(one, cls))
+        name = next(leaf.path for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
         raise UserError(
             f"The gradient of '{name}' is sharded, and {function} needs the whole gradient.",
             why="the plan shards gradients or optimizer states; norms, clipping, scaling and zeroing work",
@@ -98,5 +98,5 @@ def _matrices(*given: Any) -> bool:
 def _one_by_one(function: Any, gradients: Sequence[Tensor], *rest: Any) -> None:
     """A foreach operation on gradients of which some are in shards; `rest` may have one value for each."""
     for index, gradient in enumerate(gradients):
-        mine = [one[index] if isinstance(one, (list, tuple)) else one for one in rest]
+        mine = [argument[index] if isinstance(argument, (list, tuple)) else argument for argument in rest]
         TOGETHER[function.overloadpacket](gradient, *mine)

@@ -32,11 +32,13 @@ class OptimizerPieces:
         before = dict(optimizer.state)
         optimizer.state.clear()
         for group, given in zip(optimizer.param_groups, self._given, strict=True):
-            group["params"] = [piece for one in given for piece in self._pieces(one)]
-        for one in (one for given in self._given for one in given):
-            for piece in self._pieces(one):
-                if one in before:
-                    optimizer.state[piece] = {kind: self._cut(one, value) for kind, value in before[one].items()}
+            group["params"] = [piece for parameter in given for piece in self._pieces(parameter)]
+        for parameter in (parameter for given in self._given for parameter in given):
+            for piece in self._pieces(parameter):
+                if parameter in before:
+                    optimizer.state[piece] = {
+                        kind: self._cut(parameter, value) for kind, value in before[parameter].items()
+                    }
         optimizer.state_dict = self.state_dict  # type: ignore[method-assign]
         optimizer.load_state_dict = self.load_state_dict  # type: ignore[method-assign, assignment]
 
@@ -44,19 +46,19 @@ class OptimizerPieces:
         """What this rank moves of a parameter: one tensor, or none."""
         if id(parameter) not in self._flat:
             return [parameter]
-        found = self._moved.get(id(parameter))
-        return [] if found is None else [found[1].owned.tensor]
+        moved = self._moved.get(id(parameter))
+        return [] if moved is None else [moved[1].owned.tensor]
 
     def _cut(self, parameter: nn.Parameter, value: Any) -> Any:
         """This rank's part of a state: of what is shaped like the parameter, its piece."""
-        found = self._moved.get(id(parameter))
-        if found is None or not isinstance(value, Tensor):
+        moved = self._moved.get(id(parameter))
+        if moved is None or not isinstance(value, Tensor):
             return value
         if self.sharding.cut is not None:
-            value = self.sharding.cut.part(found[1].slot.name, value, found[1].slot.shape)
-        if value.shape != found[1].slot.shape:
+            value = self.sharding.cut.part(moved[1].slot.name, value, moved[1].slot.shape)
+        if value.shape != moved[1].slot.shape:
             return value
-        owned, span = found[1].owned, found[1].span
+        owned, span = moved[1].owned, moved[1].span
         return value.reshape(-1)[owned.start : owned.start + span.length].view(owned.tensor.shape).clone()
 
     # --- out ---------------------------------------------------------------------------------------------------------
@@ -65,14 +67,16 @@ class OptimizerPieces:
         """torch's own table, with whole tensors, on every rank. All ranks call it."""
         kinds = self._kinds()
         table: dict[int, dict[str, Any]] = {}
-        numbers = {id(one): n for n, one in enumerate(one for given in self._given for one in given)}
+        numbers = {
+            id(parameter): n for n, parameter in enumerate(parameter for given in self._given for parameter in given)
+        }
         for flat in self.sharding.flats:
             for kind in sorted({kind for slot in flat.slots for kind in kinds.get(slot.name, {})}):
                 self._gather(flat, kind, kinds, table, numbers)
         for given in self._given:
-            for one in given:
-                if id(one) not in self._flat and one in self.optimizer.state:
-                    table[numbers[id(one)]] = dict(self.optimizer.state[one])
+            for parameter in given:
+                if id(parameter) not in self._flat and parameter in self.optimizer.state:
+                    table[numbers[id(parameter)]] = dict(self.optimizer.state[parameter])
         groups, first = [], 0
         for group, given in zip(self.optimizer.param_groups, self._given, strict=True):
             plain = {name: value for name, value in group.items() if name != "params"}
@@ -90,7 +94,7 @@ class OptimizerPieces:
                     mine.setdefault(moved.slot.name, {})[kind] = value.dtype if alike else value
         with traffic(Traffic.CONTROL):
             everyone = plain_collectives.all_gather(mine, self.channel)
-        return {name: kinds for one in reversed(everyone) for name, kinds in one.items()}
+        return {name: kinds for rank_kinds in reversed(everyone) for name, kinds in rank_kinds.items()}
 
     def _gather(
         self, flat: FlatParameter, kind: str, kinds: dict[str, Any], table: dict[int, Any], numbers: dict[int, int]
@@ -99,10 +103,10 @@ class OptimizerPieces:
         dtype = next((value for _, value in values if isinstance(value, torch.dtype)), None)
         whole = None
         if dtype is not None:
-            own = torch.zeros(flat.optimizer.length, dtype=dtype, device=flat.full.device)
+            local = torch.zeros(flat.optimizer.length, dtype=dtype, device=flat.full.device)
             for moved in flat.moved:
-                self._lay(own, flat, moved, kind)
-            whole = self.sharding.whole(flat, own)
+                self._lay(local, flat, moved, kind)
+            whole = self.sharding.whole(flat, local)
         for slot, value in values:
             if id(slot.parameter) in numbers and value is not None:
                 state = table.setdefault(numbers[id(slot.parameter)], {})
@@ -113,27 +117,29 @@ class OptimizerPieces:
         part = whole[slot.span.start : slot.span.stop].view(slot.shape).clone()
         return part if self.sharding.cut is None else self.sharding.cut.whole(slot.name, part)
 
-    def _lay(self, own: Tensor, flat: FlatParameter, moved: MovedPiece, kind: str) -> None:
+    def _lay(self, local: Tensor, flat: FlatParameter, moved: MovedPiece, kind: str) -> None:
         value = self.optimizer.state.get(moved.owned.tensor, {}).get(kind)
         if isinstance(value, Tensor) and value.shape == moved.owned.tensor.shape:
-            own[moved.span.within(flat.optimizer)].copy_(value.reshape(-1))
+            local[moved.span.within(flat.optimizer)].copy_(value.reshape(-1))
 
     # --- in ----------------------------------------------------------------------------------------------------------
 
     def load_state_dict(self, table: dict[str, Any]) -> None:
         """Takes a table of whole tensors, from any sharding or from plain PyTorch."""
-        given = [one for group in self._given for one in group]
+        given = [parameter for group in self._given for parameter in group]
         state: dict[int, Any] = {}
         place, number = {}, 0
-        for one in given:
-            for _ in self._pieces(one):
-                place[id(one)] = number
+        for parameter in given:
+            for _ in self._pieces(parameter):
+                place[id(parameter)] = number
                 number += 1
         names = [name for group in table["param_groups"] for name in group["params"]]
-        for name, one in zip(names, given, strict=True):
-            if id(one) in place and name in table["state"]:
-                state[place[id(one)]] = {kind: self._cut(one, value) for kind, value in table["state"][name].items()}
+        for name, parameter in zip(names, given, strict=True):
+            if id(parameter) in place and name in table["state"]:
+                state[place[id(parameter)]] = {
+                    kind: self._cut(parameter, value) for kind, value in table["state"][name].items()
+                }
         groups = []
         for group, members in zip(table["param_groups"], self._given, strict=True):
-            groups.append({**group, "params": [place[id(one)] for one in members if id(one) in place]})
+            groups.append({**group, "params": [place[id(member)] for member in members if id(member) in place]})
         self._own_load({"state": state, "param_groups": groups})

@@ -15,7 +15,7 @@ import xxhash
 from torch import Tensor
 from torch.nn import Parameter
 
-from espalier.checkpoint.stored_slice import StoredSlice
+from espalier.checkpoint.stored_slice import StoredSlice, fill_slices
 from espalier.checkpoint.tensor_slice import Box, RankRow, Rows, Slice
 from espalier.comm import plain_collectives
 from espalier.comm.base import Traffic, traffic
@@ -57,8 +57,8 @@ class UnitSharding(Protocol):
     def summon(self) -> None:
         """Brings all parameters here, until they are let go."""
 
-    def whole(self, flat: FlatParameter, own: Tensor) -> Tensor:
-        """The whole unit, of which every rank has `own`."""
+    def whole(self, flat: FlatParameter, local: Tensor) -> Tensor:
+        """The whole unit, of which every rank has `local`."""
 
 
 class ModelState:
@@ -76,14 +76,15 @@ class ModelState:
             for flat in self._sharding.flats
             for slot in flat.slots
         }
-        kept = self._sharding.model.state_dict(keep_vars=True)
+        entries = self._sharding.model.state_dict(keep_vars=True)
         return {
-            name: pieces[id(value)] if id(value) in pieces else _plain(value, name, cut) for name, value in kept.items()
+            name: pieces[id(value)] if id(value) in pieces else _plain(value, name, cut)
+            for name, value in entries.items()
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes values of whatever precision into what this rank owns, and brings them to everybody."""
-        fill(self.state_dict(), state)
+        fill_slices(self.state_dict(), state)
         self._sharding.adopt()
 
 
@@ -96,16 +97,16 @@ class OptimizerState:
 
     def state_dict(self) -> dict[str, Any]:
         """Slices of what is shaped like the parameter, and scalars, which the rank with the first element writes."""
-        own = self._optimizer.state_dict()
+        entries = self._optimizer.state_dict()
         table: dict[str, Any] = {}
         for flat in self._sharding.flats:
-            here = {moved.slot.name: moved for moved in flat.moved}
+            moved_here = {moved.slot.name: moved for moved in flat.moved}
             for slot in flat.slots:
-                for kind, (dtype, scalar) in self._all_kinds(own).get(slot.name, {}).items():
+                for kind, (dtype, scalar) in self._all_kinds(entries).get(slot.name, {}).items():
                     key = f"{slot.name}/{kind}"
-                    moved = here.get(slot.name)
+                    moved = moved_here.get(slot.name)
                     start = 0 if moved is None else moved.owned.start
-                    value = None if moved is None else own[key]
+                    value = None if moved is None else entries[key]
                     if isinstance(value, StoredSlice):
                         table[key] = placed(
                             replace(value, shape=slot.shape, start=start), slot.name, self._sharding.cut
@@ -115,24 +116,24 @@ class OptimizerState:
                     if scalar:
                         table[key] = Slice(local, torch.Size(), 0, writes=moved is not None and start == 0)
                     else:
-                        found = Slice(local, slot.shape, start, writes=moved is not None)
-                        table[key] = placed(found, slot.name, self._sharding.cut)
+                        sliced = Slice(local, slot.shape, start, writes=moved is not None)
+                        table[key] = placed(sliced, slot.name, self._sharding.cut)
         return table
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes back what `state_dict` gave."""
-        fill(self.state_dict(), state)
+        fill_slices(self.state_dict(), state)
 
-    def _all_kinds(self, own: dict[str, Any]) -> Kinds:
+    def _all_kinds(self, entries: dict[str, Any]) -> Kinds:
         """For each parameter, what states it has: also of those this rank holds nothing of."""
         if self._kinds is None:
             mine: Kinds = {}
-            for key, value in own.items():
+            for key, value in entries.items():
                 name, kind = key.rsplit("/", 1)
                 mine.setdefault(name, {})[kind] = (value.dtype, value.ndim == 0)
             with traffic(Traffic.CONTROL):
                 everyone = plain_collectives.all_gather(mine, self._channel)
-            self._kinds = {name: kinds for one in everyone for name, kinds in one.items()}
+            self._kinds = {name: kinds for rank_kinds in everyone for name, kinds in rank_kinds.items()}
             if all(slot.name in self._kinds for flat in self._sharding.flats for slot in flat.slots):
                 self._sharding.kinds = self._kinds  # nothing can be added: no later save needs to ask
         return self._kinds
@@ -164,11 +165,11 @@ class Residuals:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes back what `state_dict` gave; all ranks call it. What was saved without, by another codec, begins with
         nothing."""
-        own = self.state_dict()
-        alike = state["layout"] == own["layout"]
-        saved = {name: value for name, value in state["rows"].items() if name in own["rows"]}
-        rows = {name: own["rows"][name] for name in saved}
-        fill(rows, {name: _summed(value, rows[name]) for name, value in saved.items()})
+        current = self.state_dict()
+        alike = state["layout"] == current["layout"]
+        saved = {name: value for name, value in state["rows"].items() if name in current["rows"]}
+        rows = {name: current["rows"][name] for name in saved}
+        fill_slices(rows, {name: _summed(value, rows[name]) for name, value in saved.items()})
         if not alike:
             for flat in self._flats:
                 self._hand_over(flat)
@@ -181,8 +182,8 @@ class Residuals:
             for flat in self._flats
         ]
         spread = self._sharding.spread
-        told = repr((flats, list(spread.nodes), sorted(spread.codecs.items())))
-        return xxhash.xxh3_128_hexdigest(told.encode())
+        layout = repr((flats, list(spread.nodes), sorted(spread.codecs.items())))
+        return xxhash.xxh3_128_hexdigest(layout.encode())
 
     def _hand_over(self, flat: FlatParameter) -> None:
         """The sum over ranks becomes the residual of the first rank that moves it."""
@@ -222,9 +223,9 @@ def load_whole_state_dict(
     sharding: UnitSharding, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
 ) -> None:
     """Before `model.load_state_dict(state)`: each rank takes its own share of whole parameters."""
-    own = ModelState(sharding).state_dict()
-    known = {name: value for name, value in own.items() if prefix + name in state}
-    fill(known, {name: state[prefix + name] for name in known})
+    entries = ModelState(sharding).state_dict()
+    known = {name: value for name, value in entries.items() if prefix + name in state}
+    fill_slices(known, {name: state[prefix + name] for name in known})
     sharding.adopt()
     sharding.summon()
     if sharding.cut is not None:  # torch then copies what it finds in `state`
@@ -233,22 +234,22 @@ def load_whole_state_dict(
                 state[prefix + name] = parameter.detach()
 
 
-def piece(flat: FlatParameter, own: Tensor, slot: ParameterSlot) -> Slice:
-    """This rank's part of a parameter, with the values in `own` [optimizer span]."""
+def piece(flat: FlatParameter, local: Tensor, slot: ParameterSlot) -> Slice:
+    """This rank's part of a parameter, with the values in `local` [optimizer span]."""
     for moved in flat.moved:
         if moved.slot is slot:
-            return Slice(own[moved.span.within(flat.optimizer)], slot.shape, moved.owned.start)
-    return Slice(own[:0], slot.shape, 0, writes=False)
+            return Slice(local[moved.span.within(flat.optimizer)], slot.shape, moved.owned.start)
+    return Slice(local[:0], slot.shape, 0, writes=False)
 
 
-def placed(found: Slice, name: str, cut: ModelCut | None) -> Slice:
+def placed(sliced: Slice, name: str, cut: ModelCut | None) -> Slice:
     """A slice of the parameter that this rank has, as one of the whole model's."""
     if cut is not None and name in cut.recut and not cut.recut[name].first:
-        found = replace(found, writes=False)  # boxes of another cut would overlap those of the first
+        sliced = replace(sliced, writes=False)  # boxes of another cut would overlap those of the first
     slab = None if cut is None else cut.slabs.get(name)
     if slab is None:
-        return found
-    return replace(found, shape=slab.shape, part=Box(slab.offsets, tuple(found.shape)))
+        return sliced
+    return replace(sliced, shape=slab.shape, part=Box(slab.offsets, tuple(sliced.shape)))
 
 
 def _plain(value: Any, name: str, cut: ModelCut | None) -> Any:
@@ -258,23 +259,6 @@ def _plain(value: Any, name: str, cut: ModelCut | None) -> Any:
     if cut is None or not (name in cut.slabs or name in cut.recut):
         return value
     return placed(Slice(value.contiguous().view(-1), value.shape, 0), name, cut)
-
-
-def fill(table: dict[str, Any], state: dict[str, Any]) -> None:
-    """Copies the values of `state` into the tensors and slices of `table`. Raises KeyError for a name that lacks."""
-    with torch.no_grad():
-        for name, target in table.items():
-            source = state[name]
-            if not isinstance(target, Slice):
-                if isinstance(target, Tensor):
-                    target.copy_(source)
-            elif isinstance(target, StoredSlice):
-                target.take(source)
-            elif isinstance(source, Slice):
-                if source.local.data_ptr() != target.local.data_ptr():
-                    target.local.copy_(source.local)
-            else:  # a whole tensor, from somewhere else
-                target.local.copy_(target.taken_from(source))
 
 
 class _Spelled(str):
@@ -287,10 +271,12 @@ class _Spelled(str):
 def _spelled(placement: Placement) -> _Spelled:
     """A placement as checkpoints name it."""
     params, grads, optimizer = placement.factors
-    axes = tuple(_Spelled(f"Axis(state={one.state!r}, size={one.size}, stride={one.stride})") for one in placement.axes)
+    axes = tuple(
+        _Spelled(f"Axis(state={axis.state!r}, size={axis.size}, stride={axis.stride})") for axis in placement.axes
+    )
     factors = f"Factors(params={params}, grads={grads}, optimizer={optimizer})"
-    told = f"ranks={placement.ranks}, factors={factors}, axes={axes!r}, by_level={placement.by_level}"
-    return _Spelled(f"Placement({told})")
+    words = f"ranks={placement.ranks}, factors={factors}, axes={axes!r}, by_level={placement.by_level}"
+    return _Spelled(f"Placement({words})")
 
 
 def _spelled_span(span: Span) -> _Spelled:
@@ -298,8 +284,8 @@ def _spelled_span(span: Span) -> _Spelled:
     return _Spelled(f"Span(start={span.start}, length={span.length})")
 
 
-def _summed(saved: Slice, own: RankRow) -> Slice:
+def _summed(saved: Slice, row: RankRow) -> Slice:
     """One row of all the saved ones that this rank has read."""
     if not isinstance(saved, Rows):
         return saved
-    return own.of(saved.local.view(len(saved.rows), own.local.numel()).sum(0))
+    return row.of(saved.local.view(len(saved.rows), row.local.numel()).sum(0))

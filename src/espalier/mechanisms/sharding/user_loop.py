@@ -92,8 +92,8 @@ class UserLoop:
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
         self._norms.clear()
         for flat in self.sharding.flats:
-            kept = any(isinstance(slot.parameter.grad, ShardedGradient) for slot in flat.slots)
-            if not kept:
+            accumulated = any(isinstance(slot.parameter.grad, ShardedGradient) for slot in flat.slots)
+            if not accumulated:
                 self._carried.pop(flat, None)
                 flat.rounds = 0
                 for slot in flat.slots:
@@ -169,38 +169,40 @@ class UserLoop:
     def _all_norms(self, order: float) -> dict[str, Tensor]:
         slots = [(flat, slot) for flat in self.sharding.flats if not flat.direct for slot in flat.slots]
         place = {slot.name: index for index, (_, slot) in enumerate(slots)}
-        found = torch.zeros(len(slots), dtype=torch.float64, device=slots[0][0].full.device)
+        norms_by_slot = torch.zeros(len(slots), dtype=torch.float64, device=slots[0][0].full.device)
         if order == float("-inf"):
-            found.fill_(float("inf"))
+            norms_by_slot.fill_(float("inf"))
         power = order if order and not math.isinf(order) else 1.0  # order 0 counts, infinite orders compare
         for flat in dict.fromkeys(flat for flat, _ in slots):
-            held = 1 if flat.holders is None else flat.holders.copies
-            copies = 1.0 if math.isinf(order) else held * self.channel.size() / flat.mesh.placement.factors.optimizer
+            copies_held = 1 if flat.holders is None else flat.holders.copies
+            copies = (
+                1.0 if math.isinf(order) else copies_held * self.channel.size() / flat.mesh.placement.factors.optimizer
+            )
             for slot, owned, _ in flat.moved:
                 if owned.tensor.grad is not None and owned.tensor.numel():
                     norm = torch.linalg.vector_norm(owned.tensor.grad.double(), order)
-                    found[place[slot.name]] = norm**power / copies
+                    norms_by_slot[place[slot.name]] = norm**power / copies
         options = AllreduceOptions()
         options.reduceOp = dist.ReduceOp(REDUCTIONS.get(order, dist.ReduceOp.SUM))
         with traffic(Traffic.CONTROL):
-            self._among.allreduce([found], options).wait()
-        norms = found ** (1.0 / power)
+            self._among.allreduce([norms_by_slot], options).wait()
+        norms = norms_by_slot ** (1.0 / power)
         kinds = {slot.name: torch.promote_types(slot.parameter.dtype, torch.float32) for _, slot in slots}
         return {name: norms[place[name]].to(kind) for name, kind in kinds.items()}
 
     def change(self, name: str, operation: Callable[[Tensor], Any]) -> None:
         """See `sharded_gradient.Holder`."""
         self._norms.clear()
-        for one in self.sharding.owned:
-            if one.name == name and one.tensor.grad is not None:
-                operation(one.tensor.grad)
+        for owned in self.sharding.owned:
+            if owned.name == name and owned.tensor.grad is not None:
+                operation(owned.tensor.grad)
 
 
 def refuse_split(optimizer: torch.optim.Optimizer, sharding: Amsp) -> None:
     """Raises UserError when the plan cuts matrices that this optimizer moves as a whole."""
     kind = type(optimizer)
-    elementwise = any(one.__name__ in ELEMENTWISE for one in kind.__mro__) or getattr(optimizer, "elementwise", False)
-    cut = next((one for one in sharding.owned if not one.whole), None)
+    elementwise = any(base.__name__ in ELEMENTWISE for base in kind.__mro__) or getattr(optimizer, "elementwise", False)
+    cut = next((owned for owned in sharding.owned if not owned.whole), None)
     if cut is not None and not elementwise:
         raise UserError(
             f"{kind.__name__} may need whole matrices, and the plan shards '{cut.name}'.",

@@ -61,8 +61,8 @@ class Curve:
 
     def within(self, devices: int) -> tuple[int, float]:
         """(size, seconds) of the largest size that so many devices can form; an infinite time where there is none."""
-        found = [pair for pair in zip(self.sizes, self.times, strict=True) if pair[0] <= devices]
-        return found[-1] if found else (0, math.inf)
+        reachable = [pair for pair in zip(self.sizes, self.times, strict=True) if pair[0] <= devices]
+        return reachable[-1] if reachable else (0, math.inf)
 
 
 def fit(seconds: Mapping[float, float]) -> tuple[float, float]:
@@ -129,41 +129,42 @@ def spans(metaops: Sequence[MetaOp]) -> dict[str, Span]:
     Raises:
         UserError: a name appears twice, is unknown, or MetaOps need one another in a circle.
     """
-    names = [one.name for one in metaops]
+    names = [metaop.name for metaop in metaops]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise UserError(f"There are two MetaOps {twice!r}.", do="a name of its own for each")
-    unknown = [(one.name, need) for one in metaops for need in one.needs if need not in names]
+    unknown = [(metaop.name, need) for metaop in metaops for need in metaop.needs if need not in names]
     if unknown:
         raise UserError(f"{unknown[0][0]!r} needs {unknown[0][1]!r}, which there is not.", do=f"one of {sorted(names)}")
     first: dict[str, int] = {}
     waiting = list(metaops)
     while waiting:
-        ready = [one for one in waiting if all(need in first for need in one.needs)]
+        ready = [metaop for metaop in waiting if all(need in first for need in metaop.needs)]
         if not ready:
-            circle = " and ".join(repr(one.name) for one in waiting)
+            circle = " and ".join(repr(metaop.name) for metaop in waiting)
             raise UserError(f"{circle} need one another in a circle.", do="let one of them need nothing of the others")
-        for one in ready:
-            first[one.name] = 1 + max((first[need] for need in one.needs), default=-1)
-        waiting = [one for one in waiting if one.name not in first]
+        for metaop in ready:
+            first[metaop.name] = 1 + max((first[need] for need in metaop.needs), default=-1)
+        waiting = [metaop for metaop in waiting if metaop.name not in first]
     last = dict.fromkeys(names, max(first.values(), default=0))
-    for one in metaops:
-        for need in one.needs:
-            last[need] = min(last[need], first[one.name] - 1)
+    for metaop in metaops:
+        for need in metaop.needs:
+            last[need] = min(last[need], first[metaop.name] - 1)
     return {name: Span(first[name], last[name]) for name in names}
 
 
 def components(metaops: Sequence[MetaOp]) -> list[list[MetaOp]]:
     """MetaOps that hang together by what they need, mostly those of one task, in topological order each."""
-    of = {one.name: {one.name} for one in metaops}
-    for one in metaops:
-        for need in one.needs:
-            joined = of[one.name] | of[need]
+    of = {metaop.name: {metaop.name} for metaop in metaops}
+    for metaop in metaops:
+        for need in metaop.needs:
+            joined = of[metaop.name] | of[need]
             for name in joined:
                 of[name] = joined
     level = spans(metaops)
     groups = {min(names): names for names in of.values()}
     ordered = [
-        sorted((one for one in metaops if one.name in names), key=lambda m: level[m.name]) for names in groups.values()
+        sorted((metaop for metaop in metaops if metaop.name in names), key=lambda m: level[m.name])
+        for names in groups.values()
     ]
-    return sorted(ordered, key=lambda own: min(metaops.index(one) for one in own))
+    return sorted(ordered, key=lambda component: min(metaops.index(name) for name in component))

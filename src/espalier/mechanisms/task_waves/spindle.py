@@ -90,15 +90,15 @@ def waves(metaops: Sequence[MetaOp], devices: int | Devices, method: Method | No
     span, count = spans(metaops), len(devices.nodes)
     order: tuple[Method, ...] = ("program", "greedy", "static", "sequential")
     chosen: Method = method or ("program" if len(metaops) <= PROGRAM else "greedy")
-    levels = [[one for one in metaops if span[one.name].first == level] for level in _levels(span)]
-    best_of = [allocate(own, count) for own in levels]
+    levels = [[metaop for metaop in metaops if span[metaop.name].first == level] for level in _levels(span)]
+    best_of = [allocate(members, count) for members in levels]
     wavefront = [
-        (level, wave) for level, own in enumerate(levels) for wave in greedy(own, count, best_of[level].shares)
+        (level, wave) for level, members in enumerate(levels) for wave in greedy(members, count, best_of[level].shares)
     ]
-    fractional, found, fewest = 0.0, dict[str, WavePlan](), math.inf
+    fractional, plans, fewest = 0.0, dict[str, WavePlan](), math.inf
     for name in order[order.index(chosen) :]:
         if name == "program":
-            seeds = [(level, {one: size for one, size, _ in wave}) for level, wave in wavefront]
+            seeds = [(level, {name: size for name, size, _ in wave}) for level, wave in wavefront]
             program = solve_program(metaops, span, count, seeds)
             fractional, shares = program.seconds, repair(metaops, span, count, program)
         elif name == "greedy":
@@ -109,20 +109,22 @@ def waves(metaops: Sequence[MetaOp], devices: int | Devices, method: Method | No
             if placed.most > devices.memory:
                 continue
             made = _timed(metaops, placed, devices, name)
-            if name not in found or made.step < found[name].step * (1 - EPSILON):
-                found[name] = made
-    if not found:
+            if name not in plans or made.step < plans[name].step * (1 - EPSILON):
+                plans[name] = made
+    if not plans:
         raise UserError(
             f"No waves fit into {devices.memory:.3g} bytes per device: the least that a plan needs is {fewest:.3g}.",
             do="smaller batches of the tasks, or more devices",
         )
-    compared = {name: one.step for name, one in found.items()}
-    best = _first_least(found.values())
+    compared = {name: plan.step for name, plan in plans.items()}
+    best = _first_least(plans.values())
     if chosen in order[:2] and (devices.inside or devices.between):
-        best = _first_least([best, *(_moved(one, metaops, devices, chosen) for one in found.values())])
+        best = _first_least([best, *(_moved(plan, metaops, devices, chosen) for plan in plans.values())])
     best = _exchanged(best, metaops, devices)
     compared[best.method] = min(best.step, compared.get(best.method, math.inf))
-    return replace(best, ideal=sum(one.seconds for one in best_of), fractional=fractional, compared=compared)
+    return replace(
+        best, ideal=sum(allocation.seconds for allocation in best_of), fractional=fractional, compared=compared
+    )
 
 
 def _timed(metaops: Sequence[MetaOp], placed: PlacedWaves, devices: Devices, method: Method) -> WavePlan:
@@ -134,7 +136,7 @@ def _timed(metaops: Sequence[MetaOp], placed: PlacedWaves, devices: Devices, met
 
 def _first_least(plans: Iterable[WavePlan]) -> WavePlan:
     """The fastest; of those that differ by rounding only, the first."""
-    return reduce(lambda best, one: one if one.step < best.step * (1 - EPSILON) else best, plans)
+    return reduce(lambda best, plan: plan if plan.step < best.step * (1 - EPSILON) else best, plans)
 
 
 def _moved(best: WavePlan, metaops: Sequence[MetaOp], devices: Devices, method: Method) -> WavePlan:
@@ -143,15 +145,16 @@ def _moved(best: WavePlan, metaops: Sequence[MetaOp], devices: Devices, method: 
     left, before = MOVES, None
     while best is not before and left:
         before = best
-        groups = dict.fromkeys(one.devices for wave in best.waves for one in wave)
+        groups = dict.fromkeys(slice_.devices for wave in best.waves for slice_ in wave)
         groups |= dict.fromkeys((device,) for device in range(len(devices.nodes)) if len(devices.nodes) <= SLOWEST)
         for metaop, group in islice(itertools.product(metaops, groups), left):
             left -= 1
-            slices = [one for wave in best.waves for one in wave]
+            slices = [slice_ for wave in best.waves for slice_ in wave]
             if metaop.curve.within(len(group))[0] != len(group):
                 continue
             changed = [
-                one._replace(size=len(group), devices=group) if one.metaop == metaop.name else one for one in slices
+                slice_._replace(size=len(group), devices=group) if slice_.metaop == metaop.name else slice_
+                for slice_ in slices
             ]
             if changed == slices:
                 continue
@@ -163,50 +166,53 @@ def _moved(best: WavePlan, metaops: Sequence[MetaOp], devices: Devices, method: 
 
 def _apart(slices: Sequence[Slice], metaops: Sequence[MetaOp]) -> list[Wave]:
     """Slices in the same order, as many in a wave as have devices of their own and do not need one another."""
-    needs, found = {one.name: {one.name, *one.needs} for one in metaops}, list[list[Slice]]()
-    for one in slices:
-        wave = found[-1] if found else []
+    needs, split = {metaop.name: {metaop.name, *metaop.needs} for metaop in metaops}, list[list[Slice]]()
+    for slice_ in slices:
+        wave = split[-1] if split else []
         busy = {device for other in wave for device in other.devices}
-        if not wave or busy & set(one.devices) or needs[one.metaop] & {other.metaop for other in wave}:
-            found.append([one])
+        if not wave or busy & set(slice_.devices) or needs[slice_.metaop] & {other.metaop for other in wave}:
+            split.append([slice_])
         else:
-            wave.append(one)
-    return [tuple(wave) for wave in found]
+            wave.append(slice_)
+    return [tuple(wave) for wave in split]
 
 
 def _exchanged(best: WavePlan, metaops: Sequence[MetaOp], devices: Devices) -> WavePlan:
     """The same waves with devices exchanged where that is faster: slow ones get the work that others wait for least."""
     count = len(devices.nodes)
-    slowest = sorted(range(count), key=lambda one: -devices.slower[one])[:SLOWEST] if devices.slower else []
+    slowest = sorted(range(count), key=lambda device: -devices.slower[device])[:SLOWEST] if devices.slower else []
     for slow, other in itertools.product(slowest, range(count)):
         swap = {slow: other, other: slow}
         made = tuple(
-            tuple(one._replace(devices=tuple(swap.get(device, device) for device in one.devices)) for one in wave)
+            tuple(
+                slice_._replace(devices=tuple(swap.get(device, device) for device in slice_.devices)) for slice_ in wave
+            )
             for wave in best.waves
         )
-        held = tuple(best.held[swap.get(device, device)] for device in range(count))
-        best = _first_least([best, _timed(metaops, PlacedWaves(made, held), devices, best.method)])
+        bytes_held = tuple(best.held[swap.get(device, device)] for device in range(count))
+        best = _first_least([best, _timed(metaops, PlacedWaves(made, bytes_held), devices, best.method)])
     return best
 
 
 def _check(metaops: Sequence[MetaOp], devices: Devices) -> None:
     if not metaops or not devices.nodes:
         raise UserError("Waves need MetaOps and devices.", do="waves([MetaOp(...), ...], devices=2)")
-    for one in metaops:
-        if one.operators < 1 or not one.seconds or min(one.seconds.values()) <= 0:
+    for metaop in metaops:
+        if metaop.operators < 1 or not metaop.seconds or min(metaop.seconds.values()) <= 0:
             raise UserError(
-                f"The MetaOp {one.name!r} has {one.operators} operators and seconds {dict(one.seconds)}.",
+                f"The MetaOp {metaop.name!r} has {metaop.operators} operators and seconds {dict(metaop.seconds)}.",
                 do="at least one operator, and positive seconds for at least one number of devices",
             )
-        if min(one.seconds) < 1 or min(one.seconds) > len(devices.nodes):
+        if min(metaop.seconds) < 1 or min(metaop.seconds) > len(devices.nodes):
             raise UserError(
-                f"The MetaOp {one.name!r} runs on {min(one.seconds)} devices at least; there are {len(devices.nodes)}.",
+                f"The MetaOp {metaop.name!r} runs on {min(metaop.seconds)} devices at least; "
+                f"there are {len(devices.nodes)}.",
                 do="its seconds for fewer devices",
             )
 
 
 def _levels(span: Mapping[str, Span]) -> range:
-    return range(1 + max(one.first for one in span.values()))
+    return range(1 + max(range_.first for range_ in span.values()))
 
 
 def simulate(metaops: Sequence[MetaOp], planned: Sequence[Wave], devices: Devices) -> list[tuple[float, float]]:
@@ -216,12 +222,13 @@ def simulate(metaops: Sequence[MetaOp], planned: Sequence[Wave], devices: Device
     activations that come from other devices. Backward passes follow in the reverse order, and wait for the gradients of
     their outputs, which go the same ways back. A device sends one message after the other.
     """
-    by_name = {one.name: one for one in metaops}
-    slices = [one for wave in planned for one in wave]
+    by_name = {metaop.name: metaop for metaop in metaops}
+    slices = [slice_ for wave in planned for slice_ in wave]
     takes = [
-        by_name[one.metaop].curve.within(one.size)[1] * one.operators * devices.slowest(one.devices) for one in slices
+        by_name[slice_.metaop].curve.within(slice_.size)[1] * slice_.operators * devices.slowest(slice_.devices)
+        for slice_ in slices
     ]
-    shares, (forward, backward) = [by_name[one.metaop].forward for one in slices], _routes(by_name, slices)
+    shares, (forward, backward) = [by_name[slice_.metaop].forward for slice_ in slices], _routes(by_name, slices)
     free, links = [0.0] * len(devices.nodes), Links(devices)
 
     def run(number: int, seconds: float, ready: float) -> tuple[float, float]:
@@ -232,31 +239,31 @@ def simulate(metaops: Sequence[MetaOp], planned: Sequence[Wave], devices: Device
 
     def passes(order: Sequence[int], part: Sequence[float], after: Sequence[list[int]]) -> list[tuple[float, float]]:
         """`after`: of each slice those that take what it gives, in the order in which it is sent."""
-        found, arrived = [(0.0, 0.0)] * len(slices), [0.0] * len(slices)
+        times, arrived = [(0.0, 0.0)] * len(slices), [0.0] * len(slices)
         for number in order:
-            found[number] = run(number, takes[number] * part[number], arrived[number])
+            times[number] = run(number, takes[number] * part[number], arrived[number])
             for target in after[number]:
                 size = by_name[slices[min(number, target)].metaop].output
                 groups = slices[number].devices, slices[target].devices
-                arrived[target] = max(arrived[target], links.moved(size, groups, found[number][1]))
-        return found
+                arrived[target] = max(arrived[target], links.moved(size, groups, times[number][1]))
+        return times
 
     order = list(range(len(slices)))
     there = passes(order, shares, forward)
-    if all(one == 1 for one in shares):
+    if all(share == 1 for share in shares):
         return there
-    return there + passes(order[::-1], [1 - one for one in shares], backward)
+    return there + passes(order[::-1], [1 - share for share in shares], backward)
 
 
 def _routes(by_name: Mapping[str, MetaOp], slices: Sequence[Slice]) -> tuple[list[list[int]], list[list[int]]]:
     """Of each slice those that take what it gives, and those whose outputs it takes."""
     latest: dict[str, int] = {}
     after, before = [list[int]() for _ in slices], [list[int]() for _ in slices]
-    for number, one in enumerate(slices):
-        before[number] = [latest[name] for name in ([one.metaop] if one.first else by_name[one.metaop].needs)]
+    for number, slice_ in enumerate(slices):
+        before[number] = [latest[name] for name in ([slice_.metaop] if slice_.first else by_name[slice_.metaop].needs)]
         for source in before[number]:
             after[source].append(number)
-        latest[one.metaop] = number
+        latest[slice_.metaop] = number
     return after, before
 
 
@@ -276,14 +283,14 @@ def _candidates(
 def _numbered(shares: Sequence[Sequence[Share]]) -> list[Wave]:
     """Slices whose operators follow one another."""
     at: dict[str, int] = {}
-    found: list[Wave] = []
+    numbered: list[Wave] = []
     for wave in shares:
         made = []
         for name, size, operators in wave:
             made.append(Slice(name, at.get(name, 0), operators, size))
             at[name] = at.get(name, 0) + operators
-        found.append(tuple(made))
-    return found
+        numbered.append(tuple(made))
+    return numbered
 
 
 # --- plain forms ---------------------------------------------------------------------------------------------------
@@ -292,14 +299,14 @@ def _numbered(shares: Sequence[Sequence[Share]]) -> list[Wave]:
 def _static(metaops: Sequence[MetaOp], count: int) -> Iterator[list[Wave]]:
     """The best partitions of the devices into fixed groups, each for some of the tasks one after the other: by their
     computation, as what crosses between groups is seen in a timetable only."""
-    tasks, found = components(metaops), list[tuple[float, list[list[int]], list[int]]]()
+    tasks, candidates = components(metaops), list[tuple[float, list[list[int]], list[int]]]()
     for groups in _groupings(tasks, count):
         sizes = _group_sizes([[tasks[k] for k in group] for group in groups], count)
         if sizes is None:
             continue
         seconds = max(_alone([tasks[k] for k in group], size) for group, size in zip(groups, sizes, strict=True))
-        found.append((seconds, groups, sizes))
-    for _, groups, sizes in sorted(found, key=lambda one: one[0])[:STATIC]:
+        candidates.append((seconds, groups, sizes))
+    for _, groups, sizes in sorted(candidates, key=lambda candidate: candidate[0])[:STATIC]:
         ends = list(itertools.accumulate(sizes))
         ranks = [tuple(range(end - size, end)) for end, size in zip(ends, sizes, strict=True)]
         yield _static_waves([[tasks[k] for k in group] for group in groups], ranks)
@@ -307,7 +314,7 @@ def _static(metaops: Sequence[MetaOp], count: int) -> Iterator[list[Wave]]:
 
 def _alone(tasks: Sequence[Sequence[MetaOp]], size: int) -> float:
     """Seconds of tasks one after the other on a group."""
-    return sum(one.operators * one.curve.within(size)[1] for task in tasks for one in task)
+    return sum(metaop.operators * metaop.curve.within(size)[1] for task in tasks for metaop in task)
 
 
 def _groupings(tasks: Sequence[Sequence[MetaOp]], count: int) -> Iterator[list[list[int]]]:
@@ -316,14 +323,14 @@ def _groupings(tasks: Sequence[Sequence[MetaOp]], count: int) -> Iterator[list[l
     if len(tasks) <= PARTITIONS:
         yield from islice(_set_partitions(list(range(len(tasks)))), 1000)
         return
-    work = [sum(one.operators * one.curve(1) for one in task) for task in tasks]
+    work = [sum(metaop.operators * metaop.curve(1) for metaop in task) for task in tasks]
     for groups in range(1, min(len(tasks), count) + 1):
-        loads, found = [0.0] * groups, [list[int]() for _ in range(groups)]
-        for k in sorted(range(len(tasks)), key=lambda one: -work[one]):
+        loads, grouping = [0.0] * groups, [list[int]() for _ in range(groups)]
+        for k in sorted(range(len(tasks)), key=lambda task: -work[task]):
             least = loads.index(min(loads))
-            found[least].append(k)
+            grouping[least].append(k)
             loads[least] += work[k]
-        yield found
+        yield grouping
 
 
 def _set_partitions(items: list[int]) -> Iterator[list[list[int]]]:
@@ -339,7 +346,7 @@ def _set_partitions(items: list[int]) -> Iterator[list[list[int]]]:
 def _group_sizes(groups: Sequence[Sequence[Sequence[MetaOp]]], count: int) -> list[int] | None:
     """Devices of each group, so that the slowest is fastest: each the fewest that will do, then the slowest gets
     more as long as it gains."""
-    sizes = [max(min(one.curve.sizes) for task in group for one in task) for group in groups]
+    sizes = [max(min(metaop.curve.sizes) for task in group for metaop in task) for group in groups]
     if sum(sizes) > count:
         return None
     while True:
@@ -354,13 +361,13 @@ def _group_sizes(groups: Sequence[Sequence[Sequence[MetaOp]]], count: int) -> li
 
 def _static_waves(groups: Sequence[Sequence[Sequence[MetaOp]]], ranks: Sequence[tuple[int, ...]]) -> list[Wave]:
     """Wave number k holds the k-th MetaOp of each group."""
-    chains = [[one for task in group for one in task] for group in groups]
-    found: list[Wave] = []
+    chains = [[metaop for task in group for metaop in task] for group in groups]
+    made_waves: list[Wave] = []
     for k in range(max(map(len, chains))):
         wave = []
-        for chain, own in zip(chains, ranks, strict=True):
+        for chain, group in zip(chains, ranks, strict=True):
             if k < len(chain):
-                size = chain[k].curve.within(len(own))[0]
-                wave.append(Slice(chain[k].name, 0, chain[k].operators, size, own[:size]))
-        found.append(tuple(wave))
-    return found
+                size = chain[k].curve.within(len(group))[0]
+                wave.append(Slice(chain[k].name, 0, chain[k].operators, size, group[:size]))
+        made_waves.append(tuple(wave))
+    return made_waves

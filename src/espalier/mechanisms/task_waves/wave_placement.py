@@ -59,15 +59,15 @@ def summed(size: float, ranks: Collection[int], devices: Devices) -> float:
 
 def exchange(metaops: Sequence[MetaOp], planned: Sequence[Wave], devices: Devices) -> float:
     """Seconds of summing the gradients of each operator over the devices that hold it, one after the other."""
-    by_name = {one.name: one for one in metaops}
-    held: dict[tuple[str, int], set[int]] = {}
+    by_name = {metaop.name: metaop for metaop in metaops}
+    holders: dict[tuple[str, int], set[int]] = {}
     size: dict[tuple[str, int], float] = {}
-    for one in (one for wave in planned for one in wave):
-        metaop = by_name[one.metaop]
-        for k in range(metaop.first + one.first, metaop.first + one.first + one.operators):
-            held.setdefault((metaop.parameters, k), set()).update(one.devices)
+    for slice_ in (slice_ for wave in planned for slice_ in wave):
+        metaop = by_name[slice_.metaop]
+        for k in range(metaop.first + slice_.first, metaop.first + slice_.first + slice_.operators):
+            holders.setdefault((metaop.parameters, k), set()).update(slice_.devices)
             size[metaop.parameters, k] = metaop.gradients
-    return sum(summed(size[place], ranks, devices) for place, ranks in held.items())
+    return sum(summed(size[place], ranks, devices) for place, ranks in holders.items())
 
 
 class Links:
@@ -94,7 +94,7 @@ class _Placing:
     """Has state: what each device holds, and where each MetaOp's last operator ran."""
 
     def __init__(self, metaops: Sequence[MetaOp], devices: Devices, memory_first: bool) -> None:
-        self.by_name: Mapping[str, MetaOp] = {one.name: one for one in metaops}
+        self.by_name: Mapping[str, MetaOp] = {metaop.name: metaop for metaop in metaops}
         self.devices, self.memory_first = devices, memory_first
         self.operators: list[dict[tuple[str, int], float]] = [{} for _ in devices.nodes]
         self.kept = [0.0 for _ in devices.nodes]
@@ -104,56 +104,56 @@ class _Placing:
         """Bytes on it."""
         return sum(self.operators[device].values()) + self.kept[device]
 
-    def grown(self, one: Slice, device: int) -> float:
+    def grown(self, slice_: Slice, device: int) -> float:
         """Further bytes of states that a slice brings to a device."""
-        metaop, own = self.by_name[one.metaop], self.operators[device]
-        first = metaop.first + one.first
-        new = sum((metaop.parameters, k) not in own for k in range(first, first + one.operators))
+        metaop, operators = self.by_name[slice_.metaop], self.operators[device]
+        first = metaop.first + slice_.first
+        new = sum((metaop.parameters, k) not in operators for k in range(first, first + slice_.operators))
         return new * metaop.states
 
-    def order(self, one: Slice) -> tuple[float, float, int, str]:
+    def order(self, slice_: Slice) -> tuple[float, float, int, str]:
         """By traffic; where devices differ, what takes longest gets the fastest."""
-        metaop = self.by_name[one.metaop]
-        work = metaop.curve.within(one.size)[1] * one.operators if self.devices.slower else 0.0
-        return -work, -metaop.output, -one.size, one.metaop
+        metaop = self.by_name[slice_.metaop]
+        work = metaop.curve.within(slice_.size)[1] * slice_.operators if self.devices.slower else 0.0
+        return -work, -metaop.output, -slice_.size, slice_.metaop
 
-    def take(self, one: Slice) -> None:
+    def take(self, slice_: Slice) -> None:
         """The slice's devices hold it from now on."""
-        metaop = self.by_name[one.metaop]
-        first = metaop.first + one.first
-        for device in one.devices:
-            for k in range(first, first + one.operators):
+        metaop = self.by_name[slice_.metaop]
+        first = metaop.first + slice_.first
+        for device in slice_.devices:
+            for k in range(first, first + slice_.operators):
                 self.operators[device][metaop.parameters, k] = metaop.states
-            self.kept[device] += metaop.kept * one.operators / len(one.devices)
-        self.where[one.metaop] = one.devices
+            self.kept[device] += metaop.kept * slice_.operators / len(slice_.devices)
+        self.where[slice_.metaop] = slice_.devices
 
-    def source(self, one: Slice) -> tuple[int, ...]:
+    def source(self, slice_: Slice) -> tuple[int, ...]:
         """The devices from which a slice's input comes."""
-        if one.first:
-            return self.where[one.metaop]
-        return tuple(device for need in self.by_name[one.metaop].needs for device in self.where[need])
+        if slice_.first:
+            return self.where[slice_.metaop]
+        return tuple(device for need in self.by_name[slice_.metaop].needs for device in self.where[need])
 
-    def chosen(self, one: Slice, free: Sequence[int]) -> tuple[int, ...]:
+    def chosen(self, slice_: Slice, free: Sequence[int]) -> tuple[int, ...]:
         """The devices for a slice, of those that are free: on one node where one has enough."""
-        source = self.source(one)
+        source = self.source(slice_)
         place = {device: k for k, device in reversed(list(enumerate(source)))}
 
         def rank(device: int) -> tuple[float, ...]:
-            memory = (self.grown(one, device), self.held(device))
+            memory = (self.grown(slice_, device), self.held(device))
             local = (float(device not in place),)
             if self.memory_first:
                 return (*memory[::-1], *local, device)
             return (self.devices.slowest([device]), memory[0], *local, memory[1], device)
 
-        best = [sorted(free, key=rank)[: one.size]]
+        best = [sorted(free, key=rank)[: slice_.size]]
         for node in sorted(set(self.devices.nodes)):
             inside = sorted((device for device in free if self.devices.nodes[device] == node), key=rank)
-            if len(inside) >= one.size:
-                best.append(inside[: one.size])
+            if len(inside) >= slice_.size:
+                best.append(inside[: slice_.size])
 
         def cost(group: Sequence[int]) -> tuple[float, ...]:
             crossing = len({self.devices.nodes[device] for device in group})
-            new, fullest = sum(self.grown(one, d) for d in group), max(self.held(d) for d in group)
+            new, fullest = sum(self.grown(slice_, d) for d in group), max(self.held(d) for d in group)
             moved = sum(device not in place for device in group)
             if self.memory_first:
                 return (fullest, crossing, new, moved)
@@ -165,24 +165,24 @@ class _Placing:
 
 def place_waves(metaops: Sequence[MetaOp], waves: Sequence[Wave], devices: Devices) -> PlacedWaves:
     """Gives devices to slices that have none. Where what is nearest does not fit into memory, what is emptiest."""
-    found = _placed(metaops, waves, devices, memory_first=False)
-    if found.most > devices.memory:
+    placement = _placed(metaops, waves, devices, memory_first=False)
+    if placement.most > devices.memory:
         other = _placed(metaops, waves, devices, memory_first=True)
-        return other if other.most < found.most else found
-    return found
+        return other if other.most < placement.most else placement
+    return placement
 
 
 def _placed(metaops: Sequence[MetaOp], waves: Sequence[Wave], devices: Devices, memory_first: bool) -> PlacedWaves:
     placing = _Placing(metaops, devices, memory_first)
-    found: list[Wave] = []
+    waves_placed: list[Wave] = []
     for wave in waves:
-        free = sorted(set(range(len(devices.nodes))) - {device for one in wave for device in one.devices})
+        free = sorted(set(range(len(devices.nodes))) - {device for slice_ in wave for device in slice_.devices})
         placed = {}
-        for one in sorted(wave, key=placing.order):
-            group = one.devices or placing.chosen(one, free)
+        for slice_ in sorted(wave, key=placing.order):
+            group = slice_.devices or placing.chosen(slice_, free)
             free = [device for device in free if device not in group]
-            placed[one.metaop] = one._replace(devices=group)
-        for one in placed.values():
-            placing.take(one)
-        found.append(tuple(placed[one.metaop] for one in wave))
-    return PlacedWaves(tuple(found), tuple(placing.held(device) for device in range(len(devices.nodes))))
+            placed[slice_.metaop] = slice_._replace(devices=group)
+        for slice_ in placed.values():
+            placing.take(slice_)
+        waves_placed.append(tuple(placed[slice_.metaop] for slice_ in wave))
+    return PlacedWaves(tuple(waves_placed), tuple(placing.held(device) for device in range(len(devices.nodes))))

@@ -49,31 +49,31 @@ def allocate(level: Sequence[MetaOp], devices: int) -> Allocation:
     """
 
     def wanted(seconds: float) -> float:
-        return sum(one.curve.inverse(seconds / one.operators) for one in level)
+        return sum(metaop.curve.inverse(seconds / metaop.operators) for metaop in level)
 
-    high = sum(one.operators * one.curve.times[0] * one.curve.sizes[0] for one in level)
-    low = max(one.operators * one.curve.times[-1] for one in level)
+    high = sum(metaop.operators * metaop.curve.times[0] * metaop.curve.sizes[0] for metaop in level)
+    low = max(metaop.operators * metaop.curve.times[-1] for metaop in level)
     high = max(high, low)
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
         low, high = (middle, high) if wanted(middle) > devices else (low, middle)
-    found = {one.name: one.curve.inverse(high / one.operators) for one in level}
-    shares = [share for one in level for share in _bi_point(one, found[one.name], high)]
-    return Allocation(high, found, shares)
+    devices_of = {metaop.name: metaop.curve.inverse(high / metaop.operators) for metaop in level}
+    shares = [share for metaop in level for share in _bi_point(metaop, devices_of[metaop.name], high)]
+    return Allocation(high, devices_of, shares)
 
 
-def _bi_point(one: MetaOp, devices: float, seconds: float) -> list[Share]:
+def _bi_point(metaop: MetaOp, devices: float, seconds: float) -> list[Share]:
     """Operators at the size below `devices` and at that above it. Below the smallest size there is none."""
-    curve = one.curve
+    curve = metaop.curve
     below = [k for k, size in enumerate(curve.sizes) if size <= devices * (1 + 1e-9)]
     if not below:
-        return [(one.name, curve.sizes[0], one.operators)]
+        return [(metaop.name, curve.sizes[0], metaop.operators)]
     at = below[-1]
     if at == len(curve.sizes) - 1:
-        return [(one.name, curve.sizes[at], one.operators)]
+        return [(metaop.name, curve.sizes[at], metaop.operators)]
     slow, fast = curve.times[at], curve.times[at + 1]
-    more = min(one.operators, max(0, round((slow * one.operators - seconds) / (slow - fast))))
-    shares = [(one.name, curve.sizes[at], one.operators - more), (one.name, curve.sizes[at + 1], more)]
+    more = min(metaop.operators, max(0, round((slow * metaop.operators - seconds) / (slow - fast))))
+    shares = [(metaop.name, curve.sizes[at], metaop.operators - more), (metaop.name, curve.sizes[at + 1], more)]
     return [share for share in shares if share[2]]
 
 
@@ -83,8 +83,8 @@ def _bi_point(one: MetaOp, devices: float, seconds: float) -> list[Share]:
 def greedy(level: Sequence[MetaOp], devices: int, shares: Sequence[Share]) -> list[list[Share]]:
     """Waves of one level: the longest remaining MetaOps first, as large as their `shares` of the allocation say; groups
     that end last grow while devices are free; a wave ends with the first of its groups."""
-    by_name = {one.name: one for one in level}
-    rest: dict[str, list[list[int]]] = {one.name: [] for one in level}  # [devices, operators]
+    by_name = {metaop.name: metaop for metaop in level}
+    rest: dict[str, list[list[int]]] = {metaop.name: [] for metaop in level}  # [devices, operators]
     for name, size, count in shares:
         rest[name].append([size, count])
     waves = []
@@ -96,13 +96,13 @@ def greedy(level: Sequence[MetaOp], devices: int, shares: Sequence[Share]) -> li
         }
         chosen: dict[str, list[int]] = {}
         free = devices
-        for name in sorted(remaining, key=lambda one: (-remaining[one], one)):
+        for name in sorted(remaining, key=lambda candidate: (-remaining[candidate], candidate)):
             fitting = [share for share in rest[name] if share[0] <= free]
             if fitting:
                 chosen[name] = max(fitting)
                 free -= chosen[name][0]
         if not chosen:  # nothing allocated fits: the longest one takes what there is
-            name = max(remaining, key=lambda one: (remaining[one], one))
+            name = max(remaining, key=lambda candidate: (remaining[candidate], candidate))
             chosen[name] = rest[name][0]
             chosen[name][0], free = by_name[name].curve.within(devices)[0], 0
         sizes = _grown({name: share[0] for name, share in chosen.items()}, chosen, by_name, free)
@@ -113,7 +113,7 @@ def greedy(level: Sequence[MetaOp], devices: int, shares: Sequence[Share]) -> li
             count = min(share[1], max(1, int(ends / times[name] * (1 + EPSILON))))
             wave.append((name, sizes[name], count))
             share[1] -= count
-            rest[name] = [one for one in rest[name] if one[1]]
+            rest[name] = [share for share in rest[name] if share[1]]
         waves.append(wave)
     return waves
 
@@ -123,7 +123,13 @@ def _grown(
 ) -> dict[str, int]:
     """Groups with the free devices given to those that end last."""
     while True:
-        lasting = sorted(sizes, key=lambda one: (-by_name[one].curve.within(sizes[one])[1] * chosen[one][1], one))
+        lasting = sorted(
+            sizes,
+            key=lambda candidate: (
+                -by_name[candidate].curve.within(sizes[candidate])[1] * chosen[candidate][1],
+                candidate,
+            ),
+        )
         for name in lasting:
             larger = [size for size in by_name[name].curve.sizes if sizes[name] < size <= sizes[name] + free]
             if larger:
@@ -156,21 +162,26 @@ def solve_program(
     """
     from scipy.optimize import linprog
 
-    levels = 1 + max(one.last for one in span.values())
-    columns = [(span[one.name].first, {one.name: one.curve.within(devices)[0]}) for one in metaops]
+    levels = 1 + max(range_.last for range_ in span.values())
+    columns = [(span[metaop.name].first, {metaop.name: metaop.curve.within(devices)[0]}) for metaop in metaops]
     columns += [(level, dict(sizes)) for level, sizes in seeds]
-    rates = {one.name: dict(zip(one.curve.sizes, (1 / t for t in one.curve.times), strict=True)) for one in metaops}
-    needed = np.array([one.operators for one in metaops], float)
+    rates = {
+        metaop.name: dict(zip(metaop.curve.sizes, (1 / t for t in metaop.curve.times), strict=True))
+        for metaop in metaops
+    }
+    needed = np.array([metaop.operators for metaop in metaops], float)
     seen = {(level, tuple(sorted(sizes.items()))) for level, sizes in columns}
     while True:
         table = np.array(
-            [[rates[one.name].get(sizes.get(one.name, 0), 0.0) for _, sizes in columns] for one in metaops]
+            [[rates[metaop.name].get(sizes.get(metaop.name, 0), 0.0) for _, sizes in columns] for metaop in metaops]
         )
         solved: Any = linprog(np.ones(len(columns)), A_ub=-table, b_ub=-needed, method="highs")
         prices = -solved.ineqlin.marginals
         before = len(columns)
         for level in range(levels):
-            inside = [k for k, one in enumerate(metaops) if span[one.name].first <= level <= span[one.name].last]
+            inside = [
+                k for k, metaop in enumerate(metaops) if span[metaop.name].first <= level <= span[metaop.name].last
+            ]
             value, sizes = _best_configuration([(metaops[k], float(prices[k])) for k in inside], devices)
             key = (level, tuple(sorted(sizes.items())))
             if value > 1 + 1e-9 and key not in seen:
@@ -178,17 +189,17 @@ def solve_program(
                 columns.append((level, sizes))
         if len(columns) == before or len(columns) >= COLUMNS:
             used = [(*columns[k], float(tau)) for k, tau in enumerate(solved.x[:before]) if tau > 1e-9 * solved.fun]
-            return Program(float(solved.fun), sorted(used, key=lambda one: one[0]))
+            return Program(float(solved.fun), sorted(used, key=lambda column: column[0]))
 
 
 def _best_configuration(priced: Sequence[tuple[MetaOp, float]], devices: int) -> tuple[float, dict[str, int]]:
     """The groups worth most per second at these prices of operators, by dynamic programming."""
     worth = np.zeros(devices + 1)
     taken = []
-    for one, price in priced:
+    for metaop, price in priced:
         best, size_of = worth.copy(), np.zeros(devices + 1, int)
         if price > 0:
-            for size, time in zip(one.curve.sizes, one.curve.times, strict=True):
+            for size, time in zip(metaop.curve.sizes, metaop.curve.times, strict=True):
                 if size <= devices:
                     other = worth[: devices + 1 - size] + price / time
                     better = other > best[size:] + 1e-15
@@ -196,9 +207,9 @@ def _best_configuration(priced: Sequence[tuple[MetaOp, float]], devices: int) ->
         worth = best
         taken.append(size_of)
     sizes, at = {}, devices
-    for (one, _), size_of in zip(reversed(priced), reversed(taken), strict=True):
+    for (metaop, _), size_of in zip(reversed(priced), reversed(taken), strict=True):
         if size := int(size_of[at]):
-            sizes[one.name] = size
+            sizes[metaop.name] = size
             at -= size
     return float(worth[devices]), sizes
 
@@ -229,7 +240,7 @@ class _Rounding:
             while self.counts[m].sum() > needed:
                 self._change(m, -1)
         missing = [m for m, needed in enumerate(self.needed) for _ in range(int(needed - self.counts[m].sum()))]
-        for m in sorted(missing, key=lambda one: -self.each[one][self.allowed[one]].min()):
+        for m in sorted(missing, key=lambda row: -self.each[row][self.allowed[row]].min()):
             self._change(m, 1)
 
     def _change(self, m: int, by: int) -> None:
@@ -262,43 +273,43 @@ class _Rounding:
                 return
 
     def _fill_elsewhere(self, wave: int) -> None:
-        kept = self.allowed[:, wave].copy()
+        before = self.allowed[:, wave].copy()
         for m in np.flatnonzero(self.counts.sum(1) < self.needed):
             self.allowed[m, wave] = False
             if not self.allowed[m].any():
-                self.allowed[m, wave] = kept[m]
+                self.allowed[m, wave] = before[m]
         self._fill()
-        self.allowed[:, wave] = kept
+        self.allowed[:, wave] = before
 
 
 def repair(metaops: Sequence[MetaOp], span: Mapping[str, Span], devices: int, program: Program) -> list[list[Share]]:
     """Waves of whole operators from a fractional schedule. Devices that a configuration leaves free are given to
     MetaOps without a group, and to those whose groups can grow, so that rounding has more places to choose from."""
     waves = [(level, _filled(metaops, span, devices, level, sizes)) for level, sizes, _ in program.used]
-    times = np.array([[_time(one, sizes) for _, sizes in waves] for one in metaops])
-    needed = np.array([one.operators for one in metaops])
+    times = np.array([[_time(metaop, sizes) for _, sizes in waves] for metaop in metaops])
+    needed = np.array([metaop.operators for metaop in metaops])
     taus = np.array([tau for *_, tau in program.used])
     fractional = np.zeros_like(times)
     for c, (_, sizes, tau) in enumerate(program.used):
-        for m, one in enumerate(metaops):
-            if one.name in sizes:
+        for m, metaop in enumerate(metaops):
+            if metaop.name in sizes:
                 fractional[m, c] = tau / times[m, c]
     scale = needed / np.maximum(fractional.sum(1), EPSILON)
-    found: list[tuple[float, int, np.ndarray[Any, Any]]] = []
+    candidates: list[tuple[float, int, np.ndarray[Any, Any]]] = []
     for start in (fractional * np.minimum(scale, 1.0)[:, None], _stretched(times, needed, taus)):
         rounding = _Rounding(times, start, needed)
         rounding.improve()
-        found.append((rounding.seconds, len(found), rounding.counts))
-    counts = min(found)[2]
+        candidates.append((rounding.seconds, len(candidates), rounding.counts))
+    counts = min(candidates)[2]
     return [
-        [(one.name, waves[c][1][one.name], int(counts[m, c])) for m, one in enumerate(metaops) if counts[m, c]]
+        [(metaop.name, waves[c][1][metaop.name], int(counts[m, c])) for m, metaop in enumerate(metaops) if counts[m, c]]
         for c in range(len(waves))
         if counts[:, c].any()
     ]
 
 
-def _time(one: MetaOp, sizes: Mapping[str, int]) -> float:
-    return one.curve.within(sizes[one.name])[1] if one.name in sizes else math.inf
+def _time(metaop: MetaOp, sizes: Mapping[str, int]) -> float:
+    return metaop.curve.within(sizes[metaop.name])[1] if metaop.name in sizes else math.inf
 
 
 def _stretched(
@@ -319,11 +330,11 @@ def _filled(
     metaops: Sequence[MetaOp], span: Mapping[str, Span], devices: int, level: int, sizes: Mapping[str, int]
 ) -> dict[str, int]:
     """A configuration with its free devices in use."""
-    found = dict(sizes)
-    inside = [one for one in metaops if span[one.name].first <= level <= span[one.name].last]
-    for one in sorted(inside, key=lambda m: (-m.operators * m.curve.times[0], m.name)):
-        free = devices - sum(found.values())
-        size = one.curve.within(found.get(one.name, 0) + free)[0]
-        if size > found.get(one.name, 0):
-            found[one.name] = size
-    return found
+    grown = dict(sizes)
+    inside = [metaop for metaop in metaops if span[metaop.name].first <= level <= span[metaop.name].last]
+    for metaop in sorted(inside, key=lambda m: (-m.operators * m.curve.times[0], m.name)):
+        free = devices - sum(grown.values())
+        size = metaop.curve.within(grown.get(metaop.name, 0) + free)[0]
+        if size > grown.get(metaop.name, 0):
+            grown[metaop.name] = size
+    return grown

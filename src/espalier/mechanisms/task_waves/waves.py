@@ -88,32 +88,34 @@ class Slices:
     """
 
     def __init__(self, plan: Plan, tasks: Sequence[str], nodes: Callable[[int], list[TaskNode]]) -> None:
-        self.all: tuple[WaveSlice, ...] = tuple(one for wave in plan.waves for one in wave)
-        self.task = [_index(one.task, tasks) for one in self.all]
+        self.all: tuple[WaveSlice, ...] = tuple(slice_ for wave in plan.waves for slice_ in wave)
+        self.task = [_index(slice_.task, tasks) for slice_ in self.all]
         self.routes: list[Route] = []
         self.nodes = [nodes(k) for k in range(len(tasks))]
         ends: dict[tuple[int, str], int] = {}
-        for number, (one, k) in enumerate(zip(self.all, self.task, strict=True)):
-            node = next((node for node in self.nodes[k] if node.name == one.node), None)
-            before = ends.get((k, one.node))
+        for number, (slice_, k) in enumerate(zip(self.all, self.task, strict=True)):
+            node = next((node for node in self.nodes[k] if node.name == slice_.node), None)
+            before = ends.get((k, slice_.node))
             at = 0 if before is None else self.all[before].last
-            if node is None or one.first != at or not at < one.last <= node.operators or not one.ranks:
-                raise _nonsense(f"{one.node} of {one.task} runs operators {one.first} to {one.last} after {at}")
+            if node is None or slice_.first != at or not at < slice_.last <= node.operators or not slice_.ranks:
+                raise _nonsense(
+                    f"{slice_.node} of {slice_.task} runs operators {slice_.first} to {slice_.last} after {at}"
+                )
             if before is not None:
                 self.routes.append(Route(before, number, 0))
             for place, need in enumerate(node.needs if before is None else ()):
                 source = ends.get((k, need))
                 if source is None or self.all[source].last != self._operators(k, need):
-                    raise _nonsense(f"{one.node} of {one.task} runs before {need}")
+                    raise _nonsense(f"{slice_.node} of {slice_.task} runs before {need}")
                 self.routes.append(Route(source, number, place))
-            ends[k, one.node] = number
+            ends[k, slice_.node] = number
         for k, task in enumerate(tasks):
             for node in self.nodes[k]:
                 last = ends.get((k, node.name))
                 if last is None or self.all[last].last != node.operators:
                     raise _nonsense(f"nobody runs the last operators of {node.name} of {task}")
-        self.into = [[one for one in self.routes if one.target == number] for number in range(len(self.all))]
-        self.out = [[one for one in self.routes if one.source == number] for number in range(len(self.all))]
+        self.into = [[route for route in self.routes if route.target == number] for number in range(len(self.all))]
+        self.out = [[route for route in self.routes if route.source == number] for number in range(len(self.all))]
 
     def _operators(self, task: int, name: str) -> int:
         return next(node.operators for node in self.nodes[task] if node.name == name)
@@ -121,21 +123,21 @@ class Slices:
     def parts(self, route: Route, samples: int) -> list[tuple[int, int, int, int]]:
         """(sender, receiver, first, last) of the samples that cross a route, or stay where sender is receiver."""
         source, target = (self.all[number].ranks for number in (route.source, route.target))
-        found = []
+        overlaps = []
         for a, sender in enumerate(source):
             for b, receiver in enumerate(target):
                 (low, high), (start, stop) = rows(samples, len(source), a), rows(samples, len(target), b)
                 if max(low, start) < min(high, stop):
-                    found.append((sender, receiver, max(low, start), min(high, stop)))
-        return found
+                    overlaps.append((sender, receiver, max(low, start), min(high, stop)))
+        return overlaps
 
     def holders(self, owners: Mapping[str, tuple[str, int]]) -> dict[str, tuple[int, ...]]:
         """Of each parameter, the ranks that hold it: those whose slices use it, of any task."""
         users: dict[tuple[str, int], set[int]] = {}
-        for one in self.all:
-            node = f"{HEAD}.{one.task}" if one.node == HEAD else one.node
-            for operator in range(one.first, one.last):
-                users.setdefault((node, operator), set()).update(one.ranks)
+        for slice_ in self.all:
+            node = f"{HEAD}.{slice_.task}" if slice_.node == HEAD else slice_.node
+            for operator in range(slice_.first, slice_.last):
+                users.setdefault((node, operator), set()).update(slice_.ranks)
         return {name: tuple(sorted(users[place])) for name, place in owners.items()}
 
 
@@ -187,7 +189,7 @@ class WaveSchedule:
     def __init__(self, rank: int, model: nn.Module, slices: Slices, messages: Messages, passes: Passes) -> None:
         self.rank, self.slices, self.messages, self.passes = rank, slices, messages, passes
         self.graph = cast("TaskGraph", model)
-        self.own = [number for number, one in enumerate(slices.all) if rank in one.ranks]
+        self.own = [number for number, slice_ in enumerate(slices.all) if rank in slice_.ranks]
         model.forward = self._evaluated
 
     def run(self, model: nn.Module, batches: Sequence[Any], loss: Loss) -> Outcome:
@@ -196,7 +198,7 @@ class WaveSchedule:
         self.passes.settle()
         losses: list[tuple[int, Tensor, Tensor]] = []
         under_way: deque[tuple[_Step, Mapping[int, Any]]] = deque()
-        for fields in self._micro_batches({one.task: one.batch for one in batches}):
+        for fields in self._micro_batches({batch.task: batch.batch for batch in batches}):
             under_way.append((self._forwards(fields, losses), fields))
             if len(under_way) == NESTED_IN_FLIGHT:
                 self._backwards(*under_way.popleft())
@@ -210,14 +212,14 @@ class WaveSchedule:
     def _micro_batches(self, whole: Mapping[int, Any]) -> Iterator[Mapping[int, Any]]:
         """Of each task a part of its samples; of one whose head needs all of them, all in the first."""
         for number in range(self.passes.nested):
-            found = {}
+            micro_batch = {}
             for task, fields in whole.items():
                 undivided = any(node.whole for node in self.slices.nodes[task])
                 samples = _samples(fields)
                 low, high = rows(samples, self.passes.nested, number) if not undivided else (0, samples * (number == 0))
                 if low < high:
-                    found[task] = {name: value[low:high] for name, value in fields.items()}
-            yield found
+                    micro_batch[task] = {name: value[low:high] for name, value in fields.items()}
+            yield micro_batch
 
     def _forwards(self, fields: Mapping[int, Any], losses: list[tuple[int, Tensor, Tensor]]) -> _Step:
         """Adds (task, loss, weight) of the heads that are here."""
@@ -239,9 +241,9 @@ class WaveSchedule:
 
     def apart(self, accumulate: Accumulate) -> WaveSchedule:
         """See `Schedule.apart`."""
-        found = copy.copy(self)
-        found.passes = replace(self.passes, accumulate=accumulate)
-        return found
+        copied = copy.copy(self)
+        copied.passes = replace(self.passes, accumulate=accumulate)
+        return copied
 
     def validation(self) -> AbstractContextManager[None]:
         """See `Schedule.validation`: each rank has the figures of its samples, which are summed."""
@@ -249,15 +251,15 @@ class WaveSchedule:
 
     def _evaluated(self, task: int, fields: Mapping[str, Tensor]) -> Any:
         """The model's forward, outside of steps: figures of the samples whose head is here; of none, nothing."""
-        step, found = _Step(), {}
+        step, figures = _Step(), {}
         self._expect_inputs(step, {task: fields})
         for number in self.own:
             if self.slices.task[number] == task:
                 self._forward(step, number, fields)
                 if self.slices.all[number].node == HEAD:
-                    found = step.made.get(number, {})
+                    figures = step.made.get(number, {})
         self.messages.finish()
-        return found
+        return figures
 
     # --- one slice ---------------------------------------------------------------------------------------------------
 
@@ -315,21 +317,21 @@ class WaveSchedule:
         return inputs
 
     def _forward(self, step: _Step, number: int, fields: Mapping[str, Tensor]) -> None:
-        one, samples = self.slices.all[number], _samples(fields)
+        slice_, samples = self.slices.all[number], _samples(fields)
         low, high = self._rows(number, samples)
         inputs = self._inputs(step, number, fields)
         if low == high:
             return
         part = {name: value[low:high] for name, value in fields.items()}
         with self.passes.context():
-            made = self.graph.compute(self.slices.task[number], one.node, (one.first, one.last), inputs, part)
+            made = self.graph.compute(self.slices.task[number], slice_.node, (slice_.first, slice_.last), inputs, part)
         step.taken[number], step.made[number] = inputs, made
         for route in self.slices.out[number]:
             tag, key = self._tag(route), shapes_of(dict(fields))
             for sender, receiver, first, last in self.slices.parts(route, samples):
                 if sender == self.rank != receiver:
                     piece = made.detach()[first - low : last - low]
-                    self.messages.announce(Form.of(piece, one.node), receiver, tag, (first, last, key))
+                    self.messages.announce(Form.of(piece, slice_.node), receiver, tag, (first, last, key))
                     self.messages.send([piece], receiver, tag)
                     if self.messages.early and torch.is_grad_enabled():
                         self._expect(step, torch.empty_like(piece), receiver, tag + 1)
@@ -360,7 +362,7 @@ class WaveSchedule:
 
     def _gradient(self, step: _Step, number: int, made: Tensor, samples: int) -> Tensor:
         """Of what a slice gave: the sum over those who took it, in the order of the plan."""
-        found, (low, _) = torch.zeros_like(made), self._rows(number, samples)
+        of_made, (low, _) = torch.zeros_like(made), self._rows(number, samples)
         for route in self.slices.out[number]:
             for sender, receiver, first, last in self.slices.parts(route, samples):
                 if sender != self.rank:
@@ -369,13 +371,13 @@ class WaveSchedule:
                     begin, _ = self._rows(route.target, samples)
                     leaf = step.taken[route.target][route.place]
                     if leaf.grad is not None:
-                        found[first - low : last - low] += leaf.grad[first - begin : last - begin]
+                        of_made[first - low : last - low] += leaf.grad[first - begin : last - begin]
                 else:
                     tag = self._tag(route) + 1
                     if (tag, receiver) not in step.coming:
                         self._expect(step, torch.empty_like(made[first - low : last - low]), receiver, tag)
-                    found[first - low : last - low] += self._received(step, receiver, tag)
-        return found
+                    of_made[first - low : last - low] += self._received(step, receiver, tag)
+        return of_made
 
 
 def _samples(fields: Mapping[str, Tensor]) -> int:
@@ -402,28 +404,30 @@ class OwnTowers(Mechanism):
         assert mesh.replica is not None, "waves have several ranks"
         graph = cast("TaskGraph", model)
         context.cut = context.cut or ModelCut(mesh.replica)
-        here = _slices(context).holders(graph.owners())
-        ranks = {rank for some in here.values() for rank in some}
+        holders = _slices(context).holders(graph.owners())
+        ranks = {rank for some in holders.values() for rank in some}
         if idle := [rank for rank in range(len(context.plan.ranks)) if rank not in ranks]:
             # An optimizer needs something to hold: the smallest parameter, of which these never have a gradient.
             least = min(model.named_parameters(), key=lambda pair: (pair[1].numel(), pair[0]))[0]
-            here[least] = tuple(sorted({*here[least], *idle}))
-        own = {name for name, ranks in here.items() if mesh.rank in ranks}
-        context.cut.peers = {name: here[name] for name in own}
-        _free(model, own)
+            holders[least] = tuple(sorted({*holders[least], *idle}))
+        own_names = {name for name, ranks in holders.items() if mesh.rank in ranks}
+        context.cut.peers = {name: holders[name] for name in own_names}
+        _free(model, own_names)
 
 
-def _free(module: nn.Module, own: set[str], prefix: str = "") -> None:
-    """Takes away the parameters whose names are not `own`."""
+def _free(module: nn.Module, own_names: set[str], prefix: str = "") -> None:
+    """Takes away the parameters whose names are not `own_names`."""
     for name, value in list(module._parameters.items()):
-        if value is not None and prefix + name not in own:
+        if value is not None and prefix + name not in own_names:
             module._parameters[name] = None
     for name, child in list(module._modules.items()):
-        inside = [f"{prefix}{name}.{one}" for one, _ in child.named_parameters()] if child is not None else []
-        if inside and not own & set(inside):
+        inside = (
+            [f"{prefix}{name}.{parameter}" for parameter, _ in child.named_parameters()] if child is not None else []
+        )
+        if inside and not own_names & set(inside):
             module._modules[name] = Elsewhere()
         elif child is not None:
-            _free(child, own, f"{prefix}{name}.")
+            _free(child, own_names, f"{prefix}{name}.")
 
 
 class Waves(Mechanism):
@@ -437,8 +441,8 @@ class Waves(Mechanism):
         sharding, mesh, model = context.sharding, context.mesh, context.model
         assert sharding is not None
         assert model is not None
-        world, own = (dist.get_process_group_ranks(one) for one in (mesh.channel, mesh.replica))
-        places = {rank: own.index(world[rank]) for rank in mesh.mesh.trainers}
+        world, local_ranks = (dist.get_process_group_ranks(group) for group in (mesh.channel, mesh.replica))
+        places = {rank: local_ranks.index(world[rank]) for rank in mesh.mesh.trainers}
         passes = Passes(
             context.workload.nominal_weight,
             sharding.accumulate,

@@ -26,28 +26,28 @@ def cut_model(model: nn.Module, roles: Mapping[str, Role], stream: Stream, mesh:
     names = {parameter: name for name, parameter in model.named_parameters()}
     everywhere = {name: Holders(stream.ranks) for name in names.values()}
     among = mesh.mesh.members(mesh.rank, "tp")
-    for one in parts:
-        if one.role.kind == "partial":
-            for parameter in one.module.parameters(recurse=False):
+    for part in parts:
+        if part.role.kind == "partial":
+            for parameter in part.module.parameters(recurse=False):
                 everywhere[names[parameter]] = Holders(stream.ranks, stream.group)
-        elif one.role.kind in DIM:
-            copies = 1 if one.role.copies is None else one.role.copies(stream.ranks)
+        elif part.role.kind in DIM:
+            copies = 1 if part.role.copies is None else part.role.copies(stream.ranks)
             first = stream.rank - stream.rank % copies
-            for name, parameter in one.module.named_parameters(recurse=False):
+            for name, parameter in part.module.named_parameters(recurse=False):
                 known = names[parameter]
                 if known not in cut.slabs and (
-                    name != "bias" or DIM[one.role.kind] == 0
+                    name != "bias" or DIM[part.role.kind] == 0
                 ):  # else added once, to the sum
-                    cut.slabs[known] = _slice(one, parameter, stream, first == stream.rank)
+                    cut.slabs[known] = _slice(part, parameter, stream, first == stream.rank)
                     everywhere[known] = Holders(copies, mesh.of(among[first : first + copies]))
     cut.holders |= everywhere
     _install(parts, stream)
 
 
-def _slice(one: Found, parameter: nn.Parameter, stream: Stream, stands: bool) -> Slab:
+def _slice(part: Found, parameter: nn.Parameter, stream: Stream, stands: bool) -> Slab:
     """Leaves this rank's slice of a parameter. Returns where it lies."""
-    first, last = one.share(stream.rank, stream.ranks)
-    dim, whole = DIM[one.role.kind], parameter.shape
+    first, last = part.share(stream.rank, stream.ranks)
+    dim, whole = DIM[part.role.kind], parameter.shape
     parameter.data = parameter.detach().narrow(dim, first, last - first).clone(memory_format=torch.contiguous_format)
     parameter.grad = None
     return Slab(whole, tuple(first if index == dim else 0 for index in range(len(whole))), stream.group, stands)
@@ -56,30 +56,30 @@ def _slice(one: Found, parameter: nn.Parameter, stream: Stream, stands: bool) ->
 def _install(parts: Sequence[Found], stream: Stream) -> None:
     """Gives every module its forward."""
     together: defaultdict[str, list[Found]] = defaultdict(list)
-    for one in parts:
-        module = one.module
-        if one.role.kind in ("column", "words"):
-            together[one.name.rpartition(".")[0]].append(one)
-        elif one.role.kind == "row":
+    for part in parts:
+        module = part.module
+        if part.role.kind in ("column", "words"):
+            together[part.name.rpartition(".")[0]].append(part)
+        elif part.role.kind == "row":
             module.forward = layers.row_forward(stream, module)
-        elif one.role.kind == "table" and isinstance(one.module, nn.Embedding):
-            first, _ = one.share(stream.rank, stream.ranks)
+        elif part.role.kind == "table" and isinstance(part.module, nn.Embedding):
+            first, _ = part.share(stream.rank, stream.ranks)
             module.forward = layers.table_forward(stream, module, first)
-        elif one.role.kind == "region":
+        elif part.role.kind == "region":
             module.forward = layers.region_forward(stream, module.forward)
-        elif one.role.kind == "head":
+        elif part.role.kind == "head":
             _install_head(module, stream)
     for siblings in together.values():
         _install_columns(siblings, stream)
 
 
 def _install_columns(siblings: Sequence[Found], stream: Stream) -> None:
-    columns = layers.Columns(stream, [partial(getattr, one.module, "weight") for one in siblings])
-    for number, one in enumerate(siblings):
-        module: Any = one.module
+    columns = layers.Columns(stream, [partial(getattr, sibling.module, "weight") for sibling in siblings])
+    for number, sibling in enumerate(siblings):
+        module: Any = sibling.module
         module.forward = layers.column_forward(columns, number, module)
-        if one.role.kind == "words":
-            module.forward = layers.words_forward(module.forward, stream, one.total)
+        if sibling.role.kind == "words":
+            module.forward = layers.words_forward(module.forward, stream, sibling.total)
 
 
 def _install_head(model: Any, stream: Stream) -> None:

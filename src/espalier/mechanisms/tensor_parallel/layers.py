@@ -34,9 +34,9 @@ class Entry:
         """Gradients of the products, by the number of the matrix."""
         self.again: Arrived | None = None
 
-    def whole(self, kept: Tensor) -> Arrived:
+    def whole(self, saved: Tensor) -> Arrived:
         """All tokens, given what was kept of them."""
-        return self.stream.spread(kept, self.tokens) if self.stream.regather else lambda: kept
+        return self.stream.spread(saved, self.tokens) if self.stream.regather else lambda: saved
 
 
 class _Enter(torch.autograd.Function):
@@ -52,32 +52,32 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         entry: Entry = ctx.entry
-        (kept,) = ctx.saved_tensors
+        (saved,) = ctx.saved_tensors
         folded = entry.stream.fold(gradient)
-        found: list[Tensor | None] = [None] * (len(ctx.needs_input_grad) - 2)
+        gradients: list[Tensor | None] = [None] * (len(ctx.needs_input_grad) - 2)
         if entry.outputs:
-            whole = (entry.again or entry.whole(kept))().flatten(0, -2)
+            whole = (entry.again or entry.whole(saved))().flatten(0, -2)
             for number, output in entry.outputs.items():
-                found[number] = output.flatten(0, -2).mT @ whole
+                gradients[number] = output.flatten(0, -2).mT @ whole
         entry.outputs, entry.again = {}, None
-        return folded(), None, *found
+        return folded(), None, *gradients
 
 
 class _Product(torch.autograd.Function):
     """A product with a matrix cut by columns. Backward leaves its output's gradient in the entry."""
 
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, matrix: Tensor, kept: Tensor | None, entry: Entry, number: int) -> Tensor:
+    def forward(ctx: Any, whole: Tensor, matrix: Tensor, saved: Tensor | None, entry: Entry, number: int) -> Tensor:
         ctx.entry, ctx.number = entry, number
-        ctx.save_for_backward(matrix, kept)
+        ctx.save_for_backward(matrix, saved)
         return F.linear(whole, matrix)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        matrix, kept = ctx.saved_tensors
+        matrix, saved = ctx.saved_tensors
         entry: Entry = ctx.entry
-        if kept is not None and not entry.outputs:
-            entry.again = entry.whole(kept)
+        if saved is not None and not entry.outputs:
+            entry.again = entry.whole(saved)
         entry.outputs[ctx.number] = gradient
         return gradient @ matrix.to(gradient.dtype), None, None, None, None
 
@@ -98,8 +98,8 @@ class _Leave(torch.autograd.Function):
 
 def leave(partial: Tensor, stream: Stream) -> Tensor:
     """[batch, seq, width] summed over the ranks, as the stream has it. Differentiable."""
-    found: Tensor = _Leave.apply(partial, stream)
-    return found
+    left: Tensor = _Leave.apply(partial, stream)
+    return left
 
 
 class Columns:
@@ -125,9 +125,9 @@ class Columns:
         self._left -= 1
         if not self._left:
             self._input = self._state = None
-        kept = part if self.stream.regather else None
-        found: Tensor = _Product.apply(whole, matrices[number].detach(), kept, entry, number)
-        return found
+        saved = part if self.stream.regather else None
+        product: Tensor = _Product.apply(whole, matrices[number].detach(), saved, entry, number)
+        return product
 
     def _begin(self, x: Tensor) -> None:
         part, matrices = x, [weight() for weight in self.weights]
@@ -143,8 +143,8 @@ def column_forward(columns: Columns, number: int, module: nn.Linear) -> Callable
     """The forward of a `Linear` cut by columns."""
 
     def forward(input: Tensor) -> Tensor:
-        found = columns.product(number, input)
-        return found if module.bias is None else found + module.bias
+        product = columns.product(number, input)
+        return product if module.bias is None else product + module.bias
 
     return forward
 
@@ -153,8 +153,8 @@ def row_forward(stream: Stream, module: nn.Linear) -> Callable[[Tensor], Tensor]
     """The forward of a `Linear` cut by rows (columns of its `weight`). The bias, which every rank has, counts once."""
 
     def forward(input: Tensor) -> Tensor:
-        found = leave(F.linear(input, module.weight), stream)
-        return found if module.bias is None else found + module.bias
+        product = leave(F.linear(input, module.weight), stream)
+        return product if module.bias is None else product + module.bias
 
     return forward
 
@@ -167,9 +167,9 @@ def table_forward(stream: Stream, module: nn.Embedding, first: int) -> Callable[
 
     def forward(input: Tensor) -> Tensor:
         stream.begin(input)
-        here = (input >= first) & (input < first + len(module.weight))
-        rows = F.embedding((input - first).where(here, 0), module.weight, padding)
-        return leave(rows * here.unsqueeze(-1), stream)
+        inside = (input >= first) & (input < first + len(module.weight))
+        rows = F.embedding((input - first).where(inside, 0), module.weight, padding)
+        return leave(rows * inside.unsqueeze(-1), stream)
 
     return forward
 
@@ -196,15 +196,15 @@ def words_forward(columns: Callable[[Tensor], Tensor], stream: Stream, total: in
 
 def whole_words(part: Tensor, stream: Stream, total: int) -> Tensor:
     """Of an output of `total` columns, of which this rank has `part`, all of them. Differentiable."""
-    found: Tensor = _Words.apply(part, stream, total)
-    return found
+    words: Tensor = _Words.apply(part, stream, total)
+    return words
 
 
 def cross_entropy_sum(logits: Tensor, targets: Tensor, stream: Stream, first: int) -> Tensor:
     """Sum of the cross entropies of `targets`, of whose logits this rank has the words from `first` on.
     Differentiable."""
-    found: Tensor = _CrossEntropySum.apply(logits, targets, stream, first)
-    return found
+    losses: Tensor = _CrossEntropySum.apply(logits, targets, stream, first)
+    return losses
 
 
 class _Once(torch.autograd.Function):
@@ -231,8 +231,8 @@ class _Words(torch.autograd.Function):
         ctx.first, ctx.last = ends = even(total, stream.rank, stream.ranks)
         assert part.shape[-1] == ends[1] - ends[0]
         counts = [last - first for first, last in (even(total, rank, stream.ranks) for rank in range(stream.ranks))]
-        found = stream.gather(part.flatten(0, -2).mT, counts)()
-        return found.mT.reshape(*part.shape[:-1], total)
+        gathered = stream.gather(part.flatten(0, -2).mT, counts)()
+        return gathered.mT.reshape(*part.shape[:-1], total)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
@@ -252,18 +252,18 @@ class _CrossEntropySum(torch.autograd.Function):
         targets = targets.flatten()
         scores -= stream.sum(scores.amax(-1), dist.ReduceOp.MAX)().unsqueeze(-1)
         counted = targets != IGNORED
-        here = counted & (targets >= first) & (targets < first + scores.shape[-1])
-        place = (targets - first).where(here, 0).unsqueeze(-1)
-        own = scores.gather(-1, place).squeeze(-1) * here
+        inside = counted & (targets >= first) & (targets < first + scores.shape[-1])
+        place = (targets - first).where(inside, 0).unsqueeze(-1)
+        inside_score = scores.gather(-1, place).squeeze(-1) * inside
         scores.exp_()
-        total, score = stream.sum(torch.stack([scores.sum(-1), own]))()
-        ctx.save_for_backward(scores.div_(total.unsqueeze(-1)), place, here, counted)
+        total, score = stream.sum(torch.stack([scores.sum(-1), inside_score]))()
+        ctx.save_for_backward(scores.div_(total.unsqueeze(-1)), place, inside, counted)
         ctx.dtype, ctx.shape = logits.dtype, logits.shape
         return ((total.log() - score) * counted).sum()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        shares, place, here, counted = ctx.saved_tensors
-        found = shares.scatter_add(-1, place, -here.to(shares.dtype).unsqueeze(-1))
-        found *= (gradient * counted).unsqueeze(-1)
-        return found.to(ctx.dtype).view(ctx.shape), None, None, None
+        shares, place, inside, counted = ctx.saved_tensors
+        of_scores = shares.scatter_add(-1, place, -inside.to(shares.dtype).unsqueeze(-1))
+        of_scores *= (gradient * counted).unsqueeze(-1)
+        return of_scores.to(ctx.dtype).view(ctx.shape), None, None, None

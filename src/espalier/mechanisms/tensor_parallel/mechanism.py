@@ -56,8 +56,8 @@ class TensorParallel(Mechanism):
 
     def state(self, context: Build, parts: Mapping[str, Stateful]) -> Mapping[str, Stateful]:
         """What a codec keeps back is of this rank's matrices: others that are cut alike take it up again."""
-        own = f"feedback of matrices {context.mesh.coordinates.tp}"
-        return {own if name == "feedback" else name: part for name, part in parts.items()}
+        own_feedback = f"feedback of matrices {context.mesh.coordinates.tp}"
+        return {own_feedback if name == "feedback" else name: part for name, part in parts.items()}
 
 
 def share(

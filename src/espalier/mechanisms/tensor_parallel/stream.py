@@ -78,13 +78,13 @@ class Stream:
 
     def part(self, whole: Tensor) -> Tensor:
         """See `ShardedStream.part`."""
-        found: Tensor = _Part.apply(whole, self)
-        return found
+        rows: Tensor = _Part.apply(whole, self)
+        return rows
 
     def whole(self, part: Tensor) -> Tensor:
         """See `ShardedStream.whole`."""
-        found: Tensor = _Whole.apply(part, self)
-        return found
+        rows: Tensor = _Whole.apply(part, self)
+        return rows
 
     def sum(self, values: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Arrived:
         """The reduction over the ranks."""
@@ -96,26 +96,26 @@ class Stream:
 
     def gather(self, rows: Tensor, counts: Sequence[int]) -> Arrived:
         """All ranks' `rows`, of which each has as many as `counts` says, one after the other."""
-        found = rows.new_empty(sum(counts), *rows.shape[1:])
+        gathered = rows.new_empty(sum(counts), *rows.shape[1:])
         with traffic(Traffic.ACTIVATIONS):
             if len(set(counts)) == 1:
-                work = self.group._allgather_base(found, rows.contiguous(), AllgatherOptions())
+                work = self.group._allgather_base(gathered, rows.contiguous(), AllgatherOptions())
             else:
                 sent, each = torch.cat([rows] * self.ranks), [len(rows)] * self.ranks
-                work = self.group.alltoall_base(found, sent, list(counts), each, AllToAllOptions())
-        return _after(work, lambda: found)
+                work = self.group.alltoall_base(gathered, sent, list(counts), each, AllToAllOptions())
+        return _after(work, lambda: gathered)
 
     def _scatter(self, rows: Tensor, counts: Sequence[int]) -> Arrived:
         """The sum over the ranks of this rank's run of `rows`, in the order of the ranks."""
-        own, rows = counts[self.rank], rows.contiguous()
+        count, rows = counts[self.rank], rows.contiguous()
         with traffic(Traffic.ACTIVATIONS):
             if len(set(counts)) == 1:
-                found = rows.new_empty(own, rows.shape[1])
-                work = self.group._reduce_scatter_base(found, rows, ReduceScatterOptions())
-                return _after(work, lambda: found)
-            found = rows.new_empty(self.ranks * own, rows.shape[1])
-            work = self.group.alltoall_base(found, rows, [own] * self.ranks, list(counts), AllToAllOptions())
-        return _after(work, lambda: found.view(self.ranks, own, rows.shape[1]).sum(0))
+                scattered = rows.new_empty(count, rows.shape[1])
+                work = self.group._reduce_scatter_base(scattered, rows, ReduceScatterOptions())
+                return _after(work, lambda: scattered)
+            scattered = rows.new_empty(self.ranks * count, rows.shape[1])
+            work = self.group.alltoall_base(scattered, rows, [count] * self.ranks, list(counts), AllToAllOptions())
+        return _after(work, lambda: scattered.view(self.ranks, count, rows.shape[1]).sum(0))
 
 
 class _Part(torch.autograd.Function):
@@ -144,9 +144,9 @@ class _Whole(torch.autograd.Function):
         return ctx.stream.own(gradients[0], ctx.tokens), None
 
 
-def _after(work: Any, found: Callable[[], Tensor]) -> Arrived:
+def _after(work: Any, result: Callable[[], Tensor]) -> Arrived:
     def arrived() -> Tensor:
         work.wait()
-        return found()
+        return result()
 
     return arrived

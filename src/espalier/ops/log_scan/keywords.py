@@ -79,8 +79,8 @@ def _words(letters: NDArray[np.uint8]) -> Iterator[NDArray[np.int64]]:
     eights = np.ndarray((len(letters) - 7,), "<u8", letters, strides=(1,))
     halves = eights[places]
     for word in table.words:
-        found = np.flatnonzero((halves & word.first_mask.take(groups)) == word.first.take(groups))
-        maybe, group = places.take(found), groups.take(found)
+        hits = np.flatnonzero((halves & word.first_mask.take(groups)) == word.first.take(groups))
+        maybe, group = places.take(hits), groups.take(hits)
         yield maybe.compress((eights[maybe + 8] & word.last_mask.take(group)) == word.last.take(group))
         left = np.flatnonzero(word.more.take(groups))
         if not len(left):
@@ -117,10 +117,10 @@ def _table(words: tuple[bytes, ...]) -> _Table:
             for fourth in more or range(32):
                 key = (first * 32 + second) * _MIX + third * 32 + fourth
                 mixed.setdefault(key % 2**16, set()).add(word)
-    groups = sorted({tuple(sorted(one)) for one in mixed.values()})
+    groups = sorted({tuple(sorted(places)) for places in mixed.values()})
     begins, group = np.zeros(2**16, np.bool_), np.zeros(2**16, np.uint8)
-    for key, one in mixed.items():
-        begins[key], group[key] = True, groups.index(tuple(sorted(one)))
+    for key, names in mixed.items():
+        begins[key], group[key] = True, groups.index(tuple(sorted(names)))
     rounds = range(max(map(len, groups)))
     return _Table(begins, group, tuple(_words_at(groups, at) for at in rounds))
 

@@ -76,7 +76,7 @@ def parse(texts: Mapping[int, str]) -> list[Line]:
     """The lines of a log, by number, taken apart. Bare labels (`3: `, `w2: `) count only where many lines have one."""
     count = max(1, sum(bool(text.strip()) for text in texts.values()))
     ranked = sum(_BARE_RANK.match(text) is not None for text in texts.values()) > SHARE * count
-    hosts = Counter(found[1] for text in texts.values() if (found := _BARE_HOST.match(text)))
+    hosts = Counter(match[1] for text in texts.values() if (match := _BARE_HOST.match(text)))
     hosted = sum(hosts.values()) > SHARE * count
     places = _places(texts)
     return [_parse(number, text, ranked, hosts if hosted else None, places) for number, text in texts.items()]
@@ -97,19 +97,19 @@ def without_code(lines: Iterable[Line]) -> Iterator[Line]:
 
 def rank_within(text: str) -> int | None:
     """The rank that a message speaks of: `[Rank 5]`, `on rank 3`, `global rank 12`."""
-    found = _WITHIN.search(text)
-    return int(found[1]) if found else None
+    match = _WITHIN.search(text)
+    return int(match[1]) if match else None
 
 
 def _places(texts: Mapping[int, str]) -> dict[object, tuple[int | None, str]]:
     """Where ranks are: by rank, and by node and device."""
     places: dict[object, tuple[int | None, str]] = {}
     for text in texts.values():
-        if found := _INIT.match(text):
-            places[found[1], int(found[2])] = int(found[3]), found[1]
-            places[int(found[3])] = int(found[3]), found[1]
-        elif found := _PLACED.search(text):
-            places.setdefault(int(found[1]), (int(found[1]), found[2]))
+        if match := _INIT.match(text):
+            places[match[1], int(match[2])] = int(match[3]), match[1]
+            places[int(match[3])] = int(match[3]), match[1]
+        elif match := _PLACED.search(text):
+            places.setdefault(int(match[1]), (int(match[1]), match[2]))
     return places
 
 
@@ -118,16 +118,16 @@ def _parse(
 ) -> Line:
     seen: dict[str, str] = {}
     at = 0
-    if ranked and (found := _BARE_RANK.match(raw)):
-        seen["rank"], at = found[1], found.end()
-    elif hosts is not None and (found := _BARE_HOST.match(raw)):
-        seen["pod"], at = found[1], found.end()
+    if ranked and (match := _BARE_RANK.match(raw)):
+        seen["rank"], at = match[1], match.end()
+    elif hosts is not None and (match := _BARE_HOST.match(raw)):
+        seen["pod"], at = match[1], match.end()
     for _ in range(8):
-        found = _PREFIX.match(raw, at)
-        if found is None or found.end() == at:
+        match = _PREFIX.match(raw, at)
+        if match is None or match.end() == at:
             break
-        seen |= {name: value for name, value in found.groupdict().items() if value is not None and name not in seen}
-        at = found.end()
+        seen |= {name: value for name, value in match.groupdict().items() if value is not None and name not in seen}
+        at = match.end()
     text = raw[at:]
     rank = next((int(seen[name]) for name in ("rank", "mpi", "column") if name in seen), None)
     node = next((seen[name] for name in ("kernel", "said", "sys", "nccl", "pod", "ip") if name in seen), None)

@@ -120,7 +120,7 @@ class Templates:
         words = masked(line)
         first = words[0] if words and "*" not in words[0] else "*"
         branch = self._tree.setdefault((len(words), first), [])
-        shared = [sum(map(eq, one.words, words)) for one in branch]
+        shared = [sum(map(eq, words_of_template.words, words)) for words_of_template in branch]
         most = max(shared, default=0)
         if branch and (len(branch) >= BRANCH or most >= ALIKE * len(words)):
             best = branch[shared.index(most)]
@@ -176,9 +176,9 @@ def scan(path: str | Path) -> Scanned:
     except IsADirectoryError:
         raise UserError(f"{path} is a folder, not a log.", do="name the logs in it") from None
     except (OSError, EOFError) as error:
-        said = getattr(error, "strerror", None) or str(error)
+        message = getattr(error, "strerror", None) or str(error)
         raise UserError(
-            f"The log {path} cannot be read: {said}.", do="name a file that exists and may be read"
+            f"The log {path} cannot be read: {message}.", do="name a file that exists and may be read"
         ) from None
     return keeper.result(str(path))
 
@@ -286,11 +286,11 @@ class _Keeper:
         if self.rest:
             self._look(self.head + self.rest + b"\n", self.size + 1)
         first = self.number - len(self.tail) + 1
-        kept = dict(self.kept) | dict(self.crowded) | {first + at: line for at, line in enumerate(self.tail)}
-        lines = {number: text_of(kept[number]) for number in sorted(kept)}
-        found = tuple(self.templates.found)
+        lines_kept = dict(self.kept) | dict(self.crowded) | {first + at: line for at, line in enumerate(self.tail)}
+        lines = {number: text_of(lines_kept[number]) for number in sorted(lines_kept)}
+        templates = tuple(self.templates.found)
         losses = tuple(self._told())
-        return Scanned(path, lines, self.number, self.size, self.mattered, losses, self.not_finite, found)
+        return Scanned(path, lines, self.number, self.size, self.mattered, losses, self.not_finite, templates)
 
     def _grow(self, piece: bytes) -> None:
         """Adds to the line that has not ended yet."""
@@ -328,21 +328,21 @@ class _Keeper:
         known = self.known
         shapes = _picked(block.shapes, block.bounds, mattering)
         keys = [shape if len(shape) <= KEY else shape_key(shape) for shape in shapes]
-        found = list(map(known.get, keys))
-        crowded = [place for place, template in enumerate(found) if template is None]
+        templates = list(map(known.get, keys))
+        crowded = [place for place, template in enumerate(templates) if template is None]
         if not self._full:
             for place in crowded:
                 key = keys[place]
                 if key not in known and not self._full:
                     known[key] = self.templates.add(text_of(block.line(int(mattering[place]))))
-                found[place] = known.get(key)
-            crowded = [place for place in crowded if found[place] is None]
+                templates[place] = known.get(key)
+            crowded = [place for place in crowded if templates[place] is None]
         for place in crowded:
-            found[place] = self.crowd
+            templates[place] = self.crowd
         last = mattering[crowded[-LAST:]]
         lines = map(cut, _picked(block.text, block.ends, last))
         self.crowded.extend(zip((last + block.before + 1).tolist(), lines, strict=True))
-        return found  # type: ignore[return-value]
+        return templates  # type: ignore[return-value]
 
     @property
     def _full(self) -> bool:
@@ -420,15 +420,15 @@ def loss_in(number: int, line: bytes, shape: bytes) -> Loss | None:
     """The training loss that the line of this number and shape tells, if it does."""
     if b"loss" not in shape:
         return None
-    found = _LOSS.search(line)
-    if found is None:
+    match = _LOSS.search(line)
+    if match is None:
         return None
     if _others(shape):  # one of those, or in a line that is no routine
-        near = keywords.shapes(line[max(0, found.start() - 16) : found.start() + 4])
+        near = keywords.shapes(line[max(0, match.start() - 16) : match.start() + 4])
         if _OTHER_LOSS.search(near) or not keywords.matters(shape):
             return None
     try:
-        return Loss(number, float(found[1]), cut(line))
+        return Loss(number, float(match[1]), cut(line))
     except ValueError:
         return None
 

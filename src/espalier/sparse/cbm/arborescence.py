@@ -26,23 +26,23 @@ def _lower(heap, key, owed, left, right):  # type: ignore[no-untyped-def]
 
 
 @njit
-def _merge(one, two, key, owed, left, right, rank):  # type: ignore[no-untyped-def]
+def _merge(first, two, key, owed, left, right, rank):  # type: ignore[no-untyped-def]
     """The heap of both; -1 is empty."""
     spine, depth = np.empty(128, np.int64), 0  # right spines are logarithmic
-    while one >= 0 and two >= 0:
-        if key[two] < key[one]:
-            one, two = two, one
-        _lower(one, key, owed, left, right)
-        spine[depth] = one
+    while first >= 0 and two >= 0:
+        if key[two] < key[first]:
+            first, two = two, first
+        _lower(first, key, owed, left, right)
+        spine[depth] = first
         depth += 1
-        one = right[one]
-    merged = one if one >= 0 else two
+        first = right[first]
+    merged = first if first >= 0 else two
     while depth:
         depth -= 1
         top = spine[depth]
         right[top] = merged
-        beside = rank[left[top]] if left[top] >= 0 else 0
-        if rank[merged] > beside:
+        rank_beside = rank[left[top]] if left[top] >= 0 else 0
+        if rank[merged] > rank_beside:
             left[top], right[top] = right[top], left[top]
         rank[top] = 1 + (rank[right[top]] if right[top] >= 0 else 0)
         merged = top

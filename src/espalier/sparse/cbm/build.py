@@ -66,7 +66,7 @@ class Deltas:
     @cached_property
     def arrays(self) -> tuple[Any, ...]:
         """All of them as NumPy arrays, for kernels: made once, since a small product would notice."""
-        return tuple(one.numpy() for one in self.tensors().values())
+        return tuple(tensor.numpy() for tensor in self.tensors().values())
 
     def check(self, shape: tuple[int, int]) -> None:
         """Raises ValueError where these are no differences of the rows of a matrix of that shape."""
@@ -87,7 +87,7 @@ class Deltas:
                 raise ValueError("a column lies outside the matrix")
         if int(self.cuts[0]) != 0 or int(self.cuts[-1]) != rows or (self.cuts.diff() < 0).any():
             raise ValueError("cuts do not ascend to the number of rows")
-        kinds = {name: one.dtype for name, one in self.tensors().items()}
+        kinds = {name: tensor.dtype for name, tensor in self.tensors().items()}
         if kinds.pop("cuts") != torch.int64 or set(kinds.values()) != {torch.int32}:
             raise ValueError("an array is of another type")
 
@@ -161,15 +161,15 @@ def near(matrix: CSR, alpha: int) -> Pairs:
     least = np.empty((matrix.shape[0], len(factors)), dtype=np.uint32)
     similar_rows.signatures(least, indptr, indices, factors)
     similar_rows.near.compile()  # before the threads share it
-    found = []
+    pairs = []
     for sort in range(SORTS):
         order = np.lexsort((least[:, (sort + 2) % len(factors)], least[:, sort + 1], least[:, sort])).astype(np.int32)
 
         def look(first: int, last: int, order: Any = order) -> Any:
             return similar_rows.near(indptr, indices, order, least, WINDOW, first, last, alpha, matrix.shape[1])
 
-        found.append(_shared_out(look, matrix))
-    return Pairs(*(np.concatenate(parts) for parts in zip(*found, strict=True)))
+        pairs.append(_shared_out(look, matrix))
+    return Pairs(*(np.concatenate(parts) for parts in zip(*pairs, strict=True)))
 
 
 def _shared_out(look: Any, matrix: CSR) -> Pairs:

@@ -121,9 +121,9 @@ class CBM:
         deltas = compress(pattern, 0 if alpha == "auto" else alpha, search)
         if alpha == "auto" and not pays(pattern.entries, deltas.additions, matrix.shape[0], _MANY):
             return cls(matrix.shape, None, matrix, scale, matrix.symmetric)
-        found = cls(matrix.shape, deltas, None, scale, matrix.symmetric, alpha == "auto")
-        found.__dict__["_entries"] = pattern.entries
-        return found
+        compressed = cls(matrix.shape, deltas, None, scale, matrix.symmetric, alpha == "auto")
+        compressed.__dict__["_entries"] = pattern.entries
+        return compressed
 
     @property
     def device(self) -> torch.device:
@@ -166,9 +166,9 @@ class CBM:
         if self.deltas is None and self.plain is not None:
             return CBM(shape, None, self.plain.transposed, scale, self.symmetric)
         if self.symmetric:
-            found = CBM(shape, self.deltas, None, scale, True, self.automatic)
-            found.__dict__["_entries"] = self._entries
-            return found
+            transposed = CBM(shape, self.deltas, None, scale, True, self.automatic)
+            transposed.__dict__["_entries"] = self._entries
+            return transposed
         pattern = self.pattern().transposed
         return CBM.of(pattern if scale == (None, None) else pattern.scaled(scale))
 
@@ -190,18 +190,18 @@ class CBM:
             assert self.plain is not None
             entries, size = self.plain.entries, self.plain.binary().bytes()
             return Stats("csr", entries, entries, 0, 1.0, size, size, 0, 0, 0)
-        found = self.deltas
+        deltas = self.deltas
         entries = self.pattern().entries
-        branches = found.branches()
+        branches = deltas.branches()
         return Stats(
             kept="cbm",
             entries=entries,
-            differences=found.differences,
-            tree_edges=found.edges,
-            ratio=entries / max(1, found.additions),
-            bytes=found.bytes(),
+            differences=deltas.differences,
+            tree_edges=deltas.edges,
+            ratio=entries / max(1, deltas.additions),
+            bytes=deltas.bytes(),
             csr_bytes=self.pattern().bytes(),
-            depth=found.depth(),
+            depth=deltas.depth(),
             branches=len(branches),
             largest_branch=int(branches.max()) if len(branches) else 0,
         )
@@ -216,7 +216,9 @@ class CBM:
         if not Path(path).parent.is_dir():
             raise UserError(f"{path} cannot be written.", why=f"there is no folder {Path(path).parent}", do="make it")
 
-        tensors = {name: one for name, one in zip(("left", "right"), self.scale, strict=True) if one is not None}
+        tensors = {
+            name: factor for name, factor in zip(("left", "right"), self.scale, strict=True) if factor is not None
+        }
         if self.deltas is not None:
             tensors |= self.deltas.tensors()
         else:
@@ -224,8 +226,8 @@ class CBM:
             tensors |= {"indptr": self.plain.indptr, "indices": self.plain.indices}
         says = {"rows": self.shape[0], "columns": self.shape[1], "symmetric": int(self.symmetric)}
         says["automatic"] = int(self.automatic)
-        said = {"espalier.cbm": _VERSION} | {name: str(value) for name, value in says.items()}
-        save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, str(path), metadata=said)
+        header = {"espalier.cbm": _VERSION} | {name: str(value) for name, value in says.items()}
+        save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, str(path), metadata=header)
 
     @classmethod
     def load(cls, path: str | Path) -> CBM:
@@ -234,31 +236,31 @@ class CBM:
 
         try:
             with safe_open(str(path), framework="pt") as file:
-                said = file.metadata() or {}
+                header = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
         except (OSError, SafetensorError) as error:
             raise UserError(f"{path} cannot be read.", why=str(error), do="give a file that CBM.save wrote") from error
-        if said.get("espalier.cbm") != _VERSION:
+        if header.get("espalier.cbm") != _VERSION:
             raise UserError(f"{path} is not a saved CBM.", do="give a file that CBM.save wrote")
         try:
-            return cls._of_file(said, tensors)
+            return cls._of_file(header, tensors)
         except (KeyError, TypeError, ValueError, UserError) as error:
             raise UserError(f"{path} is damaged.", why=str(error), do="give a file that CBM.save wrote") from error
 
     @classmethod
-    def _of_file(cls, said: dict[str, str], tensors: dict[str, Tensor]) -> CBM:
-        shape = (int(said["rows"]), int(said["columns"]))
+    def _of_file(cls, header: dict[str, str], tensors: dict[str, Tensor]) -> CBM:
+        shape = (int(header["rows"]), int(header["columns"]))
         scale = Scale(tensors.pop("left", None), tensors.pop("right", None))
-        for name, one, size in zip(("left", "right"), scale, shape, strict=True):
-            if one is not None and one.shape != (size,):
-                raise ValueError(f"{name} has shape {tuple(one.shape)}")
+        for name, factor, size in zip(("left", "right"), scale, shape, strict=True):
+            if factor is not None and factor.shape != (size,):
+                raise ValueError(f"{name} has shape {tuple(factor.shape)}")
         if "indptr" in tensors:
             pattern = CSR.of(tensors.pop("indptr"), tensors.pop("indices"), shape)
             plain = pattern if scale == (None, None) else pattern.scaled(scale)
-            return cls(shape, None, plain, scale, said["symmetric"] == "1")
+            return cls(shape, None, plain, scale, header["symmetric"] == "1")
         deltas = Deltas(**tensors)
         deltas.check(shape)
-        return cls(shape, deltas, None, scale, said["symmetric"] == "1", said.get("automatic") == "1")
+        return cls(shape, deltas, None, scale, header["symmetric"] == "1", header.get("automatic") == "1")
 
 
 def _scaled(matrix: CSR, scale: Any) -> CSR:
@@ -266,7 +268,7 @@ def _scaled(matrix: CSR, scale: Any) -> CSR:
         return matrix
     if isinstance(scale, str):
         return matrix.normalised(scale)
-    return matrix.scaled(Scale(*(None if one is None else torch.as_tensor(one).contiguous() for one in scale)))
+    return matrix.scaled(Scale(*(None if factor is None else torch.as_tensor(factor).contiguous() for factor in scale)))
 
 
 def _ones(matrix: CSR) -> Scale:
@@ -337,7 +339,7 @@ def _product(matrix: CBM, x: Tensor) -> Tensor:
     assert deltas is not None
     y = BUFFERS.empty((matrix.shape[0], x.shape[1]), x.dtype)
     tiles = spmm_kernels.tiles(x.shape[1], x.element_size())
-    left, right = (None if one is None else one.to(x.dtype) for one in matrix.scale)
+    left, right = (None if factor is None else factor.to(x.dtype) for factor in matrix.scale)
     *lists, cuts = deltas.arrays
     factors = x.new_empty(0) if left is None else left
     if right is None:

@@ -26,11 +26,11 @@ def overlaps(indptr, indices, column_ptr, column_rows, first, last, alpha):  # t
     shared = np.zeros(rows, np.int32)
     met = np.empty(rows, np.int32)
     us, vs, hs = np.empty(1024, np.int32), np.empty(1024, np.int32), np.empty(1024, np.int32)
-    found, one = 0, np.uint64(1)
+    pairs, unit = 0, np.uint64(1)
     for row in range(first, last):
         v, count = np.uint64(row), 0
-        for e in range(indptr[v], indptr[v + one]):
-            for t in range(column_ptr[indices[e]], column_ptr[indices[e] + one]):
+        for e in range(indptr[v], indptr[v + unit]):
+            for t in range(column_ptr[indices[e]], column_ptr[indices[e] + unit]):
                 u = column_rows[t]
                 if u >= v:
                     break
@@ -38,19 +38,19 @@ def overlaps(indptr, indices, column_ptr, column_rows, first, last, alpha):  # t
                     met[count] = u
                     count += 1
                 shared[u] += 1
-        here = np.int64(indptr[v + one] - indptr[v])
+        length = np.int64(indptr[v + unit] - indptr[v])
         for m in range(count):
             u = np.uint64(met[m])
-            there = np.int64(indptr[u + one] - indptr[u])
-            if 2 * shared[u] - min(here, there) > alpha:
-                if found == len(us):
+            there = np.int64(indptr[u + unit] - indptr[u])
+            if 2 * shared[u] - min(length, there) > alpha:
+                if pairs == len(us):
                     us = np.concatenate((us, np.empty_like(us)))
                     vs = np.concatenate((vs, np.empty_like(vs)))
                     hs = np.concatenate((hs, np.empty_like(hs)))
-                us[found], vs[found], hs[found] = u, v, here + there - 2 * shared[u]
-                found += 1
+                us[pairs], vs[pairs], hs[pairs] = u, v, length + there - 2 * shared[u]
+                pairs += 1
             shared[u] = 0
-    return us[:found].copy(), vs[:found].copy(), hs[:found].copy()
+    return us[:pairs].copy(), vs[:pairs].copy(), hs[:pairs].copy()
 
 
 @jit("(uint32[:, ::1], int64[::1], int32[::1], uint64[::1])", parallel=True)
@@ -75,10 +75,10 @@ def near(indptr, indices, order, least, window, first, last, alpha, columns):  #
     stamp = np.full(columns, -1, np.int32)
     room = (last - first) * window
     us, vs, hs = np.empty(room, np.int32), np.empty(room, np.int32), np.empty(room, np.int32)
-    found = 0
+    count = 0
     for place in range(first, last):
         v = order[place]
-        here = indptr[v + 1] - indptr[v]
+        length = indptr[v + 1] - indptr[v]
         marked = False
         for other in range(place + 1, min(place + 1 + window, len(order))):
             u = order[other]
@@ -94,10 +94,10 @@ def near(indptr, indices, order, least, window, first, last, alpha, columns):  #
             there, shared = indptr[u + 1] - indptr[u], 0
             for e in range(indptr[u], indptr[u + 1]):
                 shared += stamp[indices[e]] == v
-            if 2 * shared - min(here, there) > alpha:
-                us[found], vs[found], hs[found] = min(u, v), max(u, v), here + there - 2 * shared
-                found += 1
-    return us[:found].copy(), vs[:found].copy(), hs[:found].copy()
+            if 2 * shared - min(length, there) > alpha:
+                us[count], vs[count], hs[count] = min(u, v), max(u, v), length + there - 2 * shared
+                count += 1
+    return us[:count].copy(), vs[:count].copy(), hs[:count].copy()
 
 
 @jit("int32[::1](int64[::1], int32[::1], int32[::1], int32[::1])")

@@ -194,10 +194,10 @@ def component(rows: Any, rank: Any, root: Any, work: Any, out: Any, begin: Any, 
         walking = walk < restarts
         enough = deepest // SLIGHT if finder == BI_CRITERIA else ZERO
         stops = finder == MIND or depth <= deepest + enough
-        found = score(rows, work, size, width, trials) if finder == BI_CRITERIA else -np.float64(depth)
+        value = score(rows, work, size, width, trials) if finder == BI_CRITERIA else -np.float64(depth)
         eligible = finder == BI_CRITERIA or stops
-        if last or (eligible and (found < best or (found == best and walking and finder == BI_CRITERIA))):
-            best, kept_width, sorted_ = found, width, done > ONE or not by_width
+        if last or (eligible and (value < best or (value == best and walking and finder == BI_CRITERIA))):
+            best, kept_width, sorted_ = value, width, done > ONE or not by_width
             for place in range(size):
                 out[begin + place] = order[place]
         if last:

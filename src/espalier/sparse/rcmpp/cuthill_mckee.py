@@ -46,9 +46,9 @@ def rcmpp(indptr: Any, indices: Any, *, finder: str = "bi-criteria", restarts: i
         UserError: ids outside the matrix or offsets that do not fit, unknown finder, restarts below 1 or without use.
     """
     if finder == FINDERS[0] and type(restarts) is int and restarts == 1:
-        found = _of_arrays(indptr, indices)
-        if found is not None:
-            return found.permutation.astype(np.int32 if indices.dtype == np.int32 else np.int64, copy=False)
+        order = _of_arrays(indptr, indices)
+        if order is not None:
+            return order.permutation.astype(np.int32 if indices.dtype == np.int32 else np.int64, copy=False)
     _check(finder, restarts)
     return like(trace(Pattern.of(indptr, indices), finder, restarts).permutation, indices)
 
@@ -105,13 +105,13 @@ def _of_small(pattern: Pattern) -> Trace:
     from espalier.sparse.rcmpp import pattern_passes
 
     given = pattern.indptr.astype(np.int32), pattern.indices.view(np.int32)
-    found = _of_arrays(*given)
-    if found is None:
+    order = _of_arrays(*given)
+    if order is None:
         rows = pattern.both_ways
         indices = pattern_passes.ascending(rows.indptr, rows.indices)
-        found = _of_arrays(rows.indptr.astype(np.int32), indices.view(np.int32))
-        assert found is not None
-    return found._replace(permutation=found.permutation.view(np.uint32))
+        order = _of_arrays(rows.indptr.astype(np.int32), indices.view(np.int32))
+        assert order is not None
+    return order._replace(permutation=order.permutation.view(np.uint32))
 
 
 @functools.cache
@@ -152,8 +152,8 @@ def _spread(indptr: Any, indices: Any, permutation: Any) -> tuple[int, int]:
     from espalier.sparse.rcmpp import pattern_passes
 
     pattern = Pattern.of(indptr, indices)
-    found = pattern_passes.spread(pattern.indptr, pattern.indices, positions(permutation, pattern.nodes))
-    return int(found[0]), int(found[1])
+    widths = pattern_passes.spread(pattern.indptr, pattern.indices, positions(permutation, pattern.nodes))
+    return int(widths[0]), int(widths[1])
 
 
 def _check(finder: str, restarts: int) -> None:

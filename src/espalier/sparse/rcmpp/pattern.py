@@ -76,8 +76,8 @@ class Pattern:
             indptr, indices = pattern_passes.united(indptr, indices)
             pattern_passes.scan(indptr, indices, degree, sums)
         same = np.zeros(self.nodes, np.bool_)
-        found = int(pattern_passes.twins(degree, sums, same)) if len(sums) else 0
-        return Neighbours(indptr, indices, degree, same, found)
+        count = int(pattern_passes.twins(degree, sums, same)) if len(sums) else 0
+        return Neighbours(indptr, indices, degree, same, count)
 
 
 @dataclass(frozen=True, eq=False)

@@ -133,19 +133,19 @@ def twins(degree: Any, sums: Any, same: Any) -> Any:
     while places < np.uint64(2 * len(degree)):
         places += places
     table = np.zeros(places, np.uint32)
-    found = ZERO
+    count = ZERO
     for node in range(np.uint64(len(degree))):
         place = (sums[node] ^ (sums[node] >> HALF)) & (places - ONE)
         while table[place] != ZERO:
             other = np.uint64(table[place]) - ONE
             if sums[other] == sums[node] and degree[other] == degree[node]:
                 same[node] = True
-                found += ONE
+                count += ONE
                 break
             place = (place + ONE) & (places - ONE)
         if not same[node]:
             table[place] = node + ONE
-    return found
+    return count
 
 
 @jit("(uint32[::1], uint32[::1], uint32[::1])")
@@ -175,10 +175,10 @@ def spread(indptr: Any, indices: Any, position: Any) -> Any:
     for place in range(size):
         first[place] = place
     for node in range(size):
-        here = position[node]
+        own_position = position[node]
         for entry in range(indptr[node], indptr[node + ONE]):
             there = position[indices[entry]]
-            low, high = min(here, there), max(here, there)
+            low, high = min(own_position, there), max(own_position, there)
             bandwidth = max(bandwidth, np.uint64(high - low))
             first[high] = min(first[high], low)
     for place in range(size):
@@ -192,16 +192,16 @@ def touched(indptr: Any, indices: Any, old: Any, new: Any, window: Any, page: An
 
     Row `place` of the ordered matrix is row old[place]; its column c is the ordered matrix's column new[c].
     """
-    one = np.uint64(1)
+    unit = np.uint64(1)
     nodes = np.uint64(len(old))
-    seen = np.zeros(nodes // page + one, np.uint32)
+    seen = np.zeros(nodes // page + unit, np.uint32)
     count, stamp = np.uint64(0), np.uint32(0)
     for place in range(nodes):
-        stamp = np.uint32(place // window + one)
+        stamp = np.uint32(place // window + unit)
         node = np.uint64(old[place])
-        for entry in range(indptr[node], indptr[node + one]):
+        for entry in range(indptr[node], indptr[node + unit]):
             at = np.uint64(new[indices[entry]]) // page
             if seen[at] != stamp:
                 seen[at] = stamp
-                count += one
+                count += unit
     return count

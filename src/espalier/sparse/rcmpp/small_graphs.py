@@ -156,10 +156,10 @@ def narrower(indptr: Any, indices: Any, degree: Any, roots: Any, out: Any) -> An
             if degree[node] < degree[far] or (degree[node] == degree[far] and node < far):
                 far = node
         if least > ONE:  # less there is not, where there is an entry
-            found = traverse(rows, degree, far, (second, key, mark), np.uint8(2), begin, least)
+            levels = traverse(rows, degree, far, (second, key, mark), np.uint8(2), begin, least)
             done += ONE
-            if found[0] < least:
-                width = found[1]
+            if levels[0] < least:
+                width = levels[1]
                 order[begin:stop] = second[begin:stop]
         widest, begin = max(widest, width), stop
     for place in range(nodes):

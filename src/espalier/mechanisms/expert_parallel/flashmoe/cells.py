@@ -52,16 +52,16 @@ def tiles_of(counts: Sequence[tuple[int, int]], rows: int) -> list[Tile]:
         counts: of each expert of the rank, fresh rows and references.
         rows: of a tile at most.
     """
-    found: list[Tile] = []
+    tiles: list[Tile] = []
     entries = fresh = refs = 0
     for expert, (new, again) in enumerate(counts):
         for start in range(0, new + again, rows):
             stop = min(start + rows, new + again)
             span = (min(start, new), min(stop, new), max(start - new, 0), max(stop - new, 0))
             a, b, c, d = span
-            found.append(Tile(expert, entries + start, entries + stop, fresh + a, fresh + b, refs + c, refs + d))
+            tiles.append(Tile(expert, entries + start, entries + stop, fresh + a, fresh + b, refs + c, refs + d))
         entries, fresh, refs = entries + new + again, fresh + new, refs + again
-    return found
+    return tiles
 
 
 def tile_rows(width: int, element_bytes: int) -> int:
@@ -94,18 +94,18 @@ class Outgoing:
         return replace(self, tokens=self.tokens.to(device), choices=self.choices.to(device))
 
 
-def outgoing(chosen: Int[Tensor, "tokens active"], held: ExpertMap) -> list[Outgoing]:
+def outgoing(chosen: Int[Tensor, "tokens active"], experts: ExpertMap) -> list[Outgoing]:
     """What this rank sends to each rank of the map, itself included."""
     tokens, active = chosen.shape
-    owner = torch.tensor([rank for rank, size in enumerate(held.sizes) for _ in range(size)])
-    position, choice = held.positions(chosen.device)[chosen].cpu().sort(1)
+    owner = torch.tensor([rank for rank, size in enumerate(experts.sizes) for _ in range(size)])
+    position, choice = experts.positions(chosen.device)[chosen].cpu().sort(1)
     ranks = owner[position]
     again = torch.zeros_like(ranks, dtype=torch.bool)
     again[:, 1:] = ranks[:, 1:] == ranks[:, :-1]
     place = torch.arange(active).expand(tokens, active)
     first = torch.where(again, 0, place).cummax(1).values  # where the run of one rank begins
     order = (2 * position + again).flatten().argsort(stable=True)
-    counts = (2 * position + again).flatten().bincount(minlength=2 * held.count).view(-1, 2)
+    counts = (2 * position + again).flatten().bincount(minlength=2 * experts.count).view(-1, 2)
     base = torch.arange(tokens).unsqueeze(1) * active
     flat_again, parent, slots = (
         again.flatten()[order],
@@ -113,12 +113,12 @@ def outgoing(chosen: Int[Tensor, "tokens active"], held: ExpertMap) -> list[Outg
         (base + choice).flatten()[order],
     )
     row = torch.empty(tokens * active, dtype=torch.int64)
-    found, at = [], 0
-    for mine in counts.split(held.sizes):
-        here = slice(at, at + int(mine.sum()))
-        fresh = order[here][~flat_again[here]]
+    messages, at = [], 0
+    for mine in counts.split(experts.sizes):
+        span = slice(at, at + int(mine.sum()))
+        fresh = order[span][~flat_again[span]]
         row[fresh] = torch.arange(len(fresh))
-        refs = row[parent[here][flat_again[here]]].int()
-        found.append(Outgoing(tuple(map(tuple, mine.tolist())), fresh // active, refs, slots[here]))
-        at = here.stop
-    return found
+        refs = row[parent[span][flat_again[span]]].int()
+        messages.append(Outgoing(tuple(map(tuple, mine.tolist())), fresh // active, refs, slots[span]))
+        at = span.stop
+    return messages

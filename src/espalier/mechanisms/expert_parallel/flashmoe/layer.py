@@ -63,8 +63,8 @@ class FlashMoE(OverRanks):
         x, chosen, weights, anchor = tokens
         parameters = list(dict.fromkeys(p for expert in experts for p in expert.parameters() if p.requires_grad))
         layer = Layer(self, experts, parameters, torch.is_grad_enabled())
-        found: Tensor = _Route.apply(x, weights.to(x.dtype), anchor, chosen, layer, *parameters)
-        return found
+        routed: Tensor = _Route.apply(x, weights.to(x.dtype), anchor, chosen, layer, *parameters)
+        return routed
 
 
 Batch = tuple[Task, ...]
@@ -108,12 +108,12 @@ class Layer:
         """[tokens x active, width] the answer to every choice."""
         self.active = chosen.shape[1]
         rows = _WHOLE if self.joins else tile_rows(x.shape[1], x.element_size())
-        self.out = [one.on(x.device) for one in outgoing(chosen, self.held)]
-        self.sent = [tiles_of(one.counts, rows) for one in self.out]
+        self.out = [message.on(x.device) for message in outgoing(chosen, self.held)]
+        self.sent = [tiles_of(message.counts, rows) for message in self.out]
         self.tiles[self.me] = self.sent[self.me]
         answers = x.new_empty(chosen.numel(), x.shape[1])
-        here = len(self.experts)
-        headers = {peer: torch.empty(2 * here, dtype=torch.int32) for peer in self.others}
+        local_count = len(self.experts)
+        headers = {peer: torch.empty(2 * local_count, dtype=torch.int32) for peer in self.others}
         for peer in self.others:
             self.links.expect(headers[peer], peer, HEADER, ("heard", peer))
         for peer in self.others:
@@ -137,8 +137,8 @@ class Layer:
             for batch in self._batches(task):
                 tiles = self._tiles(batch)
                 self.load[tiles[0].expert] += sum(_sizes(tiles))
-                for one, answer in zip(batch, self._forward(batch, tiles, x).split(_sizes(tiles)), strict=True):
-                    self._answer(one, answer, answers)
+                for tile_task, answer in zip(batch, self._forward(batch, tiles, x).split(_sizes(tiles)), strict=True):
+                    self._answer(tile_task, answer, answers)
 
         self._expect_answers(answers)
         self._through(now, heard, run, answers)
@@ -164,7 +164,7 @@ class Layer:
         Args:
             pull: [tokens, width] the gradient of the output; weights: [tokens, active].
         """
-        found = pull.new_empty(weights.numel(), pull.shape[1])
+        of_choices = pull.new_empty(weights.numel(), pull.shape[1])
         flat, factors, pulls = weights.flatten(), dict[int, Tensor](), dict[int, Tensor]()
         factors[self.me] = flat[self.out[self.me].choices]
         for peer in self.others:
@@ -185,7 +185,7 @@ class Layer:
             for batch in self._batches(task):
                 tiles = self._tiles(batch)
                 pairs = list(zip(batch, tiles, strict=True))
-                scales = [factors[one.source][tile.start : tile.stop] for one, tile in pairs]
+                scales = [factors[pair.source][tile.start : tile.stop] for pair, tile in pairs]
                 parts = [self._taken(*pair, pull, pulls) for pair in pairs]
                 scale = torch.cat(scales).unsqueeze(1)
                 gradient = parts[0] * scale if len(parts) == 1 else torch.cat(parts).mul_(scale)
@@ -194,24 +194,24 @@ class Layer:
                 mine, *others = torch.autograd.grad(done.answer, wanted, gradient, allow_unused=True)
                 sums.add(batch[0], others, self.late.late)
                 back = torch.zeros_like(done.rows) if mine is None else mine
-                for one, answer in zip(batch, back.split(_sizes(tiles)), strict=True):
-                    self._answer(one, answer, found)
+                for tile_task, answer in zip(batch, back.split(_sizes(tiles)), strict=True):
+                    self._answer(tile_task, answer, of_choices)
 
-        self._expect_answers(found)
-        self._through(now, None, run, found, sums.spare)
+        self._expect_answers(of_choices)
+        self._through(now, None, run, of_choices, sums.spare)
         while sums.spare():
             pass
-        return found, sums.total()
+        return of_choices, sums.total()
 
     def _order(self) -> dict[Task, int]:
         """The expert of each tile, in the order in which gradients of weights are summed; of tiles that run at once the
         first."""
-        found: dict[Task, int] = {}
+        order: dict[Task, int] = {}
         for source in sorted(self.tiles):
             for number, tile in enumerate(self.tiles[source]):
-                if not (self.joins and tile.expert in found.values()):
-                    found[Task(source, number)] = tile.expert
-        return found
+                if not (self.joins and tile.expert in order.values()):
+                    order[Task(source, number)] = tile.expert
+        return order
 
     # --- both --------------------------------------------------------------------------------------------------------
 
@@ -267,52 +267,52 @@ class Layer:
             self._rooms[peer, number] = room
             self.links.expect(room, peer, ROWS + 2 * number + 1, ("answered", (peer, number)))
 
-    def _answer(self, task: Task, answer: Tensor, found: Tensor) -> None:
+    def _answer(self, task: Task, answer: Tensor, rows: Tensor) -> None:
         """Sends what tiles gave to their source, those of a message together; here it is put where it belongs."""
         if task.source == self.me:
-            self._put(task.source, [self.sent[self.me][task.number]], answer, found)
+            self._put(task.source, [self.sent[self.me][task.number]], answer, rows)
             return
         number, ready = (0, self.ready.setdefault(task.source, {})) if self.joins else (task.number, {})
         ready[task.number] = answer
         if len(ready) == (len(self.tiles[task.source]) if self.joins else 1):
             self.ready.pop(task.source, None)
-            parts = [ready[one] for one in sorted(ready)]
+            parts = [ready[task] for task in sorted(ready)]
             whole = parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
             self.links.send(whole, task.source, ROWS + 2 * number + 1)
 
-    def _answered(self, now: Pass, message: tuple[int, int], found: Tensor) -> None:
+    def _answered(self, now: Pass, message: tuple[int, int], rows: Tensor) -> None:
         peer, number = message
         tiles = self._messages(self.sent[peer])[number]
-        self._put(peer, tiles, self._rooms.pop(message), found)
+        self._put(peer, tiles, self._rooms.pop(message), rows)
         for k in range(len(tiles)):
             now.answered(Task(peer, number + k))
 
-    def _put(self, source: int, tiles: Sequence[Tile], answer: Tensor, found: Tensor) -> None:
-        found.index_copy_(0, self.out[source].choices[tiles[0].start : tiles[-1].stop], answer)
+    def _put(self, source: int, tiles: Sequence[Tile], answer: Tensor, rows: Tensor) -> None:
+        rows.index_copy_(0, self.out[source].choices[tiles[0].start : tiles[-1].stop], answer)
 
-    def _taken(self, task: Task, tile: Tile, own: Tensor, others: Mapping[int, Tensor]) -> Tensor:
+    def _taken(self, task: Task, tile: Tile, like: Tensor, others: Mapping[int, Tensor]) -> Tensor:
         """The rows of a tile, out of a source's fresh rows as they came, or for this rank's own out of all tokens."""
         if task.source == self.me:
-            return own.index_select(0, self._tokens[tile.start : tile.stop])
+            return like.index_select(0, self._tokens[tile.start : tile.stop])
         source = others[task.source]
-        found = source[tile.fresh : tile.until]
+        packed = source[tile.fresh : tile.until]
         if tile.refs < tile.refs_until:
             again = self.refs[task.source][tile.refs : tile.refs_until].to(source.device)
-            found = torch.cat([found, source.index_select(0, again)])
-        return self.codec.unpack(found, own)
+            packed = torch.cat([packed, source.index_select(0, again)])
+        return self.codec.unpack(packed, like)
 
     @property
     def _tokens(self) -> Tensor:
         """int64 [entries] of this rank's own tokens for its own experts."""
-        own = self.out[self.me]
-        return torch.div(own.choices, self.active, rounding_mode="floor")
+        local = self.out[self.me]
+        return torch.div(local.choices, self.active, rounding_mode="floor")
 
     def _through(
         self,
         now: Pass,
         heard: Callable[[int], None] | None,
         run: Callable[[Task], None],
-        found: Tensor,
+        rows: Tensor,
         spare: Callable[[], bool] = bool,
     ) -> None:
         """Runs what is ready and takes what comes, until the pass has ended. `spare`: work for a time when nothing is
@@ -327,10 +327,10 @@ class Layer:
                 elif kind == "referred":
                     now.referred(what)
                 elif kind == "arrived":
-                    for one in what:
-                        now.arrived(one)
+                    for arrival in what:
+                        now.arrived(arrival)
                 else:
-                    self._answered(now, what, found)
+                    self._answered(now, what, rows)
                 if task is None:
                     break
             if task is not None:
@@ -366,9 +366,9 @@ class _Route(torch.autograd.Function):
         (handle, weights, answers), pull = ctx.saved_tensors, pulls[0].contiguous()
         rows, sums = handle.layer.backward(pull, weights)
         shape = (*weights.shape, pull.shape[1])
-        own = _wide(rows).view(shape).sum(1).to(pull.dtype)
+        of_rows = _wide(rows).view(shape).sum(1).to(pull.dtype)
         scores = torch.bmm(_wide(answers).view(shape), _wide(pull).unsqueeze(2)).squeeze(2).to(weights.dtype)
-        return own, scores, None, None, None, *sums
+        return of_rows, scores, None, None, None, *sums
 
 
 def _combined(answers: Tensor, weights: Tensor) -> Tensor:

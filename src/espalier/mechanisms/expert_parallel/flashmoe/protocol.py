@@ -27,14 +27,14 @@ class Pass:
         me: this rank; sent: tiles for each of the others; own: tiles of its own tokens for its own experts.
     """
 
-    def __init__(self, me: int, sent: Mapping[int, int], own: int) -> None:
+    def __init__(self, me: int, sent: Mapping[int, int], local_tiles: int) -> None:
         self.unheard = set(sent)
         self.unanswered = {Task(peer, number) for peer, count in sent.items() for number in range(count)}
-        self._own = deque(Task(me, number) for number in range(own))
+        self._own = deque(Task(me, number) for number in range(local_tiles))
         self._ready: deque[Task] = deque()
         self._coming: dict[int, deque[tuple[Task, bool]]] = {}
         self._arrived: set[Task] = set()
-        self._running = own
+        self._running = local_tiles
         self._referring: set[int] = set()
 
     def heard(self, source: int, fresh: list[bool], references: bool) -> None:

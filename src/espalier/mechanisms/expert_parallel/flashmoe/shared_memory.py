@@ -60,11 +60,11 @@ def neighbours(group: dist.ProcessGroup) -> frozenset[int]:
         store.set(f"{_NAME}/{turn}/place {me}", where)
         seen = {rank for rank in others if _reads(store.get(f"{_NAME}/{turn}/place {rank}").decode())}
         store.set(f"{_NAME}/{turn}/seen {me}", ",".join(map(str, sorted(seen))))
-        told = {rank: store.get(f"{_NAME}/{turn}/seen {rank}").decode().split(",") for rank in others}
+        seen_by = {rank: store.get(f"{_NAME}/{turn}/seen {rank}").decode().split(",") for rank in others}
     finally:
         if descriptor >= 0:
             os.close(descriptor)
-    return frozenset(rank for rank in seen if str(me) in told[rank])
+    return frozenset(rank for rank in seen if str(me) in seen_by[rank])
 
 
 def _machine() -> str:
@@ -99,18 +99,18 @@ class Chunk:
         size = max(CHUNK, size + _ALIGNED)
         descriptor = os.memfd_create(_NAME)
         os.ftruncate(descriptor, size)
-        found = cls(descriptor, size)
-        weakref.finalize(found, os.close, descriptor)
-        return found
+        chunk = cls(descriptor, size)
+        weakref.finalize(chunk, os.close, descriptor)
+        return chunk
 
     @classmethod
     def seen(cls, process: int, descriptor: int) -> Chunk:
         """That of another process, or of another rank of this one."""
-        own = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR)
+        duplicate = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR)
         try:
-            return cls(own, os.fstat(own).st_size)
+            return cls(duplicate, os.fstat(duplicate).st_size)
         finally:
-            os.close(own)
+            os.close(duplicate)
 
     @property
     def empty(self) -> bool:
@@ -182,8 +182,8 @@ class SharedMemory(Messages):
             super().send(tensor, peer, tag)
             return
         tensor = tensor.contiguous()
-        found = ((chunk, chunk.room(tensor.nbytes)) for chunk in self._chunks[peer])
-        chunk, offset = next(((one, place) for one, place in found if place is not None), (None, _ALIGNED))
+        places = ((chunk, chunk.room(tensor.nbytes)) for chunk in self._chunks[peer])
+        chunk, offset = next(((candidate, place) for candidate, place in places if place is not None), (None, _ALIGNED))
         if chunk is None:
             chunk = Chunk.new(tensor.nbytes)
             self._chunks[peer].append(chunk)
@@ -249,7 +249,7 @@ class SharedMemory(Messages):
 def _leave(chunks: dict[int, list[Chunk]]) -> None:
     """Waits a little for what is not read yet: a chunk can be opened as long as its sender has it open."""
     until = time.monotonic() + _PATIENCE
-    while time.monotonic() < until and not all(one.empty for every in chunks.values() for one in every):
+    while time.monotonic() < until and not all(chunk.empty for every in chunks.values() for chunk in every):
         time.sleep(1e-3)
 
 

@@ -144,10 +144,10 @@ class Int8Rows(Rows):
 
 def row_codec(name: str) -> Rows:
     """Raises UserError for a name that is not `exact` or `int8`."""
-    if name not in (found := {"exact": Rows, "int8": Int8Rows}):
+    if name not in (row_codecs := {"exact": Rows, "int8": Int8Rows}):
         raise UserError(
             f"Rows of experts have no codec {name!r}.",
             why="they are permuted as they are sent, so each row is encoded by itself",
             do="exact, or int8",
         )
-    return found[name]()
+    return row_codecs[name]()

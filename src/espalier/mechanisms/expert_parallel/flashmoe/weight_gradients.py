@@ -64,10 +64,10 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         """Gradients of the input and the bias."""
         (gradient,), (x,), weight = gradients, ctx.saved_tensors, ctx.weight
-        own = (gradient @ weight.to(gradient.dtype)).to(x.dtype) if ctx.needs_input_grad[0] else None
+        of_x = (gradient @ weight.to(gradient.dtype)).to(x.dtype) if ctx.needs_input_grad[0] else None
         bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
         ctx.late.late.append(Late(weight, gradient.flatten(0, -2), x.flatten(0, -2).to(gradient.dtype)))
-        return own, None, bias, None
+        return of_x, None, bias, None
 
 
 @dataclass
@@ -105,8 +105,8 @@ class FixedOrderSum:
             self._ready.append(self._of[task])
         self._waiting[task] = gradients
         while self._turn < len(self._order) and self._order[self._turn] in self._waiting:
-            found = self._waiting.pop(self._order[self._turn])
-            for index, gradient in enumerate(found):
+            of_task = self._waiting.pop(self._order[self._turn])
+            for index, gradient in enumerate(of_task):
                 if gradient is not None:
                     total = self._sums[index]
                     self._sums[index] = gradient if total is None else total.add_(gradient)
@@ -120,9 +120,9 @@ class FixedOrderSum:
         late = self._experts.pop(number).late
         parts: dict[nn.Parameter, list[Late]] = {}
         for task in self._order:
-            for one in late.get(task, ()):
-                parts.setdefault(one.weight, []).append(one)
-        self._products[number] = {weight: _product(found).to(weight.dtype) for weight, found in parts.items()}
+            for part in late.get(task, ()):
+                parts.setdefault(part.weight, []).append(part)
+        self._products[number] = {weight: _product(late_parts).to(weight.dtype) for weight, late_parts in parts.items()}
         return True
 
     def total(self) -> list[Tensor]:
@@ -133,11 +133,11 @@ class FixedOrderSum:
                 if product is not None:
                     self._sums[index] = product if total is None else total + product
         pairs = zip(self._sums, self._parameters, strict=True)
-        return [torch.zeros_like(parameter) if one is None else one for one, parameter in pairs]
+        return [torch.zeros_like(parameter) if gradient is None else gradient for gradient, parameter in pairs]
 
 
 def _product(parts: Sequence[Late]) -> Tensor:
     """The gradient of a weight from all its rows."""
     if len(parts) == 1:
         return parts[0].gradient.mT @ parts[0].x
-    return torch.cat([one.gradient for one in parts]).mT @ torch.cat([one.x for one in parts])
+    return torch.cat([part.gradient for part in parts]).mT @ torch.cat([part.x for part in parts])

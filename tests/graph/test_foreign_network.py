@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from espalier import recipe as config
+from espalier.graph import foreign_network, partition_folder
 from espalier.graph.subgraphs import infer
 from espalier.graph.workload import GraphWorkload, open_graph
-from espalier.mechanisms.halo_exchange import foreign_halo, partition_folder
 from espalier.mechanisms.halo_exchange.halo_parallel import Cutting
 from espalier.recipe import defaults, recipe_file
 from espalier.recipe.errors import UserError
@@ -151,6 +151,7 @@ def recipe_of(build="network", halo=None, precision="fp64", **arguments):
     return defaults.resolve(recipe_file.from_table(table))[0]
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize("how", [{}, {"norm": True}, {"symmetric": True, "norm": True}, {"hops": 3}])
 def test_any_parts_train_and_validate_as_one_rank(how):
     alone = train(recipe_of(**how), made())
@@ -159,6 +160,7 @@ def test_any_parts_train_and_validate_as_one_rank(how):
     assert sum(found["halo"]) > 0
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize("name", ["GraphSAGE", "GCN", "GAT", "GIN", "APPNP"])
 def test_networks_of_pyg_train_over_parts_as_on_one_rank(name):
     pytest.importorskip("torch_geometric")
@@ -216,9 +218,9 @@ def test_statistics_of_batch_normalization_have_the_range_and_digits_of_float32(
     rows = (20 + 10 * torch.randn(70_000, 3, generator=random)).to(dtype)
     ours = nn.BatchNorm1d(3, dtype=torch.promote_types(dtype, torch.float32))
     theirs = nn.BatchNorm1d(3, dtype=torch.float64)
-    messages = foreign_halo.Messages()
+    messages = foreign_network.Messages()
     messages.halo = SimpleNamespace(owned=range(len(rows)), group=None)
-    found = foreign_halo._normalized(messages, ours, ours.forward, rows)
+    found = foreign_network._normalized(messages, ours, ours.forward, rows)
     assert found.dtype == dtype
     torch.testing.assert_close(found, theirs(rows.double()).to(dtype), rtol=1e-2, atol=1e-4)
     for one, other in ((ours.running_mean, theirs.running_mean), (ours.running_var, theirs.running_var)):
@@ -237,7 +239,7 @@ def test_a_network_is_itself_where_the_graph_is_whole():
     workload = GraphWorkload(recipe_of(norm=True), made())
     model = workload.build(torch.device("cpu"), torch.float64)
     expected = infer(model, workload.task.held)
-    torch.testing.assert_close(infer(foreign_halo.equip(model), workload.task.held), expected)
+    torch.testing.assert_close(infer(foreign_network.equip(model), workload.task.held), expected)
     copied = copy.deepcopy(model)
     with torch.no_grad():
         next(model.parameters()).zero_()

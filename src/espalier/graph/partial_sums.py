@@ -20,7 +20,7 @@ from scipy.sparse.csgraph import maximum_bipartite_matching
 from torch import Tensor
 
 from espalier.graph.base import Forms, MessageBlock
-from espalier.mechanisms.halo_exchange.halo import Boundary, Halo
+from espalier.graph.halo import Boundary, Halo
 
 if TYPE_CHECKING:
     from espalier.graph.data import Array

@@ -25,17 +25,17 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from espalier.comm.base import Traffic, traffic
+from espalier.graph import halo
 from espalier.graph.base import Forms, MessageBlock
+from espalier.graph.halo import ForeignRows
 from espalier.graph.subgraphs import MESSAGES, QUANTIZED, forward
-from espalier.mechanisms.halo_exchange import halo
-from espalier.mechanisms.halo_exchange.halo import ForeignRows
 from espalier.recipe.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from espalier.mechanisms.halo_exchange.halo import Halo
-    from espalier.mechanisms.halo_exchange.partition_folder import Part
+    from espalier.graph.halo import Halo
+    from espalier.graph.partition_folder import Part
 
 SAMPLE, NEAR = 48, 3
 """Nodes of the small graph that a network is studied on, and how far its edges lead."""

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from espalier.graph import halo, partition_folder
 from espalier.graph.base import Forms, Kept, MessageBlock, Rows, dense, joined
 from espalier.graph.data import Graph
 from espalier.graph.gnn import Gnn
-from espalier.mechanisms.halo_exchange import halo, partition_folder
-from espalier.mechanisms.halo_exchange.partition_folder import Part
+from espalier.graph.partition_folder import Part
 from espalier.parallel.workload import to_device
 
 

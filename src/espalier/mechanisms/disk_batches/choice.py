@@ -10,7 +10,8 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from espalier.plan.base import Plan, Predicted
+from espalier.plan.base import Plan
+from espalier.plan.choice import PlanChoice
 from espalier.plan.plan_summary import FEATURES, table_of
 from espalier.recipe import units
 
@@ -19,6 +20,15 @@ if TYPE_CHECKING:
 
     from espalier.machine.cluster import Cluster, Disk
     from espalier.mechanisms.disk_batches.cost import Levels, StoredFeatures
+    from espalier.plan.ask import Ask, PlanDecision
+
+
+class StoredFeaturesChoice(PlanChoice):
+    """Features that a recipe with a [store] packs on disk."""
+
+    def finish(self, best: PlanDecision, ask: Ask) -> Plan:
+        """The plan with the levels of its features."""
+        return with_levels(best.plan, ask.request.stored, ask.cluster)
 
 
 def with_levels(plan: Plan, stored: StoredFeatures, cluster: Cluster) -> Plan:
@@ -49,7 +59,7 @@ def with_levels(plan: Plan, stored: StoredFeatures, cluster: Cluster) -> Plan:
         steps = max(1.0, levels.batches / (here * cuts))
         wait = cost.epoch_seconds(levels, disks[0]) / steps - predicted.step_seconds if disks else 0.0
         memory = {**predicted.memory_bytes, "features": held, "peak": predicted.memory_bytes["peak"] + held}
-        predicted = longer(predicted, "features", max(0.0, wait)).changed(memory_bytes=memory)
+        predicted = predicted.longer("features", max(0.0, wait)).changed(memory_bytes=memory)
     return plan.changed(predicted=predicted, why=(*why, *plan.why))
 
 
@@ -106,14 +116,4 @@ def _packing(levels: Levels, stored: StoredFeatures, disk: Disk) -> str:
     )
 
 
-def longer(predicted: Predicted, term: str, seconds: float) -> Predicted:
-    """The prediction of a step that takes so many seconds more, for what `term` names."""
-    step = predicted.step_seconds + seconds
-    share = predicted.step_seconds / step
-    return predicted.changed(
-        step_seconds=step,
-        tokens_per_second=predicted.tokens_per_second * share,
-        tokens_per_second_per_device=predicted.tokens_per_second_per_device * share,
-        mfu=predicted.mfu * share,
-        terms={**predicted.terms, term: seconds},
-    )
+CHOICE = StoredFeaturesChoice()

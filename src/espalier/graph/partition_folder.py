@@ -30,9 +30,9 @@ from torch import Tensor
 from espalier.comm.base import Traffic, traffic
 from espalier.graph.base import Forms, MessageBlock
 from espalier.graph.data import DataSplit, Graph, Partition, signed
+from espalier.graph.halo import Boundary, Halo, checked
 from espalier.graph.neighbor_sampler import Style, symmetric_root, whole
-from espalier.mechanisms.halo_exchange.halo import Boundary, Halo, checked
-from espalier.mechanisms.halo_exchange.partial_sums import Covers, crossing_rows, summing
+from espalier.graph.partial_sums import Covers, crossing_rows, summing
 from espalier.recipe import Messages, Network, Recipe, cache_dir, serialization
 from espalier.recipe.errors import UserError
 from espalier.track.progress import Waiting

@@ -1,8 +1,9 @@
-"""Layer window of a LuWu worker: parameters are pulled a few layers ahead of their use and freed after it.
+"""Layer window: parameters are brought here a few layers ahead of their use, and freed after it.
 
 After LuWu (arXiv 2409.00918), section on the worker: pulls and pushes are two independent streams, each in order. A
 layer's memory is one storage whose size becomes 0 while the layer is away, so parameters keep their identity, and what
-autograd has saved of them is whole again when they are back.
+autograd has saved of them is whole again when they are back. Where the layers wait is the client's: on optimizer nodes,
+on disk, or in host memory.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from espalier.kernels import accelerator
-from espalier.machine import resource_limits
-from espalier.parallel.layer_client import Client, StepLost
+from espalier.machine import malloc_trim, resource_limits
+from espalier.parallel.layer_client import Client, StepLost, layers_of, no_layers
 from espalier.plan.axes.node_cost import PUSHES
 from espalier.plan.axes.node_layout import Layer
 from espalier.recipe import units
@@ -328,3 +329,56 @@ def rank_memory(context: Build) -> float:
     else:
         most = resource_limits.memory() / here
     return most if accelerator.is_on(context.device) else min(most, resource_limits.address_space())
+
+
+def hold_layers(
+    model: nn.Module,
+    layers: Sequence[Layer],
+    parameters: Sequence[Sequence[nn.Parameter]],
+    device: torch.device = HOST,
+) -> list[HeldLayer]:
+    """The layers of `model`, none of them here. Parameters on the meta device are replaced; all else goes to a
+    GPU too."""
+    fresh: dict[int, nn.Parameter] = {}
+    for one in (one for own in parameters for one in own):
+        fresh[id(one)] = nn.Parameter(torch.empty(0, dtype=one.dtype)) if one.is_meta else one
+    for module in model.modules():
+        for name, held in module._parameters.items():
+            if held is not None and id(held) in fresh:
+                module._parameters[name] = fresh[id(held)]
+    found = [
+        HeldLayer(layer, [fresh[id(one)] for one in own], device) for layer, own in zip(layers, parameters, strict=True)
+    ]
+    if device != HOST:
+        model.to(device)
+    return found
+
+
+Connect = Callable[[Build, Sequence[Layer]], Client]
+"""Makes the connection of a worker to where its layers wait."""
+
+
+def make_window(context: Build, connect: Connect, stays: bool = True) -> LayerWindow:
+    """The window of the context's model. Raises UserError for a model that cannot be held by layers, and where this
+    rank's memory holds no layer."""
+    model = context.model
+    assert model is not None
+    pieces = context.workload.pieces(model)
+    if pieces is None:
+        raise no_layers(model)
+    layers, uses, parameters = layers_of(model, pieces.modules)
+    _check_precision(parameters)
+    size = window_size(layers, uses, context.plan.layer_window, rank_memory(context))
+    malloc_trim.map_blocks()
+    client = connect(context, layers)
+    return LayerWindow(client, hold_layers(model, layers, parameters, context.device), uses, size, stays)
+
+
+def _check_precision(parameters: Sequence[Sequence[nn.Parameter]]) -> None:
+    """Raises UserError unless all parameters are fp32."""
+    other = next((one.dtype for own in parameters for one in own if one.dtype != torch.float32), None)
+    if other is not None:
+        raise UserError(
+            f"Layers hold fp32 parameters, and the model's are {str(other).removeprefix('torch.')}.",
+            do='train.precision = "fp32" or "bf16"',
+        )

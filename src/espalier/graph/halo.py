@@ -24,8 +24,8 @@ from espalier.graph.base import Aggregate, Forms, GraphAttend, Kept, MessageBloc
 from espalier.graph.coded_rows import Coding
 from espalier.graph.gnn import Gnn, GraphAttention, Layer
 from espalier.kernels import row_widths
-from espalier.mechanisms.few_bits.mega.condense import condense
 from espalier.recipe.errors import UserError
+from espalier.sparse.condense import condense
 
 if TYPE_CHECKING:
     from espalier.graph.data import Array
@@ -36,7 +36,7 @@ COLUMN = 4
 
 class Boundary(NamedTuple):
     """Who needs whose nodes: `receiver[i]` needs `node[i]`, of the part `owner[i]`; ascending in this order, once each:
-    the regions of MEGA's Condense-Edge (`mechanisms.few_bits.mega.condense`), each cut into a message from every owner.
+    the regions of MEGA's Condense-Edge (`sparse.condense`), each cut into a message from every owner.
 
     Attributes:
         parts: int32 [nodes], the rank that owns each node; ranks: how many there are.
@@ -91,7 +91,7 @@ def boundary(indptr: Any, indices: Any, parts: Any, ranks: int) -> Boundary:
 
 
 class ForeignRows(NamedTuple):
-    """What crosses when a network that is not ours runs over parts (`foreign_halo.study`).
+    """What crosses when a network that is not ours runs over parts (`foreign_network.study`).
 
     Attributes:
         widths: values in a row that each layer reads; the first one's rows are there from the beginning.

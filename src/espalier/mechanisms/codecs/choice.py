@@ -10,7 +10,9 @@ from espalier.comm.base import Traffic
 from espalier.comm.codecs import codec
 from espalier.machine.cluster import Cluster, Coding
 from espalier.mechanisms.codecs import hybrid_compression
+from espalier.plan.ask import Ask
 from espalier.plan.axes.placement_plan import LOSSLESS
+from espalier.plan.choice import PlanChoice
 from espalier.plan.collective_time import gpus
 from espalier.plan.request import Crossing, Request
 
@@ -18,11 +20,16 @@ TRAINED = (Traffic.GRADIENTS, Traffic.PARAMETERS)
 """What `train` sends today; activations stay on their ranks."""
 
 
-def encoded(request: Request, cluster: Cluster) -> tuple[Request, Sequence[str]]:
-    """The request with its crossings, and why, in sentences. Raises UserError for an unknown `comm.codec`.
+class CodecChoice(PlanChoice):
+    """Codecs by the links; `auto` looks at processors only: on GPUs nothing was measured."""
 
-    `auto` looks at processors only: on GPUs nothing was measured.
-    """
+    def priced(self, ask: Ask) -> tuple[Request, Sequence[str]]:
+        """The request with its crossings. Raises UserError for an unknown `comm.codec`."""
+        return encoded(ask.request, ask.cluster)
+
+
+def encoded(request: Request, cluster: Cluster) -> tuple[Request, Sequence[str]]:
+    """The request with its crossings, and why, in sentences. Raises UserError for an unknown `comm.codec`."""
     several = cluster.machines > 1
     if request.codec == "auto" and (gpus(cluster) or not several):
         return request, ()
@@ -71,3 +78,6 @@ def _rates(cluster: Cluster) -> dict[str, hybrid_compression.CodecRate]:
         least = (min(getattr(one, what) for one in here) for what in ("ratio", "encode", "decode"))
         found[name] = hybrid_compression.CodecRate(*least)
     return found
+
+
+CHOICE = CodecChoice()
