@@ -16,9 +16,9 @@ from torch import nn
 
 from espalier import recipe as config
 from espalier.graph import foreign_network, partition_folder
+from espalier.graph.cutting import Cutting
 from espalier.graph.subgraphs import infer
 from espalier.graph.workload import GraphWorkload, open_graph
-from espalier.mechanisms.halo_exchange.halo_parallel import Cutting
 from espalier.recipe import defaults, recipe_file
 from espalier.recipe.errors import UserError
 

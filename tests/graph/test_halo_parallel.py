@@ -14,6 +14,7 @@ import torch
 from espalier import recipe as config
 from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.graph import coded_rows, halo, partition_folder
+from espalier.graph.cutting import Cutting, open_part
 from espalier.graph.data import Graph
 from espalier.graph.neighbor_sampler import Style
 from espalier.graph.workload import GraphWorkload
@@ -22,7 +23,6 @@ from espalier.machine import cluster as clusters_
 from espalier.mechanisms.few_bits import quantization
 from espalier.mechanisms.halo_exchange import choice, halo_parallel
 from espalier.mechanisms.halo_exchange import planned as halo_exchange
-from espalier.mechanisms.halo_exchange.halo_parallel import Cutting, open_part
 from espalier.mechanisms.halo_exchange.sylvie import Adaptive
 from espalier.plan import base as plans
 from espalier.plan import decide, trials
@@ -327,7 +327,11 @@ def over_machines(options):
     terms = {name: value for name, value in here.predicted.terms.items() if name != "halo"}
     predicted = msgspec.structs.replace(here.predicted, terms=terms, step_seconds=sum(terms.values()))
     bare = msgspec.structs.replace(bare, why=(), predicted=predicted)
-    return request.halos, here, halo_exchange.with_halos(bare, request.halos, machines(3, 1))
+    return (
+        request.facts["halo_exchange"],
+        here,
+        halo_exchange.with_halos(bare, request.facts["halo_exchange"], machines(3, 1)),
+    )
 
 
 def test_the_plan_says_what_crosses_each_link_how_long_it_takes_and_when_one_rank_is_faster():
@@ -354,7 +358,7 @@ def every(halos, bits):
 
 
 def test_links_carry_the_bits_that_they_have_time_for():
-    halos = asked({"bits": "auto"}, 3).halos
+    halos = asked({"bits": "auto"}, 3).facts["halo_exchange"]
 
     def bits(mbit, computing, nodes=(0, 1, 2), synchronize=1):
         known = dataclasses.replace(halos, options=msgspec.structs.replace(halos.options, synchronize=synchronize))
@@ -392,7 +396,7 @@ def test_links_carry_the_bits_that_they_have_time_for():
 
 
 def test_rows_inside_a_machine_are_fresh_where_those_between_machines_are_late():
-    halos = asked({"bits": 1, "synchronize": 4}, 3).halos
+    halos = asked({"bits": 1, "synchronize": 4}, 3).facts["halo_exchange"]
     here = decide.decide(asked({}, 3), machines(1, 0)).taken
     ranks = tuple(msgspec.structs.replace(one, node=at) for at, one in zip((0, 1, 1), here.ranks, strict=True))
 
@@ -427,7 +431,7 @@ def test_rows_over_fast_links_are_fresh_and_over_slow_ones_as_old_as_their_laten
     plan = msgspec.structs.replace(here, ranks=ranks, why=(), predicted=predicted)
     took = {}
     for staleness in (1, 2, 9):
-        halos = asked({"bits": 1, "synchronize": 0, "staleness": staleness}, 3).halos
+        halos = asked({"bits": 1, "synchronize": 0, "staleness": staleness}, 3).facts["halo_exchange"]
         found = halo_exchange.with_halos(plan, halos, known)
         oldest = min(staleness, 2)  # four exchanges of 300 ms each take over one step and under two
         assert [(one.nodes, one.steps) for one in found.halo_ages] == [((0, 1), 0), ((0, 2), oldest), ((1, 2), oldest)]
@@ -481,7 +485,7 @@ def test_trials_decide_between_one_rank_and_several():
 
 def test_drawn_batches_are_weighed_against_halos():
     request = asked({}, 3)
-    sampled = request.halos.sampled()
+    sampled = request.facts["halo_exchange"].sampled()
     recipe = msgspec.structs.replace(sampled.recipe, plan=config.Planning(pin=config.Pin(ranks=3)))
     other = decide.decide(request_from_recipe.of_recipe(recipe, lambda: sampled), machines(1, 0)).taken
     steps = -(-sampled.task.items // sampled.global_batch)

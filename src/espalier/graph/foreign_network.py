@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -25,17 +25,24 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from espalier.comm.base import Traffic, traffic
-from espalier.graph import halo
+from espalier.graph import halo, layer_work, partition_folder, pyg
 from espalier.graph.base import Forms, MessageBlock
 from espalier.graph.halo import ForeignRows
-from espalier.graph.subgraphs import MESSAGES, QUANTIZED, forward
+from espalier.graph.network import QUANTIZED, NetworkAdapter
+from espalier.graph.subgraphs import MESSAGES, forward
+from espalier.recipe import Messages as Options
 from espalier.recipe.errors import UserError
+from espalier.recipe.import_function import keep_sources
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from espalier.graph.halo import Halo
     from espalier.graph.partition_folder import Part
+    from espalier.graph.subgraphs import View
+    from espalier.graph.workload import GraphWorkload
+    from espalier.recipe.cost import Work
 
 SAMPLE, NEAR = 48, 3
 """Nodes of the small graph that a network is studied on, and how far its edges lead."""
@@ -365,3 +372,55 @@ def _sample(columns: int, whole: MessageBlock) -> tuple[Tensor, MessageBlock]:
         features=None if whole.features is None else torch.from_numpy(draw.random((count, whole.features.shape[1]))),
     )
     return torch.from_numpy(draw.random((nodes, columns))), made
+
+
+# --- what the workload asks --------------------------------------------------------------------------------------
+
+
+class ForeignAdapter(NetworkAdapter):
+    """Of networks of anybody's code."""
+
+    def build(self, run: GraphWorkload, inputs: int, outputs: int) -> nn.Module:
+        """What `model.build` makes."""
+        assert isinstance(self.recipe.model, Options)
+        return pyg.built(self.recipe.model, inputs, outputs, run.folder)
+
+    def blocks(self, model: Any) -> Sequence[nn.Module]:
+        """The network is one."""
+        return [model]
+
+    def embeddings(self, model: Any) -> Sequence[nn.Parameter]:
+        """The first matrix and the last."""
+        matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
+        return [*matrices[:1], *matrices[-1:]]
+
+    def decisions(self, run: GraphWorkload, said: tuple[str, ...], bits: tuple[str, ...]) -> tuple[str, ...]:
+        """Its bits: what it computes is not known."""
+        return bits
+
+    def work(self, run: GraphWorkload, micro_batch: Any, precision: str) -> Work:
+        """By its parameters."""
+        reach, times = run.batching.reach(), run.batching.times(micro_batch)
+        work = layer_work.foreign_work(run.bare(), reach[0], len(run.task.graph.features[0]), micro_batch, times)
+        return run.rounding.work(work, run.rounding.network, reach[:1], times, precision)
+
+    def freeze(self, run: GraphWorkload, folder: Path) -> None:
+        """Its code."""
+        assert isinstance(self.recipe.model, Options)
+        keep_sources(self.recipe.model.build, folder)
+
+    def crossing(self, run: GraphWorkload) -> ForeignRows:
+        """Found on a small graph."""
+        view = run.whole_task.train
+        if view.graph.partition is None:
+            return study(run.bare(), view.graph.features.shape[1], view.block)
+        return study_part(run.bare(), partition_folder.any_part(view.graph.partition.folder))
+
+    def over_parts(self, model: Any, view: View, part: Part) -> ForeignRows:
+        """Layers ask for fresh rows."""
+        if view.graph.partition is None:
+            rows = study(model, view.graph.features.shape[1], view.block)
+        else:
+            rows = study_part(model, part)
+        equip(model)
+        return rows

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 from espalier.comm.base import Traffic, traffic
 from espalier.graph.base import Aggregate, Forms, GraphAttend, Kept, MessageBlock, Rows, dense
-from espalier.graph.coded_rows import Coding
+from espalier.graph.coded_rows import Coding, RowSize
 from espalier.graph.gnn import Gnn, GraphAttention, Layer
+from espalier.graph.network import quantizers_of
 from espalier.kernels import row_widths
 from espalier.recipe.errors import UserError
 from espalier.sparse.condense import condense
@@ -554,3 +555,9 @@ def step_bytes(network: Gnn | ForeignRows, rows: Array, size: int) -> Array:
     each = [row_bytes(network, at, size) for at in range(depth(network))]
     found: Array = rows.sum(1) * sum(one for one, _ in each) + rows.sum(0) * sum(one for _, one in each)
     return found
+
+
+def crossing_codes(network: Gnn | ForeignRows, at: int, size: int) -> RowSize | None:
+    """See `Quantizers.row_size`; None where a network does not round."""
+    quantizers = quantizers_of(network)
+    return None if quantizers is None or not isinstance(network, Gnn) else quantizers.row_size(network, at, size)

@@ -127,10 +127,6 @@ def _stages(recipe: Recipe, plan: Plan) -> bool:
     return len({stage.layers for stage in plan.stages}) > 1 or plan.unequal
 
 
-def _graph(recipe: Recipe, plan: Plan) -> bool:
-    return recipe.graph is not None
-
-
 def _halo(recipe: Recipe, plan: Plan) -> bool:
     return recipe.graph is not None and recipe.graph.halo is not None and len(plan.trainers) > 1
 
@@ -176,7 +172,8 @@ TABLE: tuple[Choose, ...] = (
     Row("expert_parallel.mechanism", _experts),
     Row("pattern_attention.token_parallel", _halo),
     Row("halo_exchange.halo_parallel", _halo),
-    Row("pattern_attention.reformation", _graph),
+    Row("pattern_attention.reformation", lambda recipe, plan: getattr(recipe.model, "recall", 1) < 1),
+    Row("few_bits.over_ranks", lambda recipe, plan: recipe.quant is not None and _halo(recipe, plan)),
 )
 """Rows that a recipe or a plan asks for."""
 AWAY: tuple[Choose, ...] = (

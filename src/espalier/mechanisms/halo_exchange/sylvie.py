@@ -29,7 +29,6 @@ from espalier.graph.loss_speed import LossSpeed
 from espalier.graph.neighbor_sampler import stream
 from espalier.kernels import quantize_rows as kernels
 from espalier.kernels import row_widths
-from espalier.mechanisms.few_bits.quantization import crossing_codes
 from espalier.recipe import units
 from espalier.recipe.errors import RESUME, Corrupted, UserError
 
@@ -525,7 +524,7 @@ def crossing_bytes(
     at, back = key
     forward, backward = halo.row_bytes(network, at, size)
     count = np.asarray(rows).T if back else np.asarray(rows)
-    if not back and (coded := crossing_codes(network, at, size)) is not None:
+    if not back and (coded := halo.crossing_codes(network, at, size)) is not None:
         return (count + coded.steps * (count > 0)) * coded.bytes + STAMP * (not plain) * (count > 0)
     if plain:
         return count * (backward if back else forward)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from espalier import recipe as config
 from espalier.graph.base import MessageBlock
+from espalier.graph.network import GraphNetwork
 from espalier.kernels.dropout import activated
 from espalier.mechanisms.pattern_attention.attention import attention
 from espalier.mechanisms.pattern_attention.encodings import hops
@@ -160,7 +161,7 @@ def _norm(options: config.GraphTransformer) -> nn.Module:
     return nn.Identity() if options.local else nn.LayerNorm(options.width or 0)
 
 
-class GraphTransformer(nn.Module):
+class GraphTransformer(GraphNetwork):
     """Features [nodes, inputs] to outputs [nodes, outputs], over the tokens of a block.
 
     With `local`, features are averages over neighbours (`encodings.averaged`) and the model begins as a linear map of
@@ -179,6 +180,11 @@ class GraphTransformer(nn.Module):
         self.layers = nn.ModuleList(TransformerLayer(options) for _ in range(options.depth or 0))
         self.norm = _norm(options)
         self.schedule = Schedule(0, options.path)
+
+    def answers(self, features: Tensor, blocks: tuple[MessageBlock, ...]) -> Tensor:
+        """Along the edges of the first block."""
+        rows: Tensor = self(features, blocks[0])
+        return rows[: blocks[-1].targets]
 
     def forward(self, features: Tensor, block: MessageBlock) -> Tensor:
         """[sources of the block, inputs] -> [sources, outputs]; in training attention is full where the block is. Of

@@ -14,13 +14,18 @@ import numpy as np
 import torch
 from torch import nn
 
+from espalier.graph import part_inference
 from espalier.graph.gnn import Gnn, GraphAttention, Isomorphism, Layer, Mean
 from espalier.graph.node_classification import NodeTask
 from espalier.graph.subgraphs import infer
+from espalier.graph.workload import GraphWorkload
 from espalier.kernels.counts import Counts, integer_sums, low_bit
 from espalier.mechanisms.few_bits import quantization
 from espalier.mechanisms.few_bits.packed_run import packed_input
+from espalier.parallel.workload import Workload
 from espalier.recipe.errors import UserError
+from espalier.recipe.units import show_size
+from espalier.train.workload_row import EnergyTables
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,7 +33,6 @@ if TYPE_CHECKING:
     from espalier import recipe as config
     from espalier.graph.base import MessageBlock, Rows
     from espalier.graph.data import Graph
-    from espalier.graph.workload import GraphWorkload
     from espalier_accelerators.simulator import LayerShape, Network, Result
 
 INDEX = 4
@@ -51,7 +55,7 @@ class RowStats(NamedTuple):
 
 def row_stats(workload: GraphWorkload, model: Gnn) -> list[RowStats]:
     """Of each layer, from an inference of all nodes. Raises UserError: another task, or features on disk."""
-    if not isinstance(workload.task, NodeTask) or workload.stored is not None:
+    if not isinstance(workload.task, NodeTask) or workload.recipe.store is not None:
         raise UserError(
             "The energy of this run is not counted.",
             why="it is of networks that predict nodes of a graph in memory",
@@ -229,3 +233,26 @@ def accelerators(workload: GraphWorkload, model: Gnn) -> list[Result]:
         ) from None
     found = network(workload, model)
     return [simulator.simulate(name, found) for name in simulator.DATAFLOWS]
+
+
+def tables(workload: Workload, model: nn.Module) -> EnergyTables:
+    """See `Row.energy`."""
+    assert isinstance(workload, GraphWorkload)
+    if workload.graph.partition is not None:
+        workload = GraphWorkload(workload.recipe, part_inference.whole_graph(workload.graph), workload.folder)
+    counted = parts(workload, model)
+    assert isinstance(model, Gnn)
+    what = f"an inference of all {workload.graph.nodes:,} nodes"
+    try:
+        results = accelerators(workload, model)
+    except UserError as error:
+        return EnergyTables(what, counted, [(error.what, ("why", "what to do"), [(error.why, error.do)])])
+    best = results[0]
+    rows = [
+        (one.name, f"{one.cycles:,.0f}", show_size(one.bytes), f"{one.row_hits:.0%}", f"{1e6 * one.joules:.3g} µJ",
+         f"{one.cycles / best.cycles:.2f}", f"{one.bytes / best.bytes:.2f}", f"{one.joules / best.joules:.2f}")
+        for one in results
+    ]  # fmt: skip
+    columns = ("accelerator", "cycles", "DRAM", "row hits", "energy", "x cycles", "x DRAM", "x energy")
+    title = "Simulated on the trained network; the others in fp32 (espalier_accelerators.simulator)"
+    return EnergyTables(what, counted, [(title, columns, rows)])
