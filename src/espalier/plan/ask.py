@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from espalier.machine.cluster import Cluster
-from espalier.plan import refusals
 from espalier.plan.base import Plan
 from espalier.plan.calibration import DATASHEET, Calibration
 from espalier.plan.request import Request
 from espalier.plan.search import Found
-from espalier.plan.trials import Measured
 from espalier.recipe.errors import UserError
 
-Trials = Callable[[Sequence[Plan]], Measured]
+Trials = Callable[[Sequence[Plan]], Mapping[Any, float]]
 """Seconds of a step of each plan, measured; empty where nothing was."""
 
 
@@ -46,6 +44,7 @@ class PlanDecision:
     Attributes:
         plan: the best, or where `fits` is False the one that lacks the fewest bytes.
         finished: every choice has added what it adds.
+        refuse: why nothing fits, of request, cluster and what the search found; None: the plan fits.
     """
 
     request: Request
@@ -54,6 +53,7 @@ class PlanDecision:
     plan: Plan
     fits: bool = True
     finished: bool = False
+    refuse: Callable[[Request, Cluster, Found], UserError] | None = None
 
     @property
     def taken(self) -> Plan:
@@ -68,4 +68,5 @@ class PlanDecision:
 
     def refusal(self) -> UserError:
         """Why there is nothing to train with."""
-        return refusals.refusal(self.request, self.cluster, self.found)
+        assert self.refuse is not None
+        return self.refuse(self.request, self.cluster, self.found)

@@ -7,6 +7,7 @@ A plan can say unequal pipelines, ring placement, expert maps and unequal shares
 from __future__ import annotations
 
 from collections.abc import Iterable
+from importlib import import_module
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
@@ -480,11 +481,10 @@ def _move_to_choices(table: dict[str, Any]) -> None:
 
 def _states(choices: dict[str, Any]) -> dict[str, Any]:
     """Tables of a plan file as the structs of their systems."""
-    from espalier.plan.choice import TABLE  # which knows of all systems
-
-    if strangers := ", ".join(choices.keys() - TABLE.keys()):
+    known = import_module("espalier.plan.choice").TABLE
+    if strangers := ", ".join(choices.keys() - known.keys()):
         raise msgspec.ValidationError(f"Object contains unknown field `{strangers}` - at `$.choices`")
-    return {name: msgspec.convert(table, TABLE[name].state) for name, table in choices.items()}
+    return {name: msgspec.convert(table, known[name].state) for name, table in choices.items()}
 
 
 def check(plan: Plan, samples: int, origin: str = "plan.json") -> Plan:

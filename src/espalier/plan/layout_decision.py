@@ -151,7 +151,8 @@ def _closest(request: Request, cluster: Cluster, found: Found, calibration: Cali
         raise refusals.refusal(request, cluster, found)
     plan = build_plan.make(request, found, found.closest, calibration)
     lacks = f"{units.show_size(found.closest.over)} of memory per rank"
-    return PlanDecision(request, cluster, found, plan.changed(executable=False, missing=lacks), False)
+    plan = plan.changed(executable=False, missing=lacks)
+    return PlanDecision(request, cluster, found, plan, fits=False, refuse=refusals.refusal)
 
 
 # --- one processor -----------------------------------------------------------------------------------------------
