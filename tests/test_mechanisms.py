@@ -19,7 +19,7 @@ from sums import mechanism as sums
 from watched_sums import mechanism as watched_sums
 
 from espalier.comm import codecs
-from espalier.graph.data import DataSplit, Graph
+from espalier.graph.data.graph import DataSplit, Graph
 from espalier.graph.workload import GraphWorkload
 from espalier.language.workload import open_language
 from espalier.launch.ranks import agent

@@ -11,7 +11,7 @@ import pytest
 from programs import MACHINE, forked, scripted
 
 from espalier.cli import main as cli
-from espalier.graph import import_graph
+from espalier.graph.data import import_graph
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from espalier import recipe as config
-from espalier.graph import graph_plan, halo, part_inference, partition_folder
-from espalier.graph.cutting import Cutting, open_part
-from espalier.graph.data import Graph
-from espalier.graph.gnn import style_of
-from espalier.graph.neighbor_sampler import Style
+from espalier.graph.data.graph import Graph
+from espalier.graph.networks import graph_plan
+from espalier.graph.networks.gnn import style_of
+from espalier.graph.parts import halo, part_inference, partition_folder
+from espalier.graph.parts.cutting import Cutting, open_part
+from espalier.graph.sampling.neighbor_sampler import Style
 from espalier.graph.workload import GraphWorkload
 from espalier.mechanisms.halo_exchange import halo_parallel
 from espalier.mechanisms.halo_exchange.sylvie import Every, Sylvie

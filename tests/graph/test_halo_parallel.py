@@ -13,10 +13,10 @@ import torch
 
 from espalier import recipe as config
 from espalier.checkpoint.save_and_restore import Checkpoints
-from espalier.graph import coded_rows, halo, partition_folder
-from espalier.graph.cutting import Cutting, open_part
-from espalier.graph.data import Graph
-from espalier.graph.neighbor_sampler import Style
+from espalier.graph.data.graph import Graph
+from espalier.graph.parts import coded_rows, halo, partition_folder
+from espalier.graph.parts.cutting import Cutting, open_part
+from espalier.graph.sampling.neighbor_sampler import Style
 from espalier.graph.workload import GraphWorkload
 from espalier.launch.ranks import agent
 from espalier.machine import cluster as clusters_

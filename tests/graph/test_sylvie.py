@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from espalier.comm.base import Traffic
-from espalier.graph import halo
-from espalier.graph.answers import summed_loss
-from espalier.graph.gnn import style_of
-from espalier.graph.halo import Crossing
-from espalier.graph.subgraphs import View
+from espalier.graph.networks.gnn import style_of
+from espalier.graph.parts import halo
+from espalier.graph.parts.halo import Crossing
+from espalier.graph.sampling.subgraphs import View
+from espalier.graph.tasks.answers import summed_loss
 from espalier.kernels import quantize_rows, row_bits, row_widths
 from espalier.mechanisms.halo_exchange import sylvie
 from espalier.mechanisms.halo_exchange.sylvie import Adaptive, ByPeer, Every, Sylvie

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-from espalier.graph.batching import ROWS_CROSS
+from espalier.graph.sampling.batching import ROWS_CROSS
 from espalier.mechanisms.few_bits.quantization import begin_over_ranks, equipped
 from espalier.plan.compose import Claim
 from espalier.train.mechanism import Build, Mechanism

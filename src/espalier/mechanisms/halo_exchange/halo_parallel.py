@@ -22,11 +22,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from espalier.comm.base import Traffic, traffic
-from espalier.graph import foreign_network, halo, partial_sums, partition_folder
-from espalier.graph.batching import OVER_RANKS, HeldRows, OverRanks, all_rows
-from espalier.graph.cutting import Cutting, open_part
-from espalier.graph.gnn import Gnn
-from espalier.graph.subgraphs import SubgraphBatch, forward
+from espalier.graph.networks import foreign_network
+from espalier.graph.networks.gnn import Gnn
+from espalier.graph.parts import halo, partial_sums, partition_folder
+from espalier.graph.parts.cutting import Cutting, open_part
+from espalier.graph.sampling.batching import OVER_RANKS, HeldRows, OverRanks, all_rows
+from espalier.graph.sampling.subgraphs import SubgraphBatch, forward
 from espalier.mechanisms.halo_exchange import sylvie
 from espalier.mechanisms.halo_exchange.sylvie import (
     WHOLE,
@@ -51,9 +52,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from espalier.checkpoint.base import Stateful
-    from espalier.graph.coded_rows import RowSize
-    from espalier.graph.data import Array
-    from espalier.graph.node_classification import NodeTask
+    from espalier.graph.data.graph import Array
+    from espalier.graph.parts.coded_rows import RowSize
+    from espalier.graph.tasks.node_classification import NodeTask
     from espalier.graph.workload import GraphWorkload
     from espalier.plan.base import Exchange, Plan
     from espalier.recipe import HaloOptions, Recipe

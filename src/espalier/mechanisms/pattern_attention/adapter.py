@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from espalier import recipe as config
-from espalier.graph.graph_classification import GraphTask
-from espalier.graph.link_prediction import LinkTask
-from espalier.graph.network import NetworkAdapter
-from espalier.graph.node_classification import NodeTask
+from espalier.graph.networks.network import NetworkAdapter
+from espalier.graph.tasks.graph_classification import GraphTask
+from espalier.graph.tasks.link_prediction import LinkTask
+from espalier.graph.tasks.node_classification import NodeTask
 from espalier.mechanisms.pattern_attention import plan_choice, reformation
 from espalier.mechanisms.pattern_attention.encodings import averaged, encoded
 from espalier.mechanisms.pattern_attention.model import GraphTransformer, tokens_of
@@ -22,9 +22,9 @@ from espalier.track.progress import Stages
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from espalier.graph.data import Graph
-    from espalier.graph.layer_work import Reach
-    from espalier.graph.subgraphs import SubgraphBatch
+    from espalier.graph.data.graph import Graph
+    from espalier.graph.networks.layer_work import Reach
+    from espalier.graph.sampling.subgraphs import SubgraphBatch
     from espalier.graph.workload import GraphWorkload
     from espalier.recipe import Recipe
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from espalier.comm.base import Traffic
-from espalier.graph.batching import OVER_RANKS, HeldRows, OverRanks, all_rows
-from espalier.graph.subgraphs import SubgraphBatch, forward
+from espalier.graph.sampling.batching import OVER_RANKS, HeldRows, OverRanks, all_rows
+from espalier.graph.sampling.subgraphs import SubgraphBatch, forward
 from espalier.mechanisms.pattern_attention.model import GraphTransformer
 from espalier.mechanisms.pattern_attention.over_ranks import TokenExchange
 from espalier.parallel.mesh import REPLICA
@@ -33,7 +33,7 @@ from espalier.train.mechanism import Build, Mechanism
 if TYPE_CHECKING:
     from torch import nn
 
-    from espalier.graph.node_classification import NodeTask
+    from espalier.graph.tasks.node_classification import NodeTask
     from espalier.graph.workload import GraphWorkload
     from espalier.plan.base import Plan
     from espalier.recipe import HaloOptions, Recipe
