@@ -15,6 +15,7 @@ from espalier import recipe as config
 from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.graph.data.graph import Graph
 from espalier.graph.parts import coded_rows, halo, partition_folder
+from espalier.graph.parts import cutting as graph_cutting
 from espalier.graph.parts.cutting import Cutting, open_part
 from espalier.graph.sampling.neighbor_sampler import Style
 from espalier.graph.workload import GraphWorkload
@@ -234,7 +235,7 @@ def hubs() -> Graph:
 @pytest.mark.parametrize("kind", ["gcn", "sage", "gin"])
 def test_sums_cross_around_hubs_and_train_as_one_rank(kind, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(halo_parallel, "PAYS", 1.0)  # in so small a graph METIS leaves little to save
+    monkeypatch.setattr(graph_cutting, "PAYS", 1.0)  # in so small a graph METIS leaves little to save
     graph = hubs()
     alone = train(recipe_of({"kind": kind}), graph)
     recipe = recipe_of({"kind": kind}, {"halo": HALO})
@@ -254,7 +255,7 @@ def test_sums_cross_around_hubs_and_train_as_one_rank(kind, monkeypatch, tmp_pat
 def test_bf16_rows_and_sums_cross_too(options, monkeypatch, tmp_path):
     """To two roundings of bf16. Two bits change losses by a seventh, from the first step on and in fp32 alike."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(halo_parallel, "PAYS", 1.0)
+    monkeypatch.setattr(graph_cutting, "PAYS", 1.0)
     graph, model = hubs(), {"kind": "sage", "depth": 3}
     alone = train(recipe_of(model, precision="fp32"), graph)
     exact, found = (
@@ -565,7 +566,7 @@ def test_a_damaged_part_in_the_cache_is_written_again(tmp_path, monkeypatch):
 def test_fewer_clusters_than_ranks_leave_ranks_without_nodes_and_train_as_one(tmp_path, monkeypatch):
     """As METIS finds them in small graphs, such as eight pairs of nodes in seven parts."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(halo_parallel, "clusters_of", lambda *graph, begin: 2 * (np.arange(60, dtype=np.int32) % 2))
+    monkeypatch.setattr(graph_cutting, "clusters_of", lambda *graph, begin: 2 * (np.arange(60, dtype=np.int32) % 2))
     close(train(recipe_of(graph={"halo": HALO}), made(), (25, 50, 75)), train(recipe_of(), made()), rel=1e-9)
 
 

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from espalier import recipe as config
 
 if TYPE_CHECKING:
-    from espalier.graph.networks.network import NetworkAdapter
-    from espalier.graph.networks.rounding import Rounding
+    from espalier.graph.run import NetworkAdapter, Rounding
     from espalier.graph.sampling.batching import Drawn
     from espalier.recipe import Recipe
 
@@ -77,5 +76,5 @@ def batching(recipe: Recipe) -> type[Drawn]:
 
 def rounding(recipe: Recipe) -> type[Rounding]:
     """What rounds values of the recipe's networks."""
-    found: type[Rounding] = named("graph.networks.rounding:Rounding" if recipe.quant is None else FEW_BITS)
+    found: type[Rounding] = named("graph.run:Rounding" if recipe.quant is None else FEW_BITS)
     return found

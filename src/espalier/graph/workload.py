@@ -20,8 +20,8 @@ from espalier.graph.data import kept_graph, sources
 from espalier.graph.data.graph import Array, Graph, divided, scaled, seen_in_training
 from espalier.graph.networks import graph_plan
 from espalier.graph.networks.layer_work import Reach
-from espalier.graph.networks.network import NetworkAdapter
 from espalier.graph.parts import partition_folder
+from espalier.graph.run import NetworkAdapter, Task
 from espalier.graph.sampling.subgraphs import SubgraphBatch, View
 from espalier.graph.tasks import answers, link_prediction, metrics
 from espalier.graph.tasks.graph_classification import GraphTask
@@ -33,8 +33,6 @@ from espalier.recipe.cost import Anatomy, Cut, Work
 from espalier.recipe.errors import UserError
 from espalier.recipe.graphs import Batches
 from espalier.store.artifacts import Artifact, Table
-
-Task = NodeTask | LinkTask | GraphTask
 
 GLIMPSES = 5
 """Held-out answers shown at the end of a run."""

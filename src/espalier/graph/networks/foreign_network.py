@@ -28,9 +28,10 @@ from espalier.comm.base import Traffic, traffic
 from espalier.graph.data import pyg
 from espalier.graph.networks import layer_work
 from espalier.graph.networks.base import Forms, MessageBlock
-from espalier.graph.networks.network import QUANTIZED, NetworkAdapter
+from espalier.graph.networks.network import QUANTIZED
 from espalier.graph.parts import halo, partition_folder
 from espalier.graph.parts.halo import ForeignRows
+from espalier.graph.run import GraphRun, NetworkAdapter
 from espalier.graph.sampling.subgraphs import MESSAGES, forward
 from espalier.recipe import Messages as Options
 from espalier.recipe.errors import UserError
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from espalier.graph.parts.halo import Halo
     from espalier.graph.parts.partition_folder import Part
     from espalier.graph.sampling.subgraphs import View
-    from espalier.graph.workload import GraphWorkload
     from espalier.recipe.cost import Work
 
 SAMPLE, NEAR = 48, 3
@@ -382,7 +382,7 @@ def _sample(columns: int, whole: MessageBlock) -> tuple[Tensor, MessageBlock]:
 class ForeignAdapter(NetworkAdapter):
     """Of networks of anybody's code."""
 
-    def build(self, run: GraphWorkload, inputs: int, outputs: int) -> nn.Module:
+    def build(self, run: GraphRun, inputs: int, outputs: int) -> nn.Module:
         """What `model.build` makes."""
         assert isinstance(self.recipe.model, Options)
         return pyg.built(self.recipe.model, inputs, outputs, run.folder)
@@ -396,22 +396,22 @@ class ForeignAdapter(NetworkAdapter):
         matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
         return [*matrices[:1], *matrices[-1:]]
 
-    def decisions(self, run: GraphWorkload, said: tuple[str, ...], bits: tuple[str, ...]) -> tuple[str, ...]:
+    def decisions(self, run: GraphRun, said: tuple[str, ...], bits: tuple[str, ...]) -> tuple[str, ...]:
         """Its bits: what it computes is not known."""
         return bits
 
-    def work(self, run: GraphWorkload, micro_batch: Any, precision: str) -> Work:
+    def work(self, run: GraphRun, micro_batch: Any, precision: str) -> Work:
         """By its parameters."""
         reach, times = run.batching.reach(), run.batching.times(micro_batch)
         work = layer_work.foreign_work(run.bare(), reach[0], len(run.task.graph.features[0]), micro_batch, times)
         return run.rounding.work(work, run.rounding.network, reach[:1], times, precision)
 
-    def freeze(self, run: GraphWorkload, folder: Path) -> None:
+    def freeze(self, run: GraphRun, folder: Path) -> None:
         """Its code."""
         assert isinstance(self.recipe.model, Options)
         keep_sources(self.recipe.model.build, folder)
 
-    def crossing(self, run: GraphWorkload) -> ForeignRows:
+    def crossing(self, run: GraphRun) -> ForeignRows:
         """Found on a small graph."""
         view = run.whole_task.train
         if view.graph.partition is None:

@@ -214,10 +214,6 @@ class Gnn(GraphNetwork):
         first = self.layers[0]
         return not self.drops_features and isinstance(first, Layer) and first.aggregated_first(torch.empty(0))
 
-    def answers(self, features: Tensor, blocks: tuple[MessageBlock, ...]) -> Tensor:
-        """See `GraphNetwork.answers`."""
-        return self(features, blocks)
-
     def forward(self, features: Tensor, blocks: Sequence[MessageBlock]) -> Tensor:
         """One block for each layer, the one that reads `features` first."""
         rows: Rows = features

@@ -10,15 +10,15 @@ from torch import nn
 from espalier import recipe as config
 from espalier.graph.networks import graph_plan, layer_work
 from espalier.graph.networks.gnn import Gnn, GraphAttention, Layer, style_of
-from espalier.graph.networks.network import NetworkAdapter, quantizers_of
+from espalier.graph.networks.network import quantizers_of
 from espalier.graph.parts import halo
+from espalier.graph.run import GraphRun, NetworkAdapter
 from espalier.graph.tasks.link_prediction import LinkTask
 
 if TYPE_CHECKING:
     from espalier.graph.networks.base import MessageBlock
     from espalier.graph.parts.partition_folder import Part
     from espalier.graph.sampling.subgraphs import View
-    from espalier.graph.workload import GraphWorkload
     from espalier.recipe import Recipe
     from espalier.recipe.cost import Work
 
@@ -34,7 +34,7 @@ class GnnAdapter(NetworkAdapter):
         self.style = style_of(recipe.model)
         self._format: str | None = None
 
-    def build(self, run: GraphWorkload, inputs: int, outputs: int) -> nn.Module:
+    def build(self, run: GraphRun, inputs: int, outputs: int) -> nn.Module:
         """With the layers of the recipe."""
         return Gnn(self.options, inputs, outputs, run.graph.values and not isinstance(run.task, LinkTask))
 
@@ -42,7 +42,7 @@ class GnnAdapter(NetworkAdapter):
         """Of both layers."""
         return [parameter for at in (0, -1) for parameter in model.layers[at].parameters() if parameter.ndim == 2]
 
-    def decisions(self, run: GraphWorkload, said: tuple[str, ...], bits: tuple[str, ...]) -> tuple[str, ...]:
+    def decisions(self, run: GraphRun, said: tuple[str, ...], bits: tuple[str, ...]) -> tuple[str, ...]:
         """The format of the edges, which is chosen now, and what each layer aggregates."""
         model = run.bare()
         assert isinstance(model, Gnn)
@@ -54,7 +54,7 @@ class GnnAdapter(NetworkAdapter):
             self._format = self._formatted(run, layers)
         return (*said, *bits, self._format, *graph_plan.passes(layers, k, once=model.aggregates_once))
 
-    def _formatted(self, run: GraphWorkload, layers: Sequence[Layer]) -> str:
+    def _formatted(self, run: GraphRun, layers: Sequence[Layer]) -> str:
         if run.graph.partition is not None:
             return f"Format: CSR; each rank reads its part of {run.graph.partition.ranks} alone."
         return self._format_of(run.whole_task.train.block, layers)
@@ -63,7 +63,7 @@ class GnnAdapter(NetworkAdapter):
         assert self.recipe.graph is not None
         return graph_plan.formatted(block, layers, self.recipe.graph.format, self.recipe.train.steps or 0)
 
-    def work(self, run: GraphWorkload, micro_batch: Any, precision: str) -> Work:
+    def work(self, run: GraphRun, micro_batch: Any, precision: str) -> Work:
         """By layer, from what it passes over."""
         batching, rounding = run.batching, run.rounding
         network, reach = rounding.network, batching.own_reach(micro_batch)
@@ -77,7 +77,7 @@ class GnnAdapter(NetworkAdapter):
         """None of GAT, MaxK, dropout of features and quantizers does."""
         return takes_sums(model)
 
-    def crossing(self, run: GraphWorkload) -> Gnn:
+    def crossing(self, run: GraphRun) -> Gnn:
         """The network itself."""
         network = run.rounding.network
         assert isinstance(network, Gnn)

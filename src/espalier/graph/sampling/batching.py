@@ -28,8 +28,8 @@ from espalier.recipe.errors import UserError
 if TYPE_CHECKING:
     from espalier.graph.data.graph import Array
     from espalier.graph.parts.halo import Halo
+    from espalier.graph.run import GraphRun
     from espalier.graph.sampling.subgraphs import SubgraphBatch
-    from espalier.graph.workload import GraphWorkload
     from espalier.recipe.graphs import Batches
     from espalier.store.artifacts import Artifact
 
@@ -48,7 +48,7 @@ class Drawn:
     evaluated: Tensor | None = None
     meters: Mapping[str, Callable[[], Any]] = {}
 
-    def __init__(self, run: GraphWorkload) -> None:
+    def __init__(self, run: GraphRun) -> None:
         options = run.recipe.graph
         assert options is not None
         self.run, self.task = run, run.task
@@ -151,7 +151,7 @@ class Whole(Drawn):
 
     stands = True
 
-    def __init__(self, run: GraphWorkload) -> None:
+    def __init__(self, run: GraphRun) -> None:
         super().__init__(run)
         self._moved: dict[tuple[int, int, int, int | None], list[SubgraphBatch]] = {}
 
@@ -182,12 +182,11 @@ class Whole(Drawn):
         return {"whole_graph": WholeGraph(self.run)}
 
 
-ROWS_CROSS = "rows of the graph cross"
 OVER_RANKS = Claim(
     "halo",
     question="aggregate",
     needs={"a model"},
-    changes={ROWS_CROSS},
+    changes={"rows of the graph cross"},
     forbids={"replicas differ between rounds", "compiles blocks", "a schedule of stages", "a window of layers"},
     instead=("every_step",),
     option="graph.halo",
@@ -267,13 +266,13 @@ class OverRanks(Whole):
 class WholeGraph:
     """A graph that each rank passes over in every step, and that `[graph.halo]` could cut into a part for each."""
 
-    run: GraphWorkload
+    run: GraphRun
 
     def __repr__(self) -> str:
         """All that a plan depends on."""
         return f"WholeGraph({self.run.fingerprint()})"
 
-    def cut(self) -> GraphWorkload | None:
+    def cut(self) -> GraphRun | None:
         """The same in parts; None where cutting it for a plan would take long, or cannot be done."""
         run, options = self.run, self.run.recipe.graph
         assert options is not None
@@ -281,7 +280,7 @@ class WholeGraph:
             return None
         asked = msgspec.structs.replace(options, halo=HaloOptions())
         try:
-            made = type(run)(msgspec.structs.replace(run.recipe, graph=asked), run.graph)
+            made: GraphRun = type(run)(msgspec.structs.replace(run.recipe, graph=asked), run.graph)
             made.halos()
         except UserError:  # a network that cannot be cut
             return None

@@ -59,7 +59,7 @@ from espalier.store.extents import DamagedExtent
 from espalier.track.progress import Waiting
 
 if TYPE_CHECKING:
-    from espalier.graph.workload import GraphWorkload
+    from espalier.graph.run import GraphRun
 
 HELD = 2
 """Steps whose features training holds: the one that it computes, and the next, which was handed over."""
@@ -217,7 +217,7 @@ class RunBatches(Drawn):
 
     task: NodeTask
 
-    def __init__(self, run: GraphWorkload) -> None:
+    def __init__(self, run: GraphRun) -> None:
         super().__init__(run)
         recipe, task = run.recipe, run.whole_task
         assert recipe.store is not None

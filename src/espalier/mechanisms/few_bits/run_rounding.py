@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from espalier.graph.networks.gnn import Gnn
-from espalier.graph.networks.rounding import Rounding
 from espalier.graph.parts import partition_folder
+from espalier.graph.run import GraphRun, Rounding
 from espalier.graph.sampling.subgraphs import infer
 from espalier.graph.tasks import answers
 from espalier.graph.tasks.graph_classification import GraphTask
@@ -27,7 +27,6 @@ from espalier.recipe.cost import VALUE_BYTES, Work
 if TYPE_CHECKING:
     from espalier.graph.networks.layer_work import Reach
     from espalier.graph.sampling.subgraphs import SubgraphBatch
-    from espalier.graph.workload import GraphWorkload
     from espalier.store.artifacts import Artifact
 
 CURVED = 1 << 27
@@ -37,7 +36,7 @@ CURVED = 1 << 27
 class QuantizedRounding(Rounding):
     """Quantizers in the networks of a run."""
 
-    def __init__(self, run: GraphWorkload) -> None:
+    def __init__(self, run: GraphRun) -> None:
         super().__init__(run)
         if isinstance(run.task, NodeTask):
             run.task.every_node = True

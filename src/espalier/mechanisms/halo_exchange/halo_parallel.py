@@ -54,8 +54,8 @@ if TYPE_CHECKING:
     from espalier.checkpoint.base import Stateful
     from espalier.graph.data.graph import Array
     from espalier.graph.parts.coded_rows import RowSize
+    from espalier.graph.run import GraphRun
     from espalier.graph.tasks.node_classification import NodeTask
-    from espalier.graph.workload import GraphWorkload
     from espalier.plan.base import Exchange, Plan
     from espalier.recipe import HaloOptions, Recipe
 
@@ -151,7 +151,7 @@ class HaloParallel(Mechanism):
 
     def wrap(self, context: Build) -> None:
         """Opens this rank's part, which is cut first where it is not there; all ranks do it together."""
-        run, mesh, model = cast("GraphWorkload", context.workload), context.mesh, context.model
+        run, mesh, model = cast("GraphRun", context.workload), context.mesh, context.model
         assert model is not None
         task, group = run.whole_task, mesh.replica
         assert group is not None, "parts are of several ranks"
@@ -401,10 +401,10 @@ class PartBatching(OverRanks):
         sampled = self.halos().sampled
         if sampled is None:
             return None
-        made: GraphWorkload = sampled()
+        made: GraphRun = sampled()
         return Batches(made.whole_task.fanout, made.global_batch, -(-self.task.items // made.global_batch))
 
-    def _sampled(self, layers: int) -> GraphWorkload:
+    def _sampled(self, layers: int) -> GraphRun:
         """The same network on drawn batches of the same graph, which ranks share."""
         recipe, changed = self.run.recipe, msgspec.structs.replace
         few = min(recipe.train.batch_tokens or SAMPLED, self.task.items)

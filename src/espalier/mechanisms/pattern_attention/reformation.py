@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from espalier.checkpoint.base import Stateful
+    from espalier.graph.run import GraphRun, Task
     from espalier.graph.sampling.subgraphs import SubgraphBatch
-    from espalier.graph.workload import GraphWorkload, Task
     from espalier.plan.base import Plan
     from espalier.recipe import Recipe
 
@@ -145,7 +145,7 @@ class Reformation(Mechanism):
 
     def wrap(self, context: Build) -> None:
         """Tells the workload of the tuner, and the tuner of the losses."""
-        run = cast("GraphWorkload", context.workload)
+        run = cast("GraphRun", context.workload)
         run.step_loss, self._group = partial(self.loss, run.task), context.mesh.replica
         context.meters["recall"] = self.adapted
         context.decisions.append(self.decisions)
