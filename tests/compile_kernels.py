@@ -70,7 +70,7 @@ def kept(path: Path) -> Path:
 
     made = f"{sys.version} {importlib.metadata.version('numba')} {binding.get_host_cpu_name()}"
     made += binding.get_host_cpu_features().flatten()
-    name = str(path.relative_to(PACKAGE))
+    name = str(path.relative_to(PACKAGE)) if path.is_relative_to(PACKAGE) else path.name
     texts = [made.encode(), name.encode(), (PACKAGE / "kernels" / "numba_compile.py").read_bytes(), path.read_bytes()]
     return KEPT / hashlib.sha256(b"\0".join(texts)).hexdigest()[:32]
 

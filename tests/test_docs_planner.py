@@ -32,20 +32,20 @@ from espalier.plan.axes.sharding import Division, StateSizes, cost
 from espalier.plan.measurements.table import read
 from espalier.recipe import units
 
-calibrate = importlib.import_module("espalier.plan.calibrate")  # the package has a function of that name
+calibration = importlib.import_module("espalier.plan.calibration")
 PAGE = Path(__file__).parent.parent / "docs" / "planner.md"
 COST_MODEL = PAGE.parent / "measured" / "planner.md"
 MODULES = {
     module.__name__.rpartition(".")[2]: module
     for module in (
-        *(calibrate, memory_model, collective_time, cost_inputs, reference_models, search, step_time),
+        *(calibration, memory_model, collective_time, cost_inputs, reference_models, search, step_time),
         device_model,
         offload,
         precision,
     )
 }
 NAMES = {**MODULES, "cluster": cluster, "request": request, "layouts": layouts}
-IN_FACTORS = {"calibrate.PRIOR", "calibrate.LOWEST"}
+IN_FACTORS = {"calibration.PRIOR", "calibration.LOWEST"}
 """Constants whose values stand in the table of factors."""
 SCALES = {"B": units.size, "s": units.seconds}
 
@@ -119,12 +119,12 @@ def test_the_table_of_factors_is_the_codes() -> None:
     rows = {row[0].replace("`", ""): row for row in table("Calibration")}
     assert list(rows) == list(calibration_factors.CostFactors.__struct_fields__)
     for name, row in rows.items():
-        if name not in calibrate.PRIOR:
+        if name not in calibration.PRIOR:
             assert row[2:] == ["–", "–", "–"], name
             continue
-        most = calibrate.EXPOSED if name == "exposed" else calibrate.RANGE[1]
+        most = calibration.EXPOSED if name == "exposed" else calibration.RANGE[1]
         told = [float(cell) for cell in row[2:]]
-        assert told == [calibrate.PRIOR[name], calibrate.LOWEST.get(name, calibrate.RANGE[0]), most], name
+        assert told == [calibration.PRIOR[name], calibration.LOWEST.get(name, calibration.RANGE[0]), most], name
 
 
 def test_the_example_of_states_is_what_the_code_says() -> None:

@@ -17,7 +17,7 @@ from espalier.language.workload import open_language
 from espalier.launch.ranks import agent
 from espalier.machine import cluster
 from espalier.plan import base as plans
-from espalier.plan.estimate import estimate
+from espalier.plan.layout_estimate import estimate
 from espalier.plan.layouts import Layouts
 from espalier.recipe import defaults, recipe_file
 from espalier.recipe.errors import Interrupted, RunFailed, UserError

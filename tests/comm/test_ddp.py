@@ -14,10 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from espalier.comm import Channel, ddp_hook
+from espalier.comm import Channel, codecs, ddp_hook
 from espalier.comm.ddp import pays
 from espalier.comm.fsdp import compress
-from espalier.mechanisms.codecs import hybrid_compression
 from espalier.recipe.errors import UserError
 from espalier.testing import forks, same
 
@@ -119,7 +118,7 @@ def test_what_cannot_be_is_said_at_once() -> None:
 
 
 def _auto(channel: Channel, margin: float) -> Any:
-    hybrid_compression.MARGIN = margin
+    codecs.MARGIN = margin
     hook = ddp_hook("auto", timeout=10)
     model = DistributedDataParallel(net(), bucket_cap_mb=0.1)
     model.register_comm_hook(None, hook)

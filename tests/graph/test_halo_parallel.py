@@ -16,7 +16,6 @@ from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.graph.data.graph import Graph
 from espalier.graph.parts import coded_rows, halo, partition_folder
 from espalier.graph.parts import cutting as graph_cutting
-from espalier.graph.parts.cutting import Cutting, open_part
 from espalier.graph.sampling.neighbor_sampler import Style
 from espalier.graph.workload import GraphWorkload
 from espalier.launch.ranks import agent
@@ -29,7 +28,6 @@ from espalier.plan import base as plans
 from espalier.plan import decide, trials
 from espalier.plan.ask import Ask
 from espalier.plan.layout_decision import best_layout
-from espalier.recipe import units
 from espalier.recipe.errors import UserError
 from espalier.sparse.partition import clusters
 from espalier.testing import ranks
@@ -51,8 +49,7 @@ def plan_of(recipe, workload, cuts):
 
 
 def train(recipe, graph, cuts=(), folder=None, stop=None, nodes=(), **changes):
-    """The events of rank 0: losses of steps, figures of validations, halo bytes. `nodes`: of the ranks; `changes`: of
-    the plan."""
+    """The events of rank 0. `nodes`: of the ranks; `changes`: of the plan."""
     workload = GraphWorkload(recipe, graph)
     plan = msgspec.structs.replace(plan_of(recipe, workload, cuts), **changes)
     placed = tuple(msgspec.structs.replace(one, node=at) for at, one in zip(nodes, plan.ranks, strict=False))
@@ -328,7 +325,11 @@ def over_machines(options):
     terms = {name: value for name, value in here.predicted.terms.items() if name != "halo"}
     predicted = msgspec.structs.replace(here.predicted, terms=terms, step_seconds=sum(terms.values()))
     bare = msgspec.structs.replace(bare, why=(), predicted=predicted)
-    return request.halos, here, halo_exchange.with_halos(bare, request.halos, machines(3, 1))
+    return (
+        request.facts["halo_exchange"],
+        here,
+        halo_exchange.with_halos(bare, request.facts["halo_exchange"], machines(3, 1)),
+    )
 
 
 def test_the_plan_says_what_crosses_each_link_how_long_it_takes_and_when_one_rank_is_faster():
@@ -355,7 +356,7 @@ def every(halos, bits):
 
 
 def test_links_carry_the_bits_that_they_have_time_for():
-    halos = asked({"bits": "auto"}, 3).halos
+    halos = asked({"bits": "auto"}, 3).facts["halo_exchange"]
 
     def bits(mbit, computing, nodes=(0, 1, 2), synchronize=1):
         known = dataclasses.replace(halos, options=msgspec.structs.replace(halos.options, synchronize=synchronize))
@@ -393,7 +394,7 @@ def test_links_carry_the_bits_that_they_have_time_for():
 
 
 def test_rows_inside_a_machine_are_fresh_where_those_between_machines_are_late():
-    halos = asked({"bits": 1, "synchronize": 4}, 3).halos
+    halos = asked({"bits": 1, "synchronize": 4}, 3).facts["halo_exchange"]
     here = decide.decide(asked({}, 3), machines(1, 0)).taken
     ranks = tuple(msgspec.structs.replace(one, node=at) for at, one in zip((0, 1, 1), here.ranks, strict=True))
 
@@ -428,7 +429,7 @@ def test_rows_over_fast_links_are_fresh_and_over_slow_ones_as_old_as_their_laten
     plan = msgspec.structs.replace(here, ranks=ranks, why=(), predicted=predicted)
     took = {}
     for staleness in (1, 2, 9):
-        halos = asked({"bits": 1, "synchronize": 0, "staleness": staleness}, 3).halos
+        halos = asked({"bits": 1, "synchronize": 0, "staleness": staleness}, 3).facts["halo_exchange"]
         found = halo_exchange.with_halos(plan, halos, known)
         oldest = min(staleness, 2)  # four exchanges of 300 ms each take over one step and under two
         assert [(one.nodes, one.steps) for one in found.halo_ages] == [((0, 1), 0), ((0, 2), oldest), ((1, 2), oldest)]
@@ -482,13 +483,13 @@ def test_trials_decide_between_one_rank_and_several():
 
 def test_drawn_batches_are_weighed_against_halos():
     request = asked({}, 3)
-    sampled = request.halos.sampled()
+    sampled = request.facts["halo_exchange"].sampled()
     recipe = msgspec.structs.replace(sampled.recipe, plan=config.Planning(pin=config.Pin(ranks=3)))
     other = decide.decide(request_from_recipe.of_recipe(recipe, lambda: sampled), machines(1, 0)).taken
     steps = -(-sampled.task.items // sampled.global_batch)
     (said,) = (one for one in decide.decide(request, machines(1, 0)).taken.why if "drawn batches" in one)
     assert "graph.fanout=[10, 10, 10] train.batch_tokens=300" in said
-    assert f"{steps} step in {units.show_seconds(steps * other.predicted.step_seconds)} on 3 ranks" in said
+    assert f"{steps} step in {config.units.show_seconds(steps * other.predicted.step_seconds)} on 3 ranks" in said
 
 
 def test_bits_by_degree_are_a_rule_of_the_plan_and_what_it_says_is_sent():
@@ -539,7 +540,7 @@ def test_what_adapts_follows_from_the_losses_in_the_log_also_after_a_stop(tmp_pa
 
 def test_parts_follow_the_shares_of_unequal_devices():
     graph = made(nodes=400, edges=1600)
-    sizes = np.bincount(Cutting(graph, Style(True, "symmetric")).parts([1, 2, 5]), minlength=3)
+    sizes = np.bincount(graph_cutting.Cutting(graph, Style(True, "symmetric")).parts([1, 2, 5]), minlength=3)
     np.testing.assert_allclose(sizes, [50, 100, 250], rtol=0.07, atol=1)
     with pytest.raises(UserError, match="shares"):
         clusters(graph.indptr, graph.indices, 3, [1, 2])
@@ -548,10 +549,10 @@ def test_parts_follow_the_shares_of_unequal_devices():
 def test_a_damaged_part_in_the_cache_is_written_again(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     graph = made()
-    cutting = Cutting(graph, Style(True, "symmetric"))
+    cutting = graph_cutting.Cutting(graph, Style(True, "symmetric"))
 
     def opened(channel):
-        part = open_part(cutting, [1, 1], channel, writes=channel.rank() == 0)
+        part = graph_cutting.open_part(cutting, [1, 1], channel, writes=channel.rank() == 0)
         return part.halo.owned
 
     first = ranks(2, opened)
@@ -574,7 +575,7 @@ def test_more_ranks_than_nodes_are_refused():
     with pytest.raises(UserError, match=r"plan.pin.ranks = 500 is more than the \d+ training nodes of the graph"):
         decide.decide(asked({}, 500), machines(1, 0))
     with pytest.raises(UserError, match="60 nodes for 61 ranks"):
-        Cutting(made(), Style(True, "symmetric")).parts([1] * 61)
+        graph_cutting.Cutting(made(), Style(True, "symmetric")).parts([1] * 61)
 
 
 @pytest.mark.parametrize(

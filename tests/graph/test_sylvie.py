@@ -267,11 +267,9 @@ def test_bytes_of_few_bits_are_those_of_the_formula(bits, by_degree):
     planned = sylvie.step_bytes(network, cut.rows, HaloOptions(bits=bits, by_degree=by_degree)).sum(1)
     for (sent, expected, shares, own), plan in zip(found, planned, strict=True):
         assert plan == expected
-        once = sum(own.leaving(halo.Crossing(0, False))) if by_degree else 0  # shares of degrees, once
-        assert sent == [expected + once] + [expected] * (STEPS - 1)
-        for one, part in zip(
-            torch.tensor(shares[0]).split(own.leaving(halo.Crossing(0, False))), own.sends, strict=True
-        ):
+        leaving = own.leaving(halo.Crossing(0, False))
+        assert sent == [expected + by_degree * sum(leaving)] + [expected] * (STEPS - 1)  # shares of degrees, once
+        for one, part in zip(torch.tensor(shares[0]).split(leaving), own.sends, strict=True):
             order = own.indptr.diff()[part]
             assert (torch.sort(one).indices == torch.argsort(order, stable=True)).all() or not len(one)
 

@@ -199,7 +199,7 @@ class World:
 
     def _traced(self, actor: Actor, frame: Any) -> Any:
         file = Path(frame.f_code.co_filename)
-        if file.parent.name != "launch" or file.name not in LINES:
+        if file.parent.parent.name != "launch" or file.name not in LINES:
             return None
 
         def line(frame: Any, event: str, argument: Any) -> Any:

@@ -258,6 +258,7 @@ def lines_of(hosts: int, killed: int, stays: str) -> list[int]:
     traced = Hosts(world_of(hosts, bool(stays), Fault(5, 1, "kill")), hosts, stays).run(killed, at=10**9)
     first = {line: number for number, line in reversed(list(enumerate(traced.lines)))}
     last = {line: number for number, line in enumerate(traced.lines)}
+    assert traced.lines
     return sorted({*first.values(), *last.values()})
 
 

@@ -9,7 +9,7 @@ import pytest
 from espalier.machine import cluster as clusters
 from espalier.plan import search
 from espalier.plan.ask import PlanDecision
-from espalier.plan.calibrate import DATASHEET, Calibration
+from espalier.plan.calibration import DATASHEET, Calibration
 from espalier.plan.calibration_factors import CostFactors
 from espalier.plan.decide import decide
 from espalier.plan.request import Request

@@ -8,7 +8,7 @@ from espalier.machine import cluster as clusters
 from espalier.mechanisms.unequal_pipelines import choice, unequal
 from espalier.plan import base as plans
 from espalier.plan import replan
-from espalier.plan.calibrate import DATASHEET
+from espalier.plan.calibration import DATASHEET
 from espalier.plan.decide import decide
 from espalier.plan.measured_cluster import Speeds
 from espalier.recipe.errors import UserError

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from espalier.comm import Channel, compressed_collectives, wire_format
+from espalier.comm import Channel, compressed_collectives, sparse_blocks, wire_format
 from espalier.comm.codecs import codec
 from espalier.machine.cluster import Cluster, loads
 from espalier.mechanisms.codecs import choice as codecs
@@ -119,7 +119,7 @@ def test_the_formula_is_the_codecs() -> None:
         assert wire is not None
         blocks = int(nn.functional.pad(rows, (0, -60_000 % 64)).view(-1, 64).any(1).sum())
         assert len(wire) == sparse.sent_bytes(60_000, blocks, int(rows.sum()))
-        assert values.nbytes / len(wire) == pytest.approx(sparse.ratio(share, run), rel=0.1)
+        assert values.nbytes / len(wire) == pytest.approx(sparse_blocks.ratio(share, run), rel=0.1)
 
 
 # --- as the planner sees it --------------------------------------------------------------------------------------

@@ -213,7 +213,9 @@ OPENS = {
     "GGUFReader", "memmap", "GzipFile", "read_json",
 }  # fmt: skip
 """Functions that open a file for reading."""
-ROOMS = ("language", "graph", "radiance", "evaluate", "cluster", "config")
+GRAPH_MECHANISMS = ("disk_batches", "few_bits", "halo_exchange", "pattern_attention")
+ROOMS = ("language", "graph", "radiance", "evaluate", "machine/cluster", "recipe")
+ROOMS += tuple(f"mechanisms/{name}" for name in GRAPH_MECHANISMS)
 ELSEWHERE: Mapping[str, str] = {
     "language/tokenizer_files.py": "tests/cases/test_weights.py",
     "language/gguf_file.py": "tests/cases/test_weights.py",
@@ -227,6 +229,12 @@ ELSEWHERE: Mapping[str, str] = {
 OWN: Mapping[str, str] = {
     "machine/cluster/catalogue.py": "the catalogue of devices, in the package",
     "evaluate/checkpoint_watcher.py": "pipes",
+    "mechanisms/few_bits/mega/package_file.py": "packages, whose every byte has a checksum",
+    "recipe/cache_dir.py": "the cache's own notes",
+    "recipe/data_hash.py": "bytes, for their hash alone",
+    "recipe/foreign_files.py": "the edge itself",
+    "recipe/import_function.py": "Python files that a recipe names",
+    "recipe/records.py": "the records of the package",
     "evaluate/eval_history.py": "the run log",
     "graph/data/condensed_file.py": "the layers of a run on disk",
     "mechanisms/disk_batches/inference.py": "the layers of a run on disk",

@@ -6,7 +6,7 @@ WAITING = """Thread 0x0000000000000001 (most recent call first):
 Current thread 0x0000000000000002 (most recent call first):
   File "/x/espalier/comm/work.py", line 40 in wait
   File "/x/espalier/trainer.py", line 40 in train_step
-  File "/x/espalier/launch/rank_process.py", line 10 in _live
+  File "/x/espalier/launch/ranks/rank_process.py", line 10 in _live
 """
 OWN = """Thread 0x0000000000000001 (most recent call first):
   File "/x/espalier/comm/flight_recorder.py", line 80 in _run
@@ -14,7 +14,7 @@ OWN = """Thread 0x0000000000000001 (most recent call first):
 Current thread 0x0000000000000002 (most recent call first):
   File "/y/mine.py", line 7 in loss
   File "/x/espalier/trainer.py", line 40 in train_step
-  File "/x/espalier/launch/rank_process.py", line 10 in _live
+  File "/x/espalier/launch/ranks/rank_process.py", line 10 in _live
 """
 
 

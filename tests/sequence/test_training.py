@@ -20,7 +20,7 @@ from espalier.machine import cluster
 from espalier.parallel.workload import Shard
 from espalier.plan import base as plans
 from espalier.plan.axes.sequence import SequenceGrid, SequenceLoad, cost
-from espalier.plan.estimate import estimate
+from espalier.plan.layout_estimate import estimate
 from espalier.plan.layouts import Layouts
 from espalier.recipe import defaults, recipe_file
 from espalier.recipe.errors import Interrupted, UserError

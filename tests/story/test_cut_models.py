@@ -21,7 +21,7 @@ SMALL = {
     ],
 }
 COMMON = [
-    f"data.path={EXAMPLES.parent / 'src' / 'espalier' / 'stages'}",
+    f"data.path={EXAMPLES.parent / 'src' / 'espalier' / 'mechanisms' / 'pipeline'}",
     "plan.cluster=machine.toml",
     "plan.trial=false",
     "train.optimizer.kind=adamw",

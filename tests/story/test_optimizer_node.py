@@ -56,7 +56,7 @@ def check_what_is_told(run: Path, predicted: dict[str, Any]) -> None:
 
 def test_one_command_trains_on_a_node_and_goes_on_where_it_stood(tmp_path: Path) -> None:
     recipe = str(EXAMPLES / "luwu.toml")
-    data = f"data.path={EXAMPLES.parent / 'src' / 'espalier' / 'shard' / 'luwu'}"
+    data = f"data.path={EXAMPLES.parent / 'src' / 'espalier' / 'mechanisms' / 'optimizer_node'}"
     (tmp_path / "machine.toml").write_text(programs.MACHINE + DISK)
     more = [*SMALL, data]
     for name, steps, kind in (("node", 3, ""), ("node", 6, ""), ("plain", 6, "none")):
@@ -77,7 +77,7 @@ def test_one_command_trains_on_a_node_and_goes_on_where_it_stood(tmp_path: Path)
 
 def test_workers_take_steps_of_their_own_by_one_option(tmp_path: Path) -> None:
     recipe = str(EXAMPLES / "luwu.toml")
-    data = f"data.path={EXAMPLES.parent / 'src' / 'espalier' / 'shard' / 'luwu'}"
+    data = f"data.path={EXAMPLES.parent / 'src' / 'espalier' / 'mechanisms' / 'optimizer_node'}"
     (tmp_path / "machine.toml").write_text(programs.MACHINE + DISK)
     rounds = [*SMALL, data, "sync.kind=diloco", "sync.steps=3", "--run", "rounds"]
     for steps in (3, 5):
@@ -99,7 +99,7 @@ def test_workers_take_steps_of_their_own_by_one_option(tmp_path: Path) -> None:
 def test_a_folder_for_the_node_that_holds_another_runs_state_or_cannot_be_written_is_refused_by_name(
     tmp_path: Path,
 ) -> None:
-    data = f"data.path={EXAMPLES.parent / 'src' / 'espalier' / 'shard' / 'luwu'}"
+    data = f"data.path={EXAMPLES.parent / 'src' / 'espalier' / 'mechanisms' / 'optimizer_node'}"
     (tmp_path / "machine.toml").write_text(programs.MACHINE + DISK)
     command = ["train", str(EXAMPLES / "luwu.toml"), *SMALL, data, "train.steps=1"]
     ended = programs.forked(tmp_path, *command, "--run", "first")
@@ -140,7 +140,7 @@ def test_where_a_node_is_killed_it_or_its_standby_goes_on_within_the_run_and_no_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe, marker = str(EXAMPLES / "luwu.toml"), tmp_path / "killed"
-    data = f"data.path={EXAMPLES.parent / 'src' / 'espalier' / 'shard' / 'luwu'}"
+    data = f"data.path={EXAMPLES.parent / 'src' / 'espalier' / 'mechanisms' / 'optimizer_node'}"
     (tmp_path / "machine.toml").write_text(programs.MACHINE + DISK)
     more = [*SMALL, data, "train.steps=6", "faults.heartbeat=0.2s"]
     marker.touch()
@@ -172,7 +172,7 @@ def test_where_a_node_is_killed_and_started_again_its_workers_stay_and_no_bit_ch
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
     recipe, marker = str(EXAMPLES / "luwu.toml"), tmp_path / "killed"
-    data = f"data.path={EXAMPLES.parent / 'src' / 'espalier' / 'shard' / 'luwu'}"
+    data = f"data.path={EXAMPLES.parent / 'src' / 'espalier' / 'mechanisms' / 'optimizer_node'}"
     (tmp_path / "machine.toml").write_text(programs.MACHINE + DISK)
     kill_node(monkeypatch, step, marker)
     for name in ("struck", "whole"):  # it is killed once
@@ -188,7 +188,7 @@ def test_where_a_node_is_killed_and_started_again_its_workers_stay_and_no_bit_ch
 @pytest.mark.parametrize("launcher", ["torchrun", "srun"])
 def test_ranks_that_another_launcher_started_are_told_that_no_node_serves_them(tmp_path: Path, launcher: str) -> None:
     (tmp_path / "machine.toml").write_text(programs.MACHINE + DISK)
-    data = f"data.path={EXAMPLES.parent / 'src' / 'espalier' / 'shard' / 'luwu'}"
+    data = f"data.path={EXAMPLES.parent / 'src' / 'espalier' / 'mechanisms' / 'optimizer_node'}"
 
     def run() -> int:
         if launcher == "srun":

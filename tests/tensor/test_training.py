@@ -20,7 +20,7 @@ from espalier.launch.ranks import agent
 from espalier.machine import cluster
 from espalier.parallel.tensor_roles import check, found
 from espalier.plan import base as plans
-from espalier.plan.estimate import estimate
+from espalier.plan.layout_estimate import estimate
 from espalier.plan.layouts import Layouts
 from espalier.recipe import Recipe, defaults, recipe_file
 from espalier.recipe.errors import Interrupted, UserError

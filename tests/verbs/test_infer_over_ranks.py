@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from tests.story.programs import MACHINE, forked, launched
 
-from espalier.cli import load_run
 from espalier.cli import main as cli
-from espalier.cli.run_data import DataChoice
+from espalier.cli import run_open
+from espalier.cli.run_open import DataChoice
 from espalier.graph.networks import gnn_adapter
 from espalier.graph.parts import partition_folder
 from espalier.graph.parts.cutting import Cutting
@@ -121,7 +121,7 @@ def test_each_rank_reads_its_own_part_and_a_part_that_is_elsewhere_is_named(
     answers = told(forked(home, "predict", "runs/parts", "--json"))
     assert sorted(log.read_text().split()) == [f"part-{rank}.safetensors" for rank in range(3)]
     monkeypatch.chdir(home)
-    alone = load_run.trained("runs/parts", data=DataChoice(predicts=True))
+    alone = run_open.trained("runs/parts", data=DataChoice(predicts=True))
     same(answers, {"answers": cast("Any", alone.workload).task.answers(alone.model, range(NODES))})
     (parts / "part-1.safetensors").rename(parts / "away")
     done = forked(home, "eval", "runs/parts")
@@ -132,7 +132,7 @@ def test_each_rank_reads_its_own_part_and_a_part_that_is_elsewhere_is_named(
     whole = (parts / partition_folder.NODES).read_bytes()
     (parts / partition_folder.NODES).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     with pytest.raises(UserError, match=r"(?s)is damaged.*its checksum does not match.*--data PATH.*copy it anew"):
-        load_run.trained("runs/parts", data=DataChoice(predicts=True))
+        run_open.trained("runs/parts", data=DataChoice(predicts=True))
     (parts / partition_folder.NODES).write_bytes(whole)
 
 
@@ -151,7 +151,7 @@ def test_few_bits_on_parts_predict_alone_over_ranks_and_from_what_was_packed(hom
     same(told(forked(home, "predict", "runs/few/export-packed", "--json")), answers)
     counted = told(forked(home, "explain", "runs/few", "--energy", "--json"))
     assert all(one["joules"] > 0 for one in counted["parts"] if "aggregation" in one["part"])
-    model = load_run.trained(home / "runs" / "few").model
+    model = run_open.trained(home / "runs" / "few").model
     assert len(list(model.named_parameters())) > 0
 
 

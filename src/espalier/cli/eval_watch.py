@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-from espalier.cli import load_run as opened
 from espalier.cli import prepare
-from espalier.cli.run_data import DataChoice
+from espalier.cli import run_open as opened
+from espalier.cli.run_open import DataChoice
 from espalier.evaluate import low_priority
 from espalier.evaluate.checkpoint_watcher import CheckpointWatcher, Update
 from espalier.evaluate.lm_eval_harness import HarnessTask
@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints each task's figures as they come; 1 when a task or a checkpoint failed."""
     count = _workers(arguments.workers)
     folder = runs.find(arguments.run)
-    recipe = opened.located_here(folder, arguments.trust).said()
+    recipe = opened.located_here(folder, arguments.trust).announced()
     workload = open_workload(folder, recipe, arguments.trust)
     found = tasks(workload, workload_registry.row(recipe), arguments.task, arguments.run)
     saved = phases.checkpoints(recipe, folder)

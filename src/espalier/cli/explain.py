@@ -44,8 +44,7 @@ def _energy(arguments: argparse.Namespace) -> int:
     """Of each run."""
     if not arguments.names:
         raise UserError("--energy is of a run.", do="espalier explain runs/NAME --energy")
-    from espalier.cli.load_run import open_trained
-    from espalier.cli.run_data import DataChoice
+    from espalier.cli.run_open import DataChoice, open_trained
     from espalier.kernels import counts
     from espalier.train import workload_registry
 

@@ -14,9 +14,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from espalier.cli import load_run, train
-from espalier.cli.load_run import Trained
-from espalier.cli.run_data import DataChoice
+from espalier.cli import run_open, train
+from espalier.cli.run_open import DataChoice, Trained
 from espalier.kernels import accelerator
 from espalier.launch.launchers import detect_launcher
 from espalier.launch.ranks import agent, rank_assignment
@@ -34,25 +33,25 @@ PARTS = "rows of the graph cross"
 
 
 def open_trained(path: str | Path, trust: bool, data: DataChoice) -> Trained:
-    """As `load_run.open_trained`; where ranks have parts of a graph, its answers are theirs. Raises SystemExit on ranks
-    of a launcher that leave the answer to the first. Raises UserError as `load_run.trained`, and for parts that are
+    """As `run_open.open_trained`; where ranks have parts of a graph, its answers are theirs. Raises SystemExit on ranks
+    of a launcher that leave the answer to the first. Raises UserError as `run_open.trained`, and for parts that are
     not on the machine of their rank."""
     folder = runs.find(path)
     plan = plans.read(folder.plan) if folder.plan.exists() else None
     recipe = folder.read()
     if plan is None or len(plan.trainers) != len(plan.ranks) or recipe.graph is None or recipe.graph.inductive:
-        return load_run.open_trained(path, trust, data)
+        return run_open.open_trained(path, trust, data)
     if not _parts(recipe, plan):
-        return load_run.open_trained(path, trust, data)
+        return run_open.open_trained(path, trust, data)
     torch.set_num_threads(1)  # ranks are forked from here
     here = detect_launcher.place()
-    found = load_run.trained(path, trust, data, torch.device("cpu"))
+    found = run_open.trained(path, trust, data, torch.device("cpu"))
     workload = cast("Any", found.workload)
     known = workload.graph.partition
     wanted = len(plan.ranks) if known is None else known.ranks
     if here is None or here.world == 1:
         if wanted == 1 or workload.graph.nodes < wanted or 0 < accelerator.count() < wanted:
-            return load_run.open_trained(path, trust, data)
+            return run_open.open_trained(path, trust, data)
         asked = over(plan, [0] * wanted, workload.global_batch)
         logits = agent.run(lambda place: _first(found, asked, place), launch.places(asked))[0]
     else:

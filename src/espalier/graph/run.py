@@ -55,6 +55,9 @@ class GraphRun(Protocol):
     def whole_task(self) -> NodeTask:
         """The task of a run that passes over the whole graph for its nodes."""
 
+    def like(self, recipe: Recipe) -> GraphRun:
+        """Of another recipe, on the same graph."""
+
     def bare(self) -> nn.Module:
         """The network with plain aggregation, seeded, on the CPU."""
 
@@ -121,7 +124,9 @@ class NetworkAdapter(Protocol):
         width: columns between layers; None: not known.
     """
 
-    style = Style(loops=False, scale="none")
+    recipe: Recipe
+    depth: int
+    style: Style = Style(loops=False, scale="none")
     width: int | None = None
 
     def __init__(self, recipe: Recipe) -> None:

@@ -80,6 +80,10 @@ class GraphWorkload(Plain):
         self.step_loss: Callable[[nn.Module, SubgraphBatch], tuple[Tensor, Tensor]] = self._step_loss
         """Of a batch; a mechanism may have another."""
 
+    def like(self, recipe: Recipe) -> GraphWorkload:
+        """Of another recipe, on the same graph."""
+        return GraphWorkload(recipe, self.graph)
+
     # --- the model -----------------------------------------------------------------------------------------------
 
     def build(self, device: torch.device, dtype: torch.dtype) -> nn.Module:

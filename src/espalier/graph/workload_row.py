@@ -128,7 +128,7 @@ def _profile(recipe: Recipe, opened: Callable[[], Workload]) -> Profile:
     workload = opened()
     assert isinstance(workload, GraphWorkload)
     model = profile(workload, workload.anatomy, workload.decisions())
-    return replace(model, loaded=LIBRARIES, **workload.batching.facts())
+    return replace(model, loaded=LIBRARIES, facts=workload.batching.facts())
 
 
 def _cut(workload: Workload, shares: Sequence[int], folder: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from espalier.machine.cluster import Cluster
 from espalier.plan import refusals
 from espalier.plan.base import Plan
-from espalier.plan.calibrate import DATASHEET, Calibration
+from espalier.plan.calibration import DATASHEET, Calibration
 from espalier.plan.request import Request
 from espalier.plan.search import Found
 from espalier.plan.trials import Measured

@@ -9,9 +9,9 @@ from espalier.plan import choice, collective_time, device_model, explain
 from espalier.plan.axes.experts import placed
 from espalier.plan.axes.offload import NODE
 from espalier.plan.base import Exchange, Plan, Predicted, Rank, Stage, Unit
-from espalier.plan.calibrate import DATASHEET, Calibration, own_stack
+from espalier.plan.calibration import DATASHEET, Calibration, own_stack
 from espalier.plan.collective_time import seats
-from espalier.plan.estimate import Shares, estimate
+from espalier.plan.layout_estimate import Shares, estimate
 from espalier.plan.layouts import stage_layers
 from espalier.plan.request import Request, exchanges
 from espalier.plan.search import Found, Option

@@ -61,6 +61,10 @@ class PlanChoice(Protocol):
         """The request with what layouts are to be priced with, and why, in sentences."""
         return ask.request, ()
 
+    def divided(self, request: Request) -> str:
+        """What ranks divide among them instead of samples, in words; empty: nothing."""
+        return ""
+
     def alone(self, ask: Ask) -> PlanDecision | None:
         """The decision, where it is made otherwise than by a search for this very request."""
         return None
@@ -129,8 +133,8 @@ class ChoiceRow:
 TABLE: dict[str, ChoiceRow] = {
     "task_waves": ChoiceRow(
         "mechanisms.task_waves.choice",
-        lambda request, cluster: request.parts,
-        lambda plan, request: plan.waves or (request is not None and request.parts),
+        lambda request, cluster: "task_waves" in request.facts,
+        lambda plan, request: plan.waves or (request is not None and "task_waves" in request.facts),
     ),
     "precision": ChoiceRow(
         "plan.precision_choice",
@@ -164,11 +168,11 @@ TABLE: dict[str, ChoiceRow] = {
     ),
     "disk_batches": ChoiceRow(
         "mechanisms.disk_batches.choice",
-        lambda request, cluster: request.stored is not None,
+        lambda request, cluster: "disk_batches" in request.facts,
     ),
     "halo_exchange": ChoiceRow(
         "mechanisms.halo_exchange.choice",
-        lambda request, cluster: request.halos is not None or request.whole_graph is not None,
+        lambda request, cluster: "halo_exchange" in request.facts,
     ),
     "pattern_attention": ChoiceRow(
         "mechanisms.pattern_attention.choice",

@@ -11,7 +11,7 @@ from dataclasses import replace
 from espalier.machine.cluster import Cluster
 from espalier.plan import checkpoint_cost, choice, plan_summary
 from espalier.plan.ask import Ask, PlanDecision, Trials
-from espalier.plan.calibrate import DATASHEET, Calibration
+from espalier.plan.calibration import DATASHEET, Calibration
 from espalier.plan.layout_decision import best_layout
 from espalier.plan.request import Request
 

@@ -16,7 +16,7 @@ from espalier.machine.cluster import Cluster
 from espalier.plan import base as plans
 from espalier.plan import executable
 from espalier.plan.base import Plan
-from espalier.plan.calibrate import Calibration
+from espalier.plan.calibration import Calibration
 from espalier.plan.request import AUTO, Request
 from espalier.recipe.cache_dir import cache_folder, hashed, write_atomic
 from espalier.recipe.cost import WHOLE

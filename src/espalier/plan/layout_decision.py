@@ -14,9 +14,9 @@ from espalier.machine.cluster import Cluster
 from espalier.plan import build_plan, choice, explain, memory_model, pins, refusals, search, trials
 from espalier.plan.ask import Ask, PlanDecision, Trials
 from espalier.plan.base import RESIDENT, Plan
-from espalier.plan.calibrate import Calibration
+from espalier.plan.calibration import Calibration
 from espalier.plan.collective_time import gpus
-from espalier.plan.estimate import scaled
+from espalier.plan.layout_estimate import scaled
 from espalier.plan.layouts import view
 from espalier.plan.request import Request
 from espalier.plan.search import Found, Option

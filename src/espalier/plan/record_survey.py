@@ -8,7 +8,7 @@ RECORD = Record(
     aliases=("training-systems survey", "estimate", "checklist"),
     paper="Duan et al., 2024, arXiv 2407.20018",
     files=(
-        "plan/estimate.py",
+        "plan/layout_estimate.py",
         "plan/step_time.py",
         "plan/memory_model.py",
         "plan/collective_time.py",

@@ -17,8 +17,8 @@ from espalier.plan.axes import offload
 from espalier.plan.base import RESIDENT
 from espalier.plan.collective_time import gpus, seats
 from espalier.plan.cost_inputs import CostInputs
-from espalier.plan.estimate import estimate, samples_each
 from espalier.plan.explain import label
+from espalier.plan.layout_estimate import estimate, samples_each
 from espalier.plan.layouts import Layouts
 from espalier.plan.request import Request
 from espalier.plan.search import Found, Option

@@ -19,10 +19,10 @@ from espalier.machine.cluster import Cluster
 from espalier.plan import base as plans
 from espalier.plan import choice, collective_time
 from espalier.plan.base import Plan
-from espalier.plan.calibrate import Calibration
+from espalier.plan.calibration import Calibration
 from espalier.plan.compose import Claim
 from espalier.plan.decide import decide
-from espalier.plan.estimate import Shares, price
+from espalier.plan.layout_estimate import Shares, price
 from espalier.plan.layouts import of_view
 from espalier.plan.measured_cluster import Speeds, equalised, measured
 from espalier.plan.request import Request

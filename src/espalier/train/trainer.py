@@ -9,14 +9,13 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from espalier import comm
 from espalier.checkpoint import save_and_restore as checkpoints
-from espalier.checkpoint.all_names import OwnNames
 from espalier.checkpoint.in_memory import Memory, take_up
 from espalier.checkpoint.save_interval import Pace
 from espalier.comm.base import Meter, Traffic, traffic
@@ -28,13 +27,15 @@ from espalier.parallel.agreement import Agreed
 from espalier.parallel.mesh import REPLICA, ProcessMesh
 from espalier.parallel.workload import Shard, to_device
 from espalier.recipe.errors import Anomaly, EspalierError, Interrupted, PeerLost, UserError
-from espalier.store.artifacts import Artifact
 from espalier.train.build import build
 from espalier.train.mechanism import Choose
 from espalier.train.rank_setup import RankSetup
 from espalier.train.rollback import Healing, numbered
 from espalier.train.signal_handling import handling
 from espalier.train.table import TABLE, ordered
+
+if TYPE_CHECKING:
+    from espalier.store.artifacts import Artifact
 
 _Result = TypeVar("_Result")
 
@@ -274,6 +275,8 @@ class Trainer:
             most = most if most is None else max(most, self.workload.phases()[0].start)
             parts = self.parts()
             if self.setting.recipe.tasks:  # some may have come since, and others gone
+                from espalier.checkpoint.all_names import OwnNames
+
                 parts = {name: OwnNames(part) for name, part in parts.items()}
             loaded, self.source = take_up(self.memory, saved, parts, most)
         if loaded is not None:

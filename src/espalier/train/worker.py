@@ -35,7 +35,6 @@ from espalier.machine import malloc_trim, network_interface
 from espalier.machine.peak_memory import peak_memory
 from espalier.parallel.workload import to_device
 from espalier.plan import checkpoint_cost
-from espalier.plan.oom_advice import exhausted, is_exhausted
 from espalier.recipe import units
 from espalier.recipe.errors import UserError
 from espalier.track import events
@@ -136,6 +135,8 @@ def as_trainer(setting: RankSetup, channel: dist.ProcessGroup | None) -> dict[st
         with contextlib.closing(trainer.built):
             return live(trainer)
     except Exception as error:
+        from espalier.plan.oom_advice import exhausted, is_exhausted
+
         if not is_exhausted(error):
             raise
         raise exhausted(setting.plan, setting.place.rank, measured(trainer, setting)) from error

@@ -127,7 +127,7 @@ class Drawn:
         return self.reach()
 
     def facts(self) -> Mapping[str, Any]:
-        """Fields of the `ModelCosts` that this way adds."""
+        """What single systems are to know of this way: see `ModelCosts.facts`."""
         return {}
 
     def halos(self) -> Any:
@@ -179,7 +179,7 @@ class Whole(Drawn):
 
     def facts(self) -> Mapping[str, Any]:
         """`[graph.halo]` could cut it."""
-        return {"whole_graph": WholeGraph(self.run)}
+        return {"halo_exchange": WholeGraph(self.run)}
 
 
 OVER_RANKS = Claim(
@@ -259,7 +259,7 @@ class OverRanks(Whole):
 
     def facts(self) -> Mapping[str, Any]:
         """Rows cross."""
-        return {"halos": self.halos()}
+        return {"halo_exchange": self.halos()}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -280,7 +280,7 @@ class WholeGraph:
             return None
         asked = msgspec.structs.replace(options, halo=HaloOptions())
         try:
-            made: GraphRun = type(run)(msgspec.structs.replace(run.recipe, graph=asked), run.graph)
+            made = run.like(msgspec.structs.replace(run.recipe, graph=asked))
             made.halos()
         except UserError:  # a network that cannot be cut
             return None

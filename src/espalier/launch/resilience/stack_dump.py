@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 _FRAME = re.compile(r'^\s*File "(?P<path>[^"]*)", line (?P<line>\d+) in (?P<name>\S+)', re.MULTILINE)
-_MAIN = re.compile(r'launch/rank_process\.py", line \d+ in _live')
+_MAIN = re.compile(r'launch/ranks/rank_process\.py", line \d+ in _live')
 _WAITING = re.compile(r"/espalier/comm/|/torch/distributed/")
 
 

@@ -15,11 +15,6 @@ from espalier.recipe import units
 from espalier.recipe.graphs import Batches, with_batches
 
 
-def is_open(recipe: Any) -> bool:
-    """Whether the plan is to choose."""
-    return recipe.graph is not None and recipe.graph.fanout == "auto"
-
-
 def _nothing(recipe: Any, plan: Plan) -> float | None:
     return None
 

@@ -303,7 +303,7 @@ class RunBatches(Drawn):
     def facts(self) -> Mapping[str, Any]:
         """Features wait on disk."""
         batch = self.run.global_batch, self.reach()[0].sources * self.run.global_batch
-        return {"stored": stored_features(self.run.recipe, self.task, batch, self.run.bare())}
+        return {"disk_batches": stored_features(self.run.recipe, self.task, batch, self.run.bare())}
 
     def infer(self, model: nn.Module) -> Callable[[Array], Tensor]:
         """Node ids (int64) to their logits with all their neighbours: of all nodes by layers on disk, of few alone.

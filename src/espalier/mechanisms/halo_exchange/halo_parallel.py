@@ -411,7 +411,7 @@ class PartBatching(OverRanks):
         assert recipe.graph is not None
         drawn = changed(recipe.graph, halo=None, fanout=(FANOUT,) * layers)
         train = changed(recipe.train, batch_tokens=few)
-        return type(self.run)(changed(recipe, graph=drawn, train=train, quant=None), self.run.graph)
+        return self.run.like(changed(recipe, graph=drawn, train=train, quant=None))
 
     def write_parts(self, folder: Path, shares: Sequence[int]) -> None:
         """See `Halos.write`."""

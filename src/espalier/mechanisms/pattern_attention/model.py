@@ -100,7 +100,7 @@ class TransformerLayer(nn.Module):
     """x + attention(norm(x)), then x + feed_forward(norm(x)). `attend` is the seam.
 
     The projection of the heads' outputs begins as the identity. As nn.Linear begins, it would make what attention adds
-    smaller by sqrt(3) once more, and WordNet is learnt more slowly (docs/graph-transformers.md).
+    smaller by sqrt(3) once more, and WordNet is learnt more slowly (docs/measured/graph-transformers.md).
     """
 
     def __init__(self, options: config.GraphTransformer) -> None:

@@ -14,7 +14,7 @@ from espalier.mechanisms.task_waves import task_waves
 from espalier.plan import base as plans
 from espalier.plan.ask import Ask, PlanDecision
 from espalier.plan.base import Plan
-from espalier.plan.calibrate import Calibration
+from espalier.plan.calibration import Calibration
 from espalier.plan.choice import PlanChoice
 from espalier.plan.decide import decide
 from espalier.plan.measured_cluster import Speeds, seats

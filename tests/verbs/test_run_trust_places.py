@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from espalier.checkpoint import run_identity
-from espalier.cli import run_places
+from espalier.cli import run_trust
 from espalier.recipe import recipe_file
 from espalier.recipe.errors import UserError
 from espalier.train.run_folder import RunFolder
@@ -49,23 +49,23 @@ def run_with(folder: Path, places: dict[str, Any]) -> RunFolder:
 def seal(run: RunFolder) -> None:
     """As where this user begins the run."""
     identity = run_identity.new("run", "host", "meaning")
-    sealed = msgspec.structs.replace(identity, seal=run_places.seal(run.read()))
+    sealed = msgspec.structs.replace(identity, seal=run_trust.seal_places(run.read()))
     run.identity.write_bytes(msgspec.json.encode(sealed))
 
 
 def named(recipe: Any) -> set[str]:
-    return {key.replace(".0.", ".") for key in run_places.named(recipe)}
+    return {key.replace(".0.", ".") for key in run_trust.named_places(recipe)}
 
 
 @pytest.mark.parametrize("writes", [True, False])
 def test_places_of_somebody_else_are_as_by_default_and_the_note_names_each(tmp_path: Path, writes: bool) -> None:
     run = run_with(tmp_path / "run", PLACES)
     assert named(run.read()) == PLACES.keys()
-    used = run_places.usable(run, run.read(), trust=False, writes=writes)
+    used = run_trust.usable(run, run.read(), trust=False, writes=writes)
     left_out = USED if writes else READ
     assert named(used.recipe) == PLACES.keys() - left_out
     assert all(f"{key} = " in used.note for key in left_out)
-    trusted = run_places.usable(run, run.read(), trust=True, writes=writes)
+    trusted = run_trust.usable(run, run.read(), trust=True, writes=writes)
     assert trusted.recipe == run.read()
     assert all(f"{key} = " in trusted.note for key in left_out)
 
@@ -74,12 +74,12 @@ def test_places_of_somebody_else_are_as_by_default_and_the_note_names_each(tmp_p
 def test_a_seal_is_good_for_every_place_and_no_other(tmp_path: Path, key: str) -> None:
     run = run_with(tmp_path / "run", PLACES)
     seal(run)
-    assert run_places.usable(run, run.read(), trust=False, writes=True) == (run.read(), "")
+    assert run_trust.usable(run, run.read(), trust=False, writes=True) == (run.read(), "")
     changed = run_with(tmp_path / "changed", {**PLACES, key: ["trackio"] if key == "track.to" else "hf:{command}"})
     changed.identity.write_bytes(run.identity.read_bytes())
     with pytest.raises(UserError, match="is not fetched"):
-        run_places.refuse_hub(changed, run.read(), trust=False)
-    assert run_places.usable(changed, changed.read(), trust=False, writes=True).note
+        run_trust.refuse_hub(changed, run.read(), trust=False)
+    assert run_trust.usable(changed, changed.read(), trust=False, writes=True).note
 
 
 @pytest.mark.parametrize("seal", ["", "0" * 64, "é"])
@@ -87,25 +87,25 @@ def test_a_made_up_seal_is_none(tmp_path: Path, seal: str) -> None:
     run = run_with(tmp_path / "run", PLACES)
     identity = msgspec.structs.replace(run_identity.new("run", "host", "meaning"), seal=seal)
     run.identity.write_bytes(msgspec.json.encode(identity))
-    assert run_places.usable(run, run.read(), trust=False).note
+    assert run_trust.usable(run, run.read(), trust=False).note
 
 
 def test_a_run_without_places_needs_no_seal_and_makes_no_key(tmp_path: Path) -> None:
     run = run_with(tmp_path / "run", {})
     seal(run)
-    assert run_places.usable(run, run.read(), trust=False, writes=True) == (run.read(), "")
+    assert run_trust.usable(run, run.read(), trust=False, writes=True) == (run.read(), "")
     assert not (tmp_path / "cache").exists()
 
 
 @pytest.mark.parametrize(("target", "read"), [("/disk/ck", True), ("file:///disk/ck", True), ("s3://b/ck", False)])
 def test_checkpoints_in_a_folder_are_read_and_none_are_written_there(tmp_path: Path, target: str, read: bool) -> None:
     run = run_with(tmp_path / "run", {"checkpoint.target": target})
-    used = run_places.usable(run, run.read(), trust=False)
+    used = run_trust.usable(run, run.read(), trust=False)
     assert (used.recipe.checkpoint.target == target) == read
-    assert run_places.usable(run, run.read(), trust=False, writes=True).recipe.checkpoint.target is None
+    assert run_trust.usable(run, run.read(), trust=False, writes=True).recipe.checkpoint.target is None
     (run.checkpoints / "step-00000001").rmdir()
     with pytest.raises(UserError, match="where nothing is read or written"):
-        run_places.usable(run, run.read(), trust=False, writes=True)
+        run_trust.usable(run, run.read(), trust=False, writes=True)
 
 
 def test_the_recipe_of_a_run_keeps_what_the_command_line_names(
@@ -114,8 +114,8 @@ def test_the_recipe_of_a_run_keeps_what_the_command_line_names(
     run = run_with(tmp_path / "run", PLACES)
     given = ["checkpoint.target=s3://bucket/run", "launch.python=/my/python"]
     with pytest.raises(UserError, match="hf:owner/name, and is not fetched"):
-        run_places.load(run.recipe, given, trust=False)
-    recipe = run_places.load(run.recipe, [*given, "data.path=hf:owner/name"], trust=False)
+        run_trust.load(run.recipe, given, trust=False)
+    recipe = run_trust.load(run.recipe, [*given, "data.path=hf:owner/name"], trust=False)
     assert (recipe.checkpoint.target, recipe.launch.python) == ("s3://bucket/run", "/my/python")
     assert named(recipe) == {"checkpoint.target", "launch.python", "data.path"}
     note = capsys.readouterr().err
@@ -123,4 +123,4 @@ def test_the_recipe_of_a_run_keeps_what_the_command_line_names(
     assert "checkpoint.target" not in note
     own = tmp_path / "recipe.toml"
     own.write_text(run.recipe.read_text())
-    assert named(run_places.load(own, [], trust=False)) == PLACES.keys()
+    assert named(run_trust.load(own, [], trust=False)) == PLACES.keys()

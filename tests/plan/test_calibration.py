@@ -12,7 +12,7 @@ from asked import decoder, gpus, processor
 from rows import timed, unmeasured
 
 from espalier.machine import cluster as clusters
-from espalier.plan.calibrate import (
+from espalier.plan.calibration import (
     DATASHEET,
     INDIRECT,
     LOWEST,

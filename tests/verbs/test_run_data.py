@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from espalier.cli import kept_files, load_run
+from espalier.cli import run_data, run_open
 from espalier.recipe import recipe_file, serialization
 from espalier.recipe.errors import UserError
 from espalier.train import run_folder as runs
@@ -19,7 +19,7 @@ def test_files_that_lead_out_of_the_folder_are_not_written(tmp_path: Path, monke
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     data = base64.b64encode(zlib.compress(serialization.dumps({"../../../out": b"x"}))).decode()
     with pytest.raises(UserError, match="in no run folder"):
-        kept_files.unpacked(data)
+        run_data.unpacked(data)
     assert not list(tmp_path.rglob("out"))
 
 
@@ -34,7 +34,7 @@ def test_hosts_that_share_a_cache_get_it_whole(tmp_path: Path, monkeypatch: pyte
         table = {one.name: one.read_bytes() for one in kept.iterdir()}
         text = base64.b64encode(zlib.compress(serialization.dumps(table))).decode()
         with ThreadPoolExecutor(4) as hosts:
-            (place,) = set(hosts.map(kept_files.unpacked, [text] * 4))
+            (place,) = set(hosts.map(run_data.unpacked, [text] * 4))
         assert place is not None
         assert {one.name: one.read_bytes() for one in place.iterdir()} == table
         assert [one.name for one in place.parent.iterdir()] == ["preprocessing"]
@@ -65,7 +65,7 @@ def test_folders_of_another_machine_are_looked_for_in_the_run_and_the_cache(tmp_
     def located(there: str) -> tuple[str | None, object]:
         paths = {"checkpoint": {"target": there}, "store": {"path": [str(tmp_path / "here"), there]}}
         folder.recipe.write_text(recipe_file.dump(recipe_file.from_table({**table, **paths})))
-        found = load_run.located_here(folder, trust=True).recipe
+        found = run_open.located_here(folder, trust=True).recipe
         assert found.store is not None
         return found.checkpoint.target, found.store.path
 

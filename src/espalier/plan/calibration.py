@@ -18,7 +18,7 @@ import numpy as np
 from espalier.machine.cluster import Cluster
 from espalier.plan import collective_time, device_model
 from espalier.plan.calibration_factors import PLAIN, CostFactors
-from espalier.plan.estimate import grid, slowest
+from espalier.plan.layout_estimate import grid, slowest
 from espalier.plan.layouts import ARRAYS, Layouts
 from espalier.plan.request import Request
 from espalier.recipe.errors import UserError

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from espalier.machine.cluster import Cluster
 from espalier.plan import collective_time, step_time
-from espalier.plan.estimate import estimate, grid, scaled
+from espalier.plan.layout_estimate import estimate, grid, scaled
 from espalier.recipe import cost
 
 

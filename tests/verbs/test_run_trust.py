@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from espalier.cli import run_seal
-from espalier.cli.load_run import open_trained
-from espalier.cli.run_seal import Origin
+from espalier.cli import run_trust
+from espalier.cli.run_open import open_trained
+from espalier.cli.run_trust import Origin
 from espalier.recipe import recipe_file
 from espalier.recipe.errors import UserError
 from espalier.recipe.import_function import KEPT_CODE
@@ -57,18 +57,18 @@ def test_a_seal_is_good_for_its_code_its_folder_and_its_user(
 ) -> None:
     recipe = recipe_file.from_table(table, "test")
     here = Origin(tmp_path)
-    made = run_seal.seal(recipe, here)
-    run_seal.check(recipe, here, made, "run", trust=False)
+    made = run_trust.seal_code(recipe, here)
+    run_trust.refuse_code(recipe, here, made, "run", trust=False)
     other = recipe_file.from_table({**MODULE, "model": {"kind": "module", "build": "other:build"}}, "test")
     for given, folder in ((other, here), (recipe, Origin(tmp_path / "elsewhere")), (recipe, Origin(None))):
         with pytest.raises(UserError, match="--trust"):
-            run_seal.check(given, folder, made, "run", trust=False)
-        run_seal.check(given, folder, made, "run", trust=True)
+            run_trust.refuse_code(given, folder, made, "run", trust=False)
+        run_trust.refuse_code(given, folder, made, "run", trust=True)
     key = cache / "espalier" / "key"
     assert key.stat().st_mode & 0o777 == 0o600
     key.unlink()
     with pytest.raises(UserError, match="--trust"):
-        run_seal.check(recipe, here, made, "run", trust=False)
+        run_trust.refuse_code(recipe, here, made, "run", trust=False)
 
 
 def test_a_seal_is_broken_by_a_change_of_the_code_that_the_run_keeps(tmp_path: Path) -> None:
@@ -76,23 +76,23 @@ def test_a_seal_is_broken_by_a_change_of_the_code_that_the_run_keeps(tmp_path: P
     (kept / KEPT_CODE).mkdir(parents=True)
     source = kept / KEPT_CODE / "somebodys_module.py"
     source.write_text("one = 1")
-    made = run_seal.seal(recipe, Origin(tmp_path, kept))
-    run_seal.check(recipe, Origin(tmp_path, kept), made, "run", trust=False)
+    made = run_trust.seal_code(recipe, Origin(tmp_path, kept))
+    run_trust.refuse_code(recipe, Origin(tmp_path, kept), made, "run", trust=False)
     source.write_text("one = 2")
     with pytest.raises(UserError, match="--trust"):
-        run_seal.check(recipe, Origin(tmp_path, kept), made, "run", trust=False)
+        run_trust.refuse_code(recipe, Origin(tmp_path, kept), made, "run", trust=False)
 
 
 def test_a_recipe_without_code_needs_no_seal(tmp_path: Path, cache: Path) -> None:
     recipe = recipe_file.from_table({"model": {"kind": "gpt"}}, "test")
-    assert run_seal.seal(recipe, Origin(tmp_path)) == ""
-    run_seal.check(recipe, Origin(tmp_path), "", "run", trust=False)
+    assert run_trust.seal_code(recipe, Origin(tmp_path)) == ""
+    run_trust.refuse_code(recipe, Origin(tmp_path), "", "run", trust=False)
     assert not cache.exists()
 
 
 def test_no_key_can_be_kept_and_there_is_no_seal(tmp_path: Path, cache: Path) -> None:
     cache.write_text("a file where the folder should be")
     recipe = recipe_file.from_table(MODULE, "test")
-    assert run_seal.seal(recipe, Origin(tmp_path)) == ""
+    assert run_trust.seal_code(recipe, Origin(tmp_path)) == ""
     with pytest.raises(UserError, match="--trust"):
-        run_seal.check(recipe, Origin(tmp_path), "", "run", trust=False)
+        run_trust.refuse_code(recipe, Origin(tmp_path), "", "run", trust=False)
