@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from espalier.graph.parts.partition_folder import Part
     from espalier.graph.sampling.subgraphs import SubgraphBatch, View
     from espalier.recipe import Recipe
-    from espalier.recipe.cost import Work
+    from espalier.recipe.cost import Anatomy, Cut, Work
     from espalier.store.artifacts import Artifact
 
 Task = NodeTask | LinkTask | GraphTask
@@ -66,6 +66,9 @@ class GraphRun(Protocol):
 
     def summary(self, totals: Mapping[str, float]) -> Mapping[str, float]:
         """As people read them."""
+
+    def anatomy(self, micro_batch: Any, recompute: str, precision: str, cut: Cut) -> Anatomy:
+        """What plans are priced with."""
 
     def fingerprint(self) -> str:
         """Of the graph, its split included."""
