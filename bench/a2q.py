@@ -37,7 +37,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 import a2q_picture
 import a2q_speed
-from espalier.graph.subgraphs import infer
+from espalier.graph.sampling.subgraphs import infer
 from espalier.graph.workload import GraphWorkload, open_graph
 from espalier.mechanisms.few_bits import quantization
 from espalier.mechanisms.few_bits.a2q import Coded, FeatureQuantizer

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from espalier.graph.data import Graph
-from espalier.graph.neighbor_sampler import Sampler, Style
+from espalier.graph.data.graph import Graph
+from espalier.graph.sampling.neighbor_sampler import Sampler, Style
 from table import Row, compare
 
 

@@ -33,8 +33,8 @@ import torch
 
 import memory_cgroup
 from diskgnn_accuracy import GRAPH, accuracy
-from espalier.graph import synthetic
-from espalier.graph.neighbor_sampler import Sampler, Style
+from espalier.graph.data import synthetic
+from espalier.graph.sampling.neighbor_sampler import Sampler, Style
 from espalier.mechanisms.disk_batches import manifest
 from espalier.mechanisms.disk_batches.features import open_features
 from espalier.mechanisms.disk_batches.mini_batches import HELD, QUEUES, MemoryShare

@@ -6,10 +6,10 @@ import numpy as np
 import torch
 
 from espalier import recipe as config
-from espalier.graph import compiled_aggregate, gnn
-from espalier.graph.data import Graph
-from espalier.graph.neighbor_sampler import Style
-from espalier.graph.subgraphs import View, infer
+from espalier.graph.data.graph import Graph
+from espalier.graph.networks import compiled_aggregate, gnn
+from espalier.graph.sampling.neighbor_sampler import Style
+from espalier.graph.sampling.subgraphs import View, infer
 from espalier.kernels.cross_entropy import cross_entropy
 from espalier.mechanisms.disk_batches.pool import epoch_seeds
 from espalier.mechanisms.disk_batches.rolling_pool import ResampleSchedule

@@ -27,9 +27,10 @@ from torch import Tensor
 
 import memory_cgroup
 from espalier import recipe as config
-from espalier.graph import compiled_aggregate, synthetic
-from espalier.graph.gnn import Gnn
-from espalier.graph.neighbor_sampler import Sampler, Style
+from espalier.graph.data import synthetic
+from espalier.graph.networks import compiled_aggregate
+from espalier.graph.networks.gnn import Gnn
+from espalier.graph.sampling.neighbor_sampler import Sampler, Style
 from espalier.kernels.cross_entropy import cross_entropy
 from espalier.mechanisms.disk_batches.hyperbatch import HyperbatchReader
 from espalier.mechanisms.disk_batches.mini_batches import MemoryShare

@@ -33,9 +33,9 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parent))
 from beside_dgl import of_dgl, sampler
 from espalier import recipe as config
-from espalier.graph import pyg, sources, synthetic
-from espalier.graph.data import DataSplit, Graph
-from espalier.graph.subgraphs import infer
+from espalier.graph.data import pyg, sources, synthetic
+from espalier.graph.data.graph import DataSplit, Graph
+from espalier.graph.sampling.subgraphs import infer
 from espalier.graph.workload import GraphWorkload
 from espalier.machine.peak_memory import peak_memory
 from espalier.parallel.workload import Shard

@@ -35,9 +35,9 @@ import torch
 import zstandard
 
 sys.path.insert(0, str(Path(__file__).parent))
-from espalier.graph.condensed_file import Foretold, outside_sources
-from espalier.graph.gnn import Gnn
-from espalier.graph.subgraphs import infer
+from espalier.graph.data.condensed_file import Foretold, outside_sources
+from espalier.graph.networks.gnn import Gnn
+from espalier.graph.sampling.subgraphs import infer
 from espalier.graph.workload import GraphWorkload, open_graph
 from espalier.mechanisms.disk_batches import inference
 from espalier.mechanisms.disk_batches.inference import InferenceFolder

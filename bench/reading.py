@@ -68,7 +68,7 @@ def read_ours(case: str, file: str) -> None:
     from espalier.recipe import Data, GraphOptions
 
     if case == "CSV of edges":
-        from espalier.graph import sources
+        from espalier.graph.data import sources
 
         sources.load(Data(path=file), GraphOptions())
         return

@@ -30,13 +30,14 @@ from espalier import recipe as config
 from espalier.comm.base import Traffic, traffic
 from espalier.comm.codecs import codec
 from espalier.comm.ddp import coded
-from espalier.graph import halo, synthetic
-from espalier.graph.answers import summed_loss
-from espalier.graph.compiled_aggregate import equip
-from espalier.graph.gnn import Gnn
-from espalier.graph.halo import Crossing, Halo
-from espalier.graph.neighbor_sampler import Sampler, Style, whole
-from espalier.graph.subgraphs import forward
+from espalier.graph.data import synthetic
+from espalier.graph.networks.compiled_aggregate import equip
+from espalier.graph.networks.gnn import Gnn
+from espalier.graph.parts import halo
+from espalier.graph.parts.halo import Crossing, Halo
+from espalier.graph.sampling.neighbor_sampler import Sampler, Style, whole
+from espalier.graph.sampling.subgraphs import forward
+from espalier.graph.tasks.answers import summed_loss
 from espalier.mechanisms.halo_exchange.sylvie import Every, Sylvie
 from rank import late, run, stock
 

@@ -53,8 +53,9 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parent))
 import graph as bench_graph
 from espalier import recipe as config
-from espalier.graph import graph_plan, synthetic
-from espalier.graph.data import Graph
+from espalier.graph.data import synthetic
+from espalier.graph.data.graph import Graph
+from espalier.graph.networks import graph_plan
 from espalier.graph.workload import GraphWorkload, open_graph
 from espalier.machine import malloc_trim
 from espalier.mechanisms.pattern_attention.attention import BLOCK, EDGE, HYBRID, by_counts

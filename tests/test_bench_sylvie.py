@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from espalier.graph import synthetic
+from espalier.graph.data import synthetic
 from espalier.sparse.partition import clusters
 from espalier.testing import ranks
 

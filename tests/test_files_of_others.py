@@ -15,7 +15,7 @@ import pytest
 from espalier.checkpoint import manifest
 from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.evaluate.eval_history import EvalHistory
-from espalier.graph import array_file
+from espalier.graph.data import array_file
 from espalier.language import hf
 from espalier.machine import cluster as clusters
 from espalier.plan import base as plans

@@ -26,7 +26,7 @@ from watched_sums import mechanism as watched_sums
 
 import espalier
 from espalier.comm import codecs
-from espalier.graph.data import DataSplit, Graph
+from espalier.graph.data.graph import DataSplit, Graph
 from espalier.graph.workload import GraphWorkload
 from espalier.language.workload import open_language
 from espalier.launch.ranks import agent

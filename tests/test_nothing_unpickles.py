@@ -11,8 +11,8 @@ PACKAGE = Path(__file__).parent.parent / "src" / "espalier"
 ALLOWED = {
     "checkpoint/dcp_metadata.py": {"pickle"},  # an allow-list of names and opcodes
     "checkpoint/legacy_pickle.py": {"pickle"},  # only with --trust
-    "graph/numpy_pickle.py": {"pickle"},  # an allow-list of arrays
-    "graph/pyg.py": {"torch.load"},  # weights only, unless graph.pickle = true
+    "graph/data/numpy_pickle.py": {"pickle"},  # an allow-list of arrays
+    "graph/data/pyg.py": {"torch.load"},  # weights only, unless graph.pickle = true
     "testing/forks.py": {"pickle", "multiprocessing"},  # between a test and the ranks it forked
     "machine/measure.py": {"multiprocessing"},  # bytes between a process and those it forked
     "evaluate/worker_pool.py": {"multiprocessing", "ProcessPoolExecutor"},  # with its own processes, nothing of a file

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from espalier import make_plan
-from espalier.graph import import_graph
+from espalier.graph.data import import_graph
 from espalier.language import token_store
 from espalier.machine import cluster
 from espalier.parallel.workload import Shard

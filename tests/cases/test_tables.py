@@ -19,8 +19,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from espalier import recipe as config
-from espalier.graph import edge_lists, link_prediction, pyg, sources
-from espalier.graph.data import Graph, relabelled
+from espalier.graph.data import edge_lists, pyg, sources
+from espalier.graph.data.graph import Graph, relabelled
+from espalier.graph.tasks import link_prediction
 from espalier.recipe import Data
 from espalier.recipe.errors import UserError
 

@@ -11,8 +11,8 @@ import pytest
 import scipy.sparse
 
 from espalier import recipe as config
-from espalier.graph import edge_lists, sources
-from espalier.graph.data import Graph
+from espalier.graph.data import edge_lists, sources
+from espalier.graph.data.graph import Graph
 from espalier.recipe import Data
 from espalier.recipe.errors import UserError
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from espalier import recipe as config
-from espalier.graph import sources
+from espalier.graph.data import sources
 from espalier.recipe import Data
 from espalier.recipe.errors import UserError
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from espalier.evaluate.tasks import HeldOut, means
-from espalier.graph.data import DataSplit, Graph
+from espalier.graph.data.graph import DataSplit, Graph
 from espalier.graph.workload import GraphWorkload
 from espalier.language.workload import open_language
 from espalier.parallel.workload import Shard, Workload

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from espalier import recipe as config
-from espalier.graph import sources
-from espalier.graph.data import DataSplit, Graph
+from espalier.graph.data import sources
+from espalier.graph.data.graph import DataSplit, Graph
 from espalier.recipe import Data
 
 

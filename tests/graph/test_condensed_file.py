@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from espalier.graph.condensed_file import CondensedLayout, CondensedRows, outside_sources, write_at
-from espalier.graph.data import Graph
-from espalier.graph.halo import boundary
-from espalier.graph.neighbor_sampler import Sampler, Style
+from espalier.graph.data.condensed_file import CondensedLayout, CondensedRows, outside_sources, write_at
+from espalier.graph.data.graph import Graph
+from espalier.graph.parts.halo import boundary
+from espalier.graph.sampling.neighbor_sampler import Sampler, Style
 from espalier.sparse.condense import condense
 from espalier.store.cost import PAGE
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import sparse
 
-from espalier.graph import data
-from espalier.graph.data import DataSplit, Graph, divided, relabelled, seen_in_training, without_edges
+from espalier.graph.data import graph as graphs
+from espalier.graph.data.graph import DataSplit, Graph, divided, relabelled, seen_in_training, without_edges
 from espalier.recipe.errors import UserError
 
 ONES = np.ones((3, 2))
@@ -149,9 +149,9 @@ def test_the_signs_of_all_rows_are_looked_at(tmp_path, monkeypatch, kept):
             rows = np.load(tmp_path / "rows.npy", mmap_mode="r")
         elif kept == "sparse":
             rows = sparse.csr_array(rows)
-        return data.signed(rows)
+        return graphs.signed(rows)
 
-    monkeypatch.setattr(data, "_VALUES", 1000)
+    monkeypatch.setattr(graphs, "_VALUES", 1000)
     words = 2 * np.eye(4, dtype=np.float32)[np.arange(6000) % 4]
     late = words.copy()
     late[5500, 1:3] = 0.5, 1

@@ -8,7 +8,7 @@ import subprocess
 import numpy as np
 import pytest
 
-from espalier.graph import debian_packages
+from espalier.graph.data import debian_packages
 from espalier.recipe.errors import UserError
 
 TEXT = """Package: tool

@@ -10,8 +10,8 @@ import torch
 
 from espalier import recipe as config
 from espalier.graph import workload_row
-from espalier.graph.data import Graph
-from espalier.graph.subgraphs import infer
+from espalier.graph.data.graph import Graph
+from espalier.graph.sampling.subgraphs import infer
 from espalier.graph.workload import GraphWorkload
 from espalier.kernels.counts import Counter, Counts
 from espalier.mechanisms.few_bits import energy, quantization

@@ -12,7 +12,7 @@ from doc_pages import PAGES
 from programs import MACHINE, forked, scripted
 
 from espalier.cli import main as cli
-from espalier.graph import import_graph
+from espalier.graph.data import import_graph
 
 ROOT = Path(__file__).parents[2]
 

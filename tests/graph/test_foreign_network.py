@@ -15,9 +15,10 @@ import torch
 from torch import nn
 
 from espalier import recipe as config
-from espalier.graph import foreign_network, partition_folder
-from espalier.graph.cutting import Cutting
-from espalier.graph.subgraphs import infer
+from espalier.graph.networks import foreign_network
+from espalier.graph.parts import partition_folder
+from espalier.graph.parts.cutting import Cutting
+from espalier.graph.sampling.subgraphs import infer
 from espalier.graph.workload import GraphWorkload, open_graph
 from espalier.recipe import defaults, recipe_file
 from espalier.recipe.errors import UserError

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from espalier.graph import graph_plan
-from espalier.graph.data import DataSplit, Graph, relabelled
+from espalier.graph.data.graph import DataSplit, Graph, relabelled
+from espalier.graph.networks import graph_plan
 from espalier.graph.workload import GraphWorkload
 from espalier.mechanisms.pattern_attention.pattern import pattern as tokens
 from espalier.parallel.workload import Shard

@@ -13,12 +13,12 @@ import torch
 from espalier import recipe as config
 from espalier.comm.base import Traffic
 from espalier.comm.channel import Channel
-from espalier.graph import halo
-from espalier.graph.answers import summed_loss
-from espalier.graph.compiled_aggregate import equip
-from espalier.graph.data import Graph
-from espalier.graph.gnn import Gnn, style_of
-from espalier.graph.subgraphs import View
+from espalier.graph.data.graph import Graph
+from espalier.graph.networks.compiled_aggregate import equip
+from espalier.graph.networks.gnn import Gnn, style_of
+from espalier.graph.parts import halo
+from espalier.graph.sampling.subgraphs import View
+from espalier.graph.tasks.answers import summed_loss
 from espalier.parallel.workload import to_device
 from espalier.recipe.errors import UserError
 from espalier.sparse.partition import by_metis, by_sweeps, clusters, installed

@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from espalier import recipe as config
-from espalier.graph import graph_plan, halo, part_inference, partition_folder
-from espalier.graph.cutting import Cutting, open_part
-from espalier.graph.data import Graph
-from espalier.graph.gnn import style_of
-from espalier.graph.neighbor_sampler import Style
+from espalier.graph.data.graph import Graph
+from espalier.graph.networks import graph_plan
+from espalier.graph.networks.gnn import style_of
+from espalier.graph.parts import cutting as graph_cutting
+from espalier.graph.parts import halo, part_inference, partition_folder
+from espalier.graph.parts.cutting import Cutting, open_part
+from espalier.graph.sampling.neighbor_sampler import Style
 from espalier.graph.workload import GraphWorkload
-from espalier.mechanisms.halo_exchange import halo_parallel
 from espalier.mechanisms.halo_exchange.sylvie import Every, Sylvie
 from espalier.plan import base as plans
 from espalier.plan import decide
@@ -36,7 +37,7 @@ from .test_workload import recipe_of
 def test_a_plan_has_no_bits_to_choose_where_no_rows_cross(synchronize, tmp_path, monkeypatch):
     """One layer, whose rows cross once before training; two parts between which there is no edge."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(halo_parallel, "clusters_of", lambda *graph, **how: np.arange(60, dtype=np.int32) % 2)
+    monkeypatch.setattr(graph_cutting, "clusters_of", lambda *graph, **how: np.arange(60, dtype=np.int32) % 2)
     apart = made()
     both = apart.targets() % 2 == apart.indices % 2
     apart = Graph.from_edges(
@@ -99,7 +100,7 @@ def test_a_node_whose_row_is_not_finite_is_the_one_of_the_data_also_where_nodes_
 ):
     """Rows of GAT cross as they are, GCN's as sums too."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(halo_parallel, "PAYS", 1.0)
+    monkeypatch.setattr(graph_cutting, "PAYS", 1.0)
     given = made(names=names)
     graph = dataclasses.replace(graph_plan.ordered(given, "rcmpp")[0], cut=np.arange(60, dtype=np.int32) % 2)
     node = int(np.flatnonzero(graph.cut * (graph.numbers != np.arange(60)) * graph.degrees())[0])

@@ -13,10 +13,10 @@ import torch
 
 from espalier import recipe as config
 from espalier.checkpoint.save_and_restore import Checkpoints
-from espalier.graph import coded_rows, halo, partition_folder
-from espalier.graph.cutting import Cutting, open_part
-from espalier.graph.data import Graph
-from espalier.graph.neighbor_sampler import Style
+from espalier.graph.data.graph import Graph
+from espalier.graph.parts import coded_rows, halo, partition_folder
+from espalier.graph.parts import cutting as graph_cutting
+from espalier.graph.sampling.neighbor_sampler import Style
 from espalier.graph.workload import GraphWorkload
 from espalier.launch.ranks import agent
 from espalier.machine import cluster as clusters_
@@ -29,7 +29,6 @@ from espalier.plan import base as plans
 from espalier.plan import decide, trials
 from espalier.plan.ask import Ask
 from espalier.plan.layout_decision import best_layout
-from espalier.recipe import units
 from espalier.recipe.errors import UserError
 from espalier.sparse.partition import clusters
 from espalier.testing import ranks
@@ -51,8 +50,7 @@ def plan_of(recipe, workload, cuts):
 
 
 def train(recipe, graph, cuts=(), folder=None, stop=None, nodes=(), **changes):
-    """The events of rank 0: losses of steps, figures of validations, halo bytes. `nodes`: of the ranks; `changes`: of
-    the plan."""
+    """The events of rank 0. `nodes`: of the ranks; `changes`: of the plan."""
     workload = GraphWorkload(recipe, graph)
     plan = msgspec.structs.replace(plan_of(recipe, workload, cuts), **changes)
     placed = tuple(msgspec.structs.replace(one, node=at) for at, one in zip(nodes, plan.ranks, strict=False))
@@ -235,7 +233,7 @@ def hubs() -> Graph:
 @pytest.mark.parametrize("kind", ["gcn", "sage", "gin"])
 def test_sums_cross_around_hubs_and_train_as_one_rank(kind, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(halo_parallel, "PAYS", 1.0)  # in so small a graph METIS leaves little to save
+    monkeypatch.setattr(graph_cutting, "PAYS", 1.0)  # in so small a graph METIS leaves little to save
     graph = hubs()
     alone = train(recipe_of({"kind": kind}), graph)
     recipe = recipe_of({"kind": kind}, {"halo": HALO})
@@ -255,7 +253,7 @@ def test_sums_cross_around_hubs_and_train_as_one_rank(kind, monkeypatch, tmp_pat
 def test_bf16_rows_and_sums_cross_too(options, monkeypatch, tmp_path):
     """To two roundings of bf16. Two bits change losses by a seventh, from the first step on and in fp32 alike."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(halo_parallel, "PAYS", 1.0)
+    monkeypatch.setattr(graph_cutting, "PAYS", 1.0)
     graph, model = hubs(), {"kind": "sage", "depth": 3}
     alone = train(recipe_of(model, precision="fp32"), graph)
     exact, found = (
@@ -497,7 +495,7 @@ def test_drawn_batches_are_weighed_against_halos():
     steps = -(-sampled.task.items // sampled.global_batch)
     (said,) = (one for one in decide.decide(request, machines(1, 0)).taken.why if "drawn batches" in one)
     assert "graph.fanout=[10, 10, 10] train.batch_tokens=300" in said
-    assert f"{steps} step in {units.show_seconds(steps * other.predicted.step_seconds)} on 3 ranks" in said
+    assert f"{steps} step in {config.units.show_seconds(steps * other.predicted.step_seconds)} on 3 ranks" in said
 
 
 def test_bits_by_degree_are_a_rule_of_the_plan_and_what_it_says_is_sent():
@@ -548,7 +546,7 @@ def test_what_adapts_follows_from_the_losses_in_the_log_also_after_a_stop(tmp_pa
 
 def test_parts_follow_the_shares_of_unequal_devices():
     graph = made(nodes=400, edges=1600)
-    sizes = np.bincount(Cutting(graph, Style(True, "symmetric")).parts([1, 2, 5]), minlength=3)
+    sizes = np.bincount(graph_cutting.Cutting(graph, Style(True, "symmetric")).parts([1, 2, 5]), minlength=3)
     np.testing.assert_allclose(sizes, [50, 100, 250], rtol=0.07, atol=1)
     with pytest.raises(UserError, match="shares"):
         clusters(graph.indptr, graph.indices, 3, [1, 2])
@@ -557,10 +555,10 @@ def test_parts_follow_the_shares_of_unequal_devices():
 def test_a_damaged_part_in_the_cache_is_written_again(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     graph = made()
-    cutting = Cutting(graph, Style(True, "symmetric"))
+    cutting = graph_cutting.Cutting(graph, Style(True, "symmetric"))
 
     def opened(channel):
-        part = open_part(cutting, [1, 1], channel, writes=channel.rank() == 0)
+        part = graph_cutting.open_part(cutting, [1, 1], channel, writes=channel.rank() == 0)
         return part.halo.owned
 
     first = ranks(2, opened)
@@ -575,7 +573,7 @@ def test_a_damaged_part_in_the_cache_is_written_again(tmp_path, monkeypatch):
 def test_fewer_clusters_than_ranks_leave_ranks_without_nodes_and_train_as_one(tmp_path, monkeypatch):
     """As METIS finds them in small graphs, such as eight pairs of nodes in seven parts."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(halo_parallel, "clusters_of", lambda *graph, begin: 2 * (np.arange(60, dtype=np.int32) % 2))
+    monkeypatch.setattr(graph_cutting, "clusters_of", lambda *graph, begin: 2 * (np.arange(60, dtype=np.int32) % 2))
     close(train(recipe_of(graph={"halo": HALO}), made(), (25, 50, 75)), train(recipe_of(), made()), rel=1e-9)
 
 
@@ -583,7 +581,7 @@ def test_more_ranks_than_nodes_are_refused():
     with pytest.raises(UserError, match=r"plan.pin.ranks = 500 is more than the \d+ training nodes of the graph"):
         decide.decide(asked({}, 500), machines(1, 0))
     with pytest.raises(UserError, match="60 nodes for 61 ranks"):
-        Cutting(made(), Style(True, "symmetric")).parts([1] * 61)
+        graph_cutting.Cutting(made(), Style(True, "symmetric")).parts([1] * 61)
 
 
 @pytest.mark.parametrize(

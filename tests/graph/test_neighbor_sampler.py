@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from espalier import recipe as config
-from espalier.graph import compiled_aggregate, gnn, neighbor_sampler
-from espalier.graph.data import Graph
-from espalier.graph.neighbor_sampler import ALL, Sampler, Style
+from espalier.graph.data.graph import Graph
+from espalier.graph.networks import compiled_aggregate, gnn
+from espalier.graph.sampling import neighbor_sampler
+from espalier.graph.sampling.neighbor_sampler import ALL, Sampler, Style
 
 from .conftest import made
 
@@ -114,7 +115,7 @@ def _row(drawn, target):
 
 @pytest.mark.parametrize("kind", NETWORKS)
 def test_relabelling_changes_nothing_but_rounding(kind):
-    from espalier.graph.data import relabelled
+    from espalier.graph.data.graph import relabelled
 
     graph, model = made(), network(kind)
     order = np.random.default_rng(1).permutation(graph.nodes)

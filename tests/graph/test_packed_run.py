@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from espalier.graph import kept_graph, subgraphs
-from espalier.graph.subgraphs import infer
+from espalier.graph.data import kept_graph
+from espalier.graph.sampling import subgraphs
+from espalier.graph.sampling.subgraphs import infer
 from espalier.graph.workload import GraphWorkload
 from espalier.mechanisms.few_bits import energy, packed_run, quantization
 from espalier.recipe.errors import UserError

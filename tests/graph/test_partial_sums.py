@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from espalier.comm.base import Traffic
-from espalier.graph import halo, partial_sums
-from espalier.graph.data import Graph
-from espalier.graph.gnn import style_of
-from espalier.graph.subgraphs import View
+from espalier.graph.data.graph import Graph
+from espalier.graph.networks.gnn import style_of
+from espalier.graph.parts import halo, partial_sums
+from espalier.graph.sampling.subgraphs import View
 from espalier.kernels import row_widths
 from espalier.mechanisms.halo_exchange.sylvie import Every, Sylvie
 from espalier.parallel.workload import to_device

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from espalier import recipe as config
-from espalier.graph import cutting as graph_cutting
-from espalier.graph import halo, partition_folder, sources
-from espalier.graph.data import Graph
-from espalier.graph.gnn import Gnn
-from espalier.graph.neighbor_sampler import Style
-from espalier.graph.subgraphs import View
+from espalier.graph.data import sources
+from espalier.graph.data.graph import Graph
+from espalier.graph.networks.gnn import Gnn
+from espalier.graph.parts import cutting as graph_cutting
+from espalier.graph.parts import halo, partition_folder
+from espalier.graph.sampling.neighbor_sampler import Style
+from espalier.graph.sampling.subgraphs import View
 from espalier.graph.workload import GraphWorkload, open_graph
 from espalier.recipe import defaults, recipe_file
 from espalier.recipe.errors import UserError

@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from espalier import recipe as config
-from espalier.graph import cutting, gnn_adapter, graph_plan, part_inference, partition_folder, workload_row
-from espalier.graph.cutting import Cutting
-from espalier.graph.subgraphs import infer
+from espalier.graph import workload_row
+from espalier.graph.networks import gnn_adapter, graph_plan
+from espalier.graph.parts import cutting, part_inference, partition_folder
+from espalier.graph.parts.cutting import Cutting
+from espalier.graph.sampling.subgraphs import infer
 from espalier.graph.workload import GraphWorkload, open_graph
 from espalier.plan import decide
 from espalier.recipe.errors import UserError

@@ -12,9 +12,10 @@ from programs import MACHINE
 from programs import forked as espalier
 
 from espalier import recipe as config
-from espalier.graph import base, compiled_aggregate, pyg, synthetic
-from espalier.graph.data import Graph, divided
-from espalier.graph.subgraphs import infer
+from espalier.graph.data import pyg, synthetic
+from espalier.graph.data.graph import Graph, divided
+from espalier.graph.networks import base, compiled_aggregate
+from espalier.graph.sampling.subgraphs import infer
 from espalier.graph.workload import GraphWorkload
 from espalier.kernels.step_codes import STEPS
 from espalier.mechanisms.few_bits import quantization

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from espalier.graph import pyg
-from espalier.graph.data import divided, seen_in_training
-from espalier.graph.subgraphs import infer
+from espalier.graph.data import pyg
+from espalier.graph.data.graph import divided, seen_in_training
+from espalier.graph.sampling.subgraphs import infer
 from espalier.graph.workload import GraphWorkload
 from espalier.mechanisms.few_bits import quantization
 from espalier.mechanisms.few_bits.bit_allocator import BankBits

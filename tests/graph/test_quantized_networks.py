@@ -13,10 +13,11 @@ from tests.story.programs import MACHINE, forked
 from torch.nn.utils import parametrize
 
 from espalier import recipe as config
-from espalier.graph import partition_folder, pyg, synthetic
-from espalier.graph.cutting import Cutting
-from espalier.graph.data import divided
-from espalier.graph.subgraphs import infer
+from espalier.graph.data import pyg, synthetic
+from espalier.graph.data.graph import divided
+from espalier.graph.parts import partition_folder
+from espalier.graph.parts.cutting import Cutting
+from espalier.graph.sampling.subgraphs import infer
 from espalier.graph.workload import GraphWorkload, open_graph
 from espalier.kernels.step_codes import STEPS
 from espalier.mechanisms.few_bits import energy, packed_run, quantization

@@ -11,11 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from espalier.graph import answers, kept_graph, metrics, partition_folder, workload_row
-from espalier.graph.data import DataSplit, Graph, divided
-from espalier.graph.neighbor_sampler import Style
-from espalier.graph.subgraphs import infer
-from espalier.graph.targets import Scale
+from espalier.graph import workload_row
+from espalier.graph.data import kept_graph
+from espalier.graph.data.graph import DataSplit, Graph, divided
+from espalier.graph.data.targets import Scale
+from espalier.graph.parts import partition_folder
+from espalier.graph.sampling.neighbor_sampler import Style
+from espalier.graph.sampling.subgraphs import infer
+from espalier.graph.tasks import answers, metrics
 from espalier.graph.workload import GraphWorkload, open_graph
 from espalier.mechanisms.few_bits import packed_run, quantization
 from espalier.parallel.workload import Shard
@@ -355,7 +358,7 @@ def _order(workload):
 
 
 def test_parts_on_disk_keep_that_labels_are_values(tmp_path):
-    from espalier.graph.halo import boundary
+    from espalier.graph.parts.halo import boundary
 
     graph = valued(2, gaps=True)
     cut = boundary(graph.indptr, graph.indices, clusters(graph.indptr, graph.indices, 2), 2)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from espalier.graph import halo, synthetic
+from espalier.graph.data import synthetic
+from espalier.graph.parts import halo
 from espalier.mechanisms.halo_exchange.state import HaloAge, HaloExchangeState
 from espalier.mechanisms.halo_exchange.sylvie import Every, Sylvie
 from espalier.testing import ranks

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from espalier.graph import import_graph, ogb, planetoid, pyg
+from espalier.graph.data import import_graph, ogb, planetoid, pyg
 from espalier.recipe.errors import UserError
 
 from .conftest import load, made

@@ -1,5 +1,4 @@
-"""Sylvie's laws: whole values cross to the bit, few bits without bias, late ones as a simulator of stale halos
-has them, and the bytes are those of the formula."""
+"""Sylvie's laws: whole values to the bit, few bits without bias, late rows as simulated, bytes as in the formula."""
 
 from __future__ import annotations
 
@@ -11,11 +10,10 @@ import pytest
 import torch
 
 from espalier.comm.base import Traffic
-from espalier.graph import halo
-from espalier.graph.answers import summed_loss
-from espalier.graph.gnn import style_of
-from espalier.graph.halo import Crossing
-from espalier.graph.subgraphs import View
+from espalier.graph.networks.gnn import style_of
+from espalier.graph.parts import halo
+from espalier.graph.sampling.subgraphs import View
+from espalier.graph.tasks.answers import summed_loss
 from espalier.kernels import quantize_rows, row_bits, row_widths
 from espalier.mechanisms.halo_exchange import sylvie
 from espalier.mechanisms.halo_exchange.sylvie import Adaptive, ByPeer, Every, Sylvie
@@ -28,8 +26,7 @@ from espalier.track.decision_log import Decisions, Recorded
 from .test_halo import LABELLED, METIS, NETWORKS, graph_of, network_of, parts_of
 
 STEPS, RATE = 7, 0.3
-AGES = [[0, 0, 2], [0, 0, 3], [2, 3, 0]]
-"""Steps that rows may be old, by reader and owner."""
+AGES = [[0, 0, 2], [0, 0, 3], [2, 3, 0]]  # steps that rows may be old, by reader and owner
 
 
 def part_of(channel, kind, graph, parts):
@@ -239,7 +236,7 @@ def expected_bytes(own, widths, columns, alone):
     total = 0
     for layer in (1, 2):
         for backward in (False, True):
-            counts = own.leaving(Crossing(layer, backward))
+            counts = own.leaving(halo.Crossing(layer, backward))
             total += sum(sylvie.STAMP for count in counts if count)
             if alone:
                 total += int((4 + np.ceil(np.asarray(widths[backward], int) * columns[layer] / 8)).sum())
@@ -270,9 +267,9 @@ def test_bytes_of_few_bits_are_those_of_the_formula(bits, by_degree):
     planned = sylvie.step_bytes(network, cut.rows, HaloOptions(bits=bits, by_degree=by_degree)).sum(1)
     for (sent, expected, shares, own), plan in zip(found, planned, strict=True):
         assert plan == expected
-        once = sum(own.leaving(Crossing(0, False))) if by_degree else 0  # shares of degrees, once
-        assert sent == [expected + once] + [expected] * (STEPS - 1)
-        for one, part in zip(torch.tensor(shares[0]).split(own.leaving(Crossing(0, False))), own.sends, strict=True):
+        leaving = own.leaving(halo.Crossing(0, False))
+        assert sent == [expected + by_degree * sum(leaving)] + [expected] * (STEPS - 1)  # shares of degrees, once
+        for one, part in zip(torch.tensor(shares[0]).split(leaving), own.sends, strict=True):
             order = own.indptr.diff()[part]
             assert (torch.sort(one).indices == torch.argsort(order, stable=True)).all() or not len(one)
 
@@ -420,8 +417,8 @@ def test_each_peer_layer_and_direction_has_its_bits():
     graph, network, parts = graph_of(), network_of("gcn", torch.float32), parts_of("random", 3)
     draw = np.random.default_rng(3)
     bits = {one: draw.choice([1, 2, 4, 8], (3, 3)) for one in sylvie.crossings(network)}
-    bits[Crossing(1, False)] = np.array([[1, 8, 1], [8, 1, 1], [1, 1, 1]])
-    bits[Crossing(2, True)] = np.full((3, 3), 32)
+    bits[halo.Crossing(1, False)] = np.array([[1, 8, 1], [8, 1, 1], [1, 1, 1]])
+    bits[halo.Crossing(2, True)] = np.full((3, 3), 32)
 
     def counted(channel):
         rank = channel.rank()

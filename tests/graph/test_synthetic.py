@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from espalier.graph import synthetic
+from espalier.graph.data import synthetic
 from espalier.recipe.errors import UserError
 
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from espalier.graph import targets
-from espalier.graph.data import Graph, targeted
-from espalier.graph.targets import Scale, read
+from espalier.graph.data import targets
+from espalier.graph.data.graph import Graph, targeted
+from espalier.graph.data.targets import Scale, read
 from espalier.recipe.errors import UserError
 
 NONE = np.nan

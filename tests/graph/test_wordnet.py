@@ -8,7 +8,7 @@ import subprocess
 import numpy as np
 import pytest
 
-from espalier.graph import sources, wordnet
+from espalier.graph.data import sources, wordnet
 from espalier.recipe.errors import UserError
 
 LICENCE = "  1 This software and database is being provided to you\n"

@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from espalier.graph import base, compiled_aggregate, link_prediction, workload_row
-from espalier.graph.data import Graph, divided
-from espalier.graph.gnn import largest
-from espalier.graph.subgraphs import infer
+from espalier.graph import workload_row
+from espalier.graph.data.graph import Graph, divided
+from espalier.graph.networks import base, compiled_aggregate
+from espalier.graph.networks.gnn import largest
+from espalier.graph.sampling.subgraphs import infer
+from espalier.graph.tasks import link_prediction
 from espalier.graph.workload import GraphWorkload, open_graph
 from espalier.kernels.dropout import activated
 from espalier.launch.ranks import agent

@@ -12,7 +12,7 @@ from tests.story.programs import forked, launched
 
 from espalier import make_plan
 from espalier.cli import main as cli
-from espalier.graph import workload
+from espalier.graph.sampling import batching
 from espalier.mechanisms.disk_batches import drawn_batches
 from espalier.mechanisms.halo_exchange import halo_parallel
 from espalier.plan import base as plans
@@ -101,7 +101,7 @@ def test_without_halos_each_machine_passes_over_the_whole_graph_and_the_plan_say
     alone = make_plan(written, cluster(tmp_path, 4))  # one rank of four machines, which parts would use
     assert len(alone.ranks) == 1
     assert any("one rank passes over the whole graph" in one and "on 4 ranks" in one for one in alone.why)
-    monkeypatch.setattr(halo_parallel, "LARGE", 1000)
+    monkeypatch.setattr(batching, "LARGE", 1000)
     (large,) = (one for one in make_plan(written, tmp_path / "named.toml").why if "passes over the whole graph" in one)
     assert "graph.fanout=auto chooses between parts, drawn batches and one rank." in large
     assert "estimate" not in large
@@ -130,7 +130,7 @@ def test_the_run_does_what_was_chosen_as_if_it_had_been_asked_for_and_keeps_it_w
 ):
     """Also with one rank. A pass over batches of four nodes has several, which are slower here than they are told."""
     if pins == "drawn":
-        monkeypatch.setattr(workload, "SAMPLED", 4)
+        monkeypatch.setattr(halo_parallel, "SAMPLED", 4)
         told = itertools.cycle([1.0, 0.1])
         monkeypatch.setattr(drawn_batches, "seconds", lambda plan: next(told))
     asked = recipe(tmp_path, path, "pin = { ranks = 2, threads = 1 }").name

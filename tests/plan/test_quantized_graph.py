@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from espalier.graph import synthetic
+from espalier.graph.data import synthetic
 from espalier.graph.workload import GraphWorkload
 from espalier.parallel.workload import Shard
 from espalier.recipe import defaults, recipe_file

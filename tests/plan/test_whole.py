@@ -157,7 +157,7 @@ def test_two_cut_plans_are_tried_in_real_ranks(
         "train": {"steps": 2, "sequence": 64, "batch_tokens": 128},
         "plan": {"pin": {"ranks": 4, "hp": 2, "cp": 2, "micro_batch": 1, "recompute": "none"}},
     }
-    resolved = prepare.settle(recipe_file.from_table(table), tmp_path)
+    resolved = workload_registry.settle(recipe_file.from_table(table), tmp_path)
     plan = run_plan.choose(resolved, prepare.open_workload(resolved), processor(4))
     known = trials.Trials(resolved.recipe, processor(4)).known()
     assert {name.split("/")[1].count("context first") for name in known} == {0, 1}

@@ -120,7 +120,7 @@ LABELS = [n % 2 for n in range(8)]
 
 
 def graph(path: Path) -> Reading:
-    from espalier.graph import sources
+    from espalier.graph.data import sources
 
     made = sources.load(Data(path=str(path)), config.GraphOptions())
     arrays = (made.indptr, made.indices, made.features, made.labels, made.weights, made.edge_features)

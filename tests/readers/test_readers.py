@@ -35,9 +35,9 @@ def chats(name: str, rows: list[dict[str, Any]], syntax: change.Syntax, field: s
 
 
 TABLES = (
-    "graph/separated_text.py",
-    "graph/table_columns.py",
-    "graph/edge_lists.py",
+    "graph/data/separated_text.py",
+    "graph/data/table_columns.py",
+    "graph/data/edge_lists.py",
     "mechanisms/disk_batches/features.py",
 )
 SCENES = ("radiance/scenes.py", "radiance/transforms_file.py", "radiance/pictures.py")
@@ -74,10 +74,10 @@ READERS = [
     table("semicolons", ";", ".csv", change.SEMICOLONS),
     Reader("Matrix Market", TABLES, given.market, given.graph, ("graph.mtx", None, "")),
     Reader("SNAP", TABLES, given.snap, given.graph, ("graph.txt", None, "")),
-    Reader("arrays", ("graph/array_file.py",), given.npz, given.graph),
-    Reader("PyG", ("graph/pyg.py",), given.saved, given.graph),
-    Reader("OGB", ("graph/ogb.py",), given.ogb, given.graph),
-    Reader("Planetoid", ("graph/planetoid.py", "graph/numpy_pickle.py"), given.planetoid, given.graph),
+    Reader("arrays", ("graph/data/array_file.py",), given.npz, given.graph),
+    Reader("PyG", ("graph/data/pyg.py",), given.saved, given.graph),
+    Reader("OGB", ("graph/data/ogb.py",), given.ogb, given.graph),
+    Reader("Planetoid", ("graph/data/planetoid.py", "graph/data/numpy_pickle.py"), given.planetoid, given.graph),
     scene("scene", change.OBJECT, ""),
     scene("frames", change.FRAMES, "file_path"),
     Reader(
@@ -221,8 +221,8 @@ ELSEWHERE: Mapping[str, str] = {
     "language/gguf_file.py": "tests/cases/test_weights.py",
     "language/gguf_header.py": "tests/cases/test_weights.py",
     "language/tune/chat_template.py": "tests/cases/test_rows.py",
-    "graph/import_graph.py": "tests/graph/test_sources.py",
-    "graph/wordnet.py": "tests/graph/test_wordnet.py",
+    "graph/data/import_graph.py": "tests/graph/test_sources.py",
+    "graph/data/wordnet.py": "tests/graph/test_wordnet.py",
     "radiance/workload_row.py": "tests/radiance/test_workload.py",
 }
 """Modules of readers whose inputs are changed in a suite of their own."""
@@ -236,15 +236,15 @@ OWN: Mapping[str, str] = {
     "recipe/import_function.py": "Python files that a recipe names",
     "recipe/records.py": "the records of the package",
     "evaluate/eval_history.py": "the run log",
-    "graph/condensed_file.py": "the layers of a run on disk",
+    "graph/data/condensed_file.py": "the layers of a run on disk",
     "mechanisms/disk_batches/inference.py": "the layers of a run on disk",
     "mechanisms/disk_batches/manifest.py": "packed batches",
     "mechanisms/disk_batches/topology.py": "packed batches",
-    "graph/graph_plan.py": "packed batches",
-    "graph/kept_graph.py": "the graph that a run keeps",
+    "graph/networks/graph_plan.py": "packed batches",
+    "graph/data/kept_graph.py": "the graph that a run keeps",
     "mechanisms/few_bits/packed_run.py": "export --to packed",
-    "graph/partition_folder.py": "folders of parts",
-    "graph/synthetic.py": "generated graphs",
+    "graph/parts/partition_folder.py": "folders of parts",
+    "graph/data/synthetic.py": "generated graphs",
     "mechanisms/pattern_attention/pattern.py": "the cache",
     "mechanisms/pattern_attention/plan_choice.py": "the cache",
     "language/token_shards.py": "the cache",

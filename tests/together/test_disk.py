@@ -20,8 +20,8 @@ from programs import forked, launched
 
 from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.cli import main as cli
-from espalier.graph import synthetic
-from espalier.graph.data import divided
+from espalier.graph.data import synthetic
+from espalier.graph.data.graph import divided
 from espalier.graph.workload import GraphWorkload
 from espalier.launch.ranks import agent
 from espalier.mechanisms.disk_batches import pack, rolling_pool, topology

@@ -10,8 +10,8 @@ import pytest
 import struck
 from struck import Struck, same
 
-from espalier.graph import graph_plan
-from espalier.graph.data import DataSplit, Graph
+from espalier.graph.data.graph import DataSplit, Graph
+from espalier.graph.networks import graph_plan
 from espalier.graph.workload import GraphWorkload
 from espalier.launch.ranks import agent
 from espalier.mechanisms.halo_exchange.state import HaloAge, HaloExchangeState

@@ -15,8 +15,9 @@ from tests.story.programs import MACHINE, forked, launched
 from espalier.cli import main as cli
 from espalier.cli import run_open
 from espalier.cli.run_open import DataChoice
-from espalier.graph import gnn_adapter, partition_folder
-from espalier.graph.cutting import Cutting
+from espalier.graph.networks import gnn_adapter
+from espalier.graph.parts import partition_folder
+from espalier.graph.parts.cutting import Cutting
 from espalier.graph.workload import open_graph
 from espalier.plan import base as plans
 from espalier.recipe.errors import UserError

@@ -9,7 +9,7 @@ import pytest
 
 from espalier import recipe as config
 from espalier.cli import main as cli
-from espalier.graph import synthetic
+from espalier.graph.data import synthetic
 from espalier.recipe import defaults, recipe_file
 
 MINE = Path(__file__).parents[2] / "examples" / "mine.py"

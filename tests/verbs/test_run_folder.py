@@ -22,10 +22,10 @@ from espalier.cli import export, host_supervisor, predict, prepare, run_data, tr
 from espalier.cli import main as cli
 from espalier.comm import multihost_probe
 from espalier.comm.rendezvous_wait import Deadline
-from espalier.graph import kept_graph
 from espalier.graph import workload_row as _graphs  # noqa: F401 - loaded once, before programs are forked
-from espalier.graph.data import Graph
-from espalier.graph.link_prediction import Links, LinkTask
+from espalier.graph.data import kept_graph
+from espalier.graph.data.graph import Graph
+from espalier.graph.tasks.link_prediction import Links, LinkTask
 from espalier.graph.workload import GraphWorkload, open_graph
 from espalier.language import workload_row as _language  # noqa: F401
 from espalier.language.tokenizer import kept_tokenizer

@@ -12,9 +12,13 @@ from espalier.comm.finite_check import MARK, FiniteCheck
 from espalier.recipe.errors import UserError, nearest
 
 
+_CLASSES = {"split": "SplitCodec", "sparse": "SparseCodec"}
+
+
 def _load(name: str) -> Any:
-    """The class called `name`, from the file of its lower-case name."""
-    return getattr(import_module(f"espalier.mechanisms.codecs.{name.lower()}"), name)
+    """The class of the codec in the file `name`."""
+    module = import_module(f"espalier.mechanisms.codecs.{name}")
+    return getattr(module, _CLASSES.get(name, name.capitalize()))
 
 
 def _number(name: str, text: str) -> float:
@@ -28,7 +32,7 @@ def _lowbit(bits: int) -> Callable[[str], Codec]:
     def made(text: str) -> Codec:
         if text not in ("", "stochastic", "nearest"):
             raise UserError(f"int{bits} rounds {text!r}.", do=f"int{bits} (nearest) or int{bits}:stochastic")
-        return _load("Lowbit")(bits, stochastic=text == "stochastic")
+        return _load("lowbit")(bits, stochastic=text == "stochastic")
 
     return made
 
@@ -37,7 +41,7 @@ def _plain(name: str) -> Callable[[str], Codec]:
     def without(text: str) -> Codec:
         if text:
             raise UserError(f"Codec {name!r} takes no number, and got {text!r}.", do=name)
-        made: Codec = EXACT if name == EXACT.name else _load(name.capitalize())()
+        made: Codec = EXACT if name == EXACT.name else _load(name)()
         return made
 
     return without
@@ -52,9 +56,9 @@ FAMILIES: dict[str, Callable[[str], Codec]] = {
     "int1": _lowbit(1),
     "split": _plain("split"),
     "sparse": _plain("sparse"),
-    "mpc": lambda text: _load("Mpc")(int(_number("mpc", text or "1"))),
-    "zfp": lambda text: _load("Zfp")(_number("zfp", text or "8")),
-    "topk": lambda text: _load("Topk")(_number("topk", text or "0.01")),
+    "mpc": lambda text: _load("mpc")(int(_number("mpc", text or "1"))),
+    "zfp": lambda text: _load("zfp")(_number("zfp", text or "8")),
+    "topk": lambda text: _load("topk")(_number("topk", text or "0.01")),
 }
 
 MARGIN = 1.2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from espalier.graph.data import Graph
+from espalier.graph.data.graph import Graph
 
 __all__ = ["Additions", "Graph", "Pattern", "attention", "pattern"]
 

@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 from espalier import recipe as config
 
 if TYPE_CHECKING:
-    from espalier.graph.batching import Drawn
-    from espalier.graph.network import NetworkAdapter
-    from espalier.graph.rounding import Rounding
+    from espalier.graph.run import NetworkAdapter, Rounding
+    from espalier.graph.sampling.batching import Drawn
     from espalier.recipe import Recipe
 
 BATCHINGS = {
-    "whole": "graph.batching:Whole",
-    "drawn": "graph.batching:Drawn",
+    "whole": "graph.sampling.batching:Whole",
+    "drawn": "graph.sampling.batching:Drawn",
     "stored": "mechanisms.disk_batches.mini_batches:RunBatches",
     "parts": "mechanisms.halo_exchange.halo_parallel:PartBatching",
     "tokens": "mechanisms.pattern_attention.token_parallel:TokenBatching",
@@ -31,7 +30,7 @@ ENERGY = "mechanisms.few_bits.energy:tables"
 
 
 def named(name: str) -> Any:
-    """What `name`, a module of the package and something in it (`graph.batching:Whole`), stands for."""
+    """What `name`, a module of the package and something in it (`graph.sampling.batching:Whole`), stands for."""
     module, _, attribute = name.partition(":")
     return getattr(import_module(f"espalier.{module}"), attribute)
 
@@ -51,9 +50,9 @@ def network(recipe: Recipe) -> NetworkAdapter:
         case config.GraphTransformer():
             name = "mechanisms.pattern_attention.adapter:TransformerAdapter"
         case config.MessagesModel():
-            name = "graph.foreign_network:ForeignAdapter"
+            name = "graph.networks.foreign_network:ForeignAdapter"
         case _:
-            name = "graph.gnn_adapter:GnnAdapter"
+            name = "graph.networks.gnn_adapter:GnnAdapter"
     adapter: NetworkAdapter = named(name)(recipe)
     return adapter
 
@@ -77,5 +76,5 @@ def batching(recipe: Recipe) -> type[Drawn]:
 
 def rounding(recipe: Recipe) -> type[Rounding]:
     """What rounds values of the recipe's networks."""
-    found: type[Rounding] = named("graph.rounding:Rounding" if recipe.quant is None else FEW_BITS)
+    found: type[Rounding] = named("graph.run:Rounding" if recipe.quant is None else FEW_BITS)
     return found

@@ -15,32 +15,24 @@ import torch
 from torch import Tensor, nn
 
 from espalier import recipe as config
-from espalier.graph import (
-    answers,
-    data,
-    graph_plan,
-    kept_graph,
-    link_prediction,
-    lookup,
-    metrics,
-    partition_folder,
-    sources,
-)
-from espalier.graph.data import Array, Graph
-from espalier.graph.graph_classification import GraphTask
-from espalier.graph.layer_work import Reach
-from espalier.graph.link_prediction import Links, LinkTask
-from espalier.graph.network import NetworkAdapter
-from espalier.graph.node_classification import NodeTask
-from espalier.graph.subgraphs import SubgraphBatch, View
+from espalier.graph import lookup
+from espalier.graph.data import kept_graph, sources
+from espalier.graph.data.graph import Array, Graph, divided, scaled, seen_in_training
+from espalier.graph.networks import graph_plan
+from espalier.graph.networks.layer_work import Reach
+from espalier.graph.parts import partition_folder
+from espalier.graph.run import NetworkAdapter, Task
+from espalier.graph.sampling.subgraphs import SubgraphBatch, View
+from espalier.graph.tasks import answers, link_prediction, metrics
+from espalier.graph.tasks.graph_classification import GraphTask
+from espalier.graph.tasks.link_prediction import Links, LinkTask
+from espalier.graph.tasks.node_classification import NodeTask
 from espalier.parallel.workload import ALONE, PackStart, Plain, Progress, Shard, Skeleton, to_device, whole_skeleton
 from espalier.recipe import Recipe
 from espalier.recipe.cost import Anatomy, Cut, Work
 from espalier.recipe.errors import UserError
 from espalier.recipe.graphs import Batches
 from espalier.store.artifacts import Artifact, Table
-
-Task = NodeTask | LinkTask | GraphTask
 
 GLIMPSES = 5
 """Held-out answers shown at the end of a run."""
@@ -72,7 +64,7 @@ class GraphWorkload(Plain):
         """See `Rounding.signs`; of the run, where it was begun before."""
         self.kept: Path | None = None
         """Where the run keeps what it made of its graph."""
-        self.graph = data.scaled(graph)
+        self.graph = scaled(graph)
         self.network = lookup.network(recipe)
         self.task = _task(recipe, self.network, self.graph, links)
         way = lookup.batching(recipe)
@@ -87,6 +79,10 @@ class GraphWorkload(Plain):
         self.meters = self.batching.meters
         self.step_loss: Callable[[nn.Module, SubgraphBatch], tuple[Tensor, Tensor]] = self._step_loss
         """Of a batch; a mechanism may have another."""
+
+    def like(self, recipe: Recipe) -> GraphWorkload:
+        """Of another recipe, on the same graph."""
+        return GraphWorkload(recipe, self.graph)
 
     # --- the model -----------------------------------------------------------------------------------------------
 
@@ -251,7 +247,7 @@ def _task(recipe: Recipe, network: NetworkAdapter, graph: Graph, links: Links | 
         return LinkTask(
             View(placed(links.rest), style, depth), links, options.fanouts, recipe.train.seed, options.negatives
         )
-    seen = data.seen_in_training(graph) if options.inductive else graph
+    seen = seen_in_training(graph) if options.inductive else graph
     held = View(placed(graph), style, depth)
     return NodeTask(
         View(placed(seen), style, depth) if options.inductive else held, held, options.fanouts, recipe.train.seed
@@ -276,7 +272,7 @@ def open_graph(
     if kept is not None:
         graph = kept_graph.mapped(graph, kept)
     if asked.task != "link":
-        graph = kept_graph.divided(graph, kept, asked.split, seed) if kept else data.divided(graph, asked.split, seed)
+        graph = kept_graph.divided(graph, kept, asked.split, seed) if kept else divided(graph, asked.split, seed)
     said: list[str] = []
     if graph.partition is not None:
         said.append(f"Order: that in which {graph.origin} was cut.")

@@ -11,14 +11,16 @@ import numpy as np
 import torch
 from torch import nn
 
-from espalier.graph import kept_graph, lookup, partition_folder
-from espalier.graph.answers import lines
-from espalier.graph.gnn import Gnn
-from espalier.graph.graph_classification import GraphTask
-from espalier.graph.link_prediction import LinkTask
-from espalier.graph.network import quantizers_of
-from espalier.graph.node_classification import NodeTask
-from espalier.graph.subgraphs import infer
+from espalier.graph import lookup
+from espalier.graph.data import kept_graph
+from espalier.graph.networks.gnn import Gnn
+from espalier.graph.networks.network import quantizers_of
+from espalier.graph.parts import partition_folder
+from espalier.graph.sampling.subgraphs import infer
+from espalier.graph.tasks.answers import lines
+from espalier.graph.tasks.graph_classification import GraphTask
+from espalier.graph.tasks.link_prediction import LinkTask
+from espalier.graph.tasks.node_classification import NodeTask
 from espalier.graph.workload import GraphWorkload, open_graph
 from espalier.parallel.workload import PackStart, Shard, Workload
 from espalier.recipe import Recipe, cache_dir, data_hash

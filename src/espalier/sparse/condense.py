@@ -2,7 +2,7 @@
 they are read in sequence. After MEGA (HPCA 2024, arXiv 2311.09775, section V).
 
 A part's region holds each outside source once, ascending; a source that several parts need is in each of their regions.
-The plan orders the rows of halo messages (`graph.halo`) and of layers on disk (`graph.condensed_file`).
+The plan orders the rows of halo messages (`graph.halo`) and of layers on disk (`graph.data.condensed_file`).
 """
 
 from __future__ import annotations

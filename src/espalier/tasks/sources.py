@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
-from espalier.graph import sources as graphs
+from espalier.graph.data import sources as graphs
 from espalier.language import text_sources
 from espalier.radiance import scenes
 from espalier.radiance.scenes import Scene

@@ -2,8 +2,8 @@
 
 `attend(query, key, value, where)` of a decoder (see `parallel.attend`), `aggregate(block, rows, ...)` of a graph
 network
-(see `graph.base`), `route(x, chosen, weights, experts)` of a mixture of experts (see `parallel.expert_map`), and
-`total(counts)`, which adds up what a module counts of whole sequences. A module says which of its fields
+(see `graph.networks.base`), `route(x, chosen, weights, experts)` of a mixture of experts (see `parallel.expert_map`),
+and `total(counts)`, which adds up what a module counts of whole sequences. A module says which of its fields
 belong to which seam: `seams = {"attend": ("attend",)}`.
 """
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from espalier.graph.neighbor_sampler import Sampler, Style
+from espalier.graph.sampling.neighbor_sampler import Sampler, Style
 from espalier.mechanisms.disk_batches import manifest
 from espalier.mechanisms.disk_batches.features import Features, FeatureTable, open_features
 from espalier.mechanisms.disk_batches.pack import PackRequest

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from espalier.graph.data import Graph
-from espalier.graph.neighbor_sampler import Sampler, Style
+from espalier.graph.data.graph import Graph
+from espalier.graph.sampling.neighbor_sampler import Sampler, Style
 from espalier.mechanisms.disk_batches import manifest
 from espalier.mechanisms.disk_batches.features import FeatureTable, open_features
 from espalier.mechanisms.disk_batches.pack import PackedSet, PackRequest, pack

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from espalier.graph import synthetic
-from espalier.graph.neighbor_sampler import Drawn, Style
+from espalier.graph.data import synthetic
+from espalier.graph.sampling.neighbor_sampler import Drawn, Style
 from espalier.mechanisms.disk_batches.features import open_features
 from espalier.mechanisms.disk_batches.hyperbatch import HyperbatchReader
 from espalier.mechanisms.disk_batches.pack import PackRequest, pack

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.graph.neighbor_sampler import Sampler, Style
+from espalier.graph.sampling.neighbor_sampler import Sampler, Style
 from espalier.machine.cluster import Disk
 from espalier.mechanisms.disk_batches import access, cost, pool
 from espalier.mechanisms.disk_batches.access import Limits

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from espalier.graph.neighbor_sampler import Sampler, Style
+from espalier.graph.sampling.neighbor_sampler import Sampler, Style
 from espalier.mechanisms.disk_batches.hyperbatch import HyperbatchReader
 from espalier.mechanisms.disk_batches.topology import DiskSampler
 from espalier.recipe.errors import UserError

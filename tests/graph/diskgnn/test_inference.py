@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from espalier import recipe as config
-from espalier.graph import compiled_aggregate, condensed_file, gnn
-from espalier.graph.condensed_file import Foretold
-from espalier.graph.neighbor_sampler import Sampler, Style
-from espalier.graph.subgraphs import View
-from espalier.graph.subgraphs import infer as infer_in_memory
+from espalier.graph.data import condensed_file
+from espalier.graph.data.condensed_file import Foretold
+from espalier.graph.networks import compiled_aggregate, gnn
+from espalier.graph.sampling.neighbor_sampler import Sampler, Style
+from espalier.graph.sampling.subgraphs import View
+from espalier.graph.sampling.subgraphs import infer as infer_in_memory
 from espalier.mechanisms.disk_batches import inference
 from espalier.mechanisms.disk_batches.inference import InferenceFolder, infer
 from espalier.mechanisms.disk_batches.topology import DiskSampler

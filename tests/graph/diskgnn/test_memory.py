@@ -19,8 +19,8 @@ import torch
 
 from dataclasses import replace
 
-from espalier.graph.data import Graph
-from espalier.graph.data import DataSplit
+from espalier.graph.data.graph import Graph
+from espalier.graph.data.graph import DataSplit
 from espalier.mechanisms.disk_batches import PrepareOptions, prepare
 
 torch.set_num_threads(1)

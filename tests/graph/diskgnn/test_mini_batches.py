@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from espalier.graph import node_classification, synthetic
+from espalier.graph.data import synthetic
+from espalier.graph.tasks import node_classification
 from espalier.graph.workload import GraphWorkload
 from espalier.mechanisms.disk_batches import PrepareOptions, inference, manifest, prepare
 from espalier.mechanisms.disk_batches.mini_batches import RunBatches

@@ -17,7 +17,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from espalier.graph.neighbor_sampler import Sampler, Style
+from espalier.graph.sampling.neighbor_sampler import Sampler, Style
 from espalier.kernels import row_bits
 from espalier.mechanisms.disk_batches import manifest, pack
 from espalier.mechanisms.disk_batches.features import FeatureTable

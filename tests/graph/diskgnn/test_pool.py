@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from espalier.graph.neighbor_sampler import Sampler, Style
-from espalier.graph.node_classification import NodeTask
-from espalier.graph.subgraphs import View
+from espalier.graph.sampling.neighbor_sampler import Sampler, Style
+from espalier.graph.sampling.subgraphs import View
+from espalier.graph.tasks.node_classification import NodeTask
 from espalier.mechanisms.disk_batches import pool
 from espalier.mechanisms.disk_batches.pool import Draws, Pool
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from espalier.graph import synthetic
+from espalier.graph.data import synthetic
 
 BENCH = Path(__file__).parents[3] / "bench"
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.graph.neighbor_sampler import Sampler, Style
+from espalier.graph.sampling.neighbor_sampler import Sampler, Style
 from espalier.mechanisms.disk_batches import manifest, rolling_pool
 from espalier.mechanisms.disk_batches.features import open_features
 from espalier.mechanisms.disk_batches.pack import PackedSet, PackRequest

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from espalier.graph import neighbor_sampler
-from espalier.graph.neighbor_sampler import ALL, Sampler, Style
+from espalier.graph.sampling import neighbor_sampler
+from espalier.graph.sampling.neighbor_sampler import ALL, Sampler, Style
 from espalier.mechanisms.disk_batches.topology import (
     DiskSampler,
     Topology,

@@ -12,7 +12,7 @@ from tests.graph.conftest import made
 from tests.graph.test_halo_parallel import machines, plan_of, train
 from tests.graph.test_workload import recipe_of
 
-from espalier.graph.loss_speed import LossSpeed
+from espalier.graph.tasks.loss_speed import LossSpeed
 from espalier.graph.workload import GraphWorkload
 from espalier.mechanisms.pattern_attention.attention import attention
 from espalier.mechanisms.pattern_attention.pattern import ROWS, Additions, pattern

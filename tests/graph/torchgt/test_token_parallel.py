@@ -14,7 +14,7 @@ from tests.graph.test_halo_parallel import close, machines, plan_of, train
 from tests.graph.test_workload import STEPS, recipe_of
 
 from espalier import recipe as config
-from espalier.graph.data import DataSplit, Graph
+from espalier.graph.data.graph import DataSplit, Graph
 from espalier.graph.workload import GraphWorkload
 from espalier.mechanisms.pattern_attention.token_parallel import TokenPart, tokens_by_rank
 from espalier.plan import decide

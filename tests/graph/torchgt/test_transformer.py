@@ -15,10 +15,10 @@ from tests.graph.conftest import made
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from espalier import recipe as config
-from espalier.graph import neighbor_sampler
-from espalier.graph.data import Graph, divided, relabelled
-from espalier.graph.graph_classification import joined
-from espalier.graph.neighbor_sampler import Style
+from espalier.graph.data.graph import Graph, divided, relabelled
+from espalier.graph.sampling import neighbor_sampler
+from espalier.graph.sampling.neighbor_sampler import Style
+from espalier.graph.tasks.graph_classification import joined
 from espalier.graph.workload import GraphWorkload
 from espalier.mechanisms.pattern_attention import encodings
 from espalier.mechanisms.pattern_attention.adapter import TransformerAdapter

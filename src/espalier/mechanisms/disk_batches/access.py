@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from espalier.graph.data import Array
+from espalier.graph.data.graph import Array
 from espalier.recipe.errors import UserError
 
 PAGE = 4096

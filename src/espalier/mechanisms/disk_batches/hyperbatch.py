@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from espalier.graph.data import Array
-from espalier.graph.neighbor_sampler import Drawn
+from espalier.graph.data.graph import Array
+from espalier.graph.sampling.neighbor_sampler import Drawn
 from espalier.mechanisms.disk_batches.topology import DiskSampler
 from espalier.recipe.errors import UserError
 from espalier.recipe.units import show_size

@@ -3,8 +3,8 @@
 A layer goes through the nodes in ascending ranges that fit into the memory allowed: the full-neighbour block of a range
 is read through the sampler, the rows of its sources from the layer before, and the results are written to the layer's
 file: by node, or, where that takes fewer bytes, by the ranges of the next layer, each with the rows that it will read
-(`graph.condensed_file`). The rows done are committed with what is written, so that a run that was killed goes on where
-it stood.
+(`graph.data.condensed_file`). The rows done are committed with what is written, so that a run that was killed goes on
+where it stood.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ import torch
 import xxhash
 from torch import Tensor
 
-from espalier.graph import base, condensed_file
-from espalier.graph.base import Kept
-from espalier.graph.condensed_file import CondensedLayout, CondensedRows, Foretold
-from espalier.graph.data import Array
-from espalier.graph.gnn import Gnn, Layer
-from espalier.graph.neighbor_sampler import ALL, NeighborSampling
+from espalier.graph.data import condensed_file
+from espalier.graph.data.condensed_file import CondensedLayout, CondensedRows, Foretold
+from espalier.graph.data.graph import Array
+from espalier.graph.networks import base
+from espalier.graph.networks.base import Kept
+from espalier.graph.networks.gnn import Gnn, Layer
+from espalier.graph.sampling.neighbor_sampler import ALL, NeighborSampling
 from espalier.parallel.workload import to_device
 from espalier.recipe.errors import UserError
 from espalier.recipe.units import show_size

@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 
 from espalier.comm.rendezvous_wait import Deadline
-from espalier.graph.data import Array, Graph
+from espalier.graph.data.graph import Array, Graph
 from espalier.recipe import cache_dir, serialization
 from espalier.recipe.errors import UserError
 from espalier.recipe.serialization import Value

@@ -21,15 +21,15 @@ import xxhash
 from torch import Tensor, nn
 
 from espalier import recipe as config
-from espalier.graph import subgraphs
-from espalier.graph.base import MessageBlock
-from espalier.graph.batching import Drawn
-from espalier.graph.condensed_file import Foretold
-from espalier.graph.data import Array, Graph
-from espalier.graph.gnn import Gnn
-from espalier.graph.neighbor_sampler import ALL, NeighborSampling, Sampler, Style, named
-from espalier.graph.node_classification import NodeTask
-from espalier.graph.subgraphs import SubgraphBatch, View
+from espalier.graph.data.condensed_file import Foretold
+from espalier.graph.data.graph import Array, Graph
+from espalier.graph.networks.base import MessageBlock
+from espalier.graph.networks.gnn import Gnn
+from espalier.graph.sampling import subgraphs
+from espalier.graph.sampling.batching import Drawn
+from espalier.graph.sampling.neighbor_sampler import ALL, NeighborSampling, Sampler, Style, named
+from espalier.graph.sampling.subgraphs import SubgraphBatch, View
+from espalier.graph.tasks.node_classification import NodeTask
 from espalier.mechanisms.disk_batches import cost, inference, manifest, topology
 from espalier.mechanisms.disk_batches import features as feature_files
 from espalier.mechanisms.disk_batches.features import Features, FeatureTable
@@ -59,7 +59,7 @@ from espalier.store.extents import DamagedExtent
 from espalier.track.progress import Waiting
 
 if TYPE_CHECKING:
-    from espalier.graph.workload import GraphWorkload
+    from espalier.graph.run import GraphRun
 
 HELD = 2
 """Steps whose features training holds: the one that it computes, and the next, which was handed over."""
@@ -217,7 +217,7 @@ class RunBatches(Drawn):
 
     task: NodeTask
 
-    def __init__(self, run: GraphWorkload) -> None:
+    def __init__(self, run: GraphRun) -> None:
         super().__init__(run)
         recipe, task = run.recipe, run.whole_task
         assert recipe.store is not None

@@ -24,8 +24,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from espalier.graph.data import Array
-from espalier.graph.neighbor_sampler import NeighborSampling
+from espalier.graph.data.graph import Array
+from espalier.graph.sampling.neighbor_sampler import NeighborSampling
 from espalier.mechanisms.disk_batches import access, features, manifest, pool
 from espalier.mechanisms.disk_batches.access import AccessPlan, Limits, Split, Splitter
 from espalier.mechanisms.disk_batches.features import Features

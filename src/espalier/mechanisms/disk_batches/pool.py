@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from espalier.graph.base import Forms, MessageBlock
-from espalier.graph.data import Array
-from espalier.graph.neighbor_sampler import Drawn, NeighborSampling
+from espalier.graph.data.graph import Array
+from espalier.graph.networks.base import Forms, MessageBlock
+from espalier.graph.sampling.neighbor_sampler import Drawn, NeighborSampling
 from espalier.mechanisms.disk_batches.cost import TOGETHER
 from espalier.mechanisms.disk_batches.topology import DiskSampler
 from espalier.parallel.workload import Progress

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from espalier.graph.data import Array
+from espalier.graph.data.graph import Array
 from espalier.mechanisms.disk_batches.access import Split
 from espalier.mechanisms.disk_batches.pack import PackedSet
 from espalier.mechanisms.disk_batches.pool import Pool, SampledBatch

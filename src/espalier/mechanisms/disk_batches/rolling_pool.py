@@ -24,7 +24,7 @@ from typing import Self
 
 import numpy as np
 
-from espalier.graph.data import Array
+from espalier.graph.data.graph import Array
 from espalier.mechanisms.disk_batches import manifest
 from espalier.mechanisms.disk_batches.pack import PackedSet, PackRequest, pack
 from espalier.mechanisms.disk_batches.pool import Draws

@@ -16,8 +16,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from espalier.graph.data import Array, Graph
-from espalier.graph.neighbor_sampler import Degrees, Drawn, Hop, Style, message_block, named, stream, symmetric_root
+from espalier.graph.data.graph import Array, Graph
+from espalier.graph.sampling.neighbor_sampler import (
+    Degrees,
+    Drawn,
+    Hop,
+    Style,
+    message_block,
+    named,
+    stream,
+    symmetric_root,
+)
 from espalier.recipe.errors import UserError
 from espalier.store.base import Rows
 from espalier.store.io_queue import IoQueue
@@ -197,7 +206,7 @@ class _Batch:
 
     def choose(self, fanout: int, key: int, loops: bool) -> Array:
         """int64: places of the next layer's edges, -1 for loops."""
-        from espalier.graph import sampler_kernels
+        from espalier.graph.sampling import sampler_kernels
 
         counts = (self.degree if fanout < 0 else np.minimum(self.degree, fanout)) + int(loops)
         self._ptr = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
@@ -207,7 +216,7 @@ class _Batch:
 
     def add(self, sources: Array) -> None:
         """Ends the layer: `sources` of the chosen edges, -1 for loops, which come first of a target's."""
-        from espalier.graph import sampler_kernels
+        from espalier.graph.sampling import sampler_kernels
 
         known = len(self.nodes)
         loops = sources < 0

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from espalier.graph import part_inference
-from espalier.graph.gnn import Gnn, GraphAttention, Isomorphism, Layer, Mean
-from espalier.graph.node_classification import NodeTask
-from espalier.graph.subgraphs import infer
+from espalier.graph.networks.gnn import Gnn, GraphAttention, Isomorphism, Layer, Mean
+from espalier.graph.parts import part_inference
+from espalier.graph.sampling.subgraphs import infer
+from espalier.graph.tasks.node_classification import NodeTask
 from espalier.graph.workload import GraphWorkload
 from espalier.kernels.counts import Counts, integer_sums, low_bit
 from espalier.mechanisms.few_bits import quantization
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from espalier import recipe as config
-    from espalier.graph.base import MessageBlock, Rows
-    from espalier.graph.data import Graph
+    from espalier.graph.data.graph import Graph
+    from espalier.graph.networks.base import MessageBlock, Rows
     from espalier_accelerators.simulator import LayerShape, Network, Result
 
 INDEX = 4

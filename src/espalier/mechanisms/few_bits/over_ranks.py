@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-from espalier.graph.batching import ROWS_CROSS
 from espalier.mechanisms.few_bits.quantization import begin_over_ranks, equipped
 from espalier.plan.compose import Claim
 from espalier.train.mechanism import Build, Mechanism
 
 if TYPE_CHECKING:
-    from espalier.graph.workload import GraphWorkload
+    from espalier.graph.run import GraphRun
     from espalier.plan.base import Plan
     from espalier.recipe import Recipe
 
-CLAIM = Claim("quantization", question="aggregate", needs={ROWS_CROSS}, alone=False)
+CLAIM = Claim("quantization", question="aggregate", needs={"rows of the graph cross"}, alone=False)
 """Rows are rounded before they cross."""
 
 
@@ -25,7 +24,7 @@ class RoundedParts(Mechanism):
 
     def wrap(self, context: Build) -> None:
         """Steps of a network whose graph is in parts begin now, by all of them together."""
-        run, model = cast("GraphWorkload", context.workload), context.model
+        run, model = cast("GraphRun", context.workload), context.model
         assert model is not None
         part = run.batching.part
         equipped(model).over_ranks(part.rows)

@@ -20,10 +20,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from espalier.graph import part_inference
-from espalier.graph.kept_graph import KeptGraph
-from espalier.graph.node_classification import NodeTask
-from espalier.graph.subgraphs import infer
+from espalier.graph.data.kept_graph import KeptGraph
+from espalier.graph.parts import part_inference
+from espalier.graph.sampling.subgraphs import infer
+from espalier.graph.tasks.node_classification import NodeTask
 from espalier.graph.workload import GraphWorkload
 from espalier.kernels.step_codes import STEPS, step_codes
 from espalier.mechanisms.few_bits import quantization
@@ -37,7 +37,7 @@ from espalier.recipe.errors import UserError
 from espalier.recipe.units import show_size
 
 if TYPE_CHECKING:
-    from espalier.graph.data import Array
+    from espalier.graph.data.graph import Array
 
 PACKED, REST = "packed.pkg", "model.safetensors"
 _INPUT, _SCALE, _MATRIX = "layers.0.rows", "layers.0.scale", ".parametrizations.weight.original"

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 from espalier import recipe as config
 from espalier.comm.base import Traffic, traffic
-from espalier.graph.base import Aggregate, Forms, Kept, MessageBlock, Rows, dense
-from espalier.graph.batching import HeldRows
-from espalier.graph.coded_rows import Coding, RowSize, row_size
-from espalier.graph.gnn import Gnn, GraphAttention, Layer
-from espalier.graph.halo import Halo
-from espalier.graph.network import QUANTIZED
-from espalier.graph.subgraphs import forward
+from espalier.graph.networks.base import Aggregate, Forms, Kept, MessageBlock, Rows, dense
+from espalier.graph.networks.gnn import Gnn, GraphAttention, Layer
+from espalier.graph.networks.network import QUANTIZED
+from espalier.graph.parts.coded_rows import Coding, RowSize, row_size
+from espalier.graph.parts.halo import Halo
+from espalier.graph.sampling.batching import HeldRows
+from espalier.graph.sampling.subgraphs import forward
 from espalier.kernels.step_codes import STEPS, step_codes
 from espalier.mechanisms.few_bits import a2q
 from espalier.mechanisms.few_bits.a2q import ColumnQuantizer, FeatureQuantizer, Rule
@@ -197,7 +197,7 @@ class Quantization:
         return total + weight * (penalty - penalty.detach()), weight
 
     def row_size(self, model: nn.Module, at: int, size: int) -> RowSize | None:
-        """See `graph.network.Quantizers`."""
+        """See `graph.networks.network.Quantizers`."""
         assert isinstance(model, Gnn)
         if not at or model.options.activation == "maxk":
             return None
@@ -250,7 +250,7 @@ class _Aggregate(nn.Module):
         return self.found.root if self.symmetric else None
 
     def forward(self, block: MessageBlock, rows: Rows, start: Tensor | None = None) -> Tensor:
-        """See `graph.base.aggregate`."""
+        """See `graph.networks.base.aggregate`."""
         shown = self.found.shown(block)
         if self.messages is not None and not isinstance(rows, Kept):
             scale, block = _source_scale(block, self.root)
@@ -274,7 +274,7 @@ class _Aggregate(nn.Module):
         return sums if start is None else sums + start
 
     def attend(self, block: MessageBlock, rows: Tensor, scores: tuple[Tensor, Tensor], dropout: float) -> Tensor:
-        """See `graph.base.attend`."""
+        """See `graph.networks.base.attend`."""
         shown = self.found.shown(block)
         if self.messages is not None:
             rows = self.messages(rows.flatten(1), self.found.own(block), shown).view_as(rows)

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from espalier import recipe as config
-from espalier.graph.data import signed
-from espalier.graph.neighbor_sampler import symmetric_root
+from espalier.graph.data.graph import signed
+from espalier.graph.sampling.neighbor_sampler import symmetric_root
 from espalier.mechanisms.few_bits.bit_allocator import BankBits, BitAllocator, DegreeBits, NodeBits, UniformBits
 
 if TYPE_CHECKING:
-    from espalier.graph.data import Array, Graph
+    from espalier.graph.data.graph import Array, Graph
 
 
 @dataclass(frozen=True)

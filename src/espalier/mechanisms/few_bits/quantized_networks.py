@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from espalier import recipe as config
-from espalier.graph import compiled_aggregate, foreign_network, partition_folder
-from espalier.graph.gnn import Gnn
-from espalier.graph.neighbor_sampler import Style, whole
-from espalier.graph.network import QUANTIZED, GraphNetwork
-from espalier.graph.subgraphs import MESSAGES
+from espalier.graph.networks import compiled_aggregate, foreign_network
+from espalier.graph.networks.gnn import Gnn
+from espalier.graph.networks.network import QUANTIZED, GraphNetwork
+from espalier.graph.parts import partition_folder
+from espalier.graph.sampling.neighbor_sampler import Style, whole
+from espalier.graph.sampling.subgraphs import MESSAGES
 from espalier.mechanisms.few_bits import a2q, quantization
 from espalier.mechanisms.few_bits.a2q import ColumnQuantizer, FeatureQuantizer
 from espalier.mechanisms.few_bits.bit_allocator import MemoryTarget
@@ -31,7 +32,7 @@ from espalier.recipe import units
 from espalier.recipe.errors import UserError
 
 if TYPE_CHECKING:
-    from espalier.graph.subgraphs import SubgraphBatch
+    from espalier.graph.sampling.subgraphs import SubgraphBatch
 
 
 def equip(model: nn.Module, options: config.Quant, told: QuantizedGraph) -> Quantization:

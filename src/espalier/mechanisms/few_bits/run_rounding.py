@@ -12,21 +12,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from espalier.graph import answers, partition_folder
-from espalier.graph.gnn import Gnn
-from espalier.graph.graph_classification import GraphTask
-from espalier.graph.node_classification import NodeTask
-from espalier.graph.rounding import Rounding
-from espalier.graph.subgraphs import infer
+from espalier.graph.networks.gnn import Gnn
+from espalier.graph.parts import partition_folder
+from espalier.graph.run import GraphRun, Rounding
+from espalier.graph.sampling.subgraphs import infer
+from espalier.graph.tasks import answers
+from espalier.graph.tasks.graph_classification import GraphTask
+from espalier.graph.tasks.node_classification import NodeTask
 from espalier.mechanisms.few_bits import a2q, quantization, quantized_networks
 from espalier.mechanisms.few_bits.quantized_graph import QuantizedGraph
 from espalier.parallel.workload import Shard
 from espalier.recipe.cost import VALUE_BYTES, Work
 
 if TYPE_CHECKING:
-    from espalier.graph.layer_work import Reach
-    from espalier.graph.subgraphs import SubgraphBatch
-    from espalier.graph.workload import GraphWorkload
+    from espalier.graph.networks.layer_work import Reach
+    from espalier.graph.sampling.subgraphs import SubgraphBatch
     from espalier.store.artifacts import Artifact
 
 CURVED = 1 << 27
@@ -36,7 +36,7 @@ CURVED = 1 << 27
 class QuantizedRounding(Rounding):
     """Quantizers in the networks of a run."""
 
-    def __init__(self, run: GraphWorkload) -> None:
+    def __init__(self, run: GraphRun) -> None:
         super().__init__(run)
         if isinstance(run.task, NodeTask):
             run.task.every_node = True

@@ -22,11 +22,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from espalier.comm.base import Traffic, traffic
-from espalier.graph import foreign_network, halo, partial_sums, partition_folder
-from espalier.graph.batching import OVER_RANKS, HeldRows, OverRanks, all_rows
-from espalier.graph.cutting import Cutting, open_part
-from espalier.graph.gnn import Gnn
-from espalier.graph.subgraphs import SubgraphBatch, forward
+from espalier.graph.networks import foreign_network
+from espalier.graph.networks.gnn import Gnn
+from espalier.graph.parts import halo, partial_sums, partition_folder
+from espalier.graph.parts.cutting import Cutting, open_part
+from espalier.graph.sampling.batching import OVER_RANKS, HeldRows, OverRanks, all_rows
+from espalier.graph.sampling.subgraphs import SubgraphBatch, forward
 from espalier.mechanisms.halo_exchange import sylvie
 from espalier.mechanisms.halo_exchange.state import HaloExchangeState
 from espalier.mechanisms.halo_exchange.sylvie import (
@@ -52,10 +53,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from espalier.checkpoint.base import Stateful
-    from espalier.graph.coded_rows import RowSize
-    from espalier.graph.data import Array
-    from espalier.graph.node_classification import NodeTask
-    from espalier.graph.workload import GraphWorkload
+    from espalier.graph.data.graph import Array
+    from espalier.graph.parts.coded_rows import RowSize
+    from espalier.graph.run import GraphRun
+    from espalier.graph.tasks.node_classification import NodeTask
     from espalier.plan.base import Exchange, Plan
     from espalier.recipe import HaloOptions, Recipe
 
@@ -151,7 +152,7 @@ class HaloParallel(Mechanism):
 
     def wrap(self, context: Build) -> None:
         """Opens this rank's part, which is cut first where it is not there; all ranks do it together."""
-        run, mesh, model = cast("GraphWorkload", context.workload), context.mesh, context.model
+        run, mesh, model = cast("GraphRun", context.workload), context.mesh, context.model
         assert model is not None
         task, group = run.whole_task, mesh.replica
         assert group is not None, "parts are of several ranks"
@@ -401,17 +402,17 @@ class PartBatching(OverRanks):
         sampled = self.halos().sampled
         if sampled is None:
             return None
-        made: GraphWorkload = sampled()
+        made: GraphRun = sampled()
         return Batches(made.whole_task.fanout, made.global_batch, -(-self.task.items // made.global_batch))
 
-    def _sampled(self, layers: int) -> GraphWorkload:
+    def _sampled(self, layers: int) -> GraphRun:
         """The same network on drawn batches of the same graph, which ranks share."""
         recipe, changed = self.run.recipe, msgspec.structs.replace
         few = min(recipe.train.batch_tokens or SAMPLED, self.task.items)
         assert recipe.graph is not None
         drawn = changed(recipe.graph, halo=None, fanout=(FANOUT,) * layers)
         train = changed(recipe.train, batch_tokens=few)
-        return type(self.run)(changed(recipe, graph=drawn, train=train, quant=None), self.run.graph)
+        return self.run.like(changed(recipe, graph=drawn, train=train, quant=None))
 
     def write_parts(self, folder: Path, shares: Sequence[int]) -> None:
         """See `Halos.write`."""

@@ -9,8 +9,8 @@ RECORD = Record(
     paper="ICDE 2024, arXiv 2303.01277",
     files=(
         "mechanisms/halo_exchange/",
-        "graph/loss_speed.py",
-        "graph/coded_rows.py",
+        "graph/tasks/loss_speed.py",
+        "graph/parts/coded_rows.py",
         "kernels/quantize_rows.py",
         "kernels/row_widths.py",
     ),

@@ -22,11 +22,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from espalier.comm.base import Traffic, traffic
-from espalier.graph import halo
-from espalier.graph.gnn import Gnn
-from espalier.graph.halo import Arrival, Crossing, ForeignRows, Halo, degree_shares, not_finite
-from espalier.graph.loss_speed import LossSpeed
-from espalier.graph.neighbor_sampler import stream
+from espalier.graph.networks.gnn import Gnn
+from espalier.graph.parts import halo
+from espalier.graph.parts.halo import Arrival, Crossing, ForeignRows, Halo, degree_shares, not_finite
+from espalier.graph.sampling.neighbor_sampler import stream
+from espalier.graph.tasks.loss_speed import LossSpeed
 from espalier.kernels import quantize_rows as kernels
 from espalier.kernels import row_widths
 from espalier.recipe import units

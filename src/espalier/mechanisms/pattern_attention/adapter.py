@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from espalier import recipe as config
-from espalier.graph.graph_classification import GraphTask
-from espalier.graph.link_prediction import LinkTask
-from espalier.graph.network import NetworkAdapter
-from espalier.graph.node_classification import NodeTask
+from espalier.graph.run import GraphRun, NetworkAdapter
+from espalier.graph.tasks.graph_classification import GraphTask
+from espalier.graph.tasks.link_prediction import LinkTask
+from espalier.graph.tasks.node_classification import NodeTask
 from espalier.mechanisms.pattern_attention import plan_choice, reformation
 from espalier.mechanisms.pattern_attention.encodings import averaged, encoded
 from espalier.mechanisms.pattern_attention.model import GraphTransformer, tokens_of
@@ -22,10 +22,9 @@ from espalier.track.progress import Stages
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from espalier.graph.data import Graph
-    from espalier.graph.layer_work import Reach
-    from espalier.graph.subgraphs import SubgraphBatch
-    from espalier.graph.workload import GraphWorkload
+    from espalier.graph.data.graph import Graph
+    from espalier.graph.networks.layer_work import Reach
+    from espalier.graph.sampling.subgraphs import SubgraphBatch
     from espalier.recipe import Recipe
 
 
@@ -45,17 +44,17 @@ class TransformerAdapter(NetworkAdapter):
             return graph
         return encoded(averaged(graph, self.options.local), self.options.encodings, self.options.encoding_size)
 
-    def told(self, run: GraphWorkload) -> Graph:
+    def told(self, run: GraphRun) -> Graph:
         """That with encodings."""
         return run.task.graph
 
-    def build(self, run: GraphWorkload, inputs: int, outputs: int) -> nn.Module:
+    def build(self, run: GraphRun, inputs: int, outputs: int) -> nn.Module:
         """With the schedule of attention."""
         model = GraphTransformer(self.options, inputs, outputs)
         model.schedule = self.schedule(run)[0]
         return model
 
-    def schedule(self, run: GraphWorkload) -> tuple[Schedule, str]:
+    def schedule(self, run: GraphRun) -> tuple[Schedule, str]:
         """In which steps attention is full, and why; decided once."""
         if self._schedule is None:
             task, options, pattern, nodes = run.task, self.options, None, 0
@@ -67,13 +66,13 @@ class TransformerAdapter(NetworkAdapter):
             self._schedule = self._schedule or schedule(options, pattern, nodes)
         return self._schedule
 
-    def plan(self, run: GraphWorkload) -> tuple[str, str]:
+    def plan(self, run: GraphRun) -> tuple[str, str]:
         """How attention along all edges is computed, and why; empty where nobody has measured it."""
         if self._plan is None:
             self._plan = self._planned(run)
         return self._plan
 
-    def _planned(self, run: GraphWorkload) -> tuple[str, str]:
+    def _planned(self, run: GraphRun) -> tuple[str, str]:
         options, chosen = self.options, self.schedule(run)[0]
         if not isinstance(run.task, NodeTask) or run.task.fanout or chosen.every == 1:
             return "", ""
@@ -90,7 +89,7 @@ class TransformerAdapter(NetworkAdapter):
         gates = [parameter for name, parameter in model.named_parameters() if name.endswith(".gates")]
         return [*matrices, *gates, model.virtual]
 
-    def at_step(self, run: GraphWorkload, batches: list[SubgraphBatch], step: int) -> list[SubgraphBatch]:
+    def at_step(self, run: GraphRun, batches: list[SubgraphBatch], step: int) -> list[SubgraphBatch]:
         """Whose attention is full or not."""
         full = self.schedule(run)[0].full(step)
         return [
@@ -104,12 +103,12 @@ class TransformerAdapter(NetworkAdapter):
             return []
         return ["nodes attend to those of their micro-batch, so its size changes what is learned (graph.fanout)"]
 
-    def decisions(self, run: GraphWorkload, said: tuple[str, ...], bits: tuple[str, ...]) -> tuple[str, ...]:
+    def decisions(self, run: GraphRun, said: tuple[str, ...], bits: tuple[str, ...]) -> tuple[str, ...]:
         """When attention is full, how it is computed, and which edges are left out."""
         more = self.plan(run)[1], reformation.sentence(self.recipe)
         return (*said, *bits, self.schedule(run)[1], *filter(None, more))
 
-    def work(self, run: GraphWorkload, micro_batch: Any, precision: str) -> Work:
+    def work(self, run: GraphRun, micro_batch: Any, precision: str) -> Work:
         """By tokens and pairs of them."""
         model, reach, times = run.bare(), run.batching.reach(), run.batching.times(micro_batch)
         assert isinstance(model, GraphTransformer)
@@ -117,7 +116,7 @@ class TransformerAdapter(NetworkAdapter):
         work = transformer_work(model, reach[0], micro_batch, times, together)
         return run.rounding.work(work, run.rounding.network, reach[:1], times, precision)
 
-    def freeze(self, run: GraphWorkload, folder: Path) -> None:
+    def freeze(self, run: GraphRun, folder: Path) -> None:
         """How attention is computed."""
         if plan := self.plan(run)[0]:
             (folder / plan_choice.KEPT).write_text(plan, encoding="utf-8")

@@ -17,7 +17,7 @@ import numpy as np
 from scipy import sparse
 from scipy.sparse.linalg import ArpackNoConvergence, eigsh
 
-from espalier.graph.data import Array, Graph
+from espalier.graph.data.graph import Array, Graph
 from espalier.recipe import cache_dir
 from espalier.recipe.errors import UserError
 from espalier.track.progress import Stages, Waiting

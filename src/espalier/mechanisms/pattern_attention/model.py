@@ -16,8 +16,8 @@ from scipy import sparse
 from torch import Tensor, nn
 
 from espalier import recipe as config
-from espalier.graph.base import MessageBlock
-from espalier.graph.network import GraphNetwork
+from espalier.graph.networks.base import MessageBlock
+from espalier.graph.networks.network import GraphNetwork
 from espalier.kernels.dropout import activated
 from espalier.mechanisms.pattern_attention.attention import attention
 from espalier.mechanisms.pattern_attention.encodings import hops

@@ -4,8 +4,8 @@ TorchGT (arXiv 2407.14106, section 3.3) replaces sparse regions of the clustered
 positions are not those of the edges. Here windows of 16 rows keep the columns that most of their rows read, which are
 computed densely, and what is left out is counted: recall = edges that are kept / edges. Nothing is added. Self-loops,
 paths, expanders and virtual tokens all stay. How much is left out follows the speed of the loss, by the rule of the
-authors' tuner (`graph.loss_speed`), between no edge and the bound, and is in the log, from which steps that are made
-again take it; answers are always given along all edges.
+authors' tuner (`graph.tasks.loss_speed`), between no edge and the bound, and is in the log, from which steps
+that are made again take it; answers are always given along all edges.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from espalier.comm.base import Traffic, traffic
-from espalier.graph.loss_speed import LossSpeed
+from espalier.graph.tasks.loss_speed import LossSpeed
 from espalier.mechanisms.pattern_attention.pattern import ROWS, Pattern, offsets
 from espalier.plan.compose import Claim
 from espalier.recipe import GraphTransformer
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from espalier.checkpoint.base import Stateful
-    from espalier.graph.subgraphs import SubgraphBatch
-    from espalier.graph.workload import GraphWorkload, Task
+    from espalier.graph.run import GraphRun, Task
+    from espalier.graph.sampling.subgraphs import SubgraphBatch
     from espalier.plan.base import Plan
     from espalier.recipe import Recipe
 
@@ -145,7 +145,7 @@ class Reformation(Mechanism):
 
     def wrap(self, context: Build) -> None:
         """Tells the workload of the tuner, and the tuner of the losses."""
-        run = cast("GraphWorkload", context.workload)
+        run = cast("GraphRun", context.workload)
         run.step_loss, self._group = partial(self.loss, run.task), context.mesh.replica
         context.meters["recall"] = self.adapted
         context.decisions.append(self.decisions)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from espalier.comm.base import Traffic
-from espalier.graph.batching import OVER_RANKS, HeldRows, OverRanks, all_rows
-from espalier.graph.subgraphs import SubgraphBatch, forward
+from espalier.graph.sampling.batching import OVER_RANKS, HeldRows, OverRanks, all_rows
+from espalier.graph.sampling.subgraphs import SubgraphBatch, forward
 from espalier.mechanisms.pattern_attention.model import GraphTransformer
 from espalier.mechanisms.pattern_attention.over_ranks import TokenExchange
 from espalier.parallel.mesh import REPLICA
@@ -33,8 +33,8 @@ from espalier.train.mechanism import Build, Mechanism
 if TYPE_CHECKING:
     from torch import nn
 
-    from espalier.graph.node_classification import NodeTask
-    from espalier.graph.workload import GraphWorkload
+    from espalier.graph.run import GraphRun
+    from espalier.graph.tasks.node_classification import NodeTask
     from espalier.plan.base import Plan
     from espalier.recipe import HaloOptions, Recipe
 
@@ -106,7 +106,7 @@ class TokenParallel(Mechanism):
 
     def wrap(self, context: Build) -> None:
         """Gives this rank its tokens."""
-        run, mesh, model = cast("GraphWorkload", context.workload), context.mesh, context.model
+        run, mesh, model = cast("GraphRun", context.workload), context.mesh, context.model
         group = mesh.replica
         assert group is not None, "tokens are of several ranks"
         assert isinstance(model, GraphTransformer)

@@ -10,7 +10,7 @@ RECORD = Record(
     files=(
         "mechanisms/few_bits/mega/",
         "mechanisms/few_bits/packed_spmm.py",
-        "graph/condensed_file.py",
+        "graph/data/condensed_file.py",
     ),
     chosen=(
         'quantized graph features of nodes that training has not seen: `quant.kind = "mega"`;'

@@ -1,0 +1,193 @@
+"""Arrays by name, from `.npz` files and from dicts: what keys mean, ours and PyG's, and which of them were not used."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from espalier.graph.data.graph import Array, DataSplit, Graph
+from espalier.machine.resource_limits import free_memory
+from espalier.recipe.errors import UserError
+from espalier.recipe.foreign_files import Fields, FieldUse, parsing, printable, unused
+from espalier.recipe.units import show_size
+
+_WORDS = {
+    "edge_index": ("edge_index",),
+    "sources": ("sources",),
+    "targets": ("targets",),
+    "x": ("x", "features", "feat", "node_feat"),
+    "y": ("y", "labels", "label", "node_label"),
+    "edge_weight": ("edge_weight", "weights", "weight"),
+    "edge_attr": ("edge_attr", "edge_features", "edge_feat"),
+    "train_mask": ("train_mask",),
+    "val_mask": ("val_mask", "valid_mask", "validation_mask"),
+    "test_mask": ("test_mask",),
+    "num_nodes": ("num_nodes",),
+}
+MASKS = ("train_mask", "val_mask", "test_mask")
+_MANY = "save a list of graphs, each of its own nodes and edges"
+_SPLIT = 'leave it out: graph.task = "link" divides the links by graph.split'
+_KINDS = "leave one kind in the graph, and this key out"
+KEYS = Fields(
+    "key",
+    frozenset(word for words in _WORDS.values() for word in words),
+    {
+        **dict.fromkeys(("batch", "ptr", "num_graphs"), _MANY),
+        **dict.fromkeys(("edge_type", "node_type", "edge_reltype"), _KINDS),
+        **dict.fromkeys(("edge_label", "edge_label_index", "pos_edge_label_index", "neg_edge_label_index"), _SPLIT),
+        **dict.fromkeys(
+            ("train_idx", "val_idx", "valid_idx", "test_idx"), "give masks: train_mask, val_mask, test_mask"
+        ),
+    },
+    "graph",
+)
+"""Keys of graphs, and those that change what the others mean."""
+_MATRIX = Fields("key", frozenset({"format", "shape", "data", "indptr", "indices", "row", "col"}))
+"""Keys of SciPy's sparse matrices."""
+
+_ALONE, _EACH = 1000, 100
+"""Nodes that edges may name without a table of nodes: so many, and so many more for each edge."""
+NUMBERED = "number the nodes 0, 1, 2 …, or give edges.csv with a table of nodes, nodes.csv, that has a column id"
+
+
+def understood(table: Mapping[str, Any], origin: str) -> dict[str, Any]:
+    """The values of `table` that are used, by PyG's names. Raises UserError where two mean the same."""
+    known: dict[str, Any] = {}
+    for name, words in _WORDS.items():
+        given = [word for word in words if table.get(word) is not None]
+        if len(given) > 1:
+            raise UserError(
+                f"{origin} has the keys {' and '.join(given)}.", why=f"each could be {name}", do="leave one of them out"
+            )
+        if given and "complex" in str(getattr(table[given[0]], "dtype", "")):
+            raise UserError(f"{origin}: key {given[0]!r} holds complex numbers.", do="give real numbers")
+        if given:
+            known[name] = table[given[0]]
+    return known
+
+
+def load(file: Path, *, undirected: bool, target: str | None = None) -> Graph:
+    """From `edge_index` [2, edges] (or `sources`, `targets`) and, under PyG's names or ours, what is known besides;
+    `target` is `graph.target`."""
+    table, names, notes = _read(file)
+    known = understood(table, printable(file))
+    if "edge_index" in known:
+        sources, targets = both_ends(known["edge_index"], str(file))
+    elif {"sources", "targets"} <= set(known):
+        sources, targets = known["sources"], known["targets"]
+    else:
+        raise UserError(
+            f"{printable(file)} has no edge_index.", why=f"it has {printable(', '.join(names))}", do="int64 [2, edges]"
+        )
+    features = known.get("x")
+    if features is None:
+        given = int(known.get("num_nodes", 0))
+        count = given or int(max(sources.max(initial=-1), targets.max(initial=-1))) + 1
+        refuse_far_ids(count, given or len(sources), file)
+        features = degree_features((sources, targets), count)
+    return Graph.from_edges(
+        sources,
+        targets,
+        features=features,
+        labels=known.get("y"),
+        target=target,
+        parts=masked_parts([known.get(name) for name in MASKS], len(features), notes),
+        weights=known.get("edge_weight"),
+        edge_features=known.get("edge_attr"),
+        undirected=undirected,
+        origin=str(file),
+        notes=notes,
+    )
+
+
+def _read(file: Path) -> tuple[dict[str, Array], list[str], list[str]]:
+    """The arrays that are used, the names of all, and notes on the others. Sizes are compared with memory first."""
+    do = (
+        "numpy.savez(file, edge_index=…, x=…, y=…), of numbers: unpickling arrays of objects can execute arbitrary code"
+    )
+    with parsing(file, do), zipfile.ZipFile(file) as archive:
+        sizes = {Path(info.filename).stem: info.file_size for info in archive.infolist()}
+        matrix = {"format", "shape", "data"} <= sizes.keys()
+        use = FieldUse(_MATRIX if matrix else KEYS, str(file))
+        use.count(sizes)
+        used = [name for name in sizes if name in use.fields.read]
+        if 2 * sum(sizes[name] for name in used) > free_memory() > 0:
+            raise MemoryError
+        with np.load(file, allow_pickle=False) as opened:
+            table = {name: np.asarray(opened[name]) for name in used}
+        table = _entries(table) if matrix else table
+        for name, array in table.items():
+            if array.dtype.kind not in ("biufSU" if name in _WORDS["y"] else "biuf"):
+                raise ValueError(f"key {name!r} holds {array.dtype}, not numbers")
+        return table, list(sizes), [unused("key", name, show_size(sizes[name])) for name in use.unused]
+
+
+def _entries(stored: Mapping[str, Array]) -> dict[str, Array]:
+    """The entries of a square matrix as `scipy.sparse.save_npz` stores it, under the keys of graphs: its rows are
+    sources, its columns targets, its values weights."""
+    form, (rows, columns) = str(stored["format"].astype(str)), stored["shape"].tolist()
+    if rows != columns:
+        raise ValueError(f"its matrix has {rows:,} rows and {columns:,} columns, and edges are those of a square one")
+    if form == "coo":
+        ends = [stored["row"], stored["col"]]
+    elif form in ("csr", "csc"):
+        ends = [np.repeat(np.arange(rows), np.diff(stored["indptr"])), stored["indices"]]
+        ends = ends if form == "csr" else ends[::-1]
+    else:
+        raise ValueError(f"its matrix is in the format {form}; csr, csc and coo are read")
+    return {"edge_index": np.stack(ends), "edge_weight": stored["data"], "num_nodes": np.array(rows)}
+
+
+def masked_parts(masks: Sequence[Any], nodes: int, notes: list[str]) -> DataSplit | None:
+    """The split that masks of training, validation and test give; one left out is empty, None without any.
+
+    Raises UserError for a mask that is not of all `nodes`.
+    """
+    given = [None if mask is None else np.asarray(mask) for mask in masks]
+    splits = max((mask.shape[1] for mask in given if mask is not None and mask.ndim == 2), default=1)
+    if splits > 1:
+        notes.append(f"the masks are of {splits} splits: the first is used")
+    given = [mask[:, 0] if mask is not None and mask.ndim == 2 and mask.shape[1] else mask for mask in given]
+    if all(mask is None for mask in given):
+        return None
+    for name, mask in zip(("training", "validation", "test"), given, strict=True):
+        if mask is not None and mask.shape != (nodes,):
+            raise UserError(
+                f"The mask of the {name} part has the shape {list(mask.shape)}, and there are {nodes} nodes.",
+                do="true or false for each node",
+            )
+        if mask is not None and not np.isin(mask, (0, 1)).all():
+            raise UserError(f"The mask of the {name} part holds {mask.max()}.", do="true or false for each node")
+    return DataSplit(*(np.zeros(0, np.int64) if mask is None else np.flatnonzero(mask) for mask in given))
+
+
+def both_ends(edges: Any, origin: str) -> tuple[Any, Any]:
+    """Sources and targets of an `edge_index` [2, edges]. Raises UserError for another shape."""
+    shape = tuple(np.shape(edges))
+    if len(shape) != 2 or shape[0] != 2:
+        raise UserError(
+            f"{origin}: edge_index has the shape {list(shape)}, not [2, edges].",
+            do="transpose it (edge_index.T)" if shape[1:] == (2,) else "a row of sources and a row of targets",
+        )
+    return edges[0], edges[1]
+
+
+def refuse_far_ids(count: int, edges: int, file: Path) -> None:
+    """Refuses ends of edges so far above their number that they cannot be rows: there are `count` nodes then."""
+    if count > _ALONE + _EACH * edges or 32 * count > free_memory() > 0:
+        raise UserError(
+            f"{printable(file)} has an edge at {count - 1}, and {edges:,} edges.",
+            why="without a table of nodes the ends of edges are its rows, 0, 1, 2 …",
+            do=NUMBERED,
+        )
+
+
+def degree_features(edges: tuple[Array, Array], count: int) -> Array:
+    """float32 [count, 2] for nodes without features: a one, and the logarithm of the degree."""
+    valid = [ends[(ends >= 0) & (ends < count)] for ends in edges]
+    degree = sum(np.bincount(ends, minlength=count) for ends in valid)
+    return np.stack([np.ones(count), np.log1p(degree)], 1).astype(np.float32)

@@ -1,0 +1,118 @@
+"""Package graph (`debian:packages`): the packages that apt knows on this machine.
+
+A node is a package, an edge leads from a package to one that depends on it, recommends or suggests it, features count
+the words of its name and short description (hashed into 512 columns, TF-IDF, rows of length one), the label is its
+section. `apt-get update` brings the lists up to date; apt answers without a network.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import xxhash
+
+from espalier.graph.data.graph import IGNORED, Array, Graph
+from espalier.graph.data.import_graph import count_words, kept_arrays, weighted
+from espalier.recipe.errors import UserError
+
+COLUMNS = 512
+FEWEST = 30
+"""Packages of a section that gets a label, so that training, validation and test each see some."""
+RELATIONS = ("Depends", "Pre-Depends", "Recommends", "Suggests")
+
+Progress = Callable[[int, int], None]
+
+_FIELD = re.compile(r"^([A-Za-z-]+): ?(.*)$")
+_NAME = re.compile(r"[a-z0-9][a-z0-9+.-]+")
+
+
+def load(progress: Progress | None = None) -> Graph:
+    """The package graph, kept in the cache folder while apt's lists do not change. Edges lead from the package that is
+    needed to the one that needs it.
+
+    Raises UserError where there is no apt, or it knows no package.
+    """
+    text = available()
+    name = f"debian-{xxhash.xxh3_128_hexdigest(text)[:16]}"
+    found = kept_arrays(name, lambda: read(text.decode(errors="replace"), progress))
+    return Graph.from_edges(
+        found["sources"],
+        found["targets"],
+        features=found["features"],
+        undirected=True,
+        labels=found["labels"],
+        classes=tuple(found["classes"].tolist()),
+        names=found["names"].tolist(),
+        origin="debian:packages",
+    )
+
+
+def available() -> bytes:
+    """What `apt-cache dumpavail` prints. Raises UserError."""
+    if shutil.which("apt-cache") is None:
+        raise UserError(
+            "data.path = 'debian:packages': there is no apt-cache here.",
+            why="the graph is that of the packages of a Debian or Ubuntu machine",
+            do="'python:imports', the graph of installed Python modules",
+        )
+    found = subprocess.run(["apt-cache", "dumpavail"], capture_output=True, check=False)
+    if found.returncode or not found.stdout.strip():
+        raise UserError(
+            "data.path = 'debian:packages': apt knows no packages.",
+            why=found.stderr.decode(errors="replace").strip() or "its lists are empty",
+            do="apt-get update",
+        )
+    return found.stdout
+
+
+def paragraphs(text: str) -> Iterator[dict[str, str]]:
+    """Fields of each package; lines that continue a field are left out, none of those read here has any."""
+    for part in text.split("\n\n"):
+        matches = (_FIELD.match(line) for line in part.splitlines())
+        found = {match.group(1): match.group(2) for match in matches if match}
+        if "Package" in found:
+            yield found
+
+
+def read(text: str, progress: Progress | None = None) -> dict[str, Array]:
+    """Arrays `sources`, `targets`, `features`, `labels`, `classes` and `names` of the packages of `text`, each once, by
+    name. A dependency on one of several packages is an edge to each; on a package that is not there, none."""
+    packages: dict[str, dict[str, str]] = {}
+    for one in paragraphs(text):
+        packages.setdefault(one["Package"], one)
+    names = sorted(packages)
+    known = {name: at for at, name in enumerate(names)}
+    counted, column = np.zeros((len(names), COLUMNS), np.float32), dict[bytes, int]()
+    ends: list[tuple[int, int]] = []
+    for at, name in enumerate(names):
+        one = packages[name]
+        for other in {known.get(found) for field in RELATIONS for found in _named(one.get(field, ""))} - {None, at}:
+            assert other is not None
+            ends.append((other, at))
+        words = f"{name.replace('-', ' ')} {one.get('Description', '')}".lower()
+        count_words(words.encode(), counted[at], column)
+        if progress is not None and at % 1024 == 0:
+            progress(at, len(names))
+    sections = np.array([packages[name].get("Section", "").rpartition("/")[2] for name in names])
+    classes = np.array(
+        [one for one, count in zip(*np.unique(sections, return_counts=True), strict=True) if count >= FEWEST and one]
+    )
+    place = {str(name): at for at, name in enumerate(classes)}
+    labels = np.array([place.get(str(one), IGNORED) for one in sections], np.int64)
+    sources, targets = np.array(sorted(ends), np.int64).reshape(-1, 2).T
+    return {
+        **{"sources": sources, "targets": targets, "features": weighted(counted), "labels": labels},
+        **{"classes": classes.astype(str), "names": np.array(names)},
+    }
+
+
+def _named(relation: str) -> Iterator[str]:
+    """Names in a list of relations such as `libc6 (>= 2.34), python3:any | python3-dev`."""
+    for part in re.split(r"[,|]", relation):
+        match = _NAME.match(part.strip())
+        if match:
+            yield match.group()

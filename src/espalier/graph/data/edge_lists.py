@@ -1,0 +1,228 @@
+"""Edge lists: separated text, Matrix Market, Parquet and `.npz`, and the tables of nodes that lie beside them.
+
+A table of edges has a column for each end, maybe a weight; other columns of numbers are edge features. A table of nodes
+lies beside it (`edges.csv` and `nodes.csv`, or `x.csv` and `x.nodes.csv`): ids (left out: the rows), labels, parts
+(train, validation, test), and a column for each feature. `table_columns` knows what columns are called. No label, or no
+part, is -1, an empty cell, a null, `nan`, `None` or `null`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from espalier.graph.data import array_file, separated_text
+from espalier.graph.data.array_file import NUMBERED, degree_features, refuse_far_ids
+from espalier.graph.data.graph import Array, Graph
+from espalier.graph.data.separated_text import EXACT, ending
+from espalier.graph.data.table_columns import (
+    EdgeTable,
+    NodeTable,
+    Table,
+    alike,
+    as_words,
+    ends_as_numbers,
+    read_edges,
+    read_nodes,
+    settled,
+)
+from espalier.machine.resource_limits import free_memory
+from espalier.recipe.errors import UserError
+from espalier.recipe.foreign_files import parsing, printable, unused
+
+TEXT = (*separated_text.ENDINGS, ".mtx")
+SUFFIXES = (*TEXT, ".npz", ".parquet")
+_TABLES = (*separated_text.ENDINGS, ".parquet")
+
+
+def is_edge_list(path: Path) -> bool:
+    """Whether a file's name ends as those do that `load` reads."""
+    return ending(path) in (TEXT if path.suffix.lower() == ".gz" else SUFFIXES)
+
+
+def beside(folder: Path, stem: str, endings: Sequence[str]) -> list[Path]:
+    """The files of `folder` that are called `stem` and end in one of `endings`, in any case."""
+    names = {stem.lower() + suffix + packed for suffix in endings for packed in ("", ".gz")}
+    return sorted(path for path in folder.iterdir() if path.name.lower() in names)
+
+
+def load(file: Path, *, undirected: bool, target: str | None = None) -> Graph:
+    """The graph whose edges are in `file`; `target` is `graph.target`. Raises UserError."""
+    place = _nodes_beside(file)
+    if ending(file) == ".npz":
+        graph = array_file.load(file, undirected=undirected, target=target)
+        return graph if place is None else replace(graph, notes=(*graph.notes, unused("file", place.name)))
+    nodes = None if place is None else read_nodes(place)
+    maybe = None if nodes is None else nodes.ids if nodes.maybe is None else nodes.table.columns[nodes.maybe]
+    edges = _matrix_market(file) if ending(file) == ".mtx" else read_edges(file, maybe)
+    nodes = None if nodes is None else settled(nodes, edges.sources, edges.targets)
+    return _graph(file, nodes, edges, undirected, target)
+
+
+def _nodes_beside(file: Path) -> Path | None:
+    """The table of nodes that belongs to the table of edges `file`."""
+    stem = Path(file.stem).stem if file.suffix.lower() == ".gz" else file.stem
+    for name in (f"{stem}.nodes", "nodes"):
+        tables = [path for path in beside(file.parent, name, _TABLES) if path != file]
+        alike_tables = [path for path in tables if ending(path) == ending(file)]
+        tables = alike_tables if len(alike_tables) == 1 else tables
+        if len(tables) > 1:
+            raise UserError(
+                f"{printable(file.parent)} has {' and '.join(path.name for path in tables)}.",
+                why=f"each could be the nodes of {file.name}",
+                do="leave one of them there",
+            )
+        if tables:
+            return tables[0]
+    return None
+
+
+def _graph(file: Path, nodes: NodeTable | None, table: EdgeTable, undirected: bool, target: str | None) -> Graph:
+    ids = None if nodes is None else nodes.ids
+    by = ids if table.nodes is None else None  # a matrix has its own numbers: its rows are those of the table
+    sources, targets = (_numbered(ends, by, file) for ends in (table.sources, table.targets))
+    count = _count(file, nodes, table, sources, targets)
+    notes = [*(() if nodes is None else nodes.notes), *table.notes]
+    if nodes is None and len(sources) and min(sources.min(), targets.min()) == 1:
+        notes.append(f"no edge of {file.name} names node 0, which is in the graph: nodes are numbered from 0")
+    columns = {} if nodes is None else nodes.features
+    if nodes is not None and not columns:
+        notes.append("no column of nodes is a feature: each has 1 and log(1 + degree)")
+    return Graph.from_edges(
+        sources,
+        targets,
+        features=np.stack([*columns.values()], 1) if columns else degree_features((sources, targets), count),
+        undirected=_both_ways(table, undirected, notes),
+        labels=None if nodes is None else nodes.labels,
+        target=target,
+        parts=None if nodes is None else nodes.parts,
+        weights=table.weights,
+        edge_features=np.stack([*table.features.values()], 1) if table.features else None,
+        names=() if ids is None else as_words(ids),
+        origin=str(file),
+        columns=tuple(columns) or ("1", "log(1 + degree)"),
+        edge_columns=tuple(table.features),
+        notes=notes,
+    )
+
+
+def _both_ways(table: EdgeTable, undirected: bool, notes: list[str]) -> bool:
+    """Whether edges run both ways, by the table where it says so."""
+    name = printable(table.table.path)
+    if len(table.types) > 1 and not undirected:
+        raise UserError(
+            f"{name} has directed and undirected edges.",
+            why="graph.undirected is one for all of them",
+            do="graph.undirected = true, or each undirected edge as two directed ones",
+        )
+    if undirected and "directed" in table.types:
+        notes.append(f"edges of {name} called directed are read both ways: graph.undirected = false keeps them")
+    return undirected or "undirected" in table.types
+
+
+def _count(file: Path, nodes: NodeTable | None, table: EdgeTable, sources: Array, targets: Array) -> int:
+    """How many nodes there are: those of their table, else up to the largest end of an edge."""
+    if nodes is not None:
+        _check_rows(nodes, table)
+        return nodes.table.rows
+    largest = int(max(sources.max(initial=-1), targets.max(initial=-1))) + 1
+    count = max(largest, table.nodes or 0)
+    refuse_far_ids(count, len(sources), file)
+    return count
+
+
+def _check_rows(nodes: NodeTable, table: EdgeTable) -> None:
+    """Refuses a table of nodes whose rows cannot be those of the matrix that `table` was read from."""
+    numbers = alike(np.zeros(0) if nodes.ids is None else nodes.ids)
+    mixed = numbers.dtype.kind == "i" and (np.diff(numbers) < 0).any()
+    if table.nodes is not None and (mixed or table.nodes != nodes.table.rows):
+        raise UserError(
+            f"{printable(nodes.table.path)} has {nodes.table.rows:,} rows for the {table.nodes:,} of the matrix.",
+            why="the rows of a matrix are those of its table of nodes, with ids that ascend",
+            do="a line for each row of the matrix, in its order",
+        )
+
+
+def _numbered(ends: Array, ids: Array | None, file: Path) -> Array:
+    """The ends of edges as rows of the table of nodes."""
+    if ids is None:
+        return _rows(ends, file)
+    known, ends = alike(ids), alike(ends)
+    if known.dtype.kind != ends.dtype.kind:
+        known, ends = known.astype(str), ends.astype(str)
+    if known.dtype.kind == "U" and (known == "").any():
+        raise UserError(
+            f"{printable(file)}: a node has no id (row {int((known == '').argmax())} of its table).",
+            why="an edge without an end would lead to it",
+            do="give each node an id of its own, or drop the row",
+        )
+    order = np.argsort(known, kind="stable")
+    twice = known[order][1:] == known[order][:-1]
+    if twice.any():
+        raise UserError(
+            f"{printable(file)}: two nodes have the id {printable(known[order][1:][twice][0])}.",
+            why="an edge there could mean either",
+            do="give each node an id of its own",
+        )
+    at = np.searchsorted(known, ends, sorter=order)
+    rows = order[np.minimum(at, len(known) - 1)] if len(known) else np.zeros(len(ends), np.int64)
+    strange = known[rows] != ends if len(known) else np.ones(len(ends), bool)
+    if strange.any():
+        raise UserError(
+            f"{printable(file)} has an edge at {printable(ends[strange][0]) or 'an empty cell'}, "
+            "which is no id in the table of nodes.",
+            do="give every node a line there, or drop such edges",
+        )
+    return rows.astype(np.int64)
+
+
+def _rows(ends: Array, file: Path) -> Array:
+    """The ends of edges as the row numbers that they are without ids."""
+    numbers = ends_as_numbers(ends, file)
+    if not np.array_equal(numbers, np.round(numbers)):
+        raise UserError(
+            f"{printable(file)}: ends of edges are not whole numbers.", do="give ids, or names and a nodes table"
+        )
+    if np.abs(numbers).max(initial=0) >= EXACT:
+        raise UserError(
+            f"{printable(file)} has an edge at {printable(as_words(ends)[int(np.abs(numbers).argmax())])}.",
+            why="without a table of nodes the ends of edges are its rows, 0, 1, 2 …",
+            do=NUMBERED,
+        )
+    return numbers.astype(np.int64)
+
+
+# --- Matrix Market ---------------------------------------------------------------------------------------------------
+
+
+def _matrix_market(file: Path) -> EdgeTable:
+    """The entries of a square matrix: its rows are sources, its columns targets, its values weights."""
+    do = "write it with scipy.io.mmwrite, or as source,target lines"
+    with parsing(file, do), separated_text.opened(file) as text:
+        banner, matrix, form, kind, symmetry = text.readline(1000).lower().split()
+        size = next(line for line in text if line.strip() and not line.startswith("%"))
+        refused = {"array", "complex", "skew-symmetric", "hermitian", "vector"} & {matrix, form, kind, symmetry}
+        rows, columns, entries = map(int, size.split()) if not refused else (0, 0, 0)
+        if refused or rows != columns or banner != "%%matrixmarket":
+            reason = f"is {min(refused)}" if refused else f"has {rows:,} rows and {columns:,} columns"
+            why = "edges are the entries of a square matrix of numbers in coordinates"
+            raise UserError(f"{printable(file)} {reason}.", why=why, do=do)
+        if 4 * entries > file.stat().st_size and file.suffix.lower() != ".gz":
+            raise ValueError(f"it says it has {entries:,} entries, and is too short for them")
+        if 64 * entries > free_memory() > 0:
+            raise MemoryError
+        refuse_far_ids(rows, entries, file)
+        table = np.loadtxt(text, np.float64, comments="%", ndmin=2, max_rows=entries + 1)
+        ends = table[:, :2]
+        if table.shape != (entries, 2 if kind == "pattern" else 3) or (ends != np.round(ends)).any():
+            raise ValueError(f"it says it has {entries:,} entries, and has {len(table):,} rows")
+        if ends.size and (ends.min() < 1 or ends.max() > rows):
+            raise ValueError(f"an entry lies outside its {rows:,} rows")
+    sources, targets = (column.astype(np.int64) - 1 for column in ends.T)
+    types = frozenset({"undirected"} if symmetry == "symmetric" else ())
+    return EdgeTable(
+        Table(file, {}), sources, targets, None if kind == "pattern" else table[:, 2], types=types, nodes=rows
+    )

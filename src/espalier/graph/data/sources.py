@@ -1,0 +1,120 @@
+"""Where the graph comes from: `data.path` read, checked, and divided into training, validation and test."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from espalier import recipe as config
+from espalier.graph.data import debian_packages, edge_lists, import_graph, ogb, planetoid, pyg, synthetic, wordnet
+from espalier.graph.data.graph import Graph, targeted
+from espalier.graph.parts import partition_folder
+from espalier.recipe import Data, data_path
+from espalier.recipe.cache_dir import cache_folder
+from espalier.recipe.errors import UserError, nearest
+from espalier.recipe.foreign_files import parsing
+
+_SCHEME = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]+:")
+
+Progress = Callable[[int, int], None]
+
+MACHINE = {
+    "python:imports": import_graph.load,
+    "debian:packages": debian_packages.load,
+    "debian:wordnet": wordnet.load,
+}
+"""Graphs of what is installed here, or known to apt."""
+
+KNOWN = (
+    *(*MACHINE, "pyg:Planetoid/Cora", "rmat:scale=16", "planted:nodes=10000", "a .pt file"),
+    *("an edge list (.csv, .tsv, .txt, .mtx, .npz, .parquet)", "a Planetoid folder", "an OGB folder"),
+)
+
+
+def load(data: Data, options: config.GraphOptions, progress: Progress | None = None) -> Graph:
+    """The graph that `data.path` names. Raises UserError naming what is wrong with it."""
+    return targeted(_read(data, options, progress), options.target)
+
+
+def _read(data: Data, options: config.GraphOptions, progress: Progress | None) -> Graph:
+    path = data.path
+    both = options.undirected
+    if path in MACHINE:
+        return MACHINE[path](progress)
+    if path.startswith("pyg:"):
+        return pyg.dataset(path.removeprefix("pyg:"), _cache(data) / "pyg", undirected=both, target=options.target)
+    if path.partition(":")[0] in synthetic.KINDS:
+        return synthetic.load(path, _cache(data), progress)
+    place = Path(path).expanduser()
+    if place.is_dir():
+        with parsing(place, "name the file itself"):
+            return _folder(place, options)
+    if not place.exists():
+        if place.name in planetoid.names(place.parent):  # one data set of a folder that holds several
+            return planetoid.load(place.parent, place.name, undirected=both)
+        raise _missing(path)
+    with parsing(place, f"give one of: {'; '.join(KNOWN)}"):
+        return _file(place, path, options)
+
+
+def _file(place: Path, path: str, options: config.GraphOptions) -> Graph:
+    ending, both = place.suffix.lower(), options.undirected
+    if ending in (".pt", ".pth"):
+        return pyg.load(place, pickle=options.pickle, undirected=both, target=options.target)
+    if ending in (".pkl", ".pickle"):
+        raise UserError(
+            f"data.path = {path!r} is a pickle, and is not read.",
+            why="unpickling can execute arbitrary code",
+            do="numpy.savez(file, edge_index=…, x=…, y=…), or torch.save(data.to_dict(), path)",
+        )
+    if edge_lists.is_edge_list(place):
+        return edge_lists.load(place, undirected=both, target=options.target)
+    raise UserError(f"data.path = {path!r} is not a graph known by its name.", do=f"one of: {'; '.join(KNOWN)}")
+
+
+def _cache(data: Data) -> Path:
+    return Path(data.cache).expanduser() if data.cache else cache_folder() / "graphs"
+
+
+def _folder(place: Path, options: config.GraphOptions) -> Graph:
+    undirected = options.undirected
+    if synthetic.is_store(place):
+        return synthetic.opened(place)
+    if partition_folder.is_partition(place):
+        return partition_folder.outlined(place)[0]
+    if ogb.is_ogb(place):
+        return ogb.load(place, undirected=undirected, task=options.task, target=options.target)
+    for folder in (place, place / "raw"):
+        found = planetoid.names(folder)
+        if len(found) == 1:
+            return planetoid.load(folder, found[0], undirected=undirected)
+        if found:
+            raise UserError(
+                f"data.path = {str(place)!r} holds several data sets: {', '.join(found)}.",
+                do=f"data.path = {str(place / found[0])!r}",
+            )
+    tables = edge_lists.beside(place, "edges", edge_lists.SUFFIXES)
+    if len(tables) > 1:
+        raise UserError(
+            f"data.path = {str(place)!r} holds {' and '.join(table.name for table in tables)}.",
+            why="each could be the edges of the graph",
+            do=f"data.path = {str(tables[0])!r}",
+        )
+    if tables:
+        return edge_lists.load(tables[0], undirected=undirected, target=options.target)
+    raise UserError(
+        f"data.path = {str(place)!r} holds no graph that is known.",
+        why="looked for ind.NAME.graph (Planetoid), raw/edge.csv.gz (OGB) and edges.csv, .tsv, .mtx, .npz or .parquet",
+        do="name the file itself",
+    )
+
+
+def _missing(path: str) -> UserError:
+    if _SCHEME.match(path):
+        near = nearest(path, MACHINE)
+        return UserError(
+            f"data.path = {path!r}: unknown kind of source.",
+            do=f"did you mean {near}? known: {'; '.join(KNOWN)}" if near else f"known: {'; '.join(KNOWN)}",
+        )
+    return data_path.missing(path, "python:imports")

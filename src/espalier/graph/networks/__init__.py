@@ -1,0 +1,1 @@
+"""What passes messages? Layers, their kernels, and what is asked of each kind of network."""

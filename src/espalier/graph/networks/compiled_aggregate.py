@@ -1,0 +1,113 @@
+"""Compiled aggregation: fills the `aggregate` seam with the kernels of `espalier.sparse`, in the format chosen for each
+block."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from espalier.graph.networks import base
+from espalier.graph.networks.base import Kept, MessageBlock, Rows
+from espalier.graph.networks.gnn import Gnn, Layer
+from espalier.kernels import rtopk
+from espalier.kernels.dropout import activated
+from espalier.kernels.tall_matmul import tall_product
+from espalier.sparse import CSR, DiagonalScale, attention_aggregate, cbsr_aggregate, matmul
+
+SPARSE = 4
+"""A dense product does an addition some four times as fast as the kernel that adds chosen rows (bench/graph.py)."""
+
+
+def equip(model: nn.Module) -> nn.Module:
+    """`model` with the kernels in the fields of its seam; foreign modules are left alone."""
+    if isinstance(model, Gnn):
+        for layer in model.layers:
+            assert isinstance(layer, Layer)
+            layer.aggregate, layer.attend, layer.project = aggregate, attend, project
+        model.activate, model.largest = activated, rtopk
+    return model
+
+
+def matrix(block: MessageBlock) -> CSR:
+    """The block as a matrix by rows, its scales multiplied out; kept with the block."""
+
+    def make() -> CSR:
+        pattern = CSR(block.indptr, block.indices.int(), (block.targets, block.sources), block.weights)
+        if block.left is None and block.right is None:
+            return pattern
+        if block.weights is None:
+            return pattern.scaled(DiagonalScale(block.left, block.right))
+        values = block.weights if block.right is None else block.weights * block.right[block.indices]
+        values = values if block.left is None else values * block.left[block.rows()]
+        return CSR(pattern.indptr, pattern.indices, pattern.shape, values)
+
+    scale = next((one for one in (block.weights, block.left, block.right) if one is not None), None)
+    made: CSR = block.forms.get(f"matrix {None if scale is None else scale.dtype}", make)
+    return made
+
+
+def pattern(block: MessageBlock) -> CSR:
+    """The block's edges without weights."""
+    made: CSR = block.forms.get("pattern", matrix(block).binary)
+    return made
+
+
+def aggregate(block: MessageBlock, rows: Rows, start: Tensor | None = None) -> Tensor:
+    """See `base.aggregate`; of rows that are the same at every step, once."""
+    if block.indptr.device.type != "cpu":
+        return base.aggregate(block, rows, start)
+    if isinstance(rows, Kept):
+        found = cbsr_aggregate(matrix(block), rows.values, rows.columns, rows.width)
+        return found if start is None else found + start
+    compressed = block.forms.known.get("compressed")
+    chosen = matrix(block) if compressed is None else compressed
+    if start is not None or rows.requires_grad or rows.is_inference():
+        return matmul(chosen, rows, start=start)
+    return _once(block, rows, lambda: matmul(chosen, rows))
+
+
+def _once(block: MessageBlock, rows: Tensor, make: Callable[[], Tensor]) -> Tensor:
+    """What `make` makes of `rows`, kept with the block from the second time on that the very same rows are aggregated:
+    features that no dropout changes are."""
+    seen = block.forms.known.get("aggregated")
+    if seen is None or seen.rows() is not rows or seen.version != rows._version:
+        block.forms.known["aggregated"] = _Seen(weakref.ref(rows), rows._version, None)
+        return make()
+    if seen.found is None or seen.found._version:
+        seen = block.forms.known["aggregated"] = seen._replace(found=make())
+    return seen.found
+
+
+class _Seen(NamedTuple):
+    """Rows that were aggregated, and the result once they came again."""
+
+    rows: weakref.ref[Tensor]
+    version: int
+    found: Tensor | None
+
+
+def project(rows: Rows, weight: Tensor, start: Tensor | None = None) -> Tensor:
+    """See `base.project`; of kept rows by a kernel, where they are few enough of the width."""
+    if not isinstance(rows, Kept):
+        return tall_product(rows, weight, start)
+    if rows.values.device.type != "cpu" or rows.width < SPARSE * rows.values.shape[1]:
+        return base.project(rows, weight, start)
+    from espalier.graph.networks.maxk_linear import Mapped
+
+    shared = start if start is not None and start.dim() == 1 else weight.new_zeros(len(weight))
+    found: Tensor = Mapped.apply(rows.values, rows.columns, weight, shared)
+    return found if start is None or start.dim() == 1 else found + start
+
+
+def attend(block: MessageBlock, rows: Tensor, scores: tuple[Tensor, Tensor], dropout: float) -> Tensor:
+    """See `base.attend`."""
+    if block.indptr.device.type != "cpu":
+        return base.attend(block, rows, scores, dropout)
+    keep = None
+    if dropout > 0:
+        keep = activated(torch.ones(block.edges, rows.shape[1], dtype=rows.dtype), "none", dropout)
+    return attention_aggregate(pattern(block), rows, scores, slope=base.NEGATIVE_SLOPE, keep=keep)

@@ -1,0 +1,137 @@
+"""Graph plan: the order of the nodes, the format of the matrix and what each layer aggregates, with reasons.
+
+Decisions are made from counts, not from clocks, so that every rank and every resumed run makes the same. They are worth
+making only where the whole graph is passed over at every step: drawn neighbourhoods are new each time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from zipfile import BadZipFile
+
+import numpy as np
+import torch
+import xxhash
+
+from espalier.graph.data.graph import Array, Graph, relabelled
+from espalier.graph.networks.base import MessageBlock
+from espalier.graph.networks.compiled_aggregate import matrix
+from espalier.graph.networks.gnn import GraphAttention, Layer
+from espalier.recipe.cache_dir import cache_folder, hashed
+from espalier.recipe.units import show_seconds
+from espalier.sparse import CBM
+from espalier.sparse.cbm.matrix import pays
+from espalier.sparse.format_choice import cost
+from espalier.sparse.order_choice import MOST_PARTS, grouped, order
+from espalier.sparse.partition import library
+from espalier.sparse.rcmpp import rcmpp
+from espalier.sparse.rcmpp.cuthill_mckee import trace
+from espalier.sparse.rcmpp.pattern import SparsityPattern
+from espalier.track.progress import Stages
+
+SMALL = 1 << 20
+"""Edges times columns below which a product is a matter of microseconds, whatever the order."""
+
+ORDERS = 2
+"""Of kept orders: another number where the same edges are ordered otherwise."""
+CLUSTER = 256
+"""Nodes of a cluster of `graph.order = "clusters"`."""
+PRODUCTS_TO_BUILD = 25
+"""CSR products that compressing a matrix takes at most (bench/cbm.py's target)."""
+
+
+def ordered(graph: Graph, wanted: str) -> tuple[Graph, str]:
+    """`graph` in the order `wanted` ("auto": the advisor's), and a sentence that says so."""
+    if wanted == "none":
+        return graph, "Order: as given (graph.order = none)."
+    if wanted == "rcmpp":
+        return relabelled(graph, rcmpp(graph.indptr, graph.indices)), "Order: RCM++ (graph.order = rcmpp)."
+    if wanted == "clusters":
+        permutation, said = _kept(graph, wanted, lambda: _clusters(graph))
+        return relabelled(graph, permutation), said
+    if graph.edges * graph.features.shape[1] < SMALL:
+        return graph, "Order: as given; the graph is small."
+    permutation, said = _kept(graph, f"{wanted} {graph.features.shape[1]}", lambda: _advised(graph))
+    return (relabelled(graph, permutation) if len(permutation) else graph), said
+
+
+def _advised(graph: Graph) -> tuple[Array, str]:
+    """The advisor's permutation, empty where it is none, and a sentence."""
+    advice = order(graph, for_="spmm")
+    if advice.permutation is None:
+        return np.zeros(0, np.int64), f"Order: as given; {advice.reason}."
+    named = f"clusters by {library()}, RCM++ inside" if advice.method == "clusters" else "RCM++"
+    return np.asarray(advice.permutation, np.int64), f"Order: {named}; {advice.reason}."
+
+
+def _clusters(graph: Graph) -> tuple[Array, str]:
+    """Clusters in the order in which RCM++ passes them, their nodes too, and a sentence."""
+    pattern = SparsityPattern.of(graph.indptr, graph.indices)
+    parts = max(1, min(MOST_PARTS, graph.nodes // CLUSTER))
+    said = f"Order: {parts:,} clusters by {library()}, RCM++ inside (graph.order = clusters)."
+    return grouped(pattern, trace(pattern).permutation, parts).astype(np.int64), said
+
+
+def _kept(graph: Graph, wanted: str, make: Callable[[], tuple[Array, str]]) -> tuple[Array, str]:
+    """The order of a graph's nodes and its sentence, from the cache where the same edges were ordered before."""
+    digest = xxhash.xxh3_128()
+    for array in (graph.indptr, graph.indices):
+        digest.update(np.ascontiguousarray(array).tobytes())
+    place = cache_folder() / "orders" / f"{hashed([digest.hexdigest(), wanted, library(), ORDERS])}.npz"
+    with suppress(OSError, ValueError, KeyError, BadZipFile), place.open("rb") as file:
+        found = np.load(file, allow_pickle=False)
+        return found["permutation"], str(found["said"])
+    with Stages("Ordering the graph"):
+        permutation, said = make()
+    with suppress(OSError):  # a cache that cannot be written is none
+        place.parent.mkdir(parents=True, exist_ok=True)
+        partial = place.with_suffix(f".{os.getpid()}.partial.npz")
+        np.savez(partial, permutation=permutation, said=said)
+        partial.replace(place)
+    return permutation, said
+
+
+def formatted(block: MessageBlock, layers: Sequence[Layer], wanted: str, steps: int) -> str:
+    """Gives `block` its format: CSR, or CBM where that is predicted to repay its making in `steps`. A sentence."""
+    if isinstance(layers[0], GraphAttention):
+        return "Format: CSR; attention weighs every edge anew."
+    plain = matrix(block)
+    width = max(min(layer.inputs, layer.outputs) for layer in layers)
+    threads = torch.get_num_threads()
+    csr = float(cost(block.targets, block.edges, width, threads).seconds["aggregate"])
+    if wanted == "csr":
+        return f"Format: CSR (graph.format = csr), {show_seconds(csr)} per product of {width} columns by estimate."
+    if plain.values is not None and plain.scale is None:
+        return f"Format: CSR, {show_seconds(csr)} per product of {width} columns by estimate; weighted edges need it."
+    compressed = CBM.of(plain)
+    if compressed.deltas is None:
+        return (
+            f"Format: CSR, {show_seconds(csr)} per product by estimate; rows are too unlike for CBM to save additions."
+        )
+    additions = compressed.deltas.additions
+    cbm = float(cost(block.targets, additions, width, threads).seconds["aggregate"])
+    if wanted != "cbm" and not pays(block.edges, additions, block.targets, width):
+        return f"Format: CSR; {additions:,} additions of {width} columns save no time, for rows are short."
+    saved = 2 * len(layers) * steps * (csr - cbm)
+    beside = f"CBM {show_seconds(cbm)} per product of {width} columns by estimate, CSR {show_seconds(csr)}"
+    if wanted != "cbm" and saved < PRODUCTS_TO_BUILD * csr:
+        return f"Format: CSR; {beside}; making it takes longer than {steps:,} steps would save."
+    block.forms.known["compressed"] = compressed
+    return f"Format: CBM, {additions:,} additions per column instead of {block.edges:,}; {beside}."
+
+
+def passes(layers: Sequence[Layer], k: int | None, once: bool) -> list[str]:
+    """A sentence for each layer: what it aggregates. `once`: the first one's rows are the same at every step."""
+    said = []
+    for at, layer in enumerate(layers):
+        if k is not None and at > 0:
+            what = f"aggregates the {k} kept of {layer.inputs} columns (CBSR), then maps them to {layer.outputs}"
+        elif not isinstance(layer, GraphAttention) and layer.inputs <= layer.outputs:
+            kept = " once and keeps the sums, for its rows are the same at every step" if once and at == 0 else ""
+            what = f"aggregates {layer.inputs} columns{kept}, then maps them to {layer.outputs}"
+        else:
+            what = f"maps {layer.inputs} columns to {layer.outputs}, then aggregates those"
+        said.append(f"Layer {at + 1} {what}.")
+    return said

@@ -1,0 +1,1 @@
+"""What is asked of a graph? Nodes, links and graphs: losses, figures and answers."""

@@ -1,0 +1,122 @@
+"""Graph classification and regression, the task `graph`: a class, several answers or values for each of many small
+graphs, several of them in a batch.
+
+Rows of nodes are read out by their sum for GIN, as its authors do (arXiv 1810.00826, section 5), else by their mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from espalier.graph.data.graph import Array, Examples, Graph, scaled
+from espalier.graph.sampling import neighbor_sampler
+from espalier.graph.sampling.neighbor_sampler import Style
+from espalier.graph.sampling.subgraphs import SubgraphBatch, forward
+from espalier.graph.tasks import metrics
+from espalier.graph.tasks.answers import held_out_figures, loss_of, told, trained_labels
+from espalier.parallel.workload import Shard, to_device
+from espalier.recipe.errors import UserError
+
+AT_ONCE = 256
+"""Small graphs side by side while nothing is trained."""
+
+
+class GraphTask(Examples):
+    """Graph classification or regression. `summed`: rows are added up, not averaged."""
+
+    fanout: tuple[int, ...] = ()
+
+    def __init__(self, graph: Graph, style: Style, depth: int, summed: bool) -> None:
+        if graph.starts is None or graph.labels is None:
+            lacks = "is one graph" if graph.starts is None else "has no labels"
+            raise UserError(
+                f"{graph.origin} {lacks}, and graph.task is 'graph'.",
+                do="a list of PyG Data with y, an OGB folder of many graphs, or graph.task = 'node'",
+            )
+        assert graph.parts is not None
+        self.graph, self.style, self.depth, self.summed = scaled(graph), style, depth, summed
+        super().__init__(graph.parts)
+        if not self.items:
+            raise UserError(f"{graph.origin} has no graph to train on.", do="graph.split = [0.6, 0.2, 0.2]")
+        self.labels = trained_labels(self.graph)
+        self.outputs = graph.outputs
+
+    def batch(self, ids: Array, step: int) -> SubgraphBatch:
+        """Those graphs side by side."""
+        some, sizes = joined(self.graph, ids)
+        block = neighbor_sampler.whole(some, self.style)
+        block.forms.known["sizes"] = torch.from_numpy(sizes)
+        members = torch.repeat_interleave(torch.arange(len(ids)), torch.from_numpy(sizes))
+        features = torch.from_numpy(some.features)
+        return SubgraphBatch(features, (block,) * max(1, self.depth), self.labels[ids], members=members)
+
+    def logits(self, model: nn.Module, batch: SubgraphBatch) -> Tensor:
+        """[graphs, outputs]."""
+        assert batch.members is not None
+        rows = forward(model, batch.features, batch.blocks)
+        found = rows.new_zeros(len(batch.labels), rows.shape[1]).index_add(0, batch.members, rows)
+        if self.summed:
+            return found
+        sizes = torch.bincount(batch.members, minlength=len(batch.labels)).clamp(min=1)
+        return found / sizes[:, None]
+
+    def loss(self, model: nn.Module, batch: SubgraphBatch) -> tuple[Tensor, Tensor]:
+        """Sum over the graphs' known answers, and how many."""
+        return loss_of(self.graph, self.logits(model, batch), batch.labels)
+
+    def evaluate(self, model: nn.Module, shard: Shard) -> metrics.Sums:
+        """Figures of the shard's validation graphs, and of as large a share of the test graphs."""
+        return held_out_figures(self, shard, lambda ids: self.infer(model, ids))
+
+    @torch.no_grad()
+    def infer(self, model: nn.Module, ids: Array) -> Tensor:
+        """[len(ids), outputs]."""
+        parameter = next(model.parameters())
+        found = [torch.zeros(0, self.outputs)]
+        for at in range(0, len(ids), AT_ONCE):
+            batch = to_device(self.batch(ids[at : at + AT_ONCE], 0), parameter.device, parameter.dtype)
+            found.append(self.logits(model, batch).cpu().float())
+        return torch.cat(found)
+
+    def name(self, item: int) -> str:
+        """Of a graph, for people."""
+        return f"graph {item}"
+
+    def answers(self, model: nn.Module, items: Sequence[int]) -> list[dict[str, Any]]:
+        """What the model says of these graphs."""
+        return told(self.infer(model, np.asarray(items)), self.graph, [self.name(one) for one in items])
+
+
+def joined(graph: Graph, ids: Array) -> tuple[Graph, Array]:
+    """The small graphs `ids` side by side, in that order, and how many nodes each has."""
+    assert graph.starts is not None
+    sizes = graph.starts[ids + 1] - graph.starts[ids]
+    nodes = _ranges(graph.starts[ids], sizes)
+    counts = graph.indptr[nodes + 1] - graph.indptr[nodes]
+    edges = _ranges(graph.indptr[nodes], counts)
+    shift = np.concatenate([[0], np.cumsum(sizes)])[:-1] - graph.starts[ids]
+    per_node = np.repeat(shift, sizes)
+    made = replace(
+        graph,
+        indptr=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+        indices=(graph.indices[edges] + np.repeat(per_node, counts)).astype(graph.indices.dtype),
+        features=np.ascontiguousarray(graph.features[nodes]),
+        weights=None if graph.weights is None else graph.weights[edges],
+        edge_features=None if graph.edge_features is None else graph.edge_features[edges],
+        labels=None,
+        parts=None,
+        starts=None,
+    )
+    return made, sizes
+
+
+def _ranges(starts: Array, sizes: Array) -> Array:
+    """The numbers from each start on, `sizes` of them, one range after the other."""
+    before = np.concatenate([[0], np.cumsum(sizes)])[:-1]
+    return np.arange(int(sizes.sum())) + np.repeat(starts - before, sizes)

@@ -1,0 +1,99 @@
+"""Node classification and regression, the task `node`: a class, several yes-or-no answers or values per node, on the
+whole graph or on sampled neighbourhoods."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from espalier.graph.data.graph import Array, Examples, Graph, scaled
+from espalier.graph.sampling.neighbor_sampler import ALL
+from espalier.graph.sampling.subgraphs import SubgraphBatch, View, forward, infer
+from espalier.graph.tasks import metrics
+from espalier.graph.tasks.answers import held_out_figures, loss_of, told, trained_labels
+from espalier.parallel.workload import Shard
+from espalier.recipe.errors import UserError
+
+WORTH = 0.7
+"""Blocks around the asked nodes are taken where they have at most this share of the edges that whole layers pass over:
+finding their rows costs something too."""
+
+
+TOLD = 1 << 16
+"""Nodes whose answers are made at once."""
+
+
+class NodeTask(Examples):
+    """Node classification or regression. `train` is what training sees of the graph, `held` what evaluation sees."""
+
+    def __init__(self, train: View, held: View, fanout: Sequence[int], seed: int) -> None:
+        self.train, self.held, self.fanout, self.seed = train, held, tuple(fanout), seed
+        graph = scaled(held.graph)
+        if graph.labels is None:
+            raise UserError(
+                f"{graph.origin} has no labels, and graph.task is 'node'.",
+                do="give labels (y), or graph.task = 'link', which needs none",
+            )
+        assert graph.parts is not None
+        super().__init__(graph.parts)
+        if not self.items:
+            raise UserError(f"{graph.origin} has no node to train on.", do="graph.split = [0.6, 0.2, 0.2]")
+        self.graph: Graph = graph
+        self.labels = trained_labels(graph)
+        self.outputs = graph.outputs
+        self._fixed: dict[tuple[int, ...], SubgraphBatch] = {}
+        self.every_node = False
+        """Whether each step passes over all nodes, as something is learned of those that no label hears from."""
+        self.inference: Callable[[nn.Module], Callable[[Array], Tensor]] = self._infer
+        """Of a model, what it says of all nodes: int64 ids -> their logits, on the CPU."""
+
+    def _infer(self, model: nn.Module) -> Callable[[Array], Tensor]:
+        logits = infer(model, self.held).cpu()
+        return lambda ids: logits[ids]
+
+    def batch(self, ids: Array, step: int) -> SubgraphBatch:
+        """Those nodes with what they hear from."""
+        if self.fanout:
+            features, drawn = self.train.around(ids, self.fanout, self.seed, step)
+            return SubgraphBatch(features, drawn.blocks, self.labels[ids])
+        key = (len(ids), int(ids[0]), int(ids[-1])) if len(ids) else (0, 0, 0)
+        if key not in self._fixed:
+            self._fixed[key] = self._whole(ids)
+        return self._fixed[key]
+
+    def _whole(self, ids: Array) -> SubgraphBatch:
+        train = self.train
+        if not self.every_node and train.depth and sum(train.reach(ids)) <= WORTH * train.depth * train.graph.edges:
+            features, drawn = train.around(ids, (ALL,) * train.depth)
+            return SubgraphBatch(features, drawn.blocks, self.labels[ids])
+        chosen = None if len(ids) == train.graph.nodes else torch.from_numpy(ids)
+        return SubgraphBatch(*train.whole(), self.labels[ids], chosen=chosen)
+
+    def loss(self, model: nn.Module, batch: SubgraphBatch) -> tuple[Tensor, Tensor]:
+        """Sum of cross entropies over the labelled nodes asked for (binary ones, and squared errors: over known
+        answers), and their number."""
+        logits = forward(model, batch.features, batch.blocks)
+        return loss_of(self.graph, logits, batch.labels, batch.chosen)
+
+    def evaluate(self, model: nn.Module, shard: Shard) -> metrics.Sums:
+        """Figures of the shard's validation nodes, and of as large a share of the test nodes under `test_`."""
+        return held_out_figures(self, shard, self.inference(model))
+
+    def name(self, item: int) -> str:
+        """Of a node, for people."""
+        return self.graph.called(item)
+
+    def answers(self, model: nn.Module, items: Sequence[int]) -> list[dict[str, Any]]:
+        """What the model says of these nodes."""
+        return list(self.each(model, items))
+
+    def each(self, model: nn.Module, items: Sequence[int]) -> Iterator[dict[str, Any]]:
+        """As `answers`, one by one: of more nodes than memory has room for answers of."""
+        logits_of = self.inference(model)
+        for at in range(0, len(items), TOLD):
+            some = items[at : at + TOLD]
+            yield from told(logits_of(np.asarray(some, np.int64)), self.graph, [self.name(one) for one in some])
