@@ -23,6 +23,7 @@ from espalier.plan.layout_decision import NEAR
 from espalier.plan.layouts import view
 from espalier.recipe import Pin, ShardPin, defaults, recipe_file
 from espalier.recipe.errors import UserError
+from espalier.train import workload_registry
 
 Seconds = Mapping[tuple[int, int], float]
 

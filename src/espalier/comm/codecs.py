@@ -11,7 +11,6 @@ from espalier.comm.exact import EXACT
 from espalier.comm.finite_check import MARK, FiniteCheck
 from espalier.recipe.errors import UserError, nearest
 
-
 _CLASSES = {"split": "SplitCodec", "sparse": "SparseCodec"}
 
 
