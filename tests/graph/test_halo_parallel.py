@@ -279,19 +279,6 @@ def test_a_checkpoint_goes_on_with_another_number_of_parts(tmp_path):
         assert first["losses"] + then["losses"] == pytest.approx(whole["losses"], rel=1e-9)
 
 
-@pytest.mark.extremes
-@pytest.mark.parametrize(
-    "options", [{"bits": 1}, {"bits": 4, "synchronize": 3}, {"bits": 1, "by_degree": True}, {"bits": 1, "delta": True}]
-)
-def test_few_bits_send_less_and_still_learn(options):
-    plain = train(recipe_of({"width": 64}, {"halo": HALO}, precision="fp32"), made(edges=600), (50,))
-    found = train(recipe_of({"width": 64}, {"halo": options}, precision="fp32"), made(edges=600), (50,))
-    descents = [one["losses"][0] - one["losses"][-1] for one in (plain, found)]
-    assert found["losses"][-1] == pytest.approx(plain["losses"][-1], rel=0.1)
-    assert descents[1] > 0.4 * descents[0] > 0
-    assert found["halo"][2] < 0.6 * plain["halo"][2]
-
-
 @pytest.mark.parametrize("kind", [pytest.param("gcn", marks=pytest.mark.slow), "gat", "maxk"])
 def test_bytes_of_a_step_are_those_of_the_plan(kind):
     model = {"activation": "maxk", "k": 3} if kind == "maxk" else {"kind": kind}
