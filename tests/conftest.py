@@ -81,12 +81,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def starts_processes(file: Path, *readers: Path) -> bool:
-    """Whether the tests of a file do, or the builders of example data that it imports."""
+    """Whether the tests of a file do, or the builders of example data and the tests beside it that it imports."""
     text = file.read_text(encoding="utf-8")
     if STARTS.search(text):
         return True
-    names = set(re.findall(r"^ *(?:from|import) (\w+)", text, re.MULTILINE)) & BUILDERS.keys()
-    return any(starts_processes(BUILDERS[name], file, *readers) for name in names if BUILDERS[name] not in readers)
+    names = re.findall(r"^ *(?:from|import) (\w+)", text, re.MULTILINE)
+    imported = [BUILDERS[name] for name in names if name in BUILDERS]
+    imported += [file.with_name(f"{name}.py") for name in re.findall(r"^from \.(\w+) import", text, re.MULTILINE)]
+    read = (file, *readers)
+    return any(starts_processes(other, *read) for other in imported if other not in read and other.exists())
 
 
 @pytest.hookimpl(tryfirst=True)  # before cases are chosen by their marks

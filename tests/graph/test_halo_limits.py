@@ -28,7 +28,7 @@ from espalier.train import request_from_recipe, table
 
 from .conftest import made
 from .test_halo import NETWORKS, graph_of, network_of, parts_of
-from .test_halo_parallel import machines, train
+from .test_halo_parallel import HALO, machines, train
 from .test_sylvie import part_of
 from .test_workload import recipe_of
 
@@ -174,3 +174,16 @@ def test_parts_are_read_again_for_each_layer_and_checked_once(tmp_path, monkeypa
     monkeypatch.setattr(partition_folder, "_checksum", lambda path: checked.append(path.name) or inner(path))
     part_inference.infer_parts(network.eval(), tmp_path / "cut", 3)
     assert checked == [f"part-{rank}.safetensors" for rank in range(3)]
+
+
+@pytest.mark.extremes
+@pytest.mark.parametrize(
+    "options", [{"bits": 1}, {"bits": 4, "synchronize": 3}, {"bits": 1, "by_degree": True}, {"bits": 1, "delta": True}]
+)
+def test_few_bits_send_less_and_still_learn(options):
+    plain = train(recipe_of({"width": 64}, {"halo": HALO}, precision="fp32"), made(edges=600), (50,))
+    found = train(recipe_of({"width": 64}, {"halo": options}, precision="fp32"), made(edges=600), (50,))
+    descents = [one["losses"][0] - one["losses"][-1] for one in (plain, found)]
+    assert found["losses"][-1] == pytest.approx(plain["losses"][-1], rel=0.1)
+    assert descents[1] > 0.4 * descents[0] > 0
+    assert found["halo"][2] < 0.6 * plain["halo"][2]

@@ -142,7 +142,6 @@ CODED = {
 OFTEN = ("messages", "attention", "few bits of gradients")
 
 
-@pytest.mark.extremes
 @pytest.mark.parametrize("name", [pytest.param(one, marks=() if one in OFTEN else pytest.mark.slow) for one in CODED])
 def test_rows_cross_as_codes_with_the_same_result_in_the_bytes_of_the_plan(name, monkeypatch):
     model, quant, options = CODED[name]
@@ -229,8 +228,7 @@ def hubs() -> Graph:
     return Graph.from_edges(*ends, features=graph.features, labels=graph.labels, parts=graph.parts, undirected=True)
 
 
-@pytest.mark.extremes
-@pytest.mark.parametrize("kind", ["gcn", "sage", "gin"])
+@pytest.mark.parametrize("kind", ["gcn", pytest.param("sage", marks=pytest.mark.slow), "gin"])
 def test_sums_cross_around_hubs_and_train_as_one_rank(kind, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(graph_cutting, "PAYS", 1.0)  # in so small a graph METIS leaves little to save
@@ -277,19 +275,6 @@ def test_a_checkpoint_goes_on_with_another_number_of_parts(tmp_path):
         shutil.copytree(tmp_path / "cut", folder)
         then = train(recipe, made(), cuts, folder)
         assert first["losses"] + then["losses"] == pytest.approx(whole["losses"], rel=1e-9)
-
-
-@pytest.mark.extremes
-@pytest.mark.parametrize(
-    "options", [{"bits": 1}, {"bits": 4, "synchronize": 3}, {"bits": 1, "by_degree": True}, {"bits": 1, "delta": True}]
-)
-def test_few_bits_send_less_and_still_learn(options):
-    plain = train(recipe_of({"width": 64}, {"halo": HALO}, precision="fp32"), made(edges=600), (50,))
-    found = train(recipe_of({"width": 64}, {"halo": options}, precision="fp32"), made(edges=600), (50,))
-    descents = [one["losses"][0] - one["losses"][-1] for one in (plain, found)]
-    assert found["losses"][-1] == pytest.approx(plain["losses"][-1], rel=0.1)
-    assert descents[1] > 0.4 * descents[0] > 0
-    assert found["halo"][2] < 0.6 * plain["halo"][2]
 
 
 @pytest.mark.parametrize("kind", [pytest.param("gcn", marks=pytest.mark.slow), "gat", "maxk"])

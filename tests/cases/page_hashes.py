@@ -1,6 +1,6 @@
 """Which pages of the docs have changed since all their blocks were run.
 
-    python tests/story/page_hashes.py
+    python tests/cases/page_hashes.py
 
 notes all pages as they are, once the normal suite, which runs those that have changed, has passed.
 """
