@@ -1,4 +1,4 @@
-# make setup | train | test | slice | check | bench | pages | docs | wheel | pictures
+# make setup | train | quick | test | slice | test-all | check | bench | pages | docs | wheel | pictures
 #
 #   make setup TORCH=keep   uses the PyTorch that is already installed (vendor containers)
 #   make train RECIPE=my.toml ARGS="train.steps=50"
@@ -18,11 +18,13 @@ VENV_FLAGS :=
 PIP_FLAGS  := -c constraints.txt
 endif
 
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+
 BROWSER ?= chromium
 RUN     ?= runs/language
 PICTURE := $(BROWSER) --headless --no-sandbox --hide-scrollbars --force-device-scale-factor=1
 
-.PHONY: setup setup-dev train test slice check bench pages docs wheel pictures clean
+.PHONY: setup setup-dev train quick test slice test-all check bench pages docs wheel pictures clean
 
 setup: $(VENV)/.installed
 setup-dev: $(VENV)/.installed-dev
@@ -43,8 +45,14 @@ $(VENV)/.installed-dev: pyproject.toml accelerators/pyproject.toml constraints.t
 train: setup
 	$(BIN)/espalier train $(RECIPE) $(ARGS)
 
-test: setup-dev
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal $(ARGS)
+quick: setup-dev # the tests that start no process
+	$(PYTEST) --quick $(ARGS)
+
+test: setup-dev # all but those marked slow or soak
+	$(PYTEST) $(ARGS)
+
+test-all: setup-dev
+	$(PYTEST) -m "" $(ARGS)
 
 check: setup-dev
 	$(BIN)/ruff format --check .
@@ -52,6 +60,7 @@ check: setup-dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	@$(BIN)/python .ci/lines.py
+	@$(BIN)/python .ci/arrows.py
 	@$(BIN)/python .ci/slice.py --oldest
 
 slice: setup-dev # of the slow tests; SLICE=K another than that of this commit
@@ -64,7 +73,7 @@ bench: setup-dev
 	$(BIN)/python bench/amsp.py $(ARGS)
 
 pages: setup-dev # those that are made from the code's records, measured tables and plans
-	$(BIN)/python bench/systems.py > docs/systems.md
+	$(BIN)/python bench/systems.py docs
 	NPY_DISABLE_CPU_FEATURES='X86_V3 X86_V4 AVX512_ICL AVX512_SPR' $(BIN)/python bench/advice.py > docs/advice.md
 
 docs: setup-dev

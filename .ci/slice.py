@@ -4,13 +4,15 @@
     python .ci/slice.py 3          that slice
     python .ci/slice.py --oldest   prints which slice was passed longest ago
 
-Every slow or soak test function belongs to one slice by a hash of its name, so all of them run within as many landings
-as there are slices.
+Every slow or soak test case belongs to one slice by a hash of its name, so all of them run within as many landings as
+there are slices.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -35,11 +37,16 @@ def run(number: int, slices: int) -> int:
     """The exit status of pytest; a slice that takes longer than MINUTES fails."""
     pytest = [sys.executable, "-m", "pytest", "-n", "auto", "--maxprocesses", "4", "--dist", "worksteal"]
     selection = ["-m", "slow or soak", "--slice", f"{number}/{slices}"]
+    variables = {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}
+    tests = subprocess.Popen([*pytest, *selection], cwd=ROOT, env=variables, start_new_session=True)
     try:
-        return subprocess.run([*pytest, *selection], cwd=ROOT, check=False, timeout=60 * MINUTES).returncode
+        return tests.wait(60 * MINUTES)
     except subprocess.TimeoutExpired:
         print(f"Slice {number} took more than {MINUTES} minutes. Try: more slices in {FILE.relative_to(ROOT)}")
         return 1
+    finally:
+        if tests.returncode is None:
+            os.killpg(tests.pid, signal.SIGKILL)
 
 
 def oldest() -> str:

@@ -17,7 +17,8 @@ from espalier.cli import prepare
 from espalier.machine import cluster as clusters
 from espalier.machine.cluster import whatif
 from espalier.plan import refusals
-from espalier.plan.decide import PlanDecision, decide
+from espalier.plan.ask import PlanDecision
+from espalier.plan.decide import decide
 from espalier.recipe import model_kinds, units
 from espalier.sparse import partition
 

@@ -30,10 +30,10 @@ from scipy.stats import spearmanr
 
 from amsp_rank import Contestant, Outcome, Task
 from espalier.machine import cluster as clusters
-from espalier.plan.calibrate import DATASHEET, UNCALIBRATED, Calibration
+from espalier.plan.calibration import DATASHEET, UNCALIBRATED, Calibration
 from espalier.plan.calibration_factors import CostFactors
 from espalier.plan.decide import decide
-from espalier.plan.estimate import estimate
+from espalier.plan.layout_estimate import estimate
 from espalier.plan.layouts import Layouts
 from espalier.plan.request import Request
 from espalier.recipe import Pin

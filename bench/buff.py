@@ -29,7 +29,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 sys.path.insert(0, str(Path(__file__).parent))
-from espalier.plan.calibrate import DATASHEET, calibrate
+from espalier.plan.calibration import DATASHEET, calibrate
 from espalier.plan.measurements import score
 from espalier.plan.measurements.table import MeasuredRow as Measured
 from espalier.plan.measurements.table import read

@@ -32,8 +32,8 @@ from espalier.machine import probe
 from espalier.machine.cluster import Cluster
 from espalier.plan import build_plan, search
 from espalier.plan.base import Plan
-from espalier.plan.calibrate import Calibration, Measurement, calibrate
-from espalier.plan.estimate import estimate
+from espalier.plan.calibration import Calibration, Measurement, calibrate
+from espalier.plan.layout_estimate import estimate
 from espalier.plan.layouts import Layouts
 from espalier.plan.request import Request
 from espalier.plan.search import Option

@@ -29,7 +29,7 @@ from espalier.machine import cluster as clusters
 from espalier.machine import probe
 from espalier.machine.cluster import Cluster, Link, Node
 from espalier.plan.base import Predicted
-from espalier.plan.estimate import estimate
+from espalier.plan.layout_estimate import estimate
 from espalier.plan.layouts import Layouts
 from espalier.plan.request import Request
 from espalier.recipe import Pin

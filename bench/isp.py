@@ -31,7 +31,7 @@ from espalier.plan import base as plans
 from espalier.plan import collective_time, step_time
 from espalier.plan.calibration_factors import PLAIN, CostFactors
 from espalier.plan.cost_inputs import CostInputs
-from espalier.plan.estimate import estimate
+from espalier.plan.layout_estimate import estimate
 from espalier.plan.layouts import Layouts
 from espalier.train import request_from_recipe
 from isp_rank import Contestant, Outcome, Task, recipe_of

@@ -35,14 +35,13 @@ import torch
 import zstandard
 
 sys.path.insert(0, str(Path(__file__).parent))
-from espalier.graph import energy
 from espalier.graph.condensed_file import Foretold, outside_sources
 from espalier.graph.gnn import Gnn
 from espalier.graph.subgraphs import infer
 from espalier.graph.workload import GraphWorkload, open_graph
 from espalier.mechanisms.disk_batches import inference
 from espalier.mechanisms.disk_batches.inference import InferenceFolder
-from espalier.mechanisms.few_bits import packed_run, quantization
+from espalier.mechanisms.few_bits import energy, packed_run, quantization
 from espalier.mechanisms.few_bits.mega.package import encode
 from espalier.parallel.workload import Shard
 from espalier.recipe import defaults, recipe_file

@@ -35,10 +35,10 @@ from espalier.plan import waves
 from espalier.plan.decide import decide
 from espalier.recipe import recipe_file
 from espalier.train import workload_registry
+from espalier.train.build import build
 from espalier.train.rank_setup import RankSetup
 from espalier.train.rank_spec import RankSpec
 from espalier.train.request_from_recipe import of_recipe
-from espalier.train.trainer import build
 from rank import late, run, stock
 from table import settle
 

@@ -35,10 +35,9 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from espalier.graph import debian_packages, synthetic
+from espalier.graph import debian_packages, halo, partial_sums, synthetic
 from espalier.graph.neighbor_sampler import Style, whole
 from espalier.kernels import quantize_rows
-from espalier.mechanisms.halo_exchange import halo, partial_sums
 from espalier.recipe.cache_dir import cache_folder
 from espalier.sparse.partition import clusters
 from netlab import Lab, Shape, first_said

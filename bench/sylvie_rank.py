@@ -30,14 +30,13 @@ from espalier import recipe as config
 from espalier.comm.base import Traffic, traffic
 from espalier.comm.codecs import codec
 from espalier.comm.ddp import coded
-from espalier.graph import synthetic
+from espalier.graph import halo, synthetic
 from espalier.graph.answers import summed_loss
 from espalier.graph.compiled_aggregate import equip
 from espalier.graph.gnn import Gnn
+from espalier.graph.halo import Crossing, Halo
 from espalier.graph.neighbor_sampler import Sampler, Style, whole
 from espalier.graph.subgraphs import forward
-from espalier.mechanisms.halo_exchange import halo
-from espalier.mechanisms.halo_exchange.halo import Crossing, Halo
 from espalier.mechanisms.halo_exchange.sylvie import Every, Sylvie
 from rank import late, run, stock
 

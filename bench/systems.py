@@ -1,52 +1,87 @@
-"""Writes docs/systems.md (`make pages`): the record of each of the twenty systems, and what its bench measured; then
-what was measured of other parts."""
+"""Writes docs/systems.md, the record of each of the twenty systems, and the tables in docs/measured/NAME.md, what the
+bench of each measured, into the folder given: `python bench/systems.py docs` (`make pages`).
+
+A page in docs/measured is written by hand down to the line TABLES.
+"""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 from espalier.recipe import records
-from table import markdown, measured
+from espalier.recipe.records import Record
+from table import files, markdown, measured
 
 OTHERS = {
     "tune": ("Fine-tuning", "bench/tune.py", "bench/smollm2.py"),
     "gpu": ("On one GPU", "bench/gpu.py", "bench/language.py"),
 }
-"""Name of the tables in docs/measured, and what stands over them: a heading, and the scripts that print them."""
+"""Name of the tables in docs/measured that belong to no system: a heading, and the scripts that print them."""
+TABLES = "<!-- Tables, made by `make pages` -->"
+HEAD = """# The twenty systems
+
+Made by `make pages` from the records in the code; a test compares the two. `espalier explain NAME` prints one of them.
+A law is a property that the named test checks. A ratio above 1 means that Espalier is better; it is the median of the
+ratios of paired runs, not that of the two medians. All tables, and what was tried, are in the page of each system in
+docs/measured.
+
+| system | what it is | state | code | measured |
+|---|---|---|---|---|"""
 
 
 def page() -> str:
     """One table of all systems, then a section for each."""
-    every = records.all_records()
-    lines = [
-        "# The twenty systems",
-        "",
-        "Made by `make pages` from the code's own records and the tables in docs/measured; a test compares the two.",
-        "`espalier explain NAME` prints one of them. A law is a property that the named test checks. A ratio above 1",
-        "means that Espalier is better; it is the median of the ratios of paired runs, not that of the two medians.",
-        "",
-        "| system | question | file | state | law's test | bench | last GPU run |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for record in every:
-        files = ", ".join(f"`{file}`" for file in record.files)
-        test, bench = (f"`{text}`" if text else "none yet" for text in (record.law_test, record.bench))
-        cells = (f"[{record.name}](#{record.name})", record.question, files, record.state, test, bench, record.gpu)
-        lines.append(f"| {' | '.join(cells)} |")
-    for record in every:
-        told = dict(records.lines(record)) | {"cost": f"`{record.cost}`", "bench": record.bench or "none yet"}
-        lines += ["", f"## {record.name}", "", f"**{record.title}.**", ""]
-        lines += [f"- {key}: {value}" for key, value in told.items()]
-        for run in measured(record.name):
-            lines += ["", f"`{run.command}` on {run.machine}:", "", *markdown(run.rows)]
+    systems = records.all_records()
+    sections = [line for record in systems for line in section(record)]
     for name, (heading, *scripts) in OTHERS.items():
-        lines += ["", f"## {heading}", "", f"Printed by {' and '.join(f'`{one}`' for one in scripts)}."]
-        runs = measured(name)
-        for run in runs:
-            lines += ["", f"`{run.command}` on {run.machine}:", "", *markdown(run.rows)]
-        lines += [] if runs else ["Not measured yet."]
+        names = " and ".join(f"`{script}`" for script in scripts)
+        sections += ["", f"## {heading}", "", f"Printed by {names}: [tables](measured/{name}.md)."]
+    return "\n".join([HEAD, *map(row, systems), *sections]) + "\n"
+
+
+def row(record: Record) -> str:
+    """The system in the table of all."""
+    what = record.title.partition(": ")[2]
+    state = record.state.partition(":")[0]
+    link = f"[{record.name}](#{record.name})"
+    return f"| {link} | {what} | {state} | `{record.files[0]}` | [tables](measured/{record.name}.md) |"
+
+
+def section(record: Record) -> list[str]:
+    """What the record says."""
+    texts = dict(records.lines(record)) | {
+        "code": ", ".join(f"`src/espalier/{file}`" for file in record.files),
+        "cost": f"`{record.cost}`",
+        "law": f"{record.law} (`{record.law_test}`)",
+        "measured": f"{record.headline} (`{record.bench}`; [all tables](measured/{record.name}.md))",
+    }
+    return [
+        "",
+        f"## {record.name}",
+        "",
+        f"**{record.title}.**",
+        "",
+        *(f"- {key}: {text}" for key, text in texts.items()),
+    ]
+
+
+def tables(name: str) -> str:
+    """What was measured of `name`: each run's command, machine and rows, beside the raw file."""
+    lines = [TABLES]
+    for path, run in zip(files(name), measured(name), strict=True):
+        lines += ["", f"`{run.command}` on {run.machine} ([raw rows]({path.name})):", "", *markdown(run.rows)]
     return "\n".join(lines) + "\n"
 
 
+def write(docs: Path) -> None:
+    """Writes docs/systems.md, and the tables below what people wrote in docs/measured."""
+    (docs / "systems.md").write_text(page(), encoding="utf-8")
+    for name in [*OTHERS, *(record.name for record in records.all_records())]:
+        path = docs / "measured" / f"{name}.md"
+        prose = path.read_text(encoding="utf-8").partition(TABLES)[0]
+        path.write_text(prose + tables(name), encoding="utf-8")
+
+
 if __name__ == "__main__":
-    sys.stdout.write(page())
+    write(Path(sys.argv[1]))

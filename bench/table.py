@@ -1,7 +1,6 @@
 """What every bench script shares: rows, medians with their spread, the machine's name, the printed table.
 
-With `--json docs/measured/NAME.json` (or `NAME-PART.json`) the table is also shown in docs/systems.md, with the system
-of that name.
+With `--json docs/measured/NAME.json` (or `NAME-PART.json`) the table is also shown in docs/measured/NAME.md.
 """
 
 from __future__ import annotations
@@ -53,10 +52,14 @@ class Measured(Struct, frozen=True):
     rows: tuple[Row, ...]
 
 
+def files(name: str, folder: Path = MEASURED) -> list[Path]:
+    """The files of what was measured of the system called `name`."""
+    return [*folder.glob(f"{name}.json"), *sorted(folder.glob(f"{name}-*.json"))]
+
+
 def measured(name: str, folder: Path = MEASURED) -> list[Measured]:
     """What was measured of the system called `name`: one entry for each of its files."""
-    paths = [*folder.glob(f"{name}.json"), *sorted(folder.glob(f"{name}-*.json"))]
-    return [msgspec.json.decode(path.read_bytes(), type=Measured) for path in paths]
+    return [msgspec.json.decode(path.read_bytes(), type=Measured) for path in files(name, folder)]
 
 
 def markdown(rows: Sequence[Row]) -> list[str]:

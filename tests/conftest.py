@@ -8,12 +8,14 @@ import gc
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,8 @@ store_client.own_process()  # stores of tests wait for no name server
 os.register_at_fork(after_in_child=gc.freeze)  # what tests before left behind belongs to threads that no fork has
 
 COMPILE = Path(__file__).with_name("compile_kernels.py")
+BUILDERS = {file.stem: file for file in Path(__file__).parent.rglob("*.py") if not file.name.startswith("test_")}
+"""By the name by which tests import them."""
 
 # Shared machines stall for seconds now and then: how long a draw or an example took says nothing of the code.
 WHOLE = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -52,20 +56,64 @@ settings.register_profile("normal", WHOLE, max_examples=20)
 settings.load_profile("normal")
 
 
+STARTS = re.compile(
+    r"^ *(?:from|import) .*\b(?:subprocess|multiprocessing|agent|supervisor|rank_process|child_process|forks?|probe)\b"
+    r"|os\.fork|\bfork(?:ed|s)?\(|\bmachine: |, machine\b|\(machine\b|\bmpiexec\b",
+    re.MULTILINE,
+)
+"""In the source of tests that start processes."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """See `.ci/slice.py`."""
-    parser.addoption("--slice", metavar="K/N", help="only test functions whose name's hash is K modulo N")
+    """The tiers of tests beside the normal suite; see CONTRIBUTING.md."""
+    parser.addoption("--slice", metavar="K/N", help="only test cases whose name's hash is K modulo N")
+    parser.addoption("--quick", action="store_true", help="only files of tests that start no process")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files that `--quick` leaves out are not even imported."""
+    left_out = config.option.quick and collection_path.name.startswith("test_") and starts_processes(collection_path)
+    return True if left_out else None
+
+
+def starts_processes(file: Path, *readers: Path) -> bool:
+    """Whether the tests of a file do, or the builders of example data that it imports."""
+    text = file.read_text(encoding="utf-8")
+    if STARTS.search(text):
+        return True
+    names = set(re.findall(r"^ *(?:from|import) (\w+)", text, re.MULTILINE)) & BUILDERS.keys()
+    return any(starts_processes(BUILDERS[name], file, *readers) for name in names if BUILDERS[name] not in readers)
+
+
+@pytest.hookimpl(tryfirst=True)  # before cases are chosen by their marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """All cases of a function are in one slice."""
+    """What is in a slice stays there when its file moves to another folder."""
+    mark_slow_between_extremes(items)
     if config.option.slice is None:
         return
     number, slices = map(int, config.option.slice.split("/"))
-    of_slice = {item: xxhash.xxh3_64_intdigest(item.nodeid.partition("[")[0].encode()) % slices for item in items}
+    of_slice = {item: xxhash.xxh3_64_intdigest(slice_unit(item).encode()) % slices for item in items}
     chosen = [item for item in items if of_slice[item] == number]
     config.hook.pytest_deselected(items=[item for item in items if of_slice[item] != number])
     items[:] = chosen
+
+
+def slice_unit(item: pytest.Item) -> str:
+    """What stays in one slice: a case, or a file that is slow as a whole, whose tests share what they have built."""
+    module = item.getparent(pytest.Module)
+    whole = module is not None and any(module.get_closest_marker(name) for name in ("slow", "soak"))
+    return item.path.name if whole else f"{item.path.name}::{item.nodeid.partition('::')[2]}"
+
+
+def mark_slow_between_extremes(items: list[pytest.Item]) -> None:
+    """Of a function marked `extremes` those cases that are neither its first nor its last, of those without a mark."""
+    functions: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("extremes") and not item.get_closest_marker("slow"):
+            functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in functions.values():
+        for item in cases[1:-1]:
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -142,21 +190,37 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def machine(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """This machine as `probe` measures it, once for all workers of a session: the cluster's file, the seconds it took,
-    what was said, the load at its end, and what it changed in the process that asked."""
-    folder = of_all_workers(tmp_path_factory)
-    file = folder / "machine.json"
-    with (folder / "machine.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not file.exists():
-            said: list[str] = []
-            begin = time.monotonic()
-            text = cluster.dumps(probe.probe(progress=said.append, disk=folder))
-            found = {"text": text, "seconds": time.monotonic() - begin, "said": said, "load": os.getloadavg()[0]}
-            left = {"threads": torch.get_num_threads(), "cuda": torch.cuda.is_initialized()}
-            file.write_text(json.dumps(found | left))
-    made: dict[str, Any] = json.loads(file.read_text())
+def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], Any]], Any]:
+    """`once(name, make)`: what `make(folder)` returned in that worker of the session that asked for it first, as JSON;
+    `folder` is of the name and stays."""
+    base = of_all_workers(tmp_path_factory)
+
+    def made(name: str, make: Callable[[Path], Any]) -> Any:
+        folder, file = base / name, base / f"{name}.json"
+        folder.mkdir(exist_ok=True)
+        with (base / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not file.exists():
+                file.write_text(json.dumps(make(folder)))
+        return json.loads(file.read_text())
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def machine(once: Callable[[str, Callable[[Path], Any]], Any]) -> dict[str, Any]:
+    """This machine as `probe` measures it: the cluster's file, the seconds it took, what was said, the load at its end,
+    and what it changed in the process that asked."""
+
+    def measured(folder: Path) -> dict[str, Any]:
+        said: list[str] = []
+        begin = time.monotonic()
+        text = cluster.dumps(probe.probe(progress=said.append, disk=folder))
+        seconds = time.monotonic() - begin
+        left = {"threads": torch.get_num_threads(), "cuda": torch.cuda.is_initialized()}
+        return {"text": text, "seconds": seconds, "said": said, "load": os.getloadavg()[0], **left}
+
+    made: dict[str, Any] = once("machine", measured)
     return made
 
 

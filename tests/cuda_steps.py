@@ -2,8 +2,8 @@
 
     python tests/cuda_steps.py LIBRARY FOLDER
 
-FOLDER gets the data, LIBRARY is made from cuda_without_gpu.cpp. Prints JSON: of each case an empty text, or where it
-failed.
+FOLDER gets the data, LIBRARY is made from cuda_without_gpu.cpp. Prints JSON: `all`, the names of all cases, and
+`failed`, of each of those that ran an empty text, or where it failed.
 
 What reads values is in cuda_values.py: codecs, rounds, experts over ranks, graphs over parts and on disk. What copies
 beside computation, offloading and optimizer nodes (LuWu), is tested on recorded streams
@@ -332,7 +332,7 @@ def main() -> None:
             found[name] = ""
         except Exception:
             found[name] = traceback.format_exc()
-    sys.stdout.write(json.dumps(found) + "\n")
+    sys.stdout.write(json.dumps({"all": list(CASES), "failed": found}) + "\n")
 
 
 if __name__ == "__main__":

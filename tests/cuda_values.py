@@ -263,7 +263,7 @@ def main() -> None:
             found[name] = ""
         except Exception:
             found[name] = traceback.format_exc()
-    sys.stdout.write(json.dumps(found) + "\n")
+    sys.stdout.write(json.dumps({"all": list(CASES), "failed": found}) + "\n")
 
 
 if __name__ == "__main__":

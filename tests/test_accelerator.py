@@ -35,9 +35,10 @@ def marked(cases: list[str], normal: tuple[str, ...]) -> list[Any]:
     return [pytest.param(one, marks=() if one in normal else pytest.mark.slow) for one in cases]
 
 
-def chosen(request: pytest.FixtureRequest, normal: tuple[str, ...]) -> tuple[str, ...]:
-    """Nothing in the slow suite: a program then runs all."""
-    return normal if "not slow" in request.config.option.markexpr else ()
+def chosen(request: pytest.FixtureRequest, test: str) -> list[str]:
+    """The cases of a test that this session runs."""
+    items = [item for item in request.session.items if isinstance(item, pytest.Function) and item.originalname == test]
+    return [item.callspec.params["case"] for item in items]
 
 
 @pytest.fixture(scope="module")
@@ -62,48 +63,50 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return library
 
 
-def told_by(program: str, library: Path, folder: Path, *cases: str) -> dict[str, str]:
-    """Of each case an empty text, or where it failed."""
+def told_by(program: str, library: Path, folder: Path, *cases: str) -> dict[str, Any]:
+    """`all`, the names of its cases; and `failed`: of each of `cases` an empty text, or where it failed."""
     command = [sys.executable, "-W", "ignore", str(HERE / program), str(library), str(folder), *cases]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
 
 
 @pytest.fixture(scope="module")
-def steps(library: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, str]:
-    cases = chosen(request, (*STEPS, FORGOTTEN))
-    return told_by("cuda_steps.py", library, tmp_path_factory.mktemp("steps"), *cases)
+def steps(library: Path, once: Any, request: pytest.FixtureRequest) -> dict[str, Any]:
+    """What the program says, which the workers of a session run once."""
+    cases = [FORGOTTEN, *chosen(request, "test_a_step_on_cuda_finds_all_its_tensors_there")]
+    answer: dict[str, Any] = once("cuda_steps", lambda folder: told_by("cuda_steps.py", library, folder, *cases))
+    return answer
 
 
 @pytest.fixture(scope="module")
-def steps_of_ranks(
-    library: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> dict[str, str]:
-    return told_by("cuda_values.py", library, tmp_path_factory.mktemp("values"), *chosen(request, VALUES))
+def steps_of_ranks(library: Path, once: Any, request: pytest.FixtureRequest) -> dict[str, Any]:
+    cases = chosen(request, "test_steps_of_ranks_that_read_values_find_their_tensors_on_cuda")
+    answer: dict[str, Any] = once("cuda_values", lambda folder: told_by("cuda_values.py", library, folder, *cases))
+    return answer
 
 
 @pytest.mark.parametrize("case", marked(CASES, STEPS))
-def test_a_step_on_cuda_finds_all_its_tensors_there(steps: dict[str, str], case: str) -> None:
-    assert steps[case] == ""
+def test_a_step_on_cuda_finds_all_its_tensors_there(steps: dict[str, Any], case: str) -> None:
+    assert steps["failed"][case] == ""
 
 
-def test_every_case_is_one_of_these(steps: dict[str, str]) -> None:
-    assert sorted(steps) in (sorted([*CASES, FORGOTTEN]), sorted([*STEPS, FORGOTTEN]))
+def test_every_case_is_one_of_these(steps: dict[str, Any]) -> None:
+    assert sorted(steps["all"]) == sorted(CASES)
     assert set(STEPS) <= set(CASES)
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", marked(WITH_VALUES, VALUES))
-def test_steps_of_ranks_that_read_values_find_their_tensors_on_cuda(steps_of_ranks: dict[str, str], case: str) -> None:
-    assert steps_of_ranks[case] == ""
-    assert sorted(steps_of_ranks) in (sorted(WITH_VALUES), sorted(VALUES))
+def test_steps_of_ranks_that_read_values_find_their_tensors_on_cuda(steps_of_ranks: dict[str, Any], case: str) -> None:
+    assert steps_of_ranks["failed"][case] == ""
+    assert sorted(steps_of_ranks["all"]) == sorted(WITH_VALUES)
 
 
-def test_a_tensor_that_was_forgotten_on_the_processor_is_found(steps: dict[str, str]) -> None:
+def test_a_tensor_that_was_forgotten_on_the_processor_is_found(steps: dict[str, Any]) -> None:
     """So the steps above can fail."""
-    assert "FakeTensorDeviceMismatchError" in steps[FORGOTTEN]
+    assert "FakeTensorDeviceMismatchError" in steps["failed"][FORGOTTEN]
 
 
 def test_only_one_module_and_gpu_kernels_name_the_driver() -> None:

@@ -53,7 +53,7 @@ def test_what_is_written_is_shown_and_names_no_folder_of_this_machine(
     assert json.loads(file.read_text())["rows"] == [msgspec.to_builtins(found.rows[0])]
 
 
-def test_every_measured_table_stands_in_the_page_of_systems(table: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_measured_table_stands_in_the_page_of_its_system(table: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
     systems = importlib.import_module("systems")
     page = (ROOT / "docs" / "systems.md").read_text(encoding="utf-8")
@@ -63,9 +63,12 @@ def test_every_measured_table_stands_in_the_page_of_systems(table: Any, monkeypa
     files = sorted((ROOT / "docs" / "measured").glob("*.json"))
     assert len(files) == sum(len(table.measured(names.get(one, one))) for one in headings) > 0
     for heading in headings:
-        for run in table.measured(names.get(heading, heading)):
-            assert f"`{run.command}` on {run.machine}:" in sections[heading]
-            assert all(f"| {row.case} | {row.peer} |" in sections[heading] for row in run.rows)
+        name = names.get(heading, heading)
+        assert f"](measured/{name}.md)" in sections[heading]
+        tables = (ROOT / "docs" / "measured" / f"{name}.md").read_text(encoding="utf-8")
+        for path, run in zip(table.files(name), table.measured(name), strict=True):
+            assert f"`{run.command}` on {run.machine} ([raw rows]({path.name})):" in tables
+            assert all(f"| {row.case} | {row.peer} |" in tables for row in run.rows)
 
 
 def test_what_takes_too_long_is_ended_and_what_does_not_is_left_alone(table: Any) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from espalier.plan.compose import Claim, Composition, Refusal, compose, require
 from espalier.recipe import recipe_file
 from espalier.recipe.errors import UserError
-from espalier.train import mechanisms
+from espalier.train import table
 
 PACKAGE = Path(__file__).parent.parent / "src" / "espalier"
 WORDS = ["a", "b", "c", "d", "e", "f"]
@@ -189,7 +189,7 @@ def test_an_offer_is_in_the_words_of_a_command_line_where_there_are_any() -> Non
     assert found.instead == "train.optimizer.kind=adamw instead of muon"
 
 
-@pytest.mark.parametrize("option", sorted(filter(None, (one.option for one in mechanisms.KNOWN))))
+@pytest.mark.parametrize("option", sorted(filter(None, (one.option for one in table.KNOWN))))
 def test_every_option_that_is_offered_is_one_of_the_recipe(option: str) -> None:
     key, _, value = option.partition("=")
     assert str(dict(recipe_file.leaves(recipe_file.to_table(recipe_file.from_table({}, "it", [option]))))[key]) == value

@@ -1,13 +1,14 @@
-"""The table of docs/codecs.md names every codec."""
+"""The table of the page on codecs names every codec."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
+
+from doc_pages import PAGES
 
 from espalier.comm.codecs import FAMILIES
 
-PAGE = Path(__file__).parent.parent / "docs" / "codecs.md"
+PAGE = PAGES["codecs.md"]
 
 
 def test_the_table_names_every_codec() -> None:

@@ -1,4 +1,4 @@
-"""Every fenced block of README.md and docs/*.md works as printed.
+"""Every fenced block of README.md, docs/ and the mechanisms' pages works as printed.
 
 The blocks of a page run in order, in one folder. A comment before a block, which no reader sees, says what else to do:
 
@@ -6,6 +6,9 @@ The blocks of a page run in order, in one folder. A comment before a block, whic
     <!-- part of: PATH -->   the block is an excerpt of a file of the repository
     <!-- slow: REASON -->    it runs in the slow suite
     <!-- not run: REASON --> it needs what a test has not: hosts, a cluster, a download
+
+The normal suite runs pages whose blocks, or the sources of the verbs that they show, have changed since they were noted
+(`page_hashes`); the slices of the slow suite run all.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import doc_pages
+import page_hashes
 import pytest
 from programs import environment, forked, known, with_tokens
 
@@ -32,7 +37,7 @@ from espalier.ops import rules
 from espalier.recipe import recipe_errors, recipe_file
 
 ROOT = Path(__file__).parent.parent
-PAGES = {page.name: page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+PAGES = {**doc_pages.PAGES, **doc_pages.MEASURED}
 MARKS = ("file", "part of", "slow", "not run")
 LANGUAGES = {"bash", "python", "toml", "json", "text", "diff"}
 FENCE = re.compile(
@@ -43,23 +48,23 @@ FAILURE_IS_AN_ANSWER = {"diagnose"}
 """Verbs whose exit code is 1 when they have found something."""
 OWN = {
     "codecs.md": 2,
-    "experts.md": 1,
+    "expert-parallel.md": 1,
     "faults.md": 1,
     "few-bits.md": 3,
-    "graph-over-ranks.md": 2,
-    "graph-transformers.md": 1,
     "graph.md": 1,
+    "halo-exchange.md": 2,
     "kernels.md": 1,
-    "pipelines.md": 2,
+    "local-rounds.md": 2,
+    "pattern-attention.md": 1,
+    "pipeline.md": 2,
     "planner.md": 1,
-    "rounds.md": 2,
     "scenes.md": 1,
     "sparse.md": 5,
     "store.md": 3,
-    "tasks.md": 1,
+    "task-waves.md": 1,
     "tensor-parallel.md": 2,
 }
-"""Python blocks that the normal suite runs, of each page."""
+"""Python blocks of each page that are run as printed."""
 
 
 class Block(NamedTuple):
@@ -174,7 +179,11 @@ SPANS = [
 ]
 
 
-RECORDED = set(re.findall(r"`([^`\n]+)`", PAGES["systems.md"].read_text(encoding="utf-8")))
+RECORDED = {
+    span
+    for page in doc_pages.MEASURED.values()
+    for span in re.findall(r"`([^`\n]+)`", page.read_text(encoding="utf-8"))
+}
 """Commands as they were when something was measured."""
 
 
@@ -298,7 +307,9 @@ RUN = [
 ]
 
 
-@pytest.mark.parametrize("page", RUN)
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=() if page_hashes.changed(page) else pytest.mark.slow) for page in RUN]
+)
 def test_a_page_runs_as_printed(
     page: str, tmp_path: Path, machine: dict[str, Any], tokens: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""What docs/planner.md says of the planner's constants, factors and examples is what the code has."""
+"""The constants, factors and examples of docs/planner.md and docs/measured/planner.md are those of the code."""
 
 from __future__ import annotations
 
@@ -32,26 +32,27 @@ from espalier.plan.axes.sharding import Division, StateSizes, cost
 from espalier.plan.measurements.table import read
 from espalier.recipe import units
 
-calibrate = importlib.import_module("espalier.plan.calibrate")  # the package has a function of that name
+calibration = importlib.import_module("espalier.plan.calibration")
 PAGE = Path(__file__).parent.parent / "docs" / "planner.md"
+COST_MODEL = PAGE.parent / "measured" / "planner.md"
 MODULES = {
     module.__name__.rpartition(".")[2]: module
     for module in (
-        *(calibrate, memory_model, collective_time, cost_inputs, reference_models, search, step_time),
+        *(calibration, memory_model, collective_time, cost_inputs, reference_models, search, step_time),
         device_model,
         offload,
         precision,
     )
 }
 NAMES = {**MODULES, "cluster": cluster, "request": request, "layouts": layouts}
-IN_FACTORS = {"calibrate.PRIOR", "calibrate.LOWEST"}
+IN_FACTORS = {"calibration.PRIOR", "calibration.LOWEST"}
 """Constants whose values stand in the table of factors."""
 SCALES = {"B": units.size, "s": units.seconds}
 
 
 def table(heading: str) -> list[list[str]]:
     """The rows of the first table under a heading, cells stripped of spaces."""
-    text = PAGE.read_text(encoding="utf-8").partition(f"# {heading}\n")[2]
+    text = COST_MODEL.read_text(encoding="utf-8").partition(f"# {heading}\n")[2]
     found = re.search(r"(?:^\|.*\n)+", text, re.MULTILINE)
     assert found is not None, heading
     rows = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in found[0].splitlines()]
@@ -107,7 +108,7 @@ def test_a_constant_on_the_page_is_the_codes(name: str) -> None:
 @pytest.mark.parametrize("module", MODULES)
 def test_every_constant_of_the_code_is_on_the_page(module: str) -> None:
     missing = [name for name in constants(MODULES[module]) if name not in CONSTANTS]
-    assert not missing, f"docs/planner.md, Constants: add {', '.join(missing)}"
+    assert not missing, f"docs/measured/planner.md, Constants: add {', '.join(missing)}"
 
 
 def test_every_constant_says_what_it_is_and_where_it_comes_from() -> None:
@@ -118,12 +119,12 @@ def test_the_table_of_factors_is_the_codes() -> None:
     rows = {row[0].replace("`", ""): row for row in table("Calibration")}
     assert list(rows) == list(calibration_factors.CostFactors.__struct_fields__)
     for name, row in rows.items():
-        if name not in calibrate.PRIOR:
+        if name not in calibration.PRIOR:
             assert row[2:] == ["–", "–", "–"], name
             continue
-        most = calibrate.EXPOSED if name == "exposed" else calibrate.RANGE[1]
+        most = calibration.EXPOSED if name == "exposed" else calibration.RANGE[1]
         told = [float(cell) for cell in row[2:]]
-        assert told == [calibrate.PRIOR[name], calibrate.LOWEST.get(name, calibrate.RANGE[0]), most], name
+        assert told == [calibration.PRIOR[name], calibration.LOWEST.get(name, calibration.RANGE[0]), most], name
 
 
 def test_the_example_of_states_is_what_the_code_says() -> None:
@@ -151,7 +152,7 @@ def test_the_measurement_files_shown_are_read(tmp_path: Path) -> None:
 
 
 def test_the_calls_shown_answer_for_the_recipe_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (code,), (recipe, machines) = fenced("python"), fenced("toml")
+    (code,), (machines, recipe) = fenced("python"), fenced("toml")
     (tmp_path / "recipe.toml").write_text(recipe, encoding="utf-8")
     (tmp_path / "cluster.toml").write_text(machines, encoding="utf-8")
     monkeypatch.chdir(tmp_path)

@@ -1,9 +1,11 @@
-"""docs/rounds.md: its tables name every method and key, its recipe is the example's."""
+"""The page on rounds: its tables name every method and key, its recipe is the example's."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+
+from doc_pages import PAGES
 
 from espalier.machine import cluster as clusters
 from espalier.optim.diloco_slowmo import METHODS
@@ -12,7 +14,7 @@ from espalier.recipe import ByRounds, defaults, recipe_file
 from espalier.train import request_from_recipe
 
 ROOT = Path(__file__).parent.parent
-TEXT = (ROOT / "docs" / "rounds.md").read_text(encoding="utf-8")
+TEXT = PAGES["local-rounds.md"].read_text(encoding="utf-8")
 
 
 def test_the_tables_name_every_method_and_key() -> None:

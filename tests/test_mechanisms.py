@@ -28,8 +28,8 @@ from espalier.plan import replan
 from espalier.plan.compose import Claim
 from espalier.recipe import defaults, recipe_file
 from espalier.recipe.errors import UserError
-from espalier.train import mechanisms, trainer, worker
 from espalier.train import rank_spec as launch
+from espalier.train import table, trainer, worker
 from espalier.train.mechanism import Mechanism
 from espalier.train.rank_setup import RankSetup
 
@@ -90,7 +90,7 @@ def train(workload: Any, recipe: Any, plan: plans.Plan, *toys: Any) -> list[tupl
 
 def table_with(*toys: Any) -> tuple[Any, ...]:
     """The product's rows, but its own attention over ranks where a toy is to be it, and the toys."""
-    return (*(row for row in mechanisms.TABLE if "loongtrain" not in getattr(row, "module", "")), *toys)
+    return (*(row for row in table.TABLE if "loongtrain" not in getattr(row, "module", "")), *toys)
 
 
 def near(found: list[tuple[float, float]], wanted: list[tuple[float, float]], tolerance: float = 1e-9) -> None:
@@ -135,14 +135,14 @@ def test_copies_and_rollback_are_refused_by_whom_they_would_break(
     corpus: Path, forbids: str, option: str, off: Any
 ) -> None:
     recipe = recipe_of(corpus)
-    table = (*mechanisms.TABLE, lambda recipe, plan: Moved(forbids))
+    rows = (*table.TABLE, lambda recipe, plan: Moved(forbids))
     with pytest.raises(UserError, match="moved") as refused:
-        mechanisms.ordered(recipe, plan_of(2), table)
+        table.ordered(recipe, plan_of(2), rows)
     assert forbids in refused.value.why
     assert refused.value.do == f"leave out moved or faults.{option}"
     faults = msgspec.structs.replace(recipe.faults, **{option: off})
     without = msgspec.structs.replace(recipe, faults=faults)
-    assert "moved" in [one.claim.name for one in mechanisms.ordered(without, plan_of(2), table)]
+    assert "moved" in [one.claim.name for one in table.ordered(without, plan_of(2), rows)]
 
 
 def test_an_attention_over_ranks_is_one_row(corpus: Path) -> None:
@@ -155,7 +155,7 @@ def test_an_attention_over_ranks_is_one_row(corpus: Path) -> None:
         stages=(plans.Stage(ranks=(0, 1), layers=(0, 2), context=2, window=2),),
     )
     with pytest.raises(UserError, match="cut_sequences cannot run as planned") as refused:
-        mechanisms.ordered(recipe, cut, table_with())
+        table.ordered(recipe, cut, table_with())
     assert "attention over cut sequences" in refused.value.why
     near(train(workload, recipe, cut, gathered_keys.choose), train(workload, recipe, plan_of(1)))
 
@@ -210,9 +210,9 @@ def test_two_answers_to_one_question_are_refused(corpus: Path) -> None:
         found.claim = type(found.claim)("rerated", "sync")
         return found
 
-    recipe, table = recipe_of(corpus), (*mechanisms.TABLE, rated.choose, rerated)
+    recipe, rows = recipe_of(corpus), (*table.TABLE, rated.choose, rerated)
     with pytest.raises(UserError, match="rated and rerated cannot run together"):
-        mechanisms.ordered(recipe, plan_of(2), table)
+        table.ordered(recipe, plan_of(2), rows)
 
 
 def test_toys_need_nothing_but_public_parts_of_the_package() -> None:
@@ -231,7 +231,7 @@ def test_toys_need_nothing_but_public_parts_of_the_package() -> None:
 def test_mechanisms_are_applied_in_the_order_that_compose_finds(corpus: Path) -> None:
     recipe = recipe_of(corpus, optimizer={"kind": "muon"})
     plan = plan_of(1, recompute="block", precision="bf16", compile=True)
-    names = [one.claim.question for one in mechanisms.ordered(recipe, plan)]
+    names = [one.claim.question for one in table.ordered(recipe, plan)]
     assert names.index("model") < names.index("recompute") < names.index("compile") < names.index("shard")
     assert names.index("matrices") < names.index("shard") < names.index("stages") < names.index("sync")
     assert names.index("precision") < names.index("shard") < names.index("optimizer") < names.index("sync")
@@ -258,6 +258,6 @@ def test_the_page_shows_the_toys_as_they_are() -> None:
 def test_which_plans_are_planned_again_while_a_run_goes_on(corpus: Path, changes: dict[str, Any], reason: str) -> None:
     recipe, plan = recipe_of(corpus), plans.Plan(**{"ranks": (plans.Rank(), plans.Rank()), **changes})
     with pytest.raises(UserError) as refused:
-        mechanisms.require_beside(recipe, plan, replan.CLAIM)
+        table.require_beside(recipe, plan, replan.CLAIM)
     assert reason in refused.value.why
-    mechanisms.require_beside(recipe, plans.Plan(ranks=(plans.Rank(), plans.Rank())), replan.CLAIM)
+    table.require_beside(recipe, plans.Plan(ranks=(plans.Rank(), plans.Rank())), replan.CLAIM)

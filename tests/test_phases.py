@@ -13,8 +13,8 @@ import torch
 from programs import forked, launched
 
 from espalier.checkpoint.save_and_restore import Checkpoints
-from espalier.cli import load_run
 from espalier.cli import main as cli
+from espalier.cli import run_open
 from espalier.launch.ranks import agent
 from espalier.plan import base as plans
 from espalier.recipe import recipe_file
@@ -99,7 +99,7 @@ def train(home: Path, *overrides: str, code: int = 0) -> subprocess.CompletedPro
 
 def state_of(run: Path) -> dict[str, torch.Tensor]:
     """Model and optimizer after the last step."""
-    found = load_run.open_trained(str(run))
+    found = run_open.open_trained(str(run))
     assert found.step == 12
     assert found.model.grid.shape[-1] == 8  # type: ignore[union-attr, index]
     optimizer = phases._made(found.recipe, found.workload)[1]

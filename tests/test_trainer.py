@@ -17,11 +17,11 @@ from espalier.language.workload import open_language
 from espalier.launch.ranks import agent
 from espalier.machine import cluster
 from espalier.plan import base as plans
-from espalier.plan.estimate import estimate
+from espalier.plan.layout_estimate import estimate
 from espalier.plan.layouts import Layouts
 from espalier.recipe import defaults, recipe_file
 from espalier.recipe.errors import Interrupted, RunFailed, UserError
-from espalier.train import mechanisms, trainer, worker
+from espalier.train import build, trainer, worker
 from espalier.train import rank_spec as launch
 from espalier.train.rank_setup import RankSetup
 
@@ -273,7 +273,7 @@ def test_compiling_without_a_compiler_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.setattr(accelerator, "available", lambda: False)
     with pytest.raises(UserError, match=r"train\.compile = true needs a C\+\+ compiler"):
-        mechanisms.compile_blocks([torch.nn.Linear(2, 2)])
+        build.compile_blocks([torch.nn.Linear(2, 2)])
 
 
 def test_a_profile_of_some_steps_is_written(corpus, tmp_path):

@@ -17,8 +17,8 @@ from espalier.machine import network_interface
 from espalier.plan import base as plans
 from espalier.recipe import defaults, recipe_file
 from espalier.recipe.errors import RunFailed, UserError
-from espalier.train import mechanisms, worker
 from espalier.train import rank_spec as launch
+from espalier.train import table, worker
 from espalier.train.rank_setup import RankSetup
 
 MIB = 2**20
@@ -71,7 +71,7 @@ def test_a_rank_that_runs_out_of_memory_says_what_it_held_and_what_would_fit(tmp
 )
 def test_which_plans_let_ranks_stay(changes: dict[str, Any], why: str) -> None:
     plan = plans.Plan(**{"ranks": (plans.Rank(), plans.Rank()), **changes})
-    assert mechanisms.recovery(config.Recipe(model=config.Gpt()), plan) == why
+    assert table.recovery(config.Recipe(model=config.Gpt()), plan) == why
 
 
 def test_ranks_of_other_roles_run_their_own_program_beside_the_trainers(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from espalier.cli.make_plan import make_plan
-    from espalier.cli.open_run import open_run as open
+    from espalier.cli.run_open import open_run as open
     from espalier.launch.apply_plan import apply
     from espalier.machine.cluster import Cluster
     from espalier.plan.base import Plan
@@ -30,7 +30,7 @@ _HOME = {
     "apply": ("espalier.launch.apply_plan", "apply"),
     "load": ("espalier.recipe.recipe_file", "load"),
     "make_plan": ("espalier.cli.make_plan", "make_plan"),
-    "open": ("espalier.cli.open_run", "open_run"),
+    "open": ("espalier.cli.run_open", "open_run"),
 }
 
 __all__ = ["Cluster", "Cost", "EspalierError", "Plan", "Recipe", "apply", "load", "make_plan", "open"]

@@ -23,7 +23,7 @@ from weight_folders import CHAT, TEMPLATES, TOKENIZERS, base_of, begun, made, qu
 from espalier import recipe as config
 from espalier.checkpoint import weight_files
 from espalier.cli import eval as _eval  # noqa: F401 - loaded once, before programs are forked
-from espalier.cli import export, load_run, plan, predict  # noqa: F401
+from espalier.cli import export, plan, predict, run_open  # noqa: F401
 from espalier.cli import train as _train  # noqa: F401
 from espalier.language import gguf_export, gguf_file, gpt, hf, token_store, workload_row
 from espalier.language.decoder_workload import new_model
@@ -38,6 +38,7 @@ from espalier.recipe.errors import UserError
 __all__ = ["quietly"]
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("kind", TOKENIZERS)
 def test_ids_in_training_after_a_resume_in_predict_and_of_every_export_are_those_of_the_base(
@@ -77,6 +78,7 @@ def test_ids_in_training_after_a_resume_in_predict_and_of_every_export_are_those
         assert ids[0][name] == ids[1][name]
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("kind", ["byte level", "begun with bos", "without bos"])
 def test_a_gguf_file_says_the_special_tokens_of_the_base(kind: str, template: str, tmp_path: Path) -> None:
@@ -402,7 +404,7 @@ def test_a_chat_run_with_bos_resumes_to_the_same_bits_and_says_which_checkpoint_
     ran("train", "r.toml", "--run", "whole")
     for steps in (2, 4):
         ran("train", "r.toml", f"train.steps={steps}", "--run", "parts")
-    whole, parts = (load_run.trained(tmp_path / name).model.state_dict() for name in ("whole", "parts"))
+    whole, parts = (run_open.trained(tmp_path / name).model.state_dict() for name in ("whole", "parts"))
     assert all(torch.equal(value, parts[name]) for name, value in whole.items())
 
     newest = max((tmp_path / "parts" / "checkpoints").iterdir())

@@ -45,6 +45,7 @@ def sharded(scale: float) -> Box:
     )
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 1), (1, 4), (2, 2)])
 def test_sharded_state_is_whole_again_at_another_number_of_ranks(tmp_path: Path, before: int, after: int) -> None:
     def save(rank: int) -> None:

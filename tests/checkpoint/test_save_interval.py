@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 from espalier.checkpoint import save_interval, young_daly
 from espalier.checkpoint.save_interval import Pace, RunBeginning
 
-pytestmark = pytest.mark.quick
-
 SECONDS = st.floats(1e-3, 1e3)
 
 

@@ -134,10 +134,10 @@ def part_of_a_graph(lab: Any, index: int, said: Any) -> None:
     """One host trains on its part; says for 32 bits and for one what the wire carried and what the formula has."""
     from dataclasses import replace
 
-    from espalier.graph import synthetic
+    from espalier.graph import halo, synthetic
     from espalier.graph.gnn import Gnn
     from espalier.graph.neighbor_sampler import Style, whole
-    from espalier.mechanisms.halo_exchange import halo, sylvie
+    from espalier.mechanisms.halo_exchange import sylvie
     from espalier.recipe import HaloOptions, Sage
 
     lab.enter(index)

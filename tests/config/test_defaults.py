@@ -11,8 +11,6 @@ from espalier import recipe as config
 from espalier.recipe import decoder_shapes, defaults, recipe_file
 from espalier.recipe.errors import UserError
 
-pytestmark = pytest.mark.quick
-
 
 def recipe(model=None, **train) -> config.Recipe:
     return config.Recipe(model=model or config.Gpt(), train=config.Train(**train))

@@ -12,8 +12,6 @@ from espalier.language.gpt import FeedForward
 from espalier.parallel.local_experts import local
 from espalier.recipe import decoder_shapes, defaults
 
-pytestmark = pytest.mark.quick
-
 
 @pytest.fixture(autouse=True)
 def one_thread():

@@ -69,6 +69,7 @@ def same(found: list[Trained], alone: Trained) -> None:
     assert {name for one in found for name in one.weights} == set(alone.weights)
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize(
     ("ranks", "experts"),
     [(2, ((0, 1, 2), (3, 4))), (4, even(2)), (3, ((4, 0), (2,), (3, 1)))],

@@ -100,7 +100,7 @@ def _answer_here() -> None:
         return None if name in ABSENT else installed(name, package)
 
     importlib.util.find_spec = find_spec
-    from espalier.cli import main
+    from espalier.cli.main import main
 
     scenery(Path.cwd())
     asked = questions()

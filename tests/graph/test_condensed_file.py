@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from espalier.graph.condensed_file import CondensedLayout, CondensedRows, outside_sources, write_at
 from espalier.graph.data import Graph
+from espalier.graph.halo import boundary
 from espalier.graph.neighbor_sampler import Sampler, Style
-from espalier.mechanisms.few_bits.mega.condense import condense
-from espalier.mechanisms.halo_exchange.halo import boundary
+from espalier.sparse.condense import condense
 from espalier.store.cost import PAGE
 
 NODES = 600

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from espalier import recipe as config
-from espalier.graph import energy, workload_row
+from espalier.graph import workload_row
 from espalier.graph.data import Graph
 from espalier.graph.subgraphs import infer
 from espalier.graph.workload import GraphWorkload
 from espalier.kernels.counts import Counter, Counts
-from espalier.mechanisms.few_bits import quantization
+from espalier.mechanisms.few_bits import energy, quantization
 from espalier.recipe import defaults, recipe_file
 from espalier.recipe.errors import UserError
 from espalier_accelerators.simulator import DATAFLOWS, Chip

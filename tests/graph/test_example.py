@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from doc_pages import PAGES
 from programs import MACHINE, forked, scripted
 
 from espalier.cli import main as cli
@@ -17,14 +18,14 @@ ROOT = Path(__file__).parents[2]
 
 
 def blocks(language: str, page: str = "graph") -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8"), re.S)
+    return re.findall(rf"```{language}\n(.*?)```", PAGES[f"{page}.md"].read_text(encoding="utf-8"), re.S)
 
 
 @pytest.mark.parametrize(
     ("page", "example"),
     [
-        ("graph", "graph"), ("graph-on-disk", "graph-on-disk"), ("graph-over-ranks", "sylvie"),
-        ("graph-transformers", "graph-transformer"), ("few-bits", "quantized-graph"),
+        ("graph", "graph"), ("disk-batches", "graph-on-disk"), ("halo-exchange", "sylvie"),
+        ("pattern-attention", "graph-transformer"), ("few-bits", "quantized-graph"),
     ],
 )  # fmt: skip
 def test_the_page_shows_the_example_as_it_is(page, example):
@@ -32,7 +33,7 @@ def test_the_page_shows_the_example_as_it_is(page, example):
 
 
 def test_the_page_shows_lines_of_the_loop_as_they_are():
-    assert blocks("python", "graph-on-disk")[0] in (ROOT / "examples" / "disk_loop.py").read_text(encoding="utf-8")
+    assert blocks("python", "disk-batches")[0] in (ROOT / "examples" / "disk_loop.py").read_text(encoding="utf-8")
 
 
 def test_the_example_of_parts_trains_over_two_ranks_as_it_stands(tmp_path, monkeypatch):

@@ -13,12 +13,12 @@ import torch
 from espalier import recipe as config
 from espalier.comm.base import Traffic
 from espalier.comm.channel import Channel
+from espalier.graph import halo
 from espalier.graph.answers import summed_loss
 from espalier.graph.compiled_aggregate import equip
 from espalier.graph.data import Graph
 from espalier.graph.gnn import Gnn, style_of
 from espalier.graph.subgraphs import View
-from espalier.mechanisms.halo_exchange import halo
 from espalier.parallel.workload import to_device
 from espalier.recipe.errors import UserError
 from espalier.sparse.partition import by_metis, by_sweeps, clusters, installed
@@ -116,6 +116,7 @@ BY_METIS = [(2, "metis"), (3, "metis"), (4, "metis")]
 FP32 = [pytest.param(kind, torch.float32, marks=[] if kind == "gcn" else pytest.mark.slow) for kind in NETWORKS]
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize("cuts", [pytest.param(CUTS, id="any"), pytest.param(BY_METIS, id="metis", marks=METIS)])
 @pytest.mark.parametrize(("kind", "dtype"), [*FP32, *((kind, torch.float64) for kind in NETWORKS)])
 def test_any_number_of_ranks_equals_one(kind, dtype, cuts):

@@ -11,19 +11,19 @@ import pytest
 import torch
 
 from espalier import recipe as config
-from espalier.graph import graph_plan
+from espalier.graph import graph_plan, halo, part_inference, partition_folder
+from espalier.graph.cutting import Cutting, open_part
 from espalier.graph.data import Graph
 from espalier.graph.gnn import style_of
 from espalier.graph.neighbor_sampler import Style
 from espalier.graph.workload import GraphWorkload
-from espalier.mechanisms.halo_exchange import halo, halo_parallel, part_inference, partition_folder
-from espalier.mechanisms.halo_exchange.halo_parallel import Cutting, open_part
+from espalier.mechanisms.halo_exchange import halo_parallel
 from espalier.mechanisms.halo_exchange.sylvie import Every, Sylvie
 from espalier.plan import base as plans
 from espalier.plan import decide
 from espalier.recipe.errors import UserError
 from espalier.testing import ranks
-from espalier.train import mechanisms, request_from_recipe
+from espalier.train import request_from_recipe, table
 
 from .conftest import made
 from .test_halo import NETWORKS, graph_of, network_of, parts_of
@@ -89,6 +89,7 @@ def test_machines_with_other_parts_in_their_caches_agree(old, tmp_path):
 NAMES = [[], [f"paper {node}" for node in range(60)]]
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize("names", NAMES)
 @pytest.mark.parametrize(
     ("kind", "message"), [("gat", "the row of {}, which rank 1 owns"), ("gcn", "the row of {} for")]
@@ -133,12 +134,12 @@ def test_few_bits_are_refused_in_fp16_whose_gradients_may_overflow(bits):
     assert 'train.precision = "bf16", or graph.halo.bits = 32' in str(told.value)
     plan = plans.Plan(ranks=(plans.Rank(share=(0, 1)), plans.Rank(share=(1, 2))), precision="fp16")
     recipe = recipe_of({}, {"halo": {"bits": bits}}, precision="auto")
-    found = mechanisms.refusal(recipe, plan)
+    found = table.refusal(recipe, plan)
     assert found is not None
     assert "rows cross in few bits" in found.reason
     assert found.instead == "train.precision=bf16 instead of fp16"
-    assert mechanisms.refusal(recipe, msgspec.structs.replace(plan, precision="bf16")) is None
-    assert mechanisms.refusal(recipe_of({}, {"halo": {}}, precision="fp16"), plan) is None
+    assert table.refusal(recipe, msgspec.structs.replace(plan, precision="bf16")) is None
+    assert table.refusal(recipe_of({}, {"halo": {}}, precision="fp16"), plan) is None
 
 
 @pytest.mark.parametrize("options", [Every(32), Every(1), Every(32, 0)])

@@ -13,19 +13,21 @@ import torch
 
 from espalier import recipe as config
 from espalier.checkpoint.save_and_restore import Checkpoints
-from espalier.graph import coded_rows
+from espalier.graph import coded_rows, halo, partition_folder
+from espalier.graph.cutting import Cutting, open_part
 from espalier.graph.data import Graph
 from espalier.graph.neighbor_sampler import Style
 from espalier.graph.workload import GraphWorkload
 from espalier.launch.ranks import agent
 from espalier.machine import cluster as clusters_
 from espalier.mechanisms.few_bits import quantization
-from espalier.mechanisms.halo_exchange import halo, halo_parallel, partition_folder
+from espalier.mechanisms.halo_exchange import choice, halo_parallel
 from espalier.mechanisms.halo_exchange import planned as halo_exchange
-from espalier.mechanisms.halo_exchange.halo_parallel import Cutting, open_part
 from espalier.mechanisms.halo_exchange.sylvie import Adaptive
 from espalier.plan import base as plans
 from espalier.plan import decide, trials
+from espalier.plan.ask import Ask
+from espalier.plan.layout_decision import best_layout
 from espalier.recipe import units
 from espalier.recipe.errors import UserError
 from espalier.sparse.partition import clusters
@@ -141,6 +143,7 @@ CODED = {
 OFTEN = ("messages", "attention", "few bits of gradients")
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize("name", [pytest.param(one, marks=() if one in OFTEN else pytest.mark.slow) for one in CODED])
 def test_rows_cross_as_codes_with_the_same_result_in_the_bytes_of_the_plan(name, monkeypatch):
     model, quant, options = CODED[name]
@@ -227,6 +230,7 @@ def hubs() -> Graph:
     return Graph.from_edges(*ends, features=graph.features, labels=graph.labels, parts=graph.parts, undirected=True)
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize("kind", ["gcn", "sage", "gin"])
 def test_sums_cross_around_hubs_and_train_as_one_rank(kind, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -276,6 +280,7 @@ def test_a_checkpoint_goes_on_with_another_number_of_parts(tmp_path):
         assert first["losses"] + then["losses"] == pytest.approx(whole["losses"], rel=1e-9)
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize(
     "options", [{"bits": 1}, {"bits": 4, "synchronize": 3}, {"bits": 1, "by_degree": True}, {"bits": 1, "delta": True}]
 )
@@ -322,7 +327,11 @@ def over_machines(options):
     terms = {name: value for name, value in here.predicted.terms.items() if name != "halo"}
     predicted = msgspec.structs.replace(here.predicted, terms=terms, step_seconds=sum(terms.values()))
     bare = msgspec.structs.replace(bare, why=(), predicted=predicted)
-    return request.halos, here, halo_exchange.with_halos(bare, request.halos, machines(3, 1))
+    return (
+        request.facts["halo_exchange"],
+        here,
+        halo_exchange.with_halos(bare, request.facts["halo_exchange"], machines(3, 1)),
+    )
 
 
 def test_the_plan_says_what_crosses_each_link_how_long_it_takes_and_when_one_rank_is_faster():
@@ -349,7 +358,7 @@ def every(halos, bits):
 
 
 def test_links_carry_the_bits_that_they_have_time_for():
-    halos = asked({"bits": "auto"}, 3).halos
+    halos = asked({"bits": "auto"}, 3).facts["halo_exchange"]
 
     def bits(mbit, computing, nodes=(0, 1, 2), synchronize=1):
         known = dataclasses.replace(halos, options=msgspec.structs.replace(halos.options, synchronize=synchronize))
@@ -387,7 +396,7 @@ def test_links_carry_the_bits_that_they_have_time_for():
 
 
 def test_rows_inside_a_machine_are_fresh_where_those_between_machines_are_late():
-    halos = asked({"bits": 1, "synchronize": 4}, 3).halos
+    halos = asked({"bits": 1, "synchronize": 4}, 3).facts["halo_exchange"]
     here = decide.decide(asked({}, 3), machines(1, 0)).taken
     ranks = tuple(msgspec.structs.replace(one, node=at) for at, one in zip((0, 1, 1), here.ranks, strict=True))
 
@@ -422,7 +431,7 @@ def test_rows_over_fast_links_are_fresh_and_over_slow_ones_as_old_as_their_laten
     plan = msgspec.structs.replace(here, ranks=ranks, why=(), predicted=predicted)
     took = {}
     for staleness in (1, 2, 9):
-        halos = asked({"bits": 1, "synchronize": 0, "staleness": staleness}, 3).halos
+        halos = asked({"bits": 1, "synchronize": 0, "staleness": staleness}, 3).facts["halo_exchange"]
         found = halo_exchange.with_halos(plan, halos, known)
         oldest = min(staleness, 2)  # four exchanges of 300 ms each take over one step and under two
         assert [(one.nodes, one.steps) for one in found.halo_ages] == [((0, 1), 0), ((0, 2), oldest), ((1, 2), oldest)]
@@ -467,16 +476,16 @@ def test_trials_decide_between_one_rank_and_several():
         return lambda every: {trials.key(one): 1.0 if len(one.ranks) == count else 2.0 for one in every}
 
     cluster, free = machines(3, 1), asked({}, None)
-    found = decide._every_step(asked({}, 3), cluster, decide.DATASHEET)
+    several = best_layout(Ask(asked({}, 3), cluster))
     for count in (1, 3):
-        plan = decide._with_graph(found, free, cluster, decide.DATASHEET, fast(count))
+        plan = choice.CHOICE.finish(several, Ask(free, cluster, trials=fast(count)))
         assert len(plan.ranks) == count
         assert any(one.startswith("Measured steps") for one in plan.why)
 
 
 def test_drawn_batches_are_weighed_against_halos():
     request = asked({}, 3)
-    sampled = request.halos.sampled()
+    sampled = request.facts["halo_exchange"].sampled()
     recipe = msgspec.structs.replace(sampled.recipe, plan=config.Planning(pin=config.Pin(ranks=3)))
     other = decide.decide(request_from_recipe.of_recipe(recipe, lambda: sampled), machines(1, 0)).taken
     steps = -(-sampled.task.items // sampled.global_batch)

@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from espalier.graph import energy, kept_graph, subgraphs
+from espalier.graph import kept_graph, subgraphs
 from espalier.graph.subgraphs import infer
 from espalier.graph.workload import GraphWorkload
-from espalier.mechanisms.few_bits import packed_run, quantization
+from espalier.mechanisms.few_bits import energy, packed_run, quantization
 from espalier.recipe.errors import UserError
 
 from .conftest import made

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from espalier.comm.base import Traffic
+from espalier.graph import halo, partial_sums
 from espalier.graph.data import Graph
 from espalier.graph.gnn import style_of
 from espalier.graph.subgraphs import View
 from espalier.kernels import row_widths
-from espalier.mechanisms.halo_exchange import halo, partial_sums
 from espalier.mechanisms.halo_exchange.sylvie import Every, Sylvie
 from espalier.parallel.workload import to_device
 from espalier.recipe.errors import UserError
@@ -70,6 +70,7 @@ def over(channel, kind, graph, parts, network, transport=None):
     return own.owned, logits, gradients, loss, (sent, int(sum(own.leaving(halo.Crossing(1, False)))), cut.rows)
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("kind", ["gcn", "sage", "gin"])
 def test_any_number_of_ranks_equals_one(kind, dtype):

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from espalier import recipe as config
-from espalier.graph import sources
+from espalier.graph import cutting as graph_cutting
+from espalier.graph import halo, partition_folder, sources
 from espalier.graph.data import Graph
 from espalier.graph.gnn import Gnn
 from espalier.graph.neighbor_sampler import Style
 from espalier.graph.subgraphs import View
 from espalier.graph.workload import GraphWorkload, open_graph
-from espalier.mechanisms.halo_exchange import halo, halo_parallel, partition_folder
 from espalier.recipe import defaults, recipe_file
 from espalier.recipe.errors import UserError
 from espalier.sparse import partition
@@ -250,22 +250,22 @@ def test_parts_for_fewer_ranks_than_the_plan_has_are_refused(asked):
 
 
 def test_parts_are_those_that_the_recipe_gives_also_where_nodes_are_reordered(asked, monkeypatch, tmp_path):
-    monkeypatch.setattr(halo_parallel, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(graph_cutting, "cache_folder", lambda: tmp_path / "cache")
     parts = np.arange(NODES) * 7 % 3
     graph = open_graph(asked(parts)).whole_task.train.graph
     place = graph.numbers
     assert (place != np.arange(NODES)).any()
-    cutting = halo_parallel.Cutting(graph, Style(loops=False, scale="mean"))
+    cutting = graph_cutting.Cutting(graph, Style(loops=False, scale="mean"))
     assert (cutting.parts([1, 1, 1]) == parts[place]).all()
 
     def own(channel):
-        return halo_parallel.open_part(cutting, [1, 1, 1], channel).halo.owned
+        return graph_cutting.open_part(cutting, [1, 1, 1], channel).halo.owned
 
     for rank, owned in enumerate(ranks(3, own)):
         assert (place[owned.numpy()] % NODES * 7 % 3 == rank).all()
     assert len(np.unique(cutting.parts([1, 1]))) == 2  # fewer ranks: cut anew
     other = open_graph(asked((parts + 1) % 3)).whole_task.train.graph
-    assert halo_parallel.Cutting(other, cutting.style).folder([1]) != cutting.folder([1])
+    assert graph_cutting.Cutting(other, cutting.style).folder([1]) != cutting.folder([1])
 
 
 @pytest.mark.parametrize(
@@ -308,14 +308,14 @@ def test_cutting_a_large_graph_says_so_in_one_line_and_is_done_once_for_the_plan
     def cut():
         halos = GraphWorkload(recipe, made()).halos()
         halos.rows([1, 1])
-        cutting, opened = halos.cutting, halo_parallel.open_part
+        cutting, opened = halos.cutting, graph_cutting.open_part
         ranks(2, lambda channel: opened(cutting, [1, 1], channel, writes=channel.rank() == 0).halo.owned)
         return cutting.folder([1, 1]), cutting.parts([1, 1])
 
-    monkeypatch.setattr(halo_parallel, "LARGE", made().edges)
+    monkeypatch.setattr(graph_cutting, "LARGE", made().edges)
     folder, expected = cut()
     assert capfd.readouterr().err == ""
-    monkeypatch.setattr(halo_parallel, "LARGE", made().edges - 1)
+    monkeypatch.setattr(graph_cutting, "LARGE", made().edges - 1)
     for damage in (b"", b"1234", b"\xff" * 240):  # the last is of no part
         shutil.rmtree(folder)
         folder.with_suffix(".parts").write_bytes(damage)

@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from espalier import recipe as config
-from espalier.graph import graph_plan, workload_row
+from espalier.graph import cutting, gnn_adapter, graph_plan, part_inference, partition_folder, workload_row
+from espalier.graph.cutting import Cutting
 from espalier.graph.subgraphs import infer
 from espalier.graph.workload import GraphWorkload, open_graph
-from espalier.mechanisms.halo_exchange import halo_parallel, part_inference, partition_folder
-from espalier.mechanisms.halo_exchange.halo_parallel import Cutting
 from espalier.plan import decide
 from espalier.recipe.errors import UserError
 from espalier.train import request_from_recipe
@@ -32,9 +31,9 @@ def cut(folder, model=SAGE, ranks=2, nodes=60, sums=True, order="none", **known)
     graph, _ = graph_plan.ordered(made(nodes=nodes, **known), order)
     workload = GraphWorkload(recipe_of(model, {"halo": HALO}), graph)
     view = workload.whole_task.train
-    cutting = Cutting(graph, view.style, sums and halo_parallel.takes_sums(workload.bare()))
-    parts = cutting.parts([1] * ranks)
-    partition_folder.write(folder, graph, view.style, *cutting.boundary(parts, ranks))
+    cutter = Cutting(graph, view.style, sums and gnn_adapter.takes_sums(workload.bare()))
+    parts = cutter.parts([1] * ranks)
+    partition_folder.write(folder, graph, view.style, *cutter.boundary(parts, ranks))
     return graph
 
 
@@ -100,7 +99,7 @@ def test_recipes_that_cannot_train_on_parts_are_refused(tmp_path, changes, messa
 
 @pytest.mark.parametrize("model", [SAGE, {"kind": "gat"}, {"kind": "sage", "depth": 3, "activation": "maxk", "k": 3}])
 def test_answers_from_parts_are_those_of_the_whole_graph(tmp_path, monkeypatch, model):
-    monkeypatch.setattr(halo_parallel, "PAYS", 1.0)  # sums cross too
+    monkeypatch.setattr(cutting, "PAYS", 1.0)  # sums cross too
     graph = cut(tmp_path / "parts", model, ranks=3)
     workload = open_graph(of_parts(tmp_path / "parts", model, 3))
     network = workload.build(torch.device("cpu"), torch.float64).eval()
@@ -141,6 +140,7 @@ QUANTIZED = {
 }
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_quantized_layers_on_parts_that_were_cut_before_train_as_on_the_graph(tmp_path, name):
     """Widths by node and degree, steps that begin with the values of all ranks, answers and their packages."""

@@ -16,8 +16,9 @@ from espalier.graph import base, compiled_aggregate, pyg, synthetic
 from espalier.graph.data import Graph, divided
 from espalier.graph.subgraphs import infer
 from espalier.graph.workload import GraphWorkload
+from espalier.kernels.step_codes import STEPS
 from espalier.mechanisms.few_bits import quantization
-from espalier.mechanisms.few_bits.bit_allocator import BIT_RATE, STEPS, BankBits, DegreeBits, RowIndex
+from espalier.mechanisms.few_bits.bit_allocator import BIT_RATE, BankBits, DegreeBits, RowIndex
 from espalier.mechanisms.few_bits.mega import package_file
 from espalier.parallel.workload import Shard
 from espalier.recipe import defaults, recipe_file
@@ -46,6 +47,7 @@ def trained(graph: Graph, options: config.Recipe, steps: int = 60):
     return workload, model.eval()
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize(
     ("kind", "quant"),
     [

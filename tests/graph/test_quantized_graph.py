@@ -37,6 +37,7 @@ def widths(model: torch.nn.Module) -> list[torch.Tensor]:
     return [one.allocator.widths(one.rule.signed, shift).bits for one in found.features]
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize("target", [None, "400B"])
 @pytest.mark.parametrize("nodes", [20, 300, 2000])
 def test_each_degree_keeps_its_width_on_another_graph(nodes, target):

@@ -13,21 +13,21 @@ from tests.story.programs import MACHINE, forked
 from torch.nn.utils import parametrize
 
 from espalier import recipe as config
-from espalier.graph import energy, pyg, synthetic
+from espalier.graph import partition_folder, pyg, synthetic
+from espalier.graph.cutting import Cutting
 from espalier.graph.data import divided
 from espalier.graph.subgraphs import infer
 from espalier.graph.workload import GraphWorkload, open_graph
-from espalier.mechanisms.few_bits import packed_run, quantization
+from espalier.kernels.step_codes import STEPS
+from espalier.mechanisms.few_bits import energy, packed_run, quantization
 from espalier.mechanisms.few_bits.a2q import ColumnQuantizer
-from espalier.mechanisms.few_bits.bit_allocator import STEPS, BankBits
-from espalier.mechanisms.halo_exchange import partition_folder
-from espalier.mechanisms.halo_exchange.halo_parallel import Cutting
+from espalier.mechanisms.few_bits.bit_allocator import BankBits
 from espalier.parallel.workload import Shard
 from espalier.recipe import defaults, recipe_file
 from espalier.recipe.errors import UserError
 
 from .conftest import made
-from .test_foreign_halo import CODE, networks
+from .test_foreign_network import CODE, networks
 from .test_halo_parallel import close, train
 from .test_quantization import trained
 from .test_workload import STEPS as TRAINED

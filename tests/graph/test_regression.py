@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from espalier.graph import answers, kept_graph, metrics, workload_row
+from espalier.graph import answers, kept_graph, metrics, partition_folder, workload_row
 from espalier.graph.data import DataSplit, Graph, divided
 from espalier.graph.neighbor_sampler import Style
 from espalier.graph.subgraphs import infer
 from espalier.graph.targets import Scale
 from espalier.graph.workload import GraphWorkload, open_graph
 from espalier.mechanisms.few_bits import packed_run, quantization
-from espalier.mechanisms.halo_exchange import partition_folder
 from espalier.parallel.workload import Shard
 from espalier.recipe import defaults, recipe_file
 from espalier.recipe.errors import UserError
@@ -253,6 +252,7 @@ def test_a_function_of_neighbours_is_learned_and_a_constant_is_not_enough():
 # --- ranks, disks, networks --------------------------------------------------------------------------------------
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize("kind", ["gcn", "sage", "gat", "gin", "graph-transformer"])
 def test_two_ranks_train_and_validate_as_one(kind):
     recipe, graph = recipe_of({"kind": kind}), valued(2, gaps=True)
@@ -264,6 +264,7 @@ def test_two_ranks_train_small_graphs_as_one():
     close(train(recipe, valued_many(2), (50,)), train(recipe, valued_many(2)), rel=1e-6)
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize("kind", ["gcn", "gat", "graph-transformer"])
 def test_parts_of_a_graph_train_and_validate_as_the_whole(kind):
     graph = valued(2, gaps=True)
@@ -354,7 +355,7 @@ def _order(workload):
 
 
 def test_parts_on_disk_keep_that_labels_are_values(tmp_path):
-    from espalier.mechanisms.halo_exchange.halo import boundary
+    from espalier.graph.halo import boundary
 
     graph = valued(2, gaps=True)
     cut = boundary(graph.indptr, graph.indices, clusters(graph.indptr, graph.indices, 2), 2)

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from espalier.graph import synthetic
-from espalier.mechanisms.halo_exchange import halo
+from espalier.graph import halo, synthetic
 from espalier.mechanisms.halo_exchange.sylvie import Every, Sylvie
 from espalier.plan import base as plans
 from espalier.testing import ranks

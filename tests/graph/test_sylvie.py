@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from espalier.comm.base import Traffic
+from espalier.graph import halo
 from espalier.graph.answers import summed_loss
 from espalier.graph.gnn import style_of
+from espalier.graph.halo import Crossing
 from espalier.graph.subgraphs import View
 from espalier.kernels import quantize_rows, row_bits, row_widths
-from espalier.mechanisms.halo_exchange import halo, sylvie
-from espalier.mechanisms.halo_exchange.halo import Crossing
+from espalier.mechanisms.halo_exchange import sylvie
 from espalier.mechanisms.halo_exchange.sylvie import Adaptive, ByPeer, Every, Sylvie
 from espalier.mechanisms.local_rounds.round_length import Length
 from espalier.recipe import HaloOptions
@@ -187,6 +188,7 @@ class Simulator:
             yield target, fake, weight
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize("kind", ["gcn", "sage", "gat", "gin"])
 @pytest.mark.parametrize("synchronize", [0, 3])
 def test_late_rows_give_the_bits_of_a_simulator_of_stale_halos(kind, synchronize):
@@ -219,6 +221,7 @@ def test_rows_of_unlike_age_give_the_bits_of_a_simulator_with_these_ages(kind, s
             assert torch.equal(logits[step], expected[step][rank]), (rank, step)
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize(
     ("kind", "name"),
     [*((kind, "random") for kind in NETWORKS), *(pytest.param(kind, "metis", marks=METIS) for kind in ("gcn", "sage"))],
@@ -246,6 +249,7 @@ def expected_bytes(own, widths, columns, alone):
     return total
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize("by_degree", [False, True])
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
 def test_bytes_of_few_bits_are_those_of_the_formula(bits, by_degree):

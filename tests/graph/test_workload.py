@@ -65,6 +65,7 @@ def train(recipe, graph, ranks=1, micro_batch=None):
     return agent.run(life, places)[0] if ranks > 1 else life(places[0])
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize("kind", ["gcn", "sage", "gat", "gin", "graph-transformer"])
 def test_ranks_and_micro_batches_change_nothing_but_rounding(kind):
     graph, recipe = made(), recipe_of({"kind": kind})

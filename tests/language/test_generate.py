@@ -11,8 +11,6 @@ from espalier.language import generate, gpt, moe
 from espalier.recipe import defaults
 from espalier.recipe.errors import UserError
 
-pytestmark = pytest.mark.quick
-
 
 @pytest.fixture(autouse=True)
 def one_thread():

@@ -25,7 +25,7 @@ from espalier.plan import base as plans
 from espalier.plan.base import Outer
 from espalier.recipe.errors import HostLost
 from espalier.testing.faults import Fault
-from espalier.train import mechanisms
+from espalier.train import table
 
 KINDS = {
     "kill": "killed", "terminate": "signal", "raise": "exception", "stop": "stopped", "hang": "hang", "exit": "exit",
@@ -197,7 +197,7 @@ def comes_back(recipe: Any, folder: Path, nodes: tuple[int, int]) -> str:
         msgspec.structs.replace(one, node=node) for node, one in zip(nodes, plan_of(recipe, 2).ranks, strict=True)
     )
     plan = plans.Plan(ranks=ranks, units=(unit,), micro_batch=2)
-    assert mechanisms.recovery(recipe, plan) != "alike"
+    assert table.recovery(recipe, plan) != "alike"
     whole = Struck(recipe, 2, folder / "whole", plan=plan).run()
     run = Abroad(recipe, 2, folder / "run", memory=1 << 26, plan=plan).start()
     run.reaches(12)

@@ -237,6 +237,7 @@ def world_of(ranks: int, stays: bool, *schedule: Fault) -> World:
     return World(ranks, 12, schedule, stays=stays)
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize("hosts", [2, 3])
 @pytest.mark.parametrize("stays", ["", "alike"])
 @pytest.mark.parametrize("what", ["", *KINDS])

@@ -151,6 +151,7 @@ def test_one_rank_alone_needs_nobody_to_meet(options, tmp_path) -> None:
     assert done["seats"] == ["127.0.0.1", False, False]
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize(
     ("names", "named"),
     [

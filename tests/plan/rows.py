@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from asked import gpus
 
-from espalier.plan.calibrate import Batch, Measurement
+from espalier.plan.calibration import Batch, Measurement
 from espalier.plan.calibration_factors import PLAIN, CostFactors
 from espalier.plan.layouts import Layouts
 from espalier.plan.reference_models import ReferenceDecoder

@@ -114,6 +114,7 @@ CUTS = {"heads": (4, 1, 1), "context": (1, 4, 2), "both": (2, 2, 2)}
 OFTEN = [("heads", "none"), ("context", "selective"), ("both", "block")]
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize(
     ("cut", "mode"),
     [

@@ -16,7 +16,7 @@ from espalier.mechanisms.local_rounds import overlap_cost
 from espalier.mechanisms.local_rounds import planned as co2
 from espalier.mechanisms.local_rounds.co2 import chosen_of
 from espalier.plan.base import Plan, dumps, loads
-from espalier.plan.calibrate import DATASHEET
+from espalier.plan.calibration import DATASHEET
 from espalier.plan.decide import decide
 from espalier.plan.refusals import DoesNotFit
 from espalier.plan.request import Request

@@ -9,7 +9,7 @@ import pytest
 from espalier.comm.codecs import codec
 from espalier.comm.compressed_collectives import sent_bytes
 from espalier.machine import cluster as clusters
-from espalier.mechanisms.codecs import planned as codecs
+from espalier.mechanisms.codecs import choice as codecs
 from espalier.plan import collective_time
 from espalier.plan.axes.flat_layout import BucketRule, Piece, arrange
 from espalier.plan.base import Plan

@@ -10,12 +10,11 @@ from asked import decoder, gpus, processor
 
 from espalier import recipe as config
 from espalier.plan import checkpoint_cost
+from espalier.plan.ask import PlanDecision
 from espalier.plan.base import Plan
-from espalier.plan.decide import PlanDecision, decide
+from espalier.plan.decide import decide
 from espalier.recipe import Pin, ShardPin, defaults
 from espalier.train import request_from_recipe
-
-pytestmark = pytest.mark.quick
 
 
 def decided(given: int | str, ranks: int = 1, **more: object) -> PlanDecision:

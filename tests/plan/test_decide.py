@@ -8,9 +8,10 @@ import pytest
 
 from espalier.machine import cluster as clusters
 from espalier.plan import search
-from espalier.plan.calibrate import DATASHEET, Calibration
+from espalier.plan.ask import PlanDecision
+from espalier.plan.calibration import DATASHEET, Calibration
 from espalier.plan.calibration_factors import CostFactors
-from espalier.plan.decide import PlanDecision, decide
+from espalier.plan.decide import decide
 from espalier.plan.request import Request
 from espalier.recipe import EveryStep, Pin, ShardPin, defaults, recipe_file
 from espalier.train import request_from_recipe

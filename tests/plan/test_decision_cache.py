@@ -17,7 +17,7 @@ from espalier.machine import cluster as clusters
 from espalier.machine.cluster import Cluster
 from espalier.plan import decision_cache
 from espalier.plan.base import Plan
-from espalier.plan.calibrate import DATASHEET
+from espalier.plan.calibration import DATASHEET
 from espalier.plan.decide import decide
 from espalier.plan.request import Request
 from espalier.plan.trials import Trials

@@ -139,6 +139,7 @@ def test_without_a_fast_link_only_gradients_travel_and_large_micro_steps_hide_th
     assert seconds(plan, "all_reduce", "refresh") > seconds(plan, "forward", "backward")
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize(
     "shape",
     ["llama-7b", *(pytest.param(one, marks=pytest.mark.slow) for one in ("llama-13b", "llama-70b")), "gpt3-175b"],

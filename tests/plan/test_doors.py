@@ -20,7 +20,7 @@ from espalier.plan import base
 from espalier.plan.base import Plan
 from espalier.recipe import Adamw, Recipe, recipe_file
 from espalier.recipe.errors import UserError
-from espalier.train import mechanisms, workload_registry
+from espalier.train import table, workload_registry
 
 
 def recipe(draw: random.Random, samples: int = 0, sync: str = "", pin: dict[str, Any] | None = None) -> Recipe:
@@ -130,7 +130,7 @@ def accepted(plan: Plan) -> bool:
 
 def trained(asked: Recipe, plan: Plan) -> bool:
     """Whether its mechanisms can be put round a model by `espalier train`."""
-    return mechanisms.refusal(workload_registry.settle(asked, None).recipe, plan) is None
+    return table.refusal(workload_registry.settle(asked, None).recipe, plan) is None
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_train_takes_every_cut_and_apply_what_needs_no_order_of_layers(tp: int, 
     plan = msgspec.structs.replace(cut(tp, pp, sp), executable=True, missing="", recompute="none")
     asked = workload_registry.settle(recipe(random.Random(0)), None).recipe
     train = msgspec.structs.replace(asked.train, optimizer=Adamw())
-    assert mechanisms.ordered(msgspec.structs.replace(asked, train=train), plan)
+    assert table.ordered(msgspec.structs.replace(asked, train=train), plan)
     if not reason:
         apply_plan.refuse(plan)
         return

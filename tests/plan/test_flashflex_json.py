@@ -12,7 +12,7 @@ import pytest
 
 from espalier.machine import cluster as clusters
 from espalier.plan import base as plans
-from espalier.plan.calibrate import DATASHEET
+from espalier.plan.calibration import DATASHEET
 from espalier.plan.decide import decide
 from espalier.recipe import defaults, recipe_file
 from espalier.recipe.errors import UserError

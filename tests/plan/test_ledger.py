@@ -151,10 +151,7 @@ def shard(params: int, grads: int, optimizer: int) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     ("ranks", "states"),
-    [
-        (3, (1, 3, 3)),
-        *(pytest.param(*one, marks=pytest.mark.slow) for one in ((2, (1, 1, 1)), (2, (2, 2, 2)), (3, (3, 3, 3)))),
-    ],
+    [(3, (1, 3, 3)), (2, (1, 1, 1)), (2, (2, 2, 2)), (3, (3, 3, 3))],
 )
 def test_of_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, states: Any) -> None:
     equal(module(tmp_path, monkeypatch), ranks, shard=shard(*states), micro_batch=2)
@@ -172,14 +169,14 @@ def test_of_a_thousand_matrices_dealt_to_three_owners(tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize(
     ("ranks", "states"),
-    [*(pytest.param(*one, marks=pytest.mark.slow) for one in ((2, (1, 1, 2)), (3, (1, 1, 1)))), (3, (3, 3, 3))],
+    [(2, (1, 1, 2)), (3, (1, 1, 1)), (3, (3, 3, 3))],
 )
 def test_of_a_graph(tmp_path: Path, ranks: int, states: Any) -> None:
     equal(graph(tmp_path), ranks, shard=shard(*states))
 
 
-@pytest.mark.parametrize("states", [pytest.param((1, 1, 1), marks=pytest.mark.slow), (1, 3, 3), (3, 3, 3)])
-@pytest.mark.parametrize("kind", [pytest.param("adamw", marks=pytest.mark.slow), "muon"])
+@pytest.mark.parametrize("states", [(1, 1, 1), (1, 3, 3), (3, 3, 3)])
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_of_unequal_buckets_on_three_ranks(corpus: Path, states: Any, kind: str) -> None:
     """Buckets of 20,000 bytes: none is as long as another, and none a multiple of three."""
     recipe = language(corpus, train={"optimizer": {"kind": kind}}, comm={"bucket": "20kB"})
@@ -188,7 +185,7 @@ def test_of_unequal_buckets_on_three_ranks(corpus: Path, states: Any, kind: str)
 
 @pytest.mark.parametrize(
     "states",
-    [(1, 2, 4), *(pytest.param(one, marks=pytest.mark.slow) for one in ((1, 1, 1), (1, 1, 2), (2, 2, 2), (2, 2, 4)))],
+    [(1, 2, 4), (1, 1, 1), (1, 1, 2), (2, 2, 2), (2, 2, 4)],
 )
 def test_of_sixteen_bit_shards(corpus: Path, states: Any) -> None:
     """Norms stay in 32 bits beside them."""
@@ -197,7 +194,7 @@ def test_of_sixteen_bit_shards(corpus: Path, states: Any) -> None:
 
 @pytest.mark.parametrize(
     "states",
-    [(1, 2, 4), *(pytest.param(one, marks=pytest.mark.slow) for one in ((1, 1, 1), (2, 2, 4), (4, 4, 4)))],
+    [(1, 2, 4), (1, 1, 1), (2, 2, 4), (4, 4, 4)],
 )
 def test_of_two_machines(corpus: Path, states: Any) -> None:
     recipe = language(corpus, sync={"kind": "every_step"}, comm={"codec": "exact", "bucket": "20kB"})
@@ -207,10 +204,8 @@ def test_of_two_machines(corpus: Path, states: Any) -> None:
 CODECS = ["bf16", "int8", "int4", "int1", "topk:0.03", "zfp:8"]
 
 
-@pytest.mark.parametrize(
-    "codec", [pytest.param(one, marks=() if one in ("int8", "topk:0.03") else pytest.mark.slow) for one in CODECS]
-)
-@pytest.mark.parametrize(("ranks", "states"), [pytest.param(2, (1, 1, 2), marks=pytest.mark.slow), (3, (1, 3, 3))])
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize(("ranks", "states"), [(2, (1, 1, 2)), (3, (1, 3, 3))])
 def test_of_codecs_of_fixed_length(corpus: Path, codec: str, ranks: int, states: Any) -> None:
     """Headers included; what is too small to be encoded goes as it is."""
     recipe = language(corpus, comm={"codec": codec, "bucket": "60kB"})
@@ -248,18 +243,11 @@ def test_what_a_policy_gathers_without_loss_is_no_more_than_foretold(corpus: Pat
     assert found["parameters"] <= foretold["parameters"]
 
 
-SOON = {("co2", "exact"), ("local_sgd", "int4")}
 KINDS = ("eager", "co2", "local_sgd", "streaming_diloco")
 
 
-@pytest.mark.parametrize(
-    ("kind", "codec"),
-    [
-        pytest.param(kind, codec, marks=() if (kind, codec) in SOON else pytest.mark.slow)
-        for kind in KINDS
-        for codec in ("exact", "int8", "int4")
-    ],
-)
+@pytest.mark.parametrize("codec", ["exact", "int8", "int4"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_of_rounds(corpus: Path, kind: str, codec: str) -> None:
     sync = {"kind": kind, "replicas": 2, "steps": 4, "adapt": False, "codec": codec}
     plan = equal(language(corpus, sync=sync), 2)
@@ -267,7 +255,7 @@ def test_of_rounds(corpus: Path, kind: str, codec: str) -> None:
     assert plan.outer.steps == 4
 
 
-@pytest.mark.parametrize("penalty", [pytest.param("none", marks=pytest.mark.slow), "norm"])
+@pytest.mark.parametrize("penalty", ["none", "norm"])
 def test_of_rounds_of_replicas_of_two_ranks(corpus: Path, penalty: str) -> None:
     sync = {"kind": "co2", "replicas": 2, "steps": 4, "adapt": True, "codec": "int8", "penalty": penalty}
     plan = equal(language(corpus, sync=sync), 4)

@@ -12,7 +12,7 @@ from asked import decoder, gpus, processor
 import espalier
 from espalier.plan import Calibration, calibrate, estimate
 from espalier.plan.base import Layout
-from espalier.plan.calibrate import Measurement
+from espalier.plan.calibration import Measurement
 from espalier.plan.calibration_factors import CostFactors
 from espalier.plan.layouts import Layouts
 from espalier.recipe.errors import UserError

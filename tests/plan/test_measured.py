@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rows import HEAD, LINE, ROW, changed, lines, table
 
-from espalier.plan.calibrate import Batch, Measurement
+from espalier.plan.calibration import Batch, Measurement
 from espalier.plan.calibration_factors import PLAIN
 from espalier.plan.layouts import Layouts
 from espalier.plan.measurements.table import read

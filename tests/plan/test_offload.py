@@ -29,7 +29,7 @@ from espalier.plan.axes import offload_layout as layout
 from espalier.plan.base import RESIDENT, Offload, Plan, Rank, dumps, loads
 from espalier.plan.compose import Refusal
 from espalier.plan.decide import decide
-from espalier.plan.estimate import grid
+from espalier.plan.layout_estimate import grid
 from espalier.plan.layouts import Layouts
 from espalier.plan.refusals import DoesNotFit
 from espalier.plan.request import Request

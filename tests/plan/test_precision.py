@@ -16,12 +16,13 @@ from espalier.machine import cluster as clusters
 from espalier.machine.cluster import Cluster, Rate
 from espalier.plan import base as plans
 from espalier.plan import device_model, precision, trials
+from espalier.plan.ask import PlanDecision
 from espalier.plan.base import Plan
-from espalier.plan.decide import PlanDecision, decide
+from espalier.plan.decide import decide
 from espalier.plan.request import AUTO, Request
 from espalier.recipe import Auto, Pin, defaults, recipe_file
 from espalier.recipe.errors import UserError
-from espalier.train import mechanisms, request_from_recipe
+from espalier.train import build, request_from_recipe, table
 
 LARGE = {"width": 2048, "layers": 8, "sequence": 1024, "batch": 256, "heads": 16, "kv_heads": 16}
 
@@ -252,13 +253,13 @@ def test_a_rate_that_is_missing_is_told_with_one_that_is_there(device: str, aske
 
 
 def test_tf32_is_switched_on_by_its_plans_only(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    table = {"model": {"depth": 1}, "data": {"path": str(tmp_path)}}
-    recipe = recipe_file.from_table(table)
+    words = {"model": {"depth": 1}, "data": {"path": str(tmp_path)}}
+    recipe = recipe_file.from_table(words)
     before = torch.get_float32_matmul_precision()
     try:
         for name, wanted in (("fp32", before), ("bf16", before), ("tf32", "high")):
-            made = mechanisms.chosen(recipe, plans.Plan(precision=name))
-            switches = [one for one in made if isinstance(one, mechanisms.Tf32)]
+            made = table.chosen(recipe, plans.Plan(precision=name))
+            switches = [one for one in made if isinstance(one, build.Tf32)]
             assert len(switches) == (name == "tf32")
             for one in switches:
                 one.wrap(None)  # type: ignore[arg-type]

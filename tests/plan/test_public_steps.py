@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rows import lines
 
-from espalier.plan.calibrate import DATASHEET, Batch
+from espalier.plan.calibration import DATASHEET, Batch
 from espalier.plan.calibration_factors import PLAIN
 from espalier.plan.measurements.score import score
 from espalier.plan.measurements.table import read

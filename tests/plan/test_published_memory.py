@@ -18,7 +18,7 @@ from asked import gpus
 from test_activation_memory import LiveBytes
 
 from espalier.plan import collective_time
-from espalier.plan.estimate import Priced, price
+from espalier.plan.layout_estimate import Priced, price
 from espalier.plan.layouts import Layouts
 from espalier.plan.reference_models import FOREACH, LOSSES, ReferenceDecoder
 from espalier.recipe.cost import Cut

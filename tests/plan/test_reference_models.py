@@ -17,10 +17,10 @@ from asked import gpus
 from scipy.stats import spearmanr
 
 from espalier.plan import collective_time, search
-from espalier.plan.calibrate import UNCALIBRATED, Measurement, calibrate
+from espalier.plan.calibration import UNCALIBRATED, Measurement, calibrate
 from espalier.plan.calibration_factors import PLAIN, CostFactors
 from espalier.plan.collective_time import Fleet
-from espalier.plan.estimate import Priced, grid, price
+from espalier.plan.layout_estimate import Priced, grid, price
 from espalier.plan.layouts import Layouts, chains
 from espalier.plan.reference_models import ReferenceDecoder
 from espalier.plan.request import Request

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from espalier.machine import cluster as clusters
-from espalier.mechanisms.unequal_pipelines import replan_pipelines, unequal
+from espalier.mechanisms.unequal_pipelines import choice, unequal
 from espalier.plan import base as plans
 from espalier.plan import replan
-from espalier.plan.calibrate import DATASHEET
+from espalier.plan.calibration import DATASHEET
 from espalier.plan.decide import decide
 from espalier.plan.measured_cluster import Speeds
 from espalier.recipe.errors import UserError
@@ -23,18 +23,18 @@ REQUEST = asked()
 @pytest.fixture(scope="module")
 def plan() -> plans.Plan:
     made = decide(REQUEST, CLUSTER, DATASHEET).taken
-    assert replan_pipelines.pipelined(made)
+    assert made.planner == "flashflex"
     assert len(made.ranks) == 4
     return made
 
 
 def own(plan: plans.Plan, slower: tuple[float, ...]) -> list[float]:
     """Seconds that each rank computes in a step, if it is so many times as slow as planned."""
-    costs = replan_pipelines._costs(REQUEST, CLUSTER, plan, range(len(plan.ranks)), Speeds((1.0,) * len(plan.ranks)))
+    costs = choice._costs(REQUEST, CLUSTER, plan, range(len(plan.ranks)), Speeds((1.0,) * len(plan.ranks)))
     found = [0.0] * len(plan.ranks)
-    for one in replan_pipelines._pipelines(plan, costs):
+    for one in choice._pipelines(plan, costs):
         for number, (group, layers, _) in enumerate(one.stages):
-            slot = replan_pipelines.Slot(number, len(one.stages))
+            slot = choice.Slot(number, len(one.stages))
             found[group.kind] = one.micro_batches * (layers * costs.layer(group) + costs.extra(group, slot))
     return [seconds * factor for seconds, factor in zip(found, slower, strict=True)]
 
@@ -50,7 +50,7 @@ def work(plan: plans.Plan) -> dict[int, int]:
 
 def test_the_cost_of_a_plan_as_it_is_is_the_one_it_was_planned_with(plan: plans.Plan) -> None:
     assert plan.predicted is not None
-    same = replan_pipelines.seconds(REQUEST, CLUSTER, plan, replan.equal(plan))
+    same = choice.CHOICE.seconds(REQUEST, CLUSTER, plan, replan.equal(plan))
     assert same == pytest.approx(plan.predicted.step_seconds, rel=0.02)
 
 
@@ -63,7 +63,7 @@ def test_ranks_that_compute_as_planned_count_as_equal_though_their_seconds_diffe
 
 def test_what_stays_slow_gets_less_and_the_new_plan_is_faster_at_those_speeds(plan: plans.Plan) -> None:
     found = Speeds((4.0, 1.0, 1.0, 1.0))
-    made = replan_pipelines.plan_on(REQUEST, CLUSTER, plan, range(4), found)
+    made = choice.CHOICE.plan_on(REQUEST, CLUSTER, plan, range(4), found)
     assert work(made)[0] < work(plan)[0] / 2
     assert sum(work(made).values()) == sum(work(plan).values())
     best = replan.options(REQUEST, CLUSTER, plan, found)[0]
@@ -119,14 +119,14 @@ peak = false
 def test_over_machines_what_is_left_is_planned_with_the_links_between_them() -> None:
     there = clusters.loads(THREE)
     plan = decide(REQUEST, there, DATASHEET).taken
-    assert replan_pipelines.pipelined(plan)
+    assert plan.planner == "flashflex"
     assert plan.predicted is not None
-    same = replan_pipelines.seconds(REQUEST, there, plan, replan.equal(plan))
+    same = choice.CHOICE.seconds(REQUEST, there, plan, replan.equal(plan))
     assert same == pytest.approx(plan.predicted.step_seconds, rel=0.02)
     kept = [rank for rank, one in enumerate(plan.ranks) if one.node != 1]
     made = plans.check(replan.plan_on(REQUEST, there, plan, kept, replan.equal(plan)), 16)
     assert [one.node for one in made.ranks] == [plan.ranks[rank].node for rank in kept]
-    costs = replan_pipelines._costs(REQUEST, there, plan, kept, replan.equal(plan))
+    costs = choice._costs(REQUEST, there, plan, kept, replan.equal(plan))
     assert costs.cluster.machines == len({plan.ranks[rank].node for rank in kept})
     assert costs.link((0, 1)) == unequal.EngineCosts(REQUEST, there, 1).link((0, 2)), (
         "what crosses machines, not what is inside"

@@ -9,7 +9,7 @@ import pytest
 from espalier.machine import cluster as clusters
 from espalier.plan import base as plans
 from espalier.plan import replan
-from espalier.plan.calibrate import DATASHEET
+from espalier.plan.calibration import DATASHEET
 from espalier.plan.decide import decide
 from espalier.recipe.cost import PartCost
 from espalier.recipe.errors import UserError
@@ -29,14 +29,16 @@ def part(task: str, node: str, operators: int, seconds: float, *needs: str) -> P
 
 REQUEST = replace(
     decoder(batch=1),
-    parts=(
-        part("see", "image", 6, 0.2),
-        part("see", "head", 1, 0.05, "see.image"),
-        part("read", "text", 4, 0.1),
-        part("read", "head", 1, 0.05, "read.text"),
-        part("sort", "package", 2, 0.05),
-        part("sort", "head", 1, 0.02, "sort.package"),
-    ),
+    facts={
+        "task_waves": (
+            part("see", "image", 6, 0.2),
+            part("see", "head", 1, 0.05, "see.image"),
+            part("read", "text", 4, 0.1),
+            part("read", "head", 1, 0.05, "read.text"),
+            part("sort", "package", 2, 0.05),
+            part("sort", "head", 1, 0.02, "sort.package"),
+        )
+    },
     max_devices=4,
 )
 
@@ -52,7 +54,7 @@ def plan() -> plans.Plan:
 def work(plan: plans.Plan) -> list[float]:
     """Seconds of each rank, on devices that are as fast as planned."""
     found = [0.0] * len(plan.ranks)
-    parts = {one.key: one for one in REQUEST.parts}
+    parts = {one.key: one for one in REQUEST.facts["task_waves"]}
     for one in (one for wave in plan.waves for one in wave):
         for rank in one.ranks:
             each = parts[f"{one.task}.{one.node}"].seconds[64] / len(one.ranks)
@@ -68,7 +70,7 @@ def whole(plan: plans.Plan) -> bool:
         if one.first != at.get(key, 0):
             return False
         at[key] = one.last
-    return at == {one.key: one.operators for one in REQUEST.parts}
+    return at == {one.key: one.operators for one in REQUEST.facts["task_waves"]}
 
 
 def test_the_cost_of_waves_as_they_are_is_the_one_they_were_planned_with(plan: plans.Plan) -> None:
@@ -112,6 +114,6 @@ def test_the_ranks_that_are_left_run_all_parts_where_they_sit(plan: plans.Plan, 
 
 
 def test_what_the_ranks_that_are_left_cannot_hold_is_refused(plan: plans.Plan) -> None:
-    heavy = tuple(replace(one, parameters=6e8) for one in REQUEST.parts)
+    heavy = tuple(replace(one, parameters=6e8) for one in REQUEST.facts["task_waves"])
     with pytest.raises(UserError, match="No waves fit"):
-        replan.plan_on(replace(REQUEST, parts=heavy), CLUSTER, plan, (0, 1), replan.equal(plan))
+        replan.plan_on(replace(REQUEST, facts={"task_waves": heavy}), CLUSTER, plan, (0, 1), replan.equal(plan))

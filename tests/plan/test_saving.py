@@ -12,8 +12,6 @@ from espalier.machine import cluster as clusters
 from espalier.plan import base, checkpoint_cost
 from espalier.recipe.errors import UserError
 
-pytestmark = pytest.mark.quick
-
 
 def plan(ranks=1, **held):
     predicted = base.Predicted(

@@ -12,7 +12,7 @@ import pytest
 from rows import LINE, changed, lines, table
 
 from espalier.cli import measurements as verb
-from espalier.plan.calibrate import DATASHEET, Calibration, calibrate
+from espalier.plan.calibration import DATASHEET, Calibration, calibrate
 from espalier.plan.calibration_factors import PLAIN
 from espalier.plan.measurements import score
 from espalier.plan.measurements.table import MeasuredRow, MeasuredTable, read

@@ -16,7 +16,7 @@ from espalier.machine import cluster as clusters
 from espalier.machine.cluster import Cluster
 from espalier.plan import base, build_plan, collective_time, pins, refusals, search
 from espalier.plan.axes.sharding import StateBytes
-from espalier.plan.estimate import grid
+from espalier.plan.layout_estimate import grid
 from espalier.plan.layouts import ALGORITHMS, MODES, Layouts
 from espalier.plan.layouts import grid as grid_of
 from espalier.plan.request import Request

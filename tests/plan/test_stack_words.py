@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rows import HEAD, LINE, changed, lines, table
 
-from espalier.plan.calibrate import Batch, Measurement
+from espalier.plan.calibration import Batch, Measurement
 from espalier.plan.calibration_factors import PLAIN
 from espalier.plan.measurements.stack_words import WHOLE
 from espalier.plan.measurements.table import read

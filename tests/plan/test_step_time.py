@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from espalier.machine.cluster import Cluster
 from espalier.plan import collective_time, cost_inputs, step_time
 from espalier.plan.decide import decide
-from espalier.plan.estimate import estimate, grid, price
+from espalier.plan.layout_estimate import estimate, grid, price
 from espalier.plan.layouts import ALGORITHMS, ARRAYS, MODES, Layouts, Limits, chains
 from espalier.plan.layouts import grid as layouts
 from espalier.plan.reference_models import MIXED

@@ -15,7 +15,7 @@ from espalier.mechanisms.unequal_pipelines import unequal
 from espalier.mechanisms.unequal_pipelines.flashflex import pipeline_of, stage_rates
 from espalier.mechanisms.unequal_pipelines.pipeline_solver import Group
 from espalier.plan import base as plans
-from espalier.plan.calibrate import DATASHEET
+from espalier.plan.calibration import DATASHEET
 from espalier.plan.decide import decide
 from espalier.plan.request import Request
 from espalier.recipe import defaults, recipe_file

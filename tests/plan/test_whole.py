@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from espalier.cli import prepare, run_plan
 from espalier.plan import base, refusals, search, trials
 from espalier.plan.base import Layout, Plan
-from espalier.plan.decide import NEAR, decide
+from espalier.plan.decide import decide
+from espalier.plan.layout_decision import NEAR
 from espalier.plan.layouts import view
 from espalier.recipe import Pin, ShardPin, defaults, recipe_file
 from espalier.recipe.errors import UserError

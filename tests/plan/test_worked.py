@@ -21,7 +21,7 @@ from espalier.plan.axes.pipeline import hand_overs
 from espalier.plan.calibration_factors import PLAIN, CostFactors
 from espalier.plan.collective_time import Fleet
 from espalier.plan.cost_inputs import CostInputs
-from espalier.plan.estimate import price
+from espalier.plan.layout_estimate import price
 from espalier.plan.layouts import Layouts
 from espalier.plan.reference_models import MIXED, ReferenceDecoder
 from espalier.plan.request import Request

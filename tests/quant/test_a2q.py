@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from espalier.kernels.row_bits import pack_rows, unpack_rows
+from espalier.kernels.step_codes import STEPS
 from espalier.mechanisms.few_bits import a2q
 from espalier.mechanisms.few_bits import bit_allocator as base
 from espalier.mechanisms.few_bits.a2q import ColumnQuantizer, FakeQuantize, FeatureQuantizer, Rule
 from espalier.mechanisms.few_bits.bit_allocator import (
-    STEPS,
     BankBits,
     BitAllocator,
     DegreeBits,

@@ -1,14 +1,14 @@
-"""docs/few-bits.md, in your own loop: the block that needs PyG (tests/test_docs_commands.py runs the others)."""
+"""The page on few bits, in your own loop: the block that needs PyG (tests/test_docs_commands.py runs the others)."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
+from doc_pages import PAGES
 
-PAGE = (Path(__file__).parents[2] / "docs" / "few-bits.md").read_text(encoding="utf-8")
+PAGE = PAGES["few-bits.md"].read_text(encoding="utf-8")
 SECTION = PAGE.split("## In your own loop\n")[1].split("\n## ")[0]
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from espalier.kernels.counts import constants
-from espalier.mechanisms.few_bits.mega.condense import Condensed, condense
 from espalier.recipe.errors import UserError
+from espalier.sparse.condense import Condensed, condense
 from espalier_accelerators import dram, simulator
 from espalier_accelerators.dram import Trace, read_trace, write_trace
 from espalier_accelerators.simulator import DATAFLOWS, Chip, LayerShape, Network, mega, simulate, uncondensed
@@ -117,6 +117,7 @@ def test_parts_that_fit_no_graph_are_refused():
         condense(np.array([0, 0, 1]), np.array([0]), np.array([0, 1, 1]))
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize("name", DATAFLOWS)
 def test_no_accelerator_is_faster_than_its_bandwidth_or_its_products(name):
     """Cycles are of 1 ns, those of DRAM of `tck`: 2 ns and 0.83 ns in the others."""
@@ -135,6 +136,7 @@ def test_no_accelerator_is_faster_than_its_bandwidth_or_its_products(name):
         assert found.cycles >= found.compute_cycles
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize("name", DATAFLOWS)
 def test_more_bandwidth_never_takes_longer(name):
     slow = Chip(dram=replace(HBM, channels=4))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from espalier.comm import Channel, compressed_collectives, wire_format
 from espalier.comm.codecs import codec
 from espalier.machine.cluster import Cluster, loads
-from espalier.mechanisms.codecs import planned as codecs
+from espalier.mechanisms.codecs import choice as codecs
 from espalier.mechanisms.codecs import sparse
 from espalier.mechanisms.sharding.amsp import Amsp
 from espalier.parallel.workload import Shard

@@ -15,7 +15,6 @@ from inputs import Reader, Reading
 
 from espalier.recipe.errors import UserError
 
-pytestmark = pytest.mark.quick
 PACKAGE = Path(__file__).parents[2] / "src" / "espalier"
 
 LINES, LIST, COMMAS = change.LINES, change.LIST, change.COMMAS
@@ -236,7 +235,7 @@ OWN: Mapping[str, str] = {
     "graph/graph_plan.py": "packed batches",
     "graph/kept_graph.py": "the graph that a run keeps",
     "mechanisms/few_bits/packed_run.py": "export --to packed",
-    "mechanisms/halo_exchange/partition_folder.py": "folders of parts",
+    "graph/partition_folder.py": "folders of parts",
     "graph/synthetic.py": "generated graphs",
     "mechanisms/pattern_attention/pattern.py": "the cache",
     "mechanisms/pattern_attention/plan_choice.py": "the cache",

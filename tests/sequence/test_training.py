@@ -20,12 +20,12 @@ from espalier.machine import cluster
 from espalier.parallel.workload import Shard
 from espalier.plan import base as plans
 from espalier.plan.axes.sequence import SequenceGrid, SequenceLoad, cost
-from espalier.plan.estimate import estimate
+from espalier.plan.layout_estimate import estimate
 from espalier.plan.layouts import Layouts
 from espalier.recipe import defaults, recipe_file
 from espalier.recipe.errors import Interrupted, UserError
-from espalier.train import mechanisms, trainer, worker
 from espalier.train import rank_spec as launch
+from espalier.train import table, trainer, worker
 from espalier.train.rank_setup import RankSetup
 
 STEPS = 5
@@ -80,7 +80,7 @@ def plan_of(
     return plans.Plan(**{"ranks": each, "micro_batch": 2, "precision": "fp64", "stages": (stage,), **changes})
 
 
-def train(recipe: Any, plan: plans.Plan, table: Any = mechanisms.TABLE) -> tuple[list[float], dict[str, float]]:
+def train(recipe: Any, plan: plans.Plan, table: Any = table.TABLE) -> tuple[list[float], dict[str, float]]:
     """Losses of the steps and of the validation, and the bytes that rank 0 sent in its last step."""
     workload = open_language(recipe)
 
@@ -187,16 +187,19 @@ def test_the_balance_of_experts_is_that_of_whole_sequences(corpus: Path) -> None
     assert train(recipe, plan_of(4, (2, 2, 2)))[0] == pytest.approx(train(recipe, plan_of(1))[0], rel=1e-9)
 
 
-def test_the_bytes_of_a_step_are_those_of_the_formula(corpus: Path) -> None:
+@pytest.mark.extremes
+@pytest.mark.parametrize(
+    ("cut", "mode"), [((1, 4, 2), "none"), ((4, 1, 1), "block"), ((1, 2, 2), "block"), ((2, 2, 1), "selective")]
+)
+def test_the_bytes_of_a_step_are_those_of_the_formula(corpus: Path, cut: tuple[int, int, int], mode: str) -> None:
     """Of lengths and heads that the degrees divide, over all layers and micro-batches."""
     recipe = recipe_of(corpus, sequence=64, batch_tokens=256, validate_every=1000)
-    for cut, mode in (((1, 4, 2), "none"), ((2, 2, 1), "selective"), ((4, 1, 1), "block"), ((1, 2, 2), "block")):
-        heads, context, window = cut
-        _, sent = train(recipe, plan_of(4, cut, recompute=mode))
-        load = SequenceLoad(heads * context * 64, 4, 2, 8, layers=2, element_bytes=8, recompute=mode)
-        wanted = cost(load, SequenceGrid(heads, context, window)).sent
-        assert sent.get("keys_values", 0) == wanted["keys_values"], (cut, mode)
-        assert sent.get("activations", 0) == wanted["activations"], (cut, mode)
+    heads, context, window = cut
+    _, sent = train(recipe, plan_of(4, cut, recompute=mode))
+    load = SequenceLoad(heads * context * 64, 4, 2, 8, layers=2, element_bytes=8, recompute=mode)
+    wanted = cost(load, SequenceGrid(heads, context, window)).sent
+    assert sent.get("keys_values", 0) == wanted["keys_values"]
+    assert sent.get("activations", 0) == wanted["activations"]
 
 
 @pytest.mark.parametrize(("codec", "bound", "share"), [("split", 1e-9, 1.0), ("int8", 2e-3, 0.5)])
@@ -266,7 +269,7 @@ def test_packed_documents_equal_documents_one_by_one(short_documents: Path, mode
 def test_packed_documents_train_as_under_a_mask(short_documents: Path, model: str) -> None:
     """That of PyTorch's attention, also where the model sees a window of its document or caps its scores."""
     recipe = recipe_of(short_documents, model, "documents", sequence=96, batch_tokens=4 * 96, validate_tokens=192)
-    plain = [row for row in mechanisms.TABLE if "loongtrain" not in getattr(row, "module", "")]
+    plain = [row for row in table.TABLE if "loongtrain" not in getattr(row, "module", "")]
     assert train(recipe, plan_of(1))[0] == pytest.approx(train(recipe, plan_of(1), plain)[0], rel=1e-9)
 
 

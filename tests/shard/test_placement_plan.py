@@ -32,6 +32,7 @@ def _division(factors: ShardFactors, nodes: Any) -> Division:
     return Division(*factors, len(nodes), machine=machine)
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("nodes", [(), TWO_NODES[4]])
 @pytest.mark.parametrize("factors", triples(4), ids=lambda factors: "-".join(map(str, factors)))

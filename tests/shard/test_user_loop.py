@@ -40,6 +40,7 @@ def _accumulating(channel: Channel, plan: Plan, way: str) -> Any:
     return copy.deepcopy(model.state_dict())
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize("way", ["no_sync", "all in no_sync", "every backward exchanges"])
 @pytest.mark.parametrize(
     "shard",
@@ -67,6 +68,7 @@ def _skipping(channel: Channel | None, plan: Plan, odd: tuple[int, ...] = (2, 3)
     return copy.deepcopy(model.state_dict())
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize("shard", [(1, 1, 1), (1, 1, 2), (1, 2, 2), (2, 2, 2)])
 def test_gradients_stay_until_they_are_cleared(shard: tuple[int, int, int]) -> None:
     expected = _skipping(None, plan_of(1))
@@ -133,7 +135,7 @@ def _odd_loop(channel: Channel | None, plan: Plan, way: str) -> Any:
 )
 def test_what_loops_do_beside_training_works_too(shard: tuple[int, int, int], way: str) -> None:
     if shard[0] > 1 and way in ("averages", "halves"):
-        return  # parameters that are not here cannot be read or written: docs/sharding.md
+        return  # parameters that are not here cannot be read or written: mechanisms/sharding/README.md
     expected = _odd_loop(None, plan_of(1), way)
     for found in forks(2, _odd_loop, plan_of(2, shard), way):
         same(found, expected, relative=1e-12)

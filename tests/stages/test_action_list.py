@@ -145,8 +145,8 @@ def test_a_thousand_ranks_are_built_and_checked_in_five_seconds(shape) -> None:
     chosen = [Pipeline(tuple((stage * width + one,) for stage in range(depth)), 64) for one in range(width)]
 
     def seconds() -> float:
-        begun = time.perf_counter()
+        begun = time.process_time()
         check(chosen, action_lists(chosen, "1f1b"))
-        return time.perf_counter() - begun
+        return time.process_time() - begun
 
     assert min(seconds() for _ in range(2)) < 5

@@ -67,6 +67,7 @@ def as_one(ranks: Sequence[Trained], one: Trained) -> None:
     same(together(ranks), one.weights, relative=1e-10)
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize(
     "plan",
     [

@@ -18,7 +18,7 @@ from espalier.plan import base as plans
 from espalier.recipe import recipe_file
 from espalier.recipe.errors import Anomaly, UserError
 from espalier.testing import same
-from espalier.train import mechanisms, workload_registry
+from espalier.train import table, workload_registry
 
 from .runs import Cut, corpus, in_flight, recipe_of, together, train
 
@@ -41,6 +41,7 @@ def one_rank(folder):
     return train(recipe_of(folder), Cut((4,)).plan())[0]
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize("name", CUTS)
 def test_a_cut_model_trains_as_one_rank_does(folder, one_rank, name) -> None:
     ranks = train(recipe_of(folder), CUTS[name].plan())
@@ -52,6 +53,7 @@ def test_a_cut_model_trains_as_one_rank_does(folder, one_rank, name) -> None:
     assert sum(rank.held for rank in ranks) == CUTS[name].dp * one_rank.held  # each parameter on one rank of a pipeline
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize(
     ("model", "optimizer", "schedule"),
     [
@@ -246,6 +248,7 @@ def modules(tmp_path_factory):
     return run
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize(("build", "ends"), [("sequential", (2, 5)), ("with_pieces", (1, 3))])
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 def test_somebodys_own_module_is_cut(modules, build, ends, schedule) -> None:
@@ -332,7 +335,7 @@ def test_zero_bubble_is_refused_with_gathered_parameters_and_compiled_blocks_by_
     compiled = msgspec.structs.replace(Cut((2, 4), schedule="zero_bubble").plan(), compile=True)
     for plan, other in ((gathered, "amsp"), (compiled, "compile")):
         with pytest.raises(UserError, match=f"zero_bubble and {other} cannot run together|{other} and zero_bubble"):
-            mechanisms.ordered(recipe, plan)
+            table.ordered(recipe, plan)
 
 
 class TwoTowers(nn.Module):

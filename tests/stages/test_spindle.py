@@ -22,8 +22,8 @@ from espalier.tasks.workload import MultitaskWorkload
 from espalier.testing import forks
 from espalier.train import rank_spec as launch
 from espalier.train import workload_registry
+from espalier.train.build import build
 from espalier.train.rank_setup import RankSetup
-from espalier.train.trainer import build
 
 RESOLVED = tiny_tasks.resolved()
 TASKS = ["match", "write", "sort"]
@@ -101,6 +101,7 @@ def alone(absent: int | None, workload: MultitaskWorkload = WORKLOAD) -> dict[st
     return {**found, "loss": loss.detach(), "weight": torch.tensor(weights, dtype=torch.float64)}
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize(
     ("ranks", "absent", "nested"), [(2, None, 1), (3, None, 1), (4, 0, 1), (4, 1, 1), (2, None, 4), (3, 0, 3)]
 )

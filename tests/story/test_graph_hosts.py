@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from espalier import recipe as config
+from espalier.graph import partition_folder
 from espalier.graph.gnn import Gnn
-from espalier.mechanisms.halo_exchange import partition_folder
 from espalier.mechanisms.halo_exchange.sylvie import step_bytes
 from espalier.plan import base as plans
 

@@ -18,7 +18,7 @@ CLUSTER = '[[nodes]]\ndevice = "cpu"\ncores = 2\nmemory = "8GiB"\n'
 
 
 def test_the_readme_shows_the_example() -> None:
-    shown = re.findall(r"^   ```python\n(.*?)^   ```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    shown = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
     assert textwrap.dedent(shown[0]).strip() in EXAMPLE.read_text()
 
 

@@ -9,8 +9,6 @@ from torch._C._distributed_c10d import HashStore
 
 from espalier.mechanisms.local_rounds.membership import CommitVote
 
-pytestmark = pytest.mark.quick
-
 
 def two() -> tuple[CommitVote, CommitVote]:
     store = HashStore()

@@ -20,12 +20,12 @@ from espalier.launch.ranks import agent
 from espalier.machine import cluster
 from espalier.parallel.tensor_roles import check, modules_with_roles
 from espalier.plan import base as plans
-from espalier.plan.estimate import estimate
+from espalier.plan.layout_estimate import estimate
 from espalier.plan.layouts import Layouts
 from espalier.recipe import Recipe, defaults, recipe_file
 from espalier.recipe.errors import Interrupted, UserError
-from espalier.train import mechanisms, trainer, worker
 from espalier.train import rank_spec as launch
+from espalier.train import table, trainer, worker
 from espalier.train.rank_setup import RankSetup
 
 STEPS = 4
@@ -263,20 +263,20 @@ def test_degrees_that_do_not_divide_are_refused_with_the_nearest(tensor: int, mo
 
 def test_what_cannot_stand_beside_cut_matrices_is_refused_by_name(corpus: Path) -> None:
     recipe = recipe_of(corpus, optimizer={"kind": "muon"})
-    refused = mechanisms.refusal(recipe, plan_of(recipe, 2, 2))
+    refused = table.refusal(recipe, plan_of(recipe, 2, 2))
     assert refused is not None
     assert refused.pair == ("muon", "tensor_parallel")
     assert refused.instead == "train.optimizer.kind=adamw instead of muon"
     recipe = recipe_of(corpus)
-    assert mechanisms.refusal(recipe, plan_of(recipe, 2, 2)) is None
-    refused = mechanisms.refusal(recipe, plan_of(recipe, 2, 2, compile=True))
+    assert table.refusal(recipe, plan_of(recipe, 2, 2)) is None
+    refused = table.refusal(recipe, plan_of(recipe, 2, 2, compile=True))
     assert refused is not None
     assert set(refused.pair) == {"compile", "tensor_parallel"}
     limited = recipe_of(corpus, {"family": "mistral", "window": 8})
-    refused = mechanisms.refusal(limited, plan_of(limited, 4, 2, heads=2))
+    refused = table.refusal(limited, plan_of(limited, 4, 2, heads=2))
     assert refused is not None
     assert set(refused.pair) == {"limited_attention", "loongtrain"}
-    assert mechanisms.refusal(limited, plan_of(limited, 2, 2)) is None
+    assert table.refusal(limited, plan_of(limited, 2, 2)) is None
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.language.workload import open_language
 from espalier.plan import base as plans
 from espalier.recipe import Recipe
-from espalier.train import mechanisms
+from espalier.train import table
 
 from ..stages.runs import Trained, recipe_of, train
 
@@ -185,7 +185,7 @@ def trained(recipe: Recipe, plan: plans.Plan, saved: Path) -> tuple[list[Trained
 def proved(case: Case, folder: Path, saved: Path, known: dict[Any, Any], steps: int) -> bool:
     """Whether the plan can be run: then it does what one rank does; else a reason is given."""
     recipe, plan = case.recipe(folder, steps), case.plan()
-    refused = mechanisms.refusal(recipe, plan)
+    refused = table.refusal(recipe, plan)
     if refused is not None:
         assert refused.reason
         return False
@@ -267,7 +267,7 @@ def test_whatever_compose_refuses_has_a_reason_and_a_choice(folder: Path) -> Non
     for number, one in enumerate(factorisations(2) + factorisations(4) + factorisations(8)[::5]):
         case = cases(random.Random(number).choice, one)
         recipe = recipe or case.recipe(folder, 3)
-        refused = mechanisms.refusal(recipe, case.plan())
+        refused = table.refusal(recipe, case.plan())
         gathers = case.schedule == "zero_bubble" and one.shard[0] > 1
         assert (refused is not None) == gathers, (case, refused)
         seen.add(gathers)

@@ -85,7 +85,7 @@ def train(recipe, graph, ranks=1, pack=True, folder=None, stop_after=None):
             if saved is not None:
                 saved.wait()
             kept = {name: value.clone() for name, value in one.built.model.state_dict().items()}
-        features = workload.stored.features if workload.stored is not None else None
+        features = getattr(workload.batching, "features", None)
         return losses, kept, features and (features.stats.packed, features.stats.batches)
 
     return agent.run(life, places)

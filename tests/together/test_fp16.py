@@ -17,8 +17,8 @@ from espalier.optim import loss_scale
 from espalier.plan import base as plans
 from espalier.recipe import defaults, recipe_file
 from espalier.recipe.errors import Anomaly, Interrupted
-from espalier.train import mechanisms, trainer, worker
 from espalier.train import rank_spec as launch
+from espalier.train import table, trainer, worker
 from espalier.train.rank_setup import RankSetup
 
 STEPS, SAMPLES = 6, 8
@@ -244,11 +244,11 @@ def test_replicas_that_agree_by_rounds_have_a_factor_each(corpus, tmp_path):
 def test_codecs_and_loops_of_others_are_refused_by_name(corpus):
     recipe = recipe_of(corpus)
     encoded = plan_of(2, exchanges=(plans.Exchange(traffic="gradients", codec="int8"),))
-    refused = mechanisms.refusal(recipe, encoded)
+    refused = table.refusal(recipe, encoded)
     assert refused is not None
     assert set(refused.pair) == {"fp16", "codecs"}
     assert "bf16" in refused.instead
-    alone = mechanisms.refusal(recipe, plan_of(2), mechanisms.APPLIED)
+    alone = table.refusal(recipe, plan_of(2), table.APPLIED)
     assert alone is not None
     assert "the loss is scaled" in alone.reason
 

@@ -19,8 +19,8 @@ from espalier.plan import base as plans
 from espalier.recipe import defaults, recipe_file
 from espalier.recipe.errors import Interrupted, UserError
 from espalier.testing.faults import Fault
-from espalier.train import mechanisms, trainer, worker
 from espalier.train import rank_spec as launch
+from espalier.train import table, trainer, worker
 from espalier.train.rank_setup import RankSetup
 
 STEPS = 8
@@ -139,7 +139,7 @@ def test_what_cannot_stand_beside_parts_is_refused_with_the_reason(changes, name
     recipe = recipe_of(**({"sync": {"kind": "co2"}} if changes == "rounds" else {}))
     more = {"outer": plans.Outer(replicas=((0,), (1,)))} if changes == "rounds" else {"compile": True}
     with pytest.raises(UserError, match="halo") as told:
-        mechanisms.ordered(recipe, plan_of(recipe, 2, **more))
+        table.ordered(recipe, plan_of(recipe, 2, **more))
     assert named in str(told.value)
 
 

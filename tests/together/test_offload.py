@@ -17,8 +17,8 @@ from espalier.plan import base as plans
 from espalier.recipe import defaults, recipe_file
 from espalier.recipe.errors import Interrupted, UserError
 from espalier.store.direct_io import DirectFile
-from espalier.train import mechanisms, trainer, worker
 from espalier.train import rank_spec as launch
+from espalier.train import table, trainer, worker
 from espalier.train.rank_setup import RankSetup
 
 STEPS = 5
@@ -231,7 +231,7 @@ def test_a_disk_that_activations_fill_is_named_with_what_is_missing_and_the_run_
 
 def test_activations_wait_only_where_they_are_computed_again(corpus):
     with pytest.raises(UserError, match="recomputes activations"):
-        mechanisms.ordered(recipe_of(corpus), plan_of(ACTIVATIONS))
+        table.ordered(recipe_of(corpus), plan_of(ACTIVATIONS))
 
 
 PARAMETERS = plans.Offload(optimizer="disk", parameters="disk")
@@ -309,7 +309,7 @@ def test_parameters_elsewhere_are_saved_and_restored_like_those_in_memory(corpus
 
 def test_parameters_on_disk_need_adamw(corpus):
     with pytest.raises(UserError, match="muon"):
-        mechanisms.ordered(recipe_of(corpus, optimizer={"kind": "muon"}), plan_of(PARAMETERS))
+        table.ordered(recipe_of(corpus, optimizer={"kind": "muon"}), plan_of(PARAMETERS))
 
 
 def test_a_memory_that_holds_no_layer_is_refused_with_the_least(corpus):
@@ -322,14 +322,14 @@ def test_a_memory_that_holds_no_layer_is_refused_with_the_least(corpus):
 def test_copies_in_memory_are_refused_where_the_recipe_asks_for_them(corpus):
     asked = defaults.resolve(recipe_file.from_table({"data": {"path": str(corpus)}, "faults": {"memory": "1GiB"}}))[0]
     with pytest.raises(UserError, match=r"faults\.memory and offload_optimizer|offload_optimizer and faults\.memory"):
-        mechanisms.ordered(asked, plan_of())
+        table.ordered(asked, plan_of())
 
     def brought(plan):
-        return {one for made in mechanisms.chosen(recipe_of(corpus), plan) for one in made.claim.changes}
+        return {one for made in table.chosen(recipe_of(corpus), plan) for one in made.claim.changes}
 
     assert "states are copied" not in brought(plan_of())
     assert "states are copied" in brought(plan_of(plans.Offload()))
-    assert mechanisms.recovery(recipe_of(corpus), plan_of(ranks=2)) == ""
+    assert table.recovery(recipe_of(corpus), plan_of(ranks=2)) == ""
 
 
 @pytest.mark.parametrize(

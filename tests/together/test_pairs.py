@@ -19,7 +19,7 @@ from espalier.plan import base as plans
 from espalier.plan import compose
 from espalier.recipe import defaults, recipe_file
 from espalier.recipe.errors import UserError
-from espalier.train import mechanisms, trainer, worker
+from espalier.train import build, table, trainer, worker
 from espalier.train import rank_spec as launch
 from espalier.train.rank_setup import RankSetup
 
@@ -160,11 +160,7 @@ def curve(recipe, ranks=1, cuts=None, shard=(), sequence=(1, 1), tensor=1, stage
     return agent.run(life, launch.places(plan))[0]
 
 
-@pytest.mark.parametrize(
-    "run",
-    [pytest.param(run, marks=pytest.mark.slow if number % 5 else ()) for number, run in enumerate(RUNS)],
-    ids=" x ".join,
-)
+@pytest.mark.parametrize("run", [pytest.param(run) for run in RUNS], ids=" x ".join)
 def test_the_run_changes_nothing_but_rounding(corpus, curves, run):
     train, plan, tolerance = {}, {}, 0.0
     for name in run:
@@ -181,19 +177,27 @@ def test_the_run_changes_nothing_but_rounding(corpus, curves, run):
     assert curve(recipe, **plan) == pytest.approx(curves[str(meant)], rel=tolerance), f"one of {pairs}"
 
 
+def runs_of_the_normal_suite():
+    """Those that `make test` runs: the cases of the test above without a mark."""
+    marks = test_the_run_changes_nothing_but_rounding.pytestmark
+    assert [mark.name for mark in marks] == ["parametrize"]
+    return [case.values[0] for case in marks[0].args[1] if not case.marks]
+
+
 def test_every_pair_is_in_a_run_and_pairs_without_loss_in_one_with_the_narrow_bound():
     """Each mechanism also meets each of the others' absence; and there are far fewer runs than pairs."""
+    runs = runs_of_the_normal_suite()
     assert sorted(itertools.chain(*QUESTIONS)) == sorted(ALONE)
     pairs = {frozenset(pair) for pair in itertools.combinations(ALONE, 2)}
     pairs -= {frozenset(pair) for answers in QUESTIONS for pair in itertools.combinations(answers, 2)}
-    assert {frozenset(pair) for run in RUNS for pair in itertools.combinations(run, 2)} == pairs
-    exact = [run for run in RUNS if not LOSSY & set(run)]
+    assert {frozenset(pair) for run in runs for pair in itertools.combinations(run, 2)} == pairs
+    exact = [run for run in runs if not LOSSY & set(run)]
     assert {frozenset(pair) for run in exact for pair in itertools.combinations(run, 2)} == {
         pair for pair in pairs if not pair & LOSSY
     }
     for name, other in itertools.permutations(ALONE, 2):
-        assert any(name in run and other not in run for run in RUNS)
-    assert len(RUNS) < len(pairs) / 4
+        assert any(name in run and other not in run for run in runs)
+    assert len(runs) < len(pairs) / 4
 
 
 def test_what_differs_in_meaning_differs_in_its_curve(corpus):
@@ -243,7 +247,7 @@ def test_int8_with_feedback_costs_less_than_half_a_percent_over_three_seeds(rank
 
 
 def test_two_answers_to_one_question_are_refused_by_name():
-    claims = [mechanisms.SELECTIVE, mechanisms.BLOCK]
+    claims = [build.SELECTIVE, build.BLOCK]
     refusal = compose.compose(claims)
     assert isinstance(refusal, compose.Refusal)
     assert set(refusal.pair) == {"recompute_selective", "recompute_block"}
@@ -253,7 +257,7 @@ def test_muon_is_refused_pieces_of_matrices_by_name(corpus):
     recipe = recipe_of(corpus, {"optimizer": {"kind": "muon"}})
     cut = plans.Plan(ranks=(plans.Rank(), plans.Rank()), units=(plans.Unit(optimizer=(0, 1)),))
     with pytest.raises(UserError, match="muon and amsp_split cannot run together") as error:
-        mechanisms.ordered(recipe, cut)
+        table.ordered(recipe, cut)
     assert error.value.why == "muon needs whole matrices, which amsp would bring"
     whole = msgspec.structs.replace(cut, units=(msgspec.structs.replace(cut.units[0], whole=True),))
-    assert "muon" in [one.claim.name for one in mechanisms.ordered(recipe, whole)]
+    assert "muon" in [one.claim.name for one in table.ordered(recipe, whole)]

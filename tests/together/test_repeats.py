@@ -8,11 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from struck import Struck, plan_of, recipe_of, same, write_corpus
 
+from espalier.comm.codecs import FAMILIES
+from espalier.language.workload import open_language
+from espalier.launch.ranks import agent
 from espalier.optim.diloco_slowmo import METHODS
 from espalier.plan import base as plans
 from espalier.testing.faults import Fault
+from espalier.train import rank_spec as launch
+from espalier.train import trainer, worker
+from espalier.train.rank_setup import RankSetup
 
 STEPS = 16
 CODECS = ("bf16", "int8", "int4", "int1", "int8:stochastic", "topk:0.05", "zfp:8", "split", "mpc")
@@ -49,6 +56,53 @@ CASES = [
     for made, name in KINDS
     for source in SOURCES
 ]
+
+
+# --- undisturbed ------------------------------------------------------------------------------------------------------
+
+
+def trained(corpus: Path, planned: Any, name: str, seed: int = 1) -> list[tuple[list[float], dict[str, torch.Tensor]]]:
+    """Losses of six steps and the parameters after them, on each of two ranks."""
+    made = recipe_of(corpus, train={"steps": 6, "seed": seed, "validate_every": 100, "optimizer": {"kind": "adamw"}})
+    plan, workload = planned(made, name), open_language(made)
+
+    def life(place: launch.RankSpec) -> tuple[list[float], dict[str, torch.Tensor]]:
+        losses: list[float] = []
+
+        def emit(event: str, **fields: Any) -> None:
+            if event == "step":
+                losses.append(fields["loss"])
+
+        with worker.joined(place, 90.0) as channel:
+            training = trainer.Trainer(RankSetup(made, plan, workload, place, emit=emit), channel)
+            training.run()
+            training.built.sharding.summon()
+            return losses, {key: value.clone() for key, value in training.built.model.state_dict().items()}
+
+    return agent.run(life, launch.places(plan))
+
+
+@pytest.mark.parametrize(("planned", "name"), [(by_codec, "exact"), (by_codec, "sparse"), *KINDS])
+def test_the_same_seed_gives_the_same_bits(corpus: Path, planned: Any, name: str) -> None:
+    first, again = (trained(corpus, planned, name) for _ in range(2))
+    for (losses, parameters), (losses_again, parameters_again) in zip(first, again, strict=True):
+        assert losses == losses_again
+        assert len(losses) == 6
+        assert all(torch.equal(value, parameters_again[key]) for key, value in parameters.items())
+
+
+def test_another_seed_gives_other_bits(corpus: Path) -> None:
+    """So the comparison above can fail."""
+    ((losses, parameters), _), ((others, _), _) = (trained(corpus, by_codec, "int8", seed) for seed in (1, 2))
+    assert losses != others
+    assert parameters
+
+
+def test_every_codec_is_among_them() -> None:
+    assert {name.partition(":")[0] for name in ("exact", "sparse", *CODECS)} == set(FAMILIES)
+
+
+# --- killed and taken up ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("planned", "name", "source"), CASES)

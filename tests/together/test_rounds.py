@@ -17,8 +17,8 @@ from espalier.launch.ranks import agent
 from espalier.plan import base as plans
 from espalier.recipe import defaults, recipe_file
 from espalier.recipe.errors import Interrupted, UserError
-from espalier.train import mechanisms, trainer, worker
 from espalier.train import rank_spec as launch
+from espalier.train import table, trainer, worker
 from espalier.train.rank_setup import RankSetup
 
 STEPS = 14
@@ -123,7 +123,7 @@ def test_replicas_whose_ranks_share_matrices_are_refused_by_name(corpus):
     stage = plans.Stage(ranks=(0, 1), layers=(0, 1), tensor=2)
     outer = plans.Outer(replicas=((0, 1), (2, 3)), method="co2", steps=4, adapt=False)
     plan = plans.Plan(ranks=(plans.Rank(share=(0, 8)),) * 4, stages=(stage,), outer=outer, algorithm="megatron")
-    refused = mechanisms.refusal(recipe_of(corpus), plan)
+    refused = table.refusal(recipe_of(corpus), plan)
     assert refused is not None
     assert set(refused.pair) == {"outer_rounds", "tensor_parallel"}
     assert "every_step" in refused.instead

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from tests.story.programs import MACHINE, forked, launched
 
-from espalier.cli import load_run
 from espalier.cli import main as cli
-from espalier.cli.run_data import DataChoice
+from espalier.cli import run_open
+from espalier.cli.run_open import DataChoice
+from espalier.graph import gnn_adapter, partition_folder
+from espalier.graph.cutting import Cutting
 from espalier.graph.workload import open_graph
-from espalier.mechanisms.halo_exchange import halo_parallel, partition_folder
-from espalier.mechanisms.halo_exchange.halo_parallel import Cutting
 from espalier.plan import base as plans
 from espalier.recipe.errors import UserError
 from espalier.train import run_folder as runs
@@ -96,7 +96,7 @@ def parts(home: Path) -> Path:
     recipe = runs.RunFolder(home / "runs" / "sage").read()
     workload = open_graph(recipe)
     view = workload.whole_task.train
-    cutting = Cutting(view.graph, view.style, halo_parallel.takes_sums(workload.bare()))
+    cutting = Cutting(view.graph, view.style, gnn_adapter.takes_sums(workload.bare()))
     cut = cutting.boundary(cutting.parts([1] * 3), 3)
     partition_folder.write(home / "parts", view.graph, view.style, *cut)
     more = ("data.path=parts", "train.steps=3", "train.validate_every=3", *PLAN, "plan.pin.ranks=3", "name=parts")
@@ -120,7 +120,7 @@ def test_each_rank_reads_its_own_part_and_a_part_that_is_elsewhere_is_named(
     answers = told(forked(home, "predict", "runs/parts", "--json"))
     assert sorted(log.read_text().split()) == [f"part-{rank}.safetensors" for rank in range(3)]
     monkeypatch.chdir(home)
-    alone = load_run.trained("runs/parts", data=DataChoice(predicts=True))
+    alone = run_open.trained("runs/parts", data=DataChoice(predicts=True))
     same(answers, {"answers": cast("Any", alone.workload).task.answers(alone.model, range(NODES))})
     (parts / "part-1.safetensors").rename(parts / "away")
     done = forked(home, "eval", "runs/parts")
@@ -131,7 +131,7 @@ def test_each_rank_reads_its_own_part_and_a_part_that_is_elsewhere_is_named(
     whole = (parts / partition_folder.NODES).read_bytes()
     (parts / partition_folder.NODES).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     with pytest.raises(UserError, match=r"(?s)is damaged.*its checksum does not match.*--data PATH.*copy it anew"):
-        load_run.trained("runs/parts", data=DataChoice(predicts=True))
+        run_open.trained("runs/parts", data=DataChoice(predicts=True))
     (parts / partition_folder.NODES).write_bytes(whole)
 
 
@@ -150,7 +150,7 @@ def test_few_bits_on_parts_predict_alone_over_ranks_and_from_what_was_packed(hom
     same(told(forked(home, "predict", "runs/few/export-packed", "--json")), answers)
     counted = told(forked(home, "explain", "runs/few", "--energy", "--json"))
     assert all(one["joules"] > 0 for one in counted["parts"] if "aggregation" in one["part"])
-    model = load_run.trained(home / "runs" / "few").model
+    model = run_open.trained(home / "runs" / "few").model
     assert len(list(model.named_parameters())) > 0
 
 

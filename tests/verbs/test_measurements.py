@@ -12,7 +12,7 @@ from espalier.cli import main as cli
 from espalier.cli.measurements import from_run, measurements
 from espalier.machine import cluster as clusters
 from espalier.plan import base
-from espalier.plan.calibrate import Batch, calibrate
+from espalier.plan.calibration import Batch, calibrate
 from espalier.plan.calibration_factors import PLAIN
 from espalier.recipe import defaults, recipe_file
 from espalier.recipe.errors import UserError

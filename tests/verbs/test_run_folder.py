@@ -18,7 +18,7 @@ from torch.distributed import HashStore
 
 import espalier
 from espalier.cli import eval as _eval  # noqa: F401
-from espalier.cli import export, host_supervisor, kept_files, predict, prepare, run_data, train  # noqa: F401
+from espalier.cli import export, host_supervisor, predict, prepare, run_data, train  # noqa: F401
 from espalier.cli import main as cli
 from espalier.comm import multihost_probe
 from espalier.comm.rendezvous_wait import Deadline
@@ -303,8 +303,8 @@ def test_hosts_without_the_run_folder_are_given_what_the_run_keeps(
     monkeypatch.setenv("XDG_CACHE_HOME", str(home / "cache"))
     recipe = recipe_file.load(home / "bpe.toml", [f"data.path={home}/text", "faults.changed_data=accept"])
     asked = {"recipe": recipe_file.to_table(recipe), "origin": "bpe.toml", "beside": str(home), "trust": False}
-    asked |= {"run": str(home / "runs" / "bpe"), "quiet": True, "kept": kept_files.packed(home / "runs" / "bpe")}
-    assert not kept_files.packed(tmp_path)
+    asked |= {"run": str(home / "runs" / "bpe"), "quiet": True, "kept": run_data.packed(home / "runs" / "bpe")}
+    assert not run_data.packed(tmp_path)
     extra = home / "text" / "extra.txt"
     extra.write_text(LEARNED)
     try:
@@ -361,18 +361,18 @@ def test_what_a_run_keeps_reaches_ranks_on_other_hosts_through_the_store(
     home: Path, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(kept_files, "_PIECE", 1000)
+    monkeypatch.setattr(run_data, "_PIECE", 1000)
     store, run = HashStore(), home / "runs" / name
-    assert kept_files.shared(store, "kept", run, Deadline(20.0, "Rank 1")) == run / "preprocessing"
-    there = kept_files.shared(store, "kept", None, Deadline(20.0, "Rank 1"))
+    assert run_data.shared(store, "kept", run, Deadline(20.0, "Rank 1")) == run / "preprocessing"
+    there = run_data.shared(store, "kept", None, Deadline(20.0, "Rank 1"))
     assert there is not None
     assert there.is_relative_to(tmp_path)
     assert data_hash.in_folder(there) == data_hash.in_folder(run / "preprocessing")
     (there / "hashes.json").write_text("{}")  # somebody has changed it
     with pytest.raises(UserError, match="since it was written"):
-        kept_files.shared(store, "kept", None, Deadline(20.0, "Rank 1"))
-    kept_files.shared(store, "none", tmp_path / "new", Deadline(20.0, "Rank 1"))
-    assert kept_files.shared(store, "none", None, Deadline(20.0, "Rank 1")) is None
+        run_data.shared(store, "kept", None, Deadline(20.0, "Rank 1"))
+    run_data.shared(store, "none", tmp_path / "new", Deadline(20.0, "Rank 1"))
+    assert run_data.shared(store, "none", None, Deadline(20.0, "Rank 1")) is None
 
 
 def kept(home: Path, name: str) -> kept_graph.KeptGraph:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from espalier.kernels.counts import ENERGY, PICO, Counts, integer_sums, low_bit
-from espalier.mechanisms.few_bits.mega.condense import condense
+from espalier.sparse.condense import condense
 from espalier_accelerators.dram import Device, Trace, device
 
 Array = NDArray[Any]

@@ -62,7 +62,7 @@ class RunIdentity(msgspec.Struct, frozen=True):
     Attributes:
         run: the stamp of what is saved from now on.
         meanings: those that the run ever had, `run.meaning` among them: tasks may come and go, data may be accepted.
-        seal: see `cli.run_places`.
+        seal: see `cli.run_trust`.
     """
 
     run: RunStamp

@@ -24,7 +24,6 @@ from espalier.checkpoint import manifest, run_identity, state_tree
 from espalier.checkpoint.base import Stateful
 from espalier.checkpoint.coordination import Coordinator
 from espalier.checkpoint.divergence_check import Alike
-from espalier.checkpoint.reader import restore
 from espalier.checkpoint.run_identity import RunIdentity, RunStamp
 from espalier.checkpoint.storage import Folder, folder_name, open_place, read_manifest, step_of
 from espalier.checkpoint.stored_slice import StoredSlice
@@ -227,6 +226,8 @@ class Checkpoints:
         return None
 
     def _take(self, name: str, parts: Mapping[str, Stateful], skipped: list[tuple[str, str]]) -> Loaded:
+        from espalier.checkpoint.reader import restore
+
         content = read_manifest(self.place, name)
         read = partial(restore, self.place, name, content.files, parts, self.trust)
         absent = self.team.agree("restoring", read, lambda each: each)

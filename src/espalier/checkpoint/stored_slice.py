@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -81,6 +81,23 @@ class StoredSlice(Slice):
             part = Slice(self.local[first:last], self.shape, self.start + first, part=self.part)
             boxes += [replace(box, first=box.first + first) for box in part._boxes()]
         return boxes or self._boxes()
+
+
+def fill_slices(table: dict[str, Any], state: dict[str, Any]) -> None:
+    """Copies the values of `state` into the tensors and slices of `table`. Raises KeyError for a name that lacks."""
+    with torch.no_grad():
+        for name, target in table.items():
+            source = state[name]
+            if not isinstance(target, Slice):
+                if isinstance(target, Tensor):
+                    target.copy_(source)
+            elif isinstance(target, StoredSlice):
+                target.take(source)
+            elif isinstance(source, Slice):
+                if source.local.data_ptr() != target.local.data_ptr():
+                    target.local.copy_(source.local)
+            else:  # a whole tensor, from somewhere else
+                target.local.copy_(target.taken_from(source))
 
 
 def _runs(sizes: Sequence[int], offsets: Sequence[int], values: Tensor) -> Iterator[tuple[int, Tensor]]:

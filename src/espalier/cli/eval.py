@@ -27,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
     import torch
 
     from espalier.cli.infer_over_ranks import open_trained
-    from espalier.cli.run_data import DataChoice
+    from espalier.cli.run_open import DataChoice
     from espalier.parallel.workload import Shard
 
     trained = open_trained(arguments.run, arguments.trust, DataChoice(evaluates=True, path=arguments.data))

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-from espalier.cli import load_run as opened
 from espalier.cli import prepare
-from espalier.cli.run_data import DataChoice
+from espalier.cli import run_open as opened
+from espalier.cli.run_open import DataChoice
 from espalier.evaluate import low_priority
 from espalier.evaluate.checkpoint_watcher import CheckpointWatcher, Update
 from espalier.evaluate.lm_eval_harness import HarnessTask
@@ -31,7 +31,7 @@ from espalier.recipe.units import plural, show_seconds
 from espalier.track.progress import Waiting
 from espalier.train import phases, workload_registry
 from espalier.train import run_folder as runs
-from espalier.train.mechanisms import DTYPES
+from espalier.train.build import DTYPES
 from espalier.train.workload_row import Row
 
 HARNESS = "lm-eval:"
@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints each task's figures as they come; 1 when a task or a checkpoint failed."""
     count = _workers(arguments.workers)
     folder = runs.find(arguments.run)
-    recipe = opened.located_here(folder, arguments.trust).said()
+    recipe = opened.located_here(folder, arguments.trust).announced()
     workload = open_workload(folder, recipe, arguments.trust)
     found = tasks(workload, workload_registry.row(recipe), arguments.task, arguments.run)
     saved = phases.checkpoints(recipe, folder)

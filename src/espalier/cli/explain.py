@@ -34,8 +34,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps([records.as_dict(record) for record in every], indent=2))
         return 0
-    table = [(record.name, record.state, record.title, record.question) for record in every]
-    rows(("system", "state", "what it is", "question it answers"), table, cut=True)
+    table = [(record.name, record.state.partition(":")[0], record.title, record.files[0]) for record in every]
+    rows(("system", "state", "what it is", "in src/espalier/"), table, cut=True)
     say("\nespalier explain NAME tells more, also of the words of a plan (tp, slack).")
     return 0
 
@@ -44,8 +44,7 @@ def _energy(arguments: argparse.Namespace) -> int:
     """Of each run."""
     if not arguments.names:
         raise UserError("--energy is of a run.", do="espalier explain runs/NAME --energy")
-    from espalier.cli.load_run import open_trained
-    from espalier.cli.run_data import DataChoice
+    from espalier.cli.run_open import DataChoice, open_trained
     from espalier.kernels import counts
     from espalier.train import workload_registry
 

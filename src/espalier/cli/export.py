@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_model
 from torch import nn
 
 from espalier.checkpoint import run_identity, weight_files
-from espalier.cli.load_run import Trained, open_trained
-from espalier.cli.run_data import DataChoice
+from espalier.cli.run_open import DataChoice, Trained, open_trained
 from espalier.recipe import Adapters, cache_dir
 from espalier.recipe.errors import UserError
 from espalier.recipe.terminal import say

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from espalier import recipe as config
-from espalier.cli import kept_files, prepare, run_resizer, train
+from espalier.cli import prepare, run_data, run_resizer, train
 from espalier.cli.run_start import RunStart
 from espalier.comm import multihost_probe, plain_collectives
 from espalier.kernels import accelerator
@@ -27,7 +27,7 @@ from espalier.launch.ranks import rank_assignment, store_server
 from espalier.launch.ranks.supervisor import RestartOptions
 from espalier.machine import cluster as clusters
 from espalier.machine import probe, resource_limits
-from espalier.mechanisms.codecs import planned as codecs
+from espalier.mechanisms.codecs import choice as codecs
 from espalier.plan import replan
 from espalier.recipe import cache_dir, recipe_file, units
 from espalier.recipe.errors import UserError
@@ -112,7 +112,7 @@ def opened(place: RankSpec, asked: Told) -> train.OpenedRun:
     recipe = recipe_file.from_table(asked["recipe"], asked["origin"])
     run = RunFolder(Path(asked["run"]))
     first = run.kept() if not place.rank and run.exists() else None
-    kept = kept_files.unpacked(asked["kept"]) if place.rank else first
+    kept = run_data.unpacked(asked["kept"]) if place.rank else first
     resolved = replace(prepare.settle(recipe, Path(asked["beside"]), kept), trust=asked["trust"])
     if place.rank:
         return train.joining(resolved, asked["run"])

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-from espalier.cli import kept_files
+from espalier.cli import run_data
 from espalier.launch.hosts import host_agent
 from espalier.launch.hosts.host_agent import Launcher, Told
 from espalier.recipe.errors import EspalierError, Interrupted, UserError
@@ -54,7 +54,7 @@ def _train(launcher: Launcher, place: RankSpec, asked: Told) -> Told:
     """As the supervisor of this host's ranks."""
     _enter(place, asked)
     if not place.rank:
-        launcher.tell("kept", kept=kept_files.packed(Path(asked["run"])))
+        launcher.tell("kept", kept=run_data.packed(Path(asked["run"])))
     from espalier.cli import host_supervisor
 
     with _naming_the_folder(asked):

@@ -14,9 +14,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from espalier.cli import load_run, train
-from espalier.cli.load_run import Trained
-from espalier.cli.run_data import DataChoice
+from espalier.cli import run_open, train
+from espalier.cli.run_open import DataChoice, Trained
 from espalier.kernels import accelerator
 from espalier.launch.launchers import detect_launcher
 from espalier.launch.ranks import agent, rank_assignment
@@ -24,9 +23,9 @@ from espalier.parallel.mesh import ProcessMesh, of_plan
 from espalier.parallel.sequence_slots import divided
 from espalier.plan import base as plans
 from espalier.recipe import units
-from espalier.train import mechanisms, worker
 from espalier.train import rank_spec as launch
 from espalier.train import run_folder as runs
+from espalier.train import table, worker
 from espalier.train.mechanism import Build, Mechanism
 
 PARTS = "rows of the graph cross"
@@ -34,25 +33,25 @@ PARTS = "rows of the graph cross"
 
 
 def open_trained(path: str | Path, trust: bool, data: DataChoice) -> Trained:
-    """As `load_run.open_trained`; where ranks have parts of a graph, its answers are theirs. Raises SystemExit on ranks
-    of a launcher that leave the answer to the first. Raises UserError as `load_run.trained`, and for parts that are
+    """As `run_open.open_trained`; where ranks have parts of a graph, its answers are theirs. Raises SystemExit on ranks
+    of a launcher that leave the answer to the first. Raises UserError as `run_open.trained`, and for parts that are
     not on the machine of their rank."""
     folder = runs.find(path)
     plan = plans.read(folder.plan) if folder.plan.exists() else None
     recipe = folder.read()
     if plan is None or len(plan.trainers) != len(plan.ranks) or recipe.graph is None or recipe.graph.inductive:
-        return load_run.open_trained(path, trust, data)
-    if _parts(recipe, plan) is None:
-        return load_run.open_trained(path, trust, data)
+        return run_open.open_trained(path, trust, data)
+    if not _parts(recipe, plan):
+        return run_open.open_trained(path, trust, data)
     torch.set_num_threads(1)  # ranks are forked from here
     here = detect_launcher.place()
-    found = load_run.trained(path, trust, data, torch.device("cpu"))
+    found = run_open.trained(path, trust, data, torch.device("cpu"))
     workload = cast("Any", found.workload)
     known = workload.graph.partition
     wanted = len(plan.ranks) if known is None else known.ranks
     if here is None or here.world == 1:
         if wanted == 1 or workload.graph.nodes < wanted or 0 < accelerator.count() < wanted:
-            return load_run.open_trained(path, trust, data)
+            return run_open.open_trained(path, trust, data)
         asked = over(plan, [0] * wanted, workload.global_batch)
         logits = agent.run(lambda place: _first(found, asked, place), launch.places(asked))[0]
     else:
@@ -65,7 +64,7 @@ def open_trained(path: str | Path, trust: bool, data: DataChoice) -> Trained:
         logits = _first(found, asked, replace(place, rank=order.index(place.rank)))
         if logits is None:
             raise SystemExit(0)
-        workload.part = None
+        workload.batching.part = None
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     workload.task.inference = lambda model: lambda ids: logits[ids]
     return found
@@ -88,9 +87,9 @@ def over(plan: plans.Plan, nodes: list[int], batch: int) -> plans.Plan:
     return plan.changed(ranks=ranks, stages=(), units=(plans.Unit(),))
 
 
-def _parts(recipe: Any, plan: plans.Plan) -> Mechanism | None:
-    """The mechanism that gives each rank its part."""
-    return next((one for one in mechanisms.ordered(recipe, plan) if PARTS in one.claim.changes), None)
+def _parts(recipe: Any, plan: plans.Plan) -> list[Mechanism]:
+    """The mechanism that gives each rank its part, and those that it needs to know of it."""
+    return [one for one in table.ordered(recipe, plan) if PARTS in one.claim.changes | one.claim.needs]
 
 
 def _first(found: Trained, plan: plans.Plan, place: launch.RankSpec) -> Tensor | None:
@@ -100,8 +99,7 @@ def _first(found: Trained, plan: plans.Plan, place: launch.RankSpec) -> Tensor |
         device, workload = torch.device(place.device), cast("Any", found.workload)
         mesh = ProcessMesh(of_plan(plan), channel, place.rank)
         build = Build(found.recipe, plan, workload, mesh, device, model=found.model.to(device))
-        parts = _parts(found.recipe, plan)
-        assert parts is not None
-        parts.wrap(build)
-        logits: Tensor = workload.part.logits(found.model.eval())
+        for mechanism in _parts(found.recipe, plan):
+            mechanism.wrap(build)
+        logits: Tensor = workload.batching.part.logits(found.model.eval())
         return logits if place.rank == 0 else None

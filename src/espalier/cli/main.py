@@ -128,7 +128,9 @@ def _layouts(plan: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     plan.add_argument("--html", metavar="FILE", help="write a page with the trade-off of time against memory")
     plan.add_argument(
-        "--parts", metavar="FOLDER", help="of a graph: write the part of each rank (docs/graph-over-ranks.md)"
+        "--parts",
+        metavar="FOLDER",
+        help="of a graph: write the part of each rank (src/espalier/mechanisms/halo_exchange/README.md)",
     )
     plan.add_argument("--calibrate-on", metavar="FILE", help="measured steps, or a run folder, to learn from")
     plan.add_argument("--score", metavar="FILE", help="compare predictions with the measured steps in FILE (no recipe)")

@@ -10,7 +10,7 @@ from espalier.cli import measurements
 from espalier.machine.cluster import Cluster
 from espalier.mechanisms.disk_batches import drawn_batches
 from espalier.plan.base import Plan
-from espalier.plan.calibrate import DATASHEET, Calibration
+from espalier.plan.calibration import DATASHEET, Calibration
 from espalier.plan.decide import decide
 from espalier.plan.trials import Trials, key
 from espalier.recipe import Auto, EveryStep, Sync, graphs
@@ -51,7 +51,7 @@ def make_plan(
     request, recipe = asked(model, batch, precision, pins)
     if sync is not None:
         request = dataclasses.replace(request, sync=_sync(sync))
-    if recipe is not None and drawn_batches.is_open(recipe):
+    if recipe is not None and graphs.is_open(recipe):
         folder = Path(model).absolute().parent if isinstance(model, str | Path) else None
         drawn = cast("Any", workload_registry.open_workload(workload_registry.Resolved(recipe, folder=folder))).drawn()
 

@@ -10,23 +10,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from espalier.cli import prepare, run_data
+from espalier.cli import prepare, run_open
 from espalier.machine import cluster as clusters
 from espalier.plan import base as plans
-from espalier.plan.calibrate import DATASHEET, Calibration, Measurement, calibrate, own_stack
+from espalier.plan.calibration import DATASHEET, Calibration, Measurement, calibrate, own_stack
 from espalier.plan.layouts import of_view
-from espalier.plan.measurements import score as scoring
-from espalier.plan.measurements import table as tables
-from espalier.plan.measurements.score import Scores
-from espalier.plan.measurements.table import MeasuredTable
 from espalier.recipe import Recipe, cache_dir, defaults, units
 from espalier.recipe.errors import UserError
 from espalier.recipe.terminal import rows, say
 from espalier.track import events
 from espalier.train import run_folder as runs
+
+if TYPE_CHECKING:
+    from espalier.plan.measurements.score import Scores
+    from espalier.plan.measurements.table import MeasuredTable
 
 WARMING = 0.1
 """Share of a run's steps left out at its beginning: the first ones allocate, compile and fill caches."""
@@ -42,9 +43,11 @@ def measurements(path: str | Path) -> list[Measurement]:
 
 
 def _read(path: str | Path) -> MeasuredTable:
-    found = tables.read(path)
-    scoring.check_units(found)
-    return found
+    from espalier.plan.measurements import score, table
+
+    measured = table.read(path)
+    score.check_units(measured)
+    return measured
 
 
 def calibration(recipe: Recipe, path: str | None = None) -> Calibration:
@@ -83,7 +86,7 @@ def from_run(path: str | Path) -> Measurement:
         raise UserError(f"The run in {path} has no measured step.", do="let it train longer, or name another run")
     whole, _ = defaults.resolve(recipe)
     return Measurement(
-        request=replace(prepare.request(run_data.resolved(folder, whole)), precision=plan.precision),
+        request=replace(prepare.request(run_open.resolved(folder, whole)), precision=plan.precision),
         cluster=cluster,
         layout=replace(of_view(plan.layout), threads=plan.ranks[plan.trainers[0]].threads),
         step_seconds=statistics.median(step["seconds"] for step in steps),
@@ -112,6 +115,8 @@ def run(score: str, calibrate_on: str | None, out: str | None, as_json: bool) ->
     Returns:
         0. Raises UserError.
     """
+    from espalier.plan.measurements import score as scoring
+
     target = _target(Path(score), out)
     table = _read(score)
     calibration = calibrated(calibrate_on) if calibrate_on is not None else DATASHEET

@@ -14,7 +14,7 @@ from typing import Any, Literal, TextIO, cast
 
 import msgspec
 
-from espalier.cli import run_places
+from espalier.cli import run_trust
 from espalier.launch.hosts import hosts
 from espalier.launch.hosts.host_rejoin import Returning
 from espalier.launch.hosts.remote_process import Far
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _train(arguments: argparse.Namespace, named: Sequence[hosts.Host]) -> int:
-    recipe = run_places.load(arguments.recipe, arguments.overrides, arguments.trust)
+    recipe = run_trust.load(arguments.recipe, arguments.overrides, arguments.trust)
     value_ranges.check(recipe)
     chosen, here = hosts.here_first(named)
     folder = Path(arguments.run or Path("runs") / recipe.name)

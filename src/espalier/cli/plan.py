@@ -13,16 +13,16 @@ import torch
 from espalier.cli import measurements, prepare, printing
 from espalier.machine import cluster as clusters
 from espalier.machine.cluster import whatif
-from espalier.mechanisms.disk_batches import drawn_batches
 from espalier.parallel.workload import Workload
 from espalier.plan import base as plans
 from espalier.plan import explain, search
+from espalier.plan.ask import PlanDecision
 from espalier.plan.collective_time import gpus
-from espalier.plan.decide import PlanDecision, decide
+from espalier.plan.decide import decide
 from espalier.plan.layouts import view
 from espalier.plan.request import AUTO
 from espalier.plan.trials import Trials
-from espalier.recipe import Recipe, model_kinds, recipe_errors
+from espalier.recipe import Recipe, graphs, model_kinds, recipe_errors
 from espalier.recipe.base import Derivation
 from espalier.recipe.errors import UserError
 from espalier.recipe.terminal import say
@@ -60,8 +60,9 @@ def decided(
 ) -> PlanDecision:
     """The plan of a recipe on a cluster, which may not fit. `calibrate_on`: see `measurements.calibration`; `workload`:
     of the recipe, where it is open."""
-    if drawn_batches.is_open(resolved.recipe):
+    if graphs.is_open(resolved.recipe):
         from espalier.cli import run_plan
+        from espalier.mechanisms.disk_batches import drawn_batches
 
         plan_of = partial(decided, cluster=cluster, calibrate_on=calibrate_on)
         workload = prepare.open_workload(resolved)

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from espalier.cli import infer_over_ranks
-from espalier.cli.load_run import open_trained
-from espalier.cli.run_data import DataChoice
+from espalier.cli.run_open import DataChoice, open_trained
 from espalier.recipe.errors import UserError
 from espalier.recipe.terminal import say, visible
 from espalier.train import run_folder as runs

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from espalier.cli import run_places
-from espalier.comm import multihost_probe, plain_collectives
+from espalier.cli import run_trust
+from espalier.comm import plain_collectives
 from espalier.machine import cluster as clusters
 from espalier.machine import probe
 from espalier.parallel.workload import Workload
@@ -32,7 +32,7 @@ PRECISION = "on GPUs the fastest of what they compute fast; on processors fp32, 
 def resolve(path: str | Path, overrides: Sequence[str], trust: bool = False, run: str | None = None) -> Resolved:
     """Reads a recipe and derives what it leaves open. `trust`: who made the run that is taken up again is trusted;
     `run`: its folder, where that is not the recipe's."""
-    recipe = run_places.load(path, overrides, trust)
+    recipe = run_trust.load(path, overrides, trust)
     existing = RunFolder(run_path(recipe, run))
     kept = existing.kept() if existing.exists() else None
     return replace(settle(recipe, Path(path).absolute().parent, kept), trust=trust)
@@ -66,6 +66,8 @@ def machines_of(channel: dist.ProcessGroup | None, place: RankSpec, recipe: Reci
     together, once. Every rank calls it and gets the same value."""
     if channel is None:
         return machines(recipe)
+    from espalier.comm import multihost_probe
+
     key = multihost_probe.key(channel)
     known: str | None = None
     if place.rank == 0:

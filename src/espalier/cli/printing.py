@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -15,8 +15,9 @@ from espalier.plan.base import Plan, Predicted
 from espalier.recipe import model_kinds, terminal, units
 from espalier.recipe.base import Derivation
 from espalier.recipe.terminal import line, rows, say, visible, wrapped
-from espalier.track import run_tables
-from espalier.track.goodput import Account
+
+if TYPE_CHECKING:
+    from espalier.track.goodput import Account
 
 TERMS = (
     "forward", "backward", "recompute", "tensor", "sequence", "weights", "pipeline", "send", "optimizer", "all_reduce",
@@ -182,6 +183,8 @@ def _link(link: Link) -> str:
 
 def results(folder: Path) -> dict[str, Any]:
     """The figures of a finished run, from its log."""
+    from espalier.track import run_tables
+
     run = run_tables.open_run(folder)
     found: dict[str, Any] = {}
     if len(run.steps["step"]):
@@ -195,6 +198,8 @@ def results(folder: Path) -> dict[str, Any]:
 def finished(folder: Path, page: Path, seconds: float) -> None:
     """What a person wants to read when a run has ended, and what to do next."""
     console = Console(highlight=False)
+    from espalier.track import run_tables
+
     run = run_tables.open_run(folder)
     steps = run.samples["step"]
     shown = zip(run.samples["text"], steps, strict=True) if len(steps) else ()

@@ -16,7 +16,7 @@ from espalier.launch.launchers import detect_launcher
 from espalier.machine import cluster as clusters
 from espalier.machine import probe
 from espalier.machine.cluster import Cluster
-from espalier.mechanisms.codecs import planned as codecs
+from espalier.mechanisms.codecs import choice as codecs
 from espalier.recipe import cache_dir
 from espalier.recipe.errors import UserError
 from espalier.recipe.terminal import say

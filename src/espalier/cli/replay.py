@@ -21,8 +21,7 @@ import torch
 
 from espalier.checkpoint import run_identity
 from espalier.checkpoint.storage import folder_name
-from espalier.cli import prepare, run_data, train
-from espalier.cli.load_run import located_here
+from espalier.cli import prepare, run_open, train
 from espalier.launch.ranks import supervisor
 from espalier.machine import cluster as clusters
 from espalier.plan import base as plans
@@ -51,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     if step not in before:
         made = f"its run log has steps {min(before)} to {max(before)}" if before else "it has made none yet"
         raise UserError(f"The run in {folder.path} has no step {step}.", why=made, do="--step with one of those")
-    recipe = located_here(folder, arguments.trust).said()
+    recipe = run_open.located_here(folder, arguments.trust).announced()
     first = max(
         (entry.step for entry in checkpoints(recipe, folder).entries() if not entry.why and entry.step < step),
         default=0,
@@ -88,7 +87,7 @@ def _again(
     folder: runs.RunFolder, made: runs.RunFolder, first: int, arguments: argparse.Namespace
 ) -> tuple[_Rows, events.Event]:
     """Steps `first + 1` to the one asked for, made in the folder `made`, and the `run` event of these."""
-    recipe, plan = located_here(folder, arguments.trust).recipe, plans.read(folder.plan)
+    recipe, plan = run_open.located_here(folder, arguments.trust).recipe, plans.read(folder.plan)
     if any(one.role != "trainer" for one in plan.ranks):
         raise UserError(
             f"No step of the run in {folder.path} can be made again.",
@@ -97,7 +96,7 @@ def _again(
         )
     _fill(folder, made, recipe, plan, first)
     recipe = made.read()
-    resolved = run_data.resolved(folder, recipe, arguments.trust, run_data.DataChoice(trains=True))
+    resolved = run_open.resolved(folder, recipe, arguments.trust, run_open.DataChoice(trains=True))
     given = train.OpenedRun(resolved, prepare.open_workload(resolved), made.path, recipe, quiet=True)
     job = train.decided(given, lambda: clusters.read(folder.cluster))
     try:

@@ -1,24 +1,34 @@
-"""The data of a run: its hashes, compared when the run is taken up again, and what preprocessing decided of it."""
+"""The data of a run: its hashes, compared when the run is taken up again, and what preprocessing decided of it, which
+hosts without the run's folder are sent: else they would derive tokenizer and classes from their own data, which may
+have changed since. Imports no torch.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import os
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from espalier.cli import prepare, run_places, run_seal
-from espalier.parallel.workload import Workload
+from espalier.comm.rendezvous_wait import Deadline
 from espalier.recipe import Recipe, cache_dir, data_hash, serialization
-from espalier.recipe.errors import UserError
-from espalier.recipe.import_function import KEPT_CODE, unchanged_sources
+from espalier.recipe.cache_dir import cache_folder, replace_folder, unwritable
+from espalier.recipe.errors import PeerLost, UserError
 from espalier.track import events
 from espalier.train import run_folder as runs
-from espalier.train import workload_registry
+from espalier.train.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from espalier.parallel.workload import Workload
 
 
 class DataRecord(msgspec.Struct, frozen=True):
@@ -29,7 +39,7 @@ class DataRecord(msgspec.Struct, frozen=True):
     notes: tuple[str, ...] = ()
 
 
-def read_record(folder: runs.RunFolder) -> DataRecord | None:
+def read_record(folder: RunFolder) -> DataRecord | None:
     """What the run's `data.json` holds; None where there is none. Raises UserError for a damaged one."""
     try:
         text = folder.data.read_bytes()
@@ -54,7 +64,7 @@ class DataHashes:
     changed: Sequence[str] = ()
     notes: Sequence[str] = ()
 
-    def keep(self, folder: runs.RunFolder, freeze: Callable[[Path], None], notes: Sequence[str] = ()) -> None:
+    def keep(self, folder: RunFolder, freeze: Callable[[Path], None], notes: Sequence[str] = ()) -> None:
         """Into the run folder, with what preprocessing decided (`freeze` writes it) and the `notes` of the data's
         readers; what changed into the run log."""
         folder.freeze(freeze)
@@ -65,10 +75,10 @@ class DataHashes:
                 log.write("data", changed=list(self.changed), action="accepted, as faults.changed_data says")
 
 
-def data_of(folder: runs.RunFolder, recipe: Recipe, workload: Workload) -> DataHashes:
+def data_of(folder: RunFolder, recipe: Recipe, workload: Workload) -> DataHashes:
     """The run's data. Raises UserError where it is not what the run was begun with, unless the recipe accepts that:
     then the plan is made anew, as the batch may be another."""
-    now = workload_registry.row(recipe).contents(runs.located(recipe), workload)
+    now = _hashes(recipe, workload)
     if not folder.exists():
         return DataHashes(now)
     record = read_record(folder)
@@ -93,17 +103,24 @@ def data_of(folder: runs.RunFolder, recipe: Recipe, workload: Workload) -> DataH
     return DataHashes(now, changed, [f"the data has changed since the run began: {first}{more}"])
 
 
+def _hashes(recipe: Recipe, workload: Workload) -> Mapping[str, str]:
+    """Of each file of the data."""
+    from espalier.train import workload_registry
+
+    return workload_registry.row(recipe).contents(runs.located(recipe), workload)
+
+
 def _changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """See `recipe.data_hash.differences`. Earlier versions have relative paths."""
     absolute = {path if (path := os.path.abspath(name)) in now else name: one for name, one in before.items()}
     return data_hash.differences(absolute, now)
 
 
-def refuse_changed(folder: runs.RunFolder, recipe: Recipe, workload: Workload) -> None:
+def refuse_changed(folder: RunFolder, recipe: Recipe, workload: Workload) -> None:
     """Raises UserError where the data is not what a run was trained on that has kept nothing of its preprocessing: its
     tokenizer and its classes would be derived from other data."""
     record = read_record(folder)
-    now = workload_registry.row(recipe).contents(runs.located(recipe), workload)
+    now = _hashes(recipe, workload)
     changed = _changes(record.hashes, now) if record else []
     if changed:
         raise UserError(
@@ -113,58 +130,71 @@ def refuse_changed(folder: runs.RunFolder, recipe: Recipe, workload: Workload) -
         )
 
 
-@dataclass(frozen=True)
-class DataChoice:
-    """What of its data a run is opened with where its folder does not keep that: nothing; what evaluation needs
-    (`evaluates`), or predictions (`predicts`); all of it (`trains`); or the data at `path`, in place of its own."""
+# --- what preprocessing decided, on hosts without the run's folder --------------------------------------------------
 
-    evaluates: bool = False
-    predicts: bool = False
-    trains: bool = False
-    path: str | None = None
+LIMIT = 64 << 20
+"""Bytes that are sent. Above it (a large graph) hosts derive the same from the same data, and what they have is
+compared."""
 
-    def reads(self, recipe: Recipe, kept: Path | None) -> bool:
-        """Whether the data itself is read, of a run that has `kept` this."""
-        if self.trains or self.path is not None or kept is None:
-            return True
-        row = workload_registry.row(recipe)
-        needed = self.evaluates or self.predicts or recipe.quant is not None  # widths are of all nodes
-        return (self.evaluates and not row.evaluates) or (needed and row.lacks(kept))
+_PIECE = 1 << 20  # of a value in a store
 
 
-NOTHING = DataChoice()
+def packed(run: Path) -> str:
+    """What the run in `run` keeps, as text; empty where there is no such run, or it keeps nothing or more than `LIMIT`.
+    Raises UserError where it is not as it was written."""
+    folder = RunFolder(run)
+    kept = folder.kept() if folder.exists() else None
+    files = [] if kept is None else [path for path in sorted(kept.rglob("*")) if path.is_file()]
+    if kept is None or sum(path.stat().st_size for path in files) > LIMIT:
+        return ""
+    table = {str(path.relative_to(kept)): path.read_bytes() for path in files}
+    return base64.b64encode(zlib.compress(serialization.dumps(table), 1)).decode()
 
 
-def resolved(
-    folder: runs.RunFolder, recipe: Recipe, trust: bool = False, data: DataChoice = NOTHING
-) -> prepare.Resolved:
-    """The recipe of the run in `folder`, with the folder of the recipe file that it was begun from.
+def unpacked(text: str) -> Path | None:
+    """The folder in this host's cache with what was `packed`; None where that is empty. Raises UserError."""
+    if not text:
+        return None
+    table = serialization.loads(zlib.decompress(base64.b64decode(text)), "What the first host keeps of its data")
+    home = cache_folder() / "runs" / hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    Raises UserError where opening its workload would run the code of somebody who is not trusted (`run_seal`).
-    """
-    kept = folder.kept()
-    reads = data.reads(recipe, kept)
-    begun = [event for event in events.read(folder.events) if event["event"] == "run"] if folder.events.exists() else []
-    last = begun[-1] if begun else {}
-    origin = Path(last["recipe_folder"]) if last.get("recipe_folder") else None
-    source = run_seal.Origin(origin, kept, reads)
-    run_seal.check(recipe, source, str(last.get("seal", "")), str(folder.path), trust)
-    if reads and data.path is None:
-        run_places.refuse_hub(folder, recipe, trust)
-    place = origin if kept is None or unchanged_sources(kept, origin) else kept / KEPT_CODE
-    if data.path is not None:
-        recipe = _with_data(recipe, data.path)
-    return prepare.Resolved(recipe, folder=place, trust=trust, kept=kept, reads=reads)
+    def fill(folder: Path) -> None:
+        for name, content in table.items():
+            target = (folder / name).resolve()
+            if not target.is_relative_to(folder.resolve()):
+                raise UserError(f"The first host sent a file {name!r}, which is in no run folder.")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(content)
+
+    run = RunFolder(home)
+    try:
+        if run.kept() is None:
+            home.mkdir(parents=True, exist_ok=True)
+            with TemporaryDirectory(dir=home) as made:  # hosts may share a cache: who is first brings it, whole
+                replace_folder(Path(made, "made"), fill)
+                try:
+                    Path(made, "made").rename(run.preprocessing)
+                except OSError:
+                    if not run.preprocessing.exists():
+                        raise
+    except OSError as error:
+        raise unwritable(home, error) from error
+    return run.kept()
 
 
-def _with_data(recipe: Recipe, path: str) -> Recipe:
-    if not recipe.data:
-        raise UserError(
-            f"--data {path} names no data of this run.",
-            why="the function that model.build names reads it",
-            do="leave --data out, or give that function another file in model.arguments of a new run",
-        )
-    data, graph = msgspec.structs.replace(recipe.data[0], path=path), recipe.graph
-    if graph is not None and graph.halo is not None:  # `parts` is of the nodes of the run's own graph
-        graph = msgspec.structs.replace(graph, halo=msgspec.structs.replace(graph.halo, parts=""))
-    return msgspec.structs.replace(recipe, data=(data,), graph=graph)
+def shared(store: Any, key: str, own: Path | None, deadline: Deadline) -> Path | None:
+    """What the run of the first rank keeps, in a folder of this host. `store`: a torch Store that all ranks reach;
+    `own`: the run's folder, on the first rank alone. Raises PeerLost where the first rank has not said it by then."""
+    if own is not None:
+        text = packed(own)
+        pieces = [text[at : at + _PIECE] for at in range(0, len(text), _PIECE)]
+        for at, piece in enumerate(pieces):
+            store.set(f"{key}/{at}", piece)
+        store.set(key, str(len(pieces)))
+        return RunFolder(own).kept() if text else None
+    count = deadline.poll(
+        lambda: int(store.get(key)) if store.check([key]) else None,
+        lambda: "what rank 0 keeps of the run",
+        lambda: PeerLost("Rank 0 did not say what it keeps of the run.", why=deadline.waited, do="look at its log"),
+    )
+    return unpacked("".join(store.get(f"{key}/{at}").decode() for at in range(count)))

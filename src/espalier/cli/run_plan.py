@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import torch
@@ -16,16 +16,11 @@ import torch
 from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.cli import measurements, prepare
 from espalier.kernels import accelerator
-from espalier.launch.ranks import rank_assignment
 from espalier.machine import cluster as clusters
 from espalier.machine.probe import BUSY
-from espalier.mechanisms.disk_batches import drawn_batches
 from espalier.parallel.workload import Workload
 from espalier.plan import base as plans
 from espalier.plan import decision_cache
-from espalier.plan.decide import decide
-from espalier.plan.trials import Trials
-from espalier.plan.trials import key as tried_key
 from espalier.recipe import Recipe, graphs
 from espalier.recipe.errors import UserError
 from espalier.recipe.graphs import Batches
@@ -34,6 +29,9 @@ from espalier.track import events
 from espalier.train import phases, version_check
 from espalier.train import run_folder as runs
 from espalier.train.rank_setup import RankSetup
+
+if TYPE_CHECKING:
+    from espalier.plan.trials import Trials
 
 LONG_STEP = 5.0
 """Of a predicted step, above which it is said that one is tried: a trial takes several."""
@@ -89,8 +87,12 @@ def batches(
         return replace(resolved, recipe=recipe), in_batches() if recipe.graph.fanouts else workload
 
     def tried(recipe: Recipe, plan: plans.Plan) -> float | None:
-        found = trials(*asked(recipe))
-        return None if found is None else found.of([plan]).get(tried_key(plan))
+        from espalier.plan.trials import key
+
+        steps = trials(*asked(recipe))
+        return None if steps is None else steps.of([plan]).get(key(plan))
+
+    from espalier.mechanisms.disk_batches import drawn_batches
 
     return drawn_batches.choose(resolved.recipe, drawn, lambda recipe: planned(*asked(recipe)), tried)
 
@@ -99,7 +101,7 @@ def with_batches(
     resolved: prepare.Resolved, workload: Workload, chosen: Batches | None
 ) -> tuple[prepare.Resolved, Workload]:
     """The recipe and its workload as `chosen`, of a recipe that leaves it open."""
-    if chosen is None or not drawn_batches.is_open(resolved.recipe):
+    if chosen is None or not graphs.is_open(resolved.recipe):
         return resolved, workload
     resolved = replace(resolved, recipe=graphs.with_batches(resolved.recipe, chosen))
     return resolved, prepare.open_workload(resolved) if chosen.fanout else workload
@@ -108,6 +110,8 @@ def with_batches(
 def on_hosts(nodes: Sequence[int], plan: plans.Plan, cluster: clusters.Cluster) -> plans.Plan:
     """The plan with its ranks on the machines where they are, if those are the cluster's and ranks cannot be numbered
     as the plan has them (`numbering`)."""
+    from espalier.launch.ranks import rank_assignment
+
     nodes_of = [plan.ranks[rank].node for rank in plan.trainers]
     if cluster.machines != len(set(nodes)) or rank_assignment.follows(nodes, nodes_of):
         return plan
@@ -157,6 +161,8 @@ def choose(
     again = trials is not None and trials.doubtful()
     plan = None if again else decision_cache.read(key(None if trials is None else trials.known()))
     if plan is None:
+        from espalier.plan.decide import decide
+
         plan = decide(request, cluster, calibration, trials).taken
         if trials is not None and trials.load > BUSY:
             what = f"other programs used {trials.load:.1f} cores while steps were tried"
@@ -174,11 +180,13 @@ def trials_of(
     def run(plan: plans.Plan) -> float:
         foreseen = 0.0 if plan.predicted is None else plan.predicted.step_seconds
         if foreseen > LONG_STEP:
-            prepare.say(f"trying steps of {show_seconds(foreseen)} with {tried_key(plan)}")
+            prepare.say(f"trying steps of {show_seconds(foreseen)} with {key(plan)}")
         return _seconds(plan, resolved, workload)
 
     if world is not None or not resolved.recipe.plan.trial:
         return None
+    from espalier.plan.trials import Trials, key
+
     return Trials(resolved.recipe, cluster, run, workload.phases()[0].start, _here)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -17,17 +17,16 @@ from espalier.cli import measurements, prepare, run_plan
 from espalier.cli.run_start import RunStart
 from espalier.launch.ranks.resize import RunShape
 from espalier.launch.resilience.slowdown import Evidence
-from espalier.mechanisms.codecs import planned as codecs
-from espalier.mechanisms.task_waves import replan_waves
-from espalier.mechanisms.unequal_pipelines import replan_pipelines
 from espalier.plan import base as plans
-from espalier.plan import replan
 from espalier.plan.base import Plan
 from espalier.plan.request import Request
 from espalier.recipe.errors import UserError
 from espalier.track import events
-from espalier.train import mechanisms
 from espalier.train import rank_spec as launch
+from espalier.train import table
+
+if TYPE_CHECKING:
+    from espalier.plan import replan
 
 Start = Callable[[RunStart], launch.Entrypoint]
 """The task of a run's ranks."""
@@ -58,6 +57,8 @@ class RunResizer:
     @property
     def planned_wait(self) -> float | None:
         """See `Resizer.planned_wait`. Of states that are whole: others are waited for elsewhere too."""
+        from espalier.plan import replan
+
         plan = self.job.plan
         whole = plan.replicated and len(plan.trainers) == len(plan.ranks) and not replan.cut(plan)
         return plan.predicted.terms.get("all_reduce") if plan.predicted is not None and whole else None
@@ -65,6 +66,8 @@ class RunResizer:
     @property
     def planned_work(self) -> Sequence[float]:
         """See `Resizer.planned_work`."""
+        from espalier.plan import replan
+
         if not replan.cut(self.job.plan):
             return ()
         try:
@@ -74,6 +77,8 @@ class RunResizer:
 
     def without(self, ranks: Collection[int]) -> RunShape:
         """See `Resizer.without`: without further ranks, the last first, where the batch or the memory wants it so."""
+        from espalier.plan import replan
+
         plan, request = self.job.plan, self._request()
         self._refuse(plan)
         kept = [rank for rank in range(len(plan.ranks)) if rank not in ranks]
@@ -90,6 +95,8 @@ class RunResizer:
 
     def faster(self, evidence: Evidence) -> tuple[list[RunShape], Mapping[int, float]]:
         """See `Resizer.faster`. Ranks that the recipe asks for by number are all kept."""
+        from espalier.plan import replan
+
         plan, request, cluster = self.job.plan, self._request(), self.job.cluster
         self._refuse(plan)
         found = replan.speeds(request, cluster, plan, evidence.own)
@@ -126,8 +133,10 @@ class RunResizer:
 
     def _refuse(self, plan: Plan) -> None:
         """Raises UserError where the run cannot go on by another plan."""
+        from espalier.plan import replan
+
         claim = replan.PIPELINES if replan.cut(plan) else replan.CLAIM
-        mechanisms.require_beside(self.job.resolved.recipe, plan, claim)
+        table.require_beside(self.job.resolved.recipe, plan, claim)
 
     def _where(self, option: replan.Replan, hosts: tuple[int, ...]) -> dict[str, Any]:
         """What a shape says of hosts. `hosts`: of each rank, where not all of them had one before."""
@@ -136,15 +145,19 @@ class RunResizer:
 
     def _copies(self, made: Plan) -> bool:
         """Whether copies in memory serve that plan too."""
+        from espalier.plan import replan
+
         now = self.job.plan
         return made.replicated and now.replicated and not (replan.cut(made) or replan.cut(now))
 
     def _offer(self, option: replan.Replan, hosts: tuple[int, ...] = ()) -> RunShape:
+        from espalier.plan import replan
+
         made, before = option.plan, len(self.job.plan.ranks)
         samples = ", ".join(str(one.share[1] - one.share[0]) for one in map(made.ranks.__getitem__, made.trainers))
         work = f"{samples} samples each step"
         if replan.cut(made) or replan.cut(self.job.plan):
-            work = replan_waves.told(made) if made.waves or self.job.plan.waves else replan_pipelines.told(made)
+            work = replan.told([made, self.job.plan])
         count = f"{len(made.ranks)} of {before}" if len(made.ranks) < before else f"all {len(made.ranks)}"
         shape = RunShape(
             task=self._start(replace(self.job, plan=made)),
@@ -163,6 +176,8 @@ class RunResizer:
         """What the planner is asked, as when the run was planned."""
         job = self.job
         asked = prepare.request(job.resolved, None, job.workload)
+        from espalier.mechanisms.codecs import choice as codecs
+
         asked, _ = codecs.encoded(asked, job.cluster)
         return replace(asked, factors=measurements.calibration(job.resolved.recipe).factors)
 
@@ -195,10 +210,14 @@ class HostResizer(RunResizer):
 
     def faster(self, evidence: Evidence) -> tuple[list[RunShape], Mapping[int, float]]:
         """See `Resizer.faster`: of workers none."""
+        from espalier.plan import replan
+
         return super().faster(evidence) if replan.cut(self.job.plan) else ([], {})
 
     def again(self, hosts: Collection[int]) -> RunShape:
         """See `Resizer.again`: with all ranks by the plan that they had, else by a new one."""
+        from espalier.plan import replan
+
         (plan, homes), request, cluster = self._all, self._request(), self.job.cluster
         self._refuse(plan)
         seats = tuple(seat for seat, host in enumerate(homes) if seat in self._seats or host in hosts)
@@ -223,8 +242,10 @@ class HostResizer(RunResizer):
             self._all = self.job.plan, self.hosts
 
     def _refuse(self, plan: Plan) -> None:
+        from espalier.plan import replan
+
         claim = replan.PIPELINES if replan.cut(plan) else replan.WORKERS
-        mechanisms.require_beside(self.job.resolved.recipe, plan, claim)
+        table.require_beside(self.job.resolved.recipe, plan, claim)
 
     def _possible(self, option: replan.Replan) -> bool:
         return any(self.hosts[rank] == 0 for rank in option.kept) and super()._possible(option)

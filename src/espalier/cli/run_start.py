@@ -18,7 +18,7 @@ from espalier.checkpoint.run_identity import RunIdentity, RunStamp
 from espalier.checkpoint.save_and_restore import CheckpointInfo, Checkpoints
 from espalier.checkpoint.storage import Folder
 from espalier.cli import prepare as ready
-from espalier.cli import run_places, run_seal
+from espalier.cli import run_trust
 from espalier.machine import cluster as clusters
 from espalier.machine import resource_limits
 from espalier.parallel.workload import PackStart, Workload
@@ -97,7 +97,7 @@ class RunStart:
             },
             "data": self.workload.fingerprint(),
             "recipe_folder": str(self.resolved.folder),
-            "seal": run_seal.seal(recipe, run_seal.Origin(self.resolved.folder, self.folder.preprocessing)),
+            "seal": run_trust.seal_code(recipe, run_trust.Origin(self.resolved.folder, self.folder.preprocessing)),
             "notes": list(self.workload.notes()),
             "derivations": [{"key": one.key, "value": one.value, "why": one.reason} for one in derivations],
         }
@@ -146,7 +146,7 @@ class Owner:
             run_identity.refuse_foreign(identity, first, path)
             if isinstance(self.saved.place, Folder) and self.saved.place.root != folder.path.absolute():
                 folder.lock(self.saved.place.root, "checkpoint.target", "name another checkpoint.target")
-        sealed = msgspec.structs.replace(identity, seal=run_places.seal(recipe))
+        sealed = msgspec.structs.replace(identity, seal=run_trust.seal_places(recipe))
         cache_dir.replace(folder.identity, msgspec.json.format(msgspec.json.encode(sealed)).decode())
 
 

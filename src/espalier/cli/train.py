@@ -11,7 +11,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import msgspec
 import torch
@@ -19,37 +19,34 @@ import torch
 from espalier import recipe as config
 from espalier.checkpoint.save_and_restore import CheckpointInfo
 from espalier.checkpoint.storage import open_place
-from espalier.cli import kept_files, printing, run_data, run_places, run_plan, run_resizer
 from espalier.cli import prepare as ready
+from espalier.cli import printing, run_data, run_plan, run_resizer, run_trust
 from espalier.cli.run_start import RunStart, owner_of
-from espalier.comm import multihost_probe
 from espalier.comm.rendezvous_wait import Deadline
 from espalier.kernels import accelerator
-from espalier.launch.hosts import announcement
-from espalier.launch.hosts.announcement import Announcement
-from espalier.launch.launchers import detect_launcher, torchrun
-from espalier.launch.ranks import rank_assignment, rank_process, supervisor
+from espalier.launch.launchers import detect_launcher
+from espalier.launch.ranks import supervisor
 from espalier.machine import cluster as clusters
 from espalier.machine import probe
-from espalier.mechanisms.disk_batches import drawn_batches
 from espalier.parallel.workload import Workload
 from espalier.plan import base as plans
 from espalier.plan import checkpoint_cost
-from espalier.plan.prediction_check import OFF, PredictionCheck
 from espalier.plan.request import AUTO
-from espalier.plan.trials import Trials
 from espalier.recipe import Constant, Recipe, graphs, model_kinds, recipe_file, units
 from espalier.recipe.base import Derivation
 from espalier.recipe.errors import EspalierError, Interrupted
 from espalier.recipe.graphs import Batches
 from espalier.recipe.terminal import line, say
-from espalier.track import report
 from espalier.track.events import Log
 from espalier.track.progress import Forgiving, Progress, trouble
-from espalier.train import mechanisms, phases, rejoin_signal, worker, workload_registry
+from espalier.train import phases, rejoin_signal, table, worker, workload_registry
 from espalier.train import rank_spec as launch
 from espalier.train import run_folder as runs
 from espalier.train.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from espalier.launch.hosts.announcement import Announcement
+    from espalier.plan.prediction_check import PredictionCheck
 
 WAIT = 600.0
 """Seconds that ranks wait for the plan: the first one may still be building the token shards."""
@@ -174,6 +171,8 @@ def _fork(job: RunStart, hosts: Sequence[int]) -> bool:
 
 def _launched(arguments: argparse.Namespace, place: launch.RankSpec) -> Ranks:
     """Ranks that torchrun or its like has started; this process is the one at `place`."""
+    from espalier.launch.hosts.announcement import Announcement
+
     recipe = recipe_file.load(arguments.recipe, arguments.overrides)
     timeout = units.seconds(recipe.comm.timeout, "comm.timeout")
     place = seated(place, timeout)
@@ -208,11 +207,11 @@ def _resolved(arguments: argparse.Namespace, place: launch.RankSpec | None) -> r
     run's folder."""
     if place is None:
         return ready.resolve(arguments.recipe, arguments.overrides, arguments.trust, arguments.run)
-    recipe = run_places.load(arguments.recipe, arguments.overrides, arguments.trust)
+    recipe = run_trust.load(arguments.recipe, arguments.overrides, arguments.trust)
     own = None if place.rank else ready.run_path(recipe, arguments.run)
     timeout = units.seconds(recipe.comm.timeout, "comm.timeout")
     store, deadline = launch.store(place, timeout), Deadline(timeout, f"Rank {place.rank}")
-    shared_files = kept_files.shared(store, f"espalier/{place.keys}/kept", own, deadline)
+    shared_files = run_data.shared(store, f"espalier/{place.keys}/kept", own, deadline)
     settled = ready.settle(recipe, Path(arguments.recipe).absolute().parent, shared_files)
     return replace(settled, trust=arguments.trust)
 
@@ -220,6 +219,9 @@ def _resolved(arguments: argparse.Namespace, place: launch.RankSpec | None) -> r
 def _live(place: launch.RankSpec, started: Sequence[str], job: RunStart, hosts: Sequence[int]) -> bool:
     """The life of this process's rank, one of those `started` on these hosts. What ends the first one is told by it:
     nobody here watches it."""
+    from espalier.launch.launchers import torchrun
+    from espalier.launch.ranks import rank_assignment, rank_process
+
     # Which rank of the plan it is: what launchers put on one machine need not follow one another.
     order = rank_assignment.numbered(started, [one.node for one in job.plan.ranks])
     place = replace(place, rank=order.index(place.rank))
@@ -244,6 +246,8 @@ def _live(place: launch.RankSpec, started: Sequence[str], job: RunStart, hosts: 
 
 def hosts_of(place: launch.RankSpec, timeout: float) -> list[str]:
     """The host of each rank, as the launcher numbers them. Raises PeerLost naming those that did not come."""
+    from espalier.comm import multihost_probe
+
     own = multihost_probe.host()
     return [own] if place.world == 1 else launch.gathered(place, "host", own, timeout)
 
@@ -257,6 +261,9 @@ def _measured(place: launch.RankSpec, recipe: Recipe) -> clusters.Cluster:
 def seated(place: launch.RankSpec, timeout: float) -> launch.RankSpec:
     """With the device it computes on, and keys of its own where agents of torchrun count attempts each for itself.
     Raises PeerLost where the others do not come within `timeout` seconds."""
+    from espalier.launch.hosts import announcement
+    from espalier.launch.launchers import torchrun
+
     device = str(accelerator.of_rank(place.local_rank))
     place = replace(place, device=device)
     return announcement.named(place, timeout) if torchrun.restarts() is not None else place
@@ -291,7 +298,7 @@ def care_of(job: RunStart) -> supervisor.RestartOptions:
         heartbeat=units.seconds(faults.heartbeat, "faults.heartbeat"),
         memory=free if faults.memory == "auto" else units.size(faults.memory, "faults.memory"),
         tell=partial(_tell, job),
-        stays=mechanisms.recovery(recipe, job.plan),
+        stays=table.recovery(recipe, job.plan),
     )
 
 
@@ -330,7 +337,7 @@ def asked(resolved: ready.Resolved, run: str | None, quiet: bool) -> OpenedRun:
     runs.refuse_links(path)
     batches = None
     if (existing := runs.RunFolder(path)).exists():
-        if drawn_batches.is_open(recipe) and existing.plan.exists():
+        if graphs.is_open(recipe) and existing.plan.exists():
             batches = plans.read(existing.plan).batches
         runs.refuse_other_meaning(existing, recipe if batches is None else graphs.with_batches(recipe, batches))
         before = existing.read()
@@ -366,14 +373,15 @@ def decided(
         saved.run = owner.identity
         data = run_data.data_of(folder, recipe, given.workload)
         chosen, why = given.batches, ""
-        if chosen is None and drawn_batches.is_open(recipe):
+        if chosen is None and graphs.is_open(recipe):
             choose = partial(run_plan.choose, cluster=cluster, world=world)
             trials = partial(run_plan.trials_of, cluster=cluster, world=world)
             chosen, why = run_plan.batches(given.resolved, given.workload, choose, trials)
         resolved, workload = run_plan.with_batches(given.resolved, given.workload, chosen)
         given, recipe = replace(given, workload=workload), resolved.recipe
         workload = run_plan.entered(workload, recipe, saved, world)
-        plan = drawn_batches.told(run_plan.planned(folder, resolved, workload, cluster, world), chosen, why)
+        plan = run_plan.planned(folder, resolved, workload, cluster, world)
+        plan = plan.changed(batches=chosen, why=(*([why] if why else []), *plan.why))
         if given.launched:
             run_plan.refuse_roles(plan)
         if nodes is not None:
@@ -455,11 +463,15 @@ def _nothing_to_do(job: RunStart, as_json: bool) -> int:
 
 
 def _ended(job: RunStart, log: Log, error: EspalierError, seconds: float) -> None:
+    from espalier.track import report
+
     log.write("end", reason="interrupted" if isinstance(error, Interrupted) else "failed", seconds=seconds)
     report.write(job.folder.path)
 
 
 def _finished(job: RunStart, log: Log, seconds: float, as_json: bool) -> int:
+    from espalier.track import report
+
     log.write("end", reason="finished", seconds=seconds, steps=job.resolved.recipe.train.steps)
     page = report.write(job.folder.path)
     if as_json:
@@ -473,6 +485,9 @@ def _finished(job: RunStart, log: Log, seconds: float, as_json: bool) -> int:
 def _doubt(folder: RunFolder, recipe: Recipe, ratio: float) -> None:
     """Forgets trials that promised another time than steps take, by this `ratio`: the machine was busy then, or is. So
     is a measurement of this machine forgotten that was taken while it was busy, where steps are faster."""
+    from espalier.plan.prediction_check import OFF
+    from espalier.plan.trials import Trials
+
     if 1 / OFF < ratio < OFF or not folder.cluster.exists():
         return
     Trials(recipe, clusters.read(folder.cluster)).forget()
@@ -505,7 +520,10 @@ def recording(
             for view in views:
                 view.event({"event": event, **fields})
             if event == "step" and predicted is not None:
-                checks[:] = checks or [PredictionCheck(predicted)]
+                if not checks:
+                    from espalier.plan.prediction_check import PredictionCheck
+
+                    checks.append(PredictionCheck(predicted))
                 if (told := checks[0].event(fields)) is not None:
                     emit("prediction", **told)
                     _doubt(folder, recipe, told["measured"] / told["predicted"])

@@ -42,13 +42,14 @@ from espalier.comm.c10d_arguments import (
     type_of,
     wire_size,
 )
-from espalier.comm.compressed_collectives import CodedCollectives, Start
 from espalier.comm.flight_recorder import FlightRecorder, RecordedCollective
 from espalier.comm.work import Pending
 from espalier.kernels import accelerator
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from espalier.comm.compressed_collectives import CodedCollectives, Start
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,8 @@ class Channel(_ProcessGroup):
         elif self._size > 1:
             self._codecs.pop(kind, None)
             place, reach = (self._rank, self._size), self.line.watch.reach
+            from espalier.comm.compressed_collectives import CodedCollectives
+
             coded = CodedCollectives(
                 codec, self._beside(kind), place, kind._value_, self.members, lambda: reach(self.timeout)
             )

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from espalier.graph.data import Graph
-
-if TYPE_CHECKING:
-    from espalier.mechanisms.pattern_attention.attention import attention
-    from espalier.mechanisms.pattern_attention.pattern import Additions, Pattern, pattern
 
 __all__ = ["Additions", "Graph", "Pattern", "attention", "pattern"]
 
 _LAZY = {"attention": "attention", "Additions": "pattern", "Pattern": "pattern", "pattern": "pattern"}
-"""What loads torch, and the module of `torchgt` that has it: costs of graphs are planned without."""
+"""What loads torch, and the module of `pattern_attention` that has it: costs of graphs are planned without."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"espalier.mechanisms.pattern_attention.{_LAZY[name]}"), name)
+    from espalier.graph.lookup import named
+
+    return named(f"mechanisms.pattern_attention.{_LAZY[name]}:{name}")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from espalier.kernels.row_bits import pack_rows, row_bytes, unpack_rows, widths_of
-from espalier.mechanisms.few_bits.bit_allocator import STEPS
+from espalier.kernels.step_codes import STEPS
 
 
 class RowSize(NamedTuple):
@@ -38,7 +38,7 @@ class Coding(NamedTuple):
 
     Attributes:
         bits: of a code, 1 to 8; signed: whether codes have a sign.
-        steps: uint8, places in `mechanisms.few_bits.bit_allocator.STEPS`: of the first columns of a row (others
+        steps: uint8, places in `kernels.step_codes.STEPS`: of the first columns of a row (others
         cross as they are); or,
             `by_row`, of own rows [owned].
         gain: what steps are multiplied by, as `kind`; rounded: dtype of codes times steps (None: that of the rows).

@@ -30,6 +30,7 @@ from espalier.graph.base import (
     project,
 )
 from espalier.graph.neighbor_sampler import Style
+from espalier.graph.network import GraphNetwork
 from espalier.kernels.dropout import activated
 
 
@@ -183,7 +184,7 @@ def largest(rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return found.values, found.indices
 
 
-class Gnn(nn.Module):
+class Gnn(GraphNetwork):
     """Layers with a nonlinearity and dropout between them: features [nodes, inputs] to outputs [targets, outputs],
     those of a regression with `values`."""
 
@@ -212,6 +213,10 @@ class Gnn(nn.Module):
         """Whether the first layer aggregates rows that are the same at every step, where the graph is too."""
         first = self.layers[0]
         return not self.drops_features and isinstance(first, Layer) and first.aggregated_first(torch.empty(0))
+
+    def answers(self, features: Tensor, blocks: tuple[MessageBlock, ...]) -> Tensor:
+        """See `GraphNetwork.answers`."""
+        return self(features, blocks)
 
     def forward(self, features: Tensor, blocks: Sequence[MessageBlock]) -> Tensor:
         """One block for each layer, the one that reads `features` first."""

@@ -29,6 +29,8 @@ AT_ONCE = 256
 class GraphTask(Examples):
     """Graph classification or regression. `summed`: rows are added up, not averaged."""
 
+    fanout: tuple[int, ...] = ()
+
     def __init__(self, graph: Graph, style: Style, depth: int, summed: bool) -> None:
         if graph.starts is None or graph.labels is None:
             lacks = "is one graph" if graph.starts is None else "has no labels"

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import reduce
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from torch import nn
-from torch.nn.utils import parametrize
 
 from espalier.graph.gnn import Gnn, GraphAttention, Isomorphism, Layer, Mean
-from espalier.mechanisms.few_bits import a2q
-from espalier.mechanisms.pattern_attention.model import GraphTransformer
-from espalier.mechanisms.pattern_attention.schedule import bias_bytes
 from espalier.recipe.cost import VALUE_BYTES, Number, Product, Work
 
 ATTENDED = 128
@@ -82,40 +76,6 @@ def layer_work(network: Gnn, reach: Sequence[Reach], micro_batch: Any, precision
         moved_back=back,
         reading=DRAWN * drawn,
     )
-
-
-def quantized_work(work: Work, network: nn.Module, reach: Sequence[Reach], times: Any, precision: str) -> Work:
-    """`work` of a network that `quantization.equip` was called with: its quantizers' time and memory come on top. A
-    network that is not a `Gnn` is one layer, which passes over the first of `reach`."""
-    size, extra = max(4, VALUE_BYTES[precision]), []
-    back = 2 * work.moved if work.moved_back is None else work.moved_back
-    layers: list[Any] = list(network.layers) if isinstance(network, Gnn) else [network]
-    for layer, one in zip(layers, reach, strict=True):
-        sources, targets = one.sources * times, one.targets * times
-        for name, part in layer.named_modules():
-            if isinstance(part, a2q.FeatureQuantizer):
-                extra.append(a2q.cost(sources * part.columns, size, part.allocator.fits))
-            elif isinstance(part, a2q.ColumnQuantizer) and part.dim:
-                extra.append(a2q.cost((targets if name.endswith("sums") else sources) * len(part.raw_step), size))
-            elif parametrize.is_parametrized(part):
-                extra.append(a2q.cost(part.weight.numel(), size))
-    return replace(
-        work,
-        moved=work.moved + sum(one.moved for one in extra),
-        moved_back=back + sum(one.moved_back for one in extra),
-        kept=work.kept + sum(one.kept for one in extra),
-        transient=reduce(np.maximum, (one.transient for one in extra), work.transient),
-    )
-
-
-def transformer_work(model: GraphTransformer, reach: Reach, micro_batch: Any, times: Any, together: bool) -> Work:
-    """Of a transformer whose tokens are passed over `times`; `together`: in full steps those of a micro-batch attend to
-    one another."""
-    pairs, entries = reach.sources**2 * times * (times if together else 1), (reach.edges + reach.sources) * times
-    products, attention, moved, kept = model.work(reach.sources * times, entries, pairs)
-    biases = bias_bytes(model.options, pairs if model.schedule.every else entries)
-    made = tuple(Product(rows, inner, columns, leaf=at == 0) for at, (rows, inner, columns) in enumerate(products))
-    return Work(made, attention, moved, kept + biases.kept, biases.transient, 0.0, micro_batch, micro_batch)
 
 
 def foreign_work(model: nn.Module, reach: Reach, width: int, micro_batch: Any, times: Any) -> Work:

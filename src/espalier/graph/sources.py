@@ -7,9 +7,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 from espalier import recipe as config
-from espalier.graph import debian_packages, edge_lists, import_graph, ogb, planetoid, pyg, synthetic, wordnet
+from espalier.graph import (
+    debian_packages,
+    edge_lists,
+    import_graph,
+    ogb,
+    partition_folder,
+    planetoid,
+    pyg,
+    synthetic,
+    wordnet,
+)
 from espalier.graph.data import Graph, targeted
-from espalier.mechanisms.halo_exchange import partition_folder
 from espalier.recipe import Data, data_path
 from espalier.recipe.cache_dir import cache_folder
 from espalier.recipe.errors import UserError, nearest

@@ -16,7 +16,7 @@ from espalier.graph.base import Kept, MessageBlock, Rows, dense, joined
 from espalier.graph.data import Array, Graph
 from espalier.graph.gnn import Gnn, Layer
 from espalier.graph.neighbor_sampler import ALL, Drawn, NeighborSampling, Sampler, Style
-from espalier.mechanisms.pattern_attention.model import GraphTransformer
+from espalier.graph.network import GraphNetwork, quantizers_of
 from espalier.recipe.errors import UserError
 
 MOST = 1 << 31
@@ -24,11 +24,7 @@ MOST = 1 << 31
 
 
 MESSAGES = "messages_over_ranks"
-"""Attribute of a foreign network that runs over parts: its `foreign_halo.Messages`."""
-
-
-QUANTIZED = "quantization"
-"""Attribute of a network with quantizers: its `quantization.Quantization`."""
+"""Attribute of a foreign network that runs over parts: its `foreign_network.Messages`."""
 
 
 class SubgraphBatch(NamedTuple):
@@ -98,15 +94,12 @@ class View:
 
 
 def forward(model: nn.Module, features: Tensor, blocks: tuple[MessageBlock, ...]) -> Tensor:
-    """What `model` says of the last block's targets. Transformers and foreign networks get the first block's edges."""
-    if isinstance(model, Gnn):
-        return model(features, blocks)
-    quantizers: Any = getattr(model, QUANTIZED, None)
+    """What `model` says of the last block's targets. Foreign networks get the first block's edges."""
+    quantizers = quantizers_of(model)
     if quantizers is not None:
         features = quantizers.enters(blocks[0], features)
-    if isinstance(model, GraphTransformer):
-        answers: Tensor = model(features, blocks[0])
-        return answers[: blocks[-1].targets]
+    if isinstance(model, GraphNetwork):
+        return model.answers(features, blocks)
     first = blocks[0]
     messages: Any = getattr(model, MESSAGES, None)
     with nullcontext() if messages is None else messages.over(first.halo):
@@ -151,9 +144,9 @@ def infer(model: nn.Module, view: View, layers: int | None = None) -> Tensor:
     parameter = next(model.parameters())
     placed: dict[str, Any] = {"device": parameter.device, "dtype": parameter.dtype}
     if view.graph.partition is not None:
-        from espalier.mechanisms.halo_exchange import part_inference
+        from espalier.graph import part_inference
 
-        if getattr(model, QUANTIZED, None) is not None:  # packages are of all nodes
+        if quantizers_of(model) is not None:  # packages are of all nodes
             return infer(model, View(part_inference.whole_graph(view.graph), view.style, view.depth), layers)
         where = view.graph.partition.folder, view.graph.partition.ranks
         if isinstance(model, Gnn):
@@ -178,7 +171,7 @@ def _in_pieces(model: Gnn, at: int, view: View, rows: Rows) -> Rows:
     assert isinstance(layer, Layer)
     parameter = next(model.parameters())
     placed: dict[str, Any] = {"device": parameter.device, "dtype": parameter.dtype}
-    if (quantizers := getattr(model, QUANTIZED, None)) is not None:
+    if (quantizers := quantizers_of(model)) is not None:
         quantizers.pack(layer, rows, placed)
     room = max(1, MOST // (4 * max(layer.inputs, layer.outputs)))
     made: list[Rows] = []

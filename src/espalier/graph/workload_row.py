@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 from torch import nn
 
-from espalier.graph import kept_graph
+from espalier.graph import kept_graph, lookup, partition_folder
 from espalier.graph.answers import lines
 from espalier.graph.gnn import Gnn
 from espalier.graph.graph_classification import GraphTask
 from espalier.graph.link_prediction import LinkTask
+from espalier.graph.network import quantizers_of
 from espalier.graph.node_classification import NodeTask
 from espalier.graph.subgraphs import infer
 from espalier.graph.workload import GraphWorkload, open_graph
-from espalier.mechanisms.few_bits import packed_run, quantization
-from espalier.mechanisms.halo_exchange import part_inference, partition_folder
 from espalier.parallel.workload import PackStart, Shard, Workload
-from espalier.recipe import HaloOptions, Recipe, cache_dir, data_hash
+from espalier.recipe import Recipe, cache_dir, data_hash
 from espalier.recipe.errors import UserError
 from espalier.recipe.graphs import Batches, with_batches
-from espalier.recipe.units import show_size
-from espalier.train.workload_row import Answer, EnergyTables, Opening, Profile, Row, Sampling
+from espalier.train.workload_row import Answer, Opening, Profile, Row, Sampling
 from espalier.train.wrap_policy import profile
 
 LIBRARIES = 45 * 2**20
@@ -88,9 +85,9 @@ def _pairs(task: LinkTask, text: str | None) -> list[tuple[int, int]]:
 def _open(recipe: Recipe, opening: Opening) -> GraphWorkload:
     if recipe.graph is not None and recipe.graph.fanout == "auto":  # what its plan weighs drawn batches against
         recipe = with_batches(recipe, Batches())
-    kept = None
-    if opening.kept is not None:
-        kept = packed_run.with_features(kept_graph.read(opening.kept), opening.kept.parent)
+    kept = None if opening.kept is None else kept_graph.read(opening.kept)
+    if opening.kept is not None and recipe.quant is not None:
+        kept = lookup.named(f"{lookup.PACKED}:with_features")(kept, opening.kept.parent)
     if kept is not None and not opening.reads:
         graph = kept.graph if kept.whole else kept.outlined()
         made = GraphWorkload(recipe, graph, opening.folder, links=kept.links)
@@ -102,7 +99,7 @@ def _open(recipe: Recipe, opening: Opening) -> GraphWorkload:
 
 def _freeze(workload: Workload, folder: Path) -> None:
     assert isinstance(workload, GraphWorkload)
-    packed_run.freeze(workload, folder, workload.graph)
+    workload.freeze(folder, workload.graph)
 
 
 def _pack(workload: Workload, shards: Sequence[Shard], packing: PackStart) -> None:
@@ -128,60 +125,19 @@ def _contents(recipe: Recipe, workload: Workload) -> Mapping[str, str]:
 def _profile(recipe: Recipe, opened: Callable[[], Workload]) -> Profile:
     workload = opened()
     assert isinstance(workload, GraphWorkload)
-    found = profile(workload, workload.anatomy, workload.decisions())
-    stored = workload.stored_features() if recipe.store is not None else None
-    options, task, whole = workload.recipe.graph, workload.task, None
-    assert options is not None
-    if options.halo is None and isinstance(task, NodeTask) and not task.fanout:
-        whole = WholeGraph(workload)
-    return replace(found, loaded=LIBRARIES, stored=stored, halos=workload.halos(), whole_graph=whole)
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class WholeGraph:
-    """A graph that each rank passes over in every step, and that `[graph.halo]` could cut into a part for each."""
-
-    workload: GraphWorkload
-
-    def __repr__(self) -> str:
-        """All that a plan depends on."""
-        return f"WholeGraph({self.workload.fingerprint()})"
-
-    def cut(self) -> GraphWorkload | None:
-        """The same in parts; None where cutting it for a plan would take long, or cannot be done."""
-        from espalier.mechanisms.halo_exchange.halo_parallel import LARGE
-
-        workload, options = self.workload, self.workload.recipe.graph
-        assert options is not None
-        if workload.graph.edges > LARGE:
-            return None
-        asked = msgspec.structs.replace(options, halo=HaloOptions())
-        try:
-            made = GraphWorkload(msgspec.structs.replace(workload.recipe, graph=asked), workload.graph)
-            made.halos()
-        except UserError:  # a network that cannot be cut
-            return None
-        return made
+    model = profile(workload, workload.anatomy, workload.decisions())
+    return replace(model, loaded=LIBRARIES, facts=workload.batching.facts())
 
 
 def _cut(workload: Workload, shares: Sequence[int], folder: Path) -> None:
-    from espalier.mechanisms.halo_exchange.halo_parallel import Halos
-
     assert isinstance(workload, GraphWorkload)
-    options, halos = workload.recipe.graph, workload.halos()
-    assert options is not None
-    if not isinstance(halos, Halos) or options.inductive:
-        raise UserError(
-            "This recipe trains on the whole graph.",
-            do="[graph.halo], a network such as sage or your own, without graph.inductive",
-        )
-    halos.write(folder, shares)
+    workload.batching.write_parts(folder, shares)
 
 
 def _answer(workload: Workload, model: nn.Module, text: str | None, sampling: Sampling) -> Answer:
     assert isinstance(workload, GraphWorkload)
     task = workload.task
-    if (bits := quantization.quantization_of(model)) is not None:
+    if (bits := quantizers_of(model)) is not None:
         bits.packed = next(model.parameters()).device.type == "cpu"
     if text is None and isinstance(task, NodeTask):  # one by one: there may be more than memory holds
         each = task.each(model, range(workload.graph.items))
@@ -194,7 +150,7 @@ def _embeddings(workload: Workload, model: nn.Module, folder: Path) -> str:
     """`embeddings.npy`, float32 [nodes, width], and `names.txt`: of links what is multiplied, of nodes what the last
     layer reads."""
     assert isinstance(workload, GraphWorkload)
-    if isinstance(workload.task, GraphTask) or not isinstance(model, Gnn) or workload.stored is not None:
+    if isinstance(workload.task, GraphTask) or not isinstance(model, Gnn) or workload.recipe.store is not None:
         raise UserError(
             "This run has no embeddings to export.",
             why="they are of nodes, of our own networks, of a graph in memory",
@@ -215,42 +171,18 @@ def _embeddings(workload: Workload, model: nn.Module, folder: Path) -> str:
     return f"numpy.load({str(folder / 'embeddings.npy')!r})  # float32 {list(shape)}"
 
 
-def _energy(workload: Workload, model: nn.Module) -> EnergyTables:
-    from espalier.graph import energy
-
-    assert isinstance(workload, GraphWorkload)
-    if workload.graph.partition is not None:
-        workload = GraphWorkload(workload.recipe, part_inference.whole_graph(workload.graph), workload.folder)
-    parts = energy.parts(workload, model)
-    assert isinstance(model, Gnn)
-    what = f"an inference of all {workload.graph.nodes:,} nodes"
-    try:
-        results = energy.accelerators(workload, model)
-    except UserError as error:
-        return EnergyTables(what, parts, [(error.what, ("why", "what to do"), [(error.why, error.do)])])
-    best = results[0]
-    rows = [
-        (one.name, f"{one.cycles:,.0f}", show_size(one.bytes), f"{one.row_hits:.0%}", f"{1e6 * one.joules:.3g} µJ",
-         f"{one.cycles / best.cycles:.2f}", f"{one.bytes / best.bytes:.2f}", f"{one.joules / best.joules:.2f}")
-        for one in results
-    ]  # fmt: skip
-    columns = ("accelerator", "cycles", "DRAM", "row hits", "energy", "x cycles", "x DRAM", "x energy")
-    title = "Simulated on the trained network; the others in fp32 (espalier_accelerators.simulator)"
-    return EnergyTables(what, parts, [(title, columns, rows)])
-
-
 ROW = Row(
     open=_open,
     profile=_profile,
     contents=_contents,
     reading="Reading the graph",
     answer=_answer,
-    exports={"embeddings": _embeddings, "packed": packed_run.write},
+    exports={"embeddings": _embeddings, "packed": lookup.calling(f"{lookup.PACKED}:write")},
     freeze=_freeze,
     evaluates=True,
     lacks=kept_graph.lacks,
     pack=_pack,
-    energy=_energy,
+    energy=lookup.calling(lookup.ENERGY),
     cut=_cut,
-    packed=packed_run.load,
+    packed=lookup.calling(f"{lookup.PACKED}:load"),
 )

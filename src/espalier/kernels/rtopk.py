@@ -15,30 +15,11 @@ from torch import Tensor
 
 from espalier.kernels.base import operation
 from espalier.recipe.errors import UserError
-from espalier.recipe.records import Record
 
 if TYPE_CHECKING:
     from jaxtyping import Int, Shaped
 
 Found = tuple[Tensor, Tensor]
-
-RECORD = Record(
-    name="rtopk",
-    title="RTop-K: the k largest of every row by bisecting a threshold",
-    aliases=("rtop-k", "row-wise top-k", "maxk", "maxk-gnn"),
-    paper="ICLR 2025, arXiv 2409.00822 (MaxK-GNN: ASPLOS 2024, arXiv 2312.08656)",
-    question="How is one operation made fast?",
-    files=("kernels/rtopk.py", "kernels/rtopk_cpu.py", "kernels/rtopk_gpu.py"),
-    chosen="top-k over many short rows: sparse codecs, MaxK activations, routing",
-    cost="rows * width * (steps + 2) elements read from cache, width from memory; 4 to 5 steps for normal rows, on the "
-    "packed candidates alone from a width of 1024 on",
-    law="the multiset of values equals torch.topk's for every input, ties, infinities and NaNs included",
-    law_test="tests/kernels/test_rtopk.py::test_fast_form_finds_the_values_of_torch_topk",
-    bench="bench/rtopk.py",
-    state="works",
-    remark="on CPUs with AVX2 or AVX-512; the Triton form is 1.4 to 7.4 times as fast as torch.topk on an H100",
-    gpu="NVIDIA H100, November 2026",
-)
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Dtypes of the fast forms, by the number that their kernels know them by."""

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from espalier.language import gpt, hf, moe
+from espalier.language import gpt
 from espalier.language.operation_counts import DecoderLoad
 from espalier.language.tokenizer import Tokenizer
 from espalier.parallel.attend import Where
 from espalier.parallel.sequence_slots import SequenceSlots, shares_of
 from espalier.parallel.workload import Pieces, Plain, Role, Shard, Skeleton
 from espalier.recipe import Gpt, Moe, Recipe
-from espalier.recipe.cost import Work
+from espalier.recipe.cost import Anatomy, Work
 from espalier.recipe.decoder_shapes import sizes
 from espalier.recipe.errors import UserError
 
@@ -74,6 +74,8 @@ class DecoderWorkload(Plain):
         """The decoder, initialised from the seed or from `model.initial` (a Llama-format folder)."""
         model = new_model(self.options, self.recipe.train.seed, device)
         if self.options.initial is not None:
+            from espalier.language import hf
+
             hf.load_into(model, Path(self.options.initial))
         return model.to(dtype)
 
@@ -82,6 +84,8 @@ class DecoderWorkload(Plain):
         model, seed = new_model(self.options, self.recipe.train.seed, torch.device("meta")), self.recipe.train.seed
         model.rotation.to_empty(device="cpu")
         if self.options.initial is not None:
+            from espalier.language import hf
+
             return Skeleton(model, hf.weights_of(model, Path(self.options.initial)))
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
 
@@ -97,6 +101,8 @@ class DecoderWorkload(Plain):
         if self.options.initial is None:
             return []
         try:
+            from espalier.language import hf
+
             return hf.notes(self.options.initial)
         except UserError:  # of a run that goes on from a checkpoint: the weights may be gone
             return []
@@ -137,8 +143,8 @@ class DecoderWorkload(Plain):
 
     def work(self, micro_batch: Any, recompute: str, precision: str) -> Work:
         """See the model's own `work`."""
-        kind = moe if isinstance(self.options, Moe) else gpt
-        return kind.work(DecoderLoad(sizes(self.options), self.sequence, micro_batch, recompute, precision)).whole
+        load = DecoderLoad(sizes(self.options), self.sequence, micro_batch, recompute, precision)
+        return work_of(self.options)(load).whole
 
 
 def _check_vocabulary(tokenizer: Tokenizer, options: Gpt | Moe) -> None:
@@ -151,10 +157,24 @@ def _check_vocabulary(tokenizer: Tokenizer, options: Gpt | Moe) -> None:
         )
 
 
+def work_of(options: Gpt | Moe) -> Callable[[DecoderLoad], Anatomy]:
+    """What counts the work of a decoder of `options`."""
+    if isinstance(options, Gpt):
+        return gpt.work
+    from espalier.language import moe
+
+    return moe.work
+
+
 def new_model(options: Gpt | Moe, seed: int, device: torch.device) -> gpt.GPT:
     """The decoder of resolved `options`; its weights are filled from `seed` unless `device` is meta."""
+    make = gpt.GPT
+    if isinstance(options, Moe):
+        from espalier.language import moe
+
+        make = moe.MOE
     with torch.device(device):
-        model = moe.MOE(options) if isinstance(options, Moe) else gpt.GPT(options)
+        model = make(options)
     if device.type != "meta":
         gpt.initialise(model, seed)
     return model

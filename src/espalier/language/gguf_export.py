@@ -21,8 +21,6 @@ from espalier.recipe.decoder_shapes import DecoderSizes
 from espalier.recipe.errors import UserError
 from espalier.recipe.foreign_files import decoded
 
-FORMS = {"gguf": "F16", "gguf-q8_0": "Q8_0", "gguf-q4_0": "Q4_0"}
-"""What `espalier export --to` calls each type of matrices."""
 _BLOCK = 32
 """Columns that share a scale in Q8_0 and Q4_0."""
 _PROBE = 32

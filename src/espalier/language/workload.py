@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from espalier.language import generate, gpt, mixture, row_files, token_store
+from espalier.language import gpt, mixture, row_files, token_store
 from espalier.language.decoder_workload import DecoderWorkload, RowBatch, TokenWindows
 from espalier.language.tokenizer import Tokenizer, kept_tokenizer
 from espalier.parallel.workload import Progress, Shard, to_device
@@ -123,6 +123,8 @@ class LanguageWorkload(DecoderWorkload):
             start = [boundary, *(int(token) for token in self.tokenizer.encode(prompt.encode()))]
         else:
             start = self._read_held_out(0, 1)[0, :32].tolist()
+        from espalier.language import generate
+
         fresh = generate.generate(model, torch.tensor(start), tokens=200, temperature=0.8, top_k=40, seed=1)
         return [Text(self.tokenizer.decode([token for token in (*start, *fresh) if token not in ends]))]
 

@@ -27,8 +27,8 @@ from espalier.plan.axes.placement_plan import Spread, codecs, factors
 from espalier.plan.base import Plan
 from espalier.recipe import Adamw, Module, Recipe, Train
 from espalier.recipe.errors import UserError
-from espalier.train import mechanisms
 from espalier.train import rank_spec as launch
+from espalier.train import table
 
 TIMEOUT = 60.0
 """Seconds any wait for another rank may take."""
@@ -95,7 +95,7 @@ def apply(
 def refuse(plan: Plan) -> None:
     """Raises UserError for a plan that `espalier train` would not run either, or that changes a model's inside."""
     recipe = Recipe(model=Module(build=""), train=Train(optimizer=Adamw()))  # the caller's own take their place
-    found = mechanisms.refusal(recipe, plan, mechanisms.APPLIED)
+    found = table.refusal(recipe, plan, table.APPLIED)
     if not plan.executable or found is not None:
         raise UserError(
             f"This plan cannot be applied: {plan.missing if found is None else found.reason}.",

@@ -3,7 +3,16 @@
 Loads no torch.
 """
 
-from espalier.ops.diagnosis import diagnose
+from typing import Any
+
 from espalier.ops.taxonomy import Diagnosis, EvidenceLine, restart_helps
 
 __all__ = ["Diagnosis", "EvidenceLine", "diagnose", "restart_helps"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "diagnose":
+        from espalier.ops.diagnosis import diagnose
+
+        return diagnose
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -52,7 +52,7 @@ def _made(entry: object, place: str) -> Incident:
 
 
 def with_incident(diagnosis: Diagnosis, lines: Mapping[int, str], known: Sequence[Incident]) -> Diagnosis:
-    """`diagnosis`, which knows no reason, with the reason of the `known` incident that the last `lines` read like."""
+    """`diagnosis`, which knows no reason, with that of the `known` incident that the last of `lines` read like."""
     incident = explained("\n".join(list(lines.values())[-READ:]), known)
     if incident is None:
         return diagnosis

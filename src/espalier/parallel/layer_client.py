@@ -59,9 +59,6 @@ class LayerClient(Protocol):
         """Ends step `step`: one update with the gradient times `scale` and the learning rate times `rate`. `following`:
         the rate expected of the next step, which the nodes may then take while its gradients still come, and undo."""
 
-    def skip(self, step: int) -> None:
-        """Drops the gradients of step `step`, which is then done again."""
-
     def settle(self, step: int) -> None:
         """Returns when the nodes' files hold the state of `step` steps."""
 

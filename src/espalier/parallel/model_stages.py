@@ -304,5 +304,5 @@ def no_pieces(model: nn.Module) -> UserError:
     return UserError(
         f"{type(model).__name__} cannot be cut into stages.",
         why="it is no nn.Sequential, and nothing says which of its modules come one after the other",
-        do="return `pieces` from model.build (docs/pipelines.md shows how), or plan.pin.pp=1",
+        do="return `pieces` from model.build (src/espalier/mechanisms/pipeline/README.md shows how), or plan.pin.pp=1",
     )

@@ -39,7 +39,7 @@ class Schedule(Protocol):
 
 
 class Window(Protocol):
-    """The layers of a model of which some are here at a time (see `mechanisms.optimizer_node.window.LayerWindow`)."""
+    """The layers of a model of which some are here at a time (see `train.layer_window.LayerWindow`)."""
 
     uses: Sequence[Sequence[int]]
     """Of each piece of the model, the layers that it uses."""

@@ -11,10 +11,10 @@ from importlib import import_module
 from typing import Any
 
 _HOME = {
-    "Calibration": "espalier.plan.calibrate",
+    "Calibration": "espalier.plan.calibration",
     "Estimate": "espalier.train.library_request",
-    "Measurement": "espalier.plan.calibrate",
-    "calibrate": "espalier.plan.calibrate",
+    "Measurement": "espalier.plan.calibration",
+    "calibrate": "espalier.plan.calibration",
     "estimate": "espalier.train.library_request",
     "place": "espalier.mechanisms.unequal_pipelines.flashflex",
     "waves": "espalier.mechanisms.task_waves.spindle",

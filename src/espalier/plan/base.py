@@ -270,6 +270,18 @@ class Predicted(PlanStruct, frozen=True):
         held, away = self.memory_bytes, self.waiting_bytes
         return {kind: held.get(kind, 0.0) + away.get(kind, 0.0) for kind in ("params", "optimizer")}
 
+    def longer(self, term: str, seconds: float) -> Predicted:
+        """A step that takes so many seconds more, for what `term` names."""
+        step = self.step_seconds + seconds
+        share = self.step_seconds / step
+        return self.changed(
+            step_seconds=step,
+            tokens_per_second=self.tokens_per_second * share,
+            tokens_per_second_per_device=self.tokens_per_second_per_device * share,
+            mfu=self.mfu * share,
+            terms={**self.terms, term: seconds},
+        )
+
 
 class RunnerUp(PlanStruct, frozen=True):
     """A plan not taken, and what it loses."""
@@ -338,6 +350,11 @@ class Plan(PlanStruct, frozen=True):
     def trainers(self) -> tuple[int, ...]:
         """Indices of the ranks that compute the loss."""
         return tuple(index for index, rank in enumerate(self.ranks) if rank.role == "trainer")
+
+    @property
+    def step_seconds(self) -> float:
+        """Of a step, as predicted; 0 where nothing is."""
+        return self.predicted.step_seconds if self.predicted is not None else 0.0
 
     @property
     def staged(self) -> bool:

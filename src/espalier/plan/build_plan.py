@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from espalier.machine.cluster import Place
-from espalier.plan import collective_time, device_model, explain
-from espalier.plan.axes import optimizer_node
+from espalier.plan import choice, collective_time, device_model, explain
 from espalier.plan.axes.experts import placed
 from espalier.plan.axes.offload import NODE
 from espalier.plan.base import Exchange, Plan, Predicted, Rank, Stage, Unit
-from espalier.plan.calibrate import DATASHEET, Calibration, own_stack
+from espalier.plan.calibration import DATASHEET, Calibration, own_stack
 from espalier.plan.collective_time import seats
-from espalier.plan.estimate import Shares, estimate
+from espalier.plan.layout_estimate import Shares, estimate
 from espalier.plan.layouts import stage_layers
 from espalier.plan.request import Request, exchanges
 from espalier.plan.search import Found, Option
@@ -27,12 +24,9 @@ def make(request: Request, found: Found, option: Option, calibration: Calibratio
     # Of the first ranks; other groups are alike, `tp` apart. Muon's matrices stay whole.
     sizes = {"params": layout.params, "grads": layout.grads, "optimizer": layout.optimizer}
     groups = {name: tuple(range(0, size * layout.tp, layout.tp)) if size > 1 else () for name, size in sizes.items()}
-    return Plan(
+    plan = Plan(
         planner="search",
-        ranks=(
-            *(trainers := _ranks(request, option)),
-            *(_serving(request, option, predicted, trainers) if request.offload == NODE else ()),
-        ),
+        ranks=_ranks(request, option),
         units=(
             Unit(
                 params=groups["params"],
@@ -59,8 +53,6 @@ def make(request: Request, found: Found, option: Option, calibration: Calibratio
         prefetch=explain.prefetch(request, option),
         bucket=explain.bucket(request, option),
         micro_batch=int(min(layout.micro_batch, max(_samples(request, option)))),
-        layer_window=optimizer_node.WINDOW if request.offload == NODE else 0,
-        node_link=_node_link(request, option, predicted) if request.offload == NODE else 0.0,
         recompute="none" if request.offload.parameters != "device" else layout.recompute,
         precision=request.precision,
         compile=request.compile,
@@ -72,6 +64,9 @@ def make(request: Request, found: Found, option: Option, calibration: Calibratio
         ),
         runners_up=tuple(explain.runners_up(request, found, option)),
     )
+    for each in choice.asked(request, option.cluster):
+        plan = each.placed(plan, request, option)
+    return plan
 
 
 def predict(request: Request, option: Option, calibration: Calibration) -> Predicted:
@@ -124,20 +119,6 @@ def _spread(request: Request, held: Sequence[Sequence[int]]) -> list[str]:
         f"Experts are spread over groups of {len(held)} ranks ({told} each{pinned}). Messages are priced for even "
         f"routing.{' Ranks that compute or send faster hold more.' if unlike else ''}"
     ]
-
-
-def _serving(request: Request, option: Option, predicted: Predicted, trainers: Sequence[Rank]) -> Iterator[Rank]:
-    """The processes that hold the model for the trainers."""
-    on = collective_time.fleet(option.cluster, int(option.layout.world), option.layout.threads)
-    several = [node for node, count in Counter(one.node for one in trainers).items() if count > 1]
-    sites = several if optimizer_node.summed(request, on, predicted.terms) else []
-    return optimizer_node.ranks(request, option.cluster, option.nodes, sites)
-
-
-def _node_link(request: Request, option: Option, predicted: Predicted) -> float:
-    on = collective_time.fleet(option.cluster, int(option.layout.world), option.layout.threads)
-    found = float(optimizer_node.rates(on, on.kinds[0], optimizer_node.summed(request, on, predicted.terms)).link)
-    return found if math.isfinite(found) else 0.0
 
 
 def _samples(request: Request, option: Option) -> list[int]:

@@ -16,7 +16,7 @@ from espalier.machine.cluster import Cluster
 from espalier.plan import base as plans
 from espalier.plan import executable
 from espalier.plan.base import Plan
-from espalier.plan.calibrate import Calibration
+from espalier.plan.calibration import Calibration
 from espalier.plan.request import AUTO, Request
 from espalier.recipe.cache_dir import cache_folder, hashed, write_atomic
 from espalier.recipe.cost import WHOLE
@@ -39,9 +39,10 @@ def key(
         code: says which code decides.
         trials: what was measured of candidates of this request; None: nothing is to be measured.
     """
-    called = ("anatomy", "refuses", "with_sequence", "with_adapters")
+    called = ("anatomy", "refuses", "with_sequence", "with_adapters", "recipe")
     plain = [part.name for part in fields(request) if part.name not in called]
     asked = {name: repr(getattr(request, name)) for name in plain}
+    asked["model"] = repr(request.recipe.model) if request.recipe is not None else ""
     asked["refuses"] = repr([executable.refusal(request, **{axis: 2}) for axis in executable.AXES])
     # Code of the user's own may say what a sample costs: its answers count, not its name.
     precision = "fp32" if request.precision == AUTO else request.precision

@@ -17,7 +17,7 @@ from espalier.plan.axes.placement_plan import Prefetch
 from espalier.plan.base import RESIDENT, RunnerUp
 from espalier.plan.collective_time import gpus, seats
 from espalier.plan.cost_inputs import CostInputs
-from espalier.plan.estimate import samples_each
+from espalier.plan.layout_estimate import samples_each
 from espalier.plan.layouts import Layouts
 from espalier.plan.request import Request
 from espalier.plan.search import Found, Option

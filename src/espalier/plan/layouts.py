@@ -20,36 +20,6 @@ import numpy as np
 from espalier.plan.axes.placement import ShardFactors
 from espalier.plan.base import Layout, Placement
 from espalier.recipe.errors import UserError
-from espalier.recipe.records import Record
-
-RECORD = Record(
-    name="buff",
-    title="Buff (InternEvo): sequence, weights, pipeline and optimizer sharded on separate axes, with selective "
-    "overlap",
-    aliases=("internevo", "isp"),
-    paper="arXiv 2401.09149",
-    question="Who does what?",
-    files=(
-        "plan/search.py",
-        "plan/step_time.py",
-        "plan/memory_model.py",
-        "mechanisms/sharding/gather_hooks.py",
-        "mechanisms/tensor_parallel/layers.py",
-        "plan/axes/tensor.py",
-        "mechanisms/pipeline/pipeline.py",
-        "plan/axes/pipeline.py",
-    ),
-    chosen="long sequences on many ranks, when gathering weights hides behind compute better than moving activations",
-    cost="per layer max(compute, weight gathers) + 0.2*min of the two (overlap is not free) + all-to-alls of the "
-    "sequence, which gathers that begin with the block delay, + attention; step = micro-batches*layers + pipeline "
-    "bubble + gradient and parameter exchange",
-    law="the search over the grid finds the same plan as trying every point of it",
-    law_test="tests/plan/test_search.py::test_the_search_equals_brute_force",
-    bench="bench/buff.py",
-    state="works",
-    remark="gathers of weights begin where the planner finds it best, in all blocks alike; at 1,000 Mbit/s and on "
-    "loopback the first choice takes 31 and 11 % longer than the fastest layout (bench/choice.py)",
-)
 
 ALGORITHMS = ("data", "megatron", "fsp", "isp")
 """What tensor or sequence ranks do: nothing; Megatron's tensor and sequence parallelism; the same with only shards kept

@@ -65,6 +65,29 @@ def measured(
     )
 
 
+def seats(cluster: Cluster, plan: plans.Plan) -> list[Place]:
+    """Where each rank of a plan sits. Of several processors in one machine the fastest, in the cluster's order."""
+    places: list[Place] = []
+    taken: set[int] = set()
+    every = cluster.devices()
+    for rank in plan.ranks:
+        kind, _, slot = rank.device.partition(":")
+        fitting = [place for place in every if place.node == rank.node and place.table.device.kind == kind]
+        if kind == "cuda":
+            fitting = [place for place in fitting if place.slot == int(slot)]
+        else:
+            beside = sum(other.node == rank.node and other.device == "cpu" for other in plan.ranks)
+            fastest = sorted(fitting, key=lambda place: -max(place.table.device.flops.values()))[:beside]
+            fitting = [place for place in fitting if place in fastest and place.rank not in taken] or fitting
+        if not fitting:
+            raise UserError(
+                f"The cluster has no device {rank.device} on machine {rank.node}.", do="delete cluster.toml"
+            )
+        places.append(fitting[0])
+        taken.add(fitting[0].rank)
+    return places
+
+
 def _slower(link: Link, times: float) -> Link:
     return link.changed(bandwidth=link.bandwidth / times, latency=link.latency * times, launch=link.launch * times)
 

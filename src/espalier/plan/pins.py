@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from espalier.machine.cluster import Cluster
-from espalier.plan import device_model, executable
+from espalier.plan import choice, device_model, executable
 from espalier.plan.axes import offload
 from espalier.plan.collective_time import gpus
 from espalier.plan.layouts import divisors
@@ -40,16 +40,16 @@ def check(request: Request, cluster: Cluster) -> None:
             device_model.peak(devices[0], request.precision)  # raises UserError; those that have it do without the rest
         _check_devices(request, there)
         return
-    _check_ranks(request)
+    _check_ranks(request, cluster)
     for table in cluster.nodes:
         device_model.peak(table.device, request.precision)  # raises UserError where a processor has no such precision
 
 
-def _check_ranks(request: Request) -> None:
+def _check_ranks(request: Request, cluster: Cluster) -> None:
     """Whether there is something for each rank to train on."""
     pin = request.pin
-    if request.halos is not None:
-        _at_most("ranks", pin.ranks, request.global_batch, "training nodes of the graph")
+    for divided in filter(None, (each.divided(request) for each in choice.asked(request, cluster))):
+        _at_most("ranks", pin.ranks, request.global_batch, divided)
         return
     shared = (pin.tp or 1) * (pin.sp or (pin.hp or 1) * (pin.cp or 1)) * (pin.pp or 1)  # ranks that take one sample
     what = "samples of the global batch" + (f" x {shared} ranks that share each" if shared > 1 else "")

@@ -11,13 +11,15 @@ from collections.abc import Iterator
 from typing import Literal
 
 from espalier.machine.cluster import Cluster, Link, Node, Place
+from espalier.plan import choice as choices
 from espalier.plan.base import Plan, Predicted, Stage
+from espalier.plan.choice import Waits
 from espalier.recipe import units
 
 COMPUTING = ("forward", "backward", "recompute", "optimizer", "launch")
 """Terms of a step in which its devices compute; in the others they wait for links, or for one another."""
 FEATURES = "Features"
-"""How sentences about features on disk begin (`mechanisms.disk_batches.packed_features`)."""
+"""How sentences about features on disk begin (`mechanisms.disk_batches.choice`)."""
 SHOWN = 0.001
 """Share of a step below which a term is not worth a sentence."""
 
@@ -46,13 +48,9 @@ def _away(plan: Plan, predicted: Predicted, cluster: Cluster) -> Iterator[str]:
     tier = plan.offload.activations if tier == "device" else tier
     kinds = " and ".join(f"{_WORDS[kind]} ({units.show_size(size)})" for kind, size in away.items())
     slower = f"a step takes {units.show_seconds(predicted.terms.get('offload', 0.0))} longer"
-    if tier == "node":
-        nodes = [rank.node for rank in plan.ranks if rank.role == "optimizer"]
-        hold = "holds" if len(nodes) == 1 else "hold"
-        where = f"machine{'s' * (len(set(nodes)) > 1)} {', '.join(map(str, sorted(set(nodes))))}"
-        yield f"{units.plural(len(nodes), 'optimizer node')} on {where} {hold} {kinds} on disk; {slower}."
-        yield f"A rank pulls {plan.layer_window} layers at a time and pushes their gradients."
-        yield from _served(plan, predicted)
+    served = [sentence for choice in choices.of(plan) for sentence in choice.away(plan, kinds, slower)]
+    if served:
+        yield from served
         return
     each = max(Counter(rank.node for rank in plan.ranks).values()) * sum(away.values())
     where = "host memory"
@@ -61,29 +59,6 @@ def _away(plan: Plan, predicted: Predicted, cluster: Cluster) -> Iterator[str]:
         read, written = (units.show_size(speed) for speed in (disk.read, disk.write))
         where = f"disk ({disk.path}: {read}/s read, {written}/s written)"
     yield f"Of each rank {kinds} wait on {where}, {units.show_size(each)} of each machine; {slower}."
-
-
-def _served(plan: Plan, predicted: Predicted) -> Iterator[str]:
-    """The other processes that serve, why, and the bytes that they send over a link in a step."""
-    pushed = predicted.sent_bytes.get("gradients", 0.0)
-    sites = [one.node for one in plan.ranks if one.role == "aggregator"]
-    workers = Counter(plan.ranks[rank].node for rank in plan.trainers)
-    if sites:
-        count, where = max(workers[node] for node in sites), ", ".join(map(str, sites))
-        many = "s" * (len(sites) > 1)
-        yield (
-            f"An aggregator on machine{many} {where} adds up what {count} workers push and pulls once for all: "
-            f"{units.show_size(pushed)} of gradients leave a machine in a step, not "
-            f"{units.show_size(count * pushed)}."
-        )
-    standbys = [one.node for one in plan.ranks if one.role == "standby"]
-    if standbys:
-        sums = predicted.state_bytes["params"] / sum(one.role == "optimizer" for one in plan.ranks)
-        yield (
-            f"{units.plural(len(standbys), 'standby')} on machine{'s' * (len(set(standbys)) > 1)} "
-            f"{', '.join(map(str, sorted(set(standbys))))}: each is sent the sums of its node, "
-            f"{units.show_size(sums)} in a step, takes the same steps, and serves where the node is lost."
-        )
 
 
 _WORDS = {
@@ -96,8 +71,7 @@ def _headline(plan: Plan, predicted: Predicted, cluster: Cluster) -> str:
     splits = "/".join(str(layout.shard[name]) for name in ("params", "grads", "optimizer"))
     parts = [
         (layout.dp > 1, f"{layout.dp} replicas"),
-        (layout.waves > 0, f"{layout.waves} waves"),
-        (plan.outer is not None, f"rounds of {plan.outer.steps if plan.outer else 0} local steps"),
+        *((True, words) for choice in choices.of(plan) if (words := choice.part(plan))),
         (layout.tp > 1, f"matrices cut over {layout.tp}"),
         (layout.heads > 1, f"heads over {layout.heads}"),
         (layout.cp > 1, f"context over {layout.cp}"),
@@ -176,25 +150,25 @@ def _waits(plan: Plan, predicted: Predicted, cluster: Cluster) -> list[str]:
     return [first, *said]
 
 
-def _mechanisms(plan: Plan) -> Iterator[tuple[str, dict[str, str], list[tuple[int, ...]]]]:
+def _mechanisms(plan: Plan) -> Iterator[Waits]:
     """Each mechanism that waits for others: its name, its terms of a step in words, and ranks that exchange."""
     stages = plan.stages or (Stage(ranks=plan.trainers),)
     stage = stages[0]
     width = stage.tensor * stage.sequence
     cells = [one.ranks[first : first + width] for one in stages for first in range(0, len(one.ranks), width)]
     alike = [one.ranks[first::width] for one in stages for first in range(width)]
-    yield "Cutting matrices", {"tensor": "for exchanges of activations"}, cells
-    yield "Cutting sequences", {"sequence": "for exchanges in attention"}, cells
+    yield Waits("Cutting matrices", {"tensor": "for exchanges of activations"}, cells)
+    yield Waits("Cutting sequences", {"sequence": "for exchanges in attention"}, cells)
     unit = plan.units[0]
-    yield "Sharding", {"weights": "for gathers and scatters in every micro-batch"}, [unit.params or unit.grads]
-    yield "Sharding the optimizer", {"refresh": "for gathers of new parameters"}, [unit.optimizer]
-    yield "Summing gradients", {"all_reduce": "beyond what backward hides"}, alike
+    yield Waits("Sharding", {"weights": "for gathers and scatters in every micro-batch"}, [unit.params or unit.grads])
+    yield Waits("Sharding the optimizer", {"refresh": "for gathers of new parameters"}, [unit.optimizer])
+    yield Waits("Summing gradients", {"all_reduce": "beyond what backward hides"}, alike)
     waiting = {"pipeline": "to fill and drain", "send": "for messages"}
     columns = [
         column
         for number in dict.fromkeys(one.pipeline for one in stages)
         for column in zip(*(one.ranks[:: one.tensor] for one in stages if one.pipeline == number), strict=False)
     ]
-    yield f"The pipeline of {plan.layout.pp} stages", waiting, columns
-    replicas = plan.outer.replicas if plan.outer is not None else ()
-    yield "Agreeing by rounds", {"outer": "a step beyond what local steps hide"}, list(zip(*replicas, strict=True))
+    yield Waits(f"The pipeline of {plan.layout.pp} stages", waiting, columns)
+    for choice in choices.of(plan):
+        yield from choice.waits(plan)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from espalier.machine.cluster import Cluster, Device
 from espalier.plan import collective_time, device_model
 from espalier.plan.base import Plan
-from espalier.plan.estimate import price
+from espalier.plan.layout_estimate import price
 from espalier.plan.request import Request
 from espalier.plan.search import Found
 from espalier.recipe import units

@@ -12,18 +12,17 @@ import msgspec
 import numpy as np
 
 from espalier.machine.cluster import Cluster
-from espalier.mechanisms.unequal_pipelines import unequal
-from espalier.plan import collective_time, memory_model, pins, precision, search
+from espalier.plan import choice, collective_time, memory_model, pins, precision, search
 from espalier.plan.axes import offload
 from espalier.plan.base import RESIDENT
 from espalier.plan.collective_time import gpus, seats
 from espalier.plan.cost_inputs import CostInputs
-from espalier.plan.estimate import estimate, samples_each
 from espalier.plan.explain import label
+from espalier.plan.layout_estimate import estimate, samples_each
 from espalier.plan.layouts import Layouts
 from espalier.plan.request import Request
 from espalier.plan.search import Found, Option
-from espalier.recipe import Adapters, EveryStep, Pin, units
+from espalier.recipe import Adapters, Pin, units
 from espalier.recipe.errors import UserError
 
 MACHINE = 8
@@ -90,15 +89,8 @@ def _disk_too_small(request: Request, cluster: Cluster, nearest: Option, short: 
 def _resident(request: Request, cluster: Cluster) -> Iterator[str]:
     """The plan with nothing on disk, where there is one."""
     pin = msgspec.structs.replace(request.pin, offload="none")
-    if cost := _planned(replace(request, pin=pin, offload=RESIDENT), cluster):
+    if cost := planned(replace(request, pin=pin, offload=RESIDENT), cluster):
         yield f'plan.pin.offload="none" ({cost})'
-
-
-def of_rounds(error: DoesNotFit, request: Request, cluster: Cluster) -> DoesNotFit:
-    """The error when no replica fits beside what rounds keep, with the change that keeps nothing where it helps."""
-    cost = _planned(replace(request, sync=EveryStep()), cluster)
-    told = [f'sync.kind="every_step", which keeps no outer states ({cost})'] if cost else []
-    return DoesNotFit(error.what, why=error.why, do=SEPARATOR.join([*told, error.do]))
 
 
 def _no_layout(request: Request, cluster: Cluster) -> UserError:
@@ -164,8 +156,9 @@ Change = tuple[str, Callable[[Request], Request]]
 def cures(request: Request, cluster: Cluster, nearest: Option) -> list[str]:
     """Changes after which a plan fits, the cheapest first; each was planned. Last what only money helps with."""
     changes = [*_on_host(request, cluster), *_lifted(request), *_held_less(request, cluster)]
-    advice = [f"{words} ({cost})" for words, change in changes if (cost := _planned(change(request), cluster))]
-    advice = [*_unequal(request, cluster), *advice]
+    advice = [f"{words} ({cost})" for words, change in changes if (cost := planned(change(request), cluster))]
+    others = [cure for each in choice.asked(request, cluster) for cure in each.cures(request, cluster)]
+    advice = [*others, *advice]
     advice = [*_room_on_disk(request, cluster), *(advice or _together(request, cluster)), *_adapters(request, cluster)]
     if more := _more_devices(request, cluster):
         advice.append(more)
@@ -176,28 +169,17 @@ def cures(request: Request, cluster: Cluster, nearest: Option) -> list[str]:
     return advice
 
 
-def _unequal(request: Request, cluster: Cluster) -> Iterator[str]:
-    """Pipelines of unequal depth, where devices differ and the recipe keeps them out."""
-    asked = replace(request, pin=Pin(pipelines="unequal"))
-    if cluster.same_speed or not unequal.asked(request, cluster) or unequal.asked(asked, cluster):
-        return
-    if (made := unequal.best(asked, cluster)) is not None:
-        others = [name for name, _ in pins.given(request.pin) if name != "pipelines"]
-        out = f" and leave {', '.join(f'plan.pin.{name}' for name in others)} out" if others else ""
-        yield f'plan.pin.pipelines="unequal"{out} ({units.show_seconds(made[1].seconds)} a step)'
-
-
 def _room_on_disk(request: Request, cluster: Cluster) -> Iterator[str]:
     """What the disk lacks, where states could wait there."""
     if request.free is None or request.pin.offload not in (None, "disk"):
         return
     asked, found = search.anywhere(replace(request, free=None, offload=RESIDENT), cluster)
     if (best := found.best()) and (short := lacking_on_disk(replace(asked, free=request.free), best)):
-        cost = _planned(replace(request, free=None, offload=RESIDENT), cluster)
+        cost = planned(replace(request, free=None, offload=RESIDENT), cluster)
         yield f"free {units.show_size(short)} of the disk, or --run FOLDER on another one ({cost})"
 
 
-def _planned(request: Request, cluster: Cluster) -> str:
+def planned(request: Request, cluster: Cluster) -> str:
     """The seconds and bytes of the plan of `request`; empty where nothing fits."""
     request, found = search.anywhere(request, cluster)
     if (best := found.best()) is None:
@@ -265,7 +247,7 @@ def _adapters(request: Request, cluster: Cluster) -> Iterator[str]:
     for frozen in FROZEN:
         made = _taking(request.with_adapters(frozen), request, ASKED)
         words = 'tune.kind="lora"' + (f', tune.frozen="{frozen}"' if frozen != FROZEN[0] else "")
-        if cost := _planned(made, cluster):
+        if cost := planned(made, cluster):
             yield f"{words}: adapters beside the frozen weights of model.initial ({cost})"
             return
     if nearest := search.anywhere(made, cluster)[1].closest:
@@ -289,7 +271,7 @@ def _together(request: Request, cluster: Cluster) -> list[str]:
     made = request
     for word, change in _held_less(request, cluster):
         words, made = [*words, word], change(made)
-        if len(words) > 1 and (cost := _planned(made, cluster)):
+        if len(words) > 1 and (cost := planned(made, cluster)):
             return [f"{' and '.join(words)} ({cost})"]
     return []
 
@@ -301,22 +283,22 @@ def _more_devices(request: Request, cluster: Cluster) -> str:
     first, *others = cluster.nodes
     alone = first.count == 1 and not others
 
-    def planned(count: int, devices: int) -> str:
+    def grown_to(count: int, devices: int) -> str:
         more = msgspec.structs.replace(first, count=count, devices=devices, name="")
         grown = msgspec.structs.replace(cluster, nodes=(more, *others), between=cluster.between or first.inside)
-        return _planned(request, grown)
+        return planned(request, grown)
 
     for devices in range(first.devices + 1, MACHINE + 1) if alone else ():
-        if cost := planned(1, devices):
+        if cost := grown_to(1, devices):
             return f"{devices} {first.device.name} in the machine instead of {first.devices} ({cost})"
     each = max(first.devices, MACHINE) if alone else first.devices
     low, high = first.count, 2 * first.count
-    while not planned(high, each):
+    while not grown_to(high, each):
         low, high = high, 2 * high
         if high > MOST_MACHINES:
             return ""
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if planned(middle, each) else (middle, high)
+        low, high = (low, middle) if grown_to(middle, each) else (middle, high)
     name, now = first.device.name, f"{first.count * first.devices:,}"
     return f"{high * each:,} {name} in {units.plural(high, 'machine')} instead of {now}"

@@ -2,11 +2,10 @@
 
 After FlashFlex (arXiv 2409.01143), which plans for unequal devices, and Acme (arXiv 2403.07648), section 6.1. The
 search and the cost model are those of any plan: each rank becomes a device of its own, slowed by what was measured.
-Where we deviate: only data-parallel ranks of one machine, unequal pipelines (`replan_pipelines`) and waves of tasks
-(`replan_waves`); what slowness has
-nothing to do with (precision, micro-batch, recomputation, whether states are whole) stays as it was where that fits, so
-that only what was measured decides. Workers of optimizer nodes hold no state: they share the batch anew, on
-any machines, and nothing else changes.
+Where we deviate: only data-parallel ranks of one machine, and what a choice of the table plans anew itself (unequal
+pipelines, waves of tasks); what slowness has nothing to do with (precision, micro-batch, recomputation, whether states
+are whole) stays as it was where that fits, so that only what was measured decides. Workers of optimizer nodes hold no
+state: they share the batch anew, on any machines, and nothing else changes.
 """
 
 from __future__ import annotations
@@ -17,15 +16,13 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from espalier.machine.cluster import Cluster
-from espalier.mechanisms.task_waves import replan_waves
-from espalier.mechanisms.unequal_pipelines import replan_pipelines
 from espalier.plan import base as plans
-from espalier.plan import collective_time
+from espalier.plan import choice, collective_time
 from espalier.plan.base import Plan
-from espalier.plan.calibrate import Calibration
+from espalier.plan.calibration import Calibration
 from espalier.plan.compose import Claim
 from espalier.plan.decide import decide
-from espalier.plan.estimate import Shares, price
+from espalier.plan.layout_estimate import Shares, price
 from espalier.plan.layouts import of_view
 from espalier.plan.measured_cluster import Speeds, equalised, measured
 from espalier.plan.request import Request
@@ -61,14 +58,25 @@ class Replan:
 
 def cut(plan: Plan) -> bool:
     """Whether its ranks hold unlike parts of the model, cut by their speeds."""
-    return replan_pipelines.pipelined(plan) or bool(plan.waves)
+    return _replanner(plan) is not None
 
 
 def planned_work(request: Request, cluster: Cluster, plan: Plan) -> tuple[float, ...]:
     """Of each trainer, what it computes in a step as planned, in seconds of any unit; empty: all as much, by speed."""
-    if plan.waves:
-        return replan_waves.planned_work(plan)
-    return replan_pipelines.planned_work(request, cluster, plan) if replan_pipelines.pipelined(plan) else ()
+    replanner = _replanner(plan)
+    return () if replanner is None else replanner.planned_work(request, cluster, plan)
+
+
+def told(plans: Sequence[Plan]) -> str:
+    """What ranks of the first plan hold in a few words of whoever has planned one of `plans`; empty: nobody has."""
+    replanner = next((found for plan in plans if (found := _replanner(plan)) is not None), None)
+    return "" if replanner is None else replanner.told(plans[0])
+
+
+def _replanner(plan: Plan, request: Request | None = None) -> choice.Replanner | None:
+    """Who has cut the plan by speeds; None: nobody. `request`: whose parts may all be on one rank."""
+    made = (each.replanner for each in choice.of(plan, request))
+    return next((replanner for replanner in made if replanner is not None), None)
 
 
 def equal(plan: Plan) -> Speeds:
@@ -79,7 +87,7 @@ def equal(plan: Plan) -> Speeds:
 def speeds(request: Request, cluster: Cluster, plan: Plan, own: Sequence[float]) -> Speeds:
     """Of ranks that train and spend `own` seconds a step on their samples. Those that serve them count as equal."""
     if cut(plan):
-        return replan_pipelines.relative(own, planned_work(request, cluster, plan))
+        return _relative(own, planned_work(request, cluster, plan))
     ranks = [plan.ranks[rank] for rank in plan.trainers]
     each = [seconds / rank.samples for seconds, rank in zip(own, ranks, strict=True)]
     middle = statistics.median_low(each)
@@ -88,6 +96,14 @@ def speeds(request: Request, cluster: Cluster, plan: Plan, own: Sequence[float])
     for rank, ratio in zip(plan.trainers, ratios, strict=True):
         found[rank] = equalised(ratio)
     return Speeds(tuple(found))
+
+
+def _relative(own: Sequence[float], planned: Sequence[float]) -> Speeds:
+    """Of ranks that compute `own` seconds a step: over what the plan lets each compute, which differs, and over the
+    rank in the middle. A rank without work counts as equal."""
+    ratios = [taken / expected if expected > 0 else 0.0 for taken, expected in zip(own, planned, strict=True)]
+    middle = statistics.median_low([one for one in ratios if one > 0] or [0.0])
+    return Speeds(tuple(equalised(one / middle) if one > 0 and middle > 0 else 1.0 for one in ratios))
 
 
 def with_link(request: Request, cluster: Cluster, plan: Plan, found: Speeds, excess: float) -> Speeds:
@@ -106,10 +122,8 @@ def with_link(request: Request, cluster: Cluster, plan: Plan, found: Speeds, exc
 def seconds(request: Request, cluster: Cluster, plan: Plan, found: Speeds) -> float:
     """Of a step of `plan` with the shares it has, by the cost model at the speeds `found`: its slowest rank's. Of
     workers of optimizer nodes in units of a usual worker's sample: links are as before."""
-    if replan_pipelines.pipelined(plan):
-        return replan_pipelines.seconds(request, cluster, plan, found)
-    if request.parts:
-        return replan_waves.seconds(request, cluster, plan, found)
+    if (replanner := _replanner(plan, request)) is not None:
+        return replanner.seconds(request, cluster, plan, found)
     if _serving(plan):
         return max(found.slower[rank] * (plan.ranks[rank].samples) for rank in plan.trainers)
     threads = plan.ranks[0].threads
@@ -126,16 +140,9 @@ def plan_on(request: Request, cluster: Cluster, plan: Plan, kept: Sequence[int],
 
     Raises UserError where they cannot hold the run or share its batch.
     """
-    if plan.waves:
-        return replan_waves.plan_on(request, cluster, plan, kept, found)
-    sharing = len({*kept}.intersection(plan.trainers))
-    if not sharing or sharing > request.global_batch:
-        raise UserError(
-            f"A batch of {request.global_batch} samples cannot be shared by {sharing} ranks.",
-            do="train.batch_tokens as it is, on at least one rank",
-        )
-    if replan_pipelines.pipelined(plan):
-        return replan_pipelines.plan_on(request, cluster, plan, kept, found)
+    if (replanner := _replanner(plan)) is not None:
+        return replanner.plan_on(request, cluster, plan, kept, found)
+    check_sharing(request, plan, kept)
     if _serving(plan):
         return _shared(request, plan, kept, found)
     ranks = [plan.ranks[rank] for rank in kept]
@@ -161,6 +168,16 @@ def plan_on(request: Request, cluster: Cluster, plan: Plan, kept: Sequence[int],
         f"{units.plural(len(kept), 'rank')} cannot hold this run: {over} of memory is missing on each.",
         do="mend the place that was lost and run the same command, or a smaller model or micro-batch",
     )
+
+
+def check_sharing(request: Request, plan: Plan, kept: Sequence[int]) -> None:
+    """Raises UserError unless each of the ranks `kept` that train has a sample."""
+    sharing = len({*kept}.intersection(plan.trainers))
+    if not sharing or sharing > request.global_batch:
+        raise UserError(
+            f"A batch of {request.global_batch} samples cannot be shared by {sharing} ranks.",
+            do="train.batch_tokens as it is, on at least one rank",
+        )
 
 
 def options(request: Request, cluster: Cluster, plan: Plan, found: Speeds) -> list[Replan]:

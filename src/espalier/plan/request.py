@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from espalier.plan.axes.sharding import StateBytes
-from espalier.plan.base import RESIDENT, AdaptiveRule, Exchange, Offload, Plan
+from espalier.plan.base import RESIDENT, Exchange, Offload, Plan
 from espalier.plan.calibration_factors import PLAIN, CostFactors
 from espalier.plan.compose import Refusal
-from espalier.recipe import EveryStep, Pin, Sync
+from espalier.recipe import EveryStep, Pin, Recipe, Sync
 from espalier.recipe.cost import WHOLE, ModelCosts
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class Request(ModelCosts):
         saves: steps between checkpoints, or `auto`; None: who trains saves by other means. write_rate: bytes/s that a
             machine writes of them at most; None: any.
         copies: bytes that copies of the state may take of a machine's memory (`faults.memory`); 0: there are none.
-        rules: values that training changes by the recipe, whatever the plan.
+        recipe: whose choices the request is, where there is one: for systems that read options of their own.
         with_sequence: the same with so many tokens in a sample; None: they cannot be chosen.
         with_adapters: the same with adapters beside frozen weights (LoRA), which are stored as it is told
             (`config.Adapters.frozen`); None: the model cannot have them, or has them.
@@ -132,7 +132,7 @@ class Request(ModelCosts):
     saves: int | Literal["auto"] | None = None
     write_rate: float | None = None
     copies: int | Literal["auto"] = 0
-    rules: Sequence[AdaptiveRule] = ()
+    recipe: Recipe | None = None
     with_sequence: Callable[[int], Request] | None = None
     with_adapters: Callable[[Any], Request] | None = None
     refuses: Callable[[Plan], Refusal | None] | None = None

@@ -27,10 +27,10 @@ from espalier.plan import layouts as space
 from espalier.plan.axes import offload
 from espalier.plan.axes.sharding import exchanges, volumes
 from espalier.plan.base import RESIDENT
-from espalier.plan.calibrate import DATASHEET, LEAST, Calibration
+from espalier.plan.calibration import DATASHEET, LEAST, Calibration
 from espalier.plan.collective_time import gpus
 from espalier.plan.cost_inputs import CostInputs
-from espalier.plan.estimate import Shares, price, samples_each, slowest
+from espalier.plan.layout_estimate import Shares, price, samples_each, slowest
 from espalier.plan.layouts import ALGORITHMS, MODES, Layouts, Limits
 from espalier.plan.request import Request
 from espalier.plan.step_time import compute

@@ -29,7 +29,6 @@ from espalier.radiance.volume import RaySamples
 from espalier.radiance.voxels import VIEW, ColourNetwork
 from espalier.recipe import SpikingNerf, Voxels
 from espalier.recipe.cost import Product, Work
-from espalier.recipe.records import Record
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -328,28 +327,3 @@ def operations(options: Voxels, samples: float, rays: float, spikes: Tensor, hoi
 def accumulations(width: int, spikes: Tensor) -> Tensor:
     """One for each output of the layer after, of spikes [2] of both layers."""
     return spikes[0] * width + spikes[1] * 3
-
-
-RECORD = Record(
-    name="spikingnerf",
-    title="SpikingNeRF: spiking colour networks that take the samples along a ray as time steps",
-    aliases=("spiking-nerf", "spinerf"),
-    paper="Frontiers in Neuroscience 2025, arXiv 2309.10987",
-    question="How is a scene trained?",
-    files=("radiance/spikingnerf.py", "radiance/lif_cpu.py"),
-    chosen="model.kind = spikingnerf; never by itself, since it trades picture quality for energy",
-    cost="energy = 4.6 pJ * multiply-accumulates + 0.9 pJ * additions (45 nm), counted by operation: a model, not a "
-    "measurement",
-    law="the ragged scan equals the padded one spike for spike, and their gradients to 1e-6",
-    law_test="tests/radiance/test_spikingnerf.py::test_ragged_and_padded_scans_fire_the_same_spikes",
-    bench="bench/spikingnerf.py",
-    state="works",
-    remark="trained, resumed, shared by ranks and rendered like any workload, its energy told by `explain RUN "
-    "--energy`; with 128 neurons a colour network of spikes needs 72 % less energy by the paper's formula after "
-    "as many steps as a plain one, at its PSNR (76 % with `model.spike_penalty`, which on a second scene costs "
-    "0.8 dB, one seed), and 82 % after twice as many, part of it from fewer samples; the whole field needs 4 % less "
-    "with DRAM; quality is measured on two scenes with three seeds, on "
-    "fields that are not trained to their end; condensed time steps end no better than those with gaps; a "
-    "training step takes 1.1 times that of a plain network",
-    gpu="NVIDIA H100, November 2026",
-)

@@ -266,13 +266,7 @@ class ModelCosts:
         tensor: ranks that share a module's matrices by its own plan, as pinned; the search takes no other number.
         loaded: bytes of libraries that only this kind of workload loads, in host memory.
         frozen: bytes of weights that are not trained, on every rank and in no checkpoint; None: as parameters are.
-        stored: features that wait on disk (`mechanisms.disk_batches.cost.StoredFeatures`); None: there are none.
-        parts: of several tasks, what ranks can run apart, in waves; empty: nothing.
-        halos: of a graph that is cut over ranks (`mechanisms.halo_exchange.halo_parallel.Halos`,
-        `mechanisms.pattern_attention.token_parallel.TokenCut`);
-            None: none is.
-        whole_graph: where every rank passes over a whole graph that could be cut, what it would be cut
-            (`graph.workload_row.WholeGraph`); None: it is not so.
+        facts: what single systems are to know, by their names in `plan.choice`.
         sparse: bytes of a step's gradients over those of the same encoded by `comm.sparse`; 1: few are zero.
     """
 
@@ -291,8 +285,5 @@ class ModelCosts:
     tensor: int = 1
     loaded: int = 0
     frozen: int | None = None
-    stored: Any = None
-    halos: Any = None
-    whole_graph: Any = None
-    parts: tuple[PartCost, ...] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
     sparse: float = 1.0

@@ -462,6 +462,11 @@ class Batches(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     steps: int = 1
 
 
+def is_open(recipe: Any) -> bool:
+    """Whether the plan is to choose between the whole graph and drawn batches."""
+    return recipe.graph is not None and recipe.graph.fanout == "auto"
+
+
 def with_batches(recipe: Any, chosen: Batches) -> Any:
     """`recipe` as if `chosen` had been asked for. Its steps, and those between validations and checkpoints, are passes
     over the training nodes: they become as many times `chosen.steps`."""

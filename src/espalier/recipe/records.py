@@ -1,17 +1,20 @@
 """What each of the twenty systems is for, costs, obeys, and whether it works, and what the words of a plan mean:
 `espalier explain`, docs/systems.md.
 
-A system carries its record beside its code, as `RECORD = Record(...)` of plain literals. Records are read from the
-source text, so that explaining a system imports neither it nor torch.
+A system carries its record beside its code: `RECORD = Record(...)` of plain literals in a file named `record.py`, or
+`record_NAME.py` where the folder holds more than the system. Records are read from the source text, so that explaining
+a system imports neither it nor torch. What was measured and tried stands in docs/measured/NAME.md.
 """
 
 from __future__ import annotations
 
 import ast
+import textwrap
 import tomllib
-from functools import cache
+from collections.abc import Iterable, Iterator
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -19,39 +22,41 @@ from msgspec import Struct
 from espalier.recipe.errors import UserError, nearest
 
 _PACKAGE = Path(__file__).parents[1]
-_MARK = "RECORD = Record("
+WIDTH = 100
+"""Columns of an explanation."""
 
 
-class Record(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Record(Struct, frozen=True, order=True, forbid_unknown_fields=True, kw_only=True):
     """One system.
 
     Attributes:
         name, title, aliases: the file's name, the name people use with what it is, and other spellings.
         paper: authors or venue where known, and the arXiv id.
-        question: the folder's question that it answers.
-        files: where it lives or will live, below `src/espalier/`.
+        files: where it lives, below `src/espalier/`: its folder, then what it needs elsewhere.
         chosen: when the planner picks it.
         cost: the formula, in words and symbols.
         law: the equality it must obey; `law_test` is the test that shows it (`tests/path.py::test_name`).
         bench: the script that measures it beside its peers.
-        state: `works` (code, law and bench are there), `partly` or `not yet`; `remark` says what is there or missing.
-        gpu: when it last ran on a GPU, and on which.
+        headline: what the script measured, in a line; numbers with two decimals are ratios in its tables.
+        state: `works` (code, law and bench are there), or `partly: ` and what is missing.
+        limits: one line.
+        runs_on: what it was really run on, by date.
     """
 
     name: str
     title: str
     paper: str
-    question: str
     files: tuple[str, ...]
     chosen: str
     cost: str
     law: str
+    state: Annotated[str, msgspec.Meta(pattern="^(works|partly: .+)$")]
     aliases: tuple[str, ...] = ()
     law_test: str = ""
     bench: str = ""
-    state: Literal["works", "partly", "not yet"] = "not yet"
-    remark: str = ""
-    gpu: str = "never"
+    headline: str = ""
+    limits: str = ""
+    runs_on: str = ""
 
 
 class Word(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -64,6 +69,9 @@ class Word(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     page: str = ""
 
 
+Entry = TypeVar("Entry", bound=Record | Word)
+
+
 @cache
 def words() -> tuple[Word, ...]:
     """The words of plans."""
@@ -73,47 +81,41 @@ def words() -> tuple[Word, ...]:
 
 def word(name: str) -> Word | None:
     """The word of plans with this name in any of its spellings; None: there is none."""
-    spellings = {_plain(spelling): one for one in words() for spelling in (*one.aliases, one.name)}
-    return spellings.get(_plain(name))
+    return _by_spelling(words()).get(_plain(name))
 
 
-def read(package: Path) -> dict[str, Record]:
-    """All records of the package in folder `package`, by name."""
-    found = {}
-    for path in sorted(package.rglob("*.py")):
-        text = path.read_text(encoding="utf-8")
-        if text.startswith(_MARK) or f"\n{_MARK}" in text:
-            record = _record_in(text, path)
-            found[record.name] = record
-    return dict(sorted(found.items()))
+def read(package: Path) -> tuple[Record, ...]:
+    """All records of the package in folder `package`, in the order of their names."""
+    return tuple(sorted(record for path in package.rglob("record*.py") for record in _records_in(path)))
 
 
 @cache
 def all_records() -> tuple[Record, ...]:
-    """The records of this package, in the order of their names."""
-    return tuple(read(_PACKAGE).values())
+    """The records of this package."""
+    return read(_PACKAGE)
 
 
 def get(name: str) -> Record:
     """The record of `name` in any of its spellings. Raises UserError naming the nearest."""
-    spellings = {_plain(word): record for record in all_records() for word in (record.name, *record.aliases)}
-    record = spellings.get(_plain(name))
+    systems = _by_spelling(all_records())
+    record = systems.get(_plain(name))
     if record is None:
-        known = {_plain(spelling): one.name for one in words() for spelling in (*one.aliases, one.name)}
-        known |= {spelling: one.name for spelling, one in spellings.items()}
+        known: dict[str, Record | Word] = {**_by_spelling(words()), **systems}
         near = nearest(_plain(name), known)
         raise UserError(
             f"No system and no word of a plan is called {name!r}.",
-            why=f"systems are {', '.join(one.name for one in all_records())}; words are those that a plan prints",
-            do=f"espalier explain {known[near]}" if near else "espalier explain survey",
+            why=f"systems are {', '.join(system.name for system in all_records())}; words are those that a plan prints",
+            do=f"espalier explain {known[near].name}" if near else "espalier explain survey",
         )
     return record
 
 
 def explain(name: str) -> str:
-    """The record of `name` as lines for a terminal."""
+    """The record of `name` as lines of at most 100 columns."""
     record = get(name)
-    return "\n".join([record.title, *(f"  {key:9} {value}" for key, value in lines(record))])
+    wrap = partial(textwrap.fill, width=WIDTH, break_long_words=False, break_on_hyphens=False)
+    told = [wrap(text, initial_indent=f"  {key:9} ", subsequent_indent=12 * " ") for key, text in lines(record)]
+    return "\n".join([wrap(record.title), *told])
 
 
 def as_dict(record: Record | Word) -> dict[str, Any]:
@@ -123,30 +125,34 @@ def as_dict(record: Record | Word) -> dict[str, Any]:
 
 def lines(record: Record) -> list[tuple[str, str]]:
     """What people read of a record below its title: (heading, text)."""
-    files = ", ".join(f"src/espalier/{file}" for file in record.files)
     return [
         ("paper", record.paper),
-        ("question", f"{record.question} ({files})"),
+        ("code", "src/espalier/: " + ", ".join(record.files)),
         ("chosen", record.chosen),
         ("cost", record.cost),
-        ("law", f"{record.law} ({record.law_test or 'no test yet'})"),
-        ("bench", f"{record.bench}; its figures are in docs/systems.md" if record.bench else "none yet"),
-        ("state", f"{record.state}: {record.remark}" if record.remark else record.state),
-        ("GPU", record.gpu),
+        ("law", f"{record.law} ({record.law_test.partition('::')[0]})"),
+        ("measured", f"{record.headline} ({record.bench}, docs/measured/{record.name}.md)"),
+        ("state", record.state),
+        ("limits", record.limits),
+        ("runs on", record.runs_on),
     ]
+
+
+def _by_spelling(entries: Iterable[Entry]) -> dict[str, Entry]:
+    return {_plain(spelling): entry for entry in entries for spelling in (*entry.aliases, entry.name)}
 
 
 def _plain(name: str) -> str:
     return "".join(letter for letter in name.casefold().replace("+", "p") if letter.isalnum())
 
 
-def _record_in(text: str, path: Path) -> Record:
-    for node in ast.parse(text).body:
+def _records_in(path: Path) -> Iterator[Record]:
+    """The `RECORD = Record(...)` of literals in the file; nothing where there is none."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if (
             isinstance(node, ast.Assign)
             and isinstance(node.value, ast.Call)
             and ast.unparse(node.targets[0]) == "RECORD"
         ):
             table = {str(word.arg): ast.literal_eval(word.value) for word in node.value.keywords}
-            return msgspec.convert(table, Record)
-    raise AssertionError(f"{path}: RECORD is not a module-level Record(...) of literals")
+            yield msgspec.convert(table, Record)

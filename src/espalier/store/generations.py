@@ -164,7 +164,8 @@ class Generations(Closing):
         with self._lock:
             self.read_bytes += pages(size)
         if checksum(flat_bytes(buffer)[:size]) != expected:
-            raise damaged(self.path, name, f"its checksum does not match in step {self.step}", _GO_BACK)
+            step = f" in step {self.step}" if self.step >= 0 else ""
+            raise damaged(self.path, name, f"its checksum does not match{step}", _GO_BACK)
 
     def write(self, name: str, buffer: Tensor) -> None:
         """Writes the first bytes of `buffer` as `name`, in place of what was written since the last commit."""

@@ -191,9 +191,10 @@ def _open(recipe: Recipe, opening: Opening) -> MultitaskWorkload:
 def _profile(recipe: Recipe, opened: Callable[[], Workload]) -> Profile:
     workload = opened()
     assert isinstance(workload, MultitaskWorkload)
+    parts = workload.parts_of(recipe.plan.trial)
     return replace(
         profile(workload, workload.anatomy),
-        parts=workload.parts_of(recipe.plan.trial),
+        facts={"task_waves": parts} if parts else {},
         tokens_per_sample=float(sum(workload.batch)),
     )
 

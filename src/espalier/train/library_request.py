@@ -12,8 +12,8 @@ from espalier.machine import cluster as clusters
 from espalier.machine.cluster import Cluster
 from espalier.plan import pins as pinned
 from espalier.plan.base import Layout, Predicted
-from espalier.plan.calibrate import DATASHEET, Calibration, own_stack
-from espalier.plan.estimate import estimate as priced
+from espalier.plan.calibration import DATASHEET, Calibration, own_stack
+from espalier.plan.layout_estimate import estimate as priced
 from espalier.plan.layouts import of_view
 from espalier.plan.reference_models import ReferenceDecoder
 from espalier.plan.request import Request

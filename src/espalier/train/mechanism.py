@@ -1,4 +1,4 @@
-"""A mechanism: one answer to one question of a plan, as `compose` orders it and `train.trainer.build` applies it.
+"""A mechanism: one answer to one question of a plan, as `compose` orders it and `train.build` applies it.
 
 Mechanisms meet in a `Build`, never in one another: each takes from it what earlier ones have left there, and leaves
 there what it makes.
@@ -76,7 +76,6 @@ class Build:
     optimizer: Optimizer | None = None
     schedule: Schedule | None = None
     agreement: Agreement | None = None
-    mechanisms: tuple[Mechanism, ...] = field(default=())
     folder: Path | None = None
     meters: dict[str, Callable[[], Any]] = field(default_factory=dict)
     decisions: list[Decisions] = field(default_factory=list)

@@ -20,7 +20,7 @@ from espalier.optim.base import Optimizer, names_of, owned_by
 from espalier.parallel.workload import Phase, Workload
 from espalier.recipe import Muon, Recipe
 from espalier.recipe.errors import UserError
-from espalier.train.mechanisms import DTYPES
+from espalier.train.build import DTYPES
 from espalier.train.run_folder import RunFolder
 
 

@@ -11,12 +11,11 @@ import torch
 
 from espalier.parallel.tensor_roles import OWN_PLAN, check_ranks
 from espalier.parallel.workload import Workload
-from espalier.plan.base import AdaptiveRule
 from espalier.plan.request import Request
-from espalier.recipe import Adapters, Gpt, GraphTransformer, Lora, Moe, Muon, Recipe, decoder_shapes, units
+from espalier.recipe import Adapters, Gpt, Lora, Moe, Muon, Recipe, decoder_shapes, units
 from espalier.recipe.cost import Anatomy, Cut, ModelCosts, Product, Work
 from espalier.recipe.errors import UserError
-from espalier.train import mechanisms, workload_registry
+from espalier.train import table, workload_registry
 from espalier.train.workload_row import tally
 from espalier.train.wrap_policy import running_of, sizes_of
 
@@ -64,21 +63,10 @@ def of_recipe(recipe: Recipe, workload: Callable[[], Workload] | None = None) ->
         copies="auto" if recipe.faults.memory == "auto" else units.size(recipe.faults.memory, "faults.memory"),
         sizes=sizes,
         running=_running_bytes(counted.running, train.precision),
-        rules=_attention_rules(recipe),
+        recipe=recipe,
         **_variants(recipe, opened, profile.heads),
-        refuses=partial(mechanisms.refusal, recipe),
+        refuses=partial(table.refusal, recipe),
     )
-
-
-def _attention_rules(recipe: Recipe) -> tuple[AdaptiveRule, ...]:
-    """Of edges that training steps of a graph transformer leave out."""
-    if not isinstance(recipe.model, GraphTransformer):
-        return ()
-    from espalier.mechanisms.pattern_attention.reformation import FIRST, LEVEL_RULE, LEVELS, SIGNAL, bound
-
-    if bound(recipe) is None:
-        return ()
-    return (AdaptiveRule(name=LEVEL_RULE, start=FIRST, low=0, high=LEVELS - 1, signal=SIGNAL),)
 
 
 def _expert_parameters(recipe: Recipe) -> float:

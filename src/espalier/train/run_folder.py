@@ -3,7 +3,7 @@
 run.toml  run.json  cluster.toml  plan.json  data.json  preprocessing/  events.jsonl  report.html  checkpoints/  logs/
 
 `run.json` says which run it is: the id drawn at the first start (`checkpoint.run_identity`), which every checkpoint and
-export names, and the seal of the places in its recipe (`cli.run_places`).
+export names, and the seal of the places in its recipe (`cli.run_trust`).
 
 The folder can be copied: what preprocessing decided of the data (tokenizer, classes, splits) is in `preprocessing/`, so
 that predictions and exports need nothing else; paths to the data are absolute.

@@ -1,7 +1,4 @@
-"""The training loop, and the only place where parts are wired together. One loop for every workload.
-
-`build` shows the order in which the mechanisms of a plan wrap a model; `Trainer.run` is the whole run, top to bottom.
-"""
+"""The training loop, one for every workload: `Trainer.run` is the whole run, top to bottom."""
 
 from __future__ import annotations
 
@@ -12,16 +9,13 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from espalier import comm
 from espalier.checkpoint import save_and_restore as checkpoints
-from espalier.checkpoint.all_names import OwnNames
-from espalier.checkpoint.base import Stateful
 from espalier.checkpoint.in_memory import Memory, take_up
 from espalier.checkpoint.save_interval import Pace
 from espalier.comm.base import Meter, Traffic, traffic
@@ -29,69 +23,21 @@ from espalier.kernels import accelerator
 from espalier.machine import malloc_trim
 from espalier.machine.peak_memory import memory_of
 from espalier.optim import schedules
-from espalier.optim.base import Optimizer
-from espalier.parallel.agreement import AgreedStep, Agreement
+from espalier.parallel.agreement import AgreedStep
 from espalier.parallel.mesh import REPLICA, ProcessMesh
-from espalier.parallel.schedule import Schedule
-from espalier.parallel.sharding import Sharding
 from espalier.parallel.workload import Shard, to_device
 from espalier.recipe.errors import Anomaly, EspalierError, Interrupted, PeerLost, UserError
-from espalier.store.artifacts import Artifact
-from espalier.train.mechanism import Build, Choose
-from espalier.train.mechanisms import TABLE, ordered
+from espalier.train.build import build
+from espalier.train.mechanism import Choose
 from espalier.train.rank_setup import RankSetup
 from espalier.train.rollback import Healing, numbered
 from espalier.train.signal_handling import handling
+from espalier.train.table import TABLE, ordered
+
+if TYPE_CHECKING:
+    from espalier.store.artifacts import Artifact
 
 _Result = TypeVar("_Result")
-
-
-class Built(NamedTuple):
-    """A model with everything its plan wraps round it."""
-
-    model: nn.Module
-    sharding: Sharding
-    optimizer: Optimizer
-    schedule: Schedule
-    agreement: Agreement
-    context: Build
-
-    def parts(self) -> Mapping[str, Stateful]:
-        """Everything that has state, by name."""
-        parts = self.sharding.parts(self.optimizer)
-        for mechanism in self.context.mechanisms:
-            parts = mechanism.state(self.context, parts)
-        return parts
-
-    def resumed(self) -> int | None:
-        """Steps of the state that a mechanism has taken up by itself; None: there is none."""
-        found = [mechanism.resumed(self.context) for mechanism in self.context.mechanisms]
-        return max((step for step in found if step is not None), default=None)
-
-    def recovered(self, error: Exception) -> int | None:
-        """The step to be made now, where a mechanism can go on after `error`; None: none can."""
-        found = (mechanism.recovered(self.context, error) for mechanism in self.context.mechanisms)
-        return next((step for step in found if step is not None), None)
-
-    def close(self) -> None:
-        """Ends what the mechanisms have begun."""
-        for mechanism in self.context.mechanisms:
-            mechanism.close(self.context)
-
-
-def build(setting: RankSetup, mesh: ProcessMesh, table: Sequence[Choose] = TABLE) -> Built:
-    """Wraps the workload's model in the mechanisms of the plan, in the order that `compose` finds."""
-    mechanisms = ordered(setting.recipe, setting.plan, table)
-    context = Build(setting.recipe, setting.plan, setting.workload, mesh, setting.device, mechanisms=mechanisms)
-    context.folder, context.reconnects = setting.folder, setting.place.pulse.reconnects
-    context.meters |= setting.workload.meters
-    for mechanism in mechanisms:
-        mechanism.wrap(context)
-    model, sharding, optimizer = context.model, context.sharding, context.optimizer
-    schedule, agreement = context.schedule, context.agreement
-    assert model is not None and sharding is not None and optimizer is not None, "a plan shards a model and moves it"  # noqa: PT018
-    assert schedule is not None and agreement is not None, "a plan has a schedule and an agreement"  # noqa: PT018
-    return Built(model, sharding, optimizer, schedule, agreement, context)
 
 
 class Trainer:
@@ -102,7 +48,7 @@ class Trainer:
         self.total, self.steps = setting.recipe.train.steps or 0, self.workload.phases()[-1].stop
         self.step = self.level = self.tokens = self.kept = 0
         self.mesh = ProcessMesh(setting.mesh, channel, setting.place.rank)
-        self.built = build(setting, self.mesh, table)
+        self.built = build(setting, self.mesh, ordered(setting.recipe, setting.plan, table))
         self.sent = Meter(channel)
         self.context = self.built.context.forward
         self.memory: Memory | None = None
@@ -329,6 +275,8 @@ class Trainer:
             most = most if most is None else max(most, self.workload.phases()[0].start)
             parts = self.parts()
             if self.setting.recipe.tasks:  # some may have come since, and others gone
+                from espalier.checkpoint.all_names import OwnNames
+
                 parts = {name: OwnNames(part) for name, part in parts.items()}
             loaded, self.source = take_up(self.memory, saved, parts, most)
         if loaded is not None:

@@ -35,18 +35,17 @@ from espalier.machine import malloc_trim, network_interface
 from espalier.machine.peak_memory import peak_memory
 from espalier.parallel.workload import to_device
 from espalier.plan import checkpoint_cost
-from espalier.plan.oom_advice import exhausted, is_exhausted
 from espalier.recipe import units
 from espalier.recipe.errors import UserError
 from espalier.track import events
 from espalier.track.decision_log import Decisions, Recorded, recorded
 from espalier.train import rank_spec as launch
 from espalier.train import version_check
-from espalier.train.mechanisms import recovery
 from espalier.train.rank_setup import RankSetup
 from espalier.train.rejoin_signal import is_loss
 from espalier.train.rollback import Healing
 from espalier.train.signal_handling import handling
+from espalier.train.table import recovery
 from espalier.train.trainer import Trainer
 
 SAVING = timedelta(minutes=30)
@@ -136,6 +135,8 @@ def as_trainer(setting: RankSetup, channel: dist.ProcessGroup | None) -> dict[st
         with contextlib.closing(trainer.built):
             return live(trainer)
     except Exception as error:
+        from espalier.plan.oom_advice import exhausted, is_exhausted
+
         if not is_exhausted(error):
             raise
         raise exhausted(setting.plan, setting.place.rank, measured(trainer, setting)) from error

@@ -65,6 +65,7 @@ def condensed(request, monkeypatch):
     return request.param
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize("name", NETWORKS)
 def test_all_nodes_equal_inference_in_memory(world, name, condensed):
     graph, topology, features, folder = world

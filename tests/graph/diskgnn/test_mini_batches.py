@@ -67,9 +67,9 @@ def test_training_from_disk_is_training_in_memory_with_the_same_pool_bitwise(tmp
     plain, _ = losses(recipe_of(store), graph, micro_batch, pack=False)
     packed, workload = losses(recipe_of(store), graph, micro_batch)
     assert packed == plain
-    assert workload.stored.features.stats.batches >= STEPS
+    assert workload.batching.features.stats.batches >= STEPS
     without, _ = losses(recipe_of(), graph, micro_batch)
-    assert without[: workload.stored.pool_steps] == packed[: workload.stored.pool_steps]
+    assert without[: workload.batching.pool_steps] == packed[: workload.batching.pool_steps]
     assert without != packed  # later epochs draw anew, or in another order
 
 
@@ -155,8 +155,8 @@ def test_a_share_of_the_pool_is_drawn_anew_for_each_epoch(tmp_path):
     kept, workload = losses(recipe_of({"path": str(tmp_path), "memory": "1MiB"}, **steps), graph)
     fresh = recipe_of({"path": str(tmp_path), "memory": "1MiB", "resample": 0.5}, **steps)
     first, _ = losses(fresh, graph)
-    assert first[: workload.stored.pool_steps] == kept[: workload.stored.pool_steps]
-    assert first[workload.stored.pool_steps :] != kept[workload.stored.pool_steps :]
+    assert first[: workload.batching.pool_steps] == kept[: workload.batching.pool_steps]
+    assert first[workload.batching.pool_steps :] != kept[workload.batching.pool_steps :]
     assert len(first) == 16
     assert losses(fresh, graph)[0] == first  # from what was packed
 

@@ -79,15 +79,16 @@ def test_a_run_that_goes_on_takes_the_plan_that_it_began_with_whatever_is_measur
     monkeypatch.setattr(plan_choice, "seconds", lambda known, plan, *sizes: times.get(plan.name, 3.0))
     model = {"kind": "graph-transformer", "depth": 1, "width": 8, "heads": 2, "feed_forward": 8, "attention": "sparse"}
     began = GraphWorkload(recipe_of(model), made())
-    assert began.attention_plan[0] == "edge"
+    assert began.network.plan(began)[0] == "edge"
     (tmp_path / "kept").mkdir()
     workload_row._freeze(began, tmp_path / "kept")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
     times.update(edge=4.0)
-    assert GraphWorkload(recipe_of(model), made()).attention_plan[0] != "edge"
+    other = GraphWorkload(recipe_of(model), made())
+    assert other.network.plan(other)[0] != "edge"
     opening = Opening(kept=tmp_path / "kept", reads=False)
     again = workload_row._open(recipe_of(model), opening)
-    assert again.attention_plan[0] == "edge"
+    assert again.network.plan(again)[0] == "edge"
     assert "as when the run began" in again.decisions()[-1]
 
 

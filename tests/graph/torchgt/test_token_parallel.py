@@ -20,7 +20,7 @@ from espalier.mechanisms.pattern_attention.token_parallel import TokenPart, toke
 from espalier.plan import decide
 from espalier.recipe import defaults
 from espalier.recipe.errors import UserError
-from espalier.train import mechanisms, request_from_recipe
+from espalier.train import request_from_recipe, table
 
 MODEL = {"kind": "graph-transformer", "depth": 2, "width": 20, "heads": 5, "feed_forward": 16, "dropout": 0.0}
 OPTIONS = {
@@ -89,7 +89,7 @@ def test_bytes_of_a_step_are_those_of_the_plan_and_the_plan_says_what_each_rank_
 def test_no_more_ranks_are_planned_than_there_are_heads():
     recipe = recipe_of({**MODEL, "width": 8, "heads": 2}, {"halo": {}})
     with pytest.raises(UserError, match=r"model.heads = 2 cannot be computed by 3 ranks"):
-        mechanisms.ordered(recipe, plan_of(recipe, GraphWorkload(recipe, made()), (30, 60)))
+        table.ordered(recipe, plan_of(recipe, GraphWorkload(recipe, made()), (30, 60)))
     asked = request_from_recipe.of_recipe(recipe, lambda: GraphWorkload(recipe, made(nodes=600, edges=4000)))
     assert len(decide.decide(asked, machines(4, 10_000)).taken.trainers) <= 2
 

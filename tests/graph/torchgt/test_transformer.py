@@ -21,6 +21,7 @@ from espalier.graph.graph_classification import joined
 from espalier.graph.neighbor_sampler import Style
 from espalier.graph.workload import GraphWorkload
 from espalier.mechanisms.pattern_attention import encodings
+from espalier.mechanisms.pattern_attention.adapter import TransformerAdapter
 from espalier.mechanisms.pattern_attention.attention import attention
 from espalier.mechanisms.pattern_attention.model import GraphTransformer, Tokens, rebuilt, tokens_of
 from espalier.mechanisms.pattern_attention.pattern import Additions, Pattern, pattern
@@ -302,10 +303,8 @@ def test_a_local_model_begins_as_a_linear_map_and_training_leaves_its_layers_out
     model.options = msgspec.structs.replace(model.options, dropout=1e-12)
     changed = ((answers(model.train(), graph) - linear).abs() > 1e-9).any(1).float().mean()
     assert 0.02 < changed < 0.1
-    assert {id(layer.gates) for layer in model.layers} <= {
-        id(one)
-        for one in GraphWorkload.embeddings(None, model)  # type: ignore[arg-type]
-    }
+    embeddings = TransformerAdapter.embeddings(None, model)  # type: ignore[arg-type]
+    assert {id(layer.gates) for layer in model.layers} <= set(map(id, embeddings))
 
 
 def test_the_layers_of_a_local_model_learn():

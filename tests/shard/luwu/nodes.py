@@ -14,10 +14,10 @@ from torch import Tensor
 
 from espalier.mechanisms.optimizer_node.client import Client
 from espalier.mechanisms.optimizer_node.node import OptimizerNode
-from espalier.mechanisms.optimizer_node.state_file import DiskSums, Entries, fill, open_state, open_sums
+from espalier.mechanisms.optimizer_node.state_file import Entries, fill, open_state, open_sums
 from espalier.mechanisms.optimizer_node.wire import Address, Times
 from espalier.parallel.layer_client import Fill
-from espalier.plan.axes.node_layout import Chunk, Job, Layer
+from espalier.plan.axes.node_layout import Job, Layer
 from espalier.recipe import Adamw
 from espalier.store.generations import Generations
 
@@ -73,7 +73,7 @@ def again(start: Callable[[], OptimizerNode]) -> OptimizerNode:
             time.sleep(0.01)
 
 
-def on_disk(one: Job, folder: Path) -> tuple[Generations, DiskSums]:
+def on_disk(one: Job, folder: Path) -> tuple[Generations, Generations]:
     return open_state(folder, one, filler(one)), open_sums(folder, one)
 
 
@@ -151,13 +151,13 @@ class MemorySums:
     def __init__(self) -> None:
         self._kept: dict[str, Tensor] = {}
 
-    def read(self, chunk: Chunk, gradient: Tensor) -> None:
-        """See `state_file.DiskSums`."""
-        gradient.copy_(self._kept[chunk.name])
+    def read(self, name: str, buffer: Tensor, pending: bool = False) -> None:
+        """See `store.generations.Generations`."""
+        buffer[: self._kept[name].numel()].copy_(self._kept[name])
 
-    def write(self, chunk: Chunk, gradient: Tensor) -> None:
-        """See `state_file.DiskSums`."""
-        self._kept[chunk.name] = gradient.clone()
+    def write(self, name: str, buffer: Tensor) -> None:
+        """See `store.generations.Generations`."""
+        self._kept[name] = buffer.clone()
 
 
 class Plain:

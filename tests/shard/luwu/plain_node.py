@@ -96,9 +96,6 @@ class PlainClient:
             self.node.step = step + 1
         self.node.barrier.wait()
 
-    def skip(self, step: int) -> None:
-        self.node.barrier.wait()
-
     def settle(self, step: int) -> None:
         assert step == self.node.step
 

@@ -62,6 +62,7 @@ def trained(one: Job, addresses: list[Address], steps: int = 3) -> list[Tensor]:
     return results[0][0] + results[0][1]
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize("push", ["fp32", "int16", "int8", "int8:stochastic"])
 def test_sums_by_sites_are_bitwise_those_of_all_workers_at_the_node(push: str) -> None:
     one = job(workers=4, push=push)

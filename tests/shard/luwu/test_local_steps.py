@@ -99,6 +99,7 @@ def summed(one: Job, layer: int, parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(found)
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize("method", ["local_sgd", "slowmo", "diloco"])
 @pytest.mark.parametrize("weights", [(1.0,), (1.0, 0.5)])
 def test_rounds_at_a_node_are_those_of_one_process_to_the_last_bit(
@@ -151,6 +152,7 @@ def strike(worker: LocalSteps, where: str) -> None:
     setattr(owner, name, call)
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize(
     "where",
     ["move, after", "commit", "commit, after", "push", "_take"],

@@ -27,7 +27,7 @@ from espalier.parallel.layer_client import filler, layers_of
 from espalier.plan import base as plans
 from espalier.plan.axes.node_layout import Job, Layer
 from espalier.recipe import Recipe
-from espalier.train import mechanisms, trainer
+from espalier.train import table, trainer
 from espalier.train.mechanism import Build
 from espalier.train.rank_setup import RankSetup
 from espalier.train.rank_spec import RankSpec
@@ -77,9 +77,9 @@ def worker(asked: Recipe, how: plans.Plan, nodes: Nodes, rank: int = 0) -> train
     with pytest.MonkeyPatch.context() as patched:
         rows = tuple(
             choose if getattr(row, "function", "") == "choose" and row.module == "optimizer_node.mechanism" else row
-            for row in mechanisms.AWAY
+            for row in table.AWAY
         )
-        patched.setattr(mechanisms, "AWAY", rows)
+        patched.setattr(table, "AWAY", rows)
         return trainer.Trainer(setting, None)
 
 

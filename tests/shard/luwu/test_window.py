@@ -16,14 +16,14 @@ from espalier.language import hf
 from espalier.language.workload import open_language
 from espalier.machine import resource_limits
 from espalier.mechanisms.optimizer_node import mechanism as luwu
-from espalier.mechanisms.optimizer_node.window import window_size
 from espalier.parallel.layer_client import LayerClient, filler
 from espalier.plan import base as plans
 from espalier.plan.axes.node_cost import Layers, pulled_bytes, pushed_bytes
 from espalier.plan.axes.node_layout import Layer
 from espalier.recipe import Adamw, Recipe
 from espalier.recipe.errors import Anomaly, UserError
-from espalier.train import mechanisms, trainer
+from espalier.train import table, trainer
+from espalier.train.layer_window import window_size
 from espalier.train.mechanism import Build
 from espalier.train.rank_setup import RankSetup
 from espalier.train.rank_spec import RankSpec
@@ -71,11 +71,11 @@ class Run:
 
         rows = tuple(
             choose if getattr(row, "function", "") == "choose" and row.module == "optimizer_node.mechanism" else row
-            for row in mechanisms.AWAY
+            for row in table.AWAY
         )
         self.setting = RankSetup(recipe, how, workload, RankSpec(rank=rank, world=1))
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(mechanisms, "AWAY", rows)
+            patched.setattr(table, "AWAY", rows)
             self.trainer = trainer.Trainer(self.setting, None)
 
     def steps(self, count: int) -> list[tuple[float, float]]:

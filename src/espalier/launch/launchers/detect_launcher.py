@@ -23,7 +23,7 @@ def place(threads: int | None = None) -> RankSpec | None:
     """
     for launcher, variables in LAUNCHERS:
         if any(name in os.environ for name in variables):
-            found: RankSpec | None = import_module(f"espalier.launch.{launcher}").place(threads)
+            found: RankSpec | None = import_module(f"espalier.launch.launchers.{launcher}").place(threads)
             if found is not None:
                 return found
     return None

@@ -7,13 +7,16 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from espalier.launch.ranks import rank_process as ranks
 from espalier.launch.ranks.rank_process import Child
-from espalier.launch.resilience.restart_advice import Ruling
 from espalier.recipe.errors import EspalierError, Interrupted, PeerLost
 from espalier.train.failure import Failure, kind_of
 from espalier.train.rank_spec import RankSpec
+
+if TYPE_CHECKING:
+    from espalier.launch.resilience.restart_advice import Ruling
 
 _STACKS_SECONDS = 0.2
 """How long ranks may take to write where they are before a hang is ended."""

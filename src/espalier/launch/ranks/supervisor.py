@@ -14,26 +14,28 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from espalier.checkpoint import shared_memory, young_daly
 from espalier.checkpoint.shared_memory import SharedMemory
 from espalier.launch.ranks import agent as agents
-from espalier.launch.ranks import postmortem, store_server
+from espalier.launch.ranks import postmortem
 from espalier.launch.ranks import rank_process as ranks
 from espalier.launch.ranks.agent import Agent, Attempt, Clock, LocalAgent
 from espalier.launch.ranks.postmortem import Ended
 from espalier.launch.ranks.rank_process import Child
 from espalier.launch.ranks.resize import Reshaping, Resizer, RunShape
-from espalier.launch.resilience import restart_advice, stack_dump
 from espalier.launch.resilience.hang_detector import Stall, Watcher
 from espalier.launch.resilience.straggler import Stragglers
 from espalier.recipe.errors import Diverged, EspalierError, HostLost, Interrupted, RunFailed, UserError
 from espalier.train.failure import KINDS, Budget, Decision, Failure, kind_of
 from espalier.train.heartbeat import Pulses, Sign
 from espalier.train.rank_spec import Entrypoint, RankSpec
+
+if TYPE_CHECKING:
+    from espalier.launch.resilience.restart_advice import Ruling
 
 _HEARING_SECONDS = 1.0
 """How long to wait for the cause when a rank only knows that it lost another."""
@@ -82,8 +84,12 @@ def run(task: Entrypoint, places: Sequence[RankSpec], care: RestartOptions) -> l
     is not worth while, `Interrupted` when stopped by Ctrl-C, SIGTERM or SIGUSR1.
     """
     warm()
-    # Replicas that go on meet where they met before, also when the first of them is gone.
-    met = store_server.served() if care.stays == "rounds" else nullcontext(0)
+    met: AbstractContextManager[int] = nullcontext(0)
+    if care.stays == "rounds":
+        from espalier.launch.ranks import store_server
+
+        # Replicas that go on meet where they met before, also when the first of them is gone.
+        met = store_server.served()
     with met as port, agents.passing_on_signals() as signals:
         slots = shared_memory.slots(len(places))
         refuges = shared_memory.build(len(places), care.memory, slots) if care.memory != 0 else []
@@ -257,6 +263,8 @@ class Supervisor:
         signs = [sign for sign, place in zip(self.pulses.read(), self.places, strict=True) if place.role == "trainer"]
         if not all(sign.usual for sign in signs):
             return
+        from espalier.launch.resilience import restart_advice
+
         restart_advice.ready()  # a tenth of a second, while nothing waits for it
         back = self.agent.back()
         if back and not self.signals.seen and self.reshaping.joined(now, signs, back) is not None:
@@ -318,6 +326,8 @@ class Supervisor:
         if finding.kind == "stopped":
             what = f"Rank {rank} was stopped (SIGSTOP)."
         else:
+            from espalier.launch.resilience import stack_dump
+
             found = stack_dump.culprit(self.agent.stack_dumps())
             rank = found.rank if found else -1
             what = f"Rank {rank} hangs." if found else "The run hangs."
@@ -397,8 +407,10 @@ class Supervisor:
         self.budget = Budget(self.care.restarts)
         self.reshaping.took(shape)
 
-    def _examined(self, failure: Failure) -> restart_advice.Ruling:
+    def _examined(self, failure: Failure) -> Ruling:
         """What the failed rank's error, and what it wrote in this attempt, say of starting again."""
+        from espalier.launch.resilience import restart_advice
+
         if failure.kind == "replanned":
             return restart_advice.NOTHING
         found = restart_advice.of(failure, *self.logs.get(failure.rank, (None, 0)), nccl=self.spins)
@@ -446,7 +458,7 @@ class Supervisor:
             raise Interrupted("Stopped between two attempts; checkpoints made so far are kept.")
 
 
-def _named(failure: Failure, found: restart_advice.Ruling) -> Failure:
+def _named(failure: Failure, found: Ruling) -> Failure:
     return replace(failure, category=found.category, reason=found.reason, ground=found.ground)
 
 

@@ -18,43 +18,10 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from espalier.ops.taxonomy import HANG, LOSS_ANOMALY, NO_FAILURE, REASONS, UNKNOWN, Diagnosis
-from espalier.recipe.records import Record
 from espalier.train.failure import Failure, Ground
 
 if TYPE_CHECKING:
     from espalier.ops.root_cause import Cause
-
-RECORD = Record(
-    name="acme",
-    title="Acme: diagnosis of failures, recovery without people, and evaluation beside training",
-    aliases=("resilience", "decoupled evaluation"),
-    paper="Hu et al., NSDI 2024, arXiv 2403.07648",
-    question="What if something breaks?",
-    files=(
-        "launch/resilience/",
-        "ops/",
-        "evaluate/",
-        "launch/ranks/supervisor.py",
-        "launch/ranks/agent.py",
-        "train/rejoin_signal.py",
-        "comm/abort.py",
-    ),
-    chosen="every run that is started by our supervisor; evaluation apart from training when a validation takes longer "
-    "than the time between checkpoints allows",
-    cost="waste = stall / T + (T/2 + restart) / time between failures, least at T = sqrt(2 * stall * time between "
-    "failures)",
-    law="a run that is killed at any moment and recovers has the parameters and losses of the unbroken run; replicas "
-    "that agree by rounds excepted, which go on without the lost one's part of a round",
-    law_test="tests/launch/test_supervisor.py::test_whatever_happens_to_one_of_two_ranks_changes_no_bit",
-    bench="bench/acme.py",
-    state="works",
-    remark="failures are diagnosed from logs, and the jobs of a cluster characterised; checkpoints evaluated beside "
-    "training; recovery on one machine and over --hosts: deaths, hangs, stops, exceptions, cut links, hosts that are "
-    "lost and come back, states that no longer agree, anomalies of loss and gradient norm; copies in memory, on "
-    "another host where states are cut; ledger, diagnosis of each failure. Ranks that stay while another is replaced: "
-    "on processors. Fewer ranks or another plan: on one machine. Batch jobs of Slurm: a real one with two node "
-    "daemons, slow suite",
-)
 
 TAIL = 16 << 10
 """Bytes of the log that are looked at, the last ones: a traceback and what stands before it."""

@@ -27,37 +27,6 @@ from espalier.comm.codecs import AUTO, FAMILIES, MARGIN, SPARSE, codec
 from espalier.comm.compressed_collectives import PIECE
 from espalier.recipe.cost import in_turn
 from espalier.recipe.errors import UserError, nearest
-from espalier.recipe.records import Record
-
-RECORD = Record(
-    name="hybrid",
-    title="Hybrid compression: one codec and rate for each kind of traffic (MPC without loss, ZFP at a fixed rate)",
-    aliases=("hybrid-compression", "zhybrid", "mzhybrid", "zfp", "mpc"),
-    paper="Xu, Anthony, Zhou et al., CCGrid, arXiv 2409.02423",
-    question="What crosses the wire?",
-    files=(
-        "mechanisms/codecs/hybrid_compression.py",
-        "comm/compressed_collectives.py",
-        "mechanisms/codecs/lowbit.py",
-        "mechanisms/codecs/zfp.py",
-        "mechanisms/codecs/mpc.py",
-        "mechanisms/codecs/split.py",
-        "mechanisms/codecs/sparse.py",
-    ),
-    chosen="links between machines slower than the codec: min(coding, ratio * bandwidth) above 1.2 times the "
-    "bandwidth, with 1 / coding = 1 / encode + 1 / decode as measured by `espalier probe`",
-    cost="fixed rates: header and rate/32 of the float32 bytes exactly; MPC and split: by content, at most +3.1 %; "
-    "seconds = raw bytes / min(coding, ratio * bandwidth), since pieces are sent while others are encoded and decoded, "
-    "which one thread does in turn",
-    law="every lossless codec gives back every bit; ZFP's stream equals the reference's byte for byte; all ranks end "
-    "with the same bits; with error feedback the sum of what arrives is the sum of what was sent, less the residuals",
-    law_test="tests/comm/test_compressed_collectives.py::test_with_feedback_what_arrives_is_what_was_sent_less_the_residuals",
-    bench="bench/hybrid.py",
-    state="works",
-    remark="on processors, through Gloo and MPI; the kernels for GPUs of int8, int4, int1, ZFP and MPC were checked in "
-    "Triton's interpreter only, and with the other codecs GPU tensors cross by the host",
-    gpu="NVIDIA H100, November 2026",
-)
 
 BATCH = 0.01
 """Seconds of a batch of measured calls: several time slices of Linux's scheduler (3 ms)."""

@@ -10,15 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from espalier.mechanisms.halo_exchange.planned import seconds
 from espalier.plan.base import Plan
 from espalier.recipe import units
 from espalier.recipe.graphs import Batches, with_batches
-
-
-def is_open(recipe: Any) -> bool:
-    """Whether the plan is to choose."""
-    return recipe.graph is not None and recipe.graph.fanout == "auto"
 
 
 def _nothing(recipe: Any, plan: Plan) -> float | None:
@@ -43,7 +37,7 @@ def choose(
     both = [with_batches(recipe, one) for one in (Batches(), drawn)]
     whole, other = map(planned, both)
     measured = [tried(asked, plan) for asked, plan in zip(both, (whole, other), strict=True)]
-    one, each = measured if None not in measured else (seconds(whole), seconds(other))
+    one, each = measured if None not in measured else (whole.step_seconds, other.step_seconds)
     assert one is not None
     assert each is not None
     many, by = drawn.steps * each, "measured" if None not in measured else "by estimate"

@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from espalier import recipe as config
 from espalier.graph import subgraphs
 from espalier.graph.base import MessageBlock
+from espalier.graph.batching import Drawn
 from espalier.graph.condensed_file import Foretold
 from espalier.graph.data import Array, Graph
 from espalier.graph.gnn import Gnn
@@ -51,31 +52,14 @@ from espalier.parallel.workload import ALONE, PackStart, Progress, Shard, to_dev
 from espalier.recipe import units
 from espalier.recipe.cache_dir import cache_folder
 from espalier.recipe.errors import UserError
-from espalier.recipe.records import Record
-from espalier.store.artifacts import Table
+from espalier.store.artifacts import Artifact, Table
 from espalier.store.base import Rows
 from espalier.store.cost import PAGE, pages
 from espalier.store.extents import DamagedExtent
 from espalier.track.progress import Waiting
 
-RECORD = Record(
-    name="diskgnn",
-    title="DiskGNN: batches sampled ahead, their rows packed on disk, and read in order",
-    aliases=("disk-gnn", "packed batches", "out of core"),
-    paper="SIGMOD 2025, arXiv 2405.05231",
-    question="How is a graph trained?",
-    files=("mechanisms/disk_batches/",),
-    chosen="a recipe with a [store]: node features larger than the memory they may take, on a machine with a disk",
-    cost="per batch packed rows * row bytes / sequential bandwidth + shared pages / random bandwidth, behind the "
-    "compute of the batch before; one sequential pass over the features to pack",
-    law="rows from every tier are the graph's, and losses those of training in memory with the same pool, to the bit",
-    law_test="tests/graph/diskgnn/test_mini_batches.py::"
-    "test_training_from_disk_is_training_in_memory_with_the_same_pool_bitwise",
-    state="works",
-    remark="on processors; packing reaches 0.66 of the disk's sequential write, with its planning 0.48",
-    bench="bench/diskgnn.py",
-    gpu="NVIDIA H100, November 2026",
-)
+if TYPE_CHECKING:
+    from espalier.graph.workload import GraphWorkload
 
 HELD = 2
 """Steps whose features training holds: the one that it computes, and the next, which was handed over."""
@@ -225,18 +209,24 @@ def stored_features(
 # --- the batches of a run --------------------------------------------------------------------------------------------
 
 
-class RunBatches:
+class RunBatches(Drawn):
     """The mini-batches of a run whose recipe has a [store]. Has state: the packed set and its reader, once packed.
 
-    Step s trains on the batch of the pool that was drawn for step `drawn(s)`: in the first epoch that is s itself.
+    Step s trains on the batch of the pool that was drawn for step `drawn_step(s)`: in the first epoch that is s itself.
     """
 
-    def __init__(self, recipe: config.Recipe, task: NodeTask, global_batch: int) -> None:
+    task: NodeTask
+
+    def __init__(self, run: GraphWorkload) -> None:
+        super().__init__(run)
+        recipe, task = run.recipe, run.whole_task
         assert recipe.store is not None
         assert recipe.graph is not None
         self.store, self.fanouts, self.seed = recipe.store, recipe.graph.fanouts, recipe.train.seed
-        self.pool_steps, self.steps = -(-task.items // global_batch), recipe.train.steps or 0
-        self.task, self.memory = task, units.size(recipe.store.memory, "store.memory")
+        self.pool_steps, self.steps = -(-task.items // run.global_batch), recipe.train.steps or 0
+        self.memory = units.size(recipe.store.memory, "store.memory")
+        task.inference = self.infer
+        self.meters = {"store": self.moved}
         self.names_nodes = recipe.quant is not None
         self.features: TieredFeatures | None = None
         for view in (task.train, task.held):
@@ -247,17 +237,15 @@ class RunBatches:
         self._moved: dict[str, int] = {}
         self._batches: PackedBatches | None = None
         self._reader = threading.Lock()  # the trainer reads ahead in a thread of its own
-        self._order = lru_cache(2)(lambda epoch: batch_order(self.pool_steps, epoch, self.seed))
+        self._epoch_order = lru_cache(2)(lambda epoch: batch_order(self.pool_steps, epoch, self.seed))
 
-    def drawn(self, step: int) -> int:
+    def drawn_step(self, step: int) -> int:
         """The step that the batch of `step` was drawn for."""
         epoch, at = divmod(step, self.pool_steps)
-        return int(self._order(epoch)[at])
+        return int(self._epoch_order(epoch)[at])
 
-    def pack(
-        self, shards: Sequence[Shard], cut: Callable[[int, Shard], Sequence[Array]], packing: PackStart = ALONE
-    ) -> None:
-        """Packs the batches of all `shards` of this machine, or opens what is packed. `cut`: their targets by step."""
+    def pack(self, shards: Sequence[Shard], packing: PackStart = ALONE) -> None:
+        """Packs the batches of all `shards` of this machine, or opens what is packed."""
         if self.features is not None and tuple(self._cuts) == tuple(shards):
             return
         self.close()
@@ -265,7 +253,7 @@ class RunBatches:
         steps: list[int] = []
         for step in range(self.pool_steps):
             for shard in shards:
-                found = cut(step, shard)
+                found = self.cut(step, shard)
                 self._cuts[shard] = (len(seeds) - step * self._each, len(found))
                 seeds += found
                 steps += [step] * len(found)
@@ -288,10 +276,14 @@ class RunBatches:
             packing.waits,
         ).opened(packing.progress)
 
-    def batches(self, step: int, shard: Shard) -> list[SubgraphBatch] | None:
-        """The micro-batches of `step`; None where `shard` was not packed. Reads ahead from `step` on."""
+    def targets(self, step: int, shard: Shard) -> Array:
+        """Of the batch of the pool."""
+        return super().targets(self.drawn_step(step), shard)
+
+    def batches(self, step: int, shard: Shard) -> list[SubgraphBatch]:
+        """Of the pool; drawn anew where `shard` was not packed. Reads ahead from `step` on."""
         if self.features is None or shard not in self._cuts:
-            return None
+            return super().batches(self.drawn_step(step), shard)
         found = []
         with self._reader:
             for one in self._read(step, shard):
@@ -302,7 +294,16 @@ class RunBatches:
                     packed, batch = self.features.place(one.index)
                     blocks = named(blocks, packed.pool.nodes(batch))
                 found.append(SubgraphBatch(one.features, blocks, self.task.labels[one.sampled.seeds]))
-        return found
+        return [self.run.placed(batch) for batch in found]
+
+    def artifacts(self) -> Sequence[Artifact]:
+        """What was read from where."""
+        return [] if self.features is None else [self.table()]
+
+    def facts(self) -> Mapping[str, Any]:
+        """Features wait on disk."""
+        batch = self.run.global_batch, self.reach()[0].sources * self.run.global_batch
+        return {"disk_batches": stored_features(self.run.recipe, self.task, batch, self.run.bare())}
 
     def infer(self, model: nn.Module) -> Callable[[Array], Tensor]:
         """Node ids (int64) to their logits with all their neighbours: of all nodes by layers on disk, of few alone.
@@ -401,7 +402,7 @@ class RunBatches:
     def _entries(self, step: int, shard: Shard) -> Iterator[tuple[int, int]]:
         first, count = self._cuts[shard]
         for later in range(step, max(self.steps, step + 1)):
-            start = self.drawn(later) * self._each + first
+            start = self.drawn_step(later) * self._each + first
             yield from ((later // self.pool_steps, one) for one in range(start, start + count))
 
     def _stop(self) -> None:

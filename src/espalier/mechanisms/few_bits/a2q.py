@@ -27,11 +27,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from espalier.kernels.base import operation
+from espalier.kernels.step_codes import OCTAVE, STEPS, step_codes
 from espalier.mechanisms.few_bits.bit_allocator import (
     MOST,
-    OCTAVE,
     STEP_RATE,
-    STEPS,
     BitAllocator,
     Layer,
     RowIndex,
@@ -40,60 +39,12 @@ from espalier.mechanisms.few_bits.bit_allocator import (
     alone,
     largest_code,
     rounded,
-    step_codes,
     stored,
 )
 from espalier.recipe.errors import UserError
-from espalier.recipe.records import Record
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Integer, UInt8
-
-
-RECORD = Record(
-    name="a2q",
-    title="A2Q: a bit width and step size learned for every node",
-    aliases=("a-2q", "aggregation-aware quantization"),
-    paper="ICLR 2023, arXiv 2302.00193",
-    question="How few bits does a value need?",
-    files=(
-        "mechanisms/few_bits/a2q.py",
-        "mechanisms/few_bits/bit_allocator.py",
-        "mechanisms/few_bits/quantization.py",
-        "mechanisms/few_bits/quantized_networks.py",
-    ),
-    chosen='by the recipe, no plan does it: `quant.kind = "a2q"`, for graph models whose features, not weights, fill '
-    "memory or the wire; `quant.target`, bytes of codes, chooses the widths, and the plan tells both",
-    cost="bytes = sum over nodes of (columns * bits(node) + 12) / 8, 12 bits for bit-width and step; one more gradient "
-    "for step and bits per row",
-    law="unpacked codes times step equal the fake-quantized values bit for bit, for every width from 1 to 8",
-    law_test="tests/quant/test_a2q.py::test_unpacked_codes_times_steps_are_the_quantized_values_bit_for_bit",
-    bench="bench/a2q.py",
-    state="works",
-    remark="graph networks of every kind, transformers and one's own among them, train with learned widths under a "
-    "target, on whole graphs, parts over ranks, folders of parts, drawn neighbourhoods and graphs that are "
-    "classified whole; nodes that training has not seen take the nearest pairs; predictions read packed rows,"
-    " bit for bit those of training where edges have no weights (tests/graph/test_quantization.py), and "
-    "exports predict by themselves; over ranks rows cross as codes; on Cora, 64 columns, three seeds, the "
-    "local gradient is worth 1.0 points (without it the first gradient does not reach the step of 3 in 4 "
-    "nodes); means of 10 seeds and their standard errors: on Cora, 64 columns, a2q is level with fp32 (0.0 +-"
-    " 0.2) and 0.4 +- 0.4 above uniform 2-bit rows in a 17th and in 0.88 of their bytes, mega 0.1 +- 0.3 "
-    "below and 0.3 +- 0.5 above; 16 columns, a2q 0.4 +- 0.5 below fp32 in a 15th and 0.3 +- 0.5 above uniform"
-    " 2-bit rows; on CiteSeer, 16 columns, a2q 3.2 +- 0.8 below fp32 in a 16th, 0.4 +- 1.0 above uniform "
-    "2-bit rows and 1.9 +- 0.8 below Degree-Quant's, mega 7.0 +- 1.9 below fp32; 64 columns, a2q 1.1 +- 0.3 "
-    "and mega 1.6 +- 0.3 below in a 19th, level with uniform 2-bit rows in 0.86 of their bytes (half a point "
-    "was the goal); that it is more accurate than uniform rows of as many bytes is sure on Debian's packages "
-    "alone: 64 columns, 60 steps, not trained to the end, 3 seeds, 40.5 % against 33.3 in 1.07 times the "
-    "bytes, fp32 63.1; where the nodes of the test are hidden while training, three seeds, a2q 2.0 +- 1.0 and"
-    " mega 2.3 +- 1.3 below fp32 that is trained so; one step a layer learned from the task alone, as LSQ's "
-    "authors do (64 columns, 10 seeds): with 2 bits 1.4 and 2.1 points below a2q in 0.50 and 0.28 of its "
-    "bytes on Cora and CiteSeer, with 3 bits level with it (0.1 below, 0.2 above) in 1.7 and 1.4 times its "
-    "bytes; with 16 columns it is below `uniform`; a training step of GCN takes 1.5 to 1.9 times the CPU time"
-    " of fp32 at 30,000 nodes (1.5 was the goal) and 2.3 to 3.0 times at 3,000, and products of packed rows "
-    "are about as fast as torch.sparse where features fit the cache; PubMed is not measured, for want of its "
-    "features",
-    gpu="NVIDIA H100, November 2026",
-)
 
 
 class Rule(NamedTuple):

@@ -20,15 +20,14 @@ from torch import Tensor, nn
 
 from espalier.kernels.row_bits import row_bytes
 from espalier.kernels.row_widths import RowWidths
+from espalier.kernels.step_codes import OCTAVE, STEPS, step_codes
 from espalier.recipe.errors import UserError
 
 if TYPE_CHECKING:
-    from jaxtyping import Float, Float32, Int64, Shaped, UInt8
+    from jaxtyping import Float, Int64, Shaped, UInt8
 
 MOST = 8
 """Bits of a stored code at most."""
-OCTAVE = 8
-"""Steps between one and its double."""
 BIT_RATE, STEP_RATE, OWN_RATE = 1.0, 8.0, 0.5
 """How much faster than the weights widths and steps move; Adam moves every parameter by its rate, whatever the size of
 its gradient, so a factor on the parameter is one on the rate. All steps of a layer move together by STEP_RATE, since
@@ -44,18 +43,6 @@ fifteenth of the values."""
 GRADIENT = 1e-3
 """What gradients of widths and steps are multiplied by, which Adam does not see: thousands of them together would else
 be most of the norm by which all gradients are clipped."""
-
-
-def _steps() -> Tensor:
-    octaves, parts = np.divmod(np.arange(-128, 128), OCTAVE)
-    short = np.round(np.exp2(np.arange(OCTAVE) / OCTAVE) * 128) / 128
-    return torch.from_numpy(np.ldexp(short.astype(np.float32)[parts], octaves))
-
-
-STEPS: Float32[Tensor, " 256"] = _steps()
-"""The step of each step code, which is a byte: 2^((code - 128) / 8) to 8 binary digits, 1.5e-5 to 6e4. A code of 8 bits
-times a step is then a float32 without rounding, and so is every sum of codes of one step that is below 2^16: sums of
-quantized values are those of the integers, to the bit."""
 
 
 Total = Callable[[Tensor], Tensor]
@@ -103,11 +90,6 @@ class _Step(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         (step,) = ctx.saved_tensors
         return gradients[0] * step * math.log(2)
-
-
-def step_codes(logarithm: Shaped[Tensor, " entries"]) -> UInt8[Tensor, " entries"]:
-    """The step code of log2(step)."""
-    return ((logarithm * OCTAVE).round().clamp(-128, 127) + 128).to(torch.uint8)
 
 
 def rounded(bits: Tensor, signed: bool) -> Tensor:

@@ -20,24 +20,20 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from espalier.graph import kept_graph
-from espalier.graph.data import Graph
+from espalier.graph import part_inference
 from espalier.graph.kept_graph import KeptGraph
-from espalier.graph.link_prediction import LinkTask
 from espalier.graph.node_classification import NodeTask
 from espalier.graph.subgraphs import infer
 from espalier.graph.workload import GraphWorkload
+from espalier.kernels.step_codes import STEPS, step_codes
 from espalier.mechanisms.few_bits import quantization
 from espalier.mechanisms.few_bits.a2q import Coded, ColumnQuantizer, FeatureQuantizer
-from espalier.mechanisms.few_bits.bit_allocator import STEP_RATE, STEPS, NodeBits, step_codes
+from espalier.mechanisms.few_bits.bit_allocator import STEP_RATE, NodeBits
 from espalier.mechanisms.few_bits.mega import package_file
 from espalier.mechanisms.few_bits.mega.package import PackedRows, encode
-from espalier.mechanisms.halo_exchange import part_inference
-from espalier.mechanisms.pattern_attention import plan_choice
 from espalier.parallel.workload import Workload
-from espalier.recipe import GraphTransformer, MessagesModel, cache_dir, data_hash, recipe_file
+from espalier.recipe import cache_dir, data_hash, recipe_file
 from espalier.recipe.errors import UserError
-from espalier.recipe.import_function import keep_sources
 from espalier.recipe.units import show_size
 
 if TYPE_CHECKING:
@@ -52,14 +48,14 @@ def write(workload: Workload, model: nn.Module, folder: Path) -> str:
     assert isinstance(workload, GraphWorkload)
     found = quantization.quantization_of(model)
     task = workload.task
-    if found is None or not isinstance(task, NodeTask) or workload.stored is not None:
+    if found is None or not isinstance(task, NodeTask) or workload.recipe.store is not None:
         raise UserError(
             "This run has nothing to pack.",
             why="networks that were trained with [quant] to predict nodes of a graph in memory have",
             do="--to safetensors, or a run of a recipe with [quant]",
         )
     if workload.graph.partition is not None:
-        signs = workload.input_signs()
+        signs = workload.rounding.signs
         workload = GraphWorkload(workload.recipe, part_inference.whole_graph(workload.graph), workload.folder)
         workload.signs, task = signs, workload.whole_task
     with quantization.packing(found) as stored:
@@ -87,7 +83,7 @@ def write(workload: Workload, model: nn.Module, folder: Path) -> str:
         kept = place / "preprocessing"
         kept.mkdir()
         graph = workload.graph
-        freeze(workload, kept, replace(graph, features=np.zeros((graph.nodes, 0), np.float32)))
+        workload.freeze(kept, replace(graph, features=np.zeros((graph.nodes, 0), np.float32)))
         (kept / "hashes.json").write_text(json.dumps(data_hash.in_folder(kept)), encoding="utf-8")
 
     cache_dir.export(folder, PACKED, fill)
@@ -99,16 +95,6 @@ def write(workload: Workload, model: nn.Module, folder: Path) -> str:
         f"{PACKED} has {show_size(len(data))} where fp32 takes {show_size(floats)}: {told}\n"
         f"  espalier predict {folder} answers from it"
     )
-
-
-def freeze(workload: GraphWorkload, folder: Path, graph: Graph) -> None:
-    """Keeps in `folder` what a run on `graph` is opened with."""
-    links = workload.task.links if isinstance(workload.task, LinkTask) else None
-    kept_graph.write(folder, graph, links, workload.input_signs())
-    if isinstance(workload.recipe.model, MessagesModel):
-        keep_sources(workload.recipe.model.build, folder)
-    if isinstance(workload.recipe.model, GraphTransformer) and (plan := workload.attention_plan[0]):
-        (folder / plan_choice.KEPT).write_text(plan, encoding="utf-8")
 
 
 def with_features(kept: KeptGraph, folder: Path) -> KeptGraph:

@@ -20,28 +20,29 @@ from torch import Tensor, nn
 from espalier import recipe as config
 from espalier.comm.base import Traffic, traffic
 from espalier.graph.base import Aggregate, Forms, Kept, MessageBlock, Rows, dense
+from espalier.graph.batching import HeldRows
 from espalier.graph.coded_rows import Coding, RowSize, row_size
 from espalier.graph.gnn import Gnn, GraphAttention, Layer
-from espalier.graph.subgraphs import QUANTIZED, forward
+from espalier.graph.halo import Halo
+from espalier.graph.network import QUANTIZED
+from espalier.graph.subgraphs import forward
+from espalier.kernels.step_codes import STEPS, step_codes
 from espalier.mechanisms.few_bits import a2q
 from espalier.mechanisms.few_bits.a2q import ColumnQuantizer, FeatureQuantizer, Rule
 from espalier.mechanisms.few_bits.bit_allocator import (
     MOST,
     STEP_RATE,
-    STEPS,
     DegreeBits,
     MemoryTarget,
     NodeBits,
     RowIndex,
     Total,
     alone,
-    step_codes,
     stored,
 )
 from espalier.mechanisms.few_bits.mega.package import PackedRows, encode
 from espalier.mechanisms.few_bits.packed_spmm import PackedMatrix, packed_matmul
 from espalier.mechanisms.few_bits.quantized_graph import QuantizedGraph
-from espalier.mechanisms.halo_exchange.halo import Halo
 from espalier.recipe import units
 from espalier.store.artifacts import Curve, Table
 
@@ -64,7 +65,8 @@ class Quantization:
         stored: those packages by the name of what they are rows of, while `packed`.
         pieces: values of the rows that are read in pieces, and whose; see `pack`.
         part: of the graph, that this rank trains on; None: all of it.
-        entry: of features, in networks other than `Gnn`; now, rows: of the pass under way; ids, owned: see `holds`.
+        by_layer: layers round what they read, those of a `Gnn`.
+        entry: of features, in other networks; now, rows: of the pass under way; ids, owned: see `HeldRows`.
     """
 
     def __init__(self, options: config.Quant, told: QuantizedGraph) -> None:
@@ -72,7 +74,7 @@ class Quantization:
         self.features: list[FeatureQuantizer] = []
         self.columns: list[ColumnQuantizer] = []
         self.target: MemoryTarget | None = None
-        self.packed, self.first = False, 0
+        self.packed, self.first, self.by_layer = False, 0, False
         self.part: Halo | None = None
         self.entry: FeatureQuantizer | None = None
         self.ids: Tensor | None = None
@@ -138,7 +140,9 @@ class Quantization:
             self.pieces = quantizer, self.rounded(quantizer, values, RowIndex(None, degrees))
 
     def enters(self, block: MessageBlock, features: Tensor) -> Tensor:
-        """Features of a forward pass that begins, as they are stored. Of networks other than `Gnn`."""
+        """Features of a forward pass that begins, as they are stored; as they are, where layers see to it."""
+        if self.by_layer:
+            return features
         self.now, self.rows = self.index(block), len(features)
         if self.ids is not None and (block.halo is not None or block.tokens is not None):
             self.now = self._of(self.ids, self.owned)
@@ -171,25 +175,18 @@ class Quantization:
             return 0
         return len(self.part.owned)
 
-    def trains_on(self, part: Halo) -> None:
-        """A part of the graph, on this rank: rows are quantized by the rank that owns them, before they cross. In every
-        step all ranks together see every node."""
-        self.part = part
-        self._over_ranks(len(part.owned) / self.told.graph.nodes)
-
-    def holds(self, ids: Tensor, owned: int, share: float) -> None:
-        """As `trains_on`, of networks other than `Gnn`: rows are of the nodes `ids`, the first `owned` this rank's (0:
-        all), and `share` of all rows."""
-        self.ids, self.owned = ids, owned
-        self._over_ranks(share)
-
-    def _over_ranks(self, share: float) -> None:
+    def over_ranks(self, rows: HeldRows) -> None:
+        """Rows of the passes of this rank, of which all ranks together see every node in every step: those of layers
+        are rounded by the rank that owns them, before they cross."""
+        if rows.halo is None:
+            self.ids, self.owned = rows.ids, rows.owned
+        self.part = rows.halo
         for feature in self.features:
             if isinstance(feature.allocator, NodeBits):
                 shown = feature.allocator.shown
                 feature.allocator.seen.copy_(torch.ones(()) if shown is None else shown)
         for one in self.columns:
-            one.share = share
+            one.share = rows.share
 
     def loss(self, found: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """(sum, weight) with the gradient of the target's penalty; the value stays that of the task."""
@@ -198,6 +195,18 @@ class Quantization:
         total, weight = found
         penalty = self.target.penalty().to(total.dtype)
         return total + weight * (penalty - penalty.detach()), weight
+
+    def row_size(self, model: nn.Module, at: int, size: int) -> RowSize | None:
+        """See `graph.network.Quantizers`."""
+        assert isinstance(model, Gnn)
+        if not at or model.options.activation == "maxk":
+            return None
+        layer: Any = model.layers[at]
+        messages = layer.quantized.messages if hasattr(layer, "quantized") else None
+        if messages is not None:
+            beside = layer.heads * size if isinstance(layer, GraphAttention) else 0
+            return row_size(len(messages.raw_step), messages.bits, beside)
+        return row_size(layer.inputs, _code_bits(layer.quantizer), by_row=True) if _sums_read_rows(layer) else None
 
     def share(self, share: float) -> None:
         """See `FeatureQuantizer.share`."""
@@ -283,19 +292,6 @@ def _coded(block: MessageBlock, coding: Coding) -> MessageBlock:
     return block._replace(halo=replace(block.halo, coding=coding)) if isinstance(block.halo, Halo) else block
 
 
-def crossing_codes(model: object, at: int, size: int) -> RowSize | None:
-    """What a row that layer `at` of `model` sums takes where it crosses between ranks as codes (values beside them take
-    `size` bytes each); None: it crosses as it is."""
-    if not isinstance(model, Gnn) or quantization_of(model) is None or not at or model.options.activation == "maxk":
-        return None
-    layer: Any = model.layers[at]
-    messages = layer.quantized.messages if hasattr(layer, "quantized") else None
-    if messages is not None:
-        beside = layer.heads * size if isinstance(layer, GraphAttention) else 0
-        return row_size(len(messages.raw_step), messages.bits, beside)
-    return row_size(layer.inputs, _code_bits(layer.quantizer), by_row=True) if _sums_read_rows(layer) else None
-
-
 def _sums_read_rows(layer: Any) -> bool:
     return hasattr(layer, "quantizer") and bool(layer.aggregated_first(torch.empty(0)))
 
@@ -349,7 +345,7 @@ def _source_scale(block: MessageBlock, root: Tensor | None) -> tuple[Tensor | No
 
 def equip_layers(model: Gnn, found: Quantization) -> None:
     """Puts quantizers round the layers of `model`. The kernels of its seam have to be there already."""
-    options, told = found.options, found.told
+    options, told, found.by_layer = found.options, found.told, True
     dropout, elu = model.options.dropout or 0.0, model.options.activation in ("elu", "maxk")
     for at, layer in enumerate(model.layers):
         assert isinstance(layer, Layer)

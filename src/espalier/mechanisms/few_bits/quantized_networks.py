@@ -17,17 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from espalier import recipe as config
-from espalier.graph import compiled_aggregate
+from espalier.graph import compiled_aggregate, foreign_network, partition_folder
 from espalier.graph.gnn import Gnn
 from espalier.graph.neighbor_sampler import Style, whole
-from espalier.graph.subgraphs import MESSAGES, QUANTIZED
+from espalier.graph.network import QUANTIZED, GraphNetwork
+from espalier.graph.subgraphs import MESSAGES
 from espalier.mechanisms.few_bits import a2q, quantization
 from espalier.mechanisms.few_bits.a2q import ColumnQuantizer, FeatureQuantizer
 from espalier.mechanisms.few_bits.bit_allocator import MemoryTarget
 from espalier.mechanisms.few_bits.quantization import Quantization
 from espalier.mechanisms.few_bits.quantized_graph import QuantizedGraph
-from espalier.mechanisms.halo_exchange import foreign_halo, partition_folder
-from espalier.mechanisms.pattern_attention.model import GraphTransformer
 from espalier.recipe import units
 from espalier.recipe.errors import UserError
 
@@ -70,7 +69,7 @@ def built(model: nn.Module, options: config.Quant, told: QuantizedGraph, batch: 
 def _equip_other(model: nn.Module, found: Quantization) -> None:
     if (signed := found.told.input_signed()) is not None:
         found.entry = found.add(model, 0, found.told.graph.features.shape[1], signed, "entry")
-    if isinstance(model, GraphTransformer):
+    if isinstance(model, GraphNetwork):
         _in_attention(model, found)
     else:
         _at_messages(model, found)
@@ -81,7 +80,7 @@ def _equip_other(model: nn.Module, found: Quantization) -> None:
 # --- graph transformers ----------------------------------------------------------------------------------------------
 
 
-def _in_attention(model: GraphTransformer, found: Quantization) -> None:
+def _in_attention(model: Any, found: Quantization) -> None:
     options = found.options
     for at, layer in enumerate(model.layers, 1):
         inner: Any = layer
@@ -136,14 +135,14 @@ def _at_messages(model: nn.Module, found: Quantization) -> None:
     else:
         part = partition_folder.any_part(graph.partition.folder)
         columns, block = part.features.shape[1], part.block
-    widths = foreign_halo.row_widths(model, columns, block)
+    widths = foreign_network.row_widths(model, columns, block)
     parts = nn.ModuleList()
     model.add_module("quantizers", parts)
     made = [
         None if width is None else found.add(parts, at, width, signed=True, name=str(at))
         for at, width in enumerate(widths, 1)
     ]
-    messages: foreign_halo.Messages = getattr(foreign_halo.equip(model), MESSAGES)
+    messages: foreign_network.Messages = getattr(foreign_network.equip(model), MESSAGES)
     messages.rounded = partial(_crossing, found, made)
 
 

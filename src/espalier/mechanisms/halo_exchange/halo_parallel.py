@@ -8,28 +8,26 @@ every rank, so that a checkpoint is that of a run on one rank, and goes on with 
 
 from __future__ import annotations
 
-import fcntl
-import sys
 from collections.abc import Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from espalier.comm import plain_collectives
 from espalier.comm.base import Traffic, traffic
-from espalier.graph import graph_plan
-from espalier.graph.base import dense
-from espalier.graph.gnn import Gnn, GraphAttention, Layer
-from espalier.graph.neighbor_sampler import whole
+from espalier.graph import foreign_network, halo, partial_sums, partition_folder
+from espalier.graph.batching import OVER_RANKS, HeldRows, OverRanks, all_rows
+from espalier.graph.cutting import Cutting, open_part
+from espalier.graph.gnn import Gnn
 from espalier.graph.subgraphs import SubgraphBatch, forward
-from espalier.mechanisms.few_bits.quantization import begin_over_ranks, crossing_codes, quantization_of
-from espalier.mechanisms.halo_exchange import foreign_halo, halo, partial_sums, partition_folder, sylvie
+from espalier.mechanisms.halo_exchange import sylvie
 from espalier.mechanisms.halo_exchange.sylvie import (
     WHOLE,
     Adaptive,
@@ -41,39 +39,26 @@ from espalier.mechanisms.halo_exchange.sylvie import (
 )
 from espalier.parallel.mesh import REPLICA
 from espalier.parallel.workload import to_device
-from espalier.plan.compose import Claim
-from espalier.recipe import MessagesModel, Network, terminal
-from espalier.recipe.cache_dir import cache_folder, hashed, write_atomic
+from espalier.recipe import Messages, Network
 from espalier.recipe.cost import VALUE_BYTES
 from espalier.recipe.errors import PeerLost, UserError
-from espalier.sparse.partition import clusters_of, library
-from espalier.sparse.rcmpp.pattern import SparsityPattern
+from espalier.recipe.graphs import Batches
+from espalier.sparse.partition import library
 from espalier.track.decision_log import Decisions
-from espalier.track.progress import Stages
 from espalier.train.mechanism import Build, Mechanism
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
     from espalier.checkpoint.base import Stateful
     from espalier.graph.coded_rows import RowSize
-    from espalier.graph.data import Array, Graph
-    from espalier.graph.neighbor_sampler import Style
+    from espalier.graph.data import Array
     from espalier.graph.node_classification import NodeTask
+    from espalier.graph.workload import GraphWorkload
     from espalier.plan.base import Exchange, Plan
     from espalier.recipe import HaloOptions, Recipe
 
-CLAIM = Claim(
-    "halo",
-    question="aggregate",
-    needs={"a model"},
-    changes={"rows of the graph cross"},
-    forbids={"replicas differ between rounds", "compiles blocks", "a schedule of stages", "a window of layers"},
-    instead=("every_step",),
-    option="graph.halo",
-)
-"""Ranks read one another's rows within a step, so all make the same steps with the same weights."""
-FEW_BITS = replace(CLAIM, changes=CLAIM.changes | {"rows cross in few bits"})
+FEW_BITS = replace(OVER_RANKS, changes=OVER_RANKS.changes | {"rows cross in few bits"})
 """Which cannot say that a gradient overflowed, as scaled losses need."""
 
 
@@ -104,7 +89,7 @@ class RankPart:
         part = part._replace(halo=part.halo.to(placed["device"]))
         self.nodes = part.halo.nodes
         if foreign is not None and foreign.deep:
-            deep = foreign_halo.deepened(part.halo, task.train.block)
+            deep = foreign_network.deepened(part.halo, task.train.block)
             self.features, first, self.nodes = task.train.features[deep.nodes].to(**placed), deep.block, deep.nodes
         else:
             self.features, (first, *_) = part._replace(features=part.features.to(**placed)).inputs(depth)
@@ -120,6 +105,9 @@ class RankPart:
         labels = task.labels[owned[own]].to(placed["device"])
         self._batch = SubgraphBatch(self.features, self.blocks, labels, chosen=chosen)
         self.group = part.halo.group
+        count = len(owned)
+        ids = self.nodes.to(placed["device"])
+        self.rows = HeldRows(ids, count, count / task.train.graph.nodes, part.halo if foreign is None else None)
         self._outcome = torch.zeros(2, dtype=torch.float64)
 
     def batch(self, step: int) -> SubgraphBatch:
@@ -148,34 +136,8 @@ class RankPart:
     @torch.no_grad()
     def logits(self, model: nn.Module) -> Tensor:
         """[nodes, outputs] of all nodes, on every rank, with rows that cross as they are. All ranks call it alike."""
-        rows: Any = self.features
-        if isinstance(model, Gnn):
-            for at, block in enumerate(self.exact):
-                rows = model.step(at, block, rows)
-        else:
-            rows = forward(model, rows, self.exact)
-        return all_rows(dense(rows), self.owned, len(self.task.labels), self.group)
-
-
-def all_rows(own: Tensor, places: Array | slice, nodes: int, group: dist.ProcessGroup | None) -> Tensor:
-    """[nodes, columns] on every rank, of which each has its `own`, at least in float32, at `places`."""
-    own = own.cpu()
-    own = own if own.dtype == torch.float64 else own.float()
-    found = own.new_zeros(nodes, own.shape[1])
-    found[places] = own
-    with traffic(Traffic.ACTIVATIONS):
-        dist.all_reduce(found, group=group)
-    return found
-
-
-class CutWorkload(Protocol):
-    """What a graph's workload has for a run over ranks."""
-
-    part: Any
-
-    @property
-    def whole_task(self) -> NodeTask:
-        """Whose nodes are trained on."""
+        rows = forward(model, self.features, self.exact)
+        return all_rows(rows, self.owned, len(self.task.labels), self.group)
 
 
 class HaloParallel(Mechanism):
@@ -184,67 +146,41 @@ class HaloParallel(Mechanism):
     record = "sylvie"
 
     def __init__(self, options: HaloOptions) -> None:
-        self.options, self.claim = options, CLAIM if options.bits == WHOLE else FEW_BITS
+        self.options, self.claim = options, OVER_RANKS if options.bits == WHOLE else FEW_BITS
 
     def wrap(self, context: Build) -> None:
         """Opens this rank's part, which is cut first where it is not there; all ranks do it together."""
-        workload, mesh, model = cast("CutWorkload", context.workload), context.mesh, context.model
+        run, mesh, model = cast("GraphWorkload", context.workload), context.mesh, context.model
         assert model is not None
-        task, group = workload.whole_task, mesh.replica
+        task, group = run.whole_task, mesh.replica
         assert group is not None, "parts are of several ranks"
         members = mesh.mesh.members(mesh.rank, *REPLICA)
         ranks = [context.plan.ranks[rank] for rank in members]
-        shares = [rank.samples for rank in ranks]
-        nodes = [one.node for one in ranks]
-        writes = nodes.index(nodes[group.rank()]) == group.rank()
-        sums = isinstance(model, Gnn) and takes_sums(model) and context.recipe.quant is None
-        cutting = Cutting(task.train.graph, task.train.style, sums)
-        if (known := task.train.graph.partition) is None:
-            part = open_part(cutting, shares, group, writes=writes)
-        else:
-            part = partition_folder.read(known.folder, group.rank(), group, task.train.graph.identity)
-            _check_sums(part, sums)
-        part = part._replace(halo=replace(part.halo, mention=task.train.graph.mention))
-        foreign = None
-        if not isinstance(model, Gnn):
-            if known is None:
-                foreign = foreign_halo.study(model, task.train.graph.features.shape[1], task.train.block)
-            else:
-                foreign = foreign_halo.study_part(model, part)
-            foreign_halo.equip(model)
-        halo.equip(model)
-        one = next(model.parameters())
-        placed = {"device": one.device, "dtype": one.dtype}
+        nodes = [rank.node for rank in ranks]
+        cutting = Cutting(task.train.graph, task.train.style, run.network.takes_sums(model))
+        part = opened(
+            cutting, [rank.samples for rank in ranks], group, nodes.index(nodes[group.rank()]) == group.rank()
+        )
+        foreign = run.network.over_parts(model, task.train, part)
+        parameter = next(model.parameters())
+        placed = {"device": parameter.device, "dtype": parameter.dtype}
         how = crossings(self.options, context.plan, members, group.rank())._replace(foreign=foreign)
-        if (bits := quantization_of(model)) is not None and foreign is None:
-            bits.trains_on(part.halo.to(one.device))
-        made = workload.part = RankPart(part, task, how, placed, context.recipe.train.seed)
-        if bits is not None and foreign is not None:
-            owned = len(part.halo.owned)
-            bits.holds(made.nodes.to(one.device), owned, owned / task.train.graph.nodes)
-        if bits is not None and known is not None and model.training:  # one that is evaluated has its steps
-            begin_over_ranks(model, made.features, made.exact, group)
-        if known is None and isinstance(model, Gnn) and one.device.type == "cpu":
-            assert context.recipe.graph is not None
-            layers = [layer for layer in model.layers if isinstance(layer, Layer)]
-            wanted, steps = context.recipe.graph.format, context.recipe.train.steps or 0
-            graph_plan.formatted(workload.part.blocks[0], layers, wanted, steps)
-        if workload.part.decisions is not None:
-            context.meters["halo"] = workload.part.adapted
-            context.decisions.append(workload.part.decisions)
+        made = run.batching.part = RankPart(part, task, how, placed, context.recipe.train.seed)
+        if task.train.graph.partition is None:
+            run.network.formatted(model, made.blocks[0])
+        if made.decisions is not None:
+            context.meters["halo"] = made.adapted
+            context.decisions.append(made.decisions)
 
     def state(self, context: Build, parts: Mapping[str, Stateful]) -> Mapping[str, Stateful]:
         """With what bits and lateness follow from."""
         if not self.options.adapt:
             return parts
-        part = cast("CutWorkload", context.workload).part
-        assert part is not None
-        assert isinstance(part.policy, Adaptive)
-        return {**parts, "halo rule": part.policy}
+        return {**parts, "halo rule": cast("Any", context.workload).batching.part.policy}
 
     def close(self, context: Build) -> None:
         """Takes in what is under way."""
-        if (part := getattr(context.workload, "part", None)) is not None:
+        if (part := cast("Any", context.workload).batching.part) is not None:
             with suppress(PeerLost):
                 part.transport.drain()
 
@@ -320,102 +256,25 @@ BITS = {"exact": WHOLE, "int8": 8, "int4": 4, "int2": 2, "int1": 1}
 def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:
     """Where the recipe asks for it and there are several ranks."""
     options = None if recipe.graph is None else recipe.graph.halo
-    taken = options is not None and len(plan.trainers) > 1 and isinstance(recipe.model, Network | MessagesModel)
+    taken = options is not None and len(plan.trainers) > 1 and isinstance(recipe.model, Network | Messages)
     return HaloParallel(options) if options is not None and taken else None
 
 
-# --- cutting -------------------------------------------------------------------------------------------------------
-
-CUTS = 3
-"""Version of the cutting: parts in the cache of another are not read."""
-LARGE = 1 << 20
-"""Edges of a graph that takes over two seconds to cut."""
-PAYS = 0.9
-"""Share of the rows up to which partial sums are sent: they are made by a product of their own."""
-
-
-def _check_sums(part: partition_folder.Part, sums: bool) -> None:
-    if part.halo.sums is not None and not sums:
-        raise UserError(
-            "The graph was cut for a network that adds rows up as they are.",
-            why="sums of rows cross between its parts, which attention, kept columns and quantizers cannot read",
-            do="the graph itself as data.path: it is cut anew",
-        )
-
-
-def takes_sums(network: Gnn) -> bool:
-    """Whether every layer adds rows up with weights that are known, so that sums may cross instead."""
-    kinds = all(isinstance(layer, Layer) and not isinstance(layer, GraphAttention) for layer in network.layers)
-    return kinds and network.options.activation != "maxk" and not network.drops_features
-
-
-@dataclass(frozen=True, eq=False)
-class Cutting:
-    """How a graph is cut for networks of `style`; `sums`: whether partial sums may cross."""
-
-    graph: Graph
-    style: Style
-    sums: bool = False
-
-    def folder(self, shares: Sequence[int]) -> Path:
-        """Where the parts wait."""
-        style = [self.style.loops, self.style.scale]
-        key = [self.graph.fingerprint(), *style, self.sums, list(shares), library(), CUTS]
-        if self.graph.cut is not None:
-            key.append(hashed([self.graph.cut.tobytes().hex()]))
-        return cache_folder() / "partitions" / hashed(key)
-
-    def parts(self, shares: Sequence[int]) -> Array:
-        """int32 [nodes]: the rank of each node, as given where it is for as many ranks. Raises UserError for more ranks
-        than nodes."""
-        graph = self.graph
-        if graph.cut is not None and int(graph.cut.max()) < len(shares):
-            return graph.cut
-        if graph.nodes < len(shares):
+def opened(cutting: Cutting, shares: Sequence[int], group: dist.ProcessGroup, writes: bool) -> partition_folder.Part:
+    """This rank's part, of a folder of parts or as `open_part`. Raises UserError for a folder of a network that adds
+    rows up, where this one does not."""
+    graph = cutting.graph
+    if graph.partition is None:
+        part = open_part(cutting, shares, group, writes=writes)
+    else:
+        part = partition_folder.read(graph.partition.folder, group.rank(), group, graph.identity)
+        if part.halo.sums is not None and not cutting.sums:
             raise UserError(
-                f"{graph.origin} has {graph.nodes:,} nodes for {len(shares)} ranks.", do=f"plan.pin.ranks={graph.nodes}"
+                "The graph was cut for a network that adds rows up as they are.",
+                why="sums of rows cross between its parts, which attention, kept columns and quantizers cannot read",
+                do="the graph itself as data.path: it is cut anew",
             )
-        if graph.edges <= LARGE:
-            return self._made(shares)
-        return self._kept(self.folder(shares).with_suffix(".parts"), shares)
-
-    def _kept(self, file: Path, shares: Sequence[int]) -> Array:
-        """What a plan has cut is kept in `file` for the ranks."""
-        graph = self.graph
-        with suppress(OSError):
-            known = np.fromfile(file, np.int32)
-            if len(known) == graph.nodes and known.min() >= 0 and known.max() < len(shares):
-                return known
-        terminal.say(
-            f"Cutting a graph of {graph.nodes:,} nodes into {len(shares)} parts (once).", file=sys.stderr, flush=True
-        )
-        made = self._made(shares)
-        with suppress(OSError):  # a full disk: it is cut again
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(file, made.tobytes())
-        return made
-
-    def _made(self, shares: Sequence[int]) -> Array:
-        with Stages("Cutting the graph") as stages:
-            pattern = SparsityPattern.of(self.graph.indptr, self.graph.indices)
-            return clusters_of(pattern, len(shares), shares, begin=stages.begin)
-
-    def boundary(self, parts: Array, ranks: int) -> tuple[halo.Boundary, partial_sums.Covers | None]:
-        """What crosses between `parts`: rows, or where they are fewer by a tenth rows and sums."""
-        with Stages("Finding the rows that cross") as stages:
-            block = whole(self.graph, self.style)
-            stages.begin("boundary", 0, 1 + self.sums)
-            cut = halo.boundary(block.indptr, block.indices, parts, ranks)
-            if not self.sums:
-                return cut, None
-            stages.begin("partial sums", 1, 2)
-            every = partial_sums.covers(block, cut)
-        few = partial_sums.crossing_rows(every, ranks).sum() <= PAYS * cut.rows.sum()
-        return cut, every if few else None
-
-    def write(self, folder: Path, parts: Array, ranks: int) -> None:
-        """Writes a folder of `parts`. Raises UserError as `partition_folder.write`."""
-        partition_folder.write(folder, self.graph, self.style, *self.boundary(parts, ranks))
+    return part._replace(halo=replace(part.halo, mention=graph.mention))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -460,7 +319,7 @@ class Halos:
     def _codes(self) -> dict[int, RowSize]:
         """Of layers whose rows cross as codes."""
         layers = range(1, halo.depth(self.network))
-        return {at: one for at in layers if (one := crossing_codes(self.network, at, 4)) is not None}
+        return {at: one for at in layers if (one := halo.crossing_codes(self.network, at, 4)) is not None}
 
     def rows(self, shares: Sequence[int]) -> Array:
         """int64 [ranks, ranks]: rows (and sums) that rank i sends rank j before a layer aggregates."""
@@ -517,32 +376,46 @@ class Halos:
         return sent
 
 
-def open_part(
-    cutting: Cutting, shares: Sequence[int], group: dist.ProcessGroup, *, writes: bool = True
-) -> partition_folder.Part:
-    """The part of this rank of `group`. All ranks call it alike; the graph is cut by the first where it was not, and
-    where machines have other parts than it has.
+# --- batching ----------------------------------------------------------------------------------------------------
 
-    Args:
-        shares: of the nodes, for each rank; writes: whether this rank writes the parts for its machine.
-    """
-    identity, folder, rank = cutting.graph.fingerprint(), cutting.folder(shares), group.rank()
-    known = set(plain_collectives.all_gather(partition_folder.intact(folder, rank, identity), group))
-    if None in known or len(known) > 1:
-        made = cutting.parts(shares).tobytes() if rank == 0 else b""
-        parts = np.frombuffer(plain_collectives.broadcast(made, group), np.int32)
-        if writes:
-            with _locked(folder):
-                if len(known - {None}) > 1 or not partition_folder.holds(folder, parts, identity):
-                    cutting.write(folder, parts, len(shares))
-        plain_collectives.all_gather(True, group)
-    return partition_folder.read(folder, rank, group, identity)
+FANOUT, SAMPLED = 10, 1024
+"""Neighbours drawn at each layer, and targets of a batch, of the drawn batches that halos are weighed against."""
 
 
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """One process of a machine at a time."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with (folder.parent / f"{folder.name}.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+class PartBatching(OverRanks):
+    """A part of the graph on each rank, whose layers read rows of other parts."""
+
+    def halos(self) -> Halos:
+        """See `Halos`."""
+        options, view = self.run.recipe.graph, self.run.whole_task.train
+        assert options is not None
+        assert options.halo is not None
+        network = self.run.network.crossing(self.run)
+        sums = self.run.network.takes_sums(network)
+        weighed = None if view.graph.partition is not None else cache(partial(self._sampled, halo.depth(network)))
+        return Halos(Cutting(view.graph, view.style, sums), network, options.halo, weighed)
+
+    def drawn(self) -> Batches | None:
+        """Those of `Halos.sampled`."""
+        sampled = self.halos().sampled
+        if sampled is None:
+            return None
+        made: GraphWorkload = sampled()
+        return Batches(made.whole_task.fanout, made.global_batch, -(-self.task.items // made.global_batch))
+
+    def _sampled(self, layers: int) -> GraphWorkload:
+        """The same network on drawn batches of the same graph, which ranks share."""
+        recipe, changed = self.run.recipe, msgspec.structs.replace
+        few = min(recipe.train.batch_tokens or SAMPLED, self.task.items)
+        assert recipe.graph is not None
+        drawn = changed(recipe.graph, halo=None, fanout=(FANOUT,) * layers)
+        train = changed(recipe.train, batch_tokens=few)
+        return type(self.run)(changed(recipe, graph=drawn, train=train, quant=None), self.run.graph)
+
+    def write_parts(self, folder: Path, shares: Sequence[int]) -> None:
+        """See `Halos.write`."""
+        options = self.run.recipe.graph
+        assert options is not None
+        if options.inductive:
+            super().write_parts(folder, shares)
+        self.halos().write(folder, shares)

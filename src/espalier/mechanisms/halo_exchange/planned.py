@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 import numpy as np
 
 from espalier.kernels import row_widths
-from espalier.mechanisms.disk_batches.packed_features import longer
 from espalier.mechanisms.halo_exchange import halo_bits
 from espalier.plan.base import AdaptiveRule, Exchange, HaloAge, HaloRows, Plan
 from espalier.plan.plan_summary import COMPUTING, link_words, places_of
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
 
     from espalier.graph.workload import GraphWorkload
     from espalier.machine.cluster import Cluster
-    from espalier.mechanisms.halo_exchange.halo_parallel import Halos
-    from espalier.mechanisms.pattern_attention.token_parallel import TokenCut
 
 Level = Literal["inside", "between"]
 HALOS = "Halos"
@@ -35,17 +32,15 @@ HIDDEN = 0.25
 """Of computing: what rows that a rank waits for may take, where the plan gives them bits."""
 
 
-def seconds(plan: Plan) -> float:
-    """Of a step, as predicted."""
-    return plan.predicted.step_seconds if plan.predicted is not None else 0.0
-
-
 def _alone(plan: Plan, instead_of: Plan | None) -> Plan:
     """One rank has all of the graph."""
-    beside = "" if instead_of is None else (
-        f"; over {len(instead_of.trainers)} ranks a step would take {units.show_seconds(seconds(instead_of))}, here "
-        f"{units.show_seconds(seconds(plan))}, by estimate (plan.pin.ranks={len(instead_of.trainers)} cuts it anyway)"
-    )  # fmt: skip
+    beside = ""
+    if instead_of is not None:
+        ranks, show = len(instead_of.trainers), units.show_seconds
+        beside = (
+            f"; over {ranks} ranks a step would take {show(instead_of.step_seconds)}, here "
+            f"{show(plan.step_seconds)}, by estimate (plan.pin.ranks={ranks} cuts it anyway)"
+        )
     return plan.changed(why=(f"{HALOS}: one rank has the whole graph, none cross{beside}.", *plan.why))
 
 
@@ -53,12 +48,12 @@ def with_whole_graph(plan: Plan, others: Sequence[tuple[str, Plan, int]]) -> Pla
     """The plan whose ranks pass over the whole graph, which says so, and what the options that would cut it are worth:
     they are not taken where the recipe does not ask for them. `others`: an option, its plan, and the steps of a pass
     over the training nodes; without them nothing is said where there is one rank."""
-    if len(plan.trainers) == 1 and not any(steps * seconds(one) < seconds(plan) for _, one, steps in others):
+    if len(plan.trainers) == 1 and not any(steps * one.step_seconds < plan.step_seconds for _, one, steps in others):
         return plan
     who = "one rank" if len(plan.trainers) == 1 else f"each of {len(plan.trainers)} ranks"
-    took = f", in {units.show_seconds(seconds(plan))}" if others else ""
+    took = f", in {units.show_seconds(plan.step_seconds)}" if others else ""
     each = [
-        f"with {option} {units.show_seconds(steps * seconds(one))} on {units.plural(len(one.trainers), 'rank')}"
+        f"with {option} {units.show_seconds(steps * one.step_seconds)} on {units.plural(len(one.trainers), 'rank')}"
         for option, one, steps in others
     ]
     told = (
@@ -148,7 +143,7 @@ def beside_batches(plan: Plan, other: Plan, drawn: GraphWorkload) -> Plan:
     option, steps = batches_of(drawn)
     told = (
         f"{HALOS}: in drawn batches ({option} without [graph.halo]) a pass over the training nodes makes "
-        f"{units.plural(steps, 'step')} in {units.show_seconds(steps * seconds(other))} on "
+        f"{units.plural(steps, 'step')} in {units.show_seconds(steps * other.step_seconds)} on "
         f"{units.plural(len(other.trainers), 'rank')}, by estimate."
     )
     return plan.changed(why=(told, *plan.why))
@@ -259,7 +254,7 @@ def _rules(options: Any, bits: int) -> tuple[list[AdaptiveRule], list[str]]:
     return rules, told
 
 
-def with_halos(plan: Plan, halos: Halos | TokenCut, cluster: Cluster, instead_of: Plan | None = None) -> Plan:
+def with_halos(plan: Plan, halos: Any, cluster: Cluster, instead_of: Plan | None = None) -> Plan:
     """The plan with the bytes and seconds of its exchanges, in sentences too; each rank takes its part at once.
     `instead_of`: a plan of several ranks that is slower than this one."""
     if len(plan.trainers) == 1:
@@ -292,7 +287,7 @@ def with_halos(plan: Plan, halos: Halos | TokenCut, cluster: Cluster, instead_of
         beyond = max(flying, (flying + delay * bool(flying)) / ages.most) - computing
         exposed = wait if late == 0 else (1 - late) * wait + late * max(0.0, beyond) + ages.fresh
         alone = computing * len(ranks)
-        predicted = longer(predicted, "halo", exposed)
+        predicted = predicted.longer("halo", exposed)
         predicted = predicted.changed(sent_bytes={**predicted.sent_bytes, halos.traffic: float(sent.sum(1).max())})
         if alone < predicted.step_seconds:
             told.append(

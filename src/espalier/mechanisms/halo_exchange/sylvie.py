@@ -22,75 +22,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from espalier.comm.base import Traffic, traffic
+from espalier.graph import halo
 from espalier.graph.gnn import Gnn
+from espalier.graph.halo import Arrival, Crossing, ForeignRows, Halo, degree_shares, not_finite
 from espalier.graph.loss_speed import LossSpeed
 from espalier.graph.neighbor_sampler import stream
 from espalier.kernels import quantize_rows as kernels
 from espalier.kernels import row_widths
-from espalier.mechanisms.few_bits.quantization import crossing_codes
-from espalier.mechanisms.halo_exchange import halo
-from espalier.mechanisms.halo_exchange.halo import Arrival, Crossing, ForeignRows, Halo, degree_shares, not_finite
 from espalier.recipe import units
 from espalier.recipe.errors import RESUME, Corrupted, UserError
-from espalier.recipe.records import Record
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from espalier.recipe import HaloOptions
-
-RECORD = Record(
-    name="sylvie",
-    title="Sylvie: low-bit exchange of halo nodes, one epoch stale within a bound",
-    aliases=("halo exchange", "3d-adaptive"),
-    paper="ICDE 2024, arXiv 2303.01277",
-    question="How is a graph trained?",
-    files=(
-        "mechanisms/halo_exchange/sylvie.py",
-        "graph/loss_speed.py",
-        "mechanisms/halo_exchange/halo_parallel.py",
-        "mechanisms/halo_exchange/halo.py",
-        "graph/coded_rows.py",
-        "mechanisms/halo_exchange/partition_folder.py",
-        "mechanisms/halo_exchange/partial_sums.py",
-        "mechanisms/halo_exchange/foreign_halo.py",
-        "mechanisms/halo_exchange/part_inference.py",
-        "kernels/quantize_rows.py",
-        "mechanisms/halo_exchange/planned.py",
-        "mechanisms/halo_exchange/halo_bits.py",
-        "kernels/row_widths.py",
-    ),
-    chosen="a full graph split over ranks, when the halo exchange of each layer takes longer than its compute",
-    cost="per layer, direction and boundary row of width d: d*bits/8 + 4 bytes (rows of up to 32 values share the 4), "
-    "and 8 bytes for each message; hidden behind an epoch when pipelined",
-    law="the exact codec without staleness equals the single-process run; stale halos equal a simulator of them bit "
-    "for bit",
-    law_test="tests/graph/test_sylvie.py::test_late_rows_give_the_bits_of_a_simulator_of_stale_halos",
-    bench="bench/sylvie.py",
-    state="works",
-    remark="figures are of processors; on a GPU losses over parts, with 32 bits and 1, equal the processor's; recipes "
-    "train over parts with [graph.halo], and any program does with mechanisms/halo_exchange/halo.py; a limit: "
-    "every machine opens the "
-    "whole graph when a run starts, unless data.path is a folder of parts, of which each rank reads its own; networks "
-    "of PyG's layers and batch normalization over all ranks too; graph.halo.bits = auto gives each layer, direction "
-    "and pair of machines the bits that its link has time for; late rows have a bound of age by pair of machines, 0 "
-    "over fast links, up to graph.halo.staleness (1) over slow ones, where 2 hide more latency and cost accuracy "
-    "(after 40 steps of a planted graph 77.7 % against 82.3, and 86.0 with fresh rows; 3 seeds); graph.fanout = auto "
-    "lets the plan choose between them and drawn batches; evaluation and prediction run over as many ranks; on a "
-    "planted graph of 6,000 nodes, 4 in 10 of whose edges lead anywhere, accuracy was 0.10 +- 0.15 points below fp32's "
-    "with 1-bit rows (5 seeds, a prototype of the rounding; a test bounds it by 0.5) and 0.04 with 1-bit differences "
-    "(graph.halo.delta); rows of packages that Debian knows, in four parts, fall to 0.42 by partial sums; over four "
-    "links of 100 Mbit/s an epoch with late 1-bit rows and gradients in int8 takes 0.083 of fp32's for 10,000 nodes, "
-    "0.073 for 40,000 and 0.091 for 200,000 (a goal of 1/15 is missed; computing alone takes 0.048, 0.047 and "
-    "0.085); at 20 Mbit/s 0.040, and 0.041 for 200,000, at 1 Gbit/s 0.37 and 0.41; it sends 1/28 of the bytes of rows "
-    "(gradients that are summed layer by layer meanwhile, and late ones of rows that leave after those of weights, do "
-    "not make it faster); with 200,000 nodes rows of fp32, 8 bits and fresh ones of 1 bit reach 96.2 % in 61 epochs "
-    "and drawn batches in 0.61 of one: at 100 Mbit/s in 2,620, 805, 240 and 34 s, and drawn batches with int8 "
-    "gradients in 32 (at 20 Mbit/s 31, and 62 in fp32); late rows, of 1 bit or of 32, and boundary sampling are not "
-    "there after 61; five times the best of fp32's variants was the goal: 1-bit rows are 11 times as fast as fp32 "
-    "on the whole graph, int8 gradients 1.1 to 2.0 times as fast as fp32's on drawn batches",
-    gpu="NVIDIA H100, November 2026",
-)
 
 TOO_FEW = "few bits between a smallest and a largest value cannot say that"
 WHOLE = 32
@@ -579,7 +524,7 @@ def crossing_bytes(
     at, back = key
     forward, backward = halo.row_bytes(network, at, size)
     count = np.asarray(rows).T if back else np.asarray(rows)
-    if not back and (coded := crossing_codes(network, at, size)) is not None:
+    if not back and (coded := halo.crossing_codes(network, at, size)) is not None:
         return (count + coded.steps * (count > 0)) * coded.bytes + STAMP * (not plain) * (count > 0)
     if plain:
         return count * (backward if back else forward)

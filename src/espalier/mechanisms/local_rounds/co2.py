@@ -22,7 +22,6 @@ from espalier.mechanisms.local_rounds.round_length import Rounds
 from espalier.optim.diloco_slowmo import METHODS, OuterMethod
 from espalier.plan.compose import Claim
 from espalier.recipe.errors import UserError
-from espalier.recipe.records import Record
 
 CLAIM = Claim(
     "outer_rounds",
@@ -34,32 +33,6 @@ CLAIM = Claim(
     instead=("every_step",),
 )
 """Ranks that share matrices hold the same norms, which each of them would exchange."""
-RECORD = Record(
-    name="co2",
-    title="CO2: local steps, and an outer step whose exchange is hidden behind the next round",
-    aliases=("outer sync", "local sgd", "slowmo", "diloco", "streaming diloco"),
-    paper="arXiv 2401.16265",
-    question="When do replicas agree?",
-    files=(
-        "mechanisms/local_rounds/co2.py",
-        "mechanisms/local_rounds/outer_loop.py",
-        "optim/outer_optimizer.py",
-        "mechanisms/local_rounds/membership.py",
-        "mechanisms/local_rounds/rejoin.py",
-        "mechanisms/local_rounds/planned.py",
-    ),
-    chosen="machines between which an exchange of gradients takes several times as long as a step",
-    cost="per round 2(G-1)/G of the parameters from each replica, divided by the codec's ratio, behind steps >= 1.1 * "
-    "exchange / step; held: outer parameters, momentum and two copies in flight, of this rank's shard",
-    law="bit for bit the recurrence of the paper in one process; one step without delay is data parallel; a checkpoint "
-    "in flight resumes to the bit; what is dead is dropped from the mean, and may come back at a round",
-    law_test="tests/sync/test_outer_loop.py::test_twenty_rounds_are_those_of_the_recurrence_to_the_bit",
-    bench="bench/co2.py",
-    state="works",
-    remark="on processors; a lost replica is dropped from the mean, and another let in at a round; in `espalier train` "
-    "that holds for replicas of one rank each",
-    gpu="NVIDIA H100, November 2026",
-)
 
 
 class CO2:

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-import espalier.mechanisms.optimizer_node.mechanism as luwu
 from espalier.mechanisms.offload.activations import FilePlaces, HostPlaces, Places, SavedActivations
 from espalier.mechanisms.offload.host_memory import DeviceFile, HostStates
 from espalier.mechanisms.offload.optimizer import StateFolder
@@ -20,7 +19,9 @@ from espalier.parallel.layer_client import LayerClient, filler
 from espalier.plan.axes.node_layout import Layer
 from espalier.plan.compose import Claim
 from espalier.recipe import Adamw
+from espalier.train.layer_window import make_window
 from espalier.train.mechanism import Build, Mechanism
+from espalier.train.window_sharding import WindowOptimizer
 
 if TYPE_CHECKING:
     from espalier.plan.base import Plan, Tier
@@ -108,7 +109,7 @@ class OffloadedParameters(Mechanism):
             return OffloadNode(layers, options, fill, folder, context.mesh.same_parameters)
 
         assert context.model is not None
-        context.window = window = luwu.make_window(context, connect, stays=False)
+        context.window = window = make_window(context, connect, stays=False)
         context.sharding = OffloadSharding(context.model, window)
         context.meters["offload"] = folder.meter.read
 
@@ -121,7 +122,7 @@ class AdamwOffloaded(Mechanism):
     def wrap(self, context: Build) -> None:
         """Makes what steps it."""
         assert isinstance(context.sharding, OffloadSharding)
-        context.optimizer = luwu.NodeOptimizer(context.sharding)
+        context.optimizer = WindowOptimizer(context.sharding)
 
 
 class OffloadedActivations(Mechanism):

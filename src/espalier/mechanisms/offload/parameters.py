@@ -1,9 +1,8 @@
 """Parameter offload: a model whose layers wait on disk or in host memory with their gradients and optimizer states, and
 pass through the device one after the other.
 
-After ZeRO-Infinity (arXiv 2104.07857), in the form of LuWu's window of layers (`mechanisms.optimizer_node.window`)
-whose node is a
-file of this process, or the memory of a GPU's host: forward and backward read a layer's values ahead of their use,
+After ZeRO-Infinity (arXiv 2104.07857), in the form of LuWu's window of layers (`train.layer_window`) whose node
+is a file of this process, or the memory of a GPU's host: forward and backward read a layer's values ahead of their use,
 backward writes its gradient, and the optimizer takes values, gradients and states through the device extent by extent.
 Of several ranks each has a file with its share of every parameter (AMSP's, arXiv 2311.00257, with all three states over
 all ranks): values are gathered when they were read, and gradients summed before each rank writes its share of them.
@@ -21,19 +20,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from espalier.checkpoint.stored_slice import StoredSlice
+from espalier.checkpoint.stored_slice import StoredSlice, fill_slices
 from espalier.checkpoint.tensor_slice import Slice
 from espalier.comm.base import Traffic, traffic
 from espalier.mechanisms.offload.host_memory import HostStates
 from espalier.mechanisms.offload.optimizer import OffloadedGroup, StateFolder
-from espalier.mechanisms.optimizer_node.mechanism import NodeSharding
-from espalier.mechanisms.optimizer_node.window import LayerWindow
-from espalier.mechanisms.sharding.sharded_state_dict import fill as fill_from
 from espalier.optim import adamw
 from espalier.optim.base import Optimizer, Owned, StateKinds
 from espalier.parallel.layer_client import Fill, step_lost
 from espalier.plan.axes.node_layout import Layer
 from espalier.plan.axes.offload_layout import LINE, Elements, Extent, Piece, extents
+from espalier.train.layer_window import LayerWindow
+from espalier.train.window_sharding import WindowSharding
 
 if TYPE_CHECKING:
     from espalier.checkpoint.base import Stateful
@@ -76,7 +74,7 @@ class LayerGroup(OffloadedGroup):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `OffloadedGroup.load_state_dict`."""
-        fill_from(self.state_dict(), state)
+        fill_slices(self.state_dict(), state)
 
 
 class Share(NamedTuple):
@@ -232,9 +230,6 @@ class OffloadNode:
         self.group.step(rate)
         self.step = step + 1
 
-    def skip(self, step: int) -> None:
-        """The gradients are written anew."""
-
     def settle(self, step: int) -> None:
         """Every step has ended when it returns."""
 
@@ -246,8 +241,8 @@ class OffloadNode:
         """The file has no name, so it ends with the process."""
 
 
-class OffloadSharding(NodeSharding):
-    """See `NodeSharding`. Checkpoints hold the state, of which every rank writes and reads its share."""
+class OffloadSharding(WindowSharding):
+    """See `WindowSharding`. Checkpoints hold the state, of which every rank writes and reads its share."""
 
     def __init__(self, model: nn.Module, window: LayerWindow) -> None:
         super().__init__(model, window)
@@ -287,5 +282,5 @@ class OffloadedLayers:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes back what `state_dict` gave."""
         self._sharding.window.drop()
-        fill_from(self.state_dict(), state)
+        fill_slices(self.state_dict(), state)
         self._node.file.settle()

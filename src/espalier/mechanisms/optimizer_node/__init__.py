@@ -1,6 +1,6 @@
 """LuWu: the optimizer and all parameters on a node of their own; workers hold a few layers at a time.
 
-In a loop of your own: `job_of`, `start_node`, `Client` and `attach` (docs/optimizer-node.md).
+In a loop of your own: `job_of`, `start_node`, `Client` and `attach` (README.md).
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ class LocalSteps:
 
     def _keep(self, layer: int, gradient: Tensor) -> None:
         for chunk in self._chunks[layer]:
-            self._sums.write(chunk, gradient[chunk.start : chunk.stop])
+            self._sums.write(chunk.name, gradient[chunk.start : chunk.stop])
 
     def _read(self, layer: int, kind: str, out: Tensor) -> None:
         for chunk in self._chunks[layer]:
@@ -144,15 +144,12 @@ class LocalSteps:
             self._buffers.open(chunk)
             self._buffers.read(self._open)
             gradient = self._buffers.gradient[: chunk.elements]
-            self._sums.read(chunk, gradient)
+            self._sums.read(chunk.name, gradient, pending=True)
             if scale != 1.0:
                 gradient *= scale
             update(self.job, self._buffers, self.step, rate)
             self._buffers.write(self._open)
         self.step += 1
-
-    def skip(self, step: int) -> None:
-        """The gradients are written anew."""
 
     def ended(self, step: int) -> tuple[Tensor, Tensor]:
         """Nothing ends a step but `move`."""

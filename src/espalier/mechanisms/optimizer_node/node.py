@@ -25,7 +25,7 @@ from torch import Tensor
 from espalier.mechanisms.optimizer_node import fixed_point
 from espalier.mechanisms.optimizer_node.chunk_update import update
 from espalier.mechanisms.optimizer_node.reduction import Agreed, Member, Reduction, Slot
-from espalier.mechanisms.optimizer_node.state_file import ChunkState, DiskSums, Entries, keep_totals, totals_of
+from espalier.mechanisms.optimizer_node.state_file import ChunkState, Entries, keep_totals, totals_of
 from espalier.mechanisms.optimizer_node.wire import Frame, Kind, Link, Times
 from espalier.plan.axes.node_layout import BITS, Chunk, Job
 from espalier.recipe import serialization
@@ -132,7 +132,12 @@ class OptimizerNode:
     """
 
     def __init__(
-        self, job: Job, kept: tuple[Generations, DiskSums], door: socket.socket, token: str, times: Times | None = None
+        self,
+        job: Job,
+        kept: tuple[Generations, Generations],
+        door: socket.socket,
+        token: str,
+        times: Times | None = None,
     ) -> None:
         self.job = job
         self.state, self._sums = kept
@@ -291,7 +296,7 @@ class OptimizerNode:
             if work.decision is not None:
                 buffers.read(self.state)
             if work.slot is None:
-                self._sums.read(work.chunk, buffers.gradient[: work.chunk.elements])
+                self._sums.read(work.chunk.name, buffers.gradient, pending=True)
             self._computing.put(work)
 
     def _compute(self) -> None:
@@ -340,7 +345,7 @@ class OptimizerNode:
                 square = sum(float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2 for part in parts)
                 work.step.squares[key] = work.step.squares.get(key, 0.0) + square
         if not work.final:
-            self._sums.write(work.chunk, gradient)
+            self._sums.write(work.chunk.name, gradient)
 
     def _write(self) -> None:
         while (work := self._writing.get()) is not None:

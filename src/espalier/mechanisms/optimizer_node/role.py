@@ -31,7 +31,6 @@ from espalier.mechanisms.optimizer_node.local_steps import LocalSteps, Round
 from espalier.mechanisms.optimizer_node.node import OptimizerNode
 from espalier.mechanisms.optimizer_node.standby import Replica, Standby
 from espalier.mechanisms.optimizer_node.state_file import locked, open_state, open_sums, read_layer
-from espalier.mechanisms.optimizer_node.window import rank_memory
 from espalier.mechanisms.optimizer_node.wire import Address, Times
 from espalier.parallel.layer_client import LayerClient as Connected
 from espalier.parallel.layer_client import filler, layers_of, no_layers
@@ -40,6 +39,7 @@ from espalier.recipe import Adamw
 from espalier.recipe.cache_dir import unwritable
 from espalier.recipe.errors import RunFailed, UserError
 from espalier.recipe.serialization import Value
+from espalier.train.layer_window import rank_memory
 
 if TYPE_CHECKING:
     from espalier.parallel.workload import Workload

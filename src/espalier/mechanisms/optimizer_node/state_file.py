@@ -11,7 +11,7 @@ import fcntl
 import os
 import struct
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +25,7 @@ from espalier.plan.axes.node_layout import Chunk, Job, chunks_of
 from espalier.recipe.cache_dir import sync_folder
 from espalier.recipe.errors import UserError
 from espalier.store.cost import pages
-from espalier.store.direct_io import DirectFile, aligned, bytes_of, check_room, checksum, flat_bytes
-from espalier.store.extents import damaged
+from espalier.store.direct_io import aligned, bytes_of, check_room
 from espalier.store.generations import Generations
 
 TOTALS = "totals"
@@ -37,39 +36,6 @@ _LAYOUT = 2
 """Version of the entries."""
 PULLED = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Dtype of parameters on the wire."""
-
-
-class DiskSums:
-    """Gradients of a step until it is decided, which need not survive the process: in a file, which is made anew. Has
-    state.
-
-    Attributes:
-        read_bytes, written_bytes: from and to the disk so far.
-    """
-
-    def __init__(self, path: Path, chunks: Iterable[Chunk]) -> None:
-        self.read_bytes = self.written_bytes = 0
-        self._path = path
-        self._offsets: dict[str, int] = {}
-        self._hashes: dict[str, int] = {}
-        end = 0
-        for chunk in chunks:
-            self._offsets[chunk.name] = end
-            end += pages(chunk.elements * 4)
-        self._file = DirectFile(path, "create", end)
-
-    def read(self, chunk: Chunk, gradient: Tensor) -> None:
-        """Fills `gradient` with what was written. Raises DamagedExtent."""
-        self._file.read_into(gradient, self._offsets[chunk.name])
-        self.read_bytes += pages(gradient.nbytes)
-        if checksum(flat_bytes(gradient)) != self._hashes[chunk.name]:
-            raise damaged(self._path, chunk.name, "its checksum does not match", "run the same command again")
-
-    def write(self, chunk: Chunk, gradient: Tensor) -> None:
-        """Keeps a copy of `gradient`."""
-        self._hashes[chunk.name] = checksum(flat_bytes(gradient))
-        self._file.write_from(gradient, self._offsets[chunk.name])
-        self.written_bytes += pages(gradient.nbytes)
 
 
 @dataclass(frozen=True)
@@ -196,10 +162,12 @@ def open_state(
     return Generations(files)
 
 
-def open_sums(folder: Path, job: Job) -> DiskSums:
-    """A file in `folder`, made anew, for the gradients of a step."""
+def open_sums(folder: Path, job: Job) -> Generations:
+    """A file in `folder`, made anew, for the gradients of a step until it is decided: an entry for each chunk. They
+    need not survive the process, so there is one generation, and nothing of it is committed."""
     chunks = (chunk for number in range(len(job.layers)) for chunk in chunks_of(job, number))
-    return DiskSums(folder / "sums", chunks)
+    sizes = {chunk.name: 4 * chunk.elements for chunk in chunks}
+    return Generations.create(folder / "sums", sizes, generations=1)
 
 
 def read_layer(state: Generations, job: Job, number: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,15 +17,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from espalier.mechanisms.optimizer_node.client import Client
-from espalier.mechanisms.optimizer_node.mechanism import hold
 from espalier.mechanisms.optimizer_node.node import OptimizerNode
 from espalier.mechanisms.optimizer_node.state_file import open_state, open_sums
-from espalier.mechanisms.optimizer_node.window import LayerWindow
 from espalier.parallel.layer_client import LayerClient as Connected
 from espalier.parallel.layer_client import StepLost, filler
 from espalier.plan.axes.node_layout import Job, Layer, Push
 from espalier.recipe import Adamw
 from espalier.recipe.errors import UserError
+from espalier.train.layer_window import LayerWindow, hold_layers
 from espalier.train.wrap_policy import Membership, blocks_of
 
 OUTSIDE = "outside of blocks"
@@ -81,7 +80,7 @@ class AttachedLoop:
         _options(optimizer)
         self.base = float(optimizer.param_groups[0]["lr"])
         found = _layers(model)
-        held = hold(model, [layer for layer, _ in found], [own for _, own in found])
+        held = hold_layers(model, [layer for layer, _ in found], [own for _, own in found])
         self.blocks = _trained(model)
         self.root = next((index for index, one in enumerate(held) if one.layer.name == OUTSIDE), None)
         self.first = 0 if self.root is None else 1

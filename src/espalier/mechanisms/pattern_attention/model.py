@@ -17,53 +17,13 @@ from torch import Tensor, nn
 
 from espalier import recipe as config
 from espalier.graph.base import MessageBlock
+from espalier.graph.network import GraphNetwork
 from espalier.kernels.dropout import activated
 from espalier.mechanisms.pattern_attention.attention import attention
 from espalier.mechanisms.pattern_attention.encodings import hops
 from espalier.mechanisms.pattern_attention.pattern import Additions, Pattern, pattern
 from espalier.mechanisms.pattern_attention.reformation import reformed
 from espalier.mechanisms.pattern_attention.schedule import Schedule
-from espalier.recipe.records import Record
-
-RECORD = Record(
-    name="torchgt",
-    title="TorchGT: graph transformers by interleaving edge attention with full attention, over clusters of nodes",
-    aliases=("torch-gt", "graph transformer"),
-    paper="SC 2024, arXiv 2407.14106",
-    question="How is a graph trained?",
-    files=("mechanisms/pattern_attention/",),
-    chosen="model.kind = graph-transformer with more nodes than full attention can hold",
-    cost="local step: edges*width; full step (one in f): nodes^2*width; 4*S*h/P elements per rank and layer for the "
-    "all-to-alls",
-    law="edge, block and hybrid attention equal dense attention under the same mask, outputs and gradients",
-    law_test="tests/graph/torchgt/test_attention.py::test_every_plan_is_dense_masked_attention_in_float64",
-    bench="bench/torchgt.py",
-    state="works",
-    remark="graph transformers train from recipes, and espalier.graph.attention serves any program; at 65,536 tokens"
-    " of degree 20 a step is 4.3 times as fast as PyG's TransformerConv in 5.6 times less memory (4.2 times"
-    " less of the whole process), since backward computes norms and GELU again; at 4,096, 16,384 and 65,536"
-    " tokens it has 1.2, 2.0 and 2.1 times Polynormer's speed, 0.82, 0.88 and 1.10 times that of GPSConv's"
-    " performer with heads as wide; on Debian's packages and on WordNet it is 3.1 and 1.6 times as fast as"
-    " TransformerConv, 1.1 and 1.7 as the performer, 2.0 and 1.8 as Polynormer; at 262,144 tokens a step takes"
-    " 3.5 GiB of a process, where TransformerConv needs over 21.8, and is 4.9 and 1.8 times as fast as"
-    " SGFormer's and Polynormer's; 1,048,576 tokens and a virtual one train in 13 GiB, 37 s a step, and"
-    " without it 1.6 times as fast as Polynormer's, where SGFormer needs over 20.9 GiB, TransformerConv and"
-    " GPSConv's performer over 17.5; at degree 10, on Debian's packages and on WordNet memory is 3.1, 3.6 and"
-    " 1.6 times less than TransformerConv's; the plan by edges is the fastest of the three exact ones at"
-    " 65,536 (by windows 1.6 times as long, hybrid 1.2), and clusters ordered by RCM++ make no step faster;"
-    " after 80 steps of the same Adam, two layers of 64 columns, it is right for 81.8 % of the test nodes of"
-    " Debian's packages, TransformerConv for 81.8, SGFormer 75.7, GPSConv's performer 72.4, Polynormer 62.2"
-    " and an MLP 73.2, and for 72.6 % of WordNet's, TransformerConv for 76.4, Polynormer 48.0, an MLP 43.1 and"
-    " the performer 42.9 (one seed; the two that lack the projection of attention's outputs, TransformerConv"
-    " and a variant of ours with 75.2, learn WordNet faster: docs/graph-transformers.md); after 80 steps of a recipe,"
-    " 82.4 % there and 76.7 on WordNet, where GCN has 65.3 and 52.2 (one seed); model.local is for few labels,"
-    " where other transformers overfit: 0.2 points below GCN on Cora and level with it on CiteSeer (10 seeds),"
-    " where the layers add nothing to averages; [graph.halo] cuts the tokens over ranks: each holds some"
-    " tokens, and computes all of them for some heads; model.recall lets steps leave edges out, counted and"
-    " bounded (a tenth of them saves nothing sure); windows of over 2,097,152 entries, and the plan measured"
-    " for over 1,048,576, wait in the cache",
-    gpu="NVIDIA H100, November 2026",
-)
 
 WITHOUT = 0.95
 """Share of the nodes that a training step does without the layers for, where `local` is set."""
@@ -140,7 +100,7 @@ class TransformerLayer(nn.Module):
     """x + attention(norm(x)), then x + feed_forward(norm(x)). `attend` is the seam.
 
     The projection of the heads' outputs begins as the identity. As nn.Linear begins, it would make what attention adds
-    smaller by sqrt(3) once more, and WordNet is learnt more slowly (docs/graph-transformers.md).
+    smaller by sqrt(3) once more, and WordNet is learnt more slowly (docs/measured/graph-transformers.md).
     """
 
     def __init__(self, options: config.GraphTransformer) -> None:
@@ -201,7 +161,7 @@ def _norm(options: config.GraphTransformer) -> nn.Module:
     return nn.Identity() if options.local else nn.LayerNorm(options.width or 0)
 
 
-class GraphTransformer(nn.Module):
+class GraphTransformer(GraphNetwork):
     """Features [nodes, inputs] to outputs [nodes, outputs], over the tokens of a block.
 
     With `local`, features are averages over neighbours (`encodings.averaged`) and the model begins as a linear map of
@@ -220,6 +180,11 @@ class GraphTransformer(nn.Module):
         self.layers = nn.ModuleList(TransformerLayer(options) for _ in range(options.depth or 0))
         self.norm = _norm(options)
         self.schedule = Schedule(0, options.path)
+
+    def answers(self, features: Tensor, blocks: tuple[MessageBlock, ...]) -> Tensor:
+        """Along the edges of the first block."""
+        rows: Tensor = self(features, blocks[0])
+        return rows[: blocks[-1].targets]
 
     def forward(self, features: Tensor, block: MessageBlock) -> Tensor:
         """[sources of the block, inputs] -> [sources, outputs]; in training attention is full where the block is. Of

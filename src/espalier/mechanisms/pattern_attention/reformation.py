@@ -11,7 +11,8 @@ again take it; answers are always given along all edges.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -28,7 +29,11 @@ from espalier.track.decision_log import Decisions
 from espalier.train.mechanism import Build, Mechanism
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from espalier.checkpoint.base import Stateful
+    from espalier.graph.subgraphs import SubgraphBatch
+    from espalier.graph.workload import GraphWorkload, Task
     from espalier.plan.base import Plan
     from espalier.recipe import Recipe
 
@@ -140,10 +145,18 @@ class Reformation(Mechanism):
 
     def wrap(self, context: Build) -> None:
         """Tells the workload of the tuner, and the tuner of the losses."""
-        workload: Any = context.workload
-        workload.reformation, self._group = self, context.mesh.replica
+        run = cast("GraphWorkload", context.workload)
+        run.step_loss, self._group = partial(self.loss, run.task), context.mesh.replica
         context.meters["recall"] = self.adapted
         context.decisions.append(self.decisions)
+
+    def loss(self, task: Task, model: nn.Module, batch: SubgraphBatch) -> tuple[Tensor, Tensor]:
+        """Of `task`, along the edges that the step keeps: here, as batches are made while the step before is under
+        way."""
+        fewer = batch.blocks[0]._replace(recall=self.begin(batch.step))
+        loss, weight = task.loss(model, batch._replace(blocks=(fewer, *batch.blocks[1:])))
+        self.note(loss, weight, fewer.full)
+        return loss, weight
 
     def begin(self, step: int) -> float:
         """The recall that holds after `step` steps. All ranks call it alike, once or more in a step."""

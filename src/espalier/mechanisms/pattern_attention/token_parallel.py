@@ -17,10 +17,8 @@ import torch
 from torch import Tensor
 
 from espalier.comm.base import Traffic
+from espalier.graph.batching import OVER_RANKS, HeldRows, OverRanks, all_rows
 from espalier.graph.subgraphs import SubgraphBatch, forward
-from espalier.mechanisms.few_bits.quantization import quantization_of
-from espalier.mechanisms.halo_exchange import halo_parallel
-from espalier.mechanisms.halo_exchange.halo_parallel import CutWorkload, all_rows
 from espalier.mechanisms.pattern_attention.model import GraphTransformer
 from espalier.mechanisms.pattern_attention.over_ranks import TokenExchange
 from espalier.parallel.mesh import REPLICA
@@ -36,10 +34,11 @@ if TYPE_CHECKING:
     from torch import nn
 
     from espalier.graph.node_classification import NodeTask
+    from espalier.graph.workload import GraphWorkload
     from espalier.plan.base import Plan
     from espalier.recipe import HaloOptions, Recipe
 
-CLAIM = replace(halo_parallel.CLAIM, name="tokens")
+CLAIM = replace(OVER_RANKS, name="tokens")
 """Ranks compute one another's heads within a step, so all make the same steps with the same weights."""
 
 
@@ -71,6 +70,8 @@ class TokenPart:
         start = sum(pieces[:rank])
         stop = min(start + pieces[rank], view.graph.nodes)
         self.task, self.group, self.range = task, group, (start, stop)
+        ids = torch.arange(start, stop, device=placed["device"])
+        self.rows = HeldRows(ids, 0, pieces[rank] / sum(pieces))
         self.features = view.features[start:stop].to(**placed)
         whole = to_device(view.block, **placed)
         self.block = whole._replace(tokens=TokenExchange(tuple(pieces), group))
@@ -105,18 +106,14 @@ class TokenParallel(Mechanism):
 
     def wrap(self, context: Build) -> None:
         """Gives this rank its tokens."""
-        workload, mesh, model = cast("CutWorkload", context.workload), context.mesh, context.model
+        run, mesh, model = cast("GraphWorkload", context.workload), context.mesh, context.model
         group = mesh.replica
         assert group is not None, "tokens are of several ranks"
         assert isinstance(model, GraphTransformer)
-        ranks = [context.plan.ranks[rank] for rank in mesh.mesh.members(mesh.rank, *REPLICA)]
-        one = next(model.parameters())
-        placed = {"device": one.device, "dtype": one.dtype}
-        shares = [each.samples for each in ranks]
-        made = workload.part = TokenPart(workload.whole_task, model, shares, placed, group)
-        if (bits := quantization_of(model)) is not None:
-            pieces = made.block.tokens.pieces
-            bits.holds(torch.arange(*made.range, device=one.device), 0, pieces[group.rank()] / sum(pieces))
+        shares = [context.plan.ranks[rank].samples for rank in mesh.mesh.members(mesh.rank, *REPLICA)]
+        parameter = next(model.parameters())
+        placed = {"device": parameter.device, "dtype": parameter.dtype}
+        run.batching.part = TokenPart(run.whole_task, model, shares, placed, group)
 
 
 def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:
@@ -131,6 +128,18 @@ def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:
             do=f"plan.pin.ranks={options.heads or 1}",
         )
     return TokenParallel()
+
+
+class TokenBatching(OverRanks):
+    """Some tokens of the whole graph on each rank."""
+
+    def halos(self) -> TokenCut:
+        """See `TokenCut`."""
+        model, graph, options = self.run.bare(), self.run.whole_task.train.graph, self.run.recipe.graph
+        assert isinstance(model, GraphTransformer)
+        assert options is not None
+        assert options.halo is not None
+        return TokenCut(model, graph.nodes, options.halo, graph.fingerprint())
 
 
 # --- cost ------------------------------------------------------------------------------------------------------------

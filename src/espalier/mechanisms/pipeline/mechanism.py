@@ -11,23 +11,9 @@ import torch.distributed as dist
 from espalier.checkpoint.all_names import AllNames
 from espalier.comm import codecs
 from espalier.comm.base import Traffic
-from espalier.mechanisms.pipeline import schedules
-from espalier.mechanisms.pipeline.pipeline import PipelinePasses, PipelineSchedule
-from espalier.mechanisms.pipeline.split_backward import WeightGradients
-from espalier.parallel.action_list import ActionLists, Pipeline
 from espalier.parallel.mesh import REPLICA, ProcessMesh
 from espalier.parallel.model_cut import ModelCut
-from espalier.parallel.model_stages import (
-    ModelStages,
-    add_peers,
-    check_borrowed,
-    check_layers,
-    check_trained,
-    no_pieces,
-    pipelines,
-)
 from espalier.parallel.schedule import PIPELINE
-from espalier.parallel.stage_messages import StageMessages
 from espalier.plan.axes.pipeline import hand_overs
 from espalier.plan.compose import Claim
 from espalier.recipe.errors import UserError
@@ -35,6 +21,7 @@ from espalier.train.mechanism import Build, Mechanism
 
 if TYPE_CHECKING:
     from espalier.checkpoint.base import Stateful
+    from espalier.parallel.action_list import ActionLists, Pipeline
     from espalier.plan.base import Plan
     from espalier.recipe import Recipe
 
@@ -62,14 +49,16 @@ class CutModel(Mechanism):
 
     def wrap(self, context: Build) -> None:
         """Frees all others. Raises UserError for a model that cannot be cut, or not as the plan says."""
+        from espalier.parallel import model_stages
+
         model, workload, mesh = context.model, context.workload, context.mesh
         assert model is not None
         pieces = workload.pieces(model)
         if pieces is None:
-            raise no_pieces(model)
-        check_trained(model, pieces)
-        placed = pipelines(context.plan, len(workload.tasks()))
-        check_layers(placed, len(pieces.blocks))
+            raise model_stages.no_pieces(model)
+        model_stages.check_trained(model, pieces)
+        placed = model_stages.pipelines(context.plan, len(workload.tasks()))
+        model_stages.check_layers(placed, len(pieces.blocks))
         rank = _alike(mesh)[mesh.rank]
         mine = next(placement for placement in placed if rank in placement.pipeline.ranks)
 
@@ -78,10 +67,10 @@ class CutModel(Mechanism):
 
         assert mesh.replica is not None, "a pipeline has several ranks"
         context.cut = context.cut or ModelCut(mesh.replica)
-        context.stages = ModelStages(model, again, mine, rank, context.cut.stream)
-        check_borrowed(context.stages)
+        context.stages = model_stages.ModelStages(model, again, mine, rank, context.cut.stream)
+        model_stages.check_borrowed(context.stages)
         if context.plan.unequal:
-            add_peers(context.cut, context.stages, placed, _alike(mesh), mesh.rank)
+            model_stages.add_peers(context.cut, context.stages, placed, _alike(mesh), mesh.rank)
             if context.cut.recut and any(stage.sequence > 1 for stage in context.plan.stages):
                 raise UserError(
                     "Pipelines share matrices of a layer over unlike numbers of ranks, and sequences too.",
@@ -99,6 +88,11 @@ class Pipelined(Mechanism):
 
     def wrap(self, context: Build) -> None:
         """Makes the schedule. Raises UserError where the plan's lists cannot be run."""
+        from espalier.mechanisms.pipeline import schedules
+        from espalier.mechanisms.pipeline.pipeline import PipelinePasses, PipelineSchedule
+        from espalier.mechanisms.pipeline.split_backward import WeightGradients
+        from espalier.parallel.stage_messages import StageMessages
+
         stages, sharding, mesh, model = context.stages, context.sharding, context.mesh, context.model
         assert stages is not None
         assert sharding is not None
@@ -160,6 +154,8 @@ def ahead(plan: Plan, layers: Sequence[tuple[int, int]]) -> list[int]:
     link = predicted.terms.get("send", 0.0) / float(hand_overs(len(sizes), count, ahead=True))
     alike = plan.planner == "flashflex"  # the more layers, the faster the device
     passes = [each * (1.0 if alike else size / max(sizes)) for size in sizes]
+    from espalier.mechanisms.pipeline import schedules
+
     more = schedules.warm_up_for_links(passes, [link] * (len(sizes) - 1))
     memory = predicted.memory_bytes
     bytes_of_one = memory.get("activations", 0.0) / min(len(sizes), count)

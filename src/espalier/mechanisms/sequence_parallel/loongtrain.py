@@ -25,7 +25,6 @@ from espalier.parallel.ulysses import HeadExchange, HeadSplit
 from espalier.plan.compose import Claim
 from espalier.recipe import decoder_shapes
 from espalier.recipe.errors import UserError
-from espalier.recipe.records import Record
 from espalier.train.mechanism import Build, Mechanism
 from espalier.train.seams import Filled, fields_of
 
@@ -39,33 +38,6 @@ if TYPE_CHECKING:
     from espalier.parallel.mesh import ProcessMesh
     from espalier.plan.base import Plan
     from espalier.recipe import Recipe
-
-RECORD = Record(
-    name="loongtrain",
-    title="LoongTrain: attention split two ways, over heads and over the sequence, with a double ring",
-    aliases=("loong-train", "2d attention", "double ring"),
-    paper="arXiv 2406.18485",
-    question="How is a long sequence split?",
-    files=(
-        "mechanisms/sequence_parallel/loongtrain.py",
-        "mechanisms/sequence_parallel/ring.py",
-        "parallel/ulysses.py",
-        "parallel/sequence_slots.py",
-        "mechanisms/sequence_parallel/block_attention.py",
-        "plan/axes/sequence.py",
-        "kernels/merge.py",
-    ),
-    chosen="a sequence whose activations do not fit one rank, or more sequence ranks than there are key-value heads",
-    cost="all-to-alls of q, k, v and output inside the head group, plus outer steps of max(inner ring of max(compute, "
-    "block transfer), outer block transfer) over the context group",
-    law="outputs and gradients equal attention over the whole sequence, for every grid of heads and context, and the "
-    "ledger's bytes are the formula's",
-    law_test="tests/sequence/test_loongtrain.py::test_every_cut_equals_one_device",
-    bench="bench/loongtrain.py",
-    state="works",
-    remark="on CPUs; on GPUs the same rings call PyTorch's FlashAttention for bf16, which has not run there",
-    gpu="NVIDIA H100, November 2026",
-)
 
 
 @dataclass(frozen=True, eq=False)

@@ -41,35 +41,7 @@ from espalier.plan.axes.flat_layout import Piece
 from espalier.plan.axes.placement import place
 from espalier.plan.axes.placement_plan import Spread, flags_per_value, groups, units
 from espalier.recipe.errors import UserError
-from espalier.recipe.records import Record
 from espalier.train.wrap_policy import Membership, blocks_of, norms_of
-
-RECORD = Record(
-    name="amsp",
-    title="AMSP: parameters, gradients and optimizer states sharded independently",
-    aliases=("advanced model states partitioning",),
-    paper="arXiv 2311.00257",
-    question="Where does each tensor live?",
-    files=(
-        "mechanisms/sharding/amsp.py",
-        "plan/axes/placement.py",
-        "plan/axes/placement_plan.py",
-        "plan/axes/sharding.py",
-        "launch/apply_plan.py",
-        "plan/search.py",
-    ),
-    chosen="several ranks and model states that do not fit replicated, or whose full sharding would cross slow links "
-    "every step",
-    cost="bytes held = bP*N/sP + bG*N/sG + bOS*N/sOS; per step all-gathers over sP and reduce-scatters over sG for "
-    "each micro-batch, then once reduce-scatter over sOS/sG, all-reduce over D/sOS, all-gather over sOS/sP; factors "
-    "nest sP | sG | sOS | D",
-    law="every nested triple gives plain data parallel's parameters and gradient norms, and the ledger's bytes are the "
-    "formula's; the search over all triples finds what trying each of them finds",
-    law_test="tests/shard/test_amsp.py::test_every_triple_on_four_gloo_ranks_trains_as_one_rank_does",
-    bench="bench/amsp.py",
-    state="works",
-    gpu="NVIDIA H100, November 2026",
-)
 
 _WRAPPINGS: WeakKeyDictionary[nn.Module, ref[Amsp]] = WeakKeyDictionary()
 """The last wrapping of each model that has hooks on it."""

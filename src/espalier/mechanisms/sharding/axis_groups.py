@@ -13,7 +13,6 @@ from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, Reduc
 from espalier.comm import Channel
 from espalier.comm.base import Codec, Traffic, feedback, traffic
 from espalier.comm.codecs import codec
-from espalier.comm.hierarchical_all_reduce import level
 from espalier.mechanisms.sharding.async_collectives import Stage
 from espalier.plan.axes.placement import Axis, Placement, Span
 from espalier.plan.axes.placement_plan import LOSSLESS
@@ -68,6 +67,10 @@ class AxisGroups:
     def _encode(self, axis: Axis, groups: tuple[Any, Any], codecs: Codecs) -> None:
         """Gives the groups of an axis the codecs of its level. Sums of gradients may be rounded, with feedback; what is
         gathered (parameters, and sums on their way back) is not."""
+        if not codecs.names:
+            return
+        from espalier.comm.hierarchical_all_reduce import level
+
         where = level(codecs.nodes, axis.members(self.rank))
         for group, kind, sums in ((groups[0], Traffic.GRADIENTS, True), (groups[1], _gathered(axis), False)):
             name = codecs.names.get((kind._value_, where))

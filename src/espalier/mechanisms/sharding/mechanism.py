@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from espalier.mechanisms.sharding.amsp import Amsp
-from espalier.mechanisms.sharding.layer_holders import RaggedStates
 from espalier.plan.axes import placement_plan as spreading
 from espalier.train.mechanism import Build, Mechanism
 
@@ -33,6 +32,8 @@ class ShardedStates(Mechanism):
         assert context.model is not None
         mesh = context.mesh
         if context.cut is not None and context.cut.peers:
+            from espalier.mechanisms.sharding.layer_holders import RaggedStates
+
             nodes = [rank.node for rank in context.plan.ranks]
             context.sharding = RaggedStates(context.model, mesh, spread(context), context.cut, nodes)
             return

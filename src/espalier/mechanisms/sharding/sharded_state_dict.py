@@ -15,7 +15,7 @@ import xxhash
 from torch import Tensor
 from torch.nn import Parameter
 
-from espalier.checkpoint.stored_slice import StoredSlice
+from espalier.checkpoint.stored_slice import StoredSlice, fill_slices
 from espalier.checkpoint.tensor_slice import Box, RankRow, RowSlice, Slice
 from espalier.comm import plain_collectives
 from espalier.comm.base import Traffic, traffic
@@ -84,7 +84,7 @@ class ModelState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes values of whatever precision into what this rank owns, and brings them to everybody."""
-        fill(self.state_dict(), state)
+        fill_slices(self.state_dict(), state)
         self._sharding.adopt()
 
 
@@ -122,7 +122,7 @@ class OptimizerState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes back what `state_dict` gave."""
-        fill(self.state_dict(), state)
+        fill_slices(self.state_dict(), state)
 
     def _all_kinds(self, entries: dict[str, Any]) -> Kinds:
         """For each parameter, what states it has: also of those this rank holds nothing of."""
@@ -169,7 +169,7 @@ class Residuals:
         alike = state["layout"] == current["layout"]
         saved = {name: value for name, value in state["rows"].items() if name in current["rows"]}
         rows = {name: current["rows"][name] for name in saved}
-        fill(rows, {name: _summed(value, rows[name]) for name, value in saved.items()})
+        fill_slices(rows, {name: _summed(value, rows[name]) for name, value in saved.items()})
         if not alike:
             for flat in self._flats:
                 self._hand_over(flat)
@@ -225,7 +225,7 @@ def load_whole_state_dict(
     """Before `model.load_state_dict(state)`: each rank takes its own share of whole parameters."""
     entries = ModelState(sharding).state_dict()
     known = {name: value for name, value in entries.items() if prefix + name in state}
-    fill(known, {name: state[prefix + name] for name in known})
+    fill_slices(known, {name: state[prefix + name] for name in known})
     sharding.adopt()
     sharding.summon()
     if sharding.cut is not None:  # torch then copies what it finds in `state`
@@ -259,23 +259,6 @@ def _plain(value: Any, name: str, cut: ModelCut | None) -> Any:
     if cut is None or not (name in cut.slabs or name in cut.recut):
         return value
     return placed(Slice(value.contiguous().view(-1), value.shape, 0), name, cut)
-
-
-def fill(table: dict[str, Any], state: dict[str, Any]) -> None:
-    """Copies the values of `state` into the tensors and slices of `table`. Raises KeyError for a name that lacks."""
-    with torch.no_grad():
-        for name, target in table.items():
-            source = state[name]
-            if not isinstance(target, Slice):
-                if isinstance(target, Tensor):
-                    target.copy_(source)
-            elif isinstance(target, StoredSlice):
-                target.take(source)
-            elif isinstance(source, Slice):
-                if source.local.data_ptr() != target.local.data_ptr():
-                    target.local.copy_(source.local)
-            else:  # a whole tensor, from somewhere else
-                target.local.copy_(target.taken_from(source))
 
 
 class _Spelled(str):

@@ -25,35 +25,6 @@ from espalier.mechanisms.task_waves.metaops import EPSILON, LevelRange, MetaOp, 
 from espalier.mechanisms.task_waves.wave_placement import DeviceLinks, Devices, PlacedWaves, exchange, place_waves
 from espalier.mechanisms.task_waves.wave_solver import MetaOpSlice, Share, Wave, allocate, greedy, repair, solve_program
 from espalier.recipe.errors import UserError
-from espalier.recipe.records import Record
-
-RECORD = Record(
-    name="spindle",
-    title="Spindle: several tasks and towers trained in waves on changing groups of devices",
-    aliases=("multi-task waves",),
-    paper="ASPLOS 2025, arXiv 2409.03365",
-    question="Who does what?",
-    files=(
-        "mechanisms/task_waves/spindle.py",
-        "mechanisms/task_waves/metaops.py",
-        "mechanisms/task_waves/wave_solver.py",
-        "mechanisms/task_waves/wave_placement.py",
-        "mechanisms/task_waves/task_waves.py",
-        "mechanisms/task_waves/replan_waves.py",
-        "mechanisms/task_waves/waves.py",
-    ),
-    chosen="a recipe with several tasks or towers whose sizes differ, on more devices than the small ones can use",
-    cost="T_m(n) = a + b/n per tower and group size, fitted to measurements; per level the towers end together at C* "
-    "with sum of n = N; step = a timetable of forward and backward passes and of what crosses links, then the sums of "
-    "gradients",
-    law="any plan of waves gives the loss and gradients of running the tasks one after the other",
-    law_test="tests/stages/test_spindle.py::test_waves_give_the_loss_and_gradients_of_one_task_after_the_other",
-    bench="bench/spindle.py",
-    state="works",
-    remark="recipes of several tasks and towers are planned and trained in waves over ranks, unlike machines too, with "
-    "nested micro-batches where memory is short, and taken up under other waves, also when a rank is lost for good or "
-    "stays slow; steps of real towers are predicted within about 10 %",
-)
 
 Method = Literal["program", "greedy", "static", "sequential"]
 PROGRAM = 12

@@ -45,7 +45,13 @@ def alone(request: Request, cluster: Cluster) -> tuple[Request, Cluster]:
     without waves. It need not fit into memory: a rank of a wave plan holds its slices only."""
     pin = request.pin.changed(ranks=1, offload=request.pin.offload or "none")
     first = cluster.changed(nodes=cluster.nodes[:1], pairs=())
-    return replace(request, parts=(), sync=EveryStep(), pin=pin), first
+    return replace(request, facts={}, sync=EveryStep(), pin=pin), first
+
+
+def parts_of(request: Request) -> tuple[PartCost, ...]:
+    """Of the tasks, what ranks can run apart."""
+    parts: tuple[PartCost, ...] = request.facts["task_waves"]
+    return parts
 
 
 def with_waves(
@@ -74,11 +80,11 @@ def with_waves(
     fixed = plan.predicted.memory_bytes.get("runtime", 0.0) if plan.predicted is not None else 0.0
     devices = devices_of(request, cluster, places, found, limit - fixed)
     nested, solved = _fitting(request, devices, first_seat(cluster), method)
-    made = _waves(solved, request.parts)
+    made = _waves(solved, parts_of(request))
     ranks = tuple(
         Rank(share=(0, 1), device=_device(place), node=place.node, threads=request.pin.threads or 1) for place in places
     )
-    told, alone = _reasons(solved, request.parts, count), plan_summary.sentences(plan, cluster)  # of one rank
+    told, alone = _reasons(solved, parts_of(request), count), plan_summary.sentences(plan, cluster)  # of one rank
     if nested > 1:
         told += (
             f"The passes of {nested} micro-batches of each task are nested, as the activations of whole batches do not "
@@ -90,7 +96,7 @@ def with_waves(
     )
     if plan.predicted is None:
         return changed
-    exchanged = _exchange(changed, request.parts, devices)
+    exchanged = _exchange(changed, parts_of(request), devices)
     predicted = _predicted(plan.predicted, solved, exchanged, fixed, (request, count))
     return changed.changed(predicted=predicted.changed(memory_limit=limit))
 
@@ -108,7 +114,7 @@ def devices_of(
 def seconds(plan: Plan, request: Request, seat: Place, devices: Devices) -> float:
     """Of the waves of `plan`, and of its sums of gradients, on other devices than it was made for; of one rank of all
     parts. `seat`: whose seconds those of parts are."""
-    count, parts = len(devices.nodes), request.parts
+    count, parts = len(devices.nodes), parts_of(request)
     metaops = [_metaop(one, seat, request, count, plan.nested) for one in parts]
     if not plan.waves:
         return sum(one.operators * one.curve(1) for one in metaops) * devices.slowest((0,))
@@ -139,7 +145,7 @@ def _fitting(request: Request, devices: Devices, seat: Place, method: Method | N
     refused: UserError | None = None
     for nested in NESTED:
         try:
-            metaops = [_metaop(one, seat, request, len(devices.nodes), nested) for one in request.parts]
+            metaops = [_metaop(one, seat, request, len(devices.nodes), nested) for one in parts_of(request)]
             return nested, waves(metaops, devices, method)
         except UserError as error:
             refused = error
@@ -196,7 +202,7 @@ def micro_batches(one: PartCost, parts: Sequence[PartCost], nested: int) -> list
 
 def _metaop(one: PartCost, seat: Place, request: Request, count: int, nested: int = 1) -> MetaOp:
     """A part on 1, 2, 4, ... devices and on all of them, its micro-batches together."""
-    batches = [size for size in micro_batches(one, request.parts, nested) if size]
+    batches = [size for size in micro_batches(one, parts_of(request), nested) if size]
     most = 1 if one.whole else min(count, max(batches))
     sizes = sorted({n for n in (*(2**k for k in range(12)), count) if n <= most})
     device, fitted = seat.table.device, _per_sample(one)

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from espalier.mechanisms.tensor_parallel.cut import cut_model
-from espalier.mechanisms.tensor_parallel.stream import Stream
 from espalier.parallel.model_cut import ModelCut
 from espalier.parallel.tensor_roles import check_heads, declared
 from espalier.parallel.workload import Role
@@ -67,6 +65,9 @@ def share(
     group = mesh.group("tp")
     if group is None:
         return  # only other stages have several
+    from espalier.mechanisms.tensor_parallel.cut import cut_model
+    from espalier.mechanisms.tensor_parallel.stream import Stream
+
     sharded = roles is not None and any(role.kind == "partial" for role in roles.values())
     if roles is None:
         roles = declared(model)

@@ -33,33 +33,6 @@ from espalier.mechanisms.unequal_pipelines.pipeline_solver import (
     solve_layers,
 )
 from espalier.recipe.errors import UserError
-from espalier.recipe.records import Record
-
-RECORD = Record(
-    name="flashflex",
-    title="FlashFlex (HexiScale): unequal pipelines and stages for unequal devices",
-    aliases=("hexiscale", "flash-flex"),
-    paper="arXiv 2409.01143",
-    question="Who does what?",
-    files=(
-        "mechanisms/unequal_pipelines/flashflex.py",
-        "mechanisms/unequal_pipelines/flashflex_json.py",
-        "mechanisms/unequal_pipelines/pipeline_solver.py",
-        "mechanisms/unequal_pipelines/replan_pipelines.py",
-        "mechanisms/unequal_pipelines/unequal.py",
-        "mechanisms/sharding/layer_holders.py",
-    ),
-    chosen="devices or links of a job differ enough that equal shares leave the fast ones waiting",
-    cost="pipeline of S stages and n micro-batches: sum of stage times and of transfers both ways + (n-1)*slowest "
-    "stage or transfer; step = slowest pipeline + gradient exchange per layer between its holders",
-    law="layers and shares are those of brute force; gradients weighted by samples equal those of one device",
-    law_test="tests/stages/test_flashflex.py::test_unequal_pipelines_train_as_one_rank_does",
-    bench="bench/flashflex.py",
-    state="works",
-    remark="recipes are planned and trained with unequal pipelines, also those of FlashFlex's JSON, whose stages may "
-    "have unequal tensor degrees, in two pipelines too; a rank or host that is lost for good or stays slow is planned "
-    "round, under --hosts too, where a host that is back is taken in again; no figures of GPUs",
-)
 
 TENSOR = (1, 2, 4, 8)
 """Tensor degrees that are tried: a group stays inside one class, and so inside one machine."""

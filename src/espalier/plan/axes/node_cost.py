@@ -46,7 +46,7 @@ class Layers:
 
     def kept(self, window: int) -> list[tuple[int, ...]]:
         """Of each turn of `order` the layers that stay until they are needed again: the last of forward are the first
-        of backward, as far as a window of so many layers has room (`window.LayerWindow`)."""
+        of backward, as far as a window of so many layers has room (`train.layer_window`)."""
         turns = self.order
         size = max(window, *(len(own) for _, own in turns))
         ahead, busy = [layer for _, own in turns for layer in own], list[int]()

@@ -22,7 +22,7 @@ from espalier.machine import cluster as clusters
 from espalier.machine.cluster import Cluster
 from espalier.plan import device_model
 from espalier.plan.base import Layout
-from espalier.plan.calibrate import Measurement
+from espalier.plan.calibration import Measurement
 from espalier.plan.collective_time import gpus
 from espalier.plan.layouts import ALGORITHMS, Layouts, of_view
 from espalier.plan.measurements import stack_words

@@ -16,9 +16,9 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from espalier.plan.calibrate import Batch, Calibration, Measurement, refuse_other_units
+from espalier.plan.calibration import Batch, Calibration, Measurement, refuse_other_units
 from espalier.plan.calibration_factors import PLAIN, CostFactors
-from espalier.plan.estimate import price
+from espalier.plan.layout_estimate import price
 from espalier.plan.measurements.table import PREDICTED, MeasuredRow, MeasuredTable
 
 RESAMPLES = 10_000

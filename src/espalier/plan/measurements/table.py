@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from espalier.plan.calibrate import Measurement
+from espalier.plan.calibration import Measurement
 from espalier.plan.measurements import stack_words
 from espalier.plan.measurements.run_records import Descriptions
 from espalier.recipe import serialization

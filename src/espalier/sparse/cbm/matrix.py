@@ -19,29 +19,9 @@ from torch import Tensor
 from espalier.kernels.base import operation
 from espalier.kernels.buffer_pool import BUFFERS
 from espalier.recipe.errors import UserError
-from espalier.recipe.records import Record
 from espalier.sparse.cbm.build import Deltas, Search, compress
 from espalier.sparse.csr import CSR, DiagonalScale, as_columns, csr_matmul, matmul, needs_gradient, shaped_as
 
-RECORD = Record(
-    name="cbm",
-    title="CBM: a binary matrix stored as differences between similar rows",
-    aliases=("compressed binary matrix",),
-    paper="IPDPS 2025, arXiv 2409.02208",
-    question="How is a matrix stored and ordered?",
-    files=("sparse/cbm/",),
-    chosen="aggregation over a graph with many similar neighbourhoods, when entries / (differences + tree edges) is at "
-    "least 1.15, or when it measured faster",
-    cost="additions = width*(differences + tree edges), never more than width*entries; 4 bytes per difference and 16 "
-    "per row; building counts the rows of A*A^T, or compares 48 rows with each by MinHash where that would be too much",
-    law="its product equals the plain sparse product, of whole numbers to the bit, forward and backward, normalised or "
-    "not; its tree is the cheapest arborescence",
-    law_test="tests/sparse/test_cbm.py::test_products_of_whole_numbers_are_those_of_csr_to_the_bit",
-    bench="bench/cbm.py",
-    state="works",
-    remark="on processors; binary matrices and such with a scale for each row and column",
-    gpu="NVIDIA H100, November 2026",
-)
 PAYS = 1.15
 """With "auto", entries over additions from which on the compressed form is kept: the note of the paper's own authors
 finds it slower at 1.0."""

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from espalier.recipe.errors import UserError, nearest
-from espalier.recipe.records import Record
 from espalier.sparse.rcmpp.pattern import SparsityPattern, like, positions
 
 FINDERS = ("bi-criteria", "george-liu", "mind")
@@ -24,21 +23,6 @@ LEAST_TRIALS, MOST_TRIALS = 4, 16
 """Fewer than the first are not worth measuring for; the second is all of the two lists that a walk leaves."""
 NODE_WORK = 4
 """Visiting a node costs about as much as four entries."""
-
-RECORD = Record(
-    name="rcmpp",
-    title="RCM++: reverse Cuthill-McKee started from the node with the narrowest levels",
-    aliases=("rcm++", "rcm-plus-plus", "rcm", "reverse cuthill-mckee"),
-    paper="Hou, Liu and Zhu, 2024, arXiv 2409.04171",
-    question="How is a matrix stored and ordered?",
-    files=("sparse/rcmpp/", "sparse/order_choice.py"),
-    chosen="a graph whose order is not already local, before it is partitioned, packed or multiplied often",
-    cost="one pass over the entries, then a traversal of them for each node tried: 2 to 5 on large graphs",
-    law="the order equals the plain form's; its bandwidth is below twice the width of its root's levels",
-    law_test="tests/sparse/test_rcmpp.py::test_the_order_equals_the_plain_forms",
-    bench="bench/rcmpp.py",
-    state="works",
-)
 
 
 def rcmpp(indptr: Any, indices: Any, *, finder: str = "bi-criteria", restarts: int = 1) -> Any:

@@ -25,35 +25,7 @@ from espalier.mechanisms.expert_parallel.flashmoe.protocol import TilePass, Tile
 from espalier.mechanisms.expert_parallel.flashmoe.shared_memory import links
 from espalier.mechanisms.expert_parallel.flashmoe.transport import TileTransport, row_codec
 from espalier.mechanisms.expert_parallel.flashmoe.weight_gradients import FixedOrderSum, PutOff
-from espalier.parallel.expert_map import OverRanks, RoutedTokens
-from espalier.recipe.records import Record
-
-RECORD = Record(
-    name="flashmoe",
-    title="FlashMoE: dispatch, experts and combine as one asynchronous graph of tile tasks",
-    aliases=("flash-moe", "flashdmoe"),
-    paper="NeurIPS 2025, arXiv 2506.04667",
-    question="How does a token reach its expert?",
-    files=(
-        "mechanisms/expert_parallel/flashmoe/",
-        "mechanisms/expert_parallel/mechanism.py",
-        "mechanisms/expert_parallel/alltoall.py",
-        "plan/axes/experts.py",
-        "mechanisms/expert_parallel/routed_experts.py",
-    ),
-    chosen="on several machines or GPUs, where a step with experts over ranks is faster than with every expert on each "
-    "rank, or all do not fit; plan.pin.ep says over how many",
-    cost="per layer and micro-batch: counts, fresh rows and answers forward, weights, gradients of fresh rows and of "
-    "inputs backward; only real rows, a token for two experts of one rank once",
-    law="outputs and gradients equal those of the experts run on one rank, for every map of experts, with the same "
-    "bits in whatever order messages come",
-    law_test="tests/experts/test_flashmoe.py::test_ranks_equal_all_experts_on_one",
-    bench="bench/flashmoe.py",
-    state="works",
-    remark="trains on processors, over Gloo and in shared memory, beside cut matrices too, and the planner chooses the "
-    "ranks and the place of experts; two ranks that share a GPU ran, no persistent kernel is there",
-    gpu="NVIDIA H100, November 2026",
-)
+from espalier.parallel.expert_map import ExpertsOverRanks, RoutedTokens
 
 _WHOLE = 2**62  # rows of a tile where each source's rows for an expert are one
 HEADER, REFS, WEIGHTS, ROWS = 0, 2, 4, 16
@@ -61,7 +33,7 @@ HEADER, REFS, WEIGHTS, ROWS = 0, 2, 4, 16
 
 
 @dataclass
-class FlashMoE(OverRanks):
+class FlashMoE(ExpertsOverRanks):
     """See `parallel.expert_map.OverRanks`. Has state.
 
     Attributes:

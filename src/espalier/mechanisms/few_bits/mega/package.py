@@ -21,42 +21,6 @@ from numpy.typing import NDArray
 
 from espalier.mechanisms.few_bits.a2q import Coded
 from espalier.recipe.errors import UserError
-from espalier.recipe.records import Record
-
-RECORD = Record(
-    name="mega",
-    title="MEGA: bits by node degree, a packed format for mixed widths, and edges condensed for sequential reads",
-    aliases=("adaptive-package", "condense-edge"),
-    paper="HPCA 2024, arXiv 2311.09775",
-    question="How few bits does a value need?",
-    files=("mechanisms/few_bits/mega/", "mechanisms/few_bits/packed_spmm.py", "graph/condensed_file.py"),
-    chosen='quantized graph features of nodes that training has not seen: `quant.kind = "mega"`; its accelerator '
-    "simulator runs on request only",
-    cost="bytes = packages + bitmaps + index + degree table, counted apart; one write and one read per source of a "
-    "cross-part edge",
-    law="decoding a stream gives back every code; every cross-part edge is served exactly once",
-    law_test="tests/quant/test_package.py::test_decoding_gives_back_every_code",
-    bench="bench/mega.py",
-    state="works",
-    remark="widths by degree, packages and their file (`export --to packed`), products that read packed rows, "
-    "condensed edges as halo messages and as the layout of layers on disk, where inference of all nodes takes"
-    " fewer bytes by it, the simulator (`explain RUN --energy`, in espalier-accelerators), whose DRAM schedules as "
-    "DRAMsim3 does on traces of one source (the accelerators' own requests come to each channel by themselves, and "
-    "were not run there), and whose order of accelerators is that of the paper on CiteSeer, Debian's packages and "
-    "WordNet (5 steps) in all three measures, but not on Cora, where GCNAX is second: fused loops keep tiles "
-    "of its product in the buffer; on Cora and CiteSeer packages with the paper's bitmaps take as many bytes "
-    "as plain bitmaps, those with lists of columns 3.4 and 5.6 times fewer, and condensing edges costs 4.5 "
-    "and 1.2 % of DRAM bytes; the baselines' own configurations are not simulated; hidden features of 128 "
-    "columns take a 15th of fp32's and half of int4's on Cora, CiteSeer, Debian's packages (trained 20 steps)"
-    " and WordNet (5 steps), less than CSR and zstd of int8; where the nodes of the test are hidden while "
-    "training (Cora, 16 columns, three seeds) accuracy is 2.3 points below fp32's, standard error 1.3, and "
-    "a2q's 2.0 in 0.78 of the bytes; where they are not, 0.85 below (ten seeds, standard error 0.4): half a "
-    "point between the two was the goal, and fp32 itself loses 2.3; zstd of the same codes is smaller on "
-    "CiteSeer (0.87) and WordNet (0.65) and decodes two to three times as fast; 15.2 times smaller on Cora "
-    "costs accuracy: 73.8 % beside 79.4 % of fp32 (60 steps, one seed); not measured: PubMed, NELL and "
-    "Reddit, for want of their features",
-    gpu="NVIDIA H100, November 2026",
-)
 
 Array = NDArray[Any]
 Occupied = Literal["bitmap", "index", "dense"]

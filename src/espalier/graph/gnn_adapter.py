@@ -1,0 +1,103 @@
+"""Our layered networks (`gnn`) as the workload, the planner and parts of a graph ask for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from espalier import recipe as config
+from espalier.graph import graph_plan, halo, layer_work
+from espalier.graph.gnn import Gnn, GraphAttention, Layer, style_of
+from espalier.graph.link_prediction import LinkTask
+from espalier.graph.network import NetworkAdapter, quantizers_of
+
+if TYPE_CHECKING:
+    from espalier.graph.base import MessageBlock
+    from espalier.graph.partition_folder import Part
+    from espalier.graph.subgraphs import View
+    from espalier.graph.workload import GraphWorkload
+    from espalier.recipe import Recipe
+    from espalier.recipe.cost import Work
+
+
+class GnnAdapter(NetworkAdapter):
+    """Of GCN, GraphSAGE, GAT and GIN. Has state: the format of the whole graph, once chosen."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        assert isinstance(recipe.model, config.Network)
+        assert recipe.model.depth is not None
+        self.options, self.depth, self.width = recipe.model, recipe.model.depth, recipe.model.width
+        self.style = style_of(recipe.model)
+        self._format: str | None = None
+
+    def build(self, run: GraphWorkload, inputs: int, outputs: int) -> nn.Module:
+        """With the layers of the recipe."""
+        return Gnn(self.options, inputs, outputs, run.graph.values and not isinstance(run.task, LinkTask))
+
+    def embeddings(self, model: Any) -> Sequence[nn.Parameter]:
+        """Of both layers."""
+        return [parameter for at in (0, -1) for parameter in model.layers[at].parameters() if parameter.ndim == 2]
+
+    def decisions(self, run: GraphWorkload, said: tuple[str, ...], bits: tuple[str, ...]) -> tuple[str, ...]:
+        """The format of the edges, which is chosen now, and what each layer aggregates."""
+        model = run.bare()
+        assert isinstance(model, Gnn)
+        layers = _layers(model)
+        k = model.options.k if model.options.activation == "maxk" else None
+        if not run.batching.stands:
+            return (*said, *bits, *graph_plan.passes(layers, k, once=False))
+        if self._format is None:
+            self._format = self._formatted(run, layers)
+        return (*said, *bits, self._format, *graph_plan.passes(layers, k, once=model.aggregates_once))
+
+    def _formatted(self, run: GraphWorkload, layers: Sequence[Layer]) -> str:
+        if run.graph.partition is not None:
+            return f"Format: CSR; each rank reads its part of {run.graph.partition.ranks} alone."
+        return self._format_of(run.whole_task.train.block, layers)
+
+    def _format_of(self, block: MessageBlock, layers: Sequence[Layer]) -> str:
+        assert self.recipe.graph is not None
+        return graph_plan.formatted(block, layers, self.recipe.graph.format, self.recipe.train.steps or 0)
+
+    def work(self, run: GraphWorkload, micro_batch: Any, precision: str) -> Work:
+        """By layer, from what it passes over."""
+        batching, rounding = run.batching, run.rounding
+        network, reach = rounding.network, batching.own_reach(micro_batch)
+        assert isinstance(network, Gnn)
+        work = layer_work.layer_work(network, reach, micro_batch, precision, batching.each)
+        return rounding.work(work, network, reach, micro_batch if batching.each else micro_batch * 0 + 1.0, precision)
+
+    # --- over parts of a graph -----------------------------------------------------------------------------------
+
+    def takes_sums(self, model: Any) -> bool:
+        """None of GAT, MaxK, dropout of features and quantizers does."""
+        return takes_sums(model)
+
+    def crossing(self, run: GraphWorkload) -> Gnn:
+        """The network itself."""
+        network = run.rounding.network
+        assert isinstance(network, Gnn)
+        return network
+
+    def over_parts(self, model: Any, view: View, part: Part) -> None:
+        """Layers exchange what they aggregate."""
+        halo.equip(model)
+
+    def formatted(self, model: Any, block: MessageBlock) -> None:
+        """For kernels of processors."""
+        if next(model.parameters()).device.type == "cpu":
+            self._format_of(block, _layers(model))
+
+
+def takes_sums(network: Gnn) -> bool:
+    """See `NetworkAdapter.takes_sums`."""
+    kinds = all(isinstance(layer, Layer) and not isinstance(layer, GraphAttention) for layer in network.layers)
+    plain = network.options.activation != "maxk" and not network.drops_features
+    return kinds and plain and quantizers_of(network) is None
+
+
+def _layers(model: Gnn) -> list[Layer]:
+    return [layer for layer in model.layers if isinstance(layer, Layer)]

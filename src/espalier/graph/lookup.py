@@ -1,0 +1,81 @@
+"""What the words of a graph's recipe stand for, by module name: networks, ways of batching, rounding, exports.
+
+A recipe imports the modules that it asks for and no others; mechanisms are reached from here alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from espalier import recipe as config
+
+if TYPE_CHECKING:
+    from espalier.graph.batching import Drawn
+    from espalier.graph.network import NetworkAdapter
+    from espalier.graph.rounding import Rounding
+    from espalier.recipe import Recipe
+
+BATCHINGS = {
+    "whole": "graph.batching:Whole",
+    "drawn": "graph.batching:Drawn",
+    "stored": "mechanisms.disk_batches.mini_batches:RunBatches",
+    "parts": "mechanisms.halo_exchange.halo_parallel:PartBatching",
+    "tokens": "mechanisms.pattern_attention.token_parallel:TokenBatching",
+}
+"""Ways of batching."""
+FEW_BITS = "mechanisms.few_bits.run_rounding:QuantizedRounding"
+PACKED = "mechanisms.few_bits.packed_run"
+ENERGY = "mechanisms.few_bits.energy:tables"
+
+
+def named(name: str) -> Any:
+    """What `name`, a module of the package and something in it (`graph.batching:Whole`), stands for."""
+    module, _, attribute = name.partition(":")
+    return getattr(import_module(f"espalier.{module}"), attribute)
+
+
+def calling(name: str) -> Callable[..., Any]:
+    """What calls `named(name)`, which is imported by the first call."""
+
+    def call(*inputs: Any) -> Any:
+        return named(name)(*inputs)
+
+    return call
+
+
+def network(recipe: Recipe) -> NetworkAdapter:
+    """The adapter of the networks of the recipe's kind."""
+    match recipe.model:
+        case config.GraphTransformer():
+            name = "mechanisms.pattern_attention.adapter:TransformerAdapter"
+        case config.MessagesModel():
+            name = "graph.foreign_network:ForeignAdapter"
+        case _:
+            name = "graph.gnn_adapter:GnnAdapter"
+    adapter: NetworkAdapter = named(name)(recipe)
+    return adapter
+
+
+def way_of_batching(recipe: Recipe) -> str:
+    """Its name in `BATCHINGS`."""
+    options = recipe.graph
+    assert options is not None
+    if recipe.store is not None:
+        return "stored"
+    if options.halo is not None:
+        return "tokens" if isinstance(recipe.model, config.GraphTransformer) else "parts"
+    return "whole" if options.task == "node" and not options.fanouts else "drawn"
+
+
+def batching(recipe: Recipe) -> type[Drawn]:
+    """The recipe's way of batching."""
+    found: type[Drawn] = named(BATCHINGS[way_of_batching(recipe)])
+    return found
+
+
+def rounding(recipe: Recipe) -> type[Rounding]:
+    """What rounds values of the recipe's networks."""
+    found: type[Rounding] = named("graph.rounding:Rounding" if recipe.quant is None else FEW_BITS)
+    return found

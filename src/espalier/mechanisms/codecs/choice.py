@@ -1,0 +1,83 @@
+"""What a plan encodes on its way: the recipe's `comm.codec`, decided by the links and codecs that were measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from espalier.comm import codecs, compressed_collectives
+from espalier.comm.base import Traffic
+from espalier.comm.codecs import codec
+from espalier.machine.cluster import Cluster, CodecSpeed
+from espalier.mechanisms.codecs import hybrid_compression
+from espalier.plan.ask import Ask
+from espalier.plan.axes.placement_plan import LOSSLESS
+from espalier.plan.choice import PlanChoice
+from espalier.plan.collective_time import gpus
+from espalier.plan.request import Crossing, Request
+
+TRAINED = (Traffic.GRADIENTS, Traffic.PARAMETERS)
+"""What `train` sends today; activations stay on their ranks."""
+
+
+class CodecChoice(PlanChoice):
+    """Codecs by the links; `auto` looks at processors only: on GPUs nothing was measured."""
+
+    def priced(self, ask: Ask) -> tuple[Request, Sequence[str]]:
+        """The request with its crossings. Raises UserError for an unknown `comm.codec`."""
+        return encoded(ask.request, ask.cluster)
+
+
+def encoded(request: Request, cluster: Cluster) -> tuple[Request, Sequence[str]]:
+    """The request with its crossings, and why, in sentences. Raises UserError for an unknown `comm.codec`."""
+    several = cluster.machines > 1
+    if request.codec == "auto" and (gpus(cluster) or not several):
+        return request, ()
+    devices = list(range(len(cluster.devices())))
+    bandwidth = cluster.slowest(devices, "between").bandwidth if several and not gpus(cluster) else None
+    rates, sparse = _rates(cluster), codecs.SPARSE
+    if sparse in rates:
+        rates[sparse] = rates[sparse]._replace(ratio=request.sparse)
+    chosen = hybrid_compression.choose(request.codec, bandwidth, rates)
+    found = []
+    for kind in TRAINED:
+        name = chosen.codecs.get(kind)
+        if name is None:
+            continue
+        if kind is Traffic.PARAMETERS and not codec(name).lossless:
+            name = LOSSLESS
+        ratio = request.sparse if name == sparse else compressed_collectives.ratio(codec(name))
+        rate = rates.get(name) or hybrid_compression.CodecRate(ratio, float("inf"), float("inf"))  # coding is free
+        lossy = not codec(name).lossless
+        found.append(Crossing(kind.value, "between" if several else "all", name, *rate, lossy))
+    said = [chosen.why] if found or request.codec == "auto" else []
+    if said and request.sparse != 1.0:
+        said.append(
+            f"gradients that are not zero, with their places, are {1 / request.sparse:.0%} of all (codec sparse)"
+        )
+    return replace(request, crossings=tuple(found)), said
+
+
+def measured(cluster: Cluster) -> Cluster:
+    """A probed machine with the codecs of its processor, measured now."""
+    found = tuple(CodecSpeed(name, *rate) for name, rate in hybrid_compression.measure().items())
+    tables = [
+        one.changed(device=one.device.changed(codecs=found)) if one.device.kind == "cpu" else one
+        for one in cluster.nodes
+    ]
+    return cluster.changed(nodes=tuple(tables))
+
+
+def _rates(cluster: Cluster) -> dict[str, hybrid_compression.CodecRate]:
+    """Of the slowest device, codec by codec; a codec that some device has not measured is left out."""
+    tables = [one.device.codecs for one in cluster.nodes]
+    names = set.intersection(*({one.codec for one in table} for table in tables))
+    found = {}
+    for name in sorted(names):
+        here = [one for table in tables for one in table if one.codec == name]
+        least = (min(getattr(one, what) for one in here) for what in ("ratio", "encode", "decode"))
+        found[name] = hybrid_compression.CodecRate(*least)
+    return found
+
+
+CHOICE = CodecChoice()

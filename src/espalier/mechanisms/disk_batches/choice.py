@@ -1,0 +1,119 @@
+"""Packed features in plans (DiskGNN): the levels that a graph's features wait on, and what packing and reading take.
+
+Sizes and seconds are those of `mechanisms.disk_batches.cost`, before anything is sampled. No torch unless a recipe
+has a [store].
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from espalier.plan.base import Plan
+from espalier.plan.choice import PlanChoice
+from espalier.plan.plan_summary import FEATURES, table_of
+from espalier.recipe import units
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from espalier.machine.cluster import Cluster, Disk
+    from espalier.mechanisms.disk_batches.cost import Levels, StoredFeatures
+    from espalier.plan.ask import Ask, PlanDecision
+
+
+class StoredFeaturesChoice(PlanChoice):
+    """Features that a recipe with a [store] packs on disk."""
+
+    def finish(self, best: PlanDecision, ask: Ask) -> Plan:
+        """The plan with the levels of its features."""
+        return with_levels(best.plan, ask.request.facts["disk_batches"], ask.cluster)
+
+
+def with_levels(plan: Plan, stored: StoredFeatures, cluster: Cluster) -> Plan:
+    """The plan with the bytes of its features, and the seconds by which reading outlasts computing, in sentences too.
+    Raises UserError where `store.memory` is too small for a batch."""
+    from espalier.mechanisms.disk_batches import cost
+    from espalier.mechanisms.disk_batches.mini_batches import MemoryShare
+    from espalier.mechanisms.disk_batches.reader import LargestBatch
+
+    predicted, here = plan.predicted, max(Counter(rank.node for rank in plan.ranks).values())
+    rank, draws = plan.ranks[0], stored.draws
+    cuts = -(-rank.samples // plan.micro_batch)
+    ratio = (draws.inputs or 1.0) / replace(draws, inputs=None).used
+    draws = replace(draws, items=draws.items * here // len(plan.ranks), batch=plan.micro_batch, inputs=None)
+    draws = replace(draws, inputs=draws.used * ratio)
+    largest = LargestBatch(int(draws.inputs or 0), int(4 * (draws.edges + draws.used)))
+    hot = MemoryShare(stored.memory, here, cuts).hot_bytes(largest, stored.row)
+    limit = None if stored.disk is None else stored.disk // stored.row_bytes
+    levels = cost.expected(draws, hot // stored.row_bytes, limit, stored.row_bytes)
+    disks = table_of(plan, cluster).disks
+    why = (_levels(levels, stored), *([_packing(levels, stored, disks[0])] if disks else []))
+    if stored.edge_bytes:
+        why = (*why, _edges(stored, disks[0] if disks else None))
+    if stored.inferred is not None:
+        why = (*why, *_inference(stored.inferred(int((stored.memory - min(hot, levels.hot_bytes)) // here))))
+    if predicted is not None:
+        held = (stored.memory - hot + min(hot, levels.hot_bytes)) / here
+        steps = max(1.0, levels.batches / (here * cuts))
+        wait = cost.epoch_seconds(levels, disks[0]) / steps - predicted.step_seconds if disks else 0.0
+        memory = {**predicted.memory_bytes, "features": held, "peak": predicted.memory_bytes["peak"] + held}
+        predicted = predicted.longer("features", max(0.0, wait)).changed(memory_bytes=memory)
+    return plan.changed(predicted=predicted, why=(*why, *plan.why))
+
+
+def _levels(levels: Levels, stored: StoredFeatures) -> str:
+    """How many bytes are where."""
+    size = units.show_size
+    cache = (
+        f"{size(levels.cache_bytes)} in a cache on disk that {levels.length:,} batches share" if levels.cache else ""
+    )
+    parts = [f"{size(levels.hot_bytes)} in host memory (store.memory = {size(stored.memory)})", cache]
+    packed = f"{size(levels.packed_bytes)} packed by batch"
+    there = f"{size(levels.disk_bytes)} of disk in {stored.folder}"
+    return f"{FEATURES} ({size(stored.file_bytes)}): {', '.join(filter(None, parts))}, {packed}; {there}."
+
+
+def _edges(stored: StoredFeatures, disk: Disk | None) -> str:
+    """Why edges are sampled on disk, and what it takes."""
+    size, told = units.show_size, ""
+    if disk is not None:
+        read, seconds = stored.sampling(disk)
+        told = f": {size(read)} are read once for the pool, in {units.show_seconds(seconds)}"
+    does_not_fit = f"as they do not fit in store.memory = {size(stored.memory)}"
+    return f"{FEATURES} come with edges ({size(stored.edge_bytes)}) that are sampled on disk, {does_not_fit}{told}."
+
+
+def _inference(layers: Sequence[Any]) -> list[str]:
+    """How results of layers lie on disk where all nodes are inferred, and what reading them takes."""
+    told, show = [], units.show_size
+    for at, one in enumerate(layers, 1):
+        results = f"{FEATURES}: where all nodes are predicted, results of layer {at}"
+        both = f"{show(one.condensed)} are read instead of {show(one.plain)}"
+        more = f"{show(one.written)} more are written"
+        if one.pays:
+            told.append(f"{results} are written by ranges with the rows that each reads (condensed): {both}, {more}.")
+        elif one.written:
+            told.append(f"{results} are written by node: condensed by ranges {both}, but {more}.")
+    return told
+
+
+def _packing(levels: Levels, stored: StoredFeatures, disk: Disk) -> str:
+    """What packing takes and after how many epochs it pays."""
+    from espalier.mechanisms.disk_batches import cost
+
+    nodes = len(stored.draws.degrees)
+    once = cost.packing_seconds(levels, stored.file_bytes, disk)
+    read, gathered = cost.epoch_seconds(levels, disk), cost.gather_seconds(levels, nodes, disk)
+    epochs = cost.break_even(levels, nodes, stored.file_bytes, disk)
+    pays = "packing pays in the first epoch" if epochs < 1 else f"packing pays after {epochs:,.1f} epochs"
+    pays = pays if epochs < float("inf") else "packing saves no time on this disk"
+    show = units.show_seconds
+    told = f"{units.show_size(levels.epoch_bytes)} are read in an epoch, in {show(read)}"
+    return (
+        f"{FEATURES} are packed once, in {show(once)}; {told}, page by page from their file {show(gathered)}: {pays}."
+    )
+
+
+CHOICE = StoredFeaturesChoice()

@@ -1,0 +1,145 @@
+"""`[quant]` of a run: quantizers in its networks, what plans are told of them, and what a report shows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property, partial, reduce
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from espalier.graph import answers, partition_folder
+from espalier.graph.gnn import Gnn
+from espalier.graph.graph_classification import GraphTask
+from espalier.graph.node_classification import NodeTask
+from espalier.graph.rounding import Rounding
+from espalier.graph.subgraphs import infer
+from espalier.mechanisms.few_bits import a2q, quantization, quantized_networks
+from espalier.mechanisms.few_bits.quantized_graph import QuantizedGraph
+from espalier.parallel.workload import Shard
+from espalier.recipe.cost import VALUE_BYTES, Work
+
+if TYPE_CHECKING:
+    from espalier.graph.layer_work import Reach
+    from espalier.graph.subgraphs import SubgraphBatch
+    from espalier.graph.workload import GraphWorkload
+    from espalier.store.artifacts import Artifact
+
+CURVED = 1 << 27
+"""Edges times columns up to which packed bytes, and accuracy against them, are shown: it takes five inferences more."""
+
+
+class QuantizedRounding(Rounding):
+    """Quantizers in the networks of a run."""
+
+    def __init__(self, run: GraphWorkload) -> None:
+        super().__init__(run)
+        if isinstance(run.task, NodeTask):
+            run.task.every_node = True
+
+    @property
+    def options(self) -> Any:
+        """`[quant]`."""
+        return self.run.recipe.quant
+
+    @cached_property
+    def graph(self) -> QuantizedGraph:
+        """What quantizers are told."""
+        run, task = self.run, self.run.task
+        nodes, places = run.trained or (None, None)
+        hidden, seen = None, None
+        if isinstance(task, NodeTask) and task.train is not task.held:
+            hidden, seen = np.concatenate([task.parts.validation, task.parts.test]), task.train.graph
+        classified, stored = isinstance(task, GraphTask), run.recipe.store is not None
+        return QuantizedGraph(run.network.told(run), classified, nodes, places, stored, hidden, seen, run.signs)
+
+    @property
+    def signs(self) -> tuple[bool | None, ...]:
+        """See `QuantizedGraph.signs`."""
+        return (self.graph.input_signed(),)
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        """Bits of what, and bytes."""
+        return (quantization.sentence(quantization.equipped(self.network)),)
+
+    def equip(self, model: nn.Module) -> None:
+        """Kernels, quantizers round them, and steps that fit the first targets."""
+        run, batch = self.run, None
+        if run.graph.partition is None:
+            batch = run.task.batch(run.task.ids(np.arange(min(run.global_batch, quantization.PROBED))), 0)
+        quantized_networks.built(model, self.options, self.graph, batch)
+
+    @cached_property
+    def network(self) -> nn.Module:
+        """With plain aggregation and quantizers."""
+        model = self.run.bare()
+        quantized_networks.equip(model, self.options, self.graph)
+        return model
+
+    def begin(self, model: nn.Module, batch: SubgraphBatch) -> None:
+        """Errors of rows count by the answers of the batch."""
+        known = (batch.labels >= 0) if batch.labels.ndim == 1 else ~batch.labels.isnan()
+        quantization.equipped(model).share(float(known.sum()) / self.run.nominal_weight)
+
+    def loss(self, model: nn.Module, outcome: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """With the penalty of a target."""
+        return quantization.equipped(model).loss(outcome)
+
+    def artifacts(self, model: nn.Module) -> Sequence[Artifact]:
+        """Bits by degree, bytes, and accuracy against them where few inferences take little."""
+        quantizers, run = quantization.equipped(model), self.run
+        widest = max((feature.columns for feature in quantizers.features), default=0)
+        small = isinstance(run.task, NodeTask) and run.recipe.store is None and self._passes(widest)
+        figure = answers.score_name(run.graph)
+        now = (
+            partial(quantization.packed, quantizers, partial(self._score, model), figure) if small and widest else None
+        )
+        return [*quantization.tables(quantizers, None if now is None else now()), *quantization.curves(quantizers, now)]
+
+    def _passes(self, width: int) -> bool:
+        """Whether all edges are here, and so few that rows of `width` may pass over them several times."""
+        parts = self.run.graph.partition
+        edges = self.run.graph.edges if parts is None else parts.edges
+        return edges * width <= CURVED and (parts is None or partition_folder.complete(parts))
+
+    @torch.no_grad()
+    def _score(self, model: nn.Module) -> float:
+        """Of held-out nodes, in per cent."""
+        task = self.run.whole_task
+        logits, shard = infer(model, task.held), Shard(0, task.validation, task.validation)
+        totals = answers.held_out_figures(task, shard, lambda ids: logits[ids])
+        means = {name: total / weight for name, (total, weight) in totals.items() if weight}
+        return answers.score(self.run.summary(means))
+
+    def work(self, work: Work, network: nn.Module, reach: Sequence[Reach], times: Any, precision: str) -> Work:
+        """See `quantized_work`."""
+        return quantized_work(work, network, reach, times, precision)
+
+
+def quantized_work(work: Work, network: nn.Module, reach: Sequence[Reach], times: Any, precision: str) -> Work:
+    """`work` of a network that `quantization.equip` was called with: its quantizers' time and memory come on top. A
+    network that is not a `Gnn` is one layer, which passes over the first of `reach`."""
+    size, extra = max(4, VALUE_BYTES[precision]), []
+    back = 2 * work.moved if work.moved_back is None else work.moved_back
+    layers: list[Any] = list(network.layers) if isinstance(network, Gnn) else [network]
+    for layer, one in zip(layers, reach, strict=True):
+        sources, targets = one.sources * times, one.targets * times
+        for name, part in layer.named_modules():
+            if isinstance(part, a2q.FeatureQuantizer):
+                extra.append(a2q.cost(sources * part.columns, size, part.allocator.fits))
+            elif isinstance(part, a2q.ColumnQuantizer) and part.dim:
+                extra.append(a2q.cost((targets if name.endswith("sums") else sources) * len(part.raw_step), size))
+            elif parametrize.is_parametrized(part):
+                extra.append(a2q.cost(part.weight.numel(), size))
+    return replace(
+        work,
+        moved=work.moved + sum(one.moved for one in extra),
+        moved_back=back + sum(one.moved_back for one in extra),
+        kept=work.kept + sum(one.kept for one in extra),
+        transient=reduce(np.maximum, (one.transient for one in extra), work.transient),
+    )

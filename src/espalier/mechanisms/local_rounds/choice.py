@@ -1,0 +1,137 @@
+"""Rounds of local steps in plans: of replicas, of workers whose outer parameters are on nodes, or where they pay.
+
+No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from espalier.machine import cluster as clusters
+from espalier.machine.cluster import Cluster
+from espalier.mechanisms.local_rounds import planned as co2
+from espalier.mechanisms.local_rounds import rounds_at_nodes
+from espalier.plan import precision, refusals
+from espalier.plan.ask import Ask, PlanDecision
+from espalier.plan.base import Plan
+from espalier.plan.choice import PlanChoice, Waits
+from espalier.plan.collective_time import gpus
+from espalier.plan.layout_decision import best_layout
+from espalier.plan.search import Found
+from espalier.recipe import Auto, ByRounds, Eager, EveryStep
+from espalier.recipe.errors import UserError
+
+
+class LocalRoundsChoice(PlanChoice):
+    """Replicas that agree by rounds, where that is asked for, or where links leave little else."""
+
+    def alone(self, ask: Ask) -> PlanDecision | None:
+        """Rounds that the recipe asks for."""
+        options = ask.request.sync
+        if not isinstance(options, ByRounds):
+            return None
+        rounds = _on_replicas(ask)
+        if rounds_at_nodes.asked(ask.request, rounds.cluster):
+            return _at_nodes(ask, rounds.cluster, options)
+        try:
+            return _by_rounds(rounds, options)
+        except refusals.DoesNotFit as error:
+            raise _refusal(error, rounds) from None
+
+    def candidates(self, ask: Ask, best: PlanDecision) -> Iterator[PlanDecision]:
+        """Rounds where they pay; where they cannot be had, the plan says why: they were not asked for."""
+        rounds = _on_replicas(ask)
+        if not isinstance(ask.request.sync, Auto) or rounds.cluster.machines == 1 or not best.fits:
+            return
+        try:
+            made = co2.cut(rounds.request, rounds.cluster, Eager())
+            apart = _apart(made, rounds)
+            if not all(replica.fits for replica in apart):
+                raise UserError("no machine can hold a replica by itself.")
+            told = co2.pays(best.plan, [replica.plan for replica in apart], made)
+            if told:
+                decision = _by_rounds(rounds, Eager())
+                yield decision.changed(why=(told, *decision.plan.why))
+        except UserError as error:
+            why = f"Rounds of local steps were left out: {error.what}"
+            yield best.changed(why=(*best.plan.why, why))
+
+    def part(self, plan: Plan) -> str:
+        """How long rounds are."""
+        return f"rounds of {plan.outer.steps if plan.outer else 0} local steps"
+
+    def waits(self, plan: Plan) -> Iterable[Waits]:
+        """For the exchange of a round."""
+        if plan.outer is not None:
+            words = {"outer": "a step beyond what local steps hide"}
+            yield Waits("Agreeing by rounds", words, list(zip(*plan.outer.replicas, strict=True)))
+
+
+def _on_replicas(ask: Ask) -> Ask:
+    """On the machines that have the precision."""
+    cluster = ask.cluster
+    return replace(ask, cluster=precision.machines(cluster, ask.request.precision) if gpus(cluster) else cluster)
+
+
+def _at_nodes(ask: Ask, replicas: Cluster, options: ByRounds) -> PlanDecision:
+    """Rounds of workers whose outer parameters are on optimizer nodes."""
+    request, inside = rounds_at_nodes.inside(ask.request, replicas, options)
+    decision = best_layout(Ask(request, inside, ask.calibration))
+    if not decision.fits:
+        return decision
+    plan = rounds_at_nodes.joined(decision.plan, ask.request, replicas, options)
+    return replace(decision, cluster=replicas, plan=plan)
+
+
+def _by_rounds(ask: Ask, options: ByRounds) -> PlanDecision:
+    """What is kept depends on the codec, which depends on the seconds of a local step: first as asked for; where the
+    codec is then a lossy one, that again with what it keeps back."""
+    made, parts, rounds = _rounds(ask, options)
+    if rounds.codec != options.codec and rounds.lossy:
+        options = options.changed(codec=rounds.codec)
+        made, parts, rounds = _rounds(ask, options)
+    plan = co2.join(parts, made, rounds, options)
+    return PlanDecision(ask.request, ask.cluster, Found((), None, 0, 0.0), plan)
+
+
+def _rounds(ask: Ask, options: ByRounds) -> tuple[co2.Replicas, list[Plan], co2.RoundChoice]:
+    """The replicas, a plan of each, and how they agree."""
+    made = co2.cut(ask.request, ask.cluster, options)
+    parts = [replica.taken for replica in _apart(made, ask)]
+    counts = sorted({len(part.ranks) for part in parts})
+    if len(counts) > 1:
+        raise UserError(
+            f"Replicas of {' and '.join(map(str, counts))} ranks cannot agree by rounds.",
+            why="each rank exchanges its shard with the same rank of the other replicas",
+            do=f"plan.pin.ranks={made.count * counts[0]}",
+        )
+    step = min(part.predicted.step_seconds if part.predicted else 1.0 for part in parts)
+    return made, parts, co2.round_of(options, made, step, 4.0 * ask.request.trainable)
+
+
+def _apart(made: co2.Replicas, ask: Ask) -> list[PlanDecision]:
+    """The decision for each replica by itself, made once for equal ones. Raises UserError when one cannot be had."""
+    by_cluster: dict[str, PlanDecision] = {}
+    names = [clusters.dumps(cluster) for cluster in made.clusters]
+    for name, cluster in zip(names, made.clusters, strict=True):
+        if name not in by_cluster:
+            by_cluster[name] = _replica(Ask(made.request, cluster, ask.calibration))
+    return [by_cluster[name] for name in names]
+
+
+def _replica(ask: Ask) -> PlanDecision:
+    decision = best_layout(ask)
+    if not decision.fits or co2.whole(decision.plan):
+        return decision
+    return best_layout(replace(ask, request=co2.sharded(ask.request, len(decision.plan.ranks))))
+
+
+def _refusal(error: refusals.DoesNotFit, ask: Ask) -> refusals.DoesNotFit:
+    """The error when no replica fits beside what rounds keep, with the change that keeps nothing where it helps."""
+    cost = refusals.planned(ask.changed(sync=EveryStep()).request, ask.cluster)
+    told = [f'sync.kind="every_step", which keeps no outer states ({cost})'] if cost else []
+    return refusals.DoesNotFit(error.what, why=error.why, do=refusals.SEPARATOR.join([*told, error.do]))
+
+
+CHOICE = LocalRoundsChoice()

@@ -1,0 +1,77 @@
+"""Waves of tasks in plans: a plan of several tasks runs their parts side by side, and is planned again as they run.
+
+After Spindle (arXiv 2409.03365), whose planner runs again when tasks come or go; here also when a rank is lost or stays
+slow. Parameters move as a checkpoint is taken up under other waves. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from espalier.machine.cluster import Cluster
+from espalier.mechanisms.task_waves import task_waves
+from espalier.plan import base as plans
+from espalier.plan.ask import Ask, PlanDecision
+from espalier.plan.base import Plan
+from espalier.plan.calibration import Calibration
+from espalier.plan.choice import PlanChoice
+from espalier.plan.decide import decide
+from espalier.plan.measured_cluster import Speeds, seats
+from espalier.plan.request import Request
+from espalier.recipe import EveryStep, units
+
+
+class TaskWavesChoice(PlanChoice):
+    """Waves over all ranks, where there are several."""
+
+    def alone(self, ask: Ask) -> PlanDecision | None:
+        """Waves, with the optimizer step of one rank that runs all parts."""
+        request, cluster = ask.request, ask.cluster
+        if task_waves.ranks_of(request, cluster) == 1:
+            return None
+        one_rank = decide(*task_waves.alone(request, cluster), ask.calibration)
+        plan = task_waves.with_waves(one_rank.plan, request, cluster)
+        return replace(one_rank, cluster=cluster, plan=plan, fits=True)
+
+    def part(self, plan: Plan) -> str:
+        """How many waves."""
+        return f"{len(plan.waves)} waves"
+
+    @property
+    def replanner(self) -> TaskWavesChoice:
+        """The solver of waves."""
+        return self
+
+    def seconds(self, request: Request, cluster: Cluster, plan: Plan, found: Speeds) -> float:
+        """See `Replanner.seconds`. Of one rank that runs all parts too."""
+        request = replace(request, precision=plan.precision)
+        devices = task_waves.devices_of(request, cluster, seats(cluster, plan), found.slower)
+        return task_waves.seconds(plan, request, task_waves.first_seat(cluster), devices)
+
+    def planned_work(self, request: Request, cluster: Cluster, plan: Plan) -> tuple[float, ...]:
+        work = [0.0] * len(plan.ranks)
+        for part in (part for wave in plan.waves for part in wave):
+            for rank in part.ranks:
+                work[rank] += part.end - part.begin + part.back[1] - part.back[0]
+        return tuple(work)
+
+    def plan_on(self, request: Request, cluster: Cluster, plan: Plan, kept: Sequence[int], found: Speeds) -> Plan:
+        pin = request.pin.changed(ranks=len(kept), threads=plan.ranks[0].threads)
+        asked = replace(request, precision=plan.precision, sync=EveryStep(), pin=pin)
+        places = seats(cluster, plan)
+        alone = decide(*task_waves.alone(asked, cluster), Calibration(factors=request.factors)).plan
+        there = [(places[rank], found.slower[rank]) for rank in kept]
+        made = task_waves.with_waves(alone, asked, cluster, seats=there)
+        if not made.waves:  # one rank runs all parts
+            only = made.ranks[0].changed(device=plan.ranks[kept[0]].device, node=plan.ranks[kept[0]].node)
+            made = made.changed(ranks=(only,), runners_up=())
+        return plans.check(made, request.global_batch, "the new plan")
+
+    def told(self, plan: Plan) -> str:
+        return (
+            f"{units.plural(len(plan.waves), 'wave')} of the tasks' parts" if plan.waves else "all parts of the tasks"
+        )
+
+
+CHOICE = TaskWavesChoice()

@@ -1,0 +1,145 @@
+"""Unequal pipelines in plans: instead of equal ones where devices differ, and planned again as they run. No torch.
+
+After FlashFlex (arXiv 2409.01143), whose search plans a run again with each rank as a device of its own, slowed by what
+was measured. The pipelines that are left take over the micro-batches of what was lost; layers move where that is
+faster, as a checkpoint is taken up under any cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import cast
+
+from espalier.machine.cluster import Cluster
+from espalier.mechanisms.unequal_pipelines import flashflex, unequal
+from espalier.mechanisms.unequal_pipelines.pipeline_solver import Group, Slot, SolvedPipeline
+from espalier.plan import base as plans
+from espalier.plan import pins
+from espalier.plan.ask import Ask, PlanDecision
+from espalier.plan.base import Plan
+from espalier.plan.choice import PlanChoice
+from espalier.plan.measured_cluster import Speeds, measured, seats
+from espalier.plan.replan import check_sharing
+from espalier.plan.request import Request
+from espalier.recipe import EveryStep, Pin, Recompute, units
+from espalier.recipe.errors import UserError
+
+
+def _costs(request: Request, cluster: Cluster, plan: Plan, kept: Sequence[int], found: Speeds) -> unequal.EngineCosts:
+    """What stages of the plan's kind cost on the places of the ranks `kept`, each of which is a class."""
+    places = seats(cluster, plan)
+    there = measured(cluster, [plan.ranks[rank] for rank in kept], found.of(kept), [places[rank] for rank in kept])
+    asked = replace(request, precision=plan.precision, sync=EveryStep())
+    return unequal.EngineCosts(asked, there, plan.micro_batch, (1,), plan.recompute)
+
+
+def _pipelines(plan: Plan, costs: unequal.EngineCosts) -> list[SolvedPipeline]:
+    """The plan's own, on ranks that are classes."""
+    made = []
+    for number in sorted({one.pipeline for one in plan.stages}):
+        stages = sorted((one for one in plan.stages if one.pipeline == number), key=lambda one: one.layers)
+        order = [Group(one.ranks[0]) for one in stages]
+        layers = [last - first for first, last in (one.layers for one in stages)]
+        start, stop = plan.ranks[stages[0].ranks[0]].share
+        one = flashflex.pipeline_of(order, layers, flashflex.stage_rates(order, costs), costs)
+        made.append(replace(one, micro_batches=-(-(stop - start) // plan.micro_batch)))
+    return made
+
+
+class UnequalPipelinesChoice(PlanChoice):
+    """Pipelines of unequal depth, where devices differ and these are faster, or the only ones that fit; or those of a
+    file."""
+
+    def candidates(self, ask: Ask, best: PlanDecision) -> Iterator[PlanDecision]:
+        """The fastest unequal pipelines; pinned ones that are not possible leave a sentence."""
+        request, cluster = replace(best.request, factors=ask.calibration.factors), best.cluster
+        asked = request.pin.pipelines or "unless slower"
+        if asked not in ("unless slower", "equal", "unequal"):
+            from espalier.mechanisms.unequal_pipelines import flashflex_json
+
+            plan = unequal.plan_of(*flashflex_json.layout(flashflex_json.read(asked), request, cluster, asked))
+            why = (f"The pipelines are those of {asked}.", *plan.why)
+            yield replace(best, plan=plan.changed(why=why), fits=True)
+            return
+        wanted, why_not = asked == "unequal", unequal.asked(request, cluster)
+        pipelines = None if why_not else unequal.best(request, cluster)
+        if pipelines is None:
+            if wanted and best.fits:
+                told = f"Unequal pipelines are not possible here: {why_not or 'none of them fits'}."
+                yield best.changed(why=(told, *best.plan.why))
+            return
+        plan = unequal.plan_of(*pipelines)
+        refused = None if request.refuses is None else request.refuses(plan)
+        equal = best.plan.predicted.step_seconds if best.fits and best.plan.predicted is not None else None
+        slower = equal is not None and pipelines[1].seconds * unequal.FASTER > equal
+        if refused is not None or (slower and not wanted):
+            return
+        beside = f"With the best equal layout a step takes {units.show_seconds(equal)}." if equal is not None else ""
+        why = (*plan.why[:1], *((beside,) if beside else ()), *plan.why[1:], *request.remarks)
+        yield replace(best, plan=plan.changed(why=why), fits=True)
+
+    def cures(self, request: Request, cluster: Cluster) -> Iterable[str]:
+        """The pin, where the recipe keeps unequal pipelines out and they would fit."""
+        asked = replace(request, pin=Pin(pipelines="unequal"))
+        if cluster.same_speed or not unequal.asked(request, cluster) or unequal.asked(asked, cluster):
+            return
+        if (made := unequal.best(asked, cluster)) is not None:
+            others = [name for name, _ in pins.given(request.pin) if name != "pipelines"]
+            out = f" and leave {', '.join(f'plan.pin.{name}' for name in others)} out" if others else ""
+            yield f'plan.pin.pipelines="unequal"{out} ({units.show_seconds(made[1].seconds)} a step)'
+
+    @property
+    def replanner(self) -> UnequalPipelinesChoice:
+        """FlashFlex's search."""
+        return self
+
+    def seconds(self, request: Request, cluster: Cluster, plan: Plan, found: Speeds) -> float:
+        """See `Replanner.seconds`."""
+        costs = _costs(request, cluster, plan, range(len(plan.ranks)), found)
+        made = _pipelines(plan, costs)
+        return costs.step(max(one.seconds for one in made), costs.sync(made))
+
+    def planned_work(self, request: Request, cluster: Cluster, plan: Plan) -> tuple[float, ...]:
+        """See `Replanner.planned_work`."""
+        costs = _costs(request, cluster, plan, range(len(plan.ranks)), Speeds((1.0,) * len(plan.ranks)))
+        planned = [0.0] * len(plan.ranks)
+        for one in _pipelines(plan, costs):
+            for number, (group, layers, _) in enumerate(one.stages):
+                each = layers * costs.layer(group) + costs.extra(group, Slot(number, len(one.stages)))
+                planned[group.kind] += one.micro_batches * each
+        return tuple(planned)
+
+    def plan_on(self, request: Request, cluster: Cluster, plan: Plan, kept: Sequence[int], found: Speeds) -> Plan:
+        """See `Replanner.plan_on`."""
+        check_sharing(request, plan, kept)
+        there = _costs(request, cluster, plan, kept, found).cluster
+        ranks = [plan.ranks[rank] for rank in kept]
+        free = Pin(pipelines="unequal", ranks=len(kept), threads=ranks[0].threads, schedule=request.pin.schedule)
+        same = free.changed(micro_batch=plan.micro_batch, recompute=cast("Recompute", plan.recompute))
+        asked = replace(request, precision=plan.precision, sync=EveryStep())
+        for pin in (same, free):
+            made = unequal.best(replace(asked, pin=pin, recompute=pin.recompute or request.recompute), there)
+            if made is not None:
+                new = unequal.plan_of(*made)
+                seated = tuple(
+                    one.changed(device=old.device, node=old.node, threads=old.threads)
+                    for one, old in zip(new.ranks, ranks, strict=True)
+                )
+                return plans.check(new.changed(ranks=seated), request.global_batch, "the new plan")
+        raise UserError(
+            f"{units.plural(len(kept), 'rank')} cannot hold this run: no pipeline of them has room for its layers.",
+            do="mend the place that was lost and run the same command, or a smaller model or micro-batch",
+        )
+
+    def told(self, plan: Plan) -> str:
+        """See `Replanner.told`."""
+        said = []
+        for number in sorted({one.pipeline for one in plan.stages}):
+            stages = sorted((one for one in plan.stages if one.pipeline == number), key=lambda one: one.layers)
+            start, stop = plan.ranks[stages[0].ranks[0]].share
+            said.append(f"{' + '.join(str(one.layers[1] - one.layers[0]) for one in stages)} layers for {stop - start}")
+        return f"{', '.join(said)} samples each step"
+
+
+CHOICE = UnequalPipelinesChoice()

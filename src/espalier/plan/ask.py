@@ -1,0 +1,71 @@
+"""Ask: what a planner is asked, on what, and by which measurements; and what it decides. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from espalier.machine.cluster import Cluster
+from espalier.plan import refusals
+from espalier.plan.base import Plan
+from espalier.plan.calibration import DATASHEET, Calibration
+from espalier.plan.request import Request
+from espalier.plan.search import Found
+from espalier.plan.trials import Measured
+from espalier.recipe.errors import UserError
+
+Trials = Callable[[Sequence[Plan]], Measured]
+"""Seconds of a step of each plan, measured; empty where nothing was."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A question to the planner.
+
+    Attributes:
+        calibration: what measurements say of the coefficients.
+        trials: what settles ranks, threads and micro-batch of a processor, and between cut plans;
+            None: estimates do.
+    """
+
+    request: Request
+    cluster: Cluster
+    calibration: Calibration = DATASHEET
+    trials: Trials | None = None
+
+    def changed(self, **changes: Any) -> Ask:
+        """The same question of another request."""
+        return replace(self, request=replace(self.request, **changes))
+
+
+@dataclass(frozen=True)
+class PlanDecision:
+    """What the search found, and the plan.
+
+    Attributes:
+        plan: the best, or where `fits` is False the one that lacks the fewest bytes.
+        finished: every choice has added what it adds.
+    """
+
+    request: Request
+    cluster: Cluster
+    found: Found
+    plan: Plan
+    fits: bool = True
+    finished: bool = False
+
+    @property
+    def taken(self) -> Plan:
+        """The plan, if it can be trained. Raises UserError: see `refusal`."""
+        if not self.fits:
+            raise self.refusal()
+        return self.plan
+
+    def changed(self, **changes: Any) -> PlanDecision:
+        """The same decision with another plan."""
+        return replace(self, plan=self.plan.changed(**changes))
+
+    def refusal(self) -> UserError:
+        """Why there is nothing to train with."""
+        return refusals.refusal(self.request, self.cluster, self.found)

@@ -1,0 +1,225 @@
+"""The best layout for a request: the search, experts over ranks or states elsewhere, and trials that settle near ones.
+
+Replicas agree at every step. No rank is started but by the trials.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from espalier.machine.cluster import Cluster
+from espalier.plan import build_plan, choice, explain, memory_model, pins, refusals, search, trials
+from espalier.plan.ask import Ask, PlanDecision, Trials
+from espalier.plan.base import RESIDENT, Plan
+from espalier.plan.calibration import Calibration
+from espalier.plan.collective_time import gpus
+from espalier.plan.layout_estimate import scaled
+from espalier.plan.layouts import view
+from espalier.plan.request import Request
+from espalier.plan.search import Found, Option
+from espalier.recipe import units
+
+NEAR = 1.02
+"""A tie of trials. Of micro-batches the smallest is taken, which holds least; of ranks the most: processes wait for
+each other once a step, threads at every operation, so that a core that is busy elsewhere hurts them more."""
+SIZES = (0.5, 2, 4)
+"""Micro-batches tried beside the estimate's, as multiples of it."""
+TRIED = 3
+"""Plans that cut the model and are within the search's tie: tried beside one another, where they can be."""
+
+
+def best_layout(ask: Ask) -> PlanDecision:
+    """The fastest layout that fits, else the one that lacks the fewest bytes. Raises UserError: no layout satisfies all
+    that is asked."""
+    request, priced = choice.priced(ask)
+    decision = _searched(replace(ask, request=replace(request, factors=ask.calibration.factors)))
+    remarks = (*decision.request.remarks, *priced, *explain.seating(ask.cluster))
+    return decision.changed(why=(*decision.plan.why, *remarks))
+
+
+def _searched(ask: Ask) -> PlanDecision:
+    request, cluster, calibration, trials = ask.request, ask.cluster, ask.calibration, ask.trials
+    pins.check(request, cluster)
+    free = request.pin.shard is None and request.redundancy == 1
+    processor = not gpus(cluster) and len(cluster.devices()) == 1
+    found = search.search(request, cluster, calibration, whole=free and processor)
+    spread = _over_ranks(request, cluster, calibration)
+    if spread and (found.options or request.pin.offload == "none"):
+        alone = [(request, found)]
+        if request.pin.offload is None:
+            alone.append(search.elsewhere(request, cluster, found, calibration))
+        alone = [one for one in alone if one[1].options] or alone
+        request, found, told = _expert_ranks(*min(alone, key=_fastest_of), spread)
+        request = replace(request, remarks=(*request.remarks, *told))
+    elif request.pin.offload != "none" and not (request.pin.offload is None and found.options):
+        pins.check_offload(request, cluster)
+        request, found = search.elsewhere(request, cluster, found, calibration, whole=free and processor)
+        request, found, told = _expert_ranks(request, found, spread)
+        request = replace(request, remarks=(*request.remarks, *told))
+        trials = None  # of states that would be written to begin with
+    option = found.best()
+    if option is None:
+        return _closest(request, cluster, found, calibration)
+    if found.whole:
+        kept = replace(found, options=found.whole)
+        return PlanDecision(request, cluster, found, _whole(request, found, kept, calibration, trials))
+    make = partial(build_plan.make, request, found, calibration=calibration)
+    plans = [make(one) for one in (_tied(found, option) if trials else [option])]
+    plan, measured = _fastest(plans, trials)
+    return PlanDecision(request, cluster, found, with_trials(plan, plans, measured))
+
+
+def _over_ranks(request: Request, cluster: Cluster, calibration: Calibration) -> list[tuple[Request, Found]]:
+    """Searches with experts over ranks, where nobody said over how many and that can run: over all ranks of a machine,
+    and over 2, 4 and so on. Ranks of one processor gain nothing: one rank has its memory and threads."""
+    pin, places = request.pin, _ranks_of(request, cluster)
+    cut = pin.shard is not None and max(pin.shard.params or 1, pin.shard.grads or 1) > 1
+    if not request.experts or pin.ep is not None or cut or request.compile or len(cluster.devices()) == 1:
+        return []
+    most = min(request.experts, request.global_batch)
+    counts = {2, 4, 8, 16, 32, 64, places, *(table.devices for table in cluster.nodes)}
+    found = []
+    for count in sorted(one for one in counts if 1 < one <= most and places % one == 0):
+        asked = replace(request, ep=count)
+        found.append((asked, search.search(asked, cluster, calibration)))
+    return [one for one in found if one[1].options]
+
+
+def _fastest_of(searched: tuple[Request, Found]) -> float:
+    """Seconds of the fastest that was found."""
+    return min((one.seconds for one in searched[1].options), default=math.inf)
+
+
+def _ranks_of(request: Request, cluster: Cluster) -> int:
+    """Ranks that a plan of the whole cluster has."""
+    return request.pin.ranks or gpus(cluster) or len(cluster.devices())
+
+
+def _expert_ranks(
+    request: Request, whole: Found, spread: Sequence[tuple[Request, Found]]
+) -> tuple[Request, Found, tuple[str, ...]]:
+    """With every expert on each rank (`whole`; what does not fit waits in host memory or on disk), or spread over
+    ranks where that is faster by more than a tie: over few where links are slow, as each token crosses them."""
+    if not spread:
+        return request, whole, ()
+    asked, best = min(spread, key=_fastest_of)
+    least, taken = _fastest_of((request, whole)), _fastest_of((asked, best))
+    shown = f"over {asked.ep} ranks {units.show_seconds(taken)}"
+    where = "" if request.offload == RESIDENT else " and states that wait outside the devices"
+    here = f"with every expert on each rank{where} {units.show_seconds(least)}" if whole.options else ""
+    if least <= taken * (1 + whole.tie):
+        told = f"A step takes {units.show_seconds(least)} with every expert on each rank{where}, spread {shown}."
+        return request, whole, (told,)
+    others = [
+        f"over {one.ep} ranks {units.show_seconds(each.options[0].seconds)}" for one, each in spread if one is not asked
+    ]
+    beside = ", ".join([*([here] if here else ["every expert on each rank does not fit"]), *others])
+    return asked, best, (f"Experts are spread over {asked.ep} ranks: {units.show_seconds(taken)} a step; {beside}.",)
+
+
+def _tied(found: Found, best: Option) -> list[Option]:
+    """`best`, and if it cuts the model also those within the search's tie that do, of as many ranks and threads."""
+    if not best.cuts:
+        return [best]
+    fastest = min(one.seconds for one in found.options)
+    near = [
+        one
+        for one in found.options
+        if one.cuts
+        and one.seconds <= fastest * (1 + found.tie)
+        and _of((best.layout.world, best.layout.threads))(one)
+        and one is not best
+    ]
+    return [best, *sorted(near, key=Option.order)[: TRIED - 1]]
+
+
+def _fastest(plans: list[Plan], measure: Trials | None) -> tuple[Plan, trials.Measured]:
+    """The plan that was fastest in trials (the first of a tie, or of all that nobody tried), and what was measured."""
+    measured = {} if measure is None or len(plans) < 2 else measure(plans)
+    if not measured:
+        return plans[0], {}
+    least = min(measured[trials.key(one)] for one in plans)
+    return next(one for one in plans if measured[trials.key(one)] <= NEAR * least), measured
+
+
+def _closest(request: Request, cluster: Cluster, found: Found, calibration: Calibration) -> PlanDecision:
+    """The plan that lacks the fewest bytes."""
+    if found.closest is None:
+        raise refusals.refusal(request, cluster, found)
+    plan = build_plan.make(request, found, found.closest, calibration)
+    lacks = f"{units.show_size(found.closest.over)} of memory per rank"
+    return PlanDecision(request, cluster, found, plan.changed(executable=False, missing=lacks), False)
+
+
+# --- one processor -----------------------------------------------------------------------------------------------
+#
+# Whole states wherever they fit: what cutting them gains inside one machine is less than what an estimate is wrong by.
+# Whether one rank of N threads or N ranks of one thread is faster depends on the model's sizes in ways that no short
+# formula catches, and so does the micro-batch: where they can be tried, trials decide.
+
+
+def _whole(request: Request, found: Found, kept: Found, calibration: Calibration, measure: Trials | None) -> Plan:
+    """The plan with whole states (`kept` has the options): the one tried best, else the best by estimate."""
+    make = partial(build_plan.make, request, found, calibration=calibration)
+    best = kept.best()
+    assert best is not None
+    divisions = sorted({(one.layout.world, one.layout.threads) for one in kept.options})
+    options = [one for division in divisions if (one := kept.best(_of(division))) is not None]
+    tried = [make(one) for one in options]
+    measured = {} if measure is None else dict(measure(tried))
+    if measured:
+        fastest = min(measured.values())
+        even = [at for at, one in enumerate(tried) if measured[trials.key(one)] <= NEAR * fastest]
+        best = options[max(even, key=lambda at: len(tried[at].ranks))]
+    elif len(tried) > 1:
+        return make(best)
+    cuts = [make(one) for one in (_tied(kept, best) if measure else [best])]
+    plan, ways = _fastest(cuts, measure)
+    measured, tried = {**measured, **ways}, [*tried, *(cuts[1:] if ways else [])]
+    sizes = [plan, *(make(one) for one in _other_sizes(kept, plan))]
+    finer = {} if measure is None else dict(measure(sizes))
+    if finer:
+        fastest = min(finer.values())
+        near = [one for one in sizes if finer[trials.key(one)] <= NEAR * fastest]
+        plan = min(near, key=lambda one: one.micro_batch)
+    tried += [one for one in sizes[1:] if finer]
+    return with_trials(plan, tried, {**measured, **finer})
+
+
+def _of(division: tuple[int, int]) -> Callable[[Option], bool]:
+    """Whether an option has so many ranks of so many threads."""
+    return lambda one: (one.layout.world, one.layout.threads) == division
+
+
+def _other_sizes(kept: Found, plan: Plan) -> list[Option]:
+    """The same ranks with other micro-batches, where these leave memory free."""
+    wanted = {int(plan.micro_batch * factor) for factor in SIZES}
+    division = len(plan.ranks), plan.ranks[0].threads
+    fitting = [
+        one
+        for one in kept.options
+        if _of(division)(one)
+        and view(one.layout, 1, plan.precision).cut == plan.layout.cut
+        and one.layout.recompute == plan.recompute
+        and one.layout.micro_batch in wanted
+        and one.peak <= memory_model.ROOMY["cpu"] * (one.peak - one.over)
+    ]
+    return sorted(fitting, key=lambda one: int(one.layout.micro_batch))
+
+
+def with_trials(plan: Plan, tried: list[Plan], measured: trials.Measured) -> Plan:
+    """`plan` with what was measured of it and of those beside it."""
+    if not measured or plan.predicted is None:
+        return plan
+    mine = trials.key(plan)
+    others = sorted((one for one in tried if trials.key(one) != mine), key=lambda one: measured[trials.key(one)])
+    timed = [(one.layout, one.ranks[0].threads) for one in tried]
+    untimed = [one for one in plan.runners_up if (one.layout, one.threads) not in timed]
+    return plan.changed(
+        predicted=scaled(plan.predicted, measured[mine]),
+        why=(trials.told([plan, *others], measured), *plan.why),
+        runners_up=(*(trials.beside(one, plan, measured) for one in others), *untimed),
+    )

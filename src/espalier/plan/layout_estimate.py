@@ -1,0 +1,218 @@
+"""What layouts cost: seconds by part, bytes held by kind, bytes sent by class. One core for every planner; no torch.
+
+`price` takes arrays of layouts; `estimate` tells one layout in full. A fleet of several kinds of device goes at the
+pace of its slowest rank and is as full as its fullest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from espalier.machine.cluster import Cluster
+from espalier.plan import collective_time, device_model, memory_model, step_time
+from espalier.plan.axes import offload, optimizer_node, placement_plan
+from espalier.plan.axes import tensor as tensor_cost
+from espalier.plan.axes.offload import NODE
+from espalier.plan.axes.placement import ShardFactors as Shards
+from espalier.plan.axes.sharding import cost, wire_bytes
+from espalier.plan.base import RESIDENT, TOTAL_BYTES, TOTALS, Predicted, task_totals
+from espalier.plan.calibration_factors import CostFactors
+from espalier.plan.collective_time import Fleet, devices, seats
+from espalier.plan.cost_inputs import CostInputs
+from espalier.plan.layouts import Layouts
+from espalier.plan.request import Request, exchanges
+from espalier.recipe.cost import Number, ring_bytes
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What a rank of each kind computes where devices differ. None: all ranks alike.
+
+    `samples`: of each batch (unequal data parallelism). `speeds`: over the mean, to which its tokens of each sequence
+    are proportional.
+    """
+
+    samples: Any = None
+    speeds: Any = None
+
+
+EQUAL = Shares()
+UNCOUNTED = {"device": (), "reserved": ("runtime",), "allocated": ("runtime", "slack")}
+"""Kinds of memory that PyTorch's counts of reserved and allocated bytes leave out, and the driver's does not."""
+
+
+@dataclass(frozen=True)
+class Priced:
+    """Layouts priced on one kind of rank, each value [n]."""
+
+    seconds: Mapping[str, Number]
+    held: Mapping[str, Number]
+    limit: float
+    peak: Number
+    """Bytes at the worst moment."""
+    over: Number
+    """Bytes beyond what the rank and its machine may hold; negative: room left."""
+    waiting: Mapping[str, Number] = field(default_factory=dict)
+    """Bytes outside the device, by kind."""
+
+    @property
+    def step(self) -> Number:
+        """Seconds of a step."""
+        return sum(self.seconds.values())
+
+    def counted(self, memory: str) -> Number:
+        """Of these, what a count of this kind has: `device`, `reserved` or `allocated`."""
+        return sum(size for name, size in self.held.items() if name not in UNCOUNTED[memory])
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Layouts priced on all kinds of ranks, each value [n]."""
+
+    seconds: Any
+    """Of a step, on the slowest device."""
+    peak: Any
+    """Bytes on the fullest device."""
+    over: Any
+    """Bytes beyond the limit of the tightest device; negative: room left."""
+
+
+def samples_each(request: Request, layouts: Layouts) -> Number:
+    """Samples of the replica that has most."""
+    return -(-request.global_batch // np.asarray(layouts.dp))
+
+
+def price(request: Request, on: Fleet, layouts: Layouts, shares: Shares = EQUAL, kept: Number = 0.0) -> list[Priced]:
+    """Prices `layouts` on every kind of rank of a fleet."""
+    found = []
+    samples_of, speeds = shares.samples, shares.speeds
+    for index, kind in enumerate(on.kinds):
+        samples = samples_each(request, layouts) if samples_of is None else np.asarray(samples_of[index])
+        step = CostInputs(request, on, kind, layouts, 1.0 if speeds is None else np.asarray(speeds[index]), kept)
+        size = np.minimum(np.maximum(1, np.asarray(layouts.micro_batch)), samples)
+        held = memory_model.held(step, size, -(-samples // size))
+        limit, peak = memory_model.limit(kind, request), sum(held.values())
+        one = Priced(step_time.step_seconds(step, samples), held, limit, peak, peak - limit)
+        if request.offload != RESIDENT:
+            one = replace(one, over=step.lacking(one.over), waiting=step.waiting)
+        found.append(one)
+    return found
+
+
+def grid(request: Request, on: Fleet, layouts: Layouts, memory: str = "device") -> Grid:
+    """Prices arrays of layouts at once; the slowest and the tightest device count. `memory`: as `Priced.counted`."""
+    costs = price(request, on, layouts)
+    return Grid(
+        np.max([one.step for one in costs], axis=0),
+        np.max([one.counted(memory) for one in costs], axis=0),
+        np.max([one.over for one in costs], axis=0),
+    )
+
+
+def slowest(request: Request, on: Fleet, layouts: Layouts) -> Number:
+    """Seconds of a step on the slowest kind of rank, without the bytes."""
+    samples = samples_each(request, layouts)
+    steps = (step_time.step_seconds(CostInputs(request, on, kind, layouts), samples) for kind in on.kinds)
+    return np.max([sum(terms.values()) for terms in steps], axis=0)
+
+
+def estimate(
+    request: Request,
+    cluster: Cluster,
+    layout: Layouts,
+    factors: CostFactors | None = None,
+    shares: Shares = EQUAL,
+) -> Predicted:
+    """What one step of one layout should cost: its slowest rank's seconds, its tightest's bytes."""
+    ranks = int(layout.world)
+    on = replace(collective_time.fleet(cluster, ranks, layout.threads), factors=factors or request.factors)
+    costs = price(request, on, layout, shares)
+    if ranks == 1 and not on.cuda and (waiting := costs[0].waiting):
+        kept = offload.kept(request, -float(costs[0].over), waiting)
+        costs = price(request, on, layout, shares, kept)
+    slow = int(np.argmax([float(one.step) for one in costs]))
+    tight = costs[int(np.argmin([-float(one.over) for one in costs]))]
+    terms = {name: float(value) for name, value in costs[slow].seconds.items()}
+    kinds = {name: float(value) for name, value in tight.held.items()}
+    step = sum(terms.values())
+    tokens = request.global_batch * request.tokens_per_sample
+    made = CostInputs(request, on, on.kinds[slow], layout)
+    most = int(samples_each(request, layout)) if shares.samples is None else int(np.max(shares.samples))
+    peak = sum(device_model.peak(one, request.precision) for one in devices(cluster, ranks).values())
+    nodes = [0 if on.cuda else place.node for place in seats(cluster, ranks)]
+    return Predicted(
+        step_seconds=step,
+        tokens_per_second=tokens / step,
+        tokens_per_second_per_device=tokens / step / len(devices(cluster, ranks)),
+        mfu=request.model_flops / step / peak,
+        terms=terms,
+        memory_bytes={**kinds, "peak": sum(kinds.values())},
+        memory_limit=tight.limit,
+        waiting_bytes={name: float(value) for name, value in tight.waiting.items()},
+        sent_bytes=sent(made, most, nodes),
+        sources={**step_time.sources(made), **memory_model.sources(request, on)},
+    )
+
+
+def sent(step: CostInputs, samples: int, nodes: Sequence[int]) -> dict[str, float]:
+    """Payload bytes that a rank of one layout sends in a step of `samples` samples: what goes on the ledger of the rank
+    that sends most, by the mechanisms' own formulas. Empty classes are left out, but for gradients.
+
+    Beside the gradients, ranks tell each other at every step which tensors they used, the loss, and their part of the
+    norm, in one exchange (`mechanisms.sharding.amsp.ControlMessage`); the first gives the others its running statistics
+    (`mechanisms.sharding.broadcast`).
+    """
+    request, layout = step.request, step.layouts
+    rounds = -(-samples // int(layout.micro_batch))
+    if request.offload == NODE:
+        return {"gradients": optimizer_node.pushed(request)}
+    found = dict(cost(step.summed, step.division, rounds=rounds).sent)
+    codecs = placement_plan.codecs(exchanges(request.crossings))
+    if codecs and step.states.sizes and not np.any(step.states.cut):
+        chosen = Shards(int(layout.params), int(layout.grads), int(layout.optimizer))
+        found = dict(wire_bytes(step.states, chosen, nodes, codecs, rounds=rounds))
+    if request.offload.parameters in ("host", "disk"):
+        gathered = ring_bytes("all_gather", float(np.max(step.sharded["params"])), int(layout.dp))
+        found["parameters"] = (1 + offload.again(request)) * gathered
+    found |= {name: size for name, size in step_time.pipeline(step, 1, samples).sent.items() if size}
+    found |= step.experts(samples, rounds).sent
+    world = int(layout.world)
+    totals = TOTALS + world + task_totals(request.tasks)
+    steering = TOTAL_BYTES * placement_plan.control_values(request.tensors, world, totals)
+    found["control"] = ring_bytes("all_reduce", steering, world)
+    found["parameters"] += request.running * (world > 1)
+    if layout.tp * layout.pp > 1:  # totals and norm go to the whole replica, flags to those of the same part
+        flags = TOTAL_BYTES * placement_plan.control_values(request.tensors, layout.shards, 0)
+        whole = ring_bytes("all_reduce", TOTAL_BYTES * (1 + totals), world)
+        found["control"] = whole + ring_bytes("all_reduce", flags, layout.shards)
+    if request.width and layout.tp > 1:
+        load = step_time.tensor_load(step, samples * request.tokens_per_sample / layout.sp, step.stage_layers)
+        found["activations"] = found.get("activations", 0.0) + tensor_cost.cost(load).sent[tensor_cost.ACTIVATIONS]
+        norms = (2 * step.stage_layers + 1) * request.width * step.storage.grads
+        found["gradients"] += ring_bytes("all_reduce", norms, layout.tp) * (rounds if layout.grads > 1 else 1)
+        found["gradients"] += ring_bytes("all_reduce", norms * (1 - 1 / layout.tp), layout.shards)
+    if int(layout.sp) > 1:
+        tokens = samples * request.tokens_per_sample / layout.sp
+        exchanged = step.sequence(tokens).sent
+        found |= {name: found.get(name, 0.0) + step.stage_layers * size for name, size in exchanged.items()}
+    if request.expert_ranks > 1:  # how many rows each expert got, and how long each rank waited
+        found["control"] += ring_bytes("all_reduce", TOTAL_BYTES * (request.experts + world), world)
+    return {name: float(size) for name, size in found.items() if size or name != "parameters"}
+
+
+def scaled(predicted: Predicted, measured: float) -> Predicted:
+    """The prediction with every time term scaled so that the step takes the `measured` seconds."""
+    factor = measured / predicted.step_seconds
+    trial: Mapping[str, str] = {"step": f"a trial; estimated terms scaled by {factor:.3g}"}
+    return predicted.changed(
+        step_seconds=measured,
+        tokens_per_second=predicted.tokens_per_second / factor,
+        tokens_per_second_per_device=predicted.tokens_per_second_per_device / factor,
+        mfu=predicted.mfu / factor,
+        terms={name: value * factor for name, value in predicted.terms.items()},
+        sources={**predicted.sources, **trial},
+    )

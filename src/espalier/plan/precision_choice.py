@@ -1,0 +1,86 @@
+"""Precision in plans: of all that the devices compute fast, the one whose plan is fastest. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from espalier.plan import precision, search, trials
+from espalier.plan.ask import Ask, PlanDecision
+from espalier.plan.choice import PlanChoice
+from espalier.plan.collective_time import gpus
+from espalier.plan.decide import decide
+from espalier.plan.layout_decision import with_trials
+from espalier.plan.request import AUTO
+from espalier.recipe.errors import UserError
+
+
+class PrecisionChoice(PlanChoice):
+    """Decides what the recipe leaves open."""
+
+    def alone(self, ask: Ask) -> PlanDecision | None:
+        """The decision for each precision that could be fastest, and the fastest of these."""
+        if ask.request.precision != AUTO:
+            return None
+        return _fastest(ask) if gpus(ask.cluster) else _measured(ask)
+
+    def words(self, best: PlanDecision, ask: Ask) -> Iterable[str]:
+        """How much faster another precision would be."""
+        return precision.faster(ask.request, best.found) if gpus(ask.cluster) else ()
+
+
+def _decided(ask: Ask) -> PlanDecision:
+    return decide(ask.request, ask.cluster, ask.calibration, ask.trials)
+
+
+def _fastest(ask: Ask) -> PlanDecision:
+    """The fastest decision of those for each precision that could be fastest; where devices differ, also for one that
+    all have, to say what leaving some out gains. Raises UserError where none can be made."""
+    made: list[PlanDecision] = []
+    refusal: UserError | None = None
+    for name in precision.candidates(ask.cluster):
+        asked, best = ask.changed(precision=name), min(map(_rank, made), default=(True, 0.0))
+        known = ask.cluster.same_speed or any(precision.with_all(one.found) is not None for one in made)
+        possible = search.fastest_possible
+        if not best[0] and known and possible(asked.request, ask.cluster, ask.calibration) >= best[1]:
+            continue
+        try:
+            made.append(_decided(asked))
+        except UserError as error:
+            refusal = refusal or error
+    if not made and refusal is not None:
+        raise refusal
+    best_of = min(made, key=_rank)
+    others = {one.request.precision: one.found for one in made if one is not best_of}
+    why = (*best_of.plan.why, *precision.reasons(best_of.plan, ask.cluster, others))
+    return best_of.changed(why=why)
+
+
+def _measured(ask: Ask) -> PlanDecision:
+    """On processors: fp32, or bf16 where trials of the same ranks and micro-batch say that it is faster."""
+    remarks = (*ask.request.remarks, precision.ON_PROCESSORS)
+    decision = _decided(ask.changed(precision="fp32", remarks=remarks))
+    exact = decision.plan
+    if ask.trials is None or not (decision.fits and precision.worth_trying(ask.cluster)) or exact.outer is not None:
+        return decision
+    alike = {"ranks": len(exact.ranks), "threads": exact.ranks[0].threads, "micro_batch": exact.micro_batch}
+    pin = ask.request.pin.changed(**alike, recompute=exact.recompute)
+    try:
+        low = decide(replace(ask.request, precision="bf16", pin=pin), ask.cluster, ask.calibration)
+    except UserError:
+        return decision
+    same = low.fits and low.plan.layout.changed(precision="fp32") == exact.layout
+    measured = ask.trials([exact, low.plan]) if same else {}
+    if not measured or measured[trials.key(exact)] < precision.FASTER * measured[trials.key(low.plan)]:
+        return decision
+    return replace(low, plan=with_trials(low.plan, [low.plan, exact], measured))
+
+
+def _rank(decision: PlanDecision) -> tuple[bool, float]:
+    """What fits, then what is fastest; of what does not, what lacks the fewest bytes."""
+    if not decision.fits:
+        return True, 0.0 if decision.found.closest is None else decision.found.closest.over
+    return False, decision.plan.step_seconds
+
+
+CHOICE = PrecisionChoice()

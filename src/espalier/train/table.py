@@ -1,0 +1,307 @@
+"""The table of mechanisms: what a plan may put round a model, one row each, and what may run together.
+
+A new mechanism is a folder of its own and one row here. `train.build` applies them in the order that `ordered` finds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal
+
+from msgspec.structs import astuple
+
+from espalier.parallel.schedule import PIPELINE
+from espalier.plan import compose
+from espalier.plan.axes import placement_plan
+from espalier.plan.compose import Claim
+from espalier.recipe import decoder_shapes, units
+from espalier.train import build, every_step, optimizers, whole_model
+from espalier.train.mechanism import Choose, Mechanism
+
+if TYPE_CHECKING:
+    from espalier.plan.base import Plan
+    from espalier.recipe import Recipe
+
+# --- what a plan says of itself, for others to need or forbid ------------------------------------------------------
+
+ENCODED = Claim("codecs", question="codec", changes={"sums are encoded"})
+NCCL = Claim("nccl", question="transport", changes={"waits cannot be ended", "computes on GPUs"})
+ROLES = Claim("roles", question="roles", changes={"ranks of other roles"})
+SINGLES = Claim("single_ranks", question="replicas", changes={"replicas of one rank"})
+MACHINES = Claim("machines", question="machines", changes={"several machines"})
+CUT_MATRICES = Claim(
+    "cut_matrices",
+    question="tensor",
+    needs={"products of cut matrices"},
+    changes={"the model is cut"},
+)
+CUT_SEQUENCES = Claim(
+    "cut_sequences",
+    question="sequence",
+    needs={"attention over cut sequences"},
+    changes={"the model is cut"},
+)
+CUT_LAYERS = Claim(
+    "cut_layers",
+    question="layers",
+    needs={"a schedule of stages"},
+    changes={"the model is cut"},
+)
+SPREAD_EXPERTS = Claim(
+    "spread_experts",
+    question="experts",
+    needs={"tokens reach their experts"},
+    changes={"the model is cut"},
+)
+LIMITED = Claim("limited_attention", question="attention", forbids={"attention over cut sequences"})
+"""Windows, caps and scales of attention, which rings over ranks do not have."""
+COPIES = Claim("faults.memory", question="copies", changes={"states are copied"})
+ROLLBACK = Claim("faults.rollback", question="rollback", changes={"steps are taken back"})
+HERE = {"device"}
+"""Of a plan in which nothing waits elsewhere."""
+
+
+class Property(Mechanism):
+    """Something true of a plan that others ask for by name. Changes nothing."""
+
+    def __init__(self, claim: Claim) -> None:
+        self.claim = claim
+
+
+def properties(recipe: Recipe, plan: Plan) -> list[Claim]:
+    """Of a run, besides those that its mechanisms bring."""
+    sums = [exchange for exchange in plan.exchanges if exchange.traffic not in ("experts", "halo")]
+    holds = {
+        ENCODED: any(exchange.codec != "exact" for exchange in sums),
+        NCCL: any(rank.device != "cpu" for rank in plan.ranks),
+        ROLES: len(plan.trainers) < len(plan.ranks),
+        MACHINES: len({rank.node for rank in plan.ranks}) > 1,
+        SINGLES: plan.outer is not None and all(len(ranks) == 1 for ranks in plan.outer.replicas),
+        CUT_MATRICES: _cut_matrices(recipe, plan),
+        CUT_SEQUENCES: any(stage.sequence > 1 for stage in plan.stages),
+        SPREAD_EXPERTS: _experts(recipe, plan),
+        CUT_LAYERS: _stages(recipe, plan) or _waves(recipe, plan),
+        COPIES: _copies(recipe, plan),
+        LIMITED: decoder_shapes.limited(recipe.model),
+        ROLLBACK: recipe.faults.rollback != "never",
+    }
+    return [claim for claim, true in holds.items() if true]
+
+
+def _copies(recipe: Recipe, plan: Plan) -> bool:
+    """States that wait elsewhere are copied only where that is asked for."""
+    memory = recipe.faults.memory
+    if memory == "auto":
+        return set(astuple(plan.offload)) == HERE
+    return units.size(memory, "faults.memory") > 0
+
+
+# --- the table -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a folder of `mechanisms` answers, imported only for plans that it may have an answer to.
+
+    Attributes:
+        module: below `espalier.mechanisms`; function: its `Choose`.
+        when: whether it is asked, of (recipe, plan).
+    """
+
+    module: str
+    when: Callable[[Recipe, Plan], Any]
+    function: str = "choose"
+
+    def __call__(self, recipe: Recipe, plan: Plan) -> Mechanism | None:
+        """The answer; None: it has none."""
+        if not self.when(recipe, plan):
+            return None
+        choose: Choose = getattr(import_module(f"espalier.mechanisms.{self.module}"), self.function)
+        return choose(recipe, plan)
+
+
+def _stages(recipe: Recipe, plan: Plan) -> bool:
+    return len({stage.layers for stage in plan.stages}) > 1 or plan.unequal
+
+
+def _halo(recipe: Recipe, plan: Plan) -> bool:
+    return recipe.graph is not None and recipe.graph.halo is not None and len(plan.trainers) > 1
+
+
+def _waves(recipe: Recipe, plan: Plan) -> bool:
+    return bool(plan.waves)
+
+
+def _cut_matrices(recipe: Recipe, plan: Plan) -> bool:
+    return any(stage.tensor > 1 for stage in plan.stages)
+
+
+def _experts(recipe: Recipe, plan: Plan) -> bool:
+    return len(plan.experts) > 1
+
+
+def _sequences(recipe: Recipe, plan: Plan) -> bool:
+    packed = any(data.packing == "documents" for data in recipe.data)
+    return packed or any(stage.sequence > 1 for stage in plan.stages)
+
+
+def _node(recipe: Recipe, plan: Plan) -> bool:
+    return any(rank.role == "optimizer" for rank in plan.ranks)
+
+
+def _parameters_away(recipe: Recipe, plan: Plan) -> bool:
+    return plan.offload.parameters in ("host", "disk")
+
+
+TABLE: tuple[Choose, ...] = (
+    build.choose_recompute,
+    build.choose_precision,
+    build.choose_compile,
+    Row("tensor_parallel.mechanism", _cut_matrices),
+    optimizers.choose_matrices,
+    Row("pipeline.mechanism", _stages, "choose_stages"),
+    Row("pipeline.mechanism", _stages),
+    Row("task_waves.waves", _waves, "choose_towers"),
+    Row("task_waves.waves", _waves),
+    optimizers.choose_muon,
+    Row("local_rounds.outer_rounds", lambda recipe, plan: plan.outer),
+    Row("sequence_parallel.loongtrain", _sequences),
+    Row("expert_parallel.mechanism", _experts),
+    Row("pattern_attention.token_parallel", _halo),
+    Row("halo_exchange.halo_parallel", _halo),
+    Row("pattern_attention.reformation", lambda recipe, plan: getattr(recipe.model, "recall", 1) < 1),
+    Row("few_bits.over_ranks", lambda recipe, plan: recipe.quant is not None and _halo(recipe, plan)),
+)
+"""Rows that a recipe or a plan asks for."""
+AWAY: tuple[Choose, ...] = (
+    lambda recipe, plan: build.ModelSkeleton() if _node(recipe, plan) or _parameters_away(recipe, plan) else None,
+    Row("optimizer_node.mechanism", _node),
+    Row("optimizer_node.mechanism", _node, "choose_optimizer"),
+    Row(
+        "pipeline.vertical",
+        lambda recipe, plan: plan.layer_window or _node(recipe, plan) or _parameters_away(recipe, plan),
+    ),
+    Row("offload.mechanism", _parameters_away, "choose_parameters"),
+    Row(
+        "offload.mechanism",
+        lambda recipe, plan: plan.offload.parameters != "device" or plan.offload.optimizer != "device",
+        "choose_optimizer",
+    ),
+    Row("offload.mechanism", lambda recipe, plan: plan.offload.activations != "device", "choose_activations"),
+)
+"""Rows for plans in which something waits elsewhere than on the device of its rank."""
+PLAIN: tuple[Choose, ...] = (
+    build.choose_model,
+    Row("sharding.mechanism", lambda recipe, plan: True),
+    optimizers.choose_adamw,
+    whole_model.choose,
+    every_step.choose,
+)
+"""Rows for questions that none of the others answers."""
+
+
+KNOWN = (
+    placement_plan.WHOLE,
+    optimizers.ADAMW,
+    every_step.CLAIM,
+    build.SELECTIVE,
+    build.BLOCK,
+    build.BF16,
+    PIPELINE,
+)
+"""What a refusal may offer beside what the recipe has."""
+
+
+def chosen(recipe: Recipe, plan: Plan, table: Sequence[Choose] = TABLE) -> list[Mechanism]:
+    """The mechanisms that `recipe` and `plan` ask for, and the plain ones beside them."""
+    away = set(astuple(plan.offload)) != HERE or len(plan.trainers) < len(plan.ranks)
+    mechanisms = _answers(recipe, plan, (*AWAY, *table) if away else table)
+    answered = {mechanism.claim.question for mechanism in mechanisms}
+    plain = [mechanism for mechanism in _answers(recipe, plan, PLAIN) if mechanism.claim.question not in answered]
+    return [*mechanisms, *plain, *map(Property, properties(recipe, plan))]
+
+
+def _answers(recipe: Recipe, plan: Plan, rows: Sequence[Choose]) -> list[Mechanism]:
+    return [mechanism for row in rows if (mechanism := row(recipe, plan)) is not None]
+
+
+def claims(recipe: Recipe, plan: Plan) -> list[Claim]:
+    """Of the mechanisms that `recipe` and `plan` ask for."""
+    return [mechanism.claim for mechanism in chosen(recipe, plan)]
+
+
+def ordered(recipe: Recipe, plan: Plan, table: Sequence[Choose] = TABLE) -> tuple[Mechanism, ...]:
+    """The same in the order in which they are applied. Raises UserError when they cannot run together."""
+    mechanisms = chosen(recipe, plan, table)
+    names = compose.require((mechanism.claim for mechanism in mechanisms), known=KNOWN)
+    return tuple(sorted(mechanisms, key=lambda mechanism: names.index(mechanism.claim.name)))
+
+
+# --- what a run may do beside it -----------------------------------------------------------------------------------
+
+STAY_ALIKE = Claim(
+    "stay_alike",
+    question="recovery",
+    forbids={
+        "states are cut",
+        "states are on disk",
+        "the model is cut",
+        "sums are encoded",
+        "replicas differ between rounds",
+        "ranks of other roles",
+        "waits cannot be ended",
+    },
+)
+"""After a failure the surviving ranks go on from their own state, which the replacement copies: all hold the same."""
+STAY_BY_ROUNDS = Claim(
+    "stay_by_rounds",
+    question="recovery",
+    needs={"replicas of one rank"},
+    forbids={"states are on disk", "states on nodes", "waits cannot be ended"},
+)
+"""Surviving replicas finish their round without the lost one, and let its replacement in at the next."""
+APPLIED = Claim(
+    "apply",
+    question="caller",
+    forbids={
+        "recomputes activations",
+        "compiles blocks",
+        "ranks of other roles",
+        "a schedule of stages",
+        "attention over cut sequences",
+        "the loss is scaled",
+    },
+)
+"""Somebody's own loop round a model whose blocks only its author knows (`espalier.apply`)."""
+
+
+def refusal(recipe: Recipe, plan: Plan, *others: Claim) -> compose.Refusal | None:
+    """Why the mechanisms of a plan cannot run with `others`; None: they can."""
+    composition = _composed(frozenset((*claims(recipe, plan), *others)))
+    return composition if isinstance(composition, compose.Refusal) else None
+
+
+@lru_cache(maxsize=4096)
+def _composed(all_claims: frozenset[Claim]) -> compose.Composition | compose.Refusal:
+    """The planner asks of the same mechanisms again and again."""
+    return compose.compose(all_claims, known=KNOWN)
+
+
+def accepts(recipe: Recipe, plan: Plan, claim: Claim) -> bool:
+    """Whether `claim` can stand beside the mechanisms of a plan."""
+    return refusal(recipe, plan, claim) is None
+
+
+def require_beside(recipe: Recipe, plan: Plan, claim: Claim) -> None:
+    """Raises UserError, with the reason, where `claim` cannot stand beside the mechanisms of a plan."""
+    compose.require([*claims(recipe, plan), claim], known=KNOWN)
+
+
+def recovery(recipe: Recipe, plan: Plan) -> Literal["", "alike", "rounds"]:
+    """How ranks that are left after a failure go on: see the claims above; empty: they start again."""
+    if accepts(recipe, plan, STAY_ALIKE):
+        return "alike"
+    return "rounds" if accepts(recipe, plan, STAY_BY_ROUNDS) else ""
