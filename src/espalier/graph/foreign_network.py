@@ -30,7 +30,7 @@ from espalier.graph.base import Forms, MessageBlock
 from espalier.graph.halo import ForeignRows
 from espalier.graph.network import QUANTIZED, NetworkAdapter
 from espalier.graph.subgraphs import MESSAGES, forward
-from espalier.recipe import Messages as Options
+from espalier.recipe import MessagesModel as Options
 from espalier.recipe.errors import UserError
 from espalier.recipe.import_function import keep_sources
 

@@ -33,7 +33,7 @@ from espalier.graph.data import DataSplit, Graph, Partition, signed
 from espalier.graph.halo import Boundary, Halo, checked
 from espalier.graph.neighbor_sampler import Style, symmetric_root, whole
 from espalier.graph.partial_sums import Covers, crossing_rows, summing
-from espalier.recipe import Messages, Network, Recipe, cache_dir, serialization
+from espalier.recipe import MessagesModel, Network, Recipe, cache_dir, serialization
 from espalier.recipe.errors import UserError
 from espalier.track.progress import Waiting
 
@@ -146,7 +146,7 @@ def check(recipe: Recipe, partition: Partition, style: Style) -> None:
     assert options is not None
     there = _manifest(partition.folder)[0].style
     what = f"data.path = {str(partition.folder)!r} is a graph that is cut into {ranks} parts"
-    if options.halo is None or options.inductive or not isinstance(recipe.model, Network | Messages):
+    if options.halo is None or options.inductive or not isinstance(recipe.model, Network | MessagesModel):
         raise UserError(
             f"{what}; this recipe needs the whole graph.",
             why="each rank reads the edges and features of its own part alone",

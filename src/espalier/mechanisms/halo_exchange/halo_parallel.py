@@ -39,7 +39,7 @@ from espalier.mechanisms.halo_exchange.sylvie import (
 )
 from espalier.parallel.mesh import REPLICA
 from espalier.parallel.workload import to_device
-from espalier.recipe import Messages, Network
+from espalier.recipe import MessagesModel, Network
 from espalier.recipe.cost import VALUE_BYTES
 from espalier.recipe.errors import PeerLost, UserError
 from espalier.recipe.graphs import Batches
@@ -256,7 +256,7 @@ BITS = {"exact": WHOLE, "int8": 8, "int4": 4, "int2": 2, "int1": 1}
 def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:
     """Where the recipe asks for it and there are several ranks."""
     options = None if recipe.graph is None else recipe.graph.halo
-    taken = options is not None and len(plan.trainers) > 1 and isinstance(recipe.model, Network | Messages)
+    taken = options is not None and len(plan.trainers) > 1 and isinstance(recipe.model, Network | MessagesModel)
     return HaloParallel(options) if options is not None and taken else None
 
 
