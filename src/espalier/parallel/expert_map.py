@@ -76,7 +76,7 @@ class RoutedTokens(NamedTuple):
 
 
 @dataclass
-class OverRanks:
+class ExpertsOverRanks:
     """A Route among ranks; its `experts` are those that this rank holds, in the order of the map.
 
     Attributes:

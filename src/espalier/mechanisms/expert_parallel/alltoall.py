@@ -14,14 +14,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from espalier.comm.base import Traffic, traffic
-from espalier.parallel.expert_map import OverRanks, RoutedTokens
+from espalier.parallel.expert_map import ExpertsOverRanks, RoutedTokens
 from espalier.parallel.local_experts import combined, run
 
 if TYPE_CHECKING:
     from jaxtyping import Int
 
 
-class AllToAll(OverRanks):
+class AllToAll(ExpertsOverRanks):
     """See `parallel.expert_map.OverRanks`."""
 
     def _routed(self, tokens: RoutedTokens, experts: Sequence[nn.Module]) -> Tensor:

@@ -51,7 +51,6 @@ class TaskWavesChoice(PlanChoice):
         return task_waves.seconds(plan, request, task_waves.first_seat(cluster), devices)
 
     def planned_work(self, request: Request, cluster: Cluster, plan: Plan) -> tuple[float, ...]:
-        """See `Replanner.planned_work`."""
         work = [0.0] * len(plan.ranks)
         for part in plan.state(TaskWavesState).slices:
             for rank in part.ranks:
@@ -59,7 +58,6 @@ class TaskWavesChoice(PlanChoice):
         return tuple(work)
 
     def plan_on(self, request: Request, cluster: Cluster, plan: Plan, kept: Sequence[int], found: Speeds) -> Plan:
-        """See `Replanner.plan_on`."""
         pin = request.pin.changed(ranks=len(kept), threads=plan.ranks[0].threads)
         asked = replace(request, precision=plan.precision, sync=EveryStep(), pin=pin)
         places = seats(cluster, plan)
