@@ -25,7 +25,7 @@ from espalier.mechanisms.expert_parallel.flashmoe.protocol import TilePass, Tile
 from espalier.mechanisms.expert_parallel.flashmoe.shared_memory import links
 from espalier.mechanisms.expert_parallel.flashmoe.transport import TileTransport, row_codec
 from espalier.mechanisms.expert_parallel.flashmoe.weight_gradients import FixedOrderSum, PutOff
-from espalier.parallel.expert_map import RoutedTokens
+from espalier.parallel.expert_map import ExpertsOverRanks, RoutedTokens
 
 _WHOLE = 2**62  # rows of a tile where each source's rows for an expert are one
 HEADER, REFS, WEIGHTS, ROWS = 0, 2, 4, 16
