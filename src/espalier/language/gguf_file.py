@@ -26,6 +26,7 @@ from espalier.language.hf_config import Real, Whole
 from espalier.language.tokenizer import prefix_processor
 from espalier.machine.resource_limits import free_memory, memory
 from espalier.recipe import cache_dir, units
+from espalier.recipe.data_table import data_table
 from espalier.recipe.errors import UserError, missing_extra
 from espalier.recipe.foreign_files import parsing, printable, unused
 
@@ -35,40 +36,8 @@ NOTES = "notes.json"
 _VERSION = 2
 """Of the folders that files are made into."""
 
-# Theirs, Hugging Face's. `{}` stands for the number of a layer; a second one for that of an expert, whose matrices are
-# one tensor in GGUF.
-_COMMON = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-    "blk.{}.attn_norm.weight": "model.layers.{}.input_layernorm.weight",
-    "blk.{}.ffn_norm.weight": "model.layers.{}.post_attention_layernorm.weight",
-    "blk.{}.attn_q.weight": "model.layers.{}.self_attn.q_proj.weight",
-    "blk.{}.attn_k.weight": "model.layers.{}.self_attn.k_proj.weight",
-    "blk.{}.attn_v.weight": "model.layers.{}.self_attn.v_proj.weight",
-    "blk.{}.attn_output.weight": "model.layers.{}.self_attn.o_proj.weight",
-}
-_THREE = ("gate", "up", "down")
-_DENSE = {f"blk.{{}}.ffn_{part}.weight": f"model.layers.{{}}.mlp.{part}_proj.weight" for part in _THREE}
-_BIASES = {f"blk.{{}}.attn_{part}.bias": f"model.layers.{{}}.self_attn.{part}_proj.bias" for part in "qkv"}
-_NORMS = {f"blk.{{}}.attn_{part}_norm.weight": f"model.layers.{{}}.self_attn.{part}_norm.weight" for part in "qk"}
-_GEMMA2 = {
-    "blk.{}.ffn_norm.weight": "model.layers.{}.pre_feedforward_layernorm.weight",
-    "blk.{}.post_attention_norm.weight": "model.layers.{}.post_attention_layernorm.weight",
-    "blk.{}.post_ffw_norm.weight": "model.layers.{}.post_feedforward_layernorm.weight",
-}
 _ROUTER = "blk.{}.ffn_gate_inp.weight"
-_MIXTRAL = {_ROUTER: "model.layers.{}.block_sparse_moe.gate.weight"} | {
-    f"blk.{{}}.ffn_{part}_exps.weight": f"model.layers.{{}}.block_sparse_moe.experts.{{}}.{name}.weight"
-    for part, name in zip(_THREE, ("w1", "w3", "w2"), strict=True)
-}
-_QWEN_MOE = {_ROUTER: "model.layers.{}.mlp.gate.weight"} | {
-    f"blk.{{}}.ffn_{part}_exps.weight": f"model.layers.{{}}.mlp.experts.{{}}.{part}_proj.weight" for part in _THREE
-}
 _SHARED_GATE = "blk.{}.ffn_gate_inp_shexp.weight"
-_SHARED = {_SHARED_GATE: "model.layers.{}.mlp.shared_expert_gate.weight"} | {
-    f"blk.{{}}.ffn_{part}_shexp.weight": f"model.layers.{{}}.mlp.shared_expert.{part}_proj.weight" for part in _THREE
-}
 FREQUENCIES = "rope_freqs.weight"
 """By what each rate of Llama 3's rotary positions is divided."""
 WHOLE_FLOATS = (_ROUTER, FREQUENCIES)
@@ -82,40 +51,22 @@ class Architecture(NamedTuple):
     names: Mapping[str, str]
 
 
-ARCHITECTURES: Mapping[str, Architecture] = {
-    "llama": Architecture("llama", _COMMON | _DENSE),
-    "mixtral": Architecture("llama", _COMMON | _MIXTRAL),
-    "qwen2": Architecture("qwen2", _COMMON | _DENSE | _BIASES),
-    "qwen2_moe": Architecture("qwen2moe", _COMMON | _BIASES | _QWEN_MOE | _SHARED),
-    "qwen3": Architecture("qwen3", _COMMON | _DENSE | _NORMS),
-    "qwen3_moe": Architecture("qwen3moe", _COMMON | _NORMS | _QWEN_MOE),
-    "gemma": Architecture("gemma", _COMMON | _DENSE),
-    "gemma2": Architecture("gemma2", _COMMON | _DENSE | _GEMMA2),
+_TABLES = data_table(__file__)
+_TENSORS = _TABLES["tensors"]
+ARCHITECTURES = {
+    kind: Architecture(
+        row["name"],
+        {theirs: name for group in row["tensors"] for theirs, name in _TENSORS[group].items()},
+    )
+    for kind, row in _TABLES["architectures"].items()
 }
-"""Those that are read and written, by Hugging Face's `model_type`; a file of Mistral's is Llama's."""
+"""Those that are read and written, by Hugging Face's `model_type`."""
 LARGEST_GEMMA2 = 46
 """Layers of the Gemma 2 whose scores llama.cpp scales by width / heads instead of the size of a head."""
-SCALINGS = ("linear", "yarn")
-"""Stretched rotary positions that a file's fields can say."""
 _LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 
 
-def _split(pattern: str) -> dict[str, Any]:
-    """Pre-tokenizers that split by `pattern` and then take bytes."""
-    first = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-    return {"type": "Sequence", "pretokenizers": [first, {**_LEVEL, "use_regex": False}]}
-
-
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-SPLITS: Mapping[str, dict[str, Any]] = {
-    "gpt-2": _LEVEL,
-    "default": _LEVEL,
-    "smollm": {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, _LEVEL]},
-    "llama-bpe": _split(_WORDS + r"\p{N}{1,3}" + _REST),
-    "qwen2": _split(_WORDS + r"\p{N}" + _REST),
-}
-"""How text is split before byte-pair encoding, by llama.cpp's names (`llama-vocab.cpp`), as `tokenizers` says it."""
+SPLITS: Mapping[str, dict[str, Any]] = _TABLES["splits"]
 
 
 def library() -> Any:
@@ -200,22 +151,6 @@ def _values(file: Path, place: TensorPlace, content: NDArray[np.uint8], package:
     return np.asarray(value.reshape(place.shape).astype(np.float32))
 
 
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "attention.causal": (True,),
-    "attention.clamp_kqv": (0.0,),
-    "attention.max_alibi_bias": (0.0,),
-    "attention.scale": (0.0,),
-    "embedding_scale": (0.0, 1.0),
-    "residual_scale": (0.0, 1.0),
-    "logit_scale": (0.0, 1.0),
-    "expert_weights_scale": (0.0, 1.0),
-    "leading_dense_block_count": (0,),
-    "use_parallel_residual": (False,),
-    "rope.scaling.attn_factor": (1.0,),
-}
-"""Fields that change what a decoder computes, which ours does not have, and their values that change nothing."""
-
-
 def _config(
     fields: Mapping[str, Any], file: Path, tensors: Mapping[str, NDArray[Any]]
 ) -> tuple[dict[str, Any], list[str]]:
@@ -256,7 +191,7 @@ def _config(
 
 def _rest(metadata: GgufFields, head: int) -> list[str]:
     """Notes on the fields that were not read. Raises UserError for one that changes the meaning of others."""
-    neutral = {**_NEUTRAL, "rope.dimension_count": (head,), "attention.value_length": (head,)}
+    neutral = {**_TABLES["neutral"], "rope.dimension_count": (head,), "attention.value_length": (head,)}
     if "attention.sliding_window" not in {key.removeprefix(metadata.prefix) for key in metadata.used}:
         neutral["attention.sliding_window"] = (0,)
     notes = []

@@ -29,6 +29,7 @@ from espalier.language.hf_config import CONFIG
 from espalier.language.moe import MOE
 from espalier.language.tokenizer_files import GENERATION, ID_KEYS, TokenizerFiles
 from espalier.recipe import cache_dir
+from espalier.recipe.data_table import data_table
 from espalier.recipe.decoder_shapes import ROUTING, DecoderSizes
 from espalier.recipe.errors import UserError
 from espalier.recipe.foreign_files import parsing, printable, read_json, unused
@@ -46,55 +47,12 @@ _LAYER = re.compile(r"^blocks\.(\d+)\.")
 DTYPES = ("F64", "F32", "F16", "BF16")
 _FORMATS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 
-# Ours, theirs. `{}` stands for the number of a layer, then of an expert.
-_NAMES = (
-    ("embedding.weight", "model.embed_tokens.weight"),
-    ("norm.weight", "model.norm.weight"),
-    ("head.weight", "lm_head.weight"),
-    ("blocks.{}.attention_norm.weight", "model.layers.{}.input_layernorm.weight"),
-    ("blocks.{}.feed_forward_norm.weight", "model.layers.{}.post_attention_layernorm.weight"),
-    ("blocks.{}.attention.query.weight", "model.layers.{}.self_attn.q_proj.weight"),
-    ("blocks.{}.attention.key.weight", "model.layers.{}.self_attn.k_proj.weight"),
-    ("blocks.{}.attention.value.weight", "model.layers.{}.self_attn.v_proj.weight"),
-    ("blocks.{}.attention.out.weight", "model.layers.{}.self_attn.o_proj.weight"),
-    ("blocks.{}.attention.query.bias", "model.layers.{}.self_attn.q_proj.bias"),
-    ("blocks.{}.attention.key.bias", "model.layers.{}.self_attn.k_proj.bias"),
-    ("blocks.{}.attention.value.bias", "model.layers.{}.self_attn.v_proj.bias"),
-    ("blocks.{}.attention.query_norm.weight", "model.layers.{}.self_attn.q_norm.weight"),
-    ("blocks.{}.attention.key_norm.weight", "model.layers.{}.self_attn.k_norm.weight"),
-    ("blocks.{}.feed_forward.gate.weight", "model.layers.{}.mlp.gate_proj.weight"),
-    ("blocks.{}.feed_forward.up.weight", "model.layers.{}.mlp.up_proj.weight"),
-    ("blocks.{}.feed_forward.down.weight", "model.layers.{}.mlp.down_proj.weight"),
-    ("blocks.{}.feed_forward.router.weight", "model.layers.{}.block_sparse_moe.gate.weight"),
-    ("blocks.{}.feed_forward.experts.{}.gate.weight", "model.layers.{}.block_sparse_moe.experts.{}.w1.weight"),
-    ("blocks.{}.feed_forward.experts.{}.down.weight", "model.layers.{}.block_sparse_moe.experts.{}.w2.weight"),
-    ("blocks.{}.feed_forward.experts.{}.up.weight", "model.layers.{}.block_sparse_moe.experts.{}.w3.weight"),
-)
-_GEMMA2 = (
-    ("blocks.{}.attention_end.weight", "model.layers.{}.post_attention_layernorm.weight"),
-    ("blocks.{}.feed_forward_norm.weight", "model.layers.{}.pre_feedforward_layernorm.weight"),
-    ("blocks.{}.feed_forward_end.weight", "model.layers.{}.post_feedforward_layernorm.weight"),
-)
-
-
-_QWEN_MOE = (
-    ("blocks.{}.feed_forward.router.weight", "model.layers.{}.mlp.gate.weight"),
-    ("blocks.{}.feed_forward.experts.{}.gate.weight", "model.layers.{}.mlp.experts.{}.gate_proj.weight"),
-    ("blocks.{}.feed_forward.experts.{}.down.weight", "model.layers.{}.mlp.experts.{}.down_proj.weight"),
-    ("blocks.{}.feed_forward.experts.{}.up.weight", "model.layers.{}.mlp.experts.{}.up_proj.weight"),
-)
-_SHARED = (
-    ("blocks.{}.feed_forward.shared_gate.weight", "model.layers.{}.mlp.shared_expert_gate.weight"),
-    *(
-        (f"blocks.{{}}.feed_forward.shared.{part}.weight", f"model.layers.{{}}.mlp.shared_expert.{part}_proj.weight")
-        for part in ("gate", "up", "down")
-    ),
-)
-_OWN = {"gemma2": _GEMMA2, "qwen2_moe": (*_QWEN_MOE, *_SHARED), "qwen3_moe": _QWEN_MOE}
+_NAMES = data_table(__file__)
+"""Our names to theirs, those that kinds share and those of each kind."""
 
 
 def _theirs(kind: str) -> dict[str, str]:
-    return dict(_NAMES) | dict(_OWN.get(kind, ()))
+    return dict(_NAMES["shared"] | _NAMES.get(kind, {}))
 
 
 def _ours(kind: str) -> dict[str, str]:

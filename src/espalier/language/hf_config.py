@@ -12,47 +12,19 @@ from typing import Annotated, Any
 import msgspec
 
 from espalier import recipe as config
+from espalier.recipe.data_table import data_table
 from espalier.recipe.decoder_shapes import DecoderSizes, Rope
 from espalier.recipe.errors import UserError
 from espalier.recipe.foreign_files import printable, unused
 
 CONFIG = "config.json"
 _GELU = "gelu_pytorch_tanh"
-FAMILIES: Mapping[str, str] = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "gemma": "GemmaForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "qwen2_moe": "Qwen2MoeForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-}
+_TABLES = data_table(__file__)
+FAMILIES: Mapping[str, str] = _TABLES["families"]
 """`model_type` and class."""
 QWEN_MOE = {"qwen2": "qwen2_moe", "qwen3": "qwen3_moe"}
 """Family to `model_type`."""
-_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "mistral": {"sliding_window": 4096},
-    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
-    "qwen3": {"head_dim": 128},
-    "qwen2_moe": {
-        "num_experts": 60,
-        "num_experts_per_tok": 4,
-        "moe_intermediate_size": 1408,
-        "shared_expert_intermediate_size": 5632,
-    },
-    "qwen3_moe": {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
-    "gemma": {"head_dim": 256, "tie_word_embeddings": True},
-    "gemma2": {
-        "head_dim": 256,
-        "tie_word_embeddings": True,
-        "sliding_window": 4096,
-        "query_pre_attn_scalar": 256,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-    },
-}
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = _TABLES["defaults"]
 
 
 # --- out ---------------------------------------------------------------------------------------------------------
@@ -159,32 +131,9 @@ def _rope_table(size: DecoderSizes) -> dict[str, Any]:
 # --- in ----------------------------------------------------------------------------------------------------------
 
 
-_SCALES = ("logits_scaling", "logit_scale", "embedding_multiplier", "residual_multiplier", "routed_scaling_factor")
-"""Keys that change what a decoder computes where they are not 1."""
-_FOREIGN = (
-    *("quantization_config", "compression_config", "attention_multiplier", "clip_qkv", "qk_layernorm", "use_qk_norm"),
-    *("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "attention_chunk_size", "alibi"),
-    *("no_rope_layers", "is_encoder_decoder", "add_cross_attention", "num_nextn_predict_layers", "parallel_attn"),
-    *("rope_interleave", "pruned_heads", "first_k_dense_replace", "n_shared_experts", "use_bias", "bias"),
-)
-"""Keys that change it where they are not null, false, 0 or empty."""
-_OF_KIND: Mapping[str, tuple[str, ...]] = {
-    "gemma2": ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar")
-}
-_USED = """
-    architectures attention_bias auto_map bos_token_id cache_implementation
-    chunk_size_feed_forward decoder_sparse_step dtype eos_token_id head_dim hidden_act
-    hidden_activation hidden_size id2label initializer_range intermediate_size label2id
-    layer_types max_position_embeddings max_window_layers mlp_bias mlp_only_layers model_type
-    moe_intermediate_size norm_topk_prob num_attention_heads num_experts num_experts_per_tok
-    num_hidden_layers num_key_value_heads num_local_experts original_max_position_embeddings
-    output_attentions output_hidden_states output_router_logits pad_token_id
-    partial_rotary_factor pretraining_tp qkv_bias return_dict rms_norm_eps rope_parameters
-    rope_scaling rope_theta router_aux_loss_coef shared_expert_intermediate_size sliding_window
-    tie_word_embeddings torch_dtype transformers_version use_bidirectional_attention use_cache
-    use_sliding_window vocab_size _name_or_path
-"""
-"""Keys that are read, or say nothing of what the model computes."""
+_SCALES = _TABLES["scales"]
+_FOREIGN = _TABLES["foreign"]
+_OF_GEMMA2 = ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar")
 
 
 def unused_keys(table: Mapping[str, Any]) -> list[str]:
@@ -192,7 +141,7 @@ def unused_keys(table: Mapping[str, Any]) -> list[str]:
     return [
         unused("key", name, f"{CONFIG} says {printable(table[name], 60)}")
         for name in sorted(table)
-        if table[name] and name not in (*_USED.split(), *_SCALES, *_FOREIGN)
+        if table[name] and name not in (*_TABLES["used"], *_SCALES, *_FOREIGN)
     ]
 
 
@@ -317,7 +266,7 @@ def _refuse_foreign(table: Mapping[str, Any], kind: str, folder: str) -> None:
         or rope.get("truncate") is False
         or (_rope_kind(table) == "default" and rope.get("factor") not in (None, 1)),
         **{name: table.get(name) not in (None, 1) for name in _SCALES},
-        **{name: bool(table.get(name)) for name in _FOREIGN if name not in _OF_KIND.get(kind, ())},
+        **{name: bool(table.get(name)) for name in _FOREIGN if kind != "gemma2" or name not in _OF_GEMMA2},
     }
     for name, foreign in refused.items():
         if foreign:

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from espalier.ops.diagnosis import diagnose
 from espalier.ops.taxonomy import NO_FAILURE
+from espalier.recipe.data_table import data_table
 from espalier.recipe.errors import UserError
 from espalier.track.run_tables import open_run
 
@@ -29,33 +30,12 @@ Words = NDArray[np.str_]
 
 POINTS = 500
 """Of the curve of GPUs in use."""
-NAMES = {
-    "gpus": ("gpu_num", "gpus", "num_gpus", "ngpus", "alloctres", "reqtres", "allocgres", "reqgres"),
-    "kind": ("type", "job_type", "partition", "qos"),
-    "state": ("state", "status"),
-    "submitted": ("submit_time", "submit", "submit_offset_s", "submitted"),
-    "started": ("start_time", "start"),
-    "ended": ("end_time", "end"),
-    "seconds": ("duration", "duration_s", "elapsedraw", "elapsed", "run_time"),
-    "queued": ("queue", "queue_s", "queue_time", "queue_seconds"),
-    "code": ("exitcode", "exit_code"),
-    "cause": ("reason", "fail_reason", "failure_reason", "cause"),
-    "id": ("jobid", "job_id", "job"),
-}
-"""What a column may be called, by what it holds; sacct's names in small letters."""
+_TABLES = data_table(__file__)
 EXPECTED = (
     "columns of Acme (job_id, gpu_num, type, state, submit_time, start_time, end_time, duration, queue) or of sacct -P "
     "(JobID, Partition, State, Submit, Start, End, ElapsedRaw, AllocTRES, ExitCode)"
 )
 FAILED = ("FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
-STATES = {
-    "finished": "COMPLETED",
-    "interrupted": "CANCELLED",
-    "failed": "FAILED",
-    "running": "RUNNING",
-    "silent": "FAILED",
-}
-"""Of runs, as schedulers call them."""
 
 _GPUS = re.compile(r"gpu(?:[:\w.-]*)?[=:](\d+)")
 _CLOCK = re.compile(r"^(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)(?:\.\d+)?$")
@@ -131,7 +111,7 @@ def read(path: str | Path) -> Jobs:
 def _columns(names: Sequence[str], path: str) -> dict[str, int]:
     columns = {
         what: names.index(next(name for name in known if name in names))
-        for what, known in NAMES.items()
+        for what, known in _TABLES["columns"].items()
         if any(name in names for name in known)
     }
     if "gpus" not in columns or not ({"seconds"} <= columns.keys() or {"started", "ended"} <= columns.keys()):
@@ -231,7 +211,7 @@ def of_runs(folder: str | Path) -> Jobs:
 def _run(folder: Path) -> TracedJob:
     """A run as a row; the cause of one that failed is diagnosed from its logs."""
     run = open_run(folder)
-    state = STATES.get(run.state, "UNKNOWN")
+    state = _TABLES["states"].get(run.state, "UNKNOWN")
     kind = str((run.recipe.get("model") or {}).get("kind") or run.start.get("workload") or "run")
     cause = diagnose(folder)[0].reason if state == "FAILED" else ""
     began = float(run.start.get("time") or math.nan)

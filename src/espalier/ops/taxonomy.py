@@ -10,13 +10,15 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
+from espalier.recipe.data_table import data_table
+
 Action = Literal["retry", "isolate", "rollback", "stop", "none"]
 """retry: bounded restart; isolate: test the nodes, leave out those that fail, restart; rollback: an earlier checkpoint,
 and skip the data that followed it; stop: a person must change something first; none: nothing has failed."""
 
 ACTIONS: tuple[Action, ...] = ("retry", "isolate", "rollback", "stop", "none")
 
-INFRASTRUCTURE, FRAMEWORK, SCRIPT, OTHER = "Infrastructure", "Framework", "Script", "Other"
+INFRASTRUCTURE, SCRIPT = "Infrastructure", "Script"
 UNKNOWN, NO_FAILURE, LOSS_ANOMALY, HANG = "Unknown", "No Failure", "Loss Anomaly", "Hang"
 
 
@@ -29,70 +31,7 @@ class ReasonInfo(NamedTuple):
     advice: str
 
 
-_ADVICE: dict[tuple[str, Action], dict[str, str]] = {
-    (INFRASTRUCTURE, "isolate"): {
-        "NVLink Error": "drain the node and test its NVLinks: nvidia-smi nvlink -e, dcgmi diag -r 3",
-        "CUDA Error":
-            "test the GPU (dcgmi diag -r 3); CUDA_LAUNCH_BLOCKING=1 finds the kernel if it comes back elsewhere",
-        "Node Failure": "leave the node out and start again from the newest checkpoint",
-        "ECC Error": "drain the node; nvidia-smi -q -d ECC,ROW_REMAPPER tells whether the GPU must be replaced",
-        "Network Error": "test the link or the card (ibstat, ethtool, dmesg) before the node is used again",
-        "NCCL Timeout Error":
-            "test the node of the rank that did not arrive; its stack tells whether it computed, loaded or hung",
-        "NCCL Remote Error": "look at the rank that went away first: its own log, its node's dmesg",
-    },
-    (INFRASTRUCTURE, "retry"): {
-        "Connection Error": "try again; if it stays, check name, port and firewall of the service",
-        "S3 Storage Error": "try again with longer pauses between requests; check bucket, endpoint and credentials",
-    },
-    (FRAMEWORK, "retry"): {
-        "Dataloader Killed": "fewer workers, smaller prefetch, more host or shared memory (--shm-size)",
-    },
-    (FRAMEWORK, "stop"): {
-        "Attribute Error": "correct the code, or the version of the library it was written for",
-        "Out of Memory Error":
-            "smaller micro-batch, recompute activations, or shard more (espalier plan says what fits)",
-        "Runtime Error": "correct what the message names",
-        "Assertion Error": "make the configuration meet what the assertion demands",
-        "Value Error": "correct the value that the message names",
-        "Zero Division Error": "find out why the divisor is zero: an empty batch, split or interval",
-        "Model Loading Error":
-            "compare the checkpoint with the model's configuration, and its files with their checksums",
-        "Version Mismatch": "install releases that belong together, on every node",
-        "Dataset Loading Error": "build the data set or its index again, and look at the file that is named",
-    },
-    (SCRIPT, "stop"): {
-        "File Not Found Error": "correct the path, or mount it on every node",
-        "OS Error": "free space, raise the limit, or mount the file system again",
-        "Type Error": "correct the call",
-        "Name Error": "correct the name",
-        "Permission Error": "give the job's user access, or name another place",
-        "Import Error": "install the module in the environment that every node uses",
-        "Key Error": "correct the key, or the configuration that lacks it",
-        "Syntax Error": "correct the line",
-        "Argument Error": "correct the command line",
-        "Called Process Error": "run the command that failed by hand",
-        "Index Error": "find the index that is out of range: often a token or label beyond the table",
-    },
-    (OTHER, "isolate"): {
-        HANG: "its stacks tell where it stood still; test its node if it comes back there",
-    },
-    (OTHER, "rollback"): {
-        LOSS_ANOMALY: "go back to a checkpoint before that line, skip the data since, look at the learning rate",
-    },
-    (OTHER, "none"): {
-        NO_FAILURE: "nothing to do",
-    },
-    (OTHER, "retry"): {
-        UNKNOWN: "read the evidence; a rule of your own (--rules) names it the next time",
-    },
-}  # fmt: skip
-"""By category and action: what to do about each reason, in a sentence."""
-REASONS = {
-    name: ReasonInfo(category, action, advice)
-    for (category, action), reasons in _ADVICE.items()
-    for name, advice in reasons.items()
-}
+REASONS = {name: ReasonInfo(**row) for name, row in data_table(__file__).items()}
 
 
 class EvidenceLine(NamedTuple):

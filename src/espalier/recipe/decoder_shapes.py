@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from espalier.recipe.base import Model
+from espalier.recipe.data_table import data_table
 from espalier.recipe.errors import UserError, nearest
 from espalier.recipe.sections import Options
 
@@ -80,10 +81,6 @@ class Moe(Decoder, frozen=True, tag="moe"):
 
 # --- published shapes ----------------------------------------------------------------------------------------------
 
-# The shapes of GPT-2 and GPT-3 are taken over into this decoder (RMSNorm, rotary positions, SwiGLU, no bias). Their
-# feed-forward has two matrices of 4 x width; SwiGLU has three, so 8/3 x width keeps the number of parameters (Shazeer,
-# "GLU Variants Improve Transformer", arXiv 2002.05202, section 3).
-
 
 @dataclass(frozen=True)
 class Shape:
@@ -100,32 +97,7 @@ class Shape:
     source: str
 
 
-_GPT2 = "GPT-2 (Radford et al. 2019, table 2; heads and vocabulary as in its release)"
-_GPT3 = "GPT-3 175B (arXiv 2005.14165, table 2.1; vocabulary of GPT-2)"
-_LLAMA = "Llama 2 (arXiv 2307.09288, table 1; width, heads and feed-forward as in its released params.json)"
-_LLAMA3 = "Llama 3 (arXiv 2407.21783, table 3; Llama 3.2 as in its released config.json)"
-_MISTRAL = "Mistral 7B (arXiv 2310.06825, table 1); with 8 experts Mixtral 8x7B (arXiv 2401.04088, table 1)"
-_SMOLLM = "SmolLM2 (arXiv 2502.02737; as in its released config.json)"
-_TINY = "TinyLlama 1.1B (arXiv 2401.02385, table 2)"
-
-SHAPES: dict[str, Shape] = {
-    "smollm2-135m": Shape(30, 576, 9, 3, 1536, 49152, 8192, True, _SMOLLM),
-    "gpt2-124m": Shape(12, 768, 12, 12, 2048, 50257, 1024, True, _GPT2),
-    "gpt2-355m": Shape(24, 1024, 16, 16, 2736, 50257, 1024, True, _GPT2),
-    "gpt2-774m": Shape(36, 1280, 20, 20, 3416, 50257, 1024, True, _GPT2),
-    "gpt2-1558m": Shape(48, 1600, 25, 25, 4272, 50257, 1024, True, _GPT2),
-    "tinyllama-1b": Shape(22, 2048, 32, 4, 5632, 32000, 2048, False, _TINY),
-    "llama3-1b": Shape(16, 2048, 32, 8, 8192, 128256, 131072, True, _LLAMA3),
-    "llama3-3b": Shape(28, 3072, 24, 8, 8192, 128256, 131072, True, _LLAMA3),
-    "mistral-7b": Shape(32, 4096, 32, 8, 14336, 32000, 8192, False, _MISTRAL),
-    "llama3-8b": Shape(32, 4096, 32, 8, 14336, 128256, 8192, False, _LLAMA3),
-    "llama3-70b": Shape(80, 8192, 64, 8, 28672, 128256, 8192, False, _LLAMA3),
-    "llama3-405b": Shape(126, 16384, 128, 8, 53248, 128256, 131072, False, _LLAMA3),
-    "llama-7b": Shape(32, 4096, 32, 32, 11008, 32000, 4096, False, _LLAMA),
-    "llama-13b": Shape(40, 5120, 40, 40, 13824, 32000, 4096, False, _LLAMA),
-    "llama-70b": Shape(80, 8192, 64, 8, 28672, 32000, 4096, False, _LLAMA),
-    "gpt3-175b": Shape(96, 12288, 96, 96, 32768, 50257, 2048, True, _GPT3),
-}
+SHAPES = {name: Shape(**row) for name, row in data_table(__file__).items()}
 
 
 def published(name: str) -> Shape:

@@ -3,64 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import operator
 from typing import Any
 
 from espalier import recipe as config
 from espalier.recipe import model_kinds, recipe_file, units
+from espalier.recipe.data_table import data_table
 from espalier.recipe.errors import UserError
 
-Limit = tuple[Callable[[Any], bool], str]
-
-_POSITIVE: Limit = (lambda value: value > 0, "above 0")
-_NOT_NEGATIVE: Limit = (lambda value: value >= 0, "0 or more")
-_SHARE: Limit = (lambda value: 0 <= value <= 1, "between 0 and 1")
-_BELOW_ONE: Limit = (lambda value: 0 <= value < 1, "at least 0 and below 1")
-_SPLIT: Limit = (lambda value: 0 < value <= 0.5, "above 0 and at most 0.5")
-_DEPTH: Limit = (lambda value: 0 < value <= 10_000, "above 0 and at most 10,000")
-_THREADS: Limit = (lambda value: 0 < value <= 4096, "above 0 and at most 4096")
-_RATE: Limit = (lambda value: 0 < value <= 100, "above 0 and at most 100")
-_PORT: Limit = (lambda value: 0 <= value < 65536, "a port below 65536, or 0 for any free one")
-
-_LIMITS: dict[Limit, tuple[str, ...]] = {
-    _POSITIVE: (
-        *(f"model.{name}" for name in ("width", "heads", "kv_heads", "feed_forward", "vocabulary", "context")),
-        *(f"model.{name}" for name in ("rope_theta", "norm_epsilon", "experts", "active")),
-        *(f"train.{name}" for name in ("steps", "sequence", "batch_tokens", "validate_every", "validate_tokens")),
-        *(f"train.optimizer.{name}" for name in ("iterations", "epsilon", "adamw.epsilon")),
-        *(f"plan.pin.{name}" for name in ("ranks", "micro_batch")),
-        "data.weight",
-        "checkpoint.keep",
-    ),
-    _NOT_NEGATIVE: (
-        "model.balance",
-        "model.z_loss",
-        "train.seed",
-        "train.clip",
-        "train.optimizer.weight_decay",
-        "train.optimizer.adamw.weight_decay",
-    ),
-    _BELOW_ONE: ("model.dropout", "train.optimizer.momentum", "train.optimizer.betas", "train.optimizer.adamw.betas"),
-    _SHARE: ("train.schedule.warmup", "train.schedule.decay", "train.schedule.floor"),
-    _SPLIT: ("data.validation",),
-    _DEPTH: ("model.depth",),
-    _THREADS: ("plan.pin.threads",),
-    _RATE: ("train.optimizer.learning_rate", "train.optimizer.adamw.learning_rate"),
-    _PORT: ("launch.port",),
-}
+_LIMITS = data_table(__file__)["limit"]
 
 _SHORTEST = 200  # steps: `train.plateau.LEAST`, which is above this module; a test compares them
 
 
 def check(recipe: config.Recipe) -> None:
     """Raises UserError for the first value out of bounds or that contradicts another. None is not looked at."""
-    for (holds, words), keys in _LIMITS.items():
-        for key in keys:
+    for limit in _LIMITS:
+        for key in limit["keys"]:
             for value in _values(recipe, key.split(".")):
-                if not (math.isfinite(value) and holds(value)):
-                    raise UserError(
-                        f"{key} = {value} is not possible.", why=f"it has to be {words}", do=f"correct {key}"
-                    )
+                within = (getattr(operator, name)(value, bound) for name, bound in limit["bounds"].items())
+                if not (math.isfinite(value) and all(within)):
+                    why = f"it has to be {limit['words']}"
+                    raise UserError(f"{key} = {value} is not possible.", why=why, do=f"correct {key}")
     model_kind = model_kinds.of(recipe.model)
     for kind in model_kinds.KINDS:
         for section in () if kind is model_kind else kind.sections:
