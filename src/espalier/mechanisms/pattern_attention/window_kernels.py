@@ -5,7 +5,7 @@ the others each row reads. The lanes are the 16 rows, so a short head costs no m
 `edge_kernels`.
 """
 
-# ruff: noqa: C901, PLR0913, PLR0917  (kernels are loops in loops, and take their arrays one by one)
+# ruff: noqa: C901, PLR0912, PLR0913, PLR0917  (kernels are loops in loops, and take their arrays one by one)
 
 from __future__ import annotations
 
