@@ -245,7 +245,10 @@ def _backward(divided: Divided, rows: _Rows, saved: _Saved) -> tuple[Tensor, Ten
     if one is not None:
         from espalier.mechanisms.pattern_attention import window_kernels
 
-        window_kernels.window_backward_queries(dq, dbias, *_arrays(one), q, k, v, bias, *saved, scale)
+        sides = (q, saved.gradient, k, v)
+        window_kernels.window_backward(
+            dq, dq[:0], dbias, *_arrays(one), *sides, bias, saved.logs, saved.weighted, scale, 0
+        )
         rest, known = one.rest, _taken(bias, one.rest_entries)
         found = torch.zeros_like(known)
     if one is None or rest.entries:
@@ -257,7 +260,10 @@ def _backward(divided: Divided, rows: _Rows, saved: _Saved) -> tuple[Tensor, Ten
     if two is not None:
         from espalier.mechanisms.pattern_attention import window_kernels
 
-        window_kernels.window_backward_keys(dk, dv, *_arrays(two), q, k, v, known, *saved, scale)
+        sides = (k, v, q, saved.gradient)
+        window_kernels.window_backward(
+            dk, dv, known[:0], *_arrays(two), *sides, known, saved.logs, saved.weighted, scale, 1
+        )
         turned, known = two.rest, _taken(known, two.rest_entries)
     if two is None or turned.entries:
         edge_kernels.edge_backward_keys(dk, dv, *_csr(turned), q, k, v, known, *saved, scale, int(two is not None))

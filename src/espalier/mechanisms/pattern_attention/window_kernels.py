@@ -5,7 +5,7 @@ the others each row reads. The lanes are the 16 rows, so a short head costs no m
 `edge_kernels`.
 """
 
-# ruff: noqa: C901, PLR0913, PLR0917  (kernels are loops in loops, and take their arrays one by one)
+# ruff: noqa: C901, PLR0912, PLR0913, PLR0917  (kernels are loops in loops, and take their arrays one by one)
 
 from __future__ import annotations
 
@@ -212,193 +212,131 @@ def window_forward(  # type: ignore[no-untyped-def]
 
 
 @njit
-def _window_backward_queries(  # type: ignore[no-untyped-def]
+def _window_backward(  # type: ignore[no-untyped-def]
     first,
     last,
-    dq,
+    made_factors,
+    made_slopes,
     dbias,
     windows,
     columns,
     masks,
     starts,
     entries,
-    q,
-    k,
-    v,
+    lane_factors,
+    lane_slopes,
+    column_factors,
+    column_slopes,
     bias,
     logs,
     weighted,
-    gradient,
     scale,
+    by_column,
 ):
-    """`window_backward_queries`, of the windows first .. last - 1."""
-    heads, row = np.int64(logs.shape[1]), np.int64(q.shape[1])
+    """`window_backward`, of the windows first .. last - 1."""
+    kind = lane_factors.dtype
+    heads, row = np.int64(logs.shape[1]), np.int64(lane_factors.shape[1])
     width = np.int64(row // heads)
     wide = (width + TILE - 1) // TILE * TILE
     room = longest(windows, first, last) + TILE
-    turned, turned_gradient = np.zeros(ROWS * wide, q.dtype), np.zeros(ROWS * wide, q.dtype)
-    made, log, sums = np.zeros(ROWS * wide, q.dtype), np.zeros(ROWS, q.dtype), np.zeros(ROWS, q.dtype)
-    keys, values = np.zeros(room * row + TILE, q.dtype), np.zeros(room * row + TILE, q.dtype)
-    fence = np.zeros(room * ROWS, q.dtype)
-    shares, found = np.zeros(room * ROWS, q.dtype), np.zeros(room * ROWS, q.dtype)
+    factors, slopes = np.zeros(ROWS * wide, kind), np.zeros(ROWS * wide, kind)
+    made, log, sums = np.zeros(ROWS * wide, kind), np.zeros(ROWS, kind), np.zeros(ROWS, kind)
+    read_factors, read_slopes = np.zeros(room * row + TILE, kind), np.zeros(room * row + TILE, kind)
+    fence = np.zeros(room * ROWS, kind)
+    shares, gradients = np.zeros(room * ROWS, kind), np.zeros(room * ROWS, kind)
     for w in range(first, last):
         start, stop, begin = windows[w], windows[w + 1], w * ROWS
-        size, count = stop - start, min(ROWS, len(q) - begin)
-        dq[begin : begin + count] = 0
+        size, count = stop - start, min(ROWS, len(lane_factors) - begin)
+        made_factors[begin : begin + count] = 0
+        made_slopes[begin : begin + count] = 0
         if not size:
             continue
-        _gathered(keys, k, columns, start, stop)
-        _gathered(values, v, columns, start, stop)
+        _gathered(read_factors, column_factors, columns, start, stop)
+        _gathered(read_slopes, column_slopes, columns, start, stop)
         _fenced(fence, masks, start, stop)
         for h in range(heads):
             at = h * width
-            _turned(turned, q, begin, count, at, width)
-            _turned(turned_gradient, gradient, begin, count, at, width)
-            log[:count] = logs[begin : begin + count, h]
-            sums[:count] = weighted[begin : begin + count, h]
-            _products(shares, turned, keys, size, at, row, width)
-            _products(found, turned_gradient, values, size, at, row, width)
+            _turned(factors, lane_factors, begin, count, at, width)
+            _turned(slopes, lane_slopes, begin, count, at, width)
+            _products(shares, factors, read_factors, size, at, row, width)
+            _products(gradients, slopes, read_slopes, size, at, row, width)
             _FENCED(ROWS * size, shares, 0, fence, 0, scale)
             if len(bias):
                 _biased(shares, masks, start, stop, bias, starts, entries, h)
+            if not by_column:
+                log[:count] = logs[begin : begin + count, h]
+                sums[:count] = weighted[begin : begin + count, h]
             for j in range(size):
-                SHARES_EACH(ROWS, shares, ROWS * j, found, ROWS * j, log, 0, sums, 0)
+                if by_column:
+                    log[:] = logs[columns[start + j], h]
+                    sums[:] = weighted[columns[start + j], h]
+                SHARES_EACH(ROWS, shares, ROWS * j, gradients, ROWS * j, log, 0, sums, 0)
             if len(dbias):
                 for j in range(size):
                     e = starts[start + j]
                     for lane in range(ROWS):
                         if masks[start + j] >> lane & 1:
-                            dbias[entries[e], h] = found[ROWS * j + lane]
+                            dbias[entries[e], h] = gradients[ROWS * j + lane]
                             e += 1
             for j in range(size * ROWS):
-                found[j] *= scale
-            _sums(made, found, keys, size, at, row, width)
-            _turned_back(dq, begin, count, at, width, made)
+                gradients[j] *= scale
+            _sums(made, gradients, read_factors, size, at, row, width)
+            _turned_back(made_factors, begin, count, at, width, made)
+            if len(made_slopes):
+                _sums(made, shares, read_slopes, size, at, row, width)
+                _turned_back(made_slopes, begin, count, at, width, made)
 
 
 @jit(
-    f"(real[:, ::1], real[:, ::1], {_WINDOWS}, real[:, ::1], real[:, ::1], real[:, ::1], real[:, ::1],"
-    " real[:, ::1], real[:, ::1], real[:, ::1], real)",
+    f"(real[:, ::1], real[:, ::1], real[:, ::1], {_WINDOWS}, real[:, ::1], real[:, ::1], real[:, ::1], real[:, ::1],"
+    " real[:, ::1], real[:, ::1], real[:, ::1], real, int64)",
     parallel=True,
     uses=(simd64, edge_kernels, sddmm_kernels),
 )
-def window_backward_queries(  # type: ignore[no-untyped-def]
-    dq, dbias, windows, columns, masks, starts, entries, cuts, q, k, v, bias, logs, weighted, gradient, scale
+def window_backward(  # type: ignore[no-untyped-def]
+    made_factors,
+    made_slopes,
+    dbias,
+    windows,
+    columns,
+    masks,
+    starts,
+    entries,
+    cuts,
+    lane_factors,
+    lane_slopes,
+    column_factors,
+    column_slopes,
+    bias,
+    logs,
+    weighted,
+    scale,
+    by_column,
 ):
-    """As `edge_backward_queries`, of the entries that the windows hold; overwrites what is there."""
+    """As `edge_backward_queries`, or `edge_backward_keys` if `by_column`, of the entries that the windows hold.
+
+    Scores are products of factors, their gradients of slopes: a query and its gradient read keys and values, a key and
+    its value the queries and gradients that read it. Overwrites what is there. `made_slopes` and dbias may be empty.
+    """
     for piece in numba.prange(len(cuts) - 1):
-        _window_backward_queries(
+        _window_backward(
             cuts[piece],
             cuts[piece + 1],
-            dq,
+            made_factors,
+            made_slopes,
             dbias,
             windows,
             columns,
             masks,
             starts,
             entries,
-            q,
-            k,
-            v,
+            lane_factors,
+            lane_slopes,
+            column_factors,
+            column_slopes,
             bias,
             logs,
             weighted,
-            gradient,
             scale,
-        )
-
-
-@njit
-def _window_backward_keys(  # type: ignore[no-untyped-def]
-    first,
-    last,
-    dk,
-    dv,
-    windows,
-    columns,
-    masks,
-    starts,
-    entries,
-    q,
-    k,
-    v,
-    bias,
-    logs,
-    weighted,
-    gradient,
-    scale,
-):
-    """`window_backward_keys`, of the windows first .. last - 1."""
-    heads, row = np.int64(logs.shape[1]), np.int64(q.shape[1])
-    width = np.int64(row // heads)
-    wide = (width + TILE - 1) // TILE * TILE
-    room = longest(windows, first, last) + TILE
-    key, value = np.zeros(ROWS * wide, q.dtype), np.zeros(ROWS * wide, q.dtype)
-    made, log, sums = np.zeros(ROWS * wide, q.dtype), np.zeros(ROWS, q.dtype), np.zeros(ROWS, q.dtype)
-    queries, gradients = np.zeros(room * row + TILE, q.dtype), np.zeros(room * row + TILE, q.dtype)
-    fence = np.zeros(room * ROWS, q.dtype)
-    shares, found = np.zeros(room * ROWS, q.dtype), np.zeros(room * ROWS, q.dtype)
-    for w in range(first, last):
-        start, stop, begin = windows[w], windows[w + 1], w * ROWS
-        size, count = stop - start, min(ROWS, len(k) - begin)
-        dk[begin : begin + count] = 0
-        dv[begin : begin + count] = 0
-        if not size:
-            continue
-        _gathered(queries, q, columns, start, stop)
-        _gathered(gradients, gradient, columns, start, stop)
-        _fenced(fence, masks, start, stop)
-        for h in range(heads):
-            at = h * width
-            _turned(key, k, begin, count, at, width)
-            _turned(value, v, begin, count, at, width)
-            _products(shares, key, queries, size, at, row, width)
-            _products(found, value, gradients, size, at, row, width)
-            _FENCED(ROWS * size, shares, 0, fence, 0, scale)
-            if len(bias):
-                _biased(shares, masks, start, stop, bias, starts, entries, h)
-            for j in range(size):
-                log[:] = logs[columns[start + j], h]
-                sums[:] = weighted[columns[start + j], h]
-                SHARES_EACH(ROWS, shares, ROWS * j, found, ROWS * j, log, 0, sums, 0)
-            for j in range(size * ROWS):
-                found[j] *= scale
-            _sums(made, found, queries, size, at, row, width)
-            _turned_back(dk, begin, count, at, width, made)
-            _sums(made, shares, gradients, size, at, row, width)
-            _turned_back(dv, begin, count, at, width, made)
-
-
-@jit(
-    f"(real[:, ::1], real[:, ::1], {_WINDOWS}, real[:, ::1], real[:, ::1], real[:, ::1], real[:, ::1],"
-    " real[:, ::1], real[:, ::1], real[:, ::1], real)",
-    parallel=True,
-    uses=(simd64, edge_kernels, sddmm_kernels),
-)
-def window_backward_keys(  # type: ignore[no-untyped-def]
-    dk, dv, windows, columns, masks, starts, entries, cuts, q, k, v, bias, logs, weighted, gradient, scale
-):
-    """As `edge_backward_keys`: the lanes are 16 keys, the columns the rows that read some of them.
-
-    Overwrites what is there.
-    """
-    for piece in numba.prange(len(cuts) - 1):
-        _window_backward_keys(
-            cuts[piece],
-            cuts[piece + 1],
-            dk,
-            dv,
-            windows,
-            columns,
-            masks,
-            starts,
-            entries,
-            q,
-            k,
-            v,
-            bias,
-            logs,
-            weighted,
-            gradient,
-            scale,
+            by_column,
         )
