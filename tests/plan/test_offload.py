@@ -50,7 +50,7 @@ def test_a_plan_is_read_as_it_was_written(offload: Offload, window: int) -> None
 
 def test_plans_from_before_offload_are_read() -> None:
     table = json.loads(dumps(Plan()))
-    for name in ("offload", "layer_window"):
+    for name in ("offload", "choices"):
         del table[name]
     del table["ranks"][0]["layers"]
     assert loads(json.dumps(table)) == Plan()
