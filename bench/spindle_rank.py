@@ -35,7 +35,7 @@ from espalier.plan import base as plans
 from espalier.plan import waves
 from espalier.plan.decide import decide
 from espalier.recipe import recipe_file
-from espalier.train import workload_registry
+from espalier.train import table, workload_registry
 from espalier.train.build import build
 from espalier.train.rank_setup import RankSetup
 from espalier.train.rank_spec import RankSpec
@@ -231,7 +231,9 @@ def computing(task: Task, channel: dist.ProcessGroup) -> tuple[dict[str, Step], 
         text = plans.dumps(task_waves.with_waves(alone, asked, cluster, method))
         plan = plans.loads(plain_collectives.broadcast(text, channel))
         setting = RankSetup(resolved.recipe, plan, workload, RankSpec(rank=channel.rank(), world=world))
-        built = build(setting, ProcessMesh(setting.mesh, channel, channel.rank()))
+        built = build(
+            setting, ProcessMesh(setting.mesh, channel, channel.rank()), table.ordered(setting.recipe, setting.plan)
+        )
         batches = workload.batches(0, setting.shard)
 
         def step(built: Any = built, batches: Any = batches) -> None:

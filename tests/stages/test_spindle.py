@@ -21,7 +21,7 @@ from espalier.tasks.towers import MultitaskModel
 from espalier.tasks.workload import MultitaskWorkload
 from espalier.testing import forks
 from espalier.train import rank_spec as launch
-from espalier.train import workload_registry
+from espalier.train import table, workload_registry
 from espalier.train.build import build
 from espalier.train.rank_setup import RankSetup
 
@@ -69,7 +69,7 @@ def stepped(
     def life(channel: Any) -> dict[str, Tensor]:
         rank = channel.rank()
         setting = RankSetup(workload.recipe, plan, workload, launch.RankSpec(rank=rank, world=len(plan.ranks)))
-        built = build(setting, ProcessMesh(setting.mesh, channel, rank))
+        built = build(setting, ProcessMesh(setting.mesh, channel, rank), table.ordered(setting.recipe, setting.plan))
         batches = [
             to_device(one, torch.device("cpu"), torch.float64)
             for one in workload.batches(3, setting.shard)
@@ -178,7 +178,9 @@ def test_what_others_send_is_received_while_a_rank_computes() -> None:
 
     def life(channel: Any) -> list[list[str]]:
         setting = RankSetup(RESOLVED.recipe, plan, WORKLOAD, launch.RankSpec(rank=channel.rank(), world=3))
-        built = build(setting, ProcessMesh(setting.mesh, channel, channel.rank()))
+        built = build(
+            setting, ProcessMesh(setting.mesh, channel, channel.rank()), table.ordered(setting.recipe, setting.plan)
+        )
         schedule: Any = built.schedule
         told: list[str] = []
 
@@ -219,7 +221,9 @@ def kept(nested: int) -> list[int]:
 
     def life(channel: Any) -> int:
         setting = RankSetup(found.recipe, plan, workload, launch.RankSpec(rank=channel.rank(), world=2))
-        built = build(setting, ProcessMesh(setting.mesh, channel, channel.rank()))
+        built = build(
+            setting, ProcessMesh(setting.mesh, channel, channel.rank()), table.ordered(setting.recipe, setting.plan)
+        )
         own = {one.untyped_storage().data_ptr() for one in built.model.parameters()}
         live = most = 0
 

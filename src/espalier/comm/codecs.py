@@ -11,13 +11,11 @@ from espalier.comm.exact import EXACT
 from espalier.comm.finite_check import MARK, FiniteCheck
 from espalier.recipe.errors import UserError, nearest
 
-_CLASSES = {"split": "SplitCodec", "sparse": "SparseCodec"}
-
 
 def _load(name: str) -> Any:
     """The class of the codec in the file `name`."""
     module = import_module(f"espalier.mechanisms.codecs.{name}")
-    return getattr(module, _CLASSES.get(name, name.capitalize()))
+    return getattr(module, name.capitalize())
 
 
 def _number(name: str, text: str) -> float:

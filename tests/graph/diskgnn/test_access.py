@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from espalier.mechanisms.disk_batches import access
-from espalier.mechanisms.disk_batches.access import AccessPlan, Limits, Split, Splitter
+from espalier.mechanisms.disk_batches.access import AccessPlan, AccessSplit, Limits, Splitter
 from espalier.recipe.errors import UserError
 
 PAGE = 4096
@@ -31,7 +31,7 @@ def limits(nodes, hot=0, disk=None, row_bytes=512, ranges=1) -> Limits:
     return Limits(hot, disk, row_bytes, bounds)
 
 
-def splits(plan: AccessPlan, batches) -> list[Split]:
+def splits(plan: AccessPlan, batches) -> list[AccessSplit]:
     splitter = Splitter(plan.hot, plan.segments, plan.length, plan.nodes)
     return [splitter.split(at, ids) for at, ids in enumerate(batches)]
 

@@ -54,7 +54,7 @@ class _Values:
         self.array = np.frombuffer(content, kind.dtype).reshape(shape, order="F" if fortran else "C")
 
 
-class Sparse:
+class ScipyMatrix:
     """A SciPy CSR matrix's state: data, indices, indptr and _shape."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -101,7 +101,9 @@ _KNOWN: dict[tuple[str, str], Callable[[], Any]] = {
     ("numpy", "dtype"): lambda: _Call(_Kind),
     ("_codecs", "encode"): lambda: _Call(_latin),
     **{(f"numpy.{core}.multiarray", "_reconstruct"): lambda: _Call(_Values) for core in ("core", "_core")},
-    **{(f"scipy.sparse{part}", "csr_matrix"): lambda: type("Csr", (Sparse,), {}) for part in ("", ".csr", "._csr")},
+    **{
+        (f"scipy.sparse{part}", "csr_matrix"): lambda: type("Csr", (ScipyMatrix,), {}) for part in ("", ".csr", "._csr")
+    },
 }
 
 
@@ -120,7 +122,7 @@ def _read(file: IO[bytes]) -> Any:
 
 
 def read(path: Path, do: str) -> Any:
-    """What a pickle holds: an array, a `Sparse`, or plain containers. Raises UserError for anything else."""
+    """What a pickle holds: an array, a `ScipyMatrix`, or plain containers. Raises UserError for anything else."""
     with parsing(path, do), path.open("rb") as file:
         return _read(file)
 
@@ -129,7 +131,7 @@ def matrix(path: Path, do: str) -> Array:
     """The matrix [rows, columns] that a pickle holds, dense. Raises UserError for anything else."""
     value = read(path, do)
     with parsing(path, do):
-        array = value.dense() if isinstance(value, Sparse) else value
+        array = value.dense() if isinstance(value, ScipyMatrix) else value
         if not isinstance(array, np.ndarray) or array.ndim != 2:
             raise UserError(f"{printable(path)} holds no matrix.", do=do)
         return array

@@ -21,7 +21,7 @@ from espalier.recipe.errors import UserError
 _WORDS = {2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
-class SparseCodec:
+class Sparse:
     """`sparse`. Takes every dtype of 2, 4 or 8 bytes; every bit comes back."""
 
     name = "sparse"

@@ -21,7 +21,7 @@ _SAMPLE = 2**16
 """Bytes of a plane that tell whether it is noise."""
 
 
-class SplitCodec:
+class Split:
     """`split`. Takes every dtype; every bit comes back."""
 
     name = "split"

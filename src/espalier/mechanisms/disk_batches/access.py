@@ -50,7 +50,7 @@ class Limits:
     seed: int = 0
 
 
-class Split(NamedTuple):
+class AccessSplit(NamedTuple):
     """Where the rows of a batch come from. int32; each position of the batch stands in exactly one of the `_at` lists.
 
     Attributes:
@@ -120,12 +120,12 @@ class Splitter:
         self._filled = -1
         self._met, self._at = np.zeros(nodes, bool), np.zeros(nodes, np.int32)
 
-    def split(self, batch: int, nodes: Array) -> Split:
+    def split(self, batch: int, nodes: Array) -> AccessSplit:
         """The levels of the rows of `nodes`, the input nodes of that batch."""
         self._fill(batch // self.length)
         place = self._place[nodes]
         hot, shared, cold = (np.flatnonzero(one).astype(np.int32) for one in (place >= 0, place < -1, place == -1))
-        return Split(hot, place[hot], shared, -2 - place[shared], cold[self._ascending(nodes[cold])])
+        return AccessSplit(hot, place[hot], shared, -2 - place[shared], cold[self._ascending(nodes[cold])])
 
     def _ascending(self, ids: Array) -> Array:
         """The order in which `ids`, each there once, ascend: of many by a pass over all nodes, faster than sorting."""

@@ -27,7 +27,7 @@ from torch import Tensor
 from espalier.graph.data.graph import Array
 from espalier.graph.sampling.neighbor_sampler import NeighborSampling
 from espalier.mechanisms.disk_batches import access, features, manifest, pool
-from espalier.mechanisms.disk_batches.access import AccessPlan, Limits, Split, Splitter
+from espalier.mechanisms.disk_batches.access import AccessPlan, AccessSplit, Limits, Splitter
 from espalier.mechanisms.disk_batches.features import Features
 from espalier.mechanisms.disk_batches.manifest import Inputs, Manifest, Packed
 from espalier.mechanisms.disk_batches.pool import Draws, Pool
@@ -180,15 +180,15 @@ def _bounds(ids: Array, ranges: Array) -> Array:
     return np.concatenate([[0], np.cumsum(counts[: len(ranges) - 1])]).astype(np.int64)
 
 
-def _joined(split: Split) -> Tensor:
+def _joined(split: AccessSplit) -> Tensor:
     """int32: how long hot, shared and cold are, and the five lists."""
     counts = np.array([len(split.hot_at), len(split.shared_at), len(split.cold_at)], np.int32)
     return torch.from_numpy(np.concatenate([counts, *split]).astype(np.int32))
 
 
-def _parted(joined: Array) -> Split:
+def _parted(joined: Array) -> AccessSplit:
     hot, shared, cold = joined[:3].tolist()
-    return Split(*np.split(joined[3:], np.cumsum([hot, hot, shared, shared, cold])[:-1]))
+    return AccessSplit(*np.split(joined[3:], np.cumsum([hot, hot, shared, shared, cold])[:-1]))
 
 
 # --- the pass over the features --------------------------------------------------------------------------------------
@@ -385,7 +385,7 @@ class PackedSet:
         """The segment whose disk cache `batch` shares."""
         return batch // self.about.length
 
-    def split(self, batch: int) -> Split:
+    def split(self, batch: int) -> AccessSplit:
         """Where the rows of a batch come from."""
         return _parted(self.plan.read(f"split/{batch}").numpy())
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from espalier.graph.data.graph import Array
-from espalier.mechanisms.disk_batches.access import Split
+from espalier.mechanisms.disk_batches.access import AccessSplit
 from espalier.mechanisms.disk_batches.pack import PackedSet
 from espalier.mechanisms.disk_batches.pool import Pool, SampledBatch
 from espalier.store.budget import Budget
@@ -124,7 +124,7 @@ class ReadBatch:
     index: int
     future: Sequence[int] = ()
     sampled: SampledBatch | None = None
-    split: Split | None = None
+    split: AccessSplit | None = None
     pages: Sequence[Array] = ()
     fetched: Sequence[tuple[TierRows, Fetched]] = ()
     buffer: Tensor | None = None
@@ -191,7 +191,7 @@ class TieredFeatures:
         self._near = MemoryTier("device", near)
         self._far = MemoryTier("host", far, None if slots is None else slots[self.near :])
         self._decode = None if packed.row.stored == torch.float32 else packed.row.decode
-        self._splits: dict[int, tuple[Split, Array]] = {}
+        self._splits: dict[int, tuple[AccessSplit, Array]] = {}
         self._open = ExitStack()
         self._queue: IoQueue | None = None
         self._cache, self._free, self._buffers = PageCache(0), BoundedQueue(options.buffers), FeatureBuffers(0)
@@ -228,13 +228,13 @@ class TieredFeatures:
         work.pages = [self._splits[one][1] for one in work.future]
         return work
 
-    def _split(self, index: int) -> tuple[Split, Array]:
+    def _split(self, index: int) -> tuple[AccessSplit, Array]:
         """Of a batch, and the pages that it reads of its segment's disk cache."""
         packed, batch = self.place(index)
         split = packed.split(batch)
         return split, self._keys(index, split)
 
-    def _keys(self, index: int, split: Split) -> Array:
+    def _keys(self, index: int, split: AccessSplit) -> Array:
         packed, batch = self.place(index)
         start = packed.rows.offset(f"segment/{packed.segment_of(batch)}")
         return pages_of(split.shared_slots, start, self.row_bytes)
