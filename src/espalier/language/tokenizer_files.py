@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from espalier.recipe.cache_dir import write_atomic
+from espalier.recipe.data_table import data_table
 from espalier.recipe.errors import UserError
 from espalier.recipe.foreign_files import decoded, parsing, printable, read_json
 
@@ -28,13 +29,7 @@ _MAP = "special_tokens_map.json"
 _OTHERS = (_MAP, "added_tokens.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")
 _MORE_TEMPLATES = "additional_chat_templates"
 _AGAIN = "download the tokenizer again"
-_END = "<|endoftext|>"
-_DEFAULTS: Mapping[str, Mapping[str, str]] = {
-    "LlamaTokenizer": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
-    "GemmaTokenizer": {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>", "pad_token": "<pad>"},
-    "GPT2Tokenizer": {"bos_token": _END, "eos_token": _END, "unk_token": _END},
-    "Qwen2Tokenizer": {"eos_token": _END, "unk_token": _END, "pad_token": _END},
-}
+_DEFAULTS: Mapping[str, Mapping[str, str]] = data_table(__file__)
 """Special tokens of transformers' classes, for those that no file states."""
 
 

@@ -22,6 +22,7 @@ from espalier.language.decoder_workload import DecoderWorkload
 from espalier.language.tune import lora
 from espalier.parallel.workload import Workload
 from espalier.recipe import Adapters, Lora, cache_dir
+from espalier.recipe.data_table import data_table
 from espalier.recipe.errors import UserError
 from espalier.recipe.foreign_files import parsing, printable, read_json, unused
 
@@ -120,42 +121,11 @@ class _Adapters(NamedTuple):
         }
 
 
-_WRAPPERS = ("base_model", "model", "module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-"""Modules that PEFT, DDP, compilation and FSDP put round others."""
+_TABLES = data_table(__file__)
 _STORED = re.compile(r"(.*)\.(lora_A|lora_B|lora_magnitude_vector)(?:\.(?!weight$)[^.]+)?(?:\.weight)?")
-_TARGETS = {
-    **{f"{ours[0]}_proj": ours for ours in ("query", "key", "value")},
-    **{
-        "o_proj": "out",
-        "gate_proj": "gate",
-        "up_proj": "up",
-        "down_proj": "down",
-        "w1": "gate",
-        "w3": "up",
-        "w2": "down",
-    },
-}
-"""Last part of a module's name to `tune.targets`."""
+_TARGETS = _TABLES["targets"]
 _DEFAULTS = {"r": 8, "lora_alpha": 8}
-_READ = """
-    alpha_pattern auto_mapping base_model_name_or_path corda_config ensure_weight_tying
-    eva_config exclude_modules inference_mode layers_pattern lora_alpha lora_ga_config
-    megatron_core peft_version qalora_group_size r rank_pattern revision target_modules use_dora
-    use_rslora
-"""
-_REFUSED = """
-    alora_invocation_tokens arrow_config fan_in_fan_out kasa_config layer_replication
-    layers_to_transform loftq_config lora_bias megatron_config modules_to_save monteclora_config
-    target_parameters trainable_token_indices use_bdlora use_qalora velora_config
-"""
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",),
-    "task_type": ("CAUSAL_LM",),
-    "bias": ("none",),
-    "init_lora_weights": (True, "gaussian", "eva", "orthogonal"),
-    **dict.fromkeys(_REFUSED.split(), ()),
-}
-"""Keys that change what adapters compute, and the values (besides null, false and empty) for which they do not."""
+_NEUTRAL = _TABLES["neutral"]
 _MERGE = "other adapters, or merge these with PEFT (merge_and_unload) and start from the merged model"
 
 
@@ -197,7 +167,7 @@ def notes(folder: Path) -> list[str]:
     sentences = [
         unused("key", name, f"{CONFIG} says {printable(value, 60)}")
         for name, value in sorted(adapters.table.items())
-        if value and name not in _READ.split() and name not in _NEUTRAL
+        if value and name not in _TABLES["read"] and name not in _NEUTRAL
     ]
     types = sorted({place.dtype for _, place in adapters.tensors.values()} - {"F32"})
     return sentences + ([f"the adapters in {folder} are stored as {', '.join(types)} and read as F32"] if types else [])
@@ -238,9 +208,9 @@ def _unwrapped(name: str) -> str:
         return name
     parts = match[1].split(".")
     start = parts.index("layers") if "layers" in parts else len(parts)
-    if start == len(parts) or {*parts[:start]} - {*_WRAPPERS}:
+    if start == len(parts) or {*parts[:start]} - {*_TABLES["wrappers"]}:
         return f"{match[1]}.{match[2]}.weight"
-    return ".".join(["model", *(part for part in parts[start:] if part not in _WRAPPERS), match[2], "weight"])
+    return ".".join(["model", *(part for part in parts[start:] if part not in _TABLES["wrappers"]), match[2], "weight"])
 
 
 def _refuse_targets(adapters: _Adapters, unknown: set[str]) -> None:
