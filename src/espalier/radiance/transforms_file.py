@@ -20,6 +20,7 @@ from espalier.radiance.camera_poses import rows_of
 from espalier.radiance.capture import Capture, check_enough, held_out_split
 from espalier.radiance.rays import Lens
 from espalier.recipe import foreign_files
+from espalier.recipe.data_table import data_table
 from espalier.recipe.errors import UserError
 from espalier.recipe.foreign_files import Fields, FieldUse, printable
 from espalier.recipe.units import plural
@@ -29,21 +30,7 @@ _FRAMES = '"frames": [{"file_path": …, "transform_matrix": …}, …]'
 _LISTS = {part: f"{part}_filenames" for part in PARTS}
 _ENDINGS = ("", ".png", ".jpg", ".jpeg", ".PNG", ".JPG", ".JPEG", ".webp")
 """What Blender's file_path may lack."""
-_WORLD = 'give poses in one unit, without it; the corners of what is looked at are "box": [[x, y, z], [x, y, z]]'
-_MOVING = "leave out the pictures taken in motion: every pixel of a picture is seen from one pose here"
-_MASKED = "take it out to train on all pixels; masks that cut out an object can be the alpha of its pictures"
-_BENT = "k4 k5 k6 s1 s2 s3 s4 b1 b2 skew is_fisheye ftheta_p0 lens_params distortion_params"
-_MOVED = """rolling_shutter
-rolling_shutter_time w_ang_vel v_lin_vel velocity camera_angular_velocity camera_linear_velocity
-transform_matrix_start transform_matrix_end driver_parameters"""
-REFUSED = {
-    **dict.fromkeys(_BENT.split(), lens_keys.UNDISTORT),
-    **dict.fromkeys(_MOVED.split(), _MOVING),
-    **dict.fromkeys(("scale", "offset", "aabb"), _WORLD),
-    "from_na": "write poses in Blender's convention",
-    **dict.fromkeys(("mask_path", "mask_file_path", "mask", "masks_path"), _MASKED),
-    "time": "keep the frames of one time, without it: the scene does not move here",
-}
+REFUSED = data_table(__file__)
 """Keys that change what others mean, and what to do about each."""
 FRAME_KEYS = Fields("key", frozenset({"file_path", "transform_matrix", *lens_keys.KEYS}), REFUSED, "frame")
 FILE_KEYS = Fields("key", frozenset({"frames", "box", *_LISTS.values(), *lens_keys.KEYS}), REFUSED, "file")

@@ -21,31 +21,6 @@ from espalier.recipe.errors import UserError, nearest
 
 Quantity = str | int | float
 
-SILENT = frozenset(
-    [
-        "nvidia",
-        "geforce",
-        "tesla",
-        "quadro",
-        "rtx",
-        "amd",
-        "instinct",
-        "gpu",
-        "generation",
-        "graphics",
-        "sxm",
-        "sxm2",
-        "sxm3",
-        "sxm4",
-        "sxm5",
-        "oam",
-        "hbm2",
-        "hbm2e",
-        "hbm3",
-        "hbm3e",
-    ]
-)
-"""Words of a device's name that tell no two of the catalogue apart."""
 SAME_SIZE = 1.12
 """A card is sold with at most so much more memory than its driver leaves to programs."""
 ROUNDED = 1.05
@@ -98,6 +73,7 @@ class _Wire(Struct, forbid_unknown_fields=True):
 
 
 class _Catalogue(Struct, forbid_unknown_fields=True):
+    silent: frozenset[str]
     spread: dict[str, float]
     family: tuple[_Family, ...]
     links: dict[str, _Wire]
@@ -219,7 +195,7 @@ def _words(name: str) -> tuple[frozenset[str], float | None]:
     text = re.sub(r"\b(max-q|mobile)\b", "laptop", text)
     words = [word for word in re.split(r"[\s\-_/,]+", text) if word]
     sizes = [float(word[:-2].rstrip("i")) for word in words if re.fullmatch(r"\d+(gb|gib)", word)]
-    rest = frozenset(word for word in words if not re.fullmatch(r"\d+(gb|gib)", word)) - SILENT
+    rest = frozenset(word for word in words if not re.fullmatch(r"\d+(gb|gib)", word)) - _catalogue().silent
     return rest, sizes[0] if sizes else None
 
 
