@@ -13,7 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, Protocol, cast
+from typing import IO, Any, cast
 
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.storage import StorageReader
@@ -27,44 +27,6 @@ from espalier.recipe.errors import EspalierError, RunFailed, UserError, missing_
 from espalier.recipe.foreign_files import printable
 
 _FOLDER = re.compile(r"^step-(\d{8,})$")
-
-
-class Storage(Protocol):
-    """A folder of checkpoints. Methods take the name of one checkpoint (`step-00000100`)."""
-
-    def names(self) -> list[str]:
-        """Names of what looks like a checkpoint, oldest first."""
-
-    def begin(self, name: str) -> Path:
-        """The local folder into which this rank writes `name`."""
-
-    def clean(self, name: str) -> None:
-        """Removes what broken saves left, and anything that would stand in the way of `name`. One rank only."""
-
-    def publish(self, name: str, files: Sequence[str], limit: WriteLimit | None = None) -> None:
-        """Brings this rank's `files` of `name` to where all ranks see them, no faster than `limit` says."""
-
-    def commit(self, name: str, content: manifest.Manifest) -> None:
-        """Makes `name` a checkpoint. One rank only, after every rank published."""
-
-    def abandon(self, name: str) -> None:
-        """Forgets the unfinished `name`."""
-
-    def remove(self, name: str) -> None:
-        """Deletes the checkpoint `name`."""
-
-    def open(self, name: str, file: str) -> IO[bytes]:
-        """One file of `name`, for reading."""
-
-    def reader(self, name: str) -> StorageReader:
-        """torch's reader of `name`."""
-
-    def path(self, name: str) -> str:
-        """What people call `name`."""
-
-    def claim(self, content: bytes) -> bytes:
-        """Writes `content` as `owner.json` beside the checkpoints, unless there is one; gives what is there then."""
-        ...
 
 
 PROTOCOLS = ("file", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory")
@@ -116,6 +78,7 @@ class Folder:
         self.root = root.absolute()
 
     def names(self) -> list[str]:
+        """Names of what looks like a checkpoint, oldest first."""
         try:
             names = [entry.name for entry in self.root.iterdir() if _FOLDER.match(entry.name)]
         except (FileNotFoundError, NotADirectoryError):
@@ -123,11 +86,13 @@ class Folder:
         return sorted(names, key=lambda name: step_of(name) or 0)
 
     def begin(self, name: str) -> Path:
+        """The local folder into which this rank writes `name`."""
         path = self._unfinished(name)
         path.mkdir(parents=True, exist_ok=True)
         return path
 
     def clean(self, name: str) -> None:
+        """Removes what broken saves left, and anything that would stand in the way of `name`. One rank only."""
         if self.root.is_dir():
             for entry in self.root.glob("step-*.tmp"):
                 shutil.rmtree(entry)
@@ -156,6 +121,7 @@ class Folder:
         sync_folder(self.root)
 
     def abandon(self, name: str) -> None:
+        """Forgets the unfinished `name`."""
         shutil.rmtree(self._unfinished(name), ignore_errors=True)
 
     def remove(self, name: str) -> None:
@@ -166,15 +132,19 @@ class Folder:
         shutil.rmtree(gone)
 
     def open(self, name: str, file: str) -> IO[bytes]:
+        """One file of `name`, for reading."""
         return (self.root / name / file).open("rb")
 
     def reader(self, name: str) -> StorageReader:
+        """torch's reader of `name`."""
         return FileSystemReader(self.root / name)
 
     def path(self, name: str) -> str:
+        """What people call `name`."""
         return str(self.root / name)
 
     def claim(self, content: bytes) -> bytes:
+        """Writes `content` as `owner.json` beside the checkpoints, unless there is one; gives what is there then."""
         path = self.root / OWNER
         try:
             self.root.mkdir(parents=True, exist_ok=True)
@@ -217,7 +187,7 @@ class Remote:
                 self.remove(folder)
 
     def publish(self, name: str, files: Sequence[str], limit: WriteLimit | None = None) -> None:
-        """See Place. With a limit a file goes up piece by piece, else as the store does it best."""
+        """See Folder. With a limit a file goes up piece by piece, else as the store does it best."""
         self.fs.makedirs(self._at(name), exist_ok=True)
         for file in files:
             if limit is None:
@@ -242,7 +212,7 @@ class Remote:
         self.fs.rm(self._at(name), recursive=True)
 
     def open(self, name: str, file: str) -> IO[bytes]:
-        """See Place. What a store's client raises is an OSError."""
+        """See Folder. What a store's client raises is an OSError."""
         try:
             return cast("IO[bytes]", self.fs.open(self._at(name, file), "rb"))
         except (OSError, MemoryError):
@@ -259,7 +229,7 @@ class Remote:
         return f"{self.url}/{name}"
 
     def claim(self, content: bytes) -> bytes:
-        """See Place. Stores have no lock: of two that ask at the same moment the later one is there."""
+        """See Folder. Stores have no lock: of two that ask at the same moment the later one is there."""
         path = self._at(OWNER)
         with _asking(self.url):
             if not self.fs.exists(path):
@@ -276,6 +246,10 @@ class Remote:
 
     def _at(self, *parts: str) -> str:
         return "/".join((str(self.root).rstrip("/"), *parts))
+
+
+Storage = Folder | Remote
+"""A folder of checkpoints. Methods take the name of one checkpoint (`step-00000100`)."""
 
 
 @contextlib.contextmanager

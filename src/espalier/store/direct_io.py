@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import torch
@@ -44,37 +44,6 @@ Where = Path | Sequence[Path]
 
 class DiskFull(UserError):
     """A disk, a quota or a limit on file sizes has no room for what is written. Exit code 2."""
-
-
-class File(Protocol):
-    """What a store reads and writes. Several threads may read and write at once."""
-
-    direct: bool
-
-    @property
-    def size(self) -> int:
-        """Bytes in the file."""
-
-    def read_into(self, buffer: Tensor, offset: int, needed: int | None = None) -> None:
-        """Fills `buffer` from `offset` on; with `needed`, the bytes after that many may lie beyond the end."""
-
-    def write_from(self, buffer: Tensor, offset: int) -> None:
-        """Writes `buffer` at `offset`, a multiple of the page; the rest of its last page becomes zeros."""
-
-    def parts(self, offset: int, size: int) -> Iterator[tuple[DirectFile, int, int]]:
-        """The pieces of a transfer that lie on one disk each, in order: (file, offset there, bytes)."""
-
-    def split_runs(self, runs: NDArray[np.int64]) -> Iterator[tuple[DirectFile, NDArray[np.int64]]]:
-        """Many reads [n, 3] (offset, bytes, place in a buffer), by the disk they lie on."""
-
-    def truncate(self, size: int) -> None:
-        """Cuts off what lies beyond `size` bytes; a shorter file stays as it is."""
-
-    def sync(self) -> None:
-        """Returns when everything written is on the disk."""
-
-    def close(self) -> None:
-        """Ends the use of the file."""
 
 
 def aligned(size: int) -> Tensor:
@@ -187,7 +156,10 @@ class DirectFile(Closing):
         return self._fd
 
     def read_into(self, buffer: Tensor, offset: int, needed: int | None = None) -> None:
-        """See File. Raises UserError when the file is too short."""
+        """Fills `buffer` from `offset` on; with `needed`, the bytes after that many may lie beyond the end.
+
+        Raises UserError when the file is too short.
+        """
         view, at = bytes_of(buffer), 0
         needed = len(view) if needed is None else needed
         straight = offset % PAGE == 0 and buffer.data_ptr() % PAGE == 0
@@ -231,7 +203,10 @@ class DirectFile(Closing):
         return done
 
     def write_from(self, buffer: Tensor, offset: int) -> None:
-        """See File. Raises DiskFull with the number of bytes that are missing."""
+        """Writes `buffer` at `offset`, a multiple of the page; the rest of its last page becomes zeros.
+
+        Raises DiskFull with the number of bytes that are missing.
+        """
         assert offset % PAGE == 0, f"a write at {offset}"
         view = bytes_of(buffer)
         body = len(view) // PAGE * PAGE if buffer.data_ptr() % PAGE == 0 or not self.direct else 0
@@ -266,23 +241,27 @@ class DirectFile(Closing):
         return True
 
     def parts(self, offset: int, size: int) -> Iterator[tuple[DirectFile, int, int]]:
+        """The pieces of a transfer that lie on one disk each, in order: (file, offset there, bytes)."""
         yield self, offset, size
 
     def split_runs(self, runs: NDArray[np.int64]) -> Iterator[tuple[DirectFile, NDArray[np.int64]]]:
+        """Many reads [n, 3] (offset, bytes, place in a buffer), by the disk they lie on."""
         yield self, runs
 
     def truncate(self, size: int) -> None:
+        """Cuts off what lies beyond `size` bytes; a shorter file stays as it is."""
         if self.size > size:
             os.ftruncate(self._fd, size)
 
     def sync(self) -> None:
+        """Returns when everything written is on the disk."""
         try:
             os.fdatasync(self._fd)
         except OSError as error:
             raise _write_error(self.path, error, self.size, 0) from None
 
     def close(self) -> None:
-        """See File. May be called twice."""
+        """Ends the use of the file. May be called twice."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -371,6 +350,10 @@ class StripedFile(Closing):
 
     def __str__(self) -> str:
         return " + ".join(map(str, self.files))
+
+
+File = DirectFile | StripedFile
+"""What a store reads and writes. Several threads may read and write at once."""
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:

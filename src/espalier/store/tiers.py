@@ -1,4 +1,4 @@
-"""Tiers: where rows wait, in device memory, host memory, single pages of a file or whole extents, behind one Protocol.
+"""Tiers: where rows wait, in device memory, host memory, single pages of a file or whole extents, behind one interface.
 
 Rows are bytes, asked for by their slots in a tier. A batch takes its rows from several tiers (`TierRows`): `fetch`
 begins all transfers into one buffer, `place_rows` puts every row where it belongs once they have ended.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -42,16 +42,6 @@ class Fetched:
     bytes: Mapping[str, int]
 
 
-class Tier(Protocol):
-    """Rows in one kind of memory."""
-
-    def buffer_bytes(self, slots: Array) -> int:
-        """Bytes, whole pages, of the buffer that `fetch` needs for these rows."""
-
-    def fetch(self, slots: Array, buffer: Tensor) -> Fetched:
-        """Begins to bring the rows at `slots`; `buffer` (uint8, page-aligned) is the tier's until they are placed."""
-
-
 class TierRows(NamedTuple):
     """The rows at `slots` of a tier, which belong at `places` of the result."""
 
@@ -67,9 +57,11 @@ class MemoryTier:
         self.name, self.rows, self.slots = name, rows, slots
 
     def buffer_bytes(self, slots: Array) -> int:
+        """Bytes, whole pages, of the buffer that `fetch` needs for these rows."""
         return 0
 
     def fetch(self, slots: Array, buffer: Tensor) -> Fetched:
+        """Begins to bring the rows at `slots`; `buffer` (uint8, page-aligned) is the tier's until they are placed."""
         size, at = self.rows.shape[1], slots if self.slots is None else self.slots[slots]
         return Fetched(self.rows.view(-1), at.astype(np.int64) * size, _nothing, {self.name: len(slots) * size})
 
@@ -136,6 +128,10 @@ class PageTier:
         place = np.searchsorted(keys, begin // PAGE) * PAGE + begin % PAGE
         moved = {"disk_cache": len(missing) * PAGE, "page_cache": (len(keys) - len(missing)) * PAGE}
         return Fetched(out.view(-1), place, wait, moved)
+
+
+Tier = MemoryTier | ExtentTier | PageTier
+"""Rows in one kind of memory."""
 
 
 def _nothing() -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -53,7 +53,7 @@ from espalier.recipe import units
 from espalier.recipe.cache_dir import cache_folder
 from espalier.recipe.errors import UserError
 from espalier.store.artifacts import Artifact, Table
-from espalier.store.base import Rows
+from espalier.store.base import Closing, Rows
 from espalier.store.cost import PAGE, pages
 from espalier.store.extents import DamagedExtent
 from espalier.track.progress import Waiting
@@ -459,7 +459,7 @@ class MiniBatch(NamedTuple):
     blocks: tuple[MessageBlock, ...]
 
 
-class MiniBatches:
+class MiniBatches(Closing):
     """Mini-batches of a packed pool: each `for` passes over them once, an epoch. Has state: the number of the epoch."""
 
     def __init__(self, features: TieredFeatures, labels: Tensor | None, seed: int) -> None:
@@ -496,12 +496,6 @@ class MiniBatches:
         """Closes the packed set."""
         self.features.close()
         self.features.close_sets()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def prepare(

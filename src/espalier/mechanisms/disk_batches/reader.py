@@ -21,6 +21,7 @@ from espalier.graph.data.graph import Array
 from espalier.mechanisms.disk_batches.access import AccessSplit
 from espalier.mechanisms.disk_batches.pack import PackedSet
 from espalier.mechanisms.disk_batches.pool import Pool, SampledBatch
+from espalier.store.base import Closing
 from espalier.store.budget import Budget
 from espalier.store.cost import PAGE
 from espalier.store.direct_io import aligned
@@ -170,7 +171,7 @@ Repair = Callable[[str, DamagedExtent], None]
 """Writes an extent that is damaged again; the error says what was found."""
 
 
-class TieredFeatures:
+class TieredFeatures(Closing):
     """Rows of batches from all tiers. Has state: hot rows, the page cache, buffers, and what was read.
 
     Ranks that are forked after it was made share its hot rows. It starts threads at the first read. `budget` says what
@@ -351,18 +352,12 @@ class TieredFeatures:
         self._open.close()
         self._queue, self._cache, self._buffers = None, PageCache(0), FeatureBuffers(0)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 def _wide(numbers: Array) -> Array:
     return numbers.astype(np.int64)
 
 
-class PackedBatches(Iterator[ReadBatch]):
+class PackedBatches(Iterator[ReadBatch], Closing):
     """The batches `order` of a packed set with their features, read ahead. Has state: the pipeline's threads."""
 
     def __init__(self, features: TieredFeatures, order: Iterable[int]) -> None:
@@ -384,12 +379,6 @@ class PackedBatches(Iterator[ReadBatch]):
         self.features.interrupt()
         self._pipeline.close()
         self.features.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _with_future(order: Iterable[int], window: int) -> Iterator[ReadBatch]:

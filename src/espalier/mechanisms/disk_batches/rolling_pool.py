@@ -20,7 +20,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Self
 
 import numpy as np
 
@@ -31,6 +30,7 @@ from espalier.mechanisms.disk_batches.pool import Draws
 from espalier.mechanisms.disk_batches.reader import ReaderOptions, Repair, TieredFeatures
 from espalier.parallel.workload import Progress
 from espalier.recipe.errors import UserError
+from espalier.store.base import Closing
 
 AHEAD = 64
 """Batches that a reader may be ahead of training, at most."""
@@ -88,7 +88,7 @@ class ResampleSchedule:
         return found
 
 
-class RollingPool:
+class RollingPool(Closing):
     """The packed batches of one epoch after another. Has state: the sets that are open, and a thread that packs.
 
     Args:
@@ -140,12 +140,6 @@ class RollingPool:
             self._packing.exception()  # waits; what failed would be tried again
         for one in self._sets.values():
             one.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _request(self, epoch: int) -> PackRequest:
         """What replaces batches for `epoch`; the rows in memory are those of the first set."""

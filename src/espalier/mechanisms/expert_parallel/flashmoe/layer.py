@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from espalier.mechanisms.expert_parallel.flashmoe.cells import Outgoing, Tile, outgoing, tile_rows, tiles_of
 from espalier.mechanisms.expert_parallel.flashmoe.protocol import TilePass, TileTask
 from espalier.mechanisms.expert_parallel.flashmoe.shared_memory import links
-from espalier.mechanisms.expert_parallel.flashmoe.transport import TileTransport, row_codec
+from espalier.mechanisms.expert_parallel.flashmoe.transport import PeerMessages, row_codec
 from espalier.mechanisms.expert_parallel.flashmoe.weight_gradients import FixedOrderSum, PutOff
 from espalier.parallel.expert_map import ExpertsOverRanks, RoutedTokens
 
@@ -47,16 +47,15 @@ class FlashMoE(ExpertsOverRanks):
         UserError: another codec.
     """
 
-    transport: TileTransport | None = None
+    transport: PeerMessages | None = None
     codec: str = "exact"
     at_once: bool | None = None
     load: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.links: TileTransport = self.transport or links(self.group)
+        self.links: PeerMessages = self.transport or links(self.group)
         self.rows = row_codec(self.codec)
-        near: frozenset[int] = getattr(self.links, "near", frozenset())
-        self.joins = len(near) == self.group.size() - 1 if self.at_once is None else self.at_once
+        self.joins = len(self.links.near) == self.group.size() - 1 if self.at_once is None else self.at_once
         self.load = [0] * len(self.expert_map.ranks[self.group.rank()])
 
     def _routed(self, tokens: RoutedTokens, experts: Sequence[nn.Module]) -> Tensor:

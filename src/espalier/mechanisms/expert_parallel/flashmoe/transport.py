@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,35 +19,17 @@ from espalier.comm.comm_thread import CommThread
 from espalier.recipe.errors import UserError
 
 
-class TileTransport(Protocol):
-    """What a layer needs of the ranks' links."""
-
-    idle: float
-    """Seconds in which this rank waited and had nothing to do."""
-
-    def send(self, tensor: Tensor, peer: int, tag: int) -> None:
-        """Begins to send; the tensor must not change afterwards."""
-
-    def expect(self, room: Tensor, peer: int, tag: int, event: Hashable) -> None:
-        """Begins to receive into `room`; `event` follows. Of one peer, events of even tags come in the order of the
-        calls, and so do those of odd ones: these are two lines, of which none waits for the other."""
-
-    def announce(self) -> None:
-        """Lets receivers know of all that was sent: this rank will be at work, or wait."""
-
-    def next(self, wait: bool) -> Any:
-        """The next event; None where there is none yet and the caller does not `wait`. Raises what a wait raises."""
-
-    def ended(self) -> None:
-        """A pass has ended: what was sent in the one before is at its receivers."""
-
-
 class PeerMessages:
     """Point-to-point messages of a process group. Has state: what is under way, and two threads for each peer that
-    wait for rows and for answers (FlashMoE's subscribers)."""
+    wait for rows and for answers (FlashMoE's subscribers).
+
+    Attributes:
+        idle: seconds in which this rank waited and had nothing to do.
+        near: the ranks that share memory with this one.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+        self._group, self.near = group, frozenset[int]()
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._threads: dict[tuple[int, int], CommThread] = {}
         self._leaving: list[tuple[Any, Tensor]] = []
@@ -55,10 +37,13 @@ class PeerMessages:
         self.idle = 0.0
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> None:
+        """Begins to send; the tensor must not change afterwards."""
         with traffic(Traffic.EXPERTS):
             self._leaving.append((self._group.send([tensor], peer, tag), tensor))
 
     def expect(self, room: Tensor, peer: int, tag: int, event: Hashable) -> None:
+        """Begins to receive into `room`; `event` follows. Of one peer, events of even tags come in the order of the
+        calls, and so do those of odd ones: these are two lines, of which none waits for the other."""
         line = (peer, tag % 2)
         if line not in self._threads:
             thread = self._threads[line] = CommThread(f"experts from rank {peer}")
@@ -68,9 +53,13 @@ class PeerMessages:
         self._threads[line].put(partial(_tell, work, event, self._events.put))
 
     def announce(self) -> None:
-        """See `TileTransport.announce`: a message announces itself."""
+        """Lets receivers know of all that was sent: this rank will be at work, or wait.
+
+        Here a message announces itself.
+        """
 
     def next(self, wait: bool) -> Any:
+        """The next event; None where there is none yet and the caller does not `wait`. Raises what a wait raises."""
         if not wait:
             try:
                 event = self._events.get_nowait()
@@ -85,6 +74,7 @@ class PeerMessages:
         return event
 
     def ended(self) -> None:
+        """A pass has ended: what was sent in the one before is at its receivers."""
         for work, _ in self._earlier:
             work.wait()
         self._earlier, self._leaving = self._leaving, []
