@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from espalier.plan.axes.node_layout import Layer
@@ -10,6 +10,8 @@ from espalier.recipe.errors import RunFailed, UserError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+    from espalier.parallel.workload import Pieces
 
 
 class StepLost(RunFailed):
@@ -72,37 +74,23 @@ class Client(Protocol):
         """Ends the connection."""
 
 
-class LocalClient(Client, Protocol):
-    """A client whose steps are the worker's own, until a round ends.
+def layers_of(model: nn.Module, pieces: Pieces | None) -> tuple[list[Layer], list[list[int]], list[list[nn.Parameter]]]:
+    """(layers, for each piece of the model the layers it uses, the parameters of each layer).
 
-    Attributes:
-        run: steps of the run at the end of the last round.
+    Parameters that the same pieces use are one layer, so that what several share (a tied table) is one of its own.
+    Frozen parameters are in none.
+
+    Raises UserError: the model has no pieces, or a trainable parameter is in none of them.
     """
-
-    run: int
-
-    def end_round(self, run: int, rate: float, stop: bool) -> bool:
-        """Gives the nodes what this worker did, and goes on from what all did. Returns whether some worker stops.
-
-        `run`: steps of the run at the end of this round; `rate`: of the worker's last step, with its factor.
-        """
-
-    def read(self) -> Mapping[str, float]:
-        """Also seconds `stalled` in exchanges with the nodes, and bytes `pulled` and `pushed` there."""
-
-
-def layers_of(
-    model: nn.Module, modules: Sequence[Iterable[nn.Module]]
-) -> tuple[list[Layer], list[list[int]], list[list[nn.Parameter]]]:
-    """(layers, for each of `modules` the layers it uses, the parameters of each layer).
-
-    `modules`: of each piece of the model in the order in which they compute. Parameters that the same pieces use are
-    one layer, so that what several share (a tied table) is one of its own. Frozen parameters are in none.
-
-    Raises UserError: a trainable parameter is in no piece.
-    """
+    if pieces is None:
+        raise UserError(
+            f"{type(model).__name__} cannot be held in layers.",
+            why="nothing says which of its modules come one after the other, each once in a forward pass",
+            do="return `pieces` from model.build, or keep its parameters on the ranks: leave role = "
+            '"optimizer" out of the cluster, plan.pin.offload=none',
+        )
     used: dict[int, tuple[int, ...]] = {}
-    for piece, own in enumerate(modules):
+    for piece, own in enumerate(pieces.modules):
         for parameter in dict.fromkeys(one for module in own for one in module.parameters()):
             used[id(parameter)] = (*used.get(id(parameter), ()), piece)
     groups: dict[tuple[int, ...], list[tuple[str, nn.Parameter]]] = {}
@@ -121,21 +109,11 @@ def layers_of(
         for _, own in ordered
         for names in ([name for name, _ in own],)
     ]
-    uses: list[list[int]] = [[] for _ in modules]
-    for number, (pieces, _) in enumerate(ordered):
-        for piece in pieces:
+    uses: list[list[int]] = [[] for _ in pieces.modules]
+    for number, (users, _) in enumerate(ordered):
+        for piece in users:
             uses[piece].append(number)
     return layers, uses, [[one for _, one in own] for _, own in ordered]
-
-
-def no_layers(model: nn.Module) -> UserError:
-    """The error for a model that has no pieces."""
-    return UserError(
-        f"{type(model).__name__} cannot be held in layers.",
-        why="nothing says which of its modules come one after the other, each once in a forward pass",
-        do="return `pieces` from model.build, or keep its parameters on the ranks: leave role = "
-        '"optimizer" out of the cluster, plan.pin.offload=none',
-    )
 
 
 def _common(names: Sequence[str]) -> str:

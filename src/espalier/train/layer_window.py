@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from espalier.kernels import accelerator
 from espalier.machine import malloc_trim, resource_limits
-from espalier.parallel.layer_client import Client, StepLost, layers_of, no_layers
+from espalier.parallel.layer_client import Client, StepLost, layers_of
 from espalier.plan.axes.node_cost import PUSHES
 from espalier.plan.axes.node_layout import Layer
 from espalier.recipe import units
@@ -363,10 +363,7 @@ def make_window(context: Build, connect: Connect, stays: bool = True) -> LayerWi
     rank's memory holds no layer."""
     model = context.model
     assert model is not None
-    pieces = context.workload.pieces(model)
-    if pieces is None:
-        raise no_layers(model)
-    layers, uses, parameters = layers_of(model, pieces.modules)
+    layers, uses, parameters = layers_of(model, context.workload.pieces(model))
     _check_precision(parameters)
     size = window_size(layers, uses, context.plan.layer_window, rank_memory(context))
     malloc_trim.map_blocks()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from espalier.mechanisms.optimizer_node.client import Client
 from espalier.mechanisms.optimizer_node.node import OptimizerNode
-from espalier.mechanisms.optimizer_node.state_file import Entries, fill, open_state, open_sums
+from espalier.mechanisms.optimizer_node.state_file import StateEntries, fill, open_state, open_sums
 from espalier.mechanisms.optimizer_node.wire import Address, Times
 from espalier.parallel.layer_client import Fill
 from espalier.plan.axes.node_layout import Job, Layer
@@ -51,7 +51,7 @@ def filler(one: Job) -> Fill:
 
 
 def memory(one: Job) -> MemoryState:
-    made = MemoryState(Entries(one).sizes())
+    made = MemoryState(StateEntries(one).sizes())
     fill(made, one, filler(one))
     return made
 
@@ -118,7 +118,7 @@ class MemoryState:
         self._before: tuple[int, dict[str, Tensor]] = (-1, {})
         self._written: dict[str, Tensor] = {}
 
-    def read(self, name: str, buffer: Tensor) -> None:
+    def read(self, name: str, buffer: Tensor, pending: bool = False) -> None:
         """See `store.generations.Generations`."""
         buffer[: self._sizes[name]].copy_(self._now[name])
 

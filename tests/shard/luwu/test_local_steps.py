@@ -16,11 +16,11 @@ from torch import Tensor
 
 from espalier.comm.base import Traffic
 from espalier.mechanisms.optimizer_node import fixed_point
-from espalier.mechanisms.optimizer_node.local_steps import LocalSteps, Round
+from espalier.mechanisms.optimizer_node.local_steps import LocalRound, LocalSteps
 from espalier.mechanisms.optimizer_node.node import OptimizerNode
 from espalier.optim.diloco_slowmo import METHODS
 from espalier.optim.outer_optimizer import OuterUpdate
-from espalier.plan.axes.node_layout import Job, chunks_of
+from espalier.plan.axes.node_layout import Job
 from espalier.recipe.errors import UserError
 
 EVERY, ROUNDS = 3, 4
@@ -57,7 +57,7 @@ def train(worker: LocalSteps, rank: int, until: int = ROUNDS) -> list[Tensor]:
 
 
 def local(address: Any, one: Job, folder: Path, rank: int = 0, weight: float = 1.0) -> LocalSteps:
-    return LocalSteps(client(address, one, rank), folder / f"worker-{rank}", Round(EVERY, EVERY, weight))
+    return LocalSteps(client(address, one, rank), folder / f"worker-{rank}", LocalRound(EVERY, EVERY, weight))
 
 
 def in_one_process(one: Job, weights: Sequence[float]) -> list[Tensor]:
@@ -89,7 +89,7 @@ def summed(one: Job, layer: int, parts: Sequence[Tensor]) -> Tensor:
         return parts[0].clone()
     form = (32, fixed_point.shift(32, len(parts)))
     found = []
-    for chunk in chunks_of(one, layer):
+    for chunk in one.chunks[layer]:
         cut = [part[chunk.start : chunk.stop].contiguous() for part in parts]
         shared = torch.stack([fixed_point.exponents(part) for part in cut]).amax(0)
         total = torch.zeros(chunk.elements, dtype=torch.int32)

@@ -14,7 +14,7 @@ import torch
 from nodes import FAST, Plain, client, equal, first, gradient, job, node, pulled, push_all
 from torch import Tensor
 
-from espalier.mechanisms.optimizer_node.wire import Address, Frame, Kind
+from espalier.mechanisms.optimizer_node.wire import Address, Frame, FrameKind
 from espalier.plan.axes.node_layout import Job, Layer
 from espalier.recipe.errors import RunFailed
 
@@ -92,7 +92,7 @@ def test_a_push_does_not_wait_until_parameters_that_were_asked_for_before_have_a
         plain = connection.buffer
 
         def buffer(frame: Frame, size: int) -> memoryview:
-            if frame.kind == Kind.PARAMETERS:
+            if frame.kind == FrameKind.PARAMETERS:
                 assert read.wait(10)
             return plain(frame, size)
 
@@ -174,7 +174,7 @@ def test_error_feedback_makes_sums_of_int8_gradients_right_in_the_long_run() -> 
             worker.wait(worker.push(0, step, gradients))
             worker.totals(step, torch.zeros(1))
             kept = torch.empty(300)
-            made._sums.read(made.reduction.chunks[0][0].name, kept, pending=True)
+            made._sums.read(made.chunks[0][0].name, kept, pending=True)
             came += kept
             worker.skip(step)
         worker.close()

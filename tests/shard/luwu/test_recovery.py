@@ -204,7 +204,7 @@ def test_a_worker_killed_in_a_push_is_left_out_and_the_others_go_on() -> None:
         found = pool.submit(stay).result(30)
         other.join(10)
         assert other.exitcode == -signal.SIGKILL
-        assert sorted(made.reduction.members) == [0]
+        assert sorted(made.members) == [0]
         assert all(bool(one.isfinite().all()) for one in found)
 
 
@@ -240,7 +240,7 @@ def test_a_worker_that_comes_takes_part_from_the_next_step_and_one_that_leaves_i
         both.result(20)
         second.close()
         train_on = train(first, 6)
-        assert sorted(made.reduction.members) == [0]
+        assert sorted(made.members) == [0]
         first.close()
     plain = Plain(one)
     for step in range(6):

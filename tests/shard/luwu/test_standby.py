@@ -85,7 +85,7 @@ def test_a_standby_that_comes_later_is_sent_the_whole_state(tmp_path: Path) -> N
     made.replica = Replica(one, (address, TOKEN), made.name, TIMES)
     made.start()
     assert behind.state.step == 3
-    worker = Client([[made.reduction.door.getsockname(), address]], 0, one, TOKEN, TIMES)
+    worker = Client([[made.door.getsockname(), address]], 0, one, TOKEN, TIMES)
     train(worker, 5)
     made.close()
     assert equal(train(worker, 7), expected(one, 7)[7])

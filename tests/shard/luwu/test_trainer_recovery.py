@@ -45,7 +45,7 @@ class Nodes:
         model, self.value = self.workload.skeleton()
         pieces = self.workload.pieces(model)
         assert pieces is not None
-        self.job: Job = job_of(asked, how, layers_of(model, pieces.modules)[0])
+        self.job: Job = job_of(asked, how, layers_of(model, pieces)[0])
         open_state(folder, self.job, filler(self.job.layers, self.value)).close()
 
     def made(self) -> OptimizerNode:

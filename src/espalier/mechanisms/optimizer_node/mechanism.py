@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from espalier.optim.schedules import factor
-from espalier.parallel.layer_client import LocalClient, StepLost
+from espalier.parallel.layer_client import StepLost
 from espalier.plan.compose import Claim
 from espalier.recipe import Adamw
 from espalier.recipe.errors import UserError
@@ -22,6 +22,7 @@ from espalier.train.window_sharding import WindowOptimizer, WindowSharding
 
 if TYPE_CHECKING:
     from espalier.checkpoint.base import Stateful
+    from espalier.mechanisms.optimizer_node.local_steps import LocalSteps
     from espalier.optim.base import Optimizer
     from espalier.plan.base import Plan
     from espalier.recipe import Recipe
@@ -79,9 +80,9 @@ class LocalSharding(NodeSharding):
     """See `NodeSharding`: in a round, this worker's own parameters are on its disk."""
 
     @property
-    def local(self) -> LocalClient:
+    def local(self) -> LocalSteps:
         """This worker's own model."""
-        return cast("LocalClient", self.client)
+        return cast("LocalSteps", self.client)
 
     @property
     def steps(self) -> int:
@@ -89,7 +90,7 @@ class LocalSharding(NodeSharding):
         return self.local.run
 
     def end_round(self, run: int, rate: float, stop: bool) -> bool:
-        """See `LocalClient.end_round`."""
+        """See `LocalSteps.end_round`."""
         self.window.drop()
         stopping = self.local.end_round(run, rate, stop)
         self.window.prefetch(self.window.usual)

@@ -47,7 +47,7 @@ def start_node(folder: str | Path, job: Job, model: nn.Module, token: str, addre
     """An optimizer node with its files in `folder`, in threads of this process: `wait` and `close` it.
 
     A new one begins with the parameters of `model`; one whose files are there goes on with these. `token`: a secret
-    that nodes and workers share; `address`: host and port where it listens (port 0: any, `node.reduction.door` has it).
+    that nodes and workers share; `address`: host and port where it listens (port 0: any, `node.door` has it).
     """
     values = dict(model.named_parameters())
     place = Path(folder)
@@ -79,25 +79,24 @@ class AttachedLoop:
         self.model, self.optimizer, self.client, self.clip = model, optimizer, client, clip
         _options(optimizer)
         self.base = float(optimizer.param_groups[0]["lr"])
-        found = _layers(model)
-        held = hold_layers(model, [layer for layer, _ in found], [own for _, own in found])
-        self.blocks = _trained(model)
-        self.root = next((index for index, one in enumerate(held) if one.layer.name == OUTSIDE), None)
+        layers, parameters = zip(*_layers(model), strict=True)
+        window_layers, count = hold_layers(model, layers, parameters), len(layers)
+        self.root = 0 if layers[0].name == OUTSIDE else None
         self.first = 0 if self.root is None else 1
-        size = min(len(held), self.first + 3)
-        self.window = LayerWindow(client, held, [[index] for index in range(len(held))], size)
-        self._missing = [0] * len(held)
-        self._backward = [False] * len(held)
-        self._pushed = len(held)
+        pieces = [[index] for index in range(count)]
+        self.window = LayerWindow(client, window_layers, pieces, min(count, self.first + 3))
+        self._order = list(reversed(range(count)))
+        self._missing, self._backward = [0] * count, [False] * count
+        self._pushed = count
         self._open, self._rate = False, 1.0
         self._hooks: list[Any] = [
             model.register_forward_pre_hook(self._enter_model, prepend=True),
             model.register_forward_hook(self._leave_model),
         ]
-        for number, block in enumerate(self.blocks):
-            self._watch(number + self.first, block)
-        for index, one in enumerate(held):
-            for parameter in one.parameters:
+        for index, block in enumerate(_trained(model), start=self.first):
+            self._watch(index, block)
+        for index, layer in enumerate(window_layers):
+            for parameter in layer.parameters:
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._arrival(index)))
         self._plain_step = optimizer.step
 
@@ -107,7 +106,6 @@ class AttachedLoop:
             self._step()
 
         optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
-        self._order = list(reversed(range(len(held))))
 
     def detach(self) -> None:
         """Every parameter is here again, and the loop a plain one."""
@@ -136,10 +134,8 @@ class AttachedLoop:
         def leave(module: nn.Module, inputs: Any, output: Any) -> None:
             if self._backward[index]:  # computed again
                 return
-            outputs = [one for one in tree_leaves(output) if isinstance(one, Tensor) and one.requires_grad]
-            if outputs:
-                torch.autograd.graph.register_multi_grad_hook(outputs, lambda _: self._begin(index), mode="any")
-            if not (outputs and index == len(self.window.layers) - 1):  # else its backward comes next
+            trained = self._hook_backward(output, index)
+            if not (trained and index == len(self.window.layers) - 1):  # else its backward comes next
                 self.window.release(index)
 
         self._hooks.append(block.register_forward_pre_hook(enter, prepend=True))
@@ -152,16 +148,19 @@ class AttachedLoop:
             self.window.need(self.root)
 
     def _leave_model(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        outputs = [one for one in tree_leaves(output) if isinstance(one, Tensor) and one.requires_grad]
-        if not outputs:
+        if not self._hook_backward(output, self.root):
             self.window.drop()
-        elif self.root is not None:
-            torch.autograd.graph.register_multi_grad_hook(outputs, lambda _: self._begin(self.root), mode="any")
+
+    def _hook_backward(self, output: Any, index: int | None) -> bool:
+        """Begins backward of a layer (None: there is none) with the first gradient of `output`; whether it has any."""
+        outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if outputs and index is not None:
+            torch.autograd.graph.register_multi_grad_hook(outputs, lambda _: self._begin(index), mode="any")
+        return bool(outputs)
 
     # --- backward ----------------------------------------------------------------------------------------------------
 
-    def _begin(self, index: int | None) -> None:
-        assert index is not None
+    def _begin(self, index: int) -> None:
         if not self._open:
             if self._pushed < len(self._order) or self._pushed == -1:
                 raise UserError(

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from espalier.recipe.cost import Cost, Number
+from espalier.recipe.cost import Number
 
 STATE_BYTES = 14
 """Read and written per parameter by a node's step: fp32 parameter, two moments, and the bf16 copy that is pulled."""
@@ -105,18 +105,6 @@ def window_bytes(layers: Layers, window: int) -> int:
     return sum(sizes[:window]) + sum(sizes[:3])
 
 
-def cost(layers: Layers, compute: Number, rates: Rates, readers: int, wire: Sequence[float] = (4, 4)) -> Cost:
-    """Of a step beside `compute` seconds of forward and backward (recomputation among them) on the slowest worker.
-
-    `wire`: bytes of a value that is pulled, and of one that is pushed; `rates.link`: of a worker's own link, while the
-    node's is `readers` times as fast. `readers`: workers, or aggregators, for each of which the node reads its disk.
-    """
-    up = pushed_bytes(layers, wire[1])
-    held = {"params": float(window_bytes(layers, WINDOW))}
-    exposed = {"pull and push": seconds(layers, compute, rates, wire, readers) - compute}
-    return Cost(seconds=exposed, held=held, sent={"gradients": up})
-
-
 def seconds(layers: Layers, compute: Number, rates: Rates, wire: Sequence[float], readers: int = 1) -> Number:
     """Of a step, from its first pull until the node has moved all layers: only then the next step's pulls are answered.
 
@@ -124,6 +112,12 @@ def seconds(layers: Layers, compute: Number, rates: Rates, wire: Sequence[float]
     before them has done that layer; a layer that did not stay is pulled again after its forward pass. The node moves
     all layers after the last push: clipping needs the norm of all gradients. (Steps that it takes ahead, where the norm
     did not exceed the limit, are shorter by that.) Of the computing of a piece a quarter is its forward pass.
+
+    Args:
+        compute: seconds of forward and backward (recomputation among them) on the slowest worker.
+        rates: `link` is that of a worker's own link, while the node's is `readers` times as fast.
+        wire: bytes of a value that is pulled, and of one that is pushed.
+        readers: workers, or aggregators, for each of which the node reads its disk.
     """
     sizes, last = np.asarray(layers.numel, dtype=float), len(layers.uses) - 1
     node, down = min(rates.disk / STATE_BYTES, rates.adam), min(rates.link, rates.disk / readers)

@@ -120,6 +120,21 @@ class Job:
             if value not in known:
                 raise UserError(f"{option} is {value!r}.", why=f"known are {', '.join(known)}", do=f'{option} = "fp32"')
 
+    @cached_property
+    def chunks(self) -> list[tuple[Chunk, ...]]:
+        """Of each layer."""
+        return [_chunks(number, layer, self.chunk) for number, layer in enumerate(self.layers)]
+
+    @cached_property
+    def all_chunks(self) -> list[Chunk]:
+        """Of one layer after the other."""
+        return [chunk for chunks in self.chunks for chunk in chunks]
+
+    @property
+    def largest(self) -> int:
+        """Elements of the largest chunk."""
+        return max((chunk.elements for chunk in self.all_chunks), default=0)
+
     def part(self, nodes: int) -> list[tuple[int, ...]]:
         """Numbers of the layers of each of so many nodes: every layer goes to the node with the fewest elements."""
         parts: list[list[int]] = [[] for _ in range(nodes)]
@@ -131,29 +146,28 @@ class Job:
         return [tuple(one) for one in parts]
 
 
-def chunks_of(job: Job, number: int) -> tuple[Chunk, ...]:
-    """The chunks of layer `number`."""
-    layer = job.layers[number]
-    found: list[Chunk] = []
+def _chunks(number: int, layer: Layer, most: int) -> tuple[Chunk, ...]:
+    """Of layer `number`, of at most so many elements."""
+    chunks: list[Chunk] = []
     pieces: list[Piece] = []
     start = at = 0
 
     def close() -> None:
         nonlocal start
         if at > start:
-            found.append(Chunk(number, len(found), start, at, tuple(pieces)))
+            chunks.append(Chunk(number, len(chunks), start, at, tuple(pieces)))
         start = at
         pieces.clear()
 
     for place, (_, shape) in enumerate(layer.tensors):
         size = math.prod(shape)
-        for length in _cut(size, job.chunk):
-            if at - start + length > job.chunk:
+        for length in _cut(size, most):
+            if at - start + length > most:
                 close()
             pieces.append(Piece(place, at - start, at - start + length, length == size))
             at += length
     close()
-    return tuple(found)
+    return tuple(chunks)
 
 
 def _cut(size: int, chunk: int) -> Sequence[int]:
