@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from espalier.plan.axes.node_layout import Layer
+from espalier.plan.axes.node_layout import FlatLayer
 from espalier.recipe.errors import RunFailed, UserError
 
 if TYPE_CHECKING:
@@ -74,7 +74,9 @@ class Client(Protocol):
         """Ends the connection."""
 
 
-def layers_of(model: nn.Module, pieces: Pieces | None) -> tuple[list[Layer], list[list[int]], list[list[nn.Parameter]]]:
+def layers_of(
+    model: nn.Module, pieces: Pieces | None
+) -> tuple[list[FlatLayer], list[list[int]], list[list[nn.Parameter]]]:
     """(layers, for each piece of the model the layers it uses, the parameters of each layer).
 
     Parameters that the same pieces use are one layer, so that what several share (a tied table) is one of its own.
@@ -105,7 +107,7 @@ def layers_of(model: nn.Module, pieces: Pieces | None) -> tuple[list[Layer], lis
         groups.setdefault(used[id(parameter)], []).append((name, parameter))
     ordered = sorted(groups.items())
     layers = [
-        Layer(_common(names), tuple((name, tuple(one.shape)) for name, one in own))
+        FlatLayer(_common(names), tuple((name, tuple(one.shape)) for name, one in own))
         for _, own in ordered
         for names in ([name for name, _ in own],)
     ]
@@ -131,7 +133,7 @@ Fill = Callable[[int, "Tensor"], None]
 """Writes the initial values of a layer into a flat fp32 vector."""
 
 
-def filler(layers: Sequence[Layer], value: Callable[[str], Tensor]) -> Fill:
+def filler(layers: Sequence[FlatLayer], value: Callable[[str], Tensor]) -> Fill:
     """Writes what `value` gives for each parameter's name."""
 
     def fill(layer: int, flat: Tensor) -> None:

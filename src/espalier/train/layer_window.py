@@ -20,7 +20,7 @@ from espalier.kernels import accelerator
 from espalier.machine import malloc_trim, resource_limits
 from espalier.parallel.layer_client import Client, StepLost, layers_of
 from espalier.plan.axes.node_cost import PUSHES
-from espalier.plan.axes.node_layout import Layer
+from espalier.plan.axes.node_layout import FlatLayer
 from espalier.recipe import units
 from espalier.recipe.errors import UserError
 from espalier.recipe.units import show_size
@@ -38,7 +38,7 @@ class HeldLayer:
         device: where it computes.
     """
 
-    def __init__(self, layer: Layer, parameters: Sequence[nn.Parameter], device: torch.device = HOST) -> None:
+    def __init__(self, layer: FlatLayer, parameters: Sequence[nn.Parameter], device: torch.device = HOST) -> None:
         self.layer, self.parameters, self.device = layer, list(parameters), device
         self.renew()
 
@@ -297,7 +297,7 @@ class LayerWindow:
         self.stalled += time.perf_counter() - begun
 
 
-def window_size(layers: Sequence[Layer], uses: Sequence[Sequence[int]], wanted: int, memory: float) -> int:
+def window_size(layers: Sequence[FlatLayer], uses: Sequence[Sequence[int]], wanted: int, memory: float) -> int:
     """Layers held at once: `wanted` (0: as many as fit into `memory` bytes, three at most), and no fewer than the
     pieces use.
 
@@ -333,7 +333,7 @@ def rank_memory(context: Build) -> float:
 
 def hold_layers(
     model: nn.Module,
-    layers: Sequence[Layer],
+    layers: Sequence[FlatLayer],
     parameters: Sequence[Sequence[nn.Parameter]],
     device: torch.device = HOST,
 ) -> list[HeldLayer]:
@@ -354,7 +354,7 @@ def hold_layers(
     return found
 
 
-Connect = Callable[[Build, Sequence[Layer]], Client]
+Connect = Callable[[Build, Sequence[FlatLayer]], Client]
 """Makes the connection of a worker to where its layers wait."""
 
 

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from espalier.mechanisms.optimizer_node.aggregator import Aggregator
 from espalier.mechanisms.optimizer_node.wire import Address
-from espalier.plan.axes.node_layout import Job
+from espalier.plan.axes.node_layout import NodeJob
 
 
 @contextmanager
-def sites(one: Job, address: Address, count: int) -> Iterator[list[Aggregator]]:
+def sites(one: NodeJob, address: Address, count: int) -> Iterator[list[Aggregator]]:
     made = [
         Aggregator(
             replace(one, workers=one.workers // count),
@@ -40,7 +40,7 @@ def sites(one: Job, address: Address, count: int) -> Iterator[list[Aggregator]]:
             each.close()
 
 
-def trained(one: Job, addresses: list[Address], steps: int = 3) -> list[Tensor]:
+def trained(one: NodeJob, addresses: list[Address], steps: int = 3) -> list[Tensor]:
     """The parameters, sums of totals and norms that all workers have got."""
 
     def work(rank: int) -> tuple[list[Tensor], list[Tensor]]:

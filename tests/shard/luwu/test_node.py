@@ -15,7 +15,7 @@ from nodes import FAST, Plain, client, equal, first, gradient, job, node, pulled
 from torch import Tensor
 
 from espalier.mechanisms.optimizer_node.wire import Address, Frame, FrameKind
-from espalier.plan.axes.node_layout import Job, Layer
+from espalier.plan.axes.node_layout import FlatLayer, NodeJob
 from espalier.recipe.errors import RunFailed
 
 
@@ -43,7 +43,7 @@ def test_sums_of_four_workers_are_bitwise_the_same_in_any_order_of_arrival() -> 
     assert equal(found[0], found[2])
 
 
-def trained(one: Job, shuffle: int | None) -> list[Tensor]:
+def trained(one: NodeJob, shuffle: int | None) -> list[Tensor]:
     """The parameters after three steps of all workers; with `shuffle` each sleeps before each push."""
     draw = random.Random(shuffle)
 
@@ -165,7 +165,7 @@ def test_parameters_are_pulled_in_bf16_and_moved_in_fp32() -> None:
 
 def test_error_feedback_makes_sums_of_int8_gradients_right_in_the_long_run() -> None:
     """Of a gradient that stays the same, the sum of what arrives is off by one step's rounding, not by one a step."""
-    one = job(push="int8", layers=(Layer("only", (("bias", (300,)),)),))
+    one = job(push="int8", layers=(FlatLayer("only", (("bias", (300,)),)),))
     gradients = gradient(one, 0, 0)
     came = torch.zeros(300, dtype=torch.float64)
     with node(one) as (made, address):

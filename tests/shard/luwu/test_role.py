@@ -11,12 +11,12 @@ import torch
 
 from espalier.mechanisms.optimizer_node import role
 from espalier.plan import base as plans
-from espalier.plan.axes.node_layout import Layer
+from espalier.plan.axes.node_layout import FlatLayer
 from espalier.recipe import Adamw, Gpt, Planning, Recipe, Train
 from espalier.recipe.errors import UserError
 from espalier.store.state_folder import locked
 
-LAYERS = [Layer("block", (("weight", (256, 1024)),)), Layer("head", (("head", (64, 1024)),))]
+LAYERS = [FlatLayer("block", (("weight", (256, 1024)),)), FlatLayer("head", (("head", (64, 1024)),))]
 NUMEL = 320 * 1024
 
 

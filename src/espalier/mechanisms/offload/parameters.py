@@ -28,7 +28,7 @@ from espalier.mechanisms.offload.optimizer import OffloadedGroup, StateFolder
 from espalier.optim import adamw
 from espalier.optim.base import Optimizer, Owned, StateKinds
 from espalier.parallel.layer_client import Fill, step_lost
-from espalier.plan.axes.node_layout import Layer
+from espalier.plan.axes.node_layout import FlatLayer
 from espalier.plan.axes.offload_layout import LINE, Elements, Extent, Piece, extents
 from espalier.train.layer_window import LayerWindow
 from espalier.train.window_sharding import WindowSharding
@@ -77,7 +77,7 @@ class LayerGroup(OffloadedGroup):
         fill_slices(self.state_dict(), state)
 
 
-class Share(NamedTuple):
+class TensorShare(NamedTuple):
     """What a rank keeps of a tensor of a layer: elements `[start, stop)`, which begin at `at` of its flat share."""
 
     start: int
@@ -85,14 +85,14 @@ class Share(NamedTuple):
     at: int
 
 
-def shares(layer: Layer, rank: int, ranks: int) -> list[Share]:
+def shares(layer: FlatLayer, rank: int, ranks: int) -> list[TensorShare]:
     """Of each tensor, whole cache lines; the last ranks have less."""
     found, at = [], 0
     for _, shape in layer.tensors:
         size = prod(shape)
         each = size if ranks == 1 else -(-size // (ranks * LINE)) * LINE
         start, stop = min(size, rank * each), min(size, (rank + 1) * each)
-        found.append(Share(start, stop, at))
+        found.append(TensorShare(start, stop, at))
         at += stop - start
     return found
 
@@ -112,7 +112,7 @@ class OffloadNode:
 
     def __init__(
         self,
-        layers: Sequence[Layer],
+        layers: Sequence[FlatLayer],
         options: Adamw,
         fill: Fill,
         folder: StateFolder | HostStates,

@@ -34,7 +34,7 @@ from espalier.mechanisms.optimizer_node.wire import (
     packed,
 )
 from espalier.parallel.layer_client import StepLost
-from espalier.plan.axes.node_layout import BITS, Job
+from espalier.plan.axes.node_layout import BITS, NodeJob
 from espalier.recipe.errors import EspalierError
 
 COPIES = 4
@@ -87,7 +87,7 @@ class Aggregator(ReductionServer):
 
     def __init__(
         self,
-        job: Job,
+        job: NodeJob,
         node: tuple[list[Address], str],
         door: socket.socket,
         site: int = 0,

@@ -26,7 +26,7 @@ from espalier.mechanisms.optimizer_node.session import Session, reach
 from espalier.mechanisms.optimizer_node.state_file import PULLED
 from espalier.mechanisms.optimizer_node.wire import RAW, Address, Frame, FrameKind, Times, packed
 from espalier.parallel.layer_client import StepLost, step_lost
-from espalier.plan.axes.node_layout import BITS, Chunk, Job
+from espalier.plan.axes.node_layout import BITS, LayerChunk, NodeJob
 from espalier.recipe import serialization
 from espalier.recipe.errors import EspalierError, PeerLost, RunFailed, from_words
 from espalier.store.direct_io import bytes_of
@@ -38,7 +38,7 @@ _BACK = 2
 
 
 @dataclass(eq=False)
-class Transfer:
+class NodeTransfer:
     """A push or pull on its way. Has state.
 
     Attributes:
@@ -85,7 +85,7 @@ class Client:
         self,
         addresses: Sequence[Sequence[Address]],
         rank: int,
-        job: Job,
+        job: NodeJob,
         token: str,
         times: Times | None = None,
     ) -> None:
@@ -140,13 +140,13 @@ class Client:
         self.step = max(connection.joins for connection in self._connections)
         self._ended = [status["totals"] for status in statuses]
 
-    def part(self, node: int) -> Job:
+    def part(self, node: int) -> NodeJob:
         """The job of a node."""
         return replace(self.job, layers=tuple(self.job.layers[number] for number in self._parts[node]))
 
     # What a worker does with layers
 
-    def push(self, layer: int, step: int, gradient: Tensor, samples: int = 0) -> Transfer:
+    def push(self, layer: int, step: int, gradient: Tensor, samples: int = 0) -> NodeTransfer:
         """Sends the gradient of a layer, one flat float32 vector, which must stay as it is until `wait`. Every worker
         pushes each layer once in a step, in the same order.
 
@@ -159,20 +159,20 @@ class Client:
         transfer.connection.preparing.put(transfer)
         return transfer
 
-    def pull(self, layer: int, step: int, out: Tensor) -> Transfer:
+    def pull(self, layer: int, step: int, out: Tensor) -> NodeTransfer:
         """Fills `out`, one flat vector, with a layer's parameters before `step`, when the step before has ended."""
         what = f"the parameters of layer {layer} at step {step}"
         transfer = self._transfer(what, layer, step, out.view(-1))
         transfer.connection.pull(transfer)
         return transfer
 
-    def _transfer(self, what: str, layer: int, step: int, tensor: Tensor) -> Transfer:
+    def _transfer(self, what: str, layer: int, step: int, tensor: Tensor) -> NodeTransfer:
         node, local = self._place[layer]
         assert tensor.numel() == self.job.layers[layer].numel, tensor.shape
         connection = self._connections[node]
-        return Transfer(what, connection, layer, local, step, tensor, len(connection.chunks[local]))
+        return NodeTransfer(what, connection, layer, local, step, tensor, len(connection.chunks[local]))
 
-    def wait(self, handle: Transfer, seconds: float | None = None) -> None:
+    def wait(self, handle: NodeTransfer, seconds: float | None = None) -> None:
         """Returns when the gradient has arrived at the node, or the parameters here. What was on its way when `recover`
         was called is void.
 
@@ -261,7 +261,7 @@ class Client:
 
     # Encoding
 
-    def encode(self, push: Transfer, chunk: Chunk, shared: SharedExponents, out: Tensor) -> tuple[Tensor, int]:
+    def encode(self, push: NodeTransfer, chunk: LayerChunk, shared: SharedExponents, out: Tensor) -> tuple[Tensor, int]:
         """A chunk of a gradient as it is sent, if need be in the memory `out`, and the width of a value."""
         values = self.corrected(push, chunk)
         if self.job.push == "fp32" and shared.workers == 1:
@@ -280,14 +280,14 @@ class Client:
     def _feeds_back(self) -> bool:
         return self.job.push == "int8" and self.feedback
 
-    def corrected(self, push: Transfer, chunk: Chunk) -> Tensor:
+    def corrected(self, push: NodeTransfer, chunk: LayerChunk) -> Tensor:
         """A chunk of a gradient as it is to be sent: weighted, with what earlier steps left out."""
         values = push.tensor[chunk.start : chunk.stop]
         if push.samples:
             values = values * push.samples
         return values + self._residual(push.layer, chunk) if self._feeds_back else values
 
-    def _residual(self, layer: int, chunk: Chunk) -> Tensor:
+    def _residual(self, layer: int, chunk: LayerChunk) -> Tensor:
         if layer not in self._residuals:
             self._residuals[layer] = torch.zeros(self.job.layers[layer].numel)
         return self._residuals[layer][chunk.start : chunk.stop]
@@ -311,12 +311,12 @@ class _NodeConnection(Session):
         super().__init__(client.name, times, (address, client.token), self.job, greeting)
         self.chunks = self.job.chunks
         self.round = 0
-        self.preparing: SimpleQueue[Transfer | None] = SimpleQueue()
-        self._pushing: SimpleQueue[Transfer | None] = SimpleQueue()
+        self.preparing: SimpleQueue[NodeTransfer | None] = SimpleQueue()
+        self._pushing: SimpleQueue[NodeTransfer | None] = SimpleQueue()
         self._free: SimpleQueue[Tensor | None] = SimpleQueue()
         self._changed = threading.Condition()
         self._agreed: dict[tuple[int, int], SharedExponents] = {}
-        self._pulls: dict[tuple[int, int], list[Transfer]] = {}
+        self._pulls: dict[tuple[int, int], list[NodeTransfer]] = {}
         self._totals: dict[int, Any] = {}
         self._error: EspalierError | None = None
         self._threads: list[threading.Thread] = []
@@ -335,7 +335,7 @@ class _NodeConnection(Session):
 
     # Calls
 
-    def pull(self, transfer: Transfer) -> None:
+    def pull(self, transfer: NodeTransfer) -> None:
         """See Client."""
         place = transfer.local, transfer.step
         with self._changed:
@@ -421,12 +421,12 @@ class _NodeConnection(Session):
                 self.links["push"].send(frame, arrived, wait=self.times.answer)
                 self.client.ledger.add(self.client.pushed_as, "send", payload.nbytes)
 
-    def _pushed(self, push: Transfer, room: Tensor, codes: Tensor) -> None:
+    def _pushed(self, push: NodeTransfer, room: Tensor, codes: Tensor) -> None:
         """`codes`: what was sent, which had to live until now."""
         self._free.put(room)
         self._arrived(push)
 
-    def _arrived(self, transfer: Transfer) -> None:
+    def _arrived(self, transfer: NodeTransfer) -> None:
         with self._changed:
             transfer.left -= 1
             if not transfer.left:

@@ -31,7 +31,7 @@ from espalier.mechanisms.optimizer_node.state_file import (
     totals_of,
 )
 from espalier.mechanisms.optimizer_node.wire import Frame, FrameKind, Greeting, Times, packed
-from espalier.plan.axes.node_layout import BITS, Chunk, Job
+from espalier.plan.axes.node_layout import BITS, LayerChunk, NodeJob
 from espalier.recipe import serialization
 from espalier.recipe.errors import RunFailed, UserError
 from espalier.store.direct_io import aligned
@@ -78,7 +78,7 @@ class NodeStep(RoundEnd):
     expected: StepDecision | None = None
     decision: StepDecision | None = None
     following: float | None = None
-    applied: dict[Chunk, StepDecision | None] = field(default_factory=dict)
+    applied: dict[LayerChunk, StepDecision | None] = field(default_factory=dict)
     norms: dict[tuple[int, int], float] = field(default_factory=dict)
     squares: dict[tuple[int, int], float] = field(default_factory=dict)
     totals: bytes = b""
@@ -91,7 +91,7 @@ class _ChunkWork:
     `buffers`: of the stage that has it."""
 
     round: int
-    chunk: Chunk
+    chunk: LayerChunk
     slot: SumSlot | None
     number: int = -1
     step: NodeStep = field(default_factory=lambda: NodeStep(-1))
@@ -121,7 +121,7 @@ class OptimizerNode(ReductionServer):
 
     def __init__(
         self,
-        job: Job,
+        job: NodeJob,
         files: tuple[Generations, Generations],
         door: socket.socket,
         token: str,
@@ -402,7 +402,7 @@ class OptimizerNode(ReductionServer):
                 if link.error is None and not self.closed:
                     self._send_chunk(member, chunk, frame.step, free)
 
-    def _send_chunk(self, member: Member, chunk: Chunk, step: int, free: SimpleQueue[Tensor]) -> None:
+    def _send_chunk(self, member: Member, chunk: LayerChunk, step: int, free: SimpleQueue[Tensor]) -> None:
         buffer, width = free.get(), self._entries.width
         self.state.read(f"{chunk.name}/parameters", buffer)
         if self.state.step != step:

@@ -24,7 +24,7 @@ from torch import Tensor
 from espalier.mechanisms.optimizer_node import fixed_point, wire
 from espalier.mechanisms.optimizer_node.wire import RAW, Frame, FrameKind, FrameLink, Peer, Times
 from espalier.plan.axes.flow_control import MinimumTable
-from espalier.plan.axes.node_layout import Chunk, Job
+from espalier.plan.axes.node_layout import LayerChunk, NodeJob
 from espalier.recipe.errors import EspalierError, RunFailed, UserError, words_of
 
 SLOTS = 6
@@ -45,7 +45,7 @@ class SumSlot:
     total: Tensor
     number: int = -1
     round: int = -1
-    chunk: Chunk | None = None
+    chunk: LayerChunk | None = None
     weight: int = 0
     raw: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -143,7 +143,7 @@ class ReductionServer(ABC):
     end_type: type[RoundEnd] = RoundEnd
     """Of `ends`."""
 
-    def __init__(self, job: Job, door: socket.socket, token: str, times: Times | None) -> None:
+    def __init__(self, job: NodeJob, door: socket.socket, token: str, times: Times | None) -> None:
         self.job, self.door, self.token, self.times = job, door, token, times or Times()
         host, port = door.getsockname()[:2]
         self.name = f"the {self.kind} at {host}:{port}"
@@ -462,7 +462,7 @@ def _order(member: Member, frame: Frame, slot: SumSlot) -> RunFailed:
     )
 
 
-def check_job(job: Job, fields: dict[str, str], name: str, rank: int) -> None:
+def check_job(job: NodeJob, fields: dict[str, str], name: str, rank: int) -> None:
     """Raises UserError where a worker's job differs from this one, and names the first field that
     does."""
     for field_, value in summary(job).items():
@@ -474,7 +474,7 @@ def check_job(job: Job, fields: dict[str, str], name: str, rank: int) -> None:
             )
 
 
-def summary(job: Job) -> dict[str, str]:
+def summary(job: NodeJob) -> dict[str, str]:
     """What a worker and its node must have in common."""
     table = repr([(layer.name, layer.tensors) for layer in job.layers])
     elements = sum(layer.numel for layer in job.layers)

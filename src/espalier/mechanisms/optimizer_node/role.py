@@ -34,7 +34,7 @@ from espalier.mechanisms.optimizer_node.state_file import open_state, open_sums,
 from espalier.mechanisms.optimizer_node.wire import Address, Times
 from espalier.parallel.layer_client import Client as Connected
 from espalier.parallel.layer_client import filler, layers_of
-from espalier.plan.axes.node_layout import Job, Layer, outer_method, push_of
+from espalier.plan.axes.node_layout import FlatLayer, NodeJob, outer_method, push_of
 from espalier.recipe import Adamw
 from espalier.recipe.cache_dir import unwritable
 from espalier.recipe.errors import RunFailed, UserError
@@ -147,7 +147,7 @@ def site_of(plan: Plan, rank: int) -> int | None:
     return next((rank for rank in aggregators if plan.ranks[rank].node == machine), None)
 
 
-def job_of(recipe: Recipe, plan: Plan, layers: Sequence[Layer]) -> Job:
+def job_of(recipe: Recipe, plan: Plan, layers: Sequence[FlatLayer]) -> NodeJob:
     """What nodes and workers agree on. Raises UserError where the plan asks for what they cannot do."""
     options = recipe.train.optimizer
     if not isinstance(options, Adamw):
@@ -160,10 +160,10 @@ def job_of(recipe: Recipe, plan: Plan, layers: Sequence[Layer]) -> Job:
     outer, push = None, push_of(codecs or {"exact"}, "comm" if plan.outer is None else "sync")
     if plan.outer is not None:
         outer = outer_method(plan.outer.method, plan.outer.settings, plan.outer.replicas)
-    return Job(tuple(layers), options, push, workers=len(plan.trainers), outer=outer)
+    return NodeJob(tuple(layers), options, push, workers=len(plan.trainers), outer=outer)
 
 
-def jobs_of(recipe: Recipe, plan: Plan, layers: Sequence[Layer]) -> list[tuple[tuple[int, ...], Job]]:
+def jobs_of(recipe: Recipe, plan: Plan, layers: Sequence[FlatLayer]) -> list[tuple[tuple[int, ...], NodeJob]]:
     """Of each node the numbers of its layers, and its job."""
     whole = job_of(recipe, plan, layers)
     parts = whole.part(len(ranks_of(plan, "optimizer")))
@@ -224,7 +224,7 @@ def serve(place: NodePlace, channel: dist.ProcessGroup | None, stepped: Callable
 
 def _aggregate(
     place: NodePlace,
-    jobs: Sequence[Job],
+    jobs: Sequence[NodeJob],
     channel: dist.ProcessGroup | None,
     stepped: Callable[[int], None],
     times: Times,
@@ -378,7 +378,7 @@ def load_into(model: nn.Module, workload: Workload, recipe: Recipe, plan: Plan, 
 # --- a worker's way there ------------------------------------------------------------------------------------------
 
 
-def connect(context: Build, layers: Sequence[Layer]) -> Connected:
+def connect(context: Build, layers: Sequence[FlatLayer]) -> Connected:
     """The connection of a worker to the nodes of its run, through the aggregator of its machine if there is one. All
     ranks of the run take part.
 

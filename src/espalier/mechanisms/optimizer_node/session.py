@@ -27,7 +27,7 @@ from espalier.mechanisms.optimizer_node.wire import (
     Times,
 )
 from espalier.parallel.layer_client import step_lost
-from espalier.plan.axes.node_layout import Job
+from espalier.plan.axes.node_layout import NodeJob
 from espalier.recipe.errors import EspalierError, RunFailed
 
 
@@ -45,7 +45,7 @@ class Session(Peer):
         first: the first round of this member, and `joins` the step of it.
     """
 
-    def __init__(self, name: str, times: Times, node: tuple[Address, str], job: Job, greeting: Greeting) -> None:
+    def __init__(self, name: str, times: Times, node: tuple[Address, str], job: NodeJob, greeting: Greeting) -> None:
         super().__init__()
         self.name, self.times = name, times
         self.address, self._token = node

@@ -24,7 +24,7 @@ from espalier.mechanisms.optimizer_node.session import Session, reach
 from espalier.mechanisms.optimizer_node.state_file import StateEntries
 from espalier.mechanisms.optimizer_node.wire import RAW, Address, Frame, FrameKind, Greeting, Times
 from espalier.parallel.layer_client import StepLost
-from espalier.plan.axes.node_layout import Chunk, Job
+from espalier.plan.axes.node_layout import LayerChunk, NodeJob
 from espalier.recipe.errors import EspalierError, PeerLost, RunFailed
 from espalier.store.generations import Generations
 
@@ -95,7 +95,7 @@ class Replica:
 
     finished = False
 
-    def __init__(self, job: Job, address: tuple[Address, str], name: str, times: Times) -> None:
+    def __init__(self, job: NodeJob, address: tuple[Address, str], name: str, times: Times) -> None:
         self.job, self.address, self.name, self.times = job, address, name, times
         self.error: EspalierError | None = None
         self.refused: Callable[[EspalierError], None] = lambda _: None
@@ -132,7 +132,7 @@ class Replica:
         session.ask(Frame(FrameKind.STATE, step=state.step))
         control.drained()
 
-    def gradient(self, round: int, chunk: Chunk, values: Tensor) -> None:
+    def gradient(self, round: int, chunk: LayerChunk, values: Tensor) -> None:
         """Sends the sum of a chunk in that round."""
         payload = values.clone().numpy().data.cast("B")
         frame = Frame(FrameKind.GRADIENT, chunk.layer, round, chunk.index, RAW, payload=payload)

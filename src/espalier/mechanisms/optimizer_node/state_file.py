@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from espalier.parallel.layer_client import Fill
-from espalier.plan.axes.node_layout import Chunk, Job
+from espalier.plan.axes.node_layout import LayerChunk, NodeJob
 from espalier.store.cost import pages
 from espalier.store.direct_io import aligned, bytes_of
 from espalier.store.generations import Generations
@@ -38,7 +38,7 @@ PULLED = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class StateEntries:
     """Where a job's chunks lie in a state, and in which form."""
 
-    job: Job
+    job: NodeJob
 
     def sizes(self) -> dict[str, int]:
         """Bytes of every entry."""
@@ -60,7 +60,7 @@ class StateEntries:
         return 8 if self.job.pull == "fp32" else 12
 
 
-def keep_totals(state: Generations, job: Job, step: int, totals: bytes) -> None:
+def keep_totals(state: Generations, job: NodeJob, step: int, totals: bytes) -> None:
     """Writes what all ranks were told of the step that leads to `step`, for a rank that has not read it. What does not
     fit is left out: that rank makes the step again."""
     buffer = aligned(StateEntries(job).sizes()[TOTALS])
@@ -71,7 +71,7 @@ def keep_totals(state: Generations, job: Job, step: int, totals: bytes) -> None:
     state.write(TOTALS, buffer)
 
 
-def totals_of(state: Generations, job: Job) -> bytes:
+def totals_of(state: Generations, job: NodeJob) -> bytes:
     """What was kept of the step that led to that of `state`; empty where nothing was."""
     buffer = aligned(StateEntries(job).sizes()[TOTALS])
     state.read(TOTALS, buffer)
@@ -79,7 +79,7 @@ def totals_of(state: Generations, job: Job) -> bytes:
     return bytes(bytes_of(buffer)[_TOLD.size : _TOLD.size + size]) if step == state.step else b""
 
 
-def fill(state: Generations, job: Job, values: Fill) -> None:
+def fill(state: Generations, job: NodeJob, values: Fill) -> None:
     """Writes the first parameters, with moments of zero, and commits them as step 0."""
     buffers = ChunkState(job.largest, StateEntries(job))
     for number, layer in enumerate(job.layers):
@@ -96,7 +96,7 @@ def fill(state: Generations, job: Job, values: Fill) -> None:
 
 
 def open_state(
-    where: Path | Sequence[Path], job: Job, values: Fill, beside: Mapping[str, int] | None = None
+    where: Path | Sequence[Path], job: NodeJob, values: Fill, beside: Mapping[str, int] | None = None
 ) -> Generations:
     """The state in a folder (or striped over folders on several disks): see `store.state_folder`. Where there is none,
     one with the first `values`. `beside`: bytes of further entries, not written yet."""
@@ -107,14 +107,14 @@ def open_state(
     return open_or_create(folders, layout, sizes, first, "the state of an optimizer node")
 
 
-def open_sums(folder: Path, job: Job) -> Generations:
+def open_sums(folder: Path, job: NodeJob) -> Generations:
     """A file in `folder`, made anew, for the gradients of a step until it is decided: an entry for each chunk. They
     need not survive the process, so there is one generation, and nothing of it is committed."""
     sizes = {chunk.name: 4 * chunk.elements for chunk in job.all_chunks}
     return Generations.create(folder / "sums", sizes, generations=1)
 
 
-def read_layer(state: Generations, job: Job, number: int) -> tuple[Tensor, Tensor, Tensor]:
+def read_layer(state: Generations, job: NodeJob, number: int) -> tuple[Tensor, Tensor, Tensor]:
     """Master parameters and both moments of a layer, flat, as they were committed."""
     parameters, first, second = (torch.empty(job.layers[number].numel) for _ in range(3))
     for chunk in job.chunks[number]:
@@ -134,9 +134,9 @@ class ChunkState:
         self._pulled = aligned(elements * entries.width)
         self._entries = entries
         self.gradient = aligned(elements * 4).view(torch.float32)
-        self.chunk: Chunk | None = None
+        self.chunk: LayerChunk | None = None
 
-    def open(self, chunk: Chunk) -> None:
+    def open(self, chunk: LayerChunk) -> None:
         """From now on the views are of `chunk`."""
         count = chunk.elements
         self.chunk = chunk

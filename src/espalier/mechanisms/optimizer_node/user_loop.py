@@ -21,7 +21,7 @@ from espalier.mechanisms.optimizer_node.node import OptimizerNode
 from espalier.mechanisms.optimizer_node.state_file import open_state, open_sums
 from espalier.parallel.layer_client import Client as Connected
 from espalier.parallel.layer_client import StepLost, filler
-from espalier.plan.axes.node_layout import Job, Layer, Push
+from espalier.plan.axes.node_layout import FlatLayer, NodeJob, Push
 from espalier.recipe import Adamw
 from espalier.recipe.errors import UserError
 from espalier.train.layer_window import LayerWindow, hold_layers
@@ -30,7 +30,7 @@ from espalier.train.wrap_policy import Membership, blocks_of
 OUTSIDE = "outside of blocks"
 
 
-def job_of(model: nn.Module, optimizer: torch.optim.Optimizer, workers: int = 1, push: Push = "fp32") -> Job:
+def job_of(model: nn.Module, optimizer: torch.optim.Optimizer, workers: int = 1, push: Push = "fp32") -> NodeJob:
     """What a node and the workers of a loop agree on: a layer for each block of `model`, and one for the rest.
 
     Args:
@@ -40,10 +40,12 @@ def job_of(model: nn.Module, optimizer: torch.optim.Optimizer, workers: int = 1,
 
     Raises UserError for another optimizer, or other groups of parameters.
     """
-    return Job(tuple(layer for layer, _ in _layers(model)), _options(optimizer), push, workers=workers)
+    return NodeJob(tuple(layer for layer, _ in _layers(model)), _options(optimizer), push, workers=workers)
 
 
-def start_node(folder: str | Path, job: Job, model: nn.Module, token: str, address: tuple[str, int]) -> OptimizerNode:
+def start_node(
+    folder: str | Path, job: NodeJob, model: nn.Module, token: str, address: tuple[str, int]
+) -> OptimizerNode:
     """An optimizer node with its files in `folder`, in threads of this process: `wait` and `close` it.
 
     A new one begins with the parameters of `model`; one whose files are there goes on with these. `token`: a secret
@@ -211,7 +213,7 @@ class AttachedLoop:
         self._pushed = len(self._order)
 
 
-def _layers(model: nn.Module) -> list[tuple[Layer, list[nn.Parameter]]]:
+def _layers(model: nn.Module) -> list[tuple[FlatLayer, list[nn.Parameter]]]:
     """What is outside of blocks first, then each block, with its trainable parameters."""
     blocks = _trained(model)
     member = Membership(model, blocks)
@@ -222,7 +224,7 @@ def _layers(model: nn.Module) -> list[tuple[Layer, list[nn.Parameter]]]:
             groups.setdefault(-1 if block is None else block, []).append((name, parameter))
     return [
         (
-            Layer(OUTSIDE if block < 0 else f"block {block}", tuple((name, tuple(one.shape)) for name, one in own)),
+            FlatLayer(OUTSIDE if block < 0 else f"block {block}", tuple((name, tuple(one.shape)) for name, one in own)),
             [one for _, one in own],
         )
         for block, own in sorted(groups.items())
@@ -257,4 +259,4 @@ def _options(optimizer: torch.optim.Optimizer) -> Adamw:
     )  # fmt: skip
 
 
-__all__ = ["AttachedLoop", "Client", "Job", "StepLost", "attach", "job_of", "start_node"]
+__all__ = ["AttachedLoop", "Client", "NodeJob", "StepLost", "attach", "job_of", "start_node"]

@@ -37,7 +37,7 @@ AdamW, the gradient, and both moments; then all but the first two again."""
 
 
 @dataclass(frozen=True)
-class Layer:
+class FlatLayer:
     """One flat fp32 vector: the trainable parameters that are pulled, pushed and moved together, one after the other.
 
     Attributes:
@@ -64,7 +64,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorPiece:
     """A tensor in a chunk, or what of it lies there: its place in the layer's list, and its elements in the chunk."""
 
     tensor: int
@@ -74,14 +74,14 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class LayerChunk:
     """Consecutive elements of a layer, from `start` to `stop` of its vector."""
 
     layer: int
     index: int
     start: int
     stop: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorPiece, ...]
 
     @property
     def elements(self) -> int:
@@ -95,7 +95,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Job:
+class NodeJob:
     """What a node and its workers agree on before the first step.
 
     Attributes:
@@ -107,7 +107,7 @@ class Job:
         outer: what moves the parameters in the place of AdamW, where workers push how far they went in a round.
     """
 
-    layers: tuple[Layer, ...]
+    layers: tuple[FlatLayer, ...]
     optimizer: Adamw
     push: Push = "fp32"
     pull: Pull = "fp32"
@@ -121,12 +121,12 @@ class Job:
                 raise UserError(f"{option} is {value!r}.", why=f"known are {', '.join(known)}", do=f'{option} = "fp32"')
 
     @cached_property
-    def chunks(self) -> list[tuple[Chunk, ...]]:
+    def chunks(self) -> list[tuple[LayerChunk, ...]]:
         """Of each layer."""
         return [_chunks(number, layer, self.chunk) for number, layer in enumerate(self.layers)]
 
     @cached_property
-    def all_chunks(self) -> list[Chunk]:
+    def all_chunks(self) -> list[LayerChunk]:
         """Of one layer after the other."""
         return [chunk for chunks in self.chunks for chunk in chunks]
 
@@ -146,16 +146,16 @@ class Job:
         return [tuple(one) for one in parts]
 
 
-def _chunks(number: int, layer: Layer, most: int) -> tuple[Chunk, ...]:
+def _chunks(number: int, layer: FlatLayer, most: int) -> tuple[LayerChunk, ...]:
     """Of layer `number`, of at most so many elements."""
-    chunks: list[Chunk] = []
-    pieces: list[Piece] = []
+    chunks: list[LayerChunk] = []
+    pieces: list[TensorPiece] = []
     start = at = 0
 
     def close() -> None:
         nonlocal start
         if at > start:
-            chunks.append(Chunk(number, len(chunks), start, at, tuple(pieces)))
+            chunks.append(LayerChunk(number, len(chunks), start, at, tuple(pieces)))
         start = at
         pieces.clear()
 
@@ -164,7 +164,7 @@ def _chunks(number: int, layer: Layer, most: int) -> tuple[Chunk, ...]:
         for length in _cut(size, most):
             if at - start + length > most:
                 close()
-            pieces.append(Piece(place, at - start, at - start + length, length == size))
+            pieces.append(TensorPiece(place, at - start, at - start + length, length == size))
             at += length
     close()
     return tuple(chunks)
