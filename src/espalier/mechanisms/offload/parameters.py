@@ -29,7 +29,7 @@ from espalier.optim import adamw
 from espalier.optim.base import Optimizer, Owned, StateKinds
 from espalier.parallel.layer_client import Fill, step_lost
 from espalier.plan.axes.node_layout import FlatLayer
-from espalier.plan.axes.offload_layout import LINE, Elements, Extent, Piece, extents
+from espalier.plan.axes.offload_layout import LINE, Elements, StateExtent, StatePiece, extents
 from espalier.train.layer_window import LayerWindow
 from espalier.train.window_sharding import WindowSharding
 
@@ -47,11 +47,11 @@ class LayerGroup(OffloadedGroup):
     before = 2
     scale = 1.0
 
-    def jobs(self) -> list[Sequence[Extent]]:
+    def jobs(self) -> list[Sequence[StateExtent]]:
         """Everything has a gradient."""
         return [(extent,) for extent in self.file.extents]
 
-    def piece(self, piece: Piece, rows: Tensor) -> nn.Parameter | None:
+    def piece(self, piece: StatePiece, rows: Tensor) -> nn.Parameter | None:
         """See `OffloadedGroup.piece`."""
         part = nn.Parameter(rows[VALUE])
         part.grad = rows[GRADIENT] if self.scale == 1.0 else rows[GRADIENT].mul_(self.scale)
@@ -122,7 +122,7 @@ class OffloadNode:
         rank, ranks = (0, 1) if channel is None else (channel.rank(), channel.size())
         self._shares = [[shares(layer, number, ranks) for number in range(ranks)] for layer in layers]
         self._own = [found[rank] for found in self._shares]
-        self._extents: list[list[Extent]] = []
+        self._extents: list[list[StateExtent]] = []
         self._norms: dict[int, list[Tensor]] = {}
         self._folder = folder
         nothing = torch.zeros((), device=folder.device)
@@ -154,7 +154,7 @@ class OffloadNode:
         self.file = self._folder.file(owned, every, kept=VALUE)
         return LayerGroup(optimizer, owned, kinds, self.file)
 
-    def _parts(self, layer: int, flat: Tensor) -> list[tuple[Extent, Tensor]]:
+    def _parts(self, layer: int, flat: Tensor) -> list[tuple[StateExtent, Tensor]]:
         found = self._extents[layer]
         return list(zip(found, flat.split([extent.used // 4 for extent in found]), strict=True))
 
