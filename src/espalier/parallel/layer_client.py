@@ -93,7 +93,7 @@ def layers_of(
         )
     used: dict[int, tuple[int, ...]] = {}
     for piece, own in enumerate(pieces.modules):
-        for parameter in dict.fromkeys(one for module in own for one in module.parameters()):
+        for parameter in dict.fromkeys(tensor for module in own for tensor in module.parameters()):
             used[id(parameter)] = (*used.get(id(parameter), ()), piece)
     groups: dict[tuple[int, ...], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in model.named_parameters():

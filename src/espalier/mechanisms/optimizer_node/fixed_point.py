@@ -38,9 +38,9 @@ def exponents(values: Tensor) -> Tensor:
     """[n] float32 to [ceil(n / 256)] uint8: the largest exponent of each block."""
     from espalier.mechanisms.optimizer_node import fixed_point_cpu as kernels
 
-    found = torch.empty(blocks(values.numel()), dtype=torch.uint8)
-    kernels.exponents(values, found)
-    return found
+    largest = torch.empty(blocks(values.numel()), dtype=torch.uint8)
+    kernels.exponents(values, largest)
+    return largest
 
 
 def encode(
@@ -84,6 +84,6 @@ def decode(total: Tensor, shared: Tensor, places: int, weight: int = 0, out: Ten
     """[n] int32 sums to float32 in `out` (None: in the same memory), divided by `weight` where it is not 0."""
     from espalier.mechanisms.optimizer_node import fixed_point_cpu as kernels
 
-    found = total.view(torch.float32) if out is None else out
-    kernels.decode(total, found, shared, places, weight)
-    return found
+    values = total.view(torch.float32) if out is None else out
+    kernels.decode(total, values, shared, places, weight)
+    return values

@@ -61,9 +61,9 @@ class LocalSteps:
         self.outer, self.job, self.round = outer, replace(outer.job, outer=None), round
         outer.pushed_as = Traffic.OUTER_STEP
         self._chunks = self.job.chunks
-        beside = {f"{chunk.name}/outer": 4 * chunk.elements for chunk in self.job.all_chunks}
-        beside[_CLOCK] = 16
-        self._state = open_state(folder, self.job, lambda _, flat: flat.zero_(), beside)
+        outer = {f"{chunk.name}/outer": 4 * chunk.elements for chunk in self.job.all_chunks}
+        outer[_CLOCK] = 16
+        self._state = open_state(folder, self.job, lambda _, flat: flat.zero_(), outer)
         self._sums = open_sums(folder, self.job)
         self._buffers = ChunkState(self.job.largest, StateEntries(self.job))
         self._norms: dict[int, list[Tensor]] = {}
@@ -187,8 +187,8 @@ class LocalSteps:
         for handle in pending:
             self.outer.wait(handle)
         weight = self.round.weight
-        own = torch.tensor([weight, weight * rate, float(stop)], dtype=torch.float64)
-        sums, _ = self.outer.totals(rounds, own)
+        mine = torch.tensor([weight, weight * rate, float(stop)], dtype=torch.float64)
+        sums, _ = self.outer.totals(rounds, mine)
         self.outer.move(rounds, 1.0 / float(sums[0]), float(sums[1]) / float(sums[0]))
         return sums
 
@@ -197,9 +197,9 @@ class LocalSteps:
         difference = torch.empty(self.job.layers[layer].numel)
         self._read(layer, "outer", difference)
         for chunk in self._chunks[layer]:
-            own = self._buffers.gradient[: chunk.elements]
-            self._state.read(f"{chunk.name}/parameters", own, pending=True)
-            difference[chunk.start : chunk.stop] -= own
+            parameters = self._buffers.gradient[: chunk.elements]
+            self._state.read(f"{chunk.name}/parameters", parameters, pending=True)
+            difference[chunk.start : chunk.stop] -= parameters
         return difference.mul_(self.round.weight) if self.round.weight != 1.0 else difference
 
     def _take(self, rounds: int) -> None:

@@ -106,22 +106,22 @@ class NodeState:
     def state_dict(self) -> dict[str, Any]:
         """The step, and the shape of each parameter by its name."""
         self.sharding.settle()
-        layers = [one.layer for one in self.sharding.window.layers]
+        layers = [each.layer for each in self.sharding.window.layers]
         tensors = {name: list(shape) for layer in layers for name, shape in layer.tensors}
         return {"step": self.sharding.steps, "tensors": tensors}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises UserError where the nodes' files are of another model, or of an earlier step than one that was damaged
         explains."""
-        here = self.state_dict()
-        if state["tensors"] != here["tensors"]:
+        nodes = self.state_dict()
+        if state["tensors"] != nodes["tensors"]:
             raise UserError(
                 "The optimizer node holds another model than the checkpoint names.",
                 do="give the node the folder of this run, or start a new run with --run FOLDER",
             )
-        if state["step"] > here["step"] + 1:
+        if state["step"] > nodes["step"] + 1:
             raise UserError(
-                f"The optimizer node's files are of step {here['step']}, and the checkpoint is of step "
+                f"The optimizer node's files are of step {nodes['step']}, and the checkpoint is of step "
                 f"{state['step']}.",
                 why="the node's files are the state of the run",
                 do="put back the node's folder, or start a new run with --run FOLDER",
@@ -183,7 +183,7 @@ class OptimizerOnNodes(Mechanism):
 
 def on_nodes(plan: Plan) -> bool:
     """Whether ranks of the plan hold the model for the others."""
-    return any(one.role == "optimizer" for one in plan.ranks)
+    return any(rank.role == "optimizer" for rank in plan.ranks)
 
 
 def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:

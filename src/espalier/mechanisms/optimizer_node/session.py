@@ -51,8 +51,8 @@ class Session(Peer):
         self.address, self._token = node
         self.peer = f"the optimizer node at {self.address[0]}:{self.address[1]}"
         self.first = self.joins = 0
-        own = {"ask": "link", "session": secrets.token_hex(16), "job": summary(job)}
-        self._greeting = greeting | own
+        link = {"ask": "link", "session": secrets.token_hex(16), "job": summary(job)}
+        self._greeting = greeting | link
         self._leaving = False
 
     def start(self) -> None:

@@ -65,9 +65,9 @@ def keep_totals(state: Generations, job: NodeJob, step: int, totals: bytes) -> N
     fit is left out: that rank makes the step again."""
     buffer = aligned(StateEntries(job).sizes()[TOTALS])
     room = buffer.numel() - _TOLD.size
-    kept = totals if len(totals) <= room else b""
-    head = _TOLD.pack(step, len(kept))
-    bytes_of(buffer)[: len(head) + len(kept)] = head + kept
+    content = totals if len(totals) <= room else b""
+    head = _TOLD.pack(step, len(content))
+    bytes_of(buffer)[: len(head) + len(content)] = head + content
     state.write(TOTALS, buffer)
 
 
@@ -96,13 +96,13 @@ def fill(state: Generations, job: NodeJob, values: Fill) -> None:
 
 
 def open_state(
-    where: Path | Sequence[Path], job: NodeJob, values: Fill, beside: Mapping[str, int] | None = None
+    where: Path | Sequence[Path], job: NodeJob, values: Fill, others: Mapping[str, int] | None = None
 ) -> Generations:
     """The state in a folder (or striped over folders on several disks): see `store.state_folder`. Where there is none,
-    one with the first `values`. `beside`: bytes of further entries, not written yet."""
+    one with the first `values`. `others`: bytes of further entries, not written yet."""
     folders = [where] if isinstance(where, Path) else list(where)
     layout = msgspec.json.encode([job.layers, job.pull, job.chunk, _LAYOUT])
-    sizes = StateEntries(job).sizes() | dict(beside or {})
+    sizes = StateEntries(job).sizes() | dict(others or {})
     first = partial(fill, job=job, values=values)
     return open_or_create(folders, layout, sizes, first, "the state of an optimizer node")
 

@@ -171,7 +171,7 @@ class AttachedLoop:
                     do="one backward pass for each step, with a smaller batch on each of more workers",
                 )
             self._open, self._pushed = True, 0
-            self._missing = [len(one.parameters) for one in self.window.layers]
+            self._missing = [len(layer.parameters) for layer in self.window.layers]
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
         self._backward[index] = True
         self.window.need(index)
@@ -233,7 +233,7 @@ def _layers(model: nn.Module) -> list[tuple[FlatLayer, list[nn.Parameter]]]:
 
 def _trained(model: nn.Module) -> list[nn.Module]:
     """The blocks that have a layer of their own."""
-    return [block for block in blocks_of(model) if any(one.requires_grad for one in block.parameters())]
+    return [block for block in blocks_of(model) if any(parameter.requires_grad for parameter in block.parameters())]
 
 
 def _options(optimizer: torch.optim.Optimizer) -> Adamw:
@@ -243,8 +243,8 @@ def _options(optimizer: torch.optim.Optimizer) -> Adamw:
         raise UserError(
             f"An optimizer node runs AdamW, not {type(optimizer).__name__}.", do="torch.optim.AdamW(model.parameters())"
         )
-    decays = {group["weight_decay"] for group in groups for one in group["params"] if one.ndim >= 2}
-    others = {group["weight_decay"] for group in groups for one in group["params"] if one.ndim < 2}
+    decays = {group["weight_decay"] for group in groups for tensor in group["params"] if tensor.ndim >= 2}
+    others = {group["weight_decay"] for group in groups for tensor in group["params"] if tensor.ndim < 2}
     same = {(group["lr"], group["betas"], group["eps"]) for group in groups}
     if len(decays) > 1 or others - {0.0} or len(same) > 1:
         raise UserError(

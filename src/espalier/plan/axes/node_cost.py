@@ -50,7 +50,7 @@ class Layers:
         turns = self.order
         size = max(window, *(len(own) for _, own in turns))
         ahead, busy = [layer for _, own in turns for layer in own], list[int]()
-        found: list[tuple[int, ...]] = []
+        staying: list[tuple[int, ...]] = []
         for _, own in turns:
             for layer in own:
                 if layer not in busy:
@@ -58,7 +58,7 @@ class Layers:
                     busy.append(layer)
             stay = []
             for layer in own:
-                others = [one for one in busy if one != layer]
+                others = [other for other in busy if other != layer]
                 before = ahead[: ahead.index(layer)] if layer in ahead else []
                 if layer in ahead and len({*before} - {*others}) + len(others) < size:
                     ahead.remove(layer)
@@ -67,16 +67,16 @@ class Layers:
                     busy = others
                 while ahead and ahead[0] not in busy and len(busy) < size:
                     busy.append(ahead.pop(0))
-            found.append(tuple(stay))
-        return found
+            staying.append(tuple(stay))
+        return staying
 
     def pulls(self, window: int) -> Any:
         """How often each layer is pulled in a step: [layers]."""
-        found = np.zeros(len(self.numel), dtype=np.int64)
+        pulls = np.zeros(len(self.numel), dtype=np.int64)
         for (_, own), stay in zip(self.order, self.kept(window), strict=True):
-            found[list(own)] += 1
-            found[list(stay)] -= 1
-        return found
+            pulls[list(own)] += 1
+            pulls[list(stay)] -= 1
+        return pulls
 
 
 @dataclass(frozen=True)
@@ -126,17 +126,17 @@ def seconds(layers: Layers, compute: Number, rates: Rates, wire: Sequence[float]
     share = each / max(each.sum(), 1.0)
     pulled = computed = pushed = 0.0 * compute
     released, sent, left = [pulled] * WINDOW, [pushed] * PUSHES, [pulled] * len(sizes)
-    here: tuple[int, ...] = ()
+    loaded: tuple[int, ...] = ()
     pulls = 0
     for turn, ((piece, own), stay) in enumerate(zip(layers.order, layers.kept(WINDOW), strict=True)):
         for layer in own:
-            if layer not in here:
+            if layer not in loaded:
                 began = np.maximum(np.maximum(pulled, released[pulls]), left[layer])
                 pulled = began + wire[0] * sizes[layer] / down
                 pulls += 1
         part = 1.0 if piece == last else 0.25 if turn < last else 0.75
         computed = np.maximum(computed, pulled) + compute * share[piece] * part
-        here = (*(one for one in here if one not in own), *stay)
+        loaded = (*(layer for layer in loaded if layer not in own), *stay)
         for layer in own:
             left[layer] = computed
             released += [computed] * (layer not in stay)

@@ -55,12 +55,12 @@ class FlatLayer:
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Each tensor as a view of `flat`, [numel]."""
-        found, at = [], 0
+        views, at = [], 0
         for _, shape in self.tensors:
             size = prod(shape)
-            found.append(flat[at : at + size].view(shape))
+            views.append(flat[at : at + size].view(shape))
             at += size
-        return found
+        return views
 
 
 @dataclass(frozen=True)
@@ -138,12 +138,12 @@ class NodeJob:
     def part(self, nodes: int) -> list[tuple[int, ...]]:
         """Numbers of the layers of each of so many nodes: every layer goes to the node with the fewest elements."""
         parts: list[list[int]] = [[] for _ in range(nodes)]
-        held = [0] * nodes
+        elements = [0] * nodes
         for number, layer in enumerate(self.layers):
-            node = min(range(nodes), key=lambda one: held[one])
+            node = min(range(nodes), key=elements.__getitem__)
             parts[node].append(number)
-            held[node] += layer.numel
-        return [tuple(one) for one in parts]
+            elements[node] += layer.numel
+        return [tuple(part) for part in parts]
 
 
 def _chunks(number: int, layer: FlatLayer, most: int) -> tuple[LayerChunk, ...]:
@@ -189,17 +189,17 @@ def push_of(codecs: Collection[str], section: str) -> Push:
 
 def outer_method(method: str, settings: Mapping[str, Any], replicas: Sequence[Sequence[int]]) -> OuterMethod:
     """How nodes move outer parameters (`plan.base.Outer`). Raises UserError for what they cannot do."""
-    found = replace(METHODS[method], **settings)
-    if found.delay or found.fragments > 1:
+    outer = replace(METHODS[method], **settings)
+    if outer.delay or outer.fragments > 1:
         raise UserError(
             f"Optimizer nodes cannot run rounds of the method {method!r}.",
             why="it goes on while what it sent is on its way, in whole or in parts, and workers that hold a few layers "
             "wait for the outer parameters at the end of a round",
             do='sync.kind = "diloco", "slowmo" or "local_sgd"',
         )
-    if found.penalty != "none":
+    if outer.penalty != "none":
         raise UserError(
-            f"Optimizer nodes cannot run rounds with sync.penalty = {found.penalty!r}.",
+            f"Optimizer nodes cannot run rounds with sync.penalty = {outer.penalty!r}.",
             why="it is for what comes late, and nothing does",
             do='sync.penalty = "none"',
         )
@@ -209,4 +209,4 @@ def outer_method(method: str, settings: Mapping[str, Any], replicas: Sequence[Se
             why="every worker has its own parameters on its disk",
             do=f"sync.replicas={sum(map(len, replicas))}",
         )
-    return found
+    return outer

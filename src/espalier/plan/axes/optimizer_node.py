@@ -85,7 +85,7 @@ def summed(request: Request, on: Fleet, terms: Mapping[str, float]) -> bool:
     if not _several(request, on) or request.pin.roles is not None:
         return _several(request, on)
     computing = sum(terms.get(name, 0.0) for name in ("forward", "backward", "recompute"))
-    with_, without = (float(_seconds(request, on, on.kinds[0], computing, one)) for one in (True, False))
+    with_, without = (float(_seconds(request, on, on.kinds[0], computing, by_site)) for by_site in (True, False))
     return with_ + PAYS * computing < without
 
 
@@ -106,9 +106,9 @@ def ranks(request: Request, cluster: Cluster, numbers: Sequence[int], sites: Seq
     for role, places in places_by_role.items():
         for index, table in enumerate(places[:count]):
             node = 0 if table is None else named[table.name] if table.name in named else next(new)
-            own = index * request.layers // count, (index + 1) * request.layers // count
+            share = index * request.layers // count, (index + 1) * request.layers // count
             threads = max(1, table.cores) if table is not None else 1
-            yield Rank(role=role, node=numbers[node] if numbers else node, threads=threads, layers=own)
+            yield Rank(role=role, node=numbers[node] if numbers else node, threads=threads, layers=share)
     yield from (Rank(role="aggregator", node=node) for node in sites)
 
 
