@@ -129,7 +129,7 @@ def _common(names: Sequence[str]) -> str:
     return ".".join(shared) or names[0]
 
 
-Fill = Callable[[int, "Tensor"], None]
+Fill = Callable[[int, "Tensor"], object]
 """Writes the initial values of a layer into a flat fp32 vector."""
 
 
