@@ -39,12 +39,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 from espalier.mechanisms.optimizer_node.chunk_update import update
 from espalier.mechanisms.optimizer_node.client import Client
 from espalier.mechanisms.optimizer_node.node import OptimizerNode
-from espalier.mechanisms.optimizer_node.state_file import ChunkState, Entries, open_state, open_sums
+from espalier.mechanisms.optimizer_node.state_file import ChunkState, StateEntries, open_state, open_sums
 from espalier.optim import adamw
 from espalier.optim.base import Owned
 from espalier.plan.axes import node_cost as cost
 from espalier.plan.axes.flow_control import SHARE
-from espalier.plan.axes.node_layout import Job, chunks_of
+from espalier.plan.axes.node_layout import NodeJob
 from espalier.store.direct_io import aligned
 from espalier.store.generations import Generations
 from luwu_rank import Task, Turn, job_of, zero
@@ -181,7 +181,7 @@ def predicted(turn: Turn, computing: float, rate: float, alone: dict[str, float]
     layers = cost.Layers(turn.numel, turn.uses)
     wire = 4.0, turn.expected_sent / sum(turn.numel)
     rates = cost.Rates(rate / 8 * SHARE, alone["disk"] * cost.STATE_BYTES, alone["adam"])
-    return computing, float(cost.cost(layers, computing, rates, WORKERS, wire).seconds["pull and push"])
+    return computing, float(cost.seconds(layers, computing, rates, wire, WORKERS) - computing)
 
 
 def waits(task: Task, rate: float, pairs: int) -> list[Row]:
@@ -216,7 +216,7 @@ def tiny(task: Task, rate: float, pairs: int) -> list[Row]:
 # --- the node alone ------------------------------------------------------------------------------------------------
 
 
-def loopback_rate(job: Job, folder: Path, steps: int) -> list[float]:
+def loopback_rate(job: NodeJob, folder: Path, steps: int) -> list[float]:
     """Parameters/s of steps in which one worker over loopback pulls every layer twice and pushes it once."""
     with open_state(folder, job, zero) as state, socket.create_server(("127.0.0.1", 0)) as door:
         node = OptimizerNode(job, (state, open_sums(folder, job)), door, "bench").start()
@@ -238,7 +238,7 @@ def loopback_rate(job: Job, folder: Path, steps: int) -> list[float]:
     return [sum(layer.numel for layer in job.layers) / one for one in took[2:]]
 
 
-def parts(job: Job, folder: Path) -> dict[str, float]:
+def parts(job: NodeJob, folder: Path) -> dict[str, float]:
     """Parameters/s of the disk (12 bytes read and 12 written, with a commit), AdamW and loopback, each alone."""
     layer = job.layers[0]
     size = layer.numel * 12
@@ -318,10 +318,10 @@ def node(task: Task, rate: float, pairs: int) -> list[Row]:
     ]
 
 
-def adam_rates(job: Job, pairs: int) -> list[tuple[float, float]]:
+def adam_rates(job: NodeJob, pairs: int) -> list[tuple[float, float]]:
     """Parameters/s of a chunk in a node's buffers, and of the same tensor by `torch.optim.AdamW` as it comes."""
-    chunk, found = chunks_of(job, 0)[0], []
-    buffers = ChunkState(chunk.elements, Entries(job))
+    chunk, found = job.chunks[0][0], []
+    buffers = ChunkState(chunk.elements, StateEntries(job))
     buffers.open(chunk)
     for memory in (buffers.master, buffers.first, buffers.second):
         memory.zero_()

@@ -31,7 +31,7 @@ from espalier.mechanisms.optimizer_node.wire import Times
 from espalier.parallel.workload import Shard, Workload
 from espalier.plan import base as plans
 from espalier.plan.axes import node_cost as cost
-from espalier.plan.axes.node_layout import Job, Layer
+from espalier.plan.axes.node_layout import FlatLayer, NodeJob
 from espalier.recipe import Adamw, Recipe, defaults, recipe_file
 from espalier.train import trainer, worker
 from espalier.train.rank_setup import RankSetup
@@ -122,10 +122,10 @@ def link_bytes() -> tuple[int, int]:
     return found["tx_bytes"] - PACKET * found["tx_packets"], found["rx_bytes"] - PACKET * found["rx_packets"]
 
 
-def job_of(layers: int, numel: int, workers: int = 1) -> Job:
+def job_of(layers: int, numel: int, workers: int = 1) -> NodeJob:
     """Equal layers of one matrix each."""
-    each = tuple(Layer(f"layer {one}", ((f"{one}", (numel // 64, 64)),)) for one in range(layers))
-    return Job(each, Adamw(learning_rate=1e-3), workers=workers)
+    each = tuple(FlatLayer(f"layer {one}", ((f"{one}", (numel // 64, 64)),)) for one in range(layers))
+    return NodeJob(each, Adamw(learning_rate=1e-3), workers=workers)
 
 
 def zero(layer: int, flat: Tensor) -> None:

@@ -22,7 +22,7 @@ optimizer = torch.optim.AdamW(groups, lr=1e-3, fused=True)
 
 job = luwu.job_of(model, optimizer)
 node = luwu.start_node(sys.argv[1], job, model, "a secret of your own", ("127.0.0.1", 0))
-client = luwu.Client([[node.reduction.door.getsockname()]], 0, job, "a secret of your own")
+client = luwu.Client([[node.door.getsockname()]], 0, job, "a secret of your own")
 loop = luwu.attach(model, optimizer, client)
 
 step, end = client.step, client.step + 20

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from espalier.plan.axes.node_layout import Layer
+from espalier.plan.axes.node_layout import FlatLayer
 from espalier.recipe.errors import RunFailed, UserError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+    from espalier.parallel.workload import Pieces
 
 
 class StepLost(RunFailed):
@@ -72,37 +74,25 @@ class LayerClient(Protocol):
         """Ends the connection."""
 
 
-class LocalClient(LayerClient, Protocol):
-    """A client whose steps are the worker's own, until a round ends.
-
-    Attributes:
-        run: steps of the run at the end of the last round.
-    """
-
-    run: int
-
-    def end_round(self, run: int, rate: float, stop: bool) -> bool:
-        """Gives the nodes what this worker did, and goes on from what all did. Returns whether some worker stops.
-
-        `run`: steps of the run at the end of this round; `rate`: of the worker's last step, with its factor.
-        """
-
-    def read(self) -> Mapping[str, float]:
-        """Also seconds `stalled` in exchanges with the nodes, and bytes `pulled` and `pushed` there."""
-
-
 def layers_of(
-    model: nn.Module, modules: Sequence[Iterable[nn.Module]]
-) -> tuple[list[Layer], list[list[int]], list[list[nn.Parameter]]]:
-    """(layers, for each of `modules` the layers it uses, the parameters of each layer).
+    model: nn.Module, pieces: Pieces | None
+) -> tuple[list[FlatLayer], list[list[int]], list[list[nn.Parameter]]]:
+    """(layers, for each piece of the model the layers it uses, the parameters of each layer).
 
-    `modules`: of each piece of the model in the order in which they compute. Parameters that the same pieces use are
-    one layer, so that what several share (a tied table) is one of its own. Frozen parameters are in none.
+    Parameters that the same pieces use are one layer, so that what several share (a tied table) is one of its own.
+    Frozen parameters are in none.
 
-    Raises UserError: a trainable parameter is in no piece.
+    Raises UserError: the model has no pieces, or a trainable parameter is in none of them.
     """
+    if pieces is None:
+        raise UserError(
+            f"{type(model).__name__} cannot be held in layers.",
+            why="nothing says which of its modules come one after the other, each once in a forward pass",
+            do="return `pieces` from model.build, or keep its parameters on the ranks: leave role = "
+            '"optimizer" out of the cluster, plan.pin.offload=none',
+        )
     used: dict[int, tuple[int, ...]] = {}
-    for piece, piece_modules in enumerate(modules):
+    for piece, piece_modules in enumerate(pieces.modules):
         for parameter in dict.fromkeys(parameter for module in piece_modules for parameter in module.parameters()):
             used[id(parameter)] = (*used.get(id(parameter), ()), piece)
     groups: dict[tuple[int, ...], list[tuple[str, nn.Parameter]]] = {}
@@ -117,25 +107,15 @@ def layers_of(
         groups.setdefault(used[id(parameter)], []).append((name, parameter))
     ordered = sorted(groups.items())
     layers = [
-        Layer(_common(names), tuple((name, tuple(parameter.shape)) for name, parameter in piece_parameters))
+        FlatLayer(_common(names), tuple((name, tuple(parameter.shape)) for name, parameter in piece_parameters))
         for _, piece_parameters in ordered
         for names in ([name for name, _ in piece_parameters],)
     ]
-    uses: list[list[int]] = [[] for _ in modules]
-    for number, (pieces, _) in enumerate(ordered):
-        for piece in pieces:
+    uses: list[list[int]] = [[] for _ in pieces.modules]
+    for number, (users, _) in enumerate(ordered):
+        for piece in users:
             uses[piece].append(number)
     return layers, uses, [[parameter for _, parameter in piece_parameters] for _, piece_parameters in ordered]
-
-
-def no_layers(model: nn.Module) -> UserError:
-    """The error for a model that has no pieces."""
-    return UserError(
-        f"{type(model).__name__} cannot be held in layers.",
-        why="nothing says which of its modules come one after the other, each once in a forward pass",
-        do="return `pieces` from model.build, or keep its parameters on the ranks: leave role = "
-        '"optimizer" out of the cluster, plan.pin.offload=none',
-    )
 
 
 def _common(names: Sequence[str]) -> str:
@@ -149,11 +129,11 @@ def _common(names: Sequence[str]) -> str:
     return ".".join(shared) or names[0]
 
 
-Fill = Callable[[int, "Tensor"], None]
+Fill = Callable[[int, "Tensor"], object]
 """Writes the initial values of a layer into a flat fp32 vector."""
 
 
-def filler(layers: Sequence[Layer], value: Callable[[str], Tensor]) -> Fill:
+def filler(layers: Sequence[FlatLayer], value: Callable[[str], Tensor]) -> Fill:
     """Writes what `value` gives for each parameter's name."""
 
     def fill(layer: int, flat: Tensor) -> None:

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from espalier.kernels import accelerator
 from espalier.machine import malloc_trim, resource_limits
-from espalier.parallel.layer_client import LayerClient, StepLost, layers_of, no_layers
+from espalier.parallel.layer_client import LayerClient, StepLost, layers_of
 from espalier.plan.axes.node_cost import PUSHES
-from espalier.plan.axes.node_layout import Layer
+from espalier.plan.axes.node_layout import FlatLayer
 from espalier.recipe import units
 from espalier.recipe.errors import UserError
 from espalier.recipe.units import show_size
@@ -38,7 +38,7 @@ class HeldLayer:
         device: where it computes.
     """
 
-    def __init__(self, layer: Layer, parameters: Sequence[nn.Parameter], device: torch.device = HOST) -> None:
+    def __init__(self, layer: FlatLayer, parameters: Sequence[nn.Parameter], device: torch.device = HOST) -> None:
         self.layer, self.parameters, self.device = layer, list(parameters), device
         self.renew()
 
@@ -58,7 +58,7 @@ class HeldLayer:
     @property
     def busy(self) -> bool:
         """Whether its values are here or on their way."""
-        return self.here or self.pulling is not None
+        return self.loaded or self.pulling is not None
 
     def make_room(self) -> Tensor:
         """Memory for the values, in which they are pulled."""
@@ -69,7 +69,7 @@ class HeldLayer:
     def free(self) -> None:
         """Gives the memory back."""
         self.flat.untyped_storage().resize_(0)
-        self.here = False
+        self.loaded = False
 
     def gradient(self) -> Tensor:
         """[numel] the gradients of its parameters, which lose them; zeros of those that were not used."""
@@ -139,7 +139,7 @@ class LayerWindow:
             self._pull(layer, index)
         if layer.pulling is not None:
             self._wait(*layer.pulling)
-            layer.pulling, layer.here = None, True
+            layer.pulling, layer.loaded = None, True
 
     def release(self, index: int) -> None:
         """The layer is not needed until its next turn. Where that comes before others would have its room, it stays:
@@ -152,11 +152,11 @@ class LayerWindow:
 
     def _next(self, index: int) -> bool:
         """Whether the layer, if it were freed, would be pulled again at once or as soon as those before it are here."""
-        room = self.size - sum(one.busy for one in self.layers) + 1
-        for one in self._ahead:
-            if one == index:
+        room = self.size - sum(layer.busy for layer in self.layers) + 1
+        for following in self._ahead:
+            if following == index:
                 return self.stays
-            room -= not self.layers[one].busy
+            room -= not self.layers[following].busy
             if not room:
                 break
         return False
@@ -201,9 +201,9 @@ class LayerWindow:
             self.flush()
             self.drop()  # another worker may end the step before what is on its way has left the node
             begun = time.perf_counter()
-            found = self.client.totals(self.step, values)
+            totals = self.client.totals(self.step, values)
             self.stalled += time.perf_counter() - begun
-            return found
+            return totals
         except StepLost as error:
             self._expect(self.step + 1, error)
             self.step -= 1  # the nodes have ended it, as the other workers decided, and this one will
@@ -267,11 +267,9 @@ class LayerWindow:
         """What this worker has `pulled` and `pushed` (bytes) and how long it has `stalled` (seconds) since it was asked
         last."""
         now = (self.stalled, self.pulled, self.pushed)
-        found = dict(
-            zip(("stalled", "pulled", "pushed"), (a - b for a, b in zip(now, self._read, strict=True)), strict=True)
-        )
+        since = [total - before for total, before in zip(now, self._read, strict=True)]
         self._read = now
-        return found
+        return dict(zip(("stalled", "pulled", "pushed"), since, strict=True))
 
     @property
     def held(self) -> int:
@@ -282,7 +280,7 @@ class LayerWindow:
         """Pulls ahead as far as the window has room, in the order of need."""
         while self._ahead:
             layer = self.layers[self._ahead[0]]
-            if sum(one.busy for one in self.layers) >= self.size or layer.busy:
+            if sum(layer.busy for layer in self.layers) >= self.size or layer.busy:
                 return
             self._pull(layer, self._ahead.popleft())
 
@@ -297,7 +295,7 @@ class LayerWindow:
         self.stalled += time.perf_counter() - begun
 
 
-def window_size(layers: Sequence[Layer], uses: Sequence[Sequence[int]], wanted: int, memory: float) -> int:
+def window_size(layers: Sequence[FlatLayer], uses: Sequence[Sequence[int]], wanted: int, memory: float) -> int:
     """Layers held at once: `wanted` (0: as many as fit into `memory` bytes, three at most), and no fewer than the
     pieces use.
 
@@ -321,40 +319,42 @@ def rank_memory(context: Build) -> float:
     """Bytes that this rank may hold: `plan.memory`, or its GPU's, or its part of the machine's (or container's), and no
     more than the rest of the address space that the process may have."""
     ranks, asked = context.plan.ranks, context.recipe.plan.memory
-    here = sum(one.node == ranks[context.mesh.rank].node for one in ranks)
+    sharing = sum(rank.node == ranks[context.mesh.rank].node for rank in ranks)
     if asked is not None:
         most = float(units.size(asked, "plan.memory"))
     elif accelerator.is_on(context.device):
         most = float(accelerator.properties(context.device).total_memory)
     else:
-        most = resource_limits.memory() / here
+        most = resource_limits.memory() / sharing
     return most if accelerator.is_on(context.device) else min(most, resource_limits.address_space())
 
 
 def hold_layers(
     model: nn.Module,
-    layers: Sequence[Layer],
+    layers: Sequence[FlatLayer],
     parameters: Sequence[Sequence[nn.Parameter]],
     device: torch.device = HOST,
 ) -> list[HeldLayer]:
     """The layers of `model`, none of them here. Parameters on the meta device are replaced; all else goes to a
     GPU too."""
     fresh: dict[int, nn.Parameter] = {}
-    for one in (one for own in parameters for one in own):
-        fresh[id(one)] = nn.Parameter(torch.empty(0, dtype=one.dtype)) if one.is_meta else one
+    for parameter in (parameter for group in parameters for parameter in group):
+        made = nn.Parameter(torch.empty(0, dtype=parameter.dtype)) if parameter.is_meta else parameter
+        fresh[id(parameter)] = made
     for module in model.modules():
-        for name, held in module._parameters.items():
-            if held is not None and id(held) in fresh:
-                module._parameters[name] = fresh[id(held)]
-    found = [
-        HeldLayer(layer, [fresh[id(one)] for one in own], device) for layer, own in zip(layers, parameters, strict=True)
+        for name, present in module._parameters.items():
+            if present is not None and id(present) in fresh:
+                module._parameters[name] = fresh[id(present)]
+    held_layers = [
+        HeldLayer(layer, [fresh[id(parameter)] for parameter in group], device)
+        for layer, group in zip(layers, parameters, strict=True)
     ]
     if device != HOST:
         model.to(device)
-    return found
+    return held_layers
 
 
-Connect = Callable[[Build, Sequence[Layer]], LayerClient]
+Connect = Callable[[Build, Sequence[FlatLayer]], LayerClient]
 """Makes the connection of a worker to where its layers wait."""
 
 
@@ -368,10 +368,7 @@ def make_window(context: Build, connect: Connect, window: int = 0, stays: bool =
     """
     model = context.model
     assert model is not None
-    pieces = context.workload.pieces(model)
-    if pieces is None:
-        raise no_layers(model)
-    layers, uses, parameters = layers_of(model, pieces.modules)
+    layers, uses, parameters = layers_of(model, context.workload.pieces(model))
     _check_precision(parameters)
     size = window_size(layers, uses, window, rank_memory(context))
     malloc_trim.map_blocks()
@@ -381,7 +378,7 @@ def make_window(context: Build, connect: Connect, window: int = 0, stays: bool =
 
 def _check_precision(parameters: Sequence[Sequence[nn.Parameter]]) -> None:
     """Raises UserError unless all parameters are fp32."""
-    other = next((one.dtype for own in parameters for one in own if one.dtype != torch.float32), None)
+    other = next((tensor.dtype for group in parameters for tensor in group if tensor.dtype != torch.float32), None)
     if other is not None:
         raise UserError(
             f"Layers hold fp32 parameters, and the model's are {str(other).removeprefix('torch.')}.",

@@ -13,13 +13,12 @@ from espalier.optim.base import Owned
 from espalier.parallel.layer_client import LayerClient, StepLost
 
 if TYPE_CHECKING:
-    from espalier.checkpoint.base import Stateful
-    from espalier.optim.base import Optimizer
     from espalier.train.layer_window import LayerWindow
 
 
 class WindowSharding:
-    """See `Sharding`: nothing lives here but a window of layers. Has state: the step, and what the node told of it.
+    """See `Sharding`, but for `parts`: nothing lives here but a window of layers. Has state: the step, and
+    the norm of its gradient.
 
     Args:
         model: its trainable parameters are those of the window's layers.
@@ -98,10 +97,6 @@ class WindowSharding:
         """See `Sharding.bytes_held`: the most that the window ever had."""
         grads = max((2 * layer.bytes for layer in self.window.layers), default=0)
         return {"params": self.window.peak, "grads": grads, "masters": 0}
-
-    def parts(self, optimizer: Optimizer) -> Mapping[str, Stateful]:
-        """See `Sharding.parts`."""
-        raise NotImplementedError
 
     def detach(self) -> None:
         """See `Sharding.detach`."""

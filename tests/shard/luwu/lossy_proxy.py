@@ -9,7 +9,7 @@ import threading
 from contextlib import suppress
 
 from espalier.mechanisms.optimizer_node import wire
-from espalier.mechanisms.optimizer_node.wire import HEADER, Address, Kind
+from espalier.mechanisms.optimizer_node.wire import HEADER, Address, FrameKind
 
 
 class LossyProxy:
@@ -89,7 +89,7 @@ class LossyProxy:
                 if self._draw.random() < self.loss:
                     self.lost += 1
                     continue
-                if size and head[0] != Kind.HEARTBEAT and self._draw.random() < self.damage:
+                if size and head[0] != FrameKind.HEARTBEAT and self._draw.random() < self.damage:
                     payload[self._draw.randrange(size)] ^= 1 << self._draw.randrange(8)
                     self.damaged += 1
                 sink.sendall(head + payload)

@@ -14,44 +14,44 @@ from torch import Tensor
 
 from espalier.mechanisms.optimizer_node.client import Client
 from espalier.mechanisms.optimizer_node.node import OptimizerNode
-from espalier.mechanisms.optimizer_node.state_file import Entries, fill, open_state, open_sums
+from espalier.mechanisms.optimizer_node.state_file import StateEntries, fill, open_state, open_sums
 from espalier.mechanisms.optimizer_node.wire import Address, Times
 from espalier.parallel.layer_client import Fill
-from espalier.plan.axes.node_layout import Job, Layer
+from espalier.plan.axes.node_layout import FlatLayer, NodeJob
 from espalier.recipe import Adamw
 from espalier.store.generations import Generations
 
 TOKEN = "0123456789abcdef"
 FAST = Times(heartbeat=0.01, resend=0.1, silence=2.0, patience=10.0, answer=20.0)
 LAYERS = (
-    Layer("embedding", (("weight", (37, 20)),)),
-    Layer("block", (("norm", (20,)), ("matrix", (20, 61)), ("bias", (61,)))),
-    Layer("head", (("norm", (20,)), ("weight", (20, 53)))),
+    FlatLayer("embedding", (("weight", (37, 20)),)),
+    FlatLayer("block", (("norm", (20,)), ("matrix", (20, 61)), ("bias", (61,)))),
+    FlatLayer("head", (("norm", (20,)), ("weight", (20, 53)))),
 )
 OPTIONS = Adamw(learning_rate=0.01, weight_decay=0.1)
 
 
-def job(**changes: object) -> Job:
-    return Job(**({"layers": LAYERS, "optimizer": OPTIONS, "chunk": 512} | changes))
+def job(**changes: object) -> NodeJob:
+    return NodeJob(**({"layers": LAYERS, "optimizer": OPTIONS, "chunk": 512} | changes))
 
 
-def first(one: Job, number: int) -> Tensor:
+def first(one: NodeJob, number: int) -> Tensor:
     """A layer's first parameters."""
     return torch.randn(one.layers[number].numel, generator=torch.Generator().manual_seed(number))
 
 
-def gradient(one: Job, layer: int, step: int, rank: int = 0) -> Tensor:
+def gradient(one: NodeJob, layer: int, step: int, rank: int = 0) -> Tensor:
     seed = layer + 100 * step + 10_000 * rank
     values = torch.randn(one.layers[layer].numel, generator=torch.Generator().manual_seed(seed))
     return values * 10.0 ** (rank - 1)
 
 
-def filler(one: Job) -> Fill:
+def filler(one: NodeJob) -> Fill:
     return lambda number, out: out.copy_(first(one, number))
 
 
-def memory(one: Job) -> MemoryState:
-    made = MemoryState(Entries(one).sizes())
+def memory(one: NodeJob) -> MemoryState:
+    made = MemoryState(StateEntries(one).sizes())
     fill(made, one, filler(one))
     return made
 
@@ -73,12 +73,12 @@ def again(start: Callable[[], OptimizerNode]) -> OptimizerNode:
             time.sleep(0.01)
 
 
-def on_disk(one: Job, folder: Path) -> tuple[Generations, Generations]:
+def on_disk(one: NodeJob, folder: Path) -> tuple[Generations, Generations]:
     return open_state(folder, one, filler(one)), open_sums(folder, one)
 
 
 @contextmanager
-def node(one: Job, folder: Path | None = None, times: Times = FAST) -> Iterator[tuple[OptimizerNode, Address]]:
+def node(one: NodeJob, folder: Path | None = None, times: Times = FAST) -> Iterator[tuple[OptimizerNode, Address]]:
     door = socket.create_server(("127.0.0.1", 0))
     kept = (memory(one), MemorySums()) if folder is None else on_disk(one, folder)
     made = OptimizerNode(one, kept, door, TOKEN, times).start()
@@ -88,7 +88,7 @@ def node(one: Job, folder: Path | None = None, times: Times = FAST) -> Iterator[
         made.close()
 
 
-def client(address: Address, one: Job, rank: int = 0, times: Times = FAST) -> Client:
+def client(address: Address, one: NodeJob, rank: int = 0, times: Times = FAST) -> Client:
     return Client([[address]], rank, one, TOKEN, times)
 
 
@@ -118,7 +118,7 @@ class MemoryState:
         self._before: tuple[int, dict[str, Tensor]] = (-1, {})
         self._written: dict[str, Tensor] = {}
 
-    def read(self, name: str, buffer: Tensor) -> None:
+    def read(self, name: str, buffer: Tensor, pending: bool = False) -> None:
         """See `store.generations.Generations`."""
         buffer[: self._sizes[name]].copy_(self._now[name])
 
@@ -163,7 +163,7 @@ class MemorySums:
 class Plain:
     """torch's own AdamW on whole tensors. Has state."""
 
-    def __init__(self, one: Job) -> None:
+    def __init__(self, one: NodeJob) -> None:
         self.job = one
         self.tensors = []
         for number, layer in enumerate(one.layers):

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from espalier.optim import adamw
 from espalier.optim.base import Owned
 from espalier.parallel.layer_client import Fill
-from espalier.plan.axes.node_layout import Layer
+from espalier.plan.axes.node_layout import FlatLayer
 from espalier.recipe import Adamw
 
 
 class PlainNode:
     """Of `workers` threads, each of which has a `PlainClient`."""
 
-    def __init__(self, layers: Sequence[Layer], options: Adamw, fill: Fill, workers: int = 1) -> None:
+    def __init__(self, layers: Sequence[FlatLayer], options: Adamw, fill: Fill, workers: int = 1) -> None:
         self.layers, self.workers, self.step = list(layers), workers, 0
         self.flats = [torch.empty(layer.numel) for layer in layers]
         for index, flat in enumerate(self.flats):

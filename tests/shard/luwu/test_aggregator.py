@@ -18,11 +18,11 @@ from torch import Tensor
 
 from espalier.mechanisms.optimizer_node.aggregator import Aggregator
 from espalier.mechanisms.optimizer_node.wire import Address
-from espalier.plan.axes.node_layout import Job
+from espalier.plan.axes.node_layout import NodeJob
 
 
 @contextmanager
-def sites(one: Job, address: Address, count: int) -> Iterator[list[Aggregator]]:
+def sites(one: NodeJob, address: Address, count: int) -> Iterator[list[Aggregator]]:
     made = [
         Aggregator(
             replace(one, workers=one.workers // count),
@@ -40,7 +40,7 @@ def sites(one: Job, address: Address, count: int) -> Iterator[list[Aggregator]]:
             each.close()
 
 
-def trained(one: Job, addresses: list[Address], steps: int = 3) -> list[Tensor]:
+def trained(one: NodeJob, addresses: list[Address], steps: int = 3) -> list[Tensor]:
     """The parameters, sums of totals and norms that all workers have got."""
 
     def work(rank: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -69,7 +69,7 @@ def test_sums_by_sites_are_bitwise_those_of_all_workers_at_the_node(push: str) -
     with node(one) as (_, address):
         direct = trained(one, [address] * 4)
     with node(one) as (_, address), sites(one, address, 2) as made:
-        doors = [each.reduction.door.getsockname() for each in made]
+        doors = [each.door.getsockname() for each in made]
         by_sites = trained(one, [doors[0], doors[0], doors[1], doors[1]])
     assert equal(direct, by_sites)
 
@@ -78,12 +78,12 @@ def test_the_node_sends_and_receives_as_much_as_for_one_worker() -> None:
     one = job(workers=4)
     bytes_of_layers = 4 * sum(layer.numel for layer in one.layers)
     with node(one) as (made, address), sites(one, address, 1) as site:
-        trained(one, [site[0].reduction.door.getsockname()] * 4)
+        trained(one, [site[0].door.getsockname()] * 4)
         session = site[0].session
         assert session is not None
         sent = session.links["push"].bytes_sent
         received = session.links["control"].bytes_received
-        assert sorted(made.reduction.members) == [-1]
+        assert sorted(made.members) == [-1]
     assert 3 * bytes_of_layers < sent < 3 * 1.2 * bytes_of_layers
     assert 4 * bytes_of_layers < received < 4 * 1.2 * bytes_of_layers
 
@@ -95,7 +95,7 @@ def test_workers_of_a_site_go_on_when_the_node_behind_their_aggregator_was_kille
         unbroken = next(iter(pool.map(lambda worker: train(worker, steps), workers)))
     process = begun(one, tmp_path, port)
     with sites(one, ("127.0.0.1", port), 1) as made, ThreadPoolExecutor(2) as pool:
-        door = made[0].reduction.door.getsockname()
+        door = made[0].door.getsockname()
         runs = [
             pool.submit(lambda rank: train(client(door, one, rank), steps, lambda _: time.sleep(0.02)), rank)
             for rank in range(2)

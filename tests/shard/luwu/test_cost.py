@@ -23,7 +23,7 @@ def test_of_two_layers_by_hand() -> None:
 
 def test_pulls_go_no_faster_than_the_node_reads_its_disk_for_each_worker() -> None:
     wide = Rates(link=1e9, disk=20.0, adam=1e9)
-    one, two = (cost.cost(TWO, 0.0, wide, readers, (1, 1)).seconds["pull and push"] for readers in (1, 2))
+    one, two = (cost.seconds(TWO, 0.0, wide, (1, 1), readers) for readers in (1, 2))
     assert one == pytest.approx(20 / 20 + 20 / (20 / 14))
     assert two - one == pytest.approx(20 / 20)
 

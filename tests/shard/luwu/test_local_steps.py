@@ -16,11 +16,11 @@ from torch import Tensor
 
 from espalier.comm.base import Traffic
 from espalier.mechanisms.optimizer_node import fixed_point
-from espalier.mechanisms.optimizer_node.local_steps import LocalSteps, Round
+from espalier.mechanisms.optimizer_node.local_steps import LocalRound, LocalSteps
 from espalier.mechanisms.optimizer_node.node import OptimizerNode
 from espalier.optim.diloco_slowmo import METHODS
 from espalier.optim.outer_optimizer import OuterUpdate
-from espalier.plan.axes.node_layout import Job, chunks_of
+from espalier.plan.axes.node_layout import NodeJob
 from espalier.recipe.errors import UserError
 
 EVERY, ROUNDS = 3, 4
@@ -31,7 +31,7 @@ class Killed(Exception):
     """In the place of SIGKILL: nothing after it happens in this worker."""
 
 
-def slope(one: Job, parameters: Sequence[Tensor], step: int, rank: int) -> list[Tensor]:
+def slope(one: NodeJob, parameters: Sequence[Tensor], step: int, rank: int) -> list[Tensor]:
     """Gradients that depend on the parameters."""
     return [gradient(one, layer, step, rank) + 0.3 * parameters[layer] for layer in range(len(one.layers))]
 
@@ -56,11 +56,11 @@ def train(worker: LocalSteps, rank: int, until: int = ROUNDS) -> list[Tensor]:
     return pulled(worker, worker.step)  # type: ignore[arg-type]
 
 
-def local(address: Any, one: Job, folder: Path, rank: int = 0, weight: float = 1.0) -> LocalSteps:
-    return LocalSteps(client(address, one, rank), folder / f"worker-{rank}", Round(EVERY, EVERY, weight))
+def local(address: Any, one: NodeJob, folder: Path, rank: int = 0, weight: float = 1.0) -> LocalSteps:
+    return LocalSteps(client(address, one, rank), folder / f"worker-{rank}", LocalRound(EVERY, EVERY, weight))
 
 
-def in_one_process(one: Job, weights: Sequence[float]) -> list[Tensor]:
+def in_one_process(one: NodeJob, weights: Sequence[float]) -> list[Tensor]:
     """The same rounds, with models and optimizers in memory; sums as the wire makes them."""
     assert one.outer is not None
     workers = [Plain(one) for _ in weights]
@@ -84,12 +84,12 @@ def in_one_process(one: Job, weights: Sequence[float]) -> list[Tensor]:
     return outer
 
 
-def summed(one: Job, layer: int, parts: Sequence[Tensor]) -> Tensor:
+def summed(one: NodeJob, layer: int, parts: Sequence[Tensor]) -> Tensor:
     if len(parts) == 1:
         return parts[0].clone()
     form = (32, fixed_point.shift(32, len(parts)))
     found = []
-    for chunk in chunks_of(one, layer):
+    for chunk in one.chunks[layer]:
         cut = [part[chunk.start : chunk.stop].contiguous() for part in parts]
         shared = torch.stack([fixed_point.exponents(part) for part in cut]).amax(0)
         total = torch.zeros(chunk.elements, dtype=torch.int32)

@@ -14,8 +14,8 @@ import torch
 from nodes import FAST, Plain, client, equal, first, gradient, job, node, pulled, push_all
 from torch import Tensor
 
-from espalier.mechanisms.optimizer_node.wire import Address, Frame, Kind
-from espalier.plan.axes.node_layout import Job, Layer
+from espalier.mechanisms.optimizer_node.wire import Address, Frame, FrameKind
+from espalier.plan.axes.node_layout import FlatLayer, NodeJob
 from espalier.recipe.errors import RunFailed
 
 
@@ -44,7 +44,7 @@ def test_sums_of_four_workers_are_bitwise_the_same_in_any_order_of_arrival() -> 
     assert equal(found[0], found[2])
 
 
-def trained(one: Job, shuffle: int | None) -> list[Tensor]:
+def trained(one: NodeJob, shuffle: int | None) -> list[Tensor]:
     """The parameters after three steps of all workers; with `shuffle` each sleeps before each push."""
     draw = random.Random(shuffle)
 
@@ -93,7 +93,7 @@ def test_a_push_does_not_wait_until_parameters_that_were_asked_for_before_have_a
         plain = connection.buffer
 
         def buffer(frame: Frame, size: int) -> memoryview:
-            if frame.kind == Kind.PARAMETERS:
+            if frame.kind == FrameKind.PARAMETERS:
                 assert read.wait(10)
             return plain(frame, size)
 
@@ -166,7 +166,7 @@ def test_parameters_are_pulled_in_bf16_and_moved_in_fp32() -> None:
 
 def test_error_feedback_makes_sums_of_int8_gradients_right_in_the_long_run() -> None:
     """Of a gradient that stays the same, the sum of what arrives is off by one step's rounding, not by one a step."""
-    one = job(push="int8", layers=(Layer("only", (("bias", (300,)),)),))
+    one = job(push="int8", layers=(FlatLayer("only", (("bias", (300,)),)),))
     gradients = gradient(one, 0, 0)
     came = torch.zeros(300, dtype=torch.float64)
     with node(one) as (made, address):
@@ -175,7 +175,7 @@ def test_error_feedback_makes_sums_of_int8_gradients_right_in_the_long_run() -> 
             worker.wait(worker.push(0, step, gradients))
             worker.totals(step, torch.zeros(1))
             kept = torch.empty(300)
-            made._sums.read(made.reduction.chunks[0][0].name, kept, pending=True)
+            made._sums.read(made.chunks[0][0].name, kept, pending=True)
             came += kept
             worker.skip(step)
         worker.close()

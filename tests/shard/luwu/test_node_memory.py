@@ -15,7 +15,7 @@ from nodes import TOKEN, MemoryState, client, gradient, job, node, pulled, push_
 
 from espalier.mechanisms.optimizer_node.client import Client
 from espalier.mechanisms.optimizer_node.state_file import open_state, open_sums
-from espalier.plan.axes.node_layout import Layer, chunks_of
+from espalier.plan.axes.node_layout import FlatLayer
 from espalier.recipe.errors import UserError
 from espalier.store import direct_io
 from espalier.store.direct_io import DiskFull
@@ -27,7 +27,7 @@ from dataclasses import replace
 from pathlib import Path
 import torch
 from nodes import TOKEN, client, filler, gradient, job, node, on_disk, pulled, push_all
-from espalier.plan.axes.node_layout import Layer
+from espalier.plan.axes.node_layout import FlatLayer
 from espalier.mechanisms.optimizer_node.node import OptimizerNode
 
 torch.set_num_threads(1)
@@ -46,12 +46,12 @@ with node(warm, folder / "warm") as (_, address):  # loads all code
     pulled(worker, 2)
     worker.close()
 
-layers = tuple(Layer(f"layer {place}", (("weight", (2048, 2048)),)) for place in range(int(sys.argv[2])))
+layers = tuple(FlatLayer(f"layer {place}", (("weight", (2048, 2048)),)) for place in range(int(sys.argv[2])))
 one = replace(warm, layers=layers, chunk=1 << 20, push="int16", workers=1)
 kept = on_disk(one, folder / "large")
 before, peak = anonymous(), 0
 made = OptimizerNode(one, kept, socket.create_server(("127.0.0.1", 0)), TOKEN).start()
-print(json.dumps({"address": made.reduction.door.getsockname(), "buffers": made.buffers(1)}), flush=True)
+print(json.dumps({"address": made.door.getsockname(), "buffers": made.buffers(1)}), flush=True)
 
 def watch():
     global peak
@@ -77,7 +77,7 @@ def test_a_node_of_a_model_eight_times_its_buffers_holds_its_buffers(tmp_path: P
     )
     assert process.stdout is not None
     told = json.loads(process.stdout.readline())
-    layers = tuple(Layer(f"layer {place}", (("weight", (2048, 2048)),)) for place in range(count))
+    layers = tuple(FlatLayer(f"layer {place}", (("weight", (2048, 2048)),)) for place in range(count))
     one = replace(job(), layers=layers, chunk=1 << 20, push="int16", workers=1)
     elements = sum(layer.numel for layer in layers)
     assert 12 * elements >= 8 * told["buffers"]
@@ -156,7 +156,7 @@ def test_a_start_that_was_killed_while_filling_leaves_no_state(tmp_path: Path) -
 
 def test_sums_on_disk_come_back(tmp_path: Path) -> None:
     one = job(chunk=128)
-    chunks = [chunk for number in range(3) for chunk in chunks_of(one, number)]
+    chunks = one.all_chunks
     sums = open_sums(tmp_path, one)
     kept = {chunk.name: torch.randn(chunk.elements) for chunk in chunks}
     for chunk in chunks:
@@ -169,7 +169,7 @@ def test_sums_on_disk_come_back(tmp_path: Path) -> None:
 
 def test_a_flipped_bit_in_sums_is_named(tmp_path: Path) -> None:
     one = job(chunk=128)
-    chunk = chunks_of(one, 0)[0]
+    chunk = one.chunks[0][0]
     sums = open_sums(tmp_path, one)
     sums.write(chunk.name, torch.randn(chunk.elements))
     at = sums._layout.at(chunk.name, 0)

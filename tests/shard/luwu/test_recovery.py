@@ -24,18 +24,18 @@ from espalier.mechanisms.optimizer_node.node import OptimizerNode
 from espalier.mechanisms.optimizer_node.state_file import open_state, read_layer
 from espalier.mechanisms.optimizer_node.wire import Address, Times
 from espalier.parallel.layer_client import StepLost
-from espalier.plan.axes.node_layout import Job
+from espalier.plan.axes.node_layout import NodeJob
 from espalier.recipe.errors import PeerLost, RunFailed, UserError
 
 
-def serve(one: Job, folder: Path, port: int) -> None:
+def serve(one: NodeJob, folder: Path, port: int) -> None:
     """The life of a node's process."""
     torch.set_num_threads(1)
     door = socket.create_server(("127.0.0.1", port))
     OptimizerNode(one, on_disk(one, folder), door, TOKEN, FAST).start().wait()
 
 
-def begun(one: Job, folder: Path, port: int) -> BaseProcess:
+def begun(one: NodeJob, folder: Path, port: int) -> BaseProcess:
     process = multiprocessing.get_context("fork").Process(target=serve, args=(one, folder, port), daemon=True)
     process.start()
     return process
@@ -59,7 +59,7 @@ def train(worker: Client, until: int, each: Callable[[int], None] = lambda _: No
             step = worker.recover()
 
 
-def expected(one: Job, steps: int) -> list[list[Tensor]]:
+def expected(one: NodeJob, steps: int) -> list[list[Tensor]]:
     """The parameters of a worker alone before each step."""
     plain, found = Plain(one), []
     for step in range(steps + 1):
@@ -204,11 +204,11 @@ def test_a_worker_killed_in_a_push_is_left_out_and_the_others_go_on() -> None:
         found = pool.submit(stay).result(30)
         other.join(10)
         assert other.exitcode == -signal.SIGKILL
-        assert sorted(made.reduction.members) == [0]
+        assert sorted(made.members) == [0]
         assert all(bool(one.isfinite().all()) for one in found)
 
 
-def dies_in_a_push(address: Address, one: Job) -> None:
+def dies_in_a_push(address: Address, one: NodeJob) -> None:
     torch.set_num_threads(1)
     worker = client(address, one, 1)
     train(worker, 1)
@@ -240,7 +240,7 @@ def test_a_worker_that_comes_takes_part_from_the_next_step_and_one_that_leaves_i
         both.result(20)
         second.close()
         train_on = train(first, 6)
-        assert sorted(made.reduction.members) == [0]
+        assert sorted(made.members) == [0]
         first.close()
     plain = Plain(one)
     for step in range(6):

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from espalier.mechanisms.optimizer_node import role
-from espalier.mechanisms.optimizer_node.state_file import locked
 from espalier.plan import base as plans
-from espalier.plan.axes.node_layout import Layer
+from espalier.plan.axes.node_layout import FlatLayer
 from espalier.recipe import Adamw, Gpt, Planning, Recipe, Train
 from espalier.recipe.errors import UserError
+from espalier.store.state_folder import locked
 
-LAYERS = [Layer("block", (("weight", (256, 1024)),)), Layer("head", (("head", (64, 1024)),))]
+LAYERS = [FlatLayer("block", (("weight", (256, 1024)),)), FlatLayer("head", (("head", (64, 1024)),))]
 NUMEL = 320 * 1024
 
 
@@ -28,8 +28,8 @@ def test_what_rounding_leaves_is_kept_where_the_plan_leaves_four_bytes_a_paramet
     asked = Recipe(model=Gpt(), train=Train(optimizer=Adamw()), plan=Planning(memory=f"{253_000_000 + spare}B"))
     predicted = plans.Predicted(1.0, 1.0, 1.0, 0.1, {}, planned, 1e9, {})
     how = plans.Plan(ranks=(plans.Rank(share=(0, 4)), plans.Rank(role="optimizer")), micro_batch=4, predicted=predicted)
-    post = role.Post(1, (("127.0.0.1", 1),), "token")
-    monkeypatch.setattr(role, "_told", lambda own, channel: [post])
+    post = role.NodePost(1, (("127.0.0.1", 1),), "token")
+    monkeypatch.setattr(role, "_gather", lambda own, channel: {1: post})
     monkeypatch.setattr(role, "Client", lambda *arguments: SimpleNamespace(ledger=None))
     here = {"mesh": SimpleNamespace(rank=0, channel=None), "device": torch.device("cpu")}
     context: Any = SimpleNamespace(recipe=asked, plan=how, damaged=[], reconnects=float, **here)

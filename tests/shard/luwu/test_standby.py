@@ -20,19 +20,19 @@ from espalier.mechanisms.optimizer_node.client import Client
 from espalier.mechanisms.optimizer_node.node import OptimizerNode
 from espalier.mechanisms.optimizer_node.standby import Replica, Standby
 from espalier.mechanisms.optimizer_node.wire import Address, Times
-from espalier.plan.axes.node_layout import Job
+from espalier.plan.axes.node_layout import NodeJob
 from espalier.recipe.errors import RunFailed
 
 TIMES = Times(heartbeat=0.02, resend=0.1, silence=0.4, patience=10.0, answer=20.0)
 
 
-def standby(one: Job) -> tuple[Standby, Address]:
+def standby(one: NodeJob) -> tuple[Standby, Address]:
     door = socket.create_server(("127.0.0.1", 0))
     made = Standby(replace(one, workers=1), (memory(one), MemorySums()), door, TOKEN, TIMES).start()
     return made, door.getsockname()
 
 
-def primary(one: Job, folder: Path, port: int, behind: Address) -> None:
+def primary(one: NodeJob, folder: Path, port: int, behind: Address) -> None:
     """The life of a node's process."""
     torch.set_num_threads(1)
     made = OptimizerNode(one, on_disk(one, folder), socket.create_server(("127.0.0.1", port)), TOKEN, TIMES)
@@ -85,7 +85,7 @@ def test_a_standby_that_comes_later_is_sent_the_whole_state(tmp_path: Path) -> N
     made.replica = Replica(one, (address, TOKEN), made.name, TIMES)
     made.start()
     assert behind.state.step == 3
-    worker = Client([[made.reduction.door.getsockname(), address]], 0, one, TOKEN, TIMES)
+    worker = Client([[made.door.getsockname(), address]], 0, one, TOKEN, TIMES)
     train(worker, 5)
     made.close()
     assert equal(train(worker, 7), expected(one, 7)[7])

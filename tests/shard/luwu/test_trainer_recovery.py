@@ -25,7 +25,7 @@ from espalier.mechanisms.optimizer_node.role import job_of
 from espalier.mechanisms.optimizer_node.state_file import open_state, open_sums
 from espalier.parallel.layer_client import filler, layers_of
 from espalier.plan import base as plans
-from espalier.plan.axes.node_layout import Job, Layer
+from espalier.plan.axes.node_layout import FlatLayer, NodeJob
 from espalier.recipe import Recipe
 from espalier.train import table, trainer
 from espalier.train.mechanism import Build
@@ -45,7 +45,7 @@ class Nodes:
         model, self.value = self.workload.skeleton()
         pieces = self.workload.pieces(model)
         assert pieces is not None
-        self.job: Job = job_of(asked, how, layers_of(model, pieces.modules)[0])
+        self.job: NodeJob = job_of(asked, how, layers_of(model, pieces)[0])
         open_state(folder, self.job, filler(self.job.layers, self.value)).close()
 
     def made(self) -> OptimizerNode:
@@ -67,7 +67,7 @@ class Nodes:
 
 
 def worker(asked: Recipe, how: plans.Plan, nodes: Nodes, rank: int = 0) -> trainer.Trainer:
-    def connect(context: Build, layers: Sequence[Layer]) -> Client:
+    def connect(context: Build, layers: Sequence[FlatLayer]) -> Client:
         return Client([[nodes.address]], rank, nodes.job, TOKEN, FAST)
 
     def choose(recipe: Recipe, plan: plans.Plan) -> Any:

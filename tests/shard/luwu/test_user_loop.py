@@ -80,7 +80,7 @@ def nodes(tmp_path: Path) -> Iterator[Any]:
 
     def start(job: Any, model: nn.Module) -> luwu.Client:  # type: ignore[name-defined]
         started.append(luwu.start_node(tmp_path / "state", job, model, "token", ("127.0.0.1", 0)))
-        return luwu.Client([[started[-1].reduction.door.getsockname()]], 0, job, "token")
+        return luwu.Client([[started[-1].door.getsockname()]], 0, job, "token")
 
     yield start
     for node in started:
@@ -244,7 +244,7 @@ def test_the_example_goes_on_where_its_node_starts_again(
     def step(loop: user_loop.AttachedLoop) -> None:
         plain_step(loop)
         if loop.client.step == 8 and len(started) == 1:
-            address = started[0].reduction.door.getsockname()
+            address = started[0].door.getsockname()
             started[0].close()
             again(lambda: start(*calls[0][:-1], address))
 

@@ -20,7 +20,7 @@ from espalier.mechanisms.optimizer_node.state import OptimizerNodeState
 from espalier.parallel.layer_client import LayerClient, filler
 from espalier.plan import base as plans
 from espalier.plan.axes.node_cost import Layers, pulled_bytes, pushed_bytes
-from espalier.plan.axes.node_layout import Layer
+from espalier.plan.axes.node_layout import FlatLayer
 from espalier.recipe import Adamw, Recipe
 from espalier.recipe.errors import Anomaly, UserError
 from espalier.train import table, trainer
@@ -58,7 +58,7 @@ class Run:
         self.node = node
         workload = open_language(recipe)
 
-        def connect(context: Build, layers: Sequence[Layer]) -> LayerClient:
+        def connect(context: Build, layers: Sequence[FlatLayer]) -> LayerClient:
             if self.node is None:
                 value = workload.skeleton().value
                 options = recipe.train.optimizer
@@ -200,7 +200,7 @@ def test_a_gradient_that_is_not_finite_names_the_rank_and_moves_nothing(tmp_path
 
 
 def test_a_layer_that_a_worker_cannot_hold_is_refused_with_the_least_memory() -> None:
-    layers = [Layer("table", (("table", (1024, 256)),)), Layer("head", (("head", (64, 256)),))]
+    layers = [FlatLayer("table", (("table", (1024, 256)),)), FlatLayer("head", (("head", (64, 256)),))]
     told = r"A worker has 1.00 MiB, and layer 'table' has 1.00 MiB .*\n.*at least: 2.00 MiB"
     with pytest.raises(UserError, match=told):
         window_size(layers, [[0], [1]], 0, 2**20)

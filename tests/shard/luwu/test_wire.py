@@ -133,7 +133,7 @@ def test_a_worker_with_another_token_is_refused() -> None:
     with node(one) as (made, address):
         with pytest.raises(UserError, match=r"(?s)refuses this process.*another token"):
             Client([[address]], 0, one, "another", FAST)
-        assert not made.reduction.members
+        assert not made.members
 
 
 def test_a_node_that_does_not_know_the_token_is_not_believed() -> None:

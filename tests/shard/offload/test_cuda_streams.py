@@ -21,7 +21,7 @@ from espalier.mechanisms.offload.host_memory import CudaStreams, DeviceFile, Hos
 from espalier.mechanisms.offload.parameters import OffloadNode
 from espalier.optim import adamw
 from espalier.optim.base import Owned
-from espalier.plan.axes.node_layout import Layer
+from espalier.plan.axes.node_layout import FlatLayer
 from espalier.plan.axes.offload_layout import Elements, extents
 
 from .test_optimizer import ADAMW
@@ -169,7 +169,7 @@ def steps_of_states(race: Race) -> None:
 
 def steps_of_layers(race: Race) -> None:
     """Layers pulled one ahead of their use, gradients pushed, a step."""
-    layers = [Layer(f"l{number}", ((f"l{number}.w", (40, 30)), (f"l{number}.b", (7,)))) for number in range(3)]
+    layers = [FlatLayer(f"l{number}", ((f"l{number}.w", (40, 30)), (f"l{number}.b", (7,)))) for number in range(3)]
     node = OffloadNode(layers, ADAMW, lambda index, flat: flat.zero_(), HostStates(CUDA, 16384))
     for step in range(2):
         rooms = [torch.empty(one.numel, device=CUDA) for one in layers]

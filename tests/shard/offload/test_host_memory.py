@@ -11,7 +11,7 @@ from espalier.mechanisms.offload.optimizer import StateFolder
 from espalier.mechanisms.offload.parameters import OffloadNode
 from espalier.mechanisms.offload.state_file import TransferMeter
 from espalier.optim.base import OptimizerGroup
-from espalier.plan.axes.node_layout import Layer
+from espalier.plan.axes.node_layout import FlatLayer
 from espalier.plan.axes.offload_layout import Elements, extents
 
 from .test_optimizer import ADAMW, MUON, build, gradients, owned, same, values
@@ -94,7 +94,7 @@ def test_a_step_of_a_device_with_states_on_disk_is_the_resident_one(options, tmp
 
 def moved(folder, device, steps=2):
     """Values of two layers after so many steps, as they are pulled."""
-    layers = [Layer(f"l{number}", ((f"l{number}.w", (40, 30)), (f"l{number}.b", (7,)))) for number in range(2)]
+    layers = [FlatLayer(f"l{number}", ((f"l{number}.w", (40, 30)), (f"l{number}.b", (7,)))) for number in range(2)]
     node = OffloadNode(layers, ADAMW, lambda index, flat: flat.copy_(torch.arange(flat.numel()) / 100 + index), folder)
     for step in range(steps):
         for index, layer in enumerate(layers):
@@ -121,7 +121,7 @@ def test_layers_of_a_device_move_as_those_of_a_processor(device, tmp_path):
 
 def test_a_layer_is_used_after_its_copy_and_its_gradient_is_kept_until_it_was_copied(tmp_path):
     streams = Recorded()
-    layers = [Layer("l", (("l.w", (64,)),))]
+    layers = [FlatLayer("l", (("l.w", (64,)),))]
     node = OffloadNode(layers, ADAMW, lambda index, flat: flat.zero_(), HostStates(torch.device("cpu"), 8192, streams))
     streams.told.clear()
     arriving = node.pull(0, 0, torch.empty(64))

@@ -17,7 +17,7 @@ from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.machine.peak_memory import peak_memory
 from espalier.optim import adamw
 from espalier.optim.base import OptimizerGroup, Owned
-from espalier.plan.axes.node_layout import Layer
+from espalier.plan.axes.node_layout import FlatLayer
 from espalier.mechanisms.offload.optimizer import StateFolder
 from espalier.mechanisms.offload.parameters import OffloadNode
 from pathlib import Path
@@ -50,7 +50,7 @@ def sizes():
 
 states = StateFolder(folder, "rank0", 2 * MIB)
 if what == "layers":
-    layers = [Layer(f"l{n}", ((f"l{n}.w", (1024, 1024)),)) for n in range(16)]  # 64 MiB of values, 256 MiB in all
+    layers = [FlatLayer(f"l{n}", ((f"l{n}.w", (1024, 1024)),)) for n in range(16)]  # 64 MiB of values, 256 MiB in all
     fill = lambda index, flat: flat.fill_(index)
 
     def train(layers, step):

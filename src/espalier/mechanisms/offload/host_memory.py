@@ -15,9 +15,9 @@ from torch import Tensor
 
 from espalier.kernels import accelerator
 from espalier.mechanisms.offload.optimizer import OffloadedGroup, lay_out
-from espalier.mechanisms.offload.state_file import Job, StateFile, TransferMeter, job_bytes, job_views
+from espalier.mechanisms.offload.state_file import ExtentJob, StateFile, TransferMeter, job_bytes, job_views
 from espalier.optim.base import Owned, StateKinds
-from espalier.plan.axes.offload_layout import BUFFERS, CHUNK, Extent
+from espalier.plan.axes.offload_layout import BUFFERS, CHUNK, StateExtent
 
 
 class HostStates:
@@ -31,7 +31,7 @@ class HostStates:
         found = lay_out(owned, len(kinds.shaped), self.chunk if kinds.batches is None else None)
         return OffloadedGroup(optimizer, owned, kinds, self.file(owned, found))
 
-    def file(self, owned: Sequence[Owned], laid_out: Sequence[Extent], kept: int = 0) -> HostMemory:
+    def file(self, owned: Sequence[Owned], laid_out: Sequence[StateExtent], kept: int = 0) -> HostMemory:
         """Memory for extents of `owned`; `kept`: rows that steps only read."""
         return HostMemory(laid_out, self.device, self.meter, self._streams, kept)
 
@@ -84,7 +84,7 @@ class HostMemory:
 
     def __init__(
         self,
-        extents: Sequence[Extent],
+        extents: Sequence[StateExtent],
         device: torch.device,
         meter: TransferMeter,
         streams: Streams | None = None,
@@ -95,7 +95,7 @@ class HostMemory:
         self._memory = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._streams = streams or streams_of(device)
 
-    def walk(self, jobs: Sequence[Job]) -> Iterator[list[Tensor]]:
+    def walk(self, jobs: Sequence[ExtentJob]) -> Iterator[list[Tensor]]:
         """See `States.walk`; what is given lies on the device."""
         views = device_views(jobs, self._device)
         for number, (job, view) in enumerate(zip(jobs, views, strict=True)):
@@ -108,7 +108,7 @@ class HostMemory:
             self._copy(1, job, view)
         self._streams.finish()
 
-    def _copy(self, way: int, job: Job, views: Sequence[Tensor]) -> None:
+    def _copy(self, way: int, job: ExtentJob, views: Sequence[Tensor]) -> None:
         """Begins to copy to the device (0), or back (1) what steps change."""
         if way == 0:
             self._meter.read_bytes += job_bytes(job)
@@ -122,23 +122,23 @@ class HostMemory:
                 else:
                     host[self._first :].copy_(view[self._first :], non_blocking=True)
 
-    def _row(self, extent: Extent, row: int) -> Tensor:
+    def _row(self, extent: StateExtent, row: int) -> Tensor:
         first = extent.offset + row * extent.row_bytes
         return self._memory[first : first + extent.row_bytes]
 
-    def row(self, extent: Extent, row: int, change: bool = False) -> Tensor:
+    def row(self, extent: StateExtent, row: int, change: bool = False) -> Tensor:
         """See `States.row`."""
         self._streams.finish()
         return self._row(extent, row)
 
-    def fetch(self, extent: Extent, row: int, out: Tensor) -> Callable[[], None]:
+    def fetch(self, extent: StateExtent, row: int, out: Tensor) -> Callable[[], None]:
         """See `States.fetch`."""
         self._meter.read_bytes += out.nbytes
         with self._streams.beside(0):
             out.copy_(self._row(extent, row)[: out.nbytes].view(out.dtype), non_blocking=True)
         return partial(self._streams.wait, 0)
 
-    def store(self, extent: Extent, row: int, values: Tensor) -> Callable[[], None]:
+    def store(self, extent: StateExtent, row: int, values: Tensor) -> Callable[[], None]:
         """See `States.store`."""
         self._meter.written_bytes += values.nbytes
         with self._streams.beside(1):
@@ -157,7 +157,7 @@ class DeviceFile:
         self.extents, self.row, self.settle = file.extents, file.row, file.settle
         self._file, self._device, self._streams = file, device, streams or streams_of(device)
 
-    def walk(self, jobs: Sequence[Job]) -> Iterator[list[Tensor]]:
+    def walk(self, jobs: Sequence[ExtentJob]) -> Iterator[list[Tensor]]:
         """See `States.walk`; what is given lies on the device. The file reads ahead and writes behind meanwhile."""
         buffers = device_views(jobs, self._device)
         for views, given in zip(self._file.walk(jobs), buffers, strict=True):
@@ -171,7 +171,7 @@ class DeviceFile:
                     view.copy_(one, non_blocking=True)
             self._streams.finish()
 
-    def fetch(self, extent: Extent, row: int, out: Tensor) -> Callable[[], None]:
+    def fetch(self, extent: StateExtent, row: int, out: Tensor) -> Callable[[], None]:
         """See `States.fetch`: it is copied when it was read."""
         host = self._host(out)
         arrived = self._file.fetch(extent, row, host)
@@ -184,7 +184,7 @@ class DeviceFile:
 
         return there
 
-    def store(self, extent: Extent, row: int, values: Tensor) -> Callable[[], None]:
+    def store(self, extent: StateExtent, row: int, values: Tensor) -> Callable[[], None]:
         """See `States.store`: it is written when it was copied."""
         host = self._host(values)
         with self._streams.beside(1):
@@ -197,7 +197,7 @@ class DeviceFile:
         return torch.empty(like.shape, dtype=like.dtype, pin_memory=self._device.type == "cuda")
 
 
-def device_views(jobs: Sequence[Job], device: torch.device) -> list[list[Tensor]]:
+def device_views(jobs: Sequence[ExtentJob], device: torch.device) -> list[list[Tensor]]:
     """The extents of each job in one of a few buffers on the device."""
     room = max((job_bytes(job) for job in jobs), default=0)
     buffers = [torch.empty(room, dtype=torch.uint8, device=device) for _ in range(min(BUFFERS, len(jobs)))]

@@ -16,7 +16,7 @@ from espalier.mechanisms.offload.optimizer import StateFolder
 from espalier.mechanisms.offload.parameters import OffloadNode, OffloadSharding
 from espalier.mechanisms.offload.state_file import TransferMeter
 from espalier.parallel.layer_client import LayerClient, filler
-from espalier.plan.axes.node_layout import Layer
+from espalier.plan.axes.node_layout import FlatLayer
 from espalier.plan.compose import Claim
 from espalier.recipe import Adamw
 from espalier.train.layer_window import make_window
@@ -104,7 +104,7 @@ class OffloadedParameters(Mechanism):
         assert isinstance(options, Adamw), "composition refuses others"
         folder = states_of(context, self.tier)
 
-        def connect(context: Build, layers: Sequence[Layer]) -> LayerClient:
+        def connect(context: Build, layers: Sequence[FlatLayer]) -> LayerClient:
             fill = filler(layers, context.workload.skeleton().value)
             return OffloadNode(layers, options, fill, folder, context.mesh.same_parameters)
 

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from espalier.checkpoint.stored_slice import StoredSlice
 from espalier.checkpoint.tensor_slice import Slice
-from espalier.mechanisms.offload.state_file import DiskTier, Job, StateFile, States, TransferMeter
+from espalier.mechanisms.offload.state_file import DiskTier, ExtentJob, StateFile, States, TransferMeter
 from espalier.optim.base import Owned, StateKinds, set_rates
-from espalier.plan.axes.offload_layout import CHUNK, Elements, Extent, Piece, extents
+from espalier.plan.axes.offload_layout import CHUNK, Elements, StateExtent, StatePiece, extents
 from espalier.recipe.errors import UserError
 from espalier.store.io_queue import IoQueue
 
@@ -54,7 +54,7 @@ class StateFolder:
         chunk = self.chunk if kinds.batches is None else None
         return OffloadedGroup(optimizer, owned, kinds, self.file(owned, lay_out(owned, len(kinds.shaped), chunk)))
 
-    def file(self, owned: Sequence[Owned], laid_out: Sequence[Extent], kept: int = 0) -> States:
+    def file(self, owned: Sequence[Owned], laid_out: Sequence[StateExtent], kept: int = 0) -> States:
         """A new file for extents of `owned`; `kept`: rows that steps only read."""
         self._count += 1
         path = self._folder / f"{self._name}-{self._count}.states"
@@ -64,7 +64,7 @@ class StateFolder:
         return self._through(made)
 
 
-def lay_out(owned: Sequence[Owned], rows: int, chunk: int | None) -> list[Extent]:
+def lay_out(owned: Sequence[Owned], rows: int, chunk: int | None) -> list[StateExtent]:
     """Extents of `owned`; parameters of one dtype follow one another. Raises UserError for one with gaps."""
     for one in owned:
         if not one.tensor.is_contiguous():
@@ -73,7 +73,7 @@ def lay_out(owned: Sequence[Owned], rows: int, chunk: int | None) -> list[Extent
                 why=f"its parameter has strides {one.tensor.stride()} for its shape {tuple(one.tensor.shape)}",
                 do="make the parameter contiguous, or plan.pin.offload=none",
             )
-    found: list[Extent] = []
+    found: list[StateExtent] = []
     for dtype in dict.fromkeys(one.tensor.dtype for one in owned):
         sizes = [(number, one.tensor.numel()) for number, one in enumerate(owned) if one.tensor.dtype == dtype]
         offset = found[-1].offset + found[-1].bytes if found else 0
@@ -129,7 +129,7 @@ class OffloadedGroup:
         for group, parameters in zip(self.optimizer.param_groups, groups, strict=True):
             group["params"] = parameters
 
-    def jobs(self) -> list[Job]:
+    def jobs(self) -> list[ExtentJob]:
         """What is computed together, of parameters that have a gradient."""
         moving = [one.tensor.grad is not None for one in self.owned]
         found = [extent for extent in self.file.extents if any(moving[piece.number] for piece in extent.pieces)]
@@ -138,7 +138,7 @@ class OffloadedGroup:
         shapes = [self.owned[extent.pieces[0].number].tensor.shape for extent in found]
         return [tuple(found[index] for index in batch) for batch in self._kinds.batches(shapes)]
 
-    def piece(self, piece: Piece, rows: Tensor) -> nn.Parameter | None:
+    def piece(self, piece: StatePiece, rows: Tensor) -> nn.Parameter | None:
         """A piece as the optimizer takes it, with its gradient; None: it has none."""
         whole = self.owned[piece.number].tensor
         if whole.grad is None:
@@ -147,7 +147,7 @@ class OffloadedGroup:
         part.grad = _cut(whole.grad, piece)
         return part
 
-    def _given(self, extent: Extent, values: Tensor) -> Iterator[tuple[Piece, dict[str, Tensor]]]:
+    def _given(self, extent: StateExtent, values: Tensor) -> Iterator[tuple[StatePiece, dict[str, Tensor]]]:
         """Gives the optimizer the pieces of an extent, with their states in `values`."""
         for piece in extent.pieces:
             dtype = self.owned[piece.number].tensor.dtype
@@ -213,8 +213,8 @@ def beside_transfers() -> Iterator[None]:
 class _Place(NamedTuple):
     """Where elements of a parameter are."""
 
-    extent: Extent
-    piece: Piece
+    extent: StateExtent
+    piece: StatePiece
 
 
 class StoredState:
@@ -248,7 +248,7 @@ class StoredState:
                 yield row[at + first : at + last], first, last
 
 
-def _cut(tensor: Tensor, piece: Piece) -> Tensor:
+def _cut(tensor: Tensor, piece: StatePiece) -> Tensor:
     """The elements of a piece: with the tensor's own shape where it is all of it."""
     if piece.stop - piece.start == tensor.numel():
         return tensor.detach()

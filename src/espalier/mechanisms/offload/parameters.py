@@ -28,8 +28,8 @@ from espalier.mechanisms.offload.optimizer import OffloadedGroup, StateFolder
 from espalier.optim import adamw
 from espalier.optim.base import Optimizer, Owned, StateKinds
 from espalier.parallel.layer_client import Fill, step_lost
-from espalier.plan.axes.node_layout import Layer
-from espalier.plan.axes.offload_layout import LINE, Elements, Extent, Piece, extents
+from espalier.plan.axes.node_layout import FlatLayer
+from espalier.plan.axes.offload_layout import LINE, Elements, StateExtent, StatePiece, extents
 from espalier.train.layer_window import LayerWindow
 from espalier.train.window_sharding import WindowSharding
 
@@ -47,11 +47,11 @@ class LayerGroup(OffloadedGroup):
     before = 2
     scale = 1.0
 
-    def jobs(self) -> list[Sequence[Extent]]:
+    def jobs(self) -> list[Sequence[StateExtent]]:
         """Everything has a gradient."""
         return [(extent,) for extent in self.file.extents]
 
-    def piece(self, piece: Piece, rows: Tensor) -> nn.Parameter | None:
+    def piece(self, piece: StatePiece, rows: Tensor) -> nn.Parameter | None:
         """See `OffloadedGroup.piece`."""
         part = nn.Parameter(rows[VALUE])
         part.grad = rows[GRADIENT] if self.scale == 1.0 else rows[GRADIENT].mul_(self.scale)
@@ -77,7 +77,7 @@ class LayerGroup(OffloadedGroup):
         fill_slices(self.state_dict(), state)
 
 
-class Share(NamedTuple):
+class TensorShare(NamedTuple):
     """What a rank keeps of a tensor of a layer: elements `[start, stop)`, which begin at `at` of its flat share."""
 
     start: int
@@ -85,14 +85,14 @@ class Share(NamedTuple):
     at: int
 
 
-def shares(layer: Layer, rank: int, ranks: int) -> list[Share]:
+def shares(layer: FlatLayer, rank: int, ranks: int) -> list[TensorShare]:
     """Of each tensor, whole cache lines; the last ranks have less."""
     found, at = [], 0
     for _, shape in layer.tensors:
         size = prod(shape)
         each = size if ranks == 1 else -(-size // (ranks * LINE)) * LINE
         start, stop = min(size, rank * each), min(size, (rank + 1) * each)
-        found.append(Share(start, stop, at))
+        found.append(TensorShare(start, stop, at))
         at += stop - start
     return found
 
@@ -112,7 +112,7 @@ class OffloadNode:
 
     def __init__(
         self,
-        layers: Sequence[Layer],
+        layers: Sequence[FlatLayer],
         options: Adamw,
         fill: Fill,
         folder: StateFolder | HostStates,
@@ -122,7 +122,7 @@ class OffloadNode:
         rank, ranks = (0, 1) if channel is None else (channel.rank(), channel.size())
         self._shares = [[shares(layer, number, ranks) for number in range(ranks)] for layer in layers]
         self._own = [found[rank] for found in self._shares]
-        self._extents: list[list[Extent]] = []
+        self._extents: list[list[StateExtent]] = []
         self._norms: dict[int, list[Tensor]] = {}
         self._folder = folder
         nothing = torch.zeros((), device=folder.device)
@@ -154,7 +154,7 @@ class OffloadNode:
         self.file = self._folder.file(owned, every, kept=VALUE)
         return LayerGroup(optimizer, owned, kinds, self.file)
 
-    def _parts(self, layer: int, flat: Tensor) -> list[tuple[Extent, Tensor]]:
+    def _parts(self, layer: int, flat: Tensor) -> list[tuple[StateExtent, Tensor]]:
         found = self._extents[layer]
         return list(zip(found, flat.split([extent.used // 4 for extent in found]), strict=True))
 

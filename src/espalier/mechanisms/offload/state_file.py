@@ -16,13 +16,13 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from espalier.plan.axes.offload_layout import AHEAD, BUFFERS, Extent
+from espalier.plan.axes.offload_layout import AHEAD, BUFFERS, StateExtent
 from espalier.recipe.cache_dir import unwritable
 from espalier.recipe.errors import RESUME, RunFailed
 from espalier.store.direct_io import DirectFile, aligned, checksum, flat_bytes
 from espalier.store.io_queue import IoQueue
 
-Job = Sequence[Extent]
+ExtentJob = Sequence[StateExtent]
 """Extents that are computed together."""
 
 
@@ -52,18 +52,18 @@ def wait_for(done: Callable[[], object], meter: TransferMeter) -> None:
 class States(Protocol):
     """Extents that wait somewhere, all zeros at first."""
 
-    extents: list[Extent]
+    extents: list[StateExtent]
 
-    def walk(self, jobs: Sequence[Job]) -> Iterator[list[Tensor]]:
+    def walk(self, jobs: Sequence[ExtentJob]) -> Iterator[list[Tensor]]:
         """The extents of each job, uint8 [rows, row bytes] to be changed in place; then they are put back."""
 
-    def row(self, extent: Extent, row: int, change: bool = False) -> Tensor:
+    def row(self, extent: StateExtent, row: int, change: bool = False) -> Tensor:
         """uint8 [row bytes] in host memory: one row, valid until another one is asked for. `change`: it is put back."""
 
-    def fetch(self, extent: Extent, row: int, out: Tensor) -> Callable[[], None]:
+    def fetch(self, extent: StateExtent, row: int, out: Tensor) -> Callable[[], None]:
         """Begins to read the used bytes of a row; computation may use them once what is returned was called."""
 
-    def store(self, extent: Extent, row: int, values: Tensor) -> Callable[[], None]:
+    def store(self, extent: StateExtent, row: int, values: Tensor) -> Callable[[], None]:
         """Begins to write the used bytes of a row; `values` may be changed once what is returned was called."""
 
     def settle(self) -> None:
@@ -94,7 +94,7 @@ class StateFile:
     def __init__(
         self,
         path: Path,
-        extents: Sequence[Extent],
+        extents: Sequence[StateExtent],
         names: Sequence[str],
         tier: DiskTier,
         kept: int = 0,
@@ -118,7 +118,7 @@ class StateFile:
         path.unlink()
         self._sums: dict[int, int] = {}
         self._buffers: list[Tensor] = []
-        self._row: tuple[Extent, int, Tensor] | None = None
+        self._row: tuple[StateExtent, int, Tensor] | None = None
         self._changed = False
 
     @property
@@ -126,13 +126,13 @@ class StateFile:
         """Of extents that stay in memory."""
         return sum(one.nbytes for one in self._resident.values())
 
-    def _away(self, job: Job) -> Job:
+    def _away(self, job: ExtentJob) -> ExtentJob:
         """The extents that are not in memory."""
         return tuple(one for one in job if one.offset not in self._resident)
 
     # --- extents, in a ring ------------------------------------------------------------------------------------------
 
-    def walk(self, jobs: Sequence[Job]) -> Iterator[list[Tensor]]:
+    def walk(self, jobs: Sequence[ExtentJob]) -> Iterator[list[Tensor]]:
         """See `States.walk`."""
         self.settle()
         away = [self._away(job) for job in jobs]
@@ -161,7 +161,7 @@ class StateFile:
             self._wait(writes)
         self._buffers = [buffer for buffer, _ in ring]
 
-    def _read(self, job: Job, views: Sequence[Tensor]) -> list[Future[None]]:
+    def _read(self, job: ExtentJob, views: Sequence[Tensor]) -> list[Future[None]]:
         self._meter.read_bytes += job_bytes(job)
         pending = [
             self._queue.read(self._file, self._place(extent), view.view(-1))
@@ -169,7 +169,7 @@ class StateFile:
         ]
         return [self._hashing.submit(self._check, job, views, pending)]
 
-    def _write(self, job: Job, views: Sequence[Tensor]) -> list[Future[None]]:
+    def _write(self, job: ExtentJob, views: Sequence[Tensor]) -> list[Future[None]]:
         self._meter.written_bytes += sum(extent.bytes - self._first * extent.row_bytes for extent in job)
         pending = [
             self._queue.write(self._file, self._place(extent, self._first), view[self._first :].view(-1))
@@ -177,12 +177,12 @@ class StateFile:
         ]
         return [*pending, self._hashing.submit(self._sum, job, views)]
 
-    def _sum(self, job: Job, views: Sequence[Tensor]) -> None:
+    def _sum(self, job: ExtentJob, views: Sequence[Tensor]) -> None:
         for extent, view in zip(job, views, strict=True):
             for row in range(self._first, extent.rows):
                 self._sums[self._place(extent, row)] = checksum(view[row, : extent.used])
 
-    def _check(self, job: Job, views: Sequence[Tensor], pending: Sequence[Future[None]]) -> None:
+    def _check(self, job: ExtentJob, views: Sequence[Tensor], pending: Sequence[Future[None]]) -> None:
         """Compares what has arrived with its checksums."""
         for one in pending:
             one.result()
@@ -190,7 +190,7 @@ class StateFile:
             for row in range(extent.rows):
                 self._verify(extent, row, view[row, : extent.used], self._sums.get(self._place(extent, row)))
 
-    def _verify(self, extent: Extent, row: int, values: Tensor, written: int | None) -> None:
+    def _verify(self, extent: StateExtent, row: int, values: Tensor, written: int | None) -> None:
         """Raises RunFailed where the checksum of `values` is not that of what was `written`."""
         if written is not None and checksum(values) != written:
             place = self._place(extent, row)
@@ -207,7 +207,7 @@ class StateFile:
 
     # --- parts of rows, in the background ----------------------------------------------------------------------------
 
-    def fetch(self, extent: Extent, row: int, out: Tensor) -> Callable[[], None]:
+    def fetch(self, extent: StateExtent, row: int, out: Tensor) -> Callable[[], None]:
         """See `States.fetch`."""
         if (here := self._resident.get(extent.offset)) is not None:
             flat_bytes(out).copy_(here[row, : out.nbytes])
@@ -222,7 +222,7 @@ class StateFile:
 
         return arrived
 
-    def store(self, extent: Extent, row: int, values: Tensor) -> Callable[[], None]:
+    def store(self, extent: StateExtent, row: int, values: Tensor) -> Callable[[], None]:
         """See `States.store`."""
         if (here := self._resident.get(extent.offset)) is not None:
             here[row, : values.nbytes].copy_(flat_bytes(values))
@@ -234,7 +234,7 @@ class StateFile:
 
     # --- single rows, for checkpoints --------------------------------------------------------------------------------
 
-    def row(self, extent: Extent, row: int, change: bool = False) -> Tensor:
+    def row(self, extent: StateExtent, row: int, change: bool = False) -> Tensor:
         """See `States.row`."""
         if (here := self._resident.get(extent.offset)) is not None:
             return here[row]
@@ -255,7 +255,7 @@ class StateFile:
             self._file.write_from(values, self._place(extent, row))
         self._row, self._changed = None, False
 
-    def _place(self, extent: Extent, row: int = 0) -> int:
+    def _place(self, extent: StateExtent, row: int = 0) -> int:
         """The byte of the file where a row begins."""
         return self._begins[extent.offset] + row * extent.row_bytes
 
@@ -264,7 +264,7 @@ def nothing() -> None:
     """Of what is done at once."""
 
 
-def spread(found: Sequence[Extent], size: int) -> list[Extent]:
+def spread(found: Sequence[StateExtent], size: int) -> list[StateExtent]:
     """Extents of at most `size` bytes together, evenly among all: what moves them is at work while others are read."""
     total, seen, taken = job_bytes(found), 0, 0
     chosen = []
@@ -276,12 +276,12 @@ def spread(found: Sequence[Extent], size: int) -> list[Extent]:
     return chosen
 
 
-def job_bytes(job: Job) -> int:
+def job_bytes(job: ExtentJob) -> int:
     """Of all its extents."""
     return sum(extent.bytes for extent in job)
 
 
-def job_views(job: Job, buffer: Tensor) -> list[Tensor]:
+def job_views(job: ExtentJob, buffer: Tensor) -> list[Tensor]:
     """Its extents in a buffer: uint8 [rows, row bytes]."""
     parts = torch.split(buffer[: job_bytes(job)], [extent.bytes for extent in job])
     return [part.view(extent.rows, extent.row_bytes) for part, extent in zip(parts, job, strict=True)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-_PUBLIC = ("Client", "Job", "StepLost", "attach", "job_of", "start_node")
+_PUBLIC = ("Client", "NodeJob", "StepLost", "attach", "job_of", "start_node")
 
 
 def __getattr__(name: str) -> Any:

@@ -1,62 +1,78 @@
 """Aggregator of a site: adds the gradients of its workers, sends one stream to the node, and fans parameters out.
 
-It stands where the switch of LuWu (arXiv 2409.00918, section 3) would. Workers see a node in it, and the node one
-worker: sums are of integers, which it does not have to understand. What one worker pulls is kept until all have pulled
-it, so that it crosses the link to the node once.
+It stands where the switch of LuWu (arXiv 2409.00918, section 3) would. It is a node without an optimizer: workers see a
+node in it, and the node one worker. Sums are of integers, which it does not have to understand. What one worker pulls
+is kept until all have pulled it, so that it crosses the link to the node once.
 """
 
 from __future__ import annotations
 
 import socket
-import threading
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
-from typing import Any
 
 import torch
 
 from espalier.mechanisms.optimizer_node import fixed_point
-from espalier.mechanisms.optimizer_node.reduction import Agreed, Member, Reduction, Slot, summary
+from espalier.mechanisms.optimizer_node.reduction import (
+    Member,
+    ReductionServer,
+    RoundEnd,
+    SharedExponents,
+    SumSlot,
+)
 from espalier.mechanisms.optimizer_node.session import Session, reach
-from espalier.mechanisms.optimizer_node.wire import RAW, Address, Frame, Kind, Times
+from espalier.mechanisms.optimizer_node.wire import (
+    RAW,
+    Address,
+    Frame,
+    FrameKind,
+    Greeting,
+    Times,
+    packed,
+)
 from espalier.parallel.layer_client import StepLost
-from espalier.plan.axes.node_layout import BITS, Job
-from espalier.recipe import serialization
+from espalier.plan.axes.node_layout import BITS, NodeJob
 from espalier.recipe.errors import EspalierError
 
-KEPT = 4
+COPIES = 4
 """Layers of parameters that are kept for workers that have not pulled them yet."""
 
 
 @dataclass(eq=False)
-class _Fan:
-    """A layer of one step on its way to the workers. Has state. `asked`: who gets each chunk as it comes; `served`:
-    their ranks."""
+class _LayerCopy:
+    """A layer of one step on its way to the workers. Has state.
 
-    key: tuple[int, int]
+    Attributes:
+        layer: and its step.
+        count: its chunks.
+        readers: who gets each chunk as it comes; `served`: their ranks.
+        chunks: those that have come.
+    """
+
+    layer: tuple[int, int]
     count: int
-    asked: list[Member] = field(default_factory=list)
+    readers: list[Member] = field(default_factory=list)
     served: set[int] = field(default_factory=set)
     chunks: list[Frame] = field(default_factory=list)
 
     @property
     def whole(self) -> bool:
-        """Whether all of it is here."""
+        """Whether all of it has come."""
         return len(self.chunks) == self.count
 
 
 @dataclass
-class _Round:
-    """What workers have told at the end of a round. Has state."""
+class _SiteRound(RoundEnd):
+    """Whether the node was told what the workers have: `totals`, and how the round ends."""
 
-    vectors: dict[int, Any] = field(default_factory=dict)
-    told: set[int] = field(default_factory=set)
     totals: bool = False
     decided: bool = False
 
 
-class Aggregator:
+class Aggregator(ReductionServer):
     """Serves the workers of a site for one node. Has state: threads, from `start` to `close`.
 
     Args:
@@ -67,122 +83,97 @@ class Aggregator:
         times: seconds of the protocol.
     """
 
+    kind, end_type = "aggregator", _SiteRound
+
     def __init__(
         self,
-        job: Job,
+        job: NodeJob,
         node: tuple[list[Address], str],
         door: socket.socket,
         site: int = 0,
         times: Times | None = None,
     ) -> None:
-        self.job, self.times = job, times or Times()
-        host, port = door.getsockname()[:2]
-        self.name = f"the aggregator at {host}:{port}"
-        self.addresses, self._token = node
+        self.addresses, token = node
+        super().__init__(job, door, token, times)
         self.site = site
-        self.reduction = Reduction(job, door, self._token, self, (self.name, self.times))
-        self.session: Session | None = None
-        self._pushing: SimpleQueue[tuple[Slot, int, Session | None] | None] = SimpleQueue()
-        self._lock = threading.RLock()
-        self._fans: list[_Fan] = []
-        self._rounds: dict[int, _Round] = {}
-        self._closed = False
-
-    def start(self) -> Aggregator:
-        """Begins to serve; returns at once."""
-        threading.Thread(target=self._push, name=f"{self.name} pushes", daemon=True).start()
-        self.reduction.listen()
-        return self
-
-    def close(self) -> None:
-        """Ends it at once, as if it were killed."""
-        self._closed = True
-        self._pushing.put(None)
-        self.reduction.close()
-        if self.session is not None:
-            self.session.close()
+        self.session: _SiteSession | None = None
+        self._pushing: SimpleQueue[tuple[SumSlot, int, _SiteSession | None] | None] = SimpleQueue()
+        self._copies: list[_LayerCopy] = []
 
     def leave(self) -> None:
         """Ends it when all of its workers have left: the node waits for it no more."""
         if self.session is not None:
             self.session.leave()
 
-    # What the reduction calls
+    # What the server calls
 
-    def status(self, greeting: dict[str, Any]) -> dict[str, Any]:
+    def stages(self) -> tuple[Callable[[], None]]:
+        """See ReductionServer."""
+        return (self._push,)
+
+    def release(self) -> None:
+        """See ReductionServer."""
+        self._pushing.put(None)
+        if self.session is not None:
+            self.session.close()
+
+    def status(self, greeting: Greeting) -> Greeting:
         """That of the node: workers follow its starts, not those of this process."""
-        return reach(self.addresses, self._token, self.name, self.times)[1]
+        return reach(self.addresses, self.token, self.name, self.times)[1]
 
     def reset(self, step: int, cluster: str) -> int:
         """Begins a session with the node."""
         if self.session is not None:
             self.session.close()
-        address, _ = reach(self.addresses, self._token, self.name, self.times)
-        told = {"rank": -1 - self.site, "job": summary(self.job), "workers": self.job.workers}
-        with self._lock:
-            self._fans.clear()
-            self._rounds.clear()
-        answers = _Answers(self)
-        greeting = told | {"cluster": cluster, "resume": step}
-        patience = self.times.silence if len(self.addresses) > 1 else self.times.patience
-        times = replace(self.times, patience=patience)
-        session = answers.session = Session(self.name, times, (address, self._token), greeting, answers)
+        address, _ = reach(self.addresses, self.token, self.name, self.times)
+        with self.lock:
+            self._copies.clear()
+            self.ends.clear()
+        session = _SiteSession(self, address, {"cluster": cluster, "resume": step})
         try:
             session.start()
         except StepLost as error:  # others came first, with a newer start of some node
             raise ConnectionError from error
         self.session = session
-        if answers.ended:
+        if session.ended:
             raise ConnectionError
         return session.first
 
-    def exponents(self, turn: int, layer: int, agreed: Agreed) -> None:
-        """See Above."""
-        payload = agreed.shared.numpy().data
-        self._ask(Frame(Kind.EXPONENTS, layer, turn, count=agreed.workers, payload=payload))
+    def exponents(self, round: int, layer: int, shared: SharedExponents) -> None:
+        """The node has to be asked for those of all sites."""
+        payload = shared.values.numpy().data
+        self._ask(Frame(FrameKind.EXPONENTS, layer, round, count=shared.workers, payload=payload))
 
-    def opened(self, slot: Slot) -> None:
-        """See Above."""
+    def opened(self, slot: SumSlot) -> None:
+        """See ReductionServer."""
         self._pushing.put((slot, slot.number, self.session))
 
-    def request(self, member: Member, frame: Frame) -> None:
-        """See Above."""
-        if frame.kind == Kind.PULL:
-            self._pull(member, frame)
-            return
-        with self._lock:
-            end = self._rounds.setdefault(frame.step, _Round())
-            if frame.kind == Kind.TOTALS:
-                end.vectors |= serialization.loads(frame.payload)
-                end.told.add(member.rank)
-            elif not end.decided:
-                end.decided = True
-                self._ask(frame)
-        self.changed()
+    def decide(self, end: _SiteRound, frame: Frame) -> None:
+        """See ReductionServer. All workers decide the same."""
+        if not end.decided:
+            end.decided = True
+            self._ask(frame)
 
-    def changed(self) -> None:
-        """See Above."""
-        members = dict(self.reduction.members)
-        with self._lock:
-            for turn, end in self._rounds.items():
-                due = {rank for rank, one in members.items() if one.first <= turn}
-                if due and due <= end.told and not end.totals:
+    def progress(self) -> None:
+        """See ReductionServer."""
+        with self.lock:
+            for end in self.ends.values():
+                if not end.totals and self.reported(end):
                     end.totals = True
-                    payload = memoryview(serialization.dumps(end.vectors))
-                    self._ask(Frame(Kind.TOTALS, step=turn, payload=payload))
+                    payload = packed(end.vectors)
+                    self._ask(Frame(FrameKind.TOTALS, step=end.round, payload=payload))
 
     def _ask(self, frame: Frame) -> None:
-        session = self.session
-        if session is not None:
+        if self.session is not None:
             with suppress(EspalierError):  # `lost` is called with it
-                session.ask(frame)
+                self.session.ask(frame)
 
     # Gradients
 
     def _push(self) -> None:
-        while (found := self._pushing.get()) is not None:
-            slot, number, session = found
-            while not slot.complete.wait(0.2) and session is self.session and not self._closed:
+        while work := self._pushing.get():
+            slot, number, session = work
+            while not slot.complete.wait(0.2) and session is self.session and not self.closed:
                 pass
             if session is None or session is not self.session or slot.number != number:
                 continue
@@ -190,104 +181,104 @@ class Aggregator:
                 self._send(slot, session)
             except EspalierError:
                 continue
-            self.reduction.free(number)
-            if (number + 1) % self.reduction.each == 0:
-                self._end(slot.round)
+            self.free(number)
+            if (number + 1) % self.each == 0:  # all chunks of the round were sent
+                with self.lock:
+                    ends = self.ends.items()
+                    self.ends = {round: end for round, end in ends if round >= slot.round}
+                    self.end_round()
 
-    def _send(self, slot: Slot, session: Session) -> None:
+    def _send(self, slot: SumSlot, session: Session) -> None:
         assert slot.chunk is not None
         total = slot.total[: slot.chunk.elements]
         width = RAW if slot.raw else 4 if BITS[self.job.push] == 32 else 2
-        codes = total.clone() if slot.raw else total.to(fixed_point.WIDTHS[width * 8], copy=True)
-        place = (slot.chunk.layer, slot.round, slot.chunk.index)
-        frame = Frame(Kind.GRADIENT, *place, width, slot.weight, codes.numpy().data.cast("B"))
+        dtype = total.dtype if slot.raw else fixed_point.WIDTHS[width * 8]
+        payload = total.to(dtype, copy=True).numpy().data.cast("B")
+        place = slot.chunk.layer, slot.round, slot.chunk.index, width, slot.weight
+        frame = Frame(FrameKind.GRADIENT, *place, payload)
         session.links["push"].send(frame, wait=self.times.answer)
-
-    def _end(self, turn: int) -> None:
-        """All chunks of the round were sent."""
-        with self.reduction.lock, self._lock:
-            self._rounds = {one: end for one, end in self._rounds.items() if one >= turn}
-            self.reduction.end_round()
 
     # Parameters
 
-    def _pull(self, member: Member, frame: Frame) -> None:
-        """Each worker gets the oldest copy that it has not had yet; where there is none, one is asked for."""
-        with self._lock:
-            fan = next((one for one in self._fans if one.key == _key(frame) and member.rank not in one.served), None)
-            if fan is None:
+    def pull(self, member: Member, frame: Frame) -> None:
+        """Each worker gets the oldest copy that it has not had yet; where there is none, one is
+        asked for."""
+        layer = frame.layer, frame.step
+        with self.lock:
+            copies = (each for each in self._copies if each.layer == layer)
+            copy = next((each for each in copies if member.rank not in each.served), None)
+            if copy is None:
                 self._forget()
-                fan = _Fan(_key(frame), len(self.reduction.chunks[frame.layer]))
-                self._fans.append(fan)
+                copy = _LayerCopy(layer, len(self.chunks[frame.layer]))
+                self._copies.append(copy)
                 self._ask(frame)
-            fan.asked.append(member)
-            fan.served.add(member.rank)
-            for chunk in fan.chunks:
+            copy.readers.append(member)
+            copy.served.add(member.rank)
+            for chunk in copy.chunks:
                 member.send(chunk)
 
     def _forget(self) -> None:
         """Layers that all have got, and the oldest beyond those that are kept."""
-        here = set(self.reduction.members)
-        if self.reduction.gathered:
-            self._fans = [one for one in self._fans if not (one.whole and one.served >= here)]
-        whole = [one for one in self._fans if one.whole]
-        for one in whole[: max(0, len(whole) - KEPT + 1)]:
-            self._fans.remove(one)
+        ranks = set(self.members)
+        if self.gathered:
+            self._copies = [copy for copy in self._copies if not (copy.whole and copy.served >= ranks)]
+        whole = [copy for copy in self._copies if copy.whole]
+        for copy in whole[: max(0, len(whole) - COPIES + 1)]:
+            self._copies.remove(copy)
 
-    def _fan(self, frame: Frame) -> None:
-        with self._lock:
-            fan = next((one for one in self._fans if one.key == _key(frame) and not one.whole), None)
-            if fan is not None:
-                fan.chunks.append(frame)
-                for member in fan.asked:
+    def _fan_out(self, frame: Frame) -> None:
+        layer = frame.layer, frame.step
+        with self.lock:
+            copies = (each for each in self._copies if each.layer == layer)
+            copy = next((each for each in copies if not each.whole), None)
+            if copy is not None:
+                copy.chunks.append(frame)
+                for member in copy.readers:
                     member.send(frame)
             self._forget()
 
     # What arrives from the node
 
-    def deliver(self, frame: Frame) -> None:
+    def answered(self, frame: Frame) -> None:
         """An answer of the node."""
-        if frame.kind == Kind.EXPONENTS:
-            shared = torch.frombuffer(frame.payload, dtype=torch.uint8)
-            self.reduction.answer(frame.step, frame.layer, Agreed(shared, frame.count))
-        elif frame.kind == Kind.PARAMETERS:
-            self._fan(frame)
+        if frame.kind == FrameKind.EXPONENTS:
+            values = torch.frombuffer(frame.payload, dtype=torch.uint8)
+            super().exponents(frame.step, frame.layer, SharedExponents(values, frame.count))
+        elif frame.kind == FrameKind.PARAMETERS:
+            self._fan_out(frame)
         else:
-            for member in list(self.reduction.members.values()):
+            for member in list(self.members.values()):
                 member.send(frame)
 
-    def lost(self, session: Session | None, error: EspalierError) -> None:
+    def lost(self, session: _SiteSession, error: EspalierError) -> None:
         """The node is gone for good, or has started again: the workers have to come again."""
-        if not isinstance(error, StepLost) and len(self.addresses) == 1 and not self._closed:
-            for member in list(self.reduction.members.values()):
-                member.fail(error, self.times)
-        with self.reduction.lock:
+        if not isinstance(error, StepLost) and len(self.addresses) == 1 and not self.closed:
+            for member in list(self.members.values()):
+                member.fail(error)
+        with self.lock:
             if session is self.session:
                 self.session = None
-                self.reduction.forget()
+                self.forget()
 
 
-class _Answers:
-    """What arrives in one session with the node. Has state."""
+class _SiteSession(Session):
+    """One session with the node. Has state: whether it has ended."""
 
-    def __init__(self, aggregator: Aggregator) -> None:
+    ended = False
+
+    def __init__(self, aggregator: Aggregator, address: Address, run: Greeting) -> None:
         self.aggregator = aggregator
-        self.session: Session | None = None
-        self.ended = False
-
-    def buffer(self, frame: Frame, size: int) -> memoryview:
-        """See Receiver."""
-        return memoryview(bytearray(size))
+        times, job = aggregator.times, aggregator.job
+        if len(aggregator.addresses) > 1:
+            times = replace(times, patience=times.silence)
+        greeting = run | {"rank": -1 - aggregator.site, "workers": job.workers}
+        super().__init__(aggregator.name, times, (address, aggregator.token), job, greeting)
 
     def deliver(self, frame: Frame) -> None:
-        """See Receiver."""
-        self.aggregator.deliver(frame)
+        """See Peer."""
+        self.aggregator.answered(frame)
 
     def lost(self, error: EspalierError) -> None:
-        """See Receiver."""
+        """See Peer."""
         self.ended = True
-        self.aggregator.lost(self.session, error)
-
-
-def _key(frame: Frame) -> tuple[int, int]:
-    return frame.layer, frame.step
+        self.aggregator.lost(self, error)

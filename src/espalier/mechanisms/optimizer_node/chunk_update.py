@@ -11,10 +11,10 @@ from torch.optim.adamw import adamw
 
 from espalier.mechanisms.optimizer_node.state_file import ChunkState
 from espalier.optim.outer_optimizer import OuterUpdate
-from espalier.plan.axes.node_layout import Job
+from espalier.plan.axes.node_layout import NodeJob
 
 
-def update(job: Job, buffers: ChunkState, number: int, rate: float) -> None:
+def update(job: NodeJob, buffers: ChunkState, number: int, rate: float) -> None:
     """Moves the chunk that `buffers` hold, by the gradient that is there, after `number` steps.
 
     `rate`: factor of AdamW's rate; of an outer optimizer that is scaled, the rate of the workers' own steps.
@@ -28,7 +28,7 @@ def update(job: Job, buffers: ChunkState, number: int, rate: float) -> None:
     made.apply(buffers.gradient[: buffers.master.numel()], rate)
 
 
-def _adamw(job: Job, buffers: ChunkState, number: int, rate: float) -> None:
+def _adamw(job: NodeJob, buffers: ChunkState, number: int, rate: float) -> None:
     options, chunk = job.optimizer, buffers.chunk
     assert options.learning_rate is not None
     assert chunk is not None

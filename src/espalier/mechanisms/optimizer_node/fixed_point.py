@@ -38,9 +38,9 @@ def exponents(values: Tensor) -> Tensor:
     """[n] float32 to [ceil(n / 256)] uint8: the largest exponent of each block."""
     from espalier.mechanisms.optimizer_node import fixed_point_cpu as kernels
 
-    found = torch.empty(blocks(values.numel()), dtype=torch.uint8)
-    kernels.exponents(values, found)
-    return found
+    largest = torch.empty(blocks(values.numel()), dtype=torch.uint8)
+    kernels.exponents(values, largest)
+    return largest
 
 
 def encode(
@@ -49,32 +49,27 @@ def encode(
     form: tuple[int, int],
     residual: Tensor | None = None,
     out: Tensor | None = None,
+    key: int | None = None,
 ) -> Tensor:
-    """[n] float32 to integers: `form` is their bits and `shift`. What is lost is left in `residual`, which was added to
-    `values` before. `out`: memory for the integers, bytes."""
+    """[n] float32 to integers. They are rounded to the nearest, or, with `key`, up or down at random, so that the mean
+    of many roundings is the value, and no residual is needed. Random numbers (SplitMix64) are drawn from `key` alone,
+    so the same step done again sends the same bytes.
+
+    Args:
+        form: bits of an integer, and `shift`.
+        residual: where what is lost is left; it was added to `values` before.
+        out: memory for the integers, bytes.
+    """
     from espalier.mechanisms.optimizer_node import fixed_point_cpu as kernels
 
-    bits, places = form
-    codes = _codes(values, bits, out)
-    kernels.encode(codes, values, shared, places, values.new_empty(0) if residual is None else residual)
-    return codes
-
-
-def _codes(values: Tensor, bits: int, out: Tensor | None) -> Tensor:
-    count = values.numel()
-    return torch.empty(count, dtype=WIDTHS[bits]) if out is None else out[: count * bits // 8].view(WIDTHS[bits])
-
-
-def encode_stochastic(
-    values: Tensor, shared: Tensor, form: tuple[int, int], key: int, out: Tensor | None = None
-) -> Tensor:
-    """As `encode`, rounded up or down at random, so that the mean of many roundings is the value: no residual is
-    needed. Random numbers (SplitMix64) are drawn from `key` alone, so the same step done again sends the same bytes."""
-    from espalier.mechanisms.optimizer_node import fixed_point_cpu as kernels
-
-    bits, places = form
-    codes = _codes(values, bits, out)
-    kernels.encode_stochastic(codes, values, shared, places, np.uint64(key))
+    (bits, places), count = form, values.numel()
+    room = torch.empty(count * bits // 8, dtype=torch.uint8) if out is None else out
+    codes = room[: count * bits // 8].view(WIDTHS[bits])
+    if key is not None:
+        kernels.encode_stochastic(codes, values, shared, places, np.uint64(key))
+    else:
+        rest = values.new_empty(0) if residual is None else residual
+        kernels.encode(codes, values, shared, places, rest)
     return codes
 
 
@@ -89,6 +84,6 @@ def decode(total: Tensor, shared: Tensor, places: int, weight: int = 0, out: Ten
     """[n] int32 sums to float32 in `out` (None: in the same memory), divided by `weight` where it is not 0."""
     from espalier.mechanisms.optimizer_node import fixed_point_cpu as kernels
 
-    found = total.view(torch.float32) if out is None else out
-    kernels.decode(total, found, shared, places, weight)
-    return found
+    values = total.view(torch.float32) if out is None else out
+    kernels.decode(total, values, shared, places, weight)
+    return values

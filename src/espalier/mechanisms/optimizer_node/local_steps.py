@@ -25,39 +25,23 @@ from torch import Tensor
 from espalier.comm.base import Traffic
 from espalier.mechanisms.optimizer_node.chunk_update import update
 from espalier.mechanisms.optimizer_node.client import Client
-from espalier.mechanisms.optimizer_node.state_file import ChunkState, Entries, open_state, open_sums
+from espalier.mechanisms.optimizer_node.state_file import ChunkState, StateEntries, open_state, open_sums
 from espalier.parallel.layer_client import StepLost, step_lost
 from espalier.plan.axes.node_cost import PUSHES
-from espalier.plan.axes.node_layout import Chunk, chunks_of
 from espalier.recipe.errors import UserError
 from espalier.store.direct_io import aligned
-from espalier.store.generations import Generations
 
 _CLOCK = "clock"
 """Entry: the worker's own steps, and the step of the run."""
 
 
 @dataclass(frozen=True)
-class Round:
+class LocalRound:
     """Of a worker: its local `steps`, of `every` steps of the run; and its `weight` in the mean."""
 
     steps: int
     every: int
     weight: float = 1.0
-
-
-def _zeros(layer: int, flat: Tensor) -> None:
-    flat.zero_()
-
-
-class _Open:
-    """A state as it was written last."""
-
-    def __init__(self, state: Generations) -> None:
-        self.write, self._state = state.write, state
-
-    def read(self, name: str, buffer: Tensor) -> None:
-        self._state.read(name, buffer, pending=True)
 
 
 class LocalSteps:
@@ -73,16 +57,15 @@ class LocalSteps:
         run: steps of the run at the beginning of this round.
     """
 
-    def __init__(self, outer: Client, folder: Path, round: Round) -> None:
+    def __init__(self, outer: Client, folder: Path, round: LocalRound) -> None:
         self.outer, self.job, self.round = outer, replace(outer.job, outer=None), round
         outer.pushed_as = Traffic.OUTER_STEP
-        self._chunks = [chunks_of(self.job, number) for number in range(len(self.job.layers))]
-        every = [chunk for chunks in self._chunks for chunk in chunks]
-        beside = {f"{chunk.name}/outer": 4 * chunk.elements for chunk in every} | {_CLOCK: 16}
-        self._state = open_state(folder, self.job, _zeros, beside)
-        self._open: Any = _Open(self._state)
+        self._chunks = self.job.chunks
+        sizes = {f"{chunk.name}/outer": 4 * chunk.elements for chunk in self.job.all_chunks}
+        sizes[_CLOCK] = 16
+        self._state = open_state(folder, self.job, lambda _, flat: flat.zero_(), sizes)
         self._sums = open_sums(folder, self.job)
-        self._buffers = ChunkState(max(chunk.elements for chunk in every), Entries(self.job))
+        self._buffers = ChunkState(self.job.largest, StateEntries(self.job))
         self._norms: dict[int, list[Tensor]] = {}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="local steps")
         self._moved = (0.0, 0, 0)
@@ -90,22 +73,22 @@ class LocalSteps:
 
     def _meet(self) -> None:
         """Begins the nodes' round. Raises UserError where this worker's files are further on."""
-        rounds, found = self.outer.step, self._state.step
+        rounds, generation = self.outer.step, self._state.step
         if not self._state.written(_CLOCK):
             self.step, self.run = 0, rounds * self.round.every
             self._take(rounds)
             return
-        if found > 2 * rounds + 1:
+        if generation > 2 * rounds + 1:
             raise UserError(
-                f"The files of this worker in {self._state.path.parent} are of round {found // 2}, and those of the "
-                f"optimizer nodes of round {rounds}.",
+                f"The files of this worker in {self._state.path.parent} are of round {generation // 2}, and "
+                f"those of the optimizer nodes of round {rounds}.",
                 do="put back the nodes' files, or start a new run with --run FOLDER",
             )
-        if found == 2 * rounds + 1:
+        if generation == 2 * rounds + 1:
             self._state.revert()  # nobody has what it would push: the round is made again
         self._read_clock()
-        if found < 2 * rounds:
-            missed = rounds - (found + 1) // 2
+        if generation < 2 * rounds:
+            missed = rounds - (generation + 1) // 2
             self.run += missed * self.round.every
             self._take(rounds)
 
@@ -126,7 +109,7 @@ class LocalSteps:
 
     def _read(self, layer: int, kind: str, out: Tensor) -> None:
         for chunk in self._chunks[layer]:
-            self._open.read(f"{chunk.name}/{kind}", out[chunk.start : chunk.stop])
+            self._state.read(f"{chunk.name}/{kind}", out[chunk.start : chunk.stop], pending=True)
 
     def wait(self, handle: Future[None]) -> None:
         """Returns when it is done."""
@@ -134,21 +117,21 @@ class LocalSteps:
 
     def totals(self, step: int, values: Tensor) -> tuple[Tensor, Tensor]:
         """This worker's own."""
-        norms = [one for layer in range(len(self._chunks)) for one in self._norms[layer]]
+        norms = [norm for layer in range(len(self._chunks)) for norm in self._norms[layer]]
         self._norms.clear()
         return values, torch.stack(norms)
 
     def move(self, step: int, scale: float, rate: float, following: float | None = None) -> None:
         """One step of this worker's AdamW."""
-        for chunk in (chunk for chunks in self._chunks for chunk in chunks):
+        for chunk in self.job.all_chunks:
             self._buffers.open(chunk)
-            self._buffers.read(self._open)
+            self._buffers.read(self._state, pending=True)
             gradient = self._buffers.gradient[: chunk.elements]
             self._sums.read(chunk.name, gradient, pending=True)
             if scale != 1.0:
                 gradient *= scale
             update(self.job, self._buffers, self.step, rate)
-            self._buffers.write(self._open)
+            self._buffers.write(self._state)
         self.step += 1
 
     def ended(self, step: int) -> tuple[Tensor, Tensor]:
@@ -179,19 +162,19 @@ class LocalSteps:
         self.run = run
         self._write_clock()
         self._state.commit(2 * rounds + 1)
-        told: Tensor | None = None
+        sums: Tensor | None = None
         while True:
             try:
                 if self.outer.step == rounds:
-                    told = self._give(rounds, rate, stop)
+                    sums = self._give(rounds, rate, stop)
                 self._take(rounds + 1)
                 break
             except StepLost:
-                if self.outer.recover() == rounds + 1 and told is None:
-                    told = self.outer.ended(rounds)[0]
+                if self.outer.recover() == rounds + 1 and sums is None:
+                    sums = self.outer.ended(rounds)[0]
         size = sum(4 * layer.numel for layer in self.job.layers)
         self._moved = (self._moved[0] + time.perf_counter() - begun, self._moved[1] + size, self._moved[2] + size)
-        return told is not None and bool(told[2] > 0)
+        return sums is not None and bool(sums[2] > 0)
 
     def _give(self, rounds: int, rate: float, stop: bool) -> Tensor:
         """Pushes how far this worker went, from the last layer to the first. Returns (weight, rate x weight, those who
@@ -204,53 +187,49 @@ class LocalSteps:
         for handle in pending:
             self.outer.wait(handle)
         weight = self.round.weight
-        told, _ = self.outer.totals(rounds, torch.tensor([weight, weight * rate, float(stop)], dtype=torch.float64))
-        self.outer.move(rounds, 1.0 / float(told[0]), float(told[1]) / float(told[0]))
-        return told
+        mine = torch.tensor([weight, weight * rate, float(stop)], dtype=torch.float64)
+        sums, _ = self.outer.totals(rounds, mine)
+        self.outer.move(rounds, 1.0 / float(sums[0]), float(sums[1]) / float(sums[0]))
+        return sums
 
     def _difference(self, layer: int) -> Tensor:
         """[numel] the outer parameters minus this worker's, times its weight."""
-        found = torch.empty(self.job.layers[layer].numel)
-        self._read(layer, "outer", found)
+        difference = torch.empty(self.job.layers[layer].numel)
+        self._read(layer, "outer", difference)
         for chunk in self._chunks[layer]:
-            own = self._buffers.gradient[: chunk.elements]
-            self._open.read(f"{chunk.name}/parameters", own)
-            found[chunk.start : chunk.stop] -= own
-        return found.mul_(self.round.weight) if self.round.weight != 1.0 else found
+            parameters = self._buffers.gradient[: chunk.elements]
+            self._state.read(f"{chunk.name}/parameters", parameters, pending=True)
+            difference[chunk.start : chunk.stop] -= parameters
+        return difference.mul_(self.round.weight) if self.round.weight != 1.0 else difference
 
     def _take(self, rounds: int) -> None:
         """The nodes' parameters are this worker's, and the beginning of round `rounds`."""
-        under_way: deque[tuple[int, Tensor, Any]] = deque()
-
-        def arrived() -> None:
-            layer, values, handle = under_way.popleft()
-            self.outer.wait(handle)
-            for chunk in self._chunks[layer]:
-                self._store(chunk, values[chunk.start : chunk.stop])
-
-        for layer, one in enumerate(self.job.layers):
-            if len(under_way) == PUSHES:
-                arrived()
-            values = torch.empty(one.numel)
-            under_way.append((layer, values, self.outer.pull(layer, rounds, values)))
-        while under_way:
-            arrived()
+        pulls: deque[tuple[int, Tensor, Any]] = deque()
+        for number, layer in enumerate(self.job.layers):
+            if len(pulls) == PUSHES:
+                self._store(*pulls.popleft())
+            values = torch.empty(layer.numel)
+            pulls.append((number, values, self.outer.pull(number, rounds, values)))
+        while pulls:
+            self._store(*pulls.popleft())
         self._write_clock()
         self._state.commit(2 * rounds)
 
-    def _store(self, chunk: Chunk, values: Tensor) -> None:
-        for kind in ("parameters", "outer"):
-            self._state.write(f"{chunk.name}/{kind}", values)
+    def _store(self, layer: int, values: Tensor, pull: Any) -> None:
+        self.outer.wait(pull)
+        for chunk in self._chunks[layer]:
+            for kind in ("parameters", "outer"):
+                self._state.write(f"{chunk.name}/{kind}", values[chunk.start : chunk.stop])
 
     def _write_clock(self) -> None:
         self._state.write(_CLOCK, torch.tensor([self.step, self.run]))
 
     def _read_clock(self) -> None:
-        found = aligned(16)
-        self._state.read(_CLOCK, found)
-        self.step, self.run = found[:16].view(torch.int64).tolist()
+        clock = aligned(16)
+        self._state.read(_CLOCK, clock)
+        self.step, self.run = clock[:16].view(torch.int64).tolist()
 
     def read(self) -> Mapping[str, float]:
-        """See `LocalClient.read`."""
-        found, self._moved = self._moved, (0.0, 0, 0)
-        return dict(zip(("stalled", "pulled", "pushed"), found, strict=True)) | self.outer.read()
+        """Seconds `stalled` in exchanges with the nodes, bytes `pulled` and `pushed`, and those of their disks."""
+        (stalled, pulled, pushed), self._moved = self._moved, (0.0, 0, 0)
+        return {"stalled": stalled, "pulled": pulled, "pushed": pushed, **self.outer.read()}

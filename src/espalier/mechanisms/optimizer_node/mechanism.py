@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from espalier.mechanisms.optimizer_node.state import OptimizerNodeState
 from espalier.optim.schedules import factor
-from espalier.parallel.layer_client import LocalClient, StepLost
+from espalier.parallel.layer_client import StepLost
 from espalier.plan.compose import Claim
 from espalier.recipe import Adamw
 from espalier.recipe.errors import UserError
@@ -22,6 +22,7 @@ from espalier.train.window_sharding import WindowOptimizer, WindowSharding
 
 if TYPE_CHECKING:
     from espalier.checkpoint.base import Stateful
+    from espalier.mechanisms.optimizer_node.local_steps import LocalSteps
     from espalier.optim.base import Optimizer
     from espalier.plan.base import Plan
     from espalier.recipe import Recipe
@@ -57,9 +58,9 @@ class LocalSharding(NodeSharding):
     """See `NodeSharding`: in a round, this worker's own parameters are on its disk."""
 
     @property
-    def local(self) -> LocalClient:
+    def local(self) -> LocalSteps:
         """This worker's own model."""
-        return cast("LocalClient", self.client)
+        return cast("LocalSteps", self.client)
 
     @property
     def steps(self) -> int:
@@ -67,7 +68,7 @@ class LocalSharding(NodeSharding):
         return self.local.run
 
     def end_round(self, run: int, rate: float, stop: bool) -> bool:
-        """See `LocalClient.end_round`."""
+        """See `LocalSteps.end_round`."""
         self.window.drop()
         stopping = self.local.end_round(run, rate, stop)
         self.window.prefetch(self.window.usual)
@@ -83,22 +84,22 @@ class NodeState:
     def state_dict(self) -> dict[str, Any]:
         """The step, and the shape of each parameter by its name."""
         self.sharding.settle()
-        layers = [one.layer for one in self.sharding.window.layers]
+        layers = [each.layer for each in self.sharding.window.layers]
         tensors = {name: list(shape) for layer in layers for name, shape in layer.tensors}
         return {"step": self.sharding.steps, "tensors": tensors}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises UserError where the nodes' files are of another model, or of an earlier step than one that was damaged
         explains."""
-        here = self.state_dict()
-        if state["tensors"] != here["tensors"]:
+        nodes = self.state_dict()
+        if state["tensors"] != nodes["tensors"]:
             raise UserError(
                 "The optimizer node holds another model than the checkpoint names.",
                 do="give the node the folder of this run, or start a new run with --run FOLDER",
             )
-        if state["step"] > here["step"] + 1:
+        if state["step"] > nodes["step"] + 1:
             raise UserError(
-                f"The optimizer node's files are of step {here['step']}, and the checkpoint is of step "
+                f"The optimizer node's files are of step {nodes['step']}, and the checkpoint is of step "
                 f"{state['step']}.",
                 why="the node's files are the state of the run",
                 do="put back the node's folder, or start a new run with --run FOLDER",
@@ -162,7 +163,7 @@ class OptimizerOnNodes(Mechanism):
 
 def on_nodes(plan: Plan) -> bool:
     """Whether ranks of the plan hold the model for the others."""
-    return any(one.role == "optimizer" for one in plan.ranks)
+    return any(rank.role == "optimizer" for rank in plan.ranks)
 
 
 def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:

@@ -1,9 +1,9 @@
-"""Sums of what workers push: who takes part, the exponents they share, and slots that fill up in any order.
+"""Reduction server: what an optimizer node and an aggregator share, the side that workers see.
 
-An optimizer node and an aggregator both receive here. A `Reduction` listens, admits those who know the token, and adds
-gradients chunk by chunk into a ring of slots. The numbers of pushed frames count the chunks of the job, round
-after round, so a slot is complete when the minimum of all workers' Acks has passed its number, and all get the same
-Credit: the slots that are free.
+A server listens, admits those who know the token, and adds gradients chunk by chunk into a ring of
+slots. The numbers of pushed frames count the chunks of the job, round after round, so a slot is
+complete when the minimum of all workers' Acks has passed its number, and all get the same Credit:
+the slots that are free. A node updates its state with the sums, an aggregator pushes them on.
 """
 
 from __future__ import annotations
@@ -11,30 +11,33 @@ from __future__ import annotations
 import secrets
 import socket
 import threading
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Self
 
 import torch
+import xxhash
 from torch import Tensor
 
 from espalier.mechanisms.optimizer_node import fixed_point, wire
-from espalier.mechanisms.optimizer_node.wire import RAW, Frame, Kind, Link, Times
+from espalier.mechanisms.optimizer_node.wire import RAW, Frame, FrameKind, FrameLink, Peer, Times
 from espalier.plan.axes.flow_control import MinimumTable
-from espalier.plan.axes.node_layout import Chunk, Job, chunks_of
-from espalier.recipe import serialization
+from espalier.plan.axes.node_layout import LayerChunk, NodeJob
 from espalier.recipe.errors import EspalierError, RunFailed, UserError, words_of
 
+SLOTS = 6
+"""Chunks whose sums may be incomplete at the same time."""
 _STRANGERS = 64
 
 
 @dataclass
-class Slot:
+class SumSlot:
     """The sum of one chunk. Has state.
 
     Attributes:
-        number: of the push frame. round: see `Reduction.round`.
+        number: of the push frame. round: see `ReductionServer.round`.
         total: int32 sums of all who have pushed it; where `raw`, the float32 values of the only one.
         weight: the sum of their samples; 0: the sum is no mean.
     """
@@ -42,7 +45,7 @@ class Slot:
     total: Tensor
     number: int = -1
     round: int = -1
-    chunk: Chunk | None = None
+    chunk: LayerChunk | None = None
     weight: int = 0
     raw: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -50,43 +53,56 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Agreed:
-    """Exponents that all workers of a step share for a layer, and how many they are."""
+class SharedExponents:
+    """Exponents of a layer's gradient, and of how many workers they are the largest."""
 
-    shared: Tensor
+    values: Tensor
     workers: int
 
 
-class Above(Protocol):
-    """What is done with what a Reduction has brought together. Nothing here waits for workers."""
+@dataclass
+class RoundEnd:
+    """What members tell at the end of a round. Has state.
 
-    def exponents(self, turn: int, layer: int, agreed: Agreed) -> None:
-        """Those of all members."""
+    Attributes:
+        vectors: of each rank, to be summed for `totals`.
+        reported: ranks of the members that sent theirs, some for others too.
+    """
 
-    def opened(self, slot: Slot) -> None:
-        """The first worker has pushed this chunk; called in the order of the slots."""
-
-    def request(self, member: Member, frame: Frame) -> None:
-        """A member asks for parameters, ends a step or decides on it."""
-
-    def changed(self) -> None:
-        """Members have come or gone."""
-
-    def status(self, greeting: dict[str, Any]) -> dict[str, Any]:
-        """`step`: the last one that is whole. Raises ConnectionError to send away whoever greets, for now."""
-
-    def reset(self, step: int, cluster: str) -> int:
-        """Back to `step`; nothing that came since counts. Returns the next round. `cluster`: names all nodes of the
-        run as they were started."""
+    round: int
+    vectors: dict[int, Tensor] = field(default_factory=dict)
+    reported: set[int] = field(default_factory=set)
 
 
-class Member:
-    """A worker, or an aggregator for several. Has state: its two links."""
+class Member(Peer):
+    """A worker, or an aggregator for several. Has state: its links, and memory for gradients."""
 
-    def __init__(self, rank: int, session: str, first: int, workers: int) -> None:
-        self.rank, self.session, self.first, self.workers = rank, session, first, workers
-        self.links: dict[str, Link] = {}
-        self.scratch = torch.empty(0, dtype=torch.uint8)
+    def __init__(self, server: ReductionServer, greeting: wire.Greeting, first: int) -> None:
+        super().__init__()
+        self.server, self.first = server, first
+        self.rank, self.session = greeting["rank"], greeting["session"]
+        self.workers = greeting["workers"]
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    def buffer(self, frame: Frame, size: int) -> memoryview:
+        """Memory of the member for gradients; new memory for the rest."""
+        if frame.kind != FrameKind.GRADIENT:
+            return super().buffer(frame, size)
+        if self._scratch.numel() < size:
+            self._scratch = torch.empty(self.server.job.chunk * 4, dtype=torch.uint8)
+        return self._scratch.numpy().data[:size]
+
+    def deliver(self, frame: Frame) -> None:
+        """A member that breaks the rules is told so, and left out."""
+        try:
+            self.server.receive(self, frame)
+        except EspalierError as error:
+            self.fail(error)
+            raise
+
+    def lost(self, error: EspalierError) -> None:
+        """It has gone without a word."""
+        self.server.drop(self)
 
     def send(self, frame: Frame, done: Callable[[], None] | None = None, stream: str = "control") -> None:
         """Answers it; nothing is done where it is gone."""
@@ -96,133 +112,198 @@ class Member:
             if done is not None:
                 done()
 
-    def fail(self, error: EspalierError, times: Times) -> None:
+    def fail(self, error: EspalierError) -> None:
         """Tells it why it cannot go on, and gives it a moment to hear that."""
-        self.send(Frame(Kind.ERROR, payload=memoryview(serialization.dumps(words_of(error)))))
+        self.send(Frame(FrameKind.ERROR, payload=wire.packed(words_of(error))))
         with suppress(EspalierError):
-            self.links["control"].drained(20 * times.heartbeat)
+            self.links["control"].drained(20 * self.server.times.heartbeat)
 
 
-class _Stream:
-    """What arrives on one link of a member."""
-
-    def __init__(self, reduction: Reduction, member: Member) -> None:
-        self.reduction, self.member = reduction, member
-
-    def buffer(self, frame: Frame, size: int) -> memoryview:
-        """Memory of the member for gradients; new memory for the rest."""
-        if frame.kind != Kind.GRADIENT:
-            return memoryview(bytearray(size))
-        if self.member.scratch.numel() < size:
-            self.member.scratch = torch.empty(self.reduction.job.chunk * 4, dtype=torch.uint8)
-        return self.member.scratch.numpy().data[:size]
-
-    def deliver(self, frame: Frame) -> None:
-        """A frame of the member. One that breaks the rules is told so, and left out."""
-        try:
-            self.reduction.deliver(self.member, frame)
-        except EspalierError as error:
-            self.member.fail(error, self.reduction.times)
-            raise
-
-    def lost(self, error: EspalierError) -> None:
-        """It has gone without a word."""
-        self.reduction.drop(self.member)
-
-
-class Reduction:
-    """The side of a node or aggregator that faces workers. Has state.
+class ReductionServer(ABC):
+    """Sums what workers push, in threads from `start` to `close`. Has state.
 
     Args:
         job: what is pushed.
         door: a listening socket.
         token: of the run.
-        above: what the sums go to.
-        names: this process in messages, and seconds of the protocol.
+        times: seconds of the protocol.
 
     Attributes:
-        lock: of all that is not in a slot; taken before a lock of `above`.
+        lock: of all that is not in a slot; `changed` is its condition.
         gathered: all workers of the job have come.
-        round: how often all chunks were summed, or were to be. A round ends with a step, or with gradients that are
-            dropped. Frames of workers carry it in place of the step, except for pulls.
+        round: how often all chunks were summed, or were to be. A round ends with a step, or with
+            gradients that are dropped. Frames of workers carry it in place of the step, except for
+            pulls.
+        ends: of rounds that have not ended.
+        error: why it has ended.
     """
 
-    def __init__(self, job: Job, door: socket.socket, token: str, above: Above, names: tuple[str, Times]) -> None:
-        self.job, self.door, self.above = job, door, above
-        self.name, self.times = names
+    kind = ""
+    """In messages."""
+    end_type: type[RoundEnd] = RoundEnd
+    """Of `ends`."""
+
+    def __init__(self, job: NodeJob, door: socket.socket, token: str, times: Times | None) -> None:
+        self.job, self.door, self.token, self.times = job, door, token, times or Times()
+        host, port = door.getsockname()[:2]
+        self.name = f"the {self.kind} at {host}:{port}"
         self.incarnation = secrets.token_hex(8)
-        self.chunks = [chunks_of(job, number) for number in range(len(job.layers))]
-        self.each = sum(map(len, self.chunks))
+        self.chunks, self.each, self.largest = job.chunks, len(job.all_chunks), job.largest
+        self.slots = [SumSlot(torch.empty(self.largest, dtype=torch.int32)) for _ in range(SLOTS)]
         self.members: dict[int, Member] = {}
-        self.agreed: dict[tuple[int, int], Agreed] = {}
-        largest = max((chunk.elements for chunks in self.chunks for chunk in chunks), default=0)
-        self.slots = [Slot(torch.empty(largest, dtype=torch.int32)) for _ in range(SLOTS)]
-        self._token = token
+        self.agreed: dict[tuple[int, int], SharedExponents] = {}
+        self.ends: dict[int, Any] = {}
         self.lock = threading.RLock()
-        self._table = MinimumTable()
-        self._waiting: dict[tuple[int, int], dict[int, Any]] = {}
-        self._handed = self._freed = 0
+        self.changed = threading.Condition(self.lock)
         self.round = 0
-        self.gathered = False
+        self.gathered = self.closed = False
+        self.error: EspalierError | None = None
+        self._table = MinimumTable()
+        self._proposals: dict[tuple[int, int], dict[int, SharedExponents]] = {}
+        self._handed = self._freed = 0
         self._cluster = ""
 
-    def listen(self) -> None:
-        """Begins to admit members; returns at once."""
-        threading.Thread(target=self._accept, name=f"{self.name} accepts", daemon=True).start()
+    def start(self) -> Self:
+        """Begins to serve; returns at once."""
+        for work in (*self.stages(), self._accept):
+            self.begin(work)
+        return self
+
+    def begin(self, work: Callable[..., None], *arguments: Any) -> None:
+        """Runs `work` in a thread; where it fails the server does."""
+        threading.Thread(target=self._guarded, args=(work, *arguments), daemon=True).start()
+
+    def _guarded(self, work: Callable[..., None], *arguments: Any) -> None:
+        try:
+            work(*arguments)
+        except EspalierError as error:
+            self.fail(error)
+        except Exception as error:  # a bug, or a device that is gone: nobody may wait for it
+            why = f"{type(error).__name__}: {error}"
+            self.fail(RunFailed(f"{self.name} has failed.", why=why))
+
+    def close(self) -> None:
+        """Ends it at once, without a word to the workers, as if it were killed."""
+        self.fail(RunFailed(f"{self.name} was closed."), tell=False)
+
+    def fail(self, error: EspalierError, tell: bool = True) -> None:
+        """Ends it: the workers raise `error`, unless they are not to be told."""
+        with self.changed:
+            if self.closed:
+                return
+            self.closed, self.error = True, error
+            self.changed.notify_all()
+        members = list(self.members.values())
+        for member in members if tell else ():
+            member.fail(error)
+        self.release()
+        self.door.close()
+        for member in members:
+            member.close()
+
+    # What nodes and aggregators do differently. Nothing here waits for workers.
+
+    @abstractmethod
+    def stages(self) -> Sequence[Callable[[], None]]:
+        """Each runs in a thread of its own."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Ends these threads, and the connections that this process has dialed."""
+
+    @abstractmethod
+    def status(self, greeting: wire.Greeting) -> wire.Greeting:
+        """`step`: the last one that is whole. Raises ConnectionError to send whoever greets away."""
+
+    @abstractmethod
+    def reset(self, step: int, cluster: str) -> int:
+        """Goes back to `step`; nothing that came since counts. Returns the next round. `cluster`:
+        names all nodes of the run as they were started."""
+
+    @abstractmethod
+    def opened(self, slot: SumSlot) -> None:
+        """The first worker has pushed this chunk. Called in the order of the slots."""
+
+    @abstractmethod
+    def pull(self, member: Member, frame: Frame) -> None:
+        """A member asks for the parameters of a layer."""
+
+    @abstractmethod
+    def decide(self, end: Any, frame: Frame) -> None:
+        """A member says how a round ends."""
+
+    def exponents(self, round: int, layer: int, shared: SharedExponents) -> None:
+        """What all members share for a layer: each is told, by the link on which it pushes, where
+        no parameters are before it."""
+        with self.lock:
+            self.agreed[round, layer] = shared
+            members = list(self.members.values())
+        payload = shared.values.numpy().data
+        frame = Frame(FrameKind.EXPONENTS, layer, round, count=shared.workers, payload=payload)
+        for member in members:
+            member.send(frame, stream="push")
+
+    def progress(self) -> None:
+        """Members have come or gone, or told something."""
+        with self.changed:
+            self.changed.notify_all()
 
     # Members
 
     def _accept(self) -> None:
-        strangers: dict[socket.socket, None] = {}  # who has not proved anything yet, the oldest first
+        strangers: dict[socket.socket, None] = {}  # who has not proved anything, the oldest first
         with suppress(OSError):
             while True:
                 connection, _ = self.door.accept()
                 if len(strangers) >= _STRANGERS:
                     wire.hang_up(next(iter(strangers)))
                 strangers[connection] = None
-                threading.Thread(target=self._admit, args=(connection, strangers), daemon=True).start()
+                arguments = connection, strangers
+                threading.Thread(target=self._admit, args=arguments, daemon=True).start()
 
     def _admit(self, connection: socket.socket, strangers: dict[socket.socket, None]) -> None:
-        try:
-            greeting = wire.admit(connection, self._token, self._greet)
-        except (OSError, EspalierError, KeyError):
-            greeting = None
+        greeting = member = None
+        with suppress(OSError, EspalierError, KeyError):
+            greeting = wire.admit(connection, self.token, self._greet)
         strangers.pop(connection, None)
-        member = self.members.get(greeting["rank"]) if greeting is not None and greeting["ask"] == "link" else None
-        if greeting is not None and member is not None and greeting["reply"]["known"]:
-            member.links[greeting["stream"]].attach(connection, greeting["expected"])
-        else:
+        if greeting is not None and greeting["ask"] == "link" and greeting["reply"]["known"]:
+            member = self.members.get(greeting["rank"])
+        if greeting is None or member is None:
             wire.hang_up(connection)
+        else:
+            member.links[greeting["stream"]].attach(connection, greeting["expected"])
 
     def _greet(self, greeting: wire.Greeting) -> wire.Greeting:
         with self.lock:
             if greeting["ask"] == "status":
-                return {"incarnation": self.incarnation} | self.above.status(greeting)
+                return {"incarnation": self.incarnation} | self.status(greeting)
             check_job(self.job, greeting["job"], self.name, greeting["rank"])
             member = self.members.get(greeting["rank"])
-            known = member is not None and member.session == greeting["session"]
-            if not known and greeting["new"]:
-                member, known = self._join(greeting), True
-            status = self.above.status(greeting)
-            if member is None or not known:
+            if member is None or member.session != greeting["session"]:
+                member = self._join(greeting) if greeting["new"] else None
+            status = self.status(greeting)
+            if member is None:
                 return {"known": False} | status
-            link = member.links[greeting["stream"]]
+            expected = member.links[greeting["stream"]].receiving.expected
             joins = int(status["step"]) + member.first - self.round
-            return {"known": True, "expected": link.receiving.expected, "first": member.first, "joins": joins} | status
+            return {"known": True, "expected": expected, "first": member.first, "joins": joins} | status
 
     def _join(self, greeting: wire.Greeting) -> Member:
-        old = self.members.get(greeting["rank"])
-        if old is not None:
-            self.drop(old)
+        before = self.members.get(greeting["rank"])
+        if before is not None:
+            self.drop(before)
         if greeting["cluster"] != self._cluster or self._abandoned(greeting):
-            # the first to come after some node of the run has started again, or after all others were lost in a step
-            self._reset(greeting["resume"], greeting["cluster"])
-        first = self.round + (any(key[0] == self.round for key in (*self._waiting, *self.agreed)) and self.gathered)
-        member = Member(greeting["rank"], greeting["session"], first, greeting["workers"])
+            # the first to come after some node of the run has started again, or after all others
+            # were lost in a step
+            self.forget()
+            self.round = self.reset(greeting["resume"], greeting["cluster"])
+            self._handed = self._freed = self.round * self.each
+            self._cluster = greeting["cluster"]
+        first = self.round + (self.gathered and self._begun())
+        member = Member(self, greeting, first)
         for stream, number in (("control", 0), ("push", first * self.each)):
-            who = f"worker {member.rank}"
-            link = Link((self.name, who), _Stream(self, member), self.times, first=(0, number))
-            member.links[stream] = link
+            names = self.name, f"worker {member.rank}"
+            member.links[stream] = FrameLink(names, member, self.times, first=(0, number))
         push = member.links["push"]
         push.room = None
         push.grant(max(self._freed, first * self.each) + len(self.slots))
@@ -230,14 +311,21 @@ class Reduction:
         self._table.add(member.rank, first * self.each)
         for link in member.links.values():
             link.start()
-        self.gathered = self.gathered or sum(one.workers for one in self.members.values()) >= self.job.workers
-        self._again()
+        workers = sum(member.workers for member in self.members.values())
+        self.gathered = self.gathered or workers >= self.job.workers
+        self._review()
         return member
 
+    def _begun(self) -> bool:
+        """Whether exponents of this round have come."""
+        return any(round >= self.round for round, _ in (*self._proposals, *self.agreed))
+
     def _abandoned(self, greeting: wire.Greeting) -> bool:
-        """Whether nobody is left of those who began the present step, or ended one that another node has not."""
-        begun = any(key[0] >= self.round for key in (*self._waiting, *self.agreed))
-        return not self.members and (begun or self.above.status(greeting)["step"] != greeting["resume"])
+        """Whether nobody is left of those who began the present step, or ended one that another
+        node has not."""
+        if self.members or self._begun():
+            return not self.members
+        return self.status(greeting)["step"] != greeting["resume"]
 
     def drop(self, member: Member) -> None:
         """From now on nothing waits for it. Chunks that it has pushed count."""
@@ -245,88 +333,85 @@ class Reduction:
             if self.members.get(member.rank) is member:
                 del self.members[member.rank]
                 self._table.remove(member.rank)
-                self._again()
-        for link in member.links.values():
-            link.close()
+                self._review()
+        member.close()
 
-    def _again(self) -> None:
-        for key in list(self._waiting):
+    def _review(self) -> None:
+        """Members have come or gone: some may have waited for that."""
+        for key in list(self._proposals):
             self._agree(key)
         self._hand_over()
-        self.above.changed()
-
-    def _reset(self, step: int, cluster: str) -> None:
-        """Everybody has to come again, and begins with `step`."""
-        self.forget()
-        self.round = self.above.reset(step, cluster)
-        self._handed = self._freed = self.round * self.each
-        self._cluster = cluster
+        self.progress()
 
     def forget(self) -> None:
         """All members, and what they pushed. They will notice, and come again."""
         with self.lock:
             gone, self.members = list(self.members.values()), {}
             self._table = MinimumTable()
-            self._waiting.clear()
+            self._proposals.clear()
             self.agreed.clear()
             self.gathered, self._cluster = False, ""
             for slot in self.slots:
                 slot.number = -1
         for member in gone:
-            for link in member.links.values():
-                link.close()
+            member.close()
+
+    def due(self, round: int) -> set[int]:
+        """Ranks of the members that take part in a round."""
+        return {rank for rank, member in list(self.members.items()) if member.first <= round}
+
+    def reported(self, end: RoundEnd) -> bool:
+        """Whether all of them have sent their totals."""
+        due = self.due(end.round)
+        return bool(due) and due <= end.reported
 
     def end_round(self) -> None:
         """What comes now belongs to the next one."""
         with self.lock:
-            self.agreed = {key: one for key, one in self.agreed.items() if key[0] > self.round}
+            self.agreed = {key: value for key, value in self.agreed.items() if key[0] > self.round}
             self.round += 1
-
-    def blocks(self, chunk: Chunk, shared: Tensor) -> Tensor:
-        """The exponents of a chunk, among those of its layer."""
-        before = sum(fixed_point.blocks(one.elements) for one in self.chunks[chunk.layer][: chunk.index])
-        return shared[before : before + fixed_point.blocks(chunk.elements)]
-
-    def close(self) -> None:
-        """Ends all links."""
-        self.door.close()
-        for member in list(self.members.values()):
-            for link in member.links.values():
-                link.close()
 
     # Frames
 
-    def deliver(self, member: Member, frame: Frame) -> None:
+    def receive(self, member: Member, frame: Frame) -> None:
         """Any frame of a member."""
-        if frame.kind == Kind.GRADIENT:
+        if frame.kind == FrameKind.GRADIENT:
             self._add(member, frame)
-        elif frame.kind == Kind.EXPONENTS:
+        elif frame.kind == FrameKind.EXPONENTS:
+            key = frame.step, frame.layer
+            values = torch.frombuffer(frame.payload, dtype=torch.uint8)
             with self.lock:
-                told = self._waiting.setdefault((frame.step, frame.layer), {})
-                told[member.rank] = (torch.frombuffer(frame.payload, dtype=torch.uint8), frame.count)
-                self._agree((frame.step, frame.layer))
-        elif frame.kind == Kind.LEAVE:
+                proposals = self._proposals.setdefault(key, {})
+                proposals[member.rank] = SharedExponents(values, frame.count)
+                self._agree(key)
+        elif frame.kind == FrameKind.LEAVE:
             self.drop(member)
         else:
-            self.above.request(member, frame)
+            self.request(member, frame)
+
+    def request(self, member: Member, frame: Frame) -> None:
+        """A member asks for parameters, ends a round or decides on it."""
+        if frame.kind == FrameKind.PULL:
+            self.pull(member, frame)
+            return
+        with self.lock:
+            if frame.step not in self.ends:
+                self.ends[frame.step] = self.end_type(frame.step)
+            end = self.ends[frame.step]
+            if frame.kind == FrameKind.TOTALS:
+                end.vectors |= frame.content
+                end.reported.add(member.rank)
+            else:
+                self.decide(end, frame)
+            self.progress()
 
     def _agree(self, key: tuple[int, int]) -> None:
-        told = self._waiting[key]
-        due = {rank for rank, member in self.members.items() if member.first <= key[0]}
-        if self.gathered and told and due <= set(told):
-            shared = torch.stack([values for values, _ in told.values()]).amax(0)
-            del self._waiting[key]
-            self.above.exponents(*key, Agreed(shared, sum(count for _, count in told.values())))
-
-    def answer(self, turn: int, layer: int, agreed: Agreed) -> None:
-        """Tells all members what they share for a layer: by the link on which they push, where no parameters are
-        before it."""
-        with self.lock:
-            self.agreed[turn, layer] = agreed
-            members = list(self.members.values())
-        payload = agreed.shared.numpy().data
-        for member in members:
-            member.send(Frame(Kind.EXPONENTS, layer, turn, count=agreed.workers, payload=payload), stream="push")
+        proposals = self._proposals[key]
+        if self.gathered and proposals and self.due(key[0]) <= set(proposals):
+            del self._proposals[key]
+            largest = torch.stack([each.values for each in proposals.values()]).amax(0)
+            workers = sum(each.workers for each in proposals.values())
+            self.exponents(*key, SharedExponents(largest, workers))
 
     def _add(self, member: Member, frame: Frame) -> None:
         number = member.links["push"].receiving.expected
@@ -335,11 +420,14 @@ class Reduction:
         with slot.lock:
             first = slot.number != number
             if first:
-                self._open(slot, number, frame, chunk)
+                slot.number, slot.round, slot.chunk, slot.weight = number, frame.step, chunk, 0
+                slot.complete.clear()
+                self.opened(slot)
             elif slot.chunk is not chunk or slot.round != frame.step:
                 raise _order(member, frame, slot)
             dtype = torch.float32 if frame.width == RAW else fixed_point.WIDTHS[frame.width * 8]
-            values, total = torch.frombuffer(frame.payload, dtype=dtype), slot.total[: chunk.elements]
+            values = torch.frombuffer(frame.payload, dtype=dtype)
+            total = slot.total[: chunk.elements]
             if first or frame.width == RAW:  # by NumPy: one pass of one thread
                 slot.raw = frame.width == RAW
                 (total.view(torch.float32) if slot.raw else total).numpy()[:] = values.numpy()
@@ -351,29 +439,21 @@ class Reduction:
                 self._table.heard(member.rank, number + 1)
                 self._hand_over()
 
-    def _open(self, slot: Slot, number: int, frame: Frame, chunk: Chunk) -> None:
-        slot.number, slot.round, slot.chunk, slot.weight = number, frame.step, chunk, 0
-        slot.complete.clear()
-        self.above.opened(slot)
-
     def _hand_over(self) -> None:
         while self._handed < self._table.minimum():
             self.slots[self._handed % len(self.slots)].complete.set()
             self._handed += 1
 
     def free(self, number: int) -> None:
-        """The sum of that frame was read: another may use its memory. Called in the order of the numbers."""
+        """The sum of that frame was read: another may use its memory. Called in the order of the
+        numbers."""
         with self.lock:
             self._freed = max(self._freed, number + 1)
             for member in self.members.values():
                 member.links["push"].grant(self._freed + len(self.slots))
 
 
-SLOTS = 6
-"""Chunks whose sums may be incomplete at the same time."""
-
-
-def _order(member: Member, frame: Frame, slot: Slot) -> RunFailed:
+def _order(member: Member, frame: Frame, slot: SumSlot) -> RunFailed:
     assert slot.chunk is not None
     return RunFailed(
         f"Worker {member.rank} pushed layer {frame.layer} where another worker pushed layer {slot.chunk.layer}.",
@@ -382,26 +462,25 @@ def _order(member: Member, frame: Frame, slot: Slot) -> RunFailed:
     )
 
 
-def check_job(job: Job, told: dict[str, str], name: str, rank: int) -> None:
-    """Raises UserError where a worker's job differs from this one, and names the first field that does."""
-    mine = summary(job)
-    for field_, value in mine.items():
-        if told.get(field_) != value:
+def check_job(job: NodeJob, fields: dict[str, str], name: str, rank: int) -> None:
+    """Raises UserError where a worker's job differs from this one, and names the first field that
+    does."""
+    for field_, value in summary(job).items():
+        if fields.get(field_) != value:
             raise UserError(
                 f"Worker {rank} and {name} do not agree on {field_!r}.",
-                why=f"the worker says {told.get(field_)}, the node {value}",
+                why=f"the worker says {fields.get(field_)}, the node {value}",
                 do="start both from the same recipe, or give the node an empty folder",
             )
 
 
-def summary(job: Job) -> dict[str, str]:
+def summary(job: NodeJob) -> dict[str, str]:
     """What a worker and its node must have in common."""
-    import xxhash
-
     table = repr([(layer.name, layer.tensors) for layer in job.layers])
     elements = sum(layer.numel for layer in job.layers)
+    digest = xxhash.xxh3_64_hexdigest(table.encode())
     return {
-        "layers": f"{len(job.layers)} layers of {elements:,} elements ({xxhash.xxh3_64_hexdigest(table.encode())})",
+        "layers": f"{len(job.layers)} layers of {elements:,} elements ({digest})",
         "push": job.push,
         "pull": job.pull,
         "chunk": str(job.chunk),

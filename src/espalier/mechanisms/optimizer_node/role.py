@@ -12,7 +12,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,19 +27,20 @@ from espalier.comm import plain_collectives
 from espalier.machine import malloc_trim
 from espalier.mechanisms.optimizer_node.aggregator import Aggregator
 from espalier.mechanisms.optimizer_node.client import Client
-from espalier.mechanisms.optimizer_node.local_steps import LocalSteps, Round
+from espalier.mechanisms.optimizer_node.local_steps import LocalRound, LocalSteps
 from espalier.mechanisms.optimizer_node.node import OptimizerNode
 from espalier.mechanisms.optimizer_node.standby import Replica, Standby
 from espalier.mechanisms.optimizer_node.state import OptimizerNodeState
-from espalier.mechanisms.optimizer_node.state_file import locked, open_state, open_sums, read_layer
+from espalier.mechanisms.optimizer_node.state_file import open_state, open_sums, read_layer
 from espalier.mechanisms.optimizer_node.wire import Address, Times
 from espalier.parallel.layer_client import LayerClient as Connected
-from espalier.parallel.layer_client import filler, layers_of, no_layers
-from espalier.plan.axes.node_layout import Job, Layer, outer_method, push_of
+from espalier.parallel.layer_client import filler, layers_of
+from espalier.plan.axes.node_layout import FlatLayer, NodeJob, outer_method, push_of
 from espalier.recipe import Adamw
 from espalier.recipe.cache_dir import unwritable
 from espalier.recipe.errors import RunFailed, UserError
 from espalier.recipe.serialization import Value
+from espalier.store.state_folder import locked
 from espalier.train.layer_window import rank_memory
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ TIMES = Times()
 """Seconds of the protocol in runs."""
 
 
-class Post(Value, frozen=True):
+class NodePost(Value, frozen=True):
     """Where a process serves others, as it tells every rank at the beginning: an address for each node that it is or
     stands before, the token it would choose, the step of its files, and what was damaged in the step after that."""
 
@@ -71,6 +72,10 @@ class Post(Value, frozen=True):
     token: str
     step: int = 0
     restored: str = ""
+
+
+Posts = Mapping[int, NodePost]
+"""By rank."""
 
 
 @dataclass(frozen=True)
@@ -112,31 +117,38 @@ class NodePlace:
 def folders_of(recipe: Recipe, run: Path, role: str, number: int) -> list[Path]:
     """Where process `number` of a role keeps its files of the run in `run`: there, or in the folders that the recipe
     names, over which the state is striped."""
-    said = run / "optimizer" if recipe.store is None else recipe.store.path or run / "optimizer"
+    folders = run / "optimizer" if recipe.store is None else recipe.store.path or run / "optimizer"
     name = "node" if role == "optimizer" else role
-    return [Path(one) / f"{name}-{number}" for one in (said if isinstance(said, tuple) else [said])]
+    striped = folders if isinstance(folders, tuple) else [folders]
+    return [Path(folder) / f"{name}-{number}" for folder in striped]
 
 
 def ranks_of(plan: Plan, role: str) -> list[int]:
     """The ranks of that role."""
-    return [rank for rank, one in enumerate(plan.ranks) if one.role == role]
+    return [number for number, rank in enumerate(plan.ranks) if rank.role == role]
 
 
-def serving(plan: Plan, steps: Mapping[int, int]) -> list[list[int]]:
-    """Of each node the ranks that hold its state, that with the newest `steps` first: it serves, the other stands by.
+def serving(plan: Plan, posts: Posts) -> list[list[int]]:
+    """Of each node the ranks that hold its state, that with the newest step first: it serves, the other stands by.
     A standby that took over in an attempt before is thus a node in the next."""
     nodes, standbys = ranks_of(plan, "optimizer"), ranks_of(plan, "standby")
     pairs = [[rank, *standbys[number : number + 1]] for number, rank in enumerate(nodes)]
-    return [sorted(pair, key=lambda rank: -steps[rank]) for pair in pairs]
+    return [sorted(pair, key=lambda rank: -posts[rank].step) for pair in pairs]
+
+
+def addresses_of(plan: Plan, posts: Posts) -> list[list[Address]]:
+    """Of each node its address, and that of its standby."""
+    return [[posts[rank].addresses[0] for rank in pair] for pair in serving(plan, posts)]
 
 
 def site_of(plan: Plan, rank: int) -> int | None:
     """The aggregator through which a worker reaches the nodes: the one on its machine; None: it has none."""
-    node = plan.ranks[rank].node
-    return next((one for one in ranks_of(plan, "aggregator") if plan.ranks[one].node == node), None)
+    machine = plan.ranks[rank].node
+    aggregators = ranks_of(plan, "aggregator")
+    return next((rank for rank in aggregators if plan.ranks[rank].node == machine), None)
 
 
-def job_of(recipe: Recipe, plan: Plan, layers: Sequence[Layer]) -> Job:
+def job_of(recipe: Recipe, plan: Plan, layers: Sequence[FlatLayer]) -> NodeJob:
     """What nodes and workers agree on. Raises UserError where the plan asks for what they cannot do."""
     options = recipe.train.optimizer
     if not isinstance(options, Adamw):
@@ -145,11 +157,18 @@ def job_of(recipe: Recipe, plan: Plan, layers: Sequence[Layer]) -> Job:
             do='train.optimizer.kind = "adamw"',
         )
     pushed = "gradients" if plan.outer is None else "outer_step"
-    codecs = {one.codec for one in plan.exchanges if one.traffic == pushed} or {"exact"}
-    outer, push = None, push_of(codecs, "comm" if plan.outer is None else "sync")
+    codecs = {exchange.codec for exchange in plan.exchanges if exchange.traffic == pushed}
+    outer, push = None, push_of(codecs or {"exact"}, "comm" if plan.outer is None else "sync")
     if plan.outer is not None:
         outer = outer_method(plan.outer.method, plan.outer.settings, plan.outer.replicas)
-    return Job(tuple(layers), options, push, workers=len(plan.trainers), outer=outer)
+    return NodeJob(tuple(layers), options, push, workers=len(plan.trainers), outer=outer)
+
+
+def jobs_of(recipe: Recipe, plan: Plan, layers: Sequence[FlatLayer]) -> list[tuple[tuple[int, ...], NodeJob]]:
+    """Of each node the numbers of its layers, and its job."""
+    whole = job_of(recipe, plan, layers)
+    parts = whole.part(len(ranks_of(plan, "optimizer")))
+    return [(part, replace(whole, layers=tuple(layers[number] for number in part))) for part in parts]
 
 
 # --- processes that serve --------------------------------------------------------------------------------------------
@@ -162,13 +181,8 @@ def serve(place: NodePlace, channel: dist.ProcessGroup | None, stepped: Callable
     """
     malloc_trim.map_blocks()
     model, value = place.workload.skeleton()
-    pieces = place.workload.pieces(model)
-    if pieces is None:
-        raise no_layers(model)
-    layers = layers_of(model, pieces.modules)[0]
-    whole = job_of(place.recipe, place.plan, layers)
-    parts = whole.part(len(ranks_of(place.plan, "optimizer")))
-    jobs = [replace(whole, layers=tuple(layers[number] for number in numbers)) for numbers in parts]
+    layers = layers_of(model, place.workload.pieces(model))[0]
+    jobs = [job for _, job in jobs_of(place.recipe, place.plan, layers)]
     if place.spec.alone and not (place.folder / POSTS).exists():
         raise _gone(place)
     for folder in place.folders:
@@ -176,8 +190,9 @@ def serve(place: NodePlace, channel: dist.ProcessGroup | None, stepped: Callable
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise unwritable(folder, error, "name another folder in store.path") from None
+    times = replace(TIMES, unheard=place.spec.pulse.reconnects)
     if place.spec.role == "aggregator":
-        return _aggregate(place, jobs, channel, stepped)
+        return _aggregate(place, jobs, channel, stepped, times)
     job = jobs[place.number]
     with (
         locked(place.folder),
@@ -191,76 +206,76 @@ def serve(place: NodePlace, channel: dist.ProcessGroup | None, stepped: Callable
             )
         _tell_restored(state)
         posts, (door,) = _posted(place, channel, opened, (state.step, state.restored))
-        token, rank = _token(posts), place.spec.rank
-        pair = serving(place.plan, {one.rank: one.step for one in posts.values()})[place.number]
-        kept = state, open_sums(place.folder, job)
-        times = replace(TIMES, unheard=place.spec.pulse.reconnects)
-        made = (OptimizerNode if rank == pair[0] else Standby)(
-            job, kept, door, token, replace(times, link=place.plan.state(OptimizerNodeState).node_link)
-        )
-        if rank == pair[0] and len(pair) > 1:
-            made.replica = Replica(job, (posts[pair[1]].addresses[0], token), made.name, times)
-        made.start()
+        token, pair = _token(posts), serving(place.plan, posts)[place.number]
+        serves = place.spec.rank == pair[0]
+        files, link = (state, open_sums(place.folder, job)), place.plan.state(OptimizerNodeState).node_link
+        server = OptimizerNode if serves else Standby
+        node = server(job, files, door, token, replace(times, link=link))
+        if serves and len(pair) > 1:
+            node.replica = Replica(job, (posts[pair[1]].addresses[0], token), node.name, times)
+        node.start()
         try:
-            _until_left(place, made, stepped)
-            if isinstance(made.replica, Replica):
-                made.replica.finished = True
+            _until_left(place, node, stepped)
+            if node.replica is not None:
+                node.replica.finished = True
         finally:
-            made.close()
+            node.close()
         return state.step
 
 
 def _aggregate(
-    place: NodePlace, jobs: Sequence[Job], channel: dist.ProcessGroup | None, stepped: Callable[[int], None]
+    place: NodePlace,
+    jobs: Sequence[NodeJob],
+    channel: dist.ProcessGroup | None,
+    stepped: Callable[[int], None],
+    times: Times,
 ) -> int:
     """One aggregator for each node, for the workers of this machine."""
     with ExitStack() as opened:
         posts, doors = _posted(place, channel, opened, (0, ""), len(jobs))
-        pairs = serving(place.plan, {one.rank: one.step for one in posts.values()})
-        workers = sum(site_of(place.plan, rank) == place.spec.rank for rank in place.plan.trainers)
-        made = []
-        for job, door, pair in zip(jobs, doors, pairs, strict=True):
-            nodes = [posts[rank].addresses[0] for rank in pair]
-            own = replace(job, workers=workers)
-            times = replace(TIMES, unheard=place.spec.pulse.reconnects)
-            made.append(Aggregator(own, (nodes, _token(posts)), door, place.number, times).start())
-            opened.callback(made[-1].close)
+        sites = [site_of(place.plan, rank) for rank in place.plan.trainers]
+        workers = sites.count(place.spec.rank)
+        aggregators = []
+        nodes = addresses_of(place.plan, posts)
+        for job, door, addresses in zip(jobs, doors, nodes, strict=True):
+            own, node = replace(job, workers=workers), (addresses, _token(posts))
+            aggregators.append(Aggregator(own, node, door, place.number, times).start())
+            opened.callback(aggregators[-1].close)
         stepped(0)
         came = False
-        while not came or any(one.reduction.members or one.session is None for one in made):
-            came = came or all(len(one.reduction.members) == workers for one in made)
+        while not came or any(each.members or each.session is None for each in aggregators):
+            came = came or all(len(each.members) == workers for each in aggregators)
             time.sleep(_LOOK)
-        for one in made:
-            one.leave()
+        for aggregator in aggregators:
+            aggregator.leave()
     return 0
 
 
 def _until_left(place: NodePlace, node: OptimizerNode, stepped: Callable[[int], None]) -> None:
     """Returns when every worker (or aggregator for some) has come and left, or a standby is not needed any more.
     Raises what the node failed with."""
-    sites = {site_of(place.plan, rank) for rank in place.plan.trainers}
-    due = len(sites - {None}) + sum(site_of(place.plan, rank) is None for rank in place.plan.trainers)
+    sites = [site_of(place.plan, rank) for rank in place.plan.trainers]
+    due = len(set(sites) - {None}) + sites.count(None)
     every = 1 if place.plan.outer is None else place.plan.outer.steps
     last = -(-(place.recipe.train.steps or 0) // every)
     stands_by = isinstance(node, Standby)
     came, step = 0, -1
     while True:
-        if node.error is not None:
-            if not (place.folder / "state").exists():
-                raise _gone(place) from node.error
-            raise node.error
-        with node.reduction.lock:
-            here = len(node.reduction.members)
-        came = max(came, here)
+        error = node.error  # before a look at the files, which it may come of
+        gone = None if (place.folder / "state").exists() else _gone(place)
+        if error is not None:
+            raise gone or error
+        with node.lock:
+            members = len(node.members)
+        came = max(came, members)
         if stands_by and isinstance(node, Standby) and node.promoted:
-            stands_by, came = False, here
+            stands_by, came = False, members
         whole = came >= (1 if stands_by else due) or (place.spec.alone and node.state.step >= last)
-        if whole and not here:
+        if whole and not members:
             return
         if node.state.step != step:
             step = node.state.step
-            if not (place.folder / "state").exists():
-                gone = _gone(place)
+            if gone is not None:
                 node.fail(gone)  # first: its threads find the closed file otherwise, and the workers hear of that
                 raise gone
             stepped(step)
@@ -277,19 +292,20 @@ def _gone(place: NodePlace) -> UserError:
 
 def _posted(
     place: NodePlace, channel: dist.ProcessGroup | None, opened: ExitStack, state: tuple[int, str], doors: int = 1
-) -> tuple[dict[int, Post], list[socket.socket]]:
+) -> tuple[Posts, list[socket.socket]]:
     """What all such processes say of themselves, by rank, and the sockets at which this one listens. It is kept in the
     folder, so that a process that is started alone again serves where it did."""
-    file, own = place.folder / POSTS, place.spec.rank
+    file, rank = place.folder / POSTS, place.spec.rank
     if place.spec.alone:
-        posts = {one.rank: one for one in msgspec.json.decode(file.read_bytes(), type=list[Post])}
-        return posts, [opened.enter_context(socket.create_server(one)) for one in posts[own].addresses]
-    found = [opened.enter_context(_door(place)) for _ in range(doors)]
-    mine = Post(own, tuple(door.getsockname()[:2] for door in found), secrets.token_hex(16), *state)
-    posts = {one.rank: one for one in _told(mine, channel)}
+        posts = _by_rank(msgspec.json.decode(file.read_bytes(), type=list[NodePost]))
+        addresses = posts[rank].addresses
+        return posts, [opened.enter_context(socket.create_server(address)) for address in addresses]
+    own_doors = [opened.enter_context(_door(place)) for _ in range(doors)]
+    addresses = tuple(door.getsockname()[:2] for door in own_doors)
+    posts = _gather(NodePost(rank, addresses, secrets.token_hex(16), *state), channel)
     with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as out:  # the token is in it
         out.write(msgspec.json.encode(list(posts.values())))
-    return posts, found
+    return posts, own_doors
 
 
 def _tell_restored(state: Generations) -> None:
@@ -297,7 +313,7 @@ def _tell_restored(state: Generations) -> None:
         sys.stderr.write(f"{state.restored} The state of step {state.step} is whole.\n")
 
 
-def _token(posts: Mapping[int, Post]) -> str:
+def _token(posts: Posts) -> str:
     return posts[min(posts)].token
 
 
@@ -307,10 +323,16 @@ def _door(place: NodePlace) -> socket.socket:
         return socket.create_server((place.address or probe.getsockname()[0], 0))
 
 
-def _told(own: Post | None, channel: dist.ProcessGroup | None) -> list[Post]:
+def _gather(own: NodePost | None, channel: dist.ProcessGroup | None) -> Posts:
     """What the processes that serve say of themselves; all ranks of the run call it once, as they begin."""
-    every = [own] if channel is None else plain_collectives.all_gather(own and msgspec.json.encode(own), channel)
-    return [msgspec.json.decode(one, type=Post) if isinstance(one, bytes) else one for one in every if one]
+    if channel is None:
+        return _by_rank([] if own is None else [own])
+    every = plain_collectives.all_gather(own and msgspec.json.encode(own), channel)
+    return _by_rank(msgspec.json.decode(post, type=NodePost) for post in every if post)
+
+
+def _by_rank(posts: Iterable[NodePost]) -> Posts:
+    return {post.rank: post for post in posts}
 
 
 # --- the model without its nodes ------------------------------------------------------------------------------------
@@ -323,33 +345,29 @@ def load_into(model: nn.Module, workload: Workload, recipe: Recipe, plan: Plan, 
 
     Raises UserError where a node's files are not here, or are of another step than the first's.
     """
-    pieces = workload.pieces(model)
-    assert pieces is not None, "a run on nodes has a model in pieces"
-    layers, _, parameters = layers_of(model, pieces.modules)
-    whole, steps = job_of(recipe, plan, layers), []
-    parts = whole.part(len(ranks_of(plan, "optimizer")))
-    for node, numbers in enumerate(parts):
-        job = replace(whole, layers=tuple(layers[number] for number in numbers))
-        kept = [folders_of(recipe, run, role, node) for role in ("optimizer", "standby")]
+    layers, _, parameters = layers_of(model, workload.pieces(model))
+    steps = []
+    for node, (numbers, job) in enumerate(jobs_of(recipe, plan, layers)):
+        folders = [folders_of(recipe, run, role, node) for role in ("optimizer", "standby")]
         with ExitStack() as opened:
             states = [
-                opened.enter_context(closing(open_state(folders, job, lambda *_: None)))
-                for folders in kept
-                if (folders[0] / "state").exists()
+                opened.enter_context(closing(open_state(striped, job, lambda *_: None)))
+                for striped in folders
+                if (striped[0] / "state").exists()
             ]
             if not states:
                 raise UserError(
-                    f"The files of optimizer node {node} are not in {kept[0][0]}.",
+                    f"The files of optimizer node {node} are not in {folders[0][0]}.",
                     why="they hold the run's model",
                     do="copy them there from the host of that node",
                 )
-            state = max(states, key=lambda one: one.step)
+            state = max(states, key=lambda state: state.step)
             _tell_restored(state)
             steps.append(state.step)
             for local, number in enumerate(numbers):
-                values = read_layer(state, job, local)[0]
-                for parameter, value in zip(parameters[number], layers[number].views(values), strict=True):
-                    parameter.copy_(value)
+                views = layers[number].views(read_layer(state, job, local)[0])
+                for parameter, values in zip(parameters[number], views, strict=True):
+                    parameter.copy_(values)
     if len(set(steps)) > 1:
         raise UserError(
             f"The optimizer nodes' files are of steps {', '.join(map(str, steps))}.",
@@ -361,7 +379,7 @@ def load_into(model: nn.Module, workload: Workload, recipe: Recipe, plan: Plan, 
 # --- a worker's way there ------------------------------------------------------------------------------------------
 
 
-def connect(context: Build, layers: Sequence[Layer]) -> Connected:
+def connect(context: Build, layers: Sequence[FlatLayer]) -> Connected:
     """The connection of a worker to the nodes of its run, through the aggregator of its machine if there is one. All
     ranks of the run take part.
 
@@ -369,15 +387,14 @@ def connect(context: Build, layers: Sequence[Layer]) -> Connected:
     """
     plan, rank = context.plan, context.mesh.rank
     job = job_of(context.recipe, plan, layers)
-    posts = {one.rank: one for one in _told(None, context.mesh.channel)}
-    context.damaged += [one.restored for one in posts.values() if one.restored]
-    pairs, site = ranks_of(plan, "optimizer"), site_of(plan, rank)
-    if not set(pairs) <= set(posts):
+    posts = _gather(None, context.mesh.channel)
+    context.damaged += [post.restored for post in posts.values() if post.restored]
+    site = site_of(plan, rank)
+    if not set(ranks_of(plan, "optimizer")) <= set(posts):
         raise RunFailed("A rank is planned as an optimizer node, and does not say where it listens.")
-    orders = serving(plan, {one.rank: one.step for one in posts.values()})
-    addresses = [[posts[one].addresses[0] for one in order] for order in orders]
+    addresses = addresses_of(plan, posts)
     if site is not None:
-        addresses = [[one] for one in posts[site].addresses]
+        addresses = [[address] for address in posts[site].addresses]
     answer = TIMES.answer if plan.outer is None else LONGEST_ROUND
     link = plan.state(OptimizerNodeState).node_link if site is None else 0.0
     times = replace(TIMES, answer=answer, unheard=context.reconnects, link=link)
@@ -399,4 +416,4 @@ def _local(context: Build, outer: Outer, client: Client) -> LocalSteps:
     if context.folder is None:
         raise UserError("Workers that take steps of their own need a run folder for their files.", do="espalier train")
     folder = folders_of(context.recipe, context.folder, "worker", rank)[0]
-    return LocalSteps(client, folder, Round(steps, outer.steps, weight or 1.0))
+    return LocalSteps(client, folder, LocalRound(steps, outer.steps, weight or 1.0))

@@ -1,7 +1,8 @@
-"""Session with an optimizer node or aggregator: two links, one for pushes and one for all else, and how they begin.
+"""Session with an optimizer node or aggregator: how its two links begin, one for pushes and one for
+all else.
 
-The node knows a session by a random name. A link that was cut goes on in its session; a node that has started again
-does not know the session, and what it had not committed is lost.
+The node knows a session by a random name. A link that was cut goes on in its session; a node that
+has started again does not know the session, and what it had not committed is lost.
 """
 
 from __future__ import annotations
@@ -15,34 +16,43 @@ from functools import partial
 from typing import Any
 
 from espalier.mechanisms.optimizer_node import wire
-from espalier.mechanisms.optimizer_node.wire import Address, Frame, Kind, Link, Receiver, Times
+from espalier.mechanisms.optimizer_node.reduction import summary
+from espalier.mechanisms.optimizer_node.wire import (
+    Address,
+    Frame,
+    FrameKind,
+    FrameLink,
+    Greeting,
+    Peer,
+    Times,
+)
 from espalier.parallel.layer_client import step_lost
+from espalier.plan.axes.node_layout import NodeJob
 from espalier.recipe.errors import EspalierError, RunFailed
 
 
-class Session:
-    """The links of one member. Has state; safe among threads.
+class Session(Peer):
+    """A node, as one of its members sees it. Has state; safe among threads.
 
     Args:
         name: of this side, in messages.
         times: seconds of the protocol.
         node: its address, and the token of the run.
-        greeting: what the node is told: rank, workers, job, and the cluster and step that all nodes agree on.
-        receiver: takes what arrives.
+        job: what this side pushes.
+        greeting: rank, workers, and the cluster and step that all nodes agree on (`resume`).
 
     Attributes:
         first: the first round of this member, and `joins` the step of it.
     """
 
-    def __init__(
-        self, name: str, times: Times, node: tuple[Address, str], greeting: dict[str, Any], receiver: Receiver
-    ) -> None:
-        self.name, self.times, self.receiver = name, times, receiver
+    def __init__(self, name: str, times: Times, node: tuple[Address, str], job: NodeJob, greeting: Greeting) -> None:
+        super().__init__()
+        self.name, self.times = name, times
         self.address, self._token = node
         self.peer = f"the optimizer node at {self.address[0]}:{self.address[1]}"
-        self.links: dict[str, Link] = {}
         self.first = self.joins = 0
-        self._greeting = greeting | {"ask": "link", "session": secrets.token_hex(16)}
+        link = {"ask": "link", "session": secrets.token_hex(16), "job": summary(job)}
+        self._greeting = greeting | link
         self._leaving = False
 
     def start(self) -> None:
@@ -50,26 +60,21 @@ class Session:
         for stream in ("control", "push"):
             connection, reply = self._greet(stream, 0, new=stream == "control")
             self.first, self.joins = reply["first"], reply["joins"]
-            link = Link(
-                (self.name, self.peer),
-                self.receiver,
-                self.times,
-                partial(self._again, stream),
-                first=(reply["expected"], 0),
-            )
+            names, expected = (self.name, self.peer), reply["expected"]
+            link = FrameLink(names, self, self.times, partial(self._again, stream), first=(expected, 0))
             self.links[stream] = link
-            link.attach(connection, reply["expected"])
+            link.attach(connection, expected)
             link.start()
 
-    def _greet(self, stream: str, expected: int, new: bool = False) -> tuple[socket.socket, wire.Greeting]:
-        told = self._greeting | {"stream": stream, "expected": expected, "new": new}
-        connection, reply = wire.dial(self.address, self._token, told, self.times.silence)
+    def _greet(self, stream: str, expected: int, new: bool = False) -> tuple[socket.socket, Greeting]:
+        greeting = self._greeting | {"stream": stream, "expected": expected, "new": new}
+        connection, reply = wire.dial(self.address, self._token, greeting, self.times.silence)
         if not reply["known"]:
             connection.close()
             raise step_lost(reply["step"])
         return connection, reply
 
-    def _again(self, stream: str, link: Link) -> tuple[socket.socket, int]:
+    def _again(self, stream: str, link: FrameLink) -> tuple[socket.socket, int]:
         if self._leaving:
             raise RunFailed(f"{self.name} has left {self.peer}.")
         connection, reply = self._greet(stream, link.receiving.expected)
@@ -84,29 +89,33 @@ class Session:
         self.links["push"].drained()
         self._leaving = True
         with suppress(EspalierError):  # the node hangs up when it has read that
-            self.ask(Frame(Kind.LEAVE))
+            self.links["control"].post(Frame(FrameKind.LEAVE))
             self.links["control"].drained()
         self.close()
 
-    def close(self) -> None:
-        """Ends it at once."""
-        for link in self.links.values():
-            link.close()
 
-
-def reach(addresses: Sequence[Address], token: str, name: str, times: Times) -> tuple[Address, dict[str, Any]]:
-    """The first of the addresses where a node answers, and its status; they are asked again until one does."""
+def reach(
+    addresses: Sequence[Address],
+    token: str,
+    name: str,
+    times: Times,
+    peer: tuple[str, Greeting] = ("the optimizer node", {}),
+) -> tuple[Address, dict[str, Any]]:
+    """The first of the addresses where a node answers, and its status; they are asked again until
+    one does. `peer`: what it is in messages, and what it is told."""
     until = time.monotonic() + times.patience
+    what, greeting = peer
     while True:
         times.unheard()
         for address in addresses:
             try:
-                connection, reply = wire.dial(address, token, {"ask": "status"}, times.silence)
+                asked = {"ask": "status"} | greeting
+                connection, reply = wire.dial(address, token, asked, times.silence)
             except OSError:
                 continue
             connection.close()
             return address, reply
         if time.monotonic() > until:
             shown = " or ".join(f"{host}:{port}" for host, port in addresses)
-            raise wire.unreachable(name, f"the optimizer node at {shown}", times.patience)
+            raise wire.unreachable(name, f"{what} at {shown}", times.patience)
         time.sleep(min(times.heartbeat * 4, 1.0))

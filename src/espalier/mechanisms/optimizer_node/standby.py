@@ -13,20 +13,18 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from espalier.mechanisms.optimizer_node import wire
 from espalier.mechanisms.optimizer_node.node import OptimizerNode
-from espalier.mechanisms.optimizer_node.reduction import Member, summary
-from espalier.mechanisms.optimizer_node.session import Session
-from espalier.mechanisms.optimizer_node.state_file import Entries
-from espalier.mechanisms.optimizer_node.wire import RAW, Address, Frame, Kind, Times
+from espalier.mechanisms.optimizer_node.reduction import Member
+from espalier.mechanisms.optimizer_node.session import Session, reach
+from espalier.mechanisms.optimizer_node.state_file import StateEntries
+from espalier.mechanisms.optimizer_node.wire import RAW, Address, Frame, FrameKind, Greeting, Times
 from espalier.parallel.layer_client import StepLost
-from espalier.plan.axes.node_layout import Chunk, Job, chunks_of
-from espalier.recipe import serialization
+from espalier.plan.axes.node_layout import LayerChunk, NodeJob
 from espalier.recipe.errors import EspalierError, PeerLost, RunFailed
 from espalier.store.generations import Generations
 
@@ -45,14 +43,14 @@ class Standby(OptimizerNode):
     _heard = 0.0
 
     def start(self) -> Self:
-        """See OptimizerNode."""
+        """See ReductionServer."""
         self._heard = time.monotonic() + self.times.patience  # the first one has so long to come
         return super().start()
 
-    def status(self, greeting: dict[str, Any]) -> dict[str, Any]:
-        """See Above. Workers are sent away (and come again) while the primary is there."""
+    def status(self, greeting: Greeting) -> Greeting:
+        """See ReductionServer. Workers are sent away (and come again) while the primary is there."""
         if greeting.get("rank") != PRIMARY:
-            primary = self.reduction.members.get(PRIMARY)
+            primary = self.members.get(PRIMARY)
             if primary is not None and primary.links["control"].connected:
                 self._heard = time.monotonic()
             if not self.promoted and time.monotonic() < self._heard + self.times.silence:
@@ -67,15 +65,15 @@ class Standby(OptimizerNode):
         return super().status(greeting)
 
     def request(self, member: Member, frame: Frame) -> None:
-        """See Above. The primary also sends whole states."""
+        """See ReductionServer. The primary also sends whole states."""
         self._heard = time.monotonic()
-        if frame.kind != Kind.STATE:
+        if frame.kind != FrameKind.STATE:
             super().request(member, frame)
         elif frame.width:
-            name = f"{frame.layer}/{frame.chunk}/" + ("parameters" if frame.width == 1 else "moments")
+            name = list(self._entries.sizes())[frame.layer]
             self.state.write(name, torch.frombuffer(frame.payload, dtype=torch.uint8))
         else:
-            with self._changed:
+            with self.lock:
                 self.state.commit(frame.step)
                 self._step.number = frame.step
 
@@ -97,99 +95,85 @@ class Replica:
 
     finished = False
 
-    def __init__(self, job: Job, address: tuple[Address, str], name: str, times: Times) -> None:
-        self.job, self.name, self.times = job, name, times
-        self._address, self._token = address
+    def __init__(self, job: NodeJob, address: tuple[Address, str], name: str, times: Times) -> None:
+        self.job, self.address, self.name, self.times = job, address, name, times
         self.error: EspalierError | None = None
         self.refused: Callable[[EspalierError], None] = lambda _: None
-        self._open: tuple[Session, int] | None = None
+        self._session: _ReplicaSession | None = None
+        self._shift = 0
 
-    def begin(self, state: Generations, turn: int) -> None:
-        """From round `turn` on the standby gets all; before, it is brought to where `state` stands.
+    def begin(self, state: Generations, round: int) -> None:
+        """From that round on the standby gets all; before, it is brought to where `state` stands.
 
         Raises:
             RunFailed: it has taken over.
             PeerLost: nobody answers.
         """
         self.close()
-        greeting = {"rank": PRIMARY, "job": summary(self.job), "workers": 1}
-        run = {"cluster": secrets.token_hex(8), "resume": self._step()}
-        session = Session(self.name, self.times, (self._address, self._token), greeting | run, self)
+        address, token = self.address
+        peer = "its standby", {"rank": PRIMARY}
+        status = reach([address], token, self.name, self.times, peer)[1]
+        run = {"cluster": secrets.token_hex(8), "resume": int(status["step"])}
+        session = _ReplicaSession(self, run | {"rank": PRIMARY, "workers": 1})
         session.start()
         if run["resume"] != state.step:
             self._copy(state, session)
-        self._open = (session, session.first - turn)
+        self._session, self._shift = session, session.first - round
         self.error = None
 
-    def _step(self) -> int:
-        until, at = time.monotonic() + self.times.patience, (self._address, self._token)
-        while True:
-            self.times.unheard()
-            try:
-                connection, reply = wire.dial(*at, {"ask": "status", "rank": PRIMARY}, self.times.silence)
-            except OSError:
-                if time.monotonic() > until:
-                    peer = f"its standby at {self._address[0]}:{self._address[1]}"
-                    raise wire.unreachable(self.name, peer, self.times.patience) from None
-                time.sleep(self.times.heartbeat)
-            else:
-                connection.close()
-                return int(reply["step"])
-
     def _copy(self, state: Generations, session: Session) -> None:
-        entries = Entries(self.job)
-        for number in range(len(self.job.layers)):
-            for chunk in chunks_of(self.job, number):
-                for place, (kind, width) in enumerate(
-                    (("parameters", entries.width), ("moments", entries.moments)), start=1
-                ):
-                    buffer = torch.empty(chunk.elements * width, dtype=torch.uint8)
-                    state.read(f"{chunk.name}/{kind}", buffer)
-                    frame = Frame(Kind.STATE, number, state.step, chunk.index, place, payload=buffer.numpy().data)
-                    session.links["control"].send(frame)
-                    session.links["control"].drained()
-        session.ask(Frame(Kind.STATE, step=state.step))
-        session.links["control"].drained()
+        control = session.links["control"]
+        for number, (name, size) in enumerate(StateEntries(self.job).sizes().items()):
+            buffer = torch.empty(size, dtype=torch.uint8)
+            state.read(name, buffer)
+            payload = buffer.numpy().data
+            control.send(Frame(FrameKind.STATE, number, state.step, width=1, payload=payload))
+            control.drained()
+        session.ask(Frame(FrameKind.STATE, step=state.step))
+        control.drained()
 
-    def gradient(self, turn: int, chunk: Chunk, values: Tensor) -> None:
+    def gradient(self, round: int, chunk: LayerChunk, values: Tensor) -> None:
         """Sends the sum of a chunk in that round."""
         payload = values.clone().numpy().data.cast("B")
-        self._send("push", Frame(Kind.GRADIENT, chunk.layer, turn, chunk.index, RAW, payload=payload))
+        frame = Frame(FrameKind.GRADIENT, chunk.layer, round, chunk.index, RAW, payload=payload)
+        self._send("push", frame)
 
-    def end(self, turn: int, decision: dict[str, Any]) -> None:
+    def end(self, round: int, decision: memoryview) -> None:
         """Tells how the round ends; returns when the standby has all of it."""
-        self._send("control", Frame(Kind.MOVE, step=turn, payload=memoryview(serialization.dumps(decision))))
-        if self._open is not None and self.error is None:
+        self._send("control", Frame(FrameKind.MOVE, step=round, payload=decision))
+        if self._session is not None and self.error is None:
             with suppress(EspalierError):
-                for link in self._open[0].links.values():
+                for link in self._session.links.values():
                     link.drained()
 
     def _send(self, stream: str, frame: Frame) -> None:
-        if self._open is not None and self.error is None:
-            session, shift = self._open
-            if frame.step + shift >= session.first:
-                with suppress(EspalierError):  # `lost` is called with it
-                    session.links[stream].send(replace(frame, step=frame.step + shift))
+        session, step = self._session, frame.step + self._shift
+        if session is not None and self.error is None and step >= session.first:
+            with suppress(EspalierError):  # `lost` is called with it
+                session.links[stream].send(replace(frame, step=step))
 
     def close(self) -> None:
         """At once; where nothing has failed the standby hears that it is not needed any more."""
-        if self._open is not None:
-            session, self._open = self._open[0], None
+        session, self._session = self._session, None
+        if session is not None:
             if self.error is None and self.finished:
                 session.leave()
             session.close()
-
-    # What arrives
-
-    def buffer(self, frame: Frame, size: int) -> memoryview:
-        """See Receiver."""
-        return memoryview(bytearray(size))
-
-    def deliver(self, frame: Frame) -> None:
-        """The standby has nothing to say."""
 
     def lost(self, error: EspalierError) -> None:
         """The standby is gone, or has taken over."""
         self.error = error
         if not isinstance(error, (PeerLost, StepLost)):
             self.refused(error)
+
+
+class _ReplicaSession(Session):
+    """One session with the standby, which has nothing to say."""
+
+    def __init__(self, replica: Replica, greeting: Greeting) -> None:
+        self.replica = replica
+        super().__init__(replica.name, replica.times, replica.address, replica.job, greeting)
+
+    def lost(self, error: EspalierError) -> None:
+        """See Peer."""
+        self.replica.lost(error)

@@ -21,7 +21,7 @@ from espalier.mechanisms.optimizer_node.node import OptimizerNode
 from espalier.mechanisms.optimizer_node.state_file import open_state, open_sums
 from espalier.parallel.layer_client import LayerClient as Connected
 from espalier.parallel.layer_client import StepLost, filler
-from espalier.plan.axes.node_layout import Job, Layer, Push
+from espalier.plan.axes.node_layout import FlatLayer, NodeJob, Push
 from espalier.recipe import Adamw
 from espalier.recipe.errors import UserError
 from espalier.train.layer_window import LayerWindow, hold_layers
@@ -30,7 +30,7 @@ from espalier.train.wrap_policy import Membership, blocks_of
 OUTSIDE = "outside of blocks"
 
 
-def job_of(model: nn.Module, optimizer: torch.optim.Optimizer, workers: int = 1, push: Push = "fp32") -> Job:
+def job_of(model: nn.Module, optimizer: torch.optim.Optimizer, workers: int = 1, push: Push = "fp32") -> NodeJob:
     """What a node and the workers of a loop agree on: a layer for each block of `model`, and one for the rest.
 
     Args:
@@ -40,14 +40,16 @@ def job_of(model: nn.Module, optimizer: torch.optim.Optimizer, workers: int = 1,
 
     Raises UserError for another optimizer, or other groups of parameters.
     """
-    return Job(tuple(layer for layer, _ in _layers(model)), _options(optimizer), push, workers=workers)
+    return NodeJob(tuple(layer for layer, _ in _layers(model)), _options(optimizer), push, workers=workers)
 
 
-def start_node(folder: str | Path, job: Job, model: nn.Module, token: str, address: tuple[str, int]) -> OptimizerNode:
+def start_node(
+    folder: str | Path, job: NodeJob, model: nn.Module, token: str, address: tuple[str, int]
+) -> OptimizerNode:
     """An optimizer node with its files in `folder`, in threads of this process: `wait` and `close` it.
 
     A new one begins with the parameters of `model`; one whose files are there goes on with these. `token`: a secret
-    that nodes and workers share; `address`: host and port where it listens (port 0: any, `node.reduction.door` has it).
+    that nodes and workers share; `address`: host and port where it listens (port 0: any, `node.door` has it).
     """
     values = dict(model.named_parameters())
     place = Path(folder)
@@ -79,25 +81,24 @@ class AttachedLoop:
         self.model, self.optimizer, self.client, self.clip = model, optimizer, client, clip
         _options(optimizer)
         self.base = float(optimizer.param_groups[0]["lr"])
-        found = _layers(model)
-        held = hold_layers(model, [layer for layer, _ in found], [own for _, own in found])
-        self.blocks = _trained(model)
-        self.root = next((index for index, one in enumerate(held) if one.layer.name == OUTSIDE), None)
+        layers, parameters = zip(*_layers(model), strict=True)
+        window_layers, count = hold_layers(model, layers, parameters), len(layers)
+        self.root = 0 if layers[0].name == OUTSIDE else None
         self.first = 0 if self.root is None else 1
-        size = min(len(held), self.first + 3)
-        self.window = LayerWindow(client, held, [[index] for index in range(len(held))], size)
-        self._missing = [0] * len(held)
-        self._backward = [False] * len(held)
-        self._pushed = len(held)
+        pieces = [[index] for index in range(count)]
+        self.window = LayerWindow(client, window_layers, pieces, min(count, self.first + 3))
+        self._order = list(reversed(range(count)))
+        self._missing, self._backward = [0] * count, [False] * count
+        self._pushed = count
         self._open, self._rate = False, 1.0
         self._hooks: list[Any] = [
             model.register_forward_pre_hook(self._enter_model, prepend=True),
             model.register_forward_hook(self._leave_model),
         ]
-        for number, block in enumerate(self.blocks):
-            self._watch(number + self.first, block)
-        for index, one in enumerate(held):
-            for parameter in one.parameters:
+        for index, block in enumerate(_trained(model), start=self.first):
+            self._watch(index, block)
+        for index, layer in enumerate(window_layers):
+            for parameter in layer.parameters:
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._arrival(index)))
         self._plain_step = optimizer.step
 
@@ -107,7 +108,6 @@ class AttachedLoop:
             self._step()
 
         optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
-        self._order = list(reversed(range(len(held))))
 
     def detach(self) -> None:
         """Every parameter is here again, and the loop a plain one."""
@@ -136,10 +136,8 @@ class AttachedLoop:
         def leave(module: nn.Module, inputs: Any, output: Any) -> None:
             if self._backward[index]:  # computed again
                 return
-            outputs = [one for one in tree_leaves(output) if isinstance(one, Tensor) and one.requires_grad]
-            if outputs:
-                torch.autograd.graph.register_multi_grad_hook(outputs, lambda _: self._begin(index), mode="any")
-            if not (outputs and index == len(self.window.layers) - 1):  # else its backward comes next
+            trained = self._hook_backward(output, index)
+            if not (trained and index == len(self.window.layers) - 1):  # else its backward comes next
                 self.window.release(index)
 
         self._hooks.append(block.register_forward_pre_hook(enter, prepend=True))
@@ -152,16 +150,19 @@ class AttachedLoop:
             self.window.need(self.root)
 
     def _leave_model(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        outputs = [one for one in tree_leaves(output) if isinstance(one, Tensor) and one.requires_grad]
-        if not outputs:
+        if not self._hook_backward(output, self.root):
             self.window.drop()
-        elif self.root is not None:
-            torch.autograd.graph.register_multi_grad_hook(outputs, lambda _: self._begin(self.root), mode="any")
+
+    def _hook_backward(self, output: Any, index: int | None) -> bool:
+        """Begins backward of a layer (None: there is none) with the first gradient of `output`; whether it has any."""
+        outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if outputs and index is not None:
+            torch.autograd.graph.register_multi_grad_hook(outputs, lambda _: self._begin(index), mode="any")
+        return bool(outputs)
 
     # --- backward ----------------------------------------------------------------------------------------------------
 
-    def _begin(self, index: int | None) -> None:
-        assert index is not None
+    def _begin(self, index: int) -> None:
         if not self._open:
             if self._pushed < len(self._order) or self._pushed == -1:
                 raise UserError(
@@ -170,7 +171,7 @@ class AttachedLoop:
                     do="one backward pass for each step, with a smaller batch on each of more workers",
                 )
             self._open, self._pushed = True, 0
-            self._missing = [len(one.parameters) for one in self.window.layers]
+            self._missing = [len(layer.parameters) for layer in self.window.layers]
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
         self._backward[index] = True
         self.window.need(index)
@@ -212,7 +213,7 @@ class AttachedLoop:
         self._pushed = len(self._order)
 
 
-def _layers(model: nn.Module) -> list[tuple[Layer, list[nn.Parameter]]]:
+def _layers(model: nn.Module) -> list[tuple[FlatLayer, list[nn.Parameter]]]:
     """What is outside of blocks first, then each block, with its trainable parameters."""
     blocks = _trained(model)
     member = Membership(model, blocks)
@@ -223,7 +224,7 @@ def _layers(model: nn.Module) -> list[tuple[Layer, list[nn.Parameter]]]:
             groups.setdefault(-1 if block is None else block, []).append((name, parameter))
     return [
         (
-            Layer(OUTSIDE if block < 0 else f"block {block}", tuple((name, tuple(one.shape)) for name, one in own)),
+            FlatLayer(OUTSIDE if block < 0 else f"block {block}", tuple((name, tuple(one.shape)) for name, one in own)),
             [one for _, one in own],
         )
         for block, own in sorted(groups.items())
@@ -232,7 +233,7 @@ def _layers(model: nn.Module) -> list[tuple[Layer, list[nn.Parameter]]]:
 
 def _trained(model: nn.Module) -> list[nn.Module]:
     """The blocks that have a layer of their own."""
-    return [block for block in blocks_of(model) if any(one.requires_grad for one in block.parameters())]
+    return [block for block in blocks_of(model) if any(parameter.requires_grad for parameter in block.parameters())]
 
 
 def _options(optimizer: torch.optim.Optimizer) -> Adamw:
@@ -242,8 +243,8 @@ def _options(optimizer: torch.optim.Optimizer) -> Adamw:
         raise UserError(
             f"An optimizer node runs AdamW, not {type(optimizer).__name__}.", do="torch.optim.AdamW(model.parameters())"
         )
-    decays = {group["weight_decay"] for group in groups for one in group["params"] if one.ndim >= 2}
-    others = {group["weight_decay"] for group in groups for one in group["params"] if one.ndim < 2}
+    decays = {group["weight_decay"] for group in groups for tensor in group["params"] if tensor.ndim >= 2}
+    others = {group["weight_decay"] for group in groups for tensor in group["params"] if tensor.ndim < 2}
     same = {(group["lr"], group["betas"], group["eps"]) for group in groups}
     if len(decays) > 1 or others - {0.0} or len(same) > 1:
         raise UserError(
@@ -258,4 +259,4 @@ def _options(optimizer: torch.optim.Optimizer) -> Adamw:
     )  # fmt: skip
 
 
-__all__ = ["AttachedLoop", "Client", "Job", "StepLost", "attach", "job_of", "start_node"]
+__all__ = ["AttachedLoop", "Client", "NodeJob", "StepLost", "attach", "job_of", "start_node"]

@@ -1,10 +1,9 @@
 """Frames between workers, aggregators and optimizer nodes: TCP, authentication, sequence numbers, resends, deadlines.
 
-A `Link` carries frames in order in both directions and survives the connection under it: where that is cut, the side
-that dialed dials again, and both resend from what the other has. Each opening proves on both sides that the other knows
-the token of the run (HMAC-SHA-256 over both challenges, as in launch/hosts/store_gate.py) and speaks the same
-version. What
-follows is not encrypted; header and payload carry checksums, and a frame that does not match is resent.
+A `FrameLink` carries frames in order in both directions and survives the connection under it: where that is cut, the
+side that dialed dials again, and both resend from what the other has. Each opening proves on both sides that the other
+knows the token of the run (HMAC-SHA-256 over both challenges, as in launch/hosts/store_gate.py) and speaks the same
+version. What follows is not encrypted; header and payload carry checksums, and a frame that does not match is resent.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cache
 from importlib import metadata
-from typing import Any, Protocol
+from typing import Any
 
 import xxhash
 
@@ -35,9 +34,10 @@ VERSION = 1
 _MAGIC = b"espluwu\0"
 _CHALLENGE = struct.Struct("<8sI32s")
 _LENGTH = struct.Struct("<I")
+_PROOF = 32  # bytes of a SHA-256
 _LARGEST = 1 << 20  # bytes of a greeting
 _HEADER = struct.Struct("<BBIQIQIqQ")
-"""Kind, width, layer, step, chunk, sequence number, bytes of the payload, count, the payload's checksum."""
+"""FrameKind, width, layer, step, chunk, sequence number, bytes of the payload, count, the payload's checksum."""
 HEADER = _HEADER.size + 8
 RAW = 5
 """In place of the width of integers: the payload is float32 as it is."""
@@ -90,8 +90,18 @@ class Frame:
     count: int = 0
     payload: memoryview = field(default_factory=lambda: memoryview(b""))
 
+    @property
+    def content(self) -> Any:
+        """What was `packed` into the payload."""
+        return serialization.loads(self.payload)
 
-class Kind(IntEnum):
+
+def packed(content: Any) -> memoryview:
+    """The payload with plain values."""
+    return memoryview(serialization.dumps(content))
+
+
+class FrameKind(IntEnum):
     """What a frame is."""
 
     HEARTBEAT = 0
@@ -109,20 +119,30 @@ class Kind(IntEnum):
     """From a node to its standby: an entry of its state, or (width 0) the end of them."""
 
 
-class Receiver(Protocol):
-    """What is done with the frames of a link, in its reading thread."""
+class Peer:
+    """The other side of a session, and what is done with its frames, in the reading threads of its
+    links. Has state: the links, `control` and `push`."""
+
+    def __init__(self) -> None:
+        self.links: dict[str, FrameLink] = {}
 
     def buffer(self, frame: Frame, size: int) -> memoryview:
         """Memory for the payload of `size` bytes that comes with `frame`."""
+        return memoryview(bytearray(size))
 
     def deliver(self, frame: Frame) -> None:
         """`frame` is here whole, once, in the order in which it was sent."""
 
     def lost(self, error: EspalierError) -> None:
-        """The link has ended."""
+        """A link has ended."""
+
+    def close(self) -> None:
+        """Ends both links at once."""
+        for link in self.links.values():
+            link.close()
 
 
-class Link:
+class FrameLink:
     """Frames in order, in both directions, over one connection after another. Has state; safe among threads.
 
     Args:
@@ -141,9 +161,9 @@ class Link:
     def __init__(
         self,
         names: tuple[str, str],
-        receiver: Receiver,
+        receiver: Peer,
         times: Times,
-        dial: Callable[[Link], tuple[socket.socket, int]] | None = None,
+        dial: Callable[[FrameLink], tuple[socket.socket, int]] | None = None,
         *,
         first: tuple[int, int] = (0, 0),
     ) -> None:
@@ -153,18 +173,18 @@ class Link:
         self.room: int | None = 64
         self.error: EspalierError | None = None
         self.bytes_sent = self.bytes_received = 0
-        self._kept: deque[tuple[int, Frame, Callable[[], None] | None]] = deque()
+        self._unacknowledged: deque[tuple[int, Frame, Callable[[], None] | None]] = deque()
         self._changed = threading.Condition()
         self._one_reader = threading.Lock()
         self._threads: dict[str, threading.Thread] = {}
         self._socket: socket.socket | None = None
         self._pacing = Pacing(times.link)
         self._gap = False
-        self._told = (-1, -1)
+        self._announced = (-1, -1)
         self._since = self._advanced = self._heard_at = time.monotonic()
         self._next_beat = 0.0
 
-    def start(self) -> Link:
+    def start(self) -> FrameLink:
         """Begins to send."""
         self._begin(f"{self.me} to {self.peer}", self._write)
         return self
@@ -195,7 +215,7 @@ class Link:
             if self.error is not None:
                 raise self.error
             number = self.sending.add()
-            self._kept.append((number, frame, done))
+            self._unacknowledged.append((number, frame, done))
             self._changed.notify_all()
             return number
 
@@ -213,7 +233,7 @@ class Link:
             old, self._socket = self._socket, connection
             done = self._heard(expected, 0)
             self.sending.resend()
-            self._told, self._since = (-1, -1), time.monotonic()
+            self._announced, self._since = (-1, -1), time.monotonic()
             self._changed.notify_all()
         hang_up(old)
         for call in done:
@@ -225,7 +245,7 @@ class Link:
         with self._changed:
             self.error = self.error or error or RunFailed(f"{self.me} has closed its connection to {self.peer}.")
             old, self._socket = self._socket, None
-            self._kept.clear()
+            self._unacknowledged.clear()
             self._changed.notify_all()
         hang_up(old)
 
@@ -266,11 +286,11 @@ class Link:
                 if self.sending.sendable():
                     if self.sending.cursor == self.sending.acked:  # nothing was outstanding
                         self._advanced = time.monotonic()
-                    number, frame, _ = self._kept[self.sending.cursor - self._kept[0][0]]
+                    number, frame, _ = self._unacknowledged[self.sending.cursor - self._unacknowledged[0][0]]
                     self.sending.cursor += 1
             try:
                 if beat is not None:
-                    self._put(connection, Frame(Kind.HEARTBEAT, step=beat[0], count=beat[1], width=beat[2]), 0)
+                    self._put(connection, Frame(FrameKind.HEARTBEAT, step=beat[0], count=beat[1], width=beat[2]), 0)
                 if frame is not None and number is not None:
                     self._put(connection, frame, number)
             except OSError:
@@ -288,8 +308,8 @@ class Link:
 
     def _due(self, now: float) -> bool:
         window = self.receiving
-        many = window.expected - self._told[0] >= _FRAMES
-        return now >= self._next_beat or self._gap or many or (self.room is None and window.credit > self._told[1])
+        many = window.expected - self._announced[0] >= _FRAMES
+        return now >= self._next_beat or self._gap or many or (self.room is None and window.credit > self._announced[1])
 
     def _beat(self) -> tuple[int, int, int] | None:
         now = time.monotonic()
@@ -299,7 +319,7 @@ class Link:
         if not self._due(now):
             return None
         gap, self._gap = self._gap, False
-        self._told = (window.expected, window.credit)
+        self._announced = (window.expected, window.credit)
         self._next_beat = now + self.times.heartbeat
         return window.expected, window.credit, int(gap)
 
@@ -334,7 +354,7 @@ class Link:
         kind, width, layer, step, chunk, number, size, count, sum_ = _HEADER.unpack(head[:-8])
         self.bytes_received += HEADER + size
         self._heard_at = time.monotonic()
-        if kind == Kind.HEARTBEAT:
+        if kind == FrameKind.HEARTBEAT:
             self._heartbeat(step, count, bool(width))
             return
         frame = Frame(kind, layer, step, chunk, width, count)
@@ -355,7 +375,7 @@ class Link:
         with self._changed:
             self.receiving.arrived()
             if size > _SLICE:
-                self._told = (-1, -1)  # is told at once
+                self._announced = (-1, -1)  # is told at once
             if self._due(time.monotonic()):
                 self._changed.notify_all()
 
@@ -373,8 +393,8 @@ class Link:
         done = []
         if self.sending.heard(ack, credit):
             self._advanced = time.monotonic()
-            while self._kept and self._kept[0][0] < self.sending.acked:
-                number, frame, call = self._kept.popleft()
+            while self._unacknowledged and self._unacknowledged[0][0] < self.sending.acked:
+                number, frame, call = self._unacknowledged.popleft()
                 if frame.payload.nbytes > _SLICE:
                     self._pacing.arrived(number, frame.payload.nbytes)
                 done.append(call)
@@ -479,11 +499,10 @@ def dial(address: Address, token: str, greeting: Greeting, seconds: float = _OPE
         own = secrets.token_bytes(32)
         if version != VERSION:
             connection.sendall(_CHALLENGE.pack(_MAGIC, VERSION, own))
-            found, mine = f"version {version} of the protocol", f"version {VERSION}"
-            raise _versions(f"The optimizer node at {place} speaks {found}, this process {mine}.")
-        said = serialization.dumps(greeting | {"espalier": release()})
+            theirs, mine = f"version {version} of the protocol", f"version {VERSION}"
+            raise _versions(f"The optimizer node at {place} speaks {theirs}, this process {mine}.")
         connection.sendall(_CHALLENGE.pack(_MAGIC, VERSION, own))
-        _say(connection, _proof(token, "visitor", challenge + own + said) + said)
+        _say(connection, _sealed(token, "visitor", challenge + own, greeting | {"espalier": release()}))
         answer = _hear(connection)
         if not answer:
             raise UserError(
@@ -491,15 +510,15 @@ def dial(address: Address, token: str, greeting: Greeting, seconds: float = _OPE
                 why="it was started with another token",
                 do="give nodes and workers of one run the same token",
             )
-        if not hmac.compare_digest(answer[:32], _proof(token, "node", own + challenge + answer[32:])):
+        reply = _opened(token, "node", own + challenge, answer)
+        if reply is None:
             raise UserError(f"What listens at {place} does not know the token of this run.", do="check the address")
-        found = serialization.loads(answer[32:])
-        if "error" in found:
-            raise from_words(found["error"])
+        if "error" in reply:
+            raise from_words(reply["error"])
     except BaseException:
         hang_up(connection)
         raise
-    return connection, found
+    return connection, reply
 
 
 def admit(connection: socket.socket, token: str, answer: Callable[[Greeting], Greeting]) -> Greeting | None:
@@ -511,19 +530,17 @@ def admit(connection: socket.socket, token: str, answer: Callable[[Greeting], Gr
     magic, version, other = _CHALLENGE.unpack(_exactly(connection, bytearray(_CHALLENGE.size)))
     if (magic, version) != (_MAGIC, VERSION):
         return None
-    said = _hear(connection)
-    if not hmac.compare_digest(said[:32], _proof(token, "visitor", challenge + other + said[32:])):
+    greeting = _opened(token, "visitor", challenge + other, _hear(connection))
+    if greeting is None:
         _say(connection, b"")
         return None
-    greeting = serialization.loads(said[32:])
     try:
         if (theirs := greeting.get("espalier", "an older version")) != release():
             raise _versions(f"This process runs espalier {theirs}, the optimizer node espalier {release()}.")
         reply = answer(greeting)
     except EspalierError as error:
         reply = {"error": words_of(error)}
-    text = serialization.dumps(reply)
-    _say(connection, _proof(token, "node", other + challenge + text) + text)
+    _say(connection, _sealed(token, "node", other + challenge, reply))
     return None if "error" in reply else greeting | {"reply": reply}
 
 
@@ -535,6 +552,19 @@ def release() -> str:
 
 def _versions(what: str) -> UserError:
     return UserError(what, do="install the same version of espalier on all machines of the run")
+
+
+def _sealed(token: str, who: str, challenges: bytes, content: Greeting) -> bytes:
+    """`content`, behind a proof that this side knows the token."""
+    text = serialization.dumps(content)
+    return _proof(token, who, challenges + text) + text
+
+
+def _opened(token: str, who: str, challenges: bytes, sealed: bytes) -> Greeting | None:
+    """What the other side has sealed; None: it does not know the token."""
+    proof, text = sealed[:_PROOF], sealed[_PROOF:]
+    known = hmac.compare_digest(proof, _proof(token, who, challenges + text))
+    return serialization.loads(text) if known else None
 
 
 def _proof(token: str, who: str, text: bytes) -> bytes:

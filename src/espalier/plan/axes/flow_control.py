@@ -98,24 +98,24 @@ class MinimumTable:
     """
 
     def __init__(self) -> None:
-        self.told: dict[Hashable, int] = {}
+        self.numbers: dict[Hashable, int] = {}
         self._least = 0
 
     def add(self, member: Hashable, first: int) -> None:
         """From now on `member` counts."""
-        self.told[member] = first
+        self.numbers[member] = first
 
     def heard(self, member: Hashable, number: int) -> None:
         """All below `number` has come from (or to) `member`."""
-        self.told[member] = max(self.told[member], number)
+        self.numbers[member] = max(self.numbers[member], number)
 
     def remove(self, member: Hashable) -> None:
         """From now on it does not count."""
-        self.told.pop(member, None)
+        self.numbers.pop(member, None)
 
     def minimum(self) -> int:
         """What has come from all; where there is nobody, what had come from all before."""
-        self._least = max(self._least, min(self.told.values(), default=self._least))
+        self._least = max(self._least, min(self.numbers.values(), default=self._least))
         return self._least
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from espalier.recipe.cost import Cost, Number
+from espalier.recipe.cost import Number
 
 STATE_BYTES = 14
 """Read and written per parameter by a node's step: fp32 parameter, two moments, and the bf16 copy that is pulled."""
@@ -50,7 +50,7 @@ class Layers:
         turns = self.order
         size = max(window, *(len(own) for _, own in turns))
         ahead, busy = [layer for _, own in turns for layer in own], list[int]()
-        found: list[tuple[int, ...]] = []
+        staying: list[tuple[int, ...]] = []
         for _, own in turns:
             for layer in own:
                 if layer not in busy:
@@ -58,7 +58,7 @@ class Layers:
                     busy.append(layer)
             stay = []
             for layer in own:
-                others = [one for one in busy if one != layer]
+                others = [other for other in busy if other != layer]
                 before = ahead[: ahead.index(layer)] if layer in ahead else []
                 if layer in ahead and len({*before} - {*others}) + len(others) < size:
                     ahead.remove(layer)
@@ -67,16 +67,16 @@ class Layers:
                     busy = others
                 while ahead and ahead[0] not in busy and len(busy) < size:
                     busy.append(ahead.pop(0))
-            found.append(tuple(stay))
-        return found
+            staying.append(tuple(stay))
+        return staying
 
     def pulls(self, window: int) -> Any:
         """How often each layer is pulled in a step: [layers]."""
-        found = np.zeros(len(self.numel), dtype=np.int64)
+        pulls = np.zeros(len(self.numel), dtype=np.int64)
         for (_, own), stay in zip(self.order, self.kept(window), strict=True):
-            found[list(own)] += 1
-            found[list(stay)] -= 1
-        return found
+            pulls[list(own)] += 1
+            pulls[list(stay)] -= 1
+        return pulls
 
 
 @dataclass(frozen=True)
@@ -105,18 +105,6 @@ def window_bytes(layers: Layers, window: int) -> int:
     return sum(sizes[:window]) + sum(sizes[:3])
 
 
-def cost(layers: Layers, compute: Number, rates: Rates, readers: int, wire: Sequence[float] = (4, 4)) -> Cost:
-    """Of a step beside `compute` seconds of forward and backward (recomputation among them) on the slowest worker.
-
-    `wire`: bytes of a value that is pulled, and of one that is pushed; `rates.link`: of a worker's own link, while the
-    node's is `readers` times as fast. `readers`: workers, or aggregators, for each of which the node reads its disk.
-    """
-    up = pushed_bytes(layers, wire[1])
-    held = {"params": float(window_bytes(layers, WINDOW))}
-    exposed = {"pull and push": seconds(layers, compute, rates, wire, readers) - compute}
-    return Cost(seconds=exposed, held=held, sent={"gradients": up})
-
-
 def seconds(layers: Layers, compute: Number, rates: Rates, wire: Sequence[float], readers: int = 1) -> Number:
     """Of a step, from its first pull until the node has moved all layers: only then the next step's pulls are answered.
 
@@ -124,6 +112,12 @@ def seconds(layers: Layers, compute: Number, rates: Rates, wire: Sequence[float]
     before them has done that layer; a layer that did not stay is pulled again after its forward pass. The node moves
     all layers after the last push: clipping needs the norm of all gradients. (Steps that it takes ahead, where the norm
     did not exceed the limit, are shorter by that.) Of the computing of a piece a quarter is its forward pass.
+
+    Args:
+        compute: seconds of forward and backward (recomputation among them) on the slowest worker.
+        rates: `link` is that of a worker's own link, while the node's is `readers` times as fast.
+        wire: bytes of a value that is pulled, and of one that is pushed.
+        readers: workers, or aggregators, for each of which the node reads its disk.
     """
     sizes, last = np.asarray(layers.numel, dtype=float), len(layers.uses) - 1
     node, down = min(rates.disk / STATE_BYTES, rates.adam), min(rates.link, rates.disk / readers)
@@ -132,17 +126,17 @@ def seconds(layers: Layers, compute: Number, rates: Rates, wire: Sequence[float]
     share = each / max(each.sum(), 1.0)
     pulled = computed = pushed = 0.0 * compute
     released, sent, left = [pulled] * WINDOW, [pushed] * PUSHES, [pulled] * len(sizes)
-    here: tuple[int, ...] = ()
+    loaded: tuple[int, ...] = ()
     pulls = 0
     for turn, ((piece, own), stay) in enumerate(zip(layers.order, layers.kept(WINDOW), strict=True)):
         for layer in own:
-            if layer not in here:
+            if layer not in loaded:
                 began = np.maximum(np.maximum(pulled, released[pulls]), left[layer])
                 pulled = began + wire[0] * sizes[layer] / down
                 pulls += 1
         part = 1.0 if piece == last else 0.25 if turn < last else 0.75
         computed = np.maximum(computed, pulled) + compute * share[piece] * part
-        here = (*(one for one in here if one not in own), *stay)
+        loaded = (*(layer for layer in loaded if layer not in own), *stay)
         for layer in own:
             left[layer] = computed
             released += [computed] * (layer not in stay)

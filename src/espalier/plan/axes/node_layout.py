@@ -37,7 +37,7 @@ AdamW, the gradient, and both moments; then all but the first two again."""
 
 
 @dataclass(frozen=True)
-class Layer:
+class FlatLayer:
     """One flat fp32 vector: the trainable parameters that are pulled, pushed and moved together, one after the other.
 
     Attributes:
@@ -55,16 +55,16 @@ class Layer:
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Each tensor as a view of `flat`, [numel]."""
-        found, at = [], 0
+        views, at = [], 0
         for _, shape in self.tensors:
             size = prod(shape)
-            found.append(flat[at : at + size].view(shape))
+            views.append(flat[at : at + size].view(shape))
             at += size
-        return found
+        return views
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorPiece:
     """A tensor in a chunk, or what of it lies there: its place in the layer's list, and its elements in the chunk."""
 
     tensor: int
@@ -74,14 +74,14 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class LayerChunk:
     """Consecutive elements of a layer, from `start` to `stop` of its vector."""
 
     layer: int
     index: int
     start: int
     stop: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorPiece, ...]
 
     @property
     def elements(self) -> int:
@@ -95,7 +95,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Job:
+class NodeJob:
     """What a node and its workers agree on before the first step.
 
     Attributes:
@@ -107,7 +107,7 @@ class Job:
         outer: what moves the parameters in the place of AdamW, where workers push how far they went in a round.
     """
 
-    layers: tuple[Layer, ...]
+    layers: tuple[FlatLayer, ...]
     optimizer: Adamw
     push: Push = "fp32"
     pull: Pull = "fp32"
@@ -120,40 +120,54 @@ class Job:
             if value not in known:
                 raise UserError(f"{option} is {value!r}.", why=f"known are {', '.join(known)}", do=f'{option} = "fp32"')
 
+    @cached_property
+    def chunks(self) -> list[tuple[LayerChunk, ...]]:
+        """Of each layer."""
+        return [_chunks(number, layer, self.chunk) for number, layer in enumerate(self.layers)]
+
+    @cached_property
+    def all_chunks(self) -> list[LayerChunk]:
+        """Of one layer after the other."""
+        return [chunk for chunks in self.chunks for chunk in chunks]
+
+    @property
+    def largest(self) -> int:
+        """Elements of the largest chunk."""
+        return max((chunk.elements for chunk in self.all_chunks), default=0)
+
     def part(self, nodes: int) -> list[tuple[int, ...]]:
         """Numbers of the layers of each of so many nodes: every layer goes to the node with the fewest elements."""
         parts: list[list[int]] = [[] for _ in range(nodes)]
-        held = [0] * nodes
+        elements = [0] * nodes
         for number, layer in enumerate(self.layers):
-            node = min(range(nodes), key=lambda one: held[one])
+            node = min(range(nodes), key=elements.__getitem__)
             parts[node].append(number)
-            held[node] += layer.numel
-        return [tuple(one) for one in parts]
+            elements[node] += layer.numel
+        return [tuple(part) for part in parts]
 
 
-def chunks_of(job: Job, number: int) -> tuple[Chunk, ...]:
-    """The chunks of layer `number`."""
-    layer = job.layers[number]
-    found: list[Chunk] = []
-    pieces: list[Piece] = []
+def _chunks(number: int, layer: FlatLayer, most: int) -> tuple[LayerChunk, ...]:
+    """Of layer `number`, of at most so many elements."""
+    chunks: list[LayerChunk] = []
+    pieces: list[TensorPiece] = []
     start = at = 0
 
     def close() -> None:
         nonlocal start
         if at > start:
-            found.append(Chunk(number, len(found), start, at, tuple(pieces)))
+            chunks.append(LayerChunk(number, len(chunks), start, at, tuple(pieces)))
         start = at
         pieces.clear()
 
     for place, (_, shape) in enumerate(layer.tensors):
         size = math.prod(shape)
-        for length in _cut(size, job.chunk):
-            if at - start + length > job.chunk:
+        for length in _cut(size, most):
+            if at - start + length > most:
                 close()
-            pieces.append(Piece(place, at - start, at - start + length, length == size))
+            pieces.append(TensorPiece(place, at - start, at - start + length, length == size))
             at += length
     close()
-    return tuple(found)
+    return tuple(chunks)
 
 
 def _cut(size: int, chunk: int) -> Sequence[int]:
@@ -175,17 +189,17 @@ def push_of(codecs: Collection[str], section: str) -> Push:
 
 def outer_method(method: str, settings: Mapping[str, Any], replicas: Sequence[Sequence[int]]) -> OuterMethod:
     """How nodes move outer parameters (`plan.base.Outer`). Raises UserError for what they cannot do."""
-    found = replace(METHODS[method], **settings)
-    if found.delay or found.fragments > 1:
+    outer = replace(METHODS[method], **settings)
+    if outer.delay or outer.fragments > 1:
         raise UserError(
             f"Optimizer nodes cannot run rounds of the method {method!r}.",
             why="it goes on while what it sent is on its way, in whole or in parts, and workers that hold a few layers "
             "wait for the outer parameters at the end of a round",
             do='sync.kind = "diloco", "slowmo" or "local_sgd"',
         )
-    if found.penalty != "none":
+    if outer.penalty != "none":
         raise UserError(
-            f"Optimizer nodes cannot run rounds with sync.penalty = {found.penalty!r}.",
+            f"Optimizer nodes cannot run rounds with sync.penalty = {outer.penalty!r}.",
             why="it is for what comes late, and nothing does",
             do='sync.penalty = "none"',
         )
@@ -195,4 +209,4 @@ def outer_method(method: str, settings: Mapping[str, Any], replicas: Sequence[Se
             why="every worker has its own parameters on its disk",
             do=f"sync.replicas={sum(map(len, replicas))}",
         )
-    return found
+    return outer

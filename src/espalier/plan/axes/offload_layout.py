@@ -20,7 +20,7 @@ BUFFERS = AHEAD + 2
 """Extents in memory: those read ahead, one computed, one written behind."""
 
 
-class Piece(NamedTuple):
+class StatePiece(NamedTuple):
     """Elements `[start, stop)` of parameter `number`, which begin at element `at` of each row of their extent."""
 
     number: int
@@ -29,10 +29,10 @@ class Piece(NamedTuple):
     at: int
 
 
-class Extent(NamedTuple):
+class StateExtent(NamedTuple):
     """What is read and written at once: `rows` rows from byte `offset` of the file on, of which `used` bytes count."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[StatePiece, ...]
     offset: int
     rows: int
     used: int
@@ -55,29 +55,29 @@ class Elements(NamedTuple):
     itemsize: int
 
 
-def extents(given: Elements, rows: int, chunk: int | None = CHUNK, offset: int = 0) -> list[Extent]:
+def extents(given: Elements, rows: int, chunk: int | None = CHUNK, offset: int = 0) -> list[StateExtent]:
     """The extents of parameters, one after the other from byte `offset` on. `chunk`: bytes of an extent at most; None:
     each parameter has an extent of its own."""
-    found: list[Extent] = []
+    found: list[StateExtent] = []
     limit = None if chunk is None else max(PAGE, chunk // rows // PAGE * PAGE) // given.itemsize
     for pieces in _alone(given) if limit is None else _filled(given, limit):
         last = pieces[-1]
         end = (last.at + last.stop - last.start) * given.itemsize
-        found.append(Extent(tuple(pieces), offset, rows, end))
+        found.append(StateExtent(tuple(pieces), offset, rows, end))
         offset += found[-1].bytes
     return found
 
 
-def _alone(given: Elements) -> Iterator[list[Piece]]:
+def _alone(given: Elements) -> Iterator[list[StatePiece]]:
     for number, count in given.sizes:
         if count:
-            yield [Piece(number, 0, count, 0)]
+            yield [StatePiece(number, 0, count, 0)]
 
 
-def _filled(given: Elements, limit: int) -> Iterator[list[Piece]]:
+def _filled(given: Elements, limit: int) -> Iterator[list[StatePiece]]:
     """Pieces that fill rows of at most `limit` elements, without gaps."""
     line = LINE // given.itemsize
-    pieces: list[Piece] = []
+    pieces: list[StatePiece] = []
     at = 0
     for number, count in given.sizes:
         start = 0
@@ -86,7 +86,7 @@ def _filled(given: Elements, limit: int) -> Iterator[list[Piece]]:
             if length > limit - at:
                 length = (limit - at) // line * line
             if length:
-                pieces.append(Piece(number, start, start + length, at))
+                pieces.append(StatePiece(number, start, start + length, at))
                 start, at = start + length, at + length
             if start < count:
                 yield pieces

@@ -60,16 +60,17 @@ def seconds(request: Request, on: Fleet, kind: DeviceGroup, computing: Number) -
     if not _several(request, on):
         return _seconds(request, on, kind, computing, False)
     summed = _seconds(request, on, kind, computing, True)
-    return (
-        summed if request.pin.roles is not None else np.minimum(summed, _seconds(request, on, kind, computing, False))
-    )
+    if request.pin.roles is not None:
+        return summed
+    return np.minimum(summed, _seconds(request, on, kind, computing, False))
 
 
 def _seconds(request: Request, on: Fleet, kind: DeviceGroup, computing: Number, summed: bool) -> Number:
     crossing = request.crossing("gradients")
     wire = 4.0, 4.0 / (crossing.ratio if crossing is not None else 1.0)
     readers = on.nodes if summed else on.ranks
-    return luwu.cost(layers(request), computing, rates(on, kind, summed), readers, wire).seconds["pull and push"]
+    step = luwu.seconds(layers(request), computing, rates(on, kind, summed), wire, readers)
+    return step - computing
 
 
 def _several(request: Request, on: Fleet) -> bool:
@@ -84,7 +85,7 @@ def summed(request: Request, on: Fleet, terms: Mapping[str, float]) -> bool:
     if not _several(request, on) or request.pin.roles is not None:
         return _several(request, on)
     computing = sum(terms.get(name, 0.0) for name in ("forward", "backward", "recompute"))
-    with_, without = (float(_seconds(request, on, on.kinds[0], computing, one)) for one in (True, False))
+    with_, without = (float(_seconds(request, on, on.kinds[0], computing, by_site)) for by_site in (True, False))
     return with_ + PAYS * computing < without
 
 
@@ -96,18 +97,18 @@ def ranks(request: Request, cluster: Cluster, numbers: Sequence[int], sites: Seq
     new, roles = itertools.count(cluster.machines), request.pin.roles
     count = max(1, sum(table.count for table in cluster.optimizers))
     tables: list[Node | None] = [table for table in cluster.optimizers for _ in range(table.count)] or [None]
-    found: list[Node | None] = [table for table in cluster.standbys for _ in range(table.count)]
-    if not found and roles is not None and "standby" in roles:
-        found = [None] * count
-    standbys = found if roles is None or "standby" in roles else []
-    kinds: tuple[tuple[Literal["optimizer", "standby"], list[Node | None]], ...]
-    kinds = ("optimizer", tables), ("standby", standbys)
-    for role, places in kinds:
+    standbys: list[Node | None] = []
+    if roles is None or "standby" in roles:
+        standbys = [table for table in cluster.standbys for _ in range(table.count)]
+        standbys = standbys or [None] * (0 if roles is None else count)
+    places_by_role: dict[Literal["optimizer", "standby"], list[Node | None]]
+    places_by_role = {"optimizer": tables, "standby": standbys}
+    for role, places in places_by_role.items():
         for index, table in enumerate(places[:count]):
             node = 0 if table is None else named[table.name] if table.name in named else next(new)
-            own = index * request.layers // count, (index + 1) * request.layers // count
+            share = index * request.layers // count, (index + 1) * request.layers // count
             threads = max(1, table.cores) if table is not None else 1
-            yield Rank(role=role, node=numbers[node] if numbers else node, threads=threads, layers=own)
+            yield Rank(role=role, node=numbers[node] if numbers else node, threads=threads, layers=share)
     yield from (Rank(role="aggregator", node=node) for node in sites)
 
 
