@@ -25,20 +25,9 @@ from espalier.kernels import accelerator
 from espalier.machine.cluster import Link
 from espalier.machine.peak_memory import bytes_held
 from espalier.recipe import serialization
+from espalier.recipe.data_table import data_table
 
-# Products [rows, inner] x [inner, columns] of small decoders: forward, then the two that backward does.
-SHAPES = (
-    (256, 128, 384), (256, 384, 128), (512, 192, 192), (1024, 192, 512), (2048, 256, 768), (1024, 512, 1536),
-    (1024, 1024, 1024), (4096, 192, 256), (192, 1024, 192), (512, 2048, 192), (768, 2048, 256),
-)  # fmt: skip
-OTHER = ((512, 192, 192), (512, 512, 512))
-"""For precisions whose products are slow on processors."""
-LOW = ((1024, 192, 512), (4096, 384, 384), (4096, 384, 1024), (1024, 4096, 384))
-"""For bf16 beside them, where it is no slower than fp32."""
-ATTENTION = ((128, 32), (128, 64), (512, 64), (1024, 64), (4096, 64))
-"""(positions, width of a head) of causal attention in fp32, and in bf16 where it is no slower."""
-LOW_ATTENTION = ((128, 64), (512, 64), (4096, 64))
-CUDA_SHAPES = ((512, 512, 512), (2048, 1024, 1024), (2048, 4096, 4096), (8192, 8192, 8192), (1024, 8192, 1024))
+SIZES = data_table(__file__)
 DTYPES = {
     "fp32": torch.float32,
     "tf32": torch.float32,
@@ -92,12 +81,14 @@ def main(cores: int, seconds: float) -> Table:
 
 def asked(alone: bool, low: bool) -> list[Asked]:
     """What one setting measures. `alone`: one process of one thread; `low`: bf16 is no slower than fp32."""
-    other = OTHER if alone else OTHER[:1]
-    products = [("fp32", shape) for shape in SHAPES] + [(kind, shape) for kind in ("bf16", "fp64") for shape in other]
-    attention = [("fp32", size) for size in ATTENTION]
+    other = SIZES["other_products"][: None if alone else 1]
+    products = [("fp32", shape) for shape in SIZES["products"]] + [
+        (kind, shape) for kind in ("bf16", "fp64") for shape in other
+    ]
+    attention = [("fp32", size) for size in SIZES["attention"]]
     if low:
-        products += [("bf16", shape) for shape in LOW]
-        attention += [("bf16", size) for size in LOW_ATTENTION]
+        products += [("bf16", shape) for shape in SIZES["low_products"]]
+        attention += [("bf16", size) for size in SIZES["low_attention"]]
     return [
         *(("product", precision, shape) for precision, shape in products),
         *(("attention", precision, (length, head, length)) for precision, (length, head) in attention),
@@ -107,7 +98,7 @@ def asked(alone: bool, low: bool) -> list[Asked]:
 def _low(seconds: float) -> Table:
     """Whether a product in bf16 is no slower than in fp32."""
     torch.set_num_threads(1)
-    bf16, fp32 = (_product(OTHER[-1], DTYPES[kind], seconds / 2) for kind in ("bf16", "fp32"))
+    bf16, fp32 = (_product(SIZES["other_products"][-1], DTYPES[kind], seconds / 2) for kind in ("bf16", "fp32"))
     return {"fast": bf16 >= fp32}
 
 
@@ -237,7 +228,7 @@ def _cuda_device(index: int, seconds: float) -> Table:
         if precision in ("tf32", "bf16") and properties.major < 8:
             continue  # not there, or emulated, before Ampere
         torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
-        for shape in CUDA_SHAPES:
+        for shape in SIZES["cuda_products"]:
             rates.append(["product", precision, *shape, 1, 1, _cuda_product(shape, DTYPES[precision], seconds)])
     source = torch.ones(2**26, device="cuda")
     target = torch.empty_like(source)

@@ -83,8 +83,7 @@ def _table(source: str, rows: Sequence[TracedJob], left_out: tuple[int, str] = (
     columns: list[NDArray[Any]] = [
         np.array(column, np.str_ if isinstance(column[0], str) else np.float64) for column in zip(*rows, strict=True)
     ]
-    gpus, kinds, states, causes, submitted, started, seconds, queued = columns
-    return Jobs(source, gpus, kinds, states, causes, submitted, started, seconds, queued, left_out)
+    return Jobs(source, *columns, left_out=left_out)
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from espalier.radiance.rays import Array, Lens, rays_of, round_poses
+from espalier.recipe.data_table import data_table
 from espalier.recipe.errors import UserError, nearest
 
 KINDS = ("spheres", "knot")
@@ -98,14 +99,7 @@ def _shaded(albedo: Tensor, normals: Tensor, towards: Tensor) -> Tensor:
 
 # --- spheres ---------------------------------------------------------------------------------------------------------
 
-_SPHERES = (
-    ((0.0, -0.18, 0.0), 0.52, (0.85, 0.35, 0.2)),
-    ((0.0, 0.42, 0.0), 0.33, (0.95, 0.8, 0.35)),
-    ((0.55, -0.38, 0.32), 0.3, (0.2, 0.55, 0.85)),
-    ((-0.52, -0.36, 0.36), 0.32, (0.35, 0.7, 0.3)),
-    ((0.05, -0.42, -0.6), 0.28, (0.6, 0.3, 0.75)),
-)
-"""Center, radius and colour."""
+_SPHERES = data_table(__file__)["spheres"]
 
 
 def _spheres(lens: Lens, pose: Array) -> Tensor:

@@ -10,6 +10,7 @@ from msgspec import field
 
 from espalier.recipe import units
 from espalier.recipe.base import Draft, Model, ModelKind, RecipeBase
+from espalier.recipe.data_table import data_table
 from espalier.recipe.errors import UserError
 from espalier.recipe.sections import GraphOptions, HaloOptions, Quant, Stable, Store, Uniform
 
@@ -92,35 +93,9 @@ class MessagesModel(Model, frozen=True, tag="messages"):
 VALIDATION_COST = 1 / 3
 """Of a training step on the whole graph: a forward pass over it, without the backward pass (twice a forward)."""
 
-_PAPERS = {
-    "gcn": (2, 64, "relu", 0.5),
-    "sage": (2, 64, "relu", 0.5),
-    "gat": (2, 64, "elu", 0.6),
-    "gin": (3, 64, "relu", 0.5),
-}
-_DECAYS = {
-    "node": (5e-4, "L2 of GCN's authors (arXiv 1609.02907, section 5.2)"),
-    "link": (0.0, "L2 would shrink the embeddings, whose products are the scores of links"),
-    "graph": (0.0, "GIN's authors use none (arXiv 1810.00826, section 7)"),
-}
-"""The default weight decay of each task."""
-
-_NORMS = {
-    "node": (True, "inside the perceptrons too: sums of many neighbours would end all activity of their ReLUs"),
-    "link": (True, "inside the perceptrons too: sums of many neighbours would end all activity of their ReLUs"),
-    "graph": (False, "a norm of each node would hide how many neighbours it has, which tells small graphs apart"),
-}
-"""Whether GIN has a norm by default, by task."""
-
+_TABLES = data_table(__file__)
 _WARMUP = (0.2, "sums grow with degrees: early steps at the full rate end all activity of GIN's ReLUs")
 """The default share of steps in which the rate of GIN rises."""
-
-_SOURCES = {
-    "gcn": "two layers, dropout 0.5 (arXiv 1609.02907, section 5.2), and wider than its 16",
-    "sage": "two layers (arXiv 1706.02216, section 4)",
-    "gat": "two layers, 8 heads of 8, ELU, dropout 0.6 (arXiv 1710.10903, section 3.3)",
-    "gin": "within the sizes its authors tried (arXiv 1810.00826, section 7)",
-}
 
 
 def _fill(draft: Draft) -> None:
@@ -139,7 +114,7 @@ def _fill(draft: Draft) -> None:
         draft.fill("train.batch_tokens", 1024 if graph.task != "graph" else 64, f"{graph.task}s per step, as is usual")
     steps = (200, "as many passes as GCN's authors make (arXiv 1609.02907, section 5.2)")
     draft.fill("train.steps", *(steps if whole else (1000, "the size of the data is not known here: a thousand steps")))
-    draft.fill("train.optimizer.weight_decay", *_DECAYS[graph.task])
+    draft.fill("train.optimizer.weight_decay", *_TABLES["decays"][graph.task])
     if isinstance(draft.get("train.schedule"), Stable):
         draft.fill("train.schedule.warmup", *_WARMUP)
     draft.rates(0.01, "the rate of GCN's authors (arXiv 1609.02907, section 5.2)")
@@ -157,8 +132,8 @@ def _transformer(draft: Draft) -> None:
 
 
 def _network(draft: Draft, kind: Any, graph: GraphOptions) -> None:
-    depth, width, activation, dropout = _PAPERS[kind]
-    source = _SOURCES[kind]
+    depth, width, activation, dropout = _TABLES["papers"][kind]
+    source = _TABLES["sources"][kind]
     if graph.fanouts:
         draft.fill("model.depth", len(graph.fanouts), "one layer for each entry of graph.fanout")
     draft.fill("model.depth", depth, source)
@@ -166,7 +141,7 @@ def _network(draft: Draft, kind: Any, graph: GraphOptions) -> None:
     draft.fill("model.activation", "maxk" if draft.get("model.k") is not None else activation, source)
     draft.fill("model.dropout", dropout, source)
     if kind == "gin":
-        draft.fill("model.norm", *_NORMS[graph.task])
+        draft.fill("model.norm", *_TABLES["norms"][graph.task])
     if draft.get("model.activation") == "maxk":
         eighth = max(1, draft.get("model.width") // 8)
         draft.fill("model.k", eighth, "width / 8, MaxK-GNN's example (32 of 256, arXiv 2312.08656)")

@@ -9,12 +9,12 @@ from espalier.recipe.errors import UserError, nearest
 
 _NUMBER = re.compile(r"^\s*([0-9][0-9_]*\.?[0-9]*(?:[eE][+-]?[0-9]+)?|\.[0-9]+)\s*([A-Za-zµ/]*)\s*$")
 
-_DECIMAL = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
-_BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50}
+_DECIMAL = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+_BINARY = {f"{prefix}i": 1024.0**power for power, prefix in enumerate("KMGTP", 1)}
 _PREFIXES = {**_DECIMAL, **_BINARY}
 
-_SIZES = {f"{prefix}B": float(scale) for prefix, scale in _PREFIXES.items()}
-_RATES = {f"{prefix}B/s": float(scale) for prefix, scale in _PREFIXES.items()}
+_SIZES = {f"{prefix}B": scale for prefix, scale in _PREFIXES.items()}
+_RATES = {f"{prefix}B/s": scale for prefix, scale in _PREFIXES.items()}
 _RATES |= {f"{prefix}{bit}": scale / 8 for prefix, scale in _PREFIXES.items() for bit in ("bit/s", "bps")}
 _TIMES = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
