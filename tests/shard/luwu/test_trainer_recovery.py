@@ -20,7 +20,7 @@ from nodes import FAST, TOKEN, free_port
 from espalier.language.workload import open_language
 from espalier.mechanisms.optimizer_node import mechanism as luwu
 from espalier.mechanisms.optimizer_node.client import Client
-from espalier.mechanisms.optimizer_node.node import SKIP, OptimizerNode, Step
+from espalier.mechanisms.optimizer_node.node import SKIP, NodeStep, OptimizerNode
 from espalier.mechanisms.optimizer_node.role import job_of
 from espalier.mechanisms.optimizer_node.state_file import open_state, open_sums
 from espalier.parallel.layer_client import filler, layers_of
@@ -137,7 +137,7 @@ def test_steps_taken_before_the_norm_is_known_are_those_of_a_second_pass(
     how, decided = plan(4, 4), []
     finish = OptimizerNode._finish
 
-    def watched(node: OptimizerNode, step: Step) -> None:
+    def watched(node: OptimizerNode, step: NodeStep) -> None:
         decided.append((step.expected, step.decision))
         finish(node, step)
 
