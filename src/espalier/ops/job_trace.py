@@ -11,7 +11,7 @@ import csv
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -83,7 +83,8 @@ def _table(source: str, rows: Sequence[TracedJob], left_out: tuple[int, str] = (
     columns: list[NDArray[Any]] = [
         np.array(column, np.str_ if isinstance(column[0], str) else np.float64) for column in zip(*rows, strict=True)
     ]
-    return Jobs(source, *columns, left_out=left_out)
+    names = [field.name for field in fields(Jobs)][1:-1]
+    return Jobs(source=source, left_out=left_out, **dict(zip(names, columns, strict=True)))
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------

@@ -131,8 +131,8 @@ def test_stochastic_rounding_is_right_on_average_and_repeats_itself() -> None:
     values = drawn(256, 1.0, 0)
     shared = fixed_point.exponents(values)
     form = (8, fixed_point.shift(8, 1))
-    each = [fixed_point.encode(values, shared, form, key=key) for key in range(400)]
-    assert fixed_point.encode(values, shared, form, key=7).equal(each[7])
+    each = [fixed_point.encode(values, shared, form, key) for key in range(400)]
+    assert fixed_point.encode(values, shared, form, 7).equal(each[7])
     mean = torch.stack([decode_plain(one.int(), shared, form[1]) for one in each]).double().mean(0)
     step = 2.0 ** (int(shared[0]) - 126 - form[1])
     assert float((mean - values.double()).abs().max()) < 5 * step * 0.5 / math.sqrt(400)

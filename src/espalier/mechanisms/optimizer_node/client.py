@@ -268,13 +268,13 @@ class Client:
             return values, RAW
         bits = BITS[self.job.push]
         form = (bits, fixed_point.shift(bits, shared.workers))
-        residual = key = None
+        rounding: Tensor | int | None = None
         if self._feeds_back:
-            residual = self._residual(push.layer, chunk)
+            rounding = self._residual(push.layer, chunk)
         elif bits == 8:
             seed = repr((self.rank, push.step, push.layer, chunk.index))
-            key = xxhash.xxh3_64_intdigest(seed.encode())
-        return fixed_point.encode(values, shared.values, form, residual, out, key), bits // 8
+            rounding = xxhash.xxh3_64_intdigest(seed.encode())
+        return fixed_point.encode(values, shared.values, form, rounding, out), bits // 8
 
     @property
     def _feeds_back(self) -> bool:

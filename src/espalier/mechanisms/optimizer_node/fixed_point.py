@@ -47,17 +47,16 @@ def encode(
     values: Tensor,
     shared: Tensor,
     form: tuple[int, int],
-    residual: Tensor | None = None,
+    rounding: Tensor | int | None = None,
     out: Tensor | None = None,
-    key: int | None = None,
 ) -> Tensor:
-    """[n] float32 to integers. They are rounded to the nearest, or, with `key`, up or down at random, so that the mean
-    of many roundings is the value, and no residual is needed. Random numbers (SplitMix64) are drawn from `key` alone,
+    """[n] float32 to integers. They are rounded to the nearest, or, with a key, up or down at random, so that the mean
+    of many roundings is the value, and no residual is needed. Random numbers (SplitMix64) are drawn from the key alone,
     so the same step done again sends the same bytes.
 
     Args:
         form: bits of an integer, and `shift`.
-        residual: where what is lost is left; it was added to `values` before.
+        rounding: the residual, where what is lost is left (it was added to `values` before), or an int, the key.
         out: memory for the integers, bytes.
     """
     from espalier.mechanisms.optimizer_node import fixed_point_cpu as kernels
@@ -65,10 +64,10 @@ def encode(
     (bits, places), count = form, values.numel()
     room = torch.empty(count * bits // 8, dtype=torch.uint8) if out is None else out
     codes = room[: count * bits // 8].view(WIDTHS[bits])
-    if key is not None:
-        kernels.encode_stochastic(codes, values, shared, places, np.uint64(key))
+    if isinstance(rounding, int):
+        kernels.encode_stochastic(codes, values, shared, places, np.uint64(rounding))
     else:
-        rest = values.new_empty(0) if residual is None else residual
+        rest = values.new_empty(0) if rounding is None else rounding
         kernels.encode(codes, values, shared, places, rest)
     return codes
 

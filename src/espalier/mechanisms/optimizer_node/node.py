@@ -37,7 +37,7 @@ from espalier.recipe.errors import RunFailed, UserError
 from espalier.store.direct_io import aligned
 
 if TYPE_CHECKING:
-    from espalier.mechanisms.optimizer_node.standby import Replica
+    from espalier.mechanisms.optimizer_node.replica import Replica
     from espalier.store.generations import Generations
 
 DEPTH = 3
