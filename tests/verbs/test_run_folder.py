@@ -18,7 +18,7 @@ from torch.distributed import HashStore
 
 import espalier
 from espalier.cli import eval as _eval  # noqa: F401
-from espalier.cli import export, host_supervisor, predict, prepare, run_data, train  # noqa: F401
+from espalier.cli import export, host_supervisor, predict, prepare, run_data, run_open, train  # noqa: F401
 from espalier.cli import main as cli
 from espalier.comm import multihost_probe
 from espalier.comm.rendezvous_wait import Deadline
@@ -382,7 +382,7 @@ def kept(home: Path, name: str) -> kept_graph.KeptGraph:
 
 
 def reopened(home: Path, name: str, folder: Path) -> GraphWorkload:
-    recipe = run_data._with_data(runs.find(home / "runs" / name).read(), str(folder))
+    recipe = run_open._with_data(runs.find(home / "runs" / name).read(), str(folder))
     return open_graph(recipe, kept=kept(home, name))
 
 
