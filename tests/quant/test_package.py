@@ -13,8 +13,15 @@ from hypothesis import strategies as st
 
 from espalier.mechanisms.few_bits.a2q import Coded
 from espalier.mechanisms.few_bits.mega import package, package_file
-from espalier.mechanisms.few_bits.mega.package import PackedRows, capacity, encode, greedy, optimal
+from espalier.mechanisms.few_bits.mega.package import PackedRows, capacity, encode, optimal
 from espalier.recipe.errors import UserError
+
+
+def greedy(codes: int, width: int) -> list[int]:
+    """Words of the packages of a run: the longest while more is left than one holds, then the shortest that does."""
+    most = capacity(3, width)
+    whole, rest = divmod(codes, most)
+    return [3] * whole + [next(words for words in (1, 2, 3) if capacity(words, width) >= rest)] * bool(rest)
 
 
 def coded(widths: list[int], columns: int, signed: bool, share: float, seed: int) -> Coded:

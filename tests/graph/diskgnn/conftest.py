@@ -10,10 +10,23 @@ import torch
 from espalier.graph.sampling.neighbor_sampler import Sampler, Style
 from espalier.mechanisms.disk_batches import manifest
 from espalier.mechanisms.disk_batches.features import Features, FeatureTable, open_features
-from espalier.mechanisms.disk_batches.pack import PackRequest
+from espalier.mechanisms.disk_batches.pack import PackedSet, PackRequest
 from espalier.mechanisms.disk_batches.pool import Draws, epoch_seeds
 
 from ..conftest import made
+
+
+def read_whole(packed: PackedSet, batch: int, hot: torch.Tensor | None = None) -> torch.Tensor:
+    """float32 [input nodes, width]: the features of a batch, of whole extents; `hot`: the rows in memory."""
+    hot_at, slots, shared, places, cold = (torch.from_numpy(part).long() for part in packed.split(batch))
+    data = torch.empty(len(hot_at) + len(shared) + len(cold), packed.row.row_bytes, dtype=torch.uint8)
+    table = packed.load_hot() if hot is None else hot
+    data[hot_at] = table[slots]
+    if len(shared):
+        segment = packed.rows.read(f"segment/{packed.segment_of(batch)}")
+        data[shared] = segment.view(-1, packed.row.row_bytes)[places]
+    data[cold] = packed.rows.read(f"cold/{batch}").view(-1, packed.row.row_bytes)
+    return packed.row.decode(data)
 
 
 def on_disk(rows: np.ndarray, folder: Path) -> Features:

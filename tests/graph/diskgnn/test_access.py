@@ -54,7 +54,7 @@ def test_each_position_has_its_row_from_one_level(pool, data):
         positions = np.concatenate([one.hot_at, one.shared_at, one.cold_at])
         assert np.array_equal(np.sort(positions), np.arange(len(ids)))
         assert np.array_equal(plan.hot[one.hot_slots], ids[one.hot_at])
-        assert np.array_equal(plan.segments[plan.segment_of(at)][one.shared_slots], ids[one.shared_at])
+        assert np.array_equal(plan.segments[at // plan.length][one.shared_slots], ids[one.shared_at])
         assert (np.diff(ids[one.cold_at]) > 0).all()  # ascending, each once
         assert (len(one.shared_at), len(one.cold_at)) == (plan.shared[at], plan.cold[at])
         touched = {page for slot in one.shared_slots for page in pages(int(slot), row_bytes)}

@@ -18,6 +18,8 @@ from espalier.mechanisms.disk_batches.pool import Draws
 from espalier.mechanisms.disk_batches.topology import DiskSampler, open_topology
 from espalier.store.rows import RowFile, RowLayout
 
+from .conftest import read_whole
+
 NODES, WIDTH = 1 << 30, 128
 HUB = (1 << 31) + 1000
 """Edges into the last node but one; the last node's edges all lie beyond 2^31."""
@@ -87,5 +89,5 @@ def test_rows_of_half_a_tebibyte_are_packed_in_the_ranges_that_batches_use(tmp_p
     assert packed.about.ranges > 8000
     for at, nodes in enumerate(([1 << 25, 5, WIDE - 1], [5, 6, WIDE - 2])):
         values = torch.tensor([node if node in ids else 0 for node in nodes], dtype=torch.float32)
-        assert torch.equal(packed.read(at), values[:, None].expand(-1, LONG))
+        assert torch.equal(read_whole(packed, at), values[:, None].expand(-1, LONG))
     assert sum(packed.rows.bytes(name) for name in packed.rows) == 5 * LONG * 4  # node 5 is in memory

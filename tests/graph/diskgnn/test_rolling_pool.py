@@ -22,6 +22,7 @@ from espalier.mechanisms.disk_batches.rolling_pool import NICE, ResampleSchedule
 from espalier.recipe.errors import UserError
 
 from ..conftest import made
+from .conftest import read_whole
 
 STYLE, FANOUTS, BATCHES = Style(False, "mean"), (3, 2), 6
 
@@ -49,8 +50,8 @@ def read(pool: RollingPool, epoch: int) -> list[tuple[torch.Tensor, np.ndarray, 
     found, hot = [], pool.first.load_hot()
     for batch in range(BATCHES):
         packed, number = pool.place(epoch * BATCHES + batch)
-        with closing(PackedSet(packed.folders, hot)) as own:
-            found.append((own.pool[number].seeds, own.pool.nodes(number), own.read(number)))
+        with closing(PackedSet(packed.folders)) as own:
+            found.append((own.pool[number].seeds, own.pool.nodes(number), read_whole(own, number, hot)))
     return found
 
 

@@ -95,10 +95,6 @@ class AccessPlan:
         """How many there are."""
         return len(self.cold)
 
-    def segment_of(self, batch: int) -> int:
-        """The segment that `batch` belongs to."""
-        return batch // self.length
-
     @property
     def disk_rows(self) -> int:
         """Rows in disk caches and batches."""

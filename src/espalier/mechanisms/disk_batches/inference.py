@@ -29,6 +29,7 @@ from espalier.graph.networks.base import Kept
 from espalier.graph.networks.gnn import Gnn, Layer
 from espalier.graph.sampling.neighbor_sampler import ALL, NeighborSampling
 from espalier.parallel.workload import to_device
+from espalier.recipe import cache_dir
 from espalier.recipe.errors import UserError
 from espalier.recipe.units import show_size
 from espalier.store.base import Rows
@@ -74,12 +75,7 @@ class _State(msgspec.Struct, frozen=True):
     rows: int = 0
 
     def save(self, folder: Path) -> None:
-        fresh = folder / "inference.json.part"
-        with fresh.open("wb") as file:
-            file.write(msgspec.json.encode(self))
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.replace(folder / "inference.json")
+        cache_dir.write_atomic(folder / "inference.json", msgspec.json.encode(self))
 
 
 @torch.no_grad()

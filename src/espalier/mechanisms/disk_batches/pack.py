@@ -352,11 +352,10 @@ class PackedSet:
 
     Args:
         folders: as they were when it was packed.
-        hot: the rows in memory where another set keeps them.
     """
 
-    def __init__(self, folders: Sequence[Path], hot: Tensor | None = None) -> None:
-        self.folders, self._given = tuple(folders), hot
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self.folders = tuple(folders)
         found = manifest.read(folders[0])
         if found is None or found.packed is None or not found.packed.whole:
             raise UserError(
@@ -462,23 +461,6 @@ class PackedSet:
     def _hot_order(self) -> Array:
         """int64: the rank of each hot row in the order in which they lie on disk, which is that of their ids."""
         return np.argsort(self.plan.read("hot").numpy(), kind="stable")
-
-    def _stored(self, name: str) -> Tensor:
-        return self.rows.read(name).view(-1, self.row.row_bytes)
-
-    @cached_property
-    def _hot(self) -> Tensor:
-        return self.load_hot() if self._given is None else self._given
-
-    def read(self, batch: int) -> Tensor:
-        """float32 [input nodes, width]: the features of a batch, read by one thread; whole extents, checked."""
-        hot, slots, shared, places, cold = (torch.from_numpy(one).long() for one in self.split(batch))
-        data = torch.empty(len(hot) + len(shared) + len(cold), self.row.row_bytes, dtype=torch.uint8)
-        data[hot] = self._hot[slots]
-        if len(shared):
-            data[shared] = self._stored(f"segment/{self.segment_of(batch)}")[places]
-        data[cold] = self._stored(f"cold/{batch}")
-        return self.row.decode(data)
 
     def nodes_of(self, extent: str) -> Array:
         """int64: the nodes whose rows are in an extent of rows, in its order."""

@@ -8,7 +8,6 @@ crosses the machine, the second stage of another crosses the network.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -50,15 +49,10 @@ class Chain:
 
 
 class Exchanges:
-    """Chains under way, in the order in which they began on every rank. Has state.
-
-    Attributes:
-        waited: seconds spent standing still in `finish` so far.
-    """
+    """Chains under way, in the order in which they began on every rank. Has state."""
 
     def __init__(self) -> None:
         self._chains: list[Chain] = []
-        self.waited = 0.0
 
     def begin(self, stages: Sequence[Stage]) -> Chain:
         """Launches the first stage of a new chain."""
@@ -84,7 +78,6 @@ class Exchanges:
         """Waits until `chain` (default: every chain) is complete; of chains before it only as far as its turn asks."""
         if chain is not None and chain.complete:
             return
-        begun = time.perf_counter()
         upto = self._chains if chain is None else self._chains[: self._chains.index(chain) + 1]
         while left := [stage_sum for stage_sum in upto if not stage_sum.complete]:
             stage = min(stage_sum.ended for stage_sum in left)
@@ -95,7 +88,6 @@ class Exchanges:
             if chain is not None and chain.complete:
                 break
         self._forget()
-        self.waited += time.perf_counter() - begun
 
     def _forget(self) -> None:
         while self._chains and self._chains[0].complete:

@@ -37,13 +37,6 @@ def capacity(words: Any, width: Any) -> Any:
     return (64 * words - HEADER) // width
 
 
-def greedy(codes: int, width: int) -> list[int]:
-    """Words of the packages of a run: the longest while more is left than one holds, then the shortest that does."""
-    most = capacity(3, width)
-    whole, rest = divmod(codes, most)
-    return [3] * whole + [next(words for words in (1, 2, 3) if capacity(words, width) >= rest)] * bool(rest)
-
-
 def optimal(codes: int, width: int) -> list[int]:
     """Words of packages that hold so many codes in the least space: long ones, and at most one or two shorter ones of
     one length, since three, or a short beside a middle one, are never better than longer ones of as many words."""
@@ -160,7 +153,7 @@ def encode(coded: Coded, packages: Any = optimal, occupied: Occupied | None = No
 
     Args:
         coded: codes int8 or uint8 [rows, columns] that fit the widths 0 to 8 of their rows; rows of width 0 are 0.
-        packages: `optimal` or `greedy`, which say how a run of codes is cut.
+        packages: how a run of codes is cut, as `optimal` says it.
         occupied: None: whatever takes the least.
     Raises UserError: a code that its width cannot hold.
     """
