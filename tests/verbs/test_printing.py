@@ -129,7 +129,10 @@ def test_each_system_has_one_row(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     lines = capsys.readouterr().out.split("\n")
     assert len(lines) == 1 + 20 + 3
     assert all(line == line.rstrip() for line in lines)
-    assert any(line.startswith("amsp") and "AMSP: parameters" in line and line.endswith("mechanisms/sharding/") for line in lines)
+    assert any(
+        line.startswith("amsp") and "AMSP: parameters" in line and line.endswith("mechanisms/sharding/")
+        for line in lines
+    )
     monkeypatch.setattr("espalier.recipe.terminal.columns", lambda: 80)
     assert cli.main(["explain"]) == 0
     narrow = capsys.readouterr().out.split("\n")
