@@ -3,7 +3,8 @@
     python acme_rank.py ours TASK            espalier train, which starts its ranks itself
     torchrun … acme_rank.py ddp TASK         one rank: DDP, torch.save every few steps, resume
 
-TASK is a JSON object. Both are struck at the same steps by `espalier.testing.faults`; both tell (time, what, step) in
+TASK is a JSON object. Both are struck at the same steps by `espalier.launch.testing.faults`; both tell (time,
+what, step) in
 a line each. The peer's group meets under a prefix of its own in each attempt, or over Gloo it would never recover.
 """
 
@@ -19,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from espalier.testing.faults import Fault, strike
+from espalier.launch.testing.faults import Fault, strike
 
 
 class Task(msgspec.Struct, frozen=True):

@@ -24,11 +24,11 @@ from espalier.checkpoint import state_tree, young_daly
 from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.checkpoint.save_interval import choose
 from espalier.language.workload import open_language
+from espalier.launch.testing import forks
 from espalier.machine.malloc_trim import keep_freed
 from espalier.machine.peak_memory import bytes_held, peak_memory
 from espalier.plan.base import Plan, Rank
 from espalier.recipe import defaults, recipe_file
-from espalier.testing import forks
 from espalier.train.rank_setup import RankSetup
 from espalier.train.rank_spec import RankSpec
 from espalier.train.trainer import Trainer

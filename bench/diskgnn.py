@@ -36,10 +36,10 @@ from diskgnn_accuracy import GRAPH, accuracy
 from espalier.graph.data import synthetic
 from espalier.graph.sampling.neighbor_sampler import Sampler, Style
 from espalier.mechanisms.disk_batches import manifest
+from espalier.mechanisms.disk_batches.batch_pool import Draws, Pool
 from espalier.mechanisms.disk_batches.features import open_features
 from espalier.mechanisms.disk_batches.mini_batches import HELD, QUEUES, MemoryShare
 from espalier.mechanisms.disk_batches.pack import PackedSet, PackRequest, pack
-from espalier.mechanisms.disk_batches.pool import Draws, Pool
 from espalier.mechanisms.disk_batches.reader import WINDOW, LargestBatch
 from espalier.store.direct_io import DirectFile, aligned
 from table import Row, arguments, compare, publish, save

@@ -11,7 +11,7 @@ from espalier.graph.networks import compiled_aggregate, gnn
 from espalier.graph.sampling.neighbor_sampler import Style
 from espalier.graph.sampling.subgraphs import View, infer
 from espalier.kernels.cross_entropy import cross_entropy
-from espalier.mechanisms.disk_batches.pool import epoch_seeds
+from espalier.mechanisms.disk_batches.batch_pool import epoch_seeds
 from espalier.mechanisms.disk_batches.rolling_pool import ResampleSchedule
 
 GRAPH = "planted:nodes=60000,degree=12,features=16,classes=8,signal=2,homophily=0.5,train=0.15"

@@ -32,11 +32,11 @@ from espalier.graph.networks import compiled_aggregate
 from espalier.graph.networks.gnn import Gnn
 from espalier.graph.sampling.neighbor_sampler import Sampler, Style
 from espalier.kernels.cross_entropy import cross_entropy
+from espalier.mechanisms.disk_batches.disk_sampler import DiskSampler, open_topology
 from espalier.mechanisms.disk_batches.hyperbatch import HyperbatchReader
 from espalier.mechanisms.disk_batches.mini_batches import MemoryShare
 from espalier.mechanisms.disk_batches.pack import PackedSet
 from espalier.mechanisms.disk_batches.reader import PackedBatches, TieredFeatures, TierStats
-from espalier.mechanisms.disk_batches.topology import DiskSampler, open_topology
 from espalier.store.rows import RowFile, RowLayout
 
 STYLE = Style(False, "mean")

@@ -43,7 +43,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from espalier.machine import cluster as clusters
 from espalier.machine import probe
 from espalier.machine.cluster import Cluster, Link
-from espalier.mechanisms.unequal_pipelines import flashflex, unequal
+from espalier.mechanisms.unequal_pipelines import pipeline_search as flashflex
+from espalier.mechanisms.unequal_pipelines import unequal_plan as unequal
 from espalier.mechanisms.unequal_pipelines.pipeline_solver import Group, Slot, SolvedPipeline
 from espalier.plan import base as plans
 from espalier.plan import collective_time, replan

@@ -48,7 +48,7 @@ from espalier.optim import schedules
 from espalier.parallel.workload import Shard
 from espalier.radiance import spikingnerf
 from espalier.radiance.spikingnerf import SpikingColours, lif_scan
-from espalier.radiance.volume import RaySamples
+from espalier.radiance.volume_rendering import RaySamples
 from espalier.radiance.voxels import VIEW, Field
 from espalier.radiance.workload import RadianceWorkload, psnr
 from espalier.recipe import recipe_file

@@ -16,7 +16,7 @@ from espalier.parallel.workload import Shard
 from espalier.radiance import spikingnerf
 from espalier.radiance.rays import Rays
 from espalier.radiance.spikingnerf import SpikingColours
-from espalier.radiance.volume import RaySamples
+from espalier.radiance.volume_rendering import RaySamples
 from espalier.radiance.voxels import Field
 from espalier.radiance.workload import RadianceWorkload
 

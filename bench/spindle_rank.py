@@ -23,11 +23,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from espalier.comm import plain_collectives
 from espalier.machine import cluster as clusters
 from espalier.machine import link
-from espalier.mechanisms.task_waves import task_waves
+from espalier.mechanisms.task_waves import wave_plan as task_waves
 from espalier.mechanisms.task_waves.metaops import MetaOp
 from espalier.mechanisms.task_waves.state import TaskWavesState, WaveSlice
 from espalier.mechanisms.task_waves.wave_placement import Devices
-from espalier.mechanisms.task_waves.waves import Slices, WavePasses, WaveSchedule
+from espalier.mechanisms.task_waves.wave_schedule import Slices, WavePasses, WaveSchedule
 from espalier.parallel.mesh import ProcessMesh
 from espalier.parallel.stage_messages import StageMessages
 from espalier.parallel.workload import HEAD, Tagged, TaskNode

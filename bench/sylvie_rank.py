@@ -38,7 +38,7 @@ from espalier.graph.parts.halo import Crossing, Halo
 from espalier.graph.sampling.neighbor_sampler import Sampler, Style, whole
 from espalier.graph.sampling.subgraphs import forward
 from espalier.graph.tasks.answers import summed_loss
-from espalier.mechanisms.halo_exchange.sylvie import Every, Sylvie
+from espalier.mechanisms.halo_exchange.quantized_exchange import Every, Sylvie
 from rank import late, run, stock
 
 BNS = 0.1

@@ -102,7 +102,7 @@ def train(workload: Any, recipe: Any, plan: plans.Plan, *toys: Any) -> list[tupl
 
 def table_with(*toys: Any) -> tuple[Any, ...]:
     """The product's rows, but its own attention over ranks where a toy is to be it, and the toys."""
-    return (*(row for row in table.TABLE if "loongtrain" not in getattr(row, "module", "")), *toys)
+    return (*(row for row in table.TABLE if "attention_2d" not in getattr(row, "module", "")), *toys)
 
 
 def near(found: list[tuple[float, float]], wanted: list[tuple[float, float]], tolerance: float = 1e-9) -> None:

@@ -193,12 +193,12 @@ def test_nothing_is_left_for_later() -> None:
 
 
 def test_every_module_has_its_line_in_the_contract() -> None:
-    """A name that stands on no line could import anything. `testing` stands apart, `api` serves the package's face."""
+    """A name that stands on no line could import anything."""
     contract = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("layers = [")[2].partition("]")[0]
     named = set(re.findall(r"\w+", contract))
     names = {path.stem if path.is_file() else path.name for path in PACKAGE.iterdir() if path.name != "__pycache__"}
     modules = {name for name in names if [*(PACKAGE / name).glob("*.py")] or (PACKAGE / f"{name}.py").is_file()}
-    assert not modules - named - {"__init__", "testing"}
+    assert not modules - named - {"__init__"}
 
 
 def test_modules_import_one_another_in_no_circle() -> None:

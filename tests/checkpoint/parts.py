@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from espalier.testing import forks
+from espalier.launch.testing import forks
 
 torch.set_num_threads(1)
 

@@ -27,10 +27,10 @@ from espalier.checkpoint.storage import open_place
 from espalier.checkpoint.writer import Write, WriteJob
 from espalier.comm import plain_collectives
 from espalier.launch.ranks.rank_process import Child
+from espalier.launch.testing import forks
 from espalier.mechanisms.local_rounds import rejoin
 from espalier.recipe import serialization
 from espalier.recipe.errors import UserError
-from espalier.testing import forks
 from espalier.train.rank_spec import RankSpec
 
 

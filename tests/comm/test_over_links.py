@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from espalier.comm import Channel, Traffic, codec, connect, disconnect, traffic
-from espalier.testing import ranks
+from espalier.launch.testing import ranks
 from espalier.train.rank_spec import RankSpec, store
 
 ROOT = Path(__file__).parents[2]
@@ -138,7 +138,7 @@ def part_of_a_graph(lab: Any, index: int, said: Any) -> None:
     from espalier.graph.networks.gnn import Gnn
     from espalier.graph.parts import halo
     from espalier.graph.sampling.neighbor_sampler import Style, whole
-    from espalier.mechanisms.halo_exchange import sylvie
+    from espalier.mechanisms.halo_exchange import quantized_exchange as sylvie
     from espalier.recipe import HaloOptions, Sage
 
     lab.enter(index)

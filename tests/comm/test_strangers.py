@@ -9,7 +9,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore
 
 from espalier import comm
-from espalier.testing import forks
+from espalier.launch.testing import forks
 
 
 def _bring(port, data):

@@ -19,11 +19,11 @@ from espalier.graph.parts import halo, part_inference, partition_folder
 from espalier.graph.parts.cutting import Cutting, open_part
 from espalier.graph.sampling.neighbor_sampler import Style
 from espalier.graph.workload import GraphWorkload
-from espalier.mechanisms.halo_exchange.sylvie import Every, Sylvie
+from espalier.launch.testing import ranks
+from espalier.mechanisms.halo_exchange.quantized_exchange import Every, Sylvie
 from espalier.plan import base as plans
 from espalier.plan import decide
 from espalier.recipe.errors import UserError
-from espalier.testing import ranks
 from espalier.train import request_from_recipe, table
 
 from .conftest import made

@@ -19,19 +19,19 @@ from espalier.graph.parts import cutting as graph_cutting
 from espalier.graph.sampling.neighbor_sampler import Style
 from espalier.graph.workload import GraphWorkload
 from espalier.launch.ranks import agent
+from espalier.launch.testing import ranks
 from espalier.machine import cluster as clusters_
 from espalier.mechanisms.few_bits import quantization
 from espalier.mechanisms.halo_exchange import choice, halo_parallel
-from espalier.mechanisms.halo_exchange import planned as halo_exchange
+from espalier.mechanisms.halo_exchange import halo_plan as halo_exchange
+from espalier.mechanisms.halo_exchange.quantized_exchange import Adaptive
 from espalier.mechanisms.halo_exchange.state import HaloExchangeState
-from espalier.mechanisms.halo_exchange.sylvie import Adaptive
 from espalier.plan import base as plans
 from espalier.plan import decide, trials
 from espalier.plan.ask import Ask
 from espalier.plan.layout_decision import best_layout
 from espalier.recipe.errors import UserError
 from espalier.sparse.partition import clusters
-from espalier.testing import ranks
 from espalier.train import rank_spec as launch
 from espalier.train import request_from_recipe, trainer, worker
 from espalier.train.rank_setup import RankSetup

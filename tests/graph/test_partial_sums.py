@@ -18,10 +18,10 @@ from espalier.graph.networks.gnn import style_of
 from espalier.graph.parts import halo, partial_sums
 from espalier.graph.sampling.subgraphs import View
 from espalier.kernels import row_widths
-from espalier.mechanisms.halo_exchange.sylvie import Every, Sylvie
+from espalier.launch.testing import ranks
+from espalier.mechanisms.halo_exchange.quantized_exchange import Every, Sylvie
 from espalier.parallel.workload import to_device
 from espalier.recipe.errors import UserError
-from espalier.testing import ranks
 
 from .test_halo import CLASSES, NETWORKS, NODES, WIDTH, graph_of, network_of, one_step, parts_of, whole
 

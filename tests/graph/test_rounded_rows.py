@@ -10,9 +10,9 @@ import torch
 
 from espalier.graph.data import synthetic
 from espalier.graph.parts import halo
+from espalier.launch.testing import ranks
+from espalier.mechanisms.halo_exchange.quantized_exchange import Every, Sylvie
 from espalier.mechanisms.halo_exchange.state import HaloAge, HaloExchangeState
-from espalier.mechanisms.halo_exchange.sylvie import Every, Sylvie
-from espalier.testing import ranks
 
 from . import test_sylvie
 from .test_halo import graph_of, network_of, parts_of

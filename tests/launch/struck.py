@@ -17,9 +17,9 @@ from espalier.checkpoint.storage import Folder
 from espalier.language.workload import open_language
 from espalier.launch.ranks import supervisor as supervise
 from espalier.launch.ranks.resize import RunShape
+from espalier.launch.testing.faults import Fault, strike
 from espalier.plan import base as plans
 from espalier.recipe import Recipe, defaults, recipe_file
-from espalier.testing.faults import Fault, strike
 from espalier.track.events import Log
 from espalier.train import rank_spec as launch
 from espalier.train import trainer, worker

@@ -8,8 +8,8 @@ from struck import Struck, plan_of, recipe_of, same
 from espalier.checkpoint import shared_memory
 from espalier.launch.ranks import supervisor
 from espalier.launch.ranks.rank_process import Child
+from espalier.launch.testing.faults import Fault
 from espalier.plan.base import Outer
-from espalier.testing.faults import Fault
 from espalier.train.failure import Failure
 from espalier.train.heartbeat import Pulses
 from espalier.train.rank_spec import RankSpec

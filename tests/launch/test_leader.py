@@ -21,10 +21,10 @@ import pytest
 from abroad import Abroad
 from struck import Struck, plan_of, recipe_of, same
 
+from espalier.launch.testing.faults import Fault
 from espalier.plan import base as plans
 from espalier.plan.base import Outer
 from espalier.recipe.errors import HostLost
-from espalier.testing.faults import Fault
 from espalier.train import table
 
 KINDS = {

@@ -14,7 +14,7 @@ import tiny_tasks
 import torch
 
 from espalier.cli import train
-from espalier.mechanisms.task_waves import waves as spindle
+from espalier.mechanisms.task_waves import wave_schedule as spindle
 from espalier.recipe import recipe_file
 from espalier.train import worker
 

@@ -15,16 +15,16 @@ import torch
 from test_multitask import ALONE, of, trained
 
 from espalier.cli import plan_page
+from espalier.launch.testing.faults import Fault
 from espalier.machine import cluster as clusters
-from espalier.mechanisms.task_waves import task_waves
+from espalier.mechanisms.task_waves import wave_plan as task_waves
 from espalier.mechanisms.task_waves.state import TaskWavesState
-from espalier.mechanisms.task_waves.waves import Slices, WaveSchedule
+from espalier.mechanisms.task_waves.wave_schedule import Slices, WaveSchedule
 from espalier.parallel.mesh import of_plan
 from espalier.parallel.workload import Shard
 from espalier.plan import base as plans
 from espalier.plan.decide import decide
 from espalier.recipe.errors import UserError
-from espalier.testing.faults import Fault
 from espalier.train import run_folder as runs
 from espalier.train import workload_registry
 from espalier.train.request_from_recipe import of_recipe

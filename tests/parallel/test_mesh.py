@@ -13,6 +13,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from espalier.launch.testing import ranks
 from espalier.parallel.mesh import (
     AXES,
     DATA,
@@ -27,7 +28,6 @@ from espalier.parallel.mesh import (
 from espalier.plan.axes import placement as shards
 from espalier.plan.base import Outer, Plan, Rank, Stage
 from espalier.recipe.errors import UserError
-from espalier.testing import ranks
 
 degrees = st.builds(ParallelDegrees, *(st.integers(1, 3) for _ in AXES)).filter(lambda one: prod(one) <= 96)
 axes = st.lists(st.sampled_from(AXES), unique=True)

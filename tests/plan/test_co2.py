@@ -13,7 +13,7 @@ import pytest
 from espalier.machine import cluster as clusters
 from espalier.machine.cluster import Cluster, Link
 from espalier.mechanisms.local_rounds import overlap_cost
-from espalier.mechanisms.local_rounds import planned as co2
+from espalier.mechanisms.local_rounds import round_plan as co2
 from espalier.mechanisms.local_rounds.co2 import chosen_of
 from espalier.plan.base import Plan, dumps, loads
 from espalier.plan.calibration import DATASHEET

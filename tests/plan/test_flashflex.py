@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from espalier.mechanisms.unequal_pipelines.flashflex import Search, fastest_path, partitions, place
+from espalier.mechanisms.unequal_pipelines.pipeline_search import Search, fastest_path, partitions, place
 from espalier.mechanisms.unequal_pipelines.pipeline_solver import (
     DeviceClass,
     Group,

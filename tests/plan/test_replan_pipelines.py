@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from espalier.machine import cluster as clusters
-from espalier.mechanisms.unequal_pipelines import choice, unequal
+from espalier.mechanisms.unequal_pipelines import choice
+from espalier.mechanisms.unequal_pipelines import unequal_plan as unequal
 from espalier.plan import base as plans
 from espalier.plan import replan
 from espalier.plan.calibration import DATASHEET

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from espalier.mechanisms.task_waves.metaops import MetaOp, TimeCurve, fit, spans
-from espalier.mechanisms.task_waves.spindle import Method, WavePlan, simulate
 from espalier.mechanisms.task_waves.wave_placement import DeviceLinks, Devices, exchange
+from espalier.mechanisms.task_waves.wave_search import Method, WavePlan, simulate
 from espalier.mechanisms.task_waves.wave_solver import MetaOpSlice, allocate, solve_program
 from espalier.plan import waves
 from espalier.recipe.errors import UserError

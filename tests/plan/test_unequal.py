@@ -11,8 +11,8 @@ import pytest
 from espalier.cli import plan_page
 from espalier.machine import cluster as clusters
 from espalier.machine.cluster import Cluster
-from espalier.mechanisms.unequal_pipelines import unequal
-from espalier.mechanisms.unequal_pipelines.flashflex import pipeline_of, stage_rates
+from espalier.mechanisms.unequal_pipelines import unequal_plan as unequal
+from espalier.mechanisms.unequal_pipelines.pipeline_search import pipeline_of, stage_rates
 from espalier.mechanisms.unequal_pipelines.pipeline_solver import Group
 from espalier.plan import base as plans
 from espalier.plan.calibration import DATASHEET

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from espalier.language import gpt
-from espalier.mechanisms.unequal_pipelines import unequal
+from espalier.mechanisms.unequal_pipelines import unequal_plan as unequal
 from espalier.mechanisms.unequal_pipelines.pipeline_solver import Slot, UnequalLayout
 from espalier.parallel.action_list import Pipeline
 from espalier.parallel.model_stages import ModelStages, Placed

@@ -20,7 +20,7 @@ from espalier.mechanisms.few_bits.bit_allocator import (
     UniformBits,
     stored,
 )
-from espalier.mechanisms.halo_exchange import sylvie
+from espalier.mechanisms.halo_exchange import quantized_exchange as sylvie
 
 DEGREES = torch.tensor([0, 1, 1, 2, 3, 5, 9, 17, 70, 400, 400, 12])
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from espalier.comm import Channel, compressed_collectives, sparse_blocks, wire_format
 from espalier.comm.codecs import codec
+from espalier.launch.testing import forks, same
 from espalier.machine.cluster import Cluster, loads
 from espalier.mechanisms.codecs import choice as codecs
 from espalier.mechanisms.codecs import sparse
@@ -24,7 +25,6 @@ from espalier.plan.axes.placement_plan import Spread
 from espalier.plan.request import Request
 from espalier.radiance.workload import RadianceWorkload
 from espalier.recipe import recipe_file
-from espalier.testing import forks, same
 from espalier.train import request_from_recipe, workload_registry
 
 ROOT = Path(__file__).parents[2]

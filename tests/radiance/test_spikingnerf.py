@@ -15,7 +15,7 @@ from espalier.kernels import counts
 from espalier.kernels.ragged import Ragged, offsets_of
 from espalier.radiance import spikingnerf
 from espalier.radiance.spikingnerf import LIF, SpikingColours, aligned, lif_scan, lif_scan_padded, lif_scan_ragged
-from espalier.radiance.volume import RaySamples
+from espalier.radiance.volume_rendering import RaySamples
 from espalier.radiance.voxels import ColourNetwork, encoded
 from espalier.recipe import SpikingNerf, Voxels
 

@@ -7,8 +7,8 @@ import torch
 from torch.nn import functional as F
 
 from espalier.kernels.ragged import Ragged, offsets_of
-from espalier.radiance import volume
-from espalier.radiance.volume import March, SceneBox, frame_of
+from espalier.radiance import volume_rendering as volume
+from espalier.radiance.volume_rendering import March, SceneBox, frame_of
 
 
 def rays(count: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

@@ -26,7 +26,8 @@ from espalier.kernels.ragged import Ragged
 from espalier.machine.cluster import loads
 from espalier.parallel.workload import Shard
 from espalier.plan.decide import decide
-from espalier.radiance import energy, rendered_scenes, scenes, spikingnerf, volume
+from espalier.radiance import energy, rendered_scenes, scenes, spikingnerf
+from espalier.radiance import volume_rendering as volume
 from espalier.radiance.rays import look_at, rays_of
 from espalier.radiance.voxels import LEAST, Field
 from espalier.radiance.workload import RadianceWorkload

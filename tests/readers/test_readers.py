@@ -239,7 +239,7 @@ OWN: Mapping[str, str] = {
     "graph/data/condensed_file.py": "the layers of a run on disk",
     "mechanisms/disk_batches/inference.py": "the layers of a run on disk",
     "mechanisms/disk_batches/manifest.py": "packed batches",
-    "mechanisms/disk_batches/topology.py": "packed batches",
+    "mechanisms/disk_batches/disk_sampler.py": "packed batches",
     "graph/networks/graph_plan.py": "packed batches",
     "graph/data/kept_graph.py": "the graph that a run keeps",
     "mechanisms/few_bits/packed_run.py": "export --to packed",

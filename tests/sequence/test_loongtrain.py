@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from espalier import testing
+from espalier.launch import testing
 from espalier.mechanisms.sequence_parallel import SequenceSlots, attend
 
 

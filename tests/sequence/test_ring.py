@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from espalier import testing
+from espalier.launch import testing
 from espalier.mechanisms.sequence_parallel import SequenceSlots, attend, ring
 from espalier.mechanisms.sequence_parallel.ring import Rings, schedule
 from espalier.parallel.ulysses import HeadSplit

@@ -271,7 +271,7 @@ def test_packed_documents_equal_documents_one_by_one(short_documents: Path, mode
 def test_packed_documents_train_as_under_a_mask(short_documents: Path, model: str) -> None:
     """That of PyTorch's attention, also where the model sees a window of its document or caps its scores."""
     recipe = recipe_of(short_documents, model, "documents", sequence=96, batch_tokens=4 * 96, validate_tokens=192)
-    plain = [row for row in table.TABLE if "loongtrain" not in getattr(row, "module", "")]
+    plain = [row for row in table.TABLE if "attention_2d" not in getattr(row, "module", "")]
     assert train(recipe, plan_of(1))[0] == pytest.approx(train(recipe, plan_of(1), plain)[0], rel=1e-9)
 
 

@@ -9,10 +9,10 @@ import pytest
 from nets import TWO_NODES, Odd, every, one_step, spread, triples
 
 from espalier.comm import Channel
+from espalier.launch.testing import ranks
 from espalier.plan.axes.placement import ShardFactors
 from espalier.plan.axes.placement_plan import Spread
 from espalier.plan.axes.sharding import Division, StateBytes, StateSizes, cost
-from espalier.testing import ranks
 from espalier.train.wrap_policy import Sized, sizes_of
 
 

@@ -9,7 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from espalier.mechanisms.pipeline.schedules import SCHEDULES, action_lists
-from espalier.parallel.action_list import Action, ActionKind, Pipeline, check, dumps, loads, timetable, with_transfers
+from espalier.parallel.action_list import (
+    Action,
+    ActionKind,
+    Pipeline,
+    check,
+    dumps,
+    loads,
+    timetable,
+    with_transfers,
+)
 from espalier.recipe.errors import UserError
 
 FOUR = Pipeline(((0,), (1,), (2,), (3,)), 5)

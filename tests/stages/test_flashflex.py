@@ -10,9 +10,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from espalier.launch.testing import same
 from espalier.plan import base as plans
 from espalier.recipe.errors import UserError
-from espalier.testing import same
 
 from .runs import Trained, corpus, recipe_of, together, train
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from espalier.language.workload import open_language
+from espalier.launch.testing import same
 from espalier.mechanisms.pipeline.mechanism import ahead
 from espalier.mechanisms.pipeline.schedules import action_lists
 from espalier.parallel.model_stages import ModelStages, Placed, check_layers, check_trained, pipelines
@@ -17,7 +18,6 @@ from espalier.parallel.workload import Pieces, in_sequence
 from espalier.plan import base as plans
 from espalier.recipe import recipe_file
 from espalier.recipe.errors import Anomaly, UserError
-from espalier.testing import same
 from espalier.train import table, workload_registry
 
 from .runs import Cut, corpus, in_flight, recipe_of, together, train

@@ -12,14 +12,14 @@ import tiny_tasks
 import torch
 from torch import Tensor
 
+from espalier.launch.testing import forks
 from espalier.mechanisms.task_waves.state import TaskWavesState, WaveSlice
-from espalier.mechanisms.task_waves.task_waves import handed_on
+from espalier.mechanisms.task_waves.wave_plan import handed_on
 from espalier.parallel.mesh import ProcessMesh
 from espalier.parallel.workload import HEAD, Shard, to_device
 from espalier.plan import base as plans
 from espalier.tasks.towers import MultitaskModel
 from espalier.tasks.workload import MultitaskWorkload
-from espalier.testing import forks
 from espalier.train import rank_spec as launch
 from espalier.train import table, workload_registry
 from espalier.train.build import build

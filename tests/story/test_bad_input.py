@@ -15,11 +15,11 @@ from programs import forked
 
 from espalier import comm
 from espalier.cli import main as cli
+from espalier.launch.testing import forks
 from espalier.machine import probe
 from espalier.plan import base as plans
 from espalier.recipe import cache_dir, recipe_file
 from espalier.recipe.errors import UserError
-from espalier.testing import forks
 from espalier.train import run_folder as run
 from espalier.train import version_check
 

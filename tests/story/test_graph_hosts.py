@@ -15,7 +15,7 @@ import pytest
 from espalier import recipe as config
 from espalier.graph.networks.gnn import Gnn
 from espalier.graph.parts import partition_folder
-from espalier.mechanisms.halo_exchange.sylvie import step_bytes
+from espalier.mechanisms.halo_exchange.quantized_exchange import step_bytes
 from espalier.plan import base as plans
 
 from .test_hosts import command_line, environment, espalier, events, lab, none_left, pytestmark

@@ -10,7 +10,7 @@ from typing import Any
 import programs
 import torch
 
-from espalier.testing import same
+from espalier.launch.testing import same
 
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLE = ROOT / "examples" / "loop.py"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from espalier import testing
+from espalier.launch import testing
 from espalier.mechanisms.local_rounds import CO2
 from espalier.recipe.errors import UserError
 

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.comm import Channel
+from espalier.launch.testing.forks import forks
+from espalier.launch.testing.ranks import ranks
 from espalier.mechanisms.sharding.amsp import Amsp
 from espalier.optim import adamw
 from espalier.optim.base import owned_by
@@ -19,8 +21,6 @@ from espalier.parallel.model_cut import Holders, ModelCut, Slab
 from espalier.plan.axes.placement import ShardFactors
 from espalier.plan.axes.placement_plan import Spread
 from espalier.recipe import Adamw
-from espalier.testing.forks import forks
-from espalier.testing.ranks import ranks
 from espalier.train.worker import saving_group
 
 STEPS = 3

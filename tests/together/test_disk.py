@@ -24,8 +24,9 @@ from espalier.graph.data import synthetic
 from espalier.graph.data.graph import divided
 from espalier.graph.workload import GraphWorkload
 from espalier.launch.ranks import agent
-from espalier.mechanisms.disk_batches import pack, rolling_pool, topology
-from espalier.mechanisms.disk_batches.topology import DiskSampler
+from espalier.mechanisms.disk_batches import disk_sampler as topology
+from espalier.mechanisms.disk_batches import pack, rolling_pool
+from espalier.mechanisms.disk_batches.disk_sampler import DiskSampler
 from espalier.plan import base as plans
 from espalier.recipe import defaults, recipe_file
 from espalier.recipe.errors import Interrupted

@@ -9,9 +9,9 @@ from struck import Struck, plan_of, recipe_of, same, write_corpus
 
 from espalier.language.workload import open_language
 from espalier.launch.ranks import agent
+from espalier.launch.testing.faults import Fault
 from espalier.mechanisms.expert_parallel.flashmoe.layer import FlashMoeCall
 from espalier.plan import base as plans
-from espalier.testing.faults import Fault
 from espalier.train import rank_spec as launch
 from espalier.train import trainer, worker
 from espalier.train.rank_setup import RankSetup

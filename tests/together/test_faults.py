@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from struck import Struck, plan_of, recipe_of, same, write_corpus
 
+from espalier.launch.testing.faults import Fault
 from espalier.mechanisms.sequence_parallel.ring import RingRanks
 from espalier.mechanisms.tensor_parallel.stream import Stream
 from espalier.parallel.stage_messages import StageMessages
 from espalier.plan import base as plans
-from espalier.testing.faults import Fault
 
 STEPS, STRUCK = 9, 7
 OF_ROUNDS = 14, 11  # a step of their second round, whose begin is saved

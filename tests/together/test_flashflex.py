@@ -8,8 +8,8 @@ import msgspec
 import pytest
 from struck import Struck, recipe_of, same, write_corpus
 
+from espalier.launch.testing.faults import Fault
 from espalier.plan import base as plans
-from espalier.testing.faults import Fault
 
 from .test_rounds import close, plan_of, train
 from .test_rounds import recipe_of as rounds_recipe

@@ -14,12 +14,12 @@ from espalier.graph.data.graph import DataSplit, Graph
 from espalier.graph.networks import graph_plan
 from espalier.graph.workload import GraphWorkload
 from espalier.launch.ranks import agent
+from espalier.launch.testing.faults import Fault
+from espalier.mechanisms.halo_exchange.quantized_exchange import Sylvie
 from espalier.mechanisms.halo_exchange.state import HaloAge, HaloExchangeState
-from espalier.mechanisms.halo_exchange.sylvie import Sylvie
 from espalier.plan import base as plans
 from espalier.recipe import defaults, recipe_file
 from espalier.recipe.errors import Interrupted, UserError
-from espalier.testing.faults import Fault
 from espalier.train import rank_spec as launch
 from espalier.train import table, trainer, worker
 from espalier.train.rank_setup import RankSetup

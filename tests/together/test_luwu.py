@@ -19,12 +19,12 @@ import torch
 from node_runs import STEPS, STRUCK, OnNode, on_node, recipe
 from struck import Struck, plan_of, same, write_corpus
 
+from espalier.launch.testing.faults import Fault
 from espalier.mechanisms.optimizer_node import client, role, session, standby, wire
 from espalier.plan import base as plans
 from espalier.recipe import Recipe
 from espalier.recipe.errors import Interrupted, UserError
 from espalier.store.generations import Generations
-from espalier.testing.faults import Fault
 from espalier.train import rank_spec as launch
 
 

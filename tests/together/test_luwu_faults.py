@@ -20,13 +20,13 @@ from lossy_proxy import LossyProxy
 from node_runs import STEPS, STRUCK, OnNode, on_node, recipe
 from struck import same, write_corpus
 
+from espalier.launch.testing.faults import Fault
 from espalier.mechanisms.optimizer_node import role
 from espalier.mechanisms.optimizer_node.client import Client
 from espalier.mechanisms.optimizer_node.node import OptimizerNode
 from espalier.plan import base as plans
 from espalier.recipe.errors import Interrupted, UserError
 from espalier.store.generations import Generations
-from espalier.testing.faults import Fault
 from espalier.train import rank_spec as launch
 
 

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from espalier.language import gguf_file, gpt, hf, hf_config
-from espalier.language.block_variants import rates
+from espalier.language.attention_variants import rates
 from espalier.language.decoder_workload import new_model
 from espalier.language.tokenizer_files import TOKENIZER
 from espalier.recipe import cache_dir

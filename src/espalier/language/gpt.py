@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from espalier import recipe as config
-from espalier.language.block_variants import attention_of, capped, geglu, rates
+from espalier.language.attention_variants import attention_of, capped, geglu, rates
 from espalier.language.elementwise import rms_norm, rotate, swiglu
 from espalier.language.kv_cache import Cache, Past
 from espalier.language.operation_counts import DecoderLoad, Feed, decoder_work

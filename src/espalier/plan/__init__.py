@@ -16,8 +16,8 @@ _HOME = {
     "Measurement": "espalier.plan.calibration",
     "calibrate": "espalier.plan.calibration",
     "estimate": "espalier.train.library_request",
-    "place": "espalier.mechanisms.unequal_pipelines.flashflex",
-    "waves": "espalier.mechanisms.task_waves.spindle",
+    "place": "espalier.mechanisms.unequal_pipelines.pipeline_search",
+    "waves": "espalier.mechanisms.task_waves.wave_search",
 }
 
 __all__ = list(_HOME)

@@ -160,7 +160,7 @@ def torus_knot(around: int = 240, across: int = 18) -> TriangleMesh:
 
 
 def _mesh(lens: Lens, pose: Array) -> Tensor:
-    from espalier.radiance import volume_cpu
+    from espalier.radiance import volume_rendering_cpu as volume_cpu
 
     mesh, matrix = torus_knot(), torch.from_numpy(pose)
     seen = (mesh.vertices - matrix[:3, 3]) @ matrix[:3, :3]

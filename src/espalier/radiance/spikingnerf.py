@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from espalier.kernels import counts
 from espalier.kernels.base import operation
 from espalier.kernels.ragged import Ragged, offsets_of
-from espalier.radiance.volume import RaySamples
+from espalier.radiance.volume_rendering import RaySamples
 from espalier.radiance.voxels import VIEW, ColourNetwork
 from espalier.recipe import SpikingNerf, Voxels
 from espalier.recipe.cost import Product, Work

@@ -16,9 +16,9 @@ from torch.nn import functional as F
 
 from espalier.kernels import counts
 from espalier.kernels.ragged import Ragged
-from espalier.radiance import volume
+from espalier.radiance import volume_rendering as volume
 from espalier.radiance.rays import Rays
-from espalier.radiance.volume import March, RaySamples, SceneBox, frame_of
+from espalier.radiance.volume_rendering import March, RaySamples, SceneBox, frame_of
 
 LEAST, LEAST_COARSE = 1e-4, 1e-7
 """Opacity and weight below which a sample is left out; by a coarse field, which begins all but empty."""

@@ -20,7 +20,7 @@ from espalier.radiance import energy, spikingnerf
 from espalier.radiance.rays import Lens, Rays
 from espalier.radiance.scenes import Scene
 from espalier.radiance.spikingnerf import SpikingColours
-from espalier.radiance.volume import SceneBox
+from espalier.radiance.volume_rendering import SceneBox
 from espalier.radiance.voxels import ColourNetwork, Field, Rendered, ray_losses, refined, sample_losses
 from espalier.recipe import Recipe, SpikingNerf, Voxels
 from espalier.recipe.cost import Anatomy, Cut, Product, Work

@@ -20,7 +20,7 @@ from espalier.kernels.ragged import Ragged
 from espalier.parallel.workload import HEAD, TaskNode
 from espalier.radiance.rays import Rays
 from espalier.radiance.scenes import Scene
-from espalier.radiance.volume import SceneBox
+from espalier.radiance.volume_rendering import SceneBox
 from espalier.radiance.voxels import ColourNetwork, Field, ray_losses, sample_losses
 from espalier.radiance.workload import LOSSES, THIN
 from espalier.recipe import Recipe, TaskOptions, Tower

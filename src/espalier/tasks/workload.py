@@ -25,7 +25,8 @@ from espalier.recipe import Recipe
 from espalier.recipe.cost import PartCost, Product, Work
 from espalier.recipe.import_function import Author
 from espalier.recipe.multitask import with_inputs
-from espalier.tasks import answers, costs, sources
+from espalier.tasks import answers, sources
+from espalier.tasks import tower_cost as costs
 from espalier.tasks.towers import Figures, MultitaskModel, Shapes, TowerModule
 from espalier.train.workload_row import Answer, Opening, Profile, Row, Sampling
 from espalier.train.wrap_policy import profile

@@ -158,15 +158,15 @@ TABLE: tuple[Choose, ...] = (
     optimizers.choose_matrices,
     MechanismRow("pipeline.mechanism", _stages, "choose_stages"),
     MechanismRow("pipeline.mechanism", _stages),
-    MechanismRow("task_waves.waves", _waves, "choose_towers"),
-    MechanismRow("task_waves.waves", _waves),
+    MechanismRow("task_waves.wave_schedule", _waves, "choose_towers"),
+    MechanismRow("task_waves.wave_schedule", _waves),
     optimizers.choose_muon,
     MechanismRow("local_rounds.outer_rounds", lambda recipe, plan: plan.outer),
-    MechanismRow("sequence_parallel.loongtrain", _sequences),
+    MechanismRow("sequence_parallel.attention_2d", _sequences),
     MechanismRow("expert_parallel.mechanism", _experts),
     MechanismRow("pattern_attention.token_parallel", _halo),
     MechanismRow("halo_exchange.halo_parallel", _halo),
-    MechanismRow("pattern_attention.reformation", lambda recipe, plan: getattr(recipe.model, "recall", 1) < 1),
+    MechanismRow("pattern_attention.edge_dropping", lambda recipe, plan: getattr(recipe.model, "recall", 1) < 1),
     MechanismRow("few_bits.over_ranks", lambda recipe, plan: recipe.quant is not None and _halo(recipe, plan)),
 )
 """Rows that a recipe or a plan asks for."""
@@ -175,7 +175,7 @@ AWAY: tuple[Choose, ...] = (
     MechanismRow("optimizer_node.mechanism", _node),
     MechanismRow("optimizer_node.mechanism", _node, "choose_optimizer"),
     MechanismRow(
-        "pipeline.vertical",
+        "pipeline.layerwise_schedule",
         lambda recipe, plan: _node(recipe, plan) or _parameters_away(recipe, plan),
     ),
     MechanismRow("offload.mechanism", _parameters_away, "choose_parameters"),

@@ -9,9 +9,9 @@ import torch
 
 from espalier.graph.sampling.neighbor_sampler import Sampler, Style
 from espalier.mechanisms.disk_batches import manifest
+from espalier.mechanisms.disk_batches.batch_pool import Draws, epoch_seeds
 from espalier.mechanisms.disk_batches.features import Features, FeatureTable, open_features
 from espalier.mechanisms.disk_batches.pack import PackedSet, PackRequest
-from espalier.mechanisms.disk_batches.pool import Draws, epoch_seeds
 
 from ..conftest import made
 

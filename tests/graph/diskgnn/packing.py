@@ -8,9 +8,9 @@ import torch
 from espalier.graph.data.graph import Graph
 from espalier.graph.sampling.neighbor_sampler import Sampler, Style
 from espalier.mechanisms.disk_batches import manifest
+from espalier.mechanisms.disk_batches.batch_pool import Draws, epoch_seeds
 from espalier.mechanisms.disk_batches.features import FeatureTable, open_features
 from espalier.mechanisms.disk_batches.pack import PackedSet, PackRequest, pack
-from espalier.mechanisms.disk_batches.pool import Draws, epoch_seeds
 
 
 def graph_of(nodes=300, width=5, edges=1200, seed=0) -> Graph:

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.mechanisms.disk_batches import access
-from espalier.mechanisms.disk_batches.access import AccessPlan, AccessSplit, Limits, Splitter
+from espalier.mechanisms.disk_batches import row_placement as access
+from espalier.mechanisms.disk_batches.row_placement import AccessPlan, AccessSplit, Limits, Splitter
 from espalier.recipe.errors import UserError
 
 PAGE = 4096

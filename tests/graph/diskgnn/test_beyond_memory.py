@@ -11,11 +11,11 @@ import torch
 
 from espalier.graph.data import synthetic
 from espalier.graph.sampling.neighbor_sampler import Drawn, Style
+from espalier.mechanisms.disk_batches.batch_pool import Draws
+from espalier.mechanisms.disk_batches.disk_sampler import DiskSampler, open_topology
 from espalier.mechanisms.disk_batches.features import open_features
 from espalier.mechanisms.disk_batches.hyperbatch import HyperbatchReader
 from espalier.mechanisms.disk_batches.pack import PackRequest, pack
-from espalier.mechanisms.disk_batches.pool import Draws
-from espalier.mechanisms.disk_batches.topology import DiskSampler, open_topology
 from espalier.store.rows import RowFile, RowLayout
 
 from .conftest import read_whole

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from espalier.graph.sampling.neighbor_sampler import Sampler, Style
 from espalier.machine.cluster import Disk
-from espalier.mechanisms.disk_batches import access, cost, pool
-from espalier.mechanisms.disk_batches.access import Limits
+from espalier.mechanisms.disk_batches import batch_pool as pool
+from espalier.mechanisms.disk_batches import cost
+from espalier.mechanisms.disk_batches import row_placement as access
+from espalier.mechanisms.disk_batches.row_placement import Limits
 
 from ..conftest import made
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from espalier.graph.sampling.neighbor_sampler import Sampler, Style
+from espalier.mechanisms.disk_batches.disk_sampler import DiskSampler
 from espalier.mechanisms.disk_batches.hyperbatch import HyperbatchReader
-from espalier.mechanisms.disk_batches.topology import DiskSampler
 from espalier.recipe.errors import UserError
 from espalier.store.memory import MemoryRows
 

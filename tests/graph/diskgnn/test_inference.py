@@ -17,8 +17,8 @@ from espalier.graph.sampling.neighbor_sampler import Sampler, Style
 from espalier.graph.sampling.subgraphs import View
 from espalier.graph.sampling.subgraphs import infer as infer_in_memory
 from espalier.mechanisms.disk_batches import inference
+from espalier.mechanisms.disk_batches.disk_sampler import DiskSampler
 from espalier.mechanisms.disk_batches.inference import InferenceFolder, infer
-from espalier.mechanisms.disk_batches.topology import DiskSampler
 from espalier.recipe.errors import UserError
 from espalier.store.io_queue import IoQueue
 from espalier.store.memory import MemoryRows

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from espalier.graph.sampling.neighbor_sampler import Sampler, Style
 from espalier.kernels import row_bits
 from espalier.mechanisms.disk_batches import manifest, pack
+from espalier.mechanisms.disk_batches.batch_pool import Draws
 from espalier.mechanisms.disk_batches.features import FeatureTable
-from espalier.mechanisms.disk_batches.pool import Draws
 from espalier.mechanisms.disk_batches.row_format import RowFormat
 from espalier.recipe.errors import UserError
 from espalier.store.cost import pages

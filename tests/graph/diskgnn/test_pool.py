@@ -9,8 +9,8 @@ import torch
 from espalier.graph.sampling.neighbor_sampler import Sampler, Style
 from espalier.graph.sampling.subgraphs import View
 from espalier.graph.tasks.node_classification import NodeTask
-from espalier.mechanisms.disk_batches import pool
-from espalier.mechanisms.disk_batches.pool import Draws, Pool
+from espalier.mechanisms.disk_batches import batch_pool as pool
+from espalier.mechanisms.disk_batches.batch_pool import Draws, Pool
 
 from ..conftest import made
 

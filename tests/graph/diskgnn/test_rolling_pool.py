@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from espalier.graph.sampling.neighbor_sampler import Sampler, Style
 from espalier.mechanisms.disk_batches import manifest, rolling_pool
+from espalier.mechanisms.disk_batches.batch_pool import Draws
 from espalier.mechanisms.disk_batches.features import open_features
 from espalier.mechanisms.disk_batches.pack import PackedSet, PackRequest
-from espalier.mechanisms.disk_batches.pool import Draws
 from espalier.mechanisms.disk_batches.reader import PackedBatches, ReaderOptions
 from espalier.mechanisms.disk_batches.rolling_pool import NICE, ResampleSchedule, RollingFeatures, RollingPool
 from espalier.recipe.errors import UserError

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from espalier.graph.sampling import neighbor_sampler
 from espalier.graph.sampling.neighbor_sampler import ALL, Sampler, Style
-from espalier.mechanisms.disk_batches.topology import (
+from espalier.mechanisms.disk_batches.disk_sampler import (
     DiskSampler,
     Topology,
     disk_sampler,

@@ -15,8 +15,8 @@ from tests.graph.test_workload import recipe_of
 from espalier.graph.tasks.loss_speed import LossSpeed
 from espalier.graph.workload import GraphWorkload
 from espalier.mechanisms.pattern_attention.attention import attention
+from espalier.mechanisms.pattern_attention.edge_dropping import LEVEL_RULE, LEVELS, RecallTuner, reformed
 from espalier.mechanisms.pattern_attention.pattern import ROWS, Additions, pattern
-from espalier.mechanisms.pattern_attention.reformation import LEVEL_RULE, LEVELS, RecallTuner, reformed
 from espalier.plan import base as plans
 from espalier.plan import decide
 from espalier.recipe.errors import UserError

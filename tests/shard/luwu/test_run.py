@@ -13,12 +13,12 @@ from torch.distributed.fsdp import fully_shard
 
 from espalier.language.workload import open_language
 from espalier.launch.ranks import agent
+from espalier.launch.testing import forks
 from espalier.optim.schedules import factor
 from espalier.parallel.workload import Shard
 from espalier.plan import base as plans
 from espalier.plan.axes.node_cost import Layers, pushed_bytes
 from espalier.recipe import Adamw, Recipe, Store
-from espalier.testing import forks
 from espalier.train import rank_spec as launch
 from espalier.train import trainer, worker
 from espalier.train.rank_setup import RankSetup

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from espalier.language.block_variants import capped
+from espalier.language.attention_variants import capped
 from espalier.language.gpt import IGNORED
 from espalier.recipe.cost import Anatomy
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from espalier.graph.data.graph import Array
 from espalier.graph.sampling.neighbor_sampler import Drawn
-from espalier.mechanisms.disk_batches.topology import DiskSampler
+from espalier.mechanisms.disk_batches.disk_sampler import DiskSampler
 from espalier.recipe.errors import UserError
 from espalier.recipe.units import show_size
 from espalier.store.base import Rows

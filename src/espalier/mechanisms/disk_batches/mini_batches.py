@@ -30,12 +30,13 @@ from espalier.graph.sampling.batching import Drawn
 from espalier.graph.sampling.neighbor_sampler import ALL, NeighborSampling, Sampler, Style, named
 from espalier.graph.sampling.subgraphs import SubgraphBatch, View
 from espalier.graph.tasks.node_classification import NodeTask
-from espalier.mechanisms.disk_batches import cost, inference, manifest, topology
+from espalier.mechanisms.disk_batches import cost, inference, manifest
+from espalier.mechanisms.disk_batches import disk_sampler as topology
 from espalier.mechanisms.disk_batches import features as feature_files
+from espalier.mechanisms.disk_batches.batch_pool import Draws, epoch_seeds
 from espalier.mechanisms.disk_batches.features import Features, FeatureTable
 from espalier.mechanisms.disk_batches.inference import InferenceFolder
 from espalier.mechanisms.disk_batches.pack import BUFFER, PackedSet, PackRequest, pack, repack
-from espalier.mechanisms.disk_batches.pool import Draws, epoch_seeds
 from espalier.mechanisms.disk_batches.reader import (
     TIERS,
     WINDOW,

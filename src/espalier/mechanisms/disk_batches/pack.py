@@ -26,12 +26,14 @@ from torch import Tensor
 
 from espalier.graph.data.graph import Array
 from espalier.graph.sampling.neighbor_sampler import NeighborSampling
-from espalier.mechanisms.disk_batches import access, features, manifest, pool
-from espalier.mechanisms.disk_batches.access import AccessPlan, AccessSplit, Limits, Splitter
+from espalier.mechanisms.disk_batches import batch_pool as pool
+from espalier.mechanisms.disk_batches import features, manifest
+from espalier.mechanisms.disk_batches import row_placement as access
+from espalier.mechanisms.disk_batches.batch_pool import Draws, Pool
 from espalier.mechanisms.disk_batches.features import Features
 from espalier.mechanisms.disk_batches.manifest import Inputs, Manifest, Packed
-from espalier.mechanisms.disk_batches.pool import Draws, Pool
 from espalier.mechanisms.disk_batches.row_format import Kind, RowFormat
+from espalier.mechanisms.disk_batches.row_placement import AccessPlan, AccessSplit, Limits, Splitter
 from espalier.parallel.workload import Progress
 from espalier.recipe.errors import UserError
 from espalier.store.cost import PAGE

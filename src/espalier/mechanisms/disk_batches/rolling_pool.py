@@ -25,8 +25,8 @@ import numpy as np
 
 from espalier.graph.data.graph import Array
 from espalier.mechanisms.disk_batches import manifest
+from espalier.mechanisms.disk_batches.batch_pool import Draws
 from espalier.mechanisms.disk_batches.pack import PackedSet, PackRequest, pack
-from espalier.mechanisms.disk_batches.pool import Draws
 from espalier.mechanisms.disk_batches.reader import ReaderOptions, Repair, TieredFeatures
 from espalier.parallel.workload import Progress
 from espalier.recipe.errors import UserError

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from espalier.graph.sampling.batching import WholeGraph
-from espalier.mechanisms.halo_exchange import planned
+from espalier.mechanisms.halo_exchange import halo_plan as planned
 from espalier.plan import trials
 from espalier.plan.ask import Ask, PlanDecision
 from espalier.plan.base import Plan

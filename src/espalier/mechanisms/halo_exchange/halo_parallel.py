@@ -28,9 +28,8 @@ from espalier.graph.parts import halo, partial_sums, partition_folder
 from espalier.graph.parts.cutting import Cutting, open_part
 from espalier.graph.sampling.batching import OVER_RANKS, HeldRows, OverRanks, all_rows
 from espalier.graph.sampling.subgraphs import SubgraphBatch, forward
-from espalier.mechanisms.halo_exchange import sylvie
-from espalier.mechanisms.halo_exchange.state import HaloExchangeState
-from espalier.mechanisms.halo_exchange.sylvie import (
+from espalier.mechanisms.halo_exchange import quantized_exchange as sylvie
+from espalier.mechanisms.halo_exchange.quantized_exchange import (
     WHOLE,
     Adaptive,
     ByPeer,
@@ -39,6 +38,7 @@ from espalier.mechanisms.halo_exchange.sylvie import (
     crossing_bytes,
     step_bytes,
 )
+from espalier.mechanisms.halo_exchange.state import HaloExchangeState
 from espalier.parallel.mesh import REPLICA
 from espalier.parallel.workload import to_device
 from espalier.recipe import Network

@@ -18,7 +18,7 @@ class HaloAge(PlanStruct, frozen=True):
 
 class HaloExchangeState(ChoiceState, frozen=True):
     """Of rows of a cut graph that may be late, where these differ from one step; see
-    `mechanisms.halo_exchange.sylvie`."""
+    `mechanisms.halo_exchange.quantized_exchange`."""
 
     name: ClassVar[str] = "halo_exchange"
     halo_ages: tuple[HaloAge, ...] = ()

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from espalier.machine import cluster as clusters
 from espalier.machine.cluster import Cluster
-from espalier.mechanisms.local_rounds import planned as co2
+from espalier.mechanisms.local_rounds import round_plan as co2
 from espalier.mechanisms.local_rounds import rounds_at_nodes
 from espalier.plan import precision, refusals
 from espalier.plan.ask import Ask, PlanDecision

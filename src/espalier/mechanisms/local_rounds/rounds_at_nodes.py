@@ -11,7 +11,7 @@ import math
 from dataclasses import replace
 
 from espalier.machine.cluster import Cluster
-from espalier.mechanisms.local_rounds import planned as co2
+from espalier.mechanisms.local_rounds import round_plan as co2
 from espalier.optim.diloco_slowmo import METHODS
 from espalier.plan import collective_time
 from espalier.plan.axes import optimizer_node

@@ -16,23 +16,9 @@ from queue import SimpleQueue
 import torch
 
 from espalier.mechanisms.optimizer_node import fixed_point
-from espalier.mechanisms.optimizer_node.reduction import (
-    Member,
-    ReductionServer,
-    RoundEnd,
-    SharedExponents,
-    SumSlot,
-)
+from espalier.mechanisms.optimizer_node.reduction import Member, ReductionServer, RoundEnd, SharedExponents, SumSlot
 from espalier.mechanisms.optimizer_node.session import Session, reach
-from espalier.mechanisms.optimizer_node.wire import (
-    RAW,
-    Address,
-    Frame,
-    FrameKind,
-    Greeting,
-    Times,
-    packed,
-)
+from espalier.mechanisms.optimizer_node.wire import RAW, Address, Frame, FrameKind, Greeting, Times, packed
 from espalier.parallel.layer_client import StepLost
 from espalier.plan.axes.node_layout import BITS, NodeJob
 from espalier.recipe.errors import EspalierError

@@ -24,12 +24,7 @@ from torch import Tensor
 from espalier.mechanisms.optimizer_node import fixed_point
 from espalier.mechanisms.optimizer_node.chunk_update import update
 from espalier.mechanisms.optimizer_node.reduction import Member, ReductionServer, RoundEnd, SumSlot
-from espalier.mechanisms.optimizer_node.state_file import (
-    ChunkState,
-    StateEntries,
-    keep_totals,
-    totals_of,
-)
+from espalier.mechanisms.optimizer_node.state_file import ChunkState, StateEntries, keep_totals, totals_of
 from espalier.mechanisms.optimizer_node.wire import Frame, FrameKind, Greeting, Times, packed
 from espalier.plan.axes.node_layout import BITS, LayerChunk, NodeJob
 from espalier.recipe import serialization

@@ -17,15 +17,7 @@ from typing import Any
 
 from espalier.mechanisms.optimizer_node import wire
 from espalier.mechanisms.optimizer_node.reduction import summary
-from espalier.mechanisms.optimizer_node.wire import (
-    Address,
-    Frame,
-    FrameKind,
-    FrameLink,
-    Greeting,
-    Peer,
-    Times,
-)
+from espalier.mechanisms.optimizer_node.wire import Address, Frame, FrameKind, FrameLink, Greeting, Peer, Times
 from espalier.parallel.layer_client import step_lost
 from espalier.plan.axes.node_layout import NodeJob
 from espalier.recipe.errors import EspalierError, RunFailed

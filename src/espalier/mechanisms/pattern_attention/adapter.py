@@ -12,7 +12,8 @@ from espalier.graph.run import GraphRun, NetworkAdapter
 from espalier.graph.tasks.graph_classification import GraphTask
 from espalier.graph.tasks.link_prediction import LinkTask
 from espalier.graph.tasks.node_classification import NodeTask
-from espalier.mechanisms.pattern_attention import plan_choice, reformation
+from espalier.mechanisms.pattern_attention import edge_dropping as reformation
+from espalier.mechanisms.pattern_attention import plan_choice
 from espalier.mechanisms.pattern_attention.encodings import averaged, encoded
 from espalier.mechanisms.pattern_attention.model import GraphTransformer, tokens_of
 from espalier.mechanisms.pattern_attention.schedule import Schedule, bias_bytes, schedule

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from espalier.mechanisms.pattern_attention.reformation import FIRST, LEVEL_RULE, LEVELS, SIGNAL, bound
+from espalier.mechanisms.pattern_attention.edge_dropping import FIRST, LEVEL_RULE, LEVELS, SIGNAL, bound
 from espalier.plan.ask import Ask, PlanDecision
 from espalier.plan.base import AdaptiveRule, Plan
 from espalier.plan.choice import PlanChoice

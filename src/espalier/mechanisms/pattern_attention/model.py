@@ -20,9 +20,9 @@ from espalier.graph.networks.base import MessageBlock
 from espalier.graph.networks.network import GraphNetwork
 from espalier.kernels.dropout import activated
 from espalier.mechanisms.pattern_attention.attention import attention
+from espalier.mechanisms.pattern_attention.edge_dropping import reformed
 from espalier.mechanisms.pattern_attention.encodings import hops
 from espalier.mechanisms.pattern_attention.pattern import Additions, Pattern, pattern
-from espalier.mechanisms.pattern_attention.reformation import reformed
 from espalier.mechanisms.pattern_attention.schedule import Schedule
 
 WITHOUT = 0.95

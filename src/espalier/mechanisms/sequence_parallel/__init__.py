@@ -8,11 +8,11 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from espalier.mechanisms.sequence_parallel.loongtrain import attend
+    from espalier.mechanisms.sequence_parallel.attention_2d import attend
     from espalier.parallel.sequence_slots import SequenceSlots
 
 _HOME = {
-    "attend": "espalier.mechanisms.sequence_parallel.loongtrain",
+    "attend": "espalier.mechanisms.sequence_parallel.attention_2d",
     "SequenceSlots": "espalier.parallel.sequence_slots",
 }
 

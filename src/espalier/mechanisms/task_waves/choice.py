@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from espalier.machine.cluster import Cluster
-from espalier.mechanisms.task_waves import task_waves
+from espalier.mechanisms.task_waves import wave_plan as task_waves
 from espalier.mechanisms.task_waves.state import TaskWavesState
 from espalier.plan import base as plans
 from espalier.plan.ask import Ask, PlanDecision

@@ -1,5 +1,5 @@
 """What a step of several tasks and towers is made of: operators contracted to MetaOps, their scalability, their levels.
-Pure; no torch. See `mechanisms.task_waves.spindle`.
+Pure; no torch. See `mechanisms.task_waves.wave_search`.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class TaskWavesState(ChoiceState, frozen=True):
     """Of several tasks, what runs side by side (Spindle). All ranks have the same samples.
 
     `nested`: micro-batches of each task whose passes through the waves are nested (BigMac): see
-    `mechanisms.task_waves.waves`.
+    `mechanisms.task_waves.wave_schedule`.
     """
 
     name: ClassVar[str] = "task_waves"

@@ -1,5 +1,5 @@
 """Which devices run the slices of a wave: those that hold the parameters or the input, on one node, with memory free.
-Pure; no torch. See `mechanisms.task_waves.spindle`.
+Pure; no torch. See `mechanisms.task_waves.wave_search`.
 """
 
 from __future__ import annotations

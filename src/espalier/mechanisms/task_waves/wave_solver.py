@@ -1,5 +1,5 @@
 """How many devices each MetaOp gets, and for how many of its operators: the continuous optimum, the greedy wavefront,
-and the linear program over configurations with its repair. Pure; no torch. See `mechanisms.task_waves.spindle`.
+and the linear program over configurations with its repair. Pure; no torch. See `mechanisms.task_waves.wave_search`.
 """
 
 from __future__ import annotations

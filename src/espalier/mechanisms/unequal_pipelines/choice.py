@@ -12,7 +12,8 @@ from dataclasses import replace
 from typing import cast
 
 from espalier.machine.cluster import Cluster
-from espalier.mechanisms.unequal_pipelines import flashflex, unequal
+from espalier.mechanisms.unequal_pipelines import pipeline_search as flashflex
+from espalier.mechanisms.unequal_pipelines import unequal_plan as unequal
 from espalier.mechanisms.unequal_pipelines.pipeline_solver import Group, Slot, SolvedPipeline
 from espalier.plan import base as plans
 from espalier.plan import pins

@@ -18,14 +18,14 @@ from pathlib import Path
 import msgspec
 
 from espalier.machine.cluster import Cluster
-from espalier.mechanisms.unequal_pipelines import flashflex
+from espalier.mechanisms.unequal_pipelines import pipeline_search as flashflex
 from espalier.mechanisms.unequal_pipelines.pipeline_solver import (
     Group,
     SolvedPipeline,
     UnequalLayout,
     share_micro_batches,
 )
-from espalier.mechanisms.unequal_pipelines.unequal import EngineCosts
+from espalier.mechanisms.unequal_pipelines.unequal_plan import EngineCosts
 from espalier.plan.request import Request
 from espalier.recipe import serialization
 from espalier.recipe.errors import UserError

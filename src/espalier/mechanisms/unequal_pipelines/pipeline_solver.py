@@ -1,5 +1,6 @@
 """The parts of a layout of unequal devices, and the two of them that are solved exactly: layers of the stages of one
-pipeline, and micro-batches of pipelines side by side. Pure; no torch. See `mechanisms.unequal_pipelines.flashflex`.
+pipeline, and micro-batches of pipelines side by side. Pure; no torch. See
+`mechanisms.unequal_pipelines.pipeline_search`.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def waiting(way: Offload, sharded: Mapping[str, Number]) -> dict[str, Number]:
 
 def again(request: Request) -> float:
     """Share of the parameters that backward reads once more: not those of a table of its own, nor of a head, which is
-    one pass with the loss (`mechanisms.pipeline.vertical`)."""
+    one pass with the loss (`mechanisms.pipeline.layerwise_schedule`)."""
     return 1.0 - (request.tables > 1) * request.outside / max(1, request.trainable)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from espalier.recipe.cost import Cost, Number
 
 NESTED_IN_FLIGHT = 2
-"""Nested micro-batches of waves whose activations a rank keeps at most (`mechanisms.task_waves.waves`)."""
+"""Nested micro-batches of waves whose activations a rank keeps at most (`mechanisms.task_waves.wave_schedule`)."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from espalier.graph.data.graph import Array
 from espalier.graph.networks.base import Forms, MessageBlock
 from espalier.graph.sampling.neighbor_sampler import Drawn, NeighborSampling
 from espalier.mechanisms.disk_batches.cost import TOGETHER
-from espalier.mechanisms.disk_batches.topology import DiskSampler
+from espalier.mechanisms.disk_batches.disk_sampler import DiskSampler
 from espalier.parallel.workload import Progress
 from espalier.recipe import serialization
 from espalier.store.extents import ExtentFile, ExtentWriter

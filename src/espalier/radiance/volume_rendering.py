@@ -102,7 +102,7 @@ def sample_rays(origins: Tensor, directions: Tensor, march: March) -> RaySamples
 @sample_rays.fast("cpu", wins=lambda origins, directions, march: origins.dtype == torch.float32)
 def sample_by_rays(origins: Tensor, directions: Tensor, march: March) -> RaySamples:
     """numba, a ray at a time: counted, then written."""
-    from espalier.radiance import volume_cpu
+    from espalier.radiance import volume_rendering_cpu as volume_cpu
 
     rays, how, counts = torch.cat([origins, directions], 1), march.packed, torch.zeros(len(origins), dtype=torch.int64)
     volume_cpu.count_samples(rays, how, march.mask, counts)
@@ -147,7 +147,7 @@ def interpolate_by_points(grid: Tensor, points: Tensor, frame: Tensor) -> Tensor
 class _Interpolate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, grid: Tensor, points: Tensor, frame: Tensor) -> Tensor:
-        from espalier.radiance import volume_cpu
+        from espalier.radiance import volume_rendering_cpu as volume_cpu
 
         ctx.save_for_backward(points, frame)
         ctx.shape = grid.shape
@@ -158,7 +158,7 @@ class _Interpolate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        from espalier.radiance import volume_cpu
+        from espalier.radiance import volume_rendering_cpu as volume_cpu
 
         points, frame = ctx.saved_tensors
         (gradient,) = gradients
@@ -205,7 +205,7 @@ def composite_by_rays(alpha: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
 class _Composite(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, alpha: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-        from espalier.radiance import volume_cpu
+        from espalier.radiance import volume_rendering_cpu as volume_cpu
 
         alpha = alpha.contiguous()
         ctx.save_for_backward(alpha, offsets)
@@ -215,7 +215,7 @@ class _Composite(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        from espalier.radiance import volume_cpu
+        from espalier.radiance import volume_rendering_cpu as volume_cpu
 
         alpha, offsets = ctx.saved_tensors
         of_weights, of_rest = (gradient.contiguous() for gradient in gradients)

@@ -1,4 +1,4 @@
-"""Unequal pipelines for unequal devices: FlashFlex's search (`mechanisms.unequal_pipelines.flashflex`) with the
+"""Unequal pipelines for unequal devices: FlashFlex's search (`mechanisms.unequal_pipelines.pipeline_search`) with the
 planner's costs, as a plan. No
 torch.
 
@@ -18,7 +18,7 @@ from functools import cached_property
 import numpy as np
 
 from espalier.machine.cluster import Cluster, Link, Place
-from espalier.mechanisms.unequal_pipelines import flashflex
+from espalier.mechanisms.unequal_pipelines import pipeline_search as flashflex
 from espalier.mechanisms.unequal_pipelines.pipeline_solver import (
     DeviceClass,
     Group,

@@ -23,7 +23,15 @@ from typing import Literal
 
 from espalier.mechanisms.task_waves.metaops import EPSILON, LevelRange, MetaOp, components, spans
 from espalier.mechanisms.task_waves.wave_placement import DeviceLinks, Devices, PlacedWaves, exchange, place_waves
-from espalier.mechanisms.task_waves.wave_solver import MetaOpSlice, Share, Wave, allocate, greedy, repair, solve_program
+from espalier.mechanisms.task_waves.wave_solver import (
+    MetaOpSlice,
+    Share,
+    Wave,
+    allocate,
+    greedy,
+    repair,
+    solve_program,
+)
 from espalier.recipe.errors import UserError
 
 Method = Literal["program", "greedy", "static", "sequential"]

@@ -13,9 +13,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from espalier.mechanisms.task_waves.metaops import MetaOp, fit
-from espalier.mechanisms.task_waves.spindle import Method, WavePlan, simulate, waves
 from espalier.mechanisms.task_waves.state import TaskWavesState, WaveSlice
 from espalier.mechanisms.task_waves.wave_placement import Devices, summed
+from espalier.mechanisms.task_waves.wave_search import Method, WavePlan, simulate, waves
 from espalier.mechanisms.task_waves.wave_solver import MetaOpSlice
 from espalier.plan import device_model, plan_summary
 from espalier.plan.axes.pipeline import NESTED_IN_FLIGHT
@@ -199,7 +199,7 @@ def micro_batches(one: PartCost, parts: Sequence[PartCost], nested: int) -> list
         return [one.rows]
     return [
         one.rows * (k + 1) // nested - one.rows * k // nested for k in range(nested)
-    ]  # as `mechanisms.task_waves.waves.rows`
+    ]  # as `mechanisms.task_waves.wave_schedule.rows`
 
 
 def _metaop(one: PartCost, seat: Place, request: Request, count: int, nested: int = 1) -> MetaOp:
@@ -312,7 +312,7 @@ def handed_on(plan: Plan, parts: Sequence[PartCost]) -> list[float]:
         ):
             source = latest[key].ranks
             for (a, sender), (b, receiver) in itertools.product(enumerate(source), enumerate(one.ranks)):
-                # As `mechanisms.task_waves.waves.rows` divides samples.
+                # As `mechanisms.task_waves.wave_schedule.rows` divides samples.
                 low, high = (samples * (a + end) // len(source) for end in (0, 1))
                 start, stop = (samples * (b + end) // len(one.ranks) for end in (0, 1))
                 size = by_key[key].output * max(0, min(high, stop) - max(low, start))
