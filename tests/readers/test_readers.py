@@ -231,6 +231,7 @@ OWN: Mapping[str, str] = {
     "evaluate/checkpoint_watcher.py": "pipes",
     "mechanisms/few_bits/mega/package_file.py": "packages, whose every byte has a checksum",
     "recipe/cache_dir.py": "the cache's own notes",
+    "recipe/data_table.py": "data files of the package",
     "recipe/data_hash.py": "bytes, for their hash alone",
     "recipe/foreign_files.py": "the edge itself",
     "recipe/import_function.py": "Python files that a recipe names",

@@ -18,8 +18,7 @@ from test_recovery import expected, train
 
 from espalier.mechanisms.optimizer_node.client import Client
 from espalier.mechanisms.optimizer_node.node import OptimizerNode
-from espalier.mechanisms.optimizer_node.replica import Replica
-from espalier.mechanisms.optimizer_node.standby import Standby
+from espalier.mechanisms.optimizer_node.standby import Replica, Standby
 from espalier.mechanisms.optimizer_node.wire import Address, Times
 from espalier.plan.axes.node_layout import NodeJob
 from espalier.recipe.errors import RunFailed

@@ -16,7 +16,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -32,7 +32,6 @@ from espalier.recipe.errors import RunFailed, UserError
 from espalier.store.direct_io import aligned
 
 if TYPE_CHECKING:
-    from espalier.mechanisms.optimizer_node.replica import Replica
     from espalier.store.generations import Generations
 
 DEPTH = 3
@@ -109,7 +108,7 @@ class OptimizerNode(ReductionServer):
         times: seconds of the protocol.
 
     Attributes:
-        replica: what a standby is sent, if there is one; set before `start`.
+        replica: `standby.Replica`, what a standby is sent, if there is one; set before `start`.
     """
 
     kind, end_type = "optimizer node", NodeStep
@@ -124,7 +123,7 @@ class OptimizerNode(ReductionServer):
     ) -> None:
         super().__init__(job, door, token, times)
         self.state, self._sums = files
-        self.replica: Replica | None = None
+        self.replica: Any = None
         self._entries = StateEntries(job)
         self._reading, self._computing, self._writing = _Queue(), _Queue(), _Queue()
         self._free: SimpleQueue[ChunkState | None] = SimpleQueue()

@@ -29,8 +29,7 @@ from espalier.mechanisms.optimizer_node.aggregator import Aggregator
 from espalier.mechanisms.optimizer_node.client import Client
 from espalier.mechanisms.optimizer_node.local_steps import LocalRound, LocalSteps
 from espalier.mechanisms.optimizer_node.node import OptimizerNode
-from espalier.mechanisms.optimizer_node.replica import Replica
-from espalier.mechanisms.optimizer_node.standby import Standby
+from espalier.mechanisms.optimizer_node.standby import Replica, Standby
 from espalier.mechanisms.optimizer_node.state import OptimizerNodeState
 from espalier.mechanisms.optimizer_node.state_file import open_state, open_sums, read_layer
 from espalier.mechanisms.optimizer_node.wire import Address, Times

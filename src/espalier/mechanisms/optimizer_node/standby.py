@@ -8,16 +8,28 @@ from then on the node, should it wake up, is refused and ends.
 
 from __future__ import annotations
 
+import secrets
 import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from typing import Self
 
 import torch
+from torch import Tensor
 
 from espalier.mechanisms.optimizer_node.node import OptimizerNode
 from espalier.mechanisms.optimizer_node.reduction import Member
-from espalier.mechanisms.optimizer_node.replica import PRIMARY
-from espalier.mechanisms.optimizer_node.wire import Frame, FrameKind, Greeting
-from espalier.recipe.errors import RunFailed
+from espalier.mechanisms.optimizer_node.session import Session, reach
+from espalier.mechanisms.optimizer_node.state_file import StateEntries
+from espalier.mechanisms.optimizer_node.wire import RAW, Address, Frame, FrameKind, Greeting, Times
+from espalier.parallel.layer_client import StepLost
+from espalier.plan.axes.node_layout import LayerChunk, NodeJob
+from espalier.recipe.errors import EspalierError, PeerLost, RunFailed
+from espalier.store.generations import Generations
+
+PRIMARY = -1_000_000
+"""Rank of a node at its standby."""
 
 
 class Standby(OptimizerNode):
@@ -64,3 +76,104 @@ class Standby(OptimizerNode):
             with self.lock:
                 self.state.commit(frame.step)
                 self._step.number = frame.step
+
+
+class Replica:
+    """What a node does for its standby. Has state.
+
+    Args:
+        job: of the node.
+        address: of the standby; and the token of the run.
+        name: of the node, in messages.
+        times: seconds of the protocol.
+
+    Attributes:
+        error: why there is no standby any more; None while there is one.
+        refused: is called where the standby has taken over.
+        finished: the run is over, and the standby is to hear that.
+    """
+
+    finished = False
+
+    def __init__(self, job: NodeJob, address: tuple[Address, str], name: str, times: Times) -> None:
+        self.job, self.address, self.name, self.times = job, address, name, times
+        self.error: EspalierError | None = None
+        self.refused: Callable[[EspalierError], None] = lambda _: None
+        self._session: _ReplicaSession | None = None
+        self._shift = 0
+
+    def begin(self, state: Generations, round: int) -> None:
+        """From that round on the standby gets all; before, it is brought to where `state` stands.
+
+        Raises:
+            RunFailed: it has taken over.
+            PeerLost: nobody answers.
+        """
+        self.close()
+        address, token = self.address
+        peer = "its standby", {"rank": PRIMARY}
+        status = reach([address], token, self.name, self.times, peer)[1]
+        run = {"cluster": secrets.token_hex(8), "resume": int(status["step"])}
+        session = _ReplicaSession(self, run | {"rank": PRIMARY, "workers": 1})
+        session.start()
+        if run["resume"] != state.step:
+            self._copy(state, session)
+        self._session, self._shift = session, session.first - round
+        self.error = None
+
+    def _copy(self, state: Generations, session: Session) -> None:
+        control = session.links["control"]
+        for number, (name, size) in enumerate(StateEntries(self.job).sizes().items()):
+            buffer = torch.empty(size, dtype=torch.uint8)
+            state.read(name, buffer)
+            payload = buffer.numpy().data
+            control.send(Frame(FrameKind.STATE, number, state.step, width=1, payload=payload))
+            control.drained()
+        session.ask(Frame(FrameKind.STATE, step=state.step))
+        control.drained()
+
+    def gradient(self, round: int, chunk: LayerChunk, values: Tensor) -> None:
+        """Sends the sum of a chunk in that round."""
+        payload = values.clone().numpy().data.cast("B")
+        frame = Frame(FrameKind.GRADIENT, chunk.layer, round, chunk.index, RAW, payload=payload)
+        self._send("push", frame)
+
+    def end(self, round: int, decision: memoryview) -> None:
+        """Tells how the round ends; returns when the standby has all of it."""
+        self._send("control", Frame(FrameKind.MOVE, step=round, payload=decision))
+        if self._session is not None and self.error is None:
+            with suppress(EspalierError):
+                for link in self._session.links.values():
+                    link.drained()
+
+    def _send(self, stream: str, frame: Frame) -> None:
+        session, step = self._session, frame.step + self._shift
+        if session is not None and self.error is None and step >= session.first:
+            with suppress(EspalierError):  # `lost` is called with it
+                session.links[stream].send(replace(frame, step=step))
+
+    def close(self) -> None:
+        """At once; where nothing has failed the standby hears that it is not needed any more."""
+        session, self._session = self._session, None
+        if session is not None:
+            if self.error is None and self.finished:
+                session.leave()
+            session.close()
+
+    def lost(self, error: EspalierError) -> None:
+        """The standby is gone, or has taken over."""
+        self.error = error
+        if not isinstance(error, (PeerLost, StepLost)):
+            self.refused(error)
+
+
+class _ReplicaSession(Session):
+    """One session with the standby, which has nothing to say."""
+
+    def __init__(self, replica: Replica, greeting: Greeting) -> None:
+        self.replica = replica
+        super().__init__(replica.name, replica.times, replica.address, replica.job, greeting)
+
+    def lost(self, error: EspalierError) -> None:
+        """See Peer."""
+        self.replica.lost(error)
