@@ -75,7 +75,8 @@ def _check_devices(request: Request, there: int) -> None:
 def _check_degree(request: Request, name: str, value: int, there: int) -> None:
     ranks = request.pin.ranks
     if name != "dp" and value > 1 and not request.heads and (name, value) != ("tp", request.tensor):
-        by_hand = "; a plan.json with stages is run where the module says where it may be cut (docs/pipelines.md)"
+        page = "src/espalier/mechanisms/pipeline/README.md"
+        by_hand = f"; a plan.json with stages is run where the module says where it may be cut ({page})"
         raise UserError(
             f"plan.pin.{name} = {value}: only decoders of kind gpt and moe are cut by the planner.",
             why="of other modules it knows neither how long their layers take nor what these send to one another",
