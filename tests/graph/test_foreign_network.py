@@ -17,7 +17,7 @@ from torch import nn
 from espalier import recipe as config
 from espalier.graph.networks import foreign_network
 from espalier.graph.parts import partition_folder
-from espalier.graph.parts.cutting import Cutting
+from espalier.graph.parts.graph_cut import Cutting
 from espalier.graph.sampling.subgraphs import infer
 from espalier.graph.workload import GraphWorkload, open_graph
 from espalier.recipe import defaults, recipe_file

@@ -14,9 +14,9 @@ from espalier import recipe as config
 from espalier.graph.data.graph import Graph
 from espalier.graph.networks import graph_plan
 from espalier.graph.networks.gnn import style_of
-from espalier.graph.parts import cutting as graph_cutting
+from espalier.graph.parts import graph_cut as graph_cutting
 from espalier.graph.parts import halo, part_inference, partition_folder
-from espalier.graph.parts.cutting import Cutting, open_part
+from espalier.graph.parts.graph_cut import Cutting, open_part
 from espalier.graph.sampling.neighbor_sampler import Style
 from espalier.graph.workload import GraphWorkload
 from espalier.launch.testing import ranks

@@ -15,7 +15,7 @@ from espalier import recipe as config
 from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.graph.data.graph import Graph
 from espalier.graph.parts import coded_rows, halo, partition_folder
-from espalier.graph.parts import cutting as graph_cutting
+from espalier.graph.parts import graph_cut as graph_cutting
 from espalier.graph.sampling.neighbor_sampler import Style
 from espalier.graph.workload import GraphWorkload
 from espalier.launch.ranks import agent

@@ -14,7 +14,7 @@ from espalier import recipe as config
 from espalier.graph.data import sources
 from espalier.graph.data.graph import Graph
 from espalier.graph.networks.gnn import Gnn
-from espalier.graph.parts import cutting as graph_cutting
+from espalier.graph.parts import graph_cut as graph_cutting
 from espalier.graph.parts import halo, partition_folder
 from espalier.graph.sampling.neighbor_sampler import Style
 from espalier.graph.sampling.subgraphs import View

@@ -13,8 +13,9 @@ import torch
 from espalier import recipe as config
 from espalier.graph import workload_row
 from espalier.graph.networks import gnn_adapter, graph_plan
-from espalier.graph.parts import cutting, part_inference, partition_folder
-from espalier.graph.parts.cutting import Cutting
+from espalier.graph.parts import graph_cut as cutting
+from espalier.graph.parts import part_inference, partition_folder
+from espalier.graph.parts.graph_cut import Cutting
 from espalier.graph.sampling.subgraphs import infer
 from espalier.graph.workload import GraphWorkload, open_graph
 from espalier.plan import decide

@@ -16,7 +16,7 @@ from espalier import recipe as config
 from espalier.graph.data import pyg, synthetic
 from espalier.graph.data.graph import divided
 from espalier.graph.parts import partition_folder
-from espalier.graph.parts.cutting import Cutting
+from espalier.graph.parts.graph_cut import Cutting
 from espalier.graph.sampling.subgraphs import infer
 from espalier.graph.workload import GraphWorkload, open_graph
 from espalier.kernels.step_codes import STEPS

@@ -12,7 +12,7 @@ from tests.story.programs import forked, launched
 
 from espalier import make_plan
 from espalier.cli import main as cli
-from espalier.graph.sampling import batching
+from espalier.graph.sampling import batch_strategy as batching
 from espalier.mechanisms.disk_batches import drawn_batches
 from espalier.mechanisms.halo_exchange import halo_parallel
 from espalier.plan import base as plans

@@ -17,7 +17,7 @@ from espalier.cli import run_open
 from espalier.cli.run_open import DataChoice
 from espalier.graph.networks import gnn_adapter
 from espalier.graph.parts import partition_folder
-from espalier.graph.parts.cutting import Cutting
+from espalier.graph.parts.graph_cut import Cutting
 from espalier.graph.workload import open_graph
 from espalier.plan import base as plans
 from espalier.recipe.errors import UserError

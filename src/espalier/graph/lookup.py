@@ -13,12 +13,12 @@ from espalier import recipe as config
 
 if TYPE_CHECKING:
     from espalier.graph.run import NetworkAdapter, Rounding
-    from espalier.graph.sampling.batching import Drawn
+    from espalier.graph.sampling.batch_strategy import Drawn
     from espalier.recipe import Recipe
 
 BATCHINGS = {
-    "whole": "graph.sampling.batching:Whole",
-    "drawn": "graph.sampling.batching:Drawn",
+    "whole": "graph.sampling.batch_strategy:Whole",
+    "drawn": "graph.sampling.batch_strategy:Drawn",
     "stored": "mechanisms.disk_batches.mini_batches:RunBatches",
     "parts": "mechanisms.halo_exchange.halo_parallel:PartBatching",
     "tokens": "mechanisms.pattern_attention.token_parallel:TokenBatching",
@@ -30,7 +30,7 @@ ENERGY = "mechanisms.few_bits.energy:tables"
 
 
 def named(name: str) -> Any:
-    """What `name`, a module of the package and something in it (`graph.sampling.batching:Whole`), stands for."""
+    """What `name`, a module of the package and something in it (`graph.sampling.batch_strategy:Whole`), stands for."""
     module, _, attribute = name.partition(":")
     return getattr(import_module(f"espalier.{module}"), attribute)
 

@@ -1,7 +1,7 @@
 """A run on a graph as its parts see it: what each may ask of the others, with the answers that most share.
 
 The parts are the adapter of its kind of network, what rounds that network's values, and its way of batching
-(`sampling.batching`). `lookup` finds them.
+(`sampling.batch_strategy`). `lookup` finds them.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from espalier.graph.data.graph import Array, Graph
 from espalier.graph.networks.base import MessageBlock
 from espalier.graph.networks.gnn import Gnn
 from espalier.graph.sampling import subgraphs
-from espalier.graph.sampling.batching import Drawn
+from espalier.graph.sampling.batch_strategy import Drawn
 from espalier.graph.sampling.neighbor_sampler import ALL, NeighborSampling, Sampler, Style, named
 from espalier.graph.sampling.subgraphs import SubgraphBatch, View
 from espalier.graph.tasks.node_classification import NodeTask

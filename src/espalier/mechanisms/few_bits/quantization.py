@@ -24,7 +24,7 @@ from espalier.graph.networks.gnn import Gnn, GraphAttention, Layer
 from espalier.graph.networks.network import QUANTIZED
 from espalier.graph.parts.coded_rows import Coding, RowSize, row_size
 from espalier.graph.parts.halo import Halo
-from espalier.graph.sampling.batching import HeldRows
+from espalier.graph.sampling.batch_strategy import HeldRows
 from espalier.graph.sampling.subgraphs import forward
 from espalier.kernels.step_codes import STEPS, step_codes
 from espalier.mechanisms.few_bits import a2q

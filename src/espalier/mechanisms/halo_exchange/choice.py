@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from espalier.graph.sampling.batching import WholeGraph
+from espalier.graph.sampling.batch_strategy import WholeGraph
 from espalier.mechanisms.halo_exchange import halo_plan as planned
 from espalier.plan import trials
 from espalier.plan.ask import Ask, PlanDecision

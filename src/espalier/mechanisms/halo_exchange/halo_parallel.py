@@ -25,8 +25,8 @@ from espalier.comm.base import Traffic, traffic
 from espalier.graph.networks import foreign_network
 from espalier.graph.networks.gnn import Gnn
 from espalier.graph.parts import halo, partial_sums, partition_folder
-from espalier.graph.parts.cutting import Cutting, open_part
-from espalier.graph.sampling.batching import OVER_RANKS, HeldRows, OverRanks, all_rows
+from espalier.graph.parts.graph_cut import Cutting, open_part
+from espalier.graph.sampling.batch_strategy import OVER_RANKS, HeldRows, OverRanks, all_rows
 from espalier.graph.sampling.subgraphs import SubgraphBatch, forward
 from espalier.mechanisms.halo_exchange import quantized_exchange as sylvie
 from espalier.mechanisms.halo_exchange.quantized_exchange import (

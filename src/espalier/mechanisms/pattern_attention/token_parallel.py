@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from espalier.comm.base import Traffic
-from espalier.graph.sampling.batching import OVER_RANKS, HeldRows, OverRanks, all_rows
+from espalier.graph.sampling.batch_strategy import OVER_RANKS, HeldRows, OverRanks, all_rows
 from espalier.graph.sampling.subgraphs import SubgraphBatch, forward
 from espalier.mechanisms.pattern_attention.model import GraphTransformer
 from espalier.mechanisms.pattern_attention.over_ranks import TokenExchange

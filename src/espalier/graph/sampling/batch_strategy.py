@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from espalier.comm.base import Traffic, traffic
 from espalier.graph.networks.layer_work import Reach
-from espalier.graph.parts.cutting import LARGE
+from espalier.graph.parts.graph_cut import LARGE
 from espalier.graph.tasks import answers
 from espalier.parallel.workload import ALONE, PackStart, Shard
 from espalier.plan.compose import Claim
