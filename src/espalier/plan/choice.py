@@ -38,14 +38,14 @@ class Waits(NamedTuple):
 class Replanner(Protocol):
     """Plans a run anew on its own places, at the speeds that they showed."""
 
-    def seconds(self, request: Request, cluster: Cluster, plan: Plan, found: Speeds) -> float:
-        """Of a step of `plan` as it is, by the cost model at the speeds `found`."""
+    def seconds(self, request: Request, cluster: Cluster, plan: Plan, speeds: Speeds) -> float:
+        """Of a step of `plan` as it is, by the cost model at the `speeds`."""
 
     def planned_work(self, request: Request, cluster: Cluster, plan: Plan) -> tuple[float, ...]:
         """Seconds that each rank computes in a step, as planned."""
 
-    def plan_on(self, request: Request, cluster: Cluster, plan: Plan, kept: Sequence[int], found: Speeds) -> Plan:
-        """The fastest plan for the ranks `kept` of `plan`, at the speeds `found` of all its ranks.
+    def plan_on(self, request: Request, cluster: Cluster, plan: Plan, remaining: Sequence[int], speeds: Speeds) -> Plan:
+        """The fastest plan for the ranks `remaining` of `plan`, at the `speeds` of all its ranks.
 
         Raises UserError where they cannot hold the run.
         """

@@ -45,31 +45,31 @@ def _searched(ask: Ask) -> PlanDecision:
     pins.check(request, cluster)
     free = request.pin.shard is None and request.redundancy == 1
     processor = not gpus(cluster) and len(cluster.devices()) == 1
-    found = search.search(request, cluster, calibration, whole=free and processor)
+    result = search.search(request, cluster, calibration, whole=free and processor)
     spread = _over_ranks(request, cluster, calibration)
-    if spread and (found.options or request.pin.offload == "none"):
-        alone = [(request, found)]
+    if spread and (result.options or request.pin.offload == "none"):
+        alone = [(request, result)]
         if request.pin.offload is None:
-            alone.append(search.elsewhere(request, cluster, found, calibration))
-        alone = [one for one in alone if one[1].options] or alone
-        request, found, told = _expert_ranks(*min(alone, key=_fastest_of), spread)
-        request = replace(request, remarks=(*request.remarks, *told))
-    elif request.pin.offload != "none" and not (request.pin.offload is None and found.options):
+            alone.append(search.elsewhere(request, cluster, result, calibration))
+        alone = [pair for pair in alone if pair[1].options] or alone
+        request, result, sentences = _expert_ranks(*min(alone, key=_fastest_of), spread)
+        request = replace(request, remarks=(*request.remarks, *sentences))
+    elif request.pin.offload != "none" and not (request.pin.offload is None and result.options):
         pins.check_offload(request, cluster)
-        request, found = search.elsewhere(request, cluster, found, calibration, whole=free and processor)
-        request, found, told = _expert_ranks(request, found, spread)
-        request = replace(request, remarks=(*request.remarks, *told))
+        request, result = search.elsewhere(request, cluster, result, calibration, whole=free and processor)
+        request, result, sentences = _expert_ranks(request, result, spread)
+        request = replace(request, remarks=(*request.remarks, *sentences))
         trials = None  # of states that would be written to begin with
-    option = found.best()
+    option = result.best()
     if option is None:
-        return _closest(request, cluster, found, calibration)
-    if found.whole:
-        kept = replace(found, options=found.whole)
-        return PlanDecision(request, cluster, found, _whole(request, found, kept, calibration, trials))
-    make = partial(build_plan.make, request, found, calibration=calibration)
-    plans = [make(one) for one in (_tied(found, option) if trials else [option])]
+        return _closest(request, cluster, result, calibration)
+    if result.whole:
+        whole_states = replace(result, options=result.whole)
+        return PlanDecision(request, cluster, result, _whole(request, result, whole_states, calibration, trials))
+    make = partial(build_plan.make, request, result, calibration=calibration)
+    plans = [make(tied) for tied in (_tied(result, option) if trials else [option])]
     plan, measured = _fastest(plans, trials)
-    return PlanDecision(request, cluster, found, with_trials(plan, plans, measured))
+    return PlanDecision(request, cluster, result, with_trials(plan, plans, measured))
 
 
 def _over_ranks(request: Request, cluster: Cluster, calibration: Calibration) -> list[tuple[Request, Found]]:
@@ -81,16 +81,16 @@ def _over_ranks(request: Request, cluster: Cluster, calibration: Calibration) ->
         return []
     most = min(request.experts, request.global_batch)
     counts = {2, 4, 8, 16, 32, 64, places, *(table.devices for table in cluster.nodes)}
-    found = []
-    for count in sorted(one for one in counts if 1 < one <= most and places % one == 0):
+    searches = []
+    for count in sorted(ranks for ranks in counts if 1 < ranks <= most and places % ranks == 0):
         asked = replace(request, ep=count)
-        found.append((asked, search.search(asked, cluster, calibration)))
-    return [one for one in found if one[1].options]
+        searches.append((asked, search.search(asked, cluster, calibration)))
+    return [pair for pair in searches if pair[1].options]
 
 
 def _fastest_of(searched: tuple[Request, Found]) -> float:
     """Seconds of the fastest that was found."""
-    return min((one.seconds for one in searched[1].options), default=math.inf)
+    return min((option.seconds for option in searched[1].options), default=math.inf)
 
 
 def _ranks_of(request: Request, cluster: Cluster) -> int:
@@ -109,29 +109,31 @@ def _expert_ranks(
     least, taken = _fastest_of((request, whole)), _fastest_of((asked, best))
     shown = f"over {asked.ep} ranks {units.show_seconds(taken)}"
     where = "" if request.offload == RESIDENT else " and states that wait outside the devices"
-    here = f"with every expert on each rank{where} {units.show_seconds(least)}" if whole.options else ""
+    not_spread = f"with every expert on each rank{where} {units.show_seconds(least)}" if whole.options else ""
     if least <= taken * (1 + whole.tie):
-        told = f"A step takes {units.show_seconds(least)} with every expert on each rank{where}, spread {shown}."
-        return request, whole, (told,)
+        sentence = f"A step takes {units.show_seconds(least)} with every expert on each rank{where}, spread {shown}."
+        return request, whole, (sentence,)
     others = [
-        f"over {one.ep} ranks {units.show_seconds(each.options[0].seconds)}" for one, each in spread if one is not asked
+        f"over {other.ep} ranks {units.show_seconds(each.options[0].seconds)}"
+        for other, each in spread
+        if other is not asked
     ]
-    beside = ", ".join([*([here] if here else ["every expert on each rank does not fit"]), *others])
-    return asked, best, (f"Experts are spread over {asked.ep} ranks: {units.show_seconds(taken)} a step; {beside}.",)
+    compared = ", ".join([*([not_spread] if not_spread else ["every expert on each rank does not fit"]), *others])
+    return asked, best, (f"Experts are spread over {asked.ep} ranks: {units.show_seconds(taken)} a step; {compared}.",)
 
 
-def _tied(found: Found, best: Option) -> list[Option]:
+def _tied(result: Found, best: Option) -> list[Option]:
     """`best`, and if it cuts the model also those within the search's tie that do, of as many ranks and threads."""
     if not best.cuts:
         return [best]
-    fastest = min(one.seconds for one in found.options)
+    fastest = min(option.seconds for option in result.options)
     near = [
-        one
-        for one in found.options
-        if one.cuts
-        and one.seconds <= fastest * (1 + found.tie)
-        and _of((best.layout.world, best.layout.threads))(one)
-        and one is not best
+        option
+        for option in result.options
+        if option.cuts
+        and option.seconds <= fastest * (1 + result.tie)
+        and _of((best.layout.world, best.layout.threads))(option)
+        and option is not best
     ]
     return [best, *sorted(near, key=Option.order)[: TRIED - 1]]
 
@@ -141,18 +143,18 @@ def _fastest(plans: list[Plan], measure: Trials | None) -> tuple[Plan, trials.Me
     measured = {} if measure is None or len(plans) < 2 else measure(plans)
     if not measured:
         return plans[0], {}
-    least = min(measured[trials.key(one)] for one in plans)
-    return next(one for one in plans if measured[trials.key(one)] <= NEAR * least), measured
+    least = min(measured[trials.key(plan)] for plan in plans)
+    return next(plan for plan in plans if measured[trials.key(plan)] <= NEAR * least), measured
 
 
-def _closest(request: Request, cluster: Cluster, found: Found, calibration: Calibration) -> PlanDecision:
+def _closest(request: Request, cluster: Cluster, result: Found, calibration: Calibration) -> PlanDecision:
     """The plan that lacks the fewest bytes."""
-    if found.closest is None:
-        raise refusals.refusal(request, cluster, found)
-    plan = build_plan.make(request, found, found.closest, calibration)
-    lacks = f"{units.show_size(found.closest.over)} of memory per rank"
+    if result.closest is None:
+        raise refusals.refusal(request, cluster, result)
+    plan = build_plan.make(request, result, result.closest, calibration)
+    lacks = f"{units.show_size(result.closest.over)} of memory per rank"
     plan = plan.changed(executable=False, missing=lacks)
-    return PlanDecision(request, cluster, found, plan, fits=False, refuse=refusals.refusal)
+    return PlanDecision(request, cluster, result, plan, fits=False, refuse=refusals.refusal)
 
 
 # --- one processor -----------------------------------------------------------------------------------------------
@@ -162,53 +164,55 @@ def _closest(request: Request, cluster: Cluster, found: Found, calibration: Cali
 # formula catches, and so does the micro-batch: where they can be tried, trials decide.
 
 
-def _whole(request: Request, found: Found, kept: Found, calibration: Calibration, measure: Trials | None) -> Plan:
-    """The plan with whole states (`kept` has the options): the one tried best, else the best by estimate."""
-    make = partial(build_plan.make, request, found, calibration=calibration)
-    best = kept.best()
+def _whole(
+    request: Request, result: Found, whole_states: Found, calibration: Calibration, measure: Trials | None
+) -> Plan:
+    """The plan with whole states (`whole_states` has the options): the one tried best, else the best by estimate."""
+    make = partial(build_plan.make, request, result, calibration=calibration)
+    best = whole_states.best()
     assert best is not None
-    divisions = sorted({(one.layout.world, one.layout.threads) for one in kept.options})
-    options = [one for division in divisions if (one := kept.best(_of(division))) is not None]
-    tried = [make(one) for one in options]
+    divisions = sorted({(option.layout.world, option.layout.threads) for option in whole_states.options})
+    options = [option for division in divisions if (option := whole_states.best(_of(division))) is not None]
+    tried = [make(option) for option in options]
     measured = {} if measure is None else dict(measure(tried))
     if measured:
         fastest = min(measured.values())
-        even = [at for at, one in enumerate(tried) if measured[trials.key(one)] <= NEAR * fastest]
+        even = [at for at, candidate in enumerate(tried) if measured[trials.key(candidate)] <= NEAR * fastest]
         best = options[max(even, key=lambda at: len(tried[at].ranks))]
     elif len(tried) > 1:
         return make(best)
-    cuts = [make(one) for one in (_tied(kept, best) if measure else [best])]
+    cuts = [make(option) for option in (_tied(whole_states, best) if measure else [best])]
     plan, ways = _fastest(cuts, measure)
     measured, tried = {**measured, **ways}, [*tried, *(cuts[1:] if ways else [])]
-    sizes = [plan, *(make(one) for one in _other_sizes(kept, plan))]
+    sizes = [plan, *(make(option) for option in _other_sizes(whole_states, plan))]
     finer = {} if measure is None else dict(measure(sizes))
     if finer:
         fastest = min(finer.values())
-        near = [one for one in sizes if finer[trials.key(one)] <= NEAR * fastest]
-        plan = min(near, key=lambda one: one.micro_batch)
-    tried += [one for one in sizes[1:] if finer]
+        near = [candidate for candidate in sizes if finer[trials.key(candidate)] <= NEAR * fastest]
+        plan = min(near, key=lambda candidate: candidate.micro_batch)
+    tried += [candidate for candidate in sizes[1:] if finer]
     return with_trials(plan, tried, {**measured, **finer})
 
 
 def _of(division: tuple[int, int]) -> Callable[[Option], bool]:
     """Whether an option has so many ranks of so many threads."""
-    return lambda one: (one.layout.world, one.layout.threads) == division
+    return lambda option: (option.layout.world, option.layout.threads) == division
 
 
-def _other_sizes(kept: Found, plan: Plan) -> list[Option]:
+def _other_sizes(whole_states: Found, plan: Plan) -> list[Option]:
     """The same ranks with other micro-batches, where these leave memory free."""
     wanted = {int(plan.micro_batch * factor) for factor in SIZES}
     division = len(plan.ranks), plan.ranks[0].threads
     fitting = [
-        one
-        for one in kept.options
-        if _of(division)(one)
-        and view(one.layout, 1, plan.precision).cut == plan.layout.cut
-        and one.layout.recompute == plan.recompute
-        and one.layout.micro_batch in wanted
-        and one.peak <= memory_model.ROOMY["cpu"] * (one.peak - one.over)
+        option
+        for option in whole_states.options
+        if _of(division)(option)
+        and view(option.layout, 1, plan.precision).cut == plan.layout.cut
+        and option.layout.recompute == plan.recompute
+        and option.layout.micro_batch in wanted
+        and option.peak <= memory_model.ROOMY["cpu"] * (option.peak - option.over)
     ]
-    return sorted(fitting, key=lambda one: int(one.layout.micro_batch))
+    return sorted(fitting, key=lambda option: int(option.layout.micro_batch))
 
 
 def with_trials(plan: Plan, tried: list[Plan], measured: trials.Measured) -> Plan:
@@ -216,11 +220,13 @@ def with_trials(plan: Plan, tried: list[Plan], measured: trials.Measured) -> Pla
     if not measured or plan.predicted is None:
         return plan
     mine = trials.key(plan)
-    others = sorted((one for one in tried if trials.key(one) != mine), key=lambda one: measured[trials.key(one)])
-    timed = [(one.layout, one.ranks[0].threads) for one in tried]
-    untimed = [one for one in plan.runners_up if (one.layout, one.threads) not in timed]
+    others = sorted(
+        (other for other in tried if trials.key(other) != mine), key=lambda other: measured[trials.key(other)]
+    )
+    timed = [(other.layout, other.ranks[0].threads) for other in tried]
+    untimed = [runner_up for runner_up in plan.runners_up if (runner_up.layout, runner_up.threads) not in timed]
     return plan.changed(
         predicted=scaled(plan.predicted, measured[mine]),
         why=(trials.told([plan, *others], measured), *plan.why),
-        runners_up=(*(trials.beside(one, plan, measured) for one in others), *untimed),
+        runners_up=(*(trials.beside(other, plan, measured) for other in others), *untimed),
     )

@@ -35,14 +35,14 @@ HIDDEN = 0.25
 
 def _alone(plan: Plan, instead_of: Plan | None) -> Plan:
     """One rank has all of the graph."""
-    beside = ""
+    compared = ""
     if instead_of is not None:
         ranks, show = len(instead_of.trainers), units.show_seconds
-        beside = (
+        compared = (
             f"; over {ranks} ranks a step would take {show(instead_of.step_seconds)}, here "
             f"{show(plan.step_seconds)}, by estimate (plan.pin.ranks={ranks} cuts it anyway)"
         )
-    return plan.changed(why=(f"{HALOS}: one rank has the whole graph, none cross{beside}.", *plan.why))
+    return plan.changed(why=(f"{HALOS}: one rank has the whole graph, none cross{compared}.", *plan.why))
 
 
 def with_whole_graph(plan: Plan, others: Sequence[tuple[str, Plan, int]]) -> Plan:

@@ -44,10 +44,10 @@ class TaskWavesChoice(PlanChoice):
         """The solver of waves."""
         return self
 
-    def seconds(self, request: Request, cluster: Cluster, plan: Plan, found: Speeds) -> float:
+    def seconds(self, request: Request, cluster: Cluster, plan: Plan, speeds: Speeds) -> float:
         """See `Replanner.seconds`. Of one rank that runs all parts too."""
         request = replace(request, precision=plan.precision)
-        devices = task_waves.devices_of(request, cluster, seats(cluster, plan), found.slower)
+        devices = task_waves.devices_of(request, cluster, seats(cluster, plan), speeds.slower)
         return task_waves.seconds(plan, request, task_waves.first_seat(cluster), devices)
 
     def planned_work(self, request: Request, cluster: Cluster, plan: Plan) -> tuple[float, ...]:
@@ -57,15 +57,15 @@ class TaskWavesChoice(PlanChoice):
                 work[rank] += part.end - part.begin + part.back[1] - part.back[0]
         return tuple(work)
 
-    def plan_on(self, request: Request, cluster: Cluster, plan: Plan, kept: Sequence[int], found: Speeds) -> Plan:
-        pin = request.pin.changed(ranks=len(kept), threads=plan.ranks[0].threads)
+    def plan_on(self, request: Request, cluster: Cluster, plan: Plan, remaining: Sequence[int], speeds: Speeds) -> Plan:
+        pin = request.pin.changed(ranks=len(remaining), threads=plan.ranks[0].threads)
         asked = replace(request, precision=plan.precision, sync=EveryStep(), pin=pin)
         places = seats(cluster, plan)
         alone = decide(*task_waves.alone(asked, cluster), Calibration(factors=request.factors)).plan
-        there = [(places[rank], found.slower[rank]) for rank in kept]
+        there = [(places[rank], speeds.slower[rank]) for rank in remaining]
         made = task_waves.with_waves(alone, asked, cluster, seats=there)
         if TaskWavesState.name not in made.choices:  # one rank runs all parts
-            only = made.ranks[0].changed(device=plan.ranks[kept[0]].device, node=plan.ranks[kept[0]].node)
+            only = made.ranks[0].changed(device=plan.ranks[remaining[0]].device, node=plan.ranks[remaining[0]].node)
             made = made.changed(ranks=(only,), runners_up=())
         return plans.check(made, request.global_batch, "the new plan")
 

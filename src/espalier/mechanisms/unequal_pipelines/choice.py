@@ -27,10 +27,14 @@ from espalier.recipe import EveryStep, Pin, Recompute, units
 from espalier.recipe.errors import UserError
 
 
-def _costs(request: Request, cluster: Cluster, plan: Plan, kept: Sequence[int], found: Speeds) -> unequal.EngineCosts:
-    """What stages of the plan's kind cost on the places of the ranks `kept`, each of which is a class."""
+def _costs(
+    request: Request, cluster: Cluster, plan: Plan, remaining: Sequence[int], speeds: Speeds
+) -> unequal.EngineCosts:
+    """What stages of the plan's kind cost on the places of the ranks `remaining`, each of which is a class."""
     places = seats(cluster, plan)
-    there = measured(cluster, [plan.ranks[rank] for rank in kept], found.of(kept), [places[rank] for rank in kept])
+    there = measured(
+        cluster, [plan.ranks[rank] for rank in remaining], speeds.of(remaining), [places[rank] for rank in remaining]
+    )
     asked = replace(request, precision=plan.precision, sync=EveryStep())
     return unequal.EngineCosts(asked, there, plan.micro_batch, (1,), plan.recompute)
 
@@ -38,13 +42,13 @@ def _costs(request: Request, cluster: Cluster, plan: Plan, kept: Sequence[int], 
 def _pipelines(plan: Plan, costs: unequal.EngineCosts) -> list[SolvedPipeline]:
     """The plan's own, on ranks that are classes."""
     made = []
-    for number in sorted({one.pipeline for one in plan.stages}):
-        stages = sorted((one for one in plan.stages if one.pipeline == number), key=lambda one: one.layers)
-        order = [Group(one.ranks[0]) for one in stages]
-        layers = [last - first for first, last in (one.layers for one in stages)]
+    for number in sorted({stage.pipeline for stage in plan.stages}):
+        stages = sorted((stage for stage in plan.stages if stage.pipeline == number), key=lambda stage: stage.layers)
+        order = [Group(stage.ranks[0]) for stage in stages]
+        layers = [last - first for first, last in (stage.layers for stage in stages)]
         start, stop = plan.ranks[stages[0].ranks[0]].share
-        one = flashflex.pipeline_of(order, layers, flashflex.stage_rates(order, costs), costs)
-        made.append(replace(one, micro_batches=-(-(stop - start) // plan.micro_batch)))
+        pipeline = flashflex.pipeline_of(order, layers, flashflex.stage_rates(order, costs), costs)
+        made.append(replace(pipeline, micro_batches=-(-(stop - start) // plan.micro_batch)))
     return made
 
 
@@ -67,8 +71,8 @@ class UnequalPipelinesChoice(PlanChoice):
         pipelines = None if why_not else unequal.best(request, cluster)
         if pipelines is None:
             if wanted and best.fits:
-                told = f"Unequal pipelines are not possible here: {why_not or 'none of them fits'}."
-                yield best.changed(why=(told, *best.plan.why))
+                sentence = f"Unequal pipelines are not possible here: {why_not or 'none of them fits'}."
+                yield best.changed(why=(sentence, *best.plan.why))
             return
         plan = unequal.plan_of(*pipelines)
         refused = None if request.refuses is None else request.refuses(plan)
@@ -76,8 +80,8 @@ class UnequalPipelinesChoice(PlanChoice):
         slower = equal is not None and pipelines[1].seconds * unequal.FASTER > equal
         if refused is not None or (slower and not wanted):
             return
-        beside = f"With the best equal layout a step takes {units.show_seconds(equal)}." if equal is not None else ""
-        why = (*plan.why[:1], *((beside,) if beside else ()), *plan.why[1:], *request.remarks)
+        compared = f"With the best equal layout a step takes {units.show_seconds(equal)}." if equal is not None else ""
+        why = (*plan.why[:1], *((compared,) if compared else ()), *plan.why[1:], *request.remarks)
         yield replace(best, plan=plan.changed(why=why), fits=True)
 
     def cures(self, request: Request, cluster: Cluster) -> Iterable[str]:
@@ -95,28 +99,28 @@ class UnequalPipelinesChoice(PlanChoice):
         """FlashFlex's search."""
         return self
 
-    def seconds(self, request: Request, cluster: Cluster, plan: Plan, found: Speeds) -> float:
+    def seconds(self, request: Request, cluster: Cluster, plan: Plan, speeds: Speeds) -> float:
         """See `Replanner.seconds`."""
-        costs = _costs(request, cluster, plan, range(len(plan.ranks)), found)
+        costs = _costs(request, cluster, plan, range(len(plan.ranks)), speeds)
         made = _pipelines(plan, costs)
-        return costs.step(max(one.seconds for one in made), costs.sync(made))
+        return costs.step(max(pipeline.seconds for pipeline in made), costs.sync(made))
 
     def planned_work(self, request: Request, cluster: Cluster, plan: Plan) -> tuple[float, ...]:
         """See `Replanner.planned_work`."""
         costs = _costs(request, cluster, plan, range(len(plan.ranks)), Speeds((1.0,) * len(plan.ranks)))
         planned = [0.0] * len(plan.ranks)
-        for one in _pipelines(plan, costs):
-            for number, (group, layers, _) in enumerate(one.stages):
-                each = layers * costs.layer(group) + costs.extra(group, Slot(number, len(one.stages)))
-                planned[group.kind] += one.micro_batches * each
+        for pipeline in _pipelines(plan, costs):
+            for number, (group, layers, _) in enumerate(pipeline.stages):
+                each = layers * costs.layer(group) + costs.extra(group, Slot(number, len(pipeline.stages)))
+                planned[group.kind] += pipeline.micro_batches * each
         return tuple(planned)
 
-    def plan_on(self, request: Request, cluster: Cluster, plan: Plan, kept: Sequence[int], found: Speeds) -> Plan:
+    def plan_on(self, request: Request, cluster: Cluster, plan: Plan, remaining: Sequence[int], speeds: Speeds) -> Plan:
         """See `Replanner.plan_on`."""
-        check_sharing(request, plan, kept)
-        there = _costs(request, cluster, plan, kept, found).cluster
-        ranks = [plan.ranks[rank] for rank in kept]
-        free = Pin(pipelines="unequal", ranks=len(kept), threads=ranks[0].threads, schedule=request.pin.schedule)
+        check_sharing(request, plan, remaining)
+        there = _costs(request, cluster, plan, remaining, speeds).cluster
+        ranks = [plan.ranks[rank] for rank in remaining]
+        free = Pin(pipelines="unequal", ranks=len(remaining), threads=ranks[0].threads, schedule=request.pin.schedule)
         same = free.changed(micro_batch=plan.micro_batch, recompute=cast("Recompute", plan.recompute))
         asked = replace(request, precision=plan.precision, sync=EveryStep())
         for pin in (same, free):
@@ -124,23 +128,28 @@ class UnequalPipelinesChoice(PlanChoice):
             if made is not None:
                 new = unequal.plan_of(*made)
                 seated = tuple(
-                    one.changed(device=old.device, node=old.node, threads=old.threads)
-                    for one, old in zip(new.ranks, ranks, strict=True)
+                    placed.changed(device=old.device, node=old.node, threads=old.threads)
+                    for placed, old in zip(new.ranks, ranks, strict=True)
                 )
                 return plans.check(new.changed(ranks=seated), request.global_batch, "the new plan")
         raise UserError(
-            f"{units.plural(len(kept), 'rank')} cannot hold this run: no pipeline of them has room for its layers.",
+            f"{units.plural(len(remaining), 'rank')} cannot hold this run: "
+            "no pipeline of them has room for its layers.",
             do="mend the place that was lost and run the same command, or a smaller model or micro-batch",
         )
 
     def told(self, plan: Plan) -> str:
         """See `Replanner.told`."""
-        said = []
-        for number in sorted({one.pipeline for one in plan.stages}):
-            stages = sorted((one for one in plan.stages if one.pipeline == number), key=lambda one: one.layers)
+        parts = []
+        for number in sorted({stage.pipeline for stage in plan.stages}):
+            stages = sorted(
+                (stage for stage in plan.stages if stage.pipeline == number), key=lambda stage: stage.layers
+            )
             start, stop = plan.ranks[stages[0].ranks[0]].share
-            said.append(f"{' + '.join(str(one.layers[1] - one.layers[0]) for one in stages)} layers for {stop - start}")
-        return f"{', '.join(said)} samples each step"
+            parts.append(
+                f"{' + '.join(str(stage.layers[1] - stage.layers[0]) for stage in stages)} layers for {stop - start}"
+            )
+        return f"{', '.join(parts)} samples each step"
 
 
 CHOICE = UnequalPipelinesChoice()
